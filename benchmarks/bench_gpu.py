@@ -4,6 +4,8 @@ what calls cost the host.
     python benchmarks/bench_gpu.py casts [--recipes nvfp4] [--ops cast] [--shapes 4096x4096] [--burst] [--out RESULTS]
     python benchmarks/bench_gpu.py quantize [--recipes nvfp4] [--out RESULTS]
     python benchmarks/bench_gpu.py host [--out RESULTS]
+    python benchmarks/bench_gpu.py matmul ...         # as bench_matmul.py
+    python benchmarks/bench_gpu.py weight_only ...    # as bench_weight_only.py
 
 A GPU lowers its clock under load, so times compare only if they are interleaved. For each row, one process takes samples of
 breccia, of a device copy and of every rival in rotation. Only breccia 0.1.3, which has the same name, runs in a process of its
@@ -105,6 +107,10 @@ class Timer:
         most = max(1, int(SAMPLE_MOST_S / once))
         self.calls = min(max(SAMPLE_CALLS, math.ceil(SAMPLE_S / once)), most)
         self.most = max(FEWEST, SAMPLES_MOST_S / (once * self.calls))
+
+    def anew(self) -> Timer:
+        """The same call without samples."""
+        return Timer(self.call, self.each, self.calls, self.most)
 
     def sample(self, device: str) -> None:
         if len(self.seconds) < self.most:
@@ -695,4 +701,9 @@ def host(
 
 
 if __name__ == "__main__":
+    import bench_matmul  # both import this module
+    import bench_weight_only
+
+    for name, command in (("matmul", bench_matmul.main), ("weight_only", bench_weight_only.main)):
+        app.command(name)(command)
     app()

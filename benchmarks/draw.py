@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import common
+import product_plots
 import tables
 import typer
 from blocks import filled
@@ -68,7 +69,7 @@ def block(results: list[tuple[str, Result]], make: Callable[[Result], Table]) ->
         if len(results) > 1:
             p = result["provenance"]
             parts.append(f"**{p['device']}**\n" if "device" in p else f"**{p['cpu']}, {p['cores']} core(s)**\n")
-        parts += [markdown(table), f"{table.note}\n"]
+        parts += [*([markdown(table)] if table.rows else []), f"{table.note}\n"]
     return "\n".join(parts) or NOTHING
 
 
@@ -97,7 +98,20 @@ def plots_of(results: dict[str, list[tuple[str, Result]]]) -> dict[str, list[Plo
     ]
     title = "SQNR against bits per parameter"
     quality = [Plot(f"sqnr-{tag}.svg", title, sqnr_series(r), sqnr) for tag, r in results["accuracy"]]
-    return {"speed-up": [plot for plot in speed if plot.series["rivals"]], "sqnr": quality}
+    products, weights = results["matmul-gpu"], dict(results["gpu-weight-only"])
+    title = "Rates of FP8 products by rows, beside the best rival"
+    sweeps = [Plot(f"products-{tag}.svg", title, product_plots.sweep_series(r), product_plots.sweep) for tag, r in products]
+    title = "Share of the limit of memory or tensor cores that products reach"
+    roofs = [
+        Plot(f"roofline-{tag}.svg", title, product_plots.roofline_series(r, weights.get(tag)), product_plots.roofline)
+        for tag, r in products
+    ]
+    return {
+        "speed-up": [plot for plot in speed if plot.series["rivals"]],
+        "sqnr": quality,
+        "matmul-gpu-sweep": [plot for plot in sweeps if plot.series],
+        "matmul-gpu-roofline": [plot for plot in roofs if plot.series],
+    }
 
 
 def speed_series(result: Result) -> Any:

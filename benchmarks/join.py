@@ -57,7 +57,7 @@ def joined(results: list[Result]) -> Result:
             used.append(run)
     made = {**first, **last, "joined": used, "rows": [{**row, "run": used.index(run)} for row, run in rows.values()]}
     if "rivals" in last:
-        made["rivals"] = {name: version for result in results for name, version in result["rivals"].items()}
+        made["rivals"] = {name: version for result in results for name, version in result.get("rivals", {}).items()}
         made["absent"] = {name: why for name, why in last["absent"].items() if name not in made["rivals"]}
     if "left" in first:  # rows that the first run left out, and no later one measured
         made["left"] = first["left"] - (len(rows) - len(first["rows"]))

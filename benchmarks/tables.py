@@ -6,73 +6,25 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import common
+import fp8_tables
+from cells import ABSENT, Result, Table, bits, percent, ratio, share, spread, three, trio
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 from rivals import OLD, ON_NUMPY, OURS, WAYS
 
-Result = dict[str, Any]
-
 #: The largest accepted ratio between the medians of breccia's first and last pass. If they differ by more, the machine was
 #: disturbed, perhaps for some rivals and not for others, and the result is not published.
 DRIFT = 1.15
-
-#: The cell of a recipe that a rival does not have.
-ABSENT = "-"
 
 #: Columns of text where the output is no terminal whose width could be asked.
 WIDE = 180
 
 PUBLISHED: dict[str, Any] = json.loads((common.HERE / "published.json").read_text(encoding="utf-8"))
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells as text; the first column is the row's name. `note` says what a reader of the cells must know."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-
-# ------------------------------------------------------------------------------------------------ numbers as text
-
-
-def three(value: float) -> str:
-    """Three significant digits, without exponents."""
-    if not math.isfinite(value) or value == 0:
-        return "0" if value == 0 else "-"
-    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
-
-
-def trio(times: Iterable[float], unit: float) -> str:
-    """min / median / max in the unit."""
-    return " / ".join(three(t * unit) for t in times)
-
-
-def ratio(value: float) -> str:
-    return f"{three(value)}×"
-
-
-def share(value: float) -> str:
-    """A part of 1 in percent, which reads 100 only where it is all."""
-    return "100 %" if value == 1 else f"{math.floor(1e5 * value) / 1e3:.3f} %"
-
-
-def percent(value: float) -> str:
-    """A part of 1 in percent, to two decimals."""
-    return f"{100 * value:.2f}"
-
-
-def bits(value: float) -> str:
-    """Bits per parameter: to four decimals, as block scales make round fractions of it."""
-    return f"{value:.4f}".rstrip("0").rstrip(".")
 
 
 # ------------------------------------------------------------------------------------------------ cast
@@ -463,11 +415,6 @@ def parity(result: Result) -> Table:
 COPY = "copy"
 
 
-def spread(times: Result, unit: float) -> str:
-    """min / median / max of a summary in the unit."""
-    return trio((times["min_s"], times["median_s"], times["max_s"]), unit)
-
-
 def best_rival(row: Result, what: str) -> tuple[str, Result] | None:
     """(name, times) of the rival with the least median of "device", "graph" or "host" time."""
     found = {name: timed[what] for name, timed in row["times"].items() if name not in (OURS, COPY) and what in timed}
@@ -596,34 +543,6 @@ def gpu_quantize(result: Result) -> Table:
         f"({ABSENT}: not known on a CPU)."
     )
     return Table("quantize_", headings, tuple(rows), note)
-
-
-def matmul_gpu(result: Result) -> Table:
-    """Rates of products of FP8 tensors, and the fastest rival's time over breccia's with plain scales."""
-    rows: list[tuple[str, ...]] = []
-    for row in result["rows"]:
-        m, n, k = row["shape"]
-        taken = {name: found["graph"] for name, found in row["times"].items() if "graph" in found}
-
-        def rate(name: str, taken: Any = taken, each: float = 2e-12 * m * n * k) -> str:
-            if name not in taken:
-                return ABSENT
-            return trio((each / taken[name][key] for key in ("max_s", "median_s", "min_s")), 1)
-
-        rivals = [taken[name]["median_s"] for name in ("torch", "transformer-engine", "humming") if name in taken]
-        over = ratio(min(rivals) / taken[OURS]["median_s"]) if rivals and OURS in taken else ABSENT
-        ours = (OURS, f"{OURS}, column-major scales", f"{OURS}, through BF16")
-        rates = map(rate, (*ours, "torch", "transformer-engine", "humming", "bf16"))
-        rows.append((row["kind"], f"{m}×{n}×{k}", row["tile"], *rates, over))
-    rivals = ("torch", "TransformerEngine", "humming")
-    headings = ("scales", "M×N×K", "tile", OURS, "column-major scales", "through BF16", *rivals, "BF16", "breccia / best rival")
-    note = (
-        f"TFLOP/s, min / median / max of {result['options']['samples']} samples of a CUDA graph of "
-        f"{result['options']['graph_calls']} calls, interleaved ({result['options']['state']}). Result in BF16. torch: "
-        "`torch._scaled_mm`, for tiles and blocks `torch.nn.functional.scaled_mm` with scales in the order that it reads. "
-        "The last column is for plain scales."
-    )
-    return Table("products of FP8 tensors", headings, tuple(rows), note)
 
 
 def weight_only_gpu(result: Result) -> Table:
@@ -910,7 +829,7 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
             result, "transformers' Llama on CUDA, compiled", "through `generate` with a static cache, in compiled steps"
         )
     },
-    "matmul-gpu": {"matmul-gpu": matmul_gpu},
+    "matmul-gpu": fp8_tables.TABLES,
     "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
     "gpu-weight-only-groups": {"gpu-weight-only-groups": weight_only_gpu},
     "forms": {"forms": forms},

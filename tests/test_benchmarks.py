@@ -416,6 +416,13 @@ def test_a_rival_is_not_timed_under_the_name_of_another(tmp_path: Path) -> None:
         (["bench_gpu.py", "casts", "--device", "cpu", "--dtype", "fp8"], "--dtype takes bf16, fp16, fp32; got 'fp8'"),
         (["bench_gpu.py", "casts", "--device", "cpu", "--rivals", "ml_dtypes"], "bench_gpu: --rivals takes eager-torch,"),
         (["bench_gpu.py", "quantize", "--device", "cpu", "--recipes", "mxfp9"], "mxfp9"),
+        (["bench_gpu.py", "matmul", "--device", "cpu", "--kinds", "fp9"], "--kinds takes tiles, row, tensor, blocks, mx,"),
+        (["bench_gpu.py", "matmul", "--device", "cpu", "--bursts", "fp9"], "--bursts takes tiles, row, tensor, blocks, mx,"),
+        (["bench_gpu.py", "matmul", "--device", "cpu", "--rivals", "fp9"], "--rivals takes transformer-engine, humming,"),
+        (["bench_gpu.py", "matmul", "--device", "cpu", "--shapes", "8x8x8"], "--shapes takes MxNxK, K a multiple of 128; got"),
+        (["bench_gpu.py", "weight_only", "--groups", "-1"], "Invalid value for '--groups'"),
+        (["bench_matmul.py", "--from", "result.json"], "--from takes a result and writes its table; name the file by --table"),
+        (["old_matmul.py", "--shapes", "256x256x256"], "old_matmul: it times breccia 0.1.3, but `import breccia` gives"),
         (["bench_training.py", "--seeds", "1"], "--seeds must be at least 2"),
         (["bench_training.py", "--framework", "numpy"], "--framework takes torch, jax, mlx; got 'numpy'"),
     ],
@@ -608,7 +615,7 @@ def test_drawing_twice_gives_the_same_bytes(documents: Path) -> None:
 def test_measured_times_of_kernels_are_ratios_to_the_bound_of_their_product(module) -> None:
     pytest.importorskip("torch")
     matmul, weight_only = module("bench_matmul"), module("bench_weight_only")
-    from breccia_triton import weight_times
+    from breccia_triton import bf16_plans, weight_times
     from breccia_triton.cuda import fp8_plans
 
     bound = fp8_plans.bound(4096, 512, 1024)
@@ -616,11 +623,16 @@ def test_measured_times_of_kernels_are_ratios_to_the_bound_of_their_product(modu
     times = {name: {"graph": {"median_s": over * bound}} for name, over in arms.items()}
     rows = [{"kind": "tiles", "shape": (4096, 512, 1024), "times": times}]
     rows.append({"kind": "row", "shape": (16, 512, 1024), "times": {"breccia": {"error": "none"}}})
+    estimate = bf16_plans.estimate(4096, 512, 1024, 1, [module("breccia").recipe("mxfp8").format] * 2, False)
+    times = {"breccia": {"graph": {"median_s": 4 * bound}}, "breccia, through BF16": {"graph": {"median_s": 0.9 * estimate}}}
+    rows.append({"kind": "mx", "shape": (4096, 512, 1024), "times": times})
     assert matmul.slowdowns(rows) == {
-        "cuda 1x128 128x128": 1.2,
-        "deep_gemm 1x128 128x128": 1.25,
-        "humming 1x128 128x128": 2.0,
-        "torch 1x128 128x128": 1.5,
+        "bf16 E4M3/E8M0 E4M3/E8M0 4096x512x1024": 0.9,
+        "cuda 1x128 128x128 4096x512x1024": 1.2,
+        "cuda 1x32 1x32 4096x512x1024": 4.0,
+        "deep_gemm 1x128 128x128 4096x512x1024": 1.25,
+        "humming 1x128 128x128 4096x512x1024": 2.0,
+        "torch 1x128 128x128 4096x512x1024": 1.5,
     }
     bound = weight_times.bound(16, 8192, 4096, 4 + 16 / 128)
     arms = {"breccia": 1.1, "humming": 1.6, "torch-int4": 3.0, "bf16": 2.0}

@@ -370,7 +370,9 @@ def test_estimated_times_come_from_the_table_of_the_device(tables: Path) -> None
     fmt, block = st.recipe.format, st.layout.block(-1)
     assert weight_times.key_of("humming", fmt, block, 16) == "humming INT4/F16 1x128 16"
     assert weight_times.key_of("cuda", fmt, block, 4096) == "cuda INT4/F16 1x128 more"
-    choices.write_measured(tables / "matmul_some_gpu.json", "Some GPU", "slowdowns", {"humming 1x128 128x128 small": 1.5}, {})
+    choices.write_measured(
+        tables / "matmul_some_gpu.json", "Some GPU", "slowdowns", {"humming 1x128 128x128 4x128x512": 1.5}, {}
+    )
     choices.write_measured(
         tables / "weight_times_some_gpu.json", "Some GPU", "slowdowns", {"torch INT4/F16 1x128 16": 1.25}, {"date": "today"}
     )
@@ -419,7 +421,7 @@ def test_shipped_times_have_keys_of_kernels_that_there_are() -> None:
     for path in choices.SHIPPED.glob("*.json"):
         found = json.loads(path.read_text(encoding="utf-8"))
         for key in found.get("slowdowns", ()):
-            assert key.partition(" ")[0] in ("cuda", "torch", "humming", "deep_gemm"), (path, key)
+            assert key.partition(" ")[0] in ("cuda", "torch", "humming", "deep_gemm", "bf16"), (path, key)
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU

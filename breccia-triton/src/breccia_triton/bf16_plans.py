@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,7 +15,8 @@ from breccia import Device, Format, Integer, Minifloat, PowerOfTwo
 from breccia.backend import F32, Call, Codec, Operand
 
 from . import plans
-from .cuda.fp8_plans import batches
+from .choices import codecs_of, nearest
+from .cuda.fp8_plans import batches, device_name, slowdowns
 
 #: Significant bits of BF16.
 BITS = 8
@@ -134,19 +136,32 @@ def _refused(operand: Operand) -> str | None:
 _OPERATIONS, _BANDWIDTH, _LAUNCH, _OVER = 0.8e15, 4.0e12, 3e-6, 1.05
 
 
+def estimate(rows: int, columns: int, depth: int, matrices: int, formats: Sequence[Format | None], finishes: bool) -> float:
+    """The seconds of passes that decode, of cuBLAS, and of the pass over the result where there is one (`finishes`).
+
+    rows, columns, depth: M, N and K. matrices: of b. formats: of a and b, None for BF16 arrays.
+    """
+    sizes = rows * depth, matrices * columns * depth
+    moved = sum(size * (fmt.element.bits / 8 + 2) for fmt, size in zip(formats, sizes, strict=True) if fmt is not None)
+    if finishes or any(fmt is not None and fmt.global_scale is not None for fmt in formats):
+        moved += 6.0 * rows * columns
+    product = max(2.0 * rows * columns * depth / _OPERATIONS, 2.0 * (sum(sizes) + rows * columns) / _BANDWIDTH)
+    return _OVER * product + moved / _BANDWIDTH + 4 * _LAUNCH
+
+
+def head_of(formats: Sequence[Format | None]) -> str:
+    """What keys of measured times begin with, which stand beside those of `fp8_plans.slowdowns`: times over `estimate`."""
+    return " ".join(("bf16", *("BF16" if fmt is None else codecs_of(fmt) for fmt in formats)))
+
+
 def score(call: Call) -> float:
-    """The estimated time: passes that decode, cuBLAS, and the pass over the result where there is one."""
+    """The estimated time, by the measured ones of the device where operands of these formats were measured."""
     a, b = call.a, call.b
     assert b is not None
     if len(a.shape) < 2 or len(b.shape) < 2:  # `explain` of recipes alone
         return 4 * _LAUNCH
-    rows, n, k = math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
-    sizes = rows * k, math.prod(b.shape)
-    moved, finishes = 0.0, call.option("bias") is not None or call.option("out_dtype", "float32") == "float16"
-    for operand, elements in zip((a, b), sizes, strict=True):
-        if (recipe := operand.recipe) is not None:
-            moved += elements * (recipe.format.element.bits / 8 + 2)
-            finishes = finishes or recipe.format.global_scale is not None
-    moved += 6.0 * rows * n if finishes else 0.0
-    product = max(2.0 * rows * n * k / _OPERATIONS, 2.0 * (sum(sizes) + rows * n) / _BANDWIDTH)
-    return _OVER * product + moved / _BANDWIDTH + 4 * _LAUNCH
+    m, n, k = math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
+    formats = [None if operand.recipe is None else operand.recipe.format for operand in (a, b)]
+    finishes = call.option("bias") is not None or call.option("out_dtype", "float32") == "float16"
+    over = nearest(slowdowns(device_name(call.device)), head_of(formats), m, n, k)
+    return (over or 1.0) * estimate(m, n, k, math.prod(b.shape[:-2]), formats, finishes)

@@ -7,6 +7,7 @@ then what `geometry` takes by default. Imports no framework.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -207,6 +208,25 @@ def times_over_bound(entry: Any) -> float:
     if not isinstance(entry, float | int) or not 0 < entry < float("inf"):
         raise ValueError(f"{entry!r} is not a positive number")
     return float(entry)
+
+
+def measured_key(head: str, rows: int, columns: int, depth: int) -> str:
+    """The key of a product's time in a file of measured times. head: kernel and formats. rows, columns, depth: M, N and K."""
+    return f"{head} {rows}x{columns}x{depth}"
+
+
+def nearest(known: Mapping[str, float], head: str, rows: int, columns: int, depth: int) -> float | None:
+    """The entry of the measured shape that is nearest to (M, N, K), by ratios of lengths; None where none was measured.
+
+    known: times by the keys of `measured_key`. M counts twice: it decides which kernels run, N and K how long.
+    """
+    wanted, found = (rows, columns, depth), list[tuple[float, str]]()
+    for key in known:
+        if key.startswith(f"{head} "):
+            ratios = (math.log2(n / int(m)) for n, m in zip(wanted, key.rpartition(" ")[2].split("x"), strict=True))
+            m, n, k = map(abs, ratios)
+            found.append((2 * m + n + k, key))
+    return known[min(found)[1]] if found else None
 
 
 def write_measured(path: Path, device: str, under: str, entries: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from breccia import Device, PerBlockK, PerBlockMN, PerChannel, PerTensor, ScalingRecipe
 from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Codec, Layout, Operand, Shape
 
-from ..choices import measured, times_over_bound
+from ..choices import measured, nearest, times_over_bound
 from . import compiler
 
 #: Compute capability of the instructions: warpgroup products are Hopper's alone.
@@ -344,12 +344,12 @@ _OPERATIONS, _BANDWIDTH, _LAUNCH = 1.5e15, 4.0e12, 3e-6
 _UNMEASURED = {"cuda": 1.2, "torch": 1.3, "deep_gemm": 1.3, "humming": 1.8}
 #: The same for blocks of 32 along K, which four promotions in a step bound: of few rows, and of more.
 _UNMEASURED_MX = 3.0, 5.0
-#: Products of at most so many rows are measured apart.
-SMALL = 128
+#: Up to so many rows one number of these holds, above the other.
+_FEW = 128
 
 
 def slowdowns(device: str) -> Mapping[str, float]:
-    """Measured times over `bound`, by "kernel kind kind" and, for few rows, "kernel kind kind small"; empty if not measured.
+    """Measured times over `bound`, by the keys of `choices.measured_key`; empty if not measured. head: that of `head_of`.
 
     From `configurations/matmul_<device>.json`, which `benchmarks/bench_matmul.py --table` writes.
     """
@@ -362,22 +362,23 @@ def bound(m: int, n: int, k: int, matrices: int = 1) -> float:
     return max(operations, (m * k + matrices * n * k + 2 * m * n) / _BANDWIDTH) + _LAUNCH
 
 
-def key_of(kernel: str, pair: tuple[str, str], rows: int) -> str:
-    """The key of a measured time. kernel: "cuda" (this package's), or another of `_UNMEASURED`."""
-    return " ".join((kernel, *pair, *(["small"] if rows <= SMALL else [])))
+def head_of(kernel: str, pair: tuple[str, str]) -> str:
+    """What keys of a kernel's measured times begin with. kernel: "cuda" (this package's), or another of `_UNMEASURED`."""
+    return " ".join((kernel, *pair))
 
 
 def seconds(call: Call, kernel: str) -> float:
-    """The estimated time of a product that the kernel takes. kernel: as of `key_of`."""
+    """The estimated time of a product that the kernel takes. kernel: as of `head_of`."""
     assert call.b is not None
     a, b = call.a.shape, call.b.shape
     if len(a) < 2 or len(b) < 2:  # `explain` of recipes alone
         return _UNMEASURED[kernel] * _LAUNCH
-    rows, pair = math.prod(a[:-1]), _pair(call)
-    known = slowdowns(device_name(call.device))
-    unmeasured = _UNMEASURED_MX[rows > SMALL] if pair == ("1x32", "1x32") else _UNMEASURED[kernel]
-    over = known.get(key_of(kernel, pair, rows), unmeasured)
-    return over * bound(rows, b[-1], a[-1], math.prod(b[:-2]))
+    (*lead, k), n, pair = a, b[-1], _pair(call)
+    m = math.prod(lead)
+    over = nearest(slowdowns(device_name(call.device)), head_of(kernel, pair), m, n, k)
+    if over is None:
+        over = _UNMEASURED_MX[m > _FEW] if pair == ("1x32", "1x32") else _UNMEASURED[kernel]
+    return over * bound(m, n, k, math.prod(b[:-2]))
 
 
 def device_name(device: Device) -> str:
