@@ -664,7 +664,8 @@ def test_the_fastest_by_the_table_of_the_device_runs_and_ours_without_one(monkey
 
     ours, theirs = scores()
     assert ours < theirs
-    monkeypatch.setattr(fp8_plans, "slowdowns", lambda device: {"cuda row row": 1.5, "torch row row": 1.2})
+    measured = {"cuda row row 4096x512x512": 1.5, "torch row row 4096x512x512": 1.2}
+    monkeypatch.setattr(fp8_plans, "slowdowns", lambda device: measured)
     ours, theirs = scores()
     assert theirs == pytest.approx(ours * 1.2 / 1.5)
 
@@ -680,17 +681,17 @@ def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:
 def test_the_table_of_a_device_is_read_by_its_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "SHIPPED", tmp_path)
     choices.measured.cache_clear()
-    text = '{"schema": 1, "device": "NVIDIA H200", "slowdowns": {"cuda row row small": 1.25}}'
+    text = '{"schema": 1, "device": "NVIDIA H200", "slowdowns": {"cuda row row 128x512x4096": 1.25}}'
     (tmp_path / "matmul_nvidia_h200.json").write_text(text)
     (tmp_path / "matmul_nvidia_h100.json").write_text(text)
     try:
-        assert fp8_plans.slowdowns("NVIDIA H200") == {"cuda row row small": 1.25}
+        assert fp8_plans.slowdowns("NVIDIA H200") == {"cuda row row 128x512x4096": 1.25}
         with pytest.warns(UserWarning, match="matmul_nvidia_h100.json: it is for 'NVIDIA H200', not for 'NVIDIA H100'"):
             assert fp8_plans.slowdowns("NVIDIA H100") == {}
         assert fp8_plans.slowdowns("") == {}
     finally:
         choices.measured.cache_clear()
-    assert fp8_plans.key_of("cuda", ("row", "row"), 128) == "cuda row row small"
+    assert choices.measured_key(fp8_plans.head_of("cuda", ("row", "row")), 128, 512, 4096) == "cuda row row 128x512x4096"
 
 
 def test_the_facade_has_the_products_under_their_thin_names() -> None:

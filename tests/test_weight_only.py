@@ -638,8 +638,8 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     assert found(300) == found(129) == decoded and found(128) != decoded
     assert found(300, direct=False) == found(300, direct=False, k=4096)
     assert found(2048) == fused and found(plans.MANY, k=4096) == decoded
-    assert isinstance(found(2048, direct=False, k=4096), plans.Config) and isinstance(found(2048, k=4095), plans.Config)
-    assert isinstance(plans.config_of(operand, "INT4/F16", 4096, 8192, 8192, "", direct=True), plans.Config)
+    assert found(2048, direct=False, k=4096) == plans.DecodedCodes() and isinstance(found(2048, k=4095), plans.Config)
+    assert plans.config_of(operand, "INT4/F16", 4096, 8192, 8192, "", direct=True) == plans.DecodedCodes()
     head = '"schema": 1, "device": "Some GPU"'
     for text in ("{", '{"schema": 0}', f'{{{head}, "configs": {{"x": {{"batch": 7}}}}}}', f'{{{head}, "configs": {{"x": 1}}}}'):
         path.write_text(text)

@@ -32,8 +32,8 @@ SHARED, SHARED_OF_SM = 232448, 233472
 PROCESSORS = 132
 #: The largest M of the kernel that is bound by the bytes of the weight.
 SMALL = 16
-#: From this M on the rule decodes to memory. Measured on an H200: at 2048 rows 0.95 to 1.20 times as fast as decoding in registers,
-#: at 4096 0.99 to 1.33 (benchmarks/bench_weight_only.py --tune).
+#: From this M on the rule decodes to memory. Measured on an H200, over decoding in registers: 0.95 to 1.20 times as fast at
+#: 2048 rows, 0.99 to 1.33 at 4096 (benchmarks/bench_weight_only.py --tune).
 MANY = 2048
 #: The largest M of measured configurations; they stand for more rows too.
 MOST = 4096
