@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from .. import targets
-from ..arrays.frameworks import Device, ops_of, place_of
+from ..arrays.frameworks import Device, dtype_name, ops_of, place_of
 from ..layouts import Layout
 from ..recipes import ScalingRecipe
 from ..tensors.tensor import ScaledTensor
@@ -168,6 +168,12 @@ def option_reader(name: str) -> Callable[[Any], Hashable]:
         return as_fact(name, options.get(name))
 
     return read
+
+
+def bias_dtype(options: Any) -> str | None:
+    """The name of the dtype of a product's bias, None without one."""
+    bias = options.get("bias")
+    return None if bias is None else dtype_name(bias)
 
 
 def all_options(options: Any) -> tuple[tuple[str, Hashable], ...]:
