@@ -230,6 +230,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     engine.__dict__.update(DType=DType, Float8TensorStorage=Float8TensorStorage)
     gemms.__dict__["general_gemm"] = general_gemm
     patch.setattr(torch.nn.functional, "scaled_mm", scaled_mm, raising=False)
+    engine.__dict__["cpp_extensions"] = gemms
     for module in (ModuleType("humming"), layer, forward, deep_gemm, ModuleType("transformer_engine"), engine, gemms):
         patch.setitem(sys.modules, module.__name__, module)
     HummingLayer.made.clear()

@@ -25,7 +25,7 @@ _DTYPES = {"e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
 
 def transformer_engine_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     """`matmul` of a (..., M, K) by b (K, N), in E4M3 or E5M2 but not both E5M2, each with one scale."""
-    from transformer_engine.pytorch.cpp_extensions import general_gemm
+    from transformer_engine.pytorch import cpp_extensions
 
     if a.scale.numel() != 1:
         raise UnsupportedError(
@@ -35,8 +35,8 @@ def transformer_engine_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str =
 
     def multiply(rows: int, into: Any) -> Any:
         x, w = _storage(a, a.data.reshape(rows, a.shape[-1])), _storage(b, b.data.mT.reshape(b.shape[-1], b.shape[-2]))
-        dtype = getattr(torch, out_dtype)
-        return general_gemm(w, x, out_dtype=dtype, layout="TN", out=into, use_split_accumulator=True)[0]
+        gemm: Any = cpp_extensions.general_gemm
+        return gemm(w, x, out_dtype=getattr(torch, out_dtype), layout="TN", out=into, use_split_accumulator=True)[0]
 
     return product(a, b, bias, out_dtype, out, multiply)
 
