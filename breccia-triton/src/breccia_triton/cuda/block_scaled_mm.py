@@ -16,7 +16,7 @@ import torch
 from breccia.backend import E2M1, ScaledTensor, UnsupportedError, checks
 
 from ..launch import on
-from ..operands import need_one_device
+from ..operands import need_one_device, parts_of
 from .fp8_matmul import check_out
 
 #: The order of scales that cuBLAS reads.
@@ -30,9 +30,7 @@ def block_scaled_mm(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32"
     """
     checks.check_matmul(a, b, bias)
     device, dtype = a.data.device, getattr(torch, out_dtype)
-    others = [("b's codes", b.data), ("bias", bias)]
-    others += [(f"{n}'s {what}", x) for n, st in (("a", a), ("b", b)) for what, x in _scales(st).items()]
-    need_one_device(device, others)
+    need_one_device(device, [*parts_of("a", a), *parts_of("b", b), ("bias", bias)])
     shape = (*a.shape[:-1], b.shape[-1])
     if out is not None:
         check_out(out, shape, dtype)
@@ -52,10 +50,6 @@ def block_scaled_mm(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32"
             output_dtype=dtype,
         ).reshape(shape)
     return found if out is None else out.copy_(found)
-
-
-def _scales(st: ScaledTensor) -> dict[str, Any]:
-    return {"scale": st.scale, "global scale": st.global_scale}
 
 
 class _Side:
