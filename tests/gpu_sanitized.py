@@ -151,7 +151,7 @@ def _tiles(run: Runner, grouped: bool) -> list[Any]:
 
 
 def fp8(run: Runner, pair: str) -> None:
-    """`cuda.fp8_matmul` of one pair of scales: each tile, partial in every direction; and the chosen one, with other options."""
+    """`cuda.fp8_matmul` of one pair of scales: each tile, partial in every direction; and other options."""
     import torch
 
     (first, second), kernel = PAIRS[pair], "cuda.fp8_matmul"
