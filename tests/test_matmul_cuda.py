@@ -25,6 +25,8 @@ from breccia.kernels import bounds
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from fp8_variants import fp8_variants  # noqa: E402
+
 from breccia_triton import choices  # noqa: E402
 from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, named, program, scaled_mm_plans  # noqa: E402
 
@@ -344,28 +346,8 @@ def test_products_of_torch_are_kernels_of_the_same_table(name: str) -> None:
 
 
 def all_variants() -> list[fp8_plans.Variant]:
-    """Every tile with every kind of scales, and each other choice once."""
-    tiles = [*fp8_plans.TABLE, *fp8_plans.GROUPED[1:2], fp8_plans.short(fp8_plans.TABLE[0], 8)]
-    found = [fp8_plans.Variant(t, s) for t in tiles for s in (fp8_plans.OUTER, fp8_plans.TILES, fp8_plans.BLOCKS)]
-    first = fp8_plans.TABLE[0]
-    found += [fp8_plans.Variant(first, s, a_plain=False, w_plain=False) for s in range(3)]
-    found += [fp8_plans.Variant(first, codecs=pair) for pair in itertools.product(("e4m3", "e5m2"), repeat=2)]
-    found += [
-        fp8_plans.Variant(first, out=out, bias=bias, staged=False, pairs=pairs)
-        for out, bias, pairs in itertools.product(
-            ("float32", "float16"), ("none", "float32", "float16", "bfloat16"), (True, False)
-        )
-    ]
-    found += [fp8_plans.Variant(t, promote=False) for t in tiles]
-    found += [fp8_plans.Variant(t, fp8_plans.BLOCKS, pieces=4) for t in tiles]
-    blocks = (fp8_plans.TILES, fp8_plans.BLOCKS)
-    found += [fp8_plans.Variant(t, s, copiers=True) for t in tiles for s in blocks]
-    found += [fp8_plans.Variant(t, fp8_plans.BLOCKS, pieces=4, copiers=True) for t in tiles]
-    found += [fp8_plans.Variant(t, s, grouped=True, copiers=True) for t in fp8_plans.GROUPED for s in blocks]
-    found += [
-        fp8_plans.Variant(t, s, staged=staged, grouped=True)
-        for t, s, staged in itertools.product(fp8_plans.GROUPED, range(3), (True, False))
-    ]
+    """Those of FP8, and the same source for BF16 operands."""
+    first, found = fp8_plans.TABLE[0], fp8_variants()
     bf16 = functools.partial(fp8_plans.Variant, codecs=("bf16", "bf16"), a_plain=False)
     forms = ((fp8_plans.OUTER, 1, 1), *((fp8_plans.ROWS, span, pieces) for span, pieces in ((2, 1), (1, 1), (1, 2), (1, 4))))
     found += [
