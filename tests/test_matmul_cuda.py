@@ -28,7 +28,7 @@ pytest.importorskip("triton")
 from fp8_variants import fp8_variants  # noqa: E402
 
 from breccia_triton import choices  # noqa: E402
-from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, named, program, scaled_mm_plans  # noqa: E402
+from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, named, program, scaled_mm, scaled_mm_plans  # noqa: E402
 
 TENSOR, ROW = breccia.Float8CurrentScaling(), breccia.Float8RowScaling()
 BLOCK, TILES = breccia.Float8BlockScaling(), breccia.Float8BlockScaling(block_m=128)
@@ -647,6 +647,13 @@ def test_the_products_of_torch_say_what_they_do_not_take() -> None:
     assert "E5M2 by E5M2" in str(accepts(accept, e5, e5.mT))
     odd = cpu((50, 512), TENSOR)
     assert "multiples of 16; got K = 512, N = 50" in str(accepts(accept, tensor, odd.mT))
+
+
+def test_tensors_with_a_scale_for_each_matrix_are_dequantized_where_torch_has_one_scale() -> None:
+    """No fact of a call says how many scales there are; torch takes one for a tensor."""
+    a, w = breccia.stack([cpu((64, 512), TENSOR), operand((64, 512), TENSOR, 7, device="cpu")]), cpu((32, 512), TENSOR)
+    assert a.scale.shape == (2,)
+    check(scaled_mm.scaled_mm(a, w.mT, None, "bfloat16"), a, w.mT, "bfloat16")
 
 
 def test_kernels_are_chosen_anew_for_a_bias_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
