@@ -78,7 +78,9 @@ def _kinds(a: Any, b: Any) -> tuple[str, str]:
     return first, second
 
 
-@pytest.mark.parametrize(("scales", "pieces"), [(fp8_plans.TILES, 1), (fp8_plans.BLOCKS, 1), (fp8_plans.BLOCKS, 4)])
+@pytest.mark.parametrize(
+    ("scales", "pieces"), [(fp8_plans.TILES, 1), *(pytest.param(fp8_plans.BLOCKS, n, marks=pytest.mark.rest) for n in (1, 4))]
+)
 def test_the_source_compiles_without_promotion_for_blocks(scales: int, pieces: int) -> None:
     if reason := compiler.missing():
         pytest.skip(reason)

@@ -58,9 +58,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[2], *(pytest.param(p, marks=pytest.mark.rest) for p in PAIRS[1::2])], ids=str)
 def test_torch_gets_codes_and_swizzled_scales_of_both_operands(pair: tuple[str, str]) -> None:
-    for m, n, k in ((1, 16, 32), (130, 144, 96), (128, 256, 512)):
+    for m, n, k in ((1, 16, 32), (130, 144, 160)):
         for storages in itertools.product(STORAGES, repeat=2):
             a, w = (operand((rows, k), spec, storage) for rows, spec, storage in zip((m, n), pair, storages, strict=True))
             for dtype in ("bfloat16", "float32"):
