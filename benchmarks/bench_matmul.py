@@ -50,7 +50,7 @@ from fp8_plan import (
     chosen_rivals,
     planned,
 )
-from rivals import OLD
+from rivals import OLD, TRANSFORMER_ENGINE
 
 app = typer.Typer(add_completion=False)
 
@@ -159,7 +159,7 @@ def tile_name(kind: str, m: int, n: int, k: int) -> str:
 
 #: The arms whose times `score` reads, with what the keys of their times begin with. Of torch's products of blocks, that with
 #: the copies that breccia's call of it makes.
-_SCORED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming", DEEP_GEMM: "deep_gemm"}
+_SCORED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming", DEEP_GEMM: "deep_gemm", TRANSFORMER_ENGINE: "transformer_engine"}
 
 
 def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -174,7 +174,10 @@ def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
         taken = {name: timed["graph"]["median_s"] for name, timed in row["times"].items() if "graph" in timed}
         taken[TORCH] = taken.get(TORCH_PLAIN, taken.get(TORCH, 0.0))
         for arm, kernel in _SCORED.items():
-            if kind in PAIRS and taken.get(arm):
+            unread = (
+                arm == TRANSFORMER_ENGINE and kind != "tensor"
+            )  # breccia's table has its product of scales per tensor alone
+            if kind in PAIRS and taken.get(arm) and not unread:
                 key = choices.measured_key(fp8_plans.head_of(kernel, PAIRS[kind]), m, n, k)
                 found[key] = taken[arm] / fp8_plans.bound(m, n, k)
         if DECODING in taken:

@@ -1,6 +1,7 @@
 """Stand-ins for products of other libraries on CPU tensors: arguments of their functions, checks of shapes and dtypes, values.
 
-humming-kernels 0.1.19 (`humming.layer`, `humming.forward`), torch's INT4 as CUDA has it, DeepGEMM (`deep_gemm.fp8_gemm_nt`).
+humming-kernels 0.1.19 (`humming.layer`, `humming.forward`), torch's INT4 as CUDA has it, DeepGEMM (`deep_gemm.fp8_gemm_nt`),
+TransformerEngine 2.20 (`general_gemm` of `Float8TensorStorage`), `torch.nn.functional.scaled_mm` of torch 2.10 to 2.13.
 They compute in FP64 what their documents say of weights, and share no code with breccia's.
 """
 
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from te_standins import DType
 
 #: E2M1's values by code.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -145,13 +147,91 @@ def weight_int4pack_mm(x: Any, packed: Any, group: int, numbers: Any) -> Any:
     return (x.double() @ w.double().t()).bfloat16()
 
 
+class Float8TensorStorage:
+    """TransformerEngine's matrix of FP8 codes, as bytes, with the scale that multiplies them."""
+
+    def __init__(self, *, data: Any, fp8_scale_inv: Any, fp8_dtype: Any) -> None:
+        assert data.dtype == torch.uint8 and data.is_contiguous() and data.dim() == 2
+        assert (fp8_scale_inv.dtype, tuple(fp8_scale_inv.shape)) == (torch.float32, (1,))
+        codes = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}[fp8_dtype.name]
+        self.values, self.shape = data.view(codes).double() * fp8_scale_inv.double(), data.shape
+
+
+def general_gemm(
+    A: Any, B: Any, out_dtype: Any = None, quantization_params: Any = None, gelu: bool = False, gelu_in: Any = None,
+    alpha: float = 1.0, beta: Any = None, accumulate: bool = False, layout: str = "TN", out: Any = None, bias: Any = None,
+    use_split_accumulator: bool = False, grad: bool = False,
+) -> tuple[Any, None, None, None]:  # fmt: skip
+    """TransformerEngine's product: B (M, K) times the transpose of A (N, K)."""
+    assert layout == "TN" and use_split_accumulator and not (gelu or accumulate or grad) and bias is None
+    (n, k), (m, depth) = A.shape, B.shape
+    assert k == depth and k % 16 == 0 and n % 16 == 0
+    y = (B.values @ A.values.t()).to(out_dtype)
+    assert out is None or (out.shape == (m, n) and out.dtype == out_dtype and out.is_contiguous())
+    return (y if out is None else out.copy_(y)), None, None, None
+
+
+def unswizzled(scale: Any, rows: int, columns: int) -> Any:
+    """Scales (rows, columns) of cuBLAS's 1D block scaling layout: tiles of 128 x 4, each of 512 bytes in the order below."""
+    assert scale.dim() == 1 and scale.is_contiguous()
+    down, along = -(-rows // 128), -(-columns // 4)
+    assert scale.numel() == down * along * 512
+    r, c = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    return scale[((r // 128) * along + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4]
+
+
+def block_scaled_values(codes: Any, scales: list[Any], kinds: list[Any], swizzle: list[Any]) -> Any:
+    """FP64 values (rows, K) of what `scaled_mm` is given of an operand."""
+    kind, order = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
+    nvfp4 = codes.dtype == torch.float4_e2m1fn_x2
+    assert len(scales) == len(kinds) == len(swizzle) and len(scales) <= 1 + nvfp4
+    assert (kinds[0], swizzle[0]) == (kind.BlockWise1x16 if nvfp4 else kind.BlockWise1x32, order.SWIZZLE_32_4_4)
+    assert scales[0].dtype == (torch.float8_e4m3fn if nvfp4 else torch.float8_e8m0fnu)
+    assert codes.is_contiguous()
+    if nvfp4:
+        packed = codes.view(torch.uint8)
+        values = torch.tensor(E2M1, dtype=torch.float64)[torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()]
+    else:
+        assert codes.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        values = codes.double()
+    rows, k = values.shape
+    block = 16 if nvfp4 else 32
+    # float8_e8m0fnu converts to double only through float.
+    values = values * unswizzled(scales[0].float().double(), rows, k // block).repeat_interleave(block, 1)
+    if len(scales) == 2:
+        assert (kinds[1], swizzle[1]) == (kind.TensorWise, order.NO_SWIZZLE)
+        assert scales[1].dtype == torch.float32 and scales[1].numel() == 1
+        values = values * scales[1].double()
+    return values
+
+
+def scaled_mm(
+    mat_a: Any, mat_b: Any, scale_a: Any, scale_recipe_a: Any, scale_b: Any, scale_recipe_b: Any, swizzle_a: Any = None,
+    swizzle_b: Any = None, bias: Any = None, output_dtype: Any = torch.bfloat16, contraction_dim: Any = (),
+    use_fast_accum: bool = False,
+) -> Any:  # fmt: skip
+    """torch's product of block-scaled matrices: a (M, K) by rows, b (K, N) by columns."""
+    assert len(scale_a) == len(scale_b) and not contraction_dim and not use_fast_accum
+    x = block_scaled_values(mat_a, scale_a, scale_recipe_a, swizzle_a)
+    w = block_scaled_values(mat_b.t(), scale_b, scale_recipe_b, swizzle_b)
+    assert len(w) % 16 == 0 and x.shape[1] % 32 == 0
+    assert bias is None or bias.dtype == output_dtype != torch.float32
+    y = x @ w.t()
+    return (y if bias is None else y + bias.double()).to(output_dtype)
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
     """Put the stand-ins in the places of the libraries."""
     layer, forward, deep_gemm = ModuleType("humming.layer"), ModuleType("humming.forward"), ModuleType("deep_gemm")
     layer.__dict__["HummingLayer"] = HummingLayer
     forward.__dict__["humming_forward"] = humming_forward
     deep_gemm.__dict__["fp8_gemm_nt"] = fp8_gemm_nt
-    for module in (ModuleType("humming"), layer, forward, deep_gemm):
+    engine, gemms = ModuleType("transformer_engine.pytorch"), ModuleType("transformer_engine.pytorch.cpp_extensions")
+    engine.__dict__.update(DType=DType, Float8TensorStorage=Float8TensorStorage)
+    gemms.__dict__["general_gemm"] = general_gemm
+    patch.setattr(torch.nn.functional, "scaled_mm", scaled_mm, raising=False)
+    engine.__dict__["cpp_extensions"] = gemms
+    for module in (ModuleType("humming"), layer, forward, deep_gemm, ModuleType("transformer_engine"), engine, gemms):
         patch.setitem(sys.modules, module.__name__, module)
     HummingLayer.made.clear()
     aten = SimpleNamespace(

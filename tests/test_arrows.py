@@ -49,7 +49,10 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_jax": ({"jax", "numpy", "ml_dtypes"}, set()),
     "breccia_mlx": ({"mlx", "numpy"}, {"ml_dtypes"}),
     "breccia_native": ({"numpy"}, set()),
-    "breccia_triton": ({"triton", "torch", "jax", "numpy", "platformdirs"}, {"jax_triton", "humming", "deep_gemm"}),
+    "breccia_triton": (
+        {"triton", "torch", "jax", "numpy", "platformdirs"},
+        {"jax_triton", "humming", "deep_gemm", "transformer_engine"},
+    ),
     "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT),
 }
 #: Modules of breccia_jax that are for another library, and import it at the top.

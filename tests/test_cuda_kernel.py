@@ -117,7 +117,7 @@ def test_the_triton_kernel_of_the_tutorial_keeps_the_bound_of_products(volt: Reg
     bias = torch.linspace(-2, 2, n, device=x.device)
     values = breccia.dequantize(w).double()
     size = x.double().abs() @ values.abs().mT + bias.double().abs()
-    bound = bounds.accumulated(size, k + 1, k, True)
+    bound = bounds.accumulated(size, k + 1, k)
     found = breccia.matmul(x[None], w.mT, bias=bias)
     assert found.shape == (1, m, n) and found.dtype == torch.float32
     assert ((found[0] - (x.double() @ values.mT + bias)).abs() <= bound).all()

@@ -6,6 +6,7 @@ The interpreter has no BF16: there numbers are rounded to BF16, and multiplied i
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import subprocess
@@ -33,7 +34,7 @@ from breccia.kernels import bounds
 from breccia.testing.laws import products
 from breccia.testing.places import Place
 from breccia_torch.ops import TORCH
-from breccia_triton import fused, fused_matmul, fused_plans, multiplying, plugin, tuning
+from breccia_triton import fused, fused_kernels, fused_matmul, fused_plans, multiplying, plugin, tuning
 from breccia_triton.choices import Choice
 from breccia_triton.cuda import compiler, fp8_plans
 
@@ -350,15 +351,38 @@ def test_nan_and_inf_reach_exactly_the_rows_and_columns_that_they_are_in(spec: s
 # ------------------------------------------------------------------------------------------------ bad kernels
 
 
-@pytest.mark.parametrize("fault", ["sums in FP16", "weights rounded once", "no second and third number", "scales forgotten"])
+def test_sums_of_steps_in_fp16_violate_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own source, with one line changed. One product is large, so that FP16 has no bits for those that follow.
+
+    FP16 numbers at 64 are 2^-4 apart: a step of 128 columns adds 2^-6, and is rounded off.
+    """
+    x, w = torch.full((4, 512), 2.0**-13, device=DEVICE), breccia.cast(torch.full((24, 512), 7.0, device=DEVICE), "int8").mT
+    x[:, 0] = 64
+    x = x.bfloat16()
+    check(multiplied(x, w), x, w)
+    text = Path(fused_kernels.__file__).read_text(encoding="utf-8")
+    line = "total = tl.fma(part, by, total)\n"
+    assert text.count(line) == 1
+    path = tmp_path / "in_fp16.py"
+    path.write_text(text.replace(line, f"{line.rstrip()}.to(tl.float16).to(tl.float32)\n"), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("breccia_triton.in_fp16", path)
+    assert spec is not None and spec.loader is not None
+    planted = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, planted)
+    spec.loader.exec_module(planted)
+    monkeypatch.setattr(fused, "fused_kernel", planted.fused_kernel)
+    fused_matmul._calls.clear()
+    with pytest.raises(AssertionError, match="times the bound"):
+        check(multiplied(x, w), x, w)
+
+
+@pytest.mark.parametrize("fault", ["weights rounded once", "no second and third number", "scales forgotten"])
 def test_planted_faults_violate_the_bound(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks above are not vacuous. Faults are planted in what the kernel is compiled for, or in its result."""
-    spec = {"sums in FP16": "int4", "no second and third number": "nf4"}.get(fault, "fp8_block")
+    spec = {"no second and third number": "nf4"}.get(fault, "fp8_block")
     x, w = activations((4, 512), "bfloat16", 1), weight((24, 512), spec, 2)
     check(multiplied(x, w), x, w)
-    if fault == "sums in FP16":
-        found = multiplied(x, w).half().float()
-    elif fault == "weights rounded once":
+    if fault == "weights rounded once":
         other = breccia.cast(values(w).float().mT * (1 + 2.0**-8), spec).mT
         found = multiplied(x, other)
     else:

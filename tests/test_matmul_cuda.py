@@ -6,6 +6,7 @@ import ctypes
 import functools
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -15,15 +16,19 @@ import pytest
 from conftest import on_cuda
 
 import breccia
-from breccia.backend import Call, Described, Device
+from breccia.backend import Call, Described, Device, Options
 from breccia.dispatch import registry
+from breccia.dispatch.call import NO_OPTIONS
+from breccia.dispatch.table import Table
 from breccia.kernels import bounds
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from fp8_variants import fp8_variants  # noqa: E402
+
 from breccia_triton import choices  # noqa: E402
-from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, program, scaled_mm_plans  # noqa: E402
+from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, named, program, scaled_mm, scaled_mm_plans  # noqa: E402
 
 TENSOR, ROW = breccia.Float8CurrentScaling(), breccia.Float8RowScaling()
 BLOCK, TILES = breccia.Float8BlockScaling(), breccia.Float8BlockScaling(block_m=128)
@@ -318,7 +323,10 @@ def test_operands_elsewhere_are_refused_before_any_launch() -> None:
     odd = operand((64, 72), ROW, 1)
     with pytest.raises(breccia.BrecciaError, match="K = 72 is not a multiple of 16"):
         breccia.matmul(odd, odd.mT, prefer=OURS)
-    assert breccia.matmul(odd, odd.mT).shape == (64, 64)  # by the generic algorithm
+    assert breccia.explain("matmul", odd, odd.mT).running == "triton.fp8_matmul"
+    check(breccia.matmul(odd, odd.mT), odd, odd.mT)
+    short = operand((64, 24), ROW, 1)  # too few terms for sums in tensor cores: dequantized
+    check(breccia.matmul(short, short.mT), short, short.mT)
 
 
 @on_cuda
@@ -338,28 +346,8 @@ def test_products_of_torch_are_kernels_of_the_same_table(name: str) -> None:
 
 
 def all_variants() -> list[fp8_plans.Variant]:
-    """Every tile with every kind of scales, and each other choice once."""
-    tiles = [*fp8_plans.TABLE, *fp8_plans.GROUPED[1:2], fp8_plans.short(fp8_plans.TABLE[0], 8)]
-    found = [fp8_plans.Variant(t, s) for t in tiles for s in (fp8_plans.OUTER, fp8_plans.TILES, fp8_plans.BLOCKS)]
-    first = fp8_plans.TABLE[0]
-    found += [fp8_plans.Variant(first, s, a_plain=False, w_plain=False) for s in range(3)]
-    found += [fp8_plans.Variant(first, codecs=pair) for pair in itertools.product(("e4m3", "e5m2"), repeat=2)]
-    found += [
-        fp8_plans.Variant(first, out=out, bias=bias, staged=False, pairs=pairs)
-        for out, bias, pairs in itertools.product(
-            ("float32", "float16"), ("none", "float32", "float16", "bfloat16"), (True, False)
-        )
-    ]
-    found += [fp8_plans.Variant(t, promote=False) for t in tiles]
-    found += [fp8_plans.Variant(t, fp8_plans.BLOCKS, pieces=4) for t in tiles]
-    blocks = (fp8_plans.TILES, fp8_plans.BLOCKS)
-    found += [fp8_plans.Variant(t, s, copiers=True) for t in tiles for s in blocks]
-    found += [fp8_plans.Variant(t, fp8_plans.BLOCKS, pieces=4, copiers=True) for t in tiles]
-    found += [fp8_plans.Variant(t, s, grouped=True, copiers=True) for t in fp8_plans.GROUPED for s in blocks]
-    found += [
-        fp8_plans.Variant(t, s, staged=staged, grouped=True)
-        for t, s, staged in itertools.product(fp8_plans.GROUPED, range(3), (True, False))
-    ]
+    """Those of FP8, and the same source for BF16 operands."""
+    first, found = fp8_plans.TABLE[0], fp8_variants()
     bf16 = functools.partial(fp8_plans.Variant, codecs=("bf16", "bf16"), a_plain=False)
     forms = ((fp8_plans.OUTER, 1, 1), *((fp8_plans.ROWS, span, pieces) for span, pieces in ((2, 1), (1, 1), (1, 2), (1, 4))))
     found += [
@@ -590,9 +578,7 @@ def test_wrong_devices_and_wrong_outputs_are_refused_before_any_launch(stand_in:
 
 
 def accepts(accept: Any, a: Any, b: Any, **options: Any) -> str | None:
-    from breccia.backend import Options, registry
-
-    return accept(Call("matmul", "torch", (a, b, None, Options(options), registry().frameworks["torch"])))
+    return accept(Call("matmul", "torch", (a, b, None, Options(options), registry.registry().frameworks["torch"])))
 
 
 @pytest.mark.parametrize(
@@ -629,7 +615,7 @@ def test_other_formats_and_fast_sums_of_blocks_have_reasons() -> None:
     mx = breccia.cast(torch.zeros(64, 512), "mxfp8")
     assert accepts(fp8_plans.accepts_matmul, mx, mx.mT) is None
     assert "it has no form for scales 1x32 times row" in str(accepts(fp8_plans.accepts_matmul, mx, w.mT))
-    assert "torch has no form for scales 1x32 times 1x32" in str(accepts(scaled_mm_plans.accepts, mx, mx.mT))
+    assert "blocks of 32 along K in torch.block_scaled_mm" in str(accepts(scaled_mm_plans.accepts, mx, mx.mT))
     nv = breccia.cast(torch.zeros(64, 512), "nvfp4")
     assert "it multiplies two FP8 tensors, and a is nvfp4" in str(accepts(fp8_plans.accepts_matmul, nv, w.mT))
     a, b = cpu((64, 512), BLOCK), cpu((64, 512), TILES)
@@ -646,6 +632,14 @@ def test_the_products_of_torch_say_what_they_do_not_take() -> None:
     assert "multiplies E4M3 to bfloat16 only" in str(accepts(accept, row, row.mT))
     assert "torch has no form for scales tensor times row" in str(accepts(accept, tensor, row.mT))
     assert "torch adds no bias here" in str(accepts(accept, row, row.mT, out_dtype="bfloat16", bias=torch.zeros(64)))
+    for bias, dtype, why in (
+        (torch.float32, "bfloat16", "the bias is float32, and torch would round it to bfloat16 before it is added"),
+        (torch.bfloat16, "float16", "the bias is bfloat16, and torch would round it to float16"),
+        (torch.float32, "float32", "torch adds no bias here (scales tensor times tensor, float32)"),
+    ):
+        assert why in str(accepts(accept, tensor, tensor.mT, out_dtype=dtype, bias=torch.zeros(64, dtype=bias)))
+    for dtype in ("bfloat16", "float16"):
+        assert accepts(accept, tensor, tensor.mT, out_dtype=dtype, bias=torch.zeros(64, dtype=getattr(torch, dtype))) is None
     assert "fast accumulation for scales of tensors and rows" in str(
         accepts(scaled_mm_plans.accepts_fast, blocks, blocks.mT, out_dtype="bfloat16")
     )
@@ -653,6 +647,31 @@ def test_the_products_of_torch_say_what_they_do_not_take() -> None:
     assert "E5M2 by E5M2" in str(accepts(accept, e5, e5.mT))
     odd = cpu((50, 512), TENSOR)
     assert "multiples of 16; got K = 512, N = 50" in str(accepts(accept, tensor, odd.mT))
+
+
+def test_tensors_with_a_scale_for_each_matrix_are_dequantized_where_torch_has_one_scale() -> None:
+    """No fact of a call says how many scales there are; torch takes one for a tensor."""
+    a, w = breccia.stack([cpu((64, 512), TENSOR), operand((64, 512), TENSOR, 7, device="cpu")]), cpu((32, 512), TENSOR)
+    assert a.scale.shape == (2,)
+    check(scaled_mm.scaled_mm(a, w.mT, None, "bfloat16"), a, w.mT, "bfloat16")
+
+
+def test_kernels_are_chosen_anew_for_a_bias_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table caches what it chose by the facts that kernels have read."""
+    asked: list[str | None] = []
+
+    def reads_bias(call: Call) -> str | None:
+        asked.append(call.bias)
+        return "it is only here to ask"
+
+    monkeypatch.setattr(sys.modules[__name__], "reads_bias", reads_bias, raising=False)
+    kernel = breccia.Kernel("matmul", "torch", f"{__name__}:reads_bias", "test.bias", accepts=f"{__name__}:reads_bias")
+    table = Table([*registry.registry().table.kernels, kernel], frameworks=registry.registry().frameworks)
+    a, w = cpu((64, 512), TENSOR), cpu((64, 512), TENSOR)
+    for bias in (torch.zeros(64), torch.zeros(64).bfloat16(), torch.ones(64)):
+        table.choose("matmul", "torch", a, w.mT, None, Options(bias=bias))
+    table.choose("matmul", "torch", a, w.mT)
+    assert asked == ["float32", "bfloat16", None]  # the third call has the facts of the first
 
 
 def test_the_fastest_by_the_table_of_the_device_runs_and_ours_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -701,8 +720,37 @@ def test_the_facade_has_the_products_under_their_thin_names() -> None:
     for name in ("scaled_matmul_triton", "block_scaled_matmul_triton"):
         with pytest.raises(breccia.NoKernelError, match="runs on cuda, the data is on cpu"):
             getattr(triton, name)(a, w.mT)
+        with pytest.raises(breccia.NoKernelError, match=r"triton.fp8_matmul.*triton.matmul_bf16"):
+            getattr(triton, name)(a, w.mT)
     assert triton.grouped_matmul is fp8_matmul.grouped_matmul
     assert triton.matmul is fp8_matmul.matmul
+
+
+@pytest.mark.usefixtures("reloaded")
+@pytest.mark.parametrize(
+    ("capability", "recipe", "k", "name"),
+    [
+        ((9, 0), ROW, 72, "triton.fp8_matmul"),  # rows that TMA does not read
+        ((8, 9), BLOCK, 512, "triton.fp8_matmul"),
+        ((10, 0), BLOCK, 512, "triton.fp8_matmul"),
+        ((8, 0), ROW, 512, "triton.fp8_matmul"),
+        ((10, 0), MX, 512, "triton.fp8_matmul"),
+        ((9, 0), MX, 24, "triton.matmul_bf16"),  # fewer terms than sums in tensor cores of Triton take
+        ((9, 0), ROW, 512, OURS),
+    ],
+    ids=str,
+)
+def test_thin_names_run_another_kernel_where_the_first_does_not_take_a_product(
+    capability: tuple[int, int], recipe: Any, k: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(compiler, "missing", lambda: None)
+    device = Device("cuda", 0, capability)
+    a, b = (Described(recipe, "float8_e4m3fn", (256, k)[::step], recipe.layout.oriented(axis), axis, device)
+            for step, axis in ((1, -1), (-1, -2)))  # fmt: skip
+    found = registry.registry().table.explain(Call("matmul", "torch", (a, b, None, NO_OPTIONS, None)), named.KERNELS)
+    runs = [verdict.kernel.name for verdict in found.verdicts if verdict.reason is None]
+    assert runs == [name], str(found)
 
 
 def test_devices_without_the_instructions_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

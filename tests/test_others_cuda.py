@@ -6,9 +6,12 @@ import gc
 import json
 import logging
 import math
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,14 @@ import product_standins  # noqa: E402
 
 from breccia_triton import choices, weight_plans, weight_times  # noqa: E402
 from breccia_triton.cuda import fp8_plans  # noqa: E402
-from breccia_triton.others import deep_gemm_products, humming_products, kept, plans, torch_int4  # noqa: E402
+from breccia_triton.others import (  # noqa: E402
+    deep_gemm_products,
+    humming_products,
+    kept,
+    plans,
+    torch_int4,
+    transformer_engine_products,
+)
 
 #: The unit roundoffs of activations and results of 16 bits.
 ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -145,7 +155,7 @@ def test_humming_gets_codes_and_scales_of_two_tensors(pair: str) -> None:
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_deep_gemm_gets_codes_and_scales_of_two_tensors() -> None:
+def test_deep_gemm_gets_codes_and_scales_of_two_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (128, 200):
         a, w = breccia.cast(activations(2, 5, 256).float(), "fp8_block"), weight("fp8_block,block_m=128", n, 256)
         found = deep_gemm_products.deep_gemm_matmul(a, w.mT, None, "bfloat16")
@@ -153,6 +163,31 @@ def test_deep_gemm_gets_codes_and_scales_of_two_tensors() -> None:
         check(found.reshape(10, n), breccia.dequantize(a).reshape(10, 256), values)
         out = torch.empty(2, 5, n, dtype=torch.bfloat16)
         assert deep_gemm_products.deep_gemm_matmul(a, w.mT, None, "bfloat16", out) is out and out.equal(found)
+    old = ModuleType("deep_gemm")  # 1.0.0, whose functions have other names
+    old.__file__ = "deep_gemm/__init__.py"
+    monkeypatch.setitem(sys.modules, "deep_gemm", old)
+    with pytest.raises(
+        breccia.UnsupportedError, match="deep_gemm/__init__.py has no fp8_gemm_nt, which DeepGEMM has since version 2"
+    ):
+        deep_gemm_products.deep_gemm_matmul(a, w.mT, None, "bfloat16")
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("codecs", [("E4M3", "E4M3"), ("E5M2", "E4M3"), ("E4M3", "E5M2")], ids="-".join)
+def test_transformer_engine_gets_codes_and_one_scale_of_each_tensor(codecs: tuple[str, str]) -> None:
+    first, second = (f"fp8_current,fp8_format={codec}" for codec in codecs)
+    a, w = breccia.cast(activations(2, 5, 256).float(), first), breccia.cast(activations(48, 256).float() * 3, second)
+    values, multiply = breccia.dequantize(w).double(), transformer_engine_products.transformer_engine_matmul
+    found = multiply(a, w.mT, None, "bfloat16")
+    check(found.reshape(10, 48), breccia.dequantize(a).reshape(10, 256), values)
+    columns = breccia.cast(activations(256, 48).float(), second, axis=-2)  # K apart in memory
+    check(multiply(a[0], columns, None, "bfloat16"), breccia.dequantize(a[0]), breccia.dequantize(columns).double().t())
+    out = torch.empty(2, 5, 48, dtype=torch.bfloat16)
+    assert multiply(a, w.mT, None, "bfloat16", out) is out and out.equal(found)
+    bias = torch.linspace(-3, 3, 48)
+    check(multiply(a[0], w.mT, bias, "bfloat16"), breccia.dequantize(a[0]), values, rounded=2, bias=bias)
+    with pytest.raises(breccia.UnsupportedError, match="multiplies tensors with one scale; a has 2, one for each matrix"):
+        multiply(breccia.stack([a[0], a[1]]), w.mT, None, "bfloat16")
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -305,6 +340,24 @@ def test_products_of_two_tensors_have_reasons() -> None:
     assert "empty operands" in str(accepts(plans.accepts_humming_fp8, row[:0], row.mT, **BF16))
 
 
+def test_transformer_engine_multiplies_tensors_with_one_scale() -> None:
+    accept = plans.accepts_transformer_engine
+    a, odd = (breccia.cast(activations(rows, 256).float(), "fp8_current") for rows in (16, 20))
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert accepts(accept, a, a.mT, out_dtype=dtype) is None
+    row, e5 = weight("fp8_row", 128, 256), breccia.cast(activations(16, 256).float(), "fp8_current,fp8_format=E5M2")
+    assert accepts(accept, e5, a.mT) is None
+    for x, w, reason in (
+        (activations(4, 256), a.mT, "and a is an array"),
+        (a, row.mT, "is called for one scale of each tensor, not for scales tensor times row"),
+        (e5, e5.mT, "cuBLAS does not multiply E5M2 by E5M2"),
+        (a, odd.mT, "cuBLAS takes K and N in multiples of 16; got K = 256, N = 20"),
+        (a, breccia.stack([a, a]).mT, "it multiplies one matrix of b"),
+        (a[:0], a.mT, "empty operands"),
+    ):
+        assert reason in str(accepts(accept, x, w)), reason
+
+
 def test_torch_says_which_weights_of_four_bits_it_does_not_take() -> None:
     x = activations(4, 256)
     for spec in INT4:
@@ -325,9 +378,12 @@ def test_libraries_and_devices_that_are_missing_have_a_reason(monkeypatch: pytes
     monkeypatch.setattr(torch.version, "cuda", None)
     assert plans.int4_available(Device("cuda", 0, (9, 0))) == "this torch is built without CUDA"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(plans.targets, "installed", lambda module: module not in ("humming", "deep_gemm"))
+    monkeypatch.setattr(plans.targets, "installed", lambda module: module in ("torch",))
     assert plans.int4_available(Device("cuda", 0, (9, 0))) is None
     assert "humming is not installed; pip install humming-kernels" in str(plans.humming_available(Device("cuda", 0, (9, 0))))
+    assert "transformer_engine is not installed; pip install transformer-engine[pytorch]" in str(
+        plans.transformer_engine_available(Device("cuda", 0, (9, 0)))
+    )
     assert "deep_gemm is not installed; see github.com" in str(plans.deep_gemm_available(Device("cuda", 0, (9, 0))))
     monkeypatch.setattr(plans.targets, "installed", lambda module: True)
     assert plans.deep_gemm_available(Device("cuda", 0, (9, 0))) is None
@@ -343,6 +399,8 @@ def test_explain_names_each_product_and_why_it_does_not_run() -> None:
     said = str(breccia.explain("matmul", "fp8_block", "fp8_block,block_m=128", on="torch:cuda"))
     for name in ("humming.fp8_matmul", "deep_gemm.fp8_matmul"):
         assert f"name it with prefer='{name}'" in said
+    said = str(breccia.explain("matmul", "fp8_current", "fp8_current", on="torch:cuda"))
+    assert "name it with prefer='transformer_engine.fp8_matmul'" in said
 
 
 # ------------------------------------------------------------------------------------------------ measured times
@@ -370,14 +428,17 @@ def test_estimated_times_come_from_the_table_of_the_device(tables: Path) -> None
     fmt, block = st.recipe.format, st.layout.block(-1)
     assert weight_times.key_of("humming", fmt, block, 16) == "humming INT4/F16 1x128 16"
     assert weight_times.key_of("cuda", fmt, block, 4096) == "cuda INT4/F16 1x128 more"
-    choices.write_measured(
-        tables / "matmul_some_gpu.json", "Some GPU", "slowdowns", {"humming 1x128 128x128 4x128x512": 1.5}, {}
-    )
+    tensors = breccia.cast(activations(16, 256).float(), "fp8_current")
+    whole = Call("matmul", "torch", (tensors, tensors.mT, None, {}, None))
+    assert fp8_plans.score(whole) < plans.score_of_transformer_engine(whole)
+    entries = {"humming 1x128 128x128 4x128x512": 1.5, "transformer_engine tensor tensor 16x16x256": 1.1}
+    choices.write_measured(tables / "matmul_some_gpu.json", "Some GPU", "slowdowns", entries, {})
     choices.write_measured(
         tables / "weight_times_some_gpu.json", "Some GPU", "slowdowns", {"torch INT4/F16 1x128 16": 1.25}, {"date": "today"}
     )
     choices.measured.cache_clear()
     assert plans.score_of_humming(call) == pytest.approx(1.5 * fp8_plans.bound(4, 128, 256))
+    assert plans.score_of_transformer_engine(whole) == pytest.approx(1.1 * fp8_plans.bound(16, 16, 256))
     bound = weight_times.bound(16, 128, 256, 4 + 16 / 128)
     assert weight_times.score_of_torch(product) == pytest.approx(1.25 * bound)
     assert weight_times.score(product) == pytest.approx(1.3 * bound)  # not measured
@@ -421,7 +482,7 @@ def test_shipped_times_have_keys_of_kernels_that_there_are() -> None:
     for path in choices.SHIPPED.glob("*.json"):
         found = json.loads(path.read_text(encoding="utf-8"))
         for key in found.get("slowdowns", ()):
-            assert key.partition(" ")[0] in ("cuda", "torch", "humming", "deep_gemm", "bf16"), (path, key)
+            assert key.partition(" ")[0] in ("cuda", "torch", "humming", "deep_gemm", "transformer_engine", "bf16"), (path, key)
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU
@@ -483,6 +544,35 @@ def test_deep_gemm_multiplies_two_tensors_on_a_gpu() -> None:
     a, w = breccia.cast(activations(48, K, device="cuda").float(), "fp8_block"), weight("fp8_block,block_m=128", 256, K, "cuda")
     found = breccia.matmul(a, w.mT, "bfloat16", prefer="deep_gemm.fp8_matmul")
     check(found, breccia.dequantize(a), breccia.dequantize(w).double())
+
+
+def _loads(module: str) -> bool:
+    """Whether a library is there with its compiled part, which its package may lack"""
+    try:
+        import_module(module)
+    except (ImportError, OSError, RuntimeError, AssertionError):
+        return False
+    return True
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_transformer_engine_multiplies_two_tensors_on_a_gpu(dtype: str) -> None:
+    if not _loads("transformer_engine.pytorch"):
+        pytest.skip("TransformerEngine is not installed")
+    name = "transformer_engine.fp8_matmul"
+    for m, n, k in ((16, 256, K), (300, 512, 4096)):
+        a, w = breccia.cast(activations(m, k, device="cuda").float(), "fp8_current"), weight("fp8_current", n, k, "cuda")
+        assert breccia.explain("matmul", a, w.mT, out_dtype=dtype, prefer=name).running == name
+        found, x, y = (
+            breccia.matmul(a, w.mT, dtype, prefer=name),
+            breccia.dequantize(a).double(),
+            breccia.dequantize(w).double(),
+        )
+        exact, bound = x @ y.t(), bounds.accumulated(x.abs() @ y.abs().t(), k, k, True)
+        bound = bound + ROUNDOFF.get(dtype, 0.0) * (exact.abs() + bound)
+        assert found.dtype == getattr(torch, dtype) and ((found.double() - exact).abs() <= bound).all()
+        assert ((found.double() - exact).norm() / exact.norm()).item() <= 4e-3 + ROUNDOFF.get(dtype, 0.0)
 
 
 @on_cuda

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -28,6 +29,7 @@ import breccia
 import breccia_torch
 from breccia.arrays.ops import NUMPY
 from breccia.codecs import E4M3, E5M2, F16
+from breccia.dispatch import registry
 from breccia.tensors.components import components
 from breccia.tensors.grids import packing
 from breccia.tensors.metadata import Metadata
@@ -393,6 +395,46 @@ def test_operands_on_two_devices_are_named() -> None:
         breccia.dequantize(w, out=torch.empty(4, 32, device="meta"))
     with pytest.raises(TypeError, match=r"tensors\[0\] is on cpu and tensors\[1\] on meta"):
         breccia.concat([w, w.to("meta")], 0)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new kind of call", "repeated call"])
+@pytest.mark.parametrize(
+    ("spec", "component"),
+    [
+        ("fp8_block", "scale"),
+        ("fp8_current", "scale"),
+        ("int4,symmetric=false,signed=false", "scale"),
+        ("int4,symmetric=false,signed=false", "zero_point"),
+        ("nvfp4", "scale"),
+        ("nvfp4", "global_scale"),
+    ],
+)
+def test_a_component_on_another_device_is_named(spec: str, component: str, known: bool) -> None:
+    """No constructor that checks makes such a tensor. The table's cache of repeated calls does not compare these devices."""
+    st = breccia.cast(torch.ones(32, 256), spec)
+    parts = {name: getattr(st, name) for name in ("data", "scale", "zero_point", "global_scale")}
+    parts[component] = parts[component].to("meta")
+    stray = breccia.ScaledTensor.from_parts(**parts, recipe=st.recipe, layout=st.layout, axis=st.axis, padding=st.padding)
+    x, ends = torch.ones(4, 256), torch.tensor([4], dtype=torch.int32)
+    calls: dict[str, tuple[str, Any]] = {
+        "dequantize": ("st", breccia.dequantize),
+        "requantize": ("st", lambda w: breccia.requantize(w, "mxfp8")),
+        "matmul by it": ("b", lambda w: breccia.matmul(x, w.mT)),
+        "matmul of it": ("a", lambda w: breccia.matmul(w, st.mT)),
+        "cast_matmul": ("b", lambda w: breccia.cast_matmul(x, "mxfp8", w.mT)),
+        "grouped_matmul": ("b", lambda w: breccia.grouped_matmul(x, w.reshape(1, 32, 256).mT, ends)),
+        "explain": ("st", lambda w: breccia.explain("dequantize", w)),
+        "the generic algorithm": ("st", lambda w: breccia.dequantize(w, prefer="reference.dequantize")),
+    }
+    registry.reload()
+    for name, (operand, call) in calls.items():
+        if known:
+            call(st)
+        with pytest.raises(TypeError) as e:
+            call(stray)
+        what = operand if not known else "(st|a|b)"  # after a failure, or in a step of the op
+        said = f"{what}.data is on cpu and {what}.{component} on meta; move both to one device. Nothing is copied"
+        assert re.match(said, str(e.value)), (name, str(e.value))
 
 
 def test_operations_leave_the_storage_of_tensors_resizable(recipe: breccia.ScalingRecipe) -> None:

@@ -426,6 +426,11 @@ def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeyp
             ("bfloat16", (40, k), (64, 64)),
         }
         assert all(facts[3][0] % 8 == 0 for facts in described)
+    if w.global_scale is not None:  # also where a call of these shapes is prepared
+        elsewhere = w.global_scale.to("meta")
+        stray = ScaledTensor.from_parts(w.data, w.scale, w.recipe, w.layout, None, elsewhere, w.axis, w.padding)
+        with pytest.raises(breccia.UnsupportedError, match="a is on cpu, and b's global scale on meta"):
+            weight_only.weight_only_matmul(torch.randn(5, k).bfloat16(), stray)
     weight_only._calls.clear()
 
 

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from breccia.backend import ScaledTensor, composites
 from breccia_torch.ops import need_dense
 
 from .launch import Remembered, on
-from .operands import addresses, components_of, facts_of, need_one_device
+from .operands import addresses, components_of, facts_of, need_one_device, parts_of
 from .specs import Unsupported
 
 
@@ -59,18 +59,7 @@ def _contiguous(st: ScaledTensor) -> ScaledTensor:
 
 def need_one_device_for(a: Operand, b: Operand, bias: Any) -> None:
     """Raise UnsupportedError unless all arrays of a product are on one device."""
-    need_one_device(a.data.device, _arrays(a, b, bias))
-
-
-def _arrays(a: Operand, b: Operand, bias: Any) -> Iterator[tuple[str, Any]]:
-    """The arrays of a product, by what they are."""
-    yield "bias", bias
-    for name, operand in (("a", a), ("b", b)):
-        yield f"{name}'s codes" if operand.scaled else name, operand.data
-        if operand.scaled:
-            yield f"{name}'s scale", operand.x.scale
-            yield f"{name}'s zero-point", operand.x.zero_point
-            yield f"{name}'s global scale", operand.x.global_scale
+    need_one_device(a.data.device, [("bias", bias), *parts_of("a", a.x), *parts_of("b", b.x)])
 
 
 #: Makes a call for (a, b, bias, name of the result's dtype), which takes (a, b, bias, out). Raises Unsupported.

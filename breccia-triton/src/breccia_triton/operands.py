@@ -40,6 +40,14 @@ def need_one_device(here: torch.device, named: Iterable[tuple[str, Any]]) -> Non
             raise UnsupportedError(f"matmul: a is on {here}, and {name} on {x.device}; move it: x.to({str(here)!r}).")
 
 
+def parts_of(name: str, x: Any) -> list[tuple[str, Any]]:
+    """The arrays of an operand, by what they are, for `need_one_device`."""
+    if not isinstance(x, ScaledTensor):
+        return [(name, x)]
+    parts = ("codes", x.data), ("scale", x.scale), ("zero-point", x.zero_point), ("global scale", x.global_scale)
+    return [(f"{name}'s {what}", part) for what, part in parts]
+
+
 def addresses(tensors: list[Any], numbers: int = 0) -> list[Any]:
     """Addresses; the interpreter takes tensors instead, of codes as integers, after as many arrays of numbers."""
     if INTERPRETED:

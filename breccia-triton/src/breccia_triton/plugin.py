@@ -47,6 +47,13 @@ _PRODUCTS = (
 _OTHERS = (
     ("humming_products:humming_fp8_matmul", "humming.fp8_matmul", "humming_fp8", "others.plans:score_of_humming", False),
     ("deep_gemm_products:deep_gemm_matmul", "deep_gemm.fp8_matmul", "deep_gemm", "others.plans:score_of_deep_gemm", False),
+    (
+        "transformer_engine_products:transformer_engine_matmul",
+        "transformer_engine.fp8_matmul",
+        "transformer_engine",
+        "others.plans:score_of_transformer_engine",
+        False,
+    ),
     ("humming_products:humming_weight_only", "humming.weight_only", "humming", "weight_times:score_of_humming", True),
     ("torch_int4:int4pack_matmul", "torch.int4", "int4", "weight_times:score_of_torch", True),
 )
@@ -77,6 +84,18 @@ def breccia_kernels() -> Iterable[Kernel]:
             reads=("column_major",) if ours else (),
             opt_in=opt_in,
         )
+    # What its sums keep is not measured: no device that runs it was at hand.
+    yield Kernel(
+        "matmul",
+        "torch",
+        f"{home}.block_scaled_mm:block_scaled_mm",
+        "torch.block_scaled_mm",
+        device="cuda",
+        available=f"{home}.block_scaled_plans:available",
+        accepts=f"{home}.block_scaled_plans:accepts",
+        reads=("swizzle_128x4",),
+        opt_in=True,
+    )
     yield Kernel(
         "matmul",
         "torch",

@@ -20,20 +20,23 @@ from .choices import codecs_of
 from .cuda import compiler, program
 from .decoded_matmul import DecodedCall, DecodedCodesCall
 from .launch import Remembered, elsewhere, on, stream_of
+from .operands import need_one_device, parts_of
 from .weight_plans import Config, Operand
 from .weight_products import Product, operand_in, stored
 
 
 def weight_only_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     """`a @ b + bias` as `breccia.matmul` documents it. a: (..., M, K); b: a weight's transpose, (K, N)."""
-    data, points = b.data, b.zero_point
+    data, points, outer = b.data, b.zero_point, b.global_scale
     key = (
         a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, data.device,
-        None if bias is None else (bias.shape, bias.dtype), None if points is None else points.dtype, b.global_scale is None,
+        None if bias is None else (bias.shape, bias.dtype), None if points is None else points.dtype,
+        None if outer is None else outer.device,
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
         checks.check_matmul(a, b, bias)
+        need_one_device(a.device, [*parts_of("b", b), ("bias", bias)])
         # Zero-points of other libraries may have any dtype, which no fact of a call says.
         taken = points is None or points.dtype == torch.uint8
         call = _calls.keep(key, prepared(a, b, bias, output_dtype(out_dtype)) if taken else composites.matmul_plain)
@@ -50,14 +53,15 @@ def weight_only_grouped(a: Any, b: Any, offsets: Any, out_dtype: str = "float32"
 
     a: (M, K). b: the weights' transposes, (E, K, N). offsets: (E,).
     """
-    data, points = b.data, b.zero_point
+    data, points, outer = b.data, b.zero_point, b.global_scale
     key = (
         "grouped", a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, data.device,
-        offsets.shape, offsets.dtype, None if points is None else points.dtype,
+        offsets.shape, offsets.dtype, None if points is None else points.dtype, None if outer is None else outer.device,
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
         checks.check_grouped(a, b, offsets)
+        need_one_device(a.device, [*parts_of("b", b), ("offsets", offsets)])
         taken = points is None or points.dtype == torch.uint8
         call = _calls.keep(key, GroupedCall(a, b, output_dtype(out_dtype)) if taken else composites.grouped_matmul_plain)
     if not isinstance(call, GroupedCall):

@@ -24,6 +24,7 @@ from .facts import (
     all_options,
     array_of,
     as_fact,
+    bias_dtype,
     bucketed_shape,
     device_count,
     device_of_operand,
@@ -227,6 +228,11 @@ class Call(_Recorder):
         options = self.values[OPTIONS]
         found = as_fact(name, options.get(name)) if self._defaults else self._ask(OPTIONS, option_reader(name))
         return default if found is None else found
+
+    @property
+    def bias(self) -> str | None:
+        """The name of the dtype of a product's bias; None where it has none."""
+        return None if self._defaults else self._ask(OPTIONS, bias_dtype)
 
     @property
     def _defaults(self) -> bool:

@@ -14,9 +14,11 @@ from ..errors import BrecciaError
 from ..options import DEFAULT, CastOptions
 from ..recipes import ScalingRecipe
 from ..targets import load
+from ..tensors.checks import need_one_device
 from ..tensors.components import is_row
 from ..tensors.tensor import ScaledTensor
 from .call import NO_OPTIONS, Options
+from .facts import ARGUMENTS
 from .kernel import Prefer
 from .registry import registry
 from .table import Chosen
@@ -215,6 +217,7 @@ def _run(chosen: Chosen, *arguments: Any) -> Any:
     except BrecciaError:
         raise
     except Exception as e:
+        need_one_device(**dict(zip(ARGUMENTS.get(chosen.kernel.op, ()), arguments, strict=False)))
         chosen.failed(e)
         raise
     return found

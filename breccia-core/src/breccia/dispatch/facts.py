@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from .. import targets
-from ..arrays.frameworks import Device, ops_of, place_of
+from ..arrays.frameworks import Device, dtype_name, ops_of, place_of
 from ..layouts import Layout
 from ..recipes import ScalingRecipe
 from ..tensors.tensor import ScaledTensor
@@ -16,6 +16,12 @@ _ALIGNMENT_LIMIT = 256
 #: The source of a fact: the values of a call are (a, b, recipe to write, options, framework).
 A, B, RECIPE, OPTIONS, FRAMEWORK = range(5)
 Values = tuple[Any, Any, Any, Any, Any]
+#: The first arguments of ops with ScaledTensors as operands.
+ARGUMENTS = {
+    **dict.fromkeys(("dequantize", "requantize"), ("st",)),
+    **dict.fromkeys(("matmul", "grouped_matmul"), ("a", "b")),
+    "cast_matmul": ("x", "recipe", "b"),
+}
 #: A fact that was read: an attribute path or a reader function, and the index of the value it belongs to.
 Question = tuple[str | Callable[[Any], Hashable], int]
 
@@ -162,6 +168,12 @@ def option_reader(name: str) -> Callable[[Any], Hashable]:
         return as_fact(name, options.get(name))
 
     return read
+
+
+def bias_dtype(options: Any) -> str | None:
+    """The name of the dtype of a product's bias, None without one."""
+    bias = options.get("bias")
+    return None if bias is None else dtype_name(bias)
 
 
 def all_options(options: Any) -> tuple[tuple[str, Hashable], ...]:

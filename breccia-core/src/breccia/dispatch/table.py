@@ -24,10 +24,11 @@ from ..errors import AmbiguousKernelError, KernelError, NoKernelError, PluginWar
 from ..options import DEFAULT, PLAIN
 from ..recipes import ScalingRecipe
 from ..siblings import SIBLINGS
+from ..tensors.checks import need_one_device
 from ..tensors.tensor import ScaledTensor
 from .call import NO_OPTIONS, Call
 from .explanation import Explanation, Verdict
-from .facts import FRAMEWORK, OF_SHAPE, RECIPE, SHAPES, A, B, recipe_of
+from .facts import ARGUMENTS, FRAMEWORK, OF_SHAPE, RECIPE, SHAPES, A, B, recipe_of
 from .kernel import ANY_STORAGE, CASTS, WRITERS, class_name, fits, key_title, named, order_of, why_first
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ class Table:
 
     def explain(self, call: Call, prefer: Prefer = None, device: str = "") -> Explanation:
         """Every candidate of the call, the winner first, and the winner's calls of other kernels."""
+        need_one_device(**_operands(call.op, call.values))
         if call.values[FRAMEWORK] is None:
             values = (*call.values[:FRAMEWORK], self._frameworks.get(call.framework))
             call = Call(call.op, call.framework, values)
@@ -205,6 +207,7 @@ class Table:
                 site.remember(values, chosen)
                 return chosen
         key, names = place[:4], named(place[4])
+        need_one_device(**_operands(key[0], values))
         asked: dict[Question, None] = {}
         call = Call(key[0], key[3], values, asked)
         judged = self._judge(key, call, names)
@@ -296,6 +299,11 @@ class Table:
 _OURS = frozenset(("core", *(sibling.plugin for sibling in SIBLINGS)))
 #: Modules of kernels that are not compared with the generic algorithm: itself, and composites.
 _GENERIC = ("breccia.kernels.reference.", "breccia.kernels.composites:")
+
+
+def _operands(op: str, values: Values) -> dict[str, Any]:
+    """The operands of a call that may be ScaledTensors, by name."""
+    return dict(zip((name for name in ARGUMENTS.get(op, ()) if name != "recipe"), values[: B + 1], strict=False))
 
 
 def _used(chosen: OrderedDict[Any, Chosen], facts: Hashable) -> None:

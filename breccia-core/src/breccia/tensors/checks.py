@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..arrays.frameworks import FLOATS, dtype_name, same_framework
+from ..arrays.frameworks import FLOATS, dtype_name, framework_of, same_framework
 from ..codecs import Codec
 from ..errors import LayoutError, OptionError, UnsupportedError
 from ..formats import Format
 from ..layouts import PerGroupIndex, Shape
 from ..options import whole_number
+from .components import held_parts
 from .grids import packed_length, packing
 
 if TYPE_CHECKING:
@@ -46,6 +47,22 @@ def check_arrays(data: Any, scale: Any, zero_point: Any, global_scale: Any) -> N
     same_framework(present)
     if len(data.shape) < 1:
         raise LayoutError("data must be at least 1-D, got 0-D; reshape it to (1,).")
+
+
+def need_one_device(**operands: Any) -> None:
+    """Raise UnsupportedError if components of an operand, by its name, are on different devices; operands may be arrays.
+
+    `ScaledTensor.from_parts` and functions over the leaves of trees can make such a tensor. This is not asked at each call: the
+    table asks before it chooses a kernel for a new kind of call, the generic algorithm before it decodes, and `calls` after a
+    kernel has failed. Kernels that pass addresses to a device check them.
+    """
+    for name, st in operands.items():
+        if not hasattr(st, "held"):
+            continue
+        parts = held_parts(st)
+        home = framework_of(parts["data"], "data")
+        # Frameworks that convert arrays of NumPy may hold them beside their own.
+        same_framework({f"{name}.{part}": x for part, x in parts.items() if framework_of(x, part) is home})
 
 
 def as_shape(shape: Any) -> Shape:

@@ -21,7 +21,7 @@ from breccia.backend import PLAIN, ScaledTensor, ShapeError, checks, dtype_name
 from breccia_torch.ops import need_dense
 
 from ..launch import Remembered, allocator, current_stream, elsewhere, index_of, on, stream_of
-from ..operands import need_one_device, writable
+from ..operands import need_one_device, parts_of, writable
 from . import fp8_plans, program, wgmma
 from .driver import Launch, TensorMap, driver
 from .fp8_plans import ALIGNED, BLOCKS, OUTER, SCALES, STEP, Tile, Variant, grouped_tile_of, kind_of, tile_of
@@ -89,8 +89,7 @@ class _Call:
         else:
             checks.check_grouped(a, b, offsets)
         self.device, self.dtype, self.promote = a.data.device, _DTYPES[out_dtype], promote
-        others = (("a's scale", a.scale), ("b's codes", b.data), ("b's scale", b.scale), ("bias", bias), ("offsets", offsets))
-        need_one_device(self.device, others)
+        need_one_device(self.device, [*parts_of("a", a), *parts_of("b", b), ("bias", bias), ("offsets", offsets)])
         lead = () if offsets is not None else tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
         self.shape = (*lead, a.shape[-2], b.shape[-1])
         self.index, self.allocated = index_of(self.device), allocator(self.shape, self.dtype, self.device)

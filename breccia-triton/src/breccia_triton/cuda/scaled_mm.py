@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import checks
+from breccia.backend import checks, composites
 
 from ..launch import on
 from .fp8_matmul import check_out
@@ -33,6 +33,8 @@ def _multiply(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, fast: bool) -
     checks.check_matmul(a, b, bias)
     dtype = getattr(torch, out_dtype)
     kinds = kind_of(a.recipe, a.layout, a.axis)[0], kind_of(b.recipe, b.layout, b.axis)[0]
+    if kinds[0] == "tensor" and a.scale.numel() > 1:  # one for each matrix: torch has one scale, or one of each row
+        return composites.matmul(a, b, bias, out_dtype, out)
     shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     if out is not None:
         check_out(out, shape, dtype)
@@ -45,9 +47,8 @@ def _multiply(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, fast: bool) -
         else:
             shapes = ((), ()) if kinds[0] == "tensor" else ((rows, 1), (1, b.shape[-1]))
             scale_a, scale_b = (_rows(st.scale, shape) for st, shape in zip((a, b), shapes, strict=True))
-            given = None if bias is None else bias.to(dtype)
             multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-            found = multiply(left, right, scale_a, scale_b, bias=given, out_dtype=dtype, use_fast_accum=fast)
+            found = multiply(left, right, scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
     found = found.reshape(shape)
     return found if out is None else out.copy_(found)
 

@@ -38,10 +38,12 @@ def accepts(call: Call) -> str | None:
         return "the generic algorithm runs for empty operands"
     if codecs == ("e5m2", "e5m2"):
         return "cuBLAS does not multiply E5M2 by E5M2"
-    if call.option("bias") is not None and (dtype == "float32" or pair != ("tensor", "tensor")):
-        return f"torch adds no bias here (scales {pair[0]} times {pair[1]}, {dtype})"
+    if why := _refused_bias(call, pair, dtype):
+        return why
     if pair != ("tensor", "tensor"):
-        if "tensor" in pair or "1x32" in pair:
+        if "1x32" in pair:
+            return "torch multiplies blocks of 32 along K in torch.block_scaled_mm"
+        if "tensor" in pair:
             return f"torch has no form for scales {pair[0]} times {pair[1]}"
         if dtype != "bfloat16" or codecs != ("e4m3", "e4m3"):
             return f"for scales {pair[0]} times {pair[1]} torch multiplies E4M3 to bfloat16 only"
@@ -54,6 +56,18 @@ def accepts(call: Call) -> str | None:
         return f"cuBLAS takes K and N in multiples of {_UNIT}; got K = {shape[-1]}, N = {other[-1]}"
     if pair[0] == "1x128":
         return _refused_blocks(call, shape[-1])
+    return None
+
+
+def _refused_bias(call: Call, pair: tuple[str, str], dtype: str) -> str | None:
+    """Why torch does not add the bias, or None."""
+    bias = call.bias
+    if bias is None:
+        return None
+    if dtype == "float32" or pair != ("tensor", "tensor"):
+        return f"torch adds no bias here (scales {pair[0]} times {pair[1]}, {dtype})"
+    if bias != dtype:
+        return f"the bias is {bias}, and torch would round it to {dtype} before it is added; the contract adds it in FP32"
     return None
 
 

@@ -1,1 +1,1 @@
-"""Products of other libraries as kernels of the table: humming-kernels, torch's INT4, DeepGEMM."""
+"""Products of other libraries as kernels of the table: humming-kernels, torch's INT4, DeepGEMM, TransformerEngine."""

@@ -1,4 +1,9 @@
-"""DeepGEMM's product of FP8 tensors with scales of 1 x 128 and 128 x 128."""
+"""DeepGEMM's product of FP8 tensors with scales of 1 x 128 and 128 x 128.
+
+By its documents it adds sums of 128 along K in FP32, as the contract of products asks. It was never run here, so it runs only
+where it is named: package indexes have version 1.0.0, a source archive without its CUDA files, and DeepGEMM is built from its
+repository.
+"""
 
 # pyright: basic, reportMissingImports=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -9,6 +14,8 @@ from typing import Any
 
 import torch
 
+from breccia.backend import UnsupportedError
+
 from .results import blocks, product
 
 
@@ -16,11 +23,17 @@ def deep_gemm_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32
     """`matmul` as `breccia.matmul` documents it. a: (..., M, K); b: a weight's transpose, (K, N)."""
     import deep_gemm
 
+    gemm = getattr(deep_gemm, "fp8_gemm_nt", None)
+    if gemm is None:
+        raise UnsupportedError(
+            f"matmul: {deep_gemm.__file__} has no fp8_gemm_nt, which DeepGEMM has since version 2; build it from "
+            "github.com/deepseek-ai/DeepGEMM."
+        )
     weight = b.mT
 
     def multiply(rows: int, into: Any) -> Any:
         y = torch.empty((rows, b.shape[-1]), dtype=getattr(torch, out_dtype), device=a.data.device) if into is None else into
-        deep_gemm.fp8_gemm_nt(blocks(a, rows), (weight.data.contiguous(), weight.scale.contiguous()), y)
+        gemm(blocks(a, rows), (weight.data.contiguous(), weight.scale.contiguous()), y)
         return y
 
     return product(a, b, bias, out_dtype, out, multiply)

@@ -24,6 +24,8 @@ _FP8, _BF16 = (8, 9), (8, 0)
 _GROUPS, _PACKED_COLUMNS, _PACKED = (32, 64, 128, 256), 8, 32
 #: DeepGEMM stores rows of BF16 in units of 16 bytes.
 _STORED = 8
+#: cuBLAS takes K and N of FP8 tensors in multiples of this.
+_CUBLAS = 16
 
 
 def _available(device: Device, module: str, remedy: str, least: tuple[int, int]) -> str | None:
@@ -218,6 +220,30 @@ def accepts_deep_gemm(call: Call) -> str | None:
     return None
 
 
+# ------------------------------------------------------------------------------------------------ TransformerEngine
+
+
+def transformer_engine_available(device: Device) -> str | None:
+    """Why TransformerEngine's product cannot run on a device, or None."""
+    return _available(device, "transformer_engine", "pip install transformer-engine[pytorch]", _FP8)
+
+
+def accepts_transformer_engine(call: Call) -> str | None:
+    """Why TransformerEngine does not multiply two FP8 tensors, or None."""
+    assert call.b is not None
+    found = kinds(call.a, call.b)
+    if isinstance(found, str):
+        return found
+    if found != ("tensor", "tensor"):
+        return f"TransformerEngine is called for one scale of each tensor, not for scales {found[0]} times {found[1]}"
+    if (codec_of(call.a), codec_of(call.b)) == ("e5m2", "e5m2"):
+        return "cuBLAS does not multiply E5M2 by E5M2"
+    if (why := _refused_operands(call)) or len(call.b.shape) < 2:  # `explain` of recipes alone
+        return why
+    k, n = call.b.shape[-2:]
+    return f"cuBLAS takes K and N in multiples of {_CUBLAS}; got K = {k}, N = {n}" if k % _CUBLAS or n % _CUBLAS else None
+
+
 # ------------------------------------------------------------------------------------------------ time
 
 
@@ -229,3 +255,8 @@ def score_of_humming(call: Call) -> float:
 def score_of_deep_gemm(call: Call) -> float:
     """The estimated time of an FP8 product on DeepGEMM's kernels."""
     return fp8_plans.seconds(call, "deep_gemm")
+
+
+def score_of_transformer_engine(call: Call) -> float:
+    """The estimated time of an FP8 product through TransformerEngine."""
+    return fp8_plans.seconds(call, "transformer_engine")

@@ -15,7 +15,7 @@ from breccia.backend import checks
 
 from ..cuda.fp8_matmul import check_out
 from ..launch import on
-from ..operands import need_one_device
+from ..operands import need_one_device, parts_of
 
 #: Computes a product of matrices; gets the memory of the result, or None to allocate it.
 Multiply = Callable[[int, Any], Any]
@@ -28,7 +28,7 @@ def product(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, multiply: Multi
     """
     checks.check_matmul(a, b, bias)
     here = a.device if isinstance(a, torch.Tensor) else a.data.device
-    need_one_device(here, (("b's codes", b.data), ("b's scale", b.scale), ("bias", bias)))
+    need_one_device(here, [*parts_of("a", a), *parts_of("b", b), ("bias", bias)])
     dtype, shape = getattr(torch, out_dtype), (*a.shape[:-1], b.shape[-1])
     if out is not None:
         check_out(out, shape, dtype)

@@ -11,6 +11,7 @@ from ...errors import ShapeError
 from ...formats import TENSOR, Format
 from ...layouts import PerBlockK, PerGroupIndex
 from ...rules import flushed
+from ...tensors.checks import need_one_device
 from ...tensors.storing import check_layout
 from ...tensors.tensor import ScaledTensor
 from ..checks import check_writable
@@ -23,6 +24,7 @@ def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None =
     ops = ops_of(st.data, "data")
     name = output_dtype(out_dtype)
     check_layout(st.layout)
+    need_one_device(st=st)  # frameworks compute with scales of shape () of some other devices
     st = st.to_plain()
     if isinstance(st.layout, PerGroupIndex):
         st = _ungrouped(ops, st, st.layout.index)

@@ -13,6 +13,7 @@ from ...errors import InexactError
 from ...formats import TENSOR
 from ...options import DEFAULT, CastOptions
 from ...recipes import ScalingRecipe, check_recipe
+from ...tensors.checks import need_one_device
 from ...tensors.grids import packing
 from ...tensors.tensor import ScaledTensor
 from ..checks import fitted_layout
@@ -42,6 +43,7 @@ def requantize(
 ) -> ScaledTensor:
     """`st` under another recipe, as `breccia.requantize` documents."""
     check_recipe(recipe)
+    need_one_device(st=st)
     st, ops, out = st.to_plain(), ops_of(st.data, "data"), options.out
     kept = _kept(ops, st, recipe, require_exact) if options.scale is None else None
     if kept is None:

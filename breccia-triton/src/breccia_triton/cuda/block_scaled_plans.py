@@ -1,0 +1,84 @@
+"""What torch's products of MXFP8 and NVFP4 tensors take (`block_scaled_mm`). Imports no framework."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from breccia import Device
+from breccia.backend import E2M1, E4M3, E5M2, E8M0, F32, Block, Call, Operand
+
+#: The least compute capability with block-scaled tensor cores.
+_LEAST = (10, 0)
+#: Whole blocks of both formats, and rows of 16 bytes of 4-bit codes; and what cuBLAS takes of N.
+_DEPTH, _COLUMNS = 32, 16
+#: Blocks along K by the codecs of codes and scales.
+_BLOCKS: dict[tuple[object, object], tuple[str, Block]] = {
+    (E4M3, E8M0): ("mxfp8", (1, 32)),
+    (E5M2, E8M0): ("mxfp8", (1, 32)),
+    (E2M1, E4M3): ("nvfp4", (1, 16)),
+}
+
+
+def available(device: Device) -> str | None:
+    """Why torch cannot multiply block-scaled tensors on a device, or None."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if torch is not None and not hasattr(torch.nn.functional, "scaled_mm"):
+        return "this torch has no torch.nn.functional.scaled_mm; upgrade to 2.10"
+    if device.capability and tuple(device.capability) < _LEAST:
+        found = ".".join(map(str, device.capability))
+        return f"block-scaled tensor cores need compute capability 10.0; {device} has {found}"
+    return None
+
+
+def accepts(call: Call) -> str | None:
+    """Why torch does not multiply these operands, or None."""
+    assert call.b is not None
+    kinds: list[str] = []
+    for name, operand, axis in (("a", call.a, -1), ("b", call.b, -2)):
+        kind, why = _kind(operand)
+        if why:
+            return f"it multiplies two MXFP8 or two NVFP4 tensors; {name} {why}"
+        if operand.shape and operand.axis != axis:
+            return f"blocks of {name} do not run along K"
+        kinds.append(kind)
+    if kinds[0] != kinds[1]:
+        return f"torch has no product of {kinds[0]} by {kinds[1]}"
+    elements = [operand.recipe.format.element for operand in (call.a, call.b) if operand.recipe is not None]
+    if elements == [E5M2, E5M2]:
+        return "cuBLAS does not multiply E5M2 by E5M2"
+    if call.a.empty or call.b.empty:
+        return "the generic algorithm runs for empty operands"
+    dtype = str(call.option("out_dtype", "float32"))
+    if call.bias is not None and (dtype == "float32" or call.bias != dtype):
+        return f"torch adds a bias of the dtype of a 16-bit result; this one is {call.bias}, and the result {dtype}"
+    return _refused_shape(call.a.shape, call.b.shape)
+
+
+def _kind(operand: Operand) -> tuple[str, str]:
+    """(The format with its scale levels, why there is none): one of them is empty."""
+    recipe = operand.recipe
+    if recipe is None:
+        return "", "is an array"
+    fmt, outer = recipe.format, recipe.format.global_scale
+    name, block = _BLOCKS.get((fmt.element, fmt.scale.codec), ("", None))
+    layout = operand.layout or recipe.layout.oriented(operand.axis)
+    if not name or layout.plain.block(operand.axis) != block or fmt.offset != "none" or fmt.scale.sense != "multiplier":
+        return "", f"is {recipe.name}"
+    if outer is None:
+        return (f"{name} of one level" if name == "nvfp4" else name), ""
+    if outer.codec != F32 or outer.sense != "multiplier":
+        return "", f"has a global scale that is stored as {outer.sense}"
+    return name, ""
+
+
+def _refused_shape(a: tuple[int, ...], b: tuple[int, ...]) -> str | None:
+    if len(a) < 2 or len(b) < 2:  # `explain` of recipes alone
+        return None
+    if len(b) > 2 and math.prod(b[:-2]) > 1:
+        return "torch multiplies one matrix of b"
+    if a[-1] % _DEPTH or b[-1] % _COLUMNS:
+        return f"it is called for K in multiples of {_DEPTH} and N of {_COLUMNS}; got K = {a[-1]}, N = {b[-1]}"
+    return None

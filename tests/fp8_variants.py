@@ -1,0 +1,41 @@
+"""The FP8 kernels that `cuda.fp8_matmul` and its groups may be compiled to, for tests of the source and its machine code."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields
+
+from breccia_triton.cuda import fp8_plans
+from breccia_triton.cuda.fp8_plans import BLOCKS, GROUPED, OUTER, TABLE, TILES, Variant
+
+#: Tiles of products, the ones of groups that are no others, and the one of short K.
+ALL_TILES = [*TABLE, *GROUPED[1:2], fp8_plans.short(TABLE[0], 8)]
+
+
+def fp8_variants() -> list[Variant]:
+    """Every tile with every kind of scales, and each other choice once."""
+    tiles, first = ALL_TILES, TABLE[0]
+    found = [Variant(t, s) for t in tiles for s in (OUTER, TILES, BLOCKS)]
+    found += [Variant(first, s, a_plain=False, w_plain=False) for s in range(3)]
+    found += [Variant(first, codecs=pair) for pair in itertools.product(("e4m3", "e5m2"), repeat=2)]
+    outs, biases = ("float32", "float16"), ("none", "float32", "float16", "bfloat16")
+    found += [
+        Variant(first, out=out, bias=bias, staged=False, pairs=pairs)
+        for out, bias, pairs in itertools.product(outs, biases, (True, False))
+    ]
+    found += [Variant(t, promote=False) for t in tiles]
+    found += [Variant(t, BLOCKS, pieces=4) for t in tiles]
+    found += [Variant(t, s, copiers=True) for t in tiles for s in (TILES, BLOCKS)]
+    found += [Variant(t, BLOCKS, pieces=4, copiers=True) for t in tiles]
+    found += [Variant(t, s, grouped=True, copiers=True) for t in GROUPED for s in (TILES, BLOCKS)]
+    found += [
+        Variant(t, s, staged=staged, grouped=True) for t, s, staged in itertools.product(GROUPED, range(3), (True, False))
+    ]
+    return found
+
+
+def title(variant: Variant) -> str:
+    """A variant's tile and what of it is no default: the same in revisions that have other fields besides."""
+    others = {f.name: getattr(variant, f.name) for f in fields(variant) if f.name != "tile"}
+    given = [f"{f.name}={others[f.name]}" for f in fields(variant) if f.name in others and others[f.name] != f.default]
+    return ", ".join([variant.tile.name, *given])
