@@ -11,6 +11,7 @@ from typing import Any
 
 import common
 import fp8_tables
+import weight_tables
 from cells import ABSENT, Result, Table, bits, percent, ratio, share, spread, three, trio
 from rich.console import Console
 from rich.markup import escape
@@ -545,35 +546,6 @@ def gpu_quantize(result: Result) -> Table:
     return Table("quantize_", headings, tuple(rows), note)
 
 
-def weight_only_gpu(result: Result) -> Table:
-    """Microseconds of products of quantized weights, or of groups of rows by several, and how many times faster than rivals."""
-    by = {(row["format"], row["n"], row["k"], row["m"]): row["times"] for row in result["rows"]}
-    kinds, counts = dict.fromkeys(key[:3] for key in by), dict.fromkeys(key[3] for key in by)
-    known = ("bf16", "bf16-grouped", "bf16-each", "torch-int4", "humming")
-    rivals = [name for name in known if any("median_s" in times.get(name, {}) for times in by.values())]
-
-    def cell(times: dict[str, Any]) -> str:
-        if "median_s" not in times.get(OURS, {}):
-            return ABSENT
-        ours = times[OURS]
-        over = [
-            ratio(times[name]["median_s"] / ours["median_s"]) if "median_s" in times.get(name, {}) else ABSENT
-            for name in rivals
-        ]
-        return f"{ours['median_s'] * 1e6:.1f} ± {(ours['max_s'] - ours['min_s']) * 5e5:.1f}; {' / '.join(over)}"
-
-    groups = {row["groups"] for row in result["rows"] if "groups" in row}
-    return Table(
-        f"products of groups of rows and {groups.pop()} weights"
-        if groups
-        else "products of BF16 activations and quantized weights",
-        ("weight", "N×K", *(f"M = {m}" for m in counts)),
-        tuple((kind, f"{n}×{k}", *(cell(by.get((kind, n, k, m), {})) for m in counts)) for kind, n, k in kinds),
-        f"Microseconds of a product in a CUDA graph, median ± half of the range; times faster than {' / '.join(rivals)}, "
-        "interleaved. Weights rotate, so that they are not in the L2 cache.",
-    )
-
-
 # ------------------------------------------------------------------------------------------------ products on the CPU
 
 
@@ -830,8 +802,8 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
         )
     },
     "matmul-gpu": fp8_tables.TABLES,
-    "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
-    "gpu-weight-only-groups": {"gpu-weight-only-groups": weight_only_gpu},
+    "gpu-weight-only": weight_tables.TABLES,
+    "gpu-weight-only-groups": {"gpu-weight-only-groups": weight_tables.times},
     "forms": {"forms": forms},
     "native-parity": {"native-parity": native_parity},
     "gpu-casts": {"gpu-casts": gpu_casts, "gpu-casts-small": gpu_casts_small},
