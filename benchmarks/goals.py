@@ -104,18 +104,24 @@ WEIGHT_GOALS = (
 
 @dataclass(frozen=True)
 class DecoderGoal:
-    """Of decoders with weights of `recipes`: what `quantity` of a row has to be, over BF16's. at_most: at most `bound`."""
+    """Of decoders of `models` with weights of `recipes`: what `quantity` has to be over BF16's; `at_most`, at most `bound`."""
 
     work: str
     recipes: tuple[str, ...]
+    models: tuple[str, ...]
     quantity: str
     bound: float
     at_most: bool = False
 
 
+_DECODED, _MODELS = ("int4", "nvfp4"), ("wide", "narrow")
+
 DECODER_GOALS = (
-    DecoderGoal("tokens per second, INT4 and NVFP4", ("int4", "nvfp4"), "tokens_per_second", 2.2),
-    DecoderGoal("bytes of weights, INT4 and NVFP4", ("int4", "nvfp4"), "weight_bytes", 0.32, at_most=True),
+    *(
+        DecoderGoal(f"tokens per second, INT4 and NVFP4, {model}", _DECODED, (model,), "tokens_per_second", 2.2)
+        for model in _MODELS
+    ),
+    DecoderGoal("bytes of weights, INT4 and NVFP4", _DECODED, _MODELS, "weight_bytes", 0.32, at_most=True),
 )
 
 

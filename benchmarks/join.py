@@ -7,8 +7,8 @@ A row of a later file replaces the same row of an earlier one. The pages name ev
 a row, whose calls were interleaved; no row is mixed from two runs. `--table` writes the measured times of products, by which
 kernels are chosen, from all rows.
 
-TUNED are configurations that `bench_weight_only.py --tune` wrote. They are merged into the file of their device in the folder; an
-entry replaces that of the same product, and the file's provenance becomes that of the last run.
+TUNED are configurations that `bench_weight_only.py --tune` wrote. They are merged into the file of their device in the folder;
+an entry replaces that of the same product, and the provenance of the file becomes that of the last run.
 """
 
 from __future__ import annotations

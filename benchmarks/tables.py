@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import decoder_tables
 import fp8_tables
 import weight_tables
 from cells import ABSENT, Result, Table, bits, percent, ratio, share, spread, three, trio
@@ -692,51 +693,6 @@ _MLX_ARMS = {
 _MLX_CASTS = ("breccia", "compiled", "MLX", "generic", "generic compiled")
 
 
-def decoder(result: Result, what: str, how: str) -> Table:
-    """Tokens per second of decoders, by recipe. how: what decodes."""
-    models = dict.fromkeys(row.get("model", "") for row in result["rows"])
-    by = {(row.get("model", ""), row["recipe"], row["batch"]): row for row in result["rows"]}
-    names, batches = dict.fromkeys(name for _, name, _ in by), dict.fromkeys(batch for *_, batch in by)
-    base = next(iter(names))
-    prompts = "prompt" in result["rows"][0]
-
-    def cell(model: str, name: str, batch: int) -> str:
-        row, first = by.get((model, name, batch)), by.get((model, base, batch))
-        if row is None or first is None:
-            return ABSENT
-        speed = row["tokens_per_second"]
-        found = f"{three(speed)}; {ratio(speed / first['tokens_per_second'])}"
-        if not prompts:
-            return found
-        prompt = statistics.median(first["prompt"]["seconds"]) / statistics.median(row["prompt"]["seconds"])
-        return f"{found}; {ratio(prompt)}"
-
-    def size(model: str, name: str) -> str:
-        row = next((row for key, row in by.items() if key[:2] == (model, name)), None)
-        if row is None:
-            return ABSENT
-        return f"{row['weight_bytes'] / 1e6:,.0f}; {row['model_bytes'] / 1e6:,.0f}"
-
-    def heading(model: str, text: str) -> str:
-        return f"{model}: {text}" if model else text
-
-    headings = (heading(model, text) for model in models for text in ("MB", *(f"batch {batch}" for batch in batches)))
-    cells = {name: [c for m in models for c in (size(m, name), *(cell(m, name, b) for b in batches))] for name in names}
-    sizes = {model: next(row for row in result["rows"] if row.get("model", "") == model)["parameters"] for model in models}
-    parameters = ", ".join(heading(model, f"{size / 1e6:,.0f}") for model, size in sizes.items())
-    return Table(
-        what,
-        ("weights", *headings),
-        tuple((name, *cells[name]) for name in names),
-        f"Decoders with random weights, {how}; million parameters: {parameters}. MB of linear layers; of the model. "
-        f"Tokens per second{' after the prompt' if prompts else ''}; times faster than {base}"
-        f"{'; the same for the prompt of 32 tokens' if prompts else ''}.",
-    )
-
-
-_GENERATE = "under Hugging Face's `generate`"
-
-
 def _disagrees(one: float, other: float) -> bool:
     return max(one, other) > DRIFT * min(one, other)
 
@@ -745,6 +701,7 @@ def _disagrees(one: float, other: float) -> bool:
 
 #: What each benchmark has to show, by the name that documents call it by.
 TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
+    **decoder_tables.TABLES,
     "cast": {
         "cast": lambda result: times(result, "cast"),
         "dequantize": lambda result: times(result, "dequantize"),
@@ -784,25 +741,9 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
             result, "layer", ("breccia", "MLX", "generic", "compiled", "MLX compiled"), "linear layers"
         ),
     },
-    "decoder-cpu": {"decoder-cpu": lambda result: decoder(result, "a decoder on the CPU", _GENERATE)},
-    "gpu-decoder": {"gpu-decoder": lambda result: decoder(result, "a decoder on CUDA", "each step a CUDA graph")},
-    "gpu-decoder-compiled": {
-        "gpu-decoder-compiled": lambda result: decoder(
-            result, "a compiled decoder on CUDA", "compiled by torch.compile, each step a CUDA graph"
-        )
-    },
-    "gpu-decoder-generate": {
-        "gpu-decoder-generate": lambda result: decoder(
-            result, "transformers' Llama on CUDA", "through `generate` with a static cache, in eager steps"
-        )
-    },
-    "gpu-decoder-generate-compiled": {
-        "gpu-decoder-generate-compiled": lambda result: decoder(
-            result, "transformers' Llama on CUDA, compiled", "through `generate` with a static cache, in compiled steps"
-        )
-    },
     "matmul-gpu": fp8_tables.TABLES,
     "gpu-weight-only": weight_tables.TABLES,
+    "weight-only-sass": {"weight-only-sass": weight_tables.instructions},
     "gpu-weight-only-groups": {"gpu-weight-only-groups": weight_tables.times},
     "forms": {"forms": forms},
     "native-parity": {"native-parity": native_parity},
