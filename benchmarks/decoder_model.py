@@ -100,11 +100,12 @@ class Decoder(nn.Module):
         """The next tokens, of what the last layer returns."""
         return self.lm_head(self.norm(x + added)).argmax(dim=-1)
 
-    def compile_parts(self) -> None:
+    def compile_parts(self, backend: str = "inductor") -> None:
         """Compile every layer, and what is before and after them: the layers share one compilation."""
-        self.first, self.last = torch.compile(self.first, fullgraph=True), torch.compile(self.last, fullgraph=True)
+        self.first = torch.compile(self.first, fullgraph=True, backend=backend)
+        self.last = torch.compile(self.last, fullgraph=True, backend=backend)
         for layer in self.layers:
-            layer.compile(fullgraph=True)
+            layer.compile(fullgraph=True, backend=backend)
 
     def products(self) -> Callable[[], None]:
         """A call of all products by weights, and of nothing else."""
