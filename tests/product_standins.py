@@ -1,6 +1,7 @@
 """Stand-ins for products of other libraries on CPU tensors: arguments of their functions, checks of shapes and dtypes, values.
 
-humming-kernels 0.1.19 (`humming.layer`, `humming.forward`, `humming.tune`), torch's INT4 as CUDA has it, DeepGEMM (`deep_gemm.fp8_gemm_nt`).
+humming-kernels 0.1.19 (`humming.layer`, `humming.forward`, `humming.tune`), torch's INT4 as CUDA has it, and DeepGEMM
+(`deep_gemm.fp8_gemm_nt`).
 They compute in FP64 what their documents say of weights, and share no code with breccia's.
 """
 
