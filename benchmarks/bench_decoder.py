@@ -278,6 +278,9 @@ def main(
         if way in (GRAPH, COMPILED):
             kinds["gpu-decoder"] += decoded(way, name, chosen[name], count, names, length, steps, rounds)
         else:
+            # All models share the code of `forward`; torch.compile would leave those from the ninth on in eager mode.
+            torch.compiler.reset()
+            torch._dynamo.config.recompile_limit = 4 * len(names)
             static = {"cache_implementation": "static", "disable_compile": way == GENERATE}
             found = generated(names, [count], steps, rounds, chosen[name], "cuda", static)
             kinds["gpu-decoder-generate"] += [{"how": way, "model": name, **row} for row in found]
