@@ -1,16 +1,17 @@
 """Tokens per second and memory of a decoder, quantized and not: of 1.1 billion parameters on CUDA, of 0.2 on a CPU.
 
     python benchmarks/bench_decoder.py [--device cpu] [--recipes int4 --recipes nvfp4] [--batch 1 --batch 16] [--out RESULTS]
-    python benchmarks/bench_decoder.py --generate [--compiled]    # on CUDA, through Hugging Face's generate
+    python benchmarks/bench_decoder.py --how generate --how generate-compiled    # on CUDA, through Hugging Face's generate
 
 **On a CPU** the decoder is transformers' Llama with random weights, which Hugging Face's `generate` decodes greedily, after a
 prompt of 32 tokens: FP32, BF16, and FP32 activations by each recipe.
 
 **On CUDA** the decoder is plain PyTorch with random weights and a static cache of keys and values. One step, from tokens to
-the next, is a CUDA graph; with `--compiled`, of what torch.compile makes of the model. `--models` has narrow layers, of
-TinyLlama, and wide ones, four layers of Llama 3 8B: both have about a billion parameters. With `--generate` they are
-transformers' Llama, all activations in BF16, and `generate` has a static cache too: its steps are eager, or with `--compiled`
-what transformers makes of them by `torch.compile`.
+the next, is a CUDA graph, of eager operations (`--how graph`) or of what torch.compile makes of each layer (`compiled`).
+Graphs of the products by weights alone, and of attention between the projections, say what a step consists of. `--models`
+has wide layers, four of Llama 3 8B, and narrow ones, of TinyLlama: both have about a billion parameters. Through `generate`
+they are transformers' Llama, all activations in BF16, with a static cache too; its steps are eager, or with
+`generate-compiled` what transformers makes of them by `torch.compile`.
 
 The models are measured in rotation, since a GPU lowers its clock under load, and other processes disturb a CPU.
 """
@@ -21,98 +22,27 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import common
 import torch
 import typer
+from decoder_model import MODELS, TINY, Decoder
 from torch import nn
-from torch.nn import functional
 
 app = typer.Typer(add_completion=False)
 
-#: Layers, width, heads, heads of keys and values, hidden width, vocabulary: of TinyLlama-1.1B, and of a part of Llama 3 8B.
-MODELS = {"narrow": (22, 2048, 32, 4, 5632, 32000), "wide": (4, 4096, 32, 8, 14336, 32000)}
-TINY = (2, 256, 4, 2, 512, 256)
 #: The same of the decoder on a CPU.
 SMALL = (12, 1024, 16, 4, 2816, 32000)
 BF16, FP32 = "bf16", "fp32"
+#: How a decoder on CUDA runs: under a CUDA graph in eager mode or compiled, or through `generate`.
+GRAPH, COMPILED, GENERATE, GENERATE_COMPILED = HOW = ("graph", "compiled", "generate", "generate-compiled")
 
 
-class Attention(nn.Module):
-    """Grouped-query attention of one new token to a static cache."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __init__(self, width: int, heads: int, shared: int, batch: int, length: int) -> None:
-        super().__init__()
-        self.heads, self.shared, self.size = heads, shared, width // heads
-        self.qkv_proj = nn.Linear(width, (heads + 2 * shared) * self.size, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
-        for name in ("keys", "values"):
-            self.register_buffer(name, torch.zeros(batch, shared, length, self.size), persistent=False)
-
-    def forward(self, x: torch.Tensor, position: torch.Tensor, turn: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        batch = x.shape[0]
-        q, k, v = self.qkv_proj(x).view(batch, -1, 1, self.size).split((self.heads, self.shared, self.shared), dim=1)
-        self.keys.index_copy_(2, position, _turned(k, turn))
-        self.values.index_copy_(2, position, v)
-        found = functional.scaled_dot_product_attention(
-            _turned(q, turn), self.keys, self.values, attn_mask=mask, enable_gqa=self.heads != self.shared
-        )
-        return self.o_proj(found.reshape(batch, -1))
-
-
-def _turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding: pairs of numbers as complex ones, times `turn`."""
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat([low * turn[0] - high * turn[1], high * turn[0] + low * turn[1]], dim=-1)
-
-
-class Layer(nn.Module):
-    def __init__(self, width: int, heads: int, shared: int, hidden: int, batch: int, length: int) -> None:
-        super().__init__()
-        self.attention = Attention(width, heads, shared, batch, length)
-        self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
-        self.gate_up_proj = nn.Linear(width, 2 * hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor, *where: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norms[0](x), *where)
-        gate, up = self.gate_up_proj(self.norms[1](x)).chunk(2, dim=-1)
-        return x + self.down_proj(functional.silu(gate) * up)
-
-
-class Decoder(nn.Module):
-    """One step: the tokens of a batch (B,) and their position (1,) to the next tokens."""
-
-    turns: torch.Tensor
-
-    def __init__(self, dimensions: tuple[int, ...], batch: int, length: int) -> None:
-        super().__init__()
-        layers, width, heads, shared, hidden, vocabulary = dimensions
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList([Layer(width, heads, shared, hidden, batch, length) for _ in range(layers)])
-        self.norm = nn.RMSNorm(width)
-        self.lm_head = nn.Linear(width, vocabulary, bias=False)
-        size = width // heads
-        angles = torch.outer(torch.arange(length), 10000.0 ** -(torch.arange(0, size, 2) / size))
-        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()]), persistent=False)
-        self.length = length
-
-    def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        turn = self.turns.index_select(1, position)
-        mask = (torch.arange(self.length, device=tokens.device) <= position)[None, None, None]
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, position, turn, mask)
-        return self.lm_head(self.norm(x)).argmax(dim=-1)
-
-
-def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int, compiled: bool) -> tuple[Any, dict[str, Any]]:
-    """(A graph of one step, facts of the model)."""
+def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int, how: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(Graphs of one step and of its products and attentions alone, facts of the model)."""
     import breccia_torch
 
     torch.manual_seed(0)
@@ -126,10 +56,6 @@ def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int, comp
         breccia_torch.quantize_(model, recipe, include=["lm_head.weight"])
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | breccia_torch.nn.ScaledLinear)]
     facts |= _bytes_of(model)
-    if compiled:
-        breccia_torch.enable_compile()
-        torch.compiler.reset()  # graphs of other recipes and batches would count as recompilations
-        model.compile(fullgraph=True)
     tokens = torch.zeros(batch, dtype=torch.int64, device="cuda")
     position = torch.zeros(1, dtype=torch.int64, device="cuda")
 
@@ -137,17 +63,68 @@ def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int, comp
         tokens.copy_(model(tokens, position))
         position.add_(1).remainder_(length)
 
+    graphs = {"products": captured(model.products())}
+    if how == COMPILED:
+        breccia_torch.enable_compile()
+        torch.compiler.reset()  # graphs of other recipes and batches would count as recompilations
+        model.compile_parts()
+    else:
+        graphs["attention"] = captured(model.attentions(tokens, position))
+    graphs["step"] = captured(step)
+    facts["storages"] = sorted({layer.weight.layout.storage for layer in layers if not isinstance(layer, nn.Linear)})
+    return graphs, facts
+
+
+def captured(run: Callable[[], None]) -> Any:
+    """A CUDA graph of a call, after three that are not recorded."""
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()  # the weights and tokens were written on another stream
     with torch.cuda.stream(stream), torch.no_grad():
         for _ in range(3):
-            step()
+            run()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
-        step()
-    facts["storages"] = sorted({layer.weight.layout.storage for layer in layers if not isinstance(layer, nn.Linear)})
-    return (graph, model, tokens, position), facts
+        run()
+    return graph
+
+
+def timed(graphs: dict[tuple[str, str], Any], steps: int, rounds: int) -> dict[tuple[str, str], list[float]]:
+    """Seconds of each graph, replayed `steps` times in a sample; samples are interleaved."""
+    seconds: dict[tuple[str, str], list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(steps):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            seconds[name].append(start.elapsed_time(end) * 1e-3 / steps)
+    return seconds
+
+
+def decoded(
+    how: str, model: str, dimensions: tuple[int, ...], batch: int, recipes: list[str], length: int, steps: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Rows of the result for one model and batch."""
+    graphs, facts = dict[tuple[str, str], Any](), dict[str, dict[str, Any]]()
+    for recipe in recipes:
+        try:
+            found, facts[recipe] = made(recipe, dimensions, batch, length, how)
+            graphs |= {(recipe, part): graph for part, graph in found.items()}
+        except Exception as e:  # one recipe that fails must not stop the rest
+            print(f"{how}, {model}, {recipe}, batch {batch}: {type(e).__name__}: {e}"[:500], flush=True)
+    taken = {name: common.summary(found) for name, found in timed(graphs, steps, rounds).items()}
+    table: list[dict[str, Any]] = []
+    for recipe, of in facts.items():
+        if (recipe, "step") in taken:
+            parts = {part: times for (name, part), times in taken.items() if name == recipe}
+            speed = batch / parts["step"]["median_s"]
+            row = {"how": how, "model": model, "recipe": recipe, "batch": batch, **of, **parts, "tokens_per_second": speed}
+            table.append(row)
+            _print(table)
+    return table
 
 
 def generating(recipe: str, dimensions: tuple[int, ...], device: str) -> tuple[Any, dict[str, Any]]:
@@ -266,13 +243,13 @@ def main(
     length: Annotated[int, typer.Option(help="Tokens of the cache.")] = 512,
     steps: Annotated[int, typer.Option(help="Tokens of a sample.")] = 64,
     rounds: Annotated[int, typer.Option(help="Samples of each model.")] = 7,
-    generate: Annotated[bool, typer.Option("--generate", help="On CUDA: through Hugging Face's generate.")] = False,
-    compiled: Annotated[bool, typer.Option("--compiled", help="On CUDA: by torch.compile.")] = False,
+    how: Annotated[list[str] | None, typer.Option(help=f"On CUDA: {', '.join(HOW)}; repeat for several.")] = None,
     models: Annotated[list[str] | None, typer.Option(help=f"On CUDA: {', '.join(MODELS)}; repeat for several.")] = None,
+    seconds: Annotated[float, typer.Option(help="On CUDA: leave out what has not begun by then.")] = 600.0,
     tiny: Annotated[bool, typer.Option("--tiny", help="A model of a million parameters, to try the script.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
 ) -> None:
-    """Time decoding under a CUDA graph."""
+    """Time decoding under a CUDA graph, or through `generate`."""
     if device == "cpu":
         names = recipes or ["int4", "mxfp4", "nvfp4", "mxfp8", "fp8_block", "int8"]
         rows = generated([FP32, BF16, *names], batch or [1, 4], steps, rounds, TINY if tiny else SMALL, "cpu", {})
@@ -284,45 +261,33 @@ def main(
         return
     if not torch.cuda.is_available():
         sys.exit("bench_decoder: torch sees no CUDA device here.")
-    if unknown := [name for name in models or [] if name not in MODELS]:
-        sys.exit(f"bench_decoder: --models takes {', '.join(MODELS)}; got {unknown[0]!r}.")
+    for option, given, there_are in (("--models", models, MODELS), ("--how", how, HOW)):
+        if unknown := [name for name in given or [] if name not in there_are]:
+            sys.exit(f"bench_decoder: {option} takes {', '.join(there_are)}; got {unknown[0]!r}.")
     from bench_gpu import where
 
-    names, batches = recipes or ["int4", "mxfp4", "nvfp4", "fp8_block,block_m=128"], batch or [1, 16]
+    until = time.perf_counter() + seconds
+    names, batches = [BF16, *(recipes or ["int4", "nvfp4", "mxfp4", "fp8_block,block_m=128"])], batch or [1, 16]
     chosen = {"tiny": TINY} if tiny else {name: MODELS[name] for name in models or MODELS}
-    if generate:
-        static = {"cache_implementation": "static", "disable_compile": not compiled}
-        rows = []
-        for name, dimensions in chosen.items():
-            found = generated([BF16, *names], batches, steps, rounds, dimensions, "cuda", static)
-            rows += [{"model": name, **row} for row in found]
-        _save("gpu-decoder-generate" + ("-compiled" if compiled else ""), rows, where("cuda"), out)
-        return
-    table: list[dict[str, Any]] = []
-    for name, count in itertools.product(chosen, batches):
-        built: dict[str, tuple[Any, dict[str, Any]]] = {}
-        for recipe in [BF16, *names]:
-            try:
-                built[recipe] = made(recipe, chosen[name], count, length, compiled)
-            except Exception as e:  # one recipe that fails must not stop the rest
-                print(f"{name}, {recipe}, batch {count}: {type(e).__name__}: {e}"[:500], flush=True)
-        seconds: dict[str, list[float]] = {recipe: [] for recipe in built}
-        for _ in range(rounds):
-            for recipe, ((graph, *_), _) in built.items():
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                for _ in range(steps):
-                    graph.replay()
-                end.record()
-                end.synchronize()
-                seconds[recipe].append(start.elapsed_time(end) * 1e-3 / steps)
-        for recipe, (_, facts) in built.items():
-            taken = common.summary(seconds[recipe])
-            row = {"model": name, "recipe": recipe, "batch": count, **facts, "step": taken}
-            table.append({**row, "tokens_per_second": count / taken["median_s"]})
-            _print(table)
-        built.clear()
-    _save("gpu-decoder" + ("-compiled" if compiled else ""), table, where("cuda"), out)
+    kinds = {"gpu-decoder": [], "gpu-decoder-generate": []}
+    for way, name, count in itertools.product(how or [GRAPH, COMPILED], chosen, batches):
+        what, begun = f"{way}, {name}, batch {count}", time.perf_counter()
+        if begun > until:
+            print(f"{what}: left out, out of time", flush=True)
+            continue
+        if way in (GRAPH, COMPILED):
+            kinds["gpu-decoder"] += decoded(way, name, chosen[name], count, names, length, steps, rounds)
+        else:
+            # All models share the code of `forward`; torch.compile would leave those from the ninth on in eager mode.
+            torch.compiler.reset()
+            torch._dynamo.config.recompile_limit = 4 * len(names)
+            static = {"cache_implementation": "static", "disable_compile": way == GENERATE}
+            found = generated(names, [count], steps, rounds, chosen[name], "cuda", static)
+            kinds["gpu-decoder-generate"] += [{"how": way, "model": name, **row} for row in found]
+        print(f"{what}: {time.perf_counter() - begun:.0f} s", flush=True)
+        for kind, rows in kinds.items():  # also where the next one does not end
+            if rows:
+                _save(kind, rows, where("cuda"), out)
 
 
 def _save(kind: str, table: list[dict[str, Any]], provenance: dict[str, Any], out: Path | None) -> None:

@@ -651,7 +651,7 @@ def host_calls(side: int, device: str) -> dict[str, Callable[[], Call]]:
 
     found = {f"{op} {spec}": casting(op, spec) for op in ("cast", "dequantize", "cast_ste") for spec in HOST_RECIPES}
     found |= {f"matmul {a} by {w}": product(a, w) for a, w in HOST_PRODUCTS}
-    found |= {f"ScaledLinear {spec}": layer(spec) for spec in ("int4", "nvfp4", "mxfp8")}
+    found |= {f"ScaledLinear {spec}": layer(spec) for spec in LAYERS}
     out = torch.empty_like(x)
     return found | {
         "torch.nn.Linear": layer(""),
@@ -665,6 +665,8 @@ FEW_LAUNCHES = 100
 #: Recipes whose host time is measured, and recipes of the two operands of products.
 HOST_RECIPES = ("fp8_block", TILES, "fp8_row", "mxfp8", "mxfp4", "int4", "fp8_current", "nvfp4")
 HOST_PRODUCTS = (("fp8_row", "fp8_row"), ("fp8_block", TILES), ("mxfp8", "mxfp8"))
+#: Recipes of layers whose host time is measured.
+LAYERS = ("int4", "mxfp4", "nvfp4", TILES, "mxfp8")
 
 
 @app.command()

@@ -1,12 +1,14 @@
-"""On a Hopper GPU: products of BF16 activations and quantized weights, against BF16, torch's INT4 and humming-kernels.
+"""On a Hopper GPU: products of BF16 activations and quantized weights, against BF16, torch's INT4, humming and Triton.
 
     python benchmarks/bench_weight_only.py [--formats int4 --shapes 8192x8192 --rows 1 --rows 16] [--seconds 60] [--out RESULTS]
-    python benchmarks/bench_weight_only.py --tune [--out RESULTS]     # also tries every configuration, and writes the fastest
+    python benchmarks/bench_weight_only.py --tune [--rows 1024] [--out RESULTS]    # tries every configuration; see join.py
     python benchmarks/bench_weight_only.py --groups 8 --rows 16 --rows 64 --rows 2048    # products of unequal groups of rows
     python benchmarks/bench_weight_only.py --rivals humming --table FILE    # writes the measured times that `score` reads
 
 Each sample replays a CUDA graph of products by several copies of the weight, more bytes than the L2 cache holds. Samples of all
-kernels of a row alternate, since a GPU lowers its clock under load. Every result is compared with FP64 first.
+kernels of a row alternate, since a GPU lowers its clock under load. Up to 64 rows of each result are compared with FP64 first;
+the largest error is recorded over the bound of the contract. Kernels are compiled before, as many at a time as there are
+processors. Arm `triton` is the kernel for other devices. A copy and a sum of 2 GiB measure the memory's rate in the same run.
 """
 
 from __future__ import annotations
@@ -15,210 +17,41 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
 import common
 import typer
+from weight_arms import (
+    BEYOND_CACHE,
+    BF16,
+    BF16_EACH,
+    BF16_GROUPED,
+    FORMATS,
+    HUMMING,
+    IN_TABLE,
+    MEASURED,
+    MOST,
+    OURS,
+    ROWS,
+    STORAGE,
+    TORCH,
+    TRITON,
+    Row,
+    compile_before,
+    copy_of,
+    grouped_reference,
+    memory_rate,
+    reference,
+    weights_of,
+)
+from weight_configs import build, call_of, candidates, grouped_candidates, label_of
 
 app = typer.Typer(add_completion=False)
-
-#: Recipes of weights.
-FORMATS = {
-    "int4": "int4,group_size=128",
-    "int4-32": "int4,group_size=32",
-    "int4-asymmetric": "int4,group_size=128,symmetric=false,signed=false",
-    "mxfp4": "mxfp4",
-    "nvfp4": "nvfp4",
-    "fp8": "fp8_block,block_m=128",
-    "mxfp8": "mxfp8",
-    "int8": "int8",
-}
-OURS, BF16, TORCH, HUMMING = "breccia", "bf16", "torch-int4", "humming"
-#: torch's product of groups of BF16 rows; and the same, one product for each group, whose sizes the host has to know.
-BF16_GROUPED, BF16_EACH = "bf16-grouped", "bf16-each"
-#: Kernels of other libraries in breccia's table; and by arm, whose time it is that `score` reads.
-IN_TABLE = {TORCH: "torch.int4", HUMMING: "humming.weight_only"}
-MEASURED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming"}
-#: Rows above which torch's INT4, which takes milliseconds there, is left out.
-MOST = 128
-#: Bytes of weights that a graph reads: more than the L2 cache of any GPU.
-BEYOND_CACHE = 240 << 20
-#: Products of a graph, fewer from LONG rows on.
-PRODUCTS, LONG = 48, 512
-#: The relative error of a result in BF16, over all elements, that is still rounding; and where weights, or parts of sums, are
-#: rounded to BF16 too.
-ROUNDING, ROUNDED = 4e-3, 12e-3
-
-
-def weights_of(spec: str, n: int, k: int) -> tuple[Any, Any, list[Any]]:
-    """(The plain tensor, its values in FP64, copies in the kernel's storage)."""
-    import torch
-
-    import breccia
-    from breccia.backend import as_recipe
-
-    torch.manual_seed(0)
-    plain = breccia.cast(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, as_recipe(spec))
-    stored = plain.to_storage("mma_16x128")
-    count = max(2, -(-BEYOND_CACHE // stored.nbytes))
-    copies = [stored, *(_copy(stored) for _ in range(count - 1))]
-    return plain, breccia.dequantize(plain).double(), copies
-
-
-def _copy(st: Any) -> Any:
-    from breccia import ScaledTensor
-
-    zero_point = None if st.zero_point is None else st.zero_point.clone()
-    return ScaledTensor.from_parts(
-        st.data.clone(), st.scale.clone(), st.recipe, st.layout, zero_point, st.global_scale, st.axis, st.padding
-    )
-
-
-def graph_of(calls: list[Callable[[], Any]], products: int = PRODUCTS) -> tuple[Any, int]:
-    """A graph of `products` calls or a few more, each as often as the others; and how many."""
-    import torch
-
-    calls = calls * max(1, products // len(calls))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls[: len(calls)]:
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    return graph, len(calls)
-
-
-def timed(graphs: dict[str, tuple[Any, int]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a product, by kernel and round; the kernels alternate."""
-    import torch
-
-    events: dict[str, list[Any]] = {name: [] for name in graphs}
-    for graph, _ in graphs.values():
-        graph.replay()
-    torch.cuda.synchronize()
-    for _ in range(rounds):
-        for name, (graph, _) in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            events[name].append((start, end))
-    torch.cuda.synchronize()
-    return {name: [a.elapsed_time(b) * 1e-3 / graphs[name][1] for a, b in pairs] for name, pairs in events.items()}
-
-
-def error_of(y: Any, exact: Any) -> float:
-    return float((y.double() - exact).norm() / exact.norm())
-
-
-# -- configurations --------------------------------------------------------------------------------------------------
-
-
-def candidates(operand: Any, m: int, n: int, k: int) -> list[Any]:
-    """What `--tune` tries, without what does not fit."""
-    from breccia_triton.weight_plans import Config, Decoded, DecodedCodes
-
-    found = list(dict.fromkeys(_tried(Config, m)))
-    return [config for config in [*found, *([Decoded(), DecodedCodes()] if m >= 128 else [])] if config.fits(operand, m, k)]
-
-
-def label_of(config: Any) -> str:
-    """A configuration in a table: its numbers, or what is decoded to memory."""
-    from breccia_triton.weight_plans import Config, Decoded
-
-    if not isinstance(config, Config):
-        return "decoded" if isinstance(config, Decoded) else "decoded codes"
-    numbers = (config.batch, config.high, config.deep, config.stages, config.split, config.per_sm)
-    return " ".join(map(str, numbers)) + (" wide" if config.wide else "")
-
-
-def call_of(config: Any, x: Any, w: Any) -> Any:
-    """The prepared product of BF16 activations and a weight, with a BF16 result."""
-    from breccia_triton.decoded_matmul import DecodedCall, DecodedCodesCall
-    from breccia_triton.weight_only import Call
-    from breccia_triton.weight_plans import Decoded, DecodedCodes
-
-    if isinstance(config, Decoded):
-        return DecodedCall(x, w, "bfloat16")
-    if isinstance(config, DecodedCodes):
-        return DecodedCodesCall(x, w, None, "bfloat16")
-    return Call(x, w, None, "bfloat16", config)
-
-
-def _tried(made: Any, m: int) -> list[Any]:
-    if m <= 16:
-        batch = 8 if m <= 8 else 16
-        shapes = [(4, 16, 2), (4, 16, 1), (4, 12, 2), (4, 8, 2), (4, 8, 3), (4, 8, 4), (2, 16, 2), (2, 8, 3)]
-        small = [made(batch, *s) for s in shapes]
-        small += [made(batch, *s, split=2) for s in ((4, 16, 1), (4, 8, 2), (4, 8, 3), (2, 8, 3))]
-        small += [made(batch, *s, per_sm=2) for s in ((4, 8, 2), (4, 8, 3), (2, 8, 3), (4, 4, 4))]
-        if m <= 8:
-            return small
-        wide = [(1, 2, 8), (1, 3, 9), (2, 1, 4)]
-        return [*small, *(made(16, *s, wide=True) for s in wide), made(16, 2, 1, 4, split=2, wide=True)]
-    batch = next((b for b in (32, 64) if m <= b), 128)
-    if batch < 128:
-        shapes = [(1, 2, 6), (1, 2, 8), (1, 3, 6), (2, 1, 4), (2, 1, 6)]
-        split = [(2, 1, 4), (1, 2, 4), (1, 1, 6)]
-        found = [made(batch, *s, wide=True) for s in shapes] + [made(batch, *s, split=2, wide=True) for s in split]
-        return [*found, made(batch, 1, 1, 4, split=2, per_sm=2, wide=True), made(batch, 1, 1, 4, per_sm=2, wide=True)]
-    found = [made(128, 2, 1, stages, wide=True) for stages in (4, 3, 5)]
-    if m <= 256:  # too few blocks for all processors
-        found += [made(128, 2, 1, 4, split=2, wide=True), made(128, 1, 2, 4, wide=True)]
-    if m > 128:
-        return [*found, *(made(256, 2, 1, stages, wide=True) for stages in (3, 2)), made(256, 2, 1, 3, split=2, wide=True)]
-    return [*found, *(made(64, *s, wide=True) for s in ((2, 1, 4), (1, 2, 6)))]
-
-
-def build(operand: Any, configs: list[Any], grouped: bool = False) -> None:
-    """Compile kernels several at a time, into the cache on disk."""
-    import torch
-
-    from breccia_triton import weight_only, weight_plans
-    from breccia_triton.cuda import compiler
-
-    nvrtc = compiler.nvrtc(int((torch.version.cuda or "13").partition(".")[0]))
-
-    def one(config: Any) -> None:
-        if isinstance(config, weight_plans.Config):
-            macros = weight_plans.macros_of(operand, config, "bfloat16", "bfloat16", None, grouped)
-            compiler.cubin(weight_only.source_of(config), "sm_90a", macros, nvrtc)
-
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(one, configs))
-
+#: A configuration replaces the chosen one if it takes at most this part of its time: samples differ by a percent.
+FASTER = 0.99
 
 # -- the benchmark ---------------------------------------------------------------------------------------------------
-
-
-class _Row:
-    """The graphs of one row by kernel. y: the result of breccia's kernels. exact: in FP64. notes: what went wrong."""
-
-    def __init__(self, y: Any, exact: Any, m: int, notes: dict[str, str]) -> None:
-        self.y, self.exact, self.m, self.notes = y, exact, m, notes
-        self.graphs: dict[str, tuple[Any, int]] = {}
-
-    def add(self, kernel: str, calls: list[Callable[[], Any]], check: bool = True, error: float = ROUNDING) -> None:
-        """Capture the calls of a kernel, if the result of the first is right.
-
-        check: False where the weight is another one. error: the largest relative error that is right.
-        """
-        self.y.fill_(float("nan"))
-        try:
-            found = calls[0]()
-            wrong = error_of(found, self.exact) if check else 0.0
-            if not wrong < error:
-                self.notes[f"{kernel} M={self.m}"] = f"wrong: relative error {wrong:.2g}"
-                return
-            self.graphs[kernel] = graph_of(calls, PRODUCTS if self.m < LONG else PRODUCTS // 4)
-        except Exception as e:  # one kernel that fails must not stop the rest
-            self.notes[f"{kernel} M={self.m}"] = f"{type(e).__name__}: {e}"[:200]
 
 
 def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], rounds: int, tune: bool, until: float) -> Any:
@@ -236,7 +69,7 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
     count = len(weights)
     notes: dict[str, str] = {}
     bf16 = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(2, -(-BEYOND_CACHE // (2 * n * k))))]
-    plains = [plain, *(_copy(plain) for _ in range(count - 1))] if rivals else []
+    plains = [plain, *(copy_of(plain) for _ in range(count - 1))] if rivals else []
     table: list[dict[str, Any]] = []
     tuned: dict[str, Any] = {}
     for m in rows:
@@ -244,9 +77,8 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
             notes["left out"] = f"M = {m}: out of time"
             continue
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        exact = x.double() @ values.mT
         y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-        row_of = _Row(y, exact, m, notes)
+        row_of = Row(y, reference(x, values), m, notes)
         add = row_of.add
         add(OURS, [lambda w=w: breccia.matmul(x, w, torch.bfloat16, out=y) for w in weights])  # noqa: B023
         name_of_device = torch.cuda.get_device_name()
@@ -266,7 +98,7 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
                 add(label, [lambda w=w, call=call: call(x, w, None, y) for w in weights])  # noqa: B023
         add(BF16, [lambda w=w: torch.mm(x, w.t(), out=y) for w in bf16], check=False)  # noqa: B023
         for rival in rivals:
-            if rival == TORCH and m > MOST:
+            if m > MOST.get(rival, m):
                 continue
             kernel, out = IN_TABLE[rival], None if rival == TORCH else y  # torch allocates its results
             operands = [w.mT for w in plains]
@@ -278,14 +110,15 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
             def multiply(w: Any, x: Any = x, kernel: str = kernel, out: Any = out) -> Any:
                 return breccia.matmul(x, w, torch.bfloat16, out=out, prefer=kernel)
 
-            add(rival, [lambda w=w, multiply=multiply: multiply(w) for w in operands], error=ROUNDED)
-        seconds = {kernel: common.summary(found) for kernel, found in timed(row_of.graphs, rounds).items()}
+            add(rival, [lambda w=w, multiply=multiply: multiply(w) for w in operands])
+        seconds = row_of.times(rounds)
         read = copies[0].nbytes + 2 * m * (n + k)
         row = {"format": name, "n": n, "k": k, "m": m, "bytes": read, "config": weight_plans.entry_of(chosen), "times": seconds}
         table.append(row)
         tell(row, notes)
         if tune and OURS in seconds:
-            best = min((found["median_s"], kernel) for kernel, found in seconds.items() if kernel in by_name)[1]
+            least, best = min((found["median_s"], kernel) for kernel, found in seconds.items() if kernel in by_name)
+            best = best if least <= FASTER * seconds[OURS]["median_s"] else OURS
             key = weight_plans.key_of(codecs_of(plain.recipe.format), operand.group, m, n, k)
             tuned[key] = {**weight_plans.entry_of(by_name[best])}
         row_of.graphs.clear()
@@ -332,9 +165,9 @@ def measured_groups(name: str, n: int, k: int, rows: list[int], groups: int, rou
     each = [breccia.cast(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, recipe) for _ in range(groups)]
     plain = breccia.stack(each)
     values = [breccia.dequantize(one).double() for one in each]
-    stored = plain.to_storage("mma_16x128")
+    stored = plain.to_storage(STORAGE)
     operand: Any = weight_plans.operand_of(plain.recipe.format, plain.layout.block(-1))
-    copies = [stored, *(_copy(stored) for _ in range(max(1, -(-BEYOND_CACHE // stored.nbytes) - 1)))]
+    copies = [stored, *(copy_of(stored) for _ in range(max(1, -(-BEYOND_CACHE // stored.nbytes) - 1)))]
     weights = [st.mT for st in copies]
     many = max(2, -(-BEYOND_CACHE // (2 * groups * n * k)))
     bf16 = [torch.randn(groups, n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(many)]
@@ -348,9 +181,8 @@ def measured_groups(name: str, n: int, k: int, rows: list[int], groups: int, rou
         sizes = sizes_of(m, groups)
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
-        exact = torch.cat([rows.double() @ w.mT for rows, w in zip(x.split(sizes), values, strict=True)])
         y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-        row_of = _Row(y, exact, m, notes)
+        row_of = Row(y, grouped_reference(x, values, sizes), m, notes)
         call = GroupedCall(x, weights[0], "bfloat16")
         row_of.add(OURS, [lambda w=w: breccia.grouped_matmul(x, w, ends, torch.bfloat16, out=y) for w in weights])  # noqa: B023
         tried = grouped_candidates(operand, m, groups, k) if tune else []
@@ -372,7 +204,7 @@ def measured_groups(name: str, n: int, k: int, rows: list[int], groups: int, rou
                     torch.mm(rows, w[i].t(), out=to)
 
         row_of.add(BF16_EACH, [lambda w=w: alone(w) for w in bf16], check=False)
-        seconds = {kernel: common.summary(found) for kernel, found in timed(row_of.graphs, rounds).items()}
+        seconds = row_of.times(rounds)
         used = sum(size > 0 for size in sizes)
         read = copies[0].nbytes * used // groups + 2 * m * (n + k)
         row = {"format": name, "n": n, "k": k, "m": m, "groups": groups, "sizes": sizes, "bytes": read, "times": seconds}
@@ -383,28 +215,18 @@ def measured_groups(name: str, n: int, k: int, rows: list[int], groups: int, rou
     return table, notes
 
 
-def grouped_candidates(operand: Any, m: int, groups: int, k: int) -> list[Any]:
-    """What `--tune` tries for groups, to compare with the rule; no table is written."""
-    from breccia_triton.weight_plans import Config
-
-    mean = m / groups
-    small = [(4, 8, 2, 2), (4, 12, 2, 1), (2, 8, 3, 1)] if mean <= 16 else []
-    found = [Config(batch, high, deep, stages, per_sm=per_sm) for batch in (8, 16) for high, deep, stages, per_sm in small]
-    wide = [(16, 2, 1, 4), (32, 2, 1, 4), (64, 2, 1, 4)] if mean <= 64 else []
-    wide += [(128, 2, 1, 4), (128, 2, 1, 3), (256, 2, 1, 3)] if mean > 16 else []
-    found += [Config(*s, wide=True) for s in wide]
-    return [config for config in found if config.fits(operand, config.batch, k)]
-
-
 def tell(row: dict[str, Any], notes: dict[str, str]) -> None:
     """Print a row: medians in microseconds, the bandwidth of breccia's, and the fastest of what was tried."""
     times = {kernel: found["median_s"] * 1e6 for kernel, found in row["times"].items()}
-    known = [kernel for kernel in (OURS, BF16, BF16_GROUPED, TORCH, HUMMING) if kernel in times]
+    known = [kernel for kernel in (OURS, BF16, BF16_GROUPED, TORCH, HUMMING, TRITON) if kernel in times]
     text = "  ".join(f"{kernel} {times[kernel]:7.2f}" for kernel in known)
     others = sorted((value, kernel) for kernel, value in times.items() if kernel not in known)[:3]
     best = "  ".join(f"[{kernel}] {value:.2f}" for value, kernel in others)
-    bandwidth = f"{row['bytes'] / times[OURS] / 1e6:5.2f} TB/s" if OURS in times else ""
-    print(f"{row['format']:16s} {row['n']}x{row['k']} M={row['m']:4d}  {text}  {bandwidth}  {best}", flush=True)
+    bandwidth = error = ""
+    if OURS in times:
+        bandwidth = f"{row['bytes'] / times[OURS] / 1e6:5.2f} TB/s"
+        error = f"error {row['times'][OURS]['error_over_bound']:.3f} of the bound"
+    print(f"{row['format']:16s} {row['n']}x{row['k']} M={row['m']:4d}  {text}  {bandwidth}  {error}  {best}", flush=True)
     for what, note in notes.items():
         print(f"    {what}: {note}", flush=True)
     notes.clear()
@@ -415,7 +237,7 @@ def main(
     formats: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FORMATS)}; repeat for several.")] = None,
     shapes: Annotated[list[str] | None, typer.Option(help="Weights as NxK; repeat for several.")] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Rows of activations, M; repeat for several.")] = None,
-    rivals: Annotated[list[str] | None, typer.Option(help="torch-int4, humming (13 to 18 s to compile each).")] = None,
+    rivals: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(IN_TABLE)}; repeat for several.")] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Samples of each kernel.")] = 11,
     seconds: Annotated[float, typer.Option(help="Leave out what has not begun by then.")] = 600.0,
     tune: Annotated[bool, typer.Option("--tune", help="Try every configuration, and write the fastest.")] = False,
@@ -436,10 +258,18 @@ def main(
         sys.exit(f"bench_weight_only: --rivals takes {', '.join(IN_TABLE)}; got {unknown[0]!r}.")
     from bench_gpu import sizes, where
 
-    until = time.perf_counter() + seconds
+    start = time.perf_counter()
+    until = start + seconds
     table: list[dict[str, Any]] = []
     tuned: dict[str, Any] = {}
     notes: dict[str, str] = {}
+    memory = memory_rate()
+    print(f"memory: copy {memory['copy'] / 1e12:.2f} TB/s, sum {memory['sum'] / 1e12:.2f} TB/s", flush=True)
+    if not groups:
+        pairs = [(name, *sizes(shape)) for shape in shapes or ["8192x8192"] for name in formats or list(FORMATS)]
+        notes |= compile_before(pairs, rows or list(ROWS), rivals or [TORCH])
+        torch.cuda.empty_cache()
+        print(f"compiled in {time.perf_counter() - start:.0f} s", *notes.items(), sep="\n    ", flush=True)
     for shape in shapes or ["8192x8192"]:
         n, k = sizes(shape)
         for name in formats or list(FORMATS):
@@ -450,14 +280,12 @@ def main(
                     found, _ = measured_groups(name, n, k, rows or [16, 64, 2048], groups, rounds, tune, until)
                     best = {}
                 else:
-                    found, best, _ = measured(
-                        name, n, k, rows or [1, 4, 16, 32, 64, 128], rivals or [TORCH], rounds, tune, until
-                    )
+                    found, best, _ = measured(name, n, k, rows or list(ROWS), rivals or [TORCH], rounds, tune, until)
             except Exception as e:  # one format that fails must not stop the rest
                 notes[f"{name} {shape}"] = f"{type(e).__name__}: {e}"[:500]
                 print(f"{name} {shape}: {notes[f'{name} {shape}']}", flush=True)
                 continue
-            table += found
+            table += [{**row, "memory": memory} for row in found]
             tuned |= best
             torch.cuda.empty_cache()
     kind = "gpu-weight-only-groups" if groups else "gpu-weight-only"

@@ -9,7 +9,7 @@ from typing import Any
 import common
 from cells import ABSENT, Result, Table, ratio, three, trio
 from fp8_plan import BF16, COLUMN_MAJOR, DECODING, DEEP_GEMM, HUMMING, OURS, TORCH, TORCH_ROWS
-from goals import GOALS, Goal
+from goals import GOALS, HEADINGS, Goal, judged
 from rivals import OLD, TRANSFORMER_ENGINE
 
 #: Arms by the names that tables give them, in the order of columns.
@@ -123,25 +123,14 @@ def ratios(result: Result, goal: Goal) -> Iterator[tuple[str, float | None]]:
 
 def goals(result: Result) -> Table:
     """What every goal asks for, and what was measured."""
-    rows: list[tuple[str, ...]] = []
-    for goal in GOALS:
-        every = dict(ratios(result, goal))
-        found = {name: value for name, value in every.items() if value is not None}
-        asked = f"≥ {goal.least:.2f} × {goal.against}"
-        if not found:
-            rows.append((goal.work, asked, "not measured", ABSENT, ABSENT))
-            continue
-        worst = min(found, key=lambda name: found[name])
-        met = sum(value >= goal.least for value in found.values())
-        reached = "yes" if met == len(every) else f"{met} of {len(found)}"
-        if missing := len(every) - len(found):
-            reached += f"; {missing} not measured"
-        rows.append((goal.work, asked, f"{found[worst]:.2f} to {max(found.values()):.2f}", worst, reached))
+    rows = tuple(
+        judged(goal.work, f"≥ {goal.least:.2f} × {goal.against}", dict(ratios(result, goal)), goal.least) for goal in GOALS
+    )
     note = (
         "How many times as fast as the rival, by medians of interleaved samples, from the least to the largest product of a "
         "goal. Hot: under load; burst: after 0.35 s without work. Fastest of breccia's kernels where it has several."
     )
-    return Table("goals of FP8 products", ("work", "goal", "measured", "least at", "met"), tuple(rows), note)
+    return Table("goals of FP8 products", HEADINGS, rows, note)
 
 
 # ------------------------------------------------------------------------------------------------ states of the clock

@@ -1,12 +1,15 @@
-"""The goals of FP8 products on an H200, as data: what has to be how many times as fast as what, at which shapes.
+"""The goals of products and decoders on an H200, as data: what has to be how many times as fast as what, at which shapes.
 
 `tables.py` draws them with what was measured; docs/kernels.md shows it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import weight_arms
+from cells import ABSENT
 from fp8_plan import BF16, DECODING, FEW, LARGE, OURS, TORCH, TORCH_ROWS
 from rivals import OLD, TRANSFORMER_ENGINE
 
@@ -53,3 +56,91 @@ GOALS = (
     Goal("MXFP8", ("mx",), LARGE, (BF16,), "cuBLAS in BF16", 0.95, (OURS, DECODING)),
     Goal("groups, 1×128 by 128×128", ("grouped tiles",), LARGE, (TORCH_ROWS,), "`torch._scaled_grouped_mm` by rows", 1.0),
 )
+
+
+# ------------------------------------------------------------------------------------------------ quantized weights
+
+
+@dataclass(frozen=True)
+class WeightGoal:
+    """Of products of `rows` of BF16 activations by weights of `formats` at `shapes`.
+
+    Without a rival, each has to take at most `bound` microseconds; with one, to be at least `bound` times as fast.
+    """
+
+    work: str
+    formats: tuple[str, ...]
+    rows: tuple[int, ...]
+    bound: float
+    rival: str = ""
+    shapes: tuple[str, ...] = ("8192x8192",)
+
+
+_FOUR_BITS, _EIGHT_BITS = ("int4", "mxfp4", "nvfp4"), ("fp8", "mxfp8")
+_MANY = (256, 512, 1024, 2048, 4096)
+
+WEIGHT_GOALS = (
+    *(
+        WeightGoal(f"{name}, M = {m}", formats, (m,), most)
+        for name, formats, limits in (
+            ("INT4", ("int4",), (10.5, 14.0, 21.0)),
+            ("MXFP4", ("mxfp4",), (12.0, 15.0, 21.0)),
+            ("NVFP4", ("nvfp4",), (12.5, 16.0, 21.5)),
+            ("FP8 and MXFP8", _EIGHT_BITS, (16.5, 18.0, 24.0)),
+        )
+        for m, most in zip((1, 16, 64), limits, strict=True)
+    ),
+    *(
+        WeightGoal(f"4 bits, M = {m}", _FOUR_BITS, (m,), least, weight_arms.HUMMING)
+        for m, least in ((1, 1.5), (16, 1.3), (64, 1.2))
+    ),
+    WeightGoal("4 bits, M = 128", _FOUR_BITS, (128,), 1 / 0.85, weight_arms.BF16),
+    WeightGoal("4 bits, M = 256 to 4096", _FOUR_BITS, _MANY, 0.97, weight_arms.BF16),
+)
+
+
+# ------------------------------------------------------------------------------------------------ decoders
+
+
+@dataclass(frozen=True)
+class DecoderGoal:
+    """Of decoders of `models` with weights of `recipes`: what `quantity` has to be over BF16's; `at_most`, at most `bound`."""
+
+    work: str
+    recipes: tuple[str, ...]
+    models: tuple[str, ...]
+    quantity: str
+    bound: float
+    at_most: bool = False
+
+
+_DECODED, _MODELS = ("int4", "nvfp4"), ("wide", "narrow")
+
+DECODER_GOALS = (
+    *(
+        DecoderGoal(f"tokens per second, INT4 and NVFP4, {model}", _DECODED, (model,), "tokens_per_second", 2.2)
+        for model in _MODELS
+    ),
+    DecoderGoal("bytes of weights, INT4 and NVFP4", _DECODED, _MODELS, "weight_bytes", 0.32, at_most=True),
+)
+
+
+# ------------------------------------------------------------------------------------------------ rows of tables
+
+#: Of tables of goals.
+HEADINGS = ("work", "goal", "measured", "worst at", "met")
+
+
+def judged(
+    work: str, asked: str, every: Mapping[str, float | None], bound: float, at_most: bool = False
+) -> tuple[str, str, str, str, str]:  # fmt: skip
+    """The row of a goal. every: what was measured, by its name; None where it was not. at_most: `bound` is the most."""
+    found = {name: value for name, value in every.items() if value is not None}
+    if not found:
+        return work, asked, "not measured", ABSENT, ABSENT
+    worst = (max if at_most else min)(found, key=lambda name: found[name])
+    met = sum(value <= bound if at_most else value >= bound for value in found.values())
+    reached = "yes" if met == len(every) else f"{met} of {len(found)}"
+    if missing := len(every) - len(found):
+        reached += f"; {missing} not measured"
+    return work, asked, f"{min(found.values()):.2f} to {max(found.values()):.2f}", worst, reached

@@ -1,10 +1,14 @@
 """Join results of one benchmark and device, where one run did not have the time for all rows.
 
     python benchmarks/join.py RESULT... --out RESULTS [--table FILE]
+    python benchmarks/join.py TUNED... --out breccia-triton/src/breccia_triton/configurations
 
 A row of a later file replaces the same row of an earlier one. The pages name every run that rows are from. Ratios stay within
 a row, whose calls were interleaved; no row is mixed from two runs. `--table` writes the measured times of products, by which
 kernels are chosen, from all rows.
+
+TUNED are configurations that `bench_weight_only.py --tune` wrote. They are merged into the file of their device in the folder;
+an entry replaces that of the same product, and the provenance of the file becomes that of the last run.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ Result = dict[str, Any]
 #: What tells the rows of a benchmark apart.
 NAMES = {
     "gpu-casts": ("recipe", "op", "shape", "part"),
-    "gpu-decoder": ("model", "recipe", "batch"),
+    "gpu-decoder": ("how", "model", "recipe", "batch"),
+    "gpu-decoder-generate": ("how", "model", "recipe", "batch"),
     "gpu-weight-only": ("format", "n", "k", "m"),
     "matmul-gpu": ("kind", "shape"),
 }
@@ -73,13 +78,35 @@ def _options(result: Result) -> dict[str, Any]:
     return {name: value for name, value in result.get("options", {}).items() if name not in EXTENT}
 
 
+def merge_tuned(files: list[Path], into: Path) -> None:
+    """Merge files of configurations into those of the same names in a folder. Exits where both differ in schema or device."""
+    from breccia_triton import choices, weight_plans
+
+    for path in files:
+        found, target = json.loads(path.read_text(encoding="utf-8")), into / path.name
+        before = json.loads(target.read_text(encoding="utf-8")) if target.is_file() else {**found, "configs": {}}
+        for what in ("schema", "device"):
+            if found[what] != before[what]:
+                sys.exit(f"join: the files must agree in their {what}: found {found[what]!r} beside {before[what]!r}.")
+        known, entries = before["configs"], found["configs"]
+        for entry in entries.values():
+            weight_plans.config_from(entry)  # raises for one without a kernel
+        choices.write_measured(target, found["device"], "configs", entries, found["provenance"])
+        new = sum(key not in known for key in entries)
+        changed = sum(known.get(key, entry) != entry for key, entry in entries.items())
+        print(f"{target}: {new} new, {changed} changed, {len(entries) - new - changed} equal")
+
+
 def main(
-    files: Annotated[list[Path], typer.Argument(help="Results, the newest last.")],
-    out: Annotated[Path, typer.Option(help="Folder for the JSON result.")],
+    files: Annotated[list[Path], typer.Argument(help="Results, or configurations, the newest last.")],
+    out: Annotated[Path, typer.Option(help="Folder for the JSON result, or of the configurations.")],
     table: Annotated[Path | None, typer.Option(help="File for the measured times that kernels are chosen by.")] = None,
 ) -> None:
     """Join results of one benchmark and device."""
-    made = joined([json.loads(path.read_text(encoding="utf-8")) for path in files])
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    if all("configs" in result for result in results):
+        return merge_tuned(files, out)
+    made = joined(results)
     print(f"{len(made['rows'])} rows of {len(made['joined'])} run(s): {tables.save(made, out)}")
     if table is None:
         return

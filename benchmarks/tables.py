@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import common
+import decoder_tables
 import fp8_tables
+import weight_tables
 from cells import ABSENT, Result, Table, bits, percent, ratio, share, spread, three, trio
 from rich.console import Console
 from rich.markup import escape
@@ -545,35 +547,6 @@ def gpu_quantize(result: Result) -> Table:
     return Table("quantize_", headings, tuple(rows), note)
 
 
-def weight_only_gpu(result: Result) -> Table:
-    """Microseconds of products of quantized weights, or of groups of rows by several, and how many times faster than rivals."""
-    by = {(row["format"], row["n"], row["k"], row["m"]): row["times"] for row in result["rows"]}
-    kinds, counts = dict.fromkeys(key[:3] for key in by), dict.fromkeys(key[3] for key in by)
-    known = ("bf16", "bf16-grouped", "bf16-each", "torch-int4", "humming")
-    rivals = [name for name in known if any("median_s" in times.get(name, {}) for times in by.values())]
-
-    def cell(times: dict[str, Any]) -> str:
-        if "median_s" not in times.get(OURS, {}):
-            return ABSENT
-        ours = times[OURS]
-        over = [
-            ratio(times[name]["median_s"] / ours["median_s"]) if "median_s" in times.get(name, {}) else ABSENT
-            for name in rivals
-        ]
-        return f"{ours['median_s'] * 1e6:.1f} ± {(ours['max_s'] - ours['min_s']) * 5e5:.1f}; {' / '.join(over)}"
-
-    groups = {row["groups"] for row in result["rows"] if "groups" in row}
-    return Table(
-        f"products of groups of rows and {groups.pop()} weights"
-        if groups
-        else "products of BF16 activations and quantized weights",
-        ("weight", "N×K", *(f"M = {m}" for m in counts)),
-        tuple((kind, f"{n}×{k}", *(cell(by.get((kind, n, k, m), {})) for m in counts)) for kind, n, k in kinds),
-        f"Microseconds of a product in a CUDA graph, median ± half of the range; times faster than {' / '.join(rivals)}, "
-        "interleaved. Weights rotate, so that they are not in the L2 cache.",
-    )
-
-
 # ------------------------------------------------------------------------------------------------ products on the CPU
 
 
@@ -720,51 +693,6 @@ _MLX_ARMS = {
 _MLX_CASTS = ("breccia", "compiled", "MLX", "generic", "generic compiled")
 
 
-def decoder(result: Result, what: str, how: str) -> Table:
-    """Tokens per second of decoders, by recipe. how: what decodes."""
-    models = dict.fromkeys(row.get("model", "") for row in result["rows"])
-    by = {(row.get("model", ""), row["recipe"], row["batch"]): row for row in result["rows"]}
-    names, batches = dict.fromkeys(name for _, name, _ in by), dict.fromkeys(batch for *_, batch in by)
-    base = next(iter(names))
-    prompts = "prompt" in result["rows"][0]
-
-    def cell(model: str, name: str, batch: int) -> str:
-        row, first = by.get((model, name, batch)), by.get((model, base, batch))
-        if row is None or first is None:
-            return ABSENT
-        speed = row["tokens_per_second"]
-        found = f"{three(speed)}; {ratio(speed / first['tokens_per_second'])}"
-        if not prompts:
-            return found
-        prompt = statistics.median(first["prompt"]["seconds"]) / statistics.median(row["prompt"]["seconds"])
-        return f"{found}; {ratio(prompt)}"
-
-    def size(model: str, name: str) -> str:
-        row = next((row for key, row in by.items() if key[:2] == (model, name)), None)
-        if row is None:
-            return ABSENT
-        return f"{row['weight_bytes'] / 1e6:,.0f}; {row['model_bytes'] / 1e6:,.0f}"
-
-    def heading(model: str, text: str) -> str:
-        return f"{model}: {text}" if model else text
-
-    headings = (heading(model, text) for model in models for text in ("MB", *(f"batch {batch}" for batch in batches)))
-    cells = {name: [c for m in models for c in (size(m, name), *(cell(m, name, b) for b in batches))] for name in names}
-    sizes = {model: next(row for row in result["rows"] if row.get("model", "") == model)["parameters"] for model in models}
-    parameters = ", ".join(heading(model, f"{size / 1e6:,.0f}") for model, size in sizes.items())
-    return Table(
-        what,
-        ("weights", *headings),
-        tuple((name, *cells[name]) for name in names),
-        f"Decoders with random weights, {how}; million parameters: {parameters}. MB of linear layers; of the model. "
-        f"Tokens per second{' after the prompt' if prompts else ''}; times faster than {base}"
-        f"{'; the same for the prompt of 32 tokens' if prompts else ''}.",
-    )
-
-
-_GENERATE = "under Hugging Face's `generate`"
-
-
 def _disagrees(one: float, other: float) -> bool:
     return max(one, other) > DRIFT * min(one, other)
 
@@ -773,6 +701,7 @@ def _disagrees(one: float, other: float) -> bool:
 
 #: What each benchmark has to show, by the name that documents call it by.
 TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
+    **decoder_tables.TABLES,
     "cast": {
         "cast": lambda result: times(result, "cast"),
         "dequantize": lambda result: times(result, "dequantize"),
@@ -812,26 +741,10 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
             result, "layer", ("breccia", "MLX", "generic", "compiled", "MLX compiled"), "linear layers"
         ),
     },
-    "decoder-cpu": {"decoder-cpu": lambda result: decoder(result, "a decoder on the CPU", _GENERATE)},
-    "gpu-decoder": {"gpu-decoder": lambda result: decoder(result, "a decoder on CUDA", "each step a CUDA graph")},
-    "gpu-decoder-compiled": {
-        "gpu-decoder-compiled": lambda result: decoder(
-            result, "a compiled decoder on CUDA", "compiled by torch.compile, each step a CUDA graph"
-        )
-    },
-    "gpu-decoder-generate": {
-        "gpu-decoder-generate": lambda result: decoder(
-            result, "transformers' Llama on CUDA", "through `generate` with a static cache, in eager steps"
-        )
-    },
-    "gpu-decoder-generate-compiled": {
-        "gpu-decoder-generate-compiled": lambda result: decoder(
-            result, "transformers' Llama on CUDA, compiled", "through `generate` with a static cache, in compiled steps"
-        )
-    },
     "matmul-gpu": fp8_tables.TABLES,
-    "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
-    "gpu-weight-only-groups": {"gpu-weight-only-groups": weight_only_gpu},
+    "gpu-weight-only": weight_tables.TABLES,
+    "weight-only-sass": {"weight-only-sass": weight_tables.instructions},
+    "gpu-weight-only-groups": {"gpu-weight-only-groups": weight_tables.times},
     "forms": {"forms": forms},
     "native-parity": {"native-parity": native_parity},
     "gpu-casts": {"gpu-casts": gpu_casts, "gpu-casts-small": gpu_casts_small},

@@ -135,7 +135,7 @@ def times_of(spec: str, n: int, k: int) -> None:
     """Print a line of the table for each number of rows."""
     sys.path.insert(0, str(HERE.parent / "benchmarks"))
     import torch
-    from bench_weight_only import BEYOND_CACHE, error_of, graph_of, timed, weights_of
+    from weight_arms import BEYOND_CACHE, error_of, graph_of, timed, weights_of
 
     import breccia
     from breccia_triton.decoded_matmul import DecodedCodesCall

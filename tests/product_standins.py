@@ -1,12 +1,14 @@
 """Stand-ins for products of other libraries on CPU tensors: arguments of their functions, checks of shapes and dtypes, values.
 
-humming-kernels 0.1.19 (`humming.layer`, `humming.forward`), torch's INT4 as CUDA has it, DeepGEMM (`deep_gemm.fp8_gemm_nt`),
-TransformerEngine 2.20 (`general_gemm` of `Float8TensorStorage`), `torch.nn.functional.scaled_mm` of torch 2.10 to 2.13.
+humming-kernels 0.1.19 (`humming.layer`, `humming.forward`, `humming.tune`), torch's INT4 as CUDA has it, DeepGEMM
+(`deep_gemm.fp8_gemm_nt`), TransformerEngine 2.20 (`general_gemm` of `Float8TensorStorage`), `torch.nn.functional.scaled_mm` of
+torch 2.10 to 2.13.
 They compute in FP64 what their documents say of weights, and share no code with breccia's.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -73,6 +75,16 @@ class HummingLayer:
         self.humming_config = self
 
 
+#: Rows (more than, at most) of humming's kernels for a weight.
+ROWS_OF_KERNELS = ((0, 1), (1, 8), (8, 16), (16, 1 << 30))
+
+
+def get_heuristics_config(layer_config: Any, shape_m: int | None = None, device: Any = None) -> list[list[Any]]:
+    """Rows (more than, at most) and the configuration of every kernel for a weight."""
+    assert shape_m is None
+    return [[*rows, {"kernel": i}] for i, rows in enumerate(ROWS_OF_KERNELS)]
+
+
 def humming_values(layer: HummingLayer, weight: Any, weight_scale: Any, zero_point: Any, weight_scale_2: Any) -> Any:
     """What humming decodes a weight to, in FP64: rounded to activations of 16 bits where it multiplies by scales."""
     words, dtype = weight.t(), layer.given["dtype"]
@@ -97,8 +109,15 @@ def humming_values(layer: HummingLayer, weight: Any, weight_scale: Any, zero_poi
 def humming_forward(
     config: Any, inputs: Any, weight: Any, weight_scale: Any = None, zero_point: Any = None, bias: Any = None,
     weight_scale_2: Any = None, outputs: Any = None, input_scale: Any = None, input_scale_2: Any = None, locks: Any = None,
+    tuning_config: str | None = None,
 ) -> Any:  # fmt: skip
-    """humming's product: inputs (M, K) of 16 bits, or FP8 with FP32 scales (M, groups)."""
+    """humming's product: inputs (M, K) of 16 bits, or FP8 with FP32 scales (M, groups).
+
+    tuning_config: JSON of the kernel to compile; None compiles every one of `get_heuristics_config`.
+    """
+    assert tuning_config is not None
+    least, most = ROWS_OF_KERNELS[json.loads(tuning_config)["kernel"]]
+    assert least < len(inputs) <= most
     assert inputs.is_contiguous() and locks.dtype == torch.int32 and locks.numel() == 2048 and not locks.any()
     x = inputs.double()
     if config.activations:
@@ -225,13 +244,15 @@ def install(patch: pytest.MonkeyPatch) -> None:
     layer, forward, deep_gemm = ModuleType("humming.layer"), ModuleType("humming.forward"), ModuleType("deep_gemm")
     layer.__dict__["HummingLayer"] = HummingLayer
     forward.__dict__["humming_forward"] = humming_forward
+    tune = ModuleType("humming.tune")
+    tune.__dict__["get_heuristics_config"] = get_heuristics_config
     deep_gemm.__dict__["fp8_gemm_nt"] = fp8_gemm_nt
     engine, gemms = ModuleType("transformer_engine.pytorch"), ModuleType("transformer_engine.pytorch.cpp_extensions")
     engine.__dict__.update(DType=DType, Float8TensorStorage=Float8TensorStorage)
     gemms.__dict__["general_gemm"] = general_gemm
     patch.setattr(torch.nn.functional, "scaled_mm", scaled_mm, raising=False)
     engine.__dict__["cpp_extensions"] = gemms
-    for module in (ModuleType("humming"), layer, forward, deep_gemm, ModuleType("transformer_engine"), engine, gemms):
+    for module in (ModuleType("humming"), layer, forward, tune, deep_gemm, ModuleType("transformer_engine"), engine, gemms):
         patch.setitem(sys.modules, module.__name__, module)
     HummingLayer.made.clear()
     aten = SimpleNamespace(

@@ -82,3 +82,27 @@ def test_every_run_has_a_line_on_the_page(join: Any) -> None:
             lines = tables.machines(found)
             assert len(lines) == len(found["joined"]) == len({row["run"] for row in found["rows"]})
             assert all(run["date_utc"] in line for run, line in zip(found["joined"], lines, strict=True))
+
+
+def test_tuned_configurations_replace_those_of_the_same_products(join: Any, tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("breccia_triton")
+    name, small, wide = "weight_only_gpu.json", {"batch": 8, "high": 4, "deep": 8, "stages": 2}, {"decoded": "codes"}
+
+    def file(folder: str, device: str, configs: dict[str, Any], run: str) -> Path:
+        path = tmp_path / folder / name
+        path.parent.mkdir(exist_ok=True)
+        made = {"schema": 1, "device": device, "provenance": {"date_utc": run}, "configs": configs}
+        path.write_text(json.dumps(made), encoding="utf-8")
+        return path
+
+    shipped = file("shipped", "GPU", {"a": small, "b": small}, "monday")
+    join.main([file("tuned", "GPU", {"b": wide, "c": wide}, "tuesday")], shipped.parent)
+    merged = json.loads(shipped.read_text(encoding="utf-8"))
+    assert merged["configs"] == {"a": small, "b": wide, "c": wide} and merged["provenance"] == {"date_utc": "tuesday"}
+    assert "1 new, 1 changed, 0 equal" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="must agree in their device: found 'other' beside 'GPU'"):
+        join.main([file("tuned", "other", {"a": wide}, "friday")], shipped.parent)
+    with pytest.raises(TypeError):
+        join.main([file("tuned", "GPU", {"a": {"unknown": 1}}, "friday")], shipped.parent)
+    assert json.loads(shipped.read_text(encoding="utf-8")) == merged

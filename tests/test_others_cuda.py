@@ -144,6 +144,14 @@ def test_humming_gets_every_weight_in_the_form_that_it_reads(spec: str) -> None:
 
 
 @pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17])
+def test_a_product_names_the_one_kernel_of_humming_that_it_needs(rows: int) -> None:
+    st, x = weight("mxfp4", 128, 256), activations(rows, 256)
+    values = breccia.dequantize(st).double()
+    check(humming_products.humming_weight_only(x, st.mT, None, "bfloat16"), x, values)  # the stand-in checks its rows
+
+
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("pair", PAIRS)
 def test_humming_gets_codes_and_scales_of_two_tensors(pair: str) -> None:
     first, second = PAIRS[pair]

@@ -434,6 +434,33 @@ def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeyp
     weight_only._calls.clear()
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.rest
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_layer_starts_early_once_its_weight_was_multiplied(backend: str, monkeypatch: Any, folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from breccia_torch import nn, operators
+    from breccia_triton import weight_only
+
+    made, _ = _on_the_host(monkeypatch, folder)
+    monkeypatch.setattr(operators, "calls", SimpleNamespace(matmul=weight_only.weight_only_matmul))
+    layer = nn.ScaledLinear(128, 64, False, recipe=breccia.INT4Scaling(128)).eval()
+    layer.weight.take(layer.weight.tensor.to_storage(STORAGE))
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    x = torch.randn(3, 128).bfloat16()
+    with torch.no_grad():
+        compiled(x)
+        compiled(x)
+        layer.weight.data.add_(0)  # written: not before the kernel ahead
+        compiled(x)
+        compiled(x)
+    assert made[-1].streams == [(7, False), (7, True), (7, False), (7, True)]
+    weight_only._calls.clear()
+    torch.compiler.reset()
+
+
 #: Rows of groups: uneven, with empty ones at either end and between; more groups than a warp has lanes; none.
 _SIZES = ((5, 0, 40, 3), (0, 1, 17, 0), (9,), (0, 0), (3, 0, 1, 0, 2) * 8, (1,) * 33)
 

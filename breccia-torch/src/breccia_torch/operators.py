@@ -458,8 +458,11 @@ def _operand(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: 
 
 
 def _given(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int) -> ScaledTensor | Tensor:
-    """A detached operand, as kernels receive it."""
-    return _operand([part.detach() for part in parts], recipe, layout, axis, padding)
+    """A detached operand, as kernels receive it.
+
+    Tensors that take no gradient stay the same objects: a kernel may keep on a weight that it has multiplied by it before.
+    """
+    return _operand([part.detach() if part.requires_grad else part for part in parts], recipe, layout, axis, padding)
 
 
 @lru_cache(maxsize=512)

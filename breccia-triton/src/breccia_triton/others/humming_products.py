@@ -1,8 +1,9 @@
 """Products of humming-kernels: FP8 by FP8, and activations of 16 bits by quantized weights.
 
-humming compiles a kernel for each format and shape of a weight, which takes seconds, and wants weights in its own order: they
-are rearranged at the first product, and kept (`kept`). As in humming's own layers, products by one weight share counters, so
-they must not overlap on two streams.
+humming compiles kernels for each format and shape of a weight, which takes seconds, and wants weights in its own order: they
+are rearranged at the first product, and kept (`kept`). It has about 30 kernels for a weight, by numbers of rows; a product
+compiles the one that it needs, into humming's cache on disk. As in humming's own layers, products by one weight share counters,
+so they must not overlap on two streams.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -10,6 +11,8 @@ they must not overlap on two streams.
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -29,9 +32,14 @@ _LOCKS = 2048
 
 
 class Layer(NamedTuple):
-    """A weight as humming reads it, with its counters."""
+    """A weight as humming reads it, with its counters.
+
+    most: the most rows that each kernel is meant for, in order. tuning: what humming compiles each of them from, as JSON.
+    """
 
     config: Any
+    most: list[int]
+    tuning: list[str]
     locks: Any
     weight: Any
     weight_scale: Any
@@ -67,6 +75,7 @@ def humming_weight_only(a: Any, b: Any, bias: Any = None, out_dtype: str = "floa
 def layer_of(weight: ScaledTensor, config: Mapping[str, Any], activations: Mapping[str, Any], dtype: torch.dtype) -> Layer:
     """A weight (N, K) in humming's order. config, activations: humming's configurations. dtype: of results."""
     from humming.layer import HummingLayer
+    from humming.tune import get_heuristics_config
 
     n, k = weight.shape
     device = weight.data.device
@@ -76,7 +85,9 @@ def layer_of(weight: ScaledTensor, config: Mapping[str, Any], activations: Mappi
     made.transform()
     parts = (getattr(made, name, None) for name in _PARTS)
     locks = torch.zeros(_LOCKS, dtype=torch.int32, device=device)
-    return Layer(made.humming_config, locks, *(None if part is None else part.detach() for part in parts))
+    _, most, tuning = zip(*get_heuristics_config(made.humming_config, device=device), strict=True)
+    kernels = list(most), [json.dumps(one) for one in tuning]
+    return Layer(made.humming_config, *kernels, locks, *(None if part is None else part.detach() for part in parts))
 
 
 def tensors_of(weight: ScaledTensor, dtype: torch.dtype) -> dict[str, Any]:
@@ -118,4 +129,7 @@ def _run(layer: Layer, x: Any, scale: Any, into: Any) -> Any:
     from humming.forward import humming_forward
 
     parts = {name: getattr(layer, name) for name in _PARTS}
-    return humming_forward(layer.config, inputs=x, input_scale=scale, outputs=into, locks=layer.locks, **parts)
+    tuning = layer.tuning[bisect_left(layer.most, len(x))]
+    return humming_forward(
+        layer.config, inputs=x, input_scale=scale, outputs=into, locks=layer.locks, tuning_config=tuning, **parts
+    )
