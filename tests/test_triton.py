@@ -127,12 +127,17 @@ def check(x: Any, spec: Any, generic: bool = False, **options: Any) -> None:
 
 def in_one_launch_and_in_two(compare: Callable[[], None]) -> None:
     """Compare; and if one kernel waited for the amax of the tensor, again as for larger tensors, with a launch for it."""
+
+    def waiting() -> bool:
+        made = [each for call in triton_cast._calls.values() for each in getattr(call, "calls", (call,))]
+        return any(isinstance(call, triton_cast.Call) and call.waits for call in made)
+
     compare()
-    if any(isinstance(call, triton_cast.Call) and call.waits for call in triton_cast._calls.values()):
+    if waiting():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prepare, "SMALL", 0)
             compare()
-            assert not any(isinstance(call, triton_cast.Call) and call.waits for call in triton_cast._calls.values())
+            assert not waiting()
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
@@ -326,14 +331,15 @@ def check_decoded(st: ScaledTensor, dtype: str = "float32", generic: bool = Fals
 
 
 def check_op(op: str, x: Any, spec: str, generic: bool = False, **options: Any) -> None:
-    """An op of the Triton kernels and the generic one return the same; `generic` says whether it is passed on."""
+    """An op of the Triton kernels and the generic one return the same; `generic` says whether other calls do it."""
     recipe, given = breccia.recipe(spec), CastOptions(**options)
     expected = getattr(reference, op)(x, recipe, given)
 
     def once() -> None:
         triton_cast._calls.clear()
         found = getattr(triton_cast, op)(x, recipe, given)
-        assert [isinstance(call, str) for key, call in triton_cast._calls.items() if key[0] == op] == [generic]
+        made = [call for key, call in triton_cast._calls.items() if key[0] == op]
+        assert [not isinstance(call, triton_cast.Call | triton_cast.Repeated) for call in made] == [generic]
         if op == "cast_ste":
             same_values(found, expected)
         else:
@@ -473,6 +479,28 @@ REQUANTIZED = [
 def test_requantize_decodes_and_casts_in_one_kernel(old: str, new: str, axis: int) -> None:
     st = reference.cast(numbers((2, 40, 80), seed=30), breccia.recipe(old), CastOptions(axis=axis))
     check_op("requantize", st, new)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("fp8_block,block_m=128", "fp8_block"),
+        ("fp8_block,block_m=16", "fp8_block,block_k=32"),
+        ("fp8_block,block_m=4,block_k=48", "fp8_block,block_m=2,block_k=16"),
+        ("fp8_row", "fp8_block,block_k=32"),
+    ],
+)
+def test_requantize_to_finer_blocks_repeats_scales_and_keeps_codes(old: str, new: str, axis: int) -> None:
+    for shape in ((256, 128), (2, 40, 72), (3, 128)):
+        st = reference.cast(torch.randn(shape, device=DEVICE), breccia.recipe(old), CastOptions(axis=axis))
+        check_op("requantize", st, new)
+        (call,) = triton_cast._calls.values()
+        found = triton_cast.requantize(st, breccia.recipe(new))
+        assert isinstance(call, triton_cast.Repeated) and found.data.data_ptr() == st.data.data_ptr()
+        into = reference.cast(torch.ones(shape, device=DEVICE), breccia.recipe(new), CastOptions(axis=axis))
+        assert triton_cast.requantize(st, breccia.recipe(new), CastOptions(out=into)) is into
+        same(into, found)
 
 
 def test_requantize_keeps_codes_and_refuses_as_the_generic_algorithm() -> None:
@@ -683,6 +711,39 @@ def test_a_repeated_cast_ste_launches_what_the_first_one_launched(
         assert [given[1:] for given in launched] == [*passes, last]
     assert [given[0] for given in stand_in[:count]] == [given[0] for given in stand_in[count:]]
     assert (found[0].shape, found[0].dtype) == (found[1].shape, found[1].dtype) == (x.shape, x.dtype)
+
+
+@pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
+@pytest.mark.parametrize("small", [prepare.SMALL, 0])
+@pytest.mark.parametrize("spec", ["fp8_block", "fp8_current", "nvfp4", "mxfp4"])
+def test_a_repeated_cast_pair_launches_what_the_first_one_launched(
+    spec: str, small: int, stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "SMALL", small)
+    monkeypatch.setattr(triton_cast, "hardware", lambda device: Hardware(resident=8))
+    x, recipe = torch.randn(64, 256).bfloat16(), breccia.recipe(spec)
+    found = [triton_cast.cast_pair(x, recipe) for _ in range(2)]
+    (call,) = triton_cast._calls.values()
+    first, again = stand_in[: len(stand_in) // 2], stand_in[len(stand_in) // 2 :]
+    amax = spec == "fp8_current" or (spec == "nvfp4" and not small)
+    assert call.plain and len(first) == amax + (2 if isinstance(call, triton_cast.Pair) else 1)
+    assert [given[:3] for given in first] == [given[:3] for given in again]
+    work, number = (part.data_ptr() for part in triton_cast.workspace(x.device, 7))
+    for pair, launched in zip(found, (first, again), strict=True):
+        results = [[part.data_ptr() for part in components(st).values()] for st in pair]
+        if amax:
+            assert launched[0][2:] == (x.data_ptr(), number, work)
+        waits = [work] if spec == "nvfp4" and small else []
+        if isinstance(call, triton_cast.Pair):
+            after = [[number] if amax else waits] * 2
+        else:
+            results, after = [results[0] + results[1]], [[number] * 2 if amax else []]
+        for given, parts, inner in zip(launched[amax:], results, after, strict=True):
+            assert given[1:] == (7, x.data_ptr(), *parts, *inner)
+    for a, b in zip(*found, strict=True):
+        for one, other in zip(components(a).values(), components(b).values(), strict=True):
+            assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+        assert (a.layout, a.axis, a.padding) == (b.layout, b.axis, b.padding)
 
 
 @pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")

@@ -109,7 +109,7 @@ _HOMES: dict[str, str] = {
         "recipes",
     ),
     **dict.fromkeys(("Declared", "InternedKey", "check_positive", "rebuilt", "spelled"), "declared"),
-    **dict.fromkeys(("keeps_parts", "renames"), "kernels.exact"),
+    **dict.fromkeys(("keeps_parts", "renames", "repeats"), "kernels.exact"),
     **dict.fromkeys(("pack", "unpack"), "kernels.reference"),
     # The NumPy kernels, for compiled kernels that replace parts of them.
     **dict.fromkeys(("numpy",), "kernels"),

@@ -81,6 +81,7 @@ from .kernels import reference as reference
 from .kernels import threads as threads
 from .kernels.exact import keeps_parts as keeps_parts
 from .kernels.exact import renames as renames
+from .kernels.exact import repeats as repeats
 from .kernels.numpy.codes import Blocks as Blocks
 from .kernels.numpy.codes import FloatCodes as FloatCodes
 from .kernels.numpy.codes import IntegerCodes as IntegerCodes

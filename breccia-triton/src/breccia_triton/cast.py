@@ -15,18 +15,21 @@ from breccia.backend import (
     DEFAULT,
     PLAIN,
     CastOptions,
+    Layout,
     ScaledTensor,
     ScalingRecipe,
     calls,
     checks,
     composites,
     reference,
+    repeats,
 )
 from breccia_torch.ops import TORCH, need_dense
 
 from . import tuning
 from .choices import Choose
 from .facts import INTERPRETED, Hardware
+from .geometry import divided_up
 from .launch import (
     Launcher,
     Remembered,
@@ -41,7 +44,7 @@ from .launch import (
 )
 from .operands import FLOATS, Components, addresses, array_of, codes_of, components_of, facts_of, hardware
 from .prepare import Options, Pass, Prepared, scaled_source
-from .specs import Unsupported
+from .specs import TwoCasts, Unsupported
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
@@ -77,7 +80,7 @@ def _plainly(op: str, x: Any, recipe: ScalingRecipe) -> Any:
         return None
     address = x.data_ptr()
     call = _calls.get((op, recipe.interned_key, x.shape, x.dtype, x.device, -1, True, True, address % 16 == 0))
-    return call.plainly(address) if isinstance(call, Call) and call.plain else None
+    return call.plainly(address) if isinstance(call, Call | Pair) and call.plain else None
 
 
 def cast_ste_clipped(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Any:
@@ -87,16 +90,13 @@ def cast_ste_clipped(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOpti
 
 def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
     """`cast_pair` as `breccia.cast_pair` documents it: from one read, or two casts where they are faster."""
+    if options is DEFAULT and (made := _plainly("cast_pair", x, recipe)) is not None:
+        return made
     x = _readable(x, recipe)
     prepared = _found("cast_pair", x, recipe, options)
     if prepared is not None:
         return prepared(x, options)
-    first, second = options.replace(axis=-1), options.replace(axis=-2)
-    one, two = _found("cast", x, recipe, first), _found("cast", x, recipe, second)
-    if one is None or two is None:
-        return cast(x, recipe, first), cast(x, recipe, second)
-    shared = one.amaxes(x) if list(one.passes) == list(two.passes) == ["tensor"] else None
-    return one(x, first, shared), two(x, second, shared)
+    return cast(x, recipe, options.replace(axis=-1)), cast(x, recipe, options.replace(axis=-2))
 
 
 def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Any, Any]:
@@ -156,7 +156,8 @@ def requantize(
     if data.ndim > 1 and not data.is_contiguous() and data.mT.is_contiguous() and options.scale is None:
         # A transposed view: so is the result.
         turned = options if options.out is None else options.replace(out=options.out.mT)
-        return requantize(st.mT, recipe, turned, require_exact).mT
+        made = requantize(st.mT, recipe, turned, require_exact)
+        return made.mT if options.out is None else options.out
     prepared = None if require_exact else _found("requantize", st, recipe, options)
     if prepared is None:
         return composites.requantize(st, recipe, options, require_exact)
@@ -170,7 +171,7 @@ def _readable(x: Any, recipe: ScalingRecipe) -> Any:
     return x.resolve_neg() if x.is_neg() else x  # an imaginary part may have torch's negative bit, which its memory lacks
 
 
-def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Call | None:
+def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
     """The prepared call for these arguments, or None where the generic algorithm runs."""
     scaled = op == "requantize"
     axis = x.axis if scaled else options.axis
@@ -202,9 +203,12 @@ _calls = Remembered()
 _TUNED = ("cast", "cast_ste", "requantize")
 
 
-def _made(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions) -> Call:
+def _made(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions) -> Call | Pair | Repeated:
     """The call for these arguments, tuned on request. Raises Unsupported."""
     device = x.data.device
+    if op == "requantize" and options.scale is None and options.storage == x.layout.storage == PLAIN:
+        if repeats(x.recipe, x.layout, axis, recipe) and x.scale.ndim == x.data.ndim and x.data.is_contiguous():
+            return Repeated(x, recipe)
     found = hardware(device)
 
     def made(choose: Choose | None = None) -> Prepared:
@@ -214,6 +218,11 @@ def _made(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOption
         call, given = Call(x, one), options.replace(out=None)
         return lambda: call(x, given)
 
+    if op == "cast_pair":
+        try:
+            return Call(x, made())
+        except TwoCasts:
+            return Pair(x, *(_made("cast", x, recipe, axis, options.replace(axis=axis)) for axis in (-1, -2)))
     if op not in _TUNED:
         return Call(x, made())
     return Call(x, tuning.tuned(made, lambda one: one.launches, compiled, device, found.name))
@@ -227,6 +236,79 @@ def prepared(
     scaled = isinstance(x, ScaledTensor)
     given = codes_of(x, scaled_source(x, recipe, chosen.supplied), False, hardware) if scaled else array_of(x)
     return Prepared(op, recipe, given, axis, chosen, TORCH.dtypes(recipe.format), hardware, choose)
+
+
+class Pair:
+    """Calls of `cast_pair` that are two casts; both take the amax of the tensor from one pass, where they need it.
+
+    plain, plainly, takes: as of `Call`.
+    """
+
+    def __init__(self, x: Any, first: Call, second: Call) -> None:
+        self.calls, self.index, self.device = (first, second), first.index, first.device
+        self.shared = list(first.passes) == list(second.passes) == ["tensor"]
+        self.plain = first.plain and second.plain
+
+    def takes(self, scale: Any) -> bool:
+        return all(call.takes(scale) for call in self.calls)
+
+    def __call__(self, x: Any, options: CastOptions) -> tuple[ScaledTensor, ScaledTensor]:
+        first, second = self.calls
+        shared = first.amaxes(x) if self.shared else None
+        return first(x, options.replace(axis=-1), shared), second(x, options.replace(axis=-2), shared)
+
+    def plainly(self, address: int) -> tuple[ScaledTensor, ScaledTensor]:
+        first, second = self.calls
+        if not self.shared:
+            return first.plainly(address), second.plainly(address)
+        if elsewhere(self.index):
+            with torch.cuda.device(self.index):
+                return self.plainly(address)
+        stream = stream_of(self.index)
+        work, amax = workspace(self.device, stream)
+        number = amax.data_ptr()
+        first.amax.run(stream, address, number, work.data_ptr())
+        return first.after(number, stream, address), second.after(number, stream, address)
+
+
+class Repeated:
+    """Calls of `requantize` that keep codes and repeat scales for finer blocks: 128x128 tiles to 1x128, say.
+
+    One copy of a view in which each scale is repeated, by torch.
+    """
+
+    def __init__(self, st: ScaledTensor, recipe: ScalingRecipe) -> None:
+        shape, axis = st.shape, st.axis
+        self.recipe, self.axis, self.padding, self.index = recipe, axis, st.padding, index_of(st.data.device)
+        self.layout = checks.fitted_layout(recipe, shape, axis)
+        *lead, tall, wide = st.scale.shape
+        (m, k), (rows, columns) = (_sides(layout, axis, shape) for layout in (st.layout, self.layout))
+        down, along = divided_up(m, rows), divided_up(k, columns)
+        self.shape = (*lead, divided_up(shape[-2], rows), divided_up(shape[-1], columns))
+        self.repeated = (*lead, tall * down, wide * along)
+        strides = torch.empty(st.scale.shape, device="meta").stride()
+        self.view = (*lead, tall, down, wide, along), (*strides[:-1], 0, 1, 0)
+
+    def takes(self, scale: Any) -> bool:
+        """A supplied scale is none that is repeated."""
+        return False
+
+    def __call__(self, st: ScaledTensor, options: CastOptions) -> ScaledTensor:
+        rows, columns = self.shape[-2:]
+        with on(st.data.device):
+            scale = st.scale.contiguous().as_strided(*self.view).contiguous().view(self.repeated)
+            if self.repeated != self.shape:
+                scale = scale[..., :rows, :columns].contiguous()
+        made = ScaledTensor.from_parts(
+            st.data, scale, self.recipe, self.layout, None, st.global_scale, self.axis, self.padding
+        )
+        return made if options.out is None else reference.assign(TORCH, options.out, made)
+
+
+def _sides(layout: Layout, axis: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    m, k = layout.block(axis) if axis == -1 else layout.block(axis)[::-1]
+    return m or shape[-2], k or shape[-1]
 
 
 class Call:
@@ -248,7 +330,7 @@ class Call:
             self.scale_shape, self.scale_dtype = tuple(made.scale_shape), getattr(torch, made.scale_dtype)
         #: Whether `plainly` does what a call does, if options are at their default.
         self.plain = (
-            op in ("cast", "cast_ste")
+            op in ("cast", "cast_ste", "cast_pair")
             and chosen == Options()
             and self.index is not None
             and not INTERPRETED
@@ -259,8 +341,9 @@ class Call:
         self.waits = made.waits
         if self.plain:
             values = op == "cast_ste"
-            self.allocators = [allocator(tuple(x.shape), x.dtype, self.device)] if values else self.written[0].allocators
-            self.finished = itemgetter(0) if values else self.written[0].tensor
+            own = [allocate for written in self.written for allocate in written.allocators]
+            self.allocators = [allocator(tuple(x.shape), x.dtype, self.device)] if values else own
+            self.finished = itemgetter(0) if values else self.written[0].tensor if op == "cast" else self._both
 
     def takes(self, scale: Any) -> bool:
         """Whether a supplied scale can be read as it is."""
@@ -296,8 +379,19 @@ class Call:
             work, amax = workspace(self.device, stream)
             number = amax.data_ptr()
             self.amax.run(stream, address, number, work.data_ptr())
-            self.launcher.run(stream, address, *[part.data_ptr() for part in made], number)
+            self.launcher.run(stream, address, *[part.data_ptr() for part in made], *[number] * len(self.written))
         return self.finished(made)
+
+    def after(self, amax: int, stream: int, address: int) -> Any:
+        """`plainly`, where the amax of the tensor is known: at the address `amax`."""
+        made = [allocate() for allocate in self.allocators]
+        self.launcher.run(stream, address, *[part.data_ptr() for part in made], amax)
+        return self.finished(made)
+
+    def _both(self, made: list[Any]) -> tuple[ScaledTensor, ScaledTensor]:
+        """The results of `cast_pair`."""
+        count = len(self.written[0].parts)
+        return self.written[0].tensor(made[:count]), self.written[1].tensor(made[count:])
 
     def amaxes(self, x: Any) -> dict[str, Any]:
         """The results of the passes before the cast, as bits."""
