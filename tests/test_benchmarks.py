@@ -49,7 +49,7 @@ TINY = {
         "--recipes",
         "nvfp4",
     ],
-    "gpu-host": ["host", "--device", "cpu", "--side", "128", "--samples", "2"],
+    "gpu-host": ["host", "--device", "cpu", "--side", "128", "--samples", "2", "--rivals", "none"],
     "gpu-quantize": ["quantize", "--device", "cpu", "--tiny", "--runs", "1", "--recipes", "mxfp8"],
     "matmul-gpu": ["--device", "cpu", "--samples", "1", "--shapes", "32x128x256", "--kinds", "tiles", "--kinds", "tensor fast"],
     "training": ["--framework", "torch", "--seeds", "2", "--steps", "2", "--recipes", "nvfp4", "--jobs", "1"],
@@ -238,31 +238,77 @@ def test_the_compiled_cast_has_the_same_sqnr_and_kernels(tmp_path: Path, module)
     assert [row["kernel"] for row in b["rows"]] == [row["kernel"] for row in a["rows"]]
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block,block_m=128", "fp8_row", "fp8_delayed"])
-def test_plain_torch_writes_the_codes_and_scales_of_further_fp8_recipes(recipe: str, module) -> None:
+@pytest.mark.parametrize(
+    "recipe", ["fp8_block,block_m=128", "fp8_row", "fp8_delayed", "mxfp4", "mxfp6", "int8", "int4", "nvfp4", "mxfp8"]
+)
+def test_plain_torch_writes_the_codes_and_scales_of_breccia(recipe: str, module) -> None:
     torch = pytest.importorskip("torch")
-    bench, eager = module("bench_gpu"), module("rivals").on_device("eager-torch", "cpu", torch.bfloat16)
+    bench, plain = module("bench_gpu"), module("rivals").on_device("eager-torch", "cpu", torch.bfloat16)
     (x,) = bench.matrices((128, 512), "bfloat16", "cpu")
-    supplied = {"scale": torch.tensor(bench.SCALE)} if recipe == "fp8_delayed" else {}
-    st, (_, data, scale) = module("breccia").cast(x, recipe, **supplied), eager.cast(recipe)(x)
-    assert torch.equal(scale.reshape(st.scale.shape), st.scale)
-    assert (data.view(torch.uint8) == st.data.view(torch.uint8)).float().mean() > 0.999  # ties, as above
-    y = eager.dequantize((recipe, data, scale))
+    supplied = {"scale": torch.tensor(module("gpu_work").SCALE)} if recipe == "fp8_delayed" else {}
+    for axis, cast in ((-1, plain.cast(recipe)), (-2, plain.down(recipe))):
+        st, (_, data, scale, *_) = module("breccia").cast(x, recipe, axis=axis, **supplied), cast(x)
+        same = scale.reshape(-1).view(torch.uint8) == st.scale.reshape(-1).view(torch.uint8)
+        assert same.float().mean() > 0.99  # a log2 that is rounded up to an integer is another power of two
+        assert (data.view(torch.uint8) == st.data.view(torch.uint8)).float().mean() > 0.98  # ties, as above
+    st, written = module("breccia").cast(x, recipe, **supplied), plain.cast(recipe)(x)
+    y = plain.dequantize(written)
     assert y.shape == x.shape and y.dtype == torch.bfloat16
+    assert (y == module("breccia").dequantize(st, out_dtype="bfloat16")).float().mean() > 0.97
+
+
+def test_rivals_take_both_orientations_and_record_an_amax(module) -> None:
+    torch = pytest.importorskip("torch")
+    work, plain = module("gpu_work"), module("rivals").on_device("eager-torch", "cpu", torch.bfloat16)
+    (x,) = work.matrices((128, 256), "bfloat16", "cpu")
+    (along, down), parts = work.rival_call(plain, "cast_pair", "mxfp8", [x])(), lambda cast: [y.shape for y in cast[1:]]
+    assert parts(along) == [(128, 256), (128, 8, 1)] and parts(down) == [(128, 256), (4, 1, 256)]
+    (_, data, _), amax = work.rival_call(plain, "AmaxHistory.cast", "fp8_delayed", [x])()
+    assert data.shape == x.shape and amax == x.abs().max() == work.rival_call(plain, "AmaxHistory.update", "fp8_delayed", [x])()
+    assert work.rival_call(plain, "AmaxHistory.update", "mxfp8", [x]) is None
+    assert work.rival_call(plain, "cast", "nf4", [x]) is None and work.rival_call(plain, "cast_ste", "mxfp8", [x]) is None
+    assert work.rival_call(plain, "cast_pair", "mxfp8", [x], "torch-compiled") is None  # small: seconds to compile
+
+
+def test_rows_with_a_goal_come_first_of_each_shape(module) -> None:
+    work, goals = module("gpu_work"), module("cast_tables").GOALS
+    shapes = [(16384, 8192), (1024, 1024)]
+    rows = list(work.cases(list(work.RECIPES), list(work.OPS), shapes))
+    assert {row[:2] for row in rows[: len(goals)]} == set(goals) and all(shape == shapes[0] for *_, shape in rows[: len(goals)])
+    assert [shape for *_, shape in rows] == sorted((shape for *_, shape in rows), reverse=True)
+    small = {row[:2] for row in rows if row[2] == shapes[1]}
+    assert {row[:2] for row in rows} - small == {(spec, op) for op in ("cast-fp16", "cast-fp32") for spec in work.OTHER_DTYPES}
+    assert ("fp8_delayed", "cast_pair") not in small and ("fp8_delayed", "AmaxHistory.update") in small
+    assert set(work.cases(["int4,group_size=32"], ["cast", "cast_pair", "requantize", "AmaxHistory.cast"], [(1024, 1024)])) == {
+        ("int4,group_size=32", "cast", (1024, 1024)),
+        ("int4,group_size=32", "cast_pair", (1024, 1024)),
+    }
+
+
+def test_a_size_is_small_whatever_else_is_measured(module) -> None:
+    work = module("gpu_work")
+    assert [work.is_large(shape) for shape in ((16384, 8192), (4096, 4096), (64, 8192))] == [True, False, False]
 
 
 def test_gpu_rows_count_the_bytes_that_an_op_has_to_move(module) -> None:
     pytest.importorskip("torch")
     bench = module("bench_gpu")
     xs, n = bench.matrices((128, 256), "bfloat16", "cpu"), 128 * 256
-    found = {op: bench.work(op, "fp8_current", xs, "bfloat16").nbytes for op in bench.OPS if op != "requantize"}
+    ops = ("cast", "cast-axis-2", "cast_pair", "dequantize", "cast_ste")
+    found = {op: bench.work(op, "fp8_current", xs, "bfloat16").nbytes for op in ops}
     casts = {"cast": 5 * n + 4, "cast-axis-2": 5 * n + 4, "cast_pair": 6 * n + 8}  # two reads of BF16; codes and one scale
     assert found == {**casts, "dequantize": 3 * n + 4, "cast_ste": 6 * n}
     delayed = bench.work("cast", "fp8_delayed", xs, "bfloat16")
     assert delayed.nbytes == 3 * n + 4 and delayed.kernel.startswith("torch.cpu.cast")
+    recorded = [bench.work(op, "fp8_delayed", xs, "bfloat16").nbytes for op in ("AmaxHistory.cast", "AmaxHistory.update")]
+    assert recorded == [3 * n + 4, 2 * n]
     tiles = bench.work("requantize", "fp8_block,block_m=128", xs, "bfloat16")
-    assert tiles.nbytes == 2 * n + 4 * 2 + 4 * 128 * 2
+    assert tiles.nbytes == 2 * n + 4 * 2 + 4 * 128 * 2 and tiles.to == "fp8_block"
+    mx = bench.work("requantize", "mxfp8", xs, "bfloat16")  # the codes and scales twice: the new global scale comes first
+    assert mx.nbytes == 2 * (n + n // 32) + n // 2 + n // 16 + 4 and mx.to == "nvfp4"
     assert bench.work("cast", "nvfp4,two_level=false", xs, "bfloat16").nbytes == 2 * n + n // 2 + n // 16
+    (y,) = bench.matrices((128, 256), "float32", "cpu")
+    assert bench.work("cast-fp32", "mxfp8", [y], "bfloat16").nbytes == 4 * n + n + n // 32
 
 
 def test_gpu_samples_are_interleaved_and_errors_recorded(module) -> None:
@@ -284,7 +330,7 @@ def test_gpu_samples_are_interleaved_and_errors_recorded(module) -> None:
 
 
 def test_passes_of_breccia_0_1_3_are_merged_and_compared(module) -> None:
-    bench, tables = module("bench_gpu"), module("tables")
+    bench, tables = module("bench_gpu"), module("cast_tables")
     ours = {"runs": 1, "min_s": 1e-6, "median_s": 1e-6, "max_s": 1e-6}
     row = {"recipe": "int4", "op": "cast", "shape": [8, 128], "times": {"breccia": {"device": ours}}}
     old = {"recipe": "int4", "op": "cast", "shape": [8, 128], "part": 1.0}

@@ -206,9 +206,8 @@ _TUNED = ("cast", "cast_ste", "requantize")
 def _made(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions) -> Call | Pair | Repeated:
     """The call for these arguments, tuned on request. Raises Unsupported."""
     device = x.data.device
-    if op == "requantize" and options.scale is None and options.storage == x.layout.storage == PLAIN:
-        if repeats(x.recipe, x.layout, axis, recipe) and x.scale.ndim == x.data.ndim and x.data.is_contiguous():
-            return Repeated(x, recipe)
+    if op == "requantize" and options.scale is None and options.storage == PLAIN and Repeated.takes_tensor(x, recipe):
+        return Repeated(x, recipe)
     found = hardware(device)
 
     def made(choose: Choose | None = None) -> Prepared:
@@ -248,6 +247,7 @@ class Pair:
         self.calls, self.index, self.device = (first, second), first.index, first.device
         self.shared = list(first.passes) == list(second.passes) == ["tensor"]
         self.plain = first.plain and second.plain
+        self.launches = [*first.launches, *(second.launches[1:] if self.shared else second.launches)]
 
     def takes(self, scale: Any) -> bool:
         return all(call.takes(scale) for call in self.calls)
@@ -277,6 +277,12 @@ class Repeated:
     One copy of a view in which each scale is repeated, by torch.
     """
 
+    @staticmethod
+    def takes_tensor(st: ScaledTensor, recipe: ScalingRecipe) -> bool:
+        """Whether this is all that has to be done."""
+        in_order = st.layout.storage == PLAIN and st.scale.ndim == st.data.ndim and st.data.is_contiguous()
+        return in_order and repeats(st.recipe, st.layout, st.axis, recipe)
+
     def __init__(self, st: ScaledTensor, recipe: ScalingRecipe) -> None:
         shape, axis = st.shape, st.axis
         self.recipe, self.axis, self.padding, self.index = recipe, axis, st.padding, index_of(st.data.device)
@@ -299,9 +305,7 @@ class Repeated:
             scale = st.scale.contiguous().as_strided(*self.view).contiguous().view(self.repeated)
             if self.repeated != self.shape:
                 scale = scale[..., :rows, :columns].contiguous()
-        made = ScaledTensor.from_parts(
-            st.data, scale, self.recipe, self.layout, None, st.global_scale, self.axis, self.padding
-        )
+        made = ScaledTensor.from_parts(st.data, scale, self.recipe, self.layout, None, st.global_scale, self.axis, self.padding)
         return made if options.out is None else reference.assign(TORCH, options.out, made)
 
 
@@ -320,6 +324,7 @@ class Call:
         self.op, self.device = op, x.data.device
         self.index = index_of(self.device)
         self.prepared, self.stochastic = made, chosen.stochastic
+        self.launches = made.launches
         self.numbers = 0 if scaled else 1
         self.flat_shape = None if scaled or x.is_contiguous() else made.input.flat_shape
         self.strided = made.input.strided
