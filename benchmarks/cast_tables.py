@@ -226,7 +226,6 @@ def first_calls(result: Result) -> Table:
         f"with a filled cache: {len(met)} of {len(result['rows'])}."
     )
     note += "".join(f" {row['call']} raised {row['error']}." for row in result["rows"] if "error" in row)
-    rows = tuple(
-        (row["call"], row["kernel"], *(cell(row, what) for what in ("cold", "warm", "again"))) for row in result["rows"]
-    )
+    what = ("cold", "warm", "again")
+    rows = tuple((row["call"], row.get("kernel", ABSENT), *(cell(row, each) for each in what)) for row in result["rows"])
     return Table("first calls", ("call", "kernel", "empty cache, ms", "filled cache, ms", "second call, ms"), rows, note)

@@ -105,6 +105,21 @@ def test_each_benchmark_records_its_measurements_and_the_machine(benchmark: str,
 
 
 @pytest.mark.rest
+def test_first_calls_are_measured_in_processes_of_their_own(tmp_path: Path, module) -> None:
+    calls = ["--calls", "cast nvfp4", "--calls", "requantize 128x128 tiles to fp8_block"]
+    done = run("first_call.py", "--device", "cpu", "--side", "128", "--processes", "2", *calls, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("gpu-first-call-*.json")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert [row["call"] for row in result["rows"]] == calls[1::2]
+    for row in result["rows"]:
+        assert [row[what]["runs"] for what in ("cold", "warm", "again")] == [1, 2, 2]
+        assert row["cold"]["min_s"] > row["again"]["min_s"] > 0 and row["kernel"]
+    table = module("tables").first_calls({**result, "rows": [*result["rows"], {"call": "c", "error": "E: no"}]})
+    assert table.rows[-1] == ("c", "-", "-", "-", "-") and "c raised E: no." in table.note
+
+
+@pytest.mark.rest
 def test_products_on_the_cpu_are_timed_in_two_passes_and_missing_libraries_are_named(
     tmp_path: Path, module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,6 +474,8 @@ def test_a_rival_is_not_timed_under_the_name_of_another(tmp_path: Path) -> None:
             "--shapes takes ROWSxCOLUMNS, columns a multiple of",
         ),
         (["bench_gpu.py", "casts", "--device", "cpu", "--ops", "matmul"], "--ops takes cast, cast-axis-2, cast_pair,"),
+        (["first_call.py", "--device", "tpu"], "--device takes cuda or cpu; got 'tpu'"),
+        (["bench_gpu.py", "host", "--device", "cpu", "--rivals", "torchao"], "--rivals takes transformer-engine,"),
         (["bench_gpu.py", "casts", "--device", "cpu", "--dtype", "fp8"], "--dtype takes bf16, fp16, fp32; got 'fp8'"),
         (["bench_gpu.py", "casts", "--device", "cpu", "--rivals", "ml_dtypes"], "bench_gpu: --rivals takes eager-torch,"),
         (["bench_gpu.py", "quantize", "--device", "cpu", "--recipes", "mxfp9"], "mxfp9"),
@@ -598,7 +615,12 @@ def test_every_benchmark_has_a_result_and_every_table_is_shown(module) -> None:
     draw = module("draw")
     results = draw.load(BENCHMARKS / "results")
     without = {name for name, found in results.items() if not found}
-    assert without <= {"gpu-casts", "gpu-quantize", "matmul-gpu"}  # these wait for a CUDA device: the page says so
+    assert without <= {
+        "gpu-casts",
+        "gpu-first-call",
+        "gpu-quantize",
+        "matmul-gpu",
+    }  # these wait for a CUDA device: the page says so
     asked = {
         name
         for page in draw.PAGES
