@@ -53,14 +53,14 @@ def same(there: list[Any], here: list[Any]) -> None:
 
 
 @contextmanager
-def busy_stream(device: str) -> Iterator[Any]:
+def busy_stream(device: str) -> Iterator[None]:
     """A stream of a device as its current one, with work that others would overtake. The current device does not change."""
     current = torch.cuda.current_device()
-    with torch.cuda.stream(torch.cuda.Stream(device)) as stream, torch.cuda.device(current):
+    with torch.cuda.stream(torch.cuda.Stream(device)), torch.cuda.device(current):
         with torch.cuda.device(device):
             torch.cuda._sleep(20_000_000)
         assert torch.cuda.current_device() == current
-        yield stream
+        yield
     torch.cuda.synchronize(device)
 
 
@@ -182,7 +182,7 @@ def test_graphs_captured_on_another_device_replay_there(spec: str) -> None:
         given = torch.zeros(SMALL, dtype=torch.bfloat16, device=THERE)
         breccia.cast(given, recipe), breccia.cast_pair(given, recipe)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(THERE)):
             found = parts(breccia.cast(given, recipe), *breccia.cast_pair(given, recipe))
     given.copy_(x)
     with torch.cuda.device(THERE):
