@@ -399,6 +399,11 @@ def parity(result: Result) -> Table:
         f"{framework} on {result['provenance'].get('device', 'the CPU')} against NumPy: all parts, and what they decode to in "
         f"FP32, BF16 and FP16. At least {least:,} values of each recipe and variant in each way."
     )
+    if options.get("grid"):
+        note += (
+            " Of each, FP32, BF16 and FP16 numbers along both axes; `cast_pair`, `cast_ste` and `requantize` of an eighth of "
+            "them, whose bytes are counted too."
+        )
     if left := result.get("left"):
         note += f" {left} settings were left out: the time was up."
     if flushing:

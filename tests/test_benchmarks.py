@@ -464,6 +464,8 @@ def test_a_rival_is_not_timed_under_the_name_of_another(tmp_path: Path) -> None:
         (["bench_parity.py", "--framework", "jax", "--ways", "compiled"], "--ways of jax takes eager, generic, jit, vmap; got"),
         (["bench_parity.py", "--device", "tpu"], "--device of torch takes cpu or cuda; got 'tpu'"),
         (["bench_parity.py", "--framework", "mlx", "--device", "cuda"], "--device of mlx takes cpu; got 'cuda'"),
+        (["bench_parity.py", "--grid", "--framework", "jax"], "--grid compares eager calls of torch; leave --framework"),
+        (["bench_parity.py", "--grid", "--ways", "compiled"], "--grid compares eager calls of torch; leave --framework"),
         (["bench_parity.py", "--beyond"], "--beyond needs --device cuda and torch"),
         (["bench_parity.py", "--framework", "jax", "--device", "cuda", "--beyond"], "--beyond needs --device cuda and torch"),
         (["bench_encoder.py", "--recipes", "mxfp9"], "mxfp9"),
@@ -560,6 +562,41 @@ def test_frameworks_train_the_same_network(framework: str, module, monkeypatch) 
     # Another order of summation moves the logits, of order 1, by about 1e-6: this changes the class of about one input in 10^5.
     assert np.count_nonzero(expected != found) <= 1
     assert len(set(expected.tolist())) == bench.CLASSES
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4", "fp8_current"])
+def test_a_grid_of_parity_has_every_dtype_and_axis_and_finds_a_wrong_bit_of_each_op(recipe: str, module, monkeypatch) -> None:
+    pytest.importorskip("torch")
+    parity, breccia = module("parity"), module("breccia")
+    made = breccia.recipe(recipe)
+    slabs = parity.grid(0)
+    assert sorted((slab.options["axis"], slab.name.split(",")[0]) for slab in slabs) == [
+        (axis, dtype) for axis in (-2, -1) for dtype in ("bfloat16", "float16", "float32")
+    ]
+    assert {slab.columns for slab in slabs} == {slab.columns for slab in parity.grid(1)} == {parity.WHOLE, parity.RAGGED}
+    run = {"eager": parity.Way(lambda recipe: lambda x, options: parity.other_ops(x, recipe, options))}
+
+    def compared():
+        drawn = parity.draws(made, 6 * 4096, 4096, slabs)
+        return parity.parity("torch", made, run, "cpu", drawn, parity.other_ops)[0]["eager"]
+
+    tally = compared()
+    assert tally.differing == 0 and not tally.faults and tally.values >= 6 * 4096
+    for op in ("cast_pair", "cast_ste", "requantize"):
+        function = getattr(breccia, op)
+
+        def wrong(x, *arguments, function=function, **options):
+            found = function(x, *arguments, **options)
+            first = found[0] if isinstance(found, tuple) else found
+            data = first.data if hasattr(first, "recipe") else first
+            if type(data).__module__ == "torch":
+                data.view(module("torch").uint8)[0, 0] ^= 1
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(breccia, op, wrong)
+            faults = compared().faults
+        assert faults and all(op in fault for fault in faults), op
 
 
 def test_parity_leaves_out_what_has_not_begun_in_time(module) -> None:

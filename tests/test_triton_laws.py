@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -14,9 +13,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 pytest.importorskip("breccia_triton")
 
-import breccia_torch.plugin  # noqa: E402
-
 import breccia  # noqa: E402
+import breccia_torch.plugin  # noqa: E402
 from breccia.arrays import frameworks  # noqa: E402
 from breccia.dispatch import builtin, registry  # noqa: E402
 from breccia.dispatch.registry import CORE, Plugin, Registry  # noqa: E402
