@@ -229,3 +229,50 @@ def first_calls(result: Result) -> Table:
     what = ("cold", "warm", "again")
     rows = tuple((row["call"], row.get("kernel", ABSENT), *(cell(row, each) for each in what)) for row in result["rows"])
     return Table("first calls", ("call", "kernel", "empty cache, ms", "filled cache, ms", "second call, ms"), rows, note)
+
+
+def profile(result: Result) -> Table:
+    """What Nsight Compute counted for each kernel of a call."""
+    rows = tuple(
+        (
+            row["call"],
+            row["kernel"],
+            three(1e6 * row["seconds"]),
+            f"{row['dram_bytes'] / row['elements']:.2f}",
+            *(f"{row[what]:.0f} %" for what in ("dram", "issue", "alu", "warps")),
+            f"{row['registers']:.0f}",
+        )
+        for row in result["rows"]
+    )
+    headings = ("call", "kernel", "µs", "bytes of DRAM for each number", "DRAM", "issue slots", "integer pipe", "warps")
+    clocks = [row["clock"] / 1e6 for row in result["rows"]]
+    note = (
+        f"{'×'.join(map(str, result['options']['shape']))} BF16, by Nsight Compute, with caches flushed before each kernel and "
+        "clocks as they are"
+        + (f" ({min(clocks):.0f} to {max(clocks):.0f} MHz)" if clocks else "")
+        + ". Percent of the peak, of the time (DRAM) or of active cycles."
+    )
+    return Table("profile of casts", (*headings, "registers"), rows, note)
+
+
+def instructions(result: Result) -> Table:
+    """Instructions of kernels of casts for each number, in their machine code."""
+    rows = tuple(
+        (
+            row["op"] + ("-axis-2" if row["axis"] == -2 else ""),
+            row["recipe"],
+            row["kernel"],
+            f"{row['issue']:.1f}",
+            f"{row['alu']:.1f}",
+            str(row["registers"]),
+        )
+        for row in result["rows"]
+    )
+    headings = ("op", "recipe", "kernel", "instructions for each number", "slots of the integer pipe", "registers")
+    note = (
+        f"{'×'.join(map(str, result['options']['shape']))} BF16, compiled for compute capability "
+        f"{result['options']['capability'] / 10:.1f}. A multiprocessor issues 128 instructions of a thread in a clock; an integer "
+        "instruction takes two of the 128 slots of its pipe. The larger of both numbers bounds the rate. Passes for an amax are "
+        "left out."
+    )
+    return Table("instructions of casts", headings, rows, note)

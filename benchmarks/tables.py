@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from cast_tables import first_calls, goals, gpu_casts, gpu_casts_small, gpu_host, roofline
+from cast_tables import first_calls, goals, gpu_casts, gpu_casts_small, gpu_host, instructions, profile, roofline
 from cells import ABSENT, Result, Table, bits, percent, ratio, share, spread, three, trio
 from rich.console import Console
 from rich.markup import escape
@@ -757,6 +757,8 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
         "gpu-casts-roofline": roofline,
         "gpu-casts-small": gpu_casts_small,
     },
+    "gpu-casts-profile": {"gpu-casts-profile": profile},
+    "gpu-casts-sass": {"gpu-casts-sass": instructions},
     "gpu-first-call": {"gpu-first-call": first_calls},
     "gpu-quantize": {"gpu-quantize": gpu_quantize},
     "gpu-host": {"gpu-host": gpu_host},

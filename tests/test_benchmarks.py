@@ -300,6 +300,37 @@ def test_rows_with_a_goal_come_first_of_each_shape(module) -> None:
     }
 
 
+def test_kernels_that_nsight_compute_counts_are_read_and_shown(module) -> None:
+    pytest.importorskip("torch")
+    ncu, metrics = module("ncu_casts"), list(module("ncu_casts").METRICS.values())
+
+    def line(*cells: object) -> str:
+        return ",".join(f'"{cell}"' for cell in cells)
+
+    values = (81_920, "402,653,184", 91.5, 40.2, 33.3, 60.0, 48, "1,755,000,000")
+    units = ("ns", "byte", "%", "%", "%", "%", "register/thread", "hz")
+    text = "\n".join(
+        [
+            "==PROF== Connected to process 7",
+            line("ID", "Kernel Name", *metrics),
+            line("", "", *units),
+            line(0, "lanes_kernel", *values),
+            line(1, "amax_kernel(int)", *values),
+        ]
+    )
+    found = ncu.read(text)
+    assert [row["kernel"] for row in found] == ["lanes_kernel", "amax_kernel"]
+    assert found[0] == {**found[1], "kernel": "lanes_kernel"} and found[0]["seconds"] == pytest.approx(81.92e-6)
+    rows = [{"call": "cast nf4", "elements": 16384 * 8192, **row} for row in found]
+    table = module("tables").profile({"options": {"shape": [16384, 8192]}, "rows": rows})
+    assert table.rows[0] == ("cast nf4", "lanes_kernel", "81.9", "3.00", "92 %", "40 %", "33 %", "60 %", "48")
+    assert "(1755 to 1755 MHz)" in table.note
+    with pytest.raises(SystemExit, match="ncu printed no kernels: ==ERROR== no permission"):
+        ncu.read("==ERROR== no permission")
+    for op, recipe in ncu.CALLS.values():
+        assert recipe in module("gpu_work").OPS[op].recipes
+
+
 def test_a_size_is_small_whatever_else_is_measured(module) -> None:
     work = module("gpu_work")
     assert [work.is_large(shape) for shape in ((16384, 8192), (4096, 4096), (64, 8192))] == [True, False, False]
