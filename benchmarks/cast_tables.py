@@ -271,8 +271,8 @@ def instructions(result: Result) -> Table:
     headings = ("op", "recipe", "kernel", "instructions for each number", "slots of the integer pipe", "registers")
     note = (
         f"{'×'.join(map(str, result['options']['shape']))} BF16, compiled for compute capability "
-        f"{result['options']['capability'] / 10:.1f}. A multiprocessor issues 128 instructions of a thread in a clock; an integer "
-        "instruction takes two of the 128 slots of its pipe. The larger of both numbers bounds the rate. Passes for an amax are "
-        "left out."
+        f"{result['options']['capability'] / 10:.1f}. A multiprocessor issues 128 instructions of a thread in a clock; an "
+        "integer instruction takes two of the 128 slots of its pipe. The larger of both numbers bounds the rate. Passes for an "
+        "amax are left out."
     )
     return Table("instructions of casts", headings, rows, note)
