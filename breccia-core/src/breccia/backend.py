@@ -18,7 +18,7 @@ _HOMES: dict[str, str] = {
     "Described": "dispatch.facts",
     "Table": "dispatch.table",
     **dict.fromkeys(("Device",), "arrays.frameworks"),
-    **dict.fromkeys(("CastOptions", "DEFAULT", "PLAIN"), "options"),
+    **dict.fromkeys(("COLUMNS", "CastOptions", "DEFAULT", "PLAIN"), "options"),
     # Calling other kernels, and the generic algorithm: modules.
     "calls": "dispatch",
     "rules": "",

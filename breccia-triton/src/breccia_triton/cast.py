@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from breccia import DelayedScaling
 from breccia.backend import (
+    COLUMNS,
     DEFAULT,
     PLAIN,
     CastOptions,
@@ -49,7 +51,7 @@ from .specs import TwoCasts, Unsupported
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`cast` as `breccia.cast` documents it; see `casting` for the kernels."""
-    if options is DEFAULT and (made := _plainly("cast", x, recipe)) is not None:
+    if (made := _plainly("cast", x, recipe, options)) is not None:
         return made
     x = _readable(x, recipe)
     prepared = _found("cast", x, recipe, options)
@@ -62,7 +64,7 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
 
 def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Any:
     """`cast_ste` as `breccia.cast_ste` documents it, without codes in memory."""
-    if options is DEFAULT and (made := _plainly("cast_ste", x, recipe)) is not None:
+    if (made := _plainly("cast_ste", x, recipe, options)) is not None:
         return made
     x = _readable(x, recipe)
     prepared = _found("cast_ste", x, recipe, options)
@@ -71,16 +73,33 @@ def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> A
     return prepared(x, options)
 
 
-def _plainly(op: str, x: Any, recipe: ScalingRecipe) -> Any:
-    """The result of most calls under default options, or None for other calls.
+def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
+    """The result of most calls under no option but an axis and a supplied scale, or None for other calls.
 
     It does less than `_found` does for those, as calls of small arrays are bound by the host.
     """
+    scale, axis, kind = options.scale, options.axis, _OWN
+    if options is not DEFAULT and options is not COLUMNS:
+        if scale is None or options.out is not None or options.nonfinite == "raise":
+            return None
+        kind = _kind(options)
+        if kind != _SUPPLIED:
+            return None
     if x.layout is not torch.strided or not x.is_contiguous() or x.is_neg():
         return None
     address = x.data_ptr()
-    call = _calls.get((op, recipe.interned_key, x.shape, x.dtype, x.device, -1, True, True, address % 16 == 0))
-    return call.plainly(address) if isinstance(call, Call | Pair) and call.plain else None
+    call = _calls.get((op, recipe.interned_key, x.shape, x.dtype, x.device, axis, kind, True, address % 16 == 0))
+    if not isinstance(call, Call | Pair) or not call.plain or (scale is not None and not call.takes(scale)):
+        return None
+    return call.plainly(*((address,) if scale is None else (address, scale.data_ptr())))
+
+
+def _kind(options: CastOptions) -> tuple[bool, str, str]:
+    """What calls are prepared for, of their options."""
+    return options.scale is not None, options.rounding, options.storage
+
+
+_OWN, _SUPPLIED = (False, "nearest", PLAIN), (True, "nearest", PLAIN)
 
 
 def cast_ste_clipped(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Any:
@@ -90,7 +109,7 @@ def cast_ste_clipped(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOpti
 
 def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
     """`cast_pair` as `breccia.cast_pair` documents it: from one read, or two casts where they are faster."""
-    if options is DEFAULT and (made := _plainly("cast_pair", x, recipe)) is not None:
+    if options is DEFAULT and (made := _plainly("cast_pair", x, recipe, options)) is not None:
         return made
     x = _readable(x, recipe)
     prepared = _found("cast_pair", x, recipe, options)
@@ -115,7 +134,8 @@ def cast_and_record(
     """`cast_and_record` as `breccia.AmaxHistory.cast` documents it: the input is read once."""
     x = _readable(x, recipe)
     held = _History.of(recipe, amaxes, scale, x.device)
-    given = options.replace(scale=scale if held is None else held.scale)
+    supplied = scale if held is None else held.scale
+    given = CastOptions(scale=supplied) if options is DEFAULT else options.replace(scale=supplied)
     prepared = None if held is None else _found("cast_and_record", x, recipe, given)
     if prepared is None or held is None:
         return cast(x, recipe, given), *record_amax(x, recipe, amaxes, scale)
@@ -181,7 +201,7 @@ def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
     facts: Any = facts_of(x) if scaled else (x.is_contiguous() or x.stride(), x.data_ptr() % 16 == 0)
     key = (
         op, recipe.interned_key, x.shape, x.dtype, device, axis,
-        options is DEFAULT or (options.scale is not None, options.rounding, options.storage), *facts,
+        _kind(options), *facts,
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
@@ -203,7 +223,7 @@ _calls = Remembered()
 _TUNED = ("cast", "cast_ste", "requantize")
 
 
-def _made(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions) -> Call | Pair | Repeated:
+def _made(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions) -> Any:
     """The call for these arguments, tuned on request. Raises Unsupported."""
     device = x.data.device
     if op == "requantize" and options.scale is None and options.storage == PLAIN and Repeated.takes_tensor(x, recipe):
@@ -258,6 +278,7 @@ class Pair:
         return first(x, options.replace(axis=-1), shared), second(x, options.replace(axis=-2), shared)
 
     def plainly(self, address: int) -> tuple[ScaledTensor, ScaledTensor]:
+        """The results under default options."""
         first, second = self.calls
         if not self.shared:
             return first.plainly(address), second.plainly(address)
@@ -336,13 +357,19 @@ class Call:
         #: Whether `plainly` does what a call does, if options are at their default.
         self.plain = (
             op in ("cast", "cast_ste", "cast_pair")
-            and chosen == Options()
+            and chosen in (Options(), Options(supplied=True))
             and self.index is not None
             and not INTERPRETED
             and self.flat_shape is None
-            and all(name == "tensor" for name in self.passes)
+            and len(self.passes) < 2
         )
-        self.amax = self.passes["tensor"][1] if "tensor" in self.passes else None
+        self.amax: Any = None
+        #: What makes the zeros that a pass for rows or columns needs.
+        self.zeros: Any = None
+        for each, launcher in self.passes.values():
+            self.amax = launcher
+            if each.length:
+                self.zeros = partial(torch.zeros, each.length, dtype=torch.int32, device=self.device)
         self.waits = made.waits
         if self.plain:
             values = op == "cast_ste"
@@ -367,19 +394,27 @@ class Call:
                 return self._run(x, options, amaxes, held)
         return self._run(x, options, amaxes, held)
 
-    def plainly(self, address: int) -> Any:
-        """The result for contiguous numbers at an address on the device, under default options."""
+    def plainly(self, address: int, *supplied: int) -> Any:
+        """The result for contiguous numbers at an address on the device, under no option but the axis and a scale.
+
+        supplied: the address of the scale, if there is one.
+        """
         index = self.index
         if elsewhere(index):
             with torch.cuda.device(index):
-                return self.plainly(address)
+                return self.plainly(address, *supplied)
         stream = stream_of(index)
         made = [allocate() for allocate in self.allocators]
         if self.waits:
             work, _ = workspace(self.device, stream)
             self.launcher.run(stream, address, *[part.data_ptr() for part in made], work.data_ptr())
         elif self.amax is None:
-            self.launcher.run(stream, address, *[part.data_ptr() for part in made])
+            self.launcher.run(stream, address, *[part.data_ptr() for part in made], *supplied)
+        elif self.zeros is not None:
+            amax = self.zeros()
+            number = amax.data_ptr()
+            self.amax.run(stream, address, number)
+            self.launcher.run(stream, address, *[part.data_ptr() for part in made], number)
         else:
             work, amax = workspace(self.device, stream)
             number = amax.data_ptr()
