@@ -3,7 +3,7 @@ what calls cost the host.
 
     python benchmarks/bench_gpu.py casts [--recipes nvfp4] [--ops cast] [--shapes 4096x4096] [--burst] [--out RESULTS]
     python benchmarks/bench_gpu.py quantize [--recipes nvfp4] [--out RESULTS]
-    python benchmarks/bench_gpu.py host [--out RESULTS]
+    python benchmarks/bench_gpu.py host [--rivals transformer-engine] [--out RESULTS]
     python benchmarks/bench_gpu.py matmul ...         # as bench_matmul.py
     python benchmarks/bench_gpu.py weight_only ...    # as bench_weight_only.py
 
@@ -17,7 +17,6 @@ own, before and after. A rival that is missing or raises is recorded with the re
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -25,7 +24,7 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,35 +33,13 @@ import common
 import rivals
 import tables
 import typer
-from rivals import OLD, OURS, TILES, Rival
-from tables import COPY
+from cast_tables import COPY
+from gpu_work import DTYPES, OPS, RECIPES, Call, cases, copying, host_calls, is_large, matrices, rival_call, rotating, work
+from rivals import OLD, OURS, TORCH_COMPILED, TRANSFORMER_ENGINE, Rival
 
 app = typer.Typer(add_completion=False)
 
-RECIPES = (
-    "fp8_block",
-    TILES,
-    "fp8_row",
-    "fp8_current",
-    "fp8_delayed",
-    "mxfp8",
-    "mxfp6",
-    "mxfp4",
-    "mxint8",
-    "nvfp4",
-    "nvfp4,two_level=false",
-    "int4",
-    "int4,symmetric=false,signed=false",
-    "int8",
-    "nf4",
-)
-OPS = ("cast", "cast-axis-2", "cast_pair", "dequantize", "requantize", "cast_ste")
 SHAPES = ("16384x8192", "4096x4096", "1024x1024", "64x8192")
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-#: What is requantized, and to what.
-REQUANTIZED = {TILES: "fp8_block"}
-#: The supplied scale of fp8_delayed. Standard normal numbers stay below 448 times it.
-SCALE = 1 / 64
 
 #: A sample lasts at least this long, and has at least this many calls unless they take longer than the maximum.
 SAMPLE_S, SAMPLE_CALLS, SAMPLE_MOST_S = 1e-3, 10, 20e-3
@@ -82,9 +59,6 @@ SAVE_S = 10.0
 QUANTIZED = ("fp8_block", "mxfp8", "nvfp4", "int4")
 LAYERS, WIDTH, KEYS, HIDDEN = 16, 2048, 512, 8192
 TINY = (2, 128, 128, 256)
-
-Call = Callable[[], object]
-
 
 # ------------------------------------------------------------------------------------------------ time
 
@@ -197,7 +171,7 @@ def measured(
 ) -> tuple[dict[str, Any], int | None]:
     """(by name the samples of each call, or the message of what it raised; the clock under load).
 
-    makers: each returns the call, or None if it has no such op. small: take host time and CUDA graphs too.
+    makers: each returns the call, or None if it has no such op. small: take times in CUDA graphs too.
     """
     found: dict[str, Any] = {}
     timers: dict[tuple[str, str], Timer] = {}
@@ -228,14 +202,6 @@ def measured(
             timer.sample(device)
     for (name, what), timer in timers.items():
         found[name][what] = common.summary(timer.seconds)
-    if small:
-        calls = {name: timer.call for (name, what), timer in timers.items() if what == "device"}
-        seconds = {name: list[float]() for name in calls}
-        for _ in range(samples):
-            for name, call in calls.items():
-                seconds[name].append(host_time(call, device))
-        for name, taken in seconds.items():
-            found[name]["host"] = common.summary(taken)
     return found, clock
 
 
@@ -243,92 +209,6 @@ def message(e: BaseException) -> str:
     """The error's type and the start of its text."""
     lines = str(e).strip().splitlines()
     return f"{type(e).__name__}: {lines[0][:200] if lines else ''}"
-
-
-# ------------------------------------------------------------------------------------------------ calls
-
-
-def rotating(call: Callable[[Any], object], operands: list[Any]) -> Call:
-    """A call that takes the next operand each time."""
-    following = itertools.cycle(operands)
-    return lambda: call(next(following))
-
-
-def matrices(shape: tuple[int, int], dtype: str, device: str) -> list[Any]:
-    """Standard normal matrices, enough of them that the last one evicts the first from the device's cache."""
-    import torch
-
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(shape, device=device, generator=generator).to(getattr(torch, dtype))
-    cache = torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else 0
-    return [x, *(x.clone() for _ in range(math.ceil(2 * cache / x.nbytes) - 1))]
-
-
-def copying(xs: list[Any]) -> Call:
-    """The copy of a matrix into another."""
-    import torch
-
-    to = torch.empty_like(xs[0])
-    return rotating(to.copy_, xs)
-
-
-@dataclass(frozen=True)
-class Work:
-    """breccia's call, the bytes that it has to read and write, and the kernel that runs."""
-
-    call: Call
-    nbytes: int
-    kernel: str
-
-
-def work(op: str, spec: str, xs: list[Any], dtype: str) -> Work:
-    """What a row measures: `op` under the recipe `spec`. Operands of dequantize and requantize are casts of `xs`."""
-    import torch
-
-    import breccia
-
-    recipe = breccia.recipe(spec)
-    supplied: dict[str, Any] = {"scale": torch.tensor(SCALE, device=xs[0].device)} if spec == "fp8_delayed" else {}
-    name = op.removesuffix("-axis-2")
-    arguments: dict[str, tuple[list[Any], dict[str, Any]]] = {
-        "cast": ([recipe], supplied),
-        "cast-axis-2": ([recipe], {**supplied, "axis": -2}),
-        "cast_pair": ([recipe], {}),
-        "dequantize": ([], {"out_dtype": dtype}),
-        "requantize": ([breccia.recipe(REQUANTIZED.get(spec, spec))], {}),
-        "cast_ste": ([recipe], supplied),
-    }
-    extras, options = arguments[op]
-    casts = op not in ("dequantize", "requantize")
-    operands = xs if casts else [breccia.cast(x, recipe, **supplied) for x in xs]
-    function = getattr(breccia, name)
-    results = function(operands[0], *extras, **options)
-    fmt = recipe.format
-    tensor_wide = fmt.global_scale is not None or fmt.scale.block == breccia.formats.TENSOR
-    reads = 2 if casts and tensor_wide and not supplied else 1  # a scale of the whole tensor takes a pass before the cast
-    written = sum(result.nbytes for result in (results if isinstance(results, tuple) else [results]))
-    kernel = breccia.explain(name, operands[0], *extras, **options).running
-    call = rotating(lambda x: function(x, *extras, **options), operands)
-    return Work(call, reads * operands[0].nbytes + written, kernel)
-
-
-def rival_call(rival: Rival, op: str, spec: str, xs: list[Any]) -> Call | None:
-    """The rival's call for the same work; None if it has no such recipe or op."""
-    made = {"cast": rival.cast, "dequantize": rival.cast, "cast-axis-2": rival.down, "cast_pair": rival.pair}.get(op)
-    if made is None:
-        return None
-    try:
-        cast = made(spec)
-    except KeyError:
-        return None
-    return rotating(rival.dequantize, [cast(x) for x in xs]) if op == "dequantize" else rotating(cast, xs)
-
-
-def cases(recipes: list[str], ops: list[str], shapes: list[tuple[int, int]]) -> Iterator[tuple[str, str, tuple[int, int]]]:
-    """(recipe, op, shape) of every row, shape by shape. `cast_pair` takes no scale: fp8_delayed would be fp8_current."""
-    for shape, spec, op in itertools.product(shapes, recipes, ops):
-        if not (op == "requantize" and spec not in REQUANTIZED) and not (op == "cast_pair" and spec == "fp8_delayed"):
-            yield spec, op, shape
 
 
 # ------------------------------------------------------------------------------------------------ rivals
@@ -456,7 +336,7 @@ def casts(
     recipes: RecipesOption = None,
     ops: Annotated[list[str] | None, typer.Option(help="Those of OPS; repeat for several. Default: all.")] = None,
     shapes: Annotated[
-        list[str] | None, typer.Option(help="ROWSxCOLUMNS; repeat for several. All but the largest count as small.")
+        list[str] | None, typer.Option(help="ROWSxCOLUMNS; repeat for several. Small ones are timed in CUDA graphs too.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     samples: Annotated[int, typer.Option(min=1, help="Samples of each call, interleaved.")] = 15,
@@ -471,7 +351,7 @@ def casts(
     as_json: JsonOption = False,
 ) -> None:
     """Time casts and their inverse against a device copy and rivals."""
-    chosen_ops, sides = known(ops, OPS, "--ops"), [sizes(shape) for shape in shapes or SHAPES]
+    chosen_ops, sides = known(ops, tuple(OPS), "--ops"), [sizes(shape) for shape in shapes or SHAPES]
     if dtype not in DTYPES:
         sys.exit(f"bench_gpu: --dtype takes {', '.join(DTYPES)}; got {dtype!r}.")
     check_device(device)
@@ -513,7 +393,7 @@ def casts(
         merged(rows, passes)
         for row in rows:
             for timed in row["times"].values():
-                for what in ("device", "graph", "host"):  # thousands of samples: their least, median and most remain
+                for what in ("device", "graph"):  # thousands of samples: their least, median and most remain
                     timed.get(what, {}).pop("seconds", None)
         versions = {name: one.version for name, one in there.items()} | ({OLD: rivals.OLD_VERSION} if passes else {})
         return {**result, "rivals": versions, "absent": absent, "left": len(planned) - len(rows), "rows": rows}
@@ -521,14 +401,14 @@ def casts(
     planned = list(cases(specs, chosen_ops, sides))
     started = saved = time.monotonic()
     measure_old()
-    largest = max(sides, key=math.prod)
     rows: list[dict[str, Any]] = []
     for spec, op, shape in planned:
         if time.monotonic() - started > seconds:
             break
         print(f"measuring {op} of {shape[0]}x{shape[1]} under {spec}", file=sys.stderr)
         row: dict[str, Any] = {"recipe": spec, "op": op, "shape": shape}
-        xs = matrices(shape, DTYPES[dtype], device)
+        row |= {"dtype": OPS[op].dtype} if OPS[op].dtype else {}
+        xs = matrices(shape, OPS[op].dtype or DTYPES[dtype], device)
         try:
             ours = work(op, spec, xs, DTYPES[dtype])
         except Exception as e:
@@ -536,8 +416,9 @@ def casts(
             continue
         makers: dict[str, Callable[[], Call | None]] = {COPY: lambda xs=xs: copying(xs), OURS: lambda ours=ours: ours.call}
         for name, one in there.items():
-            makers[name] = lambda one=one, op=op, spec=spec, xs=xs: rival_call(one, op, spec, xs)
-        times, clock = measured(makers, samples, device, burst, shape != largest)
+            makers[name] = lambda name=name, one=one, op=op, spec=spec, xs=xs: rival_call(one, op, spec, xs, name)
+        times, clock = measured(makers, samples, device, burst, not is_large(shape))
+        row |= {"functions": ours.functions()} | ({"to": ours.to} if ours.to else {})
         row |= {"bytes": ours.nbytes, "copy_bytes": 2 * xs[0].nbytes, "kernel": ours.kernel, "clock_mhz": clock}
         rows.append({**row, "times": times})
         if out is not None and time.monotonic() - saved > SAVE_S:  # a run that is stopped leaves what it has
@@ -606,73 +487,18 @@ def quantize(
         tables.tell(json.loads(json.dumps({**result, "options": options, "rows": rows})), out, as_json)
 
 
-def host_calls(side: int, device: str) -> dict[str, Callable[[], Call]]:
-    """What makes the calls of `host`, by name: of matrices of `side` rows and columns."""
-    import torch
-
-    import breccia
-    import breccia_torch
-
-    def numbers(*shape: int) -> Any:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
-    x, row = numbers(side, side), numbers(1, side)
-
-    def casting(op: str, spec: str) -> Callable[[], Call]:
-        recipe, given = breccia.recipe(spec), numbers(side, side)
-        if op == "cast":
-            return lambda: lambda: breccia.cast(given, recipe)
-        if op == "cast_ste":
-            return lambda: lambda: breccia.cast_ste(given, recipe)
-
-        def decoding() -> Call:
-            st = breccia.cast(given, recipe)
-            return lambda: breccia.dequantize(st, out_dtype="bfloat16")
-
-        return decoding
-
-    def product(a: str, w: str) -> Callable[[], Call]:
-        def make() -> Call:
-            left, right = breccia.cast(x, a), breccia.cast(x, w).mT
-            return lambda: breccia.matmul(left, right, "bfloat16")
-
-        return make
-
-    def layer(spec: str) -> Callable[[], Call]:
-        def make() -> Call:
-            linear = torch.nn.Linear(side, side, bias=False, device=device, dtype=torch.bfloat16)
-            model = torch.nn.Sequential(linear).eval().requires_grad_(False)
-            if spec:
-                breccia_torch.quantize_(model, spec)  # which stores the weight as its kernel reads it
-            made = model[0]
-            return lambda: made(row)
-
-        return make
-
-    found = {f"{op} {spec}": casting(op, spec) for op in ("cast", "dequantize", "cast_ste") for spec in HOST_RECIPES}
-    found |= {f"matmul {a} by {w}": product(a, w) for a, w in HOST_PRODUCTS}
-    found |= {f"ScaledLinear {spec}": layer(spec) for spec in LAYERS}
-    out = torch.empty_like(x)
-    return found | {
-        "torch.nn.Linear": layer(""),
-        "torch.neg": lambda: lambda: torch.neg(x, out=out),
-        "torch.empty": lambda: lambda: torch.empty((side, side), device=device, dtype=torch.bfloat16),
-    }
-
-
 #: Calls in a sample of `host`: of few launches each. The first ones find the processor's caches filled by other calls.
 FEW_LAUNCHES = 100
-#: Recipes whose host time is measured, and recipes of the two operands of products.
-HOST_RECIPES = ("fp8_block", TILES, "fp8_row", "mxfp8", "mxfp4", "int4", "fp8_current", "nvfp4")
-HOST_PRODUCTS = (("fp8_row", "fp8_row"), ("fp8_block", TILES), ("mxfp8", "mxfp8"))
-#: Recipes of layers whose host time is measured.
-LAYERS = ("int4", "mxfp4", "nvfp4", TILES, "mxfp8")
+HOST_RIVALS = (TRANSFORMER_ENGINE, TORCH_COMPILED)
 
 
 @app.command()
 def host(
     side: Annotated[int, typer.Option(help="Rows and columns.")] = 1024,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each call, in rotation.")] = 50,
+    rivals_: Annotated[
+        list[str] | None, typer.Option("--rivals", help="transformer-engine, torch-compiled or none; repeatable.")
+    ] = None,
     device: DeviceOption = "cuda",
     out: OutOption = None,
     as_json: JsonOption = False,
@@ -681,23 +507,35 @@ def host(
     import torch
 
     check_device(device)
-    calls: dict[str, Call] = {}
+    wanted = known(rivals_, (*HOST_RIVALS, "none"), "--rivals")
+    names = [name for name in wanted if name in HOST_RIVALS and (rivals_ or not rivals.absence(name))]
+    there, absent = loaded(names, device, "bfloat16")
+    calls: dict[tuple[str, str], Call] = {}
     errors: dict[str, str] = {}
-    for name, make in host_calls(side, device).items():
+    for name, whose, make in host_calls(side, device, there):
         try:
-            calls[name] = make()
+            if (call := make()) is None:
+                continue
             for _ in range(WARM_UP):
-                calls[name]()
+                call()
+            calls[name, whose] = call
         except Exception as e:
-            calls.pop(name, None)
-            errors[name] = message(e)
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+            errors[name if whose in (OURS, "torch") else f"{name}, {whose}"] = message(e)
+    seconds: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
     with torch.no_grad():
         for _ in range(samples):
             for name, call in calls.items():
                 seconds[name].append(host_time(call, device, FEW_LAUNCHES))
-    rows = [{"call": name, "host": common.summary(found)} for name, found in seconds.items()]
+    found: dict[str, dict[str, Any]] = {}
+    for (name, whose), taken in seconds.items():
+        found.setdefault(name, {})[whose] = common.summary(taken)
+    rows = [
+        {"call": name, "host": by.get(OURS) or by.get("torch"), "rivals": {who: t for who, t in by.items() if who in there}}
+        for name, by in found.items()
+        if OURS in by or "torch" in by
+    ]
     result: dict[str, Any] = {"benchmark": "gpu-host", "schema": common.SCHEMA, "provenance": where(device)}
+    result |= {"rivals": {name: one.version for name, one in there.items()}, "absent": absent}
     options = {"device": device, "side": side, "samples": samples, "calls": FEW_LAUNCHES}
     tables.tell(json.loads(json.dumps({**result, "options": options, "errors": errors, "rows": rows})), out, as_json)
 

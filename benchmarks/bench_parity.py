@@ -2,9 +2,12 @@
 
     python benchmarks/bench_parity.py [--framework jax] [--ways eager,jit] [--device cuda] [--values 20000000] [--beyond]
         [--out benchmarks/results]
+    python benchmarks/bench_parity.py --device cuda --grid --values 13000000 --jobs 16 [--out benchmarks/results]
 
-parity.py says what is drawn and compared, and which ways a framework has. --beyond: tensors of more than 2^31 elements, too, on
-torch, for which a GPU needs some 150 GB. Exits with 1 where a byte differs, after naming it.
+--grid takes a slab of each dtype along each axis for every recipe and variant, and compares `cast_pair`, `cast_ste` and
+`requantize` of an eighth of it, too. parity.py says what else is drawn and compared, and which ways a framework has. --beyond:
+tensors of more than 2^31 elements, too, on torch, for which a GPU needs some 150 GB. Exits with 1 where a byte differs, after
+naming it.
 """
 
 from __future__ import annotations
@@ -90,16 +93,32 @@ def settings(names: list[str]) -> list[breccia.ScalingRecipe]:
 
 
 def measured(
-    framework: str, recipe: breccia.ScalingRecipe, turn: slice, ways: list[str], device: str, values: int, threads: int
+    framework: str,
+    recipe: breccia.ScalingRecipe,
+    turn: slice,
+    ways: list[str],
+    device: str,
+    values: int,
+    threads: int,
+    grid: bool,
 ) -> dict[str, Any]:
-    """What one recipe's comparison found, in this process. turn: of small shapes, and of slabs that are not plain ones."""
+    """What one recipe's comparison found, in this process. turn: of small shapes, and of slabs that are not plain ones.
+
+    grid: compare every dtype and axis, and further ops, on a slab each (see `parity.grid`).
+    """
     side = parity.FRAMEWORKS[framework]
     breccia.set_num_threads(threads)
     side.threads(threads)
     slabs = [slab for slab in parity.SLABS if slab.plain] + [slab for slab in parity.SLABS if not slab.plain][turn]
     drawn = itertools.chain(list(parity.small(recipe))[turn], parity.draws(recipe, values, SLAB, slabs))
     chosen = {way: side.ways[way] for way in ways}
-    tallies, seconds = parity.parity(framework, recipe, chosen, device, drawn)
+    if grid:
+        slabs = parity.grid(turn.start)
+        drawn = parity.draws(recipe, values, -(-values // len(slabs)), slabs)
+        every = {"eager": parity.Way(lambda recipe: lambda x, options: parity.other_ops(x, recipe, options))}
+        tallies, seconds = parity.parity(framework, recipe, every, device, drawn, parity.other_ops)
+    else:
+        tallies, seconds = parity.parity(framework, recipe, chosen, device, drawn)
     found = {way: dataclasses.asdict(tally) for way, tally in tallies.items()}
     return {"recipe": recipe.spec, "name": recipe.name, "numpy_s": seconds, "modes": found}
 
@@ -247,6 +266,9 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     values: Annotated[int, typer.Option(help="Least number of values for each recipe and variant.")] = 20_000_000,
     recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name; repeat for several. Default: all.")] = None,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Every dtype and axis, and cast_pair, cast_ste and requantize too, eagerly on torch.")
+    ] = False,
     large: Annotated[bool, typer.Option("--beyond", help="Cast tensors of more than 2^31 elements too, on CUDA.")] = False,
     turns: Annotated[int, typer.Option(help="Of shapes that are compiled for few numbers, a recipe takes one in N.")] = 1,
     jobs: Annotated[int, typer.Option(help="Recipes compared at a time; 0 for one to two cores.")] = 0,
@@ -265,6 +287,9 @@ def main(
         sys.exit(f"bench_parity: --ways of {framework} takes {', '.join(side.ways)}; got {unknown[0]!r}.")
     if device not in side.devices:
         sys.exit(f"bench_parity: --device of {framework} takes {' or '.join(side.devices)}; got {device!r}.")
+    if grid and (framework != "torch" or chosen not in (["eager"], side.usual)):
+        sys.exit("bench_parity: --grid compares eager calls of torch; leave --framework and --ways out, or ask for eager.")
+    chosen = ["eager"] if grid else chosen
     if large and (framework, device) != ("torch", "cuda"):
         sys.exit("bench_parity: --beyond needs --device cuda and torch: a CPU is served by NumPy's own kernels.")
     if find_spec(framework) is None:
@@ -280,11 +305,14 @@ def main(
     with ProcessPoolExecutor(at_once, mp_context=spawn) as pool:
         threads = max(common.cores() // at_once, 1)
         waiting = [
-            pool.submit(measured, framework, recipe, slice(n % turns, None, turns), chosen, device, values, threads)
+            pool.submit(
+                measured, framework, recipe, slice(n if grid else n % turns, None, turns), chosen, device, values, threads, grid
+            )
             for n, recipe in enumerate(every)
         ]
         rows = finished(waiting, start + seconds)
     options = {"framework": framework, "device": device, "modes": chosen, "values": values, "slab": SLAB, "turns": turns}
+    options |= {"grid": True} if grid else {}
     benchmark = "parity" if framework == "torch" else f"parity-{framework}"
     result = {"benchmark": benchmark, "schema": common.SCHEMA, "provenance": where, "options": options, "rows": rows}
     result["left"] = len(every) - len(rows)

@@ -158,6 +158,45 @@ SLABS = (
     Slab("stochastic, 3-D along rows", wide, WHOLE, (3,), ROWS | STOCHASTIC),
 )
 
+#: The dtypes and axes that `grid` combines, and the part of its rows that further ops take.
+AXES, PART = (-1, -2), 8
+
+
+def mixed(
+    rng: np.random.Generator, shape: tuple[int, ...], recipe: breccia.ScalingRecipe, dtype: str = "float32", axis: int = -1
+) -> np.ndarray:
+    """Numbers of a dtype for blocks along the axis: in equal parts random bits, normal numbers of wide exponents, ties, and
+    numbers around saturation. Under one scale for the tensor, which the largest would decide, normal numbers alone."""
+    across = shape if axis == -1 else (shape[1], shape[0])
+    few = dtype == "float16"  # its exponents are few
+    if recipe.format.scale.block == TENSOR:
+        x = normal(rng, across, recipe, 4)
+    else:
+        parts = np.array_split(np.arange(across[0]), 4)
+        draws = (partial(patterns, dtype=dtype), partial(normal, exponents=6 if few else 60), ties, edges)
+        made = [draw(rng, (len(rows), across[1]), recipe) for draw, rows in zip(draws, parts, strict=True)]
+        if few:
+            made[3] = np.clip(made[3], -65504, 65504)
+        with np.errstate(over="ignore"):
+            x = np.concatenate([part.astype(_WORDS[dtype][1]) for part in made])
+    x = x.astype(_WORDS[dtype][1])
+    return x if axis == -1 else np.ascontiguousarray(x.T)
+
+
+def grid(turn: int) -> list[Slab]:
+    """A slab for each dtype and axis. turn: an even or odd number; columns are whole blocks in one half of the slabs."""
+    both = itertools.product(DTYPES, AXES)
+    return [
+        Slab(
+            f"{dtype}, axis {axis}",
+            partial(mixed, dtype=dtype, axis=axis),
+            (WHOLE, RAGGED)[(turn + n) % 2],
+            options={"axis": axis},
+        )
+        for n, (dtype, axis) in enumerate(both)
+    ]
+
+
 #: Shapes that are no matrix of many blocks; empty ones among them.
 SHAPES = ((0, 64), (5, 0), (2, 0, 8), (1, 1), (2, 3, 4, 33))
 #: Those of one axis, for recipes that take them.
@@ -203,6 +242,19 @@ def trip(x: Any, recipe: breccia.ScalingRecipe, options: dict[str, Any], dtypes:
 
 def results(st: Any, decoded: Sequence[Any], dtypes: Sequence[str] = DTYPES) -> Results:
     return Results(components(st), dict(zip(dtypes, decoded, strict=True)))
+
+
+def other_ops(x: Any, recipe: breccia.ScalingRecipe, options: dict[str, Any]) -> Results:
+    """`trip`; and of the first rows `cast_pair`, `cast_ste`, and `requantize` to a recipe of other codes."""
+    found = results(*trip(x, recipe, options))
+    some = x[: -(-x.shape[0] // PART)]
+    to = "nvfp4" if recipe.format.element.bits == 8 else "fp8_block,block_k=32"
+    others: dict[str, Any] = {f"requantize to {to}": breccia.requantize(breccia.cast(some, recipe, **options), to)}
+    if options["axis"] == -1:
+        others |= dict(zip(("cast_pair, rows", "cast_pair, columns"), breccia.cast_pair(some, recipe), strict=True))
+    parts = {f"{op}: {name}": part for op, st in others.items() for name, part in components(st).items()}
+    values = {f"cast_ste {dtype_name(some)}": breccia.cast_ste(some, recipe, **options)}
+    return Results(found.parts | parts, found.decoded | values)
 
 
 def compilable(recipe: breccia.ScalingRecipe, options: dict[str, Any]) -> Callable[[Any], tuple[dict[str, Any], Any]]:
@@ -418,7 +470,7 @@ class Tally:
             self._compare(f"{where}: {name}", part, found.parts[name])
         permitted = None if flushes is None else subnormal(expected.decoded["float32"])
         for name, array in expected.decoded.items():
-            inf = _WORDS[name][2]
+            inf = _WORDS[name.rpartition(" ")[2]][2]
             if count := self._compare(f"{where}: decoded to {name}", array, found.decoded[name], inf, permitted):
                 cells = f"{flushes}: {name}"
                 self.flushed[cells] = self.flushed.get(cells, 0) + count
@@ -473,8 +525,14 @@ def parity(
     ways: dict[str, Way],
     device: str,
     drawn: Iterable[tuple[str, np.ndarray, dict[str, Any]]],
+    by: Callable[[Any, breccia.ScalingRecipe, dict[str, Any]], Results] = lambda x, recipe, options: results(
+        *trip(x, recipe, options)
+    ),
 ) -> tuple[dict[str, Tally], float]:
-    """(tallies of the ways named, seconds that NumPy took) over all that is drawn; mapped ways see it reversed, too."""
+    """(tallies of the ways named, seconds that NumPy took) over all that is drawn; mapped ways see it reversed, too.
+
+    by: what NumPy runs for the expected results.
+    """
     side = FRAMEWORKS[framework]
     writers = {name: way.writer(recipe) for name, way in ways.items()}
     tallies = {name: Tally() for name in ways}
@@ -482,7 +540,7 @@ def parity(
     for name, x, options in drawn:
         for mapped in sorted({way.mapped for way in ways.values()}):
             start = time.perf_counter()
-            each = [results(*trip(one, recipe, options)) for one in ((x, np.flip(x)) if mapped else (x,))]
+            each = [by(one, recipe, options) for one in ((x, np.flip(x)) if mapped else (x,))]
             seconds += time.perf_counter() - start
             expected = stacked(each) if mapped else each[0]
             given = side.tensor(np.stack([x, np.flip(x)]) if mapped else x, device)

@@ -74,7 +74,7 @@ Array = Any
 class Rival:
     """How a rival casts and decodes `recipe` (a key of RECIPES). What `cast` returns is its own affair.
 
-    Some cast further recipes, by spec. `cast`, `down` and `pair` raise KeyError for a recipe that the rival does not have.
+    Some cast further recipes, by spec. `cast` and the fields like it raise KeyError for a recipe that the rival does not have.
     """
 
     version: str
@@ -92,15 +92,37 @@ class Rival:
     #: The cast with blocks along the columns, and both casts at once, where the rival has kernels for them.
     down: Callable[[str], Callable[[Array], Any]] | None = None
     pair: Callable[[str], Callable[[Array], Any]] | None = None
+    #: A cast under a supplied scale that also records the amax, and the amax alone, where the rival has them.
+    recorded: Callable[[str], Callable[[Array], Any]] | None = None
+    amax: Callable[[str], Callable[[Array], Any]] | None = None
     #: What serves `op` of an operand (the matrix, or what `cast` returned), where there is a choice.
     kernel: Callable[[str, str, Any], str | None] = lambda op, recipe, operand: None
+
+
+def plain_torch(device: str = "cpu", dtype: Any = None) -> Rival:
+    """The formats in a few lines of plain torch, uncompiled. dtype: of decoded values (FP32)."""
+    import torch
+    from plain_torch import Formulas
+
+    made = Formulas(device, dtype or torch.float32)
+    return Rival(
+        torch.__version__,
+        made.cast,
+        made.dequantize,
+        lambda cast: _codes(cast[2], torch.uint8),
+        torch.asarray,
+        down=made.down,
+        pair=made.pair,
+        recorded=made.recorded,
+        amax=made.amax,
+    )
 
 
 def rival(name: str, framework: str = "numpy") -> Rival:
     """The rival of that name, ready in this process; packages are given arrays of `framework`."""
     made = {
         STRAIGHTFORWARD: straightforward,
-        EAGER: eager,
+        EAGER: plain_torch,
         TORCHAO: torchao,
         TORCHAO_COMPILED: torchao_compiled,
         COMPILED: compiled,
@@ -112,8 +134,8 @@ def rival(name: str, framework: str = "numpy") -> Rival:
 def on_device(name: str, device: str, dtype: Any) -> Rival:
     """The rival of that name on torch tensors of `device`, "cuda" except in tests. dtype: of torch, of decoded values."""
     made = {
-        EAGER: lambda: eager(device, dtype),
-        TORCH_COMPILED: lambda: _compiled(eager(device, dtype), dynamic=False),
+        EAGER: lambda: plain_torch(device, dtype),
+        TORCH_COMPILED: lambda: _compiled(plain_torch(device, dtype), dynamic=False),
         TRANSFORMER_ENGINE: lambda: transformer_engine(device, dtype),
         TORCHAO: torchao,
         TORCHAO_COMPILED: lambda: _compiled(torchao(), dynamic=False),
@@ -194,8 +216,12 @@ def _compiled(rival: Rival, dynamic: bool | None = None) -> Rival:
     def cast(recipe: str) -> Callable[[Array], Any]:
         return torch.compile(rival.cast(recipe), fullgraph=True, dynamic=dynamic)
 
+    def of(made: Callable[[str], Callable[[Array], Any]] | None) -> Callable[[str], Callable[[Array], Any]] | None:
+        return made and (lambda recipe: torch.compile(made(recipe), fullgraph=True, dynamic=dynamic))
+
     dequantize = torch.compile(rival.dequantize, fullgraph=True, dynamic=dynamic)
-    return dataclasses.replace(rival, cast=cast, dequantize=dequantize)
+    others = {name: of(getattr(rival, name)) for name in ("down", "pair", "recorded", "amax")}
+    return dataclasses.replace(rival, cast=cast, dequantize=dequantize, **others)
 
 
 def _codes(scale: Array, byte: Any) -> Array:
@@ -311,94 +337,6 @@ def straightforward() -> Rival:
     return Rival(ml_dtypes.__version__, casts.__getitem__, dequantize, lambda cast: _codes(cast[2], np.uint8))
 
 
-# ------------------------------------------------------------------------------------------------ plain torch
-
-
-def eager(device: str = "cpu", dtype: Any = None) -> Rival:
-    """The same in a few lines of plain torch, uncompiled. torch has no conversion to E2M1: its codes are looked up.
-
-    It also has FP8 with a supplied scale, one scale per row, and one per 128x128 tile. dtype: of decoded values (FP32).
-    """
-    import torch
-
-    e4m3, e8m0, f16, f32, u8 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float16, torch.float32, torch.uint8
-    block = {"fp8_block": 128, "mxfp8": 32, "nvfp4": 16, "int4": 128}
-    dtype = dtype or f32
-    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=device)
-    signed = torch.cat([e2m1, -e2m1])
-    #: Half way between neighbours; one less where the tie goes up, to the even code.
-    middles = (e2m1[1:] + e2m1[:-1]) / 2
-    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros((), device=device))
-    supplied = torch.tensor(1 / 64, device=device)
-
-    def blocks(x: Array, recipe: str) -> tuple[Array, Array]:
-        b = x.to(f32).reshape(x.shape[0], -1, block[recipe])
-        return b, b.abs().amax(-1, keepdim=True)
-
-    def packed(codes: Array, shape: tuple[int, ...]) -> Array:
-        nibbles = codes.reshape(shape)
-        return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
-
-    def unpacked(data: Array, recipe: str) -> Array:
-        return torch.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1, block[recipe])
-
-    def current(x: Array) -> Any:
-        scale = x.abs().max().to(f32) / 448
-        return "fp8_current", (x.to(f32) / scale).to(e4m3), scale
-
-    def delayed(x: Array) -> Any:
-        return "fp8_delayed", (x.to(f32) / supplied).clamp(-448, 448).to(e4m3), supplied
-
-    def rows(x: Array) -> Any:
-        scale = x.abs().amax(-1, keepdim=True).to(f32) / 448
-        return "fp8_row", (x.to(f32) / scale).to(e4m3), scale
-
-    def fp8_blocks(x: Array) -> Any:
-        b, amax = blocks(x, "fp8_block")
-        scale = amax / 448
-        return "fp8_block", (b / scale).to(e4m3), scale
-
-    def tiles(x: Array) -> Any:
-        b = x.to(f32).reshape(x.shape[0] // 128, 128, -1, 128)
-        scale = b.abs().amax((1, 3), keepdim=True) / 448
-        return TILES, (b / scale).to(e4m3).reshape(x.shape[0], -1), scale
-
-    def mxfp8(x: Array) -> Any:
-        b, amax = blocks(x, "mxfp8")
-        scale = torch.exp2(torch.ceil(torch.log2(amax / 448)))
-        return "mxfp8", (b / scale).to(e4m3), scale.to(e8m0)
-
-    def nvfp4(x: Array) -> Any:
-        b, amax = blocks(x, "nvfp4")
-        tensor = amax.max() / 2688
-        scale = (amax / 6 / tensor).to(e4m3)
-        y = b / (scale.to(f32) * tensor)
-        codes = torch.bucketize(y.abs(), middles, out_int32=True).to(u8) | torch.signbit(y).to(u8) << 3
-        return "nvfp4", packed(codes, x.shape), scale, tensor
-
-    def int4(x: Array) -> Any:
-        b, amax = blocks(x, "int4")
-        scale = (amax / 7).to(f16)
-        codes = torch.round(b / scale.to(f32)).to(torch.int8)
-        return "int4", packed(codes.view(u8) & 15, x.shape), scale
-
-    def dequantize(cast: Any) -> Array:
-        recipe, data, scale, *tensor = cast
-        m = data.shape[0]
-        if recipe == "nvfp4":
-            return (signed[unpacked(data, recipe).int()] * (scale.to(f32) * tensor[0])).reshape(m, -1).to(dtype)
-        if recipe == "int4":
-            codes = (unpacked(data, recipe) ^ 8).to(f32) - 8
-            return (codes * scale.to(f32)).reshape(m, -1).to(dtype)
-        if recipe == TILES:
-            data = data.reshape(m // 128, 128, -1, 128)
-        return (data.to(f32) * scale.to(f32)).reshape(m, -1).to(dtype)
-
-    casts = {"fp8_current": current, "fp8_block": fp8_blocks, "mxfp8": mxfp8, "nvfp4": nvfp4, "int4": int4}
-    casts |= {"fp8_delayed": delayed, "fp8_row": rows, TILES: tiles}
-    return Rival(torch.__version__, casts.__getitem__, dequantize, lambda cast: _codes(cast[2], u8), torch.asarray)
-
-
 # ------------------------------------------------------------------------------------------------ torchao
 
 
@@ -481,8 +419,20 @@ def transformer_engine(device: str, dtype: Any) -> Rival:
     def pair(recipe: str) -> Any:
         return quantizer(recipe, True, True)
 
+    def recorded(recipe: str) -> Any:
+        return quantizer({"fp8_delayed": "fp8_delayed"}[recipe], True, False)  # its delayed casts always record the amax
+
     def dequantize(storage: Any) -> Array:
         return storage.dequantize(dtype=dtype)
 
     found = version("transformer_engine")
-    return Rival(found, cast, dequantize, lambda storage: storage._rowwise_scale_inv, recipes=tuple(made), down=down, pair=pair)
+    return Rival(
+        found,
+        cast,
+        dequantize,
+        lambda storage: storage._rowwise_scale_inv,
+        recipes=tuple(made),
+        down=down,
+        pair=pair,
+        recorded=recorded,
+    )

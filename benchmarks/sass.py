@@ -1,6 +1,7 @@
 """Instructions of a cast kernel for each element, counted in its machine code: no GPU needed.
 
     python benchmarks/sass.py nvfp4 mxfp4 --dtype bfloat16 --axis -1
+    python benchmarks/sass.py --table [--out RESULTS]
 
 A multiprocessor issues 128 lanes a clock; integer and comparison instructions take two slots of these 128 (`alu`), and pass
 beside FP32 ones, so that the larger of `issue` and `alu` bounds the rate. `weighted` adds up all, as if nothing overlapped.
@@ -17,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -82,7 +84,20 @@ def compiled(
     ]
 
 
-def report(op: str, spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, int], capability: int, opcodes: int) -> None:
+#: Rows of `--table`: ops with the recipes whose time instructions may bound, and others to compare them with.
+TABLE = (
+    ("cast", -1, ("fp8_block", "mxfp8", "mxfp4", "int4", "nvfp4,two_level=false", "mxfp6", "mxint8", "nf4")),
+    ("cast", -2, ("fp8_block", "fp8_row", "mxfp4", "nvfp4", "int4", "mxfp6", "nf4")),
+    ("cast_pair", -1, ("fp8_block", "fp8_block,block_m=128", "mxfp8", "mxint8")),
+    ("cast_ste", -1, ("fp8_block", "int4,symmetric=false,signed=false")),
+)
+
+
+def report(
+    op: str, spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, int], capability: int, opcodes: int
+) -> list[dict[str, Any]]:
+    """Print a line for each kernel of a cast but those for an amax, and return their numbers."""
+    found: list[dict[str, Any]] = []
     for kernel, tile, warps in compiled(op, spec, dtype, axis, shape, capability):
         if kernel.metadata.name == "amax_kernel":
             continue
@@ -113,15 +128,20 @@ def report(op: str, spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, 
         print(f"  each {elements:3.0f} x {32 * warps} threads  registers {registers and registers[1]}", end="")
         print(f"  spilled {stack and stack[1]}  shared {kernel.metadata.shared}  ", end="")
         print(*(f"{kind}:{count[kind]}" for kind, _, _ in CLASSES if count[kind]))
+        numbers = {"issue": round(issue, 3), "alu": round(alu, 3), "registers": int(registers[1]) if registers else None}
+        found.append({"op": op, "recipe": spec, "axis": axis, "kernel": kernel.metadata.name, **numbers})
         if opcodes:
             total = sum(each.values())
             for name, cost in each.most_common(opcodes):
                 print(f"    {name:24s} {cost / elements:6.2f}  {100 * cost / total:4.1f}%")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("specs", nargs="+")
+    parser.add_argument("specs", nargs="*")
+    parser.add_argument("--table", action="store_true", help="count the kernels of TABLE")
+    parser.add_argument("--out", type=Path, help="folder for the JSON result of --table")
     parser.add_argument("--op", default="cast", help="cast, cast_pair, cast_ste or dequantize")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
     parser.add_argument("--axis", nargs="+", type=int, default=[-1, -2])
@@ -129,6 +149,22 @@ def main() -> None:
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("--opcodes", type=int, default=0, help="print this many opcodes")
     a = parser.parse_args()
+    if bool(a.specs) == a.table or (a.out and not a.table):
+        parser.error("name recipes, or ask for --table, which alone takes --out")
+    if a.table:
+        rows = [
+            row
+            for op, axis, specs in TABLE
+            for spec in specs
+            for row in report(op, spec, torch.bfloat16, axis, tuple(a.shape), a.capability, 0)
+        ]
+        where = common.provenance()
+        where["versions"] |= {"torch": torch.__version__, "triton": triton.__version__}
+        result = {"benchmark": "gpu-casts-sass", "schema": common.SCHEMA, "provenance": where}
+        result |= {"options": {"capability": a.capability, "shape": a.shape}, "rows": rows}
+        if a.out:
+            common.save(result, a.out, f"sm{a.capability}")
+        return
     for spec in a.specs:
         for dtype in a.dtype:
             for axis in a.axis:

@@ -13,6 +13,7 @@ import common
 import decoder_tables
 import fp8_tables
 import weight_tables
+from cast_tables import first_calls, goals, gpu_casts, gpu_casts_small, gpu_host, instructions, profile, roofline
 from cells import ABSENT, Result, Table, bits, percent, ratio, share, spread, three, trio
 from rich.console import Console
 from rich.markup import escape
@@ -401,6 +402,11 @@ def parity(result: Result) -> Table:
         f"{framework} on {result['provenance'].get('device', 'the CPU')} against NumPy: all parts, and what they decode to in "
         f"FP32, BF16 and FP16. At least {least:,} values of each recipe and variant in each way."
     )
+    if options.get("grid"):
+        note += (
+            " Of each, FP32, BF16 and FP16 numbers along both axes; `cast_pair`, `cast_ste` and `requantize` of an eighth of "
+            "them, whose bytes are counted too."
+        )
     if left := result.get("left"):
         note += f" {left} settings were left out: the time was up."
     if flushing:
@@ -412,122 +418,6 @@ def parity(result: Result) -> Table:
 
 
 # ------------------------------------------------------------------------------------------------ CUDA devices
-
-#: The copy of a matrix on the device, which stands among the rivals.
-COPY = "copy"
-
-
-def best_rival(row: Result, what: str) -> tuple[str, Result] | None:
-    """(name, times) of the rival with the least median of "device", "graph" or "host" time."""
-    found = {name: timed[what] for name, timed in row["times"].items() if name not in (OURS, COPY) and what in timed}
-    return min(found.items(), key=lambda item: item[1]["median_s"]) if found else None
-
-
-def versus(row: Result, what: str) -> str:
-    """The best rival: its median in µs, and how many times faster breccia is."""
-    ours, rival = row["times"][OURS].get(what), best_rival(row, what)
-    if ours is None or rival is None:
-        return ABSENT
-    name, theirs = rival
-    return f"{name} {three(1e6 * theirs['median_s'])} ({ratio(theirs['median_s'] / ours['median_s'])})"
-
-
-def of_copy(row: Result, what: str) -> str:
-    """The rate of breccia's "device" or "graph" time over that of the copy, in percent."""
-    ours, copied = (row["times"][name][what]["median_s"] for name in (OURS, COPY))
-    return f"{100 * row['bytes'] / ours * copied / row['copy_bytes']:.1f} %"
-
-
-def gpu_sides(result: Result) -> list[list[int]]:
-    """The shapes that were measured, the largest first."""
-    return sorted(result["options"]["shapes"], key=math.prod, reverse=True)
-
-
-def gpu_casts(result: Result) -> Table:
-    """Device time of every op on the largest shape, its share of the copy's bandwidth, and the best rival."""
-    shape, options = gpu_sides(result)[0], result["options"]
-    rows: list[tuple[str, ...]] = []
-    clocks: list[int] = []
-    for row in result["rows"]:
-        timed = row["times"].get(OURS, {}).get("device")
-        if row["shape"] != shape or timed is None:
-            continue
-        clocks += [row["clock_mhz"]] if row["clock_mhz"] else []
-        rate = three(row["bytes"] / timed["median_s"] / 1e12)
-        cells = (row["recipe"], row["op"], spread(timed, 1e6), rate, of_copy(row, "device"), versus(row, "device"))
-        rows.append((*cells, row["kernel"]))
-    headings = ("recipe", "op", "breccia, µs", "TB/s", "of copy", "best rival, µs", "kernel")
-    note = (
-        f"{shape[0]}×{shape[1]} {options['dtype']}, by {options['clock']}: min / median / max of {options['samples']} samples, "
-        "each of at least 10 calls and 1 ms (fewer calls where they exceed 20 ms), interleaved with those of a copy and of all "
-        "rivals. TB/s counts the bytes that the op has to read and write; computing a scale of the whole tensor is one read "
-        "more. Of copy: that rate over the rate of copying the same matrix. "
-    )
-    if options["state"] == "hot":
-        note += "Hot: after 250 ms of matrix products"
-        note += f", with the SM clock at {min(clocks)} to {max(clocks)} MHz. " if clocks else ". "
-    elif options["state"] == "burst":
-        note += "Burst: after 0.35 s of idling before every sample. "
-    return Table("casts on the device", headings, tuple(rows), note + rivals_note(result))
-
-
-def rivals_note(result: Result) -> str:
-    """Versions of the rivals, and what is absent, differs or failed, and why."""
-    parts = [f"Rivals: {', '.join(f'{name} {v}' for name, v in result['rivals'].items()) or 'none'}."]
-    if OLD in result["rivals"]:
-        parts.append(f"{OLD.replace('-', ' ')}: in a process of its own, before and after; it decodes to FP32.")
-        if any(row["times"].get(OLD, {}).get("part", 1) != 1 for row in result["rows"]):
-            parts.append("Its casts of mxfp8 and nvfp4 were measured on a slab of rows and multiplied.")
-    if result["left"]:
-        parts.append(f"{result['left']} rows were left out for lack of time.")
-    parts += [f"{name} is absent: {why}." for name, why in result["absent"].items()]
-    failed: dict[str, list[str]] = {}
-    for row in result["rows"]:
-        for name, timed in [(OURS, row), *row["times"].items()]:
-            for error in (timed.get("error"), timed.get("graph_error")):
-                if error:
-                    failed.setdefault(f"{name} raised {error}", []).append(f"{row['op']} under {row['recipe']}")
-    parts += [f"{what} ({', '.join(dict.fromkeys(cases))})." for what, cases in failed.items()]
-    return " ".join(parts)
-
-
-def gpu_casts_small(result: Result) -> Table:
-    """Host time and time in a CUDA graph on the smaller shapes, where launches take longer than the work."""
-    shapes = gpu_sides(result)[1:]
-    cells: dict[tuple[str, str], list[str]] = {}
-    for row in result["rows"]:
-        if row["shape"] not in shapes or OURS not in row["times"]:
-            continue
-        line = cells.setdefault((row["recipe"], row["op"]), [ABSENT] * (3 * len(shapes)))
-        for place, what in enumerate(("host", "device", "graph"), 3 * shapes.index(row["shape"])):
-            if what in row["times"][OURS]:
-                line[place] = three(1e6 * row["times"][OURS][what]["median_s"])
-                if what == "graph" and what in row["times"][COPY]:
-                    line[place] += f", {of_copy(row, what)}"
-                if best_rival(row, what):
-                    line[place] += f"; {versus(row, what)}"
-    headings = ("recipe", "op")
-    headings += tuple(f"{m}×{n}: {what}" for m, n in shapes for what in ("host", "events", "graph"))
-    options = result["options"]
-    note = (
-        f"Median microseconds of a call, {options['dtype']}, {options['state']}, and those of the best rival, with how many "
-        f"times faster breccia is. Host: until the call returns. Events: by {options['clock']}, calls launched one after the "
-        f"other. Graph: in a CUDA graph of 20 calls, with the share of the copy's rate there. {ABSENT}: not measured. On a GPU "
-        "inputs rotate, so that they are not in its cache."
-    )
-    return Table("small casts on the device", headings, tuple((*key, *found) for key, found in cells.items()), note)
-
-
-def gpu_host(result: Result) -> Table:
-    """Host time of calls."""
-    options = result["options"]
-    return Table(
-        "host time of calls",
-        ("call", "host, µs"),
-        tuple((row["call"], spread(row["host"], 1e6)) for row in result["rows"]),
-        f"Min / median / max of {options['samples']} samples in rotation, each of {options['calls']} calls after a "
-        f"synchronization, until they return. BF16, {options['side']}×{options['side']}; layers take one row.",
-    )
 
 
 def gpu_quantize(result: Result) -> Table:
@@ -747,7 +637,15 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "gpu-weight-only-groups": {"gpu-weight-only-groups": weight_tables.times},
     "forms": {"forms": forms},
     "native-parity": {"native-parity": native_parity},
-    "gpu-casts": {"gpu-casts": gpu_casts, "gpu-casts-small": gpu_casts_small},
+    "gpu-casts": {
+        "gpu-casts": gpu_casts,
+        "gpu-casts-goals": goals,
+        "gpu-casts-roofline": roofline,
+        "gpu-casts-small": gpu_casts_small,
+    },
+    "gpu-casts-profile": {"gpu-casts-profile": profile},
+    "gpu-casts-sass": {"gpu-casts-sass": instructions},
+    "gpu-first-call": {"gpu-first-call": first_calls},
     "gpu-quantize": {"gpu-quantize": gpu_quantize},
     "gpu-host": {"gpu-host": gpu_host},
 }

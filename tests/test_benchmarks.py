@@ -49,7 +49,7 @@ TINY = {
         "--recipes",
         "nvfp4",
     ],
-    "gpu-host": ["host", "--device", "cpu", "--side", "128", "--samples", "2"],
+    "gpu-host": ["host", "--device", "cpu", "--side", "128", "--samples", "2", "--rivals", "none"],
     "gpu-quantize": ["quantize", "--device", "cpu", "--tiny", "--runs", "1", "--recipes", "mxfp8"],
     "matmul-gpu": ["--device", "cpu", "--samples", "1", "--shapes", "32x128x256", "--kinds", "tiles", "--kinds", "tensor fast"],
     "training": ["--framework", "torch", "--seeds", "2", "--steps", "2", "--recipes", "nvfp4", "--jobs", "1"],
@@ -102,6 +102,21 @@ def test_each_benchmark_records_its_measurements_and_the_machine(benchmark: str,
         table = make(result)
         assert table.title in done.stdout and table.note
         assert all(len(row) == len(table.headings) for row in table.rows) and (table.rows or benchmark == "accuracy")
+
+
+@pytest.mark.rest
+def test_first_calls_are_measured_in_processes_of_their_own(tmp_path: Path, module) -> None:
+    calls = ["--calls", "cast nvfp4", "--calls", "requantize 128x128 tiles to fp8_block"]
+    done = run("first_call.py", "--device", "cpu", "--side", "128", "--processes", "2", *calls, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("gpu-first-call-*.json")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert [row["call"] for row in result["rows"]] == calls[1::2]
+    for row in result["rows"]:
+        assert [row[what]["runs"] for what in ("cold", "warm", "again")] == [1, 2, 2]
+        assert row["cold"]["min_s"] > row["again"]["min_s"] > 0 and row["kernel"]
+    table = module("tables").first_calls({**result, "rows": [*result["rows"], {"call": "c", "error": "E: no"}]})
+    assert table.rows[-1] == ("c", "-", "-", "-", "-") and "c raised E: no." in table.note
 
 
 @pytest.mark.rest
@@ -238,31 +253,108 @@ def test_the_compiled_cast_has_the_same_sqnr_and_kernels(tmp_path: Path, module)
     assert [row["kernel"] for row in b["rows"]] == [row["kernel"] for row in a["rows"]]
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block,block_m=128", "fp8_row", "fp8_delayed"])
-def test_plain_torch_writes_the_codes_and_scales_of_further_fp8_recipes(recipe: str, module) -> None:
+@pytest.mark.parametrize(
+    "recipe", ["fp8_block,block_m=128", "fp8_row", "fp8_delayed", "mxfp4", "mxfp6", "int8", "int4", "nvfp4", "mxfp8"]
+)
+def test_plain_torch_writes_the_codes_and_scales_of_breccia(recipe: str, module) -> None:
     torch = pytest.importorskip("torch")
-    bench, eager = module("bench_gpu"), module("rivals").on_device("eager-torch", "cpu", torch.bfloat16)
+    bench, plain = module("bench_gpu"), module("rivals").on_device("eager-torch", "cpu", torch.bfloat16)
     (x,) = bench.matrices((128, 512), "bfloat16", "cpu")
-    supplied = {"scale": torch.tensor(bench.SCALE)} if recipe == "fp8_delayed" else {}
-    st, (_, data, scale) = module("breccia").cast(x, recipe, **supplied), eager.cast(recipe)(x)
-    assert torch.equal(scale.reshape(st.scale.shape), st.scale)
-    assert (data.view(torch.uint8) == st.data.view(torch.uint8)).float().mean() > 0.999  # ties, as above
-    y = eager.dequantize((recipe, data, scale))
+    supplied = {"scale": torch.tensor(module("gpu_work").SCALE)} if recipe == "fp8_delayed" else {}
+    for axis, cast in ((-1, plain.cast(recipe)), (-2, plain.down(recipe))):
+        st, (_, data, scale, *_) = module("breccia").cast(x, recipe, axis=axis, **supplied), cast(x)
+        same = scale.reshape(-1).view(torch.uint8) == st.scale.reshape(-1).view(torch.uint8)
+        assert same.float().mean() > 0.99  # a log2 that is rounded up to an integer is another power of two
+        assert (data.view(torch.uint8) == st.data.view(torch.uint8)).float().mean() > 0.98  # ties, as above
+    st, written = module("breccia").cast(x, recipe, **supplied), plain.cast(recipe)(x)
+    y = plain.dequantize(written)
     assert y.shape == x.shape and y.dtype == torch.bfloat16
+    assert (y == module("breccia").dequantize(st, out_dtype="bfloat16")).float().mean() > 0.97
+
+
+def test_rivals_take_both_orientations_and_record_an_amax(module) -> None:
+    torch = pytest.importorskip("torch")
+    work, plain = module("gpu_work"), module("rivals").on_device("eager-torch", "cpu", torch.bfloat16)
+    (x,) = work.matrices((128, 256), "bfloat16", "cpu")
+    (along, down), parts = work.rival_call(plain, "cast_pair", "mxfp8", [x])(), lambda cast: [y.shape for y in cast[1:]]
+    assert parts(along) == [(128, 256), (128, 8, 1)] and parts(down) == [(128, 256), (4, 1, 256)]
+    (_, data, _), amax = work.rival_call(plain, "AmaxHistory.cast", "fp8_delayed", [x])()
+    assert data.shape == x.shape and amax == x.abs().max() == work.rival_call(plain, "AmaxHistory.update", "fp8_delayed", [x])()
+    assert work.rival_call(plain, "AmaxHistory.update", "mxfp8", [x]) is None
+    assert work.rival_call(plain, "cast", "nf4", [x]) is None and work.rival_call(plain, "cast_ste", "mxfp8", [x]) is None
+    assert work.rival_call(plain, "cast_pair", "mxfp8", [x], "torch-compiled") is None  # small: seconds to compile
+
+
+def test_rows_with_a_goal_come_first_of_each_shape(module) -> None:
+    work, goals = module("gpu_work"), module("cast_tables").GOALS
+    shapes = [(16384, 8192), (1024, 1024)]
+    rows = list(work.cases(list(work.RECIPES), list(work.OPS), shapes))
+    assert {row[:2] for row in rows[: len(goals)]} == set(goals) and all(shape == shapes[0] for *_, shape in rows[: len(goals)])
+    assert [shape for *_, shape in rows] == sorted((shape for *_, shape in rows), reverse=True)
+    small = {row[:2] for row in rows if row[2] == shapes[1]}
+    assert {row[:2] for row in rows} - small == {(spec, op) for op in ("cast-fp16", "cast-fp32") for spec in work.OTHER_DTYPES}
+    assert ("fp8_delayed", "cast_pair") not in small and ("fp8_delayed", "AmaxHistory.update") in small
+    assert set(work.cases(["int4,group_size=32"], ["cast", "cast_pair", "requantize", "AmaxHistory.cast"], [(1024, 1024)])) == {
+        ("int4,group_size=32", "cast", (1024, 1024)),
+        ("int4,group_size=32", "cast_pair", (1024, 1024)),
+    }
+
+
+def test_kernels_that_nsight_compute_counts_are_read_and_shown(module) -> None:
+    pytest.importorskip("torch")
+    ncu, metrics = module("ncu_casts"), list(module("ncu_casts").METRICS.values())
+
+    def line(*cells: object) -> str:
+        return ",".join(f'"{cell}"' for cell in cells)
+
+    values = (81_920, "402,653,184", 91.5, 40.2, 33.3, 60.0, 48, "1,755,000,000")
+    units = ("ns", "byte", "%", "%", "%", "%", "register/thread", "hz")
+    text = "\n".join(
+        [
+            "==PROF== Connected to process 7",
+            line("ID", "Kernel Name", *metrics),
+            line("", "", *units),
+            line(0, "lanes_kernel", *values),
+            line(1, "amax_kernel(int)", *values),
+        ]
+    )
+    found = ncu.read(text)
+    assert [row["kernel"] for row in found] == ["lanes_kernel", "amax_kernel"]
+    assert found[0] == {**found[1], "kernel": "lanes_kernel"} and found[0]["seconds"] == pytest.approx(81.92e-6)
+    rows = [{"call": "cast nf4", "elements": 16384 * 8192, **row} for row in found]
+    table = module("tables").profile({"options": {"shape": [16384, 8192]}, "rows": rows})
+    assert table.rows[0] == ("cast nf4", "lanes_kernel", "81.9", "3.00", "92 %", "40 %", "33 %", "60 %", "48")
+    assert "(1755 to 1755 MHz)" in table.note
+    with pytest.raises(SystemExit, match="ncu printed no kernels: ==ERROR== no permission"):
+        ncu.read("==ERROR== no permission")
+    for op, recipe in ncu.CALLS.values():
+        assert recipe in module("gpu_work").OPS[op].recipes
+
+
+def test_a_size_is_small_whatever_else_is_measured(module) -> None:
+    work = module("gpu_work")
+    assert [work.is_large(shape) for shape in ((16384, 8192), (4096, 4096), (64, 8192))] == [True, False, False]
 
 
 def test_gpu_rows_count_the_bytes_that_an_op_has_to_move(module) -> None:
     pytest.importorskip("torch")
     bench = module("bench_gpu")
     xs, n = bench.matrices((128, 256), "bfloat16", "cpu"), 128 * 256
-    found = {op: bench.work(op, "fp8_current", xs, "bfloat16").nbytes for op in bench.OPS if op != "requantize"}
+    ops = ("cast", "cast-axis-2", "cast_pair", "dequantize", "cast_ste")
+    found = {op: bench.work(op, "fp8_current", xs, "bfloat16").nbytes for op in ops}
     casts = {"cast": 5 * n + 4, "cast-axis-2": 5 * n + 4, "cast_pair": 6 * n + 8}  # two reads of BF16; codes and one scale
     assert found == {**casts, "dequantize": 3 * n + 4, "cast_ste": 6 * n}
     delayed = bench.work("cast", "fp8_delayed", xs, "bfloat16")
     assert delayed.nbytes == 3 * n + 4 and delayed.kernel.startswith("torch.cpu.cast")
+    recorded = [bench.work(op, "fp8_delayed", xs, "bfloat16").nbytes for op in ("AmaxHistory.cast", "AmaxHistory.update")]
+    assert recorded == [3 * n + 4, 2 * n]
     tiles = bench.work("requantize", "fp8_block,block_m=128", xs, "bfloat16")
-    assert tiles.nbytes == 2 * n + 4 * 2 + 4 * 128 * 2
+    assert tiles.nbytes == 2 * n + 4 * 2 + 4 * 128 * 2 and tiles.to == "fp8_block"
+    mx = bench.work("requantize", "mxfp8", xs, "bfloat16")  # the codes and scales twice: the new global scale comes first
+    assert mx.nbytes == 2 * (n + n // 32) + n // 2 + n // 16 + 4 and mx.to == "nvfp4"
     assert bench.work("cast", "nvfp4,two_level=false", xs, "bfloat16").nbytes == 2 * n + n // 2 + n // 16
+    (y,) = bench.matrices((128, 256), "float32", "cpu")
+    assert bench.work("cast-fp32", "mxfp8", [y], "bfloat16").nbytes == 4 * n + n + n // 32
 
 
 def test_gpu_samples_are_interleaved_and_errors_recorded(module) -> None:
@@ -284,7 +376,7 @@ def test_gpu_samples_are_interleaved_and_errors_recorded(module) -> None:
 
 
 def test_passes_of_breccia_0_1_3_are_merged_and_compared(module) -> None:
-    bench, tables = module("bench_gpu"), module("tables")
+    bench, tables = module("bench_gpu"), module("cast_tables")
     ours = {"runs": 1, "min_s": 1e-6, "median_s": 1e-6, "max_s": 1e-6}
     row = {"recipe": "int4", "op": "cast", "shape": [8, 128], "times": {"breccia": {"device": ours}}}
     old = {"recipe": "int4", "op": "cast", "shape": [8, 128], "part": 1.0}
@@ -403,6 +495,8 @@ def test_a_rival_is_not_timed_under_the_name_of_another(tmp_path: Path) -> None:
         (["bench_parity.py", "--framework", "jax", "--ways", "compiled"], "--ways of jax takes eager, generic, jit, vmap; got"),
         (["bench_parity.py", "--device", "tpu"], "--device of torch takes cpu or cuda; got 'tpu'"),
         (["bench_parity.py", "--framework", "mlx", "--device", "cuda"], "--device of mlx takes cpu; got 'cuda'"),
+        (["bench_parity.py", "--grid", "--framework", "jax"], "--grid compares eager calls of torch; leave --framework"),
+        (["bench_parity.py", "--grid", "--ways", "compiled"], "--grid compares eager calls of torch; leave --framework"),
         (["bench_parity.py", "--beyond"], "--beyond needs --device cuda and torch"),
         (["bench_parity.py", "--framework", "jax", "--device", "cuda", "--beyond"], "--beyond needs --device cuda and torch"),
         (["bench_encoder.py", "--recipes", "mxfp9"], "mxfp9"),
@@ -413,6 +507,8 @@ def test_a_rival_is_not_timed_under_the_name_of_another(tmp_path: Path) -> None:
             "--shapes takes ROWSxCOLUMNS, columns a multiple of",
         ),
         (["bench_gpu.py", "casts", "--device", "cpu", "--ops", "matmul"], "--ops takes cast, cast-axis-2, cast_pair,"),
+        (["first_call.py", "--device", "tpu"], "--device takes cuda or cpu; got 'tpu'"),
+        (["bench_gpu.py", "host", "--device", "cpu", "--rivals", "torchao"], "--rivals takes transformer-engine,"),
         (["bench_gpu.py", "casts", "--device", "cpu", "--dtype", "fp8"], "--dtype takes bf16, fp16, fp32; got 'fp8'"),
         (["bench_gpu.py", "casts", "--device", "cpu", "--rivals", "ml_dtypes"], "bench_gpu: --rivals takes eager-torch,"),
         (["bench_gpu.py", "quantize", "--device", "cpu", "--recipes", "mxfp9"], "mxfp9"),
@@ -506,6 +602,41 @@ def test_frameworks_train_the_same_network(framework: str, module, monkeypatch) 
     assert len(set(expected.tolist())) == bench.CLASSES
 
 
+@pytest.mark.parametrize("recipe", ["mxfp4", "fp8_current"])
+def test_a_grid_of_parity_has_every_dtype_and_axis_and_finds_a_wrong_bit_of_each_op(recipe: str, module, monkeypatch) -> None:
+    pytest.importorskip("torch")
+    parity, breccia = module("parity"), module("breccia")
+    made = breccia.recipe(recipe)
+    slabs = parity.grid(0)
+    assert sorted((slab.options["axis"], slab.name.split(",")[0]) for slab in slabs) == [
+        (axis, dtype) for axis in (-2, -1) for dtype in ("bfloat16", "float16", "float32")
+    ]
+    assert {slab.columns for slab in slabs} == {slab.columns for slab in parity.grid(1)} == {parity.WHOLE, parity.RAGGED}
+    run = {"eager": parity.Way(lambda recipe: lambda x, options: parity.other_ops(x, recipe, options))}
+
+    def compared():
+        drawn = parity.draws(made, 6 * 4096, 4096, slabs)
+        return parity.parity("torch", made, run, "cpu", drawn, parity.other_ops)[0]["eager"]
+
+    tally = compared()
+    assert tally.differing == 0 and not tally.faults and tally.values >= 6 * 4096
+    for op in ("cast_pair", "cast_ste", "requantize"):
+        function = getattr(breccia, op)
+
+        def wrong(x, *arguments, function=function, **options):
+            found = function(x, *arguments, **options)
+            first = found[0] if isinstance(found, tuple) else found
+            data = first.data if hasattr(first, "recipe") else first
+            if type(data).__module__ == "torch":
+                data.view(module("torch").uint8)[0, 0] ^= 1
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(breccia, op, wrong)
+            faults = compared().faults
+        assert faults and all(op in fault for fault in faults), op
+
+
 def test_parity_leaves_out_what_has_not_begun_in_time(module) -> None:
     bench, go = module("bench_parity"), threading.Event()
     with ThreadPoolExecutor(1) as pool:
@@ -559,7 +690,8 @@ def test_every_benchmark_has_a_result_and_every_table_is_shown(module) -> None:
     draw = module("draw")
     results = draw.load(BENCHMARKS / "results")
     without = {name for name, found in results.items() if not found}
-    assert without <= {"gpu-casts", "gpu-quantize", "matmul-gpu"}  # these wait for a CUDA device: the page says so
+    waiting = {"gpu-casts", "gpu-casts-profile", "gpu-first-call", "gpu-quantize", "matmul-gpu"}
+    assert without <= waiting  # these wait for a CUDA device: the page says so
     asked = {
         name
         for page in draw.PAGES

@@ -28,7 +28,7 @@ from .dispatch.kernel import OPS, Prefer
 from .dispatch.registry import Plugin, registry
 from .errors import OptionError, UnknownNameError, UnsupportedError, suggestion
 from .kernels.checks import check_grouped, check_matmul, clip_bounds
-from .options import DEFAULT, PLAIN, CastOptions
+from .options import COLUMNS, DEFAULT, PLAIN, CastOptions
 from .recipes import DelayedScaling, ScalingRecipe
 from .specs import as_recipe, recipe
 from .tensors.checks import contraction_axis
@@ -422,12 +422,13 @@ def _options(
         scale is None
         and out is None
         and seed is None
-        and (type(axis) is int and axis == -1)
+        and type(axis) is int
+        and (axis == -1 or (axis == -2 and len(x.shape) > 1))
         and rounding == "nearest"
         and nonfinite == "propagate"
         and storage == PLAIN
     ):
-        return DEFAULT
+        return DEFAULT if axis == -1 else COLUMNS
     if hasattr(seed, "dtype"):
         seed = ops_of(x.held_data if of_tensor else x).seed(seed)
     if isinstance(scale, Real) and not isinstance(scale, bool):  # NumPy's numbers too, for arrays of any framework

@@ -18,7 +18,7 @@ _HOMES: dict[str, str] = {
     "Described": "dispatch.facts",
     "Table": "dispatch.table",
     **dict.fromkeys(("Device",), "arrays.frameworks"),
-    **dict.fromkeys(("CastOptions", "DEFAULT", "PLAIN"), "options"),
+    **dict.fromkeys(("COLUMNS", "CastOptions", "DEFAULT", "PLAIN"), "options"),
     # Calling other kernels, and the generic algorithm: modules.
     "calls": "dispatch",
     "rules": "",
@@ -109,7 +109,7 @@ _HOMES: dict[str, str] = {
         "recipes",
     ),
     **dict.fromkeys(("Declared", "InternedKey", "check_positive", "rebuilt", "spelled"), "declared"),
-    **dict.fromkeys(("keeps_parts", "renames"), "kernels.exact"),
+    **dict.fromkeys(("keeps_parts", "renames", "repeats"), "kernels.exact"),
     **dict.fromkeys(("pack", "unpack"), "kernels.reference"),
     # The NumPy kernels, for compiled kernels that replace parts of them.
     **dict.fromkeys(("numpy",), "kernels"),

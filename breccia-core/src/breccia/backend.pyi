@@ -81,6 +81,7 @@ from .kernels import reference as reference
 from .kernels import threads as threads
 from .kernels.exact import keeps_parts as keeps_parts
 from .kernels.exact import renames as renames
+from .kernels.exact import repeats as repeats
 from .kernels.numpy.codes import Blocks as Blocks
 from .kernels.numpy.codes import FloatCodes as FloatCodes
 from .kernels.numpy.codes import IntegerCodes as IntegerCodes
@@ -96,6 +97,7 @@ from .layouts import PerChannel as PerChannel
 from .layouts import PerTensor as PerTensor
 from .layouts import Shape as Shape
 from .layouts import Stored as Stored
+from .options import COLUMNS as COLUMNS
 from .options import DEFAULT as DEFAULT
 from .options import PLAIN as PLAIN
 from .options import CastOptions as CastOptions

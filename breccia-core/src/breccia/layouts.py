@@ -174,7 +174,8 @@ class PerBlockK(Layout):
         return (self._blocks(shape, {axis: ("block_size", self.block_size)}),)
 
     def fitted(self, shape: Shape, axis: int = -1) -> Layout:
-        return replace(self, partial=bool(shape[axis] % self.block_size))
+        partial = bool(shape[axis] % self.block_size)
+        return self if partial is self.partial else replace(self, partial=partial)
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,8 @@ class PerBlockMN(Layout):
         return replace(self, block_m=self.block_n, block_n=self.block_m)
 
     def fitted(self, shape: Shape, axis: int = -1) -> Layout:
-        return replace(self, partial=bool(shape[-2] % self.block_m or shape[-1] % self.block_n))
+        partial = bool(shape[-2] % self.block_m or shape[-1] % self.block_n)
+        return self if partial is self.partial else replace(self, partial=partial)
 
 
 @dataclass(frozen=True, repr=False)

@@ -100,5 +100,6 @@ def whole_number(name: str, value: Any) -> int:
         raise OptionError(f"{name} must be an integer, got {value!r}.", **{name: value}) from None
 
 
-#: The default options.
+#: The default options, and those along the other axis: one object each, which layers recognize.
 DEFAULT = CastOptions()
+COLUMNS = CastOptions(axis=-2)

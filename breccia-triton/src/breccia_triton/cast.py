@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -12,21 +13,25 @@ import torch
 
 from breccia import DelayedScaling
 from breccia.backend import (
+    COLUMNS,
     DEFAULT,
     PLAIN,
     CastOptions,
+    Layout,
     ScaledTensor,
     ScalingRecipe,
     calls,
     checks,
     composites,
     reference,
+    repeats,
 )
 from breccia_torch.ops import TORCH, need_dense
 
 from . import tuning
 from .choices import Choose
 from .facts import INTERPRETED, Hardware
+from .geometry import divided_up
 from .launch import (
     Launcher,
     Remembered,
@@ -41,12 +46,12 @@ from .launch import (
 )
 from .operands import FLOATS, Components, addresses, array_of, codes_of, components_of, facts_of, hardware
 from .prepare import Options, Pass, Prepared, scaled_source
-from .specs import Unsupported
+from .specs import TwoCasts, Unsupported
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`cast` as `breccia.cast` documents it; see `casting` for the kernels."""
-    if options is DEFAULT and (made := _plainly("cast", x, recipe)) is not None:
+    if (made := _plainly("cast", x, recipe, options)) is not None:
         return made
     x = _readable(x, recipe)
     prepared = _found("cast", x, recipe, options)
@@ -59,7 +64,7 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
 
 def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Any:
     """`cast_ste` as `breccia.cast_ste` documents it, without codes in memory."""
-    if options is DEFAULT and (made := _plainly("cast_ste", x, recipe)) is not None:
+    if (made := _plainly("cast_ste", x, recipe, options)) is not None:
         return made
     x = _readable(x, recipe)
     prepared = _found("cast_ste", x, recipe, options)
@@ -68,16 +73,33 @@ def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> A
     return prepared(x, options)
 
 
-def _plainly(op: str, x: Any, recipe: ScalingRecipe) -> Any:
-    """The result of most calls under default options, or None for other calls.
+def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
+    """The result of most calls under no option but an axis and a supplied scale, or None for other calls.
 
     It does less than `_found` does for those, as calls of small arrays are bound by the host.
     """
+    scale, axis, kind = options.scale, options.axis, _OWN
+    if options is not DEFAULT and options is not COLUMNS:
+        if scale is None or options.out is not None or options.nonfinite == "raise":
+            return None
+        kind = _kind(options)
+        if kind != _SUPPLIED:
+            return None
     if x.layout is not torch.strided or not x.is_contiguous() or x.is_neg():
         return None
     address = x.data_ptr()
-    call = _calls.get((op, recipe.interned_key, x.shape, x.dtype, x.device, -1, True, True, address % 16 == 0))
-    return call.plainly(address) if isinstance(call, Call) and call.plain else None
+    call = _calls.get((op, recipe.interned_key, x.shape, x.dtype, x.device, axis, kind, True, address % 16 == 0))
+    if not isinstance(call, Call | Pair) or not call.plain or (scale is not None and not call.takes(scale)):
+        return None
+    return call.plainly(*((address,) if scale is None else (address, scale.data_ptr())))
+
+
+def _kind(options: CastOptions) -> tuple[bool, str, str]:
+    """What calls are prepared for, of their options."""
+    return options.scale is not None, options.rounding, options.storage
+
+
+_OWN, _SUPPLIED = (False, "nearest", PLAIN), (True, "nearest", PLAIN)
 
 
 def cast_ste_clipped(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Any:
@@ -87,16 +109,13 @@ def cast_ste_clipped(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOpti
 
 def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
     """`cast_pair` as `breccia.cast_pair` documents it: from one read, or two casts where they are faster."""
+    if options is DEFAULT and (made := _plainly("cast_pair", x, recipe, options)) is not None:
+        return made
     x = _readable(x, recipe)
     prepared = _found("cast_pair", x, recipe, options)
     if prepared is not None:
         return prepared(x, options)
-    first, second = options.replace(axis=-1), options.replace(axis=-2)
-    one, two = _found("cast", x, recipe, first), _found("cast", x, recipe, second)
-    if one is None or two is None:
-        return cast(x, recipe, first), cast(x, recipe, second)
-    shared = one.amaxes(x) if list(one.passes) == list(two.passes) == ["tensor"] else None
-    return one(x, first, shared), two(x, second, shared)
+    return cast(x, recipe, options.replace(axis=-1)), cast(x, recipe, options.replace(axis=-2))
 
 
 def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Any, Any]:
@@ -115,7 +134,8 @@ def cast_and_record(
     """`cast_and_record` as `breccia.AmaxHistory.cast` documents it: the input is read once."""
     x = _readable(x, recipe)
     held = _History.of(recipe, amaxes, scale, x.device)
-    given = options.replace(scale=scale if held is None else held.scale)
+    supplied = scale if held is None else held.scale
+    given = CastOptions(scale=supplied) if options is DEFAULT else options.replace(scale=supplied)
     prepared = None if held is None else _found("cast_and_record", x, recipe, given)
     if prepared is None or held is None:
         return cast(x, recipe, given), *record_amax(x, recipe, amaxes, scale)
@@ -156,7 +176,8 @@ def requantize(
     if data.ndim > 1 and not data.is_contiguous() and data.mT.is_contiguous() and options.scale is None:
         # A transposed view: so is the result.
         turned = options if options.out is None else options.replace(out=options.out.mT)
-        return requantize(st.mT, recipe, turned, require_exact).mT
+        made = requantize(st.mT, recipe, turned, require_exact)
+        return made.mT if options.out is None else options.out
     prepared = None if require_exact else _found("requantize", st, recipe, options)
     if prepared is None:
         return composites.requantize(st, recipe, options, require_exact)
@@ -170,7 +191,7 @@ def _readable(x: Any, recipe: ScalingRecipe) -> Any:
     return x.resolve_neg() if x.is_neg() else x  # an imaginary part may have torch's negative bit, which its memory lacks
 
 
-def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Call | None:
+def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
     """The prepared call for these arguments, or None where the generic algorithm runs."""
     scaled = op == "requantize"
     axis = x.axis if scaled else options.axis
@@ -180,7 +201,7 @@ def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Call
     facts: Any = facts_of(x) if scaled else (x.is_contiguous() or x.stride(), x.data_ptr() % 16 == 0)
     key = (
         op, recipe.interned_key, x.shape, x.dtype, device, axis,
-        options is DEFAULT or (options.scale is not None, options.rounding, options.storage), *facts,
+        _kind(options), *facts,
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
@@ -202,9 +223,11 @@ _calls = Remembered()
 _TUNED = ("cast", "cast_ste", "requantize")
 
 
-def _made(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions) -> Call:
+def _made(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions) -> Any:
     """The call for these arguments, tuned on request. Raises Unsupported."""
     device = x.data.device
+    if op == "requantize" and options.scale is None and options.storage == PLAIN and Repeated.takes_tensor(x, recipe):
+        return Repeated(x, recipe)
     found = hardware(device)
 
     def made(choose: Choose | None = None) -> Prepared:
@@ -214,6 +237,11 @@ def _made(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOption
         call, given = Call(x, one), options.replace(out=None)
         return lambda: call(x, given)
 
+    if op == "cast_pair":
+        try:
+            return Call(x, made())
+        except TwoCasts:
+            return Pair(x, *(_made("cast", x, recipe, axis, options.replace(axis=axis)) for axis in (-1, -2)))
     if op not in _TUNED:
         return Call(x, made())
     return Call(x, tuning.tuned(made, lambda one: one.launches, compiled, device, found.name))
@@ -229,6 +257,85 @@ def prepared(
     return Prepared(op, recipe, given, axis, chosen, TORCH.dtypes(recipe.format), hardware, choose)
 
 
+class Pair:
+    """Calls of `cast_pair` that are two casts; both take the amax of the tensor from one pass, where they need it.
+
+    plain, plainly, takes: as of `Call`.
+    """
+
+    def __init__(self, x: Any, first: Call, second: Call) -> None:
+        self.calls, self.index, self.device = (first, second), first.index, first.device
+        self.shared = list(first.passes) == list(second.passes) == ["tensor"]
+        self.plain = first.plain and second.plain
+        self.launches = [*first.launches, *(second.launches[1:] if self.shared else second.launches)]
+
+    def takes(self, scale: Any) -> bool:
+        return all(call.takes(scale) for call in self.calls)
+
+    def __call__(self, x: Any, options: CastOptions) -> tuple[ScaledTensor, ScaledTensor]:
+        first, second = self.calls
+        shared = first.amaxes(x) if self.shared else None
+        return first(x, options.replace(axis=-1), shared), second(x, options.replace(axis=-2), shared)
+
+    def plainly(self, address: int) -> tuple[ScaledTensor, ScaledTensor]:
+        """The results under default options."""
+        first, second = self.calls
+        if not self.shared:
+            return first.plainly(address), second.plainly(address)
+        if elsewhere(self.index):
+            with torch.cuda.device(self.index):
+                return self.plainly(address)
+        stream = stream_of(self.index)
+        work, amax = workspace(self.device, stream)
+        number = amax.data_ptr()
+        first.amax.run(stream, address, number, work.data_ptr())
+        return first.after(number, stream, address), second.after(number, stream, address)
+
+
+class Repeated:
+    """Calls of `requantize` that keep codes and repeat scales for finer blocks: 128x128 tiles to 1x128, say.
+
+    One copy of a view in which each scale is repeated, by torch.
+    """
+
+    @staticmethod
+    def takes_tensor(st: ScaledTensor, recipe: ScalingRecipe) -> bool:
+        """Whether this is all that has to be done."""
+        in_order = st.layout.storage == PLAIN and st.scale.ndim == st.data.ndim and st.data.is_contiguous()
+        return in_order and repeats(st.recipe, st.layout, st.axis, recipe)
+
+    def __init__(self, st: ScaledTensor, recipe: ScalingRecipe) -> None:
+        shape, axis = st.shape, st.axis
+        self.recipe, self.axis, self.padding, self.index = recipe, axis, st.padding, index_of(st.data.device)
+        self.layout = checks.fitted_layout(recipe, shape, axis)
+        *lead, tall, wide = st.scale.shape
+        (m, k), (rows, columns) = (_sides(layout, axis, shape) for layout in (st.layout, self.layout))
+        down, along = divided_up(m, rows), divided_up(k, columns)
+        self.shape = (*lead, divided_up(shape[-2], rows), divided_up(shape[-1], columns))
+        self.repeated = (*lead, tall * down, wide * along)
+        strides = torch.empty(st.scale.shape, device="meta").stride()
+        self.view = (*lead, tall, down, wide, along), (*strides[:-1], 0, 1, 0)
+
+    def takes(self, scale: Any) -> bool:
+        """A supplied scale is none that is repeated."""
+        return False
+
+    def __call__(self, st: ScaledTensor, options: CastOptions) -> ScaledTensor:
+        rows, columns = self.shape[-2:]
+        with on(st.data.device):
+            scale = st.scale.contiguous().as_strided(*self.view).contiguous().view(self.repeated)
+            if self.repeated != self.shape:
+                scale = scale[..., :rows, :columns].contiguous()
+        made = ScaledTensor.from_parts(st.data, scale, self.recipe, self.layout, None, st.global_scale, self.axis, self.padding)
+        return made if options.out is None else reference.assign(TORCH, options.out, made)
+
+
+def _sides(layout: Layout, axis: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    m, k = layout.block(axis) if axis == -1 else layout.block(axis)[::-1]
+    return m or shape[-2], k or shape[-1]
+
+
 class Call:
     """What calls of one op, recipe, shape, dtype, device and set of options have in common: their kernels, compiled."""
 
@@ -238,6 +345,7 @@ class Call:
         self.op, self.device = op, x.data.device
         self.index = index_of(self.device)
         self.prepared, self.stochastic = made, chosen.stochastic
+        self.launches = made.launches
         self.numbers = 0 if scaled else 1
         self.flat_shape = None if scaled or x.is_contiguous() else made.input.flat_shape
         self.strided = made.input.strided
@@ -248,19 +356,26 @@ class Call:
             self.scale_shape, self.scale_dtype = tuple(made.scale_shape), getattr(torch, made.scale_dtype)
         #: Whether `plainly` does what a call does, if options are at their default.
         self.plain = (
-            op in ("cast", "cast_ste")
-            and chosen == Options()
+            op in ("cast", "cast_ste", "cast_pair")
+            and chosen in (Options(), Options(supplied=True))
             and self.index is not None
             and not INTERPRETED
             and self.flat_shape is None
-            and all(name == "tensor" for name in self.passes)
+            and len(self.passes) < 2
         )
-        self.amax = self.passes["tensor"][1] if "tensor" in self.passes else None
+        self.amax: Any = None
+        #: What makes the zeros that a pass for rows or columns needs.
+        self.zeros: Any = None
+        for each, launcher in self.passes.values():
+            self.amax = launcher
+            if each.length:
+                self.zeros = partial(torch.zeros, each.length, dtype=torch.int32, device=self.device)
         self.waits = made.waits
         if self.plain:
             values = op == "cast_ste"
-            self.allocators = [allocator(tuple(x.shape), x.dtype, self.device)] if values else self.written[0].allocators
-            self.finished = itemgetter(0) if values else self.written[0].tensor
+            own = [allocate for written in self.written for allocate in written.allocators]
+            self.allocators = [allocator(tuple(x.shape), x.dtype, self.device)] if values else own
+            self.finished = itemgetter(0) if values else self.written[0].tensor if op == "cast" else self._both
 
     def takes(self, scale: Any) -> bool:
         """Whether a supplied scale can be read as it is."""
@@ -279,25 +394,44 @@ class Call:
                 return self._run(x, options, amaxes, held)
         return self._run(x, options, amaxes, held)
 
-    def plainly(self, address: int) -> Any:
-        """The result for contiguous numbers at an address on the device, under default options."""
+    def plainly(self, address: int, *supplied: int) -> Any:
+        """The result for contiguous numbers at an address on the device, under no option but the axis and a scale.
+
+        supplied: the address of the scale, if there is one.
+        """
         index = self.index
         if elsewhere(index):
             with torch.cuda.device(index):
-                return self.plainly(address)
+                return self.plainly(address, *supplied)
         stream = stream_of(index)
         made = [allocate() for allocate in self.allocators]
         if self.waits:
             work, _ = workspace(self.device, stream)
             self.launcher.run(stream, address, *[part.data_ptr() for part in made], work.data_ptr())
         elif self.amax is None:
-            self.launcher.run(stream, address, *[part.data_ptr() for part in made])
+            self.launcher.run(stream, address, *[part.data_ptr() for part in made], *supplied)
+        elif self.zeros is not None:
+            amax = self.zeros()
+            number = amax.data_ptr()
+            self.amax.run(stream, address, number)
+            self.launcher.run(stream, address, *[part.data_ptr() for part in made], number)
         else:
             work, amax = workspace(self.device, stream)
             number = amax.data_ptr()
             self.amax.run(stream, address, number, work.data_ptr())
-            self.launcher.run(stream, address, *[part.data_ptr() for part in made], number)
+            self.launcher.run(stream, address, *[part.data_ptr() for part in made], *[number] * len(self.written))
         return self.finished(made)
+
+    def after(self, amax: int, stream: int, address: int) -> Any:
+        """`plainly`, where the amax of the tensor is known: at the address `amax`."""
+        made = [allocate() for allocate in self.allocators]
+        self.launcher.run(stream, address, *[part.data_ptr() for part in made], amax)
+        return self.finished(made)
+
+    def _both(self, made: list[Any]) -> tuple[ScaledTensor, ScaledTensor]:
+        """The results of `cast_pair`."""
+        count = len(self.written[0].parts)
+        return self.written[0].tensor(made[:count]), self.written[1].tensor(made[count:])
 
     def amaxes(self, x: Any) -> dict[str, Any]:
         """The results of the passes before the cast, as bits."""

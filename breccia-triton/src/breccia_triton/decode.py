@@ -82,6 +82,7 @@ class Call:
         self.shape, self.dtype, self.device = tuple(st.shape), getattr(torch, out_dtype), st.data.device
         self.index = index_of(self.device)
         self.allocated = allocator(self.shape, self.dtype, self.device)
+        self.launches = [launch]
         self.launcher = Launcher(launch)
 
     def __call__(self, st: ScaledTensor, out: Any) -> Any:

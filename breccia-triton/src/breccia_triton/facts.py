@@ -236,5 +236,8 @@ def _stored_shape(shape: Shape, axis: int, storage: str, size: int) -> Shape:
     *lead, rows, columns = shape if axis == -1 else (*shape[:-2], shape[-1], shape[-2])
     if storage == "swizzle_128x4":
         return (*lead, divided_up(rows, 128), divided_up(columns, 4), 512)
+    if storage in ("padded_1x4", "padded_128x4"):
+        tall = 128 if storage == "padded_128x4" else 1
+        return (*lead, divided_up(rows, tall) * tall, divided_up(columns, 4) * 4)
     unit = 16 // size if storage == "column_major" else 1
     return (*lead, columns, divided_up(rows, unit) * unit)

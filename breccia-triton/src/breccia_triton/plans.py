@@ -17,6 +17,7 @@ from breccia.backend import (
     install,
     packing,
     renames,
+    repeats,
     targets,
 )
 
@@ -91,7 +92,9 @@ def accepts_requantize(call: Call) -> str | None:
     if call.option("require_exact"):
         return "require_exact reads values"
     if call.option("scale") is None and renames(a.recipe, a.layout.plain, a.axis, recipe):
-        return "codes are translated, and nothing is cast"
+        repeated = call.framework == "torch" and repeats(a.recipe, a.layout, a.axis, recipe)
+        plain = str(call.option("storage", PLAIN)) == a.layout.storage == PLAIN
+        return None if repeated and plain else "codes are translated, and nothing is cast"
     if (why := accepts_dequantize(call)) is not None:
         return why
     block, axis, rows, columns = _fitted(recipe, a.shape, a.axis)

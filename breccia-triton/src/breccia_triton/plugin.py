@@ -23,7 +23,7 @@ _KERNELS = (
 
 
 #: Storages of scales that the kernels read and write.
-STORAGES = ("swizzle_128x4", "column_major", "transposed")
+STORAGES = ("swizzle_128x4", "column_major", "transposed", "padded_1x4", "padded_128x4")
 
 #: Products: op, module and function in `cuda`, name, what it accepts, which score, whether it runs only where it is named, as
 #: it keeps less than the contract.

@@ -40,7 +40,7 @@ from .facts import (
 from .geometry import Tile, Variant, amax_tile, divided_up, lanes_of, plain_tile, power_of_two, strips_of
 from .lanes import lanes_kernel, strips_kernel
 from .plans import paired, readable, tiled, writes
-from .specs import CONVERTED, Spec, Unsupported, spec_of
+from .specs import CONVERTED, Spec, TwoCasts, Unsupported, spec_of
 
 _T = TypeVar("_T")
 
@@ -232,7 +232,7 @@ class Prepared:
             return [(tile, source, self.axis)]
         _, pair = needed(paired(self.recipe, block, rows, columns))
         if self.spec.element.bits < 8 or any(source in ("rows", "columns") for _, source in pair):
-            raise Unsupported("two casts are faster")
+            raise TwoCasts("two casts are faster")
         return [(*found, axis) for found, axis in zip(pair, (-1, -2), strict=True)]
 
     def _choice(self, kernel: str, block: Block) -> Choice:

@@ -164,6 +164,10 @@ class Unsupported(Exception):
     """A part of a recipe that the kernels do not support; the text is the reason."""
 
 
+class TwoCasts(Unsupported):
+    """`cast_pair` where two casts are faster than one kernel."""
+
+
 @lru_cache(maxsize=256)
 def spec_of(recipe: ScalingRecipe, decoding: bool = False) -> Spec | str:
     """The constants for a recipe, or why the kernels do not support it. decoding: its rules do not matter."""

@@ -174,6 +174,9 @@ def scale_place(matrix, i, j, rows, columns, STORAGE: tl.constexpr, AXIS: tl.con
         if STORAGE == "swizzle_128x4":
             tile = (matrix.to(tl.int64) * tl.cdiv(rows, 128) + i // 128) * tl.cdiv(columns, 4) + j // 4
             return tile * 512 + (i % 32) * 16 + (i // 32) % 4 * 4 + j % 4
+        elif STORAGE == "padded_1x4" or STORAGE == "padded_128x4":
+            TALL: tl.constexpr = 128 if STORAGE == "padded_128x4" else 1
+            return (matrix.to(tl.int64) * (tl.cdiv(rows, TALL) * TALL) + i) * (tl.cdiv(columns, 4) * 4) + j
         else:
             UNIT: tl.constexpr = 16 // BYTES if STORAGE == "column_major" else 1
             return (matrix.to(tl.int64) * columns + j) * (tl.cdiv(rows, UNIT) * UNIT) + i

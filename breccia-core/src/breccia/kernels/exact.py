@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..codecs import F32, MAGNITUDE, NORMAL, Codec, Minifloat
 from ..formats import TENSOR, Block, Format
@@ -72,9 +73,39 @@ def _holds(codec: Minifloat, value: float, bits: int) -> bool:
     return fits and bits & MAGNITUDE >= NORMAL and abs(value) <= codec.max
 
 
+class Translation(NamedTuple):
+    """How `requantize` keeps scales and translates codes.
+
+    whole: only the recipe changes. block: that of a stored scale. codes: as of `renamed`. promised: whether the new codec of
+    scales holds every scale; otherwise the values decide.
+    """
+
+    whole: bool
+    block: Block
+    codes: tuple[int, ...] = ()
+    promised: bool = True
+
+
+def translation(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> Translation | None:
+    """How a tensor of `old` becomes one of `new` without a cast; None where its values have to be cast."""
+    return _translation(old, *covered(old, layout, axis), new)
+
+
+@lru_cache(maxsize=1024)
+def _translation(old: ScalingRecipe, grouped: bool, block: Block, new: ScalingRecipe) -> Translation | None:
+    nested = same_scales(old, new, block)
+    if old == new or (old.format == new.format and nested):
+        return Translation(True, block)
+    codes = renamed(old.format.element, new.format.element)
+    if codes is None or grouped or not nested:
+        return None
+    return Translation(False, block, codes, hold_scales(old.format.scale.codec, new.format.scale.codec))
+
+
 def keeps_parts(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
     """Whether `requantize` changes only the recipe, whatever the components contain"""
-    return old == new or (old.format == new.format and same_scales(old, new, covered(old, layout, axis)[1]))
+    found = translation(old, layout, axis, new)
+    return found is not None and found.whole
 
 
 def covered(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[bool, Block]:
@@ -85,9 +116,13 @@ def covered(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[bool, Blo
 
 def renames(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
     """Whether `requantize` keeps scales and translates codes, whatever the tensor contains, without computing values"""
-    if keeps_parts(old, layout, axis, new):
-        return True
-    grouped, block = covered(old, layout, axis)
-    promised = hold_scales(old.format.scale.codec, new.format.scale.codec)
-    known = renamed(old.format.element, new.format.element) is not None
-    return known and promised and not grouped and same_scales(old, new, block)
+    found = translation(old, layout, axis, new)
+    return found is not None and found.promised
+
+
+def repeats(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
+    """Whether `requantize` keeps all codes, and repeats scales of blocks for finer blocks"""
+    found, source, target = translation(old, layout, axis, new), old.format, new.format
+    if found is None or found.whole or found.block == TENSOR or source.offset != "none":
+        return False
+    return (source.element, source.scale.codec) == (target.element, target.scale.codec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import targets
@@ -41,7 +41,7 @@ class AmaxHistory:
     def update(self, x: Any) -> AmaxHistory:
         """A history with the amax of `x` appended; the oldest value is dropped beyond `amax_history_len`."""
         amaxes, scale = record_amax(x, self.recipe, self.amaxes, self.scale)
-        return replace(self, amaxes=amaxes, scale=scale)
+        return AmaxHistory(self.recipe, amaxes, scale)
 
     def cast(self, x: Any, **options: Any) -> tuple[ScaledTensor, AmaxHistory]:
         """(`breccia.cast(x, self.recipe, scale=self.scale, **options)`, `self.update(x)`).
@@ -49,7 +49,7 @@ class AmaxHistory:
         A kernel may read `x` once for both. options: those of `breccia.cast` except for `scale`.
         """
         st, amaxes, scale = cast_and_record(x, self.recipe, self.amaxes, self.scale, **options)
-        return st, replace(self, amaxes=amaxes, scale=scale)
+        return st, AmaxHistory(self.recipe, amaxes, scale)
 
 
 def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from ...tensors.checks import need_one_device
 from ...tensors.grids import packing
 from ...tensors.tensor import ScaledTensor
 from ..checks import fitted_layout
-from ..exact import covered, hold_scales, keeps_parts, renamed, same_scales
+from ..exact import translation
 from .casting import assign, cast, refuse_nonfinite
 from .decoding import dequantize, scale_k_last
 from .packing import pack, unpack
@@ -64,20 +64,16 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
     """
     if recipe == st.recipe:
         return st
-    if keeps_parts(st.recipe, st.layout, st.axis, recipe):
+    found = translation(st.recipe, st.layout, st.axis, recipe)
+    if found is None or not (found.promised or checking):
+        return None
+    if found.whole:
         parts = (st.zero_point, st.global_scale, st.axis, st.padding)
         return ScaledTensor.from_parts(st.data, st.scale, recipe, st.layout, *parts)
-    source, target, axis = st.recipe.format, recipe.format, st.axis
-    grouped, block = covered(st.recipe, st.layout, axis)
-    codes = renamed(source.element, target.element)
-    if codes is None or not same_scales(st.recipe, recipe, block):
-        return None
-    promised = hold_scales(source.scale.codec, target.scale.codec)
-    if grouped or not (promised or checking):
-        return None
-    layout = fitted_layout(recipe, st.shape, axis)
-    shape = k_last_shape(st.shape, axis)
-    old, new = Tiles(ops, shape, block), Tiles(ops, shape, target.scale.block)
+    source, target, axis, logical = st.recipe.format, recipe.format, st.axis, st.shape
+    layout = fitted_layout(recipe, logical, axis)
+    shape = k_last_shape(logical, axis)
+    old, new = Tiles(ops, shape, found.block), Tiles(ops, shape, target.scale.block)
 
     def repeat_per_block(part: Array, codec: Codec | None, new_codec: Codec | None) -> Array:
         """A component of the scales' shape in the blocks and codec of `target`, K last; None keeps the codec."""
@@ -87,7 +83,7 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
         words, dtype = ops.load(part), dtype_name(part)
         if codec is not None and new_codec is not None and codec != new_codec:
             words, dtype = new_codec.encode(ops, codec.read(ops, part)), ops.storage(new_codec)
-        return ops.store(old.repeat_per_block(words, new) | 0, dtype)  # `|` copies: items of a broadcast view share memory
+        return ops.store(old.repeat_per_block(words, new), dtype)
 
     codecs = source.scale.codec, target.scale.codec
 
@@ -99,12 +95,12 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
     with ops.errstate():
         scale = repeat_per_block(st.scale, *codecs)
         offset = None if st.zero_point is None else repeat_per_block(st.zero_point, *(codecs if biased else (None, None)))
-        if not promised and (changed(st.scale, scale) or (biased and changed(st.zero_point, offset))):
+        if not found.promised and (changed(st.scale, scale) or (biased and changed(st.zero_point, offset))):
             return None
         data = st.data
         if source.element != target.element:
             unpacked = unpack(ops, k_last(ops, data, axis), source.element, shape[-1])
-            data = k_last(ops, pack(ops, ops.take(codes, unpacked), target.element), axis)
+            data = k_last(ops, pack(ops, ops.take(found.codes, unpacked), target.element), axis)
     return ScaledTensor.from_parts(
         data,
         k_last(ops, scale, axis) if new.block != TENSOR else scale,

@@ -61,15 +61,19 @@ class Tiles:
         return self.ops.reshape(a, (*self.shape[:-2], rows, 1, columns, 1))
 
     def repeat_per_block(self, a: Array, finer: Tiles) -> Array:
-        """Repeat stored scales, K last, over the blocks of `finer`, which lie within the blocks here."""
+        """Repeat integers of stored scales, K last, over the blocks of `finer`, which lie within the blocks here.
+
+        Each has memory of its own: `|` copies, as items of a broadcast view share theirs.
+        """
         if finer.block == self.block:
-            return a
+            return a | 0
         lead, (rows, columns), (tall, wide) = self.shape[:-2], finer.counts, self.counts
         if self.block == TENSOR:
-            return self.ops.broadcast(self.broadcast_global(a), (*lead, rows, columns))
+            return self.ops.broadcast(self.broadcast_global(a), (*lead, rows, columns)) | 0
         down, along = (-(-outer // inner) for outer, inner in zip(self.sides, finer.sides, strict=True))
-        beside = self.ops.broadcast(self.ops.reshape(a, (*lead, tall, 1, wide, 1)), (*lead, tall, down, wide, along))
-        return self.ops.reshape(beside, (*lead, tall * down, wide * along))[..., :rows, :columns]
+        beside = self.ops.broadcast(self.ops.reshape(a, (*lead, tall, 1, wide, 1)), (*lead, tall, down, wide, along)) | 0
+        whole = self.ops.reshape(beside, (*lead, tall * down, wide * along))
+        return whole if whole.shape[-2:] == (rows, columns) else whole[..., :rows, :columns] | 0
 
     def broadcast_global(self, a: Array) -> Array:
         """Likewise for a global scale, of shape () or a prefix of the leading axes."""
