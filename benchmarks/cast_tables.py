@@ -77,7 +77,7 @@ def gpu_casts(result: Result) -> Table:
     if every:
         note = (
             f"{'×'.join(map(str, every[0]['shape']))} {options['dtype']}, by {options['clock']}: min / median / max of "
-            f"{options['samples']} samples, "
+            f"at least {options['samples']} samples, "
             "each of at least 10 calls and 1 ms (fewer calls where they exceed 20 ms), interleaved with those of a copy and of "
             "all rivals. TB/s counts the bytes that the op has to read and write; computing a scale of the whole tensor is one "
             "read more. Of copy: that rate over the rate of copying the same matrix. "

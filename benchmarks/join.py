@@ -32,8 +32,8 @@ NAMES = {
     "gpu-weight-only": ("format", "n", "k", "m"),
     "matmul-gpu": ("kind", "shape"),
 }
-#: Options that runs may differ in.
-EXTENT = ("shapes",)
+#: Options that runs may differ in. Of samples, the joined result names the least number that a row has.
+EXTENT = ("shapes", "samples")
 
 
 def joined(results: list[Result]) -> Result:
@@ -65,12 +65,14 @@ def joined(results: list[Result]) -> Result:
         made["rivals"] = {name: version for result in results for name, version in result.get("rivals", {}).items()}
         made["absent"] = {name: why for name, why in last["absent"].items() if name not in made["rivals"]}
     if "left" in first:  # rows that the first run left out, and no later one measured
-        made["left"] = first["left"] - (len(rows) - len(first["rows"]))
+        made["left"] = max(0, first["left"] - (len(rows) - len(first["rows"])))
     if "options" in last:
+        made["options"] = dict(first["options"])
         shapes = [shape for result in results for shape in result["options"].get("shapes", ())]
-        made["options"] = first["options"] | (
-            {"shapes": [s for i, s in enumerate(shapes) if s not in shapes[:i]]} if shapes else {}
-        )
+        if shapes:
+            made["options"]["shapes"] = [s for i, s in enumerate(shapes) if s not in shapes[:i]]
+        if "samples" in made["options"]:
+            made["options"]["samples"] = min(result["options"]["samples"] for result in results)
     return made
 
 

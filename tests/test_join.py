@@ -30,7 +30,7 @@ def result(date: str, rows: list[tuple[str, int]], left: int = 0) -> dict[str, A
         "benchmark": "matmul-gpu",
         "schema": 1,
         "provenance": {"date_utc": date, "device": "GPU, driver 1"},
-        "options": {"samples": 5, "shapes": [[1, 2, 3]]},
+        "options": {"state": "hot", "samples": 5, "shapes": [[1, 2, 3]]},
         "left": left,
         "rows": [{"kind": kind, "shape": [1, 2, 3], "value": value} for kind, value in rows],
     }
@@ -46,9 +46,11 @@ def test_rows_of_later_files_replace_those_of_earlier_ones_and_name_their_run(jo
     ]
     assert made["left"] == 0 and made["options"] == first["options"] and made["provenance"]["date_utc"] == "tuesday"
     third = result("wednesday", [("row", 5)])
+    third["options"]["samples"] = 3
     again = join.joined([made, third])
     assert [run["date_utc"] for run in again["joined"]] == ["wednesday", "tuesday"], "no row of monday remains"
     assert [(row["value"], row["run"]) for row in again["rows"]] == [(5, 0), (3, 1), (4, 1)]
+    assert again["options"]["samples"] == 3, "every row has at least so many"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_rows_of_later_files_replace_those_of_earlier_ones_and_name_their_run(jo
     [
         ({"provenance": {"device": "another"}}, "must agree in their device: found 'another' beside 'GPU, driver 1'"),
         ({"benchmark": "gpu-casts"}, "must agree in their benchmark: found 'gpu-casts' beside 'matmul-gpu'"),
-        ({"options": {"samples": 7}}, "must agree in their options: found {'samples': 7} beside {'samples': 5}"),
+        ({"options": {"state": "burst"}}, "must agree in their options: found {'state': 'burst'} beside {'state': 'hot'}"),
         ({"schema": 0}, "must agree in their schema: found 0 beside 1"),
     ],
 )
