@@ -12,11 +12,13 @@ import pytest
 from conftest import RECIPES, recipe_id, special_rows, wide
 
 import breccia
+from breccia.arrays.frameworks import ops_of
 from breccia.codecs import E4M3, F32, Codec, Lookup, Minifloat
 from breccia.formats import Format, Level
+from breccia.kernels.reference.packing import pack
 from breccia.tensors.components import components
 from breccia.tensors.metadata import Metadata
-from breccia_mlx import compiled, from_tree, to_tree
+from breccia_mlx import compiled, decoding, from_tree, to_tree
 
 NAME = "mlx.compiled.dequantize"
 MXFP8 = breccia.MXFP8BlockScaling()
@@ -53,6 +55,18 @@ def test_every_slab_has_numpys_bits(recipe: breccia.ScalingRecipe, monkeypatch: 
         for st in (written := breccia.cast(x, recipe, axis=axis), scrambled(written)):
             expected = breccia.dequantize(st, prefer="reference.dequantize")
             assert same_bits(breccia.dequantize(in_mlx(st), prefer=NAME), expected)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_numbers_of_every_width_are_looked_up(bits: int) -> None:
+    """Every pair of codes, in a table of unordered numbers."""
+    rng = np.random.default_rng(bits)
+    table = rng.permutation(np.float32(np.arange(1 << bits))).tolist()
+    codec = Lookup(f"L{bits}", bits, None, "a test", tuple(table))
+    pairs = np.stack(np.meshgrid(*[np.arange(1 << bits)] * 2), -1).reshape(-1)
+    codes = np.resize(pairs, (-(-len(pairs) // 16), 16))
+    data = mx.array(pack(ops_of(codes), codes.astype(np.int32), codec))
+    assert np.array_equal(np.array(decoding._numbers(data, codec)), np.float32(table)[codes])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
@@ -127,9 +141,6 @@ class OwnScales(Minifloat):
     """A codec that may multiply otherwise."""
 
 
-BYTES = Lookup("BYTES", 8, None, "a test", tuple(float(n) for n in range(256)))
-
-
 def test_explain_says_what_it_leaves_to_the_generic_algorithm() -> None:
     x = mx.ones((8, 128))
     cast = breccia.cast
@@ -137,7 +148,6 @@ def test_explain_says_what_it_leaves_to_the_generic_algorithm() -> None:
     codes = cast(x, breccia.INT4Scaling(group_size=32))
     for st, options, said in (
         (cast(x, MXFP8), {"out": x}, "out= is the generic algorithm's"),
-        (cast(x, Other(BYTES)), {}, "it does not decode BYTES"),
         (cast(x, Other(scale=OwnScales(*astuple(E4M3)))), {}, "it does not multiply by E4M3 scales"),
         (cast(x, Other(sense="divisor")), {}, "scales that divide are the generic algorithm's"),
         (breccia.from_buffer(codes.data, codes.scale, codes.recipe, indexed), {}, "its layouts have a scale per tensor"),

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from breccia.backend import (
-    F32_INF,
-    MAGNITUDE,
     Call,
     Codec,
     Format,
     Integer,
-    Lookup,
     Minifloat,
     PerBlockK,
     PerBlockMN,
@@ -35,7 +35,6 @@ Array = Any
 
 _LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
 _QUIET = 0x7FC00000
-_SIGN = ~MAGNITUDE
 
 
 def accepts(call: Call) -> str | None:
@@ -49,8 +48,6 @@ def accepts(call: Call) -> str | None:
         return "it unpacks codes on little-endian machines"
     if call.option("out") is not None:
         return "out= is the generic algorithm's"
-    if type(fmt.element) not in _DECODERS or fmt.element.bits > (4 if isinstance(fmt.element, Lookup) else 8):
-        return f"it does not decode {fmt.element.name}"
     if any(level.sense == "divisor" for level in fmt.levels):
         return "scales that divide are the generic algorithm's"
     if type(fmt.scale.codec) not in (Minifloat, PowerOfTwo):
@@ -83,7 +80,7 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
     scale, offset = grid.spread(scale), None if offset is None else grid.spread(offset)
     found: list[Array] = []
     for stored, cut in zip(grid.slabs(st.data), grid.cuts, strict=True):
-        v = grid.split(_DECODERS[type(fmt.element)](fmt.element, _unpacked(stored, fmt.element)))
+        v = grid.split(_numbers(stored, fmt.element))
         if fmt.offset == "zero_point":
             v = v - of_slab(offset, cut)
         v = v * of_slab(scale, cut)
@@ -105,10 +102,31 @@ def _multiplier(fmt: Format, stored: Array) -> Array:
     return value if level.sense == "multiplier" else MLX.div(value, fmt.qmax(level))
 
 
-def _unpacked(data: Array, element: Codec) -> Array:
-    """Codes, one per item of 8 bits, of stored ones along the last axis: the gaps between them are opened."""
-    count, size = packing(element)
-    bits = element.bits
+def _numbers(data: Array, element: Codec) -> Array:
+    """The FP32 numbers of stored codes, along the last axis: a table has them, two at a time where two codes fit into a byte.
+
+    `mx.take_along_axis` looks up a number in less time than MLX computes it from the bits of its code, and in a fifth of the
+    time of `mx.take` (measured).
+    """
+    if isinstance(element, Integer) and element.bits == 8:  # a conversion takes less time still
+        numbers = data.view(mx.int8 if element.signed else mx.uint8).astype(mx.float32)
+        return numbers * 2.0**-element.fraction_bits if element.fraction_bits else numbers
+    each = 2 if 2 * element.bits <= 8 else 1
+    codes = _unpacked(data, each * element.bits)
+    found = mx.take_along_axis(_table(element.table, each), mx.reshape(codes, (-1,)), axis=0)
+    return mx.reshape(found, codes.shape).view(mx.float32)
+
+
+@cache
+def _table(table: tuple[int, ...], each: int) -> Array:
+    """FP32 bits of groups of `each` codes, the first one in the lowest bits, as one item per group."""
+    groups = np.array([group[::-1] for group in itertools.product(table, repeat=each)], np.uint32)
+    return mx.array(groups.view(np.uint32 if each == 1 else np.uint64)[:, 0])
+
+
+def _unpacked(data: Array, bits: int) -> Array:
+    """Codes of that many bits, one per byte, of packed ones along the last axis: the gaps between them are opened."""
+    count, size = math.lcm(bits, 8) // bits, math.lcm(bits, 8) // 8
     if count == 1:
         return data.view(mx.uint8)
     kind = {2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[count]
@@ -121,45 +139,3 @@ def _unpacked(data: Array, element: Codec) -> Array:
     for i in range(1, count):
         opened = opened | ((words << mx.array(i * (8 - bits), kind)) & mx.array(((1 << bits) - 1) << (8 * i), kind))
     return opened.view(mx.uint8)
-
-
-def _minifloats(element: Minifloat, codes: Array) -> Array:
-    c = codes.astype(mx.int32)
-    magnitude, shift, bias = c & element.magnitude_mask, 23 - element.mantissa_bits, 127 - element.bias
-    bits = (magnitude << shift) + (bias << 23)
-    # A subnormal code has no implicit one: its number is read under the exponent of the smallest normal ones, less that one.
-    subnormal = (magnitude - (1 << element.mantissa_bits)) >> 31
-    implicit = subnormal & ((bias + 1) << 23)
-    bits = bits + (subnormal & (1 << 23))
-    if element.inf is not None:
-        bits = bits + (((element.highest - magnitude) >> 31) & (F32_INF - (element.inf << shift) - (bias << 23)))
-    elif element.nan is not None:
-        bits = bits | (((element.highest - magnitude) >> 31) & _QUIET)
-    v = MLX.bitcast_to_int(bits.view(mx.float32) - implicit.view(mx.float32))
-    if element.signed:
-        v = v | ((c << (32 - element.bits)) & _SIGN)
-    return v.view(mx.float32)
-
-
-def _integers(element: Integer, codes: Array) -> Array:
-    c = codes.astype(mx.int32)
-    if element.signed:
-        c = (c ^ (1 << (element.bits - 1))) - (1 << (element.bits - 1))
-    v = c.astype(mx.float32)
-    return v * 2.0**-element.fraction_bits if element.fraction_bits else v
-
-
-def _looked_up(element: Lookup, codes: Array) -> Array:
-    c = codes.astype(mx.int32)
-    found: list[Any] = [u - ((u & ~MAGNITUDE & 0xFFFFFFFF) << 1) for u in element.table]  # as signed integers
-    for bit in range(element.bits):
-        chosen = -((c >> bit) & 1)
-        found = [(chosen & (low ^ high)) ^ low for low, high in zip(found[::2], found[1::2], strict=True)]
-    return found[0].view(mx.float32)
-
-
-_DECODERS: dict[type[Codec], Callable[[Any, Array], Array]] = {
-    Minifloat: _minifloats,
-    Integer: _integers,
-    Lookup: _looked_up,
-}
