@@ -240,7 +240,7 @@ def test_default_products_stay_within_the_bound_with_one_large_and_many_small_te
     values = np.array(breccia.dequantize(st)).astype(np.float64)
     bound = bounds.accumulated(np.abs(x.astype(np.float64)) @ np.abs(values).T, length + 2, length)
     exact = x.astype(np.float64) @ values.T
-    prefer = kernel if rows <= native.most_rows(recipe.format, native.MOST_ROWS) or kernel != DEFAULT else QUANTIZED
+    prefer = kernel if rows <= native.most_rows(recipe.format) or kernel != DEFAULT else QUANTIZED
     found = np.array(breccia.matmul(mx.array(x), st.mT, prefer=prefer))
     assert (np.abs(found - exact) <= bound).all()
 

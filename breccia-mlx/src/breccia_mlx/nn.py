@@ -164,7 +164,7 @@ def _compiled(rows: Array, weight: ScaledTensor) -> str | None:
     """
     if opaque(weight.data) is None or native.unsupported(weight) is not None:
         return None
-    return native.NAME if len(rows) <= native.most_rows(weight.recipe.format, native.MOST_COMPILED_ROWS) else None
+    return native.NAME if len(rows) <= native.most_rows(weight.recipe.format, compiled=True) else None
 
 
 class ScaledLinear(_Scaled):
