@@ -1,4 +1,7 @@
-"""`dequantize` for compiled functions on a CPU, in slabs of rows and few operations: see `breccia_mlx.compiled`."""
+"""`dequantize`, and products of decoded weights, for compiled functions on a CPU, in slabs of rows and few operations.
+
+See `breccia_mlx.compiled`.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,23 @@ import mlx.core as mx
 import numpy as np
 
 from breccia.backend import (
+    MAGNITUDE,
+    NORMAL,
+    TENSOR,
     Call,
     Codec,
     Format,
     Integer,
     Minifloat,
+    Operand,
     PerBlockK,
     PerBlockMN,
     PerChannel,
     PerTensor,
     PowerOfTwo,
     ScaledTensor,
+    calls,
+    composites,
     output_dtype,
     packing,
     reference,
@@ -39,25 +48,42 @@ _QUIET = 0x7FC00000
 
 def accepts(call: Call) -> str | None:
     """Why this kernel does not decode, or None."""
-    recipe, layout = call.a.recipe, call.a.layout
+    return "out= is the generic algorithm's" if call.option("out") is not None else _unsupported(call.a)
+
+
+def accepts_product(call: Call) -> str | None:
+    """Why `matmul` does not multiply by the second operand, or None."""
+    w = call.b
+    if w is None or w.recipe is None:
+        return "it multiplies by a quantized b"
+    if call.option("out") is not None:
+        return "out= is the generic algorithm's"
+    if w.axis != -2 or w.ndim != 2 or call.a.empty:
+        return "b must be the .mT of one weight (N, K) with blocks along K, and a must have rows"
+    if call.opaque is None:
+        return "outside transformed functions other kernels decode in less time"
+    return _unsupported(w)
+
+
+def _unsupported(x: Operand) -> str | None:
+    """Why the numbers of an operand are not decoded in slabs of its rows, or None."""
+    recipe, layout = x.recipe, x.layout
     assert recipe is not None
     fmt = recipe.format
     if mx.default_device().type != mx.cpu:
         return "its arithmetic has been tested on MLX's CPU only"
     if sys.byteorder != "little":
         return "it unpacks codes on little-endian machines"
-    if call.option("out") is not None:
-        return "out= is the generic algorithm's"
     if any(level.sense == "divisor" for level in fmt.levels):
         return "scales that divide are the generic algorithm's"
     if type(fmt.scale.codec) not in (Minifloat, PowerOfTwo):
         return f"it does not multiply by {fmt.scale.codec.name} scales"
     if layout is None or type(layout) not in _LAYOUTS:
         return "its layouts have a scale per tensor or per block"
-    if call.a.empty or call.a.ndim < 2:
+    if x.empty or x.ndim < 2:
         return "empty tensors, and those of one axis, are the generic algorithm's"
-    rows, columns = call.a.aligned if call.a.axis == -1 else call.a.aligned[::-1]
-    m, k = layout.block(call.a.axis)
+    rows, columns = x.aligned if x.axis == -1 else x.aligned[::-1]
+    m, k = layout.block(x.axis)
     if columns % (k or 1) or rows % (m or 1) or columns % packing(fmt.element)[0]:
         return "it decodes whole blocks, and packing groups, of 2^n numbers along an axis, up to 256"
     return None
@@ -65,11 +91,35 @@ def accepts(call: Call) -> str | None:
 
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
     """`dequantize` in few passes over the result."""
-    fmt, name = st.recipe.format, output_dtype(out_dtype)
-    grid = Grid.of(st.shape, st.layout.block(st.axis), st.axis == -2)
-    several = (grid.whole and st.scale.ndim) or (st.global_scale is not None and st.global_scale.ndim)  # one per matrix
-    if out is not None or several:
+    name = output_dtype(out_dtype)
+    if out is not None or _several(st):
         return reference.dequantize(st, out_dtype, out)
+    grid = _grid(st)
+    return grid.joined([v if name == "float32" else MLX.to_float(v, name) for v in _slabs(st, grid)])
+
+
+def matmul(a: Any, b: ScaledTensor, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`a @ b` in FP32, for `b` the `.mT` of a weight (N, K), of which one slab of rows is decoded at a time."""
+    if out is not None or _several(b):
+        return composites.matmul(a, b, bias, out_dtype, out)
+    x = calls.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
+    y = mx.concatenate([x @ MLX.swap(v) for v in _slabs(b, _grid(b))], axis=-1)
+    return reference.result(MLX, y if bias is None else y + MLX.f32(bias), out_dtype, out)
+
+
+def _grid(st: ScaledTensor) -> Grid:
+    return Grid.of(st.shape, st.layout.block(st.axis), st.axis == -2)
+
+
+def _several(st: ScaledTensor) -> bool:
+    """Whether matrices have scales of their own"""
+    whole = st.layout.block(st.axis) == TENSOR and st.scale.ndim > 0
+    return whole or (st.global_scale is not None and st.global_scale.ndim > 0)
+
+
+def _slabs(st: ScaledTensor, grid: Grid) -> list[Array]:
+    """The FP32 numbers, in slabs of rows along the blocks."""
+    fmt = st.recipe.format
     scale, factor = _multiplier(fmt, grid.of_blocks(st.scale)), None
     if fmt.global_scale is not None:
         factor = reference.multiplier(MLX, MLX.f32(st.global_scale), fmt)
@@ -85,11 +135,17 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
             v = v - of_slab(offset, cut)
         v = v * of_slab(scale, cut)
         if factor is not None:
-            v = v * factor
+            v = v.view(mx.int32).view(mx.float32) * factor  # bitcasts, so that one number does not make a loop scalar
         if fmt.offset == "bias":
-            v = flushed(v) + of_slab(offset, cut)
-        found.append(mx.reshape(v if name == "float32" else MLX.to_float(v, name), (-1, grid.columns)))
-    return grid.joined(found)
+            v = _flushed(v) + of_slab(offset, cut)
+        found.append(mx.reshape(v, (-1, grid.columns)))
+    return found
+
+
+def _flushed(x: Array) -> Array:
+    """`flushed` by bits. The bitcasts end loops, but these are not scalar, as those with a comparison are."""
+    u = MLX.bitcast_to_int(x)
+    return (u & ((NORMAL - 1 - (u & MAGNITUDE)) >> 31)).view(mx.float32)
 
 
 def _multiplier(fmt: Format, stored: Array) -> Array:
@@ -98,7 +154,7 @@ def _multiplier(fmt: Format, stored: Array) -> Array:
     if isinstance(level.codec, PowerOfTwo) and level.sense == "multiplier":
         code = MLX.load(stored)  # MLX multiplies exactly by 2^-127, code 0, though it is no normal number
         return mx.where(code == 0, 1 << 22, mx.where(code == level.codec.nan, _QUIET, code << 23)).view(mx.float32)
-    value = level.codec.read(MLX, stored)
+    value = _numbers(stored, level.codec) if level.codec.bits == 8 else level.codec.read(MLX, stored)
     return value if level.sense == "multiplier" else MLX.div(value, fmt.qmax(level))
 
 

@@ -35,9 +35,9 @@ NAME = "mlx.quantized_matmul"
 _GROUPS, _WIDTHS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 #: Rows up to which the product takes no longer than to decode the weight and to multiply matrices, outside and inside
 #: `mx.compile`: of E4M3 codes, of integers without a bias, and of integers with one, which take longest to decode. It takes as
-#: long for each row; a product of FP32 matrices too, twice as long as one of FP4 codes, and half as long as one of E4M3
-#: (measured: MLX 0.32.4, from 1024 x 1024 to 4096 x 4096).
-_ROWS_OF_E4M3, _ROWS_OF_INTEGERS, _ROWS_OF_BIASED = (4, 1), (16, 16), (16, 32)
+#: long for each row; a product of FP32 matrices too, twice as long as one of FP4 codes, as one of integers, and half as long as
+#: one of E4M3 (measured: MLX 0.32.4, from 1024 x 1024 to 4096 x 4096).
+_ROWS_OF_E4M3, _ROWS_OF_INTEGERS, _ROWS_OF_BIASED = (4, 0), (16, 8), (16, 24)
 
 
 def mode(fmt: Format) -> dict[str, Any] | None:
