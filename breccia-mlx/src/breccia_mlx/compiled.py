@@ -78,10 +78,6 @@ def accepts(call: Call) -> str | None:
         return "it supports offsets of integers in blocks, without a margin"
     if call.a.empty or (level.block != TENSOR and call.a.ndim < 2):
         return "empty arrays, and those of too few axes, are the generic algorithm's"
-    rows, columns = call.a.aligned[::-1] if call.option("axis", -1) == -2 and call.a.ndim > 1 else call.a.aligned
-    m, k = level.block
-    if columns % (k or 1) or rows % (m or 1) or columns % packing(element)[0]:
-        return "it casts whole blocks, and packing groups, of 2^n numbers along an axis, up to 256"
     return None
 
 
@@ -90,8 +86,9 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     checks.check_cast(x, recipe)
     axis = contraction_axis(options.axis, x.ndim)
     layout = checks.fitted_layout(recipe, tuple(x.shape), axis)
-    fmt = recipe.format
-    grid = Grid.of(x.shape, fmt.scale.block, axis == -2 and x.ndim > 1)
+    fmt, swapped, shape = recipe.format, axis == -2 and x.ndim > 1, x.shape
+    x = _in_whole_blocks(x, fmt.scale.block, swapped)
+    grid = Grid.of(x.shape, fmt.scale.block, swapped)
     slabs = grid.slabs(x)
 
     global_scale = factor = None
@@ -102,13 +99,27 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     scales = _scales(grid, x, recipe, factor)
     spread = [None if part is None else grid.spread(part) for part in (scales.reciprocal, scales.bias, scales.zero)]
     data: list[Array] = []
+    padding = -shape[axis] % packing(fmt.element)[0]
     for slab, cut in zip(slabs, grid.cuts, strict=True):
         codes = _codes(grid.split(MLX.f32(slab)), fmt.element, *(None if s is None else of_slab(s, cut) for s in spread))
-        data.append(_packed(mx.reshape(codes, slab.shape), fmt.element))
+        codes = mx.reshape(codes, slab.shape)[:, : shape[axis]]
+        data.append(_packed(mx.pad(codes, [(0, 0), (0, padding)]) if padding else codes, fmt.element))
     stored, offset = (None if part is None else grid.join(part) for part in (scales.stored, scales.offset))
     joined = grid.joined(data).view(getattr(mx, MLX.storage(fmt.element)))
-    joined = mx.reshape(joined, (-1,)) if x.ndim == 1 else joined
-    return ScaledTensor.from_parts(joined, stored, recipe, layout, offset, global_scale, axis)
+    if len(shape) == 1:
+        joined = mx.reshape(joined, (-1,))
+    else:
+        joined = joined[..., : shape[-1]] if swapped else joined[..., : shape[-2], :]
+    return ScaledTensor.from_parts(joined, stored, recipe, layout, offset, global_scale, axis, padding)
+
+
+def _in_whole_blocks(x: Array, block: Block, swapped: bool) -> Array:
+    """`x` with partial blocks filled by copies of their last numbers, which change no extremes."""
+    if x.ndim < 2:
+        return x
+    sides = block[::-1] if swapped else block
+    widths = [(0, -length % (side or 1)) for length, side in zip(x.shape[-2:], sides, strict=True)]
+    return mx.pad(x, [(0, 0)] * (x.ndim - 2) + widths, mode="edge") if any(after for _, after in widths) else x
 
 
 class Grid(NamedTuple):
