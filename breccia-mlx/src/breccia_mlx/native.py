@@ -19,7 +19,7 @@ import mlx.core as mx
 from breccia.backend import E2M1, E4M3, E8M0, Call, Codec, Format, Integer, ScaledTensor, calls, composites, reference
 
 from . import integers
-from .ops import MLX
+from .ops import MLX, is_exporting
 
 Array = Any
 
@@ -129,6 +129,8 @@ _found: dict[int, tuple[weakref.ref[Any], bool]] = {}
 
 def has_nan(scale: Array) -> bool | None:
     """Whether E8M0 scales contain NaN; None for placeholders. They are read once per array, so keep `st.mT`."""
+    if is_exporting():
+        return None
     key = id(scale)
     known = _found.get(key)
     if known is not None and known[0]() is scale:
