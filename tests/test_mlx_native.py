@@ -190,8 +190,14 @@ def test_arrays_without_a_recipe_are_refused() -> None:
     w, scales, biases = mx.quantize(weight(), bits=2)
     with pytest.raises(breccia.DialectError, match=r"affine arrays of 2, 3, 4, 5, 6, 8 bits.* got bits=1, group_size=64"):
         from_mlx(w, scales, biases, bits=1)
-    with pytest.raises(breccia.RecipeError, match="bits"):
-        breccia.recipe("mlx_affine,bits=4")
+    for bits in (4, 8):
+        with pytest.raises(
+            breccia.RecipeError, match=f"2, 3, 5 and 6 bits, got bits={bits}; .* are the recipe 'int{bits},"
+        ) as raised:
+            breccia.recipe(f"mlx_affine,bits={bits},group_size=32,scale_dtype=fp32")
+        assert breccia.recipe(str(raised.value).split("'")[2]) == affine(bits, 32), "the recipe that is named"
+    with pytest.raises(breccia.RecipeError, match="bits must be one of 2, 3, 5, 6, got 7"):
+        breccia.recipe("mlx_affine,bits=7")
     with pytest.raises(breccia.DialectError, match="mode 'affine' has biases; got none"):
         from_mlx(*mx.quantize(weight())[:2])
 

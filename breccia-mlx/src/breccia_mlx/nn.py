@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx import nn
@@ -11,6 +11,7 @@ from mlx import nn
 import breccia
 from breccia import bridges
 from breccia.backend import (
+    ADVICE,
     TENSOR,
     Metadata,
     PerBlockK,
@@ -105,6 +106,27 @@ class ScaledWeight(nn.Module):
 
     def _extra_repr(self) -> str:
         return f"{self.shape}, {self.recipe!r}"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Runs only for missing attributes: those of arrays and tensors get the call to make."""
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name.startswith("_"):
+                    raise
+                hint = _advice(name)
+            raise AttributeError(f"'ScaledWeight' object has no attribute {name!r}{hint}", name=name, obj=self)
+
+
+def _advice(name: str) -> str:
+    """What to call in place of a missing attribute of a ScaledWeight."""
+    if hasattr(ScaledTensor, name):
+        return f": st = weight.tensor, its ScaledTensor, has st.{name}; breccia.matmul(x, st.mT) multiplies by it."
+    if name in ADVICE:
+        return f": {ADVICE[name]}, for st = weight.tensor."
+    return ""
 
 
 def _word(dtype: str) -> Any:
