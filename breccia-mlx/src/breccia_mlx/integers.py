@@ -29,12 +29,12 @@ _EXPONENT, _LARGEST = 0x7F800000, 0x7B800000
 
 
 class Parts(NamedTuple):
-    """How the columns of a weight are divided: `count` sums of `length` terms, in MLX's groups of `group`.
+    """How the columns of a weight are divided: `sums` of `length` terms, in MLX's groups of `group`.
 
     whole: whether s is the whole scale.
     """
 
-    count: int
+    sums: int
     length: int
     group: int
     whole: bool
@@ -62,6 +62,7 @@ def parts(w: Any) -> Parts | None:
 def product(x: Array, w: ScaledTensor, how: Parts) -> Array:
     """`x @ w` for FP32 `x` (..., K) and `w` (K, N), in the parts of `w`."""
     rows, element = w.mT, w.recipe.format.element
+    assert isinstance(element, Integer)
     count, length, group, whole = how
     words = mx.reshape(rows.data.view(mx.uint32), (rows.shape[0], count, -1)).swapaxes(0, 1)
     middle = 0
@@ -89,6 +90,6 @@ def power_of_two(scale: Array) -> Array:
 def _in_groups(numbers: Array, how: Parts) -> Array:
     """Numbers of the blocks of each row, (N, blocks) or (N,), as (parts, N, groups of a part)."""
     numbers = mx.reshape(numbers, (len(numbers), -1))
-    each = how.count * how.length // how.group // numbers.shape[1]
+    each = how.sums * how.length // how.group // numbers.shape[1]
     repeated = mx.repeat(numbers, each, axis=1) if each > 1 else numbers
-    return mx.reshape(repeated, (len(numbers), how.count, -1)).swapaxes(0, 1)
+    return mx.reshape(repeated, (len(numbers), how.sums, -1)).swapaxes(0, 1)

@@ -105,15 +105,16 @@ def matmul(a: Any, b: ScaledTensor, bias: Array | None = None, out_dtype: str = 
     w = b.mT
     if 0 in (*a.shape, *b.shape):
         return reference.matmul(a, b, bias, out_dtype, out)  # MLX 0.32.4 divides by a length of zero
-    options, in_e8m0 = mode(w.recipe.format), w.recipe.format.scale.codec == E8M0
-    spoiled = has_nan(b.scale) if in_e8m0 else False
-    if spoiled or (options is None and w.zero_point is not None and w.zero_point.dtype not in (mx.uint8, mx.int8)):
+    options, how = mode(w.recipe.format), integers.parts(b)
+    spoiled = has_nan(b.scale) if w.recipe.format.scale.codec == E8M0 else False
+    wide = w.zero_point is not None and w.zero_point.dtype not in (mx.uint8, mx.int8)
+    if spoiled or (options is None and (how is None or wide)):
         return composites.matmul(a, b, bias, out_dtype, out)
     x = calls.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
-    if options is None:
-        y = integers.product(x, b, integers.parts(b))
+    if how is not None:
+        y = integers.product(x, b, how)
     else:
-        y = mx.quantized_matmul(x, w.data.view(mx.uint32), w.scale, w.zero_point, transpose=True, **options)
+        y = mx.quantized_matmul(x, w.data.view(mx.uint32), w.scale, w.zero_point, transpose=True, **options or {})
     if spoiled is None:
         y = mx.where(mx.max(w.scale, axis=-1) == E8M0.nan, math.nan, y)
     if w.global_scale is not None:
