@@ -318,7 +318,10 @@ def _codes(x: Array, element: Codec, reciprocal: Array, bias: Array | None, zero
     """Codes, one per uint8, of FP32 `x` in blocks; the others are spread over them."""
     if isinstance(element, Integer):  # whose sign of zero does not matter
         x = flushed(x)
-        return _integers(element, MLX.bitcast_to_int((x if bias is None else flushed(x - bias)) * reciprocal), zero)
+        scaled = (x if bias is None else flushed(x - bias)) * reciprocal
+        if zero is not None:
+            scaled = mx.where(mx.abs(scaled) >= _MIN_NORMAL, scaled, 0)  # NaN becomes 0 too
+        return _integers(element, MLX.bitcast_to_int(scaled), zero)
     return _ENCODERS[type(element)](element, MLX.bitcast_to_int(x * reciprocal), MLX.bitcast_to_int(x))
 
 
@@ -350,15 +353,16 @@ def _minifloats(element: Minifloat, scaled: Array, u: Array) -> Array:
 
 
 def _integers(element: Integer, scaled: Array, zero: Array | None) -> Array:
-    """Codes of the FP32 bits of scaled numbers, none below 2^-126; `zero` has zero-points."""
+    """Codes of the FP32 bits of scaled numbers; `zero` has zero-points, for numbers without NaN."""
     # Added to numbers, this leaves them in the last bits, and zeros in the others of a byte. As integers, bits of sums are in
     # the order of the numbers, except that those of negative ones are the least.
     magic = 1.5 * 2.0 ** (23 - element.fraction_bits)
     low, high = (f32_bits(magic) + end for end in (element.low, element.high))
     found = MLX.bitcast_to_int(scaled.view(mx.float32) + magic)
-    number = (_magnitude(found) - (F32_INF + 1)) >> 31  # all bits set, except where scaled numbers are NaN
     if zero is not None:
-        found = found + zero
+        found = (found + zero).view(mx.uint32).view(mx.int32)  # not fused with what follows
+        return mx.minimum(mx.maximum(found, low), high).astype(mx.uint8)
+    number = (_magnitude(found) - (F32_INF + 1)) >> 31  # all bits set, except where scaled numbers are NaN
     codes = mx.minimum(mx.maximum(found, low), high) & number
     return (codes & ((1 << element.bits) - 1) if element.signed and element.bits < 8 else codes).astype(mx.uint8)
 
