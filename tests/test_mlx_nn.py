@@ -346,7 +346,8 @@ def test_layers_refuse_unsupported_tensors_and_inputs() -> None:
     ):
         ScaledLinear.from_linear(cube, MXFP8)
     with pytest.raises(
-        AttributeError, match=r"module 'breccia_mlx' has no attribute 'quantise'; it has QuantizeSummary, export_function, from_tree"
+        AttributeError,
+        match=r"module 'breccia_mlx' has no attribute 'quantise'; it has QuantizeSummary, export_function, from_tree",
     ):
         breccia_mlx.quantise  # noqa: B018
 
