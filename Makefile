@@ -63,6 +63,7 @@ bench: $(BENCH)/ready
 	$(BENCH)/bin/python benchmarks/bench_cast.py --framework torch --rivals all --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_cast.py --framework jax --rivals all --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_jax.py --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/bench_mlx.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_calls.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_dlpack.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_memory.py --out benchmarks/results

@@ -2,9 +2,10 @@
 
     python benchmarks/bench_mlx.py [--size 4096] [--layer 2048] [--out benchmarks/results]
 
-Every recipe is timed beside the mode of `mx.quantize` of the same width, since MLX lacks most of them. The arms `generic` are
-the generic algorithm; `compiled` arms run inside `mx.compile`. All arms take turns, since machines have faster and slower
-moments: compare ratios, not milliseconds.
+Every recipe is timed beside the mode of `mx.quantize` of the same width, since MLX lacks most of them. `compiled` arms run
+inside `mx.compile`: those of layers have their weights among the inputs of the compiled function, those called `captured` as
+its constants. With `--generic`, the arms `generic` are the generic algorithm, which takes minutes. All arms take turns, since
+machines have faster and slower moments: compare ratios, not milliseconds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ RIVALS: dict[str, dict[str, Any]] = {
     "nvfp4,two_level=false": {"mode": "nvfp4"},
     "int4": {"bits": 4},
     "int4,group_size=64,signed=false,symmetric=false,offset=bias,scale_dtype=fp32": {"bits": 4},
+    "mlx_affine,bits=2,scale_dtype=fp32": {"bits": 2},
     "mlx_affine,bits=3,scale_dtype=fp32": {"bits": 3},
+    "mlx_affine,bits=5,scale_dtype=fp32": {"bits": 5},
     "mlx_affine,bits=6,scale_dtype=fp32": {"bits": 6},
     "int8": {"bits": 8},
     "int8,group_size=64,signed=false,symmetric=false,offset=bias": {"bits": 8},
@@ -44,15 +47,10 @@ RIVALS: dict[str, dict[str, Any]] = {
     "fp8_row": {"mode": "mxfp8"},
     "fp8_current": {"mode": "mxfp8"},
 }
-#: Recipes of the layers.
-LAYERS = (
-    "mxfp8",
-    "mxfp4",
-    "nvfp4,two_level=false",
-    "int4,group_size=64,signed=false,symmetric=false,offset=bias,scale_dtype=fp32",
-    "mlx_affine,bits=3,scale_dtype=fp32",
-    "int8,group_size=64,signed=false,symmetric=false,offset=bias",
-)
+#: Recipes without layers: those of activations.
+_NO_LAYERS = ("fp8_current",)
+#: Seconds that the arms of a cast, and of a layer, take turns for, beyond `--runs` turns.
+_CAST_S, _LAYER_S = 2.0, 1.0
 
 
 def evaluated(found: Any) -> None:
@@ -101,30 +99,31 @@ def casts(w: Any, spec: str, generic: bool) -> dict[str, dict[str, Callable[[], 
     return found
 
 
-def layers(size: int, spec: str, x: Any) -> dict[str, Callable[[], None]]:
+def layers(size: int, spec: str, x: Any, generic: bool) -> dict[str, Callable[[], None]]:
     """The arms of a linear layer of that size."""
     linear = nn.Linear(size, size)
     ours = ScaledLinear.from_linear(linear, spec)
-    decoding = ScaledLinear.from_linear(linear, spec, prefer="reference.matmul")
     theirs = nn.QuantizedLinear.from_linear(linear, **{"group_size": None, **RIVALS[spec]})
-    mx.eval(ours.parameters(), decoding.parameters(), theirs.parameters())
-    compiled = [mx.compile(lambda x, layer=layer: layer(x), inputs=layer.state) for layer in (ours, theirs)]
-    return {
-        "breccia": lambda: mx.eval(ours(x)),
-        "MLX": lambda: mx.eval(theirs(x)),
-        "generic": lambda: mx.eval(decoding(x)),
-        "compiled": lambda: mx.eval(compiled[0](x)),
-        "MLX compiled": lambda: mx.eval(compiled[1](x)),
-    }
+    mx.eval(ours.parameters(), theirs.parameters())
+    found = {"breccia": lambda: mx.eval(ours(x)), "MLX": lambda: mx.eval(theirs(x))}
+    if generic:
+        decoding = ScaledLinear.from_linear(linear, spec, prefer="reference.matmul")
+        found["generic"] = lambda: mx.eval(decoding(x))
+    for name, inputs in (("compiled", True), ("captured", False)):
+        for arm, layer in ((name, ours), (f"MLX {name}", theirs)):
+            function = mx.compile(lambda x, layer=layer: layer(x), inputs=layer.state if inputs else None)
+            found[arm] = lambda function=function: mx.eval(function(x))
+    return found
 
 
 def main(
     size: Annotated[int, typer.Option(min=128, help="Rows and columns of the arrays that are cast.")] = 4096,
     layer: Annotated[int, typer.Option(min=128, help="Input and output lengths of the layers.")] = 2048,
-    rows: Annotated[str, typer.Option(help="Rows of activations.")] = "1,4,64",
+    rows: Annotated[str, typer.Option(help="Rows of activations.")] = "1,4",
     recipes: Annotated[str, typer.Option(help="Recipes to cast with, separated by spaces; all by default.")] = "",
-    runs: Annotated[int, typer.Option(min=1, help="Turns.")] = 7,
-    generic: Annotated[bool, typer.Option(help="Time the generic algorithm too.")] = True,
+    runs: Annotated[int, typer.Option(min=1, help="Turns at least.")] = 7,
+    generic: Annotated[bool, typer.Option(help="Time the generic algorithm too.")] = False,
+    seconds: Annotated[float, typer.Option(min=0, help="Scales the time that arms take turns for beyond that.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -134,12 +133,12 @@ def main(
     found: list[dict[str, Any]] = []
     for spec in recipes.split() or RIVALS:
         for op, arms in casts(w, spec, generic).items():
-            for arm, times in zip(arms, common.swept(list(arms.values()), runs, 0), strict=True):
+            for arm, times in zip(arms, common.swept(list(arms.values()), runs, _CAST_S * seconds), strict=True):
                 found.append({"op": op, "recipe": spec, "arm": arm, **times})
-    for spec in [s for s in LAYERS if not recipes or s in recipes.split()]:
+    for spec in [s for s in recipes.split() or RIVALS if s not in _NO_LAYERS]:
         for m in map(int, rows.split(",")):
-            arms = layers(layer, spec, mx.array(common.normal((m, layer), m)))
-            for arm, times in zip(arms, common.swept(list(arms.values()), runs, 0), strict=True):
+            arms = layers(layer, spec, mx.array(common.normal((m, layer), m)), generic)
+            for arm, times in zip(arms, common.swept(list(arms.values()), runs, _LAYER_S * seconds), strict=True):
                 found.append({"op": f"layer, M = {m}", "recipe": spec, "arm": arm, **times})
     result: dict[str, Any] = {"benchmark": "mlx", "schema": common.SCHEMA, "provenance": common.provenance()}
     options = {"size": size, "layer": layer, "mlx": version("mlx"), "rivals": {k: _named(v) for k, v in RIVALS.items()}}

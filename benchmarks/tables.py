@@ -549,6 +549,7 @@ def mlx(result: Result, ops: str, arms: Sequence[str], what: str) -> Table:
     """Milliseconds on MLX's arrays beside MLX's own, by op and recipe; the ratios are of MLX's medians to breccia's."""
     by = {(row["op"], row["recipe"], row["arm"]): row for row in result["rows"] if row["op"].startswith(ops)}
     keys = dict.fromkeys((op, recipe) for op, recipe, _ in by)
+    arms = [arm for arm in arms if any(arm == measured for *_, measured in by)]
     several = len({op for op, _ in keys}) > 1
 
     def cell(op: str, recipe: str, arm: str) -> str:
@@ -560,13 +561,14 @@ def mlx(result: Result, ops: str, arms: Sequence[str], what: str) -> Table:
         named = (recipe, op.partition(", ")[2]) if several else (recipe,)
         eager = ratio(median["MLX"] / median["breccia"])
         graph = ratio(median.get("MLX compiled", median["MLX"]) / median["compiled"]) if "compiled" in median else ""
-        return *named, *(cell(op, recipe, arm) for arm in arms), result["options"]["rivals"][recipe], eager, graph
+        held = (ratio(median["MLX captured"] / median["captured"]),) if "captured" in arms else ()
+        return *named, *(cell(op, recipe, arm) for arm in arms), result["options"]["rivals"][recipe], eager, graph, *held
 
     return Table(
         f"MLX: {what}",
         (
             *("recipe", *(("rows",) if several else ()), *(_MLX_ARMS.get(arm, arm) for arm in arms)),
-            *("MLX's mode", "ratio", "ratio, compiled"),
+            *("MLX's mode", "ratio", "ratio, compiled", *(("ratio, captured",) if "captured" in arms else ())),
         ),
         tuple(row(*key) for key in keys),
         f"Milliseconds, min / median, arms interleaved, MLX {result['options']['mlx']} on the CPU. ratio: MLX's median to "
@@ -574,11 +576,14 @@ def mlx(result: Result, ops: str, arms: Sequence[str], what: str) -> Table:
     )
 
 
+#: Where weights are captured, they are constants of the compiled function.
 _MLX_ARMS = {
     "generic": "generic algorithm",
     "compiled": "breccia in mx.compile",
     "generic compiled": "generic algorithm in mx.compile",
     "MLX compiled": "MLX in mx.compile",
+    "captured": "breccia, captured",
+    "MLX captured": "MLX, captured",
 }
 _MLX_CASTS = ("breccia", "compiled", "MLX", "generic", "generic compiled")
 
@@ -628,7 +633,10 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
         "mlx-cast": lambda result: mlx(result, "cast", _MLX_CASTS, "casts"),
         "mlx-dequantize": lambda result: mlx(result, "dequantize", _MLX_CASTS, "dequantize"),
         "mlx-layer": lambda result: mlx(
-            result, "layer", ("breccia", "MLX", "generic", "compiled", "MLX compiled"), "linear layers"
+            result,
+            "layer",
+            ("breccia", "MLX", "generic", "compiled", "MLX compiled", "captured", "MLX captured"),
+            "linear layers",
         ),
     },
     "matmul-gpu": fp8_tables.TABLES,

@@ -31,6 +31,7 @@ TINY = {
     "parity": ["--values", "20000", "--recipes", "mxfp8", "--ways", "eager"],
     "parity-jax": ["--framework", "jax", "--values", "20000", "--recipes", "mxfp4", "--ways", "jit", "--turns", "20"],
     "parity-mlx": ["--framework", "mlx", "--values", "20000", "--recipes", "mxfp8", "--ways", "eager,generic"],
+    "mlx": ["--size", "128", "--layer", "128", "--rows", "1", "--runs", "1", "--seconds", "0", "--recipes", "int8 mxfp8"],
     "encoder": ["--recipes", "nvfp4"],
     "gpu-casts": [
         "casts",

@@ -12,11 +12,14 @@ import pytest
 from conftest import RECIPES, recipe_id, special_rows, wide
 
 import breccia
+from breccia.arrays.frameworks import ops_of
 from breccia.codecs import E4M3, F32, Codec, Lookup, Minifloat
 from breccia.formats import Format, Level
+from breccia.kernels import bounds
+from breccia.kernels.reference.packing import pack
 from breccia.tensors.components import components
 from breccia.tensors.metadata import Metadata
-from breccia_mlx import compiled, from_tree, to_tree
+from breccia_mlx import compiled, decoding, from_tree, to_tree
 
 NAME = "mlx.compiled.dequantize"
 MXFP8 = breccia.MXFP8BlockScaling()
@@ -26,7 +29,7 @@ X = np.concatenate([wide((24, K), seed=2, exponents=60), special_rows(K)[:8]])
 
 def in_mlx(st: breccia.ScaledTensor) -> breccia.ScaledTensor:
     """NumPy's tensor in MLX, byte for byte."""
-    parts = {name: mx.array(np.ascontiguousarray(part)) for name, part in components(st).items()}
+    parts = {name: mx.array(np.asarray(part, order="C")) for name, part in components(st).items()}
     parts = {name: part.view(mx.bfloat16) if part.dtype == mx.uint16 else part for name, part in parts.items()}
     return Metadata.of(st).assembled(**parts)
 
@@ -53,6 +56,18 @@ def test_every_slab_has_numpys_bits(recipe: breccia.ScalingRecipe, monkeypatch: 
         for st in (written := breccia.cast(x, recipe, axis=axis), scrambled(written)):
             expected = breccia.dequantize(st, prefer="reference.dequantize")
             assert same_bits(breccia.dequantize(in_mlx(st), prefer=NAME), expected)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_numbers_of_every_width_are_looked_up(bits: int) -> None:
+    """Every pair of codes, in a table of unordered numbers."""
+    rng = np.random.default_rng(bits)
+    table = rng.permutation(np.float32(np.arange(1 << bits))).tolist()
+    codec = Lookup(f"L{bits}", bits, None, "a test", tuple(table))
+    pairs = np.stack(np.meshgrid(*[np.arange(1 << bits)] * 2), -1).reshape(-1)
+    codes = np.resize(pairs, (-(-len(pairs) // 16), 16))
+    data = mx.array(pack(ops_of(codes), codes.astype(np.int32), codec))
+    assert np.array_equal(np.array(decoding._numbers(data, codec)), np.float32(table)[codes])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
@@ -108,6 +123,45 @@ def test_transformed_functions_run_it() -> None:
     assert winners == [NAME] * 3
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
+def test_compiled_products_decode_one_slab_at_a_time(recipe: breccia.ScalingRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the bound of `matmul` with a bias, against FP64."""
+    monkeypatch.setattr(compiled, "SLAB", 9 * K)
+    rng = np.random.default_rng(0)
+    x = mx.array(rng.integers(-3, 4, (5, K)).astype(np.float32))
+    bias = mx.array(rng.integers(-9, 9, 32).astype(np.float32))
+    st = in_mlx(breccia.cast((2.0 ** rng.integers(-1, 2, (32, K))).astype(np.float32), recipe))
+    values = np.array(breccia.dequantize(st), np.float64)
+    winners: list[str] = []
+
+    def product(x: Any, tree: Any) -> Any:
+        w = from_tree(tree).mT
+        winner = breccia.explain("matmul", x, w, bias=bias).winner
+        winners.append(winner.name if winner else "")
+        return breccia.matmul(x, w, "float32", bias=bias)
+
+    exact = np.array(x, np.float64) @ values.T + np.array(bias)
+    bound = bounds.accumulated(np.abs(np.array(x, np.float64)) @ np.abs(values).T + np.abs(np.array(bias)), K + 1, K)
+    for found in (mx.compile(product)(x, to_tree(st)), mx.vmap(product, in_axes=(0, None))(x[:, None], to_tree(st))[:, 0]):
+        assert (np.abs(np.array(found) - exact) <= bound).all()
+    assert winners == ["mlx.compiled.matmul"] * 2
+
+
+def test_compiled_products_take_two_quantized_operands_and_leave_other_orders_of_the_weight() -> None:
+    a, b = (in_mlx(breccia.cast(X[:8], MXFP8)) for _ in range(2))
+    compiled_one = mx.compile(lambda a, b: breccia.matmul(from_tree(a), from_tree(b).mT, "bfloat16"))(to_tree(a), to_tree(b))
+    assert compiled_one.shape == (8, 8) and compiled_one.dtype == mx.bfloat16
+    turned = in_mlx(breccia.cast(np.ascontiguousarray(X[:K, :64]), MXFP8))
+    for x, w, said in (
+        (mx.ones((2, 32)), turned, r"b must be the .mT of one weight (N, K) with blocks along K"),
+        (mx.ones((2, K)), mx.ones((K, 2)), "it multiplies by a quantized b"),
+        (mx.ones((2, K)), b.mT, "outside transformed functions other kernels decode in less time"),
+    ):
+        explained = str(breccia.explain("matmul", a[:2] if said.startswith("it mult") else x, w)).splitlines()
+        line = next(n for n, line in enumerate(explained) if "mlx.compiled.matmul" in line)
+        assert said in explained[line + 1], explained
+
+
 @dataclass(frozen=True)
 class Other(breccia.ScalingRecipe):
     """One format that is decoded otherwise."""
@@ -127,9 +181,6 @@ class OwnScales(Minifloat):
     """A codec that may multiply otherwise."""
 
 
-BYTES = Lookup("BYTES", 8, None, "a test", tuple(float(n) for n in range(256)))
-
-
 def test_explain_says_what_it_leaves_to_the_generic_algorithm() -> None:
     x = mx.ones((8, 128))
     cast = breccia.cast
@@ -137,7 +188,6 @@ def test_explain_says_what_it_leaves_to_the_generic_algorithm() -> None:
     codes = cast(x, breccia.INT4Scaling(group_size=32))
     for st, options, said in (
         (cast(x, MXFP8), {"out": x}, "out= is the generic algorithm's"),
-        (cast(x, Other(BYTES)), {}, "it does not decode BYTES"),
         (cast(x, Other(scale=OwnScales(*astuple(E4M3)))), {}, "it does not multiply by E4M3 scales"),
         (cast(x, Other(sense="divisor")), {}, "scales that divide are the generic algorithm's"),
         (breccia.from_buffer(codes.data, codes.scale, codes.recipe, indexed), {}, "its layouts have a scale per tensor"),

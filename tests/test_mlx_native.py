@@ -15,6 +15,7 @@ from breccia.dispatch import registry
 from breccia.kernels import bounds
 from breccia.tensors.tensor import ScaledTensor
 from breccia_mlx import cpu, native
+from breccia_mlx.nn import ScaledLinear
 from breccia_native.availability import missing_products
 
 MXFP8, MXFP4 = breccia.MXFP8BlockScaling(), breccia.MXFP4BlockScaling()
@@ -189,8 +190,14 @@ def test_arrays_without_a_recipe_are_refused() -> None:
     w, scales, biases = mx.quantize(weight(), bits=2)
     with pytest.raises(breccia.DialectError, match=r"affine arrays of 2, 3, 4, 5, 6, 8 bits.* got bits=1, group_size=64"):
         from_mlx(w, scales, biases, bits=1)
-    with pytest.raises(breccia.RecipeError, match="bits"):
-        breccia.recipe("mlx_affine,bits=4")
+    for bits in (4, 8):
+        with pytest.raises(
+            breccia.RecipeError, match=f"2, 3, 5 and 6 bits, got bits={bits}; .* are the recipe 'int{bits},"
+        ) as raised:
+            breccia.recipe(f"mlx_affine,bits={bits},group_size=32,scale_dtype=fp32")
+        assert breccia.recipe(str(raised.value).split("'")[2]) == affine(bits, 32), "the recipe that is named"
+    with pytest.raises(breccia.RecipeError, match="bits must be one of 2, 3, 5, 6, got 7"):
+        breccia.recipe("mlx_affine,bits=7")
     with pytest.raises(breccia.DialectError, match="mode 'affine' has biases; got none"):
         from_mlx(*mx.quantize(weight())[:2])
 
@@ -240,7 +247,7 @@ def test_default_products_stay_within_the_bound_with_one_large_and_many_small_te
     values = np.array(breccia.dequantize(st)).astype(np.float64)
     bound = bounds.accumulated(np.abs(x.astype(np.float64)) @ np.abs(values).T, length + 2, length)
     exact = x.astype(np.float64) @ values.T
-    prefer = kernel if rows <= native.most_rows(recipe.format, native.MOST_ROWS) or kernel != DEFAULT else QUANTIZED
+    prefer = kernel if rows <= native.most_rows(recipe.format) or kernel != DEFAULT else QUANTIZED
     found = np.array(breccia.matmul(mx.array(x), st.mT, prefer=prefer))
     assert (np.abs(found - exact) <= bound).all()
 
@@ -276,7 +283,8 @@ def test_products_by_codes_are_the_default_where_they_are_faster(monkeypatch: py
         assert {winner(rows, recipe) for recipe in (MXFP4, NVFP4) for rows in (1, 4, 500)} == {DEFAULT}
         assert [winner(4, MXFP8), winner(16, affine(3)), winner(16, affine(8))] == [DEFAULT] * 3
         assert {winner(5, MXFP8), winner(17, affine(3))} == {"composite.matmul"}
-        assert winner(1, breccia.INT8Scaling()) == "composite.matmul"
+        assert [winner(16, breccia.INT4Scaling()), winner(16, breccia.INT8Scaling())] == [DEFAULT] * 2
+        assert {winner(17, breccia.INT8Scaling()), winner(1, breccia.NF4Scaling())} == {"composite.matmul"}
     finally:
         monkeypatch.undo()
         registry.reload()
@@ -299,6 +307,19 @@ def test_nan_scales_are_found_once_and_decoded(kernel: str, monkeypatch: pytest.
         looked.clear()
         del bad
         assert len(native._found) == known - 1, "the finding goes with the array"
+
+
+@pytest.mark.parametrize("recipe", [MXFP4, MXFP8], ids=lambda r: r.name)
+def test_compiled_functions_make_the_rows_of_nan_scales_nan(recipe: breccia.ScalingRecipe) -> None:
+    """The scales are placeholders, so nothing can be looked up beforehand; MLX itself multiplies by Inf."""
+    layer = ScaledLinear.holding(breccia.cast(mx.ones((4, 64)), recipe))
+    run = mx.compile(lambda x: breccia.matmul(x, layer.weight.transposed, prefer=QUANTIZED), inputs=layer.state)
+    scale = layer.weight[recipe.spec]["scale"]
+    for bad in ([], [1, 3]):
+        layer.weight[recipe.spec]["scale"] = mx.where(mx.array([[n in bad, False] for n in range(4)]), 255, scale)
+        layer.weight[recipe.spec]["scale"] = layer.weight[recipe.spec]["scale"].astype(mx.uint8)
+        y = np.array(run(mx.ones((2, 64))))
+        assert np.isnan(y[:, bad]).all() and np.isfinite(np.delete(y, bad, axis=1)).all()
 
 
 def test_a_compiled_function_decodes_captured_codes_on_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +345,7 @@ def test_quantized_matmul_runs_only_when_named_and_says_what_it_accepts() -> Non
     named = breccia.explain("matmul", x, st.mT, prefer=QUANTIZED)
     assert named.winner is not None and named.winner.name == QUANTIZED
     for a, b, said in (
-        (x, breccia.cast(w, breccia.INT4Scaling()).mT, r"MLX has no mode for this 'int4' recipe; it has mxfp4"),
+        (x, breccia.cast(w, breccia.NF4Scaling()).mT, r"MLX has no mode for this 'nf4' recipe; it has mxfp4"),
         (
             x[:, :250],
             breccia.cast(w[:, :250], MXFP8).mT,

@@ -346,9 +346,35 @@ def test_layers_refuse_unsupported_tensors_and_inputs() -> None:
     ):
         ScaledLinear.from_linear(cube, MXFP8)
     with pytest.raises(
-        AttributeError, match=r"module 'breccia_mlx' has no attribute 'quantise'; it has QuantizeSummary, from_tree, load_model"
+        AttributeError,
+        match=r"module 'breccia_mlx' has no attribute 'quantise'; it has QuantizeSummary, export_function, from_tree",
     ):
         breccia_mlx.quantise  # noqa: B018
+
+
+def test_missing_attributes_of_a_weight_get_the_call_to_make() -> None:
+    weight = ScaledLinear(64, 8, recipe=MXFP8).weight
+    for name in ("T", "mT", "dtype"):
+        with pytest.raises(
+            AttributeError, match=rf"'{name}': st = weight\.tensor, .* has st\.{name}; breccia\.matmul\(x, st\.mT\)"
+        ):
+            getattr(weight, name)
+    with pytest.raises(
+        AttributeError, match=r"'astype': codes have .* breccia\.dequantize\(st, out_dtype='float16'\).* weight\.tensor"
+    ):
+        weight.astype(mx.float16)
+    with pytest.raises(AttributeError, match=r"no attribute 'unknown'$"):
+        weight.unknown  # noqa: B018
+
+
+def test_operators_of_mlx_refuse_a_scaled_tensor_and_name_the_call_to_make() -> None:
+    """All that ask for an array; `@` and functions with typed arguments do not ask."""
+    st = breccia.cast(mx.ones((8, 64)), MXFP8)
+    for call in (lambda: mx.array(st), lambda: mx.ones((8, 64)) * st, lambda: st + mx.ones((8, 64))):
+        with pytest.raises(breccia.UnsupportedError, match=r"breccia\.dequantize\(st\) returns its values"):
+            call()
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        mx.ones((2, 64)) @ st.mT
 
 
 def test_a_layer_can_name_quantized_matmul(model: Model) -> None:

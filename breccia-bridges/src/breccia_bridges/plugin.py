@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
-from breccia import Bridge, Codec, Command, Foreign, Format, Level, ScalingRecipe, hookimpl
+from breccia import Bridge, Codec, Command, Foreign, Format, Level, RecipeError, ScalingRecipe, hookimpl
 from breccia.backend import BF16, F16, F32, INT4, Integer, Lookup, check_choices, check_positive, one_of
 
 api = 1
@@ -55,6 +55,13 @@ class AffineScaling(ScalingRecipe):
     scale_dtype: str = field(default="fp16", metadata=one_of(_FLOATS))
 
     def __post_init__(self) -> None:
+        if self.bits in (4, 8):
+            fields = f"group_size={self.group_size},signed=false,symmetric=false,offset=bias,scale_dtype={self.scale_dtype}"
+            raise RecipeError(
+                f"mlx_affine has 2, 3, 5 and 6 bits, got bits={self.bits}; MLX's arrays of {self.bits} bits are the recipe "
+                f"'int{self.bits},{fields}'.",
+                bits=self.bits,
+            )
         check_choices(self)
 
     @cached_property

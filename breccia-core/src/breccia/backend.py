@@ -44,6 +44,7 @@ _HOMES: dict[str, str] = {
         ),
         "tensors.tensor",
     ),
+    "ADVICE": "tensors.advice",
     "TensorPair": "tensors.pair",
     **dict.fromkeys(("PARTS", "components", "part_grids"), "tensors.components"),
     **dict.fromkeys(("cast_and_record", "record_amax"), "tensors.history"),

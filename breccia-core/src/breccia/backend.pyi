@@ -127,6 +127,7 @@ from .siblings import install as install
 from .specs import as_recipe as as_recipe
 from .targets import once as once
 from .tensors import fragments as fragments
+from .tensors.advice import ADVICE as ADVICE
 from .tensors.checks import check_parts as check_parts
 from .tensors.checks import contraction_axis as contraction_axis
 from .tensors.components import PARTS as PARTS

@@ -11,6 +11,7 @@ def __getattr__(name: str) -> object:
     homes = {
         **dict.fromkeys(("from_tree", "to_tree"), "container"),
         **dict.fromkeys(("QuantizeSummary", "quantize"), "quantizing"),
+        "export_function": "exporting",
         **dict.fromkeys(("load_model", "save_model"), "loading"),
     }
     if name == "nn":
@@ -24,4 +25,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__all__ = ["QuantizeSummary", "from_tree", "load_model", "nn", "quantize", "save_model", "to_tree"]
+__all__ = ["QuantizeSummary", "export_function", "from_tree", "load_model", "nn", "quantize", "save_model", "to_tree"]

@@ -78,10 +78,6 @@ def accepts(call: Call) -> str | None:
         return "it supports offsets of integers in blocks, without a margin"
     if call.a.empty or (level.block != TENSOR and call.a.ndim < 2):
         return "empty arrays, and those of too few axes, are the generic algorithm's"
-    rows, columns = call.a.aligned[::-1] if call.option("axis", -1) == -2 and call.a.ndim > 1 else call.a.aligned
-    m, k = level.block
-    if columns % (k or 1) or rows % (m or 1) or columns % packing(element)[0]:
-        return "it casts whole blocks, and packing groups, of 2^n numbers along an axis, up to 256"
     return None
 
 
@@ -90,8 +86,9 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     checks.check_cast(x, recipe)
     axis = contraction_axis(options.axis, x.ndim)
     layout = checks.fitted_layout(recipe, tuple(x.shape), axis)
-    fmt = recipe.format
-    grid = Grid.of(x.shape, fmt.scale.block, axis == -2 and x.ndim > 1)
+    fmt, swapped, shape = recipe.format, axis == -2 and x.ndim > 1, x.shape
+    x = _in_whole_blocks(x, fmt.scale.block, swapped)
+    grid = Grid.of(x.shape, fmt.scale.block, swapped)
     slabs = grid.slabs(x)
 
     global_scale = factor = None
@@ -102,13 +99,27 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     scales = _scales(grid, x, recipe, factor)
     spread = [None if part is None else grid.spread(part) for part in (scales.reciprocal, scales.bias, scales.zero)]
     data: list[Array] = []
+    padding = -shape[axis] % packing(fmt.element)[0]
     for slab, cut in zip(slabs, grid.cuts, strict=True):
         codes = _codes(grid.split(MLX.f32(slab)), fmt.element, *(None if s is None else of_slab(s, cut) for s in spread))
-        data.append(_packed(mx.reshape(codes, slab.shape), fmt.element))
+        codes = mx.reshape(codes, slab.shape)[:, : shape[axis]]
+        data.append(_packed(mx.pad(codes, [(0, 0), (0, padding)]) if padding else codes, fmt.element))
     stored, offset = (None if part is None else grid.join(part) for part in (scales.stored, scales.offset))
-    joined = grid.joined(data)
-    joined = mx.reshape(joined, (-1,)) if x.ndim == 1 else joined
-    return ScaledTensor.from_parts(joined, stored, recipe, layout, offset, global_scale, axis)
+    joined = grid.joined(data).view(getattr(mx, MLX.storage(fmt.element)))
+    if len(shape) == 1:
+        joined = mx.reshape(joined, (-1,))
+    else:
+        joined = joined[..., : shape[-1]] if swapped else joined[..., : shape[-2], :]
+    return ScaledTensor.from_parts(joined, stored, recipe, layout, offset, global_scale, axis, padding)
+
+
+def _in_whole_blocks(x: Array, block: Block, swapped: bool) -> Array:
+    """`x` with partial blocks filled by copies of their last numbers, which change no extremes."""
+    if x.ndim < 2:
+        return x
+    sides = block[::-1] if swapped else block
+    widths = [(0, -length % (side or 1)) for length, side in zip(x.shape[-2:], sides, strict=True)]
+    return mx.pad(x, [(0, 0)] * (x.ndim - 2) + widths, mode="edge") if any(after for _, after in widths) else x
 
 
 class Grid(NamedTuple):
@@ -156,15 +167,17 @@ class Grid(NamedTuple):
         return [flat[cut.start * self.height : cut.stop * self.height] for cut in self.cuts]
 
     def joined(self, slabs: list[Array]) -> Array:
-        """The array of these slabs, whose rows may be of another length."""
-        # As words: MLX copies item by item. One slab after the other, so that their memory is that of one.
-        kind, columns = slabs[0].dtype, slabs[0].shape[-1]
-        word = _WORDS[math.gcd(kind.size * columns, 8)]
-        found, end = mx.zeros((self.down * self.height, kind.size * columns // word.size), word), 0
+        """The array of these slabs, whose rows may be of another length, or bytes in items as `_packed` returns them."""
+        # Rows as words: MLX copies item by item. One slab after the other, so that their memory is that of one.
+        first = slabs[0]
+        kind, word = (
+            (first.dtype, _WORDS[math.gcd(first.nbytes // len(first), 8)]) if first.ndim == 2 else (mx.uint8, first.dtype)
+        )
+        found, end = mx.zeros((self.down * self.height, *first.view(word).shape[1:]), word), 0
         for slab in slabs:
             start, end = end, end + len(slab)
             found[start:end] = slab.view(word)
-        found = mx.reshape(found.view(kind), (*self.lead, self.down_each * self.height, -1))
+        found = mx.reshape(found, (*self.lead, self.down_each * self.height, -1)).view(kind)
         return MLX.swap(found) if self.swapped else found
 
     def split(self, rows: Array) -> Array:
@@ -269,8 +282,8 @@ def _extremes(grid: Grid, x: Array, exact: bool) -> tuple[Array, Array]:
     """FP32 bits of the least and the largest number of each block, NaN beyond Inf; of these and 0, unless `exact`."""
     signed, unsigned = (mx.int16, mx.uint16) if x.dtype.size == 2 else (mx.int32, mx.uint32)
     # As signed integers, positive numbers are in order above all others; as unsigned ones, negative numbers from 0 downwards.
-    # Where all have one sign, the least unsigned integer is the other end.
-    asked = [(unsigned, mx.max), (signed, mx.max), (unsigned, mx.min)]
+    # Where all have one sign, the least signed integer is the other end; MLX reduces signed ones in less time.
+    asked = [(unsigned, mx.max), (signed, mx.max), (signed, mx.min)]
     least, largest, *nearest = (
         MLX.bitcast_to_int(MLX.f32(end.view(x.dtype))) for end in grid.reduced(x, asked if exact else asked[:2])
     )
@@ -303,10 +316,13 @@ def flushed(x: Array) -> Array:
 
 def _codes(x: Array, element: Codec, reciprocal: Array, bias: Array | None, zero: Array | None) -> Array:
     """Codes, one per uint8, of FP32 `x` in blocks; the others are spread over them."""
-    if bias is not None:
-        x = flushed(x) - bias
-    scaled = MLX.bitcast_to_int(x * reciprocal)
-    return _ENCODERS[type(element)](element, scaled, MLX.bitcast_to_int(x), zero)
+    if isinstance(element, Integer):  # whose sign of zero does not matter
+        x = flushed(x)
+        scaled = (x if bias is None else flushed(x - bias)) * reciprocal
+        if zero is not None:
+            scaled = mx.where(mx.abs(scaled) >= _MIN_NORMAL, scaled, 0)  # NaN becomes 0 too
+        return _integers(element, MLX.bitcast_to_int(scaled), zero)
+    return _ENCODERS[type(element)](element, MLX.bitcast_to_int(x * reciprocal), MLX.bitcast_to_int(x))
 
 
 def _bytes(codes: Array) -> Array:
@@ -319,7 +335,7 @@ def _kept(scaled: Array, u: Array) -> Array:
     return ((_magnitude(scaled) - (F32_INF + 1)) & (NORMAL - 1 - _magnitude(u))) >> 31
 
 
-def _minifloats(element: Minifloat, scaled: Array, u: Array, zero: Array | None) -> Array:
+def _minifloats(element: Minifloat, scaled: Array, u: Array) -> Array:
     bits, mantissa_bits = element.bits, element.mantissa_bits
     magnitude = _magnitude(scaled)
     below_nan = magnitude - (F32_INF + 1)
@@ -336,21 +352,22 @@ def _minifloats(element: Minifloat, scaled: Array, u: Array, zero: Array | None)
     return _bytes((mx.maximum(normal, mx.minimum(steps, 1 << mantissa_bits)) & kept) | sign)
 
 
-def _integers(element: Integer, scaled: Array, u: Array, zero: Array | None) -> Array:
+def _integers(element: Integer, scaled: Array, zero: Array | None) -> Array:
+    """Codes of the FP32 bits of scaled numbers; `zero` has zero-points, for numbers without NaN."""
     # Added to numbers, this leaves them in the last bits, and zeros in the others of a byte. As integers, bits of sums are in
     # the order of the numbers, except that those of negative ones are the least.
     magic = 1.5 * 2.0 ** (23 - element.fraction_bits)
     low, high = (f32_bits(magic) + end for end in (element.low, element.high))
+    found = MLX.bitcast_to_int(scaled.view(mx.float32) + magic)
     if zero is not None:
-        whole = MLX.bitcast_to_int((scaled & _kept(scaled, u)).view(mx.float32) + magic)
-        whole = (whole + zero).view(mx.uint32).view(mx.int32)  # not fused with what follows
-        return mx.minimum(mx.maximum(whole, low), high).astype(mx.uint8)
-    whole = MLX.bitcast_to_int(scaled.view(mx.float32) + magic)
-    codes = mx.minimum(mx.maximum(whole, low), high) & _kept(whole, u)
+        found = (found + zero).view(mx.uint32).view(mx.int32)  # not fused with what follows
+        return mx.minimum(mx.maximum(found, low), high).astype(mx.uint8)
+    number = (_magnitude(found) - (F32_INF + 1)) >> 31  # all bits set, except where scaled numbers are NaN
+    codes = mx.minimum(mx.maximum(found, low), high) & number
     return (codes & ((1 << element.bits) - 1) if element.signed and element.bits < 8 else codes).astype(mx.uint8)
 
 
-def _looked_up(element: Lookup, scaled: Array, u: Array, zero: Array | None) -> Array:
+def _looked_up(element: Lookup, scaled: Array, u: Array) -> Array:
     # Bitcasts, so that the comparisons are one loop.
     ordered = _in_order(scaled & _kept(scaled, u)).view(mx.uint32).view(mx.int32)
     reached = [(ordered >= _ordered(t)).astype(mx.int32) for t in element.thresholds[1:]]
@@ -365,28 +382,26 @@ def _ordered(u: int) -> int:
     return u if 0 < u <= MAGNITUDE else ~(u & MAGNITUDE)
 
 
-_ENCODERS: dict[type[Codec], Callable[[Any, Array, Array, Array | None], Array]] = {
-    Minifloat: _minifloats,
-    Integer: _integers,
-    Lookup: _looked_up,
-}
+#: Of the FP32 bits of scaled numbers and of the numbers.
+_ENCODERS: dict[type[Codec], Callable[[Any, Array, Array], Array]] = {Minifloat: _minifloats, Lookup: _looked_up}
 
 
 def _packed(codes: Array, element: Codec) -> Array:
-    """Codes, one per uint8, as the storage of `element` along the last axis: gaps between them are closed in pairs."""
+    """Codes, one per uint8, as the bytes of storage along the last axis, which may lie apart, in items of an added last axis.
+
+    Gaps between codes are closed in pairs.
+    """
     count, size = packing(element)
-    if count == 1:
-        return codes.view(getattr(mx, MLX.storage(element)))
     words, each = codes, 1  # words of that many bytes
     # Beyond a group where groups are several bytes: fewer and longer items to copy.
     while each < count or (size > 1 and each < 8 and words.shape[-1] % 2 == 0):
         kind, used = _WORDS[2 * each], element.bits * each
         words, low = words.view(kind), mx.array((1 << used) - 1, kind)
-        words = (words & low) | ((words >> mx.array(8 * each - used, kind)) & ~low)
+        high = mx.array(((1 << used) - 1) << used, kind)
+        words = (words & low) | ((words >> mx.array(8 * each - used, kind)) & high)
         each *= 2
     if size == 1:
         return words.astype(mx.uint8)
     used = element.bits * each // 8
     item = math.gcd(used, each)
-    items = mx.reshape(words.view(_WORDS[item]), (*words.shape, each // item))[..., : used // item]
-    return mx.reshape(items, (*codes.shape[:-1], -1)).view(mx.uint8)
+    return mx.reshape(words.view(_WORDS[item]), (*words.shape, each // item))[..., : used // item]

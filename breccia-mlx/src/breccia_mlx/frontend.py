@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from breccia.backend import DEFAULT, CastOptions, Metadata, Prefer, ScaledTensor, ScalingRecipe, calls, components, composites
 
-from .ops import MLX, opaque, together
+from .ops import MLX, in_c_order, is_exporting, opaque, together
 
 Array = Any
 #: A tuple of arrays.
@@ -67,7 +67,7 @@ def cast_matmul(
 
     def forward(x: Any, b: Any, bias: Any) -> Array:
         with together(x, b, bias):
-            return calls.cast_matmul(x, recipe, b, bias, out_dtype, prefer)
+            return calls.cast_matmul(x, recipe, _captured(b), bias, out_dtype, prefer)
 
     return _product(forward, recipe, _matmul_fp32, (x, b, bias))
 
@@ -86,13 +86,20 @@ def grouped_matmul(
 
 
 def _multiplied(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, prefer: Prefer) -> Array:
+    a, b = _captured(a), _captured(b)
     with together(a, b, bias):
         return calls.matmul(a, b, bias, out_dtype, out, prefer)
 
 
 def _grouped(a: Any, b: Any, offsets: Array, out_dtype: str, out: Array | None, prefer: Prefer) -> Array:
+    a, b = _captured(a), _captured(b)
     with together(a, b, offsets):
         return calls.grouped_matmul(a, b, offsets, out_dtype, out, prefer)
+
+
+def _captured(x: Any) -> Any:
+    """An operand as `mx.export_function` can write it."""
+    return in_c_order(x) if is_exporting() and isinstance(x, ScaledTensor) else x
 
 
 def _matmul_fp32(a: Any, b: Any) -> Array:
@@ -267,8 +274,10 @@ def _with_rules(forward: Callable[..., Array], gradients: Callable[..., Arrays],
     """`forward`, a function of arrays, with rules for MLX's transformations.
 
     gradients: f(gradient of the result, *arrays), gives a gradient per array. tangent: f(tangents of the arrays, *arrays),
-    gives the tangent of the result.
+    gives the tangent of the result. Functions that are exported have no such rules: MLX cannot write them.
     """
+    if is_exporting():
+        return forward
     function: Any = mx.custom_function(forward)
 
     @function.vjp

@@ -1,9 +1,11 @@
 """`mx.quantized_matmul`, which multiplies the codes of some formats without decoding them into memory first.
 
 On a CPU it decodes to the contract's numbers and meets the bound of `matmul` (tests/test_mlx_native.py), except that an E8M0
-scale of NaN multiplies as Inf: tensors with such a scale are found once, and decoded. By default it runs for few rows of
-arrays in memory. By name it runs everywhere: in compiled functions, though `mx.vmap` has no rule for it, and on Metal, where
-it is unmeasured; sums of affine codes and of biases may be accumulated separately there, which is inexact if the two cancel.
+scale of NaN multiplies as Inf: tensors with such a scale are found once, and decoded; in transformed functions their rows are
+made NaN. Integers without a mode of MLX are multiplied as affine codes (`integers.py`). By default it runs for few rows of
+arrays in memory, and in layers whose weight is an input of a compiled function. By name it runs everywhere: in all compiled
+functions, though `mx.vmap` has no rule for it, and on Metal, where it is unmeasured; sums of affine codes and of biases may
+be accumulated separately there, which is inexact if the two cancel.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import mlx.core as mx
 
 from breccia.backend import E2M1, E4M3, E8M0, Call, Codec, Format, Integer, ScaledTensor, calls, composites, reference
 
-from .ops import MLX
+from . import integers
+from .ops import MLX, is_exporting
 
 Array = Any
 
@@ -30,11 +33,11 @@ _MODES: dict[tuple[Codec, Codec], tuple[str, int]] = {
 NAME = "mlx.quantized_matmul"
 #: Of mode "affine".
 _GROUPS, _WIDTHS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
-#: Rows of integers up to which the product takes no longer than to decode the weight and to multiply matrices: by the NumPy
-#: kernels, and inside `mx.compile`. It takes as long for each row; a product of FP32 matrices too, twice as long as one of FP4
-#: codes, and half as long as one of E4M3 (measured: MLX 0.32.4, from 1024 x 1024 to 4096 x 4096).
-MOST_ROWS, MOST_COMPILED_ROWS = 16, 32
-_MOST_ROWS_OF_E4M3 = 4
+#: Rows up to which the product takes no longer than to decode the weight and to multiply matrices, outside and inside
+#: `mx.compile`: of E4M3 codes, of integers without a bias, and of integers with one, which take longest to decode. It takes as
+#: long for each row; a product of FP32 matrices too, twice as long as one of FP4 codes, as one of integers, and half as long as
+#: one of E4M3 (measured: MLX 0.32.4, from 1024 x 1024 to 4096 x 4096).
+_ROWS_OF_E4M3, _ROWS_OF_INTEGERS, _ROWS_OF_BIASED = (4, 0), (16, 8), (16, 24)
 
 
 def mode(fmt: Format) -> dict[str, Any] | None:
@@ -61,11 +64,16 @@ def unsupported(w: Any) -> str | None:
     """Why `mx.quantized_matmul` cannot multiply by `w`, the second operand of a call or a ScaledTensor, or None."""
     if w.recipe is None or w.layout is None:
         return "mx.quantized_matmul multiplies by a quantized b"
-    options = mode(w.recipe.format)
-    if options is None:
-        return f"MLX has no mode for this {w.recipe.name!r} recipe; it has mxfp4, mxfp8, nvfp4, and integers with a bias"
     if w.axis != -2 or w.ndim != 2:
         return "b must be the .mT of one weight (N, K) with blocks along K"
+    options = mode(w.recipe.format)
+    if options is None:
+        if integers.parts(w) is not None:
+            return None
+        return (
+            f"MLX has no mode for this {w.recipe.name!r} recipe; it has mxfp4, mxfp8, nvfp4, and integers with a bias. "
+            "Others of 4 and 8 bits need FP16 scales, or sums of several blocks"
+        )
     if w.layout.partial or w.layout.block(-2) != (1, options["group_size"]):
         return f"K must be a multiple of {options['group_size']} with a scale per block; b has {w.layout}"
     return None
@@ -76,30 +84,39 @@ def accepts_rows(call: Call) -> str | None:
     reason = accepts(call)
     if reason is not None or call.b is None or call.b.recipe is None:
         return reason
-    most = most_rows(call.b.recipe.format, MOST_ROWS)
+    most = most_rows(call.b.recipe.format)
     if math.prod(call.a.shape[:-1]) > most:
         return f"for more than {most} rows a product of the decoded weight is faster"
     return None
 
 
-def most_rows(fmt: Format, of_integers: int) -> float:
+def most_rows(fmt: Format, compiled: bool = False) -> float:
     """The rows up to which this product is no slower than a product of the decoded weight."""
-    return math.inf if fmt.element == E2M1 else _MOST_ROWS_OF_E4M3 if fmt.element == E4M3 else of_integers
+    if fmt.element == E2M1:
+        return math.inf
+    return (_ROWS_OF_E4M3 if fmt.element == E4M3 else _ROWS_OF_BIASED if fmt.offset == "bias" else _ROWS_OF_INTEGERS)[compiled]
 
 
 def matmul(a: Any, b: ScaledTensor, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
-    """`a @ b` by `mx.quantized_matmul` in FP32, for `b` the `.mT` of a weight that MLX has a mode for.
+    """`a @ b` by `mx.quantized_matmul` in FP32, for `b` the `.mT` of a weight that it can multiply by.
 
-    A weight with a NaN among its E8M0 scales is decoded instead; placeholders cannot be checked.
+    A weight with a NaN among its E8M0 scales is decoded instead, and so is one with zero-points of more than 8 bits.
     """
     w = b.mT
     if 0 in (*a.shape, *b.shape):
         return reference.matmul(a, b, bias, out_dtype, out)  # MLX 0.32.4 divides by a length of zero
-    if w.recipe.format.scale.codec == E8M0 and has_nan(b.scale):
+    options, how = mode(w.recipe.format), integers.parts(b)
+    spoiled = has_nan(b.scale) if w.recipe.format.scale.codec == E8M0 else False
+    wide = w.zero_point is not None and w.zero_point.dtype not in (mx.uint8, mx.int8)
+    if spoiled or (options is None and (how is None or wide)):
         return composites.matmul(a, b, bias, out_dtype, out)
     x = calls.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
-    options = mode(w.recipe.format)
-    y = mx.quantized_matmul(x, w.data.view(mx.uint32), w.scale, w.zero_point, transpose=True, **options or {})
+    if how is not None:
+        y = integers.product(x, b, how)
+    else:
+        y = mx.quantized_matmul(x, w.data.view(mx.uint32), w.scale, w.zero_point, transpose=True, **options or {})
+    if spoiled is None:
+        y = mx.where(mx.max(w.scale, axis=-1) == E8M0.nan, math.nan, y)
     if w.global_scale is not None:
         y = y * w.global_scale
     if bias is not None:
@@ -111,8 +128,10 @@ def matmul(a: Any, b: ScaledTensor, bias: Array | None = None, out_dtype: str = 
 _found: dict[int, tuple[weakref.ref[Any], bool]] = {}
 
 
-def has_nan(scale: Array) -> bool:
-    """Whether E8M0 scales contain NaN. They are read once per array, so keep `st.mT`; False for placeholders."""
+def has_nan(scale: Array) -> bool | None:
+    """Whether E8M0 scales contain NaN; None for placeholders. They are read once per array, so keep `st.mT`."""
+    if is_exporting():
+        return None
     key = id(scale)
     known = _found.get(key)
     if known is not None and known[0]() is scale:
@@ -122,7 +141,7 @@ def has_nan(scale: Array) -> bool:
     except ValueError as e:
         if "transformations" not in str(e):
             raise
-        return False
+        return None
     _found[key] = (weakref.ref(scale, lambda _: _found.pop(key, None)), found)
     return found
 

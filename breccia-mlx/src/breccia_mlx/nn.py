@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx import nn
@@ -11,6 +11,7 @@ from mlx import nn
 import breccia
 from breccia import bridges
 from breccia.backend import (
+    ADVICE,
     TENSOR,
     Metadata,
     PerBlockK,
@@ -106,6 +107,27 @@ class ScaledWeight(nn.Module):
     def _extra_repr(self) -> str:
         return f"{self.shape}, {self.recipe!r}"
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Runs only for missing attributes: those of arrays and tensors get the call to make."""
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name.startswith("_"):
+                    raise
+                hint = _advice(name)
+            raise AttributeError(f"'ScaledWeight' object has no attribute {name!r}{hint}", name=name, obj=self)
+
+
+def _advice(name: str) -> str:
+    """What to call in place of a missing attribute of a ScaledWeight."""
+    if hasattr(ScaledTensor, name):
+        return f": st = weight.tensor, its ScaledTensor, has st.{name}; breccia.matmul(x, st.mT) multiplies by it."
+    if name in ADVICE:
+        return f": {ADVICE[name]}, for st = weight.tensor."
+    return ""
+
 
 def _word(dtype: str) -> Any:
     """The dtype of the parameter of a component: see `ScaledWeight`."""
@@ -164,7 +186,7 @@ def _compiled(rows: Array, weight: ScaledTensor) -> str | None:
     """
     if opaque(weight.data) is None or native.unsupported(weight) is not None:
         return None
-    return native.NAME if len(rows) <= native.most_rows(weight.recipe.format, native.MOST_COMPILED_ROWS) else None
+    return native.NAME if len(rows) <= native.most_rows(weight.recipe.format, compiled=True) else None
 
 
 class ScaledLinear(_Scaled):

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from breccia.backend import Array, Ops, OptionError, ScaledTensor, UnsupportedError, components
+from breccia.backend import Array, Metadata, Ops, OptionError, ScaledTensor, UnsupportedError, components
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.int32}
 
@@ -159,7 +159,7 @@ def devices() -> list[str]:
 
 def opaque(*arrays: Array) -> str | None:
     """Why NumPy cannot read the memory of `arrays`, which are evaluated; None if it can."""
-    if _local.__dict__.get("tracing"):
+    if _local.__dict__.get("tracing") or is_exporting():
         return _PLACEHOLDER
     if mx.default_device().type != mx.cpu:
         return "an array of MLX's GPU"
@@ -187,6 +187,38 @@ def together(*operands: Any) -> Generator[None]:
         yield
     finally:
         _local.tracing = outer
+
+
+@contextmanager
+def exporting() -> Generator[None]:
+    """`opaque` describes all arrays as placeholders: MLX would write views that were evaluated in the order of their memory."""
+    outer = is_exporting()
+    _local.exporting = True
+    try:
+        yield
+    finally:
+        _local.exporting = outer
+
+
+def is_exporting() -> bool:
+    """Whether a function is being exported by `breccia_mlx.export_function` in this thread"""
+    return _local.__dict__.get("exporting", False)
+
+
+def in_c_order(st: ScaledTensor) -> ScaledTensor:
+    """`st` with components in memory in C order, those of its `.mT` where blocks run along axis -2. Placeholders stay."""
+    turned = st.mT if st.axis == -2 and len(st.shape) > 1 else st
+    parts = components(turned)
+    try:
+        mx.eval(*parts.values())
+    except ValueError as e:
+        if "transformations" not in str(e):
+            raise
+        return st
+    parts = {name: mx.contiguous(part) for name, part in parts.items()}
+    mx.eval(*parts.values())
+    found = Metadata.of(turned).assembled(**parts)
+    return found if turned is st else found.mT
 
 
 _PLACEHOLDER = "a placeholder of mx.compile or mx.vmap"

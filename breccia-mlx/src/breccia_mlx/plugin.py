@@ -46,6 +46,16 @@ def breccia_kernels() -> Iterable[Kernel]:
             rank=_COMPILED,
             traces=True,
         )
+    yield Kernel(
+        "matmul",
+        "mlx",
+        "breccia_mlx.decoding:matmul",
+        "mlx.compiled.matmul",
+        device="cpu",
+        accepts="breccia_mlx.decoding:accepts_product",
+        rank=_COMPILED,
+        traces=True,
+    )
     native = "breccia_mlx.native"
     yield Kernel(
         "matmul",

@@ -461,6 +461,10 @@ class ScaledTensor:
         """Refused: it would dequantize implicitly."""
         raise UnsupportedError("a ScaledTensor is not an array; breccia.dequantize(st) returns its values, st.data its codes.")
 
+    def __mlx_array__(self) -> Any:
+        """Refused likewise, in `mx.array(st)` and MLX's operators on arrays, except `@`, which does not ask."""
+        self.__array__()
+
     def __repr__(self) -> str:
         return line(self)
 
