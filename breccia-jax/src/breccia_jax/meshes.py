@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from breccia import LayoutError
 from breccia.backend import PLAIN, ScaledTensor
 
-from .container import Held, check_components
+from .container import Held, check_components, described
 from .ops import names_of, shared_out
 
 #: How the axes of an array are sharded: a name or names of mesh axes, or None, for each axis.
@@ -48,17 +48,16 @@ def automatic(rule: Rule, function: Callable[..., Any], *operands: Any) -> Any:
     shapes = jax.eval_shape(function, *jax.tree.map(_shape, operands))
     placed = [spec for _, spec in specs]
 
-    def sharding(result: Any) -> NamedSharding:
-        spec = rule(placed, result.shape) or (None,) * len(result.shape)
-        return shared_out(mesh, spec, result.shape)
+    def sharding(shape: tuple[int, ...]) -> NamedSharding:
+        return shared_out(mesh, rule(placed, shape) or (None,) * len(shape), shape)
 
-    results, structure = jax.tree.flatten(shapes)
+    places = [sharding(shape) for result in jax.tree.leaves(shapes, is_leaf=_is_scaled) for shape in _component_shapes(result)]
 
     def leaves(*operands: Any) -> list[Any]:  # made in automatic mode too
         return jax.tree.leaves(function(*operands))
 
-    run: Any = jax.sharding.auto_axes(leaves, axes=mesh.explicit_axes, out_sharding=[sharding(result) for result in results])
-    return jax.tree.unflatten(structure, run(*operands))
+    run: Any = jax.sharding.auto_axes(leaves, axes=mesh.explicit_axes, out_sharding=places)
+    return jax.tree.unflatten(jax.tree.structure(shapes), run(*operands))
 
 
 def check_operand(name: str, st: ScaledTensor) -> None:
@@ -121,6 +120,15 @@ def _check_lengths(name: str, st: ScaledTensor, axes: tuple[str, ...]) -> None:
             block=size,
             shape=st.shape,
         )
+
+
+def _is_scaled(x: Any) -> bool:
+    return isinstance(x, ScaledTensor)
+
+
+def _component_shapes(x: Any) -> list[tuple[int, ...]]:
+    """The shapes of the components of a tensor, or of an array; a leaf that has its bytes along one more axis is whole there."""
+    return [part[0] for part in described(x) if part] if isinstance(x, ScaledTensor) else [tuple(x.shape)]
 
 
 def _shape(x: Any) -> Any:

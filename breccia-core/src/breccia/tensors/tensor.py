@@ -39,11 +39,16 @@ from .storing import check_layout, checked_plain, one_scale_per_block, plain_of,
 
 
 class Held(Protocol):
-    """What a tensor holds in place of its components, of the same shapes; for frameworks that pass other dtypes around."""
+    """What a tensor holds in place of its components; for frameworks that pass other arrays around."""
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """What is held for data, scale, zero_point and global_scale."""
+        """Arrays of the shapes of data, scale, zero_point and global_scale, in place of them."""
+        ...
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What is held for them, of which the first one has the shape of data: a component, or what it is made from."""
         ...
 
     @property
@@ -160,7 +165,7 @@ class ScaledTensor:
     @classmethod
     def from_held(cls, held: Held, recipe: ScalingRecipe, layout: Layout, axis: int, padding: int) -> ScaledTensor:
         """The tensor whose components are made from `held` when they are read, unchecked: for pytrees."""
-        data, scale, zero_point, global_scale = held.leaves
+        data, scale, zero_point, global_scale = held.given
         self = cls.from_parts(data, scale, recipe, layout, zero_point, global_scale, axis, padding)
         for n, unset in enumerate(_UNSET):
             if held.replaces(n):
@@ -172,7 +177,7 @@ class ScaledTensor:
     def held_data(self) -> Any:
         """An array of the shape, framework and device of `data`, which may have to be made."""
         held = self.held
-        return self.data if held is None else held.leaves[0]
+        return self.data if held is None else held.given[0]
 
     @property
     def shape(self) -> Shape:
@@ -213,7 +218,8 @@ class ScaledTensor:
     @property
     def nbytes(self) -> int:
         """Total bytes of all components."""
-        return sum(array_nbytes(part) for part in held_parts(self).values())
+        parts = components(self).values() if self.held is None else self.held.given
+        return sum(array_nbytes(part) for part in parts if part is not None)
 
     @property
     def framework(self) -> str:
@@ -551,7 +557,7 @@ def fill(
 def logical_shape(st: ScaledTensor) -> Shape:
     """`st.shape`; module-level, so that torch.compile can substitute it."""
     layout, held = st.layout, st.held
-    found = tuple((st.data if held is None else held.leaves[0]).shape)
+    found = tuple((st.data if held is None else held.given[0]).shape)
     if layout.storage != PLAIN:
         assert isinstance(layout, Stored)
         if (stored := layout.shape(found, st.axis)) is not None:
