@@ -136,17 +136,22 @@ def load_model(model: Model, path: str | os.PathLike[str], *, names: Names = Non
     path: what `breccia convert` or `breccia.bridges.save_safetensors` wrote, or any safetensors checkpoint.
     names: the name in the file for names of parameters, as a mapping or a function. By default a parameter
         "params.layers_0.mlp.kernel" is found under its name, under its name without "params.", and where torch has another
-        name and order, as "layers_0.mlp.weight" of shape (out, in). Names that are given are looked up in both orders.
+        name and order, as "layers_0.mlp.weight" of shape (out, in), a convolution of shape (out, in, height, width). Names that
+        are given are looked up in both orders. Biases of attention, along one axis in torch, get the heads of the model.
     strict: raise UnknownNameError if the file lacks a parameter, or has a tensor that the model lacks.
 
-    Raises ShapeError naming the parameter, and what `breccia.bridges.load_safetensors` raises.
+    Raises ShapeError naming the parameter, UnsupportedError for a transposed convolution of torch in an nnx module, and what
+    `breccia.bridges.load_safetensors` raises.
     """
     container.register()
     if isinstance(model, nnx.Module):
         graph, state = nnx.split(model)
         variables = nnx.to_flat_state(state)
         held = {".".join(map(str, way)): v for way, v in variables if isinstance(v, nnx.Param | ScaledParam)}
-        found = loading.load({name: v.get_raw_value() for name, v in held.items()}, path, names, strict)
+        flipped = {
+            ".".join(map(str, (*way, "kernel"))) for way, m in nnx.iter_modules(model) if isinstance(m, nnx.ConvTranspose)
+        }
+        found = loading.load({name: v.get_raw_value() for name, v in held.items()}, path, names, strict, flipped & held.keys())
         new = [(way, _variable(v, found.get(".".join(map(str, way))))) for way, v in variables]
         return nnx.merge(graph, nnx.from_flat_state(new))
     places, structure = _flatten(model)

@@ -127,7 +127,7 @@ def _is_scaled(x: Any) -> bool:
 
 
 def _component_shapes(x: Any) -> list[tuple[int, ...]]:
-    """The shapes of the components of a tensor, or of an array; a leaf that has its bytes along one more axis is whole there."""
+    """The shapes of the components of a tensor, or of an array. An axis with the bytes of items, which leaves have, is not one."""
     return [part[0] for part in described(x) if part] if isinstance(x, ScaledTensor) else [tuple(x.shape)]
 
 
