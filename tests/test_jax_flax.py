@@ -544,7 +544,8 @@ def test_attention_and_convolutions_of_torch_have_their_values_in_flax(tmp_path:
         split = (64, 4, 16) if part != "out" else (4, 16, 64)
         kernel, found = params["attention"][part]["kernel"], getattr(module.attention, part)
         assert (type(kernel) is bf.ScaledWeight) == (spec is not None)
-        assert np.array_equal(jnp.asarray(kernel), weight.reshape(split)) and np.array_equal(found.kernel[...], jnp.asarray(kernel))
+        assert np.array_equal(jnp.asarray(kernel), weight.reshape(split))
+        assert np.array_equal(found.kernel[...], jnp.asarray(kernel))
         assert np.array_equal(params["attention"][part]["bias"], bias.reshape(split[1:] if part != "out" else 64))
         assert np.array_equal(found.bias[...], params["attention"][part]["bias"])
     for name, order in (("line", (2, 1, 0)), ("plane", (2, 3, 1, 0))):
@@ -583,11 +584,11 @@ def test_kernels_of_torch_whose_order_cannot_be_told_are_refused(tmp_path: Path,
     with pytest.raises(breccia.ShapeError, match="torch's order of a convolution, or matrices .out, in., which fit the shape"):
         bf.load_model({"kernel": jax.ShapeDtypeStruct((3, 3, 3), jnp.float32)}, path)
     save_file({"weight": rng.standard_normal((64, 48, 32), np.float32)}, path)
-    with pytest.raises(breccia.ShapeError, match=r"and \(32, 48, 63\) in the model, which no order of torch explains. Store it"):
+    with pytest.raises(breccia.ShapeError, match=r"and \(32, 48, 63\) in the model, which no order of torch explains"):
         bf.load_model({"kernel": jax.ShapeDtypeStruct((32, 48, 63), jnp.float32)}, path)
     code, _, err = run("convert", path, tmp_path / "out.safetensors", "--recipe", "mxfp8", "--include", "*")
     assert code == 0, err
-    with pytest.raises(breccia.ShapeError, match=r"kernel is a quantized convolution in the file, .* Leave it out when you convert"):
+    with pytest.raises(breccia.ShapeError, match=r"kernel is a quantized convolution in the file, .* Leave it out"):
         bf.load_model({"kernel": jax.ShapeDtypeStruct((32, 48, 64), jnp.float32)}, tmp_path / "out.safetensors")
 
     class Transposed(nnx.Module):
@@ -595,7 +596,7 @@ def test_kernels_of_torch_whose_order_cannot_be_told_are_refused(tmp_path: Path,
             self.up = nnx.ConvTranspose(8, 8, (3,), use_bias=False, rngs=nnx.Rngs(0))
 
     save_file({"up.weight": rng.standard_normal((8, 8, 3), np.float32)}, path)
-    with pytest.raises(breccia.UnsupportedError, match=r"up.kernel is the kernel of a transposed convolution, and up.weight in"):
+    with pytest.raises(breccia.UnsupportedError, match="up.kernel is the kernel of a transposed convolution, and up"):
         bf.load_model(Transposed(), path)
     save_file({"up.kernel": rng.standard_normal((3, 8, 8), np.float32)}, path)
     assert bf.load_model(Transposed(), path).up.kernel.shape == (3, 8, 8)

@@ -103,7 +103,7 @@ class Held:
             change(leaf, dtype) if dtype is not None and self.replaces(n) else leaf
             for n, (leaf, dtype) in enumerate(zip(self.given, self.dtypes, strict=True))
         )
-        if not any(isinstance(leaf, Tracer) for leaf in found):  # a function that is traced must not leave its values behind
+        if all(map(_outlives, found, self.given)):
             self._other = found
         return found
 
@@ -143,6 +143,11 @@ class Held:
         if here and all(isinstance(cut, range) for cut in argument):
             return _structural(st, structural, argument)
         return structural(st, argument)
+
+
+def _outlives(made: Any, leaf: Any) -> bool:
+    """Whether what was made of a leaf lives as long: a function that is traced must not leave its values in outer tensors."""
+    return not isinstance(made, Tracer) or getattr(leaf, "_trace", None) is made._trace
 
 
 def _viewed(leaf: Any, dtype: Any) -> Any:

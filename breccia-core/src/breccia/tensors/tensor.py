@@ -24,9 +24,11 @@ from .grids import (
     Cut,
     check_axis,
     check_cut,
+    drops,
     expanded,
     inferred,
     kept,
+    length_of,
     packing,
     pieces,
     read_index,
@@ -334,7 +336,10 @@ class ScaledTensor:
         """Positions `index` of `axis`: an integer drops the axis; a list or 1-D array of them keeps it, in that order.
 
         For leading axes (experts of an MoE weight), and for the last two where blocks and packing groups are one
-        element long (rows of an embedding). Negative positions count from the end. An array is read, so it cannot be traced.
+        element long (rows of an embedding). Negative positions count from the end.
+
+        An array's values are read, except inside functions that are traced or compiled. There, a position out of range gives
+        NaN on JAX, as in `jnp.take`; an error of `index_select` on torch; and anything on MLX, as in `mx.take`.
 
         Raises OutOfRangeError (an IndexError), LayoutError naming the unit, ShapeError for an invalid axis.
         """
@@ -417,8 +422,8 @@ class ScaledTensor:
     def _cut(self, cuts: tuple[Cut, ...]) -> ScaledTensor:
         """Apply `cuts`, one per axis."""
         self = self.to_plain()
-        drops = any(isinstance(cut, int) for cut in cuts[-2:])
-        self = self._with_column_scales() if drops else self
+        flat = any(map(drops, cuts[-2:]))
+        self = self._with_column_scales() if flat else self
         shape, grids = self.shape, part_grids(self)
         check_dropped(self, cuts, grids)
         for axis, (cut, length) in enumerate(zip(cuts, shape, strict=True)):
@@ -426,12 +431,12 @@ class ScaledTensor:
         ops = ops_of(self.held_data)
         parts = {name: kept(ops, part, grids[name], cuts, shape) for name, part in held_parts(self).items()}
         along, length = cuts[self.axis], shape[self.axis]
-        if isinstance(along, int):
+        if isinstance(along, int) or drops(along):
             return moved(self, parts, axis=-1)  # one scale covers all, whichever axis remains
-        left = tuple(len(cut) for cut in cuts if not isinstance(cut, int))
+        left = tuple(length_of(cut) for cut in cuts if not isinstance(cut, int) and not drops(cut))
         layout = self.layout if along == range(length) else self.layout.along(along)
         to_the_end = isinstance(along, range) and along.stop == length
-        axis = -1 if drops else self.axis
+        axis = -1 if flat else self.axis
         return moved(self, parts, layout=layout.fitted(left, axis), axis=axis, padding=self.padding if to_the_end else 0)
 
     def _with_column_scales(self) -> ScaledTensor:
