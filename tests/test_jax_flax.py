@@ -122,6 +122,26 @@ def test_a_quantized_linen_model_runs_as_it_is(spec: str) -> None:
     assert close(jax.jit(Linen().apply)(quantized, IDS), jax.jit(Linen().apply)(plain, IDS))
 
 
+def test_one_recipe_leaves_the_tables_of_embedding_layers_under_any_name() -> None:
+    class Table(nnx.Module):
+        def __init__(self) -> None:
+            self.tok = nnx.Embed(128, 64, rngs=nnx.Rngs(0))
+            self.head = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    model = {"tok": eqx.nn.Embedding(128, 64, key=keys[0]), "head": eqx.nn.Linear(64, 128, key=keys[1])}
+    for quantize, module, table, head in (
+        (bf.quantize, Table(), "tok.embedding", "head.kernel"),
+        (be.quantize, model, "tok.weight", "head.weight"),
+    ):
+        _, report = quantize(module, "mxfp8")
+        assert report.left[table] == "embedding" and list(report.taken) == [head], "a head is one by its name"
+        _, report = quantize(module, "mxfp8", include=[table], exclude=["*head*"])
+        assert list(report.taken) == [table] and report.left[head] == "excluded"
+        _, report = quantize(module, {"*": "mxfp8"})
+        assert table in report.taken
+
+
 def test_one_recipe_leaves_embeddings_and_heads() -> None:
     params = variables()
     quantized, report = bf.quantize(params, "mxfp8")

@@ -108,7 +108,8 @@ def quantize(model: Model, rules: Rules, *, include: Iterable[str] = (), exclude
         time.
     rules: a recipe; a pair of a recipe and the contracted axes; or a mapping from shell-style patterns of names to recipes,
         pairs, or None to leave what matches. The first pattern that matches applies, and parameters that none matches are left.
-        A single rule leaves embeddings, norms, routers and output heads (`breccia.backend.KEPT`).
+        A single rule leaves embeddings, norms, routers and output heads by their names (`breccia.backend.KEPT`: a head is
+        "lm_head"), and the tables of `nnx.Embed` by their type.
     include, exclude: patterns of names, beside a single rule: `exclude` beats `include`, which beats that default.
 
     Names are paths joined by dots, "params.Dense_0.kernel". Blocks run along the axes that a layer contracts. In an nnx module
@@ -243,7 +244,8 @@ def _quantize_nnx(model: Any, rules: Rules, include: Iterable[str], exclude: Ite
                 axes, why = _contracted_by(module, leaf, variable)
                 places[name] = module, leaf, variable
                 owners.setdefault(id(variable), set()).add(axes)
-                parameters.append(Parameter(name, variable.get_raw_value(), axes, why))
+                kind = "embedding" if isinstance(module, nnx.Embed) else ""
+                parameters.append(Parameter(name, variable.get_raw_value(), axes, why, kind))
     listed = [
         replace(p, axes=None, why="shared by layers that contract different axes")
         if len(owners[id(places[p.name][2])]) > 1

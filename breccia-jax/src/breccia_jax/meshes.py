@@ -80,8 +80,8 @@ def shardings(tree: Any, sharding: Any) -> Any:
         mesh, spec = sharding.mesh, sharding.spec
         if len(spec) > len(codes) or tuple(shared_out(mesh, spec, codes).spec) != tuple(spec):
             raise OptionError(
-                f"codes of shape {codes} cannot be sharded by {spec} on a mesh of {dict(mesh.shape)}: name at most {len(codes)} "
-                "axes, each of which the number of its shards divides.",
+                f"codes of shape {codes} cannot be sharded by {spec} on a mesh of {dict(mesh.shape)}: name at most "
+                f"{len(codes)} axes, each of which the number of its shards divides.",
                 shape=codes,
                 spec=spec,
             )
