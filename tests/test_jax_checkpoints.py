@@ -114,3 +114,26 @@ def test_components_that_contradict_each_other_are_refused() -> None:
 def test_other_leaves_and_nodes_stay() -> None:
     made = {"a": [jnp.ones(2), None, ("x", 3)], "data": 1, "scale {": 2}
     assert jax.tree.structure(breccia_jax.assembled(made)) == jax.tree.structure(made)
+
+
+@pytest.mark.parametrize("spec", RECIPES)
+def test_equinox_files_keep_the_recipe_and_refuse_another(spec: str, tmp_path: Path) -> None:
+    eqx = pytest.importorskip("equinox")
+    from breccia_jax import equinox as be
+
+    saved, path = tree(spec), tmp_path / "m.eqx"
+    be.tree_serialise_leaves(path, saved)
+    for like in (saved, jax.tree.map(jnp.zeros_like, saved), jax.eval_shape(lambda: saved)):
+        assert same(be.tree_deserialise_leaves(path, like), saved)
+    others = [tree("nvfp4,two_level=false" if spec == "nvfp4" else "nvfp4"), tree("int8")]
+    if spec == "mxfp8":
+        others.append(tree("mxfp8,fp8_format=E5M2"))  # the same shapes and dtypes
+    for other in others:
+        with pytest.raises(breccia.OptionError, match=r"leaves: a.kernel: the file has a tensor of .*, and `like` one of "):
+            be.tree_deserialise_leaves(path, other)
+    longer = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), saved)
+    with pytest.raises(breccia.OptionError, match="with leaves of shapes .*, and that of `like` has"):
+        be.tree_deserialise_leaves(path, longer)
+    eqx.tree_serialise_leaves(path, saved)
+    with pytest.raises(breccia.CorruptFileError, match="Files of equinox.tree_serialise_leaves have none: write them with"):
+        be.tree_deserialise_leaves(path, saved)

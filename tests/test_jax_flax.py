@@ -122,6 +122,26 @@ def test_a_quantized_linen_model_runs_as_it_is(spec: str) -> None:
     assert close(jax.jit(Linen().apply)(quantized, IDS), jax.jit(Linen().apply)(plain, IDS))
 
 
+def test_one_recipe_leaves_the_tables_of_embedding_layers_under_any_name() -> None:
+    class Table(nnx.Module):
+        def __init__(self) -> None:
+            self.tok = nnx.Embed(128, 64, rngs=nnx.Rngs(0))
+            self.head = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    model = {"tok": eqx.nn.Embedding(128, 64, key=keys[0]), "head": eqx.nn.Linear(64, 128, key=keys[1])}
+    for quantize, module, table, head in (
+        (bf.quantize, Table(), "tok.embedding", "head.kernel"),
+        (be.quantize, model, "tok.weight", "head.weight"),
+    ):
+        _, report = quantize(module, "mxfp8")
+        assert report.left[table] == "embedding" and list(report.taken) == [head], "a head is one by its name"
+        _, report = quantize(module, "mxfp8", include=[table], exclude=["*head*"])
+        assert list(report.taken) == [table] and report.left[head] == "excluded"
+        _, report = quantize(module, {"*": "mxfp8"})
+        assert table in report.taken
+
+
 def test_one_recipe_leaves_embeddings_and_heads() -> None:
     params = variables()
     quantized, report = bf.quantize(params, "mxfp8")
@@ -493,6 +513,113 @@ def test_load_model_reads_what_convert_wrote_of_a_torch_checkpoint(tmp_path: Pat
     linear = be.load_model({"up": eqx.nn.Linear(64, 128, key=jax.random.key(0))}, tmp_path / "out.safetensors", strict=False)
     assert type(linear["up"]) is be.ScaledLayer and np.array_equal(linear["up"].weight.unbox(), wanted["up.weight"])
     assert np.array_equal(linear["up"].bias, state["up.bias"])
+
+
+def torch_checkpoint(path: Path) -> dict[str, np.ndarray]:
+    """Attention with biases, and convolutions of one and two axes, as torch's layers name and store them."""
+    torch = pytest.importorskip("torch")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleDict(
+        {f"attention_{part}": torch.nn.Linear(64, 64) for part in ("query", "key", "value", "out")}
+        | {"line": torch.nn.Conv1d(64, 32, 3), "plane": torch.nn.Conv2d(32, 16, (3, 2), groups=2)}
+    )
+    state = {name.replace("attention_", "attention."): value for name, value in layers.state_dict().items()}
+    save_file(state, path)
+    return {name: value.numpy() for name, value in state.items()}
+
+
+class Attending(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        x = linen.MultiHeadDotProductAttention(num_heads=4, name="attention")(x)
+        x = linen.Conv(32, (3,), name="line")(x)
+        return linen.Conv(16, (3, 2), feature_group_count=2, name="plane")(x[:, :, None])
+
+
+class AttendingModule(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.attention = nnx.MultiHeadAttention(4, 64, decode=False, rngs=rngs)
+        self.line = nnx.Conv(64, 32, (3,), rngs=rngs)
+        self.plane = nnx.Conv(32, 16, (3, 2), feature_group_count=2, rngs=rngs)
+
+
+@pytest.mark.parametrize("spec", [None, "mxfp8", "nvfp4", "fp8_block"])
+def test_attention_and_convolutions_of_torch_have_their_values_in_flax(tmp_path: Path, run: Any, spec: str | None) -> None:
+    path = tmp_path / "model.safetensors"
+    state = torch_checkpoint(path)
+    if spec is not None:
+        options = ("--recipe", spec, "--exclude", "line.*", "--exclude", "plane.*")
+        code, _, err = run("convert", path, path := tmp_path / "out.safetensors", *options)
+        assert code == 0, err
+        for part in ("query", "key", "value", "out"):
+            name = f"attention.{part}.weight"
+            state[name] = np.asarray(breccia.dequantize(breccia.cast(state[name], spec)))
+    shapes = jax.eval_shape(Attending().init, jax.random.key(0), jnp.ones((1, 5, 64)))
+    params = bf.load_model(shapes, path)["params"]
+    module = bf.load_model(nnx.eval_shape(AttendingModule), path)
+    for part in ("query", "key", "value", "out"):
+        weight, bias = state[f"attention.{part}.weight"].T, state[f"attention.{part}.bias"]
+        split = (64, 4, 16) if part != "out" else (4, 16, 64)
+        kernel, found = params["attention"][part]["kernel"], getattr(module.attention, part)
+        assert (type(kernel) is bf.ScaledWeight) == (spec is not None)
+        assert np.array_equal(jnp.asarray(kernel), weight.reshape(split))
+        assert np.array_equal(found.kernel[...], jnp.asarray(kernel))
+        assert np.array_equal(params["attention"][part]["bias"], bias.reshape(split[1:] if part != "out" else 64))
+        assert np.array_equal(found.bias[...], params["attention"][part]["bias"])
+    for name, order in (("line", (2, 1, 0)), ("plane", (2, 3, 1, 0))):
+        assert np.array_equal(params[name]["kernel"], state[f"{name}.weight"].transpose(order))
+        assert np.array_equal(getattr(module, name).kernel[...], params[name]["kernel"])
+        assert np.array_equal(params[name]["bias"], state[f"{name}.bias"])
+
+
+def test_convolutions_and_attention_of_torch_have_their_values_in_equinox(tmp_path: Path) -> None:
+    state = torch_checkpoint(tmp_path / "model.safetensors")
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    biased = dict.fromkeys(("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias"), True)
+    model = {
+        "line": eqx.nn.Conv1d(64, 32, 3, key=next(keys)),
+        "plane": eqx.nn.Conv2d(32, 16, (3, 2), groups=2, key=next(keys)),
+        "attention": eqx.nn.MultiheadAttention(4, 64, **biased, key=next(keys)),
+    }
+
+    def named(name: str) -> str:
+        return name.replace("_proj", "").replace("output", "out")
+
+    loaded = be.load_model(model, tmp_path / "model.safetensors", names=named)
+    for name in ("line", "plane"):
+        assert np.array_equal(loaded[name].weight, state[f"{name}.weight"])
+        assert np.array_equal(loaded[name].bias.ravel(), state[f"{name}.bias"])
+        assert loaded[name].bias.shape == model[name].bias.shape
+    assert np.array_equal(loaded["attention"].query_proj.weight, state["attention.query.weight"])
+    assert np.array_equal(loaded["attention"].output_proj.bias, state["attention.out.bias"])
+
+
+def test_kernels_of_torch_whose_order_cannot_be_told_are_refused(tmp_path: Path, run: Any) -> None:
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    path = tmp_path / "m.safetensors"
+    rng = np.random.default_rng(0)
+    save_file({"weight": rng.standard_normal((3, 3, 3), np.float32)}, path)
+    with pytest.raises(breccia.ShapeError, match="torch's order of a convolution, or matrices .out, in., which fit the shape"):
+        bf.load_model({"kernel": jax.ShapeDtypeStruct((3, 3, 3), jnp.float32)}, path)
+    save_file({"weight": rng.standard_normal((64, 48, 32), np.float32)}, path)
+    with pytest.raises(breccia.ShapeError, match=r"and \(32, 48, 63\) in the model, which no order of torch explains"):
+        bf.load_model({"kernel": jax.ShapeDtypeStruct((32, 48, 63), jnp.float32)}, path)
+    code, _, err = run("convert", path, tmp_path / "out.safetensors", "--recipe", "mxfp8", "--include", "*")
+    assert code == 0, err
+    with pytest.raises(breccia.ShapeError, match=r"kernel is a quantized convolution in the file, .* Leave it out"):
+        bf.load_model({"kernel": jax.ShapeDtypeStruct((32, 48, 64), jnp.float32)}, tmp_path / "out.safetensors")
+
+    class Transposed(nnx.Module):
+        def __init__(self) -> None:
+            self.up = nnx.ConvTranspose(8, 8, (3,), use_bias=False, rngs=nnx.Rngs(0))
+
+    save_file({"up.weight": rng.standard_normal((8, 8, 3), np.float32)}, path)
+    with pytest.raises(breccia.UnsupportedError, match="up.kernel is the kernel of a transposed convolution, and up"):
+        bf.load_model(Transposed(), path)
+    save_file({"up.kernel": rng.standard_normal((3, 8, 8), np.float32)}, path)
+    assert bf.load_model(Transposed(), path).up.kernel.shape == (3, 8, 8)
 
 
 def test_names_in_files_can_be_given(tmp_path: Path) -> None:

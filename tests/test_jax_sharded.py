@@ -5,19 +5,14 @@ JAX fixes its number of devices at start, so the checks run in a separate proces
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-import traceback
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import wide
+from eight_devices import COUNT, outcomes
 
 import breccia
 from breccia.tensors.components import components
@@ -25,7 +20,6 @@ from breccia.tensors.components import components
 #: The checks run in a separate process with eight devices.
 pytestmark = pytest.mark.rest
 
-COUNT = 8
 BLOCK = breccia.Float8BlockScaling(block_k=32)
 #: Recipes with block scales only, and recipes with a tensor-level scale.
 LOCAL = [BLOCK, breccia.MXFP8BlockScaling(), breccia.INT4Scaling(group_size=32), breccia.MXFP6BlockScaling()]
@@ -376,7 +370,43 @@ def scales_follow_a_sharding_of_the_codes() -> None:
             raise AssertionError("a sharding of another rank was not refused")
 
 
+def a_tree_of_shardings_places_every_leaf() -> None:
+    """`device_put` and `out_shardings` take one for each leaf."""
+    import jax
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    import breccia_jax
+
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+        for spec in ("nvfp4", "fp8_block", "fp8_current", "mxfp8"):
+            x = jax.numpy.asarray(X)
+            st = breccia.cast(x, spec)
+            for names in (("a",), ("a", "b"), (None, ("a", "b")), ()):
+                sharding = NamedSharding(mesh, PartitionSpec(*names))
+                for like in (st, jax.eval_shape(partial(breccia.cast, recipe=spec), x)):
+                    places = breccia_jax.shardings(like, sharding)
+                    moved = jax.device_put(st, places)
+                    cast = jax.jit(partial(breccia.cast, recipe=spec), out_shardings=places)(x)
+                    for found in (moved, cast):
+                        assert breccia.bytes_equal(found, st), (spec, names)
+                        assert spread(found.data) == (*names, None, None)[:2], (spec, names)
+                        assert spread(found.scale) == spread(st.to(sharding).scale), (spec, names)
+        tree = {"w": st, "b": x}
+        assert breccia.bytes_equal(jax.device_put(tree, breccia_jax.shardings(tree, sharding))["w"], st)
+        alone = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+        assert jax.device_put(st, breccia_jax.shardings(st, alone)).device == jax.devices()[3]
+        for names in (("a", None, "b"), (None, None, "a")):
+            try:
+                breccia_jax.shardings(st, NamedSharding(mesh, PartitionSpec(*names)))
+            except breccia.OptionError as e:
+                assert "codes of shape (16, 512) cannot be sharded by" in str(e) and "at most 2 axes" in str(e), str(e)
+            else:
+                raise AssertionError(names)
+
+
 CHECKS = [
+    a_tree_of_shardings_places_every_leaf,
     scales_follow_a_sharding_of_the_codes,
     partial_last_blocks_are_neither_cut_nor_joined,
     every_op_runs_on_every_kind_of_axis,
@@ -394,39 +424,9 @@ CHECKS = [
 ]
 
 
-def main() -> None:
-    """Run every check in this process; print the error of each as JSON."""
-    import jax
-
-    assert len(jax.devices()) == COUNT, jax.devices()
-    found: dict[str, str] = {}
-    for check in CHECKS:
-        try:
-            check()
-            found[check.__name__] = ""
-        except Exception:
-            found[check.__name__] = traceback.format_exc()
-    print(json.dumps(found))
-
-
-@cache
-def outcomes() -> dict[str, str]:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={COUNT}"
-    run = subprocess.run(
-        [sys.executable, "-c", "import test_jax_sharded; test_jax_sharded.main()"],
-        cwd=Path(__file__).parent,
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_over_eight_devices(check: Any) -> None:
     pytest.importorskip("jax")
     if check is exported_functions_keep_their_shardings:
         pytest.importorskip("flatbuffers")  # jax.export needs it
-    assert outcomes()[check.__name__] == ""
+    assert outcomes("test_jax_sharded")[check.__name__] == ""

@@ -33,9 +33,11 @@ from breccia import (
     PerTensor,
     ScaledTensor,
     ScalingRecipe,
+    UnsupportedError,
 )
 from breccia.arrays.frameworks import ops_of
 from breccia.formats import TENSOR
+from breccia.tensors.components import components
 from breccia.tensors.grids import packing
 
 #: Every recipe and every framework in `make test`; their products in `make test-all`.
@@ -336,10 +338,98 @@ def test_traced_tensors_can_be_sliced_and_concatenated_if_no_value_is_read() -> 
         match=r"scale does not run along axis 1, so tensors\[0\] and .* must share it; this call reads values",
     ):
         jax.jit(halves, static_argnums=1)(x, 1)
+    st = breccia.cast(jax.numpy.asarray(x), NVFP4BlockScaling())
+    joined = jax.jit(lambda st: breccia.concat([st[:, :2], st[:, 2:]], 1))
+    assert breccia.bytes_equal(joined(st), st), "slices of one tensor share its scale"
     same = jax.jit(lambda x: breccia.dequantize(breccia.concat(breccia.cast(x, NVFP4BlockScaling()).split(2, 1)[::-1], 1)))
     assert same(x).shape == (2, 4, 64)
-    with pytest.raises(breccia.UnsupportedError, match="this call reads values"):
-        jax.jit(lambda i: breccia.cast(x, NVFP4BlockScaling()).select(0, i).scale)(np.array([0, 1]))
+
+
+#: Codes of every width, block and per-tensor scales of every dtype, zero-points and biases.
+GATHERED = (
+    "mxfp8",
+    "nvfp4",
+    "mxfp6",
+    "fp8_block",
+    "fp8_row",
+    "fp8_current",
+    "int8",
+    "nf4",
+    "int4,scale_dtype=bf16",
+    "int4,symmetric=false,signed=false",
+    "int4,symmetric=false,signed=false,offset=bias",
+)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("spec", GATHERED)
+def test_select_gathers_by_traced_positions_on_jax(spec: str) -> None:
+    jax = pytest.importorskip("jax")
+    st = breccia.cast(jax.numpy.asarray(wide((4, 32, 64), exponents=2)), spec)
+    y = np.asarray(breccia.dequantize(st))
+    picked = jax.jit(lambda st, i: breccia.dequantize(st.select(0, i)))
+    for positions in (np.array([1, -1, 1]), np.array([3, 0], np.uint8), np.int32(-2), np.zeros(0, np.int32)):
+        assert same_bits(np.asarray(picked(st, positions)), np.take(y, positions.astype(int), 0))
+    each = jax.vmap(lambda i: breccia.dequantize(st.select(0, i)))(np.array([2, 0]))
+    assert same_bits(np.asarray(each), y[[2, 0]])
+    out = np.asarray(picked(st, np.array([4, 0, -5])))
+    assert np.isnan(out[[0, 2]]).all() and same_bits(out[1], y[0]), "as jnp.take fills"
+    if st.layout.block(st.axis)[0] == 1 or st.layout.block(st.axis) == TENSOR:
+        rows = jax.jit(lambda st, i: breccia.dequantize(st.select(1, i)))(st, np.array([5, 0, 5]))
+        assert same_bits(np.asarray(rows), y[:, [5, 0, 5]])
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("spec", GATHERED)
+def test_select_gathers_by_positions_of_compiled_functions_on_torch_and_mlx(spec: str) -> None:
+    torch, mx = pytest.importorskip("torch"), pytest.importorskip("mlx.core")
+    x = wide((4, 32, 64), exponents=2)
+    st = breccia.cast(torch.tensor(x), spec)
+    y = breccia.dequantize(st).numpy()
+    each = torch.vmap(lambda i: breccia.dequantize(st.select(0, i)))(torch.tensor([3, -3]))
+    assert same_bits(each.numpy(), y[[3, 1]])
+    other = breccia.cast(mx.array(x), spec)
+    picked = mx.compile(lambda i: breccia.dequantize(other.select(0, i)))(mx.array([3, -3]))
+    assert same_bits(np.array(picked), np.array(breccia.dequantize(other))[[3, 1]])
+
+
+@pytest.mark.rest
+def test_torch_exports_a_selection_by_any_number_of_positions() -> None:
+    torch = pytest.importorskip("torch")
+    st = breccia.cast(torch.tensor(wide((4, 32, 64), exponents=2)), "nvfp4")
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, part in components(st).items():
+                self.register_buffer(name, part)
+
+        def forward(self, i: Any) -> Any:
+            held = breccia.ScaledTensor(self.data, self.scale, st.recipe, st.layout, None, self.global_scale)
+            return breccia.dequantize(held.select(0, i))
+
+    shapes = ({0: torch.export.Dim("n", min=2)},)
+    exported = torch.export.export(Experts(), (torch.tensor([1, 2]),), strict=False, dynamic_shapes=shapes).module()
+    assert same_bits(exported(torch.tensor([3, -1, 0])).numpy(), breccia.dequantize(st).numpy()[[3, 3, 0]])
+    with pytest.raises(IndexError, match="index out of range"):
+        exported(torch.tensor([4, 0]))
+
+
+@pytest.mark.rest
+def test_traced_positions_that_cannot_be_gathered_by_are_refused() -> None:
+    jax = pytest.importorskip("jax")
+    st = breccia.cast(jax.numpy.asarray(X), NVFP4BlockScaling())
+    for axis, positions, error, message in (
+        (2, np.array([0]), LayoutError, "Single positions of it cannot be picked; slice it at multiples of 16"),
+        (0, np.zeros((1, 1), int), UnsupportedError, r"got an array of shape \(1, 1\) and dtype int32. Positions of a mask"),
+        (0, np.array([True]), UnsupportedError, r"got an array of shape \(1,\) and dtype bool. Positions of a mask"),
+    ):
+        with pytest.raises(error, match=message):
+            jax.jit(lambda i, axis=axis: st.select(axis, i).data)(positions)
+    x = jax.numpy.ones((2, 4), jax.numpy.uint8)
+    grouped = breccia.from_buffer(x, jax.numpy.ones((2, 2)), "int8,group_size=2", PerGroupIndex((0, 1, 0, 1), 2))
+    with pytest.raises(UnsupportedError, match="this layout has one entry for each position, so positions must be numbers"):
+        jax.jit(lambda i: grouped.select(1, i).data)(np.array([0]))
 
 
 # ------------------------------------------------------------------------------------------------ refusals

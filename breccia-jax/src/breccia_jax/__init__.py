@@ -15,6 +15,7 @@ def __getattr__(name: str) -> object:
         "assembled": "checkpoints",
         "DotGeneral": "dot_general",
         "ScaledWeight": "weights",
+        "shardings": "meshes",
         "register": "container",
     }
     if name not in homes:
@@ -26,4 +27,14 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__all__ = ["DotGeneral", "ScaledWeight", "assembled", "combine", "dequantize", "partition", "quantize", "register"]
+__all__ = [
+    "DotGeneral",
+    "ScaledWeight",
+    "assembled",
+    "combine",
+    "dequantize",
+    "partition",
+    "quantize",
+    "register",
+    "shardings",
+]

@@ -1,10 +1,21 @@
 from .checkpoints import assembled as assembled
 from .container import register as register
 from .dot_general import DotGeneral as DotGeneral
+from .meshes import shardings as shardings
 from .trees import combine as combine
 from .trees import dequantize as dequantize
 from .trees import partition as partition
 from .trees import quantize as quantize
 from .weights import ScaledWeight as ScaledWeight
 
-__all__ = ["DotGeneral", "ScaledWeight", "assembled", "combine", "dequantize", "partition", "quantize", "register"]
+__all__ = [
+    "DotGeneral",
+    "ScaledWeight",
+    "assembled",
+    "combine",
+    "dequantize",
+    "partition",
+    "quantize",
+    "register",
+    "shardings",
+]

@@ -1,8 +1,11 @@
 """Registers ScaledTensor with JAX: as a pytree node, and with a serialization of its metadata for exported functions.
 
-Leaves are integers: floating-point codes and scales are passed as unsigned integers of their size. Integers have no tangent, so
-that no gradient, weight decay or optimizer changes them. A tensor that JAX has put together holds these integers, and makes
-its components when they are read: for free in compiled functions, with a copy outside of them.
+Leaves are bytes: a float8 component is passed as the unsigned integers that have its bits, and a component of wider items with
+its bytes along one more axis. JAX does not differentiate integers. Of all its dtypes, those of one byte alone are represented
+exactly in every float dtype, so that an update of zero, which optimizers compute in floats, changes no leaf.
+
+A tensor that JAX has put together holds these bytes, and makes its components when they are read: for free in compiled
+functions, with a copy outside of them.
 """
 
 from __future__ import annotations
@@ -17,9 +20,8 @@ import numpy as np
 from jax import export, lax, tree_util
 from jax.core import Tracer
 
-from breccia import AmaxHistory
+from breccia import AmaxHistory, LayoutError
 from breccia.backend import (
-    FLOATS,
     PARTS,
     PLAIN,
     BrecciaError,
@@ -33,12 +35,13 @@ from breccia.backend import (
 
 from .keys import component_key
 
-_WORDS = {1: jnp.dtype("uint8"), 2: jnp.dtype("uint16"), 4: jnp.dtype("uint32")}
+_BYTE = jnp.dtype("uint8")
+_WORDS = {1: _BYTE, 2: jnp.dtype("uint16"), 4: jnp.dtype("uint32")}
 
 
 @cache
 def _word(dtype: str) -> np.dtype[Any]:
-    """The dtype of the leaves of components of a dtype."""
+    """The dtype of the integers that have the bits of a dtype."""
     return _WORDS[jnp.dtype(dtype).itemsize]
 
 
@@ -50,47 +53,141 @@ Dtypes = tuple[str | None, ...]
 Lengths = tuple[int | None, int | None]
 
 
-class Held(NamedTuple):
-    """The leaves of a tensor; see `breccia.tensors.tensor.Held`.
+@cache
+def _wide(dtypes: Dtypes) -> bool:
+    """Whether leaves have more axes than components."""
+    return any(dtype is not None and _word(dtype) != _BYTE for dtype in dtypes)
 
-    before: the leaves that these are the transposes of, if any. Kernels read those: JAX's arrays have no strides, so that a
-    transpose is a copy outside of compiled functions, and inside of them where XLA cannot merge it with what reads it.
+
+class Held:
+    """The integers in place of the components of a tensor; see `breccia.tensors.tensor.Held`.
+
+    given: one integer for each item of a component, or with `as_bytes` the leaves of the pytree. A component that neither of
+    them replaces is itself here.
+    before: what the tensor holds that this one is the transpose of, if it is known. Kernels read that: JAX's arrays have no
+    strides, so that a transpose is a copy outside of compiled functions, and inside of them where XLA cannot merge it with what
+    reads it.
     lengths: see `Static`.
     """
 
-    leaves: tuple[Any, ...]
-    dtypes: Dtypes
-    before: tuple[Any, ...] | None = None
-    lengths: Lengths = (None, None)
+    __slots__ = ("_other", "as_bytes", "before", "dtypes", "given", "lengths")
+
+    def __init__(
+        self,
+        given: tuple[Any, ...],
+        dtypes: Dtypes,
+        as_bytes: bool = False,
+        before: Held | None = None,
+        lengths: Lengths = (None, None),
+    ) -> None:
+        self.given, self.dtypes, self.before, self.lengths = given, dtypes, before, lengths
+        self.as_bytes = as_bytes and _wide(dtypes)
+        #: Words made from bytes, or bytes made from words.
+        self._other: tuple[Any, ...] | None = None
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        """One integer for each item of a component."""
+        return self._converted() if self.as_bytes else self.given
+
+    @property
+    def flat(self) -> tuple[Any, ...]:
+        """The leaves of the pytree."""
+        return self.given if self.as_bytes or not _wide(self.dtypes) else self._converted()
+
+    def _converted(self) -> tuple[Any, ...]:
+        if self._other is not None:
+            return self._other
+        change = _words_of if self.as_bytes else _bytes_of
+        found = tuple(
+            change(leaf, dtype) if dtype is not None and self.replaces(n) else leaf
+            for n, (leaf, dtype) in enumerate(zip(self.given, self.dtypes, strict=True))
+        )
+        if all(map(_outlives, found, self.given)):
+            self._other = found
+        return found
 
     def replaces(self, n: int) -> bool:
-        dtype = self.dtypes[n]  # placeholders are components themselves
-        return dtype is not None and getattr(self.leaves[n], "dtype", None) == _word(dtype)
+        leaf, dtype = self.given[n], self.dtypes[n]  # placeholders are components themselves
+        if dtype is None:
+            return False
+        word = _word(dtype)
+        if self.as_bytes and word != _BYTE:
+            return getattr(leaf, "dtype", None) == _BYTE and leaf.shape[-1:] == (word.itemsize,)
+        return getattr(leaf, "dtype", None) == word
 
     def component(self, n: int) -> Any:
-        leaf, dtype = self.leaves[n], self.dtype(n)
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf.update(dtype=dtype)
-        return leaf.view(dtype) if isinstance(leaf, np.ndarray) else lax.bitcast_convert_type(leaf, dtype)
+        leaf, dtype = self.given[n], self.dtypes[n]
+        if dtype is None or not self.replaces(n):
+            return leaf
+        return _viewed(_words_of(leaf, dtype) if self.as_bytes else leaf, dtype)
 
     def dtype(self, n: int) -> Any:
-        return jnp.dtype(self.dtypes[n]) if self.replaces(n) else self.leaves[n].dtype
+        return jnp.dtype(self.dtypes[n]) if self.replaces(n) else self.given[n].dtype
+
+    def shape(self, n: int) -> tuple[Any, ...]:
+        """The shape of component `n`."""
+        shape, dtype = tuple(self.given[n].shape), self.dtypes[n]
+        wide = self.as_bytes and dtype is not None and _word(dtype) != _BYTE and self.replaces(n)
+        return shape[:-1] if wide else shape
 
     def moved(self, leaves: tuple[Any, ...]) -> Held:
         return Held(leaves, self.dtypes)
 
     def transposed(self, leaves: tuple[Any, ...]) -> Held:
-        lengths = self.lengths[1], self.lengths[0]
-        if self.before is None:
-            return Held(leaves, self.dtypes, self.leaves, lengths)
-        return Held(self.before, self.dtypes, None, lengths)
+        return self.before or Held(leaves, self.dtypes, before=self, lengths=(self.lengths[1], self.lengths[0]))
 
     def run(self, structural: Any, st: ScaledTensor, argument: Any) -> ScaledTensor:
         """Compiled for slices of concrete arrays; other positions would compile a function each."""
-        here = isinstance(self.leaves[0], jax.Array) and not isinstance(self.leaves[0], Tracer)
+        here = isinstance(self.given[0], jax.Array) and not isinstance(self.given[0], Tracer)
         if here and all(isinstance(cut, range) for cut in argument):
             return _structural(st, structural, argument)
         return structural(st, argument)
+
+
+def _outlives(made: Any, leaf: Any) -> bool:
+    """Whether what was made of a leaf lives as long: a function that is traced must not leave its values in outer tensors."""
+    return not isinstance(made, Tracer) or getattr(leaf, "_trace", None) is made._trace
+
+
+def _viewed(leaf: Any, dtype: Any) -> Any:
+    """An array, or its description, with the dtype of the same size."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=jnp.dtype(dtype))
+    return leaf.view(dtype) if isinstance(leaf, np.ndarray) else lax.bitcast_convert_type(leaf, dtype)
+
+
+def _bytes_of(words: Any, dtype: str) -> Any:
+    """Words with their bytes along a last axis; single bytes stay."""
+    size = _word(dtype).itemsize
+    if size == 1:
+        return words
+    if isinstance(words, jax.ShapeDtypeStruct):
+        return words.update(shape=(*words.shape, size), dtype=_BYTE)
+    if isinstance(words, np.ndarray):
+        return np.ascontiguousarray(words).reshape(*words.shape, 1).view(_BYTE)
+    if _static(words):
+        return lax.bitcast_convert_type(words, _BYTE)
+    return jnp.stack([(words >> 8 * n).astype(_BYTE) for n in range(size)], -1)
+
+
+def _words_of(leaf: Any, dtype: str) -> Any:
+    """Inverse of `_bytes_of`."""
+    word = _word(dtype)
+    if word.itemsize == 1:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(shape=leaf.shape[:-1], dtype=word)
+    if isinstance(leaf, np.ndarray):
+        return np.ascontiguousarray(leaf).view(word)[..., 0]
+    if _static(leaf):
+        return lax.bitcast_convert_type(leaf, word)
+    return sum(leaf[..., n].astype(word) << 8 * n for n in range(word.itemsize))
+
+
+def _static(a: Any) -> bool:
+    """Are its lengths numbers? For exported functions with symbols, XLA finds no bitcast to items of another size."""
+    return all(isinstance(n, int) for n in a.shape)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -120,16 +217,13 @@ class Static(NamedTuple):
 
 
 def leaf_of(part: Any) -> tuple[Any, str | None]:
-    """(the leaf of a component, the component's dtype if its leaf has another). Other frameworks' arrays stay as they are."""
+    """(the integers in place of a component, the component's dtype if it is another). Other frameworks' arrays stay."""
     if not isinstance(part, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return part, None
     name = dtype_name(part)
-    if name not in FLOATS and not name.startswith("float8"):
+    if part.dtype.itemsize == 1 and not name.startswith("float8"):
         return part, None
-    word = _WORDS[part.dtype.itemsize]
-    if isinstance(part, jax.ShapeDtypeStruct):
-        return part.update(dtype=word), name
-    return (part.view(word) if isinstance(part, np.ndarray) else lax.bitcast_convert_type(part, word)), name
+    return _viewed(part, _WORDS[part.dtype.itemsize]), name
 
 
 def untransposed(x: Any) -> tuple[Any, bool]:
@@ -138,7 +232,7 @@ def untransposed(x: Any) -> tuple[Any, bool]:
     On explicit meshes it is not looked for: shardings there are those of the operands.
     """
     held = x.held if isinstance(x, ScaledTensor) else None
-    if not isinstance(held, Held) or held.before is None or jax.typeof(held.before[0]).sharding.mesh.explicit_axes:
+    if not isinstance(held, Held) or held.before is None or jax.typeof(held.before.given[0]).sharding.mesh.explicit_axes:
         return x, False
     recipe, layout, axis, padding = Metadata.of(x)
     return ScaledTensor.from_held(held.transposed(()), recipe, transposed(layout), -3 - axis, padding), True
@@ -147,9 +241,9 @@ def untransposed(x: Any) -> tuple[Any, bool]:
 def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
     if isinstance(st.held, Held):
         lengths = st.held.lengths if any(st.held.lengths) else _lengths(st)
-        return st.held.leaves, Static(Metadata.of(st), st.held.dtypes, lengths)
-    leaves, dtypes = zip(*map(leaf_of, (st.data, st.scale, st.zero_point, st.global_scale)), strict=True)
-    return leaves, Static(Metadata.of(st), dtypes, _lengths(st))
+        return st.held.flat, Static(Metadata.of(st), st.held.dtypes, lengths)
+    words, dtypes = zip(*map(leaf_of, (st.data, st.scale, st.zero_point, st.global_scale)), strict=True)
+    return Held(words, dtypes).flat, Static(Metadata.of(st), dtypes, _lengths(st))
 
 
 def _lengths(st: ScaledTensor) -> Lengths:
@@ -162,19 +256,28 @@ def _lengths(st: ScaledTensor) -> Lengths:
     return rows, columns
 
 
+#: The shape and dtype of each component.
+Found = tuple[tuple[tuple[int, ...], Any] | None, ...]
+
+
+def described(st: ScaledTensor) -> Found:
+    """The shape and dtype of each component, of which none is made; None for those that the tensor lacks."""
+    held = st.held
+    if isinstance(held, Held):
+        return tuple(None if leaf is None else (held.shape(n), held.dtype(n)) for n, leaf in enumerate(held.given))
+    parts = (getattr(st, part) for part in PARTS)
+    return tuple(None if part is None else (tuple(part.shape), part.dtype) for part in parts)
+
+
 def check_components(name: str, st: ScaledTensor) -> None:
     """Raise LayoutError or UnsupportedError where a function over the leaves of a tree has changed those of operand `name`.
 
     `unflatten` cannot check: optimizers keep their state in trees of the same structure, and JAX passes placeholders.
     """
-    held = st.held
-    leaves = tuple(getattr(st, part) for part in PARTS) if held is None else held.leaves
-    dtypes = (None,) * len(PARTS) if not isinstance(held, Held) else held.dtypes
-    found = tuple(
-        None if leaf is None else (tuple(leaf.shape), leaf.dtype, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)
-    )
+    found = described(st)
     if st.storage == PLAIN and all(isinstance(n, int) for part in found if part for n in part[0]):
         try:
+            _check_bytes(st.held)
             _check(Metadata.of(st), found)
         except BrecciaError as e:
             raise type(e)(
@@ -184,15 +287,25 @@ def check_components(name: str, st: ScaledTensor) -> None:
             ) from e
 
 
+def _check_bytes(held: Any) -> None:
+    """Raise LayoutError for a leaf that should have the bytes of items along its last axis, and has not."""
+    if not isinstance(held, Held) or not held.as_bytes:
+        return
+    for n, (leaf, dtype) in enumerate(zip(held.given, held.dtypes, strict=True)):
+        size = 1 if dtype is None else _word(dtype).itemsize
+        if size > 1 and leaf.dtype == _BYTE and leaf.shape[-1:] != (size,):
+            scope = " A global scale covers all matrices, so jax.vmap and jax.lax.scan cannot part them: give them "
+            remedy = f"{scope}breccia.stack(list(st)), or a cast by jax.vmap." if PARTS[n] == "global_scale" else ""
+            raise LayoutError(
+                f"the leaf of {PARTS[n]} has shape {tuple(leaf.shape)}, whose last axis should be the {size} bytes of "
+                f"{dtype}.{remedy}",
+                found=tuple(leaf.shape),
+            )
+
+
 @lru_cache(maxsize=1024)
-def _check(metadata: Metadata, found: tuple[tuple[tuple[int, ...], Any, str | None] | None, ...]) -> None:
-    """Check descriptions of components: (shape and dtype of the leaf, dtype of the component if its leaf has another)."""
-    parts: dict[str, Any] = {}
-    for part, of in zip(PARTS, found, strict=True):
-        if of is not None:
-            shape, dtype, component = of
-            held = component is not None and dtype == _word(component)
-            parts[part] = jax.ShapeDtypeStruct(shape, jnp.dtype(component) if held else dtype)
+def _check(metadata: Metadata, found: Found) -> None:
+    parts = {part: jax.ShapeDtypeStruct(*of) for part, of in zip(PARTS, found, strict=True) if of is not None}
     check_parts(metadata.assembled(**parts), metadata.recipe.format)
 
 
@@ -203,9 +316,15 @@ def flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], St
 
 
 def unflatten(static: Static, leaves: Any) -> ScaledTensor:
-    """Unchecked: JAX passes placeholders."""
+    """Inverse of the flattening. Unchecked: JAX passes placeholders."""
+    return of_leaves(static, leaves, as_bytes=True)
+
+
+def of_leaves(static: Static, leaves: Any, as_bytes: bool = False) -> ScaledTensor:
+    """The tensor of these integers in place of its components, or of the leaves of the pytree with `as_bytes`. Unchecked."""
     if any(static.dtypes):
-        return ScaledTensor.from_held(Held(tuple(leaves), static.dtypes, None, static.lengths), *static.metadata)
+        held = Held(tuple(leaves), static.dtypes, as_bytes, lengths=static.lengths)
+        return ScaledTensor.from_held(held, *static.metadata)
     return static.metadata.assembled(*leaves)
 
 

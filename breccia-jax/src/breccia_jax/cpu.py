@@ -38,7 +38,7 @@ from breccia.backend import (
     registry,
 )
 
-from .container import Static, leaf_of, unflatten, untransposed
+from .container import Static, leaf_of, of_leaves, untransposed
 from .meshes import check_operand
 from .ops import JAX
 from .primitive import Program, Shapes, as_numpy, traced
@@ -187,7 +187,7 @@ class Tensor:
         leaves = dict(zip(self.names, arrays, strict=True))
         dtypes = dict(zip(self.names, self.dtypes, strict=True))
         static = Static(Metadata.from_json(self.metadata), tuple(map(dtypes.get, PARTS)))
-        st = unflatten(static, tuple(map(leaves.get, PARTS)))
+        st = of_leaves(static, tuple(map(leaves.get, PARTS)))
         return st.mT if self.turned else st
 
     def numpy(self, arrays: Sequence[np.ndarray]) -> ScaledTensor:
@@ -357,7 +357,7 @@ class _Written:
         for name, leaf in zip(names, leaves, strict=True):
             by_name[name] = leaf, None if dtype_name(leaf) == self.dtypes[name] else self.dtypes[name]
         found = [by_name.get(name, (None, None)) for name in PARTS]
-        return unflatten(Static(self.metadata, tuple(dtype for _, dtype in found)), tuple(leaf for leaf, _ in found))
+        return of_leaves(Static(self.metadata, tuple(dtype for _, dtype in found)), tuple(leaf for leaf, _ in found))
 
     def numpy(self, memory: Sequence[np.ndarray]) -> ScaledTensor:
         """The tensor of NumPy in this memory."""

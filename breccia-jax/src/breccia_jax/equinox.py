@@ -17,10 +17,19 @@ from breccia.backend import ScaledTensor
 from . import container, loading
 from .loading import Names
 from .rules import Parameter, Report, Rules, apply
+from .serialised import tree_deserialise_leaves, tree_serialise_leaves
 from .trees import dequantize
 from .weights import ScaledWeight
 
-__all__ = ["Report", "ScaledLayer", "ScaledWeight", "load_model", "quantize"]
+__all__ = [
+    "Report",
+    "ScaledLayer",
+    "ScaledWeight",
+    "load_model",
+    "quantize",
+    "tree_deserialise_leaves",
+    "tree_serialise_leaves",
+]
 
 Module = TypeVar("Module")
 
@@ -52,7 +61,7 @@ def quantize(
 
     Linear, convolution and embedding layers become ScaledLayers, those inside `eqx.nn.MultiheadAttention` too. Blocks run along
     the axes of a weight behind its first one. rules, include, exclude and what it raises: as `breccia_jax.flax.quantize`, with
-    names such as "layers.0.weight".
+    names such as "layers.0.weight". A single rule leaves the weights of `eqx.nn.Embedding`, whatever their names.
     """
     container.register()
     places, structure = _flatten(module)
@@ -108,7 +117,8 @@ def _parameters(places: list[_Place]) -> list[Parameter]:
             if isinstance(place.leaf, _LAYERS) and name.rpartition(".")[2] == "weight":
                 ndim = 2 + (place.leaf.num_spatial_dims if isinstance(place.leaf, eqx.nn.Conv | eqx.nn.ConvTranspose) else 0)
                 stacked = array.ndim - ndim
-                found.append(Parameter(name, array, tuple(range(stacked + 1, array.ndim))))
+                kind = "embedding" if isinstance(place.leaf, eqx.nn.Embedding) else ""
+                found.append(Parameter(name, array, tuple(range(stacked + 1, array.ndim)), kind=kind))
             else:
                 found.append(Parameter(name, array, None, "no weight of a Linear, convolution or Embedding layer"))
     return found

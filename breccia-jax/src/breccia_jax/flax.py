@@ -108,7 +108,8 @@ def quantize(model: Model, rules: Rules, *, include: Iterable[str] = (), exclude
         time.
     rules: a recipe; a pair of a recipe and the contracted axes; or a mapping from shell-style patterns of names to recipes,
         pairs, or None to leave what matches. The first pattern that matches applies, and parameters that none matches are left.
-        A single rule leaves embeddings, norms, routers and output heads (`breccia.backend.KEPT`).
+        A single rule leaves embeddings, norms, routers and output heads by their names (`breccia.backend.KEPT`: a head is
+        "lm_head"), and the tables of `nnx.Embed` by their type.
     include, exclude: patterns of names, beside a single rule: `exclude` beats `include`, which beats that default.
 
     Names are paths joined by dots, "params.Dense_0.kernel". Blocks run along the axes that a layer contracts. In an nnx module
@@ -136,17 +137,22 @@ def load_model(model: Model, path: str | os.PathLike[str], *, names: Names = Non
     path: what `breccia convert` or `breccia.bridges.save_safetensors` wrote, or any safetensors checkpoint.
     names: the name in the file for names of parameters, as a mapping or a function. By default a parameter
         "params.layers_0.mlp.kernel" is found under its name, under its name without "params.", and where torch has another
-        name and order, as "layers_0.mlp.weight" of shape (out, in). Names that are given are looked up in both orders.
+        name and order, as "layers_0.mlp.weight" of shape (out, in), a convolution of shape (out, in, height, width). Names that
+        are given are looked up in both orders. Biases of attention, along one axis in torch, get the heads of the model.
     strict: raise UnknownNameError if the file lacks a parameter, or has a tensor that the model lacks.
 
-    Raises ShapeError naming the parameter, and what `breccia.bridges.load_safetensors` raises.
+    Raises ShapeError naming the parameter, UnsupportedError for a transposed convolution of torch in an nnx module, and what
+    `breccia.bridges.load_safetensors` raises.
     """
     container.register()
     if isinstance(model, nnx.Module):
         graph, state = nnx.split(model)
         variables = nnx.to_flat_state(state)
         held = {".".join(map(str, way)): v for way, v in variables if isinstance(v, nnx.Param | ScaledParam)}
-        found = loading.load({name: v.get_raw_value() for name, v in held.items()}, path, names, strict)
+        flipped = {
+            ".".join(map(str, (*way, "kernel"))) for way, m in nnx.iter_modules(model) if isinstance(m, nnx.ConvTranspose)
+        }
+        found = loading.load({name: v.get_raw_value() for name, v in held.items()}, path, names, strict, flipped & held.keys())
         new = [(way, _variable(v, found.get(".".join(map(str, way))))) for way, v in variables]
         return nnx.merge(graph, nnx.from_flat_state(new))
     places, structure = _flatten(model)
@@ -238,7 +244,8 @@ def _quantize_nnx(model: Any, rules: Rules, include: Iterable[str], exclude: Ite
                 axes, why = _contracted_by(module, leaf, variable)
                 places[name] = module, leaf, variable
                 owners.setdefault(id(variable), set()).add(axes)
-                parameters.append(Parameter(name, variable.get_raw_value(), axes, why))
+                kind = "embedding" if isinstance(module, nnx.Embed) else ""
+                parameters.append(Parameter(name, variable.get_raw_value(), axes, why, kind))
     listed = [
         replace(p, axes=None, why="shared by layers that contract different axes")
         if len(owners[id(places[p.name][2])]) > 1

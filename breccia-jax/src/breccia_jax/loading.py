@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import breccia
 from breccia import bridges
-from breccia.backend import ScaledTensor, ShapeError, check_names, dtype_name
+from breccia.backend import ScaledTensor, ShapeError, UnsupportedError, check_names, dtype_name
 
 from .weights import ScaledWeight
 
@@ -19,8 +19,19 @@ Names = Mapping[str, str] | Callable[[str], str] | None
 _WEIGHT = {"kernel": True, "embedding": False, "scale": False, "weight": False}
 
 
-def load(held: Mapping[str, Any], path: str | os.PathLike[str], names: Names, strict: bool) -> dict[str, Any]:
-    """The parameters of the file by name, in the shapes and dtypes of `held`. Raises UnknownNameError and ShapeError."""
+def load(
+    held: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    names: Names,
+    strict: bool,
+    flipped: Collection[str] = (),
+) -> dict[str, Any]:
+    """The parameters of the file by name, in the shapes and dtypes of `held`.
+
+    flipped: the kernels of transposed convolutions, which torch stores in the reverse order of positions.
+
+    Raises UnknownNameError, ShapeError, and UnsupportedError for one of `flipped` under its name in torch.
+    """
     found = bridges.load_safetensors(path, framework="jax")
     sources = {name: _source(name, found, names) for name in held}
     missing = [name for name, source in sources.items() if source is None]
@@ -30,6 +41,13 @@ def load(held: Mapping[str, Any], path: str | os.PathLike[str], names: Names, st
         claim = f"{os.fspath(path)} does not match the parameters of the model"
         remedy = "Pass names= for other names, or strict=False to load the matching ones."
         check_names(claim, missing, unexpected, remedy)
+    for name in flipped:
+        if (source := sources[name]) and source[1]:
+            raise UnsupportedError(
+                f"{name} is the kernel of a transposed convolution, and {source[0]} in the file is torch's, of shape (in, out, "
+                f"...) and in the reverse order of positions. Store it in JAX's order as {name}.",
+                name=name,
+            )
     return {name: _fitted(name, held[name], found[source[0]], source[1]) for name, source in sources.items() if source}
 
 
@@ -53,22 +71,47 @@ def _candidates(name: str) -> Iterator[tuple[str, bool]]:
 def _fitted(name: str, held: Any, new: Any, turned: bool | None) -> Any:
     """The tensor of a file in place of `held`. Raises ShapeError."""
     shape, dtype = tuple(held.shape), held.dtype if isinstance(held, ScaledWeight) else dtype_name(held)
-    if turned is None:
-        turned = not _fits(shape, tuple(new.shape)) and len(new.shape) >= 2
-    if turned:
-        new = new.mT
     given = tuple(new.shape)
-    if not _fits(shape, given):
-        raise ShapeError(
-            f"{name} has shape {given} in the file{' after its last two axes are swapped' if turned else ''}, and {shape} in "
-            "the model.",
-            found=given,
-            expected=shape,
-        )
+    if len(given) < 2 and (given == shape or (name.rpartition(".")[2] == "bias" and math.prod(shape) == math.prod(given))):
+        values = breccia.dequantize(new, out_dtype=dtype) if isinstance(new, ScaledTensor) else new
+        return values.reshape(shape).astype(dtype)  # torch has the features of heads, and of channels, along one axis
+    if turned is not True and _fits(shape, given):
+        return _placed(new, shape, dtype)
+    swapped = (*given[:-2], *given[:-3:-1])
+    kernel = (*given[2:], *given[1::-1])  # of a convolution: (out, in, height, width) in torch
+    fits = turned is not False and len(given) >= 2 and _fits(shape, swapped)
+    if turned is not False and len(given) >= 3 and kernel == shape:
+        if fits:
+            raise ShapeError(
+                f"{name} has shape {given} in the file: torch's order of a convolution, or matrices (out, in), which fit the "
+                f"shape {shape} in the model alike. Store it in the model's order under its name.",
+                found=given,
+                expected=shape,
+            )
+        if isinstance(new, ScaledTensor):
+            raise ShapeError(
+                f"{name} is a quantized convolution in the file, of shape {given} in torch's order, whose blocks along axis "
+                f"{new.axis} are none along the axes that JAX contracts. Leave it out when you convert the file (--exclude), "
+                "and quantize the loaded model.",
+                found=given,
+                expected=shape,
+            )
+        return new.transpose(*range(2, len(given)), 1, 0).astype(dtype)
+    if fits:
+        return _placed(new.mT, shape, dtype)
+    raise ShapeError(
+        f"{name} has shape {given} in the file, and {shape} in the model"
+        f"{'' if turned is False else ', which no order of torch explains'}. Store it in the model's shape, or map the "
+        "parameter to another tensor by names=.",
+        found=given,
+        expected=shape,
+    )
+
+
+def _placed(new: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """A tensor whose last two axes stand for neighbouring axes of the parameter."""
     if isinstance(new, ScaledTensor):
-        if len(given) < 2:
-            return breccia.dequantize(new, out_dtype=dtype)
-        return ScaledWeight(new, shape[len(given) - 2 :], dtype)
+        return ScaledWeight(new, shape[len(new.shape) - 2 :], dtype)
     return new.reshape(shape).astype(dtype)
 
 

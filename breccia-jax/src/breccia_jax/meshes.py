@@ -13,10 +13,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from breccia import LayoutError
+from breccia import LayoutError, OptionError
 from breccia.backend import PLAIN, ScaledTensor
 
-from .container import Held, check_components
+from .container import Held, check_components, described
 from .ops import names_of, shared_out
 
 #: How the axes of an array are sharded: a name or names of mesh axes, or None, for each axis.
@@ -48,17 +48,47 @@ def automatic(rule: Rule, function: Callable[..., Any], *operands: Any) -> Any:
     shapes = jax.eval_shape(function, *jax.tree.map(_shape, operands))
     placed = [spec for _, spec in specs]
 
-    def sharding(result: Any) -> NamedSharding:
-        spec = rule(placed, result.shape) or (None,) * len(result.shape)
-        return shared_out(mesh, spec, result.shape)
+    def sharding(shape: tuple[int, ...]) -> NamedSharding:
+        return shared_out(mesh, rule(placed, shape) or (None,) * len(shape), shape)
 
-    results, structure = jax.tree.flatten(shapes)
+    places = [sharding(shape) for result in jax.tree.leaves(shapes, is_leaf=_is_scaled) for shape in _component_shapes(result)]
 
     def leaves(*operands: Any) -> list[Any]:  # made in automatic mode too
         return jax.tree.leaves(function(*operands))
 
-    run: Any = jax.sharding.auto_axes(leaves, axes=mesh.explicit_axes, out_sharding=[sharding(result) for result in results])
-    return jax.tree.unflatten(structure, run(*operands))
+    run: Any = jax.sharding.auto_axes(leaves, axes=mesh.explicit_axes, out_sharding=places)
+    return jax.tree.unflatten(jax.tree.structure(shapes), run(*operands))
+
+
+def shardings(tree: Any, sharding: Any) -> Any:
+    """The shardings of all leaves of `tree` under one sharding of its tensors and arrays.
+
+    For what takes a sharding for each leaf: `jax.device_put(tree, shardings)`, `jax.jit(..., out_shardings=shardings)`, targets
+    of checkpoints. Of a ScaledTensor, the codes have `sharding` and scales follow along every axis that the shards divide, as
+    after `st.to(sharding)`.
+
+    tree: a ScaledTensor, or any pytree of them and of arrays, or of the shapes that `jax.eval_shape` returns.
+    sharding: a `NamedSharding`; one of another kind is that of each leaf.
+
+    Raises OptionError if the codes of a ScaledTensor do not fit it.
+    """
+
+    def of(x: Any) -> Any:
+        if not isinstance(x, ScaledTensor) or not isinstance(sharding, NamedSharding):
+            return jax.tree.map(lambda _: sharding, x)
+        codes, *others = _component_shapes(x)
+        mesh, spec = sharding.mesh, sharding.spec
+        if len(spec) > len(codes) or tuple(shared_out(mesh, spec, codes).spec) != tuple(spec):
+            raise OptionError(
+                f"codes of shape {codes} cannot be sharded by {spec} on a mesh of {dict(mesh.shape)}: name at most "
+                f"{len(codes)} axes, each of which the number of its shards divides.",
+                shape=codes,
+                spec=spec,
+            )
+        beside = [shared_out(mesh, spec, shape, sharding.memory_kind) for shape in others]
+        return jax.tree.unflatten(jax.tree.structure(x), [sharding, *beside])
+
+    return jax.tree.map(of, tree, is_leaf=_is_scaled)
 
 
 def check_operand(name: str, st: ScaledTensor) -> None:
@@ -121,6 +151,15 @@ def _check_lengths(name: str, st: ScaledTensor, axes: tuple[str, ...]) -> None:
             block=size,
             shape=st.shape,
         )
+
+
+def _is_scaled(x: Any) -> bool:
+    return isinstance(x, ScaledTensor)
+
+
+def _component_shapes(x: Any) -> list[tuple[int, ...]]:
+    """The shapes of the components of a tensor, or of an array. Leaves have one more axis, of bytes."""
+    return [part[0] for part in described(x) if part] if isinstance(x, ScaledTensor) else [tuple(x.shape)]
 
 
 def _shape(x: Any) -> Any:

@@ -90,8 +90,15 @@ class _JaxOps(Ops):
     def concat(self, parts: list[Array], axis: int = -1) -> Array:
         return _as(jnp.concatenate([_bytes(p) for p in parts], axis=axis), parts[0].dtype)
 
-    def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
-        return _as(jnp.take(_bytes(a), np.array(index, np.int32), axis=axis), a.dtype)
+    def gather(self, a: Array, index: tuple[int, ...] | Array, axis: int) -> Array:
+        if isinstance(index, tuple):
+            return _as(jnp.take(_bytes(a), np.array(index, np.int32), axis=axis), a.dtype)
+        # As `jnp.take`, which fills what is out of range with NaN: all ones is NaN in scales of every format.
+        kept = _bytes(a).at[(*(slice(None),) * axis, index)].get(mode="fill", wrap_negative_indices=False)
+        return _as(kept, a.dtype)
+
+    def readable(self, a: Array) -> bool:
+        return not isinstance(a, Tracer)
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return jnp.broadcast_to(a, shape)

@@ -38,12 +38,14 @@ class Parameter:
     """A parameter of a model.
 
     name: its path, joined by dots, as in files. axes: its contracted axes, None where nothing tells them; why: the reason then.
+    kind: that of `breccia.backend.KEPT` which its layer's type says it is, whatever its name.
     """
 
     name: str
     array: Any
     axes: tuple[int, ...] | None
     why: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,6 +124,8 @@ def _chosen(
         name = parameter.name
         if by_pattern is None:
             rule, reason = one, selection.reason_to_keep(name)
+            if not reason and parameter.kind and not matches(name, selection.include):
+                reason = parameter.kind
         else:
             pattern = next((pattern for pattern in by_pattern if matches(name, [pattern])), None)
             rule = None if pattern is None else by_pattern[pattern]

@@ -67,8 +67,11 @@ class _MlxOps(Ops):
     def concat(self, parts: list[Array], axis: int = -1) -> Array:
         return mx.concatenate(parts, axis=axis)
 
-    def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
-        return mx.take(a, mx.array(np.array(index, np.int32)), axis=axis)
+    def gather(self, a: Array, index: tuple[int, ...] | Array, axis: int) -> Array:
+        return mx.take(a, mx.array(np.array(index, np.int32)) if isinstance(index, tuple) else index, axis=axis)
+
+    def readable(self, a: Array) -> bool:
+        return opaque(a) != _PLACEHOLDER
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return mx.broadcast_to(a, shape)

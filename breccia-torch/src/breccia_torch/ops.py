@@ -120,8 +120,13 @@ class _TorchOps(Ops):
     def concat(self, parts: list[Array], axis: int = -1) -> Array:
         return _as(torch.cat([_bytes(p) for p in parts], dim=axis), parts[0].dtype)
 
-    def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
-        return _as(_bytes(a).index_select(axis, torch.tensor(index, dtype=torch.int64, device=a.device)), a.dtype)
+    def gather(self, a: Array, index: tuple[int, ...] | Array, axis: int) -> Array:
+        if isinstance(index, tuple):
+            index = torch.tensor(index, dtype=torch.int64, device=a.device)
+        return _as(_bytes(a).index_select(axis, index), a.dtype)
+
+    def readable(self, a: Array) -> bool:
+        return opaque(a) is None and a.device.type != "meta" and not torch.compiler.is_compiling()
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return a.expand(shape)

@@ -102,8 +102,11 @@ class Ops(Protocol):
         """Arrays of one dtype, float8 dtypes included, joined along an axis."""
         ...
 
-    def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
-        """The positions `index` (from 0, in range) of an axis, in that order. For any dtype, float8 included."""
+    def gather(self, a: Array, index: tuple[int, ...] | Array, axis: int) -> Array:
+        """The positions `index` (from 0, in range) of an axis, in that order. For any dtype, float8 included.
+
+        index: numbers, or a 1-D int32 array whose values cannot be read. Those out of range follow the framework.
+        """
         ...
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array: ...
@@ -211,6 +214,10 @@ class Ops(Protocol):
     def from_portable(self, a: Array, dtype: str) -> Array:
         """Inverse of `portable`, for an array of the named dtype."""
         return a
+
+    def readable(self, a: Array) -> bool:
+        """Whether `a` has values, as arguments of functions that are traced or compiled have not."""
+        return True
 
     def itemsize(self, a: Array) -> int:
         """Bytes of one item."""

@@ -9,7 +9,7 @@ from ..errors import LayoutError
 from ..formats import TENSOR, Block
 from ..layouts import other_axis
 from ..options import PLAIN
-from .grids import Cut, Grid, data_grid, packing, scale_grid, whole_unit
+from .grids import Cut, Grid, data_grid, drops, packing, scale_grid, whole_unit
 
 if TYPE_CHECKING:
     from .tensor import ScaledTensor
@@ -66,16 +66,16 @@ def check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Grid
 
     The contraction axis can be dropped under one scale and 8-bit codes, the other one where blocks are one row high.
     """
-    dropped = [axis for axis in (-2, -1)[-len(cuts) :] if isinstance(cuts[axis], int)]
+    dropped = [axis for axis in (-2, -1)[-len(cuts) :] if drops(cuts[axis])]
     if not dropped:
         return
-    left = sum(not isinstance(cut, int) for cut in cuts)
+    left = sum(not drops(cut) for cut in cuts)
     block, codec = st.layout.block(st.axis), st.recipe.format.element
     free = {st.axis: block == TENSOR and packing(codec) == (1, 1), other_axis(st.axis): block == TENSOR or block[0] == 1}
     needed = [axis for axis in dropped if not free[axis]]
     # A scale of whole matrices follows leading axes, one of which becomes the rows of a matrix.
     whole = [grid for name, grid in grids.items() if name != "data" and scale_block(st, name) == TENSOR]
-    spans = max((sum(not isinstance(cuts[along.axis], int) for along in grid) for grid in whole), default=0)
+    spans = max((sum(not drops(cuts[along.axis]) for along in grid) for grid in whole), default=0)
     if left >= st.layout.least_ndim and not needed and spans <= max(left - 2, 0):
         return
     axis = (needed or dropped)[0]

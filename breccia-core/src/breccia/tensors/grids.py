@@ -7,11 +7,12 @@ need only grids to cut a tensor, whatever its recipe.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from operator import index as whole
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ..arrays.frameworks import ops_of
+from ..arrays.frameworks import dtype_name, ops_of
 from ..codecs import Codec
 from ..errors import LayoutError, OptionError, OutOfRangeError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block, Format
@@ -21,8 +22,33 @@ from ..options import whole_number
 if TYPE_CHECKING:
     from ..arrays.ops import Array, Ops
 
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Positions whose values a traced function does not have: a 1-D int32 array. single: of one position, without its axis."""
+
+    index: Any
+    single: bool
+
+    def __iter__(self) -> Iterator[int]:
+        raise UnsupportedError(
+            "this layout has one entry for each position, so positions must be numbers; a traced function has none. Pass a "
+            "list, or dequantize first."
+        )
+
+
 #: The selection along a logical axis: one position (drops the axis), a slice, or a list of positions.
-Cut = int | range | tuple[int, ...]
+Cut = int | range | tuple[int, ...] | Gathered
+
+
+def drops(cut: Cut) -> bool:
+    """Whether the axis is dropped."""
+    return cut.single if isinstance(cut, Gathered) else isinstance(cut, int)
+
+
+def length_of(cut: range | tuple[int, ...] | Gathered) -> int:
+    """The length that it leaves of an axis, which may be a symbol."""
+    return cut.index.shape[0] if isinstance(cut, Gathered) else len(cut)
 
 
 def packing(codec: Codec) -> tuple[int, int]:
@@ -143,21 +169,36 @@ def read_position(item: Any, axis: int, length: int) -> int:
 
 
 def read_positions(index: Any, axis: int, length: int) -> Cut:
-    """An integer, or a list or 1-D integer array of them, each read by `read_position`."""
+    """An integer, or a list or 1-D integer array of them, each read by `read_position`; traced ones are gathered by."""
     shape = getattr(index, "shape", None)
+    if shape is not None and not (ops := ops_of(index, "index")).readable(index):
+        return _gathered(ops, index, length)
     if shape is not None and tuple(shape) != ():
         array = ops_of(index, "index").to_numpy(index)
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise UnsupportedError(
-                f"select takes an integer, or a list or 1-D array of integers; got an array of shape {tuple(shape)} and dtype "
-                f"{array.dtype.name}. Positions of a mask are its nonzero()."
-            )
+            raise _no_positions(tuple(shape), array.dtype.name)
         index = array.tolist()
     if isinstance(index, Iterable) and shape is None:
         index = list(index)  # type: ignore[reportUnknownVariableType]
     if isinstance(index, list):
         return tuple(read_position(item, axis, length) for item in index)  # type: ignore[reportUnknownVariableType]
     return read_position(index, axis, length)
+
+
+def _gathered(ops: Ops, index: Array, length: int) -> Gathered:
+    shape, dtype = tuple(index.shape), dtype_name(index)
+    if len(shape) > 1 or not dtype.startswith(("int", "uint")):
+        raise _no_positions(shape, dtype)
+    index = ops.to_int32(index)
+    index = ops.where(index < 0, index + length, index)
+    return Gathered(index if shape else ops.reshape(index, (1,)), not shape)
+
+
+def _no_positions(shape: Shape, dtype: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"select takes an integer, or a list or 1-D array of integers; got an array of shape {shape} and dtype {dtype}. "
+        "Positions of a mask are its nonzero()."
+    )
 
 
 # ------------------------------------------------------------------------------------------------ cutting
@@ -197,6 +238,9 @@ def kept(ops: Ops, part: Array, grid: Grid, cuts: tuple[Cut, ...], shape: Shape)
             key.append(slice(None))
         elif isinstance(cut, int):
             key.append(cut)
+        elif isinstance(cut, Gathered):
+            part = ops.gather(part, cut.index, place)
+            key.append(0 if cut.single else slice(None))
         elif isinstance(cut, tuple) or cut.step < 0:  # torch has no negative steps
             part = ops.gather(part, tuple(cut), place)
             key.append(slice(None))

@@ -24,9 +24,11 @@ from .grids import (
     Cut,
     check_axis,
     check_cut,
+    drops,
     expanded,
     inferred,
     kept,
+    length_of,
     packing,
     pieces,
     read_index,
@@ -39,11 +41,16 @@ from .storing import check_layout, checked_plain, one_scale_per_block, plain_of,
 
 
 class Held(Protocol):
-    """What a tensor holds in place of its components, of the same shapes; for frameworks that pass other dtypes around."""
+    """What a tensor holds in place of its components; for frameworks that pass other arrays around."""
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """What is held for data, scale, zero_point and global_scale."""
+        """Arrays of the shapes of data, scale, zero_point and global_scale, in place of them."""
+        ...
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What is held for them, of which the first one has the shape of data: a component, or what it is made from."""
         ...
 
     @property
@@ -160,7 +167,7 @@ class ScaledTensor:
     @classmethod
     def from_held(cls, held: Held, recipe: ScalingRecipe, layout: Layout, axis: int, padding: int) -> ScaledTensor:
         """The tensor whose components are made from `held` when they are read, unchecked: for pytrees."""
-        data, scale, zero_point, global_scale = held.leaves
+        data, scale, zero_point, global_scale = held.given
         self = cls.from_parts(data, scale, recipe, layout, zero_point, global_scale, axis, padding)
         for n, unset in enumerate(_UNSET):
             if held.replaces(n):
@@ -172,7 +179,7 @@ class ScaledTensor:
     def held_data(self) -> Any:
         """An array of the shape, framework and device of `data`, which may have to be made."""
         held = self.held
-        return self.data if held is None else held.leaves[0]
+        return self.data if held is None else held.given[0]
 
     @property
     def shape(self) -> Shape:
@@ -213,7 +220,8 @@ class ScaledTensor:
     @property
     def nbytes(self) -> int:
         """Total bytes of all components."""
-        return sum(array_nbytes(part) for part in held_parts(self).values())
+        parts = components(self).values() if self.held is None else self.held.given
+        return sum(array_nbytes(part) for part in parts if part is not None)
 
     @property
     def framework(self) -> str:
@@ -328,7 +336,10 @@ class ScaledTensor:
         """Positions `index` of `axis`: an integer drops the axis; a list or 1-D array of them keeps it, in that order.
 
         For leading axes (experts of an MoE weight), and for the last two where blocks and packing groups are one
-        element long (rows of an embedding). Negative positions count from the end. An array is read, so it cannot be traced.
+        element long (rows of an embedding). Negative positions count from the end.
+
+        An array's values are read, except inside functions that are traced or compiled. There, a position out of range gives
+        NaN on JAX, as in `jnp.take`; an error of `index_select` on torch; and anything on MLX, as in `mx.take`.
 
         Raises OutOfRangeError (an IndexError), LayoutError naming the unit, ShapeError for an invalid axis.
         """
@@ -411,8 +422,8 @@ class ScaledTensor:
     def _cut(self, cuts: tuple[Cut, ...]) -> ScaledTensor:
         """Apply `cuts`, one per axis."""
         self = self.to_plain()
-        drops = any(isinstance(cut, int) for cut in cuts[-2:])
-        self = self._with_column_scales() if drops else self
+        flat = any(map(drops, cuts[-2:]))
+        self = self._with_column_scales() if flat else self
         shape, grids = self.shape, part_grids(self)
         check_dropped(self, cuts, grids)
         for axis, (cut, length) in enumerate(zip(cuts, shape, strict=True)):
@@ -420,12 +431,12 @@ class ScaledTensor:
         ops = ops_of(self.held_data)
         parts = {name: kept(ops, part, grids[name], cuts, shape) for name, part in held_parts(self).items()}
         along, length = cuts[self.axis], shape[self.axis]
-        if isinstance(along, int):
+        if isinstance(along, int) or drops(along):
             return moved(self, parts, axis=-1)  # one scale covers all, whichever axis remains
-        left = tuple(len(cut) for cut in cuts if not isinstance(cut, int))
+        left = tuple(length_of(cut) for cut in cuts if not isinstance(cut, int) and not drops(cut))
         layout = self.layout if along == range(length) else self.layout.along(along)
         to_the_end = isinstance(along, range) and along.stop == length
-        axis = -1 if drops else self.axis
+        axis = -1 if flat else self.axis
         return moved(self, parts, layout=layout.fitted(left, axis), axis=axis, padding=self.padding if to_the_end else 0)
 
     def _with_column_scales(self) -> ScaledTensor:
@@ -555,7 +566,7 @@ def fill(
 def logical_shape(st: ScaledTensor) -> Shape:
     """`st.shape`; module-level, so that torch.compile can substitute it."""
     layout, held = st.layout, st.held
-    found = tuple((st.data if held is None else held.leaves[0]).shape)
+    found = tuple((st.data if held is None else held.given[0]).shape)
     if layout.storage != PLAIN:
         assert isinstance(layout, Stored)
         if (stored := layout.shape(found, st.axis)) is not None:

@@ -1,0 +1,45 @@
+"""Checks on eight devices of one CPU. JAX fixes its number of devices at start, so they run in a separate process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+COUNT = 8
+
+
+def report(checks: Sequence[Callable[[], None]]) -> None:
+    """Run every check in this process; print the error of each by its name, as JSON."""
+    import jax
+
+    assert len(jax.devices()) == COUNT, jax.devices()
+    found: dict[str, str] = {}
+    for check in checks:
+        try:
+            check()
+            found[check.__name__] = ""
+        except Exception:
+            found[check.__name__] = traceback.format_exc()
+    print(json.dumps(found))
+
+
+@cache
+def outcomes(module: str) -> dict[str, str]:
+    """The errors of `CHECKS` of a module of tests, by name."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={COUNT}"
+    run = subprocess.run(
+        [sys.executable, "-c", f"import eight_devices, {module}; eight_devices.report({module}.CHECKS)"],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
