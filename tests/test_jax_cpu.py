@@ -134,6 +134,12 @@ def test_a_compiled_product_reads_the_weight_in_its_own_order() -> None:
     st = breccia.cast(jnp.asarray(W), MXFP8)
     text = jax.jit(lambda x, st: breccia.matmul(x, st.mT)).lower(X, st).compile().as_text()
     assert "breccia_native" in text and "transpose" not in text
+    cast = jax.jit(lambda x, st: breccia.cast_matmul(x, MXFP8, st.mT))
+    text = cast.lower(X, st).compile().as_text()
+    assert text.count('custom_call_target="breccia_native"') == 2 and "transpose" not in text  # a cast and a product
+    dx = jax.jit(jax.grad(lambda x, st: breccia.cast_matmul(x, MXFP8, st.mT).sum()))(X, st)
+    exact = np.broadcast_to(np.asarray(breccia.dequantize(st), np.float64).sum(0), X.shape)
+    assert (np.abs(np.asarray(dx) - exact) <= bound(np.ones((1, 40), np.float32), np.asarray(breccia.dequantize(st)))).all()
     assert breccia.bytes_equal(st.mT.mT, st) and breccia.bytes_equal(jax.jit(lambda st: st.mT)(st), st.mT)
 
 
