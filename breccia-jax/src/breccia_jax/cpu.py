@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -118,7 +119,16 @@ def runs(op: str, a: Any, b: Any = None, recipe: Any = None, options: Any = None
     if not in_memory(arrays):
         return False
     given = () if options is None else (options, prefer)
-    return registry().table.choose(op, "jax", a, b, recipe, *given).kernel.target.startswith(f"{__name__}:")
+    return _is_of_this_module(registry().table.choose(op, "jax", a, b, recipe, *given))
+
+
+def multiplies(x: Array, b: ScaledTensor) -> bool:
+    """Whether `matmul` of these operands, traced or not, runs by the kernel of this module."""
+    return _is_of_this_module(registry().table.choose("matmul", "jax", x, b))
+
+
+def _is_of_this_module(chosen: Any) -> bool:
+    return chosen.kernel.target.startswith(f"{__name__}:")
 
 
 def casts_and_multiplies(x: Array, recipe: ScalingRecipe, b: Any, bias: Array | None) -> bool:
@@ -180,13 +190,13 @@ class Tensor:
         dtypes = (None,) * len(PARTS) if st.held is None else st.held.dtypes
         parts = [(*both, part) for *both, part in zip(PARTS, dtypes, _leaves(st), strict=True) if part is not None]
         names, found, arrays = zip(*parts, strict=True)
-        return cls(Metadata.of(st).to_json(), names, found, turned), list(arrays)
+        return cls(_text_of(Metadata.of(st)), names, found, turned), list(arrays)
 
     def generic(self, arrays: Sequence[Array]) -> ScaledTensor:
         """The tensor with these arrays."""
         leaves = dict(zip(self.names, arrays, strict=True))
         dtypes = dict(zip(self.names, self.dtypes, strict=True))
-        static = Static(Metadata.from_json(self.metadata), tuple(map(dtypes.get, PARTS)))
+        static = Static(_metadata_of(self.metadata), tuple(map(dtypes.get, PARTS)))
         st = unflatten(static, tuple(map(leaves.get, PARTS)))
         return st.mT if self.turned else st
 
@@ -196,7 +206,7 @@ class Tensor:
             name: _stored(array if dtype is None else array.view(jnp.dtype(dtype)))
             for name, dtype, array in zip(self.names, self.dtypes, arrays, strict=True)
         }
-        st = Metadata.from_json(self.metadata).assembled(**parts)
+        st = _metadata_of(self.metadata).assembled(**parts)
         return st.mT if self.turned else st
 
 
@@ -212,12 +222,8 @@ class Cast:
     operands: Shapes
 
     @property
-    def static(self) -> _Written:
-        recipe, shape = ScalingRecipe.from_json(self.recipe), self.operands[0][0]
-        layout = checks.fitted_layout(recipe, shape, self.axis)
-        padding = -shape[self.axis] % packing(recipe.format.element)[0]
-        shapes = part_shapes(recipe.format, layout, shape, self.axis)
-        return _Written(Metadata(recipe, layout, self.axis, padding), shapes, JAX.dtypes(recipe.format))
+    def static(self) -> _Result:
+        return _result(self.recipe, self.operands[0][0], self.axis)
 
     @property
     def results(self) -> Shapes:
@@ -338,8 +344,32 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
+# Texts are read and written at each call, so they are remembered.
+
+
+@lru_cache(maxsize=1024)
+def _text_of(metadata: Metadata) -> str:
+    return metadata.to_json()
+
+
+@lru_cache(maxsize=1024)
+def _metadata_of(text: str) -> Metadata:
+    return Metadata.from_json(text)
+
+
+@lru_cache(maxsize=1024)
+def _result(text: str, shape: tuple[int, ...], axis: int) -> _Result:
+    """What a cast of an array of that shape under the recipe `text` writes."""
+    recipe = ScalingRecipe.from_json(text)
+    layout = checks.fitted_layout(recipe, shape, axis)
+    padding = -shape[axis] % packing(recipe.format.element)[0]
+    return _Result(
+        Metadata(recipe, layout, axis, padding), part_shapes(recipe.format, layout, shape, axis), JAX.dtypes(recipe.format)
+    )
+
+
 @dataclass(frozen=True)
-class _Written:
+class _Result:
     """What a cast writes."""
 
     metadata: Metadata
