@@ -10,7 +10,6 @@ from ...arrays.frameworks import dtype_name, ops_of
 from ...arrays.ops import Array, Ops
 from ...codecs import F32_INF, MAGNITUDE, Codec
 from ...errors import InexactError
-from ...formats import TENSOR
 from ...options import DEFAULT, CastOptions
 from ...recipes import ScalingRecipe, check_recipe
 from ...tensors.grids import packing
@@ -18,9 +17,9 @@ from ...tensors.tensor import ScaledTensor
 from ..checks import fitted_layout
 from ..exact import covered, hold_scales, keeps_parts, renamed, same_scales
 from .casting import assign, cast, refuse_nonfinite
-from .decoding import dequantize, scale_k_last
+from .decoding import dequantize, scale_of_blocks
 from .packing import pack, unpack
-from .tiles import Tiles, k_last, k_last_shape
+from .tiles import Tiles
 
 
 class Primitives(NamedTuple):
@@ -74,14 +73,14 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
     if grouped or not (promised or checking):
         return None
     layout = fitted_layout(recipe, st.shape, axis)
-    shape = k_last_shape(st.shape, axis)
-    old, new = Tiles(ops, shape, block), Tiles(ops, shape, target.scale.block)
+    shape = tuple(st.shape)
+    old, new = (Tiles.along(ops, axis, shape, sides) for sides in (block, target.scale.block))
 
     def repeat_per_block(part: Array, codec: Codec | None, new_codec: Codec | None) -> Array:
-        """A component of the scales' shape in the blocks and codec of `target`, K last; None keeps the codec."""
+        """A component of the scales' shape in the blocks and codec of `target`; None keeps the codec."""
         if codec == new_codec and old.block == new.block:
-            return part if old.block == TENSOR else k_last(ops, part, axis)
-        part = scale_k_last(ops, part, old, axis)
+            return part
+        part = scale_of_blocks(ops, part, old)
         words, dtype = ops.load(part), dtype_name(part)
         if codec is not None and new_codec is not None and codec != new_codec:
             words, dtype = new_codec.encode(ops, codec.read(ops, part)), ops.storage(new_codec)
@@ -101,17 +100,17 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
             return None
         data = st.data
         if source.element != target.element:
-            unpacked = unpack(ops, k_last(ops, data, axis), source.element, shape[-1])
-            data = k_last(ops, pack(ops, ops.take(codes, unpacked), target.element), axis)
+            unpacked = unpack(ops, data, source.element, shape[axis], axis)
+            data = pack(ops, ops.take(codes, unpacked), target.element, axis)
     return ScaledTensor.from_parts(
         data,
-        k_last(ops, scale, axis) if new.block != TENSOR else scale,
+        scale,
         recipe,
         layout,
-        offset if new.block == TENSOR else k_last(ops, offset, axis),
+        offset,
         st.global_scale,
         axis,
-        padding=-shape[-1] % packing(target.element)[0],
+        padding=-shape[axis] % packing(target.element)[0],
     )
 
 
