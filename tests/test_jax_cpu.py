@@ -21,7 +21,7 @@ pytest.importorskip("breccia_native.xla_calls", reason="needs breccia-native, bu
 
 import jax.numpy as jnp  # noqa: E402
 
-from breccia_jax.cpu import read  # noqa: E402
+from breccia_jax.cpu import Cast, Each, read  # noqa: E402
 
 MXFP8 = breccia.MXFP8BlockScaling()
 X = wide((6, 128), seed=1, exponents=4)
@@ -167,6 +167,41 @@ def test_vmap_of_rows_is_one_product_and_of_casts_one_for_each_example() -> None
     current = breccia.Float8CurrentScaling()
     batch = jax.vmap(lambda x: breccia.dequantize(breccia.cast(x, current)))(x * jnp.array([1, 8.0])[:, None, None])
     assert np.array_equal(batch[1], breccia.dequantize(breccia.cast(8 * X[::-1], current)))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_vmap_of_large_examples_runs_the_kernel_for_each(axis: int) -> None:
+    """Each has its own tensor-level scale and random words."""
+    x = np.stack([wide((2, 64, 256), seed=n, exponents=2) * 10.0**n for n in range(3)]).swapaxes(0, 1).copy()
+    for kind in (MXFP8, breccia.NVFP4BlockScaling(), breccia.INT4Scaling(group_size=32)):
+        for options in ({}, {"rounding": "stochastic", "seed": 5}):
+
+            def cast(x: Any, kind: Any = kind, options: Any = options) -> Any:
+                return breccia.cast(x, kind, axis=axis, **options)
+
+            mapped = jax.vmap(jax.vmap(cast), in_axes=1, out_axes=1)
+            assert called(mapped, jnp.asarray(x))
+            found = jax.jit(mapped)(jnp.asarray(x))
+            for i, j in np.ndindex(2, 3):
+                assert breccia.bytes_equal(jax.tree.map(lambda leaf, i=i, j=j: leaf[i, j], found), cast(x[i, j]))
+    scales = jnp.array([0.25, 2.0])
+    mapped = jax.vmap(lambda x, scale: breccia.cast(x, breccia.DelayedScaling(), scale=scale, axis=axis))
+    found = jax.jit(mapped)(jnp.asarray(x[:, 0]), scales)
+    for i in range(2):
+        expected = breccia.cast(x[i, 0], breccia.DelayedScaling(), scale=float(scales[i]), axis=axis)
+        assert breccia.bytes_equal(jax.tree.map(lambda leaf, i=i: leaf[i], found), expected)
+
+
+def test_vmap_of_products_by_a_weight_each_runs_the_kernel_for_each() -> None:
+    x, w = wide((3, 2, 256), seed=1, exponents=2), wide((3, 64, 256), seed=2, exponents=2)
+    weights = jax.vmap(lambda w: breccia.cast(w, MXFP8))(jnp.asarray(w))
+    product = jax.vmap(lambda x, st: breccia.matmul(x, st.mT))
+    assert called(product, jnp.asarray(x), weights)
+    for n, y in enumerate(jax.jit(product)(jnp.asarray(x), weights)):
+        values = breccia.dequantize(breccia.cast(w[n], MXFP8)).T
+        assert (np.abs(np.asarray(y) - x[n].astype(np.float64) @ values) <= bound(x[n], values)).all()
+    program = Each(Cast(MXFP8.to_json(), -2, False, False, "propagate", (((64, 256), "float32"),)), 3, (True,))
+    assert read(program.text()) == program and program.results[0] == ((3, 64, 256), "uint8")
 
 
 def test_gradients_pass_through_products_and_round_trips() -> None:

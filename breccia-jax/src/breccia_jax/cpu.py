@@ -47,6 +47,8 @@ from .primitive import Program, Shapes, as_numpy, traced
 Array = Any
 #: XLA takes memory at multiples of this address over without a copy.
 _ALIGNMENT = 64
+#: Items of the largest operand below which XLA computes the examples of a batch at once.
+_SMALL = 1 << 14
 
 
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
@@ -242,7 +244,7 @@ class Cast:
         return [leaf_of(getattr(st, name))[0] for name in st.recipe.format.parts]
 
     def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
-        return None
+        return each(self, arrays, axes)
 
     def run(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
         out = self.static.numpy(results)
@@ -308,12 +310,11 @@ class Product:
         return [reference.matmul(left, right, bias, self.dtype)]
 
     def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
-        """Rows of all products of a batch by one weight, as one product."""
+        """Rows of all products of a batch by one weight, as one product; else each product."""
         shapes = [shape for shape, _ in self.operands]
-        if self.a is not None or self.b is None or axes[0] is None or any(axis is not None for axis in axes[1:]):
-            return None
-        if len(shapes[0]) != 2 or len(self.shape) != 2 or (self.bias and math.prod(shapes[-1][:-1]) != 1):
-            return None
+        one = self.a is None and self.b is not None and axes[0] is not None and all(axis is None for axis in axes[1:])
+        if not one or len(shapes[0]) != 2 or len(self.shape) != 2 or (self.bias and math.prod(shapes[-1][:-1]) != 1):
+            return each(self, arrays, axes)
         x = jnp.moveaxis(arrays[0], axes[0], 0)
         _, b, bias = self._parted(arrays)
         rows = jnp.reshape(x, (-1, x.shape[-1]))
@@ -325,9 +326,54 @@ class Product:
         calls.matmul(left, right, bias, self.dtype, results[0])
 
 
+@dataclass(frozen=True)
+class Each:
+    """A call for each example of a batch. mapped: whether an operand has an axis of examples, in front."""
+
+    call: Program
+    count: int
+    mapped: tuple[bool, ...]
+
+    @property
+    def operands(self) -> Shapes:
+        shapes = zip(self.call.operands, self.mapped, strict=True)
+        return tuple(((self.count, *shape) if mapped else shape, dtype) for (shape, dtype), mapped in shapes)
+
+    @property
+    def results(self) -> Shapes:
+        return tuple(((self.count, *shape), dtype) for shape, dtype in self.call.results)
+
+    def text(self) -> str:
+        return json.dumps(
+            ["Each", {"call": self.call.text(), "count": self.count, "mapped": self.mapped}], separators=(",", ":")
+        )
+
+    def generic(self, *arrays: Array) -> list[Array]:
+        return jax.vmap(self.call.generic, in_axes=tuple(0 if mapped else None for mapped in self.mapped))(*arrays)
+
+    def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
+        return each(self, arrays, axes)
+
+    def run(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
+        for i in range(self.count):
+            given = [a[i, ...] if mapped else a for a, mapped in zip(arrays, self.mapped, strict=True)]
+            self.call.run(given, [result[i, ...] for result in results])
+
+
+def each(call: Program, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
+    """The results of a call for each example along these axes; None for many small ones, faster at once by XLA."""
+    if max(math.prod(shape) for shape, _ in call.operands) < _SMALL:
+        return None
+    arrays = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
+    mapped = tuple(axis is not None for axis in axes)
+    return traced(Each(call, arrays[mapped.index(True)].shape[0], mapped), arrays)
+
+
 def read(text: str) -> Program:
     """The inverse of `Program.text`."""
     kind, fields = json.loads(text, object_hook=_tuples)
+    if kind == "Each":
+        return Each(read(fields["call"]), fields["count"], fields["mapped"])
     return {"Cast": Cast, "Decode": Decode, "Product": Product}[kind](**fields)
 
 
