@@ -106,6 +106,10 @@ def test_eager_calls_of_new_shapes_compile_nothing() -> None:
             for each in (*rows, x):
                 breccia.cast(each, kind)
                 breccia.cast_ste(each, kind)
+                breccia.cast_ste_clipped(each, kind)
+                breccia.cast_pair(each, kind)
+                breccia.requantize(st, breccia.INT8Scaling())
+                jax.vjp(lambda x, kind=kind: breccia.cast_ste(x, kind), each)
                 weight = breccia.cast(turned, kind, axis=-2)
                 breccia.matmul(each, weight)
                 breccia.matmul(breccia.cast(each, kind), weight)

@@ -37,6 +37,7 @@ from breccia.backend import (
     part_shapes,
     reference,
     registry,
+    renames,
 )
 
 from .container import Static, leaf_of, unflatten, untransposed
@@ -147,6 +148,14 @@ def casts(op: str, x: Array, recipe: ScalingRecipe, options: CastOptions, prefer
         return False
     chosen = registry().table.choose(op, "jax", x, None, recipe, options)
     return chosen.kernel.target.startswith("breccia.kernels.composites:")
+
+
+def recasts(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions) -> bool:
+    """Whether `requantize` decodes, by the kernel of this module, and casts, rather than keep scales and translate codes."""
+    if options.scale is None and (st.recipe == recipe or renames(st.recipe, st.layout.plain, st.axis, recipe)):
+        return False
+    chosen = registry().table.choose("requantize", "jax", st, None, recipe, options)
+    return chosen.kernel.target.startswith("breccia.kernels.composites:") and runs("dequantize", st)
 
 
 def _ran(program: Program, arrays: Sequence[Array]) -> list[Array]:
@@ -312,10 +321,17 @@ class Product:
     def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
         """Rows of all products of a batch by one weight, as one product; else each product."""
         shapes = [shape for shape, _ in self.operands]
-        one = self.a is None and self.b is not None and axes[0] is not None and all(axis is None for axis in axes[1:])
-        if not one or len(shapes[0]) != 2 or len(self.shape) != 2 or (self.bias and math.prod(shapes[-1][:-1]) != 1):
+        one = axes[0] is not None and all(axis is None for axis in axes[1:])
+        if (
+            self.a is not None
+            or self.b is None
+            or not one
+            or len(shapes[0]) != 2
+            or len(self.shape) != 2
+            or (self.bias and math.prod(shapes[-1][:-1]) != 1)
+        ):
             return each(self, arrays, axes)
-        x = jnp.moveaxis(arrays[0], axes[0], 0)
+        x = jnp.moveaxis(arrays[0], axes[0] or 0, 0)
         _, b, bias = self._parted(arrays)
         rows = jnp.reshape(x, (-1, x.shape[-1]))
         return [jnp.reshape(calls.matmul(rows, self.b.generic(b), bias, self.dtype), (x.shape[0], *self.shape))]

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from breccia.backend import (
     DEFAULT,
@@ -83,6 +84,8 @@ def requantize(
     if options.out is not None or require_exact or options.nonfinite != "propagate" or not _traceable(options.scale):
         by = reference.Primitives(cast, dequantize)
         return reference.requantize(st, recipe, options, require_exact, by)
+    if prefer is None and cpu.recasts(st, recipe, options):
+        return cast(dequantize(st), recipe, options.replace(axis=st.axis))
     return _requantize(st, options.scale, _words(options), recipe, _static(options), *_found(prefer))
 
 
@@ -130,6 +133,8 @@ def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, pr
     options = _with_array(options)
     if cpu.casts("cast_ste", x, recipe, options, prefer) or _eager(x, options):
         return calls.cast_ste(x, recipe, options, prefer)
+    if cpu.casts("cast_ste", _primal(x), recipe, options, prefer):  # differentiated outside of compiled functions
+        return _round_trip(x, options.scale, _words(options), recipe, None, _static(options), *_found(prefer))
     return _straight(x, options.scale, _words(options), recipe, None, _static(options), *_found(prefer))
 
 
@@ -138,7 +143,7 @@ def cast_ste_clipped(
 ) -> Array:
     """The gradient passes where `x` is within the bounds."""
     options = _with_array(options)
-    if _eager(x, options):
+    if cpu.casts("cast_ste_clipped", x, recipe, options, prefer) or _eager(x, options):
         return calls.cast_ste_clipped(x, recipe, clip, options, prefer)
     return _straight(x, options.scale, _words(options), recipe, clip, _static(options), *_found(prefer))
 
@@ -353,6 +358,13 @@ def _eager(x: Array, options: CastOptions) -> bool:
     if options.out is not None or not _traceable(options.scale):
         return True
     return options.nonfinite == "raise" and JAX.any(~jnp.isfinite(x))
+
+
+def _primal(x: Array) -> Any:
+    """The array that is differentiated; a tracer in compiled functions."""
+    while isinstance(x, Tracer) and (primal := getattr(x, "primal", None)) is not None:
+        x = primal
+    return x
 
 
 def _turned(x: Any, turned: bool) -> Any:
