@@ -21,7 +21,7 @@ pytest.importorskip("breccia_native.xla_calls", reason="needs breccia-native, bu
 
 import jax.numpy as jnp  # noqa: E402
 
-from breccia_jax.cpu import read  # noqa: E402
+from breccia_jax.cpu import Cast, Each, read  # noqa: E402
 
 MXFP8 = breccia.MXFP8BlockScaling()
 X = wide((6, 128), seed=1, exponents=4)
@@ -106,6 +106,10 @@ def test_eager_calls_of_new_shapes_compile_nothing() -> None:
             for each in (*rows, x):
                 breccia.cast(each, kind)
                 breccia.cast_ste(each, kind)
+                breccia.cast_ste_clipped(each, kind)
+                breccia.cast_pair(each, kind)
+                breccia.requantize(st, breccia.INT8Scaling())
+                jax.vjp(lambda x, kind=kind: breccia.cast_ste(x, kind), each)
                 weight = breccia.cast(turned, kind, axis=-2)
                 breccia.matmul(each, weight)
                 breccia.matmul(breccia.cast(each, kind), weight)
@@ -134,6 +138,12 @@ def test_a_compiled_product_reads_the_weight_in_its_own_order() -> None:
     st = breccia.cast(jnp.asarray(W), MXFP8)
     text = jax.jit(lambda x, st: breccia.matmul(x, st.mT)).lower(X, st).compile().as_text()
     assert "breccia_native" in text and "transpose" not in text
+    cast = jax.jit(lambda x, st: breccia.cast_matmul(x, MXFP8, st.mT))
+    text = cast.lower(X, st).compile().as_text()
+    assert text.count('custom_call_target="breccia_native"') == 2 and "transpose" not in text  # a cast and a product
+    dx = jax.jit(jax.grad(lambda x, st: breccia.cast_matmul(x, MXFP8, st.mT).sum()))(X, st)
+    exact = np.broadcast_to(np.asarray(breccia.dequantize(st), np.float64).sum(0), X.shape)
+    assert (np.abs(np.asarray(dx) - exact) <= bound(np.ones((1, 40), np.float32), np.asarray(breccia.dequantize(st)))).all()
     assert breccia.bytes_equal(st.mT.mT, st) and breccia.bytes_equal(jax.jit(lambda st: st.mT)(st), st.mT)
 
 
@@ -161,6 +171,41 @@ def test_vmap_of_rows_is_one_product_and_of_casts_one_for_each_example() -> None
     current = breccia.Float8CurrentScaling()
     batch = jax.vmap(lambda x: breccia.dequantize(breccia.cast(x, current)))(x * jnp.array([1, 8.0])[:, None, None])
     assert np.array_equal(batch[1], breccia.dequantize(breccia.cast(8 * X[::-1], current)))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_vmap_of_large_examples_runs_the_kernel_for_each(axis: int) -> None:
+    """Each has its own tensor-level scale and random words."""
+    x = np.stack([wide((2, 64, 256), seed=n, exponents=2) * 10.0**n for n in range(3)]).swapaxes(0, 1).copy()
+    for kind in (MXFP8, breccia.NVFP4BlockScaling(), breccia.INT4Scaling(group_size=32)):
+        for options in ({}, {"rounding": "stochastic", "seed": 5}):
+
+            def cast(x: Any, kind: Any = kind, options: Any = options) -> Any:
+                return breccia.cast(x, kind, axis=axis, **options)
+
+            mapped = jax.vmap(jax.vmap(cast), in_axes=1, out_axes=1)
+            assert called(mapped, jnp.asarray(x))
+            found = jax.jit(mapped)(jnp.asarray(x))
+            for i, j in np.ndindex(2, 3):
+                assert breccia.bytes_equal(jax.tree.map(lambda leaf, i=i, j=j: leaf[i, j], found), cast(x[i, j]))
+    scales = jnp.array([0.25, 2.0])
+    mapped = jax.vmap(lambda x, scale: breccia.cast(x, breccia.DelayedScaling(), scale=scale, axis=axis))
+    found = jax.jit(mapped)(jnp.asarray(x[:, 0]), scales)
+    for i in range(2):
+        expected = breccia.cast(x[i, 0], breccia.DelayedScaling(), scale=float(scales[i]), axis=axis)
+        assert breccia.bytes_equal(jax.tree.map(lambda leaf, i=i: leaf[i], found), expected)
+
+
+def test_vmap_of_products_by_a_weight_each_runs_the_kernel_for_each() -> None:
+    x, w = wide((3, 2, 256), seed=1, exponents=2), wide((3, 64, 256), seed=2, exponents=2)
+    weights = jax.vmap(lambda w: breccia.cast(w, MXFP8))(jnp.asarray(w))
+    product = jax.vmap(lambda x, st: breccia.matmul(x, st.mT))
+    assert called(product, jnp.asarray(x), weights)
+    for n, y in enumerate(jax.jit(product)(jnp.asarray(x), weights)):
+        values = breccia.dequantize(breccia.cast(w[n], MXFP8)).T
+        assert (np.abs(np.asarray(y) - x[n].astype(np.float64) @ values) <= bound(x[n], values)).all()
+    program = Each(Cast(MXFP8.to_json(), -2, False, False, "propagate", (((64, 256), "float32"),)), 3, (True,))
+    assert read(program.text()) == program and program.results[0] == ((3, 64, 256), "uint8")
 
 
 def test_gradients_pass_through_products_and_round_trips() -> None:

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from breccia.backend import (
     part_shapes,
     reference,
     registry,
+    renames,
 )
 
 from .container import Static, leaf_of, of_leaves, untransposed
@@ -46,6 +48,8 @@ from .primitive import Program, Shapes, as_numpy, traced
 Array = Any
 #: XLA takes memory at multiples of this address over without a copy.
 _ALIGNMENT = 64
+#: Items of the largest operand below which XLA computes the examples of a batch at once.
+_SMALL = 1 << 14
 
 
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
@@ -118,7 +122,16 @@ def runs(op: str, a: Any, b: Any = None, recipe: Any = None, options: Any = None
     if not in_memory(arrays):
         return False
     given = () if options is None else (options, prefer)
-    return registry().table.choose(op, "jax", a, b, recipe, *given).kernel.target.startswith(f"{__name__}:")
+    return _is_of_this_module(registry().table.choose(op, "jax", a, b, recipe, *given))
+
+
+def multiplies(x: Array, b: ScaledTensor) -> bool:
+    """Whether `matmul` of these operands, traced or not, runs by the kernel of this module."""
+    return _is_of_this_module(registry().table.choose("matmul", "jax", x, b))
+
+
+def _is_of_this_module(chosen: Any) -> bool:
+    return chosen.kernel.target.startswith(f"{__name__}:")
 
 
 def casts_and_multiplies(x: Array, recipe: ScalingRecipe, b: Any, bias: Array | None) -> bool:
@@ -135,6 +148,14 @@ def casts(op: str, x: Array, recipe: ScalingRecipe, options: CastOptions, prefer
         return False
     chosen = registry().table.choose(op, "jax", x, None, recipe, options)
     return chosen.kernel.target.startswith("breccia.kernels.composites:")
+
+
+def recasts(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions) -> bool:
+    """Whether `requantize` decodes, by the kernel of this module, and casts, rather than keep scales and translate codes."""
+    if options.scale is None and (st.recipe == recipe or renames(st.recipe, st.layout.plain, st.axis, recipe)):
+        return False
+    chosen = registry().table.choose("requantize", "jax", st, None, recipe, options)
+    return chosen.kernel.target.startswith("breccia.kernels.composites:") and runs("dequantize", st)
 
 
 def _ran(program: Program, arrays: Sequence[Array]) -> list[Array]:
@@ -180,13 +201,13 @@ class Tensor:
         dtypes = (None,) * len(PARTS) if st.held is None else st.held.dtypes
         parts = [(*both, part) for *both, part in zip(PARTS, dtypes, _leaves(st), strict=True) if part is not None]
         names, found, arrays = zip(*parts, strict=True)
-        return cls(Metadata.of(st).to_json(), names, found, turned), list(arrays)
+        return cls(_text_of(Metadata.of(st)), names, found, turned), list(arrays)
 
     def generic(self, arrays: Sequence[Array]) -> ScaledTensor:
         """The tensor with these arrays."""
         leaves = dict(zip(self.names, arrays, strict=True))
         dtypes = dict(zip(self.names, self.dtypes, strict=True))
-        static = Static(Metadata.from_json(self.metadata), tuple(map(dtypes.get, PARTS)))
+        static = Static(_metadata_of(self.metadata), tuple(map(dtypes.get, PARTS)))
         st = of_leaves(static, tuple(map(leaves.get, PARTS)))
         return st.mT if self.turned else st
 
@@ -196,7 +217,7 @@ class Tensor:
             name: _stored(array if dtype is None else array.view(jnp.dtype(dtype)))
             for name, dtype, array in zip(self.names, self.dtypes, arrays, strict=True)
         }
-        st = Metadata.from_json(self.metadata).assembled(**parts)
+        st = _metadata_of(self.metadata).assembled(**parts)
         return st.mT if self.turned else st
 
 
@@ -212,12 +233,8 @@ class Cast:
     operands: Shapes
 
     @property
-    def static(self) -> _Written:
-        recipe, shape = ScalingRecipe.from_json(self.recipe), self.operands[0][0]
-        layout = checks.fitted_layout(recipe, shape, self.axis)
-        padding = -shape[self.axis] % packing(recipe.format.element)[0]
-        shapes = part_shapes(recipe.format, layout, shape, self.axis)
-        return _Written(Metadata(recipe, layout, self.axis, padding), shapes, JAX.dtypes(recipe.format))
+    def static(self) -> _Result:
+        return _result(self.recipe, self.operands[0][0], self.axis)
 
     @property
     def results(self) -> Shapes:
@@ -236,7 +253,7 @@ class Cast:
         return [leaf_of(getattr(st, name))[0] for name in st.recipe.format.parts]
 
     def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
-        return None
+        return each(self, arrays, axes)
 
     def run(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
         out = self.static.numpy(results)
@@ -302,13 +319,19 @@ class Product:
         return [reference.matmul(left, right, bias, self.dtype)]
 
     def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
-        """Rows of all products of a batch by one weight, as one product."""
+        """Rows of all products of a batch by one weight, as one product; else each product."""
         shapes = [shape for shape, _ in self.operands]
-        if self.a is not None or self.b is None or axes[0] is None or any(axis is not None for axis in axes[1:]):
-            return None
-        if len(shapes[0]) != 2 or len(self.shape) != 2 or (self.bias and math.prod(shapes[-1][:-1]) != 1):
-            return None
-        x = jnp.moveaxis(arrays[0], axes[0], 0)
+        one = axes[0] is not None and all(axis is None for axis in axes[1:])
+        if (
+            self.a is not None
+            or self.b is None
+            or not one
+            or len(shapes[0]) != 2
+            or len(self.shape) != 2
+            or (self.bias and math.prod(shapes[-1][:-1]) != 1)
+        ):
+            return each(self, arrays, axes)
+        x = jnp.moveaxis(arrays[0], axes[0] or 0, 0)
         _, b, bias = self._parted(arrays)
         rows = jnp.reshape(x, (-1, x.shape[-1]))
         return [jnp.reshape(calls.matmul(rows, self.b.generic(b), bias, self.dtype), (x.shape[0], *self.shape))]
@@ -319,9 +342,54 @@ class Product:
         calls.matmul(left, right, bias, self.dtype, results[0])
 
 
+@dataclass(frozen=True)
+class Each:
+    """A call for each example of a batch. mapped: whether an operand has an axis of examples, in front."""
+
+    call: Program
+    count: int
+    mapped: tuple[bool, ...]
+
+    @property
+    def operands(self) -> Shapes:
+        shapes = zip(self.call.operands, self.mapped, strict=True)
+        return tuple(((self.count, *shape) if mapped else shape, dtype) for (shape, dtype), mapped in shapes)
+
+    @property
+    def results(self) -> Shapes:
+        return tuple(((self.count, *shape), dtype) for shape, dtype in self.call.results)
+
+    def text(self) -> str:
+        return json.dumps(
+            ["Each", {"call": self.call.text(), "count": self.count, "mapped": self.mapped}], separators=(",", ":")
+        )
+
+    def generic(self, *arrays: Array) -> list[Array]:
+        return jax.vmap(self.call.generic, in_axes=tuple(0 if mapped else None for mapped in self.mapped))(*arrays)
+
+    def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
+        return each(self, arrays, axes)
+
+    def run(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
+        for i in range(self.count):
+            given = [a[i, ...] if mapped else a for a, mapped in zip(arrays, self.mapped, strict=True)]
+            self.call.run(given, [result[i, ...] for result in results])
+
+
+def each(call: Program, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
+    """The results of a call for each example along these axes; None for many small ones, faster at once by XLA."""
+    if max(math.prod(shape) for shape, _ in call.operands) < _SMALL:
+        return None
+    arrays = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
+    mapped = tuple(axis is not None for axis in axes)
+    return traced(Each(call, arrays[mapped.index(True)].shape[0], mapped), arrays)
+
+
 def read(text: str) -> Program:
     """The inverse of `Program.text`."""
     kind, fields = json.loads(text, object_hook=_tuples)
+    if kind == "Each":
+        return Each(read(fields["call"]), fields["count"], fields["mapped"])
     return {"Cast": Cast, "Decode": Decode, "Product": Product}[kind](**fields)
 
 
@@ -338,8 +406,32 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
+# Texts are read and written at each call, so they are remembered.
+
+
+@lru_cache(maxsize=1024)
+def _text_of(metadata: Metadata) -> str:
+    return metadata.to_json()
+
+
+@lru_cache(maxsize=1024)
+def _metadata_of(text: str) -> Metadata:
+    return Metadata.from_json(text)
+
+
+@lru_cache(maxsize=1024)
+def _result(text: str, shape: tuple[int, ...], axis: int) -> _Result:
+    """What a cast of an array of that shape under the recipe `text` writes."""
+    recipe = ScalingRecipe.from_json(text)
+    layout = checks.fitted_layout(recipe, shape, axis)
+    padding = -shape[axis] % packing(recipe.format.element)[0]
+    return _Result(
+        Metadata(recipe, layout, axis, padding), part_shapes(recipe.format, layout, shape, axis), JAX.dtypes(recipe.format)
+    )
+
+
 @dataclass(frozen=True)
-class _Written:
+class _Result:
     """What a cast writes."""
 
     metadata: Metadata

@@ -38,7 +38,8 @@ _LAYERS = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Embedding)
 
 
 class ScaledLayer(eqx.Module):
-    """A layer of Equinox with a quantized weight, which is decoded when the layer is called.
+    """A layer of Equinox with a quantized weight. A linear layer multiplies by its codes where a kernel does; other layers, and
+    other products, decode the weight when the layer is called.
 
     layer: the layer, with a ScaledWeight as its `weight`. Its other attributes are attributes of this one.
     """
@@ -46,7 +47,8 @@ class ScaledLayer(eqx.Module):
     layer: Any
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return dequantize(self.layer)(*args, **options)
+        multiplies = type(self.layer) is eqx.nn.Linear  # reads its weight in `weight @ x` only
+        return (self.layer if multiplies else dequantize(self.layer))(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
         if name == "layer" or name.startswith("__"):

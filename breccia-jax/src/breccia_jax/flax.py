@@ -20,6 +20,7 @@ from breccia.backend import OptionError, ScaledTensor
 
 from . import container, loading
 from .dot_general import DotGeneral
+from .flax_layers import with_products
 from .keys import parsed
 from .loading import Names
 from .rules import Parameter, Report, Rules, apply
@@ -104,8 +105,9 @@ def quantize(model: Model, rules: Rules, *, include: Iterable[str] = (), exclude
     """The quantized model, and a report of what was taken, what was left, and why.
 
     model: variables or parameters of a linen model, as `init` returns them, or an nnx module, which is not changed.
-        `module.apply(variables, ...)` and the nnx module run as before: layers read decoded values, inside `jax.jit` one at a
-        time.
+        `module.apply(variables, ...)` and the nnx module run as before. `Dense`, `DenseGeneral`, `Linear`, `LinearGeneral` and
+        `Embed.attend` multiply by codes where a kernel does, as on CPUs; other layers, and other products, read decoded values,
+        inside `jax.jit` one at a time.
     rules: a recipe; a pair of a recipe and the contracted axes; or a mapping from shell-style patterns of names to recipes,
         pairs, or None to leave what matches. The first pattern that matches applies, and parameters that none matches are left.
         A single rule leaves embeddings, norms, routers and output heads by their names (`breccia.backend.KEPT`: a head is
@@ -154,7 +156,7 @@ def load_model(model: Model, path: str | os.PathLike[str], *, names: Names = Non
         }
         found = loading.load({name: v.get_raw_value() for name, v in held.items()}, path, names, strict, flipped & held.keys())
         new = [(way, _variable(v, found.get(".".join(map(str, way))))) for way, v in variables]
-        return nnx.merge(graph, nnx.from_flat_state(new))
+        return with_products(nnx.merge(graph, nnx.from_flat_state(new)))
     places, structure = _flatten(model)
     found = loading.load({place.name: place.array for place in places}, path, names, strict)
     return tree_util.tree_unflatten(structure, [_put(place, found.get(place.name)) for place in places])
@@ -260,7 +262,7 @@ def _quantize_nnx(model: Any, rules: Rules, include: Iterable[str], exclude: Ite
         for owner, attribute, other in places.values():
             if other is variable:
                 setattr(owner, attribute, new)
-    return model, report
+    return with_products(model), report
 
 
 def _contracted_by(module: Any, leaf: str, variable: Any) -> tuple[Axes | None, str]:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from breccia.backend import (
     DEFAULT,
@@ -83,6 +84,8 @@ def requantize(
     if options.out is not None or require_exact or options.nonfinite != "propagate" or not _traceable(options.scale):
         by = reference.Primitives(cast, dequantize)
         return reference.requantize(st, recipe, options, require_exact, by)
+    if prefer is None and cpu.recasts(st, recipe, options):
+        return cast(dequantize(st), recipe, options.replace(axis=st.axis))
     return _requantize(st, options.scale, _words(options), recipe, _static(options), *_found(prefer))
 
 
@@ -112,7 +115,8 @@ def cast_matmul(
     """Differentiable in `x`, straight through its cast, and in the other operands like `matmul`."""
     if prefer is None and cpu.casts_and_multiplies(x, recipe, b, bias):
         return calls.cast_matmul(x, recipe, b, bias, out_dtype)
-    return _cast_matmul(x, b, bias, recipe, out_dtype, *_found(prefer))
+    b, turned = untransposed(b)
+    return _cast_matmul(x, b, bias, recipe, out_dtype, turned, *_found(prefer))
 
 
 def grouped_matmul(
@@ -129,6 +133,8 @@ def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, pr
     options = _with_array(options)
     if cpu.casts("cast_ste", x, recipe, options, prefer) or _eager(x, options):
         return calls.cast_ste(x, recipe, options, prefer)
+    if cpu.casts("cast_ste", _primal(x), recipe, options, prefer):  # differentiated outside of compiled functions
+        return _round_trip(x, options.scale, _words(options), recipe, None, _static(options), *_found(prefer))
     return _straight(x, options.scale, _words(options), recipe, None, _static(options), *_found(prefer))
 
 
@@ -137,7 +143,7 @@ def cast_ste_clipped(
 ) -> Array:
     """The gradient passes where `x` is within the bounds."""
     options = _with_array(options)
-    if _eager(x, options):
+    if cpu.casts("cast_ste_clipped", x, recipe, options, prefer) or _eager(x, options):
         return calls.cast_ste_clipped(x, recipe, clip, options, prefer)
     return _straight(x, options.scale, _words(options), recipe, clip, _static(options), *_found(prefer))
 
@@ -182,17 +188,14 @@ def _requantize(
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
 def _product(a: Any, b: Any, bias: Any, out_dtype: str, turned: Turned, names: Names, table: Table) -> Array:
-    for name, operand in zip("ab", _turned((a, b), turned), strict=True):
-        if isinstance(operand, ScaledTensor):
-            check_operand(name, operand)
-    a, b = _turned((_stopped(a), _stopped(b)), turned)
-    return calls.matmul(a, b, bias, out_dtype, None, names)
+    return calls.matmul(_fixed(a, "a", turned[0]), _fixed(b, "b", turned[1]), bias, out_dtype, None, names)
 
 
 @_product.defjvp
 def _(out_dtype: str, turned: Turned, names: Names, table: Table, primals: Any, tangents: Any) -> tuple[Array, Array]:
     y = _product(*primals, out_dtype, turned, names, table)
-    return y, _tangent(dot, (*_turned(primals[:2], turned), primals[2]), tangents, y)
+    a, b = (_turned(operand, turn) for operand, turn in zip(primals[:2], turned, strict=True))
+    return y, _tangent(dot, (a, b, primals[2]), tangents, y)
 
 
 # Checkpoints: the backward pass decodes a weight again instead of saving it in FP32.
@@ -204,23 +207,29 @@ def _matmul(a: Any, b: Any, bias: Any, out_dtype: str, turned: Turned, names: Na
     return automatic(product, jax.checkpoint(run), a, b, bias)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
-def _cast_product(x: Array, b: Any, bias: Any, recipe: ScalingRecipe, out_dtype: str, names: Names, table: Table) -> Array:
-    return calls.cast_matmul(x, recipe, _fixed(b, "b"), bias, out_dtype, names)
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6, 7))
+def _cast_product(
+    x: Array, b: Any, bias: Any, recipe: ScalingRecipe, out_dtype: str, turned: bool, names: Names, table: Table
+) -> Array:
+    return calls.cast_matmul(x, recipe, _fixed(b, "b", turned), bias, out_dtype, names)
 
 
 @_cast_product.defjvp
-def _(recipe: ScalingRecipe, out_dtype: str, names: Names, table: Table, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _(
+    recipe: ScalingRecipe, out_dtype: str, turned: bool, names: Names, table: Table, primals: Any, tangents: Any
+) -> tuple[Array, Array]:
     x, b, bias = primals
-    y = _cast_product(x, b, bias, recipe, out_dtype, names, table)
+    y = _cast_product(x, b, bias, recipe, out_dtype, turned, names, table)
     written = None if isinstance(b, ScaledTensor) else calls.cast(lax.stop_gradient(x), recipe)
-    return y, _tangent(dot, primals, tangents, y, written)
+    return y, _tangent(dot, (x, _turned(b, turned), bias), tangents, y, written)
 
 
-@partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _cast_matmul(x: Array, b: Any, bias: Any, recipe: ScalingRecipe, out_dtype: str, names: Names, table: Table) -> Array:
+@partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))
+def _cast_matmul(
+    x: Array, b: Any, bias: Any, recipe: ScalingRecipe, out_dtype: str, turned: bool, names: Names, table: Table
+) -> Array:
     def run(x: Array, b: Any, bias: Any) -> Array:
-        return _cast_product(x, b, bias, recipe, out_dtype, names, table)
+        return _cast_product(x, b, bias, recipe, out_dtype, turned, names, table)
 
     return automatic(product, jax.checkpoint(run), x, b, bias)
 
@@ -351,18 +360,23 @@ def _eager(x: Array, options: CastOptions) -> bool:
     return options.nonfinite == "raise" and JAX.any(~jnp.isfinite(x))
 
 
-def _turned(operands: Any, turned: Turned) -> tuple[Any, ...]:
-    return tuple(x.mT if turn else x for x, turn in zip(operands, turned, strict=True))
+def _primal(x: Array) -> Any:
+    """The array that is differentiated; a tracer in compiled functions."""
+    while isinstance(x, Tracer) and (primal := getattr(x, "primal", None)) is not None:
+        x = primal
+    return x
 
 
-def _fixed(x: Any, name: str = "st") -> Any:
-    """The operand, with gradients stopped if it is scaled. Raises LayoutError for a shard that splits its blocks."""
+def _turned(x: Any, turned: bool) -> Any:
+    return x.mT if turned else x
+
+
+def _fixed(x: Any, name: str = "st", turned: bool = False) -> Any:
+    """The operand, the transpose of `x` if `turned`, with gradients stopped if it is scaled.
+
+    Raises LayoutError for a shard that splits its blocks.
+    """
     if not isinstance(x, ScaledTensor):
         return x
-    check_operand(name, x)
-    return _stopped(x)
-
-
-def _stopped(x: Any) -> Any:
-    """The operand, with gradients stopped if it is scaled."""
-    return jax.tree.map(lax.stop_gradient, x) if isinstance(x, ScaledTensor) else x
+    check_operand(name, _turned(x, turned))
+    return _turned(jax.tree.map(lax.stop_gradient, x), turned)

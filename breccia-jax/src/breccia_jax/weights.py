@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax import export, tree_util
 
 import breccia
 from breccia.backend import OptionError, ScaledTensor, dtype_name
 
 from . import container
+from .contraction import contracted
 from .keys import weight_key
 
 Array = Any
@@ -28,7 +31,8 @@ class ScaledWeight:
         (in, heads * features). Leading axes are those of the tensor, so `vmap` and `scan` may take them off.
     dtype: the dtype name of the parameter's values.
 
-    A pytree node. JAX and Flax read its values where a model reads the parameter: `weight.unbox()` decodes them.
+    A pytree node. JAX and Flax read its values where a model reads the parameter: `weight.unbox()` decodes them. `weight @ x`
+    and `x @ weight` multiply by the codes, where a kernel does.
     """
 
     tensor: ScaledTensor
@@ -55,6 +59,8 @@ class ScaledWeight:
 
     def unbox(self, dtype: Any = None) -> Array:
         """The values, as an array of the parameter's shape, in its dtype or in `dtype`."""
+        for reading in READINGS:
+            reading(self)
         values = breccia.dequantize(self.tensor, out_dtype=self.dtype if dtype is None else dtype)
         return values if values.shape == self.shape else values.reshape(self.shape)
 
@@ -69,6 +75,16 @@ class ScaledWeight:
     def remove_axis(self, index: int, params: dict[Any, Any]) -> ScaledWeight:
         """Flax tells that a transform takes an axis off."""
         return _leading(self, index)
+
+    def __matmul__(self, x: Any) -> Array:
+        """The product of the values, of two axes, and `x` of one or two, as `jax.numpy.matmul`."""
+        y = contracted(x, self, (max(x.ndim - 2, 0),), (1,), _promoted(self, x)) if self.ndim == 2 and x.ndim <= 2 else None
+        return self.unbox() @ x if y is None else y.swapaxes(-1, 0)
+
+    def __rmatmul__(self, x: Any) -> Array:
+        """The product of `x` and the values, of two axes, as `jax.numpy.matmul`."""
+        y = contracted(x, self, (x.ndim - 1,), (0,), _promoted(self, x)) if self.ndim == 2 else None
+        return x @ self.unbox() if y is None else y
 
     def __jax_array__(self) -> Array:
         return self.unbox()
@@ -86,6 +102,14 @@ class ScaledWeight:
     @classmethod
     def tree_unflatten(cls, static: tuple[Shape, str], children: tuple[Any]) -> ScaledWeight:
         return cls(children[0], *static)
+
+
+#: Called with each weight that is unboxed. `breccia_jax.flax` adds one, which sees the layer that reads it.
+READINGS: list[Callable[[ScaledWeight], None]] = []
+
+
+def _promoted(weight: ScaledWeight, x: Any) -> Any:
+    return jnp.promote_types(weight.dtype, x.dtype)
 
 
 def _leading(weight: ScaledWeight, index: int) -> ScaledWeight:

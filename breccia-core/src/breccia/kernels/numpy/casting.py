@@ -88,7 +88,9 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, microk
         call.seed = (high & 0xFFFFFFFF) << 32 | (low & 0xFFFFFFFF)
     known = (call.seed is None or microkernels.words is not None) and x.size > 0 and call.possible
     if known and scale is not None:
-        call.supply(reference.check_supplied(NUMPY, scale, x, recipe.format, layout, axis))
+        supplied = reference.check_supplied(NUMPY, scale, x, recipe.format, layout, axis)
+        across = axis == -2 and layout.block(axis) != TENSOR and recipe.format.global_scale is None
+        call.supply(supplied.swapaxes(-1, -2) if across else supplied)
     if not known or scattered(call.y.shape, call.block, call.lead, call.y.flags.c_contiguous):
         return reference.cast(x, recipe, options)
     own = call.fitting(out, layout)

@@ -27,6 +27,8 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, words:
     """Quantize FP32, FP16 or BF16 `x` (at least 1-D; 2-D for block recipes) as `breccia.cast` documents, in plain storage.
 
     words: for a part of an array, int32 random words in place of those of the seed, of the part's shape with K last.
+
+    Nothing is transposed but random words: blocks along axis -2 are blocks of swapped sides in the array as it is.
     """
     check_cast(x, recipe)
     ops = ops_of(x)
@@ -34,22 +36,21 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, words:
     fmt = recipe.format
     layout = fitted_layout(recipe, tuple(x.shape), axis)
     with ops.errstate():
-        y = k_last(ops, ops.f32(x), axis)
+        y = ops.f32(x)
         if scale is not None:
             scale = check_supplied(ops, scale, x, fmt, layout, axis)
         lead = len(scale.shape) if scale is not None and (fmt.global_scale or layout.block(axis) == TENSOR) else 0
-        tiles = Tiles(ops, tuple(y.shape), layout.block(axis), lead)
+        tiles = Tiles.along(ops, axis, tuple(y.shape), layout.block(axis), lead)
         if options.nonfinite == "raise":
             refuse_nonfinite(ops, y)
         if options.rounding == "stochastic":
-            words = random_words(ops, y, options.seed)
-            y = ops.mapped_like(y, words)
-        st = _write(ops, y, words, recipe, fmt, tiles, scale)
-    data, stored, zero_point, global_scale = st
-    if tiles.block != TENSOR:  # per-tensor scales have only leading axes
-        stored, zero_point = k_last(ops, stored, axis), k_last(ops, zero_point, axis)
+            words = random_words(ops, k_last(ops, y, axis), options.seed)
+        words = k_last(ops, words, axis)
+        y = y if words is None else ops.mapped_like(y, words)
+        codes, stored, zero_point, global_scale = _write(ops, y, words, recipe, fmt, tiles, scale)
+        data = pack(ops, codes, fmt.element, axis)
     written = ScaledTensor.from_parts(
-        k_last(ops, data, axis),
+        data,
         stored,
         recipe,
         layout,
@@ -64,7 +65,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, words:
 def _write(
     ops: Ops, y: Array, words: Array | None, recipe: ScalingRecipe, fmt: Format, tiles: Tiles, supplied: Any
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """(data, scale, zero_point, global_scale) of K-last FP32 `y`."""
+    """(codes, scale, zero_point, global_scale) of FP32 `y`."""
     u = ops.bitcast_to_int(y)
     magnitude = u & MAGNITUDE
     finite = magnitude < F32_INF
@@ -112,7 +113,7 @@ def _write(
         if own_codes:
             scaled = ops.where(usable, ops.where(tiles.split(finite), scaled, tiles.split(y)), scaled)
         written = element.encode(ops, scaled, words)
-    return pack(ops, tiles.join(written), element), tiles.scale(stored), zero_point, global_scale
+    return tiles.join(written), tiles.scale(stored), zero_point, global_scale
 
 
 def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, fmt: Format, supplied: Any) -> Array:
@@ -201,7 +202,7 @@ def _extremes(ops: Ops, clean: Array, tiles: Tiles) -> tuple[Array, Array]:
 
 
 def check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, axis: int) -> Array:
-    """A supplied scale, K last, as an array with the dtype, shape and framework of its level."""
+    """A supplied scale as an array with the dtype, shape and framework of its level."""
     level = fmt.global_scale or fmt.scale
     if not hasattr(scale, "shape"):
         if isinstance(scale, bool) or not isinstance(scale, int | float):
@@ -220,7 +221,7 @@ def check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, 
             expected=expected,
             found=tuple(scale.shape),
         )
-    return scale if isinstance(along, PerTensor) else k_last(ops, scale, axis)
+    return scale
 
 
 def refuse_nonfinite(ops: Ops, y: Array) -> None:

@@ -16,7 +16,6 @@ from .casting import cast
 from .decoding import dequantize
 from .packing import pack
 from .requantizing import GENERIC
-from .tiles import k_last, k_last_shape
 
 if TYPE_CHECKING:
     from .requantizing import Primitives
@@ -45,8 +44,8 @@ def extremes(st: ScaledTensor) -> tuple[ScaledTensor, ScaledTensor]:
     ops, element, axis = ops_of(st.data, "data"), st.recipe.format.element, st.axis
 
     def filled(code: int) -> ScaledTensor:
-        codes = ops.broadcast(ops.to_int32(ops.constant(float(code), st.data)), k_last_shape(st.shape, axis))
-        data = k_last(ops, pack(ops, codes, element), axis)
+        codes = ops.broadcast(ops.to_int32(ops.constant(float(code), st.data)), tuple(st.shape))
+        data = pack(ops, codes, element, axis)
         return ScaledTensor.from_parts(data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, axis, st.padding)
 
     low, high = map(filled, _ends(element))

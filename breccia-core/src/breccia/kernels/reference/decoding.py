@@ -8,7 +8,7 @@ from ...arrays.frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_
 from ...arrays.ops import Array, Ops
 from ...codecs import BF16
 from ...errors import ShapeError
-from ...formats import TENSOR, Format
+from ...formats import Format
 from ...layouts import PerBlockK, PerGroupIndex
 from ...rules import flushed
 from ...tensors.checks import need_one_device
@@ -16,7 +16,7 @@ from ...tensors.storing import check_layout
 from ...tensors.tensor import ScaledTensor
 from ..checks import check_writable
 from .packing import unpack
-from .tiles import Tiles, k_last, k_last_shape
+from .tiles import Tiles
 
 
 def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None = None) -> Array:
@@ -29,24 +29,22 @@ def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None =
     if isinstance(st.layout, PerGroupIndex):
         st = _ungrouped(ops, st, st.layout.index)
     fmt, axis = st.recipe.format, st.axis
-    shape = k_last_shape(st.shape, axis)
+    shape = tuple(st.shape)
     with ops.errstate():
-        data = k_last(ops, st.data, axis)
-        codes = unpack(ops, data, fmt.element, shape[-1])
-        tiles = Tiles(ops, shape, st.layout.block(axis))
+        codes = unpack(ops, st.data, fmt.element, shape[axis], axis)
+        tiles = Tiles.along(ops, axis, shape, st.layout.block(axis))
         v = fmt.element.decode(ops, tiles.split(codes))
-        scale = tiles.broadcast_to_blocks(scale_k_last(ops, st.scale, tiles, axis))
+        scale = tiles.broadcast_to_blocks(scale_of_blocks(ops, st.scale, tiles))
         if fmt.offset == "zero_point":
-            v = v - tiles.broadcast_to_blocks(offsets_of(ops, scale_k_last(ops, st.zero_point, tiles, axis)))
+            v = v - tiles.broadcast_to_blocks(offsets_of(ops, scale_of_blocks(ops, st.zero_point, tiles)))
         v = apply_scale(ops, v, scale, fmt, fmt.scale)
         if fmt.global_scale is not None:
             v = apply_scale(ops, v, tiles.broadcast_global(st.global_scale), fmt, fmt.global_scale)
         if fmt.offset == "bias":
-            bias = tiles.broadcast_to_blocks(offsets_of(ops, scale_k_last(ops, st.zero_point, tiles, axis)))
+            bias = tiles.broadcast_to_blocks(offsets_of(ops, scale_of_blocks(ops, st.zero_point, tiles)))
             # Flushing subnormal products makes the sum equal on every backend, and prevents fusing into an FMA.
             v = flushed(ops, v) + flushed(ops, bias)
-        v = k_last(ops, tiles.join(v), axis)
-        return result(ops, v, name, out)
+        return result(ops, tiles.join(v), name, out)
 
 
 def _ungrouped(ops: Ops, st: ScaledTensor, index: tuple[int, ...]) -> ScaledTensor:
@@ -55,14 +53,12 @@ def _ungrouped(ops: Ops, st: ScaledTensor, index: tuple[int, ...]) -> ScaledTens
     return ScaledTensor.from_parts(st.data, scale, st.recipe, PerBlockK(1), zero_point, st.global_scale, st.axis, st.padding)
 
 
-def scale_k_last(ops: Ops, scale: Array, tiles: Tiles, axis: int) -> Array:
-    """A scale as its layout stores it, K last; PerChannel's (M,) form gets its unit axis."""
-    if tiles.block == TENSOR:
-        return scale
-    if tiles.block == (1, None) and len(scale.shape) == 1:
-        flat = ops.reshape(scale, (*(1,) * (len(tiles.shape) - 2), scale.shape[0], 1))
-        return ops.broadcast(flat, (*tiles.shape[:-1], 1))
-    return k_last(ops, scale, axis)
+def scale_of_blocks(ops: Ops, scale: Array, tiles: Tiles) -> Array:
+    """A scale as its layout stores it; PerChannel's (M,) form gets its other axes."""
+    if len(scale.shape) == 1 and tiles.block in ((1, None), (None, 1)):
+        flat = ops.reshape(scale, (*(1,) * (len(tiles.shape) - 2), *tiles.counts))
+        return ops.broadcast(flat, (*tiles.shape[:-2], *tiles.counts))
+    return scale
 
 
 def offsets_of(ops: Ops, zero_point: Array) -> Array:

@@ -10,7 +10,6 @@ from ...arrays.frameworks import dtype_name, ops_of
 from ...arrays.ops import Array, Ops
 from ...codecs import F32_INF, MAGNITUDE, Codec
 from ...errors import InexactError
-from ...formats import TENSOR
 from ...options import DEFAULT, CastOptions
 from ...recipes import ScalingRecipe, check_recipe
 from ...tensors.checks import need_one_device
@@ -19,9 +18,9 @@ from ...tensors.tensor import ScaledTensor
 from ..checks import fitted_layout
 from ..exact import translation
 from .casting import assign, cast, refuse_nonfinite
-from .decoding import dequantize, scale_k_last
+from .decoding import dequantize, scale_of_blocks
 from .packing import pack, unpack
-from .tiles import Tiles, k_last, k_last_shape
+from .tiles import Tiles
 
 
 class Primitives(NamedTuple):
@@ -70,16 +69,16 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
     if found.whole:
         parts = (st.zero_point, st.global_scale, st.axis, st.padding)
         return ScaledTensor.from_parts(st.data, st.scale, recipe, st.layout, *parts)
-    source, target, axis, logical = st.recipe.format, recipe.format, st.axis, st.shape
-    layout = fitted_layout(recipe, logical, axis)
-    shape = k_last_shape(logical, axis)
-    old, new = Tiles(ops, shape, found.block), Tiles(ops, shape, target.scale.block)
+    source, target, axis = st.recipe.format, recipe.format, st.axis
+    layout = fitted_layout(recipe, st.shape, axis)
+    shape = tuple(st.shape)
+    old, new = (Tiles.along(ops, axis, shape, sides) for sides in (found.block, target.scale.block))
 
     def repeat_per_block(part: Array, codec: Codec | None, new_codec: Codec | None) -> Array:
-        """A component of the scales' shape in the blocks and codec of `target`, K last; None keeps the codec."""
+        """A component of the scales' shape in the blocks and codec of `target`; None keeps the codec."""
         if codec == new_codec and old.block == new.block:
-            return part if old.block == TENSOR else k_last(ops, part, axis)
-        part = scale_k_last(ops, part, old, axis)
+            return part
+        part = scale_of_blocks(ops, part, old)
         words, dtype = ops.load(part), dtype_name(part)
         if codec is not None and new_codec is not None and codec != new_codec:
             words, dtype = new_codec.encode(ops, codec.read(ops, part)), ops.storage(new_codec)
@@ -99,17 +98,17 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
             return None
         data = st.data
         if source.element != target.element:
-            unpacked = unpack(ops, k_last(ops, data, axis), source.element, shape[-1])
-            data = k_last(ops, pack(ops, ops.take(found.codes, unpacked), target.element), axis)
+            unpacked = unpack(ops, data, source.element, shape[axis], axis)
+            data = pack(ops, ops.take(found.codes, unpacked), target.element, axis)
     return ScaledTensor.from_parts(
         data,
-        k_last(ops, scale, axis) if new.block != TENSOR else scale,
+        scale,
         recipe,
         layout,
-        offset if new.block == TENSOR else k_last(ops, offset, axis),
+        offset,
         st.global_scale,
         axis,
-        padding=-shape[-1] % packing(target.element)[0],
+        padding=-shape[axis] % packing(target.element)[0],
     )
 
 

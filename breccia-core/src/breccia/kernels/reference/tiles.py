@@ -12,12 +12,21 @@ from ...layouts import Shape
 
 @dataclass(frozen=True)
 class Tiles:
-    """Blocks (m, k) over a K-last shape; per-tensor blocks span all but the first `lead` axes."""
+    """Blocks over a shape; per-tensor blocks span all but the first `lead` axes.
+
+    block: its lengths along the last two axes, which are the (m, k) of a format if K is the last one, else (k, m).
+    """
 
     ops: Ops
     shape: Shape
     block: Block
     lead: int = 0
+
+    @classmethod
+    def along(cls, ops: Ops, axis: int, shape: Shape, block: Block, lead: int = 0) -> Tiles:
+        """Blocks (m, k) with k along `axis`."""
+        m, k = block
+        return cls(ops, shape, (k, m) if axis == -2 else block, lead)
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -50,18 +59,18 @@ class Tiles:
         return whole[..., : self.shape[-2], : self.shape[-1]]
 
     def scale(self, a: Array) -> Array:
-        """Reshape a reduced split array to the layout's scale shape, K last."""
+        """Reshape a reduced split array to the layout's scale shape."""
         return self.ops.reshape(a, self.shape[: self.lead] if self.block == TENSOR else (*self.shape[:-2], *self.counts))
 
     def broadcast_to_blocks(self, a: Array) -> Array:
-        """Reshape stored scales, K last, to broadcast against split arrays."""
+        """Reshape stored scales to broadcast against split arrays."""
         if self.block == TENSOR:
             return self.broadcast_global(a)
         rows, columns = self.counts
         return self.ops.reshape(a, (*self.shape[:-2], rows, 1, columns, 1))
 
     def repeat_per_block(self, a: Array, finer: Tiles) -> Array:
-        """Repeat integers of stored scales, K last, over the blocks of `finer`, which lie within the blocks here.
+        """Repeat integers of stored scales over the blocks of `finer`, which lie within the blocks here.
 
         Each has memory of its own: `|` copies, as items of a broadcast view share theirs.
         """
@@ -84,8 +93,3 @@ class Tiles:
 def k_last(ops: Ops, a: Any, axis: int) -> Any:
     """`a` with the contraction axis last."""
     return ops.swap(a) if axis == -2 and a is not None and len(a.shape) >= 2 else a
-
-
-def k_last_shape(shape: Shape, axis: int) -> Shape:
-    """Likewise for a shape."""
-    return (*shape[:-2], shape[-1], shape[-2]) if axis == -2 else tuple(shape)
