@@ -53,7 +53,7 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT),
 }
 #: Modules of breccia_jax that are for another library, and import it at the top.
-OF_LIBRARIES = {"flax", "equinox"}
+OF_LIBRARIES = {"flax": "flax", "flax_state": "flax", "equinox": "equinox", "serialised": "equinox"}
 #: Modules of breccia_bridges that import torch at the top: they are loaded for torch tensors only.
 OF_TORCH = {"torchao", "transformer_engine", "bitsandbytes", "compressed_tensors"}
 #: The package of breccia_torch that alone may import transformers, and its module for peft.
@@ -157,7 +157,7 @@ def allowed(distribution: str, name: str) -> tuple[set[str], set[str]]:
         if distribution == "breccia-torch" and name.partition(".")[0] == HF:
             top = top | {"transformers"} | ({"peft"} if name == LORA else set())
         if distribution == "breccia-jax" and name in OF_LIBRARIES:
-            top = top | {name}
+            top = top | {OF_LIBRARIES[name]}
         if distribution == "breccia-bridges" and name in OF_TORCH:
             top = top | {"torch"}
     return {package, *ours, *top}, {package, *ours, *top, *lazy}

@@ -24,10 +24,12 @@ from breccia.backend import (
     ScaledTensor,
     ScalingRecipe,
     Table,
+    UnsupportedError,
     calls,
     composites,
     keeps_parts,
     named,
+    packing,
     reference,
     registry,
 )
@@ -148,6 +150,8 @@ def cast_ste_clipped(
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _cast(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table) -> ScaledTensor:
+    _check_symbols(x, recipe, static[0])
+
     def run(x: Array, scale: Any, seed: Any) -> ScaledTensor:
         return calls.cast(lax.stop_gradient(x), recipe, _options(static, scale, seed), names)
 
@@ -156,6 +160,8 @@ def _cast(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, n
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _cast_pair(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table) -> Any:
+    _check_symbols(x, recipe, -1, -2)
+
     def run(x: Array, scale: Any, seed: Any) -> Any:
         return calls.cast_pair(lax.stop_gradient(x), recipe, _options(static, scale, seed), names)
 
@@ -174,6 +180,8 @@ def _dequantize(st: ScaledTensor, out_dtype: str, names: Names, table: Table) ->
 def _requantize(
     st: ScaledTensor, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table
 ) -> ScaledTensor:
+    _check_symbols(st, recipe, st.axis)
+
     def run(st: ScaledTensor, scale: Any, seed: Any) -> ScaledTensor:
         return calls.requantize(_fixed(st), recipe, _options(static, scale, seed), False, names)
 
@@ -219,6 +227,8 @@ def _(recipe: ScalingRecipe, out_dtype: str, names: Names, table: Table, primals
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _cast_matmul(x: Array, b: Any, bias: Any, recipe: ScalingRecipe, out_dtype: str, names: Names, table: Table) -> Array:
+    _check_symbols(x, recipe, -1)
+
     def run(x: Array, b: Any, bias: Any) -> Array:
         return _cast_product(x, b, bias, recipe, out_dtype, names, table)
 
@@ -297,6 +307,8 @@ def _(
 def _straight(
     x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, clip: Any, static: Any, names: Names, table: Table
 ) -> Array:
+    _check_symbols(x, recipe, static[0])
+
     def run(x: Array, scale: Any, seed: Any) -> Array:
         return _round_trip(x, scale, seed, recipe, clip, static, names, table)
 
@@ -349,6 +361,22 @@ def _eager(x: Array, options: CastOptions) -> bool:
     if options.out is not None or not _traceable(options.scale):
         return True
     return options.nonfinite == "raise" and JAX.any(~jnp.isfinite(x))
+
+
+def _check_symbols(x: Any, recipe: ScalingRecipe, *axes: int) -> None:
+    """Raise UnsupportedError where codes that share bytes run along a symbolic axis whose padding is not known."""
+    codes = packing(recipe.format.element)[0]
+    for axis in axes:
+        if codes == 1 or not -len(x.shape) <= axis < len(x.shape) or isinstance(-x.shape[axis] % codes, int):
+            continue
+        raise UnsupportedError(
+            f"axis {axis} has the symbolic length {x.shape[axis]}, and {recipe.name!r} packs {codes} codes along it: the "
+            "number of padding codes, which is static metadata, would depend on it. Export for a multiple, as in "
+            f'jax.export.symbolic_shape("{codes}*n"), or cast along the other axis.',
+            axis=axis,
+            length=str(x.shape[axis]),
+            codes=codes,
+        )
 
 
 def _turned(operands: Any, turned: Turned) -> tuple[Any, ...]:
