@@ -1147,3 +1147,60 @@ def test_kernels_of_a_device_are_found_for_traced_and_concrete_arrays() -> None:
     for call in (choose, jax.jit(choose), choose, jax.jit(lambda x, st: choose(x + 1, st))):
         call(x, st)
     assert found == ["cast.any", "dequantize.any"] * 4
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("spec", ["nvfp4", "nf4", "mxfp6", "int4,symmetric=false,signed=false"])
+def test_codes_packed_along_a_symbolic_axis_need_a_known_multiple(spec: str) -> None:
+    pytest.importorskip("flatbuffers")  # jax.export needs it
+    x = jnp.asarray(wide((64, 32), seed=1, exponents=2))
+    group = {"mxfp6": 4}.get(spec, 2)
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: breccia.cast(x, spec, axis=-2),
+        lambda x: breccia.cast_pair(x, spec),
+        lambda x: breccia.cast_ste(x, spec, axis=-2),
+        lambda x: breccia.requantize(breccia.cast(x, "fp8_current", axis=-2), spec),
+        lambda x: breccia.cast_matmul(x.mT, spec, jnp.ones((x.shape[0], 1))),
+    ]
+    (rows,) = jax.export.symbolic_shape("b")
+    for call in calls:
+        message = rf"axis -[12] has the symbolic length b, and .* packs {group} codes along it: .*symbolic_shape\(.{group}\*n"
+        with pytest.raises(breccia.UnsupportedError, match=message):
+            jax.export.export(jax.jit(call))(jax.ShapeDtypeStruct((rows, 32), jnp.float32))
+    (rows,) = jax.export.symbolic_shape("64*n")
+    for call in calls[:3]:
+        written = jax.export.export(jax.jit(call))(jax.ShapeDtypeStruct((rows, 32), jnp.float32)).serialize()
+        found, expected = jax.export.deserialize(written).call(x), call(x)
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, expected))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("spec", ["fp8_block", "int4,symmetric=false,signed=false", "nf4"])
+def test_functions_of_tensors_with_partial_blocks_are_exported_for_any_number_of_matrices(spec: str, axis: int) -> None:
+    """The metadata of leading axes' lengths is that of tensors with numbers."""
+    pytest.importorskip("flatbuffers")  # jax.export needs it
+    (count,) = jax.export.symbolic_shape("b")
+    st = breccia.cast(jnp.asarray(wide((3, 32, 48), seed=1, exponents=2)), spec, axis=axis)
+    like = jax.eval_shape(lambda x: breccia.cast(x, spec, axis=axis), jax.ShapeDtypeStruct((count, 32, 48), jnp.float32))
+    read = jax.export.deserialize(jax.export.export(jax.jit(breccia.dequantize))(like).serialize())
+    assert same(read.call(st), breccia.dequantize(st))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("count", [3, 4])
+def test_scan_takes_matrices_of_one_global_scale_as_a_stack(count: int) -> None:
+    """A cast of all matrices has one global scale, of four bytes, and a stack has one for each."""
+    st = breccia.cast(jnp.asarray(wide((count, 16, 64), seed=1, exponents=2)), "nvfp4")
+
+    def decoded(st: breccia.ScaledTensor) -> Any:
+        return jax.lax.scan(lambda carry, each: (carry, breccia.dequantize(each)), 0, st)[1]
+
+    error, message = (
+        (ValueError, "different leading axis sizes|leading axis") if count == 3 else (breccia.LayoutError, "list.st")
+    )
+    with pytest.raises(error, match=message):
+        decoded(st)
+    assert same(decoded(breccia.stack(list(st))), breccia.dequantize(st))
+    alone = jax.vmap(lambda x: breccia.cast(x, "nvfp4"))(jnp.asarray(wide((count, 16, 64), seed=1, exponents=2)))
+    assert same(decoded(alone), breccia.dequantize(alone))

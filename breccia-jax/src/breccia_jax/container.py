@@ -11,6 +11,7 @@ functions, with a copy outside of them.
 from __future__ import annotations
 
 import json
+import sys
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -27,9 +28,11 @@ from breccia.backend import (
     BrecciaError,
     Metadata,
     ScaledTensor,
+    TensorPair,
     check_parts,
     dtype_name,
     once,
+    targets,
     transposed,
 )
 
@@ -147,7 +150,8 @@ class Held:
 
 def _outlives(made: Any, leaf: Any) -> bool:
     """Whether what was made of a leaf lives as long: a function that is traced must not leave its values in outer tensors."""
-    return not isinstance(made, Tracer) or getattr(leaf, "_trace", None) is made._trace
+    # JAX has no public name for the trace of a value.
+    return not isinstance(made, Tracer) or getattr(leaf, "_trace", None) is getattr(made, "_trace", made)
 
 
 def _viewed(leaf: Any, dtype: Any) -> Any:
@@ -249,7 +253,7 @@ def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
 def _lengths(st: ScaledTensor) -> Lengths:
     data = st.held_data
     shape = getattr(data, "shape", ())
-    if not getattr(st.layout, "partial", False) or len(shape) < 2 or not all(isinstance(n, int) for n in shape):
+    if not getattr(st.layout, "partial", False) or len(shape) < 2 or not all(isinstance(n, int) for n in shape[-2:]):
         return None, None  # placeholders of JAX have no shape
     sides = dict(zip((-3 - st.axis, st.axis), st.layout.block(st.axis), strict=True))
     rows, columns = (shape[axis] if (side := sides[axis]) and st.shape[axis] % side else None for axis in (-2, -1))
@@ -355,3 +359,6 @@ def register() -> None:
         serialize_auxdata=Static.to_bytes,
         deserialize_auxdata=Static.from_bytes,
     )
+    export.register_namedtuple_serialization(TensorPair, serialized_name="breccia.TensorPair")
+    if "flax.serialization" in sys.modules:
+        targets.load("breccia_jax.flax_state:register")()

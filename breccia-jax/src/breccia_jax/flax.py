@@ -6,22 +6,21 @@ Importing this imports Flax (`pip install 'breccia-jax[flax]'`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, serialization
+from flax import nnx
 from flax.core.meta import AxisMetadata
 from jax import Array, tree_util
 
-from breccia.backend import OptionError, ScaledTensor
+from breccia.backend import ScaledTensor
 
-from . import container, loading
+from . import container, flax_state, loading
 from .dot_general import DotGeneral
 from .flax_layers import with_products
-from .keys import parsed
 from .loading import Names
 from .rules import Parameter, Report, Rules, apply
 from .weights import ScaledWeight
@@ -35,53 +34,7 @@ Axes = tuple[int, ...]
 AxisMetadata.register(ScaledWeight)
 
 
-def _state(flatten: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any], dict[str, Any]]:
-    def state(node: Any) -> dict[str, Any]:
-        children = flatten(node)[0]
-        return {key.name: serialization.to_state_dict(child) for key, child in children if child is not None}
-
-    return state
-
-
-def _from_state(
-    flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any]
-) -> Callable[[Any, dict[str, Any]], Any]:
-    def from_state(target: Any, state: dict[str, Any]) -> Any:
-        children, static = flatten(target)
-        names = [key.name for key, child in children if child is not None]
-        if set(names) != set(state):
-            raise OptionError(
-                f"the state holds {_told(state)}, and the target {_told(names)}; a target has the recipe, layout and axis of "
-                "what was stored. breccia_jax.assembled(flax.serialization.msgpack_restore(...)) needs no target.",
-                found=sorted(state),
-                expected=sorted(names),
-            )
-        given = [
-            None if child is None else serialization.from_state_dict(child, state[key.name], name=key.attribute)
-            for key, child in children
-        ]
-        return unflatten(static, given)
-
-    return from_state
-
-
-def _told(names: Iterable[str]) -> str:
-    """The recipe and the axis in the names of components, or what they are."""
-    found = next(iter(map(parsed, names)), None)
-    if found is None:
-        return "no quantized parameter"
-    facts = found[1]
-    if "recipe" not in facts:
-        return f"a quantized parameter of {facts['ends']} {facts['dtype']}"
-    recipe = ", ".join(f"{name}={value}" for name, value in facts["recipe"]["fields"].items())
-    return f"{facts['recipe']['name']} ({recipe}) along axis {facts['axis']} in {facts['layout']['name']}"
-
-
-for _kind, _flattened, _made in (
-    (ScaledTensor, container.flatten_with_keys, container.unflatten),
-    (ScaledWeight, ScaledWeight.tree_flatten_with_keys, ScaledWeight.tree_unflatten),
-):
-    serialization.register_serialization_state(_kind, _state(_flattened), _from_state(_flattened, _made))
+flax_state.register()
 
 
 class ScaledParam(nnx.Variable[Any]):

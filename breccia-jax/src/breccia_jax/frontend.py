@@ -25,10 +25,12 @@ from breccia.backend import (
     ScaledTensor,
     ScalingRecipe,
     Table,
+    UnsupportedError,
     calls,
     composites,
     keeps_parts,
     named,
+    packing,
     reference,
     registry,
 )
@@ -154,6 +156,8 @@ def cast_ste_clipped(
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _cast(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table) -> ScaledTensor:
+    _check_symbols(x, recipe, static[0])
+
     def run(x: Array, scale: Any, seed: Any) -> ScaledTensor:
         return calls.cast(lax.stop_gradient(x), recipe, _options(static, scale, seed), names)
 
@@ -162,6 +166,8 @@ def _cast(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, n
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _cast_pair(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table) -> Any:
+    _check_symbols(x, recipe, -1, -2)
+
     def run(x: Array, scale: Any, seed: Any) -> Any:
         return calls.cast_pair(lax.stop_gradient(x), recipe, _options(static, scale, seed), names)
 
@@ -180,6 +186,8 @@ def _dequantize(st: ScaledTensor, out_dtype: str, names: Names, table: Table) ->
 def _requantize(
     st: ScaledTensor, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table
 ) -> ScaledTensor:
+    _check_symbols(st, recipe, st.axis)
+
     def run(st: ScaledTensor, scale: Any, seed: Any) -> ScaledTensor:
         return calls.requantize(_fixed(st), recipe, _options(static, scale, seed), False, names)
 
@@ -228,6 +236,8 @@ def _(
 def _cast_matmul(
     x: Array, b: Any, bias: Any, recipe: ScalingRecipe, out_dtype: str, turned: bool, names: Names, table: Table
 ) -> Array:
+    _check_symbols(x, recipe, -1)
+
     def run(x: Array, b: Any, bias: Any) -> Array:
         return _cast_product(x, b, bias, recipe, out_dtype, turned, names, table)
 
@@ -306,6 +316,8 @@ def _(
 def _straight(
     x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, clip: Any, static: Any, names: Names, table: Table
 ) -> Array:
+    _check_symbols(x, recipe, static[0])
+
     def run(x: Array, scale: Any, seed: Any) -> Array:
         return _round_trip(x, scale, seed, recipe, clip, static, names, table)
 
@@ -365,6 +377,22 @@ def _primal(x: Array) -> Any:
     while isinstance(x, Tracer) and (primal := getattr(x, "primal", None)) is not None:
         x = primal
     return x
+
+
+def _check_symbols(x: Any, recipe: ScalingRecipe, *axes: int) -> None:
+    """Raise UnsupportedError where codes that share bytes run along a symbolic axis whose padding is not known."""
+    codes = packing(recipe.format.element)[0]
+    for axis in axes:
+        if codes == 1 or not -len(x.shape) <= axis < len(x.shape) or isinstance(-x.shape[axis] % codes, int):
+            continue
+        raise UnsupportedError(
+            f"axis {axis} has the symbolic length {x.shape[axis]}, and {recipe.name!r} packs {codes} codes along it: the "
+            "number of padding codes, which is static metadata, would depend on it. Export for a multiple, as in "
+            f'jax.export.symbolic_shape("{codes}*n"), or cast along the other axis.',
+            axis=axis,
+            length=str(x.shape[axis]),
+            codes=codes,
+        )
 
 
 def _turned(x: Any, turned: bool) -> Any:

@@ -75,7 +75,7 @@ def shardings(tree: Any, sharding: Any) -> Any:
 
     def of(x: Any) -> Any:
         if not isinstance(x, ScaledTensor) or not isinstance(sharding, NamedSharding):
-            return jax.tree.map(lambda _: sharding, x)
+            return jax.tree.unflatten(jax.tree.structure(x), [sharding] * len(jax.tree.leaves(x)))
         codes, *others = _component_shapes(x)
         mesh, spec = sharding.mesh, sharding.spec
         if len(spec) > len(codes) or tuple(shared_out(mesh, spec, codes).spec) != tuple(spec):

@@ -35,7 +35,7 @@ def tree_deserialise_leaves(path_or_file: Any, like: Tree) -> Tree:
             cause = cause.__cause__
         if cause is None:
             raise
-        where = jax.tree_util.keystr(getattr(e, "path", ()), simple=True, separator=".")
+        where = jax.tree_util.keystr(getattr(e, "path", ()))
         raise type(cause)(f"tree_deserialise_leaves: {where}: {cause}", **cause.found) from e
 
 
