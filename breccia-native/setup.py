@@ -52,7 +52,7 @@ setup(
         Extension(
             "breccia_native.columns",
             ["src/breccia_native/columns.c"],
-            depends=["src/breccia_native/bits.h", "src/breccia_native/weights.h"],
+            depends=["src/breccia_native/bits.h", "src/breccia_native/turning.h", "src/breccia_native/weights.h"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-trapping-math", "-fno-math-errno"],
             py_limited_api=True,

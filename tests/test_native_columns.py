@@ -134,3 +134,24 @@ def test_buffers_of_other_sizes_are_refused() -> None:
             call(**changed)
     with pytest.raises(ValueError, match="this processor has the instruction sets"):
         columns.use("mmx")
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (1, 5), (63, 65), (200, 64), (70, 1300)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bytes_are_transposed(shape: tuple[int, int], threads: int) -> None:
+    codes = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
+    found = np.empty(shape[::-1], np.uint8)
+    columns.turn(codes, *shape, found, threads)
+    assert np.array_equal(found, codes.T)
+    wanted = f"wanted two matrices of {shape[0]} x {shape[1]} bytes; got {codes.size} and {codes.size - 1} bytes"
+    with pytest.raises(ValueError, match=wanted):
+        columns.turn(codes, *shape, found.reshape(-1)[1:], threads)
+
+
+@pytest.mark.parametrize("spec", ["mxfp8", "nvfp4", "mxfp6", "int4,symmetric=false,signed=false"])
+def test_many_rows_by_a_weight_of_this_order_are_those_of_the_other_order(spec: str) -> None:
+    """Its codes are transposed once, so that the sums are the same."""
+    w, x = wide((160, 96), seed=1, exponents=2), wide((40, 160), seed=2, exponents=2)
+    st = in_rows(breccia.cast(w, spec, axis=-2))
+    other = breccia.cast(np.ascontiguousarray(w.T), spec)
+    assert breccia.bytes_equal(st.mT, other) and np.array_equal(breccia.matmul(x, st), breccia.matmul(x, other.mT))

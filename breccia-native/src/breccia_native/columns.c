@@ -13,6 +13,7 @@
 #endif
 
 #include "pool.h"
+#include "turning.h"
 #include "weights.h"
 
 enum {
@@ -476,6 +477,34 @@ static PyObject *multiply(PyObject *self, PyObject *args)
     return done ? PyBool_FromLong(fine) : NULL;
 }
 
+PyDoc_STRVAR(turn_doc,
+    "turn(data, rows, columns, found, threads): write the transpose of a matrix of bytes, in C order, to `found`, in C order.");
+
+static PyObject *turn(PyObject *self, PyObject *args)
+{
+    Py_buffer data, found;
+    turning t = {0};
+    int threads;
+    if (!PyArg_ParseTuple(args, "y*nnw*i:turn", &data, &t.rows, &t.columns, &found, &threads))
+        return NULL;
+    const int whole = t.rows > 0 && t.columns > 0 && t.rows <= PY_SSIZE_T_MAX / t.columns;
+    const Py_ssize_t n = whole ? t.rows * t.columns : 0;
+    const int done = whole && data.len == n && found.len == n;
+    if (done) {
+        t.from = data.buf, t.to = found.buf;
+        Py_BEGIN_ALLOW_THREADS
+        run_shared(turn_some, &t, threads);
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_Format(PyExc_ValueError, "wanted two matrices of %zd x %zd bytes; got %zd and %zd bytes. Call breccia.matmul.", t.rows,
+            t.columns, data.len, found.len);
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&found);
+    if (!done)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(supports_doc, "supports(kind, role): whether `multiply` decodes these codes, with offsets of this role.");
 
 static PyObject *supports(PyObject *self, PyObject *args)
@@ -516,6 +545,7 @@ static PyObject *use(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"multiply", multiply, METH_VARARGS, multiply_doc},
+    {"turn", turn, METH_VARARGS, turn_doc},
     {"supports", supports, METH_VARARGS, supports_doc},
     {"use", use, METH_VARARGS, use_doc},
     {NULL, NULL, 0, NULL},

@@ -342,11 +342,11 @@ def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
         factor = factor_of(st.recipe.format, float(st.global_scale))
     offset, offset_kind = _offset(st)
     return _Weight(
-        st.data if st.data.flags.c_contiguous else np.ascontiguousarray(st.data),
+        _in_rows(st.data),
         plan.kind,
         plan.width,
         plan.table,
-        st.scale if st.scale.flags.c_contiguous else np.ascontiguousarray(st.scale),
+        _in_rows(st.scale),
         plan.scale_kind,
         plan.scale_table,
         k if block is None else block,
@@ -358,6 +358,17 @@ def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
         offset_kind,
         plan.role,
     )
+
+
+def _in_rows(data: Array) -> Array:
+    """Codes in C order."""
+    if data.flags.c_contiguous:
+        return data
+    if data.itemsize != 1 or not data.T.flags.c_contiguous:
+        return np.ascontiguousarray(data)
+    found = np.empty(data.shape, data.dtype)  # NumPy copies transposes byte by byte
+    columns.turn(data.T, data.shape[1], data.shape[0], found, threads.get_num_threads() if data.size >= _FOR_THREADS else 1)
+    return found
 
 
 def _offset(st: ScaledTensor) -> tuple[Array, int]:

@@ -1,0 +1,78 @@
+/* The transpose of a matrix of bytes: codes of a weight in (K, N) order as products.c reads them. */
+
+#ifndef BRECCIA_TURNING_H
+#define BRECCIA_TURNING_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "pool.h"
+
+enum { SQUARE = 64 }; /* bytes of a cache line, which is read and written as a whole */
+
+typedef struct {
+    const uint8_t *from;
+    uint8_t *to;
+    Py_ssize_t rows, columns; /* of `from` */
+    Py_ssize_t next;          /* the next columns that no thread has taken */
+} turning;
+
+typedef uint64_t words __attribute__((vector_size(SQUARE)));
+
+/* In each of the 8 words of vectors: byte i of vector j to byte j of vector i. */
+static inline void turn_words(words w[8])
+{
+    static const uint64_t kept[3] = {0x00000000ffffffffu, 0x0000ffff0000ffffu, 0x00ff00ff00ff00ffu};
+    for (int step = 0, apart = 4; step < 3; step++, apart /= 2)
+        for (int i = 0; i < 8; i++)
+            if (!(i & apart)) {
+                const words moved = ((w[i] >> (8 * apart)) ^ w[i + apart]) & kept[step];
+                w[i + apart] ^= moved;
+                w[i] ^= moved << (8 * apart);
+            }
+}
+
+static void turn_square(const turning *t, Py_ssize_t row, Py_ssize_t column)
+{
+    uint8_t before[SQUARE][SQUARE], after[SQUARE][SQUARE];
+    const Py_ssize_t rows = t->rows - row < SQUARE ? t->rows - row : SQUARE;
+    const Py_ssize_t columns = t->columns - column < SQUARE ? t->columns - column : SQUARE;
+    if (rows < SQUARE || columns < SQUARE)
+        memset(before, 0, sizeof before);
+    for (Py_ssize_t i = 0; i < rows; i++) {
+        const uint8_t *from = t->from + (row + i) * t->columns + column;
+        if (columns == SQUARE)
+            memcpy(before[i], from, SQUARE);
+        else
+            memcpy(before[i], from, (size_t)columns);
+        if (row + SQUARE + i < t->rows)
+            __builtin_prefetch(from + SQUARE * t->columns);
+    }
+    for (int i = 0; i < SQUARE; i += 8) {
+        words w[8];
+        memcpy(w, before[i], sizeof w);
+        turn_words(w);
+        for (int n = 0; n < 8; n++)
+            for (int j = 0; j < 8; j++) {
+                const uint64_t word = w[n][j];
+                memcpy(&after[8 * j + n][i], &word, 8);
+            }
+    }
+    for (Py_ssize_t j = 0; j < columns; j++) {
+        uint8_t *to = t->to + (column + j) * t->rows + row;
+        if (rows == SQUARE)
+            memcpy(to, after[j], SQUARE);
+        else
+            memcpy(to, after[j], (size_t)rows);
+    }
+}
+
+static void turn_some(void *context)
+{
+    turning *t = context;
+    for (Py_ssize_t j; (j = __atomic_fetch_add(&t->next, SQUARE, __ATOMIC_RELAXED)) < t->columns;)
+        for (Py_ssize_t i = 0; i < t->rows; i += SQUARE)
+            turn_square(t, i, j);
+}
+
+#endif
