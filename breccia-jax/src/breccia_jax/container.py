@@ -63,6 +63,10 @@ class Held(NamedTuple):
     before: tuple[Any, ...] | None = None
     lengths: Lengths = (None, None)
 
+    @property
+    def turned(self) -> bool:
+        return self.before is not None
+
     def replaces(self, n: int) -> bool:
         dtype = self.dtypes[n]  # placeholders are components themselves
         return dtype is not None and getattr(self.leaves[n], "dtype", None) == _word(dtype)

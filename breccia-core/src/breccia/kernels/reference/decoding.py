@@ -22,6 +22,8 @@ def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None =
     """High-precision values of `st`, as `breccia.dequantize` documents."""
     ops = ops_of(st.data, "data")
     name = output_dtype(out_dtype)
+    if st.held is not None and st.held.turned:  # codes are read in the order of memory
+        return result(ops, ops.swap(dequantize(st.mT)), name, out)
     check_layout(st.layout)
     st = st.to_plain()
     if isinstance(st.layout, PerGroupIndex):
