@@ -481,23 +481,25 @@ def matmul_cpu(result: Result) -> Table:
 
 
 def jax_cpu(result: Result) -> Table:
-    """Milliseconds of casts, products and slices in JAX, and how many times faster than plain JAX they are."""
+    """Milliseconds of casts, products, layers and slices in JAX, and how many times faster than plain JAX they are."""
     by = {(row["what"], row["case"], row["arm"]): row for row in result["rows"]}
-    titles = {"cast": "cast, {}", "product": "one row by {}", "new shape": "eager cast of a new shape, {}", "slice": "{}"}
+    titles = {"cast": "cast, {}", "product": "{}", "layer": "{}", "new shape": "eager, a new shape: {}", "slice": "{}"}
 
     def shown(what: str, case: str) -> tuple[str, ...]:
         found = [by.get((what, case, arm)) for arm in ("breccia", "generic", "plain")]
         unit = 1e6 if what == "slice" else 1e3
         cells = ["" if row is None else trio((row["min_s"], row["median_s"]), unit) for row in found]
-        return titles[what].format(case), *cells, ratio(by[what, case, "plain"]["min_s"] / by[what, case, "breccia"]["min_s"])
+        times = [by[what, case, arm]["min_s"] for arm in ("plain", "breccia") if (what, case, arm) in by]
+        return titles[what].format(case), *cells, ratio(times[0] / times[1]) if len(times) == 2 else ""
 
     return Table(
         "JAX on the CPU",
         ("call", "breccia", "generic algorithm", "plain JAX", "plain JAX / breccia"),
         tuple(shown(*key) for key in dict.fromkeys(key[:2] for key in by)),
         f"Milliseconds, of st[0:4] microseconds: min / median; ratios of the minima. Matrices of {result['options']['size']} × "
-        f"{result['options']['size']}, compiled calls, jax {result['options']['jax']}, arms interleaved. Plain products are of "
-        "an FP32 weight in the same order. New shapes, of 64 rows and more, are cast eagerly, and plain lines compiled.",
+        f"{result['options']['size']}, compiled calls, jax {result['options']['jax']}, arms interleaved. Plain products "
+        "and layers are of an FP32 weight in the same order; the generic algorithm's layers multiply decoded values. Calls of "
+        "new shapes, of 64 rows and more and mxfp8, are eager, and plain lines compiled.",
     )
 
 

@@ -147,6 +147,15 @@ def test_a_compiled_product_reads_the_weight_in_its_own_order() -> None:
     assert breccia.bytes_equal(st.mT.mT, st) and breccia.bytes_equal(jax.jit(lambda st: st.mT)(st), st.mT)
 
 
+def test_the_generic_product_reads_a_transposed_weight_in_its_own_order() -> None:
+    st = breccia.cast(jnp.asarray(W), MXFP8)
+    product = jax.jit(lambda x, st: breccia.matmul(x, st.mT, prefer="reference.matmul"))
+    turned = [line for line in product.lower(X, st).as_text().splitlines() if "stablehlo.transpose" in line]
+    assert len(turned) == 1 and "xf32>" in turned[0]  # of the values, which XLA merges with the product
+    w = np.asarray(breccia.dequantize(st)).T
+    assert (np.abs(np.asarray(product(X, st)) - X.astype(np.float64) @ w) <= bound(X, w)).all()
+
+
 def test_a_bias_an_output_dtype_and_leading_axes_are_those_of_numpy() -> None:
     x, bias = X.reshape(2, 3, 128), np.arange(40, dtype=np.float32)
     st = breccia.cast(W, MXFP8)

@@ -110,6 +110,10 @@ class Held:
             self._other = found
         return found
 
+    @property
+    def turned(self) -> bool:
+        return self.before is not None
+
     def replaces(self, n: int) -> bool:
         leaf, dtype = self.given[n], self.dtypes[n]  # placeholders are components themselves
         if dtype is None:

@@ -58,6 +58,11 @@ class Held(Protocol):
         """The names of the dtypes of components that may be other arrays than their leaves; None for the others."""
         ...
 
+    @property
+    def turned(self) -> bool:
+        """Whether the leaves are the transposes of those in memory, which `transposed` gives back."""
+        ...
+
     def replaces(self, n: int) -> bool:
         """Whether component `n` is another array than its leaf."""
         ...

@@ -23,6 +23,8 @@ def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None =
     """High-precision values of `st`, as `breccia.dequantize` documents."""
     ops = ops_of(st.data, "data")
     name = output_dtype(out_dtype)
+    if st.held is not None and st.held.turned:  # codes are read in the order of memory
+        return result(ops, ops.swap(dequantize(st.mT)), name, out)
     check_layout(st.layout)
     need_one_device(st=st)  # frameworks compute with scales of shape () of some other devices
     st = st.to_plain()
