@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 # Triton reads it when it is first imported, by torch too: without a GPU its kernels run in its interpreter.
@@ -172,3 +174,15 @@ def here(framework: str) -> Place:
     if place.absence:
         pytest.skip(place.absence)
     return place
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Import a module of benchmarks/. All are removed from sys.modules afterwards, since their names are common."""
+    benchmarks = str(Path(__file__).resolve().parents[1] / "benchmarks")
+    monkeypatch.syspath_prepend(benchmarks)
+    known = set(sys.modules)
+    yield import_module
+    for name in set(sys.modules) - known:
+        if benchmarks in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]

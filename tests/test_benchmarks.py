@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -59,21 +57,6 @@ TINY = {
 
 def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(BENCHMARKS / script), *options], capture_output=True, text=True)
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch):
-    """Import a module of benchmarks/. All are removed from sys.modules afterwards, since their names are common."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    known = set(sys.modules)
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    yield load
-    for name in set(sys.modules) - known:
-        if str(BENCHMARKS) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
 
 
 @pytest.fixture

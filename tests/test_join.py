@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,15 +15,8 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def join(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    known = set(sys.modules)
-    import join  # pyright: ignore[reportMissingImports]
-
-    yield join
-    for name in set(sys.modules) - known:
-        if str(BENCHMARKS) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
+def join(module: Callable[[str], ModuleType]) -> ModuleType:
+    return module("join")
 
 
 def result(date: str, rows: list[tuple[str, int]], left: int = 0) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,21 +22,6 @@ from breccia_triton.cuda import fp8_plans
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 RESULT: dict[str, Any] = json.loads((BENCHMARKS / "results" / "matmul-gpu-nvidia-h200.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch):
-    """Import a module of benchmarks/. All are removed from sys.modules afterwards, since their names are common."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    known = set(sys.modules)
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    yield load
-    for name in set(sys.modules) - known:
-        if str(BENCHMARKS) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
 
 
 # ------------------------------------------------------------------------------------------------ what is chosen
