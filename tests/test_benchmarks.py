@@ -85,7 +85,9 @@ def test_each_benchmark_records_its_measurements_and_the_machine(benchmark: str,
     for make in tables.TABLES[benchmark].values():
         table = make(result)
         assert table.title in done.stdout and table.note
-        assert all(len(row) == len(table.headings) for row in table.rows) and (table.rows or benchmark == "accuracy")
+        # Products were measured in one state of the clock here, and the table of both says so.
+        empty = benchmark == "accuracy" or table.title == "two states of the clock"
+        assert all(len(row) == len(table.headings) for row in table.rows) and (table.rows or empty)
 
 
 @pytest.mark.rest

@@ -91,7 +91,7 @@ def test_every_op_reaches_the_kernels_of_its_primitives(framework: str, reached:
     assert same(reached(lambda: breccia.cast_ste(x, MX), cast=1, dequantize=1), values)
     assert same(reached(lambda: breccia.cast_ste_clipped(x, MX, clip="scale"), cast=1, dequantize=1), values)
     assert reached(lambda: breccia.requantize(st, NVFP4), dequantize=1).digest() == generic.requantize(expected, NVFP4).digest()
-    back = breccia.cast(x, NVFP4)
+    back = breccia.cast(x[:4], NVFP4)  # of another shape: JAX has compiled the cast of `x`, and calls no kernel for it again
     reached(lambda: breccia.requantize(back, MX), cast=1)
     for one, axis in zip(reached(lambda: breccia.cast_pair(x, MX), cast=2), (-1, -2), strict=True):
         assert one.digest() == breccia.cast(X, MX, axis=axis).digest()

@@ -13,6 +13,7 @@ pytest.importorskip("breccia_triton")
 import torch
 
 import breccia
+from breccia_triton.cuda import compiler
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -125,6 +126,7 @@ def test_the_parts_of_a_step_say_how_fast_it_could_be_at_most(module) -> None:
 
 
 @pytest.mark.rest
+@pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
 def test_each_quantized_format_has_its_instructions_counted(module) -> None:
     pytest.importorskip("triton")
     found = module("weight_sass").counted("int4")
