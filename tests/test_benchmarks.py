@@ -84,9 +84,9 @@ def test_each_benchmark_records_its_measurements_and_the_machine(benchmark: str,
     assert str(tmp_path) not in path.read_text(encoding="utf-8")
     for make in tables.TABLES[benchmark].values():
         table = make(result)
-        assert table.title in done.stdout and table.note
-        # Products were measured in one state of the clock here, and the table of both says so.
-        empty = benchmark == "accuracy" or table.title == "two states of the clock"
+        assert table.title in " ".join(done.stdout.split()) and table.note  # narrow tables wrap their title
+        # On a CPU, products of FP8 tensors have one state of the clock and no errors; tables of them say so.
+        empty = benchmark == "accuracy" or table.note.startswith("*This result has ")
         assert all(len(row) == len(table.headings) for row in table.rows) and (table.rows or empty)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,6 @@ import torch
 
 import breccia
 from breccia_triton.cuda import compiler
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-
 
 # ------------------------------------------------------------------------------------------------ what is measured
 
