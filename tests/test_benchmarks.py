@@ -655,7 +655,7 @@ def test_strips_are_compared_with_numpy_and_the_last_row_with_the_oracle(module,
     assert "stochastic, last row: data[0, 7], byte 0: 0x" in found[-1]
 
 
-@pytest.mark.rest
+@pytest.mark.slow
 def test_jax_is_measured_beside_plain_jax() -> None:
     pytest.importorskip("jax")
     done = run("bench_jax.py", "--size", "512", "--runs", "1", "--json")

@@ -362,7 +362,6 @@ def test_bench_refuses_invalid_arguments(run: Run) -> None:
         bench.measure(breccia.INT4Scaling(), runs=0)
 
 
-@pytest.mark.rest  # of so small matrices it makes hundreds
 @pytest.mark.parametrize("what", [[], ["matmul"]])
 def test_bench_refuses_devices_without_values(what: list[str], run: Run) -> None:
     code, out, err = run("bench", *what, "--on", "torch:meta", "--size", "64")

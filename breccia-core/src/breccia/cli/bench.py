@@ -159,6 +159,7 @@ def _products(
     kind = device.partition(":")[0]
     apart = kind not in HOSTS
     w = placed(size, size)
+    _wait(ops, w)  # refuses a device without values before hundreds of copies are cast
     dense_arms = {
         "dense float32": "float32",
         "dense bfloat16": "bfloat16" if ops.bfloat16 == "bfloat16" else "",
@@ -244,6 +245,7 @@ def _timings(recipe: ScalingRecipe, ops: Ops, device: str, size: int, runs: int,
         return ops.to(x, device) if device else x
 
     x, rows = placed(size, size), placed(ROWS, size)
+    _wait(ops, x)
     st = cast(x, recipe)
     fp32 = 4 * size * size
     calls: dict[str, tuple[Callable[[], Any], int, tuple[Any, ...]]] = {
