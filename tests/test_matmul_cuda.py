@@ -631,11 +631,13 @@ def test_the_products_of_torch_say_what_they_do_not_take() -> None:
     assert accepts(accept, row, row.mT, out_dtype="bfloat16") is None
     assert "multiplies E4M3 to bfloat16 only" in str(accepts(accept, row, row.mT))
     assert "torch has no form for scales tensor times row" in str(accepts(accept, tensor, row.mT))
-    assert "torch adds no bias here" in str(accepts(accept, row, row.mT, out_dtype="bfloat16", bias=torch.zeros(64)))
+    assert "torch adds no bias to a product of scales row times row" in str(
+        accepts(accept, row, row.mT, out_dtype="bfloat16", bias=torch.zeros(64))
+    )
     for bias, dtype, why in (
         (torch.float32, "bfloat16", "the bias is float32, and torch would round it to bfloat16 before it is added"),
         (torch.bfloat16, "float16", "the bias is bfloat16, and torch would round it to float16"),
-        (torch.float32, "float32", "torch adds no bias here (scales tensor times tensor, float32)"),
+        (torch.float32, "float32", "torch adds no bias to a float32 result"),
     ):
         assert why in str(accepts(accept, tensor, tensor.mT, out_dtype=dtype, bias=torch.zeros(64, dtype=bias)))
     for dtype in ("bfloat16", "float16"):
@@ -646,7 +648,7 @@ def test_the_products_of_torch_say_what_they_do_not_take() -> None:
     e5 = operand((64, 512), TENSOR, 1, "E5M2", "cpu")
     assert "E5M2 by E5M2" in str(accepts(accept, e5, e5.mT))
     odd = cpu((50, 512), TENSOR)
-    assert "multiples of 16; got K = 512, N = 50" in str(accepts(accept, tensor, odd.mT))
+    assert "N of 16; got K = 512, N = 50" in str(accepts(accept, tensor, odd.mT))
 
 
 def test_tensors_with_a_scale_for_each_matrix_are_dequantized_where_torch_has_one_scale() -> None:

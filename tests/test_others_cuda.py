@@ -359,7 +359,7 @@ def test_transformer_engine_multiplies_tensors_with_one_scale() -> None:
         (activations(4, 256), a.mT, "and a is an array"),
         (a, row.mT, "is called for one scale of each tensor, not for scales tensor times row"),
         (e5, e5.mT, "cuBLAS does not multiply E5M2 by E5M2"),
-        (a, odd.mT, "cuBLAS takes K and N in multiples of 16; got K = 256, N = 20"),
+        (a, odd.mT, "cuBLAS is called for K in multiples of 16 and N of 16; got K = 256, N = 20"),
         (a, breccia.stack([a, a]).mT, "it multiplies one matrix of b"),
         (a[:0], a.mT, "empty operands"),
     ):

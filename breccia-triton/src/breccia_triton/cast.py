@@ -289,7 +289,7 @@ class Pair:
         work, amax = workspace(self.device, stream)
         number = amax.data_ptr()
         first.amax.run(stream, address, number, work.data_ptr())
-        return first.after(number, stream, address), second.after(number, stream, address)
+        return first.launched(stream, address, number), second.launched(stream, address, number)
 
 
 class Repeated:
@@ -317,7 +317,7 @@ class Repeated:
         self.view = (*lead, tall, down, wide, along), (*strides[:-1], 0, 1, 0)
 
     def takes(self, scale: Any) -> bool:
-        """A supplied scale is none that is repeated."""
+        """Never: these calls repeat the scales of their input."""
         return False
 
     def __call__(self, st: ScaledTensor, options: CastOptions) -> ScaledTensor:
@@ -404,28 +404,25 @@ class Call:
             with torch.cuda.device(index):
                 return self.plainly(address, *supplied)
         stream = stream_of(index)
-        made = [allocate() for allocate in self.allocators]
         if self.waits:
             work, _ = workspace(self.device, stream)
-            self.launcher.run(stream, address, *[part.data_ptr() for part in made], work.data_ptr())
-        elif self.amax is None:
-            self.launcher.run(stream, address, *[part.data_ptr() for part in made], *supplied)
-        elif self.zeros is not None:
+            return self.launched(stream, address, work.data_ptr())
+        if self.amax is None:
+            return self.launched(stream, address, *supplied)
+        if self.zeros is not None:
             amax = self.zeros()
             number = amax.data_ptr()
             self.amax.run(stream, address, number)
-            self.launcher.run(stream, address, *[part.data_ptr() for part in made], number)
-        else:
-            work, amax = workspace(self.device, stream)
-            number = amax.data_ptr()
-            self.amax.run(stream, address, number, work.data_ptr())
-            self.launcher.run(stream, address, *[part.data_ptr() for part in made], *[number] * len(self.written))
-        return self.finished(made)
+            return self.launched(stream, address, number)
+        work, amax = workspace(self.device, stream)
+        number = amax.data_ptr()
+        self.amax.run(stream, address, number, work.data_ptr())
+        return self.launched(stream, address, *[number] * len(self.written))
 
-    def after(self, amax: int, stream: int, address: int) -> Any:
-        """`plainly`, where the amax of the tensor is known: at the address `amax`."""
+    def launched(self, stream: int, address: int, *operands: int) -> Any:
+        """The result of the last kernel of `plainly`; `operands` are the addresses that follow those of the result."""
         made = [allocate() for allocate in self.allocators]
-        self.launcher.run(stream, address, *[part.data_ptr() for part in made], amax)
+        self.launcher.run(stream, address, *[part.data_ptr() for part in made], *operands)
         return self.finished(made)
 
     def _both(self, made: list[Any]) -> tuple[ScaledTensor, ScaledTensor]:

@@ -4,8 +4,8 @@
 - `DecodedCodesCall`: BF16 holds codes exactly (less their zero-point: 8 bits). `fp8_matmul.cu` multiplies them in tensor cores.
   It adds the partial sum of a group along K, times the group's scale, to FP32 sums; one scale of a row multiplies the sum.
 
-So no factor is rounded, and the result once. A last launch computes rows with flags in FP32. Most often there is none, and its
-blocks end at once.
+So no factor is rounded, and the result once. A last launch computes rows with flags in FP32; its blocks end at once where no
+row has a flag.
 """
 
 # pyright: basic, reportMissingImports=false

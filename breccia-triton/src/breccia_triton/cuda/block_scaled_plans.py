@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import sys
 
 from breccia import Device
 from breccia.backend import E2M1, E4M3, E5M2, E8M0, F32, Block, Call, Operand
 
+from .scaled_mm_plans import NO_E5M2, refused_bias, refused_shape
+
 #: The least compute capability with block-scaled tensor cores.
 _LEAST = (10, 0)
-#: Whole blocks of both formats, and rows of 16 bytes of 4-bit codes; and what cuBLAS takes of N.
-_DEPTH, _COLUMNS = 32, 16
+#: K is a multiple of this: whole blocks of both formats, and rows of 4-bit codes in units of 16 bytes.
+_DEPTH = 32
 #: Blocks along K by the codecs of codes and scales.
 _BLOCKS: dict[tuple[object, object], tuple[str, Block]] = {
     (E4M3, E8M0): ("mxfp8", (1, 32)),
@@ -48,17 +49,15 @@ def accepts(call: Call) -> str | None:
         return f"torch has no product of {kinds[0]} by {kinds[1]}"
     elements = [operand.recipe.format.element for operand in (call.a, call.b) if operand.recipe is not None]
     if elements == [E5M2, E5M2]:
-        return "cuBLAS does not multiply E5M2 by E5M2"
+        return NO_E5M2
     if call.a.empty or call.b.empty:
         return "the generic algorithm runs for empty operands"
-    dtype = str(call.option("out_dtype", "float32"))
-    if call.bias is not None and (dtype == "float32" or call.bias != dtype):
-        return f"torch adds a bias of the dtype of a 16-bit result; this one is {call.bias}, and the result {dtype}"
-    return _refused_shape(call.a.shape, call.b.shape)
+    why = refused_bias(call.bias, str(call.option("out_dtype", "float32")))
+    return why or refused_shape(call.a.shape, call.b.shape, _DEPTH)
 
 
 def _kind(operand: Operand) -> tuple[str, str]:
-    """(The format with its scale levels, why there is none): one of them is empty."""
+    """Format and levels of scales, and ""; or "" and why torch does not multiply the operand."""
     recipe = operand.recipe
     if recipe is None:
         return "", "is an array"
@@ -72,13 +71,3 @@ def _kind(operand: Operand) -> tuple[str, str]:
     if outer.codec != F32 or outer.sense != "multiplier":
         return "", f"has a global scale that is stored as {outer.sense}"
     return name, ""
-
-
-def _refused_shape(a: tuple[int, ...], b: tuple[int, ...]) -> str | None:
-    if len(a) < 2 or len(b) < 2:  # `explain` of recipes alone
-        return None
-    if len(b) > 2 and math.prod(b[:-2]) > 1:
-        return "torch multiplies one matrix of b"
-    if a[-1] % _DEPTH or b[-1] % _COLUMNS:
-        return f"it is called for K in multiples of {_DEPTH} and N of {_COLUMNS}; got K = {a[-1]}, N = {b[-1]}"
-    return None

@@ -6,7 +6,7 @@ import math
 import sys
 
 from breccia import Device
-from breccia.backend import Call
+from breccia.backend import Call, Shape
 
 from .fp8_plans import HOPPER, codec_of, kinds
 
@@ -14,6 +14,7 @@ from .fp8_plans import HOPPER, codec_of, kinds
 _LEAST = (8, 9)
 #: cuBLAS takes K and N in multiples of this.
 _UNIT = 16
+NO_E5M2 = "cuBLAS does not multiply E5M2 by E5M2"
 
 
 def available(device: Device) -> str | None:
@@ -37,8 +38,10 @@ def accepts(call: Call) -> str | None:
     if a.empty or b.empty:
         return "the generic algorithm runs for empty operands"
     if codecs == ("e5m2", "e5m2"):
-        return "cuBLAS does not multiply E5M2 by E5M2"
-    if why := _refused_bias(call, pair, dtype):
+        return NO_E5M2
+    if call.bias is not None and pair != ("tensor", "tensor"):
+        return f"torch adds no bias to a product of scales {pair[0]} times {pair[1]}"
+    if why := refused_bias(call.bias, dtype):
         return why
     if pair != ("tensor", "tensor"):
         if "1x32" in pair:
@@ -47,37 +50,39 @@ def accepts(call: Call) -> str | None:
             return f"torch has no form for scales {pair[0]} times {pair[1]}"
         if dtype != "bfloat16" or codecs != ("e4m3", "e4m3"):
             return f"for scales {pair[0]} times {pair[1]} torch multiplies E4M3 to bfloat16 only"
-    shape, other = a.shape, b.shape
-    if len(shape) < 2 or len(other) < 2:  # `explain` of recipes alone
+    if why := refused_shape(a.shape, b.shape):
+        return why
+    return _refused_blocks(call) if pair[0] == "1x128" else None
+
+
+def refused_bias(bias: str | None, dtype: str) -> str | None:
+    """Why torch does not add a bias to a result of a dtype, or None."""
+    if bias is None or bias == dtype != "float32":
         return None
-    if len(other) > 2 and math.prod(other[:-2]) > 1:
+    if dtype == "float32":
+        return "torch adds no bias to a float32 result"
+    return f"the bias is {bias}, and torch would round it to {dtype} before it is added; the contract adds it in FP32"
+
+
+def refused_shape(a: Shape, b: Shape, depth: int = _UNIT) -> str | None:
+    """Why torch does not multiply operands of these shapes, or None. K has to be a multiple of `depth`."""
+    if len(a) < 2 or len(b) < 2:  # `explain` of recipes alone
+        return None
+    if math.prod(b[:-2]) > 1:
         return "torch multiplies one matrix of b"
-    if shape[-1] % _UNIT or other[-1] % _UNIT:
-        return f"cuBLAS takes K and N in multiples of {_UNIT}; got K = {shape[-1]}, N = {other[-1]}"
-    if pair[0] == "1x128":
-        return _refused_blocks(call, shape[-1])
+    if a[-1] % depth or b[-1] % _UNIT:
+        return f"cuBLAS is called for K in multiples of {depth} and N of {_UNIT}; got K = {a[-1]}, N = {b[-1]}"
     return None
 
 
-def _refused_bias(call: Call, pair: tuple[str, str], dtype: str) -> str | None:
-    """Why torch does not add the bias, or None."""
-    bias = call.bias
-    if bias is None:
-        return None
-    if dtype == "float32" or pair != ("tensor", "tensor"):
-        return f"torch adds no bias here (scales {pair[0]} times {pair[1]}, {dtype})"
-    if bias != dtype:
-        return f"the bias is {bias}, and torch would round it to {dtype} before it is added; the contract adds it in FP32"
-    return None
-
-
-def _refused_blocks(call: Call, k: int) -> str | None:
+def _refused_blocks(call: Call) -> str | None:
     """Why torch does not multiply blocks, or None."""
     functional = sys.modules.get("torch.nn.functional")
     if functional is not None and not hasattr(functional, "scaled_mm"):
         return "this torch has no torch.nn.functional.scaled_mm; upgrade to 2.10"
     if call.device.capability and tuple(call.device.capability) != HOPPER:
         return "cuBLAS has 128-element blocks on compute capability 9.0 only"
+    k = call.a.shape[-1] if call.a.shape else 0
     return f"K = {k} is not a multiple of 128" if k % 128 else None
 
 

@@ -15,6 +15,7 @@ from breccia.backend import BF16, E2M1, E4M3, E8M0, F16, F32, INT4, TENSOR, UINT
 
 from ..cuda import fp8_plans
 from ..cuda.fp8_plans import HOPPER, codec_of, kinds
+from ..cuda.scaled_mm_plans import NO_E5M2, refused_shape
 
 #: humming's products have tiles of so many columns and multiply steps of K of this length; its blocks are these tall.
 _COLUMNS, _STEP, _TALL = 64, 128, 128
@@ -24,8 +25,6 @@ _FP8, _BF16 = (8, 9), (8, 0)
 _GROUPS, _PACKED_COLUMNS, _PACKED = (32, 64, 128, 256), 8, 32
 #: DeepGEMM stores rows of BF16 in units of 16 bytes.
 _STORED = 8
-#: cuBLAS takes K and N of FP8 tensors in multiples of this.
-_CUBLAS = 16
 
 
 def _available(device: Device, module: str, remedy: str, least: tuple[int, int]) -> str | None:
@@ -237,11 +236,8 @@ def accepts_transformer_engine(call: Call) -> str | None:
     if found != ("tensor", "tensor"):
         return f"TransformerEngine is called for one scale of each tensor, not for scales {found[0]} times {found[1]}"
     if (codec_of(call.a), codec_of(call.b)) == ("e5m2", "e5m2"):
-        return "cuBLAS does not multiply E5M2 by E5M2"
-    if (why := _refused_operands(call)) or len(call.b.shape) < 2:  # `explain` of recipes alone
-        return why
-    k, n = call.b.shape[-2:]
-    return f"cuBLAS takes K and N in multiples of {_CUBLAS}; got K = {k}, N = {n}" if k % _CUBLAS or n % _CUBLAS else None
+        return NO_E5M2
+    return _refused_operands(call) or refused_shape(call.a.shape, call.b.shape)
 
 
 # ------------------------------------------------------------------------------------------------ time
