@@ -41,8 +41,13 @@ BF16, FP32 = "bf16", "fp32"
 GRAPH, COMPILED, GENERATE, GENERATE_COMPILED = HOW = ("graph", "compiled", "generate", "generate-compiled")
 
 
-def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int, how: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(Graphs of one step and of its products and attentions alone, facts of the model)."""
+def made(
+    recipe: str, dimensions: tuple[int, ...], batch: int, length: int, how: str
+) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """(Graphs of one step and of its products and attentions alone, facts of the model, the calls).
+
+    A graph keeps addresses, not tensors: the calls, which hold them, have to live as long as the graphs.
+    """
     import breccia_torch
 
     torch.manual_seed(0)
@@ -63,16 +68,17 @@ def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int, how:
         tokens.copy_(model(tokens, position))
         position.add_(1).remainder_(length)
 
-    graphs = {"products": captured(model.products())}
+    calls = {"products": model.products()}
+    if how == GRAPH:
+        calls["attention"] = model.attentions(tokens, position)
+    graphs = {part: captured(call) for part, call in calls.items()}
     if how == COMPILED:
         breccia_torch.enable_compile()
         torch.compiler.reset()  # graphs of other recipes and batches would count as recompilations
         model.compile_parts()
-    else:
-        graphs["attention"] = captured(model.attentions(tokens, position))
     graphs["step"] = captured(step)
     facts["storages"] = sorted({layer.weight.layout.storage for layer in layers if not isinstance(layer, nn.Linear)})
-    return graphs, facts
+    return graphs, facts, [*calls.values(), step]
 
 
 def captured(run: Callable[[], None]) -> Any:
@@ -108,10 +114,11 @@ def decoded(
     how: str, model: str, dimensions: tuple[int, ...], batch: int, recipes: list[str], length: int, steps: int, rounds: int
 ) -> list[dict[str, Any]]:
     """Rows of the result for one model and batch."""
-    graphs, facts = dict[tuple[str, str], Any](), dict[str, dict[str, Any]]()
+    graphs, facts, alive = dict[tuple[str, str], Any](), dict[str, dict[str, Any]](), list[Any]()
     for recipe in recipes:
         try:
-            found, facts[recipe] = made(recipe, dimensions, batch, length, how)
+            found, facts[recipe], kept = made(recipe, dimensions, batch, length, how)
+            alive.append(kept)
             graphs |= {(recipe, part): graph for part, graph in found.items()}
         except Exception as e:  # one recipe that fails must not stop the rest
             print(f"{how}, {model}, {recipe}, batch {batch}: {type(e).__name__}: {e}"[:500], flush=True)

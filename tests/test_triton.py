@@ -813,6 +813,28 @@ def test_a_repeated_cast_pair_launches_what_the_first_one_launched(
 
 
 @pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
+def test_a_repeated_cast_under_a_history_launches_what_the_first_one_launched(
+    stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_cast, "hardware", lambda device: Hardware(resident=8))
+    short, way = list[int](), triton_cast.Call.recording
+    monkeypatch.setattr(triton_cast.Call, "recording", lambda call, *given: short.append(given[0]) or way(call, *given))
+    x, recipe = torch.randn(64, 256).bfloat16(), breccia.DelayedScaling(amax_history_len=3)
+    amaxes, scale = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(0.5)
+    found = [triton_cast.cast_and_record(x, recipe, amaxes, scale) for _ in range(2)]
+    work, _ = triton_cast.workspace(x.device, 7)
+    assert short == [x.data_ptr()] and len(stand_in) == 2 and stand_in[0][0] is stand_in[1][0]
+    for (st, *recorded), (_, *given) in zip(found, stand_in, strict=True):
+        parts = [*components(st).values(), scale, work, amaxes, *recorded]
+        assert given == [7, x.data_ptr(), *[part.data_ptr() for part in parts], 1, 2]
+        assert [part.shape for part in recorded] == [(3,), ()]
+    triton_cast.cast_and_record(x, recipe, amaxes, scale, CastOptions(rounding="stochastic", seed=1))
+    triton_cast.cast_and_record(x.mT, recipe, amaxes, scale)
+    triton_cast.cast_and_record(x.half(), recipe, amaxes, scale)
+    assert len(short) == 1, "other options, views and dtypes take the long way at first"
+
+
+@pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
 def test_calls_that_differ_from_a_repeated_cast_do_not_take_its_short_way(
     stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

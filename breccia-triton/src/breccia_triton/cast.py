@@ -73,10 +73,10 @@ def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> A
     return prepared(x, options)
 
 
-def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
+def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, held: _History | None = None) -> Any:
     """The result of most calls under no option but an axis and a supplied scale, or None for other calls.
 
-    It does less than `_found` does for those, as calls of small arrays are bound by the host.
+    It does less than `_found` does for those, as calls of small arrays are bound by the host. held: of `cast_and_record`.
     """
     scale, axis, kind = options.scale, options.axis, _OWN
     if options is not DEFAULT and options is not COLUMNS:
@@ -89,9 +89,13 @@ def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> An
         return None
     address = x.data_ptr()
     call = _calls.get((op, recipe.interned_key, x.shape, x.dtype, x.device, axis, kind, True, address % 16 == 0))
-    if not isinstance(call, Call | Pair) or not call.plain or (scale is not None and not call.takes(scale)):
+    if not getattr(call, "plain", False):
         return None
-    return call.plainly(*((address,) if scale is None else (address, scale.data_ptr())))
+    if scale is None:
+        return call.plainly(address)
+    if not call.takes(scale):
+        return None
+    return call.plainly(address, scale.data_ptr()) if held is None else call.recording(address, held)
 
 
 def _kind(options: CastOptions) -> tuple[bool, str, str]:
@@ -136,6 +140,8 @@ def cast_and_record(
     held = _History.of(recipe, amaxes, scale, x.device)
     supplied = scale if held is None else held.scale
     given = CastOptions(scale=supplied) if options is DEFAULT else options.replace(scale=supplied)
+    if held is not None and (made := _plainly("cast_and_record", x, recipe, given, held)) is not None:
+        return made, *held.recorded
     prepared = None if held is None else _found("cast_and_record", x, recipe, given)
     if prepared is None or held is None:
         return cast(x, recipe, given), *record_amax(x, recipe, amaxes, scale)
@@ -356,7 +362,7 @@ class Call:
             self.scale_shape, self.scale_dtype = tuple(made.scale_shape), getattr(torch, made.scale_dtype)
         #: Whether `plainly` does what a call does, if options are at their default.
         self.plain = (
-            op in ("cast", "cast_ste", "cast_pair")
+            op in ("cast", "cast_ste", "cast_pair", "cast_and_record")
             and chosen in (Options(), Options(supplied=True))
             and self.index is not None
             and not INTERPRETED
@@ -375,7 +381,7 @@ class Call:
             values = op == "cast_ste"
             own = [allocate for written in self.written for allocate in written.allocators]
             self.allocators = [allocator(tuple(x.shape), x.dtype, self.device)] if values else own
-            self.finished = itemgetter(0) if values else self.written[0].tensor if op == "cast" else self._both
+            self.finished = itemgetter(0) if values else self._both if op == "cast_pair" else self.written[0].tensor
 
     def takes(self, scale: Any) -> bool:
         """Whether a supplied scale can be read as it is."""
@@ -419,8 +425,19 @@ class Call:
         self.amax.run(stream, address, number, work.data_ptr())
         return self.launched(stream, address, *[number] * len(self.written))
 
+    def recording(self, address: int, held: _History) -> ScaledTensor:
+        """`plainly` for `cast_and_record`: under the scale of a history, which records the amax."""
+        index = self.index
+        if elsewhere(index):
+            with torch.cuda.device(index):
+                return self.recording(address, held)
+        stream = stream_of(index)
+        work, _ = workspace(self.device, stream)
+        parts = held.scale, work, held.amaxes, *held.recorded
+        return self.launched(stream, address, *[part.data_ptr() for part in parts], held.first, held.kept)
+
     def launched(self, stream: int, address: int, *operands: int) -> Any:
-        """The result of the last kernel of `plainly`; `operands` are the addresses that follow those of the result."""
+        """The result of the last kernel of the short ways. operands: what the kernel takes after the result."""
         made = [allocate() for allocate in self.allocators]
         self.launcher.run(stream, address, *[part.data_ptr() for part in made], *operands)
         return self.finished(made)
