@@ -117,3 +117,15 @@ def test_transferring_a_tensor_loads_only_its_two_frameworks() -> None:
     modules = loaded(f"{code}\nimport breccia.bridges\nbreccia.bridges.from_dlpack(breccia.bridges.to_dlpack(st), 'mlx')")
     assert {"numpy", "mlx"} <= roots(modules)
     assert not roots(modules) & {"torch", "jax", "safetensors"}
+
+
+def test_a_first_product_does_not_import_sympy() -> None:
+    """Torch's own function for broadcast shapes does, which takes two seconds."""
+    modules = loaded(
+        "import os\nos.environ['TRITON_INTERPRET'] = '1'\n"
+        "import torch, breccia\nfrom breccia_triton.fused_matmul import fused_matmul\n"
+        "x, w = torch.randn(2, 16, 64).bfloat16(), breccia.cast(torch.randn(32, 64), 'int4,group_size=32')\n"
+        "assert fused_matmul(x, w.mT, out_dtype='bfloat16').shape == (2, 16, 32)\n"
+        "assert breccia.matmul(x, w.mT).shape == (2, 16, 32)"
+    )
+    assert "breccia_triton.fused_matmul" in modules and "sympy" not in modules

@@ -34,7 +34,7 @@ from .facts import LARGE, NUMBERS, Argument, Hardware, grid_of
 from .geometry import Tile, divided_up, plain_tile
 from .launch import Launcher, Remembered, current_stream, empty
 from .multiplying import Operand, multiplied, need_one_device_for
-from .operands import addresses, codes_of, components_of, hardware, writable
+from .operands import addresses, codes_of, components_of, hardware, leading, writable
 from .plans import readable
 from .prepare import Launch, decoding, needed
 from .specs import Unsupported
@@ -62,7 +62,7 @@ class Call:
     def __init__(self, a: Operand, b: Operand, bias: Any, out_dtype: str) -> None:
         left, right = tuple(a.given.shape), tuple(b.given.shape)
         self.device, self.dtype = a.data.device, getattr(torch, out_dtype)
-        self.shape = (*torch.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1])
+        self.shape = (*leading(left, right), left[-2], right[-1])
         if 0 in self.shape or not left[-1]:
             raise Unsupported("an empty tensor")
         need_one_device_for(a, b, bias)

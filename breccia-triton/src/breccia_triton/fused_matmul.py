@@ -19,7 +19,7 @@ from .facts import Hardware
 from .fused import Given, Product, scaled
 from .launch import Launcher, Remembered, current_stream, empty
 from .multiplying import Operand, multiplied, need_one_device_for
-from .operands import addresses, codes_of, hardware, writable
+from .operands import addresses, codes_of, hardware, leading, writable
 from .plans import readable
 from .prepare import Launch, needed
 from .specs import Unsupported
@@ -81,7 +81,7 @@ class Call:
     def __init__(self, a: Operand, b: Operand, out_dtype: str, product: Product) -> None:
         left, right = tuple(a.given.shape), tuple(b.given.shape)
         self.device, self.dtype = a.data.device, getattr(torch, out_dtype)
-        self.shape = (*torch.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1])
+        self.shape = (*leading(left, right), left[-2], right[-1])
         self.product = product
         self.launcher = Launcher(product.launch)
         self.sum = None if product.sum is None else Launcher(product.sum)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from breccia.backend import ScaledTensor, UnsupportedError, dtype_name
@@ -46,6 +47,14 @@ def parts_of(name: str, x: Any) -> list[tuple[str, Any]]:
         return [(name, x)]
     parts = ("codes", x.data), ("scale", x.scale), ("zero-point", x.zero_point), ("global scale", x.global_scale)
     return [(f"{name}'s {what}", part) for what, part in parts]
+
+
+def leading(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """The leading axes of a product of shapes (..., M, K) and (..., K, N), which broadcast.
+
+    By NumPy: `torch.broadcast_shapes` imports SymPy, which takes two seconds of a first call.
+    """
+    return np.broadcast_shapes(a[:-2], b[:-2])
 
 
 def addresses(tensors: list[Any], numbers: int = 0) -> list[Any]:

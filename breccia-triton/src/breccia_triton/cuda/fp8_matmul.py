@@ -21,7 +21,7 @@ from breccia.backend import PLAIN, ScaledTensor, ShapeError, checks, dtype_name
 from breccia_torch.ops import need_dense
 
 from ..launch import Remembered, allocator, current_stream, elsewhere, index_of, on, stream_of
-from ..operands import need_one_device, parts_of, writable
+from ..operands import leading, need_one_device, parts_of, writable
 from . import fp8_plans, program, wgmma
 from .driver import Launch, TensorMap, driver
 from .fp8_plans import ALIGNED, BLOCKS, OUTER, SCALES, STEP, Tile, Variant, grouped_tile_of, kind_of, tile_of
@@ -90,7 +90,7 @@ class _Call:
             checks.check_grouped(a, b, offsets)
         self.device, self.dtype, self.promote = a.data.device, _DTYPES[out_dtype], promote
         need_one_device(self.device, [*parts_of("a", a), *parts_of("b", b), ("bias", bias), ("offsets", offsets)])
-        lead = () if offsets is not None else tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+        lead = () if offsets is not None else leading(a.shape, b.shape)
         self.shape = (*lead, a.shape[-2], b.shape[-1])
         self.index, self.allocated = index_of(self.device), allocator(self.shape, self.dtype, self.device)
         self.copies: list[Any] = []
@@ -168,7 +168,7 @@ def _copiers(a: ScaledTensor, b: ScaledTensor, device: torch.device, grouped: bo
     """Whether warps copy the plain scales of a product: by its tile, if the rows of `a` that share a weight are merged."""
     alone = math.prod(b.shape[:-2]) == 1
     rows = math.prod(a.shape[:-1]) if alone else a.shape[-2]
-    matrices = 1 if alone else math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    matrices = 1 if alone else math.prod(leading(a.shape, b.shape))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     tile = tile_of(rows, b.shape[-1], a.shape[-1], matrices, processors)
     first, second = (kind_of(st.recipe, st.layout, st.axis)[0] for st in (a, b))

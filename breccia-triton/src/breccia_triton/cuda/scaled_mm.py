@@ -12,6 +12,7 @@ import torch
 from breccia.backend import checks, composites
 
 from ..launch import on
+from ..operands import leading
 from .fp8_matmul import check_out
 from .fp8_plans import kind_of
 
@@ -35,7 +36,7 @@ def _multiply(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, fast: bool) -
     kinds = kind_of(a.recipe, a.layout, a.axis)[0], kind_of(b.recipe, b.layout, b.axis)[0]
     if kinds[0] == "tensor" and a.scale.numel() > 1:  # one for each matrix: torch has one scale, or one of each row
         return composites.matmul(a, b, bias, out_dtype, out)
-    shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    shape = (*leading(a.shape, b.shape), a.shape[-2], b.shape[-1])
     if out is not None:
         check_out(out, shape, dtype)
     rows, k = a.data.numel() // a.shape[-1], a.shape[-1]
