@@ -27,6 +27,7 @@ Result = dict[str, Any]
 #: What tells the rows of a benchmark apart.
 NAMES = {
     "gpu-casts": ("recipe", "op", "shape", "part"),
+    "gpu-first-call": ("call",),
     "gpu-decoder": ("how", "model", "recipe", "batch"),
     "gpu-decoder-generate": ("how", "model", "recipe", "batch"),
     "gpu-weight-only": ("format", "n", "k", "m"),

@@ -88,7 +88,7 @@ def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, held:
     if x.layout is not torch.strided or not x.is_contiguous() or x.is_neg():
         return None
     address = x.data_ptr()
-    call = _calls.get((op, recipe.interned_key, x.shape, x.dtype, x.device, axis, kind, True, address % 16 == 0))
+    call: Any = _calls.get((op, recipe.interned_key, x.shape, x.dtype, x.device, axis, kind, True, address % 16 == 0))
     if not getattr(call, "plain", False):
         return None
     if scale is None:

@@ -270,15 +270,22 @@ def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
     """Configurations for a call, the one that is expected to be fastest first. At least one of them fits."""
     wide_codes, blocks = of.codes >= 3, -(-n // ROWS)
     few, many = blocks <= PROCESSORS // 2, blocks > 1.25 * PROCESSORS
-    # What was fastest on an H200, at 4096 x 4096, 8192 x 8192, 28672 x 8192 and 8192 x 28672: benchmarks/bench_weight_only.py.
+    # What was fastest on an H200, of the shapes in the measured configurations: benchmarks/bench_weight_only.py --tune.
     if m <= SMALL:
         batch = 8 if m <= 8 else 16
-        if blocks <= PROCESSORS // 4:
-            yield Config(batch, 4, 8, 2, split=2)
+        if blocks <= PROCESSORS // 4 and k > 4096:
+            yield Config(batch, 2, 8, 3, split=2)
         elif few:
+            if k > 8192:
+                yield Config(8, 2, 16, 2) if m <= 8 else Config(16, 4, 8, 2, split=2)
+            elif k <= 2048 and m <= 8:
+                yield Config(8, 2, 16, 2)
             yield Config(batch, 2, 8, 3)
+        elif many and m > 8:
+            yield Config(16, 2, 1, 4, wide=True)
         elif many and not wide_codes:
-            yield Config(batch, 4, 8, 3 if m <= 4 else 2, per_sm=2)
+            yield Config(8, 4, 8, 2, per_sm=2)
+            yield Config(8, 4, 8, 2)
         if m <= 8:
             yield Config(8, 2, 8, 3) if wide_codes else Config(8, 4, 12 if k <= 16384 else 16, 2)
             yield Config(8, 4, 8, 4)
