@@ -5,10 +5,11 @@
     python benchmarks/bench_weight_only.py --groups 8 --rows 16 --rows 64 --rows 2048    # products of unequal groups of rows
     python benchmarks/bench_weight_only.py --rivals humming --table FILE    # writes the measured times that `score` reads
 
-Each sample replays a CUDA graph of products by several copies of the weight, more bytes than the L2 cache holds. Samples of all
-kernels of a row alternate, since a GPU lowers its clock under load. Up to 64 rows of each result are compared with FP64 first;
-the largest error is recorded over the bound of the contract. Kernels are compiled before, as many at a time as there are
-processors. Arm `triton` is the kernel for other devices. A copy and a sum of 2 GiB measure the memory's rate in the same run.
+Each sample replays a CUDA graph of products by several copies of the weight, which together exceed the L2 cache. Samples of all
+kernels of a row are interleaved, since a GPU lowers its clock under load. Before that, up to 64 rows of each result are
+compared with FP64; the largest error is recorded as a multiple of the contract's bound. Kernels are compiled in parallel
+beforehand. The arm `triton` is breccia's kernel for other devices. A copy and a sum of 2 GiB measure the memory's rate in the
+same run.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ from weight_arms import (
 from weight_configs import build, call_of, candidates, grouped_candidates, label_of
 
 app = typer.Typer(add_completion=False)
-#: A configuration replaces the chosen one if it takes at most this part of its time: samples differ by a percent.
+#: With `--tune`, a configuration replaces the default one if it takes at most this part of its time: samples differ by 1 %.
 FASTER = 0.99
 
 # -- the benchmark ---------------------------------------------------------------------------------------------------
 
 
 def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], rounds: int, tune: bool, until: float) -> Any:
-    """A row of the result for each M. Adds what was tuned, by its key."""
+    """(rows of the result, one for each M; tuned configurations by key; notes). until: start no row after this time."""
     import torch
 
     import breccia
@@ -85,14 +86,14 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
         chosen = weight_plans.config_of(operand, codecs_of(plain.recipe.format), m, n, k, name_of_device, direct=True)
         by_name: dict[str, Any] = {OURS: chosen}
         if tune:
-            tried = candidates(operand, m, n, k)
+            tried = candidates(operand, m, k)
             build(operand, tried)
             for config in tried:
                 label = label_of(config)
                 by_name[label] = config
                 try:
                     call = call_of(config, x, weights[0])
-                except Exception as e:
+                except Exception as e:  # one configuration that fails must not stop the rest
                     notes[f"{label} M={m}"] = f"{type(e).__name__}: {e}"[:200]
                     continue
                 add(label, [lambda w=w, call=call: call(x, w, None, y) for w in weights])  # noqa: B023
@@ -126,7 +127,7 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
 
 
 def slowdowns(table: list[dict[str, Any]]) -> dict[str, float]:
-    """The medians of times over the bound of the roofline, as `breccia_triton.weight_times.slowdowns` has them."""
+    """Median times relative to the roofline's bound, by the keys of `breccia_triton.weight_times.slowdowns`."""
     import breccia
     from breccia_triton import weight_times
 
@@ -146,14 +147,14 @@ def slowdowns(table: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def sizes_of(m: int, groups: int) -> list[int]:
-    """Rows of each group: from 1 to 2 g - 1 shares in a fixed order that is not sorted, which the first group rounds up."""
+    """Rows of each group: in proportion to 1, 3, 5, ... in a fixed unsorted order. The first group takes the remainder."""
     shares = [1 + 2 * (5 * i % groups) for i in range(groups)]
     found = [m * share // sum(shares) for share in shares]
     return [found[0] + m - sum(found), *found[1:]]
 
 
 def measured_groups(name: str, n: int, k: int, rows: list[int], groups: int, rounds: int, tune: bool, until: float) -> Any:
-    """A row of the result for each M, the number of rows of all groups."""
+    """(rows of the result, one for each M; notes). M counts the rows of all groups."""
     import torch
 
     import breccia
@@ -190,7 +191,7 @@ def measured_groups(name: str, n: int, k: int, rows: list[int], groups: int, rou
         for config in tried:
             try:
                 other = GroupedCall(x, weights[0], "bfloat16", config)
-            except Exception as e:
+            except Exception as e:  # one configuration that fails must not stop the rest
                 notes[f"{label_of(config)} M={m}"] = f"{type(e).__name__}: {e}"[:200]
                 continue
             row_of.add(label_of(config), [lambda w=w, other=other: other(x, w, ends, y) for w in weights])  # noqa: B023
@@ -216,7 +217,7 @@ def measured_groups(name: str, n: int, k: int, rows: list[int], groups: int, rou
 
 
 def tell(row: dict[str, Any], notes: dict[str, str]) -> None:
-    """Print a row: medians in microseconds, the bandwidth of breccia's, and the fastest of what was tried."""
+    """Print a row: medians in microseconds, breccia's bandwidth and error, and the three fastest tuned configurations."""
     times = {kernel: found["median_s"] * 1e6 for kernel, found in row["times"].items()}
     known = [kernel for kernel in (OURS, BF16, BF16_GROUPED, TORCH, HUMMING, TRITON) if kernel in times]
     text = "  ".join(f"{kernel} {times[kernel]:7.2f}" for kernel in known)
@@ -234,18 +235,30 @@ def tell(row: dict[str, Any], notes: dict[str, str]) -> None:
 
 @app.command()
 def main(
-    formats: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FORMATS)}; repeat for several.")] = None,
-    shapes: Annotated[list[str] | None, typer.Option(help="Weights as NxK; repeat for several.")] = None,
-    rows: Annotated[list[int] | None, typer.Option(help="Rows of activations, M; repeat for several.")] = None,
-    rivals: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(IN_TABLE)}; repeat for several.")] = None,
+    formats: Annotated[
+        list[str] | None, typer.Option(help=f"Weights: {', '.join(FORMATS)}; repeat for several. Default: all.")
+    ] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option(help="Shapes of weights, NxK; repeat for several. Default: 8192x8192.")
+    ] = None,
+    rows: Annotated[
+        list[int] | None, typer.Option(help="Rows of activations, M; repeat for several. Default: 1 to 4096.")
+    ] = None,
+    rivals: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(IN_TABLE)}; repeat for several. Default: torch-int4.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Samples of each kernel.")] = 11,
-    seconds: Annotated[float, typer.Option(help="Leave out what has not begun by then.")] = 600.0,
-    tune: Annotated[bool, typer.Option("--tune", help="Try every configuration, and write the fastest.")] = False,
-    groups: Annotated[int, typer.Option(min=0, help="Multiply so many groups of rows by weights of their own.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Start no row after this many seconds.")] = 600.0,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Time every configuration, and write the fastest ones to --out.")
+    ] = False,
+    groups: Annotated[int, typer.Option(min=0, help="Multiply this many groups of rows, each by its own weight.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
-    times: Annotated[Path | None, typer.Option("--table", help="File for the measured times that `score` reads.")] = None,
+    times: Annotated[
+        Path | None, typer.Option("--table", help="Write the measured times that `score` reads to this file.")
+    ] = None,
 ) -> None:
-    """Time products of 1 to 4096 rows."""
+    """Time products of BF16 activations and quantized weights."""
     try:
         import torch
     except ImportError:
