@@ -70,6 +70,30 @@ SHORT = 3
 OLD_S, OLD_SAMPLES = 40.0, 3
 
 
+def measured_row(
+    kind: str,
+    shape: tuple[int, int, int],
+    samples: int,
+    device: str,
+    burst: bool,
+    bursts: bool,
+    tiles: list[str],
+    libraries: Collection[str],
+    copiers: bool,
+) -> dict[str, Any]:
+    """A row of the result. bursts: measure IN_BURSTS again, after pauses. libraries: the rivals. tiles, copiers: see `makers`."""
+    row: dict[str, Any] = {"kind": kind, "shape": shape, "tile": tile_name(kind, *shape), "times": {}}
+    try:
+        a, ws = operands(kind, *shape, device)
+        turned = column_major(a) if kind in ("tiles", "blocks") else None
+        expected = reference(a, ws[0], ends_of(shape[0], a.data.device) if kind.startswith("grouped") else None)
+        arms = makers(kind, a, ws, turned, tiles, libraries, copiers)
+        row["times"], row["clock_mhz"] = measured(arms, kind, expected, samples, device, burst, bursts)
+    except Exception as e:  # such as too little memory; one row that fails must not stop the rest
+        row["error"] = bench_gpu.message(e)
+    return row
+
+
 def measured(
     calls: Mapping[str, Make], kind: str, expected: Reference, samples: int, device: str, burst: bool, bursts: bool
 ) -> tuple[dict[str, Any], int | None]:
@@ -198,6 +222,16 @@ def write_table(table: Path, result: Mapping[str, Any], anew: bool) -> None:
     choices.write_measured(table, device, "slowdowns", slowdowns(result["rows"]), result["provenance"])
 
 
+def write_from(source: Path, table: Path | None) -> None:
+    """Write the measured times of a stored result. Exits without a table's file, and on results of other benchmarks."""
+    if table is None:
+        sys.exit("bench_matmul: --from takes a result and writes its table; name the file by --table.")
+    result = json.loads(source.read_text(encoding="utf-8"))
+    if result.get("benchmark") != NAME:
+        sys.exit(f"bench_matmul: --from takes a result of {NAME}; {source.name} is one of {result.get('benchmark')!r}.")
+    write_table(table, result, anew=True)
+
+
 def add_old(rows: list[dict[str, Any]], seconds: float) -> str:
     """Add breccia 0.1.3 to large products with one scale per tensor. Returns why it did not run, or \"\"."""
     large = [list(lengths(shape)) for shape in LARGE]
@@ -244,13 +278,7 @@ def main(
 ) -> None:
     """Time products of FP8 tensors."""
     if source is not None:
-        if table is None:
-            sys.exit("bench_matmul: --from takes a result and writes its table; name the file by --table.")
-        result = json.loads(source.read_text(encoding="utf-8"))
-        if result.get("benchmark") != NAME:
-            sys.exit(f"bench_matmul: --from takes a result of {NAME}; {source.name} is one of {result.get('benchmark')!r}.")
-        write_table(table, result, anew=True)
-        return
+        return write_from(source, table)
     import torch
 
     bench_gpu.check_device(device)
@@ -267,21 +295,10 @@ def main(
     for shape, kind in plan:
         if time.monotonic() - started > seconds:
             break
-        row: dict[str, Any] = {"kind": kind, "shape": shape, "tile": tile_name(kind, *shape), "times": {}}
-        a, ws = None, []
-        try:
-            a, ws = operands(kind, *shape, device)
-            turned = column_major(a) if kind in ("tiles", "blocks") else None
-            expected = reference(a, ws[0], ends_of(shape[0], a.data.device) if kind.startswith("grouped") else None)
-            arms = makers(kind, a, ws, turned, tiles or [], versions, copiers)
-            also = kind in (bursts or ()) and shape in large and not burst
-            row["times"], row["clock_mhz"] = measured(arms, kind, expected, samples, device, burst, also)
-            del arms, expected, turned
-        except Exception as e:
-            row["error"] = bench_gpu.message(e)
+        also = kind in (bursts or ()) and shape in large and not burst
+        row = measured_row(kind, shape, samples, device, burst, also, tiles or [], versions, copiers)
         rows.append(row)
         print(line(row) + row.get("error", ""), flush=True)
-        del a, ws
         if device == "cuda":
             torch.cuda.empty_cache()
     if OLD in versions and (why := add_old(rows, OLD_S)):

@@ -146,7 +146,11 @@ class Row:
                 self.errors[arm] = self.exact.error_over_bound(found)
             self.graphs[arm] = graph_of(calls, PRODUCTS if self.m < LONG else PRODUCTS // 4)
         except Exception as e:  # one arm that fails must not stop the rest
-            self.notes[f"{arm} M={self.m}"] = f"{type(e).__name__}: {e}"[:200]
+            self.note(arm, e)
+
+    def note(self, arm: str, e: Exception) -> None:
+        """Note why an arm failed."""
+        self.notes[f"{arm} M={self.m}"] = f"{type(e).__name__}: {e}"[:200]
 
     def times(self, rounds: int) -> dict[str, Any]:
         """Summaries by arm, with the largest error as a multiple of the bound."""
