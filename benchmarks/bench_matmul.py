@@ -100,9 +100,11 @@ def measured(
     """(times or the error of each arm, the clock under load). bursts: measure IN_BURSTS again, after pauses."""
     found: dict[str, Any] = {}
     timers: dict[str, bench_gpu.Timer] = {}
+    alive = list[Call]()  # a CUDA graph keeps addresses, not tensors: the calls hold the operands until all samples are taken
     for name, make in calls.items():
         try:
-            found[name], timers[name] = prepared(name, make(), kind, expected, device)
+            alive.append(make())
+            found[name], timers[name] = prepared(name, alive[-1], kind, expected, device)
         except Exception as e:  # of any library; one arm that fails must not stop the rest
             found[name] = {"error": bench_gpu.message(e)}
     clock = None if burst else bench_gpu.load(device)

@@ -137,7 +137,6 @@ def measured_row(
         if m <= MOST.get(rival, m):
             add_rival(arms, rival, weight, x)
     times = arms.times(rounds)
-    arms.graphs.clear()
     read = weight.copies[0].nbytes + 2 * m * (n + k)
     config = weight_plans.entry_of(configs[OURS])
     row = {"format": weight.name, "n": n, "k": k, "m": m, "bytes": read, "config": config, "times": times}
@@ -285,7 +284,6 @@ def measured_groups_row(experts: Experts, m: int, rounds: int, tune: bool, notes
 
     arms.add(BF16_EACH, [partial(each, w) for w in experts.bf16], check=False)
     times = arms.times(rounds)
-    arms.graphs.clear()
     used = sum(size > 0 for size in sizes)
     read = experts.copies[0].nbytes * used // groups + 2 * m * (n + k)
     row = {"format": experts.name, "n": n, "k": k, "m": m, "groups": groups, "sizes": sizes, "bytes": read, "times": times}

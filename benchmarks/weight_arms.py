@@ -130,11 +130,15 @@ def grouped_reference(x: Any, values: list[Any], sizes: list[int]) -> Reference:
 
 
 class Row:
-    """The CUDA graphs of one row, by arm. y: the output of breccia's kernels. notes: messages of arms that failed."""
+    """The CUDA graphs of one row, by arm. y: the output of breccia's kernels. notes: messages of arms that failed.
+
+    A graph keeps addresses, not tensors, so `calls` keeps the operands alive.
+    """
 
     def __init__(self, y: Any, exact: Reference, m: int, notes: dict[str, str]) -> None:
         self.y, self.exact, self.m, self.notes = y, exact, m, notes
         self.graphs: dict[str, tuple[Any, int]] = {}
+        self.calls: dict[str, list[Callable[[], Any]]] = {}
         self.errors: dict[str, float] = {}
 
     def add(self, arm: str, calls: list[Callable[[], Any]], check: bool = True) -> None:
@@ -145,6 +149,7 @@ class Row:
             if check:
                 self.errors[arm] = self.exact.error_over_bound(found)
             self.graphs[arm] = graph_of(calls, PRODUCTS if self.m < LONG else PRODUCTS // 4)
+            self.calls[arm] = calls
         except Exception as e:  # one arm that fails must not stop the rest
             self.note(arm, e)
 
