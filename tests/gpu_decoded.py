@@ -211,8 +211,8 @@ def run(arguments: list[str], seconds: float) -> tuple[list[str], str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=340.0, help="for everything")
-    parser.add_argument("--skip-fp8", action="store_true", help="leave out FP8 products, which share the source")
+    parser.add_argument("--seconds", type=float, default=340.0, help="time limit of the whole run")
+    parser.add_argument("--skip-fp8", action="store_true", help="leave out FP8 products, which use the same source")
     parser.add_argument("--only", default="", help="check only tiles whose name starts with this")
     parser.add_argument("--tile", help=argparse.SUPPRESS)
     parser.add_argument("--times", nargs=3, help=argparse.SUPPRESS)
