@@ -81,7 +81,7 @@ def measured_row(
     libraries: Collection[str],
     copiers: bool,
 ) -> dict[str, Any]:
-    """A row of the result. bursts: measure IN_BURSTS again, after pauses. libraries: the rivals. tiles, copiers: see `makers`."""
+    """A row of the result. bursts: measure IN_BURSTS again, after pauses. tiles, libraries, copiers: as in `makers`."""
     row: dict[str, Any] = {"kind": kind, "shape": shape, "tile": tile_name(kind, *shape), "times": {}}
     try:
         a, ws = operands(kind, *shape, device)
@@ -100,7 +100,7 @@ def measured(
     """(times or the error of each arm, the clock under load). bursts: measure IN_BURSTS again, after pauses."""
     found: dict[str, Any] = {}
     timers: dict[str, bench_gpu.Timer] = {}
-    alive = list[Call]()  # a CUDA graph keeps addresses, not tensors: the calls hold the operands until all samples are taken
+    alive = list[Call]()  # a CUDA graph keeps addresses, not tensors: the calls hold the tensors
     for name, make in calls.items():
         try:
             alive.append(make())
