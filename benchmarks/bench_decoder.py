@@ -6,14 +6,14 @@
 **On a CPU** the decoder is transformers' Llama with random weights, which Hugging Face's `generate` decodes greedily, after a
 prompt of 32 tokens: FP32, BF16, and FP32 activations by each recipe.
 
-**On CUDA** the decoder is plain PyTorch with random weights and a static cache of keys and values. One step, from tokens to
-the next, is a CUDA graph, of eager operations (`--how graph`) or of what torch.compile makes of each layer (`compiled`).
-Graphs of the products by weights alone, and of attention between the projections, say what a step consists of. `--models`
-has wide layers, four of Llama 3 8B, and narrow ones, of TinyLlama: both have about a billion parameters. Through `generate`
-they are transformers' Llama, all activations in BF16, with a static cache too; its steps are eager, or with
-`generate-compiled` what transformers makes of them by `torch.compile`.
+**On CUDA** the decoder is plain PyTorch with random weights and a static cache of keys and values. A step from one token to the
+next is a CUDA graph, of eager operations (`--how graph`) or of layers compiled by torch.compile (`--how compiled`). Separate
+graphs of the products by weights, and of attention without projections, measure the parts of a step. `--models` are `wide`,
+four layers of Llama 3 8B, and `narrow`, TinyLlama; both have about a billion parameters. Through `generate` they are
+transformers' Llama with BF16 activations, also with a static cache. Steps are eager, or with `generate-compiled` compiled by
+transformers through `torch.compile`.
 
-The models are measured in rotation, since a GPU lowers its clock under load, and other processes disturb a CPU.
+Samples of the models are interleaved, since a GPU lowers its clock under load, and other processes disturb a CPU.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ import common
 import torch
 import typer
 from decoder_model import MODELS, TINY, Decoder
+from decoder_tables import COMPILED, GENERATE, GENERATE_COMPILED, GRAPH
 from torch import nn
 
 app = typer.Typer(add_completion=False)
 
-#: The same of the decoder on a CPU.
+#: Dimensions of the decoder on a CPU, in the order of MODELS.
 SMALL = (12, 1024, 16, 4, 2816, 32000)
 BF16, FP32 = "bf16", "fp32"
-#: How a decoder on CUDA runs: under a CUDA graph in eager mode or compiled, or through `generate`.
-GRAPH, COMPILED, GENERATE, GENERATE_COMPILED = HOW = ("graph", "compiled", "generate", "generate-compiled")
+HOW = (GRAPH, COMPILED, GENERATE, GENERATE_COMPILED)
 
 
 def made(
     recipe: str, dimensions: tuple[int, ...], batch: int, length: int, how: str
 ) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
-    """(Graphs of one step and of its products and attentions alone, facts of the model, the calls).
+    """(CUDA graphs of a step and of its parts, facts of the model, the captured calls).
 
-    A graph keeps addresses, not tensors: the calls, which hold them, have to live as long as the graphs.
+    A graph keeps addresses, not tensors: the calls hold the tensors, so they have to live as long as the graphs.
     """
     import breccia_torch
 
@@ -82,7 +82,7 @@ def made(
 
 
 def captured(run: Callable[[], None]) -> Any:
-    """A CUDA graph of a call, after three that are not recorded."""
+    """A CUDA graph of a call, captured after three warm-up calls."""
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()  # the weights and tokens were written on another stream
     with torch.cuda.stream(stream), torch.no_grad():
@@ -96,7 +96,7 @@ def captured(run: Callable[[], None]) -> Any:
 
 
 def timed(graphs: dict[tuple[str, str], Any], steps: int, rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Seconds of each graph, replayed `steps` times in a sample; samples are interleaved."""
+    """Seconds of a step of each graph. A sample replays a graph `steps` times; samples are interleaved."""
     seconds: dict[tuple[str, str], list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
@@ -173,7 +173,7 @@ def _bytes_of(model: Any) -> dict[str, int]:
 
 
 class Clock:
-    """A streamer of `generate` that notes when tokens come."""
+    """A streamer for `generate` that records the time of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -216,7 +216,7 @@ def generated(
                         **options,
                     )
                 if turn:  # the first round is not counted
-                    _, after, *_, last = clock.times  # of the prompt, of the first token, of the last one
+                    _, after, *_, last = clock.times  # the prompt, the first token, the last token
                     first[recipe].append(after - start)
                     seconds[recipe].append((last - after) / steps)
         for recipe, (_, facts) in models.items():
@@ -229,7 +229,7 @@ def generated(
 
 
 def _print(table: list[dict[str, Any]]) -> None:
-    """The last row, and its ratios to the first one of its batch."""
+    """Print the last row, and its ratios to the first row of the same model and batch."""
     row = table[-1]
     first = next(one for one in table if (one.get("model"), one["batch"]) == (row.get("model"), row["batch"]))
     size, ratio = row["weight_bytes"], row["weight_bytes"] / first["weight_bytes"]
@@ -245,18 +245,22 @@ def _print(table: list[dict[str, Any]]) -> None:
 @app.command()
 def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    recipes: Annotated[list[str] | None, typer.Option(help="Recipes; repeat for several.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences at a time; repeat for several.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens of the cache.")] = 512,
-    steps: Annotated[int, typer.Option(help="Tokens of a sample.")] = 64,
+    recipes: Annotated[list[str] | None, typer.Option(help="Recipes of weights; repeat for several.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Batch sizes; repeat for several.")] = None,
+    length: Annotated[int, typer.Option(help="Length of the cache in tokens.")] = 512,
+    steps: Annotated[int, typer.Option(help="Tokens in a sample.")] = 64,
     rounds: Annotated[int, typer.Option(help="Samples of each model.")] = 7,
-    how: Annotated[list[str] | None, typer.Option(help=f"On CUDA: {', '.join(HOW)}; repeat for several.")] = None,
-    models: Annotated[list[str] | None, typer.Option(help=f"On CUDA: {', '.join(MODELS)}; repeat for several.")] = None,
-    seconds: Annotated[float, typer.Option(help="On CUDA: leave out what has not begun by then.")] = 600.0,
+    how: Annotated[
+        list[str] | None, typer.Option(help=f"On CUDA: {', '.join(HOW)}; repeat for several. Default: the first two.")
+    ] = None,
+    models: Annotated[
+        list[str] | None, typer.Option(help=f"On CUDA: {', '.join(MODELS)}; repeat for several. Default: all.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="On CUDA: start no measurement after this many seconds.")] = 600.0,
     tiny: Annotated[bool, typer.Option("--tiny", help="A model of a million parameters, to try the script.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
 ) -> None:
-    """Time decoding under a CUDA graph, or through `generate`."""
+    """Time the decoding of tokens with quantized weights."""
     if device == "cpu":
         names = recipes or ["int4", "mxfp4", "nvfp4", "mxfp8", "fp8_block", "int8"]
         rows = generated([FP32, BF16, *names], batch or [1, 4], steps, rounds, TINY if tiny else SMALL, "cpu", {})
@@ -292,13 +296,13 @@ def main(
             found = generated(names, [count], steps, rounds, chosen[name], "cuda", static)
             kinds["gpu-decoder-generate"] += [{"how": way, "model": name, **row} for row in found]
         print(f"{what}: {time.perf_counter() - begun:.0f} s", flush=True)
-        for kind, rows in kinds.items():  # also where the next one does not end
+        for kind, rows in kinds.items():  # now, so that a run that is stopped leaves results
             if rows:
                 _save(kind, rows, where("cuda"), out)
 
 
 def _save(kind: str, table: list[dict[str, Any]], provenance: dict[str, Any], out: Path | None) -> None:
-    """Write the result of a GPU to the folder, if there is one."""
+    """Write a result on a GPU to the folder, if one is given."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         result = {"benchmark": kind, "schema": common.SCHEMA, "provenance": provenance, "rows": table}

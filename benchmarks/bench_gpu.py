@@ -282,7 +282,7 @@ def merged(rows: list[dict[str, Any]], passes: list[list[dict[str, Any]]]) -> No
 
 
 def where(device: str) -> dict[str, Any]:
-    """Provenance, and of torch and the device what the times depend on."""
+    """Provenance, with the versions of torch, Triton, CUDA and the driver, and the name of the device."""
     import torch
 
     found = common.provenance()
@@ -319,7 +319,7 @@ def sizes(shape: str) -> tuple[int, int]:
 
 
 def known(given: list[str] | None, there_are: tuple[str, ...], option: str) -> list[str]:
-    """What was asked for, or all. Exits on what there is not."""
+    """The given names, or all if there are none. Exits on an unknown one."""
     if unknown := [name for name in given or [] if name not in there_are]:
         sys.exit(f"bench_gpu: {option} takes {', '.join(there_are)}; got {unknown[0]!r}.")
     return given or list(there_are)
@@ -334,16 +334,21 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 @app.command()
 def casts(
     recipes: RecipesOption = None,
-    ops: Annotated[list[str] | None, typer.Option(help="Those of OPS; repeat for several. Default: all.")] = None,
+    ops: Annotated[list[str] | None, typer.Option(help=f"{', '.join(OPS)}; repeat for several. Default: all.")] = None,
     shapes: Annotated[
         list[str] | None, typer.Option(help="ROWSxCOLUMNS; repeat for several. Small ones are timed in CUDA graphs too.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     samples: Annotated[int, typer.Option(min=1, help="Samples of each call, interleaved.")] = 15,
-    seconds: Annotated[float, typer.Option(help="Begin no row later than this; rows left out are counted.")] = math.inf,
+    seconds: Annotated[
+        float, typer.Option(help="Start no row after this many seconds; the result counts the rows left out.")
+    ] = math.inf,
     burst: Annotated[bool, typer.Option("--burst", help="Idle before every sample; no load before a row.")] = False,
     rivals_: Annotated[
-        list[str] | None, typer.Option("--rivals", help='Those of RIVALS["cuda"] in rivals.py, all or none; repeatable.')
+        list[str] | None,
+        typer.Option(
+            "--rivals", help=f"{', '.join(rivals.RIVALS['cuda'])}, all or none; repeatable. Default: those installed."
+        ),
     ] = None,
     device: DeviceOption = "cuda",
     out: OutOption = None,
@@ -388,12 +393,12 @@ def casts(
             absent[OLD] = str(e)
 
     def so_far(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """The result with these rows; others count as left."""
+        """The result with these rows. The remaining rows count as left out."""
         rows = json.loads(json.dumps(rows))
         merged(rows, passes)
         for row in rows:
             for timed in row["times"].values():
-                for what in ("device", "graph"):  # thousands of samples: their least, median and most remain
+                for what in ("device", "graph"):  # thousands of samples: keep their minimum, median and maximum
                     timed.get(what, {}).pop("seconds", None)
         versions = {name: one.version for name, one in there.items()} | ({OLD: rivals.OLD_VERSION} if passes else {})
         return {**result, "rivals": versions, "absent": absent, "left": len(planned) - len(rows), "rows": rows}
@@ -421,7 +426,7 @@ def casts(
         row |= {"functions": ours.functions()} | ({"to": ours.to} if ours.to else {})
         row |= {"bytes": ours.nbytes, "copy_bytes": 2 * xs[0].nbytes, "kernel": ours.kernel, "clock_mhz": clock}
         rows.append({**row, "times": times})
-        if out is not None and time.monotonic() - saved > SAVE_S:  # a run that is stopped leaves what it has
+        if out is not None and time.monotonic() - saved > SAVE_S:  # so that a run that is stopped leaves a result
             tables.save(so_far(rows), out, state)
             saved = time.monotonic()
     measure_old()
@@ -463,7 +468,9 @@ def quantized(recipe: str, model: Any, device: str) -> dict[str, Any]:
 
 @app.command()
 def quantize(
-    recipes: RecipesOption = None,
+    recipes: Annotated[
+        list[str] | None, typer.Option(help=f"Recipes; repeat for several. Default: {', '.join(QUANTIZED)}.")
+    ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Warm runs, after the cold one.")] = 3,
     tiny: Annotated[bool, typer.Option("--tiny", help="A model of 0.3 million parameters, to try the script.")] = False,
     device: DeviceOption = "cuda",
@@ -487,23 +494,24 @@ def quantize(
         tables.tell(json.loads(json.dumps({**result, "options": options, "rows": rows})), out, as_json)
 
 
-#: Calls in a sample of `host`: of few launches each. The first ones find the processor's caches filled by other calls.
+#: Calls in a sample of `host`. Each launches few kernels. The first ones run with cold CPU caches.
 FEW_LAUNCHES = 100
 HOST_RIVALS = (TRANSFORMER_ENGINE, TORCH_COMPILED)
 
 
 @app.command()
 def host(
-    side: Annotated[int, typer.Option(help="Rows and columns.")] = 1024,
-    samples: Annotated[int, typer.Option(min=1, help="Samples of each call, in rotation.")] = 50,
+    side: Annotated[int, typer.Option(help="Rows and columns of the matrices.")] = 1024,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each call, interleaved.")] = 50,
     rivals_: Annotated[
-        list[str] | None, typer.Option("--rivals", help="transformer-engine, torch-compiled or none; repeatable.")
+        list[str] | None,
+        typer.Option("--rivals", help="transformer-engine, torch-compiled or none; repeatable. Default: those installed."),
     ] = None,
     device: DeviceOption = "cuda",
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time what eager calls take on the host: until they return, with an empty queue of launches."""
+    """Time eager calls on the host, until they return."""
     import torch
 
     check_device(device)

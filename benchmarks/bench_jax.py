@@ -2,11 +2,11 @@
 
     python benchmarks/bench_jax.py [--size 4096] [--runs 11] [--out benchmarks/results]
 
-Plain casts are the lines of jax_lines.py. Products multiply rows of FP32 by a weight of either order, (N, K) and (K, N), and so
-do layers of Flax and Equinox whose kernel is quantized; plain JAX multiplies an FP32 weight. The arm `generic` is the generic
-algorithm, which XLA compiles: breccia's only one in JAX without breccia-native; of layers, a product of decoded values. Calls
-of new shapes are eager, and the plain lines compiled. All arms take turns, since machines have faster and slower moments:
-compare ratios.
+Plain casts are the functions of jax_lines.py. Products multiply FP32 rows by a weight in (N, K) or (K, N) order; layers are
+those of Flax and Equinox with quantized kernels; plain JAX multiplies by an FP32 weight. The arm `generic` is the generic
+algorithm, compiled by XLA, which runs where breccia-native is not installed; for layers, it multiplies decoded values. Calls of
+new shapes are eager, but plain JAX is compiled there too. Samples of all arms are interleaved, since the speed of a machine
+varies: compare ratios.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYERS = ("mxfp8", "nvfp4", "int4")
 #: Rows of products.
 ROWS = (1, 16, 64)
 Array = Any
-#: Calls by (what, which, whose).
+#: Calls by (what, case, arm).
 Arms = dict[tuple[str, str, str], Callable[[], Any]]
 
 
@@ -42,7 +42,7 @@ def waited(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 
 
 def casts(w: Array) -> Arms:
-    """Of all recipes along both axes; of a few, of BF16 and of four examples."""
+    """Casts: every recipe along both axes; a few of them also of BF16 numbers, and under vmap."""
     found: Arms = {}
 
     def add(case: str, name: str, axis: int, x: Array, batch: bool = False) -> None:
@@ -68,7 +68,7 @@ def casts(w: Array) -> Arms:
 
 
 def products(w: Array) -> Arms:
-    """Of rows by a weight of either order."""
+    """Products of FP32 rows by a weight in either order."""
     found: Arms = {}
     orders = {"(N, K)": lambda x, w: x @ w.mT, "(K, N)": lambda x, w: x @ w}
     weights = {name: {"(N, K)": breccia.cast(w, name), "(K, N)": breccia.cast(w, name, axis=-2)} for name in WEIGHTS}
@@ -88,44 +88,52 @@ def products(w: Array) -> Arms:
 
 
 def layers(w: Array) -> Arms:
-    """Of models with quantized kernels, where Flax and Equinox are installed."""
+    """Layers with quantized kernels, of Flax and Equinox where they are installed."""
+    return (flax_layers(w) if find_spec("flax") else {}) | (equinox_layers(w) if find_spec("equinox") else {})
+
+
+def flax_layers(w: Array) -> Arms:
+    from flax import linen, nnx
+
+    from breccia_jax import flax
+
     found: Arms = {}
     n = w.shape[0]
-    if find_spec("flax"):
-        from flax import linen, nnx
-
-        from breccia_jax import flax
-
-        dense, variables = linen.Dense(n, use_bias=False), {"params": {"kernel": w}}
-        module = nnx.Linear(n, n, use_bias=False, rngs=nnx.Rngs(0))
-        module.kernel = nnx.Param(w)
-        decoded = jax.jit(lambda quantized, x: dense.apply(breccia_jax.dequantize(quantized), x))
-        apply, call = jax.jit(dense.apply), nnx.jit(lambda module, x: module(x))
-        for m in ROWS:
-            x = jnp.asarray(common.normal((m, n), m))
-            plain = {"linen.Dense": waited(apply, variables, x), "nnx.Linear": waited(call, module, x)}
-            for name in LAYERS:
-                quantized, _ = flax.quantize(variables, {"*": name})
-                layer, _ = flax.quantize(module, {"*": name})
-                case = f"{_rows(m)}, {name}"
-                found["layer", f"linen.Dense, {case}", "breccia"] = waited(apply, quantized, x)
-                found["layer", f"linen.Dense, {case}", "generic"] = waited(decoded, quantized, x)
-                found["layer", f"linen.Dense, {case}", "plain"] = plain["linen.Dense"]
-                if m == 1:
-                    found["layer", f"nnx.Linear, {case}", "breccia"] = waited(call, layer, x)
-                    found["layer", f"nnx.Linear, {case}", "plain"] = plain["nnx.Linear"]
-    if find_spec("equinox"):
-        import equinox
-
-        from breccia_jax import equinox as quantizing
-
-        linear = equinox.nn.Linear(n, n, use_bias=False, key=jax.random.key(0))
-        linear = equinox.tree_at(lambda layer: layer.weight, linear, w)
-        x, call = jnp.asarray(common.normal((n,), 1)), equinox.filter_jit(lambda layer, x: layer(x))
+    dense, variables = linen.Dense(n, use_bias=False), {"params": {"kernel": w}}
+    module = nnx.Linear(n, n, use_bias=False, rngs=nnx.Rngs(0))
+    module.kernel = nnx.Param(w)
+    decoded = jax.jit(lambda quantized, x: dense.apply(breccia_jax.dequantize(quantized), x))
+    apply, call = jax.jit(dense.apply), nnx.jit(lambda module, x: module(x))
+    for m in ROWS:
+        x = jnp.asarray(common.normal((m, n), m))
+        plain = {"linen.Dense": waited(apply, variables, x), "nnx.Linear": waited(call, module, x)}
         for name in LAYERS:
-            layer, _ = quantizing.quantize(linear, name)
-            found["layer", f"equinox.nn.Linear, one row, {name}", "breccia"] = waited(call, layer, x)
-            found["layer", f"equinox.nn.Linear, one row, {name}", "plain"] = waited(call, linear, x)
+            quantized, _ = flax.quantize(variables, {"*": name})
+            layer, _ = flax.quantize(module, {"*": name})
+            case = f"{_rows(m)}, {name}"
+            found["layer", f"linen.Dense, {case}", "breccia"] = waited(apply, quantized, x)
+            found["layer", f"linen.Dense, {case}", "generic"] = waited(decoded, quantized, x)
+            found["layer", f"linen.Dense, {case}", "plain"] = plain["linen.Dense"]
+            if m == 1:
+                found["layer", f"nnx.Linear, {case}", "breccia"] = waited(call, layer, x)
+                found["layer", f"nnx.Linear, {case}", "plain"] = plain["nnx.Linear"]
+    return found
+
+
+def equinox_layers(w: Array) -> Arms:
+    import equinox
+
+    from breccia_jax import equinox as quantizing
+
+    found: Arms = {}
+    n = w.shape[0]
+    linear = equinox.nn.Linear(n, n, use_bias=False, key=jax.random.key(0))
+    linear = equinox.tree_at(lambda layer: layer.weight, linear, w)
+    x, call = jnp.asarray(common.normal((n,), 1)), equinox.filter_jit(lambda layer, x: layer(x))
+    for name in LAYERS:
+        layer, _ = quantizing.quantize(linear, name)
+        found["layer", f"equinox.nn.Linear, one row, {name}", "breccia"] = waited(call, layer, x)
+        found["layer", f"equinox.nn.Linear, one row, {name}", "plain"] = waited(call, linear, x)
     return found
 
 
@@ -133,7 +141,7 @@ def _rows(m: int) -> str:
     return "one row" if m == 1 else f"{m} rows"
 
 
-def new_shapes(runs: int) -> dict[tuple[str, str, str], Callable[[], Any]]:
+def new_shapes(runs: int) -> Arms:
     """Eager casts of arrays whose shape changes with each call."""
 
     def fresh(cast: Callable[[Array], Any], columns: int) -> Callable[[], Any]:
@@ -159,7 +167,7 @@ def _gradient(x: Array) -> Any:
 
 
 def slices(size: int, runs: int) -> list[dict[str, Any]]:
-    """Eager slices of a tensor of few rows, and of its leaves."""
+    """Eager slices of a small tensor, and of its leaves."""
     st = breccia.cast(jnp.asarray(common.normal((64, min(size, 256)), 2)), "mxfp8")
     leaves = jax.tree.leaves(st)
     calls = {"breccia": lambda: st[0:4], "plain": lambda: [leaf[0:4] for leaf in leaves]}

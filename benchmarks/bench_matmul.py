@@ -1,17 +1,19 @@
 """FP8 products on a CUDA device: breccia's kernels against torch's (cuBLAS, CUTLASS), other libraries' and BF16.
 
-Products of MXFP8, MXFP4 and NVFP4 through BF16 are timed with their decoding.
+Times of MXFP8, MXFP4 and NVFP4 products through BF16 include decoding.
 
     python benchmarks/bench_gpu.py matmul [--kinds tiles] [--rivals humming] [--shapes 4096x7168x16384] [--bursts tiles]
         [--seconds 250] [--out RESULTS] [--table FILE]
     python benchmarks/bench_matmul.py --from RESULT --table FILE
 
 A GPU lowers its clock under load, so the samples of all kernels of a row are interleaved: after a load of 0.25 s ("hot"), or
-each after 0.35 s without work ("burst"). With `--bursts` large products of these kinds are measured in both states. A sample is
-one replay of a CUDA graph of 20 calls, or several that last 1 ms together; the first replay is no sample. Where the weight fits
-the device's cache, calls rotate through copies of it that do not. Every product is compared with FP64 before it is timed.
-`--table` writes what `score` reads (breccia_triton/configurations/matmul_<device>.json), with `--from` of a result on disk,
-for which no GPU is needed.
+each after 0.35 s without work ("burst"). With `--bursts`, large products of these kinds are measured in both states. A sample
+is one replay of a CUDA graph of 20 calls, or as many replays as take 1 ms; the first replay is not counted. If the weight fits
+the device's cache, calls rotate through enough copies of it to exceed the cache. Every product is compared with FP64 before it
+is timed.
+
+`--table` writes the measured times that `score` reads (breccia_triton/configurations/matmul_<device>.json). With `--from`, it
+takes them from a stored result, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -56,28 +58,54 @@ app = typer.Typer(add_completion=False)
 
 #: The benchmark's name in results.
 NAME = "matmul-gpu"
-#: Arms whose products are of other operands, so that the row's reference does not apply.
+#: Arms with other operands, to which the row's reference does not apply.
 UNCHECKED = (BF16, TORCH_ROWS)
-#: breccia's arms that keep the contract; those of kinds that end in "fast" do not.
+#: Arms that have to keep the contract's bound, except for kinds that end in "fast".
 KEEPING = (OURS, COLUMN_MAJOR, DECODING)
 #: Arms that are also measured after a pause.
 IN_BURSTS = (OURS, TORCH)
-#: Products whose graph takes less than a sample get so many times the samples.
+#: Rows with a graph that is shorter than a sample take this many times the samples.
 SHORT = 3
-#: Seconds that breccia 0.1.3 may take, and its samples: it is far behind.
+#: Time limit in seconds and samples of breccia 0.1.3, which is many times slower than the others.
 OLD_S, OLD_SAMPLES = 40.0, 3
+
+
+def measured_row(
+    kind: str,
+    shape: tuple[int, int, int],
+    samples: int,
+    device: str,
+    burst: bool,
+    bursts: bool,
+    tiles: list[str],
+    libraries: Collection[str],
+    copiers: bool,
+) -> dict[str, Any]:
+    """A row of the result. bursts: measure IN_BURSTS again, after pauses. tiles, libraries, copiers: as in `makers`."""
+    row: dict[str, Any] = {"kind": kind, "shape": shape, "tile": tile_name(kind, *shape), "times": {}}
+    try:
+        a, ws = operands(kind, *shape, device)
+        turned = column_major(a) if kind in ("tiles", "blocks") else None
+        expected = reference(a, ws[0], ends_of(shape[0], a.data.device) if kind.startswith("grouped") else None)
+        arms = makers(kind, a, ws, turned, tiles, libraries, copiers)
+        row["times"], row["clock_mhz"] = measured(arms, kind, expected, samples, device, burst, bursts)
+    except Exception as e:  # such as too little memory; one row that fails must not stop the rest
+        row["error"] = bench_gpu.message(e)
+    return row
 
 
 def measured(
     calls: Mapping[str, Make], kind: str, expected: Reference, samples: int, device: str, burst: bool, bursts: bool
 ) -> tuple[dict[str, Any], int | None]:
-    """(By name the samples of each graph, or what it raised; the clock under load.) bursts: IN_BURSTS again, after pauses."""
+    """(times or the error of each arm, the clock under load). bursts: measure IN_BURSTS again, after pauses."""
     found: dict[str, Any] = {}
     timers: dict[str, bench_gpu.Timer] = {}
+    alive = list[Call]()  # a CUDA graph keeps addresses, not tensors: the calls hold the tensors
     for name, make in calls.items():
         try:
-            found[name], timers[name] = prepared(name, make(), kind, expected, device)
-        except Exception as e:
+            alive.append(make())
+            found[name], timers[name] = prepared(name, alive[-1], kind, expected, device)
+        except Exception as e:  # of any library; one arm that fails must not stop the rest
             found[name] = {"error": bench_gpu.message(e)}
     clock = None if burst else bench_gpu.load(device)
     short = any(timer.calls > 1 for timer in timers.values())
@@ -91,7 +119,7 @@ def measured(
 
 
 def prepared(name: str, call: Call, kind: str, expected: Reference, device: str) -> tuple[dict[str, Any], bench_gpu.Timer]:
-    """(The error of a call's product and its host time, a timer.) Raises ValueError for a product that is wrong."""
+    """(the error of the call's product and its host time, a timer). Raises ValueError for a wrong product."""
     found: dict[str, Any] = {}
     product = call()
     if name not in UNCHECKED:
@@ -106,13 +134,13 @@ def prepared(name: str, call: Call, kind: str, expected: Reference, device: str)
     if device == "cpu":
         return found, bench_gpu.Timer(call)
     replay = bench_gpu.graph_of(call)
-    # The first replay also moves the graph to the device: 0.07 ms more in the median, of products of 7 and of 100 µs alike.
+    # The first replay also uploads the graph to the device: 0.07 ms in the median, for products of 7 and of 100 µs alike.
     _, once = (bench_gpu.elapsed(replay, 1, device) for _ in range(2))
     return found, bench_gpu.Timer(replay, bench_gpu.GRAPH_CALLS, math.ceil(bench_gpu.SAMPLE_S / once))
 
 
 def sampled(timers: Collection[bench_gpu.Timer], count: int, device: str, idle: bool) -> None:
-    """So many samples of each, interleaved; each after a pause where `idle`."""
+    """Take `count` samples of each timer, interleaved. idle: pause before each sample."""
     for _ in range(count):
         for timer in timers:
             if idle:
@@ -121,7 +149,7 @@ def sampled(timers: Collection[bench_gpu.Timer], count: int, device: str, idle: 
 
 
 def lengths(shape: str) -> tuple[int, int, int]:
-    """M, N and K of "4096x7168x16384". Exits on others."""
+    """M, N and K of "4096x7168x16384". Exits on any other text."""
     sides = shape.split("x")
     if len(sides) != 3 or not all(side.isdecimal() and int(side) for side in sides) or int(sides[2]) % 128:
         sys.exit(f"bench_matmul: --shapes takes MxNxK, K a multiple of 128; got {shape!r}.")
@@ -129,7 +157,7 @@ def lengths(shape: str) -> tuple[int, int, int]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row in text: TFLOP/s, and breccia's over the best other's."""
+    """A row as text: TFLOP/s of each arm, and breccia's speed relative to torch's."""
     m, n, k = row["shape"]
     rates = {
         f"{name}{' after pauses' if state == 'burst' else ''}": 2e-12 * m * n * k / t[state]["median_s"]
@@ -157,13 +185,13 @@ def tile_name(kind: str, m: int, n: int, k: int) -> str:
     return fp8_plans.tile_of(m, n, k, 1, processors).name
 
 
-#: The arms whose times `score` reads, with what the keys of their times begin with. Of torch's products of blocks, that with
-#: the copies that breccia's call of it makes.
+#: The arms whose times `score` reads, with the prefixes of their keys. For torch's products of blocks it reads the times that
+#: include breccia's copies of plain scales.
 _SCORED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming", DEEP_GEMM: "deep_gemm", TRANSFORMER_ENGINE: "transformer_engine"}
 
 
 def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians of times over estimates, as `breccia_triton.cuda.fp8_plans.slowdowns` has them."""
+    """Median times relative to estimates, by the keys of `breccia_triton.cuda.fp8_plans.slowdowns`."""
     import breccia
     from breccia_triton import bf16_plans, choices
     from breccia_triton.cuda import fp8_plans
@@ -174,9 +202,8 @@ def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
         taken = {name: timed["graph"]["median_s"] for name, timed in row["times"].items() if "graph" in timed}
         taken[TORCH] = taken.get(TORCH_PLAIN, taken.get(TORCH, 0.0))
         for arm, kernel in _SCORED.items():
-            unread = (
-                arm == TRANSFORMER_ENGINE and kind != "tensor"
-            )  # breccia's table has its product of scales per tensor alone
+            # breccia's table calls TransformerEngine for one scale per tensor only.
+            unread = arm == TRANSFORMER_ENGINE and kind != "tensor"
             if kind in PAIRS and taken.get(arm) and not unread:
                 key = choices.measured_key(fp8_plans.head_of(kernel, PAIRS[kind]), m, n, k)
                 found[key] = taken[arm] / fp8_plans.bound(m, n, k)
@@ -188,7 +215,7 @@ def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def write_table(table: Path, result: Mapping[str, Any], anew: bool) -> None:
-    """Write the measured times of a result for `score`. anew: without those that are in the file."""
+    """Write a result's measured times, which `score` reads. anew: replace the file instead of adding to it."""
     from breccia_triton import choices
 
     if anew:
@@ -197,8 +224,18 @@ def write_table(table: Path, result: Mapping[str, Any], anew: bool) -> None:
     choices.write_measured(table, device, "slowdowns", slowdowns(result["rows"]), result["provenance"])
 
 
+def write_from(source: Path, table: Path | None) -> None:
+    """Write the measured times of a stored result. Exits without a table's file, and on results of other benchmarks."""
+    if table is None:
+        sys.exit("bench_matmul: --from takes a result and writes its table; name the file by --table.")
+    result = json.loads(source.read_text(encoding="utf-8"))
+    if result.get("benchmark") != NAME:
+        sys.exit(f"bench_matmul: --from takes a result of {NAME}; {source.name} is one of {result.get('benchmark')!r}.")
+    write_table(table, result, anew=True)
+
+
 def add_old(rows: list[dict[str, Any]], seconds: float) -> str:
-    """Add breccia 0.1.3 to large products with one scale per tensor. Returns why it did not run, or nothing."""
+    """Add breccia 0.1.3 to large products with one scale per tensor. Returns why it did not run, or \"\"."""
     large = [list(lengths(shape)) for shape in LARGE]
     wanted = {"x".join(map(str, row["shape"])): row for row in rows if row["kind"] == "tensor" and list(row["shape"]) in large}
     if not wanted:
@@ -216,37 +253,39 @@ def add_old(rows: list[dict[str, Any]], seconds: float) -> str:
 
 @app.command()
 def main(
-    kinds: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(KINDS)}; repeatable.")] = None,
-    shapes: Annotated[list[str] | None, typer.Option(help="MxNxK, for every kind; repeatable. By default a plan.")] = None,
+    kinds: Annotated[
+        list[str] | None, typer.Option(help=f"Kinds of scales: {', '.join(KINDS)}; repeatable. Default: a plan.")
+    ] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option(help="MxNxK, measured for every kind; repeatable. Default: a plan.")
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each call, interleaved.")] = 5,
-    seconds: Annotated[float, typer.Option(help="Begin no row later than this; rows left out are counted.")] = math.inf,
+    seconds: Annotated[
+        float, typer.Option(help="Start no row after this many seconds; the result counts the rows left out.")
+    ] = math.inf,
     burst: Annotated[bool, typer.Option("--burst", help="Idle before every sample; no load before a row.")] = False,
-    bursts: Annotated[list[str] | None, typer.Option(help="Measure large products of these kinds in both states.")] = None,
+    bursts: Annotated[
+        list[str] | None, typer.Option(help="Also measure large products of these kinds after pauses; repeatable.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the script.")] = "cuda",
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
     rivals_: Annotated[
         list[str] | None,
-        typer.Option("--rivals", help=f"Of {', '.join((*RIVALS, OLD))}; repeatable; by default those at hand."),
+        typer.Option("--rivals", help=f"{', '.join((*RIVALS, OLD))}; repeatable. Default: those that are installed."),
     ] = None,
-    tiles: Annotated[list[str] | None, typer.Option(help="Also force these tiles of fp8_plans.TABLE; repeatable.")] = None,
-    copiers: Annotated[bool, typer.Option("--copiers", help="Also with warps that copy plain scales, for any tile.")] = False,
-    table: Annotated[Path | None, typer.Option(help="File for the measured times that `score` reads.")] = None,
-    source: Annotated[Path | None, typer.Option("--from", help="Measure nothing; write the table of this result.")] = None,
+    tiles: Annotated[list[str] | None, typer.Option(help="Also time these tiles of fp8_plans.TABLE; repeatable.")] = None,
+    copiers: Annotated[bool, typer.Option("--copiers", help="Also time kernels whose warps copy plain scales.")] = False,
+    table: Annotated[Path | None, typer.Option(help="Write the measured times that `score` reads to this file.")] = None,
+    source: Annotated[Path | None, typer.Option("--from", help="Measure nothing; write --table from this result.")] = None,
 ) -> None:
     """Time products of FP8 tensors."""
     if source is not None:
-        if table is None:
-            sys.exit("bench_matmul: --from takes a result and writes its table; name the file by --table.")
-        result = json.loads(source.read_text(encoding="utf-8"))
-        if result.get("benchmark") != NAME:
-            sys.exit(f"bench_matmul: --from takes a result of {NAME}; {source.name} is one of {result.get('benchmark')!r}.")
-        write_table(table, result, anew=True)
-        return
+        return write_from(source, table)
     import torch
 
     bench_gpu.check_device(device)
-    for given in (kinds, bursts):
-        bench_gpu.known(given, tuple(KINDS), "--bursts" if given is bursts else "--kinds")
+    bench_gpu.known(kinds, tuple(KINDS), "--kinds")
+    bench_gpu.known(bursts, tuple(KINDS), "--bursts")
     bench_gpu.known(rivals_, (*RIVALS, OLD), "--rivals")
     versions, absent = chosen_rivals(rivals_ or [])
     plan = [(lengths(shape), kind) for shape, kind in planned(kinds, shapes)]
@@ -258,21 +297,10 @@ def main(
     for shape, kind in plan:
         if time.monotonic() - started > seconds:
             break
-        row: dict[str, Any] = {"kind": kind, "shape": shape, "tile": tile_name(kind, *shape), "times": {}}
-        a, ws = None, []
-        try:
-            a, ws = operands(kind, *shape, device)
-            turned = column_major(a) if kind in ("tiles", "blocks") else None
-            expected = reference(a, ws[0], ends_of(shape[0], a.data.device) if kind.startswith("grouped") else None)
-            arms = makers(kind, a, ws, turned, tiles or [], versions, copiers)
-            also = kind in (bursts or ()) and shape in large and not burst
-            row["times"], row["clock_mhz"] = measured(arms, kind, expected, samples, device, burst, also)
-            del arms, expected, turned
-        except Exception as e:
-            row["error"] = bench_gpu.message(e)
+        also = kind in (bursts or ()) and shape in large and not burst
+        row = measured_row(kind, shape, samples, device, burst, also, tiles or [], versions, copiers)
         rows.append(row)
         print(line(row) + row.get("error", ""), flush=True)
-        del a, ws
         if device == "cuda":
             torch.cuda.empty_cache()
     if OLD in versions and (why := add_old(rows, OLD_S)):

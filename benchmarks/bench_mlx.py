@@ -2,10 +2,10 @@
 
     python benchmarks/bench_mlx.py [--size 4096] [--layer 2048] [--out benchmarks/results]
 
-Every recipe is timed beside the mode of `mx.quantize` of the same width, since MLX lacks most of them. `compiled` arms run
-inside `mx.compile`: those of layers have their weights among the inputs of the compiled function, those called `captured` as
-its constants. With `--generic`, the arms `generic` are the generic algorithm, which takes minutes. All arms take turns, since
-machines have faster and slower moments: compare ratios, not milliseconds.
+MLX lacks most recipes, so each is compared with the mode of `mx.quantize` of the same width. `compiled` arms run inside
+`mx.compile`: layers have their weights among the inputs of the compiled function, or as its constants in `captured` arms.
+`--generic` adds the generic algorithm, which takes minutes. Samples of all arms are interleaved, since the speed of a machine
+varies: compare ratios, not milliseconds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RIVALS: dict[str, dict[str, Any]] = {
 }
 #: Recipes without layers: those of activations.
 _NO_LAYERS = ("fp8_current",)
-#: Seconds that the arms of a cast, and of a layer, take turns for, beyond `--runs` turns.
+#: Seconds in which the arms of a cast, and of a layer, take further samples after `--runs`.
 _CAST_S, _LAYER_S = 2.0, 1.0
 
 
@@ -119,11 +119,11 @@ def layers(size: int, spec: str, x: Any, generic: bool) -> dict[str, Callable[[]
 def main(
     size: Annotated[int, typer.Option(min=128, help="Rows and columns of the arrays that are cast.")] = 4096,
     layer: Annotated[int, typer.Option(min=128, help="Input and output lengths of the layers.")] = 2048,
-    rows: Annotated[str, typer.Option(help="Rows of activations.")] = "1,4",
+    rows: Annotated[str, typer.Option(help="Rows of activations, separated by commas.")] = "1,4",
     recipes: Annotated[str, typer.Option(help="Recipes to cast with, separated by spaces; all by default.")] = "",
-    runs: Annotated[int, typer.Option(min=1, help="Turns at least.")] = 7,
+    runs: Annotated[int, typer.Option(min=1, help="Least number of samples.")] = 7,
     generic: Annotated[bool, typer.Option(help="Time the generic algorithm too.")] = False,
-    seconds: Annotated[float, typer.Option(min=0, help="Scales the time that arms take turns for beyond that.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Factor of the time for further samples.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:

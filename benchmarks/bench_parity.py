@@ -4,10 +4,9 @@
         [--out benchmarks/results]
     python benchmarks/bench_parity.py --device cuda --grid --values 13000000 --jobs 16 [--out benchmarks/results]
 
---grid takes a slab of each dtype along each axis for every recipe and variant, and compares `cast_pair`, `cast_ste` and
-`requantize` of an eighth of it, too. parity.py says what else is drawn and compared, and which ways a framework has. --beyond:
-tensors of more than 2^31 elements, too, on torch, for which a GPU needs some 150 GB. Exits with 1 where a byte differs, after
-naming it.
+--grid compares a slab of each dtype along each axis for every recipe and variant, and `cast_pair`, `cast_ste` and `requantize`
+on an eighth of it. --beyond adds tensors of more than 2^31 elements on torch, for which a GPU needs some 150 GB. parity.py
+describes the inputs, the comparison, and the ways of each framework. Exits with 1 after naming the bytes that differ.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def measured(
     threads: int,
     grid: bool,
 ) -> dict[str, Any]:
-    """What one recipe's comparison found, in this process. turn: of small shapes, and of slabs that are not plain ones.
+    """Compare one recipe, in this process. turn: which of the small shapes, and of the slabs that are not plain, to take.
 
     grid: compare every dtype and axis, and further ops, on a slab each (see `parity.grid`).
     """
@@ -267,12 +266,15 @@ def main(
     values: Annotated[int, typer.Option(help="Least number of values for each recipe and variant.")] = 20_000_000,
     recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name; repeat for several. Default: all.")] = None,
     grid: Annotated[
-        bool, typer.Option("--grid", help="Every dtype and axis, and cast_pair, cast_ste and requantize too, eagerly on torch.")
+        bool,
+        typer.Option("--grid", help="Compare every dtype and axis, and cast_pair, cast_ste and requantize, eagerly on torch."),
     ] = False,
     large: Annotated[bool, typer.Option("--beyond", help="Cast tensors of more than 2^31 elements too, on CUDA.")] = False,
     turns: Annotated[int, typer.Option(help="Of shapes that are compiled for few numbers, a recipe takes one in N.")] = 1,
     jobs: Annotated[int, typer.Option(help="Recipes compared at a time; 0 for one to two cores.")] = 0,
-    seconds: Annotated[float, typer.Option(help="Begin no recipe later than this; those left out are counted.")] = math.inf,
+    seconds: Annotated[
+        float, typer.Option(help="Start no recipe after this many seconds; the result counts the recipes left out.")
+    ] = math.inf,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
 ) -> None:

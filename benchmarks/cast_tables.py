@@ -10,18 +10,20 @@ from typing import Any
 from cells import ABSENT, Result, Table, ratio, spread, three
 from rivals import OLD, OURS, TILES
 
-#: The copy of a matrix on the device, which stands among the rivals.
+#: The arm that copies the matrix on the device.
 COPY = "copy"
-#: Matrices of at most so many elements are small: there, launching a kernel takes longer than much of its work.
+#: Matrices with at most this many elements are small: launching a kernel takes a large part of the time.
 SMALL_ELEMENTS = 4096 * 4096
 
+_WITH_GOALS = ("fp8_block", TILES, "fp8_row", "mxfp8", "mxfp4", "nvfp4", "int4")
 #: The goals of casts, as data: the least share of the copy's rate for a large matrix, by (recipe, op).
 GOALS = {
-    **{(recipe, "cast"): 0.95 for recipe in ("fp8_block", TILES, "fp8_row", "mxfp8", "mxfp4", "nvfp4", "int4")},
-    **{(recipe, "cast_pair"): 0.90 for recipe in ("fp8_block", TILES, "fp8_row", "mxfp8", "mxfp4", "nvfp4", "int4")},
-    **{(recipe, op): share for recipe in ("fp8_current",) for op, share in (("cast", 0.95), ("cast_pair", 0.90))},
+    **{(recipe, "cast"): 0.95 for recipe in _WITH_GOALS},
+    **{(recipe, "cast_pair"): 0.90 for recipe in _WITH_GOALS},
+    ("fp8_current", "cast"): 0.95,
+    ("fp8_current", "cast_pair"): 0.90,
 }
-#: Seconds of a first call with a warm cache on disk, and microseconds of a call on the host.
+#: Goals: seconds of a first call with a filled cache on disk, and microseconds of a call on the host.
 FIRST_CALL_S, HOST_US = 0.3, 15.0
 
 
@@ -92,7 +94,7 @@ def gpu_casts(result: Result) -> Table:
 
 
 def rivals_note(result: Result) -> str:
-    """Versions of the rivals, and what is absent, differs or failed, and why."""
+    """Versions of the rivals, and the reasons why others are absent or failed."""
     parts = [f"Rivals: {', '.join(f'{name} {v}' for name, v in result['rivals'].items()) or 'none'}."]
     if OLD in result["rivals"]:
         parts.append(f"{OLD.replace('-', ' ')}: in a process of its own, before and after; it decodes to FP32.")
@@ -136,7 +138,7 @@ def goals(result: Result) -> Table:
 
 
 def roofline(result: Result) -> Table:
-    """By kernel: the bytes that its ops have to move for each number, and the share of the copy's rate that they reach."""
+    """For each kernel, the bytes per number that its ops have to move, and the share of the copy's rate that they reach."""
     found: dict[tuple[str, str], list[Result]] = {}
     for row in timed_rows(result):
         kernels = " + ".join(row.get("functions", ())) or row["kernel"]
@@ -271,8 +273,8 @@ def instructions(result: Result) -> Table:
     headings = ("op", "recipe", "kernel", "instructions for each number", "slots of the integer pipe", "registers")
     note = (
         f"{'×'.join(map(str, result['options']['shape']))} BF16, compiled for compute capability "
-        f"{result['options']['capability'] / 10:.1f}. A multiprocessor issues 128 instructions of a thread in a clock; an "
-        "integer instruction takes two of the 128 slots of its pipe. The larger of both numbers bounds the rate. Passes for an "
-        "amax are left out."
+        f"{result['options']['capability'] / 10:.1f}. A multiprocessor issues instructions for 128 threads per clock; an "
+        "integer instruction takes two of the 128 slots of its pipe. The larger of the two numbers bounds the rate. Passes for "
+        "an amax are left out."
     )
     return Table("instructions of casts", headings, rows, note)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-#: Layers, width, heads, heads of keys and values, hidden width, vocabulary: of TinyLlama-1.1B, and of a part of Llama 3 8B.
+#: Layers, width, heads, heads of keys and values, hidden width, vocabulary. wide: layers of Llama 3 8B; narrow: TinyLlama-1.1B.
 MODELS = {"wide": (4, 4096, 32, 8, 14336, 32000), "narrow": (22, 2048, 32, 4, 5632, 32000)}
 TINY = (2, 256, 4, 2, 512, 256)
 
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(self.qkv_proj(x), *where))
 
     def attend(self, qkv: torch.Tensor, position: torch.Tensor, turn: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Attention between both projections."""
+        """Attention without its projections."""
         batch = qkv.shape[0]
         q, k, v = qkv.view(batch, -1, 1, self.size).split((self.heads, self.shared, self.shared), dim=1)
         self.keys.index_copy_(2, position, _turned(k, turn))
@@ -43,13 +43,13 @@ class Attention(nn.Module):
 
 
 def _turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding: pairs of numbers as complex ones, times `turn`."""
+    """Rotary position embedding: multiply pairs of numbers, as complex numbers, by `turn`."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat([low * turn[0] - high * turn[1], high * turn[0] + low * turn[1]], dim=-1)
 
 
 class Layer(nn.Module):
-    """A layer. It adds what the layer before has computed, so that a compiler of single layers can fuse that with the norm."""
+    """A layer. It first adds the result of the previous layer: compiled alone, it then fuses this addition with the norm."""
 
     def __init__(self, width: int, heads: int, shared: int, hidden: int, batch: int, length: int) -> None:
         super().__init__()
@@ -92,23 +92,23 @@ class Decoder(nn.Module):
         return self.last(x, added)
 
     def first(self, tokens: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the layers take: embeddings, rotations and the mask of the position."""
+        """The inputs of the layers: embeddings, rotations and the mask of the position."""
         mask = (torch.arange(self.length, device=tokens.device) <= position)[None, None, None]
         return self.embedding(tokens), self.turns.index_select(1, position), mask
 
     def last(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        """The next tokens, of what the last layer returns."""
+        """The next tokens, from the results of the last layer."""
         return self.lm_head(self.norm(x + added)).argmax(dim=-1)
 
     def compile_parts(self, backend: str = "inductor") -> None:
-        """Compile every layer, and what is before and after them: the layers share one compilation."""
+        """Compile `first`, `last` and every layer. The layers share one compilation."""
         self.first = torch.compile(self.first, fullgraph=True, backend=backend)
         self.last = torch.compile(self.last, fullgraph=True, backend=backend)
         for layer in self.layers:
             layer.compile(fullgraph=True, backend=backend)
 
     def products(self) -> Callable[[], None]:
-        """A call of all products by weights, and of nothing else."""
+        """A function that computes only the products by weights."""
         x = self.nothing
         hidden = x.new_zeros(len(x), self.layers[0].down_proj.in_features)
 
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
         return run
 
     def attentions(self, tokens: torch.Tensor, position: torch.Tensor) -> Callable[[], None]:
-        """A call of what all layers compute between the projections of attention, and of nothing else."""
+        """A function that computes only the attention of all layers, without projections."""
         _, *where = self.first(tokens, position)
         qkv = self.nothing.new_zeros(len(tokens), self.layers[0].attention.qkv_proj.out_features)
 

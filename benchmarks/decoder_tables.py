@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from cells import ABSENT, Result, Table, ratio, three
 from goals import DECODER_GOALS, HEADINGS, DecoderGoal, judged
 
-#: What bench_decoder.py writes for the way of a row.
+#: How a decoder on CUDA runs, as bench_decoder.py writes it: under a CUDA graph, eager or compiled, or through `generate`.
 GRAPH, COMPILED, GENERATE, GENERATE_COMPILED = "graph", "compiled", "generate", "generate-compiled"
 WAYS = {GRAPH: "eager, a CUDA graph", COMPILED: "compiled, a CUDA graph"}
-#: The recipe that all are compared with.
+#: The recipe that the others are compared with.
 BASE = "bf16"
 
 
 def decoder(result: Result, what: str, how: str, way: str | None = None) -> Table:
-    """Tokens per second of decoders, by recipe. how: what decodes. way: of the rows that are shown, all if None."""
+    """Tokens per second of decoders, by recipe. how: a description of the run. way: the `how` of the rows to show."""
     shown = [row for row in result["rows"] if row.get("how") == way]
     models = dict.fromkeys(row.get("model", "") for row in shown)
     by = {(row.get("model", ""), row["recipe"], row["batch"]): row for row in shown}
@@ -59,7 +59,7 @@ def decoder(result: Result, what: str, how: str, way: str | None = None) -> Tabl
 
 
 def steps(result: Result) -> Table:
-    """What a step consists of, and how much faster than BF16 it would be if products by weights took no time."""
+    """The parts of a step, and its speed relative to BF16, as it is and if products by weights took no time."""
     rows = [row for row in result["rows"] if "products" in row]
     bases = {(row["how"], row["model"], row["batch"]): row for row in rows if row["recipe"] == BASE}
 
@@ -78,9 +78,10 @@ def steps(result: Result) -> Table:
         )
 
     note = (
-        "Microseconds of a step, of all its products by weights in a CUDA graph of their own, of attention between the "
-        "projections likewise (in a compiled step it is part of the rest), and of what is left; bytes of weights over the "
-        "products' time; how many times as fast as BF16's step, and what that would be if this step's products took no time."
+        "Microseconds of a step, of its products by weights, of its attention without projections, and of the rest. Products "
+        "and attention are measured in CUDA graphs of their own; the attention of a compiled step is part of the rest. TB/s: "
+        "bytes of weights over the time of products. × BF16: speed relative to the BF16 step. At most: the same if products "
+        "took no time."
         if rows
         else "*This result has no parts of steps.*"
     )
@@ -110,7 +111,7 @@ def goals(result: Result) -> Table:
         )
         for goal in DECODER_GOALS
     )
-    note = "Of all batches and ways of running a CUDA graph, from the least to the largest."
+    note = "The smallest and the largest value among all batches, eager and compiled."
     return Table("goals of decoders", HEADINGS, rows, note)
 
 

@@ -1,10 +1,10 @@
-"""Milliseconds of the first call of a kernel in a process, with kernels that an earlier process compiled, and without.
+"""Time of the first call of a kernel in a process, with and without kernels that an earlier process compiled.
 
     python benchmarks/first_call.py [--calls "cast nvfp4"] [--processes 3] [--out RESULTS]
 
-Each call has a process of its own, which initializes the device and makes the operands by the generic algorithm, and then
-calls twice. The first process of a call has an empty cache on disk; the others find in it what that one compiled. Processes
-are forked from one that has imported torch, Triton and breccia, but not breccia-triton, and has not touched the device.
+Each call runs in processes of its own, which initialize the device, make the operands by the generic algorithm, and call twice.
+The first process of a call starts with an empty cache on disk; the others find the kernels that it compiled. Processes are
+forked from one that has imported torch, Triton and breccia, but not breccia-triton, and has not initialized the device.
 
 `--device cpu` tries the script without a GPU.
 """
@@ -49,7 +49,7 @@ app = typer.Typer(add_completion=False)
 
 
 def made(name: str, device: str, side: int) -> tuple[Call, Callable[[], str]]:
-    """(the call, what names the kernel that runs), with operands that no kernel but the generic algorithm has written."""
+    """(the call, a function that names the kernel that runs). Operands are written by the generic algorithm."""
     import torch
 
     import breccia
@@ -77,7 +77,7 @@ def made(name: str, device: str, side: int) -> tuple[Call, Callable[[], str]]:
 
 
 def measured(name: str, device: str, side: int, caches: Path, results: Any) -> None:
-    """In a process of its own: put (seconds of the first call and of the second, the kernel), or the message of an error."""
+    """Put (seconds of both calls, the kernel) or an error message into `results`. It runs in a process of its own."""
     os.environ |= {"TRITON_CACHE_DIR": f"{caches}/triton", "XDG_CACHE_HOME": f"{caches}"}
     try:
         import torch
@@ -91,13 +91,13 @@ def measured(name: str, device: str, side: int, caches: Path, results: Any) -> N
             call()
             done()
             seconds.append(time.perf_counter() - start)
-        results.put((seconds, kernel()))  # what explains a call imports a part of what the first call does
-    except Exception as e:
+        results.put((seconds, kernel()))  # `explain` comes last: it imports modules that the first call imports
+    except Exception as e:  # the parent records it, and measures the other calls
         results.put(f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}")
 
 
 def row_of(name: str, device: str, side: int, processes: int) -> dict[str, Any]:
-    """What the processes of one call took."""
+    """The times of one call in all its processes."""
     fork = multiprocessing.get_context("fork")
     row: dict[str, Any] = {"call": name}
     taken: list[list[float]] = []
@@ -118,7 +118,7 @@ def row_of(name: str, device: str, side: int, processes: int) -> dict[str, Any]:
 
 
 def where(device: str) -> dict[str, Any]:
-    """As of bench_gpu, in a process of its own: it touches the device."""
+    """`bench_gpu.where`, in a process of its own, since it initializes the device."""
     fork = multiprocessing.get_context("fork")
     results = fork.SimpleQueue()
 
@@ -135,14 +135,16 @@ def where(device: str) -> dict[str, Any]:
 
 @app.command()
 def main(
-    calls: Annotated[list[str] | None, typer.Option(help="Those of CALLS; repeat for several. Default: all.")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="With a filled cache, after one with an empty one.")] = 3,
-    side: Annotated[int, typer.Option(help="Rows and columns.")] = SIDE,
+    calls: Annotated[
+        list[str] | None, typer.Option(help='Calls by name, such as "cast nvfp4"; repeat for several. Default: all.')
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes with a filled cache, after one with an empty cache.")] = 3,
+    side: Annotated[int, typer.Option(help="Rows and columns of the operands.")] = SIDE,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the script.")] = "cuda",
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
 ) -> None:
-    """Measure the first calls of processes."""
+    """Time first calls of kernels, with an empty and with a filled cache."""
     from importlib import import_module
 
     import bench_gpu
@@ -150,7 +152,7 @@ def main(
     chosen = bench_gpu.known(calls, tuple(CALLS), "--calls")
     if device not in ("cpu", "cuda"):
         sys.exit(f"first_call: --device takes cuda or cpu; got {device!r}.")
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has initialized CUDA cannot be forked
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or `is_available` initializes CUDA, after which no fork can use it
     for library in ("torch", "breccia_torch", *(("triton",) if device == "cuda" else ())):
         import_module(library)
     provenance = where(device)

@@ -1,4 +1,4 @@
-"""Arms of bench_matmul.py: operands, and the calls of breccia's kernels and of all that multiplies beside them."""
+"""Arms of bench_matmul.py: the operands, and the products of breccia, torch, other libraries and BF16."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from rivals import TRANSFORMER_ENGINE
 
 Call = Callable[[], object]
 Make = Callable[[], Call]
-#: breccia's own rules that `force` replaces.
+#: breccia's functions that `force` replaces.
 _RULES: dict[str, Any] = {}
 
 
 def operands(kind: str, m: int, n: int, k: int, device: str) -> tuple[Any, list[Any]]:
-    """(a, copies of w that together exceed the device's cache)."""
+    """Return a, and enough copies of w to exceed the device's cache together."""
     import torch
 
     import breccia
@@ -48,7 +48,7 @@ def operands(kind: str, m: int, n: int, k: int, device: str) -> tuple[Any, list[
 
 
 def ends_of(m: int, device: Any) -> Any:
-    """Where groups of uneven sizes end, of m rows together."""
+    """The row after each group, for groups of uneven sizes with m rows in total."""
     import torch
 
     shares = torch.arange(1, EXPERTS + 1, dtype=torch.float64).cumsum(0)
@@ -58,24 +58,28 @@ def ends_of(m: int, device: Any) -> Any:
 def makers(
     kind: str, a: Any, ws: list[Any], column_major: Any, tiles: list[str], rivals: Iterable[str], copiers: bool
 ) -> dict[str, Make]:
-    """The calls of a row, by name; each makes what it needs before it is timed. tiles: those to try besides the chosen one."""
+    """Functions by arm, each of which prepares a call and returns it.
+
+    tiles: tiles of breccia's kernel to time besides the one that it chooses. copiers: also time kernels whose warps copy plain
+    scales.
+    """
     import torch
 
     import breccia
 
-    fast = " fast" if kind.endswith("fast") else ""
+    fast = kind.endswith("fast")
     shape = (a.shape[0], ws[0].shape[-2])
     out = torch.empty(shape, device=a.data.device, dtype=torch.bfloat16)
-    rearranging = IN_TABLE[HUMMING][0]
+    humming, _ = IN_TABLE[HUMMING]
 
     def by(kernel: str, left: Any = a, tile: str = "", copiers: bool | None = None) -> Make:
         def make() -> Call:
             force(tile, copiers)
             explained = breccia.explain("matmul", left, ws[0].mT, out_dtype="bfloat16", prefer=kernel)
-            if explained.winner is None:  # its error names all kernels, and this one's reason comes late
+            if explained.winner is None:  # report this kernel's reason alone, not the reasons of all kernels
                 raise breccia.UnsupportedError(next(v.reason for v in explained.verdicts if v.kernel.name == kernel) or "")
-            if kernel == rearranging:
-                for w in ws:  # once for each weight, which a graph cannot capture
+            if kernel == humming:
+                for w in ws:  # the first call rearranges the weight, which a CUDA graph cannot capture
                     breccia.matmul(left, w.mT, "bfloat16", out=out, prefer=kernel)
             return bench_gpu.rotating(lambda w: breccia.matmul(left, w, "bfloat16", out=out, prefer=kernel), [w.mT for w in ws])
 
@@ -98,7 +102,7 @@ def makers(
         found[TORCH] = by("torch.scaled_mm" + ("_fast" if fast else ""))
     if column_major is not None:
         found[COLUMN_MAJOR] = by(ours, column_major)
-        found[TORCH_PLAIN] = found.pop(TORCH)  # as the table of kernels calls it, which copies them
+        found[TORCH_PLAIN] = found.pop(TORCH)  # breccia's kernel for it, which copies plain scales
         found[TORCH] = lambda: torch_blocks(kind, column_major, ws, out)
     if TRANSFORMER_ENGINE in rivals and kind in ("tensor", "tensor fast", "tiles", "blocks"):
         found[TRANSFORMER_ENGINE] = lambda: transformer_engine(kind, a, ws, out)
@@ -111,9 +115,9 @@ def makers(
 
 
 def force(name: str, copiers: bool | None) -> None:
-    """Let breccia's kernel take the tile named for calls that are prepared from now on; "" for the one that it chooses.
+    """Make breccia's kernel use the tile `name` in calls that are prepared from now on; "" restores its own choice.
 
-    copiers: whether warps copy plain scales; None for what it chooses.
+    copiers: whether warps copy plain scales; None restores the kernel's own choice.
     """
     from breccia_triton.cuda import fp8_matmul, fp8_plans
 
@@ -126,7 +130,7 @@ def force(name: str, copiers: bool | None) -> None:
 
 
 def column_major(a: Any) -> Any:
-    """`a` with column-major scales in memory of their own: `to_storage` gives a view, which would be copied at each call."""
+    """`a` with contiguous column-major scales. `to_storage` returns a view, which each call would copy."""
     import breccia
 
     st = a.to_storage("column_major")
@@ -136,7 +140,7 @@ def column_major(a: Any) -> Any:
 
 
 def torch_blocks(kind: str, a: Any, ws: list[Any], out: Any) -> Call:
-    """cuBLAS for blocks, with scales in the order that it reads, so that no copy of them is timed."""
+    """cuBLAS's blockwise product, called with scales in its own order, so that no copy of them is timed."""
     import torch
     from torch.nn.functional import ScalingType, scaled_mm
 
@@ -156,7 +160,7 @@ def torch_blocks(kind: str, a: Any, ws: list[Any], out: Any) -> Call:
 
 
 def transformer_engine(kind: str, a: Any, ws: list[Any], out: Any) -> Call:
-    """TransformerEngine's products (cuBLAS behind its own checks), of the same codes and scales."""
+    """TransformerEngine's product of the same codes and scales: its own checks, and then cuBLAS."""
     import torch
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
@@ -172,7 +176,7 @@ def transformer_engine(kind: str, a: Any, ws: list[Any], out: Any) -> Call:
 
 
 def grouped_makers(kind: str, a: Any, ws: list[Any], out: Any) -> dict[str, Make]:
-    """Groups of uneven sizes. torch multiplies rows only: beside tiles it gets the same matrices with scales of rows."""
+    """Products of uneven groups. torch supports only row scales, so it multiplies the matrices of tiles with row scales."""
     import torch
 
     import breccia

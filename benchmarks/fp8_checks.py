@@ -1,13 +1,13 @@
-"""What products of bench_matmul.py are compared with, in FP64, before they are timed."""
+"""FP64 references of products, which the benchmarks check before they time a product."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-#: Rows of a product that are compared, with all their columns.
+#: Rows of a product that are checked, in all columns.
 CHECKED = 64
-#: Relative errors above this, of random data in BF16, are a wrong product.
+#: A product with a larger relative error is wrong, for random data and a BF16 result.
 WRONG = 0.02
 #: Unit roundoff of BF16 (8 significant bits), to which a product is rounded once.
 UNIT = 2.0**-8
@@ -15,17 +15,17 @@ UNIT = 2.0**-8
 
 @dataclass(frozen=True)
 class Reference:
-    """Rows of a product in FP64. rows: their indices. allowed: the contract's bound of their sums, before they are rounded."""
+    """Rows of a product in FP64. rows: their indices. allowed: the contract's bound of the error of sums, before rounding."""
 
     rows: Any
     exact: Any
     allowed: Any
 
     def error_over_bound(self, found: Any) -> float:
-        """The largest error of `found`, all rows of the product in BF16, over the bound of docs/spec/numerics.md, section 9.
+        """The largest error of `found`, as a multiple of the bound of docs/spec/numerics.md, section 9.
 
-        A sum is within `allowed` of the exact one, and rounding moves it by at most UNIT of itself. Raises ValueError for a
-        wrong product.
+        found: the whole product in BF16. Its sums are within `allowed` of the exact ones, and rounding changes each by at most
+        UNIT times its magnitude. Raises ValueError for a wrong product.
         """
         error = found[self.rows].double() - self.exact
         relative = (error.norm() / self.exact.norm()).item()
@@ -35,9 +35,9 @@ class Reference:
 
 
 def reference(a: Any, w: Any, ends: Any = None) -> Reference:
-    """The reference of a (M, K) times w (N, K) transposed; of groups of rows with w (E, N, K), where `ends` are given.
+    """The reference of a (M, K) times the transpose of w (N, K), for randomly chosen rows.
 
-    Rows are drawn at random, of groups those that have an expert.
+    ends: the row after each group, for grouped products with w (E, N, K). Rows after the last group are not chosen.
     """
     import torch
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import common
 from cells import ABSENT, Result, Table, ratio, three, trio
 from fp8_plan import BF16, COLUMN_MAJOR, DECODING, DEEP_GEMM, HUMMING, OURS, TORCH, TORCH_ROWS
-from goals import GOALS, HEADINGS, Goal, judged
+from goals import GOALS, HEADINGS, Goal, judged, tried
 from rivals import OLD, TRANSFORMER_ENGINE
 
-#: Arms by the names that tables give them, in the order of columns.
+#: Headings of the arms' columns, in order.
 NAMES = {
     OURS: "breccia",
     COLUMN_MAJOR: "column-major scales",
@@ -25,9 +23,9 @@ NAMES = {
     OLD: "breccia 0.1.3",
     BF16: "BF16",
 }
-#: Libraries among them. torch's grouped product by rows is none beside tiles: its scales are others.
+#: Arms that the best rival is taken from. TORCH_ROWS is left out: it multiplies tensors with other scales than breccia does.
 RIVALS = (TORCH, TRANSFORMER_ENGINE, HUMMING, DEEP_GEMM)
-#: Characters of an error that are shown.
+#: Longer error messages are cut to this many characters.
 LONG = 120
 
 
@@ -36,7 +34,7 @@ def sides(shape: list[int]) -> str:
 
 
 def times_of(row: Result, state: str = "graph") -> dict[str, Any]:
-    """Summaries by arm. Of breccia 0.1.3, which no graph captures, those of calls."""
+    """Summaries by arm. Those of breccia 0.1.3 are of plain calls, since a CUDA graph cannot capture it."""
     found = {name: timed[state] for name, timed in row["times"].items() if state in timed}
     old = row["times"].get(OLD, {}).get("device")
     return found | ({OLD: old} if old and state == "graph" else {})
@@ -57,7 +55,7 @@ def best(taken: dict[str, Any], arms: tuple[str, ...]) -> float | None:
 
 
 def rates(result: Result) -> Table:
-    """Rates of products of FP8 tensors, and the fastest rival's time over breccia's with plain scales."""
+    """Rates of products of FP8 tensors, and how many times as fast as the best rival breccia is with plain scales."""
     arms = [arm for arm in NAMES if any(arm in times_of(row) for row in result["rows"])]
     rows: list[tuple[str, ...]] = []
     for row in result["rows"]:
@@ -127,8 +125,8 @@ def goals(result: Result) -> Table:
         judged(goal.work, f"≥ {goal.least:.2f} × {goal.against}", dict(ratios(result, goal)), goal.least) for goal in GOALS
     )
     note = (
-        "How many times as fast as the rival, by medians of interleaved samples, from the least to the largest product of a "
-        "goal. Hot: under load; burst: after 0.35 s without work. Fastest of breccia's kernels where it has several."
+        "Speed relative to the rival, by medians of interleaved samples: the smallest and the largest among the products of a "
+        "goal. Hot: under load; burst: after 0.35 s without work. Where breccia has several kernels, the fastest one counts."
     )
     return Table("goals of FP8 products", HEADINGS, rows, note)
 
@@ -174,9 +172,9 @@ def errors(result: Result) -> Table:
     arms = [arm for arm in NAMES if any(arm in kind for kind in found.values())]
     rows = tuple((kind, *(three(of[arm]) if arm in of else ABSENT for arm in arms)) for kind, of in found.items())
     note = (
-        "The largest error over the bound of [the contract](spec/numerics.md), section 9, against FP64: of all shapes, up to "
-        "64 random rows of each product, all columns. The bound of two FP8 tensors is that of sums promoted every 128 along "
-        "K, also for kinds with fast accumulation, whose kernels do not promise it."
+        "The largest error against FP64, as a multiple of the bound of [the contract](spec/numerics.md), section 9: over all "
+        "shapes, in up to 64 random rows of each product. The bound assumes that sums of FP8 products are promoted every 128 "
+        "along K. Kernels with fast accumulation do not promise that."
         if rows
         else "*This result has no errors.*"
     )
@@ -187,15 +185,8 @@ def errors(result: Result) -> Table:
 
 
 def trials(result: Result) -> Table:
-    """What was tried to reach the goals: expected and measured. From tried.json: those variants are in no result."""
-    tried = json.loads((common.HERE / "tried.json").read_text(encoding="utf-8"))["fp8"]
-    columns = ("what", "shape", "expected", "measured")
-    rows = tuple((*(row[name] or ABSENT for name in columns), "yes" if row["kept"] else "no") for row in tried["rows"])
-    note = (
-        f"{tried['device']}, each beside the kernel of its time, whose rates are not those above; TFLOP/s unless said. "
-        f"{ABSENT}: no prediction was written down. Kept: in the source."
-    )
-    return Table("what was tried for FP8 products", (*columns, "kept"), rows, note)
+    """What was tried to reach the goals."""
+    return tried("fp8", "shape", "what was tried for FP8 products", " Rates are in TFLOP/s.")
 
 
 TABLES: dict[str, Callable[[Result], Table]] = {

@@ -1,24 +1,26 @@
-"""The goals of products and decoders on an H200, as data: what has to be how many times as fast as what, at which shapes.
+"""Goals of products and decoders on an H200, as data: the work, the rival, and the required speed relative to the rival.
 
-`tables.py` draws them with what was measured; docs/kernels.md shows it.
+`tables.py` compares them with the measurements, for docs/kernels.md.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import common
 import weight_arms
-from cells import ABSENT
+from cells import ABSENT, Table
 from fp8_plan import BF16, DECODING, FEW, LARGE, OURS, TORCH, TORCH_ROWS
 from rivals import OLD, TRANSFORMER_ENGINE
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Of `kinds` at `shapes`, the fastest of `arms` has to be `least` times as fast as the fastest of `rivals`.
+    """The fastest of `arms` must be at least `least` times as fast as the fastest of `rivals`, for `kinds` at `shapes`.
 
-    against: these rivals in words. state: of the device, "graph" under load, "burst" after pauses.
+    against: the rivals in words. state: of the device, "graph" under load, "burst" after pauses.
     """
 
     work: str
@@ -31,7 +33,7 @@ class Goal:
     state: str = "graph"
 
 
-#: Shapes at which blocks of 128 x 128 have to be further ahead, and those that torch's grouped product gets too.
+#: Shapes that have a higher goal for scales of 1 x 128 by 128 x 128.
 _AHEAD = ("4096x2112x7168", "4096x24576x1536")
 _CUBLAS = (TORCH, TRANSFORMER_ENGINE)
 _BLOCKWISE = "cuBLAS's blockwise"
@@ -63,9 +65,9 @@ GOALS = (
 
 @dataclass(frozen=True)
 class WeightGoal:
-    """Of products of `rows` of BF16 activations by weights of `formats` at `shapes`.
+    """Products of `rows` rows of BF16 activations by weights of `formats` and `shapes`.
 
-    Without a rival, each has to take at most `bound` microseconds; with one, to be at least `bound` times as fast.
+    With a rival, each must be at least `bound` times as fast; without one, each must take at most `bound` microseconds.
     """
 
     work: str
@@ -104,7 +106,7 @@ WEIGHT_GOALS = (
 
 @dataclass(frozen=True)
 class DecoderGoal:
-    """Of decoders of `models` with weights of `recipes`: what `quantity` has to be over BF16's; `at_most`, at most `bound`."""
+    """`quantity`, divided by that of BF16 weights, must be at least `bound`, or at most `bound` if `at_most`."""
 
     work: str
     recipes: tuple[str, ...]
@@ -127,14 +129,14 @@ DECODER_GOALS = (
 
 # ------------------------------------------------------------------------------------------------ rows of tables
 
-#: Of tables of goals.
+#: Headings of tables of goals.
 HEADINGS = ("work", "goal", "measured", "worst at", "met")
 
 
 def judged(
     work: str, asked: str, every: Mapping[str, float | None], bound: float, at_most: bool = False
 ) -> tuple[str, str, str, str, str]:  # fmt: skip
-    """The row of a goal. every: what was measured, by its name; None where it was not. at_most: `bound` is the most."""
+    """The row of a goal. every: measured values by name, None where not measured. at_most: values may not exceed `bound`."""
     found = {name: value for name, value in every.items() if value is not None}
     if not found:
         return work, asked, "not measured", ABSENT, ABSENT
@@ -144,3 +146,18 @@ def judged(
     if missing := len(every) - len(found):
         reached += f"; {missing} not measured"
     return work, asked, f"{min(found.values()):.2f} to {max(found.values()):.2f}", worst, reached
+
+
+# ------------------------------------------------------------------------------------------------ trials
+
+
+def tried(work: str, case: str, title: str, unit: str = "") -> Table:
+    """Variants of kernels with their expected and measured effect, from tried.json. case: the column that says what ran."""
+    found = json.loads((common.HERE / "tried.json").read_text(encoding="utf-8"))[work]
+    columns = ("what", case, "expected", "measured")
+    rows = tuple((*(row[name] or ABSENT for name in columns), "yes" if row["kept"] else "no") for row in found["rows"])
+    note = (
+        f"{found['device']}. Each variant was compared with the kernel of that time, so numbers differ from those above.{unit} "
+        f"{ABSENT}: no prediction was written down. Kept: in the source."
+    )
+    return Table(title, (*columns, "kept"), rows, note)

@@ -31,7 +31,7 @@ RECIPES = (
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: What is requantized, and to what: the first keeps its codes, the others are decoded and cast.
 REQUANTIZED = {TILES: "fp8_block", "mxfp8": "nvfp4", "fp8_block": "mxfp8"}
-#: Recipes that are also cast from FP16 and FP32: of a block, of the tensor, packed on two levels.
+#: Recipes that are also cast from FP16 and FP32: one for each kind of scale.
 OTHER_DTYPES = ("fp8_block", "fp8_current", "mxfp8", "nvfp4")
 #: The supplied scale of fp8_delayed. Standard normal numbers stay below 448 times it.
 SCALE = 1 / 64
@@ -41,10 +41,10 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Op:
-    """What a row calls.
+    """The call of a row.
 
-    function: the op of breccia. dtype: of the numbers, if not that of the run. recipes: those that it is measured for, by
-    default all. large: whether only large matrices are measured.
+    function: breccia's op. dtype: the input's dtype, if it is not the run's. recipes: the recipes to measure. large: measure
+    large matrices only.
     """
 
     function: str
@@ -57,7 +57,7 @@ class Op:
 OPS = {
     "cast": Op("cast"),
     "cast-axis-2": Op("cast", {"axis": -2}),
-    # It takes no scale: fp8_delayed would be fp8_current.
+    # cast_pair has no scale=, so fp8_delayed would be the same as fp8_current.
     "cast_pair": Op("cast_pair", recipes=tuple(recipe for recipe in RECIPES if recipe != "fp8_delayed")),
     "dequantize": Op("dequantize"),
     "requantize": Op("requantize", recipes=tuple(REQUANTIZED)),
@@ -70,13 +70,13 @@ OPS = {
 
 
 def is_large(shape: tuple[int, int]) -> bool:
-    """Whether a device is busy with a matrix for longer than the host with launching its kernel, many times over."""
+    """Whether a cast of the matrix takes the device many times longer than the launch takes the host."""
     return math.prod(shape) > SMALL_ELEMENTS
 
 
 def cases(recipes: list[str], ops: list[str], shapes: list[tuple[int, int]]) -> Iterator[tuple[str, str, tuple[int, int]]]:
-    """(recipe, op, shape) of every row, shape by shape, those with a goal first. Recipes outside RECIPES take each op that all
-    recipes take."""
+    """(recipe, op, shape) of every row, shape by shape; rows with a goal come first. Recipes that are not in RECIPES run the
+    ops that are measured for all recipes."""
     for shape in shapes:
         found = [
             (spec, op, shape)
@@ -121,12 +121,12 @@ class Work:
     to: str = ""
 
     def functions(self) -> list[str]:
-        """The functions of Triton that the call launches, in order; empty where none of breccia-triton does."""
+        """Names of the Triton functions that the call launches, in order; empty if breccia-triton does not run it."""
         try:
             from breccia_triton import cast, decode, launch
         except ImportError:
             return []
-        launch.Remembered.forget()  # so that what is prepared now is what this call launches
+        launch.Remembered.forget()  # then the next call is the only one that is remembered
         self.call()
         made = [*cast._calls.values(), *decode._calls.values()]
         return [each.function.__name__ for call in made for each in getattr(call, "launches", ())]
@@ -156,7 +156,7 @@ def work(op: str, spec: str, xs: list[Any], dtype: str) -> Work:
     operands = xs if casts else [breccia.cast(x, recipe, **supplied) for x in xs]
     function = getattr(breccia, name)
     results = function(operands[0], *extras, **options)
-    # A scale of the whole tensor takes a read before the cast.
+    # A scale of the whole tensor takes one more read, before the cast.
     reads = 2 if not supplied and ((casts and _tensor_wide(recipe)) or (name == "requantize" and _tensor_wide(to))) else 1
     written = sum(result.nbytes for result in (results if isinstance(results, tuple) else [results]))
     kernel = breccia.explain(name, operands[0], *extras, **options).running
@@ -173,7 +173,7 @@ def _tensor_wide(recipe: Any) -> bool:
 
 
 def _history(name: str, recipe: Any, xs: list[Any]) -> Work:
-    """`AmaxHistory.cast` or `AmaxHistory.update`: one read; the history is a few numbers, which are not counted."""
+    """`AmaxHistory.cast` or `AmaxHistory.update`: one read. The history is a few numbers, so its bytes are not counted."""
     import breccia
 
     history = breccia.AmaxHistory(recipe).update(xs[0])
@@ -187,8 +187,8 @@ def _history(name: str, recipe: Any, xs: list[Any]) -> Work:
 def rival_call(rival: Rival, op: str, spec: str, xs: list[Any], name: str = "") -> Call | None:
     """The rival's call for the same work; None if it has no such recipe or op.
 
-    name: of the rival. A graph of torch.compile takes seconds to compile, so those of further ops are timed on large matrices.
-    The formulas of plain torch are for whole blocks.
+    name: the rival's. torch.compile takes seconds for each graph, so it runs ops other than `cast` and `dequantize` on large
+    matrices only. Plain torch's formulas take only whole blocks.
     """
     down = bool(OPS[op].options) or op == "cast_pair" or spec == TILES
     if name in (EAGER, TORCH_COMPILED) and down and xs[0].shape[0] % 128:
@@ -214,7 +214,7 @@ def rival_call(rival: Rival, op: str, spec: str, xs: list[Any], name: str = "") 
 
 # ------------------------------------------------------------------------------------------------ the host
 
-#: Recipes whose host time is measured, of casts along both axes and of layers, and recipes of the two operands of products.
+#: Recipes of the casts, layers and products (both operands) whose host time is measured.
 HOST_RECIPES = (
     "fp8_block",
     TILES,
@@ -236,7 +236,7 @@ HOST_PRODUCTS = (("fp8_row", "fp8_row"), ("fp8_block", TILES), ("mxfp8", "mxfp8"
 
 
 def host_calls(side: int, device: str, rivals: dict[str, Rival]) -> Iterator[tuple[str, str, Callable[[], Call | None]]]:
-    """(call, "breccia" or the rival, what makes it) of matrices of `side` rows and columns."""
+    """(name of the call, "breccia", "torch" or a rival, function that prepares the call) for matrices of side x side."""
     import torch
 
     import breccia
@@ -259,7 +259,7 @@ def host_calls(side: int, device: str, rivals: dict[str, Rival]) -> Iterator[tup
             linear = torch.nn.Linear(side, side, bias=False, device=device, dtype=torch.bfloat16)
             model = torch.nn.Sequential(linear).eval().requires_grad_(False)
             if spec:
-                breccia_torch.quantize_(model, spec)  # which stores the weight as its kernel reads it
+                breccia_torch.quantize_(model, spec)  # also stores the weight in the kernel's order
             made = model[0]
             return lambda: made(row)
 

@@ -1,7 +1,7 @@
-"""Casts as the few lines of jnp that a user would write: no care for NaN, subnormal numbers or exact quotients.
+"""Casts in a few lines of jax.numpy, as a user would write them. They ignore NaN, subnormal numbers and exact quotients.
 
-A line takes a matrix and the axis of its blocks, the last one or the one before, and returns codes, scales, and what else the
-recipe has. Sides are multiples of a block.
+Each cast takes a matrix and the axis of its blocks, -1 or -2, and returns codes, scales and the recipe's other components.
+Sides must be multiples of the block.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ NF4 = np.array((*_BELOW, *_ABOVE), np.float32)
 
 
 def in_blocks(x: Array, block: int | None, axis: int) -> tuple[Array, int]:
-    """(The matrix with an axis of the items of a block, which is returned too). block: its length, None for the whole axis."""
+    """(the matrix with one more axis, the axis within a block). block: its length; None for the whole axis."""
     size = x.shape[axis] if block is None else block
     return (x.reshape(x.shape[0], -1, size), 2) if axis == -1 else (x.reshape(-1, size, x.shape[1]), 1)
 
 
 def largest(x: Array, block: int | None, axis: int) -> tuple[Array, Array]:
-    """(Blocks, their largest magnitudes)."""
+    """(blocks, their largest magnitudes)."""
     t, within = in_blocks(x, block, axis)
     return t, jnp.max(jnp.abs(t), axis=within, keepdims=True)
 
 
 def packed(codes: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """4-bit codes two to a byte along the axis."""
+    """Pack two 4-bit codes into each byte along the axis."""
     pairs = codes.reshape(shape[0], -1, 2) if axis == -1 else codes.reshape(-1, 2, shape[1]).swapaxes(1, 2)
     if pairs.dtype == FP4:
         return lax.bitcast_convert_type(pairs, jnp.uint8)
@@ -106,7 +106,7 @@ def nf4(x: Array, axis: int) -> Any:
     return packed(codes, x.shape, axis), scale
 
 
-#: By the spec of the recipe. `mxfp6` has none: JAX has no numbers of 6 bits.
+#: Casts by the recipe's spec. `mxfp6` is missing, since JAX has no 6-bit dtype.
 LINES: dict[str, Cast] = {
     "fp8_current": fp8_current,
     "fp8_row": fp8(None),

@@ -24,7 +24,7 @@ import typer
 
 Result = dict[str, Any]
 
-#: What tells the rows of a benchmark apart.
+#: Fields that identify a row, by benchmark.
 NAMES = {
     "gpu-casts": ("recipe", "op", "shape", "part"),
     "gpu-first-call": ("call",),
@@ -33,12 +33,12 @@ NAMES = {
     "gpu-weight-only": ("format", "n", "k", "m"),
     "matmul-gpu": ("kind", "shape"),
 }
-#: Options that runs may differ in. Of samples, the joined result names the least number that a row has.
+#: Options in which runs may differ. The joined result has the smallest number of samples.
 EXTENT = ("shapes", "samples")
 
 
 def joined(results: list[Result]) -> Result:
-    """One result of several, in order. Exits where they are not of one benchmark, device and set of options."""
+    """Join results, in order. Exits if they differ in benchmark, device or options."""
     first, last = results[0], results[-1]
     for result in results:
         for what, found, expected in (
@@ -82,7 +82,7 @@ def _options(result: Result) -> dict[str, Any]:
 
 
 def merge_tuned(files: list[Path], into: Path) -> None:
-    """Merge files of configurations into those of the same names in a folder. Exits where both differ in schema or device."""
+    """Merge files of configurations into the files of the same names in a folder. Exits if schemas or devices differ."""
     from breccia_triton import choices, weight_plans
 
     for path in files:
@@ -101,11 +101,13 @@ def merge_tuned(files: list[Path], into: Path) -> None:
 
 
 def main(
-    files: Annotated[list[Path], typer.Argument(help="Results, or configurations, the newest last.")],
-    out: Annotated[Path, typer.Option(help="Folder for the JSON result, or of the configurations.")],
-    table: Annotated[Path | None, typer.Option(help="File for the measured times that kernels are chosen by.")] = None,
+    files: Annotated[list[Path], typer.Argument(help="Results, or tuned configurations, the newest last.")],
+    out: Annotated[Path, typer.Option(help="Folder for the joined result, or folder of the configurations.")],
+    table: Annotated[
+        Path | None, typer.Option(help="Write the measured times by which kernels are chosen to this file.")
+    ] = None,
 ) -> None:
-    """Join results of one benchmark and device."""
+    """Join results of one benchmark and device, or merge tuned configurations."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     if all("configs" in result for result in results):
         return merge_tuned(files, out)

@@ -3,7 +3,7 @@
     python benchmarks/ncu_casts.py [--calls "cast nf4"] [--shape 16384x8192] [--out RESULTS]
 
 Needs `ncu`, and the right to read performance counters. Clocks are left as they are (`--clock-control none`); caches are
-flushed before each kernel, and the second call of each is counted. Its kernels appear in their order.
+flushed before each kernel, and the second call is profiled. The kernels of a call are listed in launch order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import gpu_work
 import tables
 import typer
 
-#: The calls: those whose time instructions or passes bound, by the tables of casts. By name: op and recipe.
+#: Calls by name: casts that are bound by instructions or by several passes over memory, according to the tables of casts.
 CALLS = {
     f"{op} {recipe}": (op, recipe)
     for op, recipe in (
@@ -35,7 +35,7 @@ CALLS = {
         ("cast", "nf4"),
     )
 }
-#: What is counted, by the names of the result.
+#: Metrics of Nsight Compute by their names in results.
 METRICS = {
     "seconds": "gpu__time_duration.sum",
     "dram_bytes": "dram__bytes.sum",
@@ -52,7 +52,7 @@ app = typer.Typer(add_completion=False)
 
 
 def called(names: list[str], shape: tuple[int, int]) -> None:
-    """In the process that ncu watches: call each twice, the second time counted."""
+    """Call each twice and profile the second call. It runs in the process that ncu watches."""
     import torch
 
     for name in names:
@@ -67,7 +67,7 @@ def called(names: list[str], shape: tuple[int, int]) -> None:
 
 
 def read(text: str) -> list[dict[str, Any]]:
-    """The kernels in what ncu printed as CSV (`--page raw --print-units base`): name, metrics. Exits where there are none."""
+    """Names and metrics of kernels, from ncu's CSV (`--page raw --print-units base`). Exits if it lists no kernel."""
     lines = text.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
@@ -78,7 +78,7 @@ def read(text: str) -> list[dict[str, Any]]:
         return float(row[metric].replace(",", ""))
 
     found: list[dict[str, Any]] = []
-    for row in rows[1:]:  # the first has the units
+    for row in rows[1:]:  # the first row has the units
         metrics = {name: number(row, metric) for name, metric in METRICS.items()}
         found.append({"kernel": row["Kernel Name"].partition("(")[0], **metrics, "seconds": metrics["seconds"] * NANOSECONDS})
     return found
@@ -97,13 +97,13 @@ def profiled(name: str, shape: str) -> list[dict[str, Any]]:
 
 @app.command()
 def main(
-    calls: Annotated[list[str] | None, typer.Option(help="Those of CALLS; repeat for several. Default: all.")] = None,
-    shape: Annotated[str, typer.Option(help="ROWSxCOLUMNS.")] = "16384x8192",
+    calls: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CALLS)}; repeat for several. Default: all.")] = None,
+    shape: Annotated[str, typer.Option(help="Shape of the matrix, ROWSxCOLUMNS.")] = "16384x8192",
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
     inside: Annotated[bool, typer.Option("--inside", help="Call, as ncu watches.", hidden=True)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
 ) -> None:
-    """Count what casts take of a device."""
+    """Profile casts by Nsight Compute."""
     import bench_gpu
 
     chosen, sides = bench_gpu.known(calls, tuple(CALLS), "--calls"), bench_gpu.sizes(shape)

@@ -1,4 +1,4 @@
-"""Times products of breccia 0.1.3 with one scale per tensor, autotuned, in a process where `import breccia` is that version.
+"""Time products of breccia 0.1.3 with one scale per tensor, autotuned, in a process that imports that version.
 
     python benchmarks/old_matmul.py --shapes 4096x4096x4096 [--samples 3]
 
@@ -48,10 +48,10 @@ def measured(m: int, n: int, k: int, samples: int) -> dict[str, Any]:
 
 
 def main(
-    shapes: Annotated[list[str], typer.Option(help="MxNxK; repeatable.")],
+    shapes: Annotated[list[str], typer.Option(help="Products, MxNxK; repeatable.")],
     samples: Annotated[int, typer.Option(min=1, help="Samples of each product.")] = 3,
-    seconds: Annotated[float, typer.Option(help="Begin no product later than this.")] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="The result is JSON in any case.")] = True,
+    seconds: Annotated[float, typer.Option(help="Start no product after this many seconds.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Accepted and ignored: the output is always JSON.")] = True,
 ) -> None:
     """Print the times by shape as JSON."""
     import breccia
@@ -60,14 +60,14 @@ def main(
         sys.exit(f"old_matmul: it times breccia {OLD_VERSION}, but `import breccia` gives {breccia.__version__}.")
     found: dict[str, Any] = {}
     started = time.monotonic()
-    # Its kernel reads beyond matrices that 256 does not divide, which may end the process: those come last.
+    # If a side is not a multiple of 256, the kernel reads out of bounds, which may end the process: such shapes come last.
     for shape in sorted(shapes, key=lambda text: any(int(side) % 256 for side in text.split("x"))):
         if time.monotonic() - started > seconds:
             break
         m, n, k = map(int, shape.split("x"))
         try:
             found[shape] = measured(m, n, k, samples)
-        except Exception as e:
+        except Exception as e:  # one shape that fails must not stop the rest
             found[shape] = {"error": bench_gpu.message(e)}
     print(json.dumps(found))
 

@@ -165,8 +165,8 @@ AXES, PART = (-1, -2), 8
 def mixed(
     rng: np.random.Generator, shape: tuple[int, ...], recipe: breccia.ScalingRecipe, dtype: str = "float32", axis: int = -1
 ) -> np.ndarray:
-    """Numbers of a dtype for blocks along the axis: in equal parts random bits, normal numbers of wide exponents, ties, and
-    numbers around saturation. Under one scale for the tensor, which the largest would decide, normal numbers alone."""
+    """Numbers of a dtype for blocks along the axis, in equal parts: random bits, normal numbers of wide exponents, ties, and
+    numbers around saturation. With one scale for the tensor, which the largest number would decide, only normal numbers."""
     across = shape if axis == -1 else (shape[1], shape[0])
     few = dtype == "float16"  # its exponents are few
     if recipe.format.scale.block == TENSOR:
@@ -184,7 +184,7 @@ def mixed(
 
 
 def grid(turn: int) -> list[Slab]:
-    """A slab for each dtype and axis. turn: an even or odd number; columns are whole blocks in one half of the slabs."""
+    """A slab for each dtype and axis. Half of them have only whole blocks: which half depends on whether `turn` is even."""
     both = itertools.product(DTYPES, AXES)
     return [
         Slab(
@@ -245,7 +245,7 @@ def results(st: Any, decoded: Sequence[Any], dtypes: Sequence[str] = DTYPES) -> 
 
 
 def other_ops(x: Any, recipe: breccia.ScalingRecipe, options: dict[str, Any]) -> Results:
-    """`trip`; and of the first rows `cast_pair`, `cast_ste`, and `requantize` to a recipe of other codes."""
+    """Results of `trip`, and for the first rows of `cast_pair`, `cast_ste`, and `requantize` to other codes."""
     found = results(*trip(x, recipe, options))
     some = x[: -(-x.shape[0] // PART)]
     to = "nvfp4" if recipe.format.element.bits == 8 else "fp8_block,block_k=32"
@@ -531,7 +531,7 @@ def parity(
 ) -> tuple[dict[str, Tally], float]:
     """(tallies of the ways named, seconds that NumPy took) over all that is drawn; mapped ways see it reversed, too.
 
-    by: what NumPy runs for the expected results.
+    by: the function that computes the expected results in NumPy.
     """
     side = FRAMEWORKS[framework]
     writers = {name: way.writer(recipe) for name, way in ways.items()}

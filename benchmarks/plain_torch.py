@@ -1,6 +1,6 @@
-"""Casts in a few lines of plain torch, as one writes them first: what torch.compile fuses, and eager torch runs as they are.
+"""Casts in a few lines of plain torch, as a user would write them first, for eager torch and for torch.compile.
 
-Finite numbers that are not zero only, in whole blocks. torch has no conversion to codes of 4 and 6 bits: they are looked up.
+They take only finite nonzero numbers in whole blocks. torch does not convert to 4-bit and 6-bit codes, so these are looked up.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpu_work import SCALE
 from rivals import TILES
 
 Array = Any
 
 E4M3, E8M0, F16, F32, U8 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float16, torch.float32, torch.uint8
-#: Numbers of a block along the contraction axis; 0 for all.
+#: Length of a block along the contraction axis; 0 for the whole axis.
 BLOCKS = {
     "fp8_block": 128,
     "fp8_row": 0,
@@ -25,29 +26,28 @@ BLOCKS = {
     "int4": 128,
     "int8": 0,
 }  # fmt: skip
-#: Magnitudes of codes by their order.
+#: Magnitudes of the codes, in order.
 MAGNITUDES = {
     "mxfp6": [n / 8 for n in range(8)] + [2**e * (1 + n / 8) for e in (0, 1, 2) for n in range(8)],
     "mxfp4": [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
 }
 MAGNITUDES["nvfp4"] = MAGNITUDES["mxfp4"]
-SUPPLIED = 1 / 64
 
 
 class Formulas:
-    """The casts of each recipe, and what decodes them. dtype: of decoded values.
+    """Casts under each recipe, and their inverse. dtype: of decoded values.
 
-    A cast is (recipe, codes, scale, ...). Casts down the columns, `down`, are decoded by none.
+    A cast returns (recipe, codes, scale, ...). `dequantize` does not decode casts down the columns.
     """
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.supplied = torch.tensor(SUPPLIED, device=device)
+        self.supplied = torch.tensor(SCALE, device=device)
         self.tables: dict[str, Array] = {}
         self.middles: dict[str, Array] = {}
         for recipe, values in MAGNITUDES.items():
             table = torch.tensor(values, device=device)
-            # Half way between neighbours; one less where the tie goes up, to the even code.
+            # Midpoints between neighbours. `bucketize` rounds ties down; the float below a midpoint makes it round up to even.
             middles = (table[1:] + table[:-1]) / 2
             middles[1::2] = torch.nextafter(middles[1::2], torch.zeros((), device=device))
             self.tables[recipe], self.middles[recipe] = torch.cat([table, -table]), middles

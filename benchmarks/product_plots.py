@@ -9,12 +9,12 @@ from cells import Result
 from fp8_plan import OURS, SWEPT
 from fp8_tables import RIVALS, best, times_of
 
-#: Mid-tones as those of draw.py, with a marker each, for four kinds and more.
+#: Colours as in draw.py, each with a marker.
 STYLES = (
     ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#A45A8C", "D"), ("#767676", "v"), ("#B07D00", "P"),
 )  # fmt: skip
 GREY = "#767676"
-#: Kinds of FP8 products in plots, in words; and formats of weights.
+#: Kinds of FP8 products that are plotted, with their labels; and formats of weights that are plotted.
 FP8_KINDS = {"tensor": "per tensor", "row": "per row", "tiles": "1×128 by 128×128", "blocks": "1×128 by 1×128"}
 WEIGHTS = ("int4", "mxfp4", "nvfp4", "fp8")
 
@@ -36,7 +36,7 @@ LIMITS = {"NVIDIA H200": Limits(4.8e12, 1979e12, 989.5e12)}
 
 
 def sweep_series(result: Result) -> Any:
-    """By kind, for each M: rows, TFLOP/s of breccia, and of the fastest rival (None without one)."""
+    """By kind, a list of (M, TFLOP/s of breccia, TFLOP/s of the best rival); None where not measured."""
     series: dict[str, list[list[float | None]]] = {}
     for row in result["rows"]:
         m, n, k = row["shape"]
@@ -83,7 +83,7 @@ def sweep(series: Any) -> Any:
 
 
 def roofline_series(products: Result, weights: Result | None) -> Any:
-    """By panel and format: points of FLOP per byte and share of the limit; and the FLOP per byte where the limits meet."""
+    """Points (FLOP per byte, share of the limit) by panel and format, and the FLOP per byte at which the limits meet."""
     device = products["provenance"]["device"].partition(",")[0]
     limits = LIMITS.get(device)
     if limits is None:

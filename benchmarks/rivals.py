@@ -216,11 +216,11 @@ def _compiled(rival: Rival, dynamic: bool | None = None) -> Rival:
     def cast(recipe: str) -> Callable[[Array], Any]:
         return torch.compile(rival.cast(recipe), fullgraph=True, dynamic=dynamic)
 
-    def of(made: Callable[[str], Callable[[Array], Any]] | None) -> Callable[[str], Callable[[Array], Any]] | None:
+    def wrapped(made: Callable[[str], Callable[[Array], Any]] | None) -> Callable[[str], Callable[[Array], Any]] | None:
         return made and (lambda recipe: torch.compile(made(recipe), fullgraph=True, dynamic=dynamic))
 
     dequantize = torch.compile(rival.dequantize, fullgraph=True, dynamic=dynamic)
-    others = {name: of(getattr(rival, name)) for name in ("down", "pair", "recorded", "amax")}
+    others = {name: wrapped(getattr(rival, name)) for name in ("down", "pair", "recorded", "amax")}
     return dataclasses.replace(rival, cast=cast, dequantize=dequantize, **others)
 
 

@@ -84,7 +84,7 @@ def compiled(
     ]
 
 
-#: Rows of `--table`: ops with the recipes whose time instructions may bound, and others to compare them with.
+#: Rows of `--table`: casts that instructions may bound, and others for comparison.
 TABLE = (
     ("cast", -1, ("fp8_block", "mxfp8", "mxfp4", "int4", "nvfp4,two_level=false", "mxfp6", "mxint8", "nf4")),
     ("cast", -2, ("fp8_block", "fp8_row", "mxfp4", "nvfp4", "int4", "mxfp6", "nf4")),
@@ -96,7 +96,7 @@ TABLE = (
 def report(
     op: str, spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, int], capability: int, opcodes: int
 ) -> list[dict[str, Any]]:
-    """Print a line for each kernel of a cast but those for an amax, and return their numbers."""
+    """Print a line for each kernel of a cast, except kernels that only find an amax, and return their numbers."""
     found: list[dict[str, Any]] = []
     for kernel, tile, warps in compiled(op, spec, dtype, axis, shape, capability):
         if kernel.metadata.name == "amax_kernel":
@@ -138,8 +138,8 @@ def report(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("specs", nargs="*")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("specs", nargs="*", help="recipes to count, by spec")
     parser.add_argument("--table", action="store_true", help="count the kernels of TABLE")
     parser.add_argument("--out", type=Path, help="folder for the JSON result of --table")
     parser.add_argument("--op", default="cast", help="cast, cast_pair, cast_ste or dequantize")
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--opcodes", type=int, default=0, help="print this many opcodes")
     a = parser.parse_args()
     if bool(a.specs) == a.table or (a.out and not a.table):
-        parser.error("name recipes, or ask for --table, which alone takes --out")
+        parser.error("give recipes or --table; --out goes with --table only")
     if a.table:
         rows = [
             row

@@ -496,10 +496,11 @@ def jax_cpu(result: Result) -> Table:
         "JAX on the CPU",
         ("call", "breccia", "generic algorithm", "plain JAX", "plain JAX / breccia"),
         tuple(shown(*key) for key in dict.fromkeys(key[:2] for key in by)),
-        f"Milliseconds, of st[0:4] microseconds: min / median; ratios of the minima. Matrices of {result['options']['size']} × "
-        f"{result['options']['size']}, compiled calls, jax {result['options']['jax']}, arms interleaved. Plain products "
-        "and layers are of an FP32 weight in the same order; the generic algorithm's layers multiply decoded values. Calls of "
-        "new shapes, of 64 rows and more and mxfp8, are eager, and plain lines compiled.",
+        "Milliseconds (microseconds for st[0:4]), min / median; ratios of the minima. "
+        f"Matrices of {result['options']['size']} × {result['options']['size']}, compiled calls, "
+        f"jax {result['options']['jax']}, arms interleaved. Plain products and layers have an FP32 weight in the same order; "
+        "the generic algorithm's layers multiply decoded values. Calls of new shapes, with at least 64 rows under mxfp8, are "
+        "eager; plain JAX is compiled.",
     )
 
 
@@ -578,7 +579,7 @@ def mlx(result: Result, ops: str, arms: Sequence[str], what: str) -> Table:
     )
 
 
-#: Where weights are captured, they are constants of the compiled function.
+#: Headings of arms. Captured weights are constants of the compiled function.
 _MLX_ARMS = {
     "generic": "generic algorithm",
     "compiled": "breccia in mx.compile",

@@ -1,4 +1,4 @@
-"""What bench_weight_only.py measures: formats, arms, graphs of products, what they are compared with, and the memory's rate."""
+"""Arms of bench_weight_only.py: formats of weights, CUDA graphs of products, FP64 references, and the memory's rate."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ FORMATS = {
     "int8": "int8",
 }
 OURS, BF16, TORCH, HUMMING, TRITON = "breccia", "bf16", "torch-int4", "humming", "triton"
-#: torch's product of groups of BF16 rows; and the same, one product for each group, whose sizes the host has to know.
+#: torch's grouped product of BF16 rows; and one torch product for each group, for which the host has to know the sizes.
 BF16_GROUPED, BF16_EACH = "bf16-grouped", "bf16-each"
-#: Kernels of breccia's table, of other libraries and for other devices; and by arm, whose time it is that `score` reads.
+#: Arms that are kernels of breccia's table: other libraries', and breccia's for other devices.
 IN_TABLE = {TORCH: "torch.int4", HUMMING: "humming.weight_only", TRITON: "triton.weight_only"}
+#: Arms whose times `score` reads, with the kernels' names in its keys.
 MEASURED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming"}
-#: Rows above which an arm, which takes milliseconds there, is left out.
+#: Arms that are left out above this many rows, where they take milliseconds.
 MOST = {TORCH: 128}
-#: Rows of activations unless told.
+#: Default rows of activations.
 ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 #: The storage of `cuda.weight_only`.
 STORAGE = "mma_16x128"
-#: Bytes of weights that a graph reads: more than the L2 cache of any GPU.
+#: Bytes of weights that a CUDA graph reads: more than the L2 cache of any GPU.
 BEYOND_CACHE = 240 << 20
-#: Products of a graph, fewer from LONG rows on.
+#: Products in a CUDA graph; a quarter of them from LONG rows on.
 PRODUCTS, LONG = 48, 512
 #: Bytes of the array whose copy and sum measure the memory's rate.
 STREAMED = 2 << 30
@@ -66,13 +67,13 @@ def copy_of(st: Any) -> Any:
 
 
 def graph_of(calls: list[Callable[[], Any]], products: int = PRODUCTS) -> tuple[Any, int]:
-    """A graph of `products` calls or a few more, each as often as the others; and how many."""
+    """A CUDA graph of `calls`, repeated for about `products` calls; and the number of calls in it."""
     import torch
 
     calls = calls * max(1, products // len(calls))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for call in calls[: len(calls)]:
+        for call in calls:
             call()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -101,17 +102,13 @@ def timed(graphs: dict[str, tuple[Any, int]], rounds: int) -> dict[str, list[flo
     return {name: [a.elapsed_time(b) * 1e-3 / graphs[name][1] for a, b in pairs] for name, pairs in events.items()}
 
 
-def error_of(y: Any, exact: Any) -> float:
-    return float((y.double() - exact).norm() / exact.norm())
-
-
-# -- what a product is compared with -----------------------------------------------------------------------------------
+# -- references --------------------------------------------------------------------------------------------------------
 
 
 def reference(x: Any, values: Any) -> Reference:
-    """The reference of BF16 activations (M, K) times a weight (N, K), whose values are given in FP64. Rows are drawn at random.
+    """The reference of BF16 activations (M, K) times the transpose of a weight (N, K), for randomly chosen rows.
 
-    Sums are within the contract's bound of FP32 for K products.
+    values: the weight's in FP64. The bound is the contract's for sums of K products in FP32.
     """
     import torch
 
@@ -123,7 +120,7 @@ def reference(x: Any, values: Any) -> Reference:
 
 
 def grouped_reference(x: Any, values: list[Any], sizes: list[int]) -> Reference:
-    """The same of groups of rows, each by a weight of its own."""
+    """The reference of a grouped product: each group of rows times the transpose of its own weight."""
     import torch
 
     ends = torch.tensor(sizes).cumsum(0).tolist()
@@ -133,26 +130,35 @@ def grouped_reference(x: Any, values: list[Any], sizes: list[int]) -> Reference:
 
 
 class Row:
-    """The graphs of one row by arm. y: the result of breccia's kernels. errors: over the bound. notes: what went wrong."""
+    """The CUDA graphs of one row, by arm. y: the output of breccia's kernels. notes: messages of arms that failed.
+
+    A graph keeps addresses, not tensors, so `calls` keeps the operands alive.
+    """
 
     def __init__(self, y: Any, exact: Reference, m: int, notes: dict[str, str]) -> None:
         self.y, self.exact, self.m, self.notes = y, exact, m, notes
         self.graphs: dict[str, tuple[Any, int]] = {}
+        self.calls: dict[str, list[Callable[[], Any]]] = {}
         self.errors: dict[str, float] = {}
 
     def add(self, arm: str, calls: list[Callable[[], Any]], check: bool = True) -> None:
-        """Capture the calls of an arm, if the result of the first is right. check: False where the weight is another one."""
+        """Capture the calls of an arm, if the first result is right. check: False for an arm with another weight."""
         self.y.fill_(float("nan"))
         try:
             found = calls[0]()
             if check:
                 self.errors[arm] = self.exact.error_over_bound(found)
             self.graphs[arm] = graph_of(calls, PRODUCTS if self.m < LONG else PRODUCTS // 4)
+            self.calls[arm] = calls
         except Exception as e:  # one arm that fails must not stop the rest
-            self.notes[f"{arm} M={self.m}"] = f"{type(e).__name__}: {e}"[:200]
+            self.note(arm, e)
+
+    def note(self, arm: str, e: Exception) -> None:
+        """Note why an arm failed."""
+        self.notes[f"{arm} M={self.m}"] = f"{type(e).__name__}: {e}"[:200]
 
     def times(self, rounds: int) -> dict[str, Any]:
-        """Summaries by arm, with the largest error over the bound."""
+        """Summaries by arm, with the largest error as a multiple of the bound."""
         taken = {arm: common.summary(found) for arm, found in timed(self.graphs, rounds).items()}
         return {arm: {**found, **self._error(arm)} for arm, found in taken.items()}
 
@@ -174,14 +180,13 @@ def memory_rate(rounds: int = 7) -> dict[str, float]:
     return {"copy": 2 * source.nbytes / taken["copy"], "sum": source.nbytes / taken["sum"]}
 
 
-# -- what compiles before ----------------------------------------------------------------------------------------------------
+# -- compilation -----------------------------------------------------------------------------------------------------------
 
 
 def compile_before(pairs: Iterable[tuple[str, int, int]], rows: list[int], rivals: list[str]) -> dict[str, str]:
-    """Multiply once by a weight of each format and shape, as many at a time as there are processors: kernels are compiled.
+    """Compile all kernels in parallel, by one product for each format, shape and number of rows. Returns errors by product.
 
-    humming's compiler is a process for each kernel, and NVRTC leaves Python's lock, so that they run side by side. Returns what
-    failed, by product.
+    humming compiles each kernel in a process, and NVRTC releases the GIL.
     """
     import torch
 
@@ -198,12 +203,12 @@ def compile_before(pairs: Iterable[tuple[str, int, int]], rows: list[int], rival
         what, w, m, kernel = task
         try:
             breccia.matmul(torch.zeros(m, w.shape[0], device="cuda", dtype=torch.bfloat16), w, torch.bfloat16, prefer=kernel)
-        except Exception as e:  # an arm that does not run is found again, and noted, where it would be timed
+        except Exception as e:  # of any library; an arm that fails here is tried and noted again when it is timed
             failed[f"{kernel or OURS} {what} M={m}"] = f"{type(e).__name__}: {e}"[:200]
 
     weights = [weight(pair) for pair in pairs]
     kernels = [IN_TABLE[rival] for rival in rivals if rival != TORCH]
-    first = [(what, plain, rows[0], kernel) for what, plain, _ in weights for kernel in kernels]  # rearranges the weight
+    first = [(what, plain, rows[0], kernel) for what, plain, _ in weights for kernel in kernels]  # rearrange the weight
     rest = [(what, plain, m, kernel) for what, plain, _ in weights for m in rows[1:] for kernel in kernels]
     ours = [(what, stored, m, None) for what, _, stored in weights for m in rows]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
-def candidates(operand: Any, m: int, n: int, k: int) -> list[Any]:
-    """What `--tune` tries, without what does not fit."""
+def candidates(operand: Any, m: int, k: int) -> list[Any]:
+    """The configurations that `--tune` tries: those that fit the product."""
     from breccia_triton.weight_plans import Config, Decoded, DecodedCodes
 
     found = list(dict.fromkeys(_tried(Config, m)))
@@ -15,7 +15,7 @@ def candidates(operand: Any, m: int, n: int, k: int) -> list[Any]:
 
 
 def label_of(config: Any) -> str:
-    """A configuration in a table: its numbers, or what is decoded to memory."""
+    """The name of a configuration in results: its numbers, or "decoded" or "decoded codes" if it decodes to memory."""
     from breccia_triton.weight_plans import Config, Decoded
 
     if not isinstance(config, Config):
@@ -38,6 +38,7 @@ def call_of(config: Any, x: Any, w: Any) -> Any:
 
 
 def _tried(made: Any, m: int) -> list[Any]:
+    """Configurations for m rows, whether they fit or not. made: `Config`."""
     if m <= 16:
         batch = 8 if m <= 8 else 16
         shapes = [(4, 16, 2), (4, 16, 1), (4, 12, 2), (4, 8, 2), (4, 8, 3), (4, 8, 4), (2, 16, 2), (2, 8, 3)]
@@ -63,7 +64,7 @@ def _tried(made: Any, m: int) -> list[Any]:
 
 
 def build(operand: Any, configs: list[Any], grouped: bool = False) -> None:
-    """Compile kernels several at a time, into the cache on disk."""
+    """Compile the kernels in parallel, into the cache on disk."""
     import torch
 
     from breccia_triton import weight_only, weight_plans
@@ -81,7 +82,7 @@ def build(operand: Any, configs: list[Any], grouped: bool = False) -> None:
 
 
 def grouped_candidates(operand: Any, m: int, groups: int, k: int) -> list[Any]:
-    """What `--tune` tries for groups, to compare with the rule; no table is written."""
+    """The configurations that `--tune` compares with the default one for groups. No file is written from them."""
     from breccia_triton.weight_plans import Config
 
     mean = m / groups

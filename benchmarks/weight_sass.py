@@ -2,10 +2,10 @@
 
     python benchmarks/weight_sass.py [--out RESULTS]
 
-Of the kernels for up to 8 rows, with the configuration that an H200 takes for a weight of 8192 x 8192. A thread decodes 8
-codes for one operand of the tensor core: one word of 4-bit codes, two of 8-bit codes. Counted is what lies between the first
-and the last product of the unrolled loop. The rate is that of sass.py: a multiprocessor issues 128 lanes a clock, and
-integer instructions take two of these slots. Conversions and branches are in `all` alone.
+The kernels are those for up to 8 rows, with the configuration of an H200 for a weight of 8192 x 8192. A thread decodes 8 codes
+for one operand of the tensor core: one word of 4-bit codes, or two words of 8-bit codes. The count covers the instructions
+between the first and the last product of the unrolled loop. As in sass.py, a multiprocessor issues 128 lanes per clock, and
+integer instructions take two of these slots. Conversions and branches count in `all` only.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from weight_arms import FORMATS
 
 #: Rows of activations, and rows and columns of the weight.
 ROWS, SIDE = 1, 8192
-#: Codes of a thread for one operand.
+#: Codes that a thread decodes for one operand.
 CODES = 8
-#: Classes of sass.py by the columns of the table: shifts and logic, packed arithmetic on two numbers, and what else there is.
+#: Columns of the table with their classes in sass.py: shifts and logic, packed arithmetic on two numbers, FP32, shared memory.
 CLASSES = {"integer": ("integer", "imad"), "packed": ("fp16",), "fp32": ("fp32",), "shared": ("shared",)}
 
 
@@ -69,7 +69,7 @@ def counted(name: str) -> dict[str, Any]:
 
 
 def main(out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None) -> None:
-    """Count instructions of every format."""
+    """Count the instructions of products by each format."""
     provenance = common.provenance() | {"device": f"compiled for sm_90a, rates of an {H200.name.removeprefix('NVIDIA ')}"}
     rows = [counted(name) for name in FORMATS]
     result = {"benchmark": "weight-only-sass", "schema": common.SCHEMA, "provenance": provenance, "rows": rows}

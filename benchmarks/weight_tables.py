@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import common
 from cells import ABSENT, Result, Table, ratio
-from goals import HEADINGS, WEIGHT_GOALS, WeightGoal, judged
+from goals import HEADINGS, WEIGHT_GOALS, WeightGoal, judged, tried
 from weight_arms import BF16, BF16_EACH, BF16_GROUPED, HUMMING, OURS, TORCH, TRITON
 
 #: Arms in words.
@@ -16,18 +14,18 @@ NAMES = {BF16: "BF16", HUMMING: "humming"}
 
 
 def times(result: Result) -> Table:
-    """Microseconds of products of quantized weights, or of groups of rows by several, and how many times faster than rivals."""
+    """Microseconds of products of quantized weights, or of grouped products, and how many times faster they are than rivals."""
     by: dict[tuple[Any, ...], Any] = {(row["format"], row["n"], row["k"], row["m"]): row["times"] for row in result["rows"]}
     kinds, counts = dict.fromkeys(key[:3] for key in by), sorted({key[3] for key in by})
     known = (BF16, BF16_GROUPED, BF16_EACH, TORCH, HUMMING, TRITON)
-    rivals = [name for name in known if any("median_s" in times.get(name, {}) for times in by.values())]
+    rivals = [name for name in known if any("median_s" in taken.get(name, {}) for taken in by.values())]
 
-    def cell(times: dict[str, Any]) -> str:
-        if "median_s" not in times.get(OURS, {}):
+    def cell(taken: dict[str, Any]) -> str:
+        if "median_s" not in taken.get(OURS, {}):
             return ABSENT
-        ours = times[OURS]
+        ours = taken[OURS]
         over = [
-            ratio(times[name]["median_s"] / ours["median_s"]) if "median_s" in times.get(name, {}) else ABSENT
+            ratio(taken[name]["median_s"] / ours["median_s"]) if "median_s" in taken.get(name, {}) else ABSENT
             for name in rivals
         ]
         return f"{ours['median_s'] * 1e6:.1f} ± {(ours['max_s'] - ours['min_s']) * 5e5:.1f}; {' / '.join(over)}"
@@ -45,7 +43,7 @@ def times(result: Result) -> Table:
 
 
 def bandwidth(result: Result) -> Table:
-    """Bytes that products move over their time and over the memory's rate, and the largest error over the bound."""
+    """The bandwidth of products, its share of the memory's rate, and the largest error as a multiple of the bound."""
     rows = [row for row in result["rows"] if "memory" in row and OURS in row["times"]]
     by = {(row["format"], row["n"], row["k"], row["m"]): row for row in rows}
     kinds, counts = dict.fromkeys(key[:3] for key in by), sorted({key[3] for key in by})
@@ -60,10 +58,10 @@ def bandwidth(result: Result) -> Table:
 
     rates = sorted({round(max(row["memory"].values()) / 1e12, 2) for row in rows})
     note = (
-        "TB/s of the weight, activations and results, and its share of the memory's rate, which is the larger one of a copy's "
-        f"and a sum's in the same run ({' or '.join(f'{rate:.2f}' for rate in rates)} TB/s); the largest error over the bound "
-        "of [the contract](spec/numerics.md), section 9, against FP64, of up to 64 random rows. The last rounding, to BF16, is "
-        "most of it."
+        "TB/s of the weight, activations and results; the share of the memory's rate, which is the higher rate of a copy and a "
+        f"sum in the same run ({' or '.join(f'{rate:.2f}' for rate in rates)} TB/s); the largest error against FP64 in up to "
+        "64 random rows, as a multiple of the bound of [the contract](spec/numerics.md), section 9. Most of that error is the "
+        "rounding of the result to BF16."
         if rows
         else "*This result has no bandwidth.*"
     )
@@ -103,36 +101,29 @@ def goals(result: Result) -> Table:
         for goal in WEIGHT_GOALS
     )
     note = (
-        "Weights of 8192 × 8192, BF16 activations and results: microseconds of a product, or how many times as fast as the "
-        "rival, by medians of interleaved samples, from the least to the largest of a goal."
+        "Weights of 8192 × 8192, BF16 activations and results. Microseconds of a product, or speed relative to the rival, by "
+        "medians of interleaved samples: the smallest and the largest value among the products of a goal."
     )
     return Table("goals of products of quantized weights", HEADINGS, rows, note)
 
 
 def trials(result: Result) -> Table:
-    """What was tried to reach the goals: expected and measured. From tried.json: those variants are in no result."""
-    tried = json.loads((common.HERE / "tried.json").read_text(encoding="utf-8"))["weight-only"]
-    columns = ("what", "product", "expected", "measured")
-    rows = tuple((*(row[name] or ABSENT for name in columns), "yes" if row["kept"] else "no") for row in tried["rows"])
-    note = (
-        f"{tried['device']}, each beside the kernel of its time, whose times are not those above. {ABSENT}: no prediction was "
-        "written down. Kept: in the source."
-    )
-    return Table("what was tried for products of quantized weights", (*columns, "kept"), rows, note)
+    """What was tried to reach the goals."""
+    return tried("weight-only", "product", "what was tried for products of quantized weights")
 
 
 def instructions(result: Result) -> Table:
-    """Instructions for 8 codes of a thread, and the least time that they take."""
+    """Instructions for each 8 codes of a thread, and the least time to issue them."""
     columns = ("integer", "packed", "fp32", "shared", "all")
     rows = tuple(
         (row["format"], *(f"{row['instructions'][name]:.1f}" for name in columns), f"{row['seconds'] * 1e6:.1f}")
         for row in result["rows"]
     )
     note = (
-        "Between the first and the last product of the unrolled loop of `weight_only_small.cu`, for up to 8 rows, by 8 codes "
-        "of a thread; packed: on two numbers of 16 bits. The last column is the least time to issue them for a weight of "
-        "8192 × 8192 on an H200 at its highest clock: 128 lanes of a multiprocessor a clock, of which an integer instruction "
-        "takes two."
+        "Instructions between the first and the last product in the unrolled loop of `weight_only_small.cu` (up to 8 rows), "
+        "per 8 codes of a thread. Packed: arithmetic on two 16-bit numbers. The last column is the least time to issue them "
+        "for a weight of 8192 × 8192 on an H200 at its highest clock. A multiprocessor has 128 slots per clock, and an integer "
+        "instruction takes two."
     )
     headings = ("weight", "integer", "packed", "FP32", "shared memory", "all", "µs, M = 1")
     return Table("instructions of a word of codes", headings, rows, note)

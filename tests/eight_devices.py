@@ -24,14 +24,14 @@ def report(checks: Sequence[Callable[[], None]]) -> None:
         try:
             check()
             found[check.__name__] = ""
-        except Exception:
+        except Exception:  # of any check, assertions too: the tests report it
             found[check.__name__] = traceback.format_exc()
     print(json.dumps(found))
 
 
 @cache
 def outcomes(module: str) -> dict[str, str]:
-    """The errors of `CHECKS` of a module of tests, by name."""
+    """Run the `CHECKS` of a test module in a process with eight devices. Returns their errors by name, "" for none."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={COUNT}"
     run = subprocess.run(
         [sys.executable, "-c", f"import eight_devices, {module}; eight_devices.report({module}.CHECKS)"],

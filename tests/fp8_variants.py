@@ -8,7 +8,7 @@ from dataclasses import fields
 from breccia_triton.cuda import fp8_plans
 from breccia_triton.cuda.fp8_plans import BLOCKS, GROUPED, OUTER, TABLE, TILES, Variant
 
-#: Tiles of products, the ones of groups that are no others, and the one of short K.
+#: Tiles of products, the tile that only grouped products use, and the tile for short K.
 ALL_TILES = [*TABLE, *GROUPED[1:2], fp8_plans.short(TABLE[0], 8)]
 
 
@@ -35,7 +35,6 @@ def fp8_variants() -> list[Variant]:
 
 
 def title(variant: Variant) -> str:
-    """A variant's tile and what of it is no default: the same in revisions that have other fields besides."""
-    others = {f.name: getattr(variant, f.name) for f in fields(variant) if f.name != "tile"}
-    given = [f"{f.name}={others[f.name]}" for f in fields(variant) if f.name in others and others[f.name] != f.default]
-    return ", ".join([variant.tile.name, *given])
+    """The tile's name and all fields that differ from their defaults. Revisions with other fields give the same titles."""
+    values = [(f, getattr(variant, f.name)) for f in fields(variant) if f.name != "tile"]
+    return ", ".join([variant.tile.name, *(f"{f.name}={value}" for f, value in values if value != f.default)])

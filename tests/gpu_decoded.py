@@ -66,6 +66,10 @@ def error_of(found: Any, x: Any, values: Any, bias: Any) -> float:
     return ((found.double() - exact).abs() / bound.clamp(min=1e-300)).max().item()
 
 
+def relative_error(found: Any, exact: Any) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
 def one_tile(name: str) -> None:
     """Print a line for each product. name: of a tile; or `ALL`: every format, by the tile that is chosen."""
     import numpy as np
@@ -121,7 +125,7 @@ def compile_all(calls: Iterable[Any]) -> None:
 
 
 def variant_of(call: Any) -> Any:
-    """The variant of a product whose result is a matrix of its own."""
+    """The variant of a product that allocates its result."""
     from breccia_triton import decoded_plans
 
     staged = call.dtype.itemsize == 2 and call.n % 8 == 0
@@ -135,7 +139,7 @@ def times_of(spec: str, n: int, k: int) -> None:
     """Print a line of the table for each number of rows."""
     sys.path.insert(0, str(HERE.parent / "benchmarks"))
     import torch
-    from weight_arms import BEYOND_CACHE, error_of, graph_of, timed, weights_of
+    from weight_arms import BEYOND_CACHE, graph_of, timed, weights_of
 
     import breccia
     from breccia_triton.decoded_matmul import DecodedCodesCall
@@ -167,7 +171,7 @@ def times_of(spec: str, n: int, k: int) -> None:
         wrong: list[str] = []
         for label, calls in arms.items():
             y.fill_(float("nan"))
-            error = error_of(calls[0](), exact) if label != "bf16" else 0.0
+            error = relative_error(calls[0](), exact) if label != "bf16" else 0.0
             if error < 4e-3:
                 graphs[label] = graph_of(calls, max(2, 8192 // m))
             else:
@@ -207,9 +211,9 @@ def run(arguments: list[str], seconds: float) -> tuple[list[str], str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=340.0, help="for everything")
-    parser.add_argument("--skip-fp8", action="store_true", help="leave out FP8 products, which share the source")
-    parser.add_argument("--only", default="", help="check only products whose tile's name begins so")
+    parser.add_argument("--seconds", type=float, default=340.0, help="time limit of the whole run")
+    parser.add_argument("--skip-fp8", action="store_true", help="leave out FP8 products, which use the same source")
+    parser.add_argument("--only", default="", help="check only tiles whose name starts with this")
     parser.add_argument("--tile", help=argparse.SUPPRESS)
     parser.add_argument("--times", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()

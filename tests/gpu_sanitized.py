@@ -3,7 +3,7 @@
     python tests/gpu_sanitized.py [--group GROUP]...    print the jobs of these groups, by default of all
     python tests/gpu_sanitized.py JOB                   run one
 
-A job is a recipe, for casts, or a kind of product. Where there is no GPU, `--device cpu` runs a job's calls on other kernels.
+A job runs all casts under a recipe, or one kind of product. `--device cpu` runs its calls on other kernels, without a GPU.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ WEIGHTS = (
     "mxfp4",
     "nvfp4",
 )
-#: Ends of groups of rows: uneven, one of them empty, and so many rows of no group after them; and of groups of few rows.
+#: Ends of uneven groups of rows, one of them empty; ends of groups of few rows; and the number of rows after the last group.
 ENDS, FEW, REST = (5, 5, 205, 208), (5, 5, 15, 18), 7
-#: Errors relative to the norm of a product: rounding to BF16, and of sums in FP8 tensor cores, stay far below, faults do not.
+#: Limit of the error relative to the norm of a product. Rounding to BF16 and FP8 sums stay far below it; faults do not.
 WRONG = 0.02
 
 
@@ -127,7 +127,7 @@ def casts(run: Runner, spec: str) -> None:
 
 @contextmanager
 def forced(tile: Any, copiers: bool) -> Iterator[None]:
-    """Let FP8 products take a tile. copiers: warps copy plain scales of blocks, not the copy engine."""
+    """Make FP8 products use a tile. copiers: warps copy plain scales of blocks, instead of the copy engine."""
     from breccia_triton.cuda import fp8_matmul, fp8_plans
 
     module: Any = fp8_matmul
@@ -194,9 +194,9 @@ def weights(run: Runner, rows: tuple[int, ...]) -> None:
 
 
 def weights_decoded(run: Runner, codes: bool) -> None:
-    """Weights that are decoded to memory before a product: codes alone, for FP8's source; or with their scales, for cuBLAS.
+    """Weights that are decoded to memory before a product: their codes, for the FP8 kernel, or their values, for cuBLAS.
 
-    A row with a scale of 2^-127 has values that BF16 does not hold, and is mended.
+    BF16 cannot hold the values of a row with a scale of 2^-127, so that row is computed again in FP32.
     """
     import torch
 
@@ -223,7 +223,7 @@ def weights_grouped(run: Runner, ends: tuple[int, ...]) -> None:
 
 
 def through_bf16(run: Runner, pair: str) -> None:
-    """`triton.matmul_bf16` of two tensors, and of arrays by one; a row whose values are subnormal is mended in FP32."""
+    """`triton.matmul_bf16` of two tensors, and of arrays by one; a row with subnormal values is computed again in FP32."""
     import torch
 
     kernel = "triton.matmul_bf16"
@@ -249,8 +249,9 @@ def in_registers(run: Runner, what: str) -> None:
             run.product(a, w.mT, "triton.fp8_matmul" if first else "triton.weight_only")
 
 
-#: Jobs by group: the name after that of the group, and the function and its argument.
+#: A function and its argument.
 Job = tuple[Callable[[Runner, Any], None], Any]
+#: Jobs by group and name.
 GROUPS: dict[str, dict[str, Job]] = {
     "casts": {spec: (casts, spec) for spec in RECIPES},
     "fp8": {pair: (fp8, pair) for pair in PAIRS},

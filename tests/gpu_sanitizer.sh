@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs kernels of breccia-triton under compute-sanitizer on a machine with CUDA, torch and Triton, against built wheels:
 #   pip wheel --no-deps -w .whl ./breccia-core ./breccia-torch ./breccia-triton platformdirs && bash tests/gpu_sanitizer.sh .whl
-# More arguments are groups of jobs (casts, fp8, grouped, weights, bf16, registers; by default all): tests/gpu_sanitized.py.
+# Further arguments name groups of jobs of tests/gpu_sanitized.py: casts, fp8, grouped, weights, bf16, registers. Default: all.
 # memcheck finds accesses outside of allocations, each of which torch then makes of its own; racecheck those of shared memory
-# without a barrier between them. TOOLS names others. Each job has its own processes, JOBS of them side by side.
+# without a barrier between them. TOOLS names other tools. Each job runs in processes of its own, JOBS of them in parallel.
 set -euo pipefail
 wheels=$(realpath "${1:?the folder of the wheels}")
 shift

@@ -3,7 +3,7 @@
 humming-kernels 0.1.19 (`humming.layer`, `humming.forward`, `humming.tune`), torch's INT4 as CUDA has it, DeepGEMM
 (`deep_gemm.fp8_gemm_nt`), TransformerEngine 2.20 (`general_gemm` of `Float8TensorStorage`), `torch.nn.functional.scaled_mm` of
 torch 2.10 to 2.13.
-They compute in FP64 what their documents say of weights, and share no code with breccia's.
+They compute in FP64, from the documentation of each library, and share no code with breccia.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class HummingLayer:
         self.humming_config = self
 
 
-#: Rows (more than, at most) of humming's kernels for a weight.
+#: For each of humming's kernels for a weight, its rows: more than the first number, at most the second.
 ROWS_OF_KERNELS = ((0, 1), (1, 8), (8, 16), (16, 1 << 30))
 
 

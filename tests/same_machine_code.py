@@ -2,8 +2,8 @@
 
     python tests/same_machine_code.py REV [OTHER]
 
-OTHER is a revision too; without it, the files as they are. Each revision is compiled from its own sources by its own
-breccia_triton, in a process of its own. A measurement of one revision holds for another where the code is the same.
+OTHER defaults to the working tree. Each revision is compiled from its own sources by its own breccia_triton, in a separate
+process. Where the machine code is the same, measurements of one revision hold for the other.
 
 Exit code: 0 where all variants that both have are identical, otherwise 1.
 """
@@ -40,7 +40,7 @@ def sections(cubin: bytes) -> dict[str, bytes]:
 
 
 def registers(info: bytes) -> list[int]:
-    """Registers of a thread of each function, from section .nv.info: attributes of a format, a number and a size or value."""
+    """Registers per thread of each function, from section .nv.info: a list of (format, attribute, size or value)."""
     found: list[int] = []
     at, sized, count = 0, 4, 0x2F
     while at < len(info):
@@ -56,8 +56,8 @@ def registers(info: bytes) -> list[int]:
 def machine_code(cubin: bytes) -> str:
     """A digest of instructions, registers, parameters and constants.
 
-    Other sections name symbols and have their numbers, which a named constant more in the source changes; so has bank 4, the
-    addresses of the module's variables.
+    Other sections have names and numbers of symbols, which change with each named constant of the source. So do the addresses
+    of the module's variables in bank 4.
     """
     digest = hashlib.sha256()
     found = sections(cubin)
@@ -86,7 +86,7 @@ def digests() -> dict[str, str]:
 
 
 def of_revision(revision: str | None) -> dict[str, str]:
-    """`digests` of a revision; of the files as they are, for None."""
+    """`digests` of a revision, or of the working tree for None."""
     with tempfile.TemporaryDirectory() as folder:
         if revision is not None:
             archive = ["git", "archive", revision, *(f"{name}/src" for name in DISTRIBUTIONS)]
@@ -94,14 +94,14 @@ def of_revision(revision: str | None) -> dict[str, str]:
             subprocess.run(["tar", "-x", "-C", folder], input=packed.stdout, check=True)
         root = ROOT if revision is None else Path(folder)
         path = os.pathsep.join(str(root / name / "src") for name in DISTRIBUTIONS)
-        # Plug-ins that are installed are of another revision: warnings about them say nothing here.
+        # Installed plug-ins are of another revision, and breccia may warn about them.
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
         command = [sys.executable, __file__, "--digests"]
         return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def compared(first: dict[str, str], second: dict[str, str]) -> tuple[int, list[str]]:
-    """(How many variants are identical, a line about each other one)."""
+    """(number of identical variants, a line about each of the others)."""
     both = [name for name in first if name in second]
     said = [f"differs: {name}" for name in both if first[name] != second[name]]
     said += [f"only in the first: {name}" for name in first if name not in second]

@@ -1,6 +1,6 @@
-"""Bad kernels of FP8 products on a GPU violate the bound of docs/spec/numerics.md, section 9, which breccia's keep there.
+"""On a GPU, bad kernels of FP8 products violate the bound of docs/spec/numerics.md, section 9, and breccia's keep it.
 
-One product is large and thousands are small: a sum without promotion, or in FP16, leaves the small ones out.
+One term is large and thousands are small: sums without promotion, or in FP16, lose the small ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS = 64
 
 
 def operand(spec: str, k: int, large: float, small: float, device: str = "cuda") -> Any:
-    """ROWS rows of one large number and k - 1 small ones, which are codes: every scale is 1."""
+    """ROWS rows of one large number and k - 1 small ones. They are exact as codes, and every scale is 1."""
     recipe = breccia.recipe(spec)
     x = torch.full((ROWS, k), small, device=device)
     x[:, 0] = large
@@ -52,9 +52,9 @@ def over_bound(found: Any, a: Any, w: Any) -> float:
 @pytest.mark.parametrize("k", [4096, 16384])
 @pytest.mark.parametrize("pair", BLOCKS)
 def test_products_of_blocks_without_promotion_violate_the_bound(pair: str, k: int) -> None:
-    """With scales of 1, the source compiled with PROMOTE=0 leaves out nothing but the promotion.
+    """With scales of 1, the source compiled with PROMOTE=0 differs in the promotion only.
 
-    448² = 2^17.6 is kept to 13 fraction bits, so tensor cores drop products of 8 beside it: 8 (k - 1) of the sum.
+    Tensor cores keep 13 fraction bits of 448² = 2^17.6, so they drop all terms of 8: 8 (k - 1) of the sum.
     """
     a, w = operand(BLOCKS[pair][0], k, 448.0, 2.0), operand(BLOCKS[pair][1], k, 448.0, 4.0)
     assert over_bound(breccia.matmul(a, w.mT, prefer="cuda.fp8_matmul"), a, w) <= 1
@@ -104,7 +104,7 @@ def product_kernel(x, w, out, k, ACCUMULATOR: tl.constexpr, ROWS: tl.constexpr, 
 
 @on_cuda
 def test_products_with_sums_in_fp16_violate_the_bound() -> None:
-    """A tensor core's FP16 sum of 32 * 32 has a unit of 1: 128 products of 2^-9 beside it, and fewer, are rounded off."""
+    """An FP16 sum of 32 * 32 has a unit of 1, so adding 128 terms of 2^-9, or fewer, does not change it."""
     k = 32768
     a, w = operand("fp8_block", k, 32.0, 2.0**-4), operand("fp8_block,block_m=128", k, 32.0, 2.0**-5)
     errors = {}

@@ -85,7 +85,7 @@ def test_each_benchmark_records_its_measurements_and_the_machine(benchmark: str,
     for make in tables.TABLES[benchmark].values():
         table = make(result)
         assert table.title in " ".join(done.stdout.split()) and table.note  # narrow tables wrap their title
-        # On a CPU, products of FP8 tensors have one state of the clock and no errors; tables of them say so.
+        # A CPU has one state of the clock and no errors of FP8 products: the notes of these tables say so.
         empty = benchmark == "accuracy" or table.note.startswith("*This result has ")
         assert all(len(row) == len(table.headings) for row in table.rows) and (table.rows or empty)
 
@@ -250,7 +250,7 @@ def test_plain_torch_writes_the_codes_and_scales_of_breccia(recipe: str, module)
     for axis, cast in ((-1, plain.cast(recipe)), (-2, plain.down(recipe))):
         st, (_, data, scale, *_) = module("breccia").cast(x, recipe, axis=axis, **supplied), cast(x)
         same = scale.reshape(-1).view(torch.uint8) == st.scale.reshape(-1).view(torch.uint8)
-        assert same.float().mean() > 0.99  # a log2 that is rounded up to an integer is another power of two
+        assert same.float().mean() > 0.99  # where log2 is rounded up to an integer, the scale is another power of two
         assert (data.view(torch.uint8) == st.data.view(torch.uint8)).float().mean() > 0.98  # ties, as above
     st, written = module("breccia").cast(x, recipe, **supplied), plain.cast(recipe)(x)
     y = plain.dequantize(written)
@@ -679,7 +679,7 @@ def test_jax_is_measured_beside_plain_jax() -> None:
 
 
 def test_plain_lines_of_casts_are_near_the_values_of_breccia(module) -> None:
-    """A line that wrote nonsense would be no baseline: of normal numbers it writes nearly all of breccia's codes."""
+    """A baseline has to do the same work: on normal numbers, nearly all codes are breccia's."""
     pytest.importorskip("jax")
     import jax.numpy as jnp
 

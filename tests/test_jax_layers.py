@@ -103,7 +103,7 @@ def test_half_precision_layers_round_the_sum_once() -> None:
     x, w = X.astype(jnp.bfloat16), np.asarray(quantized["params"]["kernel"].unbox())
     y = jax.jit(model.apply)(quantized, x)
     exact = np.asarray(x, np.float64) @ w
-    # The bound of the FP32 sum, which BF16 of 8 bits rounds to nearest.
+    # The bound of the FP32 sum, and its rounding to BF16 (8 significant bits).
     bound = 64 * 2.0**-23 * (np.abs(np.asarray(x, np.float64)) @ np.abs(w))
     assert y.dtype == jnp.bfloat16 and (np.abs(np.asarray(y, np.float64) - exact) <= bound + 2.0**-8 * np.abs(exact)).all()
 

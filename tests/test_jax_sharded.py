@@ -371,7 +371,7 @@ def scales_follow_a_sharding_of_the_codes() -> None:
 
 
 def a_tree_of_shardings_places_every_leaf() -> None:
-    """`device_put` and `out_shardings` take one for each leaf."""
+    """`device_put` and `out_shardings` take one sharding for each leaf."""
     import jax
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 

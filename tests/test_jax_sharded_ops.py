@@ -1,4 +1,4 @@
-"""Every op on every kind of mesh axis, for recipes of each kind: the bits of one device's results, for each shard."""
+"""Every op on every kind of mesh axis: each shard has the bits of the results on one device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ W = wide((2, 24, 128), seed=2, exponents=2)
 
 
 def results(x: Any, w: Any, experts: Any, offsets: Any, spec: str) -> dict[str, Any]:
-    """Arrays by name, of which every one has rows of its own in each shard."""
+    """Results by name. Each is an array whose rows are sharded."""
     found: dict[str, Any] = {}
 
     def tensor(name: str, st: Any) -> None:
@@ -51,7 +51,7 @@ def results(x: Any, w: Any, experts: Any, offsets: Any, spec: str) -> dict[str, 
     return found
 
 
-#: What sums products: compared by a bound. All others are compared by bits.
+#: Results that are sums, which are compared by a bound, and whether their x is quantized. All others are compared by bits.
 PRODUCTS = {"matmul": False, "matmul of two": True, "cast_matmul": True, "grouped_matmul": False}
 
 
@@ -72,7 +72,7 @@ def agree(found: dict[str, Any], shards: int, offsets: np.ndarray, spec: str, ca
             rows = np.asarray(breccia.dequantize(breccia.cast(x, spec)) if PRODUCTS[name] else x, np.float64)
             parts = np.split(rows, offsets[:-1]) if name == "grouped_matmul" else [rows]
             exact = np.concatenate([part @ w.T for part, w in zip(parts, weights, strict=False)])
-            # Sums of K products in FP32 in any order: at most K * 2^-24 of the sum of magnitudes, nearly.
+            # Sums of K products in FP32, in any order, are within about K * 2^-24 of the sum of magnitudes.
             size = np.concatenate([np.abs(part) @ np.abs(w).T for part, w in zip(parts, weights, strict=False)])
             assert (np.abs(got - exact) <= 2 * X.shape[1] * 2.0**-24 * size + 1e-30).all(), (name, case)
 

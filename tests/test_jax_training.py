@@ -157,7 +157,7 @@ STEADY: dict[str, Callable[[], Any]] = {
 
 
 def gradients_of(params: dict[str, Any]) -> dict[str, Any]:
-    """Those of the dense leaves, beside zeros for quantized ones: a tree that holds a whole one's structure."""
+    """Gradients of the dense leaves and zeros for the quantized ones, in the structure of `params`."""
     dense, scaled = breccia_jax.partition(params)
     found = jax.grad(lambda dense: loss(breccia_jax.combine(dense, scaled), X))(dense)
     return found | {"quantized": jax.tree.map(jnp.zeros_like, params["quantized"])}
@@ -192,7 +192,7 @@ def test_adding_zeros_of_any_float_dtype_changes_no_leaf(spec: str, dtype: Any) 
 @pytest.mark.parametrize("spec", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor"])
 def test_updates_of_codes_that_are_not_zero_change_them_and_partition_prevents_it(spec: str, name: str) -> None:
-    """What docs/jax.md warns of. Adafactor divides by a zero of its own in integers."""
+    """docs/jax.md warns of this. Adafactor divides by a zero of its own in integers."""
     params, optimizer = tree(spec), OPTIMIZERS[name]()
     updates, _ = optimizer.update(gradients_of(params), optimizer.init(params), params)
     assert not breccia.bytes_equal(optax.apply_updates(params, updates)["quantized"], params["quantized"])
@@ -223,7 +223,7 @@ def test_an_optimizer_of_a_whole_nnx_state_changes_no_leaf_that_it_updates_by_ze
 
 
 def test_clipping_and_equinox_refuse_whole_trees() -> None:
-    """Not in silence: these are errors of JAX's."""
+    """JAX raises these errors."""
     eqx = pytest.importorskip("equinox")
     params = tree("mxfp8")
     clip = optax.clip_by_global_norm(1.0)

@@ -82,7 +82,7 @@ def test_leading_axes_are_kept(recipe: breccia.ScalingRecipe) -> None:
 
 @pytest.mark.parametrize("recipe", CAST, ids=recipe_id)
 def test_partial_blocks_have_numpys_bytes(recipe: breccia.ScalingRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both axes, with codes that do not fill their last byte, in arrays of several matrices too."""
+    """Along both axes, with a partly filled last byte, and in arrays of several matrices."""
     monkeypatch.setattr(compiled, "SLAB", 9 * K)
     for rows, columns in ((53, K - 3), (56, 7), (1, K - 129)):
         x = np.ascontiguousarray(X[:rows, :columns])

@@ -20,7 +20,7 @@ RECIPES = ["mxfp8", "nvfp4", "int4", "int8,group_size=64,signed=false,symmetric=
 
 
 def imported(path: Path, fun: Any, *args: Any) -> list[Any]:
-    """The results of `fun` after it was written and read."""
+    """Export `fun`, import it, and return its results."""
     file = str(path / "f.mlxfn")
     breccia_mlx.export_function(file, fun, *args)
     return list(mx.import_function(file)(*args))
@@ -35,7 +35,7 @@ def within(found: Any, x: Any, st: breccia.ScaledTensor) -> bool:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_exported_products_contain_the_codes_that_they_capture(recipe: str, tmp_path: Path) -> None:
-    """Also of a transposed view that was evaluated: MLX writes its memory as if it were in C order."""
+    """Evaluated transposed views are included: MLX writes their memory as if it were in C order."""
     st = breccia.cast(W, recipe)
     turned = st.mT
     mx.eval(turned.data, turned.scale)
@@ -74,5 +74,5 @@ def test_round_trips_are_exported_and_rules_come_back_afterwards(tmp_path: Path)
     (found,) = imported(tmp_path, lambda x: breccia.cast_ste(x, "mxfp8"), X)
     assert mx.array_equal(found, breccia.cast_ste(X, "mxfp8")).item()
     assert mx.array_equal(mx.grad(lambda x: breccia.cast_ste(x, "mxfp8").sum())(X), mx.ones(X.shape)).item()
-    with pytest.raises(ValueError, match="CustomTransforms"):  # what `export_function` is for
+    with pytest.raises(ValueError, match="CustomTransforms"):  # the reason for `breccia_mlx.export_function`
         mx.export_function(str(tmp_path / "f.mlxfn"), lambda x: breccia.cast_ste(x, "mxfp8"), X)

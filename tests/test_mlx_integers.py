@@ -1,4 +1,4 @@
-"""Integers that MLX has no mode for, multiplied as its affine codes: decoded exactly, and within the bound of products."""
+"""Products of integers that MLX has no mode for: they run as its affine codes, decoded exactly, within the bound."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_parts_of_a_weight_follow_from_its_scales(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", RECIPES)
 def test_every_term_is_the_number_that_dequantize_gives(spec: str) -> None:
-    """Rows of one number: each product has one term, which is exact, and scales in FP32 are rounded into it once, as there."""
+    """Each row of x has one number, so each sum has one term: exact, except that an FP32 scale is rounded once, as there."""
     st = weight(spec)
     values = breccia.dequantize(st)
     found = breccia.matmul(mx.eye(K), st.mT, prefer=native.NAME)

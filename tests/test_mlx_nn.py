@@ -368,7 +368,7 @@ def test_missing_attributes_of_a_weight_get_the_call_to_make() -> None:
 
 
 def test_operators_of_mlx_refuse_a_scaled_tensor_and_name_the_call_to_make() -> None:
-    """All that ask for an array; `@` and functions with typed arguments do not ask."""
+    """`@` and functions with typed arguments do not dispatch to the other operand, so MLX raises its TypeError."""
     st = breccia.cast(mx.ones((8, 64)), MXFP8)
     for call in (lambda: mx.array(st), lambda: mx.ones((8, 64)) * st, lambda: st + mx.ones((8, 64))):
         with pytest.raises(breccia.UnsupportedError, match=r"breccia\.dequantize\(st\) returns its values"):

@@ -555,7 +555,7 @@ def test_deep_gemm_multiplies_two_tensors_on_a_gpu() -> None:
 
 
 def _loads(module: str) -> bool:
-    """Whether a library is there with its compiled part, which its package may lack"""
+    """Whether a library can be imported. Its package may be installed without its compiled part."""
     try:
         import_module(module)
     except (ImportError, OSError, RuntimeError, AssertionError):

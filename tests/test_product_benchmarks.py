@@ -1,4 +1,4 @@
-"""The benchmark of FP8 products: what it compares and records, the goals, and the kernels that its times choose."""
+"""The benchmark of FP8 products: checks of products, records, goals, and the kernels that its times choose."""
 
 from __future__ import annotations
 
@@ -57,13 +57,17 @@ def test_the_kernel_that_was_measured_to_be_the_fastest_has_the_least_estimate_a
     chosen = dict.fromkeys(kernels, 0)
     for row in RESULT["rows"]:
         taken = {name: timed["graph"]["median_s"] for name, timed in row["times"].items() if "graph" in timed}
-        taken[plan.TORCH] = taken.pop(plan.TORCH_PLAIN, taken.get(plan.TORCH))  # what breccia's call of it takes
+        taken[plan.TORCH] = taken.pop(plan.TORCH_PLAIN, taken.get(plan.TORCH))  # the time of breccia's kernel that calls torch
         taken = {name: seconds for name, seconds in taken.items() if name in kernels and seconds}
         if row["kind"] in plan.PAIRS:
             call = call_of(*plan.KINDS[row["kind"]], *row["shape"])
             estimates = {name: kernels[name](call) for name in taken}
             for name, seconds in estimates.items():
-                assert seconds == pytest.approx(taken[name], rel=1e-3), (row["kind"], row["shape"], name)  # four decimals
+                assert seconds == pytest.approx(taken[name], rel=1e-3), (
+                    row["kind"],
+                    row["shape"],
+                    name,
+                )  # the file has four decimals
             fastest = min(estimates, key=lambda name: estimates[name])
             assert taken[fastest] <= 1.001 * min(taken.values())
             chosen[fastest] += 1
@@ -78,11 +82,13 @@ def test_a_shape_that_was_not_measured_takes_the_ratio_of_the_nearest_one() -> N
     assert fp8_plans.score(call_of("fp8_row", "fp8_row", 5120, 4096, 4096)) == pytest.approx(expected)
 
 
-def test_the_nearest_shape_is_that_of_the_least_ratios_and_rows_count_twice() -> None:
+def test_the_nearest_shape_has_the_smallest_ratios_and_rows_count_twice() -> None:
     known = {choices.measured_key("one", *shape): float(i) for i, shape in enumerate([(64, 512, 512), (128, 512, 4096)])}
     known |= {"one more 64x512x512": 7.0, "other 64x512x512": 8.0}
     assert choices.nearest(known, "one", 64, 512, 512) == 0
-    assert choices.nearest(known, "one", 64, 512, 2048) == 0  # 2 octaves of K; of the other, one of K and one of M, twice 1
+    assert (
+        choices.nearest(known, "one", 64, 512, 2048) == 0
+    )  # 2 octaves of K; the other shape is one octave of K and one of M away, which counts twice
     assert choices.nearest(known, "one", 128, 512, 1024) == 1
     assert choices.nearest(known, "two", 64, 512, 512) is None and choices.nearest({}, "one", 1, 1, 1) is None
 
@@ -126,7 +132,7 @@ def test_errors_are_measured_against_fp64_and_over_the_bound(kind: str, module) 
     moved = exact.clone()
     row = int(expected.rows[3])
     moved[row, 5] += 3 * (expected.allowed[3, 5] + checks.UNIT * exact[row, 5].abs())
-    # 3 times the bound, which `error_over_bound` takes to be at most 1 + 2^-8 times as large.
+    # 3 times the bound without the rounding of `allowed`, which makes the bound at most 1 + 2^-8 times as large.
     assert expected.error_over_bound(moved) == pytest.approx(3, rel=2.0**-7)
     with pytest.raises(ValueError, match=r"^the relative error is 1\.4"):  # sqrt(2), of unrelated rows
         expected.error_over_bound(exact.roll(7, 0))
@@ -146,7 +152,7 @@ def test_wrong_products_and_those_beyond_the_bound_are_recorded_and_not_timed(mo
     arms: dict[str, Any] = {name: lambda y=y: lambda: y for name, y in made.items()} | {"deep_gemm": broken}
     times, clock = bench.measured(arms, "row", expected, 2, "cpu", False, False)
     assert clock is None and times["breccia"]["graph"]["runs"] == 2 and times["breccia"]["error_over_bound"] <= 1
-    assert times["torch"]["error_over_bound"] > 1 and "graph" in times["torch"]  # a rival may
+    assert times["torch"]["error_over_bound"] > 1 and "graph" in times["torch"]  # rivals may exceed the bound
     assert times["breccia, column-major scales"]["error"].endswith("times the bound of the contract")
     assert times["humming"]["error"].startswith("ValueError: the relative error is")
     assert times["deep_gemm"] == {"error": "UnsupportedError: N of 128"}
@@ -206,7 +212,7 @@ def timed(**seconds: float) -> dict[str, Any]:
     return {name.replace("_", "-"): {"graph": summary(s)} for name, s in seconds.items()}
 
 
-def test_goals_say_what_was_measured_where_it_is_least_and_whether_it_is_met(module) -> None:
+def test_goals_show_the_range_measured_its_worst_product_and_whether_they_are_met(module) -> None:
     large = module("fp8_plan").LARGE
     tensor = [("tensor", shape, timed(breccia=1.0, torch=1.2)) for shape in large]
     row = [("row", shape, timed(breccia=1.0, torch=1.0 + i / 10)) for i, shape in enumerate(large)]

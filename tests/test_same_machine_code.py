@@ -1,4 +1,4 @@
-"""The comparison of machine code between revisions: what it calls the same, and what it reports."""
+"""The comparison of machine code between revisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls on a device that is not the current one, on streams of their own, give what they give on the current device.
+"""Calls on another device than the current one, also on another stream, return the results of the current device.
 
 On a machine with at least two GPUs: `pytest -m gpu tests/test_several_devices.py`.
 """
@@ -54,7 +54,7 @@ def same(there: list[Any], here: list[Any]) -> None:
 
 @contextmanager
 def busy_stream(device: str) -> Iterator[None]:
-    """A stream of a device as its current one, with work that others would overtake. The current device does not change."""
+    """Make a busy stream the current one of a device, without a change of the current device."""
     current = torch.cuda.current_device()
     with torch.cuda.stream(torch.cuda.Stream(device)), torch.cuda.device(current):
         with torch.cuda.device(device):
@@ -65,9 +65,9 @@ def busy_stream(device: str) -> Iterator[None]:
 
 
 def on_both(run: Callable[[Any], list[Any]], x: Any) -> None:
-    """`run` returns the same there as here: with its input's device as the current one or not, and on a busy stream of its own.
+    """Check that `run` returns the same on both devices, whichever is the current one, and on a busy stream.
 
-    The input is written on that stream, so that a call on another one would read zeros.
+    That stream writes the input late, so a call on another stream would read zeros.
     """
     here = run(x.to(HERE))
     for current in (HERE, THERE):

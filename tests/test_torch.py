@@ -410,7 +410,7 @@ def test_operands_on_two_devices_are_named() -> None:
     ],
 )
 def test_a_component_on_another_device_is_named(spec: str, component: str, known: bool) -> None:
-    """No constructor that checks makes such a tensor. The table's cache of repeated calls does not compare these devices."""
+    """Constructors with checks refuse such a tensor. The cache of repeated calls does not compare the devices of components."""
     st = breccia.cast(torch.ones(32, 256), spec)
     parts = {name: getattr(st, name) for name in ("data", "scale", "zero_point", "global_scale")}
     parts[component] = parts[component].to("meta")
@@ -432,7 +432,7 @@ def test_a_component_on_another_device_is_named(spec: str, component: str, known
             call(st)
         with pytest.raises(TypeError) as e:
             call(stray)
-        what = operand if not known else "(st|a|b)"  # after a failure, or in a step of the op
+        what = operand if not known else "(st|a|b)"  # the error may come from a step of the op, under its operand's name
         said = f"{what}.data is on cpu and {what}.{component} on meta; move both to one device. Nothing is copied"
         assert re.match(said, str(e.value)), (name, str(e.value))
 

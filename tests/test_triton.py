@@ -688,15 +688,25 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     launch.Remembered.forget()
 
 
-@pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
-@pytest.mark.parametrize("small", [prepare.SMALL, 0])
-@pytest.mark.parametrize("spec", [*CALLED, "int8", "fp8_delayed", "nvfp4,two_level=false"])
-def test_a_repeated_cast_launches_what_the_first_one_launched(
-    spec: str, small: int, stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The short way of a call that was prepared does what the general way does."""
-    monkeypatch.setattr(prepare, "SMALL", small)
+@pytest.fixture(params=[prepare.SMALL, 0])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most elements that one launch casts under a scale of the tensor, on a device that holds 8 programs at a time."""
+    monkeypatch.setattr(prepare, "SMALL", request.param)
     monkeypatch.setattr(triton_cast, "hardware", lambda device: Hardware(resident=8))
+    return request.param
+
+
+def same_layout(a: ScaledTensor, b: ScaledTensor) -> None:
+    """Check that two tensors agree in all but their values."""
+    for one, other in zip(components(a).values(), components(b).values(), strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+    assert (a.layout, a.axis, a.padding) == (b.layout, b.axis, b.padding)
+
+
+@pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
+@pytest.mark.parametrize("spec", [*CALLED, "int8", "fp8_delayed", "nvfp4,two_level=false"])
+def test_a_repeated_cast_launches_what_the_first_one_launched(spec: str, small: int, stand_in: list[Any]) -> None:
+    """The short way of a call that was prepared does what the general way does."""
     x, recipe = torch.randn(64, 256), breccia.recipe(spec)
     found = [triton_cast.cast(x, recipe) for _ in range(2)]
     count = len(stand_in) // 2
@@ -713,19 +723,12 @@ def test_a_repeated_cast_launches_what_the_first_one_launched(
             assert [given[2:] for given in launched] == [*passes, (x.data_ptr(), *parts, *inner)]
         assert [given[1] for given in launched] == [7] * count
     assert [given[0] for given in stand_in[:count]] == [given[0] for given in stand_in[count:]]
-    for a, b in zip(*(components(st).values() for st in found), strict=True):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-    assert (found[0].layout, found[0].axis, found[0].padding) == (found[1].layout, found[1].axis, found[1].padding)
+    same_layout(*found)
 
 
 @pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
-@pytest.mark.parametrize("small", [prepare.SMALL, 0])
 @pytest.mark.parametrize("spec", ["fp8_block", "fp8_current", "nvfp4", "int4"])
-def test_a_repeated_cast_ste_launches_what_the_first_one_launched(
-    spec: str, small: int, stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prepare, "SMALL", small)
-    monkeypatch.setattr(triton_cast, "hardware", lambda device: Hardware(resident=8))
+def test_a_repeated_cast_ste_launches_what_the_first_one_launched(spec: str, small: int, stand_in: list[Any]) -> None:
     x, recipe = torch.randn(64, 256).bfloat16(), breccia.recipe(spec)
     found = [triton_cast.cast_ste(x, recipe) for _ in range(2)]
     count = len(stand_in) // 2
@@ -770,9 +773,7 @@ def test_a_repeated_cast_down_the_columns_or_under_a_scale_launches_what_the_fir
             after = [options.scale.data_ptr()]
         assert launched[-1][1:] == (7, x.data_ptr(), *[part.data_ptr() for part in parts], *after)
     if op == "cast":
-        for a, b in zip(*(components(st).values() for st in found), strict=True):
-            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-        assert (found[0].layout, found[0].axis) == (found[1].layout, found[1].axis)
+        same_layout(*found)
     if spec == "fp8_delayed":
         triton_cast.cast(x, recipe, CastOptions(scale=0.5))
         triton_cast.cast(x, recipe, CastOptions(scale=options.scale, rounding="stochastic", seed=1))
@@ -780,13 +781,8 @@ def test_a_repeated_cast_down_the_columns_or_under_a_scale_launches_what_the_fir
 
 
 @pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
-@pytest.mark.parametrize("small", [prepare.SMALL, 0])
 @pytest.mark.parametrize("spec", ["fp8_block", "fp8_current", "nvfp4", "mxfp4"])
-def test_a_repeated_cast_pair_launches_what_the_first_one_launched(
-    spec: str, small: int, stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prepare, "SMALL", small)
-    monkeypatch.setattr(triton_cast, "hardware", lambda device: Hardware(resident=8))
+def test_a_repeated_cast_pair_launches_what_the_first_one_launched(spec: str, small: int, stand_in: list[Any]) -> None:
     x, recipe = torch.randn(64, 256).bfloat16(), breccia.recipe(spec)
     found = [triton_cast.cast_pair(x, recipe) for _ in range(2)]
     (call,) = triton_cast._calls.values()
@@ -807,9 +803,7 @@ def test_a_repeated_cast_pair_launches_what_the_first_one_launched(
         for given, parts, inner in zip(launched[amax:], results, after, strict=True):
             assert given[1:] == (7, x.data_ptr(), *parts, *inner)
     for a, b in zip(*found, strict=True):
-        for one, other in zip(components(a).values(), components(b).values(), strict=True):
-            assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
-        assert (a.layout, a.axis, a.padding) == (b.layout, b.axis, b.padding)
+        same_layout(a, b)
 
 
 @pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")

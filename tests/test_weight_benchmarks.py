@@ -1,4 +1,4 @@
-"""The benchmarks of quantized weights and of decoders: what they compare and record, their goals and tables."""
+"""The benchmarks of quantized weights and of decoders: checks of products, records, goals and tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from breccia_triton.cuda import compiler
 
 @pytest.fixture
 def row(module, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """(A Row of 70 rows of x, the right product in FP64, notes); graphs are lists of calls, and take as many seconds."""
+    """(a Row of a product of 70 rows, the product in FP64, notes). A graph is a list of calls, and takes a second for each."""
     arms = module("weight_arms")
     monkeypatch.setattr(arms, "graph_of", lambda calls, products: (calls, products))
     monkeypatch.setattr(arms, "timed", lambda graphs, rounds: {arm: [float(len(calls))] for arm, (calls, _) in graphs.items()})
@@ -35,7 +35,7 @@ def test_errors_of_products_are_recorded_over_the_bound(row: Any) -> None:
     made.add("breccia", [lambda: exact.bfloat16()])
     made.add("bf16", [lambda: None] * 3, check=False)
     times = made.times(1)
-    assert 0.5 < times["breccia"]["error_over_bound"] <= 1  # it is rounded to BF16, and nothing else
+    assert 0.5 < times["breccia"]["error_over_bound"] <= 1  # the rounding to BF16 is the only error
     assert times["bf16"]["median_s"] == 3 and "error_over_bound" not in times["bf16"] and not notes
 
 
@@ -123,7 +123,7 @@ def test_the_parts_of_a_step_say_how_fast_it_could_be_at_most(module) -> None:
 
 @pytest.mark.rest
 @pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
-def test_each_quantized_format_has_its_instructions_counted(module) -> None:
+def test_instructions_of_a_product_by_int4_are_counted(module) -> None:
     pytest.importorskip("triton")
     found = module("weight_sass").counted("int4")
     # For 8 codes the source has 4 packed subtractions, and 3 shifts and 4 operations of logic; a compiler may move some ahead.
@@ -160,5 +160,5 @@ def test_compiled_parts_of_a_decoder_give_the_tokens_of_the_whole_and_layers_sha
         breccia_torch.enable_compile()
         model.compile_parts(backend="eager")
         assert all(map(torch.equal, three(), expected))
-    assert counters["stats"]["unique_graphs"] == 3  # what is before the layers, a layer, what is after them
+    assert counters["stats"]["unique_graphs"] == 3  # `first`, a layer, `last`
     torch.compiler.reset()
