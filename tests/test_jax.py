@@ -726,7 +726,7 @@ def test_gradients_of_a_network_are_those_of_the_plain_one_at_the_rounded_values
 
 @pytest.mark.rest
 def test_equal_calls_compile_once() -> None:
-    """Eager calls too, for any values of scales and seeds."""
+    """Eager calls too, for any values of scales and seeds, and their gradients by a new function each."""
     x = [rows(6, 80, seed=n) for n in range(4)]
     scales = [jax.device_put(np.float32(s)) for s in (0.5, 0.25, 2.0)]
 
@@ -738,6 +738,7 @@ def test_equal_calls_compile_once() -> None:
         breccia.cast(x, CURRENT, scale=0.5 + n)
         breccia.cast(x, recipe, rounding="stochastic", seed=n + (n << 40))
         breccia.cast_ste(x, recipe)
+        jax.grad(lambda x: breccia.matmul(breccia.cast_ste_clipped(x, recipe), st.mT).sum())(x)
         return breccia.dequantize(st, out_dtype="bfloat16"), breccia.matmul(x, st.mT)
 
     every(x[0], 0)

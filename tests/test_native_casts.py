@@ -390,14 +390,15 @@ def test_blocks_along_columns_are_not_transposed(spec: str, instructions: str, m
     assert breccia.bytes_equal(out, expected)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 2.0**127])
-def test_numbers_that_are_not_normal_are_cast_with_offsets_along_columns(value: float) -> None:
-    x = np.random.default_rng(2).standard_normal((2, 256, 40)).astype(np.float32)
-    x[1, 200, 7], x[1, 201, 7] = value, -value
+@pytest.mark.parametrize("values", [(np.nan,), (-np.nan,), (np.inf,), (-np.inf,), (2.0**127, -(2.0**127))], ids=str)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_numbers_that_are_not_normal_are_cast_with_offsets(values: tuple[float, ...], axis: int) -> None:
+    x = np.random.default_rng(2).standard_normal((2, 256, 256)).astype(np.float32)
+    x[1, 200, 7 : 7 + len(values)] = x[1, 200 : 200 + len(values), 7] = values
     for spec in ("int4,symmetric=false,signed=false", "mlx_affine,bits=3"):
-        expected = breccia.cast(x, spec, axis=-2, prefer="reference.cast")
+        expected = breccia.cast(x, spec, axis=axis, prefer="reference.cast")
         parts = {name: np.empty_like(part, order="C") for name, part in components(expected).items()}
-        out = breccia.cast(x, spec, axis=-2, out=Metadata.of(expected).assembled(**parts))
+        out = breccia.cast(x, spec, axis=axis, out=Metadata.of(expected).assembled(**parts))
         assert breccia.bytes_equal(out, expected)
 
 

@@ -24,9 +24,9 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class CodesDotGeneral:
-    """`jax.lax.dot_general` for a layer whose kernel is `weight`: its second operand are the decoded values of it.
+    """`jax.lax.dot_general` for a layer whose kernel is `weight`. The second operand is the decoded weight.
 
-    Where a kernel of breccia multiplies codes, `breccia.matmul` does, in FP32, and the values are not read.
+    Where breccia has a kernel for it, `breccia.matmul` multiplies by the codes, in FP32, and the second operand is not read.
     """
 
     weight: ScaledWeight

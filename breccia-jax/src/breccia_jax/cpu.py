@@ -134,28 +134,29 @@ def _is_of_this_module(chosen: Any) -> bool:
     return chosen.kernel.target.startswith(f"{__name__}:")
 
 
+def _is_composite(chosen: Any) -> bool:
+    return chosen.kernel.target.startswith("breccia.kernels.composites:")
+
+
 def casts_and_multiplies(x: Array, recipe: ScalingRecipe, b: Any, bias: Array | None) -> bool:
     """Whether `cast_matmul` is a cast and a product by kernels of this module."""
     if not runs("cast", x, None, recipe) or not runs("matmul", x, b, options={"bias": bias}):
         return False
-    chosen = registry().table.choose("cast_matmul", "jax", x, b, recipe)
-    return chosen.kernel.target.startswith("breccia.kernels.composites:")
+    return _is_composite(registry().table.choose("cast_matmul", "jax", x, b, recipe))
 
 
 def casts(op: str, x: Array, recipe: ScalingRecipe, options: CastOptions, prefer: Prefer) -> bool:
     """Whether a composite of casts runs by kernels of this module."""
     if prefer is not None or not runs("cast", x, None, recipe, options):
         return False
-    chosen = registry().table.choose(op, "jax", x, None, recipe, options)
-    return chosen.kernel.target.startswith("breccia.kernels.composites:")
+    return _is_composite(registry().table.choose(op, "jax", x, None, recipe, options))
 
 
 def recasts(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions) -> bool:
     """Whether `requantize` decodes, by the kernel of this module, and casts, rather than keep scales and translate codes."""
     if options.scale is None and (st.recipe == recipe or renames(st.recipe, st.layout.plain, st.axis, recipe)):
         return False
-    chosen = registry().table.choose("requantize", "jax", st, None, recipe, options)
-    return chosen.kernel.target.startswith("breccia.kernels.composites:") and runs("dequantize", st)
+    return _is_composite(registry().table.choose("requantize", "jax", st, None, recipe, options)) and runs("dequantize", st)
 
 
 def _ran(program: Program, arrays: Sequence[Array]) -> list[Array]:

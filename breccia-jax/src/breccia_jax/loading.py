@@ -90,8 +90,8 @@ def _fitted(name: str, held: Any, new: Any, turned: bool | None) -> Any:
             )
         if isinstance(new, ScaledTensor):
             raise ShapeError(
-                f"{name} is a quantized convolution in the file, of shape {given} in torch's order, whose blocks along axis "
-                f"{new.axis} are none along the axes that JAX contracts. Leave it out when you convert the file (--exclude), "
+                f"{name} is a quantized convolution in the file, of shape {given} in torch's order, whose blocks run along "
+                f"axis {new.axis}: JAX contracts other axes. Leave it out when you convert the file (--exclude), "
                 "and quantize the loaded model.",
                 found=given,
                 expected=shape,

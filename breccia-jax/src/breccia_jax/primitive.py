@@ -48,7 +48,7 @@ class Program(Protocol):
         ...
 
     def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
-        """The results of a batch along axis 0, by another call; None where there is none but the generic algorithm's."""
+        """The results of a batch along axis 0, by another call; None leaves the batch to the generic algorithm."""
         ...
 
     def run(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:

@@ -38,7 +38,7 @@ class Parameter:
     """A parameter of a model.
 
     name: its path, joined by dots, as in files. axes: its contracted axes, None where nothing tells them; why: the reason then.
-    kind: that of `breccia.backend.KEPT` which its layer's type says it is, whatever its name.
+    kind: the entry of `breccia.backend.KEPT` that the type of its layer implies, whatever its name.
     """
 
     name: str

@@ -21,7 +21,7 @@ enum {
     VECTORS = 4,   /* vectors of a strip of columns: a cache line of 8-bit codes, with AVX-512 */
     WIDEST = 64,   /* columns of the widest strip */
     PANEL = 512,   /* columns that a thread takes at a time */
-    MOST_ROWS = 4, /* rows of activations that are multiplied together, at most */
+    MOST_ROWS = 6, /* rows of activations that are multiplied together, at most: with AVX-512 their sums are in 24 registers */
 };
 
 typedef struct {
@@ -91,6 +91,40 @@ INLINE void widened(const matrix *w, Py_ssize_t k, Py_ssize_t count, Py_ssize_t 
             memset(row, 0, (size_t)n);
         add_codes(codes, shift + w->width > 8 ? codes + w->n : codes, shift, w->width, up, n, row);
     }
+}
+
+/* Numbers of columns `first` to `first + n` in a row of stored scales or offsets, each for `tall` columns. */
+INLINE void of_columns(const numbers *a, Py_ssize_t start, Py_ssize_t first, Py_ssize_t n, Py_ssize_t tall, float *to)
+{
+    if (tall == 1) {
+        decoded(a, start + first, n, to);
+        return;
+    }
+    for (Py_ssize_t i = 0; i < n;) {
+        float y;
+        const Py_ssize_t slot = (first + i) / tall, end = (slot + 1) * tall - first;
+        decoded(a, start + slot, 1, &y);
+        for (; i < n && i < end; i++)
+            to[i] = y;
+    }
+}
+
+/* The scales and offsets of a row of blocks, for the columns of a panel. Returns whether they are within the limits. */
+INLINE int panel_scales(const matrix *w, Py_ssize_t row, Py_ssize_t first, Py_ssize_t n, float *scales, float *offsets)
+{
+    of_columns(&w->scale, row * w->wide, first, n, w->tall, scales);
+    int fine = w->factor == 1 || within(scales, n, MOST_STORED, w->least);
+    if (w->divides)
+        for (Py_ssize_t i = 0; i < n; i++)
+            scales[i] = 1 / scales[i];
+    for (Py_ssize_t i = 0; i < n; i++)
+        scales[i] *= w->factor;
+    fine = fine && within(scales, n, MOST_SCALE, w->least);
+    if (w->role != NONE) {
+        of_columns(&w->offset, row * w->wide, first, n, w->tall, offsets);
+        fine = fine && within(offsets, n, MOST_STORED, 0);
+    }
+    return fine;
 }
 
 static float no_lift(int kind)
@@ -193,6 +227,15 @@ FOR_AVX2 INLINE void avx2_decoded(const int kind, const uint8_t *codes, const fl
     {                                                                                                                          \
         widened(w, k, count, first, n, to);                                                                                    \
     }                                                                                                                          \
+    target static int version##_scales(                                                                                        \
+        const matrix *w, Py_ssize_t row, Py_ssize_t first, Py_ssize_t n, float *scales, float *offsets)                        \
+    {                                                                                                                          \
+        return panel_scales(w, row, first, n, scales, offsets);                                                                \
+    }                                                                                                                          \
+    target static void version##_turned(void *context)                                                                         \
+    {                                                                                                                          \
+        turn_some(context);                                                                                                    \
+    }                                                                                                                          \
     target INLINE void version##_step(const int kind, const int m, const int role, const matrix *w, const float *x,            \
         Py_ssize_t count, const uint8_t *codes, Py_ssize_t stride, const float *scales, const float *offsets, float *sums)     \
     {                                                                                                                          \
@@ -263,7 +306,9 @@ FOR_AVX2 INLINE void avx2_decoded(const int kind, const uint8_t *codes, const fl
         case 1: version##_step(kind, 1, role, w, x, count, codes, stride, scales, offsets, sums); break;                      \
         case 2: version##_step(kind, 2, role, w, x, count, codes, stride, scales, offsets, sums); break;                      \
         case 3: version##_step(kind, 3, role, w, x, count, codes, stride, scales, offsets, sums); break;                      \
-        default: version##_step(kind, 4, role, w, x, count, codes, stride, scales, offsets, sums);                            \
+        case 4: version##_step(kind, 4, role, w, x, count, codes, stride, scales, offsets, sums); break;                       \
+        case 5: version##_step(kind, 5, role, w, x, count, codes, stride, scales, offsets, sums); break;                       \
+        default: version##_step(kind, 6, role, w, x, count, codes, stride, scales, offsets, sums);                             \
         }                                                                                                                      \
     }
 
@@ -274,17 +319,19 @@ typedef struct {
     const char *name;
     const stepper (*steps)[ROLES];
     void (*widened)(const matrix *, Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t, uint8_t *);
+    int (*scales)(const matrix *, Py_ssize_t, Py_ssize_t, Py_ssize_t, float *, float *);
+    void (*turned)(void *turning);
     float (*lift)(int); /* what values of codes of a kind have to be multiplied by: a power of two */
     int strip, most;    /* columns of a strip, and rows of activations that have registers */
 } version;
 
 STEP_BY(portable, , f4)
-static const version portable = {"portable", portable_steps, portable_widened, no_lift, 4 * VECTORS, 2};
+static const version portable = {"portable", portable_steps, portable_widened, portable_scales, portable_turned, no_lift, 4 * VECTORS, 2};
 #if defined(__x86_64__)
 STEP_BY(avx2, FOR_AVX2, f8)
 STEP_BY(avx512, FOR_AVX512, f16)
-static const version avx2 = {"avx2", avx2_steps, avx2_widened, lift_of, 8 * VECTORS, 2};
-static const version avx512 = {"avx512", avx512_steps, avx512_widened, lift_of, 16 * VECTORS, 4};
+static const version avx2 = {"avx2", avx2_steps, avx2_widened, avx2_scales, avx2_turned, lift_of, 8 * VECTORS, 2};
+static const version avx512 = {"avx512", avx512_steps, avx512_widened, avx512_scales, avx512_turned, lift_of, 16 * VECTORS, 6};
 #endif
 
 /* Those that this processor can run, the best first. */
@@ -308,40 +355,6 @@ static void find_versions(void)
 
 /* -------------------------------------------------------------------------------------------------- panels */
 
-/* Numbers of columns `first` to `first + n` in a row of stored scales or offsets, each for `tall` columns. */
-INLINE void of_columns(const numbers *a, Py_ssize_t start, Py_ssize_t first, Py_ssize_t n, Py_ssize_t tall, float *to)
-{
-    if (tall == 1) {
-        decoded(a, start + first, n, to);
-        return;
-    }
-    for (Py_ssize_t i = 0; i < n;) {
-        float y;
-        const Py_ssize_t slot = (first + i) / tall, end = (slot + 1) * tall - first;
-        decoded(a, start + slot, 1, &y);
-        for (; i < n && i < end; i++)
-            to[i] = y;
-    }
-}
-
-/* The scales and offsets of a row of blocks, for the columns of a panel. Returns whether they are within the limits. */
-static int panel_scales(const matrix *w, Py_ssize_t row, Py_ssize_t first, Py_ssize_t n, float *scales, float *offsets)
-{
-    of_columns(&w->scale, row * w->wide, first, n, w->tall, scales);
-    int fine = w->factor == 1 || within(scales, n, MOST_STORED, w->least);
-    if (w->divides)
-        for (Py_ssize_t i = 0; i < n; i++)
-            scales[i] = 1 / scales[i];
-    for (Py_ssize_t i = 0; i < n; i++)
-        scales[i] *= w->factor;
-    fine = fine && within(scales, n, MOST_SCALE, w->least);
-    if (w->role != NONE) {
-        of_columns(&w->offset, row * w->wide, first, n, w->tall, offsets);
-        fine = fine && within(offsets, n, MOST_STORED, 0);
-    }
-    return fine;
-}
-
 /* y = x times columns `first` to `end` of the weight, for m <= MOST_ROWS rows. Returns whether numbers are within the limits. */
 static int multiplied(const matrix *w, const float *x, int m, Py_ssize_t first, Py_ssize_t end, float *y)
 {
@@ -351,7 +364,7 @@ static int multiplied(const matrix *w, const float *x, int m, Py_ssize_t first, 
     const stepper step = here->steps[w->codes.kind][w->role];
     const Py_ssize_t n = end - first, strip = here->strip;
     for (Py_ssize_t k = 0; k < w->k;) {
-        if (k % w->block == 0 && !panel_scales(w, k / w->block, first, n, scales, offsets))
+        if (k % w->block == 0 && !here->scales(w, k / w->block, first, n, scales, offsets))
             return 0;
         const Py_ssize_t left = w->block - k % w->block, count = left < w->k - k ? (left < STEP ? left : STEP) :
             w->k - k < STEP ? w->k - k : STEP;
@@ -493,7 +506,7 @@ static PyObject *turn(PyObject *self, PyObject *args)
     if (done) {
         t.from = data.buf, t.to = found.buf;
         Py_BEGIN_ALLOW_THREADS
-        run_shared(turn_some, &t, threads);
+        run_shared(here->turned, &t, threads);
         Py_END_ALLOW_THREADS
     } else
         PyErr_Format(PyExc_ValueError, "wanted two matrices of %zd x %zd bytes; got %zd and %zd bytes. Call breccia.matmul.", t.rows,

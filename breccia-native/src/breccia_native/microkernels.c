@@ -194,9 +194,8 @@ INLINE void amax_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind,
     }
 }
 
-/* Numbers converted or scaled at once: they stay in the L1 cache. Meanwhile what comes AHEAD bytes later is prefetched. */
+/* Numbers converted or scaled at once: they stay in the L1 cache. */
 #define STRIP 256
-#define AHEAD 8192
 
 /* The same of blocks of k rows of `across` numbers, for each column. */
 INLINE void amax_down_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, Py_ssize_t across, int kind, uint32_t *amax)
@@ -239,6 +238,16 @@ INLINE uint32_t unordered(int32_t key)
 #define FETCH(address)
 #endif
 
+/* While numbers are read in the order of memory, what comes AHEAD bytes later is prefetched. Not along columns: that would be
+   the numbers of other columns (measured: `extremes` takes 1.4 times as long, codes 1.2 times). */
+#define AHEAD 8192
+
+INLINE void fetch_ahead(const char *x, Py_ssize_t bytes)
+{
+    for (Py_ssize_t i = 0; i < bytes; i += 64)
+        FETCH(x + AHEAD + i);
+}
+
 /* FP16 as FP32, by the instructions of a version; baseline has none. */
 typedef void (*widener)(const uint16_t *halves, Py_ssize_t n, float *y);
 
@@ -267,8 +276,6 @@ INLINE const float *strip_of(const char *x, int kind, Py_ssize_t start, Py_ssize
 {
     const Py_ssize_t size = kind == FP32 ? 4 : 2;
     x += start * size;
-    for (Py_ssize_t i = 0; i < n * size; i += 64)
-        FETCH(x + AHEAD + i);
     if (kind == FP32 && !clean)
         return (const float *)x;
     if (kind == FP16 && widen) {
@@ -304,7 +311,7 @@ INLINE void extremes_of_each(const float *y, Py_ssize_t blocks, Py_ssize_t k, in
 INLINE void extremes_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, widener widen, uint32_t *low, uint32_t *high)
 {
     float room[STRIP];
-    const Py_ssize_t together = k < STRIP ? STRIP / k : 1;
+    const Py_ssize_t together = k < STRIP ? STRIP / k : 1, size = kind == FP32 ? 4 : 2;
     for (Py_ssize_t b = 0; b < blocks; b += together) {
         const Py_ssize_t several = together < blocks - b ? together : blocks - b;
         int32_t least[STRIP], most[STRIP];
@@ -312,6 +319,7 @@ INLINE void extremes_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind
             least[j] = INT32_MAX, most[j] = INT32_MIN;
         for (Py_ssize_t start = 0; start < k; start += STRIP) {
             const Py_ssize_t n = k - start < STRIP ? k - start : STRIP;
+            fetch_ahead(x + (b * k + start) * size, several * n * size);
             const float *y = strip_of(x, kind, b * k + start, several * n, 0, widen, room);
             switch (n) {
             case 16: extremes_of_each(y, several, 16, least, most); break;
@@ -560,13 +568,13 @@ INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divid
     const Py_ssize_t size = all->kind == FP32 ? 4 : 2;
     const char *x = all->x + start * size;
     float room[STRIP];
+    if (!all->across)
+        fetch_ahead(x, n * size);
     if (all->random.width > 0) {
         x = (const char *)strip_of(all->x, all->kind, start, n, 1, all->widen, room);
         scaled_of(x, FP32, all->k, n, divides, next, y);
         return;
     }
-    for (Py_ssize_t i = 0; i < n * size; i += 64)
-        FETCH(x + AHEAD + i);
 #if defined(X86_VERSIONS)
     if (all->kind == FP16 && all->widen == widened_by_avx512 && all->k > 1) {
         halves_scaled_by_avx512((const uint16_t *)x, all->k, n, divides, next, y);
@@ -991,12 +999,13 @@ INLINE void shifted_of(const numbers *all, offsets o, integer f, uint8_t *codes)
     }
     float room[STRIP];
     uint32_t words[STRIP];
-    const Py_ssize_t k = all->k, whole = k < STRIP ? STRIP / k * k : k;
+    const Py_ssize_t k = all->k, whole = k < STRIP ? STRIP / k * k : k, size = all->kind == FP32 ? 4 : 2;
     const uint32_t *drawn = all->random.width ? words : NULL;
     for (Py_ssize_t first = 0; first < all->n; first += whole) { /* some short blocks, or a long one */
         const Py_ssize_t end = whole < all->n - first ? first + whole : all->n;
         for (Py_ssize_t start = first, n; start < end; start += n) {
             n = end - start < STRIP ? end - start : STRIP;
+            fetch_ahead(all->x + start * size, n * size);
             const float *x = strip_of(all->x, all->kind, start, n, drawn != NULL, all->widen, room);
             if (drawn)
                 words_at(all->random, start, n, words);

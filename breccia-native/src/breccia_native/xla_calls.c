@@ -1,6 +1,6 @@
 /* Calls from programs that XLA compiled for the CPU: one handler, which passes the memory of arguments and results to Python.
 
-   A call has one attribute, a text that says what to compute. `breccia_native.jax_calls` reads it, once, and runs the kernels for
+   A call has one attribute, a text that says what to compute. `breccia_jax.primitive` reads it, once, and runs the kernels for
    NumPy arrays on this memory, which release the GIL while they compute. So every kernel, recipe and option that NumPy arrays
    have can be called from XLA, and threads are those of these kernels.
 
@@ -232,7 +232,7 @@ static PyModuleDef_Slot slots[] = {{0, NULL}};
 static struct PyModuleDef module = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "breccia_native.xla_calls",
-    .m_doc = "Calls of kernels from programs that XLA compiled for the CPU; see breccia_native.jax_calls.",
+    .m_doc = "Calls of kernels from programs that XLA compiled for the CPU; see breccia_jax.primitive.",
     .m_methods = methods,
     .m_slots = slots,
 };

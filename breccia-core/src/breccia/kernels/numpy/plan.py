@@ -150,12 +150,11 @@ class Plan:
         low, high = np.empty(source.size // k, F4), np.empty(source.size // k, F4)
         rows = {"across": across} if across else {}
         extremes(source, k, low, high, **rows)
+        amax = np.maximum(low.view(U4) & MAGNITUDE_BITS, high.view(U4) & MAGNITUDE_BITS)
         zeroed = fmt.offset == "zero_point"
         if zeroed:
             low, high = np.minimum(low, 0), np.maximum(high, 0)
-        found, amax = None, np.empty(low.size, U4)
-        microkernels.amax(source, k, amax, **rows)  # pyright: ignore[reportOptionalCall]
-        most = np.maximum.reduce(amax)
+        found, most = None, np.maximum.reduce(amax)
         if accepted is not None:
             found = scales.slow_path(amax, accepted, None)
             if most >= _LARGE_BITS or found[1].max() > LARGE or not found[1].all():
