@@ -233,12 +233,6 @@ INLINE uint32_t unordered(int32_t key)
     return (uint32_t)key ^ ((uint32_t)(key >> 31) >> 1);
 }
 
-#if defined(__GNUC__)
-#define FETCH(address) __builtin_prefetch(address)
-#else
-#define FETCH(address)
-#endif
-
 /* FP16 as FP32, by the instructions of a version; baseline has none. */
 typedef void (*widener)(const uint16_t *halves, Py_ssize_t n, float *y);
 
@@ -268,7 +262,7 @@ INLINE const float *strip_of(const char *x, int kind, Py_ssize_t start, Py_ssize
     const Py_ssize_t size = kind == FP32 ? 4 : 2;
     x += start * size;
     for (Py_ssize_t i = 0; i < n * size; i += 64)
-        FETCH(x + AHEAD + i);
+        PREFETCH(x + AHEAD + i);
     if (kind == FP32)
         return (const float *)x;
     if (kind == FP16 && widen) {
@@ -571,7 +565,7 @@ INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divid
         return;
     }
     for (Py_ssize_t i = 0; i < n * size; i += 64)
-        FETCH(x + AHEAD + i);
+        PREFETCH(x + AHEAD + i);
 #if defined(X86_VERSIONS)
     if (all->kind == FP16 && all->widen == widened_by_avx512 && all->k > 1) {
         halves_scaled_by_avx512((const uint16_t *)x, all->k, n, divides, next, y);
@@ -684,7 +678,7 @@ FOR_AVX512 INLINE void floats_paired(const numbers *all, const int kind, const i
         for (int j = 0; j < 64 / k; j++)
             some_zero |= first[j] == 0;
         for (int j = 0; j < size; j++)
-            FETCH(x + AHEAD + 64 * j);
+            PREFETCH(x + AHEAD + 64 * j);
         if (some_zero)
             pairs_of_floats(x, kind, k, 1, first, f, data);
         else
@@ -1469,13 +1463,12 @@ static PyObject *shifted(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(floats_doc,
-    "floats(source, inverse, k, divides, codes, floor, lift, largest, shift, sign, kind=32, seed=0, first=0, width=0, stride=0, across=0):\n"
-    "codes of a minifloat, one a\n"
-    "byte, or those of 4 bits two a byte in room for half as many, the first in the low half; of numbers times the inverse scale of\n"
-    "their block of k, or divided by its scale; zeros where that is 0. The others are the\n"
-    "fields of numpy.FloatCodes. kind: 32 for FP32, 16 for BF16, -16 for FP16. Unless width is 0, codes are\n"
-    "rounded stochastically: numbers are rows of `width`, which begin `stride` elements after each other, the first at `first`. across: unless 0, the\n"
-    "numbers are rows of as many, and blocks are k rows of a column; then width is 0.");
+    "floats(source, inverse, k, divides, codes, floor, lift, largest, shift, sign, kind=32, seed=0, first=0, width=0, stride=0,\n"
+    "across=0): codes of a minifloat, one a byte. Codes of 4 bits may be two a byte, the first in the low half, in room for half as\n"
+    "many. Numbers are multiplied by the inverse scale of their block of k, or divided by its scale; where that is 0, codes are 0.\n"
+    "floor, lift, largest, shift, sign: the fields of numpy.FloatCodes. kind: 32 for FP32, 16 for BF16, -16 for FP16.\n"
+    "Unless width is 0, codes are rounded stochastically: numbers are rows of `width`, which begin `stride` elements after each\n"
+    "other, the first at `first`. Unless across is 0, numbers are rows of as many, and blocks are k rows of a column; then width is 0.");
 
 static PyObject *floats(PyObject *self, PyObject *args)
 {
@@ -1495,9 +1488,8 @@ static PyObject *floats(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(integers_doc,
-    "integers(source, inverse, k, divides, codes, low, high, magic, mask, kind=32, seed=0, first=0, width=0, stride=0):\n"
-    "as floats, for the fields of\n"
-    "numpy.IntegerCodes.");
+    "integers(source, inverse, k, divides, codes, low, high, magic, mask, kind=32, seed=0, first=0, width=0, stride=0, across=0):\n"
+    "as `floats`, for the fields of numpy.IntegerCodes.");
 
 static PyObject *integers(PyObject *self, PyObject *args)
 {
@@ -1517,9 +1509,9 @@ static PyObject *integers(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(tables_doc,
-    "tables(source, inverse, k, divides, codes, starts, values, order, zero, kind=32, seed=0, first=0, width=0, stride=0):\n"
-    "as floats, for a table of 16 numbers\n"
-    "in ascending order: the smallest number rounded to each, of which the first is unused, their values, and codes; the code of +0.");
+    "tables(source, inverse, k, divides, codes, starts, values, order, zero, kind=32, seed=0, first=0, width=0, stride=0, across=0):\n"
+    "as `floats`, for a table of 16 numbers in ascending order: the smallest number rounded to each (the first is unused), their\n"
+    "values, and their codes; and the code of +0.");
 
 static PyObject *tables(PyObject *self, PyObject *args)
 {

@@ -8,18 +8,19 @@
 
 #include "pool.h"
 
-enum { SQUARE = 64 }; /* bytes of a cache line, which is read and written as a whole */
+/* Squares of this side are transposed: it is a cache line, which is then read and written as a whole. */
+enum { SQUARE = 64 };
 
 typedef struct {
     const uint8_t *from;
     uint8_t *to;
     Py_ssize_t rows, columns; /* of `from` */
-    Py_ssize_t next;          /* the next columns that no thread has taken */
+    Py_ssize_t next;          /* the first column that no thread has taken */
 } turning;
 
 typedef uint64_t words __attribute__((vector_size(SQUARE)));
 
-/* In each of the 8 words of vectors: byte i of vector j to byte j of vector i. */
+/* Moves byte i of vector j to byte j of vector i, in each of the 8 words of the vectors. */
 static inline void turn_words(words w[8])
 {
     static const uint64_t kept[3] = {0x00000000ffffffffu, 0x0000ffff0000ffffu, 0x00ff00ff00ff00ffu};
@@ -32,6 +33,16 @@ static inline void turn_words(words w[8])
             }
 }
 
+/* Copies n bytes, n <= SQUARE. A constant length takes one instruction. */
+static inline void copy_line(uint8_t *to, const uint8_t *from, Py_ssize_t n)
+{
+    if (n == SQUARE)
+        memcpy(to, from, SQUARE);
+    else
+        memcpy(to, from, (size_t)n);
+}
+
+/* Transposes the square at (row, column), or what the matrix has of it. */
 static void turn_square(const turning *t, Py_ssize_t row, Py_ssize_t column)
 {
     uint8_t before[SQUARE][SQUARE], after[SQUARE][SQUARE];
@@ -41,10 +52,7 @@ static void turn_square(const turning *t, Py_ssize_t row, Py_ssize_t column)
         memset(before, 0, sizeof before);
     for (Py_ssize_t i = 0; i < rows; i++) {
         const uint8_t *from = t->from + (row + i) * t->columns + column;
-        if (columns == SQUARE)
-            memcpy(before[i], from, SQUARE);
-        else
-            memcpy(before[i], from, (size_t)columns);
+        copy_line(before[i], from, columns);
         if (row + SQUARE + i < t->rows)
             __builtin_prefetch(from + SQUARE * t->columns);
     }
@@ -58,15 +66,11 @@ static void turn_square(const turning *t, Py_ssize_t row, Py_ssize_t column)
                 memcpy(&after[8 * j + n][i], &word, 8);
             }
     }
-    for (Py_ssize_t j = 0; j < columns; j++) {
-        uint8_t *to = t->to + (column + j) * t->rows + row;
-        if (rows == SQUARE)
-            memcpy(to, after[j], SQUARE);
-        else
-            memcpy(to, after[j], (size_t)rows);
-    }
+    for (Py_ssize_t j = 0; j < columns; j++)
+        copy_line(t->to + (column + j) * t->rows + row, after[j], rows);
 }
 
+/* One thread's share: columns that no other has taken, SQUARE at a time. */
 static void turn_some(void *context)
 {
     turning *t = context;
