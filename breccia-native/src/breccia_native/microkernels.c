@@ -596,7 +596,7 @@ INLINE void floats_of(const numbers *all, int divides, minifloat f, uint8_t *cod
     uint32_t found[STRIP], words[STRIP];
     uint8_t room[STRIP];
     /* Less the exponent bits of a binade, these are the bits of 1 over the spacing of its codes. */
-    const int32_t units = (254 + 23 - f.shift) << 23;
+    const uint32_t units = (uint32_t)(254 + 23 - f.shift) << 23;
     place next = {all->inverse, all->k};
     for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
         const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
@@ -609,7 +609,7 @@ INLINE void floats_of(const numbers *all, int divides, minifloat f, uint8_t *cod
                 a = a > (int32_t)f.largest ? (int32_t)f.largest : a;
                 int32_t e = (int32_t)((uint32_t)a & EXPONENT);
                 e = e > (int32_t)f.floor ? e : (int32_t)f.floor;
-                const int32_t rest = dithered(float_of((uint32_t)a) * float_of((uint32_t)(units - e)), words[i]);
+                const int32_t rest = dithered(float_of((uint32_t)a) * float_of(units - (uint32_t)e), words[i]);
                 const int32_t code = rest + ((e - (int32_t)f.floor) >> f.shift);
                 found[i] = (uint32_t)code | ((u >> 31) << f.sign);
             }
