@@ -641,16 +641,14 @@ FOR_AVX512 INLINE __m512 vector_at(const char *x, const int kind, Py_ssize_t i)
     return kind == FP16 ? _mm512_cvtph_ps(halves) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-/* 64 numbers to 4-bit codes of minifloats, two a byte: `floats_of` in registers. The numbers have 64 / k inverse scales. */
-FOR_AVX512 INLINE void pairs_of_floats(
-    const char *x, const int kind, const int k, const int some_zero, const float *inverse, minifloat f, uint8_t *data)
+/* 64 numbers to codes of minifloats, one a byte or two: `floats_of` in registers. The numbers have 64 / k inverse scales. */
+FOR_AVX512 INLINE void vectors_of_floats(const char *x, const int kind, const int k, const int some_zero, const int packed,
+    const float *inverse, minifloat f, uint8_t *data)
 {
     const __m512i magnitude = _mm512_set1_epi32((int)MAGNITUDE), exponent = _mm512_set1_epi32((int)EXPONENT);
     const __m512i largest = _mm512_set1_epi32((int)f.largest), floor = _mm512_set1_epi32((int)f.floor);
-    const __m512i lift = _mm512_set1_epi32((int)f.lift), low = _mm512_set1_epi32(7);
-    const __m128i shift = _mm_cvtsi32_si128(f.shift);
-    /* Packing vectors takes 4 codes of each in turn: these are the places of their bytes, two by two. */
-    const __m256i in_order = _mm256_set_epi16(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512i lift = _mm512_set1_epi32((int)f.lift), low = _mm512_set1_epi32((1 << f.sign) - 1);
+    const __m128i shift = _mm_cvtsi32_si128(f.shift), sign = _mm_cvtsi32_si128(31 - f.sign);
     __m512i codes[4];
     UNROLL for (int i = 0; i < 4; i++) {
         const float by = inverse[16 * i / k];
@@ -660,46 +658,66 @@ FOR_AVX512 INLINE void pairs_of_floats(
         const __m512i e = _mm512_add_epi32(_mm512_max_epi32(_mm512_and_si512(a, exponent), floor), lift);
         const __m512i sum = _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(e)));
         const __m512i code = _mm512_add_epi32(sum, _mm512_srl_epi32(e, shift));
-        codes[i] = _mm512_ternarylogic_epi32(low, code, _mm512_srli_epi32(u, 28), 0xCA); /* low ? code : sign */
+        codes[i] = _mm512_ternarylogic_epi32(low, code, _mm512_srl_epi32(u, sign), 0xCA); /* low ? code : sign */
     }
+    /* Packing vectors takes 4 codes of each in turn. These are their places, and those of their bytes when packed, two by two. */
+    const __m512i in_order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m256i pairs_in_order = _mm256_set_epi16(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     const __m512i words = _mm512_packus_epi32(codes[0], codes[1]), others = _mm512_packus_epi32(codes[2], codes[3]);
-    const __m512i pairs = _mm512_maddubs_epi16(_mm512_packus_epi16(words, others), _mm512_set1_epi16(0x1001)); /* c + 16 d */
-    _mm256_storeu_si256((__m256i *)data, _mm256_permutexvar_epi16(in_order, _mm512_cvtepi16_epi8(pairs)));
+    const __m512i bytes = _mm512_packus_epi16(words, others);
+    if (packed) {
+        const __m512i pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x1001)); /* c + 16 d */
+        _mm256_storeu_si256((__m256i *)data, _mm256_permutexvar_epi16(pairs_in_order, _mm512_cvtepi16_epi8(pairs)));
+    } else
+        _mm512_storeu_si512(data, _mm512_permutexvar_epi32(in_order, bytes));
 }
 
-FOR_AVX512 INLINE void floats_paired(const numbers *all, const int kind, const int k, minifloat f, uint8_t *data)
+/* Blocks have all->k numbers, and of 64 numbers k have the same inverse scale. */
+FOR_AVX512 INLINE void floats_in_vectors(const numbers *all, const int kind, const int k, const int packed, minifloat f, uint8_t *data)
 {
     const Py_ssize_t size = kind == FP32 ? 4 : 2;
-    const float *inverse = all->inverse;
     const char *x = all->x;
-    for (Py_ssize_t i = 0; i + 64 <= all->n; i += 64, x += 64 * size, data += 32) {
-        const float *first = inverse + i / k;
+    place next = {all->inverse, all->k};
+    for (Py_ssize_t i = 0; i + 64 <= all->n; i += 64, x += 64 * size, data += packed ? 32 : 64) {
         int some_zero = 0;
         for (int j = 0; j < 64 / k; j++)
-            some_zero |= first[j] == 0;
+            some_zero |= next.inverse[j] == 0;
         for (int j = 0; j < size; j++)
             PREFETCH(x + AHEAD + 64 * j);
         if (some_zero)
-            pairs_of_floats(x, kind, k, 1, first, f, data);
+            vectors_of_floats(x, kind, k, 1, packed, next.inverse, f, data);
         else
-            pairs_of_floats(x, kind, k, 0, first, f, data);
+            vectors_of_floats(x, kind, k, 0, packed, next.inverse, f, data);
+        next.left -= 64;
+        if (next.left <= 0) {
+            next.inverse += 64 / k;
+            next.left = all->k;
+        }
     }
 }
 
-/* Codes two a byte, to nearest, of blocks of 16, 32 and 64 numbers, 64 at a time. Returns how many it wrote. */
-FOR_AVX512 static Py_ssize_t floats_paired_by_avx512(const numbers *all, minifloat f, uint8_t *data)
+FOR_AVX512 INLINE void floats_by_kind(const numbers *all, const int k, const int packed, minifloat f, uint8_t *data)
 {
-    if (!all->packed || all->divides || all->random.width || f.sign != 3)
+    switch (all->kind) { /* each compiled for its kind */
+    case FP32: floats_in_vectors(all, FP32, k, packed, f, data); break;
+    case BF16: floats_in_vectors(all, BF16, k, packed, f, data); break;
+    default: floats_in_vectors(all, FP16, k, packed, f, data);
+    }
+}
+
+/* Codes, to nearest, of blocks of 16, 32 and multiples of 64 numbers, 64 at a time. Returns how many it wrote. */
+FOR_AVX512 static Py_ssize_t floats_by_avx512(const numbers *all, minifloat f, uint8_t *data)
+{
+    const Py_ssize_t k = all->k % 64 ? all->k : 64;
+    if (all->divides || all->random.width || all->across || (k != 16 && k != 32 && k != 64))
         return 0;
-    switch (all->k * 64 + all->kind) {
-    case 16 * 64 + FP32: floats_paired(all, FP32, 16, f, data); break;
-    case 32 * 64 + FP32: floats_paired(all, FP32, 32, f, data); break;
-    case 64 * 64 + FP32: floats_paired(all, FP32, 64, f, data); break;
-    case 16 * 64 + BF16: floats_paired(all, BF16, 16, f, data); break;
-    case 32 * 64 + BF16: floats_paired(all, BF16, 32, f, data); break;
-    case 16 * 64 + FP16: floats_paired(all, FP16, 16, f, data); break;
-    case 32 * 64 + FP16: floats_paired(all, FP16, 32, f, data); break;
-    default: return 0;
+    switch (k + all->packed) {
+    case 16: floats_by_kind(all, 16, 0, f, data); break;
+    case 17: floats_by_kind(all, 16, 1, f, data); break;
+    case 32: floats_by_kind(all, 32, 0, f, data); break;
+    case 33: floats_by_kind(all, 32, 1, f, data); break;
+    case 64: floats_by_kind(all, 64, 0, f, data); break;
+    case 65: floats_by_kind(all, 64, 1, f, data); break;
     }
     return all->n / 64 * 64;
 }
@@ -1075,9 +1093,9 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 8 };
 #define baseline_widen NULL
 #define avx2_widen widened_by_avx2
 #define avx512_widen widened_by_avx512
-#define baseline_floats_paired(all, f, codes) 0
-#define avx2_floats_paired(all, f, codes) 0
-#define avx512_floats_paired floats_paired_by_avx512
+#define baseline_floats_of_64(all, f, codes) 0
+#define avx2_floats_of_64(all, f, codes) 0
+#define avx512_floats_of_64 floats_by_avx512
 #define baseline_lines NULL
 #define avx2_lines NULL
 #define avx512_lines lines_by_avx512
@@ -1140,13 +1158,13 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 8 };
     }                                                                                                                       \
     target static void name##_floats(const numbers *all, minifloat f, uint8_t *codes)                                       \
     {                                                                                                                       \
-        const Py_ssize_t done = name##_floats_paired(all, f, codes);                                                        \
+        const Py_ssize_t done = name##_floats_of_64(all, f, codes);                                                         \
         if (done) {                                                                                                         \
             numbers rest = *all;                                                                                            \
             rest.x += done * (all->kind == FP32 ? 4 : 2);                                                                   \
             rest.inverse += done / all->k;                                                                                  \
             rest.n -= done;                                                                                                 \
-            floats_of(&rest, 0, f, codes + done / 2);                                                                       \
+            floats_of(&rest, 0, f, codes + (all->packed ? done / 2 : done));                                                \
         } else if (all->divides)                                                                                            \
             EACH_ROW(floats_of(part, 1, f, to), all, codes);                                                                \
         else                                                                                                                \
