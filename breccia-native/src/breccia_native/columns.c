@@ -57,8 +57,6 @@ INLINE int is_high(int kind)
     return kind == E2M3 || kind == E3M2;
 }
 
-typedef uint64_t words __attribute__((vector_size(64)));
-
 /* Adds to the bytes `to`, from bit `up` on, codes of `width` bits that begin in bit `shift` of bytes `a` and end in bytes `b`. */
 INLINE void add_codes(
     const uint8_t *a, const uint8_t *b, const int shift, const int width, const int up, Py_ssize_t n, uint8_t *to)

@@ -361,7 +361,7 @@ def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
 
 
 def _in_rows(data: Array) -> Array:
-    """Codes in C order."""
+    """Codes or scales in C order, copied if they have another."""
     if data.flags.c_contiguous:
         return data
     if data.itemsize != 1 or not data.T.flags.c_contiguous:

@@ -17,7 +17,7 @@
 #if defined(__GNUC__)
 #define UNROLL _Pragma("GCC unroll 20")
 #define PREFETCH(at) __builtin_prefetch(at)
-enum { LANES = 16, MOST_STREAMS = 4 };
+enum { LANES = 16, MOST_STREAMS = 8 };
 typedef uint32_t lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #else
@@ -232,12 +232,6 @@ INLINE uint32_t unordered(int32_t key)
     return (uint32_t)key ^ ((uint32_t)(key >> 31) >> 1);
 }
 
-#if defined(__GNUC__)
-#define FETCH(address) __builtin_prefetch(address)
-#else
-#define FETCH(address)
-#endif
-
 /* While numbers are read in the order of memory, what comes AHEAD bytes later is prefetched. Not along columns: that would be
    the numbers of other columns (measured: `extremes` takes 1.4 times as long, codes 1.2 times). */
 #define AHEAD 8192
@@ -245,7 +239,7 @@ INLINE uint32_t unordered(int32_t key)
 INLINE void fetch_ahead(const char *x, Py_ssize_t bytes)
 {
     for (Py_ssize_t i = 0; i < bytes; i += 64)
-        FETCH(x + AHEAD + i);
+        PREFETCH(x + AHEAD + i);
 }
 
 /* FP16 as FP32, by the instructions of a version; baseline has none. */
@@ -271,26 +265,20 @@ FOR_AVX512 static void widened_by_avx512(const uint16_t *halves, Py_ssize_t n, f
 }
 #endif
 
-/* FP32 numbers start .. start + n, n <= STRIP, of x, possibly in `room`. clean: those below 2^-126 as zeros of their sign. */
-INLINE const float *strip_of(const char *x, int kind, Py_ssize_t start, Py_ssize_t n, int clean, widener widen, float *room)
+/* FP32 numbers start .. start + n, n <= STRIP, of x, possibly in `room`. */
+INLINE const float *strip_of(const char *x, int kind, Py_ssize_t start, Py_ssize_t n, widener widen, float *room)
 {
     const Py_ssize_t size = kind == FP32 ? 4 : 2;
     x += start * size;
-    if (kind == FP32 && !clean)
+    if (kind == FP32)
         return (const float *)x;
     if (kind == FP16 && widen) {
-        widen((const uint16_t *)x, n, room); /* none is below 2^-126 */
+        widen((const uint16_t *)x, n, room);
         return room;
     }
     uint32_t found[STRIP];
-    const uint32_t *bits = kind == FP32 ? (const uint32_t *)x : found;
-    if (kind != FP32)
-        row_of(x, n, kind, found);
-    if (clean)
-        for (Py_ssize_t i = 0; i < n; i++)
-            room[i] = float_of((int32_t)(bits[i] & MAGNITUDE) < (int32_t)NORMAL ? bits[i] & ~MAGNITUDE : bits[i]);
-    else
-        memcpy(room, found, 4 * (size_t)n);
+    row_of(x, n, kind, found);
+    memcpy(room, found, 4 * (size_t)n);
     return room;
 }
 
@@ -320,7 +308,7 @@ INLINE void extremes_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind
         for (Py_ssize_t start = 0; start < k; start += STRIP) {
             const Py_ssize_t n = k - start < STRIP ? k - start : STRIP;
             fetch_ahead(x + (b * k + start) * size, several * n * size);
-            const float *y = strip_of(x, kind, b * k + start, several * n, 0, widen, room);
+            const float *y = strip_of(x, kind, b * k + start, several * n, widen, room);
             switch (n) {
             case 16: extremes_of_each(y, several, 16, least, most); break;
             case 32: extremes_of_each(y, several, 32, least, most); break;
@@ -345,7 +333,7 @@ INLINE void extremes_down_of(
             for (Py_ssize_t i = 0; i < n; i++)
                 least[i] = INT32_MAX, most[i] = INT32_MIN;
             for (Py_ssize_t r = 0; r < k; r++) {
-                const float *y = strip_of(x, kind, (b * k + r) * across + start, n, 0, widen, room);
+                const float *y = strip_of(x, kind, (b * k + r) * across + start, n, widen, room);
                 for (Py_ssize_t i = 0; i < n; i++) {
                     const int32_t a = ordered(bits_of(y[i]));
                     least[i] = a < least[i] ? a : least[i];
@@ -424,17 +412,24 @@ INLINE void words_at(dither d, Py_ssize_t start, Py_ssize_t n, uint32_t *found)
     }
 }
 
-/* m / 2^shift, rounded up where the fraction's first 30 bits and the word's carry; 1 <= shift, m < 2^24. */
-INLINE uint32_t dithered(uint32_t m, int32_t shift, uint32_t word)
+/* 1 where the first 30 bits of a fraction, 0 <= fraction <= 1, and of a word carry when they are added; else 0. */
+INLINE int32_t carry_of(float fraction, uint32_t word)
 {
-    const int32_t cut = shift < 30 ? shift : 30, beyond = shift - cut < 31 ? shift - cut : 31;
-    return ((m >> beyond) + (word >> (32 - cut))) >> cut;
+    return ((int32_t)(fraction * 0x1p30f) + (int32_t)(word >> 2)) >> 30;
 }
 
-/* The 24 bits of a magnitude's significand; 0 below 2^-126. */
-INLINE uint32_t significant(uint32_t a)
+/* y >= 0, rounded to one of the two integers beside it. */
+INLINE int32_t dithered(float y, uint32_t word)
 {
-    return (int32_t)a < (int32_t)NORMAL ? 0 : (a & (NORMAL - 1)) | NORMAL;
+    const int32_t below = (int32_t)y;
+    return below + carry_of(y - (float)below, word);
+}
+
+/* A zero of the same sign, if y is below 2^-126. */
+INLINE float flushed(float y)
+{
+    const uint32_t u = bits_of(y);
+    return float_of((int32_t)(u & MAGNITUDE) < (int32_t)NORMAL ? u & ~MAGNITUDE : u);
 }
 
 /* -------------------------------------------------------------------------------------------------- codes */
@@ -452,10 +447,13 @@ INLINE float at(const char *x, int kind, Py_ssize_t i)
     return float_of(kind == BF16 ? (uint32_t)half << 16 : bits_of_half(half));
 }
 
-INLINE void times(const char *x, int kind, float by, Py_ssize_t n, int divides, float *y)
+/* y = n numbers of x times a factor, or over it. flushes: whether those below 2^-126 become zeros before. */
+INLINE void times(const char *x, int kind, int flushes, float by, Py_ssize_t n, int divides, float *y)
 {
-    for (Py_ssize_t i = 0; i < n; i++)
-        y[i] = divides ? at(x, kind, i) / by : at(x, kind, i) * by;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const float number = flushes ? flushed(at(x, kind, i)) : at(x, kind, i);
+        y[i] = divides ? number / by : number * by;
+    }
 }
 
 /* Numbers of a cast, in blocks of k: each times the inverse scale of its block, or divided by its scale; +0 where that is 0.
@@ -531,13 +529,14 @@ FOR_AVX512 static void halves_scaled_by_avx512(const uint16_t *x, Py_ssize_t k, 
 #endif
 
 /* y = n numbers of x times the inverse scales of their blocks. Loops over usual blocks have a length known at compile time. */
-INLINE void scaled_of(const char *x, int kind, Py_ssize_t k, Py_ssize_t n, int divides, place *next, float *y)
+INLINE void scaled_of(const char *x, int kind, int flushes, Py_ssize_t k, Py_ssize_t n, int divides, place *next, float *y)
 {
     const Py_ssize_t size = kind == FP32 ? 4 : 2;
     if (k == 1) {
         const float *by = next->inverse;
         for (Py_ssize_t i = 0; i < n; i++) {
-            const float found = divides ? at(x, kind, i) / by[i] : at(x, kind, i) * by[i];
+            float found;
+            times(x + i * size, kind, flushes, by[i], 1, divides, &found);
             y[i] = by[i] == 0 ? 0.0f : found;
         }
         next->inverse += n;
@@ -549,11 +548,11 @@ INLINE void scaled_of(const char *x, int kind, Py_ssize_t k, Py_ssize_t n, int d
         if (by == 0)
             memset(y + i, 0, 4 * (size_t)length);
         else if (length == 16)
-            times(x + i * size, kind, by, 16, divides, y + i);
+            times(x + i * size, kind, flushes, by, 16, divides, y + i);
         else if (length == 32)
-            times(x + i * size, kind, by, 32, divides, y + i);
+            times(x + i * size, kind, flushes, by, 32, divides, y + i);
         else
-            times(x + i * size, kind, by, length, divides, y + i);
+            times(x + i * size, kind, flushes, by, length, divides, y + i);
         next->left -= length;
         if (next->left == 0) {
             next->inverse++;
@@ -571,8 +570,8 @@ INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divid
     if (!all->across)
         fetch_ahead(x, n * size);
     if (all->random.width > 0) {
-        x = (const char *)strip_of(all->x, all->kind, start, n, 1, all->widen, room);
-        scaled_of(x, FP32, all->k, n, divides, next, y);
+        x = (const char *)strip_of(all->x, all->kind, start, n, all->widen, room);
+        scaled_of(x, FP32, 1, all->k, n, divides, next, y);
         return;
     }
 #if defined(X86_VERSIONS)
@@ -583,13 +582,13 @@ INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divid
 #endif
     if (all->kind == FP16 && all->widen) {
         all->widen((const uint16_t *)x, n, room);
-        scaled_of((const char *)room, FP32, all->k, n, divides, next, y);
+        scaled_of((const char *)room, FP32, 0, all->k, n, divides, next, y);
         return;
     }
     switch (all->kind) { /* each compiled for its kind */
-    case FP32: scaled_of(x, FP32, all->k, n, divides, next, y); break;
-    case BF16: scaled_of(x, BF16, all->k, n, divides, next, y); break;
-    default: scaled_of(x, FP16, all->k, n, divides, next, y);
+    case FP32: scaled_of(x, FP32, 0, all->k, n, divides, next, y); break;
+    case BF16: scaled_of(x, BF16, 0, all->k, n, divides, next, y); break;
+    default: scaled_of(x, FP16, 0, all->k, n, divides, next, y);
     }
 }
 
@@ -604,7 +603,8 @@ INLINE void floats_of(const numbers *all, int divides, minifloat f, uint8_t *cod
     float y[STRIP];
     uint32_t found[STRIP], words[STRIP];
     uint8_t room[STRIP];
-    const int32_t first = (int32_t)(f.floor >> 23), mantissa = 23 - f.shift;
+    /* Less the exponent bits of a binade, these are the bits of 1 over the spacing of its codes. */
+    const uint32_t units = (uint32_t)(254 + 23 - f.shift) << 23;
     place next = {all->inverse, all->k};
     for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
         const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
@@ -615,9 +615,11 @@ INLINE void floats_of(const numbers *all, int divides, minifloat f, uint8_t *cod
                 const uint32_t u = bits_of(y[i]);
                 int32_t a = (int32_t)(u & MAGNITUDE);
                 a = a > (int32_t)f.largest ? (int32_t)f.largest : a;
-                const int32_t e = (int32_t)((uint32_t)a >> 23), above = e > first ? e - first : 0, below = e < first ? first - e : 0;
-                const uint32_t m = dithered(significant((uint32_t)a), f.shift + below, words[i]);
-                found[i] = (m + ((uint32_t)above << mantissa)) | ((u >> 31) << f.sign);
+                int32_t e = (int32_t)((uint32_t)a & EXPONENT);
+                e = e > (int32_t)f.floor ? e : (int32_t)f.floor;
+                const int32_t rest = dithered(float_of((uint32_t)a) * float_of(units - (uint32_t)e), words[i]);
+                const int32_t code = rest + ((e - (int32_t)f.floor) >> f.shift);
+                found[i] = (uint32_t)code | ((u >> 31) << f.sign);
             }
         } else
             for (Py_ssize_t i = 0; i < length; i++) {
@@ -647,16 +649,14 @@ FOR_AVX512 INLINE __m512 vector_at(const char *x, const int kind, Py_ssize_t i)
     return kind == FP16 ? _mm512_cvtph_ps(halves) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-/* 64 numbers to 4-bit codes of minifloats, two a byte: `floats_of` in registers. The numbers have 64 / k inverse scales. */
-FOR_AVX512 INLINE void pairs_of_floats(
-    const char *x, const int kind, const int k, const int some_zero, const float *inverse, minifloat f, uint8_t *data)
+/* 64 numbers to codes of minifloats, one a byte or two: `floats_of` in registers. The numbers have 64 / k inverse scales. */
+FOR_AVX512 INLINE void vectors_of_floats(const char *x, const int kind, const int k, const int some_zero, const int packed,
+    const float *inverse, minifloat f, uint8_t *data)
 {
     const __m512i magnitude = _mm512_set1_epi32((int)MAGNITUDE), exponent = _mm512_set1_epi32((int)EXPONENT);
     const __m512i largest = _mm512_set1_epi32((int)f.largest), floor = _mm512_set1_epi32((int)f.floor);
-    const __m512i lift = _mm512_set1_epi32((int)f.lift), low = _mm512_set1_epi32(7);
-    const __m128i shift = _mm_cvtsi32_si128(f.shift);
-    /* Packing vectors takes 4 codes of each in turn: these are the places of their bytes, two by two. */
-    const __m256i in_order = _mm256_set_epi16(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512i lift = _mm512_set1_epi32((int)f.lift), low = _mm512_set1_epi32((1 << f.sign) - 1);
+    const __m128i shift = _mm_cvtsi32_si128(f.shift), sign = _mm_cvtsi32_si128(31 - f.sign);
     __m512i codes[4];
     UNROLL for (int i = 0; i < 4; i++) {
         const float by = inverse[16 * i / k];
@@ -666,99 +666,68 @@ FOR_AVX512 INLINE void pairs_of_floats(
         const __m512i e = _mm512_add_epi32(_mm512_max_epi32(_mm512_and_si512(a, exponent), floor), lift);
         const __m512i sum = _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(e)));
         const __m512i code = _mm512_add_epi32(sum, _mm512_srl_epi32(e, shift));
-        codes[i] = _mm512_ternarylogic_epi32(low, code, _mm512_srli_epi32(u, 28), 0xCA); /* low ? code : sign */
+        codes[i] = _mm512_ternarylogic_epi32(low, code, _mm512_srl_epi32(u, sign), 0xCA); /* low ? code : sign */
     }
+    /* Packing vectors takes 4 codes of each in turn. These are their places, and those of their bytes when packed, two by two. */
+    const __m512i in_order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m256i pairs_in_order = _mm256_set_epi16(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     const __m512i words = _mm512_packus_epi32(codes[0], codes[1]), others = _mm512_packus_epi32(codes[2], codes[3]);
-    const __m512i pairs = _mm512_maddubs_epi16(_mm512_packus_epi16(words, others), _mm512_set1_epi16(0x1001)); /* c + 16 d */
-    _mm256_storeu_si256((__m256i *)data, _mm256_permutexvar_epi16(in_order, _mm512_cvtepi16_epi8(pairs)));
+    const __m512i bytes = _mm512_packus_epi16(words, others);
+    if (packed) {
+        const __m512i pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x1001)); /* c + 16 d */
+        _mm256_storeu_si256((__m256i *)data, _mm256_permutexvar_epi16(pairs_in_order, _mm512_cvtepi16_epi8(pairs)));
+    } else
+        _mm512_storeu_si512(data, _mm512_permutexvar_epi32(in_order, bytes));
 }
 
-FOR_AVX512 INLINE void floats_paired(const numbers *all, const int kind, const int k, minifloat f, uint8_t *data)
+/* Blocks have all->k numbers, and of 64 numbers k have the same inverse scale. */
+FOR_AVX512 INLINE void floats_in_vectors(const numbers *all, const int kind, const int k, const int packed, minifloat f, uint8_t *data)
 {
     const Py_ssize_t size = kind == FP32 ? 4 : 2;
-    const float *inverse = all->inverse;
     const char *x = all->x;
-    for (Py_ssize_t i = 0; i + 64 <= all->n; i += 64, x += 64 * size, data += 32) {
-        const float *first = inverse + i / k;
+    place next = {all->inverse, all->k};
+    for (Py_ssize_t i = 0; i + 64 <= all->n; i += 64, x += 64 * size, data += packed ? 32 : 64) {
         int some_zero = 0;
         for (int j = 0; j < 64 / k; j++)
-            some_zero |= first[j] == 0;
+            some_zero |= next.inverse[j] == 0;
         for (int j = 0; j < size; j++)
-            FETCH(x + AHEAD + 64 * j);
+            PREFETCH(x + AHEAD + 64 * j);
         if (some_zero)
-            pairs_of_floats(x, kind, k, 1, first, f, data);
+            vectors_of_floats(x, kind, k, 1, packed, next.inverse, f, data);
         else
-            pairs_of_floats(x, kind, k, 0, first, f, data);
+            vectors_of_floats(x, kind, k, 0, packed, next.inverse, f, data);
+        next.left -= 64;
+        if (next.left <= 0) {
+            next.inverse += 64 / k;
+            next.left = all->k;
+        }
     }
 }
 
-/* Codes two a byte, to nearest, of blocks of 16, 32 and 64 numbers, 64 at a time. Returns how many it wrote. */
-FOR_AVX512 static Py_ssize_t floats_paired_by_avx512(const numbers *all, minifloat f, uint8_t *data)
+FOR_AVX512 INLINE void floats_by_kind(const numbers *all, const int k, const int packed, minifloat f, uint8_t *data)
 {
-    if (!all->packed || all->divides || all->random.width || f.sign != 3)
+    switch (all->kind) { /* each compiled for its kind */
+    case FP32: floats_in_vectors(all, FP32, k, packed, f, data); break;
+    case BF16: floats_in_vectors(all, BF16, k, packed, f, data); break;
+    default: floats_in_vectors(all, FP16, k, packed, f, data);
+    }
+}
+
+/* Codes, to nearest, of blocks of 16, 32 and multiples of 64 numbers, 64 at a time. Returns how many it wrote. */
+FOR_AVX512 static Py_ssize_t floats_by_avx512(const numbers *all, minifloat f, uint8_t *data)
+{
+    const Py_ssize_t k = all->k % 64 ? all->k : 64;
+    if (all->divides || all->random.width || all->across || (k != 16 && k != 32 && k != 64))
         return 0;
-    switch (all->k * 64 + all->kind) {
-    case 16 * 64 + FP32: floats_paired(all, FP32, 16, f, data); break;
-    case 32 * 64 + FP32: floats_paired(all, FP32, 32, f, data); break;
-    case 64 * 64 + FP32: floats_paired(all, FP32, 64, f, data); break;
-    case 16 * 64 + BF16: floats_paired(all, BF16, 16, f, data); break;
-    case 32 * 64 + BF16: floats_paired(all, BF16, 32, f, data); break;
-    case 16 * 64 + FP16: floats_paired(all, FP16, 16, f, data); break;
-    case 32 * 64 + FP16: floats_paired(all, FP16, 32, f, data); break;
-    default: return 0;
+    switch (k + all->packed) {
+    case 16: floats_by_kind(all, 16, 0, f, data); break;
+    case 17: floats_by_kind(all, 16, 1, f, data); break;
+    case 32: floats_by_kind(all, 32, 0, f, data); break;
+    case 33: floats_by_kind(all, 32, 1, f, data); break;
+    case 64: floats_by_kind(all, 64, 0, f, data); break;
+    case 65: floats_by_kind(all, 64, 1, f, data); break;
     }
     return all->n / 64 * 64;
-}
-
-/* 16 codes rounded stochastically: `floats_of` in registers. */
-FOR_AVX512 INLINE __m512i dithered_floats(__m512i x, float by, __m512i word, minifloat f)
-{
-    const __m512i magnitude = _mm512_set1_epi32((int)MAGNITUDE), normal = _mm512_set1_epi32((int)NORMAL);
-    const __m512i zero = _mm512_setzero_si512(), most = _mm512_set1_epi32(30), shift = _mm512_set1_epi32(f.shift);
-    const __mmask16 used = by == 0 ? 0 : _mm512_cmp_epi32_mask(_mm512_and_si512(x, magnitude), normal, _MM_CMPINT_NLT);
-    const __m512i u = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(x), _mm512_set1_ps(by)));
-    const __m512i a = _mm512_maskz_min_epi32(used, _mm512_and_si512(u, magnitude), _mm512_set1_epi32((int)f.largest));
-    const __m512i above = _mm512_sub_epi32(_mm512_srli_epi32(a, 23), _mm512_set1_epi32((int)(f.floor >> 23)));
-    const __m512i all = _mm512_max_epi32(_mm512_sub_epi32(shift, above), shift); /* bits that are cut off */
-    const __m512i cut = _mm512_min_epi32(all, most);
-    const __m512i fraction = _mm512_set1_epi32((int)NORMAL - 1);
-    const __m512i significant = _mm512_maskz_ternarylogic_epi32( /* (a & fraction) | normal */
-        _mm512_cmp_epi32_mask(a, normal, _MM_CMPINT_NLT), a, fraction, normal, 0xEA);
-    const __m512i m = _mm512_srlv_epi32(significant, _mm512_sub_epi32(all, cut)); /* 0 for shifts of more than 31, too */
-    const __m512i carry = _mm512_srlv_epi32(word, _mm512_sub_epi32(_mm512_set1_epi32(32), cut));
-    const __m512i rounded = _mm512_srlv_epi32(_mm512_add_epi32(m, carry), cut);
-    const __m512i steps = _mm512_sll_epi32(_mm512_max_epi32(above, zero), _mm_cvtsi32_si128(23 - f.shift));
-    const __m512i sign = _mm512_sll_epi32(_mm512_srli_epi32(u, 31), _mm_cvtsi32_si128(f.sign));
-    return _mm512_or_si512(_mm512_add_epi32(rounded, steps), by == 0 ? zero : sign);
-}
-
-/* Whether it did: stochastic rounding of FP32 numbers in blocks of a multiple of 16. */
-FOR_AVX512 static int floats_dithered_by_avx512(const numbers *all, minifloat f, uint8_t *codes)
-{
-    if (!all->random.width || all->kind != FP32 || all->divides || all->k % 16)
-        return 0;
-    uint32_t words[STRIP];
-    uint8_t room[STRIP];
-    place next = {all->inverse, all->k};
-    for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
-        const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
-        const char *x = all->x + 4 * start;
-        uint8_t *to = all->packed ? room : codes + start;
-        words_at(all->random, start, length, words);
-        for (Py_ssize_t i = 0; i < length; i += 16) {
-            FETCH(x + AHEAD + 4 * i);
-            const __m512i found = dithered_floats(_mm512_loadu_si512(x + 4 * i), *next.inverse, _mm512_loadu_si512(words + i), f);
-            _mm_storeu_si128((__m128i *)(to + i), _mm512_cvtepi32_epi8(found));
-            next.left -= 16;
-            if (next.left == 0) {
-                next.inverse++;
-                next.left = all->k;
-            }
-        }
-        if (all->packed)
-            pairs_of(room, length / 2, codes + start / 2);
-    }
-    return 1;
 }
 #endif
 
@@ -777,9 +746,9 @@ INLINE float clamped(float y, float low, float high)
 /* The integer that y times `units` is rounded to. */
 INLINE int32_t dithered_integer(float y, float units, uint32_t word)
 {
-    const uint32_t u = bits_of(y * units), a = u & MAGNITUDE;
-    const int32_t whole = (int32_t)dithered(significant(a), 150 - (int32_t)(a >> 23), word);
-    return (int32_t)u < 0 ? -whole : whole;
+    const uint32_t u = bits_of(y * units);
+    const int32_t a = dithered(float_of(u & MAGNITUDE), word);
+    return (int32_t)u < 0 ? -a : a;
 }
 
 INLINE void integers_of(const numbers *all, int divides, integer f, uint8_t *codes)
@@ -842,15 +811,13 @@ INLINE void positions_by_comparing(const float *y, Py_ssize_t n, const float *va
         }
 }
 
-/* The codes that `order` has at these positions. */
-typedef void (*position_coder)(const float *y, Py_ssize_t n, const float *values, const uint8_t *order, uint8_t *codes);
+/* The codes that `order` has at n positions. */
+typedef void (*position_coder)(const int32_t *positions, Py_ssize_t n, const uint8_t *order, uint8_t *codes);
 
-INLINE void codes_by_comparing(const float *y, Py_ssize_t n, const float *values, const uint8_t *order, uint8_t *codes)
+INLINE void codes_one_by_one(const int32_t *positions, Py_ssize_t n, const uint8_t *order, uint8_t *codes)
 {
-    int32_t found[STRIP];
-    positions_by_comparing(y, n, values, found, NULL, NULL);
     for (Py_ssize_t i = 0; i < n; i++)
-        codes[i] = order[found[i]];
+        codes[i] = order[positions[i]];
 }
 
 #if defined(X86_VERSIONS)
@@ -865,13 +832,12 @@ FOR_AVX512 INLINE __m512i position_by_halving(__m512 number, __m512 all)
 }
 
 /* Buffers of STRIP numbers, here and below: whole vectors are written. */
-FOR_AVX512 INLINE void codes_by_halving(const float *y, Py_ssize_t n, const float *values, const uint8_t *order, uint8_t *codes)
+FOR_AVX512 INLINE void codes_by_permuting(const int32_t *positions, Py_ssize_t n, const uint8_t *order, uint8_t *codes)
 {
-    const __m512 all = _mm512_loadu_ps(values);
-    const __m512i ordered_codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)order));
+    const __m512i all = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)order));
     for (Py_ssize_t i = 0; i < n; i += 16) {
-        const __m512i at = position_by_halving(_mm512_loadu_ps(y + i), all);
-        _mm_storeu_si128((__m128i *)(codes + i), _mm512_cvtepi32_epi8(_mm512_permutexvar_epi32(at, ordered_codes)));
+        const __m512i found = _mm512_permutexvar_epi32(_mm512_loadu_si512(positions + i), all);
+        _mm_storeu_si128((__m128i *)(codes + i), _mm512_cvtepi32_epi8(found));
     }
 }
 
@@ -911,12 +877,11 @@ INLINE void tables_of(
             positions(y, length, f.values, found, low, high);
             for (Py_ssize_t i = 0; i < length; i++) {
                 const float width = high[i] - low[i], part = (y[i] - low[i]) / (low[i] < high[i] ? width : 1.0f);
-                const float most = part < 1.0f ? part : 1.0f;
-                found[i] += (int32_t)(most * 0x1p30f) + (int32_t)(words[i] >> 2) >= 1 << 30;
-                room[i] = f.order[found[i]];
+                found[i] += carry_of(part < 1.0f ? part : 1.0f, words[i]);
             }
         } else
-            coded(y, length, f.starts, f.order, room);
+            positions(y, length, f.starts, found, NULL, NULL);
+        coded(found, length, f.order, room);
         if (all->k == 1)
             for (Py_ssize_t i = 0; i < length; i++)
                 room[i] = inverse[i] == 0 ? f.zero : room[i];
@@ -963,7 +928,7 @@ INLINE void block_shifted(
         const float units = 0x1.8p23f / f.magic;
         uint32_t found[STRIP];
         for (Py_ssize_t i = 0; i < n; i++) {
-            const float less = x[i] - before, y = ((int32_t)(bits_of(less) & MAGNITUDE) < (int32_t)NORMAL ? 0.0f : less) * by;
+            const float y = flushed(flushed(x[i]) - before) * by;
             found[i] = (uint32_t)dithered_integer(clamped(y, low, high), units, words[i]);
         }
         for (Py_ssize_t i = 0; i < n; i++)
@@ -981,7 +946,7 @@ INLINE void shifted_down_of(const numbers *all, offsets o, integer f, uint8_t *c
         for (Py_ssize_t start = 0, n; start < all->across; start += n, codes += n) {
             const Py_ssize_t b = r / all->k * all->across + start;
             n = all->across - start < STRIP ? all->across - start : STRIP;
-            const float *x = strip_of(all->x, all->kind, r * all->across + start, n, 0, all->widen, room);
+            const float *x = strip_of(all->x, all->kind, r * all->across + start, n, all->widen, room);
             const float *by = all->inverse + b, *before = o.before + b, *after = o.after + b;
             for (Py_ssize_t i = 0; i < n; i++) {
                 const float y = clamped((x[i] - before[i]) * by[i], f.low - after[i], f.high - after[i]) + f.magic;
@@ -1006,7 +971,7 @@ INLINE void shifted_of(const numbers *all, offsets o, integer f, uint8_t *codes)
         for (Py_ssize_t start = first, n; start < end; start += n) {
             n = end - start < STRIP ? end - start : STRIP;
             fetch_ahead(all->x + start * size, n * size);
-            const float *x = strip_of(all->x, all->kind, start, n, drawn != NULL, all->widen, room);
+            const float *x = strip_of(all->x, all->kind, start, n, all->widen, room);
             if (drawn)
                 words_at(all->random, start, n, words);
             for (Py_ssize_t i = 0, run; i < n; i += run) {
@@ -1133,25 +1098,22 @@ typedef struct {
     void (*values)(const uint8_t *, const float *, const float *, Py_ssize_t, Py_ssize_t, int, float *);
 } version;
 
-enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
+enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 8 };
 #define baseline_widen NULL
 #define avx2_widen widened_by_avx2
 #define avx512_widen widened_by_avx512
-#define baseline_floats_dithered(all, f, codes) 0
-#define avx2_floats_dithered(all, f, codes) 0
-#define avx512_floats_dithered floats_dithered_by_avx512
-#define baseline_floats_paired(all, f, codes) 0
-#define avx2_floats_paired(all, f, codes) 0
-#define avx512_floats_paired floats_paired_by_avx512
+#define baseline_floats_of_64(all, f, codes) 0
+#define avx2_floats_of_64(all, f, codes) 0
+#define avx512_floats_of_64 floats_by_avx512
 #define baseline_lines NULL
 #define avx2_lines NULL
 #define avx512_lines lines_by_avx512
 #define baseline_positions positions_by_comparing
 #define avx2_positions positions_by_comparing
 #define avx512_positions positions_by_halving
-#define baseline_coded codes_by_comparing
-#define avx2_coded codes_by_comparing
-#define avx512_coded codes_by_halving
+#define baseline_coded codes_one_by_one
+#define avx2_coded codes_one_by_one
+#define avx512_coded codes_by_permuting
 
 /* The same functions, compiled for one kind of processor. */
 #define VERSION(name, target)                                                                                               \
@@ -1205,15 +1167,13 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
     }                                                                                                                       \
     target static void name##_floats(const numbers *all, minifloat f, uint8_t *codes)                                       \
     {                                                                                                                       \
-        if (name##_floats_dithered(all, f, codes))                                                                          \
-            return;                                                                                                         \
-        const Py_ssize_t done = name##_floats_paired(all, f, codes);                                                        \
+        const Py_ssize_t done = name##_floats_of_64(all, f, codes);                                                         \
         if (done) {                                                                                                         \
             numbers rest = *all;                                                                                            \
             rest.x += done * (all->kind == FP32 ? 4 : 2);                                                                   \
             rest.inverse += done / all->k;                                                                                  \
             rest.n -= done;                                                                                                 \
-            floats_of(&rest, 0, f, codes + done / 2);                                                                       \
+            floats_of(&rest, 0, f, codes + (all->packed ? done / 2 : done));                                                \
         } else if (all->divides)                                                                                            \
             EACH_ROW(floats_of(part, 1, f, to), all, codes);                                                                \
         else                                                                                                                \
@@ -1530,13 +1490,12 @@ static PyObject *shifted(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(floats_doc,
-    "floats(source, inverse, k, divides, codes, floor, lift, largest, shift, sign, kind=32, seed=0, first=0, width=0, stride=0, across=0):\n"
-    "codes of a minifloat, one a\n"
-    "byte, or those of 4 bits two a byte in room for half as many, the first in the low half; of numbers times the inverse scale of\n"
-    "their block of k, or divided by its scale; zeros where that is 0. The others are the\n"
-    "fields of numpy.FloatCodes. kind: 32 for FP32, 16 for BF16, -16 for FP16. Unless width is 0, codes are\n"
-    "rounded stochastically: numbers are rows of `width`, which begin `stride` elements after each other, the first at `first`. across: unless 0, the\n"
-    "numbers are rows of as many, and blocks are k rows of a column; then width is 0.");
+    "floats(source, inverse, k, divides, codes, floor, lift, largest, shift, sign, kind=32, seed=0, first=0, width=0, stride=0,\n"
+    "across=0): codes of a minifloat, one a byte. Codes of 4 bits may be two a byte, the first in the low half, in room for half as\n"
+    "many. Numbers are multiplied by the inverse scale of their block of k, or divided by its scale; where that is 0, codes are 0.\n"
+    "floor, lift, largest, shift, sign: the fields of numpy.FloatCodes. kind: 32 for FP32, 16 for BF16, -16 for FP16.\n"
+    "Unless width is 0, codes are rounded stochastically: numbers are rows of `width`, which begin `stride` elements after each\n"
+    "other, the first at `first`. Unless across is 0, numbers are rows of as many, and blocks are k rows of a column; then width is 0.");
 
 static PyObject *floats(PyObject *self, PyObject *args)
 {
@@ -1556,9 +1515,8 @@ static PyObject *floats(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(integers_doc,
-    "integers(source, inverse, k, divides, codes, low, high, magic, mask, kind=32, seed=0, first=0, width=0, stride=0):\n"
-    "as floats, for the fields of\n"
-    "numpy.IntegerCodes.");
+    "integers(source, inverse, k, divides, codes, low, high, magic, mask, kind=32, seed=0, first=0, width=0, stride=0, across=0):\n"
+    "as `floats`, for the fields of numpy.IntegerCodes.");
 
 static PyObject *integers(PyObject *self, PyObject *args)
 {
@@ -1578,9 +1536,9 @@ static PyObject *integers(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(tables_doc,
-    "tables(source, inverse, k, divides, codes, starts, values, order, zero, kind=32, seed=0, first=0, width=0, stride=0):\n"
-    "as floats, for a table of 16 numbers\n"
-    "in ascending order: the smallest number rounded to each, of which the first is unused, their values, and codes; the code of +0.");
+    "tables(source, inverse, k, divides, codes, starts, values, order, zero, kind=32, seed=0, first=0, width=0, stride=0, across=0):\n"
+    "as `floats`, for a table of 16 numbers in ascending order: the smallest number rounded to each (the first is unused), their\n"
+    "values, and their codes; and the code of +0.");
 
 static PyObject *tables(PyObject *self, PyObject *args)
 {

@@ -10,7 +10,7 @@
 #include "pool.h"
 
 enum {
-    SQUARE = 64,       /* bytes of a cache line, which is read and written as a whole */
+    SQUARE = 64,       /* the side of squares that are transposed: a cache line, which is then read and written as a whole */
     WIDE = 4 * SQUARE, /* columns that a thread takes at a time: more of a row at once, in fewer pages */
 };
 
@@ -18,12 +18,12 @@ typedef struct {
     const uint8_t *from;
     uint8_t *to;
     Py_ssize_t rows, columns; /* of `from` */
-    Py_ssize_t next;          /* the next columns that no thread has taken */
+    Py_ssize_t next;          /* the first column that no thread has taken */
 } turning;
 
 typedef uint64_t words __attribute__((vector_size(SQUARE)));
 
-/* In each of the 8 words of vectors: byte i of vector j to byte j of vector i. */
+/* Moves byte i of vector j to byte j of vector i, in each of the 8 words of the vectors. */
 INLINE void turn_words(words w[8])
 {
     static const uint64_t kept[3] = {0x00000000ffffffffu, 0x0000ffff0000ffffu, 0x00ff00ff00ff00ffu};
@@ -36,6 +36,16 @@ INLINE void turn_words(words w[8])
             }
 }
 
+/* Copies n bytes, n <= SQUARE. A constant length takes one instruction. */
+INLINE void copy_line(uint8_t *to, const uint8_t *from, Py_ssize_t n)
+{
+    if (n == SQUARE)
+        memcpy(to, from, SQUARE);
+    else
+        memcpy(to, from, (size_t)n);
+}
+
+/* Transposes the square at (row, column), or what the matrix has of it. */
 INLINE void turn_square(const turning *t, Py_ssize_t row, Py_ssize_t column)
 {
     uint8_t before[SQUARE][SQUARE], after[SQUARE][SQUARE];
@@ -45,10 +55,7 @@ INLINE void turn_square(const turning *t, Py_ssize_t row, Py_ssize_t column)
         memset(before, 0, sizeof before);
     for (Py_ssize_t i = 0; i < rows; i++) {
         const uint8_t *from = t->from + (row + i) * t->columns + column;
-        if (columns == SQUARE)
-            memcpy(before[i], from, SQUARE);
-        else
-            memcpy(before[i], from, (size_t)columns);
+        copy_line(before[i], from, columns);
         if (row + SQUARE + i < t->rows)
             __builtin_prefetch(from + SQUARE * t->columns);
     }
@@ -62,15 +69,11 @@ INLINE void turn_square(const turning *t, Py_ssize_t row, Py_ssize_t column)
                 memcpy(&after[8 * j + n][i], &word, 8);
             }
     }
-    for (Py_ssize_t j = 0; j < columns; j++) {
-        uint8_t *to = t->to + (column + j) * t->rows + row;
-        if (rows == SQUARE)
-            memcpy(to, after[j], SQUARE);
-        else
-            memcpy(to, after[j], (size_t)rows);
-    }
+    for (Py_ssize_t j = 0; j < columns; j++)
+        copy_line(t->to + (column + j) * t->rows + row, after[j], rows);
 }
 
+/* One thread's share: columns that no other has taken, WIDE at a time. */
 INLINE void turn_some(void *context)
 {
     turning *t = context;
