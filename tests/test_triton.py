@@ -1081,7 +1081,9 @@ print(len(made), "kernels compiled")
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "gfx942", "gfx950"])
+@pytest.mark.parametrize(
+    "target", ["sm80", "sm90", "gfx942", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm89", "sm100", "gfx950"))]
+)
 def test_kernels_compile_for_gpus_that_are_not_here(target: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
