@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-SOURCE = "llama-cpp-python==0.3.36"
+PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 OFF = ("GGML_BUILD_TESTS", "GGML_BUILD_EXAMPLES")
 
 
@@ -29,8 +29,9 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the libraries go.")]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         there = Path(temporary)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", SOURCE, "-d", temporary]
-        subprocess.run(command, check=True)
+        # `:all:` would build CMake too, which its build needs.
+        wanted = ["--no-binary", PACKAGE, f"{PACKAGE}=={VERSION}", "-d", temporary]
+        subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", *wanted], check=True)
         with tarfile.open(next(there.glob("*.tar.gz"))) as archive:
             archive.extractall(there, filter="data")
         source = next(there.glob("*/vendor/llama.cpp/ggml"))
