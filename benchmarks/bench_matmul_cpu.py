@@ -31,9 +31,9 @@ from matmul_arms import LIBRARIES, READ
 
 #: The arm that the others are compared with.
 BASE = "F.linear FP32"
-#: Seconds between the turns of two libraries: threads of OpenBLAS look for work for 2^26 cycles after a call, and those of
-#: OpenMP for milliseconds, on the processors of whoever comes next.
-PAUSE = 0.05
+#: Seconds between the turns of two libraries: threads of OpenBLAS look for work for up to 2^28 cycles after a call (0.1 s), and
+#: those of OpenMP for milliseconds, on the processors of whoever comes next.
+PAUSE = 0.15
 #: Seconds after which an arm with two calls gets no more of a row count and pass.
 LONG = 3
 
