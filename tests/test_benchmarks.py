@@ -678,6 +678,7 @@ def test_jax_is_measured_beside_plain_jax() -> None:
     }
 
 
+@pytest.mark.rest
 def test_plain_lines_of_casts_are_near_the_values_of_breccia(module) -> None:
     """A baseline has to do the same work: on normal numbers, nearly all codes are breccia's."""
     pytest.importorskip("jax")
