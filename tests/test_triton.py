@@ -144,6 +144,7 @@ def in_one_launch_and_in_two(compare: Callable[[], None]) -> None:
             assert not waiting()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_recipe_is_cast_bit_for_bit(spec: str, axis: int) -> None:
@@ -502,6 +503,7 @@ REQUANTIZED = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize(("old", "new"), REQUANTIZED)
 def test_requantize_decodes_and_casts_in_one_kernel(old: str, new: str, axis: int) -> None:
@@ -563,6 +565,7 @@ def test_scales_are_written_and_read_in_storages(spec: str, storage: str, shape:
     same(again, reference.requantize(expected, breccia.recipe("mxfp6")).to_storage("transposed"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "spec", ["fp8_delayed", "fp8_delayed,margin=1,scale_rule=te", "fp8_delayed,fp8_format=E5M2,scale_rule=recip"]
