@@ -91,6 +91,9 @@ def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, held:
     call: Any = _calls.get((op, recipe.interned_key, x.shape, x.dtype, x.device, axis, kind, True, address % 16 == 0))
     if not getattr(call, "plain", False):
         return None
+    if elsewhere(call.index):
+        with torch.cuda.device(call.index):
+            return _plainly(op, x, recipe, options, held)
     if scale is None:
         return call.plainly(address)
     if not call.takes(scale):
@@ -284,13 +287,10 @@ class Pair:
         return first(x, options.replace(axis=-1), shared), second(x, options.replace(axis=-2), shared)
 
     def plainly(self, address: int) -> tuple[ScaledTensor, ScaledTensor]:
-        """The results under default options."""
+        """The results under default options, on the current device."""
         first, second = self.calls
         if not self.shared:
             return first.plainly(address), second.plainly(address)
-        if elsewhere(self.index):
-            with torch.cuda.device(self.index):
-                return self.plainly(address)
         stream = stream_of(self.index)
         work, amax = workspace(self.device, stream)
         number = amax.data_ptr()
@@ -401,15 +401,11 @@ class Call:
         return self._run(x, options, amaxes, held)
 
     def plainly(self, address: int, *supplied: int) -> Any:
-        """The result for contiguous numbers at an address on the device, under no option but the axis and a scale.
+        """The result for contiguous numbers at an address, under no option but the axis and a scale, on the current device.
 
         supplied: the address of the scale, if there is one.
         """
-        index = self.index
-        if elsewhere(index):
-            with torch.cuda.device(index):
-                return self.plainly(address, *supplied)
-        stream = stream_of(index)
+        stream = stream_of(self.index)
         if self.waits:
             work, _ = workspace(self.device, stream)
             return self.launched(stream, address, work.data_ptr())
@@ -427,11 +423,7 @@ class Call:
 
     def recording(self, address: int, held: _History) -> ScaledTensor:
         """`plainly` for `cast_and_record`: under the scale of a history, which records the amax."""
-        index = self.index
-        if elsewhere(index):
-            with torch.cuda.device(index):
-                return self.recording(address, held)
-        stream = stream_of(index)
+        stream = stream_of(self.index)
         work, _ = workspace(self.device, stream)
         parts = held.scale, work, held.amaxes, *held.recorded
         return self.launched(stream, address, *[part.data_ptr() for part in parts], held.first, held.kept)

@@ -429,13 +429,13 @@ class _Cast:
     def _pack(self, work: Buffers, codes: Array, target: Array, padded: tuple[int, int]) -> None:
         """Codes, one a byte and of shape `padded`, to `target`."""
         bits, pack = self.plan.bits, self.plan.microkernels.pack
-        if target.flags.c_contiguous and pack(codes, bits, target):
-            return
-        packed = work.sign[: codes.size * bits // 8]  # of rows that are padded, or not adjacent in `target`
-        if pack(codes, bits, packed):
-            target[...] = packed.reshape(padded[0], -1)[: target.shape[0], : target.shape[1]]
-        else:
+        size = codes.size * bits // 8
+        whole = target.flags.c_contiguous and target.size == size  # else rows are padded, or not adjacent in `target`
+        packed = target if whole else work.sign[:size]
+        if not pack(codes, bits, packed):
             pack_codes(codes.reshape(padded), bits, target, work.sign)
+        elif not whole:
+            target[...] = packed.reshape(padded[0], -1)[: target.shape[0], : target.shape[1]]
 
     # -- blocks larger than a chunk ------------------------------------------------------------------------------
 
