@@ -47,7 +47,8 @@ class Formulas:
         self.middles: dict[str, Array] = {}
         for recipe, values in MAGNITUDES.items():
             table = torch.tensor(values, device=device)
-            # Midpoints between neighbours. `bucketize` rounds ties down; the float below a midpoint makes it round up to even.
+            # Boundaries between codes. `bucketize` rounds a tie down, so where the even code is the upper one, the boundary is
+            # the next smaller float.
             middles = (table[1:] + table[:-1]) / 2
             middles[1::2] = torch.nextafter(middles[1::2], torch.zeros((), device=device))
             self.tables[recipe], self.middles[recipe] = torch.cat([table, -table]), middles
