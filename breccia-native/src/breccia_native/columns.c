@@ -324,12 +324,15 @@ typedef struct {
 } version;
 
 STEP_BY(portable, , f4)
-static const version portable = {"portable", portable_steps, portable_widened, portable_scales, portable_turned, no_lift, 4 * VECTORS, 2};
+static const version portable = {
+    "portable", portable_steps, portable_widened, portable_scales, portable_turned, no_lift, 4 * VECTORS, 2};
 #if defined(__x86_64__)
 STEP_BY(avx2, FOR_AVX2, f8)
 STEP_BY(avx512, FOR_AVX512, f16)
-static const version avx2 = {"avx2", avx2_steps, avx2_widened, avx2_scales, avx2_turned, lift_of, 8 * VECTORS, 2};
-static const version avx512 = {"avx512", avx512_steps, avx512_widened, avx512_scales, avx512_turned, lift_of, 16 * VECTORS, 6};
+static const version avx2 = {
+    "avx2", avx2_steps, avx2_widened, avx2_scales, avx2_turned, lift_of, 8 * VECTORS, 2};
+static const version avx512 = {
+    "avx512", avx512_steps, avx512_widened, avx512_scales, avx512_turned, lift_of, 16 * VECTORS, 6};
 #endif
 
 /* Those that this processor can run, the best first. */
