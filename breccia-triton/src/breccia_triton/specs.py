@@ -65,7 +65,7 @@ class Integers:
 class Table:
     """A table codec: the position of a number is the number of `starts` it reaches. order: codes by position.
     empty: the code of 0. cells: of the starts, the cell of y being RNE(f * count), with f = y * steep + middle clamped to 0..1;
-    none where some are in the same cell, or codes are not in order. below: the FP32 numbers before the starts.
+    none where two starts share a cell, or codes are not in order. below: the FP32 numbers before the starts.
     """
 
     bits: int
