@@ -8,9 +8,10 @@ and ggml (`python benchmarks/ggml_build.py FOLDER`, then BRECCIA_GGML=FOLDER). W
 Arms of a library run one after the other, after a pause in which the threads of the one before go to sleep. A call is timed
 after 10 ms of others, as in the layers of a model, by copies of the weight that are not in the cache.
 
-Machines have faster and slower minutes: compare ratios, not microseconds. The arm `read` sums 64 MiB, of another copy each
-turn: what a product of one row, which reads its weight once, cannot exceed. All is measured twice; where medians of the two
-passes differ by more than 15 %, the result says so.
+Machines have faster and slower minutes: compare ratios, not microseconds. Two arms are limits: `read` sums 64 MiB, of another
+copy each turn, and a product of one row reads its weight once; `multiply-adds`, which needs a C compiler, makes as many in FP32
+as the product has, in registers. All is measured twice; where medians of the two passes differ by more than 15 %, the result
+says so.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +59,17 @@ def read(size: int, threads: int) -> Arms:
     torch.set_num_threads(threads)
     blocks = rotated(lambda n: torch.full((READ // 4,), float(n)), READ)
     return {"read": lambda x: lambda: blocks().sum()}
+
+
+def multiply_adds(size: int, threads: int) -> Arms:
+    """As many FP32 multiply-adds as a product has, in registers: what one that sums in FP32 cannot exceed."""
+    flags = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "multiply_adds.so")
+        subprocess.run(["cc", *flags, str(common.HERE / "multiply_adds.c"), "-o", str(library)], check=True)
+        run = ctypes.CDLL(str(library)).multiply_adds
+    run.restype, run.argtypes = ctypes.c_float, (ctypes.c_long, ctypes.c_int)
+    return {"multiply-adds": lambda x: lambda: run(len(x) * size * size, threads)}
 
 
 def numpy(size: int, threads: int) -> Arms:
@@ -243,6 +256,7 @@ def ggml(size: int, threads: int) -> Arms:
 AWAKE = 0.01
 LIBRARIES: dict[str, Callable[[int, int], Arms]] = {
     "read": read,
+    "multiply-adds": multiply_adds,
     "torch": in_torch,
     "numpy": numpy,
     "breccia": breccia,

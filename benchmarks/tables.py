@@ -469,6 +469,13 @@ def matmul_cpu(result: Result) -> Table:
         else f"**The passes disagree** in {len(moved)} of {len(first)} ratios, shown as a range"
     )
     absent = "".join(f" {name} did not run: {why}." for name, why in options["left_out"].items())
+    rates = [
+        2 * m * options["size"] ** 2 / row["min_s"]
+        for one in (first, second)
+        for (m, arm), row in one.items()
+        if arm == "multiply-adds"
+    ]
+    limit = f" multiply-adds: those of the product, in registers, at best {max(rates) / 1e9:.0f} GFLOP/s." if rates else ""
     return Table(
         "matmul on the CPU",
         ("arm", *(f"M = {m}" for m in rows)),
@@ -476,7 +483,7 @@ def matmul_cpu(result: Result) -> Table:
         f"Microseconds of activations (M, {options['size']}) by weights of {options['size']} × {options['size']}: min / "
         f"median; the ratio of {options['base']}'s median to it. {options['threads']} thread(s), arms interleaved in two "
         f"passes. {agree} (15 %).{absent} read: "
-        f"{options['read_bytes'] >> 20} MiB, at best {options['read_bytes'] / read / 1e9:.0f} GB/s.",
+        f"{options['read_bytes'] >> 20} MiB, at best {options['read_bytes'] / read / 1e9:.0f} GB/s.{limit}",
     )
 
 

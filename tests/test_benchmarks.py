@@ -110,12 +110,14 @@ def test_products_on_the_cpu_are_timed_in_two_passes_and_missing_libraries_are_n
     tmp_path: Path, module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("BRECCIA_GGML", raising=False)
-    options = ["--size", "256", "--rows", "1,3", "--runs", "2", "--libraries", "read,torch,numpy,breccia,ggml"]
+    options = ["--size", "256", "--rows", "1,3", "--runs", "2", "--libraries", "read,multiply-adds,torch,numpy,breccia,ggml"]
     done = run("bench_matmul_cpu.py", *options, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*.json")
     result = json.loads(path.read_text(encoding="utf-8"))
-    assert result["options"]["left_out"] == {"ggml": "KeyError: 'BRECCIA_GGML'"}
+    left_out = dict(result["options"]["left_out"])
+    assert left_out.pop("ggml") == "KeyError: 'BRECCIA_GGML'"
+    assert not left_out or shutil.which("cc") is None
     first, second = result["runs"]
     assert [(row["rows"], row["arm"]) for row in first] == [(row["rows"], row["arm"]) for row in second]
     assert {row["arm"] for row in first} >= {"read", "NumPy FP32", "F.linear FP32", "torch int4", "int4", "int4, INT8 mode"}
@@ -123,6 +125,12 @@ def test_products_on_the_cpu_are_timed_in_two_passes_and_missing_libraries_are_n
     tables = module("tables")
     table = tables.matmul_cpu(result)
     assert table.headings == ("arm", "M = 1", "M = 3") and "ggml did not run: KeyError" in table.note
+    assert ("in registers" in table.note) == (not left_out)
+    # The rate of multiply-adds is the best one of any row count.
+    without = [row for row in first if row["arm"] != "multiply-adds"]
+    added = [{**first[0], "arm": "multiply-adds", "rows": rows, "min_s": 1e-4} for rows in (1, 3)]
+    assert "in registers, at best 4 GFLOP/s" in tables.matmul_cpu({**result, "runs": [[*without, *added], without]}).note
+    assert "in registers" not in tables.matmul_cpu({**result, "runs": [without, without]}).note
     # Passes that differ are shown as a range, and the note counts them.
     steady = {**result, "runs": [first, first]}
     assert "Both passes agree" in tables.matmul_cpu(steady).note
