@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-from cells import ABSENT, Result, Table, ratio, spread, three
+from cells import ABSENT, Result, Table, extent, ratio, spread, three
 from rivals import OLD, OURS, TILES
 
 #: The arm that copies the matrix on the device.
@@ -144,10 +143,6 @@ def roofline(result: Result) -> Table:
         kernels = " + ".join(row.get("functions", ())) or row["kernel"]
         found.setdefault((kernels, row["op"]), []).append(row)
 
-    def extent(values: Iterable[float], text: Any) -> str:
-        low, *_, high = sorted([*values] * 2)
-        return text(low) if text(low) == text(high) else f"{text(low)} to {text(high)}"
-
     rows: list[tuple[str, ...]] = []
     for (kernel, op), every in found.items():
         shares = {row["recipe"]: part_of_copy(row) for row in every}
@@ -210,7 +205,10 @@ def gpu_host(result: Result) -> Table:
     note += f" Within {HOST_US:g} µs: {within} of {len(casts)} calls of casts."
     if versions := ", ".join(f"{name} {version}" for name, version in result.get("rivals", {}).items()):
         note += f" Rivals: {versions}; in brackets how many times faster breccia is."
-    note += "".join(f" {call} raised {error}." for call, error in result.get("errors", {}).items())
+    failed: dict[str, list[str]] = {}
+    for call, error in result.get("errors", {}).items():
+        failed.setdefault(error.rstrip("."), []).append(call)
+    note += "".join(f" Raised by {'; '.join(calls)}: {error}." for error, calls in failed.items())
     return Table("host time of calls", ("call", "host, µs", *(("best rival, µs",) if rivals else ())), rows, note)
 
 

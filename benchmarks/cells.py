@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,12 @@ def three(value: float) -> str:
 def trio(times: Iterable[float], unit: float) -> str:
     """min / median / max in the unit."""
     return " / ".join(three(t * unit) for t in times)
+
+
+def extent(values: Iterable[float], text: Callable[[float], str]) -> str:
+    """The smallest and the largest value, or one of them where they read the same."""
+    low, *_, high = sorted([*values] * 2)
+    return text(low) if text(low) == text(high) else f"{text(low)} to {text(high)}"
 
 
 def ratio(value: float) -> str:

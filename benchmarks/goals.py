@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import common
 import weight_arms
-from cells import ABSENT, Table
+from cells import ABSENT, Table, extent
 from fp8_plan import BF16, DECODING, FEW, LARGE, OURS, TORCH, TORCH_ROWS
 from rivals import OLD, TRANSFORMER_ENGINE
 
@@ -142,10 +142,10 @@ def judged(
         return work, asked, "not measured", ABSENT, ABSENT
     worst = (max if at_most else min)(found, key=lambda name: found[name])
     met = sum(value <= bound if at_most else value >= bound for value in found.values())
-    reached = "yes" if met == len(every) else f"{met} of {len(found)}"
+    reached = "yes" if met == len(every) else "no" if len(every) == 1 else f"{met} of {len(found)}"
     if missing := len(every) - len(found):
         reached += f"; {missing} not measured"
-    return work, asked, f"{min(found.values()):.2f} to {max(found.values()):.2f}", worst, reached
+    return work, asked, extent(found.values(), lambda value: f"{value:.2f}"), worst, reached
 
 
 # ------------------------------------------------------------------------------------------------ trials
