@@ -157,7 +157,8 @@ def fp8(run: Runner, pair: str) -> None:
     (first, second), kernel = PAIRS[pair], "cuda.fp8_matmul"
     a, w = run.cast(first, 300, 640), run.cast(second, 264, 640)
     for tile in _tiles(run, False):
-        # Warps copy scales only in blocks that share no operand. racecheck does not follow barriers across blocks.
+        # breccia lets warps copy scales only where blocks share no operand. racecheck reports hazards elsewhere, where other
+        # blocks take part in a barrier.
         may_copy = pair in ("tiles", "blocks", "mx") and tile.share == (1, 1)
         for copiers in (False, True) if may_copy else (False,):
             with forced(tile, copiers):

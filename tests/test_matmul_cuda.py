@@ -402,6 +402,12 @@ def test_split_tiles_have_a_step_for_each_part_and_never_groups() -> None:
     assert all(tile.split == 1 for tile in fp8_plans.GROUPED)
 
 
+def test_warps_copy_scales_only_where_blocks_share_no_operand() -> None:
+    pair = ("1x128", "128x128")
+    assert {tile.share for tile in fp8_plans.TABLE if fp8_plans.copiers(tile, pair, False)} == {(1, 1)}
+    assert not any(fp8_plans.copiers(tile, pair, True) for tile in fp8_plans.GROUPED)
+
+
 class StandIn:
     """A driver that records tensor maps and launches, and a kernel for CPU tensors."""
 
