@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from cells import ABSENT, Result, Table, extent, ratio, spread, three
+from cells import ABSENT, Result, Table, extent, failures, ratio, spread, three
 from rivals import OLD, OURS, TILES
 
 #: The arm that copies the matrix on the device.
@@ -102,14 +102,14 @@ def rivals_note(result: Result) -> str:
     if result["left"]:
         parts.append(f"{result['left']} rows were left out for lack of time.")
     parts += [f"{name} is absent: {why}." for name, why in result["absent"].items()]
-    failed: dict[str, list[str]] = {}
-    for row in result["rows"]:
-        for name, timed in [(OURS, row), *row["times"].items()]:
-            for error in (timed.get("error"), timed.get("graph_error")):
-                if error:
-                    failed.setdefault(f"{name} raised {error}", []).append(f"{row['op']} under {row['recipe']}")
-    parts += [f"{what} ({', '.join(dict.fromkeys(cases))})." for what, cases in failed.items()]
-    return " ".join(parts)
+    errors = (
+        (name, error, f"{row['op']} under {row['recipe']}")
+        for row in result["rows"]
+        for name, timed in [(OURS, row), *row["times"].items()]
+        for error in (timed.get("error"), timed.get("graph_error"))
+        if error
+    )
+    return " ".join(parts) + failures(errors)
 
 
 def goals(result: Result) -> Table:
@@ -205,10 +205,9 @@ def gpu_host(result: Result) -> Table:
     note += f" Within {HOST_US:g} µs: {within} of {len(casts)} calls of casts."
     if versions := ", ".join(f"{name} {version}" for name, version in result.get("rivals", {}).items()):
         note += f" Rivals: {versions}; in brackets how many times faster breccia is."
-    failed: dict[str, list[str]] = {}
-    for call, error in result.get("errors", {}).items():
-        failed.setdefault(error.rstrip("."), []).append(call)
-    note += "".join(f" Raised by {'; '.join(calls)}: {error}." for error, calls in failed.items())
+    # A rival's errors are kept under "call, rival".
+    errors = ((*key.partition(", ")[::2], error) for key, error in result.get("errors", {}).items())
+    note += failures((rival or OURS, error, call) for call, rival, error in errors)
     return Table("host time of calls", ("call", "host, µs", *(("best rival, µs",) if rivals else ())), rows, note)
 
 

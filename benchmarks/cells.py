@@ -11,6 +11,8 @@ Result = dict[str, Any]
 
 #: The cell of a recipe that a rival does not have.
 ABSENT = "-"
+#: Longer error messages are cut to this many characters.
+LONG = 120
 
 
 @dataclass(frozen=True)
@@ -63,3 +65,17 @@ def bits(value: float) -> str:
 def spread(times: Result, unit: float) -> str:
     """min / median / max of a summary in the unit."""
     return trio((times["min_s"], times["median_s"], times["max_s"]), unit)
+
+
+def shortened(error: str) -> str:
+    """An error's beginning, without the marks of code."""
+    text = error.strip().replace("`", "")
+    return text if len(text) <= LONG else f"{text[:LONG].rstrip()} ..."
+
+
+def failures(found: Iterable[tuple[str, str, str]]) -> str:
+    """A sentence for each error of an arm, with the cases that it concerns. found: the arm, its error and the case."""
+    cases: dict[tuple[str, str], dict[str, None]] = {}
+    for name, error, case in found:
+        cases.setdefault((name, error), {})[case] = None
+    return "".join(f" {name} raised `{shortened(error)}` ({', '.join(every)})." for (name, error), every in cases.items())

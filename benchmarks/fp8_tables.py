@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cells import ABSENT, Result, Table, ratio, three, trio
+from cells import ABSENT, Result, Table, failures, ratio, three, trio
 from fp8_plan import BF16, COLUMN_MAJOR, DECODING, DEEP_GEMM, HUMMING, OURS, TORCH, TORCH_ROWS
 from goals import GOALS, HEADINGS, Goal, judged, tried
 from rivals import OLD, TRANSFORMER_ENGINE
@@ -25,8 +25,6 @@ NAMES = {
 }
 #: Arms that the best rival is taken from. TORCH_ROWS is left out: it multiplies tensors with other scales than breccia does.
 RIVALS = (TORCH, TRANSFORMER_ENGINE, HUMMING, DEEP_GEMM)
-#: Longer error messages are cut to this many characters.
-LONG = 120
 
 
 def sides(shape: list[int]) -> str:
@@ -72,7 +70,7 @@ def rates(result: Result) -> Table:
     )
     if any(OLD in times_of(row) for row in result["rows"]):
         note += " breccia 0.1.3: calls in a process of its own, autotuned."
-    return Table("products of FP8 tensors", headings, tuple(rows), note + versions(result) + failures(result))
+    return Table("products of FP8 tensors", headings, tuple(rows), note + versions(result) + failed(result))
 
 
 def samples(result: Result) -> str:
@@ -87,23 +85,17 @@ def versions(result: Result) -> str:
     return f" Rivals: {found}." if found else ""
 
 
-def failures(result: Result) -> str:
-    """A sentence for each error of an arm, with the products that it concerns."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for row in result["rows"]:
-        for name, timed in [(OURS, row), *row["times"].items()]:
-            if "error" in timed:
-                found.setdefault((NAMES.get(name, name), timed["error"]), []).append(f"{row['kind']} {sides(row['shape'])}")
-    said = "".join(f" {name} raised `{shortened(error)}` ({', '.join(rows)})." for (name, error), rows in found.items())
+def failed(result: Result) -> str:
+    """A sentence for each error of an arm, and for the rows that were left out."""
+    said = failures(
+        (NAMES.get(name, name), timed["error"], f"{row['kind']} {sides(row['shape'])}")
+        for row in result["rows"]
+        for name, timed in [(OURS, row), *row["times"].items()]
+        if "error" in timed
+    )
     if left := result.get("left"):
         said += f" {left} rows were left out for lack of time."
     return said
-
-
-def shortened(error: str) -> str:
-    """An error's beginning, without the marks of code."""
-    text = error.strip().replace("`", "")
-    return text if len(text) <= LONG else f"{text[:LONG].rstrip()} ..."
 
 
 # ------------------------------------------------------------------------------------------------ goals
