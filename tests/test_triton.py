@@ -829,6 +829,10 @@ def test_a_repeated_cast_under_a_history_launches_what_the_first_one_launched(
     triton_cast.cast_and_record(x.mT, recipe, amaxes, scale)
     triton_cast.cast_and_record(x.half(), recipe, amaxes, scale)
     assert len(short) == 1, "other options, views and dtypes take the long way at first"
+    for unread in (amaxes.double(), torch.ones(6)[::2]):  # by the generic algorithm: nothing here runs a kernel
+        _, *recorded = triton_cast.cast_and_record(x, recipe, unread, scale)
+        for part, expected in zip(recorded, reference.record_amax(x, recipe, unread, scale), strict=True):
+            assert torch.equal(part, expected)
 
 
 @pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")

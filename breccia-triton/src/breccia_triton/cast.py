@@ -73,13 +73,16 @@ def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> A
     return prepared(x, options)
 
 
-def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, held: _History | None = None) -> Any:
+def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, history: tuple[Any, Any] | None = None) -> Any:
     """The result of most calls under no option but an axis and a supplied scale, or None for other calls.
 
-    It does less than `_found` does for those, as calls of small arrays are bound by the host. held: of `cast_and_record`.
+    It does less than `_found` does for those, as calls of small arrays are bound by the host.
+    history: of `cast_and_record`, its amaxes and its scale, which is the supplied one.
     """
     scale, axis, kind = options.scale, options.axis, _OWN
-    if options is not DEFAULT and options is not COLUMNS:
+    if history is not None:
+        scale, kind = history[1], _SUPPLIED
+    elif options is not DEFAULT and options is not COLUMNS:
         if scale is None or options.out is not None or options.nonfinite == "raise":
             return None
         kind = _kind(options)
@@ -93,12 +96,12 @@ def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, held:
         return None
     if elsewhere(call.index):
         with torch.cuda.device(call.index):
-            return _plainly(op, x, recipe, options, held)
+            return _plainly(op, x, recipe, options, history)
     if scale is None:
         return call.plainly(address)
     if not call.takes(scale):
         return None
-    return call.plainly(address, scale.data_ptr()) if held is None else call.recording(address, held)
+    return call.plainly(address, scale.data_ptr()) if history is None else call.recording(address, *history)
 
 
 def _kind(options: CastOptions) -> tuple[bool, str, str]:
@@ -139,12 +142,13 @@ def cast_and_record(
     x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, options: CastOptions = DEFAULT
 ) -> tuple[ScaledTensor, Any, Any]:
     """`cast_and_record` as `breccia.AmaxHistory.cast` documents it: the input is read once."""
+    if options is DEFAULT or options is COLUMNS:
+        made = _plainly("cast_and_record", x, recipe, options, (amaxes, scale))
+        if made is not None:
+            return made
     x = _readable(x, recipe)
     held = _History.of(recipe, amaxes, scale, x.device)
-    supplied = scale if held is None else held.scale
-    given = CastOptions(scale=supplied) if options is DEFAULT else options.replace(scale=supplied)
-    if held is not None and (made := _plainly("cast_and_record", x, recipe, given, held)) is not None:
-        return made, *held.recorded
+    given = options.replace(scale=scale if held is None else held.scale)
     prepared = None if held is None else _found("cast_and_record", x, recipe, given)
     if prepared is None or held is None:
         return cast(x, recipe, given), *record_amax(x, recipe, amaxes, scale)
@@ -170,11 +174,15 @@ class _History:
         held = amaxes if isinstance(amaxes, torch.Tensor) else None
         if held is None and len(amaxes):
             return None
-        for part in (scale, *(() if held is None else (held,))):
-            if part.device != device or part.dtype != torch.float32 or not part.is_contiguous():
-                return None
+        if not all(_fits(part, device) for part in (scale, held) if part is not None):
+            return None
         with on(device):
             return _History(held, scale, recipe.amax_history_len, device)
+
+
+def _fits(part: Any, device: torch.device) -> bool:
+    """Whether kernels on a device can read a part of a history as it is"""
+    return isinstance(part, torch.Tensor) and part.dtype is torch.float32 and part.device == device and part.is_contiguous()
 
 
 def requantize(
@@ -421,12 +429,17 @@ class Call:
         self.amax.run(stream, address, number, work.data_ptr())
         return self.launched(stream, address, *[number] * len(self.written))
 
-    def recording(self, address: int, held: _History) -> ScaledTensor:
-        """`plainly` for `cast_and_record`: under the scale of a history, which records the amax."""
+    def recording(self, address: int, amaxes: Any, scale: Any) -> tuple[ScaledTensor, Any, Any] | None:
+        """`plainly` for `cast_and_record`: under the scale of a history, which records the amax. None where the kernel cannot
+        read `amaxes`."""
+        if not _fits(amaxes, self.device):
+            return None
         stream = stream_of(self.index)
         work, _ = workspace(self.device, stream)
-        parts = held.scale, work, held.amaxes, *held.recorded
-        return self.launched(stream, address, *[part.data_ptr() for part in parts], held.first, held.kept)
+        held = _History(amaxes, scale, self.prepared.recipe.amax_history_len, self.device)
+        parts = scale, work, amaxes, *held.recorded
+        made = self.launched(stream, address, *[part.data_ptr() for part in parts], held.first, held.kept)
+        return made, *held.recorded
 
     def launched(self, stream: int, address: int, *operands: int) -> Any:
         """The result of the last kernel of the short ways. operands: what the kernel takes after the result."""
