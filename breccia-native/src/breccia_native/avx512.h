@@ -757,17 +757,20 @@ INLINE Py_ssize_t most_streams_of_avx512(int kind, int role, Py_ssize_t span)
 /* `decoded`, for scales and offsets. */
 FOR_AVX512 INLINE void decoded_by_avx512(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
 {
-    Py_ssize_t i = 0;
-    if (a->kind == E4M3)
-        for (; i + 16 <= n; i += 16) {
-            const __m256i b = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)(a->items + start + i)));
-            const __m512 v = halves(E4M3, _mm256_slli_epi16(b, 8));
-            _mm512_storeu_ps(y + i, _mm512_mul_ps(v, _mm512_set1_ps(E4M3_LIFT)));
-        }
-    if (a->kind == F16)
-        for (; i + 16 <= n; i += 16)
-            _mm512_storeu_ps(y + i, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(a->items + 2 * (start + i)))));
-    decoded(a, start + i, n - i, y + i);
+    if (a->kind != E4M3 && a->kind != F16) {
+        decoded(a, start, n, y);
+        return;
+    }
+    for (Py_ssize_t i = 0; i < n; i += 16) {
+        const __mmask16 here = n - i < 16 ? (__mmask16)((1 << (n - i)) - 1) : (__mmask16)0xFFFF;
+        __m512 v;
+        if (a->kind == E4M3) {
+            const __m256i b = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(here, a->items + start + i));
+            v = _mm512_mul_ps(halves(E4M3, _mm256_slli_epi16(b, 8)), _mm512_set1_ps(E4M3_LIFT));
+        } else
+            v = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(here, a->items + 2 * (start + i)));
+        _mm512_mask_storeu_ps(y + i, here, v);
+    }
 }
 
 VERSION(avx512, FOR_AVX512, 14, 32, stream_by_avx512, most_streams_of_avx512, longest_span, decoded_by_avx512, words_by_avx512,

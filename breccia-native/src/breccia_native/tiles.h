@@ -76,11 +76,15 @@ INLINE int factor_is_last(const weight *w)
 }
 
 /* The scales of weight rows `n` to `stop`, as words where `worded` makes them, else in FP32. Returns whether they are within the
-   limits. */
+   limits. Those of as many rows after them are prefetched. */
 INLINE int scales_of_panel(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, decoder read,
     worder worded, panel *p)
 {
-    const Py_ssize_t each = p->chunks * p->spans, base = n / w->tall, count = (stop - 1) / w->tall - base + 1;
+    const Py_ssize_t each = p->chunks * p->spans, base = scale_row(w, n), count = scale_row(w, stop - 1) - base + 1;
+    const Py_ssize_t bytes = count * w->groups * kind_bits[w->scale.kind] / 8;
+    const uint8_t *next = w->scale.items + (base + count) * w->groups * kind_bits[w->scale.kind] / 8;
+    for (Py_ssize_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch(next + i);
     p->words = worded != NULL;
     for (Py_ssize_t slot = 0; p->words && slot < count; slot++)
         p->words = worded(w, base + slot, (uint16_t *)(to->scales + slot * each));

@@ -196,8 +196,9 @@ INLINE Py_ssize_t longest_span(const weight *w)
 /* `to` = each of `run` for as many spans as a block has; the last one up to the chunk's end, where activations are 0. */
 INLINE void spread(const weight *w, Py_ssize_t span, const float *run, float *to)
 {
-    const Py_ssize_t end = (w->k + CHUNK - 1) / CHUNK * (CHUNK / span), each = w->groups == 1 ? end : w->block / span;
-    const Py_ssize_t whole = end / each < w->groups ? end / each : w->groups;
+    const int bits = __builtin_ctz((unsigned)span); /* divisions would take as long as the rest */
+    const Py_ssize_t end = (w->k + CHUNK - 1) / CHUNK * (CHUNK >> bits), each = w->groups == 1 ? end : w->block >> bits;
+    const Py_ssize_t whole = each * w->groups <= end ? w->groups : end / each;
     const float last = run[whole < w->groups ? whole : w->groups - 1];
     switch (each) {
     case 1:
@@ -341,6 +342,12 @@ INLINE const uint8_t *codes_of(const panel *p, int r, Py_ssize_t chunk)
     return chunk < p->whole ? p->codes[r] + chunk * p->bytes : p->rest[r];
 }
 
+/* The row of scales of a row. */
+INLINE Py_ssize_t scale_row(const weight *w, Py_ssize_t row)
+{
+    return w->tall == 1 ? row : row / w->tall;
+}
+
 /* Fill `p` with `count` rows from `first` on, whose scales have been spread from row `base` on. */
 INLINE void fill(
     const weight *w, const workspace *to, Py_ssize_t base, Py_ssize_t first, Py_ssize_t end, const int count, panel *p)
@@ -350,7 +357,7 @@ INLINE void fill(
     if (w->widen)
         p->whole = p->chunks;
     for (int r = 0; r < count; r++) {
-        const Py_ssize_t row = first + r < end ? first + r : end - 1, slot = row / w->tall - base / w->tall;
+        const Py_ssize_t row = first + r < end ? first + r : end - 1, slot = scale_row(w, row) - scale_row(w, base);
         p->codes[r] = w->codes.items + row * w->row_bytes;
         p->scales[r] = to->scales + slot * each;
         p->offsets[r] = to->offsets + slot * each;
