@@ -47,8 +47,8 @@ FORMATS = {**EVERY, "int8-zero": Format(INT8, (Level(F32, (1, 32)),), "zero_poin
 EIGHT = ["e4m3-block", "e4m3-row", "e5m2-tensor", "mxfp8", "mxfp8-16", "uint8-zero", "mxfp6-e2m3", "mxfp6-e3m2"]
 NARROW = ["uint3-zero-32", "uint5-zero-8", "int3-row", "table3-32"]
 BRAIN = [*(name for name in GROUPS if name != "int8-zero"), *EIGHT, *NARROW]
-#: The instruction set that multiplies up to 4 rows of BF16 activations by codes in registers.
-STREAMING = "avx512_vbmi"
+#: The instruction set that multiplies up to 4 rows of BF16 activations by codes in registers; the one that has matrices does, too.
+STREAMING, MATRICES = "avx512_vbmi", "amx"
 #: Around panels of 12 rows, and beyond the most for which codes are decoded in registers.
 ROWS = (1, 2, 5, 11, 12, 13, 25, 65)
 #: N around 4 rows; K around chunks of 128 codes and vectors of 32.
@@ -58,7 +58,7 @@ SHAPES = ((1, 32), (31, 128), (33, 129), (7, 159), (65, 520), (36, 1021))
 
 def by_every_instruction_set(x: np.ndarray, st: breccia.ScaledTensor, mode: int) -> list[np.ndarray]:
     """The products that may differ in bits: one by all instruction sets, since those without the instructions emulate them, and
-    for mode BF16 another one by that which sums up to 4 rows in another order."""
+    for mode BF16 others by those which sum in another order: matrices, and up to 4 rows in registers."""
     n, k = st.shape
     weight = native._weight(st, n, k)
     assert native._supports(st, weight, mode, k)
@@ -70,7 +70,8 @@ def by_every_instruction_set(x: np.ndarray, st: breccia.ScaledTensor, mode: int)
         found[name] = y
     products.use(products.use()[0])
     apart = mode == facts.BF16_MODE and len(x) <= 4 and weight.kind != products.kinds().index("u8")
-    others = [found.pop(STREAMING)] if apart and STREAMING in found else []
+    orders = {MATRICES: mode == facts.BF16_MODE, STREAMING: apart}
+    others = [found.pop(name) for name, other in orders.items() if other and name in found]
     same = [np.where(np.isnan(y), np.float32(np.nan), y) for y in found.values()]  # NaNs may have any sign and payload
     for other in same[1:]:
         np.testing.assert_array_equal(other.view(np.uint32), same[0].view(np.uint32))

@@ -54,30 +54,55 @@ VERSION(portable, , 4, 8, NULL, no_streams, portable_span, decoded, NULL, portab
 
 #if defined(__x86_64__)
 #include "avx2.h"
-#include "modes512.h"
 #include "pairs512.h"
+#include "matrices.h"
 #endif
 
 /* Those that this processor can run, the best first. */
-static const version *versions[5];
+static const version *versions[6];
 static const version *here;
 /* What multiplies in each mode but FP32. `fewest`: the fewest rows for which it is faster than FP32; NULL where the processor
-   has no instructions for it. */
+   has no instructions for it. `tallest`: the most rows of a panel of activations. `tile`: FP32 words of decoded codes. `together`:
+   the most rows of the weight that `rows` takes, for m rows of activations. */
 typedef struct {
     group_packer pack;
     group_rows rows;
     float (*lift)(int);
     Py_ssize_t (*fewest)(const weight *);
+    Py_ssize_t tallest;
+    size_t tile;
+    Py_ssize_t (*together)(Py_ssize_t);
 } mode_version;
 static mode_version modes[MODES];
 /* What multiplies a few rows in mode BF16, or NULL. */
 static const version *pairs;
+/* What multiplies in mode BF16 by matrices, or NULL. */
+static const mode_version *matrices;
 static int has_vnni, has_bf16;
+
+/* Of a tile in the L1 cache; INT8 codes have scales and zero-points of every SPAN codes at most. */
+enum { TILE = CLAIM * DEEP * (CHUNK / 2 + 2 * SPANS) };
+
+static Py_ssize_t one_claim(Py_ssize_t m)
+{
+    (void)m;
+    return CLAIM;
+}
+
+#if defined(HAS_MATRICES)
+/* The best version, with products in mode BF16 by matrices. */
+static version amx;
+static const mode_version by_matrices = {pack_matrices, rows_by_matrices, lift_of, fewest_by_matrices, SIDE, DECODED, rows_of_matrices};
+#endif
 
 #if defined(__x86_64__)
 /* Whether that is a version for AVX-512. */
 static int is_avx512(const version *v)
 {
+#if defined(HAS_MATRICES)
+    if (v == &amx)
+        return 1;
+#endif
     return v == &avx512 || v == &avx512_vbmi;
 }
 #endif
@@ -86,17 +111,25 @@ static int is_avx512(const version *v)
 static void take(const version *v)
 {
     here = v;
-    modes[INT8_MODE] = modes[BF16_MODE] = (mode_version){portable_pack_groups, portable_rows_by_groups, portable_lift, NULL};
+    modes[INT8_MODE] = modes[BF16_MODE] =
+        (mode_version){portable_pack_groups, portable_rows_by_groups, portable_lift, NULL, TALLEST, TILE, one_claim};
+    matrices = NULL;
 #if defined(__x86_64__)
     if (is_avx512(v) && has_vnni)
-        modes[INT8_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_groups, portable_lift, fewest_by_integers};
+        modes[INT8_MODE] = (mode_version){
+            avx512_pack_groups, avx512_rows_by_groups, portable_lift, fewest_by_integers, TALLEST, TILE, one_claim};
     if (is_avx512(v) && has_bf16)
-        modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_tiles, lift_of, fewest_by_tiles};
+        modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_tiles, lift_of, fewest_by_tiles, TALLEST, TILE, one_claim};
     pairs = NULL;
     if (v == &avx512_vbmi && has_bf16) {
-        modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_groups, lift_of, fewest_by_streams};
+        modes[BF16_MODE] =
+            (mode_version){avx512_pack_groups, avx512_rows_by_groups, lift_of, fewest_by_streams, TALLEST, TILE, one_claim};
         pairs = &avx512_pairs;
     }
+#if defined(HAS_MATRICES)
+    if (v == &amx) /* where pairs of a few rows would be no faster than FP32 */
+        matrices = &by_matrices;
+#endif
 #endif
 }
 
@@ -110,6 +143,13 @@ static void find_versions(void)
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
         if (__builtin_cpu_supports("avx512vbmi")) {
             fill_byte_tables();
+#if defined(HAS_MATRICES)
+            if (__builtin_cpu_supports("avx512bf16") && may_use_matrices()) {
+                amx = avx512_vbmi;
+                amx.name = "amx";
+                versions[n++] = &amx;
+            }
+#endif
             versions[n++] = &avx512_vbmi;
         }
         versions[n++] = &avx512;
@@ -169,15 +209,14 @@ static int is_mode(int mode, int kind, const Py_buffer *table, Py_ssize_t block,
     return 0;
 }
 
-/* Memory for `m` rows of activations, in cache lines. Returns 0 where there is none. `streams`: no tile is decoded. */
-static int allocate(const weight *w, Py_ssize_t m, int streams, workspace *to)
+/* Memory for `rows` rows of the weight and `m` of activations, in cache lines. Returns 0 where there is none. `tile`: FP32 words
+   of decoded codes; 0 where they are decoded in registers. */
+static int allocate(const weight *w, size_t rows, Py_ssize_t m, size_t tile, workspace *to)
 {
-    const size_t rows = streams ? ROWS : CLAIM, spans = (size_t)(padded(w->k) / w->span);
-    /* A tile of INT8 codes has scales and zero-points of every SPAN codes at most. */
-    const size_t tile = streams ? 0 : CLAIM * DEEP * (CHUNK / 2 + 2 * SPANS);
+    const size_t spans = (size_t)(padded(w->k) / w->span), sums = (size_t)(m + 15) / 16 * 16;
     const size_t codes = w->widen ? rows * (size_t)row_of_chunks(w) / 4 : 0;
     const size_t sizes[] = {
-        (size_t)w->groups, rows * spans, w->role == NONE ? 0 : rows * spans, streams ? 0 : CLAIM * (size_t)m, tile, codes};
+        (size_t)w->groups, rows * spans, w->role == NONE ? 0 : rows * spans, tile ? rows * sums : 0, tile, codes};
     float *widened, **parts[] = {&to->run, &to->scales, &to->offsets, &to->sums, &to->tile, &widened};
     size_t all = 64; /* some for alignment, and for vectors that begin in the last row's scales */
     for (int i = 0; i < 6; i++)
@@ -200,7 +239,8 @@ static int allocate(const weight *w, Py_ssize_t m, int streams, workspace *to)
 typedef struct {
     const weight *w;
     const grouping *g;
-    const version *by; /* NULL: activations are rounded, in groups, and modes[g->mode] multiplies */
+    const version *by; /* NULL: activations are rounded, in groups, and `mode` multiplies */
+    const mode_version *mode;
     numbers x;     /* (m, k) activations in FP32, FP16 or BF16 */
     Py_ssize_t m;
     float *wide;   /* FP32 activations: x itself, or room for them */
@@ -218,16 +258,26 @@ static const version *version_for(int mode, const weight *w, Py_ssize_t m)
     return mode == BF16_MODE && pairs && pairs->streams(w, m) ? pairs : NULL;
 }
 
-/* In how many parts rounded activations are packed, and one of them: some chunks of one panel, or one of several panels. */
-static Py_ssize_t rounded_parts(Py_ssize_t m, Py_ssize_t k)
+/* What multiplies in a mode other than FP32. */
+static const mode_version *mode_for(const grouping *g, const weight *w)
 {
-    const Py_ssize_t chunks = (k + CHUNK - 1) / CHUNK;
-    return m > TALLEST ? (m + TALLEST - 1) / TALLEST : m < chunks ? m : chunks;
+#if defined(HAS_MATRICES)
+    if (g->mode == BF16_MODE && matrices && takes_matrices(w, g))
+        return matrices;
+#endif
+    return &modes[g->mode];
 }
 
-static part rounded_part(Py_ssize_t m, Py_ssize_t k, Py_ssize_t i)
+/* In how many parts rounded activations are packed, and one of them: some chunks of one panel, or one of several panels. */
+static Py_ssize_t rounded_parts(Py_ssize_t m, Py_ssize_t k, Py_ssize_t tallest)
 {
-    return m > TALLEST ? part_of_panels(m, k, i, TALLEST) : part_of_chunks(m, k, i, rounded_parts(m, k));
+    const Py_ssize_t chunks = (k + CHUNK - 1) / CHUNK;
+    return m > tallest ? (m + tallest - 1) / tallest : m < chunks ? m : chunks;
+}
+
+static part rounded_part(Py_ssize_t m, Py_ssize_t k, Py_ssize_t i, Py_ssize_t tallest)
+{
+    return m > tallest ? part_of_panels(m, k, i, tallest) : part_of_chunks(m, k, i, rounded_parts(m, k, tallest));
 }
 
 /* Pack part `i`. Returns whether its numbers are within the limits. */
@@ -236,7 +286,7 @@ static int pack_part(const product *p, Py_ssize_t i)
     const weight *w = p->w;
     const Py_ssize_t k = w->k;
     const int mode = p->g->mode;
-    const part part = p->by ? p->by->part(w, p->m, i) : rounded_part(p->m, k, i);
+    const part part = p->by ? p->by->part(w, p->m, i) : rounded_part(p->m, k, i, p->mode->tallest);
     int fine = 1;
     for (Py_ssize_t r = part.row; r < part.row + part.rows; r++) {
         float *row = p->wide + r * k;
@@ -247,7 +297,7 @@ static int pack_part(const product *p, Py_ssize_t i)
     if (p->by)
         p->by->pack(w, p->wide, p->m, part, p->packed);
     else
-        modes[mode].pack(p->g, w->codes.kind, p->wide, k, part, p->packed);
+        p->mode->pack(p->g, w->codes.kind, p->wide, k, part, p->packed);
     return fine;
 }
 
@@ -278,7 +328,9 @@ static void multiply_some(void *context)
             __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
         __atomic_add_fetch(&p->packed_parts, 1, __ATOMIC_RELEASE);
     }
-    if (!allocate(w, p->m, by && by->streams(w, p->m), &to)) {
+    const int streams = by && by->streams(w, p->m);
+    const Py_ssize_t step = by ? CLAIM : p->mode->together(p->m);
+    if (!allocate(w, streams ? ROWS : (size_t)step, p->m, streams ? 0 : by ? TILE : p->mode->tile, &to)) {
         __atomic_store_n(&p->memory, 0, __ATOMIC_RELAXED);
         return;
     }
@@ -292,11 +344,11 @@ static void multiply_some(void *context)
         const Py_ssize_t begin = claimed(p, &last);
         if (begin >= w->n)
             break;
-        for (Py_ssize_t first = begin; first < last && __atomic_load_n(&p->fine, __ATOMIC_RELAXED); first += CLAIM) {
-            const Py_ssize_t end = first + CLAIM < last ? first + CLAIM : last;
+        for (Py_ssize_t first = begin; first < last && __atomic_load_n(&p->fine, __ATOMIC_RELAXED); first += step) {
+            const Py_ssize_t end = first + step < last ? first + step : last;
             if (!differences_are_exact(w, p->g->mode, first, end) ||
                 !(by ? by->rows(w, &to, p->packed, p->m, first, end, p->y)
-                     : modes[p->g->mode].rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
+                     : p->mode->rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
                 __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
             for (Py_ssize_t i = 0; p->bias && i < p->m; i++)
                 for (Py_ssize_t j = first; j < end; j++)
@@ -311,13 +363,14 @@ static int multiply_all(product *p, int threads)
 {
     const weight *w = p->w;
     const size_t words = (size_t)(p->m * words_of(p->g, padded(w->k))), plain = p->x.kind == F32 ? 0 : (size_t)(p->m * w->k);
-    void *memory = malloc(4 * (words + plain) + 64);
+    void *memory = malloc(4 * (words + plain) + 128); /* a tile of activations may begin in its last words */
     if (!memory)
         return 0;
     p->packed = (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
     p->wide = plain ? p->packed + words : (float *)(uintptr_t)p->x.items;
     p->by = version_for(p->g->mode, w, p->m);
-    p->parts = p->by ? p->by->parts(w, p->m) : rounded_parts(p->m, w->k);
+    p->mode = p->by ? NULL : mode_for(p->g, w);
+    p->parts = p->by ? p->by->parts(w, p->m) : rounded_parts(p->m, w->k, p->mode->tallest);
     p->fine = p->memory = 1;
     p->threads = threads > 1 ? threads : 1;
     run_shared(multiply_some, p, threads);
@@ -530,7 +583,7 @@ static PyObject *use(PyObject *self, PyObject *args)
         return NULL;
     PyObject *found = PyList_New(0);
     int known = !name;
-    for (int i = 0; found && i < 5 && versions[i]; i++) {
+    for (int i = 0; found && versions[i]; i++) {
         PyObject *each = PyUnicode_FromString(versions[i]->name);
         if (!each || PyList_Append(found, each)) {
             Py_XDECREF(each);
@@ -562,7 +615,8 @@ static PyObject *fast(PyObject *self, PyObject *args)
     weight w = {.span = SPAN};
     if (!PyArg_ParseTuple(args, "iiin:fast", &mode, &w.codes.kind, &w.role, &m))
         return NULL;
-    return PyBool_FromLong(mode > FP32_MODE && mode < MODES && modes[mode].fewest && m >= modes[mode].fewest(&w));
+    return PyBool_FromLong(mode > FP32_MODE && mode < MODES && modes[mode].fewest &&
+        m >= (mode == BF16_MODE && matrices ? matrices : &modes[mode])->fewest(&w));
 }
 
 static PyMethodDef methods[] = {

@@ -1,0 +1,417 @@
+/* BF16 activations by the matrix unit of x86 processors (AMX).
+
+   The unit adds all products of two tiles, of 16 rows by 32 BF16 numbers each, to a tile of 16 x 16 sums in FP32. Rows of the
+   weight are decoded into such tiles, where they stay for all activations, which are packed in tiles as well: 16 pairs of
+   numbers of up to 16 rows. A chunk of a row has 4 tiles' rows.
+
+   E4M3 scales are multiplied by 4-bit codes of few bits when these are decoded: the products are BF16 numbers. Other scales are
+   multiplied by the sums of each group, whose codes then have tiles of their own. */
+
+#ifndef BRECCIA_MATRICES_H
+#define BRECCIA_MATRICES_H
+
+#include "modes512.h"
+
+#if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define HAS_MATRICES 1
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define FOR_MATRICES __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,amx-tile,amx-bf16")))
+
+enum {
+    SIDE = 16,                /* rows of a tile */
+    WORDS_OF_TILE = 16 * SIDE,
+    TILES = 4,                /* of a chunk */
+    HALVES = CLAIM / SIDE,    /* tiles side by side that have the rows of a claim */
+    CLAIMS = 4,               /* that are multiplied by a few chunks of many rows of activations while the L2 cache has these */
+    LONG = 2,                 /* chunks that are decoded together, at most: their tiles stay in the L1 cache */
+    DECODED = HALVES * LONG * TILES * WORDS_OF_TILE, /* words of them */
+};
+
+/* The operand of the instruction that sets the shapes of tiles. */
+typedef struct {
+    uint8_t palette, start, unused[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} tile_shapes;
+
+static const tile_shapes shapes = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+/* Ask the system to keep this process's tiles; it refuses where it cannot, or the processor has none. */
+static int may_use_matrices(void)
+{
+    enum { REQUEST = 0x1023, TILE_DATA = 18, TILE = 1 << 24, TILE_BF16 = 1 << 22 }; /* ARCH_REQ_XCOMP_PERM */
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & TILE) && (d & TILE_BF16) &&
+        syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+
+/* Whether scales are multiplied by codes when these are decoded. E4M3 scales have 4 significant bits, BF16 numbers 8. */
+static int takes_scales(const weight *w)
+{
+    int exact = w->codes.kind == TABLE4 && w->scale.kind == E4M3 && factor_is_last(w);
+    for (int i = 0; exact && i < 16; i++)
+        exact = !(bits_of(w->codes.table[i]) & 0xfffff);
+    return exact;
+}
+
+static int takes_matrices(const weight *w, const grouping *g)
+{
+    return are_pairs(w->codes.kind, w->role) && (g->q >= 32 || takes_scales(w));
+}
+
+static Py_ssize_t fewest_by_matrices(const weight *w)
+{
+    return are_pairs(w->codes.kind, w->role) ? 5 : fewest_by_tiles(w);
+}
+
+/* Whether groups are shorter than the codes that one vector of 64 bytes has, which are then sorted by groups of 32. */
+INLINE int is_sorted(int kind, Py_ssize_t q)
+{
+    return q < (kind == TABLE4 ? 128 : 64);
+}
+
+/* Sort the words of codes decoded from 64 bytes: each vector then has 32 successive codes. */
+FOR_AVX512 INLINE void sorted_words(const int count, __m512i d[4])
+{
+    if (count == 2) {
+        const __m512i first = _mm512_shuffle_i64x2(d[0], d[1], 0x44);
+        d[1] = _mm512_shuffle_i64x2(d[0], d[1], 0xEE);
+        d[0] = first;
+        return;
+    }
+    const __m512i a = _mm512_shuffle_i64x2(d[0], d[1], 0x44), b = _mm512_shuffle_i64x2(d[2], d[3], 0x44);
+    const __m512i e = _mm512_shuffle_i64x2(d[0], d[1], 0xEE), f = _mm512_shuffle_i64x2(d[2], d[3], 0xEE);
+    d[0] = _mm512_shuffle_i64x2(a, b, 0x88);
+    d[1] = _mm512_shuffle_i64x2(a, b, 0xDD);
+    d[2] = _mm512_shuffle_i64x2(e, f, 0x88);
+    d[3] = _mm512_shuffle_i64x2(e, f, 0xDD);
+}
+
+/* The place in its chunk of the first number of word `row` of tile `tile`; the second one is `half` later. */
+INLINE int place_of(int half, int sorted, int tile, int row)
+{
+    const int count = 16 / half, first = tile / half * (32 * half); /* of the vector of 64 bytes; it has `half` tiles */
+    tile %= half;
+    const int unit = sorted ? tile * count + row % count : row, i = sorted ? row / count : tile;
+    return first + unit * 2 * half + i;
+}
+
+/* 16 numbers of x rounded to BF16, in the high halves of lanes. */
+FOR_AVX512 INLINE __m512i rounded_to_bf16(__m512 x)
+{
+    const __m512i u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i quiet = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
+    return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet);
+}
+
+/* The `group_packer`: tile by tile, a word of each row of the panel next to those of the others. */
+FOR_AVX512 static void pack_matrices(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+{
+    const Py_ssize_t length = (k + CHUNK - 1) / CHUNK * CHUNK, rows = part.rows, end = part.end < k ? part.end : length;
+    const int half = kind == TABLE4 ? 4 : 2, sorted = is_sorted(kind, g->q);
+    const __mmask16 here = (__mmask16)((1 << rows) - 1);
+    int places[TILES][SIDE];
+    for (int t = 0; t < TILES; t++)
+        for (int i = 0; i < SIDE; i++)
+            places[t][i] = place_of(half, sorted, t, i);
+    x += part.row * k;
+    to += part.row * words_of(g, length);
+    for (Py_ssize_t c = part.column; c < end; c += CHUNK) {
+        float rest[SIDE][CHUNK];
+        const float *from[SIDE];
+        for (Py_ssize_t r = 0; r < rows; r++) {
+            const Py_ssize_t left = k - c;
+            from[r] = x + r * k + c;
+            if (left >= CHUNK)
+                continue;
+            memset(rest[r], 0, sizeof rest[r]);
+            memcpy(rest[r], from[r], 4 * (size_t)left);
+            from[r] = rest[r];
+        }
+        for (int t = 0; t < TILES; t++) {
+            const __m512i first = _mm512_loadu_si512(places[t]), second = _mm512_add_epi32(first, _mm512_set1_epi32(half));
+            __m512 v[SIDE];
+            for (Py_ssize_t r = 0; r < SIDE; r++) {
+                const float *row = from[r < rows ? r : 0];
+                const __m512i low = rounded_to_bf16(_mm512_i32gather_ps(first, row, 4));
+                const __m512i high = rounded_to_bf16(_mm512_i32gather_ps(second, row, 4));
+                v[r] = _mm512_castsi512_ps(pair_of(_mm512_castsi512_ps(low), _mm512_castsi512_ps(high)));
+            }
+            transposed(v);
+            float *tile = to + (c / CHUNK * TILES + t) * SIDE * rows;
+            for (int i = 0; i < SIDE; i++)
+                _mm512_mask_storeu_ps(tile + i * rows, here, v[i]);
+        }
+    }
+}
+
+/* Decode row r of `chunks` chunks, from chunk `c` on, into rows of tiles that are adjacent. */
+FOR_MATRICES INLINE void decode_matrices(const int kind, const int shifts, const int scaled, const weight *w, const grouping *g,
+    const tables *t, const panel *p, int r, Py_ssize_t c, Py_ssize_t chunks, uint32_t *to)
+{
+    const int parts = kind == TABLE4 ? 1 : 2, sorted = is_sorted(kind, g->q);
+    const __m512 table = _mm512_loadu_ps(kind == TABLE4 ? w->codes.table : p->scales[r]);
+    const __m512i span_of_lane = span_of_lanes(p->spans);
+    for (const Py_ssize_t end = c + chunks; c < end; c++) {
+        uint8_t room[CHUNK];
+        const uint8_t *codes = bytes_of(kind, p, r, c, room);
+        __m512i zero = _mm512_setzero_si512();
+        __m512 scale = _mm512_setzero_ps();
+        if (shifts)
+            zero = in_both_halves(_mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(p->offsets[r] + c * p->spans)));
+        if (scaled)
+            scale = _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(p->scales[r] + c * p->spans));
+        for (int part = 0; part < parts; part++) {
+            const __m512i v = _mm512_loadu_si512(codes + 64 * part);
+            _mm_prefetch((const char *)p->codes[r] + c * p->bytes + 64 * part + p->ahead, _MM_HINT_T1);
+            __m512i d[4];
+            int count = 4;
+            if (scaled) {
+                __m512 y[8];
+                UNROLL for (int i = 0; i < 8; i++) y[i] = _mm512_mul_ps(nibble(v, i, table), scale);
+                UNROLL for (int i = 0; i < 4; i++) d[i] = pair_of(y[i], y[i + 4]);
+            } else
+                count = words_of_codes(BF16_MODE, kind, shifts, t, v, zero, d);
+            if (sorted)
+                sorted_words(count, d);
+            UNROLL for (int i = 0; i < count; i++, to += WORDS_OF_TILE) _mm512_storeu_si512(to, d[i]);
+        }
+    }
+}
+
+/* sums += the numbers of a tile, whose rows are multiplied by scales. */
+FOR_AVX512 INLINE void add_scaled(const float *tile, const float *scales, float *sums)
+{
+    UNROLL for (int n = 0; n < SIDE; n++) {
+        const __m512 a = _mm512_loadu_ps(tile + SIDE * n), b = _mm512_loadu_ps(sums + SIDE * n);
+        _mm512_storeu_ps(sums + SIDE * n, _mm512_fmadd_ps(a, _mm512_set1_ps(scales[n]), b));
+    }
+}
+
+/* Tiles that are multiplied: of the first half of a claim, and of a panel of activations with so many rows. */
+typedef struct {
+    const uint32_t *codes;
+    const float *x;
+    Py_ssize_t rows;
+} factors;
+
+/* Sums of SIDE rows of activations by CLAIM rows of the weight. */
+enum { SUMS = HALVES * SIDE * SIDE };
+
+/* Add the products of `count` tiles to the sums in registers: those of `a` in the first two, those of `b` in two others where
+   there are TWO. `shared`: their codes are the same. */
+FOR_MATRICES INLINE void add_products(const int TWO, const int shared, Py_ssize_t count, const factors a, const factors b)
+{
+    const Py_ssize_t half = LONG * TILES * WORDS_OF_TILE;
+    for (Py_ssize_t t = 0; t < count; t++) {
+        _tile_loadd(4, a.codes + t * WORDS_OF_TILE, 64);
+        _tile_loadd(6, a.x + t * SIDE * a.rows, 4 * a.rows);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, a.codes + half + t * WORDS_OF_TILE, 64);
+        _tile_dpbf16ps(1, 5, 6);
+        if (TWO) {
+            _tile_loadd(7, b.x + t * SIDE * b.rows, 4 * b.rows);
+            if (!shared)
+                _tile_loadd(4, b.codes + t * WORDS_OF_TILE, 64);
+            _tile_dpbf16ps(2, 4, 7);
+            if (!shared)
+                _tile_loadd(5, b.codes + half + t * WORDS_OF_TILE, 64);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+}
+
+/* The products of `count` tiles, times the scales of their group: of one group and two panels, or of two groups. */
+FOR_MATRICES INLINE void add_groups(const int TWO, const int shared, Py_ssize_t count, const factors a, const factors b,
+    const float *by_a, const float *by_b, float *sums_a, float *sums_b)
+{
+    float found[4][SIDE * SIDE];
+    _tile_zero(0);
+    _tile_zero(1);
+    if (TWO) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    add_products(TWO, shared, count, a, b);
+    _tile_stored(0, found[0], 64);
+    _tile_stored(1, found[1], 64);
+    if (TWO) {
+        _tile_stored(2, found[2], 64);
+        _tile_stored(3, found[3], 64);
+    }
+    add_scaled(found[0], by_a, sums_a);
+    add_scaled(found[1], by_a + SIDE, sums_a + SIDE * SIDE);
+    if (TWO) {
+        add_scaled(found[2], by_b, sums_b);
+        add_scaled(found[3], by_b + SIDE, sums_b + SIDE * SIDE);
+    }
+}
+
+/* The factors that are `tiles` later. */
+INLINE factors later(const factors a, Py_ssize_t tiles)
+{
+    const factors found = {a.codes + tiles * WORDS_OF_TILE, a.x + tiles * SIDE * a.rows, a.rows};
+    return found;
+}
+
+/* Add the products of `tiles` tiles with a panel, or with TWO, to their sums. With `scaled` codes, all are one group; else `each`
+   are, whose scales are in `by`. */
+FOR_MATRICES INLINE void multiply_matrices(const int TWO, const int scaled, Py_ssize_t tiles, Py_ssize_t each, const float *by,
+    const factors a, const factors b, float *sums_a, float *sums_b)
+{
+    if (scaled) {
+        _tile_loadd(0, sums_a, 64);
+        _tile_loadd(1, sums_a + SIDE * SIDE, 64);
+        if (TWO) {
+            _tile_loadd(2, sums_b, 64);
+            _tile_loadd(3, sums_b + SIDE * SIDE, 64);
+        }
+        add_products(TWO, 1, tiles, a, b);
+        _tile_stored(0, sums_a, 64);
+        _tile_stored(1, sums_a + SIDE * SIDE, 64);
+        if (TWO) {
+            _tile_stored(2, sums_b, 64);
+            _tile_stored(3, sums_b + SIDE * SIDE, 64);
+        }
+        return;
+    }
+    Py_ssize_t t = 0;
+    if (!TWO && each == 1) /* two of them keep the unit busy, where sums of one are stored at once */
+        for (; t + 2 <= tiles; t += 2, by += 2 * CLAIM)
+            add_groups(1, 0, 1, later(a, t), later(a, t + 1), by, by + CLAIM, sums_a, sums_a);
+    for (; t < tiles; t += each, by += CLAIM)
+        add_groups(TWO, 1, each, later(a, t), later(b, t), by, by, sums_a, sums_b);
+}
+
+/* The scales of a panel, group by group. */
+FOR_AVX512 INLINE void scales_by_groups(const panel *p, float *to)
+{
+    const Py_ssize_t groups = p->chunks * p->spans;
+    for (Py_ssize_t i = 0; i < groups; i += 16)
+        for (int half = 0; half < CLAIM; half += SIDE) {
+            __m512 v[16];
+            scales_of_groups(p->scales + half, i, v);
+            for (int j = 0; j < 16 && i + j < groups; j++)
+                _mm512_storeu_ps(to + (i + j) * CLAIM + half, v[j]);
+        }
+}
+
+/* How many rows of the weight are multiplied together. */
+static Py_ssize_t rows_of_matrices(Py_ssize_t m)
+{
+    return m > 128 ? CLAIMS * CLAIM : CLAIM;
+}
+
+/* Write the sums of a claim, times a factor, to the product: rows `first` to `end` of the weight. */
+FOR_AVX512 INLINE void write_sums(
+    const float *sums, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float factor, float *y, Py_ssize_t stride)
+{
+    const Py_ssize_t panels = (m + SIDE - 1) / SIDE;
+    for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
+        const Py_ssize_t now = height_of(m, done, panels, i);
+        for (Py_ssize_t row = first; row < end; row += SIDE) {
+            const __mmask16 here = end - row < SIDE ? (__mmask16)((1 << (end - row)) - 1) : (__mmask16)0xFFFF;
+            const float *from = sums + i * SUMS + (row - first) * SIDE;
+            __m512 v[SIDE];
+            UNROLL for (int n = 0; n < SIDE; n++) v[n] = _mm512_loadu_ps(from + n * SIDE);
+            transposed(v);
+            for (Py_ssize_t j = 0; j < now; j++)
+                _mm512_mask_storeu_ps(y + (done + j) * stride + row, here, _mm512_mul_ps(v[j], _mm512_set1_ps(factor)));
+        }
+        done += now;
+    }
+}
+
+/* The `group_rows`. */
+FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int scaled, const weight *w, const grouping *g,
+    const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
+{
+    weight unit = *w; /* the factor of scaled codes comes last */
+    if (scaled)
+        unit.factor = 1;
+    panel p[CLAIMS];
+    const Py_ssize_t bytes = CHUNK * kind_bits[w->codes.kind] / 8, chunks = (w->k + CHUNK - 1) / CHUNK, length = chunks * CHUNK;
+    const Py_ssize_t claims = (end - first + CLAIM - 1) / CLAIM, panels = (m + SIDE - 1) / SIDE, groups = length / g->q;
+    const tables t = tables_of(BF16_MODE, kind, shifts, w, g);
+    uint32_t *codes = (uint32_t *)to->tile;
+    float *by = to->scales + claims * CLAIM * groups; /* scales by groups: there is room for those of SPAN codes */
+    for (Py_ssize_t i = 0; i < claims; i++) {
+        workspace own = *to;
+        p[i].bytes = bytes;
+        p[i].whole = w->row_bytes / bytes;
+        p[i].chunks = chunks;
+        p[i].spans = CHUNK / g->q;
+        p[i].ahead = w->widen ? 0 : LONG * bytes; /* the next ones of the row */
+        if (i == 0 && !scales_of_panel(&unit, to, first, end, g->q, decoded_by_avx512, NULL, p))
+            return 0;
+        if (w->widen)
+            own.codes += i * CLAIM * row_of_chunks(w);
+        fill(w, &own, first, first + i * CLAIM, end, CLAIM, &p[i]);
+        if (!scaled)
+            scales_by_groups(&p[i], by + i * CLAIM * groups);
+    }
+    memset(to->sums, 0, 4 * SUMS * (size_t)(claims * panels));
+    _tile_loadconfig(&shapes);
+    for (Py_ssize_t c = 0; c < chunks; c += LONG)
+        for (Py_ssize_t claim = 0; claim < claims; claim++) {
+            const Py_ssize_t now = chunks - c < LONG ? chunks - c : LONG;
+            const float *scales = by + (claim * groups + c * p->spans) * CLAIM;
+            for (int r = 0; r < CLAIM; r++) {
+                uint32_t *row = codes + r / SIDE * LONG * TILES * WORDS_OF_TILE + r % SIDE * SIDE;
+                decode_matrices(kind, shifts, scaled, w, g, &t, &p[claim], r, c, now, row);
+            }
+            FROM_MEMORY(codes);
+            for (Py_ssize_t i = 0, done = 0; i < panels; i += 2) {
+                factors two[2];
+                float *sums[2];
+                const int count = i + 1 < panels ? 2 : 1;
+                for (int j = 0; j < count; j++) {
+                    const Py_ssize_t rows = height_of(m, done, panels, i + j);
+                    two[j] = (factors){codes, x + done * words_of(g, length) + c * TILES * SIDE * rows, rows};
+                    sums[j] = to->sums + (claim * panels + i + j) * SUMS;
+                    done += rows;
+                }
+                if (count == 2)
+                    multiply_matrices(1, scaled, now * TILES, g->q / 32, scales, two[0], two[1], sums[0], sums[1]);
+                else
+                    multiply_matrices(0, scaled, now * TILES, g->q / 32, scales, two[0], two[0], sums[0], sums[0]);
+            }
+        }
+    _tile_release();
+    for (Py_ssize_t i = 0; i < claims; i++) {
+        const Py_ssize_t start = first + i * CLAIM, stop = start + CLAIM < end ? start + CLAIM : end;
+        write_sums(to->sums + i * panels * SUMS, m, start, stop, scaled ? w->factor : 1, y, w->n);
+    }
+    return 1;
+}
+
+#define MATRIX_ROWS(name, kind, shifts, scaled)                                                                             \
+    FOR_MATRICES static int name(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,     \
+        Py_ssize_t first, Py_ssize_t end, float *y)                                                                         \
+    {                                                                                                                       \
+        return matrix_rows(kind, shifts, scaled, w, g, to, x, m, first, end, y);                                            \
+    }
+MATRIX_ROWS(matrices_of_nibbles, TABLE4, 0, 0)
+MATRIX_ROWS(matrices_of_shifted_nibbles, TABLE4, 1, 0)
+MATRIX_ROWS(matrices_of_scaled_nibbles, TABLE4, 0, 1)
+MATRIX_ROWS(matrices_of_bytes, E4M3, 0, 0)
+MATRIX_ROWS(matrices_of_sixes, E2M3, 0, 0)
+MATRIX_ROWS(matrices_of_integers, I8, 0, 0)
+
+static int rows_by_matrices(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+    Py_ssize_t first, Py_ssize_t end, float *y)
+{
+    const int kind = w->codes.kind;
+    return (kind != TABLE4              ? (kind == I8 ? matrices_of_integers : IS_SIX(kind) ? matrices_of_sixes : matrices_of_bytes)
+            : w->role == ZERO_POINT     ? matrices_of_shifted_nibbles
+            : takes_scales(w)           ? matrices_of_scaled_nibbles
+                                        : matrices_of_nibbles)(w, g, to, x, m, first, end, y);
+}
+
+#endif
+#endif
