@@ -47,10 +47,10 @@ FORMATS = {**EVERY, "int8-zero": Format(INT8, (Level(F32, (1, 32)),), "zero_poin
 EIGHT = ["e4m3-block", "e4m3-row", "e5m2-tensor", "mxfp8", "mxfp8-16", "uint8-zero", "mxfp6-e2m3", "mxfp6-e3m2"]
 NARROW = ["uint3-zero-32", "uint5-zero-8", "int3-row", "table3-32"]
 BRAIN = [*(name for name in GROUPS if name != "int8-zero"), *EIGHT, *NARROW]
-#: The instruction set that multiplies up to 4 rows of BF16 activations by codes in registers; the one that has matrices does, too.
+#: The instruction sets that multiply BF16 activations in other orders: up to 4 rows by codes in registers; by matrices.
 STREAMING, MATRICES = "avx512_vbmi", "amx"
-#: Around panels of 12 rows, and beyond the most for which codes are decoded in registers.
-ROWS = (1, 2, 5, 11, 12, 13, 25, 65)
+#: Around panels of 12 and 16 rows, and beyond the most for which codes are decoded in registers.
+ROWS = (1, 2, 5, 11, 12, 13, 17, 25, 33, 65)
 #: N around 4 rows; K around chunks of 128 codes and vectors of 32.
 FEW = ((1, 32), (3, 33), (4, 63), (5, 127), (9, 128), (8, 129), (7, 159), (33, 256), (2, 640), (6, 1021))
 SHAPES = ((1, 32), (31, 128), (33, 129), (7, 159), (65, 520), (36, 1021))
@@ -159,7 +159,7 @@ def test_every_code_is_multiplied_as_its_value() -> None:
             np.testing.assert_array_equal(y, x.astype(np.float32) @ w.T)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 7])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 50, 130])
 def test_nan_in_codes_scales_or_bf16_activations_makes_nan_where_it_should(rows: int) -> None:
     x = drawn(rows, 256, 0).astype(ml_dtypes.bfloat16)
     for name, part in (("mxfp8", "data"), ("e5m2-tensor", "data"), ("mxfp4", "scale"), ("nvfp4", "scale"), ("int8", "scale")):
@@ -175,6 +175,31 @@ def test_nan_in_codes_scales_or_bf16_activations_makes_nan_where_it_should(rows:
         y[rows - 1, 100] = np.nan
         for found in by_every_instruction_set(y, st, facts.BF16_MODE):
             assert np.isnan(found[rows - 1]).all() and np.isfinite(np.delete(found[: rows - 1], 35, axis=1)).all()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp6-e2m3", "mxfp6-e3m2"])
+def test_powers_of_two_of_any_size_keep_the_bound_and_their_bits_on_any_number_of_threads(name: str) -> None:
+    """Those of 2^-30 and more may be added to exponents, where all of 32 rows are."""
+    st, before = tensor(FORMATS[name], 421, 500), breccia.get_num_threads()
+    scale = np.random.default_rng(0).integers(127 - 30, 127 + 10, st.scale.shape).astype(np.uint8)
+    scale[70], scale[161, -1], scale[162, 0] = 127 + 10, 127 - 31, 127 - 60
+    st = with_parts(st, breccia.backend.components(st) | {"scale": scale})
+    w, weight = breccia.dequantize(st, prefer="reference.dequantize"), native._weight(st, 421, 500)
+    try:
+        for m in (1, 16, 50, 130):
+            x = np.random.default_rng(m).standard_normal((m, 500)).astype(ml_dtypes.bfloat16)
+            for found in by_every_instruction_set(x, st, facts.BF16_MODE):
+                check_bound(found, x.astype(np.float32), w)
+            bits = list[np.ndarray]()
+            for number in (1, 2, 3):
+                breccia.set_num_threads(number)
+                y = np.empty((m, 421), np.float32)
+                assert native._multiplied(x, weight, y, 500, facts.BF16_MODE)
+                bits.append(y.view(np.uint32))
+            np.testing.assert_array_equal(bits[1], bits[0])
+            np.testing.assert_array_equal(bits[2], bits[0])
+    finally:
+        breccia.set_num_threads(before)
 
 
 def test_bf16_activations_beyond_the_limits_are_left_to_fp32() -> None:
@@ -373,7 +398,7 @@ def test_bits_of_rounded_products_do_not_depend_on_the_number_of_threads(name: s
     st, before = tensor(FORMATS[name], 1300, 700), breccia.get_num_threads()
     weight = native._weight(st, 1300, 700)
     try:
-        for m, mode in itertools.product((1, 3, 12, 30), (facts.INT8, facts.BF16_MODE)):
+        for m, mode in itertools.product((1, 3, 12, 30, 130), (facts.INT8, facts.BF16_MODE)):
             x, found = drawn(m, 700, m), list[np.ndarray]()
             for number in (1, 2, 3):
                 breccia.set_num_threads(number)

@@ -4,8 +4,8 @@
    weight are decoded into such tiles, where they stay for all activations, which are packed in tiles as well: 16 pairs of
    numbers of up to 16 rows. A chunk of a row has 4 tiles' rows.
 
-   E4M3 scales are multiplied by 4-bit codes of few bits when these are decoded: the products are BF16 numbers. Other scales are
-   multiplied by the sums of each group, whose codes then have tiles of their own. */
+   Scales are multiplied by codes when these are decoded where the products are BF16 numbers: E4M3 scales by 4-bit codes of few
+   bits, and powers of two. Other scales are multiplied by the sums of each group, whose codes then have tiles of their own. */
 
 #ifndef BRECCIA_MATRICES_H
 #define BRECCIA_MATRICES_H
@@ -27,6 +27,7 @@ enum {
     TILES = 4,                /* of a chunk */
     HALVES = CLAIM / SIDE,    /* tiles side by side that have the rows of a claim */
     CLAIMS = 4,               /* that are multiplied by a few chunks of many rows of activations while the L2 cache has these */
+    MANY_ROWS = 48,           /* of activations, for which adding to exponents is faster than multiplying sums of groups */
     LONG = 2,                 /* chunks that are decoded together, at most: their tiles stay in the L1 cache */
     DECODED = HALVES * LONG * TILES * WORDS_OF_TILE, /* words of them */
 };
@@ -49,18 +50,46 @@ static int may_use_matrices(void)
         syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 
-/* Whether scales are multiplied by codes when these are decoded. E4M3 scales have 4 significant bits, BF16 numbers 8. */
-static int takes_scales(const weight *w)
+/* When scales are multiplied: by the sums of groups, or by codes, as numbers or by adding to exponents. */
+enum { BY_SUMS, BY_CODES, BY_EXPONENTS };
+
+/* Those by exponents need powers of two from 2^-30 to 2^24, and codes that are 0 or from 2^-20 to 2^20: no product of a code, a
+   scale and an activation is subnormal or infinite. */
+static int scaling_of(const weight *w)
 {
-    int exact = w->codes.kind == TABLE4 && w->scale.kind == E4M3 && factor_is_last(w);
-    for (int i = 0; exact && i < 16; i++)
-        exact = !(bits_of(w->codes.table[i]) & 0xfffff);
-    return exact;
+    int few = 1, moderate = 1;
+    for (int i = 0; w->codes.kind == TABLE4 && i < 16; i++) {
+        const float size = fabsf(w->codes.table[i]);
+        few &= !(bits_of(size) & 0xfffff);
+        moderate &= size == 0 || (size >= 0x1p-20f && size <= 0x1p20f);
+    }
+    if (!factor_is_last(w))
+        return BY_SUMS;
+    if (w->scale.kind == E8M0 && moderate)
+        return BY_EXPONENTS;
+    return w->scale.kind == E4M3 && w->codes.kind == TABLE4 && few ? BY_CODES : BY_SUMS; /* 4 bits times 4 bits */
+}
+
+/* Make of powers of two, in place, what they add to the exponents of BF16 numbers, in both halves of a word. Returns 0, and does
+   nothing, where one is beyond the limits (see above), or NaN. */
+INLINE int made_exponents(float *scales, Py_ssize_t n)
+{
+    const int32_t least = (int32_t)bits_of(0x1p-30f), most = (int32_t)bits_of(MOST_SCALE), one = (int32_t)bits_of(1);
+    int32_t beyond = 0; /* the sign says whether */
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const int32_t u = (int32_t)bits_of(scales[i]);
+        beyond |= (u - least) | (most - u);
+    }
+    for (Py_ssize_t i = 0; i < n && beyond >= 0; i++) {
+        const uint32_t added = (uint32_t)((int32_t)bits_of(scales[i]) - one);
+        scales[i] = float_of((added & 0xffff0000) | added >> 16);
+    }
+    return beyond >= 0;
 }
 
 static int takes_matrices(const weight *w, const grouping *g)
 {
-    return are_pairs(w->codes.kind, w->role) && (g->q >= 32 || takes_scales(w));
+    return are_pairs(w->codes.kind, w->role) && (g->q >= 32 || scaling_of(w) == BY_CODES);
 }
 
 static Py_ssize_t fewest_by_matrices(const weight *w)
@@ -150,33 +179,43 @@ FOR_AVX512 static void pack_matrices(const grouping *g, int kind, const float *x
     }
 }
 
+/* BF16 numbers with more in their exponents, but zeros and NaNs, which FP8 codes may be. */
+FOR_AVX512 INLINE __m512i with_exponents(const int kind, __m512i words, __m512i exponents)
+{
+    const __m512i size = _mm512_set1_epi16(0x7fff), one = _mm512_set1_epi16(1), last = _mm512_set1_epi16(0x7f7e);
+    const __mmask32 finite = kind == E4M3 ? _mm512_cmple_epu16_mask(_mm512_sub_epi16(_mm512_and_si512(words, size), one), last)
+                                          : _mm512_test_epi16_mask(words, size);
+    return _mm512_mask_add_epi16(words, finite, words, exponents);
+}
+
 /* Decode row r of `chunks` chunks, from chunk `c` on, into rows of tiles that are adjacent. */
-FOR_MATRICES INLINE void decode_matrices(const int kind, const int shifts, const int scaled, const weight *w, const grouping *g,
-    const tables *t, const panel *p, int r, Py_ssize_t c, Py_ssize_t chunks, uint32_t *to)
+FOR_MATRICES INLINE void decode_matrices(const int kind, const int shifts, const int scaling, const weight *w,
+    const grouping *g, const tables *t, const panel *p, int r, Py_ssize_t c, Py_ssize_t chunks, uint32_t *to)
 {
     const int parts = kind == TABLE4 ? 1 : 2, sorted = is_sorted(kind, g->q);
-    const __m512 table = _mm512_loadu_ps(kind == TABLE4 ? w->codes.table : p->scales[r]);
-    const __m512i span_of_lane = span_of_lanes(p->spans);
+    const __m512 table = kind == TABLE4 ? _mm512_loadu_ps(w->codes.table) : _mm512_setzero_ps();
+    const Py_ssize_t spans = p->spans > 1 ? p->spans / parts : 1, next = p->spans > 1 ? spans : 0; /* scales of a part */
+    const __m512i lanes = span_of_lanes(spans);
     for (const Py_ssize_t end = c + chunks; c < end; c++) {
         uint8_t room[CHUNK];
         const uint8_t *codes = bytes_of(kind, p, r, c, room);
-        __m512i zero = _mm512_setzero_si512();
-        __m512 scale = _mm512_setzero_ps();
-        if (shifts)
-            zero = in_both_halves(_mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(p->offsets[r] + c * p->spans)));
-        if (scaled)
-            scale = _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(p->scales[r] + c * p->spans));
         for (int part = 0; part < parts; part++) {
             const __m512i v = _mm512_loadu_si512(codes + 64 * part);
-            _mm_prefetch((const char *)p->codes[r] + c * p->bytes + 64 * part + p->ahead, _MM_HINT_T1);
-            __m512i d[4];
+            const Py_ssize_t at = c * p->spans + part * next;
+            const __m512 scale = _mm512_permutexvar_ps(lanes, _mm512_loadu_ps(p->scales[r] + at));
+            __m512i d[4], zero = _mm512_setzero_si512();
             int count = 4;
-            if (scaled) {
+            _mm_prefetch((const char *)p->codes[r] + c * p->bytes + 64 * part + p->ahead, _MM_HINT_T1);
+            if (shifts)
+                zero = in_both_halves(_mm512_permutexvar_ps(lanes, _mm512_loadu_ps(p->offsets[r] + at)));
+            if (scaling == BY_CODES) {
                 __m512 y[8];
                 UNROLL for (int i = 0; i < 8; i++) y[i] = _mm512_mul_ps(nibble(v, i, table), scale);
                 UNROLL for (int i = 0; i < 4; i++) d[i] = pair_of(y[i], y[i + 4]);
             } else
                 count = words_of_codes(BF16_MODE, kind, shifts, t, v, zero, d);
+            if (scaling == BY_EXPONENTS)
+                UNROLL for (int i = 0; i < count; i++) d[i] = with_exponents(kind, d[i], _mm512_castps_si512(scale));
             if (sorted)
                 sorted_words(count, d);
             UNROLL for (int i = 0; i < count; i++, to += WORDS_OF_TILE) _mm512_storeu_si512(to, d[i]);
@@ -259,12 +298,12 @@ INLINE factors later(const factors a, Py_ssize_t tiles)
     return found;
 }
 
-/* Add the products of `tiles` tiles with a panel, or with TWO, to their sums. With `scaled` codes, all are one group; else `each`
-   are, whose scales are in `by`. */
-FOR_MATRICES INLINE void multiply_matrices(const int TWO, const int scaled, Py_ssize_t tiles, Py_ssize_t each, const float *by,
+/* Add the products of `tiles` tiles with a panel, or with TWO, to their sums. Unless scales multiply sums,
+   all are one group; else `each` are, whose scales are in `by`. */
+FOR_MATRICES INLINE void multiply_matrices(const int TWO, const int scaling, Py_ssize_t tiles, Py_ssize_t each, const float *by,
     const factors a, const factors b, float *sums_a, float *sums_b)
 {
-    if (scaled) {
+    if (scaling != BY_SUMS) {
         _tile_loadd(0, sums_a, 64);
         _tile_loadd(1, sums_a + SIDE * SIDE, 64);
         if (TWO) {
@@ -301,10 +340,14 @@ FOR_AVX512 INLINE void scales_by_groups(const panel *p, float *to)
         }
 }
 
+/* `matrix_rows` with scales that multiply sums, for claims of which one needs it. */
+static int matrix_rows_one_by_one(const weight *, const grouping *, const workspace *, const float *, Py_ssize_t, Py_ssize_t,
+    Py_ssize_t, float *);
+
 /* How many rows of the weight are multiplied together. */
 static Py_ssize_t rows_of_matrices(Py_ssize_t m)
 {
-    return m > 128 ? CLAIMS * CLAIM : CLAIM;
+    return m > 128 ? CLAIMS * CLAIM : CLAIM; /* the tiles of fewer activations stay in the L2 cache anyway */
 }
 
 /* Write the sums of a claim, times a factor, to the product: rows `first` to `end` of the weight. */
@@ -328,12 +371,12 @@ FOR_AVX512 INLINE void write_sums(
 }
 
 /* The `group_rows`. */
-FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int scaled, const weight *w, const grouping *g,
+FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int scaling, const weight *w, const grouping *g,
     const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
 {
-    weight unit = *w; /* the factor of scaled codes comes last */
-    if (scaled)
-        unit.factor = 1;
+    weight unit = *w;
+    if (scaling != BY_SUMS)
+        unit.factor = 1; /* it comes last */
     panel p[CLAIMS];
     const Py_ssize_t bytes = CHUNK * kind_bits[w->codes.kind] / 8, chunks = (w->k + CHUNK - 1) / CHUNK, length = chunks * CHUNK;
     const Py_ssize_t claims = (end - first + CLAIM - 1) / CLAIM, panels = (m + SIDE - 1) / SIDE, groups = length / g->q;
@@ -349,10 +392,13 @@ FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int 
         p[i].ahead = w->widen ? 0 : LONG * bytes; /* the next ones of the row */
         if (i == 0 && !scales_of_panel(&unit, to, first, end, g->q, decoded_by_avx512, NULL, p))
             return 0;
+        if (i == 0 && scaling == BY_EXPONENTS &&
+            !made_exponents(to->scales, (scale_row(w, end - 1) - scale_row(w, first) + 1) * groups))
+            return matrix_rows_one_by_one(w, g, to, x, m, first, end, y);
         if (w->widen)
             own.codes += i * CLAIM * row_of_chunks(w);
         fill(w, &own, first, first + i * CLAIM, end, CLAIM, &p[i]);
-        if (!scaled)
+        if (scaling == BY_SUMS)
             scales_by_groups(&p[i], by + i * CLAIM * groups);
     }
     memset(to->sums, 0, 4 * SUMS * (size_t)(claims * panels));
@@ -363,7 +409,7 @@ FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int 
             const float *scales = by + (claim * groups + c * p->spans) * CLAIM;
             for (int r = 0; r < CLAIM; r++) {
                 uint32_t *row = codes + r / SIDE * LONG * TILES * WORDS_OF_TILE + r % SIDE * SIDE;
-                decode_matrices(kind, shifts, scaled, w, g, &t, &p[claim], r, c, now, row);
+                decode_matrices(kind, shifts, scaling, w, g, &t, &p[claim], r, c, now, row);
             }
             FROM_MEMORY(codes);
             for (Py_ssize_t i = 0, done = 0; i < panels; i += 2) {
@@ -377,40 +423,67 @@ FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int 
                     done += rows;
                 }
                 if (count == 2)
-                    multiply_matrices(1, scaled, now * TILES, g->q / 32, scales, two[0], two[1], sums[0], sums[1]);
+                    multiply_matrices(1, scaling, now * TILES, g->q / 32, scales, two[0], two[1], sums[0], sums[1]);
                 else
-                    multiply_matrices(0, scaled, now * TILES, g->q / 32, scales, two[0], two[0], sums[0], sums[0]);
+                    multiply_matrices(0, scaling, now * TILES, g->q / 32, scales, two[0], two[0], sums[0], sums[0]);
             }
         }
     _tile_release();
     for (Py_ssize_t i = 0; i < claims; i++) {
         const Py_ssize_t start = first + i * CLAIM, stop = start + CLAIM < end ? start + CLAIM : end;
-        write_sums(to->sums + i * panels * SUMS, m, start, stop, scaled ? w->factor : 1, y, w->n);
+        write_sums(to->sums + i * panels * SUMS, m, start, stop, scaling != BY_SUMS ? w->factor : 1, y, w->n);
     }
     return 1;
 }
 
-#define MATRIX_ROWS(name, kind, shifts, scaled)                                                                             \
+#define MATRIX_ROWS(name, kind, shifts, scaling)                                                                            \
     FOR_MATRICES static int name(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,     \
         Py_ssize_t first, Py_ssize_t end, float *y)                                                                         \
     {                                                                                                                       \
-        return matrix_rows(kind, shifts, scaled, w, g, to, x, m, first, end, y);                                            \
+        return matrix_rows(kind, shifts, scaling, w, g, to, x, m, first, end, y);                                           \
     }
-MATRIX_ROWS(matrices_of_nibbles, TABLE4, 0, 0)
-MATRIX_ROWS(matrices_of_shifted_nibbles, TABLE4, 1, 0)
-MATRIX_ROWS(matrices_of_scaled_nibbles, TABLE4, 0, 1)
-MATRIX_ROWS(matrices_of_bytes, E4M3, 0, 0)
-MATRIX_ROWS(matrices_of_sixes, E2M3, 0, 0)
-MATRIX_ROWS(matrices_of_integers, I8, 0, 0)
+#define SCALED_MATRIX_ROWS(name, kind)                                                                                      \
+    MATRIX_ROWS(name, kind, 0, BY_SUMS)                                                                                     \
+    MATRIX_ROWS(name##_by_exponents, kind, 0, BY_EXPONENTS)
+SCALED_MATRIX_ROWS(matrices_of_nibbles, TABLE4)
+SCALED_MATRIX_ROWS(matrices_of_bytes, E4M3)
+SCALED_MATRIX_ROWS(matrices_of_sixes, E2M3)
+SCALED_MATRIX_ROWS(matrices_of_integers, I8)
+MATRIX_ROWS(matrices_of_shifted_nibbles, TABLE4, 1, BY_SUMS)
+MATRIX_ROWS(matrices_of_scaled_nibbles, TABLE4, 0, BY_CODES)
+
+/* By kind (4 bits, 8, 6, INT8), and whether scales are added to exponents. */
+static const group_rows matrices_by_kind[4][2] = {
+    {matrices_of_nibbles, matrices_of_nibbles_by_exponents}, {matrices_of_bytes, matrices_of_bytes_by_exponents},
+    {matrices_of_sixes, matrices_of_sixes_by_exponents}, {matrices_of_integers, matrices_of_integers_by_exponents}};
+
+static int matrix_rows_scaled(int scaling, const weight *w, const grouping *g, const workspace *to, const float *x,
+    Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
+{
+    const int kind = w->codes.kind, bits = kind == TABLE4 ? 0 : kind == I8 ? 3 : 1 + IS_SIX(kind);
+    const group_rows rows = w->role == ZERO_POINT ? matrices_of_shifted_nibbles
+        : scaling == BY_CODES                     ? matrices_of_scaled_nibbles
+                                                  : matrices_by_kind[bits][scaling == BY_EXPONENTS];
+    return rows(w, g, to, x, m, first, end, y);
+}
+
+/* Which claims a thread takes together depends on chance, so each one is decided by its own scales. */
+static int matrix_rows_one_by_one(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+    Py_ssize_t first, Py_ssize_t end, float *y)
+{
+    if (end - first <= CLAIM)
+        return matrix_rows_scaled(BY_SUMS, w, g, to, x, m, first, end, y);
+    int fine = 1;
+    for (; fine && first < end; first += CLAIM)
+        fine = matrix_rows_scaled(BY_EXPONENTS, w, g, to, x, m, first, first + CLAIM < end ? first + CLAIM : end, y);
+    return fine;
+}
 
 static int rows_by_matrices(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
-    const int kind = w->codes.kind;
-    return (kind != TABLE4              ? (kind == I8 ? matrices_of_integers : IS_SIX(kind) ? matrices_of_sixes : matrices_of_bytes)
-            : w->role == ZERO_POINT     ? matrices_of_shifted_nibbles
-            : takes_scales(w)           ? matrices_of_scaled_nibbles
-                                        : matrices_of_nibbles)(w, g, to, x, m, first, end, y);
+    const int scaling = scaling_of(w), sums = scaling == BY_EXPONENTS && m < MANY_ROWS; /* which keep the unit busier */
+    return matrix_rows_scaled(sums ? BY_SUMS : scaling, w, g, to, x, m, first, end, y);
 }
 
 #endif
