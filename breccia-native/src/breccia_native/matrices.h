@@ -92,9 +92,10 @@ static int takes_matrices(const weight *w, const grouping *g)
     return are_pairs(w->codes.kind, w->role) && (g->q >= 32 || scaling_of(w) == BY_CODES);
 }
 
+/* Other codes would be multiplied by AVX-512 BF16, which is no faster than FP32 on the processors that have matrices. */
 static Py_ssize_t fewest_by_matrices(const weight *w)
 {
-    return are_pairs(w->codes.kind, w->role) ? 5 : fewest_by_tiles(w);
+    return are_pairs(w->codes.kind, w->role) ? 5 : PY_SSIZE_T_MAX;
 }
 
 /* Whether groups are shorter than the codes that one vector of 64 bytes has, which are then sorted by groups of 32. */
