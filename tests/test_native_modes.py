@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 import breccia
 from breccia.arrays.frameworks import Device
-from breccia.codecs import E2M1, F16, F32, INT4, INT8, NF4, UINT4, UINT8
+from breccia.codecs import E2M1, E5M2, E8M0, F16, F32, INT4, INT8, MXINT8, NF4, UINT4, UINT8
 from breccia.formats import TENSOR, Format, Level
 from breccia.tensors.tensor import with_parts
 from breccia_native import availability
@@ -42,8 +43,13 @@ GROUPS = {
     "int8-row": 128,
     "int8-zero": 32,
 }
-#: Formats of products, and a zero-point of signed codes of 8 bits.
-FORMATS = {**EVERY, "int8-zero": Format(INT8, (Level(F32, (1, 32)),), "zero_point")}
+#: Formats of products, and a zero-point of signed codes of 8 bits, and powers of two of other codes.
+FORMATS = {
+    **EVERY,
+    "int8-zero": Format(INT8, (Level(F32, (1, 32)),), "zero_point"),
+    "e5m2-e8m0": Format(E5M2, (Level(E8M0, (1, 32)),)),
+    "mxint8": Format(MXINT8, (Level(E8M0, (1, 32)),)),
+}
 EIGHT = ["e4m3-block", "e4m3-row", "e5m2-tensor", "mxfp8", "mxfp8-16", "uint8-zero", "mxfp6-e2m3", "mxfp6-e3m2"]
 NARROW = ["uint3-zero-32", "uint5-zero-8", "int3-row", "table3-32"]
 BRAIN = [*(name for name in GROUPS if name != "int8-zero"), *EIGHT, *NARROW]
@@ -177,24 +183,26 @@ def test_nan_in_codes_scales_or_bf16_activations_makes_nan_where_it_should(rows:
             assert np.isnan(found[rows - 1]).all() and np.isfinite(np.delete(found[: rows - 1], 35, axis=1)).all()
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp6-e2m3", "mxfp6-e3m2"])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp6-e2m3", "mxfp6-e3m2", "e5m2-e8m0", "mxint8"])
 def test_powers_of_two_of_any_size_keep_the_bound_and_their_bits_on_any_number_of_threads(name: str) -> None:
-    """Those of 2^-30 and more may be added to exponents, where all of 32 rows are."""
-    st, before = tensor(FORMATS[name], 421, 500), breccia.get_num_threads()
-    scale = np.random.default_rng(0).integers(127 - 30, 127 + 10, st.scale.shape).astype(np.uint8)
-    scale[70], scale[161, -1], scale[162, 0] = 127 + 10, 127 - 31, 127 - 60
+    """Those from 2^-30 to 2^6 may be added to exponents, where all of 32 rows are; 1100 rows are multiplied 128 at a time."""
+    st, before = tensor(FORMATS[name], 1100, 300), breccia.get_num_threads()
+    scale = np.random.default_rng(0).integers(127 - 30, 127 + 7, st.scale.shape).astype(np.uint8)
+    scale[70], scale[161, -1], scale[162, 0] = 127 + 7, 127 - 31, 127 - 60
+    scale[1000], scale[1001] = 127 - 30, 127 + 6
     st = with_parts(st, breccia.backend.components(st) | {"scale": scale})
-    w, weight = breccia.dequantize(st, prefer="reference.dequantize"), native._weight(st, 421, 500)
+    w, weight = breccia.dequantize(st, prefer="reference.dequantize"), native._weight(st, 1100, 300)
     try:
-        for m in (1, 16, 50, 130):
-            x = np.random.default_rng(m).standard_normal((m, 500)).astype(ml_dtypes.bfloat16)
+        for m in (16, 50, 130):
+            x = np.random.default_rng(m).standard_normal((m, 300)).astype(ml_dtypes.bfloat16)
+            x[3], x[4] = 2.0**-60, 2.0**90
             for found in by_every_instruction_set(x, st, facts.BF16_MODE):
                 check_bound(found, x.astype(np.float32), w)
             bits = list[np.ndarray]()
             for number in (1, 2, 3):
                 breccia.set_num_threads(number)
-                y = np.empty((m, 421), np.float32)
-                assert native._multiplied(x, weight, y, 500, facts.BF16_MODE)
+                y = np.empty((m, 1100), np.float32)
+                assert native._multiplied(x, weight, y, 300, facts.BF16_MODE)
                 bits.append(y.view(np.uint32))
             np.testing.assert_array_equal(bits[1], bits[0])
             np.testing.assert_array_equal(bits[2], bits[0])
@@ -352,14 +360,14 @@ def test_bf16_activations_take_the_faster_kernel_by_themselves(monkeypatch: pyte
         return prepare(*arguments)
 
     monkeypatch.setattr(native.products, "prepare", seen)
-    monkeypatch.setattr(native.products, "fast", lambda mode, kind, role, m: m > 4)
+    monkeypatch.setattr(native.products, "fast", lambda *about: about[-1] > 4)
     cpu._products.clear()
     for rows, mode in ((4, 0), (5, 2), (130, 2)):
         for _ in range(2):
             x = torch.randn(rows, 320).bfloat16()
             check_bound(breccia.matmul(x, st.mT, "float32").numpy(), x.float().numpy(), d)
         assert modes.pop() == mode and not modes  # prepared once
-    monkeypatch.setattr(native.products, "fast", lambda mode, kind, role, m: False)
+    monkeypatch.setattr(native.products, "fast", lambda *about: False)
     cpu._products.clear()
     breccia.matmul(x, st.mT)
     assert modes == [0]
@@ -368,17 +376,32 @@ def test_bf16_activations_take_the_faster_kernel_by_themselves(monkeypatch: pyte
 
 def test_bf16_activations_of_any_rows_are_fast_where_codes_are_decoded_in_registers() -> None:
     kinds = {name: number for number, name in enumerate(products.kinds())}
+
+    def fast(kind: str, role: int, m: int, block: int = 32, scale: str = "f16", mode: int = facts.BF16_MODE) -> bool:
+        return products.fast(mode, kinds[kind], kinds[scale], role, block, 256, m)
+
+    paired = ("table4", "e4m3", "e5m2", "e3m2", "i8")
     for name in products.use():
         products.use(name)
-        few = [products.fast(facts.BF16_MODE, kinds[kind], 0, 1) for kind in ("table4", "e4m3", "e5m2", "e3m2", "i8")]
-        many = products.fast(facts.BF16_MODE, kinds["table4"], 1, 9)
-        assert few == [many and name == STREAMING] * 5
-        assert products.fast(facts.BF16_MODE, kinds["u8"], 1, 9) == (many and name != MATRICES)
-        assert products.fast(facts.BF16_MODE, kinds["e4m3"], 0, 5) == (many and name in (STREAMING, MATRICES))
+        many = fast("table4", 1, 9)
+        assert [fast(kind, 0, 1) for kind in paired] == [many and name == STREAMING] * 5
+        assert [fast(kind, 0, 5) for kind in paired] == [many and name in (STREAMING, MATRICES)] * 5
+        assert fast("u8", 1, 9) == (many and name != MATRICES)
+        if name == MATRICES:
+            assert not fast("table4", 0, 4) and not fast("table4", 0, 99, 16), "few rows, and groups of less than 32"
+            assert fast("table4", 0, 5, 16, "e4m3") and fast("table4", 0, 5, 256), "scales by codes, and rows of one group"
         for kind, role in (("u8", 0), ("table4", 2), ("i8", 1)):
-            assert not products.fast(facts.BF16_MODE, kinds[kind], role, 8)
-        assert not products.fast(facts.FP32, kinds["table4"], 0, 9) and not products.fast(3, kinds["table4"], 0, 9)
+            assert not fast(kind, role, 8)
+        assert not fast("table4", 0, 9, mode=facts.FP32) and not fast("table4", 0, 9, mode=3)
     products.use(products.use()[0])
+
+
+@pytest.mark.skipif(
+    "amx_bf16" not in (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""),
+    reason="this processor has no matrix unit, or its system does not use it",
+)
+def test_processors_with_a_matrix_unit_use_it() -> None:
+    assert products.use()[0] == MATRICES
 
 
 def test_every_table_of_small_integers_is_found() -> None:
@@ -394,19 +417,26 @@ def test_every_table_of_small_integers_is_found() -> None:
     assert facts.inexact(facts.INT8, Format(E2M1, (Level(F32, TENSOR),))) is None
 
 
-@pytest.mark.parametrize("name", ["int4", "nvfp4", "int8", "uint4-zero-16"])
+@pytest.mark.parametrize(
+    "name", ["int4", "nvfp4", "int8", "uint4-zero-16", "uint4-zero-128", "e4m3-block", "int3-row", "table3-32"]
+)
 def test_bits_of_rounded_products_do_not_depend_on_the_number_of_threads(name: str) -> None:
-    st, before = tensor(FORMATS[name], 1300, 700), breccia.get_num_threads()
-    weight = native._weight(st, 1300, 700)
+    n, k = 1300, 620
+    st, before = tensor(FORMATS[name], n, k), breccia.get_num_threads()
+    w, weight = breccia.dequantize(st, prefer="reference.dequantize"), native._weight(st, n, k)
     try:
-        for m, mode in itertools.product((1, 3, 12, 30, 130), (facts.INT8, facts.BF16_MODE)):
-            x, found = drawn(m, 700, m), list[np.ndarray]()
+        for m, mode in itertools.product((3, 12, 30, 130), (facts.INT8, facts.BF16_MODE)):
+            if not native._supports(st, weight, mode, k):
+                continue
+            x, found = drawn(m, k, m), list[np.ndarray]()
             for number in (1, 2, 3):
                 breccia.set_num_threads(number)
-                y = np.empty((m, 1300), np.float32)
-                assert native._multiplied(x, weight, y, 700, mode)
+                y = np.empty((m, n), np.float32)
+                assert native._multiplied(x, weight, y, k, mode)
                 found.append(y.view(np.uint32))
             np.testing.assert_array_equal(found[1], found[0])
             np.testing.assert_array_equal(found[2], found[0])
+            if mode == facts.BF16_MODE:
+                check_bound(found[0].view(np.float32), x.astype(ml_dtypes.bfloat16).astype(np.float32), w)
     finally:
         breccia.set_num_threads(before)

@@ -206,7 +206,8 @@ def _rows_at_once(k: int) -> int:
 def _mode(x: Array, st: ScaledTensor, weight: _Weight, k: int, mode: int | None) -> int:
     """How activations are rounded: as asked for, where the kernel supports it for that weight."""
     if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
-        exact = x.dtype.name == "bfloat16" and products.fast(BF16_MODE, weight.kind, weight.role, len(x))
+        about = weight.kind, weight.scale_kind, weight.role, weight.block, k
+        exact = x.dtype.name == "bfloat16" and products.fast(BF16_MODE, *about, len(x))
         mode = BF16_MODE if exact else FP32
     return mode if mode == FP32 or _supports(st, weight, mode, k) else FP32
 

@@ -1,11 +1,12 @@
 /* BF16 activations by the matrix unit of x86 processors (AMX).
 
-   The unit adds all products of two tiles, of 16 rows by 32 BF16 numbers each, to a tile of 16 x 16 sums in FP32. Rows of the
-   weight are decoded into such tiles, where they stay for all activations, which are packed in tiles as well: 16 pairs of
-   numbers of up to 16 rows. A chunk of a row has 4 tiles' rows.
+   The unit multiplies a tile of 16 rows by 32 BF16 numbers by one of 16 pairs of numbers for each of up to 16 columns, and adds
+   the products to a tile of 16 x 16 sums in FP32. Rows of the weight are decoded into tiles of the first form, where they stay
+   for all activations, whose rows are packed as the columns of the second form. A chunk of 16 rows fills 4 tiles.
 
    Scales are multiplied by codes when these are decoded where the products are BF16 numbers: E4M3 scales by 4-bit codes of few
-   bits, and powers of two. Other scales are multiplied by the sums of each group, whose codes then have tiles of their own. */
+   bits; and, for MANY_ROWS of activations and more, powers of two. Other scales are multiplied by the sums of each group, whose
+   codes then have tiles of their own. */
 
 #ifndef BRECCIA_MATRICES_H
 #define BRECCIA_MATRICES_H
@@ -41,7 +42,8 @@ typedef struct {
 
 static const tile_shapes shapes = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
-/* Ask the system to keep this process's tiles; it refuses where it cannot, or the processor has none. */
+/* Ask the system to keep the tiles of this process, and of those that it starts. It refuses where it cannot, where the processor
+   has none, and where a thread has an alternate stack for signals that is too small for them. */
 static int may_use_matrices(void)
 {
     enum { REQUEST = 0x1023, TILE_DATA = 18, TILE = 1 << 24, TILE_BF16 = 1 << 22 }; /* ARCH_REQ_XCOMP_PERM */
@@ -53,8 +55,8 @@ static int may_use_matrices(void)
 /* When scales are multiplied: by the sums of groups, or by codes, as numbers or by adding to exponents. */
 enum { BY_SUMS, BY_CODES, BY_EXPONENTS };
 
-/* Those by exponents need powers of two from 2^-30 to 2^24, and codes that are 0 or from 2^-20 to 2^20: no product of a code, a
-   scale and an activation is subnormal or infinite. */
+/* Scales by codes need codes that are 0 or from 2^-20 to 2^20, and powers of two are from 2^-30 to 2^6: no product of a code, a
+   scale and an activation is subnormal, which the unit would flush, or infinite. */
 static int scaling_of(const weight *w)
 {
     int few = 1, moderate = 1;
@@ -63,9 +65,9 @@ static int scaling_of(const weight *w)
         few &= !(bits_of(size) & 0xfffff);
         moderate &= size == 0 || (size >= 0x1p-20f && size <= 0x1p20f);
     }
-    if (!factor_is_last(w))
+    if (!factor_is_last(w) || !moderate)
         return BY_SUMS;
-    if (w->scale.kind == E8M0 && moderate)
+    if (w->scale.kind == E8M0)
         return BY_EXPONENTS;
     return w->scale.kind == E4M3 && w->codes.kind == TABLE4 && few ? BY_CODES : BY_SUMS; /* 4 bits times 4 bits */
 }
@@ -74,7 +76,7 @@ static int scaling_of(const weight *w)
    nothing, where one is beyond the limits (see above), or NaN. */
 INLINE int made_exponents(float *scales, Py_ssize_t n)
 {
-    const int32_t least = (int32_t)bits_of(0x1p-30f), most = (int32_t)bits_of(MOST_SCALE), one = (int32_t)bits_of(1);
+    const int32_t least = (int32_t)bits_of(0x1p-30f), most = (int32_t)bits_of(0x1p6f), one = (int32_t)bits_of(1);
     int32_t beyond = 0; /* the sign says whether */
     for (Py_ssize_t i = 0; i < n; i++) {
         const int32_t u = (int32_t)bits_of(scales[i]);
@@ -92,10 +94,11 @@ static int takes_matrices(const weight *w, const grouping *g)
     return are_pairs(w->codes.kind, w->role) && (g->q >= 32 || scaling_of(w) == BY_CODES);
 }
 
-/* Other codes would be multiplied by AVX-512 BF16, which is no faster than FP32 on the processors that have matrices. */
+/* Other weights would be multiplied by AVX-512 BF16, which is no faster than FP32 on the processors that have matrices. */
 static Py_ssize_t fewest_by_matrices(const weight *w)
 {
-    return are_pairs(w->codes.kind, w->role) ? 5 : PY_SSIZE_T_MAX;
+    const int grouped = w->block >= w->k || w->block % 32 == 0 || (w->codes.kind == TABLE4 && w->scale.kind == E4M3);
+    return are_pairs(w->codes.kind, w->role) && grouped ? 5 : PY_SSIZE_T_MAX;
 }
 
 /* Whether groups are shorter than the codes that one vector of 64 bytes has, which are then sorted by groups of 32. */
@@ -244,7 +247,10 @@ typedef struct {
 enum { SUMS = HALVES * SIDE * SIDE };
 
 /* Add the products of `count` tiles to the sums in registers: those of `a` in the first two, those of `b` in two others where
-   there are TWO. `shared`: their codes are the same. */
+   there are TWO. `shared`: their codes are the same.
+
+   A compiler may move stores to memory past loads of tiles, but not past FROM_MEMORY and the stores of tiles, which come before
+   and after these loops. */
 FOR_MATRICES INLINE void add_products(const int TWO, const int shared, Py_ssize_t count, const factors a, const factors b)
 {
     const Py_ssize_t half = LONG * TILES * WORDS_OF_TILE;
@@ -299,8 +305,8 @@ INLINE factors later(const factors a, Py_ssize_t tiles)
     return found;
 }
 
-/* Add the products of `tiles` tiles with a panel, or with TWO, to their sums. Unless scales multiply sums,
-   all are one group; else `each` are, whose scales are in `by`. */
+/* Add the products of `tiles` tiles with a panel, or with TWO, to their sums. `each`: tiles of a group, whose scales are in `by`;
+   neither is used unless scales multiply sums. */
 FOR_MATRICES INLINE void multiply_matrices(const int TWO, const int scaling, Py_ssize_t tiles, Py_ssize_t each, const float *by,
     const factors a, const factors b, float *sums_a, float *sums_b)
 {
@@ -341,14 +347,14 @@ FOR_AVX512 INLINE void scales_by_groups(const panel *p, float *to)
         }
 }
 
-/* `matrix_rows` with scales that multiply sums, for claims of which one needs it. */
+/* `matrix_rows` claim by claim: by exponents where the scales of one allow it, else by sums. */
 static int matrix_rows_one_by_one(const weight *, const grouping *, const workspace *, const float *, Py_ssize_t, Py_ssize_t,
     Py_ssize_t, float *);
 
 /* How many rows of the weight are multiplied together. */
 static Py_ssize_t rows_of_matrices(Py_ssize_t m)
 {
-    return m > 128 ? CLAIMS * CLAIM : CLAIM; /* the tiles of fewer activations stay in the L2 cache anyway */
+    return m > 128 && m <= 2048 ? CLAIMS * CLAIM : CLAIM; /* fewer stay in the L2 cache anyway; the sums of more would not */
 }
 
 /* Write the sums of a claim, times a factor, to the product: rows `first` to `end` of the weight. */
@@ -383,7 +389,8 @@ FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int 
     const Py_ssize_t claims = (end - first + CLAIM - 1) / CLAIM, panels = (m + SIDE - 1) / SIDE, groups = length / g->q;
     const tables t = tables_of(BF16_MODE, kind, shifts, w, g);
     uint32_t *codes = (uint32_t *)to->tile;
-    float *by = to->scales + claims * CLAIM * groups; /* scales by groups: there is room for those of SPAN codes */
+    /* Scales by groups. There is room for a scale of every SPAN codes, and groups have 32 here. */
+    float *by = scaling == BY_SUMS ? to->scales + claims * CLAIM * groups : to->scales;
     for (Py_ssize_t i = 0; i < claims; i++) {
         workspace own = *to;
         p[i].bytes = bytes;
@@ -407,7 +414,7 @@ FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int 
     for (Py_ssize_t c = 0; c < chunks; c += LONG)
         for (Py_ssize_t claim = 0; claim < claims; claim++) {
             const Py_ssize_t now = chunks - c < LONG ? chunks - c : LONG;
-            const float *scales = by + (claim * groups + c * p->spans) * CLAIM;
+            const float *scales = scaling == BY_SUMS ? by + (claim * groups + c * p->spans) * CLAIM : by;
             for (int r = 0; r < CLAIM; r++) {
                 uint32_t *row = codes + r / SIDE * LONG * TILES * WORDS_OF_TILE + r % SIDE * SIDE;
                 decode_matrices(kind, shifts, scaling, w, g, &t, &p[claim], r, c, now, row);
@@ -483,7 +490,7 @@ static int matrix_rows_one_by_one(const weight *w, const grouping *g, const work
 static int rows_by_matrices(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
-    const int scaling = scaling_of(w), sums = scaling == BY_EXPONENTS && m < MANY_ROWS; /* which keep the unit busier */
+    const int scaling = scaling_of(w), sums = scaling == BY_EXPONENTS && m < MANY_ROWS;
     return matrix_rows_scaled(sums ? BY_SUMS : scaling, w, g, to, x, m, first, end, y);
 }
 

@@ -119,7 +119,8 @@ static void take(const version *v)
         modes[INT8_MODE] = (mode_version){
             avx512_pack_groups, avx512_rows_by_groups, portable_lift, fewest_by_integers, TALLEST, TILE, one_claim};
     if (is_avx512(v) && has_bf16)
-        modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_tiles, lift_of, fewest_by_tiles, TALLEST, TILE, one_claim};
+        modes[BF16_MODE] =
+            (mode_version){avx512_pack_groups, avx512_rows_by_tiles, lift_of, fewest_by_tiles, TALLEST, TILE, one_claim};
     pairs = NULL;
     if (v == &avx512_vbmi && has_bf16) {
         modes[BF16_MODE] =
@@ -127,8 +128,8 @@ static void take(const version *v)
         pairs = &avx512_pairs;
     }
 #if defined(HAS_MATRICES)
-    if (v == &amx) /* where pairs of a few rows would be no faster than FP32 */
-        matrices = &by_matrices;
+    if (v == &amx)
+        matrices = &by_matrices; /* and no pairs, which would be no faster than FP32 */
 #endif
 #endif
 }
@@ -605,15 +606,16 @@ static PyObject *use(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(fast_doc,
-    "fast(mode, kind, role, m): whether the instruction set in use has instructions for mode 1 (INT8) or 2 (BF16) that are\n"
-    "faster than FP32 for m rows of activations and codes of `kind`, with offsets of `role`, in blocks of a multiple of 8.");
+    "fast(mode, kind, scale_kind, role, block, k, m): whether the instruction set in use has instructions for mode 1 (INT8) or 2\n"
+    "(BF16) that are faster than FP32 for m rows of k activations, and codes of `kind` with offsets of `role` and a scale of\n"
+    "`scale_kind` for each block, of a multiple of 8.");
 
 static PyObject *fast(PyObject *self, PyObject *args)
 {
     int mode;
     Py_ssize_t m;
     weight w = {.span = SPAN};
-    if (!PyArg_ParseTuple(args, "iiin:fast", &mode, &w.codes.kind, &w.role, &m))
+    if (!PyArg_ParseTuple(args, "iiiinnn:fast", &mode, &w.codes.kind, &w.scale.kind, &w.role, &w.block, &w.k, &m))
         return NULL;
     return PyBool_FromLong(mode > FP32_MODE && mode < MODES && modes[mode].fewest &&
         m >= (mode == BF16_MODE && matrices ? matrices : &modes[mode])->fewest(&w));

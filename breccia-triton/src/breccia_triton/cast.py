@@ -181,7 +181,7 @@ class _History:
 
 
 def _fits(part: Any, device: torch.device) -> bool:
-    """Whether kernels on a device can read a part of a history as it is"""
+    """Whether kernels on a device can read a part of a history as it is."""
     return isinstance(part, torch.Tensor) and part.dtype is torch.float32 and part.device == device and part.is_contiguous()
 
 
