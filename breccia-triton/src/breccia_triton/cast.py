@@ -436,7 +436,8 @@ class Call:
             return None
         stream = stream_of(self.index)
         work, _ = workspace(self.device, stream)
-        held = _History(amaxes, scale, self.prepared.recipe.amax_history_len, self.device)
+        recipe: Any = self.prepared.recipe
+        held = _History(amaxes, scale, recipe.amax_history_len, self.device)
         parts = scale, work, amaxes, *held.recorded
         made = self.launched(stream, address, *[part.data_ptr() for part in parts], held.first, held.kept)
         return made, *held.recorded
