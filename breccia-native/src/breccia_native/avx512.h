@@ -151,14 +151,24 @@ FOR_AVX512 INLINE int words_of_e8m0(const uint8_t *bytes, Py_ssize_t n, uint16_t
     return !beyond;
 }
 
+/* The first `n` lanes, of 16. */
+INLINE __mmask16 first_lanes(Py_ssize_t n)
+{
+    return n < 16 ? (__mmask16)((1 << n) - 1) : (__mmask16)0xFFFF;
+}
+
+/* E4M3 scales in FP32: those of the lanes `here`. */
+FOR_AVX512 INLINE __m512 e4m3_scales(const uint8_t *bytes, __mmask16 here)
+{
+    const __m256i b = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(here, bytes));
+    return _mm512_mul_ps(halves(E4M3, _mm256_slli_epi16(b, 8)), _mm512_set1_ps(E4M3_LIFT));
+}
+
 /* E4M3 scales as words. */
 FOR_AVX512 INLINE void words_of_e4m3(const uint8_t *bytes, Py_ssize_t n, uint16_t *to)
 {
     for (Py_ssize_t i = 0; i < n; i += 16) {
-        const __mmask16 here = n - i < 16 ? (__mmask16)((1 << (n - i)) - 1) : (__mmask16)0xFFFF;
-        const __m256i b = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(here, bytes + i));
-        const __m512 v = _mm512_mul_ps(halves(E4M3, _mm256_slli_epi16(b, 8)), _mm512_set1_ps(E4M3_LIFT));
-        const __m512i words = _mm512_srli_epi32(_mm512_castps_si512(v), 16);
+        const __m512i words = _mm512_srli_epi32(_mm512_castps_si512(e4m3_scales(bytes + i, first_lanes(n - i))), 16);
         _mm256_storeu_si256((void *)(to + i), _mm512_cvtepi32_epi16(words));
     }
 }
@@ -762,13 +772,9 @@ FOR_AVX512 INLINE void decoded_by_avx512(const numbers *a, Py_ssize_t start, Py_
         return;
     }
     for (Py_ssize_t i = 0; i < n; i += 16) {
-        const __mmask16 here = n - i < 16 ? (__mmask16)((1 << (n - i)) - 1) : (__mmask16)0xFFFF;
-        __m512 v;
-        if (a->kind == E4M3) {
-            const __m256i b = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(here, a->items + start + i));
-            v = _mm512_mul_ps(halves(E4M3, _mm256_slli_epi16(b, 8)), _mm512_set1_ps(E4M3_LIFT));
-        } else
-            v = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(here, a->items + 2 * (start + i)));
+        const __mmask16 here = first_lanes(n - i);
+        const __m512 v = a->kind == E4M3 ? e4m3_scales(a->items + start + i, here)
+                                         : _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(here, a->items + 2 * (start + i)));
         _mm512_mask_storeu_ps(y + i, here, v);
     }
 }

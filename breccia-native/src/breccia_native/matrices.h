@@ -133,21 +133,15 @@ INLINE int place_of(int half, int sorted, int tile, int row)
     return first + unit * 2 * half + i;
 }
 
-/* 16 numbers of x rounded to BF16, in the high halves of lanes. */
-FOR_AVX512 INLINE __m512i rounded_to_bf16(__m512 x)
-{
-    const __m512i u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    const __m512i quiet = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
-    return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet);
-}
-
 /* The `group_packer`: tile by tile, a word of each row of the panel next to those of the others. */
-FOR_AVX512 static void pack_matrices(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+FOR_BF16 static void pack_matrices(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
     const Py_ssize_t length = (k + CHUNK - 1) / CHUNK * CHUNK, rows = part.rows, end = part.end < k ? part.end : length;
     const int half = kind == TABLE4 ? 4 : 2, sorted = is_sorted(kind, g->q);
-    const __mmask16 here = (__mmask16)((1 << rows) - 1);
+    const __mmask16 here = first_lanes(rows);
+    /* 16 first and 16 second numbers are rounded together, and become pairs then. */
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i paired = _mm512_or_si512(lanes, _mm512_slli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(16)), 16));
     int places[TILES][SIDE];
     for (int t = 0; t < TILES; t++)
         for (int i = 0; i < SIDE; i++)
@@ -171,9 +165,9 @@ FOR_AVX512 static void pack_matrices(const grouping *g, int kind, const float *x
             __m512 v[SIDE];
             for (Py_ssize_t r = 0; r < SIDE; r++) {
                 const float *row = from[r < rows ? r : 0];
-                const __m512i low = rounded_to_bf16(_mm512_i32gather_ps(first, row, 4));
-                const __m512i high = rounded_to_bf16(_mm512_i32gather_ps(second, row, 4));
-                v[r] = _mm512_castsi512_ps(pair_of(_mm512_castsi512_ps(low), _mm512_castsi512_ps(high)));
+                const __m512 low = _mm512_i32gather_ps(first, row, 4), high = _mm512_i32gather_ps(second, row, 4);
+                const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+                v[r] = _mm512_castsi512_ps(_mm512_permutexvar_epi16(paired, both));
             }
             transposed(v);
             float *tile = to + (c / CHUNK * TILES + t) * SIDE * rows;
@@ -272,11 +266,22 @@ FOR_MATRICES INLINE void add_products(const int TWO, const int shared, Py_ssize_
     }
 }
 
+/* Write the sums in registers: of `a`, and of `b` where there are TWO. */
+FOR_MATRICES INLINE void store_tiles(const int TWO, float *a, float *b)
+{
+    _tile_stored(0, a, 64);
+    _tile_stored(1, a + SIDE * SIDE, 64);
+    if (TWO) {
+        _tile_stored(2, b, 64);
+        _tile_stored(3, b + SIDE * SIDE, 64);
+    }
+}
+
 /* The products of `count` tiles, times the scales of their group: of one group and two panels, or of two groups. */
 FOR_MATRICES INLINE void add_groups(const int TWO, const int shared, Py_ssize_t count, const factors a, const factors b,
     const float *by_a, const float *by_b, float *sums_a, float *sums_b)
 {
-    float found[4][SIDE * SIDE];
+    float found[2][SUMS];
     _tile_zero(0);
     _tile_zero(1);
     if (TWO) {
@@ -284,17 +289,12 @@ FOR_MATRICES INLINE void add_groups(const int TWO, const int shared, Py_ssize_t 
         _tile_zero(3);
     }
     add_products(TWO, shared, count, a, b);
-    _tile_stored(0, found[0], 64);
-    _tile_stored(1, found[1], 64);
-    if (TWO) {
-        _tile_stored(2, found[2], 64);
-        _tile_stored(3, found[3], 64);
-    }
+    store_tiles(TWO, found[0], found[1]);
     add_scaled(found[0], by_a, sums_a);
-    add_scaled(found[1], by_a + SIDE, sums_a + SIDE * SIDE);
+    add_scaled(found[0] + SIDE * SIDE, by_a + SIDE, sums_a + SIDE * SIDE);
     if (TWO) {
-        add_scaled(found[2], by_b, sums_b);
-        add_scaled(found[3], by_b + SIDE, sums_b + SIDE * SIDE);
+        add_scaled(found[1], by_b, sums_b);
+        add_scaled(found[1] + SIDE * SIDE, by_b + SIDE, sums_b + SIDE * SIDE);
     }
 }
 
@@ -318,12 +318,7 @@ FOR_MATRICES INLINE void multiply_matrices(const int TWO, const int scaling, Py_
             _tile_loadd(3, sums_b + SIDE * SIDE, 64);
         }
         add_products(TWO, 1, tiles, a, b);
-        _tile_stored(0, sums_a, 64);
-        _tile_stored(1, sums_a + SIDE * SIDE, 64);
-        if (TWO) {
-            _tile_stored(2, sums_b, 64);
-            _tile_stored(3, sums_b + SIDE * SIDE, 64);
-        }
+        store_tiles(TWO, sums_a, sums_b);
         return;
     }
     Py_ssize_t t = 0;
@@ -365,7 +360,7 @@ FOR_AVX512 INLINE void write_sums(
     for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
         const Py_ssize_t now = height_of(m, done, panels, i);
         for (Py_ssize_t row = first; row < end; row += SIDE) {
-            const __mmask16 here = end - row < SIDE ? (__mmask16)((1 << (end - row)) - 1) : (__mmask16)0xFFFF;
+            const __mmask16 here = first_lanes(end - row);
             const float *from = sums + i * SUMS + (row - first) * SIDE;
             __m512 v[SIDE];
             UNROLL for (int n = 0; n < SIDE; n++) v[n] = _mm512_loadu_ps(from + n * SIDE);
