@@ -28,6 +28,11 @@ static const uint8_t order_of_bytes[CHUNK] = {
         i + 18, i + 20, i + 22, i + 24, i + 26, i + 28, i + 30
     EVEN_OF(0), EVEN_OF(1), EVEN_OF(32), EVEN_OF(33), EVEN_OF(64), EVEN_OF(65), EVEN_OF(96), EVEN_OF(97)};
 
+static const uint8_t order_of_integers[CHUNK] = {
+#define BYTES_OF_LANES(i) i, i + 4, i + 8, i + 12, i + 16, i + 20, i + 24, i + 28
+#define ORDER_OF_32(i) BYTES_OF_LANES(i), BYTES_OF_LANES(i + 1), BYTES_OF_LANES(i + 2), BYTES_OF_LANES(i + 3)
+    ORDER_OF_32(0), ORDER_OF_32(32), ORDER_OF_32(64), ORDER_OF_32(96)};
+
 /* Values of FP8 and FP6 codes: the FP16 with the same bits, which is a power of two, the lift, smaller. */
 #define E4M3_LIFT 0x1p8f
 
@@ -38,6 +43,11 @@ static const uint8_t order_of_bytes[CHUNK] = {
 static const uint8_t *order_of(int kind)
 {
     return kind == TABLE4 ? order_of_nibbles : IS_HALF(kind) ? order_of_bytes : NULL;
+}
+
+static const uint8_t *order_by_avx2(int kind)
+{
+    return kind == I8 || kind == U8 ? order_of_integers : order_of(kind);
 }
 
 static float lift_of(int kind)
@@ -71,21 +81,81 @@ FOR_AVX2 INLINE __m256 high_half(__m256i v)
     return _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1));
 }
 
-/* Code i of each lane. A table of 16 numbers is two registers, chosen between by the code's highest bit. */
-FOR_AVX2 INLINE __m256 nibble_by_avx2(__m256i v, const int i, __m256 low, __m256 high)
+/* The bytes of FP32 numbers by 4-bit codes, the lowest first, in both halves of registers. */
+typedef struct {
+    __m256i of[4];
+} table_bytes;
+
+FOR_AVX2 INLINE table_bytes bytes_of_table(const float *table)
 {
-    const __m256i c = i ? _mm256_srli_epi32(v, 4 * i) : v;
-    const __m256 top = _mm256_castsi256_ps(i == 7 ? v : _mm256_slli_epi32(v, 28 - 4 * i));
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, c), _mm256_permutevar8x32_ps(high, c), top);
+    table_bytes found;
+    for (int byte = 0; byte < 4; byte++) {
+        uint8_t bytes[16];
+        for (int i = 0; i < 16; i++)
+            bytes[i] = (uint8_t)(bits_of(table[i]) >> 8 * byte);
+        found.of[byte] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)bytes));
+    }
+    return found;
 }
 
-FOR_AVX2 INLINE const uint8_t *bytes_by_avx2(const int kind, const panel *p, int r, Py_ssize_t c, uint8_t *room)
+/* Whether the values of 4-bit codes are BF16 numbers: all but NF4's, and tables of a user's own. */
+INLINE int are_words(const float *table)
 {
-    const uint8_t *codes = codes_of(p, r, c);
-    if (kind != E2M3 && kind != E3M2)
-        return codes;
-    expanded(codes, room);
-    return room;
+    uint32_t rest = 0;
+    for (int i = 0; i < 16; i++)
+        rest |= bits_of(table[i]) & 0xFFFF;
+    return !rest;
+}
+
+/* Words of 16 bits from the bytes, low and high, of those numbers: of the even and the odd codes. */
+FOR_AVX2 INLINE void words_by_avx2(__m256i codes, __m256i low_table, __m256i high_table, __m256i *even, __m256i *odd)
+{
+    const __m256i high_bytes = _mm256_set1_epi16((short)0xFF00);
+    const __m256i high = _mm256_shuffle_epi8(high_table, codes), low = _mm256_shuffle_epi8(low_table, codes);
+    *even = _mm256_blendv_epi8(low, _mm256_slli_epi16(high, 8), high_bytes);
+    *odd = _mm256_blendv_epi8(_mm256_srli_epi16(low, 8), high, high_bytes);
+}
+
+/* The values of the codes i, i + 2, i + 4 and i + 6 of each lane, of 8, for i = 0 or 1. A permutation of 8 numbers would look them
+   up too, but AMD's takes longer than all this. words: whether they are BF16 numbers, so that their low words are 0. */
+FOR_AVX2 INLINE void nibbles_by_avx2(const int words, __m256i v, const int i, const table_bytes *t, __m256 to[4])
+{
+    const __m256i codes = _mm256_and_si256(i ? _mm256_srli_epi16(v, 4) : v, _mm256_set1_epi8(15));
+    __m256i high[2], low[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    words_by_avx2(codes, t->of[2], t->of[3], &high[0], &high[1]);
+    if (!words)
+        words_by_avx2(codes, t->of[0], t->of[1], &low[0], &low[1]);
+    UNROLL for (int odd = 0; odd < 2; odd++) {
+        const __m256i first = _mm256_slli_epi32(high[odd], 16), second = _mm256_srli_epi32(low[odd], 16);
+        to[odd] = _mm256_castsi256_ps(words ? first : _mm256_blend_epi16(low[odd], first, 0xAA));
+        to[odd + 2] = _mm256_castsi256_ps(_mm256_blend_epi16(second, high[odd], 0xAA));
+    }
+}
+
+/* Byte j of each lane, of INT8 or UINT8 codes. */
+FOR_AVX2 INLINE __m256 integer_by_avx2(const int kind, __m256i v, const int j)
+{
+    const __m256i top = j < 3 ? _mm256_slli_epi32(v, 24 - 8 * j) : v;
+    return _mm256_cvtepi32_ps(kind == U8 ? _mm256_srli_epi32(top, 24) : _mm256_srai_epi32(top, 24));
+}
+
+#define IS_SIX(kind) ((kind) == E2M3 || (kind) == E3M2)
+
+/* 32 codes of 6 or 8 bits, one a byte: those of 6 bits in its high bits. */
+FOR_AVX2 INLINE __m256i bytes_by_avx2(const int kind, const uint8_t *codes)
+{
+    if (!IS_SIX(kind))
+        return _mm256_loadu_si256((const void *)codes);
+    /* 12 bytes in each half: the first of one load and the last of another, which so ends where the codes end. */
+    const __m128i second = _mm_loadu_si128((const void *)(codes + 8));
+    const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)codes)), second, 1);
+    const __m256i v = _mm256_shuffle_epi8(both, _mm256_set_epi8(-1, 15, 14, 13, -1, 12, 11, 10, -1, 9, 8, 7, -1, 6, 5, 4, -1, 11,
+        10, 9, -1, 8, 7, 6, -1, 5, 4, 3, -1, 2, 1, 0));
+    const __m256i a = _mm256_and_si256(_mm256_slli_epi32(v, 2), _mm256_set1_epi32(0xfc));
+    const __m256i b = _mm256_and_si256(_mm256_slli_epi32(v, 4), _mm256_set1_epi32(0xfc00));
+    const __m256i c = _mm256_and_si256(_mm256_slli_epi32(v, 6), _mm256_set1_epi32(0xfc0000));
+    const __m256i d = _mm256_and_si256(_mm256_slli_epi32(v, 8), _mm256_set1_epi32((int)0xfc000000));
+    return _mm256_or_si256(_mm256_or_si256(a, b), _mm256_or_si256(c, d));
 }
 
 /* ------------------------------------------------------------------------------------------------ from registers */
@@ -97,117 +167,163 @@ FOR_AVX2 INLINE float sum_of(__m256 v)
     return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
 }
 
-/* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. Scales are applied to sums of 8. */
-FOR_AVX2 INLINE void nibbles_by_avx2(
-    const int M, const int role, const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)
+/* The spans that codes of a chunk are in, of `spans`. */
+FOR_AVX2 INLINE __m256i spans_of(__m256i codes, Py_ssize_t spans)
 {
-    const __m256 low = _mm256_loadu_ps(w->codes.table), high = _mm256_loadu_ps(w->codes.table + 8);
-    __m256 a[2][ROWS];
+    return _mm256_srl_epi32(codes, _mm_cvtsi32_si128(7 - __builtin_ctz((unsigned)spans)));
+}
+
+/* Scales (or offsets) in the lanes of their codes: one, or those of spans. */
+FOR_AVX2 INLINE __m256 scales_of_lanes_by_avx2(const int one, const float *scales, __m256i lanes)
+{
+    return one ? _mm256_set1_ps(*scales) : _mm256_permutevar8x32_ps(_mm256_loadu_ps(scales), lanes);
+}
+
+/* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. Scales are applied to sums of 8, or,
+   with `one` scale for a chunk, to those of a lane. words: whether values of codes are BF16 numbers. */
+FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, const int role, const int one, const weight *w, const panel *p,
+    const float *x, Py_ssize_t stride, float *sums)
+{
+    enum { CHAINS = 2 }; /* sums of one row of activations, so that no addition waits for the one before */
+    const table_bytes bytes = bytes_of_table(w->codes.table);
+    const Py_ssize_t spans = one ? 1 : p->spans;
+    const __m256i lanes = spans_of(_mm256_set_epi32(56, 48, 40, 32, 24, 16, 8, 0), spans);
+    const int chains = M == 1 ? CHAINS : 1;
+    __m256 a[4][ROWS];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm256_setzero_ps();
     for (Py_ssize_t c = 0; c < p->chunks; c++, x += stride)
         UNROLL for (int r = 0; r < ROWS; r++) {
+            FROM_MEMORY(p); /* activations stay in the L1 cache; in registers they would push out what is needed there */
             const uint8_t *codes = codes_of(p, r, c);
+            __m256 sum[4][CHAINS];
             _mm_prefetch((const char *)codes + p->ahead, _MM_HINT_T0);
-            for (int half = 0; half < 2; half++) {
+            UNROLL for (int half = 0; half < 2; half++) {
                 const __m256i v = _mm256_loadu_si256((const void *)(codes + 32 * half));
-                const __m256 scale = _mm256_loadu_ps(p->scales[r] + c * SPANS + 8 * half);
-                __m256 span[2];
-                UNROLL for (int i = 0; i < 8; i++) {
-                    __m256 d = nibble_by_avx2(v, i, low, high);
-                    if (role == ZERO_POINT)
-                        d = _mm256_sub_ps(d, _mm256_loadu_ps(p->offsets[r] + c * SPANS + 8 * half));
+                const Py_ssize_t at = c * spans + half * spans / 2;
+                __m256 d[2][4];
+                UNROLL for (int i = 0; i < 2; i++) nibbles_by_avx2(words, v, i, &bytes, d[i]);
+                if (role == ZERO_POINT) {
+                    const __m256 offset = scales_of_lanes_by_avx2(one, p->offsets[r] + at, lanes);
+                    UNROLL for (int i = 0; i < 8; i++) d[i % 2][i / 2] = _mm256_sub_ps(d[i % 2][i / 2], offset);
+                }
+                UNROLL for (int i = 0; i < 8; i++)
                     UNROLL for (int m = 0; m < M; m++) {
                         const __m256 y = _mm256_loadu_ps(x + m * CHUNK + 16 * i + 8 * half);
-                        span[m] = i ? _mm256_fmadd_ps(d, y, span[m]) : _mm256_mul_ps(d, y);
+                        __m256 *to = &sum[m][i % chains];
+                        const __m256 value = d[i % 2][i / 2];
+                        *to = i < chains && !(one && half) ? _mm256_mul_ps(value, y) : _mm256_fmadd_ps(value, y, *to);
                     }
+                if (one && !half)
+                    continue;
+                const __m256 scale = scales_of_lanes_by_avx2(one, p->scales[r] + at, lanes);
+                UNROLL for (int m = 0; m < M; m++) {
+                    const __m256 all = chains == 1 ? sum[m][0] : _mm256_add_ps(sum[m][0], sum[m][1]);
+                    a[m][r] = _mm256_fmadd_ps(all, scale, a[m][r]);
                 }
-                UNROLL for (int m = 0; m < M; m++) a[m][r] = _mm256_fmadd_ps(span[m], scale, a[m][r]);
             }
         }
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) sums[m * ROWS + r] = sum_of(a[m][r]);
 }
 
+/* Likewise for codes of 6 and 8 bits: scales are applied to sums of two codes, or of INT8 ones of four. */
 FOR_AVX2 INLINE void bytes_streamed_by_avx2(
-    const int M, const int kind, const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)
+    const int M, const int kind, const int role, const panel *p, const float *x, Py_ssize_t stride, float *sums)
 {
-    (void)w;
-    __m256 a[2][ROWS];
+    enum { EACH = 32 }; /* codes in a register */
+    const Py_ssize_t spans = p->spans;
+    const __m256i two = _mm256_set_epi32(14, 12, 10, 8, 6, 4, 2, 0), half = _mm256_set1_epi32(EACH / 2);
+    const __m256i lanes = spans_of(IS_HALF(kind) ? two : _mm256_add_epi32(two, two), spans);
+    const __m256i others = spans_of(_mm256_add_epi32(two, half), spans);
+    __m256 a[4][ROWS];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm256_setzero_ps();
     for (Py_ssize_t c = 0; c < p->chunks; c++, x += stride)
         UNROLL for (int r = 0; r < ROWS; r++) {
-            uint8_t room[CHUNK];
-            const uint8_t *codes = bytes_by_avx2(kind, p, r, c, room);
-            const float *scales = p->scales[r] + c * SPANS;
-            const char *next = (const char *)codes_of(p, r, c) + p->ahead;
+            FROM_MEMORY(p);
+            const uint8_t *codes = codes_of(p, r, c);
+            const char *next = (const char *)codes + p->ahead;
             _mm_prefetch(next, _MM_HINT_T0);
             _mm_prefetch(next + 64, _MM_HINT_T0);
-            for (int i = 0; i < CHUNK; i += 32, codes += 32, scales += 4) {
-                __m256 d[4], scale[2];
+            UNROLL for (int i = 0; i < CHUNK / EACH; i++) {
+                const __m256i v = bytes_by_avx2(kind, codes + i * (IS_SIX(kind) ? 24 : 32));
+                const Py_ssize_t at = c * spans + i * spans / (CHUNK / EACH);
+                __m256 d[4];
                 if (IS_HALF(kind)) {
-                    const __m256i v = _mm256_loadu_si256((const void *)codes);
                     const __m256i even = halves_by_avx2(kind, _mm256_slli_epi16(v, 8));
                     const __m256i odd = halves_by_avx2(kind, _mm256_and_si256(v, _mm256_set1_epi16((short)0xFF00)));
                     d[0] = low_half(even), d[1] = high_half(even), d[2] = low_half(odd), d[3] = high_half(odd);
                 } else
-                    UNROLL for (int j = 0; j < 4; j++)
-                        d[j] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(codes + 8 * j))));
+                    UNROLL for (int j = 0; j < 4; j++) d[j] = integer_by_avx2(kind, v, j);
+                const __m256 found = _mm256_loadu_ps(p->scales[r] + at), scale = _mm256_permutevar8x32_ps(found, lanes);
                 if (IS_HALF(kind)) { /* lanes of vectors 0 and 2 have the codes 0 to 15, of 1 and 3 the codes 16 to 31 */
-                    const __m256 four = _mm256_castps128_ps256(_mm_loadu_ps(scales));
-                    scale[0] = _mm256_permutevar8x32_ps(four, _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0));
-                    scale[1] = _mm256_permutevar8x32_ps(four, _mm256_set_epi32(3, 3, 3, 3, 2, 2, 2, 2));
+                    const __m256 other = _mm256_permutevar8x32_ps(found, others);
                     UNROLL for (int m = 0; m < M; m++)
                         UNROLL for (int j = 0; j < 2; j++) {
-                            const float *y = x + m * CHUNK + i + 8 * j;
+                            const float *y = x + m * CHUNK + EACH * i + 8 * j;
                             const __m256 one = _mm256_mul_ps(d[j], _mm256_loadu_ps(y));
-                            a[m][r] = _mm256_fmadd_ps(_mm256_fmadd_ps(d[j + 2], _mm256_loadu_ps(y + 16), one), scale[j], a[m][r]);
+                            const __m256 both = _mm256_fmadd_ps(d[j + 2], _mm256_loadu_ps(y + 16), one);
+                            a[m][r] = _mm256_fmadd_ps(both, j ? other : scale, a[m][r]);
                         }
-                } else
-                    UNROLL for (int m = 0; m < M; m++)
-                        UNROLL for (int j = 0; j < 4; j++) {
-                            const __m256 one = _mm256_mul_ps(d[j], _mm256_loadu_ps(x + m * CHUNK + i + 8 * j));
-                            a[m][r] = _mm256_fmadd_ps(one, _mm256_set1_ps(scales[j]), a[m][r]);
-                        }
+                    continue;
+                }
+                if (role == ZERO_POINT) {
+                    const __m256 offset = scales_of_lanes_by_avx2(0, p->offsets[r] + at, lanes);
+                    UNROLL for (int j = 0; j < 4; j++) d[j] = _mm256_sub_ps(d[j], offset);
+                }
+                UNROLL for (int m = 0; m < M; m++) {
+                    const float *y = x + m * CHUNK + EACH * i;
+                    __m256 sum = _mm256_mul_ps(d[0], _mm256_loadu_ps(y));
+                    UNROLL for (int j = 1; j < 4; j++) sum = _mm256_fmadd_ps(d[j], _mm256_loadu_ps(y + 8 * j), sum);
+                    a[m][r] = _mm256_fmadd_ps(sum, scale, a[m][r]);
+                }
             }
         }
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) sums[m * ROWS + r] = sum_of(a[m][r]);
 }
 
+#define NIBBLES_BY_AVX2(M, words, role, one) nibbles_streamed_by_avx2(M, words, role, one, w, p, x, stride, sums)
+#define BYTES_BY_AVX2(M, kind, role) bytes_streamed_by_avx2(M, kind, role, p, x, stride, sums)
 #define STREAMS_BY_AVX2(M)                                                                                                  \
     FOR_AVX2 static void streamed##M##_by_avx2(                                                                             \
         const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)                                    \
     {                                                                                                                       \
+        const int plain = w->role == NONE, one = p->spans == 1;                                                             \
         switch (w->codes.kind) {                                                                                            \
         case TABLE4:                                                                                                        \
-            if (w->role == NONE)                                                                                            \
-                nibbles_by_avx2(M, NONE, w, p, x, stride, sums);                                                            \
+            if (!are_words(w->codes.table))                                                                                 \
+                plain ? NIBBLES_BY_AVX2(M, 0, NONE, 0) : NIBBLES_BY_AVX2(M, 0, ZERO_POINT, 0);                              \
+            else if (plain)                                                                                                 \
+                one ? NIBBLES_BY_AVX2(M, 1, NONE, 1) : NIBBLES_BY_AVX2(M, 1, NONE, 0);                                      \
             else                                                                                                            \
-                nibbles_by_avx2(M, ZERO_POINT, w, p, x, stride, sums);                                                      \
+                one ? NIBBLES_BY_AVX2(M, 1, ZERO_POINT, 1) : NIBBLES_BY_AVX2(M, 1, ZERO_POINT, 0);                          \
             break;                                                                                                          \
-        case E4M3: bytes_streamed_by_avx2(M, E4M3, w, p, x, stride, sums); break;                                           \
-        case E5M2: bytes_streamed_by_avx2(M, E5M2, w, p, x, stride, sums); break;                                           \
-        case E2M3: bytes_streamed_by_avx2(M, E2M3, w, p, x, stride, sums); break;                                           \
-        case E3M2: bytes_streamed_by_avx2(M, E3M2, w, p, x, stride, sums); break;                                           \
-        default: bytes_streamed_by_avx2(M, I8, w, p, x, stride, sums);                                                      \
+        case E4M3: BYTES_BY_AVX2(M, E4M3, NONE); break;                                                                     \
+        case E5M2: BYTES_BY_AVX2(M, E5M2, NONE); break;                                                                     \
+        case E2M3: BYTES_BY_AVX2(M, E2M3, NONE); break;                                                                     \
+        case E3M2: BYTES_BY_AVX2(M, E3M2, NONE); break;                                                                     \
+        case I8: plain ? BYTES_BY_AVX2(M, I8, NONE) : BYTES_BY_AVX2(M, I8, ZERO_POINT); break;                              \
+        default: plain ? BYTES_BY_AVX2(M, U8, NONE) : BYTES_BY_AVX2(M, U8, ZERO_POINT);                                     \
         }                                                                                                                   \
     }
 STREAMS_BY_AVX2(1)
 STREAMS_BY_AVX2(2)
+STREAMS_BY_AVX2(4)
 
-/* Multiplies up to `m` rows of activations, 2 at most. Returns how many. */
+/* Multiplies up to `m` rows of activations, 4 at most. Returns how many. */
 static int stream_by_avx2(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
 {
-    (m >= 2 ? streamed2_by_avx2 : streamed1_by_avx2)(w, p, x, stride, sums);
-    return m >= 2 ? 2 : 1;
+    const int taken = m >= 4 ? 4 : m >= 2 ? 2 : 1;
+    (taken == 4 ? streamed4_by_avx2 : taken == 2 ? streamed2_by_avx2 : streamed1_by_avx2)(w, p, x, stride, sums);
+    return taken;
 }
 
 static Py_ssize_t most_streams_of_avx2(int kind, int role, Py_ssize_t span)
 {
-    const int nibbles = kind == TABLE4 && role != BIAS, bytes = kind >= E4M3 && kind <= I8 && role == NONE;
-    return span == SPAN && (nibbles || bytes) ? 4 : 0;
+    const int integers = kind == TABLE4 || kind == I8 || kind == U8;
+    return span == SPAN && kind != TABLE8 && (role == NONE || (role == ZERO_POINT && integers)) ? 4 : 0;
 }
 
 /* ------------------------------------------------------------------------------------------------ tiles */
@@ -223,69 +339,89 @@ FOR_AVX2 INLINE void scales_by_avx2(const float *const *rows, Py_ssize_t c, __m2
     }
 }
 
-/* The values of a lane's codes: 8 of 4 bits, or 4 of 8. */
-FOR_AVX2 INLINE void values_by_avx2(const int kind, __m256i v, __m256 low, __m256 high, const float *table, __m256 *to)
+/* Four values of a lane's codes: i, i + 2, i + 4 and i + 6 of 8 of 4 bits; or all of 8. words: see `nibbles_by_avx2`. */
+FOR_AVX2 INLINE void values_by_avx2(
+    const int kind, const int words, __m256i v, const int i, const float *table, const table_bytes *bytes, __m256 *to)
 {
     if (kind == TABLE4)
-        UNROLL for (int i = 0; i < 8; i++) to[i] = nibble_by_avx2(v, i, low, high);
+        nibbles_by_avx2(words, v, i, bytes, to);
     else if (IS_HALF(kind))
-        UNROLL for (int i = 0; i < 2; i++) {
-            const __m256i bytes = i ? _mm256_and_si256(v, _mm256_set1_epi16((short)0xFF00)) : _mm256_slli_epi16(v, 8);
-            const __m256i both = halves_by_avx2(kind, bytes);
+        UNROLL for (int j = 0; j < 2; j++) {
+            const __m256i high = j ? _mm256_and_si256(v, _mm256_set1_epi16((short)0xFF00)) : _mm256_slli_epi16(v, 8);
+            const __m256i both = halves_by_avx2(kind, high);
             const __m256i first = _mm256_and_si256(both, _mm256_set1_epi32(0xFFFF)), second = _mm256_srli_epi32(both, 16);
-            const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xD8);
-            to[i] = low_half(words);
-            to[i + 2] = high_half(words);
+            const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xD8);
+            to[j] = low_half(halves);
+            to[j + 2] = high_half(halves);
         }
+    else if (kind != TABLE8)
+        UNROLL for (int j = 0; j < 4; j++) to[j] = integer_by_avx2(kind, v, j);
     else
-        UNROLL for (int i = 0; i < 4; i++) {
-            const __m256i code = _mm256_and_si256(_mm256_srli_epi32(v, 8 * i), _mm256_set1_epi32(255));
-            if (kind == I8)
-                to[i] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * i), 24));
-            else
-                to[i] = kind == U8 ? _mm256_cvtepi32_ps(code) : _mm256_i32gather_ps(table, code, 4);
+        UNROLL for (int j = 0; j < 4; j++) {
+            const __m256i code = _mm256_and_si256(_mm256_srli_epi32(v, 8 * j), _mm256_set1_epi32(255));
+            to[j] = _mm256_i32gather_ps(table, code, 4);
         }
 }
 
-/* 32 bytes of codes of 8 rows are transposed as words of 32 bits, which are decoded then. */
-FOR_AVX2 INLINE void tile_by_avx2(
-    const int kind, const weight *w, const panel *p, Py_ssize_t first, Py_ssize_t chunks, float *tile)
+/* 32 bytes of codes of 8 rows are transposed as words of 32 bits, which are decoded then. A number of all 16 rows is stored at a
+   time, since a processor takes longer for half a cache line and then the other. */
+FOR_AVX2 INLINE void tile_by_avx2(const int kind, const int words, const int role, const weight *w, const panel *p, Py_ssize_t first,
+    Py_ssize_t chunks, float *tile)
 {
     enum { NR = 16 };
-    const float *table = w->codes.table;
-    const __m256 low = kind == TABLE4 ? _mm256_loadu_ps(table) : _mm256_setzero_ps();
-    const __m256 high = kind == TABLE4 ? _mm256_loadu_ps(table + 8) : low;
-    const int role = w->role, each = kind == TABLE4 ? 8 : 4, parts = CHUNK / (8 * each);
-    for (Py_ssize_t c = first; c < first + chunks; c++)
-        for (int rows = 0; rows < NR; rows += 8) {
-            __m256 scales[SPANS], offsets[SPANS];
-            scales_by_avx2(p->scales + rows, c, scales);
+    const table_bytes bytes = kind == TABLE4 ? bytes_of_table(w->codes.table) : (table_bytes){{_mm256_setzero_si256()}};
+    const int each = kind == TABLE4 ? 8 : 4, parts = CHUNK / (8 * each), size = IS_SIX(kind) ? 24 : 32;
+    for (Py_ssize_t c = first; c < first + chunks; c++) {
+        const Py_ssize_t after = c + chunks < p->chunks ? c + chunks : c + chunks - p->chunks;
+        const Py_ssize_t next = after * p->bytes + (after < c ? NR * w->row_bytes : 0);
+        __m256 scales[2][SPANS], offsets[2][SPANS];
+        for (int half = 0; half < 2; half++) {
+            scales_by_avx2(p->scales + 8 * half, c, scales[half]);
             if (role != NONE)
-                scales_by_avx2(p->offsets + rows, c, offsets);
-            for (int part = 0; part < parts; part++) {
-                __m256 v[8];
+                scales_by_avx2(p->offsets + 8 * half, c, offsets[half]);
+        }
+        for (int part = 0; part < parts; part++) {
+            __m256 v[2][8];
+            UNROLL for (int half = 0; half < 2; half++) {
                 UNROLL for (int r = 0; r < 8; r++) {
-                    uint8_t room[CHUNK];
-                    const uint8_t *codes = bytes_by_avx2(kind, p, rows + r, c, room);
-                    v[r] = _mm256_castsi256_ps(_mm256_loadu_si256((const void *)(codes + 32 * part)));
+                    const int row = 8 * half + r;
+                    v[half][r] = _mm256_castsi256_ps(bytes_by_avx2(kind, codes_of(p, row, c) + size * part));
+                    if (part % 2 == 0)
+                        _mm_prefetch((const char *)p->codes[row] + next + size * part, _MM_HINT_T0);
                 }
-                transposed8(v);
-                for (int j = 0; j < 8; j++) {
-                    const int k = (part * 8 + j) * each;
-                    const __m256 scale = scales[k / SPAN];
-                    __m256 values[8];
-                    values_by_avx2(kind, _mm256_castps_si256(v[j]), low, high, table, values);
-                    float *to = tile + ((c - first) * CHUNK + k) * NR + rows;
-                    UNROLL for (int i = 0; i < each; i++) {
-                        __m256 y = role == ZERO_POINT ? _mm256_sub_ps(values[i], offsets[k / SPAN]) : values[i];
-                        y = _mm256_mul_ps(y, scale);
-                        AFTER(y); /* see `applied` in avx512.h */
-                        _mm256_storeu_ps(to + i * NR, role == BIAS ? _mm256_add_ps(y, offsets[k / SPAN]) : y);
+                transposed8(v[half]);
+            }
+            for (int j = 0; j < 8; j++) {
+                const int k = (part * 8 + j) * each;
+                float *to = tile + ((c - first) * CHUNK + k) * NR;
+                UNROLL for (int i = 0; i < each / 4; i++) {
+                    __m256 y[2][4];
+                    UNROLL for (int half = 0; half < 2; half++) {
+                        values_by_avx2(kind, words, _mm256_castps_si256(v[half][j]), i, w->codes.table, &bytes, y[half]);
+                        UNROLL for (int q = 0; q < 4; q++) {
+                            __m256 *one = &y[half][q];
+                            if (role == ZERO_POINT)
+                                *one = _mm256_sub_ps(*one, offsets[half][k / SPAN]);
+                            *one = _mm256_mul_ps(*one, scales[half][k / SPAN]);
+                            if (role == BIAS) {
+                                AFTER(*one); /* see `applied` in avx512.h */
+                                *one = _mm256_add_ps(*one, offsets[half][k / SPAN]);
+                            }
+                        }
                     }
+                    UNROLL for (int q = 0; q < 4; q++)
+                        UNROLL for (int half = 0; half < 2; half++)
+                            _mm256_storeu_ps(to + (each == 8 ? i + 2 * q : q) * NR + 8 * half, y[half][q]);
                 }
             }
         }
+    }
 }
+
+#define TILE_BY_AVX2(kind, words)                                                                                           \
+    (w->role == NONE             ? tile_by_avx2(kind, words, NONE, w, p, first, chunks, tile)                               \
+            : w->role == ZERO_POINT ? tile_by_avx2(kind, words, ZERO_POINT, w, p, first, chunks, tile)                      \
+                                    : tile_by_avx2(kind, words, BIAS, w, p, first, chunks, tile))
 
 FOR_AVX2 static void avx2_tile(const weight *w, const panel *p, Py_ssize_t first, Py_ssize_t chunks, float *tile)
 {
@@ -294,14 +430,14 @@ FOR_AVX2 static void avx2_tile(const weight *w, const panel *p, Py_ssize_t first
         return;
     }
     switch (w->codes.kind) {
-    case TABLE4: tile_by_avx2(TABLE4, w, p, first, chunks, tile); break;
-    case TABLE8: tile_by_avx2(TABLE8, w, p, first, chunks, tile); break;
-    case E4M3: tile_by_avx2(E4M3, w, p, first, chunks, tile); break;
-    case E5M2: tile_by_avx2(E5M2, w, p, first, chunks, tile); break;
-    case E2M3: tile_by_avx2(E2M3, w, p, first, chunks, tile); break;
-    case E3M2: tile_by_avx2(E3M2, w, p, first, chunks, tile); break;
-    case I8: tile_by_avx2(I8, w, p, first, chunks, tile); break;
-    default: tile_by_avx2(U8, w, p, first, chunks, tile);
+    case TABLE4: are_words(w->codes.table) ? TILE_BY_AVX2(TABLE4, 1) : TILE_BY_AVX2(TABLE4, 0); break;
+    case TABLE8: TILE_BY_AVX2(TABLE8, 0); break;
+    case E4M3: TILE_BY_AVX2(E4M3, 0); break;
+    case E5M2: TILE_BY_AVX2(E5M2, 0); break;
+    case E2M3: TILE_BY_AVX2(E2M3, 0); break;
+    case E3M2: TILE_BY_AVX2(E3M2, 0); break;
+    case I8: TILE_BY_AVX2(I8, 0); break;
+    default: TILE_BY_AVX2(U8, 0);
     }
 }
 
@@ -314,13 +450,27 @@ MICRO(avx2, FOR_AVX2, f8, 8, 6)
 static const micro avx2_micros[] = {
     NULL, avx2_micro1, avx2_micro2, avx2_micro3, avx2_micro4, avx2_micro5, avx2_micro6};
 
-#define avx2_span(w) SPAN
+/* `decoded`, for scales and offsets. */
+FOR_AVX2 INLINE void decoded_by_avx2(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
+{
+    const Py_ssize_t whole = a->kind == E4M3 || a->kind == F16 ? n / 8 * 8 : 0;
+    for (Py_ssize_t i = 0; i < whole; i += 8) {
+        if (a->kind == F16) {
+            _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(a->items + 2 * (start + i)))));
+            continue;
+        }
+        const __m128i bytes = _mm_loadl_epi64((const void *)(a->items + start + i));
+        const __m256i high = _mm256_castsi128_si256(_mm_unpacklo_epi8(_mm_setzero_si128(), bytes));
+        _mm256_storeu_ps(y + i, _mm256_mul_ps(low_half(halves_by_avx2(E4M3, high)), _mm256_set1_ps(E4M3_LIFT)));
+    }
+    decoded(a, start + whole, n - whole, y + whole);
+}
 
 #define FOR_BMI2 __attribute__((target("bmi2")))
 #define SPREAD_BY_BMI2(u, width, bits) _pdep_u64(u, low_bits(width, bits))
 WIDENER(widen_by_bmi2, FOR_BMI2, SPREAD_BY_BMI2)
 
-VERSION(avx2, FOR_AVX2, 6, 16, stream_by_avx2, most_streams_of_avx2, avx2_span, decoded, NULL, order_of, lift_of, pack_chunks,
-    CHUNK, widen_by_bmi2)
+VERSION(avx2, FOR_AVX2, 6, 16, stream_by_avx2, most_streams_of_avx2, longest_span, decoded_by_avx2, NULL, order_by_avx2, lift_of,
+    pack_chunks, CHUNK, widen_by_bmi2)
 
 #endif

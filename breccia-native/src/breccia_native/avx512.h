@@ -27,7 +27,6 @@ FOR_AVX512 INLINE __m512 halves(const int kind, __m256i high)
     return _mm512_cvtph_ps(high);
 }
 
-#define IS_SIX(kind) ((kind) == E2M3 || (kind) == E3M2)
 
 /* FP16 with the bits of 64 FP8 or FP6 numbers: the even ones and the odd ones. */
 FOR_AVX512 INLINE void halves_of_bytes(const int kind, __m512i v, __m512i *even, __m512i *odd)

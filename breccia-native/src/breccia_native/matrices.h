@@ -388,10 +388,7 @@ FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int 
     float *by = scaling == BY_SUMS ? to->scales + claims * CLAIM * groups : to->scales;
     for (Py_ssize_t i = 0; i < claims; i++) {
         workspace own = *to;
-        p[i].bytes = bytes;
-        p[i].whole = w->row_bytes / bytes;
-        p[i].chunks = chunks;
-        p[i].spans = CHUNK / g->q;
+        begin_panel(w, g->q, 0, &p[i]);
         p[i].ahead = w->widen ? 0 : LONG * bytes; /* the next ones of the row */
         if (i == 0 && !scales_of_panel(&unit, to, first, end, g->q, decoded_by_avx512, NULL, p))
             return 0;

@@ -222,18 +222,13 @@ INLINE void pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t 
 
 /* ------------------------------------------------------------------------------------------------ rows of a product */
 
-/* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. */
+/* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. `tallest`: as in the packed activations. */
 INLINE int rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
-    Py_ssize_t first, Py_ssize_t end, float *y, group_tiler decode, const group_micro *micros)
+    const Py_ssize_t tallest, Py_ssize_t first, Py_ssize_t end, float *y, group_tiler decode, const group_micro *micros)
 {
     panel p;
-    p.bytes = CHUNK * kind_bits[w->codes.kind] / 8;
-    p.whole = w->row_bytes / p.bytes;
-    p.chunks = (w->k + CHUNK - 1) / CHUNK;
-    p.spans = SPANS;
-    p.ahead = 0;
-    p.words = 0;
-    const Py_ssize_t each = p.chunks * SPANS, length = p.chunks * CHUNK, panels = (m + TALLEST - 1) / TALLEST;
+    begin_panel(w, SPAN, BETWEEN, &p);
+    const Py_ssize_t each = p.apart, length = p.chunks * CHUNK, panels = (m + tallest - 1) / tallest;
     const Py_ssize_t most = DEEP * CHUNK / g->q * WIDE;
     const group_tile tile = {(uint32_t *)to->tile, to->tile + DEEP * CHUNK / g->per * WIDE,
         w->role == ZERO_POINT && g->mode == INT8_MODE ? to->tile + DEEP * CHUNK / g->per * WIDE + most : NULL};
@@ -343,7 +338,7 @@ static void portable_pack_groups(const grouping *g, int kind, const float *x, Py
 static int portable_rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
-    return rows_by_groups(w, g, to, x, m, first, end, y, portable_group_tile, portable_groups);
+    return rows_by_groups(w, g, to, x, m, TALLEST, first, end, y, portable_group_tile, portable_groups);
 }
 
 typedef int (*group_rows)(

@@ -177,7 +177,7 @@ FOR_AVX512 static int avx512_rows_by_tiles(const weight *w, const grouping *g, c
     Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
 {
     return rows_by_groups(
-        w, g, to, x, m, first, end, y, avx512_group_tile, g->mode == INT8_MODE ? integer_groups : brain_groups);
+        w, g, to, x, m, TALLEST, first, end, y, avx512_group_tile, g->mode == INT8_MODE ? integer_groups : brain_groups);
 }
 
 /* ------------------------------------------------------------------------------------------------ from registers */
@@ -377,12 +377,7 @@ FOR_AVX512 static int rows_by_streams(const weight *w, const grouping *g, const 
     const int kind = w->codes.kind, bits = kind == TABLE4 ? 0 : kind == I8 ? 3 : 1 + IS_SIX(kind);
     const group_stream *streams = (g->mode == INT8_MODE ? integer_streams : float_streams)[bits][w->role == ZERO_POINT];
     panel p;
-    p.bytes = CHUNK * kind_bits[kind] / 8;
-    p.whole = w->row_bytes / p.bytes;
-    p.chunks = (w->k + CHUNK - 1) / CHUNK;
-    p.spans = CHUNK / g->q;
-    p.ahead = 0;
-    p.words = 0;
+    begin_panel(w, g->q, 0, &p);
     const Py_ssize_t panels = (m + TALLEST - 1) / TALLEST;
     for (Py_ssize_t n = first; n < end; n += STREAMED) {
         const Py_ssize_t stop = n + STREAMED < end ? n + STREAMED : end;

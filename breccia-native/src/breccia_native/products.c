@@ -54,6 +54,7 @@ VERSION(portable, , 4, 8, NULL, no_streams, portable_span, decoded, NULL, portab
 
 #if defined(__x86_64__)
 #include "avx2.h"
+#include "modes2.h"
 #include "pairs512.h"
 #include "matrices.h"
 #endif
@@ -115,6 +116,9 @@ static void take(const version *v)
         (mode_version){portable_pack_groups, portable_rows_by_groups, portable_lift, NULL, TALLEST, TILE, one_claim};
     matrices = NULL;
 #if defined(__x86_64__)
+    if (v == &avx2 || is_avx512(v))
+        modes[INT8_MODE] =
+            (mode_version){avx2_pack_groups, avx2_rows_by_groups, portable_lift, fewest_by_integers, PANEL2, TILE, one_claim};
     if (is_avx512(v) && has_vnni)
         modes[INT8_MODE] = (mode_version){
             avx512_pack_groups, avx512_rows_by_groups, portable_lift, fewest_by_integers, TALLEST, TILE, one_claim};
@@ -214,7 +218,7 @@ static int is_mode(int mode, int kind, const Py_buffer *table, Py_ssize_t block,
    of decoded codes; 0 where they are decoded in registers. */
 static int allocate(const weight *w, size_t rows, Py_ssize_t m, size_t tile, workspace *to)
 {
-    const size_t spans = (size_t)(padded(w->k) / w->span), sums = (size_t)(m + 15) / 16 * 16;
+    const size_t spans = (size_t)(padded(w->k) / w->span + BETWEEN), sums = (size_t)(m + 15) / 16 * 16;
     const size_t codes = w->widen ? rows * (size_t)row_of_chunks(w) / 4 : 0;
     const size_t sizes[] = {
         (size_t)w->groups, rows * spans, w->role == NONE ? 0 : rows * spans, tile ? rows * sums : 0, tile, codes};

@@ -80,7 +80,7 @@ INLINE int factor_is_last(const weight *w)
 INLINE int scales_of_panel(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, decoder read,
     worder worded, panel *p)
 {
-    const Py_ssize_t each = p->chunks * p->spans, base = scale_row(w, n), count = scale_row(w, stop - 1) - base + 1;
+    const Py_ssize_t base = scale_row(w, n), count = scale_row(w, stop - 1) - base + 1, each = p->apart;
     const Py_ssize_t bytes = count * w->groups * kind_bits[w->scale.kind] / 8;
     const uint8_t *next = w->scale.items + (base + count) * w->groups * kind_bits[w->scale.kind] / 8;
     for (Py_ssize_t i = 0; i < bytes; i += 64)
@@ -102,10 +102,8 @@ INLINE int rows_of(const weight *w, const workspace *to, const float *x, Py_ssiz
     worder worded, const Py_ssize_t wide)
 {
     panel p;
-    p.bytes = CHUNK * kind_bits[w->codes.kind] / 8;
-    p.whole = w->row_bytes / p.bytes;
-    p.chunks = (w->k + CHUNK - 1) / CHUNK;
-    p.spans = CHUNK / span;
+    /* Tiles read the scales of all rows in turns, which would share few places of a cache if they were a power of two apart. */
+    begin_panel(w, span, stream ? 0 : BETWEEN, &p);
     const Py_ssize_t ahead = ROWS * w->row_bytes, step = stream ? ROWS : CLAIM;
     const int worth = worded && stream && span == w->block && span < CHUNK && w->groups > 1 && factor_is_last(w);
     p.ahead = w->widen ? 0 : ahead > 8192 && ahead <= 16384 ? ahead : 8192;

@@ -18,6 +18,7 @@ enum {
     SPANS = CHUNK / SPAN,
     ROWS = 4,          /* rows of the weight that are multiplied together from registers */
     DEPTH = 2,         /* chunks of a tile */
+    BETWEEN = 16,      /* FP32 words at most between the scales of two rows */
     CLAIM = 32,        /* rows of the weight that a thread takes at a time: one tile, or several */
 };
 
@@ -272,6 +273,7 @@ typedef struct {
     Py_ssize_t bytes;               /* of a whole chunk of codes */
     Py_ssize_t ahead;               /* how far to prefetch */
     Py_ssize_t spans;               /* of a chunk */
+    Py_ssize_t apart;               /* FP32 words from the scales of a row to those of the next */
     int words;                      /* whether scales are BF16 words without the factor, one for each block (see `words_of`) */
     const uint8_t *codes[CLAIM];
     const float *scales[CLAIM], *offsets[CLAIM];
@@ -348,19 +350,30 @@ INLINE Py_ssize_t scale_row(const weight *w, Py_ssize_t row)
     return w->tall == 1 ? row : row / w->tall;
 }
 
+/* Begin a panel whose rows have a scale for every `span` codes, and `between` FP32 words between the scales of two rows. */
+INLINE void begin_panel(const weight *w, Py_ssize_t span, Py_ssize_t between, panel *p)
+{
+    p->bytes = CHUNK * kind_bits[w->codes.kind] / 8;
+    p->whole = w->row_bytes / p->bytes;
+    p->chunks = (w->k + CHUNK - 1) / CHUNK;
+    p->spans = CHUNK / span;
+    p->apart = p->chunks * p->spans + between;
+    p->ahead = 0;
+    p->words = 0;
+}
+
 /* Fill `p` with `count` rows from `first` on, whose scales have been spread from row `base` on. */
 INLINE void fill(
     const weight *w, const workspace *to, Py_ssize_t base, Py_ssize_t first, Py_ssize_t end, const int count, panel *p)
 {
-    const Py_ssize_t each = p->chunks * p->spans;
     const Py_ssize_t rest = w->widen ? 0 : w->row_bytes - p->whole * p->bytes;
     if (w->widen)
         p->whole = p->chunks;
     for (int r = 0; r < count; r++) {
         const Py_ssize_t row = first + r < end ? first + r : end - 1, slot = scale_row(w, row) - scale_row(w, base);
         p->codes[r] = w->codes.items + row * w->row_bytes;
-        p->scales[r] = to->scales + slot * each;
-        p->offsets[r] = to->offsets + slot * each;
+        p->scales[r] = to->scales + slot * p->apart;
+        p->offsets[r] = to->offsets + slot * p->apart;
         if (w->widen) {
             uint8_t *codes = to->codes + r * row_of_chunks(w);
             w->widen(w, p->codes[r], codes);

@@ -1,0 +1,155 @@
+/* The INT8 mode for processors with AVX2. */
+
+#ifndef BRECCIA_MODES2_H
+#define BRECCIA_MODES2_H
+
+#include "avx2.h"
+#include "modes.h"
+
+/* The most rows of a panel of activations, columns of a tile that are multiplied together, and words of codes whose products are
+   added in 16 bits: pairs of products of activations and of codes up to SMALL. */
+enum { PANEL2 = 3, COLUMNS2 = 16, WORDS2 = 4, SMALL = 32767 / (2 * 127 * WORDS2) };
+
+/* Whether codes of 4 bits, as bytes without a sign, are so small. All recipes' are; tables of a user's own may not be. */
+INLINE int are_small(const weight *w, const grouping *g)
+{
+    int most = 0;
+    for (int i = 0; i < 16; i++)
+        most = g->bytes[i] > most ? g->bytes[i] : most;
+    return w->codes.kind == TABLE4 && most <= SMALL;
+}
+
+/* Scales (or zero-points) of a chunk's groups, for 8 rows. */
+FOR_AVX2 INLINE void group_scales_by_avx2(const grouping *g, const float *const *rows, Py_ssize_t c, float *to)
+{
+    __m256 scales[SPANS];
+    scales_by_avx2(rows, c, scales);
+    for (int i = 0; i < CHUNK / g->q; i++)
+        _mm256_storeu_ps(to + i * WIDE, scales[i * g->q / SPAN]);
+}
+
+/* Words of 4 codes of each row. Codes of 8 bits, and those of 4 that are not small, keep their sign. */
+FOR_AVX2 INLINE void group_tile_by_avx2(const int nibbles, const weight *w, const grouping *g, const panel *p, Py_ssize_t first,
+    Py_ssize_t chunks, const group_tile *tile)
+{
+    const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)g->bytes));
+    const __m256i shift = _mm256_set1_epi8((char)(are_small(w, g) ? 0 : g->shift)), low = _mm256_set1_epi8(15);
+    const __m256i table = _mm256_sub_epi8(bytes, shift);
+    const int parts = nibbles ? 2 : 4, each = nibbles ? 8 : 4;
+    for (Py_ssize_t c = 0; c < chunks; c++)
+        for (int rows = 0; rows < WIDE; rows += 8) {
+            const Py_ssize_t group = c * (CHUNK / g->q) * WIDE + rows;
+            group_scales_by_avx2(g, p->scales + rows, first + c, tile->scales + group);
+            if (tile->zeros)
+                group_scales_by_avx2(g, p->offsets + rows, first + c, tile->zeros + group);
+            for (int part = 0; part < parts; part++) {
+                __m256 v[8];
+                UNROLL for (int r = 0; r < 8; r++) {
+                    v[r] = _mm256_loadu_ps((const void *)(codes_of(p, rows + r, first + c) + 32 * part));
+                    _mm_prefetch((const char *)codes_of(p, rows + r, first + c) + DEEP * p->bytes + 32 * part, _MM_HINT_T0);
+                }
+                transposed8(v);
+                uint32_t *to = tile->codes + (c * CHUNK + part * 8 * each) / 4 * WIDE + rows;
+                UNROLL for (int j = 0; j < 8; j++) {
+                    const __m256i u = _mm256_castps_si256(v[j]);
+                    if (!nibbles) {
+                        _mm256_storeu_si256((void *)(to + j * WIDE), u);
+                        continue;
+                    }
+                    const __m256i even = _mm256_and_si256(u, low), odd = _mm256_and_si256(_mm256_srli_epi16(u, 4), low);
+                    _mm256_storeu_si256((void *)(to + 2 * j * WIDE), _mm256_shuffle_epi8(table, even));
+                    _mm256_storeu_si256((void *)(to + (2 * j + 1) * WIDE), _mm256_shuffle_epi8(table, odd));
+                }
+            }
+        }
+}
+
+FOR_AVX2 static void avx2_group_tile(
+    const weight *w, const grouping *g, const panel *p, Py_ssize_t first, Py_ssize_t chunks, const group_tile *tile)
+{
+    if (w->codes.kind == TABLE4)
+        group_tile_by_avx2(1, w, g, p, first, chunks, tile);
+    else
+        group_tile_by_avx2(0, w, g, p, first, chunks, tile);
+}
+
+/* A sum of 32 bits in each lane and its two sums of 16. */
+FOR_AVX2 INLINE __m256i widened_sum(__m256i pairs, __m256i sum)
+{
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+/* MB rows of activations by COLUMNS2 rows of the weight. `small`: see `are_small`; otherwise codes have a sign, which moves to the
+   activations, as products of pairs are of a number without one and a number with one. */
+FOR_AVX2 INLINE void integers_by_avx2(const int MB, const int small, const grouping *g, const group_tile *tile, const group_x *x,
+    Py_ssize_t groups, const int column, float *sums)
+{
+    const uint32_t *from = tile->codes + column, *codes = x->codes;
+    const Py_ssize_t words = g->q / 4;
+    __m256 found[PANEL2][2];
+    UNROLL for (int m = 0; m < MB; m++)
+        UNROLL for (int half = 0; half < 2; half++) found[m][half] = _mm256_loadu_ps(sums + m * WIDE + column + 8 * half);
+    for (Py_ssize_t i = 0; i < groups; i++) {
+        const float *scales = tile->scales + i * WIDE + column, *zeros = tile->zeros ? tile->zeros + i * WIDE + column : NULL;
+        __m256i all[PANEL2][2];
+        UNROLL for (int m = 0; m < MB; m++)
+            all[m][0] = all[m][1] = _mm256_set1_epi32(small ? x->starts[i * MB + m] : 0);
+        for (Py_ssize_t k = 0; k < words; k += WORDS2) {
+            __m256i pairs[PANEL2][2];
+            UNROLL for (int m = 0; m < MB; m++) pairs[m][0] = pairs[m][1] = _mm256_setzero_si256();
+            for (Py_ssize_t j = k; j < words && j < k + WORDS2; j++, from += WIDE, codes += MB)
+                UNROLL for (int half = 0; half < 2; half++) {
+                    const __m256i c = _mm256_loadu_si256((const void *)(from + 8 * half)), size = small ? c : _mm256_abs_epi8(c);
+                    UNROLL for (int m = 0; m < MB; m++) {
+                        const __m256i y = _mm256_set1_epi32((int)codes[m]);
+                        const __m256i now = _mm256_maddubs_epi16(size, small ? y : _mm256_sign_epi8(y, c));
+                        if (small)
+                            pairs[m][half] = _mm256_add_epi16(pairs[m][half], now);
+                        else
+                            all[m][half] = widened_sum(now, all[m][half]);
+                    }
+                }
+            if (small)
+                UNROLL for (int m = 0; m < MB; m++)
+                    UNROLL for (int half = 0; half < 2; half++) all[m][half] = widened_sum(pairs[m][half], all[m][half]);
+        }
+        UNROLL for (int m = 0; m < MB; m++)
+            UNROLL for (int half = 0; half < 2; half++) {
+                __m256 e = _mm256_cvtepi32_ps(all[m][half]);
+                if (zeros)
+                    e = _mm256_fnmadd_ps(_mm256_loadu_ps(zeros + 8 * half), _mm256_set1_ps(x->sums[i * MB + m]), e);
+                e = _mm256_mul_ps(e, _mm256_set1_ps(x->scales[i * MB + m]));
+                found[m][half] = _mm256_fmadd_ps(e, _mm256_loadu_ps(scales + 8 * half), found[m][half]);
+            }
+    }
+    UNROLL for (int m = 0; m < MB; m++)
+        UNROLL for (int half = 0; half < 2; half++) _mm256_storeu_ps(sums + m * WIDE + column + 8 * half, found[m][half]);
+}
+
+#define MODES2(name, MB, small)                                                                                             \
+    FOR_AVX2 static void name##MB(                                                                                          \
+        const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups, float *sums)                        \
+    {                                                                                                                       \
+        for (int column = 0; column < WIDE; column += COLUMNS2)                                                             \
+            integers_by_avx2(MB, small, g, tile, x, groups, column, sums);                                                  \
+    }
+#define OF_PANEL2(macro, name, small) \
+    macro(name, 1, small) macro(name, 2, small) macro(name, 3, small)
+OF_PANEL2(MODES2, small_integers, 1)
+OF_PANEL2(MODES2, signed_integers, 0)
+#define LIST2_OF(name) {NULL, name##1, name##2, name##3}
+static const group_micro small_integers[] = LIST2_OF(small_integers), signed_integers[] = LIST2_OF(signed_integers);
+
+FOR_AVX2 static void avx2_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+{
+    pack_groups(g, kind, x, k, part, to);
+}
+
+FOR_AVX2 static int avx2_rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+    Py_ssize_t first, Py_ssize_t end, float *y)
+{
+    return rows_by_groups(
+        w, g, to, x, m, PANEL2, first, end, y, avx2_group_tile, are_small(w, g) ? small_integers : signed_integers);
+}
+
+#endif
