@@ -11,7 +11,7 @@ import pytest
 
 import breccia
 from breccia.arrays.frameworks import Device
-from breccia.codecs import E2M1, E5M2, E8M0, F16, F32, INT4, INT8, MXINT8, NF4, UINT4, UINT8
+from breccia.codecs import E2M1, E5M2, E8M0, F16, F32, INT4, INT8, MXINT8, NF4, UINT4, UINT8, Lookup
 from breccia.formats import TENSOR, Format, Level
 from breccia.tensors.tensor import with_parts
 from breccia_native import availability
@@ -62,12 +62,15 @@ FEW = ((1, 32), (3, 33), (4, 63), (5, 127), (9, 128), (8, 129), (7, 159), (33, 2
 SHAPES = ((1, 32), (31, 128), (33, 129), (7, 159), (65, 520), (36, 1021))
 
 
-def by_every_instruction_set(x: np.ndarray, st: breccia.ScaledTensor, mode: int) -> list[np.ndarray]:
+def by_every_instruction_set(x: np.ndarray, st: breccia.ScaledTensor, mode: int, named: bool = True) -> list[np.ndarray]:
     """The products that may differ in bits: one by all instruction sets, since those without the instructions emulate them, and
-    for mode BF16 others by those which sum in another order: matrices, and up to 4 rows in registers."""
+    for mode BF16 others by those which sum in another order: matrices, and up to 4 rows in registers.
+
+    named: whether `matmul` multiplies this weight in that mode.
+    """
     n, k = st.shape
     weight = native._weight(st, n, k)
-    assert native._supports(st, weight, mode, k)
+    assert native._supports(st, weight, mode, k) is named
     found = dict[str, np.ndarray]()
     for name in products.use():
         products.use(name)
@@ -294,6 +297,33 @@ def test_kernels_that_round_run_only_where_they_are_named(mode: str) -> None:
     got = breccia.matmul(torch.from_numpy(x), w.mT, prefer=f"torch.cpu.matmul_{mode}")
     again = breccia.matmul(x, breccia.cast(d, "int4").mT, prefer=name)
     np.testing.assert_array_equal(got.numpy(), again)
+
+
+def test_pairs_of_products_by_large_codes_do_not_overflow() -> None:
+    """In 16 bits the sum of two products by codes of up to 127 has room only where they keep their sign."""
+    wide = Lookup("wide", 4, None, "", (*range(-127, -7, 17), 0.0, *range(25, 128, 17)))
+    for block in (8, 16, 32, 128):
+        st = tensor(Format(wide, (Level(F32, (1, block)),)), 37, 256)
+        w = breccia.dequantize(st, prefer="reference.dequantize")
+        for m in (1, 3, 7, 20):
+            x = np.sign(drawn(m, 256, m)) * np.float32(3)
+            [found] = by_every_instruction_set(x, st, facts.INT8, named=False)
+            check_int8(found, x, w, block)
+
+
+def test_without_instructions_bf16_activations_are_rounded_and_multiplied_in_fp32() -> None:
+    st, x = tensor(FORMATS["nvfp4"], 40, 256), drawn(7, 256, 0)
+    x[3, 5] = np.nan
+    rounded = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    try:
+        products.use("portable")
+        for rows in (slice(0, 3), slice(3, 4), slice(4, 7)):
+            found = native.matmul_bf16(x[rows], st.mT)
+            np.testing.assert_array_equal(found, native.matmul(rounded[rows], st.mT))
+            again = native.matmul_bf16(x[rows].astype(ml_dtypes.bfloat16), st.mT)
+            np.testing.assert_array_equal(again, found)
+    finally:
+        products.use(products.use()[0])
 
 
 @pytest.mark.parametrize(

@@ -173,10 +173,11 @@ FOR_AVX2 INLINE __m256i spans_of(__m256i codes, Py_ssize_t spans)
     return _mm256_srl_epi32(codes, _mm_cvtsi32_si128(7 - __builtin_ctz((unsigned)spans)));
 }
 
-/* Scales (or offsets) in the lanes of their codes: one, or those of spans. */
-FOR_AVX2 INLINE __m256 scales_of_lanes_by_avx2(const int one, const float *scales, __m256i lanes)
+/* Scales (or offsets) in lanes of codes: `lanes` says which of the four from `scales` on; in the high half, from `high` on. */
+FOR_AVX2 INLINE __m256 scales_of_lanes_by_avx2(const float *scales, const float *high, __m256i lanes)
 {
-    return one ? _mm256_set1_ps(*scales) : _mm256_permutevar8x32_ps(_mm256_loadu_ps(scales), lanes);
+    const __m256 found = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(scales)), _mm_loadu_ps(high), 1);
+    return _mm256_permutevar_ps(found, lanes);
 }
 
 /* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. Scales are applied to sums of 8, or,
@@ -188,6 +189,7 @@ FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, cons
     const table_bytes bytes = bytes_of_table(w->codes.table);
     const Py_ssize_t spans = one ? 1 : p->spans;
     const __m256i lanes = spans_of(_mm256_set_epi32(56, 48, 40, 32, 24, 16, 8, 0), spans);
+    const Py_ssize_t second = spans == SPANS ? 4 : 0; /* of the high lanes' scales, where 8 lanes have 8 */
     const int chains = M == 1 ? CHAINS : 1;
     __m256 a[4][ROWS];
     UNROLL for (int m = 0; m < M; m++)
@@ -204,7 +206,8 @@ FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, cons
                 __m256 d[2][4];
                 UNROLL for (int i = 0; i < 2; i++) nibbles_by_avx2(words, v, i, &bytes, d[i]);
                 if (role == ZERO_POINT) {
-                    const __m256 offset = scales_of_lanes_by_avx2(one, p->offsets[r] + at, lanes);
+                    const float *offsets = p->offsets[r] + at;
+                    const __m256 offset = one ? _mm256_set1_ps(*offsets) : scales_of_lanes_by_avx2(offsets, offsets + second, lanes);
                     UNROLL for (int i = 0; i < 8; i++) d[i % 2][i / 2] = _mm256_sub_ps(d[i % 2][i / 2], offset);
                 }
                 UNROLL for (int i = 0; i < 8; i++)
@@ -216,7 +219,8 @@ FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, cons
                     }
                 if (one && !half)
                     continue;
-                const __m256 scale = scales_of_lanes_by_avx2(one, p->scales[r] + at, lanes);
+                const float *scales = p->scales[r] + at;
+                const __m256 scale = one ? _mm256_set1_ps(*scales) : scales_of_lanes_by_avx2(scales, scales + second, lanes);
                 UNROLL for (int m = 0; m < M; m++) {
                     const __m256 all = chains == 1 ? sum[m][0] : _mm256_add_ps(sum[m][0], sum[m][1]);
                     a[m][r] = _mm256_fmadd_ps(all, scale, a[m][r]);
@@ -256,9 +260,10 @@ FOR_AVX2 INLINE void bytes_streamed_by_avx2(
                     d[0] = low_half(even), d[1] = high_half(even), d[2] = low_half(odd), d[3] = high_half(odd);
                 } else
                     UNROLL for (int j = 0; j < 4; j++) d[j] = integer_by_avx2(kind, v, j);
-                const __m256 found = _mm256_loadu_ps(p->scales[r] + at), scale = _mm256_permutevar8x32_ps(found, lanes);
+                const float *scales = p->scales[r] + at;
+                const __m256 scale = scales_of_lanes_by_avx2(scales, scales, lanes);
                 if (IS_HALF(kind)) { /* lanes of vectors 0 and 2 have the codes 0 to 15, of 1 and 3 the codes 16 to 31 */
-                    const __m256 other = _mm256_permutevar8x32_ps(found, others);
+                    const __m256 other = scales_of_lanes_by_avx2(scales, scales, others);
                     UNROLL for (int m = 0; m < M; m++)
                         UNROLL for (int j = 0; j < 2; j++) {
                             const float *y = x + m * CHUNK + EACH * i + 8 * j;
@@ -269,7 +274,8 @@ FOR_AVX2 INLINE void bytes_streamed_by_avx2(
                     continue;
                 }
                 if (role == ZERO_POINT) {
-                    const __m256 offset = scales_of_lanes_by_avx2(0, p->offsets[r] + at, lanes);
+                    const float *offsets = p->offsets[r] + at;
+                    const __m256 offset = scales_of_lanes_by_avx2(offsets, offsets, lanes);
                     UNROLL for (int j = 0; j < 4; j++) d[j] = _mm256_sub_ps(d[j], offset);
                 }
                 UNROLL for (int m = 0; m < M; m++) {
@@ -453,15 +459,23 @@ static const micro avx2_micros[] = {
 /* `decoded`, for scales and offsets. */
 FOR_AVX2 INLINE void decoded_by_avx2(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
 {
-    const Py_ssize_t whole = a->kind == E4M3 || a->kind == F16 ? n / 8 * 8 : 0;
+    const int kind = a->kind;
+    const Py_ssize_t whole = kind == E4M3 || kind == F16 || kind == E8M0 ? n / 8 * 8 : 0;
     for (Py_ssize_t i = 0; i < whole; i += 8) {
-        if (a->kind == F16) {
-            _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(a->items + 2 * (start + i)))));
-            continue;
+        const uint8_t *from = a->items + (kind == F16 ? 2 : 1) * (start + i);
+        __m256 v;
+        if (kind == F16)
+            v = _mm256_cvtph_ps(_mm_loadu_si128((const void *)from));
+        else if (kind == E4M3) {
+            const __m128i high = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64((const void *)from));
+            v = _mm256_mul_ps(low_half(halves_by_avx2(E4M3, _mm256_castsi128_si256(high))), _mm256_set1_ps(E4M3_LIFT));
+        } else {
+            const __m256i b = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)from));
+            const __m256i least = _mm256_max_epi32(_mm256_slli_epi32(b, 23), _mm256_set1_epi32(0x00400000)); /* 2^-127 */
+            const __m256i nan = _mm256_cmpeq_epi32(b, _mm256_set1_epi32(255));
+            v = _mm256_or_ps(_mm256_castsi256_ps(least), _mm256_and_ps(_mm256_castsi256_ps(nan), _mm256_set1_ps(NAN)));
         }
-        const __m128i bytes = _mm_loadl_epi64((const void *)(a->items + start + i));
-        const __m256i high = _mm256_castsi128_si256(_mm_unpacklo_epi8(_mm_setzero_si128(), bytes));
-        _mm256_storeu_ps(y + i, _mm256_mul_ps(low_half(halves_by_avx2(E4M3, high)), _mm256_set1_ps(E4M3_LIFT)));
+        _mm256_storeu_ps(y + i, v);
     }
     decoded(a, start + whole, n - whole, y + whole);
 }

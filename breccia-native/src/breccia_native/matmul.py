@@ -39,6 +39,8 @@ _FOR_THREADS = 1 << 21
 _PACKED, _FEWEST = 8 << 20, 56
 #: The most rows of activations that are multiplied by codes in (K, N) order as they are; for more, codes are transposed.
 _FEW = 32
+#: So many rows of activations that any instructions for them are faster than FP32.
+_MANY = 1 << 30
 #: The smallest scale, other than zero, whose products with codes are normal numbers.
 _LEAST = 2.0**-100
 _EMPTY = np.empty(0, np.float32)
@@ -189,6 +191,8 @@ def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None, bias:
         return found if bias is None else np.add(found, bias, out=found)
     m, weight, rows = len(x), _weight(st, n, k), _rows_at_once(k)
     product, mode = np.empty((m, n), np.float32), _mode(x, st, weight, k, mode)
+    if mode == BF16_MODE and not products.fast(BF16_MODE, *_about(weight, k), _MANY):
+        x, mode = _rounded_to_bf16(x), FP32  # emulated instructions would take 30 times as long
     for start in range(0, m, rows):
         part, to = (x, product) if m <= rows else (x[start : start + rows], product[start : start + rows])
         if not (
@@ -206,10 +210,24 @@ def _rows_at_once(k: int) -> int:
 def _mode(x: Array, st: ScaledTensor, weight: _Weight, k: int, mode: int | None) -> int:
     """How activations are rounded: as asked for, where the kernel supports it for that weight."""
     if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
-        about = weight.kind, weight.scale_kind, weight.role, weight.block, k
-        exact = x.dtype.name == "bfloat16" and products.fast(BF16_MODE, *about, len(x))
+        exact = x.dtype.name == "bfloat16" and products.fast(BF16_MODE, *_about(weight, k), len(x))
         mode = BF16_MODE if exact else FP32
     return mode if mode == FP32 or _supports(st, weight, mode, k) else FP32
+
+
+def _about(weight: _Weight, k: int) -> tuple[int, int, int, int, int]:
+    """What `products.fast` asks of a weight."""
+    return weight.kind, weight.scale_kind, weight.role, weight.block, k
+
+
+def _rounded_to_bf16(x: Array) -> Array:
+    """Activations rounded to BF16, to the nearest and to even, in FP32."""
+    if x.dtype.name == "bfloat16":
+        return x
+    x = NUMPY.f32(x)
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) & 0xFFFF0000
+    return np.where(np.isnan(x), x, rounded.view(np.float32))
 
 
 class Prepared(NamedTuple):

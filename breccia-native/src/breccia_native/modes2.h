@@ -140,6 +140,140 @@ OF_PANEL2(MODES2, signed_integers, 0)
 #define LIST2_OF(name) {NULL, name##1, name##2, name##3}
 static const group_micro small_integers[] = LIST2_OF(small_integers), signed_integers[] = LIST2_OF(signed_integers);
 
+/* ------------------------------------------------------------------------------------------------ from registers */
+
+/* Rows of the weight that are multiplied together, and groups whose scales are transposed together. */
+enum { STREAMED2 = 8, AHEAD2 = 8 };
+
+/* Scales (or zero-points) of 8 successive groups from `at` on: those of STREAMED2 rows in each vector. */
+FOR_AVX2 INLINE void scales_of_8_groups(const float *const *rows, Py_ssize_t at, __m256 *to)
+{
+    __m256 v[8];
+    UNROLL for (int r = 0; r < STREAMED2; r++) v[r] = _mm256_loadu_ps(rows[r] + at);
+    transposed8(v);
+    UNROLL for (int r = 0; r < 8; r++) to[r] = v[r];
+}
+
+/* Products of STREAMED2 rows of the weight and a panel of MB rows of activations, all along K, in the order of `integers_by_avx2`.
+   Codes are transposed in registers. small: see `are_small`. shifts: whether codes have zero-points. */
+FOR_AVX2 INLINE void integers_streamed_by_avx2(
+    const int MB, const int small, const int nibbles, const int shifts, const weight *w, const grouping *g, const panel *p, const float *x, float *sums)
+{
+    const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)g->bytes)), low = _mm256_set1_epi8(15);
+    const __m256i table = small ? bytes : _mm256_sub_epi8(bytes, _mm256_set1_epi8((char)g->shift));
+    const int parts = nibbles ? 2 : 4, per = nibbles ? 2 : 1; /* words of 4 codes in a lane */
+    const Py_ssize_t length = p->chunks * CHUNK, steps = g->q / (8 * per); /* of two lanes, in a group */
+    const group_x from = activations(g, x, MB, length, 0);
+    const uint32_t *codes = from.codes;
+    const float *by = from.scales, *all_codes = from.sums;
+    const int32_t *starts = from.starts;
+    Py_ssize_t group = 0, done = 0;
+    __m256 scales[8], zeros[8], found[PANEL2];
+    __m256i all[PANEL2];
+    UNROLL for (int m = 0; m < MB; m++) {
+        found[m] = _mm256_setzero_ps();
+        all[m] = _mm256_set1_epi32(small ? starts[m] : 0);
+    }
+    for (Py_ssize_t c = 0; c < p->chunks; c++) {
+        const Py_ssize_t next = c + AHEAD2 < p->chunks
+            ? (c + AHEAD2) * p->bytes
+            : STREAMED2 * w->row_bytes + (c + AHEAD2 - p->chunks) * p->bytes;
+        for (int part = 0; part < parts; part++) {
+            __m256 v[8];
+            UNROLL for (int r = 0; r < STREAMED2; r++) {
+                v[r] = _mm256_loadu_ps((const void *)(codes_of(p, r, c) + 32 * part));
+                if (part % 2 == 0)
+                    _mm_prefetch((const char *)p->codes[r] + next + 32 * part, _MM_HINT_T0);
+            }
+            transposed8(v);
+            for (int i = 0; i < 8; i += 2) {
+                if (!done && group % 8 == 0) {
+                    scales_of_8_groups(p->scales, group, scales);
+                    if (shifts)
+                        scales_of_8_groups(p->offsets, group, zeros);
+                }
+                __m256i pairs[PANEL2];
+                UNROLL for (int j = 0; j < 2; j++) {
+                    const __m256i u = _mm256_castps_si256(v[i + j]);
+                    UNROLL for (int word = 0; word < per; word++, codes += MB) {
+                        const __m256i place = _mm256_and_si256(word ? _mm256_srli_epi16(u, 4) : u, low);
+                        const __m256i d = nibbles ? _mm256_shuffle_epi8(table, place) : u, size = small ? d : _mm256_abs_epi8(d);
+                        UNROLL for (int m = 0; m < MB; m++) {
+                            const __m256i y = _mm256_set1_epi32((int)codes[m]);
+                            const __m256i now = _mm256_maddubs_epi16(size, small ? y : _mm256_sign_epi8(y, d));
+                            if (small)
+                                pairs[m] = j || word ? _mm256_add_epi16(pairs[m], now) : now;
+                            else
+                                all[m] = widened_sum(now, all[m]);
+                        }
+                    }
+                }
+                if (small)
+                    UNROLL for (int m = 0; m < MB; m++) all[m] = widened_sum(pairs[m], all[m]);
+                if (++done < steps)
+                    continue;
+                UNROLL for (int m = 0; m < MB; m++) {
+                    __m256 e = _mm256_cvtepi32_ps(all[m]);
+                    if (shifts)
+                        e = _mm256_fnmadd_ps(zeros[group % 8], _mm256_set1_ps(all_codes[m]), e);
+                    e = _mm256_mul_ps(e, _mm256_set1_ps(by[m]));
+                    found[m] = _mm256_fmadd_ps(e, scales[group % 8], found[m]);
+                }
+                done = 0, group++, by += MB, all_codes += MB, starts += MB;
+                UNROLL for (int m = 0; m < MB; m++) all[m] = _mm256_set1_epi32(small && group * g->q < length ? starts[m] : 0);
+            }
+        }
+    }
+    UNROLL for (int m = 0; m < MB; m++) _mm256_storeu_ps(sums + m * STREAMED2, found[m]);
+}
+
+#define STREAMS2(MB)                                                                                                        \
+    FOR_AVX2 static void integers_streamed##MB(                                                                             \
+        const weight *w, const grouping *g, const panel *p, const float *x, float *sums)                                    \
+    {                                                                                                                       \
+        const int nibbles = w->codes.kind == TABLE4, shifts = w->role == ZERO_POINT;                                        \
+        if (are_small(w, g) && shifts)                                                                                      \
+            integers_streamed_by_avx2(MB, 1, 1, 1, w, g, p, x, sums);                                                       \
+        else if (are_small(w, g))                                                                                           \
+            integers_streamed_by_avx2(MB, 1, 1, 0, w, g, p, x, sums);                                                       \
+        else if (nibbles)                                                                                                   \
+            integers_streamed_by_avx2(MB, 0, 1, shifts, w, g, p, x, sums);                                                  \
+        else                                                                                                                \
+            integers_streamed_by_avx2(MB, 0, 0, shifts, w, g, p, x, sums);                                                  \
+    }
+STREAMS2(1)
+STREAMS2(2)
+STREAMS2(3)
+
+/* `rows_by_groups` without tiles: codes are transposed and decoded in registers for each panel of activations. */
+FOR_AVX2 static int avx2_rows_by_streams(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+    Py_ssize_t first, Py_ssize_t end, float *y)
+{
+    typedef void (*group_stream2)(const weight *, const grouping *, const panel *, const float *, float *);
+    static const group_stream2 streams[] = {NULL, integers_streamed1, integers_streamed2, integers_streamed3};
+    const Py_ssize_t panels = (m + PANEL2 - 1) / PANEL2;
+    panel p;
+    begin_panel(w, g->q, 0, &p);
+    for (Py_ssize_t n = first; n < end; n += STREAMED2) {
+        const Py_ssize_t stop = n + STREAMED2 < end ? n + STREAMED2 : end;
+        if (!scales_of_panel(w, to, n, stop, g->q, decoded_by_avx2, NULL, &p))
+            return 0;
+        fill(w, to, n, n, stop, STREAMED2, &p);
+        for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
+            const Py_ssize_t now = height_of(m, done, panels, i);
+            float sums[PANEL2 * STREAMED2];
+            streams[now](w, g, &p, x + done * words_of(g, p.chunks * CHUNK), sums);
+            for (Py_ssize_t j = 0; j < now; j++)
+                memcpy(y + (done + j) * w->n + n, sums + j * STREAMED2, 4 * (size_t)(stop - n));
+            done += now;
+        }
+    }
+    return 1;
+}
+
+/* The most rows of activations for which decoding codes again for each panel is faster than tiles. */
+enum { MOST_STREAMED2 = 2 * PANEL2 };
+
 FOR_AVX2 static void avx2_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
     pack_groups(g, kind, x, k, part, to);
@@ -148,6 +282,8 @@ FOR_AVX2 static void avx2_pack_groups(const grouping *g, int kind, const float *
 FOR_AVX2 static int avx2_rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
+    if (m <= MOST_STREAMED2 && g->q >= 16)
+        return avx2_rows_by_streams(w, g, to, x, m, first, end, y);
     return rows_by_groups(
         w, g, to, x, m, PANEL2, first, end, y, avx2_group_tile, are_small(w, g) ? small_integers : signed_integers);
 }

@@ -105,11 +105,14 @@ INLINE int rows_of(const weight *w, const workspace *to, const float *x, Py_ssiz
     /* Tiles read the scales of all rows in turns, which would share few places of a cache if they were a power of two apart. */
     begin_panel(w, span, stream ? 0 : BETWEEN, &p);
     const Py_ssize_t ahead = ROWS * w->row_bytes, step = stream ? ROWS : CLAIM;
-    const int worth = worded && stream && span == w->block && span < CHUNK && w->groups > 1 && factor_is_last(w);
+    const int last = stream && factor_is_last(w); /* then scales are not multiplied by it */
+    const int worth = worded && last && span == w->block && span < CHUNK && w->groups > 1;
+    weight unit = *w;
+    unit.factor = last ? 1 : w->factor;
     p.ahead = w->widen ? 0 : ahead > 8192 && ahead <= 16384 ? ahead : 8192;
     for (Py_ssize_t n = first; n < end; n += step) {
         const Py_ssize_t stop = n + step < end ? n + step : end;
-        if (!scales_of_panel(w, to, n, stop, span, read, worth ? worded : NULL, &p))
+        if (!scales_of_panel(&unit, to, n, stop, span, read, worth ? worded : NULL, &p))
             return 0;
         if (!stream) {
             for (Py_ssize_t row = n; row < stop; row += NR)
@@ -122,7 +125,7 @@ INLINE int rows_of(const weight *w, const workspace *to, const float *x, Py_ssiz
             const int taken = stream(w, &p, x + i * wide, m * wide, (int)(m - i < 4 ? m - i : 4), sums);
             for (int j = 0; j < taken; j++)
                 for (Py_ssize_t row = n; row < stop; row++)
-                    y[(i + j) * w->n + row] = sums[j * ROWS + row - n] * (p.words ? w->factor : 1);
+                    y[(i + j) * w->n + row] = sums[j * ROWS + row - n] * (last ? w->factor : 1);
             i += taken;
         }
     }
