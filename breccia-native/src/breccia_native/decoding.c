@@ -62,7 +62,7 @@ typedef struct {
 } place;
 
 /* What versions do with instructions of their own: FP32 numbers of pairs of 4-bit codes, the first in the low half, by a table of 16
-   numbers; FP16 as FP32; and FP32 as FP16, where NaNs are quiet. `strip` writes the first of n numbers in the dtype of the result,
+   numbers; FP16 as FP32; and FP32 as FP16 and as BF16, where NaNs are quiet. `strip` writes the first of n numbers in the dtype of the result,
    from registers, and returns how many: those of usual blocks without special numbers; past the caches with `stream`, for which `to`
    is a multiple of 64. `past` copies n bytes past the caches. turn: the transpose of a square of numbers,
    whose rows are `STRIP` numbers apart; of the transpose, `TALL`. */
@@ -73,6 +73,7 @@ typedef struct {
     void (*pairs)(const uint8_t *data, Py_ssize_t n, const float *table, float *y);
     void (*widen)(const uint16_t *halves, Py_ssize_t n, float *y);
     void (*narrow)(const float *y, Py_ssize_t n, uint16_t *halves);
+    void (*shorten)(const float *y, Py_ssize_t n, uint16_t *halves);
     void (*turn)(const float *rows, float *columns);
 } routines;
 
@@ -105,6 +106,12 @@ INLINE void some_narrowed(const float *y, Py_ssize_t start, Py_ssize_t n, uint16
         halves[i] = half_of(bits_of(y[i]));
 }
 
+INLINE void some_shortened(const float *y, Py_ssize_t start, Py_ssize_t n, uint16_t *halves)
+{
+    for (Py_ssize_t i = start; i < n; i++)
+        halves[i] = bfloat_of(bits_of(y[i]));
+}
+
 static void portable_pairs(const uint8_t *data, Py_ssize_t n, const float *table, float *y)
 {
     some_pairs(data, 0, n, table, y);
@@ -118,6 +125,11 @@ static void portable_widen(const uint16_t *halves, Py_ssize_t n, float *y)
 static void portable_narrow(const float *y, Py_ssize_t n, uint16_t *halves)
 {
     some_narrowed(y, 0, n, halves);
+}
+
+static void portable_shorten(const float *y, Py_ssize_t n, uint16_t *halves)
+{
+    some_shortened(y, 0, n, halves);
 }
 
 static void portable_turn(const float *rows, float *columns)
@@ -206,16 +218,38 @@ FOR_AVX512 static void avx512_pairs(const uint8_t *data, Py_ssize_t n, const flo
     some_pairs(data, i, n, table, y);
 }
 
+/* The bytes of 16 FP32 numbers, the lowest of all first, in both halves of registers. */
+FOR_AVX2 INLINE void bytes_of_table(const float *table, __m256i to[4])
+{
+    const __m128i apart = _mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    __m128i v[4];
+    for (int i = 0; i < 4; i++)
+        v[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(table + 4 * i)), apart);
+    const __m128i a = _mm_unpacklo_epi32(v[0], v[1]), b = _mm_unpacklo_epi32(v[2], v[3]);
+    const __m128i c = _mm_unpackhi_epi32(v[0], v[1]), d = _mm_unpackhi_epi32(v[2], v[3]);
+    to[0] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(a, b));
+    to[1] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(a, b));
+    to[2] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(c, d));
+    to[3] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(c, d));
+}
+
+/* Numbers of 4 bytes each, of which a shuffle looks up one for 32 codes. */
 FOR_AVX2 static void avx2_pairs(const uint8_t *data, Py_ssize_t n, const float *table, float *y)
 {
-    const __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
+    __m256i bytes[4];
+    bytes_of_table(table, bytes);
     Py_ssize_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        const __m128i codes = halves_of_bytes(data + i / 2);
-        for (int j = 0; j < 16; j += 8) { /* the fourth bit of a code selects the half of the table */
-            const __m256i at = _mm256_cvtepu8_epi32(j ? _mm_srli_si128(codes, 8) : codes);
-            const __m256 found[2] = {_mm256_permutevar8x32_ps(low, at), _mm256_permutevar8x32_ps(high, at)};
-            _mm256_storeu_ps(y + i + j, _mm256_blendv_ps(found[0], found[1], _mm256_castsi256_ps(_mm256_slli_epi32(at, 28))));
+    for (; i + 32 <= n; i += 32) {
+        const __m256i codes = _mm256_set_m128i(halves_of_bytes(data + i / 2 + 8), halves_of_bytes(data + i / 2));
+        __m256i part[4];
+        for (int j = 0; j < 4; j++)
+            part[j] = _mm256_shuffle_epi8(bytes[j], codes);
+        const __m256i low[2] = {_mm256_unpacklo_epi8(part[0], part[1]), _mm256_unpackhi_epi8(part[0], part[1])};
+        const __m256i high[2] = {_mm256_unpacklo_epi8(part[2], part[3]), _mm256_unpackhi_epi8(part[2], part[3])};
+        for (int j = 0; j < 2; j++) { /* each half of a register has four numbers of its half of the codes */
+            const __m256i first = _mm256_unpacklo_epi16(low[j], high[j]), second = _mm256_unpackhi_epi16(low[j], high[j]);
+            _mm256_storeu_si256((__m256i *)(y + i + 8 * j), _mm256_permute2x128_si256(first, second, 0x20));
+            _mm256_storeu_si256((__m256i *)(y + i + 8 * j + 16), _mm256_permute2x128_si256(first, second, 0x31));
         }
     }
     some_pairs(data, i, n, table, y);
@@ -243,6 +277,11 @@ FOR_AVX512 static void avx512_narrow(const float *y, Py_ssize_t n, uint16_t *hal
     for (; i + 16 <= n; i += 16)
         _mm256_storeu_si256((__m256i *)(halves + i), _mm512_cvtps_ph(_mm512_loadu_ps(y + i), _MM_FROUND_TO_NEAREST_INT));
     some_narrowed(y, i, n, halves);
+}
+
+FOR_AVX512 static void avx512_shorten(const float *y, Py_ssize_t n, uint16_t *halves)
+{
+    some_shortened(y, 0, n, halves);
 }
 
 /* Numbers decoded in registers at once, and in one vector. */
@@ -471,6 +510,26 @@ FOR_AVX2 static void avx2_narrow(const float *y, Py_ssize_t n, uint16_t *halves)
         _mm_storeu_si128((__m128i *)(halves + i), _mm256_cvtps_ph(_mm256_loadu_ps(y + i), _MM_FROUND_TO_NEAREST_INT));
     some_narrowed(y, i, n, halves);
 }
+
+/* Numbers, none of which is NaN, as BF16 in the low halves of lanes. */
+FOR_AVX2 INLINE __m256i bfloats_by_avx2(__m256 y)
+{
+    const __m256i u = _mm256_castps_si256(y), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
+}
+
+FOR_AVX2 static void avx2_shorten(const float *y, Py_ssize_t n, uint16_t *halves)
+{
+    Py_ssize_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const __m256 first = _mm256_loadu_ps(y + i), second = _mm256_loadu_ps(y + i + 8);
+        const __m256i both = _mm256_packus_epi32(bfloats_by_avx2(first), bfloats_by_avx2(second)); /* each half of the two */
+        _mm256_storeu_si256((__m256i *)(halves + i), _mm256_permute4x64_epi64(both, 0xD8));
+        if (_mm256_movemask_ps(_mm256_cmp_ps(first, second, _CMP_UNORD_Q)))
+            some_shortened(y, i, i + 16, halves);
+    }
+    some_shortened(y, i, n, halves);
+}
 #endif
 
 /* -------------------------------------------------------------------------------------------------- codes */
@@ -635,8 +694,7 @@ INLINE void emit(char *to, const float *y, Py_ssize_t n, int kind, const routine
     if (kind == FP16)
         own->narrow(y, n, halves);
     else
-        for (Py_ssize_t i = 0; i < n; i++)
-            halves[i] = bfloat_of(bits_of(y[i]));
+        own->shorten(y, n, halves);
     write_past(to, (const char *)halves, 2 * n, own, stream);
 }
 
@@ -729,7 +787,7 @@ typedef struct {
     }
 #define VERSION(name, target)                                                                                               \
     static const routines name##_routines = {                                                                               \
-        name##_strip, name##_past, name##_pairs, name##_widen, name##_narrow, name##_turn};                                 \
+        name##_strip, name##_past, name##_pairs, name##_widen, name##_narrow, name##_shorten, name##_turn};                                 \
     FOR_KINDS(name, target, rows)                                                                                           \
     FOR_KINDS(name, target, columns)                                                                                        \
     static const version name = {name##_rows, name##_columns};
