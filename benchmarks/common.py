@@ -36,11 +36,13 @@ _STEERING = ("BRECCIA_", "OMP_", "OPENBLAS_", "MKL_", "NUMPY_", "MALLOC_")
 
 
 def cpu_model() -> str:
-    """The processor as the operating system names it, else the architecture."""
+    """The processor as the operating system names it, else the architecture; on x86-64 also whether AVX2 is all it has."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
-        return found[1] if found else platform.machine()
+        text = cpuinfo.read_text(encoding="utf-8")
+        model, flags = (re.search(rf"^{key}\s*:\s*(.+)$", text, re.MULTILINE) for key in ("model name", "flags"))
+        has = flags[1].split() if flags else []
+        return (model[1] if model else platform.machine()) + (", AVX2" if "avx2" in has and "avx512f" not in has else "")
     if sys.platform == "darwin":
         return output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
     return platform.processor() or platform.machine()
