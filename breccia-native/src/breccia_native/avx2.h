@@ -182,8 +182,8 @@ FOR_AVX2 INLINE __m256 scales_of_lanes_by_avx2(const float *scales, const float 
 
 /* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. Scales are applied to sums of 8, or,
    with `one` scale for a chunk, to those of a lane. words: whether values of codes are BF16 numbers. */
-FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, const int role, const int one, const weight *w, const panel *p,
-    const float *x, Py_ssize_t stride, float *sums)
+FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, const int role, const int one, const weight *w,
+    const panel *p, const float *x, Py_ssize_t stride, float *sums)
 {
     enum { CHAINS = 2 }; /* sums of one row of activations, so that no addition waits for the one before */
     const table_bytes bytes = bytes_of_table(w->codes.table);
@@ -206,8 +206,8 @@ FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, cons
                 __m256 d[2][4];
                 UNROLL for (int i = 0; i < 2; i++) nibbles_by_avx2(words, v, i, &bytes, d[i]);
                 if (role == ZERO_POINT) {
-                    const float *offsets = p->offsets[r] + at;
-                    const __m256 offset = one ? _mm256_set1_ps(*offsets) : scales_of_lanes_by_avx2(offsets, offsets + second, lanes);
+                    const float *from = p->offsets[r] + at;
+                    const __m256 offset = one ? _mm256_set1_ps(*from) : scales_of_lanes_by_avx2(from, from + second, lanes);
                     UNROLL for (int i = 0; i < 8; i++) d[i % 2][i / 2] = _mm256_sub_ps(d[i % 2][i / 2], offset);
                 }
                 UNROLL for (int i = 0; i < 8; i++)
@@ -371,8 +371,8 @@ FOR_AVX2 INLINE void values_by_avx2(
 
 /* 32 bytes of codes of 8 rows are transposed as words of 32 bits, which are decoded then. A number of all 16 rows is stored at a
    time, since a processor takes longer for half a cache line and then the other. */
-FOR_AVX2 INLINE void tile_by_avx2(const int kind, const int words, const int role, const weight *w, const panel *p, Py_ssize_t first,
-    Py_ssize_t chunks, float *tile)
+FOR_AVX2 INLINE void tile_by_avx2(const int kind, const int words, const int role, const weight *w, const panel *p,
+    Py_ssize_t first, Py_ssize_t chunks, float *tile)
 {
     enum { NR = 16 };
     const table_bytes bytes = kind == TABLE4 ? bytes_of_table(w->codes.table) : (table_bytes){{_mm256_setzero_si256()}};

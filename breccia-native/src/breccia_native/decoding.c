@@ -62,9 +62,9 @@ typedef struct {
 } place;
 
 /* What versions do with instructions of their own: FP32 numbers of pairs of 4-bit codes, the first in the low half, by a table of 16
-   numbers; FP16 as FP32; and FP32 as FP16 and as BF16, where NaNs are quiet. `strip` writes the first of n numbers in the dtype of the result,
-   from registers, and returns how many: those of usual blocks without special numbers; past the caches with `stream`, for which `to`
-   is a multiple of 64. `past` copies n bytes past the caches. turn: the transpose of a square of numbers,
+   numbers; FP16 as FP32; and FP32 as FP16 and as BF16, where NaNs are quiet. `strip` writes the first of n numbers in the dtype
+   of the result, from registers, and returns how many: those of usual blocks without special numbers; past the caches with
+   `stream`, for which `to` is a multiple of 64. `past` copies n bytes past the caches. turn: the transpose of a square of numbers,
    whose rows are `STRIP` numbers apart; of the transpose, `TALL`. */
 typedef struct {
     Py_ssize_t (*strip)(const task *, const element *, const factors *, place, const uint8_t *, Py_ssize_t n, int kind,

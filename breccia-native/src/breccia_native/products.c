@@ -54,7 +54,7 @@ VERSION(portable, , 4, 8, NULL, no_streams, portable_span, decoded, NULL, portab
 
 #if defined(__x86_64__)
 #include "avx2.h"
-#include "modes2.h"
+#include "modes256.h"
 #include "pairs512.h"
 #include "matrices.h"
 #endif
@@ -118,7 +118,7 @@ static void take(const version *v)
 #if defined(__x86_64__)
     if (v == &avx2 || is_avx512(v))
         modes[INT8_MODE] =
-            (mode_version){avx2_pack_groups, avx2_rows_by_groups, portable_lift, fewest_by_integers, PANEL2, TILE, one_claim};
+            (mode_version){avx2_pack_groups, avx2_rows_by_groups, portable_lift, fewest_by_integers, PANEL256, TILE, one_claim};
     if (is_avx512(v) && has_vnni)
         modes[INT8_MODE] = (mode_version){
             avx512_pack_groups, avx512_rows_by_groups, portable_lift, fewest_by_integers, TALLEST, TILE, one_claim};

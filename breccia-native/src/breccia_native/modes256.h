@@ -1,14 +1,14 @@
 /* The INT8 mode for processors with AVX2. */
 
-#ifndef BRECCIA_MODES2_H
-#define BRECCIA_MODES2_H
+#ifndef BRECCIA_MODES256_H
+#define BRECCIA_MODES256_H
 
 #include "avx2.h"
 #include "modes.h"
 
 /* The most rows of a panel of activations, columns of a tile that are multiplied together, and words of codes whose products are
    added in 16 bits: pairs of products of activations and of codes up to SMALL. */
-enum { PANEL2 = 3, COLUMNS2 = 16, WORDS2 = 4, SMALL = 32767 / (2 * 127 * WORDS2) };
+enum { PANEL256 = 3, COLUMNS256 = 16, WORDS256 = 4, SMALL = 32767 / (2 * 127 * WORDS256) };
 
 /* Whether codes of 4 bits, as bytes without a sign, are so small. All recipes' are; tables of a user's own may not be. */
 INLINE int are_small(const weight *w, const grouping *g)
@@ -79,25 +79,25 @@ FOR_AVX2 INLINE __m256i widened_sum(__m256i pairs, __m256i sum)
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 
-/* MB rows of activations by COLUMNS2 rows of the weight. `small`: see `are_small`; otherwise codes have a sign, which moves to the
+/* MB rows of activations by COLUMNS256 rows of the weight. `small`: see `are_small`; otherwise codes have a sign, which moves to the
    activations, as products of pairs are of a number without one and a number with one. */
 FOR_AVX2 INLINE void integers_by_avx2(const int MB, const int small, const grouping *g, const group_tile *tile, const group_x *x,
     Py_ssize_t groups, const int column, float *sums)
 {
     const uint32_t *from = tile->codes + column, *codes = x->codes;
     const Py_ssize_t words = g->q / 4;
-    __m256 found[PANEL2][2];
+    __m256 found[PANEL256][2];
     UNROLL for (int m = 0; m < MB; m++)
         UNROLL for (int half = 0; half < 2; half++) found[m][half] = _mm256_loadu_ps(sums + m * WIDE + column + 8 * half);
     for (Py_ssize_t i = 0; i < groups; i++) {
         const float *scales = tile->scales + i * WIDE + column, *zeros = tile->zeros ? tile->zeros + i * WIDE + column : NULL;
-        __m256i all[PANEL2][2];
+        __m256i all[PANEL256][2];
         UNROLL for (int m = 0; m < MB; m++)
             all[m][0] = all[m][1] = _mm256_set1_epi32(small ? x->starts[i * MB + m] : 0);
-        for (Py_ssize_t k = 0; k < words; k += WORDS2) {
-            __m256i pairs[PANEL2][2];
+        for (Py_ssize_t k = 0; k < words; k += WORDS256) {
+            __m256i pairs[PANEL256][2];
             UNROLL for (int m = 0; m < MB; m++) pairs[m][0] = pairs[m][1] = _mm256_setzero_si256();
-            for (Py_ssize_t j = k; j < words && j < k + WORDS2; j++, from += WIDE, codes += MB)
+            for (Py_ssize_t j = k; j < words && j < k + WORDS256; j++, from += WIDE, codes += MB)
                 UNROLL for (int half = 0; half < 2; half++) {
                     const __m256i c = _mm256_loadu_si256((const void *)(from + 8 * half)), size = small ? c : _mm256_abs_epi8(c);
                     UNROLL for (int m = 0; m < MB; m++) {
@@ -126,38 +126,38 @@ FOR_AVX2 INLINE void integers_by_avx2(const int MB, const int small, const group
         UNROLL for (int half = 0; half < 2; half++) _mm256_storeu_ps(sums + m * WIDE + column + 8 * half, found[m][half]);
 }
 
-#define MODES2(name, MB, small)                                                                                             \
+#define MODES256(name, MB, small)                                                                                             \
     FOR_AVX2 static void name##MB(                                                                                          \
         const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups, float *sums)                        \
     {                                                                                                                       \
-        for (int column = 0; column < WIDE; column += COLUMNS2)                                                             \
+        for (int column = 0; column < WIDE; column += COLUMNS256)                                                             \
             integers_by_avx2(MB, small, g, tile, x, groups, column, sums);                                                  \
     }
-#define OF_PANEL2(macro, name, small) \
+#define OF_PANEL256(macro, name, small) \
     macro(name, 1, small) macro(name, 2, small) macro(name, 3, small)
-OF_PANEL2(MODES2, small_integers, 1)
-OF_PANEL2(MODES2, signed_integers, 0)
-#define LIST2_OF(name) {NULL, name##1, name##2, name##3}
-static const group_micro small_integers[] = LIST2_OF(small_integers), signed_integers[] = LIST2_OF(signed_integers);
+OF_PANEL256(MODES256, small_integers, 1)
+OF_PANEL256(MODES256, signed_integers, 0)
+#define LIST256_OF(name) {NULL, name##1, name##2, name##3}
+static const group_micro small_integers[] = LIST256_OF(small_integers), signed_integers[] = LIST256_OF(signed_integers);
 
 /* ------------------------------------------------------------------------------------------------ from registers */
 
-/* Rows of the weight that are multiplied together, and groups whose scales are transposed together. */
-enum { STREAMED2 = 8, AHEAD2 = 8 };
+/* Rows of the weight that are multiplied together, and how many chunks ahead codes are fetched. */
+enum { STREAMED256 = 8, AHEAD256 = 8 };
 
-/* Scales (or zero-points) of 8 successive groups from `at` on: those of STREAMED2 rows in each vector. */
+/* Scales (or zero-points) of 8 successive groups from `at` on: those of STREAMED256 rows in each vector. */
 FOR_AVX2 INLINE void scales_of_8_groups(const float *const *rows, Py_ssize_t at, __m256 *to)
 {
     __m256 v[8];
-    UNROLL for (int r = 0; r < STREAMED2; r++) v[r] = _mm256_loadu_ps(rows[r] + at);
+    UNROLL for (int r = 0; r < STREAMED256; r++) v[r] = _mm256_loadu_ps(rows[r] + at);
     transposed8(v);
     UNROLL for (int r = 0; r < 8; r++) to[r] = v[r];
 }
 
-/* Products of STREAMED2 rows of the weight and a panel of MB rows of activations, all along K, in the order of `integers_by_avx2`.
+/* Products of STREAMED256 rows of the weight and a panel of MB rows of activations, all along K, in the order of `integers_by_avx2`.
    Codes are transposed in registers. small: see `are_small`. shifts: whether codes have zero-points. */
-FOR_AVX2 INLINE void integers_streamed_by_avx2(
-    const int MB, const int small, const int nibbles, const int shifts, const weight *w, const grouping *g, const panel *p, const float *x, float *sums)
+FOR_AVX2 INLINE void integers_streamed_by_avx2(const int MB, const int small, const int nibbles, const int shifts, const weight *w,
+    const grouping *g, const panel *p, const float *x, float *sums)
 {
     const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)g->bytes)), low = _mm256_set1_epi8(15);
     const __m256i table = small ? bytes : _mm256_sub_epi8(bytes, _mm256_set1_epi8((char)g->shift));
@@ -168,19 +168,19 @@ FOR_AVX2 INLINE void integers_streamed_by_avx2(
     const float *by = from.scales, *all_codes = from.sums;
     const int32_t *starts = from.starts;
     Py_ssize_t group = 0, done = 0;
-    __m256 scales[8], zeros[8], found[PANEL2];
-    __m256i all[PANEL2];
+    __m256 scales[8], zeros[8], found[PANEL256];
+    __m256i all[PANEL256];
     UNROLL for (int m = 0; m < MB; m++) {
         found[m] = _mm256_setzero_ps();
         all[m] = _mm256_set1_epi32(small ? starts[m] : 0);
     }
     for (Py_ssize_t c = 0; c < p->chunks; c++) {
-        const Py_ssize_t next = c + AHEAD2 < p->chunks
-            ? (c + AHEAD2) * p->bytes
-            : STREAMED2 * w->row_bytes + (c + AHEAD2 - p->chunks) * p->bytes;
+        const Py_ssize_t next = c + AHEAD256 < p->chunks
+            ? (c + AHEAD256) * p->bytes
+            : STREAMED256 * w->row_bytes + (c + AHEAD256 - p->chunks) * p->bytes;
         for (int part = 0; part < parts; part++) {
             __m256 v[8];
-            UNROLL for (int r = 0; r < STREAMED2; r++) {
+            UNROLL for (int r = 0; r < STREAMED256; r++) {
                 v[r] = _mm256_loadu_ps((const void *)(codes_of(p, r, c) + 32 * part));
                 if (part % 2 == 0)
                     _mm_prefetch((const char *)p->codes[r] + next + 32 * part, _MM_HINT_T0);
@@ -192,7 +192,7 @@ FOR_AVX2 INLINE void integers_streamed_by_avx2(
                     if (shifts)
                         scales_of_8_groups(p->offsets, group, zeros);
                 }
-                __m256i pairs[PANEL2];
+                __m256i pairs[PANEL256];
                 UNROLL for (int j = 0; j < 2; j++) {
                     const __m256i u = _mm256_castps_si256(v[i + j]);
                     UNROLL for (int word = 0; word < per; word++, codes += MB) {
@@ -224,10 +224,10 @@ FOR_AVX2 INLINE void integers_streamed_by_avx2(
             }
         }
     }
-    UNROLL for (int m = 0; m < MB; m++) _mm256_storeu_ps(sums + m * STREAMED2, found[m]);
+    UNROLL for (int m = 0; m < MB; m++) _mm256_storeu_ps(sums + m * STREAMED256, found[m]);
 }
 
-#define STREAMS2(MB)                                                                                                        \
+#define STREAMS256(MB)                                                                                                        \
     FOR_AVX2 static void integers_streamed##MB(                                                                             \
         const weight *w, const grouping *g, const panel *p, const float *x, float *sums)                                    \
     {                                                                                                                       \
@@ -241,30 +241,30 @@ FOR_AVX2 INLINE void integers_streamed_by_avx2(
         else                                                                                                                \
             integers_streamed_by_avx2(MB, 0, 0, shifts, w, g, p, x, sums);                                                  \
     }
-STREAMS2(1)
-STREAMS2(2)
-STREAMS2(3)
+STREAMS256(1)
+STREAMS256(2)
+STREAMS256(3)
 
 /* `rows_by_groups` without tiles: codes are transposed and decoded in registers for each panel of activations. */
 FOR_AVX2 static int avx2_rows_by_streams(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
-    typedef void (*group_stream2)(const weight *, const grouping *, const panel *, const float *, float *);
-    static const group_stream2 streams[] = {NULL, integers_streamed1, integers_streamed2, integers_streamed3};
-    const Py_ssize_t panels = (m + PANEL2 - 1) / PANEL2;
+    typedef void (*group_stream256)(const weight *, const grouping *, const panel *, const float *, float *);
+    static const group_stream256 streams[] = {NULL, integers_streamed1, integers_streamed2, integers_streamed3};
+    const Py_ssize_t panels = (m + PANEL256 - 1) / PANEL256;
     panel p;
     begin_panel(w, g->q, 0, &p);
-    for (Py_ssize_t n = first; n < end; n += STREAMED2) {
-        const Py_ssize_t stop = n + STREAMED2 < end ? n + STREAMED2 : end;
+    for (Py_ssize_t n = first; n < end; n += STREAMED256) {
+        const Py_ssize_t stop = n + STREAMED256 < end ? n + STREAMED256 : end;
         if (!scales_of_panel(w, to, n, stop, g->q, decoded_by_avx2, NULL, &p))
             return 0;
-        fill(w, to, n, n, stop, STREAMED2, &p);
+        fill(w, to, n, n, stop, STREAMED256, &p);
         for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
             const Py_ssize_t now = height_of(m, done, panels, i);
-            float sums[PANEL2 * STREAMED2];
+            float sums[PANEL256 * STREAMED256];
             streams[now](w, g, &p, x + done * words_of(g, p.chunks * CHUNK), sums);
             for (Py_ssize_t j = 0; j < now; j++)
-                memcpy(y + (done + j) * w->n + n, sums + j * STREAMED2, 4 * (size_t)(stop - n));
+                memcpy(y + (done + j) * w->n + n, sums + j * STREAMED256, 4 * (size_t)(stop - n));
             done += now;
         }
     }
@@ -272,7 +272,7 @@ FOR_AVX2 static int avx2_rows_by_streams(const weight *w, const grouping *g, con
 }
 
 /* The most rows of activations for which decoding codes again for each panel is faster than tiles. */
-enum { MOST_STREAMED2 = 2 * PANEL2 };
+enum { MOST_STREAMED256 = 2 * PANEL256 };
 
 FOR_AVX2 static void avx2_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
@@ -282,10 +282,10 @@ FOR_AVX2 static void avx2_pack_groups(const grouping *g, int kind, const float *
 FOR_AVX2 static int avx2_rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
-    if (m <= MOST_STREAMED2 && g->q >= 16)
+    if (m <= MOST_STREAMED256 && g->q >= 16)
         return avx2_rows_by_streams(w, g, to, x, m, first, end, y);
     return rows_by_groups(
-        w, g, to, x, m, PANEL2, first, end, y, avx2_group_tile, are_small(w, g) ? small_integers : signed_integers);
+        w, g, to, x, m, PANEL256, first, end, y, avx2_group_tile, are_small(w, g) ? small_integers : signed_integers);
 }
 
 #endif
