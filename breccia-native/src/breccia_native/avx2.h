@@ -28,6 +28,13 @@ static const uint8_t order_of_bytes[CHUNK] = {
         i + 18, i + 20, i + 22, i + 24, i + 26, i + 28, i + 30
     EVEN_OF(0), EVEN_OF(1), EVEN_OF(32), EVEN_OF(33), EVEN_OF(64), EVEN_OF(65), EVEN_OF(96), EVEN_OF(97)};
 
+/* Of 4-bit codes, that of unpacked bytes: a vector has every fourth code of the first 16 of each 32, or of the others. Of INT8 and
+   UINT8, vector j of 32 codes has byte j of each lane. */
+static const uint8_t order_of_unpacked[CHUNK] = {
+#define QUADS_FROM(base) base, base + 4, base + 8, base + 12, base + 32, base + 36, base + 40, base + 44
+#define OF_BOTH_HALVES(base) QUADS_FROM(base), QUADS_FROM(64 + base)
+    OF_BOTH_HALVES(0), OF_BOTH_HALVES(1), OF_BOTH_HALVES(16), OF_BOTH_HALVES(17), OF_BOTH_HALVES(2), OF_BOTH_HALVES(3),
+    OF_BOTH_HALVES(18), OF_BOTH_HALVES(19)};
 static const uint8_t order_of_integers[CHUNK] = {
 #define BYTES_OF_LANES(i) i, i + 4, i + 8, i + 12, i + 16, i + 20, i + 24, i + 28
 #define ORDER_OF_32(i) BYTES_OF_LANES(i), BYTES_OF_LANES(i + 1), BYTES_OF_LANES(i + 2), BYTES_OF_LANES(i + 3)
@@ -47,7 +54,7 @@ static const uint8_t *order_of(int kind)
 
 static const uint8_t *order_by_avx2(int kind)
 {
-    return kind == I8 || kind == U8 ? order_of_integers : order_of(kind);
+    return kind == TABLE4 ? order_of_unpacked : kind == I8 || kind == U8 ? order_of_integers : order_of(kind);
 }
 
 static float lift_of(int kind)
@@ -107,28 +114,31 @@ INLINE int are_words(const float *table)
     return !rest;
 }
 
-/* Words of 16 bits from the bytes, low and high, of those numbers: of the even and the odd codes. */
-FOR_AVX2 INLINE void words_by_avx2(__m256i codes, __m256i low_table, __m256i high_table, __m256i *even, __m256i *odd)
+/* Words of 16 bits from the bytes, low and high, of those numbers. kept: of the even and the odd codes of each lane; else of the
+   first 8 of every 16 bytes and the others, two codes to a lane. */
+FOR_AVX2 INLINE void words_by_avx2(const int kept, __m256i codes, __m256i low_table, __m256i high_table, __m256i to[2])
 {
     const __m256i high_bytes = _mm256_set1_epi16((short)0xFF00);
     const __m256i high = _mm256_shuffle_epi8(high_table, codes), low = _mm256_shuffle_epi8(low_table, codes);
-    *even = _mm256_blendv_epi8(low, _mm256_slli_epi16(high, 8), high_bytes);
-    *odd = _mm256_blendv_epi8(_mm256_srli_epi16(low, 8), high, high_bytes);
+    to[0] = kept ? _mm256_blendv_epi8(low, _mm256_slli_epi16(high, 8), high_bytes) : _mm256_unpacklo_epi8(low, high);
+    to[1] = kept ? _mm256_blendv_epi8(_mm256_srli_epi16(low, 8), high, high_bytes) : _mm256_unpackhi_epi8(low, high);
 }
 
-/* The values of the codes i, i + 2, i + 4 and i + 6 of each lane, of 8, for i = 0 or 1. A permutation of 8 numbers would look them
-   up too, but AMD's takes longer than all this. words: whether they are BF16 numbers, so that their low words are 0. */
-FOR_AVX2 INLINE void nibbles_by_avx2(const int words, __m256i v, const int i, const table_bytes *t, __m256 to[4])
+/* The values of the low (i = 0) or high codes of bytes: kept in their lanes, to[j] has those of byte j; else to[0] and to[2] those
+   of the even and the odd of the first 8 of every 16 bytes, to[1] and to[3] of the others. A permutation of 8 numbers would look
+   them up too, but AMD's takes longer than all this. words: whether they are BF16 numbers, so that their low words are 0. */
+FOR_AVX2 INLINE void nibbles_by_avx2(
+    const int words, const int kept, __m256i v, const int i, const table_bytes *t, __m256 to[4])
 {
     const __m256i codes = _mm256_and_si256(i ? _mm256_srli_epi16(v, 4) : v, _mm256_set1_epi8(15));
     __m256i high[2], low[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    words_by_avx2(codes, t->of[2], t->of[3], &high[0], &high[1]);
+    words_by_avx2(kept, codes, t->of[2], t->of[3], high);
     if (!words)
-        words_by_avx2(codes, t->of[0], t->of[1], &low[0], &low[1]);
-    UNROLL for (int odd = 0; odd < 2; odd++) {
-        const __m256i first = _mm256_slli_epi32(high[odd], 16), second = _mm256_srli_epi32(low[odd], 16);
-        to[odd] = _mm256_castsi256_ps(words ? first : _mm256_blend_epi16(low[odd], first, 0xAA));
-        to[odd + 2] = _mm256_castsi256_ps(_mm256_blend_epi16(second, high[odd], 0xAA));
+        words_by_avx2(kept, codes, t->of[0], t->of[1], low);
+    UNROLL for (int j = 0; j < 2; j++) {
+        const __m256i first = _mm256_slli_epi32(high[j], 16), second = _mm256_srli_epi32(low[j], 16);
+        to[j] = _mm256_castsi256_ps(words ? first : _mm256_blend_epi16(low[j], first, 0xAA));
+        to[j + 2] = _mm256_castsi256_ps(_mm256_blend_epi16(second, high[j], 0xAA));
     }
 }
 
@@ -180,17 +190,19 @@ FOR_AVX2 INLINE __m256 scales_of_lanes_by_avx2(const float *scales, const float 
     return _mm256_permutevar_ps(found, lanes);
 }
 
-/* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. Scales are applied to sums of 8, or,
-   with `one` scale for a chunk, to those of a lane. words: whether values of codes are BF16 numbers. */
-FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, const int role, const int one, const weight *w,
-    const panel *p, const float *x, Py_ssize_t stride, float *sums)
+/* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. words: whether values of codes are BF16
+   numbers. Scales are applied to sums of 4 codes where they are `fine`: there may be one for 16 codes or fewer; else to those of 8,
+   or, with `one` scale for a chunk, of 16. */
+FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, const int role, const int one, const int fine,
+    const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)
 {
-    enum { CHAINS = 2 }; /* sums of one row of activations, so that no addition waits for the one before */
     const table_bytes bytes = bytes_of_table(w->codes.table);
     const Py_ssize_t spans = one ? 1 : p->spans;
-    const __m256i lanes = spans_of(_mm256_set_epi32(56, 48, 40, 32, 24, 16, 8, 0), spans);
-    const Py_ssize_t second = spans == SPANS ? 4 : 0; /* of the high lanes' scales, where 8 lanes have 8 */
-    const int chains = M == 1 ? CHAINS : 1;
+    const Py_ssize_t second = spans == SPANS ? 4 : 0; /* of the high lanes' scales, where half a chunk has 8 */
+    const __m256i codes_of_lanes = _mm256_set_epi32(44, 40, 36, 32, 12, 8, 4, 0);
+    const __m256i lanes[2] = {
+        spans_of(codes_of_lanes, spans), spans_of(_mm256_add_epi32(codes_of_lanes, _mm256_set1_epi32(16)), spans)};
+    const int apart = M == 1; /* two sums, so that fewer additions wait for the one before */
     __m256 a[4][ROWS];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm256_setzero_ps();
@@ -198,31 +210,39 @@ FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, cons
         UNROLL for (int r = 0; r < ROWS; r++) {
             FROM_MEMORY(p); /* activations stay in the L1 cache; in registers they would push out what is needed there */
             const uint8_t *codes = codes_of(p, r, c);
-            __m256 sum[4][CHAINS];
+            __m256 sum[4][2];
             _mm_prefetch((const char *)codes + p->ahead, _MM_HINT_T0);
             UNROLL for (int half = 0; half < 2; half++) {
                 const __m256i v = _mm256_loadu_si256((const void *)(codes + 32 * half));
                 const Py_ssize_t at = c * spans + half * spans / 2;
+                const float *scales = p->scales[r] + at, *offsets = p->offsets[r] + at;
                 __m256 d[2][4];
-                UNROLL for (int i = 0; i < 2; i++) nibbles_by_avx2(words, v, i, &bytes, d[i]);
-                if (role == ZERO_POINT) {
-                    const float *from = p->offsets[r] + at;
-                    const __m256 offset = one ? _mm256_set1_ps(*from) : scales_of_lanes_by_avx2(from, from + second, lanes);
-                    UNROLL for (int i = 0; i < 8; i++) d[i % 2][i / 2] = _mm256_sub_ps(d[i % 2][i / 2], offset);
-                }
-                UNROLL for (int i = 0; i < 8; i++)
-                    UNROLL for (int m = 0; m < M; m++) {
-                        const __m256 y = _mm256_loadu_ps(x + m * CHUNK + 16 * i + 8 * half);
-                        __m256 *to = &sum[m][i % chains];
-                        const __m256 value = d[i % 2][i / 2];
-                        *to = i < chains && !(one && half) ? _mm256_mul_ps(value, y) : _mm256_fmadd_ps(value, y, *to);
+                UNROLL for (int i = 0; i < 2; i++) nibbles_by_avx2(words, 0, v, i, &bytes, d[i]);
+                UNROLL for (int part = 0; part < 2; part++) {
+                    const int to = apart ? part : 0, begins = (fine || apart || !part) && !(one && half);
+                    __m256 offset = _mm256_setzero_ps();
+                    if (role == ZERO_POINT)
+                        offset = one ? _mm256_set1_ps(*offsets) : scales_of_lanes_by_avx2(offsets, offsets + second, lanes[part]);
+                    UNROLL for (int j = 0; j < 4; j++) {
+                        const int vector = j % 2 + 2 * part + j / 2 * 4;
+                        __m256 value = d[j % 2][part + j / 2 * 2];
+                        if (role == ZERO_POINT)
+                            value = _mm256_sub_ps(value, offset);
+                        UNROLL for (int m = 0; m < M; m++) {
+                            const __m256 y = _mm256_loadu_ps(x + m * CHUNK + 16 * vector + 8 * half);
+                            sum[m][to] = begins && !j ? _mm256_mul_ps(value, y) : _mm256_fmadd_ps(value, y, sum[m][to]);
+                        }
                     }
-                if (one && !half)
+                    if (!fine)
+                        continue;
+                    const __m256 scale = scales_of_lanes_by_avx2(scales, scales + second, lanes[part]);
+                    UNROLL for (int m = 0; m < M; m++) a[m][r] = _mm256_fmadd_ps(sum[m][to], scale, a[m][r]);
+                }
+                if (fine || (one && !half))
                     continue;
-                const float *scales = p->scales[r] + at;
-                const __m256 scale = one ? _mm256_set1_ps(*scales) : scales_of_lanes_by_avx2(scales, scales + second, lanes);
+                const __m256 scale = one ? _mm256_set1_ps(*scales) : scales_of_lanes_by_avx2(scales, scales, lanes[0]);
                 UNROLL for (int m = 0; m < M; m++) {
-                    const __m256 all = chains == 1 ? sum[m][0] : _mm256_add_ps(sum[m][0], sum[m][1]);
+                    const __m256 all = apart ? _mm256_add_ps(sum[m][0], sum[m][1]) : sum[m][0];
                     a[m][r] = _mm256_fmadd_ps(all, scale, a[m][r]);
                 }
             }
@@ -290,21 +310,22 @@ FOR_AVX2 INLINE void bytes_streamed_by_avx2(
         UNROLL for (int r = 0; r < ROWS; r++) sums[m * ROWS + r] = sum_of(a[m][r]);
 }
 
-#define NIBBLES_BY_AVX2(M, words, role, one) nibbles_streamed_by_avx2(M, words, role, one, w, p, x, stride, sums)
+#define NIBBLES_BY_AVX2(M, words, role, one, fine) nibbles_streamed_by_avx2(M, words, role, one, fine, w, p, x, stride, sums)
+#define WORDS_BY_AVX2(M, role)                                                                                              \
+    (p->spans == 1 ? NIBBLES_BY_AVX2(M, 1, role, 1, 0)                                                                      \
+            : p->spans <= 4 ? NIBBLES_BY_AVX2(M, 1, role, 0, 0) : NIBBLES_BY_AVX2(M, 1, role, 0, 1))
 #define BYTES_BY_AVX2(M, kind, role) bytes_streamed_by_avx2(M, kind, role, p, x, stride, sums)
 #define STREAMS_BY_AVX2(M)                                                                                                  \
     FOR_AVX2 static void streamed##M##_by_avx2(                                                                             \
         const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)                                    \
     {                                                                                                                       \
-        const int plain = w->role == NONE, one = p->spans == 1;                                                             \
+        const int plain = w->role == NONE;                                                                                  \
         switch (w->codes.kind) {                                                                                            \
         case TABLE4:                                                                                                        \
             if (!are_words(w->codes.table))                                                                                 \
-                plain ? NIBBLES_BY_AVX2(M, 0, NONE, 0) : NIBBLES_BY_AVX2(M, 0, ZERO_POINT, 0);                              \
-            else if (plain)                                                                                                 \
-                one ? NIBBLES_BY_AVX2(M, 1, NONE, 1) : NIBBLES_BY_AVX2(M, 1, NONE, 0);                                      \
+                plain ? NIBBLES_BY_AVX2(M, 0, NONE, 0, 1) : NIBBLES_BY_AVX2(M, 0, ZERO_POINT, 0, 1);                        \
             else                                                                                                            \
-                one ? NIBBLES_BY_AVX2(M, 1, ZERO_POINT, 1) : NIBBLES_BY_AVX2(M, 1, ZERO_POINT, 0);                          \
+                plain ? WORDS_BY_AVX2(M, NONE) : WORDS_BY_AVX2(M, ZERO_POINT);                                              \
             break;                                                                                                          \
         case E4M3: BYTES_BY_AVX2(M, E4M3, NONE); break;                                                                     \
         case E5M2: BYTES_BY_AVX2(M, E5M2, NONE); break;                                                                     \
@@ -350,7 +371,7 @@ FOR_AVX2 INLINE void values_by_avx2(
     const int kind, const int words, __m256i v, const int i, const float *table, const table_bytes *bytes, __m256 *to)
 {
     if (kind == TABLE4)
-        nibbles_by_avx2(words, v, i, bytes, to);
+        nibbles_by_avx2(words, 1, v, i, bytes, to);
     else if (IS_HALF(kind))
         UNROLL for (int j = 0; j < 2; j++) {
             const __m256i high = j ? _mm256_and_si256(v, _mm256_set1_epi16((short)0xFF00)) : _mm256_slli_epi16(v, 8);

@@ -220,7 +220,9 @@ INLINE int within(const float *y, Py_ssize_t n, float most, float least)
 {
     const int32_t top = (int32_t)bits_of(most), bottom = (int32_t)bits_of(least);
     int32_t beyond = 0; /* the sign says whether; integers, since comparisons of floats are slow to combine */
-    for (Py_ssize_t i = 0; i < n; i++) {
+    for (Py_ssize_t i = 0; !bottom && i < n; i++)
+        beyond |= top - (int32_t)(bits_of(y[i]) & 0x7fffffff);
+    for (Py_ssize_t i = 0; bottom && i < n; i++) {
         const int32_t a = (int32_t)(bits_of(y[i]) & 0x7fffffff);
         beyond |= (top - a) | ((a - bottom) & ~(a - 1));
     }
