@@ -90,6 +90,15 @@ def test_each_benchmark_records_its_measurements_and_the_machine(benchmark: str,
         assert all(len(row) == len(table.headings) for row in table.rows) and (table.rows or empty)
 
 
+@pytest.mark.parametrize(("flags", "suffix"), [("fpu avx2", ", AVX2"), ("fpu avx2 avx512f", ""), ("fpu", ""), (None, "")])
+def test_results_tell_processors_without_avx512_apart(flags: str | None, suffix: str, module, monkeypatch) -> None:
+    common = module("common")
+    told = "model name\t: AMD EPYC\n" + (f"flags\t\t: {flags}\n" if flags else "")
+    monkeypatch.setattr(common.Path, "exists", lambda self: True)
+    monkeypatch.setattr(common.Path, "read_text", lambda self, encoding=None: told)
+    assert common.cpu_model() == "AMD EPYC" + suffix
+
+
 @pytest.mark.rest
 def test_first_calls_are_measured_in_processes_of_their_own(tmp_path: Path, module) -> None:
     calls = ["--calls", "cast nvfp4", "--calls", "requantize 128x128 tiles to fp8_block"]
