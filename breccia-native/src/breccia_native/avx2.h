@@ -88,22 +88,10 @@ FOR_AVX2 INLINE __m256 high_half(__m256i v)
     return _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1));
 }
 
-/* The bytes of FP32 numbers by 4-bit codes, the lowest first, in both halves of registers. */
+/* The bytes of FP32 numbers by 4-bit codes (see `bytes_of_table`). */
 typedef struct {
     __m256i of[4];
 } table_bytes;
-
-FOR_AVX2 INLINE table_bytes bytes_of_table(const float *table)
-{
-    table_bytes found;
-    for (int byte = 0; byte < 4; byte++) {
-        uint8_t bytes[16];
-        for (int i = 0; i < 16; i++)
-            bytes[i] = (uint8_t)(bits_of(table[i]) >> 8 * byte);
-        found.of[byte] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)bytes));
-    }
-    return found;
-}
 
 /* Whether the values of 4-bit codes are BF16 numbers: all but NF4's, and tables of a user's own. */
 INLINE int are_words(const float *table)
@@ -196,7 +184,8 @@ FOR_AVX2 INLINE __m256 scales_of_lanes_by_avx2(const float *scales, const float 
 FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, const int role, const int one, const int fine,
     const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)
 {
-    const table_bytes bytes = bytes_of_table(w->codes.table);
+    table_bytes bytes;
+    bytes_of_table(w->codes.table, bytes.of);
     const Py_ssize_t spans = one ? 1 : p->spans;
     const Py_ssize_t second = spans == SPANS ? 4 : 0; /* of the high lanes' scales, where half a chunk has 8 */
     const __m256i codes_of_lanes = _mm256_set_epi32(44, 40, 36, 32, 12, 8, 4, 0);
@@ -396,7 +385,9 @@ FOR_AVX2 INLINE void tile_by_avx2(const int kind, const int words, const int rol
     Py_ssize_t first, Py_ssize_t chunks, float *tile)
 {
     enum { NR = 16 };
-    const table_bytes bytes = kind == TABLE4 ? bytes_of_table(w->codes.table) : (table_bytes){{_mm256_setzero_si256()}};
+    table_bytes bytes;
+    if (kind == TABLE4)
+        bytes_of_table(w->codes.table, bytes.of);
     const int each = kind == TABLE4 ? 8 : 4, parts = CHUNK / (8 * each), size = IS_SIX(kind) ? 24 : 32;
     for (Py_ssize_t c = first; c < first + chunks; c++) {
         const Py_ssize_t after = c + chunks < p->chunks ? c + chunks : c + chunks - p->chunks;

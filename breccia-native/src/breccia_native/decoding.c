@@ -218,21 +218,6 @@ FOR_AVX512 static void avx512_pairs(const uint8_t *data, Py_ssize_t n, const flo
     some_pairs(data, i, n, table, y);
 }
 
-/* The bytes of 16 FP32 numbers, the lowest of all first, in both halves of registers. */
-FOR_AVX2 INLINE void bytes_of_table(const float *table, __m256i to[4])
-{
-    const __m128i apart = _mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    __m128i v[4];
-    for (int i = 0; i < 4; i++)
-        v[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(table + 4 * i)), apart);
-    const __m128i a = _mm_unpacklo_epi32(v[0], v[1]), b = _mm_unpacklo_epi32(v[2], v[3]);
-    const __m128i c = _mm_unpackhi_epi32(v[0], v[1]), d = _mm_unpackhi_epi32(v[2], v[3]);
-    to[0] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(a, b));
-    to[1] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(a, b));
-    to[2] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(c, d));
-    to[3] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(c, d));
-}
-
 /* Numbers of 4 bytes each, of which a shuffle looks up one for 32 codes. */
 FOR_AVX2 static void avx2_pairs(const uint8_t *data, Py_ssize_t n, const float *table, float *y)
 {

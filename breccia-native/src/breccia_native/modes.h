@@ -252,6 +252,34 @@ INLINE int rows_by_groups(const weight *w, const grouping *g, const workspace *t
     return 1;
 }
 
+typedef void (*group_stream)(const weight *, const grouping *, const panel *, const float *, float *);
+
+/* `rows_by_groups` without tiles: `streams` transpose and decode the codes of `together` rows, 16 at most, in registers for each
+   panel of activations. */
+INLINE int rows_from_registers(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+    const Py_ssize_t tallest, const int together, Py_ssize_t first, Py_ssize_t end, float *y, decoder read,
+    const group_stream *streams)
+{
+    panel p;
+    begin_panel(w, g->q, 0, &p);
+    const Py_ssize_t panels = (m + tallest - 1) / tallest;
+    for (Py_ssize_t n = first; n < end; n += together) {
+        const Py_ssize_t stop = n + together < end ? n + together : end;
+        if (!scales_of_panel(w, to, n, stop, g->q, read, NULL, &p))
+            return 0;
+        fill(w, to, n, n, stop, together, &p);
+        for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
+            const Py_ssize_t now = height_of(m, done, panels, i);
+            float sums[TALLEST * 16];
+            streams[now](w, g, &p, x + done * words_of(g, p.chunks * CHUNK), sums);
+            for (Py_ssize_t j = 0; j < now; j++)
+                memcpy(y + (done + j) * w->n + n, sums + j * together, 4 * (size_t)(stop - n));
+            done += now;
+        }
+    }
+    return 1;
+}
+
 /* ------------------------------------------------------------------------------------------------ without instructions */
 
 static void portable_group_tile(

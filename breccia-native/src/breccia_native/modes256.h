@@ -249,26 +249,8 @@ STREAMS256(3)
 FOR_AVX2 static int avx2_rows_by_streams(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
-    typedef void (*group_stream256)(const weight *, const grouping *, const panel *, const float *, float *);
-    static const group_stream256 streams[] = {NULL, integers_streamed1, integers_streamed2, integers_streamed3};
-    const Py_ssize_t panels = (m + PANEL256 - 1) / PANEL256;
-    panel p;
-    begin_panel(w, g->q, 0, &p);
-    for (Py_ssize_t n = first; n < end; n += STREAMED256) {
-        const Py_ssize_t stop = n + STREAMED256 < end ? n + STREAMED256 : end;
-        if (!scales_of_panel(w, to, n, stop, g->q, decoded_by_avx2, NULL, &p))
-            return 0;
-        fill(w, to, n, n, stop, STREAMED256, &p);
-        for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
-            const Py_ssize_t now = height_of(m, done, panels, i);
-            float sums[PANEL256 * STREAMED256];
-            streams[now](w, g, &p, x + done * words_of(g, p.chunks * CHUNK), sums);
-            for (Py_ssize_t j = 0; j < now; j++)
-                memcpy(y + (done + j) * w->n + n, sums + j * STREAMED256, 4 * (size_t)(stop - n));
-            done += now;
-        }
-    }
-    return 1;
+    static const group_stream streams[] = {NULL, integers_streamed1, integers_streamed2, integers_streamed3};
+    return rows_from_registers(w, g, to, x, m, PANEL256, STREAMED256, first, end, y, decoded_by_avx2, streams);
 }
 
 /* The most rows of activations for which decoding codes again for each panel is faster than tiles. */

@@ -343,8 +343,6 @@ FOR_AVX512 INLINE void groups_streamed(const int MB, const int mode, const int k
     UNROLL for (int m = 0; m < MB; m++) _mm512_storeu_ps(sums + m * STREAMED, found[m]);
 }
 
-typedef void (*group_stream)(const weight *, const grouping *, const panel *, const float *, float *);
-
 /* `kind`: one with codes of as many bits, signed or not. */
 #define GROUP_STREAM(name, MB, target, mode, kind, shifts)                                                                  \
     target static void name##MB(const weight *w, const grouping *g, const panel *p, const float *x, float *sums)            \
@@ -376,24 +374,7 @@ FOR_AVX512 static int rows_by_streams(const weight *w, const grouping *g, const 
 {
     const int kind = w->codes.kind, bits = kind == TABLE4 ? 0 : kind == I8 ? 3 : 1 + IS_SIX(kind);
     const group_stream *streams = (g->mode == INT8_MODE ? integer_streams : float_streams)[bits][w->role == ZERO_POINT];
-    panel p;
-    begin_panel(w, g->q, 0, &p);
-    const Py_ssize_t panels = (m + TALLEST - 1) / TALLEST;
-    for (Py_ssize_t n = first; n < end; n += STREAMED) {
-        const Py_ssize_t stop = n + STREAMED < end ? n + STREAMED : end;
-        if (!scales_of_panel(w, to, n, stop, g->q, decoded_by_avx512, NULL, &p))
-            return 0;
-        fill(w, to, n, n, stop, STREAMED, &p);
-        for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
-            const Py_ssize_t now = height_of(m, done, panels, i);
-            float sums[TALLEST * STREAMED];
-            streams[now](w, g, &p, x + done * words_of(g, p.chunks * CHUNK), sums);
-            for (Py_ssize_t j = 0; j < now; j++)
-                memcpy(y + (done + j) * w->n + n, sums + j * STREAMED, 4 * (size_t)(stop - n));
-            done += now;
-        }
-    }
-    return 1;
+    return rows_from_registers(w, g, to, x, m, TALLEST, STREAMED, first, end, y, decoded_by_avx512, streams);
 }
 
 FOR_AVX512 static void avx512_pack_groups(

@@ -52,4 +52,19 @@ __attribute__((target("avx2"))) INLINE void transposed8(__m256 r[8])
     }
 }
 
+/* The bytes of 16 FP32 numbers, the lowest of all first, in both halves of registers. */
+__attribute__((target("avx2"))) INLINE void bytes_of_table(const float *table, __m256i to[4])
+{
+    const __m128i apart = _mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    __m128i v[4];
+    for (int i = 0; i < 4; i++)
+        v[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(table + 4 * i)), apart);
+    const __m128i a = _mm_unpacklo_epi32(v[0], v[1]), b = _mm_unpacklo_epi32(v[2], v[3]);
+    const __m128i c = _mm_unpackhi_epi32(v[0], v[1]), d = _mm_unpackhi_epi32(v[2], v[3]);
+    to[0] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(a, b));
+    to[1] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(a, b));
+    to[2] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(c, d));
+    to[3] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(c, d));
+}
+
 #endif
