@@ -193,6 +193,8 @@ def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None, bias:
     product, mode = np.empty((m, n), np.float32), _mode(x, st, weight, k, mode)
     if mode == BF16_MODE and not products.fast(BF16_MODE, *_about(weight, k), _MANY):
         x, mode = _rounded_to_bf16(x), FP32  # emulated instructions would take 30 times as long
+    if m > rows:  # parts of about as many rows each are multiplied in the same way
+        rows = -(-m // -(-m // rows))
     for start in range(0, m, rows):
         part, to = (x, product) if m <= rows else (x[start : start + rows], product[start : start + rows])
         if not (
