@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import shutil
 import subprocess
@@ -299,6 +300,41 @@ def test_nan_codes_and_scales_make_nan_where_they_should(instruction_set: str) -
             check_bound(multiplied(x[:rows], st), x[:rows], d)
 
 
+@pytest.mark.parametrize("size", [1.0, 2.0**-45, 2.0**-70, 2.0**-90])
+@pytest.mark.parametrize("name", ["int4-32", "mxfp4", "nf4", "e4m3-row", "e5m2-tensor", "mxfp6-e2m3", "mxfp6-e3m2", "int8"])
+def test_no_bit_of_an_activation_is_lost(instruction_set: str, name: str, size: float) -> None:
+    n, k, rng = 40, 256, np.random.default_rng(0)
+    st, element = tensor(FORMATS[name], n, k), FORMATS[name].element
+    codes, columns, values = np.zeros((n, k), np.uint8), np.arange(n) * 5, np.zeros(n, np.float32)
+    if name == "nf4":
+        codes[:] = [element.value(code) for code in range(16)].index(0)
+    numbers = [code for code in range(1 << element.bits) if np.isfinite(element.value(code))]
+    codes[np.arange(n), columns] = chosen = rng.choice(numbers, n)
+    values = np.array([element.value(int(code)) for code in chosen], np.float32)
+    bits = codes[..., None] >> np.arange(element.bits) & 1
+    data = np.packbits(bits.reshape(n, -1), axis=-1, bitorder="little").reshape(st.data.shape)
+    scale = written(FORMATS[name].scale.codec, np.full(st.scale.shape, 0.25))
+    st = with_parts(st, breccia.backend.components(st) | {"data": data, "scale": scale})
+    for m in (1, 4, 9, 17, 64):
+        x = (rng.standard_normal((m, k)) * size).astype(np.float32)
+        # One product of every sum is not zero: it is rounded once, and a quarter of it is exact.
+        np.testing.assert_array_equal(multiplied(x, st), x[:, columns] * values / 4)
+        if size == 1:
+            half = x.astype(np.float16)
+            np.testing.assert_array_equal(multiplied(half, st), half.astype(np.float32)[:, columns] * values / 4)
+
+
+def test_infinite_codes_give_infinite_products(instruction_set: str) -> None:
+    st = tensor(FORMATS["e5m2-tensor"], 37, 256)
+    data = st.data.copy()
+    data[35, -1] = 0b1_11111_00  # -inf
+    st = with_parts(st, breccia.backend.components(st) | {"data": data})
+    for m in (1, 4, 9, 40):
+        x = np.arange(1, m * 256 + 1, dtype=np.float32).reshape(m, 256)
+        found = multiplied(x, st)
+        assert (found[:, 35] == -np.inf).all() and np.isfinite(np.delete(found, 35, axis=1)).all()
+
+
 def test_nan_in_activations_stays_in_its_row(instruction_set: str) -> None:
     st = tensor(FORMATS["nvfp4"], 33, 300)
     for rows in (1, 4, 20):
@@ -319,10 +355,10 @@ def test_nan_in_activations_stays_in_its_row(instruction_set: str) -> None:
     ],
 )
 def test_numbers_beyond_the_limits_are_left_to_numpy(instruction_set: str, what: str, x: float, scale: float) -> None:
-    for name in ("int4-32", "e4m3-row", "int4-tensor"):
-        st = tensor(FORMATS[name], 8, 64)
+    for name, m, k in itertools.product(("int4-32", "e4m3-row", "int4-tensor"), (2, 16), (64, 256)):
+        st = tensor(FORMATS[name], 8, k)
         st = with_parts(st, breccia.backend.components(st) | {"scale": np.full(st.scale.shape, scale, np.float32)})
-        a = np.ones((2, 64), np.float32)
+        a = np.ones((m, k), np.float32)
         a[1, 63] = x
         assert native._of_rows(a, st) is None, what
         with np.errstate(all="ignore"):
@@ -683,7 +719,7 @@ def test_formats_say_why_they_are_not_compiled() -> None:
 def test_few_rows_are_much_faster_than_torch_in_fp32() -> None:
     """Ratios of interleaved calls, with weights larger than the caches; half of what was measured on an idle machine."""
     torch = pytest.importorskip("torch")
-    if products.use()[0] != "avx512":
+    if "avx512" not in products.use():
         pytest.skip("measured with AVX-512 only")
     w = torch.randn(4096, 4096) * 0.02
     dense, coded = [w.clone() for _ in range(4)], [breccia.cast(w, "int4") for _ in range(16)]

@@ -62,20 +62,28 @@ static float lift_of(int kind)
     return kind == E4M3 ? E4M3_LIFT : kind == E2M3 ? E2M3_LIFT : kind == E3M2 ? E3M2_LIFT : 1;
 }
 
-/* FP16 with the bits of FP8 and FP6 numbers in the high bytes of lanes; the low bytes of all but E5M2 do not matter. */
-FOR_AVX2 INLINE __m256i halves_by_avx2(const int kind, __m256i high)
+/* FP16 with the bits of FP8 and FP6 numbers in the high bytes of lanes; the low bytes of all but E5M2 do not matter. E4M3's NaN
+   becomes a number. */
+FOR_AVX2 INLINE __m256i finite_halves_by_avx2(const int kind, __m256i high)
 {
     if (kind == E2M3)
         return _mm256_and_si256(_mm256_srai_epi16(high, 3), _mm256_set1_epi16((short)0x8F80));
     if (kind == E3M2)
         return _mm256_and_si256(_mm256_srai_epi16(high, 2), _mm256_set1_epi16((short)0x9F00));
-    if (kind == E4M3) {
-        const __m256i keep = _mm256_set1_epi16((short)0xBF80), nan = _mm256_set1_epi16(0x4000);
-        high = _mm256_and_si256(_mm256_srai_epi16(high, 1), keep);
-        /* 0x3F80 is E4M3's NaN: with bit 14 it is FP16's. */
-        return _mm256_or_si256(high, _mm256_and_si256(_mm256_add_epi16(high, _mm256_set1_epi16(0x80)), nan));
-    }
+    if (kind == E4M3)
+        return _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xBF80));
     return high;
+}
+
+/* Likewise, and E4M3's NaN stays one. */
+FOR_AVX2 INLINE __m256i halves_by_avx2(const int kind, __m256i high)
+{
+    high = finite_halves_by_avx2(kind, high);
+    if (kind != E4M3)
+        return high;
+    /* NaN became 0x3F80: with bit 14 it is FP16's. */
+    const __m256i next = _mm256_add_epi16(high, _mm256_set1_epi16(0x80));
+    return _mm256_or_si256(high, _mm256_and_si256(next, _mm256_set1_epi16(0x4000)));
 }
 
 FOR_AVX2 INLINE __m256 low_half(__m256i v)
@@ -240,7 +248,18 @@ FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, cons
         UNROLL for (int r = 0; r < ROWS; r++) sums[m * ROWS + r] = sum_of(a[m][r]);
 }
 
-/* Likewise for codes of 6 and 8 bits: scales are applied to sums of two codes, or of INT8 ones of four. */
+/* Whether a row has a code whose bits but the sign are all 1: E4M3's NaN. */
+static int has_nan(const panel *p, int r)
+{
+    for (Py_ssize_t c = 0; c < p->chunks; c++)
+        for (int i = 0; i < CHUNK; i++)
+            if ((codes_of(p, r, c)[i] & 127) == 127)
+                return 1;
+    return 0;
+}
+
+/* Likewise for codes of 6 and 8 bits: scales are applied to sums of two codes, or of INT8 ones of four. All sums of a row with
+   E4M3's NaN are NaN, so it is enough to look for it once per panel. */
 FOR_AVX2 INLINE void bytes_streamed_by_avx2(
     const int M, const int kind, const int role, const panel *p, const float *x, Py_ssize_t stride, float *sums)
 {
@@ -249,6 +268,7 @@ FOR_AVX2 INLINE void bytes_streamed_by_avx2(
     const __m256i two = _mm256_set_epi32(14, 12, 10, 8, 6, 4, 2, 0), half = _mm256_set1_epi32(EACH / 2);
     const __m256i lanes = spans_of(IS_HALF(kind) ? two : _mm256_add_epi32(two, two), spans);
     const __m256i others = spans_of(_mm256_add_epi32(two, half), spans);
+    __m256i largest = _mm256_setzero_si256();
     __m256 a[4][ROWS];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm256_setzero_ps();
@@ -263,9 +283,12 @@ FOR_AVX2 INLINE void bytes_streamed_by_avx2(
                 const __m256i v = bytes_by_avx2(kind, codes + i * (IS_SIX(kind) ? 24 : 32));
                 const Py_ssize_t at = c * spans + i * spans / (CHUNK / EACH);
                 __m256 d[4];
+                if (kind == E4M3)
+                    largest = _mm256_max_epu8(largest, _mm256_or_si256(v, _mm256_set1_epi8((char)128)));
                 if (IS_HALF(kind)) {
-                    const __m256i even = halves_by_avx2(kind, _mm256_slli_epi16(v, 8));
-                    const __m256i odd = halves_by_avx2(kind, _mm256_and_si256(v, _mm256_set1_epi16((short)0xFF00)));
+                    const __m256i high = kind == E5M2 ? _mm256_and_si256(v, _mm256_set1_epi16((short)0xFF00)) : v;
+                    const __m256i even = finite_halves_by_avx2(kind, _mm256_slli_epi16(v, 8));
+                    const __m256i odd = finite_halves_by_avx2(kind, high);
                     d[0] = low_half(even), d[1] = high_half(even), d[2] = low_half(odd), d[3] = high_half(odd);
                 } else
                     UNROLL for (int j = 0; j < 4; j++) d[j] = integer_by_avx2(kind, v, j);
@@ -297,6 +320,11 @@ FOR_AVX2 INLINE void bytes_streamed_by_avx2(
         }
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) sums[m * ROWS + r] = sum_of(a[m][r]);
+    if (kind != E4M3 || !_mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(-1))))
+        return;
+    for (int r = 0; r < ROWS; r++)
+        for (int m = 0; has_nan(p, r) && m < M; m++)
+            sums[m * ROWS + r] = NAN;
 }
 
 #define NIBBLES_BY_AVX2(M, words, role, one, fine) nibbles_streamed_by_avx2(M, words, role, one, fine, w, p, x, stride, sums)

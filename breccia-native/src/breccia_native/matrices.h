@@ -1,4 +1,4 @@
-/* BF16 activations by the matrix unit of x86 processors (AMX).
+/* BF16 activations, and FP32 ones in parts, by the matrix unit of x86 processors (AMX).
 
    The unit multiplies a tile of 16 rows by 32 BF16 numbers by one of 16 pairs of numbers for each of up to 16 columns, and adds
    the products to a tile of 16 x 16 sums in FP32. Rows of the weight are decoded into tiles of the first form, where they stay
@@ -6,7 +6,10 @@
 
    Scales are multiplied by codes when these are decoded where the products are BF16 numbers: E4M3 scales by 4-bit codes of few
    bits; and, for MANY_ROWS of activations and more, powers of two. Other scales are multiplied by the sums of each group, whose
-   codes then have tiles of their own. */
+   codes then have tiles of their own.
+
+   An FP32 number is the sum of three BF16 numbers, an FP16 number of two, whose products with codes are added to the same sums:
+   nothing is rounded that a product in FP32 would not round, and three of these products are faster than one by AVX-512. */
 
 #ifndef BRECCIA_MATRICES_H
 #define BRECCIA_MATRICES_H
@@ -29,6 +32,7 @@ enum {
     HALVES = CLAIM / SIDE,    /* tiles side by side that have the rows of a claim */
     CLAIMS = 4,               /* that are multiplied by a few chunks of many rows of activations while the L2 cache has these */
     MANY_ROWS = 48,           /* of activations, for which adding to exponents is faster than multiplying sums of groups */
+    FEWEST_IN_PARTS = 9,      /* rows of activations for which their parts are multiplied faster than FP32 numbers */
     LONG = 2,                 /* chunks that are decoded together, at most: their tiles stay in the L1 cache */
     DECODED = HALVES * LONG * TILES * WORDS_OF_TILE, /* words of them */
 };
@@ -55,17 +59,25 @@ static int may_use_matrices(void)
 /* When scales are multiplied: by the sums of groups, or by codes, as numbers or by adding to exponents. */
 enum { BY_SUMS, BY_CODES, BY_EXPONENTS };
 
-/* Scales by codes need codes that are 0 or from 2^-20 to 2^20, and powers of two are from 2^-30 to 2^6: no product of a code, a
-   scale and an activation is subnormal, which the unit would flush, or infinite. */
-static int scaling_of(const weight *w)
+/* Whether codes are 0 or from 2^-20 to 2^20. */
+static int are_moderate(const weight *w)
 {
-    int few = 1, moderate = 1;
+    int moderate = 1;
     for (int i = 0; w->codes.kind == TABLE4 && i < 16; i++) {
         const float size = fabsf(w->codes.table[i]);
-        few &= !(bits_of(size) & 0xfffff);
         moderate &= size == 0 || (size >= 0x1p-20f && size <= 0x1p20f);
     }
-    if (!factor_is_last(w) || !moderate)
+    return moderate;
+}
+
+/* Scales by codes need moderate codes, and powers of two are from 2^-30 to 2^6: no product of a code, a scale and an activation,
+   or a part of one, is subnormal, which the unit would flush, or infinite. */
+static int scaling_of(const weight *w)
+{
+    int few = 1;
+    for (int i = 0; w->codes.kind == TABLE4 && i < 16; i++)
+        few &= !(bits_of(w->codes.table[i]) & 0xfffff);
+    if (!factor_is_last(w) || !are_moderate(w))
         return BY_SUMS;
     if (w->scale.kind == E8M0)
         return BY_EXPONENTS;
@@ -101,10 +113,22 @@ static Py_ssize_t fewest_by_matrices(const weight *w)
     return are_pairs(w->codes.kind, w->role) && grouped ? 5 : PY_SSIZE_T_MAX;
 }
 
-/* Whether groups are shorter than the codes that one vector of 64 bytes has, which are then sorted by groups of 32. */
+/* Whether m rows of activations are multiplied in parts where a product in FP32 was asked for, and by which `parts` then. Fewer than
+   CHUNK columns could have more roundings than the bound of FP32 allows them; infinite codes times parts of 0 would be NaN. */
+static int takes_parts(const weight *w, Py_ssize_t m, int x_kind, grouping *parts)
+{
+    if (m < FEWEST_IN_PARTS || m < fewest_by_matrices(w) || w->k < CHUNK || w->codes.kind == E5M2 || !are_moderate(w) ||
+        !grouped(parts, BF16_MODE, w->codes.kind, w->codes.table, w->block, w->k) || !takes_matrices(w, parts))
+        return 0;
+    parts->parts = x_kind == BF16 ? 1 : x_kind == F16 ? 2 : 3;
+    return w->role == NONE || w->offset.kind == U8 || w->offset.kind == I8;
+}
+
+/* Whether groups are shorter than the codes that one vector of 64 bytes has, which are then sorted by groups of 32. Codes with
+   scales of fewer are multiplied by these before (see `takes_matrices`). */
 INLINE int is_sorted(int kind, Py_ssize_t q)
 {
-    return q < (kind == TABLE4 ? 128 : 64);
+    return q >= 32 && q < (kind == TABLE4 ? 128 : 64);
 }
 
 /* Sort the words of codes decoded from 64 bytes: each vector then has 32 successive codes. */
@@ -133,7 +157,15 @@ INLINE int place_of(int half, int sorted, int tile, int row)
     return first + unit * 2 * half + i;
 }
 
-/* The `group_packer`: tile by tile, a word of each row of the panel next to those of the others. */
+/* What is left of FP32 numbers without their first 8 bits, which `first` then has: numbers of 8 bits fewer. */
+FOR_AVX512 INLINE __m512 without_first_bits(__m512 y, __m512 *first)
+{
+    *first = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(y), _mm512_set1_epi32((int)0xffff0000)));
+    return _mm512_sub_ps(y, *first);
+}
+
+/* The `group_packer`: tile by tile, a word of each row of the panel next to those of the others. Tiles of smaller parts come before
+   those of larger ones. */
 FOR_BF16 static void pack_matrices(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
     const Py_ssize_t length = (k + CHUNK - 1) / CHUNK * CHUNK, rows = part.rows, end = part.end < k ? part.end : length;
@@ -162,17 +194,24 @@ FOR_BF16 static void pack_matrices(const grouping *g, int kind, const float *x, 
         }
         for (int t = 0; t < TILES; t++) {
             const __m512i first = _mm512_loadu_si512(places[t]), second = _mm512_add_epi32(first, _mm512_set1_epi32(half));
-            __m512 v[SIDE];
+            __m512 v[3][SIDE];
             for (Py_ssize_t r = 0; r < SIDE; r++) {
                 const float *row = from[r < rows ? r : 0];
-                const __m512 low = _mm512_i32gather_ps(first, row, 4), high = _mm512_i32gather_ps(second, row, 4);
-                const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-                v[r] = _mm512_castsi512_ps(_mm512_permutexvar_epi16(paired, both));
+                __m512 low = _mm512_i32gather_ps(first, row, 4), high = _mm512_i32gather_ps(second, row, 4);
+                for (int i = g->parts - 1; i >= 0; i--) {
+                    __m512 a = low, b = high;
+                    if (g->parts > 1)
+                        low = without_first_bits(low, &a), high = without_first_bits(high, &b);
+                    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+                    v[i][r] = _mm512_castsi512_ps(_mm512_permutexvar_epi16(paired, both));
+                }
             }
-            transposed(v);
-            float *tile = to + (c / CHUNK * TILES + t) * SIDE * rows;
-            for (int i = 0; i < SIDE; i++)
-                _mm512_mask_storeu_ps(tile + i * rows, here, v[i]);
+            float *tile = to + (c / CHUNK * TILES + t) * g->parts * SIDE * rows;
+            for (int part = 0; part < g->parts; part++, tile += SIDE * rows) {
+                transposed(v[part]);
+                for (int i = 0; i < SIDE; i++)
+                    _mm512_mask_storeu_ps(tile + i * rows, here, v[part][i]);
+            }
         }
     }
 }
@@ -230,11 +269,11 @@ FOR_AVX512 INLINE void add_scaled(const float *tile, const float *scales, float 
     }
 }
 
-/* Tiles that are multiplied: of the first half of a claim, and of a panel of activations with so many rows. */
+/* Tiles that are multiplied: of the first half of a claim, and of a panel of activations with so many rows and parts. */
 typedef struct {
     const uint32_t *codes;
     const float *x;
-    Py_ssize_t rows;
+    Py_ssize_t rows, parts;
 } factors;
 
 /* Sums of SIDE rows of activations by CLAIM rows of the weight. */
@@ -247,20 +286,29 @@ enum { SUMS = HALVES * SIDE * SIDE };
    and after these loops. */
 FOR_MATRICES INLINE void add_products(const int TWO, const int shared, Py_ssize_t count, const factors a, const factors b)
 {
-    const Py_ssize_t half = LONG * TILES * WORDS_OF_TILE;
+    const Py_ssize_t half = LONG * TILES * WORDS_OF_TILE, parts = a.parts;
+    const float *x = a.x, *y = b.x;
     for (Py_ssize_t t = 0; t < count; t++) {
         _tile_loadd(4, a.codes + t * WORDS_OF_TILE, 64);
-        _tile_loadd(6, a.x + t * SIDE * a.rows, 4 * a.rows);
-        _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(5, a.codes + half + t * WORDS_OF_TILE, 64);
-        _tile_dpbf16ps(1, 5, 6);
-        if (TWO) {
-            _tile_loadd(7, b.x + t * SIDE * b.rows, 4 * b.rows);
-            if (!shared)
-                _tile_loadd(4, b.codes + t * WORDS_OF_TILE, 64);
+        for (Py_ssize_t i = 0; i < parts; i++, x += SIDE * a.rows) {
+            _tile_loadd(6, x, 4 * a.rows);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 5, 6);
+            if (TWO && shared) {
+                _tile_loadd(7, y, 4 * b.rows);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+                y += SIDE * b.rows;
+            }
+        }
+        if (!TWO || shared)
+            continue;
+        _tile_loadd(4, b.codes + t * WORDS_OF_TILE, 64);
+        _tile_loadd(5, b.codes + half + t * WORDS_OF_TILE, 64);
+        for (Py_ssize_t i = 0; i < parts; i++, y += SIDE * b.rows) {
+            _tile_loadd(7, y, 4 * b.rows);
             _tile_dpbf16ps(2, 4, 7);
-            if (!shared)
-                _tile_loadd(5, b.codes + half + t * WORDS_OF_TILE, 64);
             _tile_dpbf16ps(3, 5, 7);
         }
     }
@@ -301,7 +349,7 @@ FOR_MATRICES INLINE void add_groups(const int TWO, const int shared, Py_ssize_t 
 /* The factors that are `tiles` later. */
 INLINE factors later(const factors a, Py_ssize_t tiles)
 {
-    const factors found = {a.codes + tiles * WORDS_OF_TILE, a.x + tiles * SIDE * a.rows, a.rows};
+    const factors found = {a.codes + tiles * WORDS_OF_TILE, a.x + tiles * a.parts * SIDE * a.rows, a.rows, a.parts};
     return found;
 }
 
@@ -418,7 +466,8 @@ FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int 
                 const int count = i + 1 < panels ? 2 : 1;
                 for (int j = 0; j < count; j++) {
                     const Py_ssize_t rows = height_of(m, done, panels, i + j);
-                    two[j] = (factors){codes, x + done * words_of(g, length) + c * TILES * SIDE * rows, rows};
+                    two[j] = (factors){
+                        codes, x + (done * length / 2 + c * TILES * SIDE * rows) * g->parts, rows, g->parts};
                     sums[j] = to->sums + (claim * panels + i + j) * SUMS;
                     done += rows;
                 }

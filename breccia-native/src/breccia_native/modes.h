@@ -18,12 +18,15 @@ enum { WIDE = 32, DEEP = 4, TALLEST = 12 };
 
 /* Activations of groups below this count as zero, where they are rounded to INT8. */
 #define LEAST_AMAX 0x1p-100f
-/* The smallest BF16 number other than zero: products of larger ones, and their sums, are not subnormal. */
+/* The smallest BF16 number other than zero: products of larger ones, and their sums, are not subnormal. And the smallest FP32
+   number that is multiplied in parts (see matrices.h), the last of which is 2^-23 of it or more. */
 #define LEAST_BF16 0x1p-60f
+#define LEAST_OF_PARTS 0x1p-46f
 
 /* How codes of a kind are multiplied. */
 typedef struct {
     int mode, per;      /* per: codes of a word */
+    int parts;          /* BF16 numbers that an activation is the sum of: 1 where it is rounded */
     Py_ssize_t q;       /* codes of a group */
     uint8_t bytes[16];  /* INT8, 4-bit codes: the value times `unit`, plus `shift` */
     int shift;          /* what the bytes of all codes are too large by */
@@ -48,7 +51,7 @@ typedef void (*group_tiler)(const weight *, const grouping *, const panel *, Py_
 /* Words of packed activations of one row of `length` codes: codes, and for INT8 scales, sums and starts. */
 INLINE Py_ssize_t words_of(const grouping *g, Py_ssize_t length)
 {
-    return length / g->per + (g->mode == INT8_MODE ? 3 * (length / g->q) : 0);
+    return length / g->per * g->parts + (g->mode == INT8_MODE ? 3 * (length / g->q) : 0);
 }
 
 /* Where the codes of a panel of `rows` rows are, from chunk `c` on. */
@@ -66,6 +69,7 @@ static int grouped(grouping *g, int mode, int kind, const float *table, Py_ssize
 {
     g->mode = mode;
     g->per = mode == INT8_MODE ? 4 : 2;
+    g->parts = 1;
     g->shift = 0;
     g->unit = 1;
     for (g->q = CHUNK; block < k && block % g->q; g->q /= 2)

@@ -5,7 +5,7 @@
    call, in the order in which a version decodes codes.
 
    Few rows of activations are multiplied by codes decoded in registers (avx512.h), more of them by tiles decoded into the L1
-   cache (tiles.h). Every element of a product is summed by one thread in one order, so its bits do not depend on the number
+   cache (tiles.h), or with AMX by its matrix unit, in parts (matrices.h). Every element of a product is summed by one thread in one order, so its bits do not depend on the number
    of threads, nor on other rows of activations in the same path.
 
    Scales may be applied to sums of a span: their roundings are fewer than the K that the error bound of docs/spec/numerics.md
@@ -290,14 +290,14 @@ static int pack_part(const product *p, Py_ssize_t i)
 {
     const weight *w = p->w;
     const Py_ssize_t k = w->k;
-    const int mode = p->g->mode;
+    const float least = p->g->mode != BF16_MODE ? 0 : p->g->parts > 1 ? LEAST_OF_PARTS : LEAST_BF16;
     const part part = p->by ? p->by->part(w, p->m, i) : rounded_part(p->m, k, i, p->mode->tallest);
     int fine = 1;
     for (Py_ssize_t r = part.row; r < part.row + part.rows; r++) {
         float *row = p->wide + r * k;
         if (p->x.kind != F32)
             decoded(&p->x, r * k + part.column, part.end - part.column, row + part.column);
-        fine &= within(row + part.column, part.end - part.column, MOST_X, mode == BF16_MODE ? LEAST_BF16 : 0);
+        fine &= within(row + part.column, part.end - part.column, MOST_X, least);
     }
     if (p->by)
         p->by->pack(w, p->wide, p->m, part, p->packed);
@@ -363,8 +363,8 @@ static void multiply_some(void *context)
     free(to.memory);
 }
 
-/* Compute a product on up to `threads` threads. Returns 0 where there is no memory. */
-static int multiply_all(product *p, int threads)
+/* Compute a product in a mode on up to `threads` threads. Returns 0 where there is no memory. */
+static int multiply_in_mode(product *p, int threads)
 {
     const weight *w = p->w;
     const size_t words = (size_t)(p->m * words_of(p->g, padded(w->k))), plain = p->x.kind == F32 ? 0 : (size_t)(p->m * w->k);
@@ -376,11 +376,30 @@ static int multiply_all(product *p, int threads)
     p->by = version_for(p->g->mode, w, p->m);
     p->mode = p->by ? NULL : mode_for(p->g, w);
     p->parts = p->by ? p->by->parts(w, p->m) : rounded_parts(p->m, w->k, p->mode->tallest);
+    p->next_part = p->packed_parts = p->next_row = 0;
     p->fine = p->memory = 1;
     p->threads = threads > 1 ? threads : 1;
     run_shared(multiply_some, p, threads);
     free(memory);
     return p->memory;
+}
+
+/* Likewise, in the mode that was asked for, or one with its bound that is faster. */
+static int multiply_all(product *p, int threads)
+{
+#if defined(HAS_MATRICES)
+    const grouping *const asked = p->g;
+    grouping parts;
+    if (asked->mode == FP32_MODE && matrices && takes_parts(p->w, p->m, p->x.kind, &parts)) {
+        p->g = &parts;
+        if (!multiply_in_mode(p, threads))
+            return 0;
+        p->g = asked;
+        if (p->fine)
+            return 1;
+    }
+#endif
+    return multiply_in_mode(p, threads);
 }
 
 /* The arguments of `multiply`: its buffers, and what they say of the product. */
@@ -404,7 +423,7 @@ static int is_call(PyObject *args, const char *format, call *c)
 {
     Py_ssize_t tall;
     memset(c, 0, sizeof *c);
-    c->g = (grouping){FP32_MODE, 1, 1, {0}, 0, 1};
+    c->g = (grouping){FP32_MODE, 1, 1, 1, {0}, 0, 1};
     weight *const w = &c->w;
     if (!PyArg_ParseTuple(args, format, &c->x, &c->x_kind, &c->m, &w->n, &w->k, &c->mode, &c->data, &w->codes.kind, &w->width,
             &c->table, &c->scale, &w->scale.kind, &c->scale_table, &w->block, &tall, &w->divides, &w->factor, &w->least, &c->offset,
