@@ -5,7 +5,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-#: Python's own flags ask for what debuggers need: of these inlined kernels ten times their size, and half the time to compile.
+#: Python's own flags ask for debugging information, which makes inlined kernels several times larger and slower to compile.
 PLAIN = ["-g0"]
 HEADERS = [f"src/breccia_native/{name}.h" for name in ("bits", "numbers", "pool", "transpose", "versions")]
 

@@ -82,8 +82,7 @@ def tensor(fmt: Format, n: int, k: int, seed: int = 0) -> ScaledTensor:
     group = 8 // math.gcd(element.bits, 8)
     codes = rng.choice(np.array(finite, np.uint8), (n, -(-k // group) * group))
     codes[:, k:] = 0
-    bits = codes[..., None] >> np.arange(element.bits, dtype=np.uint8) & 1
-    data = np.packbits(bits.reshape(n, -1), axis=-1, bitorder="little")
+    data = packed(codes, element.bits)
     m, width = level.block
     shape = () if level.block == TENSOR else (-(-n // (m or n)), -(-k // (width or k)))
     scale = written(level.codec, rng.uniform(0.03, 0.12, shape))
@@ -99,6 +98,12 @@ def tensor(fmt: Format, n: int, k: int, seed: int = 0) -> ScaledTensor:
     g, recipe = None if fmt.global_scale is None else np.array(3.7, np.float32), _Recipe(fmt)
     assert data.shape[1] == packed_length(element, k)
     return ScaledTensor.from_parts(data, scale, recipe, layout, zero_point, g, -1, -k % group)
+
+
+def packed(codes: np.ndarray, width: int) -> np.ndarray:
+    """Rows of codes of `width` bits each, the first in the lowest bits."""
+    bits = codes[..., None] >> np.arange(width, dtype=np.uint8) & 1
+    return np.packbits(bits.reshape(len(codes), -1), axis=-1, bitorder="little")
 
 
 def written(codec: Codec, values: Any) -> np.ndarray:
@@ -123,7 +128,7 @@ def test_weights_that_cancel_to_zero_are_zero(instruction_set: str) -> None:
             st = tensor(Format(integer(bits), (Level(F32, (1, block)),), "bias"), 40, 256)
             scale = np.full(st.scale.shape, 1.1 / 3, np.float32)
             parts = {"scale": scale, "zero_point": -(np.float32(3) * scale)}
-            parts["data"] = np.packbits(np.tile(3 >> np.arange(bits) & 1, (40, 256)), axis=1, bitorder="little")
+            parts["data"] = packed(np.full((40, 256), 3, np.uint8), bits)
             st = with_parts(st, breccia.backend.components(st) | parts)
             assert not breccia.dequantize(st, prefer="reference.dequantize").any()
             for m in (1, 2, 4, 20):
@@ -305,16 +310,14 @@ def test_nan_codes_and_scales_make_nan_where_they_should(instruction_set: str) -
 def test_no_bit_of_an_activation_is_lost(instruction_set: str, name: str, size: float) -> None:
     n, k, rng = 40, 256, np.random.default_rng(0)
     st, element = tensor(FORMATS[name], n, k), FORMATS[name].element
-    codes, columns, values = np.zeros((n, k), np.uint8), np.arange(n) * 5, np.zeros(n, np.float32)
+    codes, columns = np.zeros((n, k), np.uint8), np.arange(n) * 5
     if name == "nf4":
         codes[:] = [element.value(code) for code in range(16)].index(0)
     numbers = [code for code in range(1 << element.bits) if np.isfinite(element.value(code))]
     codes[np.arange(n), columns] = chosen = rng.choice(numbers, n)
     values = np.array([element.value(int(code)) for code in chosen], np.float32)
-    bits = codes[..., None] >> np.arange(element.bits) & 1
-    data = np.packbits(bits.reshape(n, -1), axis=-1, bitorder="little").reshape(st.data.shape)
     scale = written(FORMATS[name].scale.codec, np.full(st.scale.shape, 0.25))
-    st = with_parts(st, breccia.backend.components(st) | {"data": data, "scale": scale})
+    st = with_parts(st, breccia.backend.components(st) | {"data": packed(codes, element.bits), "scale": scale})
     for m in (1, 4, 9, 17, 64):
         x = (rng.standard_normal((m, k)) * size).astype(np.float32)
         # One product of every sum is not zero: it is rounded once, and a quarter of it is exact.

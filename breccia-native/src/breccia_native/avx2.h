@@ -323,8 +323,9 @@ FOR_AVX2 INLINE void bytes_streamed_by_avx2(
     if (kind != E4M3 || !_mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(-1))))
         return;
     for (int r = 0; r < ROWS; r++)
-        for (int m = 0; has_nan(p, r) && m < M; m++)
-            sums[m * ROWS + r] = NAN;
+        if (has_nan(p, r))
+            for (int m = 0; m < M; m++)
+                sums[m * ROWS + r] = NAN;
 }
 
 #define NIBBLES_BY_AVX2(M, words, role, one, fine) nibbles_streamed_by_avx2(M, words, role, one, fine, w, p, x, stride, sums)

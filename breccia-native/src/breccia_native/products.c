@@ -5,8 +5,8 @@
    call, in the order in which a version decodes codes.
 
    Few rows of activations are multiplied by codes decoded in registers (avx512.h), more of them by tiles decoded into the L1
-   cache (tiles.h), or with AMX by its matrix unit, in parts (matrices.h). Every element of a product is summed by one thread in one order, so its bits do not depend on the number
-   of threads, nor on other rows of activations in the same path.
+   cache (tiles.h), or with AMX by its matrix unit, in parts (matrices.h). Every element of a product is summed by one thread in
+   one order, so its bits do not depend on the number of threads, nor on other rows of activations in the same path.
 
    Scales may be applied to sums of a span: their roundings are fewer than the K that the error bound of docs/spec/numerics.md
    allows, where no sum overflows or underflows. `multiply` returns False for numbers beyond these limits. */
