@@ -29,8 +29,8 @@ test-all: $(VENV)/ready
 # Each distribution from its wheel, in an environment that has what it declares and nothing else; some with the lowest versions too.
 test-apart:
 	@$(CHECK_PYTHON)
-	$(PYTHON) tests/apart.py
-	$(PYTHON) tests/apart.py --lowest breccia-core breccia-bridges
+	$(PYTHON) tests/tools/apart.py
+	$(PYTHON) tests/tools/apart.py --lowest breccia-core breccia-bridges
 
 # The long ones: minutes of parity and idempotence, and measurements as ratios.
 slow: $(VENV)/ready
@@ -38,8 +38,8 @@ slow: $(VENV)/ready
 
 # Every mutant of the core against the tests: hours of one core. Run again after an interruption, it goes on.
 mutants: $(MUTANTS)/ready
-	$(MUTANTS)/bin/python -m pytest -q tests/test_mutation.py
-	$(MUTANTS)/bin/python tests/mutation.py --jobs $$(nproc) --out $(MUTANTS)/sessions
+	$(MUTANTS)/bin/python -m pytest -q tests/repository/test_mutation.py
+	$(MUTANTS)/bin/python tests/tools/mutation.py --jobs $$(nproc) --out $(MUTANTS)/sessions
 
 # Lint, format, types, and documents that show what is so.
 check: $(VENV)/ready

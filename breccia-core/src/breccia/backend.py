@@ -1,7 +1,7 @@
 # pyright: reportUnsupportedDunderAll=false
 """The API for backends, kernels and bridges: the only module of core that other distributions import besides `breccia`.
 
-`breccia`'s own distributions and third parties use the same names; `tests/test_arrows.py` checks the former. Names are imported
+`breccia`'s own distributions and third parties use the same names; `tests/repository/test_arrows.py` checks the former. Names are imported
 on first use, so that a bridge does not load kernels, nor a kernel the command line.
 """
 

@@ -83,7 +83,7 @@ struct Args {
 };
 
 // ------------------------------------------------------------------------------------------------ PTX
-// tests/fp8_matmul_host.cpp has all of this for the host, where the rest of the file runs as it is.
+// tests/tools/fp8_matmul_host.cpp has all of this for the host, where the rest of the file runs as it is.
 
 // Without .release.cluster, which would cost a fence of the whole device. Nothing but the end of reads is announced.
 __device__ __forceinline__ void barrier_arrive_in(u32 b, u32 block) {

@@ -112,7 +112,7 @@ __device__ __forceinline__ void finish(void* y, const void* bias, u64 ld, int m,
 }
 
 // ---- fast decoding: a lane's codes of one 16 x 16 tile into the A operand a[0..3], which are rows g, g + 8, g, g + 8 at columns
-// 2t, 2t, 2t + 8, 2t + 8, each with the next column in the upper half. tests/test_weight_only_cuda.py checks it for all codes. ---
+// 2t, 2t, 2t + 8, 2t + 8, each with the next column in the upper half. tests/triton/test_weight_only_cuda.py checks it for all codes. ---
 
 #if FMT == INT4 || FMT == UINT4
 // bf16: 0x4300 is 128 with a last place of 1, so 0x4300 | u is 128 + u. A two's complement code v is (v ^ 8) - 8: the exclusive or

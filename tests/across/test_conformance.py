@@ -1,0 +1,18 @@
+"""The conformance laws for third-party plug-ins hold for breccia's own distributions."""
+
+from __future__ import annotations
+
+import pytest
+from marks import on_cuda
+from own_laws import laws
+
+test_core = pytest.mark.covering(1)(laws("core", "numpy", "torch", "mlx"))
+test_torch = laws("torch", "torch")
+test_mlx = laws("mlx", "mlx")
+test_native = laws("native")
+test_bridges = laws("bridges")
+test_torch_on_cuda = on_cuda(laws("torch", "torch:cuda"))
+test_core_on_cuda = on_cuda(laws("core", "torch:cuda"))
+test_jax_on_cuda = on_cuda(laws("jax", "jax:cuda"))
+test_triton_on_cuda = on_cuda(laws("triton", "torch:cuda"))
+test_triton_for_jax_on_cuda = on_cuda(laws("triton", "jax:cuda"))

@@ -1,0 +1,380 @@
+"""Golden vectors match the oracle, every backend writes and decodes them, and a C program written from the pages agrees."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from marks import jax_is_long
+from paths import ROOT
+from recipes import recipe_id
+
+import breccia
+from breccia import targets
+from breccia.arrays.frameworks import Device, ops_of
+from breccia.codecs import CODECS, Codec
+from breccia.dispatch.registry import registry
+from breccia.recipes import RECIPES
+from breccia.rules import RULES
+from breccia.testing import __main__ as program
+from breccia.testing import vectors
+from breccia.testing.vectors import PARTS, Vector
+
+SETS = ROOT / "docs" / "spec" / "vectors"
+FOLDER = SETS / "1"
+#: SHA-256 of the index of each published set, which holds those of its other files. A line is added, never changed.
+PUBLISHED = {1: "2e4d15f2a1ff722cf844d7b62fc3207cd7482aa6616aa2cbca86611c629837b6"}
+
+
+@pytest.fixture(scope="module")
+def published() -> list[Vector]:
+    return vectors.read(FOLDER)
+
+
+def name_of(v: Vector) -> str:
+    return f"{recipe_id(v.recipe)} {v.edge}"
+
+
+def parts_of(v: Vector) -> dict[str, bytes | None]:
+    return {name: None if (part := getattr(v, name)) is None else part.tobytes() for name in PARTS}
+
+
+# -- the files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", PUBLISHED)
+def test_a_published_set_never_changes(version: int) -> None:
+    raw = (SETS / str(version) / vectors.INDEX).read_bytes()
+    assert hashlib.sha256(raw).hexdigest() == PUBLISHED[version]
+    for name, facts in json.loads(raw)["files"].items():
+        held = (SETS / str(version) / name).read_bytes()
+        assert (len(held), hashlib.sha256(held).hexdigest()) == (facts["bytes"], facts["sha256"]), name
+
+
+def test_every_set_is_known_here() -> None:
+    assert {p.name for p in SETS.iterdir()} == set(map(str, PUBLISHED)) and max(PUBLISHED) == vectors.VERSION
+
+
+def test_inputs_and_options_match_the_generator(published: list[Vector]) -> None:
+    inputs = ("input", "supplied")
+    for found, wanted in zip(published, vectors.inputs(), strict=True):
+        options = ("recipe", "edge", "dtype", "axis", "rounding", "seed", "shape")
+        assert [getattr(found, name) for name in options] == [getattr(wanted, name) for name in options]
+        for name in inputs:
+            a, b = getattr(found, name), getattr(wanted, name)
+            assert (a is None) == (b is None) and (a is None or np.array_equal(a, b)), name_of(found)
+
+
+def assert_has_the_oracles_results(v: Vector) -> None:
+    again = vectors.with_results(Vector(**{f.name: getattr(v, f.name) for f in fields(v) if f.name not in PARTS[2:]}))
+    assert parts_of(again) == parts_of(v), name_of(v)
+
+
+def test_a_sample_matches_the_oracle(published: list[Vector]) -> None:
+    """Every eleventh vector, which includes each recipe and each edge."""
+    sample = published[::11]
+    assert {v.recipe for v in sample} == {v.recipe for v in published} and {v.edge for v in sample} == set(vectors.EDGES)
+    for v in sample:
+        assert_has_the_oracles_results(v)
+
+
+@pytest.mark.slow
+def test_all_vectors_match_the_oracle(published: list[Vector]) -> None:
+    for v in published:
+        assert_has_the_oracles_results(v)
+
+
+def test_the_files_follow_from_the_vectors(published: list[Vector]) -> None:
+    for name, raw in vectors.files(published).items():
+        assert raw == (FOLDER / name).read_bytes(), name
+
+
+def test_the_text_index_matches_the_json_index() -> None:
+    """Read as words, by the fields that docs/spec/vectors.md lists."""
+    index = json.loads((FOLDER / vectors.INDEX).read_text())
+    words = iter((FOLDER / vectors.TEXT).read_text().split())
+
+    def number(value: Any) -> int:
+        return -1 if value is None else value
+
+    assert [next(words) for _ in range(4)] == ["breccia-vectors", "1", str(len(index["codecs"])), str(len(index["cases"]))]
+    for c in index["codecs"]:
+        first = c["values"][0] if c["kind"] == "table" else c.get("mantissa_bits", c.get("fraction_bits", 0))
+        said = [c["name"], c["kind"], c["bits"], first, c.get("bias", 0), number(c.get("nan")), number(c.get("inf"))]
+        assert [next(words) for _ in said] == [str(fact) for fact in said]
+    for place, case in enumerate(index["cases"]):
+        r = index["recipes"][case["recipe"]]
+        block = [side or 0 for side in r["format"]["levels"][-1]["block"]]
+        shape = case["shape"] if case["axis"] == -1 else [case["shape"][1], case["shape"][0]]
+        said = [place, r["recipe"]["name"], case["edge"], r["format"]["element"], r["format"]["levels"][-1]["codec"]]
+        said += [r["format"]["offset"], r["rules"][-1], *block, case["axis"]]
+        said += [shape[0] if len(shape) == 3 else 1, *shape[-2:], case["dtype"], case["rounding"], case["seed"] or 0]
+        said += [case[part][0] if part in case else -1 for part in PARTS]
+        assert [next(words) for _ in said] == [str(fact) for fact in said]
+    assert next(words, None) is None
+
+
+def test_fingerprints_in_the_index_match_its_recipes() -> None:
+    for r in json.loads((FOLDER / vectors.INDEX).read_text())["recipes"]:
+        recipe = breccia.ScalingRecipe.from_json(json.dumps(r["recipe"]))
+        assert (recipe.fingerprint(), recipe.format.fingerprint()) == (r["fingerprint"], r["format"]["fingerprint"])
+
+
+# -- coverage --------------------------------------------------------------------------------------------------------
+
+
+def test_every_scale_rule_of_every_recipe_is_covered_at_every_edge(published: list[Vector]) -> None:
+    found = {(type(v.recipe), v.recipe.rules[-1].name, v.edge) for v in published}
+    for kind in RECIPES:
+        taken = {kind().rules[-1].name}
+        for rule in RULES:
+            try:
+                taken.add(kind(scale_rule=rule.name).rules[-1].name)  # type: ignore[call-arg]
+            except (breccia.RecipeError, TypeError):  # a rule, or a field, that this recipe does not have
+                continue
+        # INT8's rules are there in groups; by rows it differs in the blocks alone.
+        assert {(kind, rule, edge) for rule in taken for edge in vectors.EDGES} <= found, kind
+
+
+def test_every_codec_and_offset_is_covered(published: list[Vector]) -> None:
+    """Except UE4M3 and UE5M3, which no built-in recipe declares."""
+    formats = {v.recipe.format for v in published}
+    scales = {breccia.codecs.E8M0, breccia.codecs.UE4M3, breccia.codecs.UE5M3}
+    assert {f.element for f in formats} == {c for c in CODECS if c.bits <= 8} - scales
+    assert {f.scale.codec.name for f in formats} == {"F32", "F16", "BF16", "E8M0", "E4M3"}
+    assert {f.offset for f in formats} == {"none", "zero_point", "bias"} and any(f.global_scale for f in formats)
+
+
+def test_edges_contain_the_inputs_they_are_named_after(published: list[Vector]) -> None:
+    """For the default MXFP8 recipe."""
+    v = {v.edge: v for v in published if v.recipe == breccia.MXFP8BlockScaling()}
+    magnitude = {edge: case.input & 0x7FFFFFFF for edge, case in v.items() if case.dtype == "float32"}
+    decoded = {edge: np.asarray(case.decoded) & 0x7FFFFFFF for edge, case in v.items()}
+    assert {0, 0x80000000} <= set(v["zeros"].input.ravel().tolist())
+    assert ((magnitude["subnormals"] > 0) & (magnitude["subnormals"] < 0x00800000)).sum() > 32
+    for edge in ("nan", "inf"):
+        assert (magnitude[edge] >= 0x7F800000).any() and 0 < (decoded[edge] > 0x7F800000).sum() < decoded[edge].size
+    assert magnitude["largest"].max() == 0x7F7FFFFF and magnitude["smallest"].max() == 0x00800001
+    assert np.ptp(magnitude["wide"] >> 23) > 200
+    assert np.array_equal(v["stochastic"].input, v["ordinary"].input)
+    assert not np.array_equal(np.asarray(v["stochastic"].data), np.asarray(v["ordinary"].data))
+    assert v["ragged"].shape == (2, 2, 59) and v["axis=-2"].shape == (59, 3) and v["axis=-2"].axis == -2
+    assert 255 in np.asarray(v["faulty"].scale) and 255 not in np.asarray(v["supplied"].scale)
+    ties, e4m3 = v["ties"].input.view(np.float32), breccia.codecs.E4M3
+    values = {e4m3.value(code) for code in range(256)}
+    halfway = {(a + b) / 2 for a, b in zip(sorted(values - {np.nan}), sorted(values - {np.nan})[1:], strict=False)}
+    assert len(set(ties[0].tolist()) & halfway) > 50
+
+
+# -- the backends ----------------------------------------------------------------------------------------------------
+
+#: Framework, kernels of cast (None is whichever serves), and of dequantize; then one in how many vectors the fast suite takes,
+#: and the slow one. JAX compiles for each shape and recipe.
+BACKENDS: dict[str, tuple[str, tuple[str, ...] | None, str | None, int, int]] = {
+    "numpy reference": ("numpy", ("reference.cast",), "reference.dequantize", 1, 1),
+    "numpy kernels": ("numpy", ("numpy.cast", "reference.cast"), "numpy.dequantize", 1, 1),
+    "numpy native": ("numpy", ("native.cast", "reference.cast"), "native.dequantize", 1, 1),
+    "torch": ("torch", None, None, 1, 1),
+    "torch reference": ("torch", ("reference.cast",), "reference.dequantize", 3, 1),
+    "jax": ("jax", None, None, 181, 7),
+    "mlx": ("mlx", None, None, 3, 1),
+}
+
+
+def need(framework: str, kernels: tuple[str, ...] | None) -> Any:
+    """The framework's backend primitives. Skips if the framework or the first kernel is not available."""
+    pytest.importorskip({"mlx": "mlx.core"}.get(framework, framework))
+    declared = registry().frameworks.get(framework)
+    if declared is None:
+        pytest.skip(f"no plug-in declares {framework}")
+    if kernels is not None:
+        found = next((k for k in registry().table.kernels if k.name == kernels[0]), None)
+        reason = "no plug-in declares it" if found is None else found.available and targets.load(found.available)(Device("cpu"))
+        if reason:
+            pytest.skip(f"{kernels[0]}: {reason}")
+    return targets.load(declared.ops)
+
+
+def array(ops: Any, bits: np.ndarray, dtype: str) -> Any:
+    """Bit patterns as an array of the framework."""
+    if ops_of(bits) is ops:
+        return bits.view(np.dtype(pytest.importorskip("ml_dtypes").bfloat16) if dtype == "bfloat16" else dtype)
+    return ops.from_numpy(bits, "bfloat16") if dtype == "bfloat16" else ops.from_numpy(bits.view(dtype))
+
+
+def scale_array(ops: Any, codes: np.ndarray | None, codec: Codec) -> Any:
+    """Codes of scales as the framework stores them."""
+    if codes is None:
+        return None
+    return ops.store(ops.load(ops.from_numpy(codes)), ops.storage(codec))
+
+
+def differences(v: Vector, framework: str, ops: Any, cast: tuple[str, ...] | None, dequantize: str | None) -> list[str]:
+    """The arrays that a backend writes or decodes differently."""
+    x, supplied = array(ops, v.input, v.dtype), scale_array(ops, v.supplied, v.recipe.format.levels[0].codec)
+    options = {"axis": v.axis, "rounding": v.rounding, "seed": v.seed}
+    st = breccia.cast(x, v.recipe, scale=supplied, prefer=cast, **options)
+    assert st.framework == framework and st.shape == v.shape
+    wrong: list[str] = []
+    for name in ("data", "scale", "zero_point", "global_scale"):
+        found, wanted = getattr(st, name), getattr(v, name)
+        held = None if found is None else (tuple(found.shape), np.ascontiguousarray(ops.to_numpy(found)).tobytes())
+        if held != (None if wanted is None else (wanted.shape, wanted.tobytes())):
+            wrong.append(name)
+    decoded = np.ascontiguousarray(ops.to_numpy(breccia.dequantize(st, prefer=dequantize))).view(np.uint32)
+    return wrong + ["decoded"] * (not same(framework, decoded, np.asarray(v.decoded)))
+
+
+def same(framework: str, found: np.ndarray, wanted: np.ndarray) -> bool:
+    """Any NaN equals any NaN. XLA alone may return signed zeros for results below 2^-126 (the contract, section 4)."""
+    a, b = found & 0x7FFFFFFF, wanted & 0x7FFFFFFF
+    equal = (found == wanted) | ((a > 0x7F800000) & (b > 0x7F800000))
+    if framework == "jax":
+        equal |= (b < 0x00800000) & (found == wanted & 0x80000000)
+    return bool(equal.all())
+
+
+def assert_backend_agrees(name: str, chosen: list[Vector]) -> None:
+    framework, cast, dequantize, *_ = BACKENDS[name]
+    ops = need(framework, cast)
+    wrong = {name_of(v): found for v in chosen if (found := differences(v, framework, ops, cast, dequantize))}
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", jax_is_long(BACKENDS))
+def test_a_backend_writes_and_decodes_the_vectors(published: list[Vector], name: str) -> None:
+    assert_backend_agrees(name, published[:: BACKENDS[name][3]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, (*_, fast, slow) in BACKENDS.items() if slow < fast])
+def test_a_backend_writes_and_decodes_more_of_the_vectors(published: list[Vector], name: str) -> None:
+    assert_backend_agrees(name, published[:: BACKENDS[name][4]])
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "mlx"])
+def test_a_supplied_scale_of_2_to_the_minus_127_is_kept(published: list[Vector], framework: str) -> None:
+    """E8M0 code 0 is a positive number, also where comparisons flush FP32 subnormals."""
+    ops = need(framework, None)
+    v = next(v for v in published if v.recipe == breccia.MXFP4BlockScaling() and v.edge == "faulty")
+    assert 0 in np.asarray(v.scale) and not differences(v, framework, ops, None, None)
+
+
+def test_a_wrong_bit_in_any_array_is_detected(published: list[Vector]) -> None:
+    v = next(v for v in published if v.recipe == breccia.NVFP4BlockScaling() and v.edge == "ordinary")
+    ops = ops_of(v.input)
+    assert differences(v, "numpy", ops, None, None) == []
+    for name in ("data", "scale", "global_scale", "decoded"):
+        changed = np.array(getattr(v, name))
+        changed.reshape(-1).view(np.uint8)[0] ^= 1
+        other = Vector(**{f.name: changed if f.name == name else getattr(v, f.name) for f in fields(v)})
+        assert differences(other, "numpy", ops, None, None) == [name]
+
+
+# -- the C program ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """examples/vectors.c, compiled with the command in its first lines."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler (cc) on the path")
+    if sys.byteorder != "little":
+        pytest.skip("the program is for little-endian machines")
+    source = ROOT / "examples" / "vectors.c"
+    command = next(line for line in source.read_text().splitlines() if " cc " in line).partition("&&")[0].split()[1:]
+    assert command[0] == "cc" and command[-2] == "examples/vectors.c"
+    built = tmp_path_factory.mktemp("c") / "vectors"
+    command[command.index("-o") + 1] = str(built)
+    done = subprocess.run([compiler, "-Wall", "-Wextra", "-Werror", *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return built
+
+
+def checked(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, folder], capture_output=True, text=True)
+
+
+def test_the_c_program_finds_no_difference(checker: Path, published: list[Vector]) -> None:
+    cast = sum(
+        v.recipe.format.scale.codec.name == "E8M0" and v.recipe.rules[-1].name == "rceil" and v.rounding == "nearest"
+        and v.supplied is None for v in published
+    )  # fmt: skip
+    done = checked(checker, FOLDER)
+    assert (done.returncode, done.stdout) == (0, f"{len(published)} cases, {cast} cast, 0 differences\n") and cast > 80
+
+
+@pytest.mark.parametrize(
+    ("recipe", "part"),
+    [
+        (breccia.MXFP8BlockScaling(), "data"),
+        (breccia.MXFP8BlockScaling(), "scale"),
+        (breccia.MXFP6BlockScaling("E3M2"), "input"),
+        (breccia.NVFP4BlockScaling(), "global_scale"),
+        (breccia.INT4Scaling(16, signed=False, symmetric=False), "zero_point"),
+        (breccia.INT8Scaling(16, signed=False, symmetric=False, scale_dtype="bf16", offset="bias"), "zero_point"),
+        (breccia.NF4Scaling(16), "decoded"),
+    ],
+    ids=lambda v: getattr(v, "name", v),
+)
+def test_the_c_program_detects_a_planted_wrong_byte(
+    checker: Path, tmp_path: Path, recipe: breccia.ScalingRecipe, part: str
+) -> None:
+    index = json.loads((FOLDER / vectors.INDEX).read_text())
+    place = [r["fingerprint"] for r in index["recipes"]].index(recipe.fingerprint())
+    number, case = next((n, c) for n, c in enumerate(index["cases"]) if c["recipe"] == place and c["edge"] == "ordinary")
+    folder = shutil.copytree(FOLDER, tmp_path / "1")
+    raw = bytearray((folder / vectors.BYTES).read_bytes())
+    raw[case[part][0] + (case[part][1] // 2 | 2)] ^= 0x40  # the upper half of a number
+    (folder / vectors.BYTES).write_bytes(raw)
+    done = checked(checker, folder)
+    assert done.returncode == 1 and f"case {number}: " in done.stdout and ", 0 differences" not in done.stdout
+
+
+def test_the_c_program_says_which_file_it_cannot_read(checker: Path, tmp_path: Path) -> None:
+    done = checked(checker, tmp_path)
+    assert done.returncode == 2 and "vectors.bin: No such file" in done.stderr
+
+
+# -- reading and writing ---------------------------------------------------------------------------------------------
+
+
+def test_reading_refuses_a_file_that_was_changed(tmp_path: Path) -> None:
+    folder = shutil.copytree(FOLDER, tmp_path / "1")
+    raw = bytearray((folder / vectors.BYTES).read_bytes())
+    raw[5000] ^= 1
+    (folder / vectors.BYTES).write_bytes(raw)
+    with pytest.raises(breccia.CorruptFileError, match="vectors.bin does not match its hash in index.json; fetch") as e:
+        vectors.read(folder)
+    assert e.value.found == {"file": "vectors.bin"}
+
+
+def test_writing_never_changes_a_set(tmp_path: Path, published: list[Vector]) -> None:
+    made = vectors.files(published[:3])
+    assert vectors.write(tmp_path, made) == tmp_path / "1" and vectors.write(tmp_path, made)  # the same bytes again
+    other = vectors.files(published[:4])
+    with pytest.raises(FileExistsError, match="vectors.bin differs from what .* A published set never changes: set VERSION"):
+        vectors.write(tmp_path, other)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "1").iterdir()} == made
+
+
+def test_the_command_writes_the_golden_vectors(
+    tmp_path: Path, published: list[Vector], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vectors, "inputs", lambda: iter(published[:2]))
+    monkeypatch.setattr(sys, "argv", ["breccia.testing", "vectors", str(tmp_path)])
+    program.main()
+    assert capsys.readouterr().out == f"{tmp_path / '1'}\n"
+    assert [parts_of(v) for v in vectors.read(tmp_path / "1")] == [parts_of(v) for v in published[:2]]
+    (tmp_path / "1" / vectors.TEXT).write_text("mine")
+    with pytest.raises(SystemExit, match=r"error: .*index.txt differs from what"):
+        program.main()

@@ -1,0 +1,346 @@
+"""Import rules between the distributions and inside core, checked on the syntax trees, imports in functions included."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+import breccia
+
+CORE = "breccia"
+
+#: Distribution -> (its import package, the other breccia packages it may import).
+PACKAGES = {
+    "breccia-core": (CORE, set[str]()),
+    "breccia-torch": ("breccia_torch", {CORE}),
+    "breccia-jax": ("breccia_jax", {CORE}),
+    "breccia-mlx": ("breccia_mlx", {CORE}),
+    "breccia-native": ("breccia_native", {CORE}),
+    "breccia-triton": ("breccia_triton", {CORE, "breccia_torch"}),
+    "breccia-bridges": ("breccia_bridges", {CORE}),
+}
+
+#: Package -> (third-party packages it may import at the top of a module, those it may import only inside functions).
+TERMINAL = {"typer", "rich"}
+REPORT = {"plotly", "jinja2", "markupsafe"}
+NEIGHBOURS = {
+    "torch",
+    "jax",
+    "mlx",
+    "torchao",
+    "transformer_engine",
+    "compressed_tensors",
+    "ml_dtypes",
+    "qwix",
+    "gguf",
+    "bitsandbytes",
+}
+FOREIGN: dict[str, tuple[set[str], set[str]]] = {
+    "breccia_torch": ({"torch", "numpy"}, {"ml_dtypes"}),
+    "breccia_jax": ({"jax", "numpy", "ml_dtypes"}, set()),
+    "breccia_mlx": ({"mlx", "numpy"}, {"ml_dtypes"}),
+    "breccia_native": ({"numpy"}, set()),
+    "breccia_triton": (
+        {"triton", "torch", "jax", "numpy", "platformdirs"},
+        {"jax_triton", "humming", "deep_gemm", "transformer_engine"},
+    ),
+    "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT),
+}
+#: Modules of breccia_jax that are for another library, and import it at the top.
+OF_LIBRARIES = {
+    "flax": "flax",
+    "flax_layers": "flax",
+    "flax_state": "flax",
+    "equinox": "equinox",
+    "serialised": "equinox",
+}
+#: Modules of breccia_bridges that import torch at the top: they are loaded for torch tensors only.
+OF_TORCH = {"torchao", "transformer_engine", "bitsandbytes", "compressed_tensors"}
+#: The package of breccia_torch that alone may import transformers, and its module for peft.
+HF, LORA = "hf", "hf.lora"
+#: The same for parts of core; the rest of core imports pluggy only. NumPy is for its backend and the conformance kit.
+FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
+    "arrays.ops": ({"numpy"}, {"ml_dtypes"}),
+    "kernels": ({"numpy"}, set()),
+    "testing": ({"numpy", "pytest", "hypothesis"}, {"ml_dtypes"}),
+    "cli.bench": ({"numpy"}, set()),
+    "cli": (TERMINAL, set()),
+    "__main__": (set(), TERMINAL),
+    "dispatch.hookspecs": ({"pluggy"}, set()),
+    "dispatch.registry": ({"pluggy"}, set()),
+}
+
+#: Layers of core: a module never imports from a later entry. A folder stands for its modules; they may import each other,
+#: without cycles.
+ORDER = [
+    {"", "backend"},  # the package itself, and the names for other distributions: lazy, they import nothing
+    {"errors"},
+    {"siblings", "targets", "declared", "selection", "error_metrics"},
+    {"codec_checks"},
+    {"codecs", "rules", "options"},
+    {"formats"},
+    {"layouts", "recipes"},
+    {"specs"},
+    {"arrays"},
+    {"tensors"},
+    {"dispatch"},
+    {"kernels"},
+    {"api", "bridges", "foreign"},
+    {"storing"},
+    {"cli"},
+    {"__main__"},
+]
+#: The oracle checks the generic algorithm, so it may read declarations but must not share any arithmetic.
+ORACLE_READS = {"", "errors", "codecs", "rules", "formats", "layouts", "recipes"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: the dotted module, or module and name for `from` imports. `lazy`: it is inside a function."""
+
+    name: str
+    line: int
+    lazy: bool
+
+    @property
+    def root(self) -> str:
+        return self.name.partition(".")[0]
+
+
+def imports(source: str, package: str) -> list[Import]:
+    """Run-time imports of a module of `package`: includes `import_module("...")`, excludes `if TYPE_CHECKING:`."""
+    return list(_imports(ast.parse(source).body, package, lazy=False))
+
+
+def _imports(nodes: list[ast.AST] | list[ast.stmt], package: str, lazy: bool) -> Iterator[Import]:
+    for node in nodes:
+        match node:
+            case ast.Import(names=names):
+                yield from (Import(alias.name, node.lineno, lazy) for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                parents = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+                base = ".".join([*parents, *([module] if module else [])])
+                yield from (Import(f"{base}.{alias.name}", node.lineno, lazy) for alias in names)
+            case ast.Call(func=ast.Name(id=f) | ast.Attribute(attr=f), args=[ast.Constant(value=str(name)), *_]) if f in (
+                "import_module",
+                "__import__",
+            ):
+                yield Import(name, node.lineno, lazy)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
+                yield from _imports(node.orelse, package, lazy)
+            case _:
+                inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from _imports(list(ast.iter_child_nodes(node)), package, inside)
+
+
+def modules(distribution: str) -> dict[str, Path]:
+    """Dotted name inside the package -> file. The package itself has the name ""."""
+    folder = ROOT / distribution / "src" / PACKAGES[distribution][0]
+    names = {path: ".".join(path.relative_to(folder).with_suffix("").parts) for path in sorted(folder.rglob("*.py"))}
+    return {name.removesuffix("__init__").removesuffix("."): path for path, name in names.items()}
+
+
+def read(distribution: str, name: str) -> list[Import]:
+    package, path = PACKAGES[distribution][0], modules(distribution)[name]
+    dotted = f"{package}.{name}" if name else package
+    return imports(path.read_text(encoding="utf-8"), dotted if path.name == "__init__.py" else dotted.rpartition(".")[0])
+
+
+def allowed(distribution: str, name: str) -> tuple[set[str], set[str]]:
+    """(top-level packages a module may import at its top, those it may import inside functions)."""
+    package, ours = PACKAGES[distribution]
+    if package == CORE:
+        match = (v for k, v in FOREIGN_IN_CORE.items() if name == k or name.startswith(f"{k}."))
+        top, lazy = next(match, (set[str](), set[str]()))
+    else:
+        top, lazy = FOREIGN[package]
+        if distribution == "breccia-torch" and name.partition(".")[0] == HF:
+            top = top | {"transformers"} | ({"peft"} if name == LORA else set())
+        if distribution == "breccia-jax" and name in OF_LIBRARIES:
+            top = top | {OF_LIBRARIES[name]}
+        if distribution == "breccia-bridges" and name in OF_TORCH:
+            top = top | {"torch"}
+    return {package, *ours, *top}, {package, *ours, *top, *lazy}
+
+
+def place(name: str) -> int:
+    """Position in ORDER of a core module or of its folder."""
+    return next(i for i, group in enumerate(ORDER) if name in group or name.partition(".")[0] in group)
+
+
+def module_of(found: Import, package: str, known: dict[str, Path]) -> str:
+    """The module of `package` that an import loads: `errors` for `breccia.errors.suggestion`."""
+    name = found.name.removeprefix(package).removeprefix(".")
+    while name not in known:
+        name = name.rpartition(".")[0]
+    return name
+
+
+CORE_MODULES = modules("breccia-core")
+ALL = [(distribution, name) for distribution in PACKAGES for name in modules(distribution)]
+
+
+def test_every_form_of_import_is_found() -> None:
+    source = """
+import a.b, c
+from d import e
+from . import f
+from .. import g
+from .h import i
+if TYPE_CHECKING:
+    import hidden
+else:
+    import shown
+try:
+    import j
+except ImportError:
+    from importlib import import_module
+    import_module("k.l")
+class C:
+    import m
+    def method(self):
+        import n
+        __import__("o")
+"""
+    found = {(x.name, x.lazy) for x in imports(source, "p.q")}
+    top = {"a.b", "c", "d.e", "p.q.f", "p.g", "p.q.h.i", "shown", "j", "importlib.import_module", "k.l", "m"}
+    assert found == {(name, False) for name in top} | {("n", True), ("o", True)}
+
+
+@pytest.mark.parametrize(("distribution", "name"), ALL)
+def test_a_module_imports_only_allowed_packages(distribution: str, name: str) -> None:
+    top, lazy = allowed(distribution, name)
+    for found in read(distribution, name):
+        if found.root not in sys.stdlib_module_names:
+            assert found.root in (lazy if found.lazy else top), f"line {found.line} imports {found.name}"
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_a_manifest_imports_only_breccia_and_the_standard_library(distribution: str) -> None:
+    name = "dispatch.builtin" if distribution == "breccia-core" else "plugin"
+    for found in read(distribution, name):
+        assert found.root == CORE or found.root in sys.stdlib_module_names, f"line {found.line} imports {found.name}"
+
+
+@pytest.mark.parametrize("distribution", sorted(PACKAGES.keys() - {"breccia-core"}))
+def test_the_package_of_a_manifest_runs_nothing_on_import(distribution: str) -> None:
+    """Importing the manifest runs `__init__.py` first, in every process: it may only define functions, which import lazily."""
+    body = ast.parse(modules(distribution)[""].read_text(encoding="utf-8")).body
+    assert ast.get_docstring(ast.Module(body, []))
+    for node in body[1:]:
+        ours = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        assert ours or future or isinstance(node, ast.FunctionDef), ast.unparse(node)
+
+
+@pytest.mark.parametrize("name", [name for name in CORE_MODULES if not name.startswith("testing")])
+def test_a_core_module_imports_no_later_layer(name: str) -> None:
+    """The conformance kit, `testing`, has no layer: it imports what it tests, and no module imports it."""
+    assert {name, name.partition(".")[0]} & set().union(*ORDER), f"{name} has no place in ORDER; give it one"
+    for found in read("breccia-core", name):
+        if found.root == CORE:
+            other = module_of(found, CORE, CORE_MODULES)
+            assert not other.startswith("testing"), f"line {found.line} imports {found.name}"
+            assert place(other) <= place(name), f"line {found.line} imports {found.name}, which comes after {name} in ORDER"
+
+
+@pytest.mark.parametrize(("distribution", "name"), [(d, name) for d, name in ALL if d != "breccia-core"])
+def test_other_distributions_import_only_public_names_and_the_backend_of_core(distribution: str, name: str) -> None:
+    for found in read(distribution, name):
+        if found.root == CORE:
+            of_core = found.name.removeprefix(CORE).removeprefix(".")
+            public = of_core == "" or of_core in breccia.__all__
+            assert public or of_core.startswith("backend."), f"line {found.line} imports {found.name}"
+
+
+def test_only_the_agreement_command_imports_the_adapters_of_other_libraries() -> None:
+    loading = {
+        (distribution, name)
+        for distribution, name in ALL
+        for found in read(distribution, name)
+        if found.name.startswith("breccia_bridges.agreement")
+    }
+    assert loading and all(d == "breccia-bridges" and name.startswith("agreement") for d, name in loading)
+
+
+def test_the_order_lists_modules_that_exist() -> None:
+    assert set().union(*ORDER) <= set(CORE_MODULES)
+
+
+def test_the_oracle_shares_no_arithmetic_with_the_generic_algorithm() -> None:
+    for found in read("breccia-core", "testing.oracle"):
+        if found.root == CORE:
+            assert module_of(found, CORE, CORE_MODULES) in ORACLE_READS, f"line {found.line} imports {found.name}"
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_there_are_no_import_cycles(distribution: str) -> None:
+    package, known = PACKAGES[distribution][0], modules(distribution)
+    graph: dict[str, set[str]] = {}
+    for name in known:
+        own = (x for x in read(distribution, name) if x.root == package)
+        graph[name] = {module_of(x, package, known) for x in own} - {"", name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as e:
+        pytest.fail(f"{' -> '.join(e.args[1])}")
+
+
+# -- metadata of the distributions-----------------------------------------------------------------------------------
+
+
+def project(distribution: str) -> dict[str, Any]:
+    return tomllib.loads((ROOT / distribution / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def siblings(distribution: str) -> set[str]:
+    return {d.partition("~=")[0].partition("[")[0] for d in project(distribution)["dependencies"] if d.startswith("breccia-")}
+
+
+def test_all_distributions_are_listed() -> None:
+    assert {path.parent.name for path in ROOT.glob("breccia-*/pyproject.toml")} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_every_package_has_py_typed(distribution: str) -> None:
+    assert (modules(distribution)[""].parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_all_distributions_have_the_version_of_core(distribution: str) -> None:
+    assert project(distribution)["version"] == breccia.__version__
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_breccia_dependencies_are_pinned_to_this_minor_version(distribution: str) -> None:
+    metadata = project(distribution)
+    extras: dict[str, list[str]] = metadata.get("optional-dependencies", {})
+    wanted = [*metadata["dependencies"], *(d for extra in extras.values() for d in extra)]
+    itself = f"{distribution}["  # an extra that combines other extras of the distribution
+    ours = [d for d in wanted if d.startswith("breccia-") and not d.startswith(itself)]
+    pin = "~=" + ".".join(breccia.__version__.split(".")[:2]) + ".0"
+    assert ours and all(d.endswith(pin) and d.removesuffix(pin).partition("[")[0] in PACKAGES for d in ours), ours
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_the_imported_distributions_are_the_declared_dependencies(distribution: str) -> None:
+    package, ours = PACKAGES[distribution]
+    by_package = {p: d for d, (p, _) in PACKAGES.items()}
+    direct = siblings(distribution)
+    reached = direct.union(*(siblings(other) for other in direct))
+    assert reached == {by_package[other] for other in ours}, package
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_every_distribution_carries_the_same_license(distribution: str) -> None:
+    assert (ROOT / distribution / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert project(distribution)["license"] == "Apache-2.0"

@@ -1,0 +1,225 @@
+"""Examples and code blocks of the documents run as printed, links resolve, and every name in the documents exists."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import sys
+import textwrap
+import tomllib
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from marks import jax_is_long
+from paths import ROOT
+
+import breccia
+from breccia.dispatch import registry
+
+DOCS = ROOT / "docs"
+PAGES = [p for p in [*ROOT.glob("*.md"), *DOCS.glob("**/*.md")]]
+#: Languages of code fences: code that runs or parses, commands, and diagrams.
+LANGUAGES = ("python", "console", "json", "toml", "text")
+
+FENCE = re.compile(r"^( *)(`{3,}|~{3,})([^\n]*)\n(.*?)^\1\2[`~]*$", re.DOTALL | re.MULTILINE)
+#: A call of print, on one line or as the formatter breaks it, and the comment after it.
+PRINTED = re.compile(r"^( *)print\((?:.*|\n(?:\1 +.*\n)+\1)\)  # (?:prints )?(.+)$", re.MULTILINE)
+#: Before a block of Python that needs a package which not every environment of the tests has: it runs where it is installed.
+NEEDS = re.compile(r"<!-- needs: (\w+) -->\s*\Z")
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?(?: [^)]*)?\)")
+
+
+@dataclass(frozen=True)
+class Fence:
+    language: str
+    text: str
+    line: int
+    needs: str | None = None
+
+
+def fences(page: Path) -> Iterator[Fence]:
+    text = page.read_text(encoding="utf-8")
+    for found in FENCE.finditer(text):
+        needs = NEEDS.search(text, 0, found.start())
+        line = text.count("\n", 0, found.start()) + 1
+        yield Fence(found[3].strip(), textwrap.dedent(found[4]), line, needs and needs[1])
+
+
+def every(language: str) -> list[pytest.ParameterSet]:
+    """Parameters (page, block) for all blocks in this language."""
+    found = [(page, fence) for page in PAGES for fence in fences(page) if fence.language == language]
+    return [pytest.param(p, f, id=f"{p.relative_to(ROOT)}:{f.line}") for p, f in found]
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(scope="module")
+def terminal():
+    """docs/scripts/terminal.py, whose sessions docs/scripts/generate.py runs."""
+    known, path = set(sys.modules), list(sys.path)
+    sys.path[:0] = [str(DOCS / "scripts"), str(ROOT / "benchmarks")]
+    yield importlib.import_module("terminal")
+    sys.path[:] = path
+    for name in set(sys.modules) - known:
+        if str(DOCS) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def sessions(terminal: ModuleType) -> set[str]:
+    """The commands whose output the documents show."""
+    return {command for session in terminal.sessions() for command in session.commands}
+
+
+@pytest.fixture
+def acme(terminal: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The plug-ins of the tutorials, installed for one test."""
+    for name in ("acme", "volt"):
+        monkeypatch.syspath_prepend(terminal.installed(f"{name}-breccia", tmp_path / name))
+    registry.reload()
+    yield
+    monkeypatch.undo()
+    registry.reload()
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("acme_breccia", "volt_breccia")]:
+        del sys.modules[name]
+
+
+# -- code ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "page",
+    jax_is_long(p for p in PAGES if any(f.language == "python" for f in fences(p))),
+    ids=name_of,
+)
+def test_python_blocks_of_a_page_run_and_print_the_output_shown(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    """All run in order, in one namespace and an empty folder. A comment after `print(...)` is its output; `...` is any text."""
+    monkeypatch.chdir(tmp_path)
+    if page.parent == DOCS / "tutorial":
+        request.getfixturevalue("acme")
+    np.random.seed(0)
+    namespace = {"__name__": "__main__"}
+    for fence in fences(page):
+        if fence.language != "python" or (fence.needs and find_spec(fence.needs) is None):
+            continue
+        place = f"{page}:{fence.line}"
+        exec(compile("\n" * fence.line + fence.text, str(page), "exec"), namespace)
+        printed = iter(capsys.readouterr().out.splitlines())
+        for _, wanted in PRINTED.findall(fence.text):
+            pattern = ".*".join(map(re.escape, wanted.split("...")))
+            lines: list[str] = []
+            while not lines or not re.fullmatch(pattern, lines[-1].strip()):
+                line = next(printed, None)
+                assert line is not None, f"{place}: nothing printed is {wanted!r}; after the one before it came {lines}"
+                lines.append(line)
+
+
+def test_the_front_page_example_runs_as_printed() -> None:
+    """The first example: a block cast, a 256 x 64 weight in blocks of 128, and their product."""
+    x = np.random.randn(8, 256).astype(np.float32)
+    st = breccia.cast(x, breccia.Float8BlockScaling(block_k=128))
+    assert st.shape == (8, 256) and st.scale.shape == (8, 2)
+    A = breccia.cast(np.random.randn(16, 256).astype(np.float32), breccia.Float8CurrentScaling())
+    W = breccia.cast(np.random.randn(256, 64).astype(np.float32), breccia.Float8BlockScaling(block_k=128))
+    y = breccia.matmul(A, W)
+    assert y.shape == (16, 64) and y.dtype == np.float32
+    assert W.layout == breccia.PerBlockK(128, partial=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_has_a_language(page: Path) -> None:
+    wrong = [f"{fence.line}: {fence.language!r}" for fence in fences(page) if fence.language not in LANGUAGES]
+    assert not wrong, f"a block is one of {LANGUAGES}"
+
+
+@pytest.mark.parametrize(("page", "fence"), [*every("json"), *every("toml")])
+def test_data_blocks_can_be_parsed(page: Path, fence: Fence) -> None:
+    assert {"json": json.loads, "toml": tomllib.loads}[fence.language](fence.text) is not None
+
+
+# -- commands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page", "fence"), every("console"))
+def test_commands_exist(page: Path, fence: Fence, sessions: set[str]) -> None:
+    commands = [re.split(r"\s{2,}# ", line[2:])[0] for line in fence.text.splitlines() if line.startswith("$ ")]
+    assert commands, "a console block shows commands behind `$ `"
+    for command in commands:
+        match command.split(maxsplit=2):
+            case ["make", target]:
+                assert f"\n{target}:" in (ROOT / "Makefile").read_text(encoding="utf-8"), command
+            case ["pip", "install", what]:
+                for requirement in (word for word in shlex.split(what) if not word.startswith("-")):
+                    check_requirement(requirement)
+            case ["python", script, *_] if script.endswith(".py"):
+                assert (ROOT / script).is_file(), command
+            case _:
+                assert command in sessions, f"{command!r} is none of the sessions of docs/scripts/terminal.py"
+
+
+def check_requirement(requirement: str) -> None:
+    """Check that it is a breccia distribution, by name or by path, with extras that it declares."""
+    found = re.fullmatch(r"(?:\./)?(breccia-\w+)(?:\[([\w,-]+)\])?", requirement)
+    assert found, f"{requirement} is no distribution of ours"
+    project = tomllib.loads((ROOT / found[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == found[1]
+    assert set(filter(None, (found[2] or "").split(","))) <= set(project.get("optional-dependencies", {})), requirement
+
+
+# -- links -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_resolve(page: Path) -> None:
+    """Links are resolved as on a code host. The site build creates and checks the anchors of API pages."""
+    for path, anchor in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", path):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        if anchor and target.suffix == ".md" and target.parent.name != "api":
+            assert anchor in anchors(target), f"{path}#{anchor}"
+        elif anchor and target.suffix != ".md":
+            assert re.fullmatch(r"L\d+", anchor), f"{path}#{anchor}"
+            assert int(anchor[1:]) <= len(target.read_text(encoding="utf-8").splitlines()), f"{path}#{anchor}"
+
+
+def prose(page: Path) -> str:
+    """The page without its code."""
+    return re.sub(r"`[^`\n]*`", "`code`", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of the headings, as the site generates them, and explicit anchors."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    found = set(re.findall(r'(?:\{ *#|id="|name=")([\w.-]+)', text))
+    for heading in re.findall(r"^#+ (.+?)(?: *\{.*\})?$", text, re.MULTILINE):
+        plain = (
+            unicodedata.normalize("NFKD", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)).encode("ascii", "ignore").decode()
+        )
+        found.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower()))
+    return found
+
+
+def test_every_public_name_is_on_an_api_page() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    documented = set(re.findall(r"^::: breccia\.(\w+)$", text, re.MULTILINE))
+    modules = {name for name in breccia.__all__ if type(getattr(breccia, name)).__name__ == "module"}
+    in_modules = {name for name in breccia.__all__ if name in vars(breccia.errors)} if "::: breccia.errors\n" in text else set()
+    assert set(breccia.__all__) - modules - in_modules - documented - {"__version__", "hookimpl"} == set()

@@ -1,0 +1,339 @@
+"""Lazy modules: the stub, `__all__`, `dir` and `getattr` agree on one set of names."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import breccia
+import breccia.backend
+import breccia.bridges
+import breccia.kernels.triton
+import breccia.testing
+from breccia import Bridge, Kernel, PluginWarning, hookimpl
+from breccia.dispatch import builtin
+from breccia.dispatch.registry import Plugin, Registry
+from breccia.siblings import install
+
+#: Modules that define nothing and re-export names of others.
+FACADES = [breccia, breccia.backend]
+LAZY = [breccia, breccia.backend, breccia.kernels, breccia.kernels.triton, breccia.testing]
+
+
+def stub(module: ModuleType) -> list[ast.stmt]:
+    return ast.parse(Path(module.__file__ or "").with_suffix(".pyi").read_text(encoding="utf-8")).body
+
+
+def stubbed(module: ModuleType) -> set[str]:
+    """Names that a stub exports to type checkers: `import x as x`, functions and annotated names, without the module's own."""
+    names: set[str] = set()
+    for node in stub(module):
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names if alias.asname == alias.name}
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names - {"__getattr__", "__all__"}
+
+
+def fake(*plugins: tuple[Plugin, dict[str, Any]]) -> Callable[[], Registry]:
+    """A registry with only core and these manifests."""
+
+    def manifest(contents: dict[str, Any]) -> ModuleType:
+        module = ModuleType("manifest")
+        module.__dict__.update({"api": 1} | contents)
+        return module
+
+    core = (Plugin("core", "breccia-core", breccia.__version__, builtin.__name__), lambda: builtin)
+    found = [core, *((plugin, lambda c=contents: manifest(c)) for plugin, contents in plugins)]
+    registry = Registry(found, {})
+    return lambda: registry
+
+
+def declares(hook: str, *values: Any) -> dict[str, Any]:
+    def implementation() -> tuple[Any, ...]:
+        return values
+
+    return {hook: hookimpl(implementation)}
+
+
+# -- one set of names ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", LAZY, ids=lambda m: m.__name__)
+def test_stub_and_all_have_the_same_names(module: ModuleType) -> None:
+    assert stubbed(module) == set(module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__)
+
+
+@pytest.mark.parametrize("module", FACADES, ids=lambda m: m.__name__)
+def test_dir_of_a_facade_equals_all(module: ModuleType) -> None:
+    assert dir(module) == sorted(module.__all__)
+
+
+@pytest.mark.together
+def test_dir_of_the_bridges_lists_what_plug_ins_declare() -> None:
+    declared = {b.name: b.plugin for b in breccia.dispatch.registry.registry().bridges.values()}
+    assert dir(breccia.bridges) == sorted(declared)
+    assert set(breccia.bridges.__all__) <= declared.keys()
+    assert {name for name, plugin in declared.items() if plugin == "bridges"} == stubbed(breccia.bridges)
+
+
+def test_dir_of_the_triton_kernels_lists_all_and_the_importable_kernels() -> None:
+    declared = {k.target.rpartition(":")[2] for k in breccia.dispatch.registry.registry().table.kernels if k.plugin == "triton"}
+    usable = declared if breccia.kernels.triton.TRITON_AVAILABLE else set()
+    assert dir(breccia.kernels.triton) == sorted({*breccia.kernels.triton.__all__, *usable})
+
+
+@pytest.mark.parametrize("module", FACADES, ids=lambda m: m.__name__)
+def test_stub_imports_each_name_from_the_module_that_defines_it(module: ModuleType) -> None:
+    for node in stub(module):
+        if isinstance(node, ast.ImportFrom):
+            home = import_module(f".{node.module}" if node.module else ".", "breccia")
+            for alias in node.names:
+                assert getattr(module, alias.name) is getattr(home, alias.name), alias.name
+
+
+@pytest.mark.parametrize("module", FACADES, ids=lambda m: m.__name__)
+def test_every_public_name_resolves(module: ModuleType) -> None:
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    namespace: dict[str, Any] = {}
+    exec(f"from {module.__name__} import *", namespace)
+    assert set(module.__all__) <= set(namespace)
+
+
+@pytest.mark.long
+def test_each_name_of_the_backend_resolves_in_a_fresh_process() -> None:
+    """A module that has not been imported yet is not an attribute of its package."""
+    script = (
+        "import sys\nimport breccia.backend\n"
+        "for name in breccia.backend.__all__:\n"
+        "    for loaded in [m for m in sys.modules if m.startswith('breccia')]: del sys.modules[loaded]\n"
+        "    import breccia.backend\n    assert getattr(breccia.backend, name) is not None, name"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_a_submodule_replaces_no_public_name() -> None:
+    folder = Path(breccia.__file__ or "").parent
+    submodules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    public = {name for name in breccia.__all__ if not inspect.ismodule(getattr(breccia, name))}
+    assert not public & submodules
+
+
+def test_bridges_have_the_signatures_of_their_stub() -> None:
+    for node in stub(breccia.bridges):
+        if isinstance(node, ast.FunctionDef) and node.name != "__getattr__":
+            promised: dict[str, Any] = {}
+            exec("from __future__ import annotations\n" + ast.unparse(node), promised)
+            target = breccia.dispatch.registry.registry().bridges[node.name].target
+            real = inspect.signature(breccia.targets.load(target)).parameters.values()
+            stubs = inspect.signature(promised[node.name]).parameters.values()
+            assert [(p.name, p.kind, p.default) for p in real] == [(p.name, p.kind, p.default) for p in stubs], node.name
+
+
+# -- missing names and distributions ---------------------------------------------------------------------------------
+
+
+def test_an_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'breccia' has no attribute 'casts'; did you mean 'cast'\?$"):
+        breccia.casts  # noqa: B018
+    assert not hasattr(breccia, "_private")
+    with pytest.raises(AttributeError, match=r"^module 'breccia\.backend' has no attribute 'casts'"):
+        breccia.backend.casts  # noqa: B018
+
+
+def test_an_unknown_bridge_is_an_attribute_error_with_a_suggestion() -> None:
+    with pytest.raises(AttributeError, match=r"no bridge 'load_safetensor' in any .*; did you mean 'load_safetensors'\?"):
+        breccia.bridges.load_safetensor  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^module 'breccia.bridges' has no attribute '_private'$"):
+        breccia.bridges._private  # noqa: B018
+
+
+def test_a_bridge_of_a_missing_distribution_names_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breccia.bridges, "registry", fake())
+    with pytest.raises(ImportError) as e:
+        breccia.bridges.save_safetensors  # noqa: B018
+    assert str(e.value) == (
+        "no installed plug-in declares breccia.bridges.save_safetensors; breccia's own bridges come with breccia-bridges: "
+        f"{install('breccia-bridges')}."
+    )
+    assert e.value.name == "save_safetensors"
+
+
+def test_a_bridge_of_a_blocked_distribution_says_that_it_is_blocked(tmp_path: Path) -> None:
+    code = "import breccia\ntry: breccia.bridges.load_safetensors\nexcept ImportError as e: print(e)"
+    environ = os.environ | {"BRECCIA_BLOCK": "bridges"}
+    run = subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert run.stdout == (
+        "no installed plug-in declares breccia.bridges.load_safetensors; breccia's own bridges come with breccia-bridges: "
+        f"{install('breccia-bridges')}. "
+        "It is installed but blocked: named in BRECCIA_BLOCK.\n"
+    )
+
+
+def test_a_bridge_of_a_broken_distribution_says_why_it_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(PluginWarning, match="set aside"):
+        broken = fake((Plugin("bridges", "breccia-bridges", "9.0", "manifest"), {"api": 99}))
+    monkeypatch.setattr(breccia.bridges, "registry", broken)
+    with pytest.raises(
+        ImportError, match=r"It is installed but set aside: it is written for api 99, .*; upgrade breccia-core\.$"
+    ):
+        breccia.bridges.save_safetensors  # noqa: B018
+
+
+def test_core_gets_the_names_of_bridges_only_from_plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge = Bridge("to_acme", "json:dumps")
+    plugins = (Plugin("bridges", "breccia-bridges", "0.1", "manifest"), declares("breccia_bridges", bridge))
+    monkeypatch.setattr(breccia.bridges, "registry", fake(plugins))
+    assert breccia.bridges.__all__ == dir(breccia.bridges) == ["to_acme"]
+    with pytest.raises(AttributeError, match=r"^no bridge 'save_safetensors' in any installed plug-in. Known: to_acme"):
+        breccia.bridges.save_safetensors  # noqa: B018
+
+
+def test_import_star_takes_the_bridges_whose_requirements_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridges = (Bridge("to_acme", "json:dumps"), Bridge("from_acme", "acme:f", requires=("acme_missing",), install="acme"))
+    monkeypatch.setattr(
+        breccia.bridges, "registry", fake((Plugin("acme", "acme", "0.1", "manifest"), declares("breccia_bridges", *bridges)))
+    )
+    names: dict[str, Any] = {}
+    exec("from breccia.bridges import *", names)
+    assert names.keys() - {"__builtins__"} == {"to_acme"}
+    assert dir(breccia.bridges) == ["from_acme", "to_acme"], "dir lists all"
+
+
+def test_import_star_works_without_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = breccia.targets.installed
+    monkeypatch.setattr(breccia.targets, "installed", lambda module: module != "mlx" and installed(module))
+    of_mlx = {bridge.name for bridge in breccia.dispatch.registry.registry().bridges.values() if "mlx" in bridge.requires}
+    assert of_mlx == {"from_mlx", "to_mlx", "from_mlx_layer", "to_mlx_layer"}
+    assert not of_mlx & set(breccia.bridges.__all__) and of_mlx <= set(dir(breccia.bridges))
+    exec("from breccia.bridges import *", {})
+    with pytest.raises(
+        ImportError, match=r"^breccia\.bridges\.to_mlx needs mlx, which is not installed: pip install breccia-mlx"
+    ):
+        breccia.bridges.to_mlx  # noqa: B018
+
+
+@pytest.mark.parametrize("module", ["torchao_missing", "torchao_missing.quantization"])
+def test_a_bridge_to_a_missing_library_names_the_library(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    bridge = Bridge("to_torchao", "json:dumps", requires=("json", module), install="'breccia-bridges[torchao]'")
+    registry = fake((Plugin("bridges", "breccia-bridges", "0.2", "manifest"), declares("breccia_bridges", bridge)))
+    monkeypatch.setattr(breccia.bridges, "registry", registry)
+    with pytest.raises(ImportError) as e:
+        breccia.bridges.to_torchao  # noqa: B018
+    assert str(e.value) == (
+        f"breccia.bridges.to_torchao needs {module}, which is not installed: pip install 'breccia-bridges[torchao]'."
+    )
+    assert e.value.name == module
+
+
+def test_a_bridge_of_any_plug_in_resolves_to_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    bridge = Bridge("to_acme", "json:dumps", requires=("json",), install="acme")
+    registry = fake((Plugin("acme", "acme-breccia", "1", "manifest"), declares("breccia_bridges", bridge)))
+    monkeypatch.setattr(breccia.bridges, "registry", registry)
+    assert breccia.bridges.to_acme is json.dumps
+    assert "to_acme" in dir(breccia.bridges)
+
+
+def test_a_bridge_looked_up_on_the_package_says_where_it_is() -> None:
+    wanted = "module 'breccia' has no attribute 'load_safetensors'; it is breccia.bridges.load_safetensors"
+    with pytest.raises(AttributeError, match=f"^{wanted}$"):
+        breccia.load_safetensors  # noqa: B018
+
+
+def test_a_manifest_that_misspells_a_name_of_the_package_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core cannot look up bridges of that name while the registry is being built."""
+    monkeypatch.setattr(breccia.dispatch.registry, "_building", True)
+    monkeypatch.setattr("breccia.arrays.frameworks.current", None)
+    with pytest.raises(AttributeError, match=r"no attribute 'Bridg'; did you mean 'Bridge'"):
+        breccia.Bridg  # noqa: B018
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", breccia.kernels.__all__)
+def test_kernel_modules_are_attributes_after_importing_breccia_alone(name: str) -> None:
+    script = f"import breccia; print(breccia.kernels.{name}.__name__, dir(breccia.kernels))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"breccia.kernels.{name} {breccia.kernels.__all__}\n", "")
+
+
+def test_kernels_have_no_other_attributes() -> None:
+    with pytest.raises(AttributeError, match="module 'breccia.kernels' has no attribute 'pallas'"):
+        breccia.kernels.pallas  # noqa: B018
+
+
+# -- kernels.triton --------------------------------------------------------------------------------------------------
+
+TRITON = Plugin("triton", "breccia-triton", "0.2", "manifest")
+BLOCK = Kernel("cast", "torch", "json:dumps", "triton.cast", device="cuda")
+FOR_JAX = Kernel("cast", "jax", "pickle:dumps", "triton.jax.cast", device="cuda")
+
+
+def test_triton_is_available_if_it_and_torch_can_be_imported() -> None:
+    available = breccia.kernels.triton.TRITON_AVAILABLE
+    assert isinstance(available, bool)
+    assert available is (find_spec("triton") is not None and find_spec("torch") is not None)
+
+
+def test_kernels_without_breccia_triton_name_the_missing_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breccia.kernels.triton, "registry", fake())
+    assert breccia.kernels.triton.TRITON_AVAILABLE is False
+    with pytest.raises(ImportError) as e:
+        breccia.kernels.triton.dumps  # noqa: B018
+    assert str(e.value) == f"breccia.kernels.triton.dumps comes with breccia-triton: {install('breccia-triton')}."
+
+
+def test_kernels_without_triton_name_the_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breccia.kernels.triton, "registry", fake((TRITON, declares("breccia_kernels", BLOCK))))
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setitem(sys.modules, "triton", None)  # type: ignore[arg-type]
+    assert breccia.kernels.triton.TRITON_AVAILABLE is False
+    assert dir(breccia.kernels.triton) == sorted(breccia.kernels.triton.__all__)
+    with pytest.raises(
+        ImportError, match=r"^breccia.kernels.triton.dumps needs triton, which is not installed: pip install triton "
+    ):
+        breccia.kernels.triton.dumps  # noqa: B018
+
+
+@pytest.mark.together
+def test_functions_of_breccia_triton_that_are_no_kernels_resolve_as_the_stub_says() -> None:
+    if not breccia.kernels.triton.TRITON_AVAILABLE:
+        pytest.skip("needs torch and triton")
+    functions = {node.name: node for node in stub(breccia.kernels.triton) if isinstance(node, ast.FunctionDef)}
+    found = inspect.signature(breccia.kernels.triton.configure)
+    assert list(found.parameters) == [argument.arg for argument in functions["configure"].args.kwonlyargs] == ["autotune"]
+    assert breccia.kernels.triton.configure.__module__ == "breccia_triton.tuning"
+
+
+def test_kernels_of_breccia_triton_for_torch_are_found_by_function_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    monkeypatch.setattr(breccia.kernels.triton, "registry", fake((TRITON, declares("breccia_kernels", BLOCK, FOR_JAX))))
+    for name in ("torch", "triton"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert breccia.kernels.triton.TRITON_AVAILABLE is True
+    assert breccia.kernels.triton.dumps is json.dumps
+    assert dir(breccia.kernels.triton) == sorted([*breccia.kernels.triton.__all__, "dumps"])
+    with pytest.raises(AttributeError, match=r"^breccia-triton declares no kernel function 'dump'; did you mean 'dumps'\?"):
+        breccia.kernels.triton.dump  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^module 'breccia.kernels.triton' has no attribute '_x'$"):
+        breccia.kernels.triton._x  # noqa: B018

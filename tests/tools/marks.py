@@ -1,0 +1,37 @@
+"""Marks that depend on the machine, and cases that `make test` leaves to `make test-all`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from breccia.testing.places import Place
+
+
+def jax_is_long(values: Iterable[Any]) -> list[Any]:
+    """The values as parameters, with those for JAX marked `long`: JAX compiles every op.
+
+    A value is the name of a framework, or the path of a page named after one.
+    """
+    return [pytest.param(value, marks=pytest.mark.long) if Path(value).stem in ("jax", "flax") else value for value in values]
+
+
+def on_cuda(test: Any) -> Any:
+    """Mark a test `gpu`, for `tests/gpu/suite.sh`, and skip it where there is no CUDA device."""
+    try:
+        present = import_module("torch").cuda.is_available()
+    except ImportError:
+        present = False
+    return pytest.mark.gpu(pytest.mark.skipif(not present, reason="no CUDA device")(test))
+
+
+def here(framework: str) -> Place:
+    """The `Place` of a framework. Skips the test where the framework is not installed."""
+    place = Place(framework)
+    if place.absence:
+        pytest.skip(place.absence)
+    return place

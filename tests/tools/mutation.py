@@ -1,0 +1,205 @@
+# pyright: basic, reportMissingImports=false
+"""Mutation testing of the core: cosmic-ray changes one place at a time, and some test must fail.
+
+    python tests/tools/mutation.py --jobs 8 --out FOLDER                       # every module; resumes an interrupted run
+    python tests/tools/mutation.py --out FOLDER --only exact.py                # one module
+
+mutants/config.toml beside this file lists the modules, operators and tests; mutants/justified.toml lists the survivors that
+change no result. The run fails on any other survivor, and on a justification without one. Each job works in its own copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import os
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path("breccia-core/src/breccia")
+MUTANTS = ROOT / "tests" / "tools" / "mutants"
+#: What each working copy contains.
+COPIED = ("breccia-core", "tests", "docs/spec", "examples", "pyproject.toml")
+#: Memory limit of one test run, in bytes: a mutant that needs more fails.
+MEMORY = 8 << 30
+
+Position = tuple[int, int]
+
+
+class Mutant(NamedTuple):
+    """Identifies a mutant in justified.toml: `where` is the function's qualified name, `was` and `now` its lines."""
+
+    file: str
+    where: str
+    was: str
+    now: str
+
+
+def function_at(tree: ast.AST, row: int) -> str:
+    """The qualified name of the innermost class or function that contains a line; `module` at module level."""
+    defined = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    around = (node.name for node in defined if node.lineno <= row <= (node.end_lineno or row))
+    return ".".join(around) or "module"
+
+
+def unmutated(tree: ast.AST) -> Iterator[ast.AST]:
+    """Code that is not mutated: annotations, decorators, error messages, asserts, and the -1 in a reshape."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.arg(annotation=ast.expr() as inner) | ast.AnnAssign(annotation=inner) | ast.Raise(exc=ast.expr() as inner):
+                yield inner
+            case ast.Assert() | ast.JoinedStr() | ast.If(test=ast.Name("TYPE_CHECKING")):
+                yield node
+            case ast.Call(func=ast.Attribute(attr="reshape"), args=args):
+                yield from (n for a in args for n in ast.walk(a) if isinstance(n, ast.UnaryOp))
+            case ast.FunctionDef() | ast.ClassDef():
+                yield from (*node.decorator_list, *filter(None, [getattr(node, "returns", None)]))
+
+
+def is_skipped(tree: ast.AST, at: Position) -> bool:
+    return any((n.lineno, n.col_offset) <= at < (n.end_lineno, n.end_col_offset) for n in unmutated(tree))  # type: ignore[attr-defined]
+
+
+def changed(diff: str, sign: str) -> str:
+    """The lines of a diff that begin with `sign`, joined into one line without comments."""
+    lines = (line[1:] for line in diff.splitlines()[3:] if line.startswith(sign))
+    return " ".join(re.sub(r"(^|\s\s)#.*$", "", line).strip() for line in lines)
+
+
+def judged(survivors: Iterable[Mutant], entries: Iterable[dict[str, Any]], files: Iterable[str]) -> list[str]:
+    """The faults of a run over `files`: survivors without a justification, and justifications without a survivor.
+
+    An entry has file, where, was, now and why; `now` is one line or a list of lines. Whitespace is ignored.
+    """
+    left = {Mutant(*(re.sub(r"\s", "", part) for part in m)): m for m in survivors}
+    found: list[str] = []
+    needed: set[Mutant] = set()
+    for entry in (entry for entry in entries if entry["file"] in files):
+        for now in [entry["now"]] if isinstance(entry["now"], str) else entry["now"]:
+            key = Mutant(*(re.sub(r"\s", "", part) for part in (entry["file"], entry["where"], entry["was"], now)))
+            if key not in left:
+                found.append(f"justified, but no survivor: {entry['file']}: {entry['where']}: {entry['was']} -> {now}")
+            if len(entry["why"].split()) < 3:
+                found.append(f"say why nobody could notice, not {entry['why']!r}: {entry['file']}: {entry['where']}: {now}")
+            needed.add(key)
+    return found + [f"survived: {m.file}: {m.where}: {m.was} -> {m.now}" for key, m in left.items() if key not in needed]
+
+
+# -- the run, with cosmic-ray ------------------------------------------------------------------------------------------
+
+
+def extend_cosmic_ray() -> None:
+    """Add the operators of tests/tools/mutants to those of cosmic-ray, in this process."""
+    from cosmic_ray import plugins
+
+    sys.path.insert(0, str(MUTANTS))
+    from operators import Provider
+
+    plugins.OPERATOR_PROVIDERS["breccia"] = Provider()
+
+
+def enter_copy(copies: str) -> None:
+    """Move this process into a copy of the repository, which its tests import."""
+    extend_cosmic_ray()
+    folder = Path(tempfile.mkdtemp(dir=copies))
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / name, folder / name)
+    os.chdir(folder)
+    os.environ |= {"PYTHONPATH": str(folder / PACKAGE.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
+def test_file(name: str) -> Path:
+    """The test file of that name, relative to the repository."""
+    (found,) = ROOT.glob(f"tests/**/test_{name}.py")
+    return found.relative_to(ROOT)
+
+
+def timed(command: str) -> float:
+    """Seconds that the tests take without a mutation. Raises RuntimeError if they fail."""
+    from cosmic_ray.testing import run_tests
+    from cosmic_ray.work_item import TestOutcome
+
+    begin = time.monotonic()
+    outcome, output = run_tests(command, 3600)
+    if outcome is not TestOutcome.SURVIVED:
+        raise RuntimeError(f"the tests fail without a mutation: {command}\n{output[-2000:]}")
+    return time.monotonic() - begin
+
+
+def run(file: str, config: dict[str, Any], out: Path, pool: ProcessPoolExecutor, again: bool) -> list[Mutant]:
+    """The survivors of one module. Its session file in `out` keeps earlier results, so that an interrupted run resumes."""
+    from cosmic_ray.commands import init
+    from cosmic_ray.mutating import mutate_and_test
+    from cosmic_ray.work_db import use_db
+    from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+
+    source = (ROOT / PACKAGE / file).read_bytes()
+    tree = ast.parse(source)
+    version = hashlib.sha256(source + repr(config["operators"]).encode()).hexdigest()[:12]
+    session = out / f"{file.replace('/', '.')}.{version}.sqlite"
+    command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider -m 'not slow and not gpu and not together' "
+    command += " ".join(str(test_file(name)) for name in config["modules"][file])
+    chosen = re.compile("|".join(config["operators"]))
+    with use_db(str(session)) as db:
+        if not db.num_work_items:
+            init([PACKAGE / file], db, {})
+        for item in list(db.pending_work_items):
+            (mutation,) = item.mutations
+            if not chosen.fullmatch(mutation.operator_name) or is_skipped(tree, tuple(mutation.start_pos)):
+                db.set_result(item.job_id, WorkResult(WorkerOutcome.SKIPPED))
+        items = {item.job_id: item for item in db.work_items}
+        redo = {job for job, result in db.results if again and result.test_outcome == TestOutcome.SURVIVED}
+        todo = [*db.pending_work_items, *(items[job] for job in redo)]
+        limit = 15 + 3 * pool.submit(timed, command).result() if todo else 0
+        running = {pool.submit(mutate_and_test, item.mutations, command, limit): item.job_id for item in todo}
+        for done in as_completed(running):
+            db.set_result(running[done], done.result())
+        tested = [
+            (items[job].mutations[0], result) for job, result in db.results if result.worker_outcome != WorkerOutcome.SKIPPED
+        ]
+    left = [(mutation, result) for mutation, result in tested if result.test_outcome != TestOutcome.KILLED]
+    print(f"{file}: {len(tested)} mutants, {len(tested) - len(left)} killed, {len(left)} survived", flush=True)
+    return [
+        Mutant(file, function_at(tree, mutation.start_pos[0]), changed(result.diff or "", "-"), changed(result.diff or "", "+"))
+        for mutation, result in left
+    ]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    config = tomllib.loads((MUTANTS / "config.toml").read_text(encoding="utf-8"))
+    entries = tomllib.loads((MUTANTS / "justified.toml").read_text(encoding="utf-8"))["mutant"]
+    parser = argparse.ArgumentParser(description="Mutation testing of the core: some test must fail for each mutant.")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the session files, from which a later run resumes")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel processes")
+    parser.add_argument("--only", nargs="*", default=list(config["modules"]), choices=list(config["modules"]), metavar="FILE")
+    parser.add_argument("--again", action="store_true", help="test the survivors of earlier runs again")
+    given = parser.parse_args(words)
+    given.out.mkdir(parents=True, exist_ok=True)
+    extend_cosmic_ray()
+    os.chdir(ROOT)
+    with (
+        tempfile.TemporaryDirectory() as copies,
+        ProcessPoolExecutor(given.jobs, initializer=enter_copy, initargs=(copies,)) as pool,
+    ):
+        survivors = [mutant for file in given.only for mutant in run(file, config, given.out, pool, given.again)]
+    faults = judged(survivors, entries, given.only)
+    print("\n".join(faults))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
