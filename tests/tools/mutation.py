@@ -3,6 +3,7 @@
 
     python tests/tools/mutation.py --jobs 8 --out FOLDER                       # every module; resumes an interrupted run
     python tests/tools/mutation.py --out FOLDER --only exact.py                # one module
+    python tests/tools/mutation.py --out FOLDER --sample 300                    # a sample of all modules
 
 mutants/config.toml beside this file lists the modules, operators and tests; mutants/justified.toml lists the survivors that
 change no result. The run fails on any other survivor, and on a justification without one. Each job works in its own copy.
@@ -22,7 +23,8 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,6 +130,7 @@ def test_file(name: str) -> Path:
     return found.relative_to(ROOT)
 
 
+@cache
 def timed(command: str) -> float:
     """Seconds that the tests take without a mutation. Raises RuntimeError if they fail."""
     from cosmic_ray.testing import run_tests
@@ -140,20 +143,16 @@ def timed(command: str) -> float:
     return time.monotonic() - begin
 
 
-def run(file: str, config: dict[str, Any], out: Path, pool: ProcessPoolExecutor, again: bool) -> list[Mutant]:
-    """The survivors of one module. Its session file in `out` keeps earlier results, so that an interrupted run resumes."""
+def begun(file: str, operators: Sequence[str], out: Path) -> Path:
+    """The session file in `out` of a module's mutants. It keeps results, so that an interrupted run resumes."""
     from cosmic_ray.commands import init
-    from cosmic_ray.mutating import mutate_and_test
     from cosmic_ray.work_db import use_db
-    from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+    from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
     source = (ROOT / PACKAGE / file).read_bytes()
-    tree = ast.parse(source)
-    version = hashlib.sha256(source + repr(config["operators"]).encode()).hexdigest()[:12]
+    version = hashlib.sha256(source + repr(operators).encode()).hexdigest()[:12]
     session = out / f"{file.replace('/', '.')}.{version}.sqlite"
-    command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider -m 'not slow and not gpu and not together' "
-    command += " ".join(str(test_file(name)) for name in config["modules"][file])
-    chosen = re.compile("|".join(config["operators"]))
+    tree, chosen = ast.parse(source), re.compile("|".join(operators))
     with use_db(str(session)) as db:
         if not db.num_work_items:
             init([PACKAGE / file], db, {})
@@ -161,15 +160,47 @@ def run(file: str, config: dict[str, Any], out: Path, pool: ProcessPoolExecutor,
             (mutation,) = item.mutations
             if not chosen.fullmatch(mutation.operator_name) or is_skipped(tree, tuple(mutation.start_pos)):
                 db.set_result(item.job_id, WorkResult(WorkerOutcome.SKIPPED))
-        items = {item.job_id: item for item in db.work_items}
+    return session
+
+
+def drawn(sessions: Iterable[Path], count: int) -> set[str]:
+    """The ids of `count` mutants, the same ones for the same source: those with the smallest hashes."""
+    from cosmic_ray.work_db import use_db
+    from cosmic_ray.work_item import WorkerOutcome
+
+    hashes: dict[str, str] = {}
+    for session in sessions:
+        with use_db(str(session)) as db:
+            skipped = {job for job, result in db.results if result.worker_outcome == WorkerOutcome.SKIPPED}
+            for item in db.work_items:
+                (m,) = item.mutations
+                if item.job_id not in skipped:
+                    identity = repr((str(m.module_path), m.operator_name, m.occurrence, sorted(m.operator_args.items())))
+                    hashes[item.job_id] = hashlib.sha256(identity.encode()).hexdigest()
+    return set(sorted(hashes, key=hashes.__getitem__)[:count])
+
+
+def run(file: str, session: Path, files: Sequence[str], pool: Executor, again: bool, sample: set[str] | None) -> list[Mutant]:
+    """The survivors of one module under the tests in `files`, of all its mutants or of those in `sample`."""
+    from cosmic_ray.mutating import mutate_and_test
+    from cosmic_ray.work_db import use_db
+    from cosmic_ray.work_item import TestOutcome, WorkerOutcome
+
+    tree = ast.parse((ROOT / PACKAGE / file).read_bytes())
+    command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider -m 'not slow and not gpu and not together' "
+    command += " ".join(str(test_file(name)) for name in files)
+    with use_db(str(session)) as db:
+        items = {item.job_id: item for item in db.work_items if sample is None or item.job_id in sample}
         redo = {job for job, result in db.results if again and result.test_outcome == TestOutcome.SURVIVED}
-        todo = [*db.pending_work_items, *(items[job] for job in redo)]
+        todo = [items[job] for job in (*(item.job_id for item in db.pending_work_items), *redo) if job in items]
         limit = 15 + 3 * pool.submit(timed, command).result() if todo else 0
         running = {pool.submit(mutate_and_test, item.mutations, command, limit): item.job_id for item in todo}
         for done in as_completed(running):
             db.set_result(running[done], done.result())
         tested = [
-            (items[job].mutations[0], result) for job, result in db.results if result.worker_outcome != WorkerOutcome.SKIPPED
+            (items[job].mutations[0], result)
+            for job, result in db.results
+            if job in items and result.worker_outcome != WorkerOutcome.SKIPPED
         ]
     left = [(mutation, result) for mutation, result in tested if result.test_outcome != TestOutcome.KILLED]
     print(f"{file}: {len(tested)} mutants, {len(tested) - len(left)} killed, {len(left)} survived", flush=True)
@@ -187,6 +218,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="number of parallel processes")
     parser.add_argument("--only", nargs="*", default=list(config["modules"]), choices=list(config["modules"]), metavar="FILE")
     parser.add_argument("--again", action="store_true", help="test the survivors of earlier runs again")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N mutants, the same ones as long as the source stays")
     given = parser.parse_args(words)
     given.out.mkdir(parents=True, exist_ok=True)
     extend_cosmic_ray()
@@ -195,8 +227,13 @@ def main(words: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as copies,
         ProcessPoolExecutor(given.jobs, initializer=enter_copy, initargs=(copies,)) as pool,
     ):
-        survivors = [mutant for file in given.only for mutant in run(file, config, given.out, pool, given.again)]
+        sessions = {file: begun(file, config["operators"], given.out) for file in given.only}
+        sample = None if given.sample is None else drawn(sessions.values(), given.sample)
+        runs = (run(file, session, config["modules"][file], pool, given.again, sample) for file, session in sessions.items())
+        survivors = [mutant for one in runs for mutant in one]
     faults = judged(survivors, entries, given.only)
+    if sample is not None:  # a justified mutant may be outside the sample
+        faults = [fault for fault in faults if fault.startswith("survived")]
     print("\n".join(faults))
     return 1 if faults else 0
 
