@@ -1,4 +1,5 @@
-# make demo, make test, make test-all, make test-apart, make check, make docs, make bench: each from a bare clone with Python >= 3.11 and nothing else.
+# make demo, make test, make test-all, make test-apart, make slow, make check, make docs, make bench: each from a bare clone with
+# Python >= 3.11 and nothing else.
 PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
@@ -11,20 +12,23 @@ SIBLINGS := -e "./breccia-bridges[report]" -e "./breccia-torch[hf]" -e ./breccia
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-all test-apart slow mutants check docs bench format clean
+.PHONY: demo test test-rest test-all test-apart slow mutants check docs bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
 demo: $(DEMO)/ready
 	$(DEMO)/bin/python examples/demo.py
 
-# Every test but those marked slow, on a selection of its cases; at most 5 minutes on 2 cores.
+# What the marks mean: pyproject.toml. A selection of the cases of every test that is not long; at most 4 minutes on 2 cores.
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -m "not rest and not slow and not gpu" -n 2
+	$(VENV)/bin/python -m pytest -m "not leftover and not long and not slow and not gpu" -n 2
 
-# The cases that `make test` leaves out.
-test-all: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -m "rest and not slow and not gpu" -n 2
+# The cases that `make test` leaves out, and long tests.
+test-rest: $(VENV)/ready
+	$(VENV)/bin/python -m pytest -m "(leftover or long) and not slow and not gpu" -n 2
+
+# Everything but slow and GPU cases, each once.
+test-all: test test-rest
 
 # Each distribution from its wheel, in an environment that has what it declares and nothing else; some with the lowest versions too.
 test-apart:
@@ -36,10 +40,11 @@ test-apart:
 slow: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -m "slow and not gpu"
 
-# Every mutant of the core against the tests: hours of one core. Run again after an interruption, it goes on.
+# Every mutant of the core against the tests: hours of one core. Run again after an interruption, it goes on. SAMPLE=300 takes
+# that many of them, the same ones as long as the source stays.
 mutants: $(MUTANTS)/ready
 	$(MUTANTS)/bin/python -m pytest -q tests/repository/test_mutation.py
-	$(MUTANTS)/bin/python tests/tools/mutation.py --jobs $$(nproc) --out $(MUTANTS)/sessions
+	$(MUTANTS)/bin/python tests/tools/mutation.py --jobs $$(nproc) --out $(MUTANTS)/sessions $(if $(SAMPLE),--sample $(SAMPLE))
 
 # Lint, format, types, and documents that show what is so.
 check: $(VENV)/ready

@@ -1,7 +1,8 @@
 """Parity of frameworks with NumPy: slabs that reach every clause of the contract, cast and decoded by both, in differing bytes.
 
-bench_parity.py runs it at length, tests/across/test_ways.py in short. NumPy, by the kernels that serve it by default, is the expected
-side. Every byte of every part is compared, and every decoded bit in three dtypes, where a NaN is like another. Decoded numbers
+bench_parity.py runs it at length, tests/across/test_ways.py in short. NumPy, by the kernels that serve it by default, is
+the expected side. Every byte of every part is
+compared, and every decoded bit in three dtypes, where a NaN is like another. Decoded numbers
 below 2^-126 that XLA returns as zeros, which the contract allows it, are told apart and counted.
 """
 

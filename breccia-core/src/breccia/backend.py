@@ -1,8 +1,8 @@
 # pyright: reportUnsupportedDunderAll=false
 """The API for backends, kernels and bridges: the only module of core that other distributions import besides `breccia`.
 
-`breccia`'s own distributions and third parties use the same names; `tests/repository/test_arrows.py` checks the former. Names are imported
-on first use, so that a bridge does not load kernels, nor a kernel the command line.
+`breccia`'s own distributions and third parties use the same names; `tests/repository/test_arrows.py` checks the former.
+Names are imported on first use, so that a bridge does not load kernels, nor a kernel the command line.
 """
 
 from __future__ import annotations

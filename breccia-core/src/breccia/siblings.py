@@ -1,6 +1,7 @@
 """Siblings: the contents of breccia's own distributions, so that errors can name a missing one and its remedy.
 
-The only place in core that lists them. Nothing here imports them; tests/core/dispatch/test_registry.py compares it with their manifests.
+The only place in core that lists them. Nothing here imports them; tests/core/dispatch/test_registry.py compares it with
+their manifests.
 """
 
 from __future__ import annotations

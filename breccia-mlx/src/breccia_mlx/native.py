@@ -1,7 +1,8 @@
 """`mx.quantized_matmul`, which multiplies the codes of some formats without decoding them into memory first.
 
-On a CPU it decodes to the contract's numbers and meets the bound of `matmul` (tests/mlx/test_mlx_native.py), except that an E8M0
-scale of NaN multiplies as Inf: tensors with such a scale are found once, and decoded; in transformed functions their rows are
+On a CPU it decodes to the contract's numbers and meets the bound of `matmul` (tests/mlx/test_mlx_native.py), except that an
+E8M0 scale of NaN multiplies as Inf: tensors with such a scale are found
+once, and decoded; in transformed functions their rows are
 made NaN. Integers without a mode of MLX are multiplied as affine codes (`integers.py`). By default it runs for few rows of
 arrays in memory, and in layers whose weight is an input of a compiled function. By name it runs everywhere: in all compiled
 functions, though `mx.vmap` has no rule for it, and on Metal, where it is unmeasured; sums of affine codes and of biases may

@@ -1279,7 +1279,11 @@ KERNEL_FAULTS: dict[str, tuple[Kernel, str, str]] = {
         AVAILABLE,
         r"^[\w.]+:there\('cpu'\) returned True, expected None or a reason$",
     ),
-    "available fails": (kernel(wrong_code, available=unsure), AVAILABLE, r"^[\w.]+:unsure\('cpu'\) raised OSError: no /dev/acme$"),
+    "available fails": (
+        kernel(wrong_code, available=unsure),
+        AVAILABLE,
+        r"^[\w.]+:unsure\('cpu'\) raised OSError: no /dev/acme$",
+    ),
     "available knows CPUs alone": (
         kernel(wrong_code, available=surprised),
         AVAILABLE,
