@@ -19,15 +19,15 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 demo: $(DEMO)/ready
 	$(DEMO)/bin/python examples/demo.py
 
-# What the marks mean: pyproject.toml. A selection of the cases of every test that is not long; at most 4 minutes on 2 cores.
+# A selection of the cases of every test that is not long; at most 4 minutes on 2 cores. pyproject.toml says what the marks mean.
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -m "not leftover and not long and not slow and not gpu" -n 2
+	$(VENV)/bin/python -m pytest -m "not (leftover or exhaustive or long or slow or gpu)" -n 2
 
-# The cases that `make test` leaves out, and long tests.
+# More cases of every test, and long tests.
 test-rest: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -m "(leftover or long) and not slow and not gpu" -n 2
+	$(VENV)/bin/python -m pytest -m "(leftover or long) and not (exhaustive or slow or gpu)" -n 2
 
-# Everything but slow and GPU cases, each once.
+# Everything but what takes minutes, needs a GPU, or is a case that combines no new values; each case once.
 test-all: test test-rest
 
 # Each distribution from its wheel, in an environment that has what it declares and nothing else; some with the lowest versions too.
@@ -36,9 +36,9 @@ test-apart:
 	$(PYTHON) tests/tools/apart.py
 	$(PYTHON) tests/tools/apart.py --lowest breccia-core breccia-bridges
 
-# The long ones: minutes of parity and idempotence, and measurements as ratios.
+# Every case that is left: minutes of parity and idempotence, and measurements as ratios.
 slow: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -m "slow and not gpu"
+	$(VENV)/bin/python -m pytest -m "(slow or exhaustive) and not gpu"
 
 # Every mutant of the core against the tests: hours of one core. Run again after an interruption, it goes on. SAMPLE=300 takes
 # that many of them, the same ones as long as the source stays.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -15,7 +17,8 @@ if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
-from covering import mark_leftovers
+from caches import keep_compiled_functions
+from covering import mark_cases
 from paths import ROOT
 from program import Run
 from recipes import RECIPES, recipe_id
@@ -25,6 +28,8 @@ from breccia.testing.pytest_plugin import header
 
 # Their assertions explain themselves as those of test files do.
 pytest.register_assert_rewrite("gpu_weights", "in_frameworks", "native_weights", "products", "triton_casts")
+
+keep_compiled_functions()
 
 #: Separate distributions, which tests/across/test_third_party.py installs.
 collect_ignore = ["third_party"]
@@ -56,13 +61,20 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not collect `*_slow.py`, thousands of cases, where `-m` excludes slow tests."""
-    return True if collection_path.name.endswith("_slow.py") and "not slow" in config.option.markexpr else None
+    excludes = re.search(r"not (\([^)]*)?\bslow\b", config.option.markexpr)
+    return True if collection_path.name.endswith("_slow.py") and excludes else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases that only `make test-all` runs as `leftover`, before `-m` selects."""
-    mark_leftovers(items)
+    """Mark the cases that `make test` or `make test-all` leaves out, before `-m` selects."""
+    mark_cases(items)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported libraries and the collected cases, millions of objects, from the garbage collector's passes."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> list[str]:

@@ -6,11 +6,12 @@ import pytest
 from marks import on_cuda
 from own_laws import laws
 
-test_core = pytest.mark.covering(1)(laws("core", "numpy", "torch", "mlx"))
-test_torch = laws("torch", "torch")
-test_mlx = laws("mlx", "mlx")
-test_native = laws("native")
-test_bridges = laws("bridges")
+values_and_pairs = pytest.mark.covering(1, 2)
+test_core = values_and_pairs(laws("core", "numpy", "torch", "mlx"))
+test_torch = values_and_pairs(laws("torch", "torch"))
+test_mlx = values_and_pairs(laws("mlx", "mlx"))
+test_native = values_and_pairs(laws("native"))
+test_bridges = values_and_pairs(laws("bridges"))
 test_torch_on_cuda = on_cuda(laws("torch", "torch:cuda"))
 test_core_on_cuda = on_cuda(laws("core", "torch:cuda"))
 test_jax_on_cuda = on_cuda(laws("jax", "jax:cuda"))

@@ -16,7 +16,7 @@ from breccia.bridges import from_dlpack, to_dlpack
 from breccia.testing.examples import every_decodable, special_rows, wide
 
 #: `make test` runs every recipe and every framework; `make test-all` runs all combinations.
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(1, 2)
 
 for module in ("torch", "jax", "mlx"):
     pytest.importorskip(module)

@@ -52,7 +52,7 @@ from breccia.testing.examples import special_rows, wide
 from breccia.testing.places import Place
 
 #: Warnings that torch's own modules raise on import.
-pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
+pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1, 2)]
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
 #: Frameworks with gradients.

@@ -14,7 +14,7 @@ from breccia.arrays.frameworks import ops_of
 from breccia.testing.examples import special_rows, wide
 
 #: Every recipe and every framework in `make test`; their products in `make test-all`.
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(1, 2)
 
 X = np.concatenate([wide((29, 77), seed=30, exponents=60), special_rows(77)])
 

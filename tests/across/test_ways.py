@@ -26,7 +26,7 @@ from breccia.arrays.frameworks import ops_of
 BENCHMARKS = ROOT / "benchmarks"
 
 #: Warnings that torch's own modules raise on import.
-pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
+pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1, 2)]
 
 #: The first recipe of each name and offset. Each is compiled anew, which takes longer than all its numbers.
 KINDS = list({(recipe.name, recipe.format.offset): recipe for recipe in reversed(RECIPES)}.values())[::-1]
@@ -143,6 +143,7 @@ def test_jax(way: str, kind: breccia.ScalingRecipe, parity: ModuleType) -> None:
     assert_jax(parity, way, kind, "cpu")
 
 
+@pytest.mark.long  # MLX calls a C++ compiler; `make test` compares compiled casts in tests/mlx
 @pytest.mark.parametrize("kind", KINDS, ids=recipe_id)
 def test_compiled_by_mlx(kind: breccia.ScalingRecipe, parity: ModuleType) -> None:
     assert_parity(parity, "mlx", kind, ways_of(parity, "mlx", "compile"), few(parity, kind, FEW), FEW)

@@ -42,7 +42,7 @@ from breccia_bridges.safetensors_file import Container, Writer
 from breccia_native.availability import missing_products
 
 #: `make test` runs every recipe and every framework; `make test-all` runs all combinations.
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(1, 2)
 
 
 def weights(seed: int = 0) -> dict[str, np.ndarray]:

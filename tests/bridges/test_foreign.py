@@ -326,7 +326,7 @@ FOREIGN: dict[str, tuple[dict[str, Entry], str, str | None]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_every_other_format_is_refused_by_name_with_and_without_its_config(name: str, tmp_path: Path, run: Run) -> None:
     tensors, form, method = FOREIGN[name]
@@ -487,7 +487,7 @@ BAD: dict[str, Callable[[], tuple[Arranged, str]]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("name", BAD)
 def test_a_source_that_contradicts_itself_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     (tensors, files), message = BAD[name]()

@@ -12,7 +12,7 @@ from broken import untyped
 import breccia
 from breccia import DialectError, UnsupportedError, bytes_equal
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.covering(1)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.covering(1, 2)]
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:

@@ -34,7 +34,7 @@ from breccia_bridges.safetensors import (
 from breccia_bridges.safetensors_file import Container, Writer
 
 #: Every recipe and every framework in `make test`; their products in `make test-all`.
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(1, 2)
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
 OLD = GOLDEN / "breccia_0_1_3"

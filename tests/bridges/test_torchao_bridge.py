@@ -19,7 +19,7 @@ import breccia  # noqa: E402
 from breccia import DialectError, ScaledTensor, UnsupportedError, bytes_equal  # noqa: E402
 from breccia.bridges import from_torchao, to_torchao, torchao_activation  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.covering(1)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.covering(1, 2)]
 
 from torchao.prototype.mx_formats.config import ScaleCalculationMode  # noqa: E402
 from torchao.prototype.mx_formats.mx_tensor import MXTensor, QuantizeTensorToMXKwargs  # noqa: E402

@@ -15,7 +15,7 @@ from breccia import DialectError, OptionError, UnsupportedError, bytes_equal  # 
 from breccia_torch import from_torchao_model_, quantize_, to_torchao_model_  # noqa: E402
 from breccia_torch.nn import ScaledLinear  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.covering(1)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.covering(1, 2)]
 
 from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig  # noqa: E402
 from torchao.quantization import (  # noqa: E402

@@ -25,7 +25,7 @@ from breccia import DialectError, OptionError, ScaledTensor, TensorPair, Unsuppo
 from breccia.bridges import from_te_recipe, from_transformer_engine  # noqa: E402
 from breccia_bridges.transformer_engine import to_te_recipe, to_transformer_engine  # noqa: E402
 
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(1, 2)
 
 E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
 FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}

@@ -34,7 +34,7 @@ from jax import export, lax, tree_util  # noqa: E402
 from breccia_jax.ops import JAX  # noqa: E402
 
 #: `make test` runs every recipe and every framework; `make test-all` runs all combinations.
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(1, 2)
 
 X = np.concatenate([wide((29, 77), seed=40, exponents=30), special_rows(77)])
 NVFP4 = breccia.NVFP4BlockScaling()

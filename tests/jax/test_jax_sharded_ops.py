@@ -115,11 +115,14 @@ def check_of(kind: str, spec: str) -> Callable[[], None]:
 
 
 KINDS = ("auto", "explicit", "manual of auto, all", "manual of explicit, all", "manual of explicit, one")
-CHECKS = [check_of(kind, spec) for kind in KINDS for spec in RECIPES]
+#: Each kind of mesh axis with two of the recipes, in turn; and with all.
+CHECKS = [check_of(kind, RECIPES[(n + m) % len(RECIPES)]) for n, kind in enumerate(KINDS) for m in (0, 1)]
+ALL_CHECKS = [check_of(kind, spec) for kind in KINDS for spec in RECIPES]
 
 
-def test_every_op_gives_each_shard_the_results_of_one_device() -> None:
+@pytest.mark.parametrize("checks", ["CHECKS", pytest.param("ALL_CHECKS", marks=pytest.mark.slow)])
+def test_every_op_gives_each_shard_the_results_of_one_device(checks: str) -> None:
     """All checks at once: as tests of their own, each of pytest's processes would run all of them."""
     pytest.importorskip("jax")
-    failed = failures(__file__)
+    failed = failures(__file__, checks)
     assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())

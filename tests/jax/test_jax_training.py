@@ -12,7 +12,7 @@ import pytest
 import breccia
 import breccia_jax
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.covering(1, 1)]  # JAX compiles every case
 
 optax = pytest.importorskip("optax")
 

@@ -50,7 +50,7 @@ def in_rows(st: breccia.ScaledTensor) -> breccia.ScaledTensor:
     return breccia.ScaledTensor(data, scale, st.recipe, st.layout, zero_point, global_scale, st.axis, st.shape)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(("k", "n"), [(32, 5), (64, 64), (160, 530), (257, 1100), (130, 17)])
 @pytest.mark.parametrize("m", [1, 5, 10])

@@ -72,7 +72,7 @@ ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 14, 15, 16, 17, 29, 64)
 SHAPES = ((1, 32), (3, 33), (4, 63), (5, 127), (31, 128), (33, 129), (7, 159), (65, 256), (2, 640), (36, 1021))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_of_every_format_are_within_the_bound(instruction_set: str, name: str) -> None:
     for i, (n, k) in enumerate(SHAPES):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutation import MUTANTS, PACKAGE, ROOT, Mutant, changed, function_at, is_skipped, judged, test_file
+from mutation import MUTANTS, PACKAGE, ROOT, Mutant, changed, function_at, is_skipped, judged, path_of
 
 SOURCE = """\
 @memo(64)
@@ -95,7 +95,7 @@ def test_the_configuration_names_files_that_exist() -> None:
     tests = {name for names in config["modules"].values() for name in names}
     missing = [name for name in config["modules"] if not (ROOT / PACKAGE / name).is_file()]
     assert missing == []
-    assert all(test_file(name).parent.is_relative_to("tests/core") for name in tests)
+    assert all(path_of(name).parent.is_relative_to("tests/core") for name in tests)
 
 
 def test_each_justification_is_about_a_line_that_exists() -> None:

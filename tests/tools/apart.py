@@ -290,7 +290,7 @@ def tested(environment: Environment, distribution: str, work: Path, files: list[
         "-p",
         "no:cacheprovider",
         "-m",
-        "not leftover and not long and not slow and not gpu and not together",
+        "not (leftover or exhaustive or long or slow or gpu or together)",
         f"--junitxml={report}",
     )
     try:

@@ -1,4 +1,8 @@
-"""Pairwise selection: in the cases of `make test` every pair of parameter values occurs. The others are marked `leftover`."""
+"""Selections of cases: which cases of a parametrized test `make test` runs, and which of them `make test-all`.
+
+In the cases of `make test` every pair of parameter values occurs, in those of `make test-all` every three; with
+`@pytest.mark.covering(n, m)` every n values and every m. `make slow` runs all other cases.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,14 @@ import pytest
 from breccia import ScalingRecipe
 from breccia.testing.laws import Law
 
-#: Cases with these marks are excluded from `make test` already, and are not counted.
-_LEFT_OUT = {"long", "slow", "gpu"}
+#: Cases with these marks are excluded from `make test-all` already.
+_LEFT_OUT = {"slow", "gpu"}
 
 
-def mark_leftovers(items: Sequence[pytest.Item]) -> None:
-    """Mark the cases `leftover` that the selection for their test leaves out.
+def mark_cases(items: Sequence[pytest.Item]) -> None:
+    """Mark cases `leftover` that `make test` leaves to `make test-all`, and `exhaustive` those that this leaves to `make slow`.
 
-    A test covers every pair of its parameters' values, or with `@pytest.mark.covering(1)` every value, or with `covering(n)`
-    every n of them. A recipe counts as its name and its fields, a law as the parts of its id.
+    A recipe counts as its name and its fields, a law as the parts of its id.
     """
     tests: dict[Callable[..., Any], list[pytest.Function]] = {}
     for item in items:
@@ -32,18 +35,23 @@ def mark_leftovers(items: Sequence[pytest.Item]) -> None:
             tests.setdefault(item.function, []).append(item)
     for cases in tests.values():
         mark = cases[0].get_closest_marker("covering")
-        strength = mark.args[0] if mark else 2
-        chosen = covering([_together(_values(case), strength) for case in cases])
+        fewer, more = mark.args if mark else (2, 3)
+        values = [_values(case) for case in cases]
+        few = covering([_together(each, fewer) for each in values])
+        many = few | covering([_together(each, more) for each in values], few)
         for n, case in enumerate(cases):
-            if n not in chosen:
-                case.add_marker("leftover")
+            if n not in few:
+                case.add_marker("leftover" if n in many else "exhaustive")
 
 
-def covering(cases: Sequence[Iterable[Hashable]]) -> set[int]:
-    """Indices of cases that together cover the items of all cases. Greedy: the case with the most new items comes first."""
+def covering(cases: Sequence[Iterable[Hashable]], taken: Iterable[int] = ()) -> set[int]:
+    """Indices of cases that cover the items of all cases, together with the cases `taken`.
+
+    Greedy: the case with the most new items comes first.
+    """
     left = [set(case) for case in cases]
     chosen: set[int] = set()
-    have: set[Hashable] = set()
+    have: set[Hashable] = set().union(*(left[n] for n in taken))
     queue = [(-len(case), n) for n, case in enumerate(left)]
     heapq.heapify(queue)
     while queue:

@@ -28,11 +28,11 @@ def report(checks: Sequence[Callable[[], None]]) -> None:
     print(json.dumps(found))
 
 
-def failures(file: str) -> dict[str, str]:
-    """Run the `CHECKS` of a test file in a process with eight devices. Returns the errors of those that fail by name."""
+def failures(file: str, checks: str = "CHECKS") -> dict[str, str]:
+    """Run a list of checks of a test file in a process with eight devices. Returns the errors of those that fail by name."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={COUNT}"
     run = subprocess.run(
-        [sys.executable, "-c", f"import eight_devices, runpy; eight_devices.report(runpy.run_path({file!r})['CHECKS'])"],
+        [sys.executable, "-c", f"import eight_devices, runpy; eight_devices.report(runpy.run_path({file!r})[{checks!r}])"],
         cwd=Path(__file__).parent,
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

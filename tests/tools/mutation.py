@@ -124,7 +124,7 @@ def enter_copy(copies: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
-def test_file(name: str) -> Path:
+def path_of(name: str) -> Path:
     """The test file of that name, relative to the repository."""
     (found,) = ROOT.glob(f"tests/**/test_{name}.py")
     return found.relative_to(ROOT)
@@ -187,8 +187,8 @@ def run(file: str, session: Path, files: Sequence[str], pool: Executor, again: b
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome
 
     tree = ast.parse((ROOT / PACKAGE / file).read_bytes())
-    command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider -m 'not slow and not gpu and not together' "
-    command += " ".join(str(test_file(name)) for name in files)
+    command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider -m 'not (exhaustive or slow or gpu or together)' "
+    command += " ".join(str(path_of(name)) for name in files)
     with use_db(str(session)) as db:
         items = {item.job_id: item for item in db.work_items if sample is None or item.job_id in sample}
         redo = {job for job, result in db.results if again and result.test_outcome == TestOutcome.SURVIVED}

@@ -116,7 +116,7 @@ def decoded(folder: Path, into: Path) -> Path:
     return into
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_converted_folder_loads_quantized_and_computes_with_the_decoded_weights(name: str, spec: str, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_converted_folder_loads_quantized_and_computes_with_the_decoded_weight
     )
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_quantized_on_loading_is_saved_and_loaded_again(name: str, spec: str, tmp_path: Path) -> None:

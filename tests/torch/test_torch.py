@@ -39,7 +39,7 @@ from breccia_torch import ops as torch_ops
 from breccia_torch.ops import TORCH, WORDS
 
 #: Warnings that torch's own modules raise on import.
-pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
+pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1, 2)]
 
 X = np.concatenate([wide((29, 77), seed=40, exponents=30), special_rows(77)])
 NVFP4 = breccia.NVFP4BlockScaling()

@@ -25,7 +25,7 @@ import breccia_torch
 from breccia.testing.examples import wide
 from breccia_torch.nn import ScaledLinear, ScaledWeight
 
-pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
+pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1, 2)]
 
 MXFP8 = breccia.MXFP8BlockScaling()
 NVFP4 = breccia.NVFP4BlockScaling()

@@ -36,6 +36,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 NAME = "triton.matmul_bf16"
 pytestmark = [
+    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; a GPU runs all
     *([pytest.mark.gpu] if ON_GPU else []),  # where there is one, every test runs on it, with cuBLAS
     # Triton's interpreter computes with NumPy, which warns of Inf - Inf and of NaN; GPUs do not.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -120,7 +121,6 @@ def multiplied(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out
 # ------------------------------------------------------------------------------------------------ products
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("bias", [None, "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("out_dtype", ROUNDOFF)
 @pytest.mark.parametrize("spec", SPECS)
@@ -133,7 +133,6 @@ def test_products_of_every_format_stay_within_the_bound(spec: str, out_dtype: st
         check(multiplied(x, w.mT, added, out_dtype), x, w.mT, added)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("first", "second"), list(itertools.product(("mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "array"), repeat=2))[:-1]
 )
@@ -151,7 +150,6 @@ def operand_in(order: str, shape: tuple[int, int], spec: str) -> Any:
     return operand(shape, spec, 5, axis=-2 if order == "across" else -1)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(("first", "second"), [("mxfp8", "mxfp8"), ("mxfp4", "nvfp4"), ("array", "mxfp6"), ("nvfp4", "array")])
 @pytest.mark.parametrize(
     ("left", "right"), [((2, 3), ()), ((2, 3), (2, 3)), ((), (3,)), ((3,), (1,)), ((1,), (2,)), ((1, 2), (2,))], ids=str
@@ -165,7 +163,6 @@ def test_leading_axes_are_batches_and_broadcast(first: str, second: str, left: A
     check(multiplied(columns, w.mT, bias), columns, w.mT, bias)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("storage", plugin.STORAGES)
 @pytest.mark.parametrize("spec", ["mxfp8", "mxfp4", "nvfp4"])
 def test_scales_are_read_in_every_storage_that_the_casts_write(spec: str, storage: str) -> None:
@@ -233,7 +230,6 @@ def planted(spec: str, byte: int) -> tuple[Any, Any]:
     return with_scale(parts_of(a, data=codes.view(a.data.dtype)), (3, 0), byte), breccia.cast(w, "mxfp8")
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("byte", ["0", "1", "3", "below", "least"])
 @pytest.mark.parametrize("spec", IN_TURN)
 def test_values_that_bf16_does_not_hold_are_multiplied_in_fp32(spec: str, byte: str) -> None:
@@ -315,7 +311,6 @@ def test_nan_and_inf_reach_exactly_the_rows_and_columns_that_they_are_in(spec: s
     check(multiplied(a, w.mT, torch.ones(20, device=DEVICE), "bfloat16"), a, w.mT, torch.ones(20, device=DEVICE))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("spec", ["nvfp4", "nvfp4,global_sense=amax", "nvfp4,global_sense=divisor"])
 @pytest.mark.parametrize(
     "scale",
@@ -553,7 +548,6 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place("torch")
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_laws_of_products_hold(spec: str, law: Any, place: Place) -> None:

@@ -42,6 +42,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 WEIGHT, FP8 = "triton.weight_only", "triton.fp8_matmul"
 pytestmark = [
+    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; a GPU runs all
     *([pytest.mark.gpu] if ON_GPU else []),  # where there is one, every test runs on it
     # Triton's interpreter computes with NumPy, which warns of Inf - Inf and of NaN; GPUs do not.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -172,7 +173,6 @@ def prepared() -> fused.Product:
 # ------------------------------------------------------------------------------------------------ weights
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("first", [False, True], ids=["k_last", "k_first"])
 @pytest.mark.parametrize("spec", SPECS)
@@ -186,7 +186,6 @@ def test_products_of_every_format_stay_within_the_bound(spec: str, first: bool, 
     assert bool(in_fp32) == (not ON_GPU and way.dot == "float32")
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("bias", [None, "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("out_dtype", ROUNDOFF)
 @pytest.mark.parametrize("split", [1, 4])
@@ -203,7 +202,6 @@ def test_results_have_any_dtype_and_bias_also_in_parts_of_k(
     assert torch.equal(found, multiplied(x, w, added, out_dtype))  # the order of sums is fixed
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("spec", ["int4,group_size=32", "nvfp4", "fp8_current"])
 @pytest.mark.parametrize(("left", "right"), [((2, 3), ()), ((2, 3), (2, 3)), ((), (3,)), ((3,), (1,)), ((1,), (2,))], ids=str)
 def test_leading_axes_are_batches_and_broadcast(spec: str, left: Any, right: Any) -> None:
@@ -214,7 +212,6 @@ def test_leading_axes_are_batches_and_broadcast(spec: str, left: Any, right: Any
     check(multiplied(x, w, bias, "bfloat16"), x, w, bias)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("storage", plugin.STORAGES)
 @pytest.mark.parametrize("spec", ["mxfp8", "mxfp4", "nvfp4"])
 def test_scales_are_read_in_every_storage_that_the_casts_write(spec: str, storage: str) -> None:
@@ -266,7 +263,6 @@ def on_device(st: ScaledTensor) -> ScaledTensor:
     )
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_bits_of_codes_and_scales_decode_as_the_contract_says(name: str, act: str) -> None:
@@ -401,7 +397,6 @@ def test_planted_faults_violate_the_bound(fault: str, monkeypatch: pytest.Monkey
 # ------------------------------------------------------------------------------------------------ FP8 by FP8
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("out_dtype", ROUNDOFF)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_pairs_of_fp8_stay_within_the_bound(pair: str, out_dtype: str) -> None:
@@ -537,7 +532,7 @@ def test_steps_lie_within_a_block_and_in_two_or_more_parts_of_k(m: int, spec: st
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("spec", ["int4,group_size=64", "nvfp4", "nf4"])
+@pytest.mark.parametrize("spec", ["int4,group_size=64", *(pytest.param(s, marks=pytest.mark.slow) for s in ("nvfp4", "nf4"))])
 def test_every_candidate_of_the_tuning_gives_products_within_the_bound(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = activations((35, 512), "bfloat16", 1), weight((72, 512), spec, 2)
     grid = tuning.GRIDS["fused"]
@@ -588,7 +583,6 @@ LARGE = ((1, 4096, 2048), (16, 264, 4096), (33, 705, 1152), (256, 1024, 4096))
 
 
 @on_cuda
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_larger_products_stay_within_the_bound(spec: str, act: str) -> None:
@@ -699,10 +693,8 @@ print(made.count("fused_kernel"), "products compiled")
 """
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "target", ["sm80", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm89", "sm90", "sm100", "gfx942", "gfx950"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "gfx942", "gfx950"])
 def test_kernels_compile_for_gpus_that_are_not_here(target: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)

@@ -30,6 +30,7 @@ from breccia_triton.package_key import remembered
 from breccia_triton.tuning import configure
 
 pytestmark = [
+    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; a GPU runs all
     *([pytest.mark.gpu] if ON_GPU else []),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -365,7 +366,6 @@ SPECS = ["fp8_block", "mxint8", "fp8_row", "fp8_block,block_m=32,block_k=32", "f
 
 
 @pytest.mark.long
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("op", ["cast", "cast_ste"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("axis", [-1, -2])

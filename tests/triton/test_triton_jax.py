@@ -41,6 +41,7 @@ if ON_GPU and find_spec("jax_triton") is None:
 if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("JAX uses no GPU here, and Triton does not interpret kernels", allow_module_level=True)
 pytestmark = [
+    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; a GPU runs all
     *([pytest.mark.gpu] if ON_GPU else []),  # where there is one, every test runs on it
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -158,7 +159,6 @@ def check(x: Any, spec: str, launches: list[str], generic: bool = False, **optio
     same(found, reference.cast(x, recipe, given))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("spec", EVERY)
 def test_every_recipe_is_cast_bit_for_bit(spec: str, axis: int, launches: list[str]) -> None:
@@ -170,7 +170,6 @@ def test_every_recipe_is_cast_bit_for_bit(spec: str, axis: int, launches: list[s
     check(numbers((3, 256, 384), seed=2, dtype=jnp.bfloat16), spec, launches, axis=axis)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("spec", FAMILIES)
@@ -215,7 +214,6 @@ def test_supplied_scales_are_used_and_faults_marked(spec: str, axis: int, launch
     same(found, reference.cast(x, recipe, options.replace(scale=expected if expected.dtype == np.float32 else bits(expected))))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("storage", plugin.STORAGES)
 @pytest.mark.parametrize("spec", ["mxfp8", "nvfp4"])
 def test_scales_are_written_and_read_in_storages(spec: str, storage: str, launches: list[str]) -> None:
@@ -238,7 +236,6 @@ def test_other_calls_go_to_the_generic_algorithm(launches: list[str]) -> None:
         jax_calls.cast(jnp.asarray(numbers((33, 64))), breccia.recipe("mxfp8"), CastOptions(nonfinite="raise"))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("spec", EVERY)
 def test_every_recipe_is_decoded_bit_for_bit(spec: str, axis: int, launches: list[str]) -> None:
@@ -269,7 +266,6 @@ def check_product(found: Any, a: Any, b: Any, bias: Any = None, fp8: bool = Fals
     assert (np.abs(np.asarray(found, np.float64) - exact) <= bound).all()
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("act", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
@@ -339,7 +335,6 @@ def test_requantize_decodes_and_casts_in_one_kernel(pair: str, axis: int, launch
     same(found, reference.requantize(st, recipe))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("spec", ["fp8_delayed", "fp8_delayed,margin=1,scale_rule=te"])
 def test_a_history_is_recorded_in_one_launch_with_or_without_a_cast(spec: str, dtype: str, launches: list[str]) -> None:
@@ -364,7 +359,6 @@ def test_a_history_is_recorded_in_one_launch_with_or_without_a_cast(spec: str, d
             same_values(found[1], expected[1])
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("spec", EVERY)
 def test_both_implementations_return_the_same_types(spec: str, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:

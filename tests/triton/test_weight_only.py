@@ -269,6 +269,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("act", ["bfloat16", "float16"])
 @pytest.mark.parametrize("wild", [False, True], ids=["finite", "every pattern"])
 @pytest.mark.parametrize("name", FORMATS)

@@ -44,7 +44,7 @@ from breccia.tensors.components import PARTS
 from breccia.testing.examples import special_rows, wide
 
 #: Every recipe and every framework in `make test`; their products in `make test-all`.
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(1, 2)
 
 MIB = 1 << 20
 

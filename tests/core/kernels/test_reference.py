@@ -18,7 +18,7 @@ from breccia.testing.examples import every_decodable, special_rows, wide
 from breccia.testing.places import Place, words
 
 #: Every recipe and every framework in `make test`; their products in `make test-all`.
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(1, 2)
 
 NUMPY = Place("numpy")
 

@@ -30,7 +30,7 @@ from breccia.kernels import reference
 from breccia.testing.examples import every_decodable, special_rows, wide
 
 #: Every recipe and every framework in `make test`; their products in `make test-all`.
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(1, 2)
 
 PAIRS = [(a, b) for a in RECIPES for b in RECIPES if a != b]
 PROMISED = [(a, b) for a, b in PAIRS if is_exact(a, b)]

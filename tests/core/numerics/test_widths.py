@@ -26,11 +26,11 @@ from breccia.testing.compare import expect_numbers, expect_words, expect_written
 from breccia.testing.places import Place
 
 #: Every recipe and every framework in `make test`; their products in `make test-all`.
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(1, 2)
 
 PLACES = [Place("numpy"), Place("torch"), Place("jax"), Place("mlx")]
 WIDTHS = range(1, 9)
-few = settings(max_examples=6, deadline=None)
+few = settings(max_examples=3, deadline=None)
 
 
 def recipe_of(element: Codec, *levels: Level, rule: Rule = LINEAR) -> ScalingRecipe:

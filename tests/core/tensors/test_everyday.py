@@ -36,7 +36,7 @@ ROWS = [r for r in {(r.format, r.layout): r for r in reversed(RECIPES)}.values()
 # ------------------------------------------------------------------------------------------------ rows
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("recipe", ROWS, ids=recipe_id)

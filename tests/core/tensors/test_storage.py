@@ -63,7 +63,7 @@ from breccia.testing.laws.recipes import moved
 from breccia.testing.places import Place, words
 
 #: Warnings that torch's own modules raise on import.
-pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
+pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1, 2)]
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
 #: Frameworks that compile nothing by themselves.
@@ -475,7 +475,7 @@ def test_a_stored_tensor_is_saved_as_the_plain_one(storage: str, framework: str,
         assert found.storage == "plain" and alike(found, tensors[name])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("target", FRAMEWORKS)
 @pytest.mark.parametrize("source", FRAMEWORKS)
 def test_stored_tensors_convert_between_frameworks(source: str, target: str) -> None:

@@ -43,7 +43,7 @@ from breccia.tensors.grids import packing
 from breccia.testing.examples import wide
 
 #: Every recipe and every framework in `make test`; their products in `make test-all`.
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(1, 2)
 
 quick = settings(max_examples=12, deadline=None)
 #: One recipe for each arrangement of components; scale rules make no difference here.
@@ -170,7 +170,7 @@ STRUCTURAL: dict[str, Callable[[ScaledTensor], ScaledTensor]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("recipe", FEW, ids=recipe_id)
 def test_every_framework_slices_and_concatenates_the_same_bytes(recipe: ScalingRecipe, framework: str) -> None:

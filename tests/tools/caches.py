@@ -1,0 +1,27 @@
+"""Where tests keep what JAX compiled, for later runs: compiling is most of the time that tests of JAX take."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+
+def keep_compiled_functions() -> None:
+    """Let JAX, in this process and its children, keep compiled functions in the user's cache folder.
+
+    JAX looks them up by program, options and version. They hold machine code, so each kind of processor has its own folder.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "breccia-tests"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / f"jax-{_processor()}"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def _processor() -> str:
+    """A digest of the instruction sets of this machine."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else [platform.processor()]
+    kinds = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))} or lines[:1])
+    return hashlib.sha256("\n".join([platform.machine(), *kinds]).encode()).hexdigest()[:12]
