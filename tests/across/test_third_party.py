@@ -70,7 +70,18 @@ def python(*words: str, path: list[Path], cwd: Path, code: int = 0, **environ: s
 def conformance(path: list[Path], cwd: Path, *words: str) -> str:
     """The summary of acme's own test file."""
     test = ACME / "tests" / "test_conformance.py"
-    options = ("-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(cwd), *words)
+    options = (
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(cwd),
+        "--confcutdir",
+        str(test.parent),
+        *words,
+    )
     return python("-m", "pytest", *options, str(test), path=path, cwd=cwd)
 
 
