@@ -4,54 +4,78 @@
 
 A step of the calibrated loop builds a key of four items and looks it up in a dictionary. A loop of steps is timed beside every
 loop of calls: ratios can be compared between machines, and between moments of one machine whose clock or neighbours change;
-microseconds cannot.
-`--before` times a checkout of another version as well, in processes that are interleaved with those of this one.
+microseconds cannot. `--before` times a checkout of another version as well, in processes that are interleaved with those of
+this one.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import statistics
-import subprocess
 import sys
 import timeit
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from importlib.util import find_spec
+from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
-import common
-import tables
 import typer
+from harness.command import Benchmark, apart, command, progress, run
+from harness.results import Result, output, provenance
+from harness.tables import Table, table
+from harness.timing import Call, normal, summary
 
 import breccia
 
 RECIPES = ("fp8_current", "fp8_block", "mxfp8", "nvfp4", "int4")
+#: Pairs of loops, and calls and steps in a loop.
+PAIRS, CALLS, STEPS = 21, 50, 5000
 
 
-def calls() -> dict[str, Callable[[], Any]]:
-    """The calls, by what the table says of them."""
+def overhead(result: Result) -> Table:
+    """Microseconds of small calls, and of an earlier version in the same run."""
+    before = result["options"]["before"]
+    columns: dict[str, Any] = {"call": "call"}
+    for version in ("before", "now") if before else ("now",):
+        heading = f"{version}, µs" if before else "µs"
+        columns[heading] = lambda r, v=version: f"{1e6 * r['time'][v]['min_s']:.1f}" if v in r["time"] else ""
+    for version in ("before", "now") if before else ("now",):
+        columns[f"steps {version}" if before else "steps"] = lambda r, v=version: (
+            f"{r['steps'][v]:.0f}" if v in r["steps"] else ""
+        )
+    note = (
+        "Microseconds: the least of the runs. Steps: the median of loops of calls, each beside a loop of steps; a step builds "
+        "a key of four items and looks it up in a dictionary. One thread."
+    )
+    if before:
+        columns["now / before, in steps"] = lambda r: (
+            f"{r['steps']['now'] / r['steps']['before']:.2f}" if len(r["steps"]) == 2 else ""
+        )
+        note += f" Before: commit {before[:10]}, in processes interleaved with those of now."
+    return table("small calls", columns, result["rows"], note)
+
+
+BENCHMARK = Benchmark("overhead", {"overhead": overhead})
+
+
+def calls() -> dict[str, Call]:
+    """The calls by name."""
     import torch
 
     from breccia_torch.nn import ScaledLinear
 
     torch.set_num_threads(1)
-    x = common.normal((16, 128), 0)
-    t = torch.from_numpy(x)
+    x = normal((16, 128), 0)
+    arrays = {"NumPy": x, "torch": torch.from_numpy(x)}
     token, square = torch.randn(1, 128), torch.nn.Linear(128, 128)
-    found: dict[str, Callable[[], Any]] = {}
+    found: dict[str, Call] = {}
     for name in RECIPES:
         recipe = breccia.recipe(name)
-        a, b = breccia.cast(x, recipe), breccia.cast(t, recipe)
-        found[f"cast 16×128, {name}, NumPy"] = lambda recipe=recipe: breccia.cast(x, recipe)
-        found[f"cast 16×128, {name}, torch"] = lambda recipe=recipe: breccia.cast(t, recipe)
-        found[f"dequantize 16×128, {name}, NumPy"] = lambda a=a: breccia.dequantize(a)
-        found[f"dequantize 16×128, {name}, torch"] = lambda b=b: breccia.dequantize(b)
-    weight = breccia.cast(t, breccia.recipe("mxfp8"))
+        for library, a in arrays.items():
+            found[f"cast 16×128, {name}, {library}"] = lambda a=a, recipe=recipe: breccia.cast(a, recipe)
+        for library, a in arrays.items():
+            st = breccia.cast(a, recipe)
+            found[f"dequantize 16×128, {name}, {library}"] = lambda st=st: breccia.dequantize(st)
+    weight = breccia.cast(arrays["torch"], breccia.recipe("mxfp8"))
     found[".mT, torch"] = lambda: weight.mT
     found["matmul 1×128 by 128×16, mxfp8, torch"] = lambda w=weight.mT: breccia.matmul(token, w)
     for name in ("fp8_block", "mxfp8", "nvfp4", "int4"):
@@ -64,8 +88,12 @@ def calls() -> dict[str, Callable[[], Any]]:
     return found
 
 
-def with_idle_kernels() -> dict[str, Callable[[], Any]]:
-    """Calls of kernels that do nothing, from a plug-in: what breccia itself costs on every call, of any device.
+#: What the idle kernels return, by op.
+IDLE: dict[str, Any] = {}
+
+
+def with_idle_kernels() -> dict[str, Call]:
+    """Calls of kernels that do nothing, from a plug-in: what breccia itself costs on every call, on any device.
 
     Nothing in a version that has no such table.
     """
@@ -81,9 +109,7 @@ def with_idle_kernels() -> dict[str, Callable[[], Any]]:
     weight = st.mT
     IDLE.update(cast=st, dequantize=t, matmul=torch.zeros(1, 16))
     plugin = Plugin("idle", "idle", "1.0", "bench_calls")
-    registry = Registry([*_installed(), (plugin, lambda: sys.modules[__name__])], {})
-
-    frameworks.current = registry
+    frameworks.current = Registry([*_installed(), (plugin, lambda: sys.modules[__name__])], {})
     return {
         "cast, kernel that does nothing, torch": lambda: breccia.cast(t, recipe),
         "dequantize, kernel that does nothing, torch": lambda: breccia.dequantize(st),
@@ -91,71 +117,21 @@ def with_idle_kernels() -> dict[str, Callable[[], Any]]:
     }
 
 
-def with_idle_launches() -> dict[str, Callable[[], Any]]:
-    """Casts by the kernels for CUDA on tensors of the CPU, which launch nothing: their cost on the host besides CUDA's own.
-
-    Nothing without Triton, or in a version whose kernels are launched in another way.
-    """
-    if find_spec("triton") is None:
-        return {}
-    import torch
-
-    from breccia.arrays import frameworks
-    from breccia.dispatch.registry import Plugin, Registry, _installed
-    from breccia_triton import cast, launch, operands
-    from breccia_triton.plugin import breccia_kernels as declared
-
-    if not hasattr(launch, "elsewhere"):
-        return {}
-
-    class Idle:
-        def __init__(self, prepared: Any) -> None:
-            self.run = "".format  # takes any arguments
-
-    memory = launch._workspace(torch.device("cpu"))
-    stand_ins = {"Launcher": Idle, "index_of": lambda device: 0, "elsewhere": bool, "stream_of": int, "INTERPRETED": False}
-    for name, value in {**stand_ins, "workspace": lambda device, stream: memory}.items():
-        setattr(cast, name, value)
-    operands.INTERPRETED = False
-
-    @breccia.hookimpl
-    def breccia_kernels() -> Iterable[breccia.Kernel]:
-        found = next(kernel for kernel in declared() if kernel.name == "triton.cast")
-        yield replace(found, name="idle_launch.cast", device="cpu", available=None, rank=1)
-
-    manifest = ModuleType("idle_launches")
-    vars(manifest).update(api=1, breccia_kernels=breccia_kernels)
-    others = [found for found in _installed() if found[0].name not in ("triton", "native")]
-    plugin = Plugin("triton", "breccia-triton", "1.0", manifest.__name__)  # as breccia's own, whose results are not checked
-    frameworks.current = Registry([*others, (plugin, lambda: manifest)], {})
-    x = torch.zeros(64, 8192, dtype=torch.bfloat16)
-    calls = {f"cast 64×8192, {name}, CUDA without its launches": breccia.recipe(name) for name in RECIPES}
-    return {name: lambda recipe=recipe: breccia.cast(x, recipe) for name, recipe in calls.items()}
-
-
-#: What the idle kernels give, by op.
-IDLE: dict[str, Any] = {}
 api = 1
 
 
-def idle_cast(*arguments: Any) -> Any:
-    return IDLE["cast"]
+def _idle(op: str) -> Call:
+    return lambda *arguments: IDLE[op]
 
 
-def idle_dequantize(*arguments: Any) -> Any:
-    return IDLE["dequantize"]
-
-
-def idle_matmul(*arguments: Any) -> Any:
-    return IDLE["matmul"]
+idle_cast, idle_dequantize, idle_matmul = map(_idle, ("cast", "dequantize", "matmul"))
 
 
 @breccia.hookimpl
 def breccia_kernels() -> Iterable[breccia.Kernel]:
     for op in ("cast", "dequantize", "matmul"):
-        yield breccia.Kernel(
-            op, "torch", f"{__name__}:idle_{op}", f"idle.{op}", device="cpu", rank=1, score=f"{__name__}:score"
-        )
+        function, score = f"{__name__}:idle_{op}", f"{__name__}:score"
+        yield breccia.Kernel(op, "torch", function, f"idle.{op}", device="cpu", rank=1, score=score)
 
 
 def score(call: Any) -> float:
@@ -163,63 +139,49 @@ def score(call: Any) -> float:
     return 1.0 if call.a.contiguous and call.a.shape[-1] % 16 == 0 and call.a.address_alignment >= 16 else 2.0
 
 
-def step() -> Callable[[], int | None]:
-    """One step of the calibrated loop."""
-    lookup, number = {("cast", int, type(None), "numpy"): 1}, 0
-    return lambda: lookup.get(("cast", type(number), type(None), "numpy"))
-
-
 def measured() -> dict[str, tuple[float, float]]:
-    """Of each call the least seconds, and how many steps it takes: the median of loops, each beside one of steps."""
-    unit, found = step(), dict[str, tuple[float, float]]()
-    for name, call in itertools.chain.from_iterable(make().items() for make in (calls, with_idle_kernels, with_idle_launches)):
-        call()
-        pairs = [(timeit.timeit(call, number=50) / 50, timeit.timeit(unit, number=5_000) / 5_000) for _ in range(21)]
-        found[name] = min(s for s, _ in pairs), statistics.median(s / u for s, u in pairs)
+    """The least seconds of each call, and how many steps it takes: the median of loops, each beside one of steps."""
+    lookup, number = {("cast", int, type(None), "numpy"): 1}, 0
+    found: dict[str, tuple[float, float]] = {}
+
+    def step() -> int | None:
+        return lookup.get(("cast", type(number), type(None), "numpy"))
+
+    for made in (calls, with_idle_kernels):
+        for name, call in made().items():
+            call()
+            pairs = [
+                (timeit.timeit(call, number=CALLS) / CALLS, timeit.timeit(step, number=STEPS) / STEPS) for _ in range(PAIRS)
+            ]
+            found[name] = min(s for s, _ in pairs), statistics.median(s / u for s, u in pairs)
     return found
 
 
-def child(checkout: Path | None) -> dict[str, Any]:
-    """What this script measures in a process of its own, with the packages of a checkout before those installed."""
-    path = None if checkout is None else Path(os.pathsep.join(map(str, sorted(checkout.glob("breccia-*/src")))))
-    return common.child(Path(__file__).name, "--one-round", python_path=path)
-
-
+@command
 def main(
     before: Annotated[Path | None, typer.Option(help="A checkout of the version to compare with.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Processes of each version.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
-    one_round: Annotated[bool, typer.Option(hidden=True)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+) -> Result:
     """Time small calls."""
-    if one_round:
-        print(json.dumps(measured()))
-        return
-    versions: dict[str, Path | None] = {"before": before.resolve()} if before is not None else {}
-    versions["now"] = None
-    rows: dict[str, dict[str, list[list[float]]]] = {}
-    for _ in range(rounds):
-        for version, checkout in versions.items():
-            for name, pair in child(checkout).items():
-                rows.setdefault(name, {}).setdefault(version, []).append(pair)
-    found = [
-        {
-            "call": name,
-            **{
-                v: {**common.summary([s for s, _ in pairs]), "steps": round(statistics.median(steps for _, steps in pairs), 2)}
-                for v, pairs in by_version.items()
-            },
-        }
-        for name, by_version in rows.items()
-    ]
-    commit = ["git", "-C", str(before), "rev-parse", "HEAD"]
-    options = {"before": None if before is None else subprocess.run(commit, capture_output=True, text=True).stdout.strip()}
-    result: dict[str, Any] = {"benchmark": "overhead", "schema": common.SCHEMA, "provenance": common.provenance()}
+    paths: dict[str, str | None] = {"now": None}
+    if before is not None:
+        paths = {"before": os.pathsep.join(map(str, sorted(before.resolve().glob("breccia-*/src")))), **paths}
+    taken: dict[str, dict[str, list[Any]]] = {}
+    for _ in progress(range(rounds), "processes"):
+        for version, path in paths.items():
+            for name, pair in apart("bench_calls:measured", python_path=path).items():
+                taken.setdefault(name, {}).setdefault(version, []).append(pair)
+    rows: list[dict[str, Any]] = []
+    for name, versions in taken.items():
+        times = {version: summary([s for s, _ in pairs]) for version, pairs in versions.items()}
+        steps = {version: round(statistics.median(n for _, n in pairs), 2) for version, pairs in versions.items()}
+        rows.append({"call": name, "time": times, "steps": steps})
+    where = provenance()
     if before is not None:  # a folder of the one who ran it says nothing about the figures
-        result["provenance"]["command"] = result["provenance"]["command"].replace(str(before), "CHECKOUT")
-    tables.tell({**result, "options": options, "rows": found}, out, as_json)
+        where["command"] = where["command"].replace(str(before), "CHECKOUT")
+    commit = output("git", "-C", str(before.resolve()), "rev-parse", "HEAD") if before else None
+    return BENCHMARK.result(rows, {"before": commit}, where)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main=main)

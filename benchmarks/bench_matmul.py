@@ -1,16 +1,14 @@
 """FP8 products on a CUDA device: breccia's kernels against torch's (cuBLAS, CUTLASS), other libraries' and BF16.
 
-Times of MXFP8, MXFP4 and NVFP4 products through BF16 include decoding.
-
     python benchmarks/bench_gpu.py matmul [--kinds tiles] [--rivals humming] [--shapes 4096x7168x16384] [--bursts tiles]
         [--seconds 250] [--out RESULTS] [--table FILE]
     python benchmarks/bench_matmul.py --from RESULT --table FILE
 
-A GPU lowers its clock under load, so the samples of all kernels of a row are interleaved: after a load of 0.25 s ("hot"), or
-each after 0.35 s without work ("burst"). With `--bursts`, large products of these kinds are measured in both states. A sample
-is one replay of a CUDA graph of 20 calls, or as many replays as take 1 ms; the first replay is not counted. If the weight fits
-the device's cache, calls rotate through enough copies of it to exceed the cache. Every product is compared with FP64 before it
-is timed.
+The arms and the plan are in fp8_products.py. The samples of all arms of a row are interleaved: after a load of 0.25 s ("hot"),
+and with `--bursts` large products of these kinds again, each after 0.35 s without work. A sample is one replay of a CUDA graph
+of 20 calls, or as many replays as take 1 ms. If the weight fits the device's cache, calls rotate through enough copies of it to
+exceed the cache. Every product is compared with FP64 before it is timed. Times of MXFP8, MXFP4 and NVFP4 products through BF16
+include decoding.
 
 `--table` writes the measured times that `score` reads (breccia_triton/configurations/matmul_<device>.json). With `--from`, it
 takes them from a stored result, and needs no GPU.
@@ -18,46 +16,77 @@ takes them from a stored result, and needs no GPU.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import bench_gpu
-import common
 import rivals
-import tables
+import torch
 import typer
-from fp8_arms import Call, Make, column_major, ends_of, makers, operands
-from fp8_checks import Reference, reference
-from fp8_plan import (
+from fp8_products import (
     BF16,
     COLUMN_MAJOR,
     DECODED,
     DECODING,
     DEEP_GEMM,
     EXPERTS,
+    FEW,
     HUMMING,
     KINDS,
     LARGE,
     OURS,
     PAIRS,
     RIVALS,
+    SWEPT,
     TORCH,
     TORCH_PLAIN,
     TORCH_ROWS,
     chosen_rivals,
+    expected,
+    makers,
+    operands,
     planned,
+)  # fmt: skip
+from harness.command import Benchmark, Device, Seconds, apart, command, known, progress, refuse, run, sizes
+from harness.device import (
+    GRAPH_CALLS,
+    WARM_UP,
+    Arms,
+    check_device,
+    graphed,
+    host_time,
+    load,
+    message,
+    sampled,
+    synchronize,
+    where,
 )
+from harness.plots import GREY, Plot
+from harness.results import HERE, Result, read
+from harness.tables import (
+    ABSENT,
+    GOAL,
+    Table,
+    failures,
+    fastest,
+    judged,
+    listed,
+    median,
+    over,
+    sides,
+    table,
+    three,
+    tried,
+    trio,
+)
+from harness.timing import summary
 from rivals import OLD, TRANSFORMER_ENGINE
 
-app = typer.Typer(add_completion=False)
+import breccia
 
-#: The benchmark's name in results.
-NAME = "matmul-gpu"
 #: Arms with other operands, to which the row's reference does not apply.
 UNCHECKED = (BF16, TORCH_ROWS)
 #: Arms that have to keep the contract's bound, except for kinds that end in "fast".
@@ -69,112 +98,373 @@ SHORT = 3
 #: Time limit in seconds and samples of breccia 0.1.3, which is many times slower than the others.
 OLD_S, OLD_SAMPLES = 40.0, 3
 
+#: Headings of the arms' columns, in order.
+NAMES = {
+    OURS: "breccia",
+    COLUMN_MAJOR: "column-major scales",
+    DECODING: "through BF16",
+    TORCH: "torch",
+    TORCH_ROWS: "torch, row scales",
+    TRANSFORMER_ENGINE: "TransformerEngine",
+    HUMMING: "humming",
+    DEEP_GEMM: "DeepGEMM",
+    OLD: "breccia 0.1.3",
+    BF16: "BF16",
+}
+#: Arms that the best rival is taken from. TORCH_ROWS is left out: it multiplies tensors with other scales than breccia does.
+BEST = (TORCH, TRANSFORMER_ENGINE, HUMMING, DEEP_GEMM)
 
-def measured_row(
-    kind: str,
-    shape: tuple[int, int, int],
-    samples: int,
-    device: str,
-    burst: bool,
-    bursts: bool,
-    tiles: list[str],
-    libraries: Collection[str],
-    copiers: bool,
-) -> dict[str, Any]:
-    """A row of the result. bursts: measure IN_BURSTS again, after pauses. tiles, libraries, copiers: as in `makers`."""
-    row: dict[str, Any] = {"kind": kind, "shape": shape, "tile": tile_name(kind, *shape), "times": {}}
+
+# ------------------------------------------------------------------------------------------------ goals
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The fastest of `arms` must be at least `least` times as fast as the fastest of `rivals`, for `kinds` at `shapes`.
+
+    against: the rivals in words. measure: "time" under load, "burst" after pauses.
+    """
+
+    work: str
+    kinds: tuple[str, ...]
+    shapes: tuple[str, ...]
+    rivals: tuple[str, ...]
+    against: str
+    least: float
+    arms: tuple[str, ...] = (OURS,)
+    measure: str = "time"
+
+
+#: Shapes that have a higher goal for scales of 1 x 128 by 128 x 128.
+_AHEAD = ("4096x2112x7168", "4096x24576x1536")
+_CUBLAS = (TORCH, TRANSFORMER_ENGINE)
+_BLOCKWISE = "cuBLAS's blockwise"
+_PRECISE = ("tensor", "row")
+
+GOALS = (
+    Goal("scales per tensor and row", _PRECISE, LARGE, (TORCH,), "`torch._scaled_mm`", 1.05),
+    Goal("the same, fast accumulation", ("tensor fast", "row fast"), LARGE, (TORCH,), "`torch._scaled_mm`, fast", 1.03),
+    Goal("scales per tensor", ("tensor",), LARGE, (OLD,), "breccia 0.1.3, autotuned", 5.0),
+    *(
+        goal
+        for measure, name in (("time", "hot"), ("burst", "burst"))
+        for goal in (
+            Goal(f"1×128 by 128×128, {name}", ("tiles",), LARGE, (TORCH,), _BLOCKWISE, 1.06, measure=measure),
+            Goal(
+                f"1×128 by 128×128, N = 2112 and K = 1536, {name}",
+                ("tiles",),
+                _AHEAD,
+                (TORCH,),
+                _BLOCKWISE,
+                1.12,
+                measure=measure,
+            ),
+        )
+    ),
+    Goal("1×128 by 1×128", ("blocks",), LARGE, _CUBLAS, _BLOCKWISE, 1.20),
+    Goal("at most 128 rows", (*_PRECISE, "tiles", "blocks"), FEW, _CUBLAS, "the best of cuBLAS and torch", 1.30),
+    Goal("MXFP8", ("mx",), LARGE, (BF16,), "cuBLAS in BF16", 0.95, (OURS, DECODING)),
+    Goal("groups, 1×128 by 128×128", ("grouped tiles",), LARGE, (TORCH_ROWS,), "`torch._scaled_grouped_mm` by rows", 1.0),
+)
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+def rate(row: Any, arm: str, measure: str = "time") -> str:
+    """TFLOP/s, min / median / max."""
+    found = row.get(measure, {}).get(arm)
+    return (
+        trio((2e-12 * math.prod(row["shape"]) / found[key] for key in ("max_s", "median_s", "min_s")), 1) if found else ABSENT
+    )
+
+
+def best(row: Any, arms: tuple[str, ...], measure: str = "time") -> float | None:
+    """The least median of these arms."""
+    found = fastest(row, arms, measure)
+    return found and found[1]
+
+
+def failed(result: Result) -> str:
+    """A sentence for each error of an arm, and for the rows that were left out."""
+    said = failures(
+        (NAMES.get(arm, arm), error, f"{row['kind']} {sides(row['shape'])}")
+        for row in result["rows"]
+        for arm, error in row.get("errors", {}).items()
+    )
+    return said + (f" {result['left']} rows were left out for lack of time." if result["left"] else "")
+
+
+def rates(result: Result) -> Table:
+    """Rates of products of FP8 tensors, and how many times as fast as the best rival breccia is with plain scales."""
+    rows, options = result["rows"], result["options"]
+    arms = [arm for arm in NAMES if any(median(row, arm) for row in rows)]
+    columns: dict[str, Any] = {"scales": "kind", "M×N×K": lambda row: sides(row["shape"]), "tile": "tile"}
+    columns |= {NAMES[arm]: (lambda row, arm=arm: rate(row, arm)) for arm in arms}
+    columns["breccia / best rival"] = lambda row: over(best(row, BEST), median(row, OURS))
+    counts = sorted({t["runs"] for row in rows for arm, t in row.get("time", {}).items() if arm != OLD})
+    note = (
+        f"TFLOP/s, min / median / max of {' or '.join(map(str, counts))} samples of a CUDA graph of {options['graph_calls']} "
+        f"calls, interleaved ({options['state']}). Result in BF16. torch: `torch._scaled_mm`, for tiles and blocks "
+        "`torch.nn.functional.scaled_mm` with scales in the order that it reads. The last column is for plain scales."
+    )
+    if OLD in arms:
+        note += " breccia 0.1.3: calls in a process of its own, autotuned."
+    if versions := {NAMES[name]: version for name, version in result["rivals"].items() if name != OLD}:
+        note += f" Rivals: {listed(versions)}."
+    return table("products of FP8 tensors", columns, rows, note + failed(result))
+
+
+def ratios(result: Result, goal: Goal) -> Iterator[tuple[str, float | None]]:
+    """(Kind and shape, how many times as fast as the rivals) of every row of a goal; None where an arm has no time."""
+    rows = {(row["kind"], "x".join(map(str, row["shape"]))): row for row in result["rows"]}
+    for kind in goal.kinds:
+        for shape in goal.shapes:
+            row = rows.get((kind, shape), {})
+            ours, rival = best(row, goal.arms, goal.measure), best(row, goal.rivals, goal.measure)
+            yield f"{kind} {shape.replace('x', '×')}", rival / ours if ours and rival else None
+
+
+def goals(result: Result) -> Table:
+    """What every goal asks for, and what was measured."""
+    rows = tuple(judged(g.work, f"≥ {g.least:.2f} × {g.against}", dict(ratios(result, g)), g.least) for g in GOALS)
+    note = (
+        "Speed relative to the rival, by medians of interleaved samples: the smallest and the largest among the products of a "
+        "goal. Hot: under load; burst: after 0.35 s without work. Where breccia has several kernels, the fastest one counts."
+    )
+    return Table("goals of FP8 products", GOAL, rows, note)
+
+
+def states(result: Result) -> Table:
+    """breccia's rates beside torch's under load and after pauses."""
+    rows = [row for row in result["rows"] if all(median(row, arm, m) for arm in IN_BURSTS for m in ("time", "burst"))]
+    columns: dict[str, Any] = {"scales": "kind", "M×N×K": lambda row: sides(row["shape"])}
+    for state, m in (("hot", "time"), ("burst", "burst")):
+        columns |= {f"{state}: {arm}": (lambda row, m=m, arm=arm: rate(row, arm, m)) for arm in IN_BURSTS}
+        columns[f"{state}: ratio"] = lambda row, m=m: over(median(row, TORCH, m), median(row, OURS, m))
+    note = (
+        "TFLOP/s, min / median / max. Hot: after 0.25 s of matrix products, samples one after the other. Burst: each sample "
+        "after 0.35 s without work, when the clock is higher."
+    )
+    return table("two states of the clock", columns, rows, note if rows else "*This result has one state of the clock.*")
+
+
+def errors(result: Result) -> Table:
+    """The largest error over the bound of the contract, by kind and arm, over all shapes."""
+    found: dict[str, dict[str, float]] = {}
+    for row in result["rows"]:
+        kind = found.setdefault(row["kind"], {})
+        for arm, error in row.get("over_bound", {}).items():
+            kind[arm] = max(kind.get(arm, 0.0), error)
+    rows = [(kind, of) for kind, of in found.items() if of]
+    columns: dict[str, Any] = {"scales": lambda row: row[0]}
+    for arm in NAMES:
+        if any(arm in of for _, of in rows):
+            columns[NAMES[arm]] = lambda row, arm=arm: three(row[1][arm]) if arm in row[1] else ABSENT
+    note = (
+        "The largest error against FP64, as a multiple of the bound of [the contract](spec/numerics.md), section 9: over all "
+        "shapes, in up to 64 random rows of each product. The bound assumes that sums of FP8 products are promoted every 128 "
+        "along K. Kernels with fast accumulation do not promise that."
+    )
+    return table("errors of FP8 products", columns, rows, note if rows else "*This result has no errors.*")
+
+
+# ------------------------------------------------------------------------------------------------ plots
+
+#: Colours, each with a marker.
+STYLES = (
+    ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#A45A8C", "D"), ("#767676", "v"), ("#B07D00", "P"),
+)  # fmt: skip
+#: Kinds of FP8 products that are plotted, with their labels; and formats of weights that are plotted.
+FP8_KINDS = {"tensor": "per tensor", "row": "per row", "tiles": "1×128 by 128×128", "blocks": "1×128 by 1×128"}
+WEIGHTS = ("int4", "mxfp4", "nvfp4", "fp8")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device's data sheet promises: bytes per second, and dense FP8 and BF16 operations per second."""
+
+    bandwidth: float
+    fp8: float
+    bf16: float
+
+
+#: NVIDIA H200 Tensor Core GPU datasheet (SXM); its rates with sparsity are twice these.
+LIMITS = {"NVIDIA H200": Limits(4.8e12, 1979e12, 989.5e12)}
+
+
+def sweep_series(result: Result) -> Any:
+    """By kind, a list of (M, TFLOP/s of breccia, TFLOP/s of the best rival); None where not measured."""
+    series: dict[str, list[list[float | None]]] = {}
+    for row in result["rows"]:
+        m, n, k = row["shape"]
+        if row["kind"] not in FP8_KINDS or (n, k) != SWEPT:
+            continue
+        ours, rival = median(row, OURS), best(row, BEST)
+        rates = [None if s is None else round(2e-12 * m * n * k / s, 4) for s in (ours, rival)]
+        series.setdefault(row["kind"], []).append([m, *rates])
+    return {kind: sorted(series[kind]) for kind in FP8_KINDS if kind in series}
+
+
+def sweep(series: Any) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    rates, ratios = figure.subplots(1, 2)
+    for (kind, points), (colour, marker) in zip(series.items(), STYLES, strict=False):
+        style = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.4}
+        ours, theirs = ([(m, found[i]) for m, *found in points if found[i] is not None] for i in (0, 1))
+        rates.plot(*zip(*ours, strict=True), label=FP8_KINDS[kind], **style)
+        rates.plot(*zip(*theirs, strict=True), **{**style, "linestyle": "--", "markerfacecolor": "none", "linewidth": 0.9})
+        both = [(m, one / other) for m, one, other in points if one is not None and other is not None]
+        ratios.plot(*zip(*both, strict=True), **style)
+    rates.set_ylim(bottom=0)
+    rates.set_title("TFLOP/s", fontsize=11)
+    ratios.set_title("breccia / best rival", fontsize=11)
+    ratios.axhline(1, color=GREY, linewidth=1)
+    ratios.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+    ticks = sorted({m for points in series.values() for m, *_ in points})
+    for axes in (rates, ratios):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks[:: 2 if len(ticks) > 8 else 1])
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel(f"M, of M × {SWEPT[0]} × {SWEPT[1]}")
+    handles, labels = rates.get_legend_handles_labels()
+    dashed = Line2D([], [], color=GREY, linestyle="--", marker="o", markersize=4.5, markerfacecolor="none", linewidth=0.9)
+    figure.legend([*handles, dashed], [*labels, "best rival"], loc="outside lower center", ncols=5, frameon=False)
+    return figure
+
+
+def roofline_series(products: Result, weights: Result | None) -> Any:
+    """Points (FLOP per byte, share of the limit) by panel and format, and the FLOP per byte at which the limits meet."""
+    device = products["runs"][-1]["device"].partition(",")[0]
+    limits = LIMITS.get(device)
+    if limits is None:
+        return {}
+
+    def point(operations: float, moved: float, seconds: float, peak: float) -> list[float]:
+        least = max(operations / peak, moved / limits.bandwidth)
+        return [round(operations / moved, 4), round(least / seconds, 4)]
+
+    found: dict[str, dict[str, list[list[float]]]] = {"fp8": {kind: [] for kind in FP8_KINDS}, "weights": {}}
+    for row in products["rows"]:
+        m, n, k = row["shape"]
+        ours = median(row, OURS)
+        if row["kind"] in FP8_KINDS and ours is not None:
+            moved = m * k + n * k + 2 * m * n
+            found["fp8"][row["kind"]].append(point(2.0 * m * n * k, moved, ours, limits.fp8))
+    for row in weights["rows"] if weights else ():
+        seconds = median(row, OURS)
+        if row["format"] in WEIGHTS and seconds is not None:
+            operations = 2.0 * row["m"] * row["n"] * row["k"]
+            found["weights"].setdefault(row["format"], []).append(point(operations, row["bytes"], seconds, limits.bf16))
+    meet = {"fp8": round(limits.fp8 / limits.bandwidth, 2), "weights": round(limits.bf16 / limits.bandwidth, 2)}
+    points = {panel: {name: sorted(of) for name, of in by.items() if of} for panel, by in found.items()}
+    return {"device": device, "meet": meet, "points": points}
+
+
+def roofline(series: Any) -> Any:
+    from matplotlib.figure import Figure
+
+    titles = {"fp8": "FP8 by FP8", "weights": "BF16 by quantized weights"}
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    panels = [panel for panel, formats in series["points"].items() if formats]
+    for axes, panel in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+        for (name, points), (colour, marker) in zip(series["points"][panel].items(), STYLES, strict=False):
+            style = {"linestyle": "none", "color": colour, "marker": marker, "markersize": 4.5, "markerfacecolor": "none"}
+            axes.plot(*zip(*points, strict=True), label=FP8_KINDS.get(name, name), **style)
+        meet = series["meet"][panel]
+        axes.axhline(1, color=GREY, linewidth=1)
+        axes.axvline(meet, color=GREY, linewidth=0.8, linestyle=":")
+        for side, text in (("right", "memory "), ("left", " tensor cores")):
+            axes.annotate(text, (meet, 0.03), ha=side, va="bottom", fontsize=9)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel("FLOP per byte")
+        axes.set_title(titles[panel], fontsize=11)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize=9)
+    figure.axes[0].set_ylim(0, 1.05)
+    figure.axes[0].yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    figure.axes[0].set_ylabel(f"share of the limit of an {series['device'].removeprefix('NVIDIA ')}")
+    return figure
+
+
+def sweep_plot(tag: str, result: Result, _: Any) -> Plot:
+    return Plot(f"products-{tag}.svg", "Rates of FP8 products by rows, beside the best rival", sweep_series(result), sweep)
+
+
+def roofline_plot(tag: str, result: Result, results: Mapping[str, list[tuple[str, Result]]]) -> Plot:
+    title = "Share of the limit of memory or tensor cores that products reach"
+    weights = dict(results["gpu-weight-only"]).get(tag)
+    return Plot(f"roofline-{tag}.svg", title, roofline_series(result, weights), roofline)
+
+
+def trials(result: Result) -> Table:
+    return tried(read(HERE / "tried.json")["fp8"], "shape", "what was tried for FP8 products", " Rates are in TFLOP/s.")
+
+
+BENCHMARK = Benchmark(
+    "matmul-gpu",
+    {
+        "matmul-gpu": rates,
+        "matmul-gpu-goals": goals,
+        "matmul-gpu-states": states,
+        "matmul-gpu-errors": errors,
+        "matmul-gpu-tried": trials,
+    },
+    key=("kind", "shape"),
+    plots={"matmul-gpu-sweep": sweep_plot, "matmul-gpu-roofline": roofline_plot},
+)
+
+
+# ------------------------------------------------------------------------------------------------ what is measured
+
+
+def measured(kind: str, shape: tuple[int, ...], samples: int, device: str, burst: bool, libraries: Collection[str]) -> Any:
+    """A row of the result. burst: measure IN_BURSTS again, after pauses."""
+    row: dict[str, Any] = {"kind": kind, "shape": shape, "tile": tile_name(kind, *shape)}
     try:
         a, ws = operands(kind, *shape, device)
-        turned = column_major(a) if kind in ("tiles", "blocks") else None
-        expected = reference(a, ws[0], ends_of(shape[0], a.data.device) if kind.startswith("grouped") else None)
-        arms = makers(kind, a, ws, turned, tiles, libraries, copiers)
-        row["times"], row["clock_mhz"] = measured(arms, kind, expected, samples, device, burst, bursts)
+        made, exact = makers(kind, a, ws, libraries), expected(kind, a, ws[0])
+        return {**row, **timed(made, kind, exact.error_over_bound, samples, device, burst)}
     except Exception as e:  # such as too little memory; one row that fails must not stop the rest
-        row["error"] = bench_gpu.message(e)
-    return row
+        return {**row, "errors": {OURS: message(e)}}
 
 
-def measured(
-    calls: Mapping[str, Make], kind: str, expected: Reference, samples: int, device: str, burst: bool, bursts: bool
-) -> tuple[dict[str, Any], int | None]:
-    """(times or the error of each arm, the clock under load). bursts: measure IN_BURSTS again, after pauses."""
-    found: dict[str, Any] = {}
-    timers: dict[str, bench_gpu.Timer] = {}
-    alive = list[Call]()  # a CUDA graph keeps addresses, not tensors: the calls hold the tensors
-    for name, make in calls.items():
-        try:
-            alive.append(make())
-            found[name], timers[name] = prepared(name, alive[-1], kind, expected, device)
-        except Exception as e:  # of any library; one arm that fails must not stop the rest
-            found[name] = {"error": bench_gpu.message(e)}
-    clock = None if burst else bench_gpu.load(device)
-    short = any(timer.calls > 1 for timer in timers.values())
-    sampled(timers.values(), samples * (SHORT if short else 1), device, burst)
-    paused = {name: timer.anew() for name, timer in timers.items() if bursts and name in IN_BURSTS}
-    sampled(paused.values(), samples, device, True)
-    for state, some in (("graph", timers), ("burst", paused)):
-        for name, timer in some.items():
-            found[name][state] = common.summary(timer.seconds)
-    return found, clock
+def timed(
+    made: Mapping[str, Any], kind: str, error_of: Callable[[Any], float], samples: int, device: str, burst: bool
+) -> dict[str, Any]:
+    """Measures by arm, and the clock under load. error_of: a product's error over the bound; raises for a wrong product."""
 
-
-def prepared(name: str, call: Call, kind: str, expected: Reference, device: str) -> tuple[dict[str, Any], bench_gpu.Timer]:
-    """(the error of the call's product and its host time, a timer). Raises ValueError for a wrong product."""
-    found: dict[str, Any] = {}
-    product = call()
-    if name not in UNCHECKED:
-        error = found["error_over_bound"] = expected.error_over_bound(product)
-        if error > 1 and name in KEEPING and not kind.endswith("fast"):
+    def check(arm: str, product: Any) -> float | None:
+        error = None if arm in UNCHECKED else error_of(product)
+        if error is not None and error > 1 and arm in KEEPING and not kind.endswith("fast"):
             raise ValueError(f"the error is {error:.3g} times the bound of the contract")
-    for _ in range(bench_gpu.WARM_UP):
-        call()
-    bench_gpu.synchronize(device)
-    if name.startswith(OURS):
-        found["host"] = common.summary([bench_gpu.host_time(call, device) for _ in range(3)])
-    if device == "cpu":
-        return found, bench_gpu.Timer(call)
-    replay = bench_gpu.graph_of(call)
-    # The first replay also uploads the graph to the device: 0.07 ms in the median, for products of 7 and of 100 µs alike.
-    _, once = (bench_gpu.elapsed(replay, 1, device) for _ in range(2))
-    return found, bench_gpu.Timer(replay, bench_gpu.GRAPH_CALLS, math.ceil(bench_gpu.SAMPLE_S / once))
+        return error
 
+    def prepared(call: Any, device: str) -> Any:
+        for _ in range(WARM_UP):
+            call()
+        synchronize(device)
+        return graphed(call, device)
 
-def sampled(timers: Collection[bench_gpu.Timer], count: int, device: str, idle: bool) -> None:
-    """Take `count` samples of each timer, interleaved. idle: pause before each sample."""
-    for _ in range(count):
-        for timer in timers:
-            if idle:
-                time.sleep(bench_gpu.IDLE_S)
-            timer.sample(device)
-
-
-def lengths(shape: str) -> tuple[int, int, int]:
-    """M, N and K of "4096x7168x16384". Exits on any other text."""
-    sides = shape.split("x")
-    if len(sides) != 3 or not all(side.isdecimal() and int(side) for side in sides) or int(sides[2]) % 128:
-        sys.exit(f"bench_matmul: --shapes takes MxNxK, K a multiple of 128; got {shape!r}.")
-    return int(sides[0]), int(sides[1]), int(sides[2])
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row as text: TFLOP/s of each arm, and breccia's speed relative to torch's."""
-    m, n, k = row["shape"]
-    rates = {
-        f"{name}{' after pauses' if state == 'burst' else ''}": 2e-12 * m * n * k / t[state]["median_s"]
-        for name, t in row["times"].items()
-        for state in ("graph", "burst")
-        if state in t
-    }
-    said = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-    ratio = f"  ({rates[OURS] / rates[TORCH]:.3f} x torch)" if {OURS, TORCH} <= rates.keys() else ""
-    errors = "  ".join(f"{name}: {t['error']}" for name, t in row["times"].items() if "error" in t)
-    return f"{row['kind']:13} {m}x{n}x{k} {row['tile']:16} {said}{ratio}  {errors}"
+    arms = Arms(device, check)
+    arms.add(made, prepared)
+    for arm in (arm for arm in arms.calls if arm.startswith(OURS)):
+        arms.note("host", arm, summary([host_time(arms.calls[arm], device) for _ in range(3)]))
+    timers = list(arms.timers.values())
+    clock = load(device)
+    sampled(timers, samples * (SHORT if any(timer.calls > 1 for timer in timers) else 1))
+    if burst:
+        paused = {("burst", arm): timer.anew() for (_, arm), timer in arms.timers.items() if arm in IN_BURSTS}
+        sampled(paused.values(), samples, idle=True)
+        arms.timers |= paused
+    return {**arms.times(), "clock_mhz": clock}
 
 
 def tile_name(kind: str, m: int, n: int, k: int) -> str:
     """The tile that breccia's FP8 kernel takes; "-" for kinds that it does not multiply."""
-    import torch
-
     from breccia_triton.cuda import fp8_plans
 
     if kind in DECODED:
@@ -192,14 +482,13 @@ _SCORED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming", DEEP_GEMM: "deep_ge
 
 def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Median times relative to estimates, by the keys of `breccia_triton.cuda.fp8_plans.slowdowns`."""
-    import breccia
     from breccia_triton import bf16_plans, choices
     from breccia_triton.cuda import fp8_plans
 
     found: dict[str, float] = {}
     for row in rows:
         (m, n, k), kind = row["shape"], row["kind"]
-        taken = {name: timed["graph"]["median_s"] for name, timed in row["times"].items() if "graph" in timed}
+        taken = {arm: timed["median_s"] for arm, timed in row.get("time", {}).items()}
         taken[TORCH] = taken.get(TORCH_PLAIN, taken.get(TORCH, 0.0))
         for arm, kernel in _SCORED.items():
             # breccia's table calls TransformerEngine for one scale per tensor only.
@@ -214,104 +503,90 @@ def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {key: round(value, 4) for key, value in sorted(found.items())}
 
 
-def write_table(table: Path, result: Mapping[str, Any], anew: bool) -> None:
-    """Write a result's measured times, which `score` reads. anew: replace the file instead of adding to it."""
+def write_table(
+    table: Path, result: Mapping[str, Any], times: Callable[[list[dict[str, Any]]], dict[str, float]], anew: bool = False
+) -> None:
+    """Write measured times, which `score` reads. times: made of rows. anew: replace the file instead of adding to it."""
     from breccia_triton import choices
 
     if anew:
         table.unlink(missing_ok=True)
-    device = result["provenance"]["device"].partition(",")[0]
-    choices.write_measured(table, device, "slowdowns", slowdowns(result["rows"]), result["provenance"])
-
-
-def write_from(source: Path, table: Path | None) -> None:
-    """Write the measured times of a stored result. Exits without a table's file, and on results of other benchmarks."""
-    if table is None:
-        sys.exit("bench_matmul: --from takes a result and writes its table; name the file by --table.")
-    result = json.loads(source.read_text(encoding="utf-8"))
-    if result.get("benchmark") != NAME:
-        sys.exit(f"bench_matmul: --from takes a result of {NAME}; {source.name} is one of {result.get('benchmark')!r}.")
-    write_table(table, result, anew=True)
+    run = result["runs"][-1]
+    choices.write_measured(table, run["device"].partition(",")[0], "slowdowns", times(result["rows"]), run)
 
 
 def add_old(rows: list[dict[str, Any]], seconds: float) -> str:
     """Add breccia 0.1.3 to large products with one scale per tensor. Returns why it did not run, or \"\"."""
-    large = [list(lengths(shape)) for shape in LARGE]
-    wanted = {"x".join(map(str, row["shape"])): row for row in rows if row["kind"] == "tensor" and list(row["shape"]) in large}
+    large = [sizes(shape, 3) for shape in LARGE]
+    wanted = {tuple(row["shape"]): row for row in rows if row["kind"] == "tensor" and tuple(row["shape"]) in large}
     if not wanted:
         return "no large product with one scale per tensor was measured"
-    flags = [word for shape in wanted for word in ("--shapes", shape)]
-    flags += ["--samples", str(OLD_SAMPLES), "--seconds", str(seconds)]
     try:
-        found = common.child("old_matmul.py", *flags, python_path=rivals.python_path(OLD))
+        found = apart("fp8_products:old_products", list(wanted), OLD_SAMPLES, seconds, python_path=rivals.python_path(OLD))
     except SystemExit as e:
         return str(e)
-    for shape, timed in found.items():
-        wanted[shape]["times"][OLD] = timed
+    for one in found:
+        for measure in ("time", "errors"):
+            if measure in one:
+                wanted[tuple(one["shape"])].setdefault(measure, {})[OLD] = one[measure]
     return ""
 
 
-@app.command()
+@command
 def main(
     kinds: Annotated[
-        list[str] | None, typer.Option(help=f"Kinds of scales: {', '.join(KINDS)}; repeatable. Default: a plan.")
+        list[str] | None, typer.Option(help=f"Of scales: {', '.join(KINDS)}; repeatable. Default: a plan.")
     ] = None,
     shapes: Annotated[
         list[str] | None, typer.Option(help="MxNxK, measured for every kind; repeatable. Default: a plan.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each call, interleaved.")] = 5,
-    seconds: Annotated[
-        float, typer.Option(help="Start no row after this many seconds; the result counts the rows left out.")
-    ] = math.inf,
-    burst: Annotated[bool, typer.Option("--burst", help="Idle before every sample; no load before a row.")] = False,
-    bursts: Annotated[
-        list[str] | None, typer.Option(help="Also measure large products of these kinds after pauses; repeatable.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try the script.")] = "cuda",
-    out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
-    rivals_: Annotated[
-        list[str] | None,
-        typer.Option("--rivals", help=f"{', '.join((*RIVALS, OLD))}; repeatable. Default: those that are installed."),
-    ] = None,
-    tiles: Annotated[list[str] | None, typer.Option(help="Also time these tiles of fp8_plans.TABLE; repeatable.")] = None,
-    copiers: Annotated[bool, typer.Option("--copiers", help="Also time kernels whose warps copy plain scales.")] = False,
+    seconds: Seconds = math.inf,
+    bursts: Annotated[list[str] | None, typer.Option(help="Kinds whose large products are also measured after pauses.")] = None,
+    device: Device = "cuda",
+    rivals_: Annotated[list[str] | None, typer.Option("--rivals", help=f"{', '.join((*RIVALS, OLD))}; repeatable.")] = None,
     table: Annotated[Path | None, typer.Option(help="Write the measured times that `score` reads to this file.")] = None,
     source: Annotated[Path | None, typer.Option("--from", help="Measure nothing; write --table from this result.")] = None,
-) -> None:
+) -> Iterator[Result]:
     """Time products of FP8 tensors."""
     if source is not None:
-        return write_from(source, table)
-    import torch
+        if table is None:
+            refuse("--from takes a result and writes its table; name the file by --table.")
+        result = read(source)
+        if result.get("benchmark") != BENCHMARK.name:
+            refuse(f"--from takes a result of {BENCHMARK.name}; {source.name} is one of {result.get('benchmark')!r}.")
+        return write_table(table, result, slowdowns, anew=True)
 
-    bench_gpu.check_device(device)
-    bench_gpu.known(kinds, tuple(KINDS), "--kinds")
-    bench_gpu.known(bursts, tuple(KINDS), "--bursts")
-    bench_gpu.known(rivals_, (*RIVALS, OLD), "--rivals")
+    check_device(device)
+    for given, there_are, option in (
+        (kinds, KINDS, "--kinds"),
+        (bursts, KINDS, "--bursts"),
+        (rivals_, (*RIVALS, OLD), "--rivals"),
+    ):
+        known(given, there_are, option)
     versions, absent = chosen_rivals(rivals_ or [])
-    plan = [(lengths(shape), kind) for shape, kind in planned(kinds, shapes)]
-    large = [lengths(shape) for shape in LARGE]
-    options = {"device": device, "state": "burst" if burst else "hot", "samples": samples, "graph_calls": bench_gpu.GRAPH_CALLS}
-    result: dict[str, Any] = {"benchmark": NAME, "schema": common.SCHEMA}
-    result |= {"provenance": bench_gpu.where(device), "options": options | {"bursts": bursts or []}}
-    rows, started = list[dict[str, Any]](), time.monotonic()
-    for shape, kind in plan:
+    plan = [(kind, sizes(shape, 3)) for shape, kind in planned(kinds, shapes)]
+    large = [sizes(shape, 3) for shape in LARGE]
+    options = {"device": device, "state": "hot", "samples": samples, "graph_calls": GRAPH_CALLS, "bursts": bursts or []}
+    run, rows, started = where(device), list[dict[str, Any]](), time.monotonic()
+
+    def so_far() -> Result:
+        return BENCHMARK.result(rows, options, run, rivals=versions, absent=absent, left=len(plan) - len(rows))
+
+    for kind, shape in progress(plan, "products"):
         if time.monotonic() - started > seconds:
             break
-        also = kind in (bursts or ()) and shape in large and not burst
-        row = measured_row(kind, shape, samples, device, burst, also, tiles or [], versions, copiers)
-        rows.append(row)
-        print(line(row) + row.get("error", ""), flush=True)
+        rows.append(measured(kind, shape, samples, device, kind in (bursts or ()) and shape in large, versions))
         if device == "cuda":
             torch.cuda.empty_cache()
+        yield so_far()
     if OLD in versions and (why := add_old(rows, OLD_S)):
         del versions[OLD]
         absent[OLD] = why
-    result |= {"rivals": versions, "absent": absent, "left": len(plan) - len(rows), "rows": rows}
-    result = json.loads(json.dumps(result))
     if table is not None and rows:
-        write_table(table, result, anew=False)
-    tables.tell(result, out, False, "burst" if burst else "")
+        write_table(table, so_far(), slowdowns)
+    yield so_far()
 
 
 if __name__ == "__main__":
-    app()
+    run(main=main)

@@ -1,34 +1,32 @@
-"""Time of `matmul` by quantized weights on the CPU, in turns with the products of other libraries, each in its own process.
+"""Time of `matmul` by quantized weights on the CPU, interleaved with the products of other libraries, each in its own process.
 
     python benchmarks/bench_matmul_cpu.py [--size 4096] [--rows 1,4,16,64,512] [--out benchmarks/results]
 
-Rivals: torch (FP32, BF16, int4, dynamic int8), NumPy's BLAS, ONNX Runtime's MatMulNBits (`pip install onnxruntime onnx`), MLX,
-and ggml (`python benchmarks/ggml_build.py FOLDER`, then BRECCIA_GGML=FOLDER). What is missing is left out, with the reason.
+The arms are in cpu_products.py: torch, NumPy's BLAS, ONNX Runtime, MLX and ggml. A missing one is left out, with the reason.
 
 Arms of a library run one after the other, after a pause in which the threads of the one before go to sleep. A call is timed
-after 10 ms of others, as in the layers of a model, by copies of the weight that are not in the cache.
+after 10 ms of others, as in the layers of a model, by copies of the weight that are not in the cache. Two arms are limits:
+`read` sums 64 MiB, of another copy each turn, and a product of one row reads its weight once; `multiply-adds`, which needs a C
+compiler, makes as many in FP32 as the product has, in registers.
 
-Machines have faster and slower minutes: compare ratios, not microseconds. Two arms are limits: `read` sums 64 MiB, of another
-copy each turn, and a product of one row reads its weight once; `multiply-adds`, which needs a C compiler, makes as many in FP32
-as the product has, in registers. All is measured twice; where medians of the two passes differ by more than 15 %, the result
-says so.
+Compare ratios, not microseconds: machines have faster and slower minutes. All is measured twice; where medians of both passes
+differ by more than 15 %, the result says so.
 """
 
 from __future__ import annotations
 
-import json
+import math
+import multiprocessing
 import os
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
-import common
-import tables
 import typer
-from matmul_arms import LIBRARIES, READ
+from cpu_products import LIBRARIES, READ, serve
+from harness.command import Benchmark, command, known, progress, refuse, run
+from harness.results import Result, cores, provenance
+from harness.tables import ABSENT, Table, ratio, table, three, trio
+from harness.timing import DRIFT, agree, pooled, summary
 
 #: The arm that the others are compared with.
 BASE = "F.linear FP32"
@@ -39,93 +37,119 @@ PAUSE = 0.15
 LONG = 3
 
 
+def times(result: Result) -> Table:
+    """Microseconds of products and how many times faster they are than FP32 `F.linear`, by rows of activations."""
+    options, rows = result["options"], result["rows"]
+
+    def faster(row: Any, arm: str) -> list[float] | None:
+        """In each pass."""
+        if not all(arm in one for one in row["passes"]):
+            return None
+        return sorted(one[options["base"]]["median_s"] / one[arm]["median_s"] for one in row["passes"])
+
+    def cell(row: Any, arm: str) -> str:
+        both = faster(row, arm)
+        if both is None:
+            return ABSENT
+        spread = ratio(math.sqrt(both[0] * both[1])) if agree(*both) else f"{three(both[0])} to {ratio(both[1])}"
+        return f"{trio(pooled(row, arm)[:2], 1e6)}; {spread}"
+
+    ratios = [(row, arm) for row in rows for arm in row["passes"][0]]
+    moved = [1 for row, arm in ratios if (both := faster(row, arm)) and not agree(*both)]
+    said = (
+        "Both passes agree"
+        if not moved
+        else f"**The passes disagree** in {len(moved)} of {len(ratios)} ratios, shown as a range"
+    )
+    read = min(one["read"]["min_s"] for row in rows for one in row["passes"])
+    rates = [
+        2 * row["rows"] * options["size"] ** 2 / one["multiply-adds"]["min_s"]
+        for row in rows
+        for one in row["passes"]
+        if "multiply-adds" in one
+    ]
+    note = (
+        f"Microseconds of activations (M, {options['size']}) by weights of {options['size']} × {options['size']}: min / "
+        f"median; the ratio of {options['base']}'s median to it. {options['threads']} thread(s), arms interleaved in two "
+        f"passes. {said} (15 %).{''.join(f' {name} did not run: {why}.' for name, why in options['left_out'].items())} read: "
+        f"{options['read_bytes'] >> 20} MiB, at best {options['read_bytes'] / read / 1e9:.0f} GB/s."
+    )
+    note += f" multiply-adds: those of the product, in registers, at best {max(rates) / 1e9:.0f} GFLOP/s." if rates else ""
+    columns = {f"M = {row['rows']}": (lambda arm, row=row: cell(row, arm)) for row in rows}
+    arms = dict.fromkeys(arm for _, arm in ratios)
+    return table("matmul on the CPU", {"arm": lambda arm: arm, **columns}, arms, note)
+
+
+assert DRIFT == 1.15, "the note says 15 %"
+BENCHMARK = Benchmark("matmul-cpu", {"matmul-cpu": times})
+
+
 class Worker:
     """The process of one library."""
 
     def __init__(self, library: str, size: int, threads: int) -> None:
-        self.library = library
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
-        command = [sys.executable, str(common.HERE / "matmul_arms.py"), library, "--size", str(size), "--threads", str(threads)]
-        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=environment
-        )
+        self.library, spawn = library, multiprocessing.get_context("spawn")
+        self.pipe, inside = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(inside, library, size, threads), daemon=True)
+        self.process.start()
+        inside.close()
         self.failed: str | None = None
         self.answer()
 
     def answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        while line and line[0] not in '"[0123456789':  # what a library prints
-            line = self.process.stdout.readline()
-        if not line:
-            self.process.wait()
-            self.said.seek(0)
-            self.failed = (self.said.read().strip().splitlines() or ["it ended"])[-1][:200]
+        try:
+            found = self.pipe.recv()
+        except EOFError:
+            found = RuntimeError("it ended")
+        if isinstance(found, Exception):
+            self.failed = str(found)[:200]
             return None
-        return json.loads(line)
+        return found
 
-    def ask(self, question: str) -> Any:
+    def ask(self, question: Any) -> Any:
         if self.failed is not None:
             return None
-        assert self.process.stdin is not None
-        self.process.stdin.write(question + "\n")
-        self.process.stdin.flush()
+        self.pipe.send(question)
         return self.answer()
 
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-        self.said.close()
+
+def one_pass(workers: list[Worker], m: int, runs: int) -> dict[str, Any]:
+    """Summaries of every arm at a number of rows, interleaved."""
+    arms = [(worker, arm) for worker in workers for arm in worker.ask(m) or ()]
+    seconds: dict[str, list[float]] = {arm: [] for _, arm in arms}
+    for _ in range(runs if m < 128 else max(runs // 3, 3)):
+        last = None
+        for worker, arm in arms:
+            if worker is not last:
+                time.sleep(PAUSE)
+                last = worker
+            if len(seconds[arm]) > 1 and sum(seconds[arm]) > LONG:
+                continue
+            if (taken := worker.ask(arm)) is not None:
+                seconds[arm].append(taken)
+    return {arm: summary(taken) for arm, taken in seconds.items() if taken}
 
 
-def one_pass(workers: list[Worker], rows: list[int], runs: int) -> list[dict[str, Any]]:
-    """Every arm at every number of rows, in turns."""
-    found: list[dict[str, Any]] = []
-    for m in rows:
-        arms = [(worker, arm) for worker in workers for arm in worker.ask(f"rows {m}") or ()]
-        seconds: dict[str, list[float]] = {arm: [] for _, arm in arms}
-        for _ in range(runs if m < 128 else max(runs // 3, 3)):
-            last = None
-            for worker, arm in arms:
-                if worker is not last:
-                    time.sleep(PAUSE)
-                    last = worker
-                if len(seconds[arm]) > 1 and sum(seconds[arm]) > LONG:
-                    continue
-                taken = worker.ask(f"run {arm}")
-                if taken is not None:
-                    seconds[arm].append(taken)
-        found += [{"rows": m, "arm": arm, **common.summary(taken)} for arm, taken in seconds.items() if taken]
-        print(f"{m} row(s): done", file=sys.stderr, flush=True)
-    return found
-
-
+@command
 def main(
     size: Annotated[int, typer.Option(min=128, help="N and K.")] = 4096,
     rows: Annotated[str, typer.Option(help="Rows of activations.")] = "1,4,16,64,512",
     runs: Annotated[int, typer.Option(min=1, help="Calls of each arm in a pass; a third of them beyond 128 rows.")] = 20,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of every library.")] = common.cores(),
+    threads: Annotated[int, typer.Option(min=1, help="Threads of every library.")] = cores(),
     libraries: Annotated[str, typer.Option(help="Which run.")] = ",".join(LIBRARIES),
-    out: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+) -> Result:
     """Time products on the CPU."""
-    chosen = libraries.split(",")
-    if unknown := [name for name in chosen if name not in LIBRARIES]:
-        sys.exit(f"bench_matmul_cpu: no library {', '.join(unknown)}; there are {', '.join(LIBRARIES)}.")
+    chosen, counts = known(libraries.split(","), LIBRARIES, "--libraries"), [int(m) for m in rows.split(",")]
     if missing := [name for name in ("read", "torch", "breccia") if name not in chosen]:
-        sys.exit(f"bench_matmul_cpu: the others are compared with {', '.join(missing)}; add it to --libraries.")
+        refuse(f"the others are compared with {', '.join(missing)}; add it to --libraries.")
+    where = provenance()
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}  # of the processes below
     workers = [Worker(name, size, threads) for name in chosen]
-    passes = [one_pass(workers, [int(m) for m in rows.split(",")], runs) for _ in range(2)]
+    passes = [[one_pass(workers, m, runs) for m in progress(counts, f"pass {n}")] for n in (1, 2)]
     left_out = {worker.library: worker.failed for worker in workers if worker.failed is not None}
-    for worker in workers:
-        worker.close()
-    result: dict[str, Any] = {"benchmark": "matmul-cpu", "schema": common.SCHEMA, "provenance": common.provenance()}
     options = {"size": size, "threads": threads, "base": BASE, "read_bytes": READ, "left_out": left_out}
-    tables.tell({**result, "options": options, "runs": passes}, out, as_json)
+    return BENCHMARK.result([{"rows": m, "passes": both} for m, *both in zip(counts, *passes, strict=True)], options, where)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main=main)

@@ -1,14 +1,12 @@
 """Bytes per parameter of every recipe, and the memory that cast and dequantize need beyond their input and output.
 
-    python benchmarks/bench_memory.py [--size 4096] [--out benchmarks/results]
-
-Peaks are measured in a process per recipe and verb: resident memory over the first call at full size, then allocations
+Peaks are measured in a process per recipe and op: resident memory over the first call at full size, then allocations
 (tracemalloc) over a second.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import pickle
 import resource
 import sys
@@ -18,13 +16,60 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import common
-import tables
 import typer
+from harness.command import Benchmark, Recipes, apart, command, progress, recipes_named, run
+from harness.results import HERE, Result, read
+from harness.tables import Table, bits, table
+from harness.timing import normal
 
 import breccia
 
 TABLE_SIZE = 1024
+#: Tables that the package page of breccia 0.1.3 prints.
+PUBLISHED = read(HERE / "published.json")
+
+
+def sizes(result: Result) -> Table:
+    """Bytes per parameter against FP32, BF16 and the older package's published table."""
+    table_size, size = result["options"]["table_size"], result["options"]["size"]
+    published, version = PUBLISHED["memory"]["rows"], PUBLISHED["version"]
+
+    def of_fp32(row: Any) -> float:
+        return row["bytes"][str(table_size)] / (4 * table_size**2)
+
+    def old(row: Any) -> str:
+        found = published.get(row["recipe"])
+        return f"{found['of_fp32']:.2f}× ({found['megabytes']:.2f} MB)" if found else ""
+
+    columns = {
+        "recipe": "recipe",
+        f"bits/param at {table_size}²": lambda row: bits(32 * of_fp32(row)),
+        f"at {size}²": lambda row: bits(8 * row["bytes"][str(size)] / size**2),
+        f"bytes at {table_size}²": lambda row: f"{row['bytes'][str(table_size)] / 1e6:.3f} MB",
+        "of FP32": lambda row: f"{of_fp32(row):.4f}×",
+        "of BF16": lambda row: f"{2 * of_fp32(row):.4f}×",
+        f"breccia {version}": old,
+    }
+    note = f"Codes and scales, all of them. breccia {version}: of FP32 at {table_size}², as its page publishes it."
+    return table("memory", columns, result["rows"], note)
+
+
+def peaks(result: Result) -> Table:
+    """Memory beyond input and output."""
+    size = result["options"]["size"]
+    columns: dict[str, Any] = {"recipe": "recipe"}
+    for op in ("cast", "dequantize"):
+        for what in ("resident", "allocated"):
+            columns[f"{op}, {what}"] = lambda row, op=op, what=what: f"{row['peak'][op][what] / 2**20:.1f}"
+    note = (
+        f"MiB beyond input and output at {size}×{size}, of which the FP32 side is {4 * size * size / 2**20:g} MiB. Resident: "
+        "growth of the process over its first call of that size. Allocated: the peak of what Python and NumPy asked for in a "
+        "second call."
+    )
+    return table("peak memory", columns, result["rows"], note)
+
+
+BENCHMARK = Benchmark("memory", {"memory": sizes, "peaks": peaks})
 
 
 def resident_peak() -> int:
@@ -37,81 +82,50 @@ def resident_peak() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def forget_peak() -> None:
-    """Let `resident_peak` start from what is resident now, where the system can; elsewhere growth is understated."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
-
-
-def beyond(call: Callable[[], Any], output: Callable[[Any], int]) -> dict[str, int]:
+def beyond(call: Callable[[], Any]) -> dict[str, int]:
     """Peak bytes of `call` beyond what it was given and returns, by both measures."""
-    forget_peak()
+    # Let `resident_peak` start from what is resident now, where the system can; elsewhere growth is understated.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
     before = resident_peak()
-    result = call()
-    returned = output(result)
+    returned = call().nbytes
     resident = resident_peak() - before - returned
-    del result
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     result = call()
-    allocated = tracemalloc.get_traced_memory()[1] - before - output(result)
+    allocated = tracemalloc.get_traced_memory()[1] - before - result.nbytes
     tracemalloc.stop()
     return {"resident": max(resident, 0), "allocated": max(allocated, 0), "output": returned}
 
 
-def peak(spec: str, op: str, size: int, folder: Path) -> dict[str, int]:
-    """Peaks of one op in this process. `cast` leaves its result in `folder`, so that `dequantize` starts without a cast."""
+def peak(spec: str, op: str, size: int, file: str) -> dict[str, int]:
+    """Peaks of one op in this process. `cast` leaves its result in the file, so that `dequantize` starts without a cast."""
     recipe = breccia.recipe(spec)
-    breccia.dequantize(breccia.cast(common.normal((4, 128), 0), recipe))  # imports and tables are paid once, not per call
-    file = folder / f"{recipe.name}.pickle"
+    breccia.dequantize(breccia.cast(normal((4, 128), 0), recipe))  # imports and tables are paid once, not per call
     if op == "cast":
-        x = common.normal((size, size), 0)
-        found = beyond(lambda: breccia.cast(x, recipe), lambda st: st.nbytes)
-        file.write_bytes(pickle.dumps(breccia.cast(x, recipe)))
+        x = normal((size, size), 0)
+        found = beyond(lambda: breccia.cast(x, recipe))
+        Path(file).write_bytes(pickle.dumps(breccia.cast(x, recipe)))
         return found
-    with file.open("rb") as opened:
-        st = pickle.load(opened)
-    return beyond(lambda: breccia.dequantize(st), lambda y: y.nbytes)
+    st = pickle.loads(Path(file).read_bytes())
+    return beyond(lambda: breccia.dequantize(st))
 
 
-def measured(recipe: breccia.ScalingRecipe, size: int, folder: Path) -> dict[str, Any]:
-    spec = recipe.spec
-    row: dict[str, Any] = {"recipe": spec, "bytes": {}, "peak": {}}
-    for op in ("cast", "dequantize"):
-        options = ("--recipe", spec, "--op", op, "--size", str(size), "--folder", str(folder))
-        row["peak"][op] = common.child("bench_memory.py", *options)
-    row["bytes"][str(size)] = row["peak"]["cast"]["output"]
-    row["bytes"][str(TABLE_SIZE)] = breccia.cast(common.normal((TABLE_SIZE, TABLE_SIZE), 0), recipe).nbytes
-    (folder / f"{recipe.name}.pickle").unlink()
-    return row
-
-
+@command
 def main(
-    size: Annotated[int, typer.Option(help="Rows and columns of the matrix of the peaks.")] = 4096,
-    recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name; repeat for several. Default: all.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
-    recipe: Annotated[str, typer.Option(help="Measure the peak of this recipe, in this process.", hidden=True)] = "",
-    op: Annotated[str, typer.Option(help="cast or dequantize, with --recipe.", hidden=True)] = "cast",
-    folder: Annotated[Path | None, typer.Option(help="Where --recipe hands on its cast.", hidden=True)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
-) -> None:
+    size: Annotated[int, typer.Option(min=1, help="Rows and columns of the matrix of the peaks.")] = 4096,
+    recipes: Recipes = None,
+) -> Result:
     """Bytes per parameter, and peak memory of cast and dequantize."""
-    if size < 1:
-        sys.exit(f"bench_memory: --size must be at least 1, got {size}.")
-    if recipe:
-        if folder is None:
-            sys.exit("bench_memory: --recipe is how the benchmark calls itself and needs --folder; leave it out.")
-        print(json.dumps(peak(recipe, op, size, folder)))
-        return
-    where = common.provenance()
-    with tempfile.TemporaryDirectory() as own:
-        rows = [measured(one, size, Path(own)) for one in common.recipes(recipes or [])]
-    options = {"size": size, "table_size": TABLE_SIZE}
-    result = {"benchmark": "memory", "schema": common.SCHEMA, "provenance": where, "options": options, "rows": rows}
-    tables.tell(result, out, as_json)
+    rows: list[dict[str, Any]] = []
+    for recipe in progress(recipes_named(recipes), "recipes"):
+        with tempfile.NamedTemporaryFile() as file:
+            peak = {op: apart("bench_memory:peak", recipe.spec, op, size, file.name) for op in ("cast", "dequantize")}
+        small = breccia.cast(normal((TABLE_SIZE, TABLE_SIZE), 0), recipe).nbytes
+        nbytes = {str(size): peak["cast"]["output"], str(TABLE_SIZE): small}
+        rows.append({"recipe": recipe.spec, "bytes": nbytes, "peak": peak})
+    return BENCHMARK.result(rows, {"size": size, "table_size": TABLE_SIZE})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main=main)

@@ -1,30 +1,22 @@
 """Time of casts, of their inverse and of linear layers on MLX's CPU arrays, interleaved with MLX's own.
 
-    python benchmarks/bench_mlx.py [--size 4096] [--layer 2048] [--out benchmarks/results]
-
 MLX lacks most recipes, so each is compared with the mode of `mx.quantize` of the same width. `compiled` arms run inside
 `mx.compile`: layers have their weights among the inputs of the compiled function, or as its constants in `captured` arms.
-`--generic` adds the generic algorithm, which takes minutes. Samples of all arms are interleaved, since the speed of a machine
-varies: compare ratios, not milliseconds.
+Compare ratios: the speed of a machine varies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any
 
-import common
-import mlx.core as mx
-import tables
 import typer
-from mlx import nn
+from harness.command import Benchmark, command, progress, run
+from harness.results import Result, version_of
+from harness.tables import Table, ratio, spread, table
+from harness.timing import Call, normal, rows_of
 
 import breccia
-from breccia.backend import ScaledTensor, components
-from breccia_mlx import from_tree, to_tree
-from breccia_mlx.nn import ScaledLinear
 
 #: Recipe -> options of `mx.quantize`: the same format, or one of the same width.
 RIVALS: dict[str, dict[str, Any]] = {
@@ -34,10 +26,7 @@ RIVALS: dict[str, dict[str, Any]] = {
     "nvfp4,two_level=false": {"mode": "nvfp4"},
     "int4": {"bits": 4},
     "int4,group_size=64,signed=false,symmetric=false,offset=bias,scale_dtype=fp32": {"bits": 4},
-    "mlx_affine,bits=2,scale_dtype=fp32": {"bits": 2},
-    "mlx_affine,bits=3,scale_dtype=fp32": {"bits": 3},
-    "mlx_affine,bits=5,scale_dtype=fp32": {"bits": 5},
-    "mlx_affine,bits=6,scale_dtype=fp32": {"bits": 6},
+    **{f"mlx_affine,bits={bits},scale_dtype=fp32": {"bits": bits} for bits in (2, 3, 5, 6)},
     "int8": {"bits": 8},
     "int8,group_size=64,signed=false,symmetric=false,offset=bias": {"bits": 8},
     "nf4": {"bits": 4},
@@ -51,64 +40,104 @@ RIVALS: dict[str, dict[str, Any]] = {
 _NO_LAYERS = ("fp8_current",)
 #: Seconds in which the arms of a cast, and of a layer, take further samples after `--runs`.
 _CAST_S, _LAYER_S = 2.0, 1.0
+#: Arms of casts and of layers with their headings. Captured weights are constants of the compiled function.
+CASTS = {
+    "breccia": "breccia",
+    "compiled": "breccia in mx.compile",
+    "MLX": "MLX",
+}
+LAYERS = {name: CASTS[name] for name in ("breccia", "MLX", "compiled")} | {
+    "MLX compiled": "MLX in mx.compile",
+    "captured": "breccia, captured",
+    "MLX captured": "MLX, captured",
+}
 
 
-def evaluated(found: Any) -> None:
-    mx.eval(components(found) if isinstance(found, ScaledTensor) else found)
+def times(op: str, what: str, arms: dict[str, str]) -> Callable[[Result], Table]:
+    """Milliseconds on MLX's arrays beside MLX's own, by op and recipe; the ratios are of MLX's medians to breccia's."""
+
+    def made(result: Result) -> Table:
+        rows = [row for row in result["rows"] if row["op"].startswith(op)]
+        shown = [arm for arm in arms if any(arm in row["time"] for row in rows)]
+
+        def faster(*pairs: tuple[str, str]) -> Callable[[Any], str]:
+            def cell(row: Any) -> str:
+                found = [(row["time"][a], row["time"][b]) for a, b in pairs if a in row["time"] and b in row["time"]]
+                return ratio(found[0][0]["median_s"] / found[0][1]["median_s"]) if found else ""
+
+            return cell
+
+        columns: dict[str, Any] = {"recipe": "recipe"}
+        if len({row["op"] for row in rows}) > 1:
+            columns["rows"] = lambda row: row["op"].partition(", ")[2]
+        for arm in shown:
+            columns[arms[arm]] = lambda row, arm=arm: spread(row["time"].get(arm), 1e3, ("min_s", "median_s"))
+        columns["MLX's mode"] = lambda row: result["options"]["rivals"][row["recipe"]]
+        columns |= {"ratio": faster(("MLX", "breccia"))}
+        columns |= {"ratio, compiled": faster(("MLX compiled", "compiled"), ("MLX", "compiled"))}
+        if "captured" in shown:
+            columns["ratio, captured"] = faster(("MLX captured", "captured"))
+        note = (
+            f"Milliseconds, min / median, arms interleaved, MLX {result['options']['mlx']} on the CPU. ratio: MLX's median to "
+            "breccia's, and to that of breccia in mx.compile."
+        )
+        return table(f"MLX: {what}", columns, rows, note)
+
+    return made
 
 
-def casts(w: Any, spec: str, generic: bool) -> dict[str, dict[str, Callable[[], None]]]:
+BENCHMARK = Benchmark(
+    "mlx",
+    {
+        "mlx-cast": times("cast", "casts", CASTS),
+        "mlx-dequantize": times("dequantize", "dequantize", CASTS),
+        "mlx-layer": times("layer", "linear layers", LAYERS),
+    },
+)
+
+
+def casts(w: Any, spec: str) -> dict[str, dict[str, Call]]:
     """The arms of both directions, by the name of the direction."""
+    import mlx.core as mx
+
+    from breccia.backend import components
+    from breccia_mlx import from_tree, to_tree
+
     recipe, options = breccia.recipe(spec), RIVALS[spec]
     st, theirs = breccia.cast(w, recipe), mx.quantize(w, **options)
-    evaluated(st)
-    mx.eval(theirs)
+    mx.eval(components(st), theirs)
+    tree = to_tree(st)
     # mx.dequantize takes the dtype from float scales, and FP32 has to be asked for where scales are codes.
     wide = {"dtype": mx.float32} if "mode" in options else {}
-    found: dict[str, dict[str, Callable[[], None]]] = {
+
+    cast = mx.compile(lambda x: to_tree(breccia.cast(x, recipe)))
+    decode = mx.compile(lambda tree: breccia.dequantize(from_tree(tree)))
+    return {
         "cast": {
-            "breccia": lambda: evaluated(breccia.cast(w, recipe)),
+            "breccia": lambda: mx.eval(components(breccia.cast(w, recipe))),
             "MLX": lambda: mx.eval(mx.quantize(w, **options)),
+            "compiled": lambda: mx.eval(cast(w)),
         },
         "dequantize": {
-            "breccia": lambda: evaluated(breccia.dequantize(st)),
+            "breccia": lambda: mx.eval(breccia.dequantize(st)),
             "MLX": lambda: mx.eval(mx.dequantize(*theirs, **options, **wide)),
+            "compiled": lambda: mx.eval(decode(tree)),
         },
     }
-    cast, decode = "reference.cast", "reference.dequantize"
-    tree = to_tree(st)
-
-    def compiled(prefer: str | None) -> Callable[[], None]:
-        function = mx.compile(lambda x: to_tree(breccia.cast(x, recipe, prefer=prefer)))
-        return lambda: mx.eval(function(w))
-
-    def decoded(prefer: str | None) -> Callable[[], None]:
-        function = mx.compile(lambda tree: breccia.dequantize(from_tree(tree), prefer=prefer))
-        return lambda: mx.eval(function(tree))
-
-    found["cast"]["compiled"], found["dequantize"]["compiled"] = compiled(None), decoded(None)
-    if generic:
-        found["cast"] |= {
-            "generic": lambda: evaluated(breccia.cast(w, recipe, prefer=cast)),
-            "generic compiled": compiled(cast),
-        }
-        found["dequantize"] |= {
-            "generic": lambda: evaluated(breccia.dequantize(st, prefer=decode)),
-            "generic compiled": decoded(decode),
-        }
-    return found
 
 
-def layers(size: int, spec: str, x: Any, generic: bool) -> dict[str, Callable[[], None]]:
+def layers(size: int, spec: str, x: Any) -> dict[str, Call]:
     """The arms of a linear layer of that size."""
+    import mlx.core as mx
+    from mlx import nn
+
+    from breccia_mlx.nn import ScaledLinear
+
     linear = nn.Linear(size, size)
     ours = ScaledLinear.from_linear(linear, spec)
     theirs = nn.QuantizedLinear.from_linear(linear, **{"group_size": None, **RIVALS[spec]})
     mx.eval(ours.parameters(), theirs.parameters())
-    found = {"breccia": lambda: mx.eval(ours(x)), "MLX": lambda: mx.eval(theirs(x))}
-    if generic:
-        decoding = ScaledLinear.from_linear(linear, spec, prefer="reference.matmul")
-        found["generic"] = lambda: mx.eval(decoding(x))
+    found: dict[str, Call] = {"breccia": lambda: mx.eval(ours(x)), "MLX": lambda: mx.eval(theirs(x))}
     for name, inputs in (("compiled", True), ("captured", False)):
         for arm, layer in ((name, ours), (f"MLX {name}", theirs)):
             function = mx.compile(lambda x, layer=layer: layer(x), inputs=layer.state if inputs else None)
@@ -116,38 +145,31 @@ def layers(size: int, spec: str, x: Any, generic: bool) -> dict[str, Callable[[]
     return found
 
 
+@command
 def main(
     size: Annotated[int, typer.Option(min=128, help="Rows and columns of the arrays that are cast.")] = 4096,
     layer: Annotated[int, typer.Option(min=128, help="Input and output lengths of the layers.")] = 2048,
     rows: Annotated[str, typer.Option(help="Rows of activations, separated by commas.")] = "1,4",
     recipes: Annotated[str, typer.Option(help="Recipes to cast with, separated by spaces; all by default.")] = "",
     runs: Annotated[int, typer.Option(min=1, help="Least number of samples.")] = 7,
-    generic: Annotated[bool, typer.Option(help="Time the generic algorithm too.")] = False,
     seconds: Annotated[float, typer.Option(min=0, help="Factor of the time for further samples.")] = 1.0,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+) -> Result:
     """Time breccia on MLX's CPU arrays beside MLX."""
+    import mlx.core as mx
+
     mx.set_default_device(mx.cpu)
-    w = mx.array(common.normal((size, size), 0))
+    w, specs = mx.array(normal((size, size), 0)), recipes.split() or list(RIVALS)
     found: list[dict[str, Any]] = []
-    for spec in recipes.split() or RIVALS:
-        for op, arms in casts(w, spec, generic).items():
-            for arm, times in zip(arms, common.swept(list(arms.values()), runs, _CAST_S * seconds), strict=True):
-                found.append({"op": op, "recipe": spec, "arm": arm, **times})
-    for spec in [s for s in recipes.split() or RIVALS if s not in _NO_LAYERS]:
+    for spec in progress(specs, "casts"):
+        for op, arms in casts(w, spec).items():
+            found += rows_of([({"op": op, "recipe": spec}, arms)], runs, _CAST_S * seconds)
+    for spec in progress([spec for spec in specs if spec not in _NO_LAYERS], "layers"):
         for m in map(int, rows.split(",")):
-            arms = layers(layer, spec, mx.array(common.normal((m, layer), m)), generic)
-            for arm, times in zip(arms, common.swept(list(arms.values()), runs, _LAYER_S * seconds), strict=True):
-                found.append({"op": f"layer, M = {m}", "recipe": spec, "arm": arm, **times})
-    result: dict[str, Any] = {"benchmark": "mlx", "schema": common.SCHEMA, "provenance": common.provenance()}
-    options = {"size": size, "layer": layer, "mlx": version("mlx"), "rivals": {k: _named(v) for k, v in RIVALS.items()}}
-    tables.tell({**result, "options": options, "rows": found}, out, as_json)
-
-
-def _named(options: dict[str, Any]) -> str:
-    return options.get("mode") or f"affine, {options['bits']} bits"
+            arms = layers(layer, spec, mx.array(normal((m, layer), m)))
+            found += rows_of([({"op": f"layer, M = {m}", "recipe": spec}, arms)], runs, _LAYER_S * seconds)
+    modes = {spec: options.get("mode") or f"affine, {options['bits']} bits" for spec, options in RIVALS.items()}
+    return BENCHMARK.result(found, {"size": size, "layer": layer, "mlx": version_of("mlx"), "rivals": modes})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main=main)

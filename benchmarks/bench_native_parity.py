@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
-import common
 import ml_dtypes
 import numpy as np
 import parity
-import tables
 import typer
 from bench_forms import forms
+from harness.command import Benchmark, Recipes, command, progress, recipes_named, run
+from harness.results import Result
+from harness.tables import Table, table
 
 import breccia
 from breccia.tensors.components import components
-from breccia_native import decoding, microkernels
 
 #: What is compared in turn: 2^20 values, or a few fewer in rows and blocks that are not whole.
 SHAPES = ((512, 2048), (511, 2051), (3, 170, 2055), (1024, 1024), (4099, 257))
@@ -43,6 +41,26 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"scale": "supplied", "rounding": "stochastic"},
 )
 OPS = ("cast", "dequantize", "requantize")
+
+
+def compared_table(result: Result) -> Table:
+    """Values and bytes compared with the generic algorithm's, and bytes that differ, by op and instruction set."""
+    rows = result["rows"]
+    kinds = dict.fromkeys((row["op"], row["instructions"]) for row in rows)
+
+    def total(what: str) -> Callable[[Any], str]:
+        return lambda kind: f"{sum(row[what] for row in rows if (row['op'], row['instructions']) == kind):,}"
+
+    columns: dict[str, Any] = {"op": lambda kind: kind[0], "instruction set": lambda kind: kind[1]}
+    columns |= {"values": total("values"), "bytes": total("bytes"), "differing bytes": total("differing")}
+    note = (
+        f"{len({row['recipe'] for row in rows})} recipes with every form and option in turn, at least "
+        f"{result['options']['values']:,} values of each."
+    )
+    return table("compiled kernels against the generic algorithm", columns, kinds, note)
+
+
+BENCHMARK = Benchmark("native-parity", {"native-parity": compared_table})
 
 
 def draws(rng: np.random.Generator, recipe: breccia.ScalingRecipe) -> Iterator[np.ndarray]:
@@ -59,37 +77,23 @@ def draws(rng: np.random.Generator, recipe: breccia.ScalingRecipe) -> Iterator[n
                 yield x.astype(rng.choice([ml_dtypes.bfloat16, np.float16]))
 
 
-def differing(expected: Any, found: Any) -> int:
-    """Bytes of components or arrays that differ, where a decoded NaN is like another."""
-    if isinstance(expected, breccia.ScaledTensor):
-        a, b = components(expected), components(found)
-        if a.keys() != b.keys():
-            return 1
-        return sum(differing_bytes(np.asarray(a[name]), np.asarray(b[name])) for name in a)
-    return differing_bytes(expected, found)
-
-
-def differing_bytes(a: np.ndarray, b: np.ndarray) -> int:
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return max(a.nbytes, 1)
-    word = f"u{a.itemsize}"
-    p, q = np.ascontiguousarray(a).view(word), np.ascontiguousarray(b).view(word)
-    if np.array_equal(p, q):
-        return 0
-    wrong = p != q
-    if a.dtype.kind in "fV":
-        wrong &= ~(np.isnan(np.ascontiguousarray(a)) & np.isnan(np.ascontiguousarray(b)))
-    return int(wrong.sum()) * a.itemsize
+def results(found: Any) -> parity.Results:
+    """What an op returned: a tensor's components, or decoded values."""
+    if isinstance(found, breccia.ScaledTensor):
+        return parity.Results({name: np.asarray(part) for name, part in components(found).items()}, {})
+    return parity.Results({}, {str(found.dtype): found})
 
 
 def compared(recipe: breccia.ScalingRecipe, values: int, seed: int) -> list[dict[str, Any]]:
     """A row for each op and instruction set."""
+    from breccia_native import decoding, microkernels
+
     rng, sets = np.random.default_rng(seed), microkernels.use()
     every = itertools.cycle([recipe, *(other for _, other in forms(recipe))])
-    targets = itertools.cycle(common.recipes([]))
-    tallies = {(op, name): {"values": 0, "bytes": 0, "differing": 0, "first": ""} for op in OPS for name in sets}
+    targets = itertools.cycle(recipes_named(None))
+    tallies = {(op, name): parity.Tally() for op in OPS for name in sets}
     blocks, options = draws(rng, recipe), itertools.cycle(OPTIONS)
-    while min(tally["values"] for tally in tallies.values()) < values:
+    while min(tally.values for tally in tallies.values()) < values:
         x, form, given, target = next(blocks), next(every), dict(next(options)), next(targets)
         if "rounding" in given:
             given["seed"] = int(rng.integers(0, 1 << 63))
@@ -112,35 +116,34 @@ def compared(recipe: breccia.ScalingRecipe, values: int, seed: int) -> list[dict
         for name, op in itertools.product(sets, OPS):
             microkernels.use(name)
             decoding.use(name)
-            tally, wrong = tallies[op, name], differing(expected[op], calls[op]())
-            tally["values"] += x.size
-            tally["bytes"] += expected[op].nbytes
-            tally["differing"] += wrong
-            if wrong and not tally["first"]:
-                tally["first"] = f"{form!r}, {x.dtype} of shape {x.shape}, {given.keys()}, to {dtype} or {target.name}"
-                print(f"{op}, {name}: {wrong} bytes differ: {tally['first']}", file=sys.stderr)
+            tally = tallies[op, name]
+            tally.values += x.size
+            where = f"{form!r}, {x.dtype} of shape {x.shape}, {given.keys()}, to {dtype} or {target.name}"
+            tally.add(f"{op}, {name}: {where}", results(expected[op]), results(calls[op]()))
     microkernels.use(sets[0])
     decoding.use(sets[0])
-    return [{"recipe": recipe.name, "op": op, "instructions": name, **tally} for (op, name), tally in tallies.items()]
+    for fault in (tally.faults[0] for tally in tallies.values() if tally.faults):
+        print(fault, file=sys.stderr)
+    return [
+        {"recipe": recipe.name, "op": op, "instructions": name, "values": t.values, "bytes": t.bytes, "differing": t.differing}
+        | {"first": t.faults[0] if t.faults else ""}
+        for (op, name), t in tallies.items()
+    ]
 
 
+@command
 def main(
     values: Annotated[int, typer.Option(min=1, help="Values of each recipe, op and instruction set.")] = 100_000_000,
     seed: Annotated[int, typer.Option(help="Of the numbers drawn.")] = 0,
-    recipes: Annotated[list[str] | None, typer.Option(help="Only these recipes; repeatable.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+    recipes: Recipes = None,
+) -> Result:
     """Compare the compiled kernels with the generic algorithm, byte by byte."""
-    start, rows = time.perf_counter(), list[dict[str, Any]]()
-    for recipe in common.recipes(recipes or []):
-        rows += compared(recipe, values, seed)
-        print(f"{recipe.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    result: dict[str, Any] = {"benchmark": "native-parity", "schema": common.SCHEMA, "provenance": common.provenance()}
+    rows = [row for recipe in progress(recipes_named(recipes), "recipes") for row in compared(recipe, values, seed)]
     options = {"values": values, "seed": seed, "threads": breccia.get_num_threads()}
-    tables.tell({**result, "options": options, "rows": rows}, out, as_json)
-    sys.exit(1 if any(row["differing"] for row in rows) else 0)
+    differing = sum(row["differing"] for row in rows)
+    failed = f"bench_native_parity: {differing} bytes differ." if differing else ""
+    return BENCHMARK.result(rows, options, failed=failed)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main=main)

@@ -15,24 +15,23 @@ import dataclasses
 import itertools
 import math
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import suppress
-from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
-import common
 import ml_dtypes
 import numpy as np
 import parity
-import tables
 import typer
 from bench_accuracy import variants
+from bench_forms import changed
+from harness.command import Benchmark, Recipes, Seconds, command, known, recipes_named, refuse, run
+from harness.results import Result, cores, provenance
+from harness.tables import Table
 from parity import Results, Tally
 
 import breccia
@@ -46,7 +45,7 @@ from breccia.testing import oracle
 SLAB = 1 << 21
 
 #: Changes that `variants` does not make: margins, small and tall blocks, offsets, scales of every dtype.
-CHANGES: tuple[dict[str, Any], ...] = (
+CHANGES: list[dict[str, Any]] = [
     {"fp8_format": "E5M2", "margin": 3},
     {"margin": -126},
     {"margin": 126},
@@ -62,7 +61,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"group_size": 16, "scale_dtype": "fp16", "scale_rule": "half_range"},
     {"group_size": 8, "signed": False, "symmetric": False, "scale_dtype": "fp32"},
     {"block_size": 16, "scale_dtype": "fp16"},
-)
+]
 
 #: Beyond 2^31 elements: odd rows by columns that end within a block and a packing group.
 BEYOND_SHAPE = (525_205, 4095)
@@ -76,18 +75,59 @@ BEYOND_WORDS, NEAR = 2**32 + 2**20, 1000
 STRIP = 2048
 
 
-def settings(names: list[str]) -> list[breccia.ScalingRecipe]:
+def parity_table(result: Result) -> Table:
+    """Values and bytes compared with NumPy's, and bytes that differ, by recipe and way of running."""
+    options, rows = result["options"], result["rows"]
+    ways, framework = options["modes"], options.get("framework", "torch")
+    by_name: dict[str, list[Any]] = {}
+    for row in rows:
+        by_name.setdefault(row["name"], []).append(row)
+    flushing = any(row["modes"][way].get("flushed") for row in rows for way in ways)
+    summed = ["values", "bytes", "differing", *(["flushed"] if flushing else [])]
+
+    def sums(some: list[Any], way: str) -> list[str]:
+        found = [{**row["modes"][way], "flushed": sum(row["modes"][way].get("flushed", {}).values())} for row in some]
+        return [f"{sum(one[what] for one in found):,}" for what in summed]
+
+    every = [*by_name.items(), ("all", rows)]
+    lines = [(name, str(len(some)), *(cell for way in ways for cell in sums(some, way))) for name, some in every]
+    for row in result["beyond"]:
+        counts = [f"{row[what]:,}" for what in ("values", "bytes", "differing")]
+        lines.append((row["what"], "1", *(cell for way in ways for cell in (counts if way == "eager" else [""] * 3))))
+    names = ("values", "bytes", "differing bytes", *summed[3:])
+    headings = ("recipe", "with variants", *(f"{way}: {what}" for way in ways for what in names))
+    note = (
+        f"{framework} on {result['runs'][-1].get('device', 'the CPU')} against NumPy: all parts, and what they decode to in "
+        f"FP32, BF16 and FP16. At least {min(row['modes'][way]['values'] for row in rows for way in ways):,} values of each "
+        "recipe and variant in each way."
+    )
+    if options.get("grid"):
+        note += (
+            " Of each, FP32, BF16 and FP16 numbers along both axes; `cast_pair`, `cast_ste` and `requantize` of an eighth of "
+            "them, whose bytes are counted too."
+        )
+    if left := result.get("left"):
+        note += f" {left} settings were left out: the time was up."
+    if flushing:
+        note += (
+            " Flushed: decoded numbers, of FP32 and BF16, whose exact value lies below 2⁻¹²⁶, and that are zeros of its sign. "
+            "They are counted here, and not among the differing bytes."
+        )
+    return Table("parity" if framework == "torch" else f"parity, {framework}", headings, tuple(lines), note)
+
+
+BENCHMARKS = {
+    framework: Benchmark(name, {name: parity_table})
+    for framework, name in (("torch", "parity"), ("jax", "parity-jax"), ("mlx", "parity-mlx"))
+}
+
+
+def settings(names: list[str] | None) -> list[breccia.ScalingRecipe]:
     """Every registered recipe, or those named, with all variants."""
     found: list[breccia.ScalingRecipe] = []
-    for recipe in common.recipes(names):
+    for recipe in recipes_named(names):
         found += variants(recipe)
-        for change in CHANGES:
-            try:
-                other = dataclasses.replace(recipe, **change)
-            except (TypeError, breccia.RecipeError):  # it has no such field, or not that value
-                continue
-            if other not in found:
-                found.append(other)
+        found += [other for _, other in changed(recipe, CHANGES) if other not in found]
     return found
 
 
@@ -227,12 +267,6 @@ def beyond_rows(device: str, shape: tuple[int, int] = BEYOND_SHAPE, words: int =
 # ------------------------------------------------------------------------------------------------ the program
 
 
-def faults_of(result: dict[str, Any]) -> list[str]:
-    """All that differed, in words."""
-    tallies = [tally for row in result["rows"] for tally in row["modes"].values()]
-    return [fault for tally in [*tallies, *result["beyond"]] for fault in tally["faults"]]
-
-
 def finished(waiting: list[Future[dict[str, Any]]], until: float) -> list[dict[str, Any]]:
     """What was found for each recipe that began by then, in order. until: of `time.perf_counter`."""
     wait(waiting, timeout=None if until == math.inf else max(until - time.perf_counter(), 0))
@@ -254,75 +288,57 @@ def cuda(framework: str) -> str:
         with suppress(RuntimeError):
             device = jax.devices("cuda")[0]
             return f"{device.device_kind}, {' '.join(device.client.platform_version.split())}"
-    sys.exit(
-        f"bench_parity: --device cuda needs a CUDA device, and {framework} sees none here; leave it out to compare on the CPU."
-    )
+    refuse(f"--device cuda needs a CUDA device, and {framework} sees none here; leave it out to compare on the CPU.")
 
 
+@command
 def main(
     framework: Annotated[str, typer.Option(help="torch, jax or mlx.")] = "torch",
     ways: Annotated[str, typer.Option(help="Ways to run it, with commas between. Default: all but generic.")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    values: Annotated[int, typer.Option(help="Least number of values for each recipe and variant.")] = 20_000_000,
-    recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name; repeat for several. Default: all.")] = None,
+    values: Annotated[int, typer.Option(min=1, help="Least number of values for each recipe and variant.")] = 20_000_000,
+    recipes: Recipes = None,
     grid: Annotated[
-        bool,
-        typer.Option("--grid", help="Compare every dtype and axis, and cast_pair, cast_ste and requantize, eagerly on torch."),
+        bool, typer.Option("--grid", help="Compare every dtype and axis, and further ops, eagerly on torch.")
     ] = False,
     large: Annotated[bool, typer.Option("--beyond", help="Cast tensors of more than 2^31 elements too, on CUDA.")] = False,
-    turns: Annotated[int, typer.Option(help="Of shapes that are compiled for few numbers, a recipe takes one in N.")] = 1,
+    turns: Annotated[int, typer.Option(min=1, help="Of shapes compiled for few numbers, a recipe takes one in N.")] = 1,
     jobs: Annotated[int, typer.Option(help="Recipes compared at a time; 0 for one to two cores.")] = 0,
-    seconds: Annotated[
-        float, typer.Option(help="Start no recipe after this many seconds; the result counts the recipes left out.")
-    ] = math.inf,
-    out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
-) -> None:
+    seconds: Seconds = math.inf,
+) -> Result:
     """Differing bytes between a framework and NumPy."""
-    if values < 1 or turns < 1:
-        sys.exit(f"bench_parity: --values and --turns must be at least 1, got {values} and {turns}.")
-    if framework not in parity.FRAMEWORKS:
-        sys.exit(f"bench_parity: --framework takes {', '.join(parity.FRAMEWORKS)}; got {framework!r}.")
+    known([framework], parity.FRAMEWORKS, "--framework")
     side = parity.FRAMEWORKS[framework]
-    chosen = ways.split(",") if ways else side.usual
-    if unknown := [way for way in chosen if way not in side.ways]:
-        sys.exit(f"bench_parity: --ways of {framework} takes {', '.join(side.ways)}; got {unknown[0]!r}.")
-    if device not in side.devices:
-        sys.exit(f"bench_parity: --device of {framework} takes {' or '.join(side.devices)}; got {device!r}.")
+    chosen = known(ways.split(",") if ways else side.usual, side.ways, f"--ways of {framework}")
+    known([device], side.devices, f"--device of {framework}")
     if grid and (framework != "torch" or chosen not in (["eager"], side.usual)):
-        sys.exit("bench_parity: --grid compares eager calls of torch; leave --framework and --ways out, or ask for eager.")
+        refuse("--grid compares eager calls of torch; leave --framework and --ways out, or ask for eager.")
     chosen = ["eager"] if grid else chosen
     if large and (framework, device) != ("torch", "cuda"):
-        sys.exit("bench_parity: --beyond needs --device cuda and torch: a CPU is served by NumPy's own kernels.")
+        refuse("--beyond needs --device cuda and torch: a CPU is served by NumPy's own kernels.")
     if find_spec(framework) is None:
-        sys.exit(f"bench_parity: {framework} is not installed; `pip install breccia-core[{framework}]` brings it.")
-    where = common.provenance()
-    where["versions"] |= {framework: import_module(side.module).__version__}
-    if device == "cuda":
-        where["device"] = cuda(framework)
-    start = time.perf_counter()
-    every = settings(recipes or [])
-    at_once = min(jobs or max(common.cores() // 2, 1), len(every))
+        refuse(f"{framework} is not installed; `pip install breccia-core[{framework}]` brings it.")
+    where = provenance([framework], **({"device": cuda(framework)} if device == "cuda" else {}))
+    start, every = time.perf_counter(), settings(recipes)
+    at_once = min(jobs or max(cores() // 2, 1), len(every))
+    threads = max(cores() // at_once, 1)
     spawn = multiprocessing.get_context("spawn")  # a fork has no CUDA, nor the threads of torch
     with ProcessPoolExecutor(at_once, mp_context=spawn) as pool:
-        threads = max(common.cores() // at_once, 1)
-        waiting = [
-            pool.submit(
-                measured, framework, recipe, slice(n if grid else n % turns, None, turns), chosen, device, values, threads, grid
-            )
-            for n, recipe in enumerate(every)
-        ]
+        turned = [slice(n if grid else n % turns, None, turns) for n in range(len(every))]
+        rest = (chosen, device, values, threads, grid)
+        waiting = [pool.submit(measured, framework, r, turn, *rest) for r, turn in zip(every, turned, strict=True)]
         rows = finished(waiting, start + seconds)
     options = {"framework": framework, "device": device, "modes": chosen, "values": values, "slab": SLAB, "turns": turns}
     options |= {"grid": True} if grid else {}
-    benchmark = "parity" if framework == "torch" else f"parity-{framework}"
-    result = {"benchmark": benchmark, "schema": common.SCHEMA, "provenance": where, "options": options, "rows": rows}
-    result["left"] = len(every) - len(rows)
-    result |= {"beyond": beyond_rows(device) if large else [], "seconds": time.perf_counter() - start}
-    tables.tell(result, out, as_json)
-    if found := faults_of(result):
-        sys.exit("\n".join([*found[:20], f"bench_parity: {len(found)} comparison(s) found different bytes."]))
+    more: dict[str, Any] = {"left": len(every) - len(rows), "beyond": beyond_rows(device) if large else []}
+    more["seconds"] = time.perf_counter() - start
+    faults = [
+        fault for tally in [*(t for r in rows for t in r["modes"].values()), *more["beyond"]] for fault in tally["faults"]
+    ]
+    if faults:
+        more["failed"] = "\n".join([*faults[:20], f"bench_parity: {len(faults)} comparison(s) found different bytes."])
+    return BENCHMARKS[framework].result(rows, options, where, **more)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main=main)

@@ -1,7 +1,5 @@
 """Training with straight-through gradients against training in FP32: the same task, first weights and batches, by seed.
 
-    python benchmarks/bench_training.py [--seeds 8] [--steps 600] [--out benchmarks/results]
-
 Every linear layer reads `cast_ste` of its input and of its FP32 weight. The task tells apart classes that overlap, so that
 nobody can be right every time. NumPy draws all numbers: every framework trains on the same ones.
 """
@@ -15,18 +13,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
-import common
 import numpy as np
-import tables
 import typer
+from harness.command import Benchmark, command, known, recipes_named, run
+from harness.results import Result, cores, provenance
+from harness.tables import Table, table
 
 import breccia
 
+#: What quantized training is compared with; it stands in the place of a recipe.
+FP32 = "FP32"
 #: Recipes whose mean accuracy must lie within BOUND of FP32's, and those trained for comparison.
 HELD = ("fp8_block", "mxfp8", "nvfp4")
 SHOWN = ("fp8_current", "mxfp4", "int4")
@@ -45,6 +44,40 @@ CLASSES, CLUSTERS, DISTANCE = 10, 3, 4.0
 BATCH, TEST = 256, 16384
 #: Of stochastic gradient descent, falling to zero in a straight line.
 RATE, MOMENTUM = 0.05, 0.9
+
+
+def accuracies(result: Result) -> Table:
+    """Accuracy after training, and its paired difference from FP32's."""
+    exact = {row["framework"]: row["accuracy"] for row in result["rows"] if row["recipe"] == FP32}
+    options, columns = result["options"], dict[str, Any]()
+
+    def apart(row: Any) -> list[float]:
+        return [100 * (a - b) for a, b in zip(row["accuracy"], exact[row["framework"]], strict=True)]
+
+    def difference(row: Any) -> str:
+        error = statistics.stdev(apart(row)) / len(row["accuracy"]) ** 0.5
+        return f"{statistics.mean(apart(row)):+.2f} ± {error:.2f}"
+
+    for heading, of in (("accuracy, mean", statistics.mean), ("least", min), ("most", max)):
+        columns[heading] = lambda row, of=of: f"{100 * of(row['accuracy']):.2f}"
+    compared: dict[str, Any] = {
+        "minus FP32, mean": difference,
+        "least to most": lambda row: f"{min(apart(row)):+.2f} to {max(apart(row)):+.2f}",
+        "held to": lambda row: f"within {100 * options['bound']:g}" if row["held"] else "",
+    }
+    columns |= {head: (lambda row, of=of: "" if row["recipe"] == FP32 else of(row)) for head, of in compared.items()}
+    note = (
+        f"{options['classes']} classes in {options['width']} dimensions, {options['steps']} steps of {options['batch']} "
+        f"samples. Percent of {options['test']:,} others, over seeds from 0 on. Differences are in "
+        "percentage points, between runs of the same seed; ± one standard error of their mean. The benchmark fails where the "
+        "mean of a recipe that is held to a bound is further from FP32's. The Bayes-optimal classifier scores "
+        f"{100 * statistics.mean(result['best']):.2f} %."
+    )
+    first = {"recipe": "recipe", "framework": "framework", "seeds": lambda row: len(row["accuracy"])}
+    return table("training", {**first, **columns}, result["rows"], note)
+
+
+BENCHMARK = Benchmark("training", {"training": accuracies})
 
 
 @dataclass(frozen=True)
@@ -91,10 +124,7 @@ class Problem:
         return likelihood.reshape(TEST, CLUSTERS, CLASSES).sum(1).argmax(1)
 
 
-# ------------------------------------------------------------------------------------------------ frameworks
-
-
-def on_torch(problem: Problem, recipe: breccia.ScalingRecipe | None) -> np.ndarray:
+def on_torch(problem: Problem, recipe: Any | None) -> np.ndarray:
     """The class that the trained network gives each test input. Without a recipe: FP32."""
     import torch
     from torch.nn import functional
@@ -121,7 +151,7 @@ def on_torch(problem: Problem, recipe: breccia.ScalingRecipe | None) -> np.ndarr
         return network(torch.from_numpy(problem.test()[0])).argmax(1).numpy()
 
 
-def on_jax(problem: Problem, recipe: breccia.ScalingRecipe | None) -> np.ndarray:
+def on_jax(problem: Problem, recipe: Any | None) -> np.ndarray:
     """Likewise, every step compiled."""
     import jax
     import jax.numpy as jnp
@@ -136,7 +166,7 @@ def on_jax(problem: Problem, recipe: breccia.ScalingRecipe | None) -> np.ndarray
 
 
 @cache
-def jax_functions(recipe: breccia.ScalingRecipe | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def jax_functions(recipe: Any | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The network and a step of gradient descent, compiled once for all seeds."""
     import jax
 
@@ -159,7 +189,7 @@ def jax_functions(recipe: breccia.ScalingRecipe | None) -> tuple[Callable[..., A
     return jax.jit(network), jax.jit(step)
 
 
-def on_mlx(problem: Problem, recipe: breccia.ScalingRecipe | None) -> np.ndarray:
+def on_mlx(problem: Problem, recipe: Any | None) -> np.ndarray:
     """Likewise."""
     import mlx.core as mx
     from mlx import nn
@@ -191,19 +221,16 @@ def on_mlx(problem: Problem, recipe: breccia.ScalingRecipe | None) -> np.ndarray
 
 
 #: How each framework trains: from the problem and a recipe to the classes of the test inputs.
-FRAMEWORKS: dict[str, Callable[[Problem, breccia.ScalingRecipe | None], np.ndarray]] = {
+FRAMEWORKS: dict[str, Callable[[Problem, Any | None], np.ndarray]] = {
     "torch": on_torch,
     "jax": on_jax,
     "mlx": on_mlx,
 }
 
 
-# ------------------------------------------------------------------------------------------------ what is measured
-
-
 def accuracy(framework: str, spec: str, problem: Problem) -> float:
     """The share of test inputs whose class the trained network finds."""
-    return share(problem, FRAMEWORKS[framework](problem, None if spec == tables.FP32 else breccia.recipe(spec)))
+    return share(problem, FRAMEWORKS[framework](problem, None if spec == FP32 else breccia.recipe(spec)))
 
 
 def share(problem: Problem, found: np.ndarray) -> float:
@@ -214,61 +241,51 @@ def share(problem: Problem, found: np.ndarray) -> float:
 def faults(rows: list[dict[str, Any]]) -> list[str]:
     """In words, what in the rows breaks the promise."""
     found: list[str] = []
-    reference = {row["framework"]: statistics.mean(row["accuracy"]) for row in rows if row["recipe"] == tables.FP32}
+    reference = {row["framework"]: statistics.mean(row["accuracy"]) for row in rows if row["recipe"] == FP32}
     for row in rows:
         mean, exact = statistics.mean(row["accuracy"]), reference[row["framework"]]
-        if row["recipe"] == tables.FP32 and not LEARNED[0] <= mean <= LEARNED[1]:
+        if row["recipe"] == FP32 and not LEARNED[0] <= mean <= LEARNED[1]:
             found.append(f"FP32 on {row['framework']} is right in {mean:.4f}, which must lie in {LEARNED} to compare with")
         if row["held"] and abs(mean - exact) > BOUND:
             found.append(f"{row['recipe']} on {row['framework']} is right in {mean:.4f}, FP32 in {exact:.4f}")
     return found
 
 
+@command
 def main(
-    seeds: Annotated[int, typer.Option(help="Pairs of runs: seeds 0, 1, ...")] = 8,
-    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 600,
+    seeds: Annotated[int, typer.Option(min=2, help="Pairs of runs: seeds 0, 1, ...")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 600,
     framework: Annotated[list[str] | None, typer.Option(help="Repeat for several. Default: those that are installed.")] = None,
     recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name; repeat for several.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0 for one a core.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
-) -> None:
+) -> Result | None:
     """Accuracy after training with straight-through gradients, against FP32's."""
-    if seeds < 2 or steps < 1:
-        sys.exit(f"bench_training: --seeds must be at least 2 and --steps at least 1, got {seeds} and {steps}.")
-    if unknown := [name for name in framework or () if name not in FRAMEWORKS]:
-        sys.exit(f"bench_training: --framework takes {', '.join(FRAMEWORKS)}; got {unknown[0]!r}.")
-    frameworks = [name for name in framework or FRAMEWORKS if find_spec(name)]
+    frameworks = [name for name in known(framework, FRAMEWORKS, "--framework") if find_spec(name)]
     if not frameworks:
         wanted = ", ".join(framework or FRAMEWORKS)
         print(f"skipped training: none of {wanted} is installed; `make bench` sets it up", file=sys.stderr)
-        return
-    where = common.provenance()
-    where["versions"] |= {name: version(name) for name in frameworks}
-    specs = [tables.FP32, *(one.spec for one in common.recipes(recipes or [*HELD, *SHOWN]))]
+        return None
+    where = provenance(frameworks)
+    specs = [FP32, *(one.spec for one in recipes_named(recipes or [*HELD, *SHOWN]))]
     problems = [Problem(seed, steps) for seed in range(seeds)]
     spawn = multiprocessing.get_context("spawn")  # a fork would copy whatever threads NumPy has started
-    with ProcessPoolExecutor(jobs or common.cores(), mp_context=spawn) as pool:
+    with ProcessPoolExecutor(jobs or cores(), mp_context=spawn) as pool:
         waiting = {
-            (framework, spec): [
-                pool.submit(accuracy, framework, spec, problem) for problem in problems[: PAIRS if framework in SLOW else None]
-            ]
-            for framework in frameworks
+            (name, spec): [pool.submit(accuracy, name, spec, p) for p in problems[: PAIRS if name in SLOW else None]]
+            for name in frameworks
             for spec in specs
-            if framework not in SLOW or spec not in SHOWN
+            if name not in SLOW or spec not in SHOWN
         }
         rows = [
-            {"framework": framework, "recipe": spec, "held": spec in HELD, "accuracy": [one.result() for one in runs]}
-            for (framework, spec), runs in waiting.items()
+            {"framework": name, "recipe": spec, "held": spec in HELD, "accuracy": [one.result() for one in runs]}
+            for (name, spec), runs in waiting.items()
         ]
-    options = {"seeds": seeds, "steps": steps, "batch": BATCH, "width": WIDTH, "classes": CLASSES, "test": TEST, "bound": BOUND}
-    result = {"benchmark": "training", "schema": common.SCHEMA, "provenance": where, "options": options}
-    result |= {"best": [share(problem, problem.best()) for problem in problems], "rows": rows}
     found = faults(rows) if seeds >= PAIRS else []
-    tables.tell(result, None if found else out, as_json)
-    if found:
-        sys.exit(f"bench_training: {'; '.join(found)}. Recipes held to it must come within {BOUND:g} of FP32; nothing written.")
+    refused = f"{'; '.join(found)}. Recipes held to it must come within {BOUND:g} of FP32; nothing written." if found else ""
+    options = {"seeds": seeds, "steps": steps, "batch": BATCH, "width": WIDTH, "classes": CLASSES, "test": TEST, "bound": BOUND}
+    best = [share(problem, problem.best()) for problem in problems]
+    return BENCHMARK.result(rows, options, where, best=best, refused=refused)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main=main)

@@ -6,81 +6,215 @@
     python benchmarks/bench_weight_only.py --rivals humming --table FILE    # writes the measured times that `score` reads
 
 Each sample replays a CUDA graph of products by several copies of the weight, which together exceed the L2 cache. Samples of all
-kernels of a row are interleaved, since a GPU lowers its clock under load. Before that, up to 64 rows of each result are
-compared with FP64; the largest error is recorded as a multiple of the contract's bound. Kernels are compiled in parallel
-beforehand. The arm `triton` is breccia's kernel for other devices. A copy and a sum of 2 GiB measure the memory's rate in the
-same run.
+kernels of a row are interleaved. Before that, up to 64 rows of each result are compared with FP64; the largest error is
+recorded as a multiple of the contract's bound. Kernels are compiled in parallel beforehand. The arm `triton` is breccia's
+kernel for other devices. A copy and a sum of 2 GiB measure the memory's rate in the same run.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import statistics
-import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import common
+import torch
 import typer
-from weight_arms import (
-    BEYOND_CACHE,
-    BF16,
-    BF16_EACH,
-    BF16_GROUPED,
-    FORMATS,
-    HUMMING,
-    IN_TABLE,
-    MEASURED,
-    MOST,
-    OURS,
-    ROWS,
-    STORAGE,
-    TORCH,
-    TRITON,
-    Row,
-    compile_before,
-    copy_of,
-    grouped_reference,
-    memory_rate,
-    reference,
-    weights_of,
-)
-from weight_configs import build, call_of, candidates, grouped_candidates, label_of
+from harness.command import Benchmark, Device, Seconds, command, known, progress, run, sizes
+from harness.device import Arms, check_device, graphed, message, reference, rotating, sampled, where
+from harness.results import HERE, Result, read
+from harness.tables import ABSENT, GOAL, Table, judged, median, over, pivoted, tried
+from weight_configs import build, call_of, candidates, label_of
 
-app = typer.Typer(add_completion=False)
+import breccia
+
+#: Recipes of weights.
+FORMATS = {
+    "int4": "int4,group_size=128",
+    "int4-32": "int4,group_size=32",
+    "int4-asymmetric": "int4,group_size=128,symmetric=false,signed=false",
+    "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
+    "fp8": "fp8_block,block_m=128",
+    "mxfp8": "mxfp8",
+    "int8": "int8",
+}
+OURS, BF16, TORCH, HUMMING, TRITON = "breccia", "bf16", "torch-int4", "humming", "triton"
+#: torch's grouped product of BF16 rows; and one torch product for each group, for which the host has to know the sizes.
+BF16_GROUPED, BF16_EACH = "bf16-grouped", "bf16-each"
+#: Arms that are kernels of breccia's table: other libraries', and breccia's for other devices.
+IN_TABLE = {TORCH: "torch.int4", HUMMING: "humming.weight_only", TRITON: "triton.weight_only"}
+#: Arms whose times `score` reads, with the kernels' names in its keys.
+MEASURED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming"}
+#: Arms that are left out above this many rows, where they take milliseconds.
+MOST = {TORCH: 128}
+#: Default shapes of weights, and rows of activations.
+SHAPES, ROWS, GROUPED_ROWS = ("8192x8192",), (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096), (16, 64, 2048)
+#: The storage of `cuda.weight_only`.
+STORAGE = "mma_16x128"
+#: Bytes of weights that a CUDA graph reads: more than the L2 cache of any GPU.
+BEYOND_CACHE = 240 << 20
+#: Products in a CUDA graph; a quarter of them from LONG rows on.
+PRODUCTS, LONG = 48, 512
+#: Bytes of the array whose copy and sum measure the memory's rate.
+STREAMED = 2 << 30
 #: With `--tune`, a configuration replaces the default one if it takes at most this part of its time: samples differ by 1 %.
 FASTER = 0.99
 
-# -- one weight ------------------------------------------------------------------------------------------------------
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+@dataclass(frozen=True)
+class WeightGoal:
+    """Products of `rows` rows of BF16 activations by weights of `formats` and `shapes`.
+
+    With a rival, each must be at least `bound` times as fast; without one, each must take at most `bound` microseconds.
+    """
+
+    work: str
+    formats: tuple[str, ...]
+    rows: tuple[int, ...]
+    bound: float
+    rival: str = ""
+    shapes: tuple[str, ...] = ("8192x8192",)
+
+
+_FOUR_BITS, _EIGHT_BITS = ("int4", "mxfp4", "nvfp4"), ("fp8", "mxfp8")
+_MANY = (256, 512, 1024, 2048, 4096)
+
+WEIGHT_GOALS = (
+    *(
+        WeightGoal(f"{name}, M = {m}", formats, (m,), most)
+        for name, formats, limits in (
+            ("INT4", ("int4",), (10.5, 14.0, 21.0)),
+            ("MXFP4", ("mxfp4",), (12.0, 15.0, 21.0)),
+            ("NVFP4", ("nvfp4",), (12.5, 16.0, 21.5)),
+            ("FP8 and MXFP8", _EIGHT_BITS, (16.5, 18.0, 24.0)),
+        )
+        for m, most in zip((1, 16, 64), limits, strict=True)
+    ),
+    *(WeightGoal(f"4 bits, M = {m}", _FOUR_BITS, (m,), least, HUMMING) for m, least in ((1, 1.5), (16, 1.3), (64, 1.2))),
+    WeightGoal("4 bits, M = 128", _FOUR_BITS, (128,), 1 / 0.85, BF16),
+    WeightGoal("4 bits, M = 256 to 4096", _FOUR_BITS, _MANY, 0.97, BF16),
+)
+
+_INDEX = {"weight": lambda row: row["format"], "N×K": lambda row: f"{row['n']}×{row['k']}"}
+
+
+def by_rows(title: str, cell: Callable[[Any], str], rows: list[Any], note: str) -> Table:
+    """A line for each weight, and a column for each number of rows of activations."""
+    return pivoted(title, _INDEX, lambda row: row["m"], lambda m: f"M = {m}", cell, rows, note)
+
+
+def times(result: Result) -> Table:
+    """Microseconds of products of quantized weights, or of grouped products, and how many times faster they are than rivals."""
+    rows = result["rows"]
+    known = (BF16, BF16_GROUPED, BF16_EACH, TORCH, HUMMING, TRITON)
+    rivals = [name for name in known if any(median(row, name) for row in rows)]
+
+    def cell(row: Any) -> str:
+        if not median(row, OURS):
+            return ABSENT
+        ours = row["time"][OURS]
+        faster = " / ".join(over(median(row, name), ours["median_s"]) for name in rivals)
+        return f"{ours['median_s'] * 1e6:.1f} ± {(ours['max_s'] - ours['min_s']) * 5e5:.1f}; {faster}"
+
+    groups = {row["groups"] for row in rows if "groups" in row}
+    title = (
+        f"products of groups of rows and {groups.pop()} weights"
+        if groups
+        else "products of BF16 activations and quantized weights"
+    )
+    note = (
+        f"Microseconds of a product in a CUDA graph, median ± half of the range; times faster than {' / '.join(rivals)}, "
+        "interleaved. Weights rotate, so that they are not in the L2 cache."
+    )
+    return by_rows(title, cell, rows, note)
+
+
+def bandwidth(result: Result) -> Table:
+    """The bandwidth of products, its share of the memory's rate, and the largest error as a multiple of the bound."""
+    rows = [row for row in result["rows"] if row.get("memory") and median(row, OURS)]
+
+    def cell(row: Any) -> str:
+        reached = row["bytes"] / median(row, OURS)
+        return f"{reached / 1e12:.2f}, {100 * reached / max(row['memory'].values()):.0f} %; {row['over_bound'][OURS]:.2f}"
+
+    rates = sorted({round(max(row["memory"].values()) / 1e12, 2) for row in rows})
+    note = (
+        "TB/s of the weight, activations and results; the share of the memory's rate, which is the higher rate of a copy and a "
+        f"sum in the same run ({' or '.join(f'{rate:.2f}' for rate in rates)} TB/s); the largest error against FP64 in up to "
+        "64 random rows, as a multiple of the bound of [the contract](spec/numerics.md), section 9. Most of that error is the "
+        "rounding of the result to BF16."
+    )
+    title = "bandwidth and errors of products of quantized weights"
+    return by_rows(title, cell, rows, note if rows else "*This result has no bandwidth.*")
+
+
+def reached(result: Result, goal: WeightGoal) -> Iterator[tuple[str, float | None]]:
+    """(Format, rows and shape, microseconds or how many times as fast as the rival) of every product of a goal."""
+    rows = {(row["format"], row["m"], f"{row['n']}x{row['k']}"): row for row in result["rows"]}
+    for kind in goal.formats:
+        for m in goal.rows:
+            for shape in goal.shapes:
+                ours, rival = (median(rows.get((kind, m, shape), {}), arm) for arm in (OURS, goal.rival))
+                value = (rival / ours if rival else None) if goal.rival and ours else ours and 1e6 * ours
+                yield f"{kind} {m}×{shape.replace('x', '×')}", value
+
+
+def goals(result: Result) -> Table:
+    """What every goal asks for, and what was measured."""
+
+    def asked(goal: WeightGoal) -> str:
+        names = {BF16: "BF16", HUMMING: "humming"}
+        return f"≥ {goal.bound:.2f} × {names[goal.rival]}" if goal.rival else f"≤ {goal.bound:g} µs"
+
+    rows = tuple(judged(g.work, asked(g), dict(reached(result, g)), g.bound, at_most=not g.rival) for g in WEIGHT_GOALS)
+    note = (
+        "Weights of 8192 × 8192, BF16 activations and results. Microseconds of a product, or speed relative to the rival, by "
+        "medians of interleaved samples: the smallest and the largest value among the products of a goal."
+    )
+    return Table("goals of products of quantized weights", GOAL, rows, note)
+
+
+def trials(result: Result) -> Table:
+    return tried(read(HERE / "tried.json")["weight-only"], "product", "what was tried for products of quantized weights")
+
+
+PLAIN = Benchmark(
+    "gpu-weight-only",
+    {
+        "gpu-weight-only": times,
+        "gpu-weight-only-bandwidth": bandwidth,
+        "gpu-weight-only-goals": goals,
+        "gpu-weight-only-tried": trials,
+    },
+    key=("format", "n", "k", "m"),
+)
+GROUPED = Benchmark("gpu-weight-only-groups", {"gpu-weight-only-groups": times}, key=("format", "n", "k", "m"))
+
+
+# ------------------------------------------------------------------------------------------------ weights and arms
 
 
 @dataclass
 class Weight:
-    """A weight of one format and shape.
+    """A weight of one format and shape, or one for each group, stacked.
 
-    values: in FP64. copies: in the kernel's storage. plains: in plain storage, for rivals. bf16: other weights, of BF16.
+    values: in FP64, of each group. copies: in the kernel's storage. plains: in plain storage, for rivals. bf16: other weights.
     """
 
-    name: str
     plain: Any
-    values: Any
+    values: list[Any]
     copies: list[Any]
     plains: list[Any]
     bf16: list[Any]
-
-    @classmethod
-    def made(cls, name: str, n: int, k: int, rivals: bool) -> Weight:
-        import torch
-
-        plain, values, copies = weights_of(FORMATS[name], n, k)
-        many = max(2, -(-BEYOND_CACHE // (2 * n * k)))
-        bf16 = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(many)]
-        plains = [plain, *(copy_of(plain) for _ in range(len(copies) - 1))] if rivals else []
-        return cls(name, plain, values, copies, plains, bf16)
 
     @property
     def operand(self) -> Any:
@@ -97,104 +231,121 @@ class Weight:
         return codecs_of(self.plain.recipe.format)
 
 
-def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], rounds: int, tune: bool, until: float) -> Any:
-    """(rows of the result, one for each M; tuned configurations by key). until: start no row after this time."""
-    weight = Weight.made(name, n, k, bool(rivals))
-    table: list[dict[str, Any]] = []
-    tuned: dict[str, Any] = {}
-    notes: dict[str, str] = {}
-    for m in rows:
-        if time.perf_counter() > until:
-            notes["left out"] = f"M = {m}: out of time"
-            continue
-        row, best = measured_row(weight, m, rivals, rounds, tune, notes)
-        table.append(row)
-        tuned |= best
-        tell(row, notes)
-    return table, tuned
+def weight_of(name: str, n: int, k: int, device: str, rivals: bool, groups: int = 0) -> Weight:
+    """A weight by the name of its format, or by spec. rivals: with copies in plain storage."""
+
+    def numbers() -> Any:
+        return torch.randn(n, k, device=device, dtype=torch.bfloat16) * 0.02
+
+    def many(nbytes: int, least: int) -> int:
+        return max(least, -(-BEYOND_CACHE // nbytes)) if device == "cuda" else least
+
+    torch.manual_seed(0)
+    each = [breccia.cast(numbers(), breccia.recipe(FORMATS.get(name, name))) for _ in range(groups or 1)]
+    plain = breccia.stack(each) if groups else each[0]
+    stored = plain.to_storage(STORAGE) if device == "cuda" else plain
+    copies = [stored, *(copy_of(stored) for _ in range(many(stored.nbytes, 1 if groups else 2) - 1))]
+    plains = [plain, *(copy_of(plain) for _ in range(len(copies) - 1))] if rivals else []
+    shape = (groups, n, k) if groups else (n, k)
+    others = range(many(2 * math.prod(shape), 2))
+    bf16 = [torch.randn(shape, device=device, dtype=torch.bfloat16) * (0.02 if groups else 1) for _ in others]
+    return Weight(plain, [breccia.dequantize(one).double() for one in each], copies, plains, bf16)
 
 
-def measured_row(
-    weight: Weight, m: int, rivals: list[str], rounds: int, tune: bool, notes: dict[str, str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def copy_of(st: Any) -> Any:
+    from breccia import ScaledTensor
+
+    zero_point = None if st.zero_point is None else st.zero_point.clone()
+    return ScaledTensor.from_parts(
+        st.data.clone(), st.scale.clone(), st.recipe, st.layout, zero_point, st.global_scale, st.axis, st.padding
+    )
+
+
+class Products:
+    """The arms of one row: products of x (M, K) by copies of a weight, into y. sizes: the rows of each group."""
+
+    def __init__(self, x: Any, values: list[Any], sizes: list[int]) -> None:
+        from breccia.kernels import bounds
+
+        self.x, self.y = x, torch.empty(len(x), values[0].shape[0], device=x.device, dtype=torch.bfloat16)
+        ends = torch.tensor(sizes, device=x.device).cumsum(0)
+        self.exact = reference(
+            lambda rows: x[rows].double(), values.__getitem__, ends, lambda magnitude, k: bounds.accumulated(magnitude, k, k)
+        )
+        self.arms = Arms(x.device.type, self.checked)
+
+    def checked(self, arm: str, product: Any) -> float | None:
+        """The error of a product by the row's weight; None for arms with others."""
+        return None if arm.startswith(BF16) else round(self.exact.error_over_bound(product), 4)
+
+    def add(self, arm: str, function: Callable[[Any], Any], operands: list[Any]) -> None:
+        """Time a function of a copy of the weight, in a CUDA graph of calls by all copies."""
+        products = PRODUCTS if len(self.x) < LONG else PRODUCTS // 4
+        count = len(operands) * max(1, products // len(operands))
+
+        def make() -> Any:
+            self.y.fill_(float("nan"))
+            return rotating(function, operands)
+
+        self.arms.add({arm: make}, lambda call, device: graphed(call, device, count, len(operands)))
+
+    def note(self, arm: str, why: str) -> None:
+        self.arms.note("errors", arm, why)
+
+    def measures(self, rounds: int) -> dict[str, Any]:
+        sampled(self.arms.timers.values(), rounds)
+        return self.arms.times()
+
+
+def measured(weight: Weight, m: int, rivals: list[str], rounds: int, tune: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """(a row of the result, the tuned configuration by its key)."""
-    import torch
-
-    import breccia
     from breccia_triton import weight_plans
 
     n, k = weight.plain.shape
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    arms = Row(y, reference(x, weight.values), m, notes)
-    arms.add(OURS, [partial(breccia.matmul, x, st.mT, torch.bfloat16, out=y) for st in weight.copies])
-    device = torch.cuda.get_device_name()
-    configs = {OURS: weight_plans.config_of(weight.operand, weight.codecs, m, n, k, device, direct=True)}
-    if tune:
-        configs |= add_candidates(arms, weight, x)
-    arms.add(BF16, [partial(torch.mm, x, w.t(), out=y) for w in weight.bf16], check=False)
-    for rival in rivals:
-        if m <= MOST.get(rival, m):
-            add_rival(arms, rival, weight, x)
-    times = arms.times(rounds)
-    read = weight.copies[0].nbytes + 2 * m * (n + k)
-    config = weight_plans.entry_of(configs[OURS])
-    row = {"format": weight.name, "n": n, "k": k, "m": m, "bytes": read, "config": config, "times": times}
-    if not tune or OURS not in times:
-        return row, {}
-    least, best = min((found["median_s"], arm) for arm, found in times.items() if arm in configs)
-    best = best if least <= FASTER * times[OURS]["median_s"] else OURS
-    return row, {weight_plans.key_of(weight.codecs, weight.operand.group, m, n, k): weight_plans.entry_of(configs[best])}
+    x = torch.randn(m, k, device=weight.bf16[0].device, dtype=torch.bfloat16)
+    row = Products(x, weight.values, [m])
+    row.add(OURS, lambda w: breccia.matmul(x, w, torch.bfloat16, out=row.y), [st.mT for st in weight.copies])
+    configs = dict[str, Any]()
+    if x.is_cuda:
+        found = weight_plans.config_of(weight.operand, weight.codecs, m, n, k, torch.cuda.get_device_name(), direct=True)
+        configs = {OURS: found, **(add_candidates(row, weight) if tune else {})}
+    row.add(BF16, lambda w: torch.mm(x, w, out=row.y), [w.t() for w in weight.bf16])
+    for rival in (rival for rival in rivals if m <= MOST.get(rival, m)):
+        add_rival(row, rival, [w.mT for w in weight.plains])
+    measures = row.measures(rounds)
+    made = {"n": n, "k": k, "m": m, "bytes": weight.copies[0].nbytes + 2 * m * (n + k)}
+    made |= {"config": weight_plans.entry_of(configs[OURS])} if configs else {}
+    tuned = {arm: s for arm in configs if (s := median(measures, arm))}
+    if not tune or OURS not in tuned:
+        return made | measures, {}
+    best = min(tuned, key=lambda arm: tuned[arm])
+    best = best if tuned[best] <= FASTER * tuned[OURS] else OURS
+    key = weight_plans.key_of(weight.codecs, weight.operand.group, m, n, k)
+    return made | measures, {key: weight_plans.entry_of(configs[best])}
 
 
-def add_candidates(arms: Row, weight: Weight, x: Any) -> dict[str, Any]:
+def add_candidates(row: Products, weight: Weight) -> dict[str, Any]:
     """Add the candidates of `--tune`. Returns their configurations by arm."""
-    tried = {label_of(config): config for config in candidates(weight.operand, *x.shape)}
+    tried = {label_of(config): config for config in candidates(weight.operand, *row.x.shape)}
     build(weight.operand, list(tried.values()))
     weights = [st.mT for st in weight.copies]
     for label, config in tried.items():
         try:
-            call = call_of(config, x, weights[0])
+            call = call_of(config, row.x, weights[0])
         except Exception as e:  # one configuration that fails must not stop the rest
-            arms.note(label, e)
+            row.note(label, message(e))
             continue
-        arms.add(label, [partial(call, x, w, None, arms.y) for w in weights])
+        row.add(label, lambda w, call=call: call(row.x, w, None, row.y), weights)
     return tried
 
 
-def add_rival(arms: Row, rival: str, weight: Weight, x: Any) -> None:
+def add_rival(row: Products, rival: str, operands: list[Any]) -> None:
     """Add a rival, or a note about the reason why it does not multiply this weight."""
-    import torch
-
-    import breccia
-
-    kernel, out = IN_TABLE[rival], None if rival == TORCH else arms.y  # torch allocates its results
-    operands = [w.mT for w in weight.plains]
-    named = breccia.explain("matmul", x, operands[0], out_dtype=torch.bfloat16, prefer=kernel)
+    kernel, out = IN_TABLE[rival], None if rival == TORCH else row.y  # torch allocates its results
+    named = breccia.explain("matmul", row.x, operands[0], out_dtype=torch.bfloat16, prefer=kernel)
     if named.winner is None:
-        arms.notes[rival] = next(v.reason for v in named.verdicts if v.kernel.name == kernel) or ""
-        return
-    arms.add(rival, [partial(breccia.matmul, x, w, torch.bfloat16, out=out, prefer=kernel) for w in operands])
-
-
-def slowdowns(table: list[dict[str, Any]]) -> dict[str, float]:
-    """Median times relative to the roofline's bound, by the keys of `breccia_triton.weight_times.slowdowns`."""
-    import breccia
-    from breccia_triton import weight_times
-
-    found: dict[str, list[float]] = {}
-    for row in table:
-        recipe = breccia.recipe(FORMATS[row["format"]])
-        fmt, block = recipe.format, recipe.layout.block(-1)
-        bound = weight_times.bound(row["m"], row["n"], row["k"], weight_times.bits_of(fmt, block))
-        for arm, kernel in MEASURED.items():
-            if arm in row["times"]:
-                key = weight_times.key_of(kernel, fmt, block, row["m"])
-                found.setdefault(key, []).append(row["times"][arm]["median_s"] / bound)
-    return {key: round(statistics.median(values), 4) for key, values in sorted(found.items())}
-
-
-# -- groups ----------------------------------------------------------------------------------------------------------
+        return row.note(rival, next((v.reason for v in named.verdicts if v.kernel.name == kernel), "") or "")
+    row.add(rival, lambda w: breccia.matmul(row.x, w, torch.bfloat16, out=out, prefer=kernel), operands)
 
 
 def sizes_of(m: int, groups: int) -> list[int]:
@@ -204,214 +355,132 @@ def sizes_of(m: int, groups: int) -> list[int]:
     return [found[0] + m - sum(found), *found[1:]]
 
 
-@dataclass
-class Experts:
-    """Weights of one format and shape, one for each group. The fields are those of `Weight`, without rivals of the table."""
-
-    name: str
-    plain: Any
-    values: list[Any]
-    copies: list[Any]
-    bf16: list[Any]
-
-    @classmethod
-    def made(cls, name: str, n: int, k: int, groups: int) -> Experts:
-        import torch
-
-        import breccia
-
-        recipe = breccia.recipe(FORMATS[name])
-        torch.manual_seed(0)
-        each = [breccia.cast(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, recipe) for _ in range(groups)]
-        plain = breccia.stack(each)
-        stored = plain.to_storage(STORAGE)
-        copies = [stored, *(copy_of(stored) for _ in range(max(1, -(-BEYOND_CACHE // stored.nbytes) - 1)))]
-        many = max(2, -(-BEYOND_CACHE // (2 * groups * n * k)))
-        bf16 = [torch.randn(groups, n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(many)]
-        return cls(name, plain, [breccia.dequantize(one).double() for one in each], copies, bf16)
-
-
-def measured_groups(name: str, n: int, k: int, rows: list[int], groups: int, rounds: int, tune: bool, until: float) -> Any:
-    """Rows of the result, one for each M, the number of rows of all groups. until: start no row after this time."""
-    experts = Experts.made(name, n, k, groups)
-    table: list[dict[str, Any]] = []
-    notes: dict[str, str] = {}
-    for m in rows:
-        if time.perf_counter() > until:
-            notes["left out"] = f"M = {m}: out of time"
-            continue
-        row = measured_groups_row(experts, m, rounds, tune, notes)
-        table.append(row)
-        tell(row, notes)
-    return table
-
-
-def measured_groups_row(experts: Experts, m: int, rounds: int, tune: bool, notes: dict[str, str]) -> dict[str, Any]:
-    """A row of the result."""
-    import torch
-
-    import breccia
-    from breccia_triton import weight_plans
-    from breccia_triton.weight_only import GroupedCall
-
-    groups, n, k = experts.plain.shape
-    weights, sizes = [st.mT for st in experts.copies], sizes_of(m, groups)
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
-    y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    arms = Row(y, grouped_reference(x, experts.values, sizes), m, notes)
-    call = GroupedCall(x, weights[0], "bfloat16")
-    arms.add(OURS, [partial(breccia.grouped_matmul, x, w, ends, torch.bfloat16, out=y) for w in weights])
-    operand: Any = weight_plans.operand_of(experts.plain.recipe.format, experts.plain.layout.block(-1))
-    tried = grouped_candidates(operand, m, groups, k) if tune else []
-    build(operand, tried, grouped=True)
-    for config in tried:
-        try:
-            other = GroupedCall(x, weights[0], "bfloat16", config)
-        except Exception as e:  # one configuration that fails must not stop the rest
-            arms.note(label_of(config), e)
-            continue
-        arms.add(label_of(config), [partial(other, x, w, ends, y) for w in weights])
+def measured_groups(weight: Weight, m: int, rounds: int) -> dict[str, Any]:
+    """A row of the result, for m rows of all groups."""
+    groups, n, k = weight.plain.shape
+    sizes, device = sizes_of(m, groups), weight.bf16[0].device
+    x, ends = (
+        torch.randn(m, k, device=device, dtype=torch.bfloat16),
+        torch.tensor(sizes, device=device).cumsum(0).to(torch.int32),
+    )
+    row = Products(x, weight.values, sizes)
+    weights = [st.mT for st in weight.copies]
+    row.add(OURS, lambda w: breccia.grouped_matmul(x, w, ends, torch.bfloat16, out=row.y), weights)
     grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
     if grouped is not None:
-        arms.add(BF16_GROUPED, [partial(grouped, x, w.mT, offs=ends) for w in experts.bf16], check=False)
-    pieces = list(zip(range(groups), x.split(sizes), y.split(sizes), strict=True))
-
-    def each(w: Any) -> None:
-        for i, rows, to in pieces:
-            if len(rows):
-                torch.mm(rows, w[i].t(), out=to)
-
-    arms.add(BF16_EACH, [partial(each, w) for w in experts.bf16], check=False)
-    times = arms.times(rounds)
+        row.add(BF16_GROUPED, lambda w: grouped(x, w.mT, offs=ends), weight.bf16)
+    pieces = [(i, rows, to) for i, (rows, to) in enumerate(zip(x.split(sizes), row.y.split(sizes), strict=True)) if len(rows)]
+    row.add(BF16_EACH, lambda w: [torch.mm(rows, w[i].t(), out=to) for i, rows, to in pieces], weight.bf16)
     used = sum(size > 0 for size in sizes)
-    read = experts.copies[0].nbytes * used // groups + 2 * m * (n + k)
-    row = {"format": experts.name, "n": n, "k": k, "m": m, "groups": groups, "sizes": sizes, "bytes": read, "times": times}
-    return row | {"config": weight_plans.entry_of(call.config)}
+    read = weight.copies[0].nbytes * used // groups + 2 * m * (n + k)
+    return {"n": n, "k": k, "m": m, "groups": groups, "sizes": sizes, "bytes": read, **row.measures(rounds)}
 
 
-# -- the program -----------------------------------------------------------------------------------------------------
+def memory_rate(device: str, rounds: int = 7) -> dict[str, float]:
+    """Bytes per second of a copy, read and written, and of a sum, read only: medians of interleaved samples. On CUDA only."""
+    if device == "cpu":
+        return {}
+    source = torch.ones(STREAMED // 4, device=device)
+    target = torch.empty_like(source)
+    timers = {"copy": graphed(lambda: target.copy_(source), device, 3), "sum": graphed(source.sum, device, 3)}
+    sampled(timers.values(), rounds)
+    taken = {what: statistics.median(timer.seconds) for what, timer in timers.items()}
+    return {"copy": 2 * source.nbytes / taken["copy"], "sum": source.nbytes / taken["sum"]}
 
 
-def tell(row: dict[str, Any], notes: dict[str, str]) -> None:
-    """Print a row: medians in microseconds, breccia's bandwidth and error, and the three fastest tuned configurations."""
-    times = {kernel: found["median_s"] * 1e6 for kernel, found in row["times"].items()}
-    known = [kernel for kernel in (OURS, BF16, BF16_GROUPED, TORCH, HUMMING, TRITON) if kernel in times]
-    text = "  ".join(f"{kernel} {times[kernel]:7.2f}" for kernel in known)
-    others = sorted((value, kernel) for kernel, value in times.items() if kernel not in known)[:3]
-    best = "  ".join(f"[{kernel}] {value:.2f}" for value, kernel in others)
-    bandwidth = error = ""
-    if OURS in times:
-        bandwidth = f"{row['bytes'] / times[OURS] / 1e6:5.2f} TB/s"
-        error = f"error {row['times'][OURS]['error_over_bound']:.3f} of the bound"
-    print(f"{row['format']:16s} {row['n']}x{row['k']} M={row['m']:4d}  {text}  {bandwidth}  {error}  {best}", flush=True)
-    for what, note in notes.items():
-        print(f"    {what}: {note}", flush=True)
-    notes.clear()
+def compile_before(pairs: list[tuple[str, int, int]], rows: list[int], rivals: list[str]) -> dict[str, str]:
+    """Compile all kernels in parallel, by one product for each format, shape and number of rows. Returns errors by product.
+
+    humming compiles each kernel in a process, and NVRTC releases the GIL.
+    """
+    failed: dict[str, str] = {}
+
+    def weight(pair: tuple[str, int, int]) -> tuple[str, Any, Any]:
+        name, n, k = pair
+        plain = breccia.cast(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, breccia.recipe(FORMATS[name]))
+        return f"{name} {n}x{k}", plain.mT, plain.to_storage(STORAGE).mT
+
+    def multiply(task: tuple[str, Any, int, str | None]) -> None:
+        what, w, m, kernel = task
+        try:
+            breccia.matmul(torch.zeros(m, w.shape[0], device="cuda", dtype=torch.bfloat16), w, torch.bfloat16, prefer=kernel)
+        except Exception as e:  # of any library; an arm that fails here is tried and noted again when it is timed
+            failed[f"{kernel or OURS} {what} M={m}"] = f"{type(e).__name__}: {e}"[:200]
+
+    weights = [weight(pair) for pair in pairs]
+    kernels = [IN_TABLE[rival] for rival in rivals if rival != TORCH]
+    first = [(what, plain, rows[0], kernel) for what, plain, _ in weights for kernel in kernels]  # rearrange the weight
+    rest = [(what, plain, m, kernel) for what, plain, _ in weights for m in rows[1:] for kernel in kernels]
+    ours = [(what, stored, m, None) for what, _, stored in weights for m in rows]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(multiply, first))
+        list(pool.map(multiply, rest + ours))
+    torch.cuda.synchronize()
+    return failed
 
 
-def summarize(table: list[dict[str, Any]]) -> None:
-    """Print the median of each row, and how many times faster than the fastest BF16 product it is."""
-    print("\nsummary: microseconds of breccia (and how many times faster than the fastest bf16)")
-    for row in table:
-        medians = {arm: found["median_s"] for arm, found in row["times"].items() if "median_s" in found}
-        mine = medians.get(OURS)
-        theirs, rival = min((medians.get(arm, math.inf), arm) for arm in (BF16, BF16_GROUPED, BF16_EACH))
-        if mine and rival in medians:
-            what = f"{row['format']:16s} {row['n']}x{row['k']} M={row['m']:4d}"
-            print(f"{what} {mine * 1e6:8.2f}  {theirs / mine:5.2f} x {rival}")
+def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Median times relative to the roofline's bound, by the keys of `breccia_triton.weight_times.slowdowns`."""
+    from breccia_triton import weight_times
+
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        recipe = breccia.recipe(FORMATS[row["format"]])
+        fmt, block = recipe.format, recipe.layout.block(-1)
+        bound = weight_times.bound(row["m"], row["n"], row["k"], weight_times.bits_of(fmt, block))
+        for arm, kernel in MEASURED.items():
+            if taken := median(row, arm):
+                found.setdefault(weight_times.key_of(kernel, fmt, block, row["m"]), []).append(taken / bound)
+    return {key: round(statistics.median(values), 4) for key, values in sorted(found.items())}
 
 
-@app.command()
+@command
 def main(
-    formats: Annotated[
-        list[str] | None, typer.Option(help=f"Weights: {', '.join(FORMATS)}; repeat for several. Default: all.")
-    ] = None,
-    shapes: Annotated[
-        list[str] | None, typer.Option(help="Shapes of weights, NxK; repeat for several. Default: 8192x8192.")
-    ] = None,
-    rows: Annotated[
-        list[int] | None, typer.Option(help="Rows of activations, M; repeat for several. Default: 1 to 4096.")
-    ] = None,
-    rivals: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(IN_TABLE)}; repeat for several. Default: torch-int4.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Samples of each kernel.")] = 11,
-    seconds: Annotated[float, typer.Option(help="Start no row after this many seconds.")] = 600.0,
-    tune: Annotated[
-        bool, typer.Option("--tune", help="Time every configuration, and write the fastest ones to --out.")
-    ] = False,
+    formats: Annotated[list[str] | None, typer.Option(help=f"Weights: {', '.join(FORMATS)}; repeatable. Default: all.")] = None,
+    shapes: Annotated[list[str] | None, typer.Option(help="Shapes of weights, NxK; repeatable. Default: 8192x8192.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="Rows of activations, M; repeatable. Default: 1 to 4096.")] = None,
+    rivals: Annotated[list[str] | None, typer.Option(help=f"{', '.join(IN_TABLE)}; repeatable. Default: torch-int4.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each kernel.")] = 11,
+    seconds: Seconds = 600.0,
+    tune: Annotated[bool, typer.Option("--tune", help="Time every configuration; the result has the fastest.")] = False,
     groups: Annotated[int, typer.Option(min=0, help="Multiply this many groups of rows, each by its own weight.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
-    times: Annotated[
-        Path | None, typer.Option("--table", help="Write the measured times that `score` reads to this file.")
-    ] = None,
-) -> None:
+    table: Annotated[Path | None, typer.Option(help="Write the measured times that `score` reads to this file.")] = None,
+    device: Device = "cuda",
+) -> Iterator[Result]:
     """Time products of BF16 activations and quantized weights."""
-    try:
-        import torch
-    except ImportError:
-        sys.exit("bench_weight_only: torch is not installed; pip install torch.")
-    if not torch.cuda.is_available():
-        sys.exit("bench_weight_only: torch sees no CUDA device here.")
-    if unknown := [name for name in formats or [] if name not in FORMATS]:
-        sys.exit(f"bench_weight_only: --formats takes {', '.join(FORMATS)}; got {unknown[0]!r}.")
-    if unknown := [name for name in rivals or [] if name not in IN_TABLE]:
-        sys.exit(f"bench_weight_only: --rivals takes {', '.join(IN_TABLE)}; got {unknown[0]!r}.")
-    from bench_gpu import sizes, where
+    chosen, others = known(formats, FORMATS, "--formats"), known(rivals or [TORCH], IN_TABLE, "--rivals")
+    check_device(device)
 
-    start = time.perf_counter()
-    until = start + seconds
-    table: list[dict[str, Any]] = []
-    tuned: dict[str, Any] = {}
-    notes: dict[str, str] = {}
-    memory = memory_rate()
-    print(f"memory: copy {memory['copy'] / 1e12:.2f} TB/s, sum {memory['sum'] / 1e12:.2f} TB/s", flush=True)
-    if not groups:
-        pairs = [(name, *sizes(shape)) for shape in shapes or ["8192x8192"] for name in formats or list(FORMATS)]
-        notes |= compile_before(pairs, rows or list(ROWS), rivals or [TORCH])
+    benchmark, until = GROUPED if groups else PLAIN, time.perf_counter() + seconds
+    counts = rows or list(GROUPED_ROWS if groups else ROWS)
+    pairs = [(name, *sizes(shape)) for shape in shapes or SHAPES for name in chosen]
+    run, memory, notes = where(device), memory_rate(device), dict[str, str]()
+    found: list[dict[str, Any]] = []
+    configs: dict[str, Any] = {}
+    if not groups and device == "cuda":
+        notes |= compile_before(pairs, counts, others)
         torch.cuda.empty_cache()
-        print(f"compiled in {time.perf_counter() - start:.0f} s", *notes.items(), sep="\n    ", flush=True)
-    for shape in shapes or ["8192x8192"]:
-        n, k = sizes(shape)
-        for name in formats or list(FORMATS):
-            if time.perf_counter() > until:
-                break
-            try:
-                if groups:
-                    found, best = measured_groups(name, n, k, rows or [16, 64, 2048], groups, rounds, tune, until), {}
-                else:
-                    found, best = measured(name, n, k, rows or list(ROWS), rivals or [TORCH], rounds, tune, until)
-            except Exception as e:  # one format that fails must not stop the rest
-                notes[f"{name} {shape}"] = f"{type(e).__name__}: {e}"[:500]
-                print(f"{name} {shape}: {notes[f'{name} {shape}']}", flush=True)
-                continue
-            table += [{**row, "memory": memory} for row in found]
-            tuned |= best
+    for name, n, k in progress(pairs, "weights"):
+        try:
+            weight = weight_of(name, n, k, device, bool(others) and not groups, groups)
+            for m in counts:
+                if time.perf_counter() > until:
+                    notes[f"{name} {n}x{k}"] = f"M = {m} on: out of time"
+                    break
+                row, best = (measured_groups(weight, m, rounds), {}) if groups else measured(weight, m, others, rounds, tune)
+                found.append({"format": name, **row, "memory": memory})
+                configs |= best
+                yield benchmark.result(found, {}, run, notes=notes)
+        except Exception as e:  # one format that fails must not stop the rest
+            notes[f"{name} {n}x{k}"] = message(e)
+        if device == "cuda":
             torch.cuda.empty_cache()
-    kind = "gpu-weight-only-groups" if groups else "gpu-weight-only"
-    result = {
-        "benchmark": kind,
-        "schema": common.SCHEMA,
-        "provenance": where("cuda"),
-        "rows": table,
-        "notes": notes,
-    }
-    summarize(table)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        tag = common.device_tag(torch.cuda.get_device_name())
-        (out / f"{kind}-{tag}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        if tune and not groups:
-            from breccia_triton import choices
-
-            path = out / f"weight_only_{choices.file_name(torch.cuda.get_device_name())}"
-            choices.write_measured(path, torch.cuda.get_device_name(), "configs", tuned, where("cuda"))
-    if times is not None and table:
+    if table is not None and found:
         from breccia_triton import choices
 
-        choices.write_measured(times, torch.cuda.get_device_name(), "slowdowns", slowdowns(table), where("cuda"))
+        choices.write_measured(table, torch.cuda.get_device_name(), "slowdowns", slowdowns(found), run)
+    yield benchmark.result(found, {}, run, notes=notes, **({"configs": configs} if configs else {}))
 
 
 if __name__ == "__main__":
-    app()
+    run(main=main)

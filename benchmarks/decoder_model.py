@@ -8,10 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-#: Layers, width, heads, heads of keys and values, hidden width, vocabulary. wide: layers of Llama 3 8B; narrow: TinyLlama-1.1B.
-MODELS = {"wide": (4, 4096, 32, 8, 14336, 32000), "narrow": (22, 2048, 32, 4, 5632, 32000)}
-TINY = (2, 256, 4, 2, 512, 256)
-
 
 class Attention(nn.Module):
     """Grouped-query attention of one new token to a static cache."""

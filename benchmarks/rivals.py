@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import HERE
+import plain
+from harness.command import refuse
+from harness.results import HERE
+from plain import TILES
 
 OURS, STRAIGHTFORWARD, EAGER, OLD = "breccia", "ml_dtypes", "eager-torch", "breccia-0.1.3"
 #: torchao as it is, and through torch.compile.
@@ -42,8 +45,6 @@ RIVALS = {
 #: The module that makes the arrays of a framework.
 MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy"}
 OLD_VERSION = "0.1.3"
-#: The spec of FP8 with one scale per 128x128 tile.
-TILES = "fp8_block,block_m=128"
 CACHE = HERE / ".rivals"
 
 #: The recipes that all of them have, and the class that both packages call them by.
@@ -99,22 +100,39 @@ class Rival:
     kernel: Callable[[str, str, Any], str | None] = lambda op, recipe, operand: None
 
 
+def straightforward() -> Rival:
+    """The formats in a few lines of NumPy and ml_dtypes. The bytes are those of the formats: packed nibbles, stored scales."""
+    made = plain.InNumPy()
+    return Rival(version("ml_dtypes"), made.cast, made.dequantize, lambda cast: _codes(cast[2], np.uint8))
+
+
 def plain_torch(device: str = "cpu", dtype: Any = None) -> Rival:
     """The formats in a few lines of plain torch, uncompiled. dtype: of decoded values (FP32)."""
     import torch
-    from plain_torch import Formulas
 
-    made = Formulas(device, dtype or torch.float32)
+    made = plain.InTorch(device, dtype)
+
+    def pair(recipe: str) -> Callable[[Array], Any]:
+        along, down = made.cast(recipe), made.cast(recipe, -2)
+        return lambda x: (along(x), down(x))
+
+    def amax(recipe: str) -> Callable[[Array], Any]:
+        return {"fp8_delayed": lambda x: x.abs().max().to(torch.float32)}[recipe]
+
+    def recorded(recipe: str) -> Callable[[Array], Any]:
+        cast, of = made.cast(recipe), amax(recipe)
+        return lambda x: (cast(x), of(x))
+
     return Rival(
         torch.__version__,
         made.cast,
         made.dequantize,
         lambda cast: _codes(cast[2], torch.uint8),
         torch.asarray,
-        down=made.down,
-        pair=made.pair,
-        recorded=made.recorded,
-        amax=made.amax,
+        down=lambda recipe: made.cast(recipe, -2),
+        pair=pair,
+        recorded=recorded,
+        amax=amax,
     )
 
 
@@ -146,18 +164,14 @@ def on_device(name: str, device: str, dtype: Any) -> Rival:
 def chosen(wanted: list[str], framework: str = "numpy") -> list[str]:
     """The rivals to run. Those not named run where they are at hand, and are announced where they are not."""
     there_are = RIVALS[framework]
-    for name in wanted:
-        if name not in (*there_are, "all", "none"):
-            sys.exit(f"{Path(sys.argv[0]).stem}: --rivals takes {', '.join(there_are)}, all or none; got {name!r}.")
-    names: list[str] = []
-    for name in there_are:
-        if name in wanted or "all" in wanted:
-            names.append(name)
-        elif not wanted and (why := absence(name)):
-            print(f"skipped {name}: {why}", file=sys.stderr)
-        elif not wanted:
-            names.append(name)
-    return names
+    if unknown := [name for name in wanted if name not in (*there_are, "all", "none")]:
+        refuse(f"--rivals takes {', '.join(there_are)}, all or none; got {unknown[0]!r}.")
+    if wanted:
+        return [name for name in there_are if name in wanted or "all" in wanted]
+    why = {name: absence(name) for name in there_are}
+    for name in filter(why.get, why):
+        print(f"skipped {name}: {why[name]}", file=sys.stderr)
+    return [name for name in there_are if not why[name]]
 
 
 # ------------------------------------------------------------------------------------------------ the two packages
@@ -267,74 +281,6 @@ def absence(name: str) -> str:
 def python_path(name: str) -> Path | None:
     """What must precede everything installed in the rival's process."""
     return fetched_old() if name == OLD else None
-
-
-# ------------------------------------------------------------------------------------------------ NumPy and ml_dtypes
-
-
-def straightforward() -> Rival:
-    """The formats in a few lines of NumPy and ml_dtypes, as one writes them first: amax, scale, divide, astype.
-
-    Finite input that is not zero only. The bytes are those of the formats: packed nibbles, stored scales.
-    """
-    import ml_dtypes
-
-    e4m3, e2m1, e8m0, f32 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu, np.float32
-    block = {"fp8_block": 128, "mxfp8": 32, "nvfp4": 16, "int4": 128}
-
-    def blocks(x: np.ndarray, recipe: str) -> tuple[np.ndarray, np.ndarray]:
-        b = x.reshape(x.shape[0], -1, block[recipe])
-        return b, np.abs(b).max(axis=-1, keepdims=True)
-
-    def packed(codes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        nibbles = codes.reshape(shape)
-        return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
-
-    def unpacked(data: np.ndarray, recipe: str) -> np.ndarray:
-        nibbles = np.empty((data.shape[0], 2 * data.shape[1]), np.uint8)
-        nibbles[:, 0::2], nibbles[:, 1::2] = data & 15, data >> 4
-        return nibbles.reshape(data.shape[0], -1, block[recipe])
-
-    def current(x: np.ndarray) -> Any:
-        scale = np.abs(x).max() / f32(448)
-        return "fp8_current", (x / scale).astype(e4m3), scale
-
-    def fp8_blocks(x: np.ndarray) -> Any:
-        b, amax = blocks(x, "fp8_block")
-        scale = amax / f32(448)
-        return "fp8_block", (b / scale).astype(e4m3), scale
-
-    def mxfp8(x: np.ndarray) -> Any:
-        b, amax = blocks(x, "mxfp8")
-        scale = np.exp2(np.ceil(np.log2(amax / f32(448))))
-        return "mxfp8", (b / scale).astype(e4m3), scale.astype(e8m0)
-
-    def nvfp4(x: np.ndarray) -> Any:
-        b, amax = blocks(x, "nvfp4")
-        tensor = amax.max() / f32(2688)
-        scale = (amax / f32(6) / tensor).astype(e4m3)
-        codes = (b / (scale.astype(f32) * tensor)).astype(e2m1)
-        return "nvfp4", packed(codes.view(np.uint8), x.shape), scale, tensor
-
-    def int4(x: np.ndarray) -> Any:
-        b, amax = blocks(x, "int4")
-        scale = (amax / f32(7)).astype(np.float16)
-        codes = np.rint(b / scale.astype(f32)).astype(np.int8)
-        return "int4", packed(codes.view(np.uint8) & 15, x.shape), scale
-
-    def dequantize(cast: Any) -> np.ndarray:
-        recipe, data, scale, *tensor = cast
-        rows = data.shape[0]
-        if recipe == "nvfp4":
-            return (unpacked(data, recipe).view(e2m1).astype(f32) * (scale.astype(f32) * tensor[0])).reshape(rows, -1)
-        if recipe == "int4":
-            signed = (unpacked(data, recipe) ^ 8).view(np.int8) - np.int8(8)
-            return (signed.astype(f32) * scale.astype(f32)).reshape(rows, -1)
-        return (data.astype(f32) * scale.astype(f32)).reshape(rows, -1)
-
-    casts = {"fp8_current": current, "fp8_block": fp8_blocks, "mxfp8": mxfp8, "nvfp4": nvfp4, "int4": int4}
-
-    return Rival(ml_dtypes.__version__, casts.__getitem__, dequantize, lambda cast: _codes(cast[2], np.uint8))
 
 
 # ------------------------------------------------------------------------------------------------ torchao

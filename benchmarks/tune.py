@@ -18,23 +18,31 @@ import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
-import common
+import torch
 import typer
-from bench_gpu import DTYPES, RECIPES, RecipesOption, check_device, known, message, sizes, where
-from rivals import TILES
+from bench_gpu_casts import RECIPES
+from harness.command import Device, Recipes, known, recipes_named, sizes
+from harness.device import check_device, message, where
+from harness.results import ROOT, cores
+from plain import TILES
+from rich.console import Console
+from rich.table import Table
 
+import breccia
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: Products of so many rows of activations and a weight of the shape.
 PRODUCTS = {f"matmul-{rows}": rows for rows in (1, 16, 128, 4096)}
 OPS = ("cast", "cast-axis-2", "dequantize", "dequantize-axis-2", "cast_ste", *PRODUCTS)
 #: The first shape stands for all tensors but small ones, the second for these (see `choices.SMALL`).
 SHAPES = ("16384x8192", "1024x1024")
-FOLDER = common.ROOT / "breccia-triton/src/breccia_triton/configurations"
+FOLDER = ROOT / "breccia-triton/src/breccia_triton/configurations"
 #: What comes first: the calls furthest from the bandwidth of a copy.
 FIRST = (
     *(("cast-axis-2", spec) for spec in ("mxint8", "fp8_block", "fp8_row", "int8", "nvfp4", "mxfp8")),
@@ -45,8 +53,6 @@ FIRST = (
 #: Candidates of a call on a CPU.
 FEW = 4
 
-app = typer.Typer(add_completion=False)
-
 
 @dataclass(frozen=True)
 class Case:
@@ -55,7 +61,7 @@ class Case:
     op: str
     spec: str
     dtype: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -72,9 +78,6 @@ class Case:
 
     def operand(self, device: str) -> Any:
         """Standard normal numbers, or their cast."""
-        import torch
-
-        import breccia
         from breccia.backend import ScaledTensor
 
         dtype = getattr(torch, self.dtype)
@@ -97,7 +100,6 @@ class Case:
 
     def prepared(self, operand: Any, hardware: Any, choose: Any) -> Any:
         """As of `cast.prepared`, `decode.prepared` or `fused_matmul.prepared`."""
-        import breccia
         from breccia_triton import cast, decode, fused_matmul
 
         if self.rows:
@@ -131,9 +133,7 @@ class Case:
         return lambda: call(operand, options)
 
 
-def cases(
-    recipes: list[str], ops: list[str], dtypes: list[str], shapes: list[tuple[int, int]]
-) -> Iterator[Case]:  # fmt: skip
+def cases(recipes: list[str], ops: list[str], dtypes: list[str], shapes: list[tuple[int, ...]]) -> Iterator[Case]:
     """Every call in the order of its importance."""
     for shape, dtype in itertools.product(shapes, dtypes):
         every = dict.fromkeys([*FIRST, *itertools.product(ops, recipes)])
@@ -176,40 +176,8 @@ def compile_one(case: Case, key: Any, choice: Any, hardware: Any, target: Any) -
         Launcher(launch, target)
 
 
-@dataclass
-class Row:
-    """What was found for a key."""
-
-    key: Any
-    tuned: Any
-    tried: int
-    failed: dict[Any, str]
-
-    @property
-    def cells(self) -> list[str]:
-        default, best = self.tuned.default_seconds * 1e6, self.tuned.seconds * 1e6
-        gain = f"{100 * (default / best - 1):.1f} %"
-        return [str(self.key), f"{default:.1f}", f"{best:.1f}", gain, str(self.tuned.choice), f"{self.tried}"]
-
-
-HEADINGS = ["call", "default µs", "best µs", "gain", "choice", "tried"]
-
-
-def printed(rows: list[Row]) -> None:
-    """Print the table, and what failed."""
-    table = [HEADINGS, *(row.cells for row in rows)]
-    widths = [max(len(cells[i]) for cells in table) for i in range(len(HEADINGS))]
-    for cells in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
-    for row in rows:
-        for choice, why in row.failed.items():
-            print(f"{row.key}: {choice}: {why}")
-
-
 def bytes_of(result: Any) -> list[Any]:
     """The components of a result as bytes."""
-    import torch
-
     from breccia.backend import ScaledTensor, components
 
     parts = components(result).values() if isinstance(result, ScaledTensor) else [result]
@@ -220,14 +188,10 @@ class OtherBytes(Exception):
     """A candidate wrote other bytes than the default."""
 
 
-def tuned(
-    case: Case, key: Any, operand: Any, different: dict[Any, Any], sample: Callable[..., float], samples: tuple[int, int]
-) -> Row:  # fmt: skip
-    """Time the candidates for a key. sample, samples: as of `tuning.fastest`."""
-    import torch
-
+def timed(case: Case, operand: Any, different: dict[Any, Any], dry: bool) -> Any:
+    """What `tuning.fastest` finds among the candidates of a key."""
+    from breccia_triton import tuning
     from breccia_triton.choices import DEFAULT
-    from breccia_triton.tuning import fastest
 
     expected = bytes_of(case.compiled(operand, different[DEFAULT])())
 
@@ -239,104 +203,98 @@ def tuned(
         return call
 
     makers = {choice: lambda made=made: maker(made) for choice, made in different.items()}
-    timed = fastest(makers, sample, *samples)
-    return Row(key, timed.best, len(different), timed.failed)
+    if dry:
+        return tuning.fastest(makers, lambda call, calls: timeit.timeit(call, number=calls) / calls, 1, 1)
+    return tuning.fastest(makers, tuning.elapsed, tuning.SAMPLES, tuning.FINAL_SAMPLES)
 
 
-@app.command()
+def printed(rows: dict[Any, tuple[Any, int]]) -> None:
+    """Print the table, and what failed."""
+    table = Table("call", "default µs", "best µs", "gain", "choice", "tried", box=None)
+    for key, (found, tried) in rows.items():
+        default, best = found.best.default_seconds * 1e6, found.best.seconds * 1e6
+        table.add_row(
+            str(key), f"{default:.1f}", f"{best:.1f}", f"{100 * (default / best - 1):.1f} %", str(found.best.choice), f"{tried}"
+        )
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    for key, (found, _) in rows.items():
+        for choice, why in found.failed.items():
+            print(f"{key}: {choice}: {why}")
+
+
 def main(
-    recipes: RecipesOption = None,
+    recipes: Recipes = None,
     ops: Annotated[list[str] | None, typer.Option(help="Those of OPS; repeat for several. Default: all.")] = None,
     dtypes: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; repeat for several. Default: bf16.")] = None,
     shapes: Annotated[list[str] | None, typer.Option(help="ROWSxCOLUMNS; repeat for several.")] = None,
     seconds: Annotated[float, typer.Option(help="Begin no call later than this; calls left out are counted.")] = 180,
     jobs: Annotated[int, typer.Option(help="Processes that compile. Default: the cores but two.")] = 0,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try the script.")] = "cuda",
+    device: Device = "cuda",
     out: Annotated[Path, typer.Option(help="Folder of the file. Default: that of breccia-triton.")] = FOLDER,
 ) -> None:
     """Tune the Triton kernels on this machine."""
-    started = time.monotonic()
+    started, dry = time.monotonic(), device == "cpu"
     check_device(device)
-    dry = device == "cpu"
     if dry:
         os.environ["TRITON_INTERPRET"] = "1"
-    chosen_ops = known(ops, OPS, "--ops")
-    chosen_dtypes = known(dtypes or ["bf16"], tuple(DTYPES), "--dtypes")
-    sides = [sizes(shape) for shape in shapes or SHAPES]
-    common.recipes(list(recipes or []))  # exits on an unknown name
-
-    import torch
+    recipes_named(recipes)  # exits on an unknown name
+    chosen = known(ops, OPS, "--ops"), known(dtypes or ["bf16"], DTYPES, "--dtypes")
+    every = list(cases(list(recipes or RECIPES), *chosen, [sizes(shape) for shape in shapes or SHAPES]))
 
     from breccia_triton import choices, tuning
     from breccia_triton.operands import hardware
 
     found = hardware(torch.device(device))
-    name = found.name or "cpu"
-    how = (host_time, (1, 1)) if dry else (tuning.elapsed, (tuning.SAMPLES, tuning.FINAL_SAMPLES))
-    work: list[tuple[Case, Any]] = []
-    for case in cases(list(recipes or RECIPES), chosen_ops, chosen_dtypes, sides):
-        held = {key for _, key in work}
-        work += [(case, key) for key in keys_of(case, found) if key not in held]
+    work: dict[Any, Case] = {}  # by key: several calls may ask for the same choice
+    for case in every:
+        for key in keys_of(case, found):
+            work.setdefault(key, case)
 
     def candidates(case: Case, key: Any, operand: Any) -> dict[Any, Any]:
-        different = tuning.distinct(
-            key, lambda choose: case.prepared(operand, found, choose), case.launches, lambda other: choices.DEFAULT
-        )
+        def prepare(choose: Any) -> Any:
+            return case.prepared(operand, found, choose)
+
+        different = tuning.distinct(key, prepare, case.launches, lambda other: choices.DEFAULT)
         return dict(itertools.islice(different.items(), FEW if dry else None))
 
-    rows: list[Row] = []
-    executor: ProcessPoolExecutor | None = None
-    compiling: list[list[Future[None]]] = [[] for _ in work]
+    executor, compiling = None, dict[Any, list[Future[None]]]()
     if not dry:
         import triton
 
         target = triton.runtime.driver.active.get_current_target()
-        executor = ProcessPoolExecutor(jobs or max(1, common.cores() - 2), get_context("spawn"))
-        for futures, (case, key) in zip(compiling, work, strict=True):
-            for choice in candidates(case, key, case.operand("meta")):
-                futures.append(executor.submit(compile_one, case, key, choice, found, target))
-    operands: dict[Case, Any] = {}
+        executor = ProcessPoolExecutor(jobs or max(1, cores() - 2), get_context("spawn"))
+        for key, case in work.items():
+            tried = candidates(case, key, case.operand("meta"))
+            compiling[key] = [executor.submit(compile_one, case, key, choice, found, target) for choice in tried]
+    rows: dict[Any, tuple[Any, int]] = {}
+    operand: tuple[Case | None, Any] = (None, None)
     left = 0
-    for futures, (case, key) in zip(compiling, work, strict=True):
+    for key, case in work.items():
         remaining = seconds - (time.monotonic() - started)
-        if remaining <= 0 or not compiled_by(futures, remaining):
+        if remaining <= 0 or wait(compiling.get(key, []), timeout=remaining).not_done:
             left += 1
             continue
-        if case not in operands:
-            operands = {case: case.operand(device)}
-        different = candidates(case, key, operands[case])
-        if len(different) == 1:
-            continue
+        operand = operand if operand[0] == case else (case, case.operand(device))
+        different = candidates(case, key, operand[1])
         try:
-            rows.append(tuned(case, key, operands[case], different, *how))
-        except Exception as e:
+            if len(different) > 1:
+                rows[key] = timed(case, operand[1], different, dry), len(different)
+                print(f"{time.monotonic() - started:.0f} s: {key}: {rows[key][0].best.choice}", file=sys.stderr)
+        except Exception as e:  # one call that fails must not stop the rest
             print(f"{key}: {message(e)}", file=sys.stderr)
-            continue
-        print(f"{time.monotonic() - started:.0f} s: {key}: {rows[-1].tuned.choice}", file=sys.stderr)
     if executor is not None:
         executor.shutdown(wait=False, cancel_futures=True)
-    facts = where(device)
-    provenance = {name: facts[name] for name in ("date_utc", "device", "versions", "commit", "command") if name in facts}
+    name, facts = found.name or "cpu", where(device)
     path = out / choices.file_name(name)
-    choices.write(path, name, {row.key: row.tuned for row in rows}, provenance, defaults=False)
+    kept = {part: facts[part] for part in ("date_utc", "device", "versions", "commit", "command") if part in facts}
+    choices.write(path, name, {key: found.best for key, (found, _) in rows.items()}, kept, defaults=False)
     printed(rows)
     print(f"{len(rows)} calls tuned, {left} left for lack of time; written to {path.name}.")
-    wrong = [why for row in rows for why in row.failed.values() if why.startswith(OtherBytes.__name__)]
+    wrong = [why for found, _ in rows.values() for why in found.failed.values() if why.startswith(OtherBytes.__name__)]
     if wrong:
         sys.exit(f"tune: {len(wrong)} candidates wrote other bytes than the default; see the table.")
 
 
-def compiled_by(futures: list[Future[None]], seconds: float) -> bool:
-    """Wait until candidates are compiled; False where that takes longer. One that failed fails again when it is timed."""
-    from concurrent.futures import wait
-
-    return not wait(futures, timeout=seconds).not_done
-
-
-def host_time(call: Callable[[], object], calls: int) -> float:
-    """Seconds per call by the host's clock."""
-    return timeit.timeit(call, number=calls) / calls
-
-
 if __name__ == "__main__":
-    app()
+    typer.run(main)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 
 def candidates(operand: Any, m: int, k: int) -> list[Any]:
     """The configurations that `--tune` tries: those that fit the product."""
@@ -63,10 +65,8 @@ def _tried(made: Any, m: int) -> list[Any]:
     return [*found, *(made(64, *s, wide=True) for s in ((2, 1, 4), (1, 2, 6)))]
 
 
-def build(operand: Any, configs: list[Any], grouped: bool = False) -> None:
+def build(operand: Any, configs: list[Any]) -> None:
     """Compile the kernels in parallel, into the cache on disk."""
-    import torch
-
     from breccia_triton import weight_only, weight_plans
     from breccia_triton.cuda import compiler
 
@@ -74,21 +74,8 @@ def build(operand: Any, configs: list[Any], grouped: bool = False) -> None:
 
     def one(config: Any) -> None:
         if isinstance(config, weight_plans.Config):
-            macros = weight_plans.macros_of(operand, config, "bfloat16", "bfloat16", None, grouped)
+            macros = weight_plans.macros_of(operand, config, "bfloat16", "bfloat16", None)
             compiler.cubin(weight_only.source_of(config), "sm_90a", macros, nvrtc)
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(one, configs))
-
-
-def grouped_candidates(operand: Any, m: int, groups: int, k: int) -> list[Any]:
-    """The configurations that `--tune` compares with the default one for groups. No file is written from them."""
-    from breccia_triton.weight_plans import Config
-
-    mean = m / groups
-    small = [(4, 8, 2, 2), (4, 12, 2, 1), (2, 8, 3, 1)] if mean <= 16 else []
-    found = [Config(batch, high, deep, stages, per_sm=per_sm) for batch in (8, 16) for high, deep, stages, per_sm in small]
-    wide = [(16, 2, 1, 4), (32, 2, 1, 4), (64, 2, 1, 4)] if mean <= 64 else []
-    wide += [(128, 2, 1, 4), (128, 2, 1, 3), (256, 2, 1, 3)] if mean > 16 else []
-    found += [Config(*s, wide=True) for s in wide]
-    return [config for config in found if config.fits(operand, config.batch, k)]

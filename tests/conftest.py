@@ -5,11 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 # Triton reads it when it is first imported, by torch too: without a GPU its kernels run in its interpreter.
@@ -19,7 +15,6 @@ if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):
 import pytest
 from caches import keep_compiled_functions
 from covering import mark_cases
-from paths import ROOT
 from program import Run
 from recipes import RECIPES, recipe_id
 
@@ -80,15 +75,3 @@ def pytest_collection_finish() -> None:
 def pytest_report_header() -> list[str]:
     """Versions of everything whose bytes are compared."""
     return header()
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Import a module of benchmarks/. All are removed from sys.modules afterwards, since their names are common."""
-    benchmarks = str(ROOT / "benchmarks")
-    monkeypatch.syspath_prepend(benchmarks)
-    known = set(sys.modules)
-    yield import_module
-    for name in set(sys.modules) - known:
-        if benchmarks in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]

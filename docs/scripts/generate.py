@@ -26,7 +26,7 @@ import listings  # noqa: E402
 import specimens  # noqa: E402
 import terminal  # noqa: E402
 import tutorial  # noqa: E402
-from blocks import BLOCK, filled  # noqa: E402
+from harness.blocks import BLOCK, filled  # noqa: E402
 
 #: Blocks by name, but for sessions.
 DECLARED = listings.BLOCKS | specimens.BLOCKS | tutorial.BLOCKS

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from blocks import table
+from harness.blocks import table
 
 from breccia import targets
 from breccia.arrays.frameworks import Device, Framework

@@ -3,7 +3,7 @@
     python docs/scripts/plots.py           # writes docs/img/*.svg; needs matplotlib
     python docs/scripts/plots.py --check   # exits with 1 where a picture shows other numbers; needs no matplotlib
 
-The mechanism (digests, colours, reproducible SVG) is that of benchmarks/draw.py. Data are sums of whole numbers and results are
+The mechanism (digests, reproducible SVG) is that of benchmarks/harness/plots.py. Data are sums of whole numbers, results are
 rounded, so that digests are the same on every machine.
 """
 
@@ -25,7 +25,7 @@ from breccia.arrays.ops import NUMPY
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from draw import BLUE, GREY, ORANGE, Plot, write  # noqa: E402
+from harness.plots import BLUE, GREY, ORANGE, Plot, write  # noqa: E402
 
 #: Two more mid-tones of at least 3:1 on white and on dark grounds, apart from blue and orange for the colour-blind too.
 GREEN, PURPLE = "#009E73", "#A8609F"

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from blocks import table
+from harness.blocks import table
 from listings import either, variants
 
 from breccia import codecs

@@ -139,19 +139,16 @@ def times_of(spec: str, n: int, k: int) -> None:
     """Print a line of the table for each number of rows."""
     sys.path.insert(0, str(HERE.parents[1] / "benchmarks"))
     import torch
-    from weight_arms import BEYOND_CACHE, graph_of, timed, weights_of
+    from bench_weight_only import Products, weight_of
 
     import breccia
     from breccia_triton.decoded_matmul import DecodedCodesCall
 
-    _, values, copies = weights_of(spec, n, k)
-    weights = [st.mT for st in copies]
+    weight = weight_of(spec, n, k, "cuda", rivals=False)
+    weights = [st.mT for st in weight.copies]
     tiles = [tile_named(name) for name in TILES]
-    bf16 = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(2, -(-BEYOND_CACHE // (2 * n * k))))]
     for m in ROWS:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-        exact = x.double() @ values.mT
         products: dict[str, Any] = {}
         for tile in tiles:
             for room in SLICES:
@@ -161,22 +158,14 @@ def times_of(spec: str, n: int, k: int) -> None:
                 label = f"{tile.name}{'' if rows is None else f' / {rows}'}"
                 products[label] = DecodedCodesCall(x, weights[0], None, "bfloat16", tile, rows)
         compile_all(products.values())
-        arms: dict[str, list[Any]] = {
-            "bf16": [lambda w=w, x=x, y=y: torch.mm(x, w.t(), out=y) for w in bf16],
-            "now": [lambda w=w, x=x, y=y: breccia.matmul(x, w, torch.bfloat16, out=y) for w in weights],
-        }
+        row = Products(x, weight.values, [m])
+        row.add("bf16", lambda w, row=row: torch.mm(row.x, w.t(), out=row.y), weight.bf16)
+        row.add("now", lambda w, row=row: breccia.matmul(row.x, w, torch.bfloat16, out=row.y), weights)
         for label, call in products.items():
-            arms[label] = [lambda w=w, x=x, y=y, call=call: call(x, w, None, y) for w in weights]
-        graphs: dict[str, Any] = {}
-        wrong: list[str] = []
-        for label, calls in arms.items():
-            y.fill_(float("nan"))
-            error = relative_error(calls[0](), exact) if label != "bf16" else 0.0
-            if error < 4e-3:
-                graphs[label] = graph_of(calls, max(2, 8192 // m))
-            else:
-                wrong.append(f"{label}: relative error {error:.2g}")
-        found = {label: 1e6 * sorted(times)[len(times) // 2] for label, times in timed(graphs, 5).items()}
+            row.add(label, lambda w, row=row, call=call: call(row.x, w, None, row.y), weights)
+        measures = row.measures(5)
+        found = {label: 1e6 * times["median_s"] for label, times in measures["time"].items()}
+        wrong = [f"{label}: {why}" for label, why in measures.get("errors", {}).items()]
         line = f"{spec:22} {n:5}x{k:5} M={m:4}  bf16 {found['bf16']:7.1f}  now {found.get('now', float('nan')):7.1f}"
         best = min((label for label in found if label in products), key=found.__getitem__, default=None)
         if best is not None:
@@ -185,7 +174,6 @@ def times_of(spec: str, n: int, k: int) -> None:
         print(f"ROW {line}", flush=True)
         others = sorted((t, label) for label, t in found.items() if label in products)
         print("  ".join(f"{label} {t:.1f}" for t, label in others), *wrong, flush=True)
-        graphs.clear()
     print("done", flush=True)
 
 

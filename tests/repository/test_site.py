@@ -81,7 +81,7 @@ def test_every_table_and_every_command_has_a_place(module) -> None:
 
 
 def found(module, path: Path) -> list[tuple[str, str, str, str]]:
-    return module("blocks").BLOCK.findall(path.read_text(encoding="utf-8"))
+    return module("harness.blocks").BLOCK.findall(path.read_text(encoding="utf-8"))
 
 
 def test_the_matrix_names_every_recipe_and_each_kernel_by_the_line_it_is_defined_at(module) -> None:
@@ -225,7 +225,7 @@ def test_a_linked_line_becomes_an_anchor_and_a_broken_link_is_reported(tmp_path:
     kept = re.findall(r"^(?:markdown_extensions|validation):\n(?:  .*\n)+", settings, re.MULTILINE)
     assert len(kept) == 2
     (tmp_path / "docs").mkdir()
-    links = ("../benchmarks/blocks.py#L14", "../examples", "../benchmarks/blocks.py#L9999", "../absent.py")
+    links = ("../benchmarks/harness/blocks.py#L14", "../examples", "../benchmarks/harness/blocks.py#L9999", "../absent.py")
     (tmp_path / "docs" / "index.md").write_text("".join(f"[x]({link})\n" for link in links), encoding="utf-8")
     ours = f"site_name: x\ntheme: mkdocs\nplugins: []\nnot_in_nav: '*'\nhooks: [{SCRIPTS / 'hooks.py'}]\n"
     (tmp_path / "mkdocs.yml").write_text(ours + "".join(kept), encoding="utf-8")
@@ -236,6 +236,6 @@ def test_a_linked_line_becomes_an_anchor_and_a_broken_link_is_reported(tmp_path:
     assert len(warnings) == 2, done.stderr
     assert "'../absent.py'" in warnings[0] + warnings[1] and "#L9999" in warnings[0] + warnings[1]
     html = tmp_path / "site"
-    assert 'href="source/benchmarks/blocks.py/#L14"' in (html / "index.html").read_text(encoding="utf-8")
-    assert 'id="L14"' in (html / "source" / "benchmarks" / "blocks.py" / "index.html").read_text(encoding="utf-8")
+    assert 'href="source/benchmarks/harness/blocks.py/#L14"' in (html / "index.html").read_text(encoding="utf-8")
+    assert 'id="L14"' in (html / "source" / "benchmarks" / "harness" / "blocks.py" / "index.html").read_text(encoding="utf-8")
     assert 'href="demo.py/"' in (html / "source" / "examples" / "index.html").read_text(encoding="utf-8")

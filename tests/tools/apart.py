@@ -59,7 +59,6 @@ TESTS: dict[str, tuple[str, ...]] = {
 TOGETHER = (
     "test_agreement.py",
     "test_arrows.py",
-    "test_benchmarks.py",
     "test_conformance.py",
     "test_conformance_slow.py",
     "test_cuda_kernel.py",

@@ -1,31 +1,34 @@
 """Time of the first call of a kernel in a process, with and without kernels that an earlier process compiled.
 
-    python benchmarks/first_call.py [--calls "cast nvfp4"] [--processes 3] [--out RESULTS]
+    python benchmarks/bench_first_call.py [--calls "cast nvfp4"] [--processes 3] [--out RESULTS]
 
 Each call runs in processes of its own, which initialize the device, make the operands by the generic algorithm, and call twice.
 The first process of a call starts with an empty cache on disk; the others find the kernels that it compiled. Processes are
 forked from one that has imported torch, Triton and breccia, but not breccia-triton, and has not initialized the device.
-
-`--device cpu` tries the script without a GPU.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-import common
-import tables
+import torch
 import typer
-from rivals import TILES
+from harness.command import Benchmark, Device, command, known, progress, run
+from harness.device import Call, message, synchronize, where
+from harness.results import Result
+from harness.tables import ABSENT, Table, failures, spread, table
+from harness.timing import summary
+from plain import TILES
 
-Call = Callable[[], object]
+import breccia
+
 #: Rows and columns of the operands, and rows of activations.
 SIDE, FEW = 4096, 16
 #: The calls, by name: the op and recipes. "to" is what is requantized to, or the recipe of the second factor.
@@ -44,16 +47,32 @@ CALLS: dict[str, tuple[str, str, str]] = {
     "matmul bf16 by int4": ("matmul", "", "int4"),
     "matmul bf16 by nvfp4": ("matmul", "", "nvfp4"),
 }
+#: The goal: seconds of a first call with a filled cache on disk.
+FIRST_CALL_S = 0.3
 
-app = typer.Typer(add_completion=False)
+
+def first_calls(result: Result) -> Table:
+    """Milliseconds of first calls in fresh processes, with an empty and with a filled cache on disk."""
+    rows = result["rows"]
+    columns: dict[str, Any] = {"call": "call", "kernel": lambda row: row.get("kernel", ABSENT)}
+    for heading, arm in (("empty cache", "cold"), ("filled cache", "warm"), ("second call", "again")):
+        columns[f"{heading}, ms"] = lambda row, arm=arm: spread(row["time"].get(arm), 1e3)
+    met = sum("warm" in row["time"] and row["time"]["warm"]["median_s"] <= FIRST_CALL_S for row in rows)
+    note = (
+        "Milliseconds, min / median / max, each in a process of its own, after the device and the libraries have been "
+        "initialized: the first call of a kernel, and the second. Empty: without a cache of compiled kernels, one process. "
+        f"Filled: {result['options']['processes']} processes that find what another compiled. Within {1e3 * FIRST_CALL_S:g} ms "
+        f"with a filled cache: {met} of {len(rows)}."
+    )
+    note += failures((row["call"], row["error"], "in its own process") for row in rows if "error" in row)
+    return table("first calls", columns, rows, note)
+
+
+BENCHMARK = Benchmark("gpu-first-call", {"gpu-first-call": first_calls}, key=("call",))
 
 
 def made(name: str, device: str, side: int) -> tuple[Call, Callable[[], str]]:
     """(the call, a function that names the kernel that runs). Operands are written by the generic algorithm."""
-    import torch
-
-    import breccia
-
     op, spec, to = CALLS[name]
     x = torch.randn(side, side, device=device).to(torch.bfloat16)
     recipe, other = (breccia.recipe(text) if text else None for text in (spec, to))
@@ -80,86 +99,62 @@ def measured(name: str, device: str, side: int, caches: Path, results: Any) -> N
     """Put (seconds of both calls, the kernel) or an error message into `results`. It runs in a process of its own."""
     os.environ |= {"TRITON_CACHE_DIR": f"{caches}/triton", "XDG_CACHE_HOME": f"{caches}"}
     try:
-        import torch
-
-        done = torch.cuda.synchronize if device == "cuda" else lambda: None
         call, kernel = made(name, device, side)
         seconds: list[float] = []
         for _ in range(2):
-            done()
+            synchronize(device)
             start = time.perf_counter()
             call()
-            done()
+            synchronize(device)
             seconds.append(time.perf_counter() - start)
         results.put((seconds, kernel()))  # `explain` comes last: it imports modules that the first call imports
     except Exception as e:  # the parent records it, and measures the other calls
-        results.put(f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}")
+        results.put(message(e))
+
+
+def forked(function: Callable[..., None], *arguments: Any) -> Any:
+    """What a function puts into the queue that is its last argument, in a forked process; None if that ends without."""
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+    process = fork.Process(target=function, args=(*arguments, results))
+    process.start()
+    process.join()
+    return None if results.empty() else results.get()
 
 
 def row_of(name: str, device: str, side: int, processes: int) -> dict[str, Any]:
     """The times of one call in all its processes."""
-    fork = multiprocessing.get_context("fork")
-    row: dict[str, Any] = {"call": name}
+    row: dict[str, Any] = {"call": name, "time": {}}
     taken: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(1 + processes):
-            results = fork.SimpleQueue()
-            process = fork.Process(target=measured, args=(name, device, side, Path(folder), results))
-            process.start()
-            process.join()
-            found = f"the process ended with {process.exitcode}" if results.empty() else results.get()
-            if isinstance(found, str):
-                return {**row, "error": found}
+            found = forked(measured, name, device, side, Path(folder))
+            if found is None or isinstance(found, str):
+                return {**row, "error": found or "the process ended"}
             seconds, row["kernel"] = found
             taken.append(seconds)
-    row["cold"], row["warm"] = common.summary([taken[0][0]]), common.summary([first for first, _ in taken[1:]])
-    row["again"] = common.summary([second for _, second in taken[1:]])
-    return row
+    cold, warm = taken[0], taken[1:]
+    times = {"cold": [cold[0]], "warm": [first for first, _ in warm], "again": [second for _, second in warm]}
+    return {**row, "time": {arm: summary(seconds) for arm, seconds in times.items()}}
 
 
-def where(device: str) -> dict[str, Any]:
-    """`bench_gpu.where`, in a process of its own, since it initializes the device."""
-    fork = multiprocessing.get_context("fork")
-    results = fork.SimpleQueue()
-
-    def look() -> None:
-        import bench_gpu
-
-        results.put(bench_gpu.where(device))
-
-    process = fork.Process(target=look)
-    process.start()
-    process.join()
-    return results.get()
-
-
-@app.command()
+@command
 def main(
-    calls: Annotated[
-        list[str] | None, typer.Option(help='Calls by name, such as "cast nvfp4"; repeat for several. Default: all.')
-    ] = None,
+    calls: Annotated[list[str] | None, typer.Option(help='By name, such as "cast nvfp4"; repeatable. Default: all.')] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes with a filled cache, after one with an empty cache.")] = 3,
     side: Annotated[int, typer.Option(help="Rows and columns of the operands.")] = SIDE,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try the script.")] = "cuda",
-    out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
-) -> None:
+    device: Device = "cuda",
+) -> Result:
     """Time first calls of kernels, with an empty and with a filled cache."""
-    from importlib import import_module
-
-    import bench_gpu
-
-    chosen = bench_gpu.known(calls, tuple(CALLS), "--calls")
-    if device not in ("cpu", "cuda"):
-        sys.exit(f"first_call: --device takes cuda or cpu; got {device!r}.")
+    chosen = known(calls, CALLS, "--calls")
+    known([device], ("cuda", "cpu"), "--device")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or `is_available` initializes CUDA, after which no fork can use it
     for library in ("torch", "breccia_torch", *(("triton",) if device == "cuda" else ())):
         import_module(library)
-    provenance = where(device)
-    rows = [row_of(name, device, side, processes) for name in chosen]
-    result: dict[str, Any] = {"benchmark": "gpu-first-call", "schema": common.SCHEMA, "provenance": provenance}
-    tables.tell({**result, "options": {"device": device, "side": side, "processes": processes}, "rows": rows}, out, as_json)
+    provenance = forked(lambda results: results.put(where(device)))  # it initializes the device
+    rows = [row_of(name, device, side, processes) for name in progress(chosen, "calls")]
+    return BENCHMARK.result(rows, {"device": device, "side": side, "processes": processes}, provenance)
 
 
 if __name__ == "__main__":
-    app()
+    run(main=main)

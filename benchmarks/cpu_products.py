@@ -1,30 +1,26 @@
-"""One library's products on the CPU, in a process of its own: what bench_matmul_cpu.py starts and asks by turns.
+"""One library's products on the CPU, in a process of its own: what bench_matmul_cpu.py starts and asks in turn.
 
-    python benchmarks/matmul_arms.py LIBRARY --size 4096 --threads 2
-
-Reads lines from standard input: `rows M` makes activations and answers with the arms; `run ARM` makes one uncounted and one
-counted call and answers with its seconds. Weights are (N, K), N = K = size; every arm rotates over copies of its own, of
-256 MiB in all, so that none stays in a cache.
+Weights are (N, K), N = K = size; every arm rotates over copies of its own, of 256 MiB in all, so that none stays in a cache.
+ONNX Runtime's MatMulNBits needs `pip install onnxruntime onnx`; for ggml, run `bash benchmarks/ggml_build.sh FOLDER` and set
+BRECCIA_GGML=FOLDER.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
+import itertools
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import common
 import numpy as np
-import typer
+from harness.results import HERE
+from harness.timing import Call, normal, timed
 
-Call = Callable[[], Any]
 #: By arm, what makes its call from activations (M, K) in FP32.
 Arms = dict[str, Callable[[np.ndarray], Call]]
 
@@ -34,22 +30,12 @@ ROTATED, READ, COPIES = 256 << 20, 64 << 20, 64
 
 def rotated(make: Callable[[int], Any], nbytes: int) -> Callable[[], Any]:
     """Copies of a weight, each time the next. `make` gets the number of a copy."""
-    copies = [make(n) for n in range(min(max(ROTATED // nbytes, 2), COPIES))]
-    turn = -1
-
-    def following() -> Any:
-        nonlocal turn
-        turn = (turn + 1) % len(copies)
-        return copies[turn]
-
-    return following
+    copies = itertools.cycle([make(n) for n in range(min(max(ROTATED // nbytes, 2), COPIES))])
+    return lambda: next(copies)
 
 
 def weight(size: int) -> np.ndarray:
-    return common.normal((size, size), 0) * np.float32(0.02)
-
-
-# ------------------------------------------------------------------------------------------------ libraries
+    return normal((size, size), 0) * np.float32(0.02)
 
 
 def read(size: int, threads: int) -> Arms:
@@ -66,7 +52,7 @@ def multiply_adds(size: int, threads: int) -> Arms:
     flags = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "multiply_adds.so")
-        subprocess.run(["cc", *flags, str(common.HERE / "multiply_adds.c"), "-o", str(library)], check=True)
+        subprocess.run(["cc", *flags, str(HERE / "multiply_adds.c"), "-o", str(library)], check=True)
         run = ctypes.CDLL(str(library)).multiply_adds
     run.restype, run.argtypes = ctypes.c_float, (ctypes.c_long, ctypes.c_int)
     return {"multiply-adds": lambda x: lambda: run(len(x) * size * size, threads)}
@@ -266,32 +252,29 @@ LIBRARIES: dict[str, Callable[[int, int], Arms]] = {
 }
 
 
-def main(
-    library: Annotated[str, typer.Argument(help=", ".join(LIBRARIES))],
-    size: Annotated[int, typer.Option(min=128)] = 4096,
-    threads: Annotated[int, typer.Option(min=1)] = common.cores(),
-) -> None:
-    """Serve calls of one library."""
-    arms, calls = LIBRARIES[library](size, threads), dict[str, Call]()
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        word, _, value = line.strip().partition(" ")
-        if word == "rows":
-            x = common.normal((int(value), size), int(value))
-            calls = {name: make(x) for name, make in arms.items()}
-            print(json.dumps(list(calls)), flush=True)
-        else:
-            print(json.dumps(taken(calls[value])), flush=True)
-
-
 def taken(call: Call) -> float:
     """Seconds of a call that follows others, for AWAKE seconds: threads that slept begin on any processor, and late."""
     start = time.perf_counter()
     call()
     while time.perf_counter() - start < AWAKE:
         call()
-    return common.timed(call, 1)["seconds"][0]
+    return timed(call)[0]
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def serve(pipe: Any, library: str, size: int, threads: int) -> None:
+    """Answer requests: a number of rows, with the arms; an arm, with the seconds of a call. Sends what is raised, and ends."""
+    try:
+        arms, calls = LIBRARIES[library](size, threads), dict[str, Call]()
+        pipe.send("ready")
+        while True:
+            request = pipe.recv()
+            if isinstance(request, int):
+                x = normal((request, size), request)
+                calls = {name: make(x) for name, make in arms.items()}
+                pipe.send(list(calls))
+            else:
+                pipe.send(taken(calls[request]))
+    except EOFError:
+        pass
+    except Exception as e:  # of any library; its parent says why it is left out
+        pipe.send(RuntimeError(f"{type(e).__name__}: {e}"))
