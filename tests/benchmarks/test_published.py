@@ -98,7 +98,7 @@ def test_results_of_another_schema_or_of_an_unsteady_machine_are_not_drawn(tmp_p
     assert f"{found.name} was measured with --drift above 1.15; rerun" in check(results=tmp_path)
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_drawing_writes_the_published_bytes(documents: Path) -> None:
     pytest.importorskip("matplotlib")
     before = {path.name: path.read_bytes() for path in documents.rglob("*.*") if path.is_file()}

