@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
+import time
 from pathlib import Path
+
+
+#: After so many days an entry is removed.
+_DAYS = 30
 
 
 def keep_compiled_functions() -> None:
@@ -13,8 +19,12 @@ def keep_compiled_functions() -> None:
 
     JAX looks them up by program, options and version. They hold machine code, so each kind of processor has its own folder.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "breccia-tests"
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / f"jax-{_processor()}"))
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(caches / "breccia-tests" / f"jax-{_processor()}")))
+    for entry in folder.glob("*-cache"):
+        with contextlib.suppress(FileNotFoundError):  # another process of pytest removed it
+            if time.time() - entry.stat().st_mtime > _DAYS * 86400:
+                entry.unlink()
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
