@@ -9,7 +9,6 @@ import platform
 import time
 from pathlib import Path
 
-
 #: After so many days an entry is removed.
 _DAYS = 30
 
@@ -19,10 +18,12 @@ def keep_compiled_functions() -> None:
 
     JAX looks them up by program, options and version. They hold machine code, so each kind of processor has its own folder.
     """
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(caches / "breccia-tests" / f"jax-{_processor()}")))
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return  # of the user, or of the process that started this one
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "breccia-tests" / f"jax-{_processor()}"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     for entry in folder.glob("*-cache"):
-        with contextlib.suppress(FileNotFoundError):  # another process of pytest removed it
+        with contextlib.suppress(FileNotFoundError):  # another run removed it
             if time.time() - entry.stat().st_mtime > _DAYS * 86400:
                 entry.unlink()
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
