@@ -30,7 +30,7 @@ from breccia.dispatch.kernel import CASTS, OPS
 from breccia.dispatch.registry import registry
 from breccia.dispatch.table import Table
 from breccia.errors import RecipeError
-from breccia.formats import Level
+from breccia.formats import Format
 from breccia.options import DEFAULT
 from breccia.recipes import ScalingRecipe, choices_of
 from breccia.tensors.grids import packing
@@ -284,16 +284,17 @@ def formats() -> str:
                 NONE if set(global_scales) == {"none"} else either(global_scales),
                 NONE if {f.offset for f in every} == {"none"} else either(f.offset.replace("_", "-") for f in every),
                 "one in a byte" if (codes, size) == (1, 1) else f"{codes} in {size} byte{'s' if size > 1 else ''}",
-                f"{fmt.element.bits + per_element(fmt.scale):g}",
+                f"{fmt.element.bits + per_element(fmt):g}",
             ]
         )
     return table(headings, rows)
 
 
-def per_element(level: Level) -> float:
-    """Bits of scales by element, those of whole rows and tensors not counted."""
-    m, k = level.block
-    return level.codec.bits / (m * k) if m and k else 0.0
+def per_element(fmt: Format) -> float:
+    """Bits of scales and of offsets by element, those of whole rows and tensors not counted."""
+    m, k = fmt.scale.block
+    offset = {"none": 0, "zero_point": fmt.element.bits, "bias": fmt.scale.codec.bits}[fmt.offset]
+    return (fmt.scale.codec.bits + offset) / (m * k) if m and k else 0.0
 
 
 def either(names: Iterable[str]) -> str:

@@ -223,3 +223,21 @@ def test_every_public_name_is_on_an_api_page() -> None:
     modules = {name for name in breccia.__all__ if type(getattr(breccia, name)).__name__ == "module"}
     in_modules = {name for name in breccia.__all__ if name in vars(breccia.errors)} if "::: breccia.errors\n" in text else set()
     assert set(breccia.__all__) - modules - in_modules - documented - {"__version__", "hookimpl"} == set()
+
+
+#: Sentences that say what breccia does not have, and the names of libraries as pages write them.
+MISSING = re.compile(r"[^.|\n]*\b(?:planned|no bridge|not yet)\b[^.|\n]*", re.IGNORECASE)
+
+
+def test_no_page_calls_a_bridge_missing_that_a_plug_in_declares() -> None:
+    """Checkpoints of a library are another matter than a bridge to its tensors, and may be missing."""
+    bridges = {name.removeprefix("from_") for name in registry.registry().bridges if name.startswith("from_")} - {"foreign"}
+    libraries = {name: re.compile(name.replace("_", "[-_ ]?") + r"\b", re.IGNORECASE) for name in bridges}
+    assert {"torchao", "transformer_engine", "compressed_tensors"} <= set(libraries)
+    wrong: list[str] = []
+    for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
+        text = re.sub(r"(?<!\n)\n(?![\n|])", " ", page.read_text(encoding="utf-8"))  # a sentence may take several lines
+        for said in MISSING.findall(text):
+            named = [name for name, pattern in libraries.items() if pattern.search(said)]
+            wrong += [f"{name_of(page)}: {said.strip()}" for _ in named[:1] if "checkpoint" not in said]
+    assert not wrong, "\n".join(wrong)
