@@ -1,75 +1,78 @@
 """The C extensions; everything else is in pyproject.toml."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
+SOURCES = Path("src/breccia_native/csrc")
 #: Python's own flags ask for debugging information, which makes inlined kernels several times larger and slower to compile.
-PLAIN = ["-g0"]
-HEADERS = [f"src/breccia_native/{name}.h" for name in ("bits", "numbers", "pool", "transpose", "versions")]
+FLAGS = ["-g0", "-fvisibility=hidden"]
+#: Contraction would fuse a product into the addition that rounds, and change codes.
+EXACT = ["-O3", "-ffp-contract=off", "-fno-trapping-math"]
+#: The order of a sum is free; fused multiply-adds round less often.
+SUMS = ["-O3", "-ffp-contract=fast", "-fno-trapping-math", "-fno-math-errno"]
+
+
+class BuildSideBySide(build_ext):
+    """Compiles all sources side by side: setuptools would only compile extensions so, and the sources of each in turn."""
+
+    def build_extensions(self) -> None:
+        compile_all = self.compiler.compile
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+
+            def compile(sources: list[str], **options) -> list[str]:
+                return [made for each in pool.map(lambda s: compile_all([s], **options), sources) for made in each]
+
+            self.compiler.compile = compile
+            self.parallel = len(self.extensions)
+            super().build_extensions()
+
+
+def extension(name: str, *flags: str, sources: tuple[str, ...] = (), link: tuple[str, ...] = ()) -> Extension:
+    """Compiled from NAME.c and `sources`, for Python's stable ABI.
+
+    Without a compiler the distribution installs all the same, and its kernels say why they do not run. Without POSIX threads, as on
+    Windows, products use one thread.
+    """
+    return Extension(
+        f"breccia_native.{name}",
+        [str(SOURCES / f"{source}.c") for source in (*sources, name)],
+        depends=[str(header) for header in sorted(SOURCES.glob("*.h"))],
+        define_macros=[("Py_LIMITED_API", "0x030B0000")],
+        extra_compile_args=[*FLAGS, *flags],
+        extra_link_args=list(link),
+        py_limited_api=True,
+        optional=True,
+    )
+
+
+#: One for each instruction set, those that take longest first; files for other processors are empty.
+PRODUCTS = (
+    "products_avx2",
+    "products_avx512",
+    "bf16_avx512",
+    "int8_vnni",
+    "int8_avx2",
+    "pairs_bf16",
+    "products_vbmi",
+    "products_portable",
+    "bf16_amx",
+    "multiply",
+)
 
 setup(
+    cmdclass={"build_ext": BuildSideBySide},
     ext_modules=[
-        Extension(
-            "breccia_native.pool",
-            ["src/breccia_native/pool.c"],
-            depends=HEADERS,
-            define_macros=[("Py_LIMITED_API", "0x030B0000")],
-            extra_compile_args=[*PLAIN, "-O2", "-pthread"],
-            extra_link_args=["-pthread"],
-            py_limited_api=True,
-            # Without POSIX threads, as on Windows, compiled products use one thread.
-            optional=True,
-        ),
-        Extension(
-            "breccia_native.microkernels",
-            ["src/breccia_native/microkernels.c"],
-            depends=HEADERS,
-            define_macros=[("Py_LIMITED_API", "0x030B0000")],
-            # Contraction would fuse a product into the addition that rounds, and change codes.
-            extra_compile_args=[*PLAIN, "-O3", "-ffp-contract=off", "-fno-trapping-math"],
-            py_limited_api=True,
-            # Without a compiler the distribution installs all the same, and its kernel says why it does not run.
-            optional=True,
-        ),
-        Extension(
-            "breccia_native.decoding",
-            ["src/breccia_native/decoding.c"],
-            depends=HEADERS,
-            define_macros=[("Py_LIMITED_API", "0x030B0000")],
-            extra_compile_args=[*PLAIN, "-O3", "-ffp-contract=off", "-fno-trapping-math"],
-            py_limited_api=True,
-            optional=True,
-        ),
-        Extension(
-            "breccia_native.products",
-            ["src/breccia_native/products.c"],
-            depends=[str(p) for p in sorted(Path("src/breccia_native").glob("*.h"))],
-            define_macros=[("Py_LIMITED_API", "0x030B0000")],
-            # The order of a sum is free; fused multiply-adds round less often.
-            extra_compile_args=[*PLAIN, "-O3", "-ffp-contract=fast", "-fno-trapping-math", "-fno-math-errno"],
-            py_limited_api=True,
-            optional=True,
-        ),
-        Extension(
-            "breccia_native.columns",
-            ["src/breccia_native/columns.c"],
-            depends=["src/breccia_native/bits.h", "src/breccia_native/turning.h", "src/breccia_native/weights.h"],
-            define_macros=[("Py_LIMITED_API", "0x030B0000")],
-            extra_compile_args=[*PLAIN, "-O3", "-ffp-contract=fast", "-fno-trapping-math", "-fno-math-errno"],
-            py_limited_api=True,
-            optional=True,
-        ),
-        Extension(
-            "breccia_native.xla_calls",
-            ["src/breccia_native/xla_calls.c"],
-            define_macros=[("Py_LIMITED_API", "0x030B0000")],
-            extra_compile_args=PLAIN,
-            py_limited_api=True,
-            optional=True,
-        ),
+        extension("products", *SUMS, sources=PRODUCTS),
+        extension("microkernels", *EXACT),
+        extension("decoding", *EXACT),
+        extension("columns", *SUMS),
+        extension("pool", "-O2", "-pthread", link=("-pthread",)),
+        extension("xla_calls", "-O2"),
     ],
-    # One wheel for all versions of Python from 3.11 on; products.c takes minutes, so the others are compiled beside it.
-    options={"bdist_wheel": {"py_limited_api": "cp311"}, "build_ext": {"parallel": os.cpu_count() or 1}},
+    # One wheel for all versions of Python from 3.11 on.
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -1,10 +1,12 @@
-/* The INT8 mode for processors with AVX2. */
+/* Products of activations rounded to INT8, by AVX2. */
 
-#ifndef BRECCIA_MODES256_H
-#define BRECCIA_MODES256_H
+#define VECTOR_BYTES 32
+#include "instructions.h"
+
+#if defined(HAS_X86)
+COMPILE_FOR(AVX2)
 
 #include "avx2.h"
-#include "modes.h"
 
 /* The most rows of a panel of activations, columns of a tile that are multiplied together, and words of codes whose products are
    added in 16 bits: pairs of products of activations and of codes up to SMALL. */
@@ -20,7 +22,7 @@ INLINE int are_small(const weight *w, const grouping *g)
 }
 
 /* Scales (or zero-points) of a chunk's groups, for 8 rows. */
-FOR_AVX2 INLINE void group_scales_by_avx2(const grouping *g, const float *const *rows, Py_ssize_t c, float *to)
+INLINE void group_scales_by_avx2(const grouping *g, const float *const *rows, Py_ssize_t c, float *to)
 {
     __m256 scales[SPANS];
     scales_by_avx2(rows, c, scales);
@@ -29,7 +31,7 @@ FOR_AVX2 INLINE void group_scales_by_avx2(const grouping *g, const float *const 
 }
 
 /* Words of 4 codes of each row. Codes of 8 bits, and those of 4 that are not small, keep their sign. */
-FOR_AVX2 INLINE void group_tile_by_avx2(const int nibbles, const weight *w, const grouping *g, const panel *p, Py_ssize_t first,
+INLINE void group_tile_by_avx2(const int nibbles, const weight *w, const grouping *g, const panel *p, Py_ssize_t first,
     Py_ssize_t chunks, const group_tile *tile)
 {
     const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)g->bytes));
@@ -64,7 +66,7 @@ FOR_AVX2 INLINE void group_tile_by_avx2(const int nibbles, const weight *w, cons
         }
 }
 
-FOR_AVX2 static void avx2_group_tile(
+static void decode_groups(
     const weight *w, const grouping *g, const panel *p, Py_ssize_t first, Py_ssize_t chunks, const group_tile *tile)
 {
     if (w->codes.kind == TABLE4)
@@ -74,14 +76,14 @@ FOR_AVX2 static void avx2_group_tile(
 }
 
 /* A sum of 32 bits in each lane and its two sums of 16. */
-FOR_AVX2 INLINE __m256i widened_sum(__m256i pairs, __m256i sum)
+INLINE __m256i widened_sum(__m256i pairs, __m256i sum)
 {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 
 /* MB rows of activations by COLUMNS256 rows of the weight. `small`: see `are_small`; otherwise codes have a sign, which moves to the
    activations, as products of pairs are of a number without one and a number with one. */
-FOR_AVX2 INLINE void integers_by_avx2(const int MB, const int small, const grouping *g, const group_tile *tile, const group_x *x,
+INLINE void integers_by_avx2(const int MB, const int small, const grouping *g, const group_tile *tile, const group_x *x,
     Py_ssize_t groups, const int column, float *sums)
 {
     const uint32_t *from = tile->codes + column, *codes = x->codes;
@@ -127,7 +129,7 @@ FOR_AVX2 INLINE void integers_by_avx2(const int MB, const int small, const group
 }
 
 #define MODES256(name, MB, small)                                                                                             \
-    FOR_AVX2 static void name##MB(                                                                                          \
+    static void name##MB(                                                                                          \
         const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups, float *sums)                        \
     {                                                                                                                       \
         for (int column = 0; column < WIDE; column += COLUMNS256)                                                             \
@@ -146,7 +148,7 @@ static const group_micro small_integers[] = LIST256_OF(small_integers), signed_i
 enum { STREAMED256 = 8, AHEAD256 = 8 };
 
 /* Scales (or zero-points) of 8 successive groups from `at` on: those of STREAMED256 rows in each vector. */
-FOR_AVX2 INLINE void scales_of_8_groups(const float *const *rows, Py_ssize_t at, __m256 *to)
+INLINE void scales_of_8_groups(const float *const *rows, Py_ssize_t at, __m256 *to)
 {
     __m256 v[8];
     UNROLL for (int r = 0; r < STREAMED256; r++) v[r] = _mm256_loadu_ps(rows[r] + at);
@@ -156,7 +158,7 @@ FOR_AVX2 INLINE void scales_of_8_groups(const float *const *rows, Py_ssize_t at,
 
 /* Products of STREAMED256 rows of the weight and a panel of MB rows of activations, all along K, in the order of `integers_by_avx2`.
    Codes are transposed in registers. small: see `are_small`. shifts: whether codes have zero-points. */
-FOR_AVX2 INLINE void integers_streamed_by_avx2(const int MB, const int small, const int nibbles, const int shifts, const weight *w,
+INLINE void integers_streamed_by_avx2(const int MB, const int small, const int nibbles, const int shifts, const weight *w,
     const grouping *g, const panel *p, const float *x, float *sums)
 {
     const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)g->bytes)), low = _mm256_set1_epi8(15);
@@ -228,7 +230,7 @@ FOR_AVX2 INLINE void integers_streamed_by_avx2(const int MB, const int small, co
 }
 
 #define STREAMS256(MB)                                                                                                        \
-    FOR_AVX2 static void integers_streamed##MB(                                                                             \
+    static void integers_streamed##MB(                                                                             \
         const weight *w, const grouping *g, const panel *p, const float *x, float *sums)                                    \
     {                                                                                                                       \
         const int nibbles = w->codes.kind == TABLE4, shifts = w->role == ZERO_POINT;                                        \
@@ -246,7 +248,7 @@ STREAMS256(2)
 STREAMS256(3)
 
 /* `rows_by_groups` without tiles: codes are transposed and decoded in registers for each panel of activations. */
-FOR_AVX2 static int avx2_rows_by_streams(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+static int rows_by_streams(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
     static const group_stream streams[] = {NULL, integers_streamed1, integers_streamed2, integers_streamed3};
@@ -256,18 +258,16 @@ FOR_AVX2 static int avx2_rows_by_streams(const weight *w, const grouping *g, con
 /* The most rows of activations for which decoding codes again for each panel is faster than tiles. */
 enum { MOST_STREAMED256 = 2 * PANEL256 };
 
-FOR_AVX2 static void avx2_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
-{
-    pack_groups(g, kind, x, k, part, to);
-}
-
-FOR_AVX2 static int avx2_rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
-    Py_ssize_t first, Py_ssize_t end, float *y)
+static int rows(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first,
+    Py_ssize_t end, float *y)
 {
     if (m <= MOST_STREAMED256 && g->q >= 16)
-        return avx2_rows_by_streams(w, g, to, x, m, first, end, y);
+        return rows_by_streams(w, g, to, x, m, first, end, y);
     return rows_by_groups(
-        w, g, to, x, m, PANEL256, first, end, y, avx2_group_tile, are_small(w, g) ? small_integers : signed_integers);
+        w, g, to, x, m, PANEL256, first, end, y, decode_groups, are_small(w, g) ? small_integers : signed_integers);
 }
 
+const mode_version int8_avx2 = {pack_groups, rows, no_lift, always, PANEL256, TILE, one_claim};
+
+COMPILED
 #endif

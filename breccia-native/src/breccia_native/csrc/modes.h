@@ -65,7 +65,7 @@ INLINE group_x activations(const grouping *g, const float *panel, Py_ssize_t row
 }
 
 /* Fill `g`. Returns whether codes of this kind can be multiplied in this mode. */
-static int grouped(grouping *g, int mode, int kind, const float *table, Py_ssize_t block, Py_ssize_t k)
+OUTLINE int grouped(grouping *g, int mode, int kind, const float *table, Py_ssize_t block, Py_ssize_t k)
 {
     g->mode = mode;
     g->per = mode == INT8_MODE ? 4 : 2;
@@ -112,7 +112,7 @@ static int grouped(grouping *g, int mode, int kind, const float *table, Py_ssize
 
 /* Whether differences of codes and zero-points are exact in a mode, for weight rows `first` to `end`: those of 4-bit codes in
    BF16 where both are from 0 to 15. */
-INLINE int differences_are_exact(const weight *w, int mode, Py_ssize_t first, Py_ssize_t end)
+OUTLINE int differences_are_exact(const weight *w, int mode, Py_ssize_t first, Py_ssize_t end)
 {
     if (mode != BF16_MODE || w->role != ZERO_POINT || w->codes.kind != TABLE4)
         return 1;
@@ -203,7 +203,7 @@ INLINE void pack_row(const grouping *g, const Py_ssize_t q, int kind, const floa
 }
 
 /* Some chunks of a panel of up to TALLEST rows, word by word. */
-INLINE void pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+OUTLINE void pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
     const Py_ssize_t length = (k + CHUNK - 1) / CHUNK * CHUNK, now = part.rows;
     const Py_ssize_t begin = part.column, end = part.end < k ? part.end : length;
@@ -227,8 +227,8 @@ INLINE void pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t 
 /* ------------------------------------------------------------------------------------------------ rows of a product */
 
 /* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. `tallest`: as in the packed activations. */
-INLINE int rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
-    const Py_ssize_t tallest, Py_ssize_t first, Py_ssize_t end, float *y, group_tiler decode, const group_micro *micros)
+OUTLINE int rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+    Py_ssize_t tallest, Py_ssize_t first, Py_ssize_t end, float *y, group_tiler decode, const group_micro *micros)
 {
     panel p;
     begin_panel(w, SPAN, BETWEEN, &p);
@@ -237,7 +237,7 @@ INLINE int rows_by_groups(const weight *w, const grouping *g, const workspace *t
     const group_tile tile = {(uint32_t *)to->tile, to->tile + DEEP * CHUNK / g->per * WIDE,
         w->role == ZERO_POINT && g->mode == INT8_MODE ? to->tile + DEEP * CHUNK / g->per * WIDE + most : NULL};
     for (Py_ssize_t row = first / w->tall, slot = 0; row * w->tall < end; row++, slot++)
-        if (!spread_scales(w, SPAN, row, decoded, to->run, to->scales + slot * each, to->offsets + slot * each))
+        if (!spread_scales(w, SPAN, row, decode_numbers, to->run, to->scales + slot * each, to->offsets + slot * each))
             return 0;
     fill(w, to, first, first, end, WIDE, &p);
     memset(to->sums, 0, 4 * (size_t)(m * WIDE));
@@ -260,8 +260,8 @@ typedef void (*group_stream)(const weight *, const grouping *, const panel *, co
 
 /* `rows_by_groups` without tiles: `streams` transpose and decode the codes of `together` rows, 16 at most, in registers for each
    panel of activations. */
-INLINE int rows_from_registers(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
-    const Py_ssize_t tallest, const int together, Py_ssize_t first, Py_ssize_t end, float *y, decoder read,
+OUTLINE int rows_from_registers(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+    Py_ssize_t tallest, int together, Py_ssize_t first, Py_ssize_t end, float *y, decoder read,
     const group_stream *streams)
 {
     panel p;
@@ -284,97 +284,50 @@ INLINE int rows_from_registers(const weight *w, const grouping *g, const workspa
     return 1;
 }
 
-/* ------------------------------------------------------------------------------------------------ without instructions */
+/* ------------------------------------------------------------------------------------------------ versions */
 
-static void portable_group_tile(
-    const weight *w, const grouping *g, const panel *p, Py_ssize_t first, Py_ssize_t chunks, const group_tile *tile)
-{
-    const int kind = w->codes.kind;
-    for (Py_ssize_t c = 0; c < chunks; c++)
-        for (int r = 0; r < WIDE; r++) {
-            const uint8_t *codes = codes_of(p, r, first + c);
-            const float *scales = p->scales[r] + (first + c) * SPANS, *offsets = p->offsets[r] + (first + c) * SPANS;
-            for (int i = 0; i < CHUNK / g->q; i++) {
-                const Py_ssize_t group = (c * CHUNK / g->q + i) * WIDE + r;
-                tile->scales[group] = scales[i * g->q / SPAN];
-                if (tile->zeros)
-                    tile->zeros[group] = offsets[i * g->q / SPAN];
-            }
-            float values[CHUNK];
-            values_of(w, codes, values);
-            for (int i = 0; i < CHUNK; i += g->per) {
-                uint32_t word = 0;
-                for (int j = 0; j < g->per; j++) {
-                    const int at = i / 8 * 8 + code_of(g->mode, kind, i % 8 + j);
-                    if (g->mode == INT8_MODE) {
-                        const int code = kind == TABLE4 ? g->bytes[codes[at / 2] >> 4 * (at & 1) & 15] : codes[at] ^ 128;
-                        word |= (uint32_t)code << 8 * j;
-                    } else {
-                        const float v = values[at] - (w->role == ZERO_POINT ? offsets[at / SPAN] : 0);
-                        word |= bf16_of(v) << 16 * j;
-                    }
-                }
-                tile->codes[((c * CHUNK + i) / g->per) * WIDE + r] = word;
-            }
-        }
-}
-
-/* `rows` rows of activations: what vpdpbusd and vdpbf16ps do, number by number. */
-static void portable_group_micro(
-    const grouping *g, const group_tile *tile, const group_x *x, const int rows, Py_ssize_t groups, float *sums)
-{
-    const Py_ssize_t words = g->q / g->per;
-    for (Py_ssize_t i = 0; i < groups; i++)
-        for (int m = 0; m < rows; m++)
-            for (int n = 0; n < WIDE; n++) {
-                float sum = 0, *to = sums + m * WIDE + n;
-                int32_t whole = 0;
-                for (Py_ssize_t k = i * words; k < (i + 1) * words; k++) {
-                    const uint32_t a = tile->codes[k * WIDE + n], b = x->codes[k * rows + m];
-                    if (g->mode == INT8_MODE)
-                        for (int j = 0; j < 32; j += 8)
-                            whole += (int32_t)(a >> j & 255) * (int8_t)(b >> j);
-                    else {
-                        sum = fmaf(float_of(a & 0xffff0000), float_of(b & 0xffff0000), sum);
-                        sum = fmaf(float_of(a << 16), float_of(b << 16), sum);
-                    }
-                }
-                if (g->mode == INT8_MODE) {
-                    sum = (float)(whole + x->starts[i * rows + m]);
-                    if (tile->zeros)
-                        sum = fmaf(-tile->zeros[i * WIDE + n], x->sums[i * rows + m], sum);
-                    sum = sum * x->scales[i * rows + m];
-                }
-                *to = fmaf(sum, tile->scales[i * WIDE + n], *to);
-            }
-}
-
-#define PORTABLE_GROUPS(MB)                                                                                                 \
-    static void portable_groups##MB(                                                                                        \
-        const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups, float *sums)                        \
-    {                                                                                                                       \
-        portable_group_micro(g, tile, x, MB, groups, sums);                                                                 \
-    }
+/* One function for each height of a panel. */
 #define UP_TO_TALLEST(macro) \
     macro(1) macro(2) macro(3) macro(4) macro(5) macro(6) macro(7) macro(8) macro(9) macro(10) macro(11) macro(12)
 #define LIST_OF(name) \
     {NULL, name##1, name##2, name##3, name##4, name##5, name##6, name##7, name##8, name##9, name##10, name##11, name##12}
-UP_TO_TALLEST(PORTABLE_GROUPS)
-static const group_micro portable_groups[] = LIST_OF(portable_groups);
-
-static void portable_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
-{
-    pack_groups(g, kind, x, k, part, to);
-}
-
-static int portable_rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
-    Py_ssize_t first, Py_ssize_t end, float *y)
-{
-    return rows_by_groups(w, g, to, x, m, TALLEST, first, end, y, portable_group_tile, portable_groups);
-}
 
 typedef int (*group_rows)(
     const weight *, const grouping *, const workspace *, const float *, Py_ssize_t, Py_ssize_t, Py_ssize_t, float *);
 typedef void (*group_packer)(const grouping *, int, const float *, Py_ssize_t, part, float *);
+
+/* What multiplies in each mode but FP32. `fewest`: the fewest rows for which it is faster than FP32; NULL where the processor
+   has no instructions for it. `tallest`: the most rows of a panel of activations. `tile`: FP32 words of decoded codes. `together`:
+   the most rows of the weight that `rows` takes, for m rows of activations. */
+typedef struct {
+    group_packer pack;
+    group_rows rows;
+    float (*lift)(int);
+    Py_ssize_t (*fewest)(const weight *);
+    Py_ssize_t tallest;
+    size_t tile;
+    Py_ssize_t (*together)(Py_ssize_t);
+} mode_version;
+
+/* Of a tile in the L1 cache; INT8 codes have scales and zero-points of every SPAN codes at most. */
+enum { TILE = CLAIM * DEEP * (CHUNK / 2 + 2 * SPANS) };
+
+static inline Py_ssize_t one_claim(Py_ssize_t m)
+{
+    (void)m;
+    return CLAIM;
+}
+
+static inline Py_ssize_t always(const weight *w)
+{
+    (void)w;
+    return 1;
+}
+
+static inline float no_lift(int kind)
+{
+    (void)kind;
+    return 1;
+}
 
 #endif

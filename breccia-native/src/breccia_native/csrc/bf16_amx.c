@@ -11,19 +11,17 @@
    An FP32 number is the sum of three BF16 numbers, an FP16 number of two, whose products with codes are added to the same sums:
    nothing is rounded that a product in FP32 would not round, and three of these products are faster than one by AVX-512. */
 
-#ifndef BRECCIA_MATRICES_H
-#define BRECCIA_MATRICES_H
+#define VECTOR_BYTES 64
+#include "instructions.h"
 
-#include "modes512.h"
-
-#if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-#define HAS_MATRICES 1
-
+#if defined(HAS_MATRICES)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define FOR_MATRICES __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,amx-tile,amx-bf16")))
+COMPILE_FOR("amx-tile,amx-bf16,avx512bf16," AVX512)
+
+#include "groups512.h"
 
 enum {
     SIDE = 16,                /* rows of a tile */
@@ -48,7 +46,7 @@ static const tile_shapes shapes = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, 
 
 /* Ask the system to keep the tiles of this process, and of those that it starts. It refuses where it cannot, where the processor
    has none, and where a thread has an alternate stack for signals that is too small for them. */
-static int may_use_matrices(void)
+int may_use_matrices(void)
 {
     enum { REQUEST = 0x1023, TILE_DATA = 18, TILE = 1 << 24, TILE_BF16 = 1 << 22 }; /* ARCH_REQ_XCOMP_PERM */
     unsigned a, b, c, d;
@@ -86,7 +84,7 @@ static int scaling_of(const weight *w)
 
 /* Make of powers of two, in place, what they add to the exponents of BF16 numbers, in both halves of a word. Returns 0, and does
    nothing, where one is beyond the limits (see above), or NaN. */
-INLINE int made_exponents(float *scales, Py_ssize_t n)
+OUTLINE int made_exponents(float *scales, Py_ssize_t n)
 {
     const int32_t least = (int32_t)bits_of(0x1p-30f), most = (int32_t)bits_of(0x1p6f), one = (int32_t)bits_of(1);
     int32_t beyond = 0; /* the sign says whether */
@@ -101,7 +99,7 @@ INLINE int made_exponents(float *scales, Py_ssize_t n)
     return beyond >= 0;
 }
 
-static int takes_matrices(const weight *w, const grouping *g)
+int takes_matrices(const weight *w, const grouping *g)
 {
     return are_pairs(w->codes.kind, w->role) && (g->q >= 32 || scaling_of(w) == BY_CODES);
 }
@@ -115,7 +113,7 @@ static Py_ssize_t fewest_by_matrices(const weight *w)
 
 /* Whether m rows of activations are multiplied in parts where a product in FP32 was asked for, and by which `parts` then. Fewer than
    CHUNK columns could have more roundings than the bound of FP32 allows them; infinite codes times parts of 0 would be NaN. */
-static int takes_parts(const weight *w, Py_ssize_t m, int x_kind, grouping *parts)
+int takes_parts(const weight *w, Py_ssize_t m, int x_kind, grouping *parts)
 {
     if (m < FEWEST_IN_PARTS || m < fewest_by_matrices(w) || w->k < CHUNK || w->codes.kind == E5M2 || !are_moderate(w) ||
         !grouped(parts, BF16_MODE, w->codes.kind, w->codes.table, w->block, w->k) || !takes_matrices(w, parts))
@@ -132,7 +130,7 @@ INLINE int is_sorted(int kind, Py_ssize_t q)
 }
 
 /* Sort the words of codes decoded from 64 bytes: each vector then has 32 successive codes. */
-FOR_AVX512 INLINE void sorted_words(const int count, __m512i d[4])
+INLINE void sorted_words(const int count, __m512i d[4])
 {
     if (count == 2) {
         const __m512i first = _mm512_shuffle_i64x2(d[0], d[1], 0x44);
@@ -158,7 +156,7 @@ INLINE int place_of(int half, int sorted, int tile, int row)
 }
 
 /* What is left of FP32 numbers without their first 8 bits, which `first` then has: numbers of 8 bits fewer. */
-FOR_AVX512 INLINE __m512 without_first_bits(__m512 y, __m512 *first)
+INLINE __m512 without_first_bits(__m512 y, __m512 *first)
 {
     *first = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(y), _mm512_set1_epi32((int)0xffff0000)));
     return _mm512_sub_ps(y, *first);
@@ -166,7 +164,7 @@ FOR_AVX512 INLINE __m512 without_first_bits(__m512 y, __m512 *first)
 
 /* The `group_packer`: tile by tile, a word of each row of the panel next to those of the others. Tiles of smaller parts come before
    those of larger ones. */
-FOR_BF16 static void pack_matrices(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+static void pack_matrices(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
     const Py_ssize_t length = (k + CHUNK - 1) / CHUNK * CHUNK, rows = part.rows, end = part.end < k ? part.end : length;
     const int half = kind == TABLE4 ? 4 : 2, sorted = is_sorted(kind, g->q);
@@ -217,7 +215,7 @@ FOR_BF16 static void pack_matrices(const grouping *g, int kind, const float *x, 
 }
 
 /* BF16 numbers with more in their exponents, but zeros and NaNs, which FP8 codes may be. */
-FOR_AVX512 INLINE __m512i with_exponents(const int kind, __m512i words, __m512i exponents)
+INLINE __m512i with_exponents(const int kind, __m512i words, __m512i exponents)
 {
     const __m512i size = _mm512_set1_epi16(0x7fff), one = _mm512_set1_epi16(1), last = _mm512_set1_epi16(0x7f7e);
     const __mmask32 finite = kind == E4M3 ? _mm512_cmple_epu16_mask(_mm512_sub_epi16(_mm512_and_si512(words, size), one), last)
@@ -226,7 +224,7 @@ FOR_AVX512 INLINE __m512i with_exponents(const int kind, __m512i words, __m512i 
 }
 
 /* Decode row r of `chunks` chunks, from chunk `c` on, into rows of tiles that are adjacent. */
-FOR_MATRICES INLINE void decode_matrices(const int kind, const int shifts, const int scaling, const weight *w,
+INLINE void decode_matrices(const int kind, const int shifts, const int scaling, const weight *w,
     const grouping *g, const tables *t, const panel *p, int r, Py_ssize_t c, Py_ssize_t chunks, uint32_t *to)
 {
     const int parts = kind == TABLE4 ? 1 : 2, sorted = is_sorted(kind, g->q);
@@ -234,10 +232,9 @@ FOR_MATRICES INLINE void decode_matrices(const int kind, const int shifts, const
     const Py_ssize_t spans = p->spans > 1 ? p->spans / parts : 1, next = p->spans > 1 ? spans : 0; /* scales of a part */
     const __m512i lanes = span_of_lanes(spans);
     for (const Py_ssize_t end = c + chunks; c < end; c++) {
-        uint8_t room[CHUNK];
-        const uint8_t *codes = bytes_of(kind, p, r, c, room);
+        const uint8_t *codes = codes_of(p, r, c);
         for (int part = 0; part < parts; part++) {
-            const __m512i v = _mm512_loadu_si512(codes + 64 * part);
+            const __m512i v = part_of_codes(kind, codes, part);
             const Py_ssize_t at = c * p->spans + part * next;
             const __m512 scale = _mm512_permutexvar_ps(lanes, _mm512_loadu_ps(p->scales[r] + at));
             __m512i d[4], zero = _mm512_setzero_si512();
@@ -261,7 +258,7 @@ FOR_MATRICES INLINE void decode_matrices(const int kind, const int shifts, const
 }
 
 /* sums += the numbers of a tile, whose rows are multiplied by scales. */
-FOR_AVX512 INLINE void add_scaled(const float *tile, const float *scales, float *sums)
+INLINE void add_scaled(const float *tile, const float *scales, float *sums)
 {
     UNROLL for (int n = 0; n < SIDE; n++) {
         const __m512 a = _mm512_loadu_ps(tile + SIDE * n), b = _mm512_loadu_ps(sums + SIDE * n);
@@ -284,7 +281,7 @@ enum { SUMS = HALVES * SIDE * SIDE };
 
    A compiler may move stores to memory past loads of tiles, but not past FROM_MEMORY and the stores of tiles, which come before
    and after these loops. */
-FOR_MATRICES INLINE void add_products(const int TWO, const int shared, Py_ssize_t count, const factors a, const factors b)
+INLINE void add_products(const int TWO, const int shared, Py_ssize_t count, const factors a, const factors b)
 {
     const Py_ssize_t half = LONG * TILES * WORDS_OF_TILE, parts = a.parts;
     const float *x = a.x, *y = b.x;
@@ -315,7 +312,7 @@ FOR_MATRICES INLINE void add_products(const int TWO, const int shared, Py_ssize_
 }
 
 /* Write the sums in registers: of `a`, and of `b` where there are TWO. */
-FOR_MATRICES INLINE void store_tiles(const int TWO, float *a, float *b)
+INLINE void store_tiles(const int TWO, float *a, float *b)
 {
     _tile_stored(0, a, 64);
     _tile_stored(1, a + SIDE * SIDE, 64);
@@ -326,7 +323,7 @@ FOR_MATRICES INLINE void store_tiles(const int TWO, float *a, float *b)
 }
 
 /* The products of `count` tiles, times the scales of their group: of one group and two panels, or of two groups. */
-FOR_MATRICES INLINE void add_groups(const int TWO, const int shared, Py_ssize_t count, const factors a, const factors b,
+INLINE void add_groups(const int TWO, const int shared, Py_ssize_t count, const factors a, const factors b,
     const float *by_a, const float *by_b, float *sums_a, float *sums_b)
 {
     float found[2][SUMS];
@@ -355,7 +352,7 @@ INLINE factors later(const factors a, Py_ssize_t tiles)
 
 /* Add the products of `tiles` tiles with a panel, or with TWO, to their sums. `each`: tiles of a group, whose scales are in `by`;
    neither is used unless scales multiply sums. */
-FOR_MATRICES INLINE void multiply_matrices(const int TWO, const int scaling, Py_ssize_t tiles, Py_ssize_t each, const float *by,
+INLINE void multiply_matrices(const int TWO, int scaling, Py_ssize_t tiles, Py_ssize_t each, const float *by,
     const factors a, const factors b, float *sums_a, float *sums_b)
 {
     if (scaling != BY_SUMS) {
@@ -378,7 +375,7 @@ FOR_MATRICES INLINE void multiply_matrices(const int TWO, const int scaling, Py_
 }
 
 /* The scales of a panel, group by group. */
-FOR_AVX512 INLINE void scales_by_groups(const panel *p, float *to)
+OUTLINE void scales_by_groups(const panel *p, float *to)
 {
     const Py_ssize_t groups = p->chunks * p->spans;
     for (Py_ssize_t i = 0; i < groups; i += 16)
@@ -401,7 +398,7 @@ static Py_ssize_t rows_of_matrices(Py_ssize_t m)
 }
 
 /* Write the sums of a claim, times a factor, to the product: rows `first` to `end` of the weight. */
-FOR_AVX512 INLINE void write_sums(
+OUTLINE void write_sums(
     const float *sums, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float factor, float *y, Py_ssize_t stride)
 {
     const Py_ssize_t panels = (m + SIDE - 1) / SIDE;
@@ -420,9 +417,12 @@ FOR_AVX512 INLINE void write_sums(
     }
 }
 
-/* The `group_rows`. */
-FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int scaling, const weight *w, const grouping *g,
-    const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
+/* Decodes `chunks` chunks from c on of row r of a claim, into tiles. */
+typedef void (*matrix_decoder)(const weight *, const grouping *, const tables *, const panel *, int, Py_ssize_t, Py_ssize_t, uint32_t *);
+
+/* The `group_rows`, by scales that are multiplied when `scaling` says, and codes that `decode` decodes. */
+static int matrix_rows(int scaling, matrix_decoder decode, const weight *w, const grouping *g, const workspace *to, const float *x,
+    Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
 {
     weight unit = *w;
     if (scaling != BY_SUMS)
@@ -430,7 +430,8 @@ FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int 
     panel p[CLAIMS];
     const Py_ssize_t bytes = CHUNK * kind_bits[w->codes.kind] / 8, chunks = (w->k + CHUNK - 1) / CHUNK, length = chunks * CHUNK;
     const Py_ssize_t claims = (end - first + CLAIM - 1) / CLAIM, panels = (m + SIDE - 1) / SIDE, groups = length / g->q;
-    const tables t = tables_of(BF16_MODE, kind, shifts, w, g);
+    const tables t = w->codes.kind == TABLE4 ? tables_of(BF16_MODE, TABLE4, w->role == ZERO_POINT, w, g)
+                                             : tables_of(BF16_MODE, E4M3, 0, w, g);
     uint32_t *codes = (uint32_t *)to->tile;
     /* Scales by groups. There is room for a scale of every SPAN codes, and groups have 32 here. */
     float *by = scaling == BY_SUMS ? to->scales + claims * CLAIM * groups : to->scales;
@@ -457,7 +458,7 @@ FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int 
             const float *scales = scaling == BY_SUMS ? by + (claim * groups + c * p->spans) * CLAIM : by;
             for (int r = 0; r < CLAIM; r++) {
                 uint32_t *row = codes + r / SIDE * LONG * TILES * WORDS_OF_TILE + r % SIDE * SIDE;
-                decode_matrices(kind, shifts, scaling, w, g, &t, &p[claim], r, c, now, row);
+                decode(w, g, &t, &p[claim], r, c, now, row);
             }
             FROM_MEMORY(codes);
             for (Py_ssize_t i = 0, done = 0; i < panels; i += 2) {
@@ -485,35 +486,36 @@ FOR_MATRICES INLINE int matrix_rows(const int kind, const int shifts, const int 
     return 1;
 }
 
-#define MATRIX_ROWS(name, kind, shifts, scaling)                                                                            \
-    FOR_MATRICES static int name(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,     \
-        Py_ssize_t first, Py_ssize_t end, float *y)                                                                         \
+#define MATRIX_DECODER(name, kind, shifts, scaling)                                                                         \
+    static void name(const weight *w, const grouping *g, const tables *t, const panel *p, int r, Py_ssize_t c,              \
+        Py_ssize_t chunks, uint32_t *to)                                                                                    \
     {                                                                                                                       \
-        return matrix_rows(kind, shifts, scaling, w, g, to, x, m, first, end, y);                                           \
+        decode_matrices(kind, shifts, scaling, w, g, t, p, r, c, chunks, to);                                               \
     }
-#define SCALED_MATRIX_ROWS(name, kind)                                                                                      \
-    MATRIX_ROWS(name, kind, 0, BY_SUMS)                                                                                     \
-    MATRIX_ROWS(name##_by_exponents, kind, 0, BY_EXPONENTS)
-SCALED_MATRIX_ROWS(matrices_of_nibbles, TABLE4)
-SCALED_MATRIX_ROWS(matrices_of_bytes, E4M3)
-SCALED_MATRIX_ROWS(matrices_of_sixes, E2M3)
-SCALED_MATRIX_ROWS(matrices_of_integers, I8)
-MATRIX_ROWS(matrices_of_shifted_nibbles, TABLE4, 1, BY_SUMS)
-MATRIX_ROWS(matrices_of_scaled_nibbles, TABLE4, 0, BY_CODES)
+MATRIX_DECODER(decode_nibbles, TABLE4, 0, BY_SUMS)
+MATRIX_DECODER(decode_differences, TABLE4, 1, BY_SUMS)
+MATRIX_DECODER(decode_scaled_nibbles, TABLE4, 0, BY_CODES)
+MATRIX_DECODER(decode_nibbles_by_exponents, TABLE4, 0, BY_EXPONENTS)
+MATRIX_DECODER(decode_bytes, E4M3, 0, BY_SUMS)
+MATRIX_DECODER(decode_bytes_by_exponents, E4M3, 0, BY_EXPONENTS)
+MATRIX_DECODER(decode_sixes, E2M3, 0, BY_SUMS)
+MATRIX_DECODER(decode_sixes_by_exponents, E2M3, 0, BY_EXPONENTS)
+MATRIX_DECODER(decode_integers, I8, 0, BY_SUMS)
+MATRIX_DECODER(decode_integers_by_exponents, I8, 0, BY_EXPONENTS)
 
 /* By kind (4 bits, 8, 6, INT8), and whether scales are added to exponents. */
-static const group_rows matrices_by_kind[4][2] = {
-    {matrices_of_nibbles, matrices_of_nibbles_by_exponents}, {matrices_of_bytes, matrices_of_bytes_by_exponents},
-    {matrices_of_sixes, matrices_of_sixes_by_exponents}, {matrices_of_integers, matrices_of_integers_by_exponents}};
+static const matrix_decoder matrix_decoders[4][2] = {{decode_nibbles, decode_nibbles_by_exponents},
+    {decode_bytes, decode_bytes_by_exponents}, {decode_sixes, decode_sixes_by_exponents},
+    {decode_integers, decode_integers_by_exponents}};
 
 static int matrix_rows_scaled(int scaling, const weight *w, const grouping *g, const workspace *to, const float *x,
     Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
 {
     const int kind = w->codes.kind, bits = kind == TABLE4 ? 0 : kind == I8 ? 3 : 1 + IS_SIX(kind);
-    const group_rows rows = w->role == ZERO_POINT ? matrices_of_shifted_nibbles
-        : scaling == BY_CODES                     ? matrices_of_scaled_nibbles
-                                                  : matrices_by_kind[bits][scaling == BY_EXPONENTS];
-    return rows(w, g, to, x, m, first, end, y);
+    const matrix_decoder decode = w->role == ZERO_POINT ? decode_differences
+        : scaling == BY_CODES                           ? decode_scaled_nibbles
+                                                        : matrix_decoders[bits][scaling == BY_EXPONENTS];
+    return matrix_rows(scaling, decode, w, g, to, x, m, first, end, y);
 }
 
 /* Which claims a thread takes together depends on chance, so each one is decided by its own scales. */
@@ -528,12 +530,14 @@ static int matrix_rows_one_by_one(const weight *w, const grouping *g, const work
     return fine;
 }
 
-static int rows_by_matrices(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+static int rows(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
     const int scaling = scaling_of(w), sums = scaling == BY_EXPONENTS && m < MANY_ROWS;
     return matrix_rows_scaled(sums ? BY_SUMS : scaling, w, g, to, x, m, first, end, y);
 }
 
-#endif
+const mode_version bf16_matrices = {pack_matrices, rows, lift_of, fewest_by_matrices, SIDE, DECODED, rows_of_matrices};
+
+COMPILED
 #endif

@@ -12,6 +12,13 @@
 #define INLINE static inline __attribute__((always_inline))
 #endif
 
+/* A function that a source file has once, where it would be copied into many. */
+#if defined(__GNUC__)
+#define OUTLINE static __attribute__((noinline, unused))
+#else
+#define OUTLINE static
+#endif
+
 INLINE uint32_t bits_of(float y)
 {
     uint32_t u;

@@ -3,12 +3,8 @@
 #ifndef BRECCIA_WEIGHTS_H
 #define BRECCIA_WEIGHTS_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <math.h>
-#include <stdlib.h>
-
 #include "bits.h"
+#include "instructions.h"
 
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -175,6 +171,12 @@ INLINE void decoded(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
     }
 }
 
+/* Likewise, of a kind that is not known when this is compiled. */
+OUTLINE void decode_numbers(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
+{
+    decoded(a, start, n, y);
+}
+
 /* -------------------------------------------------------------------------------------------------- scales */
 
 /* Each of `run`, `each` times. */
@@ -195,7 +197,7 @@ INLINE Py_ssize_t longest_span(const weight *w)
 }
 
 /* `to` = each of `run` for as many spans as a block has; the last one up to the chunk's end, where activations are 0. */
-INLINE void spread(const weight *w, Py_ssize_t span, const float *run, float *to)
+OUTLINE void spread(const weight *w, Py_ssize_t span, const float *run, float *to)
 {
     const int bits = __builtin_ctz((unsigned)span); /* divisions would take as long as the rest */
     const Py_ssize_t end = (w->k + CHUNK - 1) / CHUNK * (CHUNK >> bits), each = w->groups == 1 ? end : w->block >> bits;
@@ -216,7 +218,7 @@ INLINE void spread(const weight *w, Py_ssize_t span, const float *run, float *to
 }
 
 /* Whether magnitudes are at most `most`, and at least `least` or 0; NaN is. */
-INLINE int within(const float *y, Py_ssize_t n, float most, float least)
+OUTLINE int within(const float *y, Py_ssize_t n, float most, float least)
 {
     const int32_t top = (int32_t)bits_of(most), bottom = (int32_t)bits_of(least);
     int32_t beyond = 0; /* the sign says whether; integers, since comparisons of floats are slow to combine */
@@ -237,7 +239,7 @@ INLINE int within(const float *y, Py_ssize_t n, float most, float least)
 typedef void (*decoder)(const numbers *, Py_ssize_t, Py_ssize_t, float *);
 
 /* The scales and offsets of a row of scales, one for each `span` codes. Returns whether they are within the limits. */
-INLINE int spread_scales(
+OUTLINE int spread_scales(
     const weight *w, Py_ssize_t span, Py_ssize_t row, const decoder read, float *run, float *scales, float *offsets)
 {
     const Py_ssize_t groups = w->groups;
@@ -290,7 +292,7 @@ typedef struct {
 } workspace;
 
 /* 6-bit codes of a chunk, four in three bytes, one a byte: in its high bits. */
-INLINE void expanded(const uint8_t *from, uint8_t *to)
+OUTLINE void expanded(const uint8_t *from, uint8_t *to)
 {
     for (int i = 0; i < CHUNK; i += 4, from += 3, to += 4) {
         const uint32_t u = from[0] | (uint32_t)from[1] << 8 | (uint32_t)from[2] << 16;
@@ -300,25 +302,6 @@ INLINE void expanded(const uint8_t *from, uint8_t *to)
         to[3] = (uint8_t)(u >> 16 & 0xfc);
     }
 }
-
-/* The `widener`. `spread(u, width, bits)`: the codes in the low bits of a word, one to `bits` bits each. */
-#define WIDENER(name, target, spread)                                                                                       \
-    target static void name(const weight *w, const uint8_t *from, uint8_t *to)                                              \
-    {                                                                                                                       \
-        const int bits = kind_bits[w->codes.kind], each = 8 * w->width / bits;                                              \
-        const uint8_t *const end = from + w->row_bytes;                                                                     \
-        uint8_t *const stop = to + row_of_chunks(w);                                                                        \
-        for (; from < end; from += each, to += 8) {                                                                         \
-            uint64_t u = 0;                                                                                                 \
-            if (end - from >= 8)                                                                                            \
-                memcpy(&u, from, 8);                                                                                        \
-            else                                                                                                            \
-                memcpy(&u, from, (size_t)(end - from));                                                                     \
-            u = spread(u, w->width, bits);                                                                                  \
-            memcpy(to, &u, 8);                                                                                              \
-        }                                                                                                                   \
-        memset(to, 0, (size_t)(stop - to));                                                                                 \
-    }
 
 /* Bytes of a row of codes in whole chunks, each of the bits of its kind. */
 INLINE Py_ssize_t row_of_chunks(const weight *w)
@@ -338,6 +321,24 @@ INLINE uint64_t spread_codes(uint64_t u, int width, int bits)
     for (int i = 0; i < 64 / bits; i++, u >>= width)
         found |= (u & ((1u << width) - 1)) << bits * i;
     return found;
+}
+
+/* The `widener`. `spread(u, width, bits)`: the codes in the low bits of a word, one to `bits` bits each. */
+INLINE void widen_codes(const weight *w, const uint8_t *from, uint8_t *to, uint64_t (*const spread)(uint64_t, int, int))
+{
+    const int bits = kind_bits[w->codes.kind], each = 8 * w->width / bits;
+    const uint8_t *const end = from + w->row_bytes;
+    uint8_t *const stop = to + row_of_chunks(w);
+    for (; from < end; from += each, to += 8) {
+        uint64_t u = 0;
+        if (end - from >= 8)
+            memcpy(&u, from, 8);
+        else
+            memcpy(&u, from, (size_t)(end - from));
+        u = spread(u, w->width, bits);
+        memcpy(to, &u, 8);
+    }
+    memset(to, 0, (size_t)(stop - to));
 }
 
 /* The codes of a chunk, as they are stored or widened. */
@@ -365,7 +366,7 @@ INLINE void begin_panel(const weight *w, Py_ssize_t span, Py_ssize_t between, pa
 }
 
 /* Fill `p` with `count` rows from `first` on, whose scales have been spread from row `base` on. */
-INLINE void fill(
+OUTLINE void fill(
     const weight *w, const workspace *to, Py_ssize_t base, Py_ssize_t first, Py_ssize_t end, const int count, panel *p)
 {
     const Py_ssize_t rest = w->widen ? 0 : w->row_bytes - p->whole * p->bytes;

@@ -1,32 +1,12 @@
-/* The version for processors with AVX2 and FMA, and what it shares with that for AVX-512. */
+/* Products by AVX2 and FMA. */
 
-#ifndef BRECCIA_AVX2_H
-#define BRECCIA_AVX2_H
+#define VECTOR_BYTES 32
+#include "instructions.h"
 
-#include <immintrin.h>
+#if defined(HAS_X86)
+COMPILE_FOR(AVX2)
 
-#include "tiles.h"
-#include "transpose.h"
-
-typedef float f8 __attribute__((vector_size(32)));
-
-#define FOR_AVX2 __attribute__((target("avx2,fma,f16c")))
-
-/* Keeps instructions on either side of it apart. */
-#define AFTER(v) __asm__ volatile("" : "+v"(v))
-
-/* The order of activations for codes in registers.
-
-   Vector i of a chunk of 4-bit codes has code SPAN j + i in lane j, which one shift brings to the low bits of each lane.
-   Of FP8 and FP6, vectors 2i and 2i + 1 have the even and the odd of 32 codes, which are halves of FP16 numbers. */
-static const uint8_t order_of_nibbles[CHUNK] = {
-#define LANES_OF(i) i, 8 + i, 16 + i, 24 + i, 32 + i, 40 + i, 48 + i, 56 + i, 64 + i, \
-        72 + i, 80 + i, 88 + i, 96 + i, 104 + i, 112 + i, 120 + i
-    LANES_OF(0), LANES_OF(1), LANES_OF(2), LANES_OF(3), LANES_OF(4), LANES_OF(5), LANES_OF(6), LANES_OF(7)};
-static const uint8_t order_of_bytes[CHUNK] = {
-#define EVEN_OF(i) i, i + 2, i + 4, i + 6, i + 8, i + 10, i + 12, i + 14, i + 16, \
-        i + 18, i + 20, i + 22, i + 24, i + 26, i + 28, i + 30
-    EVEN_OF(0), EVEN_OF(1), EVEN_OF(32), EVEN_OF(33), EVEN_OF(64), EVEN_OF(65), EVEN_OF(96), EVEN_OF(97)};
+#include "avx2.h"
 
 /* Of 4-bit codes, that of unpacked bytes: a vector has every fourth code of the first 16 of each 32, or of the others. Of INT8 and
    UINT8, vector j of 32 codes has byte j of each lane. */
@@ -40,133 +20,14 @@ static const uint8_t order_of_integers[CHUNK] = {
 #define ORDER_OF_32(i) BYTES_OF_LANES(i), BYTES_OF_LANES(i + 1), BYTES_OF_LANES(i + 2), BYTES_OF_LANES(i + 3)
     ORDER_OF_32(0), ORDER_OF_32(32), ORDER_OF_32(64), ORDER_OF_32(96)};
 
-/* Values of FP8 and FP6 codes: the FP16 with the same bits, which is a power of two, the lift, smaller. */
-#define E4M3_LIFT 0x1p8f
-
-#define E2M3_LIFT 0x1p14f
-#define E3M2_LIFT 0x1p12f
-#define IS_HALF(kind) ((kind) >= E4M3 && (kind) <= E3M2)
-
-static const uint8_t *order_of(int kind)
-{
-    return kind == TABLE4 ? order_of_nibbles : IS_HALF(kind) ? order_of_bytes : NULL;
-}
-
-static const uint8_t *order_by_avx2(int kind)
+static const uint8_t *order(int kind)
 {
     return kind == TABLE4 ? order_of_unpacked : kind == I8 || kind == U8 ? order_of_integers : order_of(kind);
 }
 
-static float lift_of(int kind)
-{
-    return kind == E4M3 ? E4M3_LIFT : kind == E2M3 ? E2M3_LIFT : kind == E3M2 ? E3M2_LIFT : 1;
-}
-
-/* FP16 with the bits of FP8 and FP6 numbers in the high bytes of lanes; the low bytes of all but E5M2 do not matter. E4M3's NaN
-   becomes a number. */
-FOR_AVX2 INLINE __m256i finite_halves_by_avx2(const int kind, __m256i high)
-{
-    if (kind == E2M3)
-        return _mm256_and_si256(_mm256_srai_epi16(high, 3), _mm256_set1_epi16((short)0x8F80));
-    if (kind == E3M2)
-        return _mm256_and_si256(_mm256_srai_epi16(high, 2), _mm256_set1_epi16((short)0x9F00));
-    if (kind == E4M3)
-        return _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xBF80));
-    return high;
-}
-
-/* Likewise, and E4M3's NaN stays one. */
-FOR_AVX2 INLINE __m256i halves_by_avx2(const int kind, __m256i high)
-{
-    high = finite_halves_by_avx2(kind, high);
-    if (kind != E4M3)
-        return high;
-    /* NaN became 0x3F80: with bit 14 it is FP16's. */
-    const __m256i next = _mm256_add_epi16(high, _mm256_set1_epi16(0x80));
-    return _mm256_or_si256(high, _mm256_and_si256(next, _mm256_set1_epi16(0x4000)));
-}
-
-FOR_AVX2 INLINE __m256 low_half(__m256i v)
-{
-    return _mm256_cvtph_ps(_mm256_castsi256_si128(v));
-}
-
-FOR_AVX2 INLINE __m256 high_half(__m256i v)
-{
-    return _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1));
-}
-
-/* The bytes of FP32 numbers by 4-bit codes (see `bytes_of_table`). */
-typedef struct {
-    __m256i of[4];
-} table_bytes;
-
-/* Whether the values of 4-bit codes are BF16 numbers: all but NF4's, and tables of a user's own. */
-INLINE int are_words(const float *table)
-{
-    uint32_t rest = 0;
-    for (int i = 0; i < 16; i++)
-        rest |= bits_of(table[i]) & 0xFFFF;
-    return !rest;
-}
-
-/* Words of 16 bits from the bytes, low and high, of those numbers. kept: of the even and the odd codes of each lane; else of the
-   first 8 of every 16 bytes and the others, two codes to a lane. */
-FOR_AVX2 INLINE void words_by_avx2(const int kept, __m256i codes, __m256i low_table, __m256i high_table, __m256i to[2])
-{
-    const __m256i high_bytes = _mm256_set1_epi16((short)0xFF00);
-    const __m256i high = _mm256_shuffle_epi8(high_table, codes), low = _mm256_shuffle_epi8(low_table, codes);
-    to[0] = kept ? _mm256_blendv_epi8(low, _mm256_slli_epi16(high, 8), high_bytes) : _mm256_unpacklo_epi8(low, high);
-    to[1] = kept ? _mm256_blendv_epi8(_mm256_srli_epi16(low, 8), high, high_bytes) : _mm256_unpackhi_epi8(low, high);
-}
-
-/* The values of the low (i = 0) or high codes of bytes: kept in their lanes, to[j] has those of byte j; else to[0] and to[2] those
-   of the even and the odd of the first 8 of every 16 bytes, to[1] and to[3] of the others. A permutation of 8 numbers would look
-   them up too, but AMD's takes longer than all this. words: whether they are BF16 numbers, so that their low words are 0. */
-FOR_AVX2 INLINE void nibbles_by_avx2(
-    const int words, const int kept, __m256i v, const int i, const table_bytes *t, __m256 to[4])
-{
-    const __m256i codes = _mm256_and_si256(i ? _mm256_srli_epi16(v, 4) : v, _mm256_set1_epi8(15));
-    __m256i high[2], low[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    words_by_avx2(kept, codes, t->of[2], t->of[3], high);
-    if (!words)
-        words_by_avx2(kept, codes, t->of[0], t->of[1], low);
-    UNROLL for (int j = 0; j < 2; j++) {
-        const __m256i first = _mm256_slli_epi32(high[j], 16), second = _mm256_srli_epi32(low[j], 16);
-        to[j] = _mm256_castsi256_ps(words ? first : _mm256_blend_epi16(low[j], first, 0xAA));
-        to[j + 2] = _mm256_castsi256_ps(_mm256_blend_epi16(second, high[j], 0xAA));
-    }
-}
-
-/* Byte j of each lane, of INT8 or UINT8 codes. */
-FOR_AVX2 INLINE __m256 integer_by_avx2(const int kind, __m256i v, const int j)
-{
-    const __m256i top = j < 3 ? _mm256_slli_epi32(v, 24 - 8 * j) : v;
-    return _mm256_cvtepi32_ps(kind == U8 ? _mm256_srli_epi32(top, 24) : _mm256_srai_epi32(top, 24));
-}
-
-#define IS_SIX(kind) ((kind) == E2M3 || (kind) == E3M2)
-
-/* 32 codes of 6 or 8 bits, one a byte: those of 6 bits in its high bits. */
-FOR_AVX2 INLINE __m256i bytes_by_avx2(const int kind, const uint8_t *codes)
-{
-    if (!IS_SIX(kind))
-        return _mm256_loadu_si256((const void *)codes);
-    /* 12 bytes in each half: the first of one load and the last of another, which so ends where the codes end. */
-    const __m128i second = _mm_loadu_si128((const void *)(codes + 8));
-    const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)codes)), second, 1);
-    const __m256i v = _mm256_shuffle_epi8(both, _mm256_set_epi8(-1, 15, 14, 13, -1, 12, 11, 10, -1, 9, 8, 7, -1, 6, 5, 4, -1, 11,
-        10, 9, -1, 8, 7, 6, -1, 5, 4, 3, -1, 2, 1, 0));
-    const __m256i a = _mm256_and_si256(_mm256_slli_epi32(v, 2), _mm256_set1_epi32(0xfc));
-    const __m256i b = _mm256_and_si256(_mm256_slli_epi32(v, 4), _mm256_set1_epi32(0xfc00));
-    const __m256i c = _mm256_and_si256(_mm256_slli_epi32(v, 6), _mm256_set1_epi32(0xfc0000));
-    const __m256i d = _mm256_and_si256(_mm256_slli_epi32(v, 8), _mm256_set1_epi32((int)0xfc000000));
-    return _mm256_or_si256(_mm256_or_si256(a, b), _mm256_or_si256(c, d));
-}
-
 /* ------------------------------------------------------------------------------------------------ from registers */
 
-FOR_AVX2 INLINE float sum_of(__m256 v)
+INLINE float sum_of(__m256 v)
 {
     __m128 a = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     a = _mm_add_ps(a, _mm_movehl_ps(a, a));
@@ -174,13 +35,13 @@ FOR_AVX2 INLINE float sum_of(__m256 v)
 }
 
 /* The spans that codes of a chunk are in, of `spans`. */
-FOR_AVX2 INLINE __m256i spans_of(__m256i codes, Py_ssize_t spans)
+INLINE __m256i spans_of(__m256i codes, Py_ssize_t spans)
 {
     return _mm256_srl_epi32(codes, _mm_cvtsi32_si128(7 - __builtin_ctz((unsigned)spans)));
 }
 
 /* Scales (or offsets) in lanes of codes: `lanes` says which of the four from `scales` on; in the high half, from `high` on. */
-FOR_AVX2 INLINE __m256 scales_of_lanes_by_avx2(const float *scales, const float *high, __m256i lanes)
+INLINE __m256 scales_of_lanes_by_avx2(const float *scales, const float *high, __m256i lanes)
 {
     const __m256 found = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(scales)), _mm_loadu_ps(high), 1);
     return _mm256_permutevar_ps(found, lanes);
@@ -189,7 +50,7 @@ FOR_AVX2 INLINE __m256 scales_of_lanes_by_avx2(const float *scales, const float 
 /* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. words: whether values of codes are BF16
    numbers. Scales are applied to sums of 4 codes where they are `fine`: there may be one for 16 codes or fewer; else to those of 8,
    or, with `one` scale for a chunk, of 16. */
-FOR_AVX2 INLINE void nibbles_streamed_by_avx2(const int M, const int words, const int role, const int one, const int fine,
+INLINE void nibbles_streamed(const int M, const int words, const int role, const int one, const int fine,
     const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)
 {
     table_bytes bytes;
@@ -260,7 +121,7 @@ static int has_nan(const panel *p, int r)
 
 /* Likewise for codes of 6 and 8 bits: scales are applied to sums of two codes, or of INT8 ones of four. All sums of a row with
    E4M3's NaN are NaN, so it is enough to look for it once per panel. */
-FOR_AVX2 INLINE void bytes_streamed_by_avx2(
+INLINE void bytes_streamed(
     const int M, const int kind, const int role, const panel *p, const float *x, Py_ssize_t stride, float *sums)
 {
     enum { EACH = 32 }; /* codes in a register */
@@ -328,13 +189,13 @@ FOR_AVX2 INLINE void bytes_streamed_by_avx2(
                 sums[m * ROWS + r] = NAN;
 }
 
-#define NIBBLES_BY_AVX2(M, words, role, one, fine) nibbles_streamed_by_avx2(M, words, role, one, fine, w, p, x, stride, sums)
+#define NIBBLES_BY_AVX2(M, words, role, one, fine) nibbles_streamed(M, words, role, one, fine, w, p, x, stride, sums)
 #define WORDS_BY_AVX2(M, role)                                                                                              \
     (p->spans == 1 ? NIBBLES_BY_AVX2(M, 1, role, 1, 0)                                                                      \
             : p->spans <= 4 ? NIBBLES_BY_AVX2(M, 1, role, 0, 0) : NIBBLES_BY_AVX2(M, 1, role, 0, 1))
-#define BYTES_BY_AVX2(M, kind, role) bytes_streamed_by_avx2(M, kind, role, p, x, stride, sums)
+#define BYTES_BY_AVX2(M, kind, role) bytes_streamed(M, kind, role, p, x, stride, sums)
 #define STREAMS_BY_AVX2(M)                                                                                                  \
-    FOR_AVX2 static void streamed##M##_by_avx2(                                                                             \
+    static void streamed##M##_by_avx2(                                                                             \
         const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)                                    \
     {                                                                                                                       \
         const int plain = w->role == NONE;                                                                                  \
@@ -358,34 +219,24 @@ STREAMS_BY_AVX2(2)
 STREAMS_BY_AVX2(4)
 
 /* Multiplies up to `m` rows of activations, 4 at most. Returns how many. */
-static int stream_by_avx2(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
+static int stream(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
 {
     const int taken = m >= 4 ? 4 : m >= 2 ? 2 : 1;
     (taken == 4 ? streamed4_by_avx2 : taken == 2 ? streamed2_by_avx2 : streamed1_by_avx2)(w, p, x, stride, sums);
     return taken;
 }
 
-static Py_ssize_t most_streams_of_avx2(int kind, int role, Py_ssize_t span)
+static Py_ssize_t most_streams(const weight *w)
 {
+    const int kind = w->codes.kind, role = w->role;
     const int integers = kind == TABLE4 || kind == I8 || kind == U8;
-    return span == SPAN && kind != TABLE8 && (role == NONE || (role == ZERO_POINT && integers)) ? 4 : 0;
+    return w->span == SPAN && kind != TABLE8 && (role == NONE || (role == ZERO_POINT && integers)) ? 4 : 0;
 }
 
 /* ------------------------------------------------------------------------------------------------ tiles */
 
-/* A chunk's scales (or offsets) of 8 rows: those of span s in vector s. */
-FOR_AVX2 INLINE void scales_by_avx2(const float *const *rows, Py_ssize_t c, __m256 to[SPANS])
-{
-    for (int half = 0; half < SPANS; half += 8) {
-        __m256 v[8];
-        UNROLL for (int r = 0; r < 8; r++) v[r] = _mm256_loadu_ps(rows[r] + c * SPANS + half);
-        transposed8(v);
-        UNROLL for (int r = 0; r < 8; r++) to[half + r] = v[r];
-    }
-}
-
 /* Four values of a lane's codes: i, i + 2, i + 4 and i + 6 of 8 of 4 bits; or all of 8. words: see `nibbles_by_avx2`. */
-FOR_AVX2 INLINE void values_by_avx2(
+INLINE void values_by_avx2(
     const int kind, const int words, __m256i v, const int i, const float *table, const table_bytes *bytes, __m256 *to)
 {
     if (kind == TABLE4)
@@ -410,10 +261,9 @@ FOR_AVX2 INLINE void values_by_avx2(
 
 /* 32 bytes of codes of 8 rows are transposed as words of 32 bits, which are decoded then. A number of all 16 rows is stored at a
    time, since a processor takes longer for half a cache line and then the other. */
-FOR_AVX2 INLINE void tile_by_avx2(const int kind, const int words, const int role, const weight *w, const panel *p,
+INLINE void tile_by_avx2(const int kind, const int words, const int role, const weight *w, const panel *p,
     Py_ssize_t first, Py_ssize_t chunks, float *tile)
 {
-    enum { NR = 16 };
     table_bytes bytes;
     if (kind == TABLE4)
         bytes_of_table(w->codes.table, bytes.of);
@@ -470,10 +320,10 @@ FOR_AVX2 INLINE void tile_by_avx2(const int kind, const int words, const int rol
             : w->role == ZERO_POINT ? tile_by_avx2(kind, words, ZERO_POINT, w, p, first, chunks, tile)                      \
                                     : tile_by_avx2(kind, words, BIAS, w, p, first, chunks, tile))
 
-FOR_AVX2 static void avx2_tile(const weight *w, const panel *p, Py_ssize_t first, Py_ssize_t chunks, float *tile)
+static void decode_tile(const weight *w, const panel *p, Py_ssize_t first, Py_ssize_t chunks, float *tile)
 {
     if (w->span != SPAN) {
-        tile_of_rows(w, p, first, chunks, 16, lift_of(w->codes.kind), tile);
+        tile_of_rows(w, p, first, chunks, lift_of(w->codes.kind), tile);
         return;
     }
     switch (w->codes.kind) {
@@ -488,44 +338,43 @@ FOR_AVX2 static void avx2_tile(const weight *w, const panel *p, Py_ssize_t first
     }
 }
 
-MICRO(avx2, FOR_AVX2, f8, 8, 1)
-MICRO(avx2, FOR_AVX2, f8, 8, 2)
-MICRO(avx2, FOR_AVX2, f8, 8, 3)
-MICRO(avx2, FOR_AVX2, f8, 8, 4)
-MICRO(avx2, FOR_AVX2, f8, 8, 5)
-MICRO(avx2, FOR_AVX2, f8, 8, 6)
-static const micro avx2_micros[] = {
-    NULL, avx2_micro1, avx2_micro2, avx2_micro3, avx2_micro4, avx2_micro5, avx2_micro6};
+MICRO(1)
+MICRO(2)
+MICRO(3)
+MICRO(4)
+MICRO(5)
+MICRO(6)
+static const micro micros[] = {NULL, micro1, micro2, micro3, micro4, micro5, micro6};
 
-/* `decoded`, for scales and offsets. */
-FOR_AVX2 INLINE void decoded_by_avx2(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
+/* ------------------------------------------------------------------------------------------------ the version */
+
+static const multiplier by = {decode_tile, micros, 6, stream, decoded_by_avx2, NULL, CHUNK};
+
+static int rows(int streams, const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first,
+    Py_ssize_t end, float *y)
 {
-    const int kind = a->kind;
-    const Py_ssize_t whole = kind == E4M3 || kind == F16 || kind == E8M0 ? n / 8 * 8 : 0;
-    for (Py_ssize_t i = 0; i < whole; i += 8) {
-        const uint8_t *from = a->items + (kind == F16 ? 2 : 1) * (start + i);
-        __m256 v;
-        if (kind == F16)
-            v = _mm256_cvtph_ps(_mm_loadu_si128((const void *)from));
-        else if (kind == E4M3) {
-            const __m128i high = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64((const void *)from));
-            v = _mm256_mul_ps(low_half(halves_by_avx2(E4M3, _mm256_castsi128_si256(high))), _mm256_set1_ps(E4M3_LIFT));
-        } else {
-            const __m256i b = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)from));
-            const __m256i least = _mm256_max_epi32(_mm256_slli_epi32(b, 23), _mm256_set1_epi32(0x00400000)); /* 2^-127 */
-            const __m256i nan = _mm256_cmpeq_epi32(b, _mm256_set1_epi32(255));
-            v = _mm256_or_ps(_mm256_castsi256_ps(least), _mm256_and_ps(_mm256_castsi256_ps(nan), _mm256_set1_ps(NAN)));
-        }
-        _mm256_storeu_ps(y + i, v);
-    }
-    decoded(a, start + whole, n - whole, y + whole);
+    return rows_of(&by, streams, w, to, x, m, first, end, y);
 }
 
-#define FOR_BMI2 __attribute__((target("bmi2")))
-#define SPREAD_BY_BMI2(u, width, bits) _pdep_u64(u, low_bits(width, bits))
-WIDENER(widen_by_bmi2, FOR_BMI2, SPREAD_BY_BMI2)
+static void pack(int streams, const weight *w, const float *x, Py_ssize_t m, part part, float *to)
+{
+    if (streams)
+        pack_chunks(x, m, w->k, part, order(w->codes.kind), to);
+    else
+        pack_panel(x, w->k, part, to);
+}
 
-VERSION(avx2, FOR_AVX2, 6, 16, stream_by_avx2, most_streams_of_avx2, longest_span, decoded_by_avx2, NULL, order_by_avx2, lift_of,
-    pack_chunks, CHUNK, widen_by_bmi2)
+INLINE uint64_t spread_by_bmi2(uint64_t u, int width, int bits)
+{
+    return _pdep_u64(u, low_bits(width, bits));
+}
 
+void widen_by_bmi2(const weight *w, const uint8_t *from, uint8_t *to)
+{
+    widen_codes(w, from, to, spread_by_bmi2);
+}
+
+const version products_avx2 = {"avx2", rows, pack, most_streams, 6, lift_of, widen_by_bmi2};
+
+COMPILED
 #endif

@@ -1,14 +1,15 @@
-/* A few rows of BF16 activations by codes that are BF16 numbers, for processors with AVX-512 VBMI and AVX-512 BF16.
+/* Products of a few rows of BF16 activations and codes that are BF16 numbers, by AVX-512 VBMI and AVX-512 BF16.
 
    One instruction, vdpbf16ps, adds two products to each of 16 sums, so codes are decoded as pairs of BF16 numbers, in half as
-   many vectors as FP32 numbers. Products are exact, and sums of a span are multiplied by its scale, as in avx512.h. */
+   many vectors as FP32 numbers. Products are exact, and sums of a span are multiplied by its scale, as in streams512.h. */
 
-#ifndef BRECCIA_PAIRS512_H
-#define BRECCIA_PAIRS512_H
+#define VECTOR_BYTES 64
+#include "instructions.h"
 
-#include "avx512.h"
+#if defined(HAS_X86)
+COMPILE_FOR("avx512vbmi,avx512bf16," AVX512)
 
-#define FOR_PAIRS __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma,f16c")))
+#include "tables512.h"
 
 /* The order of activations. Halves 2j and 2j + 1 of the lanes of vector i have codes 8j + i and 8j + 4 + i, of 4 bits.
    Of bytes, vectors have the first 8 of every 16 of 64 codes, and the others. */
@@ -21,13 +22,13 @@ static const uint8_t order_of_byte_pairs[CHUNK] = {
 #define RUNS_OF(i) RUN_OF(i), RUN_OF(16 + i), RUN_OF(32 + i), RUN_OF(48 + i)
     RUNS_OF(0), RUNS_OF(8), RUNS_OF(64), RUNS_OF(72)};
 
-static const uint8_t *order_of_pairs(int kind)
+static const uint8_t *order(int kind)
 {
     return kind == TABLE4 ? order_of_nibble_pairs : order_of_byte_pairs;
 }
 
 /* `pack_chunks`, rounded to BF16. */
-FOR_PAIRS INLINE void pack_pairs(const float *x, Py_ssize_t m, Py_ssize_t k, part part, const uint8_t *order, float *to)
+static void pack_pairs(const float *x, Py_ssize_t m, Py_ssize_t k, part part, const uint8_t *order, float *to)
 {
     __m512i from[4];
     __mmask32 upper[4];
@@ -56,9 +57,9 @@ FOR_PAIRS INLINE void pack_pairs(const float *x, Py_ssize_t m, Py_ssize_t k, par
 }
 
 #define NIBBLE_PAIRS(M, role, grain) \
-    STREAM(nibble_pairs_##M##role##grain, FOR_PAIRS, nibbles_streamed(1, M, role, grain, w, p, x, stride, sums))
+    STREAM(nibble_pairs_##M##role##grain, nibbles_streamed(1, M, role, grain, w, p, x, stride, sums))
 #define BYTE_PAIRS(M, kind, grain) \
-    STREAM(byte_pairs_##M##kind##grain, FOR_PAIRS, tables_streamed(1, M, kind, grain, w, p, x, stride, sums))
+    STREAM(byte_pairs_##M##kind##grain, tables_streamed(1, M, kind, grain, w, p, x, stride, sums))
 #define BYTE_PAIRS_OF(kind) FOR_ALL(BYTE_PAIRS, kind, ONE) FOR_ALL(BYTE_PAIRS, kind, MANY) FOR_ALL(BYTE_PAIRS, kind, WORDS)
 FOR_ALL(NIBBLE_PAIRS, NONE, ONE)
 FOR_ALL(NIBBLE_PAIRS, NONE, MANY)
@@ -75,7 +76,7 @@ static const streamed shifted_pair_streams[2][3] = {
 static const streamed byte_pair_streams[3][GRAINS][3] = {
     OF_TABLES(byte_pairs_, E4M3), OF_TABLES(byte_pairs_, E2M3), OF_TABLES(byte_pairs_, I8)};
 
-static int stream_of_pairs(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
+static int stream(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
 {
     const int size = m >= 4 ? 2 : m >= 2 ? 1 : 0, kind = w->codes.kind;
     const int grain = p->words ? WORDS : p->spans == 1 ? ONE : MANY;
@@ -89,15 +90,30 @@ static int stream_of_pairs(const weight *w, const panel *p, const float *x, Py_s
 }
 
 /* The most rows of activations for which decoding codes again for every 4 rows, but in their own order, is faster than
-   transposing them for panels of more rows (modes512.h). */
-INLINE Py_ssize_t most_streams_of_pairs(int kind, int role, Py_ssize_t span)
+   transposing them for panels of more rows (bf16_avx512.c). */
+static Py_ssize_t most_streams(const weight *w)
 {
-    return span == SPAN && are_pairs(kind, role) ? 4 : 0;
+    return w->span == SPAN && are_pairs(w->codes.kind, w->role) ? 4 : 0;
 }
 
-#define avx512_pairs_tile avx512_tile
-#define avx512_pairs_micros avx512_micros
-VERSION(avx512_pairs, FOR_PAIRS, 14, 32, stream_of_pairs, most_streams_of_pairs, longest_span, decoded_by_avx512, words_by_vbmi,
-    order_of_pairs, lift_of, pack_pairs, CHUNK / 2, widen_by_vbmi)
+static const multiplier by = {
+    decode_tile_by_avx512, micros_of_avx512, 14, stream, decoded_by_avx512, words_by_vbmi, CHUNK / 2};
 
+static int rows(int streams, const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first,
+    Py_ssize_t end, float *y)
+{
+    return rows_of(&by, streams, w, to, x, m, first, end, y);
+}
+
+static void pack(int streams, const weight *w, const float *x, Py_ssize_t m, part part, float *to)
+{
+    if (streams)
+        pack_pairs(x, m, w->k, part, order(w->codes.kind), to);
+    else
+        pack_panel(x, w->k, part, to);
+}
+
+const version products_bf16 = {"avx512_bf16", rows, pack, most_streams, 14, lift_of, widen_by_vbmi};
+
+COMPILED
 #endif

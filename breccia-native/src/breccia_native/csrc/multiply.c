@@ -1,0 +1,305 @@
+/* Products of FP32 activations and quantized weights, which are decoded in registers or in the L1 cache.
+
+   A weight is (N, K) codes, with blocks along K. A row is taken in chunks of CHUNK codes. Its scales are first spread to one
+   for each SPAN codes, so that the loops over codes know neither block sizes nor scale codecs. Activations are packed once per
+   call, in the order in which a version decodes codes.
+
+   Few rows of activations are multiplied by codes decoded in registers (streams512.h), more of them by tiles decoded into the L1
+   cache (tiles.h), or with AMX by its matrix unit, in parts (bf16_amx.c). Every element of a product is summed by one thread in
+   one order, so its bits do not depend on the number of threads, nor on other rows of activations in the same path.
+
+   Scales may be applied to sums of a span: their roundings are fewer than the K that the error bound of docs/spec/numerics.md
+   allows, where no sum overflows or underflows. `multiply` returns False for numbers beyond these limits. */
+
+#include "multiply.h"
+
+#include <sched.h>
+
+#include "pool.h"
+
+/* How often a thread looks whether others have packed their parts, before it lets other threads run. */
+#define PATIENCE 4000
+/* A thread claims one of so many portions of its share of what is left (see `claimed`). */
+#define PORTIONS 4
+
+/* -------------------------------------------------------------------------------------------------- instruction sets */
+
+const version *versions[6], *here;
+
+/* What multiplies in each mode but FP32. */
+static const mode_version *modes[MODES];
+#if defined(HAS_X86)
+/* What multiplies a few rows in mode BF16, or NULL. */
+static const version *pairs;
+static int has_vnni, has_bf16;
+#endif
+#if defined(HAS_MATRICES)
+/* The best version, with products in mode BF16 by matrices; and what multiplies by them, or NULL. */
+static version amx;
+static const mode_version *matrices;
+#endif
+
+#if defined(HAS_X86)
+static int is_vbmi(const version *v)
+{
+    return v == &products_vbmi;
+}
+
+/* Whether that is a version for AVX-512. */
+static int is_avx512(const version *v)
+{
+#if defined(HAS_MATRICES)
+    if (v == &amx)
+        return 1;
+#endif
+    return v == &products_avx512 || is_vbmi(v);
+}
+#endif
+
+void take(const version *v)
+{
+    here = v;
+    modes[INT8_MODE] = modes[BF16_MODE] = &modes_portable;
+#if defined(HAS_X86)
+    if (v == &products_avx2 || is_avx512(v))
+        modes[INT8_MODE] = is_avx512(v) && has_vnni ? &int8_vnni : &int8_avx2;
+    if (is_avx512(v) && has_bf16)
+        modes[BF16_MODE] = is_vbmi(v) ? &bf16_streams : &bf16_tiles;
+    pairs = is_vbmi(v) && has_bf16 ? &products_bf16 : NULL;
+#endif
+#if defined(HAS_MATRICES)
+    matrices = v == &amx ? &bf16_matrices : NULL; /* and no pairs, which would be no faster than FP32 */
+#endif
+}
+
+static void find_versions(void)
+{
+    int n = 0;
+#if defined(HAS_X86)
+    __builtin_cpu_init();
+    const int avx2_too = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+    if (avx2_too && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        if (__builtin_cpu_supports("avx512vbmi")) {
+            fill_byte_tables();
+#if defined(HAS_MATRICES)
+            if (__builtin_cpu_supports("avx512bf16") && may_use_matrices()) {
+                amx = products_vbmi;
+                amx.name = "amx";
+                versions[n++] = &amx;
+            }
+#endif
+            versions[n++] = &products_vbmi;
+        }
+        versions[n++] = &products_avx512;
+    }
+    if (avx2_too)
+        versions[n++] = &products_avx2;
+    has_vnni = __builtin_cpu_supports("avx512vnni");
+    has_bf16 = __builtin_cpu_supports("avx512bf16");
+#endif
+    versions[n] = &products_portable;
+    take(versions[0]);
+}
+
+int begin(void)
+{
+    find_versions();
+    return find_pool();
+}
+
+/* What multiplies m rows of activations in a mode: NULL for groups of rounded ones. */
+static const version *version_for(int mode, const weight *w, Py_ssize_t m)
+{
+    if (mode == FP32_MODE)
+        return here;
+#if defined(HAS_X86)
+    if (mode == BF16_MODE && pairs && streams_of(pairs, w, m))
+        return pairs;
+#endif
+    return NULL;
+}
+
+/* What multiplies in a mode other than FP32. */
+static const mode_version *mode_for(const grouping *g, const weight *w)
+{
+#if defined(HAS_MATRICES)
+    if (g->mode == BF16_MODE && matrices && takes_matrices(w, g))
+        return matrices;
+#endif
+    return modes[g->mode];
+}
+
+/* -------------------------------------------------------------------------------------------------- memory */
+
+/* Memory for `rows` rows of the weight and `m` of activations, in cache lines. Returns 0 where there is none. `tile`: FP32 words
+   of decoded codes; 0 where they are decoded in registers. */
+static int allocate(const weight *w, size_t rows, Py_ssize_t m, size_t tile, workspace *to)
+{
+    const size_t spans = (size_t)(padded(w->k) / w->span + BETWEEN), sums = (size_t)(m + 15) / 16 * 16;
+    const size_t codes = w->widen ? rows * (size_t)row_of_chunks(w) / 4 : 0;
+    const size_t sizes[] = {
+        (size_t)w->groups, rows * spans, w->role == NONE ? 0 : rows * spans, tile ? rows * sums : 0, tile, codes};
+    float *widened, **parts[] = {&to->run, &to->scales, &to->offsets, &to->sums, &to->tile, &widened};
+    size_t all = 64; /* some for alignment, and for vectors that begin in the last row's scales */
+    for (int i = 0; i < 6; i++)
+        all += (sizes[i] + 15) / 16 * 16;
+    to->memory = malloc(4 * all);
+    if (!to->memory)
+        return 0;
+    float *next = (float *)(((uintptr_t)to->memory + 63) & ~(uintptr_t)63);
+    for (int i = 0; i < 6; i++) {
+        *parts[i] = next;
+        next += (sizes[i] + 15) / 16 * 16;
+    }
+    to->codes = (uint8_t *)widened;
+    return 1;
+}
+
+/* -------------------------------------------------------------------------------------------------- threads */
+
+/* In how many parts rounded activations are packed, and one of them: some chunks of one panel, or one of several panels. */
+static Py_ssize_t rounded_parts(Py_ssize_t m, Py_ssize_t k, Py_ssize_t tallest)
+{
+    const Py_ssize_t chunks = (k + CHUNK - 1) / CHUNK;
+    return m > tallest ? (m + tallest - 1) / tallest : m < chunks ? m : chunks;
+}
+
+static part rounded_part(Py_ssize_t m, Py_ssize_t k, Py_ssize_t i, Py_ssize_t tallest)
+{
+    return m > tallest ? part_of_panels(m, k, i, tallest) : part_of_chunks(m, k, i, rounded_parts(m, k, tallest));
+}
+
+/* Pack part `i`. Returns whether its numbers are within the limits. */
+static int pack_part(const product *p, Py_ssize_t i)
+{
+    const weight *w = p->w;
+    const Py_ssize_t k = w->k;
+    const float least = p->g->mode != BF16_MODE ? 0 : p->g->parts > 1 ? LEAST_OF_PARTS : LEAST_BF16;
+    const part part = p->by ? part_of(p->by, w, p->m, i) : rounded_part(p->m, k, i, p->mode->tallest);
+    int fine = 1;
+    for (Py_ssize_t r = part.row; r < part.row + part.rows; r++) {
+        float *row = p->wide + r * k;
+        if (p->x.kind != F32)
+            decode_numbers(&p->x, r * k + part.column, part.end - part.column, row + part.column);
+        fine &= within(row + part.column, part.end - part.column, MOST_X, least);
+    }
+    if (p->by)
+        p->by->pack(streams_of(p->by, w, p->m), w, p->wide, p->m, part, p->packed);
+    else
+        p->mode->pack(p->g, w->codes.kind, p->wide, k, part, p->packed);
+    return fine;
+}
+
+/* Claim rows of the weight, whose end is in `end`. Returns the first one, or n where none is left.
+
+   Claims are long at first, since the codes that follow a thread's rows are being fetched, and short at the end, when all
+   threads should end together. A thread that comes late finds fewer rows. */
+static Py_ssize_t claimed(product *p, Py_ssize_t *end)
+{
+    const Py_ssize_t n = p->w->n;
+    Py_ssize_t first = __atomic_load_n(&p->next_row, __ATOMIC_RELAXED);
+    do {
+        const Py_ssize_t rows = (n - first) / (PORTIONS * p->threads) / CLAIM * CLAIM;
+        *end = first + (rows > CLAIM ? rows : CLAIM);
+        *end = *end < n ? *end : n;
+    } while (first < n && !__atomic_compare_exchange_n(&p->next_row, &first, *end, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return first;
+}
+
+static void multiply_some(void *context)
+{
+    product *p = context;
+    const weight *w = p->w;
+    const version *by = p->by;
+    workspace to;
+    for (Py_ssize_t i; (i = __atomic_fetch_add(&p->next_part, 1, __ATOMIC_RELAXED)) < p->parts;) {
+        if (!pack_part(p, i))
+            __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
+        __atomic_add_fetch(&p->packed_parts, 1, __ATOMIC_RELEASE);
+    }
+    const int streams = by && streams_of(by, w, p->m);
+    const Py_ssize_t step = by ? CLAIM : p->mode->together(p->m);
+    if (!allocate(w, streams ? ROWS : (size_t)step, p->m, streams ? 0 : by ? TILE : p->mode->tile, &to)) {
+        __atomic_store_n(&p->memory, 0, __ATOMIC_RELAXED);
+        return;
+    }
+    for (int spins = 0; __atomic_load_n(&p->packed_parts, __ATOMIC_ACQUIRE) < p->parts; spins++) {
+        RELAX(); /* a part takes microseconds, unless its thread has been suspended */
+        if (spins > PATIENCE)
+            sched_yield();
+    }
+    while (__atomic_load_n(&p->fine, __ATOMIC_RELAXED)) {
+        Py_ssize_t last;
+        const Py_ssize_t begin = claimed(p, &last);
+        if (begin >= w->n)
+            break;
+        for (Py_ssize_t first = begin; first < last && __atomic_load_n(&p->fine, __ATOMIC_RELAXED); first += step) {
+            const Py_ssize_t end = first + step < last ? first + step : last;
+            if (!differences_are_exact(w, p->g->mode, first, end) ||
+                !(by ? by->rows(streams, w, &to, p->packed, p->m, first, end, p->y)
+                     : p->mode->rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
+                __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
+            for (Py_ssize_t i = 0; p->bias && i < p->m; i++)
+                for (Py_ssize_t j = first; j < end; j++)
+                    p->y[i * w->n + j] += p->bias[j];
+        }
+    }
+    free(to.memory);
+}
+
+/* Compute a product in a mode on up to `threads` threads. Returns 0 where there is no memory. */
+static int multiply_in_mode(product *p, int threads)
+{
+    const weight *w = p->w;
+    const size_t words = (size_t)(p->m * words_of(p->g, padded(w->k))), plain = p->x.kind == F32 ? 0 : (size_t)(p->m * w->k);
+    void *memory = malloc(4 * (words + plain) + 128); /* a tile of activations may begin in its last words */
+    if (!memory)
+        return 0;
+    p->packed = (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
+    p->wide = plain ? p->packed + words : (float *)(uintptr_t)p->x.items;
+    p->by = version_for(p->g->mode, w, p->m);
+    p->mode = p->by ? NULL : mode_for(p->g, w);
+    p->parts = p->by ? parts_of(p->by, w, p->m) : rounded_parts(p->m, w->k, p->mode->tallest);
+    p->next_part = p->packed_parts = p->next_row = 0;
+    p->fine = p->memory = 1;
+    p->threads = threads > 1 ? threads : 1;
+    run_shared(multiply_some, p, threads);
+    free(memory);
+    return p->memory;
+}
+
+/* Likewise, in the mode that was asked for, or one with its bound that is faster. */
+int multiply_all(product *p, int threads)
+{
+#if defined(HAS_MATRICES)
+    const grouping *const asked = p->g;
+    grouping parts;
+    if (asked->mode == FP32_MODE && matrices && takes_parts(p->w, p->m, p->x.kind, &parts)) {
+        p->g = &parts;
+        if (!multiply_in_mode(p, threads))
+            return 0;
+        p->g = asked;
+        if (p->fine)
+            return 1;
+    }
+#endif
+    return multiply_in_mode(p, threads);
+}
+
+/* -------------------------------------------------------------------------------------------------- modes */
+
+float lift_in(int mode, int kind)
+{
+    return mode == FP32_MODE ? here->lift(kind) : modes[mode]->lift(kind);
+}
+
+int is_faster(int mode, const weight *w, Py_ssize_t m)
+{
+    const mode_version *by = modes[mode];
+#if defined(HAS_MATRICES)
+    if (by->fewest && mode == BF16_MODE && matrices)
+        by = matrices;
+#endif
+    return by->fewest && m >= by->fewest(w);
+}

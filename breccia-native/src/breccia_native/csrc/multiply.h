@@ -1,0 +1,44 @@
+/* A product by the instruction set in use, on several threads. */
+
+#ifndef BRECCIA_MULTIPLY_H
+#define BRECCIA_MULTIPLY_H
+
+#include "products.h"
+
+/* A product that several threads compute: they take parts of the activations to pack, then rows of the weight. */
+typedef struct {
+    const weight *w;
+    const grouping *g;
+    const version *by; /* NULL: activations are rounded, in groups, and `mode` multiplies */
+    const mode_version *mode;
+    numbers x;     /* (m, k) activations in FP32, FP16 or BF16 */
+    Py_ssize_t m;
+    float *wide;   /* FP32 activations: x itself, or room for them */
+    float *packed, *y;
+    const float *bias; /* (n,), added to the product; or NULL */
+    Py_ssize_t parts, next_part, packed_parts, next_row;
+    int fine, memory, threads;
+} product;
+
+/* Compute a product in the mode that was asked for, or one with its bound that is faster. Returns 0 where there is no memory. */
+int multiply_all(product *p, int threads);
+
+/* The instruction sets that this processor has, the best first, then NULL; and the one in use. */
+extern const version *versions[6], *here;
+/* Find them, and the threads. Returns -1 with an error set where that fails. */
+int begin(void);
+/* Let calls run for that instruction set. */
+void take(const version *v);
+
+/* What values of codes have to be multiplied by in a mode, before scales. */
+float lift_in(int mode, int kind);
+/* Whether a mode other than FP32 has instructions that are faster than FP32 for m rows of activations. */
+int is_faster(int mode, const weight *w, Py_ssize_t m);
+
+/* Columns in whole chunks. */
+INLINE Py_ssize_t padded(Py_ssize_t k)
+{
+    return (k + CHUNK - 1) / CHUNK * CHUNK;
+}
+
+#endif

@@ -1,0 +1,319 @@
+/* `breccia_native.products` for Python: the arguments of a product, whose sizes are compared (see multiply.c). */
+
+#if !defined(__GNUC__)
+#error "products.c needs the vector extensions of GCC or Clang"
+#endif
+
+#include <limits.h>
+
+#include "multiply.h"
+
+static int refused(const char *wanted, Py_ssize_t expected, Py_ssize_t found)
+{
+    PyErr_Format(PyExc_ValueError, "wanted %s of %zd bytes; got %zd. Call breccia.matmul.", wanted, expected, found);
+    return 0;
+}
+
+static int is_float(const char *what, const Py_buffer *x, Py_ssize_t n)
+{
+    if (x->len == 4 * n && (uintptr_t)x->buf % 4 == 0)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "wanted %s: %zd aligned FP32 numbers; got %zd bytes. Call breccia.matmul.", what, n, x->len);
+    return 0;
+}
+
+static int is_kind(int kind)
+{
+    if (kind >= 0 && kind < KINDS)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "wanted a kind from 0 to %d; got %d. Call breccia.matmul.", KINDS - 1, kind);
+    return 0;
+}
+
+/* Codes with one scale, once scales are spread. */
+static Py_ssize_t span_of(Py_ssize_t block, Py_ssize_t k)
+{
+    return block >= k || block % SPAN == 0 ? SPAN : 1;
+}
+
+/* Fill `g` for a mode other than FP32. */
+static int is_mode(int mode, int kind, const Py_buffer *table, Py_ssize_t block, Py_ssize_t k, grouping *g)
+{
+    if (mode == FP32_MODE || (mode > FP32_MODE && mode < MODES && grouped(g, mode, kind, table->buf, block, k)))
+        return 1;
+    PyErr_Format(PyExc_ValueError,
+        "wanted mode 0 (FP32), or mode 1 (INT8) or 2 (BF16) for codes that it multiplies exactly, in blocks of a multiple of %d; "
+        "got mode %d, kind %d, block = %zd. Call breccia.matmul.", SPAN, mode, kind, block);
+    return 0;
+}
+
+/* The arguments of `multiply`: its buffers, and what they say of the product. */
+typedef struct {
+    Py_buffer x, data, table, scale, scale_table, offset, y, bias;
+    weight w; /* its factor without the lift of a version */
+    grouping g;
+    int x_kind, mode, threads;
+    Py_ssize_t m;
+} call;
+
+static void released(call *c)
+{
+    Py_buffer *const all[] = {&c->x, &c->data, &c->table, &c->scale, &c->scale_table, &c->offset, &c->y, &c->bias};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        PyBuffer_Release(all[i]);
+}
+
+/* Read the arguments and compare all sizes. Returns 0 with an error set, and no buffer held, where they do not agree. */
+static int is_call(PyObject *args, const char *format, call *c)
+{
+    Py_ssize_t tall;
+    memset(c, 0, sizeof *c);
+    c->g = (grouping){FP32_MODE, 1, 1, 1, {0}, 0, 1};
+    weight *const w = &c->w;
+    if (!PyArg_ParseTuple(args, format, &c->x, &c->x_kind, &c->m, &w->n, &w->k, &c->mode, &c->data, &w->codes.kind, &w->width,
+            &c->table, &c->scale, &w->scale.kind, &c->scale_table, &w->block, &tall, &w->divides, &w->factor, &w->least, &c->offset,
+            &w->offset.kind, &w->role, &c->y, &c->bias, &c->threads))
+        return 0;
+    const Py_ssize_t m = c->m;
+    int done = is_kind(w->codes.kind) && is_kind(w->scale.kind) && is_kind(w->offset.kind) && (c->x_kind >= F16 || is_kind(-1)) &&
+        is_kind(c->x_kind);
+    if (done && (m < 1 || w->n < 1 || w->k < 1 || tall < 1 || w->block < 1 || w->role < 0 || w->role >= ROLES ||
+                    w->codes.kind > U8 || !is_width(w->width, w->codes.kind) || kind_bits[w->scale.kind] == 6 ||
+                    kind_bits[w->offset.kind] == 6 || m > PY_SSIZE_T_MAX / 16 / padded(w->k) || w->n > PY_SSIZE_T_MAX / 8 / m ||
+                    w->n > PY_SSIZE_T_MAX / 8 / padded(w->k))) {
+        PyErr_Format(PyExc_ValueError,
+            "wanted lengths of at least 1, codes of the bits of their kind or, of integers and tables, fewer, and scales of 8, 16 or "
+            "32 bits; got m = %zd, n = %zd, k = %zd, kind %d of %d bits, block = %zd, tall = %zd, role %d, scales of kind %d. Call "
+            "breccia.matmul.",
+            m, w->n, w->k, w->codes.kind, w->width, w->block, tall, w->role, w->scale.kind);
+        done = 0;
+    }
+    if (done) {
+        w->tall = tall < w->n ? tall : w->n;
+        w->groups = w->block < w->k ? (w->k + w->block - 1) / w->block : 1;
+        w->row_bytes = stored_bytes(w->k, w->width);
+        w->span = span_of(w->block, w->k);
+        const Py_ssize_t scales = (w->n + w->tall - 1) / w->tall * w->groups;
+        const Py_ssize_t scale_bytes = scales * kind_bits[w->scale.kind] / 8;
+        const Py_ssize_t offset_bytes = scales * kind_bits[w->offset.kind] / 8;
+        const Py_ssize_t x_bytes = m * w->k * kind_bits[c->x_kind] / 8;
+        done = is_float("a product", &c->y, m * w->n) && (c->bias.len == 0 || is_float("a bias", &c->bias, w->n)) &&
+            (c->data.len == w->n * w->row_bytes || refused("codes", w->n * w->row_bytes, c->data.len)) &&
+            (w->codes.kind > TABLE8 || is_float("a table", &c->table, (Py_ssize_t)1 << kind_bits[w->codes.kind])) &&
+            (w->scale.kind > TABLE8 || is_float("a table of scales", &c->scale_table, 256)) &&
+            (w->scale.kind != TABLE4 || is_kind(-1)) &&
+            (c->scale.len == scale_bytes || refused("scales", scale_bytes, c->scale.len)) &&
+            (w->role == NONE || c->offset.len == offset_bytes || refused("offsets", offset_bytes, c->offset.len)) &&
+            (w->role == NONE || w->offset.kind > E5M2 || is_kind(-1)) &&
+            is_mode(c->mode, w->codes.kind, &c->table, w->block, w->k, &c->g) &&
+            (c->mode == FP32_MODE || w->role != BIAS || is_kind(-1)) &&
+            (c->x_kind == F32 ? is_float("activations", &c->x, m * w->k)
+                              : c->x.len == x_bytes || refused("activations", x_bytes, c->x.len));
+    }
+    if (!done)
+        released(c);
+    w->codes.table = c->table.buf;
+    w->scale.table = c->scale_table.buf;
+    return done;
+}
+
+/* Where the numbers of a product are. Those of the weight may be NULL where its kinds have none. */
+typedef struct {
+    const void *x, *data, *scale, *offset, *bias;
+    void *y;
+} addresses;
+
+/* Multiply what lies at these addresses. */
+static PyObject *multiplied(const call *c, const addresses *at, float factor, int threads)
+{
+    weight w = c->w;
+    w.codes.items = at->data, w.scale.items = at->scale, w.offset.items = at->offset;
+    w.widen = w.width < kind_bits[w.codes.kind] ? here->widen : NULL;
+    w.factor = factor * lift_in(c->mode, w.codes.kind) / (c->mode == FP32_MODE ? 1 : c->g.unit);
+    product p = {.w = &w, .g = &c->g, .x = {c->x_kind, at->x, NULL}, .m = c->m, .y = at->y, .bias = at->bias};
+    int memory;
+    Py_BEGIN_ALLOW_THREADS
+    memory = multiply_all(&p, threads);
+    Py_END_ALLOW_THREADS
+    return memory ? PyBool_FromLong(p.fine) : PyErr_NoMemory();
+}
+
+PyDoc_STRVAR(multiply_doc,
+    "multiply(x, x_kind, m, n, k, mode, data, kind, width, table, scale, scale_kind, scale_table, block, tall, divides, factor,\n"
+    "least, offset, offset_kind, role, product, bias, threads): (m, k) activations times the transpose of the weight, in FP32.\n\n"
+    "x: FP32, FP16 or BF16. data: (n, bytes) codes of `kind` in `width` bits each, whose values are in `table` where the kind is\n"
+    "a table, of as many numbers as its codes could have; likewise scale. A scale covers `block` codes of `tall` rows; it divides or multiplies, after\n"
+    "times `factor`. offset: zero-points (role 1) or biases (role 2), in the places of scales. product: (m, n). bias: (n,) FP32\n"
+    "numbers to add, or none. threads: how many may work, at most. Returns False, and the product is unspecified, where an activation is above 2^100, or for mode 2\n"
+    "below 2^-60 and not 0, where a scale is too large, or smaller than `least` and not 0, and for mode 2\n"
+    "where 4-bit codes or their zero-points are not integers from 0 to 15.");
+
+static PyObject *multiply(PyObject *self, PyObject *args)
+{
+    call c;
+    if (!is_call(args, "y*innniy*iiy*y*iy*nnpffy*iiw*y*i:multiply", &c))
+        return NULL;
+    const addresses at = {c.x.buf, c.data.buf, c.scale.buf, c.offset.buf, c.bias.len ? c.bias.buf : NULL, c.y.buf};
+    PyObject *found = multiplied(&c, &at, c.w.factor, c.threads);
+    released(&c);
+    return found;
+}
+
+#define PREPARED "breccia_native.products.prepared"
+
+static void forgotten(PyObject *capsule)
+{
+    call *c = PyCapsule_GetPointer(capsule, PREPARED);
+    if (c)
+        released(c);
+    free(c);
+}
+
+PyDoc_STRVAR(prepare_doc,
+    "prepare(*arguments): what `repeat` needs for products of operands of the same kinds and sizes as these arguments of `multiply`,\n"
+    "whose sizes are compared here. It keeps the tables, and forgets the other buffers.");
+
+static PyObject *prepare(PyObject *self, PyObject *args)
+{
+    call *c = malloc(sizeof *c);
+    if (!c)
+        return PyErr_NoMemory();
+    if (!is_call(args, "y*innniy*iiy*y*iy*nnpffy*iiw*y*i:prepare", c)) {
+        free(c);
+        return NULL;
+    }
+    Py_buffer *const passing[] = {&c->x, &c->data, &c->scale, &c->offset, &c->y, &c->bias};
+    for (size_t i = 0; i < sizeof passing / sizeof *passing; i++)
+        PyBuffer_Release(passing[i]);
+    PyObject *capsule = PyCapsule_New(c, PREPARED, forgotten);
+    if (!capsule) {
+        released(c);
+        free(c);
+    }
+    return capsule;
+}
+
+PyDoc_STRVAR(repeat_doc,
+    "repeat(prepared, x, data, scale, offset, bias, factor, threads, product): `multiply` with the addresses of operands, as integers,\n"
+    "0 for none; product is a buffer. The memory at the addresses must be what `prepare` was given: kinds, sizes, contiguous.\n"
+    "Also returns False where the address of an operand is missing, or not that of aligned numbers.");
+
+static PyObject *repeat(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 9) {
+        PyErr_Format(PyExc_TypeError, "repeat takes 9 arguments; got %zd. Call breccia.matmul.", count);
+        return NULL;
+    }
+    const call *c = PyCapsule_GetPointer(args[0], PREPARED);
+    if (!c)
+        return NULL;
+    void *found[5];
+    for (int i = 0; i < 5; i++)
+        found[i] = PyLong_AsVoidPtr(args[1 + i]);
+    const double factor = PyFloat_AsDouble(args[6]);
+    const long threads = PyLong_AsLong(args[7]);
+    Py_buffer y;
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[8], &y, PyBUF_WRITABLE) < 0)
+        return NULL;
+    const addresses at = {found[0], found[1], found[2], found[3], found[4], y.buf};
+    const uintptr_t size = (uintptr_t)kind_bits[c->x_kind] / 8;
+    PyObject *done = NULL;
+    if (!at.x || !at.data || !at.scale || (c->w.role != NONE && !at.offset) || (uintptr_t)at.x % size || (uintptr_t)at.bias % 4)
+        done = Py_NewRef(Py_False);
+    else if (is_float("a product", &y, c->m * c->w.n))
+        done = multiplied(c, &at, (float)factor, threads < INT_MAX ? (int)threads : INT_MAX);
+    PyBuffer_Release(&y);
+    return done;
+}
+
+PyDoc_STRVAR(kinds_doc, "kinds(): the names of the encodings that `multiply` reads, in the order of their numbers.");
+
+static PyObject *kinds(PyObject *self, PyObject *unused)
+{
+    PyObject *found = PyTuple_New(KINDS);
+    for (int i = 0; found && i < KINDS; i++) {
+        PyObject *name = PyUnicode_FromString(kind_names[i]);
+        if (!name || PyTuple_SetItem(found, i, name)) {
+            Py_DECREF(found);
+            return NULL;
+        }
+    }
+    return found;
+}
+
+PyDoc_STRVAR(use_doc,
+    "use(name): let calls run for that instruction set, and return the names of those that this processor has, the best\n"
+    "first. Without a name, only return them. For tests: no call may be running.");
+
+static PyObject *use(PyObject *self, PyObject *args)
+{
+    const char *name = NULL;
+    if (!PyArg_ParseTuple(args, "|s:use", &name))
+        return NULL;
+    PyObject *found = PyList_New(0);
+    int known = !name;
+    for (int i = 0; found && versions[i]; i++) {
+        PyObject *each = PyUnicode_FromString(versions[i]->name);
+        if (!each || PyList_Append(found, each)) {
+            Py_XDECREF(each);
+            Py_DECREF(found);
+            return NULL;
+        }
+        Py_DECREF(each);
+        if (name && strcmp(name, versions[i]->name) == 0) {
+            take(versions[i]);
+            known = 1;
+        }
+    }
+    if (found && !known) {
+        PyErr_Format(PyExc_ValueError, "this processor has the instruction sets %R; got '%s'.", found, name);
+        Py_DECREF(found);
+        return NULL;
+    }
+    return found;
+}
+
+PyDoc_STRVAR(fast_doc,
+    "fast(mode, kind, scale_kind, role, block, k, m): whether the instruction set in use has instructions for mode 1 (INT8) or 2\n"
+    "(BF16) that are faster than FP32 for m rows of k activations, and codes of `kind` with offsets of `role` and a scale of\n"
+    "`scale_kind` for each block, of a multiple of 8.");
+
+static PyObject *fast(PyObject *self, PyObject *args)
+{
+    int mode;
+    Py_ssize_t m;
+    weight w = {.span = SPAN};
+    if (!PyArg_ParseTuple(args, "iiiinnn:fast", &mode, &w.codes.kind, &w.scale.kind, &w.role, &w.block, &w.k, &m))
+        return NULL;
+    return PyBool_FromLong(mode > FP32_MODE && mode < MODES && is_faster(mode, &w, m));
+}
+
+static PyMethodDef methods[] = {
+    {"fast", fast, METH_VARARGS, fast_doc},
+    {"multiply", multiply, METH_VARARGS, multiply_doc},
+    {"prepare", prepare, METH_VARARGS, prepare_doc},
+    {"repeat", (PyCFunction)(void (*)(void))repeat, METH_FASTCALL, repeat_doc},
+    {"kinds", kinds, METH_NOARGS, kinds_doc},
+    {"use", use, METH_VARARGS, use_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static int execute(PyObject *self)
+{
+    return begin();
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, execute}, {0, NULL}};
+
+static struct PyModuleDef module = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "breccia_native.products",
+    .m_doc = "Compiled products of activations and quantized weights; see breccia_native.matmul, which calls them.",
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit_products(void)
+{
+    return PyModuleDef_Init(&module);
+}
