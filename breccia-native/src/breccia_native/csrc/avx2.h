@@ -119,7 +119,7 @@ OUTLINE void scales_by_avx2(const float *const *rows, Py_ssize_t c, __m256 to[SP
 }
 
 /* `decoded`, for scales and offsets. */
-OUTLINE void decoded_by_avx2(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
+INLINE void decoded_by_avx2(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
 {
     const int kind = a->kind;
     const Py_ssize_t whole = kind == E4M3 || kind == F16 || kind == E8M0 ? n / 8 * 8 : 0;
@@ -139,7 +139,7 @@ OUTLINE void decoded_by_avx2(const numbers *a, Py_ssize_t start, Py_ssize_t n, f
         }
         _mm256_storeu_ps(y + i, v);
     }
-    decode_numbers(a, start + whole, n - whole, y + whole);
+    decoded(a, start + whole, n - whole, y + whole);
 }
 
 #endif

@@ -76,6 +76,17 @@ INLINE __m512i part_of_codes(const int kind, const uint8_t *codes, const int par
     return _mm512_or_si512(_mm512_or_si512(a, b), _mm512_or_si512(c, d));
 }
 
+/* A chunk's codes, one a byte. */
+INLINE const uint8_t *bytes_of(const int kind, const panel *p, int r, Py_ssize_t c, uint8_t *room)
+{
+    const uint8_t *codes = codes_of(p, r, c);
+    if (!IS_SIX(kind))
+        return codes;
+    for (int half = 0; half < 2; half++)
+        _mm512_storeu_si512(room + 64 * half, part_of_codes(kind, codes, half));
+    return room;
+}
+
 /* Chunk c of the codes of 16 rows from `row` on: vector j has word j of each. `next`: the offset in a row of what is prefetched, into
    the L2 cache where it is `far`. */
 INLINE void transposed_codes(
@@ -180,10 +191,10 @@ INLINE void words_of_e4m3(const uint8_t *bytes, Py_ssize_t n, uint16_t *to)
 /* ------------------------------------------------------------------------------------------------ scales in FP32 */
 
 /* `decoded`, for scales and offsets. */
-OUTLINE void decoded_by_avx512(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
+INLINE void decoded_by_avx512(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
 {
     if (a->kind != E4M3 && a->kind != F16) {
-        decode_numbers(a, start, n, y);
+        decoded(a, start, n, y);
         return;
     }
     for (Py_ssize_t i = 0; i < n; i += 16) {

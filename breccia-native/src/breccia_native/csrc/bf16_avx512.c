@@ -76,6 +76,12 @@ UP_TO_TALLEST(GROUP_STREAMS)
 static const group_stream nibble_streams[] = LIST_OF(nibbles), difference_streams[] = LIST_OF(differences);
 static const group_stream byte_streams[] = LIST_OF(bytes), integer_streams[] = LIST_OF(integers);
 
+INLINE int scales(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, int words, panel *p)
+{
+    (void)words;
+    return scales_of_panel(w, to, n, stop, span, decoded_by_avx512, NULL, p);
+}
+
 /* `rows_by_tiles` without tiles: codes are transposed and decoded in registers for each panel of activations. */
 static int rows_by_streams(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
@@ -84,7 +90,7 @@ static int rows_by_streams(const weight *w, const grouping *g, const workspace *
     const group_stream *streams = kind == TABLE4 ? w->role == ZERO_POINT ? difference_streams : nibble_streams
         : kind == I8                             ? integer_streams
                                                  : byte_streams;
-    return rows_from_registers(w, g, to, x, m, TALLEST, STREAMED, first, end, y, decoded_by_avx512, streams);
+    return rows_from_registers(w, g, to, x, m, TALLEST, STREAMED, first, end, y, scales, streams);
 }
 
 /* From registers or by tiles. */

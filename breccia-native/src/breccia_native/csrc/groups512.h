@@ -178,7 +178,10 @@ INLINE void groups_streamed(const int MB, const int mode, const int kind, int sh
             const Py_ssize_t next = c + CHUNKS_AHEAD < p->chunks
                 ? (c + CHUNKS_AHEAD) * p->bytes
                 : STREAMED * w->row_bytes + (c + CHUNKS_AHEAD - p->chunks) * p->bytes;
-            stream_codes(w->codes.kind, p, c, next, v);
+            if (MB > 2 || IS_SIX(w->codes.kind)) /* a call takes some time */
+                stream_codes(w->codes.kind, p, c, next, v);
+            else
+                transposed_codes(kind, 1, p, 0, c, next, v);
             for (int i = 0; i < vectors; scale++, zero++, by += MB, all += MB, starts += MB) {
                 __m512i a[TALLEST], shift = _mm512_setzero_si512();
                 UNROLL for (int m = 0; m < MB; m++)

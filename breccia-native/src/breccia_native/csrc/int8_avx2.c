@@ -247,12 +247,18 @@ STREAMS256(1)
 STREAMS256(2)
 STREAMS256(3)
 
+INLINE int scales(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, int words, panel *p)
+{
+    (void)words;
+    return scales_of_panel(w, to, n, stop, span, decoded_by_avx2, NULL, p);
+}
+
 /* `rows_by_groups` without tiles: codes are transposed and decoded in registers for each panel of activations. */
 static int rows_by_streams(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
     static const group_stream streams[] = {NULL, integers_streamed1, integers_streamed2, integers_streamed3};
-    return rows_from_registers(w, g, to, x, m, PANEL256, STREAMED256, first, end, y, decoded_by_avx2, streams);
+    return rows_from_registers(w, g, to, x, m, PANEL256, STREAMED256, first, end, y, scales, streams);
 }
 
 /* The most rows of activations for which decoding codes again for each panel is faster than tiles. */

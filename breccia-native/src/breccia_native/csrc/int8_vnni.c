@@ -65,24 +65,31 @@ static int rows_by_tiles(const weight *w, const grouping *g, const workspace *to
     return rows_by_groups(w, g, to, x, m, TALLEST, first, end, y, decode_groups, all_groups);
 }
 
-/* `kind`: one with codes of as many bits, signed or not. */
-#define GROUP_STREAM(name, MB, kind, shifts)                                                                                \
+/* `kind`: one with codes of as many bits, signed or not. Where groups or rows are few, even asking for zero-points takes time. */
+#define GROUP_STREAM(name, MB, kind)                                                                                        \
     static void name##MB(const weight *w, const grouping *g, const panel *p, const float *x, float *sums)                   \
     {                                                                                                                       \
-        groups_streamed(MB, INT8_MODE, kind, shifts, w, g, p, x, sums);                                                          \
+        if ((MB <= 2 || kind == TABLE4) && w->role == NONE)                                                                                     \
+            groups_streamed(MB, INT8_MODE, kind, 0, w, g, p, x, sums);                                                      \
+        else                                                                                                                \
+            groups_streamed(MB, INT8_MODE, kind, w->role == ZERO_POINT, w, g, p, x, sums);                                  \
     }
-#define GROUP_STREAMS(MB) \
-    GROUP_STREAM(nibbles, MB, TABLE4, w->role == ZERO_POINT) \
-    GROUP_STREAM(bytes, MB, I8, w->role == ZERO_POINT)
+#define GROUP_STREAMS(MB) GROUP_STREAM(nibbles, MB, TABLE4) GROUP_STREAM(bytes, MB, I8)
 UP_TO_TALLEST(GROUP_STREAMS)
 static const group_stream nibble_streams[] = LIST_OF(nibbles), byte_streams[] = LIST_OF(bytes);
+
+INLINE int scales(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, int words, panel *p)
+{
+    (void)words;
+    return scales_of_panel(w, to, n, stop, span, decoded_by_avx512, NULL, p);
+}
 
 /* `rows_by_tiles` without tiles: codes are transposed and decoded in registers for each panel of activations. */
 static int rows_by_streams(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
     const group_stream *streams = w->codes.kind == TABLE4 ? nibble_streams : byte_streams;
-    return rows_from_registers(w, g, to, x, m, TALLEST, STREAMED, first, end, y, decoded_by_avx512, streams);
+    return rows_from_registers(w, g, to, x, m, TALLEST, STREAMED, first, end, y, scales, streams);
 }
 
 /* From registers or by tiles. */

@@ -237,7 +237,7 @@ OUTLINE int rows_by_groups(const weight *w, const grouping *g, const workspace *
     const group_tile tile = {(uint32_t *)to->tile, to->tile + DEEP * CHUNK / g->per * WIDE,
         w->role == ZERO_POINT && g->mode == INT8_MODE ? to->tile + DEEP * CHUNK / g->per * WIDE + most : NULL};
     for (Py_ssize_t row = first / w->tall, slot = 0; row * w->tall < end; row++, slot++)
-        if (!spread_scales(w, SPAN, row, decode_numbers, to->run, to->scales + slot * each, to->offsets + slot * each))
+        if (!spread_scales(w, SPAN, row, decoded, to->run, to->scales + slot * each, to->offsets + slot * each))
             return 0;
     fill(w, to, first, first, end, WIDE, &p);
     memset(to->sums, 0, 4 * (size_t)(m * WIDE));
@@ -260,8 +260,8 @@ typedef void (*group_stream)(const weight *, const grouping *, const panel *, co
 
 /* `rows_by_groups` without tiles: `streams` transpose and decode the codes of `together` rows, 16 at most, in registers for each
    panel of activations. */
-OUTLINE int rows_from_registers(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
-    Py_ssize_t tallest, int together, Py_ssize_t first, Py_ssize_t end, float *y, decoder read,
+INLINE int rows_from_registers(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+    const Py_ssize_t tallest, const int together, Py_ssize_t first, Py_ssize_t end, float *y, const scaler scales,
     const group_stream *streams)
 {
     panel p;
@@ -269,7 +269,7 @@ OUTLINE int rows_from_registers(const weight *w, const grouping *g, const worksp
     const Py_ssize_t panels = (m + tallest - 1) / tallest;
     for (Py_ssize_t n = first; n < end; n += together) {
         const Py_ssize_t stop = n + together < end ? n + together : end;
-        if (!scales_of_panel(w, to, n, stop, g->q, read, NULL, &p))
+        if (!scales(w, to, n, stop, g->q, 0, &p))
             return 0;
         fill(w, to, n, n, stop, together, &p);
         for (Py_ssize_t i = 0, done = 0; i < panels; i++) {

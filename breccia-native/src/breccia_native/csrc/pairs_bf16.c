@@ -76,7 +76,7 @@ static const streamed shifted_pair_streams[2][3] = {
 static const streamed byte_pair_streams[3][GRAINS][3] = {
     OF_TABLES(byte_pairs_, E4M3), OF_TABLES(byte_pairs_, E2M3), OF_TABLES(byte_pairs_, I8)};
 
-static int stream(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
+INLINE int stream(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
 {
     const int size = m >= 4 ? 2 : m >= 2 ? 1 : 0, kind = w->codes.kind;
     const int grain = p->words ? WORDS : p->spans == 1 ? ONE : MANY;
@@ -96,13 +96,17 @@ static Py_ssize_t most_streams(const weight *w)
     return w->span == SPAN && are_pairs(w->codes.kind, w->role) ? 4 : 0;
 }
 
-static const multiplier by = {
-    decode_tile_by_avx512, micros_of_avx512, 14, stream, decoded_by_avx512, words_by_vbmi, CHUNK / 2};
+INLINE int scales(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, int words, panel *p)
+{
+    return scales_of_panel(w, to, n, stop, span, decoded_by_avx512, words ? words_by_vbmi : NULL, p);
+}
+
+static const tiling tiles = {decode_tile_by_avx512, micros_of_avx512, 14};
 
 static int rows(int streams, const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first,
     Py_ssize_t end, float *y)
 {
-    return rows_of(&by, streams, w, to, x, m, first, end, y);
+    return rows_of(&tiles, stream, scales, CHUNK / 2, streams, w, to, x, m, first, end, y);
 }
 
 static void pack(int streams, const weight *w, const float *x, Py_ssize_t m, part part, float *to)

@@ -219,7 +219,7 @@ STREAMS_BY_AVX2(2)
 STREAMS_BY_AVX2(4)
 
 /* Multiplies up to `m` rows of activations, 4 at most. Returns how many. */
-static int stream(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
+INLINE int stream(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
 {
     const int taken = m >= 4 ? 4 : m >= 2 ? 2 : 1;
     (taken == 4 ? streamed4_by_avx2 : taken == 2 ? streamed2_by_avx2 : streamed1_by_avx2)(w, p, x, stride, sums);
@@ -348,12 +348,18 @@ static const micro micros[] = {NULL, micro1, micro2, micro3, micro4, micro5, mic
 
 /* ------------------------------------------------------------------------------------------------ the version */
 
-static const multiplier by = {decode_tile, micros, 6, stream, decoded_by_avx2, NULL, CHUNK};
+INLINE int scales(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, int words, panel *p)
+{
+    (void)words;
+    return scales_of_panel(w, to, n, stop, span, decoded_by_avx2, NULL, p);
+}
+
+static const tiling tiles = {decode_tile, micros, 6};
 
 static int rows(int streams, const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first,
     Py_ssize_t end, float *y)
 {
-    return rows_of(&by, streams, w, to, x, m, first, end, y);
+    return rows_of(&tiles, stream, scales, CHUNK, streams, w, to, x, m, first, end, y);
 }
 
 static void pack(int streams, const weight *w, const float *x, Py_ssize_t m, part part, float *to)

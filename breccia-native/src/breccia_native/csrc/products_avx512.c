@@ -20,18 +20,18 @@ INLINE __m512 lanes_of(const int kind, const int grain, const float *scales, con
     return _mm512_permutexvar_ps(IS_HALF(kind) && spans == SPANS ? by4 : by8, _mm512_loadu_ps(from));
 }
 
-/* Half a chunk of codes as the vectors that activations are in the order of. */
-INLINE void bytes_by_avx512(const int kind, const uint8_t *codes, const int half, __m512 to[4])
+/* 64 codes as the vectors that activations are in the order of. */
+INLINE void bytes_by_avx512(const int kind, const uint8_t *codes, __m512 to[4])
 {
     if (!IS_HALF(kind)) {
         UNROLL for (int i = 0; i < 4; i++) {
-            const __m128i v = _mm_loadu_si128((const void *)(codes + 64 * half + 16 * i));
+            const __m128i v = _mm_loadu_si128((const void *)(codes + 16 * i));
             to[i] = _mm512_cvtepi32_ps(kind == U8 ? _mm512_cvtepu8_epi32(v) : _mm512_cvtepi8_epi32(v));
         }
         return;
     }
     __m512i even, odd;
-    halves_of_bytes(kind, part_of_codes(kind, codes, half), &even, &odd);
+    halves_of_bytes(kind, _mm512_loadu_si512(codes), &even, &odd);
     to[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(even));
     to[1] = _mm512_cvtph_ps(_mm512_castsi512_si256(odd));
     to[2] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1));
@@ -52,17 +52,18 @@ INLINE void bytes_streamed(
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm512_setzero_ps();
     for (Py_ssize_t c = 0; c < chunks; c++, x += stride) {
         UNROLL for (int r = 0; r < ROWS; r++) {
+            uint8_t room[CHUNK];
             FROM_MEMORY(p);
-            const uint8_t *codes = codes_of(p, r, c);
+            const uint8_t *codes = bytes_of(kind, p, r, c, room);
             const float *scales = p->scales[r] + c * spans, *offsets = p->offsets[r] + c * spans;
-            const char *next = (const char *)codes + ahead;
+            const char *next = (const char *)(IS_SIX(kind) ? codes_of(p, r, c) : codes) + ahead;
             __m512 all[2];
             _mm_prefetch(next, _MM_HINT_T1);
             _mm_prefetch(next + 64, _MM_HINT_T1);
             UNROLL for (int half = 0; half < 2; half++) {
                 const float *y = x + 64 * half;
                 __m512 d[4];
-                bytes_by_avx512(kind, codes, half, d);
+                bytes_by_avx512(kind, codes + 64 * half, d);
                 UNROLL for (int i = 0; i < 4; i += 2) {
                     if (later) {
                         __m512 sum = _mm512_mul_ps(d[i], _mm512_loadu_ps(y + 16 * i));
@@ -231,7 +232,7 @@ Py_ssize_t most_streams_of_avx512(const weight *w)
 }
 
 /* The `worder`. */
-static int words_by_avx512(const weight *w, Py_ssize_t row, uint16_t *to)
+INLINE int words_by_avx512(const weight *w, Py_ssize_t row, uint16_t *to)
 {
     const uint8_t *bytes = w->scale.items + row * w->groups;
     if (w->codes.kind != TABLE4)
@@ -244,13 +245,17 @@ static int words_by_avx512(const weight *w, Py_ssize_t row, uint16_t *to)
     return 1;
 }
 
-static const multiplier by = {
-    decode_tile_by_avx512, micros_of_avx512, 14, stream_by_avx512, decoded_by_avx512, words_by_avx512, CHUNK};
+INLINE int scales(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, int words, panel *p)
+{
+    return scales_of_panel(w, to, n, stop, span, decoded_by_avx512, words ? words_by_avx512 : NULL, p);
+}
+
+static const tiling tiles = {decode_tile_by_avx512, micros_of_avx512, 14};
 
 static int rows(int streams, const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first,
     Py_ssize_t end, float *y)
 {
-    return rows_of(&by, streams, w, to, x, m, first, end, y);
+    return rows_of(&tiles, stream_by_avx512, scales, CHUNK, streams, w, to, x, m, first, end, y);
 }
 
 static void pack(int streams, const weight *w, const float *x, Py_ssize_t m, part part, float *to)

@@ -12,7 +12,13 @@ MICRO(2)
 MICRO(3)
 MICRO(4)
 static const micro micros[] = {NULL, micro1, micro2, micro3, micro4};
-static const multiplier by = {decode_tile, micros, 4, NULL, decode_numbers, NULL, CHUNK};
+INLINE int scales(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, int words, panel *p)
+{
+    (void)words;
+    return scales_of_panel(w, to, n, stop, span, decoded, NULL, p);
+}
+
+static const tiling tiles = {decode_tile, micros, 4};
 
 static Py_ssize_t most_streams(const weight *w)
 {
@@ -23,7 +29,7 @@ static Py_ssize_t most_streams(const weight *w)
 static int rows(int streams, const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first,
     Py_ssize_t end, float *y)
 {
-    return rows_of(&by, streams, w, to, x, m, first, end, y);
+    return rows_of(&tiles, NULL, scales, CHUNK, streams, w, to, x, m, first, end, y);
 }
 
 static void pack(int streams, const weight *w, const float *x, Py_ssize_t m, part part, float *to)

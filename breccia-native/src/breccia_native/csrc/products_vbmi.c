@@ -43,7 +43,7 @@ TABLES_OF(E4M3)
 TABLES_OF(E2M3)
 static const streamed table_streams[2][GRAINS][3] = {OF_TABLES(tables_, E4M3), OF_TABLES(tables_, E2M3)};
 
-static int stream(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
+INLINE int stream(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
 {
     const int size = m >= 4 ? 2 : m >= 2 ? 1 : 0, kind = w->codes.kind;
     if (!IS_HALF(kind))
@@ -83,12 +83,17 @@ void widen_by_vbmi(const weight *w, const uint8_t *from, uint8_t *to)
     }
 }
 
-static const multiplier by = {decode_tile_by_avx512, micros_of_avx512, 14, stream, decoded_by_avx512, words_by_vbmi, CHUNK};
+INLINE int scales(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, int words, panel *p)
+{
+    return scales_of_panel(w, to, n, stop, span, decoded_by_avx512, words ? words_by_vbmi : NULL, p);
+}
+
+static const tiling tiles = {decode_tile_by_avx512, micros_of_avx512, 14};
 
 static int rows(int streams, const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first,
     Py_ssize_t end, float *y)
 {
-    return rows_of(&by, streams, w, to, x, m, first, end, y);
+    return rows_of(&tiles, stream, scales, CHUNK, streams, w, to, x, m, first, end, y);
 }
 
 static void pack(int streams, const weight *w, const float *x, Py_ssize_t m, part part, float *to)

@@ -55,7 +55,7 @@ INLINE void words_by_table(const int kind, const loaded_table *t, __m512i v, __m
 }
 
 /* The `worder` that has tables. */
-OUTLINE int words_by_vbmi(const weight *w, Py_ssize_t row, uint16_t *to)
+INLINE int words_by_vbmi(const weight *w, Py_ssize_t row, uint16_t *to)
 {
     const uint8_t *bytes = w->scale.items + row * w->groups;
     if (w->codes.kind == I8 || w->codes.kind == U8) /* whose streams take scales in FP32 */
@@ -96,15 +96,16 @@ INLINE void tables_streamed(
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm512_setzero_ps();
     for (Py_ssize_t c = 0; c < chunks; c++, x += stride) {
         UNROLL for (int r = 0; r < ROWS; r++) {
+            uint8_t room[CHUNK];
             FROM_MEMORY(p);
-            const uint8_t *codes = codes_of(p, r, c);
-            const char *next = (const char *)codes + ahead;
+            const uint8_t *codes = bytes_of(kind, p, r, c, room);
+            const char *next = (const char *)(IS_SIX(kind) ? codes_of(p, r, c) : codes) + ahead;
             __m512 sum[4];
             _mm_prefetch(next, _MM_HINT_T1);
             _mm_prefetch(next + 64, _MM_HINT_T1);
             UNROLL for (int half = 0; half < 2; half++) {
                 __m512i first, second;
-                words_by_table(kind, &table, part_of_codes(kind, codes, half), &first, &second);
+                words_by_table(kind, &table, _mm512_loadu_si512(codes + 64 * half), &first, &second);
                 const __m512i words[2] = {first, second};
                 const Py_ssize_t at = c * spans + half * spans / 2;
                 UNROLL for (int pair = 0; pair < 2; pair++) {

@@ -61,21 +61,19 @@ INLINE Py_ssize_t height_of(Py_ssize_t m, Py_ssize_t done, Py_ssize_t panels, Py
     return (m - done + panels - i - 1) / (panels - i);
 }
 
-/* How an instruction set multiplies: tiles are decoded by `decode` and multiplied by `micros[m]`, which takes panels of m rows, up
-   to `tallest`. `stream` multiplies codes in registers, of activations with `wide` FP32 words of a chunk; NULL where nothing does.
-   `read` decodes scales; `worded` makes words of the scales of a row, or is NULL. */
+/* `scales_of_panel` by the decoder of an instruction set; and, where it has one, by its worder, if `words`. */
+typedef int (*scaler)(
+    const weight *, const workspace *, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, int words, panel *);
+
+/* How tiles are decoded, and multiplied by panels of m rows of activations: by micros[m], up to `tallest`. */
 typedef struct {
     tiler decode;
     const micro *micros;
     int tallest;
-    streamer stream;
-    decoder read;
-    worder worded;
-    Py_ssize_t wide;
-} multiplier;
+} tiling;
 
 /* Rows `first` to `end` of the weight, NR at most, times all of x. */
-OUTLINE void by_tiles(const multiplier *by, const weight *w, const workspace *to, panel *p, const float *x, Py_ssize_t m,
+OUTLINE void by_tiles(const tiling *by, const weight *w, const workspace *to, panel *p, const float *x, Py_ssize_t m,
     Py_ssize_t base, Py_ssize_t first, Py_ssize_t end, float *y)
 {
     const Py_ssize_t panels = (m + by->tallest - 1) / by->tallest, length = p->chunks * CHUNK;
@@ -104,8 +102,8 @@ INLINE int factor_is_last(const weight *w)
 
 /* The scales of weight rows `n` to `stop`, as words where `worded` makes them, else in FP32. Returns whether they are within the
    limits. Those of as many rows after them are prefetched. */
-OUTLINE int scales_of_panel(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, decoder read,
-    worder worded, panel *p)
+INLINE int scales_of_panel(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, const decoder read,
+    const worder worded, panel *p)
 {
     const Py_ssize_t base = scale_row(w, n), count = scale_row(w, stop - 1) - base + 1, each = p->apart;
     const Py_ssize_t bytes = count * w->groups * kind_bits[w->scale.kind] / 8;
@@ -122,12 +120,12 @@ OUTLINE int scales_of_panel(const weight *w, const workspace *to, Py_ssize_t n, 
 }
 
 /* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. streams: whether codes are decoded in
-   registers. */
-OUTLINE int rows_of(const multiplier *by, int streams, const weight *w, const workspace *to, const float *x, Py_ssize_t m,
-    Py_ssize_t first, Py_ssize_t end, float *y)
+   registers, by `stream`, for activations with `wide` FP32 words of a chunk. */
+INLINE int rows_of(const tiling *by, const streamer stream, const scaler scales, const Py_ssize_t wide, int streams,
+    const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
 {
     panel p;
-    const Py_ssize_t span = streams ? longest_span(w) : w->span, wide = by->wide;
+    const Py_ssize_t span = streams ? longest_span(w) : w->span;
     /* Tiles read the scales of all rows in turns, which would share few places of a cache if they were a power of two apart. */
     begin_panel(w, span, streams ? 0 : BETWEEN, &p);
     const Py_ssize_t ahead = ROWS * w->row_bytes, step = streams ? ROWS : CLAIM;
@@ -138,7 +136,7 @@ OUTLINE int rows_of(const multiplier *by, int streams, const weight *w, const wo
     p.ahead = w->widen ? 0 : ahead > 8192 && ahead <= 16384 ? ahead : 8192;
     for (Py_ssize_t n = first; n < end; n += step) {
         const Py_ssize_t stop = n + step < end ? n + step : end;
-        if (!scales_of_panel(&unit, to, n, stop, span, by->read, worth ? by->worded : NULL, &p))
+        if (!scales(&unit, to, n, stop, span, worth, &p))
             return 0;
         if (!streams) {
             for (Py_ssize_t row = n; row < stop; row += NR)
@@ -148,7 +146,7 @@ OUTLINE int rows_of(const multiplier *by, int streams, const weight *w, const wo
         fill(w, to, n, n, stop, ROWS, &p);
         for (Py_ssize_t i = 0; i < m;) {
             float sums[4 * ROWS];
-            const int taken = by->stream(w, &p, x + i * wide, m * wide, (int)(m - i < 4 ? m - i : 4), sums);
+            const int taken = stream(w, &p, x + i * wide, m * wide, (int)(m - i < 4 ? m - i : 4), sums);
             for (int j = 0; j < taken; j++)
                 for (Py_ssize_t row = n; row < stop; row++)
                     y[(i + j) * w->n + row] = sums[j * ROWS + row - n] * (last ? w->factor : 1);
@@ -161,7 +159,7 @@ OUTLINE int rows_of(const multiplier *by, int streams, const weight *w, const wo
 /* ------------------------------------------------------------------------------------------------ decoding a tile */
 
 /* The values of a chunk's codes, in their own order. */
-OUTLINE void values_of(const weight *w, const uint8_t *codes, float *y)
+INLINE void values_of(const weight *w, const uint8_t *codes, float *y)
 {
     uint8_t room[CHUNK];
     if (kind_bits[w->codes.kind] == 6) {
@@ -169,7 +167,7 @@ OUTLINE void values_of(const weight *w, const uint8_t *codes, float *y)
         codes = room;
     }
     const numbers chunk = {w->codes.kind, codes, w->codes.table};
-    decode_numbers(&chunk, 0, CHUNK, y);
+    decoded(&chunk, 0, CHUNK, y);
 }
 
 /* What follows reads the memory of `pointers` anew. */
@@ -192,7 +190,7 @@ INLINE void apply_each(const weight *w, const float *scales, const float *offset
 }
 
 /* Row r of a chunk, decoded. */
-OUTLINE void row_of(const weight *w, const panel *p, int r, Py_ssize_t c, const float unlift, float *y)
+INLINE void row_of(const weight *w, const panel *p, int r, Py_ssize_t c, const float unlift, float *y)
 {
     values_of(w, codes_of(p, r, c), y);
     for (int i = 0; i < CHUNK; i++)
@@ -205,7 +203,7 @@ OUTLINE void row_of(const weight *w, const panel *p, int r, Py_ssize_t c, const 
 }
 
 /* Decode `chunks` chunks of NR rows into a tile, number by number. `lift`: what scales have been multiplied by. */
-OUTLINE void tile_of_rows(const weight *w, const panel *p, Py_ssize_t first, Py_ssize_t chunks, const float lift, float *tile)
+INLINE void tile_of_rows(const weight *w, const panel *p, Py_ssize_t first, Py_ssize_t chunks, const float lift, float *tile)
 {
     float y[CHUNK];
     for (Py_ssize_t c = 0; c < chunks; c++)

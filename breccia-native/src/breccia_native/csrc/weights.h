@@ -197,7 +197,7 @@ INLINE Py_ssize_t longest_span(const weight *w)
 }
 
 /* `to` = each of `run` for as many spans as a block has; the last one up to the chunk's end, where activations are 0. */
-OUTLINE void spread(const weight *w, Py_ssize_t span, const float *run, float *to)
+INLINE void spread(const weight *w, Py_ssize_t span, const float *run, float *to)
 {
     const int bits = __builtin_ctz((unsigned)span); /* divisions would take as long as the rest */
     const Py_ssize_t end = (w->k + CHUNK - 1) / CHUNK * (CHUNK >> bits), each = w->groups == 1 ? end : w->block >> bits;
@@ -218,7 +218,7 @@ OUTLINE void spread(const weight *w, Py_ssize_t span, const float *run, float *t
 }
 
 /* Whether magnitudes are at most `most`, and at least `least` or 0; NaN is. */
-OUTLINE int within(const float *y, Py_ssize_t n, float most, float least)
+INLINE int within(const float *y, Py_ssize_t n, float most, float least)
 {
     const int32_t top = (int32_t)bits_of(most), bottom = (int32_t)bits_of(least);
     int32_t beyond = 0; /* the sign says whether; integers, since comparisons of floats are slow to combine */
@@ -239,7 +239,7 @@ OUTLINE int within(const float *y, Py_ssize_t n, float most, float least)
 typedef void (*decoder)(const numbers *, Py_ssize_t, Py_ssize_t, float *);
 
 /* The scales and offsets of a row of scales, one for each `span` codes. Returns whether they are within the limits. */
-OUTLINE int spread_scales(
+INLINE int spread_scales(
     const weight *w, Py_ssize_t span, Py_ssize_t row, const decoder read, float *run, float *scales, float *offsets)
 {
     const Py_ssize_t groups = w->groups;
@@ -366,7 +366,7 @@ INLINE void begin_panel(const weight *w, Py_ssize_t span, Py_ssize_t between, pa
 }
 
 /* Fill `p` with `count` rows from `first` on, whose scales have been spread from row `base` on. */
-OUTLINE void fill(
+INLINE void fill(
     const weight *w, const workspace *to, Py_ssize_t base, Py_ssize_t first, Py_ssize_t end, const int count, panel *p)
 {
     const Py_ssize_t rest = w->widen ? 0 : w->row_bytes - p->whole * p->bytes;
