@@ -67,7 +67,7 @@ setup(
     cmdclass={"build_ext": BuildSideBySide},
     ext_modules=[
         extension("products", *SUMS, sources=PRODUCTS),
-        extension("microkernels", *EXACT),
+        extension("microkernels", *EXACT, sources=("casts_avx512", "casts_avx2", "casts_portable")),
         extension("decoding", *EXACT),
         extension("columns", *SUMS),
         extension("pool", "-O2", "-pthread", link=("-pthread",)),

@@ -34,4 +34,12 @@
 #define AVX2 "avx2,fma,f16c,bmi2"
 #define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 
+/* Casts and dequantize must not fuse a product with an addition. GCC would use vectors of half the length. */
+#define CASTS_AVX2 "avx2,f16c"
+#if defined(__clang__)
+#define CASTS_AVX512 "avx512f,avx512bw,avx512dq,avx512vl"
+#else
+#define CASTS_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"
+#endif
+
 #endif

@@ -140,7 +140,7 @@ INLINE void bytes_streamed(
             const char *next = (const char *)codes + p->ahead;
             _mm_prefetch(next, _MM_HINT_T0);
             _mm_prefetch(next + 64, _MM_HINT_T0);
-            UNROLL for (int i = 0; i < CHUNK / EACH; i++) {
+            ONE_BY_ONE for (int i = 0; i < CHUNK / EACH; i++) {
                 const __m256i v = bytes_by_avx2(kind, codes + i * (IS_SIX(kind) ? 24 : 32));
                 const Py_ssize_t at = c * spans + i * spans / (CHUNK / EACH);
                 __m256 d[4];

@@ -7,6 +7,8 @@
 #include "instructions.h"
 
 #define UNROLL _Pragma("GCC unroll 16")
+/* Of loops that unrolling would only make longer. */
+#define ONE_BY_ONE _Pragma("GCC unroll 1")
 
 enum {
     CHUNK = 128,       /* codes of a row that are decoded together */
