@@ -17,14 +17,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "breccia-native" / "src" / "breccia_native"
+C_SOURCE = SOURCE / "csrc"
 FLAGS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-#: As in breccia-native/setup.py, where they change results.
+#: As in breccia-native/setup.py, where they change results; and the sources of each extension.
 OWN = {
-    "pool": [],
-    "microkernels": ["-ffp-contract=off"],
-    "decoding": ["-ffp-contract=off"],
-    "products": ["-ffp-contract=fast"],
-    "columns": ["-ffp-contract=fast"],
+    "pool": ("-ffp-contract=off", ["pool"]),
+    "microkernels": ("-ffp-contract=off", ["microkernels", "casts_*"]),
+    "decoding": ("-ffp-contract=off", ["decoding"]),
+    "products": ("-ffp-contract=fast", ["products", "products_*", "multiply", "int8_*", "bf16_*", "pairs_*"]),
+    "columns": ("-ffp-contract=fast", ["columns", "columns_*"]),
 }
 #: Tests that start processes of their own, or need an unmodified installation.
 LEFT_OUT = "not without_the_compiled and not torch and not use_the_compiled"
@@ -35,10 +36,11 @@ def build(folder: Path) -> None:
     package = folder / "breccia_native"
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     include = sysconfig.get_paths()["include"]
-    for name, flags in OWN.items():
+    for name, (contraction, patterns) in OWN.items():
         made = str(package / f"{name}.abi3.so")
-        command = ["gcc", "-shared", "-fPIC", "-Wall", "-DPy_LIMITED_API=0x030B0000", f"-I{include}", *FLAGS, *flags]
-        subprocess.run([*command, str(SOURCE / f"{name}.c"), "-o", made], check=True)
+        command = ["gcc", "-shared", "-fPIC", "-Wall", "-DPy_LIMITED_API=0x030B0000", f"-I{include}", *FLAGS, contraction]
+        sources = [str(source) for pattern in patterns for source in sorted(C_SOURCE.glob(f"{pattern}.c"))]
+        subprocess.run([*command, *sources, "-o", made], check=True)
 
 
 def main() -> int:
