@@ -15,7 +15,6 @@
 #include "instructions.h"
 
 #if defined(HAS_MATRICES)
-#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 

@@ -191,7 +191,7 @@ INLINE void scales_of(
         float t[STRIP];
         for (Py_ssize_t i = 0; i < length; i++)
             t[i] = amax[start + i] / divisor / global_scale;
-        const numbers all = {(const char *)t, FP32, 0, length, length, 0, &one, {0}};
+        const numbers all = {.x = (const char *)t, .kind = FP32, .n = length, .k = length, .inverse = &one};
         floats_of(&all, 0, f, codes + start);
         for (Py_ssize_t i = start; i < start + length; i++)
             inverse[i] = inverses[codes[i]];

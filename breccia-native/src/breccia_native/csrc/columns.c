@@ -25,7 +25,7 @@ static void find_versions(void)
     int n = 0;
 #if defined(HAS_X86)
     __builtin_cpu_init();
-    const int avx2_too = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const int avx2_too = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     if (avx2_too && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         versions[n++] = &columns_avx512;
@@ -121,12 +121,13 @@ PyDoc_STRVAR(multiply_doc,
     "columns, in C order. The other arguments are those of `products.multiply`. Returns False, and the result is\n"
     "unspecified, for numbers beyond the limits of products.c.");
 
-static PyObject *multiply(PyObject *self, PyObject *args)
+static PyObject *multiply(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer x, data, table, scale, scale_table, offset, y;
     Py_ssize_t m;
     int threads, fine = 1;
-    matrix w = {{0}};
+    matrix w;
+    memset(&w, 0, sizeof w);
     if (!PyArg_ParseTuple(args, "y*nnny*iiy*y*iy*nnpffy*iiw*i:multiply", &x, &m, &w.k, &w.n, &data, &w.codes.kind, &w.width, &table,
             &scale, &w.scale.kind, &scale_table, &w.block, &w.tall, &w.divides, &w.factor, &w.least, &offset, &w.offset.kind, &w.role, &y,
             &threads))
@@ -176,7 +177,7 @@ static PyObject *multiply(PyObject *self, PyObject *args)
 PyDoc_STRVAR(turn_doc,
     "turn(data, rows, columns, found, threads): write the transpose of a matrix of bytes, in C order, to `found`, in C order.");
 
-static PyObject *turn(PyObject *self, PyObject *args)
+static PyObject *turn(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer data, found;
     turning t = {0};
@@ -203,7 +204,7 @@ static PyObject *turn(PyObject *self, PyObject *args)
 
 PyDoc_STRVAR(supports_doc, "supports(kind, role): whether `multiply` decodes these codes, with offsets of this role.");
 
-static PyObject *supports(PyObject *self, PyObject *args)
+static PyObject *supports(PyObject *Py_UNUSED(self), PyObject *args)
 {
     int kind, role;
     if (!PyArg_ParseTuple(args, "ii:supports", &kind, &role))
@@ -215,7 +216,7 @@ PyDoc_STRVAR(use_doc,
     "use(name): let calls run for that instruction set, and return the names of those that this processor has, the best\n"
     "first. Without a name, only return them. For tests: no call may be running.");
 
-static PyObject *use(PyObject *self, PyObject *args)
+static PyObject *use(PyObject *Py_UNUSED(self), PyObject *args)
 {
     const char *name = NULL;
     if (!PyArg_ParseTuple(args, "|s:use", &name))
@@ -247,7 +248,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int prepare(PyObject *self)
+static int prepare(PyObject *Py_UNUSED(self))
 {
     return find_pool();
 }

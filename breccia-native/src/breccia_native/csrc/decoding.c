@@ -859,7 +859,7 @@ PyDoc_STRVAR(decode_doc,
     "global_scale: a float, or None; with divides, numbers are divided by it. stream: write past the caches. threads: how many may\n"
     "work, at most.");
 
-static PyObject *decode(PyObject *self, PyObject *args)
+static PyObject *decode(PyObject *Py_UNUSED(self), PyObject *args)
 {
     PyObject *values, *codes, *given;
     Py_buffer table, scale, of_bytes, subtracted, added, data, found;
@@ -928,7 +928,7 @@ arguments:
 
 PyDoc_STRVAR(pooled_doc, "pooled(): whether `decode` can use several threads.");
 
-static PyObject *pooled(PyObject *self, PyObject *unused)
+static PyObject *pooled(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
     return PyBool_FromLong(pool != NULL);
 }
@@ -940,7 +940,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int prepare(PyObject *self)
+static int prepare(PyObject *Py_UNUSED(self))
 {
     return find_pool();
 }

@@ -24,7 +24,15 @@
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #define HAS_X86 1
+#include <cpuid.h>
 #include <immintrin.h>
+
+/* Clang's __builtin_cpu_supports does not know it. */
+static inline int has_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
 #endif
 
 #if defined(HAS_X86) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)

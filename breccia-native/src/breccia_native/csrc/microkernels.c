@@ -53,7 +53,7 @@ PyDoc_STRVAR(load_doc,
     "load(values, kind, columns, found): a matrix in any order as FP32 in rows of `columns`, with zeros after its columns and rows.\n"
     "kind: 32 for FP32, 16 for BF16 and -16 for FP16, as integers of their size.");
 
-static PyObject *load(PyObject *self, PyObject *args)
+static PyObject *load(PyObject *Py_UNUSED(self), PyObject *args)
 {
     PyObject *values;
     Py_buffer x, found;
@@ -92,7 +92,7 @@ static PyObject *load(PyObject *self, PyObject *args)
 PyDoc_STRVAR(store_doc,
     "store(values, kind, found): FP32 numbers rounded to BF16 (kind 16) or FP16 (kind -16), to nearest, ties to even.");
 
-static PyObject *store(PyObject *self, PyObject *args)
+static PyObject *store(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer x, found;
     int kind;
@@ -116,7 +116,7 @@ PyDoc_STRVAR(amax_doc,
     "amax(source, k, amax, kind=32, across=0): FP32 bits of the largest magnitude of each k numbers, as uint32. across: unless 0,\n"
     "the numbers are rows of as many, and blocks are k rows of a column.");
 
-static PyObject *amax(PyObject *self, PyObject *args)
+static PyObject *amax(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer x, found;
     Py_ssize_t k;
@@ -143,7 +143,7 @@ PyDoc_STRVAR(extremes_doc,
     "extremes(source, k, low, high, kind=32, across=0): the smallest and the largest of each k numbers, as FP32. Those below 2^-126\n"
     "are +0. across: as for `amax`.");
 
-static PyObject *extremes(PyObject *self, PyObject *args)
+static PyObject *extremes(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer x, low, high;
     Py_ssize_t k;
@@ -166,7 +166,7 @@ static PyObject *extremes(PyObject *self, PyObject *args)
 PyDoc_STRVAR(words_doc,
     "words(seed, first, found): the first words of Threefry-2x32 with 20 rounds, key `seed`, for counters from `first` on, as uint32.");
 
-static PyObject *words(PyObject *self, PyObject *args)
+static PyObject *words(PyObject *Py_UNUSED(self), PyObject *args)
 {
     unsigned long long seed, first;
     Py_buffer found;
@@ -224,7 +224,7 @@ PyDoc_STRVAR(shifted_doc,
     "as integers, with numbers of each\n"
     "block of k that are subtracted before the numbers are scaled, and added to their codes.");
 
-static PyObject *shifted(PyObject *self, PyObject *args)
+static PyObject *shifted(PyObject *Py_UNUSED(self), PyObject *args)
 {
     writing w = {.all.kind = FP32};
     Py_buffer before, after;
@@ -253,7 +253,7 @@ PyDoc_STRVAR(floats_doc,
     "Unless width is 0, codes are rounded stochastically: numbers are rows of `width`, which begin `stride` elements after each\n"
     "other, the first at `first`. Unless across is 0, numbers are rows of as many, and blocks are k rows of a column; then width is 0.");
 
-static PyObject *floats(PyObject *self, PyObject *args)
+static PyObject *floats(PyObject *Py_UNUSED(self), PyObject *args)
 {
     writing w = {.all.kind = FP32};
     minifloat f;
@@ -274,7 +274,7 @@ PyDoc_STRVAR(integers_doc,
     "integers(source, inverse, k, divides, codes, low, high, magic, mask, kind=32, seed=0, first=0, width=0, stride=0, across=0):\n"
     "as `floats`, for the fields of numpy.IntegerCodes.");
 
-static PyObject *integers(PyObject *self, PyObject *args)
+static PyObject *integers(PyObject *Py_UNUSED(self), PyObject *args)
 {
     writing w = {.all.kind = FP32};
     integer f;
@@ -296,7 +296,7 @@ PyDoc_STRVAR(tables_doc,
     "as `floats`, for a table of 16 numbers in ascending order: the smallest number rounded to each (the first is unused), their\n"
     "values, and their codes; and the code of +0.");
 
-static PyObject *tables(PyObject *self, PyObject *args)
+static PyObject *tables(PyObject *Py_UNUSED(self), PyObject *args)
 {
     writing w = {.all.kind = FP32};
     Py_buffer starts, values, order;
@@ -328,7 +328,7 @@ PyDoc_STRVAR(scales_doc,
     "scales(amax, divisor, global_scale, floor, lift, largest, shift, sign, inverses, codes, inverse): codes of a minifloat of FP32\n"
     "amax / divisor / global_scale, and the FP32 inverse of each, from a table of 256. The others are the fields of numpy.FloatCodes.");
 
-static PyObject *scales(PyObject *self, PyObject *args)
+static PyObject *scales(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer x, inverses, codes, inverse;
     minifloat f;
@@ -355,7 +355,7 @@ static PyObject *scales(PyObject *self, PyObject *args)
 
 PyDoc_STRVAR(sixes_doc, "sixes(codes, data): four codes of 6 bits, one a byte, to each three bytes of data; the first in the low bits.");
 
-static PyObject *sixes(PyObject *self, PyObject *args)
+static PyObject *sixes(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer codes, data;
     if (!PyArg_ParseTuple(args, "y*w*:sixes", &codes, &data))
@@ -374,7 +374,7 @@ static PyObject *sixes(PyObject *self, PyObject *args)
 PyDoc_STRVAR(eights_doc,
     "eights(codes, bits, data): eight codes of 1, 2, 3, 5 or 7 bits, one a byte, to as many bytes of data; the first in the low bits.");
 
-static PyObject *eights(PyObject *self, PyObject *args)
+static PyObject *eights(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer codes, data;
     int bits;
@@ -399,7 +399,7 @@ PyDoc_STRVAR(down_doc,
     "down(codes, bits, data): rows of codes of less than 8 bits, one a byte, whose columns are packed: whole groups of rows that share\n"
     "bytes, to rows of data; the first in the low bits.");
 
-static PyObject *down(PyObject *self, PyObject *args)
+static PyObject *down(PyObject *Py_UNUSED(self), PyObject *args)
 {
     PyObject *from, *to;
     Py_buffer codes, data;
@@ -428,7 +428,7 @@ static PyObject *down(PyObject *self, PyObject *args)
 
 PyDoc_STRVAR(pairs_doc, "pairs(codes, data): two codes of 4 bits, one a byte, to each byte of data; the first in its low half.");
 
-static PyObject *pairs(PyObject *self, PyObject *args)
+static PyObject *pairs(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer codes, data;
     if (!PyArg_ParseTuple(args, "y*w*:pairs", &codes, &data))
@@ -448,7 +448,7 @@ PyDoc_STRVAR(values_doc,
     "values(data, table, scale, k, bits, values): the FP32 number of each code, by a table, times the FP32 scale of its block of k.\n"
     "Codes have 8 bits, or 4, two a byte, the first in the low half.");
 
-static PyObject *values(PyObject *self, PyObject *args)
+static PyObject *values(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer data, table, scale, found;
     Py_ssize_t k;

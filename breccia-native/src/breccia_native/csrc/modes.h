@@ -144,6 +144,16 @@ INLINE uint32_t bf16_of(float y)
     return (u & 0x7fffffff) > 0x7f800000 ? u >> 16 | 0x40 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
 
+/* To nearest, ties to even. */
+INLINE int32_t nearest(float y)
+{
+#if defined(__clang__)
+    return (int32_t)lrintf(y);
+#else
+    return __builtin_irintf(y); /* of whole vectors, too */
+#endif
+}
+
 /* Round `n` numbers to INT8 codes. Returns the scale: NaN where one is not finite. */
 INLINE float rounded(const float *x, const Py_ssize_t n, int8_t *codes, float *sum)
 {
@@ -161,7 +171,7 @@ INLINE float rounded(const float *x, const Py_ssize_t n, int8_t *codes, float *s
     }
     const float inverse = 127 / amax;
     for (Py_ssize_t i = 0; i < n; i++) {
-        const int32_t code = __builtin_irintf(x[i] * inverse);
+        const int32_t code = nearest(x[i] * inverse);
         codes[i] = (int8_t)code;
         all += code;
     }

@@ -210,7 +210,7 @@ static const pool_functions functions = {run};
 
 PyDoc_STRVAR(size_doc, "size(): the threads that the pool has started.");
 
-static PyObject *size(PyObject *self, PyObject *unused)
+static PyObject *size(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
     return PyLong_FromLong(LOAD(&state.count));
 }
@@ -234,7 +234,7 @@ static void add_some(void *context)
 PyDoc_STRVAR(add_doc,
     "add(count, threads): (the sum of range(count), how many threads added numbers). For tests: each number is taken once.");
 
-static PyObject *add(PyObject *self, PyObject *args)
+static PyObject *add(PyObject *Py_UNUSED(self), PyObject *args)
 {
     long long count;
     counting c = {0};

@@ -148,7 +148,7 @@ PyDoc_STRVAR(multiply_doc,
     "below 2^-60 and not 0, where a scale is too large, or smaller than `least` and not 0, and for mode 2\n"
     "where 4-bit codes or their zero-points are not integers from 0 to 15.");
 
-static PyObject *multiply(PyObject *self, PyObject *args)
+static PyObject *multiply(PyObject *Py_UNUSED(self), PyObject *args)
 {
     call c;
     if (!is_call(args, "y*innniy*iiy*y*iy*nnpffy*iiw*y*i:multiply", &c))
@@ -173,7 +173,7 @@ PyDoc_STRVAR(prepare_doc,
     "prepare(*arguments): what `repeat` needs for products of operands of the same kinds and sizes as these arguments of `multiply`,\n"
     "whose sizes are compared here. It keeps the tables, and forgets the other buffers.");
 
-static PyObject *prepare(PyObject *self, PyObject *args)
+static PyObject *prepare(PyObject *Py_UNUSED(self), PyObject *args)
 {
     call *c = malloc(sizeof *c);
     if (!c)
@@ -198,7 +198,7 @@ PyDoc_STRVAR(repeat_doc,
     "0 for none; product is a buffer. The memory at the addresses must be what `prepare` was given: kinds, sizes, contiguous.\n"
     "Also returns False where the address of an operand is missing, or not that of aligned numbers.");
 
-static PyObject *repeat(PyObject *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *repeat(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count)
 {
     if (count != 9) {
         PyErr_Format(PyExc_TypeError, "repeat takes 9 arguments; got %zd. Call breccia.matmul.", count);
@@ -228,7 +228,7 @@ static PyObject *repeat(PyObject *self, PyObject *const *args, Py_ssize_t count)
 
 PyDoc_STRVAR(kinds_doc, "kinds(): the names of the encodings that `multiply` reads, in the order of their numbers.");
 
-static PyObject *kinds(PyObject *self, PyObject *unused)
+static PyObject *kinds(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
     PyObject *found = PyTuple_New(KINDS);
     for (int i = 0; found && i < KINDS; i++) {
@@ -245,7 +245,7 @@ PyDoc_STRVAR(use_doc,
     "use(name): let calls run for that instruction set, and return the names of those that this processor has, the best\n"
     "first. Without a name, only return them. For tests: no call may be running.");
 
-static PyObject *use(PyObject *self, PyObject *args)
+static PyObject *use(PyObject *Py_UNUSED(self), PyObject *args)
 {
     const char *name = NULL;
     if (!PyArg_ParseTuple(args, "|s:use", &name))
@@ -278,7 +278,7 @@ PyDoc_STRVAR(fast_doc,
     "(BF16) that are faster than FP32 for m rows of k activations, and codes of `kind` with offsets of `role` and a scale of\n"
     "`scale_kind` for each block, of a multiple of 8.");
 
-static PyObject *fast(PyObject *self, PyObject *args)
+static PyObject *fast(PyObject *Py_UNUSED(self), PyObject *args)
 {
     int mode;
     Py_ssize_t m;
@@ -298,7 +298,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int execute(PyObject *self)
+static int execute(PyObject *Py_UNUSED(self))
 {
     return begin();
 }

@@ -3,8 +3,7 @@
 #ifndef BRECCIA_VERSIONS_H
 #define BRECCIA_VERSIONS_H
 
-#include <Python.h>
-#include <string.h>
+#include "instructions.h"
 
 /* The attributes of functions compiled for processors with AVX-512, and with AVX2. */
 #if defined(__GNUC__) && defined(__x86_64__)
@@ -41,7 +40,7 @@ static void add_version(const char *name, const void *functions)
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && \
             __builtin_cpu_supports("avx512vl"))                                                                             \
             add_version("avx512", avx512);                                                                                  \
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))                                               \
+        if (__builtin_cpu_supports("avx2") && has_f16c())                                               \
             add_version("avx2", avx2);                                                                                      \
         add_version("portable", portable);                                                                                  \
     } while (0)
@@ -53,7 +52,7 @@ PyDoc_STRVAR(use_doc,
     "use(name): let calls run for that instruction set, and return the names of those that this processor has, the best first.\n"
     "Without a name, only return them. For tests: no call may be running.");
 
-static PyObject *use(PyObject *self, PyObject *args)
+static PyObject *use(PyObject *Py_UNUSED(self), PyObject *args)
 {
     const char *name = NULL;
     if (!PyArg_ParseTuple(args, "|s:use", &name))

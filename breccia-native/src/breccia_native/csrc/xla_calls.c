@@ -205,7 +205,7 @@ PyDoc_STRVAR(answer_doc,
     "answer_with(function): let the handler call function(text, arguments, results), with a memoryview of each array. It\n"
     "writes to those of the results. An exception ends the program that XLA runs.");
 
-static PyObject *answer_with(PyObject *self, PyObject *function)
+static PyObject *answer_with(PyObject *Py_UNUSED(self), PyObject *function)
 {
     PyObject *before = answer;
     Py_INCREF(function);
@@ -216,7 +216,7 @@ static PyObject *answer_with(PyObject *self, PyObject *function)
 
 PyDoc_STRVAR(handler_doc, "handler(): the capsule that `jax.ffi.register_ffi_target` takes for platform \"cpu\".");
 
-static PyObject *handler_of(PyObject *self, PyObject *unused)
+static PyObject *handler_of(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
     return PyCapsule_New((void *)(uintptr_t)handler, "xla._CUSTOM_CALL_TARGET", NULL);
 }
