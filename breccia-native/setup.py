@@ -68,7 +68,7 @@ setup(
     ext_modules=[
         extension("products", *SUMS, sources=PRODUCTS),
         extension("microkernels", *EXACT, sources=("casts_avx512", "casts_avx2", "casts_portable")),
-        extension("decoding", *EXACT),
+        extension("decoding", *EXACT, sources=("decoding_avx512", "decoding_avx2", "decoding_portable")),
         extension("columns", *SUMS, sources=("columns_avx512", "columns_avx2", "columns_portable")),
         extension("pool", "-O2", "-pthread", link=("-pthread",)),
         extension("xla_calls", "-O2"),

@@ -23,7 +23,7 @@ FLAGS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all
 OWN = {
     "pool": ("-ffp-contract=off", ["pool"]),
     "microkernels": ("-ffp-contract=off", ["microkernels", "casts_*"]),
-    "decoding": ("-ffp-contract=off", ["decoding"]),
+    "decoding": ("-ffp-contract=off", ["decoding", "decoding_*"]),
     "products": ("-ffp-contract=fast", ["products", "products_*", "multiply", "int8_*", "bf16_*", "pairs_*"]),
     "columns": ("-ffp-contract=fast", ["columns", "columns_*"]),
 }

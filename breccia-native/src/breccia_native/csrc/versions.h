@@ -5,17 +5,6 @@
 
 #include "instructions.h"
 
-/* The attributes of functions compiled for processors with AVX-512, and with AVX2. */
-#if defined(__GNUC__) && defined(__x86_64__)
-#define X86_VERSIONS 1
-#if defined(__clang__)
-#define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-#else
-#define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
-#endif
-#define FOR_AVX2 __attribute__((target("avx2,f16c")))
-#endif
-
 /* Those that this processor runs, the best first, and the one in use. */
 static struct {
     const char *name;
@@ -33,7 +22,7 @@ static void add_version(const char *name, const void *functions)
     chosen = versions[0].functions;
 }
 
-#if defined(X86_VERSIONS)
+#if defined(HAS_X86)
 #define ADD_VERSIONS(avx512, avx2, portable)                                                                                \
     do {                                                                                                                    \
         __builtin_cpu_init();                                                                                               \
