@@ -179,6 +179,12 @@ INLINE void integers_of(const numbers *all, int divides, integer f, uint8_t *cod
     }
 }
 
+/* Where numbers are multiplied by inverse scales. */
+OUTLINE void floats_multiplied(const numbers *all, minifloat f, uint8_t *codes)
+{
+    EACH_ROW(floats_of(part, 0, f, to), all, codes);
+}
+
 /* -------------------------------------------------------------------------------------------------- scales */
 
 /* Scales of 8 bits from amax: codes of amax / divisor / global_scale, and the inverse of each by a table of 256. */
@@ -192,7 +198,7 @@ INLINE void scales_of(
         for (Py_ssize_t i = 0; i < length; i++)
             t[i] = amax[start + i] / divisor / global_scale;
         const numbers all = {.x = (const char *)t, .kind = FP32, .n = length, .k = length, .inverse = &one};
-        floats_of(&all, 0, f, codes + start);
+        floats_multiplied(&all, f, codes + start);
         for (Py_ssize_t i = start; i < start + length; i++)
             inverse[i] = inverses[codes[i]];
     }
@@ -209,14 +215,14 @@ static void floats(const numbers *all, minifloat f, uint8_t *codes)
         rest.x += done * (all->kind == FP32 ? 4 : 2);
         rest.inverse += done / all->k;
         rest.n -= done;
-        floats_of(&rest, 0, f, codes + (all->packed ? done / 2 : done));
+        floats_multiplied(&rest, f, codes + (all->packed ? done / 2 : done));
         return;
     }
 #endif
     if (all->divides)
         EACH_ROW(floats_of(part, 1, f, to), all, codes);
     else
-        EACH_ROW(floats_of(part, 0, f, to), all, codes);
+        floats_multiplied(all, f, codes);
 }
 
 static void integers(const numbers *all, integer f, uint8_t *codes)

@@ -19,7 +19,7 @@ enum { WIDE = 32, DEEP = 4, TALLEST = 12 };
 /* Activations of groups below this count as zero, where they are rounded to INT8. */
 #define LEAST_AMAX 0x1p-100f
 /* The smallest BF16 number other than zero: products of larger ones, and their sums, are not subnormal. And the smallest FP32
-   number that is multiplied in parts (see matrices.h), the last of which is 2^-23 of it or more. */
+   number that is multiplied in parts (see bf16_amx.c), the last of which is 2^-23 of it or more. */
 #define LEAST_BF16 0x1p-60f
 #define LEAST_OF_PARTS 0x1p-46f
 
