@@ -111,6 +111,11 @@ static Py_ssize_t fewest_by_streams(const weight *w)
     return are_pairs(w->codes.kind, w->role) ? 1 : fewest_by_tiles(w);
 }
 
+static void pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+{
+    pack_groups_of(BF16_MODE, g, kind, x, k, part, to);
+}
+
 const mode_version bf16_tiles = {pack_groups, rows_by_tiles, lift_of, fewest_by_tiles, TALLEST, TILE, one_claim};
 const mode_version bf16_streams = {pack_groups, rows, lift_of, fewest_by_streams, TALLEST, TILE, one_claim};
 

@@ -7,7 +7,7 @@
 #include "random.h"
 #include "scaled.h"
 
-INLINE void floats_of(const numbers *all, int divides, minifloat f, uint8_t *codes)
+INLINE void floats_of(const numbers *all, minifloat f, uint8_t *codes)
 {
     float y[STRIP];
     uint32_t found[STRIP], words[STRIP];
@@ -17,7 +17,7 @@ INLINE void floats_of(const numbers *all, int divides, minifloat f, uint8_t *cod
     place next = {all->inverse, all->k};
     for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
         const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
-        scaled(all, start, length, divides, &next, y);
+        scaled(all, start, length, &next, y);
         if (all->random.width) {
             words_at(all->random, start, length, words);
             for (Py_ssize_t i = 0; i < length; i++) {
@@ -154,7 +154,7 @@ INLINE int32_t dithered_integer(float y, float units, uint32_t word)
     return (int32_t)u < 0 ? -a : a;
 }
 
-INLINE void integers_of(const numbers *all, int divides, integer f, uint8_t *codes)
+INLINE void integers_of(const numbers *all, integer f, uint8_t *codes)
 {
     float y[STRIP];
     uint32_t found[STRIP], words[STRIP];
@@ -164,7 +164,7 @@ INLINE void integers_of(const numbers *all, int divides, integer f, uint8_t *cod
     for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
         const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
         uint8_t *const to = all->packed ? room : codes + start;
-        scaled(all, start, length, divides, &next, y);
+        scaled(all, start, length, &next, y);
         if (all->random.width) {
             words_at(all->random, start, length, words);
             for (Py_ssize_t i = 0; i < length; i++)
@@ -179,10 +179,9 @@ INLINE void integers_of(const numbers *all, int divides, integer f, uint8_t *cod
     }
 }
 
-/* Where numbers are multiplied by inverse scales. */
-OUTLINE void floats_multiplied(const numbers *all, minifloat f, uint8_t *codes)
+OUTLINE void all_floats(const numbers *all, minifloat f, uint8_t *codes)
 {
-    EACH_ROW(floats_of(part, 0, f, to), all, codes);
+    EACH_ROW(floats_of(part, f, to), all, codes);
 }
 
 /* -------------------------------------------------------------------------------------------------- scales */
@@ -198,7 +197,7 @@ INLINE void scales_of(
         for (Py_ssize_t i = 0; i < length; i++)
             t[i] = amax[start + i] / divisor / global_scale;
         const numbers all = {.x = (const char *)t, .kind = FP32, .n = length, .k = length, .inverse = &one};
-        floats_multiplied(&all, f, codes + start);
+        all_floats(&all, f, codes + start);
         for (Py_ssize_t i = start; i < start + length; i++)
             inverse[i] = inverses[codes[i]];
     }
@@ -215,22 +214,16 @@ static void floats(const numbers *all, minifloat f, uint8_t *codes)
         rest.x += done * (all->kind == FP32 ? 4 : 2);
         rest.inverse += done / all->k;
         rest.n -= done;
-        floats_multiplied(&rest, f, codes + (all->packed ? done / 2 : done));
+        all_floats(&rest, f, codes + (all->packed ? done / 2 : done));
         return;
     }
 #endif
-    if (all->divides)
-        EACH_ROW(floats_of(part, 1, f, to), all, codes);
-    else
-        floats_multiplied(all, f, codes);
+    all_floats(all, f, codes);
 }
 
 static void integers(const numbers *all, integer f, uint8_t *codes)
 {
-    if (all->divides)
-        EACH_ROW(integers_of(part, 1, f, to), all, codes);
-    else
-        EACH_ROW(integers_of(part, 0, f, to), all, codes);
+    EACH_ROW(integers_of(part, f, to), all, codes);
 }
 
 static void scales(const float *amax, Py_ssize_t n, float divisor, float global_scale, minifloat f, const float *inverses,

@@ -273,6 +273,11 @@ static int rows(const weight *w, const grouping *g, const workspace *to, const f
         w, g, to, x, m, PANEL256, first, end, y, decode_groups, are_small(w, g) ? small_integers : signed_integers);
 }
 
+static void pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+{
+    pack_groups_of(INT8_MODE, g, kind, x, k, part, to);
+}
+
 const mode_version int8_avx2 = {pack_groups, rows, no_lift, always, PANEL256, TILE, one_claim};
 
 COMPILED

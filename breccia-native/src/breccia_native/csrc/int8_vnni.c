@@ -99,6 +99,11 @@ static int rows(const weight *w, const grouping *g, const workspace *to, const f
     return (m <= most_streamed(w, g) ? rows_by_streams : rows_by_tiles)(w, g, to, x, m, first, end, y);
 }
 
+static void pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+{
+    pack_groups_of(INT8_MODE, g, kind, x, k, part, to);
+}
+
 const mode_version int8_vnni = {pack_groups, rows, no_lift, always, TALLEST, TILE, one_claim};
 
 COMPILED

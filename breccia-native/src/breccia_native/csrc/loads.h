@@ -91,6 +91,13 @@ INLINE void fetch_ahead(const char *x, Py_ssize_t bytes)
         PREFETCH(x + AHEAD + i);
 }
 
+/* Whether the instruction set widens FP16. */
+#if defined(BY_AVX512) || defined(BY_AVX2)
+enum { WIDENS = 1 };
+#else
+enum { WIDENS = 0 };
+#endif
+
 #if defined(BY_AVX512)
 static void widened_halves(const uint16_t *halves, Py_ssize_t n, float *y)
 {

@@ -180,7 +180,7 @@ INLINE float rounded(const float *x, const Py_ssize_t n, int8_t *codes, float *s
 }
 
 /* Groups of one row of a panel of `rows`, of q numbers, from number `first` to `last`, of which `left` are in x. */
-INLINE void pack_row(const grouping *g, const Py_ssize_t q, int kind, const float *x, Py_ssize_t left, Py_ssize_t rows,
+INLINE void pack_row(const int mode, const grouping *g, const Py_ssize_t q, int kind, const float *x, Py_ssize_t left, Py_ssize_t rows,
     Py_ssize_t first, Py_ssize_t last, uint32_t *words, float *scales, float *sums, int32_t *starts)
 {
     for (Py_ssize_t start = first; start < last; start += q) {
@@ -191,7 +191,7 @@ INLINE void pack_row(const grouping *g, const Py_ssize_t q, int kind, const floa
                 memcpy(rest, from, 4 * (size_t)(left - start));
             from = rest;
         }
-        if (g->mode == INT8_MODE) {
+        if (mode == INT8_MODE) {
             int8_t codes[CHUNK], moved[CHUNK];
             scales[start / q * rows] = rounded(from, q, codes, &sums[start / q * rows]);
             starts[start / q * rows] = -g->shift * (int32_t)sums[start / q * rows];
@@ -213,7 +213,7 @@ INLINE void pack_row(const grouping *g, const Py_ssize_t q, int kind, const floa
 }
 
 /* Some chunks of a panel of up to TALLEST rows, word by word. */
-OUTLINE void pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+INLINE void pack_groups_of(const int mode, const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
     const Py_ssize_t length = (k + CHUNK - 1) / CHUNK * CHUNK, now = part.rows;
     const Py_ssize_t begin = part.column, end = part.end < k ? part.end : length;
@@ -224,13 +224,13 @@ OUTLINE void pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t
     for (Py_ssize_t r = 0; r < now; r++, x += k) {
         uint32_t *words = (uint32_t *)to + r;
         if (g->q == 128)
-            pack_row(g, 128, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
+            pack_row(mode, g, 128, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
         else if (g->q == 32)
-            pack_row(g, 32, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
+            pack_row(mode, g, 32, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
         else if (g->q == 16)
-            pack_row(g, 16, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
+            pack_row(mode, g, 16, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
         else
-            pack_row(g, g->q, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
+            pack_row(mode, g, g->q, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
     }
 }
 

@@ -11,22 +11,32 @@ INLINE void pairs_of(const uint8_t *codes, Py_ssize_t n, uint8_t *data)
         data[i] = (uint8_t)(codes[2 * i] | (codes[2 * i + 1] << 4));
 }
 
-/* Eight codes of as many bits to that many bytes: gaps between fields are closed in pairs. */
+/* Eight codes, one a byte, without the gaps between them: these are closed in pairs. */
+INLINE uint64_t closed(const uint8_t *codes, const int bits)
+{
+    uint64_t w;
+    memcpy(&w, codes, 8);
+    UNROLL for (int field = 8, filled = bits; field < 64; field *= 2, filled *= 2) {
+        uint64_t low = 0;
+        for (int at = 0; at < 64; at += 2 * field)
+            low |= (((uint64_t)1 << filled) - 1) << at;
+        w = (w & low) | ((w >> (field - filled)) & (low << filled));
+    }
+    return w;
+}
+
+/* Eight codes of as many bits to that many bytes. */
 INLINE void eights_of(const uint8_t *codes, Py_ssize_t groups, const int bits, uint8_t *data)
 {
-    for (Py_ssize_t i = 0; i < groups; i++, codes += 8, data += bits) {
-        uint64_t w;
-        memcpy(&w, codes, 8);
-        for (int field = 8, filled = bits; field < 64; field *= 2, filled *= 2) {
-            uint64_t low = 0;
-            for (int at = 0; at < 64; at += 2 * field)
-                low |= (((uint64_t)1 << filled) - 1) << at;
-            w = (w & low) | ((w >> (field - filled)) & (low << filled));
-        }
-        if ((groups - i) * bits >= 8)
-            memcpy(data, &w, 8); /* the next group overwrites what is too much */
-        else
-            memcpy(data, &w, (size_t)bits);
+    const Py_ssize_t last = (8 + bits - 1) / bits - 1; /* groups behind which there is no room for 8 bytes */
+    Py_ssize_t i = 0;
+    for (; i < groups - last; i++, codes += 8, data += bits) {
+        const uint64_t w = closed(codes, bits);
+        memcpy(data, &w, 8); /* the next group overwrites what is too much */
+    }
+    for (; i < groups; i++, codes += 8, data += bits) {
+        const uint64_t w = closed(codes, bits);
+        memcpy(data, &w, (size_t)bits);
     }
 }
 

@@ -126,4 +126,9 @@ static int rows_by_tiles(const weight *w, const grouping *g, const workspace *to
     return rows_by_groups(w, g, to, x, m, TALLEST, first, end, y, decode_groups, groups);
 }
 
+static void pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+{
+    pack_groups_of(g->mode, g, kind, x, k, part, to);
+}
+
 const mode_version modes_portable = {pack_groups, rows_by_tiles, no_lift, NULL, TALLEST, TILE, one_claim};

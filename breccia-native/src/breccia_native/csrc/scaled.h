@@ -135,12 +135,12 @@ INLINE void scaled_strip(const numbers *all, Py_ssize_t start, Py_ssize_t n, con
         return;
     }
 #if defined(BY_AVX512)
-    if (all->kind == FP16 && all->widen && all->k > 1) {
+    if (all->kind == FP16 && all->k > 1) {
         halves_scaled_by_avx512((const uint16_t *)x, all->k, n, divides, next, y);
         return;
     }
 #endif
-    if (all->kind == FP16 && all->widen) {
+    if (WIDENS && all->kind == FP16) {
         all->widen((const uint16_t *)x, n, room);
         scaled_of((const char *)room, FP32, 0, all->k, n, divides, next, y);
         return;
@@ -152,10 +152,16 @@ INLINE void scaled_strip(const numbers *all, Py_ssize_t start, Py_ssize_t n, con
     }
 }
 
-INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divides, place *next, float *y)
+/* Likewise over scales: a function of its own, since few formats have divisors. */
+OUTLINE void divided_strip(const numbers *all, Py_ssize_t start, Py_ssize_t n, place *next, float *y)
 {
-    if (divides)
-        scaled_strip(all, start, n, 1, next, y);
+    scaled_strip(all, start, n, 1, next, y);
+}
+
+INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, place *next, float *y)
+{
+    if (all->divides)
+        divided_strip(all, start, n, next, y);
     else
         scaled_strip(all, start, n, 0, next, y);
 }

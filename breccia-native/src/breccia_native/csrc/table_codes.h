@@ -78,7 +78,7 @@ INLINE void positions_by_halving(const float *y, Py_ssize_t n, const float *valu
 #endif
 
 INLINE void tables_of(
-    const numbers *all, int divides, table f, const position_finder positions, const position_coder coded, uint8_t *codes)
+    const numbers *all, table f, const position_finder positions, const position_coder coded, uint8_t *codes)
 {
     float y[STRIP], low[STRIP], high[STRIP];
     int32_t found[STRIP];
@@ -90,7 +90,7 @@ INLINE void tables_of(
         const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
         const float *inverse = next.inverse;
         Py_ssize_t left = next.left;
-        scaled(all, start, length, divides, &next, y);
+        scaled(all, start, length, &next, y);
         if (all->random.width) {
             words_at(all->random, start, length, words);
             for (Py_ssize_t i = 0; i < length; i++)
@@ -210,10 +210,7 @@ static void shifted(const numbers *all, offsets o, integer f, uint8_t *codes)
 
 static void tables(const numbers *all, table f, uint8_t *codes)
 {
-    if (all->divides)
-        EACH_ROW(tables_of(part, 1, f, POSITIONS, to), all, codes);
-    else
-        EACH_ROW(tables_of(part, 0, f, POSITIONS, to), all, codes);
+    EACH_ROW(tables_of(part, f, POSITIONS, to), all, codes);
 }
 
 #endif
