@@ -34,8 +34,8 @@ class BuildSideBySide(build_ext):
 def extension(name: str, *flags: str, sources: tuple[str, ...] = (), link: tuple[str, ...] = ()) -> Extension:
     """Compiled from NAME.c and `sources`, for Python's stable ABI.
 
-    Without a compiler the distribution installs all the same, and its kernels say why they do not run. Without POSIX threads, as
-    on Windows, products use one thread.
+    Without a compiler the distribution installs all the same, and its kernels say why they do not run. Without POSIX threads,
+    as on Windows, products use one thread.
     """
     return Extension(
         f"breccia_native.{name}",
