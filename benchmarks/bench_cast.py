@@ -35,9 +35,6 @@ TOLERANCE_DB = 0.5
 SAME_VALUE = 2.0**-22
 
 
-# ------------------------------------------------------------------------------------------------ what is shown
-
-
 def rows_for(result: Result, op: str, small: bool = False) -> list[Any]:
     """The rows of an op, of the matrix or of the small call."""
     return [r for r in result["rows"] if r["op"] == op and (r["shape"] == result["options"]["small"]) == small]
@@ -221,9 +218,6 @@ BENCHMARKS = {
     )
     for framework, end in (("numpy", ""), ("torch", "-torch"), ("jax", "-jax"))
 }
-
-
-# ------------------------------------------------------------------------------------------------ what is measured
 
 
 def one(name: str, framework: str, size: int, runs: int, seconds: float, folder: str) -> dict[str, Any]:

@@ -42,9 +42,6 @@ SMALL, TINY = (12, 1024, 16, 4, 2816, 32000), (2, 256, 4, 2, 512, 256)
 PROMPT = 32
 
 
-# ------------------------------------------------------------------------------------------------ what is shown
-
-
 def speeds(what: str, how: str, way: str | None = None) -> Callable[[Result], Table]:
     """Tokens per second of decoders, by recipe. how: a description of the run. way: the `how` of the rows to show."""
 
@@ -190,9 +187,6 @@ GENERATED = Benchmark(
 )
 
 
-# ------------------------------------------------------------------------------------------------ steps as CUDA graphs
-
-
 def layers_of(model: Any) -> list[Any]:
     """The linear layers, quantized or not."""
     from torch import nn
@@ -275,9 +269,6 @@ def decoded(
         parts = {part: summary(timer.seconds) for (name, part), timer in timers.items() if name == recipe}
         row = {"how": how, "model": model, "recipe": recipe, "batch": batch, **of, "time": parts}
         yield {**row, "tokens_per_second": batch / parts["step"]["median_s"]}
-
-
-# ------------------------------------------------------------------------------------------------ through generate
 
 
 def generating(recipe: str, dimensions: tuple[int, ...], device: str) -> tuple[Any, dict[str, Any]]:

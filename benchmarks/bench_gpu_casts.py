@@ -224,9 +224,6 @@ def rival_call(rival: Rival, op: str, spec: str, xs: list[Any], name: str = "") 
     return rotating(rival.dequantize, [cast(x) for x in xs]) if op == "dequantize" else rotating(cast, xs)
 
 
-# ------------------------------------------------------------------------------------------------ what is shown
-
-
 def part_of_copy(row: Any, measure: str = "time") -> float:
     """The rate of breccia's bytes over that of the copy."""
     return row["bytes"] / median(row, OURS, measure) * median(row, COPY, measure) / row["copy_bytes"]
@@ -399,9 +396,6 @@ BENCHMARK = Benchmark(
     {"gpu-casts": casts_table, "gpu-casts-goals": goals, "gpu-casts-roofline": roofline, "gpu-casts-small": small},
     key=("recipe", "op", "shape"),
 )
-
-
-# ------------------------------------------------------------------------------------------------ what is measured
 
 
 def loaded(names: list[str], device: str) -> tuple[dict[str, Rival], dict[str, str]]:

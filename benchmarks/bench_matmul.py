@@ -115,9 +115,6 @@ NAMES = {
 BEST = (TORCH, TRANSFORMER_ENGINE, HUMMING, DEEP_GEMM)
 
 
-# ------------------------------------------------------------------------------------------------ goals
-
-
 @dataclass(frozen=True)
 class Goal:
     """The fastest of `arms` must be at least `least` times as fast as the fastest of `rivals`, for `kinds` at `shapes`.
@@ -166,9 +163,6 @@ GOALS = (
     Goal("MXFP8", ("mx",), LARGE, (BF16,), "cuBLAS in BF16", 0.95, (OURS, DECODING)),
     Goal("groups, 1×128 by 128×128", ("grouped tiles",), LARGE, (TORCH_ROWS,), "`torch._scaled_grouped_mm` by rows", 1.0),
 )
-
-
-# ------------------------------------------------------------------------------------------------ what is shown
 
 
 def rate(row: Any, arm: str, measure: str = "time") -> str:
@@ -268,8 +262,6 @@ def errors(result: Result) -> Table:
     )
     return table("errors of FP8 products", columns, rows, note if rows else "*This result has no errors.*")
 
-
-# ------------------------------------------------------------------------------------------------ plots
 
 #: Colours, each with a marker.
 STYLES = (
@@ -416,9 +408,6 @@ BENCHMARK = Benchmark(
     key=("kind", "shape"),
     plots={"matmul-gpu-sweep": sweep_plot, "matmul-gpu-roofline": roofline_plot},
 )
-
-
-# ------------------------------------------------------------------------------------------------ what is measured
 
 
 def measured(kind: str, shape: tuple[int, ...], samples: int, device: str, burst: bool, libraries: Collection[str]) -> Any:

@@ -41,11 +41,7 @@ _NO_LAYERS = ("fp8_current",)
 #: Seconds in which the arms of a cast, and of a layer, take further samples after `--runs`.
 _CAST_S, _LAYER_S = 2.0, 1.0
 #: Arms of casts and of layers with their headings. Captured weights are constants of the compiled function.
-CASTS = {
-    "breccia": "breccia",
-    "compiled": "breccia in mx.compile",
-    "MLX": "MLX",
-}
+CASTS = {"breccia": "breccia", "compiled": "breccia in mx.compile", "MLX": "MLX"}
 LAYERS = {name: CASTS[name] for name in ("breccia", "MLX", "compiled")} | {
     "MLX compiled": "MLX in mx.compile",
     "captured": "breccia, captured",

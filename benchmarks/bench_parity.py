@@ -162,9 +162,6 @@ def measured(
     return {"recipe": recipe.spec, "name": recipe.name, "numpy_s": seconds, "modes": found}
 
 
-# ------------------------------------------------------------------------------------------------ beyond 2^31
-
-
 def huge(rows: int, columns: int, device: str) -> Any:
     """BF16: normal numbers times 2^-8 to 2^8 by row, with zeros."""
     import torch
@@ -262,9 +259,6 @@ def beyond_rows(device: str, shape: tuple[int, int] = BEYOND_SHAPE, words: int =
     x = huge(*shape, device)
     rows += [row(f"{name}, {size} BF16", beyond, breccia.recipe(name), x) for name in BEYOND]
     return [*rows, row(f"{STOCHASTIC}, stochastic, last row of {size} BF16", beyond_stochastic, breccia.recipe(STOCHASTIC), x)]
-
-
-# ------------------------------------------------------------------------------------------------ the program
 
 
 def finished(waiting: list[Future[dict[str, Any]]], until: float) -> list[dict[str, Any]]:

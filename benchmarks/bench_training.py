@@ -221,11 +221,7 @@ def on_mlx(problem: Problem, recipe: Any | None) -> np.ndarray:
 
 
 #: How each framework trains: from the problem and a recipe to the classes of the test inputs.
-FRAMEWORKS: dict[str, Callable[[Problem, Any | None], np.ndarray]] = {
-    "torch": on_torch,
-    "jax": on_jax,
-    "mlx": on_mlx,
-}
+FRAMEWORKS: dict[str, Callable[[Problem, Any | None], np.ndarray]] = {"torch": on_torch, "jax": on_jax, "mlx": on_mlx}
 
 
 def accuracy(framework: str, spec: str, problem: Problem) -> float:

@@ -67,9 +67,6 @@ STREAMED = 2 << 30
 FASTER = 0.99
 
 
-# ------------------------------------------------------------------------------------------------ what is shown
-
-
 @dataclass(frozen=True)
 class WeightGoal:
     """Products of `rows` rows of BF16 activations by weights of `formats` and `shapes`.
@@ -198,9 +195,6 @@ PLAIN = Benchmark(
     key=("format", "n", "k", "m"),
 )
 GROUPED = Benchmark("gpu-weight-only-groups", {"gpu-weight-only-groups": times}, key=("format", "n", "k", "m"))
-
-
-# ------------------------------------------------------------------------------------------------ weights and arms
 
 
 @dataclass

@@ -119,9 +119,6 @@ def chosen_rivals(wanted: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     return found, absent
 
 
-# ------------------------------------------------------------------------------------------------ arms
-
-
 def operands(kind: str, m: int, n: int, k: int, device: str) -> tuple[Any, list[Any]]:
     """Return a, and enough copies of w to exceed the device's cache together."""
     generator = torch.Generator(device).manual_seed(0)
@@ -264,9 +261,6 @@ def grouped_makers(kind: str, a: Any, ws: list[Any], out: Any) -> dict[str, Make
         return rotating(call, rights)
 
     return {OURS: ours, TORCH if kind == "grouped row" else TORCH_ROWS: theirs}
-
-
-# ------------------------------------------------------------------------------------------------ breccia 0.1.3
 
 
 def old_product(m: int, n: int, k: int, samples: int) -> dict[str, Any]:

@@ -37,9 +37,6 @@ _WORDS = {
 Draw = Callable[[np.random.Generator, tuple[int, ...], breccia.ScalingRecipe], np.ndarray]
 
 
-# ------------------------------------------------------------------------------------------------ data
-
-
 def _f32(numbers: Sequence[float]) -> np.ndarray:
     return np.array(numbers, np.float32)
 
@@ -224,9 +221,6 @@ def draws(
         yield slab.name, x, slab.options
 
 
-# ------------------------------------------------------------------------------------------------ both sides
-
-
 @dataclass(frozen=True)
 class Results:
     """What a cast wrote, and what it decodes to, by names: arrays of one framework."""
@@ -337,9 +331,6 @@ def once(make: Callable[[dict[str, Any]], Callable[[Any], Results]]) -> Writer:
     return write
 
 
-# -- torch
-
-
 def torch_tensor(x: np.ndarray, device: str) -> Any:
     """BF16 by its bits."""
     import torch
@@ -373,9 +364,6 @@ def torch_compiled(recipe: breccia.ScalingRecipe, backend: str = "inductor", dyn
     return once(make)
 
 
-# -- JAX
-
-
 def jax_tensor(x: np.ndarray, device: str) -> Any:
     import jax
 
@@ -394,9 +382,6 @@ def jax_compiled(recipe: breccia.ScalingRecipe, mapped: bool = False) -> Writer:
         return lambda x: Results(*compiled(x))
 
     return once(make)
-
-
-# -- MLX
 
 
 def mlx_tensor(x: np.ndarray, device: str) -> Any:
@@ -438,9 +423,6 @@ FRAMEWORKS = {
     ),
     "mlx": Side("mlx.core", mlx_tensor, {"eager": Way(eager), "generic": Way(generic), "compile": Way(mlx_compiled)}),
 }
-
-
-# ------------------------------------------------------------------------------------------------ comparison
 
 
 @dataclass

@@ -174,9 +174,6 @@ def chosen(wanted: list[str], framework: str = "numpy") -> list[str]:
     return [name for name in there_are if not why[name]]
 
 
-# ------------------------------------------------------------------------------------------------ the two packages
-
-
 def packaged(name: str, framework: str, prefer: str = "") -> Rival:
     """The package `breccia` that this process imports, on arrays of `framework`. Exits unless it is the one of that name.
 
@@ -283,9 +280,6 @@ def python_path(name: str) -> Path | None:
     return fetched_old() if name == OLD else None
 
 
-# ------------------------------------------------------------------------------------------------ torchao
-
-
 def torchao() -> Rival:
     """torchao's tensor classes, with the settings whose scales are those of our recipes. Its INT4 is one code per byte."""
     import torch
@@ -326,9 +320,6 @@ def torchao_compiled() -> Rival:
     torch._logging.set_logs(inductor=logging.ERROR)  # a traceback for each graph that it cannot cache
     rival = _compiled(torchao())
     return dataclasses.replace(rival, recipes=tuple(recipe for recipe in RECIPES if recipe != "mxfp8"))
-
-
-# ------------------------------------------------------------------------------------------------ TransformerEngine
 
 
 def transformer_engine(device: str, dtype: Any) -> Rival:

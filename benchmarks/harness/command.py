@@ -40,7 +40,6 @@ _JSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON in
 
 Item = TypeVar("Item")
 
-# ------------------------------------------------------------------------------------------------ benchmarks
 
 #: All benchmarks of the subjects that were imported.
 BENCHMARKS: dict[str, Benchmark] = {}
@@ -150,9 +149,6 @@ def progress(items: Iterable[Item], what: str) -> Iterable[Item]:
     return track(list(items), description=what, console=Console(stderr=True))
 
 
-# ------------------------------------------------------------------------------------------------ choices
-
-
 def refuse(message: str) -> Any:
     """Exit with the name of the script and the message."""
     sys.exit(f"{Path(sys.argv[0]).stem}: {message}")
@@ -184,9 +180,6 @@ def sizes(shape: str, count: int = 2) -> tuple[int, ...]:
         form = "ROWSxCOLUMNS, columns" if count == 2 else "MxNxK, K"
         refuse(f"--shapes takes {form} a multiple of 128; got {shape!r}.")
     return tuple(map(int, words))
-
-
-# ------------------------------------------------------------------------------------------------ processes
 
 
 def apart(target: str, *arguments: Any, python_path: Path | str | None = None, prefix: Iterable[str] = ()) -> Any:

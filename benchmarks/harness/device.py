@@ -58,9 +58,6 @@ def message(e: BaseException) -> str:
     return f"{type(e).__name__}: {lines[0][:200] if lines else ''}"
 
 
-# ------------------------------------------------------------------------------------------------ operands
-
-
 def rotating(call: Callable[[Any], object], operands: Iterable[Any]) -> Call:
     """A call that takes the next operand each time."""
     following = itertools.cycle(operands)
@@ -71,9 +68,6 @@ def beyond_cache(nbytes: int, device: str) -> int:
     """How many copies of so many bytes exceed the device's cache twice, so that the last one evicts the first; at least 1."""
     cache = torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else 0
     return max(1, math.ceil(2 * cache / nbytes))
-
-
-# ------------------------------------------------------------------------------------------------ time
 
 
 @dataclass
@@ -235,8 +229,6 @@ class Arms:
             self.note(measure, arm, summary(timer.seconds, every))
         return self.fields
 
-
-# ------------------------------------------------------------------------------------------------ products
 
 #: Rows of a product that are checked, in all columns.
 CHECKED = 64

@@ -35,9 +35,6 @@ _STEERING = ("BRECCIA_", "OMP_", "OPENBLAS_", "MKL_", "NUMPY_", "MALLOC_")
 _FOLDERS = ("BRECCIA_GGML",)
 
 
-# ------------------------------------------------------------------------------------------------ where and when
-
-
 def cpu_model() -> str:
     """The processor as the operating system names it, else the architecture; on x86-64 also whether AVX2 is all it has."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -114,9 +111,6 @@ def told(run: Mapping[str, Any]) -> str:
     return f"{machine}, {versions}, {commit}, {run['date_utc']} UTC{steering}: `{run['command']}`"
 
 
-# ------------------------------------------------------------------------------------------------ files
-
-
 def save(result: Result, out: Path) -> Path:
     """Write the result to `<out>/<benchmark>-<device or machine>.json`, one row per line."""
     out.mkdir(parents=True, exist_ok=True)
@@ -157,8 +151,6 @@ def load(folder: Path, known: Iterable[str]) -> dict[str, list[tuple[str, Result
         found[name].append((path.stem.removeprefix(f"{name}-"), result))
     return found
 
-
-# ------------------------------------------------------------------------------------------------ several runs
 
 #: Options in which runs that are joined may differ. The joined result has the smallest number of samples.
 _EXTENT = ("shapes", "samples")

@@ -50,9 +50,6 @@ def pivoted(
     return Table(title, (*index, *map(heading, columns)), body, note)
 
 
-# ------------------------------------------------------------------------------------------------ numbers as text
-
-
 def three(value: float) -> str:
     """Three significant digits, without exponents."""
     if not math.isfinite(value) or value == 0:
@@ -94,9 +91,6 @@ def listed(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-# ------------------------------------------------------------------------------------------------ arms of a row
-
-
 def median(row: Row, arm: str, measure: str = "time") -> float | None:
     """The median seconds of an arm, if it was measured."""
     return row.get(measure, {}).get(arm, {}).get("median_s")
@@ -122,8 +116,6 @@ def failures(found: Iterable[tuple[str, str, str]]) -> str:
         cases.setdefault((name, text), {})[case] = None
     return "".join(f" {name} raised `{text}` ({', '.join(every)})." for (name, text), every in cases.items())
 
-
-# ------------------------------------------------------------------------------------------------ goals and trials
 
 #: Headings of tables of goals.
 GOAL = ("work", "goal", "measured", "worst at", "met")

@@ -69,9 +69,6 @@ def often(call: Call, runs: int, at_least_s: float = 0.02) -> dict[str, Any]:
     return {**summary([s / calls for s in timer.repeat(runs, calls)]), "calls": calls}
 
 
-# ------------------------------------------------------------------------------------------------ two passes
-
-
 def pooled(row: Mapping[str, Any], arm: str) -> tuple[float, float, float] | None:
     """(min, median, max) over all passes of a row, or None."""
     every = [s for one in row["passes"] if arm in one for s in one[arm]["seconds"]]
@@ -87,9 +84,6 @@ def drift(row: Mapping[str, Any], arm: str) -> float:
 def agree(one: float, other: float, limit: float = DRIFT) -> bool:
     """Whether the larger is at most `limit` times the smaller."""
     return max(one, other) <= limit * min(one, other)
-
-
-# ------------------------------------------------------------------------------------------------ data and quality
 
 
 def normal(shape: tuple[int, ...], seed: int) -> np.ndarray:
