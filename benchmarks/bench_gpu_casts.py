@@ -2,8 +2,8 @@
 
     python benchmarks/bench_gpu.py casts [--recipes nvfp4] [--ops cast] [--shapes 4096x4096] [--out RESULTS]
 
-For each row, one process takes samples of breccia, of a device copy and of every rival in rotation. Only breccia 0.1.3, which
-has the same name, runs in a process of its own, before and after. Rivals that are missing or raise are recorded.
+For each row, one process takes samples of breccia, of a device copy and of every rival in rotation. Rivals that are missing or
+raise are recorded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import rivals
 import torch
 import typer
-from harness.command import Benchmark, Device, Seconds, apart, command, known, progress, recipes_named, sizes
-from harness.device import Arms, Call, Make, Timer, beyond_cache, check_device, graphed, load, message, rotating, sampled, where
+from harness.command import Benchmark, Device, Seconds, command, known, progress, recipes_named, sizes
+from harness.device import Arms, Call, Make, beyond_cache, check_device, graphed, load, message, rotating, sampled, where
 from harness.results import Result
 from harness.tables import (
     ABSENT,
@@ -38,7 +38,6 @@ from harness.tables import (
     table,
     three,
 )
-from harness.timing import summary
 from plain import SCALE, TILES
 from rivals import EAGER, OLD, OURS, TORCH_COMPILED, Rival
 
@@ -53,8 +52,6 @@ SHAPES = ("16384x8192", "4096x4096", "1024x1024", "64x8192")
 COPY = "copy"
 #: Matrices with at most this many elements are small: launching a kernel takes a large part of the time.
 SMALL_ELEMENTS = 4096 * 4096
-#: The part of `--seconds` that each pass of breccia 0.1.3 may take.
-OLD_SHARE = 0.1
 
 _WITH_GOALS = ("fp8_block", TILES, "fp8_row", "mxfp8", "mxfp4", "nvfp4", "int4")
 #: The goals of casts, as data: the least share of the copy's rate for a large matrix, by (recipe, op).
@@ -207,14 +204,7 @@ def rival_call(rival: Rival, op: str, spec: str, xs: list[Any], name: str = "") 
         return None
     if name == TORCH_COMPILED and op not in ("cast", "dequantize") and not is_large(tuple(xs[0].shape)):
         return None
-    function = OPS[op].function
-    made = {
-        "cast": rival.down if OPS[op].options else rival.cast,
-        "dequantize": rival.cast,
-        "cast_pair": rival.pair,
-        "cast_and_record": rival.recorded,
-        "record_amax": rival.amax,
-    }.get(function)
+    made = rival.others.get(op) if op not in ("cast", "cast-fp16", "cast-fp32", "dequantize") else rival.cast
     if made is None:
         return None
     try:
@@ -402,59 +392,12 @@ def loaded(names: list[str], device: str) -> tuple[dict[str, Rival], dict[str, s
     """(the rivals of this process, the reason for each that is absent)."""
     found: dict[str, Rival] = {}
     absent = {name: rivals.absence(name) or "left out" for name in rivals.RIVALS["cuda"] if name not in names}
-    for name in (name for name in names if name != OLD):
+    for name in names:
         try:
-            found[name] = rivals.on_device(name, device, torch.bfloat16)
+            found[name] = rivals.rival(name, device=device, dtype=torch.bfloat16)
         except Exception as e:
             absent[name] = message(e)
     return found, absent
-
-
-def old_rows(rows: list[tuple[str, str, tuple[int, int]]], device: str, samples: int, seconds: float) -> list[dict[str, Any]]:
-    """breccia 0.1.3, in this process, on slabs where it has many temporaries per element (see rivals.SLABS).
-
-    Begins no row after `seconds`.
-    """
-    started = time.monotonic()
-    rival = rivals.packaged(OLD, "torch")
-    found: list[dict[str, Any]] = []
-    for spec, op, shape in rows:
-        if op not in ("cast", "dequantize") or spec not in rival.recipes or time.monotonic() - started > seconds:
-            continue
-        xs = matrices(tuple(shape), "bfloat16", device)
-        slab = min(rivals.SLAB_ROWS, shape[0]) if spec in rival.slabs else shape[0]
-        cut = [x[:slab] for x in xs]
-
-        def make(op: str = op, spec: str = spec, cut: list[Any] = cut, times: int = shape[0] // slab) -> Call | None:
-            if op == "cast" or times == 1:
-                return rival_call(rival, op, spec, cut)
-            cast = rival.cast(spec)
-            return rotating(rival.dequantize, [rival.taller(cast(x), times) for x in cut] if rival.taller else [])
-
-        part = slab / shape[0] if op == "cast" else 1.0
-        arms = Arms(device)
-        arms.add({OLD: make}, lambda call, device, part=part: Timer(call, device, part).fit())
-        load(device)
-        sampled(arms.timers.values(), samples)
-        found.append({"recipe": spec, "op": op, "shape": shape, "part": part, **arms.times()})
-    return found
-
-
-def merged(rows: list[dict[str, Any]], passes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows with the passes of breccia 0.1.3, all samples together."""
-    olds: dict[str, list[dict[str, Any]]] = {}
-    for old in itertools.chain.from_iterable(passes):
-        olds.setdefault(str([old["recipe"], old["op"], *old["shape"]]), []).append(old)
-    found: list[dict[str, Any]] = []
-    for row in rows:
-        same = olds.get(str([row["recipe"], row["op"], *row["shape"]]), [])
-        more: dict[str, Any] = {}
-        if seconds := [s for old in same for s in old.get("time", {}).get(OLD, {}).get("seconds", ())]:
-            more = {"time": {OLD: summary(seconds, every=False)}, "part": {OLD: same[0]["part"]}}
-        elif same:
-            more = {"errors": same[0]["errors"]}
-        found.append({**row, **{measure: {**row.get(measure, {}), **arms} for measure, arms in more.items()}})
-    return found
 
 
 def measured(spec: str, op: str, shape: tuple[int, int], there: dict[str, Rival], device: str, samples: int) -> dict[str, Any]:
@@ -512,29 +455,16 @@ def casts(
     options = {"device": device, "clock": "CUDA events" if device == "cuda" else "the host's clock"}
     options |= {"state": "hot" if device == "cuda" else "unheated", "dtype": "bf16", "shapes": lengths, "samples": samples}
     run, planned = where(device), list(cases(specs, chosen, lengths))
-    passes: list[list[dict[str, Any]]] = []
+    versions = {name: one.version for name, one in there.items()}
     rows: list[dict[str, Any]] = []
 
-    def measure_old() -> None:
-        if OLD not in names or OLD in absent:
-            return
-        path, most = rivals.python_path(OLD), min(OLD_SHARE * seconds, 1e9)
-        try:
-            passes.append(apart("bench_gpu_casts:old_rows", planned, device, samples, most, python_path=path))
-        except SystemExit as e:
-            absent[OLD] = str(e)
-
     def so_far() -> Result:
-        versions = {name: one.version for name, one in there.items()} | ({OLD: rivals.OLD_VERSION} if passes else {})
-        state = {"rivals": versions, "absent": absent, "left": len(planned) - len(rows)}
-        return BENCHMARK.result(merged(rows, passes), options, run, **state)
+        return BENCHMARK.result(rows, options, run, rivals=versions, absent=absent, left=len(planned) - len(rows))
 
     started = time.monotonic()
-    measure_old()
     for spec, op, shape in progress(planned, "casts"):
         if time.monotonic() - started > seconds:
             break
         rows.append(measured(spec, op, shape, there, device, samples))
         yield so_far()
-    measure_old()
     yield so_far()

@@ -23,47 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import rivals
+import fp8_products as fp8
 import torch
 import typer
-from fp8_products import (
-    BF16,
-    COLUMN_MAJOR,
-    DECODED,
-    DECODING,
-    DEEP_GEMM,
-    EXPERTS,
-    FEW,
-    HUMMING,
-    KINDS,
-    LARGE,
-    OURS,
-    PAIRS,
-    RIVALS,
-    SWEPT,
-    TORCH,
-    TORCH_PLAIN,
-    TORCH_ROWS,
-    chosen_rivals,
-    expected,
-    makers,
-    operands,
-    planned,
-)  # fmt: skip
-from harness.command import Benchmark, Device, Seconds, apart, command, known, progress, refuse, run, sizes
-from harness.device import (
-    GRAPH_CALLS,
-    WARM_UP,
-    Arms,
-    check_device,
-    graphed,
-    host_time,
-    load,
-    message,
-    sampled,
-    synchronize,
-    where,
-)
+from harness.command import Benchmark, Device, Seconds, command, known, progress, refuse, run, sizes
+from harness.device import GRAPH_CALLS, WARM_UP, Arms, check_device, graphed, host_time, load, message, sampled, where
 from harness.plots import GREY, Plot
 from harness.results import HERE, Result, read
 from harness.tables import (
@@ -88,31 +52,29 @@ from rivals import OLD, TRANSFORMER_ENGINE
 import breccia
 
 #: Arms with other operands, to which the row's reference does not apply.
-UNCHECKED = (BF16, TORCH_ROWS)
+UNCHECKED = (fp8.BF16, fp8.TORCH_ROWS)
 #: Arms that have to keep the contract's bound, except for kinds that end in "fast".
-KEEPING = (OURS, COLUMN_MAJOR, DECODING)
+KEEPING = (fp8.OURS, fp8.COLUMN_MAJOR, fp8.DECODING)
 #: Arms that are also measured after a pause.
-IN_BURSTS = (OURS, TORCH)
+IN_BURSTS = (fp8.OURS, fp8.TORCH)
 #: Rows with a graph that is shorter than a sample take this many times the samples.
 SHORT = 3
-#: Time limit in seconds and samples of breccia 0.1.3, which is many times slower than the others.
-OLD_S, OLD_SAMPLES = 40.0, 3
 
 #: Headings of the arms' columns, in order.
 NAMES = {
-    OURS: "breccia",
-    COLUMN_MAJOR: "column-major scales",
-    DECODING: "through BF16",
-    TORCH: "torch",
-    TORCH_ROWS: "torch, row scales",
+    fp8.OURS: "breccia",
+    fp8.COLUMN_MAJOR: "column-major scales",
+    fp8.DECODING: "through BF16",
+    fp8.TORCH: "torch",
+    fp8.TORCH_ROWS: "torch, row scales",
     TRANSFORMER_ENGINE: "TransformerEngine",
-    HUMMING: "humming",
-    DEEP_GEMM: "DeepGEMM",
+    fp8.HUMMING: "humming",
+    fp8.DEEP_GEMM: "DeepGEMM",
     OLD: "breccia 0.1.3",
-    BF16: "BF16",
+    fp8.BF16: "BF16",
 }
 #: Arms that the best rival is taken from. TORCH_ROWS is left out: it multiplies tensors with other scales than breccia does.
-BEST = (TORCH, TRANSFORMER_ENGINE, HUMMING, DEEP_GEMM)
+BEST = (fp8.TORCH, TRANSFORMER_ENGINE, fp8.HUMMING, fp8.DEEP_GEMM)
 
 
 @dataclass(frozen=True)
@@ -128,40 +90,42 @@ class Goal:
     rivals: tuple[str, ...]
     against: str
     least: float
-    arms: tuple[str, ...] = (OURS,)
+    arms: tuple[str, ...] = (fp8.OURS,)
     measure: str = "time"
 
 
 #: Shapes that have a higher goal for scales of 1 x 128 by 128 x 128.
 _AHEAD = ("4096x2112x7168", "4096x24576x1536")
-_CUBLAS = (TORCH, TRANSFORMER_ENGINE)
+_CUBLAS = (fp8.TORCH, TRANSFORMER_ENGINE)
 _BLOCKWISE = "cuBLAS's blockwise"
 _PRECISE = ("tensor", "row")
 
 GOALS = (
-    Goal("scales per tensor and row", _PRECISE, LARGE, (TORCH,), "`torch._scaled_mm`", 1.05),
-    Goal("the same, fast accumulation", ("tensor fast", "row fast"), LARGE, (TORCH,), "`torch._scaled_mm`, fast", 1.03),
-    Goal("scales per tensor", ("tensor",), LARGE, (OLD,), "breccia 0.1.3, autotuned", 5.0),
+    Goal("scales per tensor and row", _PRECISE, fp8.LARGE, (fp8.TORCH,), "`torch._scaled_mm`", 1.05),
+    Goal("the same, fast accumulation", ("tensor fast", "row fast"), fp8.LARGE, (fp8.TORCH,), "`torch._scaled_mm`, fast", 1.03),
+    Goal("scales per tensor", ("tensor",), fp8.LARGE, (OLD,), "breccia 0.1.3, autotuned", 5.0),
     *(
         goal
         for measure, name in (("time", "hot"), ("burst", "burst"))
         for goal in (
-            Goal(f"1×128 by 128×128, {name}", ("tiles",), LARGE, (TORCH,), _BLOCKWISE, 1.06, measure=measure),
+            Goal(f"1×128 by 128×128, {name}", ("tiles",), fp8.LARGE, (fp8.TORCH,), _BLOCKWISE, 1.06, measure=measure),
             Goal(
                 f"1×128 by 128×128, N = 2112 and K = 1536, {name}",
                 ("tiles",),
                 _AHEAD,
-                (TORCH,),
+                (fp8.TORCH,),
                 _BLOCKWISE,
                 1.12,
                 measure=measure,
             ),
         )
     ),
-    Goal("1×128 by 1×128", ("blocks",), LARGE, _CUBLAS, _BLOCKWISE, 1.20),
-    Goal("at most 128 rows", (*_PRECISE, "tiles", "blocks"), FEW, _CUBLAS, "the best of cuBLAS and torch", 1.30),
-    Goal("MXFP8", ("mx",), LARGE, (BF16,), "cuBLAS in BF16", 0.95, (OURS, DECODING)),
-    Goal("groups, 1×128 by 128×128", ("grouped tiles",), LARGE, (TORCH_ROWS,), "`torch._scaled_grouped_mm` by rows", 1.0),
+    Goal("1×128 by 1×128", ("blocks",), fp8.LARGE, _CUBLAS, _BLOCKWISE, 1.20),
+    Goal("at most 128 rows", (*_PRECISE, "tiles", "blocks"), fp8.FEW, _CUBLAS, "the best of cuBLAS and torch", 1.30),
+    Goal("MXFP8", ("mx",), fp8.LARGE, (fp8.BF16,), "cuBLAS in BF16", 0.95, (fp8.OURS, fp8.DECODING)),
+    Goal(
+        "groups, 1×128 by 128×128", ("grouped tiles",), fp8.LARGE, (fp8.TORCH_ROWS,), "`torch._scaled_grouped_mm` by rows", 1.0
+    ),
 )
 
 
@@ -195,7 +159,7 @@ def rates(result: Result) -> Table:
     arms = [arm for arm in NAMES if any(median(row, arm) for row in rows)]
     columns: dict[str, Any] = {"scales": "kind", "M×N×K": lambda row: sides(row["shape"]), "tile": "tile"}
     columns |= {NAMES[arm]: (lambda row, arm=arm: rate(row, arm)) for arm in arms}
-    columns["breccia / best rival"] = lambda row: over(best(row, BEST), median(row, OURS))
+    columns["breccia / best rival"] = lambda row: over(best(row, BEST), median(row, fp8.OURS))
     counts = sorted({t["runs"] for row in rows for arm, t in row.get("time", {}).items() if arm != OLD})
     note = (
         f"TFLOP/s, min / median / max of {' or '.join(map(str, counts))} samples of a CUDA graph of {options['graph_calls']} "
@@ -235,7 +199,7 @@ def states(result: Result) -> Table:
     columns: dict[str, Any] = {"scales": "kind", "M×N×K": lambda row: sides(row["shape"])}
     for state, m in (("hot", "time"), ("burst", "burst")):
         columns |= {f"{state}: {arm}": (lambda row, m=m, arm=arm: rate(row, arm, m)) for arm in IN_BURSTS}
-        columns[f"{state}: ratio"] = lambda row, m=m: over(median(row, TORCH, m), median(row, OURS, m))
+        columns[f"{state}: ratio"] = lambda row, m=m: over(median(row, fp8.TORCH, m), median(row, fp8.OURS, m))
     note = (
         "TFLOP/s, min / median / max. Hot: after 0.25 s of matrix products, samples one after the other. Burst: each sample "
         "after 0.35 s without work, when the clock is higher."
@@ -290,9 +254,9 @@ def sweep_series(result: Result) -> Any:
     series: dict[str, list[list[float | None]]] = {}
     for row in result["rows"]:
         m, n, k = row["shape"]
-        if row["kind"] not in FP8_KINDS or (n, k) != SWEPT:
+        if row["kind"] not in FP8_KINDS or (n, k) != fp8.SWEPT:
             continue
-        ours, rival = median(row, OURS), best(row, BEST)
+        ours, rival = median(row, fp8.OURS), best(row, BEST)
         rates = [None if s is None else round(2e-12 * m * n * k / s, 4) for s in (ours, rival)]
         series.setdefault(row["kind"], []).append([m, *rates])
     return {kind: sorted(series[kind]) for kind in FP8_KINDS if kind in series}
@@ -321,7 +285,7 @@ def sweep(series: Any) -> Any:
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks[:: 2 if len(ticks) > 8 else 1])
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_xlabel(f"M, of M × {SWEPT[0]} × {SWEPT[1]}")
+        axes.set_xlabel(f"M, of M × {fp8.SWEPT[0]} × {fp8.SWEPT[1]}")
     handles, labels = rates.get_legend_handles_labels()
     dashed = Line2D([], [], color=GREY, linestyle="--", marker="o", markersize=4.5, markerfacecolor="none", linewidth=0.9)
     figure.legend([*handles, dashed], [*labels, "best rival"], loc="outside lower center", ncols=5, frameon=False)
@@ -342,12 +306,12 @@ def roofline_series(products: Result, weights: Result | None) -> Any:
     found: dict[str, dict[str, list[list[float]]]] = {"fp8": {kind: [] for kind in FP8_KINDS}, "weights": {}}
     for row in products["rows"]:
         m, n, k = row["shape"]
-        ours = median(row, OURS)
+        ours = median(row, fp8.OURS)
         if row["kind"] in FP8_KINDS and ours is not None:
             moved = m * k + n * k + 2 * m * n
             found["fp8"][row["kind"]].append(point(2.0 * m * n * k, moved, ours, limits.fp8))
     for row in weights["rows"] if weights else ():
-        seconds = median(row, OURS)
+        seconds = median(row, fp8.OURS)
         if row["format"] in WEIGHTS and seconds is not None:
             operations = 2.0 * row["m"] * row["n"] * row["k"]
             found["weights"].setdefault(row["format"], []).append(point(operations, row["bytes"], seconds, limits.bf16))
@@ -414,11 +378,11 @@ def measured(kind: str, shape: tuple[int, ...], samples: int, device: str, burst
     """A row of the result. burst: measure IN_BURSTS again, after pauses."""
     row: dict[str, Any] = {"kind": kind, "shape": shape, "tile": tile_name(kind, *shape)}
     try:
-        a, ws = operands(kind, *shape, device)
-        made, exact = makers(kind, a, ws, libraries), expected(kind, a, ws[0])
+        a, ws = fp8.operands(kind, *shape, device)
+        made, exact = fp8.makers(kind, a, ws, libraries), fp8.expected(kind, a, ws[0])
         return {**row, **timed(made, kind, exact.error_over_bound, samples, device, burst)}
     except Exception as e:  # such as too little memory; one row that fails must not stop the rest
-        return {**row, "errors": {OURS: message(e)}}
+        return {**row, "errors": {fp8.OURS: message(e)}}
 
 
 def timed(
@@ -432,15 +396,9 @@ def timed(
             raise ValueError(f"the error is {error:.3g} times the bound of the contract")
         return error
 
-    def prepared(call: Any, device: str) -> Any:
-        for _ in range(WARM_UP):
-            call()
-        synchronize(device)
-        return graphed(call, device)
-
     arms = Arms(device, check)
-    arms.add(made, prepared)
-    for arm in (arm for arm in arms.calls if arm.startswith(OURS)):
+    arms.add(made, lambda call, device: graphed(call, device, warm_up=WARM_UP))
+    for arm in (arm for arm in arms.calls if arm.startswith(fp8.OURS)):
         arms.note("host", arm, summary([host_time(arms.calls[arm], device) for _ in range(3)]))
     timers = list(arms.timers.values())
     clock = load(device)
@@ -456,17 +414,23 @@ def tile_name(kind: str, m: int, n: int, k: int) -> str:
     """The tile that breccia's FP8 kernel takes; "-" for kinds that it does not multiply."""
     from breccia_triton.cuda import fp8_plans
 
-    if kind in DECODED:
+    if kind in fp8.DECODED:
         return "-"
     if kind.startswith("grouped"):
-        return fp8_plans.grouped_tile_of(m, EXPERTS, k).name
+        return fp8_plans.grouped_tile_of(m, fp8.EXPERTS, k).name
     processors = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
     return fp8_plans.tile_of(m, n, k, 1, processors).name
 
 
 #: The arms whose times `score` reads, with the prefixes of their keys. For torch's products of blocks it reads the times that
 #: include breccia's copies of plain scales.
-_SCORED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming", DEEP_GEMM: "deep_gemm", TRANSFORMER_ENGINE: "transformer_engine"}
+_SCORED = {
+    fp8.OURS: "cuda",
+    fp8.TORCH: "torch",
+    fp8.HUMMING: "humming",
+    fp8.DEEP_GEMM: "deep_gemm",
+    TRANSFORMER_ENGINE: "transformer_engine",
+}
 
 
 def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -478,17 +442,17 @@ def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
     for row in rows:
         (m, n, k), kind = row["shape"], row["kind"]
         taken = {arm: timed["median_s"] for arm, timed in row.get("time", {}).items()}
-        taken[TORCH] = taken.get(TORCH_PLAIN, taken.get(TORCH, 0.0))
+        taken[fp8.TORCH] = taken.get(fp8.TORCH_PLAIN, taken.get(fp8.TORCH, 0.0))
         for arm, kernel in _SCORED.items():
             # breccia's table calls TransformerEngine for one scale per tensor only.
             unread = arm == TRANSFORMER_ENGINE and kind != "tensor"
-            if kind in PAIRS and taken.get(arm) and not unread:
-                key = choices.measured_key(fp8_plans.head_of(kernel, PAIRS[kind]), m, n, k)
+            if kind in fp8.PAIRS and taken.get(arm) and not unread:
+                key = choices.measured_key(fp8_plans.head_of(kernel, fp8.PAIRS[kind]), m, n, k)
                 found[key] = taken[arm] / fp8_plans.bound(m, n, k)
-        if DECODING in taken:
-            formats = [breccia.recipe(spec).format for spec in KINDS[kind]]
+        if fp8.DECODING in taken:
+            formats = [breccia.recipe(spec).format for spec in fp8.KINDS[kind]]
             key = choices.measured_key(bf16_plans.head_of(formats), m, n, k)
-            found[key] = taken[DECODING] / bf16_plans.estimate(m, n, k, 1, formats, False)
+            found[key] = taken[fp8.DECODING] / bf16_plans.estimate(m, n, k, 1, formats, False)
     return {key: round(value, 4) for key, value in sorted(found.items())}
 
 
@@ -504,36 +468,15 @@ def write_table(
     choices.write_measured(table, run["device"].partition(",")[0], "slowdowns", times(result["rows"]), run)
 
 
-def add_old(rows: list[dict[str, Any]], seconds: float) -> str:
-    """Add breccia 0.1.3 to large products with one scale per tensor. Returns why it did not run, or \"\"."""
-    large = [sizes(shape, 3) for shape in LARGE]
-    wanted = {tuple(row["shape"]): row for row in rows if row["kind"] == "tensor" and tuple(row["shape"]) in large}
-    if not wanted:
-        return "no large product with one scale per tensor was measured"
-    try:
-        found = apart("fp8_products:old_products", list(wanted), OLD_SAMPLES, seconds, python_path=rivals.python_path(OLD))
-    except SystemExit as e:
-        return str(e)
-    for one in found:
-        for measure in ("time", "errors"):
-            if measure in one:
-                wanted[tuple(one["shape"])].setdefault(measure, {})[OLD] = one[measure]
-    return ""
-
-
 @command
 def main(
-    kinds: Annotated[
-        list[str] | None, typer.Option(help=f"Of scales: {', '.join(KINDS)}; repeatable. Default: a plan.")
-    ] = None,
-    shapes: Annotated[
-        list[str] | None, typer.Option(help="MxNxK, measured for every kind; repeatable. Default: a plan.")
-    ] = None,
+    kinds: Annotated[list[str] | None, typer.Option(help=f"Of scales: {', '.join(fp8.KINDS)}. Default: a plan.")] = None,
+    shapes: Annotated[list[str] | None, typer.Option(help="MxNxK, measured for every kind. Default: a plan.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each call, interleaved.")] = 5,
     seconds: Seconds = math.inf,
     bursts: Annotated[list[str] | None, typer.Option(help="Kinds whose large products are also measured after pauses.")] = None,
     device: Device = "cuda",
-    rivals_: Annotated[list[str] | None, typer.Option("--rivals", help=f"{', '.join((*RIVALS, OLD))}; repeatable.")] = None,
+    rivals: Annotated[list[str] | None, typer.Option(help=f"{', '.join(fp8.RIVALS)}; repeatable.")] = None,
     table: Annotated[Path | None, typer.Option(help="Write the measured times that `score` reads to this file.")] = None,
     source: Annotated[Path | None, typer.Option("--from", help="Measure nothing; write --table from this result.")] = None,
 ) -> Iterator[Result]:
@@ -548,14 +491,14 @@ def main(
 
     check_device(device)
     for given, there_are, option in (
-        (kinds, KINDS, "--kinds"),
-        (bursts, KINDS, "--bursts"),
-        (rivals_, (*RIVALS, OLD), "--rivals"),
+        (kinds, fp8.KINDS, "--kinds"),
+        (bursts, fp8.KINDS, "--bursts"),
+        (rivals, fp8.RIVALS, "--rivals"),
     ):
         known(given, there_are, option)
-    versions, absent = chosen_rivals(rivals_ or [])
-    plan = [(kind, sizes(shape, 3)) for shape, kind in planned(kinds, shapes)]
-    large = [sizes(shape, 3) for shape in LARGE]
+    versions, absent = fp8.chosen_rivals(rivals or [])
+    plan = [(kind, sizes(shape, 3)) for shape, kind in fp8.planned(kinds, shapes)]
+    large = [sizes(shape, 3) for shape in fp8.LARGE]
     options = {"device": device, "state": "hot", "samples": samples, "graph_calls": GRAPH_CALLS, "bursts": bursts or []}
     run, rows, started = where(device), list[dict[str, Any]](), time.monotonic()
 
@@ -569,9 +512,6 @@ def main(
         if device == "cuda":
             torch.cuda.empty_cache()
         yield so_far()
-    if OLD in versions and (why := add_old(rows, OLD_S)):
-        del versions[OLD]
-        absent[OLD] = why
     if table is not None and rows:
         write_table(table, so_far(), slowdowns)
     yield so_far()

@@ -5,32 +5,14 @@ Every arm is a function that prepares a call: breccia's kernels, those of its ta
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-import time
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-import rivals
 import torch
-from harness.device import (
-    SAMPLE_CALLS,
-    WRONG,
-    Call,
-    Make,
-    Reference,
-    Timer,
-    beyond_cache,
-    load,
-    message,
-    reference,
-    rotating,
-    sampled,
-)
-from harness.timing import summary
-from rivals import OLD, TRANSFORMER_ENGINE
+from harness.device import Call, Make, Reference, beyond_cache, reference, rotating
+from rivals import TRANSFORMER_ENGINE
 
 import breccia
 
@@ -112,10 +94,6 @@ def chosen_rivals(wanted: list[str]) -> tuple[dict[str, str], dict[str, str]]:
                 found[name] = version(package)
             except PackageNotFoundError:  # a module without a package, such as a checkout
                 found[name] = "of unknown version"
-    if OLD in wanted or not (wanted or rivals.absence(OLD)):
-        found[OLD] = rivals.OLD_VERSION
-    else:
-        absent[OLD] = "left out" if wanted else rivals.absence(OLD)
     return found, absent
 
 
@@ -261,46 +239,3 @@ def grouped_makers(kind: str, a: Any, ws: list[Any], out: Any) -> dict[str, Make
         return rotating(call, rights)
 
     return {OURS: ours, TORCH if kind == "grouped row" else TORCH_ROWS: theirs}
-
-
-def old_product(m: int, n: int, k: int, samples: int) -> dict[str, Any]:
-    """Seconds of a call, under load, by CUDA events. Raises ValueError if the product is wrong."""
-    from breccia.kernels.triton import scaled_matmul_triton  # pyright: ignore[reportAttributeAccessIssue]
-
-    generator = torch.Generator("cuda").manual_seed(0)
-    x, y = (torch.randn(rows, k, device="cuda", generator=generator, dtype=torch.bfloat16) for rows in (m, n))
-    recipe = breccia.Float8CurrentScaling()
-    a, w = (breccia.cast(z, recipe) for z in (x, y * 0.02))
-    b = dataclasses.replace(w, data=w.data.t())
-
-    def call() -> Any:
-        return scaled_matmul_triton(a, b, out_dtype=torch.bfloat16, autotune=True)
-
-    exact = (a.data[:64].double() * a.scale.double()) @ (w.data.double() * w.scale.double()).t()
-    error = ((call()[:64].double() - exact).norm() / exact.norm()).item()
-    if not error < WRONG:
-        raise ValueError(f"the relative error is {error:.3g}")
-    timer = Timer(call, "cuda", calls=SAMPLE_CALLS)
-    load("cuda")
-    sampled([timer], samples)
-    return summary(timer.seconds)
-
-
-def old_products(shapes: list[list[int]], samples: int, seconds: float) -> list[dict[str, Any]]:
-    """{"time": ...} or {"errors": ...} of each shape that was reached, of breccia 0.1.3, which this process must import.
-
-    That version reads scales on the host at each call, so a CUDA graph cannot capture it.
-    """
-    if breccia.__version__ != rivals.OLD_VERSION:
-        sys.exit(f"fp8_products: it times breccia {rivals.OLD_VERSION}, but `import breccia` gives {breccia.__version__}.")
-    found: list[dict[str, Any]] = []
-    started = time.monotonic()
-    # If a side is not a multiple of 256, the kernel reads out of bounds, which may end the process: such shapes come last.
-    for shape in sorted(shapes, key=lambda sides: any(side % 256 for side in sides)):
-        if time.monotonic() - started > seconds:
-            break
-        try:
-            found.append({"shape": shape, "time": old_product(*shape, samples)})
-        except Exception as e:  # one shape that fails must not stop the rest
-            found.append({"shape": shape, "errors": message(e)})
-    return found

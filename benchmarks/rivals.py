@@ -1,7 +1,7 @@
 """What is timed against what: breccia, the older package that is also called breccia, torchao, a few lines of NumPy or torch.
 
 On a CPU each runs in a process of its own: two packages of one name cannot meet, and no rival inherits another's heap or
-caches. On a CUDA device only the older package does: clocks of a GPU depend on what ran just before, so all others interleave.
+caches. On a CUDA device all interleave, without the older package: clocks of a GPU depend on what ran just before.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -40,7 +40,7 @@ RIVALS = {
     "numpy": (ON_NUMPY, STRAIGHTFORWARD, OLD),
     "torch": (*WAYS, EAGER, TORCHAO, TORCHAO_COMPILED, OLD),
     "jax": (ON_NUMPY,),
-    "cuda": (EAGER, TORCH_COMPILED, TRANSFORMER_ENGINE, TORCHAO, TORCHAO_COMPILED, OLD),
+    "cuda": (EAGER, TORCH_COMPILED, TRANSFORMER_ENGINE, TORCHAO, TORCHAO_COMPILED),
 }
 #: The module that makes the arrays of a framework.
 MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy"}
@@ -90,12 +90,8 @@ class Rival:
     slabs: tuple[str, ...] = ()
     #: `taller(cast, n)`: the same rows n times, to decode a full matrix of what was cast as a slab.
     taller: Callable[[Any, int], Any] | None = None
-    #: The cast with blocks along the columns, and both casts at once, where the rival has kernels for them.
-    down: Callable[[str], Callable[[Array], Any]] | None = None
-    pair: Callable[[str], Callable[[Array], Any]] | None = None
-    #: A cast under a supplied scale that also records the amax, and the amax alone, where the rival has them.
-    recorded: Callable[[str], Callable[[Array], Any]] | None = None
-    amax: Callable[[str], Callable[[Array], Any]] | None = None
+    #: Casts by other names of bench_gpu_casts.OPS, where the rival has kernels for them.
+    others: Mapping[str, Callable[[str], Callable[[Array], Any]]] = field(default_factory=dict)
     #: What serves `op` of an operand (the matrix, or what `cast` returned), where there is a choice.
     kernel: Callable[[str, str, Any], str | None] = lambda op, recipe, operand: None
 
@@ -123,42 +119,28 @@ def plain_torch(device: str = "cpu", dtype: Any = None) -> Rival:
         cast, of = made.cast(recipe), amax(recipe)
         return lambda x: (cast(x), of(x))
 
-    return Rival(
-        torch.__version__,
-        made.cast,
-        made.dequantize,
-        lambda cast: _codes(cast[2], torch.uint8),
-        torch.asarray,
-        down=lambda recipe: made.cast(recipe, -2),
-        pair=pair,
-        recorded=recorded,
-        amax=amax,
-    )
+    others = {"cast-axis-2": lambda recipe: made.cast(recipe, -2), "cast_pair": pair}
+    others |= {"AmaxHistory.cast": recorded, "AmaxHistory.update": amax}
+    scale = lambda cast: _codes(cast[2], torch.uint8)  # noqa: E731
+    return Rival(torch.__version__, made.cast, made.dequantize, scale, torch.asarray, others=others)
 
 
-def rival(name: str, framework: str = "numpy") -> Rival:
-    """The rival of that name, ready in this process; packages are given arrays of `framework`."""
+def rival(name: str, framework: str = "numpy", device: str = "cpu", dtype: Any = None) -> Rival:
+    """The rival of that name, ready in this process; packages are given arrays of `framework`.
+
+    device, dtype: of torch tensors, and of values decoded from them (FP32).
+    """
     made = {
         STRAIGHTFORWARD: straightforward,
-        EAGER: plain_torch,
-        TORCHAO: torchao,
-        TORCHAO_COMPILED: torchao_compiled,
-        COMPILED: compiled,
-        ON_NUMPY: lambda: packaged(OURS, "numpy", prefer="numpy"),
-    }
-    return made[name]() if name in made else packaged(name, framework)
-
-
-def on_device(name: str, device: str, dtype: Any) -> Rival:
-    """The rival of that name on torch tensors of `device`, "cuda" except in tests. dtype: of torch, of decoded values."""
-    made = {
         EAGER: lambda: plain_torch(device, dtype),
         TORCH_COMPILED: lambda: _compiled(plain_torch(device, dtype), dynamic=False),
         TRANSFORMER_ENGINE: lambda: transformer_engine(device, dtype),
         TORCHAO: torchao,
-        TORCHAO_COMPILED: lambda: _compiled(torchao(), dynamic=False),
+        TORCHAO_COMPILED: lambda: torchao_compiled(device),
+        COMPILED: compiled,
+        ON_NUMPY: lambda: packaged(OURS, "numpy", prefer="numpy"),
     }
-    return made[name]()
+    return made[name]() if name in made else packaged(name, framework)
 
 
 def chosen(wanted: list[str], framework: str = "numpy") -> list[str]:
@@ -224,15 +206,12 @@ def _compiled(rival: Rival, dynamic: bool | None = None) -> Rival:
     # One function serves every recipe and shape here; by default Dynamo keeps 8 graphs of a function.
     torch._dynamo.config.recompile_limit = 64
 
-    def cast(recipe: str) -> Callable[[Array], Any]:
-        return torch.compile(rival.cast(recipe), fullgraph=True, dynamic=dynamic)
-
-    def wrapped(made: Callable[[str], Callable[[Array], Any]] | None) -> Callable[[str], Callable[[Array], Any]] | None:
-        return made and (lambda recipe: torch.compile(made(recipe), fullgraph=True, dynamic=dynamic))
+    def wrapped(made: Callable[[str], Callable[[Array], Any]]) -> Callable[[str], Callable[[Array], Any]]:
+        return lambda recipe: torch.compile(made(recipe), fullgraph=True, dynamic=dynamic)
 
     dequantize = torch.compile(rival.dequantize, fullgraph=True, dynamic=dynamic)
-    others = {name: wrapped(getattr(rival, name)) for name in ("down", "pair", "recorded", "amax")}
-    return dataclasses.replace(rival, cast=cast, dequantize=dequantize, **others)
+    others = {op: wrapped(made) for op, made in rival.others.items()}
+    return dataclasses.replace(rival, cast=wrapped(rival.cast), dequantize=dequantize, others=others)
 
 
 def _codes(scale: Array, byte: Any) -> Array:
@@ -290,36 +269,29 @@ def torchao() -> Rival:
 
     e4m3 = torch.float8_e4m3fn
 
-    def current(x: Array) -> Any:
-        return q.Float8Tensor.from_hp(x, e4m3, q.PerTensor())
-
-    def fp8_blocks(x: Array) -> Any:
-        return q.Float8Tensor.from_hp(x, e4m3, q.PerBlock((1, 128)))
-
-    def mxfp8(x: Array) -> Any:
-        return MXTensor.to_mx(x, e4m3, 32, ScaleCalculationMode.RCEIL)
-
-    def nvfp4(x: Array) -> Any:
-        return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
-
-    def int4(x: Array) -> Any:
-        return q.IntxUnpackedToInt8Tensor.from_hp(x, (1, 128), torch.int4)
+    casts: dict[str, Callable[[Array], Any]] = {
+        "fp8_current": lambda x: q.Float8Tensor.from_hp(x, e4m3, q.PerTensor()),
+        "fp8_block": lambda x: q.Float8Tensor.from_hp(x, e4m3, q.PerBlock((1, 128))),
+        "mxfp8": lambda x: MXTensor.to_mx(x, e4m3, 32, ScaleCalculationMode.RCEIL),
+        "nvfp4": lambda x: NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max())),
+        "int4": lambda x: q.IntxUnpackedToInt8Tensor.from_hp(x, (1, 128), torch.int4),
+    }
 
     def dequantize(tensor: Any) -> Array:
         return tensor.dequantize()
 
-    casts = {"fp8_current": current, "fp8_block": fp8_blocks, "mxfp8": mxfp8, "nvfp4": nvfp4, "int4": int4}
-    found = version("torchao")
-    return Rival(found, casts.__getitem__, dequantize, lambda t: _codes(t.scale, torch.uint8), torch.asarray)
+    scale = lambda tensor: _codes(tensor.scale, torch.uint8)  # noqa: E731
+    return Rival(version("torchao"), casts.__getitem__, dequantize, scale, torch.asarray)
 
 
-def torchao_compiled() -> Rival:
+def torchao_compiled(device: str) -> Rival:
     """torchao, its cast and its dequantize each a graph of torch. torch 2.13 cannot compile E8M0 scales for CPUs."""
     import torch
 
+    if device == "cuda":
+        return _compiled(torchao(), dynamic=False)
     torch._logging.set_logs(inductor=logging.ERROR)  # a traceback for each graph that it cannot cache
-    rival = _compiled(torchao())
-    return dataclasses.replace(rival, recipes=tuple(recipe for recipe in RECIPES if recipe != "mxfp8"))
+    return dataclasses.replace(_compiled(torchao()), recipes=tuple(recipe for recipe in RECIPES if recipe != "mxfp8"))
 
 
 def transformer_engine(device: str, dtype: Any) -> Rival:
@@ -342,34 +314,18 @@ def transformer_engine(device: str, dtype: Any) -> Rival:
     if torch.cuda.get_device_capability() >= (10, 0):  # elsewhere its kernels fault, or print an error from each thread
         made |= {"mxfp8": partial(te.MXFP8Quantizer, e4m3), "nvfp4": te.NVFP4Quantizer}
 
-    def quantizer(recipe: str, rowwise: bool, columnwise: bool) -> Any:
+    def quantizer(recipe: str, rowwise: bool = True, columnwise: bool = False) -> Any:
         found = made[recipe](rowwise=rowwise, columnwise=columnwise)
         found.internal = True
         return found
 
-    def cast(recipe: str) -> Any:
-        return quantizer(recipe, True, False)
-
-    def down(recipe: str) -> Any:
-        return quantizer(recipe, False, True)
-
-    def pair(recipe: str) -> Any:
-        return quantizer(recipe, True, True)
-
     def recorded(recipe: str) -> Any:
-        return quantizer({"fp8_delayed": "fp8_delayed"}[recipe], True, False)  # its delayed casts always record the amax
+        return quantizer({"fp8_delayed": "fp8_delayed"}[recipe])  # its delayed casts always record the amax
 
     def dequantize(storage: Any) -> Array:
         return storage.dequantize(dtype=dtype)
 
-    found = version("transformer_engine")
-    return Rival(
-        found,
-        cast,
-        dequantize,
-        lambda storage: storage._rowwise_scale_inv,
-        recipes=tuple(made),
-        down=down,
-        pair=pair,
-        recorded=recorded,
-    )
+    others = {"cast-axis-2": lambda recipe: quantizer(recipe, False, True), "AmaxHistory.cast": recorded}
+    others["cast_pair"] = lambda recipe: quantizer(recipe, True, True)
+    found, scale = version("transformer_engine"), lambda storage: storage._rowwise_scale_inv
+    return Rival(found, quantizer, dequantize, scale, recipes=tuple(made), others=others)
