@@ -11,7 +11,6 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from bench_accuracy import weights_file
 from harness.command import Benchmark, Recipes, command, progress, recipes_named, run
 from harness.results import HERE, Result, provenance
 from harness.tables import Table, table
+from plain import FORMATS
 
 #: How far the mean cosine may lie below that of plain rounding.
 BOUND = 0.002
@@ -91,38 +91,19 @@ def two_levels(amax: np.ndarray, largest: float) -> np.ndarray:
     return nearest(ml_dtypes.float8_e4m3fn)(amax / largest / whole) * whole
 
 
-@dataclass(frozen=True)
-class Plain:
-    """A format: how elements are rounded, the largest of them, how many share a scale, and what scales there are."""
-
-    rounded: Callable[[np.ndarray], np.ndarray]
-    largest: float
-    block: int | str
-    scale: Callable[[np.ndarray, float], np.ndarray] = real
-
-    def __call__(self, weight: np.ndarray) -> np.ndarray:
-        """The weight, rounded. Its rows must hold whole blocks."""
-        lengths = {"row": weight.shape[1], "matrix": weight.size}
-        x = weight.astype(np.float64).reshape(-1, lengths[self.block] if isinstance(self.block, str) else self.block)
-        scale = self.scale(np.abs(x).max(1, keepdims=True), self.largest)
-        return (self.rounded(np.clip(x / scale, -self.largest, self.largest)) * scale).reshape(weight.shape).astype(np.float32)
+#: How numbers of plain.py's codes are rounded, and what its scales are; those of FP16 are not rounded here.
+ROUNDED = {"e4m3": nearest(ml_dtypes.float8_e4m3fn), "e2m3": nearest(ml_dtypes.float6_e2m3fn), "i1.6": steps(2**-6)}
+ROUNDED |= {"e2m1": nearest(ml_dtypes.float4_e2m1fn), "i4": steps(1), "i8": steps(1), "nf4": quantiles}
+SCALES = {"power": power_of_two, "levels": two_levels}
 
 
-E4M3, E2M1 = nearest(ml_dtypes.float8_e4m3fn), nearest(ml_dtypes.float4_e2m1fn)
-PLAIN: dict[str, Plain] = {
-    "fp8_delayed": Plain(E4M3, 448, "matrix"),
-    "fp8_current": Plain(E4M3, 448, "matrix"),
-    "fp8_row": Plain(E4M3, 448, "row"),
-    "fp8_block": Plain(E4M3, 448, 128),
-    "mxfp8": Plain(E4M3, 448, 32, power_of_two),
-    "mxfp6": Plain(nearest(ml_dtypes.float6_e2m3fn), 7.5, 32, power_of_two),
-    "mxfp4": Plain(E2M1, 6, 32, power_of_two),
-    "mxint8": Plain(steps(2**-6), 127 / 64, 32, power_of_two),
-    "nvfp4": Plain(E2M1, 6, 16, two_levels),
-    "int4": Plain(steps(1), 7, 128),
-    "int8": Plain(steps(1), 127, "row"),
-    "nf4": Plain(quantiles, 1, 64),
-}
+def plainly(name: str, weight: np.ndarray) -> np.ndarray:
+    """The weight, rounded to the format of that name in plain.py. Its rows must hold whole blocks."""
+    fmt = FORMATS[name]
+    lengths = {0: weight.shape[1], -1: weight.size}
+    x = weight.astype(np.float64).reshape(-1, lengths.get(fmt.block, fmt.block))
+    scale = SCALES.get(fmt.scale, real)(np.abs(x).max(1, keepdims=True), fmt.top)
+    return (ROUNDED[fmt.codes](np.clip(x / scale, -fmt.top, fmt.top)) * scale).reshape(weight.shape).astype(np.float32)
 
 
 class Encoder:
@@ -156,13 +137,13 @@ class Encoder:
         breccia_torch.quantize_(model, recipe, activation=activation)
         return model
 
-    def plainly_rounded(self, plain: Plain) -> Any:
+    def plainly_rounded(self, name: str) -> Any:
         """A copy whose linear layers hold the weights that plain rounding gives."""
         import torch
 
         model = copy.deepcopy(self.model)
         for weight in linear_weights(model):
-            weight.data = torch.from_numpy(plain(weight.detach().numpy()))
+            weight.data = torch.from_numpy(plainly(name, weight.detach().numpy()))
         return model
 
 
@@ -191,8 +172,8 @@ def measured(encoder: Encoder, recipe: Any) -> dict[str, Any]:
     exact = encoder.embeddings(encoder.model)
     quantized = encoder.quantized(recipe)
     models = {"weights": quantized}
-    if recipe.name in PLAIN and recipe == type(recipe)():
-        models["plain"] = encoder.plainly_rounded(PLAIN[recipe.name])
+    if recipe.name in FORMATS and recipe == type(recipe)():
+        models["plain"] = encoder.plainly_rounded(recipe.name)
     if recipe.name in ACTIVATIONS:
         models["activations"] = encoder.quantized(recipe, activation=recipe)
     cosine = {part: (encoder.embeddings(model) * exact).sum(1).tolist() for part, model in models.items()}

@@ -14,10 +14,9 @@ import torch
 import typer
 from bench_gpu_casts import OPS, REQUANTIZED, RivalsOption, loaded, rival_call, versus, work
 from harness.command import Benchmark, Device, command, known
-from harness.device import WARM_UP, Call, Make, check_device, host_time, message, where
+from harness.device import Arms, Call, Make, Timer, check_device, host_time, sampled, where
 from harness.results import Result
 from harness.tables import Table, failures, listed, spread, table
-from harness.timing import summary
 from plain import TILES
 from rivals import OURS, TORCH_COMPILED, TRANSFORMER_ENGINE, Rival
 
@@ -61,6 +60,13 @@ def times(result: Result) -> Table:
 
 
 BENCHMARK = Benchmark("gpu-host", {"gpu-host": times})
+
+
+class HostTimer(Timer):
+    """Samples of the time until a call returns."""
+
+    def sample(self) -> None:
+        self.seconds.append(host_time(self.call, self.device, FEW_LAUNCHES))
 
 
 def calls(side: int, device: str, rivals: dict[str, Rival]) -> Iterator[tuple[str, str, Make]]:
@@ -117,25 +123,12 @@ def host(
     check_device(device)
     wanted = known(rivals_, (*HOST_RIVALS, "none"), "--rivals")
     there, absent = loaded([n for n in wanted if n in HOST_RIVALS and (rivals_ or not rivals.absence(n))], device)
-    made: dict[tuple[str, str], Call] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Arms] = {}
     for name, whose, make in calls(side, device, there):
-        row = rows.setdefault(name, {"call": name, "time": {}})
-        try:
-            if (call := make()) is None:
-                continue
-            for _ in range(WARM_UP):
-                call()
-            made[name, whose] = call
-        except Exception as e:
-            row.setdefault("errors", {})[whose] = message(e)
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in made}
+        rows.setdefault(name, Arms(device)).add({whose: make}, HostTimer)
     with torch.no_grad():
-        for _ in range(samples):
-            for key, call in made.items():
-                seconds[key].append(host_time(call, device, FEW_LAUNCHES))
-    for (name, whose), taken in seconds.items():
-        rows[name]["time"][whose] = summary(taken)
+        sampled([timer for arms in rows.values() for timer in arms.timers.values()], samples)
     options = {"device": device, "side": side, "samples": samples, "calls": FEW_LAUNCHES}
     versions = {name: one.version for name, one in there.items()}
-    return BENCHMARK.result(list(rows.values()), options, where(device), rivals=versions, absent=absent)
+    measured = [{"call": name, "time": {}, **arms.times()} for name, arms in rows.items()]
+    return BENCHMARK.result(measured, options, where(device), rivals=versions, absent=absent)

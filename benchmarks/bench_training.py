@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -26,6 +27,7 @@ import breccia
 
 #: What quantized training is compared with; it stands in the place of a recipe.
 FP32 = "FP32"
+FRAMEWORKS = ("torch", "jax", "mlx")
 #: Recipes whose mean accuracy must lie within BOUND of FP32's, and those trained for comparison.
 HELD = ("fp8_block", "mxfp8", "nvfp4")
 SHOWN = ("fp8_current", "mxfp4", "int4")
@@ -124,109 +126,78 @@ class Problem:
         return likelihood.reshape(TEST, CLUSTERS, CLASSES).sum(1).argmax(1)
 
 
-def on_torch(problem: Problem, recipe: Any | None) -> np.ndarray:
-    """The class that the trained network gives each test input. Without a recipe: FP32."""
-    import torch
-    from torch.nn import functional
+def library(framework: str) -> SimpleNamespace:
+    """What a framework trains by: `array` of NumPy's, `relu`, mean `cross_entropy`, `gradients` of a function, `compiled`."""
+    if framework == "torch":
+        import torch
+        from torch.nn import functional
 
-    torch.set_num_threads(1)  # runs share the cores
-    weights = [torch.from_numpy(w).requires_grad_() for w in problem.weights()]
-    biases = [torch.zeros(len(w), requires_grad=True) for w in weights]
-    optimizer = torch.optim.SGD([*weights, *biases], lr=RATE, momentum=MOMENTUM)
+        torch.set_num_threads(1)  # runs share the cores
 
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        return x if recipe is None else breccia.cast_ste(x, recipe)
+        def gradients(loss: Any) -> Any:
+            def of(parameters: list[Any], *batch: Any) -> Any:
+                leaves = [p.detach().requires_grad_() for p in parameters]
+                return torch.autograd.grad(loss(leaves, *batch), leaves)
 
-    def network(x: torch.Tensor) -> torch.Tensor:
-        for layer, (w, b) in enumerate(zip(weights, biases, strict=True)):
-            x = functional.linear(rounded(functional.relu(x) if layer else x), rounded(w), b)
-        return x
+            return of
 
-    for rate, x, y in problem.batches():
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.zero_grad()
-        functional.cross_entropy(network(torch.from_numpy(x)), torch.from_numpy(y)).backward()
-        optimizer.step()
-    with torch.no_grad():
-        return network(torch.from_numpy(problem.test()[0])).argmax(1).numpy()
+        more = {"cross_entropy": functional.cross_entropy, "gradients": gradients, "compiled": lambda step: step}
+        return SimpleNamespace(array=torch.as_tensor, relu=torch.relu, done=lambda arrays: None, **more)
+    if framework == "jax":
+        import jax
 
+        def cross_entropy(logits: Any, y: Any) -> Any:
+            return -jax.nn.log_softmax(logits)[np.arange(len(y)), y].mean()
 
-def on_jax(problem: Problem, recipe: Any | None) -> np.ndarray:
-    """Likewise, every step compiled."""
-    import jax
-    import jax.numpy as jnp
+        more = {"cross_entropy": cross_entropy, "gradients": jax.grad, "compiled": jax.jit, "done": lambda arrays: None}
+        return SimpleNamespace(array=jax.numpy.asarray, relu=jax.nn.relu, **more)
+    import mlx.core as mx
+    from mlx import nn
 
-    network, step = jax_functions(recipe)
-    weights = [jnp.asarray(w) for w in problem.weights()]
-    parameters = [(w, jnp.zeros(len(w))) for w in weights]
-    momentum = jax.tree.map(jnp.zeros_like, parameters)
-    for rate, x, y in problem.batches():
-        parameters, momentum = step(parameters, momentum, rate, x, y)
-    return np.asarray(network(parameters, problem.test()[0]).argmax(1))
+    mean = partial(nn.losses.cross_entropy, reduction="mean")
+    return SimpleNamespace(
+        array=mx.array, relu=nn.relu, cross_entropy=mean, gradients=mx.grad, compiled=mx.compile, done=mx.eval
+    )
 
 
 @cache
-def jax_functions(recipe: Any | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The network and a step of gradient descent, compiled once for all seeds."""
-    import jax
+def functions(framework: str, spec: str) -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
+    """(the library, the network, a step of gradient descent), compiled once for all seeds. spec: of the recipe, or FP32."""
+    lib, recipe = library(framework), None if spec == FP32 else breccia.recipe(spec)
 
     def rounded(x: Any) -> Any:
         return x if recipe is None else breccia.cast_ste(x, recipe)
 
-    def network(parameters: Any, x: Any) -> Any:
-        for layer, (w, b) in enumerate(parameters):
-            x = rounded(jax.nn.relu(x) if layer else x) @ rounded(w).T + b
+    def network(parameters: list[Any], x: Any) -> Any:
+        for layer, (w, b) in enumerate(zip(parameters[::2], parameters[1::2], strict=True)):
+            x = rounded(lib.relu(x) if layer else x) @ rounded(w).T + b
         return x
 
-    def loss(parameters: Any, x: Any, y: Any) -> Any:
-        return -jax.nn.log_softmax(network(parameters, x))[np.arange(len(y)), y].mean()
+    def loss(parameters: list[Any], x: Any, y: Any) -> Any:
+        return lib.cross_entropy(network(parameters, x), y)
 
-    def step(parameters: Any, momentum: Any, rate: Any, x: Any, y: Any) -> tuple[Any, Any]:
-        gradients = jax.grad(loss)(parameters, x, y)
-        momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, gradients)
-        return jax.tree.map(lambda p, m: p - rate * m, parameters, momentum), momentum
+    def step(parameters: list[Any], momentum: list[Any], rate: Any, x: Any, y: Any) -> tuple[list[Any], list[Any]]:
+        gradients = lib.gradients(loss)(parameters, x, y)
+        momentum = [MOMENTUM * m + g for m, g in zip(momentum, gradients, strict=True)]
+        return [p - rate * m for p, m in zip(parameters, momentum, strict=True)], momentum
 
-    return jax.jit(network), jax.jit(step)
+    return lib, network, lib.compiled(step)
 
 
-def on_mlx(problem: Problem, recipe: Any | None) -> np.ndarray:
-    """Likewise."""
-    import mlx.core as mx
-    from mlx import nn
-    from mlx.utils import tree_map
-
-    def rounded(x: mx.array) -> mx.array:
-        return x if recipe is None else breccia.cast_ste(x, recipe)
-
-    def network(parameters: Any, x: mx.array) -> mx.array:
-        for layer, (w, b) in enumerate(parameters):
-            x = rounded(nn.relu(x) if layer else x) @ rounded(w).T + b
-        return x
-
-    def loss(parameters: Any, x: mx.array, y: mx.array) -> mx.array:
-        return nn.losses.cross_entropy(network(parameters, x), y, reduction="mean")
-
-    @mx.compile
-    def step(parameters: Any, momentum: Any, rate: mx.array, x: mx.array, y: mx.array) -> tuple[Any, Any]:
-        gradients = mx.grad(loss)(parameters, x, y)
-        momentum = tree_map(lambda m, g: MOMENTUM * m + g, momentum, gradients)
-        return tree_map(lambda p, m: p - rate * m, parameters, momentum), momentum
-
-    parameters: Any = [(mx.array(w), mx.zeros(len(w))) for w in problem.weights()]
-    momentum = tree_map(mx.zeros_like, parameters)
+def trained(framework: str, spec: str, problem: Problem) -> np.ndarray:
+    """The class that the trained network gives each test input."""
+    lib, network, step = functions(framework, spec)
+    parameters = [lib.array(each) for w in problem.weights() for each in (w, np.zeros(len(w), np.float32))]
+    momentum = [0 * p for p in parameters]
     for rate, x, y in problem.batches():
-        parameters, momentum = step(parameters, momentum, mx.array(rate), mx.array(x), mx.array(y))
-        mx.eval(parameters, momentum)
-    return np.array(network(parameters, mx.array(problem.test()[0])).argmax(1))
-
-
-#: How each framework trains: from the problem and a recipe to the classes of the test inputs.
-FRAMEWORKS: dict[str, Callable[[Problem, Any | None], np.ndarray]] = {"torch": on_torch, "jax": on_jax, "mlx": on_mlx}
+        parameters, momentum = step(parameters, momentum, *(lib.array(each) for each in (np.float32(rate), x, y)))
+        lib.done([parameters, momentum])
+    return np.asarray(network(parameters, lib.array(problem.test()[0]))).argmax(1)
 
 
 def accuracy(framework: str, spec: str, problem: Problem) -> float:
     """The share of test inputs whose class the trained network finds."""
-    return share(problem, FRAMEWORKS[framework](problem, None if spec == FP32 else breccia.recipe(spec)))
+    return share(problem, trained(framework, spec, problem))
 
 
 def share(problem: Problem, found: np.ndarray) -> float:

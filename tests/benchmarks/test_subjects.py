@@ -248,7 +248,7 @@ def test_models_less_accurate_than_their_judge_are_refused() -> None:
 
 def test_plain_rounding_follows_the_formats() -> None:
     def rounded(name: str, *numbers: float) -> list[float]:
-        return bench_encoder.PLAIN[name](np.resize(np.float32(numbers), (1, 128)))[0, : len(numbers)].tolist()
+        return bench_encoder.plainly(name, np.resize(np.float32(numbers), (1, 128)))[0, : len(numbers)].tolist()
 
     assert rounded("fp8_current", 448, 17, 19, 0.3) == [448, 16, 20, 0.3125]  # steps of 2 from 16, of 2^-5 from 0.25
     assert rounded("mxfp8", 449, 34, 38, 0.6) == [448, 32, 40, 0.625]  # above 448 the scale is 2
