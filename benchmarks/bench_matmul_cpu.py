@@ -19,10 +19,12 @@ import math
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Annotated, Any
 
 import typer
-from cpu_products import LIBRARIES, READ, serve
+from cpu_products import LIBRARIES, READ, prepared, seconds_of
 from harness.command import Benchmark, command, known, progress, refuse, run
 from harness.results import Result, cores, provenance
 from harness.tables import ABSENT, Table, ratio, table, three, trio
@@ -85,37 +87,24 @@ BENCHMARK = Benchmark("matmul-cpu", {"matmul-cpu": times})
 
 
 class Worker:
-    """The process of one library."""
+    """The process of one library. failed: why it is left out."""
 
-    def __init__(self, library: str, size: int, threads: int) -> None:
-        self.library, spawn = library, multiprocessing.get_context("spawn")
-        self.pipe, inside = spawn.Pipe()
-        self.process = spawn.Process(target=serve, args=(inside, library, size, threads), daemon=True)
-        self.process.start()
-        inside.close()
-        self.failed: str | None = None
-        self.answer()
+    def __init__(self, library: str) -> None:
+        self.library, self.failed = library, ""
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
-    def answer(self) -> Any:
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns there, or None if the library failed."""
         try:
-            found = self.pipe.recv()
-        except EOFError:
-            found = RuntimeError("it ended")
-        if isinstance(found, Exception):
-            self.failed = str(found)[:200]
+            return None if self.failed else self.pool.submit(function, *arguments).result()
+        except Exception as e:  # of any library
+            self.failed = f"{type(e).__name__}: {e}"[:200]
             return None
-        return found
-
-    def ask(self, question: Any) -> Any:
-        if self.failed is not None:
-            return None
-        self.pipe.send(question)
-        return self.answer()
 
 
-def one_pass(workers: list[Worker], m: int, runs: int) -> dict[str, Any]:
+def one_pass(workers: list[Worker], size: int, threads: int, m: int, runs: int) -> dict[str, Any]:
     """Summaries of every arm at a number of rows, interleaved."""
-    arms = [(worker, arm) for worker in workers for arm in worker.ask(m) or ()]
+    arms = [(worker, arm) for worker in workers for arm in worker.ask(prepared, worker.library, size, threads, m) or ()]
     seconds: dict[str, list[float]] = {arm: [] for _, arm in arms}
     for _ in range(runs if m < 128 else max(runs // 3, 3)):
         last = None
@@ -125,7 +114,7 @@ def one_pass(workers: list[Worker], m: int, runs: int) -> dict[str, Any]:
                 last = worker
             if len(seconds[arm]) > 1 and sum(seconds[arm]) > LONG:
                 continue
-            if (taken := worker.ask(arm)) is not None:
+            if (taken := worker.ask(seconds_of, arm)) is not None:
                 seconds[arm].append(taken)
     return {arm: summary(taken) for arm, taken in seconds.items() if taken}
 
@@ -144,9 +133,9 @@ def main(
         refuse(f"the others are compared with {', '.join(missing)}; add it to --libraries.")
     where = provenance()
     os.environ |= {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}  # of the processes below
-    workers = [Worker(name, size, threads) for name in chosen]
-    passes = [[one_pass(workers, m, runs) for m in progress(counts, f"pass {n}")] for n in (1, 2)]
-    left_out = {worker.library: worker.failed for worker in workers if worker.failed is not None}
+    workers = [Worker(name) for name in chosen]
+    passes = [[one_pass(workers, size, threads, m, runs) for m in progress(counts, f"pass {n}")] for n in (1, 2)]
+    left_out = {worker.library: worker.failed for worker in workers if worker.failed}
     options = {"size": size, "threads": threads, "base": BASE, "read_bytes": READ, "left_out": left_out}
     return BENCHMARK.result([{"rows": m, "passes": both} for m, *both in zip(counts, *passes, strict=True)], options, where)
 

@@ -252,29 +252,23 @@ LIBRARIES: dict[str, Callable[[int, int], Arms]] = {
 }
 
 
-def taken(call: Call) -> float:
+#: In the process of a library: its arms, and their calls at the number of rows that was asked for last.
+ARMS: Arms = {}
+CALLS: dict[str, Call] = {}
+
+
+def prepared(library: str, size: int, threads: int, rows: int) -> list[str]:
+    """Prepare the calls of a library at a number of rows, and return their arms."""
+    ARMS.update(ARMS or LIBRARIES[library](size, threads))
+    x = normal((rows, size), rows)
+    CALLS.update({name: make(x) for name, make in ARMS.items()})
+    return list(CALLS)
+
+
+def seconds_of(arm: str) -> float:
     """Seconds of a call that follows others, for AWAKE seconds: threads that slept begin on any processor, and late."""
-    start = time.perf_counter()
+    call, start = CALLS[arm], time.perf_counter()
     call()
     while time.perf_counter() - start < AWAKE:
         call()
     return timed(call)[0]
-
-
-def serve(pipe: Any, library: str, size: int, threads: int) -> None:
-    """Answer requests: a number of rows, with the arms; an arm, with the seconds of a call. Sends what is raised, and ends."""
-    try:
-        arms, calls = LIBRARIES[library](size, threads), dict[str, Call]()
-        pipe.send("ready")
-        while True:
-            request = pipe.recv()
-            if isinstance(request, int):
-                x = normal((request, size), request)
-                calls = {name: make(x) for name, make in arms.items()}
-                pipe.send(list(calls))
-            else:
-                pipe.send(taken(calls[request]))
-    except EOFError:
-        pass
-    except Exception as e:  # of any library; its parent says why it is left out
-        pipe.send(RuntimeError(f"{type(e).__name__}: {e}"))
