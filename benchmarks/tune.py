@@ -20,6 +20,7 @@ import timeit
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,12 +28,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from bench_gpu_casts import RECIPES
-from harness.command import Device, Recipes, known, recipes_named, sizes
-from harness.device import check_device, message, where
+from harness.command import Device, Recipes, known, recipes_named, show, sizes
+from harness.device import Call, check_device, message, where
 from harness.results import ROOT, cores
+from harness.tables import Table, table
 from plain import TILES
-from rich.console import Console
-from rich.table import Table
 
 import breccia
 
@@ -55,82 +55,61 @@ FEW = 4
 
 
 @dataclass(frozen=True)
+class Tunable:
+    """A call that breccia-triton prepares under choices. launches, compiled: kernels, and the call, of what was prepared."""
+
+    prepare: Callable[[Any], Any]
+    launches: Callable[[Any], list[Any]]
+    compiled: Callable[[Any], Call]
+
+
+@dataclass(frozen=True)
 class Case:
-    """A call to tune."""
+    """What to tune."""
 
     op: str
     spec: str
     dtype: str
     shape: tuple[int, ...]
 
-    @property
-    def name(self) -> str:
-        return self.op.removesuffix("-axis-2")
+    def tunable(self, device: str, hardware: Any) -> Tunable:
+        """The call on standard normal numbers or their cast; on device "meta", it cannot be made."""
+        from breccia.backend import CastOptions, ScaledTensor
+        from breccia_triton import cast, decode, fused_matmul
+        from breccia_triton.multiplying import Operand
 
-    @property
-    def rows(self) -> int:
-        """Of activations; 0 for other ops."""
-        return PRODUCTS.get(self.op, 0)
+        recipe, rows, dtype = breccia.recipe(self.spec), PRODUCTS.get(self.op, 0), getattr(torch, self.dtype)
+        name, options = self.op.removesuffix("-axis-2"), CastOptions(axis=-2 if self.op.endswith("-axis-2") else -1)
+        generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
+        x = torch.randn(self.shape, device=device, generator=generator).to(dtype)
+        if name in ("cast", "cast_ste"):
 
-    @property
-    def axis(self) -> int:
-        return -2 if self.op.endswith("-axis-2") else -1
+            def compiled(made: Any) -> Call:
+                call = cast.Call(x, made)
+                return lambda: call(x, options)
 
-    def operand(self, device: str) -> Any:
-        """Standard normal numbers, or their cast."""
-        from breccia.backend import ScaledTensor
-
-        dtype = getattr(torch, self.dtype)
-        if device == "meta":
-            x = torch.empty(self.shape, dtype=dtype, device=device)
-        else:
-            x = torch.randn(self.shape, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
-        if self.name != "dequantize" and not self.rows:
-            return x
-        st = breccia.cast(x, breccia.recipe(self.spec), axis=self.axis)
+            prepare = partial(cast.prepared, name, x, recipe, options.axis, options, hardware)
+            return Tunable(prepare, lambda made: made.launches, compiled)
+        st = breccia.cast(x, recipe, axis=options.axis)
         # The generic algorithm may return views, the kernels do not.
         parts = [None if part is None else part.contiguous() for part in (st.data, st.scale, st.zero_point, st.global_scale)]
         st = ScaledTensor.from_parts(*parts[:2], st.recipe, st.layout, *parts[2:], st.axis, st.padding)
-        if not self.rows:
-            return st
-        from breccia_triton.multiplying import Operand
+        if not rows:
 
-        a = torch.ones((self.rows, self.shape[1]), dtype=dtype, device=device)
-        return Operand(a, False), Operand(st.mT, True)
+            def decoding(made: Any) -> Call:
+                call = decode.Call(st, self.dtype, made)
+                return lambda: call(st, None)
 
-    def prepared(self, operand: Any, hardware: Any, choose: Any) -> Any:
-        """As of `cast.prepared`, `decode.prepared` or `fused_matmul.prepared`."""
-        from breccia_triton import cast, decode, fused_matmul
+            return Tunable(partial(decode.prepared, st, self.dtype, hardware), lambda made: [made], decoding)
+        a = torch.ones((rows, self.shape[1]), dtype=dtype, device=device)
+        pair = Operand(a, False), Operand(st.mT, True)
 
-        if self.rows:
-            return fused_matmul.prepared(*operand, None, self.dtype, hardware, choose)
-        if self.name == "dequantize":
-            return decode.prepared(operand, self.dtype, hardware, choose)
-        return cast.prepared(self.name, operand, breccia.recipe(self.spec), self.axis, self._options, hardware, choose)
+        def product(made: Any) -> Call:
+            call = fused_matmul.Call(*pair, self.dtype, made)
+            return lambda: call(*pair, None, None)
 
-    @property
-    def _options(self) -> Any:
-        from breccia.backend import CastOptions
-
-        return CastOptions(axis=self.axis)
-
-    def launches(self, made: Any) -> list[Any]:
-        if self.rows:
-            return [made.launch] if made.sum is None else [made.launch, made.sum]
-        return [made] if self.name == "dequantize" else made.launches
-
-    def compiled(self, operand: Any, made: Any) -> Callable[[], Any]:
-        """The call, on its operand."""
-        from breccia_triton import cast, decode, fused_matmul
-
-        if self.rows:
-            product = fused_matmul.Call(*operand, self.dtype, made)
-            return lambda: product(*operand, None, None)
-        if self.name == "dequantize":
-            decoded = decode.Call(operand, self.dtype, made)
-            return lambda: decoded(operand, None)
-        call, options = cast.Call(operand, made), self._options
-        return lambda: call(operand, options)
+        prepare = partial(fused_matmul.prepared, *pair, None, self.dtype, hardware)
+        return Tunable(prepare, lambda made: [made.launch, *([made.sum] if made.sum is not None else [])], product)
 
 
 def cases(recipes: list[str], ops: list[str], dtypes: list[str], shapes: list[tuple[int, ...]]) -> Iterator[Case]:
@@ -155,24 +134,27 @@ def keys_of(case: Case, hardware: Any) -> list[Any]:
     from breccia_triton.specs import Unsupported
 
     keys: list[Any] = []
-
-    def asked(key: Any) -> Any:
-        keys.append(key)
-        return DEFAULT
-
     try:
-        case.prepared(case.operand("meta"), hardware, asked)
+        case.tunable("meta", hardware).prepare(lambda key: keys.append(key) or DEFAULT)
     except Unsupported:
         return []
     return keys
+
+
+def candidates(call: Tunable, key: Any, most: int | None) -> dict[Any, Any]:
+    """What was prepared under each candidate for the key."""
+    from breccia_triton import choices, tuning
+
+    different = tuning.distinct(key, call.prepare, call.launches, lambda other: choices.DEFAULT)
+    return dict(itertools.islice(different.items(), most))
 
 
 def compile_one(case: Case, key: Any, choice: Any, hardware: Any, target: Any) -> None:
     """Compile the kernels of a candidate into Triton's cache on disk, without a GPU."""
     from breccia_triton.launch import Launcher
 
-    made = case.prepared(case.operand("meta"), hardware, choosing(key, choice))
-    for launch in case.launches(made):
+    call = case.tunable("meta", hardware)
+    for launch in call.launches(call.prepare(choosing(key, choice))):
         Launcher(launch, target)
 
 
@@ -188,39 +170,39 @@ class OtherBytes(Exception):
     """A candidate wrote other bytes than the default."""
 
 
-def timed(case: Case, operand: Any, different: dict[Any, Any], dry: bool) -> Any:
+def timed(case: Case, call: Tunable, different: dict[Any, Any], dry: bool) -> Any:
     """What `tuning.fastest` finds among the candidates of a key."""
     from breccia_triton import tuning
     from breccia_triton.choices import DEFAULT
 
-    expected = bytes_of(case.compiled(operand, different[DEFAULT])())
+    expected = bytes_of(call.compiled(different[DEFAULT])())
 
-    def maker(made: Any) -> Callable[[], Any]:
-        call = case.compiled(operand, made)
+    def maker(made: Any) -> Call:
+        compiled = call.compiled(made)
         # Candidates of a product add in other orders: tests hold them to its bound.
-        if not case.rows and not all(torch.equal(a, b) for a, b in zip(bytes_of(call()), expected, strict=True)):
+        same = case.op in PRODUCTS or all(torch.equal(a, b) for a, b in zip(bytes_of(compiled()), expected, strict=True))
+        if not same:
             raise OtherBytes("it writes other bytes than the default")
-        return call
+        return compiled
 
-    makers = {choice: lambda made=made: maker(made) for choice, made in different.items()}
+    makers = {choice: partial(maker, made) for choice, made in different.items()}
     if dry:
         return tuning.fastest(makers, lambda call, calls: timeit.timeit(call, number=calls) / calls, 1, 1)
-    return tuning.fastest(makers, tuning.elapsed, tuning.SAMPLES, tuning.FINAL_SAMPLES)
+    return tuning.fastest(makers, tuning.elapsed)
 
 
-def printed(rows: dict[Any, tuple[Any, int]]) -> None:
-    """Print the table, and what failed."""
-    table = Table("call", "default µs", "best µs", "gain", "choice", "tried", box=None)
-    for key, (found, tried) in rows.items():
-        default, best = found.best.default_seconds * 1e6, found.best.seconds * 1e6
-        table.add_row(
-            str(key), f"{default:.1f}", f"{best:.1f}", f"{100 * (default / best - 1):.1f} %", str(found.best.choice), f"{tried}"
-        )
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(table)
-    for key, (found, _) in rows.items():
-        for choice, why in found.failed.items():
-            print(f"{key}: {choice}: {why}")
+def gains(rows: dict[Any, tuple[Any, int]]) -> Table:
+    """Times of the default and of the best choice, and what failed."""
+    columns = {
+        "call": lambda item: item[0],
+        "default µs": lambda item: f"{1e6 * item[1][0].best.default_seconds:.1f}",
+        "best µs": lambda item: f"{1e6 * item[1][0].best.seconds:.1f}",
+        "gain": lambda item: f"{100 * (item[1][0].best.default_seconds / item[1][0].best.seconds - 1):.1f} %",
+        "choice": lambda item: item[1][0].best.choice,
+        "tried": lambda item: item[1][1],
+    }
+    failed = [f"{key}: {choice}: {why}" for key, (found, _) in rows.items() for choice, why in found.failed.items()]
+    return table("tuned calls", columns, rows.items(), "\n".join(failed))
 
 
 def main(
@@ -229,7 +211,6 @@ def main(
     dtypes: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; repeat for several. Default: bf16.")] = None,
     shapes: Annotated[list[str] | None, typer.Option(help="ROWSxCOLUMNS; repeat for several.")] = None,
     seconds: Annotated[float, typer.Option(help="Begin no call later than this; calls left out are counted.")] = 180,
-    jobs: Annotated[int, typer.Option(help="Processes that compile. Default: the cores but two.")] = 0,
     device: Device = "cuda",
     out: Annotated[Path, typer.Option(help="Folder of the file. Default: that of breccia-triton.")] = FOLDER,
 ) -> None:
@@ -242,7 +223,7 @@ def main(
     chosen = known(ops, OPS, "--ops"), known(dtypes or ["bf16"], DTYPES, "--dtypes")
     every = list(cases(list(recipes or RECIPES), *chosen, [sizes(shape) for shape in shapes or SHAPES]))
 
-    from breccia_triton import choices, tuning
+    from breccia_triton import choices
     from breccia_triton.operands import hardware
 
     found = hardware(torch.device(device))
@@ -251,35 +232,28 @@ def main(
         for key in keys_of(case, found):
             work.setdefault(key, case)
 
-    def candidates(case: Case, key: Any, operand: Any) -> dict[Any, Any]:
-        def prepare(choose: Any) -> Any:
-            return case.prepared(operand, found, choose)
-
-        different = tuning.distinct(key, prepare, case.launches, lambda other: choices.DEFAULT)
-        return dict(itertools.islice(different.items(), FEW if dry else None))
-
-    executor, compiling = None, dict[Any, list[Future[None]]]()
+    most, executor, compiling = FEW if dry else None, None, dict[Any, list[Future[None]]]()
     if not dry:
         import triton
 
         target = triton.runtime.driver.active.get_current_target()
-        executor = ProcessPoolExecutor(jobs or max(1, cores() - 2), get_context("spawn"))
+        executor = ProcessPoolExecutor(max(1, cores() - 2), get_context("spawn"))
         for key, case in work.items():
-            tried = candidates(case, key, case.operand("meta"))
+            tried = candidates(case.tunable("meta", found), key, most)
             compiling[key] = [executor.submit(compile_one, case, key, choice, found, target) for choice in tried]
     rows: dict[Any, tuple[Any, int]] = {}
-    operand: tuple[Case | None, Any] = (None, None)
+    call: tuple[Case | None, Any] = (None, None)
     left = 0
     for key, case in work.items():
         remaining = seconds - (time.monotonic() - started)
         if remaining <= 0 or wait(compiling.get(key, []), timeout=remaining).not_done:
             left += 1
             continue
-        operand = operand if operand[0] == case else (case, case.operand(device))
-        different = candidates(case, key, operand[1])
+        call = call if call[0] == case else (case, case.tunable(device, found))
+        different = candidates(call[1], key, most)
         try:
             if len(different) > 1:
-                rows[key] = timed(case, operand[1], different, dry), len(different)
+                rows[key] = timed(case, call[1], different, dry), len(different)
                 print(f"{time.monotonic() - started:.0f} s: {key}: {rows[key][0].best.choice}", file=sys.stderr)
         except Exception as e:  # one call that fails must not stop the rest
             print(f"{key}: {message(e)}", file=sys.stderr)
@@ -289,8 +263,7 @@ def main(
     path = out / choices.file_name(name)
     kept = {part: facts[part] for part in ("date_utc", "device", "versions", "commit", "command") if part in facts}
     choices.write(path, name, {key: found.best for key, (found, _) in rows.items()}, kept, defaults=False)
-    printed(rows)
-    print(f"{len(rows)} calls tuned, {left} left for lack of time; written to {path.name}.")
+    show(gains(rows), f"{len(rows)} calls tuned, {left} left for lack of time; written to {path.name}.")
     wrong = [why for found, _ in rows.values() for why in found.failed.values() if why.startswith(OtherBytes.__name__)]
     if wrong:
         sys.exit(f"tune: {len(wrong)} candidates wrote other bytes than the default; see the table.")

@@ -114,23 +114,27 @@ def tell(result: Result, out: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result, allow_nan=False))
     else:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=WIDE)
-        console.print(*map(told, result["runs"]), sep="\n", markup=False, highlight=False, soft_wrap=True)
-        for make in BENCHMARKS[result["benchmark"]].tables.values():
-            table = make(result)
-            drawn = RichTable(*table.headings, title=table.title, caption=escape(table.note), title_justify="left")
-            drawn.caption_justify = "left"
-            for row in table.rows:
-                drawn.add_row(*row)
-            console.print(drawn)
+        show(*map(told, result["runs"]), *(make(result) for make in BENCHMARKS[result["benchmark"]].tables.values()))
     if refused:
         sys.exit(f"{Path(sys.argv[0]).stem}: {refused}")
     if path is not None and not as_json:
         Console().print(f"written: {path}", soft_wrap=True, markup=False)
     if failed:
         sys.exit(failed)
+
+
+def show(*items: str | Table) -> None:
+    """Print lines and tables."""
+    console = Console() if Console().is_terminal else Console(width=WIDE)
+    for item in items:
+        if isinstance(item, str):
+            console.print(item, markup=False, highlight=False, soft_wrap=True)
+            continue
+        drawn = RichTable(*item.headings, title=item.title, caption=escape(item.note), title_justify="left")
+        drawn.caption_justify = "left"
+        for row in item.rows:
+            drawn.add_row(*map(escape, row))
+        console.print(drawn)
 
 
 def run(**commands: Callable[..., None]) -> None:
