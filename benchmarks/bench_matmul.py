@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,22 +30,7 @@ from harness.command import Benchmark, Device, Seconds, command, known, progress
 from harness.device import GRAPH_CALLS, WARM_UP, Arms, check_device, graphed, host_time, load, message, sampled, where
 from harness.plots import GREY, Plot
 from harness.results import HERE, Result, read
-from harness.tables import (
-    ABSENT,
-    GOAL,
-    Table,
-    failures,
-    fastest,
-    judged,
-    listed,
-    median,
-    over,
-    sides,
-    table,
-    three,
-    tried,
-    trio,
-)
+from harness.tables import ABSENT, Goal, Table, failures, fastest, goals, listed, median, over, sides, table, three, tried, trio
 from harness.timing import summary
 from rivals import OLD, TRANSFORMER_ENGINE
 
@@ -77,55 +62,35 @@ NAMES = {
 BEST = (fp8.TORCH, TRANSFORMER_ENGINE, fp8.HUMMING, fp8.DEEP_GEMM)
 
 
-@dataclass(frozen=True)
-class Goal:
-    """The fastest of `arms` must be at least `least` times as fast as the fastest of `rivals`, for `kinds` at `shapes`.
-
-    against: the rivals in words. measure: "time" under load, "burst" after pauses.
-    """
-
-    work: str
-    kinds: tuple[str, ...]
-    shapes: tuple[str, ...]
-    rivals: tuple[str, ...]
-    against: str
-    least: float
-    arms: tuple[str, ...] = (fp8.OURS,)
-    measure: str = "time"
-
-
 #: Shapes that have a higher goal for scales of 1 x 128 by 128 x 128.
 _AHEAD = ("4096x2112x7168", "4096x24576x1536")
 _CUBLAS = (fp8.TORCH, TRANSFORMER_ENGINE)
-_BLOCKWISE = "cuBLAS's blockwise"
+_BLOCKWISE, _SCALED = "cuBLAS's blockwise", "`torch._scaled_mm`"
 _PRECISE = ("tensor", "row")
 
+
+def named(kind: str, sides: Iterable[Any]) -> str:
+    """The case of a row."""
+    return f"{kind} {'×'.join(map(str, sides))}"
+
+
+def cases(kinds: Iterable[str], shapes: Iterable[str] = fp8.LARGE) -> tuple[str, ...]:
+    return tuple(named(kind, shape.split("x")) for kind in kinds for shape in shapes)
+
+
 GOALS = (
-    Goal("scales per tensor and row", _PRECISE, fp8.LARGE, (fp8.TORCH,), "`torch._scaled_mm`", 1.05),
-    Goal("the same, fast accumulation", ("tensor fast", "row fast"), fp8.LARGE, (fp8.TORCH,), "`torch._scaled_mm`, fast", 1.03),
-    Goal("scales per tensor", ("tensor",), fp8.LARGE, (OLD,), "breccia 0.1.3, autotuned", 5.0),
+    Goal("scales per tensor and row", cases(_PRECISE), 1.05, (fp8.TORCH,), _SCALED),
+    Goal("the same, fast accumulation", cases(("tensor fast", "row fast")), 1.03, (fp8.TORCH,), f"{_SCALED}, fast"),
+    Goal("scales per tensor", cases(("tensor",)), 5.0, (OLD,), "breccia 0.1.3, autotuned"),
     *(
-        goal
-        for measure, name in (("time", "hot"), ("burst", "burst"))
-        for goal in (
-            Goal(f"1×128 by 128×128, {name}", ("tiles",), fp8.LARGE, (fp8.TORCH,), _BLOCKWISE, 1.06, measure=measure),
-            Goal(
-                f"1×128 by 128×128, N = 2112 and K = 1536, {name}",
-                ("tiles",),
-                _AHEAD,
-                (fp8.TORCH,),
-                _BLOCKWISE,
-                1.12,
-                measure=measure,
-            ),
-        )
+        Goal(f"1×128 by 128×128, {what}", cases(("tiles",), shapes), least, (fp8.TORCH,), _BLOCKWISE, measure=measure)
+        for measure, state in (("time", "hot"), ("burst", "burst"))
+        for what, shapes, least in ((state, fp8.LARGE, 1.06), (f"N = 2112 and K = 1536, {state}", _AHEAD, 1.12))
     ),
-    Goal("1×128 by 1×128", ("blocks",), fp8.LARGE, _CUBLAS, _BLOCKWISE, 1.20),
-    Goal("at most 128 rows", (*_PRECISE, "tiles", "blocks"), fp8.FEW, _CUBLAS, "the best of cuBLAS and torch", 1.30),
-    Goal("MXFP8", ("mx",), fp8.LARGE, (fp8.BF16,), "cuBLAS in BF16", 0.95, (fp8.OURS, fp8.DECODING)),
-    Goal(
-        "groups, 1×128 by 128×128", ("grouped tiles",), fp8.LARGE, (fp8.TORCH_ROWS,), "`torch._scaled_grouped_mm` by rows", 1.0
-    ),
+    Goal("1×128 by 1×128", cases(("blocks",)), 1.20, _CUBLAS, _BLOCKWISE),
+    Goal("at most 128 rows", cases((*_PRECISE, "tiles", "blocks"), fp8.FEW), 1.30, _CUBLAS, "the best of cuBLAS and torch"),
+    Goal("MXFP8", cases(("mx",)), 0.95, (fp8.BF16,), "cuBLAS in BF16", (fp8.OURS, fp8.DECODING)),
+    Goal("groups, 1×128 by 128×128", cases(("grouped tiles",)), 1.0, (fp8.TORCH_ROWS,), "`torch._scaled_grouped_mm` by rows"),
 )
 
 
@@ -173,24 +138,13 @@ def rates(result: Result) -> Table:
     return table("products of FP8 tensors", columns, rows, note + failed(result))
 
 
-def ratios(result: Result, goal: Goal) -> Iterator[tuple[str, float | None]]:
-    """(Kind and shape, how many times as fast as the rivals) of every row of a goal; None where an arm has no time."""
-    rows = {(row["kind"], "x".join(map(str, row["shape"]))): row for row in result["rows"]}
-    for kind in goal.kinds:
-        for shape in goal.shapes:
-            row = rows.get((kind, shape), {})
-            ours, rival = best(row, goal.arms, goal.measure), best(row, goal.rivals, goal.measure)
-            yield f"{kind} {shape.replace('x', '×')}", rival / ours if ours and rival else None
-
-
-def goals(result: Result) -> Table:
-    """What every goal asks for, and what was measured."""
-    rows = tuple(judged(g.work, f"≥ {g.least:.2f} × {g.against}", dict(ratios(result, g)), g.least) for g in GOALS)
+def goals_table(result: Result) -> Table:
+    rows = {named(row["kind"], row["shape"]): row for row in result["rows"]}
     note = (
         "Speed relative to the rival, by medians of interleaved samples: the smallest and the largest among the products of a "
         "goal. Hot: under load; burst: after 0.35 s without work. Where breccia has several kernels, the fastest one counts."
     )
-    return Table("goals of FP8 products", GOAL, rows, note)
+    return goals("goals of FP8 products", GOALS, rows, note)
 
 
 def states(result: Result) -> Table:
@@ -364,7 +318,7 @@ BENCHMARK = Benchmark(
     "matmul-gpu",
     {
         "matmul-gpu": rates,
-        "matmul-gpu-goals": goals,
+        "matmul-gpu-goals": goals_table,
         "matmul-gpu-states": states,
         "matmul-gpu-errors": errors,
         "matmul-gpu-tried": trials,

@@ -136,6 +136,40 @@ def judged(
     return work, asked, extent(found.values(), lambda value: f"{value:.2f}"), worst, reached
 
 
+@dataclass(frozen=True)
+class Goal:
+    """In every case, the fastest of `arms` must be `bound` times as fast as the fastest of `rivals`, or without rivals take at
+    most `bound` microseconds.
+
+    against: the rivals in words. measure: "time" under load, "burst" after pauses.
+    """
+
+    work: str
+    cases: tuple[str, ...]
+    bound: float
+    rivals: tuple[str, ...] = ()
+    against: str = ""
+    arms: tuple[str, ...] = ("breccia",)
+    measure: str = "time"
+
+    def value(self, row: Row) -> float | None:
+        """How many times as fast as the rivals, or microseconds; None where an arm has no time."""
+        ours, theirs = (fastest(row, arms, self.measure) for arms in (self.arms, self.rivals))
+        if not self.rivals:
+            return ours and 1e6 * ours[1]
+        return theirs[1] / ours[1] if ours and theirs else None
+
+
+def goals(title: str, every: Iterable[Goal], rows: Mapping[str, Row], note: str) -> Table:
+    """What every goal asks for, and what was measured. rows: by the name of their case."""
+    lines: list[tuple[str, ...]] = []
+    for goal in every:
+        asked = f"≥ {goal.bound:.2f} × {goal.against}" if goal.rivals else f"≤ {goal.bound:g} µs"
+        found = {case: goal.value(rows.get(case, {})) for case in goal.cases}
+        lines.append(judged(goal.work, asked, found, goal.bound, at_most=not goal.rivals))
+    return Table(title, GOAL, tuple(lines), note)
+
+
 def tried(found: Mapping[str, Any], case: str, title: str, unit: str = "") -> Table:
     """Variants of kernels with their expected and measured effect. found: of tried.json. case: the field that says what ran."""
     columns = {name: (lambda row, name=name: row[name] or ABSENT) for name in ("what", case, "expected", "measured")}

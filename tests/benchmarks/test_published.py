@@ -119,7 +119,8 @@ def test_the_shipped_times_are_those_of_the_published_result(tmp_path: Path) -> 
 def test_every_product_of_a_goal_is_in_the_plan() -> None:
     rows = fp8_products.planned(None, None)
     assert len(rows) == len(set(rows))
-    assert {(shape, kind) for goal in bench_matmul.GOALS for shape in goal.shapes for kind in goal.kinds} <= set(rows)
+    planned = {bench_matmul.named(kind, shape.split("x")) for shape, kind in rows}
+    assert {case for goal in bench_matmul.GOALS for case in goal.cases} <= planned
 
 
 def test_modules_do_not_import_each_other_in_circles_and_the_harness_imports_no_subject() -> None:
