@@ -69,7 +69,6 @@ def quality(defaults: bool) -> Callable[[Result], Table]:
 
 
 def published(result: Result) -> Table:
-    """The older package's published cosines beside ours."""
     old = PUBLISHED["cosine"]["rows"]
     ours = {row["recipe"]: row["data"][GAUSSIAN]["cosine"] for row in result["rows"] if row["default"]}
     columns = {
@@ -149,7 +148,6 @@ def weights_file() -> Path | None:
 
 
 def matrices(path: Path) -> Iterator[np.ndarray]:
-    """The FP32 matrices of a file, by name."""
     from safetensors import safe_open
 
     with safe_open(path, framework="np") as file:
@@ -159,7 +157,6 @@ def matrices(path: Path) -> Iterator[np.ndarray]:
 
 
 def data_sets(size: int, seeds: int, weights: bool) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
-    """(name, matrices) of every data set."""
     for factor in FACTORS:
         yield f"normal x {factor:g}", (normal((size, size), seed) * np.float32(factor) for seed in range(seeds))
     draws = (np.random.default_rng(seed).standard_t(STUDENT, (size, size)) for seed in range(seeds))

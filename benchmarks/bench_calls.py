@@ -1,11 +1,7 @@
 """Time of small calls, where nearly all of it is Python: microseconds, and steps of a calibrated loop.
 
-    python benchmarks/bench_calls.py [--before CHECKOUT] [--out benchmarks/results]
-
-A step of the calibrated loop builds a key of four items and looks it up in a dictionary. A loop of steps is timed beside every
-loop of calls: ratios can be compared between machines, and between moments of one machine whose clock or neighbours change;
-microseconds cannot. `--before` times a checkout of another version as well, in processes that are interleaved with those of
-this one.
+A step builds a key of four items and looks it up in a dictionary. A loop of steps is timed beside every loop of calls: ratios
+can be compared between machines and moments, microseconds cannot. `--before` also times a checkout of another version.
 """
 
 from __future__ import annotations
@@ -32,7 +28,6 @@ PAIRS, CALLS, STEPS = 21, 50, 5000
 
 
 def overhead(result: Result) -> Table:
-    """Microseconds of small calls, and of an earlier version in the same run."""
     before = result["options"]["before"]
     columns: dict[str, Any] = {"call": "call"}
     for version in ("before", "now") if before else ("now",):
@@ -58,7 +53,6 @@ BENCHMARK = Benchmark("overhead", {"overhead": overhead})
 
 
 def calls() -> dict[str, Call]:
-    """The calls by name."""
     import torch
 
     from breccia_torch.nn import ScaledLinear

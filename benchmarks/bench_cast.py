@@ -1,10 +1,7 @@
 """Time of cast and dequantize of an FP32 matrix on NumPy, torch or JAX, against the rivals of rivals.py.
 
-    python benchmarks/bench_cast.py [--framework torch|jax] [--size 4096] [--rivals all] [--out benchmarks/results]
-
 One process per rival, breccia first and last in each of its ways so that drift of the machine shows. The run is repeated until
-both passes agree; otherwise nothing is written. Ratios are minimum over minimum. Results are checked in the same run: quality
-of every rival, and stored scales and values against breccia's.
+both passes agree; otherwise nothing is written. Ratios are minimum over minimum. Quality, stored scales and values are checked.
 """
 
 from __future__ import annotations
@@ -47,7 +44,6 @@ def versioned(result: Result, name: str) -> str:
 
 
 def speed_up(row: Any, rival: str) -> float:
-    """The rival's least time over breccia's."""
     return pooled(row, rival)[0] / pooled(row, OURS)[0]
 
 
@@ -58,13 +54,11 @@ def drifts(result: Result) -> list[float]:
 
 
 def steady(result: Result) -> bool:
-    """Whether breccia's first and last pass agree."""
     found = drifts(result)
     return max(*found, 1 / min(found)) <= result["options"]["drift"]
 
 
 def drifted(result: Result) -> str:
-    """How much breccia's first and last pass differ."""
     found, allowed = drifts(result), result["options"]["drift"]
     return (
         f"the last pass of breccia took {min(found):.2f} to {max(found):.2f} of the time of its first, where {1 / allowed:.2f} "
@@ -73,8 +67,6 @@ def drifted(result: Result) -> str:
 
 
 def times(op: str) -> Callable[[Result], Table]:
-    """Time at full size, and breccia's speed relative to each rival's."""
-
     def cell(row: Any, rival: str) -> str:
         found = pooled(row, rival)
         if found is None:
@@ -119,7 +111,6 @@ def absences(made: Table) -> Table:
 
 
 def calls(result: Result) -> Table:
-    """Time of one small call."""
     both = {op: {row["recipe"]: row for row in rows_for(result, op, small=True)} for op in ("cast", "dequantize")}
     shape, columns = "×".join(map(str, result["options"]["small"])), dict[str, Any]({"recipe": lambda name: name})
     for op, by in both.items():
@@ -283,7 +274,6 @@ def pairs(framework: str, size: int, runs: int) -> list[dict[str, Any]]:
 
 
 def origin(array: Any) -> str:
-    """The library whose array this is."""
     return type(array).__module__.partition(".")[0]
 
 

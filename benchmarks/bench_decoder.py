@@ -1,17 +1,11 @@
 """Tokens per second and memory of a decoder, quantized and not: of 1.1 billion parameters on CUDA, of 0.2 on a CPU.
 
-    python benchmarks/bench_decoder.py [--device cpu] [--recipes int4 --recipes nvfp4] [--batch 1 --batch 16] [--out RESULTS]
-    python benchmarks/bench_decoder.py --how generate --how generate-compiled    # on CUDA, through Hugging Face's generate
+    python benchmarks/bench_decoder.py [--device cpu] [--how generate] [--recipes int4] [--batch 1 --batch 16] [--out RESULTS]
 
-**On a CPU** the decoder is transformers' Llama with random weights, which Hugging Face's `generate` decodes greedily, after a
-prompt of 32 tokens: FP32, BF16, and FP32 activations by each recipe.
-
-**On CUDA** the decoder is plain PyTorch with random weights and a static cache of keys and values (decoder_model.py). A step
-from one token to the next is a CUDA graph, of eager operations (`--how graph`) or of layers compiled by torch.compile (`--how
-compiled`). Separate graphs of the products by weights, and of attention without projections, measure the parts of a step.
-`--models` are `wide`, four layers of Llama 3 8B, and `narrow`, TinyLlama; both have about a billion parameters. Through
-`generate` they are transformers' Llama with BF16 activations, also with a static cache. Steps are eager, or with
-`generate-compiled` compiled by transformers through `torch.compile`. Samples of the models are interleaved.
+On a CPU, and with `--how generate` or `generate-compiled`, transformers' Llama with random weights decodes greedily after a
+prompt of 32 tokens. Otherwise the decoder is plain PyTorch with a static cache (decoder_model.py): a step is a CUDA graph, of
+eager operations (`--how graph`) or compiled layers, and separate graphs of its products and its attention measure its parts.
+Samples of the models are interleaved.
 """
 
 from __future__ import annotations
@@ -84,7 +78,6 @@ def speeds(what: str, how: str, way: str | None = None) -> Callable[[Result], Ta
 
 
 def steps(result: Result) -> Table:
-    """The parts of a step, and its speed relative to BF16, as it is and if products by weights took no time."""
     rows = [row for row in result["rows"] if median(row, "products")]
     bases = {(row["how"], row["model"], row["batch"]): median(row, "step") for row in rows if row["recipe"] == BF16}
     ways = {GRAPH: "eager, a CUDA graph", COMPILED: "compiled, a CUDA graph"}
@@ -151,7 +144,6 @@ def reached(result: Result, goal: DecoderGoal) -> Iterator[tuple[str, float | No
 
 
 def goals(result: Result) -> Table:
-    """What every goal asks for, and what was measured."""
     rows = tuple(
         judged(g.work, f"{'≤' if g.at_most else '≥'} {g.bound:.2f} × BF16", dict(reached(result, g)), g.bound, g.at_most)
         for g in DECODER_GOALS
@@ -188,7 +180,6 @@ GENERATED = Benchmark(
 
 
 def layers_of(model: Any) -> list[Any]:
-    """The linear layers, quantized or not."""
     from torch import nn
 
     import breccia_torch

@@ -1,8 +1,7 @@
 """Time of hand-overs between the frameworks by DLPack: every pair, tensors of two and of three components.
 
-Each hand-over is timed beside the bare calls for it: one export and one import of each component by the fastest functions that
-the two libraries have for arrays of `uint8`, with no dtype, header or check. All calls are interleaved in one process.
-Components lie at multiples of 64 bytes, which JAX shares; MLX allocates its own and always copies.
+Beside each are the bare calls for it: one export and one import of each component by the fastest functions of both libraries.
+Components lie at multiples of 64 bytes, which JAX shares; MLX always copies.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ CALLS = 20
 
 
 def handovers(result: Result) -> Table:
-    """Microseconds of hand-overs by DLPack: of a tensor, of a bundle, and of the bare calls of both libraries."""
-
     def us(arm: str) -> Callable[[Any], str]:
         return lambda row: f"{1e6 * row['time'][arm]['min_s']:.1f}" if arm in row["time"] else ""
 

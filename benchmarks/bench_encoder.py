@@ -59,7 +59,6 @@ BENCHMARK = Benchmark("encoder", {"embeddings": embeddings})
 
 
 def nearest(dtype: Any) -> Callable[[np.ndarray], np.ndarray]:
-    """Rounding to the numbers of a dtype."""
     return lambda x: x.astype(dtype).astype(np.float64)
 
 
@@ -130,7 +129,6 @@ class Encoder:
         return found / np.linalg.norm(found, axis=1, keepdims=True)
 
     def quantized(self, recipe: Any, activation: Any | None = None) -> Any:
-        """A copy whose linear layers hold their weights under the recipe."""
         import breccia_torch
 
         model = copy.deepcopy(self.model)
@@ -168,7 +166,6 @@ def sizes(model: Any) -> dict[str, int]:
 
 
 def measured(encoder: Encoder, recipe: Any) -> dict[str, Any]:
-    """Cosines, sentence by sentence, and sizes under one recipe."""
     exact = encoder.embeddings(encoder.model)
     quantized = encoder.quantized(recipe)
     models = {"weights": quantized}
@@ -181,7 +178,6 @@ def measured(encoder: Encoder, recipe: Any) -> dict[str, Any]:
 
 
 def faults(rows: list[dict[str, Any]]) -> list[str]:
-    """In words, what in the rows falls behind plain rounding."""
     found: list[str] = []
     for row in rows:
         ours, plain = (statistics.mean(row["cosine"].get(part) or [0.0]) for part in ("weights", "plain"))

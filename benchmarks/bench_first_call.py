@@ -1,10 +1,7 @@
 """Time of the first call of a kernel in a process, with and without kernels that an earlier process compiled.
 
-    python benchmarks/bench_first_call.py [--calls "cast nvfp4"] [--processes 3] [--out RESULTS]
-
-Each call runs in processes of its own, which initialize the device, make the operands by the generic algorithm, and call twice.
-The first process of a call starts with an empty cache on disk; the others find the kernels that it compiled. Processes are
-forked from one that has imported torch, Triton and breccia, but not breccia-triton, and has not initialized the device.
+Processes are forked from one that has imported torch, Triton and breccia, but not breccia-triton, and has not initialized the
+device. The first process of a call starts with an empty cache on disk; the others find the kernels that it compiled.
 """
 
 from __future__ import annotations
@@ -52,7 +49,6 @@ FIRST_CALL_S = 0.3
 
 
 def first_calls(result: Result) -> Table:
-    """Milliseconds of first calls in fresh processes, with an empty and with a filled cache on disk."""
     rows = result["rows"]
     columns: dict[str, Any] = {"call": "call", "kernel": lambda row: row.get("kernel", ABSENT)}
     for heading, arm in (("empty cache", "cold"), ("filled cache", "warm"), ("second call", "again")):
@@ -123,7 +119,6 @@ def forked(function: Callable[..., None], *arguments: Any) -> Any:
 
 
 def row_of(name: str, device: str, side: int, processes: int) -> dict[str, Any]:
-    """The times of one call in all its processes."""
     row: dict[str, Any] = {"call": name, "time": {}}
     taken: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:

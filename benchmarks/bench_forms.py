@@ -33,7 +33,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def times(result: Result) -> Table:
-    """Milliseconds of each form of a cast, as a multiple of the recipe's plain form, of a copy, and of a write."""
     options = result["options"]
     ratios = {
         "of plain": "over_plain",
@@ -114,7 +113,6 @@ def calls(recipe: Any, numbers: dict[str, Any], into: dict[str, Any]) -> Iterato
 
 
 def measured(found: list[tuple[str, str, Call]], recipe: str, runs: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """A row for each form of a recipe."""
     taken = interleaved([call for _, _, call in found], runs, seconds)
     least = {(op, form): tuple(map(min, zip(*times, strict=True))) for (op, form, _), times in zip(found, taken, strict=True)}
     for (op, form, _), times in zip(found, taken, strict=True):

@@ -1,6 +1,4 @@
-"""On a CUDA device: casts and their inverse against a copy, torch.compile, TransformerEngine, torchao and breccia 0.1.3.
-
-    python benchmarks/bench_gpu.py casts [--recipes nvfp4] [--ops cast] [--shapes 4096x4096] [--out RESULTS]
+"""On a CUDA device: casts and their inverse against a copy, torch.compile, TransformerEngine and torchao.
 
 For each row, one process takes samples of breccia, of a device copy and of every rival in rotation. Rivals that are missing or
 raise are recorded.
@@ -123,7 +121,6 @@ def matrices(shape: tuple[int, int], dtype: str, device: str) -> list[Any]:
 
 
 def copying(xs: list[Any]) -> Call:
-    """The copy of a matrix into another."""
     to = torch.empty_like(xs[0])
     return rotating(to.copy_, xs)
 
@@ -178,7 +175,6 @@ def work(op: str, spec: str, xs: list[Any]) -> Work:
 
 
 def _tensor_wide(recipe: Any) -> bool:
-    """Whether the recipe has a scale of the whole tensor."""
     fmt = recipe.format
     return fmt.global_scale is not None or fmt.scale.block == breccia.formats.TENSOR
 
@@ -215,17 +211,14 @@ def rival_call(rival: Rival, op: str, spec: str, xs: list[Any], name: str = "") 
 
 
 def part_of_copy(row: Any, measure: str = "time") -> float:
-    """The rate of breccia's bytes over that of the copy."""
     return row["bytes"] / median(row, OURS, measure) * median(row, COPY, measure) / row["copy_bytes"]
 
 
 def of_copy(row: Any, measure: str = "time") -> str:
-    """`part_of_copy` in percent."""
     return f"{100 * part_of_copy(row, measure):.1f} %"
 
 
 def best_rival(row: Any, measure: str = "time") -> tuple[str, float] | None:
-    """(name, median seconds) of the fastest rival."""
     return fastest(row, (arm for arm in row.get(measure, {}) if arm not in (OURS, COPY, "torch")), measure)
 
 
@@ -236,19 +229,16 @@ def versus(row: Any, measure: str = "time") -> str:
 
 
 def largest(result: Result) -> list[Any]:
-    """Rows of the largest shape that have breccia's time."""
     rows = [row for row in result["rows"] if median(row, OURS)]
     most = max((math.prod(row["shape"]) for row in rows), default=0)
     return [row for row in rows if math.prod(row["shape"]) == most]
 
 
 def named(row: Any) -> str:
-    """The op of a row, with what it converts to."""
     return f"{row['op']} to {row['to']}" if "to" in row else row["op"]
 
 
 def casts_table(result: Result) -> Table:
-    """Device time of every op on the largest shape, its share of the copy's bandwidth, and the best rival."""
     options, rows = result["options"], largest(result)
     columns = {
         "recipe": "recipe",
@@ -294,7 +284,6 @@ def rivals_note(result: Result) -> str:
 
 
 def goals(result: Result) -> Table:
-    """Each goal of casts, what was measured, and whether it is met."""
     by = {(row["recipe"], row["op"]): row for row in largest(result) if math.prod(row["shape"]) > SMALL_ELEMENTS}
 
     def measured(goal: Any) -> tuple[str, str, str]:
@@ -346,7 +335,6 @@ def roofline(result: Result) -> Table:
 
 
 def small(result: Result) -> Table:
-    """Time of calls and in a CUDA graph on the smaller shapes, where launches take longer than the work."""
     options = result["options"]
 
     def cell(row: Any) -> str:
@@ -401,7 +389,6 @@ def loaded(names: list[str], device: str) -> tuple[dict[str, Rival], dict[str, s
 
 
 def measured(spec: str, op: str, shape: tuple[int, int], there: dict[str, Rival], device: str, samples: int) -> dict[str, Any]:
-    """A row of the result."""
     row: dict[str, Any] = {"recipe": spec, "op": op, "shape": shape}
     row |= {"dtype": OPS[op].dtype} if OPS[op].dtype != "bfloat16" else {}
     xs = matrices(shape, OPS[op].dtype, device)

@@ -1,7 +1,4 @@
-"""On a CUDA device: what eager calls of casts, products and layers take on the host, until they return.
-
-python benchmarks/bench_gpu.py host [--rivals transformer-engine] [--out RESULTS]
-"""
+"""On a CUDA device: what eager calls of casts, products and layers take on the host, until they return."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ HOST_US = 15.0
 
 
 def times(result: Result) -> Table:
-    """Host time of calls, and of the best rival's."""
     options, rows = result["options"], result["rows"]
 
     def ours(row: Any) -> Any:

@@ -1,7 +1,4 @@
-"""On a CUDA device: seconds and memory of `quantize_` for a model of a billion parameters.
-
-python benchmarks/bench_gpu.py quantize [--recipes nvfp4] [--out RESULTS]
-"""
+"""On a CUDA device: seconds and memory of `quantize_` for a model of a billion parameters."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ TINY = (2, 128, 128, 256)
 
 
 def times(result: Result) -> Table:
-    """Seconds and memory of `quantize_`."""
-
     def mib(key: str, form: str) -> Any:
         return lambda row: ABSENT if row[key] is None else format(row[key] / 2**20, form)
 
@@ -52,7 +47,6 @@ BENCHMARK = Benchmark("gpu-quantize", {"gpu-quantize": times})
 
 
 def model_of(layers: int, width: int, keys: int, hidden: int, device: str) -> Any:
-    """The linear layers of a decoder, in BF16."""
     shapes = {"q": (width, width), "k": (width, keys), "v": (width, keys), "o": (width, width)}
     shapes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
 

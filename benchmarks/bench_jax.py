@@ -1,9 +1,7 @@
 """Time of compiled casts, products, layers, slices and new shapes in JAX on the CPU, beside plain JAX, interleaved.
 
-Plain casts are the functions of plain.py. Products multiply FP32 rows by a weight in (N, K) or (K, N) order; layers are
-those of Flax and Equinox with quantized kernels; plain JAX multiplies by an FP32 weight. The arm `generic` is the generic
-algorithm, compiled by XLA, which runs where breccia-native is not installed; for layers, it multiplies decoded values. Calls of
-new shapes are eager, but plain JAX is compiled there too. Compare ratios: the speed of a machine varies.
+The arm `generic` is the generic algorithm, compiled by XLA, which runs where breccia-native is not installed; for layers, it
+multiplies decoded values. Calls of new shapes are eager, but plain JAX is compiled there too. Compare ratios.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ Cases = dict[tuple[str, str], dict[str, Call]]
 
 
 def times(result: Result) -> Table:
-    """Milliseconds of casts, products, layers and slices in JAX, and how many times faster than plain JAX they are."""
     titles = {"cast": "cast, {}", "product": "{}", "layer": "{}", "new shape": "eager, a new shape: {}", "slice": "{}"}
 
     def cell(row: Any, arm: str) -> str:
@@ -90,7 +87,6 @@ def casts(w: Array) -> Cases:
 
 
 def products(w: Array) -> Cases:
-    """Products of FP32 rows by a weight in either order."""
     import jax
 
     def by(x: Array, st: Any, order: str, prefer: str | None) -> Call:

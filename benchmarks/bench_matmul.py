@@ -1,17 +1,10 @@
 """FP8 products on a CUDA device: breccia's kernels against torch's (cuBLAS, CUTLASS), other libraries' and BF16.
 
-    python benchmarks/bench_gpu.py matmul [--kinds tiles] [--rivals humming] [--shapes 4096x7168x16384] [--bursts tiles]
-        [--seconds 250] [--out RESULTS] [--table FILE]
-    python benchmarks/bench_matmul.py --from RESULT --table FILE
+    python benchmarks/bench_matmul.py [--kinds tiles] [--bursts tiles] [--table FILE]    # or --from RESULT --table FILE
 
-The arms and the plan are in fp8_products.py. The samples of all arms of a row are interleaved: after a load of 0.25 s ("hot"),
-and with `--bursts` large products of these kinds again, each after 0.35 s without work. A sample is one replay of a CUDA graph
-of 20 calls, or as many replays as take 1 ms. If the weight fits the device's cache, calls rotate through enough copies of it to
-exceed the cache. Every product is compared with FP64 before it is timed. Times of MXFP8, MXFP4 and NVFP4 products through BF16
-include decoding.
-
-`--table` writes the measured times that `score` reads (breccia_triton/configurations/matmul_<device>.json). With `--from`, it
-takes them from a stored result, and needs no GPU.
+Arms and plan are in fp8_products.py. A sample is one replay of a CUDA graph of 20 calls, or as many as take 1 ms, after a load
+of 0.25 s ("hot"), and with `--bursts` also after 0.35 s without work. Weights that fit the device's cache rotate through copies.
+Every product is compared with FP64 before. `--table` writes the times that `score` reads; with `--from` it needs no GPU.
 """
 
 from __future__ import annotations
@@ -70,7 +63,6 @@ _PRECISE = ("tensor", "row")
 
 
 def named(kind: str, sides: Iterable[Any]) -> str:
-    """The case of a row."""
     return f"{kind} {'×'.join(map(str, sides))}"
 
 
@@ -103,13 +95,11 @@ def rate(row: Any, arm: str, measure: str = "time") -> str:
 
 
 def best(row: Any, arms: tuple[str, ...], measure: str = "time") -> float | None:
-    """The least median of these arms."""
     found = fastest(row, arms, measure)
     return found and found[1]
 
 
 def failed(result: Result) -> str:
-    """A sentence for each error of an arm, and for the rows that were left out."""
     said = failures(
         (NAMES.get(arm, arm), error, f"{row['kind']} {sides(row['shape'])}")
         for row in result["rows"]
@@ -119,7 +109,6 @@ def failed(result: Result) -> str:
 
 
 def rates(result: Result) -> Table:
-    """Rates of products of FP8 tensors, and how many times as fast as the best rival breccia is with plain scales."""
     rows, options = result["rows"], result["options"]
     arms = [arm for arm in NAMES if any(median(row, arm) for row in rows)]
     columns: dict[str, Any] = {"scales": "kind", "M×N×K": lambda row: sides(row["shape"]), "tile": "tile"}
@@ -148,7 +137,6 @@ def goals_table(result: Result) -> Table:
 
 
 def states(result: Result) -> Table:
-    """breccia's rates beside torch's under load and after pauses."""
     rows = [row for row in result["rows"] if all(median(row, arm, m) for arm in IN_BURSTS for m in ("time", "burst"))]
     columns: dict[str, Any] = {"scales": "kind", "M×N×K": lambda row: sides(row["shape"])}
     for state, m in (("hot", "time"), ("burst", "burst")):

@@ -1,16 +1,9 @@
 """Time of `matmul` by quantized weights on the CPU, interleaved with the products of other libraries, each in its own process.
 
-    python benchmarks/bench_matmul_cpu.py [--size 4096] [--rows 1,4,16,64,512] [--out benchmarks/results]
-
-The arms are in cpu_products.py: torch, NumPy's BLAS, ONNX Runtime, MLX and ggml. A missing one is left out, with the reason.
-
-Arms of a library run one after the other, after a pause in which the threads of the one before go to sleep. A call is timed
-after 10 ms of others, as in the layers of a model, by copies of the weight that are not in the cache. Two arms are limits:
-`read` sums 64 MiB, of another copy each turn, and a product of one row reads its weight once; `multiply-adds`, which needs a C
-compiler, makes as many in FP32 as the product has, in registers.
-
-Compare ratios, not microseconds: machines have faster and slower minutes. All is measured twice; where medians of both passes
-differ by more than 15 %, the result says so.
+The arms are in cpu_products.py; a missing library is left out, with the reason. A call is timed after 10 ms of others, as in
+the layers of a model, by copies of the weight that are not in the cache. Two arms are limits: `read` sums 64 MiB, and
+`multiply-adds`, which needs a C compiler, makes as many in FP32 as the product has, in registers. Compare ratios, not
+microseconds. All is measured twice; where medians of both passes differ by more than 15 %, the result says so.
 """
 
 from __future__ import annotations
@@ -40,11 +33,9 @@ LONG = 3
 
 
 def times(result: Result) -> Table:
-    """Microseconds of products and how many times faster they are than FP32 `F.linear`, by rows of activations."""
     options, rows = result["options"], result["rows"]
 
     def faster(row: Any, arm: str) -> list[float] | None:
-        """In each pass."""
         if not all(arm in one for one in row["passes"]):
             return None
         return sorted(one[options["base"]]["median_s"] / one[arm]["median_s"] for one in row["passes"])
@@ -103,7 +94,6 @@ class Worker:
 
 
 def one_pass(workers: list[Worker], size: int, threads: int, m: int, runs: int) -> dict[str, Any]:
-    """Summaries of every arm at a number of rows, interleaved."""
     arms = [(worker, arm) for worker in workers for arm in worker.ask(prepared, worker.library, size, threads, m) or ()]
     seconds: dict[str, list[float]] = {arm: [] for _, arm in arms}
     for _ in range(runs if m < 128 else max(runs // 3, 3)):

@@ -30,7 +30,6 @@ PUBLISHED = read(HERE / "published.json")
 
 
 def sizes(result: Result) -> Table:
-    """Bytes per parameter against FP32, BF16 and the older package's published table."""
     table_size, size = result["options"]["table_size"], result["options"]["size"]
     published, version = PUBLISHED["memory"]["rows"], PUBLISHED["version"]
 
@@ -55,7 +54,6 @@ def sizes(result: Result) -> Table:
 
 
 def peaks(result: Result) -> Table:
-    """Memory beyond input and output."""
     size = result["options"]["size"]
     columns: dict[str, Any] = {"recipe": "recipe"}
     for op in ("cast", "dequantize"):

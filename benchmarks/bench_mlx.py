@@ -1,8 +1,7 @@
 """Time of casts, of their inverse and of linear layers on MLX's CPU arrays, interleaved with MLX's own.
 
-MLX lacks most recipes, so each is compared with the mode of `mx.quantize` of the same width. `compiled` arms run inside
-`mx.compile`: layers have their weights among the inputs of the compiled function, or as its constants in `captured` arms.
-Compare ratios: the speed of a machine varies.
+MLX lacks most recipes, so each is compared with the mode of `mx.quantize` of the same width. Compiled layers have their weights
+among the inputs of the function, or as its constants in `captured` arms. Compare ratios.
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ LAYERS = {name: CASTS[name] for name in ("breccia", "MLX", "compiled")} | {
 
 
 def times(op: str, what: str, arms: dict[str, str]) -> Callable[[Result], Table]:
-    """Milliseconds on MLX's arrays beside MLX's own, by op and recipe; the ratios are of MLX's medians to breccia's."""
-
     def made(result: Result) -> Table:
         rows = [row for row in result["rows"] if row["op"].startswith(op)]
         shown = [arm for arm in arms if any(arm in row["time"] for row in rows)]
@@ -93,7 +90,6 @@ BENCHMARK = Benchmark(
 
 
 def casts(w: Any, spec: str) -> dict[str, dict[str, Call]]:
-    """The arms of both directions, by the name of the direction."""
     import mlx.core as mx
 
     from breccia.backend import components
@@ -123,7 +119,6 @@ def casts(w: Any, spec: str) -> dict[str, dict[str, Call]]:
 
 
 def layers(size: int, spec: str, x: Any) -> dict[str, Call]:
-    """The arms of a linear layer of that size."""
     import mlx.core as mx
     from mlx import nn
 

@@ -1,12 +1,8 @@
 """Parity of the compiled CPU kernels with the generic algorithm, in differing bytes, for each instruction set of this CPU.
 
-    python benchmarks/bench_native_parity.py [--values 100000000] [--recipes nvfp4] [--out benchmarks/results]
-
-Blocks of random bit patterns of FP32, BF16 and FP16, normal numbers with NaN and Inf, ties, zeros and numbers at the edges of
-the format (parity.py) are cast, decoded to three dtypes, and requantized: each recipe, with every form of bench_forms.py and
-option of `cast` in turn, in shapes with and without partial blocks. What the generic algorithm writes is computed once for all
-instruction sets. `--values` are compared of each recipe, op and instruction set. Exits with 1 where a byte differs, after
-naming it.
+Blocks of numbers (parity.py) are cast, decoded to three dtypes, and requantized: each recipe, with every form of
+bench_forms.py and option of `cast` in turn, in shapes with and without partial blocks. Exits with 1 after naming a differing
+byte.
 """
 
 from __future__ import annotations
@@ -44,7 +40,6 @@ OPS = ("cast", "dequantize", "requantize")
 
 
 def compared_table(result: Result) -> Table:
-    """Values and bytes compared with the generic algorithm's, and bytes that differ, by op and instruction set."""
     rows = result["rows"]
     kinds = dict.fromkeys((row["op"], row["instructions"]) for row in rows)
 
@@ -78,14 +73,12 @@ def draws(rng: np.random.Generator, recipe: breccia.ScalingRecipe) -> Iterator[n
 
 
 def results(found: Any) -> parity.Results:
-    """What an op returned: a tensor's components, or decoded values."""
     if isinstance(found, breccia.ScaledTensor):
         return parity.Results({name: np.asarray(part) for name, part in components(found).items()}, {})
     return parity.Results({}, {str(found.dtype): found})
 
 
 def compared(recipe: breccia.ScalingRecipe, values: int, seed: int) -> list[dict[str, Any]]:
-    """A row for each op and instruction set."""
     from breccia_native import decoding, microkernels
 
     rng, sets = np.random.default_rng(seed), microkernels.use()

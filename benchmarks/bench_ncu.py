@@ -1,9 +1,6 @@
 """What bounds casts on an NVIDIA GPU, counted by Nsight Compute: time, bytes of memory, issue slots, registers.
 
-    python benchmarks/bench_ncu.py [--calls "cast nf4"] [--shape 16384x8192] [--out RESULTS]
-
-Needs `ncu`, and the right to read performance counters. Clocks are left as they are (`--clock-control none`); caches are
-flushed before each kernel, and the second call is profiled. The kernels of a call are listed in launch order.
+Needs `ncu`, and the right to read performance counters. Clocks are left as they are; caches are flushed before each kernel.
 """
 
 from __future__ import annotations
@@ -47,8 +44,6 @@ NANOSECONDS = 1e-9
 
 
 def profile(result: Result) -> Table:
-    """What Nsight Compute counted for each kernel of a call."""
-
     def percent(metric: str) -> Any:
         return lambda row: f"{row[metric]:.0f} %"
 

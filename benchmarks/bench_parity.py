@@ -1,9 +1,5 @@
 """Parity of a framework with NumPy, in differing bytes: every recipe and its variants, eager and compiled, on a CPU or CUDA.
 
-    python benchmarks/bench_parity.py [--framework jax] [--ways eager,jit] [--device cuda] [--values 20000000] [--beyond]
-        [--out benchmarks/results]
-    python benchmarks/bench_parity.py --device cuda --grid --values 13000000 --jobs 16 [--out benchmarks/results]
-
 --grid compares a slab of each dtype along each axis for every recipe and variant, and `cast_pair`, `cast_ste` and `requantize`
 on an eighth of it. --beyond adds tensors of more than 2^31 elements on torch, for which a GPU needs some 150 GB. parity.py
 describes the inputs, the comparison, and the ways of each framework. Exits with 1 after naming the bytes that differ.
@@ -76,7 +72,6 @@ STRIP = 2048
 
 
 def parity_table(result: Result) -> Table:
-    """Values and bytes compared with NumPy's, and bytes that differ, by recipe and way of running."""
     options, rows = result["options"], result["rows"]
     ways, framework = options["modes"], options.get("framework", "torch")
     by_name: dict[str, list[Any]] = {}
@@ -123,7 +118,6 @@ BENCHMARKS = {
 
 
 def settings(names: list[str] | None) -> list[breccia.ScalingRecipe]:
-    """Every registered recipe, or those named, with all variants."""
     found: list[breccia.ScalingRecipe] = []
     for recipe in recipes_named(names):
         found += variants(recipe)
@@ -174,7 +168,6 @@ def huge(rows: int, columns: int, device: str) -> Any:
 
 
 def strip(x: Any, rows: slice) -> np.ndarray:
-    """Rows of BF16 as NumPy's."""
     import torch
 
     return x[rows].cpu().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)

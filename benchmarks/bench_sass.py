@@ -1,13 +1,9 @@
 """Instructions of kernels, counted in their machine code: no GPU needed.
 
-    python benchmarks/bench_sass.py casts [--recipes nvfp4] [--out RESULTS]
-    python benchmarks/bench_sass.py weights [--out RESULTS]
-
-`casts`: for each number, of the whole kernel divided by the numbers of a thread: prologues and rare branches count as if they
-ran. `weights`: products by quantized weights of up to 8 rows, for each 8 codes that a thread decodes for one operand of the
-tensor core, between the first and the last product of the unrolled loop, with the configuration of an H200 for a weight of 8192
-x 8192. A multiprocessor issues 128 lanes per clock; integer and comparison instructions take two of these slots (`alu`), and
-pass beside FP32 ones, so the larger of `issue` and `alu` bounds the rate.
+`casts`: for each number; prologues and rare branches count as if they ran. `weights`: of products of up to 8 rows, for each 8
+codes that a thread decodes, between the first and the last product of the loop, with the configuration of an H200 for a weight
+of 8192 x 8192. A multiprocessor issues 128 lanes per clock; integer and comparison instructions take two of these slots
+(`alu`), and pass beside FP32 ones, so the larger of `issue` and `alu` bounds the rate.
 """
 
 from __future__ import annotations
@@ -56,7 +52,6 @@ DEVICE, MULTIPROCESSORS, CLOCK = "NVIDIA H200", 132, 1.98e9
 
 
 def of_casts(result: Result) -> Table:
-    """Instructions of kernels of casts for each number, in their machine code."""
     columns = {
         "op": lambda row: row["op"] + ("-axis-2" if row["axis"] == -2 else ""),
         "recipe": "recipe",
@@ -75,7 +70,6 @@ def of_casts(result: Result) -> Table:
 
 
 def of_weights(result: Result) -> Table:
-    """Instructions for each 8 codes of a thread, and the least time to issue them."""
     headings = {"integer": "integer", "packed": "packed", "FP32": "fp32", "shared memory": "shared", "all": "all"}
     columns: dict[str, Any] = {"weight": "format"}
     columns |= {head: (lambda row, key=key: f"{row['instructions'][key]:.1f}") for head, key in headings.items()}
@@ -94,7 +88,6 @@ WEIGHT_BENCHMARK = Benchmark("weight-only-sass", {"weight-only-sass": of_weights
 
 
 def tool_on(cubin: bytes, tool: str, *options: str) -> str:
-    """The output of a tool that Triton brings, about a compiled kernel."""
     import triton
 
     path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
@@ -105,7 +98,6 @@ def tool_on(cubin: bytes, tool: str, *options: str) -> str:
 
 
 def disassembled(cubin: bytes) -> list[str]:
-    """The opcodes of a kernel in their order."""
     text = tool_on(cubin, "nvdisasm", "-c")
     found = re.findall(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*[.\w]*)[^;]*;", text)
     end = len(found)
@@ -115,7 +107,6 @@ def disassembled(cubin: bytes) -> list[str]:
 
 
 def classified(opcodes: list[str]) -> Counter[str]:
-    """How many opcodes there are of each class."""
     return Counter(next(kind for kind, known in CLASSES if re.match(known, opcode.split(".")[0])) for opcode in opcodes)
 
 
@@ -152,7 +143,6 @@ def counted_cast(op: str, spec: str, axis: int) -> Iterator[dict[str, Any]]:
 
 
 def counted_weight(name: str) -> dict[str, Any]:
-    """The row of a format."""
     from breccia_triton import weight_only, weight_plans
     from breccia_triton.choices import codecs_of
     from breccia_triton.cuda import compiler

@@ -49,7 +49,6 @@ RATE, MOMENTUM = 0.05, 0.9
 
 
 def accuracies(result: Result) -> Table:
-    """Accuracy after training, and its paired difference from FP32's."""
     exact = {row["framework"]: row["accuracy"] for row in result["rows"] if row["recipe"] == FP32}
     options, columns = result["options"], dict[str, Any]()
 
@@ -201,7 +200,6 @@ def accuracy(framework: str, spec: str, problem: Problem) -> float:
 
 
 def share(problem: Problem, found: np.ndarray) -> float:
-    """The share of test inputs whose class was found."""
     return float(np.mean(found == problem.test()[1]))
 
 

@@ -1,14 +1,10 @@
 """On a Hopper GPU: products of BF16 activations and quantized weights, against BF16, torch's INT4, humming and Triton.
 
-    python benchmarks/bench_weight_only.py [--formats int4 --shapes 8192x8192 --rows 1 --rows 16] [--seconds 60] [--out RESULTS]
-    python benchmarks/bench_weight_only.py --tune [--rows 1024] [--out RESULTS]    # tries every configuration; see join.py
-    python benchmarks/bench_weight_only.py --groups 8 --rows 16 --rows 64 --rows 2048    # products of unequal groups of rows
-    python benchmarks/bench_weight_only.py --rivals humming --table FILE    # writes the measured times that `score` reads
+    python benchmarks/bench_weight_only.py [--formats int4 --shapes 8192x8192 --rows 1] [--groups 8] [--out RESULTS]
+    python benchmarks/bench_weight_only.py --tune | --rivals humming --table FILE    # tries every configuration; see join.py
 
-Each sample replays a CUDA graph of products by several copies of the weight, which together exceed the L2 cache. Samples of all
-kernels of a row are interleaved. Before that, up to 64 rows of each result are compared with FP64; the largest error is
-recorded as a multiple of the contract's bound. Kernels are compiled in parallel beforehand. The arm `triton` is breccia's
-kernel for other devices. A copy and a sum of 2 GiB measure the memory's rate in the same run.
+Each sample replays a CUDA graph of products by copies of the weight, which together exceed the L2 cache. Before that, up to 64
+rows of each result are compared with FP64. A copy and a sum of 2 GiB measure the memory's rate in the same run.
 """
 
 from __future__ import annotations
@@ -103,7 +99,6 @@ def by_rows(title: str, cell: Callable[[Any], str], rows: list[Any], note: str) 
 
 
 def times(result: Result) -> Table:
-    """Microseconds of products of quantized weights, or of grouped products, and how many times faster they are than rivals."""
     rows = result["rows"]
     known = (BF16, BF16_GROUPED, BF16_EACH, TORCH, HUMMING, TRITON)
     rivals = [name for name in known if any(median(row, name) for row in rows)]
@@ -129,7 +124,6 @@ def times(result: Result) -> Table:
 
 
 def bandwidth(result: Result) -> Table:
-    """The bandwidth of products, its share of the memory's rate, and the largest error as a multiple of the bound."""
     rows = [row for row in result["rows"] if row.get("memory") and median(row, OURS)]
 
     def cell(row: Any) -> str:

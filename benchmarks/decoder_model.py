@@ -27,7 +27,6 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(self.qkv_proj(x), *where))
 
     def attend(self, qkv: torch.Tensor, position: torch.Tensor, turn: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Attention without its projections."""
         batch = qkv.shape[0]
         q, k, v = qkv.view(batch, -1, 1, self.size).split((self.heads, self.shared, self.shared), dim=1)
         self.keys.index_copy_(2, position, _turned(k, turn))
@@ -88,12 +87,10 @@ class Decoder(nn.Module):
         return self.last(x, added)
 
     def first(self, tokens: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The inputs of the layers: embeddings, rotations and the mask of the position."""
         mask = (torch.arange(self.length, device=tokens.device) <= position)[None, None, None]
         return self.embedding(tokens), self.turns.index_select(1, position), mask
 
     def last(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        """The next tokens, from the results of the last layer."""
         return self.lm_head(self.norm(x + added)).argmax(dim=-1)
 
     def compile_parts(self, backend: str = "inductor") -> None:
@@ -104,7 +101,6 @@ class Decoder(nn.Module):
             layer.compile(fullgraph=True, backend=backend)
 
     def products(self) -> Callable[[], None]:
-        """A function that computes only the products by weights."""
         x = self.nothing
         hidden = x.new_zeros(len(x), self.layers[0].down_proj.in_features)
 
@@ -118,7 +114,6 @@ class Decoder(nn.Module):
         return run
 
     def attentions(self, tokens: torch.Tensor, position: torch.Tensor) -> Callable[[], None]:
-        """A function that computes only the attention of all layers, without projections."""
         _, *where = self.first(tokens, position)
         qkv = self.nothing.new_zeros(len(tokens), self.layers[0].attention.qkv_proj.out_features)
 

@@ -1,10 +1,7 @@
 """Draws the tables and plots of docs/ from benchmarks/results/*.json, so that no figure in them is typed by hand.
 
-    python benchmarks/draw.py           # writes them; needs matplotlib
-    python benchmarks/draw.py --check   # exits with 1 where the documents show anything but the results; needs no matplotlib
-
-A page asks for a block by `<!-- table: NAME -->` and `<!-- end -->`; what stands between is replaced. Each plot carries the
-digest of the numbers it was drawn from. Subjects declare tables and plots: `bench_*.py` in this folder.
+A page asks for a block by `<!-- table: NAME -->` and `<!-- end -->`; what stands between is replaced. `--check` exits with 1
+where the documents show anything but the results, and needs no matplotlib. Subjects, `bench_*.py`, declare tables and plots.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ def block(results: list[tuple[str, Result]], make: Callable[[Result], Table]) ->
 
 
 def subjects() -> dict[str, Benchmark]:
-    """All benchmarks by name."""
     for path in sorted(HERE.glob("bench_*.py")):
         import_module(path.stem)
     return BENCHMARKS

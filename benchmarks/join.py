@@ -1,11 +1,8 @@
 """Join results of one benchmark and device, where one run did not have the time for all rows.
 
-    python benchmarks/join.py RESULT... --out RESULTS [--table FILE] [--configs FOLDER]
-
-A row of a later file replaces the same row of an earlier one. The pages name every run that rows are from. Ratios stay within
-a row, whose calls were interleaved; no row is mixed from two runs. `--table` writes the measured times of products, by which
-kernels are chosen, from all rows. `--configs` merges the configurations that `bench_weight_only.py --tune` found into the file
-of their device in the folder; an entry replaces that of the same product.
+A row of a later file replaces the same row of an earlier one; no row is mixed from two runs, and pages name every run.
+`--table` writes the measured times by which kernels are chosen. `--configs` merges the configurations that
+`bench_weight_only.py --tune` found into the file of their device.
 """
 
 from __future__ import annotations

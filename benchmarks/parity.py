@@ -230,7 +230,6 @@ class Results:
 
 
 def trip(x: Any, recipe: breccia.ScalingRecipe, options: dict[str, Any], dtypes: Sequence[str] = DTYPES) -> Any:
-    """A cast, and what it decodes to in each of `dtypes`."""
     st = breccia.cast(x, recipe, **options)
     return st, [breccia.dequantize(st, out_dtype=dtype) for dtype in dtypes]
 
@@ -332,7 +331,6 @@ def once(make: Callable[[dict[str, Any]], Callable[[Any], Results]]) -> Writer:
 
 
 def torch_tensor(x: np.ndarray, device: str) -> Any:
-    """BF16 by its bits."""
     import torch
 
     if x.dtype == ml_dtypes.bfloat16:
@@ -385,7 +383,6 @@ def jax_compiled(recipe: breccia.ScalingRecipe, mapped: bool = False) -> Writer:
 
 
 def mlx_tensor(x: np.ndarray, device: str) -> Any:
-    """BF16 by its bits."""
     import mlx.core as mx
 
     return mx.array(x.view(np.uint16)).view(mx.bfloat16) if x.dtype == ml_dtypes.bfloat16 else mx.array(x)

@@ -215,12 +215,10 @@ def _compiled(rival: Rival, dynamic: bool | None = None) -> Rival:
 
 
 def _codes(scale: Array, byte: Any) -> Array:
-    """Scales of one byte as bytes, others as they are."""
     return scale.view(byte) if scale.dtype.itemsize == 1 else scale
 
 
 def fetched_old() -> Path:
-    """The folder that holds breccia 0.1.3; installed there, and nowhere else, on first use."""
     target = old_folder()
     if target.is_dir():
         return target

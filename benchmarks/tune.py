@@ -1,13 +1,8 @@
 """The fastest configurations of the Triton kernels on this machine's GPU, for breccia-triton to ship.
 
-    python benchmarks/tune.py [--recipes nvfp4] [--ops cast] [--dtypes bf16] [--shapes 16384x8192] [--seconds 180] [--out OUT]
-
-For each call, every candidate of `breccia_triton.tuning` is compiled in processes beside this one, and timed here in rotation
-with the default. What is faster than the default goes into the file of the device; the table shows all calls. A candidate that
-writes other bytes than the default is an error, and the status is 1. Calls that matter most come first; `--seconds` ends the
-run early. Entries of an existing file remain where this run does not come to their call.
-
-`--device cpu` tries the script without a GPU, in Triton's interpreter, with the host's clock and few candidates.
+Every candidate of `breccia_triton.tuning` is compiled in processes beside this one, and timed here in rotation with the
+default. What is faster goes into the file of the device, where entries of other calls remain. A candidate that writes other
+bytes than the default is an error. `--device cpu` tries the script in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -113,7 +108,6 @@ class Case:
 
 
 def cases(recipes: list[str], ops: list[str], dtypes: list[str], shapes: list[tuple[int, ...]]) -> Iterator[Case]:
-    """Every call in the order of its importance."""
     for shape, dtype in itertools.product(shapes, dtypes):
         every = dict.fromkeys([*FIRST, *itertools.product(ops, recipes)])
         for op, spec in every:
@@ -122,7 +116,6 @@ def cases(recipes: list[str], ops: list[str], dtypes: list[str], shapes: list[tu
 
 
 def choosing(key: Any, choice: Any) -> Any:
-    """A choice for one key, and the default for others."""
     from breccia_triton.choices import DEFAULT
 
     return lambda other: choice if other == key else DEFAULT
@@ -159,7 +152,6 @@ def compile_one(case: Case, key: Any, choice: Any, hardware: Any, target: Any) -
 
 
 def bytes_of(result: Any) -> list[Any]:
-    """The components of a result as bytes."""
     from breccia.backend import ScaledTensor, components
 
     parts = components(result).values() if isinstance(result, ScaledTensor) else [result]
@@ -171,7 +163,6 @@ class OtherBytes(Exception):
 
 
 def timed(case: Case, call: Tunable, different: dict[Any, Any], dry: bool) -> Any:
-    """What `tuning.fastest` finds among the candidates of a key."""
     from breccia_triton import tuning
     from breccia_triton.choices import DEFAULT
 

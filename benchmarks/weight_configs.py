@@ -9,7 +9,6 @@ import torch
 
 
 def candidates(operand: Any, m: int, k: int) -> list[Any]:
-    """The configurations that `--tune` tries: those that fit the product."""
     from breccia_triton.weight_plans import Config, Decoded, DecodedCodes
 
     found = list(dict.fromkeys(_tried(Config, m)))
@@ -66,7 +65,6 @@ def _tried(made: Any, m: int) -> list[Any]:
 
 
 def build(operand: Any, configs: list[Any]) -> None:
-    """Compile the kernels in parallel, into the cache on disk."""
     from breccia_triton import weight_only, weight_plans
     from breccia_triton.cuda import compiler
 

@@ -1,7 +1,6 @@
-"""Blocks: the parts of the documents that programs write.
+"""Blocks: the parts of the documents that benchmarks/draw.py and docs/scripts/generate.py write.
 
-A page asks for one by `<!-- table: NAME -->` and `<!-- end -->`; what stands between is replaced. benchmarks/draw.py makes
-those of results, docs/scripts/generate.py those of declarations and of terminals.
+A page asks for one by `<!-- table: NAME -->` and `<!-- end -->`; what stands between is replaced.
 """
 
 from __future__ import annotations

@@ -107,7 +107,6 @@ def command(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 def tell(result: Result, out: Path | None, as_json: bool) -> None:
-    """Print the result, as tables or JSON, and write it where asked."""
     result = json.loads(json.dumps(result))
     refused, failed = result.pop("refused", ""), result.pop("failed", "")
     path = results.save(result, out) if out is not None and not refused else None  # first: a table that fails loses no run
@@ -124,7 +123,6 @@ def tell(result: Result, out: Path | None, as_json: bool) -> None:
 
 
 def show(*items: str | Table) -> None:
-    """Print lines and tables."""
     console = Console() if Console().is_terminal else Console(width=WIDE)
     for item in items:
         if isinstance(item, str):
@@ -154,7 +152,6 @@ def progress(items: Iterable[Item], what: str) -> Iterable[Item]:
 
 
 def refuse(message: str) -> Any:
-    """Exit with the name of the script and the message."""
     sys.exit(f"{Path(sys.argv[0]).stem}: {message}")
 
 
@@ -202,7 +199,6 @@ def apart(target: str, *arguments: Any, python_path: Path | str | None = None, p
 
 
 def _inside(target: str, arguments: str) -> None:
-    """The other side of `apart`."""
     module, _, name = target.partition(":")
     with contextlib.redirect_stdout(sys.stderr):
         found = getattr(import_module(module), name)(*json.loads(arguments))

@@ -44,7 +44,6 @@ def check_device(device: str) -> None:
 
 
 def where(device: str) -> dict[str, Any]:
-    """Provenance, with the versions of torch, Triton, CUDA and the driver, and the name of the device."""
     if device == "cpu":
         return provenance(["torch"], torch_threads=torch.get_num_threads())
     driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
@@ -53,7 +52,6 @@ def where(device: str) -> dict[str, Any]:
 
 
 def message(e: BaseException) -> str:
-    """The error's type and the start of its text."""
     lines = str(e).strip().splitlines()
     return f"{type(e).__name__}: {lines[0][:200] if lines else ''}"
 
@@ -92,7 +90,6 @@ class Timer:
         return self
 
     def anew(self) -> Timer:
-        """The same call without samples."""
         return Timer(self.call, self.device, self.each, self.calls, self.most)
 
     def sample(self) -> None:

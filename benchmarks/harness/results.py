@@ -84,7 +84,6 @@ def provenance(libraries: Iterable[str] = (), **more: Any) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -100,7 +99,6 @@ def output(*command: str) -> str:
 
 
 def told(run: Mapping[str, Any]) -> str:
-    """The provenance of a run in one line."""
     versions = ", ".join(f"{name.replace('-core', '')} {v}" for name, v in run["versions"].items() if v)
     if "torch_threads" in run:
         versions += f" on {run['torch_threads']} thread(s)"

@@ -87,7 +87,6 @@ def sides(shape: Iterable[int]) -> str:
 
 
 def listed(versions: Mapping[str, str]) -> str:
-    """Names with their versions."""
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 

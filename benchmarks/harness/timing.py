@@ -87,7 +87,6 @@ def agree(one: float, other: float, limit: float = DRIFT) -> bool:
 
 
 def normal(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Standard normal FP32."""
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
