@@ -341,9 +341,7 @@ def main(
     length: Annotated[int, typer.Option(help="Length of the cache in tokens.")] = 512,
     steps: Annotated[int, typer.Option(help="Tokens in a sample.")] = 64,
     rounds: Annotated[int, typer.Option(help="Samples of each model.")] = 7,
-    how: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(HOW)}; repeatable. Default on CUDA: the first two.")
-    ] = None,
+    how: Annotated[list[str] | None, typer.Option(help=f"{', '.join(HOW)}. Default on CUDA: the first two.")] = None,
     models: Annotated[list[str] | None, typer.Option(help=f"On CUDA: {', '.join(MODELS)}; repeatable. Default: all.")] = None,
     seconds: Seconds = 600.0,
     tiny: Annotated[bool, typer.Option("--tiny", help="A model of a million parameters, to try the script.")] = False,

@@ -415,19 +415,14 @@ def measured(spec: str, op: str, shape: tuple[int, int], there: dict[str, Rival]
     return {**row, **arms.times(every=False)}  # thousands of samples: keep their minimum, median and maximum
 
 
-RivalsOption = Annotated[
-    list[str] | None,
-    typer.Option("--rivals", help="Those of RIVALS in rivals.py, all or none; repeatable. Default: those installed."),
-]
+RivalsOption = Annotated[list[str] | None, typer.Option("--rivals", help="Those of rivals.py, all or none.")]
 
 
 @command
 def casts(
     recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name or spec; repeatable. Default: RECIPES.")] = None,
     ops: Annotated[list[str] | None, typer.Option(help=f"{', '.join(OPS)}; repeat for several. Default: all.")] = None,
-    shapes: Annotated[
-        list[str] | None, typer.Option(help="ROWSxCOLUMNS; repeatable. Small ones are timed in graphs too.")
-    ] = None,
+    shapes: Annotated[list[str] | None, typer.Option(help="ROWSxCOLUMNS. Small ones are timed in graphs too.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each call, interleaved.")] = 15,
     seconds: Seconds = math.inf,
     rivals_: RivalsOption = None,

@@ -3,7 +3,7 @@
     python benchmarks/bench_matmul.py [--kinds tiles] [--bursts tiles] [--table FILE]    # or --from RESULT --table FILE
 
 Arms and plan are in fp8_products.py. A sample is one replay of a CUDA graph of 20 calls, or as many as take 1 ms, after a load
-of 0.25 s ("hot"), and with `--bursts` also after 0.35 s without work. Weights that fit the device's cache rotate through copies.
+of 0.25 s ("hot"), and with `--bursts` also after 0.35 s without work. Weights that fit the device's cache rotate by copies.
 Every product is compared with FP64 before. `--table` writes the times that `score` reads; with `--from` it needs no GPU.
 """
 

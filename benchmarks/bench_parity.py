@@ -13,7 +13,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -178,12 +178,11 @@ def amax(x: Any) -> np.ndarray:
     return np.max([np.abs(NUMPY.f32(strip(x, slice(i, i + STRIP)))).max() for i in range(0, len(x), STRIP)]).reshape(1, 1)
 
 
-def beyond(recipe: breccia.ScalingRecipe, x: Any) -> tuple[Tally, float]:
-    """(all of the cast of `x` and of what it decodes to against NumPy's, strip by strip; seconds that NumPy took)."""
-    tally, seconds, start = Tally(values=x.numel()), 0.0, time.perf_counter()
+def beyond(recipe: breccia.ScalingRecipe, x: Any) -> Tally:
+    """All of the cast of `x`, and of what it decodes to, against NumPy's, strip by strip."""
+    tally = Tally(values=x.numel())
     st, (y,) = parity.trip(x, recipe, {}, ["bfloat16"])
     parts, options = components(st), {}
-    tally.seconds = time.perf_counter() - start
     where, fmt = f"{recipe!r} of {list(x.shape)}", recipe.format
     if fmt.global_scale is not None or fmt.scale.block == TENSOR:  # a strip takes the scale of the whole
         name = "scale" if fmt.global_scale is None else "global_scale"
@@ -191,20 +190,16 @@ def beyond(recipe: breccia.ScalingRecipe, x: Any) -> tuple[Tally, float]:
         tally.add(where, Results({name: options["scale"]}, {}), Results({name: parts[name]}, {}))
     for first in range(0, len(x), STRIP):
         rows = slice(first, first + STRIP)
-        given, start = strip(x, rows), time.perf_counter()
-        expected = parity.results(*parity.trip(given, recipe, options, ["bfloat16"]), ["bfloat16"])
-        seconds += time.perf_counter() - start
+        expected = parity.results(*parity.trip(strip(x, rows), recipe, options, ["bfloat16"]), ["bfloat16"])
         found = Results({name: part[rows] if part.ndim else part for name, part in parts.items()}, {"bfloat16": y[rows]})
         tally.add(f"{where}, rows {first} on", expected, found)
-    return tally, seconds
+    return tally
 
 
-def beyond_stochastic(recipe: breccia.ScalingRecipe, x: Any, seed: int = 2**64 - 3) -> tuple[Tally, float]:
+def beyond_stochastic(recipe: breccia.ScalingRecipe, x: Any, seed: int = 2**64 - 3) -> Tally:
     """As `beyond`, of a stochastic cast's last row against the oracle's, whose counter starts where that row does."""
-    tally, start = Tally(values=x.shape[-1]), time.perf_counter()
     parts = components(breccia.cast(x, recipe, rounding="stochastic", seed=seed))
-    tally.seconds, start = time.perf_counter() - start, time.perf_counter()
-    word, before = oracle.random_word, x[:-1].numel()
+    tally, word, before = Tally(values=x.shape[-1]), oracle.random_word, x[:-1].numel()
     with mock.patch.object(oracle, "random_word", lambda seed, index: word(seed, before + index)):
         written = oracle.cast(NUMPY.f32(strip(x, slice(-1, None))), recipe, rounding="stochastic", seed=seed)
     element, codec = recipe.format.element, recipe.format.scale.codec
@@ -212,54 +207,40 @@ def beyond_stochastic(recipe: breccia.ScalingRecipe, x: Any, seed: int = 2**64 -
     expected = {"data": data, "scale": NUMPY.store(written.scale.astype(np.int32), NUMPY.storage(codec))}
     found = {name: part[-1:] for name, part in parts.items()}
     tally.add(f"{recipe!r} of {list(x.shape)}, stochastic, last row", Results(expected, {}), Results(found, {}))
-    return tally, time.perf_counter() - start
+    return tally
 
 
-def beyond_words(count: int, device: str, seed: int = 2**64 - 3) -> tuple[Tally, float]:
+def beyond_words(count: int, device: str, seed: int = 2**64 - 3) -> Tally:
     """As `beyond`, of random words at both ends and around 2^31 and 2^32 against the oracle's."""
     import torch
 
     from breccia_torch.ops import TORCH
 
-    start = time.perf_counter()
     words = reference.random_words(TORCH, torch.empty(1, device=device).expand(count), seed)
     around = [n for middle in (0, 1 << 31, 1 << 32, count) for n in range(middle - NEAR, middle + NEAR) if 0 <= n < count]
     found = words[torch.tensor(around, device=words.device)]
-    tally = Tally(values=len(around), seconds=time.perf_counter() - start)
-    start = time.perf_counter()
-    expected = np.array([oracle.random_word(seed, n) for n in around], np.uint32)
+    tally, expected = Tally(values=len(around)), np.array([oracle.random_word(seed, n) for n in around], np.uint32)
     tally.add(f"random words of {count} elements", Results({"words": expected}, {}), Results({"words": found}, {}))
-    return tally, time.perf_counter() - start
+    return tally
 
 
 def beyond_rows(device: str, shape: tuple[int, int] = BEYOND_SHAPE, words: int = BEYOND_WORDS) -> list[dict[str, Any]]:
     """What each of the comparisons above found, one at a time: there is no memory for two."""
     import torch
 
-    def row(what: str, compare: Callable[..., tuple[Tally, float]], *arguments: Any) -> dict[str, Any]:
+    def row(what: str, compare: Callable[..., Tally], *arguments: Any) -> dict[str, Any]:
         if device == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
         try:
-            tally, seconds = compare(*arguments)
+            return {"what": what, **dataclasses.asdict(compare(*arguments))}
         except torch.OutOfMemoryError as e:
-            tally, seconds = Tally(faults=[f"{what}: {e}"]), 0.0
-        peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-        return {"what": what, "numpy_s": seconds, "peak_bytes": peak, **dataclasses.asdict(tally)}
+            return {"what": what, **dataclasses.asdict(Tally(faults=[f"{what}: {e}"]))}
 
     size = "×".join(f"{n:,}" for n in shape)
     rows = [row(f"random words, of {words:,}", beyond_words, words, device)]
     x = huge(*shape, device)
     rows += [row(f"{name}, {size} BF16", beyond, breccia.recipe(name), x) for name in BEYOND]
     return [*rows, row(f"{STOCHASTIC}, stochastic, last row of {size} BF16", beyond_stochastic, breccia.recipe(STOCHASTIC), x)]
-
-
-def finished(waiting: list[Future[dict[str, Any]]], until: float) -> list[dict[str, Any]]:
-    """What was found for each recipe that began by then, in order. until: of `time.perf_counter`."""
-    wait(waiting, timeout=None if until == math.inf else max(until - time.perf_counter(), 0))
-    for one in waiting:
-        one.cancel()  # those that run are awaited
-    return [one.result() for one in waiting if not one.cancelled()]
 
 
 def cuda(framework: str) -> str:
@@ -285,9 +266,7 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     values: Annotated[int, typer.Option(min=1, help="Least number of values for each recipe and variant.")] = 20_000_000,
     recipes: Recipes = None,
-    grid: Annotated[
-        bool, typer.Option("--grid", help="Compare every dtype and axis, and further ops, eagerly on torch.")
-    ] = False,
+    grid: Annotated[bool, typer.Option("--grid", help="Every dtype and axis, and further ops, eagerly on torch.")] = False,
     large: Annotated[bool, typer.Option("--beyond", help="Cast tensors of more than 2^31 elements too, on CUDA.")] = False,
     turns: Annotated[int, typer.Option(min=1, help="Of shapes compiled for few numbers, a recipe takes one in N.")] = 1,
     jobs: Annotated[int, typer.Option(help="Recipes compared at a time; 0 for one to two cores.")] = 0,
@@ -314,14 +293,16 @@ def main(
         turned = [slice(n if grid else n % turns, None, turns) for n in range(len(every))]
         rest = (chosen, device, values, threads, grid)
         waiting = [pool.submit(measured, framework, r, turn, *rest) for r, turn in zip(every, turned, strict=True)]
-        rows = finished(waiting, start + seconds)
+        wait(waiting, timeout=None if seconds == math.inf else seconds)
+        for one in waiting:
+            one.cancel()  # those that run are awaited
+        rows = [one.result() for one in waiting if not one.cancelled()]
     options = {"framework": framework, "device": device, "modes": chosen, "values": values, "slab": SLAB, "turns": turns}
     options |= {"grid": True} if grid else {}
     more: dict[str, Any] = {"left": len(every) - len(rows), "beyond": beyond_rows(device) if large else []}
     more["seconds"] = time.perf_counter() - start
-    faults = [
-        fault for tally in [*(t for r in rows for t in r["modes"].values()), *more["beyond"]] for fault in tally["faults"]
-    ]
+    tallies = [*(tally for row in rows for tally in row["modes"].values()), *more["beyond"]]
+    faults = [fault for tally in tallies for fault in tally["faults"]]
     if faults:
         more["failed"] = "\n".join([*faults[:20], f"bench_parity: {len(faults)} comparison(s) found different bytes."])
     return BENCHMARKS[framework].result(rows, options, where, **more)
