@@ -20,7 +20,7 @@ import numpy as np
 import typer
 from bench_forms import changed
 from bench_memory import PUBLISHED
-from harness.command import Benchmark, Recipes, command, progress, recipes_named, run
+from harness.command import Benchmark, Recipes, program, progress, recipes_named
 from harness.plots import BLUE, GREY, ORANGE, Plot
 from harness.results import ROOT, Result, cores
 from harness.tables import Table, bits, table
@@ -187,7 +187,7 @@ def measured(recipe: Any, is_default: bool, size: int, seeds: int, weights: bool
     return row
 
 
-@command
+@program
 def main(
     size: Annotated[int, typer.Option(min=1, help="Rows and columns of the drawn matrices.")] = 1024,
     seeds: Annotated[int, typer.Option(min=1, help="Drawn matrices per data set: seeds 0, 1, ...")] = 8,
@@ -204,7 +204,3 @@ def main(
         waiting = [pool.submit(measured, recipe, is_default, size, seeds, weights) for recipe, is_default in every]
         rows = [one.result() for one in progress(waiting, "recipes")]
     return BENCHMARK.result(rows, {"size": size, "seeds": seeds})
-
-
-if __name__ == "__main__":
-    run(main=main)

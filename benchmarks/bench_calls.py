@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from harness.command import Benchmark, apart, command, progress, run
+from harness.command import Benchmark, apart, program, progress
 from harness.results import Result, output, provenance
 from harness.tables import Table, table
 from harness.timing import Call, normal, summary
@@ -151,7 +151,7 @@ def measured() -> dict[str, tuple[float, float]]:
     return found
 
 
-@command
+@program
 def main(
     before: Annotated[Path | None, typer.Option(help="A checkout of the version to compare with.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Processes of each version.")] = 5,
@@ -175,7 +175,3 @@ def main(
         where["command"] = where["command"].replace(str(before), "CHECKOUT")
     commit = output("git", "-C", str(before.resolve()), "rev-parse", "HEAD") if before else None
     return BENCHMARK.result(rows, {"before": commit}, where)
-
-
-if __name__ == "__main__":
-    run(main=main)

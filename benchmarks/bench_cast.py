@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import rivals
 import typer
-from harness.command import Benchmark, apart, command, refuse, run
+from harness.command import Benchmark, apart, program, refuse
 from harness.plots import BLUE, GREY, ORANGE, Plot
 from harness.results import Result, provenance
 from harness.tables import ABSENT, Table, ratio, table, trio
@@ -333,7 +333,7 @@ def measured(names: list[str], *arguments: Any) -> dict[str, Any]:
     return {"rivals": {one["rival"]: one["version"] for one in passes}, "checks": compared, "rows": ordered}
 
 
-@command
+@program
 def main(
     framework: Annotated[str, typer.Option(help="Whose arrays are cast: numpy, torch or jax (on the CPU).")] = "numpy",
     size: Annotated[int, typer.Option(help="Rows and columns of the matrix; a multiple of 128.")] = 4096,
@@ -372,7 +372,3 @@ def main(
         why = f"{drifted(result)}. Nothing was written: run it again on a machine that does nothing else."
         result["refused"] = why
     return result
-
-
-if __name__ == "__main__":
-    run(main=main)

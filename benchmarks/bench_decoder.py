@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness.command import Benchmark, Seconds, command, known, run
+from harness.command import Benchmark, Seconds, known, program
 from harness.device import Timer, check_device, graph_of, message, sampled, where
 from harness.results import Result
 from harness.tables import ABSENT, GOAL, Table, judged, median, over, ratio, table, three
@@ -333,7 +333,7 @@ def generated(
             yield {"recipe": recipe, "batch": count, **facts, "time": times, "tokens_per_second": speed}
 
 
-@command
+@program
 def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     recipes: Annotated[list[str] | None, typer.Option(help="Recipes of weights; repeat for several.")] = None,
@@ -374,7 +374,3 @@ def main(
             rows = generated(names, [count], steps, rounds, dimensions[name], device, static)
             found[benchmark.name] += [{"how": way, "model": name, **row} for row in rows]
         yield benchmark.result(found[benchmark.name], run=provenance)
-
-
-if __name__ == "__main__":
-    run(main=main)

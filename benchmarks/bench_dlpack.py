@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from harness.command import Benchmark, command, run
+from harness.command import Benchmark, program
 from harness.results import Result
 from harness.tables import Table, table
 from harness.timing import Call, normal
@@ -114,7 +114,7 @@ def cases() -> list[tuple[dict[str, str], dict[str, Call]]]:
     return found
 
 
-@command
+@program
 def main(
     samples: Annotated[int, typer.Option(min=1, help="Samples of each call, interleaved; the least counts.")] = 200,
 ) -> Result:
@@ -128,7 +128,3 @@ def main(
     taken = iter(least.round(10).tolist())
     rows = [{**case, "time": {arm: {"min_s": s} for arm, s in zip(arms, taken, strict=False)}} for case, arms in every]
     return BENCHMARK.result(rows, {"samples": samples, "calls": CALLS, "shape": SHAPE})
-
-
-if __name__ == "__main__":
-    run(main=main)

@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from bench_accuracy import weights_file
-from harness.command import Benchmark, Recipes, command, progress, recipes_named, run
+from harness.command import Benchmark, Recipes, program, progress, recipes_named
 from harness.results import HERE, Result, provenance
 from harness.tables import Table, table
 from plain import FORMATS
@@ -186,7 +186,7 @@ def faults(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-@command
+@program
 def main(recipes: Recipes = None) -> Result | None:
     """Sentence embeddings of a trained encoder under every recipe."""
     every = recipes_named(recipes)
@@ -202,7 +202,3 @@ def main(recipes: Recipes = None) -> Result | None:
     refused = f"{'; '.join(found)}. At most {BOUND:g} below is allowed; nothing written." if found else ""
     options = {"sentences": len(SENTENCES), "bound": BOUND}
     return BENCHMARK.result(rows, options, where, fp32=sizes(encoder.model), refused=refused)
-
-
-if __name__ == "__main__":
-    run(main=main)

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness.command import Benchmark, Device, command, known, progress, run
+from harness.command import Benchmark, Device, known, program, progress
 from harness.device import Call, message, synchronize, where
 from harness.results import Result
 from harness.tables import ABSENT, Table, failures, spread, table
@@ -133,7 +133,7 @@ def row_of(name: str, device: str, side: int, processes: int) -> dict[str, Any]:
     return {**row, "time": {arm: summary(seconds) for arm, seconds in times.items()}}
 
 
-@command
+@program
 def main(
     calls: Annotated[list[str] | None, typer.Option(help='By name, such as "cast nvfp4"; repeatable. Default: all.')] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes with a filled cache, after one with an empty cache.")] = 3,
@@ -149,7 +149,3 @@ def main(
     provenance = forked(lambda results: results.put(where(device)))  # it initializes the device
     rows = [row_of(name, device, side, processes) for name in progress(chosen, "calls")]
     return BENCHMARK.result(rows, {"device": device, "side": side, "processes": processes}, provenance)
-
-
-if __name__ == "__main__":
-    run(main=main)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from harness.command import Benchmark, Recipes, command, progress, recipes_named, run
+from harness.command import Benchmark, Recipes, program, progress, recipes_named
 from harness.results import Result
 from harness.tables import Table, table, three
 from harness.timing import Call, interleaved, normal, summary
@@ -126,7 +126,7 @@ def measured(found: list[tuple[str, str, Call]], recipe: str, runs: int, seconds
         yield row
 
 
-@command
+@program
 def main(
     size: Annotated[int, typer.Option(min=128, help="Rows and columns of the matrix.")] = 4096,
     runs: Annotated[int, typer.Option(min=1, help="Least turns.")] = 5,
@@ -145,7 +145,3 @@ def main(
     copies = [row["time"]["breccia"]["median_s"] for row in rows if row["op"] == "copy"]
     options = {"size": size, "framework": "numpy", "threads": breccia.get_num_threads()}
     return BENCHMARK.result(rows, {**options, "copy_spread": round(max(copies) / statistics.median(copies), 3)})
-
-
-if __name__ == "__main__":
-    run(main=main)

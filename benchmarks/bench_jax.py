@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
-from harness.command import Benchmark, command, run
+from harness.command import Benchmark, program
 from harness.results import Result, version_of
 from harness.tables import Table, ratio, spread, table
 from harness.timing import Call, normal, often, rows_of
@@ -182,7 +182,7 @@ def new_shapes(runs: int) -> Cases:
     return {("new shape", "cast"): casts, **{("new shape", case): {"breccia": call} for case, call in others.items()}}
 
 
-@command
+@program
 def main(
     size: Annotated[int, typer.Option(min=512, help="Sides of the matrix, a multiple of 512.")] = 4096,
     runs: Annotated[int, typer.Option(min=1, help="Calls of each arm.")] = 11,
@@ -200,7 +200,3 @@ def main(
     slices = {"breccia": often(lambda: st[0:4], runs), "plain": often(lambda: [leaf[0:4] for leaf in leaves], runs)}
     rows.append({"what": "slice", "case": "st[0:4]", "time": slices})
     return BENCHMARK.result(rows, {"size": size, "jax": version_of("jax")})
-
-
-if __name__ == "__main__":
-    run(main=main)

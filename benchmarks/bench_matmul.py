@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import fp8_products as fp8
 import torch
 import typer
-from harness.command import Benchmark, Device, Seconds, command, known, progress, refuse, run, sizes
+from harness.command import Benchmark, Device, Seconds, known, program, progress, refuse, sizes
 from harness.device import GRAPH_CALLS, WARM_UP, Arms, check_device, graphed, host_time, load, message, sampled, where
 from harness.plots import GREY, Plot
 from harness.results import HERE, Result, read
@@ -410,7 +410,7 @@ def write_table(
     choices.write_measured(table, run["device"].partition(",")[0], "slowdowns", times(result["rows"]), run)
 
 
-@command
+@program
 def main(
     kinds: Annotated[list[str] | None, typer.Option(help=f"Of scales: {', '.join(fp8.KINDS)}. Default: a plan.")] = None,
     shapes: Annotated[list[str] | None, typer.Option(help="MxNxK, measured for every kind. Default: a plan.")] = None,
@@ -457,7 +457,3 @@ def main(
     if table is not None and rows:
         write_table(table, so_far(), slowdowns)
     yield so_far()
-
-
-if __name__ == "__main__":
-    run(main=main)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 from cpu_products import LIBRARIES, READ, prepared, seconds_of
-from harness.command import Benchmark, command, known, progress, refuse, run
+from harness.command import Benchmark, known, program, progress, refuse
 from harness.results import Result, cores, provenance
 from harness.tables import ABSENT, Table, ratio, table, three, trio
 from harness.timing import DRIFT, agree, pooled, summary
@@ -109,7 +109,7 @@ def one_pass(workers: list[Worker], size: int, threads: int, m: int, runs: int) 
     return {arm: summary(taken) for arm, taken in seconds.items() if taken}
 
 
-@command
+@program
 def main(
     size: Annotated[int, typer.Option(min=128, help="N and K.")] = 4096,
     rows: Annotated[str, typer.Option(help="Rows of activations.")] = "1,4,16,64,512",
@@ -128,7 +128,3 @@ def main(
     left_out = {worker.library: worker.failed for worker in workers if worker.failed}
     options = {"size": size, "threads": threads, "base": BASE, "read_bytes": READ, "left_out": left_out}
     return BENCHMARK.result([{"rows": m, "passes": both} for m, *both in zip(counts, *passes, strict=True)], options, where)
-
-
-if __name__ == "__main__":
-    run(main=main)

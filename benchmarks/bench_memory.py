@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from harness.command import Benchmark, Recipes, apart, command, progress, recipes_named, run
+from harness.command import Benchmark, Recipes, apart, program, progress, recipes_named
 from harness.results import HERE, Result, read
 from harness.tables import Table, bits, table
 from harness.timing import normal
@@ -109,7 +109,7 @@ def peak(spec: str, op: str, size: int, file: str) -> dict[str, int]:
     return beyond(lambda: breccia.dequantize(st))
 
 
-@command
+@program
 def main(
     size: Annotated[int, typer.Option(min=1, help="Rows and columns of the matrix of the peaks.")] = 4096,
     recipes: Recipes = None,
@@ -123,7 +123,3 @@ def main(
         nbytes = {str(size): peak["cast"]["output"], str(TABLE_SIZE): small}
         rows.append({"recipe": recipe.spec, "bytes": nbytes, "peak": peak})
     return BENCHMARK.result(rows, {"size": size, "table_size": TABLE_SIZE})
-
-
-if __name__ == "__main__":
-    run(main=main)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from harness.command import Benchmark, command, progress, run
+from harness.command import Benchmark, program, progress
 from harness.results import Result, version_of
 from harness.tables import Table, ratio, spread, table
 from harness.timing import Call, normal, rows_of
@@ -136,7 +136,7 @@ def layers(size: int, spec: str, x: Any) -> dict[str, Call]:
     return found
 
 
-@command
+@program
 def main(
     size: Annotated[int, typer.Option(min=128, help="Rows and columns of the arrays that are cast.")] = 4096,
     layer: Annotated[int, typer.Option(min=128, help="Input and output lengths of the layers.")] = 2048,
@@ -160,7 +160,3 @@ def main(
             found += rows_of([({"op": f"layer, M = {m}", "recipe": spec}, arms)], runs, _LAYER_S * seconds)
     modes = {spec: options.get("mode") or f"affine, {options['bits']} bits" for spec, options in RIVALS.items()}
     return BENCHMARK.result(found, {"size": size, "layer": layer, "mlx": version_of("mlx"), "rivals": modes})
-
-
-if __name__ == "__main__":
-    run(main=main)

@@ -18,7 +18,7 @@ import numpy as np
 import parity
 import typer
 from bench_forms import forms
-from harness.command import Benchmark, Recipes, command, progress, recipes_named, run
+from harness.command import Benchmark, Recipes, program, progress, recipes_named
 from harness.results import Result
 from harness.tables import Table, table
 
@@ -124,7 +124,7 @@ def compared(recipe: breccia.ScalingRecipe, values: int, seed: int) -> list[dict
     ]
 
 
-@command
+@program
 def main(
     values: Annotated[int, typer.Option(min=1, help="Values of each recipe, op and instruction set.")] = 100_000_000,
     seed: Annotated[int, typer.Option(help="Of the numbers drawn.")] = 0,
@@ -136,7 +136,3 @@ def main(
     differing = sum(row["differing"] for row in rows)
     failed = f"bench_native_parity: {differing} bytes differ." if differing else ""
     return BENCHMARK.result(rows, options, failed=failed)
-
-
-if __name__ == "__main__":
-    run(main=main)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from bench_gpu_casts import matrices, work
-from harness.command import Benchmark, apart, command, known, progress, refuse, run, sizes
+from harness.command import Benchmark, apart, known, program, progress, refuse, sizes
 from harness.device import check_device, where
 from harness.results import Result
 from harness.tables import Table, sides, table, three
@@ -99,7 +99,7 @@ def read(text: str) -> list[dict[str, Any]]:
     return found
 
 
-@command
+@program
 def main(
     calls: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CALLS)}; repeat for several. Default: all.")] = None,
     shape: Annotated[str, typer.Option(help="Shape of the matrix, ROWSxCOLUMNS.")] = "16384x8192",
@@ -116,7 +116,3 @@ def main(
         kernels = read(apart("bench_ncu:called", name, lengths, prefix=ncu))
         rows += [{"call": name, "elements": lengths[0] * lengths[1], **kernel} for kernel in kernels]
     return BENCHMARK.result(rows, {"shape": lengths}, where("cuda"))
-
-
-if __name__ == "__main__":
-    run(main=main)

@@ -25,7 +25,7 @@ import parity
 import typer
 from bench_accuracy import variants
 from bench_forms import changed
-from harness.command import Benchmark, Recipes, Seconds, command, known, recipes_named, refuse, run
+from harness.command import Benchmark, Recipes, Seconds, known, program, recipes_named, refuse
 from harness.results import Result, cores, provenance
 from harness.tables import Table
 from parity import Results, Tally
@@ -259,7 +259,7 @@ def cuda(framework: str) -> str:
     refuse(f"--device cuda needs a CUDA device, and {framework} sees none here; leave it out to compare on the CPU.")
 
 
-@command
+@program
 def main(
     framework: Annotated[str, typer.Option(help="torch, jax or mlx.")] = "torch",
     ways: Annotated[str, typer.Option(help="Ways to run it, with commas between. Default: all but generic.")] = "",
@@ -306,7 +306,3 @@ def main(
     if faults:
         more["failed"] = "\n".join([*faults[:20], f"bench_parity: {len(faults)} comparison(s) found different bytes."])
     return BENCHMARKS[framework].result(rows, options, where, **more)
-
-
-if __name__ == "__main__":
-    run(main=main)

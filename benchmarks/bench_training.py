@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from harness.command import Benchmark, command, known, recipes_named, run
+from harness.command import Benchmark, known, program, recipes_named
 from harness.results import Result, cores, provenance
 from harness.tables import Table, table
 
@@ -216,7 +216,7 @@ def faults(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-@command
+@program
 def main(
     seeds: Annotated[int, typer.Option(min=2, help="Pairs of runs: seeds 0, 1, ...")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 600,
@@ -250,7 +250,3 @@ def main(
     options = {"seeds": seeds, "steps": steps, "batch": BATCH, "width": WIDTH, "classes": CLASSES, "test": TEST, "bound": BOUND}
     best = [share(problem, problem.best()) for problem in problems]
     return BENCHMARK.result(rows, options, where, best=best, refused=refused)
-
-
-if __name__ == "__main__":
-    run(main=main)

@@ -15,19 +15,20 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from harness.command import Benchmark, Device, Seconds, command, known, progress, run, sizes
+from harness.command import Benchmark, Device, Seconds, known, program, progress, sizes
 from harness.device import Arms, check_device, graphed, message, reference, rotating, sampled, where
 from harness.results import HERE, Result, read
 from harness.tables import ABSENT, Goal, Table, goals, median, over, pivoted, tried
-from weight_configs import build, call_of, candidates, label_of
 
 import breccia
+from breccia.kernels import bounds
 
 #: Recipes of weights.
 FORMATS = {
@@ -208,29 +209,18 @@ def weight_of(name: str, n: int, k: int, device: str, rivals: bool, groups: int 
     each = [breccia.cast(numbers(), breccia.recipe(FORMATS.get(name, name))) for _ in range(groups or 1)]
     plain = breccia.stack(each) if groups else each[0]
     stored = plain.to_storage(STORAGE) if device == "cuda" else plain
-    copies = [stored, *(copy_of(stored) for _ in range(many(stored.nbytes, 1 if groups else 2) - 1))]
-    plains = [plain, *(copy_of(plain) for _ in range(len(copies) - 1))] if rivals else []
+    copies = [stored, *(deepcopy(stored) for _ in range(many(stored.nbytes, 1 if groups else 2) - 1))]
+    plains = [plain, *(deepcopy(plain) for _ in range(len(copies) - 1))] if rivals else []
     shape = (groups, n, k) if groups else (n, k)
     others = range(many(2 * math.prod(shape), 2))
     bf16 = [torch.randn(shape, device=device, dtype=torch.bfloat16) * (0.02 if groups else 1) for _ in others]
     return Weight(plain, [breccia.dequantize(one).double() for one in each], copies, plains, bf16)
 
 
-def copy_of(st: Any) -> Any:
-    from breccia import ScaledTensor
-
-    zero_point = None if st.zero_point is None else st.zero_point.clone()
-    return ScaledTensor.from_parts(
-        st.data.clone(), st.scale.clone(), st.recipe, st.layout, zero_point, st.global_scale, st.axis, st.padding
-    )
-
-
 class Products:
     """The arms of one row: products of x (M, K) by copies of a weight, into y. sizes: the rows of each group."""
 
     def __init__(self, x: Any, values: list[Any], sizes: list[int]) -> None:
-        from breccia.kernels import bounds
-
         self.x, self.y = x, torch.empty(len(x), values[0].shape[0], device=x.device, dtype=torch.bfloat16)
         ends = torch.tensor(sizes, device=x.device).cumsum(0)
         self.exact = reference(
@@ -290,6 +280,8 @@ def measured(weight: Weight, m: int, rivals: list[str], rounds: int, tune: bool)
 
 def add_candidates(row: Products, weight: Weight) -> dict[str, Any]:
     """Add the candidates of `--tune`. Returns their configurations by arm."""
+    from weight_configs import build, call_of, candidates, label_of
+
     tried = {label_of(config): config for config in candidates(weight.operand, *row.x.shape)}
     build(weight.operand, list(tried.values()))
     weights = [st.mT for st in weight.copies]
@@ -398,7 +390,7 @@ def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {key: round(statistics.median(values), 4) for key, values in sorted(found.items())}
 
 
-@command
+@program
 def main(
     formats: Annotated[list[str] | None, typer.Option(help=f"Weights: {', '.join(FORMATS)}; repeatable. Default: all.")] = None,
     shapes: Annotated[list[str] | None, typer.Option(help="Shapes of weights, NxK; repeatable. Default: 8192x8192.")] = None,
@@ -444,7 +436,3 @@ def main(
 
         choices.write_measured(table, torch.cuda.get_device_name(), "slowdowns", slowdowns(found), run)
     yield benchmark.result(found, {}, run, notes=notes, **({"configs": configs} if configs else {}))
-
-
-if __name__ == "__main__":
-    run(main=main)

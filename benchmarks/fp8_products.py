@@ -15,6 +15,7 @@ from harness.device import Call, Make, Reference, beyond_cache, reference, rotat
 from rivals import TRANSFORMER_ENGINE
 
 import breccia
+from breccia.kernels import bounds
 
 #: Kinds of scales, with the recipes of a and w.
 KINDS = {
@@ -116,8 +117,6 @@ def ends_of(m: int, device: Any) -> Any:
 
 def expected(kind: str, a: Any, w: Any) -> Reference:
     """The reference of a product, under the bound of the contract for these recipes and this device."""
-    from breccia.kernels import bounds
-
     m, device = a.shape[0], a.data.device
     grouped = kind.startswith("grouped")
     ends = ends_of(m, device) if grouped else torch.tensor([m], device=device)

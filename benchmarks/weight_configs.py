@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 
+from breccia_triton import weight_only, weight_plans
+from breccia_triton.cuda import compiler
+from breccia_triton.decoded_matmul import DecodedCall, DecodedCodesCall
+from breccia_triton.weight_only import Call
+from breccia_triton.weight_plans import Config, Decoded, DecodedCodes
+
 
 def candidates(operand: Any, m: int, k: int) -> list[Any]:
-    from breccia_triton.weight_plans import Config, Decoded, DecodedCodes
-
-    found = list(dict.fromkeys(_tried(Config, m)))
+    found = list(dict.fromkeys(_tried(m)))
     return [config for config in [*found, *([Decoded(), DecodedCodes()] if m >= 128 else [])] if config.fits(operand, m, k)]
 
 
 def label_of(config: Any) -> str:
     """The name of a configuration in results: its numbers, or "decoded" or "decoded codes" if it decodes to memory."""
-    from breccia_triton.weight_plans import Config, Decoded
-
     if not isinstance(config, Config):
         return "decoded" if isinstance(config, Decoded) else "decoded codes"
     numbers = (config.batch, config.high, config.deep, config.stages, config.split, config.per_sm)
@@ -27,10 +29,6 @@ def label_of(config: Any) -> str:
 
 def call_of(config: Any, x: Any, w: Any) -> Any:
     """The prepared product of BF16 activations and a weight, with a BF16 result."""
-    from breccia_triton.decoded_matmul import DecodedCall, DecodedCodesCall
-    from breccia_triton.weight_only import Call
-    from breccia_triton.weight_plans import Decoded, DecodedCodes
-
     if isinstance(config, Decoded):
         return DecodedCall(x, w, "bfloat16")
     if isinstance(config, DecodedCodes):
@@ -38,40 +36,37 @@ def call_of(config: Any, x: Any, w: Any) -> Any:
     return Call(x, w, None, "bfloat16", config)
 
 
-def _tried(made: Any, m: int) -> list[Any]:
-    """Configurations for m rows, whether they fit or not. made: `Config`."""
+def _tried(m: int) -> list[Any]:
+    """Configurations for m rows, whether they fit or not."""
     if m <= 16:
         batch = 8 if m <= 8 else 16
         shapes = [(4, 16, 2), (4, 16, 1), (4, 12, 2), (4, 8, 2), (4, 8, 3), (4, 8, 4), (2, 16, 2), (2, 8, 3)]
-        small = [made(batch, *s) for s in shapes]
-        small += [made(batch, *s, split=2) for s in ((4, 16, 1), (4, 8, 2), (4, 8, 3), (2, 8, 3))]
-        small += [made(batch, *s, per_sm=2) for s in ((4, 8, 2), (4, 8, 3), (2, 8, 3), (4, 4, 4))]
+        small = [Config(batch, *s) for s in shapes]
+        small += [Config(batch, *s, split=2) for s in ((4, 16, 1), (4, 8, 2), (4, 8, 3), (2, 8, 3))]
+        small += [Config(batch, *s, per_sm=2) for s in ((4, 8, 2), (4, 8, 3), (2, 8, 3), (4, 4, 4))]
         if m <= 8:
             return small
         wide = [(1, 2, 8), (1, 3, 9), (2, 1, 4)]
-        return [*small, *(made(16, *s, wide=True) for s in wide), made(16, 2, 1, 4, split=2, wide=True)]
+        return [*small, *(Config(16, *s, wide=True) for s in wide), Config(16, 2, 1, 4, split=2, wide=True)]
     batch = next((b for b in (32, 64) if m <= b), 128)
     if batch < 128:
         shapes = [(1, 2, 6), (1, 2, 8), (1, 3, 6), (2, 1, 4), (2, 1, 6)]
         split = [(2, 1, 4), (1, 2, 4), (1, 1, 6)]
-        found = [made(batch, *s, wide=True) for s in shapes] + [made(batch, *s, split=2, wide=True) for s in split]
-        return [*found, made(batch, 1, 1, 4, split=2, per_sm=2, wide=True), made(batch, 1, 1, 4, per_sm=2, wide=True)]
-    found = [made(128, 2, 1, stages, wide=True) for stages in (4, 3, 5)]
+        found = [Config(batch, *s, wide=True) for s in shapes] + [Config(batch, *s, split=2, wide=True) for s in split]
+        return [*found, Config(batch, 1, 1, 4, split=2, per_sm=2, wide=True), Config(batch, 1, 1, 4, per_sm=2, wide=True)]
+    found = [Config(128, 2, 1, stages, wide=True) for stages in (4, 3, 5)]
     if m <= 256:  # too few blocks for all processors
-        found += [made(128, 2, 1, 4, split=2, wide=True), made(128, 1, 2, 4, wide=True)]
+        found += [Config(128, 2, 1, 4, split=2, wide=True), Config(128, 1, 2, 4, wide=True)]
     if m > 128:
-        return [*found, *(made(256, 2, 1, stages, wide=True) for stages in (3, 2)), made(256, 2, 1, 3, split=2, wide=True)]
-    return [*found, *(made(64, *s, wide=True) for s in ((2, 1, 4), (1, 2, 6)))]
+        return [*found, *(Config(256, 2, 1, stages, wide=True) for stages in (3, 2)), Config(256, 2, 1, 3, split=2, wide=True)]
+    return [*found, *(Config(64, *s, wide=True) for s in ((2, 1, 4), (1, 2, 6)))]
 
 
 def build(operand: Any, configs: list[Any]) -> None:
-    from breccia_triton import weight_only, weight_plans
-    from breccia_triton.cuda import compiler
-
     nvrtc = compiler.nvrtc(int((torch.version.cuda or "13").partition(".")[0]))
 
     def one(config: Any) -> None:
-        if isinstance(config, weight_plans.Config):
+        if isinstance(config, Config):
             macros = weight_plans.macros_of(operand, config, "bfloat16", "bfloat16", None)
             compiler.cubin(weight_only.source_of(config), "sm_90a", macros, nvrtc)
 

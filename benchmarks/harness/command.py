@@ -106,6 +106,14 @@ def command(function: Callable[..., Any]) -> Callable[..., None]:
     return run
 
 
+def program(function: Callable[..., Any]) -> Callable[..., None]:
+    """As `command`; it also runs, if the function is the last one of the file that Python was started with."""
+    made = command(function)
+    if function.__module__ == "__main__":
+        typer.run(made)
+    return made
+
+
 def tell(result: Result, out: Path | None, as_json: bool) -> None:
     result = json.loads(json.dumps(result))
     refused, failed = result.pop("refused", ""), result.pop("failed", "")
@@ -136,14 +144,11 @@ def show(*items: str | Table) -> None:
 
 
 def run(**commands: Callable[..., None]) -> None:
-    """Run the command of a script; with several, the one that the first word names."""
-    if len(commands) == 1:
-        typer.run(*commands.values())
-    else:
-        app = typer.Typer(add_completion=False)
-        for name, function in commands.items():
-            app.command(name)(function)
-        app()
+    """Run the command that the first word names."""
+    app = typer.Typer(add_completion=False)
+    for name, function in commands.items():
+        app.command(name)(function)
+    app()
 
 
 def progress(items: Iterable[Item], what: str) -> Iterable[Item]:
