@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -110,46 +109,28 @@ def steps(result: Result) -> Table:
     return table("what a step consists of", columns, rows, note if rows else "*This result has no parts of steps.*")
 
 
-@dataclass(frozen=True)
-class DecoderGoal:
-    """`quantity`, divided by that of BF16 weights, must be at least `bound`, or at most `bound` if `at_most`."""
-
-    work: str
-    recipes: tuple[str, ...]
-    models: tuple[str, ...]
-    quantity: str
-    bound: float
-    at_most: bool = False
-
-
-_DECODED, _MODELS = ("int4", "nvfp4"), ("wide", "narrow")
-
-DECODER_GOALS = (
-    *(
-        DecoderGoal(f"tokens per second, INT4 and NVFP4, {model}", _DECODED, (model,), "tokens_per_second", 2.2)
-        for model in _MODELS
-    ),
-    DecoderGoal("bytes of weights, INT4 and NVFP4", _DECODED, _MODELS, "weight_bytes", 0.32, at_most=True),
+#: Recipes with goals; work, models, quantity, and the least part of BF16's that it must reach, or for bytes the most.
+GOAL_RECIPES = ("int4", "nvfp4")
+GOALS: tuple[tuple[str, tuple[str, ...], str, float], ...] = (
+    *((f"tokens per second, INT4 and NVFP4, {model}", (model,), "tokens_per_second", 2.2) for model in MODELS),
+    ("bytes of weights, INT4 and NVFP4", tuple(MODELS), "weight_bytes", 0.32),
 )
 
 
-def reached(result: Result, goal: DecoderGoal) -> Iterator[tuple[str, float | None]]:
-    """(Recipe, way, model and batch, the quantity over BF16's) of every row of a goal."""
-    rows = {(row["how"], row["model"], row["batch"], row["recipe"]): row for row in result["rows"]}
-    for way, model, batch, recipe in rows:
-        if recipe in goal.recipes and model in goal.models:
-            base = rows.get((way, model, batch, BF16))
-            value = rows[way, model, batch, recipe][goal.quantity]
-            yield f"{recipe}, {way}, {model}, batch {batch}", value / base[goal.quantity] if base else None
-
-
 def goals(result: Result) -> Table:
-    rows = tuple(
-        judged(g.work, f"{'≤' if g.at_most else '≥'} {g.bound:.2f} × BF16", dict(reached(result, g)), g.bound, g.at_most)
-        for g in DECODER_GOALS
-    )
+    by = {(row["how"], row["model"], row["batch"], row["recipe"]): row for row in result["rows"]}
+    lines: list[tuple[str, ...]] = []
+    for work, models, quantity, bound in GOALS:
+        at_most = quantity == "weight_bytes"
+        found = {
+            f"{recipe}, {way}, {model}, batch {batch}": base and row[quantity] / base[quantity]
+            for (way, model, batch, recipe), row in by.items()
+            if recipe in GOAL_RECIPES and model in models
+            for base in [by.get((way, model, batch, BF16))]
+        }
+        lines.append(judged(work, f"{'≤' if at_most else '≥'} {bound:.2f} × BF16", found, bound, at_most))
     note = "The smallest and the largest value among all batches, eager and compiled."
-    return Table("goals of decoders", GOAL, rows, note)
+    return Table("goals of decoders", GOAL, tuple(lines), note)
 
 
 KEY = ("how", "model", "recipe", "batch")
