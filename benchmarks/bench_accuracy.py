@@ -20,11 +20,9 @@ import numpy as np
 import typer
 from bench_forms import changed
 from bench_memory import PUBLISHED
-from harness.command import Benchmark, Recipes, program, progress, recipes_named
+from harness import ROOT, Benchmark, Quality, Recipes, Result, cores, normal, program, progress, recipes_named
 from harness.plots import BLUE, GREY, ORANGE, Plot
-from harness.results import ROOT, Result, cores
 from harness.tables import Table, bits, table
-from harness.timing import Quality, normal
 
 import breccia
 

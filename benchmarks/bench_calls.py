@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from harness.command import Benchmark, apart, program, progress
-from harness.results import Result, output, provenance
-from harness.tables import Table, table
-from harness.timing import Call, normal, summary
+from harness import Benchmark, Call, Result, Table, apart, normal, output, program, progress, provenance, summary, table
 
 import breccia
 

@@ -17,10 +17,8 @@ from typing import Annotated, Any
 import numpy as np
 import rivals
 import typer
-from harness.command import Benchmark, apart, program, refuse
+from harness import ABSENT, Benchmark, Result, Table, apart, program, provenance, ratio, refuse, table, trio
 from harness.plots import BLUE, GREY, ORANGE, Plot
-from harness.results import Result, provenance
-from harness.tables import ABSENT, Table, ratio, table, trio
 from harness.timing import DRIFT, Call, Quality, drift, interleaved, normal, often, pooled, summary, timed
 from rivals import MODULES, OLD, ON_NUMPY, OURS, RECIPES, SAME_SCALE, SLAB_ROWS, STRAIGHTFORWARD, WAYS, chosen
 

@@ -19,11 +19,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness.command import Benchmark, Seconds, known, program
+from harness import Benchmark, Result, Seconds, known, program, summary
 from harness.device import Timer, check_device, graph_of, message, sampled, where
-from harness.results import Result
 from harness.tables import ABSENT, GOAL, Table, judged, median, over, ratio, table, three
-from harness.timing import summary
 
 BF16, FP32 = "bf16", "fp32"
 #: How a decoder on CUDA runs: under a CUDA graph, eager or compiled, or through `generate`.

@@ -12,10 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from harness.command import Benchmark, program
-from harness.results import Result
-from harness.tables import Table, table
-from harness.timing import Call, normal
+from harness import Benchmark, Call, Result, Table, normal, program, table
 
 import breccia
 

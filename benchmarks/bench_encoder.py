@@ -18,9 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from bench_accuracy import weights_file
-from harness.command import Benchmark, Recipes, program, progress, recipes_named
-from harness.results import HERE, Result, provenance
-from harness.tables import Table, table
+from harness import HERE, Benchmark, Recipes, Result, Table, program, progress, provenance, recipes_named, table
 from plain import FORMATS
 
 #: How far the mean cosine may lie below that of plain rounding.

@@ -17,11 +17,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness.command import Benchmark, Device, known, program, progress
+from harness import ABSENT, Benchmark, Device, Result, Table, failures, known, program, progress, spread, summary, table
 from harness.device import Call, message, synchronize, where
-from harness.results import Result
-from harness.tables import ABSENT, Table, failures, spread, table
-from harness.timing import summary
 from plain import TILES
 
 import breccia

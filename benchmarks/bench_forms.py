@@ -15,10 +15,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from harness.command import Benchmark, Recipes, program, progress, recipes_named
-from harness.results import Result
+from harness import Benchmark, Call, Recipes, Result, interleaved, normal, program, progress, recipes_named, summary
 from harness.tables import Table, table, three
-from harness.timing import Call, interleaved, normal, summary
 
 import breccia
 

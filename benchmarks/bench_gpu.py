@@ -9,7 +9,7 @@ from bench_gpu_host import host
 from bench_gpu_quantize import quantize
 from bench_matmul import main as matmul
 from bench_weight_only import main as weight_only
-from harness.command import run
+from harness.commands import run
 
 if __name__ == "__main__":
     run(casts=casts, host=host, quantize=quantize, matmul=matmul, weight_only=weight_only)

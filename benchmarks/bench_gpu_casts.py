@@ -17,9 +17,8 @@ from typing import Annotated, Any
 import rivals
 import torch
 import typer
-from harness.command import Benchmark, Device, Seconds, command, known, progress, recipes_named, sizes
+from harness import Benchmark, Device, Result, Seconds, command, known, progress, recipes_named, sizes
 from harness.device import Arms, Call, Make, beyond_cache, check_device, graphed, load, message, rotating, sampled, where
-from harness.results import Result
 from harness.tables import (
     ABSENT,
     Table,

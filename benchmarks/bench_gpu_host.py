@@ -10,10 +10,8 @@ import rivals
 import torch
 import typer
 from bench_gpu_casts import OPS, REQUANTIZED, RivalsOption, loaded, rival_call, versus, work
-from harness.command import Benchmark, Device, command, known
+from harness import Benchmark, Device, Result, Table, command, failures, known, listed, spread, table
 from harness.device import Arms, Call, Make, Timer, check_device, host_time, sampled, where
-from harness.results import Result
-from harness.tables import Table, failures, listed, spread, table
 from plain import TILES
 from rivals import OURS, TORCH_COMPILED, TRANSFORMER_ENGINE, Rival
 

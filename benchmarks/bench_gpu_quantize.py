@@ -9,11 +9,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness.command import Benchmark, Device, command, recipes_named
+from harness import ABSENT, Benchmark, Device, Result, Table, command, recipes_named, spread, summary, table, three
 from harness.device import check_device, synchronize, where
-from harness.results import Result
-from harness.tables import ABSENT, Table, spread, table, three
-from harness.timing import summary
 
 #: Recipes, and sizes of the model: the linear layers of Llama 3.2 1B.
 QUANTIZED = ("fp8_block", "mxfp8", "nvfp4", "int4")

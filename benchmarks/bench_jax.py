@@ -11,10 +11,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
-from harness.command import Benchmark, program
-from harness.results import Result, version_of
-from harness.tables import Table, ratio, spread, table
-from harness.timing import Call, normal, often, rows_of
+from harness import Benchmark, Call, Result, Table, normal, often, program, ratio, rows_of, spread, table, version_of
 from plain import InJax
 
 import breccia

@@ -19,12 +19,10 @@ from typing import Annotated, Any
 import fp8_products as fp8
 import torch
 import typer
-from harness.command import Benchmark, Device, Seconds, known, program, progress, refuse, sizes
+from harness import HERE, Benchmark, Device, Result, Seconds, known, program, progress, read, refuse, sizes, summary
 from harness.device import GRAPH_CALLS, WARM_UP, Arms, check_device, graphed, host_time, load, message, sampled, where
 from harness.plots import GREY, Plot
-from harness.results import HERE, Result, read
 from harness.tables import ABSENT, Goal, Table, failures, fastest, goals, listed, median, over, sides, table, three, tried, trio
-from harness.timing import summary
 from rivals import OLD, TRANSFORMER_ENGINE
 
 import breccia

@@ -18,10 +18,8 @@ from typing import Annotated, Any
 
 import typer
 from cpu_products import LIBRARIES, READ, prepared, seconds_of
-from harness.command import Benchmark, known, program, progress, refuse
-from harness.results import Result, cores, provenance
+from harness import DRIFT, Benchmark, Result, agree, cores, known, pooled, program, progress, provenance, refuse, summary
 from harness.tables import ABSENT, Table, ratio, table, three, trio
-from harness.timing import DRIFT, agree, pooled, summary
 
 #: The arm that the others are compared with.
 BASE = "F.linear FP32"

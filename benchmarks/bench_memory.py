@@ -17,10 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from harness.command import Benchmark, Recipes, apart, program, progress, recipes_named
-from harness.results import HERE, Result, read
-from harness.tables import Table, bits, table
-from harness.timing import normal
+from harness import HERE, Benchmark, Recipes, Result, Table, apart, bits, normal, program, progress, read, recipes_named, table
 
 import breccia
 

@@ -10,10 +10,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from harness.command import Benchmark, program, progress
-from harness.results import Result, version_of
-from harness.tables import Table, ratio, spread, table
-from harness.timing import Call, normal, rows_of
+from harness import Benchmark, Call, Result, Table, normal, program, progress, ratio, rows_of, spread, table, version_of
 
 import breccia
 

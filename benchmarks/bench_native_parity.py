@@ -18,9 +18,7 @@ import numpy as np
 import parity
 import typer
 from bench_forms import forms
-from harness.command import Benchmark, Recipes, program, progress, recipes_named
-from harness.results import Result
-from harness.tables import Table, table
+from harness import Benchmark, Recipes, Result, Table, program, progress, recipes_named, table
 
 import breccia
 from breccia.tensors.components import components
@@ -57,7 +55,7 @@ def draws(rng: np.random.Generator, recipe: breccia.ScalingRecipe) -> Iterator[n
     faulty = partial(parity.normal, exponents=20, faulty=True)
     bits = [partial(parity.patterns, dtype=d, finite=f) for d in parity.DTYPES for f in (False, True)]
     every = itertools.cycle([*bits, faulty, parity.zeros, parity.ties, parity.edges])
-    for draw, shape in itertools.cycle(zip(every, SHAPES * 10)):
+    for draw, shape in itertools.cycle(zip(every, SHAPES * 10, strict=False)):
         x = draw(rng, shape, recipe)
         yield x
         if x.dtype == np.float32:

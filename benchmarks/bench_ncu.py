@@ -12,10 +12,8 @@ from typing import Annotated, Any
 import torch
 import typer
 from bench_gpu_casts import matrices, work
-from harness.command import Benchmark, apart, known, program, progress, refuse, sizes
+from harness import Benchmark, Result, Table, apart, known, program, progress, refuse, sides, sizes, table, three
 from harness.device import check_device, where
-from harness.results import Result
-from harness.tables import Table, sides, table, three
 
 #: Calls by name: casts that are bound by instructions or by several passes over memory, according to the tables of casts.
 CALLS = {

@@ -25,9 +25,7 @@ import parity
 import typer
 from bench_accuracy import variants
 from bench_forms import changed
-from harness.command import Benchmark, Recipes, Seconds, known, program, recipes_named, refuse
-from harness.results import Result, cores, provenance
-from harness.tables import Table
+from harness import Benchmark, Recipes, Result, Seconds, Table, cores, known, program, provenance, recipes_named, refuse
 from parity import Results, Tally
 
 import breccia

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_weight_only import FORMATS
-from harness.command import Benchmark, Recipes, command, run
-from harness.results import Result, provenance
-from harness.tables import Table, sides, table
+from harness import Benchmark, Recipes, Result, Table, command, provenance, run, sides, table
 
 import breccia
 

@@ -19,9 +19,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from harness.command import Benchmark, known, program, recipes_named
-from harness.results import Result, cores, provenance
-from harness.tables import Table, table
+from harness import Benchmark, Result, Table, cores, known, program, provenance, recipes_named, table
 
 import breccia
 

@@ -22,9 +22,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness.command import Benchmark, Device, Seconds, known, program, progress, sizes
+from harness import HERE, Benchmark, Device, Result, Seconds, known, program, progress, read, sizes
 from harness.device import Arms, check_device, graphed, message, reference, rotating, sampled, where
-from harness.results import HERE, Result, read
 from harness.tables import ABSENT, Goal, Table, goals, median, over, pivoted, tried
 
 import breccia

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.results import HERE
-from harness.timing import Call, normal, timed
+from harness import HERE, Call, normal, timed
 
 #: By arm, what makes its call from activations (M, K) in FP32.
 Arms = dict[str, Callable[[np.ndarray], Call]]

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from harness import BENCHMARKS, HERE, ROOT, Benchmark, Result, Table, load, told
 from harness.blocks import filled
 from harness.blocks import table as markdown
-from harness.command import BENCHMARKS, Benchmark
 from harness.plots import Plot, write
-from harness.results import HERE, ROOT, Result, load, told
-from harness.tables import Table
 
 PAGES = ("benchmarks.md", "accuracy.md", "numerics.md", "kernels.md")
 NOTHING = "*No result yet: run the benchmark.*\n"

@@ -17,8 +17,7 @@ import bench_gpu_casts  # noqa: F401
 import bench_matmul
 import bench_weight_only
 import typer
-from harness.command import BENCHMARKS
-from harness.results import joined, read, save
+from harness import BENCHMARKS, joined, read, save
 
 SLOWDOWNS = {"gpu-weight-only": bench_weight_only.slowdowns, "matmul-gpu": bench_matmul.slowdowns}
 

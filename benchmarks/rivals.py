@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 import plain
-from harness.command import refuse
-from harness.results import HERE
+from harness import HERE, refuse
 from plain import TILES
 
 OURS, STRAIGHTFORWARD, EAGER, OLD = "breccia", "ml_dtypes", "eager-torch", "breccia-0.1.3"

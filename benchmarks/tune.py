@@ -23,10 +23,8 @@ from typing import Annotated, Any
 import torch
 import typer
 from bench_gpu_casts import RECIPES
-from harness.command import Device, Recipes, known, recipes_named, show, sizes
+from harness import ROOT, Device, Recipes, Table, cores, known, recipes_named, show, sizes, table
 from harness.device import Call, check_device, message, where
-from harness.results import ROOT, cores
-from harness.tables import Table, table
 from plain import TILES
 
 import breccia

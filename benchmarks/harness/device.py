@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from harness.command import refuse
+from harness.commands import refuse
 from harness.results import output, provenance
 from harness.timing import Call, summary
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import command, device, results, timing
-from harness.command import Benchmark
+from harness import commands, device, results, timing
+from harness.commands import Benchmark
 from harness.tables import Table, judged
 
 
@@ -94,7 +94,7 @@ def test_provenance_names_no_folder_of_the_one_who_ran_it(monkeypatch: pytest.Mo
 @pytest.fixture
 def benchmark_of(monkeypatch: pytest.MonkeyPatch) -> Benchmark:
     """A benchmark of one table, which only this test knows."""
-    monkeypatch.setattr(command, "BENCHMARKS", {})
+    monkeypatch.setattr(commands, "BENCHMARKS", {})
     return Benchmark(
         "trial", {"trial": lambda r: Table("a", ("b",), tuple((f"row {row['a']}",) for row in r["rows"]), "a note")}
     )
@@ -106,7 +106,7 @@ def test_a_refused_result_is_shown_and_not_written(
 ) -> None:
     more = {field: "the reason"} if field else {}
 
-    @command.command
+    @commands.command
     def main(count: int = 1) -> Any:
         for n in range(count):
             yield benchmark_of.result([{"a": n}], {"count": count}, **more)
@@ -126,9 +126,9 @@ def test_files_have_a_row_per_line_and_functions_run_in_processes_of_their_own(t
     result = {"runs": [{"cpu": "é"}], "options": {"n": [1, 2]}, "rows": [{"a": 1.5}, {"a": None}]}
     text = results.text_of(result)
     assert json.loads(text) == result and ' "rows": [\n  {"a": 1.5},\n  {"a": null}\n ]\n' in text
-    assert command.apart("harness.results:tag_of", {"device": "One GPU, 2"}) == "one-gpu"
+    assert commands.apart("harness.results:tag_of", {"device": "One GPU, 2"}) == "one-gpu"
     with pytest.raises(SystemExit, match="harness.results:read failed with status 1"):
-        command.apart("harness.results:read", "absent")
+        commands.apart("harness.results:read", "absent")
 
 
 def run_of(date: str, rows: list[tuple[str, int]], left: int = 0) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import bench_matmul
 import draw
 import fp8_products
 from harness.blocks import BLOCK
-from harness.command import BENCHMARKS
+from harness.commands import BENCHMARKS
 from harness.results import HERE, ROOT, read, told
 
 from breccia_triton import choices

@@ -196,7 +196,8 @@ def apart(target: str, *arguments: Any, python_path: Path | str | None = None, p
     """
     paths = [str(python_path) if python_path else "", str(HERE), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    words = [*prefix, sys.executable, "-m", __name__, target, json.dumps(arguments)]
+    inside = "import sys; from harness.commands import _inside; _inside(*sys.argv[1:])"
+    words = [*prefix, sys.executable, "-c", inside, target, json.dumps(arguments)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{target} failed with status {done.returncode}; its own message is above.\n{done.stdout[-500:]}".strip())
@@ -208,7 +209,3 @@ def _inside(target: str, arguments: str) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         found = getattr(import_module(module), name)(*json.loads(arguments))
     print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    _inside(*sys.argv[1:])
