@@ -318,7 +318,11 @@ def measured(names: list[str], *arguments: Any) -> dict[str, Any]:
             arrays = Path(folder) / name
             arrays.mkdir(exist_ok=True)
             print(f"measuring {name}", file=sys.stderr)
-            passes.append(apart("bench_cast:one", name, *arguments, str(arrays), python_path=rivals.python_path(name)))
+            passes.append(
+                apart(
+                    "bench_cast:one", name, *arguments, str(arrays), python_path=rivals.fetched_old() if name == OLD else None
+                )
+            )
         compared = checks(passes, Path(folder))
     for one in passes:
         for found in one["rows"]:

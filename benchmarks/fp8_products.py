@@ -206,12 +206,8 @@ def transformer_engine(kind: str, a: Any, ws: list[Any], out: Any) -> Call:
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     left, *weights = (breccia.to_foreign(st, "transformer_engine") for st in (a, *ws))
-    precise = not kind.endswith("fast")
-
-    def call(w: Any) -> object:
-        return general_gemm(w, left, out_dtype=torch.bfloat16, out=out, use_split_accumulator=precise)[0]
-
-    return rotating(call, weights)
+    options = {"out_dtype": torch.bfloat16, "out": out, "use_split_accumulator": not kind.endswith("fast")}
+    return rotating(lambda w: general_gemm(w, left, **options)[0], weights)
 
 
 def grouped_makers(kind: str, a: Any, ws: list[Any], out: Any) -> dict[str, Make]:
@@ -219,10 +215,8 @@ def grouped_makers(kind: str, a: Any, ws: list[Any], out: Any) -> dict[str, Make
     ends = ends_of(a.shape[0], a.data.device)
 
     def ours() -> Call:
-        def call(w: Any) -> object:
-            return breccia.grouped_matmul(a, w, ends, "bfloat16", out=out, prefer="cuda.fp8_grouped_matmul")
-
-        return rotating(call, [w.mT for w in ws])
+        options = {"out": out, "prefer": "cuda.fp8_grouped_matmul"}
+        return rotating(lambda w: breccia.grouped_matmul(a, w, ends, "bfloat16", **options), [w.mT for w in ws])
 
     def theirs() -> Call:
         rows = kind == "grouped row"

@@ -185,13 +185,8 @@ def grid(turn: int) -> list[Slab]:
     """A slab for each dtype and axis. Half of them have only whole blocks: which half depends on whether `turn` is even."""
     both = itertools.product(DTYPES, AXES)
     return [
-        Slab(
-            f"{dtype}, axis {axis}",
-            partial(mixed, dtype=dtype, axis=axis),
-            (WHOLE, RAGGED)[(turn + n) % 2],
-            options={"axis": axis},
-        )
-        for n, (dtype, axis) in enumerate(both)
+        Slab(f"{d}, axis {axis}", partial(mixed, dtype=d, axis=axis), (WHOLE, RAGGED)[(turn + n) % 2], options={"axis": axis})
+        for n, (d, axis) in enumerate(both)
     ]
 
 
@@ -330,6 +325,16 @@ def once(make: Callable[[dict[str, Any]], Callable[[Any], Results]]) -> Writer:
     return write
 
 
+def compiled_by(compiler: Callable[[Any], Callable[[Any], Any]], recipe: breccia.ScalingRecipe) -> Writer:
+    """What `compiler` makes of `compilable`."""
+
+    def make(options: dict[str, Any]) -> Callable[[Any], Results]:
+        run = compiler(compilable(recipe, options))
+        return lambda x: Results(*run(x))
+
+    return once(make)
+
+
 def torch_tensor(x: np.ndarray, device: str) -> Any:
     import torch
 
@@ -373,13 +378,7 @@ def jax_compiled(recipe: breccia.ScalingRecipe, mapped: bool = False) -> Writer:
     import jax
 
     jax.clear_caches()
-
-    def make(options: dict[str, Any]) -> Callable[[Any], Results]:
-        run = compilable(recipe, options)
-        compiled = jax.jit(jax.vmap(run) if mapped else run)
-        return lambda x: Results(*compiled(x))
-
-    return once(make)
+    return compiled_by(lambda run: jax.jit(jax.vmap(run) if mapped else run), recipe)
 
 
 def mlx_tensor(x: np.ndarray, device: str) -> Any:
@@ -391,34 +390,22 @@ def mlx_tensor(x: np.ndarray, device: str) -> Any:
 def mlx_compiled(recipe: breccia.ScalingRecipe) -> Writer:
     import mlx.core as mx
 
-    def make(options: dict[str, Any]) -> Callable[[Any], Results]:
-        compiled = mx.compile(compilable(recipe, options))
-        return lambda x: Results(*compiled(x))
-
-    return once(make)
+    return compiled_by(mx.compile, recipe)
 
 
+UNCOMPILED = {"eager": Way(eager), "generic": Way(generic)}
 FRAMEWORKS = {
     "torch": Side(
-        "torch",
-        torch_tensor,
-        {"eager": Way(eager), "generic": Way(generic), "compiled": Way(torch_compiled)},
-        devices=("cpu", "cuda"),
-        threads=torch_threads,
+        "torch", torch_tensor, {**UNCOMPILED, "compiled": Way(torch_compiled)}, devices=("cpu", "cuda"), threads=torch_threads
     ),
     "jax": Side(
         "jax",
         jax_tensor,
-        {
-            "eager": Way(eager),
-            "generic": Way(generic),
-            "jit": Way(jax_compiled),
-            "vmap": Way(partial(jax_compiled, mapped=True), mapped=True),
-        },
+        {**UNCOMPILED, "jit": Way(jax_compiled), "vmap": Way(partial(jax_compiled, mapped=True), mapped=True)},
         devices=("cpu", "cuda"),
         flushes=True,
     ),
-    "mlx": Side("mlx.core", mlx_tensor, {"eager": Way(eager), "generic": Way(generic), "compile": Way(mlx_compiled)}),
+    "mlx": Side("mlx.core", mlx_tensor, {**UNCOMPILED, "compile": Way(mlx_compiled)}),
 }
 
 
@@ -505,9 +492,7 @@ def parity(
     ways: dict[str, Way],
     device: str,
     drawn: Iterable[tuple[str, np.ndarray, dict[str, Any]]],
-    by: Callable[[Any, breccia.ScalingRecipe, dict[str, Any]], Results] = lambda x, recipe, options: results(
-        *trip(x, recipe, options)
-    ),
+    by: Callable[..., Results] = lambda *arguments: results(*trip(*arguments)),
 ) -> tuple[dict[str, Tally], float]:
     """(tallies of the ways named, seconds that NumPy took) over all that is drawn; mapped ways see it reversed, too.
 

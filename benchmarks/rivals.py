@@ -251,11 +251,6 @@ def absence(name: str) -> str:
     return ""
 
 
-def python_path(name: str) -> Path | None:
-    """What must precede everything installed in the rival's process."""
-    return fetched_old() if name == OLD else None
-
-
 def torchao() -> Rival:
     """torchao's tensor classes, with the settings whose scales are those of our recipes. Its INT4 is one code per byte."""
     import torch
