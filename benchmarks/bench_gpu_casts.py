@@ -119,11 +119,6 @@ def matrices(shape: tuple[int, int], dtype: str, device: str) -> list[Any]:
     return [x, *(x.clone() for _ in range(beyond_cache(x.nbytes, device) - 1))]
 
 
-def copying(xs: list[Any]) -> Call:
-    to = torch.empty_like(xs[0])
-    return rotating(to.copy_, xs)
-
-
 @dataclass(frozen=True)
 class Work:
     """breccia's call, the bytes that it has to read and write, and the kernel that runs. to: what is requantized to."""
@@ -395,7 +390,7 @@ def measured(spec: str, op: str, shape: tuple[int, int], there: dict[str, Rival]
         ours = work(op, spec, xs)
     except Exception as e:
         return {**row, "errors": {OURS: message(e)}}
-    makers: dict[str, Make] = {COPY: lambda: copying(xs), OURS: lambda: ours.call}
+    makers: dict[str, Make] = {COPY: lambda: rotating(torch.empty_like(xs[0]).copy_, xs), OURS: lambda: ours.call}
     makers |= {name: lambda name=name, one=one: rival_call(one, op, spec, xs, name) for name, one in there.items()}
     arms = Arms(device)
     arms.add(makers)

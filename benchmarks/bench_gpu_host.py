@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import rivals
@@ -67,28 +68,18 @@ def calls(side: int, device: str, rivals: dict[str, Rival]) -> Iterator[tuple[st
     """(name of the call, "breccia", "torch" or a rival, function that prepares the call) for matrices of side x side."""
     import breccia_torch
 
-    def numbers(*shape: int) -> Any:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+    x, row = (torch.randn(rows, side, device=device, dtype=torch.bfloat16) for rows in (side, 1))
 
-    x, row = numbers(side, side), numbers(1, side)
+    def product(a: str, w: str) -> Call:
+        left, right = breccia.cast(x, a), breccia.cast(x, w).mT
+        return lambda: breccia.matmul(left, right, "bfloat16")
 
-    def product(a: str, w: str) -> Callable[[], Call]:
-        def make() -> Call:
-            left, right = breccia.cast(x, a), breccia.cast(x, w).mT
-            return lambda: breccia.matmul(left, right, "bfloat16")
-
-        return make
-
-    def layer(spec: str) -> Callable[[], Call]:
-        def make() -> Call:
-            linear = torch.nn.Linear(side, side, bias=False, device=device, dtype=torch.bfloat16)
-            model = torch.nn.Sequential(linear).eval().requires_grad_(False)
-            if spec:
-                breccia_torch.quantize_(model, spec)  # also stores the weight in the kernel's order
-            made = model[0]
-            return lambda: made(row)
-
-        return make
+    def layer(spec: str) -> Call:
+        linear = torch.nn.Linear(side, side, bias=False, device=device, dtype=torch.bfloat16)
+        model = torch.nn.Sequential(linear).eval().requires_grad_(False)
+        if spec:
+            breccia_torch.quantize_(model, spec)  # also stores the weight in the kernel's order
+        return partial(model[0], row)
 
     for op, spec in itertools.product(HOST_OPS, RECIPES):
         if spec in OPS[op].recipes:
@@ -97,11 +88,11 @@ def calls(side: int, device: str, rivals: dict[str, Rival]) -> Iterator[tuple[st
             for rival, one in rivals.items():
                 yield name, rival, lambda op=op, spec=spec, one=one, rival=rival: rival_call(one, op, spec, [x], rival)
     for a, w in PRODUCTS:
-        yield f"matmul {a} by {w}", "breccia", product(a, w)
+        yield f"matmul {a} by {w}", "breccia", partial(product, a, w)
     for spec in LAYERS:
-        yield f"ScaledLinear {spec}", "breccia", layer(spec)
+        yield f"ScaledLinear {spec}", "breccia", partial(layer, spec)
     out = torch.empty_like(x)
-    yield "torch.nn.Linear", "torch", layer("")
+    yield "torch.nn.Linear", "torch", partial(layer, "")
     yield "torch.neg", "torch", lambda: lambda: torch.neg(x, out=out)
     yield "torch.empty", "torch", lambda: lambda: torch.empty((side, side), device=device, dtype=torch.bfloat16)
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import fp8_products as fp8
 import torch
 import typer
-from harness import HERE, Benchmark, Device, Result, Seconds, known, program, progress, read, refuse, sizes, summary
+from harness import Benchmark, Device, Result, Seconds, known, program, progress, read, refuse, sizes, summary
 from harness.device import GRAPH_CALLS, WARM_UP, Arms, check_device, graphed, host_time, load, message, sampled, where
 from harness.plots import GREY, Plot
 from harness.tables import ABSENT, Goal, Table, failures, fastest, goals, listed, median, over, sides, table, three, tried, trio
@@ -286,20 +286,13 @@ def roofline(series: Any) -> Any:
     return figure
 
 
-def sweep_plot(tag: str, result: Result, _: Any) -> Plot:
-    return Plot(f"products-{tag}.svg", "Rates of FP8 products by rows, beside the best rival", sweep_series(result), sweep)
-
-
 def roofline_plot(tag: str, result: Result, results: Mapping[str, list[tuple[str, Result]]]) -> Plot:
     title = "Share of the limit of memory or tensor cores that products reach"
     weights = dict(results["gpu-weight-only"]).get(tag)
     return Plot(f"roofline-{tag}.svg", title, roofline_series(result, weights), roofline)
 
 
-def trials(result: Result) -> Table:
-    return tried(read(HERE / "tried.json")["fp8"], "shape", "what was tried for FP8 products", " Rates are in TFLOP/s.")
-
-
+SWEEP_TITLE = "Rates of FP8 products by rows, beside the best rival"
 BENCHMARK = Benchmark(
     "matmul-gpu",
     {
@@ -307,10 +300,13 @@ BENCHMARK = Benchmark(
         "matmul-gpu-goals": goals_table,
         "matmul-gpu-states": states,
         "matmul-gpu-errors": errors,
-        "matmul-gpu-tried": trials,
+        "matmul-gpu-tried": lambda _: tried("fp8", "shape", "what was tried for FP8 products", " Rates are in TFLOP/s."),
     },
     key=("kind", "shape"),
-    plots={"matmul-gpu-sweep": sweep_plot, "matmul-gpu-roofline": roofline_plot},
+    plots={
+        "matmul-gpu-sweep": lambda tag, r, _: Plot(f"products-{tag}.svg", SWEEP_TITLE, sweep_series(r), sweep),
+        "matmul-gpu-roofline": roofline_plot,
+    },
 )
 
 

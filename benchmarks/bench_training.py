@@ -194,11 +194,7 @@ def trained(framework: str, spec: str, problem: Problem) -> np.ndarray:
 
 def accuracy(framework: str, spec: str, problem: Problem) -> float:
     """The share of test inputs whose class the trained network finds."""
-    return share(problem, trained(framework, spec, problem))
-
-
-def share(problem: Problem, found: np.ndarray) -> float:
-    return float(np.mean(found == problem.test()[1]))
+    return float(np.mean(trained(framework, spec, problem) == problem.test()[1]))
 
 
 def faults(rows: list[dict[str, Any]]) -> list[str]:
@@ -246,5 +242,5 @@ def main(
     found = faults(rows) if seeds >= PAIRS else []
     refused = f"{'; '.join(found)}. Recipes held to it must come within {BOUND:g} of FP32; nothing written." if found else ""
     options = {"seeds": seeds, "steps": steps, "batch": BATCH, "width": WIDTH, "classes": CLASSES, "test": TEST, "bound": BOUND}
-    best = [share(problem, problem.best()) for problem in problems]
+    best = [float(np.mean(problem.best() == problem.test()[1])) for problem in problems]
     return BENCHMARK.result(rows, options, where, best=best, refused=refused)

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness import HERE, Benchmark, Device, Result, Seconds, known, program, progress, read, sizes
+from harness import Benchmark, Device, Result, Seconds, known, program, progress, sizes
 from harness.device import Arms, check_device, graphed, message, reference, rotating, sampled, where
 from harness.tables import ABSENT, Goal, Table, goals, median, over, pivoted, tried
 
@@ -150,17 +150,14 @@ def goals_table(result: Result) -> Table:
     return goals("goals of products of quantized weights", WEIGHT_GOALS, rows, note)
 
 
-def trials(result: Result) -> Table:
-    return tried(read(HERE / "tried.json")["weight-only"], "product", "what was tried for products of quantized weights")
-
-
+TRIED = "what was tried for products of quantized weights"
 PLAIN = Benchmark(
     "gpu-weight-only",
     {
         "gpu-weight-only": times,
         "gpu-weight-only-bandwidth": bandwidth,
         "gpu-weight-only-goals": goals_table,
-        "gpu-weight-only-tried": trials,
+        "gpu-weight-only-tried": lambda _: tried("weight-only", "product", TRIED),
     },
     key=("format", "n", "k", "m"),
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.results import Row
+from harness.results import HERE, Row, read
 
 #: The cell of what was not measured.
 ABSENT = "-"
@@ -169,8 +169,9 @@ def goals(title: str, every: Iterable[Goal], rows: Mapping[str, Row], note: str)
     return Table(title, GOAL, tuple(lines), note)
 
 
-def tried(found: Mapping[str, Any], case: str, title: str, unit: str = "") -> Table:
-    """Variants of kernels with their expected and measured effect. found: of tried.json. case: the field that says what ran."""
+def tried(name: str, case: str, title: str, unit: str = "") -> Table:
+    """Variants of kernels with their expected and measured effect, of tried.json. case: the field that says what ran."""
+    found = read(HERE / "tried.json")[name]
     columns = {name: (lambda row, name=name: row[name] or ABSENT) for name in ("what", case, "expected", "measured")}
     note = (
         f"{found['device']}. Each variant was compared with the kernel of that time, so numbers differ from those above.{unit} "
