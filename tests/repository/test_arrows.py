@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,7 @@ def _imports(nodes: list[ast.AST] | list[ast.stmt], package: str, lazy: bool) ->
                 yield from _imports(list(ast.iter_child_nodes(node)), package, inside)
 
 
+@cache
 def modules(distribution: str) -> dict[str, Path]:
     """Dotted name inside the package -> file. The package itself has the name ""."""
     folder = ROOT / distribution / "src" / PACKAGES[distribution][0]
@@ -149,6 +151,7 @@ def modules(distribution: str) -> dict[str, Path]:
     return {name.removesuffix("__init__").removesuffix("."): path for path, name in names.items()}
 
 
+@cache
 def read(distribution: str, name: str) -> list[Import]:
     package, path = PACKAGES[distribution][0], modules(distribution)[name]
     dotted = f"{package}.{name}" if name else package
@@ -172,9 +175,9 @@ def allowed(distribution: str, name: str) -> tuple[set[str], set[str]]:
     return {package, *ours, *top}, {package, *ours, *top, *lazy}
 
 
-def place(name: str) -> int:
-    """Position in ORDER of a core module or of its folder."""
-    return next(i for i, group in enumerate(ORDER) if name in group or name.partition(".")[0] in group)
+def place(name: str) -> int | None:
+    """Position in ORDER of a core module or of its folder; None without one."""
+    return next((i for i, group in enumerate(ORDER) if name in group or name.partition(".")[0] in group), None)
 
 
 def module_of(found: Import, package: str, known: dict[str, Path]) -> str:
@@ -216,19 +219,23 @@ class C:
     assert found == {(name, False) for name in top} | {("n", True), ("o", True)}
 
 
-@pytest.mark.parametrize(("distribution", "name"), ALL)
-def test_a_module_imports_only_allowed_packages(distribution: str, name: str) -> None:
-    top, lazy = allowed(distribution, name)
-    for found in read(distribution, name):
-        if found.root not in sys.stdlib_module_names:
-            assert found.root in (lazy if found.lazy else top), f"line {found.line} imports {found.name}"
+def offences(of: Iterable[tuple[str, str]], allows: Callable[[str, str, Import], bool]) -> list[str]:
+    """The imports of these modules that a rule does not allow, each with its place."""
+    found = ((distribution, name, x) for distribution, name in of for x in read(distribution, name))
+    return [f"{modules(d)[name].relative_to(ROOT)}:{x.line} imports {x.name}" for d, name, x in found if not allows(d, name, x)]
 
 
-@pytest.mark.parametrize("distribution", PACKAGES)
-def test_a_manifest_imports_only_breccia_and_the_standard_library(distribution: str) -> None:
-    name = "dispatch.builtin" if distribution == "breccia-core" else "plugin"
-    for found in read(distribution, name):
-        assert found.root == CORE or found.root in sys.stdlib_module_names, f"line {found.line} imports {found.name}"
+def is_standard(found: Import) -> bool:
+    return found.root in sys.stdlib_module_names
+
+
+def test_a_module_imports_only_allowed_packages() -> None:
+    assert not offences(ALL, lambda d, name, x: is_standard(x) or x.root in allowed(d, name)[x.lazy])
+
+
+def test_a_manifest_imports_only_breccia_and_the_standard_library() -> None:
+    manifests = [(d, "dispatch.builtin" if d == "breccia-core" else "plugin") for d in PACKAGES]
+    assert not offences(manifests, lambda d, name, x: is_standard(x) or x.root == CORE)
 
 
 @pytest.mark.parametrize("distribution", sorted(PACKAGES.keys() - {"breccia-core"}))
@@ -242,24 +249,26 @@ def test_the_package_of_a_manifest_runs_nothing_on_import(distribution: str) -> 
         assert ours or future or isinstance(node, ast.FunctionDef), ast.unparse(node)
 
 
-@pytest.mark.parametrize("name", [name for name in CORE_MODULES if not name.startswith("testing")])
-def test_a_core_module_imports_no_later_layer(name: str) -> None:
+def test_a_core_module_imports_no_later_layer() -> None:
     """The conformance kit, `testing`, has no layer: it imports what it tests, and no module imports it."""
-    assert {name, name.partition(".")[0]} & set().union(*ORDER), f"{name} has no place in ORDER; give it one"
-    for found in read("breccia-core", name):
-        if found.root == CORE:
-            other = module_of(found, CORE, CORE_MODULES)
-            assert not other.startswith("testing"), f"line {found.line} imports {found.name}"
-            assert place(other) <= place(name), f"line {found.line} imports {found.name}, which comes after {name} in ORDER"
+    ranked = [name for name in CORE_MODULES if not name.startswith("testing")]
+    assert not [name for name in ranked if place(name) is None], "give them a place in ORDER"
+
+    def is_earlier(distribution: str, name: str, found: Import) -> bool:
+        other, own = place(module_of(found, CORE, CORE_MODULES)), place(name)
+        return other is not None and own is not None and other <= own
+
+    assert not offences(
+        [("breccia-core", name) for name in ranked], lambda d, name, x: x.root != CORE or is_earlier(d, name, x)
+    )
 
 
-@pytest.mark.parametrize(("distribution", "name"), [(d, name) for d, name in ALL if d != "breccia-core"])
-def test_other_distributions_import_only_public_names_and_the_backend_of_core(distribution: str, name: str) -> None:
-    for found in read(distribution, name):
-        if found.root == CORE:
-            of_core = found.name.removeprefix(CORE).removeprefix(".")
-            public = of_core == "" or of_core in breccia.__all__
-            assert public or of_core.startswith("backend."), f"line {found.line} imports {found.name}"
+def test_other_distributions_import_only_public_names_and_the_backend_of_core() -> None:
+    def is_public(name: str) -> bool:
+        return name == "" or name in breccia.__all__ or name.startswith("backend.")
+
+    others = [(d, name) for d, name in ALL if d != "breccia-core"]
+    assert not offences(others, lambda d, name, x: x.root != CORE or is_public(x.name.removeprefix(CORE).removeprefix(".")))
 
 
 def test_only_the_agreement_command_imports_the_adapters_of_other_libraries() -> None:
@@ -277,9 +286,8 @@ def test_the_order_lists_modules_that_exist() -> None:
 
 
 def test_the_oracle_shares_no_arithmetic_with_the_generic_algorithm() -> None:
-    for found in read("breccia-core", "testing.oracle"):
-        if found.root == CORE:
-            assert module_of(found, CORE, CORE_MODULES) in ORACLE_READS, f"line {found.line} imports {found.name}"
+    oracle = [("breccia-core", "testing.oracle")]
+    assert not offences(oracle, lambda d, name, x: x.root != CORE or module_of(x, CORE, CORE_MODULES) in ORACLE_READS)
 
 
 @pytest.mark.parametrize("distribution", PACKAGES)
@@ -311,17 +319,15 @@ def test_all_distributions_are_listed() -> None:
 
 
 @pytest.mark.parametrize("distribution", PACKAGES)
-def test_every_package_has_py_typed(distribution: str) -> None:
+def test_every_distribution_has_types_and_the_version_and_license_of_core(distribution: str) -> None:
     assert (modules(distribution)[""].parent / "py.typed").is_file()
+    assert (ROOT / distribution / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    metadata = project(distribution)
+    assert (metadata["version"], metadata["license"]) == (breccia.__version__, "Apache-2.0")
 
 
 @pytest.mark.parametrize("distribution", PACKAGES)
-def test_all_distributions_have_the_version_of_core(distribution: str) -> None:
-    assert project(distribution)["version"] == breccia.__version__
-
-
-@pytest.mark.parametrize("distribution", PACKAGES)
-def test_breccia_dependencies_are_pinned_to_this_minor_version(distribution: str) -> None:
+def test_breccia_dependencies_are_the_imported_distributions_pinned_to_this_minor_version(distribution: str) -> None:
     metadata = project(distribution)
     extras: dict[str, list[str]] = metadata.get("optional-dependencies", {})
     wanted = [*metadata["dependencies"], *(d for extra in extras.values() for d in extra)]
@@ -329,18 +335,7 @@ def test_breccia_dependencies_are_pinned_to_this_minor_version(distribution: str
     ours = [d for d in wanted if d.startswith("breccia-") and not d.startswith(itself)]
     pin = "~=" + ".".join(breccia.__version__.split(".")[:2]) + ".0"
     assert ours and all(d.endswith(pin) and d.removesuffix(pin).partition("[")[0] in PACKAGES for d in ours), ours
-
-
-@pytest.mark.parametrize("distribution", PACKAGES)
-def test_the_imported_distributions_are_the_declared_dependencies(distribution: str) -> None:
-    package, ours = PACKAGES[distribution]
     by_package = {p: d for d, (p, _) in PACKAGES.items()}
     direct = siblings(distribution)
     reached = direct.union(*(siblings(other) for other in direct))
-    assert reached == {by_package[other] for other in ours}, package
-
-
-@pytest.mark.parametrize("distribution", PACKAGES)
-def test_every_distribution_carries_the_same_license(distribution: str) -> None:
-    assert (ROOT / distribution / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    assert project(distribution)["license"] == "Apache-2.0"
+    assert reached == {by_package[other] for other in PACKAGES[distribution][1]}
