@@ -346,11 +346,7 @@ def test_quantized_matmul_runs_only_when_named_and_says_what_it_accepts() -> Non
     assert named.winner is not None and named.winner.name == QUANTIZED
     for a, b, said in (
         (x, breccia.cast(w, breccia.NF4Scaling()).mT, r"MLX has no mode for this 'nf4' recipe; it has mxfp4"),
-        (
-            x[:, :250],
-            breccia.cast(w[:, :250], MXFP8).mT,
-            r"K must be a multiple of 32 with a scale per block; b has PerBlockK",
-        ),
+        (x[:, :250], breccia.cast(w[:, :250], MXFP8).mT, r"K must be a multiple of 32 with a scale per block; b has PerBlockK"),
         (x[:, :24], st, r"b must be the \.mT of one weight \(N, K\) with blocks along K"),
         (st, w.T, r"mx\.quantized_matmul multiplies by a quantized b"),
         (x, breccia.cast(mx.stack([w, w]), MXFP8).mT, r"b must be the \.mT of one weight \(N, K\)"),

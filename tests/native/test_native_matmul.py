@@ -19,12 +19,7 @@ from paths import TESTS
 
 import breccia
 from breccia.arrays.frameworks import Device
-from breccia.codecs import (
-    E2M1,
-    E2M3,
-    E4M3,
-    F32,
-)
+from breccia.codecs import E2M1, E2M3, E4M3, F32
 from breccia.formats import TENSOR, Format, Level
 from breccia.kernels import threads
 from breccia.tensors.tensor import ScaledTensor, with_parts

@@ -57,13 +57,7 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT),
 }
 #: Modules of breccia_jax that are for another library, and import it at the top.
-OF_LIBRARIES = {
-    "flax": "flax",
-    "flax_layers": "flax",
-    "flax_state": "flax",
-    "equinox": "equinox",
-    "serialised": "equinox",
-}
+OF_LIBRARIES = {"flax": "flax", "flax_layers": "flax", "flax_state": "flax", "equinox": "equinox", "serialised": "equinox"}
 #: Modules of breccia_bridges that import torch at the top: they are loaded for torch tensors only.
 OF_TORCH = {"torchao", "transformer_engine", "bitsandbytes", "compressed_tensors"}
 #: The package of breccia_torch that alone may import transformers, and its module for peft.

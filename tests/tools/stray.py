@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 import breccia
-from breccia import (
-    Kernel,
-    MXFP8BlockScaling,
-    ScalingRecipe,
-    hookimpl,
-)
+from breccia import Kernel, MXFP8BlockScaling, ScalingRecipe, hookimpl
 from breccia.arrays import frameworks
 from breccia.dispatch import builtin, registry
 from breccia.dispatch.registry import Plugin, Registry

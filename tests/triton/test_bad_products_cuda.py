@@ -21,11 +21,7 @@ import triton.language as tl  # noqa: E402
 from breccia_triton.cuda import compiler, fp8_matmul, fp8_plans  # noqa: E402
 
 #: Recipes of a and b whose scales change within K.
-BLOCKS = {
-    "tiles": ("fp8_block", "fp8_block,block_m=128"),
-    "blocks": ("fp8_block", "fp8_block"),
-    "mx": ("mxfp8", "mxfp8"),
-}
+BLOCKS = {"tiles": ("fp8_block", "fp8_block,block_m=128"), "blocks": ("fp8_block", "fp8_block"), "mx": ("mxfp8", "mxfp8")}
 ROWS = 64
 
 

@@ -46,14 +46,7 @@ pytestmark = [
 
 #: Every format that the kernel takes, with the least scale byte under which all values are normal numbers: E8M0 byte s is
 #: 2^(s - 127), and the least code of E4M3 is 2^-9, of E5M2 2^-16, of E2M3 2^-3, of E3M2 2^-4, of E2M1 2^-1, of MXINT8 2^-6.
-LEAST_BYTE = {
-    "mxfp8": 10,
-    "mxfp8,fp8_format=E5M2": 17,
-    "mxfp6": 4,
-    "mxfp6,fp6_format=E3M2": 5,
-    "mxfp4": 2,
-    "mxint8": 7,
-}
+LEAST_BYTE = {"mxfp8": 10, "mxfp8,fp8_format=E5M2": 17, "mxfp6": 4, "mxfp6,fp6_format=E3M2": 5, "mxfp4": 2, "mxint8": 7}
 NVFP4 = ("nvfp4", "nvfp4,two_level=false", "nvfp4,global_sense=amax", "nvfp4,global_sense=divisor")
 SPECS = (*LEAST_BYTE, *NVFP4)
 #: The formats; `make test` runs two of them.

@@ -190,8 +190,7 @@ def test_products_of_every_format_are_within_the_bound_on_the_host(name: str, on
 
 
 @pytest.mark.parametrize(
-    ("tile", "name"),
-    some(itertools.product(fp8_plans.TABLE, ("int8-row", "int4-128", "int4-64", "uint4", "int4-16"))),
+    ("tile", "name"), some(itertools.product(fp8_plans.TABLE, ("int8-row", "int4-128", "int4-64", "uint4", "int4-16")))
 )
 def test_every_tile_multiplies_every_form_on_the_host(tile: Any, name: str, on_the_host: list[Any]) -> None:
     at = fp8_plans.TABLE.index(tile)

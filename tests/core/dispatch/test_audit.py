@@ -256,10 +256,7 @@ PAIR: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 TRIPS: dict[str, tuple[Callable[..., Any], str]] = {
-    "one bit": (
-        lambda x, recipe, *rest: changed(reference.cast_ste(x, recipe, rest[-1]), one_bit(8)),
-        "1 of 2240 values",
-    ),
+    "one bit": (lambda x, recipe, *rest: changed(reference.cast_ste(x, recipe, rest[-1]), one_bit(8)), "1 of 2240 values"),
     "NaN is dropped": (lambda x, recipe, *rest: without_nan(reference.cast_ste(x, recipe, rest[-1])), " of 2240 values"),
     "nothing is cast": (lambda x, recipe, *rest: x, " of 2240 values"),
 }
@@ -503,11 +500,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
         lambda st, out_dtype="float32", out=None: st,
         "dequantize returns an array, not ScaledTensor",
     ),
-    "values of fewer rows": (
-        "dequantize",
-        faulty_values(lambda y: y[:-1]),
-        "dequantize gives shape (32, 70); got (31, 70).",
-    ),
+    "values of fewer rows": ("dequantize", faulty_values(lambda y: y[:-1]), "dequantize gives shape (32, 70); got (31, 70)."),
     "values of one row": ("dequantize", faulty_values(lambda y: y[:1]), "dequantize gives shape (32, 70); got (1, 70)."),
     "a product of fewer rows": ("matmul", faulty_matmul(lambda y: y[:-1]), "matmul gives shape (32, 32); got (31, 32)."),
     "a product of one row": ("matmul", faulty_matmul(lambda y: y[:1]), "matmul gives shape (32, 32); got (1, 32)."),

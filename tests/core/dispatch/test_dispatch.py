@@ -788,10 +788,7 @@ def noted(call: Call) -> None:
 
 #: Op -> the calls that its composite makes for an operand of shape (64, 96): op, options, recipe and shape of a.
 STEPS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
-    "requantize": (
-        lambda: breccia.requantize(ST, NVFP4),
-        [("dequantize", {}, MXFP8, (64, 96)), ("cast", {}, NVFP4, (64, 96))],
-    ),
+    "requantize": (lambda: breccia.requantize(ST, NVFP4), [("dequantize", {}, MXFP8, (64, 96)), ("cast", {}, NVFP4, (64, 96))]),
     "requantize of a transpose": (
         lambda: breccia.requantize(ST.mT, NVFP4),
         [("dequantize", {}, MXFP8, (96, 64)), ("cast", {"axis": -2}, NVFP4, (96, 64))],
@@ -810,10 +807,7 @@ STEPS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     ),
     "cast_ste": (
         lambda: breccia.cast_ste(X.astype(np.float16), MXFP8, axis=-2),
-        [
-            ("cast", {"axis": -2}, MXFP8, (64, 96)),
-            ("dequantize", {"out_dtype": "float16"}, MXFP8, (64, 96)),
-        ],
+        [("cast", {"axis": -2}, MXFP8, (64, 96)), ("dequantize", {"out_dtype": "float16"}, MXFP8, (64, 96))],
     ),
     "cast_matmul": (
         lambda: breccia.cast_matmul(X, MXFP8, ST.mT, "bfloat16"),

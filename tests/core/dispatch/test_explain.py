@@ -70,7 +70,4 @@ def test_the_command_line_accepts_array_too() -> None:
     run = subprocess.run([sys.executable, "-m", "breccia", *words], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert (found["call"], found["winner"]) == (
-        "matmul of array and nvfp4",
-        "numpy.matmul" if NO_PRODUCTS else "native.matmul",
-    )
+    assert (found["call"], found["winner"]) == ("matmul of array and nvfp4", "numpy.matmul" if NO_PRODUCTS else "native.matmul")

@@ -439,13 +439,7 @@ CARDS = Card(0), Card(1)
 #: Fact -> (op, how to read it, a call, a call that differs only in other facts, a call that differs in this fact).
 #: The recipes and tensors of a row have one class, so that its calls have one key.
 FACTS: dict[str, tuple[str, Callable[[Call], Any], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]] = {
-    "dtype": (
-        "cast",
-        lambda call: call.a.dtype,
-        (X, *CASTING),
-        (WIDE[:, ::2], *CASTING),
-        (X.astype(np.float16), *CASTING),
-    ),
+    "dtype": ("cast", lambda call: call.a.dtype, (X, *CASTING), (WIDE[:, ::2], *CASTING), (X.astype(np.float16), *CASTING)),
     "shape, along rows": (
         "cast",
         lambda call: call.a.shape,

@@ -181,11 +181,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a power's bias is no number": (power(8, None, 255), "got bits=8, bias=None, nan=255", "bias=127"),
     # -- tables
     "a table of no bits": (table(0, (0.0,)), "a table has 1 to 8 bits; got bits=0", "Declare a narrower codec"),
-    "a table too short": (
-        table(2, (0.0, 1.0)),
-        "values must be 4 finite FP32 numbers for 2 bits",
-        "pad a shorter table",
-    ),
+    "a table too short": (table(2, (0.0, 1.0)), "values must be 4 finite FP32 numbers for 2 bits", "pad a shorter table"),
     "a table of -0": (table(1, (-0.0, 1.0)), "with 0 (not -0.0)", "got 2: (-0.0, 1.0)"),
     "a table beyond FP32": (table(1, (0.0, 1e39)), "got 2: (0.0, 1e+39)", "Round each to FP32"),
     "a table between FP32 numbers": (table(1, (0.0, 0.1)), "got 2: (0.0, 0.1)", "Round each to FP32"),

@@ -65,12 +65,7 @@ def here(place: Place) -> bool:
 
 
 def check(
-    place: Place,
-    x: np.ndarray,
-    recipe: ScalingRecipe,
-    expected: oracle.Written,
-    values: np.ndarray,
-    by: Any = breccia,
+    place: Place, x: np.ndarray, recipe: ScalingRecipe, expected: oracle.Written, values: np.ndarray, by: Any = breccia
 ) -> None:
     """Cast and dequantize `x` at a place; also from its bytes, and of slices. by: the module whose ops are called."""
     st = by.cast(place.array(x), recipe)

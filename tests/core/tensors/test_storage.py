@@ -637,11 +637,7 @@ REFUSED: list[tuple[str, ScalingRecipe, str]] = [
     ("swizzle_128x4", Float8BlockScaling(), "its scales are F32, and the order is one of bytes"),
     ("swizzle_128x4", INT4Scaling(), "its scales are F16, and the order is one of bytes"),
     ("swizzle_128x4", INT8Scaling(group_size=16, scale_dtype="bf16"), "its scales are BF16, and the order is one of bytes"),
-    (
-        "interleaved",
-        Float8CurrentScaling(),
-        "its blocks are all rows high, and this storage needs blocks within one row",
-    ),
+    ("interleaved", Float8CurrentScaling(), "its blocks are all rows high, and this storage needs blocks within one row"),
     (
         "interleaved",
         Float8BlockScaling(block_m=4, block_k=8),

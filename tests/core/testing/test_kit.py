@@ -21,18 +21,7 @@ from hypothesis import strategies as st
 from stray import MODULES, SOUND, STRAY, along_k, here, kernel, outcome, verdicts
 
 import breccia
-from breccia import (
-    Bridge,
-    Codec,
-    Foreign,
-    Format,
-    Kernel,
-    Level,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    ScalingRecipe,
-    api,
-)
+from breccia import Bridge, Codec, Foreign, Format, Kernel, Level, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe, api
 from breccia.arrays import frameworks
 from breccia.arrays.frameworks import Device
 from breccia.arrays.ops import NUMPY, Ops
@@ -305,7 +294,7 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
         "+ is FP64": (of_arrays(__add__=lambda a, b: plain(a).astype(np.float64) + b), r"x \+ y: float64, expected float32"),
     },
     framework_laws.products_are_not_fused_into_sums: {
-        "fused multiply-add": (of_arrays(__mul__=unrounded_product, __add__=fused_sum), "fused into one rounding"),
+        "fused multiply-add": (of_arrays(__mul__=unrounded_product, __add__=fused_sum), "fused into one rounding")
     },
     framework_laws.division_by_arrays_scalars_and_broadcasts_is_ieee: {
         "by a reciprocal": (primitives(div=lambda _, a, b: np.float32(1) / b * a), r"div\(x, y\): \d+ of 300 differ"),
@@ -336,14 +325,8 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
         ),
     },
     framework_laws.constants_are_exact_0d_arrays: {
-        "FP16": (
-            primitives(constant=lambda _, v, like: through(np.array(v), np.float16)),
-            r"constant\(1\.17\S+\): 1 of 1",
-        ),
-        "an axis": (
-            primitives(constant=lambda _, v, like: np.full(1, v, np.float32)),
-            r"constant\(0\.0\): shape \(1,\), ",
-        ),
+        "FP16": (primitives(constant=lambda _, v, like: through(np.array(v), np.float16)), r"constant\(1\.17\S+\): 1 of 1"),
+        "an axis": (primitives(constant=lambda _, v, like: np.full(1, v, np.float32)), r"constant\(0\.0\): shape \(1,\), "),
     },
     framework_laws.matmul_accumulates_in_fp32: {
         "operands of TF32": (
@@ -358,10 +341,7 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
     },
     framework_laws.shape_operations_match_numpy: {
         "pad at the front": (primitives(pad=lambda _, a, w: np.pad(a, [(n, 0) for n in w])), "pad: 0, expected"),
-        "swap of the first axes": (
-            primitives(swap=lambda _, a: a.swapaxes(0, 1)),
-            r"swap: shape \(3, 2, 4\), expected",
-        ),
+        "swap of the first axes": (primitives(swap=lambda _, a: a.swapaxes(0, 1)), r"swap: shape \(3, 2, 4\), expected"),
         "gather in ascending order": (
             primitives(gather=lambda _, a, i, axis: NUMPY.gather(a, tuple(sorted(i)), axis)),
             r"gather: 0, expected 2, at \[0, 0, 0\]",
@@ -407,7 +387,7 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
         "the high word is lost": (
             primitives(words=lambda _, seed: (NUMPY.words(seed)[0], 0)),
             r"words\(9223372036854775813\) are \[5, 0\]",
-        ),
+        )
     },
     framework_laws.any_returns_a_python_bool: {
         "NumPy's own truth": (primitives(any=lambda _, c: np.any(c)), "is not True"),
@@ -418,14 +398,14 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
         "the copy is written": (
             primitives(assign=lambda _, out, v: np.copyto(out.copy(), v)),
             r"assign\(out, value\): 3 of 4 differ",
-        ),
+        )
     },
     framework_laws.native_casts_follow_the_contract: {
         "overflow is Inf": (
             primitives(
                 native_cast=lambda _, y, codec: (
                     plain(y).astype(np.float16).view(np.uint16).astype(np.int32) if codec == F16 else None
-                ),
+                )
             ),
             r"native_cast\(y, F16\): \d+ of 302 differ, the first at .*: 0x[7f]c00, expected 0x[7f]bff",
         ),
@@ -646,11 +626,7 @@ CODEC_FAULTS: dict[str, tuple[Codec, str, str]] = {
         "every_code_decodes_to_its_value",
         r"A8 codes: 15 of 256 differ, the first at \[1\]: 0x0, expected 0x3b000000",
     ),
-    "nothing is declared": (
-        Codec("A8", 8, None, "tests"),
-        "its_declaration_is_complete",
-        "'A8' does not declare its largest",
-    ),
+    "nothing is declared": (Codec("A8", 8, None, "tests"), "its_declaration_is_complete", "'A8' does not declare its largest"),
 }
 
 
