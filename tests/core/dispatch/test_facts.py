@@ -436,49 +436,58 @@ WIDE = np.ones((64, 192), np.float32)
 ST = breccia.cast(np.ones((64, 64), np.float32), MXFP8)
 CASTING = (None, MXFP8, DEFAULT)
 CARDS = Card(0), Card(1)
-#: Fact -> (op, how to read it, a call, a call that differs only in other facts, a call that differs in this fact).
+
+#: (op, how to read a fact, a call, a call that differs only in other facts, a call that differs in this fact).
+Row = tuple[str, Callable[[Call], Any], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
+
+
+def casts(read: Callable[[Call], Any], *arrays: Any) -> Row:
+    """Casts of three arrays."""
+    return "cast", read, *((x, *CASTING) for x in arrays)  # type: ignore[return-value]
+
+
+def asked_for(read: Callable[[Call], Any], *options: dict[str, Any]) -> Row:
+    """Casts of one array with three sets of options."""
+    return "cast", read, *((X, None, MXFP8, CastOptions(**given)) for given in options)  # type: ignore[return-value]
+
+
+def decodes(read: Callable[[Call], Any], *tensors: ScaledTensor) -> Row:
+    return "dequantize", read, *((st, None, None, NO_OPTIONS) for st in tensors)  # type: ignore[return-value]
+
+
+def casts_again(read: Callable[[Call], Any], *pairs: tuple[ScaledTensor, Any]) -> Row:
+    return "requantize", read, *((st, None, recipe, DEFAULT) for st, recipe in pairs)  # type: ignore[return-value]
+
+
+def products(read: Callable[[Call], Any], *operands: tuple[Any, ...]) -> Row:
+    """Products of two operands, with options or without."""
+    return "matmul", read, *((a, b, None, *(options or [NO_OPTIONS])) for a, b, *options in operands)  # type: ignore[return-value]
+
+
+def on_card(rows: int, dtype: str, card: Any) -> Any:
+    return SimpleNamespace(shape=(rows, 32), dtype=np.dtype(dtype), device=card)
+
+
+def of_ones(*shape: int) -> Any:
+    return np.ones(shape, np.float32)
+
+
+HALF, OTHER = X.astype(np.float16), breccia.cast(of_ones(64, 4), MXFP8BlockScaling("E5M2"), axis=-2)
 #: The recipes and tensors of a row have one class, so that its calls have one key.
-FACTS: dict[str, tuple[str, Callable[[Call], Any], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]] = {
-    "dtype": ("cast", lambda call: call.a.dtype, (X, *CASTING), (WIDE[:, ::2], *CASTING), (X.astype(np.float16), *CASTING)),
-    "shape, along rows": (
-        "cast",
-        lambda call: call.a.shape,
-        (X, *CASTING),
-        (X[:57], *CASTING),
-        (np.ones((65, 96), np.float32), *CASTING),
-    ),
-    "shape, along columns": (
-        "cast",
-        lambda call: call.a.shape,
-        (X, *CASTING),
-        (X.astype(np.float16), *CASTING),
-        (np.ones((64, 95), np.float32), *CASTING),
-    ),
-    "aligned, in a bucket": ("cast", lambda call: call.a.aligned, (X, *CASTING), (X.copy(), *CASTING), (X[:63], *CASTING)),
-    "ndim": ("cast", lambda call: call.a.ndim, (X, *CASTING), (X[:2, :2], *CASTING), (X[None], *CASTING)),
-    "empty": ("cast", lambda call: call.a.empty, (X, *CASTING), (X[None], *CASTING), (X[:0], *CASTING)),
-    "contiguous": ("cast", lambda call: call.a.contiguous, (X, *CASTING), (X[:5], *CASTING), (WIDE[:, ::2], *CASTING)),
-    "contiguous, a subclass": (
-        "cast",
-        lambda call: call.a.contiguous,
-        (X.view(Fake), *CASTING),
-        (X, *CASTING),
-        (WIDE[:, ::2].view(Fake), *CASTING),
-    ),
-    "strides": ("cast", lambda call: call.a.strides, (X, *CASTING), (X[:5], *CASTING), (WIDE[:, :96], *CASTING)),
-    "alignment of the address": (
-        "cast",
-        lambda call: call.a.address_alignment,
-        (off(0), *CASTING),
-        (off(512), *CASTING),
-        (off(4), *CASTING),
-    ),
-    "alignment of rows": (
-        "cast",
-        lambda call: call.a.row_alignment,
-        (X, *CASTING),
-        (X[:5], *CASTING),
-        (np.ones((64, 97), np.float32)[:, :96], *CASTING),
+FACTS: dict[str, Row] = {
+    "dtype": casts(lambda call: call.a.dtype, X, WIDE[:, ::2], HALF),
+    "shape, along rows": casts(lambda call: call.a.shape, X, X[:57], of_ones(65, 96)),
+    "shape, along columns": casts(lambda call: call.a.shape, X, HALF, of_ones(64, 95)),
+    "aligned, in a bucket": casts(lambda call: call.a.aligned, X, X.copy(), X[:63]),
+    "ndim": casts(lambda call: call.a.ndim, X, X[:2, :2], X[None]),
+    "empty": casts(lambda call: call.a.empty, X, X[None], X[:0]),
+    "contiguous": casts(lambda call: call.a.contiguous, X, X[:5], WIDE[:, ::2]),
+    "contiguous, a subclass": casts(lambda call: call.a.contiguous, X.view(Fake), X, WIDE[:, ::2].view(Fake)),
+    "strides": casts(lambda call: call.a.strides, X, X[:5], WIDE[:, :96]),
+    "alignment of the address": casts(lambda call: call.a.address_alignment, off(0), off(512), off(4)),
+    "alignment of rows": casts(lambda call: call.a.row_alignment, X, X[:5], of_ones(64, 97)[:, :96]),
+    "device": casts(
+        lambda call: call.device, on_card(4, "f4", CARDS[0]), on_card(9, "f2", CARDS[0]), on_card(4, "f4", CARDS[1])
     ),
     "recipe of a cast": (
         "cast",
@@ -487,104 +496,42 @@ FACTS: dict[str, tuple[str, Callable[[Call], Any], tuple[Any, ...], tuple[Any, .
         (X[:5], None, MXFP8BlockScaling(), DEFAULT),
         (X, None, MXFP8BlockScaling(scale_rule="floor"), DEFAULT),
     ),
-    "recipe to write": (
-        "requantize",
-        lambda call: call.recipe,
-        (ST, None, NVFP4, DEFAULT),
-        (ST.mT, None, NVFP4BlockScaling(), DEFAULT),
-        (ST, None, NVFP4BlockScaling(two_level=False), DEFAULT),
+    "recipe to write": casts_again(
+        lambda call: call.recipe, (ST, NVFP4), (ST.mT, NVFP4BlockScaling()), (ST, NVFP4BlockScaling(two_level=False))
     ),
-    "recipe of a tensor": (
-        "requantize",
+    "recipe of a tensor": casts_again(
         lambda call: call.a.recipe,
-        (ST, None, NVFP4, DEFAULT),
-        (ST.mT, None, NVFP4BlockScaling(two_level=False), DEFAULT),
-        (breccia.cast(X, MXFP8BlockScaling("E5M2")), None, NVFP4, DEFAULT),
+        (ST, NVFP4),
+        (ST.mT, NVFP4BlockScaling(two_level=False)),
+        (breccia.cast(X, MXFP8BlockScaling("E5M2")), NVFP4),
     ),
-    "layout": (
-        "dequantize",
-        lambda call: call.a.layout,
-        (ST, None, None, NO_OPTIONS),
-        (ST[:5], None, None, NO_OPTIONS),
-        (breccia.cast(np.ones((64, 63), np.float32), MXFP8), None, None, NO_OPTIONS),
+    "layout": decodes(lambda call: call.a.layout, ST, ST[:5], breccia.cast(of_ones(64, 63), MXFP8)),
+    "axis": decodes(lambda call: call.a.axis, ST, ST[:5], ST.mT),
+    "storage of an operand": decodes(lambda call: call.a.storage, ST, ST.mT, ST.to_storage("transposed")),
+    "storage to write": asked_for(lambda call: call.storage, {"axis": -2}, {"nonfinite": "raise"}, {"storage": "transposed"}),
+    "an option": asked_for(
+        lambda call: call.option("rounding"), {"nonfinite": "raise"}, {"axis": -2}, {"rounding": "stochastic", "seed": 1}
     ),
-    "axis": (
-        "dequantize",
-        lambda call: call.a.axis,
-        (ST, None, None, NO_OPTIONS),
-        (ST[:5], None, None, NO_OPTIONS),
-        (ST.mT, None, None, NO_OPTIONS),
-    ),
-    "storage of an operand": (
-        "dequantize",
-        lambda call: call.a.storage,
-        (ST, None, None, NO_OPTIONS),
-        (ST.mT, None, None, NO_OPTIONS),
-        (ST.to_storage("transposed"), None, None, NO_OPTIONS),
-    ),
-    "storage to write": (
-        "cast",
-        lambda call: call.storage,
-        (X, None, MXFP8, CastOptions(axis=-2)),
-        (X, None, MXFP8, CastOptions(nonfinite="raise")),
-        (X, None, MXFP8, CastOptions(storage="transposed")),
-    ),
-    "device": (
-        "cast",
-        lambda call: call.device,
-        (SimpleNamespace(shape=(4, 32), dtype=np.dtype("float32"), device=CARDS[0]), *CASTING),
-        (SimpleNamespace(shape=(9, 32), dtype=np.dtype("float16"), device=CARDS[0]), *CASTING),
-        (SimpleNamespace(shape=(4, 32), dtype=np.dtype("float32"), device=CARDS[1]), *CASTING),
-    ),
-    "an option": (
-        "cast",
-        lambda call: call.option("rounding"),
-        (X, None, MXFP8, CastOptions(nonfinite="raise")),
-        (X, None, MXFP8, CastOptions(axis=-2)),
-        (X, None, MXFP8, CastOptions(rounding="stochastic", seed=1)),
-    ),
-    "all options": (
-        "cast",
+    "all options": asked_for(
         lambda call: call.options,
-        (X, None, MXFP8, CastOptions(rounding="stochastic", seed=1)),
-        (X[:5], None, MXFP8, CastOptions(rounding="stochastic", seed=2)),
-        (X, None, MXFP8, CastOptions(axis=-2, rounding="stochastic", seed=1)),
+        {"rounding": "stochastic", "seed": 1},
+        {"rounding": "stochastic", "seed": 2},
+        {"axis": -2, "rounding": "stochastic", "seed": 1},
     ),
-    "that a scale is given": (
-        "cast",
-        lambda call: call.option("scale", False),
-        (X, None, MXFP8, CastOptions(scale=np.ones((64, 3), np.uint8))),
-        (X, None, MXFP8, CastOptions(scale=1.0, axis=-2)),
-        (X, *CASTING),
+    "that a scale is given": asked_for(
+        lambda call: call.option("scale", False), {"scale": np.ones((64, 3), np.uint8)}, {"scale": 1.0, "axis": -2}, {}
     ),
-    "an option of a product": (
-        "matmul",
+    "an option of a product": products(
         lambda call: call.option("out_dtype"),
-        (X, X.T, None, Options(out_dtype="float16")),
-        (X, X.T, None, Options(out_dtype="float16", bias=np.ones(64, np.float32))),
-        (X, X.T, None, NO_OPTIONS),
+        (X, X.T, Options(out_dtype="float16")),
+        (X, X.T, Options(out_dtype="float16", bias=np.ones(64, np.float32))),
+        (X, X.T),
     ),
-    "shape of the second operand": (
-        "matmul",
-        lambda call: call.b.shape,
-        (X, np.ones((96, 61), np.float32), None, NO_OPTIONS),
-        (X[:3], np.ones((96, 61), np.float16), None, NO_OPTIONS),
-        (X, np.ones((96, 62), np.float32), None, NO_OPTIONS),
+    "shape of the second operand": products(
+        lambda call: call.b.shape, (X, of_ones(96, 61)), (X[:3], of_ones(96, 61).astype(np.float16)), (X, of_ones(96, 62))
     ),
-    "contiguity of the second operand": (
-        "matmul",
-        lambda call: call.b.contiguous,
-        (X, X.T, None, NO_OPTIONS),
-        (X, X[:, ::2], None, NO_OPTIONS),
-        (X, X.T.copy(), None, NO_OPTIONS),
-    ),
-    "recipe of the second operand": (
-        "matmul",
-        lambda call: call.b.recipe,
-        (ST, ST.mT, None, NO_OPTIONS),
-        (ST[:5], ST.mT, None, NO_OPTIONS),
-        (ST, breccia.cast(np.ones((64, 4), np.float32), MXFP8BlockScaling("E5M2"), axis=-2), None, NO_OPTIONS),
-    ),
+    "contiguity of the second operand": products(lambda call: call.b.contiguous, (X, X.T), (X, X[:, ::2]), (X, X.T.copy())),
+    "recipe of the second operand": products(lambda call: call.b.recipe, (ST, ST.mT), (ST[:5], ST.mT), (ST, OTHER)),
 }
 
 

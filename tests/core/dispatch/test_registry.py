@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -202,6 +203,18 @@ def test_the_table_of_siblings_is_what_their_manifests_declare() -> None:
 
 # -- one broken plug-in ----------------------------------------------------------------------------------------------
 
+
+def returns(hook: str, *declared: str) -> str:
+    """The source of a hook that returns these declarations."""
+    return f"@hookimpl\ndef breccia_{hook}():\n    return [{', '.join(declared)}]"
+
+
+def acme(body: str, base: str = "MXFP8BlockScaling", name: str = "acme") -> str:
+    """The source of a recipe class; a line each for what `body` parts by semicolons."""
+    lines = "".join(f"\n    {line.strip()}" for line in body.split(";") if line)
+    return f"@dataclass(frozen=True)\nclass {name.title()}({base}):\n    name = {name!r}{lines}\n"
+
+
 #: What is wrong -> (source after HEAD, the reason given).
 BROKEN = {
     "raises on import": ("raise RuntimeError('boom')", "RuntimeError: boom"),
@@ -212,10 +225,7 @@ BROKEN = {
     "too new": ("api = 99", "it is written for api 99, this breccia-core reads api 1; upgrade breccia-core."),
     "api of no number": ("api = '1'", "`api` is an integer, at present 1;"),
     "api before the first": ("api = 0", "`api` is an integer, at present 1;"),
-    "misspelt hook": (
-        "@hookimpl\ndef breccia_kernel():\n    return []",
-        "it implements no hook of breccia: 'breccia_kernel'; did you mean 'breccia_kernels'?",
-    ),
+    "misspelt hook": (returns("kernel"), "it implements no hook of breccia: 'breccia_kernel'; did you mean 'breccia_kernels'?"),
     "misspelt hook without the marker": (
         "def breccia_recipe():\n    return []",
         "it defines 'breccia_recipe', which is not a hook; did you mean 'breccia_recipes'?",
@@ -225,7 +235,7 @@ BROKEN = {
         "breccia_kernels is not marked; put @breccia.hookimpl above it.",
     ),
     "hook with an argument": (
-        "@hookimpl\ndef breccia_kernels(config):\n    return []",
+        returns("kernels").replace("()", "(config)"),
         "Argument(s) {'config'} are declared in the hookimpl but can not be found in the hookspec",
     ),
     "hook that wraps": (
@@ -245,133 +255,31 @@ BROKEN = {
         "breccia_kernels failed: TypeError: 'NoneType' object is not iterable",
     ),
     "declaration of another type": (
-        "@hookimpl\ndef breccia_kernels():\n    return ['acme:cast']",
+        returns("kernels", "'acme:cast'"),
         "breccia_kernels returns Kernel instances; it returned 'acme:cast'.",
     ),
     "recipe instance for a recipe class": (
-        "@hookimpl\ndef breccia_recipes():\n    return [MXFP8BlockScaling()]",
+        returns("recipes", "MXFP8BlockScaling()"),
         "breccia_recipes returns subclasses of ScalingRecipe; it returned MXFP8BlockScaling(",
     ),
-    "recipe without a name": (
-        "class Mute(ScalingRecipe): pass\n@hookimpl\ndef breccia_recipes():\n    return [Mute]",
-        "Mute'>, which has no name.",
-    ),
+    "recipe without a name": ("class Mute(ScalingRecipe): pass\n" + returns("recipes", "Mute"), "Mute'>, which has no name."),
     "recipe that is mutable": (
-        "class Loose(ScalingRecipe):\n    name = 'loose'\n@hookimpl\ndef breccia_recipes():\n    return [Loose]",
+        "class Loose(ScalingRecipe):\n    name = 'loose'\n" + returns("recipes", "Loose"),
         "Loose is not a frozen dataclass; put @dataclass(frozen=True) above it.",
     ),
     "alias of core": (
-        "@dataclass(frozen=True)\nclass Block(MXFP8BlockScaling):\n    name = 'block'\n"
-        "@hookimpl\ndef breccia_recipes():\n    return [Block]",
+        acme("", name="block") + returns("recipes", "Block"),
         "breccia_recipes: the name 'block' is taken by plug-in 'core'; choose another.",
     ),
-    "aliases that are one string": (
-        "@dataclass(frozen=True)\nclass Acme(MXFP8BlockScaling):\n    name = 'acme'\n    aliases = 'ac'\n"
-        "@hookimpl\ndef breccia_recipes():\n    return [Acme]",
-        "recipe 'acme': aliases is a tuple of names; got 'ac'.",
-    ),
     "alias that is another's name": (
-        "@dataclass(frozen=True)\nclass Acme(MXFP8BlockScaling):\n    name = 'acme'\n"
-        "@dataclass(frozen=True)\nclass Emca(MXFP8BlockScaling):\n    name = 'emca'\n    aliases = ('acme',)\n"
-        "@hookimpl\ndef breccia_recipes():\n    return [Acme, Emca]",
+        acme("") + acme("aliases = ('acme',)", name="emca") + returns("recipes", "Acme", "Emca"),
         "breccia_recipes: it declares the name 'acme' twice.",
-    ),
-    "layout of another spelling": (
-        "from breccia import PerBlockMN\n"
-        "@dataclass(frozen=True)\nclass Acme(MXFP8BlockScaling):\n    name = 'acme'\n    layout = PerBlockMN(1, 32)\n"
-        "@hookimpl\ndef breccia_recipes():\n    return [Acme]",
-        "recipe 'acme': Acme().layout is PerBlockMN(block_m=1, block_n=32, partial=False); the canonical layout of these "
-        "blocks is PerBlockK(block_size=32, partial=False). Declare that.",
     ),
     "name of core": (
-        "@hookimpl\ndef breccia_recipes():\n    return [MXFP8BlockScaling]",
+        returns("recipes", "MXFP8BlockScaling"),
         "breccia_recipes: the name 'mxfp8' is taken by plug-in 'core'; choose another.",
     ),
-    "name given twice": (
-        RECIPE + "@hookimpl\ndef breccia_recipes():\n    return [Acme, Acme]",
-        "breccia_recipes: it declares the name 'acme' twice.",
-    ),
-    "kernel of an unknown op": (
-        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('casts', 'numpy', 'acme:cast', 'acme.cast')]",
-        "kernel 'acme.cast': no op 'casts'; did you mean 'cast'?",
-    ),
-    "kernel without a name": (
-        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', '')]",
-        "which has no name.",
-    ),
-    "kernel whose target is no target": (
-        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme.cast', 'acme.cast')]",
-        "an object reference is written 'package.module:attribute'; got 'acme.cast'.",
-    ),
-    "kernel whose target is a function": (
-        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', print, 'acme.cast')]",
-        "an object reference is written 'package.module:attribute'; got <built-in function print>.",
-    ),
-    "kernel whose check is no target": (
-        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 'acme.cast', accepts='a:b c')]",
-        "an object reference is written 'package.module:attribute'; got 'a:b c'.",
-    ),
-    "kernel of a recipe's name": (
-        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 'acme.cast', recipe='mxfp8')]",
-        "kernel 'acme.cast': recipe must be a recipe class, its base, None or type(None); got 'mxfp8'.",
-    ),
-    "kernel of another contract": (
-        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 'acme.cast', contract=2)]",
-        "kernel 'acme.cast' implements version 2 of the contract of 'cast'; this is version 1.",
-    ),
-    "framework whose types are one string": (
-        "@hookimpl\ndef breccia_frameworks():\n    return [Framework('acme', 'acme', 'Array', 'acme.ops:OPS')]",
-        "framework 'acme': types must be tuple[str, ...]; got 'Array'.",
-    ),
-    "framework of no types": (
-        "@hookimpl\ndef breccia_frameworks():\n    return [Framework('acme', 'acme', (), 'acme.ops:OPS')]",
-        "framework 'acme': types names the array types in acme; got none.",
-    ),
-    "framework whose frontend is a target": (
-        "@hookimpl\ndef breccia_frameworks():\n"
-        "    return [Framework('acme', 'acme', ('Array',), 'acme:OPS', frontend='acme.frontend:cast')]",
-        "framework 'acme': frontend is a module, written 'package.module'; got 'acme.frontend:cast'.",
-    ),
-    "storage of a name of breccia": (
-        "@hookimpl\ndef breccia_storages():\n    return [Storage('plain', 'acme:to', 'acme:back')]",
-        "storage 'plain': the name is reserved by breccia; choose another.",
-    ),
-    "storage that stands for all": (
-        "@hookimpl\ndef breccia_storages():\n    return [Storage('*', 'acme:to', 'acme:back')]",
-        "storage '*': the name is reserved by breccia; choose another.",
-    ),
-    "storage of a name of core": (
-        "@hookimpl\ndef breccia_storages():\n    return [Storage('interleaved', 'acme:to', 'acme:back')]",
-        "breccia_storages: the name 'interleaved' is taken by plug-in 'core'; choose another.",
-    ),
-    "storage of fewer than no axes": (
-        "@hookimpl\ndef breccia_storages():\n    return [Storage('acme', 'acme:to', 'acme:back', data_axes=-1)]",
-        "storage 'acme': data_axes must be 0, or the number of axes of codes; got -1.",
-    ),
-    "bridge that no attribute can name": (
-        "@hookimpl\ndef breccia_bridges():\n    return [Bridge('to-acme', 'acme:to')]",
-        "bridge 'to-acme': its name is a public attribute of breccia.bridges, like 'to_acme'.",
-    ),
-    "command of two words": (
-        "@hookimpl\ndef breccia_cli():\n    return [Command('ac me', 'acme:it', 'Does it.')]",
-        "command 'ac me': its name is one word of a command line, like 'acme'.",
-    ),
-    "command that looks like an option": (
-        "@hookimpl\ndef breccia_cli():\n    return [Command('--acme', 'acme:it', 'Does it.')]",
-        "command '--acme': its name is one word of a command line, like 'acme'.",
-    ),
-    "kernel whose name is a number": (
-        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 5)]",
-        ": name must be str; got 5.",
-    ),
-    "bridge whose remedy is missing": (
-        "@hookimpl\ndef breccia_bridges():\n    return [Bridge('to_acme', 'acme:to', requires=('acme',))]",
-        "bridge 'to_acme': requires is a tuple of modules, and install their pip requirement;",
-    ),
-    "command whose target is no target": (
-        "@hookimpl\ndef breccia_cli():\n    return [Command('acme', 'acme', 'Does it.')]",
-        "an object reference is written 'package.module:attribute'; got 'acme'.",
-    ),
+    "name given twice": (RECIPE + returns("recipes", "Acme", "Acme"), "breccia_recipes: it declares the name 'acme' twice."),
 }
 
 #: Hook -> a declaration that is in order; below, one field of it at a time is not.
@@ -382,59 +290,42 @@ SOUND = {
     "bridges": "Bridge(name='acme', target='acme:to'",
     "cli": "Command(name='acme', target='acme:it', help='Does it.'",
 }
-#: (hook, field, value, what is wrong with it).
-WRONG = [
-    ("kernels", "op", "['cast']", "op must be str; got ['cast']."),
-    ("kernels", "framework", "None", "framework must be str; got None."),
-    ("kernels", "target", "None", "target must be str; got None."),
-    ("kernels", "recipe", "3", "recipe must be a recipe class, its base, None or type(None); got 3."),
-    ("kernels", "other", "int", "other must be a recipe class, its base, None or type(None); got <class 'int'>."),
-    ("kernels", "device", "('cuda',)", "device must be str | None; got ('cuda',)."),
-    ("kernels", "available", "True", "available: an object reference is written 'package.module:attribute'; got True."),
-    ("kernels", "accepts", "'even'", "accepts: an object reference is written 'package.module:attribute'; got 'even'."),
-    ("kernels", "score", "0.5", "score: an object reference is written 'package.module:attribute'; got 0.5."),
-    ("kernels", "plan", "'calls'", "plan: an object reference is written 'package.module:attribute'; got 'calls'."),
-    ("kernels", "reads", "'interleaved'", "reads must be tuple[str, ...]; got 'interleaved'."),
-    ("kernels", "writes", "['interleaved']", "writes must be tuple[str, ...]; got ['interleaved']."),
-    ("kernels", "writes", "None", "writes must be tuple[str, ...]; got None."),
-    ("kernels", "traces", "1", "traces must be bool; got 1."),
-    ("kernels", "rank", "'5'", "rank must be int; got '5'."),
-    ("kernels", "rank", "True", "rank must be int; got True."),
-    ("kernels", "opt_in", "'no'", "opt_in must be bool; got 'no'."),
-    ("kernels", "contract", "'1'", "contract must be int; got '1'."),
-    ("kernels", "plugin", "7", "plugin must be str; got 7."),
-    ("frameworks", "module", "None", "module must be str; got None."),
-    ("frameworks", "types", "(5,)", "types must be tuple[str, ...]; got (5,)."),
-    ("frameworks", "types", "['Array']", "types must be tuple[str, ...]; got ['Array']."),
-    ("frameworks", "ops", "print", "ops must be str; got <built-in function print>."),
-    ("frameworks", "refuses", "('Sparse',)", "refuses must be tuple[tuple[str, str], ...]; got ('Sparse',)."),
-    ("frameworks", "refuses", "(('a', 'b', 'c'),)", "refuses must be tuple[tuple[str, str], ...]; got (('a', 'b', 'c'),)."),
-    ("frameworks", "container", "5", "container must be str | None; got 5."),
-    (
-        "frameworks",
-        "container",
-        "'register'",
-        "container: an object reference is written 'package.module:attribute'; got 'register'.",
-    ),
-    ("frameworks", "opaque", "'fake'", "opaque: an object reference is written 'package.module:attribute'; got 'fake'."),
-    ("frameworks", "capability", "(9, 0)", "capability must be str | None; got (9, 0)."),
-    ("frameworks", "capability", "'sm'", "capability: an object reference is written 'package.module:attribute'; got 'sm'."),
-    ("frameworks", "frontend", "5", "frontend must be str | None; got 5."),
-    ("frameworks", "frontend", "'acme..front'", "frontend is a module, written 'package.module'; got 'acme..front'."),
-    ("storages", "from_plain", "None", "from_plain must be str; got None."),
-    ("storages", "from_plain", "'to'", "from_plain: an object reference is written 'package.module:attribute'; got 'to'."),
-    ("storages", "to_plain", "'back'", "to_plain: an object reference is written 'package.module:attribute'; got 'back'."),
-    ("storages", "accepts", "True", "accepts must be str | None; got True."),
-    ("storages", "accepts", "'fits'", "accepts: an object reference is written 'package.module:attribute'; got 'fits'."),
-    ("storages", "data_axes", "'3'", "data_axes must be int; got '3'."),
-    ("storages", "data_axes", "True", "data_axes must be int; got True."),
-    ("bridges", "target", "5", "target must be str; got 5."),
-    ("bridges", "requires", "'acme'", "requires must be tuple[str, ...]; got 'acme'."),
-    ("bridges", "requires", "(5,)", "requires must be tuple[str, ...]; got (5,)."),
-    ("bridges", "install", "None", "install must be str; got None."),
-    ("cli", "target", "5", "target must be str; got 5."),
-    ("cli", "help", "None", "help must be str; got None."),
-]
+#: The reason given, with the field and its value -> hooks, each with a field and a value that is wrong.
+REFERENCE = "acme': {0}: an object reference is written 'package.module:attribute'; got {1!r}."
+WRONG = {
+    "acme': {0} must be str; got {1!r}.": """kernels.op=['cast'] kernels.framework=None kernels.target=None
+        kernels.plugin=7 frameworks.module=None frameworks.ops=print storages.from_plain=None bridges.target=5
+        bridges.install=None cli.target=5 cli.help=None""",
+    "{0} must be str; got {1!r}.": "kernels.name=5",
+    "acme': {0} must be str | None; got {1!r}.": """kernels.device=('cuda',) frameworks.container=5 frameworks.capability=(9,0)
+        frameworks.frontend=5 storages.accepts=True""",
+    "acme': {0} must be bool; got {1!r}.": "kernels.traces=1 kernels.opt_in='no'",
+    "acme': {0} must be int; got {1!r}.": """kernels.rank='5' kernels.rank=True kernels.contract='1' storages.data_axes='3'
+        storages.data_axes=True""",
+    "acme': {0} must be tuple[str, ...]; got {1!r}.": """kernels.reads='interleaved' kernels.writes=['interleaved']
+        kernels.writes=None frameworks.types=(5,) frameworks.types=['Array'] frameworks.types='Array' bridges.requires='acme'
+        bridges.requires=(5,)""",
+    "acme': {0} must be tuple[tuple[str, str], ...]; got {1!r}.": """frameworks.refuses=('Sparse',)
+        frameworks.refuses=(('a','b','c'),)""",
+    "acme': {0} must be a recipe class, its base, None or type(None); got {1!r}.": """kernels.recipe=3 kernels.recipe='mxfp8'
+        kernels.other=int""",
+    REFERENCE: """kernels.available=True kernels.accepts='even' kernels.accepts='a:b\\x20c' kernels.score=0.5
+        kernels.plan='calls' frameworks.container='register' frameworks.opaque='fake' frameworks.capability='sm'
+        storages.from_plain='to' storages.to_plain='back' storages.accepts='fits' kernels.target='acme.cast'
+        kernels.target=print cli.target='acme'""",
+    "acme': {0} is a module, written 'package.module'; got {1!r}.": """frameworks.frontend='acme..front'
+        frameworks.frontend='acme.frontend:cast'""",
+    "acme': {0} names the array types in acme; got none.": "frameworks.types=()",
+    "acme': no {0} 'casts'; did you mean 'cast'?": "kernels.op='casts'",
+    "which has no {0}.": "kernels.name=''",
+    "acme' implements version 2 of the {0} of 'cast'; this is version 1.": "kernels.contract=2",
+    "{1!r}: the {0} is reserved by breccia; choose another.": "storages.name='plain' storages.name='*'",
+    "breccia_storages: the {0} {1!r} is taken by plug-in 'core'; choose another.": "storages.name='interleaved'",
+    "acme': {0} must be 0, or the number of axes of codes; got -1.": "storages.data_axes=-1",
+    "{1!r}: its {0} is a public attribute of breccia.bridges, like 'to_acme'.": "bridges.name='to-acme'",
+    "{1!r}: its {0} is one word of a command line, like 'acme'.": "cli.name='ac\\x20me' cli.name='--acme'",
+    "acme': {0} is a tuple of modules, and install their pip requirement;": "bridges.requires=('acme',)",
+}
 
 
 def with_field(sound: str, field: str, value: str) -> str:
@@ -444,36 +335,34 @@ def with_field(sound: str, field: str, value: str) -> str:
     return f"{kind}({', '.join([*kept, f'{field}={value}'])})"
 
 
-for hook, declaration_field, bad, complaint in WRONG:
-    declared = with_field(SOUND[hook], declaration_field, bad)
-    BROKEN[declared] = (f"@hookimpl\ndef breccia_{hook}():\n    return [{declared}]", f" 'acme': {complaint}")
+for complaint, wrong in WRONG.items():
+    for each in wrong.split():
+        hook, field, bad = re.split("[.=]", each, maxsplit=2)
+        declared = with_field(SOUND[hook], field, bad)
+        BROKEN[declared] = (returns(hook, declared), complaint.format(field, eval(bad)))
 
-#: A recipe of name "acme" whose body is this -> the reason given.
+#: A recipe of name "acme" with this base and body -> the reason given.
 UNSOUND_RECIPES = {
-    "class Acme(ScalingRecipe):\n    name = 'acme'": "Acme().format raised RecipeError: recipe Acme declares no format",
-    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    format = property(lambda self: 1 / 0)": (
-        "Acme().format raised ZeroDivisionError: division by zero"
+    ("ScalingRecipe", ""): "Acme().format raised RecipeError: recipe Acme declares no format",
+    ("MXFP8BlockScaling", "format = property(lambda self: 1 / 0)"): "Acme().format raised ZeroDivisionError: division by zero",
+    ("MXFP8BlockScaling", "rules = property(lambda self: 1 / 0)"): "Acme().rules raised ZeroDivisionError: division by zero",
+    ("MXFP8BlockScaling", "layout = property(lambda self: 1 / 0)"): "Acme().layout raised ZeroDivisionError: division by zero",
+    ("MXFP8BlockScaling", "block_size: int = 33"): "Acme() raised RecipeError: Acme block_size is fixed at 32",
+    ("MXFP8BlockScaling", "format = 'E4M3'"): "Acme().format must be Format; got 'E4M3'.",
+    ("MXFP8BlockScaling", "layout = PerBlockK"): "Acme().layout must be Layout; got <class ",
+    ("MXFP8BlockScaling", "layout = PerBlockMN(1, 32)"): (
+        "Acme().layout is PerBlockMN(block_m=1, block_n=32, partial=False); the canonical layout of these blocks is "
+        "PerBlockK(block_size=32, partial=False). Declare that."
     ),
-    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    rules = property(lambda self: 1 / 0)": (
-        "Acme().rules raised ZeroDivisionError: division by zero"
-    ),
-    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    layout = property(lambda self: 1 / 0)": (
-        "Acme().layout raised ZeroDivisionError: division by zero"
-    ),
-    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    block_size: int = 33": (
-        "Acme() raised RecipeError: Acme block_size is fixed at 32"
-    ),
-    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    format = 'E4M3'": "Acme().format must be Format; got 'E4M3'.",
-    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    layout = PerBlockK": "Acme().layout must be Layout; got <class ",
-    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    rules = None": "Acme().rules must be tuple; got None.",
-    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    rules = ('r',)": "Acme().rules contains 'r', which is not a Rule.",
-    "class Acme(NVFP4BlockScaling):\n    name = 'acme'\n    rules = MXFP8BlockScaling().rules": (
+    ("MXFP8BlockScaling", "rules = None"): "Acme().rules must be tuple; got None.",
+    ("MXFP8BlockScaling", "rules = ('r',)"): "Acme().rules contains 'r', which is not a Rule.",
+    ("MXFP8BlockScaling", "aliases = 'ac'"): "aliases is a tuple of names; got 'ac'.",
+    ("NVFP4BlockScaling", "rules = MXFP8BlockScaling().rules"): (
         "Acme() gives 1 rule(s) for the 2 scale level(s) of its format; give one a level."
     ),
 }
-for body, complaint in UNSOUND_RECIPES.items():
-    source = f"@dataclass(frozen=True)\n{body}\n@hookimpl\ndef breccia_recipes():\n    return [Acme]"
-    BROKEN[f"recipe: {complaint}"] = (source, f"recipe 'acme': {complaint}")
+for (base, body), complaint in UNSOUND_RECIPES.items():
+    BROKEN[f"recipe: {complaint}"] = (acme(body, base) + returns("recipes", "Acme"), f"recipe 'acme': {complaint}")
 
 
 @pytest.mark.parametrize("fault", BROKEN)
