@@ -74,8 +74,7 @@ def one_tile(name: str) -> None:
     """Print a line for each product. name: of a tile; or `ALL`: every format, by the tile that is chosen."""
     import numpy as np
     import torch
-    from gpu_weights import on_gpu
-    from weights import FORMATS, tensor
+    from weights import FORMATS, in_torch, tensor
 
     from breccia.backend import reference
     from breccia_triton.decoded_matmul import DecodedCodesCall
@@ -87,7 +86,7 @@ def one_tile(name: str) -> None:
         for n, k, m in CASES[1:3] if name == ALL else CASES:
             st = tensor(format_, n, k)
             values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
-            w = on_gpu(st).to_storage("mma_16x128").mT
+            w = in_torch(st, "cuda").to_storage("mma_16x128").mT
             x = (torch.randn(m, k, device="cuda") * torch.exp2(torch.randint(-3, 3, (m, k), device="cuda"))).bfloat16()
             bias = torch.randn(n, device="cuda") * 10
             for dtype, added in (("bfloat16", None), ("float32", bias)):

@@ -14,15 +14,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from native_weights import FORMATS, check_bound, integer, packed, tensor, written
+from native_weights import FORMATS, check_bound, integer
 from paths import TESTS
+from weights import packed, replaced, tensor, written
 
 import breccia
 from breccia.arrays.frameworks import Device
 from breccia.codecs import E2M1, E2M3, E4M3, F32
 from breccia.formats import TENSOR, Format, Level
 from breccia.kernels import threads
-from breccia.tensors.tensor import ScaledTensor, with_parts
+from breccia.tensors.tensor import ScaledTensor
 from breccia_native import availability
 
 if reason := availability.missing_products(Device("cpu")):
@@ -48,7 +49,7 @@ def test_weights_that_cancel_to_zero_are_zero(instruction_set: str) -> None:
             scale = np.full(st.scale.shape, 1.1 / 3, np.float32)
             parts = {"scale": scale, "zero_point": -(np.float32(3) * scale)}
             parts["data"] = packed(np.full((40, 256), 3, np.uint8), bits)
-            st = with_parts(st, breccia.backend.components(st) | parts)
+            st = replaced(st, **parts)
             assert not breccia.dequantize(st, prefer="reference.dequantize").any()
             for m in (1, 2, 4, 20):
                 assert not multiplied(np.ones((m, 256), np.float32), st).any()
@@ -143,7 +144,7 @@ def test_nan_codes_and_scales_make_nan_where_they_should(instruction_set: str) -
             st = tensor(FORMATS[name], 37, 256)
             array = getattr(st, part).copy()
             array[35, -1] = np.nan if array.dtype.kind == "f" else {"mxfp4": 255}.get(name, 127)
-            st = with_parts(st, breccia.backend.components(st) | {part: array})
+            st = replaced(st, **{part: array})
             d = breccia.dequantize(st, prefer="reference.dequantize")
             assert np.isnan(d).any(axis=1).tolist() == [n == 35 for n in range(37)]
             check_bound(multiplied(x[:rows], st), x[:rows], d)
@@ -161,7 +162,7 @@ def test_no_bit_of_an_activation_is_lost(instruction_set: str, name: str, size: 
     codes[np.arange(n), columns] = chosen = rng.choice(numbers, n)
     values = np.array([element.value(int(code)) for code in chosen], np.float32)
     scale = written(FORMATS[name].scale.codec, np.full(st.scale.shape, 0.25))
-    st = with_parts(st, breccia.backend.components(st) | {"data": packed(codes, element.bits), "scale": scale})
+    st = replaced(st, data=packed(codes, element.bits), scale=scale)
     for m in (1, 4, 9, 17, 64):
         x = (rng.standard_normal((m, k)) * size).astype(np.float32)
         # One product of every sum is not zero: it is rounded once, and a quarter of it is exact.
@@ -175,7 +176,7 @@ def test_infinite_codes_give_infinite_products(instruction_set: str) -> None:
     st = tensor(FORMATS["e5m2-tensor"], 37, 256)
     data = st.data.copy()
     data[35, -1] = 0b1_11111_00  # -inf
-    st = with_parts(st, breccia.backend.components(st) | {"data": data})
+    st = replaced(st, data=data)
     for m in (1, 4, 9, 40):
         x = np.arange(1, m * 256 + 1, dtype=np.float32).reshape(m, 256)
         found = multiplied(x, st)
@@ -204,7 +205,7 @@ def test_nan_in_activations_stays_in_its_row(instruction_set: str) -> None:
 def test_numbers_beyond_the_limits_are_left_to_numpy(instruction_set: str, what: str, x: float, scale: float) -> None:
     for name, m, k in itertools.product(("int4-32", "e4m3-row", "int4-tensor"), (2, 16), (64, 256)):
         st = tensor(FORMATS[name], 8, k)
-        st = with_parts(st, breccia.backend.components(st) | {"scale": np.full(st.scale.shape, scale, np.float32)})
+        st = replaced(st, scale=np.full(st.scale.shape, scale, np.float32))
         a = np.ones((m, k), np.float32)
         a[1, 63] = x
         assert native._of_rows(a, st) is None, what

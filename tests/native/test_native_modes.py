@@ -13,7 +13,6 @@ import breccia
 from breccia.arrays.frameworks import Device
 from breccia.codecs import E2M1, E5M2, E8M0, F16, F32, INT4, INT8, MXINT8, NF4, UINT4, UINT8, Lookup
 from breccia.formats import TENSOR, Format, Level
-from breccia.tensors.tensor import with_parts
 from breccia_native import availability
 
 if reason := availability.missing_products(Device("cpu")):
@@ -21,7 +20,8 @@ if reason := availability.missing_products(Device("cpu")):
 
 import ml_dtypes
 from native_weights import FORMATS as EVERY
-from native_weights import check_bound, tensor
+from native_weights import check_bound
+from weights import replaced, tensor
 
 from breccia_native import facts, products
 from breccia_native import matmul as native
@@ -160,7 +160,7 @@ def test_every_code_is_multiplied_as_its_value() -> None:
         else:
             words = np.array(codes, np.uint32) * (1 + 64 + 4096 + 262144)
             data = np.tile(np.stack([words & 255, words >> 8 & 255, words >> 16], axis=-1).astype(np.uint8), k // 4)
-        st = with_parts(st, breccia.backend.components(st) | {"data": data})
+        st = replaced(st, data=data)
         w = breccia.dequantize(st, prefer="reference.dequantize")
         x = np.zeros((2, k), ml_dtypes.bfloat16)
         x[0, 200] = x[1, 7] = 2
@@ -175,7 +175,7 @@ def test_nan_in_codes_scales_or_bf16_activations_makes_nan_where_it_should(rows:
         st = tensor(FORMATS[name], 37, 256)
         array = getattr(st, part).copy()
         array[35, -1] = np.nan if array.dtype.kind == "f" else {"mxfp4": 255}.get(name, 127)
-        st = with_parts(st, breccia.backend.components(st) | {part: array})
+        st = replaced(st, **{part: array})
         d = breccia.dequantize(st, prefer="reference.dequantize")
         assert np.isnan(d).any(axis=1).tolist() == [n == 35 for n in range(37)]
         y = x.copy()
@@ -193,7 +193,7 @@ def test_powers_of_two_of_any_size_keep_the_bound_and_their_bits_on_any_number_o
     scale = np.random.default_rng(0).integers(127 - 30, 127 + 7, st.scale.shape).astype(np.uint8)
     scale[70], scale[161, -1], scale[162, 0] = 127 + 7, 127 - 31, 127 - 60
     scale[1000], scale[1001] = 127 - 30, 127 + 6
-    st = with_parts(st, breccia.backend.components(st) | {"scale": scale})
+    st = replaced(st, scale=scale)
     w, weight = breccia.dequantize(st, prefer="reference.dequantize"), native._weight(st, 1100, 300)
     try:
         for m in (16, 50, 130):

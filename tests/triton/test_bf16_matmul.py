@@ -3,16 +3,13 @@ here, and on a GPU."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from marks import on_cuda
 
@@ -21,19 +18,29 @@ pytest.importorskip("triton")
 pytest.importorskip("breccia_triton")
 
 import torch
+from triton_casts import DEVICE, ON_GPU
+from triton_products import (
+    ROUNDOFF,
+    call_of,
+    captured,
+    check,
+    compiled,
+    declared_here,
+    on_another_stream,
+    values,
+    without_waiting,
+)
+from triton_products import uneven as numbers
+from weights import replaced
 
 import breccia
-from breccia.backend import E2M1, E4M3, E8M0, F32, INT8, UE4M3, Call, Described, Device, Options, ScaledTensor, reference
+from breccia.backend import E2M1, E4M3, E8M0, F32, INT8, UE4M3, Described, Device, reference
 from breccia.dispatch.registry import registry
-from breccia.dispatch.table import Table
-from breccia.kernels import bounds
 from breccia.testing.laws import products
 from breccia.testing.places import Place
 from breccia_triton import bf16_matmul, bf16_plans, multiplying, plans, plugin
 from breccia_triton.cuda import compiler, fp8_plans
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 NAME = "triton.matmul_bf16"
 pytestmark = [
     pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; a GPU runs all
@@ -51,8 +58,6 @@ NVFP4 = ("nvfp4", "nvfp4,two_level=false", "nvfp4,global_sense=amax", "nvfp4,glo
 SPECS = (*LEAST_BYTE, *NVFP4)
 #: The formats; `make test` runs two of them.
 IN_TURN = [s if s in ("mxfp8", "mxfp4") else pytest.param(s, marks=pytest.mark.long) for s in LEAST_BYTE]
-#: Unit roundoffs of results.
-ROUNDOFF = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 @pytest.fixture(autouse=True)
@@ -63,44 +68,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(bf16_matmul, "multiply", lambda x, y, to: to.copy_(torch.matmul(x.float(), y.float())))
 
 
-def numbers(shape: tuple[int, ...], seed: int = 0) -> Any:
-    """Rows of different magnitude, with one large number each, and a row of zeros."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(shape) * np.exp2(rng.integers(-9, 9, (*shape[:-1], 1)))
-    x[..., 0] *= 256
-    x[..., -1, :] = 0
-    return torch.tensor(x.astype(np.float32)).to(DEVICE)
-
-
 def operand(shape: tuple[int, ...], spec: str, seed: int, axis: int = -1) -> Any:
     """A tensor under a recipe, or an array ("array")."""
     x = numbers(shape, seed)
     return x.bfloat16() if spec == "array" else breccia.cast(x, spec, axis=axis)
-
-
-def values(x: Any) -> Any:
-    return (reference.dequantize(x) if isinstance(x, ScaledTensor) else x).double()
-
-
-def check(found: Any, a: Any, b: Any, bias: Any = None) -> None:
-    """The bound of FP32 sums in docs/spec/numerics.md, section 9, and one rounding. NaN and Inf where values have them."""
-    x, y = values(a), values(b)
-    exact, size = x @ y, x.abs() @ y.abs()
-    if bias is not None:
-        exact, size = exact + bias.double(), size + bias.double().abs()
-    dtype = str(found.dtype).removeprefix("torch.")
-    k = x.shape[-1]
-    bound = bounds.accumulated(size, k + (bias is not None), k)
-    bound = bound + ROUNDOFF[dtype] * (exact.abs() + bound) + (2.0**-24 if dtype == "float16" else 0.0)
-    assert found.shape == exact.shape
-    assert torch.equal(found.isnan(), exact.isnan())
-    known = exact.isfinite()
-    if dtype == "float16":  # others do not overflow here
-        known &= exact.abs() + bound < 65504
-    error = torch.where(known, (found.double() - exact).abs() / bound.clamp(min=1e-300), 0.0)
-    assert error.max() <= 1, f"the error is {error.max().item():.3g} times the bound"
-    infinite = exact.isinf()
-    assert torch.equal(found[infinite].double(), exact[infinite])
 
 
 def multiplied(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
@@ -192,14 +163,7 @@ def with_scale(st: Any, at: tuple[int, ...], byte: int) -> Any:
     """The tensor with another scale byte in one place."""
     scale = st.scale.clone()
     scale.view(torch.uint8)[at] = byte
-    return parts_of(st, scale=scale)
-
-
-def parts_of(st: Any, **changed: Any) -> Any:
-    parts = {name: changed.get(name, getattr(st, name)) for name in ("data", "scale", "global_scale")}
-    return ScaledTensor.from_parts(
-        parts["data"], parts["scale"], st.recipe, st.layout, None, parts["global_scale"], st.axis, st.padding
-    )
+    return replaced(st, scale=scale)
 
 
 def flags_of(x: Any, second: bool = False) -> Any:
@@ -220,7 +184,7 @@ def planted(spec: str, byte: int) -> tuple[Any, Any]:
     codes = a.data.view(torch.uint8).clone()
     codes[3, : codes.shape[1] // 2] = 0x11 if "4" in spec.partition(",")[0] else 1  # each group begins with the least code
     w[:, :32] = 2.0**100
-    return with_scale(parts_of(a, data=codes.view(a.data.dtype)), (3, 0), byte), breccia.cast(w, "mxfp8")
+    return with_scale(replaced(a, data=codes.view(a.data.dtype)), (3, 0), byte), breccia.cast(w, "mxfp8")
 
 
 @pytest.mark.parametrize("byte", ["0", "1", "3", "below", "least"])
@@ -274,13 +238,13 @@ def every_code_and_scale(spec: str) -> Any:
         word = sum((((groups + i) & 63) << (6 * i)) for i in range(4))
         data = torch.stack([(word >> (8 * i)) & 255 for i in range(3)], 1).reshape(-1).to(torch.uint8)
     scale = torch.arange(256, device=DEVICE).to(torch.uint8)[:, None].expand(st.scale.shape).contiguous()
-    return parts_of(st, data=data.expand(st.data.shape).contiguous().view(st.data.dtype), scale=scale.view(st.scale.dtype))
+    return replaced(st, data=data.expand(st.data.shape).contiguous().view(st.data.dtype), scale=scale.view(st.scale.dtype))
 
 
 @pytest.mark.parametrize("spec", IN_TURN)
 def test_blocks_of_zeros_and_nan_are_not_flagged(spec: str) -> None:
     st = breccia.cast(numbers((9, 64), 1), spec)
-    zeros = parts_of(st, data=torch.zeros_like(st.data.view(torch.uint8)).view(st.data.dtype))
+    zeros = replaced(st, data=torch.zeros_like(st.data.view(torch.uint8)).view(st.data.dtype))
     for byte in (0, 255):
         for tensor in (with_scale(zeros, (slice(None), 0), byte), with_scale(st, (slice(None), 0), 255)):
             for x, second in ((tensor, False), (tensor.mT, True)):
@@ -315,7 +279,7 @@ def test_nan_and_inf_reach_exactly_the_rows_and_columns_that_they_are_in(spec: s
 def test_global_scales_of_any_size_multiply_as_the_decoded_values_do(spec: str, scale: float) -> None:
     st, zeros = (breccia.cast(x, spec) for x in (numbers((9, 64), 1), torch.zeros(9, 64, device=DEVICE)))
     for tensor, other in itertools.product((st, zeros), (numbers((20, 64), 2), torch.full((20, 64), 2.0**90, device=DEVICE))):
-        a = parts_of(tensor, global_scale=torch.tensor(scale, device=DEVICE))
+        a = replaced(tensor, global_scale=torch.tensor(scale, device=DEVICE))
         w = breccia.cast(other, "mxfp8")
         # Sums that may overflow have no bound.
         if (values(a).abs() @ values(w).mT.abs()).nan_to_num(0, 0).max() < 2.0**127:
@@ -325,13 +289,13 @@ def test_global_scales_of_any_size_multiply_as_the_decoded_values_do(spec: str, 
 
 def test_sums_that_overflow_without_the_global_scale_are_computed_under_it() -> None:
     st = breccia.cast(numbers((20, 64), 2), "nvfp4")
-    w = parts_of(st, global_scale=torch.tensor(2.0**-40, device=DEVICE))
+    w = replaced(st, global_scale=torch.tensor(2.0**-40, device=DEVICE))
     x = torch.ones(9, 64, device=DEVICE).bfloat16()
     x[3] = 2.0**125
     found = multiplied(x, w.mT)
     assert found.isfinite().all()
     check(found, x, w.mT)
-    tiny = parts_of(st, global_scale=torch.tensor(2.0**60, device=DEVICE))  # beyond 2^22: sums below 2^-149 would count
+    tiny = replaced(st, global_scale=torch.tensor(2.0**60, device=DEVICE))  # beyond 2^22: sums below 2^-149 would count
     x[3] = 2.0**-120
     check(multiplied(x, tiny.mT), x, tiny.mT)
 
@@ -384,10 +348,6 @@ def test_cublas_adds_in_fp32_and_torchs_settings_are_as_before(called: Products)
 
 
 # ------------------------------------------------------------------------------------------------ which calls
-
-
-def call_of(a: Any, b: Any, **options: Any) -> Call:
-    return Call("matmul", "torch", (a, b, None, Options(options), registry().frameworks["torch"]))
 
 
 def test_what_the_kernel_does_not_take_has_a_reason() -> None:
@@ -507,7 +467,7 @@ def test_operands_on_several_devices_are_refused() -> None:
     a, w = operand((8, 64), "mxfp8", 1), operand((16, 64), "nvfp4", 2)
     with pytest.raises(breccia.UnsupportedError, match=r"matmul: a is on .*, and bias on meta; move it: x.to\('"):
         bf16_matmul.matmul_bf16(a, w.mT, torch.zeros(16, device="meta"))
-    stray = parts_of(w, scale=w.scale.to("meta"))
+    stray = replaced(w, scale=w.scale.to("meta"))
     with pytest.raises(breccia.UnsupportedError, match="and b's scale on meta"):
         bf16_matmul.matmul_bf16(a, stray.mT)
 
@@ -532,13 +492,7 @@ LAWS = [
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
-    """Where the kernel runs; without a GPU it is declared for CPUs."""
-    found = registry()
-    if ON_GPU:
-        return Place("torch", "cuda")
-    kernels = [replace(k, device=None, available=None) if k.name == NAME else k for k in found.table.kernels]
-    monkeypatch.setattr(found, "table", Table(kernels, frameworks=found.frameworks))
-    return Place("torch")
+    return declared_here(monkeypatch, NAME)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
@@ -587,15 +541,9 @@ def test_tensor_cores_take_subnormal_bf16_numbers_of_arrays_as_they_are() -> Non
 def test_calls_wait_for_nothing_and_are_captured_in_graphs_with_their_flags() -> None:
     for spec, bias in (("mxfp8", None), ("nvfp4", torch.ones(264, device="cuda"))):
         a, w = operand((300, 640), spec, 1), operand((264, 640), spec, 2)
-        breccia.matmul(a, w.mT, "bfloat16", bias=bias, prefer=NAME)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            expected = breccia.matmul(a, w.mT, "bfloat16", bias=bias, prefer=NAME)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = breccia.matmul(a, w.mT, "bfloat16", bias=bias, prefer=NAME)
+        run = functools.partial(breccia.matmul, a, w.mT, "bfloat16", bias=bias, prefer=NAME)
+        run()
+        expected, (graph, found) = without_waiting(run), captured(run)
         graph.replay()
         assert torch.equal(found, expected)
         if spec == "mxfp8":  # a value that is not exact comes and goes
@@ -611,14 +559,8 @@ def test_calls_wait_for_nothing_and_are_captured_in_graphs_with_their_flags() ->
 @on_cuda
 def test_products_run_on_the_current_stream() -> None:
     a, w = operand((300, 640), "nvfp4", 1), operand((264, 640), "mxfp8", 2)
-    expected = breccia.matmul(a, w.mT, prefer=NAME)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(1_000_000)
-        found = breccia.matmul(a, w.mT, prefer=NAME)
-    stream.synchronize()
-    assert torch.equal(found, expected)
+    run = functools.partial(breccia.matmul, a, w.mT, prefer=NAME)
+    assert torch.equal(on_another_stream(run), run())
 
 
 @on_cuda
@@ -662,9 +604,5 @@ print(len(made), "kernels compiled:", *sorted(set(made)))
 @pytest.mark.long
 @pytest.mark.parametrize("capability", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 100))])
 def test_kernels_compile_for_gpus_that_are_not_here(capability: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", COMPILED, str(capability)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == "117 kernels compiled: exact_kernel finishing_kernel mending_kernel\n"
+    found = compiled(COMPILED, str(capability), tmp_path)
+    assert found == "117 kernels compiled: exact_kernel finishing_kernel mending_kernel\n"

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_weights import activations, check, on_gpu, weight
+from gpu_weights import activations, check, weight
 from marks import on_cuda
-from weights import FORMATS, tensor
+from weights import FORMATS, in_torch, tensor
 
 import breccia
 from breccia.backend import reference
@@ -99,7 +99,7 @@ def test_rows_with_flags_are_computed_in_fp32(name: str, always: None) -> None:
     calm = tensor(name, 192, 256, seed=9)
     st.data[:64], st.scale[:64] = calm.data[:64], calm.scale[:64]  # without a flag
     values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
-    w, x = on_gpu(st).to_storage(STORAGE).mT, activations(200, 256, "bfloat16")
+    w, x = in_torch(st, "cuda").to_storage(STORAGE).mT, activations(200, 256, "bfloat16")
     bias = torch.randn(192, device="cuda")
     found, exact = breccia.matmul(x, w, bias=bias), x.double() @ values.mT + bias.double()
     size = x.double().abs() @ values.mT.abs() + bias.double().abs()

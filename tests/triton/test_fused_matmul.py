@@ -6,10 +6,9 @@ The interpreter has no BF16: there numbers are rounded to BF16, and multiplied i
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,22 +23,22 @@ pytest.importorskip("triton")
 pytest.importorskip("breccia_triton")
 
 import torch
-from weights import FORMATS, tensor
+import triton_products
+from triton_casts import DEVICE, ON_GPU
+from triton_products import ROUNDOFF, call_of, captured, compiled, declared_here, on_another_stream, values, without_waiting
+from triton_products import uneven as numbers
+from weights import FORMATS, in_torch, replaced, tensor
 
 import breccia
-from breccia.backend import Call, Described, Options, ScaledTensor, reference
+from breccia.backend import Described, ScaledTensor, reference
 from breccia.dispatch.registry import registry
-from breccia.dispatch.table import Table
 from breccia.kernels import bounds
 from breccia.testing.laws import products
 from breccia.testing.places import Place
-from breccia_torch.ops import TORCH
 from breccia_triton import fused, fused_kernels, fused_matmul, fused_plans, multiplying, plugin, tuning
 from breccia_triton.choices import Choice
 from breccia_triton.cuda import compiler, fp8_plans
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 WEIGHT, FP8 = "triton.weight_only", "triton.fp8_matmul"
 pytestmark = [
     pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; a GPU runs all
@@ -75,8 +74,6 @@ SPECS = {
     "nf4": ("3 x bfloat16", "float32", "float32"),
 }
 ACTS = ("bfloat16", "float16", "float32")
-#: Unit roundoffs of results.
-ROUNDOFF = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 #: Pairs of FP8: scales of the tensor, of rows, of 1 x 128 by 128 x 128 and by 1 x 128, of 1 x 32.
 PAIRS = {
     "tensor": ("fp8_current", "fp8_current"),
@@ -110,15 +107,6 @@ def in_fp32(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
-def numbers(shape: tuple[int, ...], seed: int = 0) -> Any:
-    """Rows of different magnitude, with one large number each, and a row of zeros."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(shape) * np.exp2(rng.integers(-9, 9, (*shape[:-1], 1)))
-    x[..., 0] *= 256
-    x[..., -1, :] = 0
-    return torch.tensor(x.astype(np.float32)).to(DEVICE)
-
-
 def activations(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
     return (numbers(shape, seed) / 2**6).to(getattr(torch, dtype))
 
@@ -129,31 +117,10 @@ def weight(shape: tuple[int, ...], spec: str, seed: int = 0, first: bool = False
     return breccia.cast(x.mT.contiguous(), spec, axis=-2) if first else breccia.cast(x, spec).mT
 
 
-def values(x: Any) -> Any:
-    """Values in FP64, decoded by the generic algorithm."""
-    return (reference.dequantize(x) if isinstance(x, ScaledTensor) else x).double()
-
-
 def check(found: Any, a: Any, b: Any, bias: Any = None) -> None:
-    """The bound of FP32 sums in docs/spec/numerics.md, section 9, or of FP8 tensor cores, and one rounding."""
-    x, y = values(a), values(b)
-    exact, size = x @ y, x.abs() @ y.abs()
-    if bias is not None:
-        exact, size = exact + bias.double(), size + bias.double().abs()
-    dtype = str(found.dtype).removeprefix("torch.")
-    k = x.shape[-1]
+    """The bound of FP32 sums, or of FP8 tensor cores, and one rounding."""
     recipes = (side.recipe if isinstance(side, ScaledTensor) else None for side in (a, b))
-    bound = bounds.accumulated(size, k + (bias is not None), k, bounds.in_tensor_cores(*recipes, found.device.type))
-    bound = bound + ROUNDOFF[dtype] * (exact.abs() + bound) + (2.0**-24 if dtype == "float16" else 0.0)
-    assert found.shape == exact.shape
-    assert torch.equal(found.isnan(), exact.isnan())
-    known = exact.isfinite()
-    if dtype == "float16":  # others do not overflow here
-        known &= exact.abs() + bound < 65504
-    error = torch.where(known, (found.double() - exact).abs() / bound.clamp(min=1e-300), 0.0)
-    assert error.max() <= 1, f"the error is {error.max().item():.3g} times the bound"
-    infinite = exact.isinf()
-    assert torch.equal(found[infinite].double(), exact[infinite])
+    triton_products.check(found, a, b, bias, bounds.in_tensor_cores(*recipes, found.device.type))
 
 
 def multiplied(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
@@ -248,28 +215,13 @@ def test_out_receives_the_product_in_place_and_in_strided_memory() -> None:
 # ------------------------------------------------------------------------------------------------ values that are not ordinary
 
 
-def on_device(st: ScaledTensor) -> ScaledTensor:
-    """A tensor of NumPy as one of torch."""
-
-    def there(name: str, part: Any) -> Any:
-        if part is None:
-            return None
-        words = torch.from_numpy(np.ascontiguousarray(part).reshape(-1).view(np.uint8).copy()).to(DEVICE)
-        return words.view(getattr(torch, TORCH.dtypes(st.recipe.format)[name])).reshape(part.shape)
-
-    parts = {name: there(name, getattr(st, name)) for name in ("data", "scale", "zero_point", "global_scale")}
-    return ScaledTensor.from_parts(
-        parts["data"], parts["scale"], st.recipe, st.layout, parts["zero_point"], parts["global_scale"], st.axis, st.padding
-    )
-
-
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_bits_of_codes_and_scales_decode_as_the_contract_says(name: str, act: str) -> None:
     """NaN and Inf codes; scales that are NaN, Inf, negative, zero, subnormal and huge."""
     st = tensor(name, 40, 256, seed=9, wild=True)
     st.data[:24] = tensor(name, 40, 256, seed=9).data[:24]  # finite codes
-    w, y = on_device(st).mT, torch.from_numpy(reference.dequantize(st).astype(np.float64)).to(DEVICE).mT
+    w, y = in_torch(st, DEVICE).mT, torch.from_numpy(reference.dequantize(st).astype(np.float64)).to(DEVICE).mT
     rng = np.random.default_rng(3)
     x = torch.tensor(rng.standard_normal((3, 256)).astype(np.float32), device=DEVICE).to(getattr(torch, act))
     found = multiplied(x, w)
@@ -285,7 +237,7 @@ def with_scale(w: Any, at: tuple[int, ...], number: Any) -> Any:
     st = w.mT
     scale = st.scale.clone()
     (scale if scale.dtype.itemsize > 1 else scale.view(torch.uint8))[at] = number
-    return ScaledTensor.from_parts(st.data, scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.padding).mT
+    return replaced(st, scale=scale).mT
 
 
 @pytest.mark.parametrize(
@@ -313,9 +265,7 @@ def test_scales_of_any_size_multiply_as_the_decoded_values_do(spec: str, number:
 @pytest.mark.parametrize("scale", [2.0**-140, 2.0**60, float("inf"), -(2.0**-20), 0.0, float("nan")])
 def test_global_scales_of_any_size_multiply_as_the_decoded_values_do(scale: float) -> None:
     st = breccia.cast(numbers((24, 64), 1), "nvfp4")
-    w = ScaledTensor.from_parts(
-        st.data, st.scale, st.recipe, st.layout, None, torch.tensor(scale, device=DEVICE), st.axis, st.padding
-    ).mT
+    w = replaced(st, global_scale=torch.tensor(scale, device=DEVICE)).mT
     for x in (activations((5, 64), "bfloat16", 2), torch.full((5, 64), 2.0**-120, device=DEVICE).bfloat16()):
         check(multiplied(x, w), x, w)
 
@@ -428,10 +378,6 @@ def test_special_codes_and_scales_of_fp8_pairs_follow_the_contract() -> None:
 # ------------------------------------------------------------------------------------------------ which calls
 
 
-def call_of(a: Any, b: Any, **options: Any) -> Call:
-    return Call("matmul", "torch", (a, b, None, Options(options), registry().frameworks["torch"]))
-
-
 def test_what_the_kernels_do_not_take_has_a_reason() -> None:
     x, w = torch.zeros(8, 64).bfloat16(), breccia.cast(torch.ones(16, 64), "mxfp4").mT
     a = breccia.cast(torch.ones(8, 64), "mxfp8")
@@ -510,9 +456,7 @@ def test_operands_on_several_devices_are_refused() -> None:
     with pytest.raises(breccia.UnsupportedError, match=r"matmul: a is on .*, and bias on meta; move it: x.to\('"):
         fused_matmul.fused_matmul(x, w, torch.zeros(16, device="meta"))
     st = w.mT
-    stray = ScaledTensor.from_parts(
-        st.data, st.scale.to("meta"), st.recipe, st.layout, None, st.global_scale, st.axis, st.padding
-    )
+    stray = replaced(st, scale=st.scale.to("meta"))
     with pytest.raises(breccia.UnsupportedError, match="and b's scale on meta"):
         fused_matmul.fused_matmul(x, stray.mT)
 
@@ -547,13 +491,7 @@ def test_every_candidate_of_the_tuning_gives_products_within_the_bound(spec: str
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
-    """Where the kernels run; without a GPU they are declared for CPUs."""
-    found = registry()
-    if ON_GPU:
-        return Place("torch", "cuda")
-    kernels = [replace(k, device=None, available=None) if k.name in (WEIGHT, FP8) else k for k in found.table.kernels]
-    monkeypatch.setattr(found, "table", Table(kernels, frameworks=found.frameworks))
-    return Place("torch")
+    return declared_here(monkeypatch, WEIGHT, FP8)
 
 
 LAWS = [
@@ -627,15 +565,9 @@ def test_calls_wait_for_nothing_and_are_captured_in_graphs() -> None:
     for spec, bias in (("int4", None), ("nvfp4", torch.ones(264, device="cuda"))):
         for m in (1, 300):
             x, w = activations((m, 640), "bfloat16", 1), weight((264, 640), spec, 2)
-            breccia.matmul(x, w, "bfloat16", bias=bias, prefer=WEIGHT)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                expected = breccia.matmul(x, w, "bfloat16", bias=bias, prefer=WEIGHT)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                found = breccia.matmul(x, w, "bfloat16", bias=bias, prefer=WEIGHT)
+            run = functools.partial(breccia.matmul, x, w, "bfloat16", bias=bias, prefer=WEIGHT)
+            run()
+            expected, (graph, found) = without_waiting(run), captured(run)
             graph.replay()
             assert torch.equal(found, expected)
 
@@ -643,14 +575,8 @@ def test_calls_wait_for_nothing_and_are_captured_in_graphs() -> None:
 @on_cuda
 def test_products_run_on_the_current_stream() -> None:
     x, w = activations((300, 640), "bfloat16", 1), weight((264, 640), "mxfp8", 2)
-    expected = breccia.matmul(x, w, prefer=WEIGHT)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(1_000_000)
-        found = breccia.matmul(x, w, prefer=WEIGHT)
-    stream.synchronize()
-    assert torch.equal(found, expected)
+    run = functools.partial(breccia.matmul, x, w, prefer=WEIGHT)
+    assert torch.equal(on_another_stream(run), run())
 
 
 # ------------------------------------------------------------------------------------------------ compiled without one
@@ -696,8 +622,4 @@ print(made.count("fused_kernel"), "products compiled")
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "gfx942", "gfx950"])
 def test_kernels_compile_for_gpus_that_are_not_here(target: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", COMPILED, target], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == "40 products compiled\n"
+    assert compiled(COMPILED, target, tmp_path) == "40 products compiled\n"

@@ -25,7 +25,9 @@ from breccia.kernels import bounds
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+import triton_products  # noqa: E402
 from fp8_variants import fp8_variants  # noqa: E402
+from triton_products import ROUNDOFF, call_of, captured, on_another_stream  # noqa: E402
 
 from breccia_triton import choices  # noqa: E402
 from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, named, program, scaled_mm, scaled_mm_plans  # noqa: E402
@@ -44,8 +46,6 @@ PAIRS = {
     "mx": (MX, MX),
 }
 OURS, FAST, GROUPED = "cuda.fp8_matmul", "cuda.fp8_matmul_fast", "cuda.fp8_grouped_matmul"
-#: Unit roundoffs of outputs.
-ROUNDOFF = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 #: M, N, K: one tile, whole tiles, partial ones in every direction, N without alignment, K of a part of a step, one row.
 SHAPES = (
     (128, 128, 128), (256, 256, 1024), (1000, 704, 1152), (520, 1344, 512), (72, 2112, 256), (300, 264, 640), (100, 77, 272),
@@ -69,18 +69,11 @@ def exact(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def check(found: Any, a: Any, b: Any, dtype: str = "float32", bias: Any = None) -> None:
-    """The bound of docs/spec/numerics.md, section 9, and one rounding to the dtype."""
-    product, size = exact(a, b)
-    if bias is not None:
-        product, size = product + bias.double(), size + bias.double().abs()
-    k = a.shape[-1]
-    bound = bounds.accumulated(size, k + (bias is not None), k, True)
-    bound = bound + ROUNDOFF[dtype] * (product.abs() + bound) + (2.0**-24 if dtype == "float16" else 0.0)
-    assert found.shape == product.shape and str(found.dtype) == f"torch.{dtype}"
-    assert not found.isnan().any()
-    ratio = ((found.double() - product).abs() / bound.clamp(min=1e-300)).max().item()
-    assert ratio <= 1, f"the error is {ratio:.3g} times the bound"
+    """The bound of FP8 tensor cores, one rounding to the dtype, and no NaN."""
+    assert str(found.dtype) == f"torch.{dtype}" and not found.isnan().any()
+    triton_products.check(found, a, b, bias, True)
     # Far inside the bound, random data also tell a wrong scale from a right one.
+    product = exact(a, b)[0] + (0.0 if bias is None else bias.double())
     error = ((found.double() - product).norm() / product.norm().clamp(min=1e-300)).item()
     assert error <= 4e-3 + ROUNDOFF[dtype], f"relative error {error:.3g}"
 
@@ -231,16 +224,10 @@ def test_products_repeat_bit_by_bit_on_streams_and_in_graphs() -> None:
         first = breccia.matmul(a, w.mT, "bfloat16", prefer=OURS)
         for _ in range(5):
             assert torch.equal(breccia.matmul(a, w.mT, "bfloat16", prefer=OURS), first)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            other = breccia.matmul(a, w.mT, "bfloat16", prefer=OURS)
-        stream.synchronize()
-        assert torch.equal(other, first)
-        out, graph = torch.empty_like(first), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(3):
-                breccia.matmul(a, w.mT, "bfloat16", out=out, prefer=OURS)
+        assert torch.equal(on_another_stream(lambda a=a, w=w: breccia.matmul(a, w.mT, "bfloat16", prefer=OURS)), first)
+        out = torch.empty_like(first)
+        run = functools.partial(breccia.matmul, a, w.mT, "bfloat16", out=out, prefer=OURS)
+        graph, _ = captured(lambda run=run: [run() for _ in range(3)])
         out.zero_()
         graph.replay()
         torch.cuda.synchronize()
@@ -584,7 +571,7 @@ def test_wrong_devices_and_wrong_outputs_are_refused_before_any_launch(stand_in:
 
 
 def accepts(accept: Any, a: Any, b: Any, **options: Any) -> str | None:
-    return accept(Call("matmul", "torch", (a, b, None, Options(options), registry.registry().frameworks["torch"])))
+    return accept(call_of(a, b, **options))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from repeated_codes import REPEATED
+from triton_products import captured, compiled, without_waiting
 
 import breccia
 from breccia import backend
@@ -877,11 +875,7 @@ def test_every_quotient_by_a_largest_code_is_rounded_as_ieee_754_says(divisor: f
 def test_no_call_waits_for_the_gpu(spec: str, on_gpu: Any) -> None:
     history = breccia.AmaxHistory("fp8_delayed").update(on_gpu)  # type: ignore[arg-type]
     every_op(on_gpu, spec, history)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        every_op(on_gpu, spec, history)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    without_waiting(lambda: every_op(on_gpu, spec, history))
 
 
 @pytest.mark.gpu
@@ -889,9 +883,7 @@ def test_no_call_waits_for_the_gpu(spec: str, on_gpu: Any) -> None:
 def test_calls_are_captured_in_cuda_graphs(spec: str, on_gpu: Any) -> None:
     x, history = on_gpu.clone(), breccia.AmaxHistory("fp8_delayed").update(on_gpu)  # type: ignore[arg-type]
     every_op(x, spec, history)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = every_op(x, spec, history)
+    graph, found = captured(lambda: every_op(x, spec, history))
     for n in range(3):
         x.copy_(torch.randn_like(x) * 4.0**n)
         graph.replay()
@@ -1005,8 +997,4 @@ print(len(made), "kernels compiled")
     "target", ["sm90", "gfx942", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm80", "sm89", "sm100", "gfx950"))]
 )
 def test_kernels_compile_for_gpus_that_are_not_here(target: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", COMPILED, target], capture_output=True, text=True, env=environment)
-    count = 35 if target.startswith("sm") else 33
-    assert done.returncode == 0 and f"{count} kernels compiled" in done.stdout, done.stderr[-2000:]
+    assert f"{35 if target.startswith('sm') else 33} kernels compiled" in compiled(COMPILED, target, tmp_path)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_weights import GROUPED, NAME, STORAGE, activations, check, on_gpu, weight
+from gpu_weights import GROUPED, NAME, STORAGE, activations, check, weight
 from marks import on_cuda
-from weights import FORMATS, tensor
+from weights import FORMATS, in_torch, tensor
 
 import breccia
 from breccia.backend import reference
@@ -94,7 +94,7 @@ def test_a_flagged_row_takes_the_slow_path_alone_in_blocks_of_many_rows() -> Non
     st = tensor("mxfp4", 320, 512, seed=4)
     st.scale[70, 3] = 255  # NaN, in the second of five row blocks
     values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
-    w, x = on_gpu(st).to_storage(STORAGE).mT, activations(200, 512, "bfloat16")
+    w, x = in_torch(st, "cuda").to_storage(STORAGE).mT, activations(200, 512, "bfloat16")
     for config in WIDE:
         found = Call(x, w, None, "float32", config)(x, w, None, None)
         assert found[:, 70].isnan().all()
@@ -160,7 +160,7 @@ def test_any_bits_of_codes_and_scales_decode_as_the_contract_says(name: str, act
         if st.zero_point is not None:
             st.zero_point[:64] = calm.zero_point[:64]
     values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
-    w = on_gpu(st).to_storage(STORAGE).mT
+    w = in_torch(st, "cuda").to_storage(STORAGE).mT
     for m in (2, 20):
         x = activations(m, 256, act)
         found, exact = breccia.matmul(x, w), x.double() @ values.mT
@@ -284,7 +284,7 @@ def test_products_of_weights_that_are_decoded_to_memory_are_within_the_bound(nam
         if name != "nvfp4-one":
             st.scale[:] = np.random.default_rng(n).integers(100, 130, st.scale.shape)
         values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
-        w = on_gpu(st).to_storage(STORAGE).mT
+        w = in_torch(st, "cuda").to_storage(STORAGE).mT
         for m in (1, 70, 300):
             x = activations(m, k, "bfloat16")
             found = DecodedCall(x, w, "bfloat16")(x, w, None, None)
@@ -310,7 +310,7 @@ def test_rows_that_bfloat16_does_not_hold_are_mended(name: str) -> None:
     if name == "mxfp8":
         st.data[260, 7] = 0x7F  # NaN
     values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
-    w, x = on_gpu(st).to_storage(STORAGE).mT, activations(150, 256, "bfloat16")
+    w, x = in_torch(st, "cuda").to_storage(STORAGE).mT, activations(150, 256, "bfloat16")
     found = DecodedCall(x, w, "bfloat16")(x, w, None, None)
     check(found, x, values)
     assert found[:, 130].isnan().all() and not found[:, :130].isnan().any()
@@ -352,7 +352,7 @@ def test_scales_of_mxfp8_that_are_far_apart_keep_the_bound(name: str) -> None:
     st.scale[:64] = np.random.default_rng(1).integers(60, 150, (64, 16))  # as far apart as the fast decoding takes
     st.scale[64:128] = np.random.default_rng(1).integers(40, 150, (64, 16))  # farther
     values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
-    w = on_gpu(st).to_storage(STORAGE)
+    w = in_torch(st, "cuda").to_storage(STORAGE)
     assert w.scale[:, 0].tolist() == [0, 1, 0]
     for m in (3, 20, 130):
         for act in ("bfloat16", "float16"):
@@ -375,7 +375,7 @@ def experts(name: str, count: int, n: int, k: int) -> tuple[Any, Any]:
     if st.global_scale is not None:  # one for each expert
         st.global_scale[:] = 3.7 * (1 + np.arange(count, dtype=np.float32))
     values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
-    return on_gpu(st).to_storage(STORAGE).mT, values
+    return in_torch(st, "cuda").to_storage(STORAGE).mT, values
 
 
 def check_groups(found: Any, x: Any, values: Any, sizes: tuple[int, ...]) -> None:
@@ -459,7 +459,7 @@ def test_nan_codes_and_scales_reach_the_rows_of_their_group_alone(name: str) -> 
     each[1] = tensor(name, 192, 256, seed=9, wild=True)
     st = breccia.stack(each)
     values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
-    w = on_gpu(st).to_storage(STORAGE).mT
+    w = in_torch(st, "cuda").to_storage(STORAGE).mT
     for sizes in ((3, 4, 2), (20, 30, 50)):
         x = activations(sum(sizes), 256, "bfloat16")
         found = breccia.grouped_matmul(x, w, ends_of(sizes))
@@ -527,7 +527,7 @@ def test_parts_of_fused_experts_are_read_in_place() -> None:
     each = [breccia.stack([tensor("nvfp4", 128, 256, seed=2 * e + p) for p in range(2)]) for e in range(3)]
     plain = breccia.stack(each)
     values = torch.from_numpy(reference.dequantize(plain).astype(np.float64)).cuda()
-    weights = ScaledExperts(on_gpu(plain).to_storage(STORAGE), torch.bfloat16)
+    weights = ScaledExperts(in_torch(plain, "cuda").to_storage(STORAGE), torch.bfloat16)
     sizes = (3, 1, 6)
     x = activations(10, 256, "bfloat16")
     found = weights.grouped_matmul(x, ends_of(sizes), False)
