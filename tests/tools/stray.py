@@ -68,6 +68,12 @@ def registered(module: ModuleType, **declared: list[Any]) -> Registry:
     return found
 
 
+def planted(faults: dict[Any, dict[str, Any]]) -> list[Any]:
+    """(law, fault) as parameters, for a table law -> fault -> what is planted and what the law says."""
+    names = {law: law if isinstance(law, str) else law.__name__ for law in faults}
+    return [pytest.param(law, fault, id=f"{names[law]}-{fault}") for law in faults for fault in faults[law]]
+
+
 def along_k(call: Any) -> str | None:
     return None if call.option("axis", -1) == -1 else "along the last axis only"
 
@@ -81,17 +87,7 @@ def kernel(target: Callable[..., Any], op: str = "cast", **declared: Any) -> Ker
 
 
 #: Modules of the generic algorithm, by op.
-MODULES = {
-    "cast": "casting",
-    "cast_pair": "composed",
-    "dequantize": "decoding",
-    "requantize": "requantizing",
-    "matmul": "products",
-    "cast_matmul": "products",
-    "grouped_matmul": "products",
-    "cast_ste": "composed",
-    "cast_ste_clipped": "composed",
-}
-
-
+MODULES = {"cast": "casting", "dequantize": "decoding", "requantize": "requantizing"}
+MODULES |= dict.fromkeys(("cast_pair", "cast_ste", "cast_ste_clipped"), "composed")
+MODULES |= dict.fromkeys(("matmul", "cast_matmul", "grouped_matmul"), "products")
 SOUND = tuple(MODULES)
