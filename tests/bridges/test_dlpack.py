@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from fresh import printed
 from marks import on_cuda
 from paths import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -243,9 +242,8 @@ for call in (lambda: to_dlpack(sharded), lambda: from_dlpack(sharded, "torch"), 
     except breccia.UnsupportedError as e:
         print(e)
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
-    said = done.stdout.splitlines()
-    assert len(said) == 3 and all(" data: BufferError: " in line for line in said), done.stderr
+    said = printed(script, flags=("-W", "ignore")).splitlines()
+    assert len(said) == 3 and all(" data: BufferError: " in line for line in said), said
 
 
 def test_the_metadata_of_a_bundle_is_checked_for_other_shapes_of_the_same_header() -> None:
@@ -717,10 +715,8 @@ for call in (
         print(e)
 """
     blocked = ",".join(f for f in ("torch", "jax", "mlx") if f != present)
-    environment = os.environ | {"BRECCIA_BLOCK": blocked}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, env=environment)
-    said = done.stdout.splitlines()
-    assert len(said) == 4, done.stderr
+    said = printed(script, flags=("-W", "ignore"), BRECCIA_BLOCK=blocked).splitlines()
+    assert len(said) == 4
     remedy = install(f"breccia-{absent}")
     assert all(f"{remedy}. It is installed but blocked: named in BRECCIA_BLOCK." in line for line in said), said
 

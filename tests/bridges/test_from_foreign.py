@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from fresh import printed
 
 import breccia
 from breccia import (
@@ -169,8 +169,7 @@ def test_breccia_plugins_lists_them(zenith: ModuleType, tmp_path: Path) -> None:
     found = {p.name: p for p in breccia.plugins()}
     assert found["zenith"].declares == ("foreign:zenith",) and found["zenith"].hooks == ("breccia_foreign",)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from breccia.cli.main import run; run(['plugins', '--json'])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    listed = {p["name"]: p for p in json.loads(run.stdout)}
+    listed = {p["name"]: p for p in json.loads(printed(code))}
     assert listed["zenith"]["declares"] == ["foreign:zenith"]
 
 

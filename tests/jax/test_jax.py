@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fresh import printed
 
 import breccia
 import breccia_jax
@@ -251,8 +249,7 @@ assert y.shape == (2, 32) and isinstance(y, jax.Array)
 @pytest.mark.long
 @pytest.mark.parametrize("make", ["jnp.asarray", "np.asarray"])
 def test_the_first_use_of_a_tensor_may_be_a_jitted_call(make: str) -> None:
-    run = subprocess.run([sys.executable, "-c", FIRST.format(make=make)], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    printed(FIRST.format(make=make))
 
 
 def test_numpy_tensors_move_to_jax_and_back_as_pytrees(recipe: breccia.ScalingRecipe) -> None:
@@ -963,10 +960,8 @@ def test_a_torch_tensor_without_breccia_torch_is_refused_with_the_install_comman
     pytest.importorskip("torch")
     from breccia.siblings import install
 
-    only = os.environ | {"BRECCIA_BLOCK": "torch,triton"}
-    run = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False, env=only)
-    assert run.returncode == 0, run.stderr
-    assert "got torch.Tensor. Install its plug-in: " + install("breccia-torch") in run.stdout
+    said = printed(ALONE, BRECCIA_BLOCK="torch,triton")
+    assert "got torch.Tensor. Install its plug-in: " + install("breccia-torch") in said
 
 
 def test_a_scaled_tensor_cannot_be_converted_to_an_array() -> None:

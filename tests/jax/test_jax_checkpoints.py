@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fresh import printed
 
 import breccia
 from breccia.testing.examples import wide
@@ -152,5 +151,4 @@ assert breccia.bytes_equal(again, st)
 
 def test_flax_stores_tensors_without_an_import_of_breccia_jax_flax() -> None:
     pytest.importorskip("flax.serialization")
-    run = subprocess.run([sys.executable, "-c", FLAX_FIRST], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    printed(FLAX_FIRST)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
+from fresh import printed
 from paths import ROOT
 from recipes import RECIPES, recipe_id
 
@@ -304,7 +302,4 @@ print("fine")
 
 
 def test_sharded_operands_take_the_generic_algorithm_and_shards_the_kernel() -> None:
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    root = ROOT
-    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, env=env, cwd=root, check=False)
-    assert done.returncode == 0 and done.stdout.strip() == "fine", done.stderr[-3000:]
+    assert printed(SHARDED, cwd=ROOT, JAX_PLATFORMS="cpu") == "fine\n"

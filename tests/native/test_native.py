@@ -6,14 +6,13 @@ That casts by them write the bytes of the generic algorithm is shown in test_num
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from fresh import printed
 from recipes import is_exact, recipe_id
 
 import breccia
@@ -308,8 +307,7 @@ def test_numpy_arrays_and_torch_tensors_use_the_compiled_kernels() -> None:
         "import breccia, torch; breccia.cast(torch.ones(64, 256), breccia.NVFP4BlockScaling());"
         "import sys; print('breccia_native.microkernels' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"
+    assert printed(script) == "True\n"
     st = breccia.cast(torch.from_numpy(x), breccia.NVFP4BlockScaling())
     assert st.digest() == breccia.cast(x, breccia.NVFP4BlockScaling(), prefer="reference.cast").digest()
 
@@ -327,7 +325,6 @@ def test_without_the_compiled_extension_the_numpy_kernels_run_and_explain_says_w
         "print(breccia.explain('cast', x, breccia.MXFP8BlockScaling()))\n"
         "print(breccia.cast(x, breccia.MXFP8BlockScaling()).shape)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert " -> numpy.cast" in done.stdout and done.stdout.endswith("(4, 64)\n")
-    assert "breccia-native was built without a C compiler; install one and reinstall breccia-native" in done.stdout
+    said = printed(script)
+    assert " -> numpy.cast" in said and said.endswith("(4, 64)\n")
+    assert "breccia-native was built without a C compiler; install one and reinstall breccia-native" in said

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import pytest
+from fresh import printed
 
 import breccia
 from breccia.arrays.frameworks import Device
@@ -62,16 +61,10 @@ def test_many_callers_at_once_each_get_their_own_result() -> None:
     assert not wrong
 
 
-def run(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_starts_threads_of_its_own() -> None:
     """Also where another thread of the parent has the pool at the moment of the fork."""
-    assert run(
+    assert printed(
         "import os, threading\n"
         "from breccia_native import pool\n"
         "pool.add(10, 3)\n"
@@ -91,7 +84,7 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
 
 def test_no_thread_is_left_when_the_interpreter_ends() -> None:
     """A function of `atexit` may still use the pool, and a daemon thread may be using it."""
-    assert run(
+    assert printed(
         "import atexit, threading\n"
         "from breccia_native import pool\n"
         "def forever():\n"
@@ -104,7 +97,7 @@ def test_no_thread_is_left_when_the_interpreter_ends() -> None:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="this system does not list threads")
 def test_one_thread_is_enough_for_a_limit_of_one() -> None:
-    assert run(
+    assert printed(
         "import os, numpy as np, breccia\n"
         "breccia.set_num_threads(1)\n"
         "st = breccia.cast(np.ones((2048, 1024), np.float32), 'int4')\n"

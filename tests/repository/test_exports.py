@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -15,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fresh import printed, ran
 
 import breccia
 import breccia.backend
@@ -124,8 +123,7 @@ def test_each_name_of_the_backend_resolves_in_a_fresh_process() -> None:
         "    for loaded in [m for m in sys.modules if m.startswith('breccia')]: del sys.modules[loaded]\n"
         "    import breccia.backend\n    assert getattr(breccia.backend, name) is not None, name"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed(script)
 
 
 def test_importing_a_submodule_replaces_no_public_name() -> None:
@@ -177,9 +175,7 @@ def test_a_bridge_of_a_missing_distribution_names_the_distribution(monkeypatch: 
 
 def test_a_bridge_of_a_blocked_distribution_says_that_it_is_blocked(tmp_path: Path) -> None:
     code = "import breccia\ntry: breccia.bridges.load_safetensors\nexcept ImportError as e: print(e)"
-    environ = os.environ | {"BRECCIA_BLOCK": "bridges"}
-    run = subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert run.stdout == (
+    assert printed(code, cwd=tmp_path, BRECCIA_BLOCK="bridges") == (
         "no installed plug-in declares breccia.bridges.load_safetensors; breccia's own bridges come with breccia-bridges: "
         f"{install('breccia-bridges')}. "
         "It is installed but blocked: named in BRECCIA_BLOCK.\n"
@@ -272,7 +268,7 @@ def test_a_manifest_that_misspells_a_name_of_the_package_gets_a_suggestion(monke
 @pytest.mark.parametrize("name", breccia.kernels.__all__)
 def test_kernel_modules_are_attributes_after_importing_breccia_alone(name: str) -> None:
     script = f"import breccia; print(breccia.kernels.{name}.__name__, dir(breccia.kernels))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = ran(script)
     assert (done.stdout, done.stderr) == (f"breccia.kernels.{name} {breccia.kernels.__all__}\n", "")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import cache
 from importlib.metadata import distributions
 
 import pytest
+from fresh import printed
 from paths import ROOT
 
 FRAMEWORKS = {"torch", "jax", "mlx"}
@@ -21,9 +21,7 @@ HEAVY = {"numpy", *FRAMEWORKS, "triton", "tensorflow", "safetensors", "torchao",
 def loaded(code: str) -> frozenset[str]:
     """Modules that `code` loads in a fresh interpreter."""
     script = f"import sys\nstart = set(sys.modules)\n{code}\nimport json\nprint(json.dumps(sorted(set(sys.modules) - start)))"
-    run = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return frozenset(json.loads(run.stdout.splitlines()[-1]))
+    return frozenset(json.loads(printed(script, flags=("-W", "error")).splitlines()[-1]))
 
 
 def roots(modules: frozenset[str]) -> set[str]:

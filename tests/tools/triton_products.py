@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fresh import printed
 from triton_casts import DEVICE, ON_GPU
 
 from breccia.backend import Call, Options, ScaledTensor, reference
@@ -105,8 +103,4 @@ def on_another_stream(run: Callable[[], Any]) -> Any:
 
 def compiled(script: str, target: str, folder: Path) -> str:
     """What `script` prints, which compiles for a target that is not here. folder: for what Triton keeps."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder), "XDG_CACHE_HOME": str(folder)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", script, target], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return printed(script, target, TRITON_CACHE_DIR=str(folder), XDG_CACHE_HOME=str(folder), TRITON_INTERPRET=None)

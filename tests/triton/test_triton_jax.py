@@ -6,8 +6,6 @@ Expected bytes come from the generic algorithm on NumPy arrays.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fresh import printed
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("triton")
@@ -542,24 +541,16 @@ print(count, "calls of kernels")
 COMPILER = find_spec("jax_triton") and (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"))
 
 
-def apart(script: str, *arguments: str) -> str:
-    """The output of a script in another process, where Triton compiles."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.mark.long
 @pytest.mark.skipif(ON_GPU or not COMPILER, reason="needs jax-triton and JAX's plug-in for CUDA, and no GPU")
 @pytest.mark.parametrize(("capability", "count"), [("80", 64), ("90", 63)])
 def test_kernels_compile_for_gpus_that_are_not_here(capability: str, count: int) -> None:
-    assert f"{count} calls of kernels" in apart(ALL, capability)
+    assert f"{count} calls of kernels" in printed(ALL, capability, TRITON_INTERPRET=None)
 
 
 def test_kernels_for_jax_do_not_import_torch() -> None:
     script = "import sys, breccia_triton.jax_calls; print('triton' in sys.modules, 'torch' in sys.modules)"
-    assert apart(script) == "True False\n"
+    assert printed(script, TRITON_INTERPRET=None) == "True False\n"
 
 
 ORDER = """
@@ -587,7 +578,7 @@ print(re.findall(r"%(\\w+): ", re.search(r"tt.func public .*", compiled.asm["tti
 
 
 def test_parameters_are_compiled_in_the_order_in_which_jax_triton_passes_them() -> None:
-    assert "['rows', 'x', 'columns', 'x_scale', 'out']" in apart(ORDER.replace("\\\\", "\\"))
+    assert "['rows', 'x', 'columns', 'x_scale', 'out']" in printed(ORDER.replace("\\\\", "\\"), TRITON_INTERPRET=None)
 
 
 # -- what is declared ------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fresh import printed, ran
 
 import breccia
 from breccia import PluginError, PluginWarning, siblings, targets
@@ -101,15 +101,9 @@ def names() -> dict[str, set[str]]:
     return {hook: set(declared) for hook, declared in registry.registry().declared.items()}
 
 
-def fresh(script: str, *path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs `script` in a new interpreter that finds the distributions in `path`."""
-    python_path = os.pathsep.join(map(str, path))
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("BRECCIA_")}
-    run = subprocess.run(
-        [sys.executable, "-c", script], env=clean | environ | {"PYTHONPATH": python_path}, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    return run
+def fresh(script: str, path: Path) -> str:
+    """What `script` prints in a new interpreter that finds the distributions in `path`."""
+    return printed(script, PYTHONPATH=str(path), **dict.fromkeys(name for name in os.environ if name.startswith("BRECCIA_")))
 
 
 # -- core ------------------------------------------------------------------------------------------------------------
@@ -506,7 +500,7 @@ print(json.dumps([[f"{w.category.__name__}: {w.message}" for w in caught], found
 @pytest.mark.parametrize("heavy", ["numpy", "mlx"])
 def test_a_manifest_that_imports_a_framework_is_named_but_stays_active(tmp_path: Path, heavy: str) -> None:
     write(tmp_path, "acme", f"import {heavy}\n" + HEAD, module="acme_heavy")
-    messages, found, works = json.loads(fresh(REPORT, tmp_path).stdout)
+    messages, found, works = json.loads(fresh(REPORT, tmp_path))
     assert messages == [
         f"PluginWarning: breccia plug-in 'acme' (acme_heavy) imported {heavy} while declaring itself; move that import into "
         "the module that its object references name."
@@ -516,14 +510,14 @@ def test_a_manifest_that_imports_a_framework_is_named_but_stays_active(tmp_path:
 
 def test_a_manifest_is_not_blamed_for_a_framework_the_user_imported(tmp_path: Path) -> None:
     write(tmp_path, "acme", "import numpy\n" + HEAD)
-    messages, found, works = json.loads(fresh("import numpy" + REPORT, tmp_path).stdout)
+    messages, found, works = json.loads(fresh("import numpy" + REPORT, tmp_path))
     assert messages == []
     assert found["acme"] == "active" and works
 
 
 def test_a_manifest_that_uses_the_registry_it_is_part_of_is_set_aside(tmp_path: Path) -> None:
     write(tmp_path, "acme", HEAD + "@hookimpl\ndef breccia_cli():\n    return [Command(p.name, 'a:b', '') for p in plugins()]")
-    messages, found, works = json.loads(fresh(REPORT, tmp_path).stdout)
+    messages, found, works = json.loads(fresh(REPORT, tmp_path))
     assert messages == [
         "PluginWarning: breccia plug-in 'acme' (acme-breccia 0.1) is set aside: breccia_cli failed: PluginError: a manifest "
         "used the registry while it is being built; a manifest only returns declarations.; a hook returns an iterable of "
@@ -534,7 +528,7 @@ def test_a_manifest_that_uses_the_registry_it_is_part_of_is_set_aside(tmp_path: 
 
 def test_a_broken_plug_in_does_not_affect_others_in_a_fresh_process(tmp_path: Path) -> None:
     write(tmp_path, "acme", HEAD + "raise RuntimeError('boom')")
-    messages, found, works = json.loads(fresh(REPORT, tmp_path).stdout)
+    messages, found, works = json.loads(fresh(REPORT, tmp_path))
     assert messages == ["PluginWarning: breccia plug-in 'acme' (acme-breccia 0.1) is set aside: RuntimeError: boom"]
     assert found.pop("acme") == "set aside" and not works
     assert set(found.values()) == {"active"}
@@ -598,7 +592,7 @@ print(raised, [p.name for p in breccia.plugins() if p.status == "set aside"])
 
 def test_if_warnings_are_errors_one_is_raised_once_and_the_registry_works(tmp_path: Path) -> None:
     write(tmp_path, "acme", "raise RuntimeError('boom')")
-    assert fresh(ERRORS, tmp_path).stdout == (
+    assert fresh(ERRORS, tmp_path) == (
         "[\"breccia plug-in 'acme' (acme-breccia 0.1) is set aside: RuntimeError: boom\"] ['acme']\n"
     )
 
@@ -868,8 +862,7 @@ def test_plugins_returns_a_copy_of_immutable_entries() -> None:
 @pytest.mark.together
 def test_a_framework_of_a_missing_sibling_is_named_with_its_remedy() -> None:
     code = "import breccia; breccia.explain('cast', 'nvfp4', on='torch')"
-    environment = {**os.environ, "BRECCIA_BLOCK": "torch"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = ran(code, code=1, BRECCIA_BLOCK="torch")
     assert "UnknownNameError: no framework 'torch'" in done.stderr
     assert (
         f"It comes with breccia-torch: {siblings.install('breccia-torch')}. It is installed but blocked: named in "

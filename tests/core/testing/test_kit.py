@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from fresh import printed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stray import MODULES, SOUND, STRAY, along_k, here, kernel, outcome, planted, verdicts
@@ -1955,16 +1956,9 @@ def test_tensors_without_a_given_recipe_have_several() -> None:
 # ---------------------------------------------------------------------------------------------- imports
 
 
-def fresh(script: str) -> str:
-    """Standard output of a new interpreter."""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
 def test_importing_the_kit_imports_no_test_tool() -> None:
     script = "import sys, breccia.testing; print(*{'pytest', 'hypothesis', 'numpy'}.intersection(sys.modules))"
-    assert fresh(script) == "\n"
+    assert printed(script) == "\n"
 
 
 @pytest.mark.parametrize(("tool", "names"), [("pytest", ["conformance", "Law"]), ("hypothesis", ["strategies"])])
@@ -1980,7 +1974,7 @@ for name in {names}:
         print(e)
 print(testing.oracle.decode(testing.oracle.F32, 0x3F800000), testing.vectors.__name__)
 """
-    *errors, last = fresh(script).splitlines()
+    *errors, last = printed(script).splitlines()
     remedy = f"needs {tool}, which is not installed: {breccia.siblings.TESTING.remedy}."
     assert errors == [f"breccia.testing.{needing} {remedy}" for needing in names]
     assert last == "1.0 breccia.testing.vectors"
