@@ -25,7 +25,7 @@ from triton_products import captured, compiled, without_waiting
 
 import breccia
 from breccia import backend
-from breccia.backend import E2M3, F32, NUMPY, CastOptions, Device, ScaledTensor, components, f32, reference
+from breccia.backend import E2M3, F32, NUMPY, CastOptions, Device, Metadata, ScaledTensor, components, f32, reference
 from breccia.kernels.reference.packing import pack
 from breccia_triton import cast as triton_cast
 from breccia_triton import decode, launch, numerics, operands, plans, plugin, prepare
@@ -610,136 +610,90 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return request.param
 
 
-def same_layout(a: ScaledTensor, b: ScaledTensor) -> None:
-    """Check that two tensors agree in all but their values."""
-    for one, other in zip(components(a).values(), components(b).values(), strict=True):
-        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
-    assert (a.layout, a.axis, a.padding) == (b.layout, b.axis, b.padding)
+def parts_of(y: Any) -> list[Any]:
+    return list(components(y).values()) if isinstance(y, ScaledTensor) else [y]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The addresses of the inputs of calls that took the short way."""
+    taken = list[int]()
+
+    def counted(way: Any) -> Any:
+        return lambda call, address, *rest: taken.append(address) or way(call, address, *rest)
+
+    for kind, name in ((triton_cast.Call, "plainly"), (triton_cast.Call, "recording"), (triton_cast.Pair, "plainly")):
+        monkeypatch.setattr(kind, name, counted(getattr(kind, name)))
+    return taken
+
+
+SUPPLIED = CastOptions(scale=torch.tensor(0.5))
+#: Op, options and recipes of calls that may be repeated.
+CALLS = [
+    ("cast", backend.DEFAULT, (*CALLED, "int8", "fp8_delayed", "nvfp4,two_level=false")),
+    ("cast_ste", backend.DEFAULT, ("fp8_block", "fp8_current", "nvfp4", "int4")),
+    ("cast_pair", backend.DEFAULT, ("fp8_block", "fp8_current", "nvfp4", "mxfp4")),
+    *((op, backend.COLUMNS, ("fp8_block", "fp8_row", "int8", "nvfp4", "fp8_current")) for op in ("cast", "cast_ste")),
+    *((op, SUPPLIED, ("fp8_delayed",)) for op in ("cast", "cast_ste")),
+    ("cast_and_record", backend.DEFAULT, ("fp8_delayed,amax_history_len=3",)),
+]
 
 
 @pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
-@pytest.mark.parametrize("spec", [*CALLED, "int8", "fp8_delayed", "nvfp4,two_level=false"])
-def test_a_repeated_cast_launches_what_the_first_one_launched(spec: str, small: int, stand_in: list[Any]) -> None:
+@pytest.mark.parametrize(("op", "options", "spec"), [(op, options, spec) for op, options, specs in CALLS for spec in specs])
+def test_a_repeated_call_launches_what_the_first_one_launched(
+    op: str, options: CastOptions, spec: str, small: int, stand_in: list[Any], short: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The short way of a call that was prepared does what the general way does."""
-    x, recipe = torch.randn(64, 256), breccia.recipe(spec)
-    found = [triton_cast.cast(x, recipe) for _ in range(2)]
-    count = len(stand_in) // 2
+    zeros, made = list[Any](), torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **given: zeros.append(made(*shape, **given)) or zeros[-1])
+    x, recipe = torch.randn(1024 if options is backend.COLUMNS else 64, 256), breccia.recipe(spec)
+    history = {"amaxes": torch.tensor([1.0, 2.0, 3.0]), "scale": torch.tensor(0.5)} if op == "cast_and_record" else {}
+    work, amax = triton_cast.workspace(x.device, 7)
+    known = {"x": x, "work": work, "amax": amax, **history} | ({} if options.scale is None else {"supplied": options.scale})
+
+    def launched() -> tuple[list[Any], list[Any]]:
+        """(The results, the launches with names in place of addresses)."""
+        stand_in.clear()
+        zeros.clear()
+        given = getattr(triton_cast, op)(x, recipe, *history.values(), options)
+        results = list(given) if isinstance(given, tuple) else [given]
+        parts = [part for y in results for part in parts_of(y)]
+        named = {part.data_ptr(): name for name, part in known.items()}
+        for kind, each in (("result", parts), ("zeros", zeros)):
+            named |= {part.data_ptr(): f"{kind} {n} {tuple(part.shape)}" for n, part in enumerate(each)}
+        return results, [(function, *[named.get(value, value) for value in values]) for function, *values in stand_in]
+
+    found, first = launched()
+    assert not short
+    again, repeated = launched()
     call = next(iter(triton_cast._calls.values()))
-    plain = len(call.passes) < 2
-    assert call.plain is plain and (count == 1 or not call.waits)
-    assert call.waits is (small > 0 and spec in ("fp8_current", "fp8_delayed", "nvfp4"))
-    work, amax = triton_cast.workspace(x.device, 7)
-    for st, launched in zip(found, (stand_in[:count], stand_in[count:]), strict=True):
-        parts = [part.data_ptr() for part in components(st).values()]
-        inner = [amax.data_ptr()] if count > 1 else [work.data_ptr()] if call.waits else []
-        if plain:
-            passes = [(x.data_ptr(), amax.data_ptr(), work.data_ptr())] * (count - 1)
-            assert [given[2:] for given in launched] == [*passes, (x.data_ptr(), *parts, *inner)]
-        assert [given[1] for given in launched] == [7] * count
-    assert [given[0] for given in stand_in[:count]] == [given[0] for given in stand_in[count:]]
-    same_layout(*found)
+    assert set(short) == ({x.data_ptr()} if call.plain else set()) and first == repeated
+    for _, stream, at, *others in first:
+        assert (stream, at) == (7, "x") and all(type(other) is str or other < 4 for other in others), "addresses have names"
+    written = {name for given in first for name in given if str(name).startswith("result")}
+    assert len(written) == sum(len(parts_of(y)) for y in found)
+    if isinstance(call, triton_cast.Call):
+        assert len(first) == 1 + len(call.passes) and call.plain is (len(call.passes) < 2)
+        waiting = small > 0 and spec in ("fp8_current", "fp8_delayed", "nvfp4") and options is not SUPPLIED
+        assert call.waits is (waiting and not history and (op, spec) != ("cast_pair", "fp8_current"))
+    for a, b in zip(found, again, strict=True):
+        one, other = ([(part.shape, part.dtype, part.stride()) for part in parts_of(y)] for y in (a, b))
+        assert one == other and (not isinstance(a, ScaledTensor) or Metadata.of(a) == Metadata.of(b))
 
 
 @pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
-@pytest.mark.parametrize("spec", ["fp8_block", "fp8_current", "nvfp4", "int4"])
-def test_a_repeated_cast_ste_launches_what_the_first_one_launched(spec: str, small: int, stand_in: list[Any]) -> None:
-    x, recipe = torch.randn(64, 256).bfloat16(), breccia.recipe(spec)
-    found = [triton_cast.cast_ste(x, recipe) for _ in range(2)]
-    count = len(stand_in) // 2
-    (call,) = triton_cast._calls.values()
-    assert call.plain and count == 1 + len(call.passes)
-    work, amax = triton_cast.workspace(x.device, 7)
-    for values, launched in zip(found, (stand_in[:count], stand_in[count:]), strict=True):
-        passes = [(7, x.data_ptr(), amax.data_ptr(), work.data_ptr())] * (count - 1)
-        inner = [amax.data_ptr()] if count > 1 else [work.data_ptr()] if call.waits else []
-        last = 7, x.data_ptr(), values.data_ptr(), *inner
-        assert [given[1:] for given in launched] == [*passes, last]
-    assert [given[0] for given in stand_in[:count]] == [given[0] for given in stand_in[count:]]
-    assert (found[0].shape, found[0].dtype) == (found[1].shape, found[1].dtype) == (x.shape, x.dtype)
-
-
-@pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
-@pytest.mark.parametrize("spec", ["fp8_block", "fp8_row", "int8", "nvfp4", "fp8_delayed", "fp8_current"])
-@pytest.mark.parametrize("op", ["cast", "cast_ste"])
-def test_a_repeated_cast_down_the_columns_or_under_a_scale_launches_what_the_first_one_launched(
-    op: str, spec: str, stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
+def test_calls_that_differ_from_a_repeated_cast_under_a_history_do_not_take_its_short_way(
+    small: int, stand_in: list[Any], short: list[int]
 ) -> None:
-    monkeypatch.setattr(triton_cast, "hardware", lambda device: Hardware(resident=8))
-    zeros, shorts, way = list[Any](), list[int](), triton_cast.Call.plainly
-    monkeypatch.setattr(triton_cast.Call, "plainly", lambda call, *given: shorts.append(len(given)) or way(call, *given))
-    made = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros.append(made(*shape, **options)) or zeros[-1])
-    x, recipe = torch.randn(1024, 256).bfloat16(), breccia.recipe(spec)
-    options = backend.COLUMNS if spec != "fp8_delayed" else CastOptions(scale=torch.tensor(0.5))
-    found = [getattr(triton_cast, op)(x, recipe, options) for _ in range(2)]
-    assert shorts == [2 if spec == "fp8_delayed" else 1]
-    first, again = stand_in[: len(stand_in) // 2], stand_in[len(stand_in) // 2 :]
-    whole = spec in ("fp8_row", "int8")
-    assert len(first) == 1 + whole and [given[:3] for given in first] == [given[:3] for given in again]
-    work, _ = triton_cast.workspace(x.device, 7)
-    for n, (result, launched) in enumerate(zip(found, (first, again), strict=True)):
-        parts = [result] if op == "cast_ste" else list(components(result).values())
-        after = [work.data_ptr()] if spec in ("nvfp4", "fp8_current") else []
-        if whole:
-            assert zeros[n].shape == (256,) and launched[0][1:] == (7, x.data_ptr(), zeros[n].data_ptr())
-            after = [zeros[n].data_ptr()]
-        if spec == "fp8_delayed":
-            after = [options.scale.data_ptr()]
-        assert launched[-1][1:] == (7, x.data_ptr(), *[part.data_ptr() for part in parts], *after)
-    if op == "cast":
-        same_layout(*found)
-    if spec == "fp8_delayed":
-        triton_cast.cast(x, recipe, CastOptions(scale=0.5))
-        triton_cast.cast(x, recipe, CastOptions(scale=options.scale, rounding="stochastic", seed=1))
-        assert len(shorts) == 1, "a scale that is no tensor, and other options, take the long way"
-
-
-@pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
-@pytest.mark.parametrize("spec", ["fp8_block", "fp8_current", "nvfp4", "mxfp4"])
-def test_a_repeated_cast_pair_launches_what_the_first_one_launched(spec: str, small: int, stand_in: list[Any]) -> None:
-    x, recipe = torch.randn(64, 256).bfloat16(), breccia.recipe(spec)
-    found = [triton_cast.cast_pair(x, recipe) for _ in range(2)]
-    (call,) = triton_cast._calls.values()
-    first, again = stand_in[: len(stand_in) // 2], stand_in[len(stand_in) // 2 :]
-    amax = spec == "fp8_current" or (spec == "nvfp4" and not small)
-    assert call.plain and len(first) == amax + (2 if isinstance(call, triton_cast.Pair) else 1)
-    assert [given[:3] for given in first] == [given[:3] for given in again]
-    work, number = (part.data_ptr() for part in triton_cast.workspace(x.device, 7))
-    for pair, launched in zip(found, (first, again), strict=True):
-        results = [[part.data_ptr() for part in components(st).values()] for st in pair]
-        if amax:
-            assert launched[0][2:] == (x.data_ptr(), number, work)
-        waits = [work] if spec == "nvfp4" and small else []
-        if isinstance(call, triton_cast.Pair):
-            after = [[number] if amax else waits] * 2
-        else:
-            results, after = [results[0] + results[1]], [[number] * 2 if amax else []]
-        for given, parts, inner in zip(launched[amax:], results, after, strict=True):
-            assert given[1:] == (7, x.data_ptr(), *parts, *inner)
-    for a, b in zip(*found, strict=True):
-        same_layout(a, b)
-
-
-@pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
-def test_a_repeated_cast_under_a_history_launches_what_the_first_one_launched(
-    stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_cast, "hardware", lambda device: Hardware(resident=8))
-    short, way = list[int](), triton_cast.Call.recording
-    monkeypatch.setattr(triton_cast.Call, "recording", lambda call, *given: short.append(given[0]) or way(call, *given))
     x, recipe = torch.randn(64, 256).bfloat16(), breccia.DelayedScaling(amax_history_len=3)
     amaxes, scale = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(0.5)
-    found = [triton_cast.cast_and_record(x, recipe, amaxes, scale) for _ in range(2)]
-    work, _ = triton_cast.workspace(x.device, 7)
-    assert short == [x.data_ptr()] and len(stand_in) == 2 and stand_in[0][0] is stand_in[1][0]
-    for (st, *recorded), (_, *given) in zip(found, stand_in, strict=True):
-        parts = [*components(st).values(), scale, work, amaxes, *recorded]
-        assert given == [7, x.data_ptr(), *[part.data_ptr() for part in parts], 1, 2]
-        assert [part.shape for part in recorded] == [(3,), ()]
+    for _ in range(2):
+        triton_cast.cast_and_record(x, recipe, amaxes, scale)
     triton_cast.cast_and_record(x, recipe, amaxes, scale, CastOptions(rounding="stochastic", seed=1))
     triton_cast.cast_and_record(x.mT, recipe, amaxes, scale)
     triton_cast.cast_and_record(x.half(), recipe, amaxes, scale)
-    assert len(short) == 1, "other options, views and dtypes take the long way at first"
+    assert short == [x.data_ptr()], "other options, views and dtypes take the long way at first"
     for unread in (amaxes.double(), torch.ones(6)[::2]):  # by the generic algorithm: nothing here runs a kernel
         _, *recorded = triton_cast.cast_and_record(x, recipe, unread, scale)
         for part, expected in zip(recorded, reference.record_amax(x, recipe, unread, scale), strict=True):
@@ -747,13 +701,8 @@ def test_a_repeated_cast_under_a_history_launches_what_the_first_one_launched(
 
 
 @pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
-def test_calls_that_differ_from_a_repeated_cast_do_not_take_its_short_way(
-    stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_differ_from_a_repeated_cast_do_not_take_its_short_way(stand_in: list[Any], short: list[int]) -> None:
     x, recipe = torch.randn(64, 256), breccia.recipe("fp8_block")
-    short = list[int]()
-    way = triton_cast.Call.plainly
-    monkeypatch.setattr(triton_cast.Call, "plainly", lambda call, address: short.append(address) or way(call, address))
     triton_cast.cast(x, recipe)
     triton_cast.cast(x, recipe)
     assert short == [x.data_ptr()]
@@ -773,6 +722,10 @@ def test_calls_that_differ_from_a_repeated_cast_do_not_take_its_short_way(
     triton_cast.cast(x, recipe, CastOptions(rounding="stochastic", seed=1))
     triton_cast.cast(x, recipe, CastOptions(axis=-2, out=st))
     triton_cast.cast(x, breccia.recipe("fp8_block,block_k=32"))
+    delayed = breccia.recipe("fp8_delayed")
+    triton_cast.cast(x, delayed, SUPPLIED)
+    triton_cast.cast(x, delayed, CastOptions(scale=0.5))
+    triton_cast.cast(x, delayed, SUPPLIED.replace(rounding="stochastic", seed=1))
     assert len(short) == 1
     with pytest.raises(breccia.UnsupportedError, match="x is a sparse tensor"):
         triton_cast.cast(x.to_sparse(), recipe)
