@@ -220,23 +220,11 @@ def test_codes_and_scales_are_shared_where_the_packing_agrees(kind: str) -> None
 
 #: Recipes that torchao has a class for, as breccia writes them.
 OURS = (
-    "fp8_current",
-    "fp8_delayed",
-    "fp8_row",
-    "fp8_row,fp8_format=E5M2",
-    "fp8_block",
-    "fp8_block,block_m=128",
-    "mxfp8",
-    "mxfp6",
-    "mxfp4",
-    "nvfp4",
-    "nvfp4,two_level=false",
-    "int4,group_size=32",
-    "int4,group_size=32,signed=false,symmetric=false",
-    "int8",
-    "int8,group_size=64,scale_dtype=bf16",
+    "fp8_current", "fp8_delayed", "fp8_row", "fp8_row,fp8_format=E5M2", "fp8_block", "fp8_block,block_m=128",
+    "mxfp8", "mxfp6", "mxfp4", "nvfp4", "nvfp4,two_level=false", "int4,group_size=32",
+    "int4,group_size=32,signed=false,symmetric=false", "int8", "int8,group_size=64,scale_dtype=bf16",
     "int8,signed=false,symmetric=false",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", OURS)

@@ -20,17 +20,10 @@ import jax.numpy as jnp  # noqa: E402
 import breccia_jax  # noqa: E402
 
 RECIPES = (
-    "mxfp8",
-    "mxfp8,fp8_format=E5M2",
-    "fp8_block,block_m=4,block_k=32",
-    "fp8_current",
-    "nvfp4",
-    "mxfp6",
-    "int4,scale_dtype=bf16",
-    "int4,group_size=32,signed=false,symmetric=false",
-    "int4,group_size=32,signed=false,symmetric=false,offset=bias",
-    "nf4",
-)
+    "mxfp8", "mxfp8,fp8_format=E5M2", "fp8_block,block_m=4,block_k=32", "fp8_current", "nvfp4", "mxfp6",
+    "int4,scale_dtype=bf16", "int4,group_size=32,signed=false,symmetric=false",
+    "int4,group_size=32,signed=false,symmetric=false,offset=bias", "nf4",
+)  # fmt: skip
 
 
 def tree(spec: str) -> dict[str, Any]:

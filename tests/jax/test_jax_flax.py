@@ -68,15 +68,10 @@ def variables() -> Any:
 
 #: The contracted axes of the kernels of both models.
 AXES = {
-    "attention.query.kernel": (0,),
-    "attention.key.kernel": (0,),
-    "attention.value.kernel": (0,),
-    "attention.out.kernel": (0, 1),
-    "embed.embedding": (1,),
-    "conv.kernel": (0, 1),
-    "split.kernel": (0,),
+    "attention.query.kernel": (0,), "attention.key.kernel": (0,), "attention.value.kernel": (0,),
+    "attention.out.kernel": (0, 1), "embed.embedding": (1,), "conv.kernel": (0, 1), "split.kernel": (0,),
     "join.kernel": (0, 1),
-}
+}  # fmt: skip
 
 
 def decoded(array: Any, recipe: Any, axes: tuple[int, ...]) -> np.ndarray:

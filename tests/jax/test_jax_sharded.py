@@ -236,15 +236,10 @@ def every_op_runs_on_every_kind_of_axis() -> None:
 
     auto, explicit = AxisType.Auto, AxisType.Explicit
     for kinds, manual in [
-        ((auto, auto), ()),
-        ((explicit, explicit), ()),
-        ((auto, explicit), ()),
-        ((auto, auto), ("a", "b")),
-        ((explicit, explicit), ("a", "b")),
-        ((auto, auto), ("a",)),
-        ((explicit, explicit), ("a",)),
+        ((auto, auto), ()), ((explicit, explicit), ()), ((auto, explicit), ()), ((auto, auto), ("a", "b")),
+        ((explicit, explicit), ("a", "b")), ((auto, auto), ("a",)), ((explicit, explicit), ("a",)),
         ((auto, explicit), ("a",)),
-    ]:
+    ]:  # fmt: skip
         mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
         for set_mesh in (True, False):
             with jax.set_mesh(mesh) if set_mesh else nullcontext():
@@ -407,22 +402,13 @@ def a_tree_of_shardings_places_every_leaf() -> None:
 
 
 CHECKS = [
-    a_tree_of_shardings_places_every_leaf,
-    scales_follow_a_sharding_of_the_codes,
-    partial_last_blocks_are_neither_cut_nor_joined,
-    every_op_runs_on_every_kind_of_axis,
-    a_shard_map_that_splits_a_block_is_refused_by_name,
-    explicit_meshes_shard_what_is_cast,
-    explicit_meshes_need_no_context,
-    explicit_meshes_shard_products_and_gradients,
-    blocks_are_cast_where_they_are,
-    a_tensors_amax_alone_is_exchanged,
-    products_stay_where_their_rows_are,
-    shards_are_tensors_of_their_own,
-    gradients_keep_the_sharding,
-    tensors_move_between_shardings,
-    exported_functions_keep_their_shardings,
-]
+    a_tree_of_shardings_places_every_leaf, scales_follow_a_sharding_of_the_codes,
+    partial_last_blocks_are_neither_cut_nor_joined, every_op_runs_on_every_kind_of_axis,
+    a_shard_map_that_splits_a_block_is_refused_by_name, explicit_meshes_shard_what_is_cast,
+    explicit_meshes_need_no_context, explicit_meshes_shard_products_and_gradients, blocks_are_cast_where_they_are,
+    a_tensors_amax_alone_is_exchanged, products_stay_where_their_rows_are, shards_are_tensors_of_their_own,
+    gradients_keep_the_sharding, tensors_move_between_shardings, exported_functions_keep_their_shardings,
+]  # fmt: skip
 
 
 def test_over_eight_devices() -> None:

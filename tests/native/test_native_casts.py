@@ -262,19 +262,12 @@ SCALES = ("usual", "of any bits", "zero, NaN or Inf")
     "recipe",
     [
         *(
-            "fp8_row",
-            "fp8_block",
-            "fp8_current",
-            "mxfp8",
-            "mxfp8,fp8_format=E5M2",
-            "mxfp6",
-            "mxfp6,fp6_format=E3M2",
-            "mxfp4",
-            "nvfp4",
+            "fp8_row", "fp8_block", "fp8_current", "mxfp8", "mxfp8,fp8_format=E5M2", "mxfp6",
+            "mxfp6,fp6_format=E3M2", "mxfp4", "nvfp4",
         ),
         *("int4", "int4,signed=false,symmetric=false", "int8", "int8,signed=false,symmetric=false", "mxint8", "nf4"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_all_codes_under_any_scales_are_decoded_to_any_address(
     recipe: str, dtype: str, scales: str, instructions: str, monkeypatch: pytest.MonkeyPatch
@@ -364,22 +357,11 @@ def test_blocks_along_columns_are_cast_into_memory_of_the_order_of_the_array(
 @pytest.mark.parametrize(
     "spec",
     [
-        "fp8_row",
-        "fp8_current",
-        "fp8_block",
-        "fp8_block,block_m=128",
-        "mxfp8",
-        "nvfp4",
-        "int4",
-        "mxfp6",
-        "nf4",
-        "int4,symmetric=false,signed=false",
-        "int4,symmetric=false,signed=false,scale_dtype=bf16",
-        "int4_bias",
-        "int8,group_size=16,symmetric=false,signed=false",
-        *(f"mlx_affine,bits={bits}" for bits in (2, 3, 5, 6)),
+        "fp8_row", "fp8_current", "fp8_block", "fp8_block,block_m=128", "mxfp8", "nvfp4", "int4", "mxfp6", "nf4",
+        "int4,symmetric=false,signed=false", "int4,symmetric=false,signed=false,scale_dtype=bf16", "int4_bias",
+        "int8,group_size=16,symmetric=false,signed=false", *(f"mlx_affine,bits={bits}" for bits in (2, 3, 5, 6)),
     ],
-)
+)  # fmt: skip
 def test_blocks_along_columns_are_not_transposed(spec: str, instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.random.default_rng(2).standard_normal((256, 275)).astype(np.float32)
     x[:128, 3], x[130:150, 5] = 0, 1e-39
@@ -503,15 +485,10 @@ def test_mismatched_buffers_are_refused_before_writing() -> None:
         microkernels.words(1, 2, bytearray(3))
     data = np.zeros((2, 32), np.uint8)
     for bad, blocks in (
-        (data[:, :31], Blocks(1, 32, one)),
-        (data[:1], Blocks(1, 32, one)),
-        (data, Blocks(1, 32, one[:1])),
-        (data, Blocks(1, 31, one)),
-        (data, Blocks(0, 32, one)),
-        (data, Blocks(1, 32, one, added=one[:1])),
-        (data[:, ::2], Blocks(1, 32, one)),
-        (data, Blocks(1, 32, np.zeros(2, np.uint8), one)),
-    ):
+        (data[:, :31], Blocks(1, 32, one)), (data[:1], Blocks(1, 32, one)), (data, Blocks(1, 32, one[:1])),
+        (data, Blocks(1, 31, one)), (data, Blocks(0, 32, one)), (data, Blocks(1, 32, one, added=one[:1])),
+        (data[:, ::2], Blocks(1, 32, one)), (data, Blocks(1, 32, np.zeros(2, np.uint8), one)),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="wanted rows of codes of 4, 6 or 8 bits, an aligned matrix for as many numbers"):
             kernels._decode(E4M3, bad, blocks, "float32", found, False)
     with pytest.raises(ValueError, match="this processor has the instruction sets .* got 'avx9000'"):

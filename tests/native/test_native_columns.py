@@ -15,25 +15,13 @@ columns = pytest.importorskip("breccia_native.columns", reason="needs breccia-na
 native = pytest.importorskip("breccia_native.matmul")
 
 SPECS = [
-    "mxfp8",
-    "mxfp8,fp8_format=E5M2",
-    "fp8_block,block_m=128",
-    "fp8_row",
-    "fp8_current",
-    "nvfp4",
-    "mxfp4,scale_rule=even",
-    "nf4",
-    "int4",
-    "int4,symmetric=false,signed=false",
-    "int8",
+    "mxfp8", "mxfp8,fp8_format=E5M2", "fp8_block,block_m=128", "fp8_row", "fp8_current", "nvfp4",
+    "mxfp4,scale_rule=even", "nf4", "int4", "int4,symmetric=false,signed=false", "int8",
     "int8,group_size=32,symmetric=false,signed=false",
-    "int8,group_size=32,symmetric=false,signed=false,offset=bias",
-    "int4,group_size=7,scale_dtype=fp32",
-    "int4_bias",
-    "mxfp6",
-    "mxfp6,fp6_format=E3M2",
+    "int8,group_size=32,symmetric=false,signed=false,offset=bias", "int4,group_size=7,scale_dtype=fp32",
+    "int4_bias", "mxfp6", "mxfp6,fp6_format=E3M2",
     *(f"mlx_affine,bits={bits},group_size=32" for bits in (2, 3, 5, 6)),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(params=columns.use())

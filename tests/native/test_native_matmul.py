@@ -454,31 +454,13 @@ def test_addresses_that_are_missing_or_misaligned_are_refused() -> None:
 def arguments(**changed: Any) -> tuple[Any, ...]:
     """Arguments of a product of (2, 64) and an MXFP4 weight (8, 64), some changed."""
     given: dict[str, Any] = {
-        "x": np.zeros(2 * 64, np.float32),
-        "x_kind": products.kinds().index("f32"),
-        "m": 2,
-        "n": 8,
-        "k": 64,
-        "mode": 0,
-        "data": np.zeros(256, np.uint8),
-        "kind": 0,
-        "width": 4,
-        "table": np.zeros(16, np.float32),
-        "scale": np.zeros(16, np.uint8),
-        "scale_kind": products.kinds().index("e8m0"),
-        "scale_table": np.zeros(0, np.float32),
-        "block": 32,
-        "tall": 1,
-        "divides": False,
-        "factor": 1.0,
-        "least": 0.0,
-        "offset": np.zeros(0, np.float32),
-        "offset_kind": products.kinds().index("f32"),
-        "role": 0,
-        "product": np.full(16, 7, np.float32),
-        "bias": np.zeros(0, np.float32),
-        "threads": 1,
-    }
+        "x": np.zeros(2 * 64, np.float32), "x_kind": products.kinds().index("f32"), "m": 2, "n": 8, "k": 64,
+        "mode": 0, "data": np.zeros(256, np.uint8), "kind": 0, "width": 4, "table": np.zeros(16, np.float32),
+        "scale": np.zeros(16, np.uint8), "scale_kind": products.kinds().index("e8m0"),
+        "scale_table": np.zeros(0, np.float32), "block": 32, "tall": 1, "divides": False, "factor": 1.0,
+        "least": 0.0, "offset": np.zeros(0, np.float32), "offset_kind": products.kinds().index("f32"), "role": 0,
+        "product": np.full(16, 7, np.float32), "bias": np.zeros(0, np.float32), "threads": 1,
+    }  # fmt: skip
     assert not set(changed) - set(given)
     return tuple((given | changed).values())
 

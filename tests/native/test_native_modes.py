@@ -28,21 +28,10 @@ from breccia_native import matmul as native
 
 #: Formats of small integers and of BF16 numbers, with the group that INT8 activations share a scale in.
 GROUPS = {
-    "int4": 128,
-    "int4-32": 32,
-    "int4-row": 128,
-    "int4-tensor": 128,
-    "uint4-zero-128": 128,
-    "uint4-zero-16": 16,
-    "mxfp4": 32,
-    "nvfp4": 16,
-    "nvfp4-divisor": 16,
-    "nvfp4-amax": 16,
-    "e2m1-divisor-8": 8,
-    "int8": 32,
-    "int8-row": 128,
-    "int8-zero": 32,
-}
+    "int4": 128, "int4-32": 32, "int4-row": 128, "int4-tensor": 128, "uint4-zero-128": 128, "uint4-zero-16": 16,
+    "mxfp4": 32, "nvfp4": 16, "nvfp4-divisor": 16, "nvfp4-amax": 16, "e2m1-divisor-8": 8, "int8": 32,
+    "int8-row": 128, "int8-zero": 32,
+}  # fmt: skip
 #: Formats of products, and a zero-point of signed codes of 8 bits, and powers of two of other codes.
 FORMATS = {
     **EVERY,

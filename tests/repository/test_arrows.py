@@ -34,17 +34,9 @@ PACKAGES = {
 TERMINAL = {"typer", "rich"}
 REPORT = {"plotly", "jinja2", "markupsafe"}
 NEIGHBOURS = {
-    "torch",
-    "jax",
-    "mlx",
-    "torchao",
-    "transformer_engine",
-    "compressed_tensors",
-    "ml_dtypes",
-    "qwix",
-    "gguf",
+    "torch", "jax", "mlx", "torchao", "transformer_engine", "compressed_tensors", "ml_dtypes", "qwix", "gguf",
     "bitsandbytes",
-}
+}  # fmt: skip
 FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_torch": ({"torch", "numpy"}, {"ml_dtypes"}),
     "breccia_jax": ({"jax", "numpy", "ml_dtypes"}, set()),

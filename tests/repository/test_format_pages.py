@@ -17,14 +17,10 @@ SPEC = ROOT / "docs" / "spec"
 PAGES = sorted((SPEC / "formats").glob("*.md"))
 BLOCK = re.compile(r"<!-- table: ([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 FOREIGN = {
-    "E4M3": ml_dtypes.float8_e4m3fn,
-    "E5M2": ml_dtypes.float8_e5m2,
-    "E2M1": ml_dtypes.float4_e2m1fn,
-    "E2M3": ml_dtypes.float6_e2m3fn,
-    "E3M2": ml_dtypes.float6_e3m2fn,
-    "INT4": ml_dtypes.int4,
+    "E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2, "E2M1": ml_dtypes.float4_e2m1fn,
+    "E2M3": ml_dtypes.float6_e2m3fn, "E3M2": ml_dtypes.float6_e3m2fn, "INT4": ml_dtypes.int4,
     "UINT4": ml_dtypes.uint4,
-}
+}  # fmt: skip
 
 
 def blocks(prefix: str) -> dict[str, str]:

@@ -40,48 +40,23 @@ TOOLS = ("pytest", "hypothesis")
 TESTS: dict[str, tuple[str, ...]] = {
     CORE: ("test_numpy_kernels.py", "test_layers.py", "test_ops.py", "test_storage.py"),
     "breccia-bridges": (
-        "test_safetensors_file.py",
-        "test_convert.py",
-        "test_foreign.py",
-        "test_*_bridge.py",
-        "test_inspect.py",
-        "test_measure.py",
-        "test_report.py",
-        "test_transformer_engine_golden.py",
+        "test_safetensors_file.py", "test_convert.py", "test_foreign.py", "test_*_bridge.py", "test_inspect.py",
+        "test_measure.py", "test_report.py", "test_transformer_engine_golden.py",
     ),
     "breccia-torch": ("test_parity.py", "test_training.py", "test_layers.py", "test_ops.py", "test_storage.py"),
     "breccia-jax": ("test_parity.py", "test_layers.py", "test_ops.py"),
     "breccia-mlx": ("test_parity.py", "test_layers.py", "test_ops.py"),
     "breccia-native": ("test_numpy_kernels.py",),
     "breccia-triton": ("test_*cuda*.py", "test_weight_only.py", "test_bf16_matmul.py", "test_fused_matmul.py"),
-}
+}  # fmt: skip
 #: Files that test several distributions at once, or the repository: only `make test` runs them.
 TOGETHER = (
-    "test_agreement.py",
-    "test_arrows.py",
-    "test_conformance.py",
-    "test_conformance_slow.py",
-    "test_cuda_kernel.py",
-    "test_dlpack.py",
-    "test_docs.py",
-    "test_doctor.py",
-    "test_examples.py",
-    "test_explain.py",
-    "test_exports.py",
-    "test_format_pages.py",
-    "test_from_foreign.py",
-    "test_gpu_bridges.py",
-    "test_hf.py",
-    "test_imports.py",
-    "test_interchange.py",
-    "test_jax_cpu.py",
-    "test_mutation.py",
-    "test_other_bridges.py",
-    "test_site.py",
-    "test_third_party.py",
-    "test_vectors.py",
-    "test_ways.py",
-)
+    "test_agreement.py", "test_arrows.py", "test_conformance.py", "test_conformance_slow.py", "test_cuda_kernel.py",
+    "test_dlpack.py", "test_docs.py", "test_doctor.py", "test_examples.py", "test_explain.py", "test_exports.py",
+    "test_format_pages.py", "test_from_foreign.py", "test_gpu_bridges.py", "test_hf.py", "test_imports.py",
+    "test_interchange.py", "test_jax_cpu.py", "test_mutation.py", "test_other_bridges.py", "test_site.py",
+    "test_third_party.py", "test_vectors.py", "test_ways.py",
+)  # fmt: skip
 #: Breccia distributions that the tests need in addition to the dependencies.
 ALSO_INSTALLED = {
     "breccia-bridges": ("breccia-torch",),

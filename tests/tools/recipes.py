@@ -4,74 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 
-from breccia import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowScaling,
-    INT4Scaling,
-    INT8Scaling,
-    MXFP4BlockScaling,
-    MXFP6BlockScaling,
-    MXFP8BlockScaling,
-    MXINT8BlockScaling,
-    NF4Scaling,
-    NVFP4BlockScaling,
-    ScalingRecipe,
-)
+import breccia
+from breccia import ScalingRecipe
 from breccia.kernels import exact
 
-RECIPES: list[ScalingRecipe] = [
-    DelayedScaling(),
-    DelayedScaling("E5M2", margin=3),
-    DelayedScaling(margin=-126),
-    DelayedScaling(margin=126),
-    DelayedScaling(margin=3, scale_rule="te"),
-    Float8CurrentScaling(),
-    Float8CurrentScaling("E5M2"),
-    Float8CurrentScaling(scale_rule="te"),
-    Float8CurrentScaling("E5M2", scale_rule="divide"),
-    Float8RowScaling(),
-    Float8RowScaling("E5M2", scale_rule="recip"),
-    Float8BlockScaling(),
-    Float8BlockScaling("E5M2", block_k=16),
-    Float8BlockScaling(block_k=16, block_m=4),
-    Float8BlockScaling(block_k=8, block_m=2, power_of_two_scale=True),
-    Float8BlockScaling(block_k=16, scale_rule="recip"),
-    Float8BlockScaling(block_k=16, scale_rule="divide"),
-    Float8BlockScaling(block_k=16, scale_rule="te"),
-    Float8BlockScaling(block_k=16, block_m=2, power_of_two_scale=True, scale_rule="te"),
-    MXFP8BlockScaling(),
-    MXFP8BlockScaling("E5M2"),
-    MXFP8BlockScaling(scale_rule="floor"),
-    MXFP8BlockScaling(scale_rule="even"),
-    MXFP6BlockScaling(),
-    MXFP6BlockScaling("E3M2"),
-    MXFP6BlockScaling("E3M2", scale_rule="floor"),
-    MXFP4BlockScaling(),
-    MXFP4BlockScaling(scale_rule="even"),
-    MXINT8BlockScaling(),
-    MXINT8BlockScaling(scale_rule="floor"),
-    MXINT8BlockScaling(scale_rule="even"),
-    NVFP4BlockScaling(),
-    NVFP4BlockScaling(two_level=False),
-    INT4Scaling(),
-    INT4Scaling(group_size=16, scale_dtype="bf16"),
-    INT4Scaling(group_size=16, scale_dtype="fp32"),
-    INT4Scaling(group_size=16, signed=False),
-    INT4Scaling(group_size=16, signed=False, symmetric=False),
-    INT4Scaling(group_size=8, signed=False, symmetric=False, scale_dtype="fp32"),
-    INT4Scaling(group_size=16, scale_rule="half_range"),
-    INT4Scaling(group_size=16, signed=False, symmetric=False, offset="bias"),
-    INT4Scaling(group_size=8, signed=False, symmetric=False, scale_dtype="bf16", offset="bias"),
-    INT8Scaling(),
-    INT8Scaling(group_size=16, scale_dtype="fp16", scale_rule="half_range"),
-    INT8Scaling(group_size=16, scale_dtype="bf16", scale_rule="divide"),
-    INT8Scaling(signed=False, symmetric=False),
-    INT8Scaling(group_size=16, signed=False, symmetric=False, offset="bias"),
-    NF4Scaling(),
-    NF4Scaling(block_size=16, scale_dtype="fp16"),
-]
+SPECS = """
+    fp8_delayed fp8_delayed,fp8_format=E5M2,margin=3 fp8_delayed,margin=-126 fp8_delayed,margin=126
+    fp8_delayed,margin=3,scale_rule=te
+    fp8_current fp8_current,fp8_format=E5M2 fp8_current,scale_rule=te fp8_current,fp8_format=E5M2,scale_rule=divide
+    fp8_row fp8_row,fp8_format=E5M2,scale_rule=recip
+    fp8_block fp8_block,fp8_format=E5M2,block_k=16 fp8_block,block_k=16,block_m=4
+    fp8_block,block_k=8,block_m=2,power_of_two_scale=true fp8_block,block_k=16,scale_rule=recip
+    fp8_block,block_k=16,scale_rule=divide fp8_block,block_k=16,scale_rule=te
+    fp8_block,block_k=16,block_m=2,power_of_two_scale=true,scale_rule=te
+    mxfp8 mxfp8,fp8_format=E5M2 mxfp8,scale_rule=floor mxfp8,scale_rule=even
+    mxfp6 mxfp6,fp6_format=E3M2 mxfp6,fp6_format=E3M2,scale_rule=floor
+    mxfp4 mxfp4,scale_rule=even
+    mxint8 mxint8,scale_rule=floor mxint8,scale_rule=even
+    nvfp4 nvfp4,two_level=false
+    int4 int4,group_size=16,scale_dtype=bf16 int4,group_size=16,scale_dtype=fp32 int4,group_size=16,signed=false
+    int4,group_size=16,signed=false,symmetric=false int4,group_size=8,signed=false,scale_dtype=fp32,symmetric=false
+    int4,group_size=16,scale_rule=half_range int4,group_size=16,signed=false,symmetric=false,offset=bias
+    int4,group_size=8,signed=false,scale_dtype=bf16,symmetric=false,offset=bias
+    int8 int8,group_size=16,scale_dtype=fp16,scale_rule=half_range int8,group_size=16,scale_dtype=bf16,scale_rule=divide
+    int8,signed=false,symmetric=false int8,group_size=16,signed=false,symmetric=false,offset=bias
+    nf4 nf4,block_size=16,scale_dtype=fp16
+"""
+RECIPES: list[ScalingRecipe] = [breccia.recipe(spec) for spec in SPECS.split()]
 
 
 def recipe_id(recipe: ScalingRecipe) -> str:

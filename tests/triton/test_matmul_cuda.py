@@ -37,14 +37,9 @@ BLOCK, TILES = breccia.Float8BlockScaling(), breccia.Float8BlockScaling(block_m=
 MX = breccia.MXFP8BlockScaling()
 #: Recipes of a and b: every pair of kinds of scales that the kernel has.
 PAIRS = {
-    "tensor": (TENSOR, TENSOR),
-    "row": (ROW, ROW),
-    "tensor-row": (TENSOR, ROW),
-    "row-tensor": (ROW, TENSOR),
-    "tiles": (BLOCK, TILES),
-    "blocks": (BLOCK, BLOCK),
-    "mx": (MX, MX),
-}
+    "tensor": (TENSOR, TENSOR), "row": (ROW, ROW), "tensor-row": (TENSOR, ROW), "row-tensor": (ROW, TENSOR),
+    "tiles": (BLOCK, TILES), "blocks": (BLOCK, BLOCK), "mx": (MX, MX),
+}  # fmt: skip
 OURS, FAST, GROUPED = "cuda.fp8_matmul", "cuda.fp8_matmul_fast", "cuda.fp8_grouped_matmul"
 #: M, N, K: one tile, whole tiles, partial ones in every direction, N without alignment, K of a part of a step, one row.
 SHAPES = (

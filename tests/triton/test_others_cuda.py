@@ -43,14 +43,10 @@ from breccia_triton.others import (  # noqa: E402
 ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 #: Recipes of weights, and whether humming decodes them exactly: otherwise the scale and the product with it are rounded.
 HUMMING = {
-    "int4,group_size=128": False,
-    "int4,group_size=32": False,
-    "int4,group_size=128,symmetric=false,signed=false": False,
-    "mxfp4": True,
-    "nvfp4": True,
-    "fp8_block,block_m=128": False,
-    "mxfp8": True,
-}
+    "int4,group_size=128": False, "int4,group_size=32": False,
+    "int4,group_size=128,symmetric=false,signed=false": False, "mxfp4": True, "nvfp4": True,
+    "fp8_block,block_m=128": False, "mxfp8": True,
+}  # fmt: skip
 #: Recipes of torch's INT4.
 INT4 = ("int4,group_size=128", "int4,group_size=32", "int4,group_size=64,symmetric=false,signed=false", "int4_bias")
 #: Recipes of a and b of FP8 products.

@@ -24,16 +24,9 @@ HERE, THERE = "cuda:0", "cuda:1"
 #: Up to a million elements, one launch finds the amax of the tensor and casts; beyond, two do.
 SMALL, LARGE = (256, 512), (2048, 1024)
 RECIPES = [
-    "fp8_block",
-    "fp8_block,block_m=128",
-    "fp8_row",
-    "fp8_current",
-    "mxfp8",
-    "mxfp6",
-    "nvfp4",
-    "int4",
+    "fp8_block", "fp8_block,block_m=128", "fp8_row", "fp8_current", "mxfp8", "mxfp6", "nvfp4", "int4",
     "int4,symmetric=false,signed=false",
-]
+]  # fmt: skip
 TILES = "fp8_block,block_m=128"
 
 

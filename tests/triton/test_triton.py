@@ -403,18 +403,12 @@ def test_pairs_take_leading_axes_strides_and_rounding(spec: str) -> None:
 
 
 REQUANTIZED = [
-    ("fp8_block", "mxfp8"),
-    ("mxfp8", "fp8_block"),
-    ("mxfp4", "nvfp4"),
-    ("nvfp4", "fp8_block"),
-    ("mxfp6", "int4,group_size=32"),
-    ("int4,symmetric=false,signed=false,group_size=32", "mxfp6"),
+    ("fp8_block", "mxfp8"), ("mxfp8", "fp8_block"), ("mxfp4", "nvfp4"), ("nvfp4", "fp8_block"),
+    ("mxfp6", "int4,group_size=32"), ("int4,symmetric=false,signed=false,group_size=32", "mxfp6"),
     ("fp8_block,block_m=32,block_k=32", "fp8_block,block_m=3,block_k=20"),
-    ("fp8_block,block_m=3,block_k=20", "nvfp4"),
-    ("fp8_current", "fp8_row,fp8_format=E5M2"),
-    ("fp8_row", "fp8_current"),
-    ("nf4", "fp8_delayed"),
-]
+    ("fp8_block,block_m=3,block_k=20", "nvfp4"), ("fp8_current", "fp8_row,fp8_format=E5M2"),
+    ("fp8_row", "fp8_current"), ("nf4", "fp8_delayed"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("axis", [-1, -2])

@@ -532,17 +532,10 @@ def test_a_result_of_the_wrong_type_or_shape_is_always_refused(place: Place, pla
 SOUND = {
     op: getattr(reference, op)
     for op in (
-        "cast",
-        "cast_pair",
-        "dequantize",
-        "requantize",
-        "matmul",
-        "cast_matmul",
-        "grouped_matmul",
-        "cast_ste",
+        "cast", "cast_pair", "dequantize", "requantize", "matmul", "cast_matmul", "grouped_matmul", "cast_ste",
         "cast_ste_clipped",
     )
-}
+}  # fmt: skip
 
 
 def every_op(place: Place, recipe: ScalingRecipe, x: np.ndarray) -> Iterator[Any]:

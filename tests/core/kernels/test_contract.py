@@ -50,15 +50,10 @@ def blocks_of(recipe: breccia.ScalingRecipe, count: int, seed: int) -> np.ndarra
 
 
 IDEMPOTENT = [
-    Float8BlockScaling(),
-    Float8BlockScaling("E5M2"),
-    Float8BlockScaling(block_m=4, block_k=4),
-    INT4Scaling(group_size=32),
-    INT4Scaling(group_size=32, scale_dtype="fp32"),
-    INT8Scaling(group_size=32),
-    NF4Scaling(block_size=32),
-    NVFP4BlockScaling(),
-]
+    Float8BlockScaling(), Float8BlockScaling("E5M2"), Float8BlockScaling(block_m=4, block_k=4),
+    INT4Scaling(group_size=32), INT4Scaling(group_size=32, scale_dtype="fp32"), INT8Scaling(group_size=32),
+    NF4Scaling(block_size=32), NVFP4BlockScaling(),
+]  # fmt: skip
 PER_TENSOR = [
     Float8CurrentScaling(),
     Float8CurrentScaling("E5M2"),
@@ -122,14 +117,9 @@ def assert_idempotent(recipe: breccia.ScalingRecipe, count: int) -> None:
 
 
 POWERS = [
-    MXFP8BlockScaling(),
-    MXFP8BlockScaling("E5M2"),
-    MXFP6BlockScaling(),
-    MXFP6BlockScaling("E3M2"),
-    MXFP4BlockScaling(),
-    MXINT8BlockScaling(),
-    Float8BlockScaling(block_k=32, power_of_two_scale=True),
-]
+    MXFP8BlockScaling(), MXFP8BlockScaling("E5M2"), MXFP6BlockScaling(), MXFP6BlockScaling("E3M2"),
+    MXFP4BlockScaling(), MXINT8BlockScaling(), Float8BlockScaling(block_k=32, power_of_two_scale=True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", POWERS, ids=recipe_id)
@@ -208,19 +198,13 @@ def mean_sqnr(recipe: breccia.ScalingRecipe, factor: float) -> float:
 @pytest.mark.parametrize(
     ("recipe", "low", "high"),
     [
-        (Float8CurrentScaling(), 0.25, 0.26),
-        (Float8BlockScaling(), 0.25, 0.26),
-        (MXFP8BlockScaling(), 0.25, 0.26),
-        (NVFP4BlockScaling(), 0.14, 0.145),
-        (INT4Scaling(), 0.125, 0.13),
-        (MXFP4BlockScaling(), 0.1328, 0.1329),
-        (MXFP6BlockScaling(), 0.1953, 0.1954),
-        (MXINT8BlockScaling(), 0.2578, 0.2579),
-        (INT8Scaling(), 0.25, 0.251),
+        (Float8CurrentScaling(), 0.25, 0.26), (Float8BlockScaling(), 0.25, 0.26), (MXFP8BlockScaling(), 0.25, 0.26),
+        (NVFP4BlockScaling(), 0.14, 0.145), (INT4Scaling(), 0.125, 0.13), (MXFP4BlockScaling(), 0.1328, 0.1329),
+        (MXFP6BlockScaling(), 0.1953, 0.1954), (MXINT8BlockScaling(), 0.2578, 0.2579), (INT8Scaling(), 0.25, 0.251),
         (NF4Scaling(), 0.1406, 0.1407),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_bits_per_element_of_a_large_matrix(recipe: breccia.ScalingRecipe, low: float, high: float) -> None:
     st = breccia.cast(GAUSSIAN[0], recipe)
     assert low <= st.nbytes / GAUSSIAN[0].nbytes <= high

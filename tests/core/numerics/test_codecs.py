@@ -37,15 +37,10 @@ from breccia.errors import RecipeError
 from breccia.testing import oracle
 
 FOREIGN = {
-    E4M3: ml_dtypes.float8_e4m3fn,
-    E5M2: ml_dtypes.float8_e5m2,
-    E2M1: ml_dtypes.float4_e2m1fn,
-    E2M3: ml_dtypes.float6_e2m3fn,
-    E3M2: ml_dtypes.float6_e3m2fn,
-    E8M0: ml_dtypes.float8_e8m0fnu,
-    F16: np.float16,
+    E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2, E2M1: ml_dtypes.float4_e2m1fn,
+    E2M3: ml_dtypes.float6_e2m3fn, E3M2: ml_dtypes.float6_e3m2fn, E8M0: ml_dtypes.float8_e8m0fnu, F16: np.float16,
     BF16: ml_dtypes.bfloat16,
-}
+}  # fmt: skip
 SMALL = [c for c in CODECS if c.bits <= 8]
 
 

@@ -15,17 +15,9 @@ from breccia.testing import oracle
 
 #: Exponent bits, mantissa bits, bias: docs/spec/numerics.md, section 2, after OFP8, OCP MX, IEEE 754, PTX, CUDA.
 PUBLISHED = {
-    E4M3: (4, 3, 7),
-    E5M2: (5, 2, 15),
-    E2M1: (2, 1, 1),
-    E2M3: (2, 3, 1),
-    E3M2: (3, 2, 3),
-    UE4M3: (4, 3, 7),
-    UE5M3: (5, 3, 15),
-    F16: (5, 10, 15),
-    BF16: (8, 7, 127),
-    F32: (8, 23, 127),
-}
+    E4M3: (4, 3, 7), E5M2: (5, 2, 15), E2M1: (2, 1, 1), E2M3: (2, 3, 1), E3M2: (3, 2, 3), UE4M3: (4, 3, 7),
+    UE5M3: (5, 3, 15), F16: (5, 10, 15), BF16: (8, 7, 127), F32: (8, 23, 127),
+}  # fmt: skip
 #: The smallest scale of a nonzero block: docs/spec/numerics.md, section 5.2.
 SMALLEST_SCALES = {F32: 2.0**-126, BF16: 2.0**-126, F16: 2.0**-24, E4M3: 0.0}
 

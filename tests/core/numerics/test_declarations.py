@@ -372,20 +372,15 @@ def scale(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("layout", "shape", "scale_shape", "axis"),
     [
-        (PerTensor(), (4, 8), (), -1),
-        (PerTensor(), (3, 4, 8), (3,), -1),
-        (PerTensor(), (5,), (), -1),
-        (PerBlockK(4), (3, 8), (3, 2), -1),
-        (PerBlockK(4), (8, 3), (2, 3), -2),
-        (PerBlockK(4, partial=True), (3, 9), (3, 3), -1),
-        (PerChannel(), (2, 3, 8), (2, 3, 1), -1),
-        (PerChannel(), (3, 8), (3,), -1),
-        (PerChannel(), (3, 8), (1, 8), -2),
+        (PerTensor(), (4, 8), (), -1), (PerTensor(), (3, 4, 8), (3,), -1), (PerTensor(), (5,), (), -1),
+        (PerBlockK(4), (3, 8), (3, 2), -1), (PerBlockK(4), (8, 3), (2, 3), -2),
+        (PerBlockK(4, partial=True), (3, 9), (3, 3), -1), (PerChannel(), (2, 3, 8), (2, 3, 1), -1),
+        (PerChannel(), (3, 8), (3,), -1), (PerChannel(), (3, 8), (1, 8), -2),
         (PerBlockMN(2, 4), (2, 6, 8), (2, 3, 2), -1),
         (PerBlockMN(128, 128, partial=True), (576, 7168), (5, 56), -1),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_layouts_accept_the_shapes_they_describe(layout: Layout, shape: Any, scale_shape: Any, axis: int) -> None:
     layout.validate(np.zeros(shape, np.uint8), scale(*scale_shape), axis=axis)
 

@@ -42,15 +42,11 @@ def test_mxfp8_block_of_the_spec() -> None:
 @pytest.mark.parametrize(
     ("amax", "rule", "byte", "code"),
     [
-        (448.0, "rceil", 127, 0x7E),
-        (448.0, "floor", 127, 0x7E),
-        (448.0, "even", 127, 0x7E),
-        (480.0, "rceil", 128, 0x77),
-        (480.0, "floor", 127, 0x7E),
-        (480.0, "even", 127, 0x7E),
+        (448.0, "rceil", 127, 0x7E), (448.0, "floor", 127, 0x7E), (448.0, "even", 127, 0x7E),
+        (480.0, "rceil", 128, 0x77), (480.0, "floor", 127, 0x7E), (480.0, "even", 127, 0x7E),
         (500.0, "even", 128, 0x78),
     ],
-)
+)  # fmt: skip
 def test_mxfp8_edges_of_the_spec(amax: float, rule: str, byte: int, code: int) -> None:
     w = oracle.cast(row(amax, length=32), MXFP8BlockScaling(scale_rule=rule))
     assert (w.scale[0, 0], w.codes[0, 0]) == (byte, code)

@@ -307,18 +307,9 @@ def test_traced_tensors_can_be_sliced_and_concatenated_if_no_value_is_read() -> 
 
 #: Codes of every width, block and per-tensor scales of every dtype, zero-points and biases.
 GATHERED = (
-    "mxfp8",
-    "nvfp4",
-    "mxfp6",
-    "fp8_block",
-    "fp8_row",
-    "fp8_current",
-    "int8",
-    "nf4",
-    "int4,scale_dtype=bf16",
-    "int4,symmetric=false,signed=false",
-    "int4,symmetric=false,signed=false,offset=bias",
-)
+    "mxfp8", "nvfp4", "mxfp6", "fp8_block", "fp8_row", "fp8_current", "int8", "nf4", "int4,scale_dtype=bf16",
+    "int4,symmetric=false,signed=false", "int4,symmetric=false,signed=false,offset=bias",
+)  # fmt: skip
 
 
 @pytest.mark.long

@@ -1604,27 +1604,16 @@ def test_a_misspelt_object_reference_is_reported(declare: Callable[..., list[Law
 
 #: Laws with separate tests above, and laws of kernels whose faults are in test_kit_kernels.py.
 TESTED_SEPARATELY = {
-    "a_call_without_prefer_finds_one_kernel",
-    "accepts_score_and_plan_answer_every_call",
-    "declared_storages_are_read_and_written",
-    "half_precision_and_views_cast_to_the_same_bytes",
-    "options_of_requantize_are_honoured",
-    "options_of_round_trips_are_honoured",
-    "tensor_times_array_stays_within_the_error_bound",
-    "array_times_tensor_stays_within_the_error_bound",
-    "array_times_array_stays_within_the_error_bound",
-    "views_decode_to_the_same_values",
-    "its_arrays_are_recognized",
-    "casts_and_decoded_values_match_numpy",
-    "scales_match_the_oracle",
-    "it_round_trips_through_safetensors",
-    "it_runs_only_when_named",
-    "it_is_available_or_says_what_to_install",
-    "it_is_active",
-    "it_imports_only_breccia_and_the_standard_library",
-    "it_declares_the_same_each_time",
+    "a_call_without_prefer_finds_one_kernel", "accepts_score_and_plan_answer_every_call",
+    "declared_storages_are_read_and_written", "half_precision_and_views_cast_to_the_same_bytes",
+    "options_of_requantize_are_honoured", "options_of_round_trips_are_honoured",
+    "tensor_times_array_stays_within_the_error_bound", "array_times_tensor_stays_within_the_error_bound",
+    "array_times_array_stays_within_the_error_bound", "views_decode_to_the_same_values",
+    "its_arrays_are_recognized", "casts_and_decoded_values_match_numpy", "scales_match_the_oracle",
+    "it_round_trips_through_safetensors", "it_runs_only_when_named", "it_is_available_or_says_what_to_install",
+    "it_is_active", "it_imports_only_breccia_and_the_standard_library", "it_declares_the_same_each_time",
     "the_object_reference_exists",
-}
+}  # fmt: skip
 
 
 def test_every_law_has_a_fault_planted_against_it(declare: Callable[..., list[Law]]) -> None:

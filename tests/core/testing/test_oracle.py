@@ -13,19 +13,11 @@ from breccia.codecs import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, INT4, 
 from breccia.testing import oracle
 
 FOREIGN = {
-    E4M3: ml_dtypes.float8_e4m3fn,
-    E5M2: ml_dtypes.float8_e5m2,
-    E2M1: ml_dtypes.float4_e2m1fn,
-    E2M3: ml_dtypes.float6_e2m3fn,
-    E3M2: ml_dtypes.float6_e3m2fn,
-    E8M0: ml_dtypes.float8_e8m0fnu,
-    INT4: ml_dtypes.int4,
-    UINT4: ml_dtypes.uint4,
-    INT8: np.int8,
-    UINT8: np.uint8,
-    F16: np.float16,
+    E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2, E2M1: ml_dtypes.float4_e2m1fn,
+    E2M3: ml_dtypes.float6_e2m3fn, E3M2: ml_dtypes.float6_e3m2fn, E8M0: ml_dtypes.float8_e8m0fnu,
+    INT4: ml_dtypes.int4, UINT4: ml_dtypes.uint4, INT8: np.int8, UINT8: np.uint8, F16: np.float16,
     BF16: ml_dtypes.bfloat16,
-}
+}  # fmt: skip
 
 
 def bits(value: float) -> int:
