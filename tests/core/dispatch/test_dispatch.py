@@ -789,26 +789,16 @@ def noted(call: Call) -> None:
 #: Op -> the calls that its composite makes for an operand of shape (64, 96): op, options, recipe and shape of a.
 STEPS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "requantize": (lambda: breccia.requantize(ST, NVFP4), [("dequantize", {}, MXFP8, (64, 96)), ("cast", {}, NVFP4, (64, 96))]),
-    "requantize of a transpose": (
-        lambda: breccia.requantize(ST.mT, NVFP4),
-        [("dequantize", {}, MXFP8, (96, 64)), ("cast", {"axis": -2}, NVFP4, (96, 64))],
-    ),
-    "requantize that renames, and refuses NaN": (
-        lambda: breccia.requantize(MXFP4_ST, MXFP8, nonfinite="raise"),
-        [("dequantize", {}, MXFP4_ST.recipe, (64, 96))],
-    ),
-    "requantize that is to be exact": (
-        lambda: breccia.requantize(ST, NVFP4, require_exact=True),
-        [("dequantize", {}, MXFP8, (64, 96)), ("cast", {}, NVFP4, (64, 96)), ("dequantize", {}, NVFP4, (64, 96))],
-    ),
-    "cast_pair": (
-        lambda: breccia.cast_pair(X, MXFP8),
-        [("cast", {}, MXFP8, (64, 96)), ("cast", {"axis": -2}, MXFP8, (64, 96))],
-    ),
-    "cast_ste": (
-        lambda: breccia.cast_ste(X.astype(np.float16), MXFP8, axis=-2),
-        [("cast", {"axis": -2}, MXFP8, (64, 96)), ("dequantize", {"out_dtype": "float16"}, MXFP8, (64, 96))],
-    ),
+    "requantize of a transpose": (lambda: breccia.requantize(ST.mT, NVFP4),
+        [("dequantize", {}, MXFP8, (96, 64)), ("cast", {"axis": -2}, NVFP4, (96, 64))]),
+    "requantize that renames, and refuses NaN": (lambda: breccia.requantize(MXFP4_ST, MXFP8, nonfinite="raise"),
+        [("dequantize", {}, MXFP4_ST.recipe, (64, 96))]),
+    "requantize that is to be exact": (lambda: breccia.requantize(ST, NVFP4, require_exact=True),
+        [("dequantize", {}, MXFP8, (64, 96)), ("cast", {}, NVFP4, (64, 96)), ("dequantize", {}, NVFP4, (64, 96))]),
+    "cast_pair": (lambda: breccia.cast_pair(X, MXFP8),
+        [("cast", {}, MXFP8, (64, 96)), ("cast", {"axis": -2}, MXFP8, (64, 96))]),
+    "cast_ste": (lambda: breccia.cast_ste(X.astype(np.float16), MXFP8, axis=-2),
+        [("cast", {"axis": -2}, MXFP8, (64, 96)), ("dequantize", {"out_dtype": "float16"}, MXFP8, (64, 96))]),
     "cast_matmul": (
         lambda: breccia.cast_matmul(X, MXFP8, ST.mT, "bfloat16"),
         [
@@ -818,11 +808,9 @@ STEPS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
             ("dequantize", {}, MXFP8, (96, 64)),
         ],
     ),
-    "cast into a storage": (
-        lambda: breccia.cast(X, MXFP8, axis=-2, storage="interleaved"),
-        [("cast", {"axis": -2}, MXFP8, (64, 96))],
-    ),
-}
+    "cast into a storage": (lambda: breccia.cast(X, MXFP8, axis=-2, storage="interleaved"),
+        [("cast", {"axis": -2}, MXFP8, (64, 96))]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", STEPS)

@@ -220,61 +220,37 @@ BROKEN = {
     "api of no number": ("api = '1'", "`api` is an integer, at present 1;"),
     "api before the first": ("api = 0", "`api` is an integer, at present 1;"),
     "misspelt hook": (returns("kernel"), "it implements no hook of breccia: 'breccia_kernel'; did you mean 'breccia_kernels'?"),
-    "misspelt hook without the marker": (
-        "def breccia_recipe():\n    return []",
-        "it defines 'breccia_recipe', which is not a hook; did you mean 'breccia_recipes'?",
-    ),
-    "hook without the marker": (
-        "def breccia_kernels():\n    return []",
-        "breccia_kernels is not marked; put @breccia.hookimpl above it.",
-    ),
-    "hook with an argument": (
-        returns("kernels").replace("()", "(config)"),
-        "Argument(s) {'config'} are declared in the hookimpl but can not be found in the hookspec",
-    ),
-    "hook that wraps": (
-        "@hookimpl(wrapper=True)\ndef breccia_kernels():\n    return (yield)",
-        "breccia_kernels is a wrapper; hooks here return declarations.",
-    ),
-    "hook that raises": (
-        "@hookimpl\ndef breccia_kernels():\n    raise KeyError('x')",
-        "breccia_kernels failed: KeyError: 'x'; a hook returns an iterable of declarations.",
-    ),
+    "misspelt hook without the marker": ("def breccia_recipe():\n    return []",
+        "it defines 'breccia_recipe', which is not a hook; did you mean 'breccia_recipes'?"),
+    "hook without the marker": ("def breccia_kernels():\n    return []",
+        "breccia_kernels is not marked; put @breccia.hookimpl above it."),
+    "hook with an argument": (returns("kernels").replace("()", "(config)"),
+        "Argument(s) {'config'} are declared in the hookimpl but can not be found in the hookspec"),
+    "hook that wraps": ("@hookimpl(wrapper=True)\ndef breccia_kernels():\n    return (yield)",
+        "breccia_kernels is a wrapper; hooks here return declarations."),
+    "hook that raises": ("@hookimpl\ndef breccia_kernels():\n    raise KeyError('x')",
+        "breccia_kernels failed: KeyError: 'x'; a hook returns an iterable of declarations."),
     "hook that raises on the way": (
         "@hookimpl\ndef breccia_codecs():\n    yield Integer('A8', 8, None, 'here', True)\n    1 / 0",
         "breccia_codecs failed: ",
     ),
-    "hook that returns nothing": (
-        "@hookimpl\ndef breccia_kernels():\n    pass",
-        "breccia_kernels failed: TypeError: 'NoneType' object is not iterable",
-    ),
-    "declaration of another type": (
-        returns("kernels", "'acme:cast'"),
-        "breccia_kernels returns Kernel instances; it returned 'acme:cast'.",
-    ),
-    "recipe instance for a recipe class": (
-        returns("recipes", "MXFP8BlockScaling()"),
-        "breccia_recipes returns subclasses of ScalingRecipe; it returned MXFP8BlockScaling(",
-    ),
+    "hook that returns nothing": ("@hookimpl\ndef breccia_kernels():\n    pass",
+        "breccia_kernels failed: TypeError: 'NoneType' object is not iterable"),
+    "declaration of another type": (returns("kernels", "'acme:cast'"),
+        "breccia_kernels returns Kernel instances; it returned 'acme:cast'."),
+    "recipe instance for a recipe class": (returns("recipes", "MXFP8BlockScaling()"),
+        "breccia_recipes returns subclasses of ScalingRecipe; it returned MXFP8BlockScaling("),
     "recipe without a name": ("class Mute(ScalingRecipe): pass\n" + returns("recipes", "Mute"), "Mute'>, which has no name."),
-    "recipe that is mutable": (
-        "class Loose(ScalingRecipe):\n    name = 'loose'\n" + returns("recipes", "Loose"),
-        "Loose is not a frozen dataclass; put @dataclass(frozen=True) above it.",
-    ),
-    "alias of core": (
-        acme("", name="block") + returns("recipes", "Block"),
-        "breccia_recipes: the name 'block' is taken by plug-in 'core'; choose another.",
-    ),
-    "alias that is another's name": (
-        acme("") + acme("aliases = ('acme',)", name="emca") + returns("recipes", "Acme", "Emca"),
-        "breccia_recipes: it declares the name 'acme' twice.",
-    ),
-    "name of core": (
-        returns("recipes", "MXFP8BlockScaling"),
-        "breccia_recipes: the name 'mxfp8' is taken by plug-in 'core'; choose another.",
-    ),
+    "recipe that is mutable": ("class Loose(ScalingRecipe):\n    name = 'loose'\n" + returns("recipes", "Loose"),
+        "Loose is not a frozen dataclass; put @dataclass(frozen=True) above it."),
+    "alias of core": (acme("", name="block") + returns("recipes", "Block"),
+        "breccia_recipes: the name 'block' is taken by plug-in 'core'; choose another."),
+    "alias that is another's name": (acme("") + acme("aliases = ('acme',)", name="emca") + returns("recipes", "Acme", "Emca"),
+        "breccia_recipes: it declares the name 'acme' twice."),
+    "name of core": (returns("recipes", "MXFP8BlockScaling"),
+        "breccia_recipes: the name 'mxfp8' is taken by plug-in 'core'; choose another."),
     "name given twice": (RECIPE + returns("recipes", "Acme", "Acme"), "breccia_recipes: it declares the name 'acme' twice."),
-}
+}  # fmt: skip
 
 #: Hook -> a declaration that is in order; below, one field of it at a time is not.
 SOUND = {

@@ -399,11 +399,8 @@ def torch_st() -> ScaledTensor:
     [
         (lambda: ST[3], IndexError, "index 3 is out of range for axis 0 of length 3"),
         (lambda: ST[0, 0, 0, 0], IndexError, r"too many indices: 4 for a tensor of 3 axes"),
-        (
-            lambda: ST[None],
-            TypeError,
-            r"got None for axis 0. For a list .* st.select\(axis, positions\); for a new axis, st.resh",
-        ),
+        (lambda: ST[None], TypeError,
+            r"got None for axis 0. For a list .* st.select\(axis, positions\); for a new axis, st.resh"),
         (lambda: ST[[0, 1]], TypeError, r"integers, slices and an Ellipsis; got list"),
         (lambda: ST[np.ones(3, bool)], TypeError, "got ndarray for axis 0"),
         (lambda: ST[np.array([1])], TypeError, "got ndarray for axis 0"),
@@ -411,16 +408,10 @@ def torch_st() -> ScaledTensor:
         (lambda: ST[..., ...], TypeError, "one Ellipsis at most; got 2"),
         (lambda: ST[:1.5], TypeError, r"a slice has integers, or nothing, .* got slice\(None, 1.5, None\)"),
         (lambda: ST[::0], ValueError, "a slice's step is not zero"),
-        (
-            lambda: breccia.cast(X, Float8BlockScaling(block_m=2))[0, 1],
-            LayoutError,
-            r"axis -2 of shape \(3, 4, 64\) cannot be dropped: .*E4M3 codes need it. Keep it: st\[..., i:i\+2, :\], i a",
-        ),
-        (
-            lambda: ST[..., 1],
-            LayoutError,
-            r"axis -1 .* E2M1 codes need it. Keep it: st\[..., i:i\+16\], i a multiple of 16; or dequant",
-        ),
+        (lambda: breccia.cast(X, Float8BlockScaling(block_m=2))[0, 1], LayoutError,
+            r"axis -2 of shape \(3, 4, 64\) cannot be dropped: .*E4M3 codes need it. Keep it: st\[..., i:i\+2, :\], i a"),
+        (lambda: ST[..., 1], LayoutError,
+            r"axis -1 .* E2M1 codes need it. Keep it: st\[..., i:i\+16\], i a multiple of 16; or dequant"),
         (lambda: FP8[0, 0, 0], LayoutError, r"axis -2 of .* cannot be dropped.*Keep it: st\[..., i:i\+1, :\]; or dequantize"),
         (lambda: breccia.stack([FP8, FP8])[:, :, 0, 0], LayoutError, "axis -2 of .* cannot be dropped"),
         (lambda: ST[..., 8:], LayoutError, r"axis 2 \(length 64\) .* units of 16 .* multiples of 16 or at the end; got 8:64"),
@@ -443,76 +434,40 @@ def torch_st() -> ScaledTensor:
         (lambda: ST.reshape(3, -1, 64), ValueError, "must end in 4, 64"),
         (lambda: ST.to("cuda"), ValueError, "NumPy arrays are on the 'cpu'; got device 'cuda'"),
         (lambda: torch_st().to("nowhere"), ValueError, "torch cannot use device 'nowhere'"),
-        (
-            lambda: torch_st().to(torch_st().data.dtype),
-            ValueError,
-            "moves a tensor to a device; torch.float8_e4m3fn is a dtype",
-        ),
+        (lambda: torch_st().to(torch_st().data.dtype), ValueError,
+            "moves a tensor to a device; torch.float8_e4m3fn is a dtype"),
         (lambda: breccia.cast(convert("jax", X), BLOCK).to("nowhere"), ValueError, "JAX cannot use device 'nowhere'"),
         (lambda: breccia.cast(convert("mlx", X), BLOCK).to("gpu"), ValueError, "memory that all devices share.*got 'gpu'"),
         (lambda: breccia.concat([]), ValueError, "concat needs at least one tensor; got none"),
         (lambda: breccia.concat([ST, X]), TypeError, r"concat takes ScaledTensors; tensors\[1\] is ndarray; cast it"),  # type: ignore[list-item]
-        (
-            lambda: breccia.concat([breccia.cast(X, MXFP8BlockScaling()), torch_st()]),
-            TypeError,
-            r"\[0\] is a numpy array and tens",
-        ),
-        (
-            lambda: breccia.concat([ST, FP8]),
-            TypeError,
-            r"tensors\[0\] has recipe NVFP4.*tensors\[1\] Float8Cur.*requantize one",
-        ),
+        (lambda: breccia.concat([breccia.cast(X, MXFP8BlockScaling()), torch_st()]), TypeError,
+            r"\[0\] is a numpy array and tens"),
+        (lambda: breccia.concat([ST, FP8]), TypeError,
+            r"tensors\[0\] has recipe NVFP4.*tensors\[1\] Float8Cur.*requantize one"),
         (lambda: breccia.concat([ST, ST[0]]), ValueError, r"tensors\[1\] \(4, 64\); reshape one to as many axes"),
-        (
-            lambda: breccia.concat([FP8, FP8.mT]),
-            LayoutError,
-            r"along axis -1 in tensors\[0\] and along -2 in tensors\[1\]; transpose",
-        ),
-        (
-            lambda: breccia.concat([ST, ST[:, :2]]),
-            ValueError,
-            r"all lengths must agree except along axis 0; .*tensors\[1\] \(3, 2, 64\)",
-        ),
+        (lambda: breccia.concat([FP8, FP8.mT]), LayoutError,
+            r"along axis -1 in tensors\[0\] and along -2 in tensors\[1\]; transpose"),
+        (lambda: breccia.concat([ST, ST[:, :2]]), ValueError,
+            r"all lengths must agree except along axis 0; .*tensors\[1\] \(3, 2, 64\)"),
         (lambda: breccia.concat([ST[..., :60], ST], -1), LayoutError, "units of 16"),
-        (
-            lambda: breccia.concat([breccia.cast(X, Float8BlockScaling(block_k=48))] * 2, -1),
-            LayoutError,
-            "along axis 2 all tensors but the last must end at a multiple of 48 .* one has length 64. Put it last",
-        ),
-        (
-            lambda: breccia.concat([FP8, breccia.cast(X * 2, Float8CurrentScaling())], 1),
-            LayoutError,
-            r"concat: scale does not run along axis 1, and tensors\[1\] differs from .*\. stack keeps each one's scale; or",
-        ),
-        (
-            lambda: breccia.concat([breccia.cast(X, Float8RowScaling()), breccia.cast(X * 2, Float8RowScaling())], 2),
-            LayoutError,
-            "concat: scale does not run along axis 2",
-        ),
-        (
-            lambda: breccia.concat([torch_st(), raw(torch_st())]),
-            TypeError,
-            r"data is float8_e4m3fn in .* and uint8 in tensors\[1\]",
-        ),
-        (
-            lambda: breccia.concat([rows(PerBlockK(8)), rows(PerChannel())]),
-            LayoutError,
-            r"has layout PerBlockK.*\[1\] PerChannel",
-        ),
-        (
-            lambda: breccia.stack([ST, ST[:2]]),
-            ValueError,
-            r"tensors have one shape; tensors\[0\] has \(3, 4, 64\), tensors\[1\]",
-        ),
+        (lambda: breccia.concat([breccia.cast(X, Float8BlockScaling(block_k=48))] * 2, -1), LayoutError,
+            "along axis 2 all tensors but the last must end at a multiple of 48 .* one has length 64. Put it last"),
+        (lambda: breccia.concat([FP8, breccia.cast(X * 2, Float8CurrentScaling())], 1), LayoutError,
+            r"concat: scale does not run along axis 1, and tensors\[1\] differs from .*\. stack keeps each one's scale; or"),
+        (lambda: breccia.concat([breccia.cast(X, Float8RowScaling()), breccia.cast(X * 2, Float8RowScaling())], 2),
+            LayoutError, "concat: scale does not run along axis 2"),
+        (lambda: breccia.concat([torch_st(), raw(torch_st())]), TypeError,
+            r"data is float8_e4m3fn in .* and uint8 in tensors\[1\]"),
+        (lambda: breccia.concat([rows(PerBlockK(8)), rows(PerChannel())]), LayoutError,
+            r"has layout PerBlockK.*\[1\] PerChannel"),
+        (lambda: breccia.stack([ST, ST[:2]]), ValueError,
+            r"tensors have one shape; tensors\[0\] has \(3, 4, 64\), tensors\[1\]"),
         (lambda: breccia.stack([ST], 2), ValueError, "the new axis leads the last two, so axis is 0..1; got 2"),
-        (
-            lambda: breccia.stack([FP8[0, 0]]),
-            ValueError,
-            r"tensors of at least two axes; these have shape \(64,\). .*reshape\(1, 64",
-        ),
+        (lambda: breccia.stack([FP8[0, 0]]), ValueError,
+            r"tensors of at least two axes; these have shape \(64,\). .*reshape\(1, 64"),
         (lambda: breccia.bytes_equal(ST, X), TypeError, "bytes_equal compares ScaledTensors; b is ndarray"),  # type: ignore[arg-type]
     ],
-)
+)  # fmt: skip
 def test_an_impossible_slice_or_concat_raises_with_a_reason_and_a_remedy(
     call: Any, kind: type[Exception], message: str
 ) -> None:
@@ -693,29 +648,19 @@ def test_writing_into_a_tensor_with_a_group_index_is_refused() -> None:
         (lambda: PerGroupIndex((0,), 0), "groups must be > 0, got 0"),
         (lambda: PerGroupIndex((0.0,), 1), r"index must be a sequence of integers, got \(0.0,\)"),  # type: ignore[arg-type]
         (lambda: PerGroupIndex(3, 4), "index must be a sequence of integers, got 3"),  # type: ignore[arg-type]
-        (
-            lambda: PerGroupIndex((0, 1), 2).validate(np.zeros((4, 3)), np.zeros((4, 2))),
-            "whose length is 3 .* it has 2 entries",
-        ),
-        (
-            lambda: PerGroupIndex((0, 1), 2).validate(np.zeros((4, 2)), np.zeros((4, 1))),
-            r"scale.shape must be \(4, 2\), got \(4, 1",
-        ),
-        (
-            lambda: ScaledTensor(np.zeros((4, 2), np.int8), np.ones((4, 2), "f4"), INT8Scaling(), PerGroupIndex((0, 1), 2)),
-            r"recipe 'int8' scales blocks of \(1, None\).*PerGroupIndex",
-        ),
-        (
-            lambda: breccia.concat([grouped()[0], ScaledTensor.from_parts(*regrouped(2))], 2),
-            r"has layout PerGroupIndex.*groups=3\), tensors\[1\] PerGroupIndex.*groups=2",
-        ),
+        (lambda: PerGroupIndex((0, 1), 2).validate(np.zeros((4, 3)), np.zeros((4, 2))),
+            "whose length is 3 .* it has 2 entries"),
+        (lambda: PerGroupIndex((0, 1), 2).validate(np.zeros((4, 2)), np.zeros((4, 1))),
+            r"scale.shape must be \(4, 2\), got \(4, 1"),
+        (lambda: ScaledTensor(np.zeros((4, 2), np.int8), np.ones((4, 2), "f4"), INT8Scaling(), PerGroupIndex((0, 1), 2)),
+            r"recipe 'int8' scales blocks of \(1, None\).*PerGroupIndex"),
+        (lambda: breccia.concat([grouped()[0], ScaledTensor.from_parts(*regrouped(2))], 2),
+            r"has layout PerGroupIndex.*groups=3\), tensors\[1\] PerGroupIndex.*groups=2"),
         (lambda: breccia.concat([grouped()[0], ScaledTensor.from_parts(*regrouped(3))], 2), "scale does not run along axis 2"),
-        (
-            lambda: breccia.stack([grouped()[0], ScaledTensor.from_parts(*regrouped(3))]),
-            "stack: tensors.0. has layout PerGroupInd",
-        ),
+        (lambda: breccia.stack([grouped()[0], ScaledTensor.from_parts(*regrouped(3))]),
+            "stack: tensors.0. has layout PerGroupInd"),
     ],
-)
+)  # fmt: skip
 def test_a_group_index_that_does_not_fit_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         make()

@@ -74,11 +74,8 @@ SCALE = np.ones((4, 2), np.float32)
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (
-            ([1], ONE, Float8CurrentScaling(), PerTensor()),
-            TypeError,
-            "data must be array-like with .shape and .dtype, got list",
-        ),
+        (([1], ONE, Float8CurrentScaling(), PerTensor()), TypeError,
+            "data must be array-like with .shape and .dtype, got list"),
         ((DATA, 1.0, Float8CurrentScaling(), PerTensor()), TypeError, "scale must be array-like .* got float"),
         ((np.uint8(0), ONE, Float8CurrentScaling(), PerTensor()), ValueError, "data must be at least 1-D, got 0-D"),
         ((DATA, ONE, None, PerTensor()), ValueError, "recipe is required"),
@@ -88,36 +85,21 @@ SCALE = np.ones((4, 2), np.float32)
         ((DATA, ONE, Float8CurrentScaling(), "per_tensor"), TypeError, "layout must be a Layout instance, got 'per_tensor'"),
         ((DATA, SCALE, Float8CurrentScaling(), PerTensor()), ValueError, r"PerTensor requires a scalar scale \(ndim=0\)"),
         ((DATA, SCALE[:, :1], BLOCK, PerBlockK(4)), ValueError, r"scale.shape must be \(4, 2\), got \(4, 1\)"),
-        (
-            (DATA, SCALE, Float8BlockScaling(), PerBlockK(4)),
-            ValueError,
-            r"recipe 'fp8_block' scales blocks of \(1, 128\).*\(1, 4\)",
-        ),
-        (
-            (DATA.astype("f4"), ONE, Float8CurrentScaling(), PerTensor()),
-            TypeError,
-            "data must hold E4M3 as float8_e4m3fn or uint8",
-        ),
-        (
-            (DATA, SCALE.astype("u1"), BLOCK, PerBlockK(4)),
-            TypeError,
-            "scale must hold F32 as bfloat16 or float16 or float32; got",
-        ),
+        ((DATA, SCALE, Float8BlockScaling(), PerBlockK(4)), ValueError,
+            r"recipe 'fp8_block' scales blocks of \(1, 128\).*\(1, 4\)"),
+        ((DATA.astype("f4"), ONE, Float8CurrentScaling(), PerTensor()), TypeError,
+            "data must hold E4M3 as float8_e4m3fn or uint8"),
+        ((DATA, SCALE.astype("u1"), BLOCK, PerBlockK(4)), TypeError,
+            "scale must hold F32 as bfloat16 or float16 or float32; got"),
         ((DATA, SCALE, MXFP8BlockScaling(), PerBlockMN(1, 4)), TypeError, "scale must hold E8M0 as float8_e8m0fnu or uint8"),
         ((DATA, SCALE, BLOCK, PerBlockK(4), SCALE), ValueError, "has no zero_point; got one"),
         ((DATA, SCALE, BLOCK, PerBlockK(4), None, ONE), ValueError, "has one scale level and no global_scale; got one"),
-        (
-            (DATA, SCALE, BLOCK, PerBlockK(4), None, None, -3),
-            ValueError,
-            "the contraction axis is one of the last two.*axis=-3",
-        ),
-        (
-            (DATA, SCALE, BLOCK, PerBlockK(4), None, None, -1, (4, 9)),
-            ValueError,
-            r"shape=\(4, 9\) needs data of shape \(4, 9\)",
-        ),
+        ((DATA, SCALE, BLOCK, PerBlockK(4), None, None, -3), ValueError,
+            "the contraction axis is one of the last two.*axis=-3"),
+        ((DATA, SCALE, BLOCK, PerBlockK(4), None, None, -1, (4, 9)), ValueError,
+            r"shape=\(4, 9\) needs data of shape \(4, 9\)"),
     ],
-)
+)  # fmt: skip
 def test_components_that_contradict_each_other_are_refused(arguments: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message) as caught:
         ScaledTensor(*arguments)
@@ -240,11 +222,8 @@ X = np.ones((4, 32), np.float32)
         (lambda: breccia.cast(X, BLOCK, rounding="up"), ValueError, "rounding is one of nearest, stochastic; got 'up'"),
         (lambda: breccia.cast(X, BLOCK, rounding="stochastic"), ValueError, "rounding='stochastic' needs a seed"),
         (lambda: breccia.cast(X, BLOCK, seed=3), ValueError, "rounding='nearest' takes no seed; got seed=3"),
-        (
-            lambda: breccia.cast(X, BLOCK, rounding="stochastic", seed=-1),
-            ValueError,
-            r"seed must lie in 0 .. 2\*\*64 - 1; got -1",
-        ),
+        (lambda: breccia.cast(X, BLOCK, rounding="stochastic", seed=-1), ValueError,
+            r"seed must lie in 0 .. 2\*\*64 - 1; got -1"),
         (lambda: breccia.cast(X, BLOCK, nonfinite="keep"), ValueError, "nonfinite is one of propagate, raise; got 'keep'"),
         (lambda: breccia.cast(X * np.inf, BLOCK, nonfinite="raise"), ValueError, "x holds NaN or Inf"),
         (lambda: breccia.cast(X, BLOCK, rounding="stochastic", seed=1.5), ValueError, "seed must be an integer, got 1.5"),
@@ -252,11 +231,8 @@ X = np.ones((4, 32), np.float32)
         (lambda: breccia.cast(X, BLOCK, axis=-1.0), ValueError, "axis must be an integer, got -1.0"),
         (lambda: breccia.cast(X, DelayedScaling(), scale="1"), TypeError, "scale= must be a number or an array, got str"),
         (lambda: breccia.cast(X, DelayedScaling(), scale=np.ones((), "f8")), TypeError, "scale= must hold F32 as .* float64"),
-        (
-            lambda: breccia.cast(X, MXFP8BlockScaling(), scale=X[:, :1]),
-            TypeError,
-            "scale= must hold E8M0 as .* got dtype float32",
-        ),
+        (lambda: breccia.cast(X, MXFP8BlockScaling(), scale=X[:, :1]), TypeError,
+            "scale= must hold E8M0 as .* got dtype float32"),
         (lambda: breccia.cast(X, BLOCK, out=X), TypeError, "out= must be a ScaledTensor, got ndarray"),
         (lambda: breccia.requantize(breccia.cast(X, BLOCK), BLOCK, rounding="bogus"), ValueError, "rounding is one of"),
         (lambda: breccia.matmul(np.ones((2, 4, 4), "f4"), np.ones((3, 4, 4), "f4")), ValueError, "do not broadcast"),
@@ -277,23 +253,17 @@ X = np.ones((4, 32), np.float32)
         (lambda: breccia.dequantize(breccia.cast(X, BLOCK), out_dtype="int8"), TypeError, "out_dtype is one of float32"),
         (lambda: breccia.dequantize(breccia.cast(X, BLOCK), out=X[0]), ValueError, r"out= must have shape \(4, 32\)"),
         (lambda: breccia.requantize(X, BLOCK), TypeError, "requantize takes a ScaledTensor"),
-        (
-            lambda: breccia.requantize(breccia.cast(X, BLOCK), None),
-            TypeError,
-            "recipe must be a ScalingRecipe instance, got NoneType",
-        ),
+        (lambda: breccia.requantize(breccia.cast(X, BLOCK), None), TypeError,
+            "recipe must be a ScalingRecipe instance, got NoneType"),
         (lambda: breccia.matmul(breccia.cast(X, BLOCK), X), ValueError, r"a.shape\[-1\]=32 != b.shape\[-2\]=4 .*w.mT"),
         (lambda: breccia.matmul(X[0], X.T), ValueError, "at least two axes"),
         (lambda: breccia.matmul(X.astype("f8"), X.T), TypeError, "matmul takes ScaledTensors and .*; a is float64"),
         (lambda: breccia.matmul(X, X.T, out=X), ValueError, r"out= must have shape \(4, 4\)"),
-        (
-            lambda: breccia.cast_ste_clipped(X, BLOCK, 2.0, 1.0),
-            ValueError,
-            "clip_min must be less than clip_max; got 2.0 and 1.0",
-        ),
+        (lambda: breccia.cast_ste_clipped(X, BLOCK, 2.0, 1.0), ValueError,
+            "clip_min must be less than clip_max; got 2.0 and 1.0"),
         (lambda: breccia.AmaxHistory(BLOCK), TypeError, "AmaxHistory needs a DelayedScaling recipe"),  # type: ignore[arg-type]
     ],
-)
+)  # fmt: skip
 def test_an_impossible_call_raises_with_a_reason_and_a_remedy(call: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message) as caught:
         call()

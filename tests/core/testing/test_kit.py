@@ -183,18 +183,12 @@ FAULTS: dict[Callable[[Place], None], dict[str, tuple[Ops, str]]] = {
             primitives(bitcast_to_float=lambda _, i: np.where((i & F32_INF) == 0, i & ~MAGNITUDE, i).view(np.float32)),
             r"bitcast_to_int\(bitcast_to_float\(i\)\): 0, expected 1, at \[1\]",
         ),
-        "bitcast_to_float converts": (
-            primitives(bitcast_to_float=lambda _, i: i.astype(np.float32)),
-            r"bitcast_to_int\(bitcast_to_float\(i\)\): \d+, expected 1,",
-        ),
-        "bitcast_to_float is FP64": (
-            primitives(bitcast_to_float=lambda _, i: i.astype(np.float64)),
-            "bitcast_to_float returns float64",
-        ),
-        "bits makes NaN quiet": (
-            primitives(bitcast_to_int=lambda _, x: quieted(x).view(np.int32)),
-            r"2143289345, expected 2139095041",
-        ),
+        "bitcast_to_float converts": (primitives(bitcast_to_float=lambda _, i: i.astype(np.float32)),
+            r"bitcast_to_int\(bitcast_to_float\(i\)\): \d+, expected 1,"),
+        "bitcast_to_float is FP64": (primitives(bitcast_to_float=lambda _, i: i.astype(np.float64)),
+            "bitcast_to_float returns float64"),
+        "bits makes NaN quiet": (primitives(bitcast_to_int=lambda _, x: quieted(x).view(np.int32)),
+            r"2143289345, expected 2139095041"),
         "bits are 64": (primitives(bitcast_to_int=lambda _, x: x.view(np.int32).astype(np.int64)), "int64, expected int32"),
     },
     framework_laws.half_precision_becomes_fp32_exactly: {
@@ -229,14 +223,10 @@ FAULTS: dict[Callable[[Place], None], dict[str, tuple[Ops, str]]] = {
             primitives(store=lambda _, c, d: np.clip(c, -128, 127).astype(np.int8) if d == "int8" else NUMPY.store(c, d)),
             r"load\(store\(codes, 'int8'\)\): 127, expected 128, at \[128\]",
         ),
-        "bytes are loaded with a sign": (
-            primitives(load=sign_extended),
-            r"load\(store\(codes, 'uint8'\)\): -128, expected 128, at \[128\]",
-        ),
-        "everything is stored in bytes": (
-            primitives(store=lambda _, c, d: c.astype(np.uint8)),
-            r"store\(codes, 'int8'\) returns uint8",
-        ),
+        "bytes are loaded with a sign": (primitives(load=sign_extended),
+            r"load\(store\(codes, 'uint8'\)\): -128, expected 128, at \[128\]"),
+        "everything is stored in bytes": (primitives(store=lambda _, c, d: c.astype(np.uint8)),
+            r"store\(codes, 'int8'\) returns uint8"),
     },
     framework_laws.take_reads_the_table: {
         "the table is FP32": (
@@ -262,33 +252,23 @@ FAULTS: dict[Callable[[Place], None], dict[str, tuple[Ops, str]]] = {
     },
     framework_laws.where_minimum_and_maximum_match_numpy: {
         "where widens": (primitives(where=lambda _, c, a, b: np.where(c, a, b).astype(np.int64)), "int64, expected int32"),
-        "where is the wrong way round": (
-            primitives(where=lambda _, c, a, b: np.where(c, b, a)),
-            r"where\(a < b, a, b\): -?\d+,",
-        ),
+        "where is the wrong way round": (primitives(where=lambda _, c, a, b: np.where(c, b, a)),
+            r"where\(a < b, a, b\): -?\d+,"),
         "maximum passes through FP32": (
             primitives(maximum=lambda _, a, b: np.maximum(a.astype(np.float32), b).astype(np.int64).astype(a.dtype)),
             r"maximum\(a, b\): -?\d+, expected",
         ),
-        "minimum by magnitude": (
-            primitives(minimum=lambda _, a, b: np.where(np.abs(a) < np.abs(b), a, b)),
-            r"minimum\(a, b\): -?\d+, expected",
-        ),
+        "minimum by magnitude": (primitives(minimum=lambda _, a, b: np.where(np.abs(a) < np.abs(b), a, b)),
+            r"minimum\(a, b\): -?\d+, expected"),
     },
     framework_laws.amax_reduces_over_axes_and_keeps_nan: {
         "numbers are compared, not bits": (primitives(amax=float_amax), r"amax\(i, \(-1,\)\): \d+, expected 21\d+, at"),
-        "nothing has no maximum": (
-            primitives(amax=lambda _, i, axes: np.max(i, axis=axes, keepdims=True)),
-            "ValueError: zero-size",
-        ),
-        "axes are dropped": (
-            primitives(amax=lambda _, i, axes: np.max(i, axis=axes, initial=0)),
-            r"shape \(2, 3, 8\), expected",
-        ),
-        "one axis of two": (
-            primitives(amax=lambda _, i, axes: np.max(i, axis=axes[-1:], keepdims=True, initial=0)),
-            r"amax\(i, \(-3, -1\)\): shape \(2, 3, 8, 1\), expected \(2, 1, 8, 1\)",
-        ),
+        "nothing has no maximum": (primitives(amax=lambda _, i, axes: np.max(i, axis=axes, keepdims=True)),
+            "ValueError: zero-size"),
+        "axes are dropped": (primitives(amax=lambda _, i, axes: np.max(i, axis=axes, initial=0)),
+            r"shape \(2, 3, 8\), expected"),
+        "one axis of two": (primitives(amax=lambda _, i, axes: np.max(i, axis=axes[-1:], keepdims=True, initial=0)),
+            r"amax\(i, \(-3, -1\)\): shape \(2, 3, 8, 1\), expected \(2, 1, 8, 1\)"),
     },
     framework_laws.arithmetic_rounds_once: {
         "* cuts off": (of_arrays(__mul__=toward_zero), r"x \* y: \d+ of 300 differ"),
@@ -331,47 +311,31 @@ FAULTS: dict[Callable[[Place], None], dict[str, tuple[Ops, str]]] = {
         "an axis": (primitives(constant=lambda _, v, like: np.full(1, v, np.float32)), r"constant\(0\.0\): shape \(1,\), "),
     },
     framework_laws.matmul_accumulates_in_fp32: {
-        "operands of TF32": (
-            primitives(matmul=lambda _, a, b: np.matmul(narrow(a, TF32), narrow(b, TF32))),
-            r"the error of matmul is \d+\.\d times the FP32 bound$",
-        ),
-        "a product of FP64": (
-            primitives(matmul=lambda _, a, b: np.matmul(a.astype(float), b)),
-            "matmul: float64, expected float32",
-        ),
+        "operands of TF32": (primitives(matmul=lambda _, a, b: np.matmul(narrow(a, TF32), narrow(b, TF32))),
+            r"the error of matmul is \d+\.\d times the FP32 bound$"),
+        "a product of FP64": (primitives(matmul=lambda _, a, b: np.matmul(a.astype(float), b)),
+            "matmul: float64, expected float32"),
         "the transpose": (primitives(matmul=lambda _, a, b: np.matmul(a, b).T), r"matmul: shape \(5, 8\), expected \(8, 5\)"),
     },
     framework_laws.shape_operations_match_numpy: {
         "pad at the front": (primitives(pad=lambda _, a, w: np.pad(a, [(n, 0) for n in w])), "pad: 0, expected"),
         "swap of the first axes": (primitives(swap=lambda _, a: a.swapaxes(0, 1)), r"swap: shape \(3, 2, 4\), expected"),
-        "gather in ascending order": (
-            primitives(gather=lambda _, a, i, axis: NUMPY.gather(a, tuple(sorted(i)), axis)),
-            r"gather: 0, expected 2, at \[0, 0, 0\]",
-        ),
-        "concat along the last axis always": (
-            primitives(concat=lambda _, parts, axis=-1: np.concatenate(parts, -1)),
-            r"concat along -2: shape \(2, 3, 8\), expected \(2, 6, 4\)",
-        ),
+        "gather in ascending order": (primitives(gather=lambda _, a, i, axis: NUMPY.gather(a, tuple(sorted(i)), axis)),
+            r"gather: 0, expected 2, at \[0, 0, 0\]"),
+        "concat along the last axis always": (primitives(concat=lambda _, parts, axis=-1: np.concatenate(parts, -1)),
+            r"concat along -2: shape \(2, 3, 8\), expected \(2, 6, 4\)"),
     },
     framework_laws.shape_operations_keep_every_float8_bit: {
-        "concat by value": (
-            primitives(concat=lambda _, parts, axis=-1: by_value(np.concatenate(parts, axis))),
-            "concat of E4M3: 127, expected 255",
-        ),
-        "gather by value": (
-            primitives(gather=lambda _, a, i, axis: by_value(NUMPY.gather(a, i, axis))),
-            "gather of E4M3: 127, expected 255",
-        ),
+        "concat by value": (primitives(concat=lambda _, parts, axis=-1: by_value(np.concatenate(parts, axis))),
+            "concat of E4M3: 127, expected 255"),
+        "gather by value": (primitives(gather=lambda _, a, i, axis: by_value(NUMPY.gather(a, i, axis))),
+            "gather of E4M3: 127, expected 255"),
     },
     framework_laws.pack_bits_puts_the_first_code_in_the_lowest_bits: {
-        "highest first": (
-            primitives(pack_bits=lambda _, c, bits: NUMPY.pack_bits(c[..., ::-1], bits)),
-            r"pack_bits by 4 bits: \d+, expected",
-        ),
-        "always nibbles": (
-            primitives(pack_bits=lambda _, c, bits: NUMPY.pack_bits(c, 4)),
-            r"pack_bits by 6 bits: \d+, expected",
-        ),
+        "highest first": (primitives(pack_bits=lambda _, c, bits: NUMPY.pack_bits(c[..., ::-1], bits)),
+            r"pack_bits by 4 bits: \d+, expected"),
+        "always nibbles": (primitives(pack_bits=lambda _, c, bits: NUMPY.pack_bits(c, 4)),
+            r"pack_bits by 6 bits: \d+, expected"),
         "parted from the highest": (
             primitives(unpack_bits=lambda _, w, bits, count: NUMPY.unpack_bits(w, bits, count)[..., ::-1]),
             r"unpack_bits by 4 bits: \d+, expected",
@@ -380,16 +344,12 @@ FAULTS: dict[Callable[[Place], None], dict[str, tuple[Ops, str]]] = {
     framework_laws.counter_gives_the_index_of_each_element: {
         "16 bits": (primitives(counter=in_16_bits), r"counter, low words: -32768, expected 32768, at \[0, 32768\]"),
         "Fortran's order": (primitives(counter=in_fortran_order), r"counter, low words: 15, expected 1, at \[0, 0, 1\]"),
-        "high word for low": (
-            primitives(counter=lambda _, like: NUMPY.counter(like)[::-1]),
-            "counter, low words: 0, expected 1",
-        ),
+        "high word for low": (primitives(counter=lambda _, like: NUMPY.counter(like)[::-1]),
+            "counter, low words: 0, expected 1"),
     },
     framework_laws.seeds_are_split_into_two_words: {
-        "the high word is lost": (
-            primitives(words=lambda _, seed: (NUMPY.words(seed)[0], 0)),
-            r"words\(9223372036854775813\) are \[5, 0\]",
-        )
+        "the high word is lost": (primitives(words=lambda _, seed: (NUMPY.words(seed)[0], 0)),
+            r"words\(9223372036854775813\) are \[5, 0\]")
     },
     framework_laws.any_returns_a_python_bool: {
         "NumPy's own truth": (primitives(any=lambda _, c: np.any(c)), "is not True"),
@@ -397,10 +357,8 @@ FAULTS: dict[Callable[[Place], None], dict[str, tuple[Ops, str]]] = {
         "always": (primitives(any=lambda _, c: True), "is not False"),
     },
     framework_laws.assign_writes_in_place_or_refuses: {
-        "the copy is written": (
-            primitives(assign=lambda _, out, v: np.copyto(out.copy(), v)),
-            r"assign\(out, value\): 3 of 4 differ",
-        )
+        "the copy is written": (primitives(assign=lambda _, out, v: np.copyto(out.copy(), v)),
+            r"assign\(out, value\): 3 of 4 differ")
     },
     framework_laws.native_casts_follow_the_contract: {
         "overflow is Inf": (
@@ -411,31 +369,23 @@ FAULTS: dict[Callable[[Place], None], dict[str, tuple[Ops, str]]] = {
             ),
             r"native_cast\(y, F16\): \d+ of 302 differ, the first at .*: 0x[7f]c00, expected 0x[7f]bff",
         ),
-        "-0 is lost": (
-            primitives(native_cast=lambda _, y, codec: NUMPY.where(y == 0, 0, codec.encode(NUMPY, y))),
-            r"native_cast\(y, E4M3\): 1 of 302 differ, the first at \[301\]: 0x0, expected 0x80",
-        ),
+        "-0 is lost": (primitives(native_cast=lambda _, y, codec: NUMPY.where(y == 0, 0, codec.encode(NUMPY, y))),
+            r"native_cast\(y, E4M3\): 1 of 302 differ, the first at \[301\]: 0x0, expected 0x80"),
     },
     framework_laws.conversion_from_and_to_numpy_changes_no_bit: {
         "FP16 is widened on the way out": (
             primitives(to_numpy=lambda _, a: through(a) if a.dtype == np.float16 else NUMPY.to_numpy(a)),
             r"float16, converted and back: \d+ of 32 differ",
         ),
-        "uint16 is widened on the way in": (
-            primitives(from_numpy=otherwise(np.uint16, lambda a: a.astype(np.int32))),
-            "a NumPy uint16 array becomes int32",
-        ),
-        "FP32 NaN are made quiet": (
-            primitives(from_numpy=otherwise(np.float32, quieted)),
-            r"float32, converted and back: 1 of 16 differ.*: 0x7fc00001, expected 0x7f800001",
-        ),
+        "uint16 is widened on the way in": (primitives(from_numpy=otherwise(np.uint16, lambda a: a.astype(np.int32))),
+            "a NumPy uint16 array becomes int32"),
+        "FP32 NaN are made quiet": (primitives(from_numpy=otherwise(np.float32, quieted)),
+            r"float32, converted and back: 1 of 16 differ.*: 0x7fc00001, expected 0x7f800001"),
     },
     framework_laws.transpose_permutes_axes: {
         "axes are reversed": (primitives(transpose=lambda _, a, axes: np.transpose(a)), r"transpose by \(1, 0, 2\): shape"),
-        "the order is undone": (
-            primitives(transpose=lambda _, a, axes: np.transpose(a, np.argsort(axes))),
-            r"transpose by \(0, 3, 1, 2\): shape",
-        ),
+        "the order is undone": (primitives(transpose=lambda _, a, axes: np.transpose(a, np.argsort(axes))),
+            r"transpose by \(0, 3, 1, 2\): shape"),
     },
     framework_laws.grouped_matmul_multiplies_each_group_by_its_matrix: {
         "the last group has the other rows too": (
@@ -449,13 +399,11 @@ FAULTS: dict[Callable[[Place], None], dict[str, tuple[Ops, str]]] = {
     },
     framework_laws.portable_arrays_round_trip: {
         "the highest bit is lost": (primitives(portable=lambda _, a: a & 0x7F), r"uint8: 128 of 256 differ"),
-        "they come back as int32": (
-            primitives(from_portable=lambda _, a, dtype: a.astype(np.int32)),
-            "uint8 came back as int32",
-        ),
+        "they come back as int32": (primitives(from_portable=lambda _, a, dtype: a.astype(np.int32)),
+            "uint8 came back as int32"),
         "items have four bytes": (primitives(itemsize=lambda _, a: 4), "itemsize of uint8 is 4, expected 1"),
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("law", framework_laws.PRIMITIVES, ids=lambda law: law.__name__)
@@ -837,19 +785,13 @@ RECIPE_FAULTS: Faults[tuple[type[ScalingRecipe], tuple[ScalingRecipe, ...], str]
         "another pickle": (Unpicklable, (), r"pickle gave Unpicklable\(block=99\)"),
     },
     ONE: {
-        "a hidden field": (
-            Secretive,
-            (Secretive(32),),
-            r"Secretive\(block=\d+\) has the same fingerprint but writes different",
-        ),
-        "a hidden field that is needed": (
-            NeedingInSecret,
-            (NeedingInSecret(8), NeedingInSecret(32)),
-            r"NeedingInSecret\(block=\d+\) has the same fingerprint but writes different bytes",
-        ),
+        "a hidden field": (Secretive, (Secretive(32),),
+            r"Secretive\(block=\d+\) has the same fingerprint but writes different"),
+        "a hidden field that is needed": (NeedingInSecret, (NeedingInSecret(8), NeedingInSecret(32)),
+            r"NeedingInSecret\(block=\d+\) has the same fingerprint but writes different bytes"),
         "hashes of its own": (Unhashed, (), r"Unhashed\(block=16\) and Unhashed\(block=16\) are not equal"),
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("sentence", "fault"), planted(RECIPE_FAULTS))
@@ -1186,16 +1128,12 @@ KERNEL_FAULTS: Faults[tuple[Kernel, str]] = {
         # Not faults: laws that cannot be tested are skipped with a reason.
         "it is not available": (kernel(wrong_code, available=missing), "^skipped: acme_npu is not installed$"),
         "it declines everything": (kernel(wrong_code, accepts=nothing), rf"^skipped: stray.wrong_code {DECLINED}"),
-        "its device is not here": (
-            kernel(wrong_code, device="cuda"),
-            r"^skipped: no device 'cuda': NumPy arrays are on the 'cpu'; got device 'cuda'\.$",
-        ),
+        "its device is not here": (kernel(wrong_code, device="cuda"),
+            r"^skipped: no device 'cuda': NumPy arrays are on the 'cpu'; got device 'cuda'\.$"),
     },
     VALUES: {
-        "values in half precision": (
-            kernel(halves, "dequantize"),
-            refused("dequantize was asked for float32; got float16", halves),
-        ),
+        "values in half precision": (kernel(halves, "dequantize"),
+            refused("dequantize was asked for float32; got float16", halves)),
         "values by half precision": (kernel(by_halves, "dequantize"), r"^decoded: \d+ of \d+ differ"),
         "values are all numbers": (kernel(numbers_only, "dequantize"), r"^decoded: \d+ of \d+ differ"),
         "it writes into the codes": (kernel(writes_into_codes, "dequantize"), r"^it writes into its input: data: \d+ of"),
@@ -1208,63 +1146,45 @@ KERNEL_FAULTS: Faults[tuple[Kernel, str]] = {
         "out= is left as it was": (kernel(gives_out_back), r"^(scale|data): \d+ of \d+ differ"),
     },
     VALUE_OPTIONS: {
-        "out_dtype= is ignored": (
-            kernel(ignores_out_dtype, "dequantize"),
-            refused("dequantize was asked for float16; got float32", ignores_out_dtype),
-        ),
-        "BF16 is cut off": (
-            kernel(cuts_off, "dequantize", recipe=breccia.Float8BlockScaling),
-            r"^decoded to bfloat16: \d+ of \d+ differ",
-        ),
+        "out_dtype= is ignored": (kernel(ignores_out_dtype, "dequantize"),
+            refused("dequantize was asked for float16; got float32", ignores_out_dtype)),
+        "BF16 is cut off": (kernel(cuts_off, "dequantize", recipe=breccia.Float8BlockScaling),
+            r"^decoded to bfloat16: \d+ of \d+ differ"),
         "out= of values is left as it was": (kernel(leaves_out, "dequantize"), r"^out: \d+ of \d+ differ"),
     },
     PRODUCT: {
         "half precision accumulates": (kernel(matmul_in_half, "matmul"), rf"^matmul: {BEYOND}"),
-        "a row is missing": (
-            kernel(matmul_of_rows, "matmul"),
-            refused("matmul gives shape (9, 7); got (8, 7)", matmul_of_rows),
-        ),
+        "a row is missing": (kernel(matmul_of_rows, "matmul"),
+            refused("matmul gives shape (9, 7); got (8, 7)", matmul_of_rows)),
         "a bias is ignored": (kernel(ignores_bias, "matmul"), rf"^matmul with a bias: {BEYOND}"),
         "nothing is cast": (kernel(matmul_without_a_cast, "cast_matmul"), rf"^cast_matmul: {BEYOND}"),
-        "it declines all products": (
-            kernel(matmul_in_half, "matmul", accepts=nothing),
-            rf"^skipped: stray.matmul_in_half {DECLINED}",
-        ),
+        "it declines all products": (kernel(matmul_in_half, "matmul", accepts=nothing),
+            rf"^skipped: stray.matmul_in_half {DECLINED}"),
     },
     GROUPS: {
         "all groups are of one matrix": (kernel(groups_of_first, "grouped_matmul"), rf"^grouped_matmul: {BEYOND}"),
-        "rows of no group have products": (
-            kernel(groups_to_the_end, "grouped_matmul"),
-            "^grouped_matmul: rows of no group are not zeros$",
-        ),
+        "rows of no group have products": (kernel(groups_to_the_end, "grouped_matmul"),
+            "^grouped_matmul: rows of no group are not zeros$"),
     },
     PAIR: {
         "both of a pair lie one way": (kernel(one_twice, "cast_pair"), r"cast_pair was to write blocks along axis -2"),
-        "nonfinite= of a pair is ignored": (
-            kernel(pair_of_any_number, "cast_pair"),
-            '^nonfinite="raise" did not raise for a NaN$',
-        ),
+        "nonfinite= of a pair is ignored": (kernel(pair_of_any_number, "cast_pair"),
+            '^nonfinite="raise" did not raise for a NaN$'),
     },
     TRIP: {
         "no round trip": (kernel(the_input, "cast_ste"), r"^cast_ste: \d+ of \d+ differ"),
         "a round trip that writes into x": (kernel(trip_that_writes, "cast_ste_clipped"), "^it writes into its input$"),
     },
     AVAILABLE: {
-        "available says True": (
-            kernel(wrong_code, available=there),
-            r"^[\w.]+:there\('cpu'\) returned True, expected None or a reason$",
-        ),
+        "available says True": (kernel(wrong_code, available=there),
+            r"^[\w.]+:there\('cpu'\) returned True, expected None or a reason$"),
         "available fails": (kernel(wrong_code, available=unsure), r"^[\w.]+:unsure\('cpu'\) raised OSError: no /dev/acme$"),
-        "available knows CPUs alone": (
-            kernel(wrong_code, available=surprised),
-            r"^[\w.]+:surprised\('cuda'\) raised KeyError: 'cuda'$",
-        ),
-        "available needs a capability": (
-            kernel(wrong_code, available=numbered),
-            r"^[\w.]+:numbered\('cuda'\) raised TypeError: '>=' not supported",
-        ),
+        "available knows CPUs alone": (kernel(wrong_code, available=surprised),
+            r"^[\w.]+:surprised\('cuda'\) raised KeyError: 'cuda'$"),
+        "available needs a capability": (kernel(wrong_code, available=numbered),
+            r"^[\w.]+:numbered\('cuda'\) raised TypeError: '>=' not supported"),
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("sentence", "fault"), planted(KERNEL_FAULTS))

@@ -262,40 +262,22 @@ FAULTS: dict[str, tuple[breccia.Kernel, str, str]] = {
     "an array by a tensor, doubled, plus seven": (matmul(doubled_plus_seven), OF, rf"^matmul: {BEYOND}"),
     "a tensor by an array, doubled, plus seven": (matmul(doubled_plus_seven, **BY_MX), BY, rf"^matmul: {BEYOND}"),
     "two arrays, doubled, plus seven": (matmul(doubled_plus_seven, other=PLAIN), ARRAYS, rf"^matmul: {BEYOND}"),
-    "groups of an array, plus one": (
-        kernel(groups_plus_one, "grouped_matmul", recipe=PLAIN, other=MXFP8BlockScaling),
-        OF,
-        "^grouped_matmul: rows of no group are not zeros$|" + rf"^grouped_matmul: {BEYOND}",
-    ),
-    "groups by an array, plus one": (
-        kernel(groups_plus_one, "grouped_matmul", recipe=MXFP8BlockScaling, other=PLAIN),
-        BY,
-        r"^grouped_matmul(:| is) ",
-    ),
-    "x is multiplied uncast by an array": (
-        kernel(first_is_not_cast, "cast_matmul", recipe=MXFP8BlockScaling, other=PLAIN),
-        BY,
-        rf"^cast_matmul: {BEYOND}",
-    ),
+    "groups of an array, plus one": (kernel(groups_plus_one, "grouped_matmul", recipe=PLAIN, other=MXFP8BlockScaling), OF,
+        "^grouped_matmul: rows of no group are not zeros$|" + rf"^grouped_matmul: {BEYOND}"),
+    "groups by an array, plus one": (kernel(groups_plus_one, "grouped_matmul", recipe=MXFP8BlockScaling, other=PLAIN), BY,
+        r"^grouped_matmul(:| is) "),
+    "x is multiplied uncast by an array": (kernel(first_is_not_cast, "cast_matmul", recipe=MXFP8BlockScaling, other=PLAIN), BY,
+        rf"^cast_matmul: {BEYOND}"),
     "another order of K": (matmul(reads_a_backwards), OF, rf"^matmul: {BEYOND}"),
     "the transpose of the product": (matmul(swaps_operands_that_fit), OF, rf"^matmul: {BEYOND}"),
-    "half precision accumulates": (
-        matmul(adds_in_half),
-        OF,
-        r"^matmul: the error is (inf|\d+\.\d) times the bound of FP32 accumulation$",
-    ),
+    "half precision accumulates": (matmul(adds_in_half), OF,
+        r"^matmul: the error is (inf|\d+\.\d) times the bound of FP32 accumulation$"),
     # Options, dtypes and orientations of products.
     "a bias is forgotten": (matmul(bias_is_forgotten), OF, rf"^matmul with a bias: {BEYOND}"),
-    "a bias is added after rounding": (
-        matmul(bias_after_rounding, recipe=MXFP8BlockScaling),
-        BOTH,
-        rf"^matmul with a bias, out_dtype='bfloat16', .*: {BEYOND}",
-    ),
-    "BF16 products are cut off": (
-        matmul(out_dtype_is_cut_off, recipe=MXFP8BlockScaling),
-        BOTH,
-        rf"^matmul with a bias, out_dtype='bfloat16', .*: {BEYOND}",
-    ),
+    "a bias is added after rounding": (matmul(bias_after_rounding, recipe=MXFP8BlockScaling), BOTH,
+        rf"^matmul with a bias, out_dtype='bfloat16', .*: {BEYOND}"),
+    "BF16 products are cut off": (matmul(out_dtype_is_cut_off, recipe=MXFP8BlockScaling), BOTH,
+        rf"^matmul with a bias, out_dtype='bfloat16', .*: {BEYOND}"),
     "out= of a product is forgotten": (matmul(out_is_forgotten), OF, "^matmul, .*out=.*: it did not return out=$"),
     "out= of a product stays as it was": (matmul(out_stays_empty), OF, rf"^matmul, .*out=.*: {BEYOND}"),
     "FP16 is read by half": (matmul(half_is_read_as_bits), OF, rf"^matmul with a bias, .*plain operands float16.*: {BEYOND}"),
@@ -305,35 +287,20 @@ FAULTS: dict[str, tuple[breccia.Kernel, str, str]] = {
     "a view is cast as its memory lies": (kernel(cast_by_memory), HALVES, "^of bfloat16 and a transposed array: "),
     "BF16 is cast by way of FP16": (kernel(cast_of_bits), HALVES, r"^of bfloat16.*: (data|scale): \d+ of \d+ differ"),
     "a pair of one matrix": (kernel(pair_of_first_matrix, "cast_pair"), HALVES, r"^of bfloat16: (data|scale): \d+ of"),
-    "a round trip cuts BF16 off": (
-        kernel(trip_in_fp32, "cast_ste", recipe=Float8CurrentScaling),
-        HALVES,
-        r"^of bfloat16.*: cast_ste: \d+ of \d+ differ",
-    ),
+    "a round trip cuts BF16 off": (kernel(trip_in_fp32, "cast_ste", recipe=Float8CurrentScaling), HALVES,
+        r"^of bfloat16.*: cast_ste: \d+ of \d+ differ"),
     "a round trip ignores axis=": (kernel(trip_along_k, "cast_ste"), TRIP, r"^cast_ste with axis=: \d+ of \d+ differ"),
-    "a round trip ignores scale=": (
-        kernel(trip_without_scale, "cast_ste_clipped", recipe=Float8CurrentScaling),
-        TRIP,
-        r"^cast_ste_clipped with scale=: \d+ of \d+ differ",
-    ),
-    "a round trip ignores nonfinite=": (
-        kernel(trip_of_any_number, "cast_ste"),
-        TRIP,
-        '^nonfinite="raise" did not raise for a NaN$',
-    ),
+    "a round trip ignores scale=": (kernel(trip_without_scale, "cast_ste_clipped", recipe=Float8CurrentScaling), TRIP,
+        r"^cast_ste_clipped with scale=: \d+ of \d+ differ"),
+    "a round trip ignores nonfinite=": (kernel(trip_of_any_number, "cast_ste"), TRIP,
+        '^nonfinite="raise" did not raise for a NaN$'),
     "a view is decoded as its memory lies": (kernel(decodes_by_memory, "dequantize"), VIEWS, r"^the transpose decoded: \d+ of"),
     "out= of FP16 is forgotten": (kernel(half_goes_nowhere, "dequantize"), VIEWS, "^it did not return out=$"),
     # Options of requantize.
-    "requantize ignores a seed along rows": (
-        kernel(again_along_k, "requantize", other=Float8CurrentScaling),
-        AGAIN,
-        r"^data: \d+ of \d+ differ",
-    ),
-    "requantize ignores a seed": (
-        kernel(again_without_seed, "requantize", other=Float8CurrentScaling),
-        AGAIN,
-        r"^data: \d+ of \d+ differ",
-    ),
+    "requantize ignores a seed along rows": (kernel(again_along_k, "requantize", other=Float8CurrentScaling), AGAIN,
+        r"^data: \d+ of \d+ differ"),
+    "requantize ignores a seed": (kernel(again_without_seed, "requantize", other=Float8CurrentScaling), AGAIN,
+        r"^data: \d+ of \d+ differ"),
     "requantize ignores require_exact=": (
         kernel(again_inexactly, "requantize", recipe=NVFP4BlockScaling, other=Float8CurrentScaling),
         AGAIN,
@@ -341,58 +308,37 @@ FAULTS: dict[str, tuple[breccia.Kernel, str, str]] = {
     ),
     "requantize ignores out=": (kernel(again_without_out, "requantize"), AGAIN, "^it did not return out=$"),
     # Storages.
-    "storage= is forgotten": (
-        kernel(forgets_storage, writes=("swizzle_128x4",)),
-        STORED,
-        "cast was to write 'swizzle_128x4' storage; the result is in 'plain'",
-    ),
+    "storage= is forgotten": (kernel(forgets_storage, writes=("swizzle_128x4",)), STORED,
+        "cast was to write 'swizzle_128x4' storage; the result is in 'plain'"),
     "a stored cast has another bit": (kernel(stores_another_bit, **STORAGES), STORED, r"^scale: 1 of \d+ differ"),
-    "a stored tensor is decoded otherwise": (
-        kernel(reads_as_plain, "dequantize", **STORAGES),
-        STORED,
-        r"^decoded from swizzle_128x4: \d+ of \d+ differ",
-    ),
-    "a stored operand is multiplied otherwise": (
-        matmul(multiplies_as_plain, **STORAGES),
-        STORED,
-        rf"^matmul of swizzle_128x4 storage: {BEYOND}",
-    ),
+    "a stored tensor is decoded otherwise": (kernel(reads_as_plain, "dequantize", **STORAGES), STORED,
+        r"^decoded from swizzle_128x4: \d+ of \d+ differ"),
+    "a stored operand is multiplied otherwise": (matmul(multiplies_as_plain, **STORAGES), STORED,
+        rf"^matmul of swizzle_128x4 storage: {BEYOND}"),
     # Results of accepts, score and plan.
     "accepts fails": (kernel(sound, accepts=upset), ANSWERS, r"upset raised OSError: the driver is upset: cast of mxfp8 \("),
-    "accepts fails for one option": (
-        kernel(sound, accepts=upset_by_rows),
-        ANSWERS,
-        r"upset_by_rows raised KeyError: -2: cast of mxfp8 \(.*\), axis=-2$",
-    ),
-    "accepts needs an array": (
-        kernel(sound, accepts=upset_by_missing_values),
-        ANSWERS,
-        "upset_by_missing_values raised AttributeError: 'Described' object has no attribute 'strides'",
-    ),
+    "accepts fails for one option": (kernel(sound, accepts=upset_by_rows), ANSWERS,
+        r"upset_by_rows raised KeyError: -2: cast of mxfp8 \(.*\), axis=-2$"),
+    "accepts needs an array": (kernel(sound, accepts=upset_by_missing_values), ANSWERS,
+        "upset_by_missing_values raised AttributeError: 'Described' object has no attribute 'strides'"),
     "accepts says True": (kernel(sound, accepts=says_yes), ANSWERS, "says_yes gave True, expected None or a reason: cast of"),
     "score fails": (kernel(sound, score=upset), ANSWERS, "upset raised OSError: the driver is upset"),
     "score is no number": (kernel(sound, score=no_time), ANSWERS, "no_time gave nan, expected a number: cast of"),
     "plan fails": (kernel(sound, plan=upset), ANSWERS, "upset raised OSError: the driver is upset"),
     "plan names ops": (kernel(sound, plan=no_calls), ANSWERS, r"no_calls gave \['dequantize'\], expected calls: cast of"),
-    "accepts fails, and is no skip": (
-        kernel(sound, accepts=upset),
-        "casts_write_the_bytes_of_the_generic_algorithm",
-        "^its check .*:upset failed: OSError: the driver is upset$",
-    ),
+    "accepts fails, and is no skip": (kernel(sound, accepts=upset), "casts_write_the_bytes_of_the_generic_algorithm",
+        "^its check .*:upset failed: OSError: the driver is upset$"),
     "accepts of a product fails": (matmul(multiplies, accepts=upset), OF, "^its check .*:upset failed: OSError: the driver"),
     # Dispatch without prefer=.
-    "accepts depends on what it did not ask about": (
-        kernel(sound, accepts=of_memory),
-        CHOSEN,
-        r"^cast of mxfp8 of shape \(\d+, \d+\) ran [\w.]+, but explain names [\w.]+: the answers of stray\.sound depend on",
-    ),
+    "accepts depends on what it did not ask about": (kernel(sound, accepts=of_memory), CHOSEN,
+        r"^cast of mxfp8 of shape \(\d+, \d+\) ran [\w.]+, but explain names [\w.]+: the answers of stray\.sound depend on"),
     "it ranks as a kernel of core": (
         kernel(sound, recipe=None, rank=-500),
         CHOSEN,
         r"^a call without prefer= raises: cast of \w+ on numpy: Kernels '(stray\.sound|numpy\.cast)' \(\w+\) and "
         r"'(stray\.sound|numpy\.cast)' \(\w+\) rank the same\.",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings(
