@@ -11,18 +11,7 @@ import numpy as np
 import pytest
 from recipes import recipe_id
 
-from breccia import (
-    Float8BlockScaling,
-    INT4Scaling,
-    INT8Scaling,
-    MXFP4BlockScaling,
-    MXFP6BlockScaling,
-    MXFP8BlockScaling,
-    MXINT8BlockScaling,
-    NF4Scaling,
-    NVFP4BlockScaling,
-    ScalingRecipe,
-)
+import breccia
 from breccia.arrays.ops import NUMPY
 from breccia.codecs import F32, Minifloat
 from breccia.formats import Format, Level
@@ -32,11 +21,11 @@ from breccia.kernels.numpy.codes import NEAREST, FloatCodes, IntegerCodes, Micro
 from breccia.testing.examples import special_rows, wide
 
 RECIPES = [
-    Float8BlockScaling(block_k=32),
-    MXFP8BlockScaling("E5M2"),
-    MXFP6BlockScaling(),
-    MXFP4BlockScaling(),
-    NVFP4BlockScaling(),
+    breccia.Float8BlockScaling(block_k=32),
+    breccia.MXFP8BlockScaling("E5M2"),
+    breccia.MXFP6BlockScaling(),
+    breccia.MXFP4BlockScaling(),
+    breccia.NVFP4BlockScaling(),
 ]
 
 
@@ -74,7 +63,7 @@ class Planted:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
-def test_microkernels_of_a_plug_in_are_called_and_change_no_byte(recipe: ScalingRecipe) -> None:
+def test_microkernels_of_a_plug_in_are_called_and_change_no_byte(recipe: breccia.ScalingRecipe) -> None:
     planted = Planted()
     for x in (wide((9, 2048), seed=1, exponents=3), special_rows(608)):
         found, expected = kernels.cast(x, recipe, microkernels=planted.microkernels), reference.cast(x, recipe)
@@ -86,7 +75,7 @@ def test_microkernels_of_a_plug_in_are_called_and_change_no_byte(recipe: Scaling
 
 
 @dataclass(frozen=True)
-class LowFloats(Float8BlockScaling):
+class LowFloats(breccia.Float8BlockScaling):
     """A recipe whose codec has a bias as large as its largest exponent."""
 
     @cached_property
@@ -97,10 +86,10 @@ class LowFloats(Float8BlockScaling):
 
 def test_microkernels_are_requested_for_every_kind_of_codes() -> None:
     for recipe, form in (
-        (MXFP6BlockScaling(), FloatCodes),
+        (breccia.MXFP6BlockScaling(), FloatCodes),
         (LowFloats(), FloatCodes),
-        (NF4Scaling(), TableCodes),
-        (INT4Scaling(), IntegerCodes),
+        (breccia.NF4Scaling(), TableCodes),
+        (breccia.INT4Scaling(), IntegerCodes),
     ):
         planted = Planted()
         x = wide((9, 2048), seed=2, exponents=3)
@@ -113,7 +102,7 @@ def test_microkernels_are_requested_for_every_kind_of_codes() -> None:
 
 
 def test_microkernels_write_signed_codes_into_one_row_of_unsigned_bytes() -> None:
-    for recipe in (MXINT8BlockScaling(), INT8Scaling()):
+    for recipe in (breccia.MXINT8BlockScaling(), breccia.INT8Scaling()):
         element = recipe.format.element
         rows: list[tuple[str, int, bool]] = []
 

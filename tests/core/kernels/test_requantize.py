@@ -11,18 +11,6 @@ import pytest
 from recipes import RECIPES, is_exact, recipe_id
 
 import breccia
-from breccia import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowScaling,
-    INT4Scaling,
-    INT8Scaling,
-    MXFP4BlockScaling,
-    MXFP6BlockScaling,
-    MXFP8BlockScaling,
-    MXINT8BlockScaling,
-    NVFP4BlockScaling,
-)
 from breccia.arrays.frameworks import ops_of
 from breccia.codecs import E2M1, E2M3, F32, Codec
 from breccia.formats import Format, Level
@@ -75,8 +63,8 @@ def test_promised_pairs_keep_every_code_under_all_scales_of_16_bits() -> None:
 def test_the_promised_pairs_are_those_of_the_spec() -> None:
     """Between default recipes of other formats; docs/spec/numerics.md, section 6."""
     defaults = {r.name: type(r)() for r in RECIPES} | {
-        "mxfp6 E3M2": MXFP6BlockScaling("E3M2"),
-        "mxfp8 E5M2": MXFP8BlockScaling("E5M2"),
+        "mxfp6 E3M2": breccia.MXFP6BlockScaling("E3M2"),
+        "mxfp8 E5M2": breccia.MXFP8BlockScaling("E5M2"),
     }
     found = {(a, b) for a in defaults for b in defaults if a != b and is_exact(defaults[a], defaults[b])}
     tensors = ("fp8_delayed", "fp8_current")
@@ -120,22 +108,22 @@ def test_exact_means_exact_for_every_pair_and_an_error_means_that_bits_would_cha
 def test_the_direct_path_keeps_values_that_a_path_through_fp32_would_lose() -> None:
     """MXFP4 under 2^-127: its values are FP32 subnormals, which a cast counts as zero."""
     rows = np.full((1, 16), 0x21, np.uint8)
-    st = breccia.from_buffer(rows, np.zeros((1, 1), np.uint8), MXFP4BlockScaling(), MXFP4BlockScaling().layout)
-    kept = breccia.requantize(st, MXFP8BlockScaling())
+    st = breccia.from_buffer(rows, np.zeros((1, 1), np.uint8), breccia.MXFP4BlockScaling(), breccia.MXFP4BlockScaling().layout)
+    kept = breccia.requantize(st, breccia.MXFP8BlockScaling())
     assert kept.scale.tolist() == [[0]] and kept.data[0, :2].tolist() == [0x30, 0x38]  # 0.5 and 1.0 in E4M3
-    assert not reference.dequantize(reference.cast(reference.dequantize(st), MXFP8BlockScaling())).any()
+    assert not reference.dequantize(reference.cast(reference.dequantize(st), breccia.MXFP8BlockScaling())).any()
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("shape", [(7, 37), (2, 3, 40), (5, 1), (0, 32), (4, 0)], ids=str)
 def test_exact_requantization_works_for_partial_blocks_transposed_and_empty_shapes(shape: tuple[int, ...], axis: int) -> None:
     pairs = [
-        (MXFP4BlockScaling(), MXFP8BlockScaling()),
-        (MXFP4BlockScaling(), MXFP6BlockScaling()),
-        (Float8CurrentScaling(), Float8BlockScaling(block_k=16)),
-        (Float8BlockScaling(block_k=16, block_m=4), Float8BlockScaling(block_k=4, block_m=2)),
-        (INT4Scaling(group_size=32), INT8Scaling(group_size=8)),
-        (INT4Scaling(group_size=32, scale_dtype="bf16"), INT4Scaling(group_size=16, scale_dtype="fp32")),
+        (breccia.MXFP4BlockScaling(), breccia.MXFP8BlockScaling()),
+        (breccia.MXFP4BlockScaling(), breccia.MXFP6BlockScaling()),
+        (breccia.Float8CurrentScaling(), breccia.Float8BlockScaling(block_k=16)),
+        (breccia.Float8BlockScaling(block_k=16, block_m=4), breccia.Float8BlockScaling(block_k=4, block_m=2)),
+        (breccia.INT4Scaling(group_size=32), breccia.INT8Scaling(group_size=8)),
+        (breccia.INT4Scaling(group_size=32, scale_dtype="bf16"), breccia.INT4Scaling(group_size=16, scale_dtype="fp32")),
     ]
     for source, target in pairs:
         st = breccia.cast(wide(shape, seed=1, exponents=4), source, axis=axis)
@@ -146,30 +134,30 @@ def test_exact_requantization_works_for_partial_blocks_transposed_and_empty_shap
 
 def test_a_scale_per_expert_is_repeated_over_the_blocks_of_its_expert() -> None:
     x = wide((3, 4, 64), seed=2, exponents=4)
-    st = breccia.cast(x, Float8CurrentScaling(), scale=np.array([0.5, 2.0, 3.0], np.float32))
-    kept = breccia.requantize(st, Float8BlockScaling(block_k=32))
+    st = breccia.cast(x, breccia.Float8CurrentScaling(), scale=np.array([0.5, 2.0, 3.0], np.float32))
+    kept = breccia.requantize(st, breccia.Float8BlockScaling(block_k=32))
     assert kept.scale.shape == (3, 4, 2) and (kept.scale == st.scale[:, None, None]).all()
     assert kept.data is st.data
     assert kept.scale.flags.writeable and kept.scale.strides[-1] == 4  # items of its own, not one item seen many times
 
 
 def test_a_recipe_of_the_same_format_relabels_and_copies_nothing() -> None:
-    st = breccia.cast(wide((4, 64), seed=4), MXFP8BlockScaling())
-    kept = breccia.requantize(st, MXFP8BlockScaling(scale_rule="floor"))
+    st = breccia.cast(wide((4, 64), seed=4), breccia.MXFP8BlockScaling())
+    kept = breccia.requantize(st, breccia.MXFP8BlockScaling(scale_rule="floor"))
     assert kept.data is st.data and kept.scale is st.scale and kept.recipe.scale_rule == "floor"  # type: ignore[attr-defined]
 
 
 def test_arbitrary_scales_are_not_kept_where_powers_of_two_are_required() -> None:
     x = wide((4, 64), seed=5, exponents=3)
-    powers = Float8BlockScaling(block_k=32, power_of_two_scale=True)
-    st = breccia.requantize(breccia.cast(x, Float8BlockScaling(block_k=32)), powers)
+    powers = breccia.Float8BlockScaling(block_k=32, power_of_two_scale=True)
+    st = breccia.requantize(breccia.cast(x, breccia.Float8BlockScaling(block_k=32)), powers)
     assert (np.frexp(st.scale)[0] == 0.5).all()
 
 
 def test_rescaling_between_fp32_and_e8m0_scales_is_exact_if_the_scales_allow_it() -> None:
     x = wide((64, 64), seed=6, exponents=30)
-    powers = Float8BlockScaling(block_k=32, power_of_two_scale=True)
-    for source, target in ((powers, MXFP8BlockScaling()), (MXFP8BlockScaling(), powers)):
+    powers = breccia.Float8BlockScaling(block_k=32, power_of_two_scale=True)
+    for source, target in ((powers, breccia.MXFP8BlockScaling()), (breccia.MXFP8BlockScaling(), powers)):
         st = breccia.cast(x, source)
         kept = breccia.requantize(st, target, require_exact=True)
         assert kept.data is st.data
@@ -181,7 +169,8 @@ def test_biases_that_a_narrower_codec_would_round_are_not_called_exact(narrow: s
     """The scale is 1, which any codec holds; the bias 0.1 is not."""
     x = (np.float32(0.1) + np.arange(16, dtype=np.float32))[None]
     wide_bias, narrow_bias = (
-        INT4Scaling(group_size=16, signed=False, symmetric=False, offset="bias", scale_dtype=d) for d in ("fp32", narrow)
+        breccia.INT4Scaling(group_size=16, signed=False, symmetric=False, offset="bias", scale_dtype=d)
+        for d in ("fp32", narrow)
     )
     with pytest.raises(breccia.InexactError):
         breccia.requantize(breccia.cast(x, wide_bias), narrow_bias, require_exact=True)
@@ -205,53 +194,53 @@ def test_the_multiplier_of_an_amax_scale_depends_on_the_element_codec() -> None:
 
 
 def test_a_vector_cannot_have_row_scales() -> None:
-    st = breccia.cast(np.ones(32, np.float32), Float8CurrentScaling())
-    for target in (Float8RowScaling(), Float8BlockScaling()):
+    st = breccia.cast(np.ones(32, np.float32), breccia.Float8CurrentScaling())
+    for target in (breccia.Float8RowScaling(), breccia.Float8BlockScaling()):
         with pytest.raises(breccia.ShapeError, match=r"requires x.ndim >= 2, got 1 \(shape \(32,\)\); reshape x to \(1, 32\)"):
             breccia.requantize(st, target)
 
 
 def test_scales_of_one_number_per_row_keep_their_shape() -> None:
     x = wide((2, 3, 32), seed=11, exponents=2)
-    st = breccia.cast(x, INT8Scaling(scale_dtype="fp16"))
+    st = breccia.cast(x, breccia.INT8Scaling(scale_dtype="fp16"))
     rows = breccia.from_buffer(st.data, np.ascontiguousarray(st.scale[0, :, 0]), st.recipe, st.layout)
-    kept = breccia.requantize(rows, INT8Scaling(scale_dtype="fp16", scale_rule="half_range"), require_exact=True)
+    kept = breccia.requantize(rows, breccia.INT8Scaling(scale_dtype="fp16", scale_rule="half_range"), require_exact=True)
     assert kept.scale is rows.scale
-    widened = breccia.requantize(rows, INT8Scaling())
+    widened = breccia.requantize(rows, breccia.INT8Scaling())
     assert widened.scale.flags.writeable and same_values(breccia.dequantize(rows), breccia.dequantize(widened))
 
 
 def test_refusing_to_round_says_how_many_values_would_change_and_what_to_do() -> None:
-    st = breccia.cast(wide((4, 64), seed=7, exponents=3), Float8CurrentScaling())
+    st = breccia.cast(wide((4, 64), seed=7, exponents=3), breccia.Float8CurrentScaling())
     with pytest.raises(
         breccia.InexactError, match=r"require_exact=True\): \d+ of 256 values do not fit MXFP4.*Omit require_exact"
     ):
-        breccia.requantize(st, MXFP4BlockScaling(), require_exact=True)
+        breccia.requantize(st, breccia.MXFP4BlockScaling(), require_exact=True)
     with pytest.raises(breccia.OptionError, match="require_exact is True or False; got 1"):
-        breccia.requantize(st, MXFP4BlockScaling(), require_exact=1)  # type: ignore[arg-type]
+        breccia.requantize(st, breccia.MXFP4BlockScaling(), require_exact=1)  # type: ignore[arg-type]
 
 
 def test_a_supplied_scale_is_used_and_still_checked() -> None:
-    st = breccia.cast(np.array([[1.0, 2.0, 448.0]], np.float32), Float8CurrentScaling())
-    moved = breccia.requantize(st, Float8CurrentScaling(), scale=2.0, require_exact=True)
+    st = breccia.cast(np.array([[1.0, 2.0, 448.0]], np.float32), breccia.Float8CurrentScaling())
+    moved = breccia.requantize(st, breccia.Float8CurrentScaling(), scale=2.0, require_exact=True)
     assert float(moved.scale) == 2.0
     with pytest.raises(breccia.InexactError, match="1 of 3 values"):
-        breccia.requantize(st, Float8CurrentScaling(), scale=0.5, require_exact=True)
+        breccia.requantize(st, breccia.Float8CurrentScaling(), scale=0.5, require_exact=True)
 
 
 def test_nonfinite_raise_checks_exactly_requantized_tensors_too() -> None:
     x = np.ones((1, 64), np.float32)
     x[0, 3] = np.nan
-    st = breccia.cast(x, MXFP4BlockScaling())
-    assert np.isnan(breccia.dequantize(breccia.requantize(st, MXFP8BlockScaling()))).any()
+    st = breccia.cast(x, breccia.MXFP4BlockScaling())
+    assert np.isnan(breccia.dequantize(breccia.requantize(st, breccia.MXFP8BlockScaling()))).any()
     with pytest.raises(breccia.NonFiniteError):
-        breccia.requantize(st, MXFP8BlockScaling(), nonfinite="raise")
+        breccia.requantize(st, breccia.MXFP8BlockScaling(), nonfinite="raise")
 
 
 def test_out_receives_an_exact_requantization() -> None:
-    st = breccia.cast(wide((4, 64), seed=8), MXFP4BlockScaling())
-    out = breccia.cast(np.zeros((4, 64), np.float32), MXFP8BlockScaling())
-    assert breccia.requantize(st, MXFP8BlockScaling(), out=out) is out
+    st = breccia.cast(wide((4, 64), seed=8), breccia.MXFP4BlockScaling())
+    out = breccia.cast(np.zeros((4, 64), np.float32), breccia.MXFP8BlockScaling())
+    assert breccia.requantize(st, breccia.MXFP8BlockScaling(), out=out) is out
     assert same_values(breccia.dequantize(out), breccia.dequantize(st))
 
 
@@ -276,7 +265,7 @@ def test_every_framework_keeps_the_same_bytes(framework: str) -> None:
             assert (p is None) == (q is None)
             if p is not None:
                 assert np.asarray(p).tobytes() == ops_of(q).to_numpy(q).tobytes(), (source, target, part)
-    kept = breccia.requantize(breccia.cast(convert(x), MXFP4BlockScaling()), MXINT8BlockScaling())
+    kept = breccia.requantize(breccia.cast(convert(x), breccia.MXFP4BlockScaling()), breccia.MXINT8BlockScaling())
     assert breccia.dequantize(kept).shape == x.shape
 
 
@@ -285,10 +274,10 @@ def test_promised_pairs_work_inside_a_traced_jax_function_and_others_raise_with_
     x = jax.numpy.asarray(wide((4, 64), seed=10, exponents=3))
 
     def moved(x: Any, target: breccia.ScalingRecipe) -> Any:
-        return breccia.requantize(breccia.cast(x, MXFP4BlockScaling()), target, require_exact=True).data
+        return breccia.requantize(breccia.cast(x, breccia.MXFP4BlockScaling()), target, require_exact=True).data
 
-    expected = breccia.requantize(breccia.cast(x, MXFP4BlockScaling()), MXFP8BlockScaling()).data
-    got = jax.jit(lambda x: moved(x, MXFP8BlockScaling()))(x)
+    expected = breccia.requantize(breccia.cast(x, breccia.MXFP4BlockScaling()), breccia.MXFP8BlockScaling()).data
+    got = jax.jit(lambda x: moved(x, breccia.MXFP8BlockScaling()))(x)
     assert np.asarray(got).tobytes() == np.asarray(expected).tobytes()
     with pytest.raises(breccia.UnsupportedError, match="reads values, which a traced JAX function does not have"):
-        jax.jit(lambda x: moved(x, NVFP4BlockScaling()))(x)
+        jax.jit(lambda x: moved(x, breccia.NVFP4BlockScaling()))(x)

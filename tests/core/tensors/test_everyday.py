@@ -13,18 +13,6 @@ from in_frameworks import FRAMEWORKS, moved, same_bits, sound, values
 from recipes import RECIPES, recipe_id
 
 import breccia
-from breccia import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    INT4Scaling,
-    LayoutError,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    PerChannel,
-    PerGroupIndex,
-    ScaledTensor,
-    ScalingRecipe,
-)
 from breccia.arrays.frameworks import ops_of
 from breccia.backend import as_recipe, dtype_name, output_dtype, registry
 from breccia.tensors.advice import ADVICE
@@ -40,7 +28,7 @@ ROWS = [r for r in {(r.format, r.layout): r for r in reversed(RECIPES)}.values()
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("recipe", ROWS, ids=recipe_id)
-def test_an_integer_takes_a_row(recipe: ScalingRecipe, framework: str, axis: int) -> None:
+def test_an_integer_takes_a_row(recipe: breccia.ScalingRecipe, framework: str, axis: int) -> None:
     x = wide((3, 77), seed=1, exponents=3)
     st = moved(breccia.cast(x if axis == -1 else np.ascontiguousarray(x.T), recipe, axis=axis), framework)
     expected = values(st)
@@ -51,8 +39,10 @@ def test_an_integer_takes_a_row(recipe: ScalingRecipe, framework: str, axis: int
         assert breccia.bytes_equal(pickle.loads(pickle.dumps(row)), row)
 
 
-@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling(), Float8CurrentScaling()], ids=recipe_id)
-def test_iteration_gives_as_many_rows_as_len(recipe: ScalingRecipe) -> None:
+@pytest.mark.parametrize(
+    "recipe", [breccia.MXFP8BlockScaling(), breccia.NVFP4BlockScaling(), breccia.Float8CurrentScaling()], ids=recipe_id
+)
+def test_iteration_gives_as_many_rows_as_len(recipe: breccia.ScalingRecipe) -> None:
     st = breccia.cast(wide((4, 48), seed=2), recipe)
     rows = list(st)
     assert len(rows) == len(st) == 4
@@ -61,13 +51,13 @@ def test_iteration_gives_as_many_rows_as_len(recipe: ScalingRecipe) -> None:
 
 
 def test_a_row_is_an_ordinary_tensor() -> None:
-    st = breccia.cast(wide((4, 77), seed=3), NVFP4BlockScaling())
+    st = breccia.cast(wide((4, 77), seed=3), breccia.NVFP4BlockScaling())
     row = st[1]
     matrix = row.reshape(1, 77)
     assert breccia.bytes_equal(sound(matrix), st[1:2]) and breccia.bytes_equal(matrix[0], row)
     assert breccia.bytes_equal(breccia.concat(row.split(32)), row) and len(row.digest()) == 64
     assert same_bits(values(row[32:64]), values(row)[32:64])
-    fp8 = Float8BlockScaling(block_k=16)
+    fp8 = breccia.Float8BlockScaling(block_k=16)
     assert breccia.bytes_equal(sound(breccia.requantize(row, fp8)), breccia.requantize(matrix, fp8)[0])
     half, out = np.empty(77, np.float16), np.empty(77, np.float32)
     assert breccia.dequantize(row, out_dtype="float16", out=half) is half and breccia.dequantize(row, out=out) is out
@@ -80,13 +70,13 @@ def test_a_row_is_an_ordinary_tensor() -> None:
 
 @pytest.mark.together
 def test_a_row_is_saved_and_loaded(tmp_path: Path) -> None:
-    row = breccia.cast(wide((4, 77), seed=3), NVFP4BlockScaling())[1]
+    row = breccia.cast(wide((4, 77), seed=3), breccia.NVFP4BlockScaling())[1]
     breccia.bridges.save_safetensors({"row": row}, tmp_path / "w.safetensors")
     assert breccia.bytes_equal(breccia.bridges.load_safetensors(tmp_path / "w.safetensors")["row"], row)
 
 
 def test_a_row_of_a_tensor_in_a_storage_is_the_plain_one() -> None:
-    st = breccia.cast(wide((4, 64), seed=4), MXFP8BlockScaling())
+    st = breccia.cast(wide((4, 64), seed=4), breccia.MXFP8BlockScaling())
     assert breccia.bytes_equal(st.to_storage("swizzle_128x4")[2], st[2])
     with pytest.raises(breccia.BrecciaError, match="storage 'swizzle_128x4'"):
         st[2].to_storage("swizzle_128x4")
@@ -94,27 +84,27 @@ def test_a_row_of_a_tensor_in_a_storage_is_the_plain_one() -> None:
 
 def test_a_row_keeps_its_scale_where_scales_have_their_short_form_or_an_index() -> None:
     data = np.arange(64, dtype=np.uint8).reshape(2, 4, 8)
-    flat = breccia.from_buffer(data, np.array([1, 2, 3, 4], np.float32), Float8BlockScaling(), PerChannel())
+    flat = breccia.from_buffer(data, np.array([1, 2, 3, 4], np.float32), breccia.Float8BlockScaling(), breccia.PerChannel())
     assert sound(flat[1, 2]).scale.tolist() == [3.0] and sound(flat[:, 2]).scale.tolist() == [[3.0], [3.0]]
     for index in ((1, 2), (slice(None), 2), (slice(1, None), -1)):
         assert same_bits(values(flat[index]), values(flat)[index])
-    recipe = INT4Scaling(group_size=4, scale_dtype="fp32")
-    st = ScaledTensor(data[0], np.arange(1, 9, dtype="f4").reshape(4, 2), recipe, PerGroupIndex([0, 1] * 8, 2))
+    recipe = breccia.INT4Scaling(group_size=4, scale_dtype="fp32")
+    st = breccia.ScaledTensor(data[0], np.arange(1, 9, dtype="f4").reshape(4, 2), recipe, breccia.PerGroupIndex([0, 1] * 8, 2))
     assert same_bits(values(sound(st[3])), values(st)[3])
 
 
 def test_a_row_of_tiles_of_several_rows_is_refused_with_a_remedy() -> None:
-    st = breccia.cast(wide((4, 64), seed=5), Float8BlockScaling(block_k=32, block_m=2))
+    st = breccia.cast(wide((4, 64), seed=5), breccia.Float8BlockScaling(block_k=32, block_m=2))
     message = r"axis -2 of shape \(4, 64\) cannot be dropped: .* Keep it: st\[..., i:i\+2, :\], i a multiple of 2; or dequ"
-    with pytest.raises(LayoutError, match=message):
+    with pytest.raises(breccia.LayoutError, match=message):
         st[0]
-    with pytest.raises(LayoutError, match="cannot be dropped"):
+    with pytest.raises(breccia.LayoutError, match="cannot be dropped"):
         list(st)
     assert same_bits(values(st[2:4]), values(st)[2:4])
-    experts = breccia.cast(wide((2, 4, 48), seed=6), MXFP8BlockScaling())
+    experts = breccia.cast(wide((2, 4, 48), seed=6), breccia.MXFP8BlockScaling())
     assert sound(experts[:, 2]).shape == (2, 48) and same_bits(values(experts[:, 2]), values(experts)[:, 2])
-    scaled = breccia.stack([breccia.cast(wide((3, 32), seed=s), NVFP4BlockScaling()) for s in (6, 7)])
-    with pytest.raises(LayoutError, match="axis -2 .* cannot be dropped"):  # each matrix has its own global scale
+    scaled = breccia.stack([breccia.cast(wide((3, 32), seed=s), breccia.NVFP4BlockScaling()) for s in (6, 7)])
+    with pytest.raises(breccia.LayoutError, match="axis -2 .* cannot be dropped"):  # each matrix has its own global scale
         scaled[:, 1]
     assert sound(scaled[1, 1]).shape == (32,)
 
@@ -122,8 +112,8 @@ def test_a_row_of_tiles_of_several_rows_is_refused_with_a_remedy() -> None:
 def test_a_traced_tensor_gives_its_rows() -> None:
     jax = pytest.importorskip("jax")
     x = wide((3, 64), seed=8)
-    row = jax.jit(lambda x: breccia.dequantize(breccia.cast(x, NVFP4BlockScaling())[1]))(x)
-    assert same_bits(np.asarray(row), values(breccia.cast(x, NVFP4BlockScaling()))[1])
+    row = jax.jit(lambda x: breccia.dequantize(breccia.cast(x, breccia.NVFP4BlockScaling())[1]))(x)
+    assert same_bits(np.asarray(row), values(breccia.cast(x, breccia.NVFP4BlockScaling()))[1])
 
 
 # ------------------------------------------------------------------------------------------------ names of recipes and dtypes
@@ -132,12 +122,12 @@ X = wide((4, 64), seed=9, exponents=2)
 
 
 def test_a_name_is_taken_where_a_recipe_is() -> None:
-    mx, spec = MXFP8BlockScaling(), "fp8_block,block_k=32"
+    mx, spec = breccia.MXFP8BlockScaling(), "fp8_block,block_k=32"
     st = breccia.cast(X, "mxfp8")
     assert st.recipe == mx and breccia.bytes_equal(st, breccia.cast(X, mx))
-    assert breccia.cast(X, spec).recipe == Float8BlockScaling(block_k=32)
+    assert breccia.cast(X, spec).recipe == breccia.Float8BlockScaling(block_k=32)
     assert [t.recipe for t in breccia.cast_pair(X, "MXFP8")] == [mx, mx]
-    assert breccia.requantize(st, "nvfp4").recipe == NVFP4BlockScaling()
+    assert breccia.requantize(st, "nvfp4").recipe == breccia.NVFP4BlockScaling()
     assert same_bits(breccia.cast_ste(X, "mxfp8"), values(st))
     assert same_bits(breccia.cast_ste_clipped(X, "mxfp8", clip="scale"), values(st))
     assert same_bits(breccia.cast_matmul(X, "mxfp8", st.mT), breccia.matmul(st, st.mT))
@@ -146,7 +136,7 @@ def test_a_name_is_taken_where_a_recipe_is() -> None:
     with pytest.raises(breccia.UnknownNameError, match="no recipe 'nvfp5'; did you mean 'nvfp4'"):
         breccia.requantize(st, "nvfp5")
     with pytest.raises(breccia.UnsupportedError, match=r"got MXFP8BlockScaling; did you mean MXFP8BlockScaling\(\)"):
-        breccia.cast(X, MXFP8BlockScaling)  # type: ignore[arg-type]
+        breccia.cast(X, breccia.MXFP8BlockScaling)  # type: ignore[arg-type]
 
 
 def test_a_name_is_read_once() -> None:
@@ -154,7 +144,7 @@ def test_a_name_is_read_once() -> None:
     for n in range(300):
         as_recipe(f"int4,group_size={n + 1}")
     assert len(registry().specs) <= 256
-    mine = INT4Scaling()
+    mine = breccia.INT4Scaling()
     assert as_recipe(mine) is mine
 
 
@@ -162,7 +152,7 @@ def test_a_name_is_read_once() -> None:
 def test_bridges_and_trees_take_names(tmp_path: Path) -> None:
     breccia.bridges.save_safetensors({"w": X}, tmp_path / "w.safetensors")
     report = breccia.bridges.convert(tmp_path / "w.safetensors", tmp_path / "q.safetensors", "mxfp8")
-    assert report.recipe == MXFP8BlockScaling()
+    assert report.recipe == breccia.MXFP8BlockScaling()
     assert "1 tensors quantized under mxfp8, 0 kept; 8.25 bits per parameter, SQNR " in repr(report)
     again = copy.deepcopy(pickle.loads(pickle.dumps(report)))
     assert again == report and again.recipe == report.recipe
@@ -174,9 +164,9 @@ def test_bridges_and_trees_take_names(tmp_path: Path) -> None:
     )
     first, second = model.layers
     assert (first.weight.recipe, second.weight.recipe, first.activation) == (
-        INT4Scaling(),
-        NVFP4BlockScaling(),
-        MXFP8BlockScaling(),
+        breccia.INT4Scaling(),
+        breccia.NVFP4BlockScaling(),
+        breccia.MXFP8BlockScaling(),
     )
 
 
@@ -184,7 +174,7 @@ def test_jax_reads_names_under_jit_and_in_trees() -> None:
     jax, breccia_jax = pytest.importorskip("jax"), pytest.importorskip("breccia_jax")
     y = jax.jit(lambda x: breccia.dequantize(breccia.cast(x, "mxfp8"), out_dtype="bf16"))(X)
     assert y.dtype == jax.numpy.bfloat16 and same_bits(np.asarray(y, "f4"), values(breccia.cast(X, "mxfp8")))
-    assert breccia_jax.quantize({"w": jax.numpy.asarray(X.repeat(16, 0))}, "mxfp8")["w"].recipe == MXFP8BlockScaling()
+    assert breccia_jax.quantize({"w": jax.numpy.asarray(X.repeat(16, 0))}, "mxfp8")["w"].recipe == breccia.MXFP8BlockScaling()
 
 
 @pytest.mark.long
@@ -216,10 +206,10 @@ def spellings(framework: str) -> list[Any]:
 def test_dtypes_are_taken_in_every_spelling(framework: str) -> None:
     for spelling in spellings(framework):
         assert output_dtype(spelling) == "bfloat16"
-        assert INT4Scaling(scale_dtype=spelling) == INT4Scaling(scale_dtype="bf16")
+        assert breccia.INT4Scaling(scale_dtype=spelling) == breccia.INT4Scaling(scale_dtype="bf16")
     assert {output_dtype(d) for d in ("fp16", "half", "float16", np.float16, np.dtype("f2"))} == {"float16"}
     assert {output_dtype(d) for d in ("fp32", "single", "FP32", np.float32)} == {"float32"}
-    assert INT4Scaling(scale_dtype="float32").scale_dtype == "fp32"
+    assert breccia.INT4Scaling(scale_dtype="float32").scale_dtype == "fp32"
     for wrong in ("float", "fp8", np.float64, None):
         with pytest.raises(breccia.UnsupportedError, match="out_dtype is one of float32"):
             output_dtype(wrong)
@@ -227,9 +217,9 @@ def test_dtypes_are_taken_in_every_spelling(framework: str) -> None:
 
 def test_fields_of_recipes_are_taken_in_any_case_and_stored_in_one() -> None:
     for given, wanted in (
-        (MXFP8BlockScaling("e5m2", scale_rule="EVEN"), MXFP8BlockScaling("E5M2", scale_rule="even")),
-        (NVFP4BlockScaling(fp4_format="e2m1", global_sense="Amax"), NVFP4BlockScaling(global_sense="amax")),
-        (INT4Scaling(scale_dtype="bfloat16"), INT4Scaling(scale_dtype="bf16")),
+        (breccia.MXFP8BlockScaling("e5m2", scale_rule="EVEN"), breccia.MXFP8BlockScaling("E5M2", scale_rule="even")),
+        (breccia.NVFP4BlockScaling(fp4_format="e2m1", global_sense="Amax"), breccia.NVFP4BlockScaling(global_sense="amax")),
+        (breccia.INT4Scaling(scale_dtype="bfloat16"), breccia.INT4Scaling(scale_dtype="bf16")),
         (breccia.NF4Scaling(scale_dtype="float16"), breccia.NF4Scaling(scale_dtype="fp16")),
     ):
         assert given == wanted and hash(given) == hash(wanted) and given.to_json() == wanted.to_json()
@@ -240,24 +230,28 @@ def test_fields_of_recipes_are_taken_in_any_case_and_stored_in_one() -> None:
     ("make", "kind", "message"),
     [
         (
-            lambda: MXFP8BlockScaling("E4M4"),
+            lambda: breccia.MXFP8BlockScaling("E4M4"),
             ValueError,
             "fp8_format must be 'E4M3' or 'E5M2', got 'E4M4'; did you mean 'E4M3'?",
         ),
         (
-            lambda: MXFP8BlockScaling(scale_rule="flor"),
+            lambda: breccia.MXFP8BlockScaling(scale_rule="flor"),
             ValueError,
             "'rceil', 'floor', 'even', got 'flor'; did you mean 'floor'",
         ),
         (
-            lambda: INT4Scaling(scale_dtype="float64"),
+            lambda: breccia.INT4Scaling(scale_dtype="float64"),
             ValueError,
             "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 'float64'",
         ),
-        (lambda: INT4Scaling(scale_dtype=16), ValueError, "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 16"),  # type: ignore[arg-type]
-        (lambda: Float8BlockScaling(blok_k=64), TypeError, "Float8BlockScaling has no field 'blok_k'; did you mean 'block_k'"),  # type: ignore[call-arg]
+        (lambda: breccia.INT4Scaling(scale_dtype=16), ValueError, "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 16"),  # type: ignore[arg-type]
+        (
+            lambda: breccia.Float8BlockScaling(blok_k=64),
+            TypeError,
+            "Float8BlockScaling has no field 'blok_k'; did you mean 'block_k'",
+        ),  # type: ignore[call-arg]
         (lambda: breccia.PerBlockK(blok_size=64), TypeError, "PerBlockK has no field 'blok_size'; did you mean 'block_size'"),  # type: ignore[call-arg]
-        (lambda: Float8BlockScaling("E4M3", 1, 2, False, "te", 6), TypeError, "takes from 1 to 6 positional arguments"),  # type: ignore[call-arg]
+        (lambda: breccia.Float8BlockScaling("E4M3", 1, 2, False, "te", 6), TypeError, "takes from 1 to 6 positional arguments"),  # type: ignore[call-arg]
     ],
 )
 def test_a_misspelled_field_gets_the_nearest_name(make: Any, kind: type[Exception], message: str) -> None:
@@ -270,7 +264,7 @@ def test_a_misspelled_field_gets_the_nearest_name(make: Any, kind: type[Exceptio
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_tensor_has_the_attributes_of_an_array(framework: str) -> None:
-    st = moved(breccia.cast(X, NVFP4BlockScaling()), framework)
+    st = moved(breccia.cast(X, breccia.NVFP4BlockScaling()), framework)
     y = breccia.dequantize(st)
     assert st.dtype == y.dtype and st.dtype != st.data_dtype
     assert (st.size, st.numel(), st[0].size) == (256, 256, 64)
@@ -279,7 +273,7 @@ def test_a_tensor_has_the_attributes_of_an_array(framework: str) -> None:
     half = st.dequantize(out_dtype="half")
     assert dtype_name(half) == "float16" and same_bits(ops_of(half).to_numpy(half), values(st).astype("f2"))
     for wrong in (st.reshape(1, *st.shape), st[0]):
-        with pytest.raises(LayoutError, match=r"T is the transpose of a matrix; .* st.mT swaps the last two axes"):
+        with pytest.raises(breccia.LayoutError, match=r"T is the transpose of a matrix; .* st.mT swaps the last two axes"):
             wrong.T  # noqa: B018
 
 
@@ -297,7 +291,7 @@ def test_a_tensor_has_the_attributes_of_an_array(framework: str) -> None:
     ],
 )
 def test_an_attribute_of_arrays_that_is_missing_names_the_call_to_make(name: str, call: str) -> None:
-    st = breccia.cast(X, MXFP8BlockScaling())
+    st = breccia.cast(X, breccia.MXFP8BlockScaling())
     assert not hasattr(st, name) and getattr(st, name, None) is None
     with pytest.raises(AttributeError, match=f"^'ScaledTensor' object has no attribute '{name}': .*{call}"):
         getattr(st, name)
@@ -306,12 +300,12 @@ def test_an_attribute_of_arrays_that_is_missing_names_the_call_to_make(name: str
 
 
 def test_no_advice_hides_an_attribute() -> None:
-    assert not [name for name in ADVICE if hasattr(ScaledTensor, name)]
+    assert not [name for name in ADVICE if hasattr(breccia.ScaledTensor, name)]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_tensor_prints_in_one_line_with_what_a_reader_asks(framework: str) -> None:
-    st = moved(breccia.cast(X, Float8BlockScaling(block_k=32)), framework)
+    st = moved(breccia.cast(X, breccia.Float8BlockScaling(block_k=32)), framework)
     assert repr(st) == f"breccia.ScaledTensor('fp8_block,block_k=32', shape=(4, 64), {framework} cpu, 9 bits per value)"
     stored = st.mT.to_storage("column_major")
     assert repr(stored).endswith("9 bits per value, axis=-2, storage='column_major')")
@@ -321,10 +315,10 @@ def test_a_tensor_prints_in_one_line_with_what_a_reader_asks(framework: str) -> 
 
 
 def test_the_table_of_a_notebook_is_escaped() -> None:
-    recipe = Float8BlockScaling(block_k=32)
+    recipe = breccia.Float8BlockScaling(block_k=32)
     object.__setattr__(recipe, "scale_rule", "<b>")
-    st = breccia.cast(X, Float8BlockScaling(block_k=32))
-    other = ScaledTensor.from_parts(st.data, st.scale, recipe, st.layout)
+    st = breccia.cast(X, breccia.Float8BlockScaling(block_k=32))
+    other = breccia.ScaledTensor.from_parts(st.data, st.scale, recipe, st.layout)
     assert "<b>" not in other._repr_html_() and "&lt;b&gt;" in other._repr_html_()
 
 
@@ -398,10 +392,10 @@ def test_an_explanation_shows_its_text() -> None:
 @pytest.mark.parametrize("framework", ["torch", "mlx"])
 def test_ops_accept_the_weight_of_a_quantized_layer(framework: str) -> None:
     nn = pytest.importorskip(f"breccia_{framework}").nn
-    st = moved(breccia.cast(X, MXFP8BlockScaling()), framework)
+    st = moved(breccia.cast(X, breccia.MXFP8BlockScaling()), framework)
     weight = nn.ScaledWeight(st)
     assert same_bits(ops_of(st.data).to_numpy(breccia.dequantize(weight)), values(st))
-    assert breccia.requantize(weight, "nvfp4").recipe == NVFP4BlockScaling() and breccia.bytes_equal(weight, st)
+    assert breccia.requantize(weight, "nvfp4").recipe == breccia.NVFP4BlockScaling() and breccia.bytes_equal(weight, st)
     assert breccia.metrics(X, weight) == breccia.metrics(X, st)
     product, expected = breccia.matmul(weight, st.mT), breccia.matmul(st, st.mT)
     assert same_bits(ops_of(product).to_numpy(product), ops_of(expected).to_numpy(expected))
@@ -429,5 +423,5 @@ def test_tensors_of_every_framework_are_pickled_and_copied(recipe: str, framewor
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
-def test_recipes_are_pickled_and_copied(recipe: ScalingRecipe) -> None:
+def test_recipes_are_pickled_and_copied(recipe: breccia.ScalingRecipe) -> None:
     assert pickle.loads(pickle.dumps(recipe)) == copy.copy(recipe) == copy.deepcopy(recipe) == recipe == as_recipe(recipe.spec)
