@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from recipes import RECIPES, recipe_id
+from recipes import RECIPES, declared, recipe_id
 from repeated_codes import REPEATED
 
 import breccia
 from breccia.arrays.frameworks import ops_of
 from breccia.codecs import F32, UE4M3, UINT4, Codec, Lookup
-from breccia.formats import Format, Level
+from breccia.formats import Level
 from breccia.kernels.reference.packing import pack
-from breccia.rules import LINEAR, Divide, Rule
+from breccia.rules import LINEAR, Divide
 from breccia.tensors.components import components
 from breccia.tensors.tensor import bytes_equal
 from breccia.testing.examples import special_rows, wide
@@ -162,43 +162,21 @@ def test_transformed_functions_run_it() -> None:
     assert winners == [NAME] * 4
 
 
-@dataclass(frozen=True)
-class Unsigned(breccia.ScalingRecipe):
-    """Unsigned elements, which are rounded otherwise."""
-
-    name: ClassVar[str] = "unsigned"
-    source: ClassVar[str] = "a test"
-
-    @property
-    def format(self) -> Format:
-        return Format(UE4M3, (Level(F32, (1, 32)),))
-
-
-@dataclass(frozen=True)
-class Margin(breccia.ScalingRecipe):
-    """Codes with a bias under scales with a margin."""
-
-    name: ClassVar[str] = "margin"
-    source: ClassVar[str] = "a test"
-
-    @property
-    def format(self) -> Format:
-        return Format(UINT4, (Level(F32, (1, 32)),), "bias")
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        return (replace(LINEAR, margin=1),)
-
-
 def test_explain_says_what_it_leaves_to_the_generic_algorithm() -> None:
     x = mx.ones((8, 128))
+    margin = declared(UINT4, Level(F32, (1, 32)), rule=replace(LINEAR, margin=1), offset="bias")
     for array, recipe, options, said in (
         (x, MXFP8, {"rounding": "stochastic", "seed": 1}, "stochastic rounding, supplied scales and out= are"),
         (x, breccia.DelayedScaling(), {"scale": 2.0}, "stochastic rounding, supplied scales and out= are"),
         (x, MXFP8, {"nonfinite": "raise"}, "nonfinite='raise' reads values"),
-        (x, Unsigned(), {}, "it does not round to UE4M3"),
+        (x, declared(UE4M3, Level(F32, (1, 32))), {}, "it does not round to UE4M3"),
         (x, breccia.Float8RowScaling(scale_rule="divide"), {}, "scale rule 'divide' does not multiply by one reciprocal"),
-        (x, Margin(), {}, "it supports offsets of integers in blocks, without a margin"),
+        (
+            x,
+            margin,
+            {},
+            "it supports offsets of integers in blocks, without a margin",
+        ),
         (x[:0], breccia.Float8BlockScaling(), {}, "empty arrays, and those of too few axes, are"),
     ):
         assert_said(said, str(breccia.explain("cast", array, recipe, **options)))

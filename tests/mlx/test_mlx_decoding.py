@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import astuple, dataclass
-from typing import Any, ClassVar
+from dataclasses import astuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from recipes import RECIPES, recipe_id
+from recipes import RECIPES, declared, recipe_id
 
 import breccia
 from breccia.arrays.frameworks import ops_of
-from breccia.codecs import E4M3, F32, Codec, Lookup, Minifloat
-from breccia.formats import Format, Level
+from breccia.codecs import E4M3, F32, Lookup, Minifloat
+from breccia.formats import Level
 from breccia.kernels import bounds
 from breccia.kernels.reference.packing import pack
 from breccia.tensors.components import components
@@ -163,21 +163,6 @@ def test_compiled_products_take_two_quantized_operands_and_leave_other_orders_of
         assert said in explained[line + 1], explained
 
 
-@dataclass(frozen=True)
-class Other(breccia.ScalingRecipe):
-    """One format that is decoded otherwise."""
-
-    name: ClassVar[str] = "other"
-    source: ClassVar[str] = "a test"
-    element: Codec = E4M3
-    scale: Codec = F32
-    sense: str = "multiplier"
-
-    @property
-    def format(self) -> Format:
-        return Format(self.element, (Level(self.scale, (1, 32), self.sense),))
-
-
 class OwnScales(Minifloat):
     """A codec that may multiply otherwise."""
 
@@ -189,8 +174,8 @@ def test_explain_says_what_it_leaves_to_the_generic_algorithm() -> None:
     codes = cast(x, breccia.INT4Scaling(group_size=32))
     for st, options, said in (
         (cast(x, MXFP8), {"out": x}, "out= is the generic algorithm's"),
-        (cast(x, Other(scale=OwnScales(*astuple(E4M3)))), {}, "it does not multiply by E4M3 scales"),
-        (cast(x, Other(sense="divisor")), {}, "scales that divide are the generic algorithm's"),
+        (cast(x, declared(E4M3, Level(OwnScales(*astuple(E4M3)), (1, 32)))), {}, "it does not multiply by E4M3 scales"),
+        (cast(x, declared(E4M3, Level(F32, (1, 32), "divisor"))), {}, "scales that divide are the generic algorithm's"),
         (breccia.from_buffer(codes.data, codes.scale, codes.recipe, indexed), {}, "its layouts have a scale per tensor"),
         (cast(x[:, :100], MXFP8), {}, "it decodes whole blocks, and packing groups, of 2^n numbers"),
         (cast(x[:0], MXFP8), {}, "empty tensors, and those of one axis, are"),

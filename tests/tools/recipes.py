@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
+from typing import Any
 
 import breccia
-from breccia import ScalingRecipe
+from breccia import Codec, Format, Layout, Level, ScalingRecipe
 from breccia.kernels import exact
+from breccia.rules import LINEAR, Rule
 
 SPECS = """
     fp8_delayed fp8_delayed,fp8_format=E5M2,margin=3 fp8_delayed,margin=-126 fp8_delayed,margin=126
@@ -31,6 +34,32 @@ SPECS = """
     nf4 nf4,block_size=16,scale_dtype=fp16
 """
 RECIPES: list[ScalingRecipe] = [breccia.recipe(spec) for spec in SPECS.split()]
+
+
+def declared(
+    element: Codec,
+    *levels: Level,
+    rule: Rule | tuple[Rule, ...] = LINEAR,
+    offset: Any = "none",
+    within: Layout | None = None,
+    name: str = "declared",
+) -> ScalingRecipe:
+    """A recipe that no class of breccia declares.
+
+    rule: that of every level, or those of each. within: its layout, where the block of its scales has no standard one.
+    """
+
+    class Declared(ScalingRecipe):
+        source = "tests"
+        format = Format(element, levels, offset)  # type: ignore[assignment]
+        rules = rule if isinstance(rule, tuple) else (rule,) * len(levels)  # type: ignore[assignment]
+
+        @cached_property
+        def layout(self) -> Layout:
+            return super().layout if within is None else within
+
+    Declared.name = name
+    return dataclasses.dataclass(frozen=True)(Declared)()
 
 
 def recipe_id(recipe: ScalingRecipe) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -381,18 +381,6 @@ def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:
     assert "E4M3 codes under F32 scales" in str(
         bf16_plans.accepts(call_of(Described(mx), Described(breccia.recipe("fp8_row"))))
     )
-
-
-@dataclass(frozen=True)
-class Custom(breccia.ScalingRecipe):
-    """Codes and scales as given."""
-
-    name = "custom"
-    fmt: Any = None
-
-    @property
-    def format(self) -> breccia.Format:
-        return self.fmt
 
 
 def test_formats_are_judged_by_the_bits_and_the_range_of_their_values() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ import ptx
 import torch
 import triton
 import triton.language as tl
+from recipes import declared
 from repeated_codes import REPEATED
 from triton_products import captured, compiled, without_waiting
 
@@ -79,12 +80,8 @@ def test_every_recipe_is_cast_bit_for_bit(spec: str, axis: int) -> None:
     check(numbers((40, 72), seed=1), spec, axis=axis)
 
 
-@dataclass(frozen=True)
-class Repeated(breccia.ScalingRecipe):
-    """Codes of a table in which several stand for one number."""
-
-    name: ClassVar[str] = "test_repeated"
-    format: ClassVar[breccia.Format] = breccia.Format(REPEATED, (breccia.Level(F32, (1, 16)),))
+#: Codes of a table in which several stand for one number.
+TABLE = declared(REPEATED, breccia.Level(F32, (1, 16)))
 
 
 @pytest.mark.parametrize("options", [{}, {"axis": -2}, {"rounding": "stochastic", "seed": 7}], ids=str)
@@ -92,11 +89,11 @@ def test_of_several_codes_for_one_number_the_lowest_is_cast_and_all_are_decoded(
     x = numbers((40, 64), seed=15)
     x[8:16] = torch.tensor([v + d for v in REPEATED.values for d in (0, 2**-4, -(2**-4), 2**-3)], device=DEVICE)
     x[8:16, ::16] = 2.0
-    check(x, Repeated(), **options)
+    check(x, TABLE, **options)
     st = breccia.from_buffer(
         torch.arange(256, dtype=torch.uint8, device=DEVICE).reshape(8, 32),
         torch.ones(8, 4, device=DEVICE),
-        Repeated(),
+        TABLE,
         breccia.PerBlockK(16),
     )
     assert torch.equal(decode.dequantize(st), reference.dequantize(st))
@@ -155,22 +152,10 @@ def test_leading_axes_and_strides_are_taken(spec: str, axis: int) -> None:
     check(numbers((33, 4, 64), seed=6).transpose(0, 1), spec, axis=axis)
 
 
-@dataclass(frozen=True)
-class Six(breccia.ScalingRecipe):
-    """6-bit codes in blocks whose codes are no whole words of 32 bits."""
-
-    name = "six"
-    block_size: int = 20
-
-    @property
-    def format(self) -> breccia.Format:
-        return breccia.Format(E2M3, (breccia.Level(F32, (1, self.block_size)),))
-
-
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("block_size", [4, 8, 20, 48])
 def test_six_bit_codes_are_packed_in_blocks_of_any_whole_groups(block_size: int, axis: int) -> None:
-    x, recipe = numbers((80, 160), seed=11), Six(block_size)
+    x, recipe = numbers((80, 160), seed=11), declared(E2M3, breccia.Level(F32, (1, block_size)))
     triton_cast._calls.clear()
     found = triton_cast.cast(x, recipe, CastOptions(axis=axis))
     assert [isinstance(call, str) for call in triton_cast._calls.values()] == [False]
@@ -289,19 +274,11 @@ def test_values_are_rounded_once_to_the_dtype_of_the_result(spec: str, dtype: st
 @pytest.mark.parametrize("codec", ["E4M3", "E5M2", "E2M1", "E2M3", "E3M2"])
 @pytest.mark.parametrize("scales", ["E8M0", "UE4M3", "UE5M3", "E4M3"])
 def test_every_code_and_scale_is_decoded(codec: str, scales: str) -> None:
-    @dataclass(frozen=True)
-    class Any256(breccia.ScalingRecipe):
-        name = f"{codec}_{scales}".lower()
-
-        @property
-        def format(self) -> breccia.Format:
-            return breccia.Format(getattr(backend, codec), (breccia.Level(getattr(backend, scales), (1, 32)),))
-
     element = getattr(backend, codec)
     codes = torch.arange(256, dtype=torch.int32).reshape(1, 256) & ((1 << element.bits) - 1)
     data = torch.tensor(pack(NUMPY, codes.numpy(), element))
     scale = torch.arange(256, dtype=torch.uint8).reshape(256, 1).expand(256, 8).contiguous()
-    recipe = Any256()
+    recipe = declared(element, breccia.Level(getattr(backend, scales), (1, 32)))
     st = ScaledTensor.from_parts(
         data.expand(256, -1).contiguous().to(DEVICE), scale.to(DEVICE), recipe, breccia.PerBlockK(32), None, None, -1, 0
     )

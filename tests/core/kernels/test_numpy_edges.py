@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from recipes import recipe_id
+from recipes import declared, recipe_id
 
 import breccia
 from breccia import (
@@ -27,7 +26,7 @@ from breccia.arrays.ops import NUMPY
 from breccia.codecs import E2M1, E4M3, E8M0, F32, INT8, Codec, Integer, Lookup, Minifloat
 from breccia.dispatch import calls
 from breccia.errors import NonFiniteError, RecipeError
-from breccia.formats import TENSOR, Block, Format, Level
+from breccia.formats import TENSOR, Block, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
 from breccia.kernels.numpy.workspace import Buffers
@@ -161,28 +160,6 @@ def test_nonfinite_raise_refuses_a_single_nonfinite_element(cast: Any, fault: fl
 
 
 # ------------------------------------------------------------------------------------------------ what a plug-in may declare
-
-
-def declared(element: Codec, *levels: Level, rule: Rule = LINEAR, within: Layout | None = None) -> ScalingRecipe:
-    """A recipe of these declarations. within: its layout, where the block of its scales has no standard one."""
-
-    @dataclass(frozen=True)
-    class Declared(ScalingRecipe):
-        name: ClassVar[str] = "declared"
-
-        @cached_property
-        def format(self) -> Format:
-            return Format(element, levels)
-
-        @cached_property
-        def rules(self) -> tuple[Rule, ...]:
-            return (rule,) * len(levels)
-
-        @cached_property
-        def layout(self) -> Layout:
-            return super().layout if within is None else within
-
-    return Declared()
 
 
 def assert_same_bytes(found: ScaledTensor, expected: ScaledTensor) -> None:
@@ -441,15 +418,8 @@ def test_unaligned_arrays_cast_to_the_same_bytes(recipe: ScalingRecipe, rows: in
 def test_integers_of_any_width_with_biases_have_the_bytes_and_values_of_the_generic_algorithm(bits: int, columns: int) -> None:
     """Casts, and decoding of every code under ordinary, zero, subnormal and huge scales and biases, and under NaN."""
 
-    @dataclass(frozen=True)
-    class Biased(breccia.ScalingRecipe):
-        name: ClassVar[str] = "biased"
-
-        @cached_property
-        def format(self) -> Format:
-            return Format(Integer(f"U{bits}", bits, None, "unsigned binary", False), (Level(F32, (1, 32)),), "bias")
-
-    recipe = Biased()
+    codec = Integer(f"U{bits}", bits, None, "unsigned binary", False)
+    recipe = declared(codec, Level(F32, (1, 32)), offset="bias")
     x = wide((40, columns), seed=bits, exponents=3)
     x[3] = 0.0
     for rows in (40, 4000):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import threading
@@ -14,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fresh import printed
-from recipes import RECIPES, recipe_id
+from recipes import RECIPES, declared, recipe_id
 
 import breccia
 from breccia import (
@@ -33,7 +32,7 @@ from breccia import (
 from breccia.arrays.frameworks import Device
 from breccia.codecs import BF16, E4M3, E5M2, E8M0, F16, F32, Codec, Integer, Lookup, Minifloat
 from breccia.errors import LayoutError, RecipeError, ShapeError, UnsupportedError
-from breccia.formats import TENSOR, Format, Level
+from breccia.formats import TENSOR, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference, threads
 from breccia.kernels.numpy import products, workspace
@@ -746,17 +745,7 @@ def declared_at_random(rng: np.random.Generator) -> ScalingRecipe:
         levels = (Level(F32, TENSOR), fine) if fine.codec is E4M3 and rng.integers(2) else (fine,)
         rules = (LINEAR,) * len(levels)
 
-    @dataclasses.dataclass(frozen=True)
-    class Drawn(ScalingRecipe):
-        @property
-        def format(self) -> Format:
-            return Format(element, levels)
-
-        @property
-        def rules(self) -> tuple[Rule, ...]:
-            return rules
-
-    return Drawn()
+    return declared(element, *levels, rule=rules)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from recipes import RECIPES, is_exact, recipe_id
+from recipes import RECIPES, declared, is_exact, recipe_id
 
 import breccia
 from breccia.arrays.frameworks import ops_of
-from breccia.codecs import E2M1, E2M3, F32, Codec
-from breccia.formats import Format, Level
+from breccia.codecs import E2M1, E2M3, F32
+from breccia.formats import Level
 from breccia.kernels import reference
 from breccia.testing.examples import every_decodable, special_rows, wide
 
@@ -181,16 +180,8 @@ def test_biases_that_a_narrower_codec_would_round_are_not_called_exact(narrow: s
 
 def test_the_multiplier_of_an_amax_scale_depends_on_the_element_codec() -> None:
     """The multiplier is amax / qmax, so the same amax gives different multipliers under E2M1 and E2M3."""
-
-    @dataclass(frozen=True)
-    class Foreign(breccia.ScalingRecipe):
-        element: Codec = E2M1
-
-        @property
-        def format(self) -> Format:
-            return Format(self.element, (Level(F32, (1, 16), "amax"),))
-
-    assert not is_exact(Foreign(), Foreign(E2M3)) and is_exact(Foreign(), Foreign())
+    narrow, wide = (declared(element, Level(F32, (1, 16), "amax")) for element in (E2M1, E2M3))
+    assert not is_exact(narrow, wide) and is_exact(narrow, narrow)
 
 
 def test_a_vector_cannot_have_row_scales() -> None:

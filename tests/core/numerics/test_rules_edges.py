@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recipes import declared
 
-from breccia import DelayedScaling, INT4Scaling, NVFP4BlockScaling, ScalingRecipe
+from breccia import DelayedScaling, INT4Scaling, NVFP4BlockScaling
 from breccia.arrays.ops import NUMPY
 from breccia.codecs import E4M3, E8M0, F32, NF4, Codec, Integer, Minifloat
 from breccia.formats import TENSOR, Format, Level
@@ -141,15 +142,8 @@ def test_a_ratio_beyond_fp32_saturates_before_the_global_scale_divides_it(cast: 
     """sat(a / C) of the specification, section 5.2: only codecs whose largest number is below 1 get there."""
     codec = Minifloat("drawn", 8, None, "this test", 4, 3, 20, 0.0546875, 127, None)
 
-    @dataclass(frozen=True)
-    class Small(ScalingRecipe):
-        name = "small"
-
-        @property
-        def format(self) -> Format:
-            return Format(codec, (Level(F32, TENSOR), Level(E4M3, (1, 8))))
-
+    recipe = declared(codec, Level(F32, TENSOR), Level(E4M3, (1, 8)))
     x = np.full((1, 8), 3.3e38, np.float32)
-    st = cast(x, Small())
+    st = cast(x, recipe)
     # FLT_MAX / g with g = 3.3e38 / (0.0546875 * 448) is 25.27; the nearest E4M3 numbers are 24 and 26.
-    assert st.scale.tolist() == [[0x5D]] and oracle.cast(x, Small()).scale.tolist() == [[0x5D]]
+    assert st.scale.tolist() == [[0x5D]] and oracle.cast(x, recipe).scale.tolist() == [[0x5D]]

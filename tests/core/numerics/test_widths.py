@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from recipes import declared
 
 import breccia
 from breccia import ScaledTensor, ScalingRecipe
 from breccia.codecs import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, INT4, UE4M3, UE5M3, Codec, Integer, Minifloat
-from breccia.formats import TENSOR, Format, Level
+from breccia.formats import TENSOR, Level
 from breccia.kernels import reference
 from breccia.kernels.numpy.codes import code_writer
 from breccia.rules import LINEAR, RCEIL, Rule
@@ -31,22 +30,6 @@ pytestmark = pytest.mark.covering(1, 2)
 PLACES = [Place("numpy"), Place("torch"), Place("jax"), Place("mlx")]
 WIDTHS = range(1, 9)
 few = settings(max_examples=3, deadline=None)
-
-
-def recipe_of(element: Codec, *levels: Level, rule: Rule = LINEAR) -> ScalingRecipe:
-    @dataclass(frozen=True)
-    class Drawn(ScalingRecipe):
-        name: ClassVar[str] = "drawn"
-
-        @cached_property
-        def format(self) -> Format:
-            return Format(element, levels)
-
-        @cached_property
-        def rules(self) -> tuple[Rule, ...]:
-            return (rule,) * len(levels)
-
-    return Drawn()
 
 
 #: Levels of scales, with the rule that writes them.
@@ -96,7 +79,7 @@ def test_elements_of_any_width_are_written_and_read_as_the_oracle_does(bits: int
     """
     element = data.draw(strategies.codecs(bits))
     levels, rule = data.draw(some.sampled_from(SCALES))
-    recipe = recipe_of(element, *levels, rule=rule)
+    recipe = declared(element, *levels, rule=rule)
     x = data.draw(strategies.arrays((2, 43), recipe=recipe))
     expected = oracle.cast(x, recipe)
     values = oracle.dequantize(expected, recipe)
@@ -109,7 +92,7 @@ def test_jax_compiles_codes_of_five_bits() -> None:
     place = Place("jax")
     if place.absence:
         pytest.skip(place.absence)
-    recipe = recipe_of(Integer("five", 5, None, "this test", True), Level(UE5M3, (1, 16)))
+    recipe = declared(Integer("five", 5, None, "this test", True), Level(UE5M3, (1, 16)))
     x = np.random.default_rng(1).standard_normal((2, 43)).astype(np.float32)
     expected = oracle.cast(x, recipe)
     check(place, x, recipe, expected, oracle.dequantize(expected, recipe))
@@ -166,26 +149,13 @@ def test_unsigned_scales_decode_to_the_published_numbers(codec: Minifloat, place
         assert place.words(signed).tolist() == place.words(found)[:127].tolist()
 
 
-@dataclass(frozen=True)
-class Wide4(ScalingRecipe):
-    """FP4 under UE5M3 scales, as a plug-in would declare it."""
-
-    name: ClassVar[str] = "wide4"
-    source: ClassVar[str] = "this test"
-    format = Format(E2M1, (Level(UE5M3, (1, 16)),))  # type: ignore[reportAssignmentType]
-
-
-@dataclass(frozen=True)
-class Two4(ScalingRecipe):
-    """NVFP4 with block scales declared unsigned."""
-
-    name: ClassVar[str] = "two4"
-    source: ClassVar[str] = "this test"
-    format = Format(E2M1, (Level(F32, TENSOR), Level(UE4M3, (1, 16))))  # type: ignore[reportAssignmentType]
+#: FP4 under UE5M3 scales, as a plug-in would declare it, and NVFP4 with block scales declared unsigned.
+WIDE4 = declared(E2M1, Level(UE5M3, (1, 16)), name="wide4")
+TWO4 = declared(E2M1, Level(F32, TENSOR), Level(UE4M3, (1, 16)), name="two4")
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("recipe", [Wide4(), Two4()], ids=lambda r: r.name)
+@pytest.mark.parametrize("recipe", [WIDE4, TWO4], ids=lambda r: r.name)
 def test_blocks_under_unsigned_scales_are_written_and_read_as_the_oracle_does(recipe: ScalingRecipe, place: Place) -> None:
     """Normal blocks, zeros, NaN, Inf, and amaxes far beyond the largest and far below the smallest scale."""
     if place.absence:
@@ -203,14 +173,14 @@ def test_blocks_under_unsigned_scales_are_written_and_read_as_the_oracle_does(re
 
 def test_nvfp4_under_unsigned_scales_has_the_bytes_of_nvfp4() -> None:
     x = np.random.default_rng(6).standard_normal((8, 64)).astype(np.float32)
-    ours, theirs = breccia.cast(x, Two4()), breccia.cast(x, breccia.NVFP4BlockScaling())
+    ours, theirs = breccia.cast(x, TWO4), breccia.cast(x, breccia.NVFP4BlockScaling())
     for part in ("data", "scale", "global_scale"):
         assert getattr(ours, part).tobytes() == getattr(theirs, part).tobytes()
 
 
 def test_an_invalid_supplied_unsigned_scale_is_stored_as_nan() -> None:
     """Zero, NaN, and a byte whose unused top bit is set, which would be a negative E4M3 scale."""
-    recipe = recipe_of(E2M1, Level(UE4M3, (1, 16)))
+    recipe = declared(E2M1, Level(UE4M3, (1, 16)))
     given_codes = np.array([[0x38, 0x00, 0x7F, 0xB8]], np.uint8)
     st = breccia.cast(np.ones((1, 64), np.float32), recipe, scale=given_codes)
     assert st.scale.tolist() == [[0x38, 0x7F, 0x7F, 0x7F]]
@@ -223,7 +193,7 @@ def test_unsigned_elements_represent_no_negative_numbers(place: Place) -> None:
     """Numbers below zero become 0, without a sign; under a supplied scale NaN and both infinities become NaN."""
     if place.absence:
         pytest.skip(place.absence)
-    recipe = recipe_of(UE5M3, Level(F32, TENSOR))
+    recipe = declared(UE5M3, Level(F32, TENSOR))
     x = np.array([[1.0, -1.0, -0.0, 300000.0, np.nan, np.inf, -np.inf, 2.0**-18]], np.float32)
     st = breccia.cast(place.array(x), recipe, scale=1.0)
     expect_written(place, st, oracle.cast(x, recipe, scale=1.0))
@@ -243,7 +213,7 @@ def test_a_code_times_its_scale_beyond_fp32_is_infinite_with_the_sign_of_the_cod
     written = np.array([codes], np.uint32)
     data = place.array(vectors.packed(written, element))
     for codec, scale in ((E8M0, 254), (F32, 0x7F7FFFFF)):
-        recipe = recipe_of(element, Level(codec, (1, 8)), rule=RCEIL)
+        recipe = declared(element, Level(codec, (1, 8)), rule=RCEIL)
         stored = place.array(np.array([[scale]], np.uint8 if codec is E8M0 else np.uint32))
         if codec is F32:
             stored = place.ops.bitcast_to_float(place.array(np.array([[scale]], np.int32)))
