@@ -426,20 +426,14 @@ BLOCK = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling
         (te_recipe("DelayedScaling", "HYBRID", **DELAYED), "weight", breccia.DelayedScaling("E4M3", 1024, 1, "te")),
         (te_recipe("DelayedScaling", "HYBRID", **DELAYED), "grad", breccia.DelayedScaling("E5M2", 1024, 1, "te")),
         (te_recipe("Float8CurrentScaling", "E4M3"), "grad", breccia.Float8CurrentScaling("E4M3", "te")),
-        (
-            te_recipe("Float8BlockScaling", "E4M3", **BLOCK),
-            "weight",
-            breccia.Float8BlockScaling(block_m=128, power_of_two_scale=True, scale_rule="te"),
-        ),
-        (
-            te_recipe("Float8BlockScaling", "E4M3", **BLOCK | {"use_f32_scales": True}),
-            "input",
-            breccia.Float8BlockScaling(scale_rule="te"),
-        ),
+        (te_recipe("Float8BlockScaling", "E4M3", **BLOCK), "weight",
+            breccia.Float8BlockScaling(block_m=128, power_of_two_scale=True, scale_rule="te")),
+        (te_recipe("Float8BlockScaling", "E4M3", **BLOCK | {"use_f32_scales": True}), "input",
+            breccia.Float8BlockScaling(scale_rule="te")),
         (te_recipe("MXFP8BlockScaling", "E4M3", margin=0), "input", breccia.MXFP8BlockScaling()),
         (te_recipe("NVFP4BlockScaling", "E4M3"), "weight", breccia.NVFP4BlockScaling(global_sense="amax")),
     ),
-)
+)  # fmt: skip
 def test_recipes_map_by_role(theirs: Any, role: str, ours: breccia.ScalingRecipe) -> None:
     assert from_te_recipe(theirs, role) == ours
 

@@ -165,22 +165,13 @@ CAST: dict[str, tuple[breccia.ScalingRecipe, Callable[..., Any], str]] = {
     "one bit of the codes": (MXFP8, faulty_cast(lambda st: with_changed(st, "data", one_bit(77))), "1 of 2240 bytes of data"),
     "one bit of packed codes": (NVFP4, faulty_cast(lambda st: with_changed(st, "data", one_bit(9))), "1 of 1120 bytes of data"),
     "one bit of a scale": (MXFP8, faulty_cast(lambda st: with_changed(st, "scale", one_bit())), "1 of 96 bytes of scale"),
-    "one bit of the tensor's scale": (
-        NVFP4,
-        faulty_cast(lambda st: with_changed(st, "global_scale", one_bit())),
-        "1 of 4 bytes of global_scale",
-    ),
-    "one bit of a zero-point": (
-        GROUPED,
-        faulty_cast(lambda st: with_changed(st, "zero_point", one_bit(3))),
-        "1 of 160 bytes of zero_point",
-    ),
+    "one bit of the tensor's scale": (NVFP4, faulty_cast(lambda st: with_changed(st, "global_scale", one_bit())),
+        "1 of 4 bytes of global_scale"),
+    "one bit of a zero-point": (GROUPED, faulty_cast(lambda st: with_changed(st, "zero_point", one_bit(3))),
+        "1 of 160 bytes of zero_point"),
     "scales that are off": (MXFP8, faulty_cast(lambda st: with_changed(st, "scale", add_one)), "96 of 96 bytes of scale"),
-    "NaN is dropped": (
-        MXFP8,
-        lambda x, recipe, options: reference.cast(without_nan(x), recipe, options),
-        "bytes of data; 1 of 96 bytes of scale",
-    ),
+    "NaN is dropped": (MXFP8, lambda x, recipe, options: reference.cast(without_nan(x), recipe, options),
+        "bytes of data; 1 of 96 bytes of scale"),
     "FP16 in between": (MXFP8, lambda x, recipe, options: reference.cast(native_cast(x), recipe, options), "bytes of data"),
     "blocks of twice the length": (
         breccia.Float8BlockScaling(block_k=16),
@@ -190,7 +181,7 @@ CAST: dict[str, tuple[breccia.ScalingRecipe, Callable[..., Any], str]] = {
         ),
         "layout is PerBlockK(block_size=32, partial=True), not PerBlockK(block_size=16, partial=True)",
     ),
-}
+}  # fmt: skip
 
 VALUES: dict[str, tuple[breccia.ScalingRecipe, Callable[..., Any], str]] = {
     "one bit": (MXFP8, faulty_values(lambda y: changed(y, one_bit())), "1 of 2240 values"),
@@ -478,22 +469,16 @@ def test_an_infinite_half_is_found_unless_the_sum_may_round_to_it(place: Place, 
 WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "a cast gives an array": ("cast", lambda x, recipe, options: x, "cast returns a ScaledTensor, not "),
     "a pair is one tensor": ("cast_pair", lambda x, recipe, options: reference.cast(x, recipe), ""),
-    "a requantize gives an array": (
-        "requantize",
-        lambda st, recipe, options, exact=False: st.data,
-        "requantize returns a ScaledTensor",
-    ),
-    "values are a tensor": (
-        "dequantize",
-        lambda st, out_dtype="float32", out=None: st,
-        "dequantize returns an array, not ScaledTensor",
-    ),
+    "a requantize gives an array": ("requantize", lambda st, recipe, options, exact=False: st.data,
+        "requantize returns a ScaledTensor"),
+    "values are a tensor": ("dequantize", lambda st, out_dtype="float32", out=None: st,
+        "dequantize returns an array, not ScaledTensor"),
     "values of fewer rows": ("dequantize", faulty_values(lambda y: y[:-1]), "dequantize gives shape (32, 70); got (31, 70)."),
     "values of one row": ("dequantize", faulty_values(lambda y: y[:1]), "dequantize gives shape (32, 70); got (1, 70)."),
     "a product of fewer rows": ("matmul", faulty_matmul(lambda y: y[:-1]), "matmul gives shape (32, 32); got (31, 32)."),
     "a product of one row": ("matmul", faulty_matmul(lambda y: y[:1]), "matmul gives shape (32, 32); got (1, 32)."),
     "a trip of fewer rows": ("cast_ste", lambda x, recipe, options: x[:-1], "cast_ste gives shape (32, 70); got (31, 70)."),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("check", ["1", "0"], ids=["checked", "unchecked"])

@@ -229,21 +229,12 @@ def test_fields_of_recipes_are_taken_in_any_case_and_stored_in_one() -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (
-            lambda: breccia.MXFP8BlockScaling("E4M4"),
-            ValueError,
-            "fp8_format must be 'E4M3' or 'E5M2', got 'E4M4'; did you mean 'E4M3'?",
-        ),
-        (
-            lambda: breccia.MXFP8BlockScaling(scale_rule="flor"),
-            ValueError,
-            "'rceil', 'floor', 'even', got 'flor'; did you mean 'floor'",
-        ),
-        (
-            lambda: breccia.INT4Scaling(scale_dtype="float64"),
-            ValueError,
-            "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 'float64'",
-        ),
+        (lambda: breccia.MXFP8BlockScaling("E4M4"), ValueError,
+            "fp8_format must be 'E4M3' or 'E5M2', got 'E4M4'; did you mean 'E4M3'?"),
+        (lambda: breccia.MXFP8BlockScaling(scale_rule="flor"), ValueError,
+            "'rceil', 'floor', 'even', got 'flor'; did you mean 'floor'"),
+        (lambda: breccia.INT4Scaling(scale_dtype="float64"), ValueError,
+            "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 'float64'"),
         (lambda: breccia.INT4Scaling(scale_dtype=16), ValueError, "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 16"),  # type: ignore[arg-type]
         (
             lambda: breccia.Float8BlockScaling(blok_k=64),
@@ -253,7 +244,7 @@ def test_fields_of_recipes_are_taken_in_any_case_and_stored_in_one() -> None:
         (lambda: breccia.PerBlockK(blok_size=64), TypeError, "PerBlockK has no field 'blok_size'; did you mean 'block_size'"),  # type: ignore[call-arg]
         (lambda: breccia.Float8BlockScaling("E4M3", 1, 2, False, "te", 6), TypeError, "takes from 1 to 6 positional arguments"),  # type: ignore[call-arg]
     ],
-)
+)  # fmt: skip
 def test_a_misspelled_field_gets_the_nearest_name(make: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         make()

@@ -167,24 +167,16 @@ def test_prefer_of_a_kernel_that_cannot_write_the_storage_raises() -> None:
 
 OPS_ON_STORED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "dequantize": (lambda: breccia.dequantize(STORED), lambda: breccia.dequantize(STORED.to_plain())),
-    "requantize": (
-        lambda: breccia.requantize(STORED, NVFP4BlockScaling()).digest(),
-        lambda: breccia.requantize(STORED.to_plain(), NVFP4BlockScaling()).digest(),
-    ),
+    "requantize": (lambda: breccia.requantize(STORED, NVFP4BlockScaling()).digest(),
+        lambda: breccia.requantize(STORED.to_plain(), NVFP4BlockScaling()).digest()),
     "matmul": (lambda: breccia.matmul(X, STORED.mT), lambda: breccia.matmul(X, STORED.to_plain().mT)),
-    "cast_matmul": (
-        lambda: breccia.cast_matmul(X, MXFP8, STORED.mT),
-        lambda: breccia.cast_matmul(X, MXFP8, STORED.to_plain().mT),
-    ),
-    "cast": (
-        lambda: breccia.cast(X, MXFP8, storage="swizzle_128x4").to_plain().digest(),
-        lambda: breccia.cast(X, MXFP8).digest(),
-    ),
-    "cast_pair": (
-        lambda: [(st.storage, st.digest()) for st in breccia.cast_pair(X, MXFP8, storage="swizzle_128x4")],
-        lambda: [("swizzle_128x4", st.digest()) for st in breccia.cast_pair(X, MXFP8)],
-    ),
-}
+    "cast_matmul": (lambda: breccia.cast_matmul(X, MXFP8, STORED.mT),
+        lambda: breccia.cast_matmul(X, MXFP8, STORED.to_plain().mT)),
+    "cast": (lambda: breccia.cast(X, MXFP8, storage="swizzle_128x4").to_plain().digest(),
+        lambda: breccia.cast(X, MXFP8).digest()),
+    "cast_pair": (lambda: [(st.storage, st.digest()) for st in breccia.cast_pair(X, MXFP8, storage="swizzle_128x4")],
+        lambda: [("swizzle_128x4", st.digest()) for st in breccia.cast_pair(X, MXFP8)]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", OPS_ON_STORED)

@@ -638,23 +638,14 @@ REFUSED: list[tuple[str, ScalingRecipe, str]] = [
     ("swizzle_128x4", INT4Scaling(), "its scales are F16, and the order is one of bytes"),
     ("swizzle_128x4", INT8Scaling(group_size=16, scale_dtype="bf16"), "its scales are BF16, and the order is one of bytes"),
     ("interleaved", Float8CurrentScaling(), "its blocks are all rows high, and this storage needs blocks within one row"),
-    (
-        "interleaved",
-        Float8BlockScaling(block_m=4, block_k=8),
-        "its blocks are 4 rows high, and this storage needs blocks within one row",
-    ),
+    ("interleaved", Float8BlockScaling(block_m=4, block_k=8),
+        "its blocks are 4 rows high, and this storage needs blocks within one row"),
     ("interleaved", INT4Scaling(group_size=15), "its blocks of 15 INT4 codes do not end on a byte boundary"),
-    (
-        "interleaved",
-        INT4Scaling(group_size=16, signed=False, symmetric=False),
-        "it has an offset, which this storage does not support",
-    ),
-    (
-        "interleaved",
-        INT4Scaling(group_size=16, signed=False, symmetric=False, offset="bias"),
-        "it has an offset, which this storage does not support",
-    ),
-]
+    ("interleaved", INT4Scaling(group_size=16, signed=False, symmetric=False),
+        "it has an offset, which this storage does not support"),
+    ("interleaved", INT4Scaling(group_size=16, signed=False, symmetric=False, offset="bias"),
+        "it has an offset, which this storage does not support"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
