@@ -54,6 +54,9 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
     if (made := _plainly("cast", x, recipe, options)) is not None:
         return made
     x = _readable(x, recipe)
+    if _transposed(x) and options.storage == PLAIN:
+        made = cast(x.mT, recipe, _other_axis(options))
+        return made.mT if options.out is None else options.out
     prepared = _found("cast", x, recipe, options)
     if prepared is None:
         return (
@@ -67,6 +70,8 @@ def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> A
     if (made := _plainly("cast_ste", x, recipe, options)) is not None:
         return made
     x = _readable(x, recipe)
+    if _transposed(x):
+        return cast_ste(x.mT, recipe, _other_axis(options)).mT
     prepared = _found("cast_ste", x, recipe, options)
     if prepared is None:
         return reference.cast_ste(x, recipe, options)
@@ -122,6 +127,9 @@ def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> 
     if options is DEFAULT and (made := _plainly("cast_pair", x, recipe, options)) is not None:
         return made
     x = _readable(x, recipe)
+    if _transposed(x) and options.storage == PLAIN:
+        rows, columns = cast_pair(x.mT, recipe, options if options.scale is None else _other_axis(options))
+        return columns.mT, rows.mT
     prepared = _found("cast_pair", x, recipe, options)
     if prepared is not None:
         return prepared(x, options)
@@ -131,6 +139,7 @@ def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> 
 def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Any, Any]:
     """`record_amax` as `breccia.AmaxHistory.update` documents it, in one launch."""
     x = _readable(x, recipe)
+    x = x.mT if _transposed(x) else x
     prepared = _found("record_amax", x, recipe, DEFAULT)
     held = None if prepared is None else _History.of(recipe, amaxes, scale, x.device)
     if prepared is None or held is None:
@@ -147,6 +156,9 @@ def cast_and_record(
         if made is not None:
             return made
     x = _readable(x, recipe)
+    if _transposed(x) and options.storage == PLAIN:
+        made, *recorded = cast_and_record(x.mT, recipe, amaxes, scale, _other_axis(options))
+        return made.mT if options.out is None else options.out, *recorded
     held = _History.of(recipe, amaxes, scale, x.device)
     given = options.replace(scale=scale if held is None else held.scale)
     prepared = None if held is None else _found("cast_and_record", x, recipe, given)
@@ -206,6 +218,21 @@ def _readable(x: Any, recipe: ScalingRecipe) -> Any:
     if x.dtype not in FLOATS:
         checks.check_cast(x, recipe)
     return x.resolve_neg() if x.is_neg() else x  # an imaginary part may have torch's negative bit, which its memory lacks
+
+
+def _transposed(x: Any) -> bool:
+    """Whether it is a view whose columns are contiguous: it is cast as its transpose, and so is the result"""
+    return x.ndim > 1 and not x.is_contiguous() and x.stride(-2) == 1 and x.stride(-1) != 1
+
+
+def _other_axis(options: CastOptions) -> CastOptions:
+    """The options for the transpose of a tensor."""
+    if options is DEFAULT or options is COLUMNS:
+        return COLUMNS if options is DEFAULT else DEFAULT
+    scale, out = options.scale, options.out
+    if isinstance(scale, torch.Tensor) and scale.ndim > 1:
+        scale = scale.mT.contiguous()
+    return options.replace(axis=-3 - options.axis, scale=scale, out=None if out is None else out.mT)
 
 
 def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
@@ -271,7 +298,7 @@ def prepared(
     chosen = Options(options.scale is not None, options.rounding == "stochastic", options.storage)
     scaled = isinstance(x, ScaledTensor)
     given = codes_of(x, scaled_source(x, recipe, chosen.supplied), False, hardware) if scaled else array_of(x)
-    return Prepared(op, recipe, given, axis, chosen, TORCH.dtypes(recipe.format), hardware, choose)
+    return Prepared(op, recipe, given, axis, chosen, TORCH.dtypes(recipe.format), hardware, choose, turns=not scaled)
 
 
 class Pair:
@@ -427,7 +454,7 @@ class Call:
         work, amax = workspace(self.device, stream)
         number = amax.data_ptr()
         self.amax.run(stream, address, number, work.data_ptr())
-        return self.launched(stream, address, *[number] * len(self.written))
+        return self.launched(stream, address, *[number] * len(self.prepared.amax_of))
 
     def recording(self, address: int, amaxes: Any, scale: Any) -> tuple[ScaledTensor, Any, Any] | None:
         """`plainly` for `cast_and_record`: under the scale of a history, which records the amax. None where the kernel cannot

@@ -48,6 +48,7 @@ from .tiles import (
     positions,
     read,
     repeated,
+    rows_by_four,
     scale_place,
     tile_at,
     tile_of_program,
@@ -322,8 +323,14 @@ def read_tile(
     ROWS: tl.constexpr = G.down * G.tall
     COLUMNS: tl.constexpr = G.along * G.wide
     if V.pairs:
-        words = words_of(x, matrix, i, j, row, row_exists, rows, columns, G)
+        if G.quads:
+            words = rows_by_four(x, matrix, i, j, column, column_exists, rows, columns, G, V)
+        else:
+            words = words_of(x, matrix, i, j, row, row_exists, rows, columns, G)
         return tl.reshape(of_pairs(words), (ROWS, COLUMNS)), words
+    elif G.quads:
+        u = bits_of(rows_by_four(x, matrix, i, j, column, column_exists, rows, columns, G, V).to(tl.float32))
+        return u, u
     else:
         u = read(
             x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
@@ -352,9 +359,9 @@ def cast_record_kernel(
         row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
         column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
         row_exists = row_exists & (matrix < matrices)
-        u = read(
+        u, _ = read_tile(
             x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, rows, columns, None,
-            stride_matrix, stride_row, stride_column, ROWS, COLUMNS, V, None,
+            stride_matrix, stride_row, stride_column, G, V, None,
         )  # fmt: skip
         found = tl.maximum(found, u & MAGNITUDE)
         write(
@@ -381,17 +388,41 @@ def pair_kernel(
     if V.whole:
         amax, other_amax = tl.load(amax), tl.load(other_amax)
     outer_code, multiplier = global_scale(outer, amax, None, (matrix == 0) & (i == 0) & (j == 0), S, V)
-    write(
+    code, codes, owner = write(
         u, words, data, scale, zero_point, amax, None, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
         row_exists, column, column_exists, rows, columns, groups, S, G, V,
     )  # fmt: skip
     if S.outer is not None:
         if (matrix == 0) & (i == 0) & (j == 0):
             tl.store(other_outer, outer_code)
-    write(
-        u, words, other_data, other_scale, other_zero_point, other_amax, None, outer_code, multiplier, seed_low, seed_high,
-        matrix, i, j, row, row_exists, column, column_exists, rows, columns, other_groups, S, H, W,
-    )  # fmt: skip
+    #: Blocks that are the same both ways have the same codes, which are computed once.
+    SQUARE: tl.constexpr = G.block_rows == H.block_rows and G.block_columns == H.block_columns and G.block_rows != 1
+    ELEMENT: tl.constexpr = S.element
+    CODEC: tl.constexpr = S.scale.codec
+    if W.turned and SQUARE and S.element.bits == 8 and S.offset == "none" and not V.stochastic:
+        at = scale_places(matrix, i, j, rows, columns, S, H, W)
+        store_scale(other_scale + at, codes, owner, CODEC)
+        store_codes(
+            other_data, code, matrix, i, j, row, row_exists, column, column_exists, rows, columns, other_groups, ELEMENT, H, W
+        )
+    else:
+        write(
+            u, words, other_data, other_scale, other_zero_point, other_amax, None, outer_code, multiplier, seed_low, seed_high,
+            matrix, i, j, row, row_exists, column, column_exists, rows, columns, other_groups, S, H, W,
+        )  # fmt: skip
+
+
+@triton.jit
+def scale_places(matrix, i, j, rows, columns, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr):
+    """Positions of the scales of a tile's blocks."""
+    STORAGE: tl.constexpr = "turned" if V.turned and V.storage == "plain" and G.block_columns > 1 else V.storage
+    row_block, column_block = blocks(i, G.down, G.block_rows), blocks(j, G.along, G.block_columns)
+    block_rows, block_columns = block_count(rows, G.block_rows), block_count(columns, G.block_columns)
+    of = matrix
+    if V.tensor:
+        of = matrix * 0
+    BYTES: tl.constexpr = S.scale.codec.bits // 8
+    return scale_place(of, row_block[:, None], column_block[None, :], block_rows, block_columns, STORAGE, G.axis, BYTES)
 
 
 @triton.jit
@@ -401,20 +432,21 @@ def write(
 ):  # fmt: skip
     """Cast the FP32 bits `u` of a tile, with blocks along axis G.axis. words: as `read_tile` returns them.
 
-    amax: of the tensor, where V.whole; or the place of those of rows or columns.
+    amax: of the tensor, where V.whole; or the place of those of rows or columns. Returns (codes, those of scales, which scales
+    it stored).
     """
     OUTER: tl.constexpr = S.outer is not None
     ELEMENT: tl.constexpr = S.element
     SCALE: tl.constexpr = S.scale
     CODEC: tl.constexpr = S.scale.codec
-    STORAGE: tl.constexpr = V.storage
+    STORAGE: tl.constexpr = "turned" if V.turned and V.storage == "plain" and G.block_columns > 1 else V.storage
     row_block, column_block = blocks(i, G.down, G.block_rows), blocks(j, G.along, G.block_columns)
     block_rows, block_columns = block_count(rows, G.block_rows), block_count(columns, G.block_columns)
     block_exists = (row_block < block_rows)[:, None] & (column_block < block_columns)[None, :]
     of = matrix
     if V.tensor:
         of = matrix * 0
-    at = scale_place(of, row_block[:, None], column_block[None, :], block_rows, block_columns, STORAGE, G.axis, CODEC.bits // 8)
+    at = scale_places(matrix, i, j, rows, columns, S, G, V)
 
     # The amax of blocks, as FP32 bits: NaN and Inf are the largest.
     if V.source == "tensor":
@@ -520,6 +552,7 @@ def write(
         tl.store(data + to, v, mask=row_exists[:, None] & column_exists[None, :])
     else:
         store_codes(data, code, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups, ELEMENT, G, V)
+    return code, codes, owner
 
 
 @triton.jit
@@ -527,8 +560,28 @@ def store_codes(
     data, code, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
     C: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Codes in the order of the tensor, packed along the contraction axis."""
-    if C.bits == 8:
+    """Codes in the order of the tensor, or with V.turned column by column, packed along the contraction axis."""
+    if C.bits == 8 and G.quads:
+        QUADS: tl.constexpr = G.down * G.tall // 4
+        code = tl.reshape(code.to(tl.uint8).to(tl.int32), (QUADS, 2, 2, G.along * G.wide))
+        even, odd = tl.split(tl.permute(code, (0, 3, 1, 2)))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        quad = i * QUADS + tl.arange(0, QUADS)
+        mask = (quad < rows // 4)[:, None] & column_exists[None, :]
+        if V.turned:
+            to = (matrix.to(tl.int64) * columns + column[None, :]) * (rows // 4) + quad[:, None]
+            tl.store(data.to(tl.pointer_type(tl.int32)) + to, a | (b << 8) | (c << 16) | (d << 24), mask=mask)
+        else:
+            to = data + (matrix.to(tl.int64) * rows + quad[:, None] * 4) * columns + column[None, :]
+            tl.store(to, a.to(tl.uint8), mask=mask)
+            tl.store(to + columns, b.to(tl.uint8), mask=mask)
+            tl.store(to + 2 * columns, c.to(tl.uint8), mask=mask)
+            tl.store(to + 3 * columns, d.to(tl.uint8), mask=mask)
+    elif V.turned and C.bits == 8:
+        to = (matrix.to(tl.int64) * columns + column[None, :]) * rows + row[:, None]
+        tl.store(data + to, code.to(tl.uint8), mask=row_exists[:, None] & column_exists[None, :])
+    elif C.bits == 8:
         to = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
         tl.store(data + to, code.to(tl.uint8), mask=row_exists[:, None] & column_exists[None, :])
     else:
@@ -547,9 +600,13 @@ def store_codes(
         else:
             LENGTH: tl.constexpr = G.block_rows // COUNT
             group, group_exists = positions(i, groups, G.down, LENGTH, G.tall // COUNT)
-            to = (matrix.to(tl.int64) * (groups * SIZE) + group[:, None] * SIZE) * columns + column[None, :]
+            if V.turned:
+                to = (matrix.to(tl.int64) * columns + column[None, :]) * (groups * SIZE) + group[:, None] * SIZE
+                step = 1
+            else:
+                to = (matrix.to(tl.int64) * (groups * SIZE) + group[:, None] * SIZE) * columns + column[None, :]
+                step = columns
             mask = group_exists[:, None] & column_exists[None, :]
-            step = columns
         bits = packed(code, C, ROWS, COLUMNS, G.axis)
         if SIZE == 1:
             tl.store(data + to, bits.to(tl.uint8), mask=mask)

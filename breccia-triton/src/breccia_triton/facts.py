@@ -192,12 +192,14 @@ class Written:
     """A ScaledTensor as the output of a kernel: its components, and what the kernel needs to know of them.
 
     dtypes: of the components, by the framework. parts: (name, shape, dtype) of each. padded: those with padding, which is zero.
+    turned: as of `Variant`; columns: the parts whose columns are contiguous.
     """
 
     def __init__(
-        self, recipe: ScalingRecipe, shape: Shape, axis: int, storage: str, rows: int, columns: int, dtypes: Mapping[str, str]
+        self, recipe: ScalingRecipe, shape: Shape, axis: int, storage: str, rows: int, columns: int, dtypes: Mapping[str, str],
+        turned: bool = False,
     ) -> None:  # fmt: skip
-        self.recipe, self.axis, self.dtypes = recipe, axis, dtypes
+        self.recipe, self.axis, self.dtypes, self.turned = recipe, axis, dtypes, turned
         fmt = recipe.format
         plain = checks.fitted_layout(recipe, shape, axis)
         self.block = plain.block(axis)
@@ -211,6 +213,8 @@ class Written:
                 self.padded |= {name} if math.prod(stored) != math.prod(shapes[name]) else set()
                 shapes[name] = stored
         self.parts = [(name, shapes[name], dtypes[name]) for name in fmt.parts]
+        tiles = storage == PLAIN and self.block != TENSOR and self.block[0] not in (1, None)
+        self.columns = () if not turned else ("data", "scale", "zero_point") if tiles else ("data",)
         self._zero_point, self._global_scale = "zero_point" in fmt.parts, "global_scale" in fmt.parts
         count = packing(fmt.element)[0]
         self.padding = -shape[axis] % count

@@ -12,6 +12,8 @@ from .specs import Spec
 
 #: The most elements of a tile, which its program holds in registers.
 LARGEST_TILE = LIMITS["elements"][1]
+#: Rows and columns of a tile whose codes are written column by column: as many as write whole lines of 128 bytes.
+_TURNED = 128, 64
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Tile:
     large: whether positions need 64 bits. folded: whether one number counts the programs, as a grid has a limit for each axis.
     backward: whether the first programs take the last tiles, which a pass before left in the cache.
     elements: of a thread. vector: the most columns that a thread loads at once, 0 for any. A thread computes the scales of all
-    blocks that it has elements of, so it should have many elements of few.
+    blocks that it has elements of, so it should have many elements of few. quads: a thread loads four rows below each other, so
+    that four codes of a column are a word.
     """
 
     axis: int
@@ -38,6 +41,7 @@ class Tile:
     backward: bool = False
     elements: int = 32
     vector: int = 0
+    quads: bool = False
 
     @property
     def rows(self) -> int:
@@ -105,6 +109,37 @@ class Strips:
     backward: bool = False
 
 
+@dataclass(frozen=True)
+class Panels:
+    """A tile of tall x wide elements in blocks down the columns, and with `both` also along the rows.
+
+    A thread loads `vector` adjacent columns of eight rows.
+    """
+
+    block: int
+    tall: int
+    wide: int
+    vector: int
+    warps: int
+    both: bool
+    backward: bool = False
+
+
+def panels_of(
+    block: Block, rows: int, columns: int, bits: int, itemsize: int, both: bool, choice: Choice = DEFAULT
+) -> Panels | None:  # fmt: skip
+    """The panels for whole blocks of codes of 4 bits, or of 6 down the columns alone, of a contiguous tensor, if they are such."""
+    length = block[1] if block[0] == 1 else None
+    if length is None or bits not in ((4,) if both else (4, 6)) or rows % length or length != power_of_two(length):
+        return None
+    if not 16 <= length <= 128 or columns % (length if both else 8) or length * columns >= 2**31:
+        return None
+    vector = choice.vector or 16 // itemsize
+    tall, wide = max(128, length), max(choice.wide or 64, length if both else 1)
+    warps = choice.warps or min(4, max(1, tall * wide // (256 * vector)))
+    return Panels(length, tall, wide, vector, warps, both)
+
+
 def strips_of(block: Block, rows: int, columns: int, bits: int, most: int, choice: Choice = DEFAULT) -> Strips | None:
     """The strips for whole blocks of codes of 4 or 6 bits down the columns of a contiguous tensor, if they are such.
 
@@ -146,6 +181,8 @@ class Variant:
     ragged: the last group of packed codes is not full. words: rows of 6-bit codes are whole words of 32 bits.
     pairs: the amax is that of BF16 numbers (in the pass for the tensor, also FP16), two of which are compared at once.
     storage: of the scales. values: what the codes decode to is written in place of codes and scales.
+    turned: blocks go down the columns, and codes are written column by column, so that those of a block are adjacent; so are
+        scales of tiles.
     """
 
     source: str
@@ -163,6 +200,7 @@ class Variant:
     storage: str = PLAIN
     values: bool = False
     pairs: bool = False
+    turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,22 +264,28 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def tile_of(block: Block, axis: int, rows: int, columns: int, choice: Choice = DEFAULT) -> tuple[Tile, str] | str:
+def tile_of(
+    block: Block, axis: int, rows: int, columns: int, choice: Choice = DEFAULT, turned: bool = False
+) -> tuple[Tile, str] | str:  # fmt: skip
     """The tile for blocks of a matrix, and where their amax comes from ("tile", or the axis that a pass before goes along).
 
     Returns the reason instead where there is no tile. A tile has about 4096 elements, where blocks allow it: enough loads in
-    flight, in few registers. Blocks down the columns have narrow tiles, so that a thread holds many elements of each.
+    flight, in few registers. Blocks down the columns have narrow tiles, so that a thread holds many elements of each. Where
+    codes are `turned`, tiles are tall enough for whole lines of them.
     """
     memory_axis = 1 if axis == -1 else 0
-    elements = choice.elements or 4096
+    elements = choice.elements or (_TURNED[0] * _TURNED[1] if turned else 4096)
 
     def tile(down: int, tall: int, slots_down: int, along: int, wide: int, slots_along: int, columns: bool = False) -> Tile:
-        each, vector = (64, 8) if columns else (32, 0)
+        each, vector = (64, 8) if columns or turned else (32, 0)
         sides = (memory_axis, down, tall, slots_down, along, wide, slots_along)
         return Tile(*sides, elements=choice.each or each, vector=choice.vector or vector)
 
     if block == TENSOR:
-        across = min(power_of_two(columns), elements if rows == 1 else min(elements, choice.wide or 1024))
+        if turned and not choice.elements:
+            elements *= 2
+        widest = choice.wide or (_TURNED[1] if turned else 1024)
+        across = min(power_of_two(columns), elements if rows == 1 else min(elements, widest))
         return tile(1, 0, max(1, elements // across), 1, 0, across), "tensor"
     tall, across = in_memory(block, axis)
     if tall is not None and across is not None:
@@ -249,8 +293,8 @@ def tile_of(block: Block, axis: int, rows: int, columns: int, choice: Choice = D
         if slots[0] * slots[1] > LARGEST_TILE:
             return f"blocks of {tall}x{across} do not fit a tile of {LARGEST_TILE} elements"
         narrow = axis == -2 and across == 1
-        wide = choice.wide or (64 if narrow else 512)
-        if narrow and not choice.elements:
+        wide = choice.wide or (_TURNED[1] if turned else 64 if narrow else 512)
+        if narrow and not choice.elements and not turned:
             elements = slots[0] * min(wide, max(64, LARGEST_TILE // slots[0]))
         left = max(1, elements // (slots[0] * slots[1]))
         along = max(1, min(wide // slots[1], left, power_of_two(divided_up(columns, across))))
@@ -274,10 +318,12 @@ def tile_of(block: Block, axis: int, rows: int, columns: int, choice: Choice = D
     return tile(1, 0, tall, along, 1, 1, True), "columns"
 
 
-def pair_of(block: Block, rows: int, columns: int) -> tuple[tuple[Tile, str], tuple[Tile, str]] | str:
+def pair_of(
+    block: Block, rows: int, columns: int, turned: bool = False, choice: Choice = DEFAULT
+) -> tuple[tuple[Tile, str], tuple[Tile, str]] | str:  # fmt: skip
     """The same tile for blocks along the rows and for blocks down the columns, as `tile_of` returns them; or a reason.
 
-    The amax of whole rows and columns comes from a pass before.
+    The amax of whole rows and columns comes from a pass before. turned: as of `tile_of`.
     """
     memory = [(0, 0) if block == TENSOR else tuple(n or 0 for n in in_memory(block, axis)) for axis in (-1, -2)]
     if any(n != power_of_two(n) for sides in memory for n in sides if n):
@@ -286,12 +332,15 @@ def pair_of(block: Block, rows: int, columns: int) -> tuple[tuple[Tile, str], tu
     if tall * wide > LARGEST_TILE:
         return f"blocks of {tall}x{wide} do not fit a tile of {LARGEST_TILE} elements"
     wide = max(wide, min(128, power_of_two(columns)))
+    tall = max(tall, min(_TURNED[0], power_of_two(rows))) if turned and _TURNED[0] * wide <= LARGEST_TILE else tall
     tall = max(tall, min(4096 // wide, power_of_two(rows))) if tall * wide < 4096 else tall
 
     def oriented(axis: int, down: int, along: int) -> tuple[Tile, str] | str:
         heights, widths = (tall // (down or tall), down, down or tall), (wide // (along or wide), along, along or wide)
         tile = Tile(axis, *heights, *widths)
-        if 1 in (down, along):  # blocks of one row or column
+        if turned:
+            tile = replace(tile, elements=choice.each or 64, vector=choice.vector or 8)
+        elif 1 in (down, along):  # blocks of one row or column
             tile = replace(tile, elements=64 if tall * wide <= 4096 else 128, vector=16)
         if down and along:
             return tile, "tile"

@@ -28,17 +28,25 @@ from .numerics import (
     four,
     group_of_six,
     halves,
+    join_bytes,
     largest,
+    integers,
+    larger_pair,
     magnitude_pair,
+    magnitudes,
     number,
     of_pairs,
     read_scale,
+    places,
     saturated,
     scale_codes,
     scaled,
     scaled_magnitude,
+    smaller_pair,
     te_multiplier,
+    word_of_eight,
     word_of_pairs,
+    word_of_rounded,
     words_of_four,
     words_of_rounded,
     words_of_six,
@@ -199,7 +207,6 @@ def _lanes(x, data, scale, zero_point, multiplier, blocks, tile, S: tl.constexpr
     CHUNK: tl.constexpr = L.chunk // EACH
     BLOCK: tl.constexpr = L.block
     COUNT: tl.constexpr = LANES * LANE // BLOCK
-    ELEMENT: tl.constexpr = S.element
     lane = tile * LANES + tl.arange(0, LANES)
     lane_exists = lane * LANE < tl.cast(blocks, lane.dtype) * BLOCK
     at = lane[:, None] * (LANE // EACH) + tl.arange(0, CHUNK)[None, :]
@@ -208,8 +215,31 @@ def _lanes(x, data, scale, zero_point, multiplier, blocks, tile, S: tl.constexpr
     else:
         u = bits_of(_chunks(x, at, lane_exists[:, None], LANE // CHUNK, CHUNK, LANES).to(tl.float32))
     u = tl.reshape(u, (COUNT, BLOCK // EACH))
-
+    codes, offset, found = _cast(u, multiplier, LANES, LANE, S, V, PAIRS)
     block = tile * COUNT + tl.arange(0, COUNT)
+    to = scale + block
+    tl.store(to, codes.to(to.dtype.element_ty), mask=block < blocks)
+    if S.offset != "none":
+        to = zero_point + block
+        tl.store(to, offset.to(to.dtype.element_ty), mask=block < blocks)
+    GROUPS: tl.constexpr = found.shape[1]
+    words = data.to(tl.pointer_type(tl.int32))
+    if S.element.bits == 4:
+        to = lane[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+        tl.store(words + to, found, mask=lane_exists[:, None])
+    else:
+        _store_sixes(words + lane * (GROUPS * 3 // 4), found, lane_exists, LANES)
+
+
+@triton.jit
+def _cast(
+    u, multiplier, LANES: tl.constexpr, LANE: tl.constexpr, S: tl.constexpr, V: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """(codes of scales, offsets or the same codes, words of eight 4-bit codes or groups of four 6-bit codes for each lane).
+
+    u: blocks in rows, as FP32 bits or for PAIRS as words of two BF16 numbers.
+    """
+    ELEMENT: tl.constexpr = S.element
     if S.offset == "none":
         statistic, faulty = _statistic(_extreme_of_rows(u, "amax", LANES, PAIRS, V.ptx))
     else:
@@ -217,18 +247,14 @@ def _lanes(x, data, scale, zero_point, multiplier, blocks, tile, S: tl.constexpr
         top = 0 if V.ptx else largest(u, 1, False)
         statistic, low, faulty = _width(least, most, top, S)
     codes, by, usable = _scales(statistic, faulty, multiplier, S, V)
-    to = scale + block
-    tl.store(to, codes.to(to.dtype.element_ty), mask=block < blocks)
+    offset = codes
 
     FITS: tl.constexpr = S.scale.fits and ELEMENT.kind == "float"
     # Words of 8 codes of 4 bits, or groups of 4 codes of 6 bits. Codes of blocks without a scale are those of zero.
     GROUP: tl.constexpr = 8 if ELEMENT.bits == 4 else 4
     GROUPS: tl.constexpr = LANE // GROUP
-    words = data.to(tl.pointer_type(tl.int32))
     if S.offset != "none":
         offset, value, limit, by = _offsets(low, by, usable, S)
-        to = zero_point + block
-        tl.store(to, offset.to(to.dtype.element_ty), mask=block < blocks)
         by, value, limit = by[:, None], value[:, None], limit[:, None]
         if PAIRS:
             n = tl.join(_rounded(u << 16, by, value, limit, S, V), _rounded(u & -65536, by, value, limit, S, V))
@@ -246,15 +272,18 @@ def _lanes(x, data, scale, zero_point, multiplier, blocks, tile, S: tl.constexpr
         else:
             found = _words(u, by, S, V, PAIRS, FITS, LANES, GROUPS, GROUP)
         found = (found & mask) | (ELEMENT.empty * 0x11111111 & ~mask)
-    if ELEMENT.bits == 4:
-        to = lane[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-        tl.store(words + to, found, mask=lane_exists[:, None])
-    elif GROUPS == 4:
-        _store_six(words + lane * 3, found, lane_exists, LANES)
+    return codes, offset, found
+
+
+@triton.jit
+def _store_sixes(to, found, exists, LANES: tl.constexpr):
+    """Store groups of 24 bits, four or eight for each lane."""
+    if found.shape[1] == 4:
+        _store_six(to, found, exists, LANES)
     else:
         first, second = tl.split(tl.permute(tl.reshape(found, (LANES, 2, 4)), (0, 2, 1)))
-        _store_six(words + lane * 6, first, lane_exists, LANES)
-        _store_six(words + lane * 6 + 3, second, lane_exists, LANES)
+        _store_six(to, first, exists, LANES)
+        _store_six(to + 3, second, exists, LANES)
 
 
 @triton.jit
@@ -400,6 +429,220 @@ def strips_kernel(
         tl.store(at, bits.to(tl.uint8), mask=mask)
         tl.store(at + columns, (bits >> 8).to(tl.uint8), mask=mask)
         tl.store(at + 2 * columns, (bits >> 16).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def panels_kernel(
+    x, data, scale, zero_point, outer, other_data, other_scale, other_zero_point, other_outer, amax, rows, columns,
+    S: tl.constexpr, L: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Blocks down the columns, whose codes are written column by column; with L.both, first blocks along the rows.
+
+    A thread has eight rows of adjacent columns, in which words of codes of both orientations are whole. With L.both, what is
+    without `other_` is of the blocks along the rows.
+    """
+    TALL: tl.constexpr = L.tall
+    WIDE: tl.constexpr = L.wide
+    BLOCK: tl.constexpr = L.block
+    PARTS: tl.constexpr = TALL // 8
+    PAIRS: tl.constexpr = V.ptx and x.dtype.element_ty == tl.bfloat16
+    EACH: tl.constexpr = 2 if PAIRS else 1
+    matrix, i, j = tl.program_id(2), tl.program_id(1), tl.program_id(0)
+    if L.backward:
+        matrix, i, j = tl.num_programs(2) - 1 - matrix, tl.num_programs(1) - 1 - i, tl.num_programs(0) - 1 - j
+    if V.whole:
+        amax = tl.load(amax)
+    first = (matrix == 0) & (i == 0) & (j == 0)
+    outer_code, multiplier = global_scale(outer, amax, None, first, S, V)
+    width = columns // EACH
+    if PAIRS:
+        x = x.to(tl.pointer_type(tl.int32))
+    part = i * PARTS + tl.arange(0, PARTS)
+    word = j * (WIDE // EACH) + tl.max_contiguous(tl.arange(0, WIDE // EACH), [L.vector // EACH])
+    at = x + (matrix.to(tl.int64) * rows + part[:, None] * 8) * width + word[None, :]
+    exists = (part[:, None] * 8 < rows) & (word < width)[None, :]
+    # Loaded apart: one load would deal adjacent rows out to threads.
+    a, b = _bits(at, exists), _bits(at + width, exists)
+    c, d = _bits(at + 2 * width, exists), _bits(at + 3 * width, exists)
+    e, f = _bits(at + 4 * width, exists), _bits(at + 5 * width, exists)
+    g, h = _bits(at + 6 * width, exists), _bits(at + 7 * width, exists)
+    numbers = (a, b, c, d, e, f, g, h)
+
+    if L.both:
+        if S.outer is not None:
+            if first:
+                tl.store(other_outer, outer_code)
+        block = j * (WIDE // BLOCK) + tl.arange(0, WIDE // BLOCK)
+        group = j * (WIDE // 8) + tl.arange(0, WIDE // 8)
+        row = i * TALL + tl.arange(0, TALL)
+        u = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
+        u = tl.reshape(tl.permute(u, (0, 2, 3, 4, 1)), (TALL * WIDE // BLOCK, BLOCK // EACH))
+        codes, offset, words = _cast(u, multiplier, TALL * WIDE // 8, 8, S, V, PAIRS)
+        to = (matrix.to(tl.int64) * rows + row[:, None]) * (columns // BLOCK) + block[None, :]
+        there = (row < rows)[:, None] & (block < columns // BLOCK)[None, :]
+        _store_blocks(scale, zero_point, to, codes, offset, there, S)
+        to = (matrix.to(tl.int64) * rows + row[:, None]) * (columns // 8) + group[None, :]
+        there = (row < rows)[:, None] & (group < columns // 8)[None, :]
+        tl.store(data.to(tl.pointer_type(tl.int32)) + to, tl.reshape(words, (TALL, WIDE // 8)), mask=there)
+        data, scale, zero_point = other_data, other_scale, other_zero_point
+
+    if PAIRS:  # two columns of a row become two rows of a column
+        a, b, c, d = join_bytes(a, b, 0x5410), join_bytes(c, d, 0x5410), join_bytes(e, f, 0x5410), join_bytes(g, h, 0x5410)
+        left = _cast_down((a, b, c, d), multiplier, BLOCK // 8, S, V, PAIRS)
+        a, b, c, d, e, f, g, h = numbers
+        a, b, c, d = join_bytes(a, b, 0x7632), join_bytes(c, d, 0x7632), join_bytes(e, f, 0x7632), join_bytes(g, h, 0x7632)
+        right = _cast_down((a, b, c, d), multiplier, BLOCK // 8, S, V, PAIRS)
+        codes, offset = _side_by_side(left[0], right[0]), _side_by_side(left[1], right[1])
+        low, high = _side_by_side(left[2], right[2]), _side_by_side(left[3], right[3])
+    else:
+        codes, offset, low, high = _cast_down(numbers, multiplier, BLOCK // 8, S, V, PAIRS)
+    column = j * WIDE + tl.arange(0, WIDE)
+    block = i * (TALL // BLOCK) + tl.arange(0, TALL // BLOCK)
+    to = (matrix.to(tl.int64) * (rows // BLOCK) + block[:, None]) * columns + column[None, :]
+    there = (block < rows // BLOCK)[:, None] & (column < columns)[None, :]
+    _store_blocks(scale, zero_point, to, codes, offset, there, S)
+    to = (matrix.to(tl.int64) * columns + column[None, :]) * (rows // 8) + part[:, None]
+    there = (part * 8 < rows)[:, None] & (column < columns)[None, :]
+    if S.element.bits == 4:
+        tl.store(data.to(tl.pointer_type(tl.int32)) + to, low, mask=there)
+    else:  # two groups of 24 bits, and two of the next eight rows: three words
+        groups = tl.permute(tl.join(low, high), (1, 0, 2))
+        LANES: tl.constexpr = WIDE * PARTS // 2
+        lane = tl.arange(0, LANES)
+        column, part = j * WIDE + lane // (PARTS // 2), i * (PARTS // 2) + lane % (PARTS // 2)
+        to = data.to(tl.pointer_type(tl.int32)) + ((matrix.to(tl.int64) * columns + column) * (rows // 16) + part) * 3
+        _store_six(to, tl.reshape(groups, (LANES, 4)), (column < columns) & (part * 16 < rows), LANES)
+
+
+@triton.jit
+def _bits(at, exists):
+    """Words, or the FP32 bits of numbers."""
+    found = tl.load(at, mask=exists, other=0)
+    if found.dtype == tl.int32:
+        return found
+    else:
+        return bits_of(found.to(tl.float32))
+
+
+@triton.jit
+def _side_by_side(left, right):
+    """The columns of two matrices in turn."""
+    return tl.reshape(tl.join(left, right), (left.shape[0], 2 * left.shape[1]))
+
+
+@triton.jit
+def _extreme_down(rows, KIND: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr):
+    """`extreme` of blocks down the columns: of adjacent rows in so many arrays, PARTS times below each other, as FP32 bits."""
+    found = rows[0]
+    if PAIRS:
+        found = magnitude_pair(found) if KIND == "amax" else found
+        for k in tl.static_range(1, len(rows)):
+            row = magnitude_pair(rows[k]) if KIND == "amax" else rows[k]
+            found = smaller_pair(found, row) if KIND == "smallest" else larger_pair(found, row)
+    else:
+        found = tl.join(tl.join(rows[0], rows[4]), tl.join(rows[2], rows[6]))
+        other = tl.join(tl.join(rows[1], rows[5]), tl.join(rows[3], rows[7]))
+        found = tl.reshape(tl.join(found, other), (rows[0].shape[0], rows[0].shape[1], 8))
+        found = extreme(found, 2, KIND, False, PTX)
+    if found.shape[0] == PARTS:
+        found = extreme(found, 0, KIND, PAIRS, PTX)[None, :]
+    else:
+        found = extreme(tl.reshape(found, (found.shape[0] // PARTS, PARTS, found.shape[1])), 1, KIND, PAIRS, PTX)
+    if PAIRS:
+        found = extreme_of_pair(found, KIND)
+    return found
+
+
+@triton.jit
+def _down(of_blocks, PARTS: tl.constexpr):
+    """Numbers of blocks down the columns, for each PARTS rows of them."""
+    BLOCKS: tl.constexpr = of_blocks.shape[0]
+    WIDE: tl.constexpr = of_blocks.shape[1]
+    if BLOCKS == 1:
+        return tl.broadcast_to(of_blocks, (PARTS, WIDE))
+    else:
+        return tl.reshape(tl.broadcast_to(of_blocks[:, None, :], (BLOCKS, PARTS, WIDE)), (BLOCKS * PARTS, WIDE))
+
+
+@triton.jit
+def _cast_down(rows, multiplier, PARTS: tl.constexpr, S: tl.constexpr, V: tl.constexpr, PAIRS: tl.constexpr):
+    """(codes of scales, offsets or the same codes, words of codes, and of 6 bits the second group) of blocks down the columns.
+
+    rows: eight adjacent rows in as many arrays of FP32 bits; for PAIRS two in each word of four arrays. Blocks have PARTS of
+    such rows.
+    """
+    ELEMENT: tl.constexpr = S.element
+    FITS: tl.constexpr = S.scale.fits and ELEMENT.kind == "float"
+    if S.offset == "none":
+        statistic, faulty = _statistic(_extreme_down(rows, "amax", PARTS, PAIRS, V.ptx))
+    else:
+        least = _extreme_down(rows, "smallest", PARTS, PAIRS, V.ptx)
+        most = _extreme_down(rows, "largest", PARTS, PAIRS, V.ptx)
+        top = 0 if V.ptx else _extreme_down(rows, "amax", PARTS, PAIRS, V.ptx)
+        statistic, low, faulty = _width(least, most, top, S)
+    codes, by, usable = _scales(statistic, faulty, multiplier, S, V)
+    offset, high = codes, 0
+    if S.offset != "none":
+        offset, value, limit, by = _offsets(low, by, usable, S)
+        value, limit = _down(value, PARTS), _down(limit, PARTS)
+    by, mask = _down(by, PARTS), _down(tl.where(usable, -1, 0), PARTS)
+    if PAIRS and S.paired:
+        word = ((bits_of(by) >> 16) & 0xFFFF) * 0x10001
+        a, b = codes_of_pairs(rows[0], word, ELEMENT, FITS), codes_of_pairs(rows[1], word, ELEMENT, FITS)
+        c, d = codes_of_pairs(rows[2], word, ELEMENT, FITS), codes_of_pairs(rows[3], word, ELEMENT, FITS)
+        words = word_of_pairs(a, b, c, d, False)
+    else:
+        if PAIRS:
+            a, b, c, d = rows[0] << 16, rows[0] & -65536, rows[1] << 16, rows[1] & -65536
+            e, f, g, h = rows[2] << 16, rows[2] & -65536, rows[3] << 16, rows[3] & -65536
+        else:
+            a, b, c, d, e, f, g, h = rows
+        if S.offset != "none":
+            words = word_of_rounded((
+                bits_of(_rounded(a, by, value, limit, S, V)), bits_of(_rounded(b, by, value, limit, S, V)),
+                bits_of(_rounded(c, by, value, limit, S, V)), bits_of(_rounded(d, by, value, limit, S, V)),
+                bits_of(_rounded(e, by, value, limit, S, V)), bits_of(_rounded(f, by, value, limit, S, V)),
+                bits_of(_rounded(g, by, value, limit, S, V)), bits_of(_rounded(h, by, value, limit, S, V)),
+            ))  # fmt: skip
+            if S.offset == "zero_point":  # added to the eight codes of a word at once
+                words += _down(offset * 0x11111111, PARTS)
+        elif ELEMENT.bits == 4:
+            eight = (
+                _code(a, by, S, V), _code(b, by, S, V), _code(c, by, S, V), _code(d, by, S, V),
+                _code(e, by, S, V), _code(f, by, S, V), _code(g, by, S, V), _code(h, by, S, V),
+            )  # fmt: skip
+            words = word_of_eight(eight, rows, ELEMENT, False, V.ptx)
+        else:
+            words = group_of_six(_code(a, by, S, V), _code(b, by, S, V), _code(c, by, S, V), _code(d, by, S, V)) & mask
+            high = group_of_six(_code(e, by, S, V), _code(f, by, S, V), _code(g, by, S, V), _code(h, by, S, V)) & mask
+    if S.offset == "none":
+        words = (words & mask) | (ELEMENT.empty * 0x11111111 & ~mask)
+    return codes, offset, words, words if ELEMENT.bits == 4 else high
+
+
+@triton.jit
+def _code(u, by, S: tl.constexpr, V: tl.constexpr):
+    """Codes of FP32 bits, of 4 bits as `word_of_eight` takes them, of 6 with what `group_of_six` leaves above them."""
+    ELEMENT: tl.constexpr = S.element
+    FITS: tl.constexpr = S.scale.fits and ELEMENT.kind == "float"
+    y = _scaled(u, by, S, V)
+    if ELEMENT.bits == 6:
+        return code_of(y, u, ELEMENT, FITS, V.ptx)
+    elif ELEMENT.kind == "float":
+        return magnitudes(y, ELEMENT, FITS, V.ptx)
+    elif ELEMENT.kind == "integer":
+        return integers(y, ELEMENT, FITS)
+    else:
+        return places(y, ELEMENT, V.ptx)
+
+
+@triton.jit
+def _store_blocks(scale, zero_point, to, codes, offset, exists, S: tl.constexpr):
+    """Store the scales of blocks, and their offsets."""
+    codes = tl.reshape(codes, to.shape)
+    tl.store(scale + to, codes.to(scale.dtype.element_ty), mask=exists)
+    if S.offset != "none":
+        tl.store(zero_point + to, tl.reshape(offset, to.shape).to(zero_point.dtype.element_ty), mask=exists)
 
 
 @triton.jit

@@ -127,8 +127,14 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any
     return _empty(shape, _strides(shape), dtype)
 
 
-def allocator(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
-    """What `empty` of these arguments calls."""
+def allocator(shape: Sequence[int], dtype: torch.dtype, device: torch.device, columns: bool = False) -> Callable[[], Any]:
+    """What `empty` of these arguments calls. columns: they are contiguous, not the rows."""
+    if columns:
+        *lead, along = _strides((*shape[:-2], shape[-1], shape[-2]))
+        strides = (*lead[:-1], along, lead[-1])
+        if device.type != "cuda" or _empty is None:
+            return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+        return partial(_empty, shape, strides, dtype)
     if device.type != "cuda" or _empty is None:
         return partial(torch.empty, shape, dtype=dtype, device=device)
     return partial(_empty, shape, _strides(shape), dtype)

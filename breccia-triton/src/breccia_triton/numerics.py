@@ -795,16 +795,41 @@ def words_of_four(
     `y` may be anything where the codes are replaced later: of whole words, or with APART of the bytes of words.
     """
     if C.kind == "float":
-        a, b, c, d, e, f, g, h = eight(magnitudes(y, C, FITS, PTX), LANES, WORDS)
-        if APART:
-            word = bytes_of(a, b, c, d, e, f, g, h, PTX)
-        else:
-            word = sum_of(a, b, c, d, e, f, g, h) + 0x05000000  # without the bits of WHOLE
-        if u.numel == y.numel:
-            a, b, c, d, e, f, g, h = eight(u, LANES, WORDS)
+        codes = eight(magnitudes(y, C, FITS, PTX), LANES, WORDS)
+        signs = eight(u, LANES, WORDS) if u.numel == y.numel else four(u, LANES, WORDS)
+    elif C.kind == "integer":
+        codes, signs = eight(integers(y, C, FITS), LANES, WORDS), None
+    else:
+        codes, signs = eight(places(y, C, PTX), LANES, WORDS), None
+    return word_of_eight(codes, signs, C, APART, PTX)
+
+
+@triton.jit
+def integers(y, C: tl.constexpr, FITS: tl.constexpr):
+    """Codes of FP32 numbers in an integer codec of 4 bits, in the low bits of words: shifted to 0..15, so that digits do not
+    borrow."""
+    if not FITS:
+        y = tl.minimum(tl.maximum(y, C.low), C.high)
+    SHIFT: tl.constexpr = 8 if C.signed else 0
+    return bits_of(y + (ROUNDER + SHIFT))
+
+
+@triton.jit
+def word_of_eight(codes, signs, C: tl.constexpr, APART: tl.constexpr, PTX: tl.constexpr):
+    """Words of eight codes of `magnitudes`, `integers` or `places`. signs: of minifloats, as `u` of `words_of_four`, apart."""
+    a, b, c, d, e, f, g, h = codes
+    if APART:
+        word = bytes_of(a, b, c, d, e, f, g, h, PTX)
+    else:
+        word = sum_of(a, b, c, d, e, f, g, h)
+    if C.kind == "float":
+        if not APART:
+            word += 0x05000000  # without the bits of WHOLE
+        if len(signs) == 8:
+            a, b, c, d, e, f, g, h = signs
             even, odd = tops(a, c, e, g, PTX), tops(b, d, f, h, PTX)
         else:
-            a, b, c, d = four(u, LANES, WORDS)
+            a, b, c, d = signs
             if APART:  # of two columns, even and odd rows in turn
                 even, odd = join_bytes(a, c, 0x7531), join_bytes(b, d, 0x7531)
             else:
@@ -813,24 +838,13 @@ def words_of_four(
         word |= (even >> 4) & 0x08080808
         return word | (odd & -0x7F7F7F80)
     elif C.kind == "integer":
-        if not FITS:
-            y = tl.minimum(tl.maximum(y, C.low), C.high)
-        # Shifted to 0..15, so that digits do not borrow; the top bit of each is turned back.
-        SHIFT: tl.constexpr = 8 if C.signed else 0
-        a, b, c, d, e, f, g, h = eight(bits_of(y + (ROUNDER + SHIFT)), LANES, WORDS)
-        if APART:
-            word = bytes_of(a, b, c, d, e, f, g, h, PTX)
-        else:
-            word = sum_of(a, b, c, d, e, f, g, h) - 0x3F400000  # without the bits of ROUNDER
-        if C.signed:
+        if not APART:
+            word -= 0x3F400000  # without the bits of ROUNDER
+        if C.signed:  # the top bit of each is turned back
             word = word ^ -0x77777778
         return word
     else:
-        a, b, c, d, e, f, g, h = eight(places(y, C, PTX), LANES, WORDS)
-        if APART:
-            return bytes_of(a, b, c, d, e, f, g, h, PTX)
-        else:
-            return sum_of(a, b, c, d, e, f, g, h)
+        return word
 
 
 @triton.jit
@@ -839,7 +853,13 @@ def words_of_rounded(n, LANES: tl.constexpr, WORDS: tl.constexpr):
 
     Digits may be negative, or too large: the word is their sum modulo 2^32.
     """
-    a, b, c, d, e, f, g, h = eight(bits_of(n), LANES, WORDS)
+    return word_of_rounded(eight(bits_of(n), LANES, WORDS))
+
+
+@triton.jit
+def word_of_rounded(n):
+    """`words_of_rounded` of the bits of eight arrays."""
+    a, b, c, d, e, f, g, h = n
     return sum_of(a, b, c, d, e, f, g, h) - 0x3F400000  # without the bits of ROUNDER
 
 

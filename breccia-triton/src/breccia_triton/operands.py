@@ -134,7 +134,7 @@ class Components:
         self.allocators = [
             partial(torch.zeros, shape, dtype=dtype, device=device)
             if name in written.padded
-            else allocator(shape, dtype, device)
+            else allocator(shape, dtype, device, name in written.columns)
             for name, shape, dtype in self.parts
         ]
 
@@ -150,5 +150,9 @@ class Components:
         if (out.recipe, out.layout, out.axis) != (written.recipe, written.layout, written.axis):
             return None
         found = [getattr(out, name) for name, _, _ in self.parts]
-        fits = all(writable(part, shape, dtype, device) for part, (_, shape, dtype) in zip(found, self.parts, strict=True))
+        ordered = [part.mT if name in written.columns else part for part, (name, _, _) in zip(found, self.parts, strict=True)]
+        fits = all(
+            writable(part, (*shape[:-2], shape[-1], shape[-2]) if name in written.columns else shape, dtype, device)
+            for part, (name, shape, dtype) in zip(ordered, self.parts, strict=True)
+        )
         return found if fits else None

@@ -132,17 +132,19 @@ def writes(spec: Spec, block: Block, storage: str) -> bool:
     return storage in STORAGES and block != TENSOR and (spec.scale.codec.bits == 8 or storage != "swizzle_128x4")
 
 
-def paired(recipe: ScalingRecipe, block: Block, rows: int, columns: int) -> tuple[Spec, Any] | str:
+def paired(
+    recipe: ScalingRecipe, block: Block, rows: int, columns: int, turned: bool = False, choice: Choice = DEFAULT
+) -> tuple[Spec, Any] | str:  # fmt: skip
     """The constants of a cast in both orientations, and their tiles; or why there is no kernel for it."""
-    found = pair_of(block, rows, columns)
+    found = pair_of(block, rows, columns, turned, choice)
     return _with_constants(recipe, block, found, found)
 
 
 def tiled(
-    recipe: ScalingRecipe, block: Block, axis: int, rows: int, columns: int, choice: Choice = DEFAULT
+    recipe: ScalingRecipe, block: Block, axis: int, rows: int, columns: int, choice: Choice = DEFAULT, turned: bool = False
 ) -> tuple[Spec, Tile, str] | str:  # fmt: skip
     """The constants of a cast, its tile, and where the amax comes from (see `tile_of`); or why there is no kernel for it."""
-    found = tile_of(block, axis, rows, columns, choice)
+    found = tile_of(block, axis, rows, columns, choice, turned)
     made = _with_constants(recipe, block, found, (found,))
     return made if isinstance(made, str) else (made[0], *made[1])
 

@@ -26,6 +26,7 @@ from .choices import Choice, Choose, block_text, choices_of, codecs_of, key_of
 from .facts import (
     LARGE,
     NUMBERS,
+    GRID,
     POINTERS,
     Argument,
     Array,
@@ -37,8 +38,8 @@ from .facts import (
     itemsize,
     matrices_of,
 )  # fmt: skip
-from .geometry import Tile, Variant, amax_tile, divided_up, lanes_of, plain_tile, power_of_two, strips_of
-from .lanes import lanes_kernel, strips_kernel
+from .geometry import Tile, Variant, amax_tile, divided_up, lanes_of, panels_of, plain_tile, power_of_two, strips_of
+from .lanes import lanes_kernel, panels_kernel, strips_kernel
 from .plans import paired, readable, tiled, writes
 from .specs import CONVERTED, Spec, TwoCasts, Unsupported, spec_of
 
@@ -54,6 +55,8 @@ _WARPS = 8
 #: longer than the device. (H200, a million BF16 numbers under fp8_current: 4.2 us less on the host, 0.2 us more on the device.)
 _WAITING = ("cast", "cast_ste", "requantize")
 SMALL = 1 << 20
+#: Ops that may write codes column by column.
+_TURNING = ("cast", "cast_pair", "cast_and_record")
 #: Ops that record an amax.
 RECORDING = ("record_amax", "cast_and_record")
 #: What kernels read and write of a history, besides the scale.
@@ -107,13 +110,15 @@ class Prepared:
     launch: the cast, None for `record_amax`. passes: the passes before it for the amax of the "tensor", its "rows" or
     "columns", by these names; amax_of: those that the cast reads, in the order of its arguments. written: the results.
     choose: what returns the choices of kernels by their keys (see `choices`); those of the device, if nothing else is given.
+    turns: whether casts of numbers along axis -2 write the codes of a block next to each other, as products read them.
     """
 
     def __init__(
         self, op: str, recipe: ScalingRecipe, given: Array | Codes, axis: int, options: Options, dtypes: Mapping[str, str],
-        hardware: Hardware, choose: Choose | None = None,
+        hardware: Hardware, choose: Choose | None = None, turns: bool = False,
     ) -> None:  # fmt: skip
         """dtypes: of the components of the recipe's format, by the framework."""
+        self.turns = turns and op in _TURNING
         self.choose = choose or choices_of(hardware.name)
         self.op, self.recipe, self.axis, self.options, self.hardware = op, recipe, axis, options, hardware
         shape = given.shape
@@ -130,7 +135,6 @@ class Prepared:
         self.passes: dict[str, Pass] = {}
         self.amax_of: list[str] = []
         self.written: list[Written] = []
-        self.narrow = False
         #: Whether the cast itself finds the amax of the tensor first; its first argument after the results is a workspace then.
         self.waits = False
         self.launch: Launch | None = None
@@ -141,7 +145,8 @@ class Prepared:
 
     def _matrix(self, x: Array, block: Block) -> tuple[int, int, int]:
         """(matrices, rows, columns) of an array of numbers."""
-        ordered = self.axis == -1 or not self.options.stochastic  # random words follow the order of elements with K last
+        # Random words, and codes that are turned, follow the order of elements with K last.
+        ordered = self.axis == -1 or not (self.options.stochastic or self.turns)
         one_row = block == TENSOR and self.op != "cast_pair" and ordered and self.spec.element.bits == 8
         if one_row and x.contiguous and (count := math.prod(x.shape)) < LARGE:
             return 1, 1, count
@@ -170,12 +175,14 @@ class Prepared:
                 amaxes[f"{prefix}amax"] = Argument("*i32", True)
                 if whole not in self.passes:
                     self.passes[whole] = Pass.of(self, whole)
-            written = Written(self.recipe, given.shape, along, self.options.storage, rows, columns, dtypes)
+            turned = self.turns and along == -2
+            written = Written(self.recipe, given.shape, along, self.options.storage, rows, columns, dtypes, turned)
             self.written.append(written)
             variant = self._variant(tile, of, written, steps)
             tile = replace(tile, large=self.input.large, folded=folded, backward=bool(self.passes))
-            if variant.pairs:  # codes are stored by the threads that load the numbers
-                tile = replace(tile, vector=8)
+            quads = (turned or self.op == "cast_pair") and self._in_quads(tile)
+            if quads or variant.pairs:  # codes are stored by the threads that load the numbers
+                tile = replace(tile, quads=quads, vector=(quads and tile.vector) or 8)
             constants[names[0]], constants[names[1]] = tile, variant
             if isinstance(given, Array) and self.op == "cast_ste":
                 arguments["data"] = Argument(NUMBERS[given.dtype], True)
@@ -196,11 +203,14 @@ class Prepared:
             arguments |= _HISTORY
         if self.options.stochastic:
             arguments |= {"seed_low": Argument("i32"), "seed_high": Argument("i32")}
-        if not self.waits and self._narrow(source, arguments, constants):
+        self.narrow = not self.waits and self._narrow(source, arguments, constants)
+        if self.narrow:
             return
+        if self.op == "cast_pair" and self.spec.element.bits < 8:
+            raise TwoCasts("two casts are faster")
         integers = {"rows": rows, "columns": columns}
         integers |= {f"{prefix}groups": w.groups for w, prefix in zip(self.written, ("", "other_"), strict=False)}
-        arguments |= {name: Argument("i32", name != "rows" and n % 16 == 0) for name, n in integers.items()}
+        arguments |= {name: Argument("i32", (name != "rows" or self.turns) and n % 16 == 0) for name, n in integers.items()}
         values = (*integers.values(), *self.input.groups)
         function = {"cast_pair": pair_kernel, "cast_and_record": cast_record_kernel}.get(self.op, cast_kernel)
         if function is cast_kernel:
@@ -227,11 +237,15 @@ class Prepared:
         if self.op != "cast_pair":
             # Blocks along rows, down columns, and those that are a tile by themselves or more.
             kind = "tile whole" if block[0] != 1 or block[1] is None else "tile down" if self.axis == -2 else "tile along"
-            choice = self._choice(kind, block)
-            _, tile, source = needed(tiled(self.recipe, block, self.axis, rows, columns, choice))
+            turned = self.turns and self.axis == -2
+            choice = self._choice("tile turned" if turned else kind, block)
+            _, tile, source = needed(tiled(self.recipe, block, self.axis, rows, columns, choice, turned))
             return [(tile, source, self.axis)]
-        _, pair = needed(paired(self.recipe, block, rows, columns))
-        if self.spec.element.bits < 8 or any(source in ("rows", "columns") for _, source in pair):
+        choice = self._choice("pair", block)
+        if self.spec.element.kind == "integer" and not choice.each:
+            choice = replace(choice, each=32)  # codes that no instruction makes take more registers
+        _, pair = needed(paired(self.recipe, block, rows, columns, self.turns, choice))
+        if any(source in ("rows", "columns") for _, source in pair):
             raise TwoCasts("two casts are faster")
         return [(*found, axis) for found, axis in zip(pair, (-1, -2), strict=True)]
 
@@ -262,6 +276,7 @@ class Prepared:
             words=element.bits == 6 and not any(n % 16 for n in (columns, tile.block_columns, tile.wide)),
             storage=self.options.storage,
             values=self.op == "cast_ste",
+            turned=written.turned,
             pairs=source == "tile" and self._in_pairs(tile),
         )
 
@@ -279,13 +294,23 @@ class Prepared:
         even = not (whole % 2 or read.flat_shape[2] % 2)
         return even and self.spec.offset == "none" and not self.options.supplied and self.hardware.fp8
 
+    def _in_quads(self, tile: Tile) -> bool:
+        """Whether a thread reads four rows of columns at a time."""
+        read = self.input
+        whole = tile.block_rows in (0, tile.tall) and tile.rows % 4 == 0
+        return self.turns and whole and self.spec.element.bits == 8 and not read.strided and read.flat_shape[1] % 4 == 0
+
     def _narrow(self, source: str, arguments: dict[str, Argument], constants: dict[str, Any]) -> bool:
         """Whether the kernels for whole blocks of codes of 4 and 6 bits apply; one is prepared then."""
         read, block, (matrices, rows, columns) = self.input, self.written[0].block, self.input.flat_shape
-        if self.op != "cast" or not isinstance(read, Numbers) or read.strided or not read.arguments["x"].aligned:
+        if self.op not in ("cast", "cast_pair") or not isinstance(read, Numbers):
+            return False
+        if read.strided or not read.arguments["x"].aligned:
             return False
         if self.options != Options() or source != "tile" or not self.spec.lanes:
             return False
+        if self.turns and (self.op == "cast_pair" or self.axis == -2):
+            return self._panels(read, block, arguments, constants["V"])
         given = arguments | {"blocks": Argument("i32")}
         bits, facts = self.spec.element.bits, {"large": read.large, "backward": bool(self.passes)}
         if self.axis == -1:
@@ -306,9 +331,29 @@ class Prepared:
             function, integers = strips_kernel, (matrices * rows // shape.block, columns)
             programs = integers[0] * divided_up(columns, shape.wide)
             given["columns"] = Argument("i32", columns % 16 == 0)
-        self.narrow = True
         made = {"S": self.spec, "L": shape, "V": constants["V"]}
         self.launch = Launch(function, (programs, 1, 1), given, made, shape.warps, integers)
+        return True
+
+
+    def _panels(self, read: Numbers, block: Block, arguments: dict[str, Argument], variant: Variant) -> bool:
+        """Whether the kernel for whole blocks of such codes that are turned applies; it is prepared then."""
+        both, (matrices, rows, columns) = self.op == "cast_pair", read.flat_shape
+        choice = self._choice("panels", block)
+        if both and (self.spec.element.kind == "table" or self.spec.offset != "none"):
+            return False  # they take more registers than a thread has for both
+        shape = panels_of(block, rows, columns, self.spec.element.bits, read.itemsize, both, choice)
+        if shape is None or read.large:
+            return False
+        programs = divided_up(columns, shape.wide), divided_up(rows, shape.tall), matrices
+        if max(programs[1:]) > GRID:
+            return False
+        made = {"S": self.spec, "L": replace(shape, backward=bool(self.passes)), "V": variant}
+        given = {name: a for name, a in arguments.items() if name != "other_amax"}
+        given |= {"rows": Argument("i32", rows % 16 == 0), "columns": Argument("i32", columns % 16 == 0)}
+        self.launch = Launch(panels_kernel, programs, given, made, shape.warps, (rows, columns))
+        if both:
+            self.amax_of = self.amax_of[:1]
         return True
 
 

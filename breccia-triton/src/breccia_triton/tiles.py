@@ -164,10 +164,13 @@ def _largest(
 def scale_place(matrix, i, j, rows, columns, STORAGE: tl.constexpr, AXIS: tl.constexpr, BYTES: tl.constexpr):
     """Positions of the scales of blocks (i, j), of rows x columns blocks in each matrix.
 
-    Storages other than "plain" hold a matrix whose blocks go down its columns (AXIS 0) as its transpose.
+    STORAGE "turned" is plain, column by column. The others hold a matrix whose blocks go down its columns (AXIS 0) as its
+    transpose.
     """
     if STORAGE == "plain":
         return (matrix.to(tl.int64) * rows + i) * columns + j
+    elif STORAGE == "turned":
+        return (matrix.to(tl.int64) * columns + j) * rows + i
     else:
         if AXIS == 0:
             i, j, rows, columns = j, i, columns, rows
@@ -204,6 +207,29 @@ def words_of(x, matrix, i, j, row, row_exists, rows, columns, G: tl.constexpr):
         pair, pair_exists = positions(j, columns // 2, G.along, G.block_columns // 2, G.wide // 2, G.vector // 2)
     at = (matrix.to(tl.int64) * rows + row[:, None]) * (columns // 2) + pair[None, :]
     return tl.load(x.to(tl.pointer_type(tl.int32)) + at, mask=row_exists[:, None] & pair_exists[None, :], other=0)
+
+
+@triton.jit
+def rows_by_four(x, matrix, i, j, column, column_exists, rows, columns, G: tl.constexpr, V: tl.constexpr):
+    """`words_of` for V.pairs, or else a tile of numbers of a contiguous tensor of 4n rows: a thread loads four adjacent rows.
+
+    They are loaded apart, since one load would deal them out to adjacent threads.
+    """
+    QUADS: tl.constexpr = G.down * G.tall // 4
+    row = (i * QUADS + tl.arange(0, QUADS)) * 4
+    if V.pairs:
+        if G.block_columns == 1:
+            column, column_exists = positions(j, columns // 2, 1, 0, G.along // 2, G.vector // 2)
+        else:
+            column, column_exists = positions(j, columns // 2, G.along, G.block_columns // 2, G.wide // 2, G.vector // 2)
+        columns = columns // 2
+        x = x.to(tl.pointer_type(tl.int32))
+    at = x + (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
+    exists = (row < rows)[:, None] & column_exists[None, :]
+    a, b = tl.load(at, mask=exists, other=0), tl.load(at + columns, mask=exists, other=0)
+    c, d = tl.load(at + 2 * columns, mask=exists, other=0), tl.load(at + 3 * columns, mask=exists, other=0)
+    found = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
+    return tl.reshape(found, (4 * QUADS, a.shape[1]))
 
 
 @triton.jit
