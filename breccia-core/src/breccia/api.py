@@ -81,6 +81,7 @@ def cast_pair(
     x: Any,
     recipe: ScalingRecipe | str,
     *,
+    scale: Any = None,
     rounding: str = "nearest",
     seed: int | None = None,
     nonfinite: str = "propagate",
@@ -92,10 +93,13 @@ def cast_pair(
     Returns a `TensorPair`, which unpacks like a tuple: `rows, columns = breccia.cast_pair(x, recipe)`. A backward pass
     multiplies by both. The results equal `cast(x, recipe)` and `cast(x, recipe, axis=-2)` byte for byte; a kernel may compute
     both in one read of `x`. Options are those of `cast`.
+
+    scale: one for both tensors: of recipes with one scale for the tensor or for square tiles, and the global one of two levels.
+        Under other recipes the two have scales of different shapes, and LayoutError is raised: cast twice.
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
-    options = _options(x, -1, None, rounding, seed, nonfinite, storage, None)
+    options = _options(x, -1, scale, rounding, seed, nonfinite, storage, None)
     return TensorPair(*_frontend("cast_pair", x)(x, recipe, options, prefer))
 
 

@@ -56,7 +56,7 @@ def _cast(
     x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str
 ) -> list[Tensor]:
     """The components of `breccia.cast(x, ...)`, in order. `seed` has 64 bits; its sign is the highest."""
-    return _parts(calls.cast(x.detach(), _recipe(recipe), _eager(axis, scale, rounding, seed, nonfinite)))
+    return _cast_parts(calls.cast(x.detach(), _recipe(recipe), _eager(axis, scale, rounding, seed, nonfinite)))
 
 
 @_cast.register_fake
@@ -65,19 +65,24 @@ def _(x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, se
     checks.check_cast(x, of)
     shapes = part_shapes(of.format, checks.fitted_layout(of, tuple(x.shape), axis), tuple(x.shape), axis)
     dtypes = TORCH.dtypes(of.format)
-    return [x.new_empty(shape, dtype=getattr(torch, dtypes[name])) for name, shape in shapes.items()]
+    parts = [x.new_empty(shape, dtype=getattr(torch, dtypes[name])) for name, shape in shapes.items()]
+    return [x.new_empty(parts[0].mT.shape, dtype=parts[0].dtype).mT, *parts[1:]] if axis == -2 else parts
 
 
 @torch.library.custom_op("breccia::cast_pair", mutates_args=())
-def _cast_pair(x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str) -> list[Tensor]:
+def _cast_pair(
+    x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str, scale: Tensor | None = None
+) -> list[Tensor]:
     """The components of both tensors of `breccia.cast_pair(x, ...)`, one tensor after the other."""
-    pair = calls.cast_pair(x.detach(), _recipe(recipe), _eager(-1, None, rounding, seed, nonfinite))
-    return [part for st in pair for part in _parts(st)]
+    pair = calls.cast_pair(x.detach(), _recipe(recipe), _eager(-1, scale, rounding, seed, nonfinite))
+    return [part for st in pair for part in _cast_parts(st)]
 
 
 @_cast_pair.register_fake
-def _(x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str) -> list[Tensor]:
-    options = (recipe, None, rounding, seed, nonfinite)
+def _(
+    x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str, scale: Tensor | None = None
+) -> list[Tensor]:
+    options = (recipe, scale, rounding, seed, nonfinite)
     return [part for axis in (-1, -2) for part in torch.ops.breccia.cast(x, options[0], axis, *options[1:])]
 
 
@@ -111,7 +116,7 @@ def _cast_and_record(
     before, options = number if scale is None else scale, _eager(axis, None, rounding, seed, nonfinite)
     held = () if amaxes is None else amaxes
     st, *recorded = calls.cast_and_record(x.detach(), _recipe(recipe), held, before, options)
-    return [*_parts(st), *recorded]
+    return [*_cast_parts(st), *recorded]
 
 
 @_cast_and_record.register_fake
@@ -447,6 +452,13 @@ def _parts(st: ScaledTensor) -> list[Tensor]:
     return [part.contiguous() for part in components(st).values()]
 
 
+def _cast_parts(st: ScaledTensor) -> list[Tensor]:
+    """As `_parts`, but codes of a block are next to each other, as products read them: along axis -2 columns are contiguous."""
+    data, *parts = components(st).values()
+    data = data.mT.contiguous().mT if st.axis == -2 else data.contiguous()
+    return [data, *(part.contiguous() for part in parts)]
+
+
 def _from_parts(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int) -> ScaledTensor:
     of = _recipe(recipe)
     named = dict(zip(of.format.parts, parts, strict=True))
@@ -675,6 +687,7 @@ def cast_pair(
     x: Array,
     recipe: Any,
     *,
+    scale: Any = None,
     rounding: str = "nearest",
     seed: int | None = None,
     nonfinite: str = "propagate",
@@ -685,8 +698,8 @@ def cast_pair(
     recipe = _named(recipe)
     _plain_call("cast_pair", storage=_other_than_plain(storage), prefer=prefer)
     kind, fields = type(recipe), _fields(recipe)
-    options = _options(x, -1, None, rounding, seed, nonfinite)
-    parts = torch.ops.breccia.cast_pair(x, _text(kind, fields), *options[2:])
+    _, scale, *options = _options(x, -1, scale, rounding, seed, nonfinite)
+    parts = torch.ops.breccia.cast_pair(x, _text(kind, fields), *options, scale)
     half = len(parts) // 2
     shape = tuple(x.shape)
     return TensorPair(_written(parts[:half], recipe, shape, -1), _written(parts[half:], recipe, shape, -2))

@@ -53,7 +53,7 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
     """`cast` as `breccia.cast` documents it; see `casting` for the kernels."""
     if (made := _plainly("cast", x, recipe, options)) is not None:
         return made
-    x = _readable(x, recipe)
+    x, options = _readable(x, recipe), _in_order(options)
     if _transposed(x) and options.storage == PLAIN:
         made = cast(x.mT, recipe, _other_axis(options))
         return made.mT if options.out is None else options.out
@@ -69,7 +69,7 @@ def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> A
     """`cast_ste` as `breccia.cast_ste` documents it, without codes in memory."""
     if (made := _plainly("cast_ste", x, recipe, options)) is not None:
         return made
-    x = _readable(x, recipe)
+    x, options = _readable(x, recipe), _in_order(options)
     if _transposed(x):
         return cast_ste(x.mT, recipe, _other_axis(options)).mT
     prepared = _found("cast_ste", x, recipe, options)
@@ -126,9 +126,9 @@ def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> 
     """`cast_pair` as `breccia.cast_pair` documents it: from one read, or two casts where they are faster."""
     if options is DEFAULT and (made := _plainly("cast_pair", x, recipe, options)) is not None:
         return made
-    x = _readable(x, recipe)
+    x, options = _readable(x, recipe), _in_order(options)
     if _transposed(x) and options.storage == PLAIN:
-        rows, columns = cast_pair(x.mT, recipe, options if options.scale is None else _other_axis(options))
+        rows, columns = cast_pair(x.mT, recipe, options if options.scale is None else _other_axis(options).replace(axis=-1))
         return columns.mT, rows.mT
     prepared = _found("cast_pair", x, recipe, options)
     if prepared is not None:
@@ -223,6 +223,13 @@ def _readable(x: Any, recipe: ScalingRecipe) -> Any:
 def _transposed(x: Any) -> bool:
     """Whether it is a view whose columns are contiguous: it is cast as its transpose, and so is the result"""
     return x.ndim > 1 and not x.is_contiguous() and x.stride(-2) == 1 and x.stride(-1) != 1
+
+
+def _in_order(options: CastOptions) -> CastOptions:
+    """The options with a scale in C order, as kernels read it: those of tiles down the columns are not so."""
+    scale = options.scale
+    unordered = isinstance(scale, torch.Tensor) and not scale.is_contiguous()
+    return options.replace(scale=scale.contiguous()) if unordered else options
 
 
 def _other_axis(options: CastOptions) -> CastOptions:

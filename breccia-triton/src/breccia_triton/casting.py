@@ -375,7 +375,7 @@ def cast_record_kernel(
 
 @triton.jit
 def pair_kernel(
-    x, data, scale, zero_point, outer, other_data, other_scale, other_zero_point, other_outer, amax, other_amax,
+    x, data, scale, zero_point, outer, other_data, other_scale, other_zero_point, other_outer, amax, other_amax, supplied,
     seed_low, seed_high, rows, columns, groups, other_groups, stride_matrix, stride_row, stride_column,
     S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -387,9 +387,9 @@ def pair_kernel(
     )  # fmt: skip
     if V.whole:
         amax, other_amax = tl.load(amax), tl.load(other_amax)
-    outer_code, multiplier = global_scale(outer, amax, None, (matrix == 0) & (i == 0) & (j == 0), S, V)
+    outer_code, multiplier = global_scale(outer, amax, supplied, (matrix == 0) & (i == 0) & (j == 0), S, V)
     code, codes, owner = write(
-        u, words, data, scale, zero_point, amax, None, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
+        u, words, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
         row_exists, column, column_exists, rows, columns, groups, S, G, V,
     )  # fmt: skip
     if S.outer is not None:
@@ -407,7 +407,7 @@ def pair_kernel(
         )
     else:
         write(
-            u, words, other_data, other_scale, other_zero_point, other_amax, None, outer_code, multiplier, seed_low, seed_high,
+            u, words, other_data, other_scale, other_zero_point, other_amax, supplied, outer_code, multiplier, seed_low, seed_high,
             matrix, i, j, row, row_exists, column, column_exists, rows, columns, other_groups, S, H, W,
         )  # fmt: skip
 

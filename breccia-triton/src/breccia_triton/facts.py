@@ -135,14 +135,14 @@ class Codes:
     """A ScaledTensor as the input of a kernel, seen as (matrices, rows, columns). Raises Unsupported.
 
     parts: its components, None for one that is not on its device. dtypes: of the components, by the framework.
-    merged: whether leading axes count as rows where possible. kind: its codecs.
+    merged: whether leading axes count as rows where possible. kind: its codecs. turned: columns of its scales are contiguous.
     """
 
     strided, subnormals = False, True
 
     def __init__(
         self, st: ScaledTensor, spec: Spec, parts: Mapping[str, Operand | None], dtypes: Mapping[str, str], hardware: Hardware,
-        merged: bool,
+        merged: bool, turned: bool = False,
     ) -> None:  # fmt: skip
         self.spec, self.axis, self.shape = spec, st.axis, tuple(st.shape)
         fmt, layout, shape = st.recipe.format, st.layout.plain, self.shape
@@ -159,6 +159,8 @@ class Codes:
             expected = part_shapes(fmt, st.layout, shape, st.axis)
             if any(part.shape != expected[name] for name, part in found.items()):
                 raise Unsupported("its components have other shapes than those of a cast")
+        if turned:  # this storage is plain scales in that order
+            self.storage = "transposed"
         lead = found["scale"].shape if self.block == TENSOR else ()
         if lead:  # one scale for each of these
             merged = merged and st.axis == -1

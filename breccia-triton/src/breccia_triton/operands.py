@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from breccia.backend import ScaledTensor, UnsupportedError, dtype_name
+from breccia.backend import PLAIN, ScaledTensor, UnsupportedError, dtype_name
 from breccia_torch.ops import TORCH
 
 from .facts import INTERPRETED, LARGE, Array, Codes, Hardware, Numbers, Operand, Written
@@ -97,7 +97,7 @@ def facts_of(st: ScaledTensor) -> tuple[Any, ...]:
     data, zero_point, global_scale = st.data, st.zero_point, st.global_scale
     return (
         st.recipe.interned_key, st.layout.interned_key, st.axis, st.padding, data.shape, data.dtype, data.device,
-        data.is_contiguous(), data.data_ptr() % 16 == 0, st.scale.shape, st.scale.dtype, st.scale.device,
+        data.is_contiguous(), data.data_ptr() % 16 == 0, st.scale.shape, st.scale.dtype, st.scale.device, turned_scales(st),
         zero_point is None or (zero_point.shape, zero_point.dtype, zero_point.device),
         global_scale is None or (global_scale.shape, global_scale.dtype, global_scale.device),
     )  # fmt: skip
@@ -112,11 +112,23 @@ def codes_of(st: ScaledTensor, spec: Spec, merged: bool, given: Hardware | None 
         parts[name] = Operand(tuple(part.shape), dtype_name(part), part.data_ptr() % 16 == 0) if here else None
     if not st.data.is_contiguous():
         raise Unsupported("its data is not contiguous")
-    return Codes(st, spec, parts, TORCH.dtypes(st.recipe.format), given or hardware(st.data.device), merged)
+    found = given or hardware(st.data.device)
+    return Codes(st, spec, parts, TORCH.dtypes(st.recipe.format), found, merged, turned_scales(st))
+
+
+def turned_scales(st: ScaledTensor) -> bool:
+    """Whether columns of its scales are contiguous, not rows: in the transpose of what a cast down the columns wrote."""
+    scale, zero_point = st.scale, st.zero_point
+    if scale.ndim < 2 or st.axis != -1 or scale.is_contiguous() or st.layout.storage != PLAIN:
+        return False
+    return scale.mT.is_contiguous() and (zero_point is None or zero_point.mT.is_contiguous())
 
 
 def components_of(st: ScaledTensor) -> list[Any]:
     """The components of a ScaledTensor as kernels read them."""
+    if turned_scales(st):
+        offsets = [] if st.zero_point is None else [st.zero_point]
+        return [st.data, st.scale, *offsets, *([] if st.global_scale is None else [st.global_scale])]
     found, zero_point, global_scale = [st.data, st.scale.contiguous()], st.zero_point, st.global_scale
     if zero_point is not None:
         found.append(zero_point.contiguous())

@@ -195,6 +195,8 @@ class Prepared:
             most = max(1, self.hardware.resident // constants["G"].warps)
             programs = (min(math.prod(programs), most), 1, 1)
         self.scale_shape = () if self.two_level else self.written[0].scale_shape
+        if self.options.supplied and any(w.scale_shape != self.written[0].scale_shape for w in self.written):
+            raise Unsupported("one scale for blocks of both orientations, which have scales of different shapes")
         self.scale_dtype = "float32" if self.two_level else dtypes["scale"]
         arguments |= amaxes
         if self.options.supplied:

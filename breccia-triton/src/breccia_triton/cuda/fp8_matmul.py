@@ -189,7 +189,7 @@ class _Side:
     def __init__(self, st: ScaledTensor, transposed: bool, copies: list[Any], copiers: bool, groups: bool = False) -> None:
         need_dense(st.data)
         data = st.data.mT if transposed else st.data
-        made = data if data.is_contiguous() and data.data_ptr() % ALIGNED == 0 else data.contiguous().clone()
+        made = data if data.is_contiguous() and data.data_ptr() % ALIGNED == 0 else _copied(data)
         self.rows, self.k, self.matrices = *data.shape[-2:], math.prod(data.shape[:-2])
         self.kind, self.codec = kind_of(st.recipe, st.layout, st.axis)
         self.pitch = self.scale_row = self.scale_matrix = 0
@@ -225,7 +225,13 @@ class _Side:
             self.scale_matrix = -(-self.rows // STEP) * steps
             return scale.contiguous()
         if self.kind == "1x32":  # four of a step, zeros where K ends
-            return self._plain(scale if scale.dtype == torch.float32 else _as_e8m0(scale).float(), 4 * steps)
+            made = scale
+            if scale.dtype != torch.float32:
+                made = _as_e8m0(scale).to(torch.float32, memory_format=torch.contiguous_format)
+            return self._plain(made, 4 * steps)
+        if not groups and self._turned(scale):
+            self.pitch = self.rows
+            return scale
         if steps * scale.itemsize % ALIGNED == 0 or self.copiers:
             return self._plain(scale, steps)
         if groups:
@@ -234,6 +240,11 @@ class _Side:
         turned = scale.new_empty((*scale.shape[:-2], steps, self.pitch))
         turned[..., : self.rows] = scale.mT
         return turned
+
+    def _turned(self, scale: Any) -> bool:
+        """Whether scales of blocks of K lie as column-major ones do, as a cast down the columns leaves them."""
+        ordered = scale.mT.is_contiguous() and not scale.is_contiguous()
+        return ordered and self.rows % 4 == 0 and scale.data_ptr() % ALIGNED == 0
 
     def _plain(self, scale: Any, columns: int) -> Any:
         """Scales (rows, columns), zeros in columns that they do not have."""
@@ -267,7 +278,12 @@ class _Side:
 
 def _aligned(x: Any) -> Any:
     """A tensor in C order whose address the copy engine takes."""
-    return x if x.is_contiguous() and x.data_ptr() % ALIGNED == 0 else x.contiguous().clone()
+    return x if x.is_contiguous() and x.data_ptr() % ALIGNED == 0 else _copied(x)
+
+
+def _copied(x: Any) -> Any:
+    """A new tensor in C order."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _padded(x: Any, columns: int) -> Any:
