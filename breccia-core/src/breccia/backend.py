@@ -129,16 +129,18 @@ _HOMES: dict[str, str] = {
             "UnsupportedError",
             "abbreviated",
             "check_names",
+            "printable",
             "suggestion",
         ),
         "errors",
     ),
+    **dict.fromkeys(("parsed_json", "unique_keys"), "json_text"),
     **dict.fromkeys(("registry",), "dispatch.registry"),
     **dict.fromkeys(("ML_DTYPES", "install"), "siblings"),
     "as_recipe": "specs",
     **dict.fromkeys(("once",), "targets"),
     **dict.fromkeys(("EXCLUDED", "KEPT", "Selection", "check_patterns", "kept_kind", "matches"), "selection"),
-    **dict.fromkeys(("Json", "print_json", "print_table", "printable", "recipe_names"), "cli.main"),
+    **dict.fromkeys(("Json", "print_json", "print_table", "recipe_names"), "cli.main"),
 }
 
 __all__ = [*sorted(_HOMES)]

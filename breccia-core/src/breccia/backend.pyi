@@ -15,7 +15,6 @@ from .arrays.ops import Ops as Ops
 from .cli.main import Json as Json
 from .cli.main import print_json as print_json
 from .cli.main import print_table as print_table
-from .cli.main import printable as printable
 from .cli.main import recipe_names as recipe_names
 from .codecs import BF16 as BF16
 from .codecs import CODECS as CODECS
@@ -69,10 +68,13 @@ from .errors import UnknownNameError as UnknownNameError
 from .errors import UnsupportedError as UnsupportedError
 from .errors import abbreviated as abbreviated
 from .errors import check_names as check_names
+from .errors import printable as printable
 from .errors import suggestion as suggestion
 from .formats import TENSOR as TENSOR
 from .formats import Block as Block
 from .formats import Format as Format
+from .json_text import parsed_json as parsed_json
+from .json_text import unique_keys as unique_keys
 from .kernels import checks as checks
 from .kernels import composites as composites
 from .kernels import measuring as measuring

@@ -8,12 +8,14 @@ import threading
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from inspect import signature
+from reprlib import repr as short
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 from weakref import WeakValueDictionary
 
 from . import targets
 from .errors import RecipeError, UnsupportedError, did_you_mean, suggestion
+from .json_text import parsed_json
 
 
 class InternedKey:
@@ -91,7 +93,7 @@ class Declared:
         Raises RecipeError for other text, UnknownNameError for a name no plug-in declares.
         """
         try:
-            listed = json.loads(text)
+            listed = parsed_json(text)
         except (ValueError, TypeError) as e:
             raise RecipeError(f"a {cls.kind} in JSON is an object with a name and fields; this is not JSON ({e}).") from e
         name, fields = _parts_of(listed)
@@ -166,7 +168,7 @@ def settle(declared: Any, field: str, allowed: Collection[Any], aliases: Mapping
 def check_type(owner: str, field: str, value: Any, kind: type) -> None:
     """Raise RecipeError unless `value` is a `kind` (a bool is not an int here)."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise RecipeError(f"{owner}: {field} must be {kind.__name__}, got {value!r}", **{field: value})
+        raise RecipeError(f"{owner}: {field} must be {kind.__name__}, got {short(value)}", **{field: value})
 
 
 def check_positive(owner: str, field: str, value: Any) -> None:

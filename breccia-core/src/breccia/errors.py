@@ -10,10 +10,13 @@ from typing import Any
 
 
 class BrecciaError(Exception):
-    """Base of all errors raised on purpose by breccia and its plug-ins."""
+    """Base of all errors raised on purpose by breccia and its plug-ins.
+
+    Messages may quote names from untrusted files, so control characters are escaped, except line ends.
+    """
 
     def __init__(self, message: str, **found: Any) -> None:
-        super().__init__(message)
+        super().__init__("\n".join(map(printable, message.split("\n"))))
         self.found = found
 
 
@@ -93,11 +96,16 @@ def suggestion(name: str, known: list[str]) -> str:
     return f"{did_you_mean(name, known) or '.'} Known: {', '.join(sorted(known)) or 'none'}."
 
 
+def printable(text: str) -> str:
+    """`text` on one line, without terminal control characters: names may come from untrusted files."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def abbreviated(names: Iterable[str], shown: int = 3) -> str:
-    """`a, b, c and 4 more`."""
+    """`a, b, c and 4 more`, each printable."""
     listed = list(names)
     rest = len(listed) - shown
-    return ", ".join(listed[:shown]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(map(printable, listed[:shown])) + (f" and {rest} more" if rest > 0 else "")
 
 
 def check_names(claim: str, missing: Sequence[str], unexpected: Sequence[str], remedy: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from . import targets
 from .codecs import Integer, Minifloat
 from .errors import RecipeError, UnknownNameError, UnsupportedError
+from .json_text import parsed_json
 from .recipes import ScalingRecipe, check_recipe
 
 #: Specs that are remembered.
@@ -70,6 +70,6 @@ def _element_names(of: type[ScalingRecipe]) -> tuple[str, ...]:
 def _field_value(text: str) -> Any:
     """`text` as a number or bool if it spells one, else unchanged."""
     try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
+        return parsed_json(text.lower() if text in ("True", "False") else text)
     except ValueError:
         return text

@@ -33,7 +33,7 @@ from ..dispatch.explanation import Explanation
 from ..dispatch.hookspecs import Command
 from ..dispatch.kernel import OPS
 from ..dispatch.registry import registry
-from ..errors import BrecciaError, OptionError, PluginError, PluginWarning
+from ..errors import BrecciaError, OptionError, PluginError, PluginWarning, printable
 from ..formats import Level
 from ..siblings import SIBLINGS, Sibling
 from ..specs import recipe
@@ -154,13 +154,13 @@ def run(arguments: list[str] | None = None) -> None:
 
 def _warned(message: Warning | str, *_: Any) -> None:
     """A warning as one line on standard error; `--debug` shows its origin."""
-    line = " ".join(str(message).split())
+    line = printable(" ".join(str(message).split()))
     Console(stderr=True, soft_wrap=True).print(Text.assemble(("warning: ", "bold yellow"), line), highlight=False)
 
 
 def _fail(e: Exception, message: str, code: int, as_json: bool) -> NoReturn:
     """Print the error on standard error, and exit."""
-    line = " ".join(message.split()) or type(e).__name__
+    line = printable(" ".join(message.split())) or type(e).__name__
     if as_json:
         found = json.dumps(getattr(e, "found", {}), default=str, skipkeys=True)
         plain = json.loads(found, parse_constant=str)  # JSON has no NaN
@@ -168,11 +168,6 @@ def _fail(e: Exception, message: str, code: int, as_json: bool) -> NoReturn:
     else:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), line), highlight=False)
     sys.exit(code)
-
-
-def printable(text: str) -> str:
-    """`text` on one line, without terminal control characters: names may come from untrusted files."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
