@@ -23,7 +23,7 @@ import numpy as np
 
 import breccia
 from breccia.dispatch.registry import registry
-from breccia_bridges.safetensors_file import Writer
+from breccia_bridges.safetensors_writer import Writer
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "model.safetensors"

@@ -19,7 +19,8 @@ from breccia.bridges import compare, convert, load_safetensors
 from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.foreign import FORMATS
 from breccia_bridges.inspection import inspected
-from breccia_bridges.safetensors_file import Container, Writer
+from breccia_bridges.safetensors_file import Container
+from breccia_bridges.safetensors_writer import Writer
 
 RNG = np.random.default_rng(11)
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -16,7 +16,8 @@ import breccia
 from breccia.bridges import save_safetensors
 from breccia.testing.examples import every_decodable
 from breccia_bridges.inspection import inspected, tile
-from breccia_bridges.safetensors_file import Container, Writer
+from breccia_bridges.safetensors_file import Container
+from breccia_bridges.safetensors_writer import Writer
 
 
 def rows(path: Path, scales: bool = False) -> dict[str, dict[str, Any]]:
@@ -53,8 +54,8 @@ def test_without_scales_no_tensor_data_is_read(tmp_path: Path, monkeypatch: pyte
 
 def test_with_scales_the_codes_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_safetensors({"w": breccia.cast(np.ones((4, 32), np.float32), breccia.NVFP4BlockScaling())}, tmp_path / "m.safetensors")
-    real, read = Container.array, []
-    monkeypatch.setattr(Container, "array", lambda self, name: (read.append(name), real(self, name))[1])
+    real, read = Container.read, []
+    monkeypatch.setattr(Container, "read", lambda self, name: (read.append(name), real(self, name))[1])
     inspected(tmp_path / "m.safetensors", scales=True)
     assert read == ["w.scale", "w.global_scale"]
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import breccia
 from breccia_bridges import safetensors_file as module
-from breccia_bridges.safetensors_file import DTYPES, Container, Entry, Writer, byte_count
+from breccia_bridges.safetensors_file import DTYPES, Container, Entry, byte_count
+from breccia_bridges.safetensors_writer import Writer
 
 
 def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:

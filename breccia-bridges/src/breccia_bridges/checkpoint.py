@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from breccia import CorruptFileError, UnsupportedError
+from breccia.backend import abbreviated, parsed_json, unique_keys
 
 from .safetensors_file import Container
 
@@ -34,7 +34,7 @@ def checkpoint_files(path: Path) -> list[Path]:
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
         said = f"{index} names" if index.exists() else f"{path} has broken links or special files:"
-        raise CorruptFileError(f"{said} {', '.join(missing)}, which the folder lacks; download it again.", missing=missing)
+        raise CorruptFileError(f"{said} {abbreviated(missing)}, which the folder lacks; download it again.", missing=missing)
     if not names:
         raise UnsupportedError(f"folder {path} contains no .safetensors file.", path=str(path))
     return [path / name for name in names]
@@ -48,11 +48,16 @@ def source_bytes(source: str | os.PathLike[str]) -> int:
 def weight_map(index: Path) -> dict[str, str]:
     """File by tensor name, from an index. Raises CorruptFileError for an unreadable index."""
     try:
-        listed = json.loads(index.read_text(encoding="utf-8"))
+        listed = parsed_json(index.read_text(encoding="utf-8"), unique_keys)
         found = listed["weight_map"]
-        plain = all(isinstance(n, str) and isinstance(f, str) and Path(f).name == f for n, f in found.items())
+        plain = all(isinstance(f, str) and _is_name(f) for f in found.values())
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CorruptFileError(f"{index} has no readable weight_map ({type(e).__name__}: {e}); download it again.") from e
     if not plain:
         raise CorruptFileError(f"{index}: weight_map must map tensor names to files of the same folder.")
     return found
+
+
+def _is_name(text: str) -> bool:
+    """Is it the name of a file in the same folder?"""
+    return Path(text).name == text and "\0" not in text and len(os.fsencode(text)) < 256

@@ -12,11 +12,12 @@ from breccia import UnsupportedError
 from breccia.backend import PARTS, abbreviated, measuring
 
 from .checkpoint import checkpoint_files
+from .configs import Config, Undeclared
 from .foreign import BlockFP8, recognized
 from .measure import FLOATING, Stored, histogram, measure
 from .results import EQUAL, Advance, Report, TensorReport, no_progress
-from .safetensors import Config, Undeclared, joined, named_tensors
-from .safetensors_file import Container, Shape
+from .safetensors import joined, named_tensors
+from .safetensors_file import Container, Shape, read
 from .text import spelled
 
 
@@ -141,6 +142,8 @@ def compare(
     for name in common:
         report.tensors.append(_compared(before[name], after[name], histograms))
         (advance or no_progress)(name, before[name].nbytes)
+    for container in {id(t.container): t.container for t in (*before.values(), *after.values())}.values():
+        container.check_unchanged()
     return report
 
 
@@ -175,10 +178,10 @@ def _same_bytes(x: CheckpointTensor, y: CheckpointTensor) -> bool:
     pairs = [(file, y.parts[part], part) for part, file in x.parts.items()]
     if any(here.entries[part].nbytes != there.entries[part].nbytes for here, there, part in pairs):
         return False
-    return all(_same(here.array(part), there.array(part)) for here, there, part in pairs)
+    return all(_same(here.view(part), there.view(part)) for here, there, part in pairs)
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
     a, b = (array.reshape(-1).view(np.uint8) for array in (a, b))
     step = measuring.SLAB
-    return all(np.array_equal(a[i : i + step], b[i : i + step]) for i in range(0, a.size, step))
+    return all(np.array_equal(read(a[i : i + step]), read(b[i : i + step])) for i in range(0, a.size, step))

@@ -1,37 +1,39 @@
-"""Quantize checkpoints slab by slab: verified after writing, and renamed to the destination only when complete."""
+"""Quantize checkpoints slab by slab: verified after writing, and put at the destination only when complete."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from breccia import CorruptFileError, ErrorMetrics, ScalingRecipe, UnsupportedError, cast
-from breccia.backend import BF16, F16, F32, KEPT, NUMPY, TENSOR, Selection, as_recipe, components, kept_kind
+from breccia import CorruptFileError, ErrorMetrics, ScalingRecipe, UnsupportedError
+from breccia.backend import BF16, F16, F32, KEPT, NUMPY, Selection, as_recipe
 
-from .atomic import temporary_path
 from .checkpoint import INDEX, checkpoint_files, weight_map
-from .foreign import CONFIG, OWN, QUANTIZATION, QUANTIZATION_FILES, BlockFP8, model_configs, read_object, recognized
-from .huggingface import REFUSAL, WEIGHTS, write_json
+from .companions import Companions, check_index, write_config, write_index
+from .configs import RESERVED, read_configs
+from .destination import check_destination, check_space, check_taken, location
+from .foreign import CONFIG, BlockFP8, read_object, recognized
 from .measure import Histogram, Stored, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, no_progress
-from .safetensors import RESERVED, Described, joined, open_writer, plan, read_configs
-from .safetensors_file import Container, Shape, Writer, byte_count
+from .safetensors import Described, joined, open_writer, plan
+from .safetensors_file import Container, Shape, byte_count, in_both, read
+from .safetensors_writer import Writer
+from .slab_casts import SlabCasts
+from .staging import Staging
 
 #: How the reason for keeping a tensor of `breccia.backend.KEPT` starts; its kind follows.
 BY_DEFAULT = "kept by default"
 
+#: Bytes that are read at a time of tensors that are copied or compared.
+_PIECE = 1 << 22
 _CASTABLE = {codec.name: codec for codec in (F32, F16, BF16)}
-_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite")
 
 
 def convert(
@@ -68,30 +70,107 @@ def convert(
     UnsupportedError for a source that is quantized in another format or no checkpoint, and for a destination that is, contains
     or is in the source; UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
     """
+    chosen = Selection(tuple(include), tuple(exclude))
+    staging = Staging(location(Path(destination)))
+    if staging.moved and not dry_run:
+        with staging:  # puts it back
+            pass
     recipe = as_recipe(recipe)
-    src, dst, chosen = Path(source), _location(Path(destination)), Selection(tuple(include), tuple(exclude))
-    files = checkpoint_files(src)
-    _check_destination(src, files, dst, force)
-    containers, blocks = _checked(src, files)
-    plans = [_Plan(container, blocks, recipe, chosen) for container in containers]
-    chosen.check([name for planned in plans for name in planned.reasons])
-    report = Report(str(src), str(Path(destination)), recipe)
-    if dry_run:
-        for planned in plans:
-            report.tensors.extend(planned.report(name) for name in planned.reasons)
-        return report
-    with _staged(dst, force, src.is_dir()) as stage:
-        if src.is_dir():
-            _copy_companions(src, stage)
-        for planned in plans:
-            if planned.reasons or not planned.container.entries:  # a file of scales alone becomes none
-                written = stage / planned.container.path.name if src.is_dir() else stage
-                report.tensors.extend(_convert_file(planned, written, histograms, advance or no_progress))
-        if src.is_dir():
-            _write_config(stage / CONFIG, report)
-            if (src / INDEX).exists():
-                _write_index(stage, [path for path in files if (stage / path.name).exists()])
-    return report
+    report = Report(str(Path(source)), str(Path(destination)), recipe)
+    work = _Conversion(Path(source), staging, report, recipe, chosen, force)
+    return work.planned() if dry_run else work.run(histograms, advance or no_progress)
+
+
+class _Conversion:
+    """A conversion whose checks are done: nothing that it refuses is found later than here."""
+
+    def __init__(
+        self, src: Path, staging: Staging, report: Report, recipe: ScalingRecipe, chosen: Selection, force: bool
+    ) -> None:
+        self.src, self.dst, self.force, self.folder = src, staging.destination, force, src.is_dir()
+        self.staging, self.report = staging, report
+        files = checkpoint_files(src)
+        check_destination(src, files, self.dst, force)
+        check_taken(staging.moved or self.dst, force, self.folder)
+        staging.check()
+        self.companions = Companions(src, files) if self.folder else None
+        self.index = src / INDEX if self.folder and (src / INDEX).exists() else None
+        self.containers, blocks = _checked(src, files, self.index)
+        self.plans = [_Plan(container, blocks, recipe, chosen) for container in self.containers]
+        # A file of scales alone becomes none.
+        self.written = [planned for planned in self.plans if planned.reasons or not planned.container.entries]
+        chosen.check([name for planned in self.plans for name in planned.reasons])
+        for planned in self.written:
+            planned.declare(self.staging.new / planned.container.path.name if self.folder else self.staging.new)
+        self._check_names()
+        copied = self.companions.nbytes if self.companions else 0
+        check_space(self.dst, copied + sum(planned.writer.nbytes for planned in self.written))
+        self.report.links.extend(self.companions.left if self.companions else ())
+
+    def _check_names(self) -> None:
+        """Refuse entries of two files that would have one name: with a suffix, a tensor may get the name of another."""
+        files: dict[str, Path] = {}
+        for planned in self.written:
+            for name in planned.writer.entries:
+                if name in files:
+                    raise in_both(name, self.src, files[name], planned.container.path)
+                files[name] = planned.container.path
+
+    def planned(self) -> Report:
+        """The report of a conversion that is not made."""
+        for planned in self.plans:
+            self.report.tensors.extend(planned.report(name) for name in planned.reasons)
+        return self.report
+
+    def run(self, histograms: bool, advance: Advance) -> Report:
+        """Convert, verify, and put the result at the destination."""
+        with self.staging as staging:
+            if self.companions:
+                staging.new.mkdir()
+                self.companions.copy(staging.new)
+            for planned in self.written:
+                self.report.tensors.extend(_convert_file(planned, histograms, advance))
+            if self.folder:
+                self._describe(staging.new)
+            for container in self.containers:
+                container.check_unchanged()
+            if self.companions:
+                self.companions.check_unchanged()
+            check_taken(self.dst, self.force, self.folder)
+            staging.commit()
+        return self.report
+
+    def _describe(self, stage: Path) -> None:
+        """Write config.json, if the source has one, and the index, likewise."""
+        config = read_object(stage / CONFIG)
+        if config is not None:
+            write_config(stage / CONFIG, config, self.report, tuple(_CASTABLE))
+        if self.index:
+            write_index(stage, [planned.container.path for planned in self.written])
+
+
+def _checked(src: Path, files: list[Path], index: Path | None) -> tuple[list[Container], BlockFP8 | None]:
+    """The opened files, and how to decode weights in block FP8.
+
+    Raises where the source is quantized in another way, or the index and the files contradict each other.
+    """
+    containers = [Container(path) for path in files]
+    for container in joined(src, containers):
+        if read_configs(container):
+            raise UnsupportedError(
+                f"{container.path} contains tensors that breccia already quantized; convert the original.",
+                path=str(container.path),
+            )
+    files_of: dict[str, list[str]] = {}
+    for container in containers:
+        for name in container.entries:
+            files_of.setdefault(name, []).append(container.path.name)
+    if index:
+        check_index(index, weight_map(index), files_of)
+    for name, of in files_of.items():
+        if len(of) > 1:
+            raise in_both(name, src, *map(Path, of))
+    return containers, recognized(src, containers)
 
 
 def _not_castable(dtype: str, shape: Shape) -> str:
@@ -147,6 +226,11 @@ class _Plan:
             return self.blocks.nbytes(name)
         return self.container.entries[name].nbytes
 
+    def declare(self, path: Path) -> None:
+        """Make the writer of the new file, which checks names, metadata and the length of the header."""
+        extra = {k: v for k, v in self.container.metadata.items() if k not in RESERVED}
+        self.writer = open_writer(path, self.described, extra, force=True)
+
     def _size(self, name: str) -> int:
         return sum(byte_count(*part) for part in self.described[name][0].values())
 
@@ -157,21 +241,19 @@ class _Plan:
         return TensorReport(name, entry.shape, entry.dtype, stored_as, reason, *sizes, fidelity, counts, recipe)
 
 
-def _convert_file(planned: _Plan, destination: Path, histograms: bool, advance: Advance) -> list[TensorReport]:
-    container = planned.container
+def _convert_file(planned: _Plan, histograms: bool, advance: Advance) -> list[TensorReport]:
     digests: dict[str, str] = {}
-    extra = {k: v for k, v in container.metadata.items() if k not in RESERVED}
-    with open_writer(destination, planned.described, extra) as writer:
+    with planned.writer as writer:
         for name, reason in planned.reasons.items():
             if reason:
                 with _digested(writer, name, digests) as put:
                     for piece in _kept(planned, name):
                         put(piece)
             else:
-                source = _Source(planned.source(name), planned.recipe)
+                source = SlabCasts(planned.source(name), planned.recipe)
                 _write_scaled(writer, digests, name, list(planned.described[name][0]), source)
             advance(name, planned.bytes_in(name))
-    written = _reopened(destination, digests)
+    written = _reopened(writer.path, digests)
     configs = read_configs(written)
     reports: list[TensorReport] = []
     for name, reason in planned.reasons.items():
@@ -188,14 +270,15 @@ def _convert_file(planned: _Plan, destination: Path, histograms: bool, advance: 
 def _kept(planned: _Plan, name: str) -> Iterator[np.ndarray]:
     """The pieces of a tensor that is not quantized: its bytes, or where they are FP8 codes, its values."""
     if not planned.decodes(name):
-        yield planned.container.array(name)
+        flat = planned.container.view(name).reshape(-1).view(np.uint8)
+        yield from (read(flat[i : i + _PIECE]) for i in range(0, flat.size, _PIECE))
         return
     source, codec = planned.source(name), _CASTABLE[planned.described[name][0][name][0]]
     for slab in slabs(source.shape, source.unit):
         yield NUMPY.store(codec.encode(NUMPY, source.values(slab)), NUMPY.storage(codec))
 
 
-def _write_scaled(writer: Writer, digests: dict[str, str], name: str, parts: list[str], source: _Source) -> None:
+def _write_scaled(writer: Writer, digests: dict[str, str], name: str, parts: list[str], source: SlabCasts) -> None:
     with ExitStack() as stack:
         puts = {part: stack.enter_context(_digested(writer, part, digests)) for part in parts}
         for pieces in source.cast():
@@ -228,265 +311,18 @@ def _reopened(path: Path, digests: dict[str, str]) -> Container:
     if found != set(digests):
         raise CorruptFileError(f"{path}: the stock safetensors reader finds tensors other than those written.")
     for part, digest in digests.items():
-        if hashlib.sha256(_bytes(written.array(part))).hexdigest() != digest:
+        if _digest(written.view(part)) != digest:
             raise CorruptFileError(f"{path}: {part!r} reads back bytes other than those written; check the disk.")
     return written
 
 
+def _digest(view: np.ndarray) -> str:
+    """SHA-256 of the bytes of a view of a file."""
+    digest, flat = hashlib.sha256(), view.reshape(-1).view(np.uint8)
+    for i in range(0, flat.size, _PIECE):
+        digest.update(_bytes(read(flat[i : i + _PIECE])))
+    return digest.hexdigest()
+
+
 def _bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-# ------------------------------------------------------------------------------------------------ casting
-
-
-class _Source:
-    """A tensor to quantize, by slabs of complete blocks in C order.
-
-    Casting slab by slab gives the bytes of one cast, since a block's bytes depend only on that block and, where the recipe has
-    one, on a tensor-level scale; that scale is computed first and supplied to each cast.
-    """
-
-    def __init__(self, stored: Stored, recipe: ScalingRecipe) -> None:
-        self.stored, self.recipe = stored, recipe
-        fmt, block = recipe.format, recipe.layout.block()
-        self.two_level = len(fmt.levels) == 2
-        self.has_tensor_scale = fmt.levels[0].block == TENSOR
-        # One slab for per-tensor zero-points, and for per-tensor 8-bit scales, whose zero cannot be supplied.
-        one_slab = block == TENSOR and (self.two_level or fmt.offset != "none" or fmt.scale.codec.bits <= 8)
-        rows = 1 if block == TENSOR else block[0] or stored.shape[-2]
-        self.slabs = list(slabs(stored.shape, stored.unit, None if one_slab else rows))
-
-    def cast(self) -> Generator[dict[str, np.ndarray]]:
-        """The components of the cast tensor in consecutive pieces; per-tensor components come with the first."""
-        scale = self._shared_scale() if self.has_tensor_scale and len(self.slabs) > 1 else None
-        for slab in self.slabs:
-            st = cast(self.stored.values(slab), self.recipe, scale=scale)
-            yield {part: a for part, a in components(st).items() if a.ndim or slab == self.slabs[0]}
-
-    def _shared_scale(self) -> np.ndarray:
-        """The tensor-level scale. It depends on the largest magnitude alone, so casting the largest of each slab gives it.
-
-        With two levels it ignores NaN and Inf; with one level these mark the whole tensor.
-        """
-        largest: list[Any] = []
-        for slab in self.slabs:
-            magnitude = np.abs(self.stored.values(slab))
-            largest.append(magnitude.max(where=np.isfinite(magnitude) if self.two_level else True, initial=0))
-        st = cast(np.array([largest], np.float32), self.recipe)
-        return st.global_scale if self.two_level else st.scale
-
-
-# ------------------------------------------------------------------------------------------------ the source, checked
-
-
-def _checked(src: Path, files: list[Path]) -> tuple[list[Container], BlockFP8 | None]:
-    """The opened files, and how to decode weights in block FP8.
-
-    Raises where the source is quantized in another way, or the index and the files contradict each other.
-    """
-    containers = [Container(path) for path in files]
-    for container in joined(src, containers):
-        if read_configs(container):
-            raise UnsupportedError(
-                f"{container.path} contains tensors that breccia already quantized; convert the original.",
-                path=str(container.path),
-            )
-    if src.is_dir() and (src / INDEX).exists():
-        files_of: dict[str, list[str]] = {}
-        for container in containers:
-            for name in container.entries:
-                files_of.setdefault(name, []).append(container.path.name)
-        _check_index(src / INDEX, files_of)
-    return containers, recognized(src, containers)
-
-
-def _check_index(index: Path, files_of: dict[str, list[str]]) -> None:
-    listed = weight_map(index)
-    for name in dict.fromkeys((*listed, *files_of)):
-        found = files_of.get(name, [])
-        if len(found) > 1:
-            wrong = f"is in both {' and '.join(found)}"
-        elif name not in listed:
-            wrong = f"of {found[0]} is missing from the index"
-        elif found != [listed[name]]:
-            wrong = f"is in {listed[name]} by the index, but {'in ' + found[0] if found else 'in no file'} in fact"
-        else:
-            continue
-        raise CorruptFileError(
-            f"{index}: tensor {name!r} {wrong}; download the checkpoint again, or fix its index.", path=str(index), name=name
-        )
-
-
-# ------------------------------------------------------------------------------------------------ the destination
-
-
-def _location(path: Path) -> Path:
-    """The absolute path, with parent folders resolved; a link as the last component is kept."""
-    absolute = path.absolute()
-    if absolute.name in ("", ".."):
-        return Path(os.path.realpath(absolute))
-    return Path(os.path.realpath(absolute.parent), absolute.name)
-
-
-def _check_destination(src: Path, files: list[Path], dst: Path, force: bool) -> None:
-    """Check, before anything is read, that the destination can be written without destroying other data."""
-    if _within(Path.cwd(), dst):
-        wrong = "is or contains the current folder; choose a folder or file inside it"
-    elif dst.exists() and dst.samefile(src):
-        wrong = "is the source; choose another destination"
-    elif _within(dst, src) or _within(dst.parent, src):
-        wrong = f"lies inside the source {src}; choose a destination outside it"
-    elif any(_within(path, dst) for path in (src, *files)):
-        wrong = f"contains the source {src}; choose another destination"
-    elif src.is_file() and dst.is_dir():
-        wrong = "is a folder but the source is a file; give a name that ends in .safetensors"
-    elif src.is_dir() and dst.suffix == ".safetensors":
-        wrong = "names a file but the source is a folder; give the name of a folder"
-    elif src.is_file() and dst.suffix != ".safetensors":
-        wrong = "does not end in .safetensors; add the suffix"
-    else:
-        wrong = ""
-    if wrong:
-        raise UnsupportedError(f"{dst} {wrong}.", path=str(dst))
-    if not dst.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {dst}: there is no folder {dst.parent}; create it first.")
-    _check_taken(dst, force, src.is_dir())
-
-
-def _check_taken(dst: Path, force: bool, folder: bool) -> None:
-    """Refuse to replace an existing destination, unless `force` is set and it is a file, a link or a checkpoint."""
-    if not os.path.lexists(dst):
-        return
-    if folder and dst.exists() and not dst.is_dir():
-        raise FileExistsError(f"{dst} is a file but the source is a folder; choose another name.")
-    if not force:
-        raise FileExistsError(f"{dst} exists; choose another name, or replace it: force=True (--force).")
-    if dst.is_symlink():
-        return
-    if not dst.is_dir() and not dst.is_file():
-        raise FileExistsError(f"{dst} is neither a file nor a folder; choose another name.")
-    if dst.is_dir() and os.path.ismount(dst):
-        raise FileExistsError(f"{dst} is a mount point, which cannot be replaced; choose a folder in it.")
-    if dst.is_dir() and not (dst / INDEX).exists() and not any(dst.glob("*.safetensors")):
-        raise FileExistsError(
-            f"{dst} does not look like a checkpoint (it contains no .safetensors file), so --force does not replace it; remove "
-            "it yourself, or choose another name."
-        )
-
-
-def _within(path: Path, folder: Path) -> bool:
-    """Is `path`, links resolved, `folder` or something in it?"""
-    real = Path(os.path.realpath(path))
-    return folder.exists() and any(p.exists() and p.samefile(folder) for p in (real, *real.parents))
-
-
-@contextmanager
-def _staged(destination: Path, force: bool, folder: bool) -> Generator[Path]:
-    """A temporary path for a file or folder: renamed to `destination` on success, removed on failure."""
-    temporary = temporary_path(destination)
-    stage = temporary / destination.name
-    try:
-        temporary.mkdir(mode=0o700)
-        if folder:
-            stage.mkdir()
-        yield stage
-        _check_taken(destination, force, folder)
-        if folder and os.path.lexists(destination):
-            _swap(stage, destination, temporary.with_suffix(".old"))
-        else:
-            stage.replace(destination)
-    finally:
-        _remove(temporary)
-
-
-def _swap(stage: Path, destination: Path, aside: Path) -> None:
-    """Replace folder `destination` by `stage`; the old folder is removed only after that."""
-    try:
-        destination.rename(aside)
-        stage.rename(destination)
-    finally:  # looks at the disk, since a signal may come between any two steps
-        if not os.path.lexists(stage):
-            _remove(aside)
-        elif os.path.lexists(aside):
-            _put_back(aside, destination)
-    if os.path.lexists(aside):
-        raise OSError(f"{destination} is written; the old contents could not be removed and are in {aside}.")
-
-
-def _put_back(aside: Path, destination: Path) -> None:
-    try:
-        aside.rename(destination)
-    except OSError as e:
-        raise OSError(
-            f"{destination} could not be replaced or restored ({e}); the old contents are complete in {aside}."
-        ) from e
-
-
-def _remove(path: Path) -> None:
-    def remove() -> None:
-        if path.is_symlink():
-            path.unlink()
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-    try:
-        remove()
-    finally:  # again, in case a signal interrupted the first attempt
-        remove()
-
-
-def _copy_companions(src: Path, stage: Path) -> None:
-    """Copy config.json, the tokenizer and the other files of the folder.
-
-    Skipped: files that declare how the source was quantized, weights in other formats and their indexes, safetensors files at
-    the top level (those of the index are converted, others duplicate them), hidden folders, links to folders, broken links,
-    and special files.
-    """
-    for folder, folders, names in os.walk(src):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        inside = Path(folder).relative_to(src)
-        weights = (*_OTHER_FORMATS, ".safetensors") if inside == Path() else _OTHER_FORMATS
-        for name in sorted(names):
-            path = Path(folder, name)
-            if inside == Path() and name in QUANTIZATION_FILES:
-                continue
-            if path.is_file() and not name.lower().removesuffix(".index.json").endswith(weights):
-                (stage / inside).mkdir(parents=True, exist_ok=True)
-                shutil.copy2(path, stage / inside / name)
-
-
-def _write_index(stage: Path, files: list[Path]) -> None:
-    """Write the index of a sharded folder, for the new entries."""
-    entries = {name: (path.name, e.nbytes) for path in files for name, e in Container(stage / path.name).entries.items()}
-    index = {
-        "metadata": {"total_size": sum(size for _, size in entries.values())},
-        "weight_map": {name: file for name, (file, _) in sorted(entries.items())},
-    }
-    (stage / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_config(path: Path, report: Report) -> None:
-    """Replace what a copied config.json says about the quantization; its other keys keep their values and order."""
-    config = read_object(path)
-    if config is None:
-        return
-    for prefix, part in list(model_configs(config)):
-        part.pop("compression_config", None)
-        if prefix:
-            part.pop(QUANTIZATION, None)
-    config[QUANTIZATION] = {
-        "quant_method": OWN,
-        "recipe": report.recipe and report.recipe.to_dict(),
-        "modules_to_not_convert": _modules_kept(report),
-    }
-    config[WEIGHTS] = REFUSAL
-    if not report.quantized:
-        del config[QUANTIZATION], config[WEIGHTS]
-    write_json(path, config)
-
-
-def _modules_kept(report: Report) -> list[str]:
-    """The names of modules with a matrix that keeps its precision, except embeddings and norms."""
-    kept = [t.name for t in report.kept if len(t.shape) > 1 and t.parameters and t.stored_as in _CASTABLE]
-    return sorted(name.removesuffix(".weight") for name in kept if kept_kind(name) not in ("embedding", "norm"))

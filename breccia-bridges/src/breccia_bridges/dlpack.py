@@ -45,7 +45,7 @@ from breccia.backend import (
 )
 
 from .capsules import CODES, CPU, METAL, VERSION, Arrays, Codes, Dtypes, HostRoute, Opened, host_take, opened
-from .safetensors import Config, read_config
+from .configs import Config, read_config
 
 #: Alignment, in bytes, that XLA requires of shared memory; NumPy aligns to 16.
 ALIGNMENT = 64

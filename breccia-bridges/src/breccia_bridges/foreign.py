@@ -6,7 +6,6 @@ Names are those that transformers 5.23, compressed-tensors 0.20, torchao 0.18 an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from breccia import CorruptFileError, UnsupportedError
-from breccia.backend import BF16, NUMPY, ScaledTensor, abbreviated, suggestion
+from breccia.backend import BF16, NUMPY, ScaledTensor, abbreviated, parsed_json, suggestion
 
 from .deepseek import TILE_M, from_deepseek_v3
 from .safetensors_file import Container, Entry, Shape
@@ -172,8 +171,8 @@ def read_object(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
+        listed = parsed_json(path.read_text(encoding="utf-8"))
+    except ValueError as e:
         raise CorruptFileError(f"{path} is not JSON ({e}). {_DAMAGED}", path=str(path)) from e
     if not isinstance(listed, dict):
         raise CorruptFileError(f"{path} is a JSON object; found {short(listed)}. {_DAMAGED}", path=str(path))
@@ -337,9 +336,9 @@ class BlockFP8:
         return sum(self.files[name].entries[name].nbytes for name in (weight, self.scales[weight]))
 
     def tensor(self, weight: str) -> ScaledTensor:
-        """A weight as a scaled tensor whose codes stay on disk; its scales are widened to FP32, exactly."""
+        """A weight as a scaled tensor; its codes are a `Container.view`, its scales are widened to FP32, exactly."""
         code, scale = (self.files[name].entries[name] for name in (weight, self.scales[weight]))
-        codes, stored = (self.files[name].array(name) for name in (weight, self.scales[weight]))
+        codes, stored = self.files[weight].view(weight), self.files[self.scales[weight]].read(self.scales[weight])
         if scale.dtype in ("F16", "BF16"):
             stored = BF16.read(NUMPY, stored) if scale.dtype == "BF16" else stored.astype(np.float32)
         rows, columns = self.block

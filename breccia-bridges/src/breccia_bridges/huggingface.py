@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .atomic import write_text
 from .foreign import CONFIG, read_object
+from .staging import write_text
 
 #: The key under which transformers takes the file name of the weights, and a text that it refuses with an error that shows it.
 #: transformers skips a `quant_method` that nothing registered with a warning, and loads random weights. This keeps it from

@@ -180,7 +180,7 @@ def _values(container: Container, entry: str, codec: Codec) -> np.ndarray:
     found = container.entries[entry].dtype
     if codec.bits > 8 and found != codec.name:  # a float scale kept in its original dtype
         codec = _CODECS[found]
-    return np.asarray(codec.read(NUMPY, container.array(entry))).reshape(-1)
+    return np.asarray(codec.read(NUMPY, container.read(entry))).reshape(-1)
 
 
 def _doubts(name: str, values: np.ndarray, is_float: bool) -> Iterator[str]:

@@ -11,8 +11,9 @@ import numpy as np
 from breccia import ErrorMetrics
 from breccia.backend import ScaledTensor, measuring
 
-from .safetensors import Config, read_tensor
-from .safetensors_file import Container
+from .configs import Config
+from .safetensors import view_tensor
+from .safetensors_file import Container, read
 
 measure, slabs = measuring.measure, measuring.slabs
 
@@ -40,18 +41,22 @@ class Histogram:
 
 
 class Stored(measuring.Source):
-    """A floating tensor of a checkpoint, plain or scaled. dtype: that of the file, or the recipe's name.
+    """A floating tensor of a checkpoint, plain or scaled, read slab by slab. dtype: that of the file, or the recipe's name.
 
     config: of a scaled tensor in the file; or the scaled tensor itself, made of entries of other names.
+    Reading raises CorruptFileError where the file changed since it was opened.
     """
 
     def __init__(self, container: Container, name: str, config: Config | ScaledTensor | None = None) -> None:
         if config is None:
             self.dtype = container.entries[name].dtype
-            super().__init__(container.array(name).reshape(container.entries[name].shape), self.dtype == "BF16")
+            super().__init__(container.view(name).reshape(container.entries[name].shape), self.dtype == "BF16")
         else:
             self.dtype = config.recipe.name
-            super().__init__(config if isinstance(config, ScaledTensor) else read_tensor(container, name, config))
+            super().__init__(config if isinstance(config, ScaledTensor) else view_tensor(container, name, config))
+
+    def _read(self, part: np.ndarray) -> np.ndarray:
+        return read(part)
 
 
 def histogram(x: Stored, y: Stored) -> Histogram:

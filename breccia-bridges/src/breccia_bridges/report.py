@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from breccia import ScalingRecipe, UnsupportedError, __version__
-from breccia.backend import install, spelled
+from breccia.backend import install, printable, spelled
 
-from .atomic import temporary_path, write_text
+from .staging import Staging, write_text
 from .text import percent, size
 
 _NEEDS = ("plotly", "jinja2")
@@ -46,12 +46,11 @@ def check_report(path: str | os.PathLike[str]) -> None:
         missing = [module for module in _NEEDS if find_spec(module) is None]
         wrong = f"needs {' and '.join(missing)}" if missing else f"cannot use plotly and jinja2 ({type(e).__name__}: {e})"
         raise ImportError(f"--report {wrong}: {install('breccia-bridges[report]')}") from e
-    temporary = temporary_path(target)
     try:
-        temporary.touch()
-        temporary.unlink()
-    except OSError as e:
-        raise type(e)(f"cannot write {target}: {e.strerror}; choose another folder.") from e
+        with Staging(target):
+            pass
+    except PermissionError as e:
+        raise PermissionError(f"cannot write {target}: {e.strerror}; choose another folder.") from e
 
 
 def write_report(
@@ -141,11 +140,13 @@ def _warnings(runs: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with None in place of NaN and Inf, which JSON cannot represent."""
+    """`value` with None in place of NaN and Inf, which JSON cannot represent, and printable text: names come from files."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {_finite(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
+    if isinstance(value, str):
+        return printable(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

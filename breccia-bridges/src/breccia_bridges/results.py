@@ -89,6 +89,7 @@ class Report:
 
     recipe: the requested one; None where checkpoints were compared.
     missing, added: tensors present in only one of two checkpoints.
+    links: files of the source that were not copied, as they are links that leave it.
     """
 
     source: str
@@ -97,6 +98,7 @@ class Report:
     tensors: list[TensorReport] = field(default_factory=list[TensorReport])
     missing: list[str] = field(default_factory=list[str])
     added: list[str] = field(default_factory=list[str])
+    links: list[str] = field(default_factory=list[str])
 
     def __repr__(self) -> str:
         under = f" under {', '.join(self.recipes)}" if self.quantized else ""
@@ -176,6 +178,24 @@ class Report:
         measured = [t for t in self.quantized if t.fidelity]
         return min(measured, key=lambda t: -math.inf if math.isnan(t.measured.sqnr) else t.measured.sqnr, default=None)
 
+    @property
+    def verdict(self) -> str:
+        """What a comparison found, in one sentence."""
+        worse = [t.name for t in self.quantized if t.measured.bad_after and not t.measured.bad]
+        if worse:
+            return f"broken: NaN or Inf only in {self.destination}, in {abbreviated(worse)}"
+        counts = {"missing": len(self.missing), "added": len(self.added), "of another shape or type": len(self.unlike)}
+        if any(counts.values()):
+            return f"not the same tensors: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}"
+        differ = [t for t in self.quantized if not t.measured.lossless]
+        if not self.quantized:
+            return "identical: all tensors have the same bytes"
+        if not differ or self.worst is None:
+            return f"equal: all tensors have the same values, {len(self.quantized)} of {len(self.tensors)} in other bytes"
+        whole, least = (f"{n:.2f} dB" if math.isfinite(n) else "no finite SQNR" for n in (self.sqnr, self.worst.measured.sqnr))
+        count = f"{len(differ)} of {len(self.tensors)} tensors differ"
+        return f"rounded: {count}, {whole} in all, at worst {least} ({self.worst.name})"
+
     def _wide(self, recipe: ScalingRecipe) -> list[str]:
         """Quantized tensors that need over 1.5 times the bits per parameter of a tensor of full blocks."""
         side = 4096
@@ -192,6 +212,8 @@ class Report:
         for names, here, there in ((self.missing, self.source, self.destination), (self.added, self.destination, self.source)):
             if names:
                 found.append(f"in {here} and not in {there}: {abbreviated(names)}.")
+        if self.links:
+            found.append(f"not copied, as these are links that leave {self.source}: {abbreviated(self.links)}.")
         if not self.quantized and self.recipe is not None:
             found.append("no tensor was quantized; `--json` says why each was kept.")
         if self.recipe is not None and (wide := self._wide(self.recipe)):
@@ -231,6 +253,7 @@ class Report:
             "kept": self.reasons,
             "missing": self.missing,
             "added": self.added,
+            "verdict": None if self.recipe is not None else self.verdict,
             "warnings": self.warnings,
             "tensors": [t.to_dict() for t in self.tensors],
         }

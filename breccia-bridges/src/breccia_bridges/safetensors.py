@@ -9,34 +9,28 @@ To stream tensors that do not exist yet: `plan` each, `open_writer`, then `write
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 import numpy as np
 
-from breccia import DtypeWarning, __version__
+from breccia import DtypeWarning
 from breccia.backend import (
     ML_DTYPES,
     PARTS,
     TENSOR,
     Array,
-    BrecciaError,
     Codec,
     CorruptFileError,
-    Layout,
     Ops,
     ScaledTensor,
     ScalingRecipe,
     ShapeError,
-    UnknownNameError,
     UnsupportedError,
     abbreviated,
     check_patterns,
@@ -47,66 +41,22 @@ from breccia.backend import (
     packing,
     part_shapes,
     registry,
-    suggestion,
     targets,
 )
 
 from . import nested as trees
 from .checkpoint import checkpoint_files
-from .safetensors_file import DTYPES, Container, Shape, Shards, Writer, check_text, in_both
+from .configs import CHECKPOINT, NON_NUMPY, SCOPE, Config, Undeclared, located, metadata_of, owners, read_configs
+from .safetensors_file import DTYPES, Container, Shape, Shards, in_both, read
+from .safetensors_writer import Writer, check_text
 
-#: The schema that this version writes and reads, as in the metadata.
-SCHEMA = "1"
-_SCOPE = "breccia_scope"
-#: Keys of the metadata that breccia writes.
-RESERVED = ("schema", "breccia_version", _SCOPE)
-#: The metadata's scope where its configs are about all files of a checkpoint, not about one file.
-CHECKPOINT = "checkpoint"
-_ZERO_POINTS = ("U8", "I8", "I16", "I32", "F16", "BF16", "F32")
-
-#: File dtypes that NumPy lacks, by their name in torch, JAX and ml_dtypes.
-_NON_NUMPY = {
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "bfloat16": "BF16",
-}
-_DTYPE_NAMES = {file: name for name, file in _NON_NUMPY.items()}
+_DTYPE_NAMES = {file: name for name, file in NON_NUMPY.items()}
 _NATIVE = {numpy: file for file, (bits, numpy) in DTYPES.items() if bits >= 8 and file not in _DTYPE_NAMES}
 #: File dtypes by the name of an array's dtype, for every framework.
-_FILE_DTYPES = {**_NATIVE, **_NON_NUMPY}
+_FILE_DTYPES = {**_NATIVE, **NON_NUMPY}
 
 #: The declaration of one name in a file: its entries as (dtype, shape), and the config of a scaled tensor.
-Described = tuple[dict[str, tuple[str, Shape]], "Config | None"]
-
-
-@dataclass(frozen=True)
-class Config:
-    """The contents of `{name}.config` for a scaled tensor.
-
-    shape: the logical shape; None in files of breccia 0.1, where it is the shape of the data.
-    scale_dtype: name of the codec that scales are stored in. It differs from the recipe's if a float scale kept its original
-        dtype; empty in files of breccia 0.1, where the entry's dtype is used.
-    """
-
-    recipe: ScalingRecipe
-    layout: Layout
-    axis: int
-    shape: Shape | None
-    scale_dtype: str
-
-    def to_json(self) -> str:
-        """The text stored under `{name}.config`."""
-        listed = {
-            "recipe": self.recipe.to_dict(),
-            "layout": self.layout.to_dict(),
-            "axis": self.axis,
-            "shape": self.shape,
-            "dtypes": {"data": self.recipe.format.element.name, "scale": self.scale_dtype},
-        }
-        return json.dumps(listed, sort_keys=True, separators=(",", ":"))
+Described = tuple[dict[str, tuple[str, Shape]], Config | None]
 
 
 # ------------------------------------------------------------------------------------------------ describing
@@ -184,14 +134,14 @@ def save_safetensors(
     path: str | os.PathLike[str],
     extra_metadata: Mapping[str, str] | None = None,
     *,
-    force: bool = True,
+    force: bool = False,
 ) -> None:
     """Write scaled tensors and plain arrays, of any installed framework, to a safetensors file.
 
     tensors: by name. Values may be nested mappings and lists of them, such as the parameters of a Flax model, whose keys are
         joined by dots.
     extra_metadata: further entries of the file's metadata, str to str; keys that end in ".config" are reserved.
-    force: replace an existing file, atomically at the end; `force=False` raises FileExistsError instead.
+    force: replace an existing file, atomically at the end; otherwise FileExistsError.
 
     Raises UnsupportedError for names or metadata that are not text or collide, and for dtypes the format lacks.
     """
@@ -211,7 +161,7 @@ def open_writer(
     described: Mapping[str, Described],
     extra_metadata: Mapping[str, str] | None = None,
     *,
-    force: bool = True,
+    force: bool = False,
 ) -> Writer:
     """The writer of a file of tensors that `describe` or `plan` declared, by name; see `save_safetensors`.
 
@@ -220,17 +170,17 @@ def open_writer(
     for name in described:
         check_text("a tensor's name", name)
     configs = {name: config for name, (_, config) in described.items() if config is not None}
-    owners = _owners(configs)
+    owned = owners(configs)
     entries: dict[str, tuple[str, Shape]] = {}
     for name, (own, config) in described.items():
-        if config is None and name in owners:
+        if config is None and name in owned:
             raise UnsupportedError(
-                f"the names {name!r} and {owners[name]!r} collide: a scaled tensor uses its name with "
+                f"the names {name!r} and {owned[name]!r} collide: a scaled tensor uses its name with "
                 f"{', '.join(f'.{part}' for part in PARTS)} in the file. Rename one.",
                 name=name,
             )
         entries |= own
-    return Writer(path, entries, _metadata(configs, extra_metadata or {}), force)
+    return Writer(path, entries, metadata_of(configs, extra_metadata or {}), force)
 
 
 def safetensors_metadata(tensors: Mapping[str, ScaledTensor]) -> dict[str, str]:
@@ -239,7 +189,7 @@ def safetensors_metadata(tensors: Mapping[str, ScaledTensor]) -> dict[str, str]:
     Every file of the checkpoint gets all of it ("breccia_scope": "checkpoint"), whichever components it holds.
     """
     configs = {name: config for name, st in tensors.items() if (config := describe(name, st)[1]) is not None}
-    return _metadata(configs, {}) | {_SCOPE: CHECKPOINT}
+    return metadata_of(configs, {}) | {SCOPE: CHECKPOINT}
 
 
 def write_tensor(writer: Writer, name: str, tensor: ScaledTensor | Array) -> None:
@@ -255,17 +205,6 @@ def _flat(array: Array) -> np.ndarray:
     """Its items in C order on one axis. Flattened before conversion: some bit-pattern views need one axis."""
     ops = ops_of(array)
     return ops.to_numpy(ops.reshape(array, (math.prod(array.shape),)))
-
-
-def _metadata(configs: Mapping[str, Config], extra: Mapping[str, str]) -> dict[str, str]:
-    for key in extra:
-        if key in RESERVED or (isinstance(key, str) and key.endswith(".config")):
-            raise UnsupportedError(
-                f"extra_metadata key {key!r} is reserved: {', '.join(RESERVED)} and all keys that end in '.config'. Rename it.",
-                key=key,
-            )
-    reserved = {"schema": SCHEMA, "breccia_version": __version__}
-    return {**reserved, **{f"{name}.config": config.to_json() for name, config in configs.items()}, **extra}
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -310,7 +249,7 @@ def load_safetensors(
         if config is not None:
             out[name] = _scaled(container, name, config, target)
         elif target.narrowed(container, name):
-            out[name] = container.array(name)
+            out[name] = target.fetch(container, name)
             left[name] = out[name].dtype.name
         else:
             out[name] = target.plain(container, name)
@@ -332,7 +271,7 @@ def opened(path: Path) -> list[Container]:
 
 def joined(path: Path, containers: list[Container]) -> list[Container]:
     """The opened files at `path`, or one container for all of them where their configs are about the checkpoint."""
-    if len(containers) > 1 and any(one.metadata.get(_SCOPE) == CHECKPOINT for one in containers):
+    if len(containers) > 1 and any(one.metadata.get(SCOPE) == CHECKPOINT for one in containers):
         return [Shards(path, containers)]
     return containers
 
@@ -348,8 +287,8 @@ def named_tensors(
     for container in containers:
         unknown: dict[str, Undeclared] = {}
         configs = read_configs(container, None if undeclared is None else unknown)
-        owners = _owners((*configs, *unknown))
-        for name in dict.fromkeys(owners.get(entry, entry) for entry in container.entries):
+        owned = owners((*configs, *unknown))
+        for name in dict.fromkeys(owned.get(entry, entry) for entry in container.entries):
             if name in found:
                 raise in_both(name, path, found[name][0].path, container.path)
             found[name] = container, configs.get(name)
@@ -368,165 +307,19 @@ def read_tensor(
     return _scaled(container, name, config, _Target.of(framework, device))
 
 
-@dataclass(frozen=True)
-class Undeclared:
-    """The unparsed config of a scaled tensor whose recipe or layout no installed plug-in declares."""
-
-    listed: dict[str, Any]
-    reason: str
-
-    @property
-    def recipe(self) -> str:
-        """The recipe's name, or "?" if the config has none."""
-        recipe = self.listed["recipe"]
-        return str(recipe.get("name", "?")) if isinstance(recipe, dict) else "?"
-
-    @property
-    def shape(self) -> Shape | None:
-        """The logical shape, if the config has one."""
-        shape = self.listed.get("shape")
-        if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-            return None
-        return tuple(shape)
-
-
-def read_configs(container: Container, undeclared: dict[str, Undeclared] | None = None) -> dict[str, Config]:
-    """The configs of a file's scaled tensors, by name.
-
-    undeclared: if given, receives the tensors whose recipe or layout no installed plug-in declares, by name.
-
-    Raises CorruptFileError naming the file and the tensor, and without `undeclared` also the undeclared recipe or layout.
-    """
-    metadata, entries = container.metadata, container.entries
-    names = [key.removesuffix(".config") for key in metadata if key.endswith(".config")]
-    schema = metadata.get("schema")
-    if schema is None:  # breccia 0.1, or another program, which may use such keys for anything
-        names = [name for name in names if f"{name}.data" in entries or f"{name}.scale" in entries]
-    elif schema != SCHEMA and (names or "breccia_version" in metadata):
-        raise CorruptFileError(
-            f"{container.path}: the file has schema {short(schema)}; breccia {__version__} reads {SCHEMA!r} and the files of "
-            f"breccia 0.1. It was written by breccia {short(metadata.get('breccia_version'))}: upgrade breccia-bridges.",
-            path=str(container.path),
-            schema=schema,
-        )
-    configs: dict[str, Config] = {}
-    if metadata.get(_SCOPE) == CHECKPOINT:
-        names = [name for name in names if any(f"{name}.{part}" in entries for part in PARTS)]
-    owners = _owners(names)
-    for name in names:
-        with _located(container, name):
-            if name in entries and name not in owners:
-                raise CorruptFileError("the file has both a scaled and a plain tensor of this name.")
-            try:
-                configs[name] = read_config(metadata[f"{name}.config"], schema=schema)
-            except CorruptFileError as e:
-                if undeclared is None or "undeclared" not in e.found:
-                    raise
-                undeclared[name] = Undeclared(json.loads(metadata[f"{name}.config"]), str(e))
-                continue
-            _check_entries(container, name, configs[name])
-    return configs
-
-
-def _owners(names: Iterable[str]) -> dict[str, str]:
-    """Scaled tensor by the name of each entry that it has or could have."""
-    return {f"{name}.{part}": name for name in names for part in PARTS}
-
-
-@contextmanager
-def _located(container: Container, name: str) -> Generator[None]:
-    """Turn any BrecciaError into a CorruptFileError that names the file and the tensor."""
-    try:
-        yield
-    except BrecciaError as e:
-        found = {**e.found, "path": str(container.path), "name": name}
-        raise CorruptFileError(f"{container.path}: tensor {name!r}: {e}", **found) from e
-
-
-def read_config(text: str, *, schema: str | None = SCHEMA) -> Config:
-    """Parse the text of a `{name}.config`; `schema` is None for breccia 0.1. Raises CorruptFileError."""
-    try:
-        listed = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise CorruptFileError(f"its config is not JSON ({e}).") from e
-    keys = ["recipe", "layout"] if schema is None else ["recipe", "layout", "axis", "shape", "dtypes"]
-    if not isinstance(listed, dict) or not set(keys) <= listed.keys():
-        raise CorruptFileError(f"its config is an object with {', '.join(keys)}; found {short(listed)}.")
-    layout = _declared("breccia_layouts", "layout", listed["layout"])
-    if schema is None:
-        # breccia 0.1 had no second level, which is the default now.
-        recipe = _declared("breccia_recipes", "recipe", listed["recipe"], nvfp4={"two_level": False})
-        return Config(recipe, layout, -1, None, "")
-    recipe = _declared("breccia_recipes", "recipe", listed["recipe"])
-    axis, shape, dtypes = listed["axis"], listed["shape"], listed["dtypes"]
-    if type(axis) is not int or axis not in (-1, -2):
-        raise CorruptFileError(f"its axis is -1 or -2; found {short(axis)}.")
-    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        raise CorruptFileError(f"its shape is a list of integers >= 0; found {short(shape)}.")
-    fmt = recipe.format
-    codec = fmt.scale.codec
-    allowed = [codec.name] if codec.bits <= 8 else ["F32", "F16", "BF16"]
-    if not isinstance(dtypes, dict) or dtypes.get("data") != fmt.element.name or dtypes.get("scale") not in allowed:
-        raise CorruptFileError(
-            f"recipe {recipe.name!r} has dtypes data {fmt.element.name}, scale {' or '.join(allowed)}; its config says "
-            f"{short(dtypes)}."
-        )
-    return Config(recipe, layout, axis, tuple(shape), dtypes["scale"])
-
-
-def _declared(hook: str, what: str, value: Any, **defaults: dict[str, Any]) -> Any:
-    """The recipe or layout of a config's `{"name": ..., "fields": ...}`; `defaults` are fields by its name."""
-    match value:
-        case {"name": str(name), "fields": dict(fields)}:
-            pass
-        case _:
-            raise CorruptFileError(f"its {what} is an object with a name and fields; found {short(value)}.")
-    try:
-        found = registry().look_up(hook, name, what)
-    except UnknownNameError:
-        known = list(registry().declared[hook])
-        raise CorruptFileError(
-            f"its {what} {name!r} is declared by no installed plug-in{suggestion(name, known)} Install the plug-in that "
-            "declares it; `breccia plugins` lists the installed and the disabled ones.",
-            undeclared=name,
-        ) from None
-    try:
-        return found.with_fields({**defaults.get(found.name, {}), **fields})
-    except Exception as e:  # any kind: a recipe's own checks may not expect such values
-        raise CorruptFileError(f"its {what} cannot be read: {e}") from e
-
-
-def _check_entries(container: Container, name: str, config: Config) -> None:
-    """Refuse missing components and dtypes that do not fit the recipe; ScaledTensor checks shapes."""
-    entries, fmt = container.entries, config.recipe.format
-    for part, codec in (("data", fmt.element), ("scale", fmt.scale.codec)):
-        if f"{name}.{part}" not in entries:
-            raise CorruptFileError(f"it has a config, but the file has no {name}.{part}; the file is incomplete.")
-        found = entries[f"{name}.{part}"].dtype
-        if codec.bits <= 8:
-            allowed = ["U8", *([_NON_NUMPY[codec.dtype]] if codec.dtype in _NON_NUMPY else [])]
-        else:
-            allowed = [config.scale_dtype] if config.scale_dtype else ["F32", "F16", "BF16"]
-        if found not in allowed:
-            raise CorruptFileError(
-                f"{name}.{part} holds {codec.name}, stored as {' or '.join(allowed)}; the file has {found} there."
-            )
-    zero_point = entries.get(f"{name}.zero_point")
-    if zero_point is not None and zero_point.dtype not in _ZERO_POINTS:
-        raise CorruptFileError(
-            f"{name}.zero_point holds integers or a bias, stored as {' or '.join(_ZERO_POINTS)}; the file has "
-            f"{zero_point.dtype} there."
-        )
+def view_tensor(container: Container, name: str, config: Config) -> ScaledTensor:
+    """As `read_tensor` on NumPy, with components that are `Container.view`s: nothing is read before `safetensors_file.read`."""
+    return _scaled(container, name, config, replace(_Target.of("numpy", None), way="view"))
 
 
 def _scaled(container: Container, name: str, config: Config, target: _Target) -> ScaledTensor:
     fmt = config.recipe.format
-    codes = container.array(f"{name}.data")
+    codes = target.fetch(container, f"{name}.data")
     shape = config.shape
     if shape is None:
         shape = tuple(codes.shape)
-        with _located(container, name):
-            codes = _packed(codes, fmt.element)
+        with located(container, name):
+            codes = _packed(read(codes), fmt.element)
     data = target.stored(codes, fmt.element)
     scale = target.scale(container, f"{name}.scale", fmt.scale.codec)
     if fmt.offset == "bias":
@@ -534,7 +327,7 @@ def _scaled(container: Container, name: str, config: Config, target: _Target) ->
     else:
         zero_point = target.plain(container, f"{name}.zero_point")
     global_scale = target.plain(container, f"{name}.global_scale")
-    with _located(container, name):
+    with located(container, name):
         return ScaledTensor(data, scale, config.recipe, config.layout, zero_point, global_scale, config.axis, shape)
 
 
@@ -552,11 +345,15 @@ def _packed(codes: np.ndarray, codec: Codec) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where loaded arrays go: a framework, its backend primitives, and the requested device."""
+    """Where loaded arrays go: a framework, its backend primitives, and the requested device.
+
+    way: the method of `Container` that gives its arrays: "array" maps them, "read" reads them, "view" does neither yet.
+    """
 
     framework: str
     ops: Ops
     device: Any
+    way: str
 
     @classmethod
     def of(cls, framework: str, device: Any) -> _Target:
@@ -566,7 +363,13 @@ class _Target:
                 f"NumPy arrays live on 'cpu'; got device={device!r}. Name a framework that has that device: framework='torch'.",
                 device=device,
             )
-        return cls(framework, targets.load(declared.ops), device)
+        # Frameworks that keep NumPy's memory map the file; the others copy it, and read it for that.
+        mapped = framework in ("numpy", "torch") and device in (None, "cpu")
+        return cls(framework, targets.load(declared.ops), device, "array" if mapped else "read")
+
+    def fetch(self, container: Container, name: str) -> np.ndarray:
+        """An entry of a file, as an array of NumPy."""
+        return getattr(container, self.way)(name)
 
     def stored(self, array: np.ndarray, codec: Codec) -> Array:
         """Codes in the framework's storage dtype of `codec`."""
@@ -574,7 +377,7 @@ class _Target:
 
     def scale(self, container: Container, name: str, codec: Codec) -> Array:
         if codec.bits <= 8 or container.entries[name].dtype == codec.name:
-            return self.stored(container.array(name), codec)
+            return self.stored(self.fetch(container, name), codec)
         return self.plain(container, name)
 
     def plain(self, container: Container, name: str) -> Array:
@@ -584,7 +387,7 @@ class _Target:
         found = container.entries[name].dtype
         if DTYPES[found][0] < 8:
             raise self._unavailable(container, name, f"no framework has an unpacked {found} dtype")
-        array = container.array(name)
+        array = self.fetch(container, name)
         wanted = _DTYPE_NAMES.get(found, array.dtype.name)
         if self.framework == "numpy" and found in _DTYPE_NAMES:
             try:

@@ -1,35 +1,37 @@
 """The safetensors container: a JSON header, then the bytes of every tensor, little-endian and without gaps.
 
-breccia has its own reader, since stock NumPy loaders copy and cannot read float8 tensors, and its own writer, since no
-other takes one tensor at a time. The format: https://huggingface.co/docs/safetensors#format.
+breccia has its own reader, since stock NumPy loaders copy and cannot read float8 tensors, and its own writer
+(`safetensors_writer`), since no other takes one tensor at a time. The format:
+https://huggingface.co/docs/safetensors#format.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
-from types import TracebackType
-from typing import Any, BinaryIO, NoReturn, Self
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from breccia.backend import BrecciaError, CorruptFileError, ShapeError, UnknownNameError, UnsupportedError, suggestion
-
-from .atomic import temporary_path
+from breccia.backend import (
+    BrecciaError,
+    CorruptFileError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+    parsed_json,
+    suggestion,
+)
 
 Shape = tuple[int, ...]
-#: What `Writer` takes: an array, or anything with the buffer protocol.
-Data = np.ndarray | bytes | bytearray | memoryview
 
 #: Largest header, in bytes, that stock readers accept (safetensors 0.8: "header too large" beyond it).
 MAX_HEADER = 100_000_000
@@ -120,11 +122,11 @@ class Container:
     entries: dict[str, Entry]
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        _need_little_endian()
+        need_little_endian()
         self.path = Path(path)
         with open(self.path, "rb") as file:
-            self._identity = _identity(file)
-            size = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            self._identity, size = identity(status), status.st_size
             header = self._header_bytes(file, size)
             self._data_start = 8 + len(header)
             self.metadata, self.entries = self._parsed(header, size - self._data_start)
@@ -142,23 +144,39 @@ class Container:
         return self.entries[name]
 
     def array(self, name: str) -> np.ndarray:
-        """The tensor as a mapped, copy-on-write view: writing to it changes this process's pages, never the file.
+        """The tensor as a mapped, copy-on-write array: writing to it changes this process's pages, never the file.
 
-        BF16 is returned as uint16 bit patterns, 8-bit floats as uint8, smaller floats as flat uint8 bytes.
+        BF16 is returned as uint16 bit patterns, 8-bit floats as uint8, smaller floats as flat uint8 bytes. A tensor that starts
+        at a byte where its dtype is not aligned is read into memory.
+        A file MUST NOT be truncated while a mapped array is in use: the system ends a process that reads pages which a file has
+        lost. `read` has no such condition.
         Raises UnknownNameError where the file has no tensor of that name, CorruptFileError if it changed since it was opened.
         """
+        found = self.view(name)
+        return found if found.flags.aligned else read(found)
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor, read into memory. Raises as `array` does, and CorruptFileError for a file that changed meanwhile."""
+        found = read(self.view(name))
+        self.check_unchanged()
+        return found
+
+    def view(self, name: str) -> np.ndarray:
+        """As `array`, but mapped even if it is not aligned. `read` takes a part of it into memory."""
         entry = self.entry(name)
         bits, dtype = DTYPES[entry.dtype]
         shape = entry.shape if bits >= 8 else (entry.nbytes,)
         return np.ndarray(shape, dtype, buffer=self._mapped(), offset=self._data_start + entry.start)
 
+    def check_unchanged(self) -> None:
+        """Raise CorruptFileError if the file was replaced or modified since it was opened."""
+        if identity(os.stat(self.path)) != self._identity:
+            raise changed(self.path)
+
     def _mapped(self) -> mmap.mmap:
         mapped = self._map and self._map()
         if mapped is None:
-            with open(self.path, "rb") as file:
-                if _identity(file) != self._identity:
-                    self._refuse("it was replaced or modified since its header was read.", "Open it again.")
-                mapped = _map(file)
+            mapped = _map(self.path, self._identity)
             self._map = weakref.ref(mapped)
         return mapped
 
@@ -193,8 +211,8 @@ class Container:
         if not text.startswith("{"):
             self._refuse(f"the header is a JSON object and starts with '{{'; found {short(text)}.", _FETCH)
         try:
-            listed = json.loads(text, object_pairs_hook=self._object)
-        except (ValueError, RecursionError) as e:
+            listed = parsed_json(text, self._object)
+        except ValueError as e:
             if isinstance(e, CorruptFileError):
                 raise
             self._refuse(f"the header is not JSON ({e}).", _FETCH)
@@ -283,9 +301,13 @@ class Shards(Container):
     def file_of(self, name: str) -> Path:
         return self._files[name].path
 
-    def array(self, name: str) -> np.ndarray:
+    def view(self, name: str) -> np.ndarray:
         self.entry(name)
-        return self._files[name].array(name)
+        return self._files[name].view(name)
+
+    def check_unchanged(self) -> None:
+        for file in {id(file): file for file in self._files.values()}.values():
+            file.check_unchanged()
 
 
 def in_both(name: str, path: Path, *files: Path) -> CorruptFileError:
@@ -297,212 +319,86 @@ def in_both(name: str, path: Path, *files: Path) -> CorruptFileError:
     )
 
 
-class Writer:
-    """Writes a safetensors file tensor by tensor, in any order, and renames it to its path only when complete.
+@dataclass(frozen=True)
+class _Origin:
+    """What is mapped: a file, its identity, and where in memory its first byte is."""
 
-        with Writer(path, {"w": ("F32", (4, 8))}, {"made": "today"}) as w:
-            w.write("w", array)
+    path: Path
+    identity: tuple[int, ...]
+    address: int
 
-    tensors: (dtype, shape) by name, dtypes as in `DTYPES`; the header lists them in this order.
-    force: replace a file that exists; without it FileExistsError.
 
-    The bytes go to a temporary file in the same directory, which is renamed at the end. A process that has mapped the old
-    file keeps the old bytes. An exception removes the temporary file and leaves the old one unchanged.
-    Raises UnknownNameError, ShapeError or UnsupportedError for an invalid declaration.
+_origins: weakref.WeakKeyDictionary[mmap.mmap, _Origin] = weakref.WeakKeyDictionary()
+
+
+def _map(path: Path, expected: tuple[int, ...]) -> mmap.mmap:
+    """Map the file copy-on-write, without reserving memory, so that files larger than memory can be mapped."""
+    with _opened(path, expected) as file:
+        if sys.platform == "win32":
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        else:
+            flags = mmap.MAP_PRIVATE | _NORESERVE
+            mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    _origins[mapped] = _Origin(path, expected, np.frombuffer(mapped, np.uint8, 1).ctypes.data)
+    return mapped
+
+
+def read(view: np.ndarray) -> np.ndarray:
+    """A part of what `Container.view` returned, aligned and in memory; other arrays are returned as they are.
+
+    It asks the system for the bytes, and does not touch mapped pages.
+    Raises CorruptFileError where the file was replaced or modified since it was opened.
     """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        tensors: Mapping[str, tuple[str, Shape]],
-        metadata: Mapping[str, str] | None = None,
-        force: bool = False,
-    ) -> None:
-        _need_little_endian()
-        self.path = Path(path)
-        self.entries = _arranged(tensors)
-        self._header = _header(self.entries, dict(metadata or {}))
-        self._force = force
-        self._refuse_existing()
-        self._written: set[str] = set()
-        self._streamed: set[str] = set()  # open streams
-        self._file: BinaryIO | None = None
-        self._temporary = temporary_path(self.path)
-
-    def __enter__(self) -> Self:
-        if not self.path.parent.is_dir():
-            raise FileNotFoundError(f"cannot write {self.path}: there is no directory {self.path.parent}; create it first.")
-        self._file = open(self._temporary, "xb")  # closed by __exit__; the mode follows the umask
-        try:
-            self._file.write(self._header)
-        except BaseException:
-            self.__exit__(*sys.exc_info())
-            raise
-        return self
-
-    def write(self, name: str, data: Data) -> None:
-        """Write the bytes of one tensor: an array of any dtype, in C order, or anything with the buffer protocol.
-
-        Raises as `stream` does.
-        """
-        with self.stream(name) as put:
-            put(data)
-
-    @contextmanager
-    def stream(self, name: str) -> Generator[Callable[[Data], None]]:
-        """Write one tensor in consecutive pieces; several streams may be open at once.
-
-            with w.stream("w") as put:
-                put(first_rows)
-                put(other_rows)
-
-        Raises UnknownNameError for a name not declared, ShapeError where the byte count is not the declared one,
-        BrecciaError for a tensor written before, or outside the `with` block.
-        """
-        if self._file is None:
-            raise BrecciaError(f"{self.path}: tensors are written inside `with Writer(...) as w:`.", name=name)
-        if name not in self.entries:
-            raise UnknownNameError(f"{self.path}: no tensor {name!r} is declared{suggestion(name, list(self.entries))}")
-        if name in self._written or name in self._streamed:
-            raise BrecciaError(f"{self.path}: tensor {name!r} is already written; write each tensor once.", name=name)
-        entry, done = self.entries[name], 0
-
-        def put(data: Data) -> None:
-            nonlocal done
-            if self._file is None or name not in self._streamed:
-                raise BrecciaError(f"{self.path}: pieces of {name!r} are put inside `with w.stream(...) as put:`.", name=name)
-            raw = _raw(data)
-            if done + raw.nbytes > entry.nbytes:
-                raise self._miscounted(name, done + raw.nbytes)
-            self._file.seek(len(self._header) + entry.start + done)
-            self._file.write(raw)
-            done += raw.nbytes
-
-        self._streamed.add(name)
-        try:
-            yield put
-        finally:
-            self._streamed.discard(name)
-        if done != entry.nbytes:
-            raise self._miscounted(name, done)
-        self._written.add(name)
-
-    def _miscounted(self, name: str, found: int) -> ShapeError:
-        entry = self.entries[name]
-        return ShapeError(
-            f"{self.path}: tensor {name!r} is declared {entry.dtype} of shape {entry.shape}, {entry.nbytes} bytes; got "
-            f"{found} bytes.",
-            name=name,
-            expected=entry.nbytes,
-            found=found,
-        )
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        file, self._file = self._file, None
-        assert file is not None
-        try:
-            if kind is None:
-                self._check_complete()
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-                self._refuse_existing()
-                os.replace(self._temporary, self.path)
-        finally:
-            try:
-                file.close()
-            finally:
-                self._temporary.unlink(missing_ok=True)
-
-    def _check_complete(self) -> None:
-        missing = [name for name in self.entries if name not in self._written]
-        if missing:
-            raise BrecciaError(
-                f"{self.path} is not written: {len(missing)} of {len(self.entries)} declared tensors were not given: "
-                f"{short(missing)}. Write each one, or declare fewer.",
-                missing=missing,
-            )
-
-    def _refuse_existing(self) -> None:
-        if self.path.is_dir():
-            raise IsADirectoryError(f"cannot write {self.path}: it is a directory; give the name of a file.")
-        if not self._force and os.path.lexists(self.path):
-            raise FileExistsError(f"{self.path} exists; choose another name, or replace it: force=True (--force).")
+    base: Any = view
+    while isinstance(base, np.ndarray):
+        base = base.base
+    origin = _origins.get(base) if isinstance(base, mmap.mmap) else None
+    if origin is None:
+        return view
+    out = np.empty(view.shape, view.dtype)
+    if out.size:
+        with _opened(origin.path, origin.identity) as file:
+            _read_into(out, view, file, origin)
+    return out
 
 
-def _identity(file: BinaryIO) -> tuple[int, ...]:
+def _read_into(out: np.ndarray, view: np.ndarray, file: BinaryIO, origin: _Origin) -> None:
+    if not view.flags.c_contiguous:
+        for part, of in zip(out, view, strict=True):
+            _read_into(part, of, file, origin)
+        return
+    file.seek(view.ctypes.data - origin.address)
+    left = out.reshape(-1).view(np.uint8).data
+    while left:
+        count = file.readinto(left)  # pyright: ignore[reportAttributeAccessIssue]
+        if not count:
+            raise changed(origin.path)
+        left = left[count:]
+
+
+def _opened(path: Path, expected: tuple[int, ...]) -> BinaryIO:
+    """The file, opened again. Raises CorruptFileError if it is another one by now."""
+    file: Any = open(path, "rb", buffering=0)  # noqa: SIM115
+    if identity(os.fstat(file.fileno())) != expected:
+        file.close()
+        raise changed(path)
+    return file
+
+
+def changed(path: Path) -> CorruptFileError:
+    """The error for a file that is not the one whose header was read."""
+    return CorruptFileError(f"{path}: it was replaced or modified since its header was read. Open it again.", path=str(path))
+
+
+def identity(status: os.stat_result) -> tuple[int, ...]:
     """Identifies the file and its version: it changes if the file is replaced or modified."""
-    status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _map(file: BinaryIO) -> mmap.mmap:
-    """Map the file copy-on-write, without reserving memory, so that files larger than memory can be mapped."""
-    if sys.platform == "win32":
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    flags = mmap.MAP_PRIVATE | _NORESERVE
-    return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def _need_little_endian() -> None:
+def need_little_endian() -> None:
+    """Raise UnsupportedError on a big-endian host."""
     if sys.byteorder != "little":
         raise UnsupportedError(
             f"safetensors files are little-endian and this host is {sys.byteorder}-endian, and breccia does not swap "
             "bytes; read and write them on a little-endian host (x86-64, arm64)."
         )
-
-
-def _arranged(tensors: Mapping[str, tuple[str, Shape]]) -> dict[str, Entry]:
-    """Entries in the given order, with offsets by descending element size, so that every tensor is aligned."""
-    for name in tensors:
-        check_text("a tensor's name", name)
-        if name == "__metadata__":
-            raise UnsupportedError("'__metadata__' is the format's own key; give the tensor another name.", name=name)
-    sizes: dict[str, int] = {}
-    for name, (dtype, shape) in tensors.items():
-        try:
-            sizes[name] = byte_count(dtype, shape)
-        except (UnknownNameError, ShapeError) as e:
-            raise type(e)(f"tensor {name!r}: {e}", **{**e.found, "name": name}) from None
-    at: dict[str, int] = {}
-    end = 0
-    for name in sorted(tensors, key=lambda name: -DTYPES[tensors[name][0]][0]):
-        at[name], end = end, end + sizes[name]
-    return {name: Entry(dtype, tuple(shape), at[name], at[name] + sizes[name]) for name, (dtype, shape) in tensors.items()}
-
-
-def _header(entries: dict[str, Entry], metadata: dict[str, str]) -> bytes:
-    """The header after its length, padded with spaces so that the data starts at a multiple of 8."""
-    for key, value in metadata.items():
-        check_text("a metadata key", key)
-        check_text(f"metadata {key!r}", value)
-    listed: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    for name, e in entries.items():
-        listed[name] = {"dtype": e.dtype, "shape": e.shape, "data_offsets": (e.start, e.stop)}
-    text = json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
-        raise UnsupportedError(
-            f"the header would be {len(text)} bytes long; readers accept {MAX_HEADER}. Write fewer tensors or less metadata "
-            "per file.",
-            length=len(text),
-        )
-    return struct.pack("<Q", len(text)) + text
-
-
-def check_text(what: str, value: Any) -> None:
-    """Raise UnsupportedError unless `value` is a str that UTF-8 can encode."""
-    if not isinstance(value, str):
-        raise UnsupportedError(f"{what} must be a str, got {short(value)} ({type(value).__name__}); use str(...).", found=value)
-    try:
-        value.encode()
-    except UnicodeEncodeError as e:
-        raise UnsupportedError(f"{what} must be valid Unicode text; {short(value)} has a lone surrogate.", found=value) from e
-
-
-def _raw(data: Any) -> memoryview:
-    """The bytes of an array or buffer, little-endian in C order; zero-copy if already so."""
-    if not isinstance(data, np.ndarray):
-        return memoryview(data).cast("B")
-    little = data.astype(data.dtype.newbyteorder("<")) if data.dtype.byteorder == ">" else data
-    return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data

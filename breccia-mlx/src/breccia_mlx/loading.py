@@ -64,13 +64,14 @@ class _Model(NamedTuple):
         return cls(weights, {name: a for name, a in every if name not in owned and not name.startswith(scaled)})
 
 
-def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None = None) -> None:
+def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None = None, *, force: bool = False) -> None:
     """Write the parameters of `model`, with quantized weights as `breccia.bridges.save_safetensors` writes ScaledTensors.
 
     The names are those of `breccia convert`, and weights that MLX has quantized are written as ScaledTensors too. `load_model`
     reads the file in MLX, and `breccia_torch.load_model` in torch.
 
     metadata: further entries of the file's metadata, in addition to `{"format": "mlx"}`.
+    force: replace an existing file; otherwise FileExistsError.
 
     Raises DialectError for a layer of a format of MLX that has no recipe, and what `save_safetensors` raises.
     """
@@ -78,7 +79,7 @@ def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None 
     weights, arrays = _Model.of(model)
     tensors: dict[str, Any] = {name: _held(layer) for name, layer in weights.items()} | arrays
     mx.eval(list(arrays.values()))
-    bridges.save_safetensors(tensors, path, {"format": "mlx", **(metadata or {})})
+    bridges.save_safetensors(tensors, path, {"format": "mlx", **(metadata or {})}, force=force)
 
 
 def load_model(

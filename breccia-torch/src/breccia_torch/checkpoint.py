@@ -27,12 +27,13 @@ class _Entry(NamedTuple):
     held: ScaledWeight | Tensor
 
 
-def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None = None) -> None:
+def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None = None, *, force: bool = False) -> None:
     """Write the state of `model`, with quantized weights as `breccia.bridges.save_safetensors` writes ScaledTensors.
 
     A tensor shared by several names is stored once, under the first. A layer that casts its inputs stores that recipe too.
 
     metadata: further entries of the file's metadata, in addition to `{"format": "pt"}`.
+    force: replace an existing file; otherwise FileExistsError.
 
     Raises UnsupportedError for state that is not a tensor or has no values, ImportError without breccia-bridges, and what
     `save_safetensors` raises.
@@ -48,7 +49,7 @@ def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None 
             )
         if held.device.type == "meta":
             raise UnsupportedError(f"save_model: {name} is on the meta device and has no values; load them first.", name=name)
-    bridges.save_safetensors(tensors, path, {"format": "pt", **(metadata or {})})
+    bridges.save_safetensors(tensors, path, {"format": "pt", **(metadata or {})}, force=force)
 
 
 def load_model(

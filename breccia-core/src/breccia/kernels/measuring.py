@@ -49,7 +49,7 @@ class Source:
         """The values as FP32 (FP64 unchanged), with three axes."""
         if self._scaled is None:
             assert self._array is not None
-            piece = self._array[slab]
+            piece = self._read(self._array[slab])
             if piece.dtype == np.float64:
                 return piece
             return BF16.read(NUMPY, piece) if self._bf16 else NUMPY.f32(piece)
@@ -66,8 +66,14 @@ class Source:
             ends = low - (high * below - low * below), high + (high * above - low * above)
         return np.minimum(*ends), np.maximum(*ends)  # a negative scale swaps the two
 
+    def _read(self, part: np.ndarray) -> np.ndarray:
+        """A part of an array, in memory; for sources whose arrays are not."""
+        return part
+
     def _piece(self, st: ScaledTensor, slab: Slab) -> ScaledTensor:
-        return st[slab] if st.ndim == 3 else st[slab[1]] if st.ndim == 2 else st
+        st = st[slab] if st.ndim == 3 else st[slab[1]] if st.ndim == 2 else st
+        parts = {name: self._read(part) for name, part in components(st).items()}
+        return ScaledTensor.from_parts(recipe=st.recipe, layout=st.layout, axis=st.axis, padding=st.padding, **parts)
 
     def _decoded(self, st: ScaledTensor) -> np.ndarray:
         return calls.dequantize(st).reshape(stacked(st.shape))

@@ -1,0 +1,158 @@
+"""The files beside the weights of a checkpoint folder: config.json, index, tokenizer and others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from breccia import CorruptFileError, UnsupportedError
+from breccia.backend import kept_kind
+
+from .checkpoint import INDEX
+from .destination import within
+from .foreign import CONFIG, OWN, QUANTIZATION, QUANTIZATION_FILES, model_configs
+from .huggingface import REFUSAL, WEIGHTS, write_json
+from .results import Report
+from .safetensors_file import Container, changed, identity
+from .staging import write_text
+
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite")
+
+
+class Companions:
+    """The files of a folder that `convert` copies, as they are when this is made.
+
+    Left out: files that declare how the source was quantized, weights in other formats and their indexes, safetensors files at
+    the top level (those of the index are converted, others duplicate them), hidden folders, links to folders, broken links,
+    and special files. Links that leave the source are not followed: `left` has their names. A download cache's links to its
+    own blobs stay within it.
+
+    Raises UnsupportedError where one of `shards`, or a file that decides how they are read, is a link that leaves the source,
+    and PermissionError where a file cannot be read.
+    """
+
+    def __init__(self, src: Path, shards: list[Path]) -> None:
+        self.src, self.left, self._files = src, list[str](), dict[Path, tuple[int, ...]]()
+        roots = _roots(src)
+        for path in (*shards, *(src / name for name in (INDEX, CONFIG, *QUANTIZATION_FILES))):
+            if path.is_file() and _leaves(path, roots):
+                raise UnsupportedError(
+                    f"{path} is a link to {os.path.realpath(path)}, outside of the source; breccia does not follow such links. "
+                    "Copy the file into the folder, or give the folder that it is in.",
+                    path=str(path),
+                )
+        self._read = {path: _state(path) for name in (INDEX, CONFIG, *QUANTIZATION_FILES) if (path := src / name).is_file()}
+        for folder, folders, names in os.walk(src):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            inside = Path(folder).relative_to(src)
+            for name in sorted(names):
+                path = Path(folder, name)
+                if not path.is_file() or _is_left_out(inside, name):
+                    continue
+                if _leaves(path, roots):
+                    self.left.append(str(inside / name))
+                elif not os.access(path, os.R_OK):
+                    raise PermissionError(f"cannot read {path}, which would be copied; change its permissions.")
+                else:
+                    self._files[path] = _state(path)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(path.stat().st_size for path in self._files)
+
+    def copy(self, stage: Path) -> None:
+        """Copy the files into another folder."""
+        for path in self._files:
+            to = stage / path.relative_to(self.src)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, to)
+
+    def check_unchanged(self) -> None:
+        """Raise CorruptFileError if one of the files was replaced or modified since this was made."""
+        for path, state in {**self._files, **self._read}.items():
+            if not path.is_file() or _state(path) != state:
+                raise changed(path)
+
+
+def _is_left_out(inside: Path, name: str) -> bool:
+    if inside == Path() and name in QUANTIZATION_FILES:
+        return True
+    weights = (*_OTHER_FORMATS, ".safetensors") if inside == Path() else _OTHER_FORMATS
+    return name.lower().removesuffix(".index.json").endswith(weights)
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    return identity(path.stat())
+
+
+def _roots(src: Path) -> list[Path]:
+    """The folders that are the source: itself, and the blobs of a Hugging Face cache that it is a snapshot in."""
+    real = Path(os.path.realpath(src))
+    blobs = real.parent.parent / "blobs"
+    return [real, blobs] if real.parent.name == "snapshots" and blobs.is_dir() else [real]
+
+
+def _leaves(path: Path, roots: list[Path]) -> bool:
+    return not any(within(path, root) for root in roots)
+
+
+# ------------------------------------------------------------------------------------------------ the index
+
+
+def check_index(index: Path, listed: dict[str, str], files_of: dict[str, list[str]]) -> None:
+    """Raise CorruptFileError where an index and the files that it lists contradict each other."""
+    for name in dict.fromkeys((*listed, *files_of)):
+        found = files_of.get(name, [])
+        if len(found) > 1:
+            wrong = f"is in both {' and '.join(found)}"
+        elif name not in listed:
+            wrong = f"of {found[0]} is missing from the index"
+        elif found != [listed[name]]:
+            wrong = f"is in {listed[name]} by the index, but {'in ' + found[0] if found else 'in no file'} in fact"
+        else:
+            continue
+        raise CorruptFileError(
+            f"{index}: tensor {name!r} {wrong}; download the checkpoint again, or fix its index.", path=str(index), name=name
+        )
+
+
+def write_index(stage: Path, files: list[Path]) -> None:
+    """Write the index of a sharded folder, for the new entries."""
+    entries = {name: (path.name, e.nbytes) for path in files for name, e in Container(stage / path.name).entries.items()}
+    index = {
+        "metadata": {"total_size": sum(size for _, size in entries.values())},
+        "weight_map": {name: file for name, (file, _) in sorted(entries.items())},
+    }
+    write_text(stage / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------ config.json
+
+
+def write_config(path: Path, config: dict[str, Any], report: Report, floating: tuple[str, ...]) -> None:
+    """Replace what a config.json says about the quantization; its other keys keep their values and order.
+
+    floating: dtypes of a file that can be quantized.
+    """
+    for prefix, part in list(model_configs(config)):
+        part.pop("compression_config", None)
+        if prefix:
+            part.pop(QUANTIZATION, None)
+    config[QUANTIZATION] = {
+        "quant_method": OWN,
+        "recipe": report.recipe and report.recipe.to_dict(),
+        "modules_to_not_convert": _modules_kept(report, floating),
+    }
+    config[WEIGHTS] = REFUSAL
+    if not report.quantized:
+        del config[QUANTIZATION], config[WEIGHTS]
+    write_json(path, config)
+
+
+def _modules_kept(report: Report, floating: tuple[str, ...]) -> list[str]:
+    """The names of modules with a matrix that keeps its precision, except embeddings and norms."""
+    kept = [t.name for t in report.kept if len(t.shape) > 1 and t.parameters and t.stored_as in floating]
+    return sorted(name.removesuffix(".weight") for name in kept if kept_kind(name) not in ("embedding", "norm"))

@@ -1,0 +1,82 @@
+"""Where `convert` may write: checks that nothing else is destroyed, and that what is written has a place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from breccia import UnsupportedError
+
+from .checkpoint import INDEX
+from .text import size
+
+
+def location(path: Path) -> Path:
+    """The absolute path, with parent folders resolved; a link as the last component is kept."""
+    absolute = path.absolute()
+    if absolute.name in ("", ".."):
+        return Path(os.path.realpath(absolute))
+    return Path(os.path.realpath(absolute.parent), absolute.name)
+
+
+def check_destination(src: Path, files: list[Path], dst: Path, force: bool) -> None:
+    """Check, before anything is read, that the destination can be written without destroying other data."""
+    if within(Path.cwd(), dst):
+        wrong = "is or contains the current folder; choose a folder or file inside it"
+    elif dst.exists() and dst.samefile(src):
+        wrong = "is the source; choose another destination"
+    elif within(dst, src) or within(dst.parent, src):
+        wrong = f"lies inside the source {src}; choose a destination outside it"
+    elif any(within(path, dst) for path in (src, *files)):
+        wrong = f"contains the source {src}; choose another destination"
+    elif src.is_file() and dst.is_dir():
+        wrong = "is a folder but the source is a file; give a name that ends in .safetensors"
+    elif src.is_dir() and dst.suffix == ".safetensors":
+        wrong = "names a file but the source is a folder; give the name of a folder"
+    elif src.is_file() and dst.suffix != ".safetensors":
+        wrong = "does not end in .safetensors; add the suffix"
+    else:
+        wrong = ""
+    if wrong:
+        raise UnsupportedError(f"{dst} {wrong}.", path=str(dst))
+    if not dst.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {dst}: there is no folder {dst.parent}; create it first.")
+    if not os.access(dst.parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"cannot write {dst}: the folder {dst.parent} is read-only; choose another one.")
+    check_taken(dst, force, src.is_dir())
+
+
+def check_taken(dst: Path, force: bool, folder: bool) -> None:
+    """Refuse to replace an existing destination, unless `force` is set and it is a file, a link or a checkpoint."""
+    if not os.path.lexists(dst):
+        return
+    if folder and dst.exists() and not dst.is_dir():
+        raise FileExistsError(f"{dst} is a file but the source is a folder; choose another name.")
+    if not force:
+        raise FileExistsError(f"{dst} exists; choose another name, or replace it: force=True (--force).")
+    if dst.is_symlink():
+        return
+    if not dst.is_dir() and not dst.is_file():
+        raise FileExistsError(f"{dst} is neither a file nor a folder; choose another name.")
+    if dst.is_dir() and os.path.ismount(dst):
+        raise FileExistsError(f"{dst} is a mount point, which cannot be replaced; choose a folder in it.")
+    if dst.is_dir() and not (dst / INDEX).exists() and not any(dst.glob("*.safetensors")):
+        raise FileExistsError(
+            f"{dst} does not look like a checkpoint (it contains no .safetensors file), so --force does not replace it; remove "
+            "it yourself, or choose another name."
+        )
+
+
+def check_space(dst: Path, needed: int) -> None:
+    """Raise OSError where the disk has less than `needed` bytes for what is written before it replaces anything."""
+    free = shutil.disk_usage(dst.parent).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{size(needed)} are needed and {size(free)} free; choose another disk", str(dst))
+
+
+def within(path: Path, folder: Path) -> bool:
+    """Is `path`, links resolved, `folder` or something in it?"""
+    real = Path(os.path.realpath(path))
+    return folder.exists() and any(p.exists() and p.samefile(folder) for p in (real, *real.parents))
