@@ -295,6 +295,8 @@ def _print_comparison(found: list[Report], sort: CompareKey | None, top: int | N
         figures = [_figures(one.fidelity, one.bits_per_parameter) if one.quantized else unmeasured for one in found]
         rows = [(*line, size(one.bytes_out), one.destination) for line, one in zip(figures, found, strict=True)]
         print_table((*_FIGURES, ">size", "all of"), rows)
+    for one in found:
+        typer.echo(printable(f"verdict: {f'{one.destination}: ' if len(found) > 1 else ''}{one.verdict}"))
 
 
 def _print_hidden(count: int, shown: int) -> None:
