@@ -1,4 +1,4 @@
-# make demo, make test, make test-all, make test-apart, make slow, make check, make docs, make bench: each from a bare clone with
+# make demo, make test, make test-all, make test-apart, make slow, make fuzz, make check, make docs, make bench: each from a bare clone with
 # Python >= 3.11 and nothing else.
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ INSTALL_NATIVE = CC="$${CC:-$$(command -v ccache) $$($(CC_OF_PYTHON))}" $(1)/bin
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-rest test-all test-apart slow mutants check check-types check-pages docs bench format clean
+.PHONY: demo test test-rest test-all test-apart slow fuzz mutants check check-types check-pages docs bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
@@ -44,6 +44,11 @@ test-apart:
 # Every case that is left: minutes of parity and idempotence, and measurements as ratios.
 slow: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -m "(slow or exhaustive) and not gpu"
+
+# Damaged checkpoints through everything that reads files, SECONDS=600 of them; run again, it goes on. See tests/tools/fuzz.py.
+SECONDS := 600
+fuzz: $(VENV)/ready
+	$(VENV)/bin/python tests/tools/fuzz.py --state .fuzz --seconds $(SECONDS)
 
 # Every mutant of the core against the tests: hours of one core. Run again after an interruption, it goes on. SAMPLE=300 takes
 # that many of them, the same ones as long as the source stays.
