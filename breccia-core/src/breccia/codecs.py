@@ -193,7 +193,7 @@ class Minifloat(Codec):
     def read(self, ops: Ops, stored: Array) -> Array:
         if self.bits <= 8:
             return self.decode(ops, ops.load(stored))
-        if self.bits == 16 and ops.is_bit_pattern(stored):
+        if ops.is_bit_pattern(stored):  # of BF16, also in place of a scale that the recipe stores wider
             return ops.bitcast_to_float(ops.load(stored) << 16)
         return ops.f32(stored)
 

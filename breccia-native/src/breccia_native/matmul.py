@@ -47,6 +47,8 @@ _EMPTY = np.empty(0, np.float32)
 _F32 = np.dtype(np.float32)
 _REMEMBERED = 256
 _OFFSETS = {np.dtype(np.uint8): "u8", np.dtype(np.int8): "i8", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
+#: The kinds of floating-point scales by dtype, in native byte order; uint16 holds bit patterns of BF16.
+_SCALES = {np.dtype(np.float32): _KINDS["f32"], np.dtype(np.float16): _KINDS["f16"], np.dtype(np.uint16): _KINDS["bf16"]}
 
 
 def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
@@ -264,7 +266,10 @@ def prepared(x: Array, b: ScaledTensor, bias: Array | None) -> Prepared | None:
     rows, weight = x.reshape(-1, k), _weight(st, n, k)
     m, kind = len(rows), _kind_of(x)
     as_they_are = (
-        kind is not None and (bias is None or bias.dtype is _F32) and (st.zero_point is None or st.zero_point.dtype in _OFFSETS)
+        kind is not None
+        and (bias is None or bias.dtype is _F32)
+        and (st.zero_point is None or st.zero_point.dtype in _OFFSETS)
+        and (st.scale.itemsize == 1 or st.scale.dtype in _SCALES)
     )
     if not as_they_are or m > _rows_at_once(k):
         return None
@@ -293,10 +298,11 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
     shared = (tall, block) == TENSOR or tall is None
     tall, block = n if shared or tall is None else tall, k if block is None else block
     offset, offset_kind = _offset(st)
+    scale, scale_kind = _scale(st, plan)
     if not columns.supports(plan.kind, plan.role):
         return None
     shape = -(-n // tall), -(-k // block)
-    scale, offset = (np.ascontiguousarray(part.reshape(shape).T) if part.size else part for part in (st.scale, offset))
+    scale, offset = (np.ascontiguousarray(part.reshape(shape).T) if part.size else part for part in (scale, offset))
     x, product = np.ascontiguousarray(NUMPY.f32(x)), np.empty((len(x), n), np.float32)
     factor = plan.factor if st.global_scale is None else factor_of(st.recipe.format, float(st.global_scale))
     call: tuple[Any, ...] = (
@@ -309,7 +315,7 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
         plan.width,
         plan.table,
         scale,
-        plan.scale_kind,
+        scale_kind,
         plan.scale_table,
         block,
         tall,
@@ -362,13 +368,14 @@ def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
     if st.global_scale is not None:
         factor = factor_of(st.recipe.format, float(st.global_scale))
     offset, offset_kind = _offset(st)
+    scale, scale_kind = _scale(st, plan)
     return _Weight(
         _in_rows(st.data),
         plan.kind,
         plan.width,
         plan.table,
-        _in_rows(st.scale),
-        plan.scale_kind,
+        _in_rows(scale),
+        scale_kind,
         plan.scale_table,
         k if block is None else block,
         n if per_tensor or tall is None else tall,
@@ -392,6 +399,20 @@ def _in_rows(data: Array) -> Array:
     return found
 
 
+def _scale(st: ScaledTensor, plan: _Plan) -> tuple[Array, int]:
+    """Scales in a dtype that the kernels read, and the number of its encoding: that of the array, not of the recipe.
+
+    A floating-point scale may have another dtype than the recipe's, the other byte order, and any address.
+    """
+    scale = st.scale
+    if scale.itemsize == 1:
+        return scale, plan.scale_kind
+    kind = _SCALES.get(scale.dtype)
+    if kind is None:  # NumPy's dtype of BF16 has no buffer
+        return st.recipe.format.scale.codec.read(NUMPY, scale), _KINDS["f32"]
+    return scale if scale.flags.aligned else scale.copy(), kind
+
+
 def _offset(st: ScaledTensor) -> tuple[Array, int]:
     """Zero-points or biases in a dtype that the kernels read, or nothing; and the number of its encoding."""
     if st.zero_point is None:
@@ -399,6 +420,8 @@ def _offset(st: ScaledTensor) -> tuple[Array, int]:
     offset = np.asarray(st.zero_point)
     if offset.dtype not in _OFFSETS:
         offset = reference.offsets_of(NUMPY, offset)
+    elif not offset.flags.aligned:
+        offset = offset.copy()
     return offset, _KINDS[_OFFSETS[offset.dtype]]
 
 

@@ -22,7 +22,7 @@ from ...tensors.tensor import ScaledTensor
 from .. import reference
 from ..plans import LAYOUTS, scattered
 from .codes import PLAIN, Blocks
-from .pieces import all_jobs, block_sides, byte_range, cut_pieces, rounded_up, run_each, unit_of, within_blocks
+from .pieces import aligned_array, all_jobs, block_sides, byte_range, cut_pieces, rounded_up, run_each, unit_of, within_blocks
 from .workspace import F4, F32_DTYPE, MOST_THREADS, U1, U2, U4, U8, chunk_size, remembered
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ class _Values:
         if not data.flags.c_contiguous or not scale.flags.c_contiguous or (global_scale is not None and global_scale.ndim):
             return None
         scale = np.asarray(scale).reshape(-1)
+        if not scale.flags.aligned:
+            return None
         if self.scales is not None:
             stored = scale.view(U1)
             if self.halves is not None and not stored.all():
@@ -213,8 +215,8 @@ class _Dequantize:
 
     def run(self) -> None:
         st, tables, shape = self.st, self.tables, self.result.shape
-        data, scale = np.asarray(st.data), np.asarray(st.scale)
-        zero_point: Any = None if st.zero_point is None else np.asarray(st.zero_point)
+        data, scale = np.asarray(st.data), aligned_array(st.scale)
+        zero_point: Any = None if st.zero_point is None else aligned_array(st.zero_point)
         global_scale: Any = None if st.global_scale is None else np.asarray(st.global_scale)
         scale = scale.view(U1) if scale.itemsize == 1 else scale
         if self.block == (1, None) and scale.ndim == 1:

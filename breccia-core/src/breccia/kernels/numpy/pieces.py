@@ -151,6 +151,12 @@ def with_buffers(step: Callable[[Buffers, int], None], count: int, size: int, th
     spread(work, count, threads)
 
 
+def aligned_array(a: Array) -> Array:
+    """`a` itself, or a copy where its address is no multiple of its item size."""
+    array = np.asarray(a)
+    return array if array.flags.aligned else array.copy()
+
+
 def load_piece(values: Array, rows: int, columns: int, buffer: Array, load: Any = None, wide: bool = True) -> Array:
     """`values` (r, c) as aligned FP32 in one row, padded with zeros to (rows, columns): a view where possible.
 
