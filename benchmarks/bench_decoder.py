@@ -206,7 +206,6 @@ def made(
         calls["attention"] = model.attentions(tokens, position)
     graphs = {part: graph_of(call, device, 1, warm_up=3) for part, call in calls.items()}
     if how == COMPILED:
-        breccia_torch.enable_compile()
         torch.compiler.reset()  # graphs of other recipes and batches would count as recompilations
         model.compile_parts()
     graphs["step"] = graph_of(step, device, 1, warm_up=3)

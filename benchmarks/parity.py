@@ -354,9 +354,6 @@ def torch_compiled(recipe: breccia.ScalingRecipe, backend: str = "inductor", dyn
     """What was compiled for other recipes is forgotten."""
     import torch
 
-    import breccia_torch
-
-    breccia_torch.enable_compile()
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64  # one code object serves all options, ranks and dtypes
 

@@ -192,9 +192,7 @@ def packaged(name: str, framework: str, prefer: str = "") -> Rival:
 
 def compiled() -> Rival:
     """Ours on torch, each op a graph of its own."""
-    import breccia_torch
 
-    breccia_torch.enable_compile()
     return _compiled(packaged(OURS, "torch"))
 
 

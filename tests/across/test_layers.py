@@ -168,7 +168,6 @@ def test_torch_layers_use_the_kernels_with_and_without_gradients(reached: Any) -
 def test_compiled_torch_graphs_use_the_kernels_forward_and_backward(reached: Any, backend: str) -> None:
     torch = pytest.importorskip("torch")
     breccia_torch = pytest.importorskip("breccia_torch")
-    breccia_torch.enable_compile()
     torch._dynamo.reset()
     plain = torch.nn.Linear(64, 8)
     layer = breccia_torch.nn.ScaledLinear.from_linear(plain, MX, activation=MX)

@@ -485,7 +485,7 @@ def test_tangents_of_products_with_a_bias(tape: Place, verb: str) -> None:
 @pytest.mark.long
 def test_compiled_products_with_a_bias_have_the_gradients_of_eager_ones() -> None:
     torch = pytest.importorskip("torch")
-    pytest.importorskip("breccia_torch").enable_compile()
+    pytest.importorskip("breccia_torch")
     x, w, bias, upstream = (torch.from_numpy(a) for a in (steps(X), steps(W, 1), numbers(B, 2), numbers((4, 6), 3)))
     b = torch.from_numpy(numbers((32, 6), 4))
     weight = breccia.cast(w, WHOLE)
@@ -735,7 +735,7 @@ def test_mlx_compiles_products_by_group_for_offsets_of_any_value() -> None:
 @pytest.mark.long
 def test_torch_compiles_products_by_group_and_their_gradients() -> None:
     torch = pytest.importorskip("torch")
-    pytest.importorskip("breccia_torch").enable_compile()
+    pytest.importorskip("breccia_torch")
     a, w, upstream = (torch.from_numpy(x) for x in (numbers((M, K), 61), steps((E, N, K), 62), numbers((M, N), 63)))
     q = w.round().mT
     weight, rows = breccia.cast(w, WHOLE), breccia.cast(torch.from_numpy(steps((M, K), 64)), WHOLE)
@@ -915,7 +915,7 @@ def test_the_bias_of_a_frozen_layer_trains_without_saved_tensors() -> None:
 @pytest.mark.long
 def test_the_torch_operators_of_products_pass_opcheck() -> None:
     torch = pytest.importorskip("torch")
-    pytest.importorskip("breccia_torch").enable_compile()
+    pytest.importorskip("breccia_torch")
     recipe = NF4Scaling(block_size=16)  # no float8, on which torch's own checks cannot compute
     text, x, b = recipe.to_json(), torch.from_numpy(wide(X, seed=88, exponents=1)), torch.from_numpy(numbers((32, 6), 89))
     bias, ops = torch.from_numpy(numbers(B, 90)).requires_grad_(), torch.ops.breccia
@@ -1126,9 +1126,6 @@ def test_a_history_casts_and_records_at_once(place: Place) -> None:
 @pytest.mark.long
 def test_torch_compiles_a_history_without_breaking_the_graph() -> None:
     torch = pytest.importorskip("torch")
-    from breccia_torch.operators import enable_compile
-
-    enable_compile()
 
     def steps(x: Any) -> tuple[Any, ...]:
         st, kept = breccia.AmaxHistory(DelayedScaling(amax_history_len=2)).cast(x)

@@ -228,9 +228,6 @@ def test_a_pair_is_a_tree_of_both_tensors(framework: str) -> None:
 @pytest.mark.slow
 def test_a_compiled_function_returns_a_pair() -> None:
     torch = pytest.importorskip("torch")
-    from breccia_torch import enable_compile
-
-    enable_compile()
     x = torch.linspace(-3, 3, 64 * 64).reshape(64, 64)
 
     @torch.compile(fullgraph=True, backend="eager")

@@ -72,7 +72,7 @@ ORDER = [
     {"", "backend"},  # the package itself, and the names for other distributions: lazy, they import nothing
     {"errors"},
     {"siblings", "targets", "declared", "selection", "error_metrics"},
-    {"codec_checks"},
+    {"codec_checks", "tracing"},
     {"codecs", "rules", "options"},
     {"formats"},
     {"layouts", "recipes"},

@@ -167,7 +167,6 @@ def test_changing_the_dtype_of_a_model_keeps_codes_and_scales(recipe: breccia.Sc
 
 
 def test_a_layer_trains_in_a_compiled_graph() -> None:
-    breccia_torch.enable_compile()
     for activation in (None, MXFP8):
         layer = ScaledLinear.from_linear(linear(), NVFP4, activation=activation)
         fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -457,7 +456,6 @@ def test_a_model_moves_to_cuda_and_back(activation: breccia.ScalingRecipe | None
         bounds[name] = 2 * (m.in_features + 1) * 2.0**-24 * (sums + (0 if m.bias is None else m.bias.abs()))
     model.cuda()
     assert {part.device.type for part in model.buffers()} == {"cuda"}
-    breccia_torch.enable_compile()
     for name, m in scaled(model).items():
         for layer in (m, torch.compile(m, fullgraph=True)):
             with torch.no_grad():
@@ -629,7 +627,7 @@ def test_state_dicts_are_compared_by_meaning() -> None:
 
 
 @pytest.mark.long
-def test_layers_compile_without_enable_compile() -> None:
+def test_layers_compile_in_a_new_process() -> None:
     script = """
 import torch, breccia, breccia_torch
 model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))

@@ -69,7 +69,6 @@ def test_layers_gradients_and_graphs_use_the_kernel_of_the_tutorial(acme: str, m
     ran.clear()
     values = breccia.dequantize(layer.weight.tensor)
     assert len(ran) == 1 and values.shape == (64, 256)
-    breccia_torch.enable_compile()
     graph = torch.compile(lambda st: breccia.dequantize(st) * 2, fullgraph=True, backend="aot_eager")
     graph(layer.weight.tensor)
     ran.clear()

@@ -836,9 +836,6 @@ def test_calls_run_on_the_current_stream(on_gpu: Any) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
 @pytest.mark.parametrize("spec", ["fp8_block", "nvfp4"])
 def test_compiled_graphs_run_the_kernels(spec: str, on_gpu: Any) -> None:
-    from breccia_torch.operators import enable_compile
-
-    enable_compile()
     history = breccia.AmaxHistory("fp8_delayed").update(on_gpu)  # type: ignore[arg-type]
 
     recipe = breccia.recipe(spec)

@@ -34,6 +34,7 @@ from .specs import as_recipe, recipe
 from .tensors.checks import contraction_axis
 from .tensors.pair import TensorPair
 from .tensors.tensor import ScaledTensor, scaled
+from .tracing import traced_by_framework
 
 if TYPE_CHECKING:
     from .error_metrics import ErrorMetrics
@@ -466,9 +467,5 @@ def _need_scaled(op: str, st: Any) -> ScaledTensor:
     return found
 
 
-# Dynamo reads these attributes: an op breaks the graph, and under fullgraph=True the error says what to do.
 for _op in (cast, cast_pair, dequantize, requantize, matmul, cast_matmul, grouped_matmul, cast_ste, cast_ste_clipped):
-    _op.__dict__.update(
-        _torchdynamo_disable=True,
-        _torchdynamo_disable_msg="call breccia_torch.enable_compile() once, before torch.compile; then graphs contain the op",
-    )
+    traced_by_framework(_op)

@@ -9,11 +9,13 @@ from .codecs import Integer, Minifloat
 from .errors import RecipeError, UnknownNameError, UnsupportedError
 from .json_text import parsed_json
 from .recipes import ScalingRecipe, check_recipe
+from .tracing import constant_in_graphs
 
 #: Specs that are remembered.
 _REMEMBERED = 256
 
 
+@constant_in_graphs
 def as_recipe(given: ScalingRecipe | str) -> ScalingRecipe:
     """A recipe itself, or the recipe with that name or spec, as `breccia.recipe` reads it.
 
@@ -31,6 +33,7 @@ def as_recipe(given: ScalingRecipe | str) -> ScalingRecipe:
     return found
 
 
+@constant_in_graphs
 def recipe(spec: str, **fields: Any) -> ScalingRecipe:
     """The recipe with this name, from any plug-in, with the given fields.
 

@@ -39,7 +39,7 @@ Product = Callable[[Any, Any], Array]
 
 
 def outside_graphs(function: Any) -> Any:
-    """Hide a function from Dynamo: unless `enable_compile` has been called, an op breaks the graph.
+    """Hide a function from Dynamo, which may meet it where a function that it does not trace calls an op.
 
     While `torch.export` traces without Dynamo, the function of that name in `exporting` is called.
     """

@@ -116,10 +116,6 @@ class ScaledWeight(_WithMetadata):
     @property
     def tensor(self) -> ScaledTensor:
         """The ScaledTensor of the current buffers; zero-copy."""
-        if torch.compiler.is_compiling():
-            from .operators import enable_in_trace
-
-            enable_in_trace()
         b = self._buffers
         parts = (self.recipe, self.layout, b["zero_point"], b["global_scale"], self.axis, self.padding)
         return ScaledTensor.from_parts(b["data"], b["scale"], *parts)

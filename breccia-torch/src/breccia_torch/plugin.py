@@ -23,6 +23,7 @@ def breccia_frameworks() -> Iterable[Framework]:
             frontend="breccia_torch.frontend",
             opaque=f"{ops}:opaque",
             capability=f"{ops}:capability",
+            traced="breccia_torch.graphs",
         )
     ]
 

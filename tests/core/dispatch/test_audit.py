@@ -704,7 +704,7 @@ def test_calls_on_fake_and_meta_tensors_are_not_compared(plant: Any) -> None:
 def test_kernels_in_torch_graphs_are_compared(plant: Any) -> None:
     """Custom operators in a compiled graph run with values."""
     torch = pytest.importorskip("torch")
-    pytest.importorskip("breccia_torch").enable_compile()
+    pytest.importorskip("breccia_torch")
     x = torch.from_numpy(wide((4, 32), seed=10))
     plant(SOUND)
     fast = torch.compile(lambda x: breccia.dequantize(breccia.cast(x, MXFP8)), fullgraph=True, backend="aot_eager")

@@ -816,7 +816,7 @@ def test_a_model_with_stored_weights_is_saved_as_one_with_plain_weights(storage:
 @pytest.mark.parametrize("storage", FEW)
 def test_compiled_graphs_accept_stored_tensors(storage: str) -> None:
     torch = pytest.importorskip("torch")
-    pytest.importorskip("breccia_torch").enable_compile()
+    pytest.importorskip("breccia_torch")
     plain, stored = layers(storage, activation=MXFP8)
     x = rows(5)
     assert torch.equal(torch.compile(stored, fullgraph=True, backend="aot_eager")(x), plain(x))
@@ -837,7 +837,7 @@ def test_compiled_graphs_accept_stored_tensors(storage: str) -> None:
 
 def test_writing_a_storage_inside_a_graph_is_refused() -> None:
     torch = pytest.importorskip("torch")
-    pytest.importorskip("breccia_torch").enable_compile()
+    pytest.importorskip("breccia_torch")
     for name, verb in (
         ("cast", lambda x: breccia.cast(x, MXFP8, storage="transposed")),
         ("cast_pair", lambda x: breccia.cast_pair(x, MXFP8, storage="transposed")),

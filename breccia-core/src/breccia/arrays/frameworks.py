@@ -42,6 +42,8 @@ class Framework:
     opaque: object reference to f(*arrays) -> None | a description, for arrays without readable memory: fakes, placeholders of
         transformations, subclasses. Only kernels that declare `traces` receive such arrays.
     capability: object reference to f(device) -> (major, minor) | None, the compute capability of an array's device.
+    traced: the module of the functions that a compiler of the framework traces in place of those marked by
+        `breccia.tracing.traced_by_framework`.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Framework:
     frontend: str | None = None
     opaque: str | None = None
     capability: str | None = None
+    traced: str | None = None
 
     @property
     def package(self) -> str:
@@ -69,8 +72,10 @@ class Framework:
         for field in ("ops", "devices", "device", "container", "opaque", "capability"):
             if (target := getattr(self, field)) is not None:
                 targets.check(target, f"{what}: {field}")
-        if self.frontend is not None and not all(part.isidentifier() for part in self.frontend.split(".")):
-            raise PluginError(f"{what}: frontend is a module, written 'package.module'; got {self.frontend!r}.")
+        for field in ("frontend", "traced"):
+            name = getattr(self, field)
+            if name is not None and not all(part.isidentifier() for part in name.split(".")):
+                raise PluginError(f"{what}: {field} is a module, written 'package.module'; got {name!r}.")
         if not self.types:
             raise PluginError(f"{what}: types names the array types in {self.module}; got none.")
 

@@ -9,6 +9,7 @@ from .. import targets
 from ..errors import UnsupportedError
 from ..recipes import DelayedScaling
 from ..specs import as_recipe
+from ..tracing import traced_by_framework
 
 if TYPE_CHECKING:
     from .tensor import ScaledTensor
@@ -52,11 +53,13 @@ class AmaxHistory:
         return st, AmaxHistory(self.recipe, amaxes, scale)
 
 
+@traced_by_framework
 def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Any, Any]:
     """The op of that name; module-level, so that torch.compile can substitute it."""
     return targets.load("breccia.api:record_amax")(x, recipe, amaxes, scale)
 
 
+@traced_by_framework
 def cast_and_record(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, **options: Any) -> tuple[ScaledTensor, Any, Any]:
     """The op of that name; module-level, so that torch.compile can substitute it."""
     return targets.load("breccia.api:cast_and_record")(x, recipe, amaxes, scale, **options)

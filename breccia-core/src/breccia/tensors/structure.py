@@ -10,6 +10,7 @@ from ..arrays.frameworks import dtype_name, ops_of, same_framework
 from ..errors import LayoutError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block
 from ..layouts import Layout, Shape
+from ..tracing import traced_by_framework
 from .components import PARTS, components, held_parts, part_grids, scale_block
 from .grids import check_axis, expanded, scale_grid, spanned, whole_unit
 from .tensor import ScaledTensor, moved, with_parts
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..arrays.ops import Array, Ops
 
 
+@traced_by_framework
 def concat(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
     """Tensors of one recipe joined along `axis`; the inverse of `split`.
 
@@ -47,6 +49,7 @@ def concat(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
     return _made(sts, parts, layout=layout.fitted(shape, first.axis), padding=sts[-1].padding)
 
 
+@traced_by_framework
 def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
     """Tensors of one recipe and shape along a new leading `axis`, from 0 to the number of leading axes.
 

@@ -17,6 +17,7 @@ from ..layouts import Layout, PerGroupIndex, Shape, Stored
 from ..options import PLAIN
 from ..recipes import ScalingRecipe
 from ..specs import as_recipe
+from ..tracing import traced_by_framework
 from .advice import ADVICE
 from .checks import as_shape, check_arrays, check_parts, contraction_axis, padding_of
 from .components import PARTS, check_dropped, components, digest_facts, held_parts, part_grids, scale_block, stored_parts
@@ -118,6 +119,7 @@ class ScaledTensor:
     #: What is held in place of components, which are then made when they are read: see `Held`. None for most tensors.
     held: Held | None = field(init=False)
 
+    @traced_by_framework
     def __init__(
         self,
         data: Any,
@@ -192,6 +194,7 @@ class ScaledTensor:
         return logical_shape(self)
 
     @property
+    @traced_by_framework
     def ndim(self) -> int:
         return len(self.held_data.shape) if self.layout.storage == PLAIN else len(self.shape)
 
@@ -205,11 +208,13 @@ class ScaledTensor:
         return math.prod(self.shape)
 
     @property
+    @traced_by_framework
     def dtype(self) -> Any:
         """The dtype that `dequantize` returns by default, FP32, as the framework's object; `data_dtype` is that of codes."""
         return ops_of(self.held_data).constant(0.0, self.held_data).dtype
 
     @property
+    @traced_by_framework
     def storage(self) -> str:
         """The memory order of codes and scales: "plain", or the name of a registered storage."""
         return self.layout.storage
@@ -223,12 +228,14 @@ class ScaledTensor:
         return self.scale.dtype if self.held is None else self.held.dtype(1)
 
     @property
+    @traced_by_framework
     def nbytes(self) -> int:
         """Total bytes of all components."""
         parts = components(self).values() if self.held is None else self.held.given
         return sum(array_nbytes(part) for part in parts if part is not None)
 
     @property
+    @traced_by_framework
     def framework(self) -> str:
         """Name of the framework of the components: "numpy", "torch", "jax", "mlx", ..."""
         return framework_of(self.held_data, "data").name
@@ -239,6 +246,7 @@ class ScaledTensor:
         return getattr(self.held_data, "device", None)
 
     @property
+    @traced_by_framework
     def mT(self) -> ScaledTensor:
         """The transpose of the last two axes: zero-copy views, with blocks along the other axis."""
         layout, held = self.layout, self.held
@@ -263,6 +271,7 @@ class ScaledTensor:
         return ScaledTensor.from_parts(data, scale, recipe, layout, zero_point, global_scale, axis, self.padding)
 
     @property
+    @traced_by_framework
     def T(self) -> ScaledTensor:
         """The transpose of a matrix, which is `mT`. Raises LayoutError for other ranks, where NumPy and torch disagree."""
         if self.ndim != 2:
@@ -272,10 +281,12 @@ class ScaledTensor:
             )
         return self.mT
 
+    @traced_by_framework
     def dequantize(self, *, out_dtype: Any = "float32", out: Any = None, prefer: str | Sequence[str] | None = None) -> Any:
         """`breccia.dequantize(st)`, with its options."""
         return targets.load("breccia.api:dequantize")(self, out_dtype=out_dtype, out=out, prefer=prefer)
 
+    @traced_by_framework
     def to_plain(self) -> ScaledTensor:
         """The same tensor in plain storage: itself, if it is plain."""
         layout = self.layout
@@ -289,6 +300,7 @@ class ScaledTensor:
         parts = targets.load(storage.to_plain)(ops, components(self), plain)
         return with_parts(self, parts, layout=layout.layout)
 
+    @traced_by_framework
     def to_storage(self, name: str) -> ScaledTensor:
         """The same tensor in the storage with that name; "plain" is `to_plain()`.
 
@@ -315,6 +327,7 @@ class ScaledTensor:
 
     # Structural ops: each commutes with `dequantize` and changes no code.
 
+    @traced_by_framework
     def __getitem__(self, index: Any) -> ScaledTensor:
         """The tensor at a basic index: integers, slices, an Ellipsis, or a tuple of them. Components are views where possible.
 
@@ -331,12 +344,14 @@ class ScaledTensor:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @traced_by_framework
     def __iter__(self) -> Iterator[ScaledTensor]:
         return (self[n] for n in range(len(self)))
 
     #: `value in st` would compare codes with values.
     __contains__ = None
 
+    @traced_by_framework
     def select(self, axis: int, index: Any) -> ScaledTensor:
         """Positions `index` of `axis`: an integer drops the axis; a list or 1-D array of them keeps it, in that order.
 
@@ -354,6 +369,7 @@ class ScaledTensor:
         cuts[axis] = read_positions(index, axis, shape[axis])
         return self._cut(tuple(cuts))
 
+    @traced_by_framework
     def split(self, size: int | Sequence[int], axis: int = 0) -> tuple[ScaledTensor, ...]:
         """Consecutive pieces along `axis`: of length `size` (the last may be shorter), or of the lengths in a list.
 
@@ -371,6 +387,7 @@ class ScaledTensor:
             start += length
         return tuple(found)
 
+    @traced_by_framework
     def reshape(self, *shape: int | Sequence[int]) -> ScaledTensor:
         """The tensor with other leading axes; its last two lengths (a 1-D tensor's only one) stay. One -1 is inferred.
 
@@ -390,6 +407,7 @@ class ScaledTensor:
         }
         return moved(self, parts)
 
+    @traced_by_framework
     def to(self, device: Any) -> ScaledTensor:
         """The tensor with every component on `device`, in its framework's notation; None does not move it.
 
@@ -545,6 +563,7 @@ _HELD = vars(ScaledTensor)["held"].__set__
 _UNSET = tuple(vars(ScaledTensor)[name].__delete__ for name in PARTS)
 
 
+@traced_by_framework
 def fill(
     self: ScaledTensor,
     data: Any,
@@ -568,6 +587,7 @@ def fill(
     _HELD(self, None)
 
 
+@traced_by_framework
 def logical_shape(st: ScaledTensor) -> Shape:
     """`st.shape`; module-level, so that torch.compile can substitute it."""
     layout, held = st.layout, st.held
@@ -593,6 +613,7 @@ def _swapped(part: Any) -> Any:
         return part.swapaxes(-1, -2)
 
 
+@traced_by_framework
 def transposed(layout: Layout) -> Layout:
     """`layout.mT`; module-level, so that torch.compile can substitute it."""
     return layout.mT
