@@ -102,6 +102,8 @@ class ScaledWeight(_WithMetadata):
 
     #: The dtype of decoded values, which adapters of peft follow.
     dtype: torch.dtype = torch.float32
+    #: Whether the transpose is kept between calls. It would hold memory that accelerate frees after each.
+    keeps_transpose: bool = True
 
     def __init__(self, tensor: ScaledTensor) -> None:
         super().__init__()
@@ -139,7 +141,7 @@ class ScaledWeight(_WithMetadata):
             or kept[6] != scale.data_ptr()
         ):
             found = self.tensor.mT
-            if type(data) is not Tensor or transforming():  # such tensors may have no memory
+            if type(data) is not Tensor or not self.keeps_transpose or transforming():  # such tensors may have no memory
                 return found
             parts = data, scale, b["zero_point"], b["global_scale"], self.layout, data.data_ptr(), scale.data_ptr()
             kept = self.__dict__[_KEPT] = (*parts, found)

@@ -25,6 +25,7 @@ from breccia.backend import (
     targets,
 )
 
+from . import placing
 from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
 from .storing import AUTO, arrange, arrange_experts
 
@@ -102,7 +103,7 @@ def quantize_(
         raise UnsupportedError(f"quantize_ replaces layers of a model; got {_kind(model)}{way}")
     if filter_fn is not None and (include or exclude):
         raise OptionError("quantize_ takes filter_fn or patterns (include=, exclude=), not both.")
-    before = _bytes(model)
+    before, placed = _bytes(model), placing.placement(model)
     layers, experts, left = _selected(model, recipe, Selection(tuple(include), tuple(exclude)), filter_fn)
     for name, module in layers.items():  # before anything changes
         check_replaceable(name, module)
@@ -119,17 +120,20 @@ def quantize_(
     while names:  # each high-precision weight is freed once its last layer is replaced
         module, places = names.popitem()
         made, key = scaled_class(module), id(module.weight)
-        weight = shared.get(key) or made.quantized(module.weight, recipe)
+        weight = shared.get(key) or made.quantized(placing.held(module, "weight"), recipe)
         if owners[key] > 1:
             shared[key] = weight
         layer = made.in_place_of(module, weight, activation)
+        layer.bias = placing.held(module, "bias")
         arrange(layer, storage, module.weight.dtype)
         for name in places:
             replace(model, name, layer)
     for module, parameter in experts.values():
-        weight = ScaledExperts.quantized(getattr(module, parameter), recipe, experts_axis(module))
+        weight = ScaledExperts.quantized(placing.held(module, parameter), recipe, experts_axis(module))
         replace_experts(module, parameter, weight)
         arrange_experts(module, weight, storage)
+    if placed is not None:
+        placing.dispatch_again(model, placed)
     if hasattr(model, "save_pretrained") and "transformers" in sys.modules and not hasattr(model, "hf_quantizer"):
         _attach(model, recipe, activation)
     return QuantizeSummary(recipe, quantized, left | _others(model, left), before, _bytes(model))
@@ -298,7 +302,8 @@ def _kind(found: Any) -> str:
 def check_replaceable(name: str, module: nn.Module) -> None:
     """Raise UnsupportedError if a ScaledLinear would lose behaviour of the layer."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, attribute, None) for attribute in hooks) or "forward" in vars(module):
+    changed = "forward" in vars(module) and not placing.moved_by_accelerate(module)
+    if any(getattr(module, attribute, None) for attribute in hooks) or changed:
         raise UnsupportedError(
             f"{name or 'the layer'} has hooks or a custom forward, which its quantized layer would lose: quantize first, "
             "then add them.",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,21 +19,24 @@ from .recording import Facts, Made, Numbers, Step, record
 # ------------------------------------------------------------------------------------------------ while tracing
 
 
-def _index(cuts: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(slice(*cut) if isinstance(cut, tuple) else ... if cut == "..." else cut for cut in cuts)
-
-
-_METHODS: dict[str, Callable[..., Any]] = {
-    "mT": lambda sts: sts[0].mT,
-    "T": lambda sts: sts[0].T,
-    "to_plain": lambda sts: sts[0].to_plain(),
-    "index": lambda sts, cuts: sts[0][_index(cuts)],
-    "select": lambda sts, axis, index: sts[0].select(axis, list(index) if isinstance(index, tuple) else index),
-    "split": lambda sts, size, axis: sts[0].split(size, axis),
-    "reshape": lambda sts, shape: sts[0].reshape(*shape),
-    "concat": lambda sts, axis: breccia.concat(sts, axis),
-    "stack": lambda sts, axis: breccia.stack(sts, axis),
-}
+def _called(method: str, sts: list[ScaledTensor], *arguments: Any) -> Any:
+    """What the method of that name returns for arguments that are constants of a graph: tuples in place of slices and lists."""
+    st = sts[0]
+    match method:
+        case "index":
+            (cuts,) = arguments
+            return st[tuple(slice(*cut) if isinstance(cut, tuple) else ... if cut == "..." else cut for cut in cuts)]
+        case "select":
+            axis, index = arguments
+            return st.select(axis, list(index) if isinstance(index, tuple) else index)
+        case "reshape":
+            return st.reshape(*arguments[0])
+        case "concat" | "stack":
+            return getattr(breccia, method)(sts, *arguments)
+        case "mT" | "T":
+            return getattr(st, method)
+        case _:
+            return getattr(st, method)(*arguments)
 
 
 @constant
@@ -40,7 +44,7 @@ def _recorded(
     method: str, facts: tuple[Facts, ...], numbers: tuple[Numbers, ...], arguments: tuple[Any, ...]
 ) -> tuple[tuple[Step, ...], tuple[Made, ...]]:
     try:
-        return record(_METHODS[method], facts, numbers, *arguments)
+        return record(partial(_called, method), facts, numbers, *arguments)
     except UnsupportedError as e:
         raise UnsupportedError(f"{method} inside torch.compile: {e}") from e
 
@@ -152,8 +156,8 @@ def __init__(
     parts = [data, scale, zero_point, global_scale]
     shapes, dtypes = [_shape(part) for part in parts], [None if part is None else _name_of(part.dtype) for part in parts]
     facts = (recipe_json(recipe), layout_json(layout), known(axis), known(padding), tuple(shapes), tuple(dtypes))
-    layout, axis, padding = _checked(facts, None if shape is None else tuple([known(n) for n in shape]))
-    fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, padding)
+    layout, axis, tail = _checked(facts, None if shape is None else tuple([known(n) for n in shape]))
+    fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail)
 
 
 def mT(self: Any) -> ScaledTensor:

@@ -27,10 +27,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import breccia
 from breccia import bridges
-from breccia.backend import PARTS, OptionError, ScaledTensor, ScalingRecipe, UnsupportedError, as_recipe, components
+from breccia.backend import PARTS, Metadata, OptionError, ScaledTensor, ScalingRecipe, UnsupportedError, as_recipe, components
 
 from ..checkpoint import check_all_quantized, stacked
 from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
+from ..placing import dispatch_again, held_components, need_values, placement
 from ..quantize import expert_parameters, is_linear, quantize_, replace, replace_experts, scaled_class, weights_of
 from ..storing import AUTO, arrange, arrange_experts
 
@@ -205,6 +206,8 @@ class BrecciaHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.pre_quantized:
             _restore_dtypes(model)
+            if (placed := placement(model)) is not None:
+                dispatch_again(model, placed)
             for module in model.modules():
                 if isinstance(module, ScaledLinear):
                     arrange(module, AUTO, model.dtype)
@@ -222,6 +225,7 @@ class BrecciaHfQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Replace all quantized layers by their decoded values in `dtype`."""
+        need_values("dequantize", model)
         for name, module in list(model.named_modules()):
             if isinstance(module, ScaledConv1D):
                 replace(model, name, _conv1d(module, dtype or torch.float32))
@@ -239,7 +243,7 @@ class BrecciaHfQuantizer(HfQuantizer):
         self, model: Any
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The components as `breccia.bridges.save_safetensors` stores them, and the metadata that describes them."""
-        weights = {name: m.tensor.to_plain() for name, m in model.named_modules() if isinstance(m, ScaledWeight)}
+        weights = {name: _plain(model, name, m) for name, m in model.named_modules() if isinstance(m, ScaledWeight)}
         owned = tuple(f"{name}." for name in weights)
         state = {k: v for k, v in model.state_dict().items() if not k.startswith(owned) and not k.endswith(STATE)}
         for name, st in weights.items():
@@ -330,6 +334,12 @@ def _restore_dtypes(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ScaledWeight):
             module.restore_dtypes()
+
+
+def _plain(model: nn.Module, name: str, weight: ScaledWeight) -> ScaledTensor:
+    """The tensor of a weight in plain storage, with its numbers where accelerate has offloaded them."""
+    tensor = weight.tensor
+    return Metadata.of(tensor).assembled(**held_components(model, name, weight)).to_plain()
 
 
 def _natural(name: str) -> list[Any]:
