@@ -65,9 +65,7 @@ def _cast_pair(
 
 
 @_cast_pair.register_fake
-def _(
-    x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str, scale: Tensor | None = None
-) -> list[Tensor]:
+def _(x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str, scale: Tensor | None = None) -> list[Tensor]:
     options = (recipe, scale, rounding, seed, nonfinite)
     return [part for axis in (-1, -2) for part in torch.ops.breccia.cast(x, options[0], axis, *options[1:])]
 

@@ -131,8 +131,8 @@ def _written(tensors: dict[str, Tensor], folder: str | None) -> dict[str, Any]:
     for name, tensor in tensors.items():
         file = os.path.join(folder, f"{name}.safetensors")
         save_file({name: tensor.detach().contiguous().cpu()}, file)
-        index[name] = {"safetensors_file": file, "weight_name": name, "dtype": str(tensor.dtype).removeprefix("torch.")}
-    return index
+        offloaded[name] = {"safetensors_file": file, "weight_name": name, "dtype": str(tensor.dtype).removeprefix("torch.")}
+    return offloaded
 
 
 def need_values(op: str, model: nn.Module) -> None:

@@ -407,8 +407,8 @@ def pair_kernel(
         )
     else:
         write(
-            u, words, other_data, other_scale, other_zero_point, other_amax, supplied, outer_code, multiplier, seed_low, seed_high,
-            matrix, i, j, row, row_exists, column, column_exists, rows, columns, other_groups, S, H, W,
+            u, words, other_data, other_scale, other_zero_point, other_amax, supplied, outer_code, multiplier, seed_low,
+            seed_high, matrix, i, j, row, row_exists, column, column_exists, rows, columns, other_groups, S, H, W,
         )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ class Panels:
 def panels_of(
     block: Block, rows: int, columns: int, bits: int, itemsize: int, both: bool, choice: Choice = DEFAULT
 ) -> Panels | None:  # fmt: skip
-    """The panels for whole blocks of codes of 4 bits, or of 6 down the columns alone, of a contiguous tensor, if they are such."""
+    """The panels for whole blocks of 4-bit codes, or 6-bit codes down columns alone, of a contiguous tensor; else None."""
     length = block[1] if block[0] == 1 else None
     if length is None or bits not in ((4,) if both else (4, 6)) or rows % length or length != power_of_two(length):
         return None

@@ -24,9 +24,9 @@ from .casting import (
 )
 from .choices import Choice, Choose, block_text, choices_of, codecs_of, key_of
 from .facts import (
+    GRID,
     LARGE,
     NUMBERS,
-    GRID,
     POINTERS,
     Argument,
     Array,
@@ -336,7 +336,6 @@ class Prepared:
         made = {"S": self.spec, "L": shape, "V": constants["V"]}
         self.launch = Launch(function, (programs, 1, 1), given, made, shape.warps, integers)
         return True
-
 
     def _panels(self, read: Numbers, block: Block, arguments: dict[str, Argument], variant: Variant) -> bool:
         """Whether the kernel for whole blocks of such codes that are turned applies; it is prepared then."""
