@@ -24,6 +24,7 @@ import breccia
 from breccia.arrays.frameworks import dtype_name, ops_of
 from breccia.formats import TENSOR
 from breccia.tensors.components import components
+from breccia.testing.places import Place
 
 #: What is decoded to.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -279,14 +280,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Side:
-    """A framework: its module, how it takes NumPy's numbers to a device, and the ways it runs in, all but "generic" by default.
+    """A framework: its module, and the ways it runs in, all but "generic" by default.
 
     flushes: may decoded numbers below 2^-126 be zeros of their sign? (numerics.md, section 4)
     threads: tells it how many to use, where it can be told.
     """
 
     module: str
-    tensor: Callable[[np.ndarray, str], Any]
     ways: dict[str, Way]
     devices: tuple[str, ...] = ("cpu",)
     flushes: bool = False
@@ -335,12 +335,10 @@ def compiled_by(compiler: Callable[[Any], Callable[[Any], Any]], recipe: breccia
     return once(make)
 
 
-def torch_tensor(x: np.ndarray, device: str) -> Any:
-    import torch
-
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.uint16)).to(device).view(torch.bfloat16)
-    return torch.from_numpy(x).to(device)
+def on_place(x: np.ndarray, framework: str, device: str) -> Any:
+    """NumPy's numbers as an array of a framework; BF16 by its bits."""
+    half = x.dtype == ml_dtypes.bfloat16
+    return Place(framework, device).array(x.view(np.uint16) if half else x, "bfloat16" if half else None)
 
 
 def torch_threads(count: int) -> None:
@@ -364,24 +362,12 @@ def torch_compiled(recipe: breccia.ScalingRecipe, backend: str = "inductor", dyn
     return once(make)
 
 
-def jax_tensor(x: np.ndarray, device: str) -> Any:
-    import jax
-
-    return jax.device_put(x, jax.devices(device)[0])
-
-
 def jax_compiled(recipe: breccia.ScalingRecipe, mapped: bool = False) -> Writer:
     """What was compiled for other recipes is forgotten. mapped: under jax.vmap within jax.jit."""
     import jax
 
     jax.clear_caches()
     return compiled_by(lambda run: jax.jit(jax.vmap(run) if mapped else run), recipe)
-
-
-def mlx_tensor(x: np.ndarray, device: str) -> Any:
-    import mlx.core as mx
-
-    return mx.array(x.view(np.uint16)).view(mx.bfloat16) if x.dtype == ml_dtypes.bfloat16 else mx.array(x)
 
 
 def mlx_compiled(recipe: breccia.ScalingRecipe) -> Writer:
@@ -391,18 +377,11 @@ def mlx_compiled(recipe: breccia.ScalingRecipe) -> Writer:
 
 
 UNCOMPILED = {"eager": Way(eager), "generic": Way(generic)}
+_JAX = {**UNCOMPILED, "jit": Way(jax_compiled), "vmap": Way(partial(jax_compiled, mapped=True), mapped=True)}
 FRAMEWORKS = {
-    "torch": Side(
-        "torch", torch_tensor, {**UNCOMPILED, "compiled": Way(torch_compiled)}, devices=("cpu", "cuda"), threads=torch_threads
-    ),
-    "jax": Side(
-        "jax",
-        jax_tensor,
-        {**UNCOMPILED, "jit": Way(jax_compiled), "vmap": Way(partial(jax_compiled, mapped=True), mapped=True)},
-        devices=("cpu", "cuda"),
-        flushes=True,
-    ),
-    "mlx": Side("mlx.core", mlx_tensor, {**UNCOMPILED, "compile": Way(mlx_compiled)}),
+    "torch": Side("torch", {**UNCOMPILED, "compiled": Way(torch_compiled)}, ("cpu", "cuda"), threads=torch_threads),
+    "jax": Side("jax", _JAX, ("cpu", "cuda"), flushes=True),
+    "mlx": Side("mlx.core", {**UNCOMPILED, "compile": Way(mlx_compiled)}),
 }
 
 
@@ -505,7 +484,7 @@ def parity(
             each = [by(one, recipe, options) for one in ((x, np.flip(x)) if mapped else (x,))]
             seconds += time.perf_counter() - start
             expected = stacked(each) if mapped else each[0]
-            given = side.tensor(np.stack([x, np.flip(x)]) if mapped else x, device)
+            given = on_place(np.stack([x, np.flip(x)]) if mapped else x, framework, device)
             for way in (way for way in ways if ways[way].mapped == mapped):
                 start, tally = time.perf_counter(), tallies[way]
                 where = f"{recipe!r} {way} on {device}, {name}"
