@@ -214,17 +214,16 @@ def made(
 
 
 def decoded(
-    how: str,
-    model: str,
+    run: tuple[str, str, int],
     dimensions: tuple[int, ...],
-    batch: int,
     recipes: list[str],
     length: int,
     steps: int,
     rounds: int,
     device: str,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the result for one model and batch. A sample replays a graph `steps` times; samples are interleaved."""
+    """Rows for one (how, model, batch). A sample replays a graph `steps` times; samples are interleaved."""
+    how, model, batch = run
     timers, facts, alive = dict[tuple[str, str], Timer](), dict[str, dict[str, Any]](), list[Any]()
     for recipe in recipes:
         try:
@@ -282,13 +281,7 @@ class Clock:
 
 
 def generated(
-    names: list[str],
-    batches: list[int],
-    steps: int,
-    rounds: int,
-    dimensions: tuple[int, ...],
-    device: str,
-    options: dict[str, Any],
+    names: list[str], batches: list[int], steps: int, rounds: int, dimensions: tuple[int, ...], device: str, **options: Any
 ) -> Iterator[dict[str, Any]]:
     """Rows of the result: seconds of a generated token after the prompt, and of the prompt. options: of `generate`."""
     models = {name: generating(name, dimensions, device) for name in names}
@@ -328,7 +321,7 @@ def main(
     check_device(device)
     if device == "cpu" and not how:
         names = recipes or ["int4", "mxfp4", "nvfp4", "mxfp8", "fp8_block", "int8"]
-        rows = generated([FP32, BF16, *names], batch or [1, 4], steps, rounds, TINY if tiny else SMALL, "cpu", {})
+        rows = generated([FP32, BF16, *names], batch or [1, 4], steps, rounds, TINY if tiny else SMALL, "cpu")
         yield ON_CPU.result(list(rows), run=where("cpu"))
         return
 
@@ -343,12 +336,12 @@ def main(
             continue
         benchmark = BY_STEPS if way in (GRAPH, COMPILED) else GENERATED
         if benchmark is BY_STEPS:
-            found[benchmark.name] += decoded(way, name, dimensions[name], count, names, length, steps, rounds, device)
+            found[benchmark.name] += decoded((way, name, count), dimensions[name], names, length, steps, rounds, device)
         else:
             # All models share the code of `forward`; torch.compile would leave those from the ninth on in eager mode.
             torch.compiler.reset()
             torch._dynamo.config.recompile_limit = 4 * len(names)
             static = {"cache_implementation": "static", "disable_compile": way == GENERATE}
-            rows = generated(names, [count], steps, rounds, dimensions[name], device, static)
+            rows = generated(names, [count], steps, rounds, dimensions[name], device, **static)
             found[benchmark.name] += [{"how": way, "model": name, **row} for row in rows]
         yield benchmark.result(found[benchmark.name], run=provenance)

@@ -111,16 +111,12 @@ def times(result: Result) -> Table:
         return f"{ours['median_s'] * 1e6:.1f} ± {(ours['max_s'] - ours['min_s']) * 5e5:.1f}; {faster}"
 
     groups = {row["groups"] for row in rows if "groups" in row}
-    title = (
-        f"products of groups of rows and {groups.pop()} weights"
-        if groups
-        else "products of BF16 activations and quantized weights"
-    )
+    what = f"groups of rows and {groups.pop()}" if groups else "BF16 activations and quantized"
     note = (
         f"Microseconds of a product in a CUDA graph, median ± half of the range; times faster than {' / '.join(rivals)}, "
         "interleaved. Weights rotate, so that they are not in the L2 cache."
     )
-    return by_rows(title, cell, rows, note)
+    return by_rows(f"products of {what} weights", cell, rows, note)
 
 
 def bandwidth(result: Result) -> Table:
@@ -177,20 +173,6 @@ class Weight:
     plains: list[Any]
     bf16: list[Any]
 
-    @property
-    def operand(self) -> Any:
-        """How the kernel decodes the weight."""
-        from breccia_triton import weight_plans
-
-        return weight_plans.operand_of(self.plain.recipe.format, self.plain.layout.block(-1))
-
-    @property
-    def codecs(self) -> str:
-        """The codecs in the keys of configurations."""
-        from breccia_triton.choices import codecs_of
-
-        return codecs_of(self.plain.recipe.format)
-
 
 def weight_of(name: str, n: int, k: int, device: str, rivals: bool, groups: int = 0) -> Weight:
     """A weight by the name of its format, or by spec. rivals: with copies in plain storage."""
@@ -239,9 +221,6 @@ class Products:
 
         self.arms.add({arm: make}, lambda call, device: graphed(call, device, count, len(operands)))
 
-    def note(self, arm: str, why: str) -> None:
-        self.arms.note("errors", arm, why)
-
     def measures(self, rounds: int) -> dict[str, Any]:
         sampled(self.arms.timers.values(), rounds)
         return self.arms.times()
@@ -249,16 +228,17 @@ class Products:
 
 def measured(weight: Weight, m: int, rivals: list[str], rounds: int, tune: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """(a row of the result, the tuned configuration by its key)."""
-    from breccia_triton import weight_plans
+    from breccia_triton import choices, weight_plans
 
-    n, k = weight.plain.shape
+    (n, k), fmt = weight.plain.shape, weight.plain.recipe.format
+    operand, codecs = weight_plans.operand_of(fmt, weight.plain.layout.block(-1)), choices.codecs_of(fmt)
     x = torch.randn(m, k, device=weight.bf16[0].device, dtype=torch.bfloat16)
     row = Products(x, weight.values, [m])
     row.add(OURS, lambda w: breccia.matmul(x, w, torch.bfloat16, out=row.y), [st.mT for st in weight.copies])
     configs = dict[str, Any]()
     if x.is_cuda:
-        found = weight_plans.config_of(weight.operand, weight.codecs, m, n, k, torch.cuda.get_device_name(), direct=True)
-        configs = {OURS: found, **(add_candidates(row, weight) if tune else {})}
+        found = weight_plans.config_of(operand, codecs, m, n, k, torch.cuda.get_device_name(), direct=True)
+        configs = {OURS: found, **(add_candidates(row, weight, operand) if tune else {})}
     row.add(BF16, lambda w: torch.mm(x, w, out=row.y), [w.t() for w in weight.bf16])
     for rival in (rival for rival in rivals if m <= MOST.get(rival, m)):
         add_rival(row, rival, [w.mT for w in weight.plains])
@@ -270,22 +250,22 @@ def measured(weight: Weight, m: int, rivals: list[str], rounds: int, tune: bool)
         return made | measures, {}
     best = min(tuned, key=lambda arm: tuned[arm])
     best = best if tuned[best] <= FASTER * tuned[OURS] else OURS
-    key = weight_plans.key_of(weight.codecs, weight.operand.group, m, n, k)
+    key = weight_plans.key_of(codecs, operand.group, m, n, k)
     return made | measures, {key: weight_plans.entry_of(configs[best])}
 
 
-def add_candidates(row: Products, weight: Weight) -> dict[str, Any]:
+def add_candidates(row: Products, weight: Weight, operand: Any) -> dict[str, Any]:
     """Add the candidates of `--tune`. Returns their configurations by arm."""
     from weight_configs import build, call_of, candidates, label_of
 
-    tried = {label_of(config): config for config in candidates(weight.operand, *row.x.shape)}
-    build(weight.operand, list(tried.values()))
+    tried = {label_of(config): config for config in candidates(operand, *row.x.shape)}
+    build(operand, list(tried.values()))
     weights = [st.mT for st in weight.copies]
     for label, config in tried.items():
         try:
             call = call_of(config, row.x, weights[0])
         except Exception as e:  # one configuration that fails must not stop the rest
-            row.note(label, message(e))
+            row.arms.note("errors", label, message(e))
             continue
         row.add(label, lambda w, call=call: call(row.x, w, None, row.y), weights)
     return tried
@@ -296,7 +276,8 @@ def add_rival(row: Products, rival: str, operands: list[Any]) -> None:
     kernel, out = IN_TABLE[rival], None if rival == TORCH else row.y  # torch allocates its results
     named = breccia.explain("matmul", row.x, operands[0], out_dtype=torch.bfloat16, prefer=kernel)
     if named.winner is None:
-        return row.note(rival, next((v.reason for v in named.verdicts if v.kernel.name == kernel), "") or "")
+        why = next((v.reason for v in named.verdicts if v.kernel.name == kernel), "")
+        return row.arms.note("errors", rival, why or "")
     row.add(rival, lambda w: breccia.matmul(row.x, w, torch.bfloat16, out=out, prefer=kernel), operands)
 
 
