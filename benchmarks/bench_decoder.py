@@ -28,6 +28,8 @@ BF16, FP32 = "bf16", "fp32"
 GRAPH, COMPILED, GENERATE, GENERATE_COMPILED = HOW = ("graph", "compiled", "generate", "generate-compiled")
 #: Layers, width, heads, heads of keys and values, hidden width, vocabulary. wide: layers of Llama 3 8B; narrow: TinyLlama-1.1B.
 MODELS = {"wide": (4, 4096, 32, 8, 14336, 32000), "narrow": (22, 2048, 32, 4, 5632, 32000)}
+#: Their names in transformers.
+CONFIG = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
 #: The same of the decoder on a CPU, and of one to try the script.
 SMALL, TINY = (12, 1024, 16, 4, 2816, 32000), (2, 256, 4, 2, 512, 256)
 PROMPT = 32
@@ -245,17 +247,8 @@ def generating(recipe: str, dimensions: tuple[int, ...], device: str) -> tuple[A
 
     import breccia_torch
 
-    layers, width, heads, shared, hidden, vocabulary = dimensions
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=shared,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
+    named = dict(zip(CONFIG, dimensions, strict=True))
+    config = LlamaConfig(**named, max_position_embeddings=2048, tie_word_embeddings=False)
     torch.manual_seed(0)
     with torch.device(device):
         model = LlamaForCausalLM(config).eval().requires_grad_(False)

@@ -147,15 +147,9 @@ def work(op: str, spec: str, xs: list[Any]) -> Work:
     if name in ("record_amax", "cast_and_record"):
         return _history(name, recipe, xs)
     to = breccia.recipe(REQUANTIZED.get(spec, spec))
-    arguments: dict[str, tuple[list[Any], dict[str, Any]]] = {
-        "cast": ([recipe], supplied),
-        "cast_pair": ([recipe], {}),
-        "dequantize": ([], {"out_dtype": "bfloat16"}),
-        "requantize": ([to], {}),
-        "cast_ste": ([recipe], supplied),
-    }
-    extras, options = arguments[name]
-    options = {**options, **OPS[op].options}
+    extras = {"dequantize": [], "requantize": [to]}.get(name, [recipe])
+    given = {"dequantize": {"out_dtype": "bfloat16"}, "cast": supplied, "cast_ste": supplied}.get(name, {})
+    options = {**given, **OPS[op].options}
     casts = name not in ("dequantize", "requantize")
     operands = xs if casts else [breccia.cast(x, recipe, **supplied) for x in xs]
     function = getattr(breccia, name)

@@ -16,17 +16,10 @@ from harness import Benchmark, Result, Table, apart, known, program, progress, r
 from harness.device import check_device, where
 
 #: Calls by name: casts that are bound by instructions or by several passes over memory, according to the tables of casts.
-CALLS = {
-    f"{op} {recipe}": (op, recipe)
-    for op, recipe in (
-        ("cast", "nvfp4,two_level=false"),
-        ("cast-axis-2", "nvfp4"),
-        ("cast_pair", "fp8_block"),
-        ("cast-axis-2", "fp8_row"),
-        ("cast", "mxfp6"),
-        ("cast", "nf4"),
-    )
-}
+CALLS = (
+    *("cast nvfp4,two_level=false", "cast-axis-2 nvfp4", "cast_pair fp8_block", "cast-axis-2 fp8_row"),
+    *("cast mxfp6", "cast nf4"),
+)
 #: Metrics of Nsight Compute by their names in results.
 METRICS = {
     "seconds": "gpu__time_duration.sum",
@@ -69,7 +62,7 @@ BENCHMARK = Benchmark("gpu-casts-profile", {"gpu-casts-profile": profile})
 
 def called(name: str, shape: list[int]) -> None:
     """Call twice and profile the second call. It runs in the process that ncu watches."""
-    op, spec = CALLS[name]
+    op, spec = name.split()
     call = work(op, spec, matrices(tuple(shape), "bfloat16", "cuda")[:1]).call
     call()
     torch.cuda.synchronize()

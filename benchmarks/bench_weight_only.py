@@ -342,8 +342,8 @@ def compile_before(pairs: list[tuple[str, int, int]], rows: list[int], rivals: l
 
     weights = [weight(pair) for pair in pairs]
     kernels = [IN_TABLE[rival] for rival in rivals if rival != TORCH]
-    first = [(what, plain, rows[0], kernel) for what, plain, _ in weights for kernel in kernels]  # rearrange the weight
-    rest = [(what, plain, m, kernel) for what, plain, _ in weights for m in rows[1:] for kernel in kernels]
+    theirs = [(what, plain, m, kernel) for m in rows for what, plain, _ in weights for kernel in kernels]
+    first, rest = theirs[: len(weights) * len(kernels)], theirs[len(weights) * len(kernels) :]  # the first rearrange the weight
     ours = [(what, stored, m, None) for what, _, stored in weights for m in rows]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(multiply, first))

@@ -6,11 +6,11 @@ Every arm is a function that prepares a call: breccia's kernels, those of its ta
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from harness import version_of
 from harness.device import Call, Make, Reference, beyond_cache, reference, rotating
 from rivals import TRANSFORMER_ENGINE
 
@@ -90,11 +90,8 @@ def chosen_rivals(wanted: list[str]) -> tuple[dict[str, str], dict[str, str]]:
             absent[name] = "left out"
         elif find_spec(module) is None:
             absent[name] = f"{package} is not installed"
-        else:
-            try:
-                found[name] = version(package)
-            except PackageNotFoundError:  # a module without a package, such as a checkout
-                found[name] = "of unknown version"
+        else:  # a checkout is a module without a package
+            found[name] = version_of(package) or "of unknown version"
     return found, absent
 
 

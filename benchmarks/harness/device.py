@@ -89,9 +89,6 @@ class Timer:
         self.most = max(FEWEST, SAMPLES_MOST_S / (once * self.calls))
         return self
 
-    def anew(self) -> Timer:
-        return Timer(self.call, self.device, self.each, self.calls, self.most)
-
     def sample(self) -> None:
         if len(self.seconds) < self.most:
             self.seconds.append(elapsed(self.call, self.calls, self.device) / self.each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_arms_that_fail_or_give_a_wrong_result_are_recorded_and_not_timed() -> N
 def test_samples_pause_where_asked_and_count_the_calls_in_a_graph_once(monkeypatch: pytest.MonkeyPatch) -> None:
     timer, slept = device.Timer(lambda: time.sleep(0.02), "cpu", each=2), list[float]()
     monkeypatch.setattr(device, "time", SimpleNamespace(sleep=slept.append))
-    device.sampled([timer, timer.anew()], 2, idle=True)
+    device.sampled([timer, dataclasses.replace(timer, seconds=[])], 2, idle=True)
     assert slept == [device.IDLE_S] * 4 and len(timer.seconds) == 2 and 0.01 <= min(timer.seconds) < 0.02
 
 
