@@ -29,7 +29,7 @@ GRAPH, COMPILED, GENERATE, GENERATE_COMPILED = HOW = ("graph", "compiled", "gene
 #: Layers, width, heads, heads of keys and values, hidden width, vocabulary. wide: layers of Llama 3 8B; narrow: TinyLlama-1.1B.
 MODELS = {"wide": (4, 4096, 32, 8, 14336, 32000), "narrow": (22, 2048, 32, 4, 5632, 32000)}
 #: Their names in transformers.
-CONFIG = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
+CONFIG = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 #: The same of the decoder on a CPU, and of one to try the script.
 SMALL, TINY = (12, 1024, 16, 4, 2816, 32000), (2, 256, 4, 2, 512, 256)
 PROMPT = 32

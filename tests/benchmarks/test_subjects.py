@@ -153,10 +153,8 @@ def test_plain_casts_along_both_axes_are_near_the_codes_of_breccia(made: Any) ->
             _, codes, *_ = library.cast(name, axis)(given)
             codes = np.asarray(codes.view(torch.uint8) if made is plain.InTorch else codes)
             expected = breccia.cast(x, name, axis=axis, **scale).data
-            assert codes.shape == expected.shape and (codes.view(np.uint8) == expected.view(np.uint8)).mean() > 0.9, (
-                name,
-                axis,
-            )
+            near = codes.shape == expected.shape and (codes.view(np.uint8) == expected.view(np.uint8)).mean() > 0.9
+            assert near, (name, axis)
 
 
 def test_rows_count_the_bytes_that_an_op_has_to_move() -> None:
@@ -172,12 +170,8 @@ def test_kernels_that_nsight_compute_counts_are_read() -> None:
         return ",".join(f'"{cell}"' for cell in cells)
 
     values = (81_920, "402,653,184", 91.5, 40.2, 33.3, 60.0, 48, "1,755,000,000")
-    lines = [
-        line("ID", "Kernel Name", *bench_ncu.METRICS.values()),
-        line("", "", *["unit"] * 8),
-        line(0, "amax_kernel(int)", *values),
-    ]
-    (found,) = bench_ncu.read("\n".join(["==PROF== Connected to process 7", *lines]))
+    lines = [("ID", "Kernel Name", *bench_ncu.METRICS.values()), ("", "", *["unit"] * 8), (0, "amax_kernel(int)", *values)]
+    (found,) = bench_ncu.read("\n".join(["==PROF== Connected to process 7", *(line(*cells) for cells in lines)]))
     assert found["kernel"] == "amax_kernel" and found["seconds"] == pytest.approx(81.92e-6) and found["clock"] == 1.755e9
     with pytest.raises(SystemExit, match="ncu printed no kernels: ==ERROR== no permission"):
         bench_ncu.read("==ERROR== no permission")
@@ -326,7 +320,5 @@ def test_tuning_writes_the_file_of_the_device(tmp_path: Path) -> None:
     words = "tune.py --device cpu --shapes 16x128 --recipes fp8_block --ops cast --ops dequantize"
     _, said = run_here(words, "--out", str(tmp_path))
     assert "2 calls tuned, 0 left for lack of time; written to cpu.json." in said
-    assert (
-        read(tmp_path / "cpu.json")["provenance"]["versions"]["torch"]
-        and str(tmp_path) not in (tmp_path / "cpu.json").read_text()
-    )
+    assert read(tmp_path / "cpu.json")["provenance"]["versions"]["torch"]
+    assert str(tmp_path) not in (tmp_path / "cpu.json").read_text()
