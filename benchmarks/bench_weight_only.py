@@ -15,8 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +26,7 @@ from harness.device import Arms, check_device, graphed, message, reference, rota
 from harness.tables import ABSENT, Goal, Table, goals, median, over, pivoted, tried
 
 import breccia
+from breccia.backend import components
 from breccia.kernels import bounds
 
 #: Recipes of weights.
@@ -187,12 +187,16 @@ def weight_of(name: str, n: int, k: int, device: str, rivals: bool, groups: int 
     each = [breccia.cast(numbers(), breccia.recipe(FORMATS.get(name, name))) for _ in range(groups or 1)]
     plain = breccia.stack(each) if groups else each[0]
     stored = plain.to_storage(STORAGE) if device == "cuda" else plain
-    copies = [stored, *(deepcopy(stored) for _ in range(many(stored.nbytes, 1 if groups else 2) - 1))]
-    plains = [plain, *(deepcopy(plain) for _ in range(len(copies) - 1))] if rivals else []
+    copies = [stored, *(copy_of(stored) for _ in range(many(stored.nbytes, 1 if groups else 2) - 1))]
+    plains = [plain, *(copy_of(plain) for _ in range(len(copies) - 1))] if rivals else []
     shape = (groups, n, k) if groups else (n, k)
     others = range(many(2 * math.prod(shape), 2))
     bf16 = [torch.randn(shape, device=device, dtype=torch.bfloat16) * (0.02 if groups else 1) for _ in others]
     return Weight(plain, [breccia.dequantize(one).double() for one in each], copies, plains, bf16)
+
+
+def copy_of(st: Any) -> Any:
+    return replace(st, **{name: part.clone() for name, part in components(st).items()})
 
 
 class Products:

@@ -206,6 +206,7 @@ def apart(target: str, *arguments: Any, python_path: Path | str | None = None, p
 
 def _inside(target: str, arguments: str) -> None:
     module, _, name = target.partition(":")
+    sys.argv = [module]  # messages name it
     with contextlib.redirect_stdout(sys.stderr):
         found = getattr(import_module(module), name)(*json.loads(arguments))
     print(json.dumps(found), flush=True)
