@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,19 +46,12 @@ def speed_up(row: Any, rival: str) -> float:
     return pooled(row, rival)[0] / pooled(row, OURS)[0]
 
 
-def drifts(result: Result) -> list[float]:
-    """The median of breccia's last pass over that of its first, for every call and every way to run it."""
-    full = rows_for(result, "cast") + rows_for(result, "dequantize")
-    return [drift(row, name) for row in full for name in (OURS, *WAYS) if name in result["rivals"]]
-
-
-def steady(result: Result) -> bool:
-    found = drifts(result)
-    return max(*found, 1 / min(found)) <= result["options"]["drift"]
-
-
-def drifted(result: Result) -> str:
-    found, allowed = drifts(result), result["options"]["drift"]
+def unsteady(result: Result) -> str:
+    """How much breccia's first and last pass differ, over every call and way to run it, if by more than is allowed."""
+    full, allowed = rows_for(result, "cast") + rows_for(result, "dequantize"), result["options"]["drift"]
+    found = [drift(row, name) for row in full for name in (OURS, *WAYS) if name in result["rivals"]]
+    if max(*found, 1 / min(found)) <= allowed:
+        return ""
     return (
         f"the last pass of breccia took {min(found):.2f} to {max(found):.2f} of the time of its first, where {1 / allowed:.2f} "
         f"to {allowed:.2f} is allowed"
@@ -95,17 +89,17 @@ def times(op: str) -> Callable[[Result], Table]:
             note += f" (×{max(factors):g}): measured on a slab of {options['slab_rows']}×{size} and multiplied."
         if counts := [len(row["ratios"]) for row in rows if "ratios" in row]:
             note += f" Over {ON_NUMPY.replace('-', ' ')}: median and quartiles of {counts[0]} interleaved calls."
-        made = absences(table(op, columns, rows, note))
-        unsteady = "" if steady(result) else f" The machine was not steady: {drifted(result)}."
-        return Table(made.title, made.headings, made.rows, made.note + unsteady)
+        why = unsteady(result)
+        return compared(op, columns, rows, note, f" The machine was not steady: {why}." if why else "")
 
     return made
 
 
-def absences(made: Table) -> Table:
-    """The table, with a note if a rival lacks a recipe."""
-    some = any(ABSENT in row for row in made.rows)
-    return Table(made.title, made.headings, made.rows, made.note + some * f" {ABSENT}: that rival does not have it.")
+def compared(title: str, columns: Any, rows: Any, note: str, end: str = "") -> Table:
+    """The table. Its note says if a rival lacks a recipe."""
+    made = table(title, columns, rows)
+    lacking = any(ABSENT in row for row in made.rows)
+    return replace(made, note=note + lacking * f" {ABSENT}: that rival does not have it." + end)
 
 
 def calls(result: Result) -> Table:
@@ -117,7 +111,7 @@ def calls(result: Result) -> Table:
                 trio(found, 1e6) if (found := pooled(by[recipe], name)) else ABSENT
             )
     note = f"Microseconds per call at {shape}, call to result: min / median / max of loops of many calls."
-    return absences(table(f"one {shape} call", columns, both["cast"], note))
+    return compared(f"one {shape} call", columns, both["cast"], note)
 
 
 def agreement(result: Result) -> Table:
@@ -144,7 +138,7 @@ def agreement(result: Result) -> Table:
     )
     if len(others) < len(result["rivals"]) - 1:
         note += " What breccia wrote in its several ways is the same, bit for bit."
-    return absences(table("what was written", columns, result["checks"], note))
+    return compared("what was written", columns, result["checks"], note)
 
 
 def speed_series(result: Result) -> Any:
@@ -323,7 +317,7 @@ def measured(names: list[str], *arguments: Any) -> dict[str, Any]:
                     "bench_cast:one", name, *arguments, str(arrays), python_path=rivals.fetched_old() if name == OLD else None
                 )
             )
-        compared = checks(passes, Path(folder))
+        agreed = checks(passes, Path(folder))
     for one in passes:
         for found in one["rows"]:
             fields = {name: found[name] for name in ("recipe", "op", "shape")}
@@ -332,7 +326,7 @@ def measured(names: list[str], *arguments: Any) -> dict[str, Any]:
             row["factor"] |= {one["rival"]: found["factor"]} if found["factor"] != 1 else {}
             row["passes"][one["rival"] in row["passes"][0]][one["rival"]] = found["time"]
     ordered = sorted(rows.values(), key=lambda row: row["shape"] == list(SMALL))
-    return {"rivals": {one["rival"]: one["version"] for one in passes}, "checks": compared, "rows": ordered}
+    return {"rivals": {one["rival"]: one["version"] for one in passes}, "checks": agreed, "rows": ordered}
 
 
 @program
@@ -362,15 +356,14 @@ def main(
     for attempt in range(1, attempts + 1):
         found = measured(names, framework, size, runs, seconds)
         result = BENCHMARKS[framework].result(found.pop("rows"), options, where, attempt=attempt, **found)
-        if steady(result):
+        if not (why := unsteady(result)):
             break
-        print(f"attempt {attempt} of {attempts}: {drifted(result)}", file=sys.stderr)
+        print(f"attempt {attempt} of {attempts}: {why}", file=sys.stderr)
     if ON_NUMPY in names:
         print("measuring breccia and breccia-on-numpy, interleaved", file=sys.stderr)
         by = {(pair["recipe"], pair["op"]): pair["ratios"] for pair in apart("bench_cast:pairs", framework, size, runs)}
         for row in rows_for(result, "cast") + rows_for(result, "dequantize"):
             row["ratios"] = by[row["recipe"], row["op"]]
-    if not steady(result):
-        why = f"{drifted(result)}. Nothing was written: run it again on a machine that does nothing else."
-        result["refused"] = why
+    if why := unsteady(result):
+        result["refused"] = f"{why}. Nothing was written: run it again on a machine that does nothing else."
     return result

@@ -66,17 +66,12 @@ OTHER_DTYPES = ("fp8_block", "fp8_current", "mxfp8", "nvfp4")
 
 @dataclass(frozen=True)
 class Op:
-    """The call of a row.
-
-    function: breccia's op. dtype: the input's. recipes: the recipes to measure. large: measure
-    large matrices only.
-    """
+    """The call of a row. function: breccia's op. dtype: the input's; others than BF16 for large matrices only."""
 
     function: str
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     dtype: str = "bfloat16"
     recipes: tuple[str, ...] = RECIPES
-    large: bool = False
 
 
 OPS = {
@@ -89,8 +84,8 @@ OPS = {
     "cast_ste": Op("cast_ste"),
     "AmaxHistory.cast": Op("cast_and_record", recipes=("fp8_delayed",)),
     "AmaxHistory.update": Op("record_amax", recipes=("fp8_delayed",)),
-    "cast-fp16": Op("cast", dtype="float16", recipes=OTHER_DTYPES, large=True),
-    "cast-fp32": Op("cast", dtype="float32", recipes=OTHER_DTYPES, large=True),
+    "cast-fp16": Op("cast", dtype="float16", recipes=OTHER_DTYPES),
+    "cast-fp32": Op("cast", dtype="float32", recipes=OTHER_DTYPES),
 }
 
 
@@ -107,7 +102,7 @@ def cases(recipes: list[str], ops: list[str], shapes: list[tuple[int, int]]) -> 
             (spec, op, shape)
             for spec, op in itertools.product(recipes, ops)
             if (spec in OPS[op].recipes or (spec not in RECIPES and len(OPS[op].recipes) >= len(RECIPES) - 1))
-            and (is_large(shape) or not OPS[op].large)
+            and (is_large(shape) or OPS[op].dtype == "bfloat16")
         ]
         yield from sorted(found, key=lambda row: row[:2] not in GOALS)
 

@@ -23,7 +23,7 @@ RECIPES = (
     "fp8_block", TILES, "fp8_row", "mxfp8", "mxfp6", "mxfp4", "mxint8", "int4", "int8", "nf4", "fp8_current", "fp8_delayed",
     "nvfp4",
 )  # fmt: skip
-HOST_OPS = tuple(op for op in OPS if not OPS[op].large)
+HOST_OPS = tuple(op for op in OPS if OPS[op].dtype == "bfloat16")
 LAYERS = ("int4", "mxfp4", "nvfp4", TILES, "mxfp8")
 PRODUCTS = (("fp8_row", "fp8_row"), ("fp8_block", TILES), ("mxfp8", "mxfp8"))
 HOST_RIVALS = (TRANSFORMER_ENGINE, TORCH_COMPILED)
