@@ -1,4 +1,4 @@
-/* Independent multiply-adds of FP32 numbers in registers: the arm of that name in matmul_arms.py. */
+/* Independent multiply-adds of FP32 numbers in registers: the arm of that name in cpu_products.py. */
 
 #if defined(__AVX512F__)
 enum { BYTES = 64 };
