@@ -83,7 +83,7 @@ def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
     )
     shown: list[dict[str, Any]] = [_finite(run) for run in runs]
     return env.get_template("report.html").render(
-        title=title,
+        title=printable(title),
         version=__version__,
         runs=shown,
         sources=list(dict.fromkeys(Path(run["source"]).name or str(run["source"]) for run in shown)),

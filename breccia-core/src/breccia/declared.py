@@ -161,7 +161,7 @@ def settle(declared: Any, field: str, allowed: Collection[Any], aliases: Mapping
     found = aliases.get(text.lower()) or next((each for each in spellings if each.lower() == text.lower()), None)
     if found is None:
         named = " or ".join(map(repr, allowed)) if len(allowed) < 3 else f"one of {', '.join(map(repr, allowed))}"
-        raise RecipeError(f"{field} must be {named}, got {value!r}{did_you_mean(text, spellings)}", **{field: value})
+        raise RecipeError(f"{field} must be {named}, got {short(value)}{did_you_mean(text[:80], spellings)}", **{field: value})
     object.__setattr__(declared, field, found)
 
 

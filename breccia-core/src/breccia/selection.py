@@ -11,12 +11,12 @@ from fnmatch import fnmatchcase
 from .errors import UnknownNameError, abbreviated
 
 #: Kinds of tensors, and shell-style patterns of their names in Hugging Face's models. They are small, or their precision
-#: affects every token; adapters are trained. Biases have tables that are added to attention scores by position (T5's
-#: `relative_attention_bias`, Swin's `relative_position_bias_table`, the `rel_pos_h` of ViTDet); decays are exponentiated
-#: (the `A_log` of Mamba, the `time_decay` of RWKV).
+#: affects every token; adapters are trained. Biases have tables that are added by position (T5's `relative_attention_bias`,
+#: Swin's `relative_position_bias_table`, ViTDet's `rel_pos_h`, Transformer-XL's `pos_bias_u`); decays are exponentiated
+#: (Mamba's `A_log`, RWKV's `time_decay`).
 KEPT = {
     "embedding": ("*embed*", "wte.*", "*.wte.*", "wpe.*", "*.wpe.*", "shared.weight"),
-    "bias": ("*bias", "*_bias.weight", "*bias_table", "*.bias_[uv]", "*rel_pos_[hw]"),
+    "bias": ("*bias", "*_bias.weight", "*bias_table", "*bias_[kuv]", "*rel_pos_[hw]"),
     "decay": ("*A_log", "*time_decay", "*time_first"),
     "norm": ("*norm*", "*Norm*", "*.ln_*"),
     "output head": ("lm_head*", "*.lm_head*"),

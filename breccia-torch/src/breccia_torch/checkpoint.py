@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 import breccia
 from breccia import bridges
-from breccia.backend import ScaledTensor, ShapeError, UnsupportedError, check_names
+from breccia.backend import (
+    BrecciaError,
+    CorruptFileError,
+    ScaledTensor,
+    ScalingRecipe,
+    ShapeError,
+    UnsupportedError,
+    check_names,
+)
 
 from .nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, metadata
 from .quantize import check_replaceable, expert_parameters, is_conv1d, is_linear, replace, replace_experts, scaled_class
@@ -94,6 +102,11 @@ def load_model(
                     f"the model ties {first} and {name}, but they differ in the file. Untie them in the model.",
                     names=(first, name),
                 )
+    activations = {
+        name: _activation(path, name, found[name])
+        for name in found.keys() & known
+        if name.endswith(STATE) and (name not in states or isinstance(_owner(model, name)[0], ScaledLinear))
+    }
     new = [(entry, _fitted(model, entry, found[names[0]], device)) for entry, names in given]
     for entry, held in new:
         _put(model, entry, held)
@@ -105,7 +118,7 @@ def load_model(
         if name.endswith(STATE):
             layer = _owner(model, name)[0]
             if isinstance(layer, ScaledLinear):
-                layer.activation = metadata(found[name])["activation"]
+                layer.activation = activations[name]
             elif name in states:
                 layer.set_extra_state(found[name])
     for entry, names in given:
@@ -116,6 +129,14 @@ def load_model(
                 elif isinstance(weight := getattr(layer, leaf, None), ScaledExperts):
                     arrange_experts(layer, weight, storage)
     return missing, unexpected
+
+
+def _activation(path: Path, name: str, state: Any) -> ScalingRecipe | None:
+    """The recipe of a layer's inputs, from its state in a file. Raises CorruptFileError."""
+    try:
+        return metadata(state)["activation"]
+    except (BrecciaError, KeyError, AttributeError) as e:
+        raise CorruptFileError(f"{os.fspath(path)}: {name} is not the state of a layer ({e}).", name=name) from e
 
 
 def _need_module(op: str, model: Any) -> None:

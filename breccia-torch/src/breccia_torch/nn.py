@@ -16,6 +16,8 @@ from breccia.backend import (
     FLOATS,
     PARTS,
     PLAIN,
+    BrecciaError,
+    CorruptFileError,
     Declared,
     Layout,
     ScaledTensor,
@@ -25,6 +27,7 @@ from breccia.backend import (
     as_recipe,
     components,
     dtype_name,
+    parsed_json,
 )
 
 from . import frontend
@@ -83,10 +86,13 @@ class _WithMetadata(nn.Module):
 
 
 def metadata(state: Tensor) -> dict[str, Any]:
-    """The metadata that `get_extra_state` wrote."""
+    """The metadata that `get_extra_state` wrote. Raises CorruptFileError for anything else."""
     kinds = {"recipe": ScalingRecipe, "activation": ScalingRecipe, "layout": Layout}
-    listed = json.loads(bytes(state.tolist()))
-    return {k: kinds[k].from_json(json.dumps(v)) if k in kinds and v is not None else v for k, v in listed.items()}
+    try:
+        listed = parsed_json(bytes(state.tolist()))
+        return {k: kinds[k].from_json(json.dumps(v)) if k in kinds and v is not None else v for k, v in listed.items()}
+    except (BrecciaError, ValueError, TypeError, AttributeError) as e:
+        raise CorruptFileError(f"the state of a layer is JSON that names its recipe: {e}; save the model again.") from e
 
 
 class ScaledWeight(_WithMetadata):
