@@ -22,7 +22,7 @@ from breccia.backend import (
 )
 
 from .nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, metadata
-from .quantize import check_replaceable, expert_parameters, is_conv1d, is_linear, replace, replace_experts, scaled_class
+from .quantize import check_replaceable, expert_parameters, is_conv1d, is_linear, mark, replace, replace_experts, scaled_class
 from .storing import AUTO, arrange, arrange_experts
 
 Path = str | os.PathLike[str]
@@ -128,6 +128,8 @@ def load_model(
                     arrange(layer, storage, entry.held.dtype)
                 elif isinstance(weight := getattr(layer, leaf, None), ScaledExperts):
                     arrange_experts(layer, weight, storage)
+    if any(isinstance(held, ScaledWeight) for _, held in new):
+        mark(model)
     return missing, unexpected
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar, Self
 
 import torch
@@ -28,6 +30,7 @@ from breccia.backend import (
     components,
     dtype_name,
     parsed_json,
+    targets,
 )
 
 from . import frontend
@@ -95,6 +98,13 @@ def metadata(state: Tensor) -> dict[str, Any]:
         raise CorruptFileError(f"the state of a layer is JSON that names its recipe: {e}; save the model again.") from e
 
 
+def _mark_when_saved() -> None:
+    """Let transformers, if it is loaded, say in config.json that a model which it saves holds quantized weights."""
+    if "transformers.modeling_utils" in sys.modules:
+        with suppress(ImportError):  # `quantize_` reports it
+            targets.load("breccia_torch.hf.marking:watch")()
+
+
 class ScaledWeight(_WithMetadata):
     """A ScaledTensor as part of a model. Its components are buffers, so it moves, saves, loads and is copied with the model.
 
@@ -117,6 +127,7 @@ class ScaledWeight(_WithMetadata):
             raise UnsupportedError(f"ScaledWeight takes a ScaledTensor, got {type(tensor).__name__}; breccia.cast makes one.")
         if tensor.framework != "torch":
             raise UnsupportedError(f"ScaledWeight takes a torch ScaledTensor; this one is of {tensor.framework}.")
+        _mark_when_saved()
         for name in PARTS:
             self.register_buffer(name, getattr(tensor, name))
         self.recipe, self.layout, self.axis, self.padding = tensor.recipe, tensor.layout, tensor.axis, tensor.padding
@@ -165,6 +176,7 @@ class ScaledWeight(_WithMetadata):
     def __setstate__(self, state: dict[str, Any]) -> None:
         dtypes, parts = state[_DTYPES], state["_buffers"]
         held = {name: part if part is None else part.view(dtypes[name]) for name, part in parts.items()}
+        _mark_when_saved()
         super().__setstate__({name: value for name, value in state.items() if name != _DTYPES} | {"_buffers": held})
 
     @property

@@ -134,19 +134,26 @@ def quantize_(
         arrange_experts(module, weight, storage)
     if placed is not None:
         placing.dispatch_again(model, placed)
-    if hasattr(model, "save_pretrained") and "transformers" in sys.modules and not hasattr(model, "hf_quantizer"):
-        _attach(model, recipe, activation)
+    mark(model)
     return QuantizeSummary(recipe, quantized, left | _others(model, left), before, _bytes(model))
 
 
-def _attach(model: nn.Module, recipe: ScalingRecipe, activation: ScalingRecipe | None) -> None:
-    """Make `save_pretrained` and `from_pretrained` work for a quantized model of transformers."""
+def mark(model: Any, *, instead_of: str = "breccia") -> None:
+    """Make `save_pretrained` and `from_pretrained` work for a quantized model of transformers.
+
+    instead_of: the library whose quantizer the model may have; that of another one stays.
+    """
+    if not hasattr(model, "save_pretrained") or "transformers" not in sys.modules:
+        return
+    held = getattr(model, "hf_quantizer", None)
+    if held is not None and getattr(held.quantization_config, "quant_method", None) not in ("breccia", instead_of):
+        return
     try:
         attach = targets.load(_ATTACH)
     except ImportError as e:
         _log.warning("%s Save this model with breccia_torch.save_model: save_pretrained would lose how it is quantized.", e)
     else:
-        attach(model, recipe=recipe, activation=activation)
+        attach(model)
 
 
 # ------------------------------------------------------------------------------------------------ selection

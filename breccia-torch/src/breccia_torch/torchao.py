@@ -12,7 +12,7 @@ import breccia
 from breccia.backend import BrecciaError, OptionError, ScalingRecipe, UnsupportedError
 
 from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
-from .quantize import check_replaceable, replace
+from .quantize import check_replaceable, mark, replace
 
 _LIBRARY = "torchao"
 
@@ -56,6 +56,7 @@ def from_torchao_model_(model: nn.Module, *, activation: ScalingRecipe | str | N
         made[layer] = ScaledLinear.in_place_of(layer, weights[id(held)], inputs)
     for name, layer in layers.items():
         replace(model, name, made[layer])
+    mark(model, instead_of=_LIBRARY)
     return tuple(f"{name}.weight" for name in layers)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,11 @@ from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
 from ..placing import dispatch_again, held_components, need_values, placement
 from ..quantize import expert_parameters, is_linear, quantize_, replace, replace_experts, scaled_class, weights_of
 from ..storing import AUTO, arrange, arrange_experts
+from .marking import fields_of, watch
 
 METHOD = "breccia"
+
+watch()
 
 logger = logging.get_logger(__name__)
 
@@ -46,6 +47,7 @@ class BrecciaConfig(QuantizationConfigMixin):
 
     recipe: a ScalingRecipe, its spec ("nvfp4", "fp8_block,block_m=128"), or what its `to_dict` returns.
     activation: the same for a recipe under which linear layers cast their inputs; None leaves inputs unchanged.
+    activations: recipes for the inputs of single layers, by name, where they differ from `activation`.
     modules_to_not_convert: names of modules that keep their precision, whole or from a dot on ("lm_head"), in addition to the
         embeddings, norms, routers and output heads that `breccia_torch.quantize_` leaves.
 
@@ -59,6 +61,7 @@ class BrecciaConfig(QuantizationConfigMixin):
         modules_to_not_convert: list[str] | None = None,
         quant_method: str = METHOD,
         breccia_version: str | None = None,
+        activations: dict[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -68,7 +71,8 @@ class BrecciaConfig(QuantizationConfigMixin):
                 unknown=tuple(unknown),
             )
         self.quant_method = quant_method  # pyright: ignore[reportAttributeAccessIssue]
-        self.recipe, self.activation = _recipe(recipe), None if activation is None else _recipe(activation)
+        self.recipe, self.activation = _recipe(recipe), _recipe_or_none(activation)
+        self.activations = {name: _recipe_or_none(found) for name, found in (activations or {}).items()}
         self.modules_to_not_convert = modules_to_not_convert
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,6 +81,9 @@ class BrecciaConfig(QuantizationConfigMixin):
         found["recipe"] = self.recipe.to_dict()
         if self.activation is not None:
             found["activation"] = self.activation.to_dict()
+        if self.activations:
+            listed = self.activations.items()
+            found["activations"] = {name: None if recipe is None else recipe.to_dict() for name, recipe in listed}
         if self.modules_to_not_convert:
             found["modules_to_not_convert"] = self.modules_to_not_convert
         return found
@@ -84,6 +91,10 @@ class BrecciaConfig(QuantizationConfigMixin):
 
 def _recipe(found: Any) -> ScalingRecipe:
     return ScalingRecipe.from_json(json.dumps(found)) if isinstance(found, dict) else as_recipe(found)
+
+
+def _recipe_or_none(found: Any) -> ScalingRecipe | None:
+    return None if found is None else _recipe(found)
 
 
 @register_quantizer(METHOD)
@@ -162,7 +173,9 @@ class BrecciaHfQuantizer(HfQuantizer):
             replace_experts(module, leaf, ScaledExperts(empty, getattr(module, leaf).dtype))
         elif leaf == "weight" and is_linear(module):
             made: Any = scaled_class(module)
-            replace(model, owner, made.in_place_of(module, ScaledWeight(empty), self.quantization_config.activation))
+            config = self.quantization_config
+            activation = config.activations.get(owner, config.activation)
+            replace(model, owner, made.in_place_of(module, ScaledWeight(empty), activation))
         elif hasattr(module, leaf):
             self._decoded[name] = empty
 
@@ -236,7 +249,6 @@ class BrecciaHfQuantizer(HfQuantizer):
                 owner, _, leaf = name.rpartition(".")
                 delattr(model.get_submodule(owner), leaf)
                 model.get_submodule(owner).register_parameter(leaf, nn.Parameter(values))
-        model.__dict__.pop("save_pretrained", None)
         return model
 
     def get_state_dict_and_metadata(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -288,12 +300,17 @@ def _conv1d(layer: ScaledConv1D, dtype: torch.dtype) -> Conv1D:
     return made.train(layer.training)
 
 
-def attach(model: Any, quantizer: BrecciaHfQuantizer | None = None, **config: Any) -> None:
-    """Make a quantized model of transformers one that `save_pretrained` saves and `from_pretrained` loads again.
+def attach(model: Any, quantizer: BrecciaHfQuantizer | None = None) -> None:
+    """Make a model of transformers that holds quantized layers one that `save_pretrained` saves and `from_pretrained` loads.
 
-    config: the fields of its BrecciaConfig, where no quantizer is given.
+    quantizer: by default the model's, if breccia made it, or a new one. Its config follows the layers. May be called again.
     """
-    quantizer = quantizer or BrecciaHfQuantizer(BrecciaConfig(**config), pre_quantized=False)
+    fields, held = fields_of(model), getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        new = BrecciaHfQuantizer(BrecciaConfig(**fields), pre_quantized=False)
+        quantizer = held if isinstance(held, BrecciaHfQuantizer) else new
+    kept = quantizer.quantization_config.modules_to_not_convert
+    quantizer.quantization_config = BrecciaConfig(**fields, modules_to_not_convert=kept)
     model.hf_quantizer, model.config.quantization_config = quantizer, quantizer.quantization_config
     model.is_quantized, model.quantization_method = True, METHOD
     held = [name for name, module in model.named_modules() if isinstance(module, ScaledExperts)]
@@ -301,7 +318,6 @@ def attach(model: Any, quantizer: BrecciaHfQuantizer | None = None, **config: An
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [c for c in conversions if not _about(c, held)]
-    model.save_pretrained = partial(_save_pretrained, model)  # a method would be pickled as an attribute of the class
 
 
 def _about(conversion: Any, held: list[str]) -> bool:
@@ -310,12 +326,6 @@ def _about(conversion: Any, held: list[str]) -> bool:
         return False
     own = any(isinstance(operation, _Stack | _Decode) for operation in conversion.operations)
     return own or any(target in name for target in conversion.target_patterns for name in held)
-
-
-def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
-    """transformers' `save_pretrained`; then config.json tells transformers without this module to refuse the folder."""
-    type(self).save_pretrained(self, save_directory, *arguments, **options)
-    bridges.refuse_in_transformers(save_directory)
 
 
 def _saved_name(model: Any, name: str) -> str:
