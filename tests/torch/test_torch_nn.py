@@ -24,6 +24,7 @@ import breccia
 import breccia_torch
 from breccia.testing.examples import wide
 from breccia_torch.nn import ScaledLinear, ScaledWeight
+from breccia_torch.ops import WORDS
 
 pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1, 2)]
 
@@ -684,6 +685,35 @@ def test_the_transpose_that_a_weight_keeps_is_that_of_its_current_buffers() -> N
     for made in (copied, restored):
         assert made.transposed.data.data_ptr() == made.data.data_ptr() != weight.data.data_ptr()
     assert not any("transpose" in key for key in layer.state_dict())
+
+
+def words(part: torch.Tensor) -> torch.Tensor:
+    return part.view(WORDS[part.itemsize])
+
+
+@pytest.mark.parametrize("how", ["assigned", "data", "load_state_dict", "in place", "set_"])
+@pytest.mark.parametrize("part", ["data", "scale", "zero_point", "global_scale"])
+def test_a_layer_notices_when_any_component_is_replaced(part: str, how: str) -> None:
+    spec = "nvfp4" if part == "global_scale" else "int4,signed=false,symmetric=false"
+    layer, x = ScaledLinear.from_linear(nn.Linear(64, 32, bias=False), spec), torch.randn(3, 64)
+    other = ScaledLinear.from_linear(nn.Linear(64, 32, bias=False), spec)
+    layer(x)  # keeps what it derives
+    new = getattr(other.weight, part).clone()
+    held = getattr(layer.weight, part)
+    if how == "assigned":
+        setattr(layer.weight, part, new)
+    elif how == "data":
+        held.data = new
+    elif how == "load_state_dict":
+        layer.load_state_dict(layer.state_dict() | {f"weight.{part}": new}, assign=True)
+    elif how == "in place":
+        words(held).copy_(words(new))
+    else:
+        held.set_(new)
+    expected = breccia.matmul(x, layer.weight.tensor.mT)
+    assert torch.equal(words(getattr(layer.weight.tensor, part)), words(new))
+    assert torch.equal(layer(x), expected)
+    torch.testing.assert_close(expected, x @ breccia.dequantize(layer.weight.tensor).mT, rtol=0, atol=1e-4)  # 64 FP32 terms
 
 
 def test_layers_of_every_recipe_are_pickled(recipe: breccia.ScalingRecipe) -> None:

@@ -290,13 +290,16 @@ def _tangent(product: Product, a: Any, b: Any, da: Any, db: Any, dbias: Any) -> 
 
 
 def _keep(ctx: Any, *operands: Any) -> None:
-    """Save operands, ScaledTensors by component, so that autograd detects in-place changes before the backward pass."""
+    """Save operands, ScaledTensors by component, so that autograd detects in-place changes before the backward pass.
+
+    Components made under `torch.inference_mode` are copied, as autograd saves no such tensors.
+    """
     saved: list[Any] = []
     ctx.operands = []
     for x in operands:
         names = tuple(components(x)) if isinstance(x, ScaledTensor) else ()
         ctx.operands.append((Metadata.of(x) if names else None, names))
-        saved += components(x).values() if isinstance(x, ScaledTensor) else [x]
+        saved += [p.clone() if p.is_inference() else p for p in components(x).values()] if names else [x]
     ctx.save_for_backward(*saved)
     ctx.save_for_forward(*saved)
 

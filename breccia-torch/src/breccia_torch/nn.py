@@ -105,6 +105,14 @@ def _mark_when_saved() -> None:
             targets.load("breccia_torch.hf.marking:watch")()
 
 
+def _kept_for_backward(part: Tensor | None) -> Tensor | None:
+    """A component that autograd can save: made under `torch.inference_mode` it is copied, since layers may be trained later."""
+    if part is None or not part.is_inference():
+        return part
+    with torch.inference_mode(False):
+        return part.clone()
+
+
 class ScaledWeight(_WithMetadata):
     """A ScaledTensor as part of a model. Its components are buffers, so it moves, saves, loads and is copied with the model.
 
@@ -129,7 +137,7 @@ class ScaledWeight(_WithMetadata):
             raise UnsupportedError(f"ScaledWeight takes a torch ScaledTensor; this one is of {tensor.framework}.")
         _mark_when_saved()
         for name in PARTS:
-            self.register_buffer(name, getattr(tensor, name))
+            self.register_buffer(name, _kept_for_backward(getattr(tensor, name)))
         self.recipe, self.layout, self.axis, self.padding = tensor.recipe, tensor.layout, tensor.axis, tensor.padding
 
     @property
@@ -146,23 +154,26 @@ class ScaledWeight(_WithMetadata):
             return self.tensor.mT
         b: dict[str, Any] = self._buffers
         kept = self.__dict__.get(_KEPT)
-        data, scale = b["data"], b["scale"]
+        data, scale, zero_point, global_scale = b["data"], b["scale"], b["zero_point"], b["global_scale"]
         if (
             kept is None
             or kept[0] is not data
             or kept[1] is not scale
-            or kept[2] is not b["zero_point"]
-            or kept[3] is not b["global_scale"]
+            or kept[2] is not zero_point
+            or kept[3] is not global_scale
             or kept[4] is not self.layout
             or kept[5] != data.data_ptr()  # `buffer.data = ...` keeps the object
             or kept[6] != scale.data_ptr()
+            or (zero_point is not None and kept[7] != zero_point.data_ptr())
+            or (global_scale is not None and kept[8] != global_scale.data_ptr())
         ):
             found = self.tensor.mT
             if type(data) is not Tensor or not self.keeps_transpose or transforming():  # such tensors may have no memory
                 return found
-            parts = data, scale, b["zero_point"], b["global_scale"], self.layout, data.data_ptr(), scale.data_ptr()
-            kept = self.__dict__[_KEPT] = (*parts, found)
-        return kept[7]
+            parts = data, scale, zero_point, global_scale
+            addresses = [None if part is None else part.data_ptr() for part in parts]
+            kept = self.__dict__[_KEPT] = (*parts, self.layout, *addresses, found)
+        return kept[9]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the kept transpose, and with components viewed as integers: torch cannot unpickle float8 tensors."""
@@ -219,7 +230,7 @@ class ScaledWeight(_WithMetadata):
     def take(self, tensor: ScaledTensor) -> None:
         """Hold `tensor` instead: the same weight, in another storage."""
         for name in PARTS:
-            setattr(self, name, getattr(tensor, name))
+            setattr(self, name, _kept_for_backward(getattr(tensor, name)))
         self.layout = tensor.layout
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -129,10 +129,13 @@ def stored(b: ScaledTensor) -> tuple[Any, Any, bool]:
 def _settled(data: Any) -> bool:
     """Whether the weight was written before the kernel ahead: only then may it be read before that one ends.
 
-    A weight that was changed counts as written just now at its next product.
+    A weight that was changed or got other memory counts as written just now at its next product, and one that does not count its
+    changes always does.
     """
-    version = 0 if data.is_inference() else data._version
-    if getattr(data, "_breccia_multiplied", None) == version:
+    if data.is_inference():
+        return False
+    state = data._version, data.data_ptr()  # `data.data = ...` keeps the object and its version
+    if getattr(data, "_breccia_multiplied", None) == state:
         return True
-    data._breccia_multiplied = version
+    data._breccia_multiplied = state
     return False
