@@ -318,11 +318,11 @@ def test_a_report_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "report.html"
     path.write_text("old")
 
-    def refuse(self: Path, target: Path) -> Path:
+    def refuse(path: Path) -> None:
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", refuse)
+        patch.setattr("breccia_bridges.staging.sync", refuse)
         with pytest.raises(OSError, match="disk full"):
             write_report(path, two_runs())
     assert path.read_text() == "old"

@@ -38,7 +38,7 @@ NEIGHBOURS = {
     "bitsandbytes",
 }  # fmt: skip
 FOREIGN: dict[str, tuple[set[str], set[str]]] = {
-    "breccia_torch": ({"torch", "numpy"}, {"ml_dtypes"}),
+    "breccia_torch": ({"torch", "numpy"}, {"ml_dtypes", "accelerate", "safetensors"}),
     "breccia_jax": ({"jax", "numpy", "ml_dtypes"}, set()),
     "breccia_mlx": ({"mlx", "numpy"}, {"ml_dtypes"}),
     "breccia_native": ({"numpy"}, set()),
@@ -71,7 +71,7 @@ FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
 ORDER = [
     {"", "backend"},  # the package itself, and the names for other distributions: lazy, they import nothing
     {"errors"},
-    {"siblings", "targets", "declared", "selection", "error_metrics"},
+    {"siblings", "targets", "declared", "selection", "error_metrics", "json_text"},
     {"codec_checks", "tracing"},
     {"codecs", "rules", "options"},
     {"formats"},
@@ -153,7 +153,7 @@ def allowed(distribution: str, name: str) -> tuple[set[str], set[str]]:
     else:
         top, lazy = FOREIGN[package]
         if distribution == "breccia-torch" and name.partition(".")[0] == HF:
-            top = top | {"transformers"} | ({"peft"} if name == LORA else set())
+            top = top | {"transformers", "safetensors"} | ({"peft"} if name == LORA else set())
         if distribution == "breccia-jax" and name in OF_LIBRARIES:
             top = top | {OF_LIBRARIES[name]}
         if distribution == "breccia-bridges" and name in OF_TORCH:

@@ -127,7 +127,7 @@ def _written(tensors: dict[str, Tensor], folder: str | None) -> dict[str, Any]:
         )
     from safetensors.torch import save_file
 
-    index: dict[str, Any] = {}
+    offloaded: dict[str, Any] = {}
     for name, tensor in tensors.items():
         file = os.path.join(folder, f"{name}.safetensors")
         save_file({name: tensor.detach().contiguous().cpu()}, file)
