@@ -105,6 +105,24 @@ def test_a_scale_of_another_float_dtype_is_read_as_the_numbers_it_holds(spec: st
             close(ops.to_numpy(breccia.matmul(there, columns)).T, x, decoded)
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "mlx"])
+@pytest.mark.parametrize("spec", SPECS[:5])
+def test_a_supplied_scale_of_any_float_dtype_is_the_number_that_it_holds(spec: str, framework: str) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x, ops = values(0, 64, 256), ops_for(framework)
+    scale = breccia.cast(x, spec).scale
+    numbers = np.asarray(scale.view(ml_dtypes.bfloat16) if scale.dtype == np.uint16 else scale, np.float32)
+    rounded = numbers.astype(ml_dtypes.bfloat16).astype(np.float16).astype(np.float32)  # what all three hold
+    expected = breccia.cast(convert(framework, x), spec, scale=convert(framework, rounded))
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        given = np.asarray(rounded, dtype)
+        narrow = dtype is ml_dtypes.bfloat16 and framework != "numpy"
+        part = ops.from_numpy(given.view(np.uint16), "bfloat16") if narrow else ops.from_numpy(given)
+        assert breccia.bytes_equal(breccia.cast(convert(framework, x), spec, scale=part), expected)
+    with pytest.raises(breccia.UnsupportedError, match="scale= must hold .* got dtype int32"):
+        breccia.cast(convert(framework, x), spec, scale=convert(framework, np.ones(scale.shape, np.int32)))
+
+
 def test_a_repeated_product_of_torch_does_not_take_unaligned_scales_for_the_aligned_ones() -> None:
     torch = pytest.importorskip("torch")
     st, x = moved(breccia.cast(values(0, 64, 256), "nf4"), "torch"), torch.from_numpy(values(1, 3, 256))

@@ -47,6 +47,7 @@ from breccia.backend import (
 from . import nested as trees
 from .checkpoint import checkpoint_files
 from .configs import CHECKPOINT, NON_NUMPY, SCOPE, Config, Undeclared, located, metadata_of, owners, read_configs
+from .histories import as_arrays, with_histories
 from .safetensors_file import DTYPES, Container, Shape, Shards, in_both, read
 from .safetensors_writer import Writer, check_text
 
@@ -138,8 +139,8 @@ def save_safetensors(
 ) -> None:
     """Write scaled tensors and plain arrays, of any installed framework, to a safetensors file.
 
-    tensors: by name. Values may be nested mappings and lists of them, such as the parameters of a Flax model, whose keys are
-        joined by dots.
+    tensors: by name, an AmaxHistory among them. Values may be nested mappings and lists of them, such as the parameters of a
+        Flax model, whose keys are joined by dots.
     extra_metadata: further entries of the file's metadata, str to str; keys that end in ".config" are reserved.
     force: replace an existing file, atomically at the end; otherwise FileExistsError.
 
@@ -150,8 +151,9 @@ def save_safetensors(
             f"save_safetensors takes (tensors, path): a mapping of names first; got {type(tensors).__name__}."
         )
     tensors = {name: t.to_plain() if isinstance(t, ScaledTensor) else t for name, t in trees.flat(tensors).items()}
+    tensors, histories = as_arrays(tensors)
     described = {name: describe(name, tensor) for name, tensor in tensors.items()}
-    with open_writer(path, described, extra_metadata, force=force) as writer:
+    with open_writer(path, described, {**(extra_metadata or {}), **histories}, force=force) as writer:
         for name, tensor in tensors.items():
             write_tensor(writer, name, tensor)
 
@@ -238,7 +240,8 @@ def load_safetensors(
     """
     target = _Target.of(framework, device)
     chosen = None if names is None else (names,) if isinstance(names, str) else tuple(names)
-    listed = named_tensors(Path(path), opened(Path(path)))
+    containers = opened(Path(path))
+    listed = named_tensors(Path(path), containers)
     if chosen is not None:
         check_patterns(chosen, listed)
     out: dict[str, ScaledTensor | Array] = {}
@@ -261,6 +264,7 @@ def load_safetensors(
             DtypeWarning,
             stacklevel=2,
         )
+    out = with_histories(out, [container.metadata for container in containers], path)
     return trees.nested(out) if nested else out
 
 

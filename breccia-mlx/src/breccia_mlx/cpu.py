@@ -27,7 +27,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     if opaque(*(given for given in (scale, options.seed) if isinstance(given, mx.array))) is not None:
         return reference.cast(x, recipe, options)
     if isinstance(scale, mx.array):
-        options = options.replace(scale=_array(scale))
+        options = options.replace(scale=_floats(scale))  # BF16 as numbers: bit patterns would be a scale of another dtype
     return _over(calls.cast(_floats(x), recipe, options), _taken)
 
 

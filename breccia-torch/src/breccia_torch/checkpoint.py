@@ -19,6 +19,7 @@ from breccia.backend import (
     ShapeError,
     UnsupportedError,
     check_names,
+    framework_of,
 )
 
 from .nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, metadata
@@ -233,6 +234,8 @@ def _same(a: ScaledTensor | Tensor, b: ScaledTensor | Tensor) -> bool:
 def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor, device: Any) -> ScaledWeight | Tensor:
     """The replacement of an entry, on its device. Raises ShapeError or UnsupportedError if it does not fit."""
     held, name = entry.held, entry.names[0]
+    if isinstance(held, Tensor):
+        framework_of(held, f"load_model: {name}")
     places = [(*_owner(model, name), name) for name in entry.names]
     experts = all(leaf in expert_parameters(module) or isinstance(held, ScaledExperts) for module, leaf, _ in places)
     if experts and isinstance(tensor, ScaledTensor):

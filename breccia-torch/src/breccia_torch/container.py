@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from breccia import AmaxHistory
 from breccia.backend import Metadata, ScaledTensor, once, rebuilt, registry, restored
 
 
@@ -38,4 +39,6 @@ def register() -> None:
         flatten_with_keys_fn=_flatten_with_keys,
     )
     declared = registry()
-    torch.serialization.add_safe_globals([restored, rebuilt, *declared.recipes.values(), *declared.layouts.values()])
+    torch.serialization.add_safe_globals(
+        [restored, rebuilt, AmaxHistory, *declared.recipes.values(), *declared.layouts.values()]
+    )

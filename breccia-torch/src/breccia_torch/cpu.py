@@ -39,7 +39,9 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     if (supplied and not _readable(scale)) or (out is not None and not _takes(out, recipe)):
         return reference.cast(x, recipe, options)
     if options is not DEFAULT:
-        given = _array(scale) if supplied else scale
+        given = scale
+        if supplied:  # BF16 as numbers: bit patterns would be a scale of another dtype
+            given = _floats(scale) if scale.dtype == torch.bfloat16 else _array(scale)
         options = options.replace(scale=given, out=None if out is None else _arrays(out, _written))
     elif x.dtype not in _FLOATS:
         checks.check_cast(x, recipe)

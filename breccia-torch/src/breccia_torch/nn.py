@@ -29,6 +29,7 @@ from breccia.backend import (
     as_recipe,
     components,
     dtype_name,
+    framework_of,
     parsed_json,
     targets,
 )
@@ -168,11 +169,15 @@ class ScaledWeight(_WithMetadata):
             or (global_scale is not None and kept[8] != global_scale.data_ptr())
         ):
             found = self.tensor.mT
+            if type(data) is not Tensor:
+                for name, part in components(found).items():
+                    framework_of(part, f"{name} of the weight")  # refuses some
             if type(data) is not Tensor or not self.keeps_transpose or transforming():  # such tensors may have no memory
                 return found
             parts = data, scale, zero_point, global_scale
             addresses = [None if part is None else part.data_ptr() for part in parts]
-            kept = self.__dict__[_KEPT] = (*parts, self.layout, *addresses, found)
+            self.__dict__[_KEPT] = (*parts, self.layout, *addresses, found)
+            return found
         return kept[9]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -180,7 +185,8 @@ class ScaledWeight(_WithMetadata):
         state = self.__dict__.copy()
         state.pop(_KEPT, None)
         parts: dict[str, Any] = state["_buffers"]
-        state["_buffers"] = {name: part if part is None else part.view(WORDS[part.itemsize]) for name, part in parts.items()}
+        alone = {name: part if part is None else TORCH.portable(part) for name, part in parts.items()}
+        state["_buffers"] = {name: part if part is None else part.view(WORDS[part.itemsize]) for name, part in alone.items()}
         state[_DTYPES] = {name: part.dtype for name, part in parts.items() if part is not None}
         return state
 

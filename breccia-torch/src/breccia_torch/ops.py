@@ -166,6 +166,8 @@ class _TorchOps(Ops):
         return a.permute(axes)
 
     def portable(self, a: Array) -> Array:
+        if type(a) in PLAIN and a.nbytes < a.untyped_storage().nbytes():
+            a = a.clone()  # a part of a larger tensor, all of which pickle would store
         return _bytes(a)  # pickle's copy of a storage of float8 fails (torch 2.11 to 2.13)
 
     def from_portable(self, a: Array, dtype: str) -> Array:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from breccia import Framework, Kernel, hookimpl
 
 api = 1
+#: What to do instead of passing a DTensor.
+_SHARDED = "breccia does not compute on sharded tensors yet: quantize before distributing, or pass x.to_local()."
 
 
 @hookimpl
@@ -18,6 +20,7 @@ def breccia_frameworks() -> Iterable[Framework]:
             "torch",
             ("Tensor",),
             f"{ops}:TORCH",
+            refuses=(("distributed.tensor.DTensor", _SHARDED),),
             devices=f"{ops}:devices",
             container="breccia_torch.container:register",
             frontend="breccia_torch.frontend",

@@ -21,6 +21,7 @@ from breccia.backend import (
     as_recipe,
     cast_nbytes,
     checks,
+    framework_of,
     kept_kind,
     targets,
 )
@@ -232,6 +233,7 @@ def _others(model: nn.Module, left: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_castable(name: str, weight: Tensor, recipe: ScalingRecipe, axis: int) -> None:
+    framework_of(weight, f"quantize_: {name}")
     try:
         checks.check_cast(weight, recipe)
         checks.fitted_layout(recipe, tuple(weight.shape), axis)

@@ -129,8 +129,8 @@ def stored(b: ScaledTensor) -> tuple[Any, Any, bool]:
 def _settled(data: Any) -> bool:
     """Whether the weight was written before the kernel ahead: only then may it be read before that one ends.
 
-    A weight that was changed or got other memory counts as written just now at its next product, and one that does not count
-    its changes always does.
+    A weight that was changed or got other memory counts as written just now at its next product; one of inference mode, which
+    does not count its changes, always does.
     """
     if data.is_inference():
         return False

@@ -309,8 +309,8 @@ def attach(model: Any, quantizer: BrecciaHfQuantizer | None = None) -> None:
     if quantizer is None:
         new = BrecciaHfQuantizer(BrecciaConfig(**fields), pre_quantized=False)
         quantizer = held if isinstance(held, BrecciaHfQuantizer) else new
-    kept = quantizer.quantization_config.modules_to_not_convert
-    quantizer.quantization_config = BrecciaConfig(**fields, modules_to_not_convert=kept)
+    config: Any = quantizer.quantization_config
+    quantizer.quantization_config = BrecciaConfig(**fields, modules_to_not_convert=config.modules_to_not_convert)
     model.hf_quantizer, model.config.quantization_config = quantizer, quantizer.quantization_config
     model.is_quantized, model.quantization_method = True, METHOD
     held = [name for name, module in model.named_modules() if isinstance(module, ScaledExperts)]
