@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from breccia import AmaxHistory
-from breccia.backend import Array, CorruptFileError, ScalingRecipe, UnsupportedError
+from breccia import AmaxHistory, DelayedScaling
+from breccia.backend import Array, CorruptFileError, UnsupportedError
 
 #: The key of the metadata.
 KEY = "breccia_histories"
@@ -49,7 +49,7 @@ def with_histories(found: dict[str, Any], metadata: Iterable[Mapping[str, str]],
     """
     for text in [entries[KEY] for entries in metadata if KEY in entries]:
         try:
-            recipes = {name: ScalingRecipe.from_json(json.dumps(recipe)) for name, recipe in json.loads(text).items()}
+            recipes = {name: DelayedScaling.from_json(json.dumps(recipe)) for name, recipe in json.loads(text).items()}
             for name, recipe in recipes.items():
                 if all(f"{name}.{part}" in found for part in _PARTS):
                     amaxes, scale = (found.pop(f"{name}.{part}") for part in _PARTS)

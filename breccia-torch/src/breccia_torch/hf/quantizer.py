@@ -305,12 +305,13 @@ def attach(model: Any, quantizer: BrecciaHfQuantizer | None = None) -> None:
 
     quantizer: by default the model's, if breccia made it, or a new one. Its config follows the layers. May be called again.
     """
-    fields, held = fields_of(model), getattr(model, "hf_quantizer", None)
+    fields: dict[str, Any] = fields_of(model)
+    held = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         new = BrecciaHfQuantizer(BrecciaConfig(**fields), pre_quantized=False)
         quantizer = held if isinstance(held, BrecciaHfQuantizer) else new
     config: Any = quantizer.quantization_config
-    quantizer.quantization_config = BrecciaConfig(**fields, modules_to_not_convert=config.modules_to_not_convert)
+    quantizer.quantization_config = BrecciaConfig(**{**fields, "modules_to_not_convert": config.modules_to_not_convert})
     model.hf_quantizer, model.config.quantization_config = quantizer, quantizer.quantization_config
     model.is_quantized, model.quantization_method = True, METHOD
     held = [name for name, module in model.named_modules() if isinstance(module, ScaledExperts)]
