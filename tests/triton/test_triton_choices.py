@@ -482,7 +482,7 @@ def test_a_call_is_tuned_on_a_gpu_and_the_next_process_takes_it() -> None:
         same(breccia.cast(x, recipe, axis=-2), expected)
     name = torch.cuda.get_device_name()
     (text,) = choices.read(user_file(name), name)
-    assert text == "tile down cast E4M3/F32 1x128 axis -2 bfloat16"
+    assert text == "tile turned cast E4M3/F32 1x128 axis -2 bfloat16"
     choices_of.cache_clear()
     cast._calls.clear()
     same(breccia.cast(x, recipe, axis=-2), expected)

@@ -241,6 +241,8 @@ class Prepared:
             kind = "tile whole" if block[0] != 1 or block[1] is None else "tile down" if self.axis == -2 else "tile along"
             turned = self.turns and self.axis == -2
             choice = self._choice("tile turned" if turned else kind, block)
+            if self.length and turned and not choice.elements:
+                choice = replace(choice, elements=8192)  # a program that goes on to other tiles has fewer registers for each
             _, tile, source = needed(tiled(self.recipe, block, self.axis, rows, columns, choice, turned))
             return [(tile, source, self.axis)]
         choice = self._choice("pair", block)
@@ -306,6 +308,8 @@ class Prepared:
         """Whether the kernels for whole blocks of codes of 4 and 6 bits apply; one is prepared then."""
         read, block, (matrices, rows, columns) = self.input, self.written[0].block, self.input.flat_shape
         if self.op not in ("cast", "cast_pair") or not isinstance(read, Numbers):
+            return False
+        if self.op == "cast_pair" and not self.turns:
             return False
         if read.strided or not read.arguments["x"].aligned:
             return False

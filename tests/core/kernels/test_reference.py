@@ -67,6 +67,14 @@ def test_a_supplied_scale_is_used_as_the_oracle_uses_it(scale: float) -> None:
         assert_decoded(scaled, expected)
 
 
+def test_a_pair_uses_one_scale_for_both_as_the_oracle_does() -> None:
+    x = wide((6, 32), seed=7)
+    for recipe in (breccia.DelayedScaling(), breccia.NVFP4BlockScaling()):
+        rows, columns = breccia.cast_pair(x, recipe, scale=0.037)
+        assert_written(rows, oracle.cast(x, recipe, scale=float(np.float32(0.037))))
+        assert_written(columns.mT, oracle.cast(np.ascontiguousarray(x.T), recipe, scale=float(np.float32(0.037))))
+
+
 ONE_LEVEL = [r for r in RECIPES if r.format.global_scale is None and r.format.scale.block[0] is not None]
 
 

@@ -113,7 +113,7 @@ def options_of_a_cast_are_honoured(kernel: Kernel, recipe: ScalingRecipe, place:
 
 
 def cast_pair_equals_two_casts(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
-    """`cast_pair` returns `cast` along axis -1 and along axis -2, with the same options."""
+    """`cast_pair` returns `cast` along axis -1 and along axis -2, with the same options, `scale=` among them."""
     uneven, full = arrays()
     ran = False
     for x, options in ((uneven, {}), (full, {}), (uneven, _STOCHASTIC)):
@@ -124,6 +124,14 @@ def cast_pair_equals_two_casts(kernel: Kernel, recipe: ScalingRecipe, place: Pla
             for st, axis in zip(pair, (-1, -2), strict=True):
                 expect_tensor(place, st, reference.cast(x, recipe, CastOptions(axis=axis, **options)))
             expect_array_unchanged(place, given, x.view(np.uint32))
+    rows, columns = (reference.cast(full * np.float32(3), recipe, CastOptions(axis=axis)) for axis in (-1, -2))
+    if rows.global_scale is not None or rows.scale.shape == columns.scale.shape:  # one scale fits both
+        there = moved(rows, place)
+        scale, supplied = (st.scale if st.global_scale is None else st.global_scale for st in (rows, there))
+        pair = run_alone(kernel, api.cast_pair, place.array(full), recipe, scale=supplied)
+        if pair is not None:
+            for st, axis in zip(pair, (-1, -2), strict=True):
+                expect_tensor(place, st, reference.cast(full, recipe, CastOptions(axis=axis, scale=scale)))
     _expect_nan_refused(kernel, api.cast_pair, recipe, place)
     skip_unless_run(kernel, ran)
 
