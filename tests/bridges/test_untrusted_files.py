@@ -391,6 +391,27 @@ def test_a_header_longer_than_readers_accept_is_refused_before_anything_is_writt
     assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
 
 
+def test_a_file_of_a_folder_with_too_many_tensors_becomes_several_with_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m").mkdir()
+    source = _many(tmp_path / "m" / "model.safetensors", 20)
+    monkeypatch.setattr(safetensors_writer, "MAX_HEADER", 3000)
+    report = convert(tmp_path / "m", tmp_path / "o", "mxfp8")
+    dry = convert(tmp_path / "m", tmp_path / "p", "mxfp8", dry_run=True)
+    assert [t.name for t in report.tensors] == [t.name for t in dry.tensors] == list(Container(source).entries)
+    files = sorted(path.name for path in (tmp_path / "o").glob("*.safetensors"))
+    assert files == [f"model-part-{n:03}-of-{len(files):03}.safetensors" for n in range(1, len(files) + 1)] and len(files) > 2
+    index = json.loads((tmp_path / "o" / INDEX).read_text())["weight_map"]
+    assert set(index.values()) == set(files)
+    found, want = load_safetensors(tmp_path / "o"), breccia.cast(np.ones((2, 32), np.float32), "mxfp8")
+    assert len(found) == 20 and {st.digest() for st in found.values()} == {want.digest()}
+    other = _many(source.parent / files[0], 1)
+    other.write_bytes(other.read_bytes().replace(b'"l.', b'"k.'))
+    with pytest.raises(breccia.UnsupportedError, match=f"two files would be named {files[0]}"):
+        convert(tmp_path / "m", tmp_path / "p", "mxfp8")
+
+
 # ------------------------------------------------------------------------------------------------ a dry run is the run's checks
 
 

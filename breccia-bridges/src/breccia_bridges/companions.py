@@ -120,8 +120,8 @@ def check_index(index: Path, listed: dict[str, str], files_of: dict[str, list[st
 
 
 def write_index(stage: Path, files: list[Path]) -> None:
-    """Write the index of a sharded folder, for the new entries."""
-    entries = {name: (path.name, e.nbytes) for path in files for name, e in Container(stage / path.name).entries.items()}
+    """Write the index of a sharded folder, for the new entries of `files`."""
+    entries = {name: (path.name, e.nbytes) for path in files for name, e in Container(path).entries.items()}
     index = {
         "metadata": {"total_size": sum(size for _, size in entries.values())},
         "weight_map": {name: file for name, (file, _) in sorted(entries.items())},

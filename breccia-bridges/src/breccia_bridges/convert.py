@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from .measure import Histogram, Stored, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, no_progress
 from .safetensors import Described, joined, open_writer, plan
 from .safetensors_file import Container, Shape, byte_count, in_both, read
-from .safetensors_writer import Writer
+from .safetensors_writer import HeaderError, Writer
 from .slab_casts import SlabCasts
 from .staging import Staging
 
@@ -66,6 +67,7 @@ def convert(
     histograms: count the elements of quantized tensors by value, before and after.
     advance: called with a tensor's name and its source bytes after it was written and after it was verified.
 
+    A file of a folder whose new header would be longer than readers accept becomes several, with an index.
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format;
     UnsupportedError for a source that is quantized in another format or no checkpoint, and for a destination that is, contains
     or is in the source; UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
@@ -97,20 +99,38 @@ class _Conversion:
         self.index = src / INDEX if self.folder and (src / INDEX).exists() else None
         self.containers, blocks = _checked(src, files, self.index)
         self.plans = [_Plan(container, blocks, recipe, chosen) for container in self.containers]
-        # A file of scales alone becomes none.
-        self.written = [planned for planned in self.plans if planned.reasons or not planned.container.entries]
         chosen.check([name for planned in self.plans for name in planned.reasons])
-        for planned in self.written:
-            planned.declare(self.staging.new / planned.container.path.name if self.folder else self.staging.new)
+        # A file of scales alone becomes none.
+        wanted = [planned for planned in self.plans if planned.reasons or not planned.container.entries]
+        self.written = [piece for planned in wanted for piece in self._declared(planned)]
         self._check_names()
         copied = self.companions.nbytes if self.companions else 0
         check_space(self.dst, copied + sum(planned.writer.nbytes for planned in self.written))
         self.report.links.extend(self.companions.left if self.companions else ())
 
+    def _declared(self, planned: _Plan) -> list[_Plan]:
+        """The plan with its writer; several where a folder's file would have a longer header than readers accept."""
+        if not self.folder:
+            planned.declare(self.staging.new)
+            return [planned]
+        path = self.staging.new / planned.container.path.name
+        try:
+            planned.declare(path)
+            return [planned]
+        except HeaderError:
+            pieces = planned.pieces()
+        for n, piece in enumerate(pieces, 1):
+            piece.declare(path.with_stem(f"{path.stem}-part-{n:03}-of-{len(pieces):03}"))
+        return pieces
+
     def _check_names(self) -> None:
-        """Refuse entries of two files that would have one name: with a suffix, a tensor may get the name of another."""
+        """Refuse files of one name, and entries of two files: with a suffix, a tensor may get the name of another."""
         files: dict[str, Path] = {}
+        paths: set[Path] = set()
         for planned in self.written:
+            if (path := planned.writer.path) in paths:
+                raise UnsupportedError(f"two files would be named {path.name}; rename that of {self.src}.")
+            paths.add(path)
             for name in planned.writer.entries:
                 if name in files:
                     raise in_both(name, self.src, files[name], planned.container.path)
@@ -145,8 +165,8 @@ class _Conversion:
         config = read_object(stage / CONFIG)
         if config is not None:
             write_config(stage / CONFIG, config, self.report, tuple(_CASTABLE))
-        if self.index:
-            write_index(stage, [planned.container.path for planned in self.written])
+        if self.index or len(self.written) > len(self.plans):
+            write_index(stage, [planned.writer.path for planned in self.written])
 
 
 def _checked(src: Path, files: list[Path], index: Path | None) -> tuple[list[Container], BlockFP8 | None]:
@@ -230,6 +250,20 @@ class _Plan:
         """Make the writer of the new file, which checks names, metadata and the length of the header."""
         extra = {k: v for k, v in self.container.metadata.items() if k not in RESERVED}
         self.writer = open_writer(path, self.described, extra, force=True)
+
+    def pieces(self) -> list[_Plan]:
+        """Plans of parts of the file, each of which can be declared. Raises HeaderError where a tensor alone cannot."""
+        try:
+            self.declare(self.container.path)
+            return [self]
+        except HeaderError:
+            if len(self.reasons) < 2:
+                raise
+        names = list(self.reasons)
+        halves = [copy(self), copy(self)]
+        for half, of in zip(halves, (names[: len(names) // 2], names[len(names) // 2 :]), strict=True):
+            half.described, half.reasons = ({name: every[name] for name in of} for every in (self.described, self.reasons))
+        return [piece for half in halves for piece in half.pieces()]
 
     def _size(self, name: str) -> int:
         return sum(byte_count(*part) for part in self.described[name][0].values())

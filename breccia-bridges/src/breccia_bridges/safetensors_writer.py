@@ -23,6 +23,10 @@ from .staging import Staging
 Data = np.ndarray | bytes | bytearray | memoryview
 
 
+class HeaderError(UnsupportedError):
+    """The header of a file would be longer than readers accept."""
+
+
 class Writer:
     """Writes a safetensors file tensor by tensor, in any order, and renames it to its path only when complete.
 
@@ -189,7 +193,7 @@ def _header(entries: dict[str, Entry], metadata: dict[str, str]) -> bytes:
     text = json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
-        raise UnsupportedError(
+        raise HeaderError(
             f"the header would be {len(text)} bytes long; readers accept {MAX_HEADER}. Write fewer tensors or less metadata "
             "per file.",
             length=len(text),

@@ -136,6 +136,8 @@ class Staging:
 
     def _close(self) -> None:
         """Remove the folder, unless it holds the only copy of the destination, and give the lock back."""
+        if sys.platform == "win32":  # which does not remove a file that is open
+            os.close(self._lock)
         try:
             if os.path.lexists(self.destination):
                 remove(self._old.parent)
@@ -147,7 +149,8 @@ class Staging:
             if e.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST):  # the next process is here already
                 raise
         finally:
-            os.close(self._lock)
+            if sys.platform != "win32":
+                os.close(self._lock)
 
     # -- after and during replacements --------------------------------------------------------------------------
 
