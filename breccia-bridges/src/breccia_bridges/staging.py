@@ -90,8 +90,7 @@ class Staging:
         sync(self.destination.parent)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._close()
-        if self._committed and self.folder.exists() and any(os.path.lexists(path) for path in (self.new, self._old)):
+        if self._close() and self._committed:
             raise OSError(f"{self.destination} is written; the old contents could not be removed and are in {self.folder}.")
 
     # -- the lock -----------------------------------------------------------------------------------------------
@@ -134,14 +133,16 @@ class Staging:
         if not lock(descriptor):
             raise BlockingIOError(f"another process is writing {self.destination} (in {self.folder}); wait until it has ended.")
 
-    def _close(self) -> None:
-        """Remove the folder, unless it holds the only copy of the destination, and give the lock back."""
+    def _close(self) -> bool:
+        """Remove the folder, unless it holds the only copy of the destination, and give the lock back. Is anything left?"""
+        held = True
         if sys.platform == "win32":  # which does not remove a file that is open
             os.close(self._lock)
         try:
             if os.path.lexists(self.destination):
                 remove(self._old.parent)
             remove(self.new.parent)
+            held = any(os.path.lexists(path) for path in (self.new, self._old))
             if set(os.listdir(self.folder)) == {"lock"}:
                 (self.folder / "lock").unlink()
                 self.folder.rmdir()
@@ -151,6 +152,7 @@ class Staging:
         finally:
             if sys.platform != "win32":
                 os.close(self._lock)
+        return held
 
     # -- after and during replacements --------------------------------------------------------------------------
 
