@@ -262,7 +262,7 @@ class _Plan:
         names = list(self.reasons)
         halves = [copy(self), copy(self)]
         for half, of in zip(halves, (names[: len(names) // 2], names[len(names) // 2 :]), strict=True):
-            half.described, half.reasons = ({name: every[name] for name in of} for every in (self.described, self.reasons))
+            half.described, half.reasons = {n: self.described[n] for n in of}, {n: self.reasons[n] for n in of}
         return [piece for half in halves for piece in half.pieces()]
 
     def _size(self, name: str) -> int:
