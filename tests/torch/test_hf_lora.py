@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,7 @@ def config(name: str, **options: Any) -> Any:
 
 def trained(name: str, recipe: str) -> Any:
     """A quantized model with adapters, after two steps."""
-    model = peft.get_peft_model(quantized(name, recipe), lora.register(config(name))).train()
+    model = peft.get_peft_model(quantized(name, recipe), config(name)).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(2):
         optimizer.zero_grad()
@@ -74,8 +77,7 @@ def test_adapters_are_trained_saved_and_merged(name: str, recipe: str, tmp_path:
     assert not torch.equal(adapted, plain)
 
     model.save_pretrained(tmp_path)
-    read = lora.register(peft.LoraConfig.from_pretrained(tmp_path))
-    again = peft.PeftModel.from_pretrained(quantized(name, recipe), tmp_path, config=read).eval()
+    again = peft.PeftModel.from_pretrained(quantized(name, recipe), tmp_path).eval()
     assert torch.equal(again(IDS).logits, adapted)
 
     before = [layer.get_base_layer().weight.tensor.digest() for layer in layers(model)]
@@ -97,7 +99,7 @@ def test_adapters_are_trained_saved_and_merged(name: str, recipe: str, tmp_path:
 
 def test_several_adapters_are_merged_into_the_weight_of_before() -> None:
     model = trained("llama", "int8")
-    model.add_adapter("other", lora.register(config("llama", init_lora_weights=False)))
+    model.add_adapter("other", config("llama", init_lora_weights=False))
     layer = layers(model)[0]
     weight = layer.get_base_layer().weight.tensor
     deltas = [layer.get_delta_weight(name).detach() for name in ("default", "other")]
@@ -115,12 +117,41 @@ def test_several_adapters_are_merged_into_the_weight_of_before() -> None:
 
 
 def test_variants_that_read_the_weight_are_refused() -> None:
-    with pytest.raises(breccia.OptionError, match="'all-linear' selects nn.Linears"):
-        lora.register(peft.LoraConfig(target_modules="all-linear"))
     with pytest.raises(breccia.UnsupportedError, match="use_dora=True is not supported over a quantized layer"):
-        lora.register(config("llama", use_dora=True))
+        peft.get_peft_model(quantized("llama", "int8"), config("llama", use_dora=True))
     with pytest.raises(breccia.UnsupportedError, match="init_lora_weights='pissa' reads the weight"):
         lora.register(config("llama", init_lora_weights="pissa"))
     model = trained("llama", "int8")
     with pytest.raises(breccia.UnsupportedError, match="init_lora_weights='olora' reads the weight"):
         model.add_adapter("other", config("llama", init_lora_weights="olora"))
+
+
+def test_all_linear_selects_quantized_layers_and_not_the_head() -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"][0])
+    breccia_torch.quantize_(model, "int8", include=["*"], exclude=["*.o_proj.weight"])
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    over = {n for n, m in adapted.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
+    assert {name.rpartition(".")[2] for name in over} == {f"{p}_proj" for p in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert len(layers(adapted)) == len(over) - 1, "the layer that is not quantized has peft's own"
+
+
+@pytest.mark.long
+def test_importing_hf_registers_with_peft_and_survives_one_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "peft.py").write_text("raise RuntimeError('a broken library')")
+    script = """
+import sys, logging, breccia_torch.hf
+assert "breccia_torch.hf.lora" in sys.modules
+print("registered", "peft" in sys.modules)
+"""
+    known = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)
+    assert "registered True" in known.stdout
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    broken = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "import breccia_torch.hf; print('imported')"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert "imported" in broken.stdout and "does not know quantized layers: RuntimeError: a broken library" in broken.stderr

@@ -28,6 +28,7 @@ from breccia.backend import (
 
 from . import placing
 from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
+from .owners import reader_of_weight
 from .storing import AUTO, arrange, arrange_experts
 
 Filter = Callable[[nn.Module, str], bool]
@@ -80,8 +81,8 @@ def quantize_(
 
     filter_fn: called with each such module and its name in the model; true for those to quantize. By default all are, except
         embeddings, norms, routers and output heads (`breccia.backend.KEPT`, as for `breccia convert`), subclasses of
-        nn.Linear, whose owners may read their weight (nn.MultiheadAttention does), layers whose weight is tied to another
-        kind of module, and weights that would not shrink.
+        nn.Linear, and layers whose owner reads their weight (nn.MultiheadAttention, Mamba), layers whose weight is tied to
+        another kind of module, and weights that would not shrink.
     include, exclude: shell-style globs over names of weights ("lm_head.weight", "*.experts.*"), in place of filter_fn:
         `exclude` beats `include`, which beats the default for embeddings, norms, routers and output heads.
     activation: a recipe under which the linear layers cast their inputs.
@@ -179,6 +180,8 @@ def _selected(
     for name, module in model.named_modules(remove_duplicate=False):
         axes = weights_of(module)
         kept = _reason_for_module(module, name, filter_fn) if axes else ""
+        if not kept and filter_fn is None and "weight" in axes and (reader := reader_of_weight(model, name)):
+            kept = f"{reader} reads its weight"
         for leaf, axis in axes.items():
             full = f"{name}.{leaf}".lstrip(".")
             reason = kept

@@ -1,47 +1,68 @@
-"""LoRA adapters of peft over quantized layers.
+"""LoRA adapters of peft over quantized layers. Importing `breccia_torch.hf` imports this module where peft is installed.
 
 from peft import LoraConfig, get_peft_model
-from breccia_torch.hf import lora
+import breccia_torch.hf
 
-model = get_peft_model(model, lora.register(LoraConfig(r=8, target_modules=["q_proj", "v_proj"])))
+model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
 """
 
 from __future__ import annotations
 
 import warnings
+from functools import wraps
 from typing import Any
 
 try:
-    from peft.tuners.lora import Linear  # pyright: ignore
-    from peft.tuners.tuners_utils import check_adapters_to_merge  # pyright: ignore
+    from peft.tuners import tuners_utils  # pyright: ignore
+    from peft.tuners.lora import Linear, LoraModel  # pyright: ignore
+    from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge  # pyright: ignore
 except ImportError as e:
     raise ImportError(f"breccia_torch.hf.lora needs peft: pip install peft ({e}).", name=e.name, path=e.path) from e
 
 import breccia
-from breccia.backend import OptionError, ScaledTensor, UnsupportedError
+from breccia.backend import ScaledTensor, UnsupportedError, once
 
 from ..nn import ScaledLinear
 
 #: Initializations that do not read the weight of the layer.
 _INITIAL = (True, False, "gaussian", "orthogonal")
+#: What selects all linear layers of a model, in peft.
+_ALL = "all-linear"
+
+
+@once
+def teach_peft() -> None:
+    """Let peft put LoRA layers over ScaledLinears, and select them by target_modules="all-linear"."""
+    create, select = LoraModel._create_new_module, tuners_utils._maybe_include_all_linear_layers
+
+    @wraps(create)
+    def create_new_module(lora_config: Any, adapter_name: str, target: Any, **options: Any) -> Any:
+        layer = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if isinstance(layer, ScaledLinear):
+            return LoraScaledLinear(target, adapter_name, config=lora_config, **options)
+        return create(lora_config, adapter_name, target, **options)
+
+    @wraps(select)
+    def include_all_linear_layers(peft_config: Any, model: Any) -> Any:
+        targets = getattr(peft_config, "target_modules", None)
+        every = isinstance(targets, str) and targets.lower() == _ALL
+        found = select(peft_config, model)
+        if every:
+            head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+            layers = {name for name, m in model.named_modules() if isinstance(m, ScaledLinear) and m is not head}
+            found.target_modules = {*found.target_modules, *layers}
+        return found
+
+    LoraModel._create_new_module = staticmethod(create_new_module)
+    tuners_utils._maybe_include_all_linear_layers = include_all_linear_layers
 
 
 def register(config: Any) -> Any:
-    """Let peft put LoRA layers over ScaledLinears; returns the LoraConfig.
+    """Return the LoraConfig. Since `breccia_torch.hf` teaches peft, configs need no registration any more.
 
-    A config that `PeftModel.from_pretrained` or `load_adapter` reads from a folder does not know them:
-    `PeftModel.from_pretrained(model, folder, config=register(LoraConfig.from_pretrained(folder)))`.
-
-    Raises OptionError for target_modules="all-linear", which selects nn.Linears alone, and UnsupportedError for variants of
-    LoRA that read the weight (DoRA, PiSSA and the like) or train the bias.
+    Raises UnsupportedError for variants of LoRA that read the weight (DoRA, PiSSA and the like) or train the bias.
     """
     _check(config)
-    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-        raise OptionError(
-            "target_modules='all-linear' selects nn.Linears, and a quantized layer is none; name the layers, such as "
-            "target_modules=['q_proj', 'v_proj']."
-        )
-    config._register_custom_module({ScaledLinear: LoraScaledLinear})
     return config
 
 
@@ -101,3 +122,6 @@ class LoraScaledLinear(Linear):  # pyright: ignore[reportUntypedBaseClass]
         weight.take(self._unmerged.to(weight.device))
         self.merged_adapters = []
         self._unmerged = None
+
+
+teach_peft()
