@@ -37,6 +37,12 @@ _log = logging.getLogger(__name__)
 #: Object references, loaded for models of transformers alone: what `save_pretrained` needs, and a forward function of experts.
 _ATTACH = "breccia_torch.hf:attach"
 _EXPERTS = "breccia_torch.hf.experts:NAME"
+#: What converts the layers of other libraries.
+_TAKE_OVER = {
+    "torchao": "breccia_torch.from_torchao_model_(model)",
+    "bitsandbytes": "breccia.bridges.from_bitsandbytes(layer.weight)",
+    "compressed-tensors": "breccia.bridges.from_compressed_tensors(layer)",
+}
 #: What errors call the weights that patterns select.
 _WEIGHTS = "weight of a linear layer or of experts"
 
@@ -178,6 +184,10 @@ def _selected(
     experts: dict[str, tuple[nn.Module, str]] = {}
     left: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
+        library = library_of(module)
+        if library is not None:
+            left[f"{name}.weight".lstrip(".")] = f"quantized by {library}: {_TAKE_OVER[library]} takes it over"
+            continue
         axes = weights_of(module)
         kept = _reason_for_module(module, name, filter_fn) if axes else ""
         if not kept and filter_fn is None and "weight" in axes and (reader := reader_of_weight(model, name)):
@@ -261,6 +271,17 @@ def _size(count: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ modules
+
+
+def library_of(module: nn.Module) -> str | None:
+    """The other library that has quantized a layer, if one has."""
+    if getattr(getattr(module, "quantization_scheme", None), "weights", None) is not None:
+        return "compressed-tensors"
+    weight = module._parameters.get("weight")
+    if type(weight).__module__.startswith("torchao."):
+        return "torchao"
+    of_bitsandbytes = isinstance(module, nn.Linear) and type(module).__module__.startswith("bitsandbytes.")
+    return "bitsandbytes" if of_bitsandbytes else None
 
 
 def is_conv1d(module: Any) -> bool:
