@@ -118,11 +118,17 @@ def _repeated(a: Any, b: Any, bias: Array | None) -> Array | None:
         bias = bias.float()
     data, scale, zero_point, global_scale = b.data, b.scale, b.zero_point, b.global_scale
     parts = (a, data, scale, zero_point, bias, global_scale)
-    addresses = a.data_ptr(), data.data_ptr(), scale.data_ptr(), *[0 if x is None else x.data_ptr() for x in (zero_point, bias)]
-    first, _, *others = addresses
-    odd = (first | others[0] | others[1] | others[2]) & 3  # codes are bytes; what else the kernel reads may be unaligned
-    rest = b.recipe.interned_key, b.layout.interned_key, b.axis, b.padding, odd
-    facts = (*rest, *[x if x is None else _facts(x) for x in parts])
+    x, scales = a.data_ptr(), scale.data_ptr()
+    offsets = 0 if zero_point is None else zero_point.data_ptr()
+    added = 0 if bias is None else bias.data_ptr()
+    facts = (
+        b.recipe.interned_key,
+        b.layout.interned_key,
+        b.axis,
+        b.padding,
+        (x | scales | offsets | added) & 3,  # what the kernel reads besides codes, which are bytes, may be unaligned
+        *[part if part is None else _facts(part) for part in parts],
+    )
     table, known = registry().table, _products.get(facts)
     if known is None or known[0] is not table:
         if len(_products) >= _REMEMBERED:
@@ -132,7 +138,11 @@ def _repeated(a: Any, b: Any, bias: Array | None) -> Array | None:
     if multiply is None:
         return None
     product = multiply(
-        *addresses,
+        x,
+        data.data_ptr(),
+        scales,
+        offsets,
+        added,
         None if global_scale is None else global_scale.item(),
         min(torch.get_num_threads(), threads.get_num_threads()),
     )
