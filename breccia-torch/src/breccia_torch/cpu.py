@@ -117,7 +117,7 @@ def _repeated(a: Any, b: Any, bias: Array | None) -> Array | None:
     if bias is not None and bias.dtype != torch.float32:
         bias = bias.float()
     data, scale, zero_point, global_scale = b.data, b.scale, b.zero_point, b.global_scale
-    parts = (a, data, scale, zero_point, bias, global_scale)
+    parts = (a, scale, zero_point, bias, global_scale)
     x, scales = a.data_ptr(), scale.data_ptr()
     offsets = 0 if zero_point is None else zero_point.data_ptr()
     added = 0 if bias is None else bias.data_ptr()
@@ -127,6 +127,10 @@ def _repeated(a: Any, b: Any, bias: Array | None) -> Array | None:
         b.axis,
         b.padding,
         (x | scales | offsets | added) & 3,  # what the kernel reads besides codes, which are bytes, may be unaligned
+        data.shape,
+        data.stride(),
+        data.dtype,
+        data.device,
         *[part if part is None else _facts(part) for part in parts],
     )
     table, known = registry().table, _products.get(facts)

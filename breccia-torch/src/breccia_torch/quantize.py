@@ -277,7 +277,7 @@ def library_of(module: nn.Module) -> str | None:
     """The other library that has quantized a layer, if one has."""
     if getattr(getattr(module, "quantization_scheme", None), "weights", None) is not None:
         return "compressed-tensors"
-    weight = module._parameters.get("weight")
+    weight = getattr(module, "weight", None)
     if type(weight).__module__.startswith("torchao."):
         return "torchao"
     of_bitsandbytes = isinstance(module, nn.Linear) and type(module).__module__.startswith("bitsandbytes.")
