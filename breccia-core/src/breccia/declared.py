@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from inspect import signature
@@ -16,6 +15,7 @@ from weakref import WeakValueDictionary
 from . import targets
 from .errors import RecipeError, UnsupportedError, did_you_mean, suggestion
 from .json_text import parsed_json
+from .locks import reentrant
 
 
 class InternedKey:
@@ -26,7 +26,7 @@ class InternedKey:
 
 #: Keyed by (class, *field values), not by the declaration: it references its key and would keep itself alive.
 _interned: WeakValueDictionary[Any, InternedKey] = WeakValueDictionary()
-_interning = threading.Lock()
+_interning = reentrant()
 
 
 def rebuilt(cls: type[Declared], fields: dict[str, Any]) -> Declared:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from importlib import import_module
@@ -17,6 +16,7 @@ from types import UnionType
 from typing import Any, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from .errors import PluginError
+from .locks import reentrant
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -47,7 +47,7 @@ def once(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     Exceptions are not cached: the next call tries again.
     """
-    lock, results = threading.RLock(), dict[Any, _T]()
+    lock, results = reentrant(), dict[Any, _T]()
 
     @wraps(function)
     def called(*arguments: _P.args, **options: _P.kwargs) -> _T:

@@ -22,5 +22,6 @@ def breccia_frameworks() -> Iterable[Framework]:
             device=f"{ops}:device",
             container="breccia_jax.container:register",
             frontend="breccia_jax.frontend",
+            forks=False,
         )
     ]

@@ -25,6 +25,7 @@ def breccia_frameworks() -> Iterable[Framework]:
         devices=f"{ops}:devices",
         kinds=("cpu",),  # all devices share this memory; `opaque` says whether the default device is another
         frontend="breccia_mlx.frontend",
+        forks=False,
         opaque=f"{ops}:opaque",
     )
 

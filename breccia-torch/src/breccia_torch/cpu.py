@@ -48,8 +48,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     if x.numel() <= _ALONE:
         written = calls.cast(_floats(x), recipe, options)
     else:
-        with threads.at_most(torch.get_num_threads()):
-            written = calls.cast(_floats(x), recipe, options)
+        written = threads.at_most(torch.get_num_threads(), calls.cast, _floats(x), recipe, options)
     return _tensors(written) if out is None else out
 
 
@@ -61,8 +60,7 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
     if st.data.numel() <= _ALONE:
         found = calls.dequantize(_arrays(st), out_dtype, into)
     else:
-        with threads.at_most(torch.get_num_threads()):
-            found = calls.dequantize(_arrays(st), out_dtype, into)
+        found = threads.at_most(torch.get_num_threads(), calls.dequantize, _arrays(st), out_dtype, into)
     return _tensor(found, getattr(torch, out_dtype)) if out is None else out
 
 
@@ -86,8 +84,7 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", o
     if not _readable(offsets) or (out is not None and not _readable(out)):
         return composites.grouped_matmul(a, b, offsets, out_dtype, out)
     left, right = [_arrays(x) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
-    with threads.at_most(torch.get_num_threads()):
-        product = calls.grouped_matmul(left, right, _array(offsets))
+    product = threads.at_most(torch.get_num_threads(), calls.grouped_matmul, left, right, _array(offsets))
     found = torch.from_numpy(product)
     return found if out is None and out_dtype == "float32" else reference.result(TORCH, found, out_dtype, out)
 
@@ -98,8 +95,9 @@ def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | Non
     if out is None and prefer is None and (found := _repeated(a, b, bias)) is not None:
         return found if out_dtype == "float32" else reference.result(TORCH, found, out_dtype, None)
     left, right = [_arrays(x) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
-    with threads.at_most(torch.get_num_threads()):
-        product = calls.matmul(left, right, None if bias is None else _floats(bias), prefer=prefer)
+    product = threads.at_most(
+        torch.get_num_threads(), calls.matmul, left, right, None if bias is None else _floats(bias), prefer=prefer
+    )
     found = torch.from_numpy(product)
     return found if out is None and out_dtype == "float32" else reference.result(TORCH, found, out_dtype, out)
 

@@ -16,14 +16,13 @@ Nothing waits for the device, so calls can be captured in CUDA graphs.
 from __future__ import annotations
 
 import math
-import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from breccia.backend import checks, dtype_name
+from breccia.backend import checks, dtype_name, reentrant
 from breccia_torch.ops import autocast_dtype
 
 from .bf16_kernels import Side, exact_kernel, finishing_kernel, mending_kernel
@@ -225,34 +224,22 @@ def multiply(x: Any, y: Any, to: Any) -> None:
     """Write the product of BF16 matrices, or of batches of them, into `to` (BF16 or FP32). Sums are FP32, rounded once."""
     product: Any = torch.mm if x.ndim == 2 else torch.bmm
     mixed = autocast_dtype(x) is not None  # it would multiply in another dtype
-    with _FP32_SUMS, torch.autocast(x.device.type, enabled=False) if mixed else nullcontext():
-        if to.dtype == torch.float32:
-            product(x, y, out_dtype=torch.float32, out=to)
-        else:
-            product(x, y, out=to)
-
-
-class _Fp32Sums:
-    """While it is entered, cuBLAS adds parts of a sum (split-K) in FP32. One thread at a time: torch's setting is global."""
-
-    def __init__(self) -> None:
-        self._turn = threading.Lock()
-        self._before: Any = None
-
-    def __enter__(self) -> None:
-        self._turn.acquire()
+    # One thread at a time: torch's setting is global. cuBLAS adds parts of a sum (split-K) in FP32 where it is off.
+    with _turn, torch.autocast(x.device.type, enabled=False) if mixed else nullcontext():
         settings: Any = torch.backends.cuda.matmul
         allowed = settings.allow_bf16_reduced_precision_reduction
         # From torch 2.10 on a second setting allows split-K at all, and is set together with the first.
         split = getattr(settings, "allow_bf16_reduced_precision_reduction_split_k", None)
-        self._before = (allowed if split is None else (allowed, split)) if allowed else None
-        if allowed:
-            settings.allow_bf16_reduced_precision_reduction = False if split is None else (False, split)
+        try:
+            if allowed:
+                settings.allow_bf16_reduced_precision_reduction = False if split is None else (False, split)
+            if to.dtype == torch.float32:
+                product(x, y, out_dtype=torch.float32, out=to)
+            else:
+                product(x, y, out=to)
+        finally:
+            if allowed:
+                settings.allow_bf16_reduced_precision_reduction = allowed if split is None else (allowed, split)
 
-    def __exit__(self, *error: object) -> None:
-        if self._before is not None:
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = self._before
-        self._turn.release()
 
-
-_FP32_SUMS = _Fp32Sums()
+_turn = reentrant()

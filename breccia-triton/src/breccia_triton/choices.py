@@ -11,7 +11,6 @@ import math
 import os
 import re
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 import platformdirs
 
 from breccia import Format
-from breccia.backend import TENSOR, Block
+from breccia.backend import TENSOR, Block, reentrant
 
 #: Of the files. Raised when a number means something else, or kernels change so much that choices have to be tuned anew.
 SCHEMA = 1
@@ -320,7 +319,7 @@ def replace_file(path: Path, text: str | bytes) -> None:
         raise
 
 
-_writing = threading.Lock()
+_writing = reentrant()
 
 
 def _text(made: dict[str, Any]) -> str:

@@ -57,13 +57,18 @@ class DecodedCall(Product):
         values = empty((self.n, self.k), torch.bfloat16, self.device)
         data, rows, _ = stored(b)
         with self.turn:
-            self.weight.chunks, self.weight.rows = data.data_ptr(), rows.data_ptr()
-            self.values.value, self.x.value, self.y.value = values.data_ptr(), x.data_ptr(), y.data_ptr()
-            self.ldx.value, self.ldy.value = x.stride(0), y.stride(0)
-            self.decode.config.stream = self.mend.config.stream = stream_of(self.index)
-            self.decode()
-            multiply(x, values.mT, y)
-            self.mend()
+            self.need_free()
+            self.busy = True
+            try:
+                self.weight.chunks, self.weight.rows = data.data_ptr(), rows.data_ptr()
+                self.values.value, self.x.value, self.y.value = values.data_ptr(), x.data_ptr(), y.data_ptr()
+                self.ldx.value, self.ldy.value = x.stride(0), y.stride(0)
+                self.decode.config.stream = self.mend.config.stream = stream_of(self.index)
+                self.decode()
+                multiply(x, values.mT, y)
+                self.mend()
+            finally:
+                self.busy = False
         return self._returned(y, out)
 
 
@@ -99,15 +104,20 @@ class DecodedCodesCall(Product):
         arrays = data, rows, b.global_scale, x, bias, y, values, scales
         place: tuple[Any, ...] = x.stride(0), y.stride(0), *(None if part is None else part.data_ptr() for part in arrays)
         with self.turn:
-            found = self.launches.get(place)
-            if found is None:
-                if len(self.launches) >= _PLACES:
-                    self.launches.clear()
-                found = self.launches[place] = self._prepared(*place)
-            stream = stream_of(self.index)
-            for launch in found:
-                launch.config.stream = stream
-                launch()
+            self.need_free()
+            self.busy = True
+            try:
+                found = self.launches.get(place)
+                if found is None:
+                    if len(self.launches) >= _PLACES:
+                        self.launches.clear()
+                    found = self.launches[place] = self._prepared(*place)
+                stream = stream_of(self.index)
+                for launch in found:
+                    launch.config.stream = stream
+                    launch()
+            finally:
+                self.busy = False
         return self._returned(y, out)
 
     def _prepared(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+
+from breccia.backend import reentrant
 
 from .choices import DEFAULT, Choice, Choose, Key, Tuned, choices_of
 from .facts import INTERPRETED
@@ -212,7 +213,7 @@ def tuned(
     return made
 
 
-_timing = threading.Lock()
+_timing = reentrant()
 
 
 def one(launch: Any) -> list[Launch]:

@@ -130,19 +130,24 @@ class Call(Product):
             bias = bias.contiguous()
         launch = self.launches[settled]
         with self.turn:
-            weight = self.weight
-            weight.chunks, weight.rows = data.data_ptr(), rows.data_ptr()
-            if tensor_scale is not None:
-                weight.tensor_scale = tensor_scale.data_ptr()
-            if bias is not None:
-                self.bias.value = bias.data_ptr()
-            self.x.value, self.y.value = address, y.data_ptr()
-            if pitches != self.pitches:
-                self.pitches = self.ldx.value, self.ldy.value = pitches
-            if self.config.wide:
-                self._describe(address, pitch)
-            launch.config.stream = stream_of(self.index)
-            launch()
+            self.need_free()
+            self.busy = True
+            try:
+                weight = self.weight
+                weight.chunks, weight.rows = data.data_ptr(), rows.data_ptr()
+                if tensor_scale is not None:
+                    weight.tensor_scale = tensor_scale.data_ptr()
+                if bias is not None:
+                    self.bias.value = bias.data_ptr()
+                self.x.value, self.y.value = address, y.data_ptr()
+                if pitches != self.pitches:
+                    self.pitches = self.ldx.value, self.ldy.value = pitches
+                if self.config.wide:
+                    self._describe(address, pitch)
+                launch.config.stream = stream_of(self.index)
+                launch()
+            finally:
+                self.busy = False
         return y if out is None else self._returned(y, out)
 
 
@@ -167,15 +172,20 @@ class GroupedCall(Product):
         ends = offsets.to(torch.int32).contiguous()
         data, rows, tensor_scale = _matrices(b.data, 3), _matrices(b.scale, 2), b.global_scale
         with self.turn:
-            weight, groups = self.weight, self.groups
-            weight.chunks, weight.rows = data.data_ptr(), rows.data_ptr()
-            groups.ends, groups.chunks, groups.rows = ends.data_ptr(), data.stride(0), rows.stride(0)
-            if tensor_scale is not None:
-                weight.tensor_scale = tensor_scale.data_ptr()
-                groups.tensor_scale = tensor_scale.stride(0) if tensor_scale.ndim else 0
-            self._set(x, y)
-            self.launch.config.stream = stream_of(self.index)
-            self.launch()
+            self.need_free()
+            self.busy = True
+            try:
+                weight, groups = self.weight, self.groups
+                weight.chunks, weight.rows = data.data_ptr(), rows.data_ptr()
+                groups.ends, groups.chunks, groups.rows = ends.data_ptr(), data.stride(0), rows.stride(0)
+                if tensor_scale is not None:
+                    weight.tensor_scale = tensor_scale.data_ptr()
+                    groups.tensor_scale = tensor_scale.stride(0) if tensor_scale.ndim else 0
+                self._set(x, y)
+                self.launch.config.stream = stream_of(self.index)
+                self.launch()
+            finally:
+                self.busy = False
         return self._returned(y, out)
 
 

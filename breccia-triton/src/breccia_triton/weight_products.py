@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import Any
 
 import torch
 
-from breccia.backend import ScaledTensor, dtype_name, reference
+from breccia import KernelError
+from breccia.backend import ScaledTensor, dtype_name, reentrant, reference
 from breccia_torch.ops import TORCH
 
 from . import weight_plans as plans
@@ -51,8 +51,17 @@ class Product:
         self.ldx, self.ldy = ctypes.c_int(), ctypes.c_int(self.n)
         self.sizes = [*map(ctypes.c_int, (self.m, self.n, self.k)), self.ldx, self.ldy]
         self.map, self.maps = TensorMap(), dict[tuple[int, ...], TensorMap]()
-        self.turn = threading.Lock()  # the arguments of a launch are set in place
+        # The arguments of a launch are set in place: one thread at a time, and no call in the middle of another one.
+        self.turn, self.busy = reentrant(), False
         self.pitches = 0, self.n
+
+    def need_free(self) -> None:
+        """Raise KernelError if this thread is in the middle of a call."""
+        if self.busy:
+            raise KernelError(
+                "a signal handler or a finalizer called for a product while the same one was being launched in this thread; "
+                "call it after the handler has returned."
+            )
 
     def _activations(self, a: Any) -> Any:
         """`a` as a matrix whose rows are adjacent numbers at multiples of 16 bytes."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import targets
 from ..errors import PluginError, PluginWarning, UnsupportedError
+from ..locks import at_fork
 from ..siblings import SIBLINGS
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Framework:
     capability: object reference to f(device) -> (major, minor) | None, the compute capability of an array's device.
     traced: the module of the functions that a compiler of the framework traces in place of those marked by
         `breccia.tracing.traced_by_framework`.
+    forks: whether its arrays can be used in a child that was forked after the parent used some. The operations of a framework
+        whose threads do not exist there would never end.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Framework:
     opaque: str | None = None
     capability: str | None = None
     traced: str | None = None
+    forks: bool = True
 
     @property
     def package(self) -> str:
@@ -115,12 +119,35 @@ def _find(x: object, what: str) -> Framework:
             for name, remedy in framework.refuses:
                 if isinstance(x, _types(framework.module, (name,))):
                     raise UnsupportedError(f"{what} is a {found}, not a plain {framework.name} array. {remedy}", found=found)
+            if framework.name in _lost:
+                raise UnsupportedError(
+                    f"{what} is a {found} in a process that was forked after {framework.name} had started its threads, which do "
+                    f"not exist here: the operation would never end. Start processes by the method 'spawn' or 'forkserver' of "
+                    f"multiprocessing, or pass NumPy arrays.",
+                    found=found,
+                )
             declared.types[kind] = framework
             return framework
     known = ", ".join(declared.frameworks)
     raise UnsupportedError(
         f"{what} must be an array of an installed framework ({known}); got {found}. {_remedy(kind)}", found=found
     )
+
+
+#: Frameworks that cannot be used in this process, which was forked.
+_lost: set[str] = set()
+
+
+def _lose() -> None:
+    """In a forked child: refuse arrays of frameworks whose threads do not exist."""
+    types = {} if current is None else current.types
+    for kind, framework in list(types.items()):
+        if not framework.forks:
+            _lost.add(framework.name)
+            del types[kind]
+
+
+at_fork(_lose)
 
 
 def _introduce(framework: str, container: str) -> None:
@@ -147,8 +174,8 @@ def _under_way() -> set[str]:
 @targets.once
 def _introduction(framework: str, container: str) -> str:
     """Empty, or the reason for the failure."""
-    _under_way().add(framework)
     try:
+        _under_way().add(framework)
         targets.load(container)()
     except Exception as e:
         return (

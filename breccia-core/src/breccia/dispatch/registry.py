@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from ..codecs import Codec
 from ..errors import PluginError, PluginWarning, UnknownNameError, suggestion
 from ..formats import Format
 from ..layouts import Layout
+from ..locks import at_fork, reentrant
 from ..recipes import ScalingRecipe
 from ..rules import Rule
 from ..siblings import SIBLINGS
@@ -378,7 +378,7 @@ def _installed() -> list[tuple[Plugin, Callable[[], ModuleType]]]:
     return [_core(), *(found(point) for point in sorted(entry_points(group=GROUP), key=place))]
 
 
-_lock = threading.RLock()
+_lock = reentrant()
 _building = False
 
 
@@ -410,3 +410,12 @@ def reload() -> Registry:
         for message in messages:
             _warn(message)
         return fresh
+
+
+def _nobody_builds() -> None:
+    """In a forked child, another thread that was building the registry does not exist."""
+    global _building
+    _building = False
+
+
+at_fork(_nobody_builds)

@@ -7,7 +7,6 @@ reads them, and the table records which: calls of a key that agree in all facts 
 from __future__ import annotations
 
 import math
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import targets
 from ..arrays.frameworks import Device, Framework
 from ..errors import AmbiguousKernelError, KernelError, NoKernelError, PluginWarning, UnknownNameError, suggestion
+from ..locks import reentrant
 from ..options import DEFAULT, PLAIN
 from ..recipes import ScalingRecipe
 from ..siblings import SIBLINGS
@@ -144,7 +144,7 @@ class Table:
         self._auditing = auditing
         self._sites: dict[Any, _Site] = {}
         self._available: dict[tuple[str, Device], str | None] = {}
-        self._learning = threading.Lock()
+        self._learning = reentrant()
 
     def choose(
         self,

@@ -6,21 +6,22 @@ How work is split does not depend on the thread, so the thread count does not ch
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Callable
+from _thread import start_new_thread  # without the Python locks of threading.Thread, which an interrupt can leave locked
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from typing import ParamSpec, TypeVar
 
 from ..errors import OptionError
+from ..locks import at_fork, reentrant
 from ..options import whole_number
 
-if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
-
-_lock = threading.Lock()
+_P, _T = ParamSpec("_P"), TypeVar("_T")
 _threads: int | None = None
-_pool: ThreadPoolExecutor | None = None
 #: The limit of `at_most`, in each thread
 _limit = threading.local()
 
@@ -30,15 +31,13 @@ def set_num_threads(n: int) -> None:
 
     Raises OptionError unless `n` is an integer >= 1.
     """
-    global _threads, _pool
+    global _threads
     number = whole_number("n", n)
     if number < 1:
         raise OptionError(
             f"set_num_threads(n) takes n >= 1, including the caller's thread; got {n}. Pass 1 for a single thread.", n=n
         )
-    with _lock:
-        # Running work keeps the old pool alive; its threads end with the last reference to it.
-        _threads, _pool = number, None
+    _threads = number
 
 
 def get_num_threads() -> int:
@@ -55,20 +54,14 @@ def _setting() -> int:
     return _threads
 
 
-class at_most:  # read as a function in `with`; a generator would take twice as long
-    """In this thread, let `get_num_threads` return `n` at most: another library's setting, for its arrays."""
-
-    __slots__ = ("before", "n")
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __enter__(self) -> None:
-        self.before: int | None = getattr(_limit, "threads", None)
-        _limit.threads = self.n
-
-    def __exit__(self, *error: object) -> None:
-        _limit.threads = self.before
+def at_most(n: int, function: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
+    """`function(*arguments, **options)`; in this thread, `get_num_threads` returns `n` at most meanwhile."""
+    before: int | None = getattr(_limit, "threads", None)
+    _limit.threads = n
+    try:
+        return function(*arguments, **options)
+    finally:
+        _limit.threads = before
 
 
 def devices() -> list[str]:
@@ -77,46 +70,82 @@ def devices() -> list[str]:
 
 
 def spread(work: Callable[[int, int], None], count: int, threads: int) -> None:
-    """Call `work(first, end)` for consecutive ranges of range(count), on up to `threads` threads; raises the first exception.
+    """Call `work(first, end)` for consecutive ranges of range(count), on up to `threads` threads.
 
-    `work` must not call `spread` itself: threads of one pool that wait for each other deadlock.
+    Raises the exception of the first range that failed. A signal handler, a finalizer and `work` itself may call it: it waits
+    only for ranges that another thread has begun, and does the others itself.
     """
     threads = min(threads, count)
-    if threads <= 1:
+    if threads <= 1 or sys.is_finalizing():  # threads stop in an interpreter that is finalizing
         work(0, count)
         return
-    bounds = [count * i // threads for i in range(threads + 1)]
-    parts = list(pairwise(bounds[1:]))
-    futures: list[Future[None]] = []
-    with suppress(RuntimeError):  # an interpreter that is shutting down starts no threads
-        futures.extend(_shared_pool().submit(work, *part) for part in parts)
+    job = _Job(work, pairwise(count * i // threads for i in range(threads + 1)))
+    # A worker holds one of these locks while it takes and does ranges. `with` enters and leaves them in C: an interrupt
+    # cannot leave them locked.
+    begun = [threading.Lock() for _ in range(threads - 1)]
+    _offer(job, begun)
     try:
-        work(0, bounds[1])
-        for part in parts[len(futures) :]:
-            work(*part)
+        job.work_on(Exception)  # KeyboardInterrupt ends the call at once
     finally:
-        errors = [future.exception() for future in futures]
-    for error in errors:
-        if error is not None:
-            raise error
+        job.ranges.clear()
+        for lock in begun:
+            with lock:
+                pass
+    if job.errors:
+        raise job.errors[min(job.errors)]
 
 
-def _shared_pool() -> ThreadPoolExecutor:
-    global _pool
-    from concurrent.futures import ThreadPoolExecutor
+class _Job:
+    """Ranges that several threads take from, each once, and the exceptions by the range that raised them."""
 
-    with _lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(max(_setting() - 1, 1), thread_name_prefix="breccia")
-        return _pool
+    def __init__(self, work: Callable[[int, int], None], ranges: Iterable[tuple[int, int]]) -> None:
+        self.work = work
+        self.ranges = deque(ranges)
+        self.errors: dict[tuple[int, int], BaseException] = {}
+
+    def work_on(self, stored: type[BaseException]) -> None:
+        """Take ranges until none is left. An exception of the type `stored` is kept for the caller of `spread`."""
+        while True:
+            try:
+                part = self.ranges.popleft()
+            except IndexError:
+                return
+            try:
+                self.work(*part)
+            except stored as e:
+                self.errors[part] = e
+
+
+#: What the threads of the pool take.
+_offers: SimpleQueue[tuple[_Job, threading.Lock]] = SimpleQueue()
+#: How many threads the pool has.
+_workers = 0
+_starting = reentrant()
+
+
+def _offer(job: _Job, begun: list[threading.Lock]) -> None:
+    """Offer a job to as many threads of the pool as there are locks."""
+    global _workers
+    with _starting, suppress(RuntimeError):  # no more threads can be started: the caller does what they would do
+        while _workers < len(begun):
+            start_new_thread(_serve, (_offers,))
+            _workers += 1
+    for lock in begun:
+        _offers.put((job, lock))
+
+
+def _serve(offers: SimpleQueue[tuple[_Job, threading.Lock]]) -> None:
+    while True:
+        job, lock = offers.get()
+        with lock:
+            job.work_on(BaseException)
+        del job, lock  # they keep arrays alive
 
 
 def _forget() -> None:
-    """In a forked child: the pool's threads do not exist, and the lock may be locked."""
-    global _lock, _pool
-    _lock, _pool = threading.Lock(), None
+    """In a forked child, the threads of the pool do not exist."""
+    global _offers, _workers
+    _offers, _workers = SimpleQueue(), 0
 
 
-_at_fork: Any = getattr(os, "register_at_fork", None)
-if _at_fork is not None:
-    _at_fork(after_in_child=_forget)
+at_fork(_forget)

@@ -19,7 +19,7 @@ from ...layouts import Shape
 from ...tensors.grids import packed_length
 from ..plans import alone
 from ..threads import spread
-from .workspace import F4, U2, Buffers, chunk_size, own_buffers, thread_count
+from .workspace import F4, U2, Buffers, chunk_size, return_buffers, take_buffers, thread_count
 
 
 def block_sides(block: Block, shape: Shape) -> tuple[int, int]:
@@ -143,10 +143,11 @@ def with_buffers(step: Callable[[Buffers, int], None], count: int, size: int, th
     """`step(buffers, i)` for each i below `count`, on up to `threads` threads. Buffers have room for `size` numbers."""
 
     def work(first: int, end: int) -> None:
-        own = own_buffers(size)
+        own = take_buffers(size)
         with np.errstate(all="ignore"):  # the contract allows overflow and NaN as results
             for i in range(first, end):
                 step(own, i)
+        return_buffers(own)
 
     spread(work, count, threads)
 

@@ -92,12 +92,15 @@ class Buffers:
 _kept = threading.local()
 
 
-def own_buffers(size: int) -> Buffers:
-    """This thread's buffers, kept between calls."""
-    found: Buffers | None = getattr(_kept, "buffers", None)
-    if found is None or found.size < size:
-        found = _kept.buffers = Buffers(size)
-    return found
+def take_buffers(size: int) -> Buffers:
+    """This thread's buffers, or new ones while a call has them: a signal handler or a finalizer may run in the middle of it."""
+    found: Buffers | None = vars(_kept).pop("buffers", None)
+    return Buffers(size) if found is None or found.size < size else found
+
+
+def return_buffers(buffers: Buffers) -> None:
+    """Keep buffers for the next call of this thread."""
+    _kept.buffers = buffers
 
 
 def thread_count() -> int:
