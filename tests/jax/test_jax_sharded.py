@@ -337,6 +337,27 @@ def partial_last_blocks_are_neither_cut_nor_joined() -> None:
                 raise AssertionError((side, message, "was not refused"))
 
 
+def shards_of_tensors_in_a_storage_are_whole() -> None:
+    """One fault: shards of 100 of 200 numbers, with half of the padded scales each, were decoded under scales of other blocks."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    mesh, x = placed(X).sharding.mesh, wide((1024, 1032), seed=4, exponents=4)
+    for recipe, storage, spec, message in (
+        ("mxfp8", "padded_128x4", P("d", None), ""),
+        ("mxfp8", "swizzle_128x4", P("d", None), ""),
+        ("mxfp8", "padded_128x4", P(None, "d"), "has 129 codes along axis -1, and scales of blocks of 32 for 1032"),
+        ("fp8_block", "column_major", P(None, "d"), "has 129 codes along axis -1, and scales of blocks of 128 for 1032"),
+        ("mxfp8,block_size=8", "padded_128x4", P(None, "d"), "scales of shape (1024, 17), which are not those of its blocks"),
+    ):
+        st = breccia.cast(jax.numpy.asarray(x), recipe, storage=storage)
+        decode = jax.jit(jax.shard_map(breccia.dequantize, mesh=mesh, in_specs=(spec,), out_specs=spec))
+        try:
+            assert np.array_equal(decode(st), breccia.dequantize(st)) and not message
+        except breccia.LayoutError as e:
+            assert message and message in str(e), str(e)
+
+
 def scales_follow_a_sharding_of_the_codes() -> None:
     """Per tensor, per row, of tiles that the shards do not divide, and of two levels."""
     import jax

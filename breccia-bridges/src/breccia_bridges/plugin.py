@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import ClassVar
 
 from breccia import Bridge, Codec, Command, Foreign, Format, Level, RecipeError, ScalingRecipe, hookimpl
-from breccia.backend import BF16, F16, F32, INT4, Integer, Lookup, check_choices, check_positive, one_of
+from breccia.backend import BF16, F16, F32, INT4, Integer, Lookup, cached_property, check_choices, check_positive, one_of
 
 api = 1
 _FLOATS = {"bf16": BF16, "fp16": F16, "fp32": F32}

@@ -51,7 +51,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("check_parts", "contraction_axis"), "tensors.checks"),
     "Metadata": "tensors.metadata",
     **dict.fromkeys(("cast_nbytes", "packed_length", "packing", "part_shapes", "whole_unit"), "tensors.grids"),
-    "reentrant": "locks",
+    **dict.fromkeys(("cached_property", "reentrant"), "locks"),
     **dict.fromkeys(("Layout", "PerBlockK", "PerBlockMN", "PerChannel", "PerTensor", "Shape", "Stored"), "layouts"),
     **dict.fromkeys(("Plain", "Storage"), "tensors.storage"),
     "fragments": "tensors",

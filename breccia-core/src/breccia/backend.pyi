@@ -99,6 +99,7 @@ from .layouts import PerChannel as PerChannel
 from .layouts import PerTensor as PerTensor
 from .layouts import Shape as Shape
 from .layouts import Stored as Stored
+from .locks import cached_property as cached_property
 from .locks import reentrant as reentrant
 from .options import COLUMNS as COLUMNS
 from .options import DEFAULT as DEFAULT

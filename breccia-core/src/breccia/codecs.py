@@ -11,12 +11,12 @@ import math
 import struct
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .codec_checks import check_integer, check_lookup, check_minifloat, check_power_of_two
 from .errors import RecipeError
+from .locks import cached_property
 
 if TYPE_CHECKING:
     from .arrays.ops import Array, Ops

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Mapping
-from functools import cached_property
 from inspect import signature
 from reprlib import repr as short
 from types import MappingProxyType
@@ -15,7 +14,7 @@ from weakref import WeakValueDictionary
 from . import targets
 from .errors import RecipeError, UnsupportedError, did_you_mean, suggestion
 from .json_text import parsed_json
-from .locks import reentrant
+from .locks import cached_property, reentrant
 
 
 class InternedKey:

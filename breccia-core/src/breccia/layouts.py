@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from operator import index as whole
 from typing import Any, ClassVar
 
 from .declared import Declared, check_positive, check_type
 from .errors import LayoutError, RecipeError
 from .formats import Block
+from .locks import cached_property
 from .options import PLAIN
 
 Shape = tuple[int, ...]
@@ -325,7 +325,7 @@ class Stored(Layout):
         object.__setattr__(self, "matrix", tuple(self.matrix))
 
     @property
-    def ragged(self) -> bool:  # type: ignore[override]
+    def partial(self) -> bool:  # type: ignore[override]
         return self.layout.partial
 
     @property

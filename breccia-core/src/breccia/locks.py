@@ -7,11 +7,26 @@ leaves a lock of the interpreter in C, so that an interrupt cannot leave it lock
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
+
+if TYPE_CHECKING or sys.version_info >= (3, 12):
+    from functools import cached_property as cached_property
+else:
+
+    class cached_property(functools.cached_property):
+        """The one of Python 3.12 and newer. That of 3.11 has a lock, which a forked child may find locked."""
+
+        def __init__(self, function: Callable[[Any], Any]) -> None:
+            super().__init__(function)
+            self.lock = nullcontext()
+
 
 _made: WeakSet[Any] = WeakSet()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 from .codecs import (
@@ -34,6 +33,7 @@ from .declared import Declared, check_positive, check_type, settle
 from .errors import RecipeError, UnsupportedError
 from .formats import NUMERICS, SENSES, TENSOR, Block, Format, Level, sha256
 from .layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor
+from .locks import cached_property
 from .rules import DIVIDE, EVEN, FLOOR, HALF_RANGE, LINEAR, RCEIL, RECIP, TE, Inverse, Rule
 
 _FP8: dict[str, Codec] = {"E4M3": E4M3, "E5M2": E5M2}

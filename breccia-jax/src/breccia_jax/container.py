@@ -28,6 +28,7 @@ from breccia.backend import (
     BrecciaError,
     Metadata,
     ScaledTensor,
+    Stored,
     TensorPair,
     check_parts,
     dtype_name,
@@ -255,9 +256,10 @@ def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
 
 
 def _lengths(st: ScaledTensor) -> Lengths:
-    data = st.held_data
+    data, layout = st.held_data, st.layout
     shape = getattr(data, "shape", ())
-    if not getattr(st.layout, "partial", False) or len(shape) < 2 or not all(isinstance(n, int) for n in shape[-2:]):
+    moved = isinstance(layout, Stored) and layout.data_axes
+    if not layout.partial or moved or len(shape) < 2 or not all(isinstance(n, int) for n in shape[-2:]):
         return None, None  # placeholders of JAX have no shape
     sides = dict(zip((-3 - st.axis, st.axis), st.layout.block(st.axis), strict=True))
     rows, columns = (shape[axis] if (side := sides[axis]) and st.shape[axis] % side else None for axis in (-2, -1))

@@ -8,13 +8,15 @@ its results are sharded as its operands are, along every axis that the shards di
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+import breccia
 from breccia import LayoutError, OptionError
-from breccia.backend import PLAIN, ScaledTensor
+from breccia.backend import PARTS, PLAIN, ScaledTensor
 
 from .container import Held, check_components, described
 from .ops import names_of, shared_out
@@ -104,11 +106,14 @@ def _check_shard(name: str, st: ScaledTensor) -> None:
     """
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     _check_lengths(name, st, axes)
-    if not axes or st.storage != PLAIN:
+    if not axes:
         return
-    shape, layout = st.shape, st.layout
+    shape, layout = st.shape, st.layout.plain
     try:
-        layout.validate(st.held_data, st.scale, shape=shape, axis=st.axis)
+        if st.storage == PLAIN:
+            layout.validate(st.held_data, st.scale, shape=shape, axis=st.axis)
+        else:
+            _check_stored(st)
     except LayoutError as e:
         rows, along = layout.block(st.axis)
         sides, found = {st.axis: along, -3 - st.axis: rows}, tuple(st.scale.shape)
@@ -128,9 +133,18 @@ def _check_shard(name: str, st: ScaledTensor) -> None:
         ) from e
 
 
+def _check_stored(st: ScaledTensor) -> None:
+    """Raise LayoutError unless the components have the shapes that a cast into this storage gives an array of that shape."""
+    x = jax.ShapeDtypeStruct(st.shape, "float32")
+    expected = jax.eval_shape(partial(breccia.cast, recipe=st.recipe, axis=st.axis, storage=st.storage), x)
+    for part, wanted, found in zip(PARTS, described(expected), described(st), strict=True):
+        if wanted and found and wanted[0] != found[0]:
+            raise LayoutError(f"{part} in storage {st.storage!r} must have the shape {wanted[0]}; it has {found[0]}.")
+
+
 def _check_lengths(name: str, st: ScaledTensor, axes: tuple[str, ...]) -> None:
     """Raise LayoutError where an axis with a partial last block has been cut or joined."""
-    if not isinstance(st.held, Held) or st.storage != PLAIN:
+    if not isinstance(st.held, Held) or len(st.held_data.shape) < 2:
         return
     for axis, length in zip((-2, -1), st.held.lengths, strict=True):
         if length is None or (found := st.held_data.shape[axis]) == length:

@@ -121,9 +121,9 @@ def _find(x: object, what: str) -> Framework:
                     raise UnsupportedError(f"{what} is a {found}, not a plain {framework.name} array. {remedy}", found=found)
             if framework.name in _lost:
                 raise UnsupportedError(
-                    f"{what} is a {found} in a process that was forked after {framework.name} had started its threads, which do "
-                    f"not exist here: the operation would never end. Start processes by the method 'spawn' or 'forkserver' of "
-                    f"multiprocessing, or pass NumPy arrays.",
+                    f"{what} is a {found} in a process that was forked after {framework.name} had started its threads, which "
+                    "do not exist here: the operation would never end. Start processes by the method 'spawn' or 'forkserver' "
+                    "of multiprocessing, or pass NumPy arrays.",
                     found=found,
                 )
             declared.types[kind] = framework

@@ -60,9 +60,9 @@ def need_one_device(**operands: Any) -> None:
         if not hasattr(st, "held"):
             continue
         parts = held_parts(st)
-        home = framework_of(parts["data"], "data")
+        home = framework_of(parts["data"], "data").name  # the registry may be replaced meanwhile, and its frameworks with it
         # Frameworks that convert arrays of NumPy may hold them beside their own.
-        same_framework({f"{name}.{part}": x for part, x in parts.items() if framework_of(x, part) is home})
+        same_framework({f"{name}.{part}": x for part, x in parts.items() if framework_of(x, part).name == home})
 
 
 def as_shape(shape: Any) -> Shape:

@@ -7,13 +7,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ...arrays.ops import NUMPY, Array
 from ...codecs import F32_INF, MAGNITUDE, Codec, Integer, Lookup, Minifloat, f32_bits
+from ...locks import cached_property
 from .workspace import EXPONENT, F4, I4, U1, U2, U4, U8
 
 if TYPE_CHECKING:

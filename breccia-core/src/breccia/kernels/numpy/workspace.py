@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ...arrays.ops import Array
 from ...codecs import F32_INF, MAGNITUDE
+from ...locks import cached_property
 from ..threads import get_num_threads
 
 #: Elements of a chunk: with several threads, and with one. The buffers of one thread fit the L2 cache. Larger chunks
