@@ -338,18 +338,19 @@ def partial_last_blocks_are_neither_cut_nor_joined() -> None:
 
 
 def shards_of_tensors_in_a_storage_are_whole() -> None:
-    """One fault: shards of 100 of 200 numbers, with half of the padded scales each, were decoded under scales of other blocks."""
+    """One fault: shards of 123 numbers, with as many padded scales each, were decoded under scales of other blocks."""
     import jax
     from jax.sharding import PartitionSpec as P
 
-    mesh, x = placed(X).sharding.mesh, wide((1024, 1032), seed=4, exponents=4)
-    for recipe, storage, spec, message in (
-        ("mxfp8", "padded_128x4", P("d", None), ""),
-        ("mxfp8", "swizzle_128x4", P("d", None), ""),
-        ("mxfp8", "padded_128x4", P(None, "d"), "has 129 codes along axis -1, and scales of blocks of 32 for 1032"),
-        ("fp8_block", "column_major", P(None, "d"), "has 129 codes along axis -1, and scales of blocks of 128 for 1032"),
-        ("mxfp8,block_size=8", "padded_128x4", P(None, "d"), "scales of shape (1024, 17), which are not those of its blocks"),
+    mesh = placed(X).sharding.mesh
+    for recipe, storage, columns, spec, message in (
+        ("mxfp8", "padded_128x4", 984, P("d", None), ""),
+        ("mxfp8", "swizzle_128x4", 984, P("d", None), ""),
+        ("mxfp8", "padded_128x4", 984, P(None, "d"), "has 123 codes along axis -1, and scales of blocks of 32 for 984"),
+        ("fp8_block", "column_major", 984, P(None, "d"), "has 123 codes along axis -1, and scales of blocks of 128 for 984"),
+        ("mxfp8", "padded_128x4", 1280, P(None, "d"), "scales of shape (1024, 5), which are not those of its blocks"),
     ):
+        x = wide((1024, columns), seed=4, exponents=4)
         st = breccia.cast(jax.numpy.asarray(x), recipe, storage=storage)
         decode = jax.jit(jax.shard_map(breccia.dequantize, mesh=mesh, in_specs=(spec,), out_specs=spec))
         try:
@@ -424,7 +425,8 @@ def a_tree_of_shardings_places_every_leaf() -> None:
 
 CHECKS = [
     a_tree_of_shardings_places_every_leaf, scales_follow_a_sharding_of_the_codes,
-    partial_last_blocks_are_neither_cut_nor_joined, every_op_runs_on_every_kind_of_axis,
+    partial_last_blocks_are_neither_cut_nor_joined, shards_of_tensors_in_a_storage_are_whole,
+    every_op_runs_on_every_kind_of_axis,
     a_shard_map_that_splits_a_block_is_refused_by_name, explicit_meshes_shard_what_is_cast,
     explicit_meshes_need_no_context, explicit_meshes_shard_products_and_gradients, blocks_are_cast_where_they_are,
     a_tensors_amax_alone_is_exchanged, products_stay_where_their_rows_are, shards_are_tensors_of_their_own,

@@ -20,7 +20,8 @@ from ..errors import OptionError
 from ..locks import at_fork, reentrant
 from ..options import whole_number
 
-_P, _T = ParamSpec("_P"), TypeVar("_T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _threads: int | None = None
 #: The limit of `at_most`, in each thread
 _limit = threading.local()
@@ -145,7 +146,8 @@ def _serve(offers: SimpleQueue[tuple[_Job, threading.Lock]]) -> None:
 def _forget() -> None:
     """In a forked child, the threads of the pool do not exist."""
     global _offers, _workers
-    _offers, _workers = SimpleQueue(), 0
+    _offers = SimpleQueue()
+    _workers = 0
 
 
 at_fork(_forget)
