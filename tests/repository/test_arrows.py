@@ -70,7 +70,7 @@ FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
 #: without cycles.
 ORDER = [
     {"", "backend"},  # the package itself, and the names for other distributions: lazy, they import nothing
-    {"errors"},
+    {"errors", "locks"},
     {"siblings", "targets", "declared", "selection", "error_metrics", "json_text"},
     {"codec_checks", "tracing"},
     {"codecs", "rules", "options"},

@@ -388,6 +388,7 @@ def test_transformers_alone_refuses_a_quantized_folder_by_name(tmp_path: Path) -
 def test_an_older_transformers_is_named_and_quantize_warns_about_save_pretrained(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    llama = model("llama")  # loads what transformers loads lazily
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     for name in [name for name in sys.modules if name.startswith("breccia_torch.hf")]:
         monkeypatch.delitem(sys.modules, name)
@@ -397,7 +398,7 @@ def test_an_older_transformers_is_named_and_quantize_warns_about_save_pretrained
     with pytest.raises(ImportError, match=message):
         importlib.import_module("breccia_torch.hf")
     monkeypatch.setattr(quantize, "_ATTACH", "breccia_torch.hf.absent:attach")
-    breccia_torch.quantize_(model("llama"), "mxfp8")
+    breccia_torch.quantize_(llama, "mxfp8")
     assert "Save this model with breccia_torch.save_model: save_pretrained would lose how it is quantized." in caplog.text
 
 

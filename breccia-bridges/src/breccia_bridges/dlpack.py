@@ -236,7 +236,12 @@ class Bundle(tuple[Any, ...]):
     memory: tuple[Arrays, Dtypes]
 
     def __new__(cls, header: str, **parts: Any) -> Bundle:
-        """A bundle of components by name. Raises DialectError for an unknown name, and if data or scale is missing."""
+        """A bundle of components by name. Raises DialectError for a header that is no text, and for wrong names."""
+        if not isinstance(header, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DialectError(
+                f"the header of a bundle is JSON text, which to_dlpack writes; got a {type(header).__name__}. Decode bytes: "
+                "header.decode()."
+            )
         names = tuple([name for name in PARTS if parts.get(name) is not None])
         if names[:2] != PARTS[:2] or not parts.keys() <= _NAMES:
             raise DialectError(

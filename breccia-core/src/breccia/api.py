@@ -19,6 +19,7 @@ from .arrays.frameworks import (
     ops_of,
     output_dtype,
     same_framework,
+    shape_of,
 )
 from .dispatch import calls
 from .dispatch.call import NO_OPTIONS, Call, Options
@@ -27,7 +28,7 @@ from .dispatch.facts import Described, array_of
 from .dispatch.kernel import OPS, Prefer
 from .dispatch.registry import Plugin, registry
 from .errors import OptionError, UnknownNameError, UnsupportedError, suggestion
-from .kernels.checks import check_grouped, check_matmul, clip_bounds
+from .kernels.checks import check_cast, check_grouped, check_matmul, clip_bounds
 from .options import COLUMNS, DEFAULT, PLAIN, CastOptions
 from .recipes import DelayedScaling, ScalingRecipe
 from .specs import as_recipe, recipe
@@ -110,6 +111,7 @@ def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, *, pref
     amaxes: FP32 array of shape (n,), oldest first, or () before the first update. scale: FP32 array of shape (), or a number.
     """
     _check_array(x)
+    check_cast(x, recipe)
     return _frontend("record_amax", x)(x, recipe, amaxes, scale, prefer)
 
 
@@ -333,7 +335,7 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
     where = f"{framework}:{device_of(arrays[0])}" if arrays else on
     if arrays and on not in (None, framework, where):
         raise UnsupportedError(f"explain: on={on!r}, but the operand is on {where}; omit on=.")
-    known = _explained_options(op, options, len(arrays[0].shape) if arrays else 2)
+    known = _explained_options(op, options, len(shape_of(arrays[0], "the operand")) if arrays else 2)
     kind, _, index = device.partition(":")
     asked = Device(kind or (device_of(arrays[0]) if arrays else "cpu"), int(index) if index.isdigit() else None)
     if op in _ARRAYS_ONLY and len(values) < wanted[-1]:
@@ -428,7 +430,7 @@ def _options(
         and out is None
         and seed is None
         and type(axis) is int
-        and (axis == -1 or (axis == -2 and len(x.shape) > 1))
+        and (axis == -1 or (axis == -2 and len(shape_of(x)) > 1))
         and rounding == "nearest"
         and nonfinite == "propagate"
         and storage == PLAIN
@@ -441,7 +443,7 @@ def _options(
     options = CastOptions(axis, scale, rounding, seed, nonfinite, storage, out)
     if storage != PLAIN:
         registry().look_up("breccia_storages", storage, "storage")
-    axis = contraction_axis(axis, len(x.shape))
+    axis = contraction_axis(axis, len(shape_of(x)))
     return options if type(options.axis) is int and axis == options.axis else options.replace(axis=axis)
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, cast
 from weakref import WeakValueDictionary
 
 from . import targets
-from .errors import RecipeError, UnsupportedError, did_you_mean, suggestion
+from .errors import BrecciaError, RecipeError, UnsupportedError, did_you_mean, suggestion
 from .json_text import parsed_json
 from .locks import cached_property, reentrant
 
@@ -29,8 +29,13 @@ _interning = reentrant()
 
 
 def rebuilt(cls: type[Declared], fields: dict[str, Any]) -> Declared:
-    """Rebuild a declaration from a pickle. Raises the errors of its constructor."""
-    return cls.with_fields(fields)
+    """Rebuild a declaration from a pickle. Raises the errors of its constructor, and RecipeError for what is no declaration."""
+    try:
+        return cls.with_fields(fields)
+    except BrecciaError:
+        raise
+    except Exception as e:
+        raise RecipeError(f"the pickle of a {getattr(cls, '__name__', cls)!r} is damaged ({type(e).__name__}: {e}).") from e
 
 
 class Declared:

@@ -58,6 +58,7 @@ class DotGeneral:
         out_sharding: Any = None,
     ) -> Array:
         """The product of `lhs` and `rhs` for the dimension numbers of `jax.lax.dot_general`. precision: ignored."""
+        lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)  # NumPy's arrays have no gradients
         (left, right), (left_batch, right_batch) = dimension_numbers
         left, right, left_batch, right_batch = map(tuple, (left, right, left_batch, right_batch))
         left, right = (tuple(a % x.ndim for a in axes) for x, axes in ((lhs, left), (rhs, right)))

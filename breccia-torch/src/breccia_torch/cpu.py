@@ -36,14 +36,14 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     """`cast` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
     scale, out = options.scale, options.out
     supplied = isinstance(scale, torch.Tensor)
-    if (supplied and not _readable(scale)) or (out is not None and not _takes(out, recipe)):
+    if (supplied and not (_readable(scale) and scale.dtype in _SCALES)) or (out is not None and not _takes(out, recipe)):
         return reference.cast(x, recipe, options)
     if options is not DEFAULT:
         given = scale
         if supplied:  # BF16 as numbers: bit patterns would be a scale of another dtype
             given = _floats(scale) if scale.dtype == torch.bfloat16 else _array(scale)
         options = options.replace(scale=given, out=None if out is None else _arrays(out, _written))
-    elif x.dtype not in _FLOATS:
+    if x.dtype not in _FLOATS:
         checks.check_cast(x, recipe)
     if x.numel() <= _ALONE:
         written = calls.cast(_floats(x), recipe, options)
@@ -54,7 +54,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
 
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
     """`dequantize` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
-    if out is not None and not _readable(out):
+    if out is not None and not (_readable(out) and out.dtype in _FLOATS):
         return reference.dequantize(st, out_dtype, out)
     into = None if out is None else _floats(out, _written)
     if st.data.numel() <= _ALONE:
@@ -179,7 +179,7 @@ _products: dict[Any, tuple[Any, Any]] = {}
 
 def _readable(x: Array) -> bool:
     """Can NumPy view the memory of `x`?"""
-    return opaque(x) is None and x.device.type == "cpu" and x.layout is torch.strided
+    return opaque(x) is None and x.device.type == "cpu" and x.layout is torch.strided and not x.is_nested
 
 
 def _takes(out: Any, recipe: ScalingRecipe) -> bool:
@@ -293,6 +293,8 @@ _REMEMBERED = 256
 #: Elements up to which the kernels use one thread.
 _ALONE = 1 << 13
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: Dtypes of scales that NumPy can view: numbers, and codes as the level is stored.
+_SCALES = {*_FLOATS, *_BITS, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 
 
 def _tensor(part: np.ndarray, dtype: torch.dtype) -> Array:

@@ -30,7 +30,7 @@ from breccia.backend import (
     targets,
 )
 
-from .ops import transforming, wrapped
+from .ops import need_dense, transforming, wrapped
 
 Array = Any
 Clip = calls.Clip
@@ -423,7 +423,12 @@ def _trainable(x: ScaledTensor) -> bool:
 
 
 def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
+    """`x` without its gradient. Raises UnsupportedError for a nested tensor, whose shape is unknown."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.is_nested:
+        need_dense(x)
+    return x.detach() if x.requires_grad else x
 
 
 def _constant(options: CastOptions) -> CastOptions:

@@ -188,6 +188,7 @@ class _TorchOps(Ops):
         return bool(condition.any())
 
     def assign(self, out: Array, value: Array) -> None:
+        need_dense(out)
         out.copy_(value)
 
     def to(self, a: Array, device: Any) -> Array:
@@ -201,6 +202,9 @@ class _TorchOps(Ops):
         return tensor.view(getattr(torch, codec_dtype)) if codec_dtype else tensor
 
     def to_numpy(self, a: Array) -> Array:
+        need_dense(a)
+        if a.is_meta:
+            raise UnsupportedError("a tensor on the meta device has no values; pass one on another device.", found="meta")
         a = a.detach().cpu()
         if a.dtype == torch.bfloat16:
             return a.view(torch.uint16).numpy()
@@ -221,7 +225,13 @@ _autocasting: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True) 
 
 
 def need_dense(x: Array) -> None:
-    """Raise UnsupportedError for a sparse tensor."""
+    """Raise UnsupportedError for a sparse or nested tensor."""
+    if x.is_nested:
+        raise UnsupportedError(
+            f"x is a nested tensor of {x.size(0)} parts ({x.layout}); breccia computes on dense ones: pass each part of "
+            "x.unbind(), or x.to_padded_tensor(0.0).",
+            found=x.layout,
+        )
     if x.layout is not torch.strided:
         raise UnsupportedError(
             f"x is a sparse tensor ({x.layout}); breccia computes on dense ones: pass x.to_dense().", found=x.layout

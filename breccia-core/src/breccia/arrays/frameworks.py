@@ -201,6 +201,18 @@ def _remedy(kind: type) -> str:
     return "Convert it first: np.asarray(x, dtype=np.float32)."
 
 
+def shape_of(x: Any, what: str = "x") -> tuple[int, ...]:
+    """The shape of an array. Raises UnsupportedError for what has none: no array, or one of torch's nested tensors."""
+    try:
+        return tuple(x.shape)
+    except Exception as e:
+        name = framework_of(x, what).name  # raises for what is no array
+        raise UnsupportedError(
+            f"{what} is a {name} array whose shape cannot be read ({type(e).__name__}: {e}). breccia computes on dense arrays.",
+            found=type(x).__name__,
+        ) from e
+
+
 def ops_of(x: Any, what: str = "x") -> Ops:
     """The backend primitives of `x`'s framework."""
     return targets.load(framework_of(x, what).ops)

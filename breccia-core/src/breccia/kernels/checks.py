@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..arrays.frameworks import FLOATS, dtype_name
+from ..arrays.frameworks import FLOATS, dtype_name, shape_of
 from ..errors import LayoutError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR
 from ..layouts import Layout, Shape
@@ -30,7 +30,7 @@ def check_cast(x: Array, recipe: Any) -> None:
             ),
             found=found,
         )
-    if hasattr(x, "shape") and len(x.shape) == 0:
+    if hasattr(x, "dtype") and not shape_of(x):
         raise ShapeError("cast needs at least one axis; got a 0-D array. Reshape it to (1,).")
 
 
@@ -54,7 +54,7 @@ def fitted_layout(recipe: ScalingRecipe, shape: Shape, axis: int) -> Layout:
 
 def check_matmul(a: Any, b: Any, bias: Any = None) -> None:
     """Raise ShapeError or UnsupportedError unless `a @ b + bias` is defined for these shapes and dtypes of plain operands."""
-    left, right = tuple(a.shape), tuple(b.shape)
+    left, right = shape_of(a, "a"), shape_of(b, "b")
     if not (len(left) == 2 == len(right) and left[1] == right[0]):
         check_matmul_shapes(left, right)
     if isinstance(bias, ScaledTensor):
@@ -70,7 +70,7 @@ def check_matmul(a: Any, b: Any, bias: Any = None) -> None:
         return
     if bias.dtype not in _FLOATS:
         check_float("bias", bias)
-    if tuple(bias.shape) != right[-1:]:
+    if shape_of(bias, "bias") != right[-1:]:
         raise ShapeError(
             f"matmul: bias has one number for each column of the product, shape {right[-1:]}; got {tuple(bias.shape)}.",
             expected=right[-1:],
@@ -114,7 +114,7 @@ def check_matmul_shapes(a: Shape, b: Shape) -> None:
 
 def check_grouped(a: Any, b: Any, offsets: Array) -> None:
     """Raise ShapeError, LayoutError or UnsupportedError unless `grouped_matmul` is defined for these operands."""
-    left, right, ends = tuple(a.shape), tuple(b.shape), tuple(offsets.shape)
+    left, right, ends = shape_of(a, "a"), shape_of(b, "b"), shape_of(offsets, "offsets")
     if len(left) != 2 or len(right) != 3 or ends != right[:1] or left[1] != right[1]:
         raise ShapeError(
             "grouped_matmul takes a of shape (M, K), b of shape (E, K, N) and offsets of shape (E,); got shapes "

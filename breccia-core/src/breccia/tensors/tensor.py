@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import targets
 from ..arrays.frameworks import dtype_name, framework_of, ops_of
-from ..errors import LayoutError, OptionError, UnsupportedError
+from ..errors import BrecciaError, LayoutError, OptionError, UnsupportedError
 from ..formats import TENSOR
 from ..layouts import Layout, PerGroupIndex, Shape, Stored
-from ..options import PLAIN
+from ..options import PLAIN, whole_number
 from ..recipes import ScalingRecipe
 from ..specs import as_recipe
 from ..tracing import traced_by_framework
@@ -145,6 +145,8 @@ class ScaledTensor:
         check_layout(layout)
         axis = contraction_axis(axis, len(data.shape))
         fmt = recipe.format
+        if padding is not None:
+            padding = whole_number("padding", padding)
         if isinstance(layout, Stored) and layout.data_axes:
             padding = -layout.matrix[-1] % packing(fmt.element)[0]
         elif shape is not None:
@@ -534,24 +536,23 @@ def _metadata(st: ScaledTensor) -> dict[str, Any]:
     return {"recipe": st.recipe, "layout": st.layout, "axis": st.axis, "padding": st.padding}
 
 
-def restored(
-    data: Any,
-    scale: Any,
-    recipe: ScalingRecipe,
-    layout: Layout,
-    zero_point: Any,
-    global_scale: Any,
-    axis: int,
-    padding: int,
-    dtypes: tuple[str | None, ...] = (),
-) -> ScaledTensor:
-    """Rebuild a tensor from a pickle; `dtypes` are its components' dtypes. Raises the errors of ScaledTensor."""
-    parts = [data, scale, zero_point, global_scale]
-    for n, (part, dtype) in enumerate(zip(parts, dtypes, strict=False)):
-        if part is not None and dtype is not None and dtype_name(part) != dtype:
-            parts[n] = ops_of(part).from_portable(part, dtype)
-    data, scale, zero_point, global_scale = parts
-    return ScaledTensor(data, scale, recipe, layout, zero_point, global_scale, axis, padding=padding)
+def restored(*fields: Any) -> ScaledTensor:
+    """Rebuild a tensor from the fields of a pickle: those of `FIELDS`, and a tuple of the dtypes of its components.
+
+    Raises the errors of ScaledTensor, and LayoutError for fields that are not those of a tensor.
+    """
+    try:
+        data, scale, recipe, layout, zero_point, global_scale, axis, padding, *rest = fields
+        parts = [data, scale, zero_point, global_scale]
+        for n, (part, dtype) in enumerate(zip(parts, rest[0] if rest else (), strict=False)):
+            if part is not None and dtype is not None and dtype_name(part) != dtype:
+                parts[n] = ops_of(part).from_portable(part, dtype)
+        data, scale, zero_point, global_scale = parts
+        return ScaledTensor(data, scale, recipe, layout, zero_point, global_scale, axis, padding=padding)
+    except BrecciaError:
+        raise
+    except Exception as e:
+        raise LayoutError(f"the pickle of a ScaledTensor is damaged ({type(e).__name__}: {e}).") from e
 
 
 #: All fields, in order.

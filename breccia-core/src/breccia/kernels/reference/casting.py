@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...arrays.frameworks import dtype_name, ops_of, same_framework
+from ...arrays.frameworks import dtype_name, ops_of, same_framework, shape_of
 from ...arrays.ops import Array, Ops
 from ...codecs import F32_INF, MAGNITUDE, NORMAL, Integer
 from ...errors import LayoutError, NonFiniteError, UnsupportedError
@@ -204,7 +204,9 @@ def _extremes(ops: Ops, clean: Array, tiles: Tiles) -> tuple[Array, Array]:
 def check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, axis: int) -> Array:
     """A supplied scale as an array with the dtype, shape and framework of its level."""
     level = fmt.global_scale or fmt.scale
-    if not hasattr(scale, "shape"):
+    if hasattr(scale, "dtype"):
+        shape_of(scale, "scale")  # raises where it has none
+    else:
         if isinstance(scale, bool) or not isinstance(scale, int | float):
             raise UnsupportedError(f"scale= must be a number or an array, got {type(scale).__name__}.", scale=scale)
         scale = ops.constant(float(scale), x)

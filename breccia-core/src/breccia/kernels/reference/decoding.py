@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...arrays.frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framework
+from ...arrays.frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framework, shape_of
 from ...arrays.ops import Array, Ops
 from ...codecs import BF16
 from ...errors import ShapeError
@@ -87,7 +87,7 @@ def result(ops: Ops, value: Array, dtype: str, out: Array | None) -> Array:
     if out is None:
         return value
     same_framework({"the result": value, "out": out})
-    wanted, found = (tuple(value.shape), dtype_name(value)), (tuple(out.shape), dtype_name(out))
+    wanted, found = (tuple(value.shape), dtype_name(value)), (shape_of(out, "out"), dtype_name(out))
     if wanted != found:
         raise ShapeError(f"out= must have shape {wanted[0]} and dtype {wanted[1]}; got {found[0]} and {found[1]}.")
     check_writable("out=", out)
