@@ -123,11 +123,45 @@ def choices_of(kind: type[ScalingRecipe], name: str) -> tuple[tuple[Any, ...], s
 
     A subclass that redeclares a field to change its default keeps the choices, unless it declares others.
     """
+    found = _metadata(kind, name, "choices")
+    return found.get("choices", ()), found.get("by", "")
+
+
+def _metadata(kind: type[ScalingRecipe], name: str, key: str) -> Mapping[str, Any]:
+    """The metadata of a field, from the nearest base that declares `key` for it; {} if none does."""
     for base in kind.__mro__:
         declared: dict[str, dataclasses.Field[Any]] = base.__dict__.get("__dataclass_fields__", {})
-        if name in declared and "choices" in declared[name].metadata:
-            return declared[name].metadata["choices"], declared[name].metadata.get("by", "")
-    return (), ""
+        if name in declared and key in declared[name].metadata:
+            return declared[name].metadata
+    return {}
+
+
+def implying(value: Any, **fields: Any) -> dict[str, Any]:
+    """Metadata of a field one of whose values requires values of other fields: in a spec, `value` sets those not given."""
+    return {"implies": (value, fields)}
+
+
+def implication_of(kind: type[ScalingRecipe], name: str) -> tuple[Any, dict[str, Any]]:
+    """The value of a field that requires values of other fields, and those; (None, {}) if there is none."""
+    return _metadata(kind, name, "implies").get("implies", (None, {}))
+
+
+def with_implied(kind: type[ScalingRecipe], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields`, and those not given that they require: `offset=bias` is `symmetric=False`, and that is `signed=False`.
+
+    Only what would be refused otherwise is set; a given value stays, and a recipe refuses one that contradicts another.
+    """
+    found = dict(fields)
+    waiting = list(fields)
+    while waiting:
+        name = waiting.pop()
+        value, implied = implication_of(kind, name)
+        given = found[name].lower() if isinstance(found[name], str) else found[name]
+        if type(given) is type(value) and given == value:
+            added = {other: of for other, of in implied.items() if other not in found}
+            found |= added
+            waiting += added
+    return found
 
 
 def check_choices(recipe: ScalingRecipe) -> None:
@@ -226,7 +260,10 @@ class _Integers(ScalingRecipe):
         if self.symmetric and self.offset != "zero_point":
             raise RecipeError(f"offset={self.offset!r} requires symmetric=False; symmetric {width} has no offset")
         if self.scale_rule == HALF_RANGE.name and not self.signed:
-            raise RecipeError("scale_rule='half_range' is for signed codes; got signed=False", scale_rule=self.scale_rule)
+            because = "" if self.symmetric else ", which symmetric=False requires"
+            raise RecipeError(
+                f"scale_rule='half_range' is for signed codes; got signed=False{because}", scale_rule=self.scale_rule
+            )
 
     @cached_property
     def format(self) -> Format:
@@ -464,9 +501,9 @@ class INT4Scaling(_Integers):
     group_size: int = 128
     signed: bool = True
     scale_dtype: str = field(default="fp16", metadata=one_of(_SCALE_FLOATS, aliases=_SCALE_DTYPES))
-    symmetric: bool = True
+    symmetric: bool = field(default=True, metadata=implying(False, signed=False))
     scale_rule: str = field(default="linear", metadata=one_of(_INTEGER_RULES))
-    offset: str = field(default="zero_point", metadata=one_of(("zero_point", "bias")))
+    offset: str = field(default="zero_point", metadata=one_of(("zero_point", "bias")) | implying("bias", symmetric=False))
 
     def __post_init__(self) -> None:
         check_positive("INT4Scaling", "group_size", self.group_size)
@@ -487,9 +524,9 @@ class INT8Scaling(_Integers):
     group_size: int | None = None
     signed: bool = True
     scale_dtype: str = field(default="fp32", metadata=one_of(_SCALE_FLOATS, aliases=_SCALE_DTYPES))
-    symmetric: bool = True
+    symmetric: bool = field(default=True, metadata=implying(False, signed=False))
     scale_rule: str = field(default="linear", metadata=one_of(_INTEGER_RULES))
-    offset: str = field(default="zero_point", metadata=one_of(("zero_point", "bias")))
+    offset: str = field(default="zero_point", metadata=one_of(("zero_point", "bias")) | implying("bias", symmetric=False))
 
     def __post_init__(self) -> None:
         if self.group_size is not None:

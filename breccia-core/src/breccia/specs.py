@@ -8,7 +8,7 @@ from . import targets
 from .codecs import Integer, Minifloat
 from .errors import RecipeError, UnknownNameError, UnsupportedError
 from .json_text import parsed_json
-from .recipes import ScalingRecipe, check_recipe
+from .recipes import ScalingRecipe, check_recipe, with_implied
 from .tracing import constant_in_graphs
 
 #: Specs that are remembered.
@@ -38,7 +38,8 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
     """The recipe with this name, from any plug-in, with the given fields.
 
     spec: a name ("nvfp4") or class name, in any case, or with fields as the command line spells them:
-        "fp8_block,block_m=128,power_of_two_scale=true".
+        "fp8_block,block_m=128,power_of_two_scale=true". Fields that others require need not be given: "int4,symmetric=false"
+        has unsigned codes, and "int4,offset=bias" is asymmetric.
     Raises UnknownNameError with a suggestion, or RecipeError for a field.
     """
     if not isinstance(spec, str):
@@ -58,7 +59,8 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
             name=name,
             known=held,
         )
-    return found.look_up("breccia_recipes", spelled or name, "recipe").with_fields(fields)
+    kind: type[ScalingRecipe] = found.look_up("breccia_recipes", spelled or name, "recipe")
+    return kind.with_fields(with_implied(kind, fields))
 
 
 def _element_names(of: type[ScalingRecipe]) -> tuple[str, ...]:

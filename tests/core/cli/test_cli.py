@@ -345,6 +345,8 @@ def test_recipes_lists_every_field_with_its_default_and_its_values(run: Run) -> 
     assert "mxfp8 fp8_format E4M3 E4M3 or E5M2" in said and "block_size 32 only 32" in said
     assert "int8 group_size null int or null" in said and "two_level true false or true" in said
     assert "amax_history_len 16 int; does not change the bytes" in said
+    assert "symmetric true false or true; false implies signed=false" in said
+    assert "offset zero_point zero_point or bias; bias implies symmetric=false" in said
 
 
 def test_every_value_that_recipes_lists_is_taken_and_no_other(run: Run) -> None:
@@ -411,6 +413,7 @@ def test_recipes_as_json_has_all_that_the_text_has(run: Run) -> None:
         "choices": ["linear", "recip", "divide", "te"],
         "needed": False,
         "affects_bytes": True,
+        "implies": [None, {}],
     }
 
 

@@ -39,9 +39,10 @@ from breccia import (
     declared,
 )
 from breccia.codecs import E2M1, E4M3, E8M0, F16, F32, INT4, MXINT8, NF4
+from breccia.dispatch.registry import registry
 from breccia.formats import TENSOR, Format, Level
 from breccia.layouts import Layout
-from breccia.recipes import RECIPES
+from breccia.recipes import RECIPES, implication_of
 from breccia.rules import EVEN, HALF_RANGE, LINEAR, RCEIL, TE
 
 #: Fields, their order and defaults in the recipes. They are public API: positions and names must not change.
@@ -148,6 +149,17 @@ def test_the_text_form_of_a_recipe_parses_as_the_recipe(recipe: breccia.ScalingR
         (lambda: breccia.recipe("fp8_block,blok_k=4"), r"recipe 'fp8_block' has no field 'blok_k'; did you mean 'block_k'\?"),
         (lambda: breccia.recipe("fp8_block,128"), "fields are written name=value; got '128'"),
         (lambda: breccia.recipe("int4,group_size=big"), "group_size must be int, got 'big'"),
+        (
+            lambda: breccia.recipe("int4,symmetric=false,signed=true"),
+            r"asymmetric INT4 .* requires signed=False.*got signed=True",
+        ),
+        (lambda: breccia.recipe("int8,offset=bias,signed=true"), r"asymmetric INT8 .* requires signed=False.*got signed=True"),
+        (lambda: breccia.recipe("int4,offset=bias,symmetric=true"), "offset='bias' requires symmetric=False; symmetric INT4"),
+        (
+            lambda: breccia.recipe("int4,symmetric=false,scale_rule=half_range"),
+            "'half_range' is for signed codes; got signed=False, which symmetric=False requires",
+        ),
+        (lambda: breccia.recipe("int4,symmetric=0"), "INT4Scaling: symmetric must be bool, got 0"),
         (lambda: breccia.ScalingRecipe.from_json("[1]"), r"a recipe in JSON is .*name.*fields.*; got \[1\]"),
         (lambda: breccia.ScalingRecipe.from_json("{"), "a recipe in JSON .* not JSON"),
         (lambda: INT4Scaling.from_json(MXFP8BlockScaling().to_json()), "this is a recipe 'mxfp8', not 'int4'"),
@@ -167,6 +179,33 @@ def test_recipes_parse_from_the_command_line() -> None:
     assert breccia.recipe("fp8_current,fp8_format=E5M2") == Float8CurrentScaling("E5M2")
     assert breccia.recipe("NVFP4") == breccia.recipe("NVFP4BlockScaling") == NVFP4BlockScaling()
     assert breccia.recipe("int4", group_size=32) == INT4Scaling(group_size=32)
+
+
+def test_a_spec_needs_no_fields_that_its_other_fields_require() -> None:
+    for spec in ("int4,symmetric=false", "INT4Scaling,symmetric=False", "int4,symmetric=false,signed=false"):
+        assert breccia.recipe(spec) == INT4Scaling(symmetric=False, signed=False), spec
+    assert breccia.recipe("int8,symmetric=false") == INT8Scaling(symmetric=False, signed=False)
+    assert breccia.recipe("int8", symmetric=False) == INT8Scaling(symmetric=False, signed=False)
+    biased = INT4Scaling(group_size=64, symmetric=False, signed=False, offset="bias")
+    for spec in ("int4,offset=bias,group_size=64", "int4,group_size=64,symmetric=false,offset=BIAS"):
+        assert breccia.recipe(spec) == biased, spec
+    assert breccia.recipe("int4,signed=false") == INT4Scaling(signed=False), "unsigned codes do not require zero-points"
+    assert breccia.recipe("int4,offset=zero_point") == INT4Scaling(), "a default requires nothing"
+
+
+def test_a_spec_sets_only_what_would_be_refused_otherwise() -> None:
+    """And a recipe that its constructor refuses for want of other fields has them implied."""
+    found = 0
+    for kind in registry().recipes.values():
+        for name in kind.__dataclass_fields__:
+            value, implied = implication_of(kind, name)
+            found += bool(implied)
+            if implied:
+                made = breccia.recipe(kind.name, **{name: value})
+                assert {of: getattr(made, of) for of in implied} == implied
+                with pytest.raises(RecipeError):
+                    kind(**{name: value})
+    assert found == 4
 
 
 @pytest.mark.parametrize("bare", ["block", "row", "current", "delayed"])

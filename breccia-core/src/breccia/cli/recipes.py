@@ -11,7 +11,7 @@ from ..codecs import Codec
 from ..declared import spelled
 from ..dispatch.registry import Plugin, Registry
 from ..formats import Block
-from ..recipes import ScalingRecipe, choices_of
+from ..recipes import ScalingRecipe, choices_of, implication_of
 from ..tensors.grids import cast_nbytes
 
 #: Rows and columns of the matrix that sizes are given for. Built-in blocks divide it, so it has no padding.
@@ -23,7 +23,7 @@ class Field:
     """One field of a recipe: its default, and the values it takes if it is an enumeration.
 
     value: of this recipe. needed: it has no default. type: its annotation, as "int | None". affects_bytes: is it part of the
-        fingerprint?
+        fingerprint? implies: the value that sets other fields where a spec does not give them, and those fields.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Field:
     choices: tuple[Any, ...]
     needed: bool
     affects_bytes: bool
+    implies: tuple[Any, dict[str, Any]]
 
     @property
     def takes(self) -> str:
@@ -41,6 +42,9 @@ class Field:
             self.type.replace("None", "null").replace(" | ", " or ")
         ]
         taken = f"{', '.join(others)} or {last}" if others else f"only {last}" if self.choices else last
+        value, implied = self.implies
+        with_others = " and ".join(f"{name}={spelled(of)}" for name, of in implied.items())
+        taken += f"; {spelled(value)} implies {with_others}" if implied else ""
         return taken if self.affects_bytes else f"{taken}; does not change the bytes"
 
 
@@ -101,7 +105,8 @@ def _field(owner: type[ScalingRecipe], f: dataclasses.Field[Any], recipe: Scalin
     value = getattr(recipe, f.name) if recipe else default
     kind = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
     choices = (False, True) if kind == "bool" else choices_of(owner, f.name)[0]
-    return Field(f.name, kind, value, default, choices, needed, f.metadata.get("affects_bytes", True))
+    affects = f.metadata.get("affects_bytes", True)
+    return Field(f.name, kind, value, default, choices, needed, affects, implication_of(owner, f.name))
 
 
 def bits_per_value(recipe: ScalingRecipe, side: int = SIDE) -> float:
