@@ -65,6 +65,7 @@ def main() -> None:
         )
     console.print(table)
     console.print("underflow: nonzero elements that became zero")
+    REPORT.unlink(missing_ok=True)
     breccia("compare", source, *files.values(), "--report", REPORT)
     console.print(f"\nEach file was read back and compared after writing. All of it took {perf_counter() - started:.0f} s.")
     console.print(f"\nThe report, tensor by tensor, to open in a browser:\n  {REPORT.resolve()}")

@@ -29,8 +29,8 @@ _DRAWN = ("label", "bytes_out", "sqnr_db", "lossless", "worst", "tensors")
 def check_report(path: str | os.PathLike[str]) -> None:
     """Check the arguments of `write_report` before the work that leads to it.
 
-    Raises UnsupportedError for a path without an HTML extension, OSError for a missing or read-only folder, and ImportError
-    where the extra `report` is missing or broken.
+    Raises UnsupportedError for a path without an HTML extension, FileExistsError for a file that is no report of breccia,
+    OSError for a missing or read-only folder, and ImportError where the extra `report` is missing or broken.
     """
     target = Path(path)
     if target.suffix.lower() not in (".html", ".htm"):
@@ -39,6 +39,8 @@ def check_report(path: str | os.PathLike[str]) -> None:
         raise UnsupportedError(f"{target} is a folder; name a file for the report, such as {target / 'report.html'}.")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write {target}: there is no folder {target.parent}; create it first.")
+    if target.is_file() and not _replaceable(target):
+        raise FileExistsError(f"{target} exists and is no report of breccia; choose another name, or remove it.")
     try:
         for module in (*_NEEDS, "plotly.offline"):
             import_module(module)
@@ -53,10 +55,21 @@ def check_report(path: str | os.PathLike[str]) -> None:
         raise PermissionError(f"cannot write {target}: {e.strerror}; choose another folder.") from e
 
 
+def _replaceable(path: Path) -> bool:
+    """Is a file an earlier report, or empty?"""
+    with path.open("rb") as file:
+        begin = file.read(_BEGIN)
+    return not begin or _GENERATOR in begin
+
+
+#: What reports say in their first bytes.
+_GENERATOR, _BEGIN = b'<meta name="generator" content="breccia ', 512
+
+
 def write_report(
     path: str | os.PathLike[str], runs: Sequence[Mapping[str, Any]], *, title: str = "Quantization report"
 ) -> None:
-    """Write the page of one or several runs over one checkpoint; replaces an existing page.
+    """Write the page of one or several runs over one checkpoint; replaces an earlier one, and no other file.
 
     runs: results of `Report.to_dict`, with a label, the fields of its recipes (`recipe_fields`), and a histogram or None per
         tensor. The same runs give the same bytes under one version of zlib.
