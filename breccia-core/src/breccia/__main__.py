@@ -18,12 +18,14 @@ def main() -> None:
             sys.exit(f"breccia: the command line needs {e.name}, which is not installed: {install('breccia-core[cli]')}")
         try:
             from .cli.main import run
+            from .cli.streams import reserve_descriptors
         except ImportError:
             stranger = unrelated()
             if stranger is None:
                 raise
             sys.exit(f"error: {stranger.text}. Type: {stranger.remedy}")
 
+        reserve_descriptors()
         run()
     except KeyboardInterrupt:
         if "--debug" in sys.argv:

@@ -27,12 +27,13 @@ def install(requirement: str, *options: str) -> str:
 class Sibling:
     """One of breccia's distributions other than core.
 
-    arrays: top-level packages whose arrays it supports, as the framework with the plug-in's name.
+    purpose: what it adds. arrays: top-level packages whose arrays it supports, as the framework with the plug-in's name.
     commands: the names it declares. kernels: the modules its kernels run on. functions: names of its façade in
     `breccia.kernels` that are not kernels, with their object references.
     """
 
     distribution: str
+    purpose: str
     arrays: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
@@ -51,6 +52,7 @@ class Sibling:
 
 TRITON = Sibling(
     "breccia-triton",
+    "kernels for NVIDIA GPUs, on PyTorch and JAX",
     kernels=("torch", "triton"),
     functions=(
         ("configure", "breccia_triton.tuning:configure"),
@@ -58,12 +60,16 @@ TRITON = Sibling(
         ("block_scaled_matmul_triton", "breccia_triton.cuda.named:block_scaled_matmul_triton"),
     ),
 )
-BRIDGES = Sibling("breccia-bridges", commands=("compare", "convert", "inspect"))
+BRIDGES = Sibling(
+    "breccia-bridges",
+    "other libraries' tensors, checkpoints, and the commands for them",
+    commands=("compare", "convert", "inspect"),
+)
 SIBLINGS = (
-    Sibling("breccia-torch", arrays=("torch",)),
-    Sibling("breccia-jax", arrays=("jax", "jaxlib")),
-    Sibling("breccia-mlx", arrays=("mlx",)),
-    Sibling("breccia-native", kernels=("numpy",)),
+    Sibling("breccia-torch", "PyTorch tensors, layers and operators", arrays=("torch",)),
+    Sibling("breccia-jax", "JAX arrays, and Flax and Equinox layers", arrays=("jax", "jaxlib")),
+    Sibling("breccia-mlx", "MLX arrays and layers", arrays=("mlx",)),
+    Sibling("breccia-native", "compiled kernels for CPUs", kernels=("numpy",)),
     TRITON,
     BRIDGES,
 )
@@ -86,7 +92,7 @@ class Extra:
 ML_DTYPES = Extra("breccia-core[ml-dtypes]", ("ml_dtypes",), "bfloat16 and float8 arrays in NumPy")
 TESTING = Extra("breccia-core[testing]", ("pytest", "hypothesis"), "the conformance kit")
 EXTRAS = (
-    Extra("breccia-core[cli]", ("typer", "rich"), "the `breccia` command"),
+    Extra("breccia-core[cli]", ("typer", "rich", "packaging"), "the `breccia` command"),
     ML_DTYPES,
     TESTING,
     Extra("breccia-bridges[report]", ("plotly", "jinja2"), "--report of convert and compare"),

@@ -21,7 +21,7 @@ from breccia import siblings, targets
 from breccia.arrays import frameworks
 from breccia.backend import reference
 from breccia.cli import bench, doctor
-from breccia.cli.doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
+from breccia.cli.doctor import MISSING, NOT_INSTALLED, NOTE, OK, OPTIONAL, PROBLEM, Finding, examine
 from breccia.dispatch.registry import Plugin, Registry, _installed
 from breccia.kernels import threads
 from breccia.siblings import EXTRAS, SIBLINGS, install, unrelated
@@ -61,30 +61,86 @@ def test_a_full_installation_is_listed_with_versions_and_no_problems(run: Run) -
 
 
 @pytest.mark.parametrize("sibling", SIBLINGS, ids=lambda s: s.distribution)
-def test_a_missing_distribution_is_reported_with_its_install_command(
-    sibling: siblings.Sibling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_distribution_that_nothing_needs_is_optional(sibling: siblings.Sibling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "requires", lambda name: [])
     absent(monkeypatch, sibling.distribution)
-    line = found("breccia", sibling.distribution)
-    assert (line.status, line.text, line.remedy) == (MISSING, "not installed", install(sibling.distribution))
+    line = found(NOT_INSTALLED, sibling.distribution)
+    assert (line.status, line.text, line.remedy) == (OPTIONAL, sibling.purpose, install(sibling.distribution))
+    assert examine()[-1] == line, "what is optional comes last"
 
 
-def test_an_absent_extra_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def required(monkeypatch: pytest.MonkeyPatch, **declared: list[str]) -> None:
+    """Make distributions require this; their names have _ for -."""
+    monkeypatch.setattr(doctor, "requires", lambda name: declared.get(name.replace("-", "_"), []))
+
+
+def test_what_an_installed_distribution_needs_is_missing_and_not_optional(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    required(
+        monkeypatch,
+        breccia_triton=["breccia-torch~=0.2.0", "triton>=3.6; sys_platform != 'none'", "absent>=1; sys_platform == 'none'"],
+        breccia_torch=["torch>=2.8", "ml-dtypes>=0.5", "absent>=1; extra == 'other'"],
+    )
+    absent(monkeypatch, "breccia-torch", "breccia_torch", "triton")
+    line = found("requirements", "breccia-torch")
+    assert (line.status, line.remedy) == (MISSING, install("breccia-torch"))
+    assert line.text == "not installed; breccia-triton needs breccia-torch~=0.2.0"
+    line = found("requirements", "triton")
+    assert (line.text, line.remedy) == ("not installed; breccia-triton needs triton>=3.6", "pip install 'triton>=3.6'")
+    assert not [f for f in examine() if f.section == NOT_INSTALLED]
+    code, out, _ = run("doctor")
+    assert code == 1 and out.endswith("\n2 problems found: breccia-torch, triton\n")
+
+
+def test_a_version_that_an_installed_distribution_refuses_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    required(monkeypatch, breccia_torch=["torch>=99"], breccia_triton=["torch>=98,!=98.1", "torch>=1"])
+    line = found("requirements", "torch")
+    by = "breccia-torch needs torch>=99, breccia-triton needs torch!=98.1,>=98"
+    assert line.text == f"{importlib.metadata.version('torch')} is installed; {by}"
+    assert line.remedy == "pip install 'torch>=99,!=98.1,>=98'"
+
+
+def test_what_an_extra_of_a_requirement_needs_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    required(
+        monkeypatch,
+        breccia_bridges=["breccia-core[ml-dtypes]~=0.2.0", "not a requirement!"],
+        breccia_core=["breccia-core[ml-dtypes]; extra == 'ml-dtypes'", "ml-dtypes>=0.5.1; extra == 'ml-dtypes'"],
+    )
+    absent(monkeypatch, "ml-dtypes", "ml_dtypes")
+    assert found("requirements", "ml-dtypes").text == "not installed; breccia-bridges needs ml-dtypes>=0.5.1"
+    assert not [f for f in examine() if f.section == NOT_INSTALLED]
+
+
+def test_nothing_is_missing_where_every_declared_requirement_is_installed() -> None:
+    assert not [f for f in examine() if f.section == "requirements"]
+    for sibling in SIBLINGS:
+        assert any(text.startswith("breccia-") for text in importlib.metadata.requires(sibling.distribution) or [])
+
+
+def test_an_absent_extra_is_optional_and_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     absent(monkeypatch, "jinja2")
-    line = found("extras", "breccia-bridges[report]")
-    assert line.status == MISSING and line.text.startswith("jinja2 not installed: --report")
+    line = found(NOT_INSTALLED, "breccia-bridges[report]")
+    assert line.status == OPTIONAL and line.text == "--report of convert and compare; without jinja2"
     assert line.remedy == install("breccia-bridges[report]")
+
+
+def test_the_program_needs_its_own_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent(monkeypatch, "packaging")
+    line = found("extras", "breccia-core[cli]")
+    assert (line.status, line.text) == (MISSING, "packaging not installed: the `breccia` command")
 
 
 def test_the_last_line_says_whether_anything_is_wrong(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     absent(monkeypatch, "jinja2")
     code, out, _ = run("doctor")
-    assert code == 0 and out.endswith("\nno problems found; what is missing is optional\n")
+    assert code == 0 and out.endswith("\nno problems found; what is optional need not be installed\n")
+    head, _, optional = out.partition(f"\n{NOT_INSTALLED}\n")
+    assert "breccia-bridges[report]" in optional and "breccia-bridges[report]" not in head
     monkeypatch.setattr(sys, "byteorder", "big")
     version = doctor.version
     monkeypatch.setattr(doctor, "version", lambda name: "0.1.9" if name == "breccia-jax" else version(name))
     code, out, _ = run("doctor")
-    assert code == 1 and out.endswith("\n2 problems found; what is missing is optional\n")
+    assert code == 1
+    assert out.endswith("\n2 problems found: byte order, breccia-jax; what is optional need not be installed\n")
 
 
 def test_a_framework_that_is_there_without_its_plug_in_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,10 +155,18 @@ def test_a_framework_that_is_there_without_its_plug_in_is_noted(monkeypatch: pyt
         assert found("plug-ins", "torch").remedy == "unset BRECCIA_BLOCK"
         assert found("system", "BRECCIA_BLOCK").text == "is set to 'torch', which changes how breccia runs"
         absent(monkeypatch, "torch")
-        assert found("frameworks", "torch").status == MISSING
+        assert not [f for f in examine() if f.subject == "torch" and f.section == "frameworks"], "without torch it is no matter"
     finally:
         monkeypatch.delenv("BRECCIA_BLOCK")
         registry.reload()
+
+
+def test_a_framework_that_a_plug_in_declares_and_nobody_installed_is_missing(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    monkeypatch.setattr(doctor, "requires", lambda name: None)
+    absent(monkeypatch, "mlx")
+    line = found("frameworks", "mlx")
+    assert (line.status, line.text) == (MISSING, "mlx is not installed; a plug-in that is installed supports it")
+    assert run("doctor")[0] == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no\n driver"), SystemExit("no driver")])

@@ -1,14 +1,13 @@
 """The program `breccia`: commands that plug-ins declare, one-line errors, meaningful exit codes.
 
-Exit codes: 0 success, 1 an error explained in one line, 2 an invalid command line, 130 interrupted. With
-`--json` on the line errors are JSON too, on standard error. An exception that is neither breccia's own nor the
-system's is a bug: its traceback is shown.
+Exit codes: 0 success, 1 an error explained in one line, 2 an invalid command line, 130 interrupted; killed by SIGPIPE
+(141 in shells) if nobody reads the output any more. With `--json` on the line errors are JSON too, on standard error. An
+exception that is neither breccia's own nor the system's is a bug: its traceback is shown.
 """
 
 from __future__ import annotations
 
 import inspect
-import io
 import json
 import shlex
 import sys
@@ -37,9 +36,10 @@ from ..errors import BrecciaError, OptionError, PluginError, PluginWarning, prin
 from ..formats import Level
 from ..siblings import SIBLINGS, Sibling
 from ..specs import recipe
-from .doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
+from .doctor import FAULTS, MISSING, NOTE, OK, OPTIONAL, PROBLEM, Finding, examine
 from .recipes import SIDE, Listed, covered, listed
 from .skeleton import write_plugin
+from .streams import streams
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -125,15 +125,17 @@ def run(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     before = words[: words.index("--")] if "--" in words else words
     debug, as_json = "--debug" in before, "--json" in before
-    for stream in (sys.stdout, sys.stderr):  # do not fail on characters that the terminal's encoding lacks
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     rest = [*(word for word in before if word != "--debug"), *words[len(before) :]]
+    with streams(lambda e: _fail(e, str(e), 1, as_json)):
+        _run(rest, debug, as_json)
+
+
+def _run(words: list[str], debug: bool, as_json: bool) -> NoReturn:
     try:
         with warnings.catch_warnings():
             if not debug:
                 warnings.showwarning = _warned
-            sys.exit(application().main(rest, prog_name="breccia", standalone_mode=False))
+            sys.exit(application().main(words, prog_name="breccia", standalone_mode=False))
     except _Interrupted as e:
         raise KeyboardInterrupt from e
     except (BrecciaError, OSError, ImportError, MemoryError, PluginWarning, typer.Abort) as e:
@@ -370,7 +372,10 @@ def new_plugin(
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check the installation, and print the command that fixes each problem. Exits with 1 if there is a problem."""
+    """Check the installation, and print the command that fixes each problem.
+
+    Exits with 1 if something is broken, or something that is installed needs what is missing; optional parts may be absent.
+    """
     found = examine()
     if as_json:
         print_json([asdict(f) for f in found])
@@ -385,18 +390,18 @@ def doctor(as_json: Json = False) -> None:
                 if f.remedy:
                     console.print(f"{'':{width + 12}}{f.remedy}", style="cyan", markup=False, highlight=False)
         typer.echo(_verdict(found))
-    if any(f.status == PROBLEM for f in found):
+    if any(f.status in FAULTS for f in found):
         raise typer.Exit(1)
 
 
 def _verdict(found: list[Finding]) -> str:
     """The last line of `doctor`."""
-    problems, absent = (sum(f.status == status for f in found) for status in (PROBLEM, MISSING))
-    said = f"{problems or 'no'} problem{'' if problems == 1 else 's'} found"
-    return f"{said}; what is missing is optional" if absent else said
+    faults = [f.subject for f in found if f.status in FAULTS]
+    said = f"{len(faults)} problem{'s' * (len(faults) > 1)} found: {', '.join(faults)}" if faults else "no problems found"
+    return f"{said}; what is optional need not be installed" if any(f.status == OPTIONAL for f in found) else said
 
 
-_STYLES = {OK: "green", MISSING: "dim", NOTE: "yellow", PROBLEM: "bold red"}
+_STYLES = {OK: "green", OPTIONAL: "dim", NOTE: "yellow", MISSING: "bold red", PROBLEM: "bold red"}
 
 
 def bench(
