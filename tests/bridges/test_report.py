@@ -8,7 +8,6 @@ import importlib.resources
 import json
 import math
 import re
-import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from browser import WIDTHS, chromium, unreachable
 
 from breccia import NVFP4BlockScaling, ScalingRecipe, UnsupportedError, __version__
 from breccia.siblings import install
@@ -316,7 +316,8 @@ def test_a_report_without_runs_is_refused(tmp_path: Path) -> None:
 
 def test_a_report_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.html"
-    path.write_text("old")
+    write_report(path, two_runs()[:1])
+    old = path.read_bytes()
 
     def refuse(path: Path) -> None:
         raise OSError("disk full")
@@ -325,16 +326,26 @@ def test_a_report_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setattr("breccia_bridges.staging.sync", refuse)
         with pytest.raises(OSError, match="disk full"):
             write_report(path, two_runs())
-    assert path.read_text() == "old"
+    assert path.read_bytes() == old
     assert list(tmp_path.iterdir()) == [path]
     write_report(path, two_runs())
-    assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert path.read_text(encoding="utf-8").startswith("<!doctype html>") and path.read_bytes() != old
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_report_replaces_no_page_but_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("<!doctype html>\n<title>my thesis</title>")
+    wanted = f"{path} exists and is no report of breccia; choose another name, or remove it."
+    with pytest.raises(FileExistsError, match=re.escape(wanted)):
+        check_report(path)
+    assert "my thesis" in path.read_text()
+    path.write_text("")
+    write_report(path, two_runs())
+    check_report(path)
 
 
 # ------------------------------------------------------------------------------------------------ the page in a browser
-
-CHROMIUM = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 
 Open = Callable[..., Any]
 
@@ -348,15 +359,8 @@ def expect(locator: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next((path for path in map(shutil.which, names) if path), None)
-    if found is None:
-        pytest.skip(f"no browser: none of {', '.join(names)} is installed")
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=found, args=[*CHROMIUM, "--disable-sync", "--no-first-run"])
+    with chromium() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture
@@ -609,6 +613,16 @@ def test_on_a_phone_nothing_scrolls_sideways_and_text_is_large_enough(opened: Op
         .map((e) => e.getBoundingClientRect()).filter((r) => r.left < 0 || r.right > innerWidth).length"""
     assert page.evaluate(inside) == 0
     assert "…" in page.locator(NAMES).first.text_content()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", [True, False])
+def test_all_of_every_table_can_be_reached_in_narrow_and_wide_windows(script: bool, opened: Open) -> None:
+    long = "model.layers.11.self_attention." * 7
+    wide = [run(f"a rather long label {i}", [tensor(f"{long}w", 20.0 + i), kept(f"{long}norm")]) for i in range(6)]
+    for runs in (wide, [run("none", [kept("norm.w")])]):
+        page = opened(runs, java_script_enabled=script)
+        assert [fault for width in WIDTHS for fault in unreachable(page, width)] == []
 
 
 @pytest.mark.long
