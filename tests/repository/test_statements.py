@@ -1,0 +1,317 @@
+"""What pages say there is, there is: names, calls, recipes, commands, options, files, and numbers of things."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from paths import ROOT
+
+import breccia
+from breccia.cli.main import application
+from breccia.cli.recipes import bits_per_value
+from breccia.dispatch import hookspecs
+from breccia.dispatch.registry import registry
+from breccia.recipes import RECIPES, ScalingRecipe, choices_of
+
+DOCS = ROOT / "docs"
+#: All pages but the changelog, which also names what is gone.
+PAGES = [p for p in [*ROOT.glob("*.md"), *ROOT.glob("breccia-*/*.md"), *DOCS.glob("**/*.md")] if p.name != "CHANGELOG.md"]
+#: Pages of benchmarks/draw.py, whose options and commands are those of scripts.
+MEASURED = ("benchmarks.md", "kernels.md", "accuracy.md", "numerics.md", "agreement.md")
+#: Names that pages write to say that they do not exist.
+ABSENT = {"breccia._core", "breccia.bridges.to_acme"}
+
+FENCE = re.compile(r"^( *)(`{3,}|~{3,})[^\n]*\n.*?^\1\2[`~]*$", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
+DOTTED = re.compile(r"(?<![\w./-])breccia(?:_\w+)?(?:\.[A-Za-z_]\w*)+(?![\w]|\.html)")
+
+pytestmark = pytest.mark.together
+
+
+@cache
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def inline(*pages: Path) -> Iterator[tuple[str, str]]:
+    """(page, code) of all code inside lines."""
+    for page in pages or PAGES:
+        for found in INLINE.findall(prose(page)):
+            yield page.relative_to(ROOT).as_posix(), " ".join(found.split())
+
+
+def resolve(dotted: str) -> Any:
+    """The object of a dotted name. Raises ImportError or AttributeError."""
+    words = dotted.split(".")
+    for count in range(len(words), 0, -1):
+        module = ".".join(words[:count])
+        try:
+            found = import_module(module)
+        except ModuleNotFoundError as e:
+            if e.name != module:
+                raise
+            continue
+        for word in words[count:]:
+            found = getattr(found, word)
+        return found
+    raise ImportError(f"no module named {words[0]!r}")
+
+
+def is_absent(error: BaseException) -> bool:
+    """Does it say that a package which not every environment has is not installed?"""
+    name = getattr(error, "name", None) or ""
+    return isinstance(error, ImportError) and not name.startswith("breccia") and bool(name) and find_spec(name) is None
+
+
+# -- Python ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_every_name_of_breccia_in_a_page_exists() -> None:
+    wrong: list[str] = []
+    for page, code in inline():
+        for name in set(DOTTED.findall(code)) - ABSENT:
+            try:
+                resolve(name)
+            except (ImportError, AttributeError) as e:
+                if not is_absent(e):
+                    wrong.append(f"{page}: {name}: {e}")
+    assert not wrong, "\n".join(wrong)
+    assert all(any(name in code for _, code in inline()) for name in ABSENT)
+
+
+def test_every_attribute_of_a_tensor_in_a_page_exists() -> None:
+    known = {*dir(breccia.ScaledTensor), *breccia.ScaledTensor.__dataclass_fields__}
+    wrong = [f"{page}: {code}" for page, code in inline() for name in re.findall(r"\bst\.(\w+)", code) if name not in known]
+    assert not wrong, "\n".join(wrong)
+
+
+def calls() -> Iterator[tuple[str, ast.Call, Callable[..., Any]]]:
+    """(page, call, what it calls) of calls in lines of functions and classes of `breccia`."""
+    for page, code in inline():
+        try:
+            call = ast.parse(code.replace("…", "..."), mode="eval").body
+        except SyntaxError:
+            continue
+        if not isinstance(call, ast.Call):
+            continue
+        name = ast.unparse(call.func).removeprefix("breccia.")
+        if name in breccia.__all__ and callable(getattr(breccia, name)):
+            yield page, call, getattr(breccia, name)
+
+
+def test_every_call_in_a_page_has_arguments_that_exist() -> None:
+    wrong: list[str] = []
+    counted = 0
+    for page, call, function in calls():
+        counted += 1
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        try:
+            inspect.signature(function).bind_partial(*call.args, **keywords)
+            if inspect.isclass(function) and issubclass(function, ScalingRecipe):
+                made = {name: ast.literal_eval(value) for name, value in keywords.items()}
+                if Ellipsis not in made.values() and not call.args:
+                    function(**made)
+        except ValueError:
+            pass  # a variable
+        except Exception as e:
+            wrong.append(f"{page}: {ast.unparse(call)}: {e}")
+    assert not wrong, "\n".join(wrong)
+    assert counted > 40
+
+
+def test_every_recipe_with_fields_in_a_page_can_be_made() -> None:
+    wrong: list[str] = []
+    names = {name for kind in registry().recipes.values() for name in (kind.name, *kind.aliases)}
+    for page, code in inline():
+        spec = code.removeprefix("--recipe ")
+        if "..." not in spec and re.fullmatch(r"\w+(,\w+=[\w.]+)+", spec) and spec.partition(",")[0] in names:
+            try:
+                breccia.recipe(spec)
+            except breccia.BrecciaError as e:
+                wrong.append(f"{page}: {spec}: {e}")
+    assert not wrong, "\n".join(wrong)
+
+
+# -- recipes ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_recipes_in_the_readme_is_that_of_the_registry() -> None:
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Recipes\n")[2].partition("\n\nNot sure?")[0]
+    listed: list[type[ScalingRecipe]] = []
+    for row in table.strip().splitlines()[2:]:
+        classes, names, codes, scale, bits = (cell.strip() for cell in row.strip("|").split("|"))
+        kinds = [getattr(breccia, name) for name in re.findall(r"`(\w+)`", classes)]
+        assert re.findall(r"`(\w+)`", names) == [kind.name for kind in kinds]
+        listed += kinds
+        for kind in kinds:
+            recipe = kind()
+            assert bits_per_value(recipe) == pytest.approx(float(bits), abs=0.01), row
+            level = recipe.format.scale.codec.name.replace("F32", "FP32").replace("F16", "FP16")
+            assert level in scale and (recipe.format.element.name in codes or kind is breccia.MXINT8BlockScaling), row
+    assert set(listed) == set(RECIPES)
+
+
+def test_sections_of_recipes_have_every_default_and_the_bits_per_parameter() -> None:
+    text = prose(DOCS / "recipes.md")
+    sections = dict(re.findall(r"^###? (\w+)\n(.*?)(?=^##|\Z)", text, re.DOTALL | re.MULTILINE))
+    for kind in RECIPES:
+        section = sections[kind.name]
+        (call,) = re.findall(rf"^`({kind.__name__}\(.*?\))`", section, re.MULTILINE | re.DOTALL)
+        given = {k.arg: ast.literal_eval(k.value) for k in ast.parse(call, mode="eval").body.keywords}  # type: ignore[attr-defined]
+        assert given == {field.name: field.default for field in dataclasses.fields(kind)}, kind.name  # type: ignore[arg-type]
+        for bits in re.findall(r"([\d.]+) bits\s+per\s+parameter", section):
+            assert bits_per_value(kind()) == pytest.approx(float(bits), abs=0.01), kind.name
+
+
+# -- the program -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def program() -> dict[str, set[str]]:
+    """Commands, "plugin new" among them, and the options of each; those of the program itself are those of ""."""
+    context = typer.Context(application())
+
+    def options(command: Any) -> set[str]:
+        return {name for parameter in command.get_params(context) for name in (*parameter.opts, *parameter.secondary_opts)}
+
+    found = {"": options(application()) | {"--install-completion", "--show-completion", "--debug"}}
+    for name in registry().commands:
+        loaded = application().get_command(context, name)._load()
+        found[name] = options(loaded)
+        found |= {f"{name} {below}": options(c) for below, c in getattr(loaded, "commands", {}).items()}
+    return found
+
+
+def test_every_command_and_option_in_a_page_exists() -> None:
+    known = program()
+    every = set().union(*known.values())
+    wrong: list[str] = []
+    for page, code in inline(*(page for page in PAGES if page.name not in MEASURED)):
+        if code.startswith("breccia "):
+            words = shlex.split(code)[1:]
+            command = " ".join(words[:2]) if " ".join(words[:2]) in known else words[0]
+            command = "" if command.startswith("-") else command
+            asked = {word for word in words if word.startswith("--")}
+            if command not in known or not asked <= known[command] | known[""]:
+                wrong.append(f"{page}: {code}")
+        elif code.startswith("--") and code.split()[0].partition("=")[0] not in every:
+            wrong.append(f"{page}: {code}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_target_file_and_distribution_in_a_page_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    wrong: list[str] = []
+    for page, code in inline():
+        if (target := re.match(r"make ([a-z-]+)", code)) and f"\n{target[1]}:" not in makefile:
+            wrong.append(f"{page}: {code}")
+        if re.fullmatch(r"(docs|tests|benchmarks|examples|breccia-\w+)/[\w./-]+", code) and not (ROOT / code).exists():
+            wrong.append(f"{page}: {code}")
+        for name, extras in re.findall(r"(?<![\w/.-])(breccia-(?!vectors)[a-z]+)(?:\[([\w,-]+)\])?(?![\w-])", code):
+            path = ROOT / name / "pyproject.toml"
+            declared = tomllib.loads(path.read_text(encoding="utf-8"))["project"] if path.is_file() else {}
+            if not set(filter(None, extras.split(","))) <= set(declared.get("optional-dependencies", ())) or not declared:
+                wrong.append(f"{page}: {code}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_variables_of_the_environment_are_those_that_the_source_reads() -> None:
+    table = (DOCS / "cli.md").read_text(encoding="utf-8").partition("## Environment")[2]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("breccia-*/src/**/*.py"))
+    assert set(re.findall(r"^\| `(BRECCIA_\w+)", table, re.MULTILINE)) == set(re.findall(r'"(BRECCIA_[A-Z]+)"', source))
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NOUNS = (
+    "recipes", "frameworks", "distributions", "codecs", "layouts", "bridges", "kernels", "commands", "hooks", "laws",
+    "plug-ins", "examples", "storages", "libraries", "variables", "packages", "rules", "dialects",
+)  # fmt: skip
+#: How many there are of what a noun names, where no sentence about another matter has it.
+COUNTS: dict[str, Callable[[], int]] = {
+    "frameworks": lambda: len(registry().frameworks),
+    "distributions": lambda: len(list(ROOT.glob("breccia-*/pyproject.toml"))),
+    "hooks": lambda: sum(name.startswith("breccia_") for name in vars(hookspecs)),
+    "variables": lambda: len(re.findall(r"^\| `BRECCIA_\w+", (DOCS / "cli.md").read_text(encoding="utf-8"), re.MULTILINE)),
+    "five recipes": lambda: len(assigned(ROOT / "examples" / "demo.py", "RECIPES")),  # those of `make demo`
+    "three rules": lambda: len(choices_of(breccia.MXFP8BlockScaling, "scale_rule")[0]),  # of E8M0 scales
+    "six recipes": lambda: 6,  # of breccia 0.1
+}
+
+
+def assigned(path: Path, name: str) -> Any:
+    """The constant that a module assigns to a name."""
+    return ast.literal_eval(re.search(rf"^{name} = (\(.*?\)|\S+)$", path.read_text(encoding="utf-8"), re.M | re.S)[1])  # type: ignore[index]
+
+
+def number(word: str) -> int:
+    return int(word) if word.isdigit() else WORDS.index(word.lower())
+
+
+def test_every_number_of_things_in_a_page_is_that_of_the_registry() -> None:
+    pattern = re.compile(rf"\b({'|'.join(WORDS[3:])}|[3-9]|[1-9]\d)\s+({'|'.join(NOUNS)})\b", re.IGNORECASE)
+    wrong: list[str] = []
+    for page in (page for page in PAGES if page.name not in MEASURED):
+        text = re.sub(r"\s+", " ", prose(page))
+        for found in pattern.finditer(text):
+            count = COUNTS.get(found[0].lower()) or COUNTS.get(found[2].lower())
+            if count is None or count() != number(found[1]):
+                wrong.append(f"{page.relative_to(ROOT)}: ...{text[max(0, found.start() - 40) : found.end() + 40]}...")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_versions_in_pages_are_those_of_the_distributions() -> None:
+    for project in ROOT.glob("breccia-*/pyproject.toml"):
+        assert tomllib.loads(project.read_text(encoding="utf-8"))["project"]["requires-python"] == ">=3.11"
+    for page in PAGES:
+        for version in re.findall(r"Python (\d\.\d+) or newer", prose(page)):
+            assert version == "3.11", page
+    assert f"The version is {breccia.__version__}," in (DOCS / "index.md").read_text(encoding="utf-8")
+
+
+def test_the_list_of_bridges_has_every_bridge() -> None:
+    page = "\n".join(code for _, code in inline(DOCS / "bridges.md"))
+    bridges = [name for name in registry().bridges if name.startswith(("from_", "to_", "load_", "save_"))]
+    assert len(bridges) > 15 and [name for name in bridges if not re.search(rf"\b{name}\b", page)] == []
+
+
+def test_the_page_of_plug_ins_has_every_hook() -> None:
+    listed = re.search(r"members: \[(breccia_codecs[^]]*)\]", (DOCS / "api" / "plugins.md").read_text(encoding="utf-8"))
+    assert listed and listed[1].split(", ") == [name for name in vars(hookspecs) if name.startswith("breccia_")]
+
+
+def test_checkpoints_that_pages_call_refused_or_planned_are_refused() -> None:
+    foreign = pytest.importorskip("breccia_bridges.foreign", reason="breccia-bridges reads checkpoints")
+    refused = " ".join(f.name for f in foreign.FORMATS if f is not foreign.BLOCK_FP8 and f.name != "breccia").lower()
+    text = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("migration", "bridges", "cli")}
+    migration = dict(re.findall(r"^\| ([^|]+) \| (refused|\S.*?) \|", text["migration"].partition("\n## ")[0], re.MULTILINE))
+    assert {row: said for row, said in migration.items() if (row.partition(" ")[0].strip(",").lower() in refused)} == {
+        row: said for row, said in migration.items() if said == "refused"
+    }
+    (planned,) = re.findall(r"^\| ([^|]+) \| checkpoint dialects \| planned", text["bridges"], re.MULTILINE)
+    (listed,) = re.findall(r"refused by name\*\*, before anything is written: (.*?) and more\.", text["cli"], re.DOTALL)
+    named = [
+        name.strip()
+        for said in (*(r for r in migration if migration[r] == "refused"), planned, listed)
+        for name in said.split(",")
+    ]
+    assert len(named) > 15
+    for name in named:
+        known = re.sub(r"\s+", " ", name).lower().removeprefix("mxfp4 of ")
+        assert known in refused, f"{name}: breccia reads it, or does not know it"
