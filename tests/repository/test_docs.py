@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 from marks import jax_is_long
 from paths import ROOT
+from program import Run
 
 import breccia
 from breccia.dispatch import registry
@@ -180,6 +182,71 @@ def check_requirement(requirement: str) -> None:
     project = tomllib.loads((ROOT / found[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == found[1]
     assert set(filter(None, (found[2] or "").split(","))) <= set(project.get("optional-dependencies", {})), requirement
+
+
+# -- blocks pasted one after another -----------------------------------------------------------------------------------
+
+
+#: Pages that readers paste from, into a folder of their own, and the commands there that need the clone instead.
+PASTED, IN_THE_CLONE = (ROOT / "README.md", DOCS / "index.md"), ("make", "pip")
+
+
+def pasted(page: Path) -> Iterator[Fence]:
+    """The blocks of Python, and each command of the console, in the order of the page."""
+    for fence in fences(page):
+        if fence.language == "console":
+            commands = [re.split(r"\s{2,}# ", line[2:])[0] for line in fence.text.splitlines() if line.startswith("$ ")]
+            yield from (Fence("command", c, fence.line) for c in commands if c.split()[0] not in IN_THE_CLONE)
+        elif fence.language == "python" and not (fence.needs and find_spec(fence.needs) is None):
+            yield fence
+
+
+def paste(page: Path, run: Run) -> Iterator[str]:
+    """Run the blocks of a page in the current folder and in one session of Python. Yields a line for each that fails."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for fence in pasted(page):
+        place = f"{page.name}:{fence.line}: {fence.text.splitlines()[0]}"
+        if fence.language == "command":
+            program, *words = shlex.split(fence.text)
+            code, _, err = run(*words)
+            if program != "breccia" or code:
+                yield f"{place}: {code}: {err}"
+        else:
+            try:
+                exec(compile(fence.text, str(page), "exec"), namespace)
+            except Exception as e:
+                yield f"{place}: {type(e).__name__}: {e}"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.long
+@pytest.mark.together
+@pytest.mark.parametrize("page", PASTED, ids=name_of)
+def test_the_blocks_of_a_first_page_run_in_an_empty_folder_and_destroy_nothing_in_another(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """The other has the reader's own file or folder under one of the names that the page writes. A block may then fail."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert list(paste(page, run)) == []
+    written = sorted(path.name for path in Path().iterdir())
+    assert bool(written) == (page.name == "README.md")
+    model = {"mine": np.ones((64, 64), np.float32)}
+    for number, (name, folder) in enumerate((name, folder) for name in written for folder in (False, True)):
+        place = tmp_path / str(number)
+        own = place / name / "thesis.txt" if folder else place / name
+        own.parent.mkdir(parents=True)
+        monkeypatch.chdir(place)
+        if folder or own.suffix != ".safetensors":
+            own.write_text("years of work")
+        else:
+            breccia.bridges.save_safetensors(model, own)
+        before = contents(place)
+        failed = list(paste(page, run))
+        assert {path: bytes for path, bytes in contents(place).items() if path in before} == before, f"{name}: {failed}"
 
 
 # -- links -----------------------------------------------------------------------------------------------------------
