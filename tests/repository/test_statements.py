@@ -36,6 +36,7 @@ ABSENT = {"breccia._core", "breccia.bridges.to_acme"}
 
 FENCE = re.compile(r"^( *)(`{3,}|~{3,})[^\n]*\n.*?^\1\2[`~]*$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
+LIBRARY = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[A-Za-z_]\w*)+)\b(?!\.\w)")
 DOTTED = re.compile(r"(?<![\w./-])breccia(?:_\w+)?(?:\.[A-Za-z_]\w*)+(?![\w]|\.html)")
 
 pytestmark = pytest.mark.together
@@ -62,7 +63,7 @@ def resolve(dotted: str) -> Any:
         try:
             found = import_module(module)
         except ModuleNotFoundError as e:
-            if e.name != module:
+            if not f"{module}.".startswith(f"{e.name}."):
                 raise
             continue
         for word in words[count:]:
@@ -81,17 +82,33 @@ def is_absent(error: BaseException) -> bool:
 
 
 @pytest.mark.long
-def test_every_name_of_breccia_in_a_page_exists() -> None:
+def test_every_name_of_breccia_and_of_frameworks_in_a_page_exists() -> None:
+    """Names of frameworks may be those of kernels: `torch.cpu.cast`."""
+    kernels = {kernel.name for kernel in registry().table.kernels}
+    roots = {name.partition(".")[0] for name in kernels} | {"transformers", "flax", "optax"}
+    pytest.importorskip("breccia_torch.operators", reason="breccia-torch registers torch.ops.breccia")
     wrong: list[str] = []
+    checked: set[str] = set()
     for page, code in inline():
-        for name in set(DOTTED.findall(code)) - ABSENT:
+        names = set(DOTTED.findall(code))
+        if not page.endswith(MEASURED):
+            names |= {name for name in LIBRARY.findall(code) if name.partition(".")[0] in roots}
+        for name in names - ABSENT - kernels:
+            checked.add(name)
             try:
                 resolve(name)
             except (ImportError, AttributeError) as e:
                 if not is_absent(e):
                     wrong.append(f"{page}: {name}: {e}")
     assert not wrong, "\n".join(wrong)
-    assert all(any(name in code for _, code in inline()) for name in ABSENT)
+    assert len(checked) > 100 and all(any(name in code for _, code in inline()) for name in ABSENT)
+
+
+@pytest.mark.parametrize(("package", "page"), [("breccia_torch", "pytorch"), ("breccia_jax", "jax"), ("breccia_mlx", "mlx")])
+def test_every_public_name_of_a_framework_s_package_is_on_its_api_page(package: str, page: str) -> None:
+    text = (DOCS / "api" / f"{page}.md").read_text(encoding="utf-8")
+    names = set(pytest.importorskip(package).__all__) - {"enable_compile"}  # deprecated
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_every_attribute_of_a_tensor_in_a_page_exists() -> None:
@@ -274,6 +291,18 @@ def test_every_number_of_things_in_a_page_is_that_of_the_registry() -> None:
             if count is None or count() != number(found[1]):
                 wrong.append(f"{page.relative_to(ROOT)}: ...{text[max(0, found.start() - 40) : found.end() + 40]}...")
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_example_and_every_scale_rule_is_on_the_first_pages() -> None:
+    examples = {path.name for path in ROOT.glob("examples/[0-9]*.py")}
+    for page in (ROOT / "README.md", DOCS / "index.md"):
+        assert set(re.findall(r"examples/(\d\w+\.py)\)", page.read_text(encoding="utf-8"))) == examples, page
+    lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("examples/[0-9]*.py")]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    least, most = map(int, re.findall(r"each (\d+) to (\d+) lines", readme)[0])
+    assert least <= min(lines) and max(lines) <= most
+    (rules,) = re.findall(r"The `scale_rule` field.*?: (.*? for float scales)\.", readme, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", rules)) == set(registry().declared["breccia_rules"])
 
 
 def test_versions_in_pages_are_those_of_the_distributions() -> None:

@@ -136,6 +136,7 @@ def streams(failed: Callable[[OutputError], NoReturn]) -> Generator[None]:
             _finish(sys.stdout)
     except OutputError as e:
         if e.nobody_reads:
+            _finish(sys.stderr)
             _end_as_by_sigpipe()
         failed(e)
     finally:
