@@ -134,7 +134,8 @@ def test_the_last_line_says_whether_anything_is_wrong(monkeypatch: pytest.Monkey
     code, out, _ = run("doctor")
     assert code == 0 and out.endswith("\nno problems found; what is optional need not be installed\n")
     head, _, optional = out.partition(f"\n{NOT_INSTALLED}\n")
-    assert "breccia-bridges[report]" in optional and "breccia-bridges[report]" not in head
+    said = f"--report of convert and compare; without jinja2: {install('breccia-bridges[report]')}"
+    assert optional.splitlines()[0] == f"  -       breccia-bridges[report]  {said}" and "breccia-bridges[report]" not in head
     monkeypatch.setattr(sys, "byteorder", "big")
     version = doctor.version
     monkeypatch.setattr(doctor, "version", lambda name: "0.1.9" if name == "breccia-jax" else version(name))

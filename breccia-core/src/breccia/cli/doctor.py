@@ -169,7 +169,7 @@ def _extras(missing: Collection[str]) -> Iterator[Finding]:
             yield Finding("extras", extra.name, OK, f"{found}: {extra.purpose}")
         elif extra is EXTRAS[0]:  # the program that is running
             yield Finding("extras", extra.name, MISSING, f"{', '.join(absent)} not installed: {extra.purpose}", extra.remedy)
-        elif not {module.replace("_", "-") for module in absent} <= set(missing):
+        elif _version(extra.name.partition("[")[0]) and not {module.replace("_", "-") for module in absent} <= set(missing):
             text = f"{extra.purpose}; without {', '.join(absent)}"
             yield Finding(NOT_INSTALLED, extra.name, OPTIONAL, text, extra.remedy)
 

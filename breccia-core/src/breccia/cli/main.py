@@ -385,9 +385,12 @@ def doctor(as_json: Json = False) -> None:
         for section, lines in groupby(found, lambda f: f.section):
             console.print(section, style="bold")
             for f in lines:
-                status = (f"{f.status:8}", _STYLES[f.status])
-                console.print(Text.assemble("  ", status, f"{f.subject:{width}}  ", f.text), highlight=False)
-                if f.remedy:
+                status = ("-" if f.status == OPTIONAL else f.status).ljust(8), _STYLES[f.status]
+                line = Text.assemble("  ", status, f"{f.subject:{width}}  ", f.text)
+                if f.status == OPTIONAL:
+                    line.append(f": {f.remedy}", "cyan")
+                console.print(line, highlight=False)
+                if f.remedy and f.status != OPTIONAL:
                     console.print(f"{'':{width + 12}}{f.remedy}", style="cyan", markup=False, highlight=False)
         typer.echo(_verdict(found))
     if any(f.status in FAULTS for f in found):
