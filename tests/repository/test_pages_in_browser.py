@@ -52,6 +52,7 @@ def faults(context: Any, site: Path, pages: list[Path]) -> list[str]:
     """What cannot be reached on these pages of the site, each opened once."""
     context.set_offline(True)
     page = context.new_page()
+    page.set_default_timeout(120_000)  # for a page that hangs, not for a slow machine
     said: list[str] = []
     for path in pages:
         page.goto(path.as_uri())
@@ -106,6 +107,7 @@ def shortened(article: str) -> str:
             "<table style='table-layout: fixed; width: 99px'><td style='overflow: hidden'>" + "x" * 500 + "</table>",
         ),
         ("cuts its text", f"<pre style='overflow: hidden'>{'x' * 3000}</pre>"),
+        ("cut by details", f"<details style='overflow: hidden'><pre>{'x' * 3000}</pre></details>"),
         ("sticks out", f"<div style='position: fixed; left: 0'><pre>{'x' * 3000}</pre></div>"),
     ],
 )

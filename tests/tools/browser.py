@@ -36,13 +36,14 @@ def unreachable(page: Any, width: int) -> list[str]:
     """What readers of an opened page cannot reach in a window of this width: a line for each fault.
 
     The page must not scroll sideways. A table or a block of code fits, or scrolls in its own container; nothing of it is cut by
-    an ancestor that hides what overflows.
+    an ancestor that hides what overflows. What is folded is unfolded.
     """
     page.set_viewport_size({"width": width, "height": 900})
     return [f"{width} px: {fault}" for fault in page.evaluate(_UNREACHABLE)]
 
 
 _UNREACHABLE = """() => {
+    for (const folded of document.querySelectorAll("details")) folded.open = true;
     const faults = [], root = document.documentElement, wide = root.clientWidth;
     const named = (e) => e.tagName.toLowerCase() + (e.id ? "#" + e.id : "") +
         (e.getAttribute("class") ? "." + e.getAttribute("class").trim().split(/\\s+/).join(".") : "") +
