@@ -246,12 +246,19 @@ def test_several_threads_may_multiply_at_once() -> None:
 def test_a_limit_of_another_library_holds_in_its_thread_only() -> None:
     before = threads.get_num_threads()
     seen: list[int] = []
-    with threads.at_most(1):
-        assert threads.get_num_threads() == 1
+
+    def call(number: int) -> int:
         other = threading.Thread(target=lambda: seen.append(threads.get_num_threads()))
         other.start()
         other.join()
-    assert seen == [before] and threads.get_num_threads() == before
+        if number == 0:
+            raise ValueError
+        return threads.get_num_threads()
+
+    assert threads.at_most(1, call, number=1) == 1
+    with pytest.raises(ValueError):
+        threads.at_most(1, call, 0)
+    assert seen == [before, before] and threads.get_num_threads() == before
 
 
 def test_many_rows_are_multiplied_in_parts_with_the_same_bits(instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:

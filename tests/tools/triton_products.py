@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -83,8 +84,10 @@ def captured(run: Callable[[], Any]) -> tuple[Any, Any]:
 
 def without_waiting(run: Callable[[], Any]) -> Any:
     """The result of `run`, which must not wait for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a prototype, says torch
+            torch.cuda.set_sync_debug_mode("error")
         return run()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -302,7 +302,7 @@ def test_the_workspace_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.append(size)
         return Buffers(size)
 
-    monkeypatch.setattr("breccia.kernels.numpy.pieces.own_buffers", buffers)
+    monkeypatch.setattr("breccia.kernels.numpy.pieces.take_buffers", buffers)
     monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     for recipe in (Float8RowScaling(), Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(), INT8Scaling()):
         for shape in ((50, 200), (3, 7, 240)):

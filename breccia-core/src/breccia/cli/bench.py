@@ -17,7 +17,7 @@ from ..api import cast, dequantize, explain, matmul
 from ..arrays.frameworks import Framework
 from ..arrays.ops import Ops
 from ..dispatch.registry import registry
-from ..errors import OptionError
+from ..errors import OptionError, UnsupportedError
 from ..options import whole_number
 from ..recipes import ScalingRecipe
 from ..storing import for_products
@@ -67,7 +67,7 @@ def measure(recipe: ScalingRecipe, on: str = "numpy", size: int = 4096, runs: in
     ops, device = _chosen(on)
     try:
         return _timings(recipe, ops, device, size, runs, label or recipe.name)
-    except RuntimeError as e:  # frameworks raise it for an unusable device
+    except (RuntimeError, UnsupportedError) as e:  # of frameworks for an unusable device, and for one without values
         raise OptionError(f"bench cannot run on {on}: {e}", on=on) from e
 
 
@@ -134,7 +134,7 @@ def measure_products(
     ops, device = _chosen(on)
     try:
         return _products(recipes, ops, device, size, rows, runs)
-    except RuntimeError as e:  # frameworks raise it for an unusable device
+    except (RuntimeError, UnsupportedError) as e:  # of frameworks for an unusable device, and for one without values
         raise OptionError(f"bench cannot run on {on}: {e}", on=on) from e
 
 
