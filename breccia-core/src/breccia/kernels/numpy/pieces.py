@@ -61,9 +61,13 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """The most columns of a chunk, where blocks allow it. Adjacent columns lie in a page each: many are slow to read."""
+        """The most columns of a chunk, where blocks allow it.
+
+        Adjacent columns that are rows in memory lie in a page each, and many are slow to read, unless they are short: then so
+        few would make tiny chunks.
+        """
         down, along = self.values.strides
-        return _TURNED if 0 < down < along else self.limit
+        return max(_TURNED, self.limit // self.shape[0]) if 0 < down < along else self.limit
 
 
 def cut_pieces(
