@@ -43,6 +43,8 @@ _FEW = 32
 _MANY = 1 << 30
 #: The smallest scale, other than zero, whose products with codes are normal numbers.
 _LEAST = 2.0**-100
+#: Codes of a matrix from which a call of its own costs little beside its product.
+_LONG = 1 << 16
 _EMPTY = np.empty(0, np.float32)
 _F32 = np.dtype(np.float32)
 _REMEMBERED = 256
@@ -74,14 +76,9 @@ def matmul_bf16(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "flo
 def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None) -> Array:
     """`reference.grouped_matmul`: each group of rows by its own matrix, which is decoded only for groups with rows."""
     checks.check_grouped(a, b, offsets)
-    product, start = np.zeros((a.shape[0], b.shape[-1]), np.float32), 0
-    weights = b.mT
-    for group, end in enumerate(np.asarray(offsets).tolist()):
-        end = min(max(end, start), len(product))
-        if end > start:
-            found = _of_rows(a[start:end], weights[group])
-            product[start:end] = kernels.matmul(a[start:end], b[group]) if found is None else found
-        start = end
+    product = _of_groups(a, b.mT, offsets)
+    if product is None:
+        return kernels.grouped_matmul(a, b, offsets, out_dtype, out)
     if out is None and output_dtype(out_dtype) == "float32":
         return product
     with np.errstate(all="ignore"):
@@ -125,16 +122,48 @@ def _of_rows(x: Array, st: ScaledTensor, mode: int | None = None, bias: Array | 
     if st.ndim == 2:
         product = _product(x if x.ndim == 2 else x.reshape(-1, k), st, n, k, mode, bias)
         return product if product is None or x.ndim == 2 else product.reshape(*x.shape[:-1], n)
-    lead = np.broadcast_shapes(x.shape[:-2], st.shape[:-2])
-    product = np.empty((*lead, x.shape[-2], n), np.float32)
+    lead, m = np.broadcast_shapes(x.shape[:-2], st.shape[:-2]), x.shape[-2]
+    product = np.empty((*lead, m, n), np.float32)
+    if (weights := _matrices(st)) is not None:
+        x, mode = _as_read(x, weights, mode)
+        jobs = [np.full(math.prod(lead), m), _addresses(x, lead), *weights.at(lead), _addresses(product, lead)]
+        return product if _each(x, weights, jobs, product, mode, bias) else None
+    if n * k < _LONG:
+        return None
     x = np.broadcast_to(x, (*lead, *x.shape[-2:]))
     first = len(lead) - (st.ndim - 2)
     for index in np.ndindex(*lead):
-        part = st[tuple(min(i, m - 1) for i, m in zip(index[first:], st.shape, strict=False))]
+        part = st[tuple(min(i, length - 1) for i, length in zip(index[first:], st.shape, strict=False))]
         found = _product(x[index], part, n, k, mode, bias)
         if found is None:
             return None
         product[index] = found
+    return product
+
+
+def _of_groups(x: Array, st: ScaledTensor, offsets: Array) -> Array | None:
+    """Groups of rows of (M, K), each times the transpose of its matrix of (E, N, K), and zeros beyond; None as above."""
+    count, n, k = st.shape
+    product = np.zeros((len(x), n), np.float32)
+    ends = np.minimum(np.maximum.accumulate(np.maximum(offsets, 0)), len(x)).astype(np.int64)
+    starts = np.concatenate([np.zeros(1, ends.dtype), ends[:-1]])
+    chosen = np.flatnonzero(ends > starts)
+    if not len(chosen):
+        return product
+    if (weights := _matrices(st)) is not None:
+        x, _ = _as_read(x, weights, None)
+        rows, start = (ends - starts)[chosen], starts[chosen]
+        of_rows = [_address(a) + start * (a.itemsize * a.shape[-1]) for a in (x, product)]
+        jobs = [rows, of_rows[0], *(part[chosen] for part in weights.at((count,))), of_rows[1]]
+        return product if _each(x, weights, jobs, product, None, None) else None
+    if n * k < _LONG:
+        return None
+    for group in chosen.tolist():
+        part = slice(starts[group], ends[group])
+        found = _product(x[part], st[group], n, k, None, None)
+        if found is None:
+            return None
+        product[part] = found
     return product
 
 
@@ -192,7 +221,7 @@ def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None, bias:
     if mode is None and (found := _by_columns(x, st, n, k)) is not None:
         return found if bias is None else np.add(found, bias, out=found)
     m, weight, rows = len(x), _weight(st, n, k), _rows_at_once(k)
-    product, mode = np.empty((m, n), np.float32), _mode(x, st, weight, k, mode)
+    product, mode = np.empty((m, n), np.float32), _mode(x, m, st, weight, k, mode)
     if mode == BF16_MODE and not products.fast(BF16_MODE, *_about(weight, k), _MANY):
         x, mode = _rounded_to_bf16(x), FP32  # emulated instructions would take 30 times as long
     if m > rows:  # parts of about as many rows each are multiplied in the same way
@@ -211,10 +240,10 @@ def _rows_at_once(k: int) -> int:
     return max(_PACKED // (4 * k), _FEWEST)
 
 
-def _mode(x: Array, st: ScaledTensor, weight: _Weight, k: int, mode: int | None) -> int:
-    """How activations are rounded: as asked for, where the kernel supports it for that weight."""
+def _mode(x: Array, rows: int, st: ScaledTensor, weight: _Weight, k: int, mode: int | None) -> int:
+    """How `rows` rows of activations are rounded: as asked for, where the kernel supports it for that weight."""
     if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
-        exact = x.dtype.name == "bfloat16" and products.fast(BF16_MODE, *_about(weight, k), len(x))
+        exact = x.dtype.name == "bfloat16" and products.fast(BF16_MODE, *_about(weight, k), rows)
         mode = BF16_MODE if exact else FP32
     return mode if mode == FP32 or _supports(st, weight, mode, k) else FP32
 
@@ -273,7 +302,7 @@ def prepared(x: Array, b: ScaledTensor, bias: Array | None) -> Prepared | None:
     )
     if not as_they_are or m > _rows_at_once(k):
         return None
-    mode = _mode(rows, st, weight, k, None)
+    mode = _mode(rows, m, st, weight, k, None)
     bits = rows.view(np.uint16) if kind == _KINDS["bf16"] else rows
     product, added = np.empty((m, n), np.float32), _EMPTY if bias is None else bias
     call = products.prepare(bits, kind, m, n, k, mode, *weight, product, added, 1)
@@ -423,6 +452,104 @@ def _offset(st: ScaledTensor) -> tuple[Array, int]:
     elif not offset.flags.aligned:
         offset = offset.copy()
     return offset, _KINDS[_OFFSETS[offset.dtype]]
+
+
+# -- many matrices ---------------------------------------------------------------------------------------------------
+
+
+class _Matrices(NamedTuple):
+    """Many weights, (..., N, K). first: one of them, and how the kernel reads it. offset: None where there is none.
+
+    parts: codes, scales and offsets, each matrix of them in C order. factors: what broadcasts to one for each matrix.
+    """
+
+    first: ScaledTensor
+    weight: _Weight
+    parts: tuple[Array, Array, Array | None]
+    factors: Array
+
+    def at(self, lead: tuple[int, ...]) -> list[Array]:
+        """For each matrix of the leading axes: the addresses of its codes, scales and offsets, and its factor."""
+        zeros = np.zeros(math.prod(lead), np.int64)
+        found = [zeros if part is None else _addresses(part, lead) for part in self.parts]
+        return [*found, np.broadcast_to(self.factors, lead).reshape(-1)]
+
+
+def _matrices(st: ScaledTensor) -> _Matrices | None:
+    """What `_each` needs of weights; None for codes in (K, N) order, and for scales that are no matrices."""
+    outer, per_tensor = st.ndim - 2, st.layout.block(st.axis) == TENSOR
+    (scale, _), (offset, _) = _scale(st, _plan_of(st)), _offset(st)
+    if st.data.strides[-2] < st.data.strides[-1]:
+        return None
+    if per_tensor:  # one for each index of the first axes, or for all
+        scale, offset = (part.reshape(*part.shape, *(1,) * (st.ndim - part.ndim)) for part in (np.asarray(scale), offset))
+    if scale.ndim != st.ndim:
+        return None
+    first = st[(0,) * outer]
+    weight = _weight(first, *first.shape)
+    factors = np.array(weight.factor, np.float32)
+    if st.global_scale is not None:
+        given = np.asarray(st.global_scale)
+        every = [_fp32(factor_of(st.recipe.format, g)) for g in given.reshape(-1).tolist()]
+        factors = np.array(every, np.float32).reshape(*given.shape, *(1,) * (outer - given.ndim))
+    parts = (st.data, scale, None if st.zero_point is None else offset)
+    codes, scale, offset = (part if part is None else _matrices_in_order(part) for part in parts)
+    return _Matrices(first, weight, (codes, scale, offset), factors)
+
+
+def _as_read(x: Array, weights: _Matrices, mode: int | None) -> tuple[Array, int | None]:
+    """Activations in a dtype and an order that the kernel reads, and how it rounds them."""
+    k = x.shape[-1]
+    if mode == BF16_MODE and _mode(x, 1, weights.first, weights.weight, k, mode) == BF16_MODE:
+        if not products.fast(BF16_MODE, *_about(weights.weight, k), _MANY):
+            x, mode = _rounded_to_bf16(x), FP32  # see `_product`
+    return _matrices_in_order(x if _kind_of(x) is not None else NUMPY.f32(x)), mode
+
+
+def _matrices_in_order(a: Array) -> Array:
+    """`a`, copied unless each of its matrices is aligned and in C order."""
+    one = a[(0,) * (a.ndim - 2)]
+    return a if one.flags.c_contiguous and a.flags.aligned else np.array(a, order="C")
+
+
+def _address(a: Array) -> int:
+    return a.__array_interface__["data"][0]
+
+
+def _addresses(a: Array, lead: tuple[int, ...]) -> Array:
+    """The address of each matrix of `a`, whose leading axes broadcast to `lead`."""
+    found = np.array(_address(a), np.int64)
+    for length, stride in zip(lead, np.broadcast_to(a[..., 0, 0], lead).strides, strict=True):
+        found = np.add.outer(found, stride * np.arange(length))
+    return found.reshape(-1)
+
+
+def _each(
+    x: Array, weights: _Matrices, jobs: list[Array], product: Array, mode: int | None, bias: Array | None
+) -> bool:
+    """Many products in one call of the kernel, which shares them among threads; False for numbers beyond the limits.
+
+    jobs: for each, its rows, the addresses of activations, codes, scales and offsets, its factor, and the product's address.
+    """
+    first, weight = weights.first, weights.weight
+    n, k = first.shape
+    rows, factors = jobs[0], np.ascontiguousarray(jobs[5])
+    table = np.stack([*jobs[:5], jobs[6]], axis=1, dtype=np.int64)
+    added = None if bias is None else np.require(bias, np.float32, "CA")
+    number = threads.get_num_threads() if int(rows.sum()) * n * k >= _FOR_THREADS else 1
+    modes = {m: _mode(x, m, first, weight, k, mode) for m in set(rows.tolist())}
+    row, to = x.reshape(-1, k)[:1], product.reshape(-1, n)[:1]
+    row, kind = row.view(np.uint16) if x.dtype.name == "bfloat16" else row, _kind_of(x)
+    for each in set(modes.values()):
+        chosen = np.isin(rows, [m for m in modes if modes[m] == each])
+        given = table[chosen], factors[chosen], 0 if added is None else _address(added), _rows_at_once(k), number
+        for by in dict.fromkeys((each, FP32)):
+            call = products.prepare(row, kind, 1, n, k, by, *weight, to, _EMPTY, 1)
+            if products.each(call, *given):
+                break
+        else:
+            return False
+    return True
 
 
 def _multiplied(x: Array, w: _Weight, product: Array, k: int, mode: int, bias: Array | None = None) -> bool:

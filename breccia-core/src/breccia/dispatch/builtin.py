@@ -97,7 +97,8 @@ def breccia_kernels() -> Iterable[Kernel]:
     accepts = f"{plans}:accepts_dequantize"
     yield Kernel("dequantize", "numpy", f"{numpy}.decoding:dequantize", "numpy.dequantize", rank=_FAST, accepts=accepts)
     plan = f"{plans}:plan_of_products"
-    yield Kernel("matmul", "numpy", f"{numpy}.products:matmul", "numpy.matmul", rank=_FAST, plan=plan)
+    for op in ("matmul", "grouped_matmul"):
+        yield Kernel(op, "numpy", f"{numpy}.products:{op}", f"numpy.{op}", rank=_FAST, plan=plan)
 
 
 #: Ops that the generic algorithm implements, with their modules.

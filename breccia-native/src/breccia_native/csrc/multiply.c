@@ -287,6 +287,11 @@ int multiply_all(product *p, int threads)
     return multiply_in_mode(p, threads);
 }
 
+void run_together(void (*task)(void *), void *context, int threads)
+{
+    run_shared(task, context, threads);
+}
+
 /* -------------------------------------------------------------------------------------------------- modes */
 
 float lift_in(int mode, int kind)

@@ -23,6 +23,9 @@ typedef struct {
 /* Compute a product in the mode that was asked for, or one with its bound that is faster. Returns 0 where there is no memory. */
 int multiply_all(product *p, int threads);
 
+/* Call task(context) on up to `threads` threads. Products inside it use one thread each. */
+void run_together(void (*task)(void *), void *context, int threads);
+
 /* The instruction sets that this processor has, the best first, then NULL; and the one in use. */
 extern const version *versions[6], *here;
 /* Find them, and the threads. Returns -1 with an error set where that fails. */

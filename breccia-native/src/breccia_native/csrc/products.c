@@ -123,19 +123,26 @@ typedef struct {
     void *y;
 } addresses;
 
-/* Multiply what lies at these addresses. */
-static PyObject *multiplied(const call *c, const addresses *at, float factor, int threads)
+/* Multiply the m rows that lie at these addresses. Returns 0 where there is no memory. */
+static int multiply_at(const call *c, const addresses *at, Py_ssize_t m, float factor, int threads, int *fine)
 {
     weight w = c->w;
     w.codes.items = at->data, w.scale.items = at->scale, w.offset.items = at->offset;
     w.widen = w.width < kind_bits[w.codes.kind] ? here->widen : NULL;
     w.factor = factor * lift_in(c->mode, w.codes.kind) / (c->mode == FP32_MODE ? 1 : c->g.unit);
-    product p = {.w = &w, .g = &c->g, .x = {c->x_kind, at->x, NULL}, .m = c->m, .y = at->y, .bias = at->bias};
-    int memory;
+    product p = {.w = &w, .g = &c->g, .x = {c->x_kind, at->x, NULL}, .m = m, .y = at->y, .bias = at->bias};
+    const int memory = multiply_all(&p, threads);
+    *fine = p.fine;
+    return memory;
+}
+
+static PyObject *multiplied(const call *c, const addresses *at, float factor, int threads)
+{
+    int memory, fine;
     Py_BEGIN_ALLOW_THREADS
-    memory = multiply_all(&p, threads);
+    memory = multiply_at(c, at, c->m, factor, threads, &fine);
     Py_END_ALLOW_THREADS
-    return memory ? PyBool_FromLong(p.fine) : PyErr_NoMemory();
+    return memory ? PyBool_FromLong(fine) : PyErr_NoMemory();
 }
 
 PyDoc_STRVAR(multiply_doc,
@@ -226,6 +233,94 @@ static PyObject *repeat(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssi
     return done;
 }
 
+/* Products of many matrices, which have the same sizes but for the rows of activations. */
+typedef struct {
+    const call *c;
+    const int64_t *jobs; /* for each product: m, and the addresses of x, data, scale, offset and y */
+    const float *factors;
+    const float *bias;
+    Py_ssize_t count, rows, next;
+    int threads, fine, memory;
+} series;
+
+enum { JOB = 6 };
+
+/* Multiply-adds from which the threads share one product. */
+#define SHARED ((int64_t)1 << 21)
+
+static int is_large(const series *s, const int64_t *job)
+{
+    return job[0] * s->c->w.n >= SHARED / s->c->w.k;
+}
+
+/* One of them, in parts of at most `rows` rows, which are about as long. */
+static void multiply_job(series *s, Py_ssize_t i, int threads)
+{
+    const int64_t *job = s->jobs + i * JOB;
+    const Py_ssize_t m = (Py_ssize_t)job[0], parts = (m + s->rows - 1) / s->rows, step = (m + parts - 1) / parts;
+    const Py_ssize_t x_row = s->c->w.k * kind_bits[s->c->x_kind] / 8;
+    for (Py_ssize_t r = 0; r < m && __atomic_load_n(&s->fine, __ATOMIC_RELAXED); r += step) {
+        const addresses at = {(const char *)(intptr_t)job[1] + r * x_row, (const void *)(intptr_t)job[2],
+            (const void *)(intptr_t)job[3], (const void *)(intptr_t)job[4], s->bias, (float *)(intptr_t)job[5] + r * s->c->w.n};
+        int fine = 0;
+        if (!multiply_at(s->c, &at, step < m - r ? step : m - r, s->factors[i], threads, &fine))
+            __atomic_store_n(&s->memory, 0, __ATOMIC_RELAXED);
+        if (!fine)
+            __atomic_store_n(&s->fine, 0, __ATOMIC_RELAXED);
+    }
+}
+
+/* The small ones, each by one thread. */
+static void multiply_jobs(void *context)
+{
+    series *s = context;
+    for (Py_ssize_t i; (i = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->count;)
+        if (!is_large(s, s->jobs + i * JOB))
+            multiply_job(s, i, 1);
+}
+
+PyDoc_STRVAR(each_doc,
+    "each(prepared, jobs, factors, bias, rows, threads): `repeat` for many products of the same n and k.\n\n"
+    "jobs: six int64 numbers for each product: its m, and the addresses of x, data, scale, offset (0 for none) and product. The\n"
+    "memory there must be what `prepare` was given, but for m. factors: an FP32 number for each. bias: an address, 0 for none. rows:\n"
+    "the most that are multiplied at a time. Small products are spread over threads, which share the large ones.");
+
+static PyObject *each(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    PyObject *capsule;
+    Py_buffer jobs, factors;
+    unsigned long long bias;
+    series s = {.fine = 1, .memory = 1};
+    if (!PyArg_ParseTuple(args, "Oy*y*Kni:each", &capsule, &jobs, &factors, &bias, &s.rows, &s.threads))
+        return NULL;
+    s.c = PyCapsule_GetPointer(capsule, PREPARED);
+    s.jobs = jobs.buf, s.factors = factors.buf, s.bias = (const float *)(uintptr_t)bias;
+    s.count = factors.len / (Py_ssize_t)sizeof(float);
+    int done = s.c != NULL;
+    if (done && (jobs.len != s.count * JOB * (Py_ssize_t)sizeof(int64_t) || s.rows < 1 || bias % 4 ||
+                    (uintptr_t)jobs.buf % 8 || (uintptr_t)factors.buf % 4))
+        done = refused("jobs", s.count * JOB * (Py_ssize_t)sizeof(int64_t), jobs.len);
+    for (Py_ssize_t i = 0; done && i < s.count; i++) {
+        const int64_t *job = s.jobs + i * JOB;
+        const int missing = job[0] < 1 || !job[1] || !job[2] || !job[3] || (s.c->w.role != NONE && !job[4]) || !job[5];
+        if (missing || job[1] % (kind_bits[s.c->x_kind] / 8) || job[5] % 4)
+            s.fine = 0;
+    }
+    if (done && s.fine) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < s.count; i++)
+            if (is_large(&s, s.jobs + i * JOB))
+                multiply_job(&s, i, s.threads);
+        run_together(multiply_jobs, &s, s.threads);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&jobs);
+    PyBuffer_Release(&factors);
+    if (!done)
+        return NULL;
+    return s.memory ? PyBool_FromLong(s.fine) : PyErr_NoMemory();
+}
+
 PyDoc_STRVAR(kinds_doc, "kinds(): the names of the encodings that `multiply` reads, in the order of their numbers.");
 
 static PyObject *kinds(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
@@ -293,6 +388,7 @@ static PyMethodDef methods[] = {
     {"multiply", multiply, METH_VARARGS, multiply_doc},
     {"prepare", prepare, METH_VARARGS, prepare_doc},
     {"repeat", (PyCFunction)(void (*)(void))repeat, METH_FASTCALL, repeat_doc},
+    {"each", each, METH_VARARGS, each_doc},
     {"kinds", kinds, METH_NOARGS, kinds_doc},
     {"use", use, METH_VARARGS, use_doc},
     {NULL, NULL, 0, NULL},

@@ -16,7 +16,7 @@ from ...formats import TENSOR
 from ...tensors.grids import packing
 from ...tensors.tensor import ScaledTensor
 from .. import reference
-from ..checks import check_matmul
+from ..checks import check_grouped, check_matmul
 from .workspace import F4
 
 #: Bytes of FP32 that `matmul` decodes at a time.
@@ -37,14 +37,19 @@ def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: Any = "float32"
 
 def _product(a: Any, b: Any, product: Array) -> None:
     """a @ b into `product`; each element comes from one BLAS call over all of K."""
-    small = [4 * math.prod(x.shape) <= TILE for x in (a, b)]
+    small = [_bytes(x) <= TILE for x in (a, b)]
     if all(small):
         np.matmul(_dense(a), _dense(b), out=product)
         return
+    if product.ndim > 2 and len(b.shape) == 2 and not isinstance(a, ScaledTensor):
+        return _product(a.reshape(-1, a.shape[-1]), b, product.reshape(-1, product.shape[-1]))
     if product.ndim > 2 and not (small[0] and len(b.shape) == 2):
-        for i in range(len(product)):
-            left, right = (x if len(x.shape) < product.ndim else x[i if x.shape[0] > 1 else 0] for x in (a, b))
-            _product(left, right, product[i])
+        a, b = (_dense(x) if each else x for x, each in zip((a, b), small, strict=True))
+        step, count = _together(a, b, len(product)), product.ndim
+        for i in range(0, len(product), step):
+            part, only = (i, 0) if step == 1 else (slice(i, i + step), slice(1))
+            left, right = (x if len(x.shape) < count else x[part if x.shape[0] > 1 else only] for x in (a, b))
+            _product(left, right, product[part])
         return
     rows, columns = (range(0, x.shape[axis], _step(x, axis)) for x, axis in ((a, -2), (b, -1)))
     for r in rows:
@@ -52,6 +57,43 @@ def _product(a: Any, b: Any, product: Array) -> None:
         for c in columns:
             right = _dense(b if len(columns) == 1 else b[..., c : c + columns.step])
             np.matmul(left, right, out=product[..., r : r + rows.step, c : c + columns.step])
+
+
+def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: Any = "float32", out: Array | None = None) -> Array:
+    """`reference.grouped_matmul`, which decodes the matrices of groups with rows: adjacent ones together, up to `TILE`."""
+    check_grouped(a, b, offsets)
+    name = output_dtype(out_dtype)
+    with np.errstate(all="ignore"):
+        rows, product = _dense(a), np.zeros((a.shape[0], b.shape[-1]), F4)
+        ends = np.minimum(np.maximum.accumulate(np.maximum(offsets, 0)), len(rows)).tolist()
+        starts, count, first = [0, *ends[:-1]], len(ends), 0
+        most = max(TILE * count // max(_bytes(b), 1), 1)
+        decoded = np.empty((0, *b.shape[1:]), F4)
+        for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if end == start:
+                continue
+            if group >= first + len(decoded):
+                limit = min(group + most, count)
+                first, stop = group, next((i for i in range(group, limit) if ends[i] == starts[i]), limit)
+                decoded = _dense(b[first:stop])
+            np.matmul(rows[start:end], decoded[group - first], out=product[start:end])
+        return product if out is None and name == "float32" else reference.result(NUMPY, product, name, out)
+
+
+def _together(a: Any, b: Any, count: int) -> int:
+    """How many of `count` products of the first axis fit `TILE`: one if an operand that all have in common does not."""
+    shared, most = False, 1
+    for x, other in ((a, b), (b, a)):
+        if len(x.shape) < len(other.shape) or x.shape[0] < count:
+            shared |= _bytes(x) > TILE and not (x is b and len(x.shape) == 2)
+        else:
+            most = max(most, _bytes(x) // count)
+    return 1 if shared else max(TILE // most, 1)
+
+
+def _bytes(x: Any) -> int:
+    """Of the numbers of an operand in FP32."""
+    return 4 * math.prod(x.shape)
 
 
 def _step(x: Any, axis: int) -> int:
