@@ -41,15 +41,16 @@ def _product(a: Any, b: Any, product: Array) -> None:
     if all(small):
         np.matmul(_dense(a), _dense(b), out=product)
         return
-    if product.ndim > 2 and len(b.shape) == 2 and not isinstance(a, ScaledTensor):
+    if product.ndim > 2 and len(b.shape) == 2 and product.flags.c_contiguous and not isinstance(a, ScaledTensor):
         return _product(a.reshape(-1, a.shape[-1]), b, product.reshape(-1, product.shape[-1]))
-    if product.ndim > 2 and not (small[0] and len(b.shape) == 2):
+    large = a if _bytes(a) > _bytes(b) else b
+    axis = next((i for i in range(-len(large.shape), -2) if large.shape[i] > 1), None)
+    if axis is not None:
         a, b = (_dense(x) if each else x for x, each in zip((a, b), small, strict=True))
-        step, count = _together(a, b, len(product)), product.ndim
-        for i in range(0, len(product), step):
-            part, only = (i, 0) if step == 1 else (slice(i, i + step), slice(1))
-            left, right = (x if len(x.shape) < count else x[part if x.shape[0] > 1 else only] for x in (a, b))
-            _product(left, right, product[part])
+        length = large.shape[axis]
+        step = max(TILE * length // _bytes(large), 1)
+        for i in range(0, length, step):
+            _product(*(_part(x, axis, slice(i, i + step)) for x in (a, b, product)))
         return
     rows, columns = (range(0, x.shape[axis], _step(x, axis)) for x, axis in ((a, -2), (b, -1)))
     for r in rows:
@@ -80,15 +81,10 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: Any = "float32", o
         return product if out is None and name == "float32" else reference.result(NUMPY, product, name, out)
 
 
-def _together(a: Any, b: Any, count: int) -> int:
-    """How many of `count` products of the first axis fit `TILE`: one if an operand that all have in common does not."""
-    shared, most = False, 1
-    for x, other in ((a, b), (b, a)):
-        if len(x.shape) < len(other.shape) or x.shape[0] < count:
-            shared |= _bytes(x) > TILE and not (x is b and len(x.shape) == 2)
-        else:
-            most = max(most, _bytes(x) // count)
-    return 1 if shared else max(TILE // most, 1)
+def _part(x: Any, axis: int, part: slice) -> Any:
+    """A part of a leading axis, counted from the end; all of `x` where it broadcasts along it."""
+    before = len(x.shape) + axis
+    return x if before < 0 or x.shape[axis] == 1 else x[(*(slice(None),) * before, part)]
 
 
 def _bytes(x: Any) -> int:
