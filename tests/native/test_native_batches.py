@@ -30,6 +30,11 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     products.use(products.use()[0])
 
 
+@pytest.fixture(autouse=True)
+def compiled_however_few_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_FEW_CODES", 0)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the compiled functions that products call."""

@@ -43,6 +43,8 @@ _FEW = 32
 _MANY = 1 << 30
 #: The smallest scale, other than zero, whose products with codes are normal numbers.
 _LEAST = 2.0**-100
+#: Codes of a batch or of experts below which NumPy's kernel, which decodes them all, takes less time than `_each` prepares.
+_FEW_CODES = 1 << 18
 #: Codes of a matrix from which a call of its own costs little beside its product.
 _LONG = 1 << 16
 _EMPTY = np.empty(0, np.float32)
@@ -76,7 +78,7 @@ def matmul_bf16(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "flo
 def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None) -> Array:
     """`reference.grouped_matmul`: each group of rows by its own matrix, which is decoded only for groups with rows."""
     checks.check_grouped(a, b, offsets)
-    product = _of_groups(a, b.mT, offsets)
+    product = None if _has_few_codes(b) else _of_groups(a, b.mT, offsets)
     if product is None:
         return kernels.grouped_matmul(a, b, offsets, out_dtype, out)
     if out is None and output_dtype(out_dtype) == "float32":
@@ -92,9 +94,9 @@ def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | Non
             a = calls.dequantize(a)
         # The kernel adds the bias to numbers that are still in a cache.
         added = None if bias is None else bias if bias.dtype is _F32 else NUMPY.f32(bias)
-        product = _of_rows(a, b.mT, mode, added)
+        product = None if mode is None and _has_few_codes(b) else _of_rows(a, b.mT, mode, added)
     else:
-        product = _swapped(_of_rows(_swapped(b), a, mode))
+        product = None if mode is None and _has_few_codes(a) else _swapped(_of_rows(_swapped(b), a, mode))
         if product is not None and bias is not None:
             with np.errstate(all="ignore"):
                 np.add(product, NUMPY.f32(bias), out=product)
@@ -107,6 +109,10 @@ def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | Non
         return product
     with np.errstate(all="ignore"):
         return reference.result(NUMPY, product, name, out)
+
+
+def _has_few_codes(st: ScaledTensor) -> bool:
+    return st.ndim > 2 and math.prod(st.shape) < _FEW_CODES
 
 
 def _swapped(x: Any) -> Any:

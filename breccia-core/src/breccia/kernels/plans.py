@@ -27,8 +27,9 @@ def k_last(shape: Shape, axis: int) -> Shape:
 
 
 def alone(shape: Shape, block: Block) -> bool:
-    """Whether stacking matrices keeps the blocks of each"""
-    return block == TENSOR or (block[0] is not None and shape[-2] % block[0] == 0)
+    """Whether stacking matrices keeps the blocks of each: they are as high as all rows, or divide them."""
+    rows = shape[-2]
+    return block == TENSOR or block[0] is None or rows <= block[0] or rows % block[0] == 0
 
 
 def scattered(shape: Shape, block: Block, lead: Shape, contiguous: bool) -> bool:

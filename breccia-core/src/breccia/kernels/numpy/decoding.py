@@ -199,6 +199,7 @@ class _Dequantize:
         self.block = st.layout.block()
         self.per_tensor = self.block == TENSOR
         self.tables = tables = remembered(_values, st.recipe.interned_key, _Values, self.fmt)
+        self._merge_rows(st)
         columns = self.result.shape[-1]
         self.m, k = block_sides(self.block, self.result.shape)
         self.unit = tables.count if self.per_tensor else unit_of(k, columns, tables.count)
@@ -212,6 +213,14 @@ class _Dequantize:
         each = math.prod(self.result.shape[-2:]) if st.scale.ndim else self.result.size
         self.many_each = (each if self.per_tensor else self.m * self.k) >= _PAIRED
         self.made: dict[int, Array] = {}
+
+    def _merge_rows(self, st: ScaledTensor) -> None:
+        """Let all rows of a matrix be one, where a block has several whole ones: then its codes are adjacent."""
+        *lead, rows, columns = self.result.shape
+        m, k = block_sides(self.block, self.result.shape)
+        whole = self.tables.known and not self.per_tensor and m > 1 and k >= columns and columns % self.tables.count == 0
+        if whole and st.data.flags.c_contiguous and self.result.flags.c_contiguous:
+            self.result, self.block = self.result.reshape(*lead, 1, rows * columns), (1, m * columns)
 
     def run(self) -> None:
         st, tables, shape = self.st, self.tables, self.result.shape
@@ -227,7 +236,10 @@ class _Dequantize:
         self.zero_point = None if zero_point is None else zero_point.reshape(-1)
         self.global_scale = None if global_scale is None else global_scale.reshape(-1)
         lead: Shape = global_scale.shape if global_scale is not None else scale.shape if self.per_tensor else ()
-        of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, None)
+        of_blocks = (None, None, None)
+        if not self.per_tensor:
+            grid = *shape[:-2], -(-shape[-2] // self.m), -(-shape[-1] // self.k)
+            of_blocks = scale.reshape(grid), None if zero_point is None else zero_point.reshape(grid), None
         data = data.view(U1).reshape(*shape[:-1], -1)
         if scattered(shape, self.block, (), data.flags.c_contiguous):
             data = np.ascontiguousarray(data)

@@ -30,8 +30,9 @@ class Tiles:
 
     @property
     def sides(self) -> tuple[int, int]:
-        m, k = self.block
-        return m or max(self.shape[-2], 1), k or max(self.shape[-1], 1)
+        """The rows and columns of a block, which is no larger than a matrix."""
+        m, k = (max(length, 1) if side is None or length < side else side for length, side in zip(self.shape[-2:], self.block))
+        return m, k
 
     @property
     def counts(self) -> tuple[int, int]:
