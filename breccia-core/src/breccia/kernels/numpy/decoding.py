@@ -206,7 +206,8 @@ class _Dequantize:
         self.k = k if k < columns else self.unit
 
         self.large = self.per_tensor or self.m * self.unit > chunk_size()
-        self.compiled = microkernels.decode is not None and tables.compiled
+        # Rows shorter than a packing group, which are padding for the most part, are decoded faster all at once.
+        self.compiled = microkernels.decode is not None and tables.compiled and not (tables.known and columns < tables.count)
         self.stream = result.nbytes >= _STREAMED
         #: Whether there are enough look-ups for a table of byte pairs: in total, and in each block with its own table
         self.many = self.result.size >= _PAIRED
