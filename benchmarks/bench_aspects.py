@@ -1,8 +1,8 @@
 """Time of casts, of their inverse, and of products over all aspect ratios, compared with the obvious way in two lines.
 
-An array has as many elements at every ratio, from a row to a column. The obvious way to cast or decode along an axis is to do so
-along the other one of a transposed copy, or by the generic algorithm, whichever is faster; that of a product of many matrices is
-to decode them and multiply the values, in one call for batches and one by one for groups of rows. No case may take more than
+An array has as many elements at every ratio, from a row to a column. The obvious way to cast or decode along an axis is to do
+so along the other one of a transposed copy, or by the generic algorithm, whichever is faster; that of a product of many matrices
+is to decode them and multiply the values, in one call for batches and one by one for groups of rows. No case may take more than
 LIMIT times as long. `BRECCIA_BLOCK=native` leaves the compiled kernels out.
 """
 
@@ -20,9 +20,13 @@ from harness.tables import ratio, sides
 import breccia
 
 FRAMEWORKS = ("numpy", "torch")
-RECIPES = ("fp8_current", "fp8_row", "fp8_block", "fp8_block,block_m=128", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "int4", "int8", "nf4")
+RECIPES = (
+    *("fp8_current", "fp8_row", "fp8_block", "fp8_block,block_m=128", "mxfp8", "mxfp6"),
+    *("mxfp4", "nvfp4", "int4", "int8", "nf4"),
+)
 #: The most that a case may take, in times of the obvious way, and how many of the worst cases are shown.
 LIMIT, SHOWN = 3.0, 20
+KEYS = ("min_s", "median_s", "max_s")
 #: Products: rows of activations, rows of each matrix, and K.
 MATRICES = ((1, 32, 64), (32, 32, 64), (1, 256, 256), (16, 128, 128))
 #: Where a case is compared with the generic algorithm too, which takes long and much memory.
@@ -40,17 +44,17 @@ def worst(result: Result) -> Table:
     }
     options = result["options"]
     above = sum(row["ratio"] > LIMIT for row in rows)
+    blocked = f", without {options['blocked']}" if options["blocked"] else ""
     note = (
-        f"The {min(SHOWN, len(rows))} worst of {len(rows)} cases, of which {above} are above {three(LIMIT)}. Milliseconds: min / median / "
-        f"max of {options['runs']} interleaved runs or more; the ratio is of minima. Arrays of 2^{options['bits']} elements; products are "
-        f"of heads or experts × rows × N × K. {options['threads']} threads"
-        + (f", without {options['blocked']}." if options["blocked"] else ".")
+        f"The {min(SHOWN, len(rows))} worst of {len(rows)} cases, of which {above} are above {three(LIMIT)}. Milliseconds: min / "
+        f"median / max of {options['runs']} interleaved runs or more; the ratio is of minima. Arrays of 2^{options['bits']} "
+        f"elements; products are of matrices × rows × N × K. {options['threads']} threads{blocked}."
     )
     return table("aspect ratios", columns, rows[:SHOWN], note)
 
 
 def spread(row: Any, arm: str) -> str:
-    return trio((row["time"][arm][key] for key in ("min_s", "median_s", "max_s")), 1e3)
+    return trio((row["time"][arm][key] for key in KEYS), 1e3)
 
 
 BENCHMARK = Benchmark("aspects", {"aspects": worst})
@@ -105,7 +109,10 @@ def products(framework: str, recipe: Any, count: int, size: tuple[int, int, int]
         def one_by_one(rows: Any = rows, active: int = active) -> list[Any]:
             return [rows[i * m : (i + 1) * m] @ breccia.dequantize(w[i]) for i in range(active)]
 
-        yield op, {"breccia": lambda rows=rows, offsets=offsets: breccia.grouped_matmul(rows, w, offsets), "decoded": one_by_one}
+        yield (
+            op,
+            {"breccia": lambda rows=rows, offsets=offsets: breccia.grouped_matmul(rows, w, offsets), "decoded": one_by_one},
+        )
 
 
 def cases(framework: str, recipe: Any, bits: int, step: int) -> Iterator[tuple[dict[str, Any], dict[str, Call]]]:
@@ -123,14 +130,15 @@ def cases(framework: str, recipe: Any, bits: int, step: int) -> Iterator[tuple[d
 
 def measured(fields: dict[str, Any], arms: dict[str, Call], runs: int) -> dict[str, Any]:
     """A row; a case above the limit is measured again, for longer, as another process may have disturbed it."""
-    for times in (1, 5):
-        (row,) = rows_of([(fields, arms)], runs * times)
+    for repeats in (1, 5):
+        (row,) = rows_of([(fields, arms)], runs * repeats)
         least = {arm: found["min_s"] for arm, found in row["time"].items()}
         against = min((arm for arm in least if arm != "breccia"), key=least.__getitem__)
         row |= {"against": against, "ratio": round(least["breccia"] / least[against], 3)}
         if row["ratio"] <= LIMIT:
             break
-    return {**row, "time": {arm: {key: found[key] for key in ("min_s", "median_s", "max_s")} for arm, found in row["time"].items()}}
+    times = {arm: {key: found[key] for key in KEYS} for arm, found in row["time"].items()}
+    return {**row, "time": times}
 
 
 @program

@@ -177,7 +177,8 @@ def test_jobs_of_other_sizes_and_missing_addresses_are_refused() -> None:
         changed = job.copy()
         changed[0, place] = wrong
         assert products.each(call, changed, one, 0, 64, 1) is False
-    for jobs, factors, bias, rows in ((job[:, :5], one, 0, 64), (job, np.ones(2, np.float32), 0, 64), (job, one, 2, 64), (job, one, 0, 0)):
+    two = np.ones(2, np.float32)
+    for jobs, factors, bias, rows in ((job[:, :5], one, 0, 64), (job, two, 0, 64), (job, one, 2, 64), (job, one, 0, 0)):
         with pytest.raises(ValueError, match="jobs"):
             products.each(call, np.ascontiguousarray(jobs), factors, bias, rows, 1)
     with pytest.raises(ValueError, match="Capsule"):

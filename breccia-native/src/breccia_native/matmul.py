@@ -506,9 +506,9 @@ def _matrices(st: ScaledTensor) -> _Matrices | None:
 def _as_read(x: Array, weights: _Matrices, mode: int | None) -> tuple[Array, int | None]:
     """Activations in a dtype and an order that the kernel reads, and how it rounds them."""
     k = x.shape[-1]
-    if mode == BF16_MODE and _mode(x, 1, weights.first, weights.weight, k, mode) == BF16_MODE:
-        if not products.fast(BF16_MODE, *_about(weights.weight, k), _MANY):
-            x, mode = _rounded_to_bf16(x), FP32  # see `_product`
+    rounds = mode == BF16_MODE and _mode(x, 1, weights.first, weights.weight, k, mode) == BF16_MODE
+    if rounds and not products.fast(BF16_MODE, *_about(weights.weight, k), _MANY):
+        x, mode = _rounded_to_bf16(x), FP32  # see `_product`
     return _matrices_in_order(x if _kind_of(x) is not None else NUMPY.f32(x)), mode
 
 
@@ -530,9 +530,7 @@ def _addresses(a: Array, lead: tuple[int, ...]) -> Array:
     return found.reshape(-1)
 
 
-def _each(
-    x: Array, weights: _Matrices, jobs: list[Array], product: Array, mode: int | None, bias: Array | None
-) -> bool:
+def _each(x: Array, weights: _Matrices, jobs: list[Array], product: Array, mode: int | None, bias: Array | None) -> bool:
     """Many products in one call of the kernel, which shares them among threads; False for numbers beyond the limits.
 
     jobs: for each, its rows, the addresses of activations, codes, scales and offsets, its factor, and the product's address.
@@ -541,7 +539,7 @@ def _each(
     n, k = first.shape
     rows, factors = jobs[0], np.ascontiguousarray(jobs[5])
     table = np.stack([*jobs[:5], jobs[6]], axis=1, dtype=np.int64)
-    added = None if bias is None else np.require(bias, np.float32, "CA")
+    added = None if bias is None else np.require(bias, np.float32, ["C", "A"])
     number = threads.get_num_threads() if int(rows.sum()) * n * k >= _FOR_THREADS else 1
     modes = {m: _mode(x, m, first, weight, k, mode) for m in set(rows.tolist())}
     row, to = x.reshape(-1, k)[:1], product.reshape(-1, n)[:1]

@@ -43,18 +43,18 @@ def breccia_kernels() -> Iterable[Kernel]:
             accepts=accepts + grouped,
             rank=_FASTER,
         )
-        for framework, module in on_cpu[: 1 if grouped else 2]:
-            yield Kernel(
-                op,
-                framework,
-                f"{module}:{op}",
-                f"{framework}.cpu.{op}",
-                device="cpu",
-                available=available,
-                accepts=accepts + grouped,
-                plan="breccia.kernels.plans:plan_on_numpy",
-                rank=_FASTER,
-            )
+    for framework, module in on_cpu:  # torch's kernel for groups needs no microkernels
+        yield Kernel(
+            "matmul",
+            framework,
+            f"{module}:matmul",
+            f"{framework}.cpu.matmul",
+            device="cpu",
+            available=available,
+            accepts=accepts,
+            plan="breccia.kernels.plans:plan_on_numpy",
+            rank=_FASTER,
+        )
     # JAX's arrays on the CPU, eager and inside compiled functions.
     for op, accepted in (("cast", "accepts_cast"), ("dequantize", "accepts_dequantize"), ("matmul", "accepts")):
         yield Kernel(

@@ -37,3 +37,5 @@ def breccia_kernels() -> Iterable[Kernel]:
     for op, module in (("cast", "numpy.plan"), ("dequantize", "plans")):
         accepts = f"breccia.kernels.{module}:accepts_{op}"
         yield Kernel(op, "torch", f"breccia_torch.cpu:{op}", f"torch.cpu.{op}", device="cpu", accepts=accepts, plan=plan)
+    target = "breccia_torch.cpu:grouped_matmul"
+    yield Kernel("grouped_matmul", "torch", target, "torch.cpu.grouped_matmul", device="cpu", plan=plan)

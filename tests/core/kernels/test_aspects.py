@@ -12,7 +12,10 @@ import breccia
 from breccia.kernels.numpy import casting, products
 from breccia.kernels.numpy.workspace import chunk_size
 
-RECIPES = ("fp8_current", "fp8_row", "fp8_block", "fp8_block,block_m=128", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "int4", "int8", "nf4")
+RECIPES = (
+    *("fp8_current", "fp8_row", "fp8_block", "fp8_block,block_m=128", "mxfp8", "mxfp6"),
+    *("mxfp4", "nvfp4", "int4", "int8", "nf4"),
+)
 #: Tall and narrow, the other way round, and lengths that are no powers of two.
 SHAPES = ((1, 1 << 13), (1 << 13, 1), (1 << 12, 2), (3, 2731), (2731, 3), (600, 17), (5, 300, 4))
 

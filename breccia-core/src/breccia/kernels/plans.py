@@ -28,8 +28,8 @@ def k_last(shape: Shape, axis: int) -> Shape:
 
 def alone(shape: Shape, block: Block) -> bool:
     """Whether stacking matrices keeps the blocks of each: they are as high as all rows, or divide them."""
-    rows = shape[-2]
-    return block == TENSOR or block[0] is None or rows <= block[0] or rows % block[0] == 0
+    rows, m = shape[-2], block[0]
+    return block == TENSOR or m is None or rows % m == 0 or (type(rows) is int and rows < m)
 
 
 def scattered(shape: Shape, block: Block, lead: Shape, contiguous: bool) -> bool:

@@ -31,7 +31,7 @@ class Tiles:
     @property
     def sides(self) -> tuple[int, int]:
         """The rows and columns of a block, which is no larger than a matrix."""
-        m, k = (max(length, 1) if side is None or length < side else side for length, side in zip(self.shape[-2:], self.block))
+        m, k = (_side(*pair) for pair in zip(self.block, self.shape[-2:], strict=True))
         return m, k
 
     @property
@@ -89,6 +89,12 @@ class Tiles:
         """Likewise for a global scale, of shape () or a prefix of the leading axes."""
         ndim = len(self.shape) + (0 if self.block == TENSOR else 2)
         return self.ops.reshape(a, (*a.shape, *(1,) * (ndim - len(a.shape))))
+
+
+def _side(side: int | None, length: int) -> int:
+    if side is None or (type(length) is int and length < side):  # a symbolic length has no order
+        return max(length, 1)
+    return side
 
 
 def k_last(ops: Ops, a: Any, axis: int) -> Any:
