@@ -1,9 +1,9 @@
 """Time of casts, of their inverse, and of products over all aspect ratios, compared with the obvious way in two lines.
 
 An array has as many elements at every ratio, from a row to a column. The obvious way to cast or decode along an axis is to do
-so along the other one of a transposed copy, or by the generic algorithm, whichever is faster; that of a product of many matrices
-is to decode them and multiply the values, in one call for batches and one by one for groups of rows. No case may take more than
-LIMIT times as long. `BRECCIA_BLOCK=native` leaves the compiled kernels out.
+so along the other one of a transposed copy, or by the generic algorithm, whichever is faster. The obvious way to multiply many
+matrices is to decode them and multiply the values, in one call for batches and one by one for groups of rows. No case may take
+more than LIMIT times as long. `BRECCIA_BLOCK=native` leaves the compiled kernels out.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def worst(result: Result) -> Table:
     above = sum(row["ratio"] > LIMIT for row in rows)
     blocked = f", without {options['blocked']}" if options["blocked"] else ""
     note = (
-        f"The {min(SHOWN, len(rows))} worst of {len(rows)} cases, of which {above} are above {three(LIMIT)}. Milliseconds: min / "
-        f"median / max of {options['runs']} interleaved runs or more; the ratio is of minima. Arrays of 2^{options['bits']} "
+        f"The {min(SHOWN, len(rows))} worst of {len(rows)} cases, of which {above} are above {three(LIMIT)}. Milliseconds: "
+        f"min / median / max of {options['runs']} interleaved runs or more; the ratio is of minima. Arrays of 2^{options['bits']} "
         f"elements; products are of matrices × rows × N × K. {options['threads']} threads{blocked}."
     )
     return table("aspect ratios", columns, rows[:SHOWN], note)
@@ -109,10 +109,7 @@ def products(framework: str, recipe: Any, count: int, size: tuple[int, int, int]
         def one_by_one(rows: Any = rows, active: int = active) -> list[Any]:
             return [rows[i * m : (i + 1) * m] @ breccia.dequantize(w[i]) for i in range(active)]
 
-        yield (
-            op,
-            {"breccia": lambda rows=rows, offsets=offsets: breccia.grouped_matmul(rows, w, offsets), "decoded": one_by_one},
-        )
+        yield op, {"breccia": lambda x=rows, ends=offsets: breccia.grouped_matmul(x, w, ends), "decoded": one_by_one}
 
 
 def cases(framework: str, recipe: Any, bits: int, step: int) -> Iterator[tuple[dict[str, Any], dict[str, Call]]]:
