@@ -47,8 +47,8 @@ def worst(result: Result) -> Table:
     blocked = f", without {options['blocked']}" if options["blocked"] else ""
     note = (
         f"The {min(SHOWN, len(rows))} worst of {len(rows)} cases, of which {above} are above {three(LIMIT)}. Milliseconds: "
-        f"min / median / max of {options['runs']} interleaved runs or more; the ratio is of minima. Arrays of 2^{options['bits']} "
-        f"elements; products are of matrices × rows × N × K. {options['threads']} threads{blocked}."
+        f"min / median / max of {options['runs']} interleaved runs or more; the ratio is of minima. Arrays of "
+        f"2^{options['bits']} elements; products are of matrices × rows × N × K. {options['threads']} threads{blocked}."
     )
     return table("aspect ratios", columns, rows[:SHOWN], note)
 
