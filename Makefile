@@ -85,6 +85,7 @@ bench: $(BENCH)/ready
 	$(BENCH)/bin/python benchmarks/bench_jax.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_mlx.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_calls.py --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/bench_aspects.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_dlpack.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_memory.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_accuracy.py --out benchmarks/results

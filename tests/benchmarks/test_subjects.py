@@ -48,6 +48,7 @@ TINY = {
     "memory": "bench_memory.py --size 128 --recipes nvfp4",
     "accuracy": "bench_accuracy.py --size 64 --seeds 2 --recipes mxfp8 --no-weights --jobs 1",
     "encoder": "bench_encoder.py --recipes nvfp4",
+    "aspects": "bench_aspects.py --bits 12 --step 6 --runs 1 --recipes nvfp4 --limit 1000",
     "forms": "bench_forms.py --size 128 --runs 1 --seconds 0 --recipes nvfp4",
     "training": "bench_training.py --framework torch --seeds 2 --steps 2 --recipes nvfp4 --jobs 1",
     "parity": "bench_parity.py --values 20000 --recipes mxfp8 --ways eager",
