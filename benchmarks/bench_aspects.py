@@ -46,10 +46,10 @@ def worst(result: Result) -> Table:
     options = result["options"]
     blocked = f", without {options['blocked']}" if options["blocked"] else ""
     note = (
-        f"The {min(SHOWN, len(rows))} worst of the worst cases of each op and recipe. Of all {options['cases']}, {options['above']} are "
-        f"above {three(options['limit'])}. Milliseconds: min / median / max of {options['runs']} interleaved runs or more; the ratio is "
-        f"of minima. Arrays of 2^{options['bits']} elements; products are of matrices × rows × N × K. {options['threads']} "
-        f"threads{blocked}."
+        f"The {min(SHOWN, len(rows))} worst of the worst cases of each op and recipe. Of all {options['cases']} cases, "
+        f"{options['above']} are above {three(options['limit'])}. Milliseconds: min / median / max of {options['runs']} interleaved "
+        f"runs or more; the ratio is of minima. Arrays of 2^{options['bits']} elements; products are of matrices × rows × N × K. "
+        f"{options['threads']} threads{blocked}."
     )
     return table("aspect ratios", columns, rows[:SHOWN], note)
 

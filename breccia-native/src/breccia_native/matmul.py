@@ -44,7 +44,7 @@ _MANY = 1 << 30
 #: The smallest scale, other than zero, whose products with codes are normal numbers.
 _LEAST = 2.0**-100
 #: Codes of a batch or of experts below which NumPy's kernel, which decodes them all, takes less time than `_each` prepares.
-_FEW_CODES = 1 << 18
+_FEW_CODES = 1 << 20
 #: Codes of a matrix from which a call of its own costs little beside its product.
 _LONG = 1 << 16
 _EMPTY = np.empty(0, np.float32)
