@@ -47,9 +47,9 @@ def worst(result: Result) -> Table:
     blocked = f", without {options['blocked']}" if options["blocked"] else ""
     note = (
         f"The {min(SHOWN, len(rows))} worst of the worst cases of each op and recipe. Of all {options['cases']} cases, "
-        f"{options['above']} are above {three(options['limit'])}. Milliseconds: min / median / max of {options['runs']} interleaved "
-        f"runs or more; the ratio is of minima. Arrays of 2^{options['bits']} elements; products are of matrices × rows × N × K. "
-        f"{options['threads']} threads{blocked}."
+        f"{options['above']} are above {three(options['limit'])}. Milliseconds: min / median / max of {options['runs']} "
+        f"interleaved runs or more; the ratio is of minima. Arrays of 2^{options['bits']} elements; products are of matrices × "
+        f"rows × N × K. {options['threads']} threads{blocked}."
     )
     return table("aspect ratios", columns, rows[:SHOWN], note)
 

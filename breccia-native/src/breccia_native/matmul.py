@@ -88,15 +88,17 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", o
 
 
 def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, mode: int | None = None) -> Array:
+    if mode is None and _has_few_codes(b if isinstance(b, ScaledTensor) else a):
+        return kernels.matmul(a, b, bias, out_dtype, out)
     checks.check_matmul(a, b, bias)
     if isinstance(b, ScaledTensor):
         if isinstance(a, ScaledTensor):
             a = calls.dequantize(a)
         # The kernel adds the bias to numbers that are still in a cache.
         added = None if bias is None else bias if bias.dtype is _F32 else NUMPY.f32(bias)
-        product = None if mode is None and _has_few_codes(b) else _of_rows(a, b.mT, mode, added)
+        product = _of_rows(a, b.mT, mode, added)
     else:
-        product = None if mode is None and _has_few_codes(a) else _swapped(_of_rows(_swapped(b), a, mode))
+        product = _swapped(_of_rows(_swapped(b), a, mode))
         if product is not None and bias is not None:
             with np.errstate(all="ignore"):
                 np.add(product, NUMPY.f32(bias), out=product)
@@ -112,7 +114,8 @@ def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | Non
 
 
 def _has_few_codes(st: ScaledTensor) -> bool:
-    return st.ndim > 2 and math.prod(st.shape) < _FEW_CODES
+    shape = st.shape
+    return len(shape) > 2 and math.prod(shape) < _FEW_CODES
 
 
 def _swapped(x: Any) -> Any:
