@@ -28,8 +28,10 @@ def k_last(shape: Shape, axis: int) -> Shape:
 
 def alone(shape: Shape, block: Block) -> bool:
     """Whether stacking matrices keeps the blocks of each: they are as high as all rows, or divide them."""
+    if block == TENSOR:  # a row has no other axis
+        return True
     rows, m = shape[-2], block[0]
-    return block == TENSOR or m is None or rows % m == 0 or (type(rows) is int and rows < m)
+    return m is None or rows % m == 0 or (type(rows) is int and rows < m)
 
 
 def scattered(shape: Shape, block: Block, lead: Shape, contiguous: bool) -> bool:
