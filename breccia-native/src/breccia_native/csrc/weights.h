@@ -122,8 +122,12 @@ INLINE void decoded(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
     uint16_t h;
     switch (a->kind) {
     case TABLE4:
-        for (Py_ssize_t i = 0; i < n; i++)
-            y[i] = table[b[i / 2] >> 4 * (i & 1) & 15];
+        for (Py_ssize_t i = 0; i < n / 2; i++) { /* both codes of a byte */
+            y[2 * i] = table[b[i] & 15];
+            y[2 * i + 1] = table[b[i] >> 4];
+        }
+        if (n & 1)
+            y[n - 1] = table[b[n / 2] & 15];
         break;
     case TABLE8:
         for (Py_ssize_t i = 0; i < n; i++)
