@@ -344,3 +344,18 @@ def test_checkpoints_that_pages_call_refused_or_planned_are_refused() -> None:
     for name in named:
         known = re.sub(r"\s+", " ", name).lower().removeprefix("mxfp4 of ")
         assert known in refused, f"{name}: breccia reads it, or does not know it"
+
+
+def test_the_comparisons_of_the_faq_name_what_there_is() -> None:
+    """Frameworks, recipes and libraries of the column of breccia, beside TransformerEngine's."""
+    rows = dict(re.findall(r"^\| ([\w ]+) \|[^|\n]*\| ([^|\n]*) \|$", (DOCS / "faq.md").read_text(), re.MULTILINE))
+    assert {name.lower().removeprefix("py") for name in rows["frameworks"].split(", ")} == set(registry().frameworks)
+    named = {name.lower() for name in re.findall(r"\b(?:MX)?(?:FP|INT|NF)\d\b", rows["recipes"])}
+    assert len(named) > 5 and all(breccia.recipe(name).name == name for name in named)
+    listed = rows["exchange with others"].partition("[tensors](bridges.md) of ")[2]
+    bridges = {name.lower().replace("-", "_") for name in re.split(", | and ", listed)}
+    found = {name.removeprefix("from_") for name in dir(breccia.bridges) if name.startswith("from_")}
+    others = {"dlpack", "te_recipe", "deepseek_v3"}  # no tensor of a library; DeepSeek-V3's are named as checkpoints
+    assert {name.replace("transformerengine", "transformer_engine") for name in bridges} == {
+        name for name in found - others if not name.endswith("_layer")
+    }
