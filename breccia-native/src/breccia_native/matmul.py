@@ -154,8 +154,7 @@ def _of_groups(x: Array, st: ScaledTensor, offsets: Array) -> Array | None:
     """Groups of rows of (M, K), each times the transpose of its matrix of (E, N, K), and zeros beyond; None as above."""
     count, n, k = st.shape
     product = np.zeros((len(x), n), np.float32)
-    ends = np.minimum(np.maximum.accumulate(np.maximum(offsets, 0)), len(x)).astype(np.int64)
-    starts = np.concatenate([np.zeros(1, ends.dtype), ends[:-1]])
+    starts, ends = kernels.group_bounds(offsets, len(x))
     chosen = np.flatnonzero(ends > starts)
     if not len(chosen):
         return product

@@ -11,6 +11,6 @@ from __future__ import annotations
 
 from .casting import cast
 from .decoding import dequantize
-from .products import grouped_matmul, matmul
+from .products import group_bounds, grouped_matmul, matmul
 
-__all__ = ["cast", "dequantize", "grouped_matmul", "matmul"]
+__all__ = ["cast", "dequantize", "group_bounds", "grouped_matmul", "matmul"]

@@ -66,8 +66,8 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: Any = "float32", o
     name = output_dtype(out_dtype)
     with np.errstate(all="ignore"):
         rows, product = _dense(a), np.zeros((a.shape[0], b.shape[-1]), F4)
-        ends = np.minimum(np.maximum.accumulate(np.maximum(offsets, 0)), len(rows)).tolist()
-        starts, count, first = [0, *ends][: len(ends)], len(ends), 0
+        starts, ends = (bounds.tolist() for bounds in group_bounds(offsets, len(rows)))
+        count, first = len(ends), 0
         most = max(TILE * count // max(_bytes(b), 1), 1)
         decoded = np.empty((0, *b.shape[1:]), F4)
         for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -79,6 +79,12 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: Any = "float32", o
                 decoded = _dense(b[first:stop])
             np.matmul(rows[start:end], decoded[group - first], out=product[start:end])
         return product if out is None and name == "float32" else reference.result(NUMPY, product, name, out)
+
+
+def group_bounds(offsets: Array, rows: int) -> tuple[Array, Array]:
+    """The first row of each group, and the one after its last: int64 arrays of shape (E,), in order and within `rows`."""
+    ends = np.minimum(np.maximum.accumulate(np.maximum(offsets, 0)), rows).astype(np.int64)
+    return np.concatenate([np.zeros(1, np.int64), ends])[:-1], ends
 
 
 def _part(x: Any, axis: int, part: slice) -> Any:
