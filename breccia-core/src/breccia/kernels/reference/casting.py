@@ -204,24 +204,23 @@ def _extremes(ops: Ops, clean: Array, tiles: Tiles) -> tuple[Array, Array]:
 def check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, axis: int) -> Array:
     """A supplied scale as an array with the dtype, shape and framework of its level."""
     level = fmt.global_scale or fmt.scale
-    if hasattr(scale, "dtype"):
-        shape_of(scale, "scale")  # raises where it has none
-    else:
+    if not hasattr(scale, "dtype"):
         if isinstance(scale, bool) or not isinstance(scale, int | float):
             raise UnsupportedError(f"scale= must be a number or an array, got {type(scale).__name__}.", scale=scale)
         scale = ops.constant(float(scale), x)
+    found = shape_of(scale, "scale")
     same_framework({"x": x, "scale": scale})
     check_codes("scale=", scale, level.codec)
     along = PerTensor() if fmt.global_scale else layout
     expected = along.scale_shapes(tuple(x.shape), axis)
     if isinstance(along, PerChannel):
         expected = expected[:1]
-    if tuple(scale.shape) not in expected:
+    if found not in expected:
         wanted = " or ".join(map(str, expected))
         raise LayoutError(
-            f"scale= must have shape {wanted} for x of shape {tuple(x.shape)} and {along}; got {tuple(scale.shape)}.",
+            f"scale= must have shape {wanted} for x of shape {tuple(x.shape)} and {along}; got {found}.",
             expected=expected,
-            found=tuple(scale.shape),
+            found=found,
         )
     return scale
 
