@@ -22,15 +22,15 @@ from breccia import targets
 from breccia.arrays.frameworks import Device, Framework
 from breccia.cli.recipes import covered
 from breccia.codecs import Codec, Integer, Lookup, Minifloat, PowerOfTwo
-from breccia.dispatch.call import NO_OPTIONS, Call
+from breccia.dispatch.call import Call
 from breccia.dispatch.explanation import Explanation
 from breccia.dispatch.facts import Described
 from breccia.dispatch.hookspecs import Bridge
-from breccia.dispatch.kernel import CASTS, OPS
 from breccia.dispatch.registry import registry
 from breccia.dispatch.table import Table
 from breccia.errors import RecipeError
 from breccia.formats import Format
+from breccia.operations import OPERATIONS
 from breccia.options import DEFAULT
 from breccia.recipes import ScalingRecipe, choices_of
 from breccia.tensors.grids import packing
@@ -65,10 +65,10 @@ def support_matrix() -> str:
     """By op and framework the kernel of every recipe, and the kernels that it calls; recipes with equal cells share a row."""
     recipes = list(registry().recipes)
     places = columns()
-    cells = {(op, r, on): cell(op, r, on) for op in OPS for r in recipes for on in places}
+    cells = {(op, r, on): cell(op, r, on) for op in OPERATIONS for r in recipes for on in places}
     shown = [on for on in places if ":" not in on or any(cells[op, r, on] != cells[op, r, _of(on)] for op, r, _ in cells)]
     rows: list[list[str]] = []
-    for op in OPS:
+    for op in OPERATIONS:
         groups: dict[tuple[str, ...], list[str]] = {}
         for r in recipes:
             groups.setdefault(tuple(cells[op, r, on] for on in shown), []).append(r)
@@ -128,16 +128,12 @@ def asked(kernels: Table, op: str, recipe: str, on: str) -> Iterator[Explanation
     place = Device(device or "cpu")
     array, scaled = Described(device=place), described(r, place)
     for new in [example(n) for n in registry().recipes if n != recipe] if op == "requantize" else [r]:
-        operands: dict[str, Any] = {
-            "dequantize": (scaled, None, None, NO_OPTIONS),
-            "requantize": (scaled, None, new, DEFAULT),
-            "matmul": (scaled, scaled, None, NO_OPTIONS),
-            "grouped_matmul": (scaled, scaled, None, NO_OPTIONS),
-            "cast_matmul": (array, scaled, r, NO_OPTIONS),
-        }
-        assert op in operands or op in CASTS, f"how is {op} asked about?"
-        values = (*operands.get(op, (array, None, r, DEFAULT)), registry().frameworks[framework])
-        found = kernels.explain(Call(op, framework, values), None, device)
+        operation = OPERATIONS[op]
+        first = array if operation.casts else scaled
+        second = None if operation.second is None else scaled
+        written = None if operation.target is None else r if operation.casts else new
+        values = (first, second, written, operation.default or DEFAULT, registry().frameworks[framework])
+        found = kernels.explain(Call(operation, framework, values), None, device)
         if found.tied:
             sys.exit(f"generate: {found}")
         yield found
@@ -152,7 +148,7 @@ def missing(shown: list[str]) -> list[str]:
     """Why cells are empty: which ops no plug-in declares a kernel of, on which framework."""
     kernels = registry().table.kernels
     absent: dict[tuple[str, ...], list[str]] = {}
-    for op in OPS:
+    for op in OPERATIONS:
         without = tuple(on for on in shown if not any(k.op == op and k.framework in (_of(on), "*") for k in kernels))
         if without:
             absent.setdefault(without, []).append(op)

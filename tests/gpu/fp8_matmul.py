@@ -53,6 +53,7 @@ def one_tile(name: str) -> None:
     import torch
 
     import breccia
+    from breccia.backend import product_options
     from breccia_triton.cuda import fp8_matmul, fp8_plans
 
     block, row, tensor = (breccia.recipe(spec) for spec in ("fp8_block", "fp8_row", "fp8_current"))
@@ -84,7 +85,7 @@ def one_tile(name: str) -> None:
             for rows in GROUPS:
                 ends = torch.tensor(rows).cumsum(0).to(torch.int32)
                 a, w = breccia.cast(numbers(int(ends[-1]) + 7, 640), first), breccia.cast(numbers(4, 264, 640), second)
-                found = fp8_matmul.grouped_matmul(a, w.mT, ends.cuda(), "bfloat16")
+                found = fp8_matmul.grouped_matmul(a, w.mT, ends.cuda(), product_options("bfloat16"))
                 start = 0
                 for group, end in enumerate(ends.tolist()):
                     if end > start:
@@ -105,7 +106,7 @@ def one_tile(name: str) -> None:
                         continue
                     tell(what, lambda a=a, w=w, d=dtype, p=kernel: breccia.matmul(a, w.mT, d, prefer=p), a, w.mT)
                 else:
-                    tell(what, lambda a=a, w=w, d=dtype: fp8_matmul.matmul(a, w.mT, None, d), a, w.mT)
+                    tell(what, lambda a=a, w=w, d=dtype: fp8_matmul.matmul(a, w.mT, product_options(d)), a, w.mT)
     print("done", flush=True)
 
 

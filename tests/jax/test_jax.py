@@ -19,6 +19,7 @@ import breccia_jax
 from breccia import Kernel
 from breccia.arrays.frameworks import device_of, framework_of
 from breccia.dispatch.table import Table
+from breccia.operations import OPERATIONS
 from breccia.options import DEFAULT
 from breccia.tensors.components import components
 from breccia.tensors.grids import packing
@@ -1136,8 +1137,8 @@ def test_kernels_of_a_device_are_found_for_traced_and_concrete_arrays() -> None:
     found: list[str] = []
 
     def choose(x: Any, st: Any) -> Any:
-        found.append(table.choose("cast", "jax", x, None, MXFP8, DEFAULT).kernel.name)
-        found.append(table.choose("dequantize", "jax", st).kernel.name)
+        found.append(table.choose(OPERATIONS["cast"], "jax", x, None, MXFP8, DEFAULT).kernel.name)
+        found.append(table.choose(OPERATIONS["dequantize"], "jax", st).kernel.name)
         return x
 
     for call in (choose, jax.jit(choose), choose, jax.jit(lambda x, st: choose(x + 1, st))):

@@ -76,7 +76,7 @@ ORDER = [
     {"codecs", "rules", "options"},
     {"formats"},
     {"layouts", "recipes"},
-    {"specs"},
+    {"specs", "operations"},
     {"arrays"},
     {"tensors"},
     {"dispatch"},

@@ -15,8 +15,8 @@ import pytest
 from paths import ROOT
 
 from breccia import MXFP8BlockScaling, targets
-from breccia.dispatch.kernel import OPS
 from breccia.dispatch.registry import registry
+from breccia.operations import OPERATIONS
 
 SCRIPTS = ROOT / "docs" / "scripts"
 
@@ -100,7 +100,7 @@ def test_a_composite_is_followed_by_the_kernels_that_it_calls(module) -> None:
     cells = {
         row.split(" | ")[0].strip("| `"): re.sub(r"\[(`[\w.]+`)\]\([^)]*\)", r"\1", row) for row in rows if "composite" in row
     }
-    assert set(cells) == {op for op in OPS if op not in ("cast", "dequantize", "record_amax")}
+    assert set(cells) == {op for op in OPERATIONS if op not in ("cast", "dequantize", "record_amax")}
     assert "`composite.requantize` (`torch.cpu.dequantize`, `torch.cpu.cast`)" in cells["requantize"]
     assert "`composite.cast_pair` (`reference.cast`)" in cells["cast_pair"], "a kernel that is called twice is named once"
     assert "`composite.cast_matmul` (`reference.cast`, `composite.matmul`)" in cells["cast_matmul"]

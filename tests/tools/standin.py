@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any
 
 from breccia import Kernel, MXFP8BlockScaling, hookimpl
-from breccia.backend import Call, CastOptions, ScaledTensor, ScalingRecipe, reference
+from breccia.backend import FLOAT32, Call, CastOptions, ProductOptions, ScaledTensor, ScalingRecipe, reference
 
 api = 1
 
@@ -27,22 +27,22 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions) -> ScaledTensor:
     return reference.cast(x, recipe, options)
 
 
-def dequantize(st: ScaledTensor, out_dtype: str, out: Any) -> Any:
+def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
     """The generic algorithm, counted."""
     _count("dequantize", st.data)
-    return reference.dequantize(st, out_dtype, out)
+    return reference.dequantize(st, options)
 
 
-def matmul(a: Any, b: Any, bias: Any, out_dtype: str, out: Any) -> Any:
+def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """The generic algorithm, counted; for any number of rows."""
     _count("matmul", a, b)
-    return reference.matmul(a, b, bias, out_dtype, out)
+    return reference.matmul(a, b, options)
 
 
-def matmul_of_few(a: Any, b: Any, bias: Any, out_dtype: str, out: Any) -> Any:
+def matmul_of_few(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """The generic algorithm, counted; for few rows."""
     _count("matmul of few", a, b)
-    return reference.matmul(a, b, bias, out_dtype, out)
+    return reference.matmul(a, b, options)
 
 
 def _count(name: str, *operands: Any) -> None:

@@ -88,6 +88,6 @@ def kernel(target: Callable[..., Any], op: str = "cast", **declared: Any) -> Ker
 
 #: Modules of the generic algorithm, by op.
 MODULES = {"cast": "casting", "dequantize": "decoding", "requantize": "requantizing"}
-MODULES |= dict.fromkeys(("cast_pair", "cast_ste", "cast_ste_clipped"), "composed")
+MODULES |= dict.fromkeys(("cast_pair", "cast_ste"), "composed")
 MODULES |= dict.fromkeys(("matmul", "cast_matmul", "grouped_matmul"), "products")
 SOUND = tuple(MODULES)

@@ -14,10 +14,12 @@ import torch
 from fresh import printed
 from triton_casts import DEVICE, ON_GPU
 
-from breccia.backend import Call, Options, ScaledTensor, reference
+from breccia.backend import Call, ScaledTensor, reference
 from breccia.dispatch.registry import registry
 from breccia.dispatch.table import Table
 from breccia.kernels import bounds
+from breccia.operations import OPERATIONS
+from breccia.options import ProductOptions
 from breccia.testing.places import Place
 
 #: Unit roundoffs of results.
@@ -61,7 +63,7 @@ def check(found: Any, a: Any, b: Any, bias: Any = None, tensor_cores: bool = Fal
 
 def call_of(a: Any, b: Any, **options: Any) -> Call:
     """A product as the checks of kernels see it."""
-    return Call("matmul", "torch", (a, b, None, Options(options), registry().frameworks["torch"]))
+    return Call(OPERATIONS["matmul"], "torch", (a, b, None, ProductOptions(**options), registry().frameworks["torch"]))
 
 
 def declared_here(monkeypatch: pytest.MonkeyPatch, *names: str) -> Place:

@@ -36,6 +36,7 @@ from weights import replaced
 import breccia
 from breccia.backend import E2M1, E4M3, E8M0, F32, INT8, UE4M3, Described, Device, reference
 from breccia.dispatch.registry import registry
+from breccia.options import product_options
 from breccia.testing.laws import products
 from breccia.testing.places import Place
 from breccia_triton import bf16_matmul, bf16_plans, multiplying, plans, plugin
@@ -77,7 +78,7 @@ def operand(shape: tuple[int, ...], spec: str, seed: int, axis: int = -1) -> Any
 def multiplied(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     """The kernel's product; it did not pass the call on."""
     bf16_matmul._calls.clear()
-    found = bf16_matmul.matmul_bf16(a, b, bias, out_dtype, out)
+    found = bf16_matmul.matmul_bf16(a, b, product_options(out_dtype, bias=bias, out=out))
     assert [isinstance(call, str) for call in bf16_matmul._calls.values()] == [False], list(bf16_matmul._calls.values())
     return found
 
@@ -454,7 +455,7 @@ def test_devices_without_the_instructions_have_a_reason(monkeypatch: pytest.Monk
 def test_operands_on_several_devices_are_refused() -> None:
     a, w = operand((8, 64), "mxfp8", 1), operand((16, 64), "nvfp4", 2)
     with pytest.raises(breccia.UnsupportedError, match=r"matmul: a is on .*, and bias on meta; move it: x.to\('"):
-        bf16_matmul.matmul_bf16(a, w.mT, torch.zeros(16, device="meta"))
+        bf16_matmul.matmul_bf16(a, w.mT, product_options("float32", bias=torch.zeros(16, device="meta")))
     stray = replaced(w, scale=w.scale.to("meta"))
     with pytest.raises(breccia.UnsupportedError, match="and b's scale on meta"):
         bf16_matmul.matmul_bf16(a, stray.mT)
@@ -463,7 +464,7 @@ def test_operands_on_several_devices_are_refused() -> None:
 def test_what_kernels_do_not_read_takes_the_generic_algorithm() -> None:
     experts = breccia.stack([operand((20, 64), "nvfp4", n) for n in range(3)])  # a global scale for each matrix
     a = operand((3, 5, 64), "mxfp8", 4)
-    found = bf16_matmul.matmul_bf16(a, experts.mT, None, "bfloat16")
+    found = bf16_matmul.matmul_bf16(a, experts.mT, product_options("bfloat16"))
     assert [*bf16_matmul._calls.values()] == ["it has a global scale for each matrix"]
     check(found, a, experts.mT)
 

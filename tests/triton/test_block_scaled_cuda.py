@@ -10,8 +10,10 @@ import pytest
 from marks import on_cuda
 
 import breccia
-from breccia.backend import Call, Device, Options, registry
+from breccia.backend import Call, Device, registry
 from breccia.kernels import bounds
+from breccia.operations import OPERATIONS
+from breccia.options import ProductOptions, product_options
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -64,7 +66,7 @@ def test_torch_gets_codes_and_swizzled_scales_of_both_operands(pair: tuple[str, 
         for storages in itertools.product(STORAGES, repeat=2):
             a, w = (operand((rows, k), spec, storage) for rows, spec, storage in zip((m, n), pair, storages, strict=True))
             for dtype in ("bfloat16", "float32"):
-                check(block_scaled_mm.block_scaled_mm(a, w.mT, None, dtype), a, w)
+                check(block_scaled_mm.block_scaled_mm(a, w.mT, product_options(dtype)), a, w)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -76,7 +78,7 @@ def test_swizzled_scales_are_passed_in_their_memory_and_plain_ones_rearranged(
     multiply = torch.nn.functional.scaled_mm
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda *args, **named: given.append(args) or multiply(*args, **named))
     a, w = operand((200, 512), spec), operand((144, 512), spec, "swizzle_128x4")
-    block_scaled_mm.block_scaled_mm(a, w.mT, None, "bfloat16")
+    block_scaled_mm.block_scaled_mm(a, w.mT, product_options("bfloat16"))
     left, right, scale_a, kinds, scale_b, _ = given[0]
     assert (left.data_ptr(), right.data_ptr(), scale_b[0].data_ptr()) == (
         a.data.data_ptr(),
@@ -99,22 +101,24 @@ def test_leading_axes_bias_and_out_follow_the_op() -> None:
     for storage in STORAGES:
         a = operand((2, 3, 50, 96), "mxfp8", storage)
         bias = torch.linspace(-3, 3, 144).bfloat16()
-        check(block_scaled_mm.block_scaled_mm(a, w.mT, bias, "bfloat16"), a, w, bias)
+        check(block_scaled_mm.block_scaled_mm(a, w.mT, product_options("bfloat16", bias=bias)), a, w, bias)
     a = operand((50, 96), "mxfp8")
-    expected = block_scaled_mm.block_scaled_mm(a, w.mT, None, "bfloat16")
+    expected = block_scaled_mm.block_scaled_mm(a, w.mT, product_options("bfloat16"))
     out = torch.zeros(50, 150, dtype=torch.bfloat16)[:, 3:147]
-    assert block_scaled_mm.block_scaled_mm(a, w.mT, None, "bfloat16", out) is out and out.equal(expected)
+    assert block_scaled_mm.block_scaled_mm(a, w.mT, product_options("bfloat16", out=out)) is out and out.equal(expected)
     with pytest.raises(breccia.BrecciaError, match=r"out= must have shape \(50, 144\) and dtype bfloat16; got \(50, 143\)"):
-        block_scaled_mm.block_scaled_mm(a, w.mT, None, "bfloat16", torch.empty(50, 143))
+        block_scaled_mm.block_scaled_mm(a, w.mT, product_options("bfloat16", out=torch.empty(50, 143)))
     with pytest.raises(breccia.BrecciaError, match="a is on cpu, and bias on meta; move it"):
-        block_scaled_mm.block_scaled_mm(a, w.mT, torch.empty(144, device="meta"), "bfloat16")
+        block_scaled_mm.block_scaled_mm(a, w.mT, product_options("bfloat16", bias=torch.empty(144, device="meta")))
     many = breccia.stack([operand((50, 96), "nvfp4"), operand((50, 96), "nvfp4")])
     with pytest.raises(breccia.UnsupportedError, match="one global scale of a; it has 2. Multiply its matrices one by one"):
-        block_scaled_mm.block_scaled_mm(many, operand((144, 96), "nvfp4").mT, None, "bfloat16")
+        block_scaled_mm.block_scaled_mm(many, operand((144, 96), "nvfp4").mT, product_options("bfloat16"))
 
 
 def accepts(a: Any, b: Any, **options: Any) -> str | None:
-    return block_scaled_plans.accepts(Call("matmul", "torch", (a, b, None, Options(options), registry().frameworks["torch"])))
+    return block_scaled_plans.accepts(
+        Call(OPERATIONS["matmul"], "torch", (a, b, None, ProductOptions(**options), registry().frameworks["torch"]))
+    )
 
 
 def test_what_torch_does_not_multiply_has_a_reason() -> None:

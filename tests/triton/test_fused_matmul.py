@@ -33,6 +33,7 @@ import breccia
 from breccia.backend import Described, ScaledTensor, reference
 from breccia.dispatch.registry import registry
 from breccia.kernels import bounds
+from breccia.options import product_options
 from breccia.testing.laws import products
 from breccia.testing.places import Place
 from breccia_triton import fused, fused_kernels, fused_matmul, fused_plans, multiplying, plugin, tuning
@@ -126,7 +127,7 @@ def check(found: Any, a: Any, b: Any, bias: Any = None) -> None:
 def multiplied(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     """The kernel's product; it did not pass the call on."""
     fused_matmul._calls.clear()
-    found = fused_matmul.fused_matmul(a, b, bias, out_dtype, out)
+    found = fused_matmul.fused_matmul(a, b, product_options(out_dtype, bias=bias, out=out))
     assert [isinstance(call, str) for call in fused_matmul._calls.values()] == [False], list(fused_matmul._calls.values())
     return found
 
@@ -446,7 +447,7 @@ def test_explain_names_the_kernels_and_why_they_do_not_run(monkeypatch: pytest.M
 def test_what_kernels_do_not_read_takes_the_generic_algorithm() -> None:
     experts = breccia.stack([breccia.cast(numbers((20, 64), n), "nvfp4") for n in range(3)])  # a global scale for each matrix
     x = activations((3, 5, 64), "bfloat16", 4)
-    found = fused_matmul.fused_matmul(x, experts.mT, None, "bfloat16")
+    found = fused_matmul.fused_matmul(x, experts.mT, product_options("bfloat16"))
     assert [*fused_matmul._calls.values()] == ["it has a global scale for each matrix"]
     check(found, x, experts.mT)
 
@@ -454,7 +455,7 @@ def test_what_kernels_do_not_read_takes_the_generic_algorithm() -> None:
 def test_operands_on_several_devices_are_refused() -> None:
     x, w = activations((8, 64), "bfloat16", 1), weight((16, 64), "nvfp4", 2)
     with pytest.raises(breccia.UnsupportedError, match=r"matmul: a is on .*, and bias on meta; move it: x.to\('"):
-        fused_matmul.fused_matmul(x, w, torch.zeros(16, device="meta"))
+        fused_matmul.fused_matmul(x, w, product_options("float32", bias=torch.zeros(16, device="meta")))
     st = w.mT
     stray = replaced(st, scale=st.scale.to("meta"))
     with pytest.raises(breccia.UnsupportedError, match="and b's scale on meta"):

@@ -16,11 +16,12 @@ import pytest
 from marks import on_cuda
 
 import breccia
-from breccia.backend import Call, Described, Device, Options
+from breccia.backend import Call, Described, Device
 from breccia.dispatch import registry
-from breccia.dispatch.call import NO_OPTIONS
 from breccia.dispatch.table import Table
 from breccia.kernels import bounds
+from breccia.operations import OPERATIONS
+from breccia.options import FLOAT32, ProductOptions, product_options
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -108,7 +109,7 @@ def test_every_tile_multiplies_every_shape(tile: Any, pair: str, copiers: bool, 
     try:
         for m, n, k in ((300, 264, 640), (128, 2112, 2048), (1000, 1000, 1152), (5, 77, 256)):
             a, w = operand((m, k), PAIRS[pair][0], 1), operand((n, k), PAIRS[pair][1], 2)
-            check(fp8_matmul.matmul(a, w.mT, None, "bfloat16"), a, w.mT, "bfloat16")
+            check(fp8_matmul.matmul(a, w.mT, product_options("bfloat16")), a, w.mT, "bfloat16")
             check(fp8_matmul.matmul(a, w.mT), a, w.mT)
     finally:
         fp8_matmul.forget()
@@ -433,7 +434,7 @@ def cpu(shape: tuple[int, ...], recipe: Any) -> Any:
 
 def test_leading_axes_of_a_become_rows_where_b_has_one_matrix(stand_in: StandIn) -> None:
     a, w = cpu((2, 3, 50, 512), ROW), cpu((72, 512), ROW)
-    assert fp8_matmul.matmul(a, w.mT, None, "bfloat16").shape == (2, 3, 50, 72)
+    assert fp8_matmul.matmul(a, w.mT, product_options("bfloat16")).shape == (2, 3, 50, 72)
     _, args = stand_in.launched[-1]
     assert (args.M, args.N, args.K, args.matrices, args.a_matrix, args.w_matrix) == (300, 72, 512, 1, 0, 0)
     assert (args.sa, args.sa_row, args.sw_row) == (a.scale.data_ptr(), 1, 1)
@@ -451,7 +452,7 @@ def no_copiers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_copiers")
 def test_scales_of_blocks_are_read_in_place_and_copied_only_where_rows_are_not_aligned(stand_in: StandIn) -> None:
     a, w = cpu((300, 512), BLOCK), cpu((264, 512), TILES)
-    fp8_matmul.matmul(a, w.mT, None, "bfloat16")
+    fp8_matmul.matmul(a, w.mT, product_options("bfloat16"))
     codes, weights, scales, out = stand_in.maps
     assert codes[1:6] == [3, a.data.data_ptr(), [512, 300, 1], [512, 300 * 512], [128, 64, 1]]
     assert weights[2] == w.data.data_ptr()
@@ -471,7 +472,7 @@ def test_scales_of_the_mx_formats_become_fp32_with_four_for_each_step(
 ) -> None:
     a, w, padded = cpu((300, 272), MX), cpu((264, 272), MX), list[Any]()
     monkeypatch.setattr(fp8_matmul, "_aligned", lambda x: padded.append(x) or x)
-    fp8_matmul.matmul(a, w.mT, None, "bfloat16")
+    fp8_matmul.matmul(a, w.mT, product_options("bfloat16"))
     assert stand_in.variants[-1].pieces == 4 and stand_in.variants[-1].scales == fp8_plans.BLOCKS
     assert stand_in.maps[2][3:6] == [[12, 300, 1], [48, 48 * 300], [4, 64, 1]]
     for scales, st in zip(padded, (a, w), strict=True):
@@ -483,15 +484,15 @@ def test_scales_of_the_mx_formats_become_fp32_with_four_for_each_step(
 def test_a_repeated_call_prepares_nothing(stand_in: StandIn) -> None:
     a, w, out = cpu((300, 512), BLOCK), cpu((264, 512), TILES), torch.empty(300, 264, dtype=torch.bfloat16)
     for _ in range(3):
-        fp8_matmul.matmul(a, w.mT, None, "bfloat16", out)
+        fp8_matmul.matmul(a, w.mT, product_options("bfloat16", out=out))
     assert len(stand_in.maps) == 4 and len(stand_in.variants) == 1 and len(stand_in.launched) == 3
-    fp8_matmul.matmul(a, w.mT, None, "bfloat16", torch.empty(300, 264, dtype=torch.bfloat16))
+    fp8_matmul.matmul(a, w.mT, product_options("bfloat16", out=torch.empty(300, 264, dtype=torch.bfloat16)))
     assert len(stand_in.maps) == 8 and len(stand_in.variants) == 1
 
 
 def test_odd_columns_leave_without_the_copy_engine(stand_in: StandIn) -> None:
     for n, staged, pairs in ((264, True, True), (262, False, True), (77, False, False)):
-        fp8_matmul.matmul(cpu((300, 512), ROW), cpu((n, 512), ROW).mT, None, "bfloat16")
+        fp8_matmul.matmul(cpu((300, 512), ROW), cpu((n, 512), ROW).mT, product_options("bfloat16"))
         assert (stand_in.variants[-1].staged, stand_in.variants[-1].pairs) == (staged, pairs)
     fp8_matmul.matmul(cpu((300, 512), ROW), cpu((264, 512), ROW).mT)
     assert not stand_in.variants[-1].staged
@@ -499,7 +500,7 @@ def test_odd_columns_leave_without_the_copy_engine(stand_in: StandIn) -> None:
 
 def test_groups_have_a_persistent_grid_and_their_offsets_on_the_device(stand_in: StandIn) -> None:
     a, w, ends = cpu((300, 512), ROW), cpu((4, 264, 512), ROW), torch.tensor([10, 20, 30, 300], dtype=torch.int32)
-    fp8_matmul.grouped_matmul(a, w.mT, ends, "bfloat16")
+    fp8_matmul.grouped_matmul(a, w.mT, ends, product_options("bfloat16"))
     grid, args = stand_in.launched[-1]
     assert grid == 132 and args.offsets == ends.data_ptr()
     assert (args.M, args.matrices, args.w_matrix, args.sw_matrix) == (300, 4, 1, 264)
@@ -508,7 +509,7 @@ def test_groups_have_a_persistent_grid_and_their_offsets_on_the_device(stand_in:
 @pytest.mark.parametrize("storage", ["plain", "column_major"])
 def test_scales_of_groups_are_plain_as_tiles_begin_at_any_row(stand_in: StandIn, storage: str) -> None:
     a, ends = breccia.cast(torch.randn(53, 640), BLOCK, storage=storage), torch.tensor([5, 53])
-    fp8_matmul.grouped_matmul(a, cpu((2, 264, 640), BLOCK).mT, ends, "bfloat16")
+    fp8_matmul.grouped_matmul(a, cpu((2, 264, 640), BLOCK).mT, ends, product_options("bfloat16"))
     assert stand_in.variants[-1].a_plain and not stand_in.variants[-1].w_plain
     assert stand_in.maps[2][3:6] == [[8, 53, 1], [32, 32 * 53], [4, 64, 1]]
     assert stand_in.maps[3][3:6] == [[264, 5, 2], [4 * 264, 4 * 5 * 264], [64, 1, 1]]
@@ -517,7 +518,7 @@ def test_scales_of_groups_are_plain_as_tiles_begin_at_any_row(stand_in: StandIn,
 def test_plain_scales_that_warps_copy_are_read_in_place(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_plans, "copiers", lambda *of: True)
     a, w, ends = cpu((53, 640), BLOCK), cpu((2, 264, 640), BLOCK), torch.tensor([5, 53], dtype=torch.int32)
-    fp8_matmul.grouped_matmul(a, w.mT, ends, "bfloat16")
+    fp8_matmul.grouped_matmul(a, w.mT, ends, product_options("bfloat16"))
     _, args = stand_in.launched[-1]
     assert stand_in.variants[-1].copiers and len(stand_in.maps) == 3  # codes of both, and the output
     assert (args.sa, args.sw, args.sa_row, args.sw_row) == (a.scale.data_ptr(), w.scale.data_ptr(), 5, 5)
@@ -530,7 +531,7 @@ def test_warps_copy_plain_scales_of_small_tiles(stand_in: StandIn) -> None:
     """For these shapes they were 1.2 to 1.9 times faster on an H200, and slower for those below."""
     tiles = cpu((7168, 2048), TILES)
     for a in (cpu((32, 2048), BLOCK), cpu((128, 2048), BLOCK), cpu((2, 4, 16, 2048), BLOCK)):
-        fp8_matmul.matmul(a, tiles.mT, None, "bfloat16")
+        fp8_matmul.matmul(a, tiles.mT, product_options("bfloat16"))
         assert stand_in.variants[-1].copiers and stand_in.launched[-1][1].sa == a.scale.data_ptr()
     fp8_matmul.matmul(cpu((16, 2048), BLOCK), cpu((7168, 2048), BLOCK).mT)
     assert stand_in.variants[-1].copiers
@@ -557,9 +558,9 @@ def test_wrong_devices_and_wrong_outputs_are_refused_before_any_launch(stand_in:
     a, w = cpu((300, 512), ROW), cpu((264, 512), ROW)
     elsewhere = torch.empty(264, device="meta")
     with pytest.raises(breccia.BrecciaError, match="matmul: a is on cpu, and bias on meta; move it"):
-        fp8_matmul.matmul(a, w.mT, elsewhere)
+        fp8_matmul.matmul(a, w.mT, product_options("float32", bias=elsewhere))
     with pytest.raises(breccia.BrecciaError, match=r"out= must have shape \(300, 264\) and dtype float32; got \(300, 260\)"):
-        fp8_matmul.matmul(a, w.mT, None, "float32", torch.empty(300, 260))
+        fp8_matmul.matmul(a, w.mT, product_options("float32", out=torch.empty(300, 260)))
     assert not stand_in.launched
 
 
@@ -641,7 +642,7 @@ def test_tensors_with_a_scale_for_each_matrix_are_dequantized_where_torch_has_on
     """No fact of a call says how many scales there are; torch takes one for a tensor."""
     a, w = breccia.stack([cpu((64, 512), TENSOR), operand((64, 512), TENSOR, 7, device="cpu")]), cpu((32, 512), TENSOR)
     assert a.scale.shape == (2,)
-    check(scaled_mm.scaled_mm(a, w.mT, None, "bfloat16"), a, w.mT, "bfloat16")
+    check(scaled_mm.scaled_mm(a, w.mT, product_options("bfloat16")), a, w.mT, "bfloat16")
 
 
 def test_kernels_are_chosen_anew_for_a_bias_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -657,8 +658,8 @@ def test_kernels_are_chosen_anew_for_a_bias_of_another_dtype(monkeypatch: pytest
     table = Table([*registry.registry().table.kernels, kernel], frameworks=registry.registry().frameworks)
     a, w = cpu((64, 512), TENSOR), cpu((64, 512), TENSOR)
     for bias in (torch.zeros(64), torch.zeros(64).bfloat16(), torch.ones(64)):
-        table.choose("matmul", "torch", a, w.mT, None, Options(bias=bias))
-    table.choose("matmul", "torch", a, w.mT)
+        table.choose(OPERATIONS["matmul"], "torch", a, w.mT, None, ProductOptions(bias=bias))
+    table.choose(OPERATIONS["matmul"], "torch", a, w.mT)
     assert asked == ["float32", "bfloat16", None]  # the third call has the facts of the first
 
 
@@ -666,7 +667,7 @@ def test_the_fastest_by_the_table_of_the_device_runs_and_ours_without_one(monkey
     a, w = cpu((4096, 512), ROW), cpu((512, 512), ROW)
 
     def scores() -> tuple[float, float]:
-        call = Call("matmul", "torch", (a, w.mT, None, {}, None))
+        call = Call(OPERATIONS["matmul"], "torch", (a, w.mT, None, FLOAT32, None))
         return fp8_plans.score(call), fp8_plans.score_of_torch(call)
 
     ours, theirs = scores()
@@ -679,7 +680,7 @@ def test_the_fastest_by_the_table_of_the_device_runs_and_ours_without_one(monkey
 
 def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:
     a, b = Described(ROW), Described(ROW, axis=-2)
-    call = Call("matmul", "torch", (a, b, None, {}, None))
+    call = Call(OPERATIONS["matmul"], "torch", (a, b, None, FLOAT32, None))
     assert fp8_plans.accepts_matmul(call) is None and scaled_mm_plans.accepts(call) is not None  # FP32 out
     assert fp8_plans.accepts_grouped(call) is None
     assert fp8_plans.score(call) < fp8_plans.score_of_torch(call)
@@ -736,7 +737,7 @@ def test_thin_names_run_another_kernel_where_the_first_does_not_take_a_product(
     device = Device("cuda", 0, capability)
     a, b = (Described(recipe, "float8_e4m3fn", (256, k)[::step], recipe.layout.oriented(axis), axis, device)
             for step, axis in ((1, -1), (-1, -2)))  # fmt: skip
-    found = registry.registry().table.explain(Call("matmul", "torch", (a, b, None, NO_OPTIONS, None)), named.KERNELS)
+    found = registry.registry().table.explain(Call(OPERATIONS["matmul"], "torch", (a, b, None, FLOAT32, None)), named.KERNELS)
     runs = [verdict.kernel.name for verdict in found.verdicts if verdict.reason is None]
     assert runs == [name], str(found)
 

@@ -22,6 +22,8 @@ from marks import on_cuda
 import breccia
 from breccia.backend import Call, Device, reference
 from breccia.kernels import bounds
+from breccia.operations import OPERATIONS
+from breccia.options import FLOAT32, ProductOptions, product_options
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -133,10 +135,10 @@ def test_humming_gets_every_weight_in_the_form_that_it_reads(spec: str) -> None:
     values = breccia.dequantize(st).double()
     for dtype in ("bfloat16", "float16") if spec in ("nvfp4", "int4,group_size=128") else ("bfloat16",):
         x = activations(2, 5, 256, dtype=dtype)
-        found = humming_products.humming_weight_only(x, st.mT, None, dtype)
+        found = humming_products.humming_weight_only(x, st.mT, product_options(dtype))
         check(found.reshape(10, 128), x.reshape(10, 256), values, humming_error(spec, values, dtype))
         bias = torch.linspace(-3, 3, 128)
-        found = humming_products.humming_weight_only(x, st.mT, bias, dtype)
+        found = humming_products.humming_weight_only(x, st.mT, product_options(dtype, bias=bias))
         check(found.reshape(10, 128), x.reshape(10, 256), values, humming_error(spec, values, dtype), bias=bias)
 
 
@@ -145,7 +147,7 @@ def test_humming_gets_every_weight_in_the_form_that_it_reads(spec: str) -> None:
 def test_a_product_names_the_one_kernel_of_humming_that_it_needs(rows: int) -> None:
     st, x = weight("mxfp4", 128, 256), activations(rows, 256)
     values = breccia.dequantize(st).double()
-    check(humming_products.humming_weight_only(x, st.mT, None, "bfloat16"), x, values)  # the stand-in checks its rows
+    check(humming_products.humming_weight_only(x, st.mT, product_options("bfloat16")), x, values)  # it checks its rows
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -155,7 +157,7 @@ def test_humming_gets_codes_and_scales_of_two_tensors(pair: str) -> None:
     a, w = breccia.cast(activations(2, 5, 256).float(), first), weight(second, 128, 256)
     values = breccia.dequantize(w).double()
     decoding = values.abs() * ROUNDOFF["bfloat16"] if pair == "row" else 0.0  # the stand-in's layer has scales of rows in BF16
-    found = humming_products.humming_fp8_matmul(a, w.mT, None, "bfloat16")
+    found = humming_products.humming_fp8_matmul(a, w.mT, product_options("bfloat16"))
     check(found.reshape(10, 128), breccia.dequantize(a).reshape(10, 256), values, decoding)
 
 
@@ -163,18 +165,18 @@ def test_humming_gets_codes_and_scales_of_two_tensors(pair: str) -> None:
 def test_deep_gemm_gets_codes_and_scales_of_two_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (128, 200):
         a, w = breccia.cast(activations(2, 5, 256).float(), "fp8_block"), weight("fp8_block,block_m=128", n, 256)
-        found = deep_gemm_products.deep_gemm_matmul(a, w.mT, None, "bfloat16")
+        found = deep_gemm_products.deep_gemm_matmul(a, w.mT, product_options("bfloat16"))
         values = breccia.dequantize(w).double()
         check(found.reshape(10, n), breccia.dequantize(a).reshape(10, 256), values)
         out = torch.empty(2, 5, n, dtype=torch.bfloat16)
-        assert deep_gemm_products.deep_gemm_matmul(a, w.mT, None, "bfloat16", out) is out and out.equal(found)
+        assert deep_gemm_products.deep_gemm_matmul(a, w.mT, product_options("bfloat16", out=out)) is out and out.equal(found)
     old = ModuleType("deep_gemm")  # 1.0.0, whose functions have other names
     old.__file__ = "deep_gemm/__init__.py"
     monkeypatch.setitem(sys.modules, "deep_gemm", old)
     with pytest.raises(
         breccia.UnsupportedError, match="deep_gemm/__init__.py has no fp8_gemm_nt, which DeepGEMM has since version 2"
     ):
-        deep_gemm_products.deep_gemm_matmul(a, w.mT, None, "bfloat16")
+        deep_gemm_products.deep_gemm_matmul(a, w.mT, product_options("bfloat16"))
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -183,16 +185,18 @@ def test_transformer_engine_gets_codes_and_one_scale_of_each_tensor(codecs: tupl
     first, second = (f"fp8_current,fp8_format={codec}" for codec in codecs)
     a, w = breccia.cast(activations(2, 5, 256).float(), first), breccia.cast(activations(48, 256).float() * 3, second)
     values, multiply = breccia.dequantize(w).double(), transformer_engine_products.transformer_engine_matmul
-    found = multiply(a, w.mT, None, "bfloat16")
+    found = multiply(a, w.mT, product_options("bfloat16"))
     check(found.reshape(10, 48), breccia.dequantize(a).reshape(10, 256), values)
     columns = breccia.cast(activations(256, 48).float(), second, axis=-2)  # K apart in memory
-    check(multiply(a[0], columns, None, "bfloat16"), breccia.dequantize(a[0]), breccia.dequantize(columns).double().t())
+    check(
+        multiply(a[0], columns, product_options("bfloat16")), breccia.dequantize(a[0]), breccia.dequantize(columns).double().t()
+    )
     out = torch.empty(2, 5, 48, dtype=torch.bfloat16)
-    assert multiply(a, w.mT, None, "bfloat16", out) is out and out.equal(found)
+    assert multiply(a, w.mT, product_options("bfloat16", out=out)) is out and out.equal(found)
     bias = torch.linspace(-3, 3, 48)
-    check(multiply(a[0], w.mT, bias, "bfloat16"), breccia.dequantize(a[0]), values, rounded=2, bias=bias)
+    check(multiply(a[0], w.mT, product_options("bfloat16", bias=bias)), breccia.dequantize(a[0]), values, rounded=2, bias=bias)
     with pytest.raises(breccia.UnsupportedError, match="multiplies tensors with one scale; a has 2, one for each matrix"):
-        multiply(breccia.stack([a[0], a[1]]), w.mT, None, "bfloat16")
+        multiply(breccia.stack([a[0], a[1]]), w.mT, product_options("bfloat16"))
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -201,26 +205,27 @@ def test_torch_gets_codes_scales_and_zeros_of_int4(spec: str) -> None:
     for k in (256, 320) if "size=32" in spec or "size=64" in spec else (256,):
         st, x = weight(spec, 24, k), activations(2, 5, k)
         values = breccia.dequantize(st).double()
-        found = torch_int4.int4pack_matmul(x, st.mT, None, "bfloat16")
+        found = torch_int4.int4pack_matmul(x, st.mT, product_options("bfloat16"))
         check(found.reshape(10, 24), x.reshape(10, k), values, int4_error(st))
 
 
 @pytest.mark.usefixtures("stand_ins")
 def test_results_go_to_out_and_wrong_operands_are_refused() -> None:
     st, x = weight("mxfp4", 128, 256), activations(6, 256)
-    expected = humming_products.humming_weight_only(x, st.mT, None, "bfloat16")
+    expected = humming_products.humming_weight_only(x, st.mT, product_options("bfloat16"))
     out, wide = torch.empty(6, 128, dtype=torch.bfloat16), torch.zeros(6, 200, dtype=torch.bfloat16)
-    assert humming_products.humming_weight_only(x, st.mT, None, "bfloat16", out) is out and out.equal(expected)
+    assert humming_products.humming_weight_only(x, st.mT, product_options("bfloat16", out=out)) is out and out.equal(expected)
     into = wide[:, 3:131]
-    assert humming_products.humming_weight_only(x, st.mT, None, "bfloat16", into) is into and into.equal(expected)
+    assert humming_products.humming_weight_only(x, st.mT, product_options("bfloat16", out=into)) is into
+    assert into.equal(expected)
     with pytest.raises(breccia.BrecciaError, match=r"out= must have shape \(6, 128\) and dtype bfloat16; got \(6, 127\)"):
-        humming_products.humming_weight_only(x, st.mT, None, "bfloat16", torch.empty(6, 127))
+        humming_products.humming_weight_only(x, st.mT, product_options("bfloat16", out=torch.empty(6, 127)))
     with pytest.raises(breccia.BrecciaError, match="bias on meta; move it"):
-        humming_products.humming_weight_only(x, st.mT, torch.empty(128, device="meta"), "bfloat16")
+        humming_products.humming_weight_only(x, st.mT, product_options("bfloat16", bias=torch.empty(128, device="meta")))
     points = weight("int4,group_size=128,symmetric=false,signed=false", 128, 256)
     points.zero_point[3, 1] = 16
     with pytest.raises(breccia.UnsupportedError, match="zero-points have 4 bits"):
-        humming_products.humming_weight_only(x, points.mT, None, "bfloat16")
+        humming_products.humming_weight_only(x, points.mT, product_options("bfloat16"))
 
 
 # ------------------------------------------------------------------------------------------------ what is kept
@@ -231,7 +236,7 @@ def test_a_weight_is_rearranged_once_and_again_when_it_changes(caplog: pytest.Lo
     st, x, made = weight("int4", 128, 256), activations(6, 256), product_standins.HummingLayer.made
 
     def multiply(w: Any) -> Any:
-        return humming_products.humming_weight_only(x, w.mT, None, "bfloat16")
+        return humming_products.humming_weight_only(x, w.mT, product_options("bfloat16"))
 
     with caplog.at_level(logging.INFO, "breccia"):
         first = multiply(st)
@@ -250,7 +255,7 @@ def test_a_weight_is_rearranged_once_and_again_when_it_changes(caplog: pytest.Lo
         values = breccia.dequantize(other).double()
         check(multiply(other), x, values, humming_error("int4,group_size=128", values, "bfloat16"))
         del other
-    narrow = humming_products.humming_weight_only(x.half(), st.mT, None, "float16")
+    narrow = humming_products.humming_weight_only(x.half(), st.mT, product_options("float16"))
     assert narrow.dtype == torch.float16
 
 
@@ -293,9 +298,9 @@ def test_inference_tensors_are_kept_too() -> None:
 
 
 def accepts(accept: Any, a: Any, b: Any, **options: Any) -> str | None:
-    from breccia.backend import Options, registry
+    from breccia.backend import registry
 
-    return accept(Call("matmul", "torch", (a, b, None, Options(options), registry().frameworks["torch"])))
+    return accept(Call(OPERATIONS["matmul"], "torch", (a, b, None, ProductOptions(**options), registry().frameworks["torch"])))
 
 
 BF16 = {"out_dtype": "bfloat16"}
@@ -424,17 +429,17 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_estimated_times_come_from_the_table_of_the_device(tables: Path) -> None:
     a, w = breccia.cast(activations(4, 256).float(), "fp8_block"), weight("fp8_block,block_m=128", 128, 256)
-    call = Call("matmul", "torch", (a, w.mT, None, {}, None))
+    call = Call(OPERATIONS["matmul"], "torch", (a, w.mT, None, FLOAT32, None))
     unmeasured = plans.score_of_humming(call), plans.score_of_deep_gemm(call), fp8_plans.score(call)
     assert unmeasured[2] < unmeasured[1] < unmeasured[0]
     st, x = weight("int4", 128, 256), activations(16, 256)
-    product = Call("matmul", "torch", (x, st.mT, None, {}, None))
+    product = Call(OPERATIONS["matmul"], "torch", (x, st.mT, None, FLOAT32, None))
     assert weight_times.score(product) < weight_times.score_of_humming(product) < weight_times.score_of_torch(product)
     fmt, block = st.recipe.format, st.layout.block(-1)
     assert weight_times.key_of("humming", fmt, block, 16) == "humming INT4/F16 1x128 16"
     assert weight_times.key_of("cuda", fmt, block, 4096) == "cuda INT4/F16 1x128 more"
     tensors = breccia.cast(activations(16, 256).float(), "fp8_current")
-    whole = Call("matmul", "torch", (tensors, tensors.mT, None, {}, None))
+    whole = Call(OPERATIONS["matmul"], "torch", (tensors, tensors.mT, None, FLOAT32, None))
     assert fp8_plans.score(whole) < plans.score_of_transformer_engine(whole)
     entries = {"humming 1x128 128x128 4x128x512": 1.5, "transformer_engine tensor tensor 16x16x256": 1.1}
     choices.write_measured(tables / "matmul_some_gpu.json", "Some GPU", "slowdowns", entries, {})

@@ -28,6 +28,7 @@ import breccia
 from breccia import backend
 from breccia.backend import E2M3, F32, NUMPY, CastOptions, Device, Metadata, ScaledTensor, components, f32, reference
 from breccia.kernels.reference.packing import pack
+from breccia.options import product_options
 from breccia_triton import cast as triton_cast
 from breccia_triton import decode, launch, numerics, operands, plans, plugin, prepare
 from breccia_triton.facts import Hardware
@@ -231,9 +232,9 @@ def test_other_calls_go_to_the_generic_algorithm() -> None:
 
 def check_decoded(st: ScaledTensor, dtype: str = "float32", generic: bool = False) -> None:
     decode._calls.clear()
-    found = decode.dequantize(st, dtype)
+    found = decode.dequantize(st, product_options(dtype))
     assert [isinstance(call, str) for call in decode._calls.values()] == [generic]
-    same_values(found, reference.dequantize(st, dtype))
+    same_values(found, reference.dequantize(st, product_options(dtype)))
 
 
 def check_op(op: str, x: Any, spec: str, generic: bool = False, **options: Any) -> None:
@@ -316,13 +317,13 @@ def test_parts_of_a_tensor_have_scales_of_any_alignment_and_stride() -> None:
 def test_values_are_written_into_out() -> None:
     st = reference.cast(numbers((33, 64), seed=24), breccia.recipe("nvfp4"))
     out = torch.empty((33, 64), dtype=torch.bfloat16, device=DEVICE)
-    assert decode.dequantize(st, "bfloat16", out) is out
-    same_values(out, reference.dequantize(st, "bfloat16"))
+    assert decode.dequantize(st, product_options("bfloat16", out=out)) is out
+    same_values(out, reference.dequantize(st, product_options("bfloat16")))
     columns = torch.empty((64, 33), device=DEVICE).mT
-    assert decode.dequantize(st, "float32", columns) is columns
+    assert decode.dequantize(st, product_options("float32", out=columns)) is columns
     same_values(columns, reference.dequantize(st))
     with pytest.raises(breccia.ShapeError, match="out= must have shape"):
-        decode.dequantize(st, "float32", torch.empty((33, 65), device=DEVICE))
+        decode.dequantize(st, product_options("float32", out=torch.empty((33, 65), device=DEVICE)))
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
@@ -340,11 +341,11 @@ def test_round_trips_take_every_option(spec: str) -> None:
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("spec", [s if s in FEW_SPECS else pytest.param(s, marks=pytest.mark.long) for s in SPECS])
-def test_clipped_round_trips_have_the_values_of_unclipped_ones(spec: str, axis: int) -> None:
+def test_round_trips_of_the_same_facts_share_one_call(spec: str, axis: int) -> None:
     x, recipe = numbers((40, 72), seed=37, dtype=torch.bfloat16), breccia.recipe(spec)
     triton_cast._calls.clear()
-    for clip in ((-1.0, 1.0), "scale"):
-        found = triton_cast.cast_ste_clipped(x, recipe, clip, CastOptions(axis=axis))
+    for _ in range(2):
+        found = triton_cast.cast_ste(x, recipe, CastOptions(axis=axis))
         same_values(found, reference.cast_ste(x, recipe, CastOptions(axis=axis)))
     assert [type(call) for call in triton_cast._calls.values()] == [triton_cast.Call]
 
@@ -421,7 +422,7 @@ def test_requantize_keeps_codes_and_refuses_as_the_generic_algorithm() -> None:
     st = reference.cast(numbers((40, 64), seed=31), breccia.recipe("mxfp4"))
     check_op("requantize", st, "mxfp8", generic=True)
     with pytest.raises(breccia.InexactError):
-        triton_cast.requantize(st, breccia.recipe("fp8_current"), CastOptions(), require_exact=True)
+        triton_cast.requantize(st, breccia.recipe("fp8_current"), CastOptions(require_exact=True))
     with pytest.raises(breccia.NonFiniteError):
         triton_cast.requantize(st, breccia.recipe("nvfp4"), CastOptions(nonfinite="raise"))
 

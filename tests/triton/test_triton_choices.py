@@ -23,6 +23,7 @@ from triton_casts import DEVICE, ON_GPU, numbers, same, same_values
 
 import breccia
 from breccia.backend import CastOptions, reference
+from breccia.options import product_options
 from breccia_triton import cast, choices, decode, operands, tuning
 from breccia_triton.choices import DEFAULT, Choice, Choices, Key, Tuned, choices_of, user_file, write
 from breccia_triton.facts import Hardware
@@ -391,7 +392,7 @@ def test_branches_for_nvidia_gpus_write_the_same_bytes_under_every_choice(
 @pytest.mark.parametrize("spec", ["mxfp6", "nf4", "nvfp4", "fp8_block", ASYMMETRIC])
 def test_values_are_the_same_under_every_choice(spec: str) -> None:
     st = reference.cast(numbers((1024, 2048) if ON_GPU else (64, 256), seed=33), breccia.recipe(spec))
-    expected = reference.dequantize(st, "float32")
+    expected = reference.dequantize(st, product_options("float32"))
     results = under_every_choice(
         lambda choose: decode.prepared(st, "float32", hardware_here(), choose),
         tuning.one,

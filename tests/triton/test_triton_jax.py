@@ -30,6 +30,8 @@ from triton_casts import SPECS  # noqa: E402
 import breccia  # noqa: E402
 from breccia.backend import Call, CastOptions, Described, Device, ScaledTensor, components, install, reference  # noqa: E402
 from breccia.kernels import bounds  # noqa: E402
+from breccia.operations import OPERATIONS  # noqa: E402
+from breccia.options import product_options  # noqa: E402
 from breccia_triton import jax_calls, jax_primitive, jax_products, plans, plugin  # noqa: E402
 from breccia_triton.facts import Hardware  # noqa: E402
 from breccia_triton.prepare import Launch  # noqa: E402
@@ -241,7 +243,7 @@ def test_every_recipe_is_decoded_bit_for_bit(spec: str, axis: int, launches: lis
     st = reference.cast(numbers((256, 784) if ON_GPU else (40, 72), seed=21), breccia.recipe(spec), CastOptions(axis=axis))
     for dtype in ("float32", "bfloat16"):
         launches.clear()
-        found = compiled(lambda st, d=dtype: jax_calls.dequantize(st, d), moved(st, "jax"))
+        found = compiled(lambda st, d=dtype: jax_calls.dequantize(st, product_options(d)), moved(st, "jax"))
         assert launches == ["dequantize_kernel"]
         expected = reference.dequantize(st)
         same_values(found, expected if dtype == "float32" else expected.astype(jnp.bfloat16))
@@ -280,7 +282,7 @@ def test_arrays_are_multiplied_by_weights_that_are_decoded_in_registers(
     values = reference.dequantize(st.mT if transposed else st)
 
     def product(x: Any, st: Any, bias: Any = None, dtype: str = "float32") -> Any:
-        return jax_products.fused_matmul(x, st.mT if transposed else st, bias, dtype)
+        return jax_products.fused_matmul(x, st.mT if transposed else st, product_options(dtype, bias=bias))
 
     check_product(compiled(product, x, moved(st, "jax")), np.asarray(x, np.float32), values)
     assert launches[0] == "fused_kernel"
@@ -312,7 +314,7 @@ def test_every_round_trip_is_that_of_cast_and_dequantize(spec: str, axis: int, l
     found = compiled(lambda x: jax_calls.cast_ste(x, recipe, options), jnp.asarray(x))
     assert launches[-1] == "cast_kernel"
     same_values(found, reference.cast_ste(x, recipe, options))
-    same_values(compiled(lambda x: jax_calls.cast_ste_clipped(x, recipe, (-1, 1), options), jnp.asarray(x)), found)
+    same_values(compiled(lambda x: jax_calls.cast_ste(x, recipe, options), jnp.asarray(x)), found)
 
 
 @pytest.mark.parametrize("spec", ["fp8_block", "fp8_current", "mxfp8", "fp8_row", "nvfp4"])
@@ -371,7 +373,11 @@ def test_both_implementations_return_the_same_types(spec: str, axis: int, monkey
 
     def ops(x: Any) -> Any:
         st = jax_calls.cast(x, recipe, CastOptions(axis=axis))
-        return jax_calls.cast_pair(x, recipe), jax_calls.cast_ste(x, recipe), jax_calls.dequantize(st, "bfloat16")
+        return (
+            jax_calls.cast_pair(x, recipe),
+            jax_calls.cast_ste(x, recipe),
+            jax_calls.dequantize(st, product_options("bfloat16")),
+        )
 
     jax.eval_shape(ops, jax.ShapeDtypeStruct((40, 72), jnp.float16))
     assert len(calls) >= 4
@@ -601,7 +607,9 @@ def test_large_arrays_are_left_to_the_generic_algorithm(op: str) -> None:
 
     def reason(framework: str, rows: int) -> str | None:
         given = Described(recipe, shape=(rows, 65536), layout=recipe.layout, device=Device("cuda"))
-        return getattr(plans, f"accepts_{op}")(Call(op, framework, (given, None, breccia.recipe("mxfp8"), CastOptions(), None)))
+        return getattr(plans, f"accepts_{op}")(
+            Call(OPERATIONS[op], framework, (given, None, breccia.recipe("mxfp8"), CastOptions(), None))
+        )
 
     why = "positions in 2146435072 elements or more have 64 bits, and jax-triton passes integers of 32 bits"
     assert reason("jax", 32768) == why

@@ -20,6 +20,7 @@ import breccia
 from breccia.backend import fragments, reference
 from breccia.codecs import E2M1, E4M3, F16, F32, INT4, INT8, NF4, UE4M3, UINT4, UINT8
 from breccia.formats import Format, Level
+from breccia.options import product_options
 from breccia.tensors.tensor import ScaledTensor, bytes_equal
 from breccia_triton import choices
 from breccia_triton import weight_plans as plans
@@ -409,15 +410,15 @@ def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeyp
         assert ((found - exact).abs() <= k * 2.0**-24 * size).all()
         assert weight_only.weight_only_matmul(x, w).equal(found)
         assert made[-1].streams == [(7, m != 1), (7, True)]  # first without an early start: the weight was just written
-        found = weight_only.weight_only_matmul(x[None].expand(2, m, k), w, bias, "bfloat16")
+        found = weight_only.weight_only_matmul(x[None].expand(2, m, k), w, product_options("bfloat16", bias=bias))
         assert found.shape == (2, m, n) and found.dtype == torch.bfloat16
         assert ((found[1] - (exact + bias)).abs() <= 2.0**-8 * (size + bias.abs())).all()
         wide = torch.full((m, 100), 7.0)
         out = wide[:, :n]
-        assert weight_only.weight_only_matmul(x, w, None, "float32", out) is out
+        assert weight_only.weight_only_matmul(x, w, product_options("float32", out=out)) is out
         assert ((out - exact).abs() <= k * 2.0**-24 * size).all() and (wide[:, n:] == 7).all()
         turned = torch.zeros(n, m).mT
-        assert weight_only.weight_only_matmul(x, w, None, "float32", turned) is turned
+        assert weight_only.weight_only_matmul(x, w, product_options("float32", out=turned)) is turned
         assert turned.equal(out)
         sliced = torch.randn(m, 2 * k).bfloat16()[:, ::2]
         assert ((weight_only.weight_only_matmul(sliced, w) - sliced.double() @ values.mT).abs() <= 0.01 * size.max()).all()
@@ -535,10 +536,10 @@ def test_a_grouped_call_passes_its_arguments_as_the_kernel_reads_them(name: str,
         check(found)
         check(weight_only.weight_only_grouped(x, stored.mT, offsets.int()))
         out = torch.full((m, 100), 7.0)[:, :n]
-        assert weight_only.weight_only_grouped(x, stored.mT, offsets, "float32", out) is out
+        assert weight_only.weight_only_grouped(x, stored.mT, offsets, product_options("float32", out=out)) is out
         assert out.equal(found)
         turned = torch.full((n, m), 7.0).mT
-        assert weight_only.weight_only_grouped(x, stored.mT, offsets, "float32", turned).equal(found)
+        assert weight_only.weight_only_grouped(x, stored.mT, offsets, product_options("float32", out=turned)).equal(found)
         order = [1, 2, 3, 0]
         fused = breccia.stack([in_torch(plain), in_torch(plain).select(0, order)], axis=1).to_storage(STORAGE)
         part = ScaledTensor.from_parts(  # every second matrix

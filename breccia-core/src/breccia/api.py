@@ -5,33 +5,24 @@ docs/spec/numerics.md specifies the results. Where a framework has no frontend f
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Callable
+from inspect import Parameter, Signature
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .arrays.frameworks import (
-    Device,
-    Framework,
-    common_framework,
-    device_of,
-    framework_of,
-    ops_of,
-    output_dtype,
-    same_framework,
-    shape_of,
-)
+from .arrays.frameworks import Framework, common_framework, framework_of, ops_of, output_dtype, same_framework, shape_of
 from .dispatch import calls
-from .dispatch.call import NO_OPTIONS, Call, Options
 from .dispatch.explanation import Explanation
-from .dispatch.facts import Described, array_of
-from .dispatch.kernel import OPS, Prefer
+from .dispatch.facts import array_of
+from .dispatch.kernel import Prefer
 from .dispatch.registry import Plugin, registry
-from .errors import OptionError, UnknownNameError, UnsupportedError, suggestion
+from .errors import OptionError, UnsupportedError
 from .kernels.checks import check_cast, check_grouped, check_matmul, clip_bounds
-from .options import COLUMNS, DEFAULT, PLAIN, CastOptions
+from .operations import CASTING, Kind, Operation
+from .options import COLUMNS, DEFAULT, PLAIN, CastOptions, product_options
 from .recipes import DelayedScaling, ScalingRecipe
-from .specs import as_recipe, recipe
+from .specs import as_recipe
 from .tensors.checks import contraction_axis
 from .tensors.pair import TensorPair
 from .tensors.tensor import ScaledTensor, scaled
@@ -76,7 +67,7 @@ def cast(
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
     options = _options(x, axis, scale, rounding, seed, nonfinite, storage, out)
-    return _frontend("cast", x)(x, recipe, options, prefer)
+    return _run("cast", framework_of(x), (x, recipe, options), prefer)
 
 
 def cast_pair(
@@ -102,7 +93,7 @@ def cast_pair(
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
     options = _options(x, -1, scale, rounding, seed, nonfinite, storage, None)
-    return TensorPair(*_frontend("cast_pair", x)(x, recipe, options, prefer))
+    return TensorPair(*_run("cast_pair", framework_of(x), (x, recipe, options), prefer))
 
 
 def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, *, prefer: Prefer = None) -> tuple[Any, Any]:
@@ -112,7 +103,7 @@ def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, *, pref
     """
     _check_array(x)
     check_cast(x, recipe)
-    return _frontend("record_amax", x)(x, recipe, amaxes, scale, prefer)
+    return _run("record_amax", framework_of(x), (x, recipe, amaxes, scale), prefer)
 
 
 def cast_and_record(
@@ -131,7 +122,7 @@ def cast_and_record(
 ) -> tuple[ScaledTensor, Any, Any]:
     """The op of `AmaxHistory.cast`: `x` under `recipe` with the supplied `scale`, and what `record_amax` returns."""
     options = _options(x, axis, None, rounding, seed, nonfinite, storage, out)
-    return _frontend("cast_and_record", x)(x, recipe, amaxes, scale, options, prefer)
+    return _run("cast_and_record", framework_of(x), (x, recipe, amaxes, scale, options), prefer)
 
 
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None, prefer: Prefer = None) -> Any:
@@ -143,7 +134,8 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None,
     """
     if not isinstance(st, ScaledTensor):
         st = _need_scaled("dequantize", st)
-    return _frontend("dequantize", st.held_data)(st, output_dtype(out_dtype), out, prefer)
+    options = product_options(output_dtype(out_dtype), out=out)
+    return _run("dequantize", framework_of(st.held_data), (st, options), prefer)
 
 
 def requantize(
@@ -177,7 +169,9 @@ def requantize(
     if not isinstance(require_exact, bool):
         raise OptionError(f"require_exact is True or False; got {require_exact!r}.", require_exact=require_exact)
     options = _options(st, -1, scale, rounding, seed, nonfinite, storage, out, of_tensor=True)
-    return _frontend("requantize", st.held_data)(st, recipe, options, require_exact, prefer)
+    if require_exact:
+        options = options.replace(require_exact=True)
+    return _run("requantize", framework_of(st.held_data), (st, recipe, options), prefer)
 
 
 def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out: Any = None, prefer: Prefer = None) -> Any:
@@ -197,7 +191,7 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out:
                 raise
             return matmul(scaled(a), scaled(b), out_dtype, bias=bias, out=out, prefer=prefer)
     check_matmul(a, b, bias)
-    return _entry("matmul", framework)(a, b, bias, output_dtype(out_dtype), out, prefer)
+    return _run("matmul", framework, (a, b, product_options(output_dtype(out_dtype), bias, out)), prefer)
 
 
 def cast_matmul(
@@ -213,7 +207,8 @@ def cast_matmul(
     _check_array(x)
     framework = common_framework(x, array_of(b), bias) or same_framework(_arrays(x=x, b=b, bias=bias))
     check_matmul(x, b, bias)
-    return _entry("cast_matmul", framework)(x, recipe, b, bias, output_dtype(out_dtype), prefer)
+    options = product_options(output_dtype(out_dtype), bias)
+    return _run("cast_matmul", framework, (x, recipe, b, options), prefer)
 
 
 def grouped_matmul(a: Any, b: Any, offsets: Any, out_dtype: Any = "float32", *, out: Any = None, prefer: Prefer = None) -> Any:
@@ -228,7 +223,8 @@ def grouped_matmul(a: Any, b: Any, offsets: Any, out_dtype: Any = "float32", *, 
     """
     framework = same_framework(_arrays(a=a, b=b, offsets=offsets))
     check_grouped(a, b, offsets)
-    return _entry("grouped_matmul", framework)(a, b, offsets, output_dtype(out_dtype), out, prefer)
+    options = product_options(output_dtype(out_dtype), out=out)
+    return _run("grouped_matmul", framework, (a, b, offsets, options), prefer)
 
 
 def cast_ste(
@@ -249,7 +245,7 @@ def cast_ste(
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
     options = _options(x, axis, scale, rounding, seed, nonfinite, PLAIN, None)
-    return _frontend("cast_ste", x)(x, recipe, options, prefer)
+    return _run("cast_ste", framework_of(x), (x, recipe, options), prefer)
 
 
 def cast_ste_clipped(
@@ -274,8 +270,8 @@ def cast_ste_clipped(
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
     options = _options(x, axis, scale, rounding, seed, nonfinite, PLAIN, None)
-    bounds = clip_bounds(recipe, clip_min, clip_max, clip) or "scale"
-    return _frontend("cast_ste_clipped", x)(x, recipe, bounds, options, prefer)
+    options = options.replace(clip=clip_bounds(recipe, clip_min, clip_max, clip) or "scale")
+    return _run("cast_ste", framework_of(x), (x, recipe, options), prefer)
 
 
 def metrics(reference: Any, quantized: Any) -> ErrorMetrics:
@@ -304,92 +300,65 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
         >>> print(breccia.explain("matmul", "fp8_block", "fp8_block", on="torch"))
         >>> print(breccia.explain("matmul", "array", "nvfp4", on="torch"))
     """
-    if op not in OPS:
-        raise UnknownNameError(f"no op {op!r}{suggestion(op, list(OPS))}", name=op, known=OPS)
-    values = [_named_operand(x) if isinstance(x, str) else x for x in operands]
-    new: ScalingRecipe | None = None
-    if op == "cast_matmul":
-        if len(values) == 3 and isinstance(values[1], ScalingRecipe):
-            new = values.pop(1)
-        elif len(values) == 2 and isinstance(values[0], ScalingRecipe):
-            new = values.pop(0)
+    return targets.load("breccia.dispatch.explaining:explain")(op, operands, on, prefer, options)
+
+
+def public(op: Operation) -> Callable[..., Any]:
+    """The function that users call for the op of a plug-in: f(*arguments, **options), with `prefer=` as another option.
+
+    It checks its arguments, computes gradients by `op.derivative`, and works in `torch.compile`, `jax.jit` and `mx.compile`.
+    A recipe may be given by its name. See docs/plugins.md.
+
+        >>> swiglu_cast = public(SWIGLU_CAST)
+        >>> st = swiglu_cast(x, gate, "nvfp4", rounding="stochastic", seed=1)
+
+    The function raises TypeError for missing and unknown arguments; UnsupportedError for arrays of several frameworks, and for
+    a ScaledTensor where an array is due or the other way round; and what `op.validate` raises.
+    """
+    positional = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name, _ in op.arguments]
+    options = [Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(op.default, name)) for name in op.options]
+    prefer = Parameter("prefer", Parameter.KEYWORD_ONLY, default=None)
+    signature = Signature([*positional, *options, prefer])
+
+    def function(*arguments: Any, **given: Any) -> Any:
+        bound = signature.bind(*arguments, **given)
+        bound.apply_defaults()
+        named = bound.arguments
+        values = {name: _argument(op, name, kind, named[name]) for name, kind in op.arguments}
+        arrays = {name: array_of(x) for name, x in values.items() if hasattr(array_of(x), "shape")}
+        framework = same_framework(arrays)
+        first = values[op.arguments[0][0]]
+        if op.default is None:
+            taken: tuple[Any, ...] = ()
+        elif "out_dtype" in op.options:
+            taken = (product_options(output_dtype(named["out_dtype"]), named.get("bias"), named.get("out")),)
         else:
-            raise UnsupportedError("explain('cast_matmul', ...) needs x, a recipe and b; x may be omitted.")
-    elif op not in ("dequantize", "matmul", "grouped_matmul"):
-        if not values or not isinstance(values[-1], ScalingRecipe):
-            raise UnsupportedError(f"explain({op!r}, ...) needs the target recipe as its last operand.")
-        new = values.pop()
-    wanted = _OPERANDS.get(op, (0, 1))
-    arrays_only = values[: len(values) - (op == "cast_matmul")] if op in _ARRAYS_ONLY else []
-    if len(values) not in wanted or any(isinstance(x, ScalingRecipe) for x in arrays_only):
-        raise UnsupportedError(f"{op} has {wanted[-1] + (new is not None)} operands; explain got {len(operands)}.")
-    if op in ("dequantize", "requantize") and values[0] is _PLAIN_OPERAND:
-        raise UnsupportedError(f"{op} takes a ScaledTensor; name its recipe, as in explain({op!r}, 'mxfp8').")
-    there = [x for x in values if not isinstance(x, ScalingRecipe) and x is not _PLAIN_OPERAND]
-    arrays = [x.held_data if isinstance(x, ScaledTensor) else x for x in there]
-    name, _, device = (on or "").partition(":")
-    framework = framework_of(arrays[0]).name if arrays else name or "numpy"
-    declared: Framework = registry().look_up("breccia_frameworks", name or framework, "framework")
-    if device and declared.kinds and device.partition(":")[0] not in declared.kinds:
-        raise UnsupportedError(f"{declared.name} arrays are on {' or '.join(declared.kinds)} only; got on={on!r}.", on=on)
-    where = f"{framework}:{device_of(arrays[0])}" if arrays else on
-    if arrays and on not in (None, framework, where):
-        raise UnsupportedError(f"explain: on={on!r}, but the operand is on {where}; omit on=.")
-    known = _explained_options(op, options, len(shape_of(arrays[0], "the operand")) if arrays else 2)
-    kind, _, index = device.partition(":")
-    asked = Device(kind or (device_of(arrays[0]) if arrays else "cpu"), int(index) if index.isdigit() else None)
-    if op in _ARRAYS_ONLY and len(values) < wanted[-1]:
-        values.insert(0, _PLAIN_OPERAND)
-    axes = (-1, -2 if op in _PRODUCTS else -1)  # a recipe as second operand of a product stands for a weight w.mT
-    filled = [_described(x, asked, axis) if isinstance(x, ScalingRecipe) else x for x, axis in zip(values, axes, strict=False)]
-    filled = [_PLAIN_OPERAND._replace(device=asked) if x is _PLAIN_OPERAND else x for x in filled]
-    a, b = (*filled, None)[:2]
-    return registry().table.explain(Call(op, framework, (a, b, new, known, declared)), prefer, device)
+            defaults = {name: getattr(DEFAULT, name) for name in CASTING} | {name: named[name] for name in op.options}
+            extra = {name: defaults.pop(name) for name in op.options if name not in CASTING}
+            found = _options(first, **defaults, of_tensor=isinstance(first, ScaledTensor))
+            taken = (found.replace(**extra) if extra else found,)
+        if op.validate is not None:
+            targets.load(op.validate)(*values.values(), *taken)
+        return _run(op.name, framework, (*values.values(), *taken), named["prefer"])
+
+    function.__name__ = function.__qualname__ = op.name
+    function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    return traced_by_framework(function)
 
 
-#: The name of a plain operand in `explain`, and its stand-in: an aligned matrix.
-PLAIN_OPERAND = "array"
-_PLAIN_OPERAND = Described(shape=(256, 256))
-
-
-def _named_operand(name: str) -> Any:
-    return _PLAIN_OPERAND if name == PLAIN_OPERAND else recipe(name)
-
-
-#: The numbers of operands that `explain` takes, without the target recipe: an array may be omitted.
-_OPERANDS = {"dequantize": (1,), "requantize": (1,), "matmul": (2,), "grouped_matmul": (2,), "cast_matmul": (1, 2)}
-#: Ops whose first operand is an array, never a ScaledTensor.
-_PRODUCTS = ("matmul", "grouped_matmul", "cast_matmul")
-_ARRAYS_ONLY = ("cast", "cast_pair", "cast_ste", "cast_ste_clipped", "cast_matmul", "record_amax", "cast_and_record")
-_WITH_CAST_OPTIONS = ("cast", "cast_pair", "requantize", "cast_ste", "cast_ste_clipped", "cast_and_record")
-
-
-def _explained_options(op: str, options: dict[str, Any], ndim: int) -> Any:
-    """Keyword options as the op passes them on. Raises OptionError for unknown ones."""
-    casts = op in _WITH_CAST_OPTIONS
-    names = [f.name for f in fields(CastOptions)] if casts else [] if op == "record_amax" else ["out_dtype", "out", "bias"]
-    names += {"requantize": ["require_exact"], "cast_ste_clipped": ["clip_min", "clip_max", "clip"]}.get(op, [])
-    for name in options:
-        if name not in names:
-            raise OptionError(f"{op} has no option {name!r}{suggestion(name, names)}", option=name)
-    given = {k: v for k, v in options.items() if v is not None and not k.startswith("clip")}
-    if not casts:
-        dtype = output_dtype(given.pop("out_dtype", "float32"))
-        return Options(given if dtype == "float32" else {**given, "out_dtype": dtype}) or NO_OPTIONS
-    if "axis" in given:
-        given["axis"] = contraction_axis(given["axis"], ndim)
-    exact = given.pop("require_exact", False)
-    found = CastOptions(**given)
-    if found.storage != PLAIN:
-        registry().look_up("breccia_storages", found.storage, "storage")
-    if exact:
-        return Options(found.given(), require_exact=True)
-    return found if found.given() else DEFAULT
-
-
-def _described(of: ScalingRecipe, device: Device, axis: int = -1) -> Described:
-    """An aligned matrix under that recipe, with blocks along the axis."""
-    return Described(of, of.format.element.dtype or "uint8", (256, 256), of.layout.oriented(axis), axis, device)
+def _argument(op: Operation, name: str, kind: Kind, x: Any) -> Any:
+    """An argument of an op of a plug-in. Raises UnsupportedError where it is of another kind."""
+    if kind is Kind.RECIPE:
+        found = as_recipe(x)
+        if not isinstance(found, op.recipe):
+            raise UnsupportedError(f"{op.name} takes a {op.recipe.__name__} as {name}; got {found!r}.", op=op.name)
+        return found
+    found = scaled(x)
+    if kind is Kind.TENSOR:
+        return _need_scaled(op.name, found)
+    if kind is not Kind.EITHER and isinstance(found, ScaledTensor):
+        raise UnsupportedError(f"{op.name} takes an array as {name}, got a ScaledTensor; pass its values: x.dequantize().")
+    return found
 
 
 def plugins() -> list[Plugin]:
@@ -400,15 +369,14 @@ def plugins() -> list[Plugin]:
 # -- checks of arguments ---------------------------------------------------------------------------------------------
 
 
-def _frontend(op: str, x: Any) -> Any:
-    """The function that runs the op for array `x`."""
-    return _entry(op, framework_of(x))
-
-
-def _entry(op: str, framework: Framework) -> Any:
-    """The frontend's function, or that of `calls` where it has none."""
-    home = calls if framework.frontend is None else targets.load_module(framework.frontend)
-    return getattr(home, op, None) or getattr(calls, op)
+def _run(op: str, framework: Framework, arguments: tuple[Any, ...], prefer: Prefer) -> Any:
+    """The op by the framework's frontend, or by `calls` where it has none."""
+    known = registry()
+    function = known.functions.get((op, framework.name))
+    if function is None:
+        home = calls if framework.frontend is None else targets.load_module(framework.frontend)
+        function = known.functions[op, framework.name] = home.runner_of(known.operation(op))
+    return function(arguments, prefer)
 
 
 def _options(

@@ -13,18 +13,20 @@ from typing import Any
 #: Name -> module that defines it, "" for modules of `breccia` itself. `backend.pyi` repeats this for type checkers.
 _HOMES: dict[str, str] = {
     # The arguments of a kernel, and the facts it may require of a call.
-    **dict.fromkeys(("Call", "Operand", "Options"), "dispatch.call"),
-    **dict.fromkeys(("Kernel", "Prefer", "named"), "dispatch.kernel"),
+    **dict.fromkeys(("Call", "Operand"), "dispatch.call"),
+    **dict.fromkeys(("Kernel", "Prefer", "Tier", "named"), "dispatch.kernel"),
+    **dict.fromkeys(("CASTING", "Kind", "OPERATIONS", "Operation", "Result"), "operations"),
     "Described": "dispatch.facts",
     "Table": "dispatch.table",
     **dict.fromkeys(("Device",), "arrays.frameworks"),
-    **dict.fromkeys(("COLUMNS", "CastOptions", "DEFAULT", "PLAIN"), "options"),
+    **dict.fromkeys(("COLUMNS", "CastOptions", "DEFAULT", "FLOAT32", "PLAIN", "ProductOptions", "product_options"), "options"),
+    "public": "api",
     # Calling other kernels, and the generic algorithm: modules.
     "calls": "dispatch",
     "rules": "",
     "storing": "",
     "targets": "",
-    **dict.fromkeys(("checks", "composites", "measuring", "reference", "threads"), "kernels"),
+    **dict.fromkeys(("checks", "composites", "measuring", "reference", "storages", "threads"), "kernels"),
     # Arrays of any framework.
     **dict.fromkeys(
         ("FLOATS", "Framework", "device_of", "dtype_name", "framework_of", "ops_of", "output_dtype"), "arrays.frameworks"

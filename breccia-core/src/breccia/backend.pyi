@@ -1,6 +1,7 @@
 from . import rules as rules
 from . import storing as storing
 from . import targets as targets
+from .api import public as public
 from .arrays.frameworks import FLOATS as FLOATS
 from .arrays.frameworks import Device as Device
 from .arrays.frameworks import Framework as Framework
@@ -52,10 +53,10 @@ from .declared import spelled as spelled
 from .dispatch import calls as calls
 from .dispatch.call import Call as Call
 from .dispatch.call import Operand as Operand
-from .dispatch.call import Options as Options
 from .dispatch.facts import Described as Described
 from .dispatch.kernel import Kernel as Kernel
 from .dispatch.kernel import Prefer as Prefer
+from .dispatch.kernel import Tier as Tier
 from .dispatch.kernel import named as named
 from .dispatch.registry import registry as registry
 from .dispatch.table import Table as Table
@@ -80,6 +81,7 @@ from .kernels import composites as composites
 from .kernels import measuring as measuring
 from .kernels import numpy as numpy
 from .kernels import reference as reference
+from .kernels import storages as storages
 from .kernels import threads as threads
 from .kernels.exact import keeps_parts as keeps_parts
 from .kernels.exact import renames as renames
@@ -101,10 +103,18 @@ from .layouts import Shape as Shape
 from .layouts import Stored as Stored
 from .locks import cached_property as cached_property
 from .locks import reentrant as reentrant
+from .operations import CASTING as CASTING
+from .operations import OPERATIONS as OPERATIONS
+from .operations import Kind as Kind
+from .operations import Operation as Operation
+from .operations import Result as Result
 from .options import COLUMNS as COLUMNS
 from .options import DEFAULT as DEFAULT
+from .options import FLOAT32 as FLOAT32
 from .options import PLAIN as PLAIN
 from .options import CastOptions as CastOptions
+from .options import ProductOptions as ProductOptions
+from .options import product_options as product_options
 from .recipes import DelayedScaling as DelayedScaling
 from .recipes import Float8BlockScaling as Float8BlockScaling
 from .recipes import Float8CurrentScaling as Float8CurrentScaling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import OptionError
 
@@ -18,7 +18,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CastOptions:
-    """The options of `breccia.cast`. Raises OptionError where they contradict each other.
+    """The options of ops that cast. Raises OptionError where they contradict each other.
 
     axis: the contraction axis. The ops pass it as -1 or -2.
     scale: the supplied scale (the global one of two levels), a number or an array, or None.
@@ -26,6 +26,8 @@ class CastOptions:
     nonfinite: "propagate" or "raise".
     storage: the name of the storage to write.
     out: the ScaledTensor to write into, or None.
+    require_exact: of `requantize`: raise InexactError if a value would change.
+    clip: of `cast_ste`: the range (low, high) inside which gradients pass, "scale" for that of each block, None for all.
     """
 
     axis: int = -1
@@ -35,6 +37,8 @@ class CastOptions:
     nonfinite: str = "propagate"
     storage: str = PLAIN
     out: Any = None
+    require_exact: bool = False
+    clip: tuple[float, float] | str | None = None
 
     def __post_init__(self) -> None:
         seed = check_options(self.rounding, self.seed, self.nonfinite)
@@ -103,3 +107,39 @@ def whole_number(name: str, value: Any) -> int:
 #: The default options, and those along the other axis: one object each, which layers recognize.
 DEFAULT = CastOptions()
 COLUMNS = CastOptions(axis=-2)
+
+
+class ProductOptions(NamedTuple):
+    """The options of ops that return an array of a dtype that the caller chooses: products and `dequantize`.
+
+    out_dtype: the name of the floating dtype of the result. bias: of products: a floating array of shape (N,), or None.
+    out: the array to write into, or None.
+    """
+
+    out_dtype: str = "float32"
+    bias: Any = None
+    out: Any = None
+
+    def given(self) -> dict[str, Any]:
+        """The options that are not at their default, by name."""
+        found = {} if self.out_dtype == "float32" else {"out_dtype": self.out_dtype}
+        return found | {name: value for name, value in (("bias", self.bias), ("out", self.out)) if value is not None}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """One option by name, as `Call.option` reads it."""
+        return getattr(self, name, default)
+
+
+class _OfDtype(dict[str, ProductOptions]):
+    def __missing__(self, dtype: str) -> ProductOptions:
+        return ProductOptions(dtype)
+
+
+#: The options of ops without `CastOptions` at their default: one object, which layers recognize.
+FLOAT32 = ProductOptions()
+_OF_DTYPE = _OfDtype(float32=FLOAT32, float16=ProductOptions("float16"), bfloat16=ProductOptions("bfloat16"))
+
+
+def product_options(out_dtype: str, bias: Any = None, out: Any = None) -> ProductOptions:
+    """The options of a product or of `dequantize`; the same object for calls that give a dtype alone."""
+    return _OF_DTYPE[out_dtype] if bias is None and out is None else ProductOptions(out_dtype, bias, out)

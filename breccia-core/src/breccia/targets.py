@@ -128,7 +128,8 @@ def locate(target: str) -> str:
         return f"{target} ({e})"
     line = 1
     for name in path.split("."):
-        found = next((node for node in _statements(body) if name in _defined(node)), None)
+        named = {name: node for node in _statements(body) for name in _defined(node)}
+        found = named.get(name) or named.get("__getattr__")  # which makes what a module does not define
         if found is None:
             return f"{spec.origin} (no definition of {path})"
         line, body = found.lineno, getattr(found, "body", [])

@@ -29,7 +29,7 @@ def _calling(name: str) -> Any:
 
 
 def _traced(*arguments: Any, **options: Any) -> Any:
-    _load()
+    _load("the name")
     return getattr(_module, "the name")(*arguments, **options)
 
 
@@ -47,8 +47,11 @@ _module: Any = None
 
 
 @constant_in_graphs
-def _load() -> None:
-    """Import that module. Raises UnsupportedError if no plug-in declares one."""
+def _load(name: str) -> None:
+    """Import that module, and have it define a function for the op of a plug-in.
+
+    Raises UnsupportedError if no plug-in declares such a module.
+    """
     global _module
     if _module is None:
         frameworks = targets.load(targets.REGISTRY)().frameworks.values()
@@ -56,3 +59,5 @@ def _load() -> None:
         if declared is None:
             raise UnsupportedError("breccia's ops inside torch.compile need breccia-torch: pip install breccia-torch.")
         _module = targets.load_module(declared)
+    if not hasattr(_module, name):
+        setattr(_module, name, _module.function_of(targets.load(targets.REGISTRY)().operation(name)))

@@ -23,18 +23,20 @@ from jax.sharding import SingleDeviceSharding
 
 from breccia.backend import (
     DEFAULT,
+    FLOAT32,
     PARTS,
     CastOptions,
     Metadata,
     Prefer,
+    ProductOptions,
     ScaledTensor,
     ScalingRecipe,
     calls,
     checks,
     dtype_name,
-    output_dtype,
     packing,
     part_shapes,
+    product_options,
     reference,
     registry,
     renames,
@@ -73,17 +75,18 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     return program.static.assembled(_ran(program, arrays))
 
 
-def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
     """`dequantize` by the kernel for NumPy arrays; inside compiled functions the generic algorithm, which XLA fuses."""
     tensor, arrays = Tensor.of(st)
     check_operand("st", st)
-    if tensor is None or out is not None or not in_memory(arrays):
-        return reference.dequantize(st, out_dtype, out)
-    return _ran(Decode(tensor, tuple(st.shape), output_dtype(out_dtype), _shapes(arrays)), arrays)[0]
+    if tensor is None or options.out is not None or not in_memory(arrays):
+        return reference.dequantize(st, options)
+    return _ran(Decode(tensor, tuple(st.shape), options.out_dtype, _shapes(arrays)), arrays)[0]
 
 
-def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """`matmul` by the kernel for NumPy arrays."""
+    out_dtype, bias, out = options
     checks.check_matmul(a, b, bias)
     for name, operand in (("a", a), ("b", b)):
         if isinstance(operand, ScaledTensor):
@@ -91,11 +94,11 @@ def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32"
     (left, first), (right, second) = Tensor.of(a), Tensor.of(b)
     arrays = [*first, *second, *(() if bias is None else (bias,))]
     if out is not None or not _static(arrays):
-        return reference.matmul(a, b, bias, out_dtype, out)
+        return reference.matmul(a, b, options)
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     if bias is not None and np.broadcast_shapes(shape, bias.shape) != shape:
-        return reference.matmul(a, b, bias, out_dtype, out)
-    return _ran(Product(left, right, bias is not None, shape, output_dtype(out_dtype), _shapes(arrays)), arrays)[0]
+        return reference.matmul(a, b, options)
+    return _ran(Product(left, right, bias is not None, shape, out_dtype, _shapes(arrays)), arrays)[0]
 
 
 # ------------------------------------------------------------------------------------------------ eager calls
@@ -121,42 +124,48 @@ def runs(op: str, a: Any, b: Any = None, recipe: Any = None, options: Any = None
             arrays.append(part)
     if not in_memory(arrays):
         return False
-    given = () if options is None else (options, prefer)
-    return _is_of_this_module(registry().table.choose(op, "jax", a, b, recipe, *given))
+    return _is_eager(_chosen(op, a, b, recipe, options, prefer))
 
 
 def multiplies(x: Array, b: ScaledTensor) -> bool:
     """Whether `matmul` of these operands, traced or not, runs by the kernel of this module."""
-    return _is_of_this_module(registry().table.choose("matmul", "jax", x, b))
+    return _is_eager(_chosen("matmul", x, b))
 
 
-def _is_of_this_module(chosen: Any) -> bool:
-    return chosen.kernel.target.startswith(f"{__name__}:")
+def _chosen(op: str, a: Any, b: Any = None, recipe: Any = None, options: Any = None, prefer: Prefer = None) -> Any:
+    known = registry()
+    operation = known.operation(op)
+    given = operation.default if options is None else options
+    return known.table.choose(operation, "jax", a, b, recipe, given, prefer)
+
+
+def _is_eager(chosen: Any) -> bool:
+    return chosen.kernel.eager
 
 
 def _is_composite(chosen: Any) -> bool:
-    return chosen.kernel.target.startswith("breccia.kernels.composites:")
+    return chosen.kernel.kind == "composite"
 
 
 def casts_and_multiplies(x: Array, recipe: ScalingRecipe, b: Any, bias: Array | None) -> bool:
     """Whether `cast_matmul` is a cast and a product by kernels of this module."""
-    if not runs("cast", x, None, recipe) or not runs("matmul", x, b, options={"bias": bias}):
+    if not runs("cast", x, None, recipe) or not runs("matmul", x, b, options=product_options("float32", bias)):
         return False
-    return _is_composite(registry().table.choose("cast_matmul", "jax", x, b, recipe))
+    return _is_composite(_chosen("cast_matmul", x, b, recipe))
 
 
-def casts(op: str, x: Array, recipe: ScalingRecipe, options: CastOptions, prefer: Prefer) -> bool:
+def casts(op: str, x: Array, recipe: ScalingRecipe | None, options: CastOptions, prefer: Prefer) -> bool:
     """Whether a composite of casts runs by kernels of this module."""
     if prefer is not None or not runs("cast", x, None, recipe, options):
         return False
-    return _is_composite(registry().table.choose(op, "jax", x, None, recipe, options))
+    return _is_composite(_chosen(op, x, None, recipe, options))
 
 
 def recasts(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions) -> bool:
     """Whether `requantize` decodes, by the kernel of this module, and casts, rather than keep scales and translate codes."""
     if options.scale is None and (st.recipe == recipe or renames(st.recipe, st.layout.plain, st.axis, recipe)):
         return False
-    return _is_composite(registry().table.choose("requantize", "jax", st, None, recipe, options)) and runs("dequantize", st)
+    return _is_composite(_chosen("requantize", st, None, recipe, options)) and runs("dequantize", st)
 
 
 def _ran(program: Program, arrays: Sequence[Array]) -> list[Array]:
@@ -282,13 +291,13 @@ class Decode:
         return _text(self)
 
     def generic(self, *arrays: Array) -> list[Array]:
-        return [reference.dequantize(self.tensor.generic(arrays), self.dtype)]
+        return [reference.dequantize(self.tensor.generic(arrays), product_options(self.dtype))]
 
     def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
         return None
 
     def run(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
-        calls.dequantize(self.tensor.numpy(arrays), self.dtype, results[0])
+        calls.dequantize(self.tensor.numpy(arrays), ProductOptions(self.dtype, out=results[0]))
 
 
 @dataclass(frozen=True)
@@ -317,7 +326,7 @@ class Product:
     def generic(self, *arrays: Array) -> list[Array]:
         a, b, bias = self._parted(arrays)
         left, right = (x[0] if t is None else t.generic(x) for x, t in ((a, self.a), (b, self.b)))
-        return [reference.matmul(left, right, bias, self.dtype)]
+        return [reference.matmul(left, right, product_options(self.dtype, bias))]
 
     def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
         """Rows of all products of a batch by one weight, as one product; else each product."""
@@ -335,12 +344,14 @@ class Product:
         x = jnp.moveaxis(arrays[0], axes[0] or 0, 0)
         _, b, bias = self._parted(arrays)
         rows = jnp.reshape(x, (-1, x.shape[-1]))
-        return [jnp.reshape(calls.matmul(rows, self.b.generic(b), bias, self.dtype), (x.shape[0], *self.shape))]
+        return [
+            jnp.reshape(calls.matmul(rows, self.b.generic(b), product_options(self.dtype, bias)), (x.shape[0], *self.shape))
+        ]
 
     def run(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
         a, b, bias = self._parted(arrays)
         left, right = (x[0] if t is None else t.numpy(x) for x, t in ((a, self.a), (b, self.b)))
-        calls.matmul(left, right, bias, self.dtype, results[0])
+        calls.matmul(left, right, ProductOptions(self.dtype, bias, results[0]))
 
 
 @dataclass(frozen=True)

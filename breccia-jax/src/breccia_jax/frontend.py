@@ -2,15 +2,13 @@
 
 Calls inside traced functions share it. Kernels are chosen at trace time and receive tracers. Kernels are not differentiated:
 each differentiable op defines its tangent here, in operations that JAX can transpose.
-
-Straight-through gradients: Bengio, Leonard and Courville 2013 (arXiv 1308.3432), section 4; the clipped form as in Hubara et
-al. 2016.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +18,24 @@ from jax.core import Tracer
 
 from breccia.backend import (
     DEFAULT,
+    FLOAT32,
     CastOptions,
+    Kind,
+    Operation,
     Prefer,
+    ProductOptions,
     ScaledTensor,
     ScalingRecipe,
     Table,
     UnsupportedError,
     calls,
-    composites,
     keeps_parts,
     named,
     packing,
+    product_options,
     reference,
     registry,
+    targets,
 )
 
 from . import cpu
@@ -46,11 +49,27 @@ Names = tuple[str, ...] | None
 Turned = tuple[bool, bool]
 
 
+def runner_of(op: Operation) -> Callable[[tuple[Any, ...], Prefer], Any]:
+    """Calls of the op with its gradient: f((*arguments, options), prefer)."""
+    function = _function_of(op)
+    return lambda arguments, prefer: function(*arguments, prefer=prefer)
+
+
+def _function_of(op: Operation) -> Callable[..., Any]:
+    """The op with its gradient, compiled where that is faster. Ops without a function here follow their declaration."""
+    own = {"cast": cast, "cast_pair": cast_pair, "dequantize": dequantize, "requantize": requantize, "matmul": matmul}
+    own |= {"cast_matmul": cast_matmul, "grouped_matmul": grouped_matmul}
+    if op.name in own:
+        return own[op.name]
+    beside = any(kind in (Kind.BESIDE, Kind.NUMBER) for _, kind in op.arguments)
+    return calls.function_of(op) if beside or op.scaled else _declared(op)
+
+
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> ScaledTensor:
     """Codes have no gradient."""
     options = _with_array(options)
     if cpu.runs("cast", x, None, recipe, options, prefer) or _eager(x, options):
-        return calls.cast(x, recipe, options, prefer)
+        return calls.cast(x, recipe, options, prefer=prefer)
     return _cast(x, options.scale, _words(options), recipe, _static(options), *_found(prefer))
 
 
@@ -60,94 +79,82 @@ def cast_pair(
     """Codes have no gradient."""
     options = _with_array(options)
     if cpu.casts("cast_pair", x, recipe, options, prefer) or _eager(x, options):
-        return calls.cast_pair(x, recipe, options, prefer)
+        return calls.cast_pair(x, recipe, options, prefer=prefer)
     return _cast_pair(x, options.scale, _words(options), recipe, _static(options), *_found(prefer))
 
 
-def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None) -> Array:
+def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32, prefer: Prefer = None) -> Array:
     """No gradient passes to the components: that of a scale alone is not that of a weight."""
-    if out is not None or cpu.runs("dequantize", st, prefer=prefer):
-        return calls.dequantize(st, out_dtype, out, prefer)
-    return _dequantize(st, out_dtype, *_found(prefer))
+    if options.out is not None or cpu.runs("dequantize", st, prefer=prefer):
+        return calls.dequantize(st, options, prefer=prefer)
+    return _dequantize(st, options.out_dtype, *_found(prefer))
 
 
-def requantize(
-    st: ScaledTensor,
-    recipe: ScalingRecipe,
-    options: CastOptions = DEFAULT,
-    require_exact: bool = False,
-    prefer: Prefer = None,
-) -> ScaledTensor:
+def requantize(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> ScaledTensor:
     """Compiled if it computes something and reads no values."""
     options = _with_array(options)
     layout = st.layout.plain
     if options.scale is None and keeps_parts(st.recipe, layout, st.axis, recipe) and options.nonfinite == "propagate":
-        return calls.requantize(st, recipe, options, require_exact, prefer)
-    if options.out is not None or require_exact or options.nonfinite != "propagate" or not _traceable(options.scale):
+        return calls.requantize(st, recipe, options, prefer=prefer)
+    if options.out is not None or options.require_exact or options.nonfinite != "propagate" or not _traceable(options.scale):
         by = reference.Primitives(cast, dequantize)
-        return reference.requantize(st, recipe, options, require_exact, by)
+        return reference.requantize(st, recipe, options, by)
     if prefer is None and cpu.recasts(st, recipe, options):
         return cast(dequantize(st), recipe, options.replace(axis=st.axis))
     return _requantize(st, options.scale, _words(options), recipe, _static(options), *_found(prefer))
 
 
-def matmul(
-    a: Any,
-    b: Any,
-    bias: Array | None = None,
-    out_dtype: str = "float32",
-    out: Array | None = None,
-    prefer: Prefer = None,
-) -> Array:
+def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32, prefer: Prefer = None) -> Array:
     """Differentiable in plain array operands and in the bias."""
-    if out is not None or cpu.runs("matmul", a, b, options={"bias": bias}, prefer=prefer):
-        return calls.matmul(a, b, bias, out_dtype, out, prefer)
+    if options.out is not None or cpu.runs("matmul", a, b, options=product_options("float32", options.bias), prefer=prefer):
+        return calls.matmul(a, b, options, prefer=prefer)
     (a, first), (b, second) = untransposed(a), untransposed(b)
-    return _matmul(a, b, bias, out_dtype, (first, second), *_found(prefer))
+    return _matmul(a, b, options.bias, options.out_dtype, (first, second), *_found(prefer))
 
 
-def cast_matmul(
-    x: Array,
-    recipe: ScalingRecipe,
-    b: Any,
-    bias: Array | None = None,
-    out_dtype: str = "float32",
-    prefer: Prefer = None,
-) -> Array:
+def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, options: ProductOptions = FLOAT32, prefer: Prefer = None) -> Array:
     """Differentiable in `x`, straight through its cast, and in the other operands like `matmul`."""
-    if prefer is None and cpu.casts_and_multiplies(x, recipe, b, bias):
-        return calls.cast_matmul(x, recipe, b, bias, out_dtype)
+    if prefer is None and cpu.casts_and_multiplies(x, recipe, b, options.bias):
+        return calls.cast_matmul(x, recipe, b, options)
     b, turned = untransposed(b)
-    return _cast_matmul(x, b, bias, recipe, out_dtype, turned, *_found(prefer))
+    return _cast_matmul(x, b, options.bias, recipe, options.out_dtype, turned, *_found(prefer))
 
 
-def grouped_matmul(
-    a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None
-) -> Array:
+def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32, prefer: Prefer = None) -> Array:
     """Differentiable in plain array operands."""
-    if out is not None:
-        return calls.grouped_matmul(a, b, offsets, out_dtype, out, prefer)
-    return _grouped_matmul(a, b, offsets, out_dtype, *_found(prefer))
+    if options.out is not None:
+        return calls.grouped_matmul(a, b, offsets, options, prefer=prefer)
+    return _grouped_matmul(a, b, offsets, options.out_dtype, *_found(prefer))
 
 
-def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> Array:
-    """The gradient passes unchanged."""
-    options = _with_array(options)
-    if cpu.casts("cast_ste", x, recipe, options, prefer) or _eager(x, options):
-        return calls.cast_ste(x, recipe, options, prefer)
-    if cpu.casts("cast_ste", _primal(x), recipe, options, prefer):  # differentiated outside of compiled functions
-        return _round_trip(x, options.scale, _words(options), recipe, None, _static(options), *_found(prefer))
-    return _straight(x, options.scale, _words(options), recipe, None, _static(options), *_found(prefer))
+def _declared(op: Operation) -> Callable[..., Any]:
+    """An op of arrays by its declaration. Kernels are not differentiated: its derivative is, or nothing is."""
+    function = calls.function_of(op)
+
+    def run(*arguments: Any, prefer: Prefer = None) -> Any:
+        *arrays, options = op.with_defaults(arguments) if op.options else (*arguments, DEFAULT)
+        recipe = None if op.target is None else arrays.pop(op.target)
+        if not isinstance(options, CastOptions):
+            return function(*arguments, prefer=prefer)
+        options = _with_array(options)
+        alone = recipe is not None and op.second is None and op.composite is not None
+        if (alone and cpu.casts(op.name, arrays[0], recipe, options, prefer)) or _eager(arrays, options):
+            given = _in_place(op, arrays, recipe)
+            return function(*given, options, prefer=prefer) if op.options else function(*given, prefer=prefer)
+        static, compiled = _Static(op.name, recipe, options.clip, _static(options)), _run
+        if alone and op.derivative is not None and cpu.casts(op.name, _primal(arrays[0]), recipe, options, prefer):
+            compiled = _elementwise  # differentiated outside of compiled functions
+        return compiled(tuple(arrays), options.scale, _words(options), static, *_found(prefer))
+
+    return run
 
 
-def cast_ste_clipped(
-    x: Array, recipe: ScalingRecipe, clip: calls.Clip, options: CastOptions = DEFAULT, prefer: Prefer = None
-) -> Array:
-    """The gradient passes where `x` is within the bounds."""
-    options = _with_array(options)
-    if cpu.casts("cast_ste_clipped", x, recipe, options, prefer) or _eager(x, options):
-        return calls.cast_ste_clipped(x, recipe, clip, options, prefer)
-    return _straight(x, options.scale, _words(options), recipe, clip, _static(options), *_found(prefer))
+def _in_place(op: Operation, arrays: Sequence[Array], recipe: Any) -> list[Any]:
+    """The arrays with the recipe at its place among the arguments."""
+    found = list(arrays)
+    if op.target is not None:
+        found.insert(op.target, recipe)
+    return found
 
 
 # -- what is compiled ------------------------------------------------------------------------------------------------
@@ -159,7 +166,7 @@ def _cast(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, n
     _check_symbols(x, recipe, static[0])
 
     def run(x: Array, scale: Any, seed: Any) -> ScaledTensor:
-        return calls.cast(lax.stop_gradient(x), recipe, _options(static, scale, seed), names)
+        return calls.cast(lax.stop_gradient(x), recipe, _options(static, scale, seed), prefer=names)
 
     return automatic(like_first, run, x, scale, seed)
 
@@ -169,7 +176,7 @@ def _cast_pair(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: A
     _check_symbols(x, recipe, -1, -2)
 
     def run(x: Array, scale: Any, seed: Any) -> Any:
-        return calls.cast_pair(lax.stop_gradient(x), recipe, _options(static, scale, seed), names)
+        return calls.cast_pair(lax.stop_gradient(x), recipe, _options(static, scale, seed), prefer=names)
 
     return automatic(like_first, run, x, scale, seed)
 
@@ -177,7 +184,7 @@ def _cast_pair(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: A
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _dequantize(st: ScaledTensor, out_dtype: str, names: Names, table: Table) -> Array:
     def run(st: ScaledTensor) -> Array:
-        return calls.dequantize(_fixed(st), out_dtype, None, names)
+        return calls.dequantize(_fixed(st), product_options(out_dtype), prefer=names)
 
     return automatic(like_first, run, st)
 
@@ -189,14 +196,15 @@ def _requantize(
     _check_symbols(st, recipe, st.axis)
 
     def run(st: ScaledTensor, scale: Any, seed: Any) -> ScaledTensor:
-        return calls.requantize(_fixed(st), recipe, _options(static, scale, seed), False, names)
+        return calls.requantize(_fixed(st), recipe, _options(static, scale, seed), prefer=names)
 
     return automatic(like_first, run, st, scale, seed)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
 def _product(a: Any, b: Any, bias: Any, out_dtype: str, turned: Turned, names: Names, table: Table) -> Array:
-    return calls.matmul(_fixed(a, "a", turned[0]), _fixed(b, "b", turned[1]), bias, out_dtype, None, names)
+    left, right = _fixed(a, "a", turned[0]), _fixed(b, "b", turned[1])
+    return calls.matmul(left, right, product_options(out_dtype, bias), prefer=names)
 
 
 @_product.defjvp
@@ -219,7 +227,7 @@ def _matmul(a: Any, b: Any, bias: Any, out_dtype: str, turned: Turned, names: Na
 def _cast_product(
     x: Array, b: Any, bias: Any, recipe: ScalingRecipe, out_dtype: str, turned: bool, names: Names, table: Table
 ) -> Array:
-    return calls.cast_matmul(x, recipe, _fixed(b, "b", turned), bias, out_dtype, names)
+    return calls.cast_matmul(x, recipe, _fixed(b, "b", turned), product_options(out_dtype, bias), prefer=names)
 
 
 @_cast_product.defjvp
@@ -246,7 +254,7 @@ def _cast_matmul(
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
 def _grouped_product(a: Any, b: Any, offsets: Array, out_dtype: str, names: Names, table: Table) -> Array:
-    return calls.grouped_matmul(_fixed(a, "a"), _fixed(b, "b"), offsets, out_dtype, None, names)
+    return calls.grouped_matmul(_fixed(a, "a"), _fixed(b, "b"), offsets, product_options(out_dtype), prefer=names)
 
 
 @_grouped_product.defjvp
@@ -288,40 +296,56 @@ def _values(x: Any) -> Array:
     return calls.dequantize(_fixed(x)) if isinstance(x, ScaledTensor) else JAX.f32(x)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6, 7))
-def _round_trip(
-    x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, clip: Any, static: Any, names: Names, table: Table
-) -> Array:
-    """The round trip of `x`; tangents of clipped elements are zero."""
-    options = _options(static, scale, seed)
-    if clip is None:
-        return calls.cast_ste(x, recipe, options, names)
-    return calls.cast_ste_clipped(x, recipe, clip, options, names)
+class _Static(NamedTuple):
+    """What a compiled function of a declared op is compiled for."""
+
+    name: str
+    recipe: ScalingRecipe | None
+    clip: Any
+    options: tuple[int, str, str]
+
+    @property
+    def op(self) -> Operation:
+        return registry().operation(self.name)
+
+    def arguments(self, arrays: Sequence[Array], scale: Any, seed: Any) -> tuple[Any, ...]:
+        """The arguments of the op."""
+        given = _in_place(self.op, arrays, self.recipe)
+        return (*given, _options(self.options, scale, seed, self.clip)) if self.op.options else tuple(given)
 
 
-@_round_trip.defjvp
-def _(
-    recipe: ScalingRecipe, clip: Any, static: Any, names: Names, table: Table, primals: Any, tangents: Any
-) -> tuple[Array, Array]:
-    x, scale, seed = primals
-    y, tangent = _round_trip(*primals, recipe, clip, static, names, table), tangents[0]
-    if clip is None:
-        return y, tangent
-    low, high = clip if clip != "scale" else composites.within_scales(x, recipe, _options(static, scale, seed))
-    # A select, not a product with the mask: an infinite gradient outside the bounds becomes zero too.
-    return y, jnp.where((x >= low) & (x <= high), tangent, jnp.zeros_like(tangent))
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+def _elementwise(arrays: tuple[Array, ...], scale: Any, seed: Any, static: _Static, names: Names, table: Table) -> Any:
+    """A declared op, with tangents by its derivative."""
+    return calls.function_of(static.op)(*static.arguments(arrays, scale, seed), prefer=names)
 
 
-@partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))
-def _straight(
-    x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, clip: Any, static: Any, names: Names, table: Table
-) -> Array:
-    _check_symbols(x, recipe, static[0])
+@_elementwise.defjvp
+def _(static: _Static, names: Names, table: Table, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    arrays, scale, seed = primals
+    y, op = _elementwise(*primals, static, names, table), static.op
+    arguments = static.arguments(arrays, scale, seed)
+    if op.is_straight(arguments[-1]):
+        return y, tangents[0][0]
+    function = targets.load(op.derivative)
+    directions = enumerate(_in_place(op, tangents[0], None))
+    terms = [function(calls, direction, n, *arguments) for n, direction in directions if direction is not None]
+    return y, sum(terms[1:], terms[0])
 
-    def run(x: Array, scale: Any, seed: Any) -> Array:
-        return _round_trip(x, scale, seed, recipe, clip, static, names, table)
 
-    return automatic(like_first, run, x, scale, seed)
+@partial(jax.jit, static_argnums=(3, 4, 5))
+def _run(arrays: tuple[Array, ...], scale: Any, seed: Any, static: _Static, names: Names, table: Table) -> Any:
+    if static.recipe is not None:
+        _check_symbols(arrays[0], static.recipe, static.options[0])
+
+    def run(*given: Any) -> Any:
+        *operands, scale, seed = given
+        if static.op.derivative is None:
+            arguments = static.arguments(jax.tree.map(lax.stop_gradient, operands), scale, seed)
+            return calls.function_of(static.op)(*arguments, prefer=names)
+        return _elementwise(tuple(operands), scale, seed, static, names, table)
+
+    return automatic(like_first, run, *arrays, scale, seed)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -350,9 +374,9 @@ def _static(options: CastOptions) -> tuple[int, str, str]:
     return options.axis, options.rounding, options.storage
 
 
-def _options(static: tuple[int, str, str], scale: Any, seed: Any) -> CastOptions:
+def _options(static: tuple[int, str, str], scale: Any, seed: Any, clip: Any = None) -> CastOptions:
     axis, rounding, storage = static
-    return CastOptions(axis, scale, rounding, seed, storage=storage)
+    return CastOptions(axis, scale, rounding, seed, storage=storage, clip=clip)
 
 
 def _found(prefer: Prefer) -> tuple[Names, Table]:
@@ -365,11 +389,11 @@ def _traceable(scale: Any) -> bool:
     return scale is None or isinstance(scale, jax.Array)
 
 
-def _eager(x: Array, options: CastOptions) -> bool:
+def _eager(x: Any, options: CastOptions) -> bool:
     """Must the call run eagerly, because it raises or reads values (`out=`, a non-array scale, nonfinite="raise")?"""
     if options.out is not None or not _traceable(options.scale):
         return True
-    return options.nonfinite == "raise" and JAX.any(~jnp.isfinite(x))
+    return options.nonfinite == "raise" and any(JAX.any(~jnp.isfinite(array)) for array in jax.tree.leaves(x))
 
 
 def _primal(x: Array) -> Any:

@@ -12,7 +12,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from breccia.backend import DEFAULT, CastOptions, Metadata, ScaledTensor, ScalingRecipe, calls, components, reference
+from breccia.backend import (
+    DEFAULT,
+    FLOAT32,
+    CastOptions,
+    Metadata,
+    ProductOptions,
+    ScaledTensor,
+    ScalingRecipe,
+    calls,
+    components,
+    reference,
+)
 
 from .ops import MLX, opaque
 
@@ -31,22 +42,24 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     return _over(calls.cast(_floats(x), recipe, options), _taken)
 
 
-def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
     """`dequantize` by the kernel for NumPy arrays."""
+    out_dtype, _, out = options
     if out is not None:
-        return reference.dequantize(st, out_dtype, out)
+        return reference.dequantize(st, options)
     narrow = out_dtype == "bfloat16"
     # Not of mx.zeros: a function traced by MLX would evaluate that again, without what is written here.
     found = mx.array(np.empty(st.shape, np.uint16 if narrow else out_dtype))
     memory = np.asarray(found)  # nothing else refers to it yet
-    calls.dequantize(_over(st, _array), out_dtype, memory.view(_bfloat16()) if narrow else memory)
+    calls.dequantize(_over(st, _array), ProductOptions(out_dtype, out=memory.view(_bfloat16()) if narrow else memory))
     return found.view(mx.bfloat16) if narrow else found
 
 
-def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """`matmul` by the kernel for NumPy arrays."""
+    out_dtype, bias, out = options
     left, right = [_over(x, _array) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
-    product = mx.array(calls.matmul(left, right, None if bias is None else _floats(bias)))
+    product = mx.array(calls.matmul(left, right, FLOAT32 if bias is None else ProductOptions(bias=_floats(bias))))
     return reference.result(MLX, product, out_dtype, out)
 
 

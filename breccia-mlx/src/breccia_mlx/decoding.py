@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from breccia.backend import (
+    FLOAT32,
     MAGNITUDE,
     NORMAL,
     TENSOR,
@@ -29,10 +30,10 @@ from breccia.backend import (
     PerChannel,
     PerTensor,
     PowerOfTwo,
+    ProductOptions,
     ScaledTensor,
     calls,
     composites,
-    output_dtype,
     packing,
     reference,
 )
@@ -89,19 +90,20 @@ def _unsupported(x: Operand) -> str | None:
     return None
 
 
-def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
     """`dequantize` in few passes over the result."""
-    name = output_dtype(out_dtype)
+    name, _, out = options
     if out is not None or _several(st):
-        return reference.dequantize(st, out_dtype, out)
+        return reference.dequantize(st, options)
     grid = _grid(st)
     return grid.joined([v if name == "float32" else MLX.to_float(v, name) for v in _slabs(st, grid)])
 
 
-def matmul(a: Any, b: ScaledTensor, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def matmul(a: Any, b: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
     """`a @ b` in FP32, for `b` the `.mT` of a weight (N, K), of which one slab of rows is decoded at a time."""
+    out_dtype, bias, out = options
     if out is not None or _several(b):
-        return composites.matmul(a, b, bias, out_dtype, out)
+        return composites.matmul(a, b, options)
     x = calls.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
     y = mx.concatenate([x @ MLX.swap(v) for v in _slabs(b, _grid(b))], axis=-1)
     return reference.result(MLX, y if bias is None else y + MLX.f32(bias), out_dtype, out)

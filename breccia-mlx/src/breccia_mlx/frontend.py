@@ -1,19 +1,29 @@
 """MLX's frontend: defines gradients between the ops of breccia and their kernels.
 
 Kernels are not differentiated: each differentiable op is an MLX custom function with its own rules.
-
-Straight-through gradients: Bengio, Leonard and Courville 2013 (arXiv 1308.3432), section 4; the clipped form as in Hubara et
-al. 2016.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from breccia.backend import DEFAULT, CastOptions, Metadata, Prefer, ScaledTensor, ScalingRecipe, calls, components, composites
+from breccia.backend import (
+    FLOAT32,
+    Kind,
+    Metadata,
+    Operation,
+    Prefer,
+    ProductOptions,
+    ScaledTensor,
+    ScalingRecipe,
+    calls,
+    components,
+    product_options,
+    targets,
+)
 
 from .ops import MLX, in_c_order, is_exporting, opaque, together
 
@@ -22,79 +32,66 @@ Array = Any
 Arrays = Any
 
 
-def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> ScaledTensor:
-    """Codes have no gradient."""
-    return calls.cast(mx.stop_gradient(x), recipe, options, prefer)
+def runner_of(op: Operation) -> Callable[[tuple[Any, ...], Prefer], Any]:
+    """Calls of the op with its gradient: f((*arguments, options), prefer)."""
+    function = _function_of(op)
+    return lambda arguments, prefer: function(*arguments, prefer=prefer)
 
 
-def cast_pair(
-    x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None
-) -> tuple[ScaledTensor, ScaledTensor]:
-    """Codes have no gradient."""
-    return calls.cast_pair(mx.stop_gradient(x), recipe, options, prefer)
+def _function_of(op: Operation) -> Callable[..., Any]:
+    """The op with its gradient: products have rules of their own, other ops those that follow from their declaration."""
+    own = {"matmul": matmul, "cast_matmul": cast_matmul, "grouped_matmul": grouped_matmul}.get(op.name)
+    if own is not None:
+        return own
+    return calls.function_of(op) if op.arguments[0][1] is not Kind.ARRAY else _declared(op)
 
 
 # -- products --------------------------------------------------------------------------------------------------------
 
 
-def matmul(
-    a: Any,
-    b: Any,
-    bias: Array | None = None,
-    out_dtype: str = "float32",
-    out: Array | None = None,
-    prefer: Prefer = None,
-) -> Array:
+def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32, prefer: Prefer = None) -> Array:
     """Differentiable in plain array operands and in the bias."""
+    out_dtype, bias, out = options
     if out is not None or (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and bias is None):
-        return _multiplied(a, b, bias, out_dtype, out, prefer)
+        return _multiplied(a, b, options, prefer)
 
     def forward(a: Any, b: Any, bias: Any) -> Array:
-        return _multiplied(a, b, bias, out_dtype, None, prefer)
+        return _multiplied(a, b, product_options(out_dtype, bias), prefer)
 
     return _product(forward, None, _matmul_fp32, (a, b, bias))
 
 
-def cast_matmul(
-    x: Array,
-    recipe: ScalingRecipe,
-    b: Any,
-    bias: Array | None = None,
-    out_dtype: str = "float32",
-    prefer: Prefer = None,
-) -> Array:
+def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, options: ProductOptions = FLOAT32, prefer: Prefer = None) -> Array:
     """Differentiable in `x`, straight through its cast, and in the other operands like `matmul`."""
 
     def forward(x: Any, b: Any, bias: Any) -> Array:
         with together(x, b, bias):
-            return calls.cast_matmul(x, recipe, _captured(b), bias, out_dtype, prefer)
+            return calls.cast_matmul(x, recipe, _captured(b), product_options(options.out_dtype, bias), prefer=prefer)
 
-    return _product(forward, recipe, _matmul_fp32, (x, b, bias))
+    return _product(forward, recipe, _matmul_fp32, (x, b, options.bias))
 
 
-def grouped_matmul(
-    a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None
-) -> Array:
+def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32, prefer: Prefer = None) -> Array:
     """Differentiable in plain array operands."""
-    if out is not None or (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor)):
-        return _grouped(a, b, offsets, out_dtype, out, prefer)
+    if options.out is not None or (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor)):
+        return _grouped(a, b, offsets, options, prefer)
 
     def forward(a: Any, b: Any, offsets: Any) -> Array:
-        return _grouped(a, b, offsets, out_dtype, None, prefer)
+        return _grouped(a, b, offsets, options, prefer)
 
     return _product(forward, None, None, (a, b, offsets))
 
 
-def _multiplied(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, prefer: Prefer) -> Array:
+def _multiplied(a: Any, b: Any, options: ProductOptions, prefer: Prefer) -> Array:
     a, b = _captured(a), _captured(b)
-    with together(a, b, bias):
-        return calls.matmul(a, b, bias, out_dtype, out, prefer)
+    with together(a, b, options.bias):
+        return calls.matmul(a, b, options, prefer=prefer)
 
 
-def _grouped(a: Any, b: Any, offsets: Array, out_dtype: str, out: Array | None, prefer: Prefer) -> Array:
+def _grouped(a: Any, b: Any, offsets: Array, options: ProductOptions, prefer: Prefer) -> Array:
     a, b = _captured(a), _captured(b)
     with together(a, b, offsets):
-        return calls.grouped_matmul(a, b, offsets, out_dtype, out, prefer)
+        return calls.grouped_matmul(a, b, offsets, options, prefer=prefer)
 
 
 def _captured(x: Any) -> Any:
@@ -103,7 +100,7 @@ def _captured(x: Any) -> Any:
 
 
 def _matmul_fp32(a: Any, b: Any) -> Array:
-    return _multiplied(a, b, None, "float32", None, None)
+    return _multiplied(a, b, FLOAT32, None)
 
 
 class _Operand(NamedTuple):
@@ -149,7 +146,7 @@ def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, produc
         return found
 
     def multiplied(a: Any, b: Any, third: Any) -> Array:
-        return _grouped(a, b, third, "float32", None, None) if product is None else product(a, b)
+        return _grouped(a, b, third, FLOAT32, None) if product is None else product(a, b)
 
     def in_product(a: Any) -> Any:
         """The first operand as it enters the product."""
@@ -217,54 +214,53 @@ def _by_group(a: Any, gradient: Array, offsets: Array, b: Array) -> Array:
     return mx.stack(found).astype(b.dtype) if found else mx.zeros_like(b)
 
 
-# -- round trips -----------------------------------------------------------------------------------------------------
+# -- other ops -------------------------------------------------------------------------------------------------------
 
 
-def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> Array:
-    """The gradient passes unchanged."""
+def _declared(op: Operation) -> Callable[..., Any]:
+    """An op of arrays by its declaration: with the rules of its derivative, or on constants."""
+    function = calls.function_of(op)
 
-    def forward(x: Array, options: CastOptions) -> Array:
-        return calls.cast_ste(x, recipe, options, prefer)
+    def constant(*arguments: Any, prefer: Prefer = None) -> Any:
+        return function(*[mx.stop_gradient(x) if isinstance(x, mx.array) else x for x in arguments], prefer=prefer)
 
-    return _straight(forward, x, recipe, None, options)
+    def run(*arguments: Any, prefer: Prefer = None) -> Array:
+        *given, options = op.with_defaults(arguments) if op.options else (*arguments, None)
+        # Arguments, so that vmap maps over all of them.
+        supplied = [name for name in ("scale", "seed") if options is not None and isinstance(options.get(name), mx.array)]
+        places = [n for n, x in enumerate(given) if isinstance(x, mx.array)]
 
+        def whole(arrays: Sequence[Array]) -> list[Any]:
+            """The arguments from their arrays."""
+            found = list(given)
+            for n, x in zip(places, arrays, strict=False):
+                found[n] = x
+            if options is not None:
+                extra = dict(zip(supplied, arrays[len(places) :], strict=True))
+                found.append(options.replace(**extra) if extra else options)
+            return found
 
-def cast_ste_clipped(
-    x: Array, recipe: ScalingRecipe, clip: calls.Clip, options: CastOptions = DEFAULT, prefer: Prefer = None
-) -> Array:
-    """The gradient passes where `x` is within the bounds."""
+        def value(*arrays: Array) -> Array:
+            return function(*whole(arrays), prefer=prefer)
 
-    def forward(x: Array, options: CastOptions) -> Array:
-        return calls.cast_ste_clipped(x, recipe, clip, options, prefer)
+        def partial(direction: Array, n: int, *arrays: Array) -> Array:
+            found = whole(arrays)
+            if op.is_straight(found[-1]):
+                return direction
+            return targets.load(op.derivative)(calls, direction, n, *found)
 
-    return _straight(forward, x, recipe, clip, options)
+        def gradients(gradient: Array, *arrays: Array) -> Arrays:
+            extra = map(mx.zeros_like, arrays[len(places) :])
+            return *(partial(gradient, n, *arrays) for n in places), *extra
 
+        def tangent(tangents: Arrays, *arrays: Array) -> Array:
+            terms = [partial(direction, n, *arrays) for n, direction in zip(places, tangents, strict=False)]
+            return sum(terms[1:], terms[0])
 
-def _straight(forward: Any, x: Array, recipe: ScalingRecipe, clip: calls.Clip | None, options: CastOptions) -> Array:
-    """The round trip of `x`; gradients of clipped elements are zero."""
-    # Arguments, so that vmap maps over them too.
-    arrays = {name: given for name in ("scale", "seed") if isinstance(given := options.get(name), mx.array)}
+        arrays = [*(given[n] for n in places), *(getattr(options, name) for name in supplied)]
+        return _with_rules(value, gradients, tangent)(*arrays)
 
-    def given(found: Arrays) -> CastOptions:
-        return options.replace(**dict(zip(arrays, found, strict=True))) if arrays else options
-
-    def value(x: Array, *arrays: Array) -> Array:
-        return forward(x, given(arrays))
-
-    def passed(gradient: Array, x: Array, *arrays: Array) -> Array:
-        if clip is None:
-            return gradient
-        low, high = clip if clip != "scale" else composites.within_scales(x, recipe, given(arrays))
-        # A select, not a product with the mask: an infinite gradient outside the bounds becomes zero too.
-        return mx.where((x >= low) & (x <= high), gradient, mx.zeros_like(gradient))
-
-    def gradients(gradient: Array, x: Array, *arrays: Array) -> Arrays:
-        return passed(gradient, x, *arrays), *map(mx.zeros_like, arrays)
-
-    def tangent(tangents: Arrays, x: Array, *arrays: Array) -> Array:
-        return passed(tangents[0], x, *arrays)
-
-    return _with_rules(value, gradients, tangent)(x, *arrays.values())
+    return constant if op.derivative is None else run
 
 
 # -- rules -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,21 @@ from typing import Any
 
 import mlx.core as mx
 
-from breccia.backend import E2M1, E4M3, E8M0, Call, Codec, Format, Integer, ScaledTensor, calls, composites, reference
+from breccia.backend import (
+    E2M1,
+    E4M3,
+    E8M0,
+    FLOAT32,
+    Call,
+    Codec,
+    Format,
+    Integer,
+    ProductOptions,
+    ScaledTensor,
+    calls,
+    composites,
+    reference,
+)
 
 from . import integers
 from .ops import MLX, is_exporting
@@ -98,24 +112,25 @@ def most_rows(fmt: Format, compiled: bool = False) -> float:
     return (_ROWS_OF_E4M3 if fmt.element == E4M3 else _ROWS_OF_BIASED if fmt.offset == "bias" else _ROWS_OF_INTEGERS)[compiled]
 
 
-def matmul(a: Any, b: ScaledTensor, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def matmul(a: Any, b: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
     """`a @ b` by `mx.quantized_matmul` in FP32, for `b` the `.mT` of a weight that it can multiply by.
 
     A weight with a NaN among its E8M0 scales is decoded instead, and so is one with zero-points of more than 8 bits.
     """
+    out_dtype, bias, out = options
     w = b.mT
     if 0 in (*a.shape, *b.shape):
-        return reference.matmul(a, b, bias, out_dtype, out)  # MLX 0.32.4 divides by a length of zero
-    options, how = mode(w.recipe.format), integers.parts(b)
+        return reference.matmul(a, b, options)  # MLX 0.32.4 divides by a length of zero
+    as_mlx, how = mode(w.recipe.format), integers.parts(b)
     spoiled = has_nan(b.scale) if w.recipe.format.scale.codec == E8M0 else False
     wide = w.zero_point is not None and w.zero_point.dtype not in (mx.uint8, mx.int8)
-    if spoiled or (options is None and (how is None or wide)):
-        return composites.matmul(a, b, bias, out_dtype, out)
+    if spoiled or (as_mlx is None and (how is None or wide)):
+        return composites.matmul(a, b, options)
     x = calls.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
     if how is not None:
         y = integers.product(x, b, how)
     else:
-        y = mx.quantized_matmul(x, w.data.view(mx.uint32), w.scale, w.zero_point, transpose=True, **options or {})
+        y = mx.quantized_matmul(x, w.data.view(mx.uint32), w.scale, w.zero_point, transpose=True, **as_mlx or {})
     if spoiled is None:
         y = mx.where(mx.max(w.scale, axis=-1) == E8M0.nan, math.nan, y)
     if w.global_scale is not None:

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from breccia import Framework, Kernel, hookimpl
+from breccia.backend import Tier
 
 api = 1
-
-#: Below the kernel in registers of breccia-native (-400), and above composites (-900).
-_NATIVE = -500
-#: Below the kernels for arrays in memory.
-_COMPILED = -600
 
 
 @hookimpl
@@ -44,7 +40,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             f"mlx.compiled.{op}",
             device="cpu",
             accepts=f"{module}:accepts",
-            rank=_COMPILED,
+            rank=Tier.COMPILED,
             traces=True,
         )
     yield Kernel(
@@ -54,7 +50,7 @@ def breccia_kernels() -> Iterable[Kernel]:
         "mlx.compiled.matmul",
         device="cpu",
         accepts="breccia_mlx.decoding:accepts_product",
-        rank=_COMPILED,
+        rank=Tier.COMPILED,
         traces=True,
     )
     native = "breccia_mlx.native"
@@ -65,7 +61,7 @@ def breccia_kernels() -> Iterable[Kernel]:
         "mlx.cpu.quantized_matmul",
         device="cpu",
         accepts=f"{native}:accepts_rows",
-        rank=_NATIVE,
+        rank=Tier.PORTABLE,
     )
     yield Kernel(
         "matmul",

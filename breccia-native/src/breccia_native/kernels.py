@@ -11,6 +11,7 @@ import numpy as np
 from breccia.backend import (
     DEFAULT,
     F32_INF,
+    FLOAT32,
     Blocks,
     CastOptions,
     Codec,
@@ -19,6 +20,7 @@ from breccia.backend import (
     IntegerCodes,
     Microkernels,
     Minifloat,
+    ProductOptions,
     ScaledCodes,
     ScaledTensor,
     ScalingRecipe,
@@ -35,9 +37,9 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
     return kernels.cast(x, recipe, options, _MICROKERNELS)
 
 
-def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
+def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
     """`breccia.kernels.numpy.decoding.dequantize`, faster on small tensors."""
-    return kernels.dequantize(st, out_dtype, out, _MICROKERNELS)
+    return kernels.dequantize(st, options, _MICROKERNELS)
 
 
 #: The seed of no stochastic rounding.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from breccia.backend import (
+    FLOAT32,
     NUMPY,
     TENSOR,
     Array,
@@ -17,10 +18,10 @@ from breccia.backend import (
     Integer,
     InternedKey,
     PowerOfTwo,
+    ProductOptions,
     ScaledTensor,
     calls,
     checks,
-    output_dtype,
     reference,
     threads,
 )
@@ -55,41 +56,45 @@ _OFFSETS = {np.dtype(np.uint8): "u8", np.dtype(np.int8): "i8", np.dtype(np.float
 _SCALES = {np.dtype(np.float32): _KINDS["f32"], np.dtype(np.float16): _KINDS["f16"], np.dtype(np.uint16): _KINDS["bf16"]}
 
 
-def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """`breccia.kernels.numpy.products.matmul`, which also multiplies what is beyond the limits of the compiled kernel."""
-    return _matmul(a, b, bias, out_dtype, out)
+    return _matmul(a, b, options)
 
 
-def matmul_int8(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def matmul_int8(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """`matmul` of activations rounded to INT8, with a scale of amax / 127 for each group; codes of weights are kept.
 
     A group has q codes of a row along K: as many as share a scale of the weight, 128 at most. Its activations have errors of up
     to (1/2 + 2^-15) amax / 127 each, which the exact product of rounded activations and decoded weights inherits; to that come
     K / q + 5 roundings in FP32. Groups with an amax below 2^-100 count as zero; one with NaN or Inf gives NaN.
     """
-    return _matmul(a, b, bias, out_dtype, out, INT8)
+    return _matmul(a, b, options, INT8)
 
 
-def matmul_bf16(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def matmul_bf16(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """`matmul` of activations rounded to BF16 (errors of up to 2^-8 of each), within its bound for the rounded ones."""
-    return _matmul(a, b, bias, out_dtype, out, BF16_MODE)
+    return _matmul(a, b, options, BF16_MODE)
 
 
-def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32) -> Array:
     """`reference.grouped_matmul`: each group of rows by its own matrix, which is decoded only for groups with rows."""
     checks.check_grouped(a, b, offsets)
     product = None if _has_few_codes(b) else _of_groups(a, b.mT, offsets)
-    if product is None:
-        return kernels.grouped_matmul(a, b, offsets, out_dtype, out)
-    if out is None and output_dtype(out_dtype) == "float32":
+    return kernels.grouped_matmul(a, b, offsets, options) if product is None else _result(product, options)
+
+
+def _result(product: Array, options: ProductOptions) -> Array:
+    """The FP32 product in the dtype and the array that the options name."""
+    if options.out is None and options.out_dtype == "float32":
         return product
     with np.errstate(all="ignore"):
-        return reference.result(NUMPY, product, output_dtype(out_dtype), out)
+        return reference.result(NUMPY, product, options.out_dtype, options.out)
 
 
-def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, mode: int | None = None) -> Array:
+def _matmul(a: Any, b: Any, options: ProductOptions, mode: int | None = None) -> Array:
+    bias = options.bias
     if mode is None and _has_few_codes(b if isinstance(b, ScaledTensor) else a):
-        return kernels.matmul(a, b, bias, out_dtype, out)
+        return kernels.matmul(a, b, options)
     checks.check_matmul(a, b, bias)
     if isinstance(b, ScaledTensor):
         if isinstance(a, ScaledTensor):
@@ -102,15 +107,7 @@ def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | Non
         if product is not None and bias is not None:
             with np.errstate(all="ignore"):
                 np.add(product, NUMPY.f32(bias), out=product)
-    if product is None:
-        return kernels.matmul(a, b, bias, out_dtype, out)
-    if out is None and out_dtype == "float32":
-        return product
-    name = output_dtype(out_dtype)
-    if out is None and name == "float32":
-        return product
-    with np.errstate(all="ignore"):
-        return reference.result(NUMPY, product, name, out)
+    return kernels.matmul(a, b, options) if product is None else _result(product, options)
 
 
 def _has_few_codes(st: ScaledTensor) -> bool:

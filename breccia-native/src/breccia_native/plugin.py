@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from breccia import Kernel, hookimpl
+from breccia.backend import Tier
 
 api = 1
-
-#: Above core's kernels (-500), and below other plug-ins' kernels without a rank.
-_FASTER = -400
 
 
 @hookimpl
@@ -18,7 +16,7 @@ def breccia_kernels() -> Iterable[Kernel]:
     kernels, available = "breccia_native.kernels", "breccia_native.availability:missing"
     for op, accepted in (("cast", "numpy.plan:accepts_compiled_cast"), ("dequantize", "plans:accepts_dequantize")):
         accepts = f"breccia.kernels.{accepted}"
-        yield Kernel(op, "numpy", f"{kernels}:{op}", f"native.{op}", available=available, accepts=accepts, rank=_FASTER)
+        yield Kernel(op, "numpy", f"{kernels}:{op}", f"native.{op}", available=available, accepts=accepts, rank=Tier.NATIVE)
     on_cpu = (("torch", "breccia_torch.cpu"), ("mlx", "breccia_mlx.cpu"))
     for framework, module in on_cpu:  # without microkernels, the NumPy kernels do not round stochastically
         yield Kernel(
@@ -30,7 +28,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             available=available,
             accepts="breccia_native.facts:accepts_stochastic_cast",
             plan="breccia.kernels.plans:plan_on_numpy",
-            rank=_FASTER,
+            rank=Tier.NATIVE,
         )
     available, accepts = "breccia_native.availability:missing_products", "breccia_native.facts:accepts"
     for op, grouped in (("matmul", ""), ("grouped_matmul", "_grouped")):
@@ -41,7 +39,8 @@ def breccia_kernels() -> Iterable[Kernel]:
             f"native.{op}",
             available=available,
             accepts=accepts + grouped,
-            rank=_FASTER,
+            prepare=None if grouped else "breccia_native.matmul:prepared",
+            rank=Tier.NATIVE,
         )
     for framework, module in on_cpu:  # torch's kernel for groups needs no microkernels
         yield Kernel(
@@ -53,7 +52,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             available=available,
             accepts=accepts,
             plan="breccia.kernels.plans:plan_on_numpy",
-            rank=_FASTER,
+            rank=Tier.NATIVE,
         )
     # JAX's arrays on the CPU, eager and inside compiled functions.
     for op, accepted in (("cast", "accepts_cast"), ("dequantize", "accepts_dequantize"), ("matmul", "accepts")):
@@ -66,7 +65,8 @@ def breccia_kernels() -> Iterable[Kernel]:
             available="breccia_native.availability:missing_for_jax",
             accepts=f"breccia_native.facts:{accepted}_on_jax",
             plan="breccia.kernels.plans:plan_on_numpy",
-            rank=_FASTER,
+            rank=Tier.NATIVE,
+            eager=True,
         )
     # These round activations, so they run only where they are named.
     for mode in ("int8", "bf16"):
@@ -82,6 +82,6 @@ def breccia_kernels() -> Iterable[Kernel]:
                 device="cpu" if framework == "torch" else None,
                 available=available,
                 accepts=f"{accepts}_{mode}",
-                rank=_FASTER,
+                rank=Tier.NATIVE,
                 opt_in=True,
             )

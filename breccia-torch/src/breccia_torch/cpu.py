@@ -11,10 +11,11 @@ import torch
 
 from breccia.backend import (
     DEFAULT,
+    FLOAT32,
     PLAIN,
     CastOptions,
     InternedKey,
-    Options,
+    ProductOptions,
     ScaledTensor,
     ScalingRecipe,
     calls,
@@ -52,52 +53,55 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     return _tensors(written) if out is None else out
 
 
-def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
     """`dequantize` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
-    if out is not None and not (_readable(out) and out.dtype in _FLOATS):
-        return reference.dequantize(st, out_dtype, out)
-    into = None if out is None else _floats(out, _written)
+    out_dtype, _, out = options
+    if out is not None:
+        if not (_readable(out) and out.dtype in _FLOATS):
+            return reference.dequantize(st, options)
+        options = options._replace(out=_floats(out, _written))
     if st.data.numel() <= _ALONE:
-        found = calls.dequantize(_arrays(st), out_dtype, into)
+        found = calls.dequantize(_arrays(st), options)
     else:
-        found = threads.at_most(torch.get_num_threads(), calls.dequantize, _arrays(st), out_dtype, into)
+        found = threads.at_most(torch.get_num_threads(), calls.dequantize, _arrays(st), options)
     return _tensor(found, getattr(torch, out_dtype)) if out is None else out
 
 
-def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """`matmul` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
-    return _matmul(a, b, bias, out_dtype, out, None)
+    return _matmul(a, b, options, None)
 
 
-def matmul_int8(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def matmul_int8(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """`matmul` of activations rounded to INT8: `breccia_native.matmul.matmul_int8`."""
-    return _matmul(a, b, bias, out_dtype, out, "native.matmul_int8")
+    return _matmul(a, b, options, "native.matmul_int8")
 
 
-def matmul_bf16(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def matmul_bf16(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """`matmul` of activations rounded to BF16: `breccia_native.matmul.matmul_bf16`."""
-    return _matmul(a, b, bias, out_dtype, out, "native.matmul_bf16")
+    return _matmul(a, b, options, "native.matmul_bf16")
 
 
-def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32) -> Array:
     """`grouped_matmul` by the kernel for NumPy arrays, likewise."""
+    out_dtype, _, out = options
     if not _readable(offsets) or (out is not None and not _readable(out)):
-        return composites.grouped_matmul(a, b, offsets, out_dtype, out)
+        return composites.grouped_matmul(a, b, offsets, options)
     left, right = [_arrays(x) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
     product = threads.at_most(torch.get_num_threads(), calls.grouped_matmul, left, right, _array(offsets))
     found = torch.from_numpy(product)
     return found if out is None and out_dtype == "float32" else reference.result(TORCH, found, out_dtype, out)
 
 
-def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, prefer: str | None) -> Array:
+def _matmul(a: Any, b: Any, options: ProductOptions, prefer: str | None) -> Array:
+    out_dtype, bias, out = options
     if any(x is not None and not _readable(x) for x in (bias, out)):  # a transform may wrap a bias alone
-        return composites.matmul(a, b, bias, out_dtype, out)
+        return composites.matmul(a, b, options)
     if out is None and prefer is None and (found := _repeated(a, b, bias)) is not None:
         return found if out_dtype == "float32" else reference.result(TORCH, found, out_dtype, None)
     left, right = [_arrays(x) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
-    product = threads.at_most(
-        torch.get_num_threads(), calls.matmul, left, right, None if bias is None else _floats(bias), prefer=prefer
-    )
+    given = FLOAT32 if bias is None else ProductOptions(bias=_floats(bias))
+    product = threads.at_most(torch.get_num_threads(), calls.matmul, left, right, given, prefer=prefer)
     found = torch.from_numpy(product)
     return found if out is None and out_dtype == "float32" else reference.result(TORCH, found, out_dtype, out)
 
@@ -156,18 +160,19 @@ def _facts(x: Array) -> tuple[Any, ...]:
 
 
 def _prepared(a: Any, b: ScaledTensor, bias: Array | None) -> Any:
-    """The call that repeats the product of these operands, if the table's kernel for NumPy is the compiled one."""
+    """The call that repeats the product of these operands, if the table's kernel for NumPy prepares one."""
     parts = [a, *components(b).values(), *(() if bias is None else (bias,))]
     if len(b.data.shape) != 2 or not all(
         x.layout is torch.strided and x.device.type == "cpu" and not x.is_neg() for x in parts
     ):
         return None
     left, right, added = _floats(a), _arrays(b), None if bias is None else _floats(bias)
-    options = Options() if added is None else Options(bias=added)
-    chosen = registry().table.choose("matmul", "numpy", left, right, None, options)
-    if chosen.checked or chosen.traced or chosen.kernel.name != "native.matmul":
+    options = FLOAT32 if added is None else ProductOptions(bias=added)
+    known = registry()
+    chosen = known.table.choose(known.operation("matmul"), "numpy", left, right, None, options)
+    if chosen.checked or chosen.traced or chosen.kernel.prepare is None:
         return None
-    return targets.load("breccia_native.matmul:prepared")(left, right, added)
+    return targets.load(chosen.kernel.prepare)(left, right, added)
 
 
 #: Prepared calls by the facts of operands, each with the table that it is for; None where a call cannot be prepared.

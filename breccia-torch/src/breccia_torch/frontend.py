@@ -2,9 +2,6 @@
 
 Kernels receive tensors that need no gradient; each differentiable op defines its gradient here, once. `operators` registers
 the same definitions for compiled graphs.
-
-Straight-through gradients: Bengio, Leonard and Courville 2013 (arXiv 1308.3432), section 4; the clipped form as in Hubara et
-al. 2016.
 """
 
 from __future__ import annotations
@@ -19,41 +16,56 @@ from torch.autograd import Function, forward_ad
 
 from breccia.backend import (
     DEFAULT,
+    FLOAT32,
+    OPERATIONS,
     CastOptions,
+    Kind,
     Metadata,
+    Operation,
     Prefer,
+    ProductOptions,
     ScaledTensor,
     ScalingRecipe,
     calls,
     components,
-    composites,
+    product_options,
+    registry,
     targets,
 )
 
 from .ops import need_dense, transforming, wrapped
 
 Array = Any
-Clip = calls.Clip
+#: Calls of an op: f((*arguments, options), prefer).
+Run = Callable[[tuple[Any, ...], Prefer], Any]
 #: A product with at most one scaled operand: the frontend's in eager mode, the operator in compiled graphs.
 Product = Callable[[Any, Any], Array]
 
 
-def outside_graphs(function: Any) -> Any:
+def runner_of(op: Operation) -> Run:
+    """Calls of the op with its gradient: products have rules of their own, other ops those of their declaration."""
+    own = {"matmul": matmul, "cast_matmul": cast_matmul, "grouped_matmul": grouped_matmul}.get(op.name)
+    if own is None:
+        own = _without_gradient(op) if op.derivative is None else _with_derivative(op)
+    return outside_graphs(op, own)
+
+
+def outside_graphs(op: Operation, function: Run) -> Run:
     """Hide a function from Dynamo, which may meet it where a function that it does not trace calls an op.
 
-    While `torch.export` traces without Dynamo, the function of that name in `exporting` is called.
+    While `torch.export` traces without Dynamo, one operator takes its place, as in compiled graphs.
     """
 
     @wraps(function)
-    def called(*arguments: Any, **options: Any) -> Any:
+    def called(arguments: tuple[Any, ...], prefer: Prefer) -> Any:
         if torch.compiler.is_exporting():
-            return targets.load(f"breccia_torch.exporting:{function.__name__}")(*arguments, **options)
+            return targets.load("breccia_torch.exporting:function_of")(op)(*arguments, prefer=prefer)
         if _frame_callback() is None or "torch._dynamo" not in sys.modules:  # loading Dynamo takes a second
-            return function(*arguments, **options)
+            return function(arguments, prefer)
         disabled = getattr(function, "_disabled", None)
         if disabled is None:
-            disabled = function._disabled = torch.compiler.disable(function)
-        return disabled(*arguments, **options)
+            disabled = function._disabled = torch.compiler.disable(function)  # pyright: ignore[reportFunctionMemberAccess]
+        return disabled(arguments, prefer)  # pyright: ignore[reportCallIssue]
 
     return called
 
@@ -62,113 +74,169 @@ def outside_graphs(function: Any) -> Any:
 _frame_callback: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: ...)  # pyright: ignore
 
 
-# -- ops without a gradient ------------------------------------------------------------------------------------------
+# -- ops other than products ------------------------------------------------------------------------------------------
 
 
-@outside_graphs
-def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> ScaledTensor:
-    """Codes have no gradient."""
-    return calls.cast(_detached(x), recipe, options if options is DEFAULT else _constant(options), prefer)
+def _without_gradient(op: Operation) -> Run:
+    """The op on constants: codes and statistics have no gradient, and that of a scale alone is not that of a weight."""
+    call, takes_options = calls.runner_of(op), isinstance(op.default, CastOptions)
+    operands = tuple(n for n in range(1, len(op.arguments)) if n != op.target)
+    constant = _fixed if op.arguments[0][1] is Kind.TENSOR else _detached
+
+    def run(arguments: tuple[Any, ...], prefer: Prefer) -> Any:
+        x = constant(arguments[0])
+        changed = x is not arguments[0]
+        if changed or operands or (takes_options and arguments[-1] is not DEFAULT):
+            given = list(arguments)
+            given[0] = x
+            for n in operands:
+                given[n] = _fixed(given[n]) if isinstance(given[n], ScaledTensor) else _detached(given[n])
+            if takes_options:
+                given[-1] = _constant(given[-1])
+            arguments = tuple(given)
+        return call(arguments, prefer)
+
+    return run
 
 
-@outside_graphs
-def cast_pair(
-    x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None
-) -> tuple[ScaledTensor, ScaledTensor]:
-    """Codes have no gradient."""
-    return calls.cast_pair(_detached(x), recipe, _constant(options), prefer)
+def _with_derivative(op: Operation) -> Run:
+    """The op whose derivative is declared: a function of autograd where an operand is tracked."""
+    constant = _without_gradient(op)
+
+    def run(arguments: tuple[Any, ...], prefer: Prefer) -> Any:
+        if _tracked(*arguments):
+            options = arguments[-1]
+            return _Elementwise.apply(op, prefer, options.scale, options.replace(scale=None), *arguments[:-1])
+        return constant(arguments, prefer)
+
+    return run
 
 
-@outside_graphs
-def record_amax(x: Array, recipe: ScalingRecipe, amaxes: Any, scale: Any, prefer: Prefer = None) -> tuple[Array, Array]:
-    """An amax has no gradient."""
-    return calls.record_amax(_detached(x), recipe, _detached(amaxes), _detached(scale), prefer)
+class _Elementwise(Function):
+    """An op of which each element of the result depends on the elements of the operands at its place.
+
+    A supplied scale is a separate argument, so that autograd detects changes to it before the backward pass.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op: Operation, prefer: Prefer, scale: Any, options: CastOptions, *arguments: Any) -> Array:
+        return _OPS.runner(op.name)((*arguments, _with_scale(options, scale)), prefer)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Array) -> None:
+        ctx.op, _, scale, ctx.options, *arguments = inputs
+        ctx.straight = ctx.op.is_straight(ctx.options)
+        if ctx.straight:
+            return
+        ctx.arguments = [None if isinstance(x, torch.Tensor) else x for x in arguments]
+        ctx.number = None if isinstance(scale, torch.Tensor) else scale
+        kept = [x if isinstance(x, torch.Tensor) else None for x in (*arguments, scale)]
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
+        found = [_derivative(ctx, gradients[0], n) if needed else None for n, needed in enumerate(ctx.needs_input_grad[4:])]
+        return None, None, None, None, *found
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Array:
+        terms = [_derivative(ctx, tangent, n) for n, tangent in enumerate(tangents[4:]) if tangent is not None]
+        return sum(terms[1:], terms[0])
 
 
-@outside_graphs
-def cast_and_record(
-    x: Array, recipe: ScalingRecipe, amaxes: Any, scale: Any, options: CastOptions = DEFAULT, prefer: Prefer = None
-) -> tuple[ScaledTensor, Array, Array]:
-    """Neither codes nor an amax have a gradient."""
-    return calls.cast_and_record(_detached(x), recipe, _detached(amaxes), _detached(scale), options, prefer)
+def _derivative(ctx: Any, direction: Array, n: int) -> Array:
+    """The direction times the partial derivative by argument n."""
+    if ctx.straight:
+        return direction.clone()  # an output that is an input would alias it
+    *arguments, scale = ctx.saved_tensors
+    given = [held if x is None else x for x, held in zip(arguments, ctx.arguments, strict=True)]
+    options = _with_scale(ctx.options, ctx.number if scale is None else scale)
+    return targets.load(ctx.op.derivative)(_OPS, direction, n, *given, options)
 
 
-@outside_graphs
-def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None) -> Array:
-    """No gradient passes to the components: that of a scale alone is not that of a weight."""
-    return calls.dequantize(_fixed(st), out_dtype, out, prefer)
+class _Constants:
+    """The ops on constants, by name, for derivatives."""
+
+    def __init__(self) -> None:
+        self._runners: dict[str, Run] = {}
+
+    def runner(self, name: str) -> Run:
+        """Calls of the op of that name."""
+        if name not in self._runners:
+            self._runners[name] = _without_gradient(registry().operation(name))
+        return self._runners[name]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = registry().operation(name)
+
+        def function(*arguments: Any, prefer: Prefer = None) -> Any:
+            return self.runner(name)(op.with_defaults(arguments), prefer)
+
+        return function
 
 
-@outside_graphs
-def requantize(
-    st: ScaledTensor,
-    recipe: ScalingRecipe,
-    options: CastOptions = DEFAULT,
-    require_exact: bool = False,
-    prefer: Prefer = None,
-) -> ScaledTensor:
-    """Codes have no gradient."""
-    return calls.requantize(_fixed(st), recipe, _constant(options), require_exact, prefer)
+_OPS = _Constants()
+
+
+def _with_scale(options: CastOptions, scale: Any) -> CastOptions:
+    return options if scale is None else options.replace(scale=scale)
 
 
 # -- products --------------------------------------------------------------------------------------------------------
 
 
-@outside_graphs
-def matmul(
-    a: Any,
-    b: Any,
-    bias: Array | None = None,
-    out_dtype: str = "float32",
-    out: Array | None = None,
-    prefer: Prefer = None,
-) -> Array:
+def matmul(arguments: tuple[Any, ...], prefer: Prefer) -> Array:
     """Differentiable in plain tensor operands and in the bias."""
+    a, b, options = arguments
+    out_dtype, bias, out = options
     a, b = _fixed(a), _fixed(b)
     if out is None and _tracked(a, b, bias):
         if (
             bias is not None and not _tracked(a, b) and not wrapped(bias)
         ):  # a frozen layer: autograd differentiates the addition itself
-            return _plus(calls.matmul(_detached(a), _detached(b), None, "float32", None, prefer), bias, out_dtype)
+            return _plus(calls.matmul(_detached(a), _detached(b), prefer=prefer), bias, out_dtype)
         return _Matmul.apply(a, b, bias, out_dtype, prefer)
     if out is not None or not torch.is_grad_enabled():  # else none needs a gradient
-        a, b, bias = _detached(a), _detached(b), _detached(bias)
-    return calls.matmul(a, b, bias, out_dtype, out, prefer)
+        a, b, options = _detached(a), _detached(b), _constant_result(options)
+    return _matmul((a, b, options), prefer)
 
 
-@outside_graphs
-def cast_matmul(
-    x: Array,
-    recipe: ScalingRecipe,
-    b: Any,
-    bias: Array | None = None,
-    out_dtype: str = "float32",
-    prefer: Prefer = None,
-) -> Array:
+def cast_matmul(arguments: tuple[Any, ...], prefer: Prefer) -> Array:
     """Differentiable in `x`, straight through its cast, and in the other operands like `matmul`."""
+    x, recipe, b, options = arguments
+    out_dtype, bias, _ = options
     b = _fixed(b)
     if _tracked(x, b, bias):
         if bias is not None and not _tracked(x, b) and not wrapped(bias):
-            return _plus(calls.cast_matmul(_detached(x), recipe, _detached(b), None, "float32", prefer), bias, out_dtype)
+            return _plus(calls.cast_matmul(_detached(x), recipe, _detached(b), prefer=prefer), bias, out_dtype)
         return _CastMatmul.apply(x, recipe, b, bias, out_dtype, prefer)
-    return calls.cast_matmul(_detached(x), recipe, _detached(b), _detached(bias), out_dtype, prefer)
+    return calls.cast_matmul(_detached(x), recipe, _detached(b), _constant_result(options), prefer=prefer)
 
 
-@outside_graphs
-def grouped_matmul(
-    a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None
-) -> Array:
+def grouped_matmul(arguments: tuple[Any, ...], prefer: Prefer) -> Array:
     """Differentiable in plain tensor operands."""
+    a, b, offsets, options = arguments
     a, b = _fixed(a), _fixed(b)
-    if out is None and _tracked(a, b):
-        return _GroupedMatmul.apply(a, b, offsets, out_dtype, prefer)
-    return calls.grouped_matmul(_detached(a), _detached(b), offsets, out_dtype, out, prefer)
+    if options.out is None and _tracked(a, b):
+        return _GroupedMatmul.apply(a, b, offsets, options.out_dtype, prefer)
+    return calls.grouped_matmul(_detached(a), _detached(b), offsets, options, prefer=prefer)
 
 
 def _plus(product: Array, bias: Array, dtype: str) -> Array:
     """A product in FP32 plus the bias, rounded once."""
     found = product + (bias if bias.dtype == torch.float32 else bias.float())
     return found if dtype == "float32" else found.to(getattr(torch, dtype))
+
+
+def _product(a: Any, b: Any) -> Array:
+    return matmul((a, b, FLOAT32), None)
+
+
+def _grouped_product(a: Any, b: Any, offsets: Array) -> Array:
+    return grouped_matmul((a, b, offsets, FLOAT32), None)
 
 
 class _Matmul(Function):
@@ -178,7 +246,7 @@ class _Matmul(Function):
 
     @staticmethod
     def forward(a: Any, b: Any, bias: Any, out_dtype: str, prefer: Prefer) -> Array:
-        return calls.matmul(_detached(a), _detached(b), _detached(bias), out_dtype, None, prefer)
+        return calls.matmul(_detached(a), _detached(b), product_options(out_dtype, _detached(bias)), prefer=prefer)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Array) -> None:
@@ -188,12 +256,12 @@ class _Matmul(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
         a, b, bias = _kept(ctx)
-        return *product_gradients(matmul, gradients[0], a, b, bias, ctx.needs_input_grad[:3]), None, None
+        return *product_gradients(_product, gradients[0], a, b, bias, ctx.needs_input_grad[:3]), None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Array:
         a, b, _ = _kept(ctx)
-        return _tangent(matmul, a, b, *tangents[:3]).to(getattr(torch, ctx.out_dtype))
+        return _tangent(_product, a, b, *tangents[:3]).to(getattr(torch, ctx.out_dtype))
 
 
 class _CastMatmul(Function):
@@ -203,7 +271,8 @@ class _CastMatmul(Function):
 
     @staticmethod
     def forward(x: Array, recipe: ScalingRecipe, b: Any, bias: Any, out_dtype: str, prefer: Prefer) -> Array:
-        return calls.cast_matmul(_detached(x), recipe, _detached(b), _detached(bias), out_dtype, prefer)
+        options = product_options(out_dtype, _detached(bias))
+        return calls.cast_matmul(_detached(x), recipe, _detached(b), options, prefer=prefer)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Array) -> None:
@@ -214,14 +283,16 @@ class _CastMatmul(Function):
     def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
         x, b, bias = _kept(ctx)
         first, _, *others, _, _ = ctx.needs_input_grad
-        a = cast(x, ctx.recipe) if others[0] else x
-        found = product_gradients(matmul, gradients[0], x, b, bias, (first, *others), written=a)
+        a = _OPS.cast(x, ctx.recipe, DEFAULT) if others[0] else x
+        found = product_gradients(_product, gradients[0], x, b, bias, (first, *others), written=a)
         return found[0], None, found[1], found[2], None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Array:
         x, b, _ = _kept(ctx)
-        return _tangent(matmul, cast(x, ctx.recipe), b, tangents[0], *tangents[2:4]).to(getattr(torch, ctx.out_dtype))
+        return _tangent(_product, _OPS.cast(x, ctx.recipe, DEFAULT), b, tangents[0], *tangents[2:4]).to(
+            getattr(torch, ctx.out_dtype)
+        )
 
 
 class _GroupedMatmul(Function):
@@ -229,7 +300,7 @@ class _GroupedMatmul(Function):
 
     @staticmethod
     def forward(a: Any, b: Any, offsets: Array, out_dtype: str, prefer: Prefer) -> Array:
-        return calls.grouped_matmul(_detached(a), _detached(b), offsets, out_dtype, None, prefer)
+        return calls.grouped_matmul(_detached(a), _detached(b), offsets, product_options(out_dtype), prefer=prefer)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Array) -> None:
@@ -239,7 +310,14 @@ class _GroupedMatmul(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
         a, b, offsets = _kept(ctx)
-        return *grouped_gradients(grouped_matmul, gradients[0], a, b, offsets, ctx.needs_input_grad[:2]), None, None, None
+        return *grouped_gradients(_grouped_product, gradients[0], a, b, offsets, ctx.needs_input_grad[:2]), None, None, None
+
+
+#: `matmul` for layers, which have checked their operands.
+multiply = runner_of(OPERATIONS["matmul"])
+
+
+_matmul = calls.runner_of(OPERATIONS["matmul"])
 
 
 def product_gradients(
@@ -270,7 +348,7 @@ def grouped_gradients(
     if needed[0] and not isinstance(a, ScaledTensor):
         left = product(gradient, b.mT, offsets).to(a.dtype)
     if needed[1] and not isinstance(b, ScaledTensor):
-        rows = values(a) if values is not None else dequantize(a) if isinstance(a, ScaledTensor) else a.float()
+        rows = values(a) if values is not None else _OPS.dequantize(a, FLOAT32) if isinstance(a, ScaledTensor) else a.float()
         row = torch.arange(a.shape[0], device=gradient.device)
         ends = offsets.long()
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -312,92 +390,6 @@ def _kept(ctx: Any) -> list[Any]:
     return found
 
 
-# -- round trips -----------------------------------------------------------------------------------------------------
-
-
-@outside_graphs
-def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> Array:
-    """The gradient passes unchanged."""
-    return _round_trip(x, recipe, None, options, prefer)
-
-
-@outside_graphs
-def cast_ste_clipped(
-    x: Array, recipe: ScalingRecipe, clip: Clip, options: CastOptions = DEFAULT, prefer: Prefer = None
-) -> Array:
-    """The gradient passes where `x` is within the bounds."""
-    return _round_trip(x, recipe, clip, options, prefer)
-
-
-def _round_trip(x: Array, recipe: ScalingRecipe, clip: Clip | None, options: CastOptions, prefer: Prefer) -> Array:
-    if _tracked(x):
-        return _Straight.apply(x, options.scale, recipe, clip, options, prefer)
-    return round_trip(_detached(x), recipe, clip, _constant(options), prefer)
-
-
-def round_trip(x: Array, recipe: ScalingRecipe, clip: Clip | None, options: CastOptions, prefer: Prefer = None) -> Array:
-    """The value of `cast_ste`, or of `cast_ste_clipped` if there is a clip."""
-    if clip is None:
-        return calls.cast_ste(x, recipe, options, prefer)
-    return calls.cast_ste_clipped(x, recipe, clip, options, prefer)
-
-
-class _Straight(Function):
-    """The round trip of `x`; gradients of clipped elements are zero.
-
-    A supplied scale is a separate argument, so that autograd detects changes to it before the backward pass.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Array, scale: Any, recipe: ScalingRecipe, clip: Any, options: CastOptions, prefer: Prefer) -> Array:
-        found = round_trip(_detached(x), recipe, clip, options.replace(scale=_detached(scale)), prefer)
-        return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Array) -> None:
-        x, scale, ctx.recipe, ctx.clip, options, _ = inputs
-        ctx.options = options.replace(scale=None)
-        if ctx.clip is not None:
-            ctx.number = None if isinstance(scale, torch.Tensor) else scale
-            kept = (x, scale if ctx.number is None else None)
-            ctx.save_for_backward(*kept)
-            ctx.save_for_forward(*kept)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
-        return _passed(ctx, gradients[0]), None, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Array:
-        return _passed(ctx, tangents[0])
-
-
-def _passed(ctx: Any, gradient: Array) -> Array:
-    if ctx.clip is None:
-        return gradient.clone()  # an output that is an input would alias it
-    x, scale = ctx.saved_tensors
-    options = ctx.options.replace(scale=ctx.number if scale is None else scale)
-    return clipped_gradient(within_scales, gradient, x, ctx.clip, ctx.recipe, options)
-
-
-def clipped_gradient(mask: Any, gradient: Array, x: Array, clip: Clip, *arguments: Any) -> Array:
-    """The gradient where `x` is within the bounds, and zero elsewhere, even for an infinite gradient.
-
-    mask: computes the mask of per-block bounds from x and the further arguments.
-    """
-    inside = mask(x, *arguments) if isinstance(clip, str) else (x >= clip[0]) & (x <= clip[1])
-    return torch.where(inside, gradient, torch.zeros_like(gradient))
-
-
-def within_scales(x: Array, recipe: ScalingRecipe, options: CastOptions) -> Array:
-    """Mask of elements that do not saturate under the scales of their blocks; False for NaN."""
-    with torch.no_grad():
-        low, high = composites.within_scales(x, recipe, options)
-        return (x >= low) & (x <= high)
-
-
 # -- what needs a gradient -------------------------------------------------------------------------------------------
 
 
@@ -437,6 +429,12 @@ def _constant(options: CastOptions) -> CastOptions:
     if not isinstance(scale, torch.Tensor) or not scale.requires_grad:
         return options
     return options.replace(scale=scale.detach())
+
+
+def _constant_result(options: ProductOptions) -> ProductOptions:
+    """The options with the bias detached."""
+    bias = options.bias
+    return options if bias is None or not bias.requires_grad else options._replace(bias=bias.detach())
 
 
 def _fixed(x: Any) -> Any:

@@ -6,6 +6,7 @@ shapes and calls the operators of `operators`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,13 @@ from torch import Tensor
 import breccia
 from breccia.backend import (
     FIELDS,
+    OPERATIONS,
     TENSOR,
     Array,
     Block,
     Layout,
+    Operation,
+    OptionError,
     ScaledTensor,
     Stored,
     TensorPair,
@@ -28,10 +32,11 @@ from breccia.backend import (
     keeps_parts,
     output_dtype,
     packing,
+    suggestion,
 )
 
 from .describing import constant, fields_of, json_of, layout_json, named
-from .operators import SIGN, layout_of, recipe_of
+from .operators import SIGN, layout_of, operator_of, recipe_of
 from .views import T as T
 from .views import __getitem__ as __getitem__
 from .views import __init__ as __init__
@@ -104,15 +109,98 @@ def logical_shape(st: ScaledTensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
+# ------------------------------------------------------------------------------------------------ ops
+
+
+def function_of(op: Operation) -> Callable[..., Any]:
+    """What compilers trace for an op: a function with the arguments of the public one, which calls its operator.
+
+    It is made before anything is traced, and holds only constants of the graph.
+    """
+    operator, name = operator_of(op), op.name
+    kinds = tuple(kind.value for _, kind in op.arguments)
+    options, produces = op.options, "out_dtype" in op.options
+    tensors = tuple(result.tensor for result in op.results)
+    axes = tuple(result.axis for result in op.results)
+    takes_axis, keeps = "axis" in op.options, op.target is not None and not op.casts
+    constants = op.derivative is None and not op.product
+    allowed = (*options, "prefer", *(("out_dtype",) if produces else ()))
+
+    def traced(*arguments: Any, **given: Any) -> Any:
+        if produces and len(arguments) > len(kinds):
+            given["out_dtype"], arguments = arguments[len(kinds)], arguments[: len(kinds)]
+        _check_options(name, allowed, tuple([key for key, value in given.items() if _is_given(key, value)]))
+        first, recipe = _held(arguments[0]), None
+        flat: list[Any] = []
+        for kind, x in zip(kinds, arguments):  # noqa: B905 (Dynamo lacks strict=)
+            if kind == "array":
+                flat.append(x)
+            elif kind == "recipe":
+                recipe = named(x)
+                flat.append(json_of(type(recipe), fields_of(recipe)))
+            elif kind == "beside":
+                flat.append(x if isinstance(x, Tensor) else None)
+            elif kind == "number":
+                tensor = isinstance(x, Tensor)
+                flat += [x if tensor else None, 1.0 if tensor else float(x)]
+            else:
+                flat += _flat(x)
+        if constants:
+            flat = [_constant(x) for x in flat]
+        if keeps and given.get("scale") is None and given.get("nonfinite", "propagate") == "propagate":
+            kept = _renamed(first, recipe)
+            if kept is not None:
+                return kept
+        like = first.data if isinstance(first, ScaledTensor) else first
+        axis = first.axis if isinstance(first, ScaledTensor) else -1
+        if takes_axis:
+            axis = _along(given.get("axis", -1), like.ndim)
+        extra = _flat_options(options, like, axis, given)
+        found = operator(*flat, *[_constant(x) for x in extra] if constants else extra)
+        if tensors == (False,):
+            return found
+        results: list[Any] = []
+        shape = logical_shape(first) if isinstance(first, ScaledTensor) else tuple(first.shape)
+        count = 0 if recipe is None else len(_facts(type(recipe), fields_of(recipe))[0])
+        start = 0
+        for is_tensor, own in zip(tensors, axes):  # noqa: B905
+            if is_tensor:
+                results.append(_written(found[start : start + count], recipe, shape, axis if own is None else own))
+            else:
+                results.append(found[start])
+            start += count if is_tensor else 1
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return traced
+
+
+def _constant(x: Any) -> Any:
+    """An argument of an operator without a gradient, which would be asked for one in the backward pass."""
+    if isinstance(x, list):
+        return [_constant(part) for part in x]
+    return x.detach() if isinstance(x, Tensor) and x.requires_grad else x
+
+
+def _is_given(name: str, value: Any) -> bool:
+    """Whether an option has another value than its default. Others than these do not matter here."""
+    return not (value is None or value is False or (name == "storage" and value == "plain"))
+
+
+#: Options that operators do not take.
+_ELSEWHERE = ("storage", "out", "prefer", "require_exact")
+
+
 @constant
-def _refuse(op: str, name: str) -> None:
-    raise UnsupportedError(f"{op}: {name}= is not supported inside torch.compile; leave it out.")
+def _check_options(op: str, known: tuple[str, ...], given: tuple[str, ...]) -> None:
+    for name in given:
+        if name in _ELSEWHERE and (name in known or name == "prefer"):
+            raise UnsupportedError(f"{op}: {name}= is not supported inside torch.compile; leave it out.")
+        if name not in known:
+            raise OptionError(f"{op} has no option {name!r}{suggestion(name, list(known))}", option=name)
 
 
-def _plain_call(op: str, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            _refuse(op, name)
+def _along(axis: int, ndim: int) -> int:
+    return -1 if axis in (-1, ndim - 1) else -2 if axis in (-2, ndim - 2) else _negative(axis, ndim)
 
 
 @constant
@@ -120,36 +208,43 @@ def _negative(axis: int, ndim: int) -> int:
     return contraction_axis(axis, ndim)
 
 
-def _options(x: Array, axis: int, scale: Any, rounding: str, seed: Any, nonfinite: str) -> tuple[Any, ...]:
-    """The option arguments of an operator that casts."""
-    if isinstance(scale, (int, float)):
-        scale = torch.full((), float(scale), dtype=torch.float32, device=x.device)
-    if seed is not None and seed >= SIGN:
-        seed = seed - 2 * SIGN
-    along = -1 if axis in (-1, x.ndim - 1) else -2 if axis in (-2, x.ndim - 2) else _negative(axis, x.ndim)
-    return along, scale, rounding, seed, nonfinite
+def _flat_options(options: tuple[str, ...], like: Tensor, axis: int, given: dict[str, Any]) -> list[Any]:
+    """The option arguments of an operator, in the order of its schema (`operators.schema_of`)."""
+    flat: list[Any] = []
+    for name in options:
+        value = given.get(name)
+        if name == "axis":
+            flat.append(axis)
+        elif name == "scale":
+            number = isinstance(value, (int, float))
+            flat.append(torch.full((), float(value), dtype=torch.float32, device=like.device) if number else value)
+        elif name == "seed":
+            flat.append(value - 2 * SIGN if value is not None and value >= SIGN else value)
+        elif name == "rounding":
+            flat.append("nearest" if value is None else value)
+        elif name == "nonfinite":
+            flat.append("propagate" if value is None else value)
+        elif name == "clip":
+            bounds = (0.0, 0.0) if value is None or isinstance(value, str) else value
+            flat += ["" if value is None else value if isinstance(value, str) else "element", *bounds]
+        elif name == "out_dtype":
+            flat.append(_dtype_name("float32" if value is None else value))
+        elif name == "bias":
+            flat.append(value)
+    return flat
 
 
-def cast(
-    x: Array,
-    recipe: Any,
-    *,
-    axis: int = -1,
-    scale: Any = None,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
-    storage: str = "plain",
-    out: Any = None,
-    prefer: Any = None,
-) -> ScaledTensor:
-    """`breccia.cast` under a compiler."""
-    recipe = named(recipe)
-    _plain_call("cast", storage=_other_than_plain(storage), out=out, prefer=prefer)
+def _renamed(st: ScaledTensor, recipe: Any) -> ScaledTensor | None:
+    """`st` under the recipe, if all that changes is the name of the format."""
     kind, fields = type(recipe), fields_of(recipe)
-    options = _options(x, axis, scale, rounding, seed, nonfinite)
-    parts = torch.ops.breccia.cast(x, json_of(kind, fields), *options)
-    return _written(parts, recipe, x.shape, options[0])
+    if type(st.layout) is Stored or not _keeps(*_flat(st)[1:4], kind, fields):
+        return None
+    return ScaledTensor.from_parts(st.data, st.scale, recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.padding)
+
+
+@constant
+def _keeps(recipe: str, layout: str, axis: int, kind: Any, fields: tuple[Any, ...]) -> bool:
+    return keeps_parts(recipe_of(recipe), layout_of(layout), axis, kind(*fields))
 
 
 def _written(parts: list[Tensor], recipe: Any, shape: Any, axis: int) -> ScaledTensor:
@@ -189,143 +284,6 @@ def _transposed(text: str) -> Layout:
     return layout_of(text).mT
 
 
-def cast_pair(
-    x: Array,
-    recipe: Any,
-    *,
-    scale: Any = None,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
-    storage: str = "plain",
-    prefer: Any = None,
-) -> TensorPair:
-    """`breccia.cast_pair` under a compiler."""
-    recipe = named(recipe)
-    _plain_call("cast_pair", storage=_other_than_plain(storage), prefer=prefer)
-    kind, fields = type(recipe), fields_of(recipe)
-    _, scale, *options = _options(x, -1, scale, rounding, seed, nonfinite)
-    parts = torch.ops.breccia.cast_pair(x, json_of(kind, fields), *options, scale)
-    half = len(parts) // 2
-    shape = tuple(x.shape)
-    return TensorPair(_written(parts[:half], recipe, shape, -1), _written(parts[half:], recipe, shape, -2))
-
-
-def record_amax(x: Array, recipe: Any, amaxes: Any, scale: Any) -> tuple[Array, Array]:
-    """`breccia.AmaxHistory.update` under a compiler."""
-    amaxes, scale = torch.ops.breccia.record_amax(x, json_of(type(recipe), fields_of(recipe)), *_recorded(amaxes, scale))
-    return amaxes, scale
-
-
-def _recorded(amaxes: Any, scale: Any) -> tuple[Any, Any, float]:
-    """(amaxes, scale, number) as operators take them."""
-    tensor = isinstance(scale, Tensor)
-    return amaxes if isinstance(amaxes, Tensor) else None, scale if tensor else None, 1.0 if tensor else float(scale)
-
-
-def cast_and_record(x: Array, recipe: Any, amaxes: Any, scale: Any, **options: Any) -> tuple[ScaledTensor, Array, Array]:
-    """`breccia.AmaxHistory.cast` under a compiler."""
-    return _cast_and_recorded(x, recipe, amaxes, scale, **options)
-
-
-def _cast_and_recorded(
-    x: Array,
-    recipe: Any,
-    amaxes: Any,
-    scale: Any,
-    axis: int = -1,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
-    storage: str = "plain",
-    out: Any = None,
-    prefer: Any = None,
-) -> tuple[ScaledTensor, Array, Array]:
-    _plain_call("AmaxHistory.cast", storage=_other_than_plain(storage), out=out, prefer=prefer)
-    options = _options(x, axis, None, rounding, seed, nonfinite)
-    text = json_of(type(recipe), fields_of(recipe))
-    found = torch.ops.breccia.cast_and_record(x, text, *_recorded(amaxes, scale), options[0], *options[2:])
-    return _written(found[:-2], recipe, x.shape, options[0]), found[-2], found[-1]
-
-
-def dequantize(st: Any, *, out_dtype: Any = "float32", out: Any = None, prefer: Any = None) -> Array:
-    """`breccia.dequantize` under a compiler."""
-    _plain_call("dequantize", out=out, prefer=prefer)
-    return torch.ops.breccia.dequantize(*_flat(st), _dtype_name(out_dtype))
-
-
-def requantize(
-    st: Any,
-    recipe: Any,
-    *,
-    scale: Any = None,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
-    require_exact: bool = False,
-    storage: str = "plain",
-    out: Any = None,
-    prefer: Any = None,
-) -> ScaledTensor:
-    """`breccia.requantize` under a compiler."""
-    st, recipe = _held(st), named(recipe)
-    given = _other_than_plain(storage)
-    _plain_call("requantize", require_exact=require_exact or None, storage=given, out=out, prefer=prefer)
-    flat = _flat(st)
-    kind, fields = type(recipe), fields_of(recipe)
-    if type(st.layout) is not Stored and scale is None and nonfinite == "propagate" and _keeps(*flat[1:4], kind, fields):
-        return ScaledTensor.from_parts(
-            st.data, st.scale, recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.padding
-        )
-    options = _options(st.data, st.axis, scale, rounding, seed, nonfinite)
-    parts = torch.ops.breccia.requantize(*flat, json_of(kind, fields), *options[1:])
-    return _written(parts, recipe, logical_shape(st), st.axis)
-
-
-@constant
-def _keeps(recipe: str, layout: str, axis: int, kind: Any, fields: tuple[Any, ...]) -> bool:
-    return keeps_parts(recipe_of(recipe), layout_of(layout), axis, kind(*fields))
-
-
-def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out: Any = None, prefer: Any = None) -> Array:
-    """`breccia.matmul` under a compiler."""
-    _plain_call("matmul", out=out, prefer=prefer)
-    flat = (*_flat(a), *_flat(b), _dtype_name(out_dtype))
-    return torch.ops.breccia.matmul(*flat) if bias is None else torch.ops.breccia.biased_matmul(*flat, bias)
-
-
-def cast_matmul(x: Array, recipe: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, prefer: Any = None) -> Array:
-    """`breccia.cast_matmul` under a compiler."""
-    recipe = named(recipe)
-    _plain_call("cast_matmul", prefer=prefer)
-    text = json_of(type(recipe), fields_of(recipe))
-    return torch.ops.breccia.cast_matmul(x, text, *_flat(b), _dtype_name(out_dtype), bias)
-
-
-def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: Any = "float32", *, out: Any = None, prefer: Any = None) -> Array:
-    """`breccia.grouped_matmul` under a compiler."""
-    _plain_call("grouped_matmul", out=out, prefer=prefer)
-    return torch.ops.breccia.grouped_matmul(*_flat(a), *_flat(b), offsets, _dtype_name(out_dtype))
-
-
-def cast_ste(
-    x: Array,
-    recipe: Any,
-    *,
-    axis: int = -1,
-    scale: Any = None,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
-    prefer: Any = None,
-) -> Array:
-    """`breccia.cast_ste` under a compiler."""
-    recipe = named(recipe)
-    _plain_call("cast_ste", prefer=prefer)
-    text = json_of(type(recipe), fields_of(recipe))
-    return torch.ops.breccia.cast_ste(x, text, *_options(x, axis, scale, rounding, seed, nonfinite), "", 0.0, 0.0)
-
-
 def cast_ste_clipped(
     x: Array,
     recipe: Any,
@@ -333,24 +291,12 @@ def cast_ste_clipped(
     clip_max: float | None = None,
     *,
     clip: str = "element",
-    axis: int = -1,
-    scale: Any = None,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
-    prefer: Any = None,
+    **options: Any,
 ) -> Array:
     """`breccia.cast_ste_clipped` under a compiler."""
     recipe = named(recipe)
-    _plain_call("cast_ste_clipped", prefer=prefer)
-    kind, fields = type(recipe), fields_of(recipe)
-    bounds = _bounds(kind, fields, clip_min, clip_max, clip)
-    options = _options(x, axis, scale, rounding, seed, nonfinite)
-    return torch.ops.breccia.cast_ste(x, json_of(kind, fields), *options, clip, *bounds)
-
-
-def _other_than_plain(storage: str) -> str | None:
-    return None if storage == "plain" else storage
+    low, high = _bounds(type(recipe), fields_of(recipe), clip_min, clip_max, clip)
+    return cast_ste(x, recipe, clip="scale" if clip == "scale" else (low, high), **options)
 
 
 @constant
@@ -361,3 +307,14 @@ def _bounds(kind: Any, fields: tuple[Any, ...], low: float | None, high: float |
 @constant
 def _dtype_name(dtype: Any) -> str:
     return output_dtype(dtype)
+
+
+_traced = {name: function_of(op) for name, op in OPERATIONS.items()}
+cast, dequantize, requantize = _traced["cast"], _traced["dequantize"], _traced["requantize"]
+matmul, cast_matmul, grouped_matmul = _traced["matmul"], _traced["cast_matmul"], _traced["grouped_matmul"]
+cast_ste, record_amax, cast_and_record = _traced["cast_ste"], _traced["record_amax"], _traced["cast_and_record"]
+
+
+def cast_pair(x: Array, recipe: Any, **options: Any) -> TensorPair:
+    """`breccia.cast_pair` under a compiler."""
+    return TensorPair(*_traced["cast_pair"](x, recipe, **options))

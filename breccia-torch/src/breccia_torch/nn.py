@@ -31,6 +31,7 @@ from breccia.backend import (
     dtype_name,
     framework_of,
     parsed_json,
+    product_options,
     targets,
 )
 
@@ -372,7 +373,7 @@ class ScaledLinear(_WithMetadata):
             if dtype is None or torch.compiler.is_compiling():
                 y = breccia.matmul(rows, weight, out_dtype, bias=bias)
             else:  # all that it checks holds
-                y = frontend.matmul(rows, weight, bias, out_dtype)
+                y = frontend.multiply((rows, weight, product_options(out_dtype, bias)), None)
             return y if ndim > 1 else y[0]
         y = breccia.cast_matmul(rows.flatten(0, -2), self.activation, weight, out_dtype, bias=bias)
         return y if ndim == 2 else y.reshape(*x.shape[:-1], self.out_features)

@@ -1,11 +1,12 @@
 """The `breccia::` operators: ops over flat tensors and a recipe's JSON. `graphs` has the functions that call them.
 
 A compiler sees one operator per op and none of its Python; the operator selects the kernel at run time, as in eager mode.
-Schemas are append-only.
+Schemas, fake implementations and rules follow from the declarations of ops. Schemas are append-only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -14,248 +15,233 @@ from torch import Tensor
 
 from breccia.backend import (
     DEFAULT,
+    OPERATIONS,
     TENSOR,
     CastOptions,
+    Kind,
     Layout,
+    Operation,
+    ProductOptions,
+    Result,
     ScaledTensor,
     ScalingRecipe,
     calls,
     checks,
     components,
+    composites,
     packing,
     part_shapes,
-    reference,
+    product_options,
+    targets,
 )
 
-from .frontend import clipped_gradient, grouped_gradients, product_gradients, round_trip, within_scales
+from .frontend import grouped_gradients, product_gradients
 from .ops import TORCH
 
 #: The sign of a seed of 64 bits.
 SIGN = 1 << 63
 
 
-# ------------------------------------------------------------------------------------------------ the operators
+# ------------------------------------------------------------------------------------------------ schemas
+
+#: Of options, with the value of a trailing one that calls may leave out.
+_OPTIONS = {
+    "axis": "int axis",
+    "scale": "Tensor? scale",
+    "rounding": "str rounding",
+    "seed": "int? seed",
+    "nonfinite": "str nonfinite",
+    "clip": "str clip, float low, float high",
+    "out_dtype": "str dtype",
+    "bias": "Tensor? bias",
+}
+_TRAILING = ("scale", "bias")
 
 
-@torch.library.custom_op("breccia::cast", mutates_args=())
-def _cast(
-    x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str
-) -> list[Tensor]:
-    """The components of `breccia.cast(x, ...)`, in order. `seed` has 64 bits; its sign is the highest."""
-    return _cast_parts(calls.cast(x.detach(), recipe_of(recipe), _eager(axis, scale, rounding, seed, nonfinite)))
+def schema_of(op: Operation) -> str:
+    """The schema of an op's operator.
+
+    An operand that may be a ScaledTensor is a list of components with the JSON of its recipe and layout, its axis and its
+    padding; with recipe "", an array is the only item of the list. An absent array is None, and a number has an argument of its
+    own. A seed has 64 bits; its sign is the highest. The results of an op with one array are this array, else a list of the
+    components of tensors and of arrays, in order.
+    """
+    declared: list[str] = []
+    first = op.arguments[0][1]
+    for name, kind in op.arguments:
+        if kind is Kind.TENSOR:
+            declared.append("Tensor[] parts, str recipe, str layout, int axis, int padding")
+        elif kind is Kind.EITHER:
+            declared.append(f"Tensor[] {name}, str {name}_recipe, str {name}_layout, int {name}_axis, int {name}_tail")
+        elif kind is Kind.RECIPE:
+            declared.append("str into" if first is Kind.TENSOR else "str recipe")
+        elif kind is Kind.BESIDE:
+            declared.append(f"Tensor? {name}")
+        elif kind is Kind.NUMBER:
+            declared.append(f"Tensor? {name}, float {'number' if name == 'scale' else f'{name}_number'}")
+        else:
+            declared.append(f"Tensor {name}")
+    options = [name for name in op.options if name in _OPTIONS]
+    for n, name in enumerate(options):
+        optional = name in _TRAILING and n == len(options) - 1
+        declared.append(_OPTIONS[name] + ("=None" if optional else ""))
+    return f"({', '.join(declared)}) -> {'Tensor' if _is_one_array(op) else 'Tensor[]'}"
 
 
-@_cast.register_fake
-def _(x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str) -> list[Tensor]:
-    of = recipe_of(recipe)
-    checks.check_cast(x, of)
-    shapes = part_shapes(of.format, checks.fitted_layout(of, tuple(x.shape), axis), tuple(x.shape), axis)
+def _is_one_array(op: Operation) -> bool:
+    return [result.tensor for result in op.results] == [False]
+
+
+def _arguments(op: Operation, flat: Iterator[Any]) -> tuple[Any, ...]:
+    """The arguments of an op, its options last, from those of its operator."""
+    found: list[Any] = []
+    for _, kind in op.arguments:
+        if kind in (Kind.TENSOR, Kind.EITHER):
+            found.append(_operand(*(next(flat) for _ in range(5))))
+        elif kind is Kind.RECIPE:
+            found.append(recipe_of(next(flat)))
+        elif kind is Kind.BESIDE:
+            array = next(flat)
+            found.append(() if array is None else array)
+        elif kind is Kind.NUMBER:
+            array, number = next(flat), next(flat)
+            found.append(number if array is None else array)
+        else:
+            found.append(next(flat))
+    return (*found, _options(op, flat)) if op.options else tuple(found)
+
+
+def _options(op: Operation, flat: Iterator[Any]) -> CastOptions | ProductOptions:
+    given: dict[str, Any] = {}
+    for name in op.options:
+        if name == "clip":
+            clip, low, high = next(flat), next(flat), next(flat)
+            given["clip"] = None if not clip else clip if clip == "scale" else (low, high)
+        elif name == "seed":
+            seed = next(flat)
+            given["seed"] = None if seed is None else seed % (2 * SIGN)
+        elif name in _OPTIONS:
+            given[name] = next(flat, None)
+    if isinstance(op.default, ProductOptions):
+        return product_options(**given)
+    plain = all(given.get(name, default) == default for name, default in (("axis", -1), ("rounding", "nearest"))) and (
+        given.get("scale") is None and given.get("clip") is None and given["nonfinite"] == "propagate"
+    )
+    return DEFAULT if plain else CastOptions(**given)
+
+
+# ------------------------------------------------------------------------------------------------ operators
+
+
+_operators: dict[str, Callable[..., Any]] = {}
+
+
+def operator_of(op: Operation) -> Callable[..., Any]:
+    """The operator of an op, which is registered when it is first asked for."""
+    if op.name not in _operators:
+        _operators[op.name] = _register(op)
+    return _operators[op.name]
+
+
+def _register(op: Operation) -> Callable[..., Any]:
+    call, one, keeps = calls.function_of(op), _is_one_array(op), op.arguments[0][1] is Kind.TENSOR
+
+    def run(*flat: Any) -> Any:
+        arguments = _arguments(op, iter(flat))
+        constants = [_constant(x) for x in arguments]
+        found = call(*constants)
+        if one:
+            return found.contiguous()
+        parts: list[Tensor] = []
+        for result, x in zip(op.results, found if len(op.results) > 1 else (found,), strict=True):
+            parts += (_parts(x) if keeps else _cast_parts(x)) if result.tensor else [x]
+        taken = {x.data_ptr() for x in flat[0]} if keeps else set[int]()  # an operator must not return a view of an input
+        return [part.clone() if part.data_ptr() in taken else part for part in parts]
+
+    def fake(*flat: Any) -> Any:
+        arguments = _arguments(op, iter(flat))
+        inputs = arguments[: len(op.arguments)]
+        if op.validate is not None:
+            targets.load(op.validate)(*arguments)
+        like = flat[0][0] if isinstance(flat[0], list) else flat[0]
+        if keeps and op.results[0].tensor:  # components may be kept, in another layout than that of a cast
+            st, function = arguments[0], targets.load(op.reference)
+            row = st.ndim == 1 and st.layout.block() != TENSOR
+            found = composites.of_row(function, arguments) if row else function(*arguments)
+            return [torch.empty_like(part, memory_format=torch.contiguous_format) for part in _parts(found)]
+        parts = [part for result in op.results for part in _fakes(op, result, like, arguments, inputs)]
+        return parts[0] if one else parts
+
+    name = f"breccia::{op.name}"
+    operator: Any = torch.library.custom_op(name, run, mutates_args=(), schema=schema_of(op))
+    operator.register_fake(fake)
+    rules = _PRODUCT_RULES.get(op.name) or (None if op.derivative is None else _elementwise_rules(op))
+    if rules is not None:
+        operator.register_autograd(rules[0], setup_context=rules[1])
+    if one:
+        operator.register_vmap(_each(getattr(torch.ops.breccia, op.name)))
+    return getattr(torch.ops.breccia, op.name)
+
+
+def _constant(x: Any) -> Any:
+    """An argument without its gradient.
+
+    Tensors that take no gradient stay the same objects: a kernel may keep on a weight that it has multiplied by it before.
+    """
+    if isinstance(x, Tensor):
+        return x.detach() if x.requires_grad else x
+    if isinstance(x, ProductOptions):
+        return x if x.bias is None else x._replace(bias=_constant(x.bias))
+    if isinstance(x, ScaledTensor) and any(part.requires_grad for part in components(x).values()):
+        parts = {name: part.detach() for name, part in components(x).items()}
+        return ScaledTensor.from_parts(recipe=x.recipe, layout=x.layout, axis=x.axis, padding=x.padding, **parts)
+    return x
+
+
+def _fakes(op: Operation, result: Result, like: Tensor, arguments: tuple[Any, ...], inputs: tuple[Any, ...]) -> list[Tensor]:
+    """Tensors of the shapes and dtypes of a result's components."""
+    shape = result.shape_of(inputs)
+    if not result.tensor:
+        if result.dtype == "first":
+            return [like.new_empty(shape)]
+        dtype = op.options_of(arguments).out_dtype if result.dtype == "option" else result.dtype
+        return [like.new_empty(shape, dtype=getattr(torch, dtype))]
+    assert op.target is not None
+    of, axis = inputs[op.target], op.axis_of(result, arguments)
+    shapes = part_shapes(of.format, checks.fitted_layout(of, shape, axis), shape, axis)
     dtypes = TORCH.dtypes(of.format)
-    parts = [x.new_empty(shape, dtype=getattr(torch, dtypes[name])) for name, shape in shapes.items()]
-    return [x.new_empty(parts[0].mT.shape, dtype=parts[0].dtype).mT, *parts[1:]] if axis == -2 else parts
+    parts = [like.new_empty(shape, dtype=getattr(torch, dtypes[name])) for name, shape in shapes.items()]
+    return [like.new_empty(parts[0].mT.shape, dtype=parts[0].dtype).mT, *parts[1:]] if axis == -2 else parts
 
 
-@torch.library.custom_op("breccia::cast_pair", mutates_args=())
-def _cast_pair(
-    x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str, scale: Tensor | None = None
-) -> list[Tensor]:
-    """The components of both tensors of `breccia.cast_pair(x, ...)`, one tensor after the other."""
-    pair = calls.cast_pair(x.detach(), recipe_of(recipe), _eager(-1, scale, rounding, seed, nonfinite))
-    return [part for st in pair for part in _cast_parts(st)]
+# ------------------------------------------------------------------------------------------------ gradients
 
 
-@_cast_pair.register_fake
-def _(x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str, scale: Tensor | None = None) -> list[Tensor]:
-    options = (recipe, scale, rounding, seed, nonfinite)
-    return [part for axis in (-1, -2) for part in torch.ops.breccia.cast(x, options[0], axis, *options[1:])]
+def _elementwise_rules(op: Operation) -> tuple[Callable[..., Any], ...]:
+    """The gradient of an op whose derivative is declared, and what is kept for it."""
 
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.count = len(inputs)
+        ctx.straight = op.is_straight(_arguments(op, iter(inputs))[-1])
+        if not ctx.straight:
+            ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
 
-@torch.library.custom_op("breccia::record_amax", mutates_args=())
-def _record_amax(x: Tensor, recipe: str, amaxes: Tensor | None, scale: Tensor | None, number: float) -> list[Tensor]:
-    """The amaxes and the scale of `AmaxHistory.update`. number: the scale, if it is no tensor."""
-    before = number if scale is None else scale
-    return list(calls.record_amax(x.detach(), recipe_of(recipe), () if amaxes is None else amaxes, before))
+    def gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if ctx.straight:
+            return gradient, *(None,) * (ctx.count - 1)
+        flat = [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        arguments = _arguments(op, iter(flat))
+        by = targets.load("breccia_torch.exporting:Operators")()
+        found: list[Any] = [None] * ctx.count
+        for n, x in enumerate(arguments):
+            if isinstance(x, Tensor):
+                position = next(i for i, y in enumerate(flat) if y is x)
+                if ctx.needs_input_grad[position]:
+                    found[position] = targets.load(op.derivative)(by, gradient, n, *arguments)
+        return tuple(found)
 
-
-@_record_amax.register_fake
-def _(x: Tensor, recipe: str, amaxes: Tensor | None, scale: Tensor | None, number: float) -> list[Tensor]:
-    length: int = recipe_of(recipe).amax_history_len  # pyright: ignore
-    kept = 0 if amaxes is None else min(amaxes.shape[0], length - 1)
-    return [x.new_empty(shape, dtype=torch.float32) for shape in ((kept + 1,), ())]
-
-
-@torch.library.custom_op("breccia::cast_and_record", mutates_args=())
-def _cast_and_record(
-    x: Tensor,
-    recipe: str,
-    amaxes: Tensor | None,
-    scale: Tensor | None,
-    number: float,
-    axis: int,
-    rounding: str,
-    seed: int | None,
-    nonfinite: str,
-) -> list[Tensor]:
-    """The components of the cast of `AmaxHistory.cast`, then its amaxes and its scale."""
-    before, options = number if scale is None else scale, _eager(axis, None, rounding, seed, nonfinite)
-    held = () if amaxes is None else amaxes
-    st, *recorded = calls.cast_and_record(x.detach(), recipe_of(recipe), held, before, options)
-    return [*_cast_parts(st), *recorded]
-
-
-@_cast_and_record.register_fake
-def _(
-    x: Tensor, recipe: str, amaxes: Tensor | None, scale: Tensor | None, number: float, axis: int, *options: Any
-) -> list[Tensor]:
-    parts = torch.ops.breccia.cast(x, recipe, axis, None, *options)
-    return [*parts, *torch.ops.breccia.record_amax(x, recipe, amaxes, scale, number)]
-
-
-@torch.library.custom_op("breccia::dequantize", mutates_args=())
-def _dequantize(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int, dtype: str) -> Tensor:
-    """`breccia.dequantize` of the tensor of these components."""
-    return calls.dequantize(_from_parts([p.detach() for p in parts], recipe, layout, axis, padding), dtype).contiguous()
-
-
-@_dequantize.register_fake
-def _(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int, dtype: str) -> Tensor:
-    shape = _from_parts(parts, recipe, layout, axis, padding).shape
-    return parts[0].new_empty(shape, dtype=getattr(torch, dtype))
-
-
-@torch.library.custom_op("breccia::requantize", mutates_args=())
-def _requantize(
-    parts: list[Tensor],
-    recipe: str,
-    layout: str,
-    axis: int,
-    padding: int,
-    into: str,
-    scale: Tensor | None,
-    rounding: str,
-    seed: int | None,
-    nonfinite: str,
-) -> list[Tensor]:
-    """The components of `breccia.requantize` of the tensor of these components to the recipe `into`."""
-    options = _eager(-1, scale, rounding, seed, nonfinite)
-    found = _parts(calls.requantize(_from_parts(parts, recipe, layout, axis, padding), recipe_of(into), options))
-    taken = {part.data_ptr() for part in parts}  # an operator must not return a view of an input
-    return [part.clone() if part.data_ptr() in taken else part for part in found]
-
-
-@_requantize.register_fake
-def _(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int, into: str, *options: Any) -> list[Tensor]:
-    given = CastOptions(scale=options[0])
-    st = _from_parts(parts, recipe, layout, axis, padding)
-    if st.ndim == 1 and st.layout.block() != TENSOR:  # as `composites.requantize_row`
-        found = reference.requantize(st.reshape(1, *st.shape), recipe_of(into), given)[0]
-    else:
-        found = reference.requantize(st, recipe_of(into), given)
-    return [torch.empty_like(part, memory_format=torch.contiguous_format) for part in _parts(found)]
-
-
-@torch.library.custom_op("breccia::matmul", mutates_args=())
-def _matmul(
-    a: list[Tensor],
-    a_recipe: str,
-    a_layout: str,
-    a_axis: int,
-    a_tail: int,
-    b: list[Tensor],
-    b_recipe: str,
-    b_layout: str,
-    b_axis: int,
-    b_tail: int,
-    dtype: str,
-) -> Tensor:
-    """`breccia.matmul`; an operand with recipe "" is an array, the only item of its list."""
-    left, right = _given(a, a_recipe, a_layout, a_axis, a_tail), _given(b, b_recipe, b_layout, b_axis, b_tail)
-    return calls.matmul(left, right, None, dtype).contiguous()
-
-
-@_matmul.register_fake
-def _(a: list[Tensor], *rest: Any) -> Tensor:
-    return _fake_product(a[0], _operand(a, *rest[:4]), _operand(*rest[4:9]), None, rest[9])
-
-
-@torch.library.custom_op("breccia::biased_matmul", mutates_args=())
-def _biased_matmul(
-    a: list[Tensor],
-    a_recipe: str,
-    a_layout: str,
-    a_axis: int,
-    a_tail: int,
-    b: list[Tensor],
-    b_recipe: str,
-    b_layout: str,
-    b_axis: int,
-    b_tail: int,
-    dtype: str,
-    bias: Tensor,
-) -> Tensor:
-    """`breccia.matmul` with a bias."""
-    left, right = _given(a, a_recipe, a_layout, a_axis, a_tail), _given(b, b_recipe, b_layout, b_axis, b_tail)
-    return calls.matmul(left, right, bias.detach(), dtype).contiguous()
-
-
-@_biased_matmul.register_fake
-def _(a: list[Tensor], *rest: Any) -> Tensor:
-    return _fake_product(a[0], _operand(a, *rest[:4]), _operand(*rest[4:9]), rest[10], rest[9])
-
-
-def _fake_product(like: Tensor, left: Any, right: Any, bias: Any, dtype: str) -> Tensor:
-    checks.check_matmul(left, right, bias)
-    lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    return like.new_empty((*lead, left.shape[-2], right.shape[-1]), dtype=getattr(torch, dtype))
-
-
-@torch.library.custom_op("breccia::cast_matmul", mutates_args=())
-def _cast_matmul(
-    x: Tensor,
-    recipe: str,
-    b: list[Tensor],
-    b_recipe: str,
-    b_layout: str,
-    b_axis: int,
-    b_tail: int,
-    dtype: str,
-    bias: Tensor | None,
-) -> Tensor:
-    """`breccia.cast_matmul`; `b` is passed as in `breccia::matmul`."""
-    right, added = _given(b, b_recipe, b_layout, b_axis, b_tail), None if bias is None else bias.detach()
-    return calls.cast_matmul(x.detach(), recipe_of(recipe), right, added, dtype).contiguous()
-
-
-@_cast_matmul.register_fake
-def _(x: Tensor, recipe: str, b: list[Tensor], *rest: Any) -> Tensor:
-    return _fake_product(x, x, _operand(b, *rest[:4]), rest[5], rest[4])
-
-
-@torch.library.custom_op("breccia::grouped_matmul", mutates_args=())
-def _grouped_matmul(
-    a: list[Tensor],
-    a_recipe: str,
-    a_layout: str,
-    a_axis: int,
-    a_tail: int,
-    b: list[Tensor],
-    b_recipe: str,
-    b_layout: str,
-    b_axis: int,
-    b_tail: int,
-    offsets: Tensor,
-    dtype: str,
-) -> Tensor:
-    """`breccia.grouped_matmul`; operands are passed as in `breccia::matmul`."""
-    left, right = _given(a, a_recipe, a_layout, a_axis, a_tail), _given(b, b_recipe, b_layout, b_axis, b_tail)
-    return calls.grouped_matmul(left, right, offsets, dtype).contiguous()
-
-
-@_grouped_matmul.register_fake
-def _(a: list[Tensor], *rest: Any) -> Tensor:
-    left, right, offsets = _operand(a, *rest[:4]), _operand(*rest[4:9]), rest[9]
-    checks.check_grouped(left, right, offsets)
-    return a[0].new_empty((left.shape[0], right.shape[-1]), dtype=getattr(torch, rest[10]))
+    return gradients, keep
 
 
 # Gradients in graphs are those of the frontend, over operators. Operands are lists of components and their metadata.
@@ -274,7 +260,7 @@ def _product_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     needed = _any(ctx.needs_input_grad[0]), _any(ctx.needs_input_grad[5]), bias is not None
     left, right, added = product_gradients(_product, gradient, a, b, bias, needed)
     lists = [[None] * ctx.split if left is None else [left], [None] * (len(saved) - ctx.split) if right is None else [right]]
-    return lists[0], *(None,) * 4, lists[1], *(None,) * 5, *(() if bias is None else (added,))
+    return (lists[0], *(None,) * 4, lists[1], *(None,) * 5, added)[: len(ctx.needs_input_grad)]
 
 
 def _any(needed: Any) -> bool:
@@ -293,13 +279,9 @@ def _listed(x: Any) -> tuple[Any, ...]:
     return list(components(x).values()), x.recipe.to_json(), x.layout.to_json(), x.axis, x.padding
 
 
-_matmul.register_autograd(_product_gradients, setup_context=_keep_operands)
-_biased_matmul.register_autograd(_product_gradients, setup_context=_keep_operands)
-
-
 def _keep_cast_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.recipe, b, *ctx.operand_metadata = inputs[:7]
-    ctx.save_for_backward(x, *b, inputs[8])
+    ctx.save_for_backward(x, *b, inputs[8] if len(inputs) > 8 else None)  # older graphs omit a bias, and so its gradient
 
 
 def _cast_product_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -313,10 +295,7 @@ def _cast_product_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         written = _from_parts(parts, ctx.recipe, layout.to_json(), -1, -x.shape[-1] % packing(of.format.element)[0])
     needed = ctx.needs_input_grad[0], wanted, bias is not None
     first, second, added = product_gradients(_product, gradient, x, right, bias, needed, written)
-    return first, None, [None] * len(b) if second is None else [second], *(None,) * 5, added
-
-
-_cast_matmul.register_autograd(_cast_product_gradients, setup_context=_keep_cast_operands)
+    return (first, None, [None] * len(b) if second is None else [second], *(None,) * 5, added)[: len(ctx.needs_input_grad)]
 
 
 def _keep_groups(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -344,68 +323,6 @@ def _values(x: Any) -> Tensor:
     return torch.ops.breccia.dequantize(*_listed(x), "float32") if isinstance(x, ScaledTensor) else x.float()
 
 
-_grouped_matmul.register_autograd(_group_gradients, setup_context=_keep_groups)
-
-
-@torch.library.custom_op("breccia::cast_ste", mutates_args=())
-def _cast_ste(
-    x: Tensor,
-    recipe: str,
-    axis: int,
-    scale: Tensor | None,
-    rounding: str,
-    seed: int | None,
-    nonfinite: str,
-    clip: str,
-    low: float,
-    high: float,
-) -> Tensor:
-    """`breccia.cast_ste(x, ...)`. The gradient passes everywhere (`clip` is ""), or as in `breccia.cast_ste_clipped`."""
-    options = _eager(axis, scale, rounding, seed, nonfinite)
-    return round_trip(x.detach(), recipe_of(recipe), _clip(clip, low, high), options).contiguous()
-
-
-def _clip(clip: str, low: float, high: float) -> Any:
-    """The clip as the frontend represents it."""
-    return None if not clip else clip if clip == "scale" else (low, high)
-
-
-@_cast_ste.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("breccia::within_scales", mutates_args=())
-def _within_scales(
-    x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str
-) -> Tensor:
-    """Mask of elements that do not saturate under the scales of their blocks."""
-    return within_scales(x.detach(), recipe_of(recipe), _eager(axis, scale, rounding, seed, nonfinite)).contiguous()
-
-
-@_within_scales.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, dtype=torch.bool, memory_format=torch.contiguous_format)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.recipe, ctx.axis, scale, *ctx.options, ctx.clip, ctx.low, ctx.high = inputs
-    if ctx.clip:
-        ctx.save_for_backward(x, scale)
-
-
-def _pass(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    clip = _clip(ctx.clip, ctx.low, ctx.high)
-    if clip is not None:
-        x, scale = ctx.saved_tensors
-        options = (ctx.recipe, ctx.axis, scale, *ctx.options)
-        gradient = clipped_gradient(torch.ops.breccia.within_scales, gradient, x, clip, *options)
-    return gradient, *(None,) * 9
-
-
-_cast_ste.register_autograd(_pass, setup_context=_keep)
-
-
 def _each(operator: Any) -> Any:
     """The vmap rule of operators that see one example at a time: per-tensor scales are per example."""
 
@@ -423,12 +340,12 @@ def _each(operator: Any) -> Any:
     return rule
 
 
-_cast_ste.register_vmap(_each(torch.ops.breccia.cast_ste))
-_within_scales.register_vmap(_each(torch.ops.breccia.within_scales))
-_dequantize.register_vmap(_each(torch.ops.breccia.dequantize))
-_matmul.register_vmap(_each(torch.ops.breccia.matmul))
-_biased_matmul.register_vmap(_each(torch.ops.breccia.biased_matmul))
-_cast_matmul.register_vmap(_each(torch.ops.breccia.cast_matmul))
+#: The gradient of each product, and what is kept for it.
+_PRODUCT_RULES = {
+    "matmul": (_product_gradients, _keep_operands),
+    "cast_matmul": (_cast_product_gradients, _keep_cast_operands),
+    "grouped_matmul": (_group_gradients, _keep_groups),
+}
 
 
 def _parts(st: ScaledTensor) -> list[Tensor]:
@@ -453,14 +370,6 @@ def _operand(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: 
     return _from_parts(parts, recipe, layout, axis, padding) if recipe else parts[0]
 
 
-def _given(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int) -> ScaledTensor | Tensor:
-    """A detached operand, as kernels receive it.
-
-    Tensors that take no gradient stay the same objects: a kernel may keep on a weight that it has multiplied by it before.
-    """
-    return _operand([part.detach() if part.requires_grad else part for part in parts], recipe, layout, axis, padding)
-
-
 @lru_cache(maxsize=512)
 def recipe_of(text: str) -> ScalingRecipe:
     """The recipe of that JSON."""
@@ -473,11 +382,60 @@ def layout_of(text: str) -> Layout:
     return Layout.from_json(text)
 
 
-def _eager(axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str) -> CastOptions:
-    """The options of an op from the arguments of its operator."""
-    if axis == -1 and scale is None and rounding == "nearest" and nonfinite == "propagate":
-        return DEFAULT
-    return CastOptions(axis, scale, rounding, None if seed is None else seed % (2 * SIGN), nonfinite)
+# ------------------------------------------------------------------------------------------------ registration
+
+for _op in OPERATIONS.values():
+    operator_of(_op)
+
+
+# Of older graphs.
+
+
+@torch.library.custom_op("breccia::biased_matmul", mutates_args=())
+def _biased_matmul(
+    a: list[Tensor],
+    a_recipe: str,
+    a_layout: str,
+    a_axis: int,
+    a_tail: int,
+    b: list[Tensor],
+    b_recipe: str,
+    b_layout: str,
+    b_axis: int,
+    b_tail: int,
+    dtype: str,
+    bias: Tensor,
+) -> Tensor:
+    """`breccia::matmul` with a bias."""
+    operands = (a, a_recipe, a_layout, a_axis, a_tail, b, b_recipe, b_layout, b_axis, b_tail)
+    return torch.ops.breccia.matmul(*operands, dtype, bias)
+
+
+@_biased_matmul.register_fake
+def _(a: list[Tensor], *rest: Any) -> Tensor:
+    return torch.ops.breccia.matmul(a, *rest)
+
+
+_biased_matmul.register_autograd(_product_gradients, setup_context=_keep_operands)
+_biased_matmul.register_vmap(_each(torch.ops.breccia.biased_matmul))
+
+
+@torch.library.custom_op("breccia::within_scales", mutates_args=())
+def _within_scales(
+    x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str
+) -> Tensor:
+    """Mask of elements that do not saturate under the scales of their blocks; False for NaN."""
+    options = CastOptions(axis, scale, rounding, None if seed is None else seed % (2 * SIGN), nonfinite)
+    low, high = composites.within_scales(x.detach(), recipe_of(recipe), options)
+    return ((x >= low) & (x <= high)).contiguous()
+
+
+@_within_scales.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bool, memory_format=torch.contiguous_format)
+
+
+_within_scales.register_vmap(_each(torch.ops.breccia.within_scales))
 
 
 def enable_compile() -> None:

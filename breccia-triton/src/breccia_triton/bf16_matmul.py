@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import checks, dtype_name, reentrant
+from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name, reentrant
 from breccia_torch.ops import autocast_dtype
 
 from .bf16_kernels import Side, exact_kernel, finishing_kernel, mending_kernel
@@ -42,10 +42,10 @@ from .specs import Unsupported
 _TILE, _DEPTH, _WARPS, _PROGRAMS = 64, 32, 4, 512
 
 
-def matmul_bf16(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def matmul_bf16(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it."""
-    checks.check_matmul(a, b, bias)
-    return multiplied(_calls, Call, Operand(a, False), Operand(b, True), bias, out_dtype, out)
+    checks.check_matmul(a, b, options.bias)
+    return multiplied(_calls, Call, Operand(a, False), Operand(b, True), options)
 
 
 #: Prepared calls; for calls that the kernels do not support, the reason.

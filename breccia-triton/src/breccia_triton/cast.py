@@ -25,6 +25,7 @@ from breccia.backend import (
     composites,
     reference,
     repeats,
+    storages,
 )
 from breccia_torch.ops import TORCH, need_dense
 
@@ -59,9 +60,7 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
         return made.mT if options.out is None else options.out
     prepared = _found("cast", x, recipe, options)
     if prepared is None:
-        return (
-            reference.cast(x, recipe, options) if options.storage == PLAIN else composites.cast_into_storage(x, recipe, options)
-        )
+        return reference.cast(x, recipe, options) if options.storage == PLAIN else storages.cast(x, recipe, options)
     return prepared(x, options)
 
 
@@ -115,11 +114,6 @@ def _kind(options: CastOptions) -> tuple[bool, str, str]:
 
 
 _OWN, _SUPPLIED = (False, "nearest", PLAIN), (True, "nearest", PLAIN)
-
-
-def cast_ste_clipped(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Any:
-    """`cast_ste`: a clip affects only the gradient."""
-    return cast_ste(x, recipe, options)
 
 
 def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
@@ -197,19 +191,17 @@ def _fits(part: Any, device: torch.device) -> bool:
     return isinstance(part, torch.Tensor) and part.dtype is torch.float32 and part.device == device and part.is_contiguous()
 
 
-def requantize(
-    st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, require_exact: bool = False
-) -> ScaledTensor:
+def requantize(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`requantize` as `breccia.requantize` documents it, for values that are cast: decoded in registers."""
     data = st.data
     if data.ndim > 1 and not data.is_contiguous() and data.mT.is_contiguous() and options.scale is None:
         # A transposed view: so is the result.
         turned = options if options.out is None else options.replace(out=options.out.mT)
-        made = requantize(st.mT, recipe, turned, require_exact)
+        made = requantize(st.mT, recipe, turned)
         return made.mT if options.out is None else options.out
-    prepared = None if require_exact else _found("requantize", st, recipe, options)
+    prepared = None if options.require_exact else _found("requantize", st, recipe, options)
     if prepared is None:
-        return composites.requantize(st, recipe, options, require_exact)
+        return composites.requantize(st, recipe, options)
     return prepared(st, options)
 
 

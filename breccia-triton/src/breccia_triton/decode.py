@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import ScaledTensor, reference
+from breccia.backend import FLOAT32, ProductOptions, ScaledTensor, product_options, reference
 from breccia_torch.ops import TORCH
 
 from . import tuning
@@ -22,14 +22,15 @@ from .prepare import Launch, decoding, needed
 from .specs import Unsupported
 
 
-def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
+def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
     """`dequantize` as `breccia.dequantize` documents it.
 
     A transposed view of a contiguous tensor decodes into such a view.
     """
+    out_dtype, _, out = options
     data = st.data
     if out is None and data.ndim > 1 and not data.is_contiguous() and data.mT.is_contiguous():
-        return dequantize(st.mT, out_dtype).mT
+        return dequantize(st.mT, options).mT
     key = (out_dtype, *facts_of(st))
     call = _calls.get(key)
     if call is None:
@@ -39,9 +40,9 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) ->
             call = str(e)
         _calls.keep(key, call)
     if isinstance(call, str):
-        return reference.dequantize(st, out_dtype, out)
+        return reference.dequantize(st, options)
     if out is not None and not writable(out, call.shape, call.dtype, call.device):
-        return reference.result(TORCH, dequantize(st, out_dtype), "float32", out)
+        return reference.result(TORCH, dequantize(st, product_options(out_dtype)), "float32", out)
     if elsewhere(call.index):
         with torch.cuda.device(call.index):
             return call(st, out)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import checks, dtype_name
+from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name
 
 from . import tuning
 from .choices import Choose
@@ -25,10 +25,10 @@ from .prepare import Launch, needed
 from .specs import Unsupported
 
 
-def fused_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def fused_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it. a: an array, or a tensor of FP8; b: a ScaledTensor."""
-    checks.check_matmul(a, b, bias)
-    return multiplied(_calls, _made, Operand(a, False, swaps=False), Operand(b, True), bias, out_dtype, out)
+    checks.check_matmul(a, b, options.bias)
+    return multiplied(_calls, _made, Operand(a, False, swaps=False), Operand(b, True), options)
 
 
 #: Prepared calls; for calls that the kernels do not support, the reason.

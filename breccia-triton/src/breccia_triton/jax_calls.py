@@ -21,10 +21,12 @@ from jax import lax
 from breccia import DelayedScaling
 from breccia.backend import (
     DEFAULT,
+    FLOAT32,
     PLAIN,
     CastOptions,
     Metadata,
     Ops,
+    ProductOptions,
     ScaledTensor,
     ScalingRecipe,
     Shape,
@@ -33,7 +35,9 @@ from breccia.backend import (
     composites,
     dtype_name,
     ops_of,
+    product_options,
     reference,
+    storages,
 )
 
 from .facts import LARGE, Array, Codes, Hardware, Operand, itemsize
@@ -58,7 +62,7 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
     found = _cast("cast", x, recipe, options)
     if found is None:
         plain = options.storage == PLAIN
-        return reference.cast(x, recipe, options) if plain else composites.cast_into_storage(x, recipe, options)
+        return reference.cast(x, recipe, options) if plain else storages.cast(x, recipe, options)
     return found[0]
 
 
@@ -74,11 +78,6 @@ def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> A
     """`cast_ste` as `breccia.cast_ste` documents it, without codes in memory. The frontend computes gradients."""
     found = _cast("cast_ste", x, recipe, options)
     return reference.cast_ste(x, recipe, options) if found is None else found[0]
-
-
-def cast_ste_clipped(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Any:
-    """`cast_ste`: a clip affects only the gradient."""
-    return cast_ste(x, recipe, options)
 
 
 def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Any, Any]:
@@ -98,20 +97,19 @@ def cast_and_record(
     return found
 
 
-def requantize(
-    st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, require_exact: bool = False
-) -> ScaledTensor:
+def requantize(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`requantize` as `breccia.requantize` documents it, for values that are cast: decoded in registers."""
-    found = None if require_exact else _cast("requantize", st, recipe, options.replace(axis=st.axis))
-    return composites.requantize(st, recipe, options, require_exact) if found is None else found[0]
+    found = None if options.require_exact else _cast("requantize", st, recipe, options.replace(axis=st.axis))
+    return composites.requantize(st, recipe, options) if found is None else found[0]
 
 
-def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
+def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
     """`dequantize` as `breccia.dequantize` documents it."""
+    out_dtype, _, out = options
     arrays = components(st)
     call = Decode(ops_of(st.data), shapes_of(arrays), Metadata.of(st), out_dtype)
     if out is not None or not isinstance(_decoding(call), Launch):
-        return reference.dequantize(st, out_dtype, out)
+        return reference.dequantize(st, options)
     return run(call, list(arrays.values()))[0]
 
 
@@ -211,7 +209,7 @@ class Decode:
 
     def generic(self, *arrays: Any) -> list[Any]:
         st = assembled(self.metadata, dict(zip((name for name, _, _ in self.shapes), arrays, strict=True)))
-        return [reference.dequantize(st, self.dtype)]
+        return [reference.dequantize(st, product_options(self.dtype))]
 
     def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
         inputs = as_integers(dict(zip((name for name, _, _ in self.shapes), arrays, strict=True)))

@@ -16,7 +16,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from breccia.backend import Metadata, Ops, ScaledTensor, checks, composites, ops_of, reference
+from breccia.backend import (
+    FLOAT32,
+    Metadata,
+    Ops,
+    ProductOptions,
+    ScaledTensor,
+    checks,
+    composites,
+    ops_of,
+    product_options,
+    reference,
+)
 
 from .facts import Hardware
 from .fused import Given, Product, scaled
@@ -27,8 +38,9 @@ from .prepare import needed
 from .specs import Unsupported
 
 
-def fused_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def fused_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it. a: an array, or a tensor of FP8; b: a ScaledTensor."""
+    out_dtype, bias, out = options
     checks.check_matmul(a, b, bias)
     turned = isinstance(a, ScaledTensor)
     first, second = _arrays("a", a), _arrays("b", b.mT if turned else b)
@@ -39,7 +51,7 @@ def fused_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", o
         call = Multiply(ops_of(b.data), shapes_of(first), shapes_of(second), shapes_of(added), *metadata, out_dtype)
         if isinstance(_product(call), Product):
             return run(call, list(arrays.values()))[0]
-    return composites.matmul(a, b, bias, out_dtype, out)
+    return composites.matmul(a, b, options)
 
 
 def _arrays(name: str, x: Any) -> dict[str, Any]:
@@ -80,7 +92,7 @@ class Multiply:
             own = {as_x: given[name] for (as_x, _, _), (name, _, _) in zip(_as_x(shapes), shapes, strict=True)}
             tensors.append(own["x"] if metadata is None else assembled(metadata, own))
         a, b = tensors
-        return [reference.matmul(a, b if self.a is None else b.mT, given.get("bias"), self.dtype)]
+        return [reference.matmul(a, b if self.a is None else b.mT, product_options(self.dtype, given.get("bias")))]
 
     def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
         made = needed(_product(self, hardware))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from breccia.backend import ScaledTensor, composites
+from breccia.backend import ProductOptions, ScaledTensor, composites
 from breccia_torch.ops import need_dense
 
 from .launch import Remembered, on
@@ -66,8 +66,9 @@ def need_one_device_for(a: Operand, b: Operand, bias: Any) -> None:
 Make = Callable[[Operand, Operand, Any, str], Callable[[Operand, Operand, Any, Any], Any]]
 
 
-def multiplied(calls: Remembered, make: Make, a: Operand, b: Operand, bias: Any, out_dtype: str, out: Any) -> Any:
+def multiplied(calls: Remembered, make: Make, a: Operand, b: Operand, options: ProductOptions) -> Any:
     """The product by a call that `calls` remembers, or by decoding where `make` refuses; then `calls` remembers the reason."""
+    out_dtype, bias, out = options
     key = (a.facts, b.facts, out_dtype, None if bias is None else (bias.dtype, bias.device))
     call = calls.get(key)
     if call is None:
@@ -77,6 +78,6 @@ def multiplied(calls: Remembered, make: Make, a: Operand, b: Operand, bias: Any,
             call = str(e)
         calls.keep(key, call)
     if isinstance(call, str):
-        return composites.matmul(a.given, b.given, bias, out_dtype, out)
+        return composites.matmul(a.given, b.given, options)
     with on(call.device):
         return call(a, b, bias, out)

@@ -14,7 +14,6 @@ _KERNELS = (
     ("cast", "cast", "cast", False, True),
     ("cast_pair", "cast", "pair", False, True),
     ("cast_ste", "cast", "cast", False, False),
-    ("cast_ste_clipped", "cast", "cast", False, False),
     ("record_amax", "cast", "cast", False, False),
     ("cast_and_record", "cast", "cast", False, False),
     ("dequantize", "decode", "dequantize", True, False),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import ScaledTensor, checks, composites, dtype_name, output_dtype
+from breccia.backend import FLOAT32, ProductOptions, ScaledTensor, checks, dtype_name, storages
 
 from . import weight_plans as plans
 from .choices import codecs_of
@@ -25,8 +25,9 @@ from .weight_plans import Config, Operand
 from .weight_products import Product, operand_in, stored
 
 
-def weight_only_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def weight_only_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`a @ b + bias` as `breccia.matmul` documents it. a: (..., M, K); b: a weight's transpose, (K, N)."""
+    out_dtype, bias, out = options
     data, points, outer = b.data, b.zero_point, b.global_scale
     key = (
         a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, data.device,
@@ -39,20 +40,21 @@ def weight_only_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float
         need_one_device(a.device, [*parts_of("b", b), ("bias", bias)])
         # Zero-points of other libraries may have any dtype, which no fact of a call says.
         taken = points is None or points.dtype == torch.uint8
-        call = _calls.keep(key, prepared(a, b, bias, output_dtype(out_dtype)) if taken else composites.matmul_plain)
+        call = _calls.keep(key, prepared(a, b, bias, out_dtype) if taken else storages.matmul)
     if not isinstance(call, Call | DecodedCall | DecodedCodesCall):
-        return call(a, b, bias, out_dtype, out)
+        return call(a, b, options)
     if elsewhere(call.index):
         with torch.cuda.device(call.index):
             return call(a, b, bias, out)
     return call(a, b, bias, out)
 
 
-def weight_only_grouped(a: Any, b: Any, offsets: Any, out_dtype: str = "float32", out: Any = None) -> Any:
+def weight_only_grouped(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT32) -> Any:
     """`grouped_matmul` as `breccia.grouped_matmul` documents it. The device reads `offsets`; the host waits for nothing.
 
     a: (M, K). b: the weights' transposes, (E, K, N). offsets: (E,).
     """
+    out_dtype, _, out = options
     data, points, outer = b.data, b.zero_point, b.global_scale
     key = (
         "grouped", a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, data.device,
@@ -63,9 +65,9 @@ def weight_only_grouped(a: Any, b: Any, offsets: Any, out_dtype: str = "float32"
         checks.check_grouped(a, b, offsets)
         need_one_device(a.device, [*parts_of("b", b), ("offsets", offsets)])
         taken = points is None or points.dtype == torch.uint8
-        call = _calls.keep(key, GroupedCall(a, b, output_dtype(out_dtype)) if taken else composites.grouped_matmul_plain)
+        call = _calls.keep(key, GroupedCall(a, b, out_dtype) if taken else storages.grouped_matmul)
     if not isinstance(call, GroupedCall):
-        return call(a, b, offsets, out_dtype, out)
+        return call(a, b, offsets, options)
     with on(call.device):
         return call(a, b, offsets, out)
 

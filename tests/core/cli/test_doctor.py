@@ -24,6 +24,7 @@ from breccia.cli import bench, doctor
 from breccia.cli.doctor import MISSING, NOT_INSTALLED, NOTE, OK, OPTIONAL, PROBLEM, Finding, examine
 from breccia.dispatch.registry import Plugin, Registry, _installed
 from breccia.kernels import threads
+from breccia.options import FLOAT32, ProductOptions
 from breccia.siblings import EXTRAS, SIBLINGS, install, unrelated
 from breccia_native.availability import missing, missing_for_jax, missing_products
 
@@ -376,14 +377,14 @@ class Vendor:
     score_rough = score_fast
 
     @staticmethod
-    def slow(a: Any, b: Any, bias: Any, out_dtype: str, out: Any) -> Any:
+    def slow(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
         Vendor.ran.append("slow")
-        return reference.matmul(a, b, bias, out_dtype, out)
+        return reference.matmul(a, b, options)
 
     @staticmethod
-    def fast(a: Any, b: Any, bias: Any, out_dtype: str, out: Any) -> Any:
+    def fast(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
         Vendor.ran.append("fast")
-        return reference.matmul(a, b, bias, out_dtype, out)
+        return reference.matmul(a, b, options)
 
     rough = fast
 

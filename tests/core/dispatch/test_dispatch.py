@@ -34,13 +34,14 @@ from breccia import (
 )
 from breccia.arrays.frameworks import Device, framework_of
 from breccia.dispatch import registry
-from breccia.dispatch.call import NO_OPTIONS, Call
+from breccia.dispatch.call import Call
 from breccia.dispatch.explanation import Explanation, Verdict
 from breccia.dispatch.facts import Described
-from breccia.dispatch.kernel import CONTRACT, OPS
+from breccia.dispatch.kernel import CONTRACT
 from breccia.dispatch.table import Table
 from breccia.kernels import reference
-from breccia.options import DEFAULT, CastOptions
+from breccia.operations import OPERATIONS
+from breccia.options import DEFAULT, FLOAT32, CastOptions
 from breccia.recipes import Float8CurrentScaling, INT4Scaling, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe
 from breccia.siblings import install
 
@@ -106,14 +107,14 @@ def kernel(name: str, function: str = "one", **fields: Any) -> Kernel:
 
 def cast(table: Table, recipe: ScalingRecipe = MXFP8, x: Any = X, prefer: Any = None, framework: str = "numpy") -> str:
     """Call the kernel that is chosen for a cast; it returns the name of its function."""
-    return table.choose("cast", framework, x, None, recipe, DEFAULT, prefer).function()
+    return table.choose(OPERATIONS["cast"], framework, x, None, recipe, DEFAULT, prefer).function()
 
 
 def explanation_of(
     table: Table, op: str, a: Any, b: Any = None, new: Any = None, prefer: Any = None, device: str = ""
 ) -> Explanation:
     """The explanation of op(a, b) on NumPy, with `new` as the output recipe."""
-    return table.explain(Call(op, "numpy", (a, b, new, NO_OPTIONS, None)), prefer, device)
+    return table.explain(Call(registry.registry().operation(op), "numpy", (a, b, new, FLOAT32, None)), prefer, device)
 
 
 def explained(table: Table, recipe: ScalingRecipe = MXFP8, x: Any = X, prefer: Any = None) -> str:
@@ -224,7 +225,7 @@ def scaled(recipe: ScalingRecipe, shape: tuple[int, int] = (64, 96)) -> breccia.
 
 
 def matmul(table: Table, a: Any, b: Any) -> str:
-    return table.choose("matmul", "numpy", a, b).function()
+    return table.choose(OPERATIONS["matmul"], "numpy", a, b).function()
 
 
 def test_matmul_distinguishes_scaled_tensors_from_arrays() -> None:
@@ -252,16 +253,16 @@ def test_an_array_with_an_attribute_recipe_is_not_a_scaled_tensor() -> None:
 
 def test_requantize_is_chosen_by_the_old_and_the_new_recipe() -> None:
     table = Table([kernel("direct", op="requantize", recipe=NVFP4BlockScaling, other=MXFP8BlockScaling)])
-    assert table.choose("requantize", "numpy", scaled(NVFP4), None, MXFP8).function() == "one"
+    assert table.choose(OPERATIONS["requantize"], "numpy", scaled(NVFP4), None, MXFP8).function() == "one"
     with pytest.raises(NoKernelError, match="^requantize of mxfp8 to nvfp4 on numpy\n"):
-        table.choose("requantize", "numpy", scaled(MXFP8), None, NVFP4)
+        table.choose(OPERATIONS["requantize"], "numpy", scaled(MXFP8), None, NVFP4)
 
 
 def test_dequantize_is_chosen_by_the_recipe_of_its_tensor() -> None:
     table = Table([kernel("nvfp4", op="dequantize", recipe=NVFP4BlockScaling)])
-    assert table.choose("dequantize", "numpy", scaled(NVFP4)).function() == "one"
+    assert table.choose(OPERATIONS["dequantize"], "numpy", scaled(NVFP4)).function() == "one"
     with pytest.raises(NoKernelError, match="^dequantize of mxfp8 on numpy\n"):
-        table.choose("dequantize", "numpy", scaled(MXFP8))
+        table.choose(OPERATIONS["dequantize"], "numpy", scaled(MXFP8))
 
 
 # -- conditions ----------------------------------------------------------------------------------------------------------
@@ -514,6 +515,8 @@ def test_the_no_kernel_error_is_the_text_of_explain() -> None:
         cast(Table([]))
 
 
+#: Every name that `explain` takes.
+OPS = [name for op in OPERATIONS.values() for name in (op.name, *op.aliases)]
 DELAYED = breccia.DelayedScaling()
 ST, MXFP4_ST = scaled(MXFP8), scaled(breccia.MXFP4BlockScaling())
 CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
@@ -543,7 +546,7 @@ def test_explain_gives_the_same_for_operands_and_their_names(op: str) -> None:
     assert by_name.winner == by_value.winner
     assert str(by_name).splitlines()[0] == str(by_value).splitlines()[0]
     assert by_name.running == by_value.running, "the kernels that it calls are the same too"
-    chosen = registry.registry().table.choose(op, "numpy", *_parts(op), options_of(op))
+    chosen = registry.registry().table.choose(registry.registry().operation(op), "numpy", *_parts(op), options_of(op))
     assert chosen.function is targets.load(by_value.winner.target), "and the call goes where explain says"
 
 
@@ -559,12 +562,9 @@ def _parts(op: str) -> tuple[Any, Any, ScalingRecipe | None]:
     return (*values, None)[0], (*values, None)[1], new
 
 
-CASTING = ("cast", "cast_pair", "requantize", "cast_ste", "cast_ste_clipped", "cast_and_record")
-
-
 def options_of(op: str) -> Any:
     """The options of a call without any."""
-    return DEFAULT if op in CASTING else NO_OPTIONS
+    return registry.registry().operation(op).default or DEFAULT
 
 
 def verdicts_of(explanation: Explanation) -> Iterator[Verdict]:
@@ -729,7 +729,7 @@ COMPOSITES: dict[str, tuple[tuple[Any, ...], str]] = {
         "composite.cast_matmul (numpy.cast, composite.matmul (numpy.dequantize, numpy.dequantize))",
     ),
     "cast_ste": (("mxfp8",), "composite.cast_ste (numpy.cast, numpy.dequantize)"),
-    "cast_ste_clipped": (("mxfp8",), "composite.cast_ste_clipped (composite.cast_ste (numpy.cast, numpy.dequantize))"),
+    "cast_ste_clipped": (("mxfp8",), "composite.cast_ste (numpy.cast, numpy.dequantize)"),
 }
 
 
@@ -772,7 +772,7 @@ def test_a_plan_passes_the_options_of_the_call_on() -> None:
     stochastic = CastOptions(rounding="stochastic", seed=1)
 
     def running(op: str, a: Any, new: Any, options: Any) -> str:
-        return Table(table).explain(Call(op, "numpy", (a, None, new, options, None))).running
+        return Table(table).explain(Call(registry.registry().operation(op), "numpy", (a, None, new, options, None))).running
 
     assert running("requantize", MXFP4_ST, NVFP4, DEFAULT) == "composite.requantize (numpy.dequantize, numpy.cast)"
     assert running("requantize", MXFP4_ST, NVFP4, stochastic) == "composite.requantize (numpy.dequantize, reference.cast)"
@@ -922,7 +922,9 @@ def test_explain_suggests_names_for_unknown_ones() -> None:
         breccia.explain("cast", "mxfp9")
     with pytest.raises(UnknownNameError, match=r"^no framework 'trch'; did you mean 'torch'\? Known: jax, mlx, numpy, torch"):
         breccia.explain("cast", "mxfp8", on="trch")
-    with pytest.raises(UnsupportedError, match=r"^explain\('cast', \.\.\.\) needs the target recipe as its last operand"):
+    with pytest.raises(
+        UnsupportedError, match=r"^explain\('cast', \.\.\.\) takes x, recipe; x may be left out; its recipe is a"
+    ):
         breccia.explain("cast", X)
     with pytest.raises(UnknownNameError, match=r"^prefer='referenc.cast': no such kernel; did you mean 'reference.cast'\?"):
         breccia.cast(X, MXFP8, prefer="referenc.cast")
@@ -1025,7 +1027,6 @@ RUNS: dict[str, Callable[[], Any]] = {
     "cast_matmul": lambda: breccia.cast_matmul(X, MXFP8, ST.mT),
     "grouped_matmul": lambda: breccia.grouped_matmul(ST, W, ENDS),
     "cast_ste": lambda: breccia.cast_ste(X, MXFP8),
-    "cast_ste_clipped": lambda: breccia.cast_ste_clipped(X, MXFP8),
     "record_amax": lambda: api.record_amax(X, DELAYED, (), 1.0),
     "cast_and_record": lambda: api.cast_and_record(X, DELAYED, (), 1.0),
 }
@@ -1058,7 +1059,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("grouped_matmul", np.ones((64, 64), np.int32), "grouped_matmul was asked for float32; got int32."),
     ("cast_ste", ST, "cast_ste returns an array, not ScaledTensor."),
     ("cast_ste", X.astype(np.float16), "cast_ste was asked for float32; got float16."),
-    ("cast_ste_clipped", X[:32], "cast_ste_clipped gives shape (64, 96); got (32, 96)."),
+    ("cast_ste", X[:32], "cast_ste gives shape (64, 96); got (32, 96)."),
 ]
 
 
@@ -1103,7 +1104,7 @@ def test_a_tensor_with_another_axis_or_storage_than_requested_is_refused(
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_results_must_have_the_requested_dtype(answers: Callable[..., None], dtype: str) -> None:
-    answers("dequantize", lambda st, out_dtype, out: np.ones(st.shape, "float32"))
+    answers("dequantize", lambda st, options: np.ones(st.shape, "float32"))
     if dtype == "float32":
         assert breccia.dequantize(ST, out_dtype=dtype).dtype == np.float32
     else:
@@ -1132,7 +1133,7 @@ def test_the_shape_of_a_product_follows_from_broadcasting(
         breccia.matmul(a, b)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_a_valid_result_is_returned_unchanged(answers: Callable[..., None], op: str) -> None:
     results: list[Any] = []
 
@@ -1162,7 +1163,7 @@ def fails(*arguments: Any) -> Any:
     raise ValueError("device lost")
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_an_error_in_a_kernel_gets_a_note_with_its_name(answers: Callable[..., None], op: str) -> None:
     answers(op, fails)
     with pytest.raises(ValueError, match="device lost") as e:
@@ -1330,10 +1331,10 @@ def test_dispatch_costs_less_than_two_microseconds(conditional: bool, op: str, f
         return lookup.get(("cast", type(MXFP8), type(None), "numpy"))
 
     calls: dict[str, Callable[[], Any]] = {
-        "cast": lambda: table.choose("cast", framework_of(x).name, x, None, MXFP8, DEFAULT),
-        "dequantize": lambda: table.choose("dequantize", framework_of(st.data).name, st),
-        "requantize": lambda: table.choose("requantize", framework_of(st.data).name, st, None, NVFP4, DEFAULT),
-        "matmul": lambda: table.choose("matmul", framework_of(st.data).name, st, weight),
+        "cast": lambda: table.choose(OPERATIONS["cast"], framework_of(x).name, x, None, MXFP8, DEFAULT),
+        "dequantize": lambda: table.choose(OPERATIONS["dequantize"], framework_of(st.data).name, st),
+        "requantize": lambda: table.choose(OPERATIONS["requantize"], framework_of(st.data).name, st, None, NVFP4, DEFAULT),
+        "matmul": lambda: table.choose(OPERATIONS["matmul"], framework_of(st.data).name, st, weight),
     }
     dispatched = calls[op]
     winner = dispatched().kernel
@@ -1380,7 +1381,7 @@ def test_accepts_gets_the_options_that_differ_from_their_default(monkeypatch: py
 def test_options_are_compared_with_their_default_by_value() -> None:
     """Options read from a file or a command line are not the same objects as the defaults in the source."""
     spelled = {"rounding": "".join(["near", "est"]), "nonfinite": "".join(["propa", "gate"])}
-    call = Call("cast", "numpy", (X, None, MXFP8, CastOptions(axis=-2, **spelled), None))
+    call = Call(OPERATIONS["cast"], "numpy", (X, None, MXFP8, CastOptions(axis=-2, **spelled), None))
     assert call.options == {"axis": -2}
 
 

@@ -34,10 +34,11 @@ from breccia import (
 )
 from breccia.arrays.frameworks import Device, framework_of
 from breccia.dispatch import registry
-from breccia.dispatch.call import NO_OPTIONS, Call, Operand, Options
+from breccia.dispatch.call import Call, Operand
 from breccia.dispatch.facts import Described, bucket
 from breccia.dispatch.table import Table
-from breccia.options import DEFAULT, CastOptions
+from breccia.operations import OPERATIONS
+from breccia.options import DEFAULT, FLOAT32, CastOptions, ProductOptions
 from breccia.recipes import Float8CurrentScaling
 
 MXFP8, NVFP4, CURRENT = MXFP8BlockScaling(), NVFP4BlockScaling(), Float8CurrentScaling()
@@ -66,9 +67,9 @@ def kernel(name: str, **fields: Any) -> Kernel:
     return Kernel(name=name, **fields)
 
 
-def seen(op: str, a: Any, b: Any = None, new: Any = None, options: Any = NO_OPTIONS) -> Call:
+def seen(op: str, a: Any, b: Any = None, new: Any = None, options: Any = FLOAT32) -> Call:
     """The call as a kernel's checks see it."""
-    return Call(op, "numpy", (a, b, new, options, None))
+    return Call(OPERATIONS[op], "numpy", (a, b, new, options, None))
 
 
 def operand(a: Any, **options: Any) -> Operand:
@@ -78,7 +79,7 @@ def operand(a: Any, **options: Any) -> Operand:
 
 def chosen(table: Table, a: Any, recipe: Any = MXFP8, options: Any = DEFAULT, prefer: Any = None) -> str:
     """The name of the kernel that casts `a`."""
-    return table.choose("cast", "numpy", a, None, recipe, options, prefer).kernel.name
+    return table.choose(OPERATIONS["cast"], "numpy", a, None, recipe, options, prefer).kernel.name
 
 
 # -- the facts -------------------------------------------------------------------------------------------------------------
@@ -280,7 +281,7 @@ def test_a_device_has_its_kind_number_and_compute_capability(monkeypatch: pytest
     acme = Framework("acme", HERE, ("Sheet",), f"{HERE}:OPS", capability=f"{HERE}:capability")
     monkeypatch.setitem(registry.registry().types, Sheet, acme)
     sheets = [Sheet(shape=(4, 32), dtype=np.dtype("float32"), device=Card(n)) for n in (0, 1, 2)]
-    found = [Call("cast", "acme", (x, None, MXFP8, DEFAULT, acme)).device for x in sheets]
+    found = [Call(OPERATIONS["cast"], "acme", (x, None, MXFP8, DEFAULT, acme)).device for x in sheets]
     assert found == [Device("cuda", 0, (8, 0)), Device("cuda", 1, (9, 0)), Device("cuda", 2, None)]
     assert list(map(str, found)) == ["cuda:0", "cuda:1", "cuda:2"] and str(Device("cpu")) == "cpu"
     assert operand(X).values[0] is X and seen("cast", X, None, MXFP8).device == Device("cpu")
@@ -293,7 +294,7 @@ def test_options_are_those_that_differ_from_their_default() -> None:
     assert (call.option("axis"), call.option("rounding"), call.option("nonfinite")) == (-2, "stochastic", "propagate")
     assert call.storage == "transposed" and call.stored
     assert seen("cast", X, None, MXFP8, DEFAULT).options == {} and not seen("cast", X, None, MXFP8, DEFAULT).stored
-    matmul = seen("matmul", X, X.T, None, Options(bias=np.ones(64, np.float32), out_dtype="float16"))
+    matmul = seen("matmul", X, X.T, None, ProductOptions(bias=np.ones(64, np.float32), out_dtype="float16"))
     assert matmul.options == {"bias": True, "out_dtype": "float16"}
     assert (matmul.option("bias"), matmul.option("out"), matmul.option("out", "none")) == (True, None, "none")
 
@@ -340,7 +341,7 @@ def test_only_tracing_kernels_get_arrays_without_memory() -> None:
     table = with_fakes(kernel("leaf", rank=1), kernel("traced", traces=True))
     for _ in range(2):
         assert [chosen(table, x) for x in (X, X.view(Fake), X[:32])] == ["leaf", "traced", "leaf"]
-    text = str(table.explain(Call("cast", "numpy", (X.view(Fake), None, MXFP8, DEFAULT, None))))
+    text = str(table.explain(Call(OPERATIONS["cast"], "numpy", (X.view(Fake), None, MXFP8, DEFAULT, None))))
     assert "      skipped: needs arrays in memory; this is a fake" in text.splitlines()
     with pytest.raises(NoKernelError, match="needs arrays in memory; this is a fake"):
         chosen(with_fakes(kernel("leaf")), X.view(Fake))
@@ -357,15 +358,17 @@ def test_tensors_and_second_operands_without_memory_need_tracing_kernels() -> No
     ]
     for other in (st, *faked, st):
         expected = "traced" if other in faked else "leaf"
-        assert table.choose("matmul", "numpy", other, st.mT).kernel.name == expected
-        assert table.choose("matmul", "numpy", st, other.mT).kernel.name == expected
-    assert table.choose("matmul", "numpy", X, X.T).kernel.name == "leaf"
-    assert table.choose("matmul", "numpy", X, X.T.view(Fake)).kernel.name == "traced"
+        assert table.choose(OPERATIONS["matmul"], "numpy", other, st.mT).kernel.name == expected
+        assert table.choose(OPERATIONS["matmul"], "numpy", st, other.mT).kernel.name == expected
+    assert table.choose(OPERATIONS["matmul"], "numpy", X, X.T).kernel.name == "leaf"
+    assert table.choose(OPERATIONS["matmul"], "numpy", X, X.T.view(Fake)).kernel.name == "traced"
 
 
 def test_a_recipe_in_place_of_a_tensor_counts_as_in_memory() -> None:
     table = with_fakes(kernel("leaf", op="dequantize", rank=1), kernel("traced", op="dequantize", traces=True))
-    call = Call("dequantize", "numpy", (Described(MXFP8, "uint8", (4, 32), MXFP8.layout), None, None, NO_OPTIONS, None))
+    call = Call(
+        OPERATIONS["dequantize"], "numpy", (Described(MXFP8, "uint8", (4, 32), MXFP8.layout), None, None, FLOAT32, None)
+    )
     assert table.explain(call).running == "leaf"
 
 
@@ -376,17 +379,21 @@ def test_a_kernel_runs_for_the_storages_that_it_reads() -> None:
     st = breccia.cast(X, MXFP8)
     swizzled, other = st.to_storage("swizzle_128x4"), st.to_storage("column_major")
     table = Table([kernel("plain", op="dequantize", rank=1), kernel("tiles", op="dequantize", reads=("swizzle_128x4",))])
-    assert [table.choose("dequantize", "numpy", x).kernel.name for x in (st, swizzled, st)] == ["plain", "tiles", "plain"]
+    assert [table.choose(OPERATIONS["dequantize"], "numpy", x).kernel.name for x in (st, swizzled, st)] == [
+        "plain",
+        "tiles",
+        "plain",
+    ]
     with pytest.raises(NoKernelError) as e:
-        table.choose("dequantize", "numpy", other)
+        table.choose(OPERATIONS["dequantize"], "numpy", other)
     reasons = [line.strip() for line in str(e.value).splitlines() if "skipped" in line]
     way_out = "storage, an operand is in 'column_major'; st.to_storage('plain') converts it"
     assert reasons == [f"skipped: reads 'plain' {way_out}", f"skipped: reads 'plain' and 'swizzle_128x4' {way_out}"]
     products = Table([kernel("tiles", op="matmul", reads=("swizzle_128x4",))])
-    assert products.choose("matmul", "numpy", swizzled, swizzled.mT).kernel.name == "tiles"
-    assert products.choose("matmul", "numpy", X, swizzled.mT).kernel.name == "tiles"
+    assert products.choose(OPERATIONS["matmul"], "numpy", swizzled, swizzled.mT).kernel.name == "tiles"
+    assert products.choose(OPERATIONS["matmul"], "numpy", X, swizzled.mT).kernel.name == "tiles"
     with pytest.raises(NoKernelError, match="an operand is in 'column_major'"):
-        products.choose("matmul", "numpy", swizzled, other.mT)
+        products.choose(OPERATIONS["matmul"], "numpy", swizzled, other.mT)
 
 
 def test_a_kernel_runs_for_the_storages_that_it_writes() -> None:
@@ -404,9 +411,9 @@ def test_kernels_for_every_storage_are_not_listed_for_plain_tensors() -> None:
     converting = kernel("converting", op="dequantize", reads=("*",), writes=("*",), rank=9)
     table = Table([kernel("leaf", op="dequantize"), converting])
     st = breccia.cast(X, MXFP8)
-    assert table.choose("dequantize", "numpy", st).kernel.name == "leaf"
-    assert table.choose("dequantize", "numpy", st.to_storage("transposed")).kernel.name == "converting"
-    found = table.explain(Call("dequantize", "numpy", (st, None, None, NO_OPTIONS, None)))
+    assert table.choose(OPERATIONS["dequantize"], "numpy", st).kernel.name == "leaf"
+    assert table.choose(OPERATIONS["dequantize"], "numpy", st.to_storage("transposed")).kernel.name == "converting"
+    found = table.explain(Call(OPERATIONS["dequantize"], "numpy", (st, None, None, FLOAT32, None)))
     assert [v.kernel.name for v in found.verdicts] == ["leaf"]
 
 
@@ -452,7 +459,7 @@ def asked_for(read: Callable[[Call], Any], *options: dict[str, Any]) -> Row:
 
 
 def decodes(read: Callable[[Call], Any], *tensors: ScaledTensor) -> Row:
-    return "dequantize", read, *((st, None, None, NO_OPTIONS) for st in tensors)  # type: ignore[return-value]
+    return "dequantize", read, *((st, None, None, FLOAT32) for st in tensors)  # type: ignore[return-value]
 
 
 def casts_again(read: Callable[[Call], Any], *pairs: tuple[ScaledTensor, Any]) -> Row:
@@ -461,7 +468,7 @@ def casts_again(read: Callable[[Call], Any], *pairs: tuple[ScaledTensor, Any]) -
 
 def products(read: Callable[[Call], Any], *operands: tuple[Any, ...]) -> Row:
     """Products of two operands, with options or without."""
-    return "matmul", read, *((a, b, None, *(options or [NO_OPTIONS])) for a, b, *options in operands)  # type: ignore[return-value]
+    return "matmul", read, *((a, b, None, *(options or [FLOAT32])) for a, b, *options in operands)  # type: ignore[return-value]
 
 
 def on_card(rows: int, dtype: str, card: Any) -> Any:
@@ -523,8 +530,8 @@ FACTS: dict[str, Row] = {
     ),
     "an option of a product": products(
         lambda call: call.option("out_dtype"),
-        (X, X.T, Options(out_dtype="float16")),
-        (X, X.T, Options(out_dtype="float16", bias=np.ones(64, np.float32))),
+        (X, X.T, ProductOptions(out_dtype="float16")),
+        (X, X.T, ProductOptions(out_dtype="float16", bias=np.ones(64, np.float32))),
         (X, X.T),
     ),
     "shape of the second operand": products(
@@ -541,7 +548,7 @@ def test_only_calls_that_differ_in_a_fact_that_was_read_are_checked_again(fact: 
     table = asking(about, op)
 
     def winner(values: tuple[Any, ...]) -> str:
-        return table.choose(op, "numpy", *values).kernel.name
+        return table.choose(OPERATIONS[op], "numpy", *values).kernel.name
 
     assert winner(call) == "fast" and len(asked) == 1
     assert winner(alike) == "fast" and len(asked) == 1, "a fact that no check reads does not cause another check"
@@ -706,7 +713,7 @@ def test_a_table_with_a_cache_chooses_as_a_new_table(seed: int) -> None:
 
 
 def test_the_cache_is_bounded_and_evicts_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("breccia.dispatch.table.MEMO_LIMIT", 8)
+    monkeypatch.setattr("breccia.dispatch.memo.LIMIT", 8)
     table = Table([kernel("only", accepts=f"{HERE}:any_shape")])
 
     def met(columns: int) -> bool:
@@ -723,7 +730,7 @@ def test_the_cache_is_bounded_and_evicts_the_least_recently_used(monkeypatch: py
     assert not met(2), "it was replaced"
     for n in range(100, 200):
         met(n)
-        assert sum(len(site.chosen) for site in table._sites.values()) <= 8
+        assert sum(table.memo.counts()) <= 8
     assert [met(n) for n in range(192, 200)] == [True] * 8
 
 
@@ -732,7 +739,7 @@ def any_shape(call: Call) -> None:
 
 
 def test_each_key_has_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("breccia.dispatch.table.MEMO_LIMIT", 4)
+    monkeypatch.setattr("breccia.dispatch.memo.LIMIT", 4)
     table = Table([kernel("only", accepts=f"{HERE}:any_shape")])
     for recipe in (MXFP8, NVFP4, CURRENT):
         for n in range(1, 5):
@@ -758,7 +765,7 @@ def test_the_cache_keeps_no_array_and_no_declaration_alive() -> None:
         x, recipe = np.ones((4, 32), np.float32), breccia.Float8BlockScaling(block_k=n)
         chosen(table, x, recipe, CastOptions(scale=x))
         st = ScaledTensor.from_parts(x, x, recipe, recipe.layout)
-        table.choose("dequantize", "numpy", st)
+        table.choose(OPERATIONS["dequantize"], "numpy", st)
         gone.extend(map(weakref.ref, (x, recipe, st)))
 
     for n in range(30_001, 30_011):
@@ -769,7 +776,7 @@ def test_the_cache_keeps_no_array_and_no_declaration_alive() -> None:
 
 def test_concurrent_threads_each_get_the_right_winner(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is too small for all calls, so threads evict each other's entries."""
-    monkeypatch.setattr("breccia.dispatch.table.MEMO_LIMIT", 16)
+    monkeypatch.setattr("breccia.dispatch.memo.LIMIT", 16)
     table = Table([kernel("fast", accepts=f"{HERE}:odd_only", rank=1), kernel("slow", runs="slow")])
     start, raised = threading.Barrier(8), list[BaseException]()
 
@@ -792,7 +799,7 @@ def test_concurrent_threads_each_get_the_right_winner(monkeypatch: pytest.Monkey
     for thread in threads:
         thread.join()
     assert raised == []
-    assert table._sites and all(len(site.chosen) <= 16 for site in table._sites.values())
+    assert table.memo.counts() and max(table.memo.counts()) <= 16
 
 
 def odd_only(call: Call) -> str | None:

@@ -31,7 +31,7 @@ from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
 from breccia.kernels.numpy.workspace import Buffers
 from breccia.layouts import Layout, Shape
-from breccia.options import CastOptions
+from breccia.options import CastOptions, product_options
 from breccia.rules import DIVIDE, LINEAR, RECIP, Rule
 from breccia.tensors.components import PARTS
 from breccia.testing.examples import wide
@@ -87,7 +87,7 @@ def test_out_that_overlaps_the_codes_is_written_after_the_codes_are_read(monkeyp
     data = memory.reshape(-1).view(np.uint8)[: memory.size].reshape(memory.shape)
     data[...] = st.data
     held = ScaledTensor(data, st.scale, recipe, st.layout)
-    assert kernels.dequantize(held, out=memory) is memory
+    assert kernels.dequantize(held, product_options("float32", out=memory)) is memory
     np.testing.assert_array_equal(memory.view(np.uint32), expected.view(np.uint32))
 
 

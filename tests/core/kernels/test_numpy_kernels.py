@@ -36,7 +36,7 @@ from breccia.formats import TENSOR, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference, threads
 from breccia.kernels.numpy import products, workspace
-from breccia.options import CastOptions
+from breccia.options import CastOptions, product_options
 from breccia.rules import FLOOR, LINEAR, RCEIL, Rule
 from breccia.tensors.components import PARTS
 from breccia.testing.examples import special_rows, wide
@@ -378,10 +378,10 @@ def test_dequantize_matches_the_generic_algorithm(dequantize: Dequantize, recipe
         st = reference.cast(make(), recipe)
         assert_same_values(dequantize(st), reference.dequantize(st), name)
         for way, dtype in ((st, "float16"), (st.mT, "bfloat16")):
-            expected = reference.dequantize(way, dtype)
-            assert_same_values(dequantize(way, dtype), expected, name)
+            expected = reference.dequantize(way, product_options(dtype))
+            assert_same_values(dequantize(way, product_options(dtype)), expected, name)
             out = np.ones_like(expected)
-            assert dequantize(way, dtype, out) is out
+            assert dequantize(way, product_options(dtype, out=out)) is out
             assert_same_values(out, expected, name)
 
 
@@ -431,9 +431,9 @@ def test_out_of_another_shape_or_dtype_is_refused(dequantize: Dequantize) -> Non
     st = kernels.cast(np.ones((4, 64), np.float32), MXFP8BlockScaling())
     for out in (np.empty((4, 32), np.float32), np.empty((4, 64), np.float16)):
         with pytest.raises(ShapeError, match="out= must have shape"):
-            dequantize(st, out=out)
+            dequantize(st, product_options("float32", out=out))
     strided = np.empty((4, 128), np.float32)[:, ::2]
-    assert dequantize(st, out=strided) is strided
+    assert dequantize(st, product_options("float32", out=strided)) is strided
     assert_same_values(strided.copy(), reference.dequantize(st))
 
 
@@ -480,9 +480,9 @@ def test_matmul_writes_out_and_out_dtype() -> None:
     recipe = MXFP8BlockScaling()
     a, b = breccia.cast(wide((4, 64), 1, 2), recipe), breccia.cast(wide((8, 64), 2, 2), recipe).mT
     product = kernels.matmul(a, b)
-    np.testing.assert_array_equal(kernels.matmul(a, b, None, "float16"), product.astype(np.float16))
+    np.testing.assert_array_equal(kernels.matmul(a, b, product_options("float16")), product.astype(np.float16))
     out = np.empty((4, 8), ml_dtypes.bfloat16)
-    assert kernels.matmul(a, b, None, "bfloat16", out) is out
+    assert kernels.matmul(a, b, product_options("bfloat16", out=out)) is out
     np.testing.assert_array_equal(out, product.astype(ml_dtypes.bfloat16))
 
 
@@ -492,12 +492,12 @@ def test_a_bias_is_added_in_fp32_before_the_one_rounding() -> None:
     product = kernels.matmul(a, b)
     for bias in (np.linspace(-3, 3, 8, dtype=np.float32), np.linspace(-3, 3, 8).astype(np.float16)):
         added = product + bias.astype(np.float32)
-        np.testing.assert_array_equal(kernels.matmul(a, b, bias), added)
-        np.testing.assert_array_equal(kernels.matmul(a, b, bias, "float16"), added.astype(np.float16))
+        np.testing.assert_array_equal(kernels.matmul(a, b, product_options("float32", bias=bias)), added)
+        np.testing.assert_array_equal(kernels.matmul(a, b, product_options("float16", bias=bias)), added.astype(np.float16))
     with pytest.raises(ShapeError, match=r"bias has one number for each column of the product, shape \(8,\); got \(4,\)"):
-        kernels.matmul(a, b, np.ones(4, np.float32))
+        kernels.matmul(a, b, product_options("float32", bias=np.ones(4, np.float32)))
     with pytest.raises(UnsupportedError, match="bias is float64"):
-        kernels.matmul(a, b, np.ones(8))
+        kernels.matmul(a, b, product_options("float32", bias=np.ones(8)))
 
 
 def test_matmul_refuses_what_the_generic_algorithm_refuses() -> None:
@@ -509,7 +509,7 @@ def test_matmul_refuses_what_the_generic_algorithm_refuses() -> None:
     with pytest.raises(UnsupportedError, match="b is float64"):
         kernels.matmul(a, np.ones((64, 4)))
     with pytest.raises(ShapeError, match="out= must have shape"):
-        kernels.matmul(a, a.mT, out=np.empty((4, 5), np.float32))
+        kernels.matmul(a, a.mT, product_options("float32", out=np.empty((4, 5), np.float32)))
 
 
 @pytest.mark.long
@@ -634,8 +634,8 @@ def test_ops_composed_of_cast_and_dequantize_write_the_same_bytes(cast: Cast, re
         assert_same(reference.requantize(st, target, by=ours), expected)
     half = narrow(wide((6, 96), seed=14, exponents=3), np.float16)
     expected = reference.cast_ste(half, recipe)
-    clipped = reference.cast_ste_clipped(half, recipe, (-1.0, 2.0))
-    assert kernels.dequantize(cast(half, recipe), "float16").tobytes() == expected.tobytes()
+    clipped = reference.cast_ste(half, recipe)
+    assert kernels.dequantize(cast(half, recipe), product_options("float16")).tobytes() == expected.tobytes()
     for found, wanted in (
         (breccia.cast_ste(half, recipe), expected),
         (breccia.cast_ste_clipped(half, recipe, -1.0, 2.0), clipped),

@@ -55,6 +55,7 @@ from breccia.arrays import frameworks
 from breccia.dispatch import registry
 from breccia.dispatch.registry import Plugin, Registry, _installed
 from breccia.formats import TENSOR
+from breccia.options import FLOAT32, ProductOptions
 from breccia.tensors.components import components
 from breccia.tensors.grids import packing
 from breccia.tensors.storage import Storage
@@ -883,17 +884,17 @@ def unpanelled(ops: Any, parts: dict[str, Any], plain: Any) -> dict[str, Any]:
 def reads(name: str) -> Callable[..., Any]:
     """A kernel of `dequantize` or `matmul` that counts the storages it is given."""
 
-    def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
+    def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
         seen[f"{name} {st.storage}"] += 1
-        return breccia.kernels.reference.decoding.dequantize(st, out_dtype, out)
+        return breccia.kernels.reference.decoding.dequantize(st, options)
 
     return dequantize
 
 
-def acme_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def acme_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     storages = [x.storage if isinstance(x, ScaledTensor) else "array" for x in (a, b)]
     seen[f"matmul {' '.join(storages)}"] += 1
-    return breccia.kernels.reference.products.matmul(a, b, bias, out_dtype, out)
+    return breccia.kernels.reference.products.matmul(a, b, options)
 
 
 def acme_cast(x: Any, recipe: ScalingRecipe, options: Any) -> ScaledTensor:

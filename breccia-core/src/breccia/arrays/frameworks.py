@@ -38,8 +38,8 @@ class Framework:
     device: object reference to a function that returns the kind of device of arrays without one, such as traced arrays.
     container: object reference to a function that registers ScaledTensor with the framework. It is called once, at
         the first array of a new type of any framework, if this one is imported. A failure is a warning.
-    frontend: the module between ops and kernels: gradients, tracing, compilers. It has a function for each op that
-        needs one, called like that of `breccia.dispatch.calls`; other ops call their kernel directly.
+    frontend: the module between ops and kernels: gradients, tracing, compilers. Its `runner_of(operation)` gives
+        f((*arguments, options), prefer), as that of `breccia.dispatch.calls` does, which runs where there is no frontend.
     opaque: object reference to f(*arrays) -> None | a description, for arrays without readable memory: fakes, placeholders of
         transformations, subclasses. Only kernels that declare `traces` receive such arrays.
     capability: object reference to f(device) -> (major, minor) | None, the compute capability of an array's device.

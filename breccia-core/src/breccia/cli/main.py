@@ -25,15 +25,15 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__, targets
-from ..api import PLAIN_OPERAND
 from ..api import explain as explain_call
 from ..declared import spelled
+from ..dispatch.explaining import PLAIN_OPERAND
 from ..dispatch.explanation import Explanation
 from ..dispatch.hookspecs import Command
-from ..dispatch.kernel import OPS
 from ..dispatch.registry import registry
 from ..errors import BrecciaError, OptionError, PluginError, PluginWarning, printable
 from ..formats import Level
+from ..operations import OPERATIONS
 from ..siblings import SIBLINGS, Sibling
 from ..specs import recipe
 from .doctor import FAULTS, MISSING, NOTE, OK, OPTIONAL, PROBLEM, Finding, examine
@@ -57,7 +57,8 @@ recipe_names = _completing(lambda: registry().recipes)
 benched_names = _completing(lambda: ["matmul", *registry().recipes])
 framework_names = _completing(lambda: registry().frameworks)
 _operand_names = _completing(lambda: [*registry().recipes, PLAIN_OPERAND])
-_op_names = _completing(lambda: OPS)
+_OPS = ", ".join(OPERATIONS)
+_op_names = _completing(lambda: registry().operations)
 _kernel_names = _completing(lambda: [kernel.name for kernel in registry().table.kernels])
 
 
@@ -189,7 +190,7 @@ def print_json(value: Any) -> None:
 
 
 def explain(
-    op: Annotated[str, typer.Argument(metavar="OP", help=f"The operation: {', '.join(OPS)}.", autocompletion=_op_names)],
+    op: Annotated[str, typer.Argument(metavar="OP", help=f"The operation: {_OPS}.", autocompletion=_op_names)],
     recipes: Annotated[
         list[str],
         typer.Argument(

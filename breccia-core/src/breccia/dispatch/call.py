@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
+from .. import targets
 from ..arrays.frameworks import Device, Framework, dtype_name, ops_of, place_of
 from ..codecs import Codec
+from ..errors import UnsupportedError
 from ..layouts import Layout
-from ..options import DEFAULT, PLAIN, CastOptions
+from ..operations import Operation
+from ..options import DEFAULT, FLOAT32, PLAIN, CastOptions, ProductOptions
 from ..recipes import ScalingRecipe
 from ..tensors.tensor import ScaledTensor
 from .facts import (
@@ -38,7 +41,6 @@ from .facts import (
     shape_of,
     strides_of,
 )
-from .kernel import WRITERS
 
 if TYPE_CHECKING:
     from .facts import Question, Values
@@ -188,12 +190,12 @@ _OPERAND_FACTS = ("recipe", "dtype", "ndim", "shape", "layout", "axis", "storage
 class Call(_Recorder):
     """The facts of one call: the argument of `Kernel.accepts`, `score` and `plan`.
 
-    op, framework: their names. a, b: the operands; b is None where the op has only one.
+    op, framework: their names. operation: the op's declaration. a, b: the operands; b is None where the op has only one.
     """
 
-    def __init__(self, op: str, framework: str, values: Values, asked: dict[Question, None] | None = None) -> None:
+    def __init__(self, operation: Operation, framework: str, values: Values, asked: dict[Question, None] | None = None) -> None:
         super().__init__(values, {} if asked is None else asked)
-        self.op, self.framework = op, framework
+        self.operation, self.op, self.framework = operation, operation.name, framework
         self.a = Operand(A, values, self._asked)
         self.b = None if values[B] is None else Operand(B, values, self._asked)
 
@@ -237,14 +239,21 @@ class Call(_Recorder):
     @property
     def _defaults(self) -> bool:
         """Whether all options are at their default. Such calls are cached separately, without reading options."""
-        return self.values[OPTIONS] is DEFAULT or self.values[OPTIONS] is NO_OPTIONS
+        return self.values[OPTIONS] is DEFAULT or self.values[OPTIONS] is FLOAT32
 
     def cast_options(self) -> CastOptions:
         """The options of an op that casts."""
         options = self.values[OPTIONS]
         if isinstance(options, CastOptions):
             return options
-        return CastOptions(**{name: value for name, value in options.items() if hasattr(DEFAULT, name)})
+        raise UnsupportedError(f"{self.op} does not cast: its options are those of a product.", op=self.op)
+
+    def product_options(self) -> ProductOptions:
+        """The options of a product or of `dequantize`."""
+        options = self.values[OPTIONS]
+        if isinstance(options, ProductOptions):
+            return options
+        raise UnsupportedError(f"{self.op} casts: its options are those of `cast`.", op=self.op)
 
     @property
     def storage(self) -> str:
@@ -254,7 +263,7 @@ class Call(_Recorder):
     @property
     def stored(self) -> bool:
         """Whether any operand or the result is in a storage other than plain"""
-        writes = self.op in WRITERS and self.storage != PLAIN
+        writes = self.operation.stores and self.storage != PLAIN
         return writes or any(operand.storage != PLAIN for operand in self.scaled)
 
     @property
@@ -279,26 +288,13 @@ class Call(_Recorder):
         return tuple([operand for operand, value in values if operand is not None and isinstance(value, ScaledTensor)])
 
     def makes(self, op: str, a: Any, b: Any = None, recipe: ScalingRecipe | None = None, **changed: Any) -> Call:
-        """A call that a kernel makes in turn, for `Kernel.plan`. Operands are those of this call, or `Described` ones.
+        """A call of the op named that a kernel makes in turn, for `Kernel.plan`.
 
-        changed: framework=, options=.
+        Operands are those of this call, or `Described` ones. changed: framework=, options=.
         """
+        operation: Operation = targets.load(targets.REGISTRY)().operation(op)
         framework: str = changed.get("framework", self.framework)
         first, second = (x.values[x.slot] if isinstance(x, Operand) else x for x in (a, b))
         home = self.values[FRAMEWORK] if framework == self.framework else None
-        return Call(op, framework, (first, second, recipe, changed.get("options", NO_OPTIONS), home))
-
-
-class Options(dict[str, Any]):
-    """The non-default options, by name, of an op without `CastOptions`."""
-
-    def given(self) -> dict[str, Any]:
-        """All of them."""
-        return self
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """One option, or its default."""
-        return super().get(name, "float32" if name == "out_dtype" else default)
-
-
-NO_OPTIONS = Options()
+        options = changed.get("options", operation.default or DEFAULT)
+        return Call(operation, framework, (first, second, recipe, options, home))

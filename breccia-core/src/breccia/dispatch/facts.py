@@ -16,12 +16,6 @@ _ALIGNMENT_LIMIT = 256
 #: The source of a fact: the values of a call are (a, b, recipe to write, options, framework).
 A, B, RECIPE, OPTIONS, FRAMEWORK = range(5)
 Values = tuple[Any, Any, Any, Any, Any]
-#: The first arguments of ops with ScaledTensors as operands.
-ARGUMENTS = {
-    **dict.fromkeys(("dequantize", "requantize"), ("st",)),
-    **dict.fromkeys(("matmul", "grouped_matmul"), ("a", "b")),
-    "cast_matmul": ("x", "recipe", "b"),
-}
 #: A fact that was read: an attribute path or a reader function, and the index of the value it belongs to.
 Question = tuple[str | Callable[[Any], Hashable], int]
 

@@ -16,6 +16,7 @@ from ..arrays.frameworks import Framework
 from ..codecs import Codec
 from ..errors import PluginError
 from ..layouts import Layout
+from ..operations import Operation
 from ..recipes import ScalingRecipe
 from ..rules import Rule
 from ..tensors.storage import Storage
@@ -149,6 +150,12 @@ def breccia_recipes() -> Iterable[type[ScalingRecipe]]:
 @hookspec
 def breccia_frameworks() -> Iterable[Framework]:
     """Array libraries and their backend primitives."""
+    return ()
+
+
+@hookspec
+def breccia_operations() -> Iterable[Operation]:
+    """Ops. Each has a kernel for any framework by its declaration."""
     return ()
 
 

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from types import NoneType
 
 from .. import targets
-from ..errors import PluginError, suggestion
+from ..errors import PluginError
+from ..operations import Operation
 from ..recipes import ScalingRecipe
 
-#: Every op, with the names of its operands in `explain`.
-OPS = (
-    "cast",
-    "cast_pair",
-    "dequantize",
-    "requantize",
-    "matmul",
-    "cast_matmul",
-    "grouped_matmul",
-    "cast_ste",
-    "cast_ste_clipped",
-    "record_amax",
-    "cast_and_record",
-)
-#: Ops on an array and a target recipe, whose class comes first in the key.
-CASTS = frozenset(("cast", "cast_pair", "cast_ste", "cast_ste_clipped", "cast_matmul", "record_amax", "cast_and_record"))
-#: Ops that write ScaledTensors, in a requested storage.
-WRITERS = ("cast", "cast_pair", "requantize")
 #: `Kernel.framework` of a kernel written in backend primitives, for any framework.
 ANY_FRAMEWORK = "*"
 #: `Kernel.reads` or `Kernel.writes` of a kernel that supports every storage.
@@ -40,9 +24,21 @@ Key = tuple[str, type, type, str]
 Prefer = str | Sequence[str] | None
 
 
+class Tier(IntEnum):
+    """Ranks of breccia's own kernels, from the last to the first. Plug-ins' kernels without a rank precede all of them."""
+
+    STORAGE = -1001  #: the op on plain tensors, for storages that no other kernel supports
+    REFERENCE = -1000  #: the function that defines the op
+    COMPOSITE = -900  #: composed of other ops
+    COMPILED = -600  #: compiled by the framework from backend primitives
+    PORTABLE = -500  #: written for the framework in Python
+    NATIVE = -400  #: compiled ahead of time
+    PLUGIN = 0
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """One implementation of an op: a function on plain arrays, with the arguments of the op in `breccia.dispatch.calls`.
+    """One implementation of an op: a function on plain arrays, with the arguments of its `Operation`, then its options.
 
     It does not receive `prefer`.
 
@@ -54,11 +50,15 @@ class Kernel:
     accepts: object reference to `f(call: Call) -> None | reason`.
     score: object reference to `f(call: Call) -> float`, the estimated time of the call in seconds.
     plan: object reference to `f(call: Call) -> Iterable[Call]`, its calls of other kernels, for `explain`.
-    rank: the highest wins among equally specific kernels of equal score.
+    rank: the highest wins among equally specific kernels of equal score; see `Tier`.
+    kind: "kernel"; or of those that are written over other ops: "reference", "composite" or "storage", as in `Tier`.
     reads, writes: names of the storages, besides "plain", that it supports for operands and results.
     traces: also supports arrays without their own memory, such as fakes and tracers of transformations.
     opt_in: does not follow the op's contract; runs only when named by `prefer=` or BRECCIA_PREFER.
     contract: the version of the op's contract that it implements.
+    eager: of a framework whose frontend compiles calls: it also runs outside of compiled functions, and compiles nothing.
+    prepare: object reference to `f(a, b, bias) -> call | None`, for products: a call that repeats the product of arrays like
+        these at other addresses, so that another framework on the same memory need not look it up again.
 
     Kernels are compared by: a preference by name, an exact recipe before its family before any, score, rank. A kernel without a
     score comes after those with one.
@@ -81,6 +81,9 @@ class Kernel:
     traces: bool = False
     opt_in: bool = False
     contract: int = CONTRACT
+    kind: str = "kernel"
+    eager: bool = False
+    prepare: str | None = None
     plugin: str = field(default="", compare=False)
 
     def check(self) -> None:
@@ -90,12 +93,10 @@ class Kernel:
             recipe_class = isinstance(served, type) and issubclass(served, ScalingRecipe)
             if not (served is None or served is NoneType or recipe_class):
                 raise PluginError(f"{what}: {name} must be a recipe class, its base, None or type(None); got {served!r}.")
-        for name in ("target", "available", "accepts", "score", "plan"):
+        for name in ("target", "available", "accepts", "score", "plan", "prepare"):
             if (target := getattr(self, name)) is not None:
                 targets.check(target, f"{what}: {name}")
         targets.check_fields(self, what)
-        if self.op not in OPS:
-            raise PluginError(f"{what}: no op {self.op!r}{suggestion(self.op, list(OPS))}")
         if self.contract != CONTRACT:
             raise PluginError(
                 f"{what} implements version {self.contract} of the contract of {self.op!r}; this is version {CONTRACT}."
@@ -151,10 +152,9 @@ def why_first(winner: Order, loser: Order) -> str:
     return next(why for why, x, y in zip(reasons, winner, loser, strict=True) if x != y)
 
 
-def key_title(key: Key) -> str:
+def key_title(key: Key, joint: str) -> str:
     """The title of a key's calls in messages."""
     op, a, b, _ = key
-    joint = {"matmul": " and ", "cast_matmul": " and ", "grouped_matmul": " and ", "requantize": " to "}.get(op)
     return f"{op} of {class_name(a)}{joint}{class_name(b)}" if joint else f"{op} of {class_name(a)}"
 
 
@@ -163,3 +163,34 @@ def class_name(c: type | None) -> str:
     if c is None or c is ScalingRecipe:
         return "any"
     return "array" if c is NoneType else getattr(c, "name", "") or c.__name__
+
+
+def kernels_of(op: Operation) -> Iterator[Kernel]:
+    """The kernels of any framework that an op has by its declaration: its reference, its composite, and one for storages."""
+    recipe = None if op.recipe is ScalingRecipe else op.recipe
+
+    def kernel(kind: str, target: str, tier: Tier, plan: str | None, stores: bool) -> Kernel:
+        any_storage = ANY_STORAGE if stores else ()
+        reads, writes = any_storage if op.scaled else (), any_storage if op.stores else ()
+        name = f"{kind}.{op.name}"
+        return Kernel(
+            op.name,
+            ANY_FRAMEWORK,
+            target,
+            name,
+            recipe,
+            plan=plan,
+            rank=tier,
+            reads=reads,
+            writes=writes,
+            traces=True,
+            kind=kind,
+        )
+
+    plan = op.plan if op.composite is None else None
+    yield kernel("reference", op.reference, Tier.REFERENCE, plan, op.passes_storages and op.composite is None)
+    if op.composite is not None:
+        yield kernel("composite", op.composite, Tier.COMPOSITE, op.plan, op.passes_storages)
+    if (op.scaled or op.stores) and not op.passes_storages:
+        target, plan = f"breccia.kernels.storages:{op.name}", "breccia.kernels.plans:plan_of_storages"
+        yield kernel("storage", target, Tier.STORAGE, plan, True)

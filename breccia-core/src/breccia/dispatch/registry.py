@@ -26,13 +26,14 @@ from ..errors import PluginError, PluginWarning, UnknownNameError, suggestion
 from ..formats import Format
 from ..layouts import Layout
 from ..locks import at_fork, reentrant
+from ..operations import Operation
 from ..recipes import ScalingRecipe
 from ..rules import Rule
 from ..siblings import SIBLINGS
 from ..tensors.storage import Storage
 from . import builtin, hookspecs
 from .hookspecs import Bridge, Command, Foreign
-from .kernel import Kernel
+from .kernel import Kernel, kernels_of
 from .table import Table
 
 _T = TypeVar("_T")
@@ -115,7 +116,7 @@ def _evaluated(what: str, question: Callable[[], _T], kind: type) -> _T:
     return found
 
 
-def _declaration(declared: Framework | Kernel | Storage | Bridge | Foreign | Command) -> None:
+def _declaration(declared: Framework | Operation | Kernel | Storage | Bridge | Foreign | Command) -> None:
     declared.check()
 
 
@@ -126,6 +127,7 @@ KINDS: dict[str, _Kind] = {
     "breccia_storages": _Kind(Storage, False, _declaration),
     "breccia_recipes": _Kind(ScalingRecipe, True, _recipe_class),
     "breccia_frameworks": _Kind(Framework, False, _declaration),
+    "breccia_operations": _Kind(Operation, False, _declaration),
     "breccia_kernels": _Kind(Kernel, False, _declaration),
     "breccia_bridges": _Kind(Bridge, False, _declaration),
     "breccia_foreign": _Kind(Foreign, False, _declaration),
@@ -162,6 +164,8 @@ class Registry:
         auditing = environ.get("BRECCIA_CHECK", "") not in ("", "0")
         #: The recipes of specs read so far; see `specs.as_recipe`.
         self.specs: dict[str, ScalingRecipe] = {}
+        #: The function of each op and framework called so far; see `api._run`.
+        self.functions: dict[tuple[str, str], Callable[..., Any]] = {}
         #: The framework of each type of array met so far; see `frameworks.framework_of`.
         self.types: dict[type, Framework] = {}
         #: The library of each foreign class met so far; see `foreign.library_of`.
@@ -190,6 +194,15 @@ class Registry:
     @property
     def frameworks(self) -> dict[str, Framework]:
         return self.declared["breccia_frameworks"]
+
+    @property
+    def operations(self) -> dict[str, Operation]:
+        return self.declared["breccia_operations"]
+
+    def operation(self, name: str) -> Operation:
+        """The op with that name or alias. Raises UnknownNameError with a suggestion."""
+        found = self.operations.get(name)
+        return self.look_up("breccia_operations", name, "op") if found is None else found
 
     @property
     def bridges(self) -> dict[str, Bridge]:
@@ -301,10 +314,24 @@ class Registry:
                     )
         out: list[tuple[str, str, Any]] = []
         for hook, kind in KINDS.items():
-            for implementation in implementations[hook]:
-                for value in _returned(hook, implementation):
-                    out.append((hook, self._checked(hook, kind, value, out), _stamped(value, plugin.name)))
+            returned = [value for implementation in implementations[hook] for value in _returned(hook, implementation)]
+            if hook == "breccia_kernels":
+                own = [value for other, _, value in out if other == "breccia_operations"]
+                returned = [*(kernel for op in own for kernel in kernels_of(op)), *returned]
+            for value in returned:
+                name = self._checked(hook, kind, value, out)
+                if hook == "breccia_kernels":
+                    value = self._for_an_op(value, out)
+                out.append((hook, name, _stamped(value, plugin.name)))
         return out
+
+    def _for_an_op(self, kernel: Kernel, so_far: list[tuple[str, str, Any]]) -> Kernel:
+        """The kernel, of the op that it names or gives an alias of. Raises PluginError if there is none."""
+        declared = [*self.operations.values(), *(value for hook, _, value in so_far if hook == "breccia_operations")]
+        names = {name: op.name for op in declared for name in (op.name, *op.aliases)}
+        if kernel.op not in names:
+            raise PluginError(f"kernel {kernel.name!r}: no op {kernel.op!r}{suggestion(kernel.op, list(names))}")
+        return kernel if names[kernel.op] == kernel.op else replace(kernel, op=names[kernel.op])
 
     def _checked(self, hook: str, kind: _Kind, value: Any, so_far: list[tuple[str, str, Any]]) -> str:
         fits = isinstance(value, type) and issubclass(value, kind.type) if kind.of_classes else isinstance(value, kind.type)
@@ -353,7 +380,9 @@ def _declares(hook: str, name: str) -> str:
 
 
 def _stamped(value: Any, plugin: str) -> Any:
-    return replace(value, plugin=plugin) if isinstance(value, Kernel | Storage | Bridge | Foreign | Command) else value
+    return (
+        replace(value, plugin=plugin) if isinstance(value, Operation | Kernel | Storage | Bridge | Foreign | Command) else value
+    )
 
 
 def _list(text: str) -> list[str]:

@@ -1,43 +1,37 @@
-"""The dispatch table: selects the kernel for a call, and caches selections.
+"""The dispatch table: selects the kernel for a call.
 
-The table is keyed by (op, recipe class of a, recipe class of b, framework). Facts of a call are read lazily, when a kernel
-reads them, and the table records which: calls of a key that agree in all facts read so far share one cached winner.
+The table is keyed by (op, recipe class of a, recipe class of b, framework). A kernel fits a key by its declaration; for a call,
+it may have an objection; of the others, the first in the order of preference runs. `memo` finds the winners of earlier calls.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from numbers import Real
-from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import targets
 from ..arrays.frameworks import Device, Framework
 from ..errors import AmbiguousKernelError, KernelError, NoKernelError, PluginWarning, UnknownNameError, suggestion
-from ..locks import reentrant
-from ..options import DEFAULT, PLAIN
+from ..operations import Operation
+from ..options import DEFAULT, FLOAT32, PLAIN
 from ..recipes import ScalingRecipe
 from ..siblings import SIBLINGS
 from ..tensors.checks import need_one_device
 from ..tensors.tensor import ScaledTensor
-from .call import NO_OPTIONS, Call
+from .call import Call
 from .explanation import Explanation, Verdict
-from .facts import ARGUMENTS, FRAMEWORK, OF_SHAPE, RECIPE, SHAPES, A, B, recipe_of
-from .kernel import ANY_STORAGE, CASTS, WRITERS, class_name, fits, key_title, named, order_of, why_first
+from .facts import FRAMEWORK, RECIPE, A, B, recipe_of
+from .kernel import ANY_STORAGE, class_name, fits, key_title, named, order_of, why_first
+from .memo import Memo
 
 if TYPE_CHECKING:
     from .facts import Question, Values
     from .kernel import Kernel, Key, Order, Prefer
-
-
-#: The number of cached winners per key of the table (least recently used ones are dropped).
-MEMO_LIMIT = 512
 
 
 class Chosen(NamedTuple):
@@ -68,65 +62,10 @@ class Chosen(NamedTuple):
         return f"kernel {k.name!r} of plug-in {k.plugin!r} ({targets.locate(k.target)}){way_out}"
 
 
-class _Site:
-    """The cache of one key of the table, for calls with similar `values`.
-
-    asked: the facts that its kernels read. chosen: the winner by the values of these facts.
-    seen: the winner by the attributes that determine those facts. Most calls repeat an earlier one and are
-        found here. attributes: reads all of them per value at once, in C.
-    """
-
-    __slots__ = ("asked", "attributes", "chosen", "seen")
-
-    def __init__(self, asked: tuple[Question, ...], values: Values) -> None:
-        self.asked = asked
-        self.chosen: OrderedDict[tuple[Hashable, ...], Chosen] = OrderedDict()
-        self.seen: OrderedDict[Hashable, Chosen] = OrderedDict()
-        paths: dict[int, dict[str, None]] = {}
-        others: list[tuple[Callable[[Any], Hashable], int]] = []
-        for fact, slot in asked:
-            if fact in OF_SHAPE:
-                paths.setdefault(slot, {}).update(dict.fromkeys(SHAPES[isinstance(values[slot], ScaledTensor)]))
-            elif isinstance(fact, str):
-                paths.setdefault(slot, {})[fact] = None
-            else:
-                others.append((fact, slot))
-        self.attributes = _reading([*((attrgetter(*names), slot) for slot, names in paths.items()), *others])
-
-    def facts(self, values: Values) -> tuple[Hashable, ...]:
-        """The call's value of each recorded fact."""
-        return tuple([attrgetter(f)(values[slot]) if isinstance(f, str) else f(values[slot]) for f, slot in self.asked])
-
-    def remember(self, values: Values, chosen: Chosen) -> None:
-        """Cache the winner for values like these."""
-        with suppress(TypeError):  # a symbolic dimension has no hash
-            self.seen[self.attributes(values)] = chosen
-        if len(self.seen) > MEMO_LIMIT:
-            with suppress(KeyError):  # another thread has dropped the entry
-                self.seen.popitem(last=False)
-
-
-def _reading(readers: list[tuple[Callable[[Any], Hashable], int]]) -> Callable[[Any], Hashable]:
-    """One function for all of them. Small counts are unrolled: a loop costs as much as the reads."""
-    match readers:
-        case [(f, i)]:
-            return lambda values: f(values[i])
-        case [(f, i), (g, j)]:
-            return lambda values: (f(values[i]), g(values[j]))
-        case [(f, i), (g, j), (h, k)]:
-            return lambda values: (f(values[i]), g(values[j]), h(values[k]))
-        case [(f, i), (g, j), (h, k), (e, m)]:
-            return lambda values: (f(values[i]), g(values[j]), h(values[k]), e(values[m]))
-        case [(f, i), (g, j), (h, k), (e, m), (d, n)]:
-            return lambda values: (f(values[i]), g(values[j]), h(values[k]), e(values[m]), d(values[n]))
-        case _:
-            return lambda values: tuple([read(values[slot]) for read, slot in readers])
-
-
 class Table:
     """All kernels; immutable except for its caches.
 
-    frameworks: by name, for facts about arrays. auditing: compare every kernel with the generic algorithm.
+    operations: by name. frameworks: by name, for facts about arrays. auditing: compare every kernel with the generic algorithm.
     """
 
     def __init__(
@@ -142,23 +81,22 @@ class Table:
         self._prefer = tuple(prefer)
         self._frameworks = frameworks or {}
         self._auditing = auditing
-        self._sites: dict[Any, _Site] = {}
+        self.memo = Memo[Chosen]()
         self._available: dict[tuple[str, Device], str | None] = {}
-        self._learning = reentrant()
 
     def choose(
         self,
-        op: str,
+        op: Operation,
         framework: str,
         a: Any,
         b: Any = None,
         new: ScalingRecipe | None = None,
-        options: Any = NO_OPTIONS,
+        options: Any = DEFAULT,
         prefer: Prefer = None,
     ) -> Chosen:
-        """The kernel that runs for op(a, b). `new` is the recipe to write, for casts and requantize."""
+        """The kernel that runs for op(a, b). `new` is the recipe to write, for ops that write one."""
         other = type(b.recipe) if isinstance(b, ScaledTensor) else NoneType
-        if op in CASTS:
+        if op.casts:
             first = type(new)
         else:
             first = type(a.recipe) if isinstance(a, ScaledTensor) else NoneType
@@ -166,27 +104,18 @@ class Table:
                 other = type(new)
         if prefer is not None and not isinstance(prefer, str):
             prefer = tuple(prefer)
-        place = (op, first, other, framework, prefer, options is DEFAULT or options is NO_OPTIONS)
-        site = self._sites.get(place)
-        if site is not None:
-            values = (a, b, new, options)
-            attributes = site.attributes(values)
-            try:
-                chosen = site.seen.get(attributes)
-            except TypeError:  # see `_Site.remember`
-                chosen = None
-            if chosen is not None:
-                if len(site.seen) > MEMO_LIMIT // 2:
-                    _used(site.seen, attributes)
-                return chosen
-        return self._chosen(place, (a, b, new, options, self._frameworks.get(framework)))
+        key = (op.name, first, other, framework, prefer, options is DEFAULT or options is FLOAT32)
+        chosen = self.memo.repeated(key, (a, b, new, options))
+        if chosen is None:
+            chosen = self._chosen(op, key, (a, b, new, options, self._frameworks.get(framework)))
+        return chosen
 
     def explain(self, call: Call, prefer: Prefer = None, device: str = "") -> Explanation:
         """Every candidate of the call, the winner first, and the winner's calls of other kernels."""
-        need_one_device(**_operands(call.op, call.values))
+        need_one_device(**_operands(call.operation, call.values))
         if call.values[FRAMEWORK] is None:
             values = (*call.values[:FRAMEWORK], self._frameworks.get(call.framework))
-            call = Call(call.op, call.framework, values)
+            call = Call(call.operation, call.framework, values)
         found = replace(self._judge(_key(call), call, named(prefer)), device=device)
         winner = found.winner
         if winner is None or winner.plan is None:
@@ -196,20 +125,14 @@ class Table:
 
     # -- choosing ------------------------------------------------------------------------------------------------
 
-    def _chosen(self, place: Any, values: Values) -> Chosen:
-        """The winner, cached for calls that agree in all facts that were read."""
-        site = self._sites.get(place)
-        if site is not None:
-            facts = site.facts(values)
-            chosen = site.chosen.get(facts)
-            if chosen is not None:
-                _used(site.chosen, facts)
-                site.remember(values, chosen)
-                return chosen
-        key, names = place[:4], named(place[4])
-        need_one_device(**_operands(key[0], values))
-        asked: dict[Question, None] = {}
-        call = Call(key[0], key[3], values, asked)
+    def _chosen(self, op: Operation, memo_key: Any, values: Values) -> Chosen:
+        """The winner, kept for calls that agree in all facts that were read."""
+        if (chosen := self.memo.known(memo_key, values)) is not None:
+            return chosen
+        key, names = memo_key[:4], named(memo_key[4])
+        need_one_device(**_operands(op, values))
+        read: dict[Question, None] = {}
+        call = Call(op, key[3], values, read)
         judged = self._judge(key, call, names)
         if judged.tied:
             raise AmbiguousKernelError(
@@ -219,18 +142,10 @@ class Table:
             raise NoKernelError(str(judged), op=call.op, prefer=names)
         winner = judged.winner
         traced = f"breccia: {judged.call} on {call.framework} ({call.device.kind}) -> {winner.name}" if self.tracing else ""
-        generic = winner.plugin == "core" and winner.target.startswith(_GENERIC)
+        generic = winner.kind != "kernel" and winner.plugin in _OURS
         foreign = winner.plugin not in _OURS
         chosen = Chosen(_loaded(winner), winner, foreign or self._auditing, self._auditing and not generic, traced)
-        with self._learning:
-            site = self._sites.get(place)
-            questions = tuple(dict.fromkeys([*(() if site is None else site.asked), *asked]))
-            if site is None or site.asked != questions:  # a new fact was read: cached entries do not have it
-                site = self._sites[place] = _Site(questions, values)
-            site.chosen[site.facts(values)] = chosen
-            if len(site.chosen) > MEMO_LIMIT:
-                site.chosen.popitem(last=False)
-            site.remember(values, chosen)
+        self.memo.learn(memo_key, values, read, chosen)
         return chosen
 
     def _judge(self, key: Key, call: Call, names: tuple[str, ...]) -> Explanation:
@@ -241,7 +156,8 @@ class Table:
         wanted = (*names, *self._prefer)
         objections: list[tuple[Kernel, str | None, Order]] = []
         for k in (k for k in self.kernels if fits(k, key) or k.name in names):
-            if k.writes == ANY_STORAGE and k.name not in names and not call.stored:
+            converts = k.kind == "storage" or (k.kind == "kernel" and k.writes == ANY_STORAGE)
+            if converts and k.name not in names and not call.stored:
                 continue  # they convert storages; skip them for plain operands
             objection = self._objection(k, key, call, names)
             score = self._score(k, call) if objection is None else math.inf
@@ -258,7 +174,9 @@ class Table:
                 objection = f"{usable[0][0].name} comes first ({why_first(usable[0][1], order)})"
             verdicts.append(Verdict(kernel, objection))
         verdicts.sort(key=lambda v: v.reason is not None)
-        return Explanation(key_title(key), call.framework, tuple(verdicts), tuple(tied) if len(tied) > 1 else ())
+        return Explanation(
+            key_title(key, call.operation.joint), call.framework, tuple(verdicts), tuple(tied) if len(tied) > 1 else ()
+        )
 
     def _objection(self, k: Kernel, key: Key, call: Call, names: Sequence[str]) -> str | None:
         """Why `k` cannot run for `call`, or None."""
@@ -277,7 +195,7 @@ class Table:
             for operand in call.scaled:
                 if (storage := operand.storage) != PLAIN and storage not in k.reads:
                     return f"reads {_listed(k.reads)} storage, an operand is in {storage!r}; st.to_storage('plain') converts it"
-        if k.op in WRITERS and k.writes != ANY_STORAGE and (storage := call.storage) not in (PLAIN, *k.writes):
+        if call.operation.stores and k.writes != ANY_STORAGE and (storage := call.storage) not in (PLAIN, *k.writes):
             return f"writes {_listed(k.writes)} storage, not {storage!r}"
         if k.available is not None:
             fact = (k.available, call.device)
@@ -297,26 +215,21 @@ class Table:
 
 #: Plug-ins of breccia's own distributions: its tests check their kernels against the contract.
 _OURS = frozenset(("core", *(sibling.plugin for sibling in SIBLINGS)))
-#: Modules of kernels that are not compared with the generic algorithm: itself, and composites.
-_GENERIC = ("breccia.kernels.reference.", "breccia.kernels.composites:")
 
 
-def _operands(op: str, values: Values) -> dict[str, Any]:
-    """The operands of a call that may be ScaledTensors, by name."""
-    return dict(zip((name for name in ARGUMENTS.get(op, ()) if name != "recipe"), values[: B + 1], strict=False))
-
-
-def _used(chosen: OrderedDict[Any, Chosen], facts: Hashable) -> None:
-    """Mark an entry as most recently used."""
-    with suppress(KeyError):  # another thread has dropped it
-        chosen.move_to_end(facts)
+def _operands(op: Operation, values: Values) -> dict[str, Any]:
+    """The operands of a call that kernels are chosen by, by name; none for ops of arrays alone."""
+    if not op.scaled:
+        return {}
+    named = {op.arguments[0][0]: values[A]}
+    return named if op.second is None else {**named, op.arguments[op.second][0]: values[B]}
 
 
 def _key(call: Call) -> Key:
     a, b = call.values[A], call.values[B]
     new: ScalingRecipe | None = call.values[RECIPE]
     written: type = type(new)
-    if call.op in CASTS:
+    if call.operation.casts:
         return call.op, written, _class_of(b), call.framework
     return call.op, _class_of(a), _class_of(b) if new is None else written, call.framework
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from .. import targets
 from ..arrays.frameworks import device_of, dtype_name, ops_of
 from ..codecs import F32_INF, MAGNITUDE, NORMAL
 from ..dispatch.table import Chosen
 from ..errors import BrecciaError, UnsupportedError
-from ..options import CastOptions
+from ..operations import Operation
+from ..options import CastOptions, ProductOptions
 from ..recipes import ScalingRecipe
 from ..tensors.components import stored_parts
 from ..tensors.tensor import ScaledTensor
@@ -28,25 +30,22 @@ _ROUNDING = {
 }
 
 
-def check(chosen: Chosen, arguments: tuple[Any, ...], found: Any) -> None:
+def check(op: Operation, chosen: Chosen, arguments: tuple[Any, ...], found: Any) -> None:
     """Raise KernelError where `found`, the result of a kernel for these arguments, violates the contract."""
-    op = chosen.kernel.op
     try:
-        expected = getattr(reference, op)(*map(_without_out, arguments[: _CALLED.get(op)]))
+        expected = targets.load(op.reference)(*map(_without_out, arguments))
         differences = list(_differences(op, arguments, found, expected))
     except (UnsupportedError, TypeError, ValueError, RuntimeError) as e:
         if _unreadable(arguments, e):
             return
         raise
     if differences:
-        raise chosen.refused(f"BRECCIA_CHECK: {op} differs from the generic algorithm: {'; '.join(differences)}.")
-
-
-#: The number of arguments of the generic algorithm for ops whose last one is `out`.
-_CALLED = {"dequantize": 2, "matmul": 4, "grouped_matmul": 4}
+        raise chosen.refused(f"BRECCIA_CHECK: {op.name} differs from the generic algorithm: {'; '.join(differences)}.")
 
 
 def _without_out(argument: Any) -> Any:
+    if isinstance(argument, ProductOptions):
+        return argument._replace(out=None)
     return argument.replace(out=None) if isinstance(argument, CastOptions) else argument
 
 
@@ -64,16 +63,19 @@ def _unreadable(arguments: tuple[Any, ...], error: Exception) -> bool:
     return False
 
 
-def _differences(op: str, arguments: tuple[Any, ...], found: Any, expected: Any) -> Iterator[str]:
-    if isinstance(expected, ScaledTensor):
-        yield from _of_tensors(found, expected)
-    elif op == "cast_pair":
-        for n, name in enumerate(("along the last axis", "along the other axis")):
-            yield from (f"{name}, {what}" for what in _of_tensors(found[n], expected[n]))
-    elif op in ("matmul", "grouped_matmul", "cast_matmul"):
-        yield from _of_products(op, arguments, found)
+def _differences(op: Operation, arguments: tuple[Any, ...], found: Any, expected: Any) -> Iterator[str]:
+    if op.product:
+        yield from _of_products(op.name, arguments, found)
+    elif len(op.results) == 1:
+        yield from _of_one(found, expected)
     else:
-        yield from _of_values(found, expected)
+        for n, (result, one, other) in enumerate(zip(op.results, found, expected, strict=True), 1):
+            along = f" along axis {result.axis}" if result.axis is not None else ""
+            yield from (f"result {n}{along}: {what}" for what in _of_one(one, other))
+
+
+def _of_one(found: Any, expected: Any) -> Iterator[str]:
+    yield from _of_tensors(found, expected) if isinstance(expected, ScaledTensor) else _of_values(found, expected)
 
 
 def _of_tensors(found: ScaledTensor, expected: ScaledTensor) -> Iterator[str]:
@@ -120,9 +122,11 @@ def _of_products(op: str, arguments: tuple[Any, ...], found: Any) -> Iterator[st
     Where a partial sum may overflow or holds Inf there is no bound. Where every order of summation gives NaN, NaN is due.
     """
     ops = ops_of(found)
-    a, b, rest = arguments[0], arguments[1], arguments[2]
+    a, b, rest = arguments[0], arguments[1], arguments[-1].bias
     if op == "cast_matmul":
-        a, b, rest = reference.cast(arguments[0], arguments[1]), arguments[2], arguments[3]
+        a, b = reference.cast(arguments[0], arguments[1]), arguments[2]
+    elif op == "grouped_matmul":
+        rest = arguments[2]
     left, right = (_host(reference.values(ops, x)) for x in (a, b))
     ours = _host(ops.f32(found))
     unit, spacing, largest = _ROUNDING[dtype_name(found)]

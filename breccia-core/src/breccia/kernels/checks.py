@@ -112,6 +112,57 @@ def check_matmul_shapes(a: Shape, b: Shape) -> None:
             raise ShapeError(f"matmul: leading axes {a[:-2]} and {b[:-2]} do not broadcast (shapes {a} and {b}).", a=a, b=b)
 
 
+def check_product(a: Any, b: Any, options: Any) -> None:
+    """`check_matmul` with the arguments of `matmul`."""
+    check_matmul(a, b, options.bias)
+
+
+def check_cast_product(x: Any, recipe: Any, b: Any, options: Any) -> None:
+    """`check_matmul` with the arguments of `cast_matmul`."""
+    check_matmul(x, b, options.bias)
+
+
+def check_grouped_product(a: Any, b: Any, offsets: Any, options: Any) -> None:
+    """`check_grouped` with the arguments of `grouped_matmul`."""
+    check_grouped(a, b, offsets)
+
+
+def check_cast_operand(x: Any, recipe: Any, *rest: Any) -> None:
+    """`check_cast` with the arguments of an op that casts."""
+    check_cast(x, recipe)
+
+
+def product_shape(a: Any, b: Any) -> Shape:
+    """The shape of `a @ b` for operands that `check_matmul` accepts."""
+    left, right = tuple(a.shape), tuple(b.shape)
+    if len(left) == 2 == len(right):
+        return left[0], right[1]
+    ndim = max(len(left), len(right)) - 2
+    pairs = zip((1,) * (ndim + 2 - len(left)) + left[:-2], (1,) * (ndim + 2 - len(right)) + right[:-2], strict=True)
+    return (*(n if m == 1 else m for m, n in pairs), left[-2], right[-1])
+
+
+def cast_product_shape(x: Any, recipe: Any, b: Any) -> Shape:
+    """`product_shape` with the arguments of `cast_matmul`."""
+    return product_shape(x, b)
+
+
+def grouped_shape(a: Any, b: Any, offsets: Any) -> Shape:
+    """The shape of a grouped product."""
+    return a.shape[0], b.shape[-1]
+
+
+def history_shape(x: Any, recipe: Any, amaxes: Any, scale: Any) -> Shape:
+    """The shape of the amaxes after one more."""
+    count = amaxes.shape[0] if hasattr(amaxes, "shape") else len(amaxes)
+    return (min(count, recipe.amax_history_len - 1) + 1,)
+
+
+def scalar_shape(*arguments: Any) -> Shape:
+    """The shape of a scale for the whole tensor."""
+    return ()
+
+
 def check_grouped(a: Any, b: Any, offsets: Array) -> None:
     """Raise ShapeError, LayoutError or UnsupportedError unless `grouped_matmul` is defined for these operands."""
     left, right, ends = shape_of(a, "a"), shape_of(b, "b"), shape_of(offsets, "offsets")

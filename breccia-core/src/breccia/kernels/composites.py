@@ -5,12 +5,12 @@ Each has a plan, which lists its calls for `explain`. A fused kernel declared fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..arrays.frameworks import dtype_name, ops_of
 from ..dispatch import calls
-from ..dispatch.kernel import Prefer
-from ..options import DEFAULT, PLAIN, CastOptions
+from ..options import DEFAULT, FLOAT32, CastOptions, ProductOptions, product_options
 from ..recipes import ScalingRecipe
 from ..tensors.tensor import ScaledTensor
 from . import reference
@@ -22,35 +22,19 @@ Array = Any
 FOUND = Primitives(calls.cast, calls.dequantize)
 
 
-def requantize(
-    st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, require_exact: bool = False
-) -> ScaledTensor:
+def requantize(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`reference.requantize` on the kernels of `dequantize` and `cast`."""
-    return reference.requantize(st, recipe, options, require_exact, FOUND)
+    return reference.requantize(st, recipe, options, FOUND)
 
 
-def dequantize_row(st: ScaledTensor, out_dtype: str, out: Array | None, prefer: Prefer) -> Array:
-    """`dequantize` of a 1-D tensor of blocks, as a matrix of one row: kernels receive matrices."""
-    row = calls.dequantize(st.reshape(1, *st.shape), out_dtype, None, prefer)[0]
-    return reference.result(ops_of(row), row, "float32", out)
-
-
-def requantize_row(
-    st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions, require_exact: bool, prefer: Prefer
-) -> ScaledTensor:
-    """`requantize` of a 1-D tensor of blocks, likewise. A supplied `scale` has the shape of the matrix's."""
-    row = calls.requantize(st.reshape(1, *st.shape), recipe, options.replace(out=None), require_exact, prefer)[0]
-    return reference.assigned(options.out, row)
-
-
-def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """`reference.matmul` on the kernel of `dequantize`."""
-    return reference.product(a, b, bias, out_dtype, out, FOUND)
+    return reference.product(a, b, options, FOUND)
 
 
-def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None) -> Array:
+def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32) -> Array:
     """`reference.grouped_matmul` on the kernel of `dequantize`."""
-    return reference.grouped_matmul(a, b, offsets, out_dtype, out, FOUND)
+    return reference.grouped_matmul(a, b, offsets, options, FOUND)
 
 
 def cast_pair(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
@@ -65,66 +49,41 @@ def cast_and_record(
     return calls.cast(x, recipe, options.replace(scale=scale)), *calls.record_amax(x, recipe, amaxes, scale)
 
 
-def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, bias: Array | None = None, out_dtype: str = "float32") -> Array:
+def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """The kernel of `matmul` applied to the result of the kernel of `cast`."""
-    return calls.matmul(calls.cast(x, recipe), b, bias, out_dtype)
+    return calls.matmul(calls.cast(x, recipe), b, options)
 
 
 def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Array:
     """`dequantize` of `cast`, by their kernels."""
-    return calls.dequantize(calls.cast(x, recipe, options), dtype_name(x))
+    return calls.dequantize(calls.cast(x, recipe, options), product_options(dtype_name(x)))
 
 
-def cast_ste_clipped(x: Array, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Array:
-    """The value of `cast_ste`: a clip affects only the gradient."""
-    return calls.cast_ste(x, recipe, options)
+def passed_through(by: Any, direction: Array, n: int, x: Array, recipe: ScalingRecipe, options: CastOptions) -> Array:
+    """The derivative of `cast_ste`: the direction, and zero where `x` lies outside of the range of `options.clip`.
+
+    Straight-through gradients: Bengio, Leonard and Courville 2013 (arXiv 1308.3432), section 4; with a clip as in Hubara et
+    al. 2016.
+    """
+    if options.clip is None:
+        return direction
+    ops = ops_of(x)
+    low, high = within_scales(x, recipe, options, by) if isinstance(options.clip, str) else options.clip
+    # A select, not a product with the mask: an infinite gradient outside the range becomes zero too.
+    return ops.where((x >= low) & (x <= high), direction, 0.0)
 
 
-def within_scales(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[Array, Array]:
-    """The lowest and highest value representable in each block of a cast under its scale, for gradients of clips."""
-    low, high = reference.extremes(calls.cast(x, recipe, options))
-    return calls.dequantize(low), calls.dequantize(high)
+def within_scales(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, by: Any = calls) -> tuple[Array, Array]:
+    """The lowest and highest value representable in each block of a cast under its scale."""
+    low, high = reference.extremes(by.cast(x, recipe, options))
+    return by.dequantize(low), by.dequantize(high)
 
 
-# -- storages --------------------------------------------------------------------------------------------------------
-
-
-def cast_into_storage(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
-    """A cast in plain storage, then converted: for storages that no kernel writes directly."""
-    written = calls.cast(x, recipe, options.replace(storage=PLAIN, out=None)).to_storage(options.storage)
-    return reference.assigned(options.out, written)
-
-
-def cast_pair_into_storage(
-    x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT
-) -> tuple[ScaledTensor, ScaledTensor]:
-    """Likewise for `cast_pair`."""
-    first, second = calls.cast_pair(x, recipe, options.replace(storage=PLAIN))
-    return first.to_storage(options.storage), second.to_storage(options.storage)
-
-
-def requantize_into_storage(
-    st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, require_exact: bool = False
-) -> ScaledTensor:
-    """Likewise for `requantize`; also from storages that no kernel reads."""
-    plain = calls.requantize(st.to_plain(), recipe, options.replace(storage=PLAIN, out=None), require_exact)
-    return reference.assigned(options.out, plain.to_storage(options.storage))
-
-
-def dequantize_plain(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
-    """`dequantize` of the plain tensor: for storages that no kernel reads."""
-    return calls.dequantize(st.to_plain(), out_dtype, out)
-
-
-def matmul_plain(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
-    """`matmul` of plain operands, likewise."""
-    return calls.matmul(_plain(a), _plain(b), bias, out_dtype, out)
-
-
-def grouped_matmul_plain(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None) -> Array:
-    """`grouped_matmul` of plain operands, likewise."""
-    return calls.grouped_matmul(_plain(a), _plain(b), offsets, out_dtype, out)
-
-
-def _plain(x: Any) -> Any:
-    return x.to_plain() if isinstance(x, ScaledTensor) else x
+def of_row(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """An op on a 1-D tensor of blocks, as a matrix of one row. A supplied `scale` has the shape of the matrix's."""
+    st, *rest, options = arguments
+    changed = options._replace(out=None) if isinstance(options, ProductOptions) else options.replace(out=None)
+    row = function(st.reshape(1, *st.shape), *rest, changed)[0]
+    if isinstance(row, ScaledTensor):
+        return reference.assigned(options.out, row)
+    return reference.result(ops_of(row), row, "float32", options.out)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..arrays.frameworks import FLOATS, output_dtype
-from ..dispatch.call import NO_OPTIONS, Call, Options
-from ..dispatch.facts import Described
+from ..dispatch.call import Call
+from ..dispatch.facts import OPTIONS, Described
 from ..formats import TENSOR, Block
 from ..layouts import PerBlockK, PerBlockMN, PerChannel, PerTensor, Shape
-from ..options import DEFAULT, PLAIN, CastOptions
+from ..options import DEFAULT, PLAIN, CastOptions, ProductOptions, product_options
 from .checks import fitted_layout
 from .exact import renames
 
@@ -57,9 +57,8 @@ def accepts_dequantize(call: Call) -> str | None:
 
 def plan_on_numpy(call: Call) -> Iterator[Call]:
     """The same op on the same memory, as NumPy's: for kernels of other frameworks that call those."""
-    options: Any = call.cast_options() if call.op == "cast" else _same(call)
     a, b = (None if x is None else x.described() for x in (call.a, call.b))
-    yield call.makes(call.op, a, b, recipe=call.recipe, framework="numpy", options=options)
+    yield call.makes(call.op, a, b, recipe=call.recipe, framework="numpy", options=call.values[OPTIONS])
 
 
 # -- composites ------------------------------------------------------------------------------------------------------
@@ -101,40 +100,30 @@ def plan_of_cast_and_record(call: Call) -> Iterator[Call]:
 def plan_of_cast_matmul(call: Call) -> Iterator[Call]:
     """A cast, and a product of two scaled operands."""
     yield call.makes("cast", call.a, recipe=call.recipe)
-    yield call.makes("matmul", _written(call), call.b, options=_same(call))
+    yield call.makes("matmul", _written(call), call.b, options=call.product_options())
 
 
 def plan_of_round_trips(call: Call) -> Iterator[Call]:
     """A cast, and its values in the dtype of the input."""
     yield call.makes("cast", call.a, recipe=call.recipe, options=_casting(call))
-    yield call.makes("dequantize", _written(call), options=_out(call.a.dtype))
-
-
-def plan_of_clipped(call: Call) -> Iterator[Call]:
-    """The round trip."""
-    yield call.makes("cast_ste", call.a, recipe=call.recipe, options=_casting(call))
+    yield call.makes("dequantize", _written(call), options=_in_dtype(call.a.dtype))
 
 
 def plan_of_storages(call: Call) -> Iterator[Call]:
     """The same op on plain tensors."""
     operands = [None if x is None else _in_plain_storage(x.described()) for x in (call.a, call.b)]
-    options: Any = _casting(call) if call.op in ("cast", "cast_pair", "requantize") else _same(call)
+    options: Any = _casting(call) if call.operation.stores else call.values[OPTIONS]
     yield call.makes(call.op, *operands, recipe=call.recipe, options=options)
 
 
 def _casting(call: Call, **changed: Any) -> CastOptions:
     """The options of an intermediate cast: plain storage, no `out`."""
-    found = call.cast_options().replace(storage=PLAIN, out=None, **changed)
+    found = call.cast_options().replace(storage=PLAIN, out=None, require_exact=False, **changed)
     return found if found.given() else DEFAULT
 
 
-def _same(call: Call) -> Options:
-    return Options(call.options) or NO_OPTIONS
-
-
-def _out(dtype: str) -> Options:
-    name = output_dtype(dtype) if dtype in FLOATS else "float32"
-    return NO_OPTIONS if name == "float32" else Options(out_dtype=name)
+def _in_dtype(dtype: str) -> ProductOptions:
+    return product_options(output_dtype(dtype) if dtype in FLOATS else "float32")
 
 
 def _decoded(of: Described) -> Described:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import E2M1, ScaledTensor, UnsupportedError, checks
+from breccia.backend import E2M1, FLOAT32, ProductOptions, ScaledTensor, UnsupportedError, checks
 
 from ..launch import on
 from ..operands import need_one_device, parts_of
@@ -23,11 +23,12 @@ from .fp8_matmul import check_out
 STORAGE = "swizzle_128x4"
 
 
-def block_scaled_mm(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def block_scaled_mm(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` of two MXFP8, or of two NVFP4 tensors, a (..., M, K) by one matrix b (K, N).
 
     Scales in other storages are rearranged at each call. Raises UnsupportedError for more than one global scale of an operand.
     """
+    out_dtype, bias, out = options
     checks.check_matmul(a, b, bias)
     device, dtype = a.data.device, getattr(torch, out_dtype)
     need_one_device(device, [*parts_of("a", a), *parts_of("b", b), ("bias", bias)])

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import PLAIN, ScaledTensor, ShapeError, checks, dtype_name
+from breccia.backend import FLOAT32, PLAIN, ProductOptions, ScaledTensor, ShapeError, checks, dtype_name
 from breccia_torch.ops import need_dense
 
 from ..launch import Remembered, allocator, current_stream, elsewhere, index_of, on, stream_of
@@ -40,22 +40,23 @@ def forget() -> None:
     _plans.clear()
 
 
-def matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it. Sums leave the tensor core every 128 along K."""
-    return _multiply(a, b, bias, out_dtype, out, None, True)
+    return _multiply(a, b, options, None, True)
 
 
-def matmul_fast(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def matmul_fast(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` whose sums stay in the tensor core, with about 13 fraction bits: less than the contract of products."""
-    return _multiply(a, b, bias, out_dtype, out, None, False)
+    return _multiply(a, b, options, None, False)
 
 
-def grouped_matmul(a: Any, b: Any, offsets: Any, out_dtype: str = "float32", out: Any = None) -> Any:
+def grouped_matmul(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT32) -> Any:
     """`grouped_matmul` as `breccia.grouped_matmul` documents it. The device reads `offsets`; the host waits for nothing."""
-    return _multiply(a, b, None, out_dtype, out, offsets, True)
+    return _multiply(a, b, options, offsets, True)
 
 
-def _multiply(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, offsets: Any, promote: bool) -> Any:
+def _multiply(a: Any, b: Any, options: ProductOptions, offsets: Any, promote: bool) -> Any:
+    out_dtype, bias, out = options
     x, y, scale_x, scale_y = a.data, b.data, a.scale, b.scale
     device = x.device
     key = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import checks, composites
+from breccia.backend import FLOAT32, ProductOptions, checks, composites
 
 from ..launch import on
 from ..operands import leading
@@ -20,22 +20,23 @@ from .fp8_plans import kind_of
 _ROWS = 4
 
 
-def scaled_mm(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def scaled_mm(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it, without fast accumulation."""
-    return _multiply(a, b, bias, out_dtype, out, False)
+    return _multiply(a, b, options, False)
 
 
-def scaled_mm_fast(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def scaled_mm_fast(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` with fast accumulation: sums stay in the tensor core, which is less than the contract of products."""
-    return _multiply(a, b, bias, out_dtype, out, True)
+    return _multiply(a, b, options, True)
 
 
-def _multiply(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, fast: bool) -> Any:
+def _multiply(a: Any, b: Any, options: ProductOptions, fast: bool) -> Any:
+    out_dtype, bias, out = options
     checks.check_matmul(a, b, bias)
     dtype = getattr(torch, out_dtype)
     kinds = kind_of(a.recipe, a.layout, a.axis)[0], kind_of(b.recipe, b.layout, b.axis)[0]
     if kinds[0] == "tensor" and a.scale.numel() > 1:  # one for each matrix: torch has one scale, or one of each row
-        return composites.matmul(a, b, bias, out_dtype, out)
+        return composites.matmul(a, b, options)
     shape = (*leading(a.shape, b.shape), a.shape[-2], b.shape[-1])
     if out is not None:
         check_out(out, shape, dtype)

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from breccia.backend import UnsupportedError
+from breccia.backend import FLOAT32, ProductOptions, UnsupportedError
 
 from .results import blocks, product
 
 
-def deep_gemm_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def deep_gemm_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it. a: (..., M, K); b: a weight's transpose, (K, N)."""
+    out_dtype = options.out_dtype
     import deep_gemm
 
     gemm = getattr(deep_gemm, "fp8_gemm_nt", None)
@@ -36,4 +37,4 @@ def deep_gemm_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32
         gemm(blocks(a, rows), (weight.data.contiguous(), weight.scale.contiguous()), y)
         return y
 
-    return product(a, b, bias, out_dtype, out, multiply)
+    return product(a, b, options, multiply)

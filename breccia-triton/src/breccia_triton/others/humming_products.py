@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from breccia.backend import INT4, ScaledTensor, UnsupportedError
+from breccia.backend import FLOAT32, INT4, ProductOptions, ScaledTensor, UnsupportedError
 
 from ..cuda.fp8_plans import kind_of
 from .kept import kept
@@ -47,7 +47,7 @@ class Layer(NamedTuple):
     weight_scale_2: Any
 
 
-def humming_fp8_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def humming_fp8_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` of two FP8 tensors, with scales of 1 x 128 by 128 x 128, or of rows. It may add parts of K in BF16."""
     pair = kind_of(a.recipe, a.layout, a.axis)[0], kind_of(b.recipe, b.layout, b.axis)[0]
     weight, activations = HUMMING_PAIRS[pair]
@@ -57,11 +57,12 @@ def humming_fp8_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float
         codes, scale = blocks(a, rows) if pair[0] == "1x128" else (a.data.reshape(rows, a.shape[-1]), _each(a.scale, rows))
         return _run(layer, codes, scale, into)
 
-    return product(a, b, bias, out_dtype, out, multiply)
+    return product(a, b, options, multiply)
 
 
-def humming_weight_only(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def humming_weight_only(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` of BF16 or FP16 activations and a quantized weight, decoded to their dtype. It may add parts of K in it."""
+    out_dtype = options.out_dtype
     config = humming_weight(b.recipe.format, b.layout.plain.block(-2))
     assert not isinstance(config, str), config  # `accepts` has asked
     layer = kept(f"humming.weight_only {out_dtype}", b, lambda: layer_of(b.mT, config, {}, a.dtype))
@@ -69,7 +70,7 @@ def humming_weight_only(a: Any, b: Any, bias: Any = None, out_dtype: str = "floa
     def multiply(rows: int, into: Any) -> Any:
         return _run(layer, a.reshape(rows, a.shape[-1]).contiguous(), None, into)
 
-    return product(a, b, bias, out_dtype, out, multiply)
+    return product(a, b, options, multiply)
 
 
 def layer_of(weight: ScaledTensor, config: Mapping[str, Any], activations: Mapping[str, Any], dtype: torch.dtype) -> Layer:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import checks
+from breccia.backend import ProductOptions, checks
 
 from ..cuda.fp8_matmul import check_out
 from ..launch import on
@@ -21,11 +21,12 @@ from ..operands import need_one_device, parts_of
 Multiply = Callable[[int, Any], Any]
 
 
-def product(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, multiply: Multiply) -> Any:
+def product(a: Any, b: Any, options: ProductOptions, multiply: Multiply) -> Any:
     """`matmul` of a (..., M, K) and b (K, N) by `multiply(rows, into)`, which returns (rows, N) of `out_dtype`.
 
     A bias is added in FP32 to the rounded product, which is rounded again.
     """
+    out_dtype, bias, out = options
     checks.check_matmul(a, b, bias)
     here = a.device if isinstance(a, torch.Tensor) else a.data.device
     need_one_device(here, [*parts_of("a", a), *parts_of("b", b), ("bias", bias)])

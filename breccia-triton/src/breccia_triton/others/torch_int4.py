@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import INT4, ScaledTensor
+from breccia.backend import FLOAT32, INT4, ProductOptions, ScaledTensor
 
 from .kept import kept
 from .results import product
@@ -18,7 +18,7 @@ from .results import product
 _MIDDLE = 8
 
 
-def int4pack_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def int4pack_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` of BF16 activations and a weight that torch decodes to BF16 as `(code - 8) * scale + zero`, all BF16 numbers."""
     packed, numbers = kept("torch.int4", b, lambda: packed_weight(b.mT))
     width = b.layout.plain.block(-2)[1]
@@ -26,7 +26,7 @@ def int4pack_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32"
     def multiply(rows: int, into: Any) -> Any:
         return torch.ops.aten._weight_int4pack_mm(a.reshape(rows, a.shape[-1]).contiguous(), packed, width, numbers)
 
-    return product(a, b, bias, out_dtype, out, multiply)
+    return product(a, b, options, multiply)
 
 
 def packed_weight(weight: ScaledTensor) -> tuple[Any, Any]:

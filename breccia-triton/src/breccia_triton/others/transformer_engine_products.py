@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import UnsupportedError
+from breccia.backend import FLOAT32, ProductOptions, UnsupportedError
 
 from ..cuda.fp8_plans import kind_of
 from .results import product
@@ -23,8 +23,9 @@ from .results import product
 _DTYPES = {"e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
 
 
-def transformer_engine_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def transformer_engine_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` of a (..., M, K) by b (K, N), in E4M3 or E5M2 but not both E5M2, each with one scale."""
+    out_dtype = options.out_dtype
     from transformer_engine.pytorch import cpp_extensions
 
     if a.scale.numel() != 1:
@@ -38,7 +39,7 @@ def transformer_engine_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str =
         gemm: Any = cpp_extensions.general_gemm
         return gemm(w, x, out_dtype=getattr(torch, out_dtype), layout="TN", out=into, use_split_accumulator=True)[0]
 
-    return product(a, b, bias, out_dtype, out, multiply)
+    return product(a, b, options, multiply)
 
 
 def _storage(st: Any, codes: Any) -> Any:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays.frameworks import dtype_name, output_dtype
+from ...arrays.frameworks import dtype_name
 from ...arrays.ops import NUMPY, Array
 from ...codecs import Codec, Integer, PowerOfTwo
 from ...formats import TENSOR, Format
 from ...layouts import Shape
+from ...options import FLOAT32, ProductOptions
 from ...rules import flushed
 from ...tensors.grids import packed_length, packing
 from ...tensors.tensor import ScaledTensor
@@ -154,21 +155,19 @@ def _wide(codec: Codec) -> Array:
     return _pairs(np.array(codec.table, U4).view(F4))
 
 
-def dequantize(
-    st: ScaledTensor, out_dtype: Any = "float32", out: Array | None = None, microkernels: Microkernels = PLAIN
-) -> Array:
+def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32, microkernels: Microkernels = PLAIN) -> Array:
     """A faster `reference.dequantize`. microkernels: compiled replacements of NumPy's loops."""
-    if out is None and out_dtype == "float32":
+    name, _, out = options
+    if options is FLOAT32:
         found = remembered(_values, st.recipe.interned_key, _Values, st.recipe.format).short(st, microkernels)
         if found is not None:
             return found
-    name = output_dtype(out_dtype)
     shape: Shape = st.shape if st.axis == -1 else (*st.shape[:-2], st.shape[-1], st.shape[-2])
     block, two_level = st.layout.block(st.axis), st.global_scale is not None
     declined = type(st.layout) not in LAYOUTS or math.prod(shape) == 0 or (two_level and block == TENSOR)
     lead: Shape = st.global_scale.shape if two_level else st.scale.shape if block == TENSOR else ()
     if declined or scattered(shape, block, lead, True):
-        return reference.dequantize(st, name, out)
+        return reference.dequantize(st, options)
     dtype = NUMPY.to_float(np.empty(0, F4), name).dtype
     if type(out) is np.ndarray and (out.shape, out.dtype) == (st.shape, dtype) and not _overlaps(out, st):
         result = out.swapaxes(-1, -2) if st.axis == -2 else out

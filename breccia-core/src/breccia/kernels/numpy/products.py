@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.frameworks import output_dtype
 from ...arrays.ops import NUMPY, Array
 from ...dispatch import calls
 from ...formats import TENSOR
+from ...options import FLOAT32, ProductOptions
 from ...tensors.grids import packing
 from ...tensors.tensor import ScaledTensor
 from .. import reference
@@ -23,10 +23,11 @@ from .workspace import F4
 TILE = 8 << 20
 
 
-def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: Any = "float32", out: Array | None = None) -> Array:
+def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """`reference.matmul`, decoding operands larger than `TILE` piece by piece."""
+    name, bias, out = options
     check_matmul(a, b, bias)
-    left, right, name = tuple(a.shape), tuple(b.shape), output_dtype(out_dtype)
+    left, right = tuple(a.shape), tuple(b.shape)
     product = np.empty((*np.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1]), F4)
     with np.errstate(all="ignore"):
         _product(a, b, product)
@@ -60,10 +61,10 @@ def _product(a: Any, b: Any, product: Array) -> None:
             np.matmul(left, right, out=product[..., r : r + rows.step, c : c + columns.step])
 
 
-def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: Any = "float32", out: Array | None = None) -> Array:
+def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32) -> Array:
     """`reference.grouped_matmul`, which decodes the matrices of groups with rows: adjacent ones together, up to `TILE`."""
     check_grouped(a, b, offsets)
-    name = output_dtype(out_dtype)
+    name, _, out = options
     with np.errstate(all="ignore"):
         rows, product = _dense(a), np.zeros((a.shape[0], b.shape[-1]), F4)
         starts, ends = (bounds.tolist() for bounds in group_bounds(offsets, len(rows)))

@@ -22,7 +22,7 @@ from .casting import (
     refuse_nonfinite,
     sensed,
 )
-from .composed import cast_pair, cast_ste, cast_ste_clipped, extremes
+from .composed import cast_pair, cast_ste, extremes
 from .decoding import apply_scale, dequantize, offsets_of, result
 from .packing import pack, unpack
 from .products import cast_matmul, grouped_matmul, matmul, product, values
@@ -41,7 +41,6 @@ __all__ = [
     "cast_matmul",
     "cast_pair",
     "cast_ste",
-    "cast_ste_clipped",
     "check_supplied",
     "dequantize",
     "extremes",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...arrays.frameworks import dtype_name, ops_of
 from ...arrays.ops import Array
 from ...codecs import Codec
-from ...options import DEFAULT, CastOptions
+from ...options import DEFAULT, CastOptions, product_options
 from ...recipes import ScalingRecipe
 from ...tensors.tensor import ScaledTensor
 from .casting import cast
@@ -29,13 +29,8 @@ def cast_pair(
 
 
 def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Array:
-    """The round trip `dequantize(cast(x))` in `x`'s dtype. The frontend computes gradients."""
-    return dequantize(cast(x, recipe, options), dtype_name(x))
-
-
-def cast_ste_clipped(x: Array, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Array:
-    """`cast_ste`: a clip affects only the gradient."""
-    return cast_ste(x, recipe, options)
+    """The round trip `dequantize(cast(x))` in `x`'s dtype. Its derivative is that of the composite."""
+    return dequantize(cast(x, recipe, options), product_options(dtype_name(x)))
 
 
 def extremes(st: ScaledTensor) -> tuple[ScaledTensor, ScaledTensor]:

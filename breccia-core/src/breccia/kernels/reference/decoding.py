@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...arrays.frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framework, shape_of
+from ...arrays.frameworks import FLOATS, dtype_name, ops_of, same_framework, shape_of
 from ...arrays.ops import Array, Ops
 from ...codecs import BF16
 from ...errors import ShapeError
 from ...formats import Format
 from ...layouts import PerBlockK, PerGroupIndex
+from ...options import FLOAT32, ProductOptions
 from ...rules import flushed
 from ...tensors.checks import need_one_device
 from ...tensors.storing import check_layout
@@ -19,10 +20,10 @@ from .packing import unpack
 from .tiles import Tiles
 
 
-def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None = None) -> Array:
+def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
     """High-precision values of `st`, as `breccia.dequantize` documents."""
     ops = ops_of(st.data, "data")
-    name = output_dtype(out_dtype)
+    name, out = options.out_dtype, options.out
     if st.held is not None and st.held.turned:  # codes are read in the order of memory
         return result(ops, ops.swap(dequantize(st.mT)), name, out)
     check_layout(st.layout)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...arrays.frameworks import ops_of, output_dtype, same_framework
+from ...arrays.frameworks import ops_of, same_framework
 from ...arrays.ops import Array, Ops
+from ...options import FLOAT32, ProductOptions
 from ...recipes import ScalingRecipe
 from ...tensors.tensor import ScaledTensor
 from ..checks import check_grouped, check_matmul
@@ -17,23 +18,16 @@ if TYPE_CHECKING:
     from .requantizing import Primitives
 
 
-def matmul(
-    a: Any,
-    b: Any,
-    bias: Array | None = None,
-    out_dtype: Any = "float32",
-    out: Array | None = None,
-    by: Primitives = GENERIC,
-) -> Array:
+def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32, by: Primitives = GENERIC) -> Array:
     """`a @ b + bias` with FP32 accumulation; operands are dequantized first."""
-    same_framework({name: _array(x) for name, x in (("a", a), ("b", b), ("bias", bias)) if x is not None})
-    check_matmul(a, b, bias)
-    return product(a, b, bias, output_dtype(out_dtype), out, by)
+    same_framework({name: _array(x) for name, x in (("a", a), ("b", b), ("bias", options.bias)) if x is not None})
+    check_matmul(a, b, options.bias)
+    return product(a, b, options, by)
 
 
-def product(a: Any, b: Any, bias: Array | None, dtype: str, out: Array | None, by: Primitives) -> Array:
+def product(a: Any, b: Any, options: ProductOptions, by: Primitives) -> Array:
     """`matmul` of checked operands."""
-    ops = ops_of(_array(a), "a")
+    ops, (dtype, bias, out) = ops_of(_array(a), "a"), options
     with ops.errstate():
         found = ops.matmul(values(ops, a, by), values(ops, b, by))
         if bias is not None:
@@ -41,21 +35,14 @@ def product(a: Any, b: Any, bias: Array | None, dtype: str, out: Array | None, b
         return found if out is None and dtype == "float32" else result(ops, found, dtype, out)
 
 
-def grouped_matmul(
-    a: Any,
-    b: Any,
-    offsets: Array,
-    out_dtype: Any = "float32",
-    out: Array | None = None,
-    by: Primitives = GENERIC,
-) -> Array:
+def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32, by: Primitives = GENERIC) -> Array:
     """Each group of rows of `a` times its own matrix of `b`, as `breccia.grouped_matmul` documents."""
     same_framework({"a": _array(a), "b": _array(b), "offsets": offsets})
     check_grouped(a, b, offsets)
     ops = ops_of(_array(a), "a")
     with ops.errstate():
         product = ops.grouped_matmul(values(ops, a, by), values(ops, b, by), offsets)
-        return result(ops, product, output_dtype(out_dtype), out)
+        return result(ops, product, options.out_dtype, options.out)
 
 
 def values(ops: Ops, x: Any, by: Primitives = GENERIC) -> Array:
@@ -67,6 +54,6 @@ def _array(x: Any) -> Array:
     return x.data if isinstance(x, ScaledTensor) else x
 
 
-def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, bias: Array | None = None, out_dtype: Any = "float32") -> Array:
+def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """`matmul(cast(x), b)`."""
-    return matmul(cast(x, recipe), b, bias, out_dtype)
+    return matmul(cast(x, recipe), b, options)

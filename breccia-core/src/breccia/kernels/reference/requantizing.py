@@ -34,20 +34,16 @@ GENERIC = Primitives(cast, dequantize)
 
 
 def requantize(
-    st: ScaledTensor,
-    recipe: ScalingRecipe,
-    options: CastOptions = DEFAULT,
-    require_exact: bool = False,
-    by: Primitives = GENERIC,
+    st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, by: Primitives = GENERIC
 ) -> ScaledTensor:
     """`st` under another recipe, as `breccia.requantize` documents."""
     check_recipe(recipe)
     need_one_device(st=st)
-    st, ops, out = st.to_plain(), ops_of(st.data, "data"), options.out
+    st, ops, out, require_exact = st.to_plain(), ops_of(st.data, "data"), options.out, options.require_exact
     kept = _kept(ops, st, recipe, require_exact) if options.scale is None else None
     if kept is None:
         x = by.dequantize(st)
-        written = by.cast(x, recipe, options.replace(axis=st.axis, out=None))
+        written = by.cast(x, recipe, options.replace(axis=st.axis, out=None, require_exact=False))
         if require_exact:
             _refuse_inexact(ops, x, by.dequantize(written), recipe)
         kept = written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from . import bridges, choosing, codecs, frameworks, kernels, manifest, products, recipes, rules, storages
+from . import bridges, choosing, codecs, frameworks, kernels, manifest, operations, products, recipes, rules, storages
 from .law import Law, Subject
 
 __all__ = ["LAWS", "SUBMODULES", "Law", "Subject"]
@@ -17,6 +17,7 @@ LAWS: tuple[Callable[[Subject], Iterator[Law]], ...] = (
     recipes.laws,
     storages.laws,
     frameworks.laws,
+    operations.laws,
     kernels.laws,
     bridges.laws,
 )

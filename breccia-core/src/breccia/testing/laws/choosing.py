@@ -13,12 +13,13 @@ import pytest
 
 from ... import api, targets
 from ...arrays.frameworks import Device
-from ...dispatch.call import NO_OPTIONS, Call, Operand, Options
-from ...dispatch.kernel import CASTS, Kernel
+from ...dispatch.call import Call, Operand
+from ...dispatch.kernel import Kernel
 from ...dispatch.registry import registry
 from ...errors import AmbiguousKernelError, BrecciaError, NoKernelError
 from ...kernels import reference
-from ...options import DEFAULT, CastOptions
+from ...operations import Operation
+from ...options import DEFAULT, CastOptions, ProductOptions
 from ...recipes import MXFP8BlockScaling, ScalingRecipe
 from .. import strategies
 from ..compare import expect
@@ -26,8 +27,6 @@ from ..examples import wide
 from ..places import Place
 from .recipes import moved
 from .trying import matches, unavailable
-
-PRODUCTS = ("matmul", "cast_matmul", "grouped_matmul")
 
 
 class _Request(NamedTuple):
@@ -73,29 +72,29 @@ def accepts_score_and_plan_answer_every_call(kernel: Kernel, recipes: Iterable[S
 
     Dispatch skips a kernel whose `accepts` raises, and ignores a `score` that raises: nothing else would report these faults.
     """
-    home = registry().frameworks[place.framework]
+    home, op = registry().frameworks[place.framework], registry().operation(kernel.op)
     for recipe in (*recipes, None):
         for request in _requests(kernel, recipe, place):
             if (reason := unavailable(kernel, request.a)) is not None:
                 pytest.skip(reason)
-            for options in _options(kernel.op):
-                real = Call(kernel.op, place.framework, (request.a, request.b, request.recipe, options, home))
+            for options in _options(op):
+                real = Call(op, place.framework, (request.a, request.b, request.recipe, options, home))
                 described = [None if x is None else x.described() for x in (real.a, real.b)]
                 for call in (
                     real,
-                    Call(kernel.op, place.framework, (described[0], described[1], request.recipe, options, home)),
+                    Call(op, place.framework, (described[0], described[1], request.recipe, options, home)),
                 ):
                     _check_answers(kernel, call)
 
 
 def a_call_without_prefer_finds_one_kernel(kernel: Kernel, recipes: Iterable[ScalingRecipe], place: Place) -> None:
     """No other kernel has the same rank; and the kernel that runs, for cached calls too, is the one that `explain` names."""
+    op = registry().operation(kernel.op)
     for recipe in (*recipes, None):
         for a, b, new in _requests(kernel, recipe, place):
-            options: Any = NO_OPTIONS if new is None or kernel.op == "cast_matmul" else DEFAULT
             explained = api.explain(kernel.op, *_Request(a, b, new).explained)
             try:
-                ran = registry().table.choose(kernel.op, place.framework, a, b, new, options).kernel.name
+                ran = registry().table.choose(op, place.framework, a, b, new, op.default or DEFAULT).kernel.name
             except AmbiguousKernelError as e:
                 if kernel.name in (k.name for k in explained.tied):
                     raise AssertionError(f"a call without prefer= raises: {e}") from e
@@ -127,19 +126,20 @@ def _operand_of(place: Place, shape: tuple[int, int], recipe: ScalingRecipe | No
 
 def _requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place) -> Iterator[_Request]:
     """Calls that the kernel is declared for, with this recipe, or with plain operands only if it is None."""
-    op, first = kernel.op, matches(kernel.recipe, recipe)
+    op, first = registry().operation(kernel.op), matches(kernel.recipe, recipe)
     for shape in _SHAPES:
         array = _operand_of(place, shape, None)
-        if op in PRODUCTS:
+        if op.product:
             yield from _product_requests(kernel, recipe, place, shape)
         elif recipe is None:
             return
-        elif op in CASTS and first:
-            yield from (_Request(x, None, recipe) for x in (array, place.ops.swap(array)))
-        elif op == "dequantize" and first:
+        elif op.casts and first:
+            for x in (array, place.ops.swap(array)):
+                yield _Request(x, None if op.second is None else x, recipe)
+        elif op.scaled and op.target is None and first:
             st = _operand_of(place, shape, recipe)
             yield from (_Request(x) for x in (st, st.mT))
-        elif op == "requantize" and first:
+        elif op.scaled and first:
             written = dict.fromkeys((MXFP8BlockScaling(), *strategies.defaults()[:1], recipe))
             st = _operand_of(place, shape, recipe)
             yield from (_Request(st, None, new) for new in written if matches(kernel.other, new))
@@ -163,12 +163,11 @@ def _product_requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place
             yield _Request(_operand_of(place, shape, recipe), b)
 
 
-def _options(op: str) -> list[Any]:
+def _options(op: Operation) -> list[Any]:
     """The default options, and each option on its own."""
-    if op in PRODUCTS or op == "dequantize":
-        given: list[dict[str, Any]] = [{"out_dtype": "bfloat16"}, {"out": np.zeros(())}, {"bias": np.zeros(())}]
-        left_out = {"dequantize": ["bias"], "grouped_matmul": ["bias"], "cast_matmul": ["out"]}.get(op, [])
-        return [NO_OPTIONS, *(Options(one) for one in given if not any(name in one for name in left_out))]
+    if isinstance(op.default, ProductOptions):
+        given: dict[str, Any] = {"out_dtype": "bfloat16", "out": np.zeros(()), "bias": np.zeros(())}
+        return [op.default, *(ProductOptions(**{name: value}) for name, value in given.items() if name in op.options)]
     stochastic = CastOptions(rounding="stochastic", seed=1)
     return [DEFAULT, CastOptions(axis=-2), stochastic, CastOptions(scale=1.0), CastOptions(nonfinite="raise")]
 

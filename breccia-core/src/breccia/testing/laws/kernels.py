@@ -15,6 +15,7 @@ import pytest
 from ... import api
 from ...arrays.frameworks import dtype_name
 from ...dispatch.kernel import Kernel
+from ...dispatch.registry import registry
 from ...errors import InexactError, NonFiniteError
 from ...kernels import reference
 from ...options import CastOptions
@@ -24,7 +25,6 @@ from ..compare import expect, expect_numbers, expect_tensor, expect_words
 from ..places import Place, places_of
 from . import products
 from .choosing import (
-    PRODUCTS,
     a_call_without_prefer_finds_one_kernel,
     accepts_score_and_plan_answer_every_call,
     it_runs_only_when_named,
@@ -65,18 +65,19 @@ def laws(subject: Subject) -> Iterator[Law]:
             if kernel.opt_in:
                 continue
             yield from each("kernels", kernel.name, [a_call_without_prefer_finds_one_kernel], kernel, recipes, place=place)
-            if kernel.op in PRODUCTS:
+            op = registry().operation(kernel.op)
+            if op.product:
                 yield from products.laws(kernel, recipes, place)
             stored = [declared_storages_are_read_and_written] if kernel.reads or kernel.writes else []
             for recipe in recipes:
                 if any(matches(declared, recipe) for declared in _recipes_of(kernel)):
                     what = f"{kernel.name}.{recipe.spec}"
-                    yield from each("kernels", what, (*_LAWS[kernel.op], *stored), kernel, recipe, place=place)
+                    yield from each("kernels", what, (*_LAWS.get(kernel.op, ()), *stored), kernel, recipe, place=place)
 
 
 def _recipes_of(kernel: Kernel) -> tuple[type | None, ...]:
     """The recipe classes declared for the recipe that a law tests: the one written, or that of either operand of a product."""
-    if kernel.op in PRODUCTS:
+    if registry().operation(kernel.op).product:
         return kernel.recipe, kernel.other
     return (kernel.other if kernel.op == "requantize" else kernel.recipe,)
 
@@ -194,7 +195,7 @@ def options_of_requantize_are_honoured(kernel: Kernel, recipe: ScalingRecipe, pl
             expect_tensor(place, found, reference.requantize(st, recipe, CastOptions(**options)))
             expect_tensor_unchanged(place, given, st)
     try:
-        exact = reference.requantize(rows, recipe, require_exact=True)
+        exact = reference.requantize(rows, recipe, CastOptions(require_exact=True))
     except InexactError:
         exact = None
     with suppress(InexactError):
@@ -426,14 +427,10 @@ _LAWS: dict[str, tuple[Callable[..., None], ...]] = {
         views_decode_to_the_same_values,
     ),
     "requantize": (requantize_writes_the_bytes_of_the_generic_algorithm, options_of_requantize_are_honoured),
-    "matmul": (),
-    "cast_matmul": (),
-    "grouped_matmul": (),
     "cast_pair": (cast_pair_equals_two_casts, half_precision_and_views_cast_to_the_same_bytes),
     "record_amax": (a_history_follows_the_generic_algorithm,),
     "cast_and_record": (a_history_follows_the_generic_algorithm,),
     "cast_ste": _ROUND_TRIP,
-    "cast_ste_clipped": _ROUND_TRIP,
 }
 
 

@@ -21,9 +21,9 @@ def accepts(call):
     return "it only returns new FP32 arrays" if call.options else None
 
 
-def dequantize(st, out_dtype, out):
+def dequantize(st, options):
     if st.axis == -2:
-        return dequantize(st.mT, out_dtype, out).mT  # of the same memory
+        return dequantize(st.mT, options).mT  # of the same memory
     values = torch.empty(st.shape, dtype=torch.float32, device=st.device)
     codes, scale = st.data.contiguous().view(torch.uint8), st.scale.contiguous()
     with torch.cuda.device(st.device):

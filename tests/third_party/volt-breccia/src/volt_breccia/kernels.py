@@ -21,7 +21,8 @@ def product(x, codes, scale, y, m, n, k: tl.constexpr, ROWS: tl.constexpr, COLUM
     tl.store(y + rows[:, None] * n + columns[None, :], total, (rows[:, None] < m) & (columns[None, :] < n))
 
 
-def matmul(a, b, bias, out_dtype, out):
+def matmul(a, b, options):
+    out_dtype, bias, out = options
     checks.check_matmul(a, b, bias)
     weight = b.mT
     n, k = weight.shape
