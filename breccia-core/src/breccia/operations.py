@@ -103,11 +103,6 @@ class Operation:
     # -- what follows from the arguments -----------------------------------------------------------------------------
 
     @cached_property
-    def operands(self) -> tuple[str, ...]:
-        """The names of all arguments but the recipe."""
-        return tuple(name for name, kind in self.arguments if kind is not Kind.RECIPE)
-
-    @cached_property
     def target(self) -> int | None:
         """The position of the recipe to write; None if the op writes none."""
         return next((n for n, (_, kind) in enumerate(self.arguments) if kind is Kind.RECIPE), None)
@@ -193,6 +188,8 @@ class Operation:
                 raise PluginError(f"{what}: it takes an option {name!r}{suggestion(name, list(known))}")
         if not self.reference:
             raise PluginError(f"{what}: it needs a reference, the function that defines its results.")
+        if self.derivative is not None and (len(self.results) != 1 or self.results[0].tensor or self.default is not DEFAULT):
+            raise PluginError(f"{what}: a derivative is that of one array, and the op takes options of a cast.")
         for name in ("reference", "derivative", "validate", "composite", "plan", "examples", "laws"):
             if (target := getattr(self, name)) is not None:
                 targets.check(target, f"{what}: {name}")
