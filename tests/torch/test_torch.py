@@ -667,15 +667,15 @@ def test_only_calls_between_the_graphs_of_a_compiled_function_leave_the_compiler
     """Leaving it takes time; inside, Dynamo would compile the frames of breccia."""
     script = """
 import torch, torch._dynamo, breccia
-from breccia_torch import frontend
-left, inner = [], frontend.cast.__wrapped__
+from breccia.dispatch.registry import registry
+x = torch.randn(3, 64)
+expected = breccia.dequantize(breccia.cast(x * 2, "mxfp8"))
+left, inner = [], registry().functions["cast", "torch"].__wrapped__
 outside = torch.compiler.disable(inner)
 def leaving(*given):
     left.append(given)
     return outside(*given)
 inner._disabled = leaving
-x = torch.randn(3, 64)
-expected = breccia.dequantize(breccia.cast(x * 2, "mxfp8"))
 assert not left
 class Context:
     def __enter__(self): return self

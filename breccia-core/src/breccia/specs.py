@@ -9,13 +9,13 @@ from .codecs import Integer, Minifloat
 from .errors import RecipeError, UnknownNameError, UnsupportedError
 from .json_text import parsed_json
 from .recipes import ScalingRecipe, check_recipe, with_implied
-from .tracing import constant_in_graphs
+from .tracing import traced_by_framework
 
 #: Specs that are remembered.
 _REMEMBERED = 256
 
 
-@constant_in_graphs
+@traced_by_framework
 def as_recipe(given: ScalingRecipe | str) -> ScalingRecipe:
     """A recipe itself, or the recipe with that name or spec, as `breccia.recipe` reads it.
 
@@ -33,7 +33,7 @@ def as_recipe(given: ScalingRecipe | str) -> ScalingRecipe:
     return found
 
 
-@constant_in_graphs
+@traced_by_framework
 def recipe(spec: str, **fields: Any) -> ScalingRecipe:
     """The recipe with this name, from any plug-in, with the given fields.
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from breccia.backend import ScalingRecipe, Stored, as_recipe
+import breccia
+from breccia.backend import Layout, ScalingRecipe, Stored
 
 from .operators import layout_of
 
@@ -15,6 +18,26 @@ from .operators import layout_of
 def constant(function: Any) -> Any:
     """A function that Dynamo calls but does not trace: its arguments and result are constants."""
     return torch.compiler.assume_constant_result(function)
+
+
+#: Recipes and layouts that were made while Dynamo traced. Global, since the guards of a graph name what they guard.
+MADE = SimpleNamespace()
+
+
+def keep(made: ScalingRecipe | Layout) -> str:
+    """Keep what a `constant` function made. Returns the name under which `kept` finds it, the same for equal ones.
+
+    Dynamo guards that two places have the same object or class. It cannot name the result of a `constant` function in such
+    a guard, and refuses the graph, unless the result is only numbers, text and tuples.
+    """
+    name = f"{made.kind}_{sha256(made.to_json().encode()).hexdigest()}"
+    vars(MADE).setdefault(name, made)
+    return name
+
+
+def kept(name: str) -> Any:
+    """The recipe or layout of that name, traced."""
+    return getattr(MADE, name)
 
 
 @constant
@@ -59,9 +82,17 @@ def _stored_text(plain: str, storage: str, matrix: tuple[int, ...], data_axes: i
 
 def named(recipe: Any) -> Any:
     """The recipe, of which only the name may have been given."""
-    return _of_name(recipe) if isinstance(recipe, str) else recipe
+    return kept(_of_name(recipe)) if isinstance(recipe, str) else recipe
+
+
+as_recipe = named  # what is traced in place of `breccia.backend.as_recipe`
+
+
+def recipe(spec: Any, **fields: Any) -> Any:
+    """`breccia.recipe` under a compiler."""
+    return kept(_of_name(spec, tuple([(name, known(value)) for name, value in fields.items()])))
 
 
 @constant
-def _of_name(name: str) -> ScalingRecipe:
-    return as_recipe(name)
+def _of_name(spec: str, fields: tuple[tuple[str, Any], ...] = ()) -> str:
+    return keep(breccia.recipe(spec, **dict(fields)))

@@ -35,7 +35,9 @@ from breccia.backend import (
     suggestion,
 )
 
-from .describing import constant, fields_of, json_of, layout_json, named
+from .describing import as_recipe as as_recipe
+from .describing import constant, keep, kept, layout_json, named, recipe_json
+from .describing import recipe as recipe
 from .operators import SIGN, layout_of, operator_of, recipe_of
 from .views import T as T
 from .views import __getitem__ as __getitem__
@@ -58,18 +60,18 @@ from .views import to_storage as to_storage
 
 
 @constant
-def _facts(kind: Any, fields: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[int, int], Block]:
+def _facts(recipe: str) -> tuple[tuple[str, ...], tuple[int, int], Block]:
     """Of a recipe: the components of a cast, the (codes, bytes) of a packing group, and the block."""
-    fmt = kind(*fields).format
+    fmt = recipe_of(recipe).format
     return tuple(fmt.parts), packing(fmt.element), fmt.scale.block
 
 
 @constant
-def _fitted(kind: Any, fields: tuple[Any, ...], axis: int, ndim: int, sides: tuple[int, int]) -> Layout:
-    """The layout of a cast of `ndim` axes, the last two with lengths equivalent to these."""
-    if ndim == 1 and kind(*fields).layout.block() != TENSOR:  # a row of a matrix, which `requantize` takes
-        return breccia.cast(np.zeros((1, sides[-1]), np.float32), kind(*fields))[0].layout
-    return checks.fitted_layout(kind(*fields), (1,) * (ndim - 2) + sides[-min(ndim, 2) :], axis)
+def _fitted(recipe: str, axis: int, ndim: int, sides: tuple[int, int]) -> str:
+    """The kept layout of a cast of `ndim` axes, the last two with lengths equivalent to these."""
+    if ndim == 1 and recipe_of(recipe).layout.block() != TENSOR:  # a row of a matrix, which `requantize` takes
+        return keep(breccia.cast(np.zeros((1, sides[-1]), np.float32), recipe_of(recipe))[0].layout)
+    return keep(checks.fitted_layout(recipe_of(recipe), (1,) * (ndim - 2) + sides[-min(ndim, 2) :], axis))
 
 
 def _side(length: Any, block: int | None) -> int:
@@ -103,7 +105,7 @@ def logical_shape(st: ScaledTensor) -> tuple[int, ...]:
         m, k = st.layout.matrix
         lead = tuple(st.data.shape[: st.data.ndim - st.layout.data_axes])
         return (*lead, m, k) if st.axis == -1 else (*lead, k, m)
-    _, (codes, size), _ = _facts(type(st.recipe), fields_of(st.recipe))
+    _, (codes, size), _ = _facts(recipe_json(st.recipe))
     shape = list(st.data.shape)
     shape[st.axis] = shape[st.axis] // size * codes - st.padding
     return tuple(shape)
@@ -130,14 +132,15 @@ def function_of(op: Operation) -> Callable[..., Any]:
         if produces and len(arguments) > len(kinds):
             given["out_dtype"], arguments = arguments[len(kinds)], arguments[: len(kinds)]
         _check_options(name, allowed, tuple([key for key, value in given.items() if _is_given(key, value)]))
-        first, recipe = _held(arguments[0]), None
+        first, recipe, text = _held(arguments[0]), None, ""
         flat: list[Any] = []
         for kind, x in zip(kinds, arguments):  # noqa: B905 (Dynamo lacks strict=)
             if kind == "array":
                 flat.append(x)
             elif kind == "recipe":
                 recipe = named(x)
-                flat.append(json_of(type(recipe), fields_of(recipe)))
+                text = recipe_json(recipe)
+                flat.append(text)
             elif kind == "beside":
                 flat.append(x if isinstance(x, Tensor) else None)
             elif kind == "number":
@@ -148,9 +151,9 @@ def function_of(op: Operation) -> Callable[..., Any]:
         if constants:
             flat = [_constant(x) for x in flat]
         if keeps and given.get("scale") is None and given.get("nonfinite", "propagate") == "propagate":
-            kept = _renamed(first, recipe)
-            if kept is not None:
-                return kept
+            renamed = _renamed(first, recipe, text)
+            if renamed is not None:
+                return renamed
         like = first.data if isinstance(first, ScaledTensor) else first
         axis = first.axis if isinstance(first, ScaledTensor) else -1
         if takes_axis:
@@ -161,11 +164,11 @@ def function_of(op: Operation) -> Callable[..., Any]:
             return found
         results: list[Any] = []
         shape = logical_shape(first) if isinstance(first, ScaledTensor) else tuple(first.shape)
-        count = 0 if recipe is None else len(_facts(type(recipe), fields_of(recipe))[0])
+        count = 0 if recipe is None else len(_facts(text)[0])
         start = 0
         for is_tensor, own in zip(tensors, axes):  # noqa: B905
             if is_tensor:
-                results.append(_written(found[start : start + count], recipe, shape, axis if own is None else own))
+                results.append(_written(found[start : start + count], recipe, text, shape, axis if own is None else own))
             else:
                 results.append(found[start])
             start += count if is_tensor else 1
@@ -234,25 +237,23 @@ def _flat_options(options: tuple[str, ...], like: Tensor, axis: int, given: dict
     return flat
 
 
-def _renamed(st: ScaledTensor, recipe: Any) -> ScaledTensor | None:
-    """`st` under the recipe, if all that changes is the name of the format."""
-    kind, fields = type(recipe), fields_of(recipe)
-    if type(st.layout) is Stored or not _keeps(*_flat(st)[1:4], kind, fields):
+def _renamed(st: ScaledTensor, recipe: Any, text: str) -> ScaledTensor | None:
+    """`st` under the recipe, whose JSON is the text, if all that changes is the name of the format."""
+    if type(st.layout) is Stored or not _keeps(*_flat(st)[1:4], text):
         return None
     return ScaledTensor.from_parts(st.data, st.scale, recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.padding)
 
 
 @constant
-def _keeps(recipe: str, layout: str, axis: int, kind: Any, fields: tuple[Any, ...]) -> bool:
-    return keeps_parts(recipe_of(recipe), layout_of(layout), axis, kind(*fields))
+def _keeps(recipe: str, layout: str, axis: int, into: str) -> bool:
+    return keeps_parts(recipe_of(recipe), layout_of(layout), axis, recipe_of(into))
 
 
-def _written(parts: list[Tensor], recipe: Any, shape: Any, axis: int) -> ScaledTensor:
-    """The tensor of the components of a cast of an array of `shape`."""
-    kind, fields = type(recipe), fields_of(recipe)
-    names, (group, _), (m, k) = _facts(kind, fields)
+def _written(parts: list[Tensor], recipe: Any, text: str, shape: Any, axis: int) -> ScaledTensor:
+    """The tensor of the components of a cast of an array of `shape`. text: the JSON of the recipe."""
+    names, (group, _), (m, k) = _facts(text)
     along, across = _side(shape[axis], k), _side(shape[-3 - axis] if len(shape) > 1 else 1, m)
-    layout = _fitted(kind, fields, axis, len(shape), (across, along) if axis == -1 else (along, across))
+    layout = kept(_fitted(text, axis, len(shape), (across, along) if axis == -1 else (along, across)))
     found = dict(zip(names, parts))  # noqa: B905
     offset, global_scale = found.get("zero_point"), found.get("global_scale")
     return ScaledTensor.from_parts(
@@ -271,17 +272,17 @@ def _flat(x: Any) -> tuple[Any, ...]:
     if not isinstance(x, ScaledTensor):
         return [x], "", "", -1, 0
     parts = [part for part in (x.data, x.scale, x.zero_point, x.global_scale) if part is not None]
-    return parts, json_of(type(x.recipe), fields_of(x.recipe)), layout_json(x.layout), x.axis, x.padding
+    return parts, recipe_json(x.recipe), layout_json(x.layout), x.axis, x.padding
 
 
 def transposed(layout: Any) -> Layout:
     """`layout.mT` under a compiler."""
-    return _transposed(layout_json(layout))
+    return kept(_transposed(layout_json(layout)))
 
 
 @constant
-def _transposed(text: str) -> Layout:
-    return layout_of(text).mT
+def _transposed(text: str) -> str:
+    return keep(layout_of(text).mT)
 
 
 def cast_ste_clipped(
@@ -295,13 +296,13 @@ def cast_ste_clipped(
 ) -> Array:
     """`breccia.cast_ste_clipped` under a compiler."""
     recipe = named(recipe)
-    low, high = _bounds(type(recipe), fields_of(recipe), clip_min, clip_max, clip)
+    low, high = _bounds(recipe_json(recipe), clip_min, clip_max, clip)
     return cast_ste(x, recipe, clip="scale" if clip == "scale" else (low, high), **options)
 
 
 @constant
-def _bounds(kind: Any, fields: tuple[Any, ...], low: float | None, high: float | None, clip: str) -> tuple[float, float]:
-    return checks.clip_bounds(kind(*fields), low, high, clip) or (0.0, 0.0)
+def _bounds(recipe: str, low: float | None, high: float | None, clip: str) -> tuple[float, float]:
+    return checks.clip_bounds(recipe_of(recipe), low, high, clip) or (0.0, 0.0)
 
 
 @constant

@@ -14,13 +14,13 @@ import numpy as np
 from breccia.backend import (
     PARTS,
     Framework,
-    Layout,
     Metadata,
     ScaledTensor,
     UnsupportedError,
     registry,
 )
 
+from .describing import keep
 from .operators import layout_of, recipe_of
 
 #: (recipe, layout, axis, padding, shapes of components, names of their dtypes); None for an absent component.
@@ -31,8 +31,8 @@ Numbers = tuple[int | None, ...]
 Step = tuple[str, tuple[int, ...], Any]
 
 
-#: (numbers of the components, layout, axis, padding) of a result. The recipe is that of the first tensor.
-Made = tuple[Numbers, Layout, int, int]
+#: (numbers of the components, kept layout, axis, padding) of a result. The recipe is that of the first tensor.
+Made = tuple[Numbers, str, int, int]
 
 
 class _Record:
@@ -126,7 +126,7 @@ def record(
         tensors.append(Metadata(recipe_of(recipe), layout_of(layout), axis, padding).assembled(**found))
     returned = method(tensors, *arguments)
     made = returned if isinstance(returned, tuple) else (returned,)
-    return tuple(kept.steps), tuple((_numbers(st), st.layout, st.axis, st.padding) for st in made)
+    return tuple(kept.steps), tuple((_numbers(st), keep(st.layout), st.axis, st.padding) for st in made)
 
 
 def _numbers(st: ScaledTensor) -> Numbers:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import breccia
-from breccia.backend import Layout, ScaledTensor, UnsupportedError, dtype_name, fill
+from breccia.backend import ScaledTensor, UnsupportedError, dtype_name, fill
 
-from .describing import constant, known, layout_json, named, recipe_json
+from .describing import constant, keep, kept, known, layout_json, named, recipe_json
 from .operators import layout_of, recipe_of
 from .recording import Facts, Made, Numbers, Step, record
 
@@ -50,8 +50,8 @@ def _recorded(
 
 
 @constant
-def _checked(facts: Facts, shape: tuple[int, ...] | None) -> tuple[Layout, int, int]:
-    """The layout, axis and padding of a constructed tensor. Raises what the constructor raises."""
+def _checked(facts: Facts, shape: tuple[int, ...] | None) -> tuple[str, int, int]:
+    """The kept layout, axis and padding of a constructed tensor. Raises what the constructor raises."""
     recipe, layout, axis, padding, shapes, dtypes = facts
     data, scale, zero_point, global_scale = (
         None if size is None or name is None else torch.empty(size, dtype=getattr(torch, name), device="meta")
@@ -59,7 +59,7 @@ def _checked(facts: Facts, shape: tuple[int, ...] | None) -> tuple[Layout, int, 
     )
     others = zero_point, global_scale, axis, shape
     st = ScaledTensor(data, scale, recipe_of(recipe), layout_of(layout), *others, padding=padding)
-    return st.layout, st.axis, st.padding
+    return keep(st.layout), st.axis, st.padding
 
 
 @constant
@@ -98,7 +98,9 @@ def _applied(method: str, sts: list[Any], *arguments: Any, positions: Any = None
     results: list[ScaledTensor] = []
     for numbers, layout, axis, padding in made:
         data, scale, zero_point, global_scale = [None if number is None else operands[number] for number in numbers]
-        results.append(ScaledTensor.from_parts(data, scale, sts[0].recipe, layout, zero_point, global_scale, axis, padding))
+        results.append(
+            ScaledTensor.from_parts(data, scale, sts[0].recipe, kept(layout), zero_point, global_scale, axis, padding)
+        )
     return tuple(results)
 
 
@@ -157,7 +159,7 @@ def __init__(
     shapes, dtypes = [_shape(part) for part in parts], [None if part is None else _name_of(part.dtype) for part in parts]
     facts = (recipe_json(recipe), layout_json(layout), known(axis), known(padding), tuple(shapes), tuple(dtypes))
     layout, axis, tail = _checked(facts, None if shape is None else tuple([known(n) for n in shape]))
-    fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail)
+    fill(self, data, scale, recipe, kept(layout), zero_point, global_scale, axis, tail)
 
 
 def mT(self: Any) -> ScaledTensor:
