@@ -36,7 +36,7 @@ from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.compare import compare
 from breccia_bridges.convert import convert
 from breccia_bridges.huggingface import REFUSAL
-from breccia_bridges.measure import Stored
+from breccia_bridges.measure import FileTensor
 from breccia_bridges.results import Report
 from breccia_bridges.safetensors_file import Container
 from breccia_bridges.safetensors_writer import Writer
@@ -926,7 +926,7 @@ def test_third_party_recipes_write_the_same_bytes_in_slabs(
     monkeypatch.setattr("breccia.kernels.measuring.SLAB", 64)
     for i, x in enumerate((wide((3, 10, 40), exponents=3), np.full((3, 10, 40), 1e-6, np.float32))):
         save_file({"w": x}, tmp_path / f"{i}.safetensors")
-        pieces = list(SlabCasts(Stored(Container(tmp_path / f"{i}.safetensors"), "w"), recipe).cast())
+        pieces = list(SlabCasts(FileTensor(Container(tmp_path / f"{i}.safetensors"), "w"), recipe).cast())
         expected = breccia.cast(x, recipe)
         assert len(pieces) == 30
         for part in pieces[0]:
@@ -939,7 +939,7 @@ def test_slabs_are_whole_blocks_and_bounded(tmp_path: Path, monkeypatch: pytest.
     opened, recipe = Container(tmp_path / "m.safetensors"), breccia.Float8BlockScaling(block_k=8, block_m=4)
 
     def shapes(name: str, recipe: breccia.ScalingRecipe) -> list[tuple[int, ...]]:
-        source = SlabCasts(Stored(opened, name), recipe)
+        source = SlabCasts(FileTensor(opened, name), recipe)
         return [source.stored.values(slab).shape for slab in source.slabs]
 
     assert shapes("w", recipe) == [(1, 8, 16) if i % 2 == 0 else (1, 2, 16) for i in range(12)], "a matrix at a time"

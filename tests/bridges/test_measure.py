@@ -23,17 +23,17 @@ from breccia.bridges import save_safetensors
 from breccia.testing.examples import special_rows, wide
 from breccia_bridges import measure
 from breccia_bridges.compare import checkpoint_tensors, compare
-from breccia_bridges.measure import BINS, NOTHING, Stored, slabs
+from breccia_bridges.measure import BINS, NOTHING, FileTensor, slabs
 from breccia_bridges.order import COMPARED, CompareKey, in_order
 from breccia_bridges.results import EQUAL, TensorReport
 from breccia_bridges.safetensors_file import Container
 from breccia_bridges.safetensors_writer import Writer
 
 
-def stored(tmp_path: Path, x: Any, name: str = "w.safetensors") -> Stored:
+def stored(tmp_path: Path, x: Any, name: str = "w.safetensors") -> FileTensor:
     save_safetensors({"w": x}, tmp_path / name, force=True)
     held = checkpoint_tensors(tmp_path / name)["w"]
-    return Stored(held.container, "w", held.config)
+    return FileTensor(held.container, "w", held.config)
 
 
 def of_one_code(st: breccia.ScaledTensor, code: int) -> breccia.ScaledTensor:

@@ -116,6 +116,16 @@ def test_a_transposed_view_is_stored_contiguously_with_its_axis(framework: str, 
     assert_same(load_safetensors(tmp_path / "f", framework=framework)["w"], tensor)
 
 
+def test_a_transposed_column_of_elements_comes_back_with_its_layout(tmp_path: Path) -> None:
+    """Its JSON names a tile one row high, which is no block along K: `PerBlockMN(4, 1).mT`."""
+    tensor = breccia.cast(np.ones((8, 5), np.float32), breccia.Float8BlockScaling(block_m=4, block_k=1)).mT
+    save_safetensors({"w": tensor}, tmp_path / "f")
+    config = read_configs(Container(tmp_path / "f"))["w"]
+    assert config.layout == tensor.layout == breccia.PerBlockMN(4, 1).mT
+    assert config.layout.to_dict()["fields"] == {"block_m": 1, "block_n": 4, "partial": False}
+    assert_same(load_safetensors(tmp_path / "f")["w"], tensor)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_trees_are_saved_under_joined_names(framework: str, tmp_path: Path) -> None:
     make = converter(framework)

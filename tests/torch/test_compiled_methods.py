@@ -105,6 +105,18 @@ def test_a_chain_of_views_is_traced_by_itself() -> None:
     assert alike(compiled(chain)(numbers()), chain(numbers()))
 
 
+def test_a_graph_keeps_the_layout_of_a_transposed_column_of_elements() -> None:
+    """A tile one row high, which is no block along K: `PerBlockMN(4, 1).mT`."""
+
+    def chain(x: Any) -> Any:
+        st = breccia.cast(x, breccia.Float8BlockScaling(block_m=4, block_k=1))
+        return st.mT, st.mT.dequantize(), st.mT.mT, st.mT.mT.dequantize(), breccia.matmul(x.mT, st.mT.mT)
+
+    expected = chain(numbers())
+    assert expected[0].layout == breccia.PerBlockMN(4, 1).mT and alike(compiled(chain)(numbers()), expected)
+    assert alike(compiled(lambda st: st.dequantize())(expected[0]), expected[1])
+
+
 def test_views_follow_the_sizes_of_a_dynamic_batch() -> None:
     def halves(x: Any) -> Any:
         first, second = breccia.cast(x, "mxfp8").split(x.shape[0] // 2)

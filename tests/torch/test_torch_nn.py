@@ -304,6 +304,16 @@ def test_a_state_dict_loads_into_another_model(recipe: breccia.ScalingRecipe, as
     assert torch.equal(torch.nan_to_num(other(IDS)), torch.nan_to_num(model(IDS)))
 
 
+def test_a_state_dict_of_a_transposed_column_of_elements_loads() -> None:
+    """Its metadata names a tile one row high, which is no block along K: `PerBlockMN(4, 1).mT`."""
+    recipe = breccia.Float8BlockScaling(block_m=4, block_k=1)
+    ones, twos = (ScaledWeight(breccia.cast(torch.full((8, 4), n), recipe).mT) for n in (1.0, 2.0))
+    ones.load_state_dict(twos.state_dict())
+    assert ones.tensor.layout == breccia.PerBlockMN(4, 1).mT and torch.equal(
+        breccia.dequantize(ones.tensor), torch.full((4, 8), 2.0)
+    )
+
+
 def test_a_state_dict_with_other_metadata_is_refused() -> None:
     state = quantized(MXFP8).state_dict()
     with pytest.raises(RuntimeError, match=r"mlp\.0\.weight: the state has recipe MXFP8.*, and the model recipe NVFP4"):

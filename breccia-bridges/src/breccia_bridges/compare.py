@@ -14,7 +14,7 @@ from breccia.backend import PARTS, abbreviated, measuring
 from .checkpoint import checkpoint_files
 from .configs import Config, Undeclared
 from .foreign import BlockFP8, recognized
-from .measure import FLOATING, Stored, histogram, measure
+from .measure import FLOATING, FileTensor, histogram, measure
 from .results import EQUAL, Advance, Report, TensorReport, no_progress
 from .safetensors import joined, named_tensors
 from .safetensors_file import Container, Shape, read
@@ -75,9 +75,9 @@ class CheckpointTensor:
         """Can its values be decoded?"""
         return self.config is not None or self.blocks is not None or self.stored_as in FLOATING
 
-    def stored(self) -> Stored:
+    def stored(self) -> FileTensor:
         """Its values, by slabs."""
-        return Stored(self.container, self.name, self.blocks.tensor(self.name) if self.blocks else self.config)
+        return FileTensor(self.container, self.name, self.blocks.tensor(self.name) if self.blocks else self.config)
 
 
 def checkpoint_tensors(path: Path, *, undeclared: bool = False) -> dict[str, CheckpointTensor]:

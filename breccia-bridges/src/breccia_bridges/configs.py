@@ -19,6 +19,7 @@ from breccia.backend import (
     UnknownNameError,
     UnsupportedError,
     parsed_json,
+    placed,
     registry,
     suggestion,
     unique_keys,
@@ -264,7 +265,7 @@ def _config(listed: dict[str, Any], schema: str | None) -> Config:
             f"recipe {recipe.name!r} has dtypes data {fmt.element.name}, scale {' or '.join(allowed)}; its config says "
             f"{short(dtypes)}."
         )
-    return Config(recipe, layout, axis, shape, dtypes["scale"])
+    return Config(recipe, placed(layout, fmt.scale.block, axis), axis, shape, dtypes["scale"])
 
 
 def _axis_of(listed: dict[str, Any]) -> int:

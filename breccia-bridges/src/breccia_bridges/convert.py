@@ -21,7 +21,7 @@ from .companions import Companions, check_index, write_config, write_index
 from .configs import RESERVED, read_configs
 from .destination import check_destination, check_space, check_taken, location
 from .foreign import CONFIG, BlockFP8, read_object, recognized
-from .measure import Histogram, Stored, histogram, measure, slabs
+from .measure import FileTensor, Histogram, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, no_progress
 from .safetensors import Described, joined, open_writer, plan
 from .safetensors_file import Container, Shape, byte_count, in_both, read
@@ -237,9 +237,9 @@ class _Plan:
         """Is the tensor block FP8 in the source?"""
         return self.blocks is not None and name in self.blocks.scales
 
-    def source(self, name: str) -> Stored:
+    def source(self, name: str) -> FileTensor:
         """The values of a tensor in the source, by slabs."""
-        return Stored(self.container, name, self.blocks.tensor(name) if self.blocks and self.decodes(name) else None)
+        return FileTensor(self.container, name, self.blocks.tensor(name) if self.blocks and self.decodes(name) else None)
 
     def bytes_in(self, name: str) -> int:
         if self.blocks and self.decodes(name):
@@ -294,7 +294,7 @@ def _convert_file(planned: _Plan, histograms: bool, advance: Advance) -> list[Te
         if reason and not planned.decodes(name):
             reports.append(planned.report(name))
         else:
-            x, y = planned.source(name), Stored(written, name, configs.get(name))
+            x, y = planned.source(name), FileTensor(written, name, configs.get(name))
             counts = histogram(x, y) if histograms and not reason else None
             reports.append(planned.report(name, measure(x, y), counts))
         advance(name, planned.bytes_in(name))

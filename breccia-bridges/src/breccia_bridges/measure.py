@@ -40,7 +40,7 @@ class Histogram:
         return {"low": -self.limit, "high": self.limit, "before": self.before, "after": self.after, "outside": self.outside}
 
 
-class Stored(measuring.Source):
+class FileTensor(measuring.Source):
     """A floating tensor of a checkpoint, plain or scaled, read slab by slab. dtype: that of the file, or the recipe's name.
 
     config: of a scaled tensor in the file; or the scaled tensor itself, made of entries of other names.
@@ -59,7 +59,7 @@ class Stored(measuring.Source):
         return read(part)
 
 
-def histogram(x: Stored, y: Stored) -> Histogram:
+def histogram(x: FileTensor, y: FileTensor) -> Histogram:
     """Histogram of the elements of `x` and `y`, of the same shape."""
     pieces = list(slabs(x.shape, x.unit, y.unit))
     limit = max((_largest(x.values(slab)) for slab in pieces), default=0.0) or 1.0

@@ -10,7 +10,7 @@ import numpy as np
 from breccia import ScalingRecipe, cast
 from breccia.backend import TENSOR, components
 
-from .measure import Stored, slabs
+from .measure import FileTensor, slabs
 
 
 class SlabCasts:
@@ -21,7 +21,7 @@ class SlabCasts:
     every rule sees the statistics of the whole tensor, and nothing else of the algorithm is needed here.
     """
 
-    def __init__(self, stored: Stored, recipe: ScalingRecipe) -> None:
+    def __init__(self, stored: FileTensor, recipe: ScalingRecipe) -> None:
         self.stored, self.recipe = stored, recipe
         block = recipe.layout.block()
         self.has_tensor_scale = recipe.format.levels[0].block == TENSOR

@@ -28,6 +28,7 @@ from breccia.backend import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowScaling,
+    InStorage,
     INT4Scaling,
     INT8Scaling,
     MXFP4BlockScaling,
@@ -35,10 +36,8 @@ from breccia.backend import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     PerChannel,
-    PerTensor,
     ScaledTensor,
     ScalingRecipe,
-    Stored,
     UnsupportedError,
     ops_of,
     pack,
@@ -358,7 +357,7 @@ def _blocks(tensor: Tensor, data: Array, scale: Array, whole: Array | None, reci
                 f"{title(tensor)} has swizzled scales of shape {tuple(scale.shape)}: not tiles of 32 x 16 bytes."
             )
         scale = scale.reshape(*lead[1:], rows // 32, columns // 16, 512)
-        layout = Stored(layout, _SWIZZLE)
+        layout = InStorage(layout, _SWIZZLE)
     found = wrapped(tensor, data, scale, recipe, layout=layout, global_scale=whole)
     check_padding(found, tensor, "scale", "Quantize the tensor again.")
     return found.mT if transposed else found
@@ -382,7 +381,7 @@ def _int4(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
             found=tuple(scale.shape),
         )
     inferred = SignedInt4Scaling(group, dtype)
-    layout = Stored(inferred.layout, "transposed")
+    layout = InStorage(inferred.layout, "transposed")
     return wrapped(tensor, data.view(torch.uint8), scale, chosen(recipe, inferred, tensor), layout=layout, zero_point=bias)
 
 
@@ -651,7 +650,7 @@ def _block_size(scaled: ScaledTensor, name: str) -> list[int]:
     m, k = scaled.layout.block(scaled.axis)
     if (m, k) == TENSOR and not scaled.scale.shape:
         return list(shape)
-    if isinstance(scaled.layout, PerTensor) and len(scaled.scale.shape) != len(shape) - 2:
+    if (m, k) == TENSOR and len(scaled.scale.shape) != len(shape) - 2:
         raise DialectError(f"torchao's {name} has one scale for all matrices or one for each; this tensor is {scaled!r}.")
     rows, length = (shape[-2], shape[-1]) if scaled.axis == -1 else (shape[-1], shape[-2])
     pair = [m or rows, k or length]

@@ -28,12 +28,12 @@ from breccia.backend import (
     DialectError,
     Float8BlockScaling,
     Float8CurrentScaling,
+    InStorage,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     OptionError,
     ScaledTensor,
     ScalingRecipe,
-    Stored,
     TensorPair,
     UnsupportedError,
 )
@@ -170,7 +170,7 @@ def _blocks(te_t: Tensor, name: str, recipe: ScalingRecipe, part: _Part, columnw
     shape = (-(-matrix[0] // m), -(-matrix[1] // k))
     scale, storage = _storage(te_t, name, scale, shape, columnwise)
     layout = recipe.layout.fitted(matrix)
-    layout = layout if storage is None else Stored(layout, storage)
+    layout = layout if storage is None else InStorage(layout, storage)
     flat = data if data.ndim == 2 else data.reshape(-1, data.shape[-1])
     st = wrapped(te_t, flat, scale, recipe, layout=layout, global_scale=amax)
     if padding == "refuse":

@@ -56,7 +56,7 @@ _HOMES: dict[str, str] = {
         "recipes",
     ),
     "recipe": "specs",
-    **dict.fromkeys(("Layout", "PerTensor", "PerBlockK", "PerChannel", "PerBlockMN", "PerGroupIndex", "Stored"), "layouts"),
+    **dict.fromkeys(("Layout", "PerTensor", "PerBlockK", "PerChannel", "PerBlockMN", "PerGroupIndex", "InStorage"), "layouts"),
     **dict.fromkeys(("Format", "Level"), "formats"),
     **dict.fromkeys(("Codec", "Minifloat", "PowerOfTwo", "Integer", "Lookup"), "codecs"),
     "Kernel": "dispatch.kernel",
@@ -91,6 +91,8 @@ _HOMES: dict[str, str] = {
         "errors",
     ),
 }
+#: Deprecated name -> the present one.
+_EARLIER = {"Stored": "InStorage"}
 _REGISTRY = "dispatch.registry"
 _MODULES = ("backend", "bridges", "codecs", "errors", "formats", "kernels", "layouts", "recipes", "rules", "testing")
 
@@ -98,6 +100,7 @@ __all__ = ["__version__", *sorted(_HOMES), *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
+    name = _EARLIER.get(name, name)
     if name in _HOMES:
         value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
     elif name in _MODULES:

@@ -58,13 +58,13 @@ from .formats import Format as Format
 from .formats import Level as Level
 from .kernels.threads import get_num_threads as get_num_threads
 from .kernels.threads import set_num_threads as set_num_threads
+from .layouts import InStorage as InStorage
 from .layouts import Layout as Layout
 from .layouts import PerBlockK as PerBlockK
 from .layouts import PerBlockMN as PerBlockMN
 from .layouts import PerChannel as PerChannel
 from .layouts import PerGroupIndex as PerGroupIndex
 from .layouts import PerTensor as PerTensor
-from .layouts import Stored as Stored
 from .recipes import DelayedScaling as DelayedScaling
 from .recipes import Float8BlockScaling as Float8BlockScaling
 from .recipes import Float8CurrentScaling as Float8CurrentScaling

@@ -54,7 +54,20 @@ _HOMES: dict[str, str] = {
     "Metadata": "tensors.metadata",
     **dict.fromkeys(("cast_nbytes", "packed_length", "packing", "part_shapes", "whole_unit"), "tensors.grids"),
     **dict.fromkeys(("cached_property", "reentrant"), "locks"),
-    **dict.fromkeys(("Layout", "PerBlockK", "PerBlockMN", "PerChannel", "PerTensor", "Shape", "Stored"), "layouts"),
+    **dict.fromkeys(
+        (
+            "InStorage",
+            "Layout",
+            "PerBlockK",
+            "PerBlockMN",
+            "PerChannel",
+            "PerTensor",
+            "Shape",
+            "layout_of_tensor",
+            "placed",
+        ),
+        "layouts",
+    ),
     **dict.fromkeys(("Plain", "Storage"), "tensors.storage"),
     "fragments": "tensors",
     # Formats and recipes.
@@ -146,10 +159,14 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("Json", "print_json", "print_table", "recipe_names"), "cli.main"),
 }
 
+#: Deprecated name -> the present one.
+_EARLIER = {"Stored": "InStorage"}
+
 __all__ = [*sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
+    name = _EARLIER.get(name, name)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     package = __name__.rpartition(".")[0]

@@ -94,13 +94,15 @@ from .kernels.numpy.codes import ScaledCodes as ScaledCodes
 from .kernels.numpy.codes import TableCodes as TableCodes
 from .kernels.reference.packing import pack as pack
 from .kernels.reference.packing import unpack as unpack
+from .layouts import InStorage as InStorage
 from .layouts import Layout as Layout
 from .layouts import PerBlockK as PerBlockK
 from .layouts import PerBlockMN as PerBlockMN
 from .layouts import PerChannel as PerChannel
 from .layouts import PerTensor as PerTensor
 from .layouts import Shape as Shape
-from .layouts import Stored as Stored
+from .layouts import layout_of_tensor as layout_of_tensor
+from .layouts import placed as placed
 from .locks import cached_property as cached_property
 from .locks import reentrant as reentrant
 from .operations import CASTING as CASTING

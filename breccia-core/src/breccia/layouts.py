@@ -1,5 +1,8 @@
 """Layouts: how `scale` maps onto `data`.
 
+Most have one scale per block (m, k) of elements: all elements (`PerTensor`), a row (`PerChannel`), k elements of a row
+(`PerBlockK(k)`), m rows by k columns (`PerBlockMN(m, k)`). `PerBlockMN(1, k)` is `PerBlockK(k)`.
+
 Shapes here are logical shapes `(..., M, K)`. `axis` is the contraction axis, always negative; blocks of size
 `block_size` run along it. Layouts are strict: `partial=True` is required
 for a partial last block and refused otherwise, so that each tensor has one layout.
@@ -8,10 +11,14 @@ for a partial last block and refused otherwise, so that each tensor has one layo
 from __future__ import annotations
 
 import json
+from abc import ABCMeta
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from inspect import Signature, signature
+from operator import attrgetter
 from operator import index as whole
-from typing import Any, ClassVar
+from types import MethodType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .declared import Declared, check_positive, check_type
 from .errors import LayoutError, RecipeError
@@ -32,10 +39,17 @@ class Layout(Declared):
 
     kind: ClassVar[str] = "layout"
     partial: bool
-    #: The memory order of codes and scales: "plain", or the name of a registered storage (see `Stored`).
+    #: The memory order of codes and scales: "plain", or the name of a registered storage (see `InStorage`).
     storage: ClassVar[str] = PLAIN
+    #: Whether there is one scale per block, in the order of blocks, so that `block` says all about where they lie. A class
+    #: says this of itself: it is False for a subclass that does not say it again.
+    in_order: ClassVar[bool] = False
     #: The fewest axes of a tensor under this layout.
     least_ndim: ClassVar[int] = 1
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.in_order = vars(cls).get("in_order", False)
 
     @property
     def plain(self) -> Layout:
@@ -60,7 +74,8 @@ class Layout(Declared):
         return self
 
     def canonical(self, axis: int) -> Layout:
-        """The canonical layout with the same blocks along `axis`, which a ScaledTensor stores: 1 x k tiles are PerBlockK(k)."""
+        """The canonical layout with the same blocks along `axis`, which a ScaledTensor stores: k x 1 tiles of a tensor whose
+        blocks run along axis -2 are PerBlockK(k)."""
         return self
 
     def fitted(self, shape: Shape, axis: int = -1) -> Layout:
@@ -104,34 +119,56 @@ class Layout(Declared):
                 axis=axis,
             )
 
-    def _blocks(self, shape: Shape, sides: dict[int, tuple[str, int]]) -> Shape:
-        """`shape` with each axis in `sides` divided by its block size, rounded up for partial last blocks."""
-        partial = {a for a, (_, size) in sides.items() if shape[a] % size}
-        if partial and not self.partial:
-            a = min(partial)
-            field, size = sides[a]
-            raise LayoutError(
-                f"{type(self).__name__}: data.shape[{a}]={shape[a]} must be divisible by {field}={size}; "
-                "pass partial=True for a partial last block.",
-                shape=shape,
-                **{field: size},
-            )
+
+class Blocks(Layout):
+    """Base of the layouts with one scale per block, in the order of blocks."""
+
+    def sides(self, axis: int) -> tuple[tuple[int, str, int], ...]:
+        """The axes that are divided into blocks: (axis, field, its value: the length of a block along that axis)."""
+        return ()
+
+    def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
+        out, partial = list(shape), False
+        for along, named, size in self.sides(axis):
+            out[along] = -(-shape[along] // size)
+            if shape[along] % size:
+                partial = True
+                if not self.partial:
+                    raise LayoutError(
+                        f"{type(self).__name__}: data.shape[{along}]={shape[along]} must be divisible by {named}={size}; "
+                        "pass partial=True for a partial last block.",
+                        shape=shape,
+                        **{named: size},
+                    )
         if self.partial and not partial:
             raise LayoutError(
                 f"{type(self).__name__}: partial=True, but shape {shape} divides evenly into blocks; use partial=False.",
                 shape=shape,
             )
-        out = list(shape)
-        for a, (_, size) in sides.items():
-            out[a] = -(-shape[a] // size)
-        return tuple(out)
+        return (tuple(out),)
+
+    def fitted(self, shape: Shape, axis: int = -1) -> Layout:
+        partial = False
+        for along, _, size in self.sides(axis):
+            if shape[along] % size:
+                partial = True
+        return self if partial is self.partial else self._otherwise_partial
+
+    @cached_property
+    def _otherwise_partial(self) -> Layout:
+        return self._changed(partial=not self.partial)
+
+    def _changed(self, **changes: Any) -> Self:
+        """A copy with other fields, of the same class: calling the class may give another (see `_Tiles`)."""
+        return type.__call__(type(self), **{f.name: getattr(self, f.name) for f in fields(self)} | changes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class PerTensor(Layout):
+class PerTensor(Blocks):
     """One scale for the whole tensor: shape `()`, or a prefix of `data.shape[:-2]` (one per expert, say)."""
 
     name: ClassVar[str] = "per_tensor"
+    in_order: ClassVar[bool] = True
     partial: ClassVar[bool] = False  # type: ignore[misc]
 
     def block(self, axis: int = -1) -> Block:
@@ -156,10 +193,15 @@ class PerTensor(Layout):
 
 
 @dataclass(frozen=True)
-class PerBlockK(Layout):
-    """One scale per `block_size` elements along the contraction axis: `(..., M, K / block_size)`."""
+class PerBlockK(Blocks):
+    """One scale per `block_size` elements along the contraction axis: `(..., M, K / block_size)`.
+
+    It is `PerBlockMN(1, block_size)`, and an instance of both classes.
+    """
 
     name: ClassVar[str] = "per_block_k"
+    in_order: ClassVar[bool] = True
+    block_m: ClassVar[int] = 1
     block_size: int = 128
     partial: bool = False
 
@@ -167,22 +209,23 @@ class PerBlockK(Layout):
         check_positive("PerBlockK", "block_size", self.block_size)
         check_type("PerBlockK", "partial", self.partial, bool)
 
+    @property
+    def block_n(self) -> int:
+        return self.block_size
+
     def block(self, axis: int = -1) -> Block:
         return (1, self.block_size)
 
-    def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
-        return (self._blocks(shape, {axis: ("block_size", self.block_size)}),)
-
-    def fitted(self, shape: Shape, axis: int = -1) -> Layout:
-        partial = bool(shape[axis] % self.block_size)
-        return self if partial is self.partial else replace(self, partial=partial)
+    def sides(self, axis: int) -> tuple[tuple[int, str, int], ...]:
+        return ((axis, "block_size", self.block_size),)
 
 
 @dataclass(frozen=True)
-class PerChannel(Layout):
+class PerChannel(Blocks):
     """One scale per row along the contraction axis: shape `(..., M, 1)`, or `(M,)`; `(1,)` for a single row."""
 
     name: ClassVar[str] = "per_channel"
+    in_order: ClassVar[bool] = True
     partial: ClassVar[bool] = False  # type: ignore[misc]
 
     def block(self, axis: int = -1) -> Block:
@@ -194,14 +237,31 @@ class PerChannel(Layout):
         return (tuple(kept), (shape[other_axis(axis)],)) if len(shape) > 1 else (tuple(kept),)
 
 
+class _Tiles(ABCMeta):
+    """The class of `PerBlockMN`: `PerBlockMN(1, k)` returns `PerBlockK(k)`, which is registered as a subclass."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args: Any, **given: Any) -> Layout:
+            made = super().__call__(*args, **given)
+            return PerBlockK(made.block_n, made.partial) if cls is PerBlockMN and made.block_m == 1 else made
+
+    @property
+    def __signature__(cls) -> Signature:
+        """That of `__init__`, not of `__call__` above."""
+        return signature(MethodType(cls.__init__, cls))
+
+
 @dataclass(frozen=True)
-class PerBlockMN(Layout):
+class PerBlockMN(Blocks, metaclass=_Tiles):
     """One scale per `(block_m, block_n)` tile of the last two axes: `(..., M / block_m, N / block_n)`.
 
-    A tile of one row is a block along the contraction axis: a tensor made with `PerBlockMN(1, 32)` has `PerBlockK(32)`.
+    `PerBlockMN(1, k)` is `PerBlockK(k)`: one row high, a block runs along the contraction axis, whichever that is. A tile that
+    is one row high across it is `PerBlockMN(k, 1).mT`, the layout of a transposed tensor.
     """
 
     name: ClassVar[str] = "per_block_mn"
+    in_order: ClassVar[bool] = True
     least_ndim: ClassVar[int] = 2
     block_m: int = 1
     block_n: int = 32
@@ -211,6 +271,19 @@ class PerBlockMN(Layout):
         check_positive("PerBlockMN", "block_m", self.block_m)
         check_positive("PerBlockMN", "block_n", self.block_n)
         check_type("PerBlockMN", "partial", self.partial, bool)
+
+    @property
+    def _across(self) -> bool:
+        """Whether this is `PerBlockMN(k, 1).mT`, whose fields alone would say `PerBlockK(k)`."""
+        return type(self) is PerBlockMN and self.block_m == 1
+
+    def __repr__(self) -> str:
+        if self._across:
+            return f"{self.mT!r}.mT"
+        return f"{type(self).__qualname__}(block_m={self.block_m}, block_n={self.block_n}, partial={self.partial})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (attrgetter("mT"), (self.mT,)) if self._across else super().__reduce__()
 
     def _check_ndim(self, shape: Shape, axis: int) -> None:
         super()._check_ndim(shape, axis)
@@ -224,8 +297,8 @@ class PerBlockMN(Layout):
     def block(self, axis: int = -1) -> Block:
         return (self.block_m, self.block_n) if axis == -1 else (self.block_n, self.block_m)
 
-    def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
-        return (self._blocks(shape, {-2: ("block_m", self.block_m), -1: ("block_n", self.block_n)}),)
+    def sides(self, axis: int) -> tuple[tuple[int, str, int], ...]:
+        return ((-2, "block_m", self.block_m), (-1, "block_n", self.block_n))
 
     def canonical(self, axis: int) -> Layout:
         m, k = self.block(axis)
@@ -236,11 +309,10 @@ class PerBlockMN(Layout):
 
     @cached_property
     def mT(self) -> Layout:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return replace(self, block_m=self.block_n, block_n=self.block_m)
+        return self._changed(block_m=self.block_n, block_n=self.block_m)
 
-    def fitted(self, shape: Shape, axis: int = -1) -> Layout:
-        partial = bool(shape[-2] % self.block_m or shape[-1] % self.block_n)
-        return self if partial is self.partial else replace(self, partial=partial)
+
+PerBlockMN.register(PerBlockK)
 
 
 @dataclass(frozen=True, repr=False)
@@ -302,7 +374,7 @@ class PerGroupIndex(Layout):
 
 
 @dataclass(frozen=True)
-class Stored(Layout):
+class InStorage(Layout):
     """`layout` in a storage other than plain: `storage` names the registered mapping (see `breccia.tensors.storage`).
 
     `ScaledTensor.to_storage` makes it and `to_plain` removes it. Blocks, slicing, files and digests follow
@@ -320,8 +392,8 @@ class Stored(Layout):
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, Layout) or self.layout.storage != PLAIN:
-            raise RecipeError(f"Stored: layout must be a plain Layout, got {self.layout!r}", layout=self.layout)
-        check_type("Stored", "storage", self.storage, str)
+            raise RecipeError(f"InStorage: layout must be a plain Layout, got {self.layout!r}", layout=self.layout)
+        check_type("InStorage", "storage", self.storage, str)
         object.__setattr__(self, "matrix", tuple(self.matrix))
 
     @property
@@ -361,11 +433,37 @@ class Stored(Layout):
         return {"name": self.name, "fields": {**fields, "matrix": list(self.matrix), "data_axes": self.data_axes}}
 
     @classmethod
-    def with_fields(cls, fields: dict[str, Any]) -> Stored:
+    def with_fields(cls, fields: dict[str, Any]) -> InStorage:
         layout = fields.get("layout")
         if isinstance(layout, dict):
-            fields = {**fields, "layout": Layout.from_json(json.dumps(layout))}
+            fields = {**fields, "layout": layout_of_tensor(json.dumps(layout))}
         return super().with_fields(fields)
 
 
-LAYOUTS: tuple[type[Layout], ...] = (PerTensor, PerBlockK, PerChannel, PerBlockMN, PerGroupIndex, Stored)
+LAYOUTS: tuple[type[Layout], ...] = (PerTensor, PerBlockK, PerChannel, PerBlockMN, PerGroupIndex, InStorage)
+
+#: Deprecated: the earlier name of `InStorage`, which pickles have.
+Stored = InStorage
+
+
+def layout_of_tensor(text: str) -> Layout:
+    """The layout of a tensor from the JSON of its metadata. Raises what `Layout.from_json` raises.
+
+    A tensor stores no `PerBlockMN(1, k)`, which is `PerBlockK(k)`: there, tiles one row high are `PerBlockMN(k, 1).mT`.
+    """
+    found = Layout.from_json(text)
+    if type(found) is PerBlockK and json.loads(text)["name"] != found.name:
+        return PerBlockMN(found.block_size, 1, found.partial).mT
+    return found
+
+
+def placed(layout: Layout, block: Block, axis: int) -> Layout:
+    """The canonical layout of a tensor with blocks along `axis`, of a recipe whose scales cover `block`.
+
+    Callers and earlier pickles may say 1 x n tiles: blocks along the contraction axis unless the recipe has n x 1.
+    """
+    found, (m, k) = layout.canonical(axis), block
+    if axis == -2 and k == 1 and m not in (1, None) and found.plain == PerBlockK(m, found.partial):
+        across = PerBlockMN(m, 1, found.partial).mT
+        return replace(found, layout=across) if isinstance(found, InStorage) else across
+    return found

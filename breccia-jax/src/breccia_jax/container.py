@@ -26,9 +26,9 @@ from breccia.backend import (
     PARTS,
     PLAIN,
     BrecciaError,
+    InStorage,
     Metadata,
     ScaledTensor,
-    Stored,
     TensorPair,
     check_parts,
     dtype_name,
@@ -258,7 +258,7 @@ def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
 def _lengths(st: ScaledTensor) -> Lengths:
     data, layout = st.held_data, st.layout
     shape = getattr(data, "shape", ())
-    moved = isinstance(layout, Stored) and layout.data_axes
+    moved = isinstance(layout, InStorage) and layout.data_axes
     if not layout.partial or moved or len(shape) < 2 or not all(isinstance(n, int) for n in shape[-2:]):
         return None, None  # placeholders of JAX have no shape
     sides = dict(zip((-3 - st.axis, st.axis), st.layout.block(st.axis), strict=True))

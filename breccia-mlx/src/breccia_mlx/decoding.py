@@ -25,10 +25,6 @@ from breccia.backend import (
     Integer,
     Minifloat,
     Operand,
-    PerBlockK,
-    PerBlockMN,
-    PerChannel,
-    PerTensor,
     PowerOfTwo,
     ProductOptions,
     ScaledTensor,
@@ -43,7 +39,6 @@ from .ops import MLX
 
 Array = Any
 
-_LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
 _QUIET = 0x7FC00000
 
 
@@ -79,7 +74,7 @@ def _unsupported(x: Operand) -> str | None:
         return "scales that divide are the generic algorithm's"
     if type(fmt.scale.codec) not in (Minifloat, PowerOfTwo):
         return f"it does not multiply by {fmt.scale.codec.name} scales"
-    if layout is None or type(layout) not in _LAYOUTS:
+    if layout is None or not layout.in_order:
         return "its layouts have a scale per tensor or per block"
     if x.empty or x.ndim < 2:
         return "empty tensors, and those of one axis, are the generic algorithm's"

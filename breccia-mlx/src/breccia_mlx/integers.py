@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from breccia.backend import BF16, F16, F32, NORMAL, Integer, PerBlockK, PerChannel, ScaledTensor
+from breccia.backend import BF16, F16, F32, NORMAL, Integer, ScaledTensor
 
 from .ops import MLX
 
@@ -48,7 +48,7 @@ def parts(w: Any) -> Parts | None:
         return None
     if len(fmt.levels) > 1 or fmt.scale.sense != "multiplier" or fmt.scale.codec not in (F32, F16, BF16):
         return None
-    if height != 1 or type(w.layout) not in (PerBlockK, PerChannel) or w.layout.partial or w.layout.block(-2) != (1, width):
+    if height != 1 or not w.layout.in_order or w.layout.partial or w.layout.block(-2) != (1, width):
         return None
     block = width or k
     whole = fmt.scale.codec == F16

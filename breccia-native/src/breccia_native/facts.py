@@ -6,7 +6,6 @@ import math
 import sys
 from typing import Any
 
-from breccia import PerBlockK, PerBlockMN, PerChannel, PerTensor
 from breccia.backend import (
     BF16,
     E2M1,
@@ -29,8 +28,6 @@ from breccia.backend import (
     targets,
 )
 
-#: The layouts whose scales the kernel finds.
-LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
 #: The shortest K: below it a sum may be rounded more often than the bound of FP32 accumulation allows.
 SHORTEST = 32
 
@@ -66,7 +63,7 @@ def accepts(call: Call) -> str | None:
     assert recipe is not None
     if weight.axis != axis:
         return "blocks do not run along K"
-    if layout is not None and type(layout) not in LAYOUTS:
+    if layout is not None and not layout.in_order:
         return f"it does not support layout {type(layout).__name__}"
     if (reason := unsupported(recipe.format)) is not None:
         return reason

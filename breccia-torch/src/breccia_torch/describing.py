@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import breccia
-from breccia.backend import Layout, ScalingRecipe, Stored
+from breccia.backend import InStorage, Layout, ScalingRecipe
 
 from .operators import layout_of
 
@@ -48,8 +48,8 @@ def names(kind: type) -> tuple[str, ...]:
 
 @constant
 def json_of(kind: type, fields: tuple[Any, ...]) -> str:
-    """The JSON of the recipe or layout with these fields."""
-    return kind(*fields).to_json()
+    """The JSON of the recipe or layout with these fields, of that very class: `PerBlockMN(1, k)` would be a `PerBlockK`."""
+    return type.__call__(kind, *fields).to_json()
 
 
 def fields_of(declared: Any) -> tuple[Any, ...]:
@@ -69,7 +69,7 @@ def recipe_json(recipe: Any) -> str:
 
 def layout_json(layout: Any) -> str:
     """The JSON of a layout, including a storage layout."""
-    if type(layout) is not Stored:
+    if type(layout) is not InStorage:
         return json_of(type(layout), fields_of(layout))
     plain = json_of(type(layout.layout), fields_of(layout.layout))
     return _stored_text(plain, layout.storage, tuple([known(n) for n in layout.matrix]), known(layout.data_axes))
@@ -77,7 +77,7 @@ def layout_json(layout: Any) -> str:
 
 @constant
 def _stored_text(plain: str, storage: str, matrix: tuple[int, ...], data_axes: int) -> str:
-    return Stored(layout_of(plain), storage, matrix, data_axes).to_json()
+    return InStorage(layout_of(plain), storage, matrix, data_axes).to_json()
 
 
 def named(recipe: Any) -> Any:

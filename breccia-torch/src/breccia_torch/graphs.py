@@ -20,11 +20,11 @@ from breccia.backend import (
     TENSOR,
     Array,
     Block,
+    InStorage,
     Layout,
     Operation,
     OptionError,
     ScaledTensor,
-    Stored,
     TensorPair,
     UnsupportedError,
     checks,
@@ -101,7 +101,7 @@ def fill(
 
 def logical_shape(st: ScaledTensor) -> tuple[int, ...]:
     """`st.shape` under a compiler, which does not support cached properties."""
-    if type(st.layout) is Stored and st.layout.data_axes:
+    if type(st.layout) is InStorage and st.layout.data_axes:
         m, k = st.layout.matrix
         lead = tuple(st.data.shape[: st.data.ndim - st.layout.data_axes])
         return (*lead, m, k) if st.axis == -1 else (*lead, k, m)
@@ -239,7 +239,7 @@ def _flat_options(options: tuple[str, ...], like: Tensor, axis: int, given: dict
 
 def _renamed(st: ScaledTensor, recipe: Any, text: str) -> ScaledTensor | None:
     """`st` under the recipe, whose JSON is the text, if all that changes is the name of the format."""
-    if type(st.layout) is Stored or not _keeps(*_flat(st)[1:4], text):
+    if type(st.layout) is InStorage or not _keeps(*_flat(st)[1:4], text):
         return None
     return ScaledTensor.from_parts(st.data, st.scale, recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.padding)
 

@@ -21,7 +21,6 @@ from breccia.backend import (
     BrecciaError,
     CorruptFileError,
     Declared,
-    Layout,
     ScaledTensor,
     ScalingRecipe,
     ShapeError,
@@ -30,6 +29,7 @@ from breccia.backend import (
     components,
     dtype_name,
     framework_of,
+    layout_of_tensor,
     parsed_json,
     product_options,
     targets,
@@ -92,10 +92,10 @@ class _WithMetadata(nn.Module):
 
 def metadata(state: Tensor) -> dict[str, Any]:
     """The metadata that `get_extra_state` wrote. Raises CorruptFileError for anything else."""
-    kinds = {"recipe": ScalingRecipe, "activation": ScalingRecipe, "layout": Layout}
+    kinds = {"recipe": ScalingRecipe.from_json, "activation": ScalingRecipe.from_json, "layout": layout_of_tensor}
     try:
         listed = parsed_json(bytes(state.tolist()))
-        return {k: kinds[k].from_json(json.dumps(v)) if k in kinds and v is not None else v for k, v in listed.items()}
+        return {k: kinds[k](json.dumps(v)) if k in kinds and v is not None else v for k, v in listed.items()}
     except (BrecciaError, ValueError, TypeError, AttributeError) as e:
         raise CorruptFileError(f"the state of a layer is JSON that names its recipe: {e}; save the model again.") from e
 

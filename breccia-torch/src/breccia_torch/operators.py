@@ -29,6 +29,7 @@ from breccia.backend import (
     checks,
     components,
     composites,
+    layout_of_tensor,
     packing,
     part_shapes,
     product_options,
@@ -379,7 +380,7 @@ def recipe_of(text: str) -> ScalingRecipe:
 @lru_cache(maxsize=512)
 def layout_of(text: str) -> Layout:
     """The layout of that JSON."""
-    return Layout.from_json(text)
+    return layout_of_tensor(text)
 
 
 # ------------------------------------------------------------------------------------------------ registration

@@ -15,10 +15,10 @@ from breccia.backend import (
     PLAIN,
     TENSOR,
     Block,
+    InStorage,
     ScaledTensor,
     ScalingRecipe,
     Shape,
-    Stored,
     checks,
     packing,
     part_shapes,
@@ -205,7 +205,7 @@ class Written:
         fmt = recipe.format
         plain = checks.fitted_layout(recipe, shape, axis)
         self.block = plain.block(axis)
-        self.layout = plain if storage == PLAIN else Stored(plain, storage, (), 0)
+        self.layout = plain if storage == PLAIN else InStorage(plain, storage, (), 0)
         shapes = part_shapes(fmt, plain, shape, axis)
         self.scale_shape = shapes["scale"]
         self.padded: set[str] = set()

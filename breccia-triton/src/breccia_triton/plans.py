@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from breccia import Device, PerBlockK, PerBlockMN, PerChannel, PerTensor, ScalingRecipe
+from breccia import Device, ScalingRecipe
 from breccia.backend import (
     PLAIN,
     TENSOR,
@@ -27,8 +27,6 @@ from .geometry import Tile, pair_of, tile_of
 from .plugin import STORAGES
 from .specs import Spec, spec_of
 
-#: Layouts whose scales the kernels find.
-LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
 #: Why JAX has no kernel for large arrays.
 TOO_LARGE = f"positions in {LARGE} elements or more have 64 bits, and jax-triton passes integers of 32 bits"
 #: The least compute capability whose instructions the kernels use.
@@ -122,7 +120,7 @@ def _fitted(recipe: ScalingRecipe, shape: Shape, axis: int) -> tuple[Block, int,
 
 def readable(recipe: ScalingRecipe, layout: Layout) -> Spec | str:
     """The constants for a ScaledTensor as the input of a kernel, or why there are none."""
-    if type(layout.plain) not in LAYOUTS:
+    if not layout.plain.in_order:
         return f"it does not read layout {type(layout.plain).__name__}"
     return spec_of(recipe, decoding=True)
 

@@ -320,8 +320,8 @@ UNSOUND_RECIPES = {
     ("MXFP8BlockScaling", "block_size: int = 33"): "Acme() raised RecipeError: Acme block_size is fixed at 32",
     ("MXFP8BlockScaling", "format = 'E4M3'"): "Acme().format must be Format; got 'E4M3'.",
     ("MXFP8BlockScaling", "layout = PerBlockK"): "Acme().layout must be Layout; got <class ",
-    ("MXFP8BlockScaling", "layout = PerBlockMN(1, 32)"): (
-        "Acme().layout is PerBlockMN(block_m=1, block_n=32, partial=False); the canonical layout of these blocks is "
+    ("MXFP8BlockScaling", "layout = PerBlockMN(32, 1).mT"): (
+        "Acme().layout is PerBlockMN(block_m=32, block_n=1, partial=False).mT; the canonical layout of these blocks is "
         "PerBlockK(block_size=32, partial=False). Declare that."
     ),
     ("MXFP8BlockScaling", "rules = None"): "Acme().rules must be tuple; got None.",

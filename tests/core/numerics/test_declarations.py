@@ -22,6 +22,7 @@ from breccia import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowScaling,
+    InStorage,
     INT4Scaling,
     INT8Scaling,
     LayoutError,
@@ -35,7 +36,6 @@ from breccia import (
     PerChannel,
     PerTensor,
     RecipeError,
-    Stored,
     declared,
 )
 from breccia.codecs import E2M1, E4M3, E8M0, F16, F32, INT4, MXINT8, NF4
@@ -350,7 +350,7 @@ def test_only_declarations_of_one_class_share_an_interned_key() -> None:
 
     kept = [Float8BlockScaling(block_k=48), Subclass(block_k=48), PerBlockK(48), PerBlockK(48, partial=True)]
     assert len({id(each.interned_key) for each in kept}) == len(kept)
-    stored = [Stored(PerBlockMN(1, 32), "interleaved", (4, 64), 3), Stored(PerBlockMN(1, 32), "interleaved", [4, 64], 3)]  # type: ignore[arg-type]
+    stored = [InStorage(PerBlockMN(1, 32), "interleaved", (4, 64), 3), InStorage(PerBlockMN(1, 32), "interleaved", [4, 64], 3)]  # type: ignore[arg-type]
     assert stored[0].interned_key is stored[1].interned_key and stored[0].layout.interned_key is PerBlockMN(1, 32).interned_key
 
 
@@ -450,9 +450,10 @@ def test_layouts_refuse_other_shapes_and_name_the_valid_ones(
 
 def test_layouts_transpose_and_round_trip_through_json() -> None:
     assert PerBlockMN(2, 4).mT == PerBlockMN(4, 2) and PerBlockK(4).mT == PerBlockK(4)
-    assert PerBlockMN(1, 16).oriented(-2) == PerBlockMN(16, 1)
+    assert PerBlockMN(4, 16).oriented(-2) == PerBlockMN(16, 4)
+    assert PerBlockMN(1, 16).oriented(-2) == PerBlockMN(16, 1).canonical(-2) == PerBlockK(16)
     assert PerBlockMN(1, 16).block(-1) == PerBlockMN(16, 1).block(-2) == (1, 16)
     assert PerBlockK(4, partial=True).to_dict() == {"name": "per_block_k", "fields": {"block_size": 4, "partial": True}}
     assert PerTensor().to_dict() == {"name": "per_tensor", "fields": {}}
     with pytest.raises(LayoutError, match="PerBlockMN tiles the last two axes.*got -3"):
-        PerBlockMN(1, 4).validate(np.zeros((4, 2, 8), np.uint8), scale(4, 2, 2), axis=-3)
+        PerBlockMN(2, 4).validate(np.zeros((4, 2, 8), np.uint8), scale(4, 1, 2), axis=-3)

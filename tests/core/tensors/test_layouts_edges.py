@@ -12,6 +12,7 @@ import pytest
 
 import breccia
 from breccia import (
+    InStorage,
     Layout,
     MXFP8BlockScaling,
     NoKernelError,
@@ -19,7 +20,6 @@ from breccia import (
     PerBlockMN,
     PerGroupIndex,
     ScaledTensor,
-    Stored,
     UnknownNameError,
     UnsupportedError,
 )
@@ -100,7 +100,7 @@ def test_a_layout_that_a_plug_in_declares_is_used_for_decoding(monkeypatch: pyte
 def test_the_layout_below_a_storage_is_checked_too() -> None:
     st = breccia.cast(X, MXFP8).to_storage("transposed")
     with pytest.raises(UnsupportedError, match=r"^no plug-in declares layout Spiral,"):
-        ScaledTensor(st.data, st.scale, MXFP8, Stored(Spiral(1, 32), "transposed"))
+        ScaledTensor(st.data, st.scale, MXFP8, InStorage(Spiral(1, 32), "transposed"))
 
 
 # -- storages by name ------------------------------------------------------------------------------------------------
@@ -112,9 +112,9 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
     "cast_pair": lambda: breccia.cast_pair(X, MXFP8, storage="swizle_128x4"),
     "requantize": lambda: breccia.requantize(STORED, NVFP4BlockScaling(), storage="swizle_128x4"),
     "explain": lambda: breccia.explain("cast", X, MXFP8, storage="swizle_128x4"),
-    "ScaledTensor": lambda: ScaledTensor(STORED.data, STORED.scale, MXFP8, Stored(PerBlockMN(1, 32), "swizle_128x4")),
+    "ScaledTensor": lambda: ScaledTensor(STORED.data, STORED.scale, MXFP8, InStorage(PerBlockMN(1, 32), "swizle_128x4")),
     "dequantize": lambda: breccia.dequantize(
-        ScaledTensor.from_parts(STORED.data, STORED.scale, MXFP8, Stored(PerBlockMN(1, 32), "swizle_128x4"))
+        ScaledTensor.from_parts(STORED.data, STORED.scale, MXFP8, InStorage(PerBlockMN(1, 32), "swizle_128x4"))
     ),
 }
 
@@ -142,12 +142,12 @@ def test_a_stored_tensor_reports_its_storage_and_converts_back_to_plain() -> Non
 
 
 def test_a_storage_wraps_exactly_one_plain_layout() -> None:
-    with pytest.raises(RecipeError, match=r"^Stored: layout must be a plain Layout, got Stored\("):
+    with pytest.raises(RecipeError, match=r"^InStorage: layout must be a plain Layout, got InStorage\("):
         replace(STORED.layout, layout=STORED.layout)
-    with pytest.raises(RecipeError, match=r"^Stored: layout must be a plain Layout, got 'per_tensor'"):
-        Stored("per_tensor", "interleaved")  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match=r"^Stored: storage must be str, got 5"):
-        Stored(PerBlockMN(1, 32), 5)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"^InStorage: layout must be a plain Layout, got 'per_tensor'"):
+        InStorage("per_tensor", "interleaved")  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"^InStorage: storage must be str, got 5"):
+        InStorage(PerBlockMN(1, 32), 5)  # type: ignore[arg-type]
 
 
 def test_prefer_of_a_kernel_that_cannot_read_the_storage_raises_with_a_remedy() -> None:

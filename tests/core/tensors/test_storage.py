@@ -32,6 +32,7 @@ from breccia import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowScaling,
+    InStorage,
     INT4Scaling,
     INT8Scaling,
     Kernel,
@@ -45,7 +46,6 @@ from breccia import (
     PluginError,
     ScaledTensor,
     ScalingRecipe,
-    Stored,
     UnknownNameError,
     UnsupportedError,
     bytes_equal,
@@ -715,14 +715,14 @@ class Spiral(PerBlockMN):
 def test_the_transpose_of_a_stored_layout_is_made_once() -> None:
     """Calls are looked up by its key, which takes longer to make than the rest of a call."""
     plain = PerBlockMN(1, 32)
-    layout = Stored(plain, "transposed")
-    assert layout.mT is layout.mT == Stored(plain.mT, "transposed")
+    layout = InStorage(plain, "transposed")
+    assert layout.mT is layout.mT == InStorage(plain.mT, "transposed")
     assert pickle.loads(pickle.dumps(layout)).mT == layout.mT
 
 
 def test_an_undeclared_layout_cannot_be_stored() -> None:
     st = breccia.cast(wide((4, 32)), MXFP8)
-    for layout in (Spiral(1, 32), Stored(Spiral(1, 32), "transposed")):
+    for layout in (Spiral(1, 32), InStorage(Spiral(1, 32), "transposed")):
         with pytest.raises(UnsupportedError, match=r"^no plug-in declares layout Spiral, so its scale order is unknown\. "):
             ScaledTensor(st.data, st.scale, MXFP8, layout)
 

@@ -10,15 +10,12 @@ from ..arrays.frameworks import FLOATS, output_dtype
 from ..dispatch.call import Call
 from ..dispatch.facts import OPTIONS, Described
 from ..formats import TENSOR, Block
-from ..layouts import PerBlockK, PerBlockMN, PerChannel, PerTensor, Shape
+from ..layouts import Shape
 from ..options import DEFAULT, PLAIN, CastOptions, ProductOptions, product_options
 from .checks import fitted_layout
 from .exact import renames
 
 # -- the NumPy kernels -----------------------------------------------------------------------------------------------
-
-#: Layouts for which the NumPy kernels compute the position of scales.
-LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
 
 
 def k_last(shape: Shape, axis: int) -> Shape:
@@ -44,7 +41,7 @@ def accepts_dequantize(call: Call) -> str | None:
     """Why `dequantize` would pass the whole tensor to the generic algorithm, or None."""
     recipe, layout = call.a.recipe, call.a.layout
     assert recipe is not None and layout is not None
-    if type(layout) not in LAYOUTS:
+    if not layout.in_order:
         return f"it does not support layout {type(layout).__name__}"
     if recipe.format.global_scale is not None and layout.block() == TENSOR:
         return "a tensor scale under another one has no fast form here"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from ..layouts import Layout
+from ..layouts import Layout, layout_of_tensor
 from ..recipes import ScalingRecipe
 from .tensor import ScaledTensor
 
@@ -37,4 +37,4 @@ class Metadata(NamedTuple):
         listed = json.loads(text)
         recipe, layout = (json.dumps(listed[of.kind]) for of in (ScalingRecipe, Layout))
         axis, padding = int(listed["axis"]), int(listed["padding"])
-        return cls(ScalingRecipe.from_json(recipe), Layout.from_json(layout), axis, padding)
+        return cls(ScalingRecipe.from_json(recipe), layout_of_tensor(layout), axis, padding)

@@ -13,7 +13,7 @@ from .. import targets
 from ..arrays.frameworks import dtype_name, framework_of, ops_of
 from ..errors import BrecciaError, LayoutError, OptionError, UnsupportedError
 from ..formats import TENSOR
-from ..layouts import Layout, PerGroupIndex, Shape, Stored
+from ..layouts import InStorage, Layout, PerGroupIndex, Shape, placed
 from ..options import PLAIN, whole_number
 from ..recipes import ScalingRecipe
 from ..specs import as_recipe
@@ -147,11 +147,11 @@ class ScaledTensor:
         fmt = recipe.format
         if padding is not None:
             padding = whole_number("padding", padding)
-        if isinstance(layout, Stored) and layout.data_axes:
+        if isinstance(layout, InStorage) and layout.data_axes:
             padding = -layout.matrix[-1] % packing(fmt.element)[0]
         elif shape is not None:
             padding = padding_of(as_shape(shape), tuple(data.shape), fmt.element, axis)
-        fill(self, data, scale, recipe, layout.canonical(axis), zero_point, global_scale, axis, padding or 0)
+        fill(self, data, scale, recipe, placed(layout, fmt.scale.block, axis), zero_point, global_scale, axis, padding or 0)
         if layout.storage != PLAIN and shape is not None and self.shape != as_shape(shape):
             raise LayoutError(f"shape={tuple(shape)}, but the components have shape {self.shape}.", found=self.shape)
         check_parts(self if layout.storage == PLAIN else checked_plain(self), fmt)
@@ -264,7 +264,7 @@ class ScaledTensor:
                 scale = _swapped(scale)
                 if zero_point is not None:
                     zero_point = _swapped(zero_point)
-        elif not isinstance(layout, Stored) or not layout.data_axes:
+        elif not isinstance(layout, InStorage) or not layout.data_axes:
             data = _swapped(data)
         recipe, layout, axis = self.recipe, transposed(layout), -3 - self.axis
         if held is not None:
@@ -296,7 +296,7 @@ class ScaledTensor:
             return self
         if self.axis == -2:
             return self.mT.to_plain().mT
-        assert isinstance(layout, Stored)
+        assert isinstance(layout, InStorage)
         storage, plain = storage_of(layout.storage), plain_of(self, layout.layout)
         ops = ops_of(self.data)
         parts = targets.load(storage.to_plain)(ops, components(self), plain)
@@ -325,7 +325,7 @@ class ScaledTensor:
         storage.refuse(plain)
         parts = targets.load(storage.from_plain)(ops_of(st.data), components(st), plain)
         matrix = plain.shape[-2:] if storage.data_axes else ()
-        return with_parts(st, parts, layout=Stored(st.layout, name, matrix, storage.data_axes))
+        return with_parts(st, parts, layout=InStorage(st.layout, name, matrix, storage.data_axes))
 
     # Structural ops: each commutes with `dequantize` and changes no code.
 
@@ -594,7 +594,7 @@ def logical_shape(st: ScaledTensor) -> Shape:
     layout, held = st.layout, st.held
     found = tuple((st.data if held is None else held.given[0]).shape)
     if layout.storage != PLAIN:
-        assert isinstance(layout, Stored)
+        assert isinstance(layout, InStorage)
         if (stored := layout.shape(found, st.axis)) is not None:
             return stored
     element, padding = st.recipe.format.element, st.padding

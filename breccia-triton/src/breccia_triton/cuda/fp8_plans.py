@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from breccia import Device, PerBlockK, PerBlockMN, PerChannel, PerTensor, ScalingRecipe
+from breccia import Device, ScalingRecipe
 from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Codec, Layout, Operand, Shape
 
 from ..choices import measured, nearest, times_over_bound
@@ -26,7 +26,6 @@ STEP, ALIGNED = 128, 16
 PIECE = 32
 #: FP8 codecs, with their names in PTX.
 CODECS: dict[Codec, str] = {E4M3: "e4m3", E5M2: "e5m2"}
-LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
 _BLOCKS: dict[Block, str] = {
     TENSOR: "tensor",
     (1, None): "row",
@@ -135,7 +134,7 @@ def _kind(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[str, str]:
     fmt, block = recipe.format, layout.plain.block(axis)
     if fmt.element not in CODECS or fmt.global_scale is not None or fmt.offset != "none":
         return "", f"it multiplies two FP8 tensors, and {{}} is {recipe.name}"
-    kind = _BLOCKS.get(block, "") if type(layout.plain) in LAYOUTS else ""
+    kind = _BLOCKS.get(block, "") if layout.plain.in_order else ""
     if fmt.scale.codec not in ((F32, E8M0) if kind == "1x32" else (F32,)) or fmt.scale.sense != "multiplier":
         return "", f"it reads FP32 scales that multiply; those of {{}} are {fmt.scale.codec.name} ({fmt.scale.sense})"
     if not kind:

@@ -21,7 +21,7 @@ from ...rules import flushed
 from ...tensors.grids import packed_length, packing
 from ...tensors.tensor import ScaledTensor
 from .. import reference
-from ..plans import LAYOUTS, scattered
+from ..plans import scattered
 from .codes import PLAIN, Blocks
 from .pieces import aligned_array, all_jobs, block_sides, byte_range, cut_pieces, rounded_up, run_each, unit_of, within_blocks
 from .workspace import F4, F32_DTYPE, MOST_THREADS, U1, U2, U4, U8, chunk_size, remembered
@@ -87,7 +87,7 @@ class _Values:
     def short(self, st: ScaledTensor, microkernels: Microkernels) -> Array | None:
         """`dequantize` of few, contiguous codes in whole blocks of a row; None for other `st`."""
         data, scale, global_scale, swapped = st.data, st.scale, st.global_scale, st.axis == -2
-        if not self.plain or st.padding or data.ndim < 2 or not 0 < data.size <= _SHORT or type(st.layout) not in LAYOUTS:
+        if not self.plain or st.padding or data.ndim < 2 or not 0 < data.size <= _SHORT or not st.layout.in_order:
             return None
         block = st.layout.block(st.axis)
         if scale.ndim != (0 if block == TENSOR else data.ndim):
@@ -164,7 +164,7 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32, microkernels
             return found
     shape: Shape = st.shape if st.axis == -1 else (*st.shape[:-2], st.shape[-1], st.shape[-2])
     block, two_level = st.layout.block(st.axis), st.global_scale is not None
-    declined = type(st.layout) not in LAYOUTS or math.prod(shape) == 0 or (two_level and block == TENSOR)
+    declined = not st.layout.in_order or math.prod(shape) == 0 or (two_level and block == TENSOR)
     lead: Shape = st.global_scale.shape if two_level else st.scale.shape if block == TENSOR else ()
     if declined or scattered(shape, block, lead, True):
         return reference.dequantize(st, options)

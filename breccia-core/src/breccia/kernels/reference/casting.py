@@ -9,7 +9,7 @@ from ...arrays.ops import Array, Ops
 from ...codecs import F32_INF, MAGNITUDE, NORMAL, Integer
 from ...errors import LayoutError, NonFiniteError, UnsupportedError
 from ...formats import TENSOR, Format
-from ...layouts import Layout, PerChannel, PerTensor
+from ...layouts import Layout, PerTensor
 from ...options import DEFAULT, CastOptions
 from ...recipes import ScalingRecipe
 from ...rules import flushed, saturated
@@ -213,7 +213,7 @@ def check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, 
     check_codes("scale=", scale, level.codec)
     along = PerTensor() if fmt.global_scale else layout
     expected = along.scale_shapes(tuple(x.shape), axis)
-    if isinstance(along, PerChannel):
+    if along.block(axis) == (1, None):  # (M,) is a form to read only
         expected = expected[:1]
     if found not in expected:
         wanted = " or ".join(map(str, expected))
