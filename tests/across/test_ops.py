@@ -993,7 +993,7 @@ def test_a_scale_convention_round_trips_through_json(sense: str) -> None:
     recipe = NVFP4BlockScaling(global_sense=sense)
     again = ScalingRecipe.from_json(recipe.to_json())
     assert again == recipe and again.global_sense == sense and pickle.loads(pickle.dumps(recipe)) == recipe
-    assert breccia.recipe(recipe.spec) == recipe and recipe.format.levels[0].sense == sense
+    assert breccia.recipe(recipe.spec) == recipe and recipe.format.levels[0].convention == sense
     assert ('"global_sense"' in recipe.to_json()) == (sense != "multiplier")
     assert (recipe.fingerprint() == NVFP4.fingerprint()) == (sense == "multiplier")
 

@@ -287,7 +287,7 @@ def test_the_cuda_source_decodes_every_element_exactly(name: str, act: str, wild
     macros = {**operand.macros, "ACT": plans.DTYPES[act], "OUT": 2, "BIAS": 3}
     decoded = _built(folder, tuple(sorted(macros.items()))).decoded
     values = reference.dequantize(_without_global(st)).astype(np.float64) / operand.factor
-    if fmt.global_scale is not None and fmt.global_scale.sense == "amax":
+    if fmt.global_scale is not None and fmt.global_scale.convention == "amax":
         values *= operand.factor
     stored, flag = st.to_storage(STORAGE), 1 << plans.DTYPES[act]
     taken = 0

@@ -17,7 +17,7 @@ from .errors import RecipeError
 #: Version of docs/spec/numerics.md, part of every fingerprint.
 NUMERICS = 1
 
-SENSES = ("multiplier", "divisor", "amax")
+CONVENTIONS = ("multiplier", "divisor", "amax")
 OFFSETS = ("none", "zero_point", "bias")
 
 #: Block of a level that spans the whole tensor. Elsewhere a block is (m, k): k elements along the
@@ -31,20 +31,35 @@ Block = tuple[int | None, int | None]
 class Level:
     """One level of scales: their codec, the block each covers, and their scale convention.
 
-    Scale conventions (`sense`): `multiplier` (value is code * scale), `divisor` (code / scale), `amax` (the stored number
-    is the block's largest magnitude, and the multiplier is amax / qmax; see `Format.qmax`).
+    Scale conventions (`convention`): `multiplier` (value is code * scale), `divisor` (code / scale), `amax` (the stored number
+    is the block's largest magnitude, and the multiplier is amax / qmax; see `Format.qmax`). `sense` is its deprecated name,
+    as a keyword and an attribute.
     """
 
     codec: Codec
     block: Block
-    sense: str = "multiplier"
+    convention: str = "multiplier"
 
-    def __post_init__(self) -> None:
+    def __init__(self, codec: Codec, block: Block, convention: str = "multiplier", *, sense: str | None = None) -> None:
+        self.__setstate__({"codec": codec, "block": block, "convention": convention if sense is None else sense})
         check_scale(self.codec, (F16, BF16, F32))
-        if self.sense not in SENSES:
-            raise RecipeError(f"a level's sense is one of {', '.join(SENSES)}; got {self.sense!r}.", sense=self.sense)
+        if self.convention not in CONVENTIONS:
+            raise RecipeError(
+                f"a level's scale convention is one of {', '.join(CONVENTIONS)}; got {self.convention!r}.",
+                convention=self.convention,
+            )
         if any(side is not None and side < 1 for side in self.block):
             raise RecipeError(f"a block's sides are >= 1, or None for all; got {self.block}.", block=self.block)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the fields; earlier pickles have the convention as `sense`."""
+        convention = state.get("sense", state.get("convention"))
+        vars(self).update(codec=state["codec"], block=state["block"], convention=convention)
+
+    @property
+    def sense(self) -> str:
+        """Deprecated: `convention`."""
+        return self.convention
 
 
 @dataclass(frozen=True)
@@ -121,7 +136,7 @@ class Format:
             {
                 "numerics": NUMERICS,
                 "element": _decoding(self.element),
-                "levels": [[_decoding(level.codec), list(level.block), level.sense] for level in self.levels],
+                "levels": [[_decoding(level.codec), list(level.block), level.convention] for level in self.levels],
                 "offset": self.offset,
             }
         )

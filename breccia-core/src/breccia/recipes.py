@@ -31,7 +31,7 @@ from .codecs import (
 )
 from .declared import Declared, check_positive, check_type, settle
 from .errors import RecipeError, UnsupportedError
-from .formats import NUMERICS, SENSES, TENSOR, Block, Format, Level, sha256
+from .formats import CONVENTIONS, NUMERICS, TENSOR, Block, Format, Level, sha256
 from .layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor
 from .locks import cached_property
 from .rules import DIVIDE, EVEN, FLOOR, HALF_RANGE, LINEAR, RCEIL, RECIP, TE, Inverse, Rule
@@ -466,7 +466,7 @@ class NVFP4BlockScaling(ScalingRecipe):
     block_size: int = field(default=16, metadata=one_of((16,)))
     scale_format: str = field(default="E4M3", metadata=one_of(("E4M3",)))
     two_level: bool = True
-    global_sense: str = field(default="multiplier", metadata={"added": True, **one_of(SENSES)})
+    global_sense: str = field(default="multiplier", metadata={"added": True, **one_of(CONVENTIONS)})
 
     def __post_init__(self) -> None:
         check_choices(self)

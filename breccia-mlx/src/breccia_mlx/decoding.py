@@ -70,7 +70,7 @@ def _unsupported(x: Operand) -> str | None:
         return "its arithmetic has been tested on MLX's CPU only"
     if sys.byteorder != "little":
         return "it unpacks codes on little-endian machines"
-    if any(level.sense == "divisor" for level in fmt.levels):
+    if any(level.convention == "divisor" for level in fmt.levels):
         return "scales that divide are the generic algorithm's"
     if type(fmt.scale.codec) not in (Minifloat, PowerOfTwo):
         return f"it does not multiply by {fmt.scale.codec.name} scales"
@@ -148,11 +148,11 @@ def _flushed(x: Array) -> Array:
 def _multiplier(fmt: Format, stored: Array) -> Array:
     """The FP32 numbers that codes are multiplied by."""
     level = fmt.scale
-    if isinstance(level.codec, PowerOfTwo) and level.sense == "multiplier":
+    if isinstance(level.codec, PowerOfTwo) and level.convention == "multiplier":
         code = MLX.load(stored)  # MLX multiplies exactly by 2^-127, code 0, though it is no normal number
         return mx.where(code == 0, 1 << 22, mx.where(code == level.codec.nan, _QUIET, code << 23)).view(mx.float32)
     value = _numbers(stored, level.codec) if level.codec.bits == 8 else level.codec.read(MLX, stored)
-    return value if level.sense == "multiplier" else MLX.div(value, fmt.qmax(level))
+    return value if level.convention == "multiplier" else MLX.div(value, fmt.qmax(level))
 
 
 def _numbers(data: Array, element: Codec) -> Array:

@@ -46,7 +46,7 @@ def parts(w: Any) -> Parts | None:
     element, (height, width) = fmt.element, fmt.scale.block
     if type(element) is not Integer or element.bits not in (4, 8) or element.fraction_bits or fmt.offset == "bias":
         return None
-    if len(fmt.levels) > 1 or fmt.scale.sense != "multiplier" or fmt.scale.codec not in (F32, F16, BF16):
+    if len(fmt.levels) > 1 or fmt.scale.convention != "multiplier" or fmt.scale.codec not in (F32, F16, BF16):
         return None
     if height != 1 or not w.layout.in_order or w.layout.partial or w.layout.block(-2) != (1, width):
         return None

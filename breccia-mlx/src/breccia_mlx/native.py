@@ -58,7 +58,7 @@ _ROWS_OF_E4M3, _ROWS_OF_INTEGERS, _ROWS_OF_BIASED = (4, 0), (16, 8), (16, 24)
 def mode(fmt: Format) -> dict[str, Any] | None:
     """MLX's `mode`, `group_size` and `bits` for a format, without its global scale; None if MLX has no such mode."""
     m, k = fmt.scale.block
-    if m != 1 or any(level.sense != "multiplier" for level in fmt.levels):
+    if m != 1 or any(level.convention != "multiplier" for level in fmt.levels):
         return None
     if fmt.offset == "bias" and _affine(fmt.element) and k in _GROUPS:
         return {"mode": "affine", "group_size": k, "bits": fmt.element.bits}

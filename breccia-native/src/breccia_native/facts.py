@@ -209,9 +209,9 @@ def factor_of(fmt: Format, global_scale: Any) -> float:
         if level is None:
             continue
         if value is not None:
-            if level.sense == "divisor":
+            if level.convention == "divisor":
                 value = math.copysign(math.inf, value) if value == 0 else 1 / value
             factor *= value
-        if level.sense == "amax":
+        if level.convention == "amax":
             factor /= fmt.qmax(level)
     return factor

@@ -196,14 +196,14 @@ def _plan_of(st: ScaledTensor) -> _Plan:
         fmt = st.recipe.format
         kind, scale_kind = kind_of(fmt.element), kind_of(fmt.scale.codec)
         # Powers of two are exact in any product with a code, however small.
-        exact = isinstance(fmt.scale.codec, PowerOfTwo) and fmt.global_scale is None and fmt.scale.sense == "multiplier"
+        exact = isinstance(fmt.scale.codec, PowerOfTwo) and fmt.global_scale is None and fmt.scale.convention == "multiplier"
         found = _Plan(
             _KINDS[kind],
             fmt.element.bits,
             _table(fmt.element) if kind.startswith("table") else _EMPTY,
             _KINDS[scale_kind],
             _table(fmt.scale.codec) if scale_kind == "table8" else _EMPTY,
-            fmt.scale.sense == "divisor",
+            fmt.scale.convention == "divisor",
             0.0 if exact and fmt.offset != "bias" else _LEAST,
             _ROLES[fmt.offset],
             factor_of(fmt, None if fmt.global_scale is None else 1.0),

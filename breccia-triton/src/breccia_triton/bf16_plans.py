@@ -55,8 +55,8 @@ class Range:
 def range_of(fmt: Format) -> Range | str:
     """The range of a format's values, if each has at most the 8 significant bits of BF16; or why they may have more."""
     level, outer = fmt.scale, fmt.global_scale
-    if level.sense != "multiplier" or fmt.offset != "none":
-        said = f"scales are stored as {level.sense}" if level.sense != "multiplier" else f"codes have a {fmt.offset}"
+    if level.convention != "multiplier" or fmt.offset != "none":
+        said = f"scales are stored as {level.convention}" if level.convention != "multiplier" else f"codes have a {fmt.offset}"
         return f"{said.replace('_', '-')}, so values may need more than the 8 significant bits of BF16"
     bits = significant(fmt.element), significant(level.codec)
     if None in bits or sum(b or 0 for b in bits) > BITS:

@@ -66,8 +66,8 @@ def way_of(fmt: Format, group: int, dtype: str) -> Way | str:
     if dtype == "float32":
         return Way("float32")
     level, outer = fmt.scale, fmt.global_scale
-    if level.sense != "multiplier":
-        return f"its scales are stored as {level.sense}, and the kernel multiplies"
+    if level.convention != "multiplier":
+        return f"its scales are stored as {level.convention}, and the kernel multiplies"
     if outer is not None and (outer.codec != F32 or fmt.offset != "none"):
         return "global scales with an offset, or of another codec than F32, have no kernel here"
     (least, most), (least_scale, most_scale) = _exponents(fmt), _range(level.codec)
@@ -146,7 +146,7 @@ def way_of_fp8(a: Format, b: Format, native: bool) -> Way | str:
     for fmt in (a, b):
         if fmt.element.name not in CONVERTED or not isinstance(fmt.element, Minifloat):
             return f"{fmt.element.name} codes are not FP8"
-        if fmt.offset != "none" or fmt.global_scale is not None or fmt.scale.sense != "multiplier":
+        if fmt.offset != "none" or fmt.global_scale is not None or fmt.scale.convention != "multiplier":
             return "offsets, global scales and scales that are not multipliers have no kernel here"
     most = max(_exponents(a)[1], _exponents(b)[1])
     return Way("float8" if native else "bfloat16", high=2.0 ** (BEYOND - 1 - most))

@@ -422,7 +422,7 @@ def value(code, scale_code, offset, outer_code, S: tl.constexpr, NATIVE: tl.cons
     v = v * read_scale(scale_code, SCALE)
     if S.outer is not None:
         stored = number(outer_code)
-        if S.outer.sense == "divisor":
+        if S.outer.convention == "divisor":
             v = tl.div_rn(v, tl.zeros_like(v) + stored)
         else:
             v = v * outer_multiplier(outer_code, OUTER)
@@ -613,11 +613,11 @@ def scaled_magnitude(x, by):
 def outer_codes(amax, G: tl.constexpr, PTX: tl.constexpr):
     """int32 codes of the global scale, from the amax (bits) of the finite elements."""
     a = number(tl.where(amax >= NORMAL, amax, 0))
-    if G.sense == "multiplier":
+    if G.convention == "multiplier":
         codes = scale_codes(a, 1.0, G, False, False, PTX)
     else:
         stored = tl.where(a == 0, G.qmax, tl.maximum(a, G.qmax * 2.0**-126))
-        if G.sense == "divisor":
+        if G.convention == "divisor":
             stored = tl.minimum(tl.div_rn(tl.zeros_like(stored) + G.qmax, stored), MOST)
         codes = bits_of(stored)
     return codes
@@ -627,9 +627,9 @@ def outer_codes(amax, G: tl.constexpr, PTX: tl.constexpr):
 def outer_multiplier(codes, G: tl.constexpr):
     """The multiplier of a stored global scale."""
     stored = number(codes)
-    if G.sense == "amax":
+    if G.convention == "amax":
         stored = tl.div_rn(stored, tl.zeros_like(stored) + G.qmax)
-    if G.sense == "divisor":
+    if G.convention == "divisor":
         stored = tl.div_rn(tl.zeros_like(stored) + 1.0, stored)
     return stored
 

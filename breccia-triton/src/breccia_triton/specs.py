@@ -126,7 +126,7 @@ class Scale:
     most: float
     zero: int
     nan: int
-    sense: str
+    convention: str
     fits: bool
     extreme: bool
 
@@ -234,8 +234,8 @@ def _floats(codec: Minifloat) -> Floats:
 
 def _scale(fmt: Format, level: Level, rule: rules.Rule | None, outermost: bool) -> Scale:
     codec, qmax = level.codec, fmt.qmax(level)
-    if level.sense != "multiplier" and not outermost:
-        raise Unsupported(f"it does not write scales as {level.sense}")
+    if level.convention != "multiplier" and not outermost:
+        raise Unsupported(f"it does not write scales as {level.convention}")
     found: Floats | Wide | Powers
     least = most = 0.0
     if type(codec) is PowerOfTwo:
@@ -265,7 +265,14 @@ def _scale(fmt: Format, level: Level, rule: rules.Rule | None, outermost: bool) 
     made["fits"] = top <= largest if rule is not None and rule.name == rules.RCEIL.name else exact
     made["inverse"] = f32(1.0 / made["divisor"])
     return Scale(
-        found, qmax=qmax, least=least, most=most, zero=codec.zero_scale, nan=codec.need_nan(), sense=level.sense, **made
+        found,
+        qmax=qmax,
+        least=least,
+        most=most,
+        zero=codec.zero_scale,
+        nan=codec.need_nan(),
+        convention=level.convention,
+        **made,
     )
 
 

@@ -102,8 +102,8 @@ def operand_of(fmt: Format, block: Block) -> Operand | str:
         return f"it has no decoding for scales of {level.codec.name}"
     if level.codec == E4M3 and fmt.element != E2M1:
         return f"E4M3 scales of {fmt.element.name} codes have no decoding"
-    if level.sense != "multiplier":
-        return f"its scales are stored as {level.sense}, and the kernel multiplies"
+    if level.convention != "multiplier":
+        return f"its scales are stored as {level.convention}, and the kernel multiplies"
     if fmt.offset == "bias":
         return "a bias of each block would be rounded when it is added to codes: FP32 decoding is needed"
     if fmt.offset == "zero_point" and codes != 1:
@@ -116,9 +116,9 @@ def operand_of(fmt: Format, block: Block) -> Operand | str:
     if outer is not None:
         if outer.codec != F32:
             return f"its global scale is {outer.codec.name}, and the kernel reads FP32"
-        if outer.sense == "amax":
+        if outer.convention == "amax":
             factor /= fmt.qmax(outer)
-        divides = outer.sense == "divisor"
+        divides = outer.convention == "divisor"
     scale, zero = _SCALES[level.codec.name], fmt.offset == "zero_point"
     return Operand(codes, scale, width, zero, fraction, factor, outer is not None, divides)
 

@@ -138,7 +138,7 @@ def test_the_text_form_of_a_recipe_parses_as_the_recipe(recipe: breccia.ScalingR
         (lambda: PerBlockMN(0, 4), "block_m must be > 0, got 0"),
         (lambda: PerBlockMN(4, 0), "block_n must be > 0, got 0"),
         (lambda: PerBlockK(partial=1), "partial must be bool, got 1"),  # type: ignore[arg-type]
-        (lambda: Level(F32, TENSOR, "inverse"), "sense is one of multiplier, divisor, amax; got 'inverse'"),
+        (lambda: Level(F32, TENSOR, "inverse"), "scale convention is one of multiplier, divisor, amax; got 'inverse'"),
         (lambda: Level(F32, (0, 1)), r"sides are >= 1, or None for all; got \(0, 1\)"),
         (lambda: Format(E4M3, ()), "one or two scale levels; got 0"),
         (lambda: Format(E4M3, (Level(F32, (1, 8)), Level(E8M0, (1, 4)))), r"global scale spans the tensor.*got \(1, 8\)"),

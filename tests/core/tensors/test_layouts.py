@@ -15,6 +15,7 @@ import pytest
 import breccia
 from breccia import (
     Float8BlockScaling,
+    Format,
     InStorage,
     Layout,
     Level,
@@ -28,7 +29,7 @@ from breccia import (
     ScaledTensor,
     UnsupportedError,
 )
-from breccia.codecs import F32
+from breccia.codecs import E4M3, F32
 from breccia.dispatch import registry
 from breccia.layouts import Blocks
 from breccia.tensors.metadata import Metadata
@@ -229,3 +230,9 @@ def test_pickles_of_an_earlier_version_load() -> None:
 
 def test_earlier_names_remain() -> None:
     assert breccia.Stored is breccia.backend.Stored is breccia.layouts.Stored is InStorage and InStorage.name == "stored"
+    level = Level(F32, (1, 16), sense="amax")
+    assert level == Level(F32, (1, 16), "amax") and level.sense == level.convention == "amax"
+    assert dataclasses.replace(level, convention="divisor").sense == "divisor" and pickle.loads(pickle.dumps(level)) == level
+    assert repr(level).endswith("block=(1, 16), convention='amax')")
+    fmt = Format(E4M3, (Level(F32, (None, None), "divisor"), Level(E4M3, (1, 16))))
+    assert fmt.fingerprint() == "15c7f88790d09922509a196448a46a4e9d94ac0387b9ffe865683e80ccd81918"

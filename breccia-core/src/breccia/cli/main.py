@@ -323,7 +323,7 @@ def _block(level: Level) -> str:
 def _level(level: Level) -> str:
     """The codec of a scale, and its convention."""
     codec = level.codec
-    return f"{codec.name}, {codec.bits} bits, {_CONVENTIONS.get(level.sense, level.sense)}"
+    return f"{codec.name}, {codec.bits} bits, {_CONVENTIONS.get(level.convention, level.convention)}"
 
 
 _CONVENTIONS = {"multiplier": "multiplies codes", "divisor": "divides codes", "amax": "holds the block's amax"}

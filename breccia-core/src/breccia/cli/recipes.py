@@ -131,7 +131,7 @@ def _format(recipe: ScalingRecipe) -> dict[str, Any]:
     def coded(codec: Codec) -> dict[str, Any]:
         return {"codec": codec.name, "bits": codec.bits}
 
-    scale = {**coded(fmt.scale.codec), "block": list(fmt.scale.block), "convention": fmt.scale.sense}
-    whole = fmt.global_scale and {**coded(fmt.global_scale.codec), "convention": fmt.global_scale.sense}
+    scale = {**coded(fmt.scale.codec), "block": list(fmt.scale.block), "convention": fmt.scale.convention}
+    whole = fmt.global_scale and {**coded(fmt.global_scale.codec), "convention": fmt.global_scale.convention}
     rules = [rule.name for rule in recipe.rules]
     return {"element": coded(fmt.element), "scale": scale, "global_scale": whole, "offset": fmt.offset, "rules": rules}

@@ -24,13 +24,13 @@ def same_scales(source: ScalingRecipe, target: ScalingRecipe, block: Block | Non
     """
     if _powers_of_two(target) and not _powers_of_two(source):
         return False
-    steps = [(f.offset, f.global_scale, f.scale.sense, _qmaxes(f)) for f in (source.format, target.format)]
+    steps = [(f.offset, f.global_scale, f.scale.convention, _qmaxes(f)) for f in (source.format, target.format)]
     return steps[0] == steps[1] and _nests(block or source.format.scale.block, target.format.scale.block)
 
 
 def _qmaxes(fmt: Format) -> list[float]:
     """The qmax of each level that needs it for decoding."""
-    return [fmt.qmax(level) for level in fmt.levels if level.sense == "amax"]
+    return [fmt.qmax(level) for level in fmt.levels if level.convention == "amax"]
 
 
 def _powers_of_two(recipe: ScalingRecipe) -> bool:

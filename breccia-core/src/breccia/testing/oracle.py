@@ -245,14 +245,14 @@ def global_number(level: Level, fmt: Format, amax: Fraction) -> Fraction:
     """The value that a cast stores for a global scale of convention "amax" or "divisor"; a tensor of zeros gets scale 1."""
     qmax = Fraction(fmt.qmax(level))
     number = max(amax, qmax * MIN_NORMAL) if amax else qmax
-    return number if level.sense == "amax" else min(fl_finite(qmax / number), 1 / MIN_NORMAL)
+    return number if level.convention == "amax" else min(fl_finite(qmax / number), 1 / MIN_NORMAL)
 
 
 def multiplied_by(level: Level, fmt: Format, stored: Fraction) -> Fraction:
     """The multiplier that a stored global scale stands for."""
-    if level.sense == "amax":
+    if level.convention == "amax":
         return fl_finite(stored / Fraction(fmt.qmax(level)))
-    return stored if level.sense == "multiplier" else fl_finite(1 / stored)
+    return stored if level.convention == "multiplier" else fl_finite(1 / stored)
 
 
 def stored_scale(rule: Rule, statistic: Fraction, level: Level, fmt: Format, global_scale: Fraction | None) -> int:
@@ -354,7 +354,7 @@ def cast(
         else:
             amax = max((abs(v) for v in value.values()), default=Fraction(0))
             level = fmt.global_scale
-            if level.sense != "multiplier":
+            if level.convention != "multiplier":
                 global_bits = f32_bits(float(global_number(level, fmt, amax)))
             else:
                 global_bits = stored_scale(rules[0], amax, level, fmt, None) if amax else zero_scale(level.codec)
@@ -504,9 +504,9 @@ def dequantize(written: Written, recipe: ScalingRecipe) -> np.ndarray:
 
 def _apply(v: float, stored: float, level: Level, fmt: Format) -> float:
     """`v` scaled by one level's stored scale, rounded once to FP32 (IEEE rules for NaN, Inf and signed zero)."""
-    if level.sense == "amax":
+    if level.convention == "amax":
         stored = _ieee(stored, fmt.qmax(level), divide=True)
-    return _ieee(v, stored, divide=level.sense == "divisor")
+    return _ieee(v, stored, divide=level.convention == "divisor")
 
 
 def _sum(a: float, b: float) -> float:

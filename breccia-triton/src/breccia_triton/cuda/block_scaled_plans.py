@@ -64,10 +64,10 @@ def _kind(operand: Operand) -> tuple[str, str]:
     fmt, outer = recipe.format, recipe.format.global_scale
     name, block = _BLOCKS.get((fmt.element, fmt.scale.codec), ("", None))
     layout = operand.layout or recipe.layout.oriented(operand.axis)
-    if not name or layout.plain.block(operand.axis) != block or fmt.offset != "none" or fmt.scale.sense != "multiplier":
+    if not name or layout.plain.block(operand.axis) != block or fmt.offset != "none" or fmt.scale.convention != "multiplier":
         return "", f"is {recipe.name}"
     if outer is None:
         return (f"{name} of one level" if name == "nvfp4" else name), ""
-    if outer.codec != F32 or outer.sense != "multiplier":
-        return "", f"has a global scale that is stored as {outer.sense}"
+    if outer.codec != F32 or outer.convention != "multiplier":
+        return "", f"has a global scale that is stored as {outer.convention}"
     return name, ""

@@ -135,8 +135,8 @@ def _kind(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[str, str]:
     if fmt.element not in CODECS or fmt.global_scale is not None or fmt.offset != "none":
         return "", f"it multiplies two FP8 tensors, and {{}} is {recipe.name}"
     kind = _BLOCKS.get(block, "") if layout.plain.in_order else ""
-    if fmt.scale.codec not in ((F32, E8M0) if kind == "1x32" else (F32,)) or fmt.scale.sense != "multiplier":
-        return "", f"it reads FP32 scales that multiply; those of {{}} are {fmt.scale.codec.name} ({fmt.scale.sense})"
+    if fmt.scale.codec not in ((F32, E8M0) if kind == "1x32" else (F32,)) or fmt.scale.convention != "multiplier":
+        return "", f"it reads FP32 scales that multiply; those of {{}} are {fmt.scale.codec.name} ({fmt.scale.convention})"
     if not kind:
         return "", f"it has no form for {layout.plain} of {{}}"
     if layout.storage != PLAIN and not (kind == "1x128" and layout.storage == "column_major"):

@@ -114,10 +114,12 @@ def humming_weight(fmt: Format, block: Block) -> Mapping[str, Any] | str:
     if (
         dtype is None
         or fmt.offset != whole
-        or scale.sense != "multiplier"
-        or (outer is not None and outer.sense != "multiplier")
+        or scale.convention != "multiplier"
+        or (outer is not None and outer.convention != "multiplier")
     ):
-        return f"humming is not called for {codec.name} codes with offset {fmt.offset!r} and scales that are {scale.sense}s"
+        return (
+            f"humming is not called for {codec.name} codes with offset {fmt.offset!r} and scales that are {scale.convention}s"
+        )
     sized = {"dtype": dtype, "group_size": block[1]}
     if codec in (INT4, UINT4) and scale.codec in (F16, BF16, F32) and outer is None and block[0] == 1:
         zero = {"has_zero_point": True} if codec == UINT4 else {}
@@ -181,8 +183,8 @@ def accepts_int4(call: Call) -> str | None:
     fmt = call.b.recipe.format
     if fmt.element not in (INT4, UINT4) or fmt.global_scale is not None:
         return f"it multiplies INT4 and UINT4 codes, not {fmt.element.name}" + (" under two scales" if fmt.global_scale else "")
-    if fmt.scale.codec not in (F16, BF16, F32) or fmt.scale.sense != "multiplier":
-        return f"it reads scales that multiply; these are {fmt.scale.codec.name} ({fmt.scale.sense})"
+    if fmt.scale.codec not in (F16, BF16, F32) or fmt.scale.convention != "multiplier":
+        return f"it reads scales that multiply; these are {fmt.scale.codec.name} ({fmt.scale.convention})"
     if call.b.layout is None or not call.b.shape:
         return None
     height, width = call.b.layout.plain.block(-2)

@@ -54,21 +54,21 @@ class _Values:
         self.known = self.bits in (4, 6, 8) and type(element).decode is Codec.decode
         if fmt.offset == "bias":  # then only products under subnormal scales can be subnormal, see `_blocks`
             whole = type(element) is Integer and not element.fraction_bits
-            self.known &= whole and len(fmt.levels) == 1 and fmt.scale.sense == "multiplier" and codec.bits > 8
+            self.known &= whole and len(fmt.levels) == 1 and fmt.scale.convention == "multiplier" and codec.bits > 8
         self.known &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
         self.known &= sys.byteorder == "little"
         #: Whether compiled microkernels decode it, of which biases are no obstacle
-        self.compiled = (self.known or fmt.offset == "bias") and fmt.scale.sense != "divisor" and sys.byteorder == "little"
+        self.compiled = (self.known or fmt.offset == "bias") and fmt.scale.convention != "divisor" and sys.byteorder == "little"
         self.compiled &= self.bits in (4, 6, 8) and type(element).decode is Codec.decode
         self.compiled &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
         self.element, self.codec = element, codec
         #: Whether a value is code * scale, times the global scale if any
-        multiplies = all(level.sense == "multiplier" for level in fmt.levels)
+        multiplies = all(level.convention == "multiplier" for level in fmt.levels)
         self.plain = self.known and self.bits != 6 and fmt.offset == "none" and multiplies
         self.one = np.array(element.table, U4).view(F4) if self.known else np.empty(0, F4)
         self.table = self.expand(self.one)
         # 2^-127 is an FP32 subnormal: use 2^-126 instead, and halve the other factor first.
-        halved = type(codec) is PowerOfTwo and fmt.scale.sense == "multiplier"
+        halved = type(codec) is PowerOfTwo and fmt.scale.convention == "multiplier"
         self.scales = np.array(codec.table, U4).view(F4) if codec.bits == 8 else None
         self.halves: Array | None = None
         if halved and self.scales is not None:
@@ -273,7 +273,7 @@ class _Dequantize:
             scale, offset = (None if a is None else a[places] for a in (piece.scale, piece.zero_point))
         assert scale is not None
         of_bytes = None
-        if fmt.scale.sense == "amax":
+        if fmt.scale.convention == "amax":
             scale = NUMPY.div(fmt.scale.codec.read(NUMPY, scale), fmt.qmax(fmt.scale))
         elif tables.scales is not None:
             of_bytes = tables.scales
@@ -283,7 +283,7 @@ class _Dequantize:
         global_scale, level = None, fmt.global_scale
         if self.global_scale is not None and level is not None:
             g = self.global_scale[piece.lead]
-            global_scale = float(NUMPY.div(g, fmt.qmax(level)) if level.sense == "amax" else g)
+            global_scale = float(NUMPY.div(g, fmt.qmax(level)) if level.convention == "amax" else g)
         blocks = Blocks(
             m,
             k,
@@ -293,7 +293,7 @@ class _Dequantize:
             offset if fmt.offset == "zero_point" else None,
             offset if fmt.offset == "bias" else None,
             global_scale,
-            level is not None and level.sense == "divisor",
+            level is not None and level.convention == "divisor",
         )
         target = piece.values[r0:r1, c0:c1]
         data = piece.data[r0:r1, byte_range(self.fmt.element, c0, c1)]
@@ -370,16 +370,16 @@ class _Dequantize:
         if tables.halves is not None and not stored.all():
             with_each(np.multiply, tables.halves.take(stored))
         scale = fmt.scale.codec.read(NUMPY, stored) if tables.scales is None else tables.scales.take(stored)
-        if fmt.scale.sense == "divisor":
+        if fmt.scale.convention == "divisor":
             with_each(np.divide, scale)
         else:
-            if fmt.scale.sense == "amax":
+            if fmt.scale.convention == "amax":
                 scale = NUMPY.div(scale, fmt.qmax(fmt.scale))
             with_each(np.multiply, scale)
         level = fmt.global_scale
         if self.global_scale is not None and level is not None:
             g = self.global_scale[piece.lead]
-            if level.sense == "multiplier":
+            if level.convention == "multiplier":
                 np.multiply(values, g, out=values)
             else:
                 values[...] = reference.apply_scale(NUMPY, values, g, fmt, level)

@@ -68,7 +68,7 @@ class Plan:
         #: Whether codes are computed here, not by the generic algorithm.
         self.fast = self.codes is not None and (not self.divides or (self.scaled is not None and level is None))
         self.scales = None if self.codes is None and self.shifted is None else Scales(recipe, len(fmt.levels) - 1, microkernels)
-        own = level is not None and level.sense == "multiplier" and not self.unsupported
+        own = level is not None and level.convention == "multiplier" and not self.unsupported
         self.global_scales = Scales(recipe, 0, microkernels) if own else None
         #: Whether microkernels read 16-bit numbers as they are
         self.narrow = microkernels.load is not None and (self.scaled is not None or self.shifted is not None)

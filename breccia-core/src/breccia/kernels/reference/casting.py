@@ -143,7 +143,7 @@ def global_scale_of(ops: Ops, amax: Array, recipe: ScalingRecipe) -> Array:
     """The global scale as stored, from the largest FP32 magnitude of the finite elements."""
     fmt = recipe.format
     level = fmt.levels[0]
-    if level.sense != "multiplier":
+    if level.convention != "multiplier":
         return ops.store(level.codec.encode(ops, sensed(ops, amax, fmt)), ops.storage(level.codec))
     codes = recipe.rules[0].scale(ops, amax, level.codec, fmt.element, fmt.qmax(level), None)
     return ops.store(ops.where(amax == 0, level.codec.zero_scale, codes), ops.storage(level.codec))
@@ -154,15 +154,15 @@ def sensed(ops: Ops, amax: Array, fmt: Format) -> Array:
     level = fmt.levels[0]
     qmax = fmt.qmax(level)
     ordinary = ops.where(amax == 0, qmax, ops.maximum(amax, qmax * 2.0**-126))
-    return ordinary if level.sense == "amax" else ops.minimum(ops.div(qmax, ordinary), 2.0**126)
+    return ordinary if level.convention == "amax" else ops.minimum(ops.div(qmax, ordinary), 2.0**126)
 
 
 def multiplier(ops: Ops, stored: Array, fmt: Format) -> Array:
     """The multiplier of a stored global scale."""
     level = fmt.levels[0]
-    if level.sense == "multiplier":
+    if level.convention == "multiplier":
         return stored
-    return ops.div(stored, fmt.qmax(level)) if level.sense == "amax" else ops.div(1.0, stored)
+    return ops.div(stored, fmt.qmax(level)) if level.convention == "amax" else ops.div(1.0, stored)
 
 
 def _statistic(ops: Ops, amax: Array, clean: Array, tiles: Tiles, offset: str) -> tuple[Array, Array]:

@@ -73,10 +73,10 @@ def offsets_of(ops: Ops, zero_point: Array) -> Array:
 
 def apply_scale(ops: Ops, v: Array, stored: Array, fmt: Format, level: Any) -> Array:
     """`v` under the stored scale of one level, in any scale convention."""
-    if level.sense == "multiplier":
+    if level.convention == "multiplier":
         return level.codec.multiply(ops, v, stored)
     value = level.codec.read(ops, stored)
-    if level.sense == "divisor":
+    if level.convention == "divisor":
         return ops.div(v, value)
     return v * ops.div(value, fmt.qmax(level))
 
