@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from breccia.backend import (
+    TENSOR,
     Array,
     DelayedScaling,
     DialectError,
@@ -36,7 +37,7 @@ from breccia.backend import (
     UnsupportedError,
 )
 
-from .wrapping import attribute, chosen, title, wrapped
+from .wrapping import attribute, chosen, float8_recipe, integer_recipe, title, wrapped
 
 _SCALE_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -88,12 +89,12 @@ def _floats(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) 
         return _mxfp8(module, found, recipe)
     block = attribute(module.quantization_scheme.weights, "block_structure")
     if block is not None:
-        inferred: ScalingRecipe = Float8BlockScaling(fmt, block_m=block[0], block_k=block[1])
+        inferred = float8_recipe(fmt, (block[0], block[1]))
     elif scale.numel() == 1:
-        inferred = Float8CurrentScaling(fmt)
+        inferred = float8_recipe(fmt, TENSOR)
         scale = scale.reshape(())
     elif tuple(scale.shape) == (data.shape[0], 1):
-        inferred = Float8RowScaling(fmt)
+        inferred = float8_recipe(fmt, (1, None))
     else:
         raise DialectError(f"{title(module)} has scales of shape {tuple(scale.shape)} for a weight {tuple(data.shape)}.")
     layout = inferred.layout.fitted(tuple(data.shape))
@@ -123,9 +124,7 @@ def _int8(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) ->
                 found=tuple(zero.shape),
             )
         data, zero = (_offset(part.contiguous(), 8) for part in (data, zero.expand(scale.shape)))
-    inferred = INT8Scaling(
-        group_size=None if group == data.shape[1] else group, signed=zero is None, scale_dtype=dtype, symmetric=zero is None
-    )
+    inferred = integer_recipe(8, group, data.shape[1], signed=zero is None, scale_dtype=dtype, symmetric=zero is None)
     return wrapped(module, data, scale, chosen(recipe, inferred, module), zero_point=zero)
 
 
@@ -149,11 +148,7 @@ def _packed(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) 
         zero = _zero_points(module, found["weight_zero_point"], bits, tuple(scale.shape))
     group = args.group_size or shape[1]
     group = shape[1] if group < 0 else group
-    fields: dict[str, Any] = {"signed": symmetric, "scale_dtype": dtype, "symmetric": symmetric}
-    if bits == 4:
-        inferred: ScalingRecipe = INT4Scaling(group_size=group, **fields)
-    else:
-        inferred = INT8Scaling(group_size=None if group == shape[1] else group, **fields)
+    inferred = integer_recipe(bits, group, shape[1], signed=symmetric, scale_dtype=dtype, symmetric=symmetric)
     layout = inferred.layout.fitted(shape)
     return wrapped(module, data, scale, chosen(recipe, inferred, module), layout=layout, shape=shape, zero_point=zero)
 

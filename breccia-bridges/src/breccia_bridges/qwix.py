@@ -12,12 +12,10 @@ from breccia.backend import (
     E4M3,
     E8M0,
     NF4,
+    TENSOR,
     Array,
     Codec,
     DialectError,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowScaling,
     INT4Scaling,
     INT8Scaling,
     MXFP4BlockScaling,
@@ -33,7 +31,7 @@ from breccia.backend import (
     unpack,
 )
 
-from .wrapping import attribute, buffer, chosen, title, wrapped
+from .wrapping import attribute, buffer, chosen, float8_recipe, integer_recipe, title, wrapped
 
 _SCALE_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _FP8 = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
@@ -163,16 +161,11 @@ def _recipe(
             )
         return recipe, codec
     if kind in _FP8 and dtype == "fp32":
-        if whole:
-            return Float8CurrentScaling(_FP8[kind]), None
-        if across == 1 and along == length:
-            return Float8RowScaling(_FP8[kind]), None
-        return Float8BlockScaling(_FP8[kind], block_k=along, block_m=across), None
+        block = TENSOR if whole else (across, None if across == 1 and along == length else along)
+        return float8_recipe(_FP8[kind], block), None
     if dtype is not None and across == 1 and not whole:
-        if kind == "int8":
-            return INT8Scaling(group_size=None if along == length else along, scale_dtype=dtype), None
-        if kind == "int4":
-            return INT4Scaling(group_size=along, scale_dtype=dtype), None
+        if kind in ("int4", "int8"):
+            return integer_recipe(int(kind[3:]), along, length, scale_dtype=dtype), None
         if kind == "nf4":
             return NF4Scaling(block_size=along, scale_dtype=dtype), None
     raise DialectError(

@@ -46,7 +46,18 @@ from breccia.backend import (
 )
 
 from .plugin import SignedInt4Scaling
-from .wrapping import attribute, buffer, buffer_or_none, check_padding, chosen, lengths, title, wrapped
+from .wrapping import (
+    attribute,
+    buffer,
+    buffer_or_none,
+    check_padding,
+    chosen,
+    float8_recipe,
+    integer_recipe,
+    lengths,
+    title,
+    wrapped,
+)
 
 Tensor = Any
 
@@ -187,7 +198,7 @@ def torchao_activation(tensor: Tensor) -> ScalingRecipe | None:
             return Float8CurrentScaling(fmt)
         block = getattr(options.granularity, "block_size", None)
         if granularity == "PerBlock" and block is not None:
-            return Float8BlockScaling(fmt, block_k=block[-1], block_m=block[-2])
+            return float8_recipe(fmt, (block[-2], block[-1]))
     if kind == "QuantizeTensorToInt8Kwargs" and granularity == "PerRow" and options.mapping_type.name == "SYMMETRIC":
         return INT8Scaling(scale_rule="half_range")
     if kind == "QuantizeTensorToMXKwargs" and (rule := options.scaling_mode.value) in ("floor", "rceil", "even"):
@@ -212,13 +223,8 @@ def _float8(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
     if recipe is not None and list(recipe.format.scale.block) == block[-2:]:
         m, k, axis = *block[-2:], -1  # blocks as long as the rows: both readings decode alike, and the caller chose
     if (m, k) == TENSOR:
-        inferred: ScalingRecipe = Float8CurrentScaling(fmt)
         scale = scale.reshape(scale.shape[:-2] if any(n > 1 for n in scale.shape) else ())
-    elif k is None:
-        inferred = Float8RowScaling(fmt)
-    else:
-        assert m is not None
-        inferred = Float8BlockScaling(fmt, block_k=k, block_m=m)
+    inferred = float8_recipe(fmt, (m, k))
     found = chosen(recipe, inferred, tensor)
     return wrapped(tensor, data, scale, found, layout=inferred.layout.oriented(axis), axis=axis)
 
@@ -257,7 +263,7 @@ def _of_integers(
     tensor: Tensor, recipe: ScalingRecipe | None, bits: int, data: Array, scale: Array, zero: Array | None, block: list[int]
 ) -> ScaledTensor:
     """Signed codes in int8; symmetric if all zero-points are 0, else unsigned codes with zero-points moved as much."""
-    kind, half = (INT4Scaling, 8) if bits == 4 else (INT8Scaling, 128)
+    half = 8 if bits == 4 else 128
     scale_dtype = _SCALE_DTYPES.get(scale.dtype)
     if scale_dtype is None or data.dtype != torch.int8:
         raise DialectError(
@@ -279,10 +285,9 @@ def _of_integers(
         raise DialectError(
             f"{title(tensor)} has one scale per {m} x {k} integers; recipes have one per row, or group of a row."
         )
-    group = k if k is not None or bits == 8 else data.shape[axis]
     asymmetric = zero is not None and bool((zero != 0).any())
-    options: dict[str, Any] = {"group_size": group, "scale_dtype": scale_dtype, "signed": not asymmetric}
-    found = chosen(recipe, kind(**options, symmetric=not asymmetric), tensor)
+    fields: dict[str, Any] = {"scale_dtype": scale_dtype, "signed": not asymmetric, "symmetric": not asymmetric}
+    found = chosen(recipe, integer_recipe(bits, k, data.shape[axis], **fields), tensor)
     codes = data
     if asymmetric:
         assert zero is not None

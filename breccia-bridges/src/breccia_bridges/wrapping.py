@@ -9,9 +9,16 @@ from typing import Any
 
 from breccia.backend import (
     PLAIN,
+    TENSOR,
     Array,
+    Block,
     BrecciaError,
     DialectError,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowScaling,
+    INT4Scaling,
+    INT8Scaling,
     ScaledTensor,
     ScalingRecipe,
     dtype_name,
@@ -75,6 +82,27 @@ def lengths(obj: Any, name: str) -> list[int]:
             f"{title(obj)} has {name}={short(found)}; this bridge reads a list of lengths.", attribute=name, found=found
         )
     return listed
+
+
+def float8_recipe(fmt: str, block: Block) -> ScalingRecipe:
+    """The recipe of FP8 codes of format `fmt` with an FP32 scale per block (m, k): all, (1, None) for rows, or two lengths."""
+    if block == TENSOR:
+        return Float8CurrentScaling(fmt)
+    if block == (1, None):
+        return Float8RowScaling(fmt)
+    m, k = block
+    assert m is not None and k is not None
+    return Float8BlockScaling(fmt, block_k=k, block_m=m)
+
+
+def integer_recipe(bits: int, group: int | None, length: int, **fields: Any) -> ScalingRecipe:
+    """The recipe of codes of 4 or 8 bits with a scale per `group` along a contraction axis of `length`; None is the whole axis.
+
+    fields: of both recipes, such as `scale_dtype`.
+    """
+    if bits == 4:
+        return INT4Scaling(group_size=group or length, **fields)
+    return INT8Scaling(group_size=None if group == length else group, **fields)
 
 
 def chosen(recipe: ScalingRecipe | None, inferred: ScalingRecipe, obj: Any) -> ScalingRecipe:
