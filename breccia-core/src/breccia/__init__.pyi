@@ -88,4 +88,7 @@ from .tensors.tensor import ScaledTensor as ScaledTensor
 from .tensors.tensor import bytes_equal as bytes_equal
 from .tensors.tensor import from_buffer as from_buffer
 
+#: Deprecated.
+Stored = InStorage
+
 __version__: str

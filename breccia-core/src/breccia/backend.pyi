@@ -169,4 +169,7 @@ from .tensors.tensor import restored as restored
 from .tensors.tensor import scaled as scaled
 from .tensors.tensor import transposed as transposed
 
+#: Deprecated.
+Stored = InStorage
+
 __all__: list[str]
