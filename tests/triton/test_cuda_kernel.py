@@ -50,7 +50,7 @@ def test_the_kernel_of_the_tutorial_writes_the_bytes_of_the_generic_algorithm(ac
     assert torch.equal(found.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32))
     assert torch.equal(breccia.dequantize(st.mT).nan_to_num(), found.mT.nan_to_num())
     tiles = breccia.cast(x, breccia.Float8BlockScaling(block_m=4))
-    assert breccia.explain("dequantize", tiles).running == "reference.dequantize"
+    assert breccia.explain("dequantize", tiles).running != acme
 
 
 @on_cuda

@@ -415,9 +415,12 @@ def test_kernels_are_not_differentiated(batched: bool, launches: list[str], monk
     """The frontend passes the gradient of a round trip straight through, and kernels see no tangents."""
     from breccia.backend import calls
 
+    def kernel_of(op: Any) -> Any:
+        return lambda *arguments, prefer=None: getattr(jax_calls, op.name)(*arguments)
+
     if not ON_GPU:  # where the table would choose the kernel
-        monkeypatch.setattr(calls, "cast_ste", lambda x, recipe, options, names=None: jax_calls.cast_ste(x, recipe, options))
-        monkeypatch.setattr(calls, "cast", lambda x, recipe, options, names=None: jax_calls.cast(x, recipe, options))
+        monkeypatch.setattr(calls, "function_of", kernel_of)
+        monkeypatch.setattr(calls, "cast", kernel_of(OPERATIONS["cast"]))
     recipe = breccia.recipe("mxfp8")
     x, w = (np.random.default_rng(n).standard_normal((3, 29, 61), np.float32) for n in range(2))
 
@@ -603,12 +606,12 @@ def test_the_reason_names_what_jax_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("op", ["cast", "pair", "dequantize", "requantize"])
 def test_large_arrays_are_left_to_the_generic_algorithm(op: str) -> None:
-    recipe = breccia.recipe("fp8_block")
+    recipe, named = breccia.recipe("fp8_block"), OPERATIONS["cast_pair" if op == "pair" else op]
 
     def reason(framework: str, rows: int) -> str | None:
         given = Described(recipe, shape=(rows, 65536), layout=recipe.layout, device=Device("cuda"))
         return getattr(plans, f"accepts_{op}")(
-            Call(OPERATIONS[op], framework, (given, None, breccia.recipe("mxfp8"), CastOptions(), None))
+            Call(named, framework, (given, None, breccia.recipe("mxfp8"), CastOptions(), None))
         )
 
     why = "positions in 2146435072 elements or more have 64 bits, and jax-triton passes integers of 32 bits"

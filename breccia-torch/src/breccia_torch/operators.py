@@ -145,12 +145,12 @@ def operator_of(op: Operation) -> Callable[..., Any]:
 
 
 def _register(op: Operation) -> Callable[..., Any]:
-    call, one, keeps = calls.function_of(op), _is_one_array(op), op.arguments[0][1] is Kind.TENSOR
+    one, keeps = _is_one_array(op), op.arguments[0][1] is Kind.TENSOR
 
     def run(*flat: Any) -> Any:
         arguments = _arguments(op, iter(flat))
         constants = [_constant(x) for x in arguments]
-        found = call(*constants)
+        found = getattr(calls, op.name)(*constants)
         if one:
             return found.contiguous()
         parts: list[Tensor] = []

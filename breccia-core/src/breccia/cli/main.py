@@ -58,7 +58,7 @@ benched_names = _completing(lambda: ["matmul", *registry().recipes])
 framework_names = _completing(lambda: registry().frameworks)
 _operand_names = _completing(lambda: [*registry().recipes, PLAIN_OPERAND])
 _OPS = ", ".join(OPERATIONS)
-_op_names = _completing(lambda: registry().operations)
+_op_names = _completing(lambda: [name for op in registry().operations.values() for name in (op.name, *op.aliases)])
 _kernel_names = _completing(lambda: [kernel.name for kernel in registry().table.kernels])
 
 
