@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -21,13 +20,6 @@ from breccia_native import products
 
 RECIPES = ("fp8_current", "fp8_row", "fp8_block", "fp8_block,block_m=128", "mxfp8", "mxfp6", "nvfp4", "int4", "int8", "nf4")
 ASYMMETRIC = "int4,signed=false,symmetric=false"
-
-
-@pytest.fixture(params=products.use())
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    products.use(request.param)
-    yield request.param
-    products.use(products.use()[0])
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -33,13 +32,6 @@ from breccia_native import facts, products
 from breccia_native import matmul as native
 
 NATIVE = "native.matmul"
-
-
-@pytest.fixture(params=products.use())
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    products.use(request.param)
-    yield request.param
-    products.use(products.use()[0])
 
 
 def test_weights_that_cancel_to_zero_are_zero(instruction_set: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import re
 import shlex
 import tomllib
@@ -359,3 +360,35 @@ def test_the_comparisons_of_the_faq_name_what_there_is() -> None:
     assert {name.replace("transformerengine", "transformer_engine") for name in bridges} == {
         name for name in found - others if not name.endswith("_layer")
     }
+
+
+def test_the_table_of_hardware_says_what_results_and_kernels_say() -> None:
+    """The column "tested there" has the machines of the committed results; the kernels named run on the rows named."""
+    triton = pytest.importorskip("breccia_triton.plans", reason="the rows of GPUs are of breccia-triton")
+    from breccia_triton import weight_plans
+    from breccia_triton.cuda import block_scaled_plans, fp8_plans
+
+    section = (DOCS / "support.md").read_text(encoding="utf-8").partition("\n## Hardware\n")[2].partition("\n## ")[0]
+    cells = (line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| "))
+    rows = {row[0]: row[1:] for row in cells if row[0] != "hardware"}
+    cpu, hopper, _, blackwell, amd, apple, tpu, trainium = rows
+
+    runs = [run for path in (ROOT / "benchmarks/results").glob("*.json") for run in json.loads(path.read_text())["runs"]]
+    gpus = {run["device"] for run in runs if "CUDA" in run.get("device", "").upper()}
+    assert {re.search(r"NVIDIA (\w+)", gpu)[1] for gpu in gpus} == set(re.findall(r"\b[A-Z]+\d+\b", rows[hopper][1]))
+    assert rows[cpu][1] == "on x86-64" and all(re.search("Intel|AMD EPYC", run["cpu"]) for run in runs)
+    assert all(rows[row][1].startswith("no") for row in (amd, apple, tpu, trainium))
+
+    def refused(available: Callable[[Any], str | None], *capability: int) -> bool:
+        return "compute capability" in (available(breccia.Device("cuda", 0, capability)) or "")
+
+    for capability in ((8, 9), (10, 0)):  # Ada, Blackwell: Triton's kernels, and none of Hopper's instructions
+        assert not refused(triton.available, *capability)
+        assert refused(fp8_plans.available, *capability) and refused(weight_plans.available, *capability)
+    assert not any(refused(module.available, 9, 0) for module in (triton, fp8_plans, weight_plans))
+    assert refused(block_scaled_plans.available, 9, 0) and not refused(block_scaled_plans.available, 10, 0)
+    for row, kernel in ((blackwell, "torch.block_scaled_mm"), (apple, "mlx.quantized_matmul")):
+        library = kernel.replace("mlx.", "mx.")
+        assert library in rows[row][0] and next(k for k in registry().table.kernels if k.name == kernel).opt_in
+    dtypes = {value.dtype for value in vars(breccia.codecs).values() if isinstance(value, breccia.codecs.Codec)}
+    assert "float8_e4m3fn" in dtypes and "float8_e4m3fnuz" in section and "float8_e4m3fnuz" not in dtypes

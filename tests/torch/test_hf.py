@@ -8,7 +8,6 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import hf_models
 import torch
 import transformers
 from torch import nn
@@ -33,6 +33,7 @@ from breccia_torch.nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWe
 
 pytestmark = [
     pytest.mark.together,
+    pytest.mark.usefixtures("no_progress_bars"),
     pytest.mark.filterwarnings("ignore"),  # transformers and what it imports warn of much that is not about breccia
 ]
 
@@ -62,21 +63,13 @@ IDS = torch.tensor([[1, 5, 9, 0, 44, 7, 90], [3, 3, 2, 8, 12, 61, 33]])
 SPECS = ("nvfp4", "fp8_block,block_m=128", "fp8_current", "int4,signed=false,symmetric=false")
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
-
-
 def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(MODELS[name](), dtype=dtype).eval()
 
 
 def logits(of: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return of(IDS).logits
+    return hf_models.logits(of, IDS)
 
 
 def loaded(folder: Path) -> Any:

@@ -17,6 +17,7 @@ pytest.importorskip("peft")
 import peft
 import torch
 import transformers
+from hf_models import IDS
 from torch import nn
 
 import breccia
@@ -34,7 +35,6 @@ CONFIGS: dict[str, Any] = {
     "llama": (transformers.LlamaConfig(**SIZES, hidden_size=64, intermediate_size=96), ["q_proj", "down_proj"]),
     "gpt2": (transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4, n_positions=32), ["c_attn", "c_proj"]),
 }
-IDS = torch.tensor([[1, 5, 9, 0, 44, 7, 90]])
 
 
 def quantized(name: str, recipe: str) -> nn.Module:

@@ -6,7 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from hf_models import logits
 from transformers import AutoModelForCausalLM
 
 import breccia
@@ -25,6 +26,7 @@ from breccia_torch.nn import ScaledExperts, ScaledLinear
 
 pytestmark = [
     pytest.mark.together,
+    pytest.mark.usefixtures("no_progress_bars"),
     pytest.mark.filterwarnings("ignore"),  # of transformers
 ]
 
@@ -37,14 +39,6 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 32,
 }
-IDS = torch.tensor([[1, 5, 9, 0, 44, 7, 90]])
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
 
 
 def model(moe: bool = False) -> Any:
@@ -55,11 +49,6 @@ def model(moe: bool = False) -> Any:
             **SIZES, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1
         )
     return AutoModelForCausalLM.from_config(config).eval()
-
-
-def logits(of: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return of(IDS).logits
 
 
 def by_hand(folder: Path) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ pytest.importorskip("accelerate")
 import torch
 import transformers
 from accelerate import dispatch_model
+from hf_models import logits
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +25,7 @@ from breccia_torch.nn import ScaledExperts, ScaledLinear, ScaledWeight
 
 pytestmark = [
     pytest.mark.together,
+    pytest.mark.usefixtures("no_progress_bars"),
     pytest.mark.filterwarnings("ignore"),  # of transformers and accelerate
 ]
 
@@ -37,14 +38,6 @@ CONFIGS: dict[str, Any] = {
     ),
     "gpt2": transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=32),
 }
-IDS = torch.tensor([[1, 5, 9, 0, 44, 7, 90]])
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
 
 
 def saved(name: str, folder: Path) -> Path:
@@ -60,11 +53,6 @@ def places(name: str, second: str) -> dict[str, str]:
         return {"transformer.wte": "cpu", "transformer.wpe": "cpu", **blocks, "lm_head": "cpu"}
     blocks = {"model.layers.0": "cpu", "model.layers.1": second, "model.norm": second, "lm_head": second}
     return {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", **blocks}
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def close(a: Any, b: Any) -> None:
