@@ -730,7 +730,10 @@ def test_config_json_stays_without_quantization_where_nothing_is_quantized(shard
 def test_every_kept_tensor_has_a_reason(tmp_path: Path, run: Run) -> None:
     save_file(
         {
-            "conv.weight": np.ones((8, 8, 3, 3), np.float32),  # 4 bits in blocks of 3 under FP32 scales
+            "conv.weight": np.ones((8, 8, 3, 3), np.float32),
+            "conv2.weight": np.ones((8, 8, 3, 3), np.float32),  # 4 bits in blocks of 3 under FP32 scales
+            "time_mix": np.ones((1, 1, 64), np.float32),
+            "experts": np.ones((2, 4, 64), np.float32),
             "thin.weight": np.ones((64, 1), ml_dtypes.bfloat16),
             "wide": np.ones((4, 64), np.float64),
             "ids": np.ones((4, 64), np.int32),
@@ -743,11 +746,14 @@ def test_every_kept_tensor_has_a_reason(tmp_path: Path, run: Run) -> None:
         tmp_path / "m.safetensors",
     )
     words = ("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "-r")
-    code, text, err = run(*words, "int4,scale_dtype=fp32", "--exclude", "out", "--json")
+    code, text, err = run(*words, "int4,scale_dtype=fp32", "--exclude", "out", "--include", "conv2*", "--json")
     report = json.loads(text)
-    assert code == 0 and err.count("\n") == 1 and "the last axis of conv.weight (16.00 bits) is shorter than a block" in err
+    assert code == 0 and err.count("\n") == 1 and "the last axis of conv2.weight (16.00 bits) is shorter than a block" in err
     assert {t["name"]: t["reason"] for t in report["tensors"]} == {
-        "conv.weight": None,
+        "conv.weight": "kept by default (no matrix)",
+        "conv2.weight": None,
+        "time_mix": "kept by default (no matrix)",
+        "experts": None,
         "thin.weight": "would not shrink",
         "wide": "F64 cannot be cast",
         "ids": "not floating",
@@ -759,7 +765,7 @@ def test_every_kept_tensor_has_a_reason(tmp_path: Path, run: Run) -> None:
     }
     assert report["kept"]["would not shrink"] == 1
     shutil.copy(tmp_path / "m.safetensors", tmp_path / "n.safetensors")
-    halves = {"conv": np.ones((64, 64, 3, 3), np.float16), "column": np.ones((64, 1), np.float16)}
+    halves = {"conv": np.ones((64, 64), np.float16), "column": np.ones((64, 1), np.float16)}
     save_file(halves, tmp_path / "m.safetensors")
     code, text, err = run(*words, "mxfp8", "--force")
     assert code == 0 and "kept        1 tensors, 128 B in their original precision: 1 would not shrink" in text
@@ -868,9 +874,9 @@ def test_the_slab_size_changes_no_byte(
 ) -> None:
     tensors = awkward()
     save_file(tensors, tmp_path / "m.safetensors")
-    whole = convert(tmp_path / "m.safetensors", tmp_path / "whole.safetensors", recipe)
+    whole = convert(tmp_path / "m.safetensors", tmp_path / "whole.safetensors", recipe, include=["*"])
     monkeypatch.setattr("breccia.kernels.measuring.SLAB", slab)
-    report = convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", recipe)
+    report = convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", recipe, include=["*"])
     loaded = load_safetensors(tmp_path / "o.safetensors")
     for name, x in tensors.items():
         expected = breccia.cast(x, recipe)
@@ -1256,7 +1262,7 @@ def test_rows_shorter_than_a_block_give_a_warning(tmp_path: Path, run: Run) -> N
     rng = np.random.default_rng(0)
     shapes = {"conv.weight": (32, 16, 3, 3), "tail.weight": (32, 40), "fine.weight": (32, 64)}
     save_file({name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "m.safetensors")
-    _, _, err = run("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "-r", "nvfp4")
+    _, _, err = run("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "-r", "nvfp4", "--include", "*")
     assert err == (
         "warning: the last axis of conv.weight (8.01 bits) is shorter than a block, so scales take more space than usual; "
         "--exclude keeps such tensors unquantized.\n"

@@ -13,6 +13,7 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 from program import Run
+from recipes import as_mlx
 
 import breccia
 import breccia_mlx
@@ -85,7 +86,7 @@ def test_a_model_loads_what_convert_wrote(spec: str, model: Model, tmp_path: Pat
     for name in WEIGHTS:
         assert weight(fresh, name).digest() == written[name].digest()
     ours = copy.deepcopy(model)
-    breccia_mlx.quantize(ours, spec)
+    breccia_mlx.quantize(ours, as_mlx(spec))
     assert mx.array_equal(fresh(IDS), ours(IDS)) or not np.isfinite(np.array(fresh(IDS))).all()
     norm = (
         breccia.dequantize(written["blocks.0.norm.weight"])
@@ -97,7 +98,7 @@ def test_a_model_loads_what_convert_wrote(spec: str, model: Model, tmp_path: Pat
 
 def test_a_model_loads_every_writer_s_file_of_one_quantized_model(model: Model, tmp_path: Path) -> None:
     """`save_weights` names components after the recipe, `save_model` as `breccia convert` does; MLX's own names are others."""
-    breccia_mlx.quantize(model, NVFP4)
+    breccia_mlx.quantize(model, as_mlx(NVFP4))
     breccia_mlx.save_model(model, tmp_path / "ours.safetensors", {"note": "kept"})
     saved(model, tmp_path / "mlx.safetensors")
     listed = bridges.load_safetensors(tmp_path / "ours.safetensors")
@@ -112,7 +113,7 @@ def test_a_model_loads_every_writer_s_file_of_one_quantized_model(model: Model, 
 
 @pytest.mark.parametrize("recipe", ["int4", "int8,group_size=32", "fp8_row", "nf4", "mlx_affine,scale_dtype=bf16"])
 def test_float_scales_of_save_weights_are_read_from_their_bit_patterns(recipe: str, model: Model, tmp_path: Path) -> None:
-    breccia_mlx.quantize(model, recipe)
+    breccia_mlx.quantize(model, as_mlx(recipe))
     path = saved(model, tmp_path / "w.safetensors")
     fresh = Model()
     breccia_mlx.load_model(fresh, path)
@@ -136,7 +137,7 @@ def test_checkpoints_in_mlx_s_own_format_keep_their_codes_and_scales(mode: str, 
 def test_plain_weights_are_cast_for_quantized_layers_and_copied_for_others(model: Model, tmp_path: Path) -> None:
     path = saved(model, tmp_path / "plain.safetensors")
     ours, theirs, plain = Model(), Model(), Model()
-    breccia_mlx.quantize(ours, MXFP8, activation=MXFP8)
+    breccia_mlx.quantize(ours, as_mlx(MXFP8), activation=MXFP8)
     nn.quantize(theirs, mode="mxfp8")
     for start in (ours, theirs, plain):
         assert breccia_mlx.load_model(start, path) == ([], [])
@@ -164,7 +165,7 @@ def test_layers_at_several_places_stay_one_layer(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_fit_change_nothing(model: Model, tmp_path: Path) -> None:
-    breccia_mlx.quantize(model, NVFP4)
+    breccia_mlx.quantize(model, as_mlx(NVFP4))
     breccia_mlx.save_model(model, tmp_path / "m.safetensors")
     tensors = bridges.load_safetensors(tmp_path / "m.safetensors", framework="mlx")
 
@@ -230,8 +231,8 @@ def test_layers_that_mlx_has_quantized_are_taken_over_byte_for_byte(mode: str, m
     model.blocks[0]["up"].bias = mx.random.normal((256,))
     ours = copy.deepcopy(model)
     summary = breccia_mlx.quantize(ours)
-    assert summary.kept == ("embed", "blocks.0.up", "blocks.0.down", "head") and not summary.quantized and not summary.recast
-    assert "quantized by MLX, codes and scales kept: embed" in repr(summary)
+    assert set(summary.kept) == set(WEIGHTS) and not summary.quantized and not summary.recast
+    assert "quantized by MLX, codes and scales kept: embed.weight" in repr(summary)
     for name in WEIGHTS:
         theirs = bridges.from_mlx_layer(dict(model.named_modules())[name.removesuffix(".weight")])
         assert bytes_equal(weight(ours, name), theirs)
@@ -255,18 +256,20 @@ def test_layers_that_mlx_has_quantized_are_cast_again_under_another_recipe(model
         ),
     )
     affine = held["up"].recipe
-    assert (summary.quantized, summary.kept, dict(summary.recast)) == (("head",), ("blocks.0.down",), {"blocks.0.up": affine})
-    assert summary.left == ("embed",)
+    assert summary.quantized == ("blocks.0.up.weight", "head.weight") and summary.kept == ("blocks.0.down.weight",)
+    assert dict(summary.recast) == {"blocks.0.up.weight": affine}
+    assert summary.left == {"embed.weight": "left out by class_predicate"}
     assert summary.bytes_after == sum(a.nbytes for a in dense(model).values()) != summary.bytes_before
     text = repr(summary)
-    assert text.startswith("3 layers quantized; the model has ") and "left as they were: embed" in text
-    assert f"quantized by MLX under {affine.spec}, cast again: blocks.0.up" in text
+    assert text.startswith("2 parameters quantized; the model has ")
+    assert "left in high precision (left out by class_predicate): embed.weight" in text
+    assert f"quantized by MLX under {affine.spec}, cast again: blocks.0.up.weight" in text
     assert bytes_equal(weight(model, "blocks.0.up.weight"), breccia.requantize(held["up"], MXFP8))
     assert bytes_equal(weight(model, "blocks.0.down.weight"), held["down"])
 
 
 def test_quantize_without_a_recipe_needs_layers_that_mlx_has_quantized(model: Model) -> None:
-    with pytest.raises(breccia.OptionError, match=r"no layer is chosen: 4 of 5 leaf modules are .*\. Pass a recipe\."):
+    with pytest.raises(breccia.OptionError, match=r"no parameter is chosen: not quantized by MLX: .*; pass a recipe\."):
         breccia_mlx.quantize(model)
     with pytest.raises(breccia.OptionError, match=r"head\.weight: the weight is not quantized; pass a recipe"):
         breccia_mlx.quantize(model, class_predicate=lambda path, _: path == "head")

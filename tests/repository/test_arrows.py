@@ -63,6 +63,7 @@ FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
     "cli": (TERMINAL, set()),
     "__main__": (set(), TERMINAL),
     "dispatch.hookspecs": ({"pluggy"}, set()),
+    "yaml_text": ({"yaml"}, set()),
     "dispatch.registry": ({"pluggy"}, set()),
 }
 
@@ -71,17 +72,17 @@ FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
 ORDER = [
     {"", "backend"},  # the package itself, and the names for other distributions: lazy, they import nothing
     {"errors", "locks"},
-    {"siblings", "targets", "declared", "selection", "error_metrics", "json_text"},
+    {"siblings", "targets", "declared", "error_metrics", "json_text", "yaml_text"},
     {"codec_checks", "tracing"},
     {"codecs", "rules", "options"},
     {"formats"},
     {"layouts", "recipes"},
-    {"specs", "operations"},
+    {"specs", "operations", "policies"},
     {"arrays"},
     {"tensors"},
     {"dispatch"},
     {"kernels"},
-    {"api", "bridges", "foreign"},
+    {"api", "bridges", "foreign", "models"},
     {"storing"},
     {"cli"},
     {"__main__"},

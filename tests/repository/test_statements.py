@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -362,7 +363,7 @@ def test_the_comparisons_of_the_faq_name_what_there_is() -> None:
     }
 
 
-def test_the_table_of_hardware_says_what_results_and_kernels_say() -> None:
+def test_the_table_of_hardware_says_what_results_and_kernels_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """The column "tested there" has the machines of the committed results; the kernels named run on the rows named."""
     triton = pytest.importorskip("breccia_triton.plans", reason="the rows of GPUs are of breccia-triton")
     from breccia_triton import weight_plans
@@ -378,6 +379,8 @@ def test_the_table_of_hardware_says_what_results_and_kernels_say() -> None:
     assert {re.search(r"NVIDIA (\w+)", gpu)[1] for gpu in gpus} == set(re.findall(r"\b[A-Z]+\d+\b", rows[hopper][1]))
     assert rows[cpu][1] == "on x86-64" and all(re.search("Intel|AMD EPYC", run["cpu"]) for run in runs)
     assert all(rows[row][1].startswith("no") for row in (amd, apple, tpu, trainium))
+
+    monkeypatch.setitem(sys.modules, "torch", None)  # one built without CUDA would be the reason
 
     def refused(available: Callable[[Any], str | None], *capability: int) -> bool:
         return "compute capability" in (available(breccia.Device("cuda", 0, capability)) or "")

@@ -73,3 +73,8 @@ def is_exact(source: ScalingRecipe, target: ScalingRecipe) -> bool:
     """Can `target` hold every tensor of `source` with the same decoded bits?"""
     names, scales = zip(*((r.format.element, r.format.scale.codec) for r in (source, target)), strict=True)
     return exact.renamed(*names) is not None and exact.same_scales(source, target) and exact.hold_scales(*scales)
+
+
+def as_mlx(recipe: ScalingRecipe | str) -> dict[str, Any]:
+    """The policy that quantizes what `mlx.nn.quantize` does, embeddings and heads too."""
+    return {"preset": "mlx.nn.quantize", "default": recipe}

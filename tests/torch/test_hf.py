@@ -347,11 +347,15 @@ def test_quantize_says_what_it_did_and_what_it_left() -> None:
     held = {id(t): t.nbytes for t in (*found.parameters(), *found.buffers())}
     assert summary.bytes_after == sum(held.values()) < summary.bytes_before / 3
     first, *others = repr(summary).splitlines()
-    assert first.startswith("12 weights quantized under nvfp4; the model has ") and first.endswith(" kB, before 1.04 MB")
+    assert first.startswith("12 parameters quantized; the model has ") and first.endswith(" kB, before 1.04 MB")
+    attention = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
     assert others == [
-        "left in high precision (output head): lm_head.weight",
+        f"nvfp4, blocks along axis 1: {', '.join(attention)}, model.layers.1.self_attn.q_proj.weight and 3 more",
+        "nvfp4, blocks along axis 2: model.layers.0.mlp.experts.gate_up_proj, model.layers.0.mlp.experts.down_proj, "
+        "model.layers.1.mlp.experts.gate_up_proj, model.layers.1.mlp.experts.down_proj",
         "left in high precision (embedding): model.embed_tokens.weight",
         "left in high precision (router): model.layers.0.mlp.gate.weight, model.layers.1.mlp.gate.weight",
+        "left in high precision (output head): lm_head.weight",
     ]
 
 
@@ -444,7 +448,7 @@ def test_patterns_select_weights_as_in_convert() -> None:
     summary = breccia_torch.quantize_(found, "mxfp8", include=["lm_head.*"], exclude=["*.o_proj.weight"])
     assert "lm_head.weight" in summary.quantized and summary.left["model.layers.0.self_attn.o_proj.weight"] == "excluded"
     message = r"the pattern '\*\.brain' matches no weight of a linear layer or of experts; `model.named_parameters\(\)` lists "
-    with pytest.raises(breccia.UnknownNameError, match=message + "the names, such as lm_head.weight, model.layers.0.mlp"):
+    with pytest.raises(breccia.UnknownNameError, match=message + "the names, such as lm_head.weight, model.embed"):
         breccia_torch.quantize_(model("llama"), "mxfp8", exclude=["*.brain"])
     with pytest.raises(breccia.UnknownNameError, match=r"did you mean '\*\.o_proj\.\*'\?"):
         breccia_torch.quantize_(model("llama"), "mxfp8", include=["*.o_prij.*"])

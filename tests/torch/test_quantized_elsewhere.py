@@ -52,7 +52,7 @@ def test_the_function_that_takes_over_is_named_and_the_rest_is_quantized(library
     found = model()
     reason = library(found)
     layer = found[0]
-    with pytest.raises(breccia.OptionError, match=f"no layer is chosen: {reason}"):
+    with pytest.raises(breccia.OptionError, match=f"no parameter is chosen: {reason}"):
         breccia_torch.quantize_(nn.Sequential(layer), "mxfp8")
     summary = breccia_torch.quantize_(found, "mxfp8")
     assert summary.quantized == ("1.weight",) and found[0] is layer and type(found[1]) is ScaledLinear

@@ -61,7 +61,7 @@ def convert(
             "--recipe",
             "-r",
             metavar="RECIPE",
-            help=f"One of {_recipes()}. With fields: fp8_block,block_m=128.",
+            help=f"One of {_recipes()}. With fields: fp8_block,block_m=128. Or a YAML file of patterns and recipes.",
             show_default=False,
             autocompletion=recipe_names,
         ),
@@ -76,7 +76,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Quantize a checkpoint's floating matrices; embeddings, norms, routers and lm_head are kept unless included."""
-    chosen = breccia.recipe(recipe)
+    policy = breccia.Policy.of(recipe, include or (), exclude or ())
     if report is not None:
         if dry_run:
             raise typer.BadParameter("--report shows measurements, and --dry-run measures nothing; use only one of them.")
@@ -86,9 +86,7 @@ def convert(
         found = convert_checkpoint(
             source,
             destination,
-            chosen,
-            include=include or (),
-            exclude=exclude or (),
+            policy,
             force=force,
             dry_run=dry_run,
             histograms=report is not None,
@@ -99,7 +97,7 @@ def convert(
         print_json({**found.to_dict(), "dry_run": dry_run, "seconds": seconds})
     else:
         _print_conversion(found, seconds, dry_run)
-    _finish([found], report, f"{source.name} under {chosen.name}", as_json)
+    _finish([found], report, f"{source.name} under {' and '.join(found.recipes) or recipe}", as_json)
 
 
 def compare(

@@ -143,7 +143,7 @@ def write_config(path: Path, config: dict[str, Any], report: Report, floating: t
             part.pop(QUANTIZATION, None)
     config[QUANTIZATION] = {
         "quant_method": OWN,
-        "recipe": report.recipe and report.recipe.to_dict(),
+        "recipe": next((recipe.to_dict() for recipe in report.used), None),
         "modules_to_not_convert": _modules_kept(report, floating),
     }
     config[WEIGHTS] = REFUSAL

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from breccia import CorruptFileError, ErrorMetrics, ScalingRecipe, UnsupportedError
-from breccia.backend import BF16, F16, F32, KEPT, NUMPY, Selection, as_recipe
+from breccia import CorruptFileError, ErrorMetrics, OptionError, Policy, ScalingRecipe, UnsupportedError
+from breccia.backend import BF16, F16, F32, NUMPY, PRESETS, Parameter, choose, kind_in_file
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
 from .companions import Companions, check_index, write_config, write_index
@@ -29,7 +30,7 @@ from .safetensors_writer import HeaderError, Writer
 from .slab_casts import SlabCasts
 from .staging import Staging
 
-#: How the reason for keeping a tensor of `breccia.backend.KEPT` starts; its kind follows.
+#: How the reason for keeping a tensor of a kind that keeps its precision starts; the kind follows.
 BY_DEFAULT = "kept by default"
 
 #: Bytes that are read at a time of tensors that are copied or compared.
@@ -40,7 +41,7 @@ _CASTABLE = {codec.name: codec for codec in (F32, F16, BF16)}
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    recipe: ScalingRecipe | str,
+    recipe: ScalingRecipe | str | Policy | Mapping[str, Any],
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -59,9 +60,11 @@ def convert(
     destination: a file or folder, like `source`. It appears under its name only when everything is written and verified: each
         file is read back, its bytes are compared with those written, and its tensors are decoded. A link is replaced, not
         followed.
-    include, exclude: shell-style globs over whole names; each must match a tensor. Floating tensors of two axes or more are
-        quantized, except embeddings, norms, routers and output heads (`breccia.backend.KEPT`), less `exclude`, plus `include`;
-        `exclude` beats `include`, which beats the default.
+    recipe: a recipe or its spec; or a policy: a mapping from patterns to recipes or "keep", or the path of a YAML file with
+        one; see `breccia.Policy`. Under one recipe, floating matrices and stacks of experts are quantized, except embeddings,
+        norms, routers, output heads and the other kinds of `breccia.backend.KEPT`, as `quantize` does in every framework.
+    include, exclude: shell-style globs over whole names, beside one recipe; each must match a tensor. `exclude` beats
+        `include`, which beats the default.
     force: replace an existing file, or a folder that contains a checkpoint; otherwise FileExistsError, before anything is read.
     dry_run: check everything and report sizes from headers alone; write nothing.
     histograms: count the elements of quantized tensors by value, before and after.
@@ -72,23 +75,33 @@ def convert(
     UnsupportedError for a source that is quantized in another format or no checkpoint, and for a destination that is, contains
     or is in the source; UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
     """
-    chosen = Selection(tuple(include), tuple(exclude))
+    policy = Policy.of(recipe, include, exclude)
+    _check_axes(policy)
     staging = Staging(location(Path(destination)))
     if staging.moved and not dry_run:
         with staging:  # puts it back
             pass
-    recipe = as_recipe(recipe)
-    report = Report(str(Path(source)), str(Path(destination)), recipe)
-    work = _Conversion(Path(source), staging, report, recipe, chosen, force)
+    report = Report(str(Path(source)), str(Path(destination)), policy.recipes[0] if policy.recipes else None)
+    work = _Conversion(Path(source), staging, report, policy, force)
     return work.planned() if dry_run else work.run(histograms, advance or no_progress)
+
+
+def _check_axes(policy: Policy) -> None:
+    """Raise OptionError for a rule with contracted axes other than the last: those of a file's tensors are the last ones."""
+    rules = [("default", policy.default), *policy.rules]
+    for pattern, rule in rules:
+        if rule is not None and rule.axes not in (None, (-1,)):
+            raise OptionError(
+                f"{policy.source}: the rule of {pattern!r} has blocks along axes {rule.axes}; files have them along the last "
+                "axis. Give the recipe alone.",
+                pattern=pattern,
+            )
 
 
 class _Conversion:
     """A conversion whose checks are done: nothing that it refuses is found later than here."""
 
-    def __init__(
-        self, src: Path, staging: Staging, report: Report, recipe: ScalingRecipe, chosen: Selection, force: bool
-    ) -> None:
+    def __init__(self, src: Path, staging: Staging, report: Report, policy: Policy, force: bool) -> None:
         self.src, self.dst, self.force, self.folder = src, staging.destination, force, src.is_dir()
         self.staging, self.report = staging, report
         files = checkpoint_files(src)
@@ -98,8 +111,15 @@ class _Conversion:
         self.companions = Companions(src, files) if self.folder else None
         self.index = src / INDEX if self.folder and (src / INDEX).exists() else None
         self.containers, blocks = _checked(src, files, self.index)
-        self.plans = [_Plan(container, blocks, recipe, chosen) for container in self.containers]
-        chosen.check([name for planned in self.plans for name in planned.reasons])
+        listed = {container.path: list(_parameters(container, blocks)) for container in self.containers}
+        every = [p for each in listed.values() for p in each]
+        chosen, left = choose(every, policy, "convert", what="tensor", listed_by="`breccia inspect`")
+        recipes = {name: how.recipe for name, how in chosen.items()}
+        reasons = {p.name: p.why or _by_default(left.get(p.name, ""), policy) for p in every}
+        self.plans = [
+            _Plan(container, blocks, recipes, {p.name: reasons[p.name] for p in listed[container.path]})
+            for container in self.containers
+        ]
         # A file of scales alone becomes none.
         wanted = [planned for planned in self.plans if planned.reasons or not planned.container.entries]
         self.written = [piece for planned in wanted for piece in self._declared(planned)]
@@ -202,36 +222,46 @@ def _not_castable(dtype: str, shape: Shape) -> str:
     return "fewer than two axes" if len(shape) < 2 else ""
 
 
+def _parameters(container: Container, blocks: BlockFP8 | None) -> Iterator[Parameter]:
+    """The tensors of a file, but for scales of block FP8, which are written with no weight."""
+    scales = set(blocks.scales.values()) if blocks else set[str]()
+    for name, entry in container.entries.items():
+        if name not in scales:
+            dtype = blocks.dtype if blocks and name in blocks.scales else entry.dtype
+            why, ndim = _not_castable(dtype, entry.shape), len(entry.shape)
+            axes, kind = (None, "linear") if why else ((ndim - 1,), kind_in_file(name, entry.shape))
+            yield Parameter(name, entry.shape, byte_count(dtype, entry.shape), kind, axes, why)
+
+
+def _by_default(reason: str, policy: Policy) -> str:
+    return f"{BY_DEFAULT} ({reason})" if reason in PRESETS[policy.preset] else reason
+
+
 # ------------------------------------------------------------------------------------------------ one file
 
 
 class _Plan:
-    """Which tensors of a file are quantized, decided from its header.
+    """How the tensors of a file are written.
 
-    blocks: how to decode the weights that are block FP8 in the source. Their scales are not planned: they are written with no
-    weight. Such a weight that is kept is written in the dtype of the model's other weights.
+    blocks: how to decode the weights that are block FP8 in the source. recipes: of the tensors to quantize, by name. reasons:
+        for keeping each other one; empty for those to quantize. A block FP8 weight that is kept is written in the dtype of the
+        model's other weights.
     """
 
-    def __init__(self, container: Container, blocks: BlockFP8 | None, recipe: ScalingRecipe, selection: Selection) -> None:
-        self.container, self.blocks, self.recipe = container, blocks, recipe
+    def __init__(
+        self, container: Container, blocks: BlockFP8 | None, recipes: Mapping[str, ScalingRecipe], reasons: dict[str, str]
+    ) -> None:
+        self.container, self.blocks, self.recipes, self.reasons = container, blocks, recipes, reasons
         self.described: dict[str, Described] = {}
-        self.reasons: dict[str, str] = {}
-        scales = set(blocks.scales.values()) if blocks else set[str]()
-        for name, entry in container.entries.items():
-            if name in scales:
+        for name, reason in reasons.items():
+            entry = container.entries[name]
+            if not reason:
+                self.described[name] = plan(name, entry.shape, recipes[name])
                 continue
             dtype = blocks.dtype if blocks and name in blocks.scales else entry.dtype
-            reason = _not_castable(dtype, entry.shape) or selection.reason_to_keep(name)
-            if reason in KEPT:
-                reason = f"{BY_DEFAULT} ({reason})"
-            if not reason:
-                self.described[name] = plan(name, entry.shape, recipe)
-                if self._size(name) >= byte_count(dtype, entry.shape):
-                    reason = "would not shrink"
-            if reason:
-                self.described[name] = {name: (dtype, entry.shape)}, None
-                reason += f" and decoded to {dtype}" if self.decodes(name) else ""
-            self.reasons[name] = reason
+            self.described[name] = {name: (dtype, entry.shape)}, None
+            if self.decodes(name):
+                reasons[name] = f"{reason} and decoded to {dtype}"
 
     def decodes(self, name: str) -> bool:
         """Is the tensor block FP8 in the source?"""
@@ -270,8 +300,8 @@ class _Plan:
 
     def report(self, name: str, fidelity: ErrorMetrics | None = None, counts: Histogram | None = None) -> TensorReport:
         entry, reason = self.container.entries[name], self.reasons[name]
-        stored_as = self.described[name][0][name][0] if reason else self.recipe.name
-        sizes, recipe = (self.bytes_in(name), self._size(name)), None if reason else self.recipe
+        stored_as = self.described[name][0][name][0] if reason else self.recipes[name].name
+        sizes, recipe = (self.bytes_in(name), self._size(name)), None if reason else self.recipes[name]
         return TensorReport(name, entry.shape, entry.dtype, stored_as, reason, *sizes, fidelity, counts, recipe)
 
 
@@ -284,7 +314,7 @@ def _convert_file(planned: _Plan, histograms: bool, advance: Advance) -> list[Te
                     for piece in _kept(planned, name):
                         put(piece)
             else:
-                source = SlabCasts(planned.source(name), planned.recipe)
+                source = SlabCasts(planned.source(name), planned.recipes[name])
                 _write_scaled(writer, digests, name, list(planned.described[name][0]), source)
             advance(name, planned.bytes_in(name))
     written = _reopened(writer.path, digests)

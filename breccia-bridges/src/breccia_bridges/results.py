@@ -87,7 +87,7 @@ class TensorReport:
 class Report:
     """A checkpoint before and after, with its error metrics.
 
-    recipe: the requested one; None where checkpoints were compared.
+    recipe: the requested one, of a policy the default's; None where checkpoints were compared.
     missing, added: tensors present in only one of two checkpoints.
     links: files of the source that were not copied, as they are links that leave it.
     """
@@ -196,13 +196,17 @@ class Report:
         count = f"{len(differ)} of {len(self.tensors)} tensors differ"
         return f"rounded: {count}, {whole} in all, at worst {least} ({self.worst.name})"
 
-    def _wide(self, recipe: ScalingRecipe) -> list[str]:
+    @property
+    def _wide(self) -> list[str]:
         """Quantized tensors that need over 1.5 times the bits per parameter of a tensor of full blocks."""
-        side = 4096
-        entries, _ = plan("w", (side, side), recipe)
-        full = 8 * sum(byte_count(*entry) for entry in entries.values()) / side**2
+        side, full = 4096, dict[ScalingRecipe, float]()
+        for recipe in self.used:
+            entries, _ = plan("w", (side, side), recipe)
+            full[recipe] = 8 * sum(byte_count(*entry) for entry in entries.values()) / side**2
         return [
-            f"{t.name} ({t.bits_per_parameter:.2f} bits)" for t in self.quantized if (t.bits_per_parameter or 0) > 1.5 * full
+            f"{t.name} ({t.bits_per_parameter:.2f} bits)"
+            for t in self.quantized
+            if t.recipe and (t.bits_per_parameter or 0) > 1.5 * full[t.recipe]
         ]
 
     @property
@@ -216,7 +220,7 @@ class Report:
             found.append(f"not copied, as these are links that leave {self.source}: {abbreviated(self.links)}.")
         if not self.quantized and self.recipe is not None:
             found.append("no tensor was quantized; `--json` says why each was kept.")
-        if self.recipe is not None and (wide := self._wide(self.recipe)):
+        if self.recipe is not None and (wide := self._wide):
             found.append(
                 f"the last axis of {abbreviated(wide)} is shorter than a block, so scales take more space than usual; "
                 "--exclude keeps such tensors unquantized."

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-#: Public name -> module that defines it. `__init__.pyi` repeats this for type checkers; a test compares them.
+#: Public name -> module that defines it. docs/scripts/stubs.py writes `__init__.pyi` from it.
 _HOMES: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -56,6 +56,7 @@ _HOMES: dict[str, str] = {
         "recipes",
     ),
     "recipe": "specs",
+    "Policy": "policies",
     **dict.fromkeys(("Layout", "PerTensor", "PerBlockK", "PerChannel", "PerBlockMN", "PerGroupIndex", "InStorage"), "layouts"),
     **dict.fromkeys(("Format", "Level"), "formats"),
     **dict.fromkeys(("Codec", "Minifloat", "PowerOfTwo", "Integer", "Lookup"), "codecs"),

@@ -65,6 +65,7 @@ from .layouts import PerBlockMN as PerBlockMN
 from .layouts import PerChannel as PerChannel
 from .layouts import PerGroupIndex as PerGroupIndex
 from .layouts import PerTensor as PerTensor
+from .policies import Policy as Policy
 from .recipes import DelayedScaling as DelayedScaling
 from .recipes import Float8BlockScaling as Float8BlockScaling
 from .recipes import Float8CurrentScaling as Float8CurrentScaling

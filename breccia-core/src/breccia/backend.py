@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-#: Name -> module that defines it, "" for modules of `breccia` itself. `backend.pyi` repeats this for type checkers.
+#: Name -> module that defines it, "" for modules of `breccia` itself. docs/scripts/stubs.py writes `backend.pyi` from it.
 _HOMES: dict[str, str] = {
     # The arguments of a kernel, and the facts it may require of a call.
     **dict.fromkeys(("Call", "Operand"), "dispatch.call"),
@@ -155,7 +155,12 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("ML_DTYPES", "install"), "siblings"),
     "as_recipe": "specs",
     **dict.fromkeys(("once",), "targets"),
-    **dict.fromkeys(("EXCLUDED", "KEPT", "Selection", "check_patterns", "kept_kind", "matches"), "selection"),
+    **dict.fromkeys(
+        ("CONVOLUTION", "KEPT", "NO_MATRIX", "PRESETS", "Policy", "check_patterns", "kept_kind", "matches"), "policies"
+    ),
+    **dict.fromkeys(
+        ("Chosen", "Parameter", "QuantizeSummary", "choose", "kind_in_file", "matrix_of", "none_chosen", "size"), "models"
+    ),
     **dict.fromkeys(("Json", "print_json", "print_table", "recipe_names"), "cli.main"),
 }
 

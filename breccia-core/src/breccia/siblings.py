@@ -90,10 +90,12 @@ class Extra:
 
 
 ML_DTYPES = Extra("breccia-core[ml-dtypes]", ("ml_dtypes",), "bfloat16 and float8 arrays in NumPy")
+YAML = Extra("breccia-core[yaml]", ("yaml",), "policies in YAML files")
 TESTING = Extra("breccia-core[testing]", ("pytest", "hypothesis"), "the conformance kit")
 EXTRAS = (
     Extra("breccia-core[cli]", ("typer", "rich", "packaging"), "the `breccia` command"),
     ML_DTYPES,
+    YAML,
     TESTING,
     Extra("breccia-bridges[report]", ("plotly", "jinja2"), "--report of convert and compare"),
 )

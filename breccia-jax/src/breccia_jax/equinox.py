@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 from jax import tree_util
 
-from breccia.backend import ScaledTensor
+from breccia.backend import CONVOLUTION, NO_MATRIX, Parameter, ScaledTensor
 
 from . import container, loading
 from .loading import Names
-from .rules import Parameter, Report, Rules, apply
+from .rules import Report, Rules, apply, described
 from .serialised import tree_deserialise_leaves, tree_serialise_leaves
 from .trees import dequantize
 from .weights import ScaledWeight
@@ -63,7 +63,8 @@ def quantize(
 
     Linear, convolution and embedding layers become ScaledLayers, those inside `eqx.nn.MultiheadAttention` too. Blocks run along
     the axes of a weight behind its first one. rules, include, exclude and what it raises: as `breccia_jax.flax.quantize`, with
-    names such as "layers.0.weight". A single rule leaves the weights of `eqx.nn.Embedding`, whatever their names.
+    names such as "layers.0.weight". A single rule leaves the weights of `eqx.nn.Embedding` and convolutions, whatever their
+    names.
     """
     container.register()
     places, structure = _flatten(module)
@@ -117,12 +118,14 @@ def _parameters(places: list[_Place]) -> list[Parameter]:
             if _is_weight(array):
                 continue
             if isinstance(place.leaf, _LAYERS) and name.rpartition(".")[2] == "weight":
-                ndim = 2 + (place.leaf.num_spatial_dims if isinstance(place.leaf, eqx.nn.Conv | eqx.nn.ConvTranspose) else 0)
-                stacked = array.ndim - ndim
-                kind = "embedding" if isinstance(place.leaf, eqx.nn.Embedding) else ""
-                found.append(Parameter(name, array, tuple(range(stacked + 1, array.ndim)), kind=kind))
+                convolution = isinstance(place.leaf, eqx.nn.Conv | eqx.nn.ConvTranspose)
+                stacked = array.ndim - 2 - (place.leaf.num_spatial_dims if convolution else 0)
+                embedding = isinstance(place.leaf, eqx.nn.Embedding)
+                kind = CONVOLUTION if convolution else "embedding" if embedding else "linear"
+                found.append(described(name, array, tuple(range(stacked + 1, array.ndim)), kind=kind))
             else:
-                found.append(Parameter(name, array, None, "no weight of a Linear, convolution or Embedding layer"))
+                why = "no weight of a Linear, convolution or Embedding layer"
+                found.append(described(name, array, None, why, NO_MATRIX))
     return found
 
 

@@ -16,13 +16,13 @@ from flax import nnx
 from flax.core.meta import AxisMetadata
 from jax import Array, tree_util
 
-from breccia.backend import ScaledTensor
+from breccia.backend import CONVOLUTION, NO_MATRIX, Parameter, ScaledTensor
 
 from . import container, flax_state, loading
 from .dot_general import DotGeneral
 from .flax_layers import with_products
 from .loading import Names
-from .rules import Parameter, Report, Rules, apply
+from .rules import Report, Rules, apply, described
 from .weights import ScaledWeight
 
 __all__ = ["DotGeneral", "Report", "ScaledParam", "ScaledWeight", "load_model", "quantize"]
@@ -61,10 +61,11 @@ def quantize(model: Model, rules: Rules, *, include: Iterable[str] = (), exclude
         `module.apply(variables, ...)` and the nnx module run as before. `Dense`, `DenseGeneral`, `Linear`, `LinearGeneral` and
         `Embed.attend` multiply by codes where a kernel does, as on CPUs; other layers, and other products, read decoded values,
         inside `jax.jit` one at a time.
-    rules: a recipe; a pair of a recipe and the contracted axes; or a mapping from shell-style patterns of names to recipes,
-        pairs, or None to leave what matches. The first pattern that matches applies, and parameters that none matches are left.
-        A single rule leaves embeddings, norms, routers and output heads by their names (`breccia.backend.KEPT`: a head is
-        "lm_head"), and the tables of `nnx.Embed` by their type.
+    rules: a recipe; a pair of a recipe and the contracted axes; or a policy: a mapping from shell-style patterns of names to
+        recipes, pairs, or "keep" or None to leave what matches, or the path of a YAML file with one; see `breccia.Policy`. The
+        first pattern that matches applies, and parameters that none matches are left unless it has a "default". A single rule,
+        and the default, leave embeddings, norms, routers, output heads, convolutions and the other kinds of
+        `breccia.backend.KEPT`, by their names (a head is "lm_head") or the type of their layer.
     include, exclude: patterns of names, beside a single rule: `exclude` beats `include`, which beats that default.
 
     Names are paths joined by dots, "params.Dense_0.kernel". Blocks run along the axes that a layer contracts. In an nnx module
@@ -157,7 +158,10 @@ def _parameters(places: list[_Place]) -> Iterator[Parameter]:
         owner, _, leaf = place.name.rpartition(".")
         if place.name in shapes and not _is_place(place.array):
             axes, why = _contracted(owner, leaf, shapes[place.name], shapes.get(f"{owner}.bias".lstrip(".")))
-            yield Parameter(place.name, place.array, axes, why)
+            kind = "linear" if leaf == "kernel" else "embedding" if leaf == "embedding" else NO_MATRIX
+            if leaf == "kernel" and len(shapes[place.name]) > 2 and "conv" in owner.rpartition(".")[2].lower():
+                kind = CONVOLUTION
+            yield described(place.name, place.array, axes, why, kind)
 
 
 def _contracted(owner: str, leaf: str, shape: tuple[int, ...], bias: tuple[int, ...] | None) -> tuple[Axes | None, str]:
@@ -199,8 +203,7 @@ def _quantize_nnx(model: Any, rules: Rules, include: Iterable[str], exclude: Ite
                 axes, why = _contracted_by(module, leaf, variable)
                 places[name] = module, leaf, variable
                 owners.setdefault(id(variable), set()).add(axes)
-                kind = "embedding" if isinstance(module, nnx.Embed) else ""
-                parameters.append(Parameter(name, variable.get_raw_value(), axes, why, kind))
+                parameters.append(described(name, variable.get_raw_value(), axes, why, _kind(module, leaf)))
     listed = [
         replace(p, axes=None, why="shared by layers that contract different axes")
         if len(owners[id(places[p.name][2])]) > 1
@@ -216,6 +219,13 @@ def _quantize_nnx(model: Any, rules: Rules, include: Iterable[str], exclude: Ite
             if other is variable:
                 setattr(owner, attribute, new)
     return with_products(model), report
+
+
+def _kind(module: Any, leaf: str) -> str:
+    """What the layer tells about a parameter's use."""
+    if isinstance(module, nnx.Embed):
+        return "embedding"
+    return CONVOLUTION if isinstance(module, nnx.Conv | nnx.ConvTranspose) else "linear" if leaf == "kernel" else NO_MATRIX
 
 
 def _contracted_by(module: Any, leaf: str, variable: Any) -> tuple[Axes | None, str]:

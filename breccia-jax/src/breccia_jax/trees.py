@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
 from jax import tree_util
 
 import breccia
-from breccia.backend import FLOATS, BrecciaError, OptionError, ScaledTensor, ScalingRecipe, as_recipe, dtype_name
+from breccia.backend import (
+    FLOATS,
+    BrecciaError,
+    OptionError,
+    Parameter,
+    Policy,
+    ScaledTensor,
+    ScalingRecipe,
+    choose,
+    dtype_name,
+    none_chosen,
+)
 
 from . import container
+from .rules import nbytes
 from .weights import ScaledWeight
 
 Filter = Callable[[str, Any], bool]
@@ -21,39 +33,57 @@ Tree = TypeVar("Tree")
 _SIDE = 32
 
 
-def quantize(params: Tree, recipe: ScalingRecipe | str, filter: Filter | None = None, *, axis: int = -2) -> Tree:
+def quantize(
+    params: Tree,
+    recipe: ScalingRecipe | str | Policy | Mapping[str, Any],
+    filter: Filter | None = None,
+    *,
+    axis: int = -2,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+) -> Tree:
     """Replace the weights of a tree by ScaledTensors under `recipe`, with blocks along the contraction axis.
 
+    recipe: a recipe or its spec, or a policy: a mapping from patterns to recipes or "keep", or the path of a YAML file with
+        one; see `breccia.Policy`. Names are paths joined by dots, "params.Dense_0.kernel".
     filter: called with the path and the array of each leaf, as in filter("params/Dense_0/kernel", leaf); true for those to
-        quantize. By default FP32, FP16 and BF16 arrays of two axes or more whose last two sides are at least 32.
-        These include embedding tables: leave them out if the model looks up rows.
+        quantize. By default FP32, FP16 and BF16 arrays of two axes or more whose last two sides are at least 32, except
+        embeddings, norms, routers, output heads and the other kinds of `breccia.backend.KEPT`, by their names.
+    include, exclude: shell-style globs over names, in place of filter and of a policy: `exclude` beats `include`, which beats
+        the default.
     axis: the contraction axis of the chosen leaves: -2 for kernels of shape (in, out), as in Flax and Haiku; -1 for weights
         of shape (out, in), as in Equinox.
 
     ScaledTensor leaves stay unchanged. Apply `breccia_jax.dequantize` inside `jax.jit` before passing the tree to a model.
 
-    Raises what `breccia.cast` raises, naming the leaf; OptionError if no leaf is chosen.
+    Raises what `breccia.cast` raises, naming the leaf; UnknownNameError for a pattern that matches no leaf; OptionError for
+    patterns beside filter or a policy, and if no leaf is chosen.
     """
     container.register()
-    recipe = as_recipe(recipe)
+    if filter is not None and (tuple(include) or tuple(exclude)):
+        raise OptionError("quantize takes filter or patterns (include=, exclude=), not both.")
+    policy = Policy.of(recipe, include, exclude)
     leaves, structure = tree_util.tree_flatten_with_path(params, is_leaf=_is_scaled)
-    chosen = 0
-    found: list[Any] = []
-    for path, leaf in leaves:
-        name = tree_util.keystr(path, simple=True, separator="/")
-        if not _is_scaled(leaf) and (filter(name, leaf) if filter else _is_weight(leaf)):
-            chosen += 1
-            try:
-                leaf = breccia.cast(leaf, recipe, axis=axis)
-            except BrecciaError as e:
-                raise type(e)(f"quantize: {name}: {e}", **e.found) from e
-        found.append(leaf)
+    parameters: dict[int, Parameter] = {}
+    for n, (path, leaf) in enumerate(leaves):
+        if not _is_scaled(leaf) and (filter or (len(getattr(leaf, "shape", ())) >= 2 and dtype_name(leaf) in FLOATS)):
+            parameters[n] = _described(tree_util.keystr(path, simple=True, separator="/"), leaf, axis)
+
+    def select(p: Parameter) -> str:
+        assert filter is not None
+        return "" if filter(*p.layer) else "filter returned false"
+
+    chosen, left = choose(parameters.values(), policy, "quantize", select=None if filter is None else select)
     if not chosen:
-        raise OptionError(
-            f"quantize: no leaf is chosen, of {len(leaves)} in the tree"
-            + ("; filter, which is called with the path and the array of each, chose none." if filter else "."),
-            leaves=len(leaves),
-        )
+        raise none_chosen("quantize", left)
+    found = [leaf for _, leaf in leaves]
+    for n, p in parameters.items():
+        if p.name in chosen:
+            path, leaf = p.layer
+            try:
+                found[n] = breccia.cast(leaf, chosen[p.name].recipe, axis=axis)
+            except BrecciaError as e:
+                raise type(e)(f"quantize: {path}: {e}", **e.found) from e
     return tree_util.tree_unflatten(structure, found)
 
 
@@ -111,6 +141,9 @@ def _is_scaled(leaf: Any) -> bool:
     return isinstance(leaf, ScaledTensor)
 
 
-def _is_weight(leaf: Any) -> bool:
-    shape = getattr(leaf, "shape", ())
-    return len(shape) >= 2 and min(shape[-2:]) >= _SIDE and dtype_name(leaf) in FLOATS
+def _described(path: str, leaf: Any, axis: int) -> Parameter:
+    """A leaf as a parameter, whose `layer` is the path and the leaf."""
+    shape = tuple(getattr(leaf, "shape", ()))
+    why = f"a side shorter than {_SIDE}" if len(shape) >= 2 and min(shape[-2:]) < _SIDE else ""
+    axes = (axis % len(shape),) if shape else (0,)
+    return Parameter(path.replace("/", "."), shape, nbytes(leaf) if shape else 0, axes=axes, why=why, layer=(path, leaf))

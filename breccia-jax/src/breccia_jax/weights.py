@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import export, tree_util
 
 import breccia
-from breccia.backend import OptionError, ScaledTensor, dtype_name
+from breccia.backend import OptionError, ScaledTensor, dtype_name, matrix_of
 
 from . import container
 from .contraction import contracted
@@ -139,21 +139,6 @@ def quantized(array: Array, recipe: Any, axes: tuple[int, ...]) -> ScaledWeight:
     for _ in range(lead):
         cast = jax.vmap(cast)
     return ScaledWeight(cast(x), ends, dtype_name(array))
-
-
-def matrix_of(shape: Shape, axes: tuple[int, ...]) -> tuple[int, int, Shape, Shape]:
-    """(the axis of blocks, the number of leading axes, the shape as matrices, the axes that the last two stand for)."""
-    first, after = axes[0], axes[-1] + 1
-    k = 1
-    for n in shape[first:after]:
-        k *= n
-    if after == len(shape):  # rows, each contracted
-        rows = max(first - 1, 0)
-        return -1, rows, (*shape[:first], k) if first else (1, k), shape[rows:]
-    columns = 1
-    for n in shape[after:]:
-        columns *= n
-    return -2, first, (*shape[:first], k, columns), shape[first:]
 
 
 export.register_pytree_node_serialization(

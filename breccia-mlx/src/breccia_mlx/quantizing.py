@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx import nn
@@ -11,14 +11,21 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from breccia import bridges
 from breccia.backend import (
+    NO_MATRIX,
     BrecciaError,
+    Chosen,
     OptionError,
+    Parameter,
+    Policy,
     ScalingRecipe,
     UnsupportedError,
     abbreviated,
     as_recipe,
     checks,
+    choose,
+    none_chosen,
 )
+from breccia.backend import QuantizeSummary as _Summary
 
 from .nn import ScaledEmbedding, ScaledLinear, as_activation
 
@@ -32,39 +39,33 @@ QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 @dataclass(frozen=True, repr=False)
-class QuantizeSummary:
-    """What `quantize` did. Printing it shows the numbers and the names.
+class QuantizeSummary(_Summary):
+    """What `quantize` did. Printing it shows the numbers, the recipes and the reasons.
 
-    quantized: paths of the layers whose high-precision weights were cast. kept: of layers that MLX had quantized, with the same
-    codes and scales. recast: of such layers whose values were cast again, with the recipe that they had.
-    left: paths of the other layers of these kinds.
+    chosen: (recipe, contracted axes) by name of the weights that were cast, once or again. kept: names of weights that MLX had
+        quantized, with the same codes and scales. recast: of such weights whose values were cast again, with the recipe that
+        they had. left: reasons by name, for every other parameter of two axes or more.
     bytes_before, bytes_after: of all parameters of the model.
     """
 
-    quantized: tuple[str, ...]
-    kept: tuple[str, ...]
-    recast: Mapping[str, ScalingRecipe]
-    left: tuple[str, ...]
-    bytes_before: int
-    bytes_after: int
+    kept: tuple[str, ...] = ()
+    recast: Mapping[str, ScalingRecipe] = field(default_factory=dict[str, ScalingRecipe])
 
-    def __repr__(self) -> str:
-        count = len(self.quantized) + len(self.kept) + len(self.recast)
-        lines = [f"{count} layers quantized; the model has {_size(self.bytes_after)}, before {_size(self.bytes_before)}"]
+    def lines(self) -> Iterator[str]:
+        yield from super().lines()
         if self.kept:
-            lines.append(f"quantized by MLX, codes and scales kept: {abbreviated(self.kept)}")
+            yield f"quantized by MLX, codes and scales kept: {abbreviated(self.kept)}"
         for recipe in dict.fromkeys(self.recast.values()):
             names = [path for path, had in self.recast.items() if had == recipe]
-            lines.append(f"quantized by MLX under {recipe.spec}, cast again: {abbreviated(names)}")
-        if self.left:
-            lines.append(f"left as they were: {abbreviated(self.left)}")
-        return "\n".join(lines)
+            yield f"quantized by MLX under {recipe.spec}, cast again: {abbreviated(names)}"
 
 
 def quantize(
     model: nn.Module,
-    recipe: ScalingRecipe | str | None = None,
+    recipe: ScalingRecipe | str | Policy | Mapping[str, Any] | None = None,
     *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     activation: ScalingRecipe | str | None = None,
     prefer: str | None = None,
     class_predicate: Predicate | None = None,
@@ -74,54 +75,91 @@ def quantize(
     Layers that MLX has quantized keep their codes and scales if `recipe` is theirs; else their values are cast again. With
     `recipe=None` all such layers keep them, and no others are chosen.
 
+    recipe: a recipe or its spec, or a policy: a mapping from patterns to recipes or "keep", or the path of a YAML file with
+        one; see `breccia.Policy`. One recipe leaves embeddings, routers, output heads and the other kinds of
+        `breccia.backend.KEPT`, as every framework does. `{"preset": "mlx.nn.quantize", "default": "nvfp4"}` takes what
+        `mlx.nn.quantize` takes: every `Linear` and `Embedding`.
+    include, exclude: shell-style globs over names of weights ("lm_head.weight"): `exclude` beats `include`, which beats the
+        default.
     activation: a recipe under which linear layers cast their inputs. prefer: the kernel of their products.
-    class_predicate: called with each leaf module's path and the module; True for one to quantize, or a dict of `recipe`,
-        `activation` and `prefer` for it alone. By default every `mlx.nn.Linear` and `mlx.nn.Embedding`, also quantized ones,
-        except subclasses.
+    class_predicate: called with each leaf module's path and the module, in place of patterns; True for one to quantize, or a
+        dict of `recipe`, `activation` and `prefer` for it alone.
 
     A layer at several places is replaced by one layer. Nothing is replaced unless all chosen layers can be. Returns what was
     done.
 
     Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself such a layer, and for a
-    chosen module that is not; DialectError for a layer of a format of MLX that has no recipe; OptionError for other results of
-    the predicate, and if no layer is chosen.
+    chosen module that is not; DialectError for a layer of a format of MLX that has no recipe; UnknownNameError for a pattern
+    that matches no weight; OptionError for other results of the predicate, for patterns beside it, and if no layer is chosen.
     """
-    recipe, activation = None if recipe is None else as_recipe(recipe), as_activation(activation)
+    activation = as_activation(activation)
     if not isinstance(model, nn.Module) or _makes(model):
         one = ": breccia_mlx.nn has from_linear and from_embedding for a single layer." if _makes(model) else "."
         raise UnsupportedError(f"quantize replaces layers of a model; got a {type(model).__name__}{one}")
     before = _bytes(model)
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    given: dict[str, Any] = {"recipe": recipe, "activation": activation, "prefer": prefer}
-    chosen = {path: (m, given | how) for path, m in leaves if (how := _how(class_predicate, path, m, recipe)) is not None}
-    if not chosen:
-        plain = sum(type(m) in LAYERS for _, m in leaves)
-        asked = "; class_predicate, which is called with each path and module, chose none." if class_predicate else "."
-        none = " Pass a recipe." if recipe is None and plain and class_predicate is None else ""
-        raise OptionError(
-            f"quantize: no layer is chosen: {plain} of {len(leaves)} leaf modules are Linear or Embedding{asked}{none}"
-        )
-    found = {path: _checked(path, module, options) for path, (module, options) in chosen.items()}  # before anything changes
+    layers = dict(leaves)
+    given: dict[str, Any] = {"activation": activation, "prefer": prefer}
+    if class_predicate is not None:
+        if include or exclude:
+            raise OptionError("quantize takes class_predicate or patterns (include=, exclude=), not both.")
+        one = None if recipe is None else as_recipe(recipe)
+        answers = {path: _answer(class_predicate, path, module) for path, module in leaves}
+        options = {path: {"recipe": one, **given, **answer} for path, answer in answers.items() if answer is not None}
+        left = {f"{p}.weight": "left out by class_predicate" for p, m in leaves if p not in options and _makes(m)}
+    elif recipe is None:
+        options = {path: {"recipe": None, **given} for path, module in leaves if type(module) in QUANTIZED}
+        left = {f"{path}.weight": "not quantized by MLX" for path, module in leaves if _makes(module) and path not in options}
+    else:
+        policy = Policy.of(recipe, include, exclude)
+        chosen, left = choose(_parameters(leaves), policy, "quantize", what="weight", listed_by="`model.parameters()`")
+        options = {name.removesuffix(".weight"): {"recipe": how.recipe, **given} for name, how in chosen.items()}
+    if not options:
+        raise none_chosen("quantize", left, "" if recipe is not None or class_predicate else "; pass a recipe")
+    found = {path: _checked(path, layers[path], how) for path, how in options.items()}  # before anything changes
     made: dict[int, nn.Module] = {}
-    for module, options in chosen.values():
-        if id(module) not in made:
-            made[id(module)] = _replacement(module, **options)
-    model.update_modules(tree_unflatten([(path, made[id(module)]) for path, (module, _) in chosen.items()]))
-    recast = {path: had for path, had in found.items() if had is not None and chosen[path][1]["recipe"] not in (None, had)}
+    for path, how in options.items():
+        if id(layers[path]) not in made:
+            made[id(layers[path])] = _replacement(layers[path], **how)
+    model.update_modules(tree_unflatten([(path, made[id(layers[path])]) for path in options]))
+    kept = [path for path, had in found.items() if had is not None and options[path]["recipe"] in (None, had)]
     return QuantizeSummary(
-        quantized=tuple(path for path, had in found.items() if had is None),
-        kept=tuple(path for path, had in found.items() if had is not None and path not in recast),
-        recast=recast,
-        left=tuple(path for path, module in leaves if path not in chosen and _makes(module)),
+        chosen={f"{path}.weight": Chosen(how["recipe"], (1,)) for path, how in options.items() if path not in kept},
+        left=left,
         bytes_before=before,
         bytes_after=_bytes(model),
+        kept=tuple(f"{path}.weight" for path in kept),
+        recast={f"{path}.weight": had for path, had in found.items() if had is not None and path not in kept},
     )
 
 
-def _how(predicate: Predicate | None, path: str, module: nn.Module, recipe: ScalingRecipe | None) -> dict[str, Any] | None:
+def _parameters(leaves: list[tuple[str, Any]]) -> Iterator[Parameter]:
+    """The parameters of two axes or more of leaf modules; of MLX's quantized layers, as they were."""
+    for path, module in leaves:
+        if isinstance(module, LAYERS + QUANTIZED):
+            embedding = isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+            why = "" if _makes(module) else f"{type(module).__name__} is a subclass of {LAYERS[embedding].__name__}"
+            kind = "embedding" if embedding else "linear"
+            yield Parameter(f"{path}.weight", *_in_float(module), kind, (1,), why, module)
+            continue
+        for leaf, array in _flat(module):
+            if array.ndim >= 2:
+                kind = "bias" if leaf.endswith("bias") else NO_MATRIX
+                why = f"{leaf} of {type(module).__name__} is no weight of a linear or embedding layer"
+                yield Parameter(f"{path}.{leaf}", tuple(array.shape), array.nbytes, kind, None, why, module)
+
+
+def _in_float(module: Any) -> tuple[tuple[int, ...], int]:
+    """The shape and the bytes of a layer's weight in high precision."""
+    if not isinstance(module, QUANTIZED):
+        return tuple(module.weight.shape), module.weight.nbytes
+    rows, words = module.weight.shape  # of 32 bits
+    columns = words * 32 // module.bits
+    return (rows, columns), rows * columns * max(module.scales.itemsize, 2)
+
+
+def _answer(predicate: Predicate, path: str, module: nn.Module) -> dict[str, Any] | None:
     """The individual options of a chosen layer; None if it is not chosen."""
-    if predicate is None:
-        return {} if type(module) in (QUANTIZED if recipe is None else LAYERS + QUANTIZED) else None
     answer = predicate(path, module)
     if isinstance(answer, bool):
         return {} if answer else None
@@ -174,7 +212,3 @@ def _bytes(model: nn.Module) -> int:
 
 def _flat(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from tree_flatten(model.parameters())  # pyright: ignore[reportReturnType]
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.2f} kB"

@@ -23,7 +23,6 @@ from breccia.backend import (
 )
 
 from .nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, metadata
-from .owners import reader_of_weight
 from .quantize import check_replaceable, expert_parameters, is_conv1d, is_linear, mark, replace, replace_experts, scaled_class
 from .storing import AUTO, arrange, arrange_experts
 
@@ -250,10 +249,7 @@ def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor, devi
     place: Any = (device or "cpu") if held.device.type == "meta" else held.device
     if isinstance(tensor, ScaledTensor):
         tensor = tensor.to(place)
-        becomes = all(
-            is_linear(module) and leaf == "weight" and not reader_of_weight(model, full.rpartition(".")[0])
-            for module, leaf, full in places
-        )
+        becomes = all(is_linear(module) and leaf == "weight" for module, leaf, _ in places)
         if not becomes and isinstance(held, Tensor):
             return breccia.dequantize(tensor, out_dtype=held.dtype)
         if tensor.axis != -1 and not all(is_conv1d(module) or isinstance(module, ScaledConv1D) for module, *_ in places):

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 import breccia
 from breccia.backend import (
@@ -37,6 +36,7 @@ from breccia.backend import (
 
 from . import frontend
 from .ops import TORCH, WORDS, autocast_dtype, transforming
+from .reading import ReadAsTensor
 
 STATE = "_extra_state"
 
@@ -115,18 +115,18 @@ def _kept_for_backward(part: Tensor | None) -> Tensor | None:
         return part.clone()
 
 
-class ScaledWeight(_WithMetadata):
+class ScaledWeight(ReadAsTensor, _WithMetadata):
     """A ScaledTensor as part of a model. Its components are buffers, so it moves, saves, loads and is copied with the model.
 
     `state_dict` has them as `data`, `scale`, and `zero_point`, `global_scale` if the recipe has them, and their metadata as
     JSON in a uint8 tensor. `load_state_dict` refuses components with other metadata. `.half()`, `.to(dtype)` and the like skip
     them: codes and scales do not follow the model's precision. `data` are codes; the values are
-    `breccia.dequantize(weight.tensor)`.
+    `breccia.dequantize(weight.tensor)`. Models that read a layer's weight as a tensor get decoded values, anew for each use.
 
     A tensor in a storage keeps it; `state_dict` and `load_state_dict` use the components of the plain tensor.
     """
 
-    #: The dtype of decoded values, which adapters of peft follow.
+    #: The dtype of decoded values, which adapters of peft follow: the layer's, and then the model's.
     dtype: torch.dtype = torch.float32
     #: Whether the transpose is kept between calls. It would hold memory that accelerate frees after each.
     keeps_transpose: bool = True
@@ -202,6 +202,10 @@ class ScaledWeight(_WithMetadata):
         """Lets the ops of `breccia` accept the weight: `breccia.dequantize(layer.weight)`."""
         return self.tensor
 
+    def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values in `dtype`, by default the weight's."""
+        return breccia.dequantize(self.tensor, out_dtype=dtype or self.dtype)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight in high precision."""
@@ -215,7 +219,8 @@ class ScaledWeight(_WithMetadata):
         return f"{self.shape}, {self.recipe!r}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledWeight:
-        """Apply `fn` to each component viewed as integers, which changes of precision skip."""
+        """Apply `fn` to each component viewed as integers, which changes of precision skip, and to `dtype`."""
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
 
         def as_integers(part: Tensor) -> Tensor:
             words = part.view(WORDS[part.itemsize])
@@ -322,6 +327,7 @@ class ScaledLinear(_WithMetadata):
                 found=weight.shape,
             )
         self = cls.__new__(cls)
+        weight.dtype = linear.weight.dtype
         self._take(weight, linear.bias, activation)
         return self.train(linear.training)
 
@@ -446,9 +452,9 @@ class ScaledExperts(ScaledWeight):
         found = [breccia.grouped_matmul(x, w if transposed else w.mT, offsets, x.dtype) for w in parts]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
-    def decoded(self) -> Tensor:
-        """All experts in `dtype`, as one plain tensor."""
-        return self._decoded(self.tensor)
+    def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
+        """All experts in `dtype`, by default the weight's, as one plain tensor."""
+        return self._decoded(self.tensor, dtype)
 
     def __getitem__(self, index: Any) -> Tensor:
         """Expert `index` decoded, or several where it is a list or a 1-D tensor."""
@@ -457,28 +463,9 @@ class ScaledExperts(ScaledWeight):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def transpose(self, dim0: int, dim1: int) -> Tensor:
-        """All experts decoded, with two axes swapped."""
-        return self.decoded().transpose(dim0, dim1)
-
-    @property
-    def mT(self) -> Tensor:
-        return self.decoded().mT
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def plain(found: Any) -> Any:
-            return found.decoded() if isinstance(found, cls) else found
-
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
-
-    def _decoded(self, tensor: ScaledTensor) -> Tensor:
-        values = breccia.dequantize(tensor, out_dtype=self.dtype)
+    def _decoded(self, tensor: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
+        values = breccia.dequantize(tensor, out_dtype=dtype or self.dtype)
         return values.flatten(-3, -2) if self.tensor.ndim == 4 else values
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledExperts:
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        return super()._apply(fn, recurse)  # pyright: ignore[reportReturnType]
 
 
 def _part(tensor: ScaledTensor, part: int) -> ScaledTensor:

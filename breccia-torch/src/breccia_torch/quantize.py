@@ -6,29 +6,30 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from breccia.backend import (
+    NO_MATRIX,
     BrecciaError,
+    Chosen,
     OptionError,
+    Parameter,
+    Policy,
+    QuantizeSummary,
     ScalingRecipe,
-    Selection,
     UnsupportedError,
-    abbreviated,
     as_recipe,
-    cast_nbytes,
     checks,
+    choose,
     framework_of,
-    kept_kind,
+    none_chosen,
     targets,
 )
 
 from . import placing
 from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
-from .owners import reader_of_weight
 from .storing import AUTO, arrange, arrange_experts
 
 Filter = Callable[[nn.Module, str], bool]
@@ -43,36 +44,11 @@ _TAKE_OVER = {
     "bitsandbytes": "breccia.bridges.from_bitsandbytes(layer.weight)",
     "compressed-tensors": "breccia.bridges.from_compressed_tensors(layer)",
 }
-#: What errors call the weights that patterns select.
-_WEIGHTS = "weight of a linear layer or of experts"
-
-
-@dataclass(frozen=True, repr=False)
-class QuantizeSummary:
-    """What `quantize_` did. Printing it shows the numbers and the reasons.
-
-    quantized: names of the quantized weights. left: reasons by name, for every other weight of two axes or more.
-    bytes_before, bytes_after: of all parameters and buffers of the model, shared ones counted once.
-    """
-
-    recipe: ScalingRecipe
-    quantized: tuple[str, ...]
-    left: Mapping[str, str]
-    bytes_before: int
-    bytes_after: int
-
-    def __repr__(self) -> str:
-        lines = [
-            f"{len(self.quantized)} weights quantized under {self.recipe.name}; the model has {_size(self.bytes_after)}, "
-            f"before {_size(self.bytes_before)}"
-        ]
-        lines += [f"left in high precision ({reason}): {names}" for reason, names in _by_reason(self.left)]
-        return "\n".join(lines)
 
 
 def quantize_(
     model: nn.Module,
-    recipe: ScalingRecipe | str,
+    recipe: ScalingRecipe | str | Policy | Mapping[str, Any],
     filter_fn: Filter | None = None,
     *,
     include: Sequence[str] = (),
@@ -85,12 +61,14 @@ def quantize_(
     An `nn.Linear` becomes a ScaledLinear, transformers' Conv1D a ScaledConv1D. The 3-D parameters of a module of experts
     (whose class has "Expert" in its name) become ScaledExperts, with each expert cast alone.
 
+    recipe: a recipe or its spec, or a policy: a mapping from patterns to recipes or "keep", or the path of a YAML file with
+        one; see `breccia.Policy`.
     filter_fn: called with each such module and its name in the model; true for those to quantize. By default all are, except
-        embeddings, norms, routers and output heads (`breccia.backend.KEPT`, as for `breccia convert`), subclasses of
-        nn.Linear, and layers whose owner reads their weight (nn.MultiheadAttention, Mamba), layers whose weight is tied to
-        another kind of module, and weights that would not shrink.
-    include, exclude: shell-style globs over names of weights ("lm_head.weight", "*.experts.*"), in place of filter_fn:
-        `exclude` beats `include`, which beats the default for embeddings, norms, routers and output heads.
+        embeddings, norms, routers, output heads and the other kinds of `breccia.backend.KEPT`, as for `breccia convert` and
+        every framework; subclasses of nn.Linear; layers whose weight is tied to another kind of module; and weights that would
+        not shrink.
+    include, exclude: shell-style globs over names of weights ("lm_head.weight", "*.experts.*"), in place of filter_fn and of
+        a policy: `exclude` beats `include`, which beats the default.
     activation: a recipe under which the linear layers cast their inputs.
     storage: the name of a registered storage for the weights; "plain", or by default "auto": the one that the kernel of their
         products reads (on Hopper GPUs, "mma_16x128"), for layers in evaluation mode on a GPU that do not cast their inputs, and
@@ -102,25 +80,28 @@ def quantize_(
 
     Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself a linear layer, and for a
     chosen layer that is tied to an unchosen one, that has hooks, or that does more than a linear layer; UnknownNameError for
-    a pattern that matches no weight; OptionError if no layer is chosen, and for patterns beside filter_fn.
+    a pattern that matches no weight; OptionError if no layer is chosen, for patterns beside filter_fn or a policy, and for a
+    policy that says two things of one weight, or has a pattern that decides nothing.
     """
-    recipe = as_recipe(recipe)
-    activation = None if activation is None else as_recipe(activation)
     if isinstance(model, nn.Linear) or not isinstance(model, nn.Module):
         way = ": breccia_torch.nn.ScaledLinear.from_linear(model, recipe) is its quantized layer." if is_linear(model) else "."
         raise UnsupportedError(f"quantize_ replaces layers of a model; got {_kind(model)}{way}")
     if filter_fn is not None and (include or exclude):
         raise OptionError("quantize_ takes filter_fn or patterns (include=, exclude=), not both.")
+    policy = Policy.of(recipe, include, exclude)
+    activation = None if activation is None else as_recipe(activation)
     before, placed = _bytes(model), placing.placement(model)
-    layers, experts, left = _selected(model, recipe, Selection(tuple(include), tuple(exclude)), filter_fn)
-    for name, module in layers.items():  # before anything changes
+    layers, experts, left = _selected(model, policy, filter_fn)
+    for name, (module, chosen) in layers.items():  # before anything changes
         check_replaceable(name, module)
-        _check_castable(f"{name}.weight", module.weight, recipe, scaled_class(module).contraction)
-    for name, (module, parameter) in experts.items():
-        _check_castable(name, getattr(module, parameter)[0], recipe, experts_axis(module))
-    quantized = (*(f"{name}.weight" for name in layers), *experts)
+        _check_castable(f"{name}.weight", module.weight, chosen.recipe, scaled_class(module).contraction)
+    for name, (module, parameter, chosen) in experts.items():
+        _check_castable(name, getattr(module, parameter)[0], chosen.recipe, experts_axis(module))
+    quantized = {f"{name}.weight": chosen for name, (_, chosen) in layers.items()}
+    quantized |= {name: chosen for name, (*_, chosen) in experts.items()}
+    recipes = _recipes_of_shared(layers)
     names: dict[Any, list[str]] = {}
-    for name, module in layers.items():
+    for name, (module, _) in layers.items():
         names.setdefault(module, []).append(name)
     owners = Counter(id(module.weight) for module in names)
     shared: dict[int, ScaledWeight] = {}
@@ -128,7 +109,7 @@ def quantize_(
     while names:  # each high-precision weight is freed once its last layer is replaced
         module, places = names.popitem()
         made, key = scaled_class(module), id(module.weight)
-        weight = shared.get(key) or made.quantized(placing.held(module, "weight"), recipe)
+        weight = shared.get(key) or made.quantized(placing.held(module, "weight"), recipes[key])
         if owners[key] > 1:
             shared[key] = weight
         layer = made.in_place_of(module, weight, activation)
@@ -136,14 +117,29 @@ def quantize_(
         arrange(layer, storage, module.weight.dtype)
         for name in places:
             replace(model, name, layer)
-    for module, parameter in experts.values():
-        weight = ScaledExperts.quantized(placing.held(module, parameter), recipe, experts_axis(module))
+    for module, parameter, chosen in experts.values():
+        weight = ScaledExperts.quantized(placing.held(module, parameter), chosen.recipe, experts_axis(module))
         replace_experts(module, parameter, weight)
         arrange_experts(module, weight, storage)
     if placed is not None:
         placing.dispatch_again(model, placed)
     mark(model)
-    return QuantizeSummary(recipe, quantized, left | _others(model, left), before, _bytes(model))
+    return QuantizeSummary(quantized, left, before, _bytes(model))
+
+
+def _recipes_of_shared(layers: Mapping[str, tuple[Any, Chosen]]) -> dict[int, ScalingRecipe]:
+    """The recipe of each weight by its id. Raises OptionError where two layers that share one are to have different ones."""
+    found: dict[int, tuple[str, ScalingRecipe]] = {}
+    for name, (module, chosen) in layers.items():
+        first, recipe = found.setdefault(id(module.weight), (name, chosen.recipe))
+        if recipe != chosen.recipe:
+            raise OptionError(
+                f"quantize_: {first}.weight and {name}.weight are one parameter, and the policy has {recipe.spec} for the "
+                f"first and {chosen.recipe.spec} for the second. Give both one recipe, or untie them: {name}.weight = "
+                f"nn.Parameter({name}.weight.clone()).",
+                names=(first, name),
+            )
+    return {key: recipe for key, (_, recipe) in found.items()}
 
 
 def mark(model: Any, *, instead_of: str = "breccia") -> None:
@@ -167,45 +163,63 @@ def mark(model: Any, *, instead_of: str = "breccia") -> None:
 # ------------------------------------------------------------------------------------------------ selection
 
 
-def _reason_for_module(module: nn.Module, name: str, filter_fn: Filter | None) -> str:
-    """Why a module is left as it is; empty if its weights may be quantized."""
-    if filter_fn is not None:
-        return "" if filter_fn(module, name) else "left out by filter_fn"
+def _parameters(model: nn.Module) -> Iterator[Parameter]:
+    """The parameters of two axes or more, and weights that other libraries quantized."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        library = library_of(module)
+        axes = {} if library else weights_of(module)
+        own: dict[str, Any] = {leaf: getattr(module, leaf) for leaf in axes}  # also where it is parametrized
+        own |= {"weight": getattr(module, "weight", None)} if library else dict(module.named_parameters(recurse=False))
+        for leaf, parameter in own.items():
+            shape, nbytes = tuple(getattr(parameter, "shape", ())), getattr(parameter, "nbytes", 0)
+            if library or leaf in axes or len(shape) >= 2:
+                contracted = (axes[leaf] % len(shape),) if leaf in axes else None
+                kind = "linear" if leaf == "weight" and leaf in axes else "experts" if leaf in axes else _kind_of(module, leaf)
+                why = _why_not(module, leaf, library, leaf in axes)
+                yield Parameter(f"{name}.{leaf}".lstrip("."), shape, nbytes, kind, contracted, why, module)
+
+
+def _kind_of(module: nn.Module, leaf: str) -> str:
+    """The kind of a parameter that has no quantized form."""
+    return "bias" if leaf.endswith("bias") else "embedding" if isinstance(module, nn.Embedding) else NO_MATRIX
+
+
+def _why_not(module: nn.Module, leaf: str, library: str | None, has_form: bool) -> str:
+    """Why a parameter cannot be quantized; empty if it can."""
+    if library is not None:
+        return f"quantized by {library}: {_TAKE_OVER[library]} takes it over"
     if isinstance(module, nn.Linear) and not is_linear(module):
         return f"{type(module).__name__} is a subclass of nn.Linear"
-    return ""
+    return "" if has_form else f"{leaf} of {type(module).__name__} is no weight of a linear layer"
 
 
 def _selected(
-    model: nn.Module, recipe: ScalingRecipe, selection: Selection, filter_fn: Filter | None
-) -> tuple[dict[str, Any], dict[str, tuple[nn.Module, str]], dict[str, str]]:
+    model: nn.Module, policy: Policy, filter_fn: Filter | None
+) -> tuple[dict[str, tuple[Any, Chosen]], dict[str, tuple[nn.Module, str, Chosen]], dict[str, str]]:
     """The layers to replace by name, the expert parameters by name, and the reasons for the others."""
-    layers: dict[str, Any] = {}
-    experts: dict[str, tuple[nn.Module, str]] = {}
-    left: dict[str, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        library = library_of(module)
-        if library is not None:
-            left[f"{name}.weight".lstrip(".")] = f"quantized by {library}: {_TAKE_OVER[library]} takes it over"
-            continue
-        axes = weights_of(module)
-        kept = _reason_for_module(module, name, filter_fn) if axes else ""
-        if not kept and filter_fn is None and "weight" in axes and (reader := reader_of_weight(model, name)):
-            kept = f"{reader} reads its weight"
-        for leaf, axis in axes.items():
-            full = f"{name}.{leaf}".lstrip(".")
-            reason = kept
-            if not kept and filter_fn is None:
-                grows = "would not shrink"
-                reason = selection.reason_to_keep(full) or (grows if _grows(getattr(module, leaf), recipe, axis) else "")
-            if reason:
-                left[full] = reason
-            elif leaf == "weight":
-                layers[name] = module
-            else:
-                experts[full] = module, leaf
-    selection.check([*(f"{name}.weight" for name in layers), *experts, *left], _WEIGHTS, "`model.named_parameters()`")
-    tied = dict(_ties(model, layers))
+
+    def select(p: Parameter) -> str:
+        assert filter_fn is not None
+        return p.why if p.axes is None else "" if filter_fn(p.layer, p.name.rpartition(".")[0]) else "left out by filter_fn"
+
+    parameters = {p.name: p for p in _parameters(model)}
+    chosen, left = choose(
+        parameters.values(),
+        policy,
+        "quantize_",
+        select=None if filter_fn is None else select,
+        what="weight of a linear layer or of experts",
+        listed_by="`model.named_parameters()`",
+    )
+    layers: dict[str, tuple[Any, Chosen]] = {}
+    experts: dict[str, tuple[nn.Module, str, Chosen]] = {}
+    for full, how in chosen.items():
+        name, _, leaf = full.rpartition(".")
+        if leaf == "weight":
+            layers[name] = parameters[full].layer, how
+        else:
+            experts[full] = parameters[full].layer, leaf, how
+    tied = dict(_ties(model, {name: module for name, (module, _) in layers.items()}))
     if tied and filter_fn:
         name, owners = next(iter(tied.items()))
         raise UnsupportedError(
@@ -215,34 +229,11 @@ def _selected(
             tied=owners,
         )
     left |= {f"{name}.weight": f"tied to {owners[0]}" for name, owners in tied.items()}
-    layers = {name: module for name, module in layers.items() if name not in tied}
+    layers = {name: layer for name, layer in layers.items() if name not in tied}
     if not layers and not experts:
         done = sum(isinstance(m, ScaledLinear | ScaledExperts) for m in model.modules())
-        found = "; ".join(f"{reason}: {names}" for reason, names in _by_reason(left)) or "the model has no linear layer"
-        raise OptionError(f"quantize_: no layer is chosen: {found}; {done} are quantized already.", left=left)
+        raise none_chosen("quantize_", left, f"; {done} are quantized already")
     return layers, experts, left
-
-
-def _grows(weight: Tensor, recipe: ScalingRecipe, axis: int) -> bool:
-    """Whether `weight` takes no fewer bytes under the recipe: its rows are much shorter than a block."""
-    shape = tuple(weight.shape)
-    try:
-        return cast_nbytes(recipe.format, checks.fitted_layout(recipe, shape, axis), shape, axis) >= weight.nbytes
-    except BrecciaError:  # reported with the layer's name before anything changes
-        return False
-
-
-def _others(model: nn.Module, left: Mapping[str, str]) -> dict[str, str]:
-    """The reason for each parameter of two axes or more that is neither quantized nor in `left`."""
-    found: dict[str, str] = {}
-    for name, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            full = f"{name}.{leaf}".lstrip(".")
-            if parameter.ndim >= 2 and full not in left:
-                found[full] = kept_kind(full) or (
-                    "bias" if leaf.endswith("bias") else f"{type(module).__name__} is no linear layer"
-                )
-    return found
 
 
 def _check_castable(name: str, weight: Tensor, recipe: ScalingRecipe, axis: int) -> None:
@@ -258,16 +249,6 @@ def _bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, shared ones counted once."""
     held = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
     return sum(held.values())
-
-
-def _by_reason(left: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Each reason with its names: the first few, and the number of the others."""
-    for reason in dict.fromkeys(left.values()):
-        yield reason, abbreviated(name for name, found in left.items() if found == reason)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.2f} kB"
 
 
 # ------------------------------------------------------------------------------------------------ modules

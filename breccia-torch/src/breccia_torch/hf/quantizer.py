@@ -29,7 +29,6 @@ from breccia.backend import PARTS, Metadata, OptionError, ScaledTensor, ScalingR
 
 from ..checkpoint import check_all_quantized, stacked
 from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
-from ..owners import reader_of_weight
 from ..placing import dispatch_again, held_components, need_values, placement
 from ..quantize import expert_parameters, is_linear, quantize_, replace, replace_experts, scaled_class, weights_of
 from ..storing import AUTO, arrange, arrange_experts
@@ -172,7 +171,7 @@ class BrecciaHfQuantizer(HfQuantizer):
             return  # transformers reports it as unexpected
         if leaf in expert_parameters(module):
             replace_experts(module, leaf, ScaledExperts(empty, getattr(module, leaf).dtype))
-        elif leaf == "weight" and is_linear(module) and not reader_of_weight(model, owner):
+        elif leaf == "weight" and is_linear(module):
             made: Any = scaled_class(module)
             config = self.quantization_config
             activation = config.activations.get(owner, config.activation)
