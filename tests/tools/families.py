@@ -1,4 +1,4 @@
-"""Small models of transformers of many families, with random weights: decoders, encoders, state spaces, vision, audio, experts."""
+"""Small models of transformers of many families, with random weights."""
 
 from __future__ import annotations
 

@@ -13,10 +13,13 @@ pytest.importorskip("breccia_bridges")
 import torch
 from families import FAMILIES, inputs, made
 from torch.nn import functional
+from transformers import AutoModel
 from transformers.core_model_loading import revert_weight_conversion
 
 import breccia_torch
+import breccia_torch.hf  # registers with transformers
 from breccia.bridges import convert
+from breccia_torch.nn import ScaledLinear
 
 pytestmark = [
     pytest.mark.together,
@@ -45,3 +48,16 @@ def test_quantize_and_convert_take_the_same_weights_and_the_model_runs(family: s
         found = model(**given).last_hidden_state
     # INT8 weights have an SQNR over 30 dB; a layer of random values in its place would give a cosine near 0
     assert functional.cosine_similarity(found.flatten(), expected.flatten(), 0) > 0.9
+
+
+@pytest.mark.parametrize("family", ["bloom", "jamba", "mamba", "wavlm", "mobilebert", "granitemoe"])
+def test_models_that_read_their_weights_load_what_convert_wrote(family: str, tmp_path: Path) -> None:
+    model = made(family)
+    model.save_pretrained(tmp_path / "dense")
+    convert(tmp_path / "dense", tmp_path / "small", "int8")
+    breccia_torch.quantize_(model, "int8")
+    found, given = AutoModel.from_pretrained(tmp_path / "small").eval(), inputs(family)
+    layers = [{name for name, m in each.named_modules() if isinstance(m, ScaledLinear)} for each in (found, model)]
+    assert layers[0] == layers[1] != set()
+    with torch.no_grad():
+        assert torch.equal(found(**given).last_hidden_state, model(**given).last_hidden_state)

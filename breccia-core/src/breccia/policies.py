@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -200,6 +200,10 @@ class Policy:
         """The recipes of its rules, each once, the default's first."""
         rules = [self.default, *(rule for _, rule in self.rules)]
         return tuple(dict.fromkeys(rule.recipe for rule in rules if rule is not None))
+
+    def keeping(self, patterns: Iterable[str]) -> Policy:
+        """The policy that leaves what these patterns match, whatever its own rules say."""
+        return replace(self, rules=(*((pattern, None) for pattern in patterns), *self.rules))
 
     def deciding(self, name: str, kinds: Collection[str]) -> str | None:
         """The pattern that decides about a parameter of that name and those kinds; None if no pattern does."""

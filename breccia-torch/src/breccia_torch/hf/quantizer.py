@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,17 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import breccia
 from breccia import bridges
-from breccia.backend import PARTS, Metadata, OptionError, ScaledTensor, ScalingRecipe, UnsupportedError, as_recipe, components
+from breccia.backend import (
+    PARTS,
+    Metadata,
+    OptionError,
+    Policy,
+    ScaledTensor,
+    ScalingRecipe,
+    UnsupportedError,
+    as_recipe,
+    components,
+)
 
 from ..checkpoint import check_all_quantized, stacked
 from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
@@ -45,7 +56,9 @@ logger = logging.get_logger(__name__)
 class BrecciaConfig(QuantizationConfigMixin):
     """The `quantization_config` of a model quantized by breccia.
 
-    recipe: a ScalingRecipe, its spec ("nvfp4", "fp8_block,block_m=128"), or what its `to_dict` returns.
+    recipe: a ScalingRecipe, its spec ("nvfp4", "fp8_block,block_m=128"), or what its `to_dict` returns; to quantize a model
+        that is loaded, also a `breccia.Policy` or the path of a YAML file with one. A quantized model has the recipe of most
+        of its weights here; files say which one each weight has.
     activation: the same for a recipe under which linear layers cast their inputs; None leaves inputs unchanged.
     activations: recipes for the inputs of single layers, by name, where they differ from `activation`.
     modules_to_not_convert: names of modules that keep their precision, whole or from a dot on ("lm_head"), in addition to the
@@ -71,7 +84,9 @@ class BrecciaConfig(QuantizationConfigMixin):
                 unknown=tuple(unknown),
             )
         self.quant_method = quant_method  # pyright: ignore[reportAttributeAccessIssue]
-        self.recipe, self.activation = _recipe(recipe), _recipe_or_none(activation)
+        is_policy = isinstance(recipe, Policy | os.PathLike) or (isinstance(recipe, str) and recipe.endswith((".yaml", ".yml")))
+        self.policy = Policy.of(recipe) if is_policy else Policy.of(_recipe(recipe))
+        self.recipe, self.activation = self.policy.recipes[0], _recipe_or_none(activation)
         self.activations = {name: _recipe_or_none(found) for name, found in (activations or {}).items()}
         self.modules_to_not_convert = modules_to_not_convert
 
@@ -231,7 +246,7 @@ class BrecciaHfQuantizer(HfQuantizer):
             config = self.quantization_config
             kept = {*(config.modules_to_not_convert or ()), *(model._keep_in_fp32_modules or ())}
             exclude = [name for name in _weights(model) if any(f".{module}." in f".{name}." for module in kept)]
-            summary = quantize_(model, config.recipe, exclude=exclude, activation=config.activation)
+            summary = quantize_(model, config.policy.keeping(exclude), activation=config.activation)
             logger.info("%r", summary)
         attach(model, self)
         return model
