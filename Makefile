@@ -106,7 +106,7 @@ $(VENV)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	@# The kernels are compiled while everything else is installed: breccia and the tools; other libraries, for
 	@# docs/agreement.md; libraries of JAX, for tests of training, models and checkpoints.
 	$(call INSTALL_NATIVE,$(VENV)) & compiling=$$!; \
-	$(VENV)/bin/python $(INSTALL) -e "./breccia-core[cli,testing,ml-dtypes]" $(SIBLINGS) pytest-xdist ruff pyright \
+	$(VENV)/bin/python $(INSTALL) -e "./breccia-core[cli,testing,ml-dtypes,yaml]" $(SIBLINGS) pytest-xdist ruff pyright \
 		mkdocs-material "mkdocstrings[python]" matplotlib playwright flatbuffers \
 		torchao compressed-tensors gguf accelerate optax equinox flax orbax-checkpoint && wait $$compiling
 	@# Of TransformerEngine there are the reference quantizers alone, in Python; `import transformer_engine` says that the

@@ -32,6 +32,7 @@ from breccia.errors import RecipeError
 from breccia.formats import Format
 from breccia.operations import OPERATIONS
 from breccia.options import DEFAULT
+from breccia.policies import KEPT
 from breccia.recipes import ScalingRecipe, choices_of
 from breccia.tensors.grids import packing
 from breccia.tensors.storage import Storage
@@ -376,6 +377,11 @@ def scale_rules() -> str:
     return table(["rule", "default of", "also taken by", "what it writes"], rows)
 
 
+def kinds() -> str:
+    """The kinds of parameters that keep their precision by default, and the patterns of their names."""
+    return table(["kind", "names"], [[kind, code(patterns)] for kind, patterns in KEPT.items()])
+
+
 def laws() -> str:
     """The laws of the conformance kit, by what they are about."""
     from breccia.testing.laws import LAWS, SUBMODULES
@@ -404,4 +410,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "storages": storages,
     "scale-rules": scale_rules,
     "laws": laws,
+    "kinds": kinds,
 }

@@ -29,7 +29,7 @@ from breccia.dispatch import registry
 DOCS = ROOT / "docs"
 PAGES = [p for p in [*ROOT.glob("*.md"), *DOCS.glob("**/*.md")]]
 #: Languages of code fences: code that runs or parses, commands, and diagrams.
-LANGUAGES = ("python", "console", "json", "toml", "text")
+LANGUAGES = ("python", "console", "json", "toml", "yaml", "text")
 
 FENCE = re.compile(r"^( *)(`{3,}|~{3,})([^\n]*)\n(.*?)^\1\2[`~]*$", re.DOTALL | re.MULTILINE)
 #: A call of print, on one line or as the formatter breaks it, and the comment after it.
@@ -150,9 +150,11 @@ def test_every_block_has_a_language(page: Path) -> None:
     assert not wrong, f"a block is one of {LANGUAGES}"
 
 
-@pytest.mark.parametrize(("page", "fence"), [*every("json"), *every("toml")])
+@pytest.mark.parametrize(("page", "fence"), [*every("json"), *every("toml"), *every("yaml")])
 def test_data_blocks_can_be_parsed(page: Path, fence: Fence) -> None:
-    assert {"json": json.loads, "toml": tomllib.loads}[fence.language](fence.text) is not None
+    yaml: Any = pytest.importorskip("yaml") if fence.language == "yaml" else None
+    parsers = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml and yaml.safe_load}
+    assert parsers[fence.language](fence.text) is not None
 
 
 # -- commands --------------------------------------------------------------------------------------------------------

@@ -203,6 +203,11 @@ class QuantizeSummary:
     bytes_after: int
 
     @property
+    def taken(self) -> Mapping[str, Chosen]:
+        """Deprecated: `chosen`."""
+        return self.chosen
+
+    @property
     def quantized(self) -> tuple[str, ...]:
         """The names of the quantized parameters."""
         return tuple(self.chosen)

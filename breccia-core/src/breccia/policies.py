@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from . import targets
 from .errors import BrecciaError, OptionError, UnknownNameError, UnsupportedError, abbreviated, suggestion
@@ -87,7 +87,10 @@ class WeightRule(NamedTuple):
             return None
         if isinstance(value, cls):
             return value
-        recipe, axes = value if isinstance(value, tuple) else (value, None)
+        recipe: Any = value
+        axes: Any = None
+        if isinstance(value, tuple):
+            recipe, axes = cast("tuple[Any, Any]", value)
         return cls(as_recipe(recipe), (axes,) if isinstance(axes, int) else None if axes is None else tuple(axes))
 
 
@@ -140,7 +143,7 @@ class Policy:
         if (isinstance(value, str) and value.lower().endswith((".yaml", ".yml"))) or isinstance(value, os.PathLike):
             value = cls.read(value)
         elif isinstance(value, Mapping):
-            value = cls.from_mapping(value)
+            value = cls.from_mapping(cast("Mapping[str, Any]", value))
         if isinstance(value, cls):
             if left or taken:
                 raise OptionError(
@@ -187,13 +190,13 @@ class Policy:
             raise ImportError(
                 f"policies are read from YAML files by PyYAML, which is not installed: {YAML.remedy}.", name="yaml"
             )
-        rules = targets.load("breccia.yaml_text:parsed_yaml")(Path(path).read_text(encoding="utf-8"), str(path))
+        rules: Any = targets.load("breccia.yaml_text:parsed_yaml")(Path(path).read_text(encoding="utf-8"), str(path))
         if not isinstance(rules, dict):
             raise OptionError(
                 f"{path}: a policy is a mapping from patterns to recipes, such as `lm_head*: keep`; the file has {rules!r}.",
                 path=str(path),
             )
-        return cls.from_mapping(rules, str(path))
+        return cls.from_mapping(cast("dict[str, Any]", rules), str(path))
 
     @property
     def recipes(self) -> tuple[ScalingRecipe, ...]:

@@ -118,10 +118,9 @@ def _parameters(places: list[_Place]) -> list[Parameter]:
             if _is_weight(array):
                 continue
             if isinstance(place.leaf, _LAYERS) and name.rpartition(".")[2] == "weight":
-                convolution = isinstance(place.leaf, eqx.nn.Conv | eqx.nn.ConvTranspose)
-                stacked = array.ndim - 2 - (place.leaf.num_spatial_dims if convolution else 0)
-                embedding = isinstance(place.leaf, eqx.nn.Embedding)
-                kind = CONVOLUTION if convolution else "embedding" if embedding else "linear"
+                spatial: int = getattr(place.leaf, "num_spatial_dims", 0)  # of convolutions
+                stacked = array.ndim - 2 - spatial
+                kind = CONVOLUTION if spatial else "embedding" if isinstance(place.leaf, eqx.nn.Embedding) else "linear"
                 found.append(described(name, array, tuple(range(stacked + 1, array.ndim)), kind=kind))
             else:
                 why = "no weight of a Linear, convolution or Embedding layer"

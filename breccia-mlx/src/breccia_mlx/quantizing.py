@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
@@ -99,21 +99,21 @@ def quantize(
     before = _bytes(model)
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     layers = dict(leaves)
-    given: dict[str, Any] = {"activation": activation, "prefer": prefer}
+    given: dict[str, Any] = {"recipe": None, "activation": activation, "prefer": prefer}
     if class_predicate is not None:
         if include or exclude:
             raise OptionError("quantize takes class_predicate or patterns (include=, exclude=), not both.")
-        one = None if recipe is None else as_recipe(recipe)
+        given["recipe"] = None if recipe is None else as_recipe(cast("ScalingRecipe", recipe))
         answers = {path: _answer(class_predicate, path, module) for path, module in leaves}
-        options = {path: {"recipe": one, **given, **answer} for path, answer in answers.items() if answer is not None}
+        options = {path: {**given, **answer} for path, answer in answers.items() if answer is not None}
         left = {f"{p}.weight": "left out by class_predicate" for p, m in leaves if p not in options and _makes(m)}
     elif recipe is None:
-        options = {path: {"recipe": None, **given} for path, module in leaves if type(module) in QUANTIZED}
+        options = {path: {**given} for path, module in leaves if type(module) in QUANTIZED}
         left = {f"{path}.weight": "not quantized by MLX" for path, module in leaves if _makes(module) and path not in options}
     else:
         policy = Policy.of(recipe, include, exclude)
         chosen, left = choose(_parameters(leaves), policy, "quantize", what="weight", listed_by="`model.parameters()`")
-        options = {name.removesuffix(".weight"): {"recipe": how.recipe, **given} for name, how in chosen.items()}
+        options = {name.removesuffix(".weight"): {**given, "recipe": how.recipe} for name, how in chosen.items()}
     if not options:
         raise none_chosen("quantize", left, "" if recipe is not None or class_predicate else "; pass a recipe")
     found = {path: _checked(path, layers[path], how) for path, how in options.items()}  # before anything changes

@@ -25,11 +25,17 @@ class ReadAsTensor:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SWAPPED and torch.compiler.is_dynamo_compiling():
-            torch._dynamo.graph_break("the order of the operands of `weight @ x` is lost; multiply by weight.decoded()")
+            torch._dynamo.graph_break(  # pyright: ignore[reportPrivateUsage]
+                "the order of the operands of `weight @ x` is lost; multiply by weight.decoded()"
+            )
         given = args, kwargs or {}
         others = (x.dtype for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point())
         dtype = next(others, None)
-        args, kwargs = tree_map(lambda x: x.decoded(dtype) if isinstance(x, ReadAsTensor) else x, given)
+
+        def plain(x: Any) -> Any:
+            return x.decoded(dtype) if isinstance(x, ReadAsTensor) else x
+
+        args, kwargs = tree_map(plain, given)
         return func(*args, **kwargs)
 
     def __matmul__(self, other: Tensor) -> Tensor:
