@@ -141,7 +141,7 @@ class Policy:
         """
         left, taken = [(pattern, None) for pattern in exclude], tuple(include)
         if (isinstance(value, str) and value.lower().endswith((".yaml", ".yml"))) or isinstance(value, os.PathLike):
-            value = cls.read(value)
+            value = cls.read(cast("str | os.PathLike[str]", value))
         elif isinstance(value, Mapping):
             value = cls.from_mapping(cast("Mapping[str, Any]", value))
         if isinstance(value, cls):

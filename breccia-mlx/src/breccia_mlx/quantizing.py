@@ -99,6 +99,7 @@ def quantize(
     before = _bytes(model)
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     layers = dict(leaves)
+    options: dict[str, dict[str, Any]]
     given: dict[str, Any] = {"recipe": None, "activation": activation, "prefer": prefer}
     if class_predicate is not None:
         if include or exclude:
