@@ -170,6 +170,12 @@ def test_explain_says_what_it_leaves_to_the_generic_algorithm() -> None:
         (x, breccia.DelayedScaling(), {"scale": 2.0}, "stochastic rounding, supplied scales and out= are"),
         (x, MXFP8, {"nonfinite": "raise"}, "nonfinite='raise' reads values"),
         (x, declared(UE4M3, Level(F32, (1, 32))), {}, "it does not round to UE4M3"),
+        (
+            x,
+            declared(breccia.Integer("vast", 4, None, "this test", True, -105), Level(F32, (1, 32))),
+            {},
+            "it does not round to vast",
+        ),
         (x, breccia.Float8RowScaling(scale_rule="divide"), {}, "scale rule 'divide' does not multiply by one reciprocal"),
         (
             x,

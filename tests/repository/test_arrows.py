@@ -75,7 +75,7 @@ ORDER = [
     {"siblings", "targets", "declared", "error_metrics", "json_text", "yaml_text"},
     {"codec_checks", "tracing"},
     {"codecs", "rules", "options"},
-    {"formats"},
+    {"formats", "forms"},
     {"layouts", "recipes"},
     {"specs", "operations", "policies"},
     {"arrays"},

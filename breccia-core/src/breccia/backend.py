@@ -104,6 +104,7 @@ _HOMES: dict[str, str] = {
         ),
         "codecs",
     ),
+    **dict.fromkeys(("FloatForm", "IntegerForm", "ROUNDER", "TableForm", "WHOLE", "form_of"), "forms"),
     **dict.fromkeys(("Block", "Format", "TENSOR"), "formats"),
     **dict.fromkeys(
         (

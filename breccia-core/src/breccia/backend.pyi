@@ -74,6 +74,12 @@ from .errors import suggestion as suggestion
 from .formats import TENSOR as TENSOR
 from .formats import Block as Block
 from .formats import Format as Format
+from .forms import ROUNDER as ROUNDER
+from .forms import WHOLE as WHOLE
+from .forms import FloatForm as FloatForm
+from .forms import IntegerForm as IntegerForm
+from .forms import TableForm as TableForm
+from .forms import form_of as form_of
 from .json_text import parsed_json as parsed_json
 from .json_text import unique_keys as unique_keys
 from .kernels import checks as checks

@@ -12,7 +12,18 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from breccia.backend import F32_INF, MAGNITUDE, MANTISSA, NORMAL, Array, Ops, OptionError, UnsupportedError, dtype_name
+from breccia.backend import (
+    F32_INF,
+    MAGNITUDE,
+    MANTISSA,
+    NORMAL,
+    ROUNDER,
+    Array,
+    Ops,
+    OptionError,
+    UnsupportedError,
+    dtype_name,
+)
 
 #: On CPUs XLA's reduction of a block is scalar; comparing halves from 128 down to 16 is six times faster (measured).
 #: Longer axes may be sharded over the devices, which would have to exchange halves.
@@ -21,7 +32,7 @@ _SHORTEST, _CHUNK, _LONGEST = 16, 128, 256
 #: times as fast. The last two numbers are reduced: XLA repeats comparisons, but no reduction, in what uses the result. Casts in
 #: blocks of 128 then take a third of the time (measured: jax 0.10).
 _ACROSS = 32
-_ROUNDER = np.float32(1.5 * 2**23)
+_ROUNDER = np.float32(ROUNDER)
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.int32}
 
 
@@ -143,7 +154,6 @@ class _JaxOps(Ops):
     def native_round(self, y: Array, bits: int) -> Array | None:
         if bits != 8:  # XLA on CPUs then packs codes four times as slowly (measured: jax 0.10)
             return None
-        # One unit in the last place of 1.5 * 2^23 is 1, so that the sum is rounded to an integer, in its lowest bits.
         return self.bitcast_to_int(y + _ROUNDER) - int(_ROUNDER.view(np.int32))
 
     def pack_bits(self, codes: Array, bits: int) -> Array:

@@ -27,11 +27,14 @@ from breccia.backend import (
     MAGNITUDE,
     NORMAL,
     TENSOR,
+    WHOLE,
     Block,
     Call,
     CastOptions,
     Codec,
+    FloatForm,
     Integer,
+    IntegerForm,
     Lookup,
     Minifloat,
     ScaledTensor,
@@ -39,6 +42,7 @@ from breccia.backend import (
     checks,
     contraction_axis,
     f32_bits,
+    form_of,
     packing,
     reference,
     rules,
@@ -52,8 +56,6 @@ Array = Any
 SLAB, READ = 2**18, 2**20
 _MIN_NORMAL = 2.0**-126
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-#: The element codecs, by exact class: a subclass may encode otherwise.
-_ELEMENTS = (Minifloat, Integer, Lookup)
 
 
 def accepts(call: Call) -> str | None:
@@ -70,7 +72,7 @@ def accepts(call: Call) -> str | None:
     if call.option("nonfinite") == "raise":
         return "nonfinite='raise' reads values, as the generic algorithm does"
     element, level = fmt.element, fmt.scale
-    if type(element) not in _ELEMENTS or (isinstance(element, Minifloat) and not element.signed):
+    if form_of(element) is None or (isinstance(element, Minifloat) and not element.signed):
         return f"it does not round to {element.name}"
     if type(rule).scaled not in (rules.Rule.scaled, rules.Inverse.scaled):
         return f"scale rule {rule.name!r} does not multiply by one reciprocal per block"
@@ -336,27 +338,24 @@ def _kept(scaled: Array, u: Array) -> Array:
 
 
 def _minifloats(element: Minifloat, scaled: Array, u: Array) -> Array:
-    bits, mantissa_bits = element.bits, element.mantissa_bits
+    form, bits = FloatForm(element), element.bits
     magnitude = _magnitude(scaled)
     below_nan = magnitude - (F32_INF + 1)
     kept = (below_nan & (NORMAL - 1 - _magnitude(u))) >> 31
-    # Of normal codes: half a step is added, less one in the last place where the code below is even; exponents are rebased.
-    shift, rebased = 23 - mantissa_bits, (127 - element.bias) << 23
-    clipped = mx.minimum(magnitude, f32_bits(element.largest))
-    normal = (clipped + ((clipped >> shift) & 1) + ((1 << (shift - 1)) - 1 - rebased)) >> shift
-    # Of subnormal ones, whose steps are of one size: added to numbers, this leaves them in the last bits. For greater numbers,
-    # the first normal code.
-    magic = 2.0 ** (24 - element.bias - mantissa_bits)
+    # By integers. Half a step is added, less one in the last place where the code below is even.
+    clipped, half = mx.minimum(magnitude, form.largest), 1 << (form.shift - 1)
+    normal = (clipped + ((clipped >> form.shift) & 1) + (half - 1 - form.rebase)) >> form.shift
+    # Of numbers that are not subnormal codes, at least the first normal code.
+    magic = WHOLE * form.step
     steps = MLX.bitcast_to_int(mx.abs(scaled.view(mx.float32)) + magic) - f32_bits(magic)
     sign = (scaled >> (32 - bits)) & (1 << (bits - 1)) & (below_nan >> 31)
-    return _bytes((mx.maximum(normal, mx.minimum(steps, 1 << mantissa_bits)) & kept) | sign)
+    return _bytes((mx.maximum(normal, mx.minimum(steps, 1 << element.mantissa_bits)) & kept) | sign)
 
 
 def _integers(element: Integer, scaled: Array, zero: Array | None) -> Array:
     """Codes of the FP32 bits of scaled numbers; `zero` has zero-points, for numbers without NaN."""
-    # Added to numbers, this leaves them in the last bits, and zeros in the others of a byte. As integers, bits of sums are in
-    # the order of the numbers, except that those of negative ones are the least.
-    magic = 1.5 * 2.0 ** (23 - element.fraction_bits)
+    # As integers, bits of sums are in the order of the numbers, except that those of negative ones are the least.
+    magic = IntegerForm(element).magic
     low, high = (f32_bits(magic) + end for end in (element.low, element.high))
     found = MLX.bitcast_to_int(scaled.view(mx.float32) + magic)
     if zero is not None:

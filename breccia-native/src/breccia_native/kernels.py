@@ -60,15 +60,18 @@ def _kind(source: Any) -> int:
 
 
 def _scaled(codes: FloatCodes | IntegerCodes | TableCodes, divides: bool = False) -> ScaledCodes:
+    return partial(_write, _STEPS[type(codes)], divides, _fields(codes))
+
+
+def _fields(codes: FloatCodes | IntegerCodes | TableCodes) -> tuple[Any, ...]:
+    """The constants of a form in the order of C."""
     match codes:
         case FloatCodes():
-            fields = (codes.floor, codes.lift, codes.largest, codes.shift, codes.sign)
-            return partial(_write, microkernels.floats, divides, fields)
+            return codes.floor, codes.lift, codes.largest, codes.shift, codes.sign
         case IntegerCodes():
-            return partial(_write, microkernels.integers, divides, (codes.low, codes.high, float(codes.magic), codes.mask))
+            return codes.low, codes.high, codes.magic, codes.mask
         case _:
-            fields = (codes.thresholds, codes.values, codes.order, codes.zero)
-            return partial(_write, microkernels.tables, divides, fields)
+            return codes.thresholds, codes.values, codes.order, codes.zero
 
 
 def _write(
@@ -98,13 +101,11 @@ def _shifted(
     *,
     across: int = 0,
 ) -> None:
-    fields = (codes.low, codes.high, float(codes.magic), codes.mask)
-    microkernels.shifted(source, inverse, before, after, k, found, *fields, _kind(source), *dither, across)
+    microkernels.shifted(source, inverse, before, after, k, found, *_fields(codes), _kind(source), *dither, across)
 
 
 def _scales(codes: FloatCodes, amax: Any, divisor: float, inverses: Any, found: Any, inverse: Any, global_scale: float) -> None:
-    fields = (codes.floor, codes.lift, codes.largest, codes.shift, codes.sign)
-    microkernels.scales(amax, divisor, global_scale, *fields, inverses, found, inverse)
+    microkernels.scales(amax, divisor, global_scale, *_fields(codes), inverses, found, inverse)
 
 
 def _load(values: Any, dtype: str, columns: int, found: Any) -> None:
@@ -171,6 +172,7 @@ _TABLE, _MINIFLOAT, _INTEGER = range(3)
 _NONE = b""
 #: Numbers below which one thread decodes as fast as several.
 _FOR_THREADS = 1 << 16
+_STEPS = {FloatCodes: microkernels.floats, IntegerCodes: microkernels.integers, TableCodes: microkernels.tables}
 #: The numbers of dtypes in C.
 _KINDS = {"float32": 32, "bfloat16": 16, "float16": -16}
 _MICROKERNELS = Microkernels(

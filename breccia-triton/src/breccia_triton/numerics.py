@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from breccia import backend
+
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
 MANTISSA = tl.constexpr(0x007FFFFF)
@@ -17,11 +19,9 @@ INF = tl.constexpr(0x7F800000)
 LARGEST = tl.constexpr(0x7F7FFFFF)
 LEAST_NORMAL = tl.constexpr(2.0**-126)
 MOST = tl.constexpr(2.0**126)
-#: 1.5 * 2^23: a number added to it is rounded to an integer, which is in its low bits.
-ROUNDER = tl.constexpr(12582912.0)
+ROUNDER = tl.constexpr(backend.ROUNDER)
 BIG = tl.constexpr(2.0**100)
-#: 2^23: likewise for numbers that are not negative.
-WHOLE = tl.constexpr(8388608.0)
+WHOLE = tl.constexpr(backend.WHOLE)
 
 
 @triton.jit

@@ -8,24 +8,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from breccia import Codec, Format, Integer, Level, Lookup, Minifloat, PowerOfTwo, ScalingRecipe
-from breccia.backend import F32_INF, TENSOR, f32, f32_bits, packing, rules
+from breccia import Codec, Format, Integer, Level, Minifloat, PowerOfTwo, ScalingRecipe
+from breccia.backend import F32_INF, TENSOR, FloatForm, IntegerForm, TableForm, f32, f32_bits, form_of, packing, rules
 
 #: Element codecs with a conversion instruction on NVIDIA GPUs from compute capability 8.9 on.
 CONVERTED = ("E4M3", "E5M2")
-#: The smallest step of an element codec: products below 2^-126, which multiplication may flush to zero, then round to zero.
-_FINEST = 2.0**-24
 #: The most linear functions whose least one is faster than the binade of each number.
 _LINES = 4
 
 
 @dataclass(frozen=True)
 class Floats:
-    """A minifloat with p mantissa bits, encoded by adding 2^(23-p) times the binade of |y|.
+    """A minifloat, encoded by addition (`breccia.forms.FloatForm`).
 
-    The sum's last bit has the weight of the code spacing in that binade, so the hardware rounds to nearest, ties to even. The
-    binade shifted down to bit p is the code's exponent field; `lift` holds the offset that completes the code.
-    floor, largest: bits of FP32. nan, inf: codes, -1 where there is none. highest: the code of the largest finite number.
+    nan, inf: codes, -1 where there is none. highest: the code of the largest finite number.
     lines: how many code spacings there are, or 0 where they are many. As a function of |y| the code is their concave polygon,
     the least of `lines` linear functions: so it is also the least of these functions rounded, ties to even codes in each.
     """
@@ -49,7 +45,7 @@ class Floats:
 
 @dataclass(frozen=True)
 class Integers:
-    """An integer codec: the low bits of y + 1.5 * 2^23 units are the code, rounded by the addition."""
+    """An integer codec (`breccia.forms.IntegerForm`)."""
 
     bits: int
     low: float
@@ -63,7 +59,8 @@ class Integers:
 
 @dataclass(frozen=True)
 class Table:
-    """A table codec: the position of a number is the number of `starts` it reaches. order: codes by position.
+    """A table codec (`breccia.forms.TableForm`). order: codes by position.
+
     empty: the code of 0. cells: of the starts, the cell of y being RNE(f * count), with f = y * steep + middle clamped to 0..1;
     none where two starts share a cell, or codes are not in order. below: the FP32 numbers before the starts.
     """
@@ -189,21 +186,21 @@ def spec_of(recipe: ScalingRecipe, decoding: bool = False) -> Spec | str:
 def _element(codec: Codec) -> Floats | Integers | Table:
     if packing(codec)[0] not in (1, 2, 4):
         raise Unsupported(f"it does not pack codes of {codec.bits} bits")
-    if type(codec) is Minifloat and codec.signed and _floats_apply(codec):
-        return _floats(codec)
-    if type(codec) is Integer and math.ldexp(1.0, -codec.fraction_bits) >= _FINEST:
-        unit = math.ldexp(1.0, -codec.fraction_bits)
-        return Integers(codec.bits, codec.low * unit, codec.high * unit, unit, codec.signed)
-    if type(codec) is Lookup and codec.bits <= 4 and min(abs(v) for v in codec.values if v) >= _FINEST:
-        starts = tuple(map(_number, codec.thresholds[1:]))
-        values = tuple(_number(f32_bits(v)) for v in codec.values)
-        empty = codec.order[sum(t <= 0 for t in starts)]
-        return Table(codec.bits, starts, values, codec.order, empty, *_cells(codec, starts))
-    raise Unsupported(f"it has no formula for codes of {codec.name}")
+    match form := form_of(codec):
+        case FloatForm() if form.codec.signed and _decodes(form):
+            return _floats(form)
+        case IntegerForm():
+            return Integers(codec.bits, form.low, form.high, form.unit, form.codec.signed)
+        case TableForm() if codec.bits <= 4:
+            table = form.codec
+            return Table(codec.bits, form.starts, table.values, table.order, form.zero, *_cells(form))
+        case _:
+            raise Unsupported(f"it has no formula for codes of {codec.name}")
 
 
-def _cells(codec: Lookup, starts: tuple[float, ...]) -> tuple[Any, ...]:
+def _cells(form: TableForm) -> tuple[Any, ...]:
     """The fields of a table from `cells` on."""
+    codec, starts = form.codec, form.starts
     least, most = min(codec.values), max(codec.values)
     steep = f32(1 / (most - least))
     middle = f32(-least * steep)
@@ -217,19 +214,19 @@ def _cells(codec: Lookup, starts: tuple[float, ...]) -> tuple[Any, ...]:
     return ()
 
 
-def _floats_apply(codec: Minifloat) -> bool:
-    return codec.bits <= 8 and 1 <= codec.mantissa_bits <= 5 and 0 <= codec.bias <= 16
+def _decodes(form: FloatForm) -> bool:
+    """Whether `numerics.decode` has an FP32 number for 2^(127 - bias)."""
+    return form.codec.bias >= 0
 
 
-def _floats(codec: Minifloat) -> Floats:
-    p, first = codec.mantissa_bits, 128 - codec.bias
-    lift = ((23 - p) << 23) + (-((first + 23 - p) << p) & 0xFF)
+def _floats(form: FloatForm) -> Floats:
+    codec, p = form.codec, form.codec.mantissa_bits
     nan, inf = (-1 if code is None else code for code in (codec.nan, codec.inf))
-    top = f32_bits(codec.max)
     mask, highest = codec.magnitude_mask, codec.highest
     lines = max(1, highest >> p)
     lines = lines if lines <= _LINES else 0
-    return Floats(codec.name, codec.bits, p, codec.bias, first << 23, lift, top, mask, highest, nan, inf, codec.signed, lines)
+    bits = form.floor, form.lift, form.largest
+    return Floats(codec.name, codec.bits, p, codec.bias, *bits, mask, highest, nan, inf, codec.signed, lines)
 
 
 def _scale(fmt: Format, level: Level, rule: rules.Rule | None, outermost: bool) -> Scale:
@@ -243,9 +240,9 @@ def _scale(fmt: Format, level: Level, rule: rules.Rule | None, outermost: bool) 
     elif type(codec) is Minifloat and codec.name in ("F32", "F16", "BF16"):
         least, most = codec.scale_min, codec.scale_max
         found = Wide(codec.name, codec.bits, codec.max)
-    elif type(codec) is Minifloat and codec.bits == 8 and codec.nan is not None and _floats_apply(codec):
-        least, most = codec.scale_min, codec.scale_max
-        found = _floats(codec)
+    elif isinstance(form := form_of(codec), FloatForm) and codec.bits == 8 and codec.nan_code is not None and _decodes(form):
+        least, most = form.codec.scale_min, form.codec.scale_max
+        found = _floats(form)
     else:
         raise Unsupported(f"it does not write scales of {codec.name}")
     if outermost and codec.name != "F32":

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ...arrays.ops import NUMPY, Array
-from ...codecs import F32_INF, MAGNITUDE, Codec, Integer, Lookup, Minifloat, f32_bits
+from ...codecs import F32_INF, MAGNITUDE, Codec
+from ...forms import FloatForm, IntegerForm, TableForm, form_of
 from ...locks import cached_property
 from .workspace import EXPONENT, F4, I4, U1, U2, U4, U8
 
@@ -21,10 +22,8 @@ if TYPE_CHECKING:
     from .workspace import Buffers
 
 
-#: Elements below 2^-126 count as zero. Divided by scales that are not small they are less than 2^-26, and
-#: codecs with a step of at least 2^-24 round these to zero.
-_FINEST = 2.0**-24
-#: The least of the largest codes and qmax for which that holds; then for their reciprocals.
+#: Bound of the largest code, of qmax, and of their reciprocals. Elements below 2^-126 divided by scales that are not small are
+#: then less than 2^-26, which every form rounds to zero.
 MODEST = 2.0**20
 #: Of stochastic rounding: (seed, number of the first element, width, stride). Sources are rows of `width` elements, which begin
 #: `stride` elements of the whole tensor after each other, in C order with K last. Rounding is to nearest where width is 0.
@@ -51,26 +50,11 @@ class Amax(Protocol):
     def __call__(self, source: Array, k: int, amax: Array, across: int = 0) -> None: ...
 
 
-class FloatCodes:
-    """Codes of a minifloat with p = `mantissa_bits` >= 1, by adding 2^(23-p) times the binade of |y|.
-
-    The sum's last bit has the weight of the code spacing in that binade, so the hardware rounds to nearest, ties to even.
-    The binade shifted down to bit p is the code's exponent field; `lift` contains the offset that completes the code.
-    """
+class FloatCodes(FloatForm):
+    """Writes codes of a minifloat, by addition."""
 
     #: Code of +0.
     zero = 0
-
-    def __init__(self, codec: Minifloat) -> None:
-        p, first = codec.mantissa_bits, 128 - codec.bias
-        self.codec = codec
-        self.shift = 23 - p
-        self.floor = first << 23
-        self.lift = (self.shift << 23) + (-((first + self.shift) << p) & 0xFF)
-        self.largest = f32_bits(codec.max)
-        self.sign = codec.bits - 1
-        #: |y| below this rounds to at most the largest code.
-        self.limit = codec.max + math.ldexp(1.0, math.floor(math.log2(codec.max)) - p - 1)
 
     def write(self, work: Buffers, n: int, codes: Array, clamp: bool) -> None:
         """uint8 `codes` of the first `n` numbers in `work.scaled`; |y| above `limit` needs `clamp`."""
@@ -118,62 +102,69 @@ class FloatCodes:
         np.copyto(codes, a, casting="unsafe")
 
 
-class IntegerCodes:
-    """Codes of an integer codec: the low bits of y + 1.5 * 2^23 (in units), rounded by the addition."""
+class IntegerCodes(IntegerForm):
+    """Writes codes of an integer codec."""
 
     #: Code of +0.
     zero = 0
 
-    def __init__(self, codec: Integer) -> None:
-        unit = math.ldexp(1.0, -codec.fraction_bits)
-        self.codec = codec
-        self.magic = F4(1.5 * 2.0**23 * unit)
-        self.low, self.high = codec.low * unit, codec.high * unit
-        self.signed, self.mask = codec.signed, (1 << codec.bits) - 1
-        self.limit = self.high + unit / 2
+    @cached_property
+    def _added(self) -> Any:
+        """`magic` as an FP32 scalar, which NumPy adds to short arrays faster than Python's numbers."""
+        return F4(self.magic)
 
     def write(self, work: Buffers, n: int, codes: Array, clamp: bool) -> None:
         """As `FloatCodes.write`."""
         y = work.scaled[:n].view(F4)
         if clamp:
             np.minimum(y, self.high, out=y)
-        if clamp or not self.signed:
+        if clamp or not self.codec.signed:
             np.maximum(y, self.low, out=y)
-        np.add(y, self.magic, out=y)
+        np.add(y, self._added, out=y)
         np.copyto(codes, work.scaled[:n], casting="unsafe")
         if self.mask != 0xFF:
             np.bitwise_and(codes, self.mask, out=codes)
 
     def few(self, y: Array) -> Array:
         """As `FloatCodes.few`."""
-        codes = (np.maximum(np.minimum(y, self.high), self.low) + self.magic).view(U4).astype(U1)
+        codes = (np.maximum(np.minimum(y, self.high), self.low) + self._added).view(U4).astype(U1)
         return codes if self.mask == 0xFF else codes & self.mask
 
 
-class TableCodes:
-    """Codes of a table of 16 numbers: the position of a number is the number of thresholds it reaches."""
+class TableCodes(TableForm):
+    """Writes codes of a table."""
 
-    limit = math.inf
+    @cached_property
+    def thresholds(self) -> Array:
+        """The smallest number of each position; the first is not used."""
+        return np.array(self.codec.thresholds, U4).view(F4)
 
-    def __init__(self, codec: Lookup) -> None:
-        self.thresholds: Array = np.array(codec.thresholds, U4).view(F4)
-        self.starts: Array = self.thresholds[1:]
-        self.order: Array = np.array(codec.order, U1)
-        self.values: Array = np.array([codec.values[code] for code in codec.order], F4)
-        self.zero = int(codec.encode(NUMPY, np.zeros(1, F4))[0])
+    @cached_property
+    def _reached(self) -> Array:
+        return self.thresholds[1:]
+
+    @cached_property
+    def order(self) -> Array:
+        """Codes by position."""
+        return np.array(self.codec.order, U1)
+
+    @cached_property
+    def values(self) -> Array:
+        """Numbers by position."""
+        return np.array([self.codec.values[code] for code in self.codec.order], F4)
 
     def write(self, work: Buffers, n: int, codes: Array, clamp: bool) -> None:
         """As `FloatCodes.write`."""
         y, reached = work.scaled[:n].view(F4), work.sign[:n]
         codes.fill(0)
-        for start in self.starts:
+        for start in self._reached:
             np.greater_equal(y, start, out=reached.view(np.bool_))
             np.add(codes, reached, out=codes)
         np.copyto(codes, self.order.take(codes))
 
     def few(self, y: Array) -> Array:
         """As `FloatCodes.few`."""
-        return self.order.take(self.starts.searchsorted(y, side="right"))
+        return self.order.take(self._reached.searchsorted(y, side="right"))
 
 
 _Codes = FloatCodes | IntegerCodes | TableCodes
@@ -270,15 +261,15 @@ PLAIN = Microkernels()
 @lru_cache(maxsize=64)
 def code_writer(codec: Codec) -> _Codes | None:
     """The fast writer of an element codec, or None."""
-    if (codec.bits not in (4, 6, 8) and type(codec) is not Integer) or (type(codec) is Minifloat and not codec.signed):
-        return None
-    if type(codec) is Lookup and codec.bits == 4 and min(abs(v) for v in codec.values if v) >= _FINEST:
-        return TableCodes(codec)
-    if type(codec) is Integer and math.ldexp(1.0, -codec.fraction_bits) >= _FINEST:
-        return IntegerCodes(codec)
-    if type(codec) is Minifloat and 1 <= codec.mantissa_bits <= 5 and abs(codec.bias) <= 16 and codec.max <= MODEST:
-        return FloatCodes(codec)
-    return None
+    match form_of(codec):
+        case FloatForm() if codec.signed and codec.bits in (4, 6, 8) and codec.max <= MODEST:
+            return FloatCodes(codec)
+        case IntegerForm():
+            return IntegerCodes(codec)
+        case TableForm() if codec.bits == 4:
+            return TableCodes(codec)
+        case _:
+            return None
 
 
 def pack_codes(codes: Array, bits: int, target: Array, scratch: Array) -> None:
