@@ -266,7 +266,7 @@ def test_a_recipe_of_the_same_format_is_kept_and_another_refused() -> None:
 def test_other_classes_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"from_torchao converts Float8Tensor, .*; got Tensor \(torch"):
         from_torchao(torch.zeros(2, 2))
-    with pytest.raises(UnsupportedError, match="to_torchao takes a torch ScaledTensor, got numpy"):
+    with pytest.raises(UnsupportedError, match="to_torchao takes a ScaledTensor of torch, got numpy"):
         to_torchao(breccia.cast(plain(32, 32).numpy(), "mxfp8"))
 
 

@@ -609,7 +609,7 @@ def test_other_classes_and_options_are_refused() -> None:
         from_transformer_engine(mxfp8()[0], usage="rows")
     with pytest.raises(OptionError, match="padding is one of refuse, keep, drop; got 'zero'"):
         from_transformer_engine(mxfp8()[0], padding="zero")
-    with pytest.raises(UnsupportedError, match="takes a torch ScaledTensor, or a TensorPair of two, got numpy"):
+    with pytest.raises(UnsupportedError, match="takes a ScaledTensor of torch, or a TensorPair of two, got numpy"):
         to_transformer_engine(breccia.cast(torch.zeros(32, 32).numpy(), "mxfp8"), like=mxfp8()[0])
 
 

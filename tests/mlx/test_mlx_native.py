@@ -216,7 +216,7 @@ def test_tensors_without_an_mlx_mode_are_refused_with_a_remedy() -> None:
     ):
         to_mlx(breccia.cast(w[:, :250], MXFP8))
     with pytest.raises(
-        breccia.UnsupportedError, match=r"to_mlx takes MLX arrays, got numpy arrays; .*from_dlpack\(scaled, 'mlx'\)"
+        breccia.UnsupportedError, match=r"to_mlx takes a ScaledTensor of mlx, got numpy; .*from_dlpack\(st, 'mlx'\)"
     ):
         to_mlx(breccia.cast(np.ones((2, 32), np.float32), MXFP8))
 

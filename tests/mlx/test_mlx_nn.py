@@ -331,9 +331,11 @@ def test_unsupported_models_and_layers_are_refused(model: Model) -> None:
 
 
 def test_layers_refuse_unsupported_tensors_and_inputs() -> None:
-    with pytest.raises(breccia.UnsupportedError, match=r"takes a ScaledTensor, got array; breccia\.cast makes one"):
+    with pytest.raises(
+        breccia.UnsupportedError, match=r"ScaledWeight takes a ScaledTensor of mlx, got array; breccia\.cast makes one"
+    ):
         ScaledWeight(mx.ones(3))  # type: ignore[arg-type]
-    with pytest.raises(breccia.UnsupportedError, match="takes an MLX ScaledTensor; this one is of numpy"):
+    with pytest.raises(breccia.UnsupportedError, match="takes a ScaledTensor of mlx, got numpy; convert it by"):
         ScaledWeight(breccia.cast(np.ones((2, 32), np.float32), MXFP8))
     layer = ScaledLinear(64, 8, recipe=MXFP8)
     with pytest.raises(breccia.ShapeError, match=r"the layer takes inputs of shape \(\.\.\., 64\); got \(2, 32\)"):

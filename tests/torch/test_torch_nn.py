@@ -252,9 +252,9 @@ def odd_rows() -> nn.Module:
         (
             lambda: ScaledWeight(torch.ones(2)),
             TypeError,
-            "takes a ScaledTensor, got Tensor; breccia.cast makes one",
+            "takes a ScaledTensor of torch, got Tensor; breccia.cast makes one",
         ),
-        (lambda: ScaledWeight(breccia.cast(wide((4, 32)), MXFP8)), TypeError, "torch ScaledTensor; this one is of numpy"),
+        (lambda: ScaledWeight(breccia.cast(wide((4, 32)), MXFP8)), TypeError, "ScaledTensor of torch, got numpy; convert"),
         (
             lambda: ScaledLinear.in_place_of(nn.Linear(8, 8), ScaledWeight(breccia.cast(torch.ones(8, 16), MXFP8))),
             ValueError,

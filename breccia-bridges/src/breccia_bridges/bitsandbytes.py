@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import F32, Array, DialectError, NF4Scaling, ScaledTensor, ScalingRecipe, UnsupportedError
+from breccia.backend import F32, Array, DialectError, NF4Scaling, ScaledTensor, ScalingRecipe, check_scaled
 
 from .plugin import BnbFP4Scaling
 from .wrapping import attribute, buffer, buffer_or_none, chosen, lengths, title, wrapped
@@ -86,9 +86,7 @@ def to_bitsandbytes(scaled: ScaledTensor, *, like: Any = None, dtype: torch.dtyp
 
     Raises ImportError without bitsandbytes, DialectError for another format.
     """
-    if not isinstance(scaled, ScaledTensor) or scaled.framework != "torch":
-        found = scaled.framework if isinstance(scaled, ScaledTensor) else type(scaled).__name__
-        raise UnsupportedError(f"to_bitsandbytes takes a torch ScaledTensor, got {found}.", found=found)
+    check_scaled("to_bitsandbytes", scaled, "torch")
     scaled = scaled.to_plain()
     recipe, block = scaled.recipe, scaled.layout.block(-1)[1]
     quant_type = next((name for name, known in _RECIPES.items() if isinstance(recipe, known)), None)

@@ -34,7 +34,7 @@ from breccia.backend import (
     NVFP4BlockScaling,
     ScaledTensor,
     ScalingRecipe,
-    UnsupportedError,
+    check_scaled,
 )
 
 from .wrapping import attribute, chosen, float8_recipe, integer_recipe, title, wrapped
@@ -233,9 +233,7 @@ def to_compressed_tensors(scaled: ScaledTensor, *, like: Any = None, bias: Array
 
     Raises ImportError without `like` and without compressed-tensors, and DialectError for formats that it does not have.
     """
-    if not isinstance(scaled, ScaledTensor) or scaled.framework != "torch":
-        found = scaled.framework if isinstance(scaled, ScaledTensor) else type(scaled).__name__
-        raise UnsupportedError(f"to_compressed_tensors takes a torch ScaledTensor, got {found}.", found=found)
+    check_scaled("to_compressed_tensors", scaled, "torch")
     if like is not None and bias is not None:
         raise DialectError("to_compressed_tensors takes the bias of `like`; pass one of like= and bias=.")
     scaled = scaled.to_plain()

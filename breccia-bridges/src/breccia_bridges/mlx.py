@@ -19,6 +19,7 @@ from breccia.backend import (
     ScaledTensor,
     ScalingRecipe,
     UnsupportedError,
+    check_scaled,
     dtype_name,
     framework_of,
 )
@@ -100,7 +101,7 @@ def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, 
 
     Raises DialectError for a format that MLX has no mode for, blocks not along the last axis, or a partial last block.
     """
-    _need_mlx("to_mlx", scaled.data)
+    check_scaled("to_mlx", scaled, "mlx")
     scaled = scaled.to_plain()
     mode = _mode(scaled.recipe)
     if mode is None:

@@ -24,7 +24,7 @@ from breccia.backend import (
     NVFP4BlockScaling,
     ScaledTensor,
     ScalingRecipe,
-    UnsupportedError,
+    check_scaled,
     dtype_name,
     ops_of,
     pack,
@@ -98,11 +98,7 @@ def to_qwix(scaled: ScaledTensor, *, like: Any = None) -> Any:
     import jax.numpy as jnp
     import qwix  # pyright: ignore[reportMissingImports]
 
-    if not isinstance(scaled, ScaledTensor) or scaled.framework != "jax":
-        found = scaled.framework if isinstance(scaled, ScaledTensor) else type(scaled).__name__
-        raise UnsupportedError(
-            f"to_qwix takes a JAX ScaledTensor, got {found}; breccia.bridges.from_dlpack(st, 'jax').", found=found
-        )
+    check_scaled("to_qwix", scaled, "jax")
     scaled = scaled.to_plain()
     fmt, scale, ops = scaled.recipe.format, scaled.scale, ops_of(scaled.data)
     kind = next((name for name, (recipe, _) in _BLOCKS.items() if recipe.format == fmt), None)

@@ -39,6 +39,7 @@ from breccia.backend import (
     ScaledTensor,
     ScalingRecipe,
     UnsupportedError,
+    check_scaled,
     ops_of,
     pack,
     targets,
@@ -124,7 +125,7 @@ def to_torchao(
     """
     if like is None:
         _class("Float8Tensor")
-    _need_torch(scaled)
+    check_scaled("to_torchao", scaled, "torch")
     name = _class_of(scaled) if like is None else type(like).__name__
     if name not in _WRITERS:
         raise UnsupportedError(f"to_torchao builds {', '.join(_WRITERS)}; like= is {title(like)}.", found=name)
@@ -710,15 +711,6 @@ def _unlike(scaled: ScaledTensor, name: str, wanted: str) -> DialectError:
         "breccia.requantize(st, breccia.MXFP8BlockScaling()), for example.",
         recipe=scaled.recipe,
     )
-
-
-def _need_torch(scaled: ScaledTensor) -> None:
-    if not isinstance(scaled, ScaledTensor) or scaled.framework != "torch":
-        found = scaled.framework if isinstance(scaled, ScaledTensor) else type(scaled).__name__
-        raise UnsupportedError(
-            f"to_torchao takes a torch ScaledTensor, got {found}; convert one by breccia.bridges.from_dlpack(st, 'torch').",
-            found=found,
-        )
 
 
 def _listed(dtypes: dict[Any, Any]) -> str:

@@ -36,6 +36,7 @@ from breccia.backend import (
     ScalingRecipe,
     TensorPair,
     UnsupportedError,
+    check_scaled,
 )
 
 from .wrapping import attribute, buffer_or_none, check_padding, chosen, title, wrapped
@@ -353,13 +354,7 @@ def _pair(scaled: Any) -> tuple[ScaledTensor | None, ScaledTensor | None]:
     """(rowwise, columnwise). Raises UnsupportedError or DialectError where they do not belong together."""
     tensors = tuple(scaled) if isinstance(scaled, TensorPair) else (scaled,)
     for st in tensors:
-        if not isinstance(st, ScaledTensor) or st.framework != "torch":
-            found = st.framework if isinstance(st, ScaledTensor) else type(st).__name__
-            raise UnsupportedError(
-                f"to_transformer_engine takes a torch ScaledTensor, or a TensorPair of two, got {found}; convert one by "
-                "breccia.bridges.from_dlpack(st, 'torch').",
-                found=found,
-            )
+        check_scaled("to_transformer_engine", st, "torch", also=", or a TensorPair of two")
     if len(tensors) == 1:
         return (tensors[0], None) if tensors[0].axis == -1 else (None, tensors[0])
     rows, columns = tensors

@@ -37,6 +37,7 @@ _HOMES: dict[str, str] = {
         (
             "FIELDS",
             "ScaledTensor",
+            "check_scaled",
             "fill",
             "from_buffer",
             "logical_shape",

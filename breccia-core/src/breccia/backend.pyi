@@ -178,6 +178,7 @@ from .tensors.storage import Plain as Plain
 from .tensors.storage import Storage as Storage
 from .tensors.tensor import FIELDS as FIELDS
 from .tensors.tensor import ScaledTensor as ScaledTensor
+from .tensors.tensor import check_scaled as check_scaled
 from .tensors.tensor import fill as fill
 from .tensors.tensor import from_buffer as from_buffer
 from .tensors.tensor import logical_shape as logical_shape

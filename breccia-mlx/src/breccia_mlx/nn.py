@@ -20,6 +20,7 @@ from breccia.backend import (
     ShapeError,
     UnsupportedError,
     as_recipe,
+    check_scaled,
     components,
     dtype_name,
 )
@@ -49,10 +50,7 @@ class ScaledWeight(nn.Module):
 
     def __init__(self, tensor: ScaledTensor) -> None:
         super().__init__()
-        if not isinstance(tensor, ScaledTensor):
-            raise UnsupportedError(f"ScaledWeight takes a ScaledTensor, got {type(tensor).__name__}; breccia.cast makes one.")
-        if tensor.framework != "mlx":
-            raise UnsupportedError(f"ScaledWeight takes an MLX ScaledTensor; this one is of {tensor.framework}.")
+        check_scaled("ScaledWeight", tensor, "mlx")
         tensor = tensor.to_plain()  # files contain the components of the plain tensor
         parts = components(tensor)
         self._metadata = Metadata.of(tensor)

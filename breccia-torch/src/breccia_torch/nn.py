@@ -23,8 +23,8 @@ from breccia.backend import (
     ScaledTensor,
     ScalingRecipe,
     ShapeError,
-    UnsupportedError,
     as_recipe,
+    check_scaled,
     components,
     dtype_name,
     framework_of,
@@ -133,10 +133,7 @@ class ScaledWeight(ReadAsTensor, _WithMetadata):
 
     def __init__(self, tensor: ScaledTensor) -> None:
         super().__init__()
-        if not isinstance(tensor, ScaledTensor):
-            raise UnsupportedError(f"ScaledWeight takes a ScaledTensor, got {type(tensor).__name__}; breccia.cast makes one.")
-        if tensor.framework != "torch":
-            raise UnsupportedError(f"ScaledWeight takes a torch ScaledTensor; this one is of {tensor.framework}.")
+        check_scaled("ScaledWeight", tensor, "torch")
         _mark_when_saved()
         for name in PARTS:
             self.register_buffer(name, _kept_for_backward(getattr(tensor, name)))

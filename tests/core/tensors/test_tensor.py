@@ -27,6 +27,7 @@ from breccia import (
     ShapeError,
     UnsupportedError,
 )
+from breccia.backend import check_scaled
 from breccia.testing.examples import wide
 
 DATA = np.zeros((4, 8), np.uint8)
@@ -261,6 +262,10 @@ X = np.ones((4, 32), np.float32)
         (lambda: breccia.matmul(X, X.T, out=X), ValueError, r"out= must have shape \(4, 4\)"),
         (lambda: breccia.cast_ste_clipped(X, BLOCK, 2.0, 1.0), ValueError,
             "clip_min must be less than clip_max; got 2.0 and 1.0"),
+        (lambda: check_scaled("to_acme", X, "torch"), TypeError,
+            r"^to_acme takes a ScaledTensor of torch, got ndarray; breccia\.cast makes one of an array\."),
+        (lambda: check_scaled("to_acme", breccia.cast(X, BLOCK), "torch", " or a pair"), TypeError,
+            r"^to_acme takes a ScaledTensor of torch or a pair, got numpy; convert it by .*from_dlpack\(st, 'torch'\)\."),
         (lambda: breccia.AmaxHistory(BLOCK), TypeError, "AmaxHistory needs a DelayedScaling recipe"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip

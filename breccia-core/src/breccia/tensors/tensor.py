@@ -631,6 +631,17 @@ def scaled(x: Any) -> Any:
     return x if isinstance(x, ScaledTensor) else getattr(x, "__scaled_tensor__", x)
 
 
+def check_scaled(taker: str, x: Any, framework: str, also: str = "") -> None:
+    """Raise UnsupportedError unless `x` is a ScaledTensor of the framework. also: what else `taker` takes, for the error."""
+    held = isinstance(x, ScaledTensor)
+    if held and x.framework == framework:
+        return
+    found, remedy = type(x).__name__, "breccia.cast makes one of an array"
+    if held:
+        found, remedy = x.framework, f"convert it by breccia.bridges.from_dlpack(st, {framework!r})"
+    raise UnsupportedError(f"{taker} takes a ScaledTensor of {framework}{also}, got {found}; {remedy}.", found=found)
+
+
 def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
     """Whether `a` and `b`, of any frameworks, are the same tensor bit by bit
 
