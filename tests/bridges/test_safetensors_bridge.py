@@ -665,7 +665,7 @@ def test_an_undeclared_recipe_is_named_with_a_remedy(tmp_path: Path) -> None:
         ({"w.data": ("F8_E5M2", (4, 64))}, "w.data holds E4M3, stored as U8 or F8_E4M3; the file has F8_E5M2 there"),
         ({"w.scale": ("F64", (4, 2))}, "w.scale holds F32, stored as F32; the file has F64 there"),
         ({"w.zero_point": ("U8", (4, 2))}, "has no zero_point; got one"),
-        ({"w.zero_point": ("C64", (4, 2))}, "w.zero_point holds .*, stored as U8 or .* or F32; the file has C64 there"),
+        ({"w.zero_point": ("C64", (4, 2))}, "w.zero_point holds .*, stored as U8 or .* or BF16; the file has C64 there"),
         ({"w.zero_point": ("BOOL", (4, 2))}, "the file has BOOL there"),
         ({"w.zero_point": ("F64", (4, 2))}, "the file has F64 there"),
         ({"w.global_scale": ("F32", ())}, "has one scale level and no global_scale; got one"),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from breccia.backend import (
+    FLOAT_NAMES,
     TENSOR,
     Array,
     DelayedScaling,
@@ -35,11 +36,10 @@ from breccia.backend import (
     ScaledTensor,
     ScalingRecipe,
     check_scaled,
+    dtype_name,
 )
 
 from .wrapping import attribute, chosen, float8_recipe, integer_recipe, title, wrapped
-
-_SCALE_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def from_compressed_tensors(module: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor:
@@ -103,7 +103,7 @@ def _floats(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) 
 
 def _int8(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
     data, scale = found["weight"], found["weight_scale"]
-    dtype = _SCALE_DTYPES.get(scale.dtype)
+    dtype = FLOAT_NAMES.get(dtype_name(scale))
     if data.dtype != torch.int8 or dtype is None:
         raise DialectError(f"{title(module)} has a weight in {data.dtype} with scales in {scale.dtype}; codes are int8.")
     scale = scale.expand(data.shape[0], 1) if scale.numel() == 1 else scale
@@ -133,7 +133,7 @@ def _packed(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) 
     args, scale = module.quantization_scheme.weights, found["weight_scale"]
     bits, symmetric = args.num_bits, args.symmetric
     shape = tuple(int(n) for n in found["weight_shape"].reshape(-1).tolist())
-    dtype = _SCALE_DTYPES.get(scale.dtype)
+    dtype = FLOAT_NAMES.get(dtype_name(scale))
     if len(shape) != 2 or min(shape) < 1:
         raise DialectError(f"{title(module)} has weight_shape {shape}; it is the shape of a matrix.", found=shape)
     if bits not in (4, 8) or dtype is None:

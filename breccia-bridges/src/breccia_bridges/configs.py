@@ -11,6 +11,9 @@ from typing import Any
 
 from breccia import __version__
 from breccia.backend import (
+    BF16,
+    F16,
+    F32,
     PARTS,
     BrecciaError,
     CorruptFileError,
@@ -46,8 +49,8 @@ NON_NUMPY = {
     "bfloat16": "BF16",
 }
 #: Dtypes of float scales and biases, and of zero-points, in a file.
-_FLOATS = ("F32", "F16", "BF16")
-_ZERO_POINTS = ("U8", "I8", "I16", "I32", "F16", "BF16", "F32")
+FLOATS = tuple(codec.name for codec in (F32, F16, BF16))
+_ZERO_POINTS = ("U8", "I8", "I16", "I32", *FLOATS)
 #: Configs of more characters than this in all refer to each other: the headers of files have a limit.
 _REPEATED = 1 << 24
 
@@ -259,7 +262,7 @@ def _config(listed: dict[str, Any], schema: str | None) -> Config:
     shape = _fitting(_shape_of(listed), layout, axis)
     fmt = recipe.format
     codec = fmt.scale.codec
-    allowed = [codec.name] if codec.bits <= 8 else list(_FLOATS)
+    allowed = [codec.name] if codec.bits <= 8 else list(FLOATS)
     if not isinstance(dtypes, dict) or dtypes.get("data") != fmt.element.name or dtypes.get("scale") not in allowed:
         raise CorruptFileError(
             f"recipe {recipe.name!r} has dtypes data {fmt.element.name}, scale {' or '.join(allowed)}; its config says "
@@ -340,8 +343,8 @@ def _stored_as(part: str, config: Config) -> tuple[str, tuple[str, ...]]:
     if part == "global_scale":
         return "F32", ("F32",)
     if part == "zero_point":
-        return "integers or a bias", _FLOATS if fmt.offset == "bias" else _ZERO_POINTS
+        return "integers or a bias", FLOATS if fmt.offset == "bias" else _ZERO_POINTS
     codec = fmt.element if part == "data" else fmt.scale.codec
     if codec.bits > 8:
-        return codec.name, (config.scale_dtype,) if config.scale_dtype else _FLOATS
+        return codec.name, (config.scale_dtype,) if config.scale_dtype else FLOATS
     return codec.name, ("U8", NON_NUMPY[codec.dtype]) if codec.dtype in NON_NUMPY else ("U8",)

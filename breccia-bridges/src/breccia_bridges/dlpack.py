@@ -38,6 +38,7 @@ from breccia.backend import (
     UnsupportedError,
     device_of,
     dtype_name,
+    float_codec,
     framework_of,
     ops_of,
     registry,
@@ -325,8 +326,8 @@ def _header(st: ScaledTensor) -> str:
 
 @lru_cache(maxsize=1024)
 def _written(recipe: ScalingRecipe, layout: Layout, axis: int, shape: Shape, scale: str) -> str:
-    name = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint16": "BF16"}.get(scale)
-    return Config(recipe, layout, axis, shape, name or recipe.format.scale.codec.name).to_json()
+    codec = float_codec("bfloat16" if scale == "uint16" else scale) or recipe.format.scale.codec
+    return Config(recipe, layout, axis, shape, codec.name).to_json()
 
 
 @lru_cache(maxsize=1024)

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from breccia import CorruptFileError, UnsupportedError
-from breccia.backend import BF16, NUMPY, ScaledTensor, abbreviated, parsed_json, suggestion
+from breccia.backend import BF16, NUMPY, ScaledTensor, abbreviated, float_codec, parsed_json, suggestion
 
+from .configs import FLOATS
 from .deepseek import TILE_M, from_deepseek_v3
 from .safetensors_file import Container, Entry, Shape
 from .text import spelled
@@ -31,7 +32,6 @@ OWN = "breccia"
 #: FP8 dtypes of a file, by the name of their format.
 _FP8 = {"F8_E4M3": "E4M3", "F8_E5M2": "E5M2"}
 _CODES = (*_FP8, "I8", "U8")
-_FLOATS = ("F32", "F16", "BF16")
 
 _ORIGINAL = "Breccia does not decode this format: convert the checkpoint that it was made from, in BF16, FP16 or FP32."
 _BY_HAND = f"{_ORIGINAL} The page Migration of the documentation shows how to wrap single tensors."
@@ -93,8 +93,8 @@ FORMATS = (
         ("fp8", "fbgemm_fp8", "modelopt"),
         ({"_scale": (), "": tuple(_FP8)}, {"scale_weight": (), "weight": tuple(_FP8)}),
     ),
-    Format("GPTQ", ("gptq",), ({"qweight": ("I32",), "qzeros": ("I32",), "scales": _FLOATS, "g_idx": ("I32",)},), _BY_HAND),
-    Format("AWQ", ("awq",), ({"qweight": ("I32", "I16"), "qzeros": (), "scales": _FLOATS},), _BY_HAND),
+    Format("GPTQ", ("gptq",), ({"qweight": ("I32",), "qzeros": ("I32",), "scales": FLOATS, "g_idx": ("I32",)},), _BY_HAND),
+    Format("AWQ", ("awq",), ({"qweight": ("I32", "I16"), "qzeros": (), "scales": FLOATS},), _BY_HAND),
     Format(
         "bitsandbytes",
         ("bitsandbytes",),
@@ -316,7 +316,7 @@ class BlockFP8:
         scale = self.files[self.scales[weight]].entries[self.scales[weight]]
         if code.dtype not in _FP8:
             return f"{weight!r} has the scale {self.scales[weight]!r} but is {code.dtype}, not FP8 codes. {_DAMAGED}"
-        if scale.dtype not in (*_FLOATS, "F8_E8M0", "U8"):
+        if scale.dtype not in (*FLOATS, "F8_E8M0", "U8"):
             return f"{self.scales[weight]!r} is {scale.dtype}; scales are F32, BF16, F16, or E8M0 as F8_E8M0 or U8. {_DAMAGED}"
         if len(code.shape) < 2 or scale.shape != self._scale_shape(code.shape):
             wanted = spelled(self._scale_shape(code.shape)) if len(code.shape) > 1 else "none"
@@ -362,10 +362,9 @@ def _block(declared: Sequence[Declared]) -> tuple[int, int]:
 
 def _dtype(path: Path) -> str:
     """The model's dtype by config.json (`dtype`, before transformers 5 `torch_dtype`), BF16 by default."""
-    names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     config = read_object(path / CONFIG) if path.is_dir() else None
     for _, part in model_configs(config or {}):
         for key in ("dtype", "torch_dtype"):
-            if isinstance(found := part.get(key), str) and found in names:
-                return names[found]
-    return "BF16"
+            if isinstance(found := part.get(key), str) and (codec := float_codec(found)) is not None:
+                return codec.name
+    return BF16.name

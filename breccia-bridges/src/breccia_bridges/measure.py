@@ -11,7 +11,7 @@ import numpy as np
 from breccia import ErrorMetrics
 from breccia.backend import ScaledTensor, measuring
 
-from .configs import Config
+from .configs import FLOATS, Config
 from .safetensors import view_tensor
 from .safetensors_file import Container, read
 
@@ -21,7 +21,7 @@ measure, slabs = measuring.measure, measuring.slabs
 NOTHING = ErrorMetrics()
 
 #: File dtypes of plain floating-point numbers.
-FLOATING = ("F64", "F32", "F16", "BF16")
+FLOATING = ("F64", *FLOATS)
 
 #: Bins of a histogram: odd, so that zero has one.
 BINS = 101

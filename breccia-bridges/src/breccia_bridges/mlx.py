@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from breccia.backend import (
+    FLOAT_NAMES,
+    FLOATS,
     Array,
     DialectError,
     INT4Scaling,
@@ -34,7 +36,6 @@ _RECIPES: dict[str, ScalingRecipe] = {
     "nvfp4": NVFP4BlockScaling(two_level=False),
 }
 _WIDTHS = (2, 3, 4, 5, 6, 8)
-_SCALE_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 #: Group sizes that MLX has in mode "affine".
 _GROUPS = (32, 64, 128)
 
@@ -171,11 +172,11 @@ def _recipe(mode: str, group_size: int | None, bits: int | None, scales: Array) 
     if mode != "affine":
         raise DialectError(f"mode is one of affine, {', '.join(_RECIPES)}; got {mode!r}.", mode=mode)
     bits, group_size = bits or 4, group_size or 64
-    scale_dtype = _SCALE_DTYPES.get(dtype_name(scales))
+    scale_dtype = FLOAT_NAMES.get(dtype_name(scales))
     if bits not in _WIDTHS or group_size not in _GROUPS or scale_dtype is None:
         raise DialectError(
             f"affine arrays of {', '.join(map(str, _WIDTHS))} bits, in groups of 32, 64 or 128, with scales in "
-            f"{', '.join(_SCALE_DTYPES)}, have a recipe; got bits={bits}, group_size={group_size} and scales in "
+            f"{', '.join(FLOATS)}, have a recipe; got bits={bits}, group_size={group_size} and scales in "
             f"{dtype_name(scales)}. Cast its values.",
             bits=bits,
             group_size=group_size,

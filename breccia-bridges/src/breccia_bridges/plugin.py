@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from breccia import Bridge, Codec, Command, Foreign, Format, Level, RecipeError, ScalingRecipe, hookimpl
-from breccia.backend import BF16, F16, F32, INT4, Integer, Lookup, cached_property, check_choices, check_positive, one_of
+from breccia.backend import F32, FLOAT_CODECS, INT4, Integer, Lookup, cached_property, check_choices, check_positive, one_of
 
 api = 1
-_FLOATS = {"bf16": BF16, "fp16": F16, "fp32": F32}
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class SignedInt4Scaling(ScalingRecipe):
     name: ClassVar[str] = "int4_bias"
     source: ClassVar[str] = "torchao 0.18, torchao.quantization.Int4Tensor"
     group_size: int = 128
-    scale_dtype: str = field(default="bf16", metadata=one_of(_FLOATS))
+    scale_dtype: str = field(default="bf16", metadata=one_of(FLOAT_CODECS))
 
     def __post_init__(self) -> None:
         check_positive("SignedInt4Scaling", "group_size", self.group_size)
@@ -32,7 +31,7 @@ class SignedInt4Scaling(ScalingRecipe):
 
     @cached_property
     def format(self) -> Format:
-        return Format(INT4, (Level(_FLOATS[self.scale_dtype], (1, self.group_size)),), "bias")
+        return Format(INT4, (Level(FLOAT_CODECS[self.scale_dtype], (1, self.group_size)),), "bias")
 
 
 #: Unsigned integers by width. Core has those of 4 and 8 bits.
@@ -51,7 +50,7 @@ class AffineScaling(ScalingRecipe):
     source: ClassVar[str] = "MLX 0.32, mlx.core.quantize, mode 'affine'"
     bits: int = field(default=3, metadata=one_of(_UNSIGNED))
     group_size: int = field(default=64, metadata=one_of((32, 64, 128)))
-    scale_dtype: str = field(default="fp16", metadata=one_of(_FLOATS))
+    scale_dtype: str = field(default="fp16", metadata=one_of(FLOAT_CODECS))
 
     def __post_init__(self) -> None:
         if self.bits in (4, 8):
@@ -65,7 +64,7 @@ class AffineScaling(ScalingRecipe):
 
     @cached_property
     def format(self) -> Format:
-        return Format(_UNSIGNED[self.bits], (Level(_FLOATS[self.scale_dtype], (1, self.group_size)),), "bias")
+        return Format(_UNSIGNED[self.bits], (Level(FLOAT_CODECS[self.scale_dtype], (1, self.group_size)),), "bias")
 
 
 #: Twelfths of 0, 1/16, 8, 12, 4, 6, 2, 3, as FP32 numbers.

@@ -11,6 +11,7 @@ from typing import Any
 from breccia.backend import (
     E4M3,
     E8M0,
+    FLOAT_NAMES,
     NF4,
     TENSOR,
     Array,
@@ -33,7 +34,6 @@ from breccia.backend import (
 
 from .wrapping import attribute, buffer, chosen, float8_recipe, integer_recipe, title, wrapped
 
-_SCALE_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _FP8 = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
 #: The recipes of qwix's block formats, and the codec of their scales.
 _BLOCKS: dict[str, tuple[ScalingRecipe, Codec]] = {
@@ -148,7 +148,7 @@ def _recipe(
     array: Any, kind: str, scale: Array, across: int, along: int, length: int, whole: bool
 ) -> tuple[ScalingRecipe, Codec | None]:
     """The recipe of a QArray's type and tiles, and the codec that its scales are to be coded in."""
-    dtype = _SCALE_DTYPES.get(dtype_name(scale))
+    dtype = FLOAT_NAMES.get(dtype_name(scale))
     if kind in _BLOCKS:
         recipe, codec = _BLOCKS[kind]
         if (across, along) != recipe.format.scale.block:

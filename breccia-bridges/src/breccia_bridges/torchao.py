@@ -21,6 +21,8 @@ from breccia.backend import (
     E3M2,
     E4M3,
     E5M2,
+    FLOAT_NAMES,
+    FLOATS,
     TENSOR,
     Array,
     Codec,
@@ -40,6 +42,7 @@ from breccia.backend import (
     ScalingRecipe,
     UnsupportedError,
     check_scaled,
+    dtype_name,
     ops_of,
     pack,
     targets,
@@ -73,7 +76,6 @@ _CLASSES = {
     "NVFP4Tensor": "torchao.prototype.mx_formats.nvfp4_tensor",
 }
 _FP8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
-_SCALE_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _SWIZZLE = "swizzle_128x4"
 
 
@@ -265,11 +267,11 @@ def _of_integers(
 ) -> ScaledTensor:
     """Signed codes in int8; symmetric if all zero-points are 0, else unsigned codes with zero-points moved as much."""
     half = 8 if bits == 4 else 128
-    scale_dtype = _SCALE_DTYPES.get(scale.dtype)
+    scale_dtype = FLOAT_NAMES.get(dtype_name(scale))
     if scale_dtype is None or data.dtype != torch.int8:
         raise DialectError(
             f"{title(tensor)} has codes in {data.dtype} and scales in {scale.dtype}; recipes have int8 codes and scales in "
-            f"{_listed(_SCALE_DTYPES)}."
+            f"{', '.join(FLOATS)}."
         )
     m, k, axis = _matrix_block(tensor, data, scale, block)
     if zero is not None and zero.shape != scale.shape:
@@ -375,7 +377,7 @@ def _int4(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
         raise DialectError(f"{title(tensor)} has act_pre_scale, by which its layer multiplies the inputs. Fold it in before.")
     data, scale, bias = (buffer(tensor, name) for name in ("qdata", "scale", "zero_point"))
     *lead, rows, group = lengths(tensor, "block_size") if len(lengths(tensor, "block_size")) > 1 else (0, 1)
-    dtype = _SCALE_DTYPES.get(scale.dtype)
+    dtype = FLOAT_NAMES.get(dtype_name(scale))
     shape = (*data.shape[:-1], 2 * data.shape[-1])
     expected = (*shape[:-2], shape[-1] // group, shape[-2])
     if rows != 1 or any(n != 1 for n in lead) or dtype is None or tuple(scale.shape) != expected or bias.dtype != scale.dtype:

@@ -28,6 +28,8 @@ from .codecs import E8M0 as E8M0
 from .codecs import F16 as F16
 from .codecs import F32 as F32
 from .codecs import F32_INF as F32_INF
+from .codecs import FLOAT_CODECS as FLOAT_CODECS
+from .codecs import FLOAT_NAMES as FLOAT_NAMES
 from .codecs import INT4 as INT4
 from .codecs import INT8 as INT8
 from .codecs import MAGNITUDE as MAGNITUDE
@@ -45,6 +47,7 @@ from .codecs import Minifloat as Minifloat
 from .codecs import PowerOfTwo as PowerOfTwo
 from .codecs import f32 as f32
 from .codecs import f32_bits as f32_bits
+from .codecs import float_codec as float_codec
 from .declared import Declared as Declared
 from .declared import InternedKey as InternedKey
 from .declared import check_positive as check_positive

@@ -518,3 +518,12 @@ CODECS: tuple[Codec, ...] = (
     *(E4M3, E5M2, E2M1, E2M3, E3M2, E8M0, UE4M3, UE5M3),
     *(INT4, UINT4, INT8, UINT8, MXINT8, NF4, F32, F16, BF16),
 )
+#: The codecs of the floating dtypes that arrays may have, by the names in recipes.
+FLOAT_CODECS = {"fp16": F16, "bf16": BF16, "fp32": F32}
+#: The names in recipes by those of frameworks.
+FLOAT_NAMES = {str(codec.dtype): name for name, codec in FLOAT_CODECS.items()} | {"half": "fp16", "single": "fp32"}
+
+
+def float_codec(name: str) -> Minifloat | None:
+    """The codec of a floating dtype by any of its names ("fp16", "float16", "half"); None for other dtypes."""
+    return FLOAT_CODECS.get(FLOAT_NAMES.get(name, name))

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from .codecs import (
-    BF16,
     E2M1,
     E2M3,
     E3M2,
     E4M3,
     E5M2,
     E8M0,
-    F16,
     F32,
+    FLOAT_CODECS,
+    FLOAT_NAMES,
     INT4,
     INT8,
     MXINT8,
@@ -38,8 +38,6 @@ from .rules import DIVIDE, EVEN, FLOOR, HALF_RANGE, LINEAR, RCEIL, RECIP, TE, In
 
 _FP8: dict[str, Codec] = {"E4M3": E4M3, "E5M2": E5M2}
 _FP6: dict[str, Codec] = {"E2M3": E2M3, "E3M2": E3M2}
-_SCALE_FLOATS: dict[str, Codec] = {"fp16": F16, "bf16": BF16, "fp32": F32}
-_SCALE_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "half": "fp16", "single": "fp32"}
 _FP8_RULES: dict[str, Any] = {rule.name: rule for rule in (LINEAR, RECIP, DIVIDE, TE)}
 _INTEGER_RULES: dict[str, Rule] = {rule.name: rule for rule in (LINEAR, RECIP, DIVIDE, HALF_RANGE)}
 _E8M0_RULES: dict[str, Rule] = {rule.name: rule for rule in (RCEIL, FLOOR, EVEN)}
@@ -267,7 +265,7 @@ class _Integers(ScalingRecipe):
 
     @cached_property
     def format(self) -> Format:
-        level = Level(_SCALE_FLOATS[self.scale_dtype], (1, self.group_size))
+        level = Level(FLOAT_CODECS[self.scale_dtype], (1, self.group_size))
         return Format(self.codecs[self.signed], (level,), "none" if self.symmetric else self.offset)
 
     @cached_property
@@ -500,7 +498,7 @@ class INT4Scaling(_Integers):
     codecs: ClassVar[tuple[Codec, Codec]] = (UINT4, INT4)
     group_size: int = 128
     signed: bool = True
-    scale_dtype: str = field(default="fp16", metadata=one_of(_SCALE_FLOATS, aliases=_SCALE_DTYPES))
+    scale_dtype: str = field(default="fp16", metadata=one_of(FLOAT_CODECS, aliases=FLOAT_NAMES))
     symmetric: bool = field(default=True, metadata=implying(False, signed=False))
     scale_rule: str = field(default="linear", metadata=one_of(_INTEGER_RULES))
     offset: str = field(default="zero_point", metadata=one_of(("zero_point", "bias")) | implying("bias", symmetric=False))
@@ -523,7 +521,7 @@ class INT8Scaling(_Integers):
     codecs: ClassVar[tuple[Codec, Codec]] = (UINT8, INT8)
     group_size: int | None = None
     signed: bool = True
-    scale_dtype: str = field(default="fp32", metadata=one_of(_SCALE_FLOATS, aliases=_SCALE_DTYPES))
+    scale_dtype: str = field(default="fp32", metadata=one_of(FLOAT_CODECS, aliases=FLOAT_NAMES))
     symmetric: bool = field(default=True, metadata=implying(False, signed=False))
     scale_rule: str = field(default="linear", metadata=one_of(_INTEGER_RULES))
     offset: str = field(default="zero_point", metadata=one_of(("zero_point", "bias")) | implying("bias", symmetric=False))
@@ -541,7 +539,7 @@ class NF4Scaling(ScalingRecipe):
     name: ClassVar[str] = "nf4"
     source: ClassVar[str] = "QLoRA (arXiv:2305.14314), section 3"
     block_size: int = 64
-    scale_dtype: str = field(default="fp32", metadata=one_of(_SCALE_FLOATS, aliases=_SCALE_DTYPES))
+    scale_dtype: str = field(default="fp32", metadata=one_of(FLOAT_CODECS, aliases=FLOAT_NAMES))
 
     def __post_init__(self) -> None:
         check_positive("NF4Scaling", "block_size", self.block_size)
@@ -549,7 +547,7 @@ class NF4Scaling(ScalingRecipe):
 
     @cached_property
     def format(self) -> Format:
-        return Format(NF4, (Level(_SCALE_FLOATS[self.scale_dtype], (1, self.block_size)),))
+        return Format(NF4, (Level(FLOAT_CODECS[self.scale_dtype], (1, self.block_size)),))
 
 
 RECIPES: tuple[type[ScalingRecipe], ...] = (

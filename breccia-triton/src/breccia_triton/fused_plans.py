@@ -108,7 +108,7 @@ def _exponents(fmt: Format) -> tuple[int, int]:
 def _range(codec: Codec) -> tuple[int, int]:
     """(binary exponent of the least scale but 0, one that none exceeds)."""
     if codec.bits > 8:
-        _, least, most = DTYPES[{"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[codec.name]]
+        _, least, most = DTYPES[str(codec.dtype)]
         return least, most
     finite = [v for v in map(codec.value, range(1 << codec.bits)) if v > 0 and math.isfinite(v)]
     return math.frexp(min(finite))[1] - 1, math.frexp(max(finite))[1]

@@ -22,6 +22,8 @@ from breccia.codecs import (
     E8M0,
     F16,
     F32,
+    FLOAT_CODECS,
+    FLOAT_NAMES,
     INT4,
     INT8,
     MXINT8,
@@ -32,6 +34,7 @@ from breccia.codecs import (
     Integer,
     Lookup,
     Minifloat,
+    float_codec,
 )
 from breccia.errors import RecipeError
 from breccia.testing import oracle
@@ -200,3 +203,11 @@ def test_every_nan_encodes_to_the_same_code() -> None:
     nans = np.array([0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0x7FC00000], np.uint32).view(np.float32)
     for codec in (F32, F16, BF16, E5M2, E4M3):
         assert {int(code) for code in codec.encode(NUMPY, nans)} == {codec.nan_code}
+
+
+def test_floating_dtypes_have_one_codec_by_all_their_names() -> None:
+    for name, codec in FLOAT_CODECS.items():
+        assert float_codec(name) is codec and float_codec(str(codec.dtype)) is codec
+        assert FLOAT_NAMES[str(codec.dtype)] == name
+        assert ml_dtypes.finfo(codec.dtype).max == codec.max
+    assert [float_codec(name) for name in ("half", "single", "float64", "float8_e4m3fn")] == [F16, F32, None, None]

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import targets
+from ..codecs import BF16, F16, F32, float_codec
 from ..errors import PluginError, PluginWarning, UnsupportedError
 from ..locks import at_fork
 from ..siblings import SIBLINGS
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
     from .ops import Ops
 
 #: Floating dtypes `cast` reads and `dequantize` writes, by the names common to all frameworks.
-FLOATS = ("float32", "float16", "bfloat16")
-#: Other spellings of these names.
-FLOAT_ALIASES = {"fp32": "float32", "single": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+FLOATS = tuple(str(codec.dtype) for codec in (F32, F16, BF16))
 
 
 @dataclass(frozen=True)
@@ -337,7 +336,7 @@ def output_dtype(dtype: Any) -> str:
     if type(dtype) is str and dtype in FLOATS:
         return dtype
     name = dtype.__name__ if isinstance(dtype, type) else dtype_name(dtype)
-    name = FLOAT_ALIASES.get(name.lower(), name)
-    if name not in FLOATS:
+    codec = float_codec(name.lower())
+    if codec is None:
         raise UnsupportedError(f"out_dtype is one of {', '.join(FLOATS)} in any framework's spelling; got {dtype!r}.")
-    return name
+    return str(codec.dtype)

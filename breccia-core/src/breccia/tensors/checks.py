@@ -124,7 +124,7 @@ def check_codes(name: str, part: Any, codec: Codec) -> None:
     """Raise UnsupportedError unless `part` has a storage dtype of `codec`."""
     found = dtype_name(part)
     if codec.bits > 8:
-        allowed = set(FLOATS) | ({"uint16"} if codec.name == "BF16" else set[str]())
+        allowed = set(FLOATS) | ({"uint16"} if codec.dtype == "bfloat16" else set[str]())
     else:
         allowed = {"uint8"} | ({codec.dtype} if codec.dtype else set[str]())
     if found not in allowed:

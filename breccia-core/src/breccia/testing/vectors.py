@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..codecs import BF16, CODECS, F16, F32, Codec, Integer, Lookup, Minifloat, PowerOfTwo
+from ..codecs import BF16, CODECS, F16, F32, FLOAT_CODECS, Codec, Integer, Lookup, Minifloat, PowerOfTwo
 from ..errors import CorruptFileError
 from ..formats import NUMERICS
 from ..recipes import (
@@ -89,7 +89,6 @@ class Vector:
 
 _RULES = ("linear", "recip", "divide", "te")
 _E8M0_RULES = ("rceil", "floor", "even")
-_FLOATS = ("fp16", "bf16", "fp32")
 
 
 def recipes() -> list[ScalingRecipe]:
@@ -115,10 +114,10 @@ def recipes() -> list[ScalingRecipe]:
         found += [kind(16, scale_dtype=dtype) for dtype in ("bf16", "fp32")]
         found += [kind(16, signed=False, scale_dtype="fp32")]
         for offset in ("zero_point", "bias"):
-            found += [kind(16, False, dtype, False, offset=offset) for dtype in _FLOATS]
+            found += [kind(16, False, dtype, False, offset=offset) for dtype in FLOAT_CODECS]
             found += [kind(16, False, "fp16", False, rule, offset) for rule in ("recip", "divide")]
     found += [INT8Scaling()]
-    return found + [NF4Scaling(16, dtype) for dtype in _FLOATS]
+    return found + [NF4Scaling(16, dtype) for dtype in FLOAT_CODECS]
 
 
 @cache
