@@ -36,6 +36,7 @@ from breccia.backend import (
     ScalingRecipe,
     Shape,
     UnsupportedError,
+    bit_pattern,
     device_of,
     dtype_name,
     float_codec,
@@ -185,7 +186,7 @@ class Part:
 
     def __repr__(self) -> str:
         kind, number = self.__dlpack_device__()
-        name = _neutral(self.dtype or dtype_name(self.array))
+        name = bit_pattern(self.dtype or dtype_name(self.array))
         return f"<{name} {tuple(self.array.shape)} on {_DEVICES.get(int(kind), kind)}:{number}>"
 
 
@@ -201,11 +202,6 @@ def _exchangeable(array: Any) -> bool:
 def _said(e: Exception) -> str:
     """The first line of another library's error, to end a sentence with."""
     return f"{type(e).__name__}: {str(e).partition(chr(10))[0].rstrip('.')}"
-
-
-def _neutral(name: str) -> str:
-    """The dtype in which every consumer reads items of the named dtype."""
-    return "uint8" if name.startswith("float8") else "uint16" if name == "bfloat16" else name
 
 
 def _stored(codec: Codec | None, ops: Ops) -> Callable[[str], str]:
@@ -284,7 +280,7 @@ def to_dlpack(scaled: ScaledTensor) -> Bundle:
     scaled = scaled.to_plain()
     arrays, dtypes = _memory(scaled)
     parts = {
-        name: Part(array, _neutral, _ANY_CONSUMER, dtype)
+        name: Part(array, bit_pattern, _ANY_CONSUMER, dtype)
         for name, array, dtype in zip(PARTS, arrays, dtypes, strict=True)
         if array is not None
     }
@@ -314,7 +310,7 @@ def _parts(st: ScaledTensor) -> Arrays:
 
 #: The requirements that all consumers share.
 _ANY_CONSUMER = _Consumer(_forward, writes=False, metal=True)
-_ANY_ROUTE, _NEUTRAL = HostRoute("any", id, True, False, _forward), (Codes(_neutral),) * len(PARTS)
+_ANY_ROUTE, _NEUTRAL = HostRoute("any", id, True, False, _forward), (Codes(bit_pattern),) * len(PARTS)
 _COPY_FIRST = "breccia.bridges.from_dlpack(scaled, framework, copy=True) gives a tensor that can be exported."
 
 

@@ -29,7 +29,8 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("checks", "composites", "measuring", "reference", "storages", "threads"), "kernels"),
     # Arrays of any framework.
     **dict.fromkeys(
-        ("FLOATS", "Framework", "device_of", "dtype_name", "framework_of", "ops_of", "output_dtype"), "arrays.frameworks"
+        ("FLOATS", "Framework", "bit_pattern", "device_of", "dtype_name", "framework_of", "ops_of", "output_dtype"),
+        "arrays.frameworks",
     ),
     **dict.fromkeys(("Array", "NUMPY", "Ops"), "arrays.ops"),
     # Tensors, their components and metadata.

@@ -5,6 +5,7 @@ from .api import public as public
 from .arrays.frameworks import FLOATS as FLOATS
 from .arrays.frameworks import Device as Device
 from .arrays.frameworks import Framework as Framework
+from .arrays.frameworks import bit_pattern as bit_pattern
 from .arrays.frameworks import device_of as device_of
 from .arrays.frameworks import dtype_name as dtype_name
 from .arrays.frameworks import framework_of as framework_of

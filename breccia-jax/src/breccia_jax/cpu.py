@@ -24,6 +24,7 @@ from jax.sharding import SingleDeviceSharding
 from breccia.backend import (
     DEFAULT,
     FLOAT32,
+    NUMPY,
     PARTS,
     CastOptions,
     Metadata,
@@ -224,7 +225,7 @@ class Tensor:
     def numpy(self, arrays: Sequence[np.ndarray]) -> ScaledTensor:
         """The tensor of NumPy with this memory."""
         parts = {
-            name: _stored(array if dtype is None else array.view(jnp.dtype(dtype)))
+            name: NUMPY.to_numpy(array if dtype is None else array.view(jnp.dtype(dtype)))
             for name, dtype, array in zip(self.names, self.dtypes, arrays, strict=True)
         }
         st = _metadata_of(self.metadata).assembled(**parts)
@@ -466,7 +467,7 @@ class _Result:
     def numpy(self, memory: Sequence[np.ndarray]) -> ScaledTensor:
         """The tensor of NumPy in this memory."""
         pairs = zip(self.dtypes.items(), memory, strict=True)
-        return self.metadata.assembled(**{name: _stored(array.view(jnp.dtype(dtype))) for (name, dtype), array in pairs})
+        return self.metadata.assembled(**{name: NUMPY.to_numpy(array.view(jnp.dtype(dtype))) for (name, dtype), array in pairs})
 
 
 # ------------------------------------------------------------------------------------------------ arrays
@@ -475,12 +476,6 @@ class _Result:
 def _leaves(st: ScaledTensor) -> tuple[Any, ...]:
     """What the tensor holds for each component; reading components that are held as integers would copy them."""
     return tuple(getattr(st, name) for name in PARTS) if st.held is None else st.held.leaves
-
-
-def _stored(part: np.ndarray) -> np.ndarray:
-    """A component in NumPy's storage dtypes: float8 and BF16 as bit patterns."""
-    name = part.dtype.name
-    return part.view(np.uint8) if name.startswith("float8") else part.view(np.uint16) if name == "bfloat16" else part
 
 
 def _shapes(arrays: Sequence[Any]) -> Shapes:

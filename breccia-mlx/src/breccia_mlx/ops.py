@@ -11,7 +11,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from breccia.backend import Array, Metadata, Ops, OptionError, ScaledTensor, UnsupportedError, components
+from breccia.backend import (
+    Array,
+    Metadata,
+    Ops,
+    OptionError,
+    ScaledTensor,
+    UnsupportedError,
+    bit_pattern,
+    components,
+    dtype_name,
+)
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.int32}
 
@@ -144,10 +154,13 @@ class _MlxOps(Ops):
 
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
         array = mx.array(a)
-        return array.view(getattr(mx, codec_dtype)) if codec_dtype and hasattr(mx, codec_dtype) else array
+        return self.view(array, codec_dtype) if codec_dtype and hasattr(mx, codec_dtype) else array
 
     def to_numpy(self, a: Array) -> Array:
-        return np.array(a.view(mx.uint16)) if a.dtype == mx.bfloat16 else np.array(a)
+        return np.array(self.view(a, bit_pattern(dtype_name(a))))
+
+    def view(self, a: Array, dtype: str) -> Array:
+        return a if dtype_name(a) == dtype else a.view(getattr(mx, dtype))
 
 
 @lru_cache(maxsize=64)

@@ -28,7 +28,7 @@ from breccia.backend import (
     threads,
 )
 
-from .ops import TORCH, need_dense, opaque
+from .ops import BIT_PATTERNS, TORCH, need_dense, opaque
 
 Array = Any
 
@@ -242,16 +242,8 @@ def _array(part: Array, view: Callable[[Array], np.ndarray] = _read) -> np.ndarr
     """A component as an array: float8 as bytes, bfloat16 as bit patterns, others unchanged."""
     if part.requires_grad:
         part = part.detach()
-    word = _BITS.get(part.dtype)
+    word = BIT_PATTERNS.get(part.dtype)
     return view(part if word is None else part.view(word))
-
-
-#: Dtypes that NumPy lacks, and the dtypes they are viewed as.
-_BITS = {torch.bfloat16: torch.uint16} | {
-    getattr(torch, name): torch.uint8
-    for name in dir(torch)
-    if name.startswith("float8") and isinstance(getattr(torch, name), torch.dtype)
-}
 
 
 def _arrays(st: ScaledTensor, view: Callable[[Array], np.ndarray] = _read) -> ScaledTensor:
@@ -299,12 +291,12 @@ _REMEMBERED = 256
 _ALONE = 1 << 13
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: Dtypes of scales that NumPy can view: numbers, and codes as the level is stored.
-_SCALES = {*_FLOATS, *_BITS, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+_SCALES = {*_FLOATS, *BIT_PATTERNS, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 
 
 def _tensor(part: np.ndarray, dtype: torch.dtype) -> Array:
     array = np.asarray(part)
-    if dtype in _BITS and array.dtype.kind not in "ui":
+    if dtype in BIT_PATTERNS and array.dtype.kind not in "ui":
         array = array.view(f"u{array.itemsize}")
     found = torch.from_numpy(array)
     return found if found.dtype == dtype else found.view(dtype)

@@ -179,12 +179,11 @@ class ScaledWeight(ReadAsTensor, _WithMetadata):
         return kept[9]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the kept transpose, and with components viewed as integers: torch cannot unpickle float8 tensors."""
+        """Without the kept transpose, and with components that pickle supports."""
         state = self.__dict__.copy()
         state.pop(_KEPT, None)
         parts: dict[str, Any] = state["_buffers"]
-        alone = {name: part if part is None else TORCH.portable(part) for name, part in parts.items()}
-        state["_buffers"] = {name: part if part is None else part.view(WORDS[part.itemsize]) for name, part in alone.items()}
+        state["_buffers"] = {name: part if part is None else TORCH.portable(part) for name, part in parts.items()}
         state[_DTYPES] = {name: part.dtype for name, part in parts.items() if part is not None}
         return state
 

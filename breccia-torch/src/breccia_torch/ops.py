@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from breccia.backend import E4M3, E5M2, F16, Array, Codec, Ops, OptionError, UnsupportedError, dtype_name
+from breccia.backend import E4M3, E5M2, F16, Array, Codec, Ops, OptionError, UnsupportedError, bit_pattern, dtype_name
 
 from . import container
 
@@ -46,6 +46,13 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 #: Integer dtypes for bit patterns, by item size.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+#: The dtypes that NumPy lacks, and those of their bit patterns.
+BIT_PATTERNS = {
+    dtype: getattr(torch, bit_pattern(name))
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and bit_pattern(name) != name
+}
 
 #: Codecs that torch's native cast converts to as the contract requires (in range), faster than integer arithmetic.
 _CONVERTED = (E4M3, E5M2, F16)
@@ -170,7 +177,7 @@ class _TorchOps(Ops):
             a = a.clone()  # a part of a larger tensor, all of which pickle would store
         return _bytes(a)  # pickle's copy of a storage of float8 fails (torch 2.11 to 2.13)
 
-    def from_portable(self, a: Array, dtype: str) -> Array:
+    def view(self, a: Array, dtype: str) -> Array:
         return _as(a, getattr(torch, dtype))
 
     def strides(self, a: Array) -> tuple[int, ...] | None:
@@ -199,16 +206,13 @@ class _TorchOps(Ops):
 
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
         tensor = torch.from_numpy(np.require(a, requirements="W") if a.ndim else np.array(a))
-        return tensor.view(getattr(torch, codec_dtype)) if codec_dtype else tensor
+        return self.view(tensor, codec_dtype) if codec_dtype else tensor
 
     def to_numpy(self, a: Array) -> Array:
         need_dense(a)
         if a.is_meta:
             raise UnsupportedError("a tensor on the meta device has no values; pass one on another device.", found="meta")
-        a = a.detach().cpu()
-        if a.dtype == torch.bfloat16:
-            return a.view(torch.uint16).numpy()
-        return _bytes(a).numpy()
+        return _as(a.detach().cpu(), BIT_PATTERNS.get(a.dtype, a.dtype)).numpy()
 
 
 def autocast_dtype(x: Array) -> torch.dtype | None:

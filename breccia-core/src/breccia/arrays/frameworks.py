@@ -324,6 +324,11 @@ def dtype_name(x: Any) -> str:
     return _name_of(dtype) if dtype.__hash__ else _bare_name(dtype)
 
 
+def bit_pattern(dtype: str) -> str:
+    """The name of the unsigned integers that hold a dtype's bits where NumPy, files or DLPack lack it; other dtypes stay."""
+    return "uint8" if dtype.startswith("float8") else "uint16" if dtype == "bfloat16" else dtype
+
+
 def _bare_name(dtype: Any) -> str:
     return str(getattr(dtype, "name", None) or dtype).rpartition(".")[2]
 

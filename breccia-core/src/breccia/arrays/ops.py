@@ -25,7 +25,7 @@ from ..codecs import Codec
 from ..errors import OptionError, UnsupportedError
 from ..formats import Format
 from ..siblings import ML_DTYPES
-from .frameworks import dtype_name
+from .frameworks import bit_pattern, dtype_name
 
 Array = Any
 
@@ -213,7 +213,11 @@ class Ops(Protocol):
 
     def from_portable(self, a: Array, dtype: str) -> Array:
         """Inverse of `portable`, for an array of the named dtype."""
-        return a
+        return self.view(a, dtype)
+
+    def view(self, a: Array, dtype: str) -> Array:
+        """The items of `a`, bit for bit, as another dtype of their size; zero-copy where the framework has views."""
+        return a if dtype_name(a) == dtype else a.view(dtype)
 
     def readable(self, a: Array) -> bool:
         """Whether `a` has values, as arguments of functions that are traced or compiled have not."""
@@ -358,13 +362,12 @@ class _NumpyOps(Ops):
         return a
 
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
-        return a.view(codec_dtype) if codec_dtype else a
+        return self.view(a, codec_dtype) if codec_dtype else a
 
     def to_numpy(self, a: Array) -> Array:
-        array, name = np.asarray(a), dtype_name(a)
-        if name == "bfloat16":
-            return array.view(np.uint16)
-        return array.view(np.uint8) if name.startswith("float8") else array
+        name = dtype_name(a)
+        words = bit_pattern(name)
+        return np.asarray(a) if words == name else np.asarray(a).view(words)
 
 
 @lru_cache(maxsize=64)

@@ -16,9 +16,9 @@ from ..dispatch import calls
 from ..error_metrics import NOTHING, ErrorMetrics
 from ..errors import ShapeError, UnsupportedError
 from ..layouts import Shape
-from ..tensors.components import components, part_grids
+from ..tensors.components import components, part_grids, words
 from ..tensors.grids import packing, whole_unit
-from ..tensors.tensor import ScaledTensor, scaled
+from ..tensors.tensor import ScaledTensor, scaled, with_parts
 from .reference import pack
 
 #: Elements processed at a time. It bounds memory and does not affect results.
@@ -96,8 +96,7 @@ def _source(name: str, x: Any) -> Source:
     x = scaled(x)
     if isinstance(x, ScaledTensor):
         x = x.to_plain()
-        parts: Any = {part: ops_of(a).to_numpy(a) for part, a in components(x).items()}
-        return Source(ScaledTensor.from_parts(recipe=x.recipe, layout=x.layout, axis=x.axis, padding=x.padding, **parts))
+        return Source(with_parts(x, words(x)))
     ops, found = ops_of(x, name), dtype_name(x)
     if found not in (*FLOATS, "float64"):
         raise UnsupportedError(f"metrics compares ScaledTensors and floating arrays; {name} is {found}.", found=found)

@@ -90,10 +90,14 @@ def check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Grid
     )
 
 
+def words(st: ScaledTensor) -> dict[str, Any]:
+    """The components of `st` by name as NumPy arrays; float8 and bfloat16, which NumPy lacks, as unsigned integers."""
+    return {name: ops_of(part).to_numpy(part) for name, part in components(st).items()}
+
+
 def stored_parts(st: ScaledTensor) -> dict[str, Any]:
-    """The components of `st` as NumPy arrays in C order, little-endian, float8 and bfloat16 as bit patterns."""
-    arrays = {name: ops_of(part).to_numpy(part) for name, part in components(st).items()}
-    return {name: a.astype(a.dtype.newbyteorder("<"), order="C", copy=False) for name, a in arrays.items()}
+    """`words` in C order, little-endian."""
+    return {name: a.astype(a.dtype.newbyteorder("<"), order="C", copy=False) for name, a in words(st).items()}
 
 
 def digest_facts(st: ScaledTensor, stored: dict[str, Any]) -> dict[str, Any]:
