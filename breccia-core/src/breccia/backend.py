@@ -50,7 +50,7 @@ _HOMES: dict[str, str] = {
     ),
     "ADVICE": "tensors.advice",
     "TensorPair": "tensors.pair",
-    **dict.fromkeys(("PARTS", "components", "part_grids"), "tensors.components"),
+    **dict.fromkeys(("PARTS", "components", "part_grids", "words"), "tensors.components"),
     **dict.fromkeys(("cast_and_record", "record_amax"), "tensors.history"),
     **dict.fromkeys(("check_parts", "contraction_axis"), "tensors.checks"),
     "Metadata": "tensors.metadata",

@@ -169,6 +169,7 @@ from .tensors.checks import contraction_axis as contraction_axis
 from .tensors.components import PARTS as PARTS
 from .tensors.components import components as components
 from .tensors.components import part_grids as part_grids
+from .tensors.components import words as words
 from .tensors.grids import cast_nbytes as cast_nbytes
 from .tensors.grids import packed_length as packed_length
 from .tensors.grids import packing as packing

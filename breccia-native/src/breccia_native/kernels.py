@@ -60,18 +60,24 @@ def _kind(source: Any) -> int:
 
 
 def _scaled(codes: FloatCodes | IntegerCodes | TableCodes, divides: bool = False) -> ScaledCodes:
-    return partial(_write, _STEPS[type(codes)], divides, _fields(codes))
-
-
-def _fields(codes: FloatCodes | IntegerCodes | TableCodes) -> tuple[Any, ...]:
-    """The constants of a form in the order of C."""
     match codes:
         case FloatCodes():
-            return codes.floor, codes.lift, codes.largest, codes.shift, codes.sign
+            return partial(_write, microkernels.floats, divides, _floats(codes))
         case IntegerCodes():
-            return codes.low, codes.high, codes.magic, codes.mask
+            return partial(_write, microkernels.integers, divides, _integers(codes))
         case _:
-            return codes.thresholds, codes.values, codes.order, codes.zero
+            fields = (codes.thresholds, codes.values, codes.order, codes.zero)
+            return partial(_write, microkernels.tables, divides, fields)
+
+
+def _floats(codes: FloatCodes) -> tuple[int, int, int, int, int]:
+    """The fields of `minifloat` in C."""
+    return codes.floor, codes.lift, codes.largest, codes.shift, codes.sign
+
+
+def _integers(codes: IntegerCodes) -> tuple[float, float, float, int]:
+    """The fields of `integer` in C."""
+    return codes.low, codes.high, codes.magic, codes.mask
 
 
 def _write(
@@ -101,11 +107,11 @@ def _shifted(
     *,
     across: int = 0,
 ) -> None:
-    microkernels.shifted(source, inverse, before, after, k, found, *_fields(codes), _kind(source), *dither, across)
+    microkernels.shifted(source, inverse, before, after, k, found, *_integers(codes), _kind(source), *dither, across)
 
 
 def _scales(codes: FloatCodes, amax: Any, divisor: float, inverses: Any, found: Any, inverse: Any, global_scale: float) -> None:
-    microkernels.scales(amax, divisor, global_scale, *_fields(codes), inverses, found, inverse)
+    microkernels.scales(amax, divisor, global_scale, *_floats(codes), inverses, found, inverse)
 
 
 def _load(values: Any, dtype: str, columns: int, found: Any) -> None:
@@ -172,7 +178,6 @@ _TABLE, _MINIFLOAT, _INTEGER = range(3)
 _NONE = b""
 #: Numbers below which one thread decodes as fast as several.
 _FOR_THREADS = 1 << 16
-_STEPS = {FloatCodes: microkernels.floats, IntegerCodes: microkernels.integers, TableCodes: microkernels.tables}
 #: The numbers of dtypes in C.
 _KINDS = {"float32": 32, "bfloat16": 16, "float16": -16}
 _MICROKERNELS = Microkernels(

@@ -262,12 +262,12 @@ PLAIN = Microkernels()
 def code_writer(codec: Codec) -> _Codes | None:
     """The fast writer of an element codec, or None."""
     match form_of(codec):
-        case FloatForm() if codec.signed and codec.bits in (4, 6, 8) and codec.max <= MODEST:
-            return FloatCodes(codec)
-        case IntegerForm():
-            return IntegerCodes(codec)
-        case TableForm() if codec.bits == 4:
-            return TableCodes(codec)
+        case FloatForm(floats) if floats.signed and floats.bits in (4, 6, 8) and floats.max <= MODEST:
+            return FloatCodes(floats)
+        case IntegerForm(integers):
+            return IntegerCodes(integers)
+        case TableForm(table) if table.bits == 4:
+            return TableCodes(table)
         case _:
             return None
 
