@@ -26,9 +26,24 @@ from triton_products import captured, compiled, without_waiting
 
 import breccia
 from breccia import backend
-from breccia.backend import E2M3, F32, NUMPY, CastOptions, Device, Metadata, ScaledTensor, components, f32, reference
+from breccia.backend import (
+    E2M3,
+    E8M0,
+    F32,
+    NUMPY,
+    CastOptions,
+    Device,
+    Integer,
+    Metadata,
+    Minifloat,
+    ScaledTensor,
+    components,
+    f32,
+    reference,
+)
 from breccia.kernels.reference.packing import pack
 from breccia.options import product_options
+from breccia.rules import LINEAR, RCEIL
 from breccia_triton import cast as triton_cast
 from breccia_triton import decode, launch, numerics, operands, plans, plugin, prepare
 from breccia_triton.facts import Hardware
@@ -125,6 +140,37 @@ def test_branches_for_nvidia_gpus_write_the_same_bits(
     x[:12] = (torch.randn(12, 256) * 2.0**-126).to(dtype)  # scales and products at the ends of FP32
     x[12:14] = (3e38 * torch.randn(2, 256).sign()).to(dtype)
     check(x, spec, axis=axis)
+
+
+#: Codecs at the ends of what forms allow: the finest steps, and codes that are FP32's largest exponents but for the shift.
+EDGES = [
+    Minifloat("fine E4M3", 8, None, "this test", 4, 3, 22, 448 * 2.0**-15, nan=0x7F),
+    Minifloat("coarse E4M3", 8, None, "this test", 4, 3, 0, 448 * 2.0**7, nan=0x7F),
+    Minifloat("fine E2M1", 4, None, "this test", 2, 1, 24, 6 * 2.0**-23),
+    Minifloat("coarse E2M1", 4, None, "this test", 2, 1, 0, 12.0),
+    Integer("coarse INT4", 4, None, "this test", True, -100),
+]
+
+
+@pytest.mark.skipif(ON_GPU, reason="it is of the interpreter, with and without the instructions of GPUs")
+@pytest.mark.parametrize("level", [F32, E8M0], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    ("codec", "emulated"),  # instructions on four bytes at once are not emulated
+    [(codec, emulated) for codec in EDGES for emulated in (False, True) if codec.bits == 4 or not emulated],
+    ids=lambda c: getattr(c, "name", str(c)),
+)
+def test_codecs_at_the_ends_of_forms_are_cast_and_decoded_bit_for_bit(
+    codec: Minifloat | Integer, level: Any, emulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if emulated:
+        ptx.emulate(monkeypatch)
+        for module in (triton_cast, operands):
+            monkeypatch.setattr(module, "hardware", lambda device: Hardware(ptx=True))
+    recipe = declared(codec, breccia.Level(level, (1, 16)), rule=RCEIL if level is E8M0 else LINEAR)
+    x = numbers((32, 256), seed=14)
+    check(x, recipe)
+    st = reference.cast(x, recipe)
+    same_values(decode.dequantize(st), reference.dequantize(st))
 
 
 @pytest.mark.gpu
