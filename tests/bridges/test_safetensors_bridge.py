@@ -852,6 +852,19 @@ def test_components_may_be_in_different_files_where_the_configs_are_about_the_ch
         load_safetensors(tmp_path)
 
 
+def test_files_whose_configs_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    """As where one shard of a new version of a checkpoint was not downloaded: its scales would be read as of another format."""
+    values = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    for file, part, spec in (("a", "data", "mxfp8"), ("b", "scale", "mxfp8,fp8_format=E5M2")):
+        scaled = breccia.cast(values, spec)
+        held = {f"w.{part}": getattr(scaled, part).view("u1")}
+        save_file(held, tmp_path / f"{file}.safetensors", safetensors_metadata({"w": scaled}))
+    message = r"a\.safetensors and b\.safetensors have different metadata 'w\.config', so that they are of different checkpoints"
+    for read in (load_safetensors, inspected, lambda path: compare(path, path)):
+        with pytest.raises(breccia.CorruptFileError, match=message):
+            read(tmp_path)
+
+
 def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
     scaled = breccia.cast(np.ones((4, 64), np.float32), "nvfp4")
     save_safetensors({"w": scaled}, tmp_path / "a.safetensors")

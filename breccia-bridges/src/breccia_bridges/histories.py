@@ -7,13 +7,16 @@ under `breccia_histories`. A reader that does not know them finds plain arrays.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from reprlib import repr as short
 from typing import Any
 
 import numpy as np
 
 from breccia import AmaxHistory, DelayedScaling
-from breccia.backend import Array, CorruptFileError, UnsupportedError
+from breccia.backend import Array, CorruptFileError, UnsupportedError, dtype_name, parsed_json, unique_keys
+
+from .safetensors_file import Container
 
 #: The key of the metadata.
 KEY = "breccia_histories"
@@ -42,18 +45,56 @@ def _array(part: Any) -> Array:
     return part if hasattr(part, "dtype") else np.asarray(part, np.float32)
 
 
-def with_histories(found: dict[str, Any], metadata: Iterable[Mapping[str, str]], path: Any) -> dict[str, Any]:
-    """Arrays that were read, with the histories that the files' metadata declares in place of theirs.
+class Histories:
+    """The histories of opened files. recipes: by name, of those whose arrays the files have.
 
-    Raises CorruptFileError for metadata that cannot be read.
+    owners: the history by the name of each of its arrays.
+
+    Raises CorruptFileError for metadata that cannot be read, or contradicts the files' tensors of these `names`.
     """
-    for text in [entries[KEY] for entries in metadata if KEY in entries]:
-        try:
-            recipes = {name: DelayedScaling.from_json(json.dumps(recipe)) for name, recipe in json.loads(text).items()}
-            for name, recipe in recipes.items():
-                if all(f"{name}.{part}" in found for part in _PARTS):
-                    amaxes, scale = (found.pop(f"{name}.{part}") for part in _PARTS)
-                    found[name] = AmaxHistory(recipe, amaxes if amaxes.shape[0] else (), scale)
-        except Exception as e:  # any kind: the text is of a file
-            raise CorruptFileError(f"{path}: the metadata {KEY!r} cannot be read: {e}", path=str(path)) from e
-    return found
+
+    def __init__(self, containers: Iterable[Container], names: Collection[str]) -> None:
+        self.recipes: dict[str, DelayedScaling] = {}
+        self._paths: dict[str, str] = {}
+        for container in containers:
+            for name, recipe in _recipes(container).items():
+                if all(f"{name}.{part}" in names for part in _PARTS):
+                    self.recipes[name], self._paths[name] = recipe, str(container.path)
+        self.owners = {f"{name}.{part}": name for name in self.recipes for part in _PARTS}
+        for name in self.recipes:
+            if name in names:
+                raise self._refused(name, "the file has a tensor of this name, too")
+
+    def put_into(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Arrays that were read, with each history whose arrays are all among them in place of these."""
+        for name, recipe in self.recipes.items():
+            parts = [f"{name}.{part}" for part in _PARTS]
+            if not all(part in found for part in parts):
+                continue
+            amaxes, scale = (found.pop(part) for part in parts)
+            shape, limit = tuple(amaxes.shape), recipe.amax_history_len
+            if len(shape) != 1 or shape[0] > limit or tuple(scale.shape):
+                shapes = f"{shape} and {tuple(scale.shape)}"
+                raise self._refused(name, f"its amaxes have shape (n,), n <= {limit}, and its scale (); found {shapes}")
+            dtypes = dtype_name(amaxes), dtype_name(scale)
+            if dtypes != ("float32", "float32"):
+                raise self._refused(name, f"its amaxes and its scale are float32; found {' and '.join(dtypes)}")
+            found[name] = AmaxHistory(recipe, amaxes if shape[0] else (), scale)
+        return found
+
+    def _refused(self, name: str, why: str) -> CorruptFileError:
+        return CorruptFileError(f"{self._paths[name]}: history {name!r}: {why}.", path=self._paths[name], name=name)
+
+
+def _recipes(container: Container) -> dict[str, DelayedScaling]:
+    """The recipes of the histories that a file's metadata declares."""
+    if KEY not in container.metadata:
+        return {}
+    try:
+        listed = parsed_json(container.metadata[KEY], unique_keys)
+        if not isinstance(listed, dict):
+            raise ValueError(f"it is an object of recipes by name; found {short(listed)}")
+        return {name: DelayedScaling.from_json(json.dumps(recipe)) for name, recipe in listed.items()}
+    except Exception as e:  # any kind: the text is of a file
+        path = str(container.path)
+        raise CorruptFileError(f"{path}: the metadata {KEY!r} cannot be read: {e}", path=path) from e

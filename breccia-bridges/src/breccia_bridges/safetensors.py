@@ -47,7 +47,8 @@ from breccia.backend import (
 from . import nested as trees
 from .checkpoint import checkpoint_files
 from .configs import CHECKPOINT, NON_NUMPY, SCOPE, Config, Undeclared, located, metadata_of, owners, read_configs
-from .histories import as_arrays, with_histories
+from .histories import KEY as HISTORIES
+from .histories import Histories, as_arrays
 from .safetensors_file import DTYPES, Container, Shape, Shards, in_both, read
 from .safetensors_writer import Writer, check_text
 
@@ -150,6 +151,8 @@ def save_safetensors(
         raise UnsupportedError(
             f"save_safetensors takes (tensors, path): a mapping of names first; got {type(tensors).__name__}."
         )
+    if HISTORIES in (extra_metadata or {}):
+        raise UnsupportedError(f"extra_metadata key {HISTORIES!r} is reserved for amax histories. Rename it.", key=HISTORIES)
     tensors = {name: t.to_plain() if isinstance(t, ScaledTensor) else t for name, t in trees.flat(tensors).items()}
     tensors, histories = as_arrays(tensors)
     described = {name: describe(name, tensor) for name, tensor in tensors.items()}
@@ -242,12 +245,13 @@ def load_safetensors(
     chosen = None if names is None else (names,) if isinstance(names, str) else tuple(names)
     containers = opened(Path(path))
     listed = named_tensors(Path(path), containers)
+    histories = Histories(containers, listed.keys())
     if chosen is not None:
-        check_patterns(chosen, listed)
+        check_patterns(chosen, [*listed, *histories.recipes])
     out: dict[str, ScaledTensor | Array] = {}
     left: dict[str, str] = {}
     for name, (container, config) in listed.items():
-        if chosen is not None and not matches(name, chosen):
+        if chosen is not None and not matches(name, chosen) and not matches(histories.owners.get(name, name), chosen):
             continue
         if config is not None:
             out[name] = _scaled(container, name, config, target)
@@ -264,7 +268,7 @@ def load_safetensors(
             DtypeWarning,
             stacklevel=2,
         )
-    out = with_histories(out, [container.metadata for container in containers], path)
+    out = histories.put_into(out)
     return trees.nested(out) if nested else out
 
 

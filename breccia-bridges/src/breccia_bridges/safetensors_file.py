@@ -285,14 +285,23 @@ class Container:
 class Shards(Container):
     """The files of a folder as one container: components of a scaled tensor may be in different files.
 
-    Raises CorruptFileError where two files hold a tensor of the same name.
+    Raises CorruptFileError where two files hold a tensor of the same name, or other configs of one.
     """
 
     def __init__(self, path: Path, files: Sequence[Container]) -> None:
         self.path, self.metadata, self.entries = path, {}, {}
         self._files: dict[str, Container] = {}
+        told: dict[str, Path] = {}
         for file in files:
-            self.metadata |= file.metadata
+            for key, text in file.metadata.items():
+                if key.endswith(".config") and self.metadata.get(key, text) != text:
+                    raise CorruptFileError(
+                        f"{path}: {told[key].name} and {file.path.name} have different metadata {short(key)}, so that they are of "
+                        "different checkpoints. Download the folder again.",
+                        path=str(path),
+                        key=key,
+                    )
+                self.metadata[key], told[key] = text, file.path
             for name, entry in file.entries.items():
                 if name in self.entries:
                     raise in_both(name, path, self._files[name].path, file.path)
