@@ -20,8 +20,8 @@ HISTORY = AmaxHistory(breccia.DelayedScaling(amax_history_len=4)).update(X * 3)
 PARTS: dict[str, Any] = {"h.amaxes": np.arange(1, 4, dtype=np.float32), "h.scale": np.array(2, np.float32)}
 
 
-def declared(recipe: Any = HISTORY.recipe.to_dict(), name: str = "h") -> dict[str, str]:
-    return {"breccia_histories": json.dumps({name: recipe})}
+def declared(name: str = "h") -> dict[str, str]:
+    return {"breccia_histories": json.dumps({name: HISTORY.recipe.to_dict()})}
 
 
 def test_a_history_is_chosen_by_its_name_or_by_that_of_an_array(tmp_path: Path) -> None:
@@ -40,7 +40,10 @@ def test_a_history_is_chosen_by_its_name_or_by_that_of_an_array(tmp_path: Path) 
     ("tensors", "message"),
     [
         ({"h": X}, r"the file has a tensor of this name, too\."),
-        ({"h.amaxes": np.ones((2, 2), np.float32)}, r"its amaxes have shape \(n,\), n <= 4, and its scale \(\); found \(2, 2\) and"),
+        (
+            {"h.amaxes": np.ones((2, 2), np.float32)},
+            r"its amaxes have shape \(n,\), n <= 4, and its scale \(\); found \(2, 2\) and",
+        ),
         ({"h.amaxes": np.ones(5, np.float32)}, r"n <= 4, and its scale \(\); found \(5,\) and \(\)\."),
         ({"h.amaxes": np.ones((), np.float32)}, r"found \(\) and \(\)\."),
         ({"h.scale": np.ones(1, np.float32)}, r"found \(3,\) and \(1,\)\."),

@@ -859,7 +859,9 @@ def test_files_whose_configs_contradict_each_other_are_refused(tmp_path: Path) -
         scaled = breccia.cast(values, spec)
         held = {f"w.{part}": getattr(scaled, part).view("u1")}
         save_file(held, tmp_path / f"{file}.safetensors", safetensors_metadata({"w": scaled}))
-    message = r"a\.safetensors and b\.safetensors have different metadata 'w\.config', so that they are of different checkpoints"
+    message = (
+        r"a\.safetensors and b\.safetensors have different metadata 'w\.config', so that they are of different checkpoints"
+    )
     for read in (load_safetensors, inspected, lambda path: compare(path, path)):
         with pytest.raises(breccia.CorruptFileError, match=message):
             read(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -16,8 +17,9 @@ from paths import ROOT
 from program import Run
 
 import breccia
-from breccia.bridges import convert, load_safetensors, save_safetensors
+from breccia.bridges import compare, convert, load_safetensors, save_safetensors
 from breccia_bridges import staging
+from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.huggingface import refuse_in_transformers
 from breccia_bridges.safetensors_writer import Writer
 from breccia_bridges.staging import Staging, staging_folder, write_text
@@ -232,7 +234,76 @@ except breccia.CorruptFileError as e:
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
 
 
+@pytest.mark.parametrize("call", ["convert", "save", "write_text"])
+def test_a_file_that_cannot_be_written_is_named(call: str, tmp_path: Path) -> None:
+    """As on a full disk: the system's error does not say which file it is about."""
+    resource = pytest.importorskip("resource")
+    source = checkpoint(tmp_path / "m")
+    calls: dict[str, Any] = {
+        "convert": lambda: convert(source, tmp_path / "out", "mxfp8"),
+        "save": lambda: save_safetensors({"w": np.zeros(1 << 16, np.float32)}, tmp_path / "out.safetensors"),
+        "write_text": lambda: write_text(tmp_path / "out.json", " " * (1 << 16)),
+    }
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/.*out") as e:
+            calls[call]()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert e.value.errno == errno.EFBIG and entries(tmp_path) == ["m"]
+
+
+# ------------------------------------------------------------------------------------------------ special files
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path, run: Run) -> None:
+    """Opening one to read would wait for a program that writes into it."""
+    pipe = tmp_path / "p.safetensors"
+    os.mkfifo(pipe)
+    with pytest.raises(breccia.CorruptFileError, match=r"p\.safetensors: it is a pipe or a device\. Give a file"):
+        load_safetensors(pipe)
+    assert run("inspect", pipe)[0] == 1
+    with pytest.raises(breccia.CorruptFileError, match=r"null: it is a pipe or a device"):
+        load_safetensors(os.devnull)
+
+
+@pytest.mark.parametrize("name", [INDEX, "config.json", "quantize_config.json"])
+def test_a_special_file_that_decides_about_weights_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    """It is not as if there were none: without its config.json, a quantized checkpoint would be read as a plain one."""
+    source, path = checkpoint(tmp_path / "m"), tmp_path / "m" / name
+    for found, make in {
+        "a broken link": lambda: path.symlink_to("nowhere"),
+        "a broken link ": lambda: path.symlink_to(name),
+        "no file": lambda: os.mkfifo(path),
+        "no file ": path.mkdir,
+    }.items():
+        path.unlink(missing_ok=True)
+        make()
+        for dry_run in (True, False):
+            with pytest.raises(breccia.CorruptFileError, match=rf"{name} is {found.strip()}; download it again, or remove it"):
+                convert(source, tmp_path / "out", "mxfp8", dry_run=dry_run)
+        with pytest.raises(breccia.CorruptFileError, match=rf"{name} is {found.strip()}"):
+            compare(source, source)
+    assert entries(tmp_path) == ["m"]
+
+
 # ------------------------------------------------------------------------------------------------ links
+
+
+def test_links_in_a_circle_are_left_out(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "m")
+    (source / "self").symlink_to(".")
+    (source / "a.txt").symlink_to("b.txt")
+    (source / "b.txt").symlink_to("a.txt")
+    convert(source, tmp_path / "out", "mxfp8")
+    assert entries(tmp_path / "out") == ["config.json", "model.safetensors"]
+    (source / "c.safetensors").symlink_to("c.safetensors")
+    with pytest.raises(breccia.CorruptFileError, match=r"broken links or special files: c\.safetensors"):
+        convert(source, tmp_path / "other", "mxfp8")
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(FileNotFoundError, match="no checkpoint .*circle"):
+        convert(tmp_path / "circle", tmp_path / "other", "mxfp8")
 
 
 def test_links_that_leave_the_source_are_not_followed(tmp_path: Path, run: Run) -> None:

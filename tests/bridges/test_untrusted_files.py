@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import sys
@@ -28,6 +29,7 @@ from breccia_bridges.report import write_report
 from breccia_bridges.safetensors_file import Container
 
 X = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+SCALED = breccia.cast(X, "mxfp8")
 DEEP = "[" * 100_000
 
 
@@ -298,6 +300,38 @@ def test_names_from_files_reach_no_terminal_as_they_are(name: str, tmp_path: Pat
         assert name in shown, "markup is text"
 
 
+@pytest.mark.skipif(os.name != "posix", reason="such names of files are refused there")
+@pytest.mark.parametrize("name", [name for name in HOSTILE if not name.isprintable()])
+def test_names_of_files_reach_no_terminal_as_they_are(
+    name: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The progress bar and the report's name, too; and errors of one line stay on it."""
+    pytest.importorskip("plotly"), pytest.importorskip("jinja2")
+    folder, report = _folder(tmp_path / "m"), tmp_path / f"{name}.html"
+    hostile = folder / f"{name}.safetensors"
+    save_file({"v": X}, hostile)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1"), monkeypatch.setenv("NO_COLOR", "1")  # a progress bar without colors
+    _, out, err = run("compare", hostile, hostile, "--report", report)
+    for sequence in re.findall(r"\x1b\[\??[\d;]*[A-Zhl]", err):  # Rich's own: cursor and line
+        err = err.replace(sequence, "")
+    assert "compare " in err and ".html" in out
+    assert all(c in "\n\r" or c.isprintable() for c in out + err)
+
+    save_file({"v": X}, folder / "b.safetensors")
+    with pytest.raises(breccia.CorruptFileError, match=r"tensor 'v' is in both ") as e:
+        load_safetensors(folder)
+    assert str(e.value).isprintable()
+    (folder / "b.safetensors").unlink()
+    convert(folder, tmp_path / "out", "mxfp8")
+    with pytest.raises(breccia.UnsupportedError, match="already quantized; convert the original") as e:
+        convert(tmp_path / "out", tmp_path / "again", "mxfp8")
+    assert str(e.value).isprintable()
+    hostile.write_bytes(b"1234")
+    with pytest.raises(breccia.CorruptFileError, match="4 bytes long") as e:
+        load_safetensors(folder)
+    assert str(e.value).isprintable()
+
+
 @pytest.mark.parametrize("name", [name for name in HOSTILE if not name.isprintable()])
 def test_errors_and_warnings_of_files_are_printable(name: str, tmp_path: Path) -> None:
     def raised(call: Callable[[], Any]) -> str:
@@ -310,6 +344,12 @@ def test_errors_and_warnings_of_files_are_printable(name: str, tmp_path: Path) -
     messages = [raised(lambda: load_safetensors(path)), raised(lambda: load_safetensors(path, names=["other"]))]
     messages.append(raised(lambda: load_safetensors(edited(tmp_path / "g.safetensors", {name: X}, _twice(name)))))
     folder = _folder(tmp_path / "m")
+    save_file({f"{name}.weight": X.astype(np.int8), f"{name}.scale": X}, tmp_path / "c.safetensors")
+    messages.append(raised(lambda: convert(tmp_path / "c.safetensors", tmp_path / "d.safetensors", "mxfp8")))
+    messages.append(
+        raised(lambda: load_safetensors(edited(tmp_path / "e.safetensors", {name: SCALED}, without(f"{name}.scale"))))
+    )
+    assert not any("\n" in message for message in messages)
     (folder / INDEX).write_text(json.dumps({"weight_map": {"w": f"{name}.safetensors"}}))
     messages.append(raised(lambda: load_safetensors(folder)))
     if "jax" in breccia.backend.registry().frameworks:

@@ -27,17 +27,28 @@ def checkpoint_files(path: Path) -> list[Path]:
             f"{path} is neither a file nor a folder; give a .safetensors file or a folder of them.", path=str(path)
         )
     index = path / INDEX
-    if index.exists():
+    indexed = is_there(index)
+    if indexed:
         names = sorted(set(weight_map(index).values()))
     else:
         names = sorted(p.name for p in path.glob("*.safetensors") if not p.is_dir() and not p.name.startswith("."))
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
-        said = f"{index} names" if index.exists() else f"{path} has broken links or special files:"
+        said = f"{index} names" if indexed else f"{path} has broken links or special files:"
         raise CorruptFileError(f"{said} {abbreviated(missing)}, which the folder lacks; download it again.", missing=missing)
     if not names:
         raise UnsupportedError(f"folder {path} contains no .safetensors file.", path=str(path))
     return [path / name for name in names]
+
+
+def is_there(path: Path) -> bool:
+    """Is there a file of this name, which decides how others are read? Raises CorruptFileError for anything but a file."""
+    if not os.path.lexists(path):
+        return False
+    if not path.is_file():
+        found = "a broken link" if not path.exists() else "no file"
+        raise CorruptFileError(f"{path} is {found}; download it again, or remove it.", path=str(path))
+    return True
 
 
 def source_bytes(source: str | os.PathLike[str]) -> int:

@@ -151,7 +151,7 @@ def _finish(found: list[Report], report: Path | None, title: str, as_json: bool)
     if report is not None:
         write_report(report, runs(found), title=title)
         if not as_json:
-            typer.echo(f"{'report':<{_NAMES + 2}}{report}")
+            typer.echo(f"{'report':<{_NAMES + 2}}{printable(str(report))}")
 
 
 def _refuse_below(found: list[Report], limit: float) -> None:
@@ -195,7 +195,7 @@ def _progress(what: str, source: Path, passes: int) -> Generator[Advance]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True, soft_wrap=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=passes * source_bytes(source))
+        task = progress.add_task(printable(what), total=passes * source_bytes(source))
         yield lambda name, size: progress.advance(task, size)
 
 
@@ -223,7 +223,7 @@ def _interruptible(destination: Path) -> Generator[None]:
         yield
     except KeyboardInterrupt as e:
         wrote = "nothing" if _identity(destination) == before else f"{destination}, complete and verified,"
-        typer.echo(f"interrupted; {wrote} was written", err=True)
+        typer.echo(printable(f"interrupted; {wrote} was written"), err=True)
         raise typer.Exit(128 + (e.number if isinstance(e, _Stopped) else signal.SIGINT)) from None
     finally:
         for number, handler in replaced.items():

@@ -23,12 +23,13 @@ from breccia.backend import (
     UnsupportedError,
     parsed_json,
     placed,
+    printable,
     registry,
     suggestion,
     unique_keys,
 )
 
-from .safetensors_file import Container, Shape, byte_count
+from .safetensors_file import Container, Shape, byte_count, shown
 
 #: The schema that this version writes and reads, as in the metadata.
 SCHEMA = "1"
@@ -152,8 +153,8 @@ def read_configs(container: Container, undeclared: dict[str, Undeclared] | None 
         names = [name for name in names if f"{name}.data" in entries or f"{name}.scale" in entries]
     elif schema != SCHEMA and (names or "breccia_version" in metadata):
         raise CorruptFileError(
-            f"{container.path}: the file has schema {short(schema)}; breccia {__version__} reads {SCHEMA!r} and the files of "
-            f"breccia 0.1. It was written by breccia {short(metadata.get('breccia_version'))}: upgrade breccia-bridges.",
+            f"{shown(container.path)}: the file has schema {short(schema)}; breccia {__version__} reads {SCHEMA!r} and the files "
+            f"of breccia 0.1. It was written by breccia {short(metadata.get('breccia_version'))}: upgrade breccia-bridges.",
             path=str(container.path),
             schema=schema,
         )
@@ -233,7 +234,7 @@ def located(container: Container, name: str) -> Generator[None]:
         yield
     except BrecciaError as e:
         found = {**e.found, "path": str(container.path), "name": name}
-        raise CorruptFileError(f"{container.path}: tensor {name!r}: {e}", **found) from e
+        raise CorruptFileError(f"{shown(container.path)}: tensor {name!r}: {e}", **found) from e
 
 
 def _listed(text: str, schema: str | None) -> dict[str, Any]:
@@ -327,13 +328,13 @@ def _check_entries(container: Container, name: str, config: Config) -> None:
     for part in PARTS:
         entry = entries.get(f"{name}.{part}")
         if entry is None and part in fmt.parts:
-            raise CorruptFileError(f"it has a config, but the file has no {name}.{part}; the file is incomplete.")
+            raise CorruptFileError(f"it has a config, but the file has no {printable(name)}.{part}; the file is incomplete.")
         if entry is None:
             continue
         holds, allowed = _stored_as(part, config)
         if entry.dtype not in allowed:
             raise CorruptFileError(
-                f"{name}.{part} holds {holds}, stored as {' or '.join(allowed)}; the file has {entry.dtype} there."
+                f"{printable(name)}.{part} holds {holds}, stored as {' or '.join(allowed)}; the file has {entry.dtype} there."
             )
 
 

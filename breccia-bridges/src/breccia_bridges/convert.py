@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from breccia import CorruptFileError, ErrorMetrics, OptionError, Policy, ScalingRecipe, UnsupportedError
 from breccia.backend import BF16, F16, F32, NUMPY, PRESETS, Parameter, choose, kind_in_file
 
-from .checkpoint import INDEX, checkpoint_files, weight_map
+from .checkpoint import INDEX, checkpoint_files, is_there, weight_map
 from .companions import Companions, check_index, write_config, write_index
 from .configs import RESERVED, read_configs
 from .destination import check_destination, check_space, check_taken, location
@@ -25,7 +25,7 @@ from .foreign import CONFIG, BlockFP8, read_object, recognized
 from .measure import FileTensor, Histogram, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, no_progress
 from .safetensors import Described, joined, open_writer, plan
-from .safetensors_file import Container, Shape, byte_count, in_both, read
+from .safetensors_file import Container, Shape, byte_count, in_both, read, shown
 from .safetensors_writer import HeaderError, Writer
 from .slab_casts import SlabCasts
 from .staging import Staging
@@ -109,7 +109,7 @@ class _Conversion:
         check_taken(staging.moved or self.dst, force, self.folder)
         staging.check()
         self.companions = Companions(src, files) if self.folder else None
-        self.index = src / INDEX if self.folder and (src / INDEX).exists() else None
+        self.index = src / INDEX if self.folder and is_there(src / INDEX) else None
         self.containers, blocks = _checked(src, files, self.index)
         listed = {container.path: list(_parameters(container, blocks)) for container in self.containers}
         every = [p for each in listed.values() for p in each]
@@ -198,7 +198,7 @@ def _checked(src: Path, files: list[Path], index: Path | None) -> tuple[list[Con
     for container in joined(src, containers):
         if read_configs(container):
             raise UnsupportedError(
-                f"{container.path} contains tensors that breccia already quantized; convert the original.",
+                f"{shown(container.path)} contains tensors that breccia already quantized; convert the original.",
                 path=str(container.path),
             )
     files_of: dict[str, list[str]] = {}
@@ -371,12 +371,12 @@ def _reopened(path: Path, digests: dict[str, str]) -> Container:
         with safe_open(path, framework="numpy") as stock:  # any reader of the format must open the file
             found = set(stock.keys())
     except SafetensorError as e:
-        raise CorruptFileError(f"{path}: the stock safetensors reader rejects it ({e}); upgrade safetensors.") from e
+        raise CorruptFileError(f"{shown(path)}: the stock safetensors reader rejects it ({e}); upgrade safetensors.") from e
     if found != set(digests):
-        raise CorruptFileError(f"{path}: the stock safetensors reader finds tensors other than those written.")
+        raise CorruptFileError(f"{shown(path)}: the stock safetensors reader finds tensors other than those written.")
     for part, digest in digests.items():
         if _digest(written.view(part)) != digest:
-            raise CorruptFileError(f"{path}: {part!r} reads back bytes other than those written; check the disk.")
+            raise CorruptFileError(f"{shown(path)}: {part!r} reads back bytes other than those written; check the disk.")
     return written
 
 

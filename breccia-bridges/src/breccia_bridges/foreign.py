@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from breccia import CorruptFileError, UnsupportedError
-from breccia.backend import BF16, NUMPY, ScaledTensor, abbreviated, float_codec, parsed_json, suggestion
+from breccia.backend import BF16, NUMPY, ScaledTensor, abbreviated, float_codec, parsed_json, printable, suggestion
 
+from .checkpoint import is_there
 from .configs import FLOATS
 from .deepseek import TILE_M, from_deepseek_v3
 from .safetensors_file import Container, Entry, Shape
@@ -168,7 +169,7 @@ QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json"
 
 def read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if there is no such file. Raises CorruptFileError for anything else."""
-    if not path.is_file():
+    if not is_there(path):
         return None
     try:
         listed = parsed_json(path.read_text(encoding="utf-8"))
@@ -190,7 +191,8 @@ def model_configs(config: dict[str, Any]) -> Generator[tuple[str, dict[str, Any]
 def declarations(folder: Path) -> list[Declared]:
     """What the configs of a folder declare. Raises CorruptFileError for invalid and UnsupportedError for unknown ones."""
     found: list[Declared] = []
-    for prefix, config in model_configs(read_object(folder / CONFIG) or {}):
+    for key, config in model_configs(read_object(folder / CONFIG) or {}):
+        prefix = printable(key)
         mlx = config.get("quantization")
         mlx = mlx if isinstance(mlx, dict) and "bits" in mlx else None
         if mlx is not None:
@@ -267,7 +269,7 @@ def recognized(path: Path, containers: Sequence[Container]) -> BlockFP8 | None:
     look, example = seen_as[0]
     form = look if agreeing else possible[0]
     seen = [f"{one.where} is {one.method!r}" for one in declared]
-    seen += [", ".join(f"{name} is {dtype}" for name, dtype in example.items())] if example else []
+    seen += [", ".join(f"{printable(name)} is {dtype}" for name, dtype in example.items())] if example else []
     remedy = f"codes and scales are not values. {form.remedy}"
     if not found:
         remedy = f"but no tensor is quantized. Remove {' and '.join(one.where for one in declared)}, or download it again."

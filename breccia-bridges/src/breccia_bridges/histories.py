@@ -16,7 +16,7 @@ import numpy as np
 from breccia import AmaxHistory, DelayedScaling
 from breccia.backend import Array, CorruptFileError, UnsupportedError, dtype_name, parsed_json, unique_keys
 
-from .safetensors_file import Container
+from .safetensors_file import Container, shown
 
 #: The key of the metadata.
 KEY = "breccia_histories"
@@ -83,7 +83,7 @@ class Histories:
         return found
 
     def _refused(self, name: str, why: str) -> CorruptFileError:
-        return CorruptFileError(f"{self._paths[name]}: history {name!r}: {why}.", path=self._paths[name], name=name)
+        return CorruptFileError(f"{shown(self._paths[name])}: history {name!r}: {why}.", path=self._paths[name], name=name)
 
 
 def _recipes(container: Container) -> dict[str, DelayedScaling]:
@@ -97,4 +97,4 @@ def _recipes(container: Container) -> dict[str, DelayedScaling]:
         return {name: DelayedScaling.from_json(json.dumps(recipe)) for name, recipe in listed.items()}
     except Exception as e:  # any kind: the text is of a file
         path = str(container.path)
-        raise CorruptFileError(f"{path}: the metadata {KEY!r} cannot be read: {e}", path=path) from e
+        raise CorruptFileError(f"{shown(path)}: the metadata {KEY!r} cannot be read: {e}", path=path) from e

@@ -49,7 +49,7 @@ from .checkpoint import checkpoint_files
 from .configs import CHECKPOINT, NON_NUMPY, SCOPE, Config, Undeclared, located, metadata_of, owners, read_configs
 from .histories import KEY as HISTORIES
 from .histories import Histories, as_arrays
-from .safetensors_file import DTYPES, Container, Shape, Shards, in_both, read
+from .safetensors_file import DTYPES, Container, Shape, Shards, in_both, read, shown
 from .safetensors_writer import Writer, check_text
 
 _DTYPE_NAMES = {file: name for name, file in NON_NUMPY.items()}
@@ -262,9 +262,9 @@ def load_safetensors(
             out[name] = target.plain(container, name)
     if left:
         hint = " JAX keeps 64-bit dtypes after jax.config.update('jax_enable_x64', True)." if framework == "jax" else ""
-        shown = abbreviated([f"{name} ({dtype})" for name, dtype in left.items()])
+        narrowed = abbreviated([f"{name} ({dtype})" for name, dtype in left.items()])
         warnings.warn(
-            f"{path}: {framework} would narrow {shown}; they stay NumPy arrays.{hint}",
+            f"{path}: {framework} would narrow {narrowed}; they stay NumPy arrays.{hint}",
             DtypeWarning,
             stacklevel=2,
         )
@@ -419,7 +419,7 @@ class _Target:
     def _unavailable(self, container: Container, name: str, why: str, first: str = "") -> UnsupportedError:
         other = "framework='torch'" if self.framework != "torch" else "framework='numpy'"
         return UnsupportedError(
-            f"{container.path}: tensor {name!r} is {container.entries[name].dtype}, and {why}. Remedy: {first}load with "
+            f"{shown(container.path)}: tensor {name!r} is {container.entries[name].dtype}, and {why}. Remedy: {first}load with "
             f"{other}, or take its bytes: breccia_bridges.safetensors_file.Container(path).array({name!r}).",
             name=name,
             dtype=container.entries[name].dtype,

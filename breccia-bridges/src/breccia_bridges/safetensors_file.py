@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import stat
 import struct
 import sys
 import weakref
@@ -28,8 +29,11 @@ from breccia.backend import (
     UnknownNameError,
     UnsupportedError,
     parsed_json,
+    printable,
     suggestion,
 )
+
+from .staging import naming
 
 Shape = tuple[int, ...]
 
@@ -124,8 +128,10 @@ class Container:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         need_little_endian()
         self.path = Path(path)
-        with open(self.path, "rb") as file:
+        with open(self.path, "rb", opener=_at_once) as file:
             status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                self._refuse("it is a pipe or a device.", "Give a file; a pipe has to be written to one first.")
             self._identity, size = identity(status), status.st_size
             header = self._header_bytes(file, size)
             self._data_start = 8 + len(header)
@@ -140,7 +146,9 @@ class Container:
     def entry(self, name: str) -> Entry:
         """The entry of a tensor. Raises UnknownNameError for a name that the container does not have."""
         if name not in self.entries:
-            raise UnknownNameError(f"{self.path} has no tensor {name!r}{suggestion(name, list(self.entries))}", name=name)
+            raise UnknownNameError(
+                f"{shown(self.path)} has no tensor {name!r}{suggestion(name, list(self.entries))}", name=name
+            )
         return self.entries[name]
 
     def array(self, name: str) -> np.ndarray:
@@ -183,7 +191,7 @@ class Container:
     # -- the header ---------------------------------------------------------------------------------------------
 
     def _refuse(self, what: str, remedy: str, **found: Any) -> NoReturn:
-        raise CorruptFileError(f"{self.path}: {what} {remedy}", path=str(self.path), **found)
+        raise CorruptFileError(f"{shown(self.path)}: {what} {remedy}", path=str(self.path), **found)
 
     def _header_bytes(self, file: BinaryIO, size: int) -> bytes:
         if size < 8:
@@ -247,7 +255,7 @@ class Container:
         try:
             expected = byte_count(dtype, shape)
         except BrecciaError as e:
-            raise CorruptFileError(f"{self.path}: {where}: {e} {_REWRITE}", path=str(self.path), name=name) from e
+            raise CorruptFileError(f"{shown(self.path)}: {where}: {e} {_REWRITE}", path=str(self.path), name=name) from e
         if not isinstance(offsets, list) or len(offsets) != 2 or any(type(n) is not int or n < 0 for n in offsets):
             self._refuse(f"{where}: data_offsets are two integers >= 0; found {short(offsets)}.", _REWRITE, name=name)
         start, stop = offsets
@@ -295,9 +303,10 @@ class Shards(Container):
         for file in files:
             for key, text in file.metadata.items():
                 if key.endswith(".config") and self.metadata.get(key, text) != text:
+                    both = f"{shown(told[key].name)} and {shown(file.path.name)}"
                     raise CorruptFileError(
-                        f"{path}: {told[key].name} and {file.path.name} have different metadata {short(key)}, so that they are of "
-                        "different checkpoints. Download the folder again.",
+                        f"{shown(path)}: {both} have different metadata {short(key)}, so that they are of different "
+                        "checkpoints. Download the folder again.",
                         path=str(path),
                         key=key,
                     )
@@ -321,9 +330,9 @@ class Shards(Container):
 
 def in_both(name: str, path: Path, *files: Path) -> CorruptFileError:
     """The error for a tensor that two files of the folder `path` hold."""
+    both = " and ".join(shown(file.name) for file in files)
     return CorruptFileError(
-        f"tensor {name!r} is in both {' and '.join(file.name for file in files)} of {path}; pass one file or download the "
-        "folder again.",
+        f"tensor {name!r} is in both {both} of {shown(path)}; pass one file or download the folder again.",
         name=name,
     )
 
@@ -366,7 +375,7 @@ def read(view: np.ndarray) -> np.ndarray:
         return view
     out = np.empty(view.shape, view.dtype)
     if out.size:
-        with _opened(origin.path, origin.identity) as file:
+        with _opened(origin.path, origin.identity) as file, naming(origin.path):
             _read_into(out, view, file, origin)
     return out
 
@@ -387,16 +396,28 @@ def _read_into(out: np.ndarray, view: np.ndarray, file: BinaryIO, origin: _Origi
 
 def _opened(path: Path, expected: tuple[int, ...]) -> BinaryIO:
     """The file, opened again. Raises CorruptFileError if it is another one by now."""
-    file: Any = open(path, "rb", buffering=0)  # noqa: SIM115
+    file: Any = open(path, "rb", buffering=0, opener=_at_once)  # noqa: SIM115
     if identity(os.fstat(file.fileno())) != expected:
         file.close()
         raise changed(path)
     return file
 
 
+def _at_once(path: str, flags: int) -> int:
+    """Opens a file; also a pipe into which nobody writes, for which `os.open` would wait."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path on one line of a message: the names of files in a folder are no more trusted than those of tensors."""
+    return printable(os.fspath(path))
+
+
 def changed(path: Path) -> CorruptFileError:
     """The error for a file that is not the one whose header was read."""
-    return CorruptFileError(f"{path}: it was replaced or modified since its header was read. Open it again.", path=str(path))
+    return CorruptFileError(
+        f"{shown(path)}: it was replaced or modified since its header was read. Open it again.", path=str(path)
+    )
 
 
 def identity(status: os.stat_result) -> tuple[int, ...]:

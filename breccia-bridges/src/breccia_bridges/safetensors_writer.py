@@ -17,7 +17,7 @@ import numpy as np
 from breccia.backend import BrecciaError, ShapeError, UnknownNameError, UnsupportedError, suggestion
 
 from .safetensors_file import DTYPES, MAX_HEADER, Entry, Shape, byte_count, need_little_endian
-from .staging import Staging
+from .staging import Staging, naming
 
 #: What `Writer` takes: an array, or anything with the buffer protocol.
 Data = np.ndarray | bytes | bytearray | memoryview
@@ -70,7 +70,8 @@ class Writer:
         self._staging.__enter__()
         try:
             self._file = open(self._staging.new, "xb")  # closed by __exit__; the mode follows the umask
-            self._file.write(self._header)
+            with naming(self.path):
+                self._file.write(self._header)
         except BaseException as e:
             self.__exit__(type(e), e, e.__traceback__)
             raise
@@ -110,8 +111,9 @@ class Writer:
             raw = _raw(data)
             if done + raw.nbytes > entry.nbytes:
                 raise self._miscounted(name, done + raw.nbytes)
-            self._file.seek(len(self._header) + entry.start + done)
-            self._file.write(raw)
+            with naming(self.path):
+                self._file.seek(len(self._header) + entry.start + done)
+                self._file.write(raw)
             done += raw.nbytes
 
         self._streamed.add(name)
@@ -137,10 +139,9 @@ class Writer:
         file, self._file = self._file, None
         try:
             if file is not None:
-                with file:
+                with naming(self.path), file:
                     if kind is None:
                         self._check_complete()
-                        file.flush()
             if kind is None:
                 self._refuse_existing()
                 self._staging.commit()

@@ -9,6 +9,8 @@ import shutil
 import stat
 import sys
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -198,8 +200,20 @@ def write_text(path: Path, text: str) -> None:
     Lone surrogates, which names of tensors may contain and UTF-8 cannot encode, are written as escapes.
     """
     with Staging(path) as staging:
-        staging.new.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+        with naming(path):
+            staging.new.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
         staging.commit()
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Let the errors of open files say which file they are about: the system does not."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename is None and e.errno is not None:
+            e.filename = str(path)
+        raise
 
 
 def remove(path: Path) -> None:
@@ -223,7 +237,8 @@ def sync(path: Path) -> None:
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() or sys.platform != "win32" else os.O_RDWR)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
