@@ -681,6 +681,7 @@ def test_the_transpose_that_a_weight_keeps_is_that_of_its_current_buffers() -> N
         lambda: weight.take(other),
         lambda: setattr(weight, "scale", weight.scale * 2),
         lambda: setattr(weight.data, "data", torch.zeros_like(weight.data)),  # the same object, other memory
+        lambda: [setattr(part, "data", part.data[:16]) for part in (weight.data, weight.scale)],  # and the same memory, cut
         lambda: weight.take(weight.tensor.to_storage("interleaved")),
         lambda: weight.take(weight.tensor.to_plain()),
         lambda: layer.to("cpu", torch.float64),
@@ -695,6 +696,25 @@ def test_the_transpose_that_a_weight_keeps_is_that_of_its_current_buffers() -> N
     for made in (copied, restored):
         assert made.transposed.data.data_ptr() == made.data.data_ptr() != weight.data.data_ptr()
     assert not any("transpose" in key for key in layer.state_dict())
+
+
+@pytest.mark.parametrize("shape", [(16,), (1,), (), (5, 32), (32, 1)])
+@pytest.mark.parametrize("trained", ["bias", "input", ""])
+def test_a_bias_of_another_shape_is_refused_as_by_matmul(shape: tuple[int, ...], trained: str) -> None:
+    layer = ScaledLinear.from_linear(nn.Linear(64, 32), MXFP8)
+    layer.bias = nn.Parameter(torch.zeros(shape), trained == "bias")
+    x = torch.randn(5, 64, requires_grad=trained == "input")
+    with pytest.raises(breccia.ShapeError, match=r"bias has one number for each column of the product, shape \(32,\); got"):
+        layer(x)
+
+
+def test_a_layer_whose_rows_are_cut_computes_with_the_rest() -> None:
+    """As pruning does: `parameter.data = parameter.data[:n]`."""
+    layer, x = ScaledLinear.from_linear(nn.Linear(64, 32), MXFP8), torch.randn(5, 64)
+    expected = layer(x)[:, :16]
+    for part in (layer.weight.data, layer.weight.scale, layer.bias):
+        part.data = part.data[:16]
+    assert torch.equal(layer(x), expected)
 
 
 def words(part: torch.Tensor) -> torch.Tensor:

@@ -153,8 +153,9 @@ def read_configs(container: Container, undeclared: dict[str, Undeclared] | None 
         names = [name for name in names if f"{name}.data" in entries or f"{name}.scale" in entries]
     elif schema != SCHEMA and (names or "breccia_version" in metadata):
         raise CorruptFileError(
-            f"{shown(container.path)}: the file has schema {short(schema)}; breccia {__version__} reads {SCHEMA!r} and the files "
-            f"of breccia 0.1. It was written by breccia {short(metadata.get('breccia_version'))}: upgrade breccia-bridges.",
+            f"{shown(container.path)}: the file has schema {short(schema)}; breccia {__version__} reads {SCHEMA!r} and the "
+            f"files of breccia 0.1. It was written by breccia {short(metadata.get('breccia_version'))}: upgrade "
+            "breccia-bridges.",
             path=str(container.path),
             schema=schema,
         )

@@ -25,6 +25,7 @@ from breccia.backend import (
     ShapeError,
     as_recipe,
     check_scaled,
+    checks,
     components,
     dtype_name,
     framework_of,
@@ -161,10 +162,11 @@ class ScaledWeight(ReadAsTensor, _WithMetadata):
             or kept[2] is not zero_point
             or kept[3] is not global_scale
             or kept[4] is not self.layout
-            or kept[5] != data.data_ptr()  # `buffer.data = ...` keeps the object
+            or kept[5] != data.data_ptr()  # `buffer.data = ...` keeps the object, and if it is cut, the address
             or kept[6] != scale.data_ptr()
             or (zero_point is not None and kept[7] != zero_point.data_ptr())
             or (global_scale is not None and kept[8] != global_scale.data_ptr())
+            or kept[9] != data.shape
         ):
             found = self.tensor.mT
             if type(data) is not Tensor:
@@ -174,9 +176,9 @@ class ScaledWeight(ReadAsTensor, _WithMetadata):
                 return found
             parts = data, scale, zero_point, global_scale
             addresses = [None if part is None else part.data_ptr() for part in parts]
-            self.__dict__[_KEPT] = (*parts, self.layout, *addresses, found)
+            self.__dict__[_KEPT] = (*parts, self.layout, *addresses, data.shape, found)
             return found
-        return kept[9]
+        return kept[10]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the kept transpose, and with components that pickle supports."""
@@ -357,11 +359,12 @@ class ScaledLinear(_WithMetadata):
         return made.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        ndim = x.ndim
-        if ndim == 0 or x.shape[-1] != self.in_features:
+        shape = x.shape
+        ndim = len(shape)
+        if ndim == 0 or shape[-1] != self.in_features:
             raise ShapeError(
-                f"the layer takes inputs of shape (..., {self.in_features}); got {tuple(x.shape)}.",
-                found=tuple(x.shape),
+                f"the layer takes inputs of shape (..., {self.in_features}); got {tuple(shape)}.",
+                found=tuple(shape),
                 in_features=self.in_features,
             )
         dtype = _FLOATS.get(x.dtype)
@@ -374,11 +377,13 @@ class ScaledLinear(_WithMetadata):
         if self.activation is None:
             if dtype is None or torch.compiler.is_compiling():
                 y = breccia.matmul(rows, weight, out_dtype, bias=bias)
-            else:  # all that it checks holds
+            else:  # all that it checks holds, except where the bias was replaced by another
+                if bias is not None and bias.shape != (self.out_features,):
+                    checks.check_matmul(rows, weight, bias)
                 y = frontend.multiply((rows, weight, product_options(out_dtype, bias)), None)
             return y if ndim > 1 else y[0]
         y = breccia.cast_matmul(rows.flatten(0, -2), self.activation, weight, out_dtype, bias=bias)
-        return y if ndim == 2 else y.reshape(*x.shape[:-1], self.out_features)
+        return y if ndim == 2 else y.reshape(*shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         activation = f", activation={self.activation!r}" if self.activation is not None else ""
