@@ -101,6 +101,48 @@ def test_every_op_refuses_it(kind: str) -> None:
             assert name == "explain", f"{name} took {kind}"
 
 
+#: A history's amaxes and scale -> what the message says.
+HISTORIES: dict[str, tuple[Any, Any, str]] = {
+    "two axes": (np.ones((2, 2), np.float32), 1.0, r"amaxes must have shape \(n,\); got \(2, 2\)"),
+    "no axis": (np.ones((), np.float32), 1.0, r"amaxes must have shape \(n,\); got \(\)"),
+    "FP16": (np.ones(2, np.float16), 1.0, "amaxes must be a float32 array, or .*; got an array of float16. Convert it"),
+    "integers": (np.ones(2, np.int32), 1.0, "amaxes must be .*; got an array of int32"),
+    "a list": ([1.0, 2.0], 1.0, "amaxes must be .*; got list"),
+    "None": (None, 1.0, "amaxes must be .*; got NoneType"),
+    "a scale of one axis": ((), np.ones(1, np.float32), r"scale must have shape \(\); got \(1,\)"),
+    "an integer as scale": ((), np.ones((), np.int32), "scale must be a float32 array or a number; got an array of int32"),
+    "True as scale": ((), True, "scale must be .*; got bool"),
+    "text as scale": ((), "1", "scale must be .*; got str"),
+    "no scale": ((), None, "scale must be .*; got NoneType"),
+}
+
+
+@pytest.mark.parametrize("x", [X, T], ids=["numpy", "torch"])
+@pytest.mark.parametrize("kind", HISTORIES)
+def test_a_history_of_anything_but_fp32_is_refused(kind: str, x: Any) -> None:
+    """Bits of FP16 amaxes, say, would be read as others: a model's `.half()` converts its buffers."""
+    amaxes, scale, message = HISTORIES[kind]
+    if x is T:
+        amaxes, scale = (torch.from_numpy(part) if isinstance(part, np.ndarray) else part for part in (amaxes, scale))
+    history = breccia.AmaxHistory(DELAYED, amaxes, scale)
+    for call in (history.update, history.cast):
+        with pytest.raises(breccia.BrecciaError, match=f"AmaxHistory: {message}"):
+            call(x)
+
+
+def test_a_history_of_another_framework_or_device_is_refused_by_name() -> None:
+    """As of a file that was loaded as arrays of NumPy."""
+    for x, other, message in (
+        (T, X, "x is a torch array and amaxes a numpy array; move both to one framework"),
+        (X, T, "x is a numpy array and amaxes a torch array; move both to one framework"),
+        (T.to("meta"), T, "x is on meta and amaxes on cpu; move both to one device"),
+    ):
+        history = breccia.AmaxHistory(DELAYED).update(other)
+        for call in (history.update, history.cast):
+            with pytest.raises(breccia.UnsupportedError, match=message):
+                call(x)
+
+
 @pytest.mark.parametrize("kind", ["nested", "sparse", "per-tensor quantized", "conjugate", "list", "text"])
 def test_no_supplied_scale_is_one(kind: str) -> None:
     v = odd(kind)

@@ -86,6 +86,21 @@ def test_loading_into_and_saving_a_sharded_model_names_the_parameter(mesh: Any, 
         breccia_torch.save_model(model, tmp_path / "other.safetensors")
 
 
+def test_a_bias_that_was_distributed_is_named(mesh: Any) -> None:
+    layer, x = ScaledLinear.from_linear(nn.Linear(64, 8), "mxfp8"), torch.ones(32, 64)
+    for trained in (True, False):
+        layer.bias = nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Replicate()]), trained)
+        with pytest.raises(breccia.UnsupportedError, match=f"^bias {REMEDY}"):
+            layer(x)
+
+
+def test_a_history_that_was_distributed_is_named(mesh: Any) -> None:
+    history = breccia.AmaxHistory("fp8_delayed", distribute_tensor(torch.ones(16), mesh, [Replicate()]))  # type: ignore[arg-type]
+    for call in (history.update, history.cast):
+        with pytest.raises(breccia.UnsupportedError, match=f"^amaxes {REMEDY}"):
+            call(torch.ones(32, 64))
+
+
 def test_a_quantized_layer_whose_components_were_distributed_names_them(mesh: Any) -> None:
     layer = ScaledLinear.from_linear(nn.Linear(64, 32), "int8")
     x = torch.ones(3, 64)

@@ -18,7 +18,7 @@ from .dispatch.facts import array_of
 from .dispatch.kernel import Prefer
 from .dispatch.registry import Plugin, registry
 from .errors import OptionError, UnsupportedError
-from .kernels.checks import check_cast, check_grouped, check_matmul, clip_bounds
+from .kernels.checks import check_cast, check_grouped, check_history, check_matmul, clip_bounds
 from .operations import CASTING, Kind, Operation
 from .options import COLUMNS, DEFAULT, PLAIN, CastOptions, product_options
 from .recipes import DelayedScaling, ScalingRecipe
@@ -103,7 +103,7 @@ def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, *, pref
     """
     _check_array(x)
     check_cast(x, recipe)
-    return _run("record_amax", framework_of(x), (x, recipe, amaxes, scale), prefer)
+    return _run("record_amax", _framework_of_steps(x, amaxes, scale), (x, recipe, amaxes, scale), prefer)
 
 
 def cast_and_record(
@@ -122,7 +122,7 @@ def cast_and_record(
 ) -> tuple[ScaledTensor, Any, Any]:
     """The op of `AmaxHistory.cast`: `x` under `recipe` with the supplied `scale`, and what `record_amax` returns."""
     options = _options(x, axis, None, rounding, seed, nonfinite, storage, out)
-    return _run("cast_and_record", framework_of(x), (x, recipe, amaxes, scale, options), prefer)
+    return _run("cast_and_record", _framework_of_steps(x, amaxes, scale), (x, recipe, amaxes, scale, options), prefer)
 
 
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None, prefer: Prefer = None) -> Any:
@@ -413,6 +413,12 @@ def _options(
         registry().look_up("breccia_storages", storage, "storage")
     axis = contraction_axis(axis, len(shape_of(x)))
     return options if type(options.axis) is int and axis == options.axis else options.replace(axis=axis)
+
+
+def _framework_of_steps(x: Any, amaxes: Any, scale: Any) -> Framework:
+    """The framework of an array and of its amax history. Raises for a history that is none, or of another framework."""
+    kept = check_history(amaxes, scale)
+    return common_framework(x, *kept.values()) or same_framework({"x": x, **kept})
 
 
 def _check_array(x: Any) -> None:

@@ -378,7 +378,8 @@ class ScaledLinear(_WithMetadata):
             if dtype is None or torch.compiler.is_compiling():
                 y = breccia.matmul(rows, weight, out_dtype, bias=bias)
             else:  # all that it checks holds, except where the bias was replaced by another
-                if bias is not None and bias.shape != (self.out_features,):
+                if bias is not None and (bias.shape != (self.out_features,) or type(bias) not in _PLAIN):
+                    framework_of(bias, "bias")  # refuses a DTensor
                     checks.check_matmul(rows, weight, bias)
                 y = frontend.multiply((rows, weight, product_options(out_dtype, bias)), None)
             return y if ndim > 1 else y[0]
@@ -482,5 +483,7 @@ def _part(tensor: ScaledTensor, part: int) -> ScaledTensor:
 _KEPT = "_kept_transpose"
 #: The dtypes of a pickled ScaledWeight's components.
 _DTYPES = "_dtypes"
+#: The classes of most biases.
+_PLAIN = (nn.Parameter, Tensor)
 #: The names of the dtypes of inputs.
 _FLOATS = {getattr(torch, name): name for name in FLOATS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 from ..arrays.frameworks import FLOATS, dtype_name, shape_of
@@ -32,6 +33,26 @@ def check_cast(x: Array, recipe: Any) -> None:
         )
     if hasattr(x, "dtype") and not shape_of(x):
         raise ShapeError("cast needs at least one axis; got a 0-D array. Reshape it to (1,).")
+
+
+def check_history(amaxes: Any, scale: Any) -> dict[str, Array]:
+    """The arrays of an amax history by name: it may have no amaxes yet, (), and a number as its scale.
+
+    Raises UnsupportedError for anything but FP32, ShapeError for shapes other than (n,) and ().
+    """
+    arrays: dict[str, Array] = {} if isinstance(amaxes, tuple | list) and not amaxes else {"amaxes": amaxes}
+    if not isinstance(scale, Real) or isinstance(scale, bool):
+        arrays["scale"] = scale
+    for name, part in arrays.items():
+        shape = shape_of(part, name) if hasattr(part, "dtype") else None
+        if shape is None or dtype_name(part) != "float32":
+            found = type(part).__name__ if shape is None else f"an array of {dtype_name(part)}"
+            wanted = "a float32 array, or () before the first update" if name == "amaxes" else "a float32 array or a number"
+            raise UnsupportedError(f"AmaxHistory: {name} must be {wanted}; got {found}. Convert it.", found=found)
+        if len(shape) != (name == "amaxes"):
+            wanted = "(n,)" if name == "amaxes" else "()"
+            raise ShapeError(f"AmaxHistory: {name} must have shape {wanted}; got {shape}. Reshape it.", found=shape)
+    return arrays
 
 
 def check_writable(name: str, out: Any) -> None:

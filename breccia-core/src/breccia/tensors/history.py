@@ -27,6 +27,9 @@ class AmaxHistory:
     history whose largest amax is 0, NaN or Inf keeps the scale it had (TransformerEngine 2.x, delayed scaling, "max").
     `amaxes`, oldest first, is an array of `x`'s framework of shape (n,), `scale` one of shape (). Nothing is read to the host.
     Zeros before the first values keep the shape of `amaxes` fixed, as compiled functions need it. A pytree of JAX.
+
+    `update` and `cast` raise UnsupportedError for arrays of another dtype than FP32, or of another framework or device than
+    `x`, and ShapeError for other shapes.
     """
 
     recipe: DelayedScaling = field(default_factory=DelayedScaling)
