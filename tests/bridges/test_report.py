@@ -538,6 +538,18 @@ def dots(page: Any) -> dict[str, Any]:
     return page.evaluate(read)
 
 
+@pytest.mark.parametrize("width", [390, 1440])
+def test_layers_are_told_apart_by_their_shortened_names(width: int, opened: Open) -> None:
+    """Their numbers are in the middle of names that begin and end alike."""
+    parts = ("self_attn.q_proj", "mlp.experts.17.down_proj")
+    names = [f"model.language_model.layers.{n}.{part}.weight" for n in range(8) for part in parts]
+    run_ = run("nvfp4", [tensor(name, 30.0 - n / 10) for n, name in enumerate(names)])
+    page = opened([run_], viewport={"width": width, "height": 900})
+    shown = dot_names(page)
+    assert len(set(shown)) == len(names) and "…" not in "".join(shown)
+    assert all(re.fullmatch(r"m.*\.l.*\.[0-7]\.[sm].*\.weight", name) for name in shown)
+
+
 @pytest.mark.long
 def test_the_axis_of_the_dots_starts_where_differences_show_and_says_so(opened: Open) -> None:
     found = dots(opened([run("mxfp8", [tensor("a", 28.0), tensor("b", 31.0), tensor("c", 30.0)])]))

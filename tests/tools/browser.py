@@ -39,7 +39,13 @@ def unreachable(page: Any, width: int) -> list[str]:
     an ancestor that hides what overflows. What is folded is unfolded.
     """
     page.set_viewport_size({"width": width, "height": 900})
-    return [f"{width} px: {fault}" for fault in page.evaluate(_UNREACHABLE)]
+    faults = page.evaluate(_UNREACHABLE)
+    for _ in range(50):  # plots follow the window some time after it
+        if not faults:
+            break
+        page.wait_for_timeout(100)
+        faults = page.evaluate(_UNREACHABLE)
+    return [f"{width} px: {fault}" for fault in faults]
 
 
 _UNREACHABLE = """() => {

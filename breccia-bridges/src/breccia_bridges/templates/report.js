@@ -66,12 +66,22 @@
     return pen.measureText(text).width;
   }
 
-  // `text`, shortened to `room` pixels. The middle is cut, because tensor names differ at their ends.
+  // `text`, shortened to `room` pixels: its middle is cut.
   function shortened(text, room) {
     const width = widthOf(text);
     if (width <= room) return text;
     const half = Math.max(2, Math.floor(((room / width) * text.length) / 2) - 1);
     return `${text.slice(0, half)}…${text.slice(-half)}`;
+  }
+
+  // A tensor's name, shortened to `room` pixels. Its first words become initials, as many as it takes; numbers stay, in which
+  // the layers of a model differ.
+  function initialed(name, room) {
+    const words = name.split(".");
+    for (let i = 0; i < words.length - 1 && widthOf(words.join(".")) > room; i++) {
+      if (!/^\d+$/.test(words[i])) words[i] = [...words[i]].slice(0, 1).join("");
+    }
+    return shortened(words.join("."), room);
   }
 
   const quantized = (run) => run.tensors.filter((t) => t.quantized);
@@ -262,7 +272,7 @@
     const pitch = narrow ? 44 : 24;
     const room = node.clientWidth * (narrow ? 0.9 : 0.5);
     const lines = Math.max(shown.length, 6); // a hover label needs room, too
-    const texts = shown.map((t) => shortened(t.name, room));
+    const texts = shown.map((t) => initialed(t.name, room));
     const guides = {
       type: "scatter",
       mode: "lines",
