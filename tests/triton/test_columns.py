@@ -89,6 +89,28 @@ def test_a_transposed_view_is_read_as_it_lies(spec: str) -> None:
     assert all(call.flat_shape is None and not call.strided for call in calls())
 
 
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("spec", ["fp8_current", "fp8_delayed", "nvfp4", "fp8_row", "fp8_block,block_m=32,block_k=32"])
+def test_a_transposed_view_of_many_matrices_takes_scales_of_each(spec: str, count: int) -> None:
+    """A scale per matrix has the leading axes alone: they are not turned with the matrices."""
+    x, recipe = numbers((2, count, 32, 64), seed=47).mT, breccia.recipe(spec)
+    for axis in (-1, -2):
+        own = reference.cast(x, recipe, CastOptions(axis=axis))
+        scale = torch.arange(1, 2 * count + 1, dtype=torch.float32).reshape(2, count)
+        if own.global_scale is None and own.scale.ndim:
+            scale = own.scale * scale[:, :, None, None]
+        options = CastOptions(axis=axis, scale=scale)
+        same(triton_cast.cast(x, recipe, options), reference.cast(x, recipe, options))
+        same_values(triton_cast.cast_ste(x, recipe, options), reference.cast_ste(x, recipe, options))
+        if own.global_scale is not None or not own.scale.ndim:
+            pair, expected = (
+                triton_cast.cast_pair(x, recipe, options.replace(axis=-1)),
+                (options.replace(axis=a) for a in (-1, -2)),
+            )
+            for found, of in zip(pair, expected, strict=True):
+                same(found, reference.cast(x, recipe, of))
+
+
 def test_a_transposed_view_takes_scales_outputs_and_histories() -> None:
     x, recipe = numbers((64, 32), seed=44).mT, breccia.recipe("fp8_block,block_k=32")
     scale = reference.cast(3 * x, recipe).scale

@@ -56,7 +56,7 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
         return made
     x, options = _readable(x, recipe), _in_order(options)
     if _transposed(x) and options.storage == PLAIN:
-        made = cast(x.mT, recipe, _other_axis(options))
+        made = cast(x.mT, recipe, _other_axis(options, x.ndim))
         return made.mT if options.out is None else options.out
     prepared = _found("cast", x, recipe, options)
     if prepared is None:
@@ -70,7 +70,7 @@ def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> A
         return made
     x, options = _readable(x, recipe), _in_order(options)
     if _transposed(x):
-        return cast_ste(x.mT, recipe, _other_axis(options)).mT
+        return cast_ste(x.mT, recipe, _other_axis(options, x.ndim)).mT
     prepared = _found("cast_ste", x, recipe, options)
     if prepared is None:
         return reference.cast_ste(x, recipe, options)
@@ -122,7 +122,8 @@ def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> 
         return made
     x, options = _readable(x, recipe), _in_order(options)
     if _transposed(x) and options.storage == PLAIN:
-        rows, columns = cast_pair(x.mT, recipe, options if options.scale is None else _other_axis(options).replace(axis=-1))
+        turned = options if options.scale is None else _other_axis(options, x.ndim).replace(axis=-1)
+        rows, columns = cast_pair(x.mT, recipe, turned)
         return columns.mT, rows.mT
     prepared = _found("cast_pair", x, recipe, options)
     if prepared is not None:
@@ -151,7 +152,7 @@ def cast_and_record(
             return made
     x = _readable(x, recipe)
     if _transposed(x) and options.storage == PLAIN:
-        made, *recorded = cast_and_record(x.mT, recipe, amaxes, scale, _other_axis(options))
+        made, *recorded = cast_and_record(x.mT, recipe, amaxes, scale, _other_axis(options, x.ndim))
         return made.mT if options.out is None else options.out, *recorded
     held = _History.of(recipe, amaxes, scale, x.device)
     given = options.replace(scale=scale if held is None else held.scale)
@@ -213,7 +214,7 @@ def _readable(x: Any, recipe: ScalingRecipe) -> Any:
 
 
 def _transposed(x: Any) -> bool:
-    """Whether it is a view whose columns are contiguous: it is cast as its transpose, and so is the result"""
+    """Whether it is a view whose columns are contiguous: it is cast as its transpose, and so is the result."""
     return x.ndim > 1 and not x.is_contiguous() and x.stride(-2) == 1 and x.stride(-1) != 1
 
 
@@ -224,12 +225,12 @@ def _in_order(options: CastOptions) -> CastOptions:
     return options.replace(scale=scale.contiguous()) if unordered else options
 
 
-def _other_axis(options: CastOptions) -> CastOptions:
-    """The options for the transpose of a tensor."""
+def _other_axis(options: CastOptions, ndim: int) -> CastOptions:
+    """The options for the transpose of a tensor of `ndim` axes. A scale for each matrix has the leading axes alone."""
     if options is DEFAULT or options is COLUMNS:
         return COLUMNS if options is DEFAULT else DEFAULT
     scale, out = options.scale, options.out
-    if isinstance(scale, torch.Tensor) and scale.ndim > 1:
+    if isinstance(scale, torch.Tensor) and scale.ndim == ndim:
         scale = scale.mT.contiguous()
     return options.replace(axis=-3 - options.axis, scale=scale, out=None if out is None else out.mT)
 
