@@ -85,6 +85,24 @@ def test_casts_along_either_axis_with_seeds_and_scales_have_numpy_bytes(kind: br
     assert breccia.bytes_equal(jax.jit(lambda x, s: breccia.cast(x, delayed, scale=s))(X, scale), expected)
 
 
+@pytest.mark.parametrize("spec", ["fp8_current", "fp8_delayed", "nvfp4"])
+def test_a_supplied_scale_for_each_matrix_is_taken_eagerly_and_compiled(spec: str) -> None:
+    """As of stacked experts; without it, these recipes compute one for the whole array."""
+    x, recipe = wide((2, 3, 8, 64), seed=5, exponents=4), breccia.recipe(spec)
+    for scale in (np.arange(1, 7, dtype=np.float32).reshape(2, 3), np.arange(1, 3, dtype=np.float32), np.float32(2)):
+        expected = breccia.cast(x, recipe, scale=scale, axis=-2)
+        for cast in (breccia.cast, jax.jit(breccia.cast, static_argnums=1, static_argnames="axis")):
+            found = cast(jnp.asarray(x), recipe, scale=jnp.asarray(scale), axis=-2)
+            assert breccia.bytes_equal(found, expected)
+    refused = r"scale= must have shape \(\) or \(2,\) or \(2, 3\) .*; got \(3, 2\)"
+    for cast in (breccia.cast, jax.jit(breccia.cast, static_argnums=1)):
+        with pytest.raises(breccia.LayoutError, match=refused):
+            cast(jnp.asarray(x), recipe, scale=jnp.ones((3, 2)))
+    each = jax.vmap(lambda x, s: breccia.dequantize(breccia.cast(x, recipe, scale=s)))
+    scales = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    assert np.array_equal(each(x, jnp.asarray(scales)), breccia.dequantize(breccia.cast(x, recipe, scale=scales)))
+
+
 def test_half_precision_is_read_and_written_as_numpy_does() -> None:
     for dtype in (jnp.bfloat16, jnp.float16):
         x = jnp.asarray(X, dtype)

@@ -245,7 +245,7 @@ class Cast:
 
     @property
     def static(self) -> _Result:
-        return _result(self.recipe, self.operands[0][0], self.axis)
+        return _result(self.recipe, self.operands[0][0], self.axis, self.operands[1][0] if self.supplied else None)
 
     @property
     def results(self) -> Shapes:
@@ -433,14 +433,16 @@ def _metadata_of(text: str) -> Metadata:
 
 
 @lru_cache(maxsize=1024)
-def _result(text: str, shape: tuple[int, ...], axis: int) -> _Result:
-    """What a cast of an array of that shape under the recipe `text` writes."""
+def _result(text: str, shape: tuple[int, ...], axis: int, supplied: tuple[int, ...] | None) -> _Result:
+    """What a cast of an array of that shape under the recipe `text` writes. supplied: the shape of a given scale."""
     recipe = ScalingRecipe.from_json(text)
     layout = checks.fitted_layout(recipe, shape, axis)
     padding = -shape[axis] % packing(recipe.format.element)[0]
-    return _Result(
-        Metadata(recipe, layout, axis, padding), part_shapes(recipe.format, layout, shape, axis), JAX.dtypes(recipe.format)
-    )
+    shapes = part_shapes(recipe.format, layout, shape, axis)
+    if supplied is not None:  # of the whole tensor, or of each matrix
+        given = ("global_scale",) if "global_scale" in shapes else ("scale", "zero_point")
+        shapes |= {name: supplied for name in given if name in shapes}
+    return _Result(Metadata(recipe, layout, axis, padding), shapes, JAX.dtypes(recipe.format))
 
 
 @dataclass(frozen=True)
