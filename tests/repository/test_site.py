@@ -73,6 +73,15 @@ def test_an_unknown_block_is_refused_with_the_known_ones(tmp_path: Path) -> None
     assert "generate: page.md asks for a block 'suport-matrix'; there are acme-bridge," in done.stderr
 
 
+def test_items_of_docstrings_become_a_list_and_examples_blocks_of_code(module) -> None:
+    pytest.importorskip("griffe", reason="mkdocstrings reads the sources with griffe")
+    markdown = module("docstrings").markdown
+    text = "Add.\n\nx, y: numbers,\n    or arrays.\n\n    >>> add(1,\n    ...     2)\n    x: 3"
+    listed = "Add.\n\n- `x`, `y`: numbers,\n    or arrays.\n\n"
+    assert markdown(text, {"x", "y"}) == listed + "```pycon\n>>> add(1,\n...     2)\nx: 3\n```"
+    assert markdown("One.\n\n>>> 1\n1\n\nThe end.", set()) == "One.\n\n```pycon\n>>> 1\n1\n```\n\nThe end."
+
+
 def test_every_table_and_every_command_has_a_place(module) -> None:
     asked = {name for path in (ROOT / "docs").rglob("*.md") for _, name, _, _ in found(module, path)}
     assert {f"session-{session.name}" for session in module("terminal").sessions()} <= asked
