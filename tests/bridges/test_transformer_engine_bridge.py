@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -342,38 +342,9 @@ def test_what_breccia_casts_becomes_a_tensor_and_returns(recipe: str, kind: str)
 # ------------------------------------------------------------------------------------------------ the library itself
 
 
-class Library:
-    """Modules with TransformerEngine's names: what `to_transformer_engine` imports without `like=`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("", ".common", ".pytorch", ".pytorch.tensor"):
-            self.put(monkeypatch, f"transformer_engine{name}", __path__=[])
-        self.put(monkeypatch, "transformer_engine.pytorch.constants", DType=te.DType)
-        formats = {name: SimpleNamespace(name=name) for name in ("E4M3", "E5M2", "HYBRID")}
-        kinds = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
-        recipes = {name: type(name, (SimpleNamespace,), {}) for name in kinds}
-        self.put(monkeypatch, "transformer_engine.common.recipe", Format=SimpleNamespace(**formats), **recipes)
-        quantizers = {
-            "float8_tensor": ("Float8Quantizer", "Float8CurrentScalingQuantizer"),
-            "float8_blockwise_tensor": ("Float8BlockQuantizer",),
-            "mxfp8_tensor": ("MXFP8Quantizer",),
-            "nvfp4_tensor": ("NVFP4Quantizer",),
-        }
-        for name, kind in te.CLASSES.items():
-            file = kind.__module__.rpartition(".")[2]
-            found = {q: (lambda *given, q=q, **options: te.quantizer(q, given=given, **options)) for q in quantizers[file]}
-            if not name.endswith("Storage"):
-                self.put(monkeypatch, kind.__module__, **{name: kind}, **found)
-
-    def put(self, monkeypatch: pytest.MonkeyPatch, name: str, **held: Any) -> None:
-        module = ModuleType(name)
-        vars(module).update(held)
-        monkeypatch.setitem(sys.modules, name, module)
-
-
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    return Library(monkeypatch)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    te.put_in_place(monkeypatch)
 
 
 @pytest.mark.usefixtures("library")

@@ -6,9 +6,11 @@ They hold buffers and compute nothing. Their modules have TransformerEngine's na
 from __future__ import annotations
 
 import enum
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -136,3 +138,33 @@ def _classes() -> dict[str, Any]:
 
 
 CLASSES = _classes()
+
+#: The quantizers in the file of each class.
+_QUANTIZERS = {
+    "float8_tensor": ("Float8Quantizer", "Float8CurrentScalingQuantizer"),
+    "float8_blockwise_tensor": ("Float8BlockQuantizer",),
+    "mxfp8_tensor": ("MXFP8Quantizer",),
+    "nvfp4_tensor": ("NVFP4Quantizer",),
+}
+_RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the stand-ins importable under TransformerEngine's names: what bridges import without `like=`."""
+
+    def put(name: str, **held: Any) -> None:
+        module = ModuleType(name)
+        vars(module).update(held)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    for name in ("", ".common", ".pytorch", ".pytorch.tensor"):
+        put(f"transformer_engine{name}", __path__=[])
+    put("transformer_engine.pytorch.constants", DType=DType)
+    formats = {name: SimpleNamespace(name=name) for name in ("E4M3", "E5M2", "HYBRID")}
+    recipes = {name: type(name, (SimpleNamespace,), {}) for name in _RECIPES}
+    put("transformer_engine.common.recipe", Format=SimpleNamespace(**formats), **recipes)
+    for name, kind in CLASSES.items():
+        file = kind.__module__.rpartition(".")[2]
+        found = {q: (lambda *given, q=q, **options: quantizer(q, given=given, **options)) for q in _QUANTIZERS[file]}
+        if not name.endswith("Storage"):
+            put(kind.__module__, **{name: kind}, **found)
