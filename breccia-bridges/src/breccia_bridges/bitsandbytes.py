@@ -30,6 +30,12 @@ def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant
 
     The recipe is `NF4Scaling` or `bnb_fp4`. Raises DialectError for a weight that is not quantized yet or that a layer has
     packed for a CPU, for other types and tables, and for rows that are not whole blocks.
+
+        >>> import torch
+        >>> from bitsandbytes.nn import Params4bit
+        >>> weight = Params4bit(torch.ones(64, 128), requires_grad=False, quant_type="nf4")
+        >>> breccia.bridges.from_bitsandbytes(weight.to("cpu"))
+        breccia.ScaledTensor('nf4', shape=(64, 128), torch cpu, 4.5 bits per value)
     """
     state = quant_state if quant_state is not None else getattr(weight, "quant_state", None)
     if state is None:
@@ -85,6 +91,11 @@ def to_bitsandbytes(scaled: ScaledTensor, *, like: Any = None, dtype: torch.dtyp
     dtype: what bitsandbytes decodes to, FP32 by default. attributes: further arguments of Params4bit.
 
     Raises ImportError without bitsandbytes, DialectError for another format.
+
+        >>> import torch
+        >>> weight = breccia.bridges.to_bitsandbytes(breccia.cast(torch.ones(64, 128), "nf4"))
+        >>> type(weight).__name__, weight.quant_state.quant_type, weight.quant_state.blocksize
+        ('Params4bit', 'nf4', 64)
     """
     check_scaled("to_bitsandbytes", scaled, "torch")
     scaled = scaled.to_plain()

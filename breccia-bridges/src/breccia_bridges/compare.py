@@ -120,11 +120,20 @@ def compare(
     Each is a `.safetensors` file or a folder of them: plain, quantized by breccia, or in block FP8 as DeepSeek-V3, in any
     mixture. Scaled tensors are compared by the FP32 values of `dequantize`. Tensors with equal bytes, and non-floating ones,
     are listed with the reason why they were not measured.
+
     histograms: count the elements of compared tensors by value, in both.
     advance: called with a tensor's name and its bytes in the reference.
 
-    Raises UnsupportedError where the two have no name in common, and for other formats of quantized checkpoints; and as
-    `checkpoint_files` and `Container` do.
+    Raises FileNotFoundError for a missing checkpoint, CorruptFileError for a file that breaks its format, UnsupportedError if
+    the two have no name in common and for other formats of checkpoints.
+
+        >>> x = np.array([[0.125, 1.0, 3.0, 6.0]], np.float32)
+        >>> breccia.bridges.save_safetensors({"w": x}, tmp / "before.safetensors")
+        >>> st = breccia.cast(x, "mxfp4")
+        >>> breccia.bridges.save_safetensors({"w": st}, tmp / "after.safetensors")
+        >>> report = breccia.bridges.compare(tmp / "before.safetensors", tmp / "after.safetensors")
+        >>> [(tensor.name, tensor.stored_as, tensor.fidelity.max_error) for tensor in report.tensors]
+        [('w', 'mxfp4', 0.125)]
     """
     before, after = _decodable_tensors(Path(reference)), _decodable_tensors(Path(candidate))
     common = [name for name in before if name in after]

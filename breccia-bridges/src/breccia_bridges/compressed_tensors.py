@@ -50,6 +50,12 @@ def from_compressed_tensors(module: Any, recipe: ScalingRecipe | None = None) ->
 
     Raises DialectError for a module that is not compressed, for formats and settings without a recipe (sparse weights, codes of
     other widths, activation order), and for parameters that contradict each other.
+
+        >>> import torch
+        >>> st = breccia.cast(torch.ones(32, 64), "int8,group_size=32")
+        >>> layer = breccia.bridges.to_compressed_tensors(st)
+        >>> breccia.bytes_equal(breccia.bridges.from_compressed_tensors(layer), st)
+        True
     """
     scheme = getattr(module, "quantization_scheme", None)
     args, form = getattr(scheme, "weights", None), getattr(scheme, "format", None)
@@ -232,6 +238,12 @@ def to_compressed_tensors(scaled: ScaledTensor, *, like: Any = None, bias: Array
     bias: that of the new layer.
 
     Raises ImportError without `like` and without compressed-tensors, and DialectError for formats that it does not have.
+
+        >>> import torch
+        >>> st = breccia.cast(torch.ones(32, 64), "fp8_row")
+        >>> layer = breccia.bridges.to_compressed_tensors(st)
+        >>> {name: (tuple(p.shape), p.dtype) for name, p in layer.named_parameters()}
+        {'weight': ((32, 64), torch.float8_e4m3fn), 'weight_scale': ((32, 1), torch.float32)}
     """
     check_scaled("to_compressed_tensors", scaled, "torch")
     if like is not None and bias is not None:

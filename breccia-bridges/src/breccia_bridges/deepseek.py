@@ -31,6 +31,12 @@ def from_deepseek_v3(
         equivalent) it is 1. Pass 1 or 128 to require that form.
 
     Raises DialectError for buffers that do not follow this convention.
+
+        >>> weight = np.full((256, 128), 0x38, np.uint8)  # 1.0 in E4M3
+        >>> weight_scale_inv = np.array([[0.5], [2.0]], np.float32)  # of 128 rows each
+        >>> st = breccia.bridges.from_deepseek_v3(weight, weight_scale_inv)
+        >>> breccia.dequantize(st)[[0, 255], 0]
+        array([0.5, 2. ], dtype=float32)
     """
     shape = tuple(data.shape)
     if len(shape) < 2:
@@ -69,6 +75,11 @@ def to_deepseek_v3(scaled: ScaledTensor) -> tuple[Any, Any]:
 
     Raises DialectError for any other recipe (a NotImplementedError, too), for blocks not along the last axis, and for scales
     that are not FP32.
+
+        >>> st = breccia.cast(np.ones((256, 512), np.float32), "fp8_block,block_m=128")
+        >>> weight, weight_scale_inv = breccia.bridges.to_deepseek_v3(st)
+        >>> weight.shape, weight_scale_inv.shape  # one scale for 128 x 128 codes
+        ((256, 512), (2, 4))
     """
     target = "breccia.Float8BlockScaling(block_m=128)"
     if not isinstance(scaled.recipe, Float8BlockScaling):

@@ -272,6 +272,9 @@ def to_dlpack(scaled: ScaledTensor) -> Bundle:
 
     Raises UnsupportedError for components without values in memory (traced, fake, on the device meta), that require
     gradients, or that no consumer takes: NumPy arrays of non-native byte order, negative strides.
+
+        >>> breccia.bridges.to_dlpack(breccia.cast(np.ones((4, 64), np.float32), "mxfp8"))
+        Bundle(data=<uint8 (4, 64) on cpu:0>, scale=<uint8 (4, 2) on cpu:0>)
     """
     if not isinstance(scaled, ScaledTensor):
         raise UnsupportedError(
@@ -352,6 +355,11 @@ def from_dlpack(source: ScaledTensor | Bundle, framework: str, *, device: Any = 
     Raises UnknownNameError for a framework that no plug-in declares, naming its package; UnsupportedError for components
     without values in memory, that require gradients, or that the framework cannot take on their device; OptionError if
     copy=False is impossible; DialectError for a header that does not fit.
+
+        >>> st = breccia.cast(np.ones((4, 64), np.float32), "nvfp4")
+        >>> moved = breccia.bridges.from_dlpack(st, "torch")
+        >>> moved.framework, breccia.bytes_equal(moved, st)
+        ('torch', True)
     """
     if copy is not None and not isinstance(copy, bool):
         raise OptionError(f"copy is None, True or False; got {copy!r}.", copy=copy)

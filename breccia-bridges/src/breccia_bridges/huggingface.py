@@ -18,7 +18,16 @@ REFUSAL = "the weights are quantized by breccia: pip install 'breccia-torch[hf]'
 
 
 def refuse_in_transformers(folder: str | os.PathLike[str]) -> None:
-    """Make transformers refuse a folder unless `breccia_torch.hf` is imported; does nothing without a config.json."""
+    """Make transformers refuse a folder unless `breccia_torch.hf` is imported. A folder without a config.json stays as it is.
+
+    Raises CorruptFileError for a config.json that is not a JSON object.
+
+        >>> size = (tmp / "config.json").write_text('{"model_type": "llama"}')
+        >>> breccia.bridges.refuse_in_transformers(tmp)
+        >>> import json
+        >>> json.loads((tmp / "config.json").read_text())["transformers_weights"]
+        "the weights are quantized by breccia: pip install 'breccia-torch[hf]', and import breccia_torch.hf before loading"
+    """
     path = Path(folder, CONFIG)
     config = read_object(path)
     if config is not None:

@@ -58,6 +58,12 @@ def from_mlx(
     then be negative; it decodes as it is.
 
     Raises DialectError for arrays that MLX does not produce, or that have no recipe (one bit).
+
+        >>> import mlx.core as mx
+        >>> w, scales, biases = mx.quantize(mx.ones((4, 64)), group_size=32, bits=4)
+        >>> st = breccia.bridges.from_mlx(w, scales, biases, group_size=32, bits=4)
+        >>> st.recipe.name, st.shape, st.scale.shape
+        ('int4', (4, 64), (4, 2))
     """
     _need_mlx("from_mlx", w)
     recipe = _recipe(mode, group_size, bits, scales)
@@ -91,16 +97,24 @@ def from_mlx(
 
 
 def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, Any]]:
-    """`(w, scales, biases, options)` of a tensor, for `mx.dequantize(w, scales, biases, **options)` and related functions.
+    """Convert a tensor to `(w, scales, biases, options)`, for `mx.dequantize(w, scales, biases, **options)` and the like.
 
-    The arrays are views of the tensor's components. options: `group_size`, `bits` and `mode`. biases: None except in mode
-    "affine".
+    The arrays are views of the tensor's components, of the shapes that `from_mlx` takes. biases: None except in mode "affine".
+    options: `group_size`, `bits` and `mode`.
 
     Given `dtype=mx.float32`, `mx.dequantize` decodes codes under FP32, E8M0 and E4M3 scales to the same numbers, with two
     exceptions: it reads an E8M0 scale of NaN as Inf, and products below 2^-126 in mode "affine" differ. With 16-bit scales it
     computes in 16 bits.
 
     Raises DialectError for a format that MLX has no mode for, blocks not along the last axis, or a partial last block.
+
+        >>> import mlx.core as mx
+        >>> st = breccia.cast(mx.ones((4, 64)), "mxfp8")
+        >>> w, scales, biases, options = breccia.bridges.to_mlx(st)
+        >>> options
+        {'group_size': 32, 'bits': 8, 'mode': 'mxfp8'}
+        >>> mx.dequantize(w, scales, biases, **options).shape
+        (4, 64)
     """
     check_scaled("to_mlx", scaled, "mlx")
     scaled = scaled.to_plain()
@@ -131,7 +145,15 @@ def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, 
 
 
 def from_mlx_layer(layer: Any) -> ScaledTensor:
-    """The weight of an `mlx.nn.QuantizedLinear` or `QuantizedEmbedding`: `from_mlx` of its arrays and attributes."""
+    """The weight of an `mlx.nn.QuantizedLinear` or `QuantizedEmbedding`: `from_mlx` of its arrays and attributes.
+
+    Raises what `from_mlx` raises.
+
+        >>> import mlx.nn as nn
+        >>> layer = nn.QuantizedLinear(64, 32, group_size=32, bits=8, mode="mxfp8")
+        >>> breccia.bridges.from_mlx_layer(layer).shape
+        (32, 64)
+    """
     options = {"group_size": attribute(layer, "group_size"), "bits": attribute(layer, "bits")}
     weight, scales = buffer(layer, "weight"), buffer(layer, "scales")
     try:
@@ -141,7 +163,12 @@ def from_mlx_layer(layer: Any) -> ScaledTensor:
 
 
 def to_mlx_layer(scaled: ScaledTensor, *, bias: Array | None = None) -> Any:
-    """An `mlx.nn.QuantizedLinear` with this weight, shape (out, in), and that bias. Raises what `to_mlx` raises."""
+    """An `mlx.nn.QuantizedLinear` with this weight, shape (out, in), and that bias. Raises what `to_mlx` raises.
+
+    >>> import mlx.core as mx
+    >>> breccia.bridges.to_mlx_layer(breccia.cast(mx.ones((32, 64)), "mxfp8"))
+    QuantizedLinear(input_dims=64, output_dims=32, bias=False, group_size=32, bits=8, mode=mxfp8)
+    """
     import mlx.nn as nn
 
     w, scales, biases, options = to_mlx(scaled)

@@ -50,6 +50,12 @@ def from_qwix(array: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor:
     scales are per output.
 
     Raises DialectError for other types and tiles, and for scales that their codec does not have.
+
+        >>> import qwix, jax.numpy as jnp
+        >>> array = qwix.quantize(jnp.ones((4, 64)), "int8", channelwise_axes=[0])
+        >>> st = breccia.bridges.from_qwix(array)
+        >>> st.recipe.spec, st.scale.shape
+        ('int8', (4, 1))
     """
     codes, scale, zero = buffer(array, "qvalue"), buffer(array, "scale"), attribute(array, "zero_point")
     kind = attribute(array, "qtype")
@@ -94,6 +100,11 @@ def to_qwix(scaled: ScaledTensor, *, like: Any = None) -> Any:
     """Convert a tensor to a `qwix.QArray`, with its scales as floats: FP32 for block formats, else as they are.
 
     like: a QArray whose scale dtype to take over. Raises ImportError without qwix, DialectError for other formats.
+
+        >>> import jax.numpy as jnp
+        >>> array = breccia.bridges.to_qwix(breccia.cast(jnp.ones((4, 64)), "mxfp8"))
+        >>> array.qtype, array.qvalue.shape, array.scale.shape
+        ('mxfp8', (4, 64), (4, 2))
     """
     import jax.numpy as jnp
     import qwix  # pyright: ignore[reportMissingImports]

@@ -146,6 +146,12 @@ def save_safetensors(
     force: replace an existing file, atomically at the end; otherwise FileExistsError.
 
     Raises UnsupportedError for names or metadata that are not text or collide, and for dtypes the format lacks.
+
+        >>> w, bias = breccia.cast(np.ones((64, 32), np.float32), "mxfp8"), np.zeros(64, np.float32)
+        >>> breccia.bridges.save_safetensors({"w": w, "bias": bias}, tmp / "layer.safetensors")
+        >>> from safetensors.numpy import load_file
+        >>> sorted(load_file(tmp / "layer.safetensors"))
+        ['bias', 'w.data', 'w.scale']
     """
     if not isinstance(tensors, Mapping):
         raise UnsupportedError(
@@ -189,9 +195,13 @@ def open_writer(
 
 
 def safetensors_metadata(tensors: Mapping[str, ScaledTensor]) -> dict[str, str]:
-    """The metadata of files whose tensors another library writes: `{name}.data`, `{name}.scale`, ..., in plain storage.
+    """The metadata for files whose tensors another library writes: `{name}.data`, `{name}.scale`, ..., in plain storage.
 
-    Every file of the checkpoint gets all of it ("breccia_scope": "checkpoint"), whichever components it holds.
+    Write all of it to every file of the checkpoint ("breccia_scope": "checkpoint"), whichever components the file holds.
+
+        >>> w = breccia.cast(np.ones((64, 32), np.float32), "mxfp8")
+        >>> sorted(breccia.bridges.safetensors_metadata({"w": w}))
+        ['breccia_scope', 'breccia_version', 'schema', 'w.config']
     """
     configs = {name: config for name, st in tensors.items() if (config := describe(name, st)[1]) is not None}
     return metadata_of(configs, {}) | {SCOPE: CHECKPOINT}
@@ -240,6 +250,11 @@ def load_safetensors(
     Raises CorruptFileError where the file, or a config in it, contradicts itself; UnknownNameError for a framework no plug-in
     declares and for a name or glob that matches no tensor; UnsupportedError if the framework and NumPy lack the dtype of a
     plain array.
+
+        >>> w, bias = breccia.cast(np.ones((64, 32), np.float32), "mxfp8"), np.zeros(64, np.float32)
+        >>> breccia.bridges.save_safetensors({"w": w, "bias": bias}, tmp / "layer.safetensors")
+        >>> breccia.bridges.load_safetensors(tmp / "layer.safetensors", names=["w"])
+        {'w': breccia.ScaledTensor('mxfp8', shape=(64, 32), numpy cpu, 8.25 bits per value)}
     """
     target = _Target.of(framework, device)
     chosen = None if names is None else (names,) if isinstance(names, str) else tuple(names)

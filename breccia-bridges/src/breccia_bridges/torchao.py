@@ -91,6 +91,13 @@ def from_torchao(tensor: Tensor, recipe: ScalingRecipe | None = None) -> ScaledT
     How the tensor's linear layer quantizes its inputs is not part of the result; see `torchao_activation`.
 
     Raises UnsupportedError for another class, DialectError for a format without a recipe and for contradictory attributes.
+
+        >>> import torch
+        >>> from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+        >>> quantize_(model, Int8WeightOnlyConfig())
+        >>> breccia.bridges.from_torchao(model[0].weight)
+        breccia.ScaledTensor('int8', shape=(32, 64), torch cpu, 8.5 bits per value)
     """
     name = next((kind.__name__ for kind in type(tensor).__mro__ if kind.__name__ in _READERS), None)
     if name is None:
@@ -124,6 +131,12 @@ def to_torchao(
     attributes: further arguments of the class, such as `act_quant_kwargs=`.
 
     Raises ImportError without torchao, DialectError for a format or layout that torchao has no class for.
+
+        >>> import torch
+        >>> st = breccia.cast(torch.ones(4, 64), "fp8_row")
+        >>> tensor = breccia.bridges.to_torchao(st, dtype=torch.bfloat16)
+        >>> type(tensor).__name__, tensor.dtype, tensor.qdata.dtype
+        ('Float8Tensor', torch.bfloat16, torch.float8_e4m3fn)
     """
     if like is None:
         _class("Float8Tensor")
@@ -181,6 +194,12 @@ def torchao_activation(tensor: Tensor) -> ScalingRecipe | None:
     """The recipe under which torchao's linear layer quantizes its inputs for this weight; None if it leaves them alone.
 
     Raises DialectError if breccia has no such recipe: static scales, asymmetric codes, a smoothing factor.
+
+        >>> import torch
+        >>> st = breccia.cast(torch.ones(4, 64), "fp8_row")
+        >>> tensor = breccia.bridges.to_torchao(st, activation=breccia.Float8RowScaling())
+        >>> breccia.bridges.torchao_activation(tensor)
+        Float8RowScaling(fp8_format='E4M3', power_of_two_scale=False, scale_rule='linear')
     """
     for name in ("act_pre_scale", "act_quant_scale", "act_per_tensor_scale"):
         if getattr(tensor, name, None) is not None:

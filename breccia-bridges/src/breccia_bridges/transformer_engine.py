@@ -76,6 +76,13 @@ def from_transformer_engine(
 
     Raises UnsupportedError for another class, DialectError for a missing orientation, contradictory buffers, and variants that
     decode otherwise (row-scaled NVFP4, rotated columnwise data).
+
+        >>> import torch
+        >>> st = breccia.cast(torch.tensor([[1.0, 448.0]]), "fp8_current")
+        >>> te_t = breccia.bridges.to_transformer_engine(st, dtype=torch.bfloat16)
+        >>> found = breccia.bridges.from_transformer_engine(te_t)
+        >>> found.recipe.spec, breccia.dequantize(found).tolist()
+        ('fp8_current,scale_rule=te', [[1.0, 448.0]])
     """
     if usage not in (None, *_USAGES):
         raise OptionError(f"usage is one of {', '.join(_USAGES)}; got {usage!r}.", usage=usage)
@@ -327,6 +334,12 @@ def to_transformer_engine(
     Scales are padded with zeros as TransformerEngine needs them.
 
     Raises ImportError without TransformerEngine (unless `like` is given), DialectError for other formats and shapes.
+
+        >>> import torch
+        >>> pair = breccia.cast_pair(torch.ones(128, 256), "mxfp8")
+        >>> te_t = breccia.bridges.to_transformer_engine(pair, dtype=torch.bfloat16)
+        >>> type(te_t).__name__, te_t.shape, te_t.dtype
+        ('MXFP8Tensor', torch.Size([128, 256]), torch.bfloat16)
     """
     if like is None:
         _load(_CLASSES[0])
@@ -552,6 +565,10 @@ def from_te_recipe(recipe: Any, role: str = "weight") -> ScalingRecipe:
     are for weights. Its further settings (amax reduction, Hadamard transforms, 2-D NVFP4 blocks) have no counterpart here.
 
     Raises DialectError for recipes and settings that breccia has no recipe for.
+
+        >>> from transformer_engine.common.recipe import Format, MXFP8BlockScaling
+        >>> breccia.bridges.from_te_recipe(MXFP8BlockScaling(fp8_format=Format.HYBRID), role="grad")
+        MXFP8BlockScaling(fp8_format='E5M2', block_size=32, scale_rule='rceil')
     """
     if role not in ("input", "weight", "grad"):
         raise OptionError(f'role is "input", "weight" or "grad"; got {role!r}.', role=role)
@@ -602,6 +619,10 @@ def to_te_recipe(recipe: ScalingRecipe, *, grad: ScalingRecipe | None = None) ->
 
     Raises ImportError without TransformerEngine, DialectError for recipes that it has no counterpart for, among them E5M2 for
     inputs and weights.
+
+        >>> weights, grads = breccia.MXFP8BlockScaling("E4M3"), breccia.MXFP8BlockScaling("E5M2")
+        >>> breccia.bridges.to_te_recipe(weights, grad=grads).fp8_format.name
+        'HYBRID'
     """
     module = "transformer_engine.common.recipe"
     grad = grad or recipe

@@ -63,6 +63,14 @@ def cast(
 
     Raises UnsupportedError (a TypeError) for unsupported types and dtypes, ShapeError or LayoutError (ValueErrors) for
     shapes, NoKernelError where no kernel supports the call.
+
+        >>> st = breccia.cast(np.ones((4, 64), np.float32), "nvfp4")
+        >>> st
+        breccia.ScaledTensor('nvfp4', shape=(4, 64), numpy cpu, 4.625 bits per value)
+        >>> st.data.shape, st.scale.shape  # two codes to a byte; one scale for 16 values
+        ((4, 32), (4, 4))
+        >>> breccia.cast(np.ones((64, 4), np.float32), "nvfp4", axis=-2).scale.shape
+        (4, 4)
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
@@ -81,14 +89,21 @@ def cast_pair(
     storage: str = PLAIN,
     prefer: Prefer = None,
 ) -> TensorPair:
-    """`x` quantized twice under `recipe`: with blocks along its last axis, and along the one before it.
+    """Quantize `x` twice under `recipe`: with blocks along its last axis, and with blocks along the one before it.
+
+    x: an array of at least two axes. The options are those of `cast`.
+    scale: one scale for both tensors, for recipes with one scale per tensor or per square tile, and for the global scale of
+        two-level recipes. Other recipes have scales of different shapes for the two tensors: call `cast` twice.
 
     Returns a `TensorPair`, which unpacks like a tuple: `rows, columns = breccia.cast_pair(x, recipe)`. A backward pass
     multiplies by both. The results equal `cast(x, recipe)` and `cast(x, recipe, axis=-2)` byte for byte; a kernel may compute
-    both in one read of `x`. Options are those of `cast`.
+    both in one read of `x`.
 
-    scale: one for both tensors: of recipes with one scale for the tensor or for square tiles, and the global one of two levels.
-        Under other recipes the two have scales of different shapes, and LayoutError is raised: cast twice.
+    Raises what `cast` raises, and LayoutError for a scale where the two tensors need different ones.
+
+        >>> rows, columns = breccia.cast_pair(np.ones((64, 128), np.float32), "mxfp8")
+        >>> rows.scale.shape, columns.scale.shape  # for 32 values of a row, of a column
+        ((64, 4), (2, 128))
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
@@ -126,11 +141,19 @@ def cast_and_record(
 
 
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None, prefer: Prefer = None) -> Any:
-    """The high-precision values of `st`, on the framework and device of its data.
+    """Decode `st` to high precision, on the framework and device of its data.
 
     out_dtype: float32, float16 or bfloat16, as a string ("bf16" and "half" too), a NumPy dtype or a framework's. FP32 values
         are rounded once.
     out: an array of the result's shape and dtype to write into, for frameworks whose arrays are mutable.
+
+    Raises UnsupportedError (a TypeError) for other types and dtypes, ShapeError for an `out` of another shape or dtype.
+
+        >>> st = breccia.cast(np.array([[0.1, 1.0, 2.7, 6.0]], np.float32), "mxfp4")
+        >>> breccia.dequantize(st)  # FP4 has 0, 0.5, 1, 1.5, 2, 3, 4, 6
+        array([[0., 1., 3., 6.]], dtype=float32)
+        >>> breccia.dequantize(st, out_dtype="float16").dtype
+        dtype('float16')
     """
     if not isinstance(st, ScaledTensor):
         st = _need_scaled("dequantize", st)
@@ -151,7 +174,7 @@ def requantize(
     out: ScaledTensor | None = None,
     prefer: Prefer = None,
 ) -> ScaledTensor:
-    """Convert `st` to another recipe, with blocks along the same axis. Under its own recipe, `st` itself is returned.
+    """Convert `st` to another recipe, with blocks along the same axis. If `st` has that recipe already, it is returned itself.
 
     Where the new format can represent all values of the old one (MXFP4 to MXFP8, 128x128 tiles to 1x128, INT4 to FP8, ...),
     scales are kept and codes translated: nothing is rounded and `rounding` has no effect. Otherwise values go through FP32 and
@@ -160,7 +183,14 @@ def requantize(
     require_exact: raise InexactError if a decoded value would change. Except on the pairs documented as exact, this reads
         values, so it cannot be used in traced functions.
 
-    The other options are those of `cast`.
+    The other options and errors are those of `cast`.
+
+        >>> st = breccia.cast(np.array([[0.5, 1.0, -3.0, 6.0]], np.float32), "mxfp4")
+        >>> wide = breccia.requantize(st, "mxfp8", require_exact=True)
+        >>> breccia.dequantize(wide)
+        array([[ 0.5,  1. , -3. ,  6. ]], dtype=float32)
+        >>> wide.scale, st.scale  # kept
+        (array([[127]], dtype=uint8), array([[127]], dtype=uint8))
     """
     if not isinstance(st, ScaledTensor):
         st = _need_scaled("requantize", st)
@@ -181,6 +211,17 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out:
     passed as `w.mT`.
 
     bias: a floating array of shape (N,), added to the FP32 product before it is rounded to `out_dtype`.
+
+    Raises ShapeError for shapes that do not fit, UnsupportedError (a TypeError) for other types, dtypes or several frameworks.
+
+        >>> x = breccia.cast(np.array([[1, 2], [3, 4]], np.float32), "mxfp8")
+        >>> w = breccia.cast(np.array([[1, 0], [0, 2], [1, 1]], np.float32), "mxfp8")  # (N, K)
+        >>> breccia.matmul(x, w.mT)
+        array([[1., 4., 3.],
+               [3., 8., 7.]], dtype=float32)
+        >>> breccia.matmul(x, w.mT, "float16", bias=np.array([0, 0, 1], np.float32))
+        array([[1., 4., 4.],
+               [3., 8., 8.]], dtype=float16)
     """
     framework = common_framework(array_of(a), array_of(b), bias)
     if framework is None:
@@ -200,7 +241,15 @@ def cast_matmul(
     """`matmul(cast(x, recipe), b)`, with a gradient for `x`: it passes straight through the cast.
 
     Use it for a layer with quantized activations: the kernel for the two recipes multiplies the two ScaledTensors, with or
-    without a gradient. x: (..., M, K), blocks along K. The other arguments are those of `matmul`.
+    without a gradient.
+
+    x: (..., M, K), an array, cast with blocks along K. The other arguments and the errors are those of `matmul`.
+
+        >>> x = np.array([[1, 2], [3, 4]], np.float32)
+        >>> w = breccia.cast(np.array([[1, 0], [0, 2]], np.float32), "mxfp8")
+        >>> breccia.cast_matmul(x, "mxfp8", w.mT)
+        array([[1., 4.],
+               [3., 8.]], dtype=float32)
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
@@ -219,7 +268,15 @@ def grouped_matmul(a: Any, b: Any, offsets: Any, out_dtype: Any = "float32", *, 
     offsets: int32 array of shape (E,): the end of each expert's rows, non-decreasing; expert e has rows
         offsets[e - 1] to offsets[e]. Rows from offsets[-1] on belong to no expert, and are zero in the result.
 
-    Returns (M, N) of `out_dtype`, with the accumulation of `matmul`.
+    Returns (M, N) of `out_dtype`, with the accumulation of `matmul`. Raises what `matmul` raises.
+
+        >>> x = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
+        >>> w = breccia.cast(np.array([[[1, 0], [0, 1]], [[2, 0], [0, 2]]], np.float32), "mxfp8")
+        >>> offsets = np.array([1, 3], np.int32)  # expert 0 has row 0, expert 1 rows 1 and 2
+        >>> breccia.grouped_matmul(x, w.mT, offsets)
+        array([[ 1.,  2.],
+               [ 6.,  8.],
+               [10., 12.]], dtype=float32)
     """
     framework = same_framework(_arrays(a=a, b=b, offsets=offsets))
     check_grouped(a, b, offsets)
@@ -238,9 +295,18 @@ def cast_ste(
     nonfinite: str = "propagate",
     prefer: Prefer = None,
 ) -> Any:
-    """The values of `dequantize(cast(x, recipe))` in `x`'s dtype; gradients pass straight through to `x`.
+    """Round `x` to values of `recipe`: `dequantize(cast(x, recipe))` in the dtype of `x`. Gradients pass straight through.
 
-    Options are those of `cast`. On NumPy, which has no gradients, it is the round trip.
+    The options and errors are those of `cast`. NumPy has no gradients; there, it only rounds.
+
+        >>> import torch
+        >>> x = torch.tensor([[0.1, 1.0, 2.7, 6.0]], requires_grad=True)
+        >>> y = breccia.cast_ste(x, "mxfp4")
+        >>> y.tolist()
+        [[0.0, 1.0, 3.0, 6.0]]
+        >>> y.sum().backward()
+        >>> x.grad
+        tensor([[1., 1., 1., 1.]])
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
@@ -266,6 +332,14 @@ def cast_ste_clipped(
 
     clip: "element", the range [clip_min, clip_max], by default plus and minus the element codec's largest value; or "scale",
         each block's representable range: the gradient is zero where the cast saturates, and in blocks that decode to NaN.
+
+    Raises what `cast` raises, and OptionError for an empty range, and for `clip_min` or `clip_max` beside clip="scale".
+
+        >>> import torch
+        >>> x = torch.tensor([[1.0, 2.7, 500.0]], requires_grad=True)
+        >>> breccia.cast_ste_clipped(x, "fp8_current").sum().backward()
+        >>> x.grad  # 500 exceeds 448, the largest value of E4M3
+        tensor([[1., 1., 0.]])
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
@@ -281,9 +355,14 @@ def metrics(reference: Any, quantized: Any) -> ErrorMetrics:
     `breccia compare` for the same tensors; the clip rate needs a ScaledTensor as `quantized`, whose format has largest values.
     Adding two results gives the metrics of both tensors together. Values are read, so tensors cannot be traced.
 
-    Raises ShapeError for two shapes, UnsupportedError for other types and dtypes.
+    Raises ShapeError if the shapes differ, UnsupportedError for other types and dtypes.
 
-        >>> breccia.metrics(w, breccia.cast(w, "nvfp4")).sqnr
+        >>> x = np.array([[0.125, 1.0, 3.0, 6.0]], np.float32)
+        >>> found = breccia.metrics(x, breccia.cast(x, "mxfp4"))
+        >>> found.max_error, found.underflow_rate  # 0.125 became 0
+        (0.125, 0.25)
+        >>> print(f"{found.sqnr:.1f} dB")
+        34.7 dB
     """
     return targets.load("breccia.kernels.measuring:metrics")(reference, quantized)
 
@@ -296,9 +375,15 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
     on: the framework, or framework and device ("torch:cuda"), where no operand is an array.
     options: keyword options of the op.
 
-        >>> print(breccia.explain("cast", x, breccia.NVFP4BlockScaling()))
-        >>> print(breccia.explain("matmul", "fp8_block", "fp8_block", on="torch"))
-        >>> print(breccia.explain("matmul", "array", "nvfp4", on="torch"))
+        >>> x = np.ones((4, 64), np.float32)
+        >>> print(breccia.explain("cast", x, "nvfp4", prefer="numpy.cast"))
+        cast of nvfp4 on numpy
+         -> numpy.cast      core       .../breccia/kernels/numpy/casting.py:...
+            reference.cast  core       .../breccia/kernels/reference/casting.py:...
+              skipped: prefer= names numpy.cast
+        >>> found = breccia.explain("matmul", "array", "nvfp4", on="torch", prefer="reference.matmul")
+        >>> found.winner.name
+        'reference.matmul'
     """
     return targets.load("breccia.dispatch.explaining:explain")(op, operands, on, prefer, options)
 
@@ -309,11 +394,14 @@ def public(op: Operation) -> Callable[..., Any]:
     It checks its arguments, computes gradients by `op.derivative`, and works in `torch.compile`, `jax.jit` and `mx.compile`.
     A recipe may be given by its name. See docs/plugins.md.
 
-        >>> swiglu_cast = public(SWIGLU_CAST)
-        >>> st = swiglu_cast(x, gate, "nvfp4", rounding="stochastic", seed=1)
-
     The function raises TypeError for missing and unknown arguments; UnsupportedError for arrays of several frameworks, and for
     a ScaledTensor where an array is due or the other way round; and what `op.validate` raises.
+
+        >>> from breccia.backend import OPERATIONS, public
+        >>> cast_pair = public(OPERATIONS["cast_pair"])  # breccia's own; a plug-in passes its op
+        >>> rows, columns = cast_pair(np.ones((64, 128), np.float32), "mxfp8", nonfinite="raise")
+        >>> columns
+        breccia.ScaledTensor('mxfp8', shape=(64, 128), numpy cpu, 8.25 bits per value, axis=-2)
     """
     positional = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name, _ in op.arguments]
     options = [Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(op.default, name)) for name in op.options]
@@ -362,7 +450,13 @@ def _argument(op: Operation, name: str, kind: Kind, x: Any) -> Any:
 
 
 def plugins() -> list[Plugin]:
-    """The plug-ins found: name, distribution, version, declarations, and the reason where one was set aside."""
+    """The installed plug-ins: each with its name, distribution, version, declarations, status, and why it was set aside.
+
+    >>> [plugin.name for plugin in breccia.plugins()]
+    ['core', ...]
+    >>> breccia.plugins()[0].distribution, breccia.plugins()[0].status
+    ('breccia-core', 'active')
+    """
     return list(registry().plugins)
 
 

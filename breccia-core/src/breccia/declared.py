@@ -73,7 +73,11 @@ class Declared:
 
     @property
     def spec(self) -> str:
-        """A one-line form for the command line and `breccia.recipe`: "fp8_block,block_m=128,power_of_two_scale=true"."""
+        """A one-line form for the command line and `breccia.recipe`: "fp8_block,block_m=128,power_of_two_scale=true".
+
+        >>> breccia.Float8BlockScaling(block_m=128).spec
+        'fp8_block,block_m=128'
+        """
         return ",".join([self.name, *(f"{name}={spelled(value)}" for name, value in self.changed.items())])
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +91,11 @@ class Declared:
         return {"name": self.name, "fields": fields}
 
     def to_json(self) -> str:
-        """Canonical JSON of `to_dict`: sorted keys, no spaces."""
+        """Canonical JSON of `to_dict`: sorted keys, no spaces.
+
+        >>> breccia.MXFP8BlockScaling().to_json()
+        '{"fields":{"block_size":32,"fp8_format":"E4M3","scale_rule":"rceil"},"name":"mxfp8"}'
+        """
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -95,6 +103,9 @@ class Declared:
         """The declaration that `to_json` wrote. On a base class: of any class with that name, from any plug-in.
 
         Raises RecipeError for other text, UnknownNameError for a name no plug-in declares.
+
+            >>> breccia.ScalingRecipe.from_json('{"name": "mxfp8", "fields": {}}')
+            MXFP8BlockScaling(fp8_format='E4M3', block_size=32, scale_rule='rceil')
         """
         try:
             listed = parsed_json(text)

@@ -21,6 +21,13 @@ def from_foreign(obj: Any, **options: Any) -> ScaledTensor | TensorPair:
     A ScaledTensor is returned as it is.
 
     Raises UnsupportedError for a class that no plug-in declares, and what the bridge raises (DialectError, ...).
+
+        >>> import torch
+        >>> from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+        >>> quantize_(model, Int8WeightOnlyConfig())
+        >>> breccia.from_foreign(model[0].weight)
+        breccia.ScaledTensor('int8', shape=(32, 64), torch cpu, 8.5 bits per value)
     """
     found: Any = scaled(obj)
     if isinstance(found, ScaledTensor):
@@ -35,6 +42,12 @@ def to_foreign(st: ScaledTensor | TensorPair, library: str, **options: Any) -> A
 
     Raises UnknownNameError for an undeclared library, UnsupportedError for one without a way back, ImportError if the library
     is not installed, and what the bridge raises (DialectError, ...).
+
+        >>> import torch
+        >>> w = breccia.cast(torch.ones(4, 64), "fp8_row")
+        >>> tensor = breccia.to_foreign(w, "torchao", dtype=torch.bfloat16)
+        >>> type(tensor).__name__, tensor.dtype, tensor.shape
+        ('Float8Tensor', torch.bfloat16, torch.Size([4, 64]))
     """
     declared = registry().foreign.get(library)
     if declared is None:

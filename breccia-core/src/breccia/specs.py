@@ -41,6 +41,13 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
         "fp8_block,block_m=128,power_of_two_scale=true". Fields that others require need not be given: "int4,symmetric=false"
         has unsigned codes, and "int4,offset=bias" is asymmetric.
     Raises UnknownNameError with a suggestion, or RecipeError for a field.
+
+        >>> breccia.recipe("mxfp8")
+        MXFP8BlockScaling(fp8_format='E4M3', block_size=32, scale_rule='rceil')
+        >>> breccia.recipe("fp8_block,block_m=128").block_m
+        128
+        >>> breccia.recipe("fp8_block", block_m=128).spec
+        'fp8_block,block_m=128'
     """
     if not isinstance(spec, str):
         raise UnsupportedError(f"recipe() takes a recipe's name, got {spec!r}.")

@@ -17,12 +17,19 @@ from .weights import ScaledWeight
 
 
 def assembled(tree: Any) -> Any:
-    """The tree with its ScaledTensors and ScaledWeights, from one that a checkpoint restored without a target.
+    """Rebuild the ScaledTensors and ScaledWeights of a tree that a checkpoint restored without a target.
 
-    For what Orbax restores, and `flax.serialization.msgpack_restore`: nested dicts, in which a quantized leaf is a dict of its
-    components under names with its metadata. Other leaves stay.
+    Orbax and `flax.serialization.msgpack_restore` restore nested dicts, in which a quantized leaf is a dict of its components,
+    under names that have its metadata. Other leaves stay.
 
     Raises CorruptFileError for components that contradict each other.
+
+        >>> import breccia_jax, breccia_jax.flax, jax.numpy as jnp
+        >>> from flax.serialization import msgpack_restore, to_bytes
+        >>> w = breccia.cast(jnp.ones((64, 32)), "mxfp8")
+        >>> tree = breccia_jax.assembled(msgpack_restore(to_bytes({"w": w})))
+        >>> breccia.bytes_equal(tree["w"], w)
+        True
     """
     if isinstance(tree, list | tuple):
         return type(tree)(map(assembled, tree)) if type(tree) in (list, tuple) else tree

@@ -356,6 +356,12 @@ def register() -> None:
 
     breccia does this at the first array of a type if JAX is already imported. Call it if JAX is imported later, and before
     `jax.export.deserialize` in a process without a ScaledTensor.
+
+        >>> import jax, breccia_jax
+        >>> breccia_jax.register()
+        >>> w = breccia.cast(jax.numpy.ones((4, 64)), "mxfp8")
+        >>> [leaf.shape for leaf in jax.tree.leaves(w)]  # codes, scales
+        [(4, 64), (4, 2)]
     """
     tree_util.register_pytree_with_keys(ScaledTensor, flatten_with_keys, unflatten, _flatten)
     tree_util.register_pytree_with_keys(AmaxHistory, _flatten_history, _unflatten_history)

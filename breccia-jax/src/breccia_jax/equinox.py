@@ -65,6 +65,14 @@ def quantize(
     the axes of a weight behind its first one. rules, include, exclude and what it raises: as `breccia_jax.flax.quantize`, with
     names such as "layers.0.weight". A single rule leaves the weights of `eqx.nn.Embedding` and convolutions, whatever their
     names.
+
+
+        >>> import equinox as eqx, jax
+        >>> from breccia_jax.equinox import quantize
+        >>> model = eqx.nn.MLP(64, 8, 64, 1, key=jax.random.key(0))
+        >>> quantized, report = quantize(model, "mxfp8", exclude=["layers.1.*"])
+        >>> quantized.layers[0].weight.tensor.recipe.spec, type(quantized.layers[1]).__name__
+        ('mxfp8', 'Linear')
     """
     container.register()
     places, structure = _flatten(module)
@@ -77,6 +85,14 @@ def load_model(module: Module, path: str | os.PathLike[str], *, names: Names = N
 
     Arguments and errors are those of `breccia_jax.flax.load_model`. Weights of Equinox have torch's names and order. A module
     of `jax.ShapeDtypeStruct`s, which `eqx.filter_eval_shape` makes, may be given.
+
+        >>> import equinox as eqx, jax
+        >>> from breccia_jax.equinox import load_model
+        >>> w = breccia.cast(np.ones((32, 64), np.float32), "mxfp8")
+        >>> breccia.bridges.save_safetensors({"weight": w}, tmp / "layer.safetensors")
+        >>> layer = eqx.nn.Linear(64, 32, use_bias=False, key=jax.random.key(0))
+        >>> load_model(layer, tmp / "layer.safetensors").weight.tensor.recipe.spec
+        'mxfp8'
     """
     container.register()
     places, structure = _flatten(module)

@@ -75,6 +75,14 @@ def quantize(model: Model, rules: Rules, *, include: Iterable[str] = (), exclude
 
     Raises what `breccia.cast` raises, naming the parameter; UnknownNameError for a pattern that matches no parameter;
     OptionError for wrong rules, and if no parameter is chosen.
+
+        >>> import jax.numpy as jnp
+        >>> from breccia_jax.flax import quantize
+        >>> params = {"params": {"Dense_0": {"kernel": jnp.ones((64, 32)), "bias": jnp.zeros(32)}}}
+        >>> scaled, report = quantize(params, "mxfp8")
+        >>> tensor = scaled["params"]["Dense_0"]["kernel"].tensor
+        >>> tensor.recipe.spec, tensor.shape, tensor.axis
+        ('mxfp8', (64, 32), -2)
     """
     container.register()
     if isinstance(model, nnx.Module):
@@ -99,6 +107,15 @@ def load_model(model: Model, path: str | os.PathLike[str], *, names: Names = Non
 
     Raises ShapeError naming the parameter, UnsupportedError for a transposed convolution of torch in an nnx module, and what
     `breccia.bridges.load_safetensors` raises.
+
+        >>> import jax.numpy as jnp
+        >>> from breccia_jax.flax import load_model
+        >>> w = breccia.cast(np.ones((32, 64), np.float32), "mxfp8")  # (out, in), as in torch
+        >>> breccia.bridges.save_safetensors({"Dense_0.weight": w}, tmp / "model.safetensors")
+        >>> params = {"params": {"Dense_0": {"kernel": jnp.zeros((64, 32))}}}
+        >>> loaded = load_model(params, tmp / "model.safetensors")
+        >>> loaded["params"]["Dense_0"]["kernel"].tensor.recipe.spec
+        'mxfp8'
     """
     container.register()
     if isinstance(model, nnx.Module):

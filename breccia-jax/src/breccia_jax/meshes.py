@@ -65,14 +65,22 @@ def automatic(rule: Rule, function: Callable[..., Any], *operands: Any) -> Any:
 def shardings(tree: Any, sharding: Any) -> Any:
     """The shardings of all leaves of `tree` under one sharding of its tensors and arrays.
 
-    For what takes a sharding for each leaf: `jax.device_put(tree, shardings)`, `jax.jit(..., out_shardings=shardings)`, targets
-    of checkpoints. Of a ScaledTensor, the codes have `sharding` and scales follow along every axis that the shards divide, as
-    after `st.to(sharding)`.
+    Functions that take a sharding for each leaf need it: `jax.device_put(tree, shardings)`, `jax.jit(..., out_shardings=...)`,
+    targets of checkpoints. The codes of a ScaledTensor get `sharding`; its scales follow along every axis that the shards
+    divide, as after `st.to(sharding)`.
 
     tree: a ScaledTensor, or any pytree of them and of arrays, or of the shapes that `jax.eval_shape` returns.
     sharding: a `NamedSharding`; one of another kind is that of each leaf.
 
     Raises OptionError if the codes of a ScaledTensor do not fit it.
+
+        >>> import jax, breccia_jax
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> w = breccia.cast(jax.numpy.ones((64, 128)), "mxfp8")
+        >>> sharding = NamedSharding(jax.make_mesh((1,), ("x",)), PartitionSpec(None, "x"))
+        >>> found = breccia_jax.shardings({"w": w}, sharding)
+        >>> found["w"].data.spec, found["w"].scale.spec
+        (P(None, 'x'), P(None, 'x'))
     """
 
     def of(x: Any) -> Any:

@@ -17,7 +17,15 @@ Tree = TypeVar("Tree")
 
 
 def tree_serialise_leaves(path_or_file: Any, tree: Any) -> None:
-    """`equinox.tree_serialise_leaves`, which also stores the recipe, layout and axis of each ScaledTensor."""
+    """`equinox.tree_serialise_leaves`, which also stores the recipe, layout and axis of each ScaledTensor.
+
+    >>> import jax.numpy as jnp
+    >>> from breccia_jax.equinox import tree_deserialise_leaves, tree_serialise_leaves
+    >>> params = {"w": breccia.cast(jnp.ones((64, 32)), "mxfp8")}
+    >>> tree_serialise_leaves(tmp / "params.eqx", params)
+    >>> tree_deserialise_leaves(tmp / "params.eqx", like=params)["w"].shape
+    (64, 32)
+    """
     eqx.tree_serialise_leaves(path_or_file, tree, filter_spec=_save, is_leaf=_is_scaled)
 
 
@@ -26,6 +34,14 @@ def tree_deserialise_leaves(path_or_file: Any, like: Tree) -> Tree:
 
     Raises OptionError where a tensor of `like` has another recipe, layout, axis or shape than the stored one, and
     CorruptFileError for a file without the metadata of tensors, such as one that Equinox's own function wrote.
+
+        >>> import jax.numpy as jnp
+        >>> from breccia_jax.equinox import tree_deserialise_leaves, tree_serialise_leaves
+        >>> params = {"w": breccia.cast(jnp.ones((64, 32)), "mxfp8")}
+        >>> tree_serialise_leaves(tmp / "params.eqx", params)
+        >>> found = tree_deserialise_leaves(tmp / "params.eqx", like=params)
+        >>> breccia.bytes_equal(found["w"], params["w"])
+        True
     """
     try:
         return eqx.tree_deserialise_leaves(path_or_file, like, filter_spec=_load, is_leaf=_is_scaled)

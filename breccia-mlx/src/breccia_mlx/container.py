@@ -19,6 +19,11 @@ def to_tree(value: Any) -> Any:
     The dict is `{metadata: {"data": ..., "scale": ..., ...}}`, zero-copy. The metadata is a key, since `mx.compile`, `mx.vmap`,
     `mx.grad` and the others keep keys unchanged: transformed functions take and return such trees, and are recompiled for
     other metadata.
+
+        >>> import mlx.core as mx, breccia_mlx
+        >>> (parts,) = breccia_mlx.to_tree(breccia.cast(mx.ones((4, 64)), "mxfp8")).values()
+        >>> {name: array.shape for name, array in parts.items()}
+        {'data': (4, 64), 'scale': (4, 2)}
     """
 
     def flat(leaf: Any) -> Any:
@@ -28,7 +33,13 @@ def to_tree(value: Any) -> Any:
 
 
 def from_tree(tree: Any) -> Any:
-    """Inverse of `to_tree`, without checks, as arrays may be placeholders: the shape is that of the arrays."""
+    """Inverse of `to_tree`, without checks, as arrays may be placeholders: the shape is that of the arrays.
+
+    >>> import mlx.core as mx, breccia_mlx
+    >>> tree = breccia_mlx.to_tree({"w": breccia.cast(mx.array([[0.5, 1.0, 3.0]]), "mxfp8")})
+    >>> breccia.dequantize(breccia_mlx.from_tree(tree)["w"])
+    array([[0.5, 1, 3]], dtype=float32)
+    """
 
     def whole(leaf: Any) -> Any:
         return _from_parts(leaf) if _is_tensor(leaf) else leaf

@@ -74,6 +74,13 @@ def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None 
     force: replace an existing file; otherwise FileExistsError.
 
     Raises DialectError for a layer of a format of MLX that has no recipe, and what `save_safetensors` raises.
+
+        >>> import mlx.nn as nn, breccia_mlx
+        >>> model = nn.Sequential(nn.Linear(64, 32))
+        >>> summary = breccia_mlx.quantize(model, "mxfp8")
+        >>> breccia_mlx.save_model(model, tmp / "model.safetensors")
+        >>> breccia.bridges.load_safetensors(tmp / "model.safetensors", names=["*.weight"])
+        {'layers.0.weight': breccia.ScaledTensor('mxfp8', shape=(32, 64), numpy cpu, 8.25 bits per value)}
     """
     _need_module("save_model", model)
     weights, arrays = _Model.of(model)
@@ -97,6 +104,15 @@ def load_model(
     activation: a recipe under which layers that become ScaledLinear cast their inputs.
 
     Raises ShapeError naming the tensor, and what `breccia.bridges.load_safetensors` raises.
+
+        >>> import mlx.nn as nn, breccia_mlx
+        >>> w = breccia.cast(np.ones((32, 64), np.float32), "mxfp8")
+        >>> breccia.bridges.save_safetensors({"layers.0.weight": w}, tmp / "model.safetensors")
+        >>> model = nn.Sequential(nn.Linear(64, 32, bias=False))
+        >>> breccia_mlx.load_model(model, tmp / "model.safetensors")
+        ([], [])
+        >>> type(model.layers[0]).__name__
+        'ScaledLinear'
     """
     _need_module("load_model", model)
     activation = as_activation(activation)

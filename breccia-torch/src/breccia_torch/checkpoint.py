@@ -46,6 +46,13 @@ def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None 
 
     Raises UnsupportedError for state that is not a tensor or has no values, ImportError without breccia-bridges, and what
     `save_safetensors` raises.
+
+        >>> import torch, breccia_torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+        >>> summary = breccia_torch.quantize_(model, "mxfp8")
+        >>> breccia_torch.save_model(model, tmp / "model.safetensors")
+        >>> breccia.bridges.load_safetensors(tmp / "model.safetensors", names=["*.weight"])
+        {'0.weight': breccia.ScaledTensor('mxfp8', shape=(32, 64), numpy cpu, 8.25 bits per value)}
     """
     _need_module("save_model", model)
     tensors = {e.names[0]: e.held.tensor if isinstance(e.held, ScaledWeight) else e.held for e in _entries(model)}
@@ -80,6 +87,18 @@ def load_model(
 
     Raises ShapeError naming the tensor, UnsupportedError for a layer that has hooks and would be replaced, and what
     `breccia.bridges.load_safetensors` raises.
+
+        >>> import torch, breccia_torch
+        >>> w = breccia.cast(np.ones((32, 64), np.float32), "mxfp8")
+        >>> breccia.bridges.save_safetensors({"0.weight": w}, tmp / "model.safetensors")
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False))
+        >>> breccia_torch.load_model(model, tmp / "model.safetensors")
+        ([], [])
+        >>> model[0]
+        ScaledLinear(
+          in_features=64, out_features=32, bias=False
+          (weight): ScaledWeight((32, 64), MXFP8BlockScaling(fp8_format='E4M3', block_size=32, scale_rule='rceil'))
+        )
     """
     _need_module("load_model", model)
     found = bridges.load_safetensors(path, framework="torch")

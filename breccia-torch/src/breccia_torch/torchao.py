@@ -30,6 +30,15 @@ def from_torchao_model_(model: nn.Module, *, activation: ScalingRecipe | str | N
     Raises OptionError if no linear layer has a torchao weight, UnsupportedError for a model that is itself the layer, and
     for one with hooks, and DialectError, naming the layer, for a weight or inputs that breccia has no recipe for. Quantized
     embeddings are left.
+
+        >>> import torch, breccia_torch
+        >>> from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+        >>> quantize_(model, Int8WeightOnlyConfig())
+        >>> breccia_torch.from_torchao_model_(model)
+        ('0.weight',)
+        >>> type(model[0]).__name__
+        'ScaledLinear'
     """
     _need_module("from_torchao_model_", model)
     layers = {
@@ -71,6 +80,14 @@ def to_torchao_model_(model: nn.Module, *, dtype: torch.dtype = torch.float32) -
 
     Raises OptionError if there is no such layer, ImportError without torchao or breccia-bridges, and DialectError, naming the
     layer, for a format that torchao has no class for. ScaledExperts are left.
+
+        >>> import torch, breccia_torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+        >>> summary = breccia_torch.quantize_(model, "fp8_row")
+        >>> breccia_torch.to_torchao_model_(model)
+        ('0.weight',)
+        >>> type(model[0]).__name__, type(model[0].weight.data).__name__
+        ('Linear', 'Float8Tensor')
     """
     _need_module("to_torchao_model_", model)
     layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if type(m) is ScaledLinear and n}

@@ -31,6 +31,10 @@ def set_num_threads(n: int) -> None:
     """Let NumPy kernels use up to `n` threads including the caller's; they use fewer where more do not help.
 
     Raises OptionError unless `n` is an integer >= 1.
+
+        >>> breccia.set_num_threads(1)  # the caller's thread alone
+        >>> breccia.get_num_threads()
+        1
     """
     global _threads
     number = whole_number("n", n)
@@ -42,7 +46,12 @@ def set_num_threads(n: int) -> None:
 
 
 def get_num_threads() -> int:
-    """Threads that NumPy kernels may use: the value given to `set_num_threads`, else the CPUs available to this process."""
+    """Threads that NumPy kernels may use: the value given to `set_num_threads`, else the CPUs available to this process.
+
+    >>> breccia.set_num_threads(4)
+    >>> breccia.get_num_threads()
+    4
+    """
     limit: int | None = getattr(_limit, "threads", None)
     return _setting() if limit is None else min(_setting(), limit)
 

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 class AmaxHistory:
     """Recent amax values of one tensor, and the scale derived from them for the next cast.
 
-        history = AmaxHistory(DelayedScaling(amax_history_len=16))
-        for x in steps:
-            st, history = history.cast(x)
-
     The scale is 1.0 before the first update; then the largest recorded amax over the format's largest value, times 2^margin. A
     history whose largest amax is 0, NaN or Inf keeps the scale it had (TransformerEngine 2.x, delayed scaling, "max").
     `amaxes`, oldest first, is an array of `x`'s framework of shape (n,), `scale` one of shape (). Nothing is read to the host.
@@ -30,6 +26,12 @@ class AmaxHistory:
 
     `update` and `cast` raise UnsupportedError for arrays of another dtype than FP32, or of another framework or device than
     `x`, and ShapeError for other shapes.
+
+        >>> history = breccia.AmaxHistory(breccia.DelayedScaling(amax_history_len=16))
+        >>> for amax in (56.0, 224.0, 7.0):
+        ...     st, history = history.cast(np.array([amax], np.float32))
+        >>> history.amaxes, history.scale  # 224 / 448, the largest value of E4M3
+        (array([ 56., 224.,   7.], dtype=float32), array(0.5, dtype=float32))
     """
 
     recipe: DelayedScaling = field(default_factory=DelayedScaling)

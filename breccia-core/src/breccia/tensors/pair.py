@@ -15,6 +15,10 @@ class TensorPair(NamedTuple):
 
     rowwise: blocks along the last axis, for products that sum over it. columnwise: blocks along the one before it.
         Both have the same logical shape.
+
+        >>> pair = breccia.cast_pair(np.ones((64, 128), np.float32), "mxfp8")
+        >>> pair.rowwise.axis, pair.columnwise.axis
+        (-1, -2)
     """
 
     rowwise: ScaledTensor

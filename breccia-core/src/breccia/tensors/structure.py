@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 
 @traced_by_framework
 def concat(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
-    """Tensors of one recipe joined along `axis`; the inverse of `split`.
+    """Join tensors of one recipe along `axis`; the inverse of `split`.
 
-    Shapes agree except along `axis`. If blocks longer than one element run along it, or codes share bytes, all tensors but the
-    last must end on a block or byte boundary. A scale that does not run along `axis` (a per-tensor one, or one per row along K)
-    must be identical in all tensors; along a leading axis, differing scales are kept, one per tensor.
+    Their shapes must agree except along `axis`. If blocks longer than one element run along it, or codes share bytes, all
+    tensors but the last must end on a block or byte boundary. A scale that does not run along `axis` (a per-tensor one, or one
+    per row along K) must be identical in all tensors; along a leading axis, differing scales are kept, one per tensor.
 
     Raises ShapeError, LayoutError or UnsupportedError naming the mismatched tensors and the remedy.
+
+        >>> q, k = (breccia.cast(np.full((2, 32), n, np.float32), "mxfp8") for n in (1, 2))
+        >>> breccia.concat([q, k]).shape, breccia.concat([q, k], axis=-1).shape
+        ((4, 32), (2, 64))
     """
     sts = _alike("concat", tensors)
     first = sts[0]
@@ -51,11 +55,15 @@ def concat(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
 
 @traced_by_framework
 def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
-    """Tensors of one recipe and shape along a new leading `axis`, from 0 to the number of leading axes.
+    """Stack tensors of one recipe and shape along a new leading `axis`, from 0 to the number of leading axes.
 
-    Each keeps its scales: per-tensor ones become one for each position of the new axis.
+    Each tensor keeps its scales: of per-tensor scales, the result has one for each position of the new axis.
 
     Raises ShapeError, LayoutError or UnsupportedError naming the mismatched tensors and the remedy.
+
+        >>> experts = [breccia.cast(np.full((2, 32), n, np.float32), "mxfp8") for n in (1, 2, 4)]
+        >>> breccia.stack(experts).shape
+        (3, 2, 32)
     """
     sts = _alike("stack", tensors)
     first = sts[0]

@@ -101,10 +101,17 @@ class ScaledTensor:
     axis: the contraction axis blocks run along, -1 or -2; stored negative.
     shape: the logical shape. Required only where `data` ends in padding codes.
 
-    Frozen; equal and hashed by identity; never converts to floating point implicitly (see `breccia.dequantize`).
-    Operations also accept an object that contains a tensor, such as the weight of a quantized layer: its attribute
-    `__scaled_tensor__` returns it.
+    A ScaledTensor is frozen, compares and hashes by identity, and never converts to floating point implicitly: see
+    `breccia.dequantize`. Operations also accept an object that contains a tensor, such as the weight of a quantized layer: its
+    attribute `__scaled_tensor__` returns it.
+
     Raises TypeError or ValueError (their breccia subclasses) where components contradict each other.
+
+        >>> st = breccia.cast(np.array([[0.5, -3.0, 448.0]], np.float32), "mxfp8")
+        >>> st.data, st.scale  # codes in E4M3; an exponent in E8M0, where 127 is 2^0
+        (array([[ 48, 196, 126]], dtype=uint8), array([[127]], dtype=uint8))
+        >>> st.shape, st.recipe.spec, st.layout
+        ((1, 3), 'mxfp8', PerBlockK(block_size=32, partial=True))
     """
 
     data: Any
@@ -250,7 +257,12 @@ class ScaledTensor:
     @property
     @traced_by_framework
     def mT(self) -> ScaledTensor:
-        """The transpose of the last two axes: zero-copy views, with blocks along the other axis."""
+        """The transpose of the last two axes: zero-copy views, with blocks along the other axis. Raises LayoutError if 1-D.
+
+        >>> w = breccia.cast(np.ones((32, 64), np.float32), "mxfp8")
+        >>> w.mT.shape, w.mT.axis
+        ((64, 32), -2)
+        """
         layout, held = self.layout, self.held
         if held is None:
             data, scale, zero_point, global_scale = self.data, self.scale, self.zero_point, self.global_scale
@@ -307,6 +319,12 @@ class ScaledTensor:
         """The same tensor in the storage with that name; "plain" is `to_plain()`.
 
         Raises UnknownNameError for an unknown name, UnsupportedError where the storage does not support the tensor.
+
+            >>> st = breccia.cast(np.ones((128, 128), np.float32), "mxfp8")
+            >>> st.scale.shape, st.to_storage("swizzle_128x4").scale.shape
+            ((128, 4), (1, 1, 512))
+            >>> breccia.bytes_equal(st.to_storage("swizzle_128x4"), st)
+            True
         """
         if name == self.layout.storage:
             return self
@@ -339,6 +357,10 @@ class ScaledTensor:
         only under per-tensor scales and 8-bit codes. Blocks of what is left run along its last axis.
 
         Raises OutOfRangeError (an IndexError), LayoutError naming the unit, UnsupportedError for lists and masks.
+
+            >>> st = breccia.cast(np.ones((8, 4, 64), np.float32), "mxfp8")
+            >>> st[0, :2].shape, st[..., :32].shape
+            ((2, 64), (8, 4, 32))
         """
         cuts = read_index(index, self.shape)
         return self._cut(cuts) if self.held is None else self.held.run(ScaledTensor._cut, self, cuts)
@@ -364,6 +386,10 @@ class ScaledTensor:
         NaN on JAX, as in `jnp.take`; an error of `index_select` on torch; and anything on MLX, as in `mx.take`.
 
         Raises OutOfRangeError (an IndexError), LayoutError naming the unit, ShapeError for an invalid axis.
+
+            >>> experts = breccia.cast(np.ones((8, 4, 64), np.float32), "mxfp8")
+            >>> experts.select(0, 5).shape, experts.select(0, [5, 2]).shape
+            ((4, 64), (2, 4, 64))
         """
         shape = self.shape
         axis = check_axis(axis, len(shape))
@@ -376,6 +402,12 @@ class ScaledTensor:
         """Consecutive pieces along `axis`: of length `size` (the last may be shorter), or of the lengths in a list.
 
         Raises OptionError for lengths that do not add up, LayoutError where a piece would end inside a block.
+
+            >>> qkv = breccia.cast(np.ones((96, 64), np.float32), "mxfp8")
+            >>> [part.shape for part in qkv.split(40)]
+            [(40, 64), (40, 64), (16, 64)]
+            >>> [part.shape for part in qkv.split([64, 16, 16])]
+            [(64, 64), (16, 64), (16, 64)]
         """
         shape = self.shape
         axis = check_axis(axis, len(shape))
@@ -394,6 +426,10 @@ class ScaledTensor:
         """The tensor with other leading axes; its last two lengths (a 1-D tensor's only one) stay. One -1 is inferred.
 
         Raises ShapeError.
+
+            >>> st = breccia.cast(np.ones((8, 4, 64), np.float32), "mxfp8")
+            >>> st.reshape(2, -1, 4, 64).shape
+            (2, 4, 4, 64)
         """
         self = self.to_plain()
         old, ops = self.shape, ops_of(self.held_data)
@@ -643,12 +679,18 @@ def check_scaled(taker: str, x: Any, framework: str, also: str = "") -> None:
 
 
 def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
-    """Whether `a` and `b`, of any frameworks, are the same tensor bit by bit
+    """Whether `a` and `b`, of any frameworks, are the same tensor bit by bit.
 
     Recipe, layout, axis and logical shape must be equal, and the shape, dtype and bits of every component; float8 dtypes
     count as uint8, and bfloat16 as uint16, which have the same bytes. Reads values.
 
     Raises UnsupportedError unless both are ScaledTensors.
+
+        >>> x = np.array([[0.5, 1.0, 3.0]], np.float32)
+        >>> breccia.bytes_equal(breccia.cast(x, "mxfp8"), breccia.cast(x, "mxfp8"))
+        True
+        >>> breccia.bytes_equal(breccia.cast(x, "mxfp8"), breccia.cast(x, "fp8_row"))
+        False
     """
     a, b = scaled(a), scaled(b)
     for name, st in (("a", a), ("b", b)):
@@ -671,8 +713,15 @@ def from_buffer(
     axis: int = -1,
     shape: Shape | None = None,
 ) -> ScaledTensor:
-    """Wrap buffers that are already quantized. Nothing is copied or computed; contradictions raise.
+    """Wrap buffers that are already quantized. Nothing is copied or computed.
 
-    Parameters are those of `ScaledTensor`.
+    The parameters are those of `ScaledTensor`. Raises LayoutError or ShapeError (ValueErrors) where components contradict each
+    other or the layout, UnsupportedError (a TypeError) for dtypes that do not hold codes of the recipe.
+
+        >>> codes = np.array([[0x38, 0x40]], np.uint8)  # 1.0 and 2.0 in E4M3
+        >>> scale = np.array(0.5, np.float32)
+        >>> st = breccia.from_buffer(codes, scale, "fp8_current", breccia.PerTensor())
+        >>> breccia.dequantize(st)
+        array([[0.5, 1. ]], dtype=float32)
     """
     return ScaledTensor(data, scale, recipe, layout, zero_point, global_scale, axis, shape)

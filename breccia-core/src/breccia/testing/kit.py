@@ -41,6 +41,10 @@ def conformance(
 
     Laws that cannot be tested (framework not installed, kernel not available) are skipped, with the reason.
     Raises UnknownNameError for an undeclared plug-in or framework, ValueError for a malformed xfail file.
+
+        >>> test_core = breccia.testing.conformance("core", frameworks="numpy")
+        >>> test_core.__doc__
+        "The laws of breccia.testing for all that plug-in 'core' declares."
     """
     given = tuple(recipes)
     for recipe in given:

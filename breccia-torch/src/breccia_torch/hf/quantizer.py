@@ -316,9 +316,20 @@ def _conv1d(layer: ScaledConv1D, dtype: torch.dtype) -> Conv1D:
 
 
 def attach(model: Any, quantizer: BrecciaHfQuantizer | None = None) -> None:
-    """Make a model of transformers that holds quantized layers one that `save_pretrained` saves and `from_pretrained` loads.
+    """Let `save_pretrained` save a transformers model with quantized layers, in a form that `from_pretrained` loads.
 
-    quantizer: by default the model's, if breccia made it, or a new one. Its config follows the layers. May be called again.
+    quantizer: by default the model's, if breccia made it, else a new one. Its config is set to what the layers hold; call
+        `attach` again after other layers are quantized.
+
+        >>> import transformers, breccia_torch
+        >>> from breccia_torch.hf import attach
+        >>> sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **sizes))
+        >>> summary = breccia_torch.quantize_(model, "mxfp8")
+        >>> attach(model)
+        >>> model.config.quantization_config.recipe.spec
+        'mxfp8'
+        >>> model.save_pretrained(tmp)
     """
     fields: dict[str, Any] = fields_of(model)
     held = getattr(model, "hf_quantizer", None)
