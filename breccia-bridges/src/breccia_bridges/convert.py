@@ -74,6 +74,14 @@ def convert(
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format;
     UnsupportedError for a source that is quantized in another format or no checkpoint, and for a destination that is, contains
     or is in the source; UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
+
+        >>> source, destination = tmp / "model.safetensors", tmp / "model-mxfp8.safetensors"
+        >>> breccia.bridges.save_safetensors({"mlp.weight": np.ones((64, 32), np.float32)}, source)
+        >>> report = breccia.bridges.convert(source, destination, "mxfp8")
+        >>> report.recipes, report.bits_per_parameter
+        (['mxfp8'], 8.25)
+        >>> breccia.bridges.load_safetensors(destination)
+        {'mlp.weight': breccia.ScaledTensor('mxfp8', shape=(64, 32), numpy cpu, 8.25 bits per value)}
     """
     policy = Policy.of(recipe, include, exclude)
     _check_axes(policy)

@@ -66,7 +66,6 @@ def quantize(
     names such as "layers.0.weight". A single rule leaves the weights of `eqx.nn.Embedding` and convolutions, whatever their
     names.
 
-
         >>> import equinox as eqx, jax
         >>> from breccia_jax.equinox import quantize
         >>> model = eqx.nn.MLP(64, 8, 64, 1, key=jax.random.key(0))

@@ -58,6 +58,12 @@ def quantize(
 
     Raises what `breccia.cast` raises, naming the leaf; UnknownNameError for a pattern that matches no leaf; OptionError for
     patterns beside filter or a policy, and if no leaf is chosen.
+
+        >>> import jax.numpy as jnp, breccia_jax
+        >>> params = {"kernel": jnp.ones((64, 32)), "bias": jnp.zeros(32)}
+        >>> scaled = breccia_jax.quantize(params, "mxfp8")
+        >>> scaled["kernel"].recipe.spec, scaled["kernel"].axis, scaled["bias"].shape
+        ('mxfp8', -2, (32,))
     """
     container.register()
     if filter is not None and (tuple(include) or tuple(exclude)):
@@ -91,6 +97,12 @@ def dequantize(params: Tree, dtype: Any = None) -> Tree:
     """Replace the ScaledTensors of a tree by `breccia.dequantize(leaf, dtype)`; other leaves stay.
 
     dtype: by default FP32, and for a ScaledWeight the dtype of its parameter.
+
+        >>> import jax.numpy as jnp, breccia_jax
+        >>> scaled = breccia_jax.quantize({"kernel": jnp.ones((64, 32)), "bias": jnp.zeros(32)}, "mxfp8")
+        >>> params = breccia_jax.dequantize(scaled, "bfloat16")
+        >>> params["kernel"].dtype, params["bias"].dtype
+        (dtype(bfloat16), dtype('float32'))
     """
     container.register()
 
@@ -111,6 +123,14 @@ def partition(params: Tree) -> tuple[Tree, Tree]:
         gradients = jax.grad(lambda dense: loss(breccia_jax.combine(dense, scaled), batch))(dense)
         updates, state = optimizer.update(gradients, state, dense)
         dense = optax.apply_updates(dense, updates)
+
+        >>> import jax.numpy as jnp, breccia_jax
+        >>> params = breccia_jax.quantize({"kernel": jnp.ones((64, 32)), "bias": jnp.zeros(2)}, "mxfp8")
+        >>> dense, scaled = breccia_jax.partition(params)
+        >>> dense
+        {'bias': Array([0., 0.], dtype=float32), 'kernel': None}
+        >>> scaled["bias"] is None, scaled["kernel"].shape
+        (True, (64, 32))
     """
     container.register()
     leaves, structure = tree_util.tree_flatten(params, is_leaf=_is_scaled)
@@ -119,7 +139,15 @@ def partition(params: Tree) -> tuple[Tree, Tree]:
 
 
 def combine(dense: Tree, scaled: Tree) -> Tree:
-    """Inverse of `partition`. Raises OptionError unless the trees have one structure, and a leaf in either of them only."""
+    """Inverse of `partition`. Raises OptionError unless the trees have one structure, and a leaf in either of them only.
+
+    >>> import jax.numpy as jnp, breccia_jax
+    >>> params = breccia_jax.quantize({"kernel": jnp.ones((64, 32)), "bias": jnp.zeros(2)}, "mxfp8")
+    >>> dense, scaled = breccia_jax.partition(params)
+    >>> params = breccia_jax.combine({**dense, "bias": dense["bias"] + 1}, scaled)
+    >>> params["bias"], params["kernel"].shape
+    (Array([1., 1.], dtype=float32), (64, 32))
+    """
     container.register()
 
     def is_leaf(leaf: Any) -> bool:

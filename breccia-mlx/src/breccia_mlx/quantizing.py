@@ -91,6 +91,12 @@ def quantize(
     Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself such a layer, and for a
     chosen module that is not; DialectError for a layer of a format of MLX that has no recipe; UnknownNameError for a pattern
     that matches no weight; OptionError for other results of the predicate, for patterns beside it, and if no layer is chosen.
+
+        >>> import mlx.nn as nn, breccia_mlx
+        >>> model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.ReLU())
+        >>> summary = breccia_mlx.quantize(model, "mxfp8")
+        >>> [type(layer).__name__ for layer in model.layers]
+        ['ScaledLinear', 'ReLU']
     """
     activation = as_activation(activation)
     if not isinstance(model, nn.Module) or _makes(model):

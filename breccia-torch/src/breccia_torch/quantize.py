@@ -82,6 +82,12 @@ def quantize_(
     chosen layer that is tied to an unchosen one, that has hooks, or that does more than a linear layer; UnknownNameError for
     a pattern that matches no weight; OptionError if no layer is chosen, for patterns beside filter_fn or a policy, and for a
     policy that says two things of one weight, or has a pattern that decides nothing.
+
+        >>> import torch, breccia_torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
+        >>> summary = breccia_torch.quantize_(model, "mxfp8", exclude=["2.*"])
+        >>> [type(layer).__name__ for layer in model]
+        ['ScaledLinear', 'ReLU', 'Linear']
     """
     if isinstance(model, nn.Linear) or not isinstance(model, nn.Module):
         way = ": breccia_torch.nn.ScaledLinear.from_linear(model, recipe) is its quantized layer." if is_linear(model) else "."
