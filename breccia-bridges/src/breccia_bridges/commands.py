@@ -61,7 +61,7 @@ def convert(
             "--recipe",
             "-r",
             metavar="RECIPE",
-            help=f"One of {_recipes()}. With fields: fp8_block,block_m=128. Or a YAML file of patterns and recipes.",
+            help=f"One of {_recipes()}. With fields: fp8_block,block_m=128. Or a YAML policy.",
             show_default=False,
             autocompletion=recipe_names,
         ),
