@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -86,6 +87,45 @@ def test_one_graph_has_the_values_and_gradients_of_several_ops_under_several_rec
         torch.stack([y.float().square().sum() for y in found[-4:]]).sum().backward()
     for one, other in zip(*(given[1:] for given in inputs), strict=True):
         assert one.grad.any() and torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("spec", ["fp8_current", "fp8_delayed", "nvfp4"])
+def test_a_graph_takes_a_scale_for_each_matrix(spec: str) -> None:
+    """As of stacked experts; without it, these recipes compute one for the whole tensor."""
+    x = torch.randn(2, 3, 32, 64)
+    for scale in (torch.arange(1.0, 7.0).reshape(2, 3), torch.arange(1.0, 3.0), torch.tensor(2.0)):
+
+        def parts(x: Any, scale: Any) -> tuple[Any, ...]:
+            st = breccia.cast(x, spec, scale=scale)
+            level = st.scale if st.global_scale is None else st.global_scale
+            return (
+                level * 1,
+                breccia.dequantize(st),
+                *(breccia.dequantize(one) for one in breccia.cast_pair(x, spec, scale=scale)),
+            )
+
+        for found, expected in zip(compiled(parts)(x, scale), parts(x, scale), strict=True):
+            assert torch.equal(found, expected)
+        operand = (x, breccia.recipe(spec).to_json(), -1, scale, "nearest", None, "propagate")
+        torch.library.opcheck(torch.ops.breccia.cast, operand, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize(
+    ("amaxes", "message"),
+    [
+        (np.ones(2, np.float32), "record_amax inside torch.compile takes a torch array, or .. for none"),
+        ([1.0, 2.0], "record_amax inside torch.compile takes a torch array, or .. for none"),
+        (torch.ones(2, dtype=torch.float16), "AmaxHistory: amaxes must be a float32 array.*got an array of float16"),
+        (torch.ones(2, 2), r"AmaxHistory: amaxes must have shape \(n,\); got"),
+    ],
+    ids=["numpy", "list", "float16", "two axes"],
+)
+def test_a_graph_drops_no_history_that_it_cannot_take(amaxes: Any, message: str) -> None:
+    def step(x: Any) -> Any:
+        return breccia.AmaxHistory(breccia.DelayedScaling(), amaxes).update(x).amaxes
+
+    with pytest.raises(Exception, match=message):
+        compiled(step)(torch.ones(4, 32))
 
 
 def test_a_graph_is_kept_where_an_equal_weight_replaces_a_global_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,7 +275,7 @@ _DECLARED = (
         derivative="breccia.kernels.composites:passed_through",
         aliases=("cast_ste_clipped",),
     ),
-    _operation("record_amax", _RECORDED, _HISTORY, "recording", recipe=DelayedScaling),
+    _operation("record_amax", _RECORDED, _HISTORY, "recording", recipe=DelayedScaling, validate=f"{_CHECKS}:check_recorded"),
     _operation(
         "cast_and_record",
         _RECORDED,
@@ -283,6 +283,7 @@ _DECLARED = (
         "recording",
         options=("axis", "rounding", "seed", "nonfinite", "storage", "out"),
         recipe=DelayedScaling,
+        validate=f"{_CHECKS}:check_recorded",
         plan="plan_of_cast_and_record",
         passes_storages=True,
     ),

@@ -438,10 +438,7 @@ def _result(text: str, shape: tuple[int, ...], axis: int, supplied: tuple[int, .
     recipe = ScalingRecipe.from_json(text)
     layout = checks.fitted_layout(recipe, shape, axis)
     padding = -shape[axis] % packing(recipe.format.element)[0]
-    shapes = part_shapes(recipe.format, layout, shape, axis)
-    if supplied is not None:  # of the whole tensor, or of each matrix
-        given = ("global_scale",) if "global_scale" in shapes else ("scale", "zero_point")
-        shapes |= {name: supplied for name in given if name in shapes}
+    shapes = part_shapes(recipe.format, layout, shape, axis, supplied)
     return _Result(Metadata(recipe, layout, axis, padding), shapes, JAX.dtypes(recipe.format))
 
 

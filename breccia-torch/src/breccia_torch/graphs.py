@@ -142,6 +142,8 @@ def function_of(op: Operation) -> Callable[..., Any]:
                 text = recipe_json(recipe)
                 flat.append(text)
             elif kind == "beside":
+                if not isinstance(x, Tensor) and not (isinstance(x, (tuple, list)) and len(x) == 0):
+                    _refuse_beside(name)
                 flat.append(x if isinstance(x, Tensor) else None)
             elif kind == "number":
                 tensor = isinstance(x, Tensor)
@@ -175,6 +177,11 @@ def function_of(op: Operation) -> Callable[..., Any]:
         return results[0] if len(results) == 1 else tuple(results)
 
     return traced
+
+
+@constant
+def _refuse_beside(op: str) -> None:
+    raise UnsupportedError(f"{op} inside torch.compile takes a torch array, or () for none, beside its operand; convert it.")
 
 
 def _constant(x: Any) -> Any:

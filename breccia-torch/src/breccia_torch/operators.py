@@ -209,7 +209,9 @@ def _fakes(op: Operation, result: Result, like: Tensor, arguments: tuple[Any, ..
         return [like.new_empty(shape, dtype=getattr(torch, dtype))]
     assert op.target is not None
     of, axis = inputs[op.target], op.axis_of(result, arguments)
-    shapes = part_shapes(of.format, checks.fitted_layout(of, shape, axis), shape, axis)
+    scale = getattr(arguments[-1], "scale", None)
+    supplied = tuple(scale.shape) if isinstance(scale, Tensor) else None
+    shapes = part_shapes(of.format, checks.fitted_layout(of, shape, axis), shape, axis, supplied)
     dtypes = TORCH.dtypes(of.format)
     parts = [like.new_empty(shape, dtype=getattr(torch, dtypes[name])) for name, shape in shapes.items()]
     return [like.new_empty(parts[0].mT.shape, dtype=parts[0].dtype).mT, *parts[1:]] if axis == -2 else parts

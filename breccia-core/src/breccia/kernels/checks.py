@@ -55,6 +55,12 @@ def check_history(amaxes: Any, scale: Any) -> dict[str, Array]:
     return arrays
 
 
+def check_recorded(x: Any, recipe: Any, amaxes: Any, scale: Any, *options: Any) -> None:
+    """`check_cast` and `check_history` with the arguments of an op that records."""
+    check_cast(x, recipe)
+    check_history(amaxes, scale)
+
+
 def check_writable(name: str, out: Any) -> None:
     """Raise OptionError for a NumPy array that is read-only, before the first byte of a result is written."""
     if not getattr(getattr(out, "flags", None), "writeable", True):

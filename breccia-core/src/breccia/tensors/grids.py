@@ -63,12 +63,17 @@ def packed_length(codec: Codec, length: int) -> int:
     return -(-length // codes) * size
 
 
-def part_shapes(fmt: Format, layout: Layout, shape: Shape, axis: int = -1) -> dict[str, Shape]:
-    """The shape of each component of a cast of an array of `shape`, under a layout fitted to it. Raises LayoutError."""
+def part_shapes(fmt: Format, layout: Layout, shape: Shape, axis: int = -1, supplied: Shape | None = None) -> dict[str, Shape]:
+    """The shape of each component of a cast of an array of `shape`, under a layout fitted to it. Raises LayoutError.
+
+    supplied: the shape of a supplied scale, which is kept: in place of one for the tensor it may be one for each matrix.
+    """
     data = list(shape)
     data[axis] = packed_length(fmt.element, shape[axis])
-    scales = layout.scale_shapes(shape, axis)[0]
-    every = {"data": tuple(data), "scale": scales, "zero_point": scales, "global_scale": ()}
+    scales, whole = layout.scale_shapes(shape, axis)[0], ()
+    if supplied is not None:
+        scales, whole = (supplied, whole) if fmt.global_scale is None else (scales, supplied)
+    every = {"data": tuple(data), "scale": scales, "zero_point": scales, "global_scale": whole}
     return {name: every[name] for name in fmt.parts}
 
 
