@@ -229,7 +229,11 @@ def test_half_precision_parameters_decode_to_their_dtype() -> None:
         ({"*.kernel": "mxfp9"}, breccia.UnknownNameError, "mxfp9"),
         ({"*.conv.kernel": ("mxfp8", (0, 2))}, breccia.OptionError, r"params.conv.kernel has 3 axes; its contracted axes are"),
         ({"*.conv.kernel": ("mxfp8", 3)}, breccia.OptionError, r"its contracted axes are consecutive ones of them, got \(3,\)"),
-        (None, breccia.OptionError, "quantize needs a recipe, a .recipe, axes. pair, or such rules by pattern; got None"),
+        (
+            None,
+            breccia.OptionError,
+            "a model is quantized under a recipe, or a policy: a mapping from patterns to",
+        ),
         ({"*": None}, breccia.OptionError, "no parameter is chosen: excluded: "),
     ],
 )
@@ -239,7 +243,9 @@ def test_wrong_rules_are_refused(rules: Any, error: type[Exception], message: st
 
 
 def test_patterns_beside_rules_are_refused() -> None:
-    with pytest.raises(breccia.OptionError, match="takes rules by pattern, where None leaves what matches, or one rule with"):
+    with pytest.raises(
+        breccia.OptionError, match="the policy has patterns of its own; give it them instead of include="
+    ):
         bf.quantize(variables(), {"*": "mxfp8"}, exclude=["*.conv.kernel"])
 
 

@@ -119,10 +119,12 @@ def _ruled(p: Parameter, policy: Policy) -> tuple[WeightRule | None, str]:
     if pattern is not None:
         rule = next(rule for known, rule in policy.rules if known == pattern)
         return rule, EXCLUDED if rule is None else ""
+    if policy.default is None:
+        return None, NO_RULE
     for kind in (kept_kind(p.name), p.kind):
         if kind in PRESETS[policy.preset] and not (p.why and kind in (NO_MATRIX, CONVOLUTION)):  # a reason says more
             return None, kind
-    return policy.default, NO_RULE if policy.default is None else ""
+    return policy.default, ""
 
 
 def _check(policy: Policy, parameters: list[Parameter], caller: str, what: str, listed_by: str) -> None:
