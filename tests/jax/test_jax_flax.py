@@ -243,9 +243,7 @@ def test_wrong_rules_are_refused(rules: Any, error: type[Exception], message: st
 
 
 def test_patterns_beside_rules_are_refused() -> None:
-    with pytest.raises(
-        breccia.OptionError, match="the policy has patterns of its own; give it them instead of include="
-    ):
+    with pytest.raises(breccia.OptionError, match="the policy has patterns of its own; give it them instead of include="):
         bf.quantize(variables(), {"*": "mxfp8"}, exclude=["*.conv.kernel"])
 
 
