@@ -67,7 +67,8 @@ class Case:
 
     def tunable(self, device: str, hardware: Any) -> Tunable:
         """The call on standard normal numbers or their cast; on device "meta", it cannot be made."""
-        from breccia.backend import CastOptions, ScaledTensor
+        from breccia import ScaledTensor
+        from breccia.backend import CastOptions
         from breccia_triton import cast, decode, fused_matmul
         from breccia_triton.multiplying import Operand
 
@@ -150,7 +151,8 @@ def compile_one(case: Case, key: Any, choice: Any, hardware: Any, target: Any) -
 
 
 def bytes_of(result: Any) -> list[Any]:
-    from breccia.backend import ScaledTensor, components
+    from breccia import ScaledTensor
+    from breccia.backend import components
 
     parts = components(result).values() if isinstance(result, ScaledTensor) else [result]
     return [part.reshape(-1).contiguous().view(torch.uint8) for part in parts]

@@ -1,6 +1,6 @@
 """Writes the stubs of the modules that import their names on first use, from the tables of these modules.
 
-python docs/scripts/stubs.py             # writes breccia/__init__.pyi and breccia/backend.pyi
+python docs/scripts/stubs.py             # writes __init__.pyi, backend.pyi and internal.pyi of core
 python docs/scripts/stubs.py --check     # exits with 1 where a stub says anything else
 """
 
@@ -11,16 +11,17 @@ from pathlib import Path
 from types import ModuleType
 
 import breccia
-from breccia import backend
+from breccia import backend, internal
 
 
 def stub(module: ModuleType) -> str:
-    """The stub of a module with tables `_HOMES` and `_EARLIER`: each name is imported from the module that defines it."""
+    """The stub of a module: each name of its table `_HOMES` from its module, and those of `_EARLIER` if any."""
     homes: dict[str, str] = dict.fromkeys(getattr(module, "_MODULES", ()), "") | vars(module)["_HOMES"]
     imports = [f"from .{home} import {name} as {name}" for name, home in sorted(homes.items(), key=_order)]
-    earlier = [f"{name} = {present}" for name, present in vars(module)["_EARLIER"].items()]
+    earlier = [f"{name} = {present}" for name, present in vars(module).get("_EARLIER", {}).items()]
+    deprecated = ["", "#: Deprecated.", *earlier] if earlier else []
     last = "__version__: str" if module is breccia else "__all__: list[str]"
-    return "\n".join([*imports, "", "#: Deprecated.", *earlier, "", last, ""])
+    return "\n".join([*imports, *deprecated, "", last, ""])
 
 
 def _order(item: tuple[str, str]) -> tuple[str, int, str]:
@@ -31,7 +32,7 @@ def _order(item: tuple[str, str]) -> tuple[str, int, str]:
 
 def stubs() -> dict[Path, str]:
     """The text of each stub by its path."""
-    return {Path(str(module.__file__)).with_suffix(".pyi"): stub(module) for module in (breccia, backend)}
+    return {Path(str(module.__file__)).with_suffix(".pyi"): stub(module) for module in (breccia, backend, internal)}
 
 
 def main(check: bool) -> int:

@@ -26,8 +26,8 @@ from safetensors.numpy import save_file
 
 import breccia
 from breccia import codecs, formats
-from breccia.backend import kept_kind
 from breccia.bridges import load_safetensors
+from breccia.internal import kept_kind
 from breccia.siblings import install
 from breccia.testing.examples import special_rows, wide
 from breccia_bridges import commands, destination, staging

@@ -20,8 +20,8 @@ from recipes import RECIPES
 from safetensors.numpy import load_file, save_file
 
 import breccia
-from breccia.backend import kept_kind
 from breccia.bridges import compare, convert, load_safetensors, save_safetensors
+from breccia.internal import kept_kind
 from breccia_bridges import configs, safetensors_writer
 from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.inspection import inspected

@@ -70,7 +70,7 @@ FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
 #: Layers of core: a module never imports from a later entry. A folder stands for its modules; they may import each other,
 #: without cycles.
 ORDER = [
-    {"", "backend"},  # the package itself, and the names for other distributions: lazy, they import nothing
+    {"", "backend", "internal", "lazy_names"},  # names for users and other distributions: lazy, they import nothing
     {"errors", "locks"},
     {"siblings", "targets", "declared", "error_metrics", "json_text", "yaml_text"},
     {"codec_checks", "tracing"},
@@ -250,9 +250,9 @@ def test_a_core_module_imports_no_later_layer() -> None:
     )
 
 
-def test_other_distributions_import_only_public_names_and_the_backend_of_core() -> None:
+def test_other_distributions_import_only_public_names_and_the_facades_of_core() -> None:
     def is_public(name: str) -> bool:
-        return name == "" or name in breccia.__all__ or name.startswith("backend.")
+        return name == "" or name in breccia.__all__ or name.startswith(("backend.", "internal."))
 
     others = [(d, name) for d, name in ALL if d != "breccia-core"]
     assert not offences(others, lambda d, name, x: x.root != CORE or is_public(x.name.removeprefix(CORE).removeprefix(".")))

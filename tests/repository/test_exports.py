@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 from fresh import printed, ran
+from paths import TESTS
 
 import breccia
 import breccia.backend
 import breccia.bridges
+import breccia.internal
 import breccia.kernels.triton
 import breccia.testing
 from breccia import Bridge, Kernel, PluginWarning, hookimpl
@@ -26,8 +28,8 @@ from breccia.dispatch.registry import Plugin, Registry
 from breccia.siblings import install
 
 #: Modules that define nothing and re-export names of others.
-FACADES = [breccia, breccia.backend]
-LAZY = [breccia, breccia.backend, breccia.kernels, breccia.kernels.triton, breccia.testing]
+FACADES = [breccia, breccia.backend, breccia.internal]
+LAZY = [*FACADES, breccia.kernels, breccia.kernels.triton, breccia.testing]
 
 
 def stub(module: ModuleType) -> list[ast.stmt]:
@@ -106,15 +108,35 @@ def test_stub_imports_each_name_from_the_module_that_defines_it(module: ModuleTy
 
 
 @pytest.mark.long
-def test_each_name_of_the_backend_resolves_in_a_fresh_process() -> None:
+@pytest.mark.parametrize("module", ["backend", "internal"])
+def test_each_name_for_other_distributions_resolves_in_a_fresh_process(module: str) -> None:
     """A module that has not been imported yet is not an attribute of its package."""
     script = (
-        "import sys\nimport breccia.backend\n"
-        "for name in breccia.backend.__all__:\n"
+        f"import sys\nfrom breccia import {module} as facade\n"
+        "for name in facade.__all__:\n"
         "    for loaded in [m for m in sys.modules if m.startswith('breccia')]: del sys.modules[loaded]\n"
-        "    import breccia.backend\n    assert getattr(breccia.backend, name) is not None, name"
+        f"    from breccia import {module} as facade\n    assert getattr(facade, name) is not None, name"
     )
     printed(script)
+
+
+def test_the_modules_for_other_distributions_share_no_name() -> None:
+    """One place per name. `backend` still gives the names that it had in earlier versions, but does not list them."""
+    names = [name for module in FACADES for name in module.__all__]
+    assert len(names) == len(set(names))
+    assert breccia.backend.ScaledTensor is breccia.ScaledTensor and breccia.backend.fragments is breccia.internal.fragments
+    assert breccia.backend.Stored is breccia.InStorage
+
+
+def test_plug_ins_need_no_internal_names() -> None:
+    """The plug-ins of the tests, each written as a third party would, import `breccia` and `breccia.backend` alone."""
+    for path in (TESTS / "third_party").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "breccia":
+                known = {"breccia": breccia, "breccia.backend": breccia.backend, "breccia.bridges": breccia.bridges}
+                assert node.module in known or node.module.startswith("breccia.testing"), f"{path}:{node.lineno}"
+                for alias in node.names if node.module in known else ():
+                    assert alias.name in known[node.module].__all__, f"{path}:{node.lineno} imports {alias.name}"
 
 
 def test_importing_a_submodule_replaces_no_public_name() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from breccia.backend import Lookup
+from breccia import Lookup
 
 #: The lowest number has three codes, zero three, the largest two, and 0.25 two. Some nearest codes are both even or both odd.
 REPEATED = Lookup(

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from types import NoneType
 from typing import Any
 
-from breccia import Kernel, MXFP8BlockScaling, hookimpl
-from breccia.backend import FLOAT32, Call, CastOptions, ProductOptions, ScaledTensor, ScalingRecipe, reference
+from breccia import Kernel, MXFP8BlockScaling, ScaledTensor, ScalingRecipe, hookimpl
+from breccia.backend import FLOAT32, Call, CastOptions, ProductOptions, reference
 
 api = 1
 

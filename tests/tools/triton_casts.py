@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from breccia.backend import ScaledTensor, components
+from breccia import ScaledTensor
+from breccia.backend import components
 
 ON_GPU = torch.cuda.is_available()
 

@@ -14,7 +14,8 @@ import torch
 from fresh import printed
 from triton_casts import DEVICE, ON_GPU
 
-from breccia.backend import Call, ScaledTensor, reference
+from breccia import ScaledTensor
+from breccia.backend import Call, reference
 from breccia.dispatch.registry import registry
 from breccia.dispatch.table import Table
 from breccia.kernels import bounds

@@ -34,7 +34,8 @@ from triton_products import uneven as numbers
 from weights import replaced
 
 import breccia
-from breccia.backend import E2M1, E4M3, E8M0, F32, INT8, UE4M3, Described, Device, reference
+from breccia import Device
+from breccia.backend import E2M1, E4M3, E8M0, F32, INT8, UE4M3, Described, reference
 from breccia.dispatch.registry import registry
 from breccia.options import product_options
 from breccia.testing.laws import products

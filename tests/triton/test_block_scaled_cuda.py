@@ -10,7 +10,8 @@ import pytest
 from marks import on_cuda
 
 import breccia
-from breccia.backend import Call, Device, registry
+from breccia import Device
+from breccia.backend import Call, registry
 from breccia.kernels import bounds
 from breccia.operations import OPERATIONS
 from breccia.options import ProductOptions, product_options

@@ -30,7 +30,8 @@ from triton_products import uneven as numbers
 from weights import FORMATS, in_torch, replaced, tensor
 
 import breccia
-from breccia.backend import Described, ScaledTensor, reference
+from breccia import ScaledTensor
+from breccia.backend import Described, reference
 from breccia.dispatch.registry import registry
 from breccia.kernels import bounds
 from breccia.options import product_options

@@ -16,7 +16,8 @@ import pytest
 from marks import on_cuda
 
 import breccia
-from breccia.backend import Call, Described, Device
+from breccia import Device
+from breccia.backend import Call, Described
 from breccia.dispatch import registry
 from breccia.dispatch.table import Table
 from breccia.kernels import bounds

@@ -20,7 +20,8 @@ import pytest
 from marks import on_cuda
 
 import breccia
-from breccia.backend import Call, Device, reference
+from breccia import Device
+from breccia.backend import Call, reference
 from breccia.kernels import bounds
 from breccia.operations import OPERATIONS
 from breccia.options import FLOAT32, ProductOptions, product_options

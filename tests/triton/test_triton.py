@@ -25,22 +25,9 @@ from repeated_codes import REPEATED
 from triton_products import captured, compiled, without_waiting
 
 import breccia
-from breccia import backend
-from breccia.backend import (
-    E2M3,
-    E8M0,
-    F32,
-    NUMPY,
-    CastOptions,
-    Device,
-    Integer,
-    Metadata,
-    Minifloat,
-    ScaledTensor,
-    components,
-    f32,
-    reference,
-)
+from breccia import Device, Integer, Minifloat, ScaledTensor, backend
+from breccia.backend import E2M3, E8M0, F32, NUMPY, CastOptions, Metadata, components, reference
+from breccia.internal import f32
 from breccia.kernels.reference.packing import pack
 from breccia.options import product_options
 from breccia.rules import LINEAR, RCEIL

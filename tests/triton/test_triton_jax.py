@@ -28,7 +28,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec  #
 from triton_casts import SPECS  # noqa: E402
 
 import breccia  # noqa: E402
-from breccia.backend import Call, CastOptions, Described, Device, ScaledTensor, components, install, reference  # noqa: E402
+from breccia import Device, ScaledTensor  # noqa: E402
+from breccia.backend import Call, CastOptions, Described, components, reference  # noqa: E402
+from breccia.internal import install  # noqa: E402
 from breccia.kernels import bounds  # noqa: E402
 from breccia.operations import OPERATIONS  # noqa: E402
 from breccia.options import product_options  # noqa: E402

@@ -17,9 +17,10 @@ from host_kernels import built, decoding_text
 from weights import FORMATS, Drawn, in_torch, tensor
 
 import breccia
-from breccia.backend import fragments, reference
+from breccia.backend import reference
 from breccia.codecs import E2M1, E4M3, F16, F32, INT4, INT8, NF4, UE4M3, UINT4, UINT8
 from breccia.formats import Format, Level
+from breccia.internal import fragments
 from breccia.options import product_options
 from breccia.tensors.tensor import ScaledTensor, bytes_equal
 from breccia_triton import choices

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from breccia.backend import F32, Array, DialectError, NF4Scaling, ScaledTensor, ScalingRecipe, check_scaled
+from breccia import DialectError, NF4Scaling, ScaledTensor, ScalingRecipe
+from breccia.backend import F32, Array
+from breccia.internal import check_scaled
 
 from .plugin import BnbFP4Scaling
 from .wrapping import attribute, buffer, buffer_or_none, chosen, lengths, title, wrapped

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from breccia import CorruptFileError, UnsupportedError
-from breccia.backend import abbreviated, parsed_json, unique_keys
+from breccia.internal import abbreviated, parsed_json, unique_keys
 
 from .safetensors_file import Container
 

@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 import breccia
-from breccia.backend import Json, abbreviated, print_json, print_table, printable, recipe_names, registry
+from breccia.backend import Json, print_json, print_table, registry
+from breccia.internal import abbreviated, printable, recipe_names
 
 from .checkpoint import source_bytes
 from .compare import compare as compare_checkpoints

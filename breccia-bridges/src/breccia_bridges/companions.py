@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from breccia import CorruptFileError, UnsupportedError
-from breccia.backend import kept_kind
+from breccia.internal import kept_kind
 
 from .checkpoint import INDEX
 from .destination import within

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from breccia import UnsupportedError
-from breccia.backend import PARTS, abbreviated, measuring
+from breccia.backend import PARTS
+from breccia.internal import abbreviated, measuring
 
 from .checkpoint import checkpoint_files
 from .configs import Config, Undeclared

@@ -18,10 +18,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import (
-    FLOAT_NAMES,
-    TENSOR,
-    Array,
+from breccia import (
     DelayedScaling,
     DialectError,
     Float8BlockScaling,
@@ -35,9 +32,9 @@ from breccia.backend import (
     NVFP4BlockScaling,
     ScaledTensor,
     ScalingRecipe,
-    check_scaled,
-    dtype_name,
 )
+from breccia.backend import TENSOR, Array, dtype_name
+from breccia.internal import FLOAT_NAMES, check_scaled
 
 from .wrapping import attribute, chosen, float8_recipe, integer_recipe, title, wrapped
 

@@ -9,25 +9,9 @@ from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import Any
 
-from breccia import __version__
-from breccia.backend import (
-    BF16,
-    F16,
-    F32,
-    PARTS,
-    BrecciaError,
-    CorruptFileError,
-    Layout,
-    ScalingRecipe,
-    UnknownNameError,
-    UnsupportedError,
-    parsed_json,
-    placed,
-    printable,
-    registry,
-    suggestion,
-    unique_keys,
-)
+from breccia import BrecciaError, CorruptFileError, Layout, ScalingRecipe, UnknownNameError, UnsupportedError, __version__
+from breccia.backend import BF16, F16, F32, PARTS, registry
+from breccia.internal import parsed_json, placed, printable, suggestion, unique_keys
 
 from .safetensors_file import Container, Shape, byte_count, shown
 

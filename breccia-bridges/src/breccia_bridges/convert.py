@@ -15,7 +15,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from breccia import CorruptFileError, ErrorMetrics, OptionError, Policy, ScalingRecipe, UnsupportedError
-from breccia.backend import BF16, F16, F32, NUMPY, PRESETS, Parameter, choose, kind_in_file
+from breccia.backend import BF16, F16, F32, NUMPY, Parameter, choose
+from breccia.internal import PRESETS, kind_in_file
 
 from .checkpoint import INDEX, checkpoint_files, is_there, weight_map
 from .companions import Companions, check_index, write_config, write_index

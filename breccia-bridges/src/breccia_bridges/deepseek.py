@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from breccia.backend import E8M0, Array, DialectError, Float8BlockScaling, ScaledTensor, Shape, dtype_name, ops_of
+from breccia import DialectError, Float8BlockScaling, ScaledTensor
+from breccia.backend import E8M0, Array, Shape, dtype_name, ops_of
 
 #: Rows of a scale tile of the checkpoints' weights.
 TILE_M = 128

@@ -19,25 +19,24 @@ from typing import Any
 
 import numpy as np
 
-from breccia.backend import (
-    NUMPY,
-    PARTS,
-    Array,
+from breccia import (
     Codec,
     CorruptFileError,
     DialectError,
     Framework,
-    InternedKey,
     Layout,
-    Metadata,
-    Ops,
     OptionError,
     ScaledTensor,
     ScalingRecipe,
-    Shape,
     UnsupportedError,
-    bit_pattern,
-    device_of,
+)
+from breccia.backend import (
+    NUMPY,
+    PARTS,
+    Array,
+    Metadata,
+    Ops,
+    Shape,
     dtype_name,
     float_codec,
     framework_of,
@@ -45,6 +44,7 @@ from breccia.backend import (
     registry,
     targets,
 )
+from breccia.internal import InternedKey, bit_pattern, device_of
 
 from .capsules import CODES, CPU, METAL, VERSION, Arrays, Codes, Dtypes, HostRoute, Opened, host_take, opened
 from .configs import Config, read_config

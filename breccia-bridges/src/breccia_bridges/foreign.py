@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from breccia import CorruptFileError, UnsupportedError
-from breccia.backend import BF16, NUMPY, ScaledTensor, abbreviated, float_codec, parsed_json, printable, suggestion
+from breccia import CorruptFileError, ScaledTensor, UnsupportedError
+from breccia.backend import BF16, NUMPY, float_codec
+from breccia.internal import abbreviated, parsed_json, printable, suggestion
 
 from .checkpoint import is_there
 from .configs import FLOATS

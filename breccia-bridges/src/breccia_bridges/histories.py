@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from breccia import AmaxHistory, DelayedScaling
-from breccia.backend import Array, CorruptFileError, UnsupportedError, dtype_name, parsed_json, unique_keys
+from breccia import AmaxHistory, CorruptFileError, DelayedScaling, UnsupportedError
+from breccia.backend import Array, dtype_name
+from breccia.internal import parsed_json, unique_keys
 
 from .safetensors_file import Container, shown
 

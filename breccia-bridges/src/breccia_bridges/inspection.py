@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from breccia import LayoutError
-from breccia.backend import CODECS, F32, NUMPY, TENSOR, Codec, packed_length
+from breccia import Codec, LayoutError
+from breccia.backend import CODECS, F32, NUMPY, TENSOR
+from breccia.internal import packed_length
 
 from .compare import CheckpointTensor, checkpoint_tensors
 from .safetensors_file import Container, Shape

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from breccia import ErrorMetrics
-from breccia.backend import ScaledTensor, measuring
+from breccia import ErrorMetrics, ScaledTensor
+from breccia.internal import measuring
 
 from .configs import FLOATS, Config
 from .safetensors import view_tensor

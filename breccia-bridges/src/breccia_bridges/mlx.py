@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from breccia.backend import (
-    FLOAT_NAMES,
-    FLOATS,
-    Array,
+from breccia import (
     DialectError,
     INT4Scaling,
     INT8Scaling,
@@ -21,10 +18,9 @@ from breccia.backend import (
     ScaledTensor,
     ScalingRecipe,
     UnsupportedError,
-    check_scaled,
-    dtype_name,
-    framework_of,
 )
+from breccia.backend import FLOATS, Array, dtype_name, framework_of
+from breccia.internal import FLOAT_NAMES, check_scaled
 
 from .plugin import AffineScaling
 from .wrapping import attribute, buffer, title

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from breccia.backend import UnsupportedError, scaled
+from breccia import UnsupportedError
+from breccia.backend import scaled
 
 Tree = Mapping[str, Any]
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from breccia import Bridge, Codec, Command, Foreign, Format, Level, RecipeError, ScalingRecipe, hookimpl
-from breccia.backend import F32, FLOAT_CODECS, INT4, Integer, Lookup, cached_property, check_choices, check_positive, one_of
+from breccia import Bridge, Codec, Command, Foreign, Format, Integer, Level, Lookup, RecipeError, ScalingRecipe, hookimpl
+from breccia.backend import F32, INT4
+from breccia.internal import FLOAT_CODECS, cached_property, check_choices, check_positive, one_of
 
 api = 1
 

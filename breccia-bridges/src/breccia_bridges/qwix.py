@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from breccia.backend import (
-    E4M3,
-    E8M0,
-    FLOAT_NAMES,
-    NF4,
-    TENSOR,
-    Array,
+from breccia import (
     Codec,
     DialectError,
     INT4Scaling,
@@ -25,12 +19,9 @@ from breccia.backend import (
     NVFP4BlockScaling,
     ScaledTensor,
     ScalingRecipe,
-    check_scaled,
-    dtype_name,
-    ops_of,
-    pack,
-    unpack,
 )
+from breccia.backend import E4M3, E8M0, NF4, TENSOR, Array, dtype_name, ops_of, pack, unpack
+from breccia.internal import FLOAT_NAMES, check_scaled
 
 from .wrapping import attribute, buffer, chosen, float8_recipe, integer_recipe, title, wrapped
 

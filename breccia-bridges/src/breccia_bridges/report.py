@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from breccia import ScalingRecipe, UnsupportedError, __version__
-from breccia.backend import install, printable, spelled
+from breccia.internal import install, printable, spelled
 
 from .staging import Staging, write_text
 from .text import percent, size

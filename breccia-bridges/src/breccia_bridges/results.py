@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from breccia import ErrorMetrics, ScalingRecipe
-from breccia.backend import abbreviated
+from breccia.internal import abbreviated
 
 from .measure import NOTHING, Histogram
 from .safetensors import plan

@@ -19,30 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from breccia import DtypeWarning
-from breccia.backend import (
-    ML_DTYPES,
-    PARTS,
-    TENSOR,
-    Array,
-    Codec,
-    CorruptFileError,
-    Ops,
-    ScaledTensor,
-    ScalingRecipe,
-    ShapeError,
-    UnsupportedError,
-    abbreviated,
-    check_patterns,
-    components,
-    dtype_name,
-    matches,
-    ops_of,
-    packing,
-    part_shapes,
-    registry,
-    targets,
-)
+from breccia import Codec, CorruptFileError, DtypeWarning, ScaledTensor, ScalingRecipe, ShapeError, UnsupportedError
+from breccia.backend import PARTS, TENSOR, Array, Ops, components, dtype_name, ops_of, packing, part_shapes, registry, targets
+from breccia.internal import ML_DTYPES, abbreviated, check_patterns, matches
 
 from . import nested as trees
 from .checkpoint import checkpoint_files

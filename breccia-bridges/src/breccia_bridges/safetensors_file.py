@@ -22,16 +22,8 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from breccia.backend import (
-    BrecciaError,
-    CorruptFileError,
-    ShapeError,
-    UnknownNameError,
-    UnsupportedError,
-    parsed_json,
-    printable,
-    suggestion,
-)
+from breccia import BrecciaError, CorruptFileError, ShapeError, UnknownNameError, UnsupportedError
+from breccia.internal import parsed_json, printable, suggestion
 
 from .staging import naming
 

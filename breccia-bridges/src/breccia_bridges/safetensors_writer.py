@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from breccia.backend import BrecciaError, ShapeError, UnknownNameError, UnsupportedError, suggestion
+from breccia import BrecciaError, ShapeError, UnknownNameError, UnsupportedError
+from breccia.internal import suggestion
 
 from .safetensors_file import DTYPES, MAX_HEADER, Entry, Shape, byte_count, need_little_endian
 from .staging import Staging, naming

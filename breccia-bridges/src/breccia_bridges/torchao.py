@@ -15,16 +15,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import (
-    E2M1,
-    E2M3,
-    E3M2,
-    E4M3,
-    E5M2,
-    FLOAT_NAMES,
-    FLOATS,
-    TENSOR,
-    Array,
+from breccia import (
     Codec,
     DialectError,
     Float8BlockScaling,
@@ -41,13 +32,9 @@ from breccia.backend import (
     ScaledTensor,
     ScalingRecipe,
     UnsupportedError,
-    check_scaled,
-    dtype_name,
-    ops_of,
-    pack,
-    targets,
-    unpack,
 )
+from breccia.backend import E2M1, E2M3, E3M2, E4M3, E5M2, FLOATS, TENSOR, Array, dtype_name, ops_of, pack, targets, unpack
+from breccia.internal import FLOAT_NAMES, check_scaled
 
 from .plugin import SignedInt4Scaling
 from .wrapping import (

@@ -20,10 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from breccia.backend import (
-    E4M3,
-    E5M2,
-    Array,
+from breccia import (
     DelayedScaling,
     DialectError,
     Float8BlockScaling,
@@ -36,8 +33,9 @@ from breccia.backend import (
     ScalingRecipe,
     TensorPair,
     UnsupportedError,
-    check_scaled,
 )
+from breccia.backend import E4M3, E5M2, Array
+from breccia.internal import check_scaled
 
 from .wrapping import attribute, buffer_or_none, check_padding, chosen, title, wrapped
 

@@ -7,11 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from reprlib import repr as short
 from typing import Any
 
-from breccia.backend import (
-    PLAIN,
-    TENSOR,
-    Array,
-    Block,
+from breccia import (
     BrecciaError,
     DialectError,
     Float8BlockScaling,
@@ -21,9 +17,8 @@ from breccia.backend import (
     INT8Scaling,
     ScaledTensor,
     ScalingRecipe,
-    dtype_name,
-    ops_of,
 )
+from breccia.backend import PLAIN, TENSOR, Array, Block, dtype_name, ops_of
 
 
 def title(obj: Any) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from breccia.backend import PARTS, BrecciaError, CorruptFileError, Metadata, ScaledTensor
+from breccia import BrecciaError, CorruptFileError, ScaledTensor
+from breccia.backend import PARTS, Metadata
 
 from .container import Static, unflatten
 from .keys import TENSOR, parsed

@@ -21,21 +21,9 @@ import numpy as np
 from jax import export, lax, tree_util
 from jax.core import Tracer
 
-from breccia import AmaxHistory, LayoutError
-from breccia.backend import (
-    PARTS,
-    PLAIN,
-    BrecciaError,
-    InStorage,
-    Metadata,
-    ScaledTensor,
-    TensorPair,
-    check_parts,
-    dtype_name,
-    once,
-    targets,
-    transposed,
-)
+from breccia import AmaxHistory, BrecciaError, InStorage, LayoutError, ScaledTensor, TensorPair
+from breccia.backend import PARTS, PLAIN, Metadata, dtype_name, targets
+from breccia.internal import check_parts, once, transposed
 
 from .keys import component_key
 

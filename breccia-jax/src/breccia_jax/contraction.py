@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import breccia
-from breccia.backend import FLOATS, ScaledTensor, dtype_name
+from breccia import ScaledTensor
+from breccia.backend import FLOATS, dtype_name
 
 from . import cpu
 

@@ -21,6 +21,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
+from breccia import ScaledTensor, ScalingRecipe
 from breccia.backend import (
     DEFAULT,
     FLOAT32,
@@ -30,8 +31,6 @@ from breccia.backend import (
     Metadata,
     Prefer,
     ProductOptions,
-    ScaledTensor,
-    ScalingRecipe,
     calls,
     checks,
     dtype_name,
@@ -40,8 +39,8 @@ from breccia.backend import (
     product_options,
     reference,
     registry,
-    renames,
 )
+from breccia.internal import renames
 
 from .container import Static, leaf_of, of_leaves, untransposed
 from .meshes import check_operand

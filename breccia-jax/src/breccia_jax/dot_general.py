@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 import breccia
-from breccia.backend import OptionError, ScalingRecipe, as_recipe, dtype_name
+from breccia import OptionError, ScalingRecipe
+from breccia.backend import as_recipe, dtype_name
 
 Array = Any
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 from jax import tree_util
 
-from breccia.backend import CONVOLUTION, NO_MATRIX, Parameter, ScaledTensor
+from breccia import ScaledTensor
+from breccia.backend import CONVOLUTION, NO_MATRIX, Parameter
 
 from . import container, loading
 from .loading import Names

@@ -16,7 +16,8 @@ from flax import nnx
 from flax.core.meta import AxisMetadata
 from jax import Array, tree_util
 
-from breccia.backend import CONVOLUTION, NO_MATRIX, Parameter, ScaledTensor
+from breccia import ScaledTensor
+from breccia.backend import CONVOLUTION, NO_MATRIX, Parameter
 
 from . import container, flax_state, loading
 from .dot_general import DotGeneral

@@ -7,7 +7,8 @@ from typing import Any
 
 from flax import serialization
 
-from breccia.backend import OptionError, ScaledTensor, once
+from breccia import OptionError, ScaledTensor
+from breccia.internal import once
 
 from . import container
 from .keys import parsed

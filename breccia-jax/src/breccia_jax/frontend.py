@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from breccia import ScaledTensor, ScalingRecipe, UnsupportedError
 from breccia.backend import (
     DEFAULT,
     FLOAT32,
@@ -24,19 +25,14 @@ from breccia.backend import (
     Operation,
     Prefer,
     ProductOptions,
-    ScaledTensor,
-    ScalingRecipe,
-    Table,
-    UnsupportedError,
     calls,
-    keeps_parts,
-    named,
     packing,
     product_options,
     reference,
     registry,
     targets,
 )
+from breccia.internal import Table, keeps_parts, named
 
 from . import cpu
 from .container import untransposed

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import breccia
-from breccia import bridges
-from breccia.backend import ScaledTensor, ShapeError, UnsupportedError, check_names, dtype_name
+from breccia import ScaledTensor, ShapeError, UnsupportedError, bridges
+from breccia.backend import dtype_name
+from breccia.internal import check_names
 
 from .weights import ScaledWeight
 

@@ -15,8 +15,8 @@ import jax
 from jax.sharding import NamedSharding
 
 import breccia
-from breccia import LayoutError, OptionError
-from breccia.backend import PARTS, PLAIN, ScaledTensor
+from breccia import LayoutError, OptionError, ScaledTensor
+from breccia.backend import PARTS, PLAIN
 
 from .container import Held, check_components, described
 from .ops import names_of, shared_out

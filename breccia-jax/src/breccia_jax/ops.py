@@ -12,18 +12,9 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from breccia.backend import (
-    F32_INF,
-    MAGNITUDE,
-    MANTISSA,
-    NORMAL,
-    NUMPY,
-    ROUNDER,
-    Array,
-    Ops,
-    OptionError,
-    UnsupportedError,
-)
+from breccia import OptionError, UnsupportedError
+from breccia.backend import F32_INF, NUMPY, ROUNDER, Array, Ops
+from breccia.internal import MAGNITUDE, MANTISSA, NORMAL
 
 #: On CPUs XLA's reduction of a block is scalar; comparing halves from 128 down to 16 is six times faster (measured).
 #: Longer axes may be sharded over the devices, which would have to exchange halves.

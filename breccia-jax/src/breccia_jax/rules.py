@@ -6,17 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from breccia.backend import (
-    FLOATS,
-    BrecciaError,
-    Parameter,
-    Policy,
-    QuantizeSummary,
-    ScalingRecipe,
-    choose,
-    dtype_name,
-    none_chosen,
-)
+from breccia import BrecciaError, Policy, ScalingRecipe
+from breccia.backend import FLOATS, Parameter, QuantizeSummary, choose, dtype_name, none_chosen
 
 from .weights import ScaledWeight, quantized
 

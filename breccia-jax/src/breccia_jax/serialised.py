@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from breccia.backend import BrecciaError, CorruptFileError, OptionError, ScaledTensor
+from breccia import BrecciaError, CorruptFileError, OptionError, ScaledTensor
 
 from .container import Static
 

@@ -9,18 +9,8 @@ import jax
 from jax import tree_util
 
 import breccia
-from breccia.backend import (
-    FLOATS,
-    BrecciaError,
-    OptionError,
-    Parameter,
-    Policy,
-    ScaledTensor,
-    ScalingRecipe,
-    choose,
-    dtype_name,
-    none_chosen,
-)
+from breccia import BrecciaError, OptionError, Policy, ScaledTensor, ScalingRecipe
+from breccia.backend import FLOATS, Parameter, choose, dtype_name, none_chosen
 
 from . import container
 from .rules import nbytes

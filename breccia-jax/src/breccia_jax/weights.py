@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import export, tree_util
 
 import breccia
-from breccia.backend import OptionError, ScaledTensor, dtype_name, matrix_of
+from breccia import OptionError, ScaledTensor
+from breccia.backend import dtype_name, matrix_of
 
 from . import container
 from .contraction import contracted

@@ -21,32 +21,24 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from breccia import Codec, Integer, Lookup, Minifloat, ScaledTensor, ScalingRecipe, rules
 from breccia.backend import (
     DEFAULT,
     F32_INF,
-    MAGNITUDE,
-    NORMAL,
     TENSOR,
     WHOLE,
     Block,
     Call,
     CastOptions,
-    Codec,
     FloatForm,
-    Integer,
     IntegerForm,
-    Lookup,
-    Minifloat,
-    ScaledTensor,
-    ScalingRecipe,
     checks,
     contraction_axis,
-    f32_bits,
     form_of,
     packing,
     reference,
-    rules,
 )
+from breccia.internal import MAGNITUDE, NORMAL, f32_bits
 
 from .ops import MLX
 

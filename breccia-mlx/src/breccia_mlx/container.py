@@ -7,7 +7,8 @@ from typing import Any
 
 from mlx.utils import tree_map
 
-from breccia.backend import Metadata, ScaledTensor, components
+from breccia import ScaledTensor
+from breccia.backend import Metadata, components
 
 #: Prefix of the only key of a ScaledTensor's dict; JSON follows.
 _MARK = "ScaledTensor "

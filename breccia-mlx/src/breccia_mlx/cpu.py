@@ -12,18 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from breccia.backend import (
-    DEFAULT,
-    FLOAT32,
-    CastOptions,
-    Metadata,
-    ProductOptions,
-    ScaledTensor,
-    ScalingRecipe,
-    calls,
-    components,
-    reference,
-)
+from breccia import ScaledTensor, ScalingRecipe
+from breccia.backend import DEFAULT, FLOAT32, CastOptions, Metadata, ProductOptions, calls, components, reference
 
 from .ops import MLX, opaque
 

@@ -14,25 +14,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from breccia.backend import (
-    FLOAT32,
-    MAGNITUDE,
-    NORMAL,
-    TENSOR,
-    Call,
-    Codec,
-    Format,
-    Integer,
-    Minifloat,
-    Operand,
-    PowerOfTwo,
-    ProductOptions,
-    ScaledTensor,
-    calls,
-    composites,
-    packing,
-    reference,
-)
+from breccia import Codec, Format, Integer, Minifloat, PowerOfTwo, ScaledTensor
+from breccia.backend import FLOAT32, TENSOR, Call, Operand, ProductOptions, calls, composites, packing, reference
+from breccia.internal import MAGNITUDE, NORMAL
 
 from .compiled import Grid, flushed, of_slab
 from .ops import MLX

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from breccia import ScaledTensor, ScalingRecipe
 from breccia.backend import (
     FLOAT32,
     Kind,
@@ -17,8 +18,6 @@ from breccia.backend import (
     Operation,
     Prefer,
     ProductOptions,
-    ScaledTensor,
-    ScalingRecipe,
     calls,
     components,
     product_options,

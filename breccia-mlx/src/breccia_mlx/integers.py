@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from breccia.backend import BF16, F16, F32, NORMAL, Integer, ScaledTensor
+from breccia import Integer, ScaledTensor
+from breccia.backend import BF16, F16, F32
+from breccia.internal import NORMAL
 
 from .ops import MLX
 

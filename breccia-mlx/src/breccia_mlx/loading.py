@@ -13,18 +13,9 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 import breccia
-from breccia import bridges
-from breccia.backend import (
-    PARTS,
-    BrecciaError,
-    ScaledTensor,
-    ScalingRecipe,
-    ShapeError,
-    UnsupportedError,
-    as_recipe,
-    check_names,
-    checks,
-)
+from breccia import BrecciaError, ScaledTensor, ScalingRecipe, ShapeError, UnsupportedError, bridges
+from breccia.backend import PARTS, as_recipe, checks
+from breccia.internal import check_names
 
 from .nn import ScaledEmbedding, ScaledLinear, ScaledWeight, as_activation
 from .quantizing import LAYERS, QUANTIZED

@@ -17,21 +17,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from breccia.backend import (
-    E2M1,
-    E4M3,
-    E8M0,
-    FLOAT32,
-    Call,
-    Codec,
-    Format,
-    Integer,
-    ProductOptions,
-    ScaledTensor,
-    calls,
-    composites,
-    reference,
-)
+from breccia import Codec, Format, Integer, ScaledTensor
+from breccia.backend import E2M1, E4M3, E8M0, FLOAT32, Call, ProductOptions, calls, composites, reference
 
 from . import integers
 from .ops import MLX, is_exporting

@@ -9,21 +9,9 @@ import mlx.core as mx
 from mlx import nn
 
 import breccia
-from breccia import bridges
-from breccia.backend import (
-    ADVICE,
-    TENSOR,
-    Metadata,
-    PerBlockK,
-    ScaledTensor,
-    ScalingRecipe,
-    ShapeError,
-    UnsupportedError,
-    as_recipe,
-    check_scaled,
-    components,
-    dtype_name,
-)
+from breccia import PerBlockK, ScaledTensor, ScalingRecipe, ShapeError, UnsupportedError, bridges
+from breccia.backend import TENSOR, Metadata, as_recipe, components, dtype_name
+from breccia.internal import ADVICE, check_scaled
 
 from . import native
 from .ops import opaque

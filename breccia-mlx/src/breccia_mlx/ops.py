@@ -11,17 +11,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from breccia.backend import (
-    Array,
-    Metadata,
-    Ops,
-    OptionError,
-    ScaledTensor,
-    UnsupportedError,
-    bit_pattern,
-    components,
-    dtype_name,
-)
+from breccia import OptionError, ScaledTensor, UnsupportedError
+from breccia.backend import Array, Metadata, Ops, components, dtype_name
+from breccia.internal import bit_pattern
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.int32}
 

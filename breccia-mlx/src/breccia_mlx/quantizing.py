@@ -9,23 +9,10 @@ from typing import Any, cast
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from breccia import bridges
-from breccia.backend import (
-    NO_MATRIX,
-    BrecciaError,
-    Chosen,
-    OptionError,
-    Parameter,
-    Policy,
-    ScalingRecipe,
-    UnsupportedError,
-    abbreviated,
-    as_recipe,
-    checks,
-    choose,
-    none_chosen,
-)
+from breccia import BrecciaError, OptionError, Policy, ScalingRecipe, UnsupportedError, bridges
+from breccia.backend import NO_MATRIX, Chosen, Parameter, as_recipe, checks, choose, none_chosen
 from breccia.backend import QuantizeSummary as _Summary
+from breccia.internal import abbreviated
 
 from .nn import ScaledEmbedding, ScaledLinear, as_activation
 

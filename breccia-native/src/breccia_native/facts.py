@@ -6,27 +6,8 @@ import math
 import sys
 from typing import Any
 
-from breccia.backend import (
-    BF16,
-    E2M1,
-    E2M3,
-    E3M2,
-    E4M3,
-    E5M2,
-    E8M0,
-    F16,
-    F32,
-    INT4,
-    TENSOR,
-    UINT4,
-    Call,
-    Codec,
-    Format,
-    Integer,
-    PowerOfTwo,
-    registry,
-    targets,
-)
+from breccia import Codec, Format, Integer, PowerOfTwo
+from breccia.backend import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, INT4, TENSOR, UINT4, Call, registry, targets
 
 #: The shortest K: below it a sum may be rounded more often than the bound of FP32 accumulation allows.
 SHORTEST = 32

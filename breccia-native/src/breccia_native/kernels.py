@@ -8,26 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from breccia.backend import (
-    DEFAULT,
-    F32_INF,
-    FLOAT32,
-    Blocks,
-    CastOptions,
-    Codec,
-    FloatCodes,
-    Integer,
-    IntegerCodes,
-    Microkernels,
-    Minifloat,
-    ProductOptions,
-    ScaledCodes,
-    ScaledTensor,
-    ScalingRecipe,
-    TableCodes,
-    threads,
-)
-from breccia.backend import numpy as kernels
+from breccia import Codec, Integer, Minifloat, ScaledTensor, ScalingRecipe
+from breccia.backend import DEFAULT, F32_INF, FLOAT32, CastOptions, ProductOptions, threads
+from breccia.internal import Blocks, FloatCodes, IntegerCodes, Microkernels, ScaledCodes, TableCodes
+from breccia.internal import numpy as kernels
 
 from . import decoding, microkernels
 

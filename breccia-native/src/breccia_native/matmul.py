@@ -9,23 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from breccia.backend import (
-    FLOAT32,
-    NUMPY,
-    TENSOR,
-    Array,
-    Format,
-    Integer,
-    InternedKey,
-    PowerOfTwo,
-    ProductOptions,
-    ScaledTensor,
-    calls,
-    checks,
-    reference,
-    threads,
-)
-from breccia.backend import numpy as kernels
+from breccia import Format, Integer, PowerOfTwo, ScaledTensor
+from breccia.backend import FLOAT32, NUMPY, TENSOR, Array, ProductOptions, calls, checks, reference, threads
+from breccia.internal import InternedKey
+from breccia.internal import numpy as kernels
 
 from . import columns, products
 from .facts import BF16_MODE, FP32, INT8, SPAN, factor_of, inexact, kind_of

@@ -10,17 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import breccia
-from breccia import bridges
-from breccia.backend import (
-    BrecciaError,
-    CorruptFileError,
-    ScaledTensor,
-    ScalingRecipe,
-    ShapeError,
-    UnsupportedError,
-    check_names,
-    framework_of,
-)
+from breccia import BrecciaError, CorruptFileError, ScaledTensor, ScalingRecipe, ShapeError, UnsupportedError, bridges
+from breccia.backend import framework_of
+from breccia.internal import check_names
 
 from .nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, metadata
 from .quantize import check_replaceable, expert_parameters, is_conv1d, is_linear, mark, replace, replace_experts, scaled_class

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from breccia import AmaxHistory
-from breccia.backend import Metadata, ScaledTensor, once, rebuilt, registry, restored
+from breccia import AmaxHistory, ScaledTensor
+from breccia.backend import Metadata, registry
+from breccia.internal import once, rebuilt, restored
 
 
 def _flatten(st: ScaledTensor) -> tuple[list[Any], Metadata]:

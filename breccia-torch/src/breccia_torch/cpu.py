@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from breccia import ScaledTensor, ScalingRecipe
 from breccia.backend import (
     DEFAULT,
     FLOAT32,
     PLAIN,
     CastOptions,
-    InternedKey,
     ProductOptions,
-    ScaledTensor,
-    ScalingRecipe,
     calls,
     checks,
     components,
@@ -27,6 +25,7 @@ from breccia.backend import (
     targets,
     threads,
 )
+from breccia.internal import InternedKey
 
 from .ops import BIT_PATTERNS, TORCH, need_dense, opaque
 

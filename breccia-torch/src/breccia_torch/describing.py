@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import breccia
-from breccia.backend import InStorage, Layout, ScalingRecipe
+from breccia import InStorage, Layout, ScalingRecipe
 
 from .operators import layout_of
 

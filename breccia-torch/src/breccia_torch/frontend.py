@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
+from breccia import ScaledTensor, ScalingRecipe
 from breccia.backend import (
     DEFAULT,
     FLOAT32,
@@ -24,8 +25,6 @@ from breccia.backend import (
     Operation,
     Prefer,
     ProductOptions,
-    ScaledTensor,
-    ScalingRecipe,
     calls,
     components,
     product_options,

@@ -14,26 +14,9 @@ import torch
 from torch import Tensor
 
 import breccia
-from breccia.backend import (
-    FIELDS,
-    OPERATIONS,
-    TENSOR,
-    Array,
-    Block,
-    InStorage,
-    Layout,
-    Operation,
-    OptionError,
-    ScaledTensor,
-    TensorPair,
-    UnsupportedError,
-    checks,
-    contraction_axis,
-    keeps_parts,
-    output_dtype,
-    packing,
-    suggestion,
-)
+from breccia import InStorage, Layout, OptionError, ScaledTensor, TensorPair, UnsupportedError
+from breccia.backend import OPERATIONS, TENSOR, Array, Block, Operation, checks, contraction_axis, packing
+from breccia.internal import FIELDS, keeps_parts, output_dtype, suggestion
 
 from .describing import as_recipe as as_recipe
 from .describing import constant, keep, kept, layout_json, named, recipe_json

@@ -13,27 +13,21 @@ import torch
 from torch import Tensor, nn
 
 import breccia
+from breccia import BrecciaError, CorruptFileError, ScaledTensor, ScalingRecipe, ShapeError
 from breccia.backend import (
     FLOATS,
     PARTS,
     PLAIN,
-    BrecciaError,
-    CorruptFileError,
     Declared,
-    ScaledTensor,
-    ScalingRecipe,
-    ShapeError,
     as_recipe,
-    check_scaled,
     checks,
     components,
     dtype_name,
     framework_of,
-    layout_of_tensor,
-    parsed_json,
     product_options,
     targets,
 )
+from breccia.internal import check_scaled, layout_of_tensor, parsed_json
 
 from . import frontend
 from .ops import TORCH, WORDS, autocast_dtype, transforming

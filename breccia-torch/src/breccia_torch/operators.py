@@ -13,28 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from breccia import Layout, ScaledTensor, ScalingRecipe
 from breccia.backend import (
     DEFAULT,
     OPERATIONS,
     TENSOR,
     CastOptions,
     Kind,
-    Layout,
     Operation,
     ProductOptions,
     Result,
-    ScaledTensor,
-    ScalingRecipe,
     calls,
     checks,
     components,
     composites,
-    layout_of_tensor,
     packing,
     part_shapes,
     product_options,
     targets,
 )
+from breccia.internal import layout_of_tensor
 
 from .frontend import grouped_gradients, product_gradients
 from .ops import TORCH

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from breccia.backend import E4M3, E5M2, F16, Array, Codec, Ops, OptionError, UnsupportedError, bit_pattern, dtype_name
+from breccia import Codec, OptionError, UnsupportedError
+from breccia.backend import E4M3, E5M2, F16, Array, Ops, dtype_name
+from breccia.internal import bit_pattern
 
 from . import container
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from breccia.backend import PARTS, UnsupportedError
+from breccia import UnsupportedError
+from breccia.backend import PARTS
 
 from .nn import ScaledWeight
 

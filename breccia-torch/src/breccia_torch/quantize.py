@@ -10,16 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from breccia import BrecciaError, OptionError, Policy, ScalingRecipe, UnsupportedError
 from breccia.backend import (
     NO_MATRIX,
-    BrecciaError,
     Chosen,
-    OptionError,
     Parameter,
-    Policy,
     QuantizeSummary,
-    ScalingRecipe,
-    UnsupportedError,
     as_recipe,
     checks,
     choose,

@@ -11,14 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from breccia.backend import (
-    PARTS,
-    Framework,
-    Metadata,
-    ScaledTensor,
-    UnsupportedError,
-    registry,
-)
+from breccia import Framework, ScaledTensor, UnsupportedError
+from breccia.backend import PARTS, Metadata, registry
 
 from .describing import keep
 from .operators import layout_of, recipe_of

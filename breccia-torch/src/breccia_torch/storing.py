@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from breccia.backend import PLAIN, ScaledTensor, storing
+from breccia import ScaledTensor
+from breccia.backend import PLAIN
+from breccia.internal import storing
 
 from .nn import ScaledExperts, ScaledLinear
 

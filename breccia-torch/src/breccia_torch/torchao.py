@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import breccia
-from breccia.backend import BrecciaError, OptionError, ScalingRecipe, UnsupportedError
+from breccia import BrecciaError, OptionError, ScalingRecipe, UnsupportedError
 
 from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
 from .quantize import check_replaceable, mark, replace

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import breccia
-from breccia.backend import ScaledTensor, UnsupportedError, dtype_name, fill
+from breccia import ScaledTensor, UnsupportedError
+from breccia.backend import dtype_name
+from breccia.internal import fill
 
 from .describing import constant, keep, kept, known, layout_json, named, recipe_json
 from .operators import layout_of, recipe_of

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name, reentrant
+from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name
+from breccia.internal import reentrant
 from breccia_torch.ops import autocast_dtype
 
 from .bf16_kernels import Side, exact_kernel, finishing_kernel, mending_kernel

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from breccia import Device, Format, Integer, Minifloat, PowerOfTwo
-from breccia.backend import F32, Call, Codec, Operand
+from breccia import Codec, Device, Format, Integer, Minifloat, PowerOfTwo
+from breccia.backend import F32, Call, Operand
 
 from . import plans
 from .choices import codecs_of, nearest

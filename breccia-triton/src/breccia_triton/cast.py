@@ -11,22 +11,9 @@ from typing import Any
 
 import torch
 
-from breccia import DelayedScaling
-from breccia.backend import (
-    COLUMNS,
-    DEFAULT,
-    PLAIN,
-    CastOptions,
-    Layout,
-    ScaledTensor,
-    ScalingRecipe,
-    calls,
-    checks,
-    composites,
-    reference,
-    repeats,
-    storages,
-)
+from breccia import DelayedScaling, Layout, ScaledTensor, ScalingRecipe
+from breccia.backend import COLUMNS, DEFAULT, PLAIN, CastOptions, calls, checks, composites, reference
+from breccia.internal import repeats, storages
 from breccia_torch.ops import TORCH, need_dense
 
 from . import tuning

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import platformdirs
 
 from breccia import Format
-from breccia.backend import TENSOR, Block, reentrant
+from breccia.backend import TENSOR, Block
+from breccia.internal import reentrant
 
 #: Of the files. Raised when a number means something else, or kernels change so much that choices have to be tuned anew.
 SCHEMA = 1

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from breccia.backend import FLOAT32, ProductOptions, ScaledTensor, product_options, reference
+from breccia import ScaledTensor
+from breccia.backend import FLOAT32, ProductOptions, product_options, reference
 from breccia_torch.ops import TORCH
 
 from . import tuning

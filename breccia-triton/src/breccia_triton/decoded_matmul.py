@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from breccia.backend import ScaledTensor, dtype_name
+from breccia import ScaledTensor
+from breccia.backend import dtype_name
 
 from . import decoded_plans as plans
 from . import weight_plans

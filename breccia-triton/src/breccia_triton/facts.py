@@ -11,18 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from breccia.backend import (
-    PLAIN,
-    TENSOR,
-    Block,
-    InStorage,
-    ScaledTensor,
-    ScalingRecipe,
-    Shape,
-    checks,
-    packing,
-    part_shapes,
-)
+from breccia import InStorage, ScaledTensor, ScalingRecipe
+from breccia.backend import PLAIN, TENSOR, Block, Shape, checks, packing, part_shapes
 
 from .choices import codecs_of
 from .geometry import Source, Tile, divided_up, in_memory

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from breccia.backend import Block, Format, Shape
+from breccia import Format
+from breccia.backend import Block, Shape
 
 from .choices import Choice, Choose, block_text, choices_of, key_of
 from .facts import GRID, INTERPRETED, LARGE, NUMBERS, Argument, Codes, Hardware

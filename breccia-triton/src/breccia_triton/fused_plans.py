@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from breccia import Format, Integer, Lookup, Minifloat, PowerOfTwo
-from breccia.backend import F32, TENSOR, Block, Call, Codec
+from breccia import Codec, Format, Integer, Lookup, Minifloat, PowerOfTwo
+from breccia.backend import F32, TENSOR, Block, Call
 
 from . import plans
 from .bf16_plans import BEYOND, LARGEST, LEAST, NORMAL, significant

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from breccia import DelayedScaling
+from breccia import DelayedScaling, ScaledTensor, ScalingRecipe
 from breccia.backend import (
     DEFAULT,
     FLOAT32,
@@ -27,8 +27,6 @@ from breccia.backend import (
     Metadata,
     Ops,
     ProductOptions,
-    ScaledTensor,
-    ScalingRecipe,
     Shape,
     calls,
     checks,
@@ -37,8 +35,8 @@ from breccia.backend import (
     ops_of,
     product_options,
     reference,
-    storages,
 )
+from breccia.internal import storages
 
 from .facts import LARGE, Array, Codes, Hardware, Operand, itemsize
 from .jax_primitive import launched, run

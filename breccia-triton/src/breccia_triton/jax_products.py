@@ -16,18 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from breccia.backend import (
-    FLOAT32,
-    Metadata,
-    Ops,
-    ProductOptions,
-    ScaledTensor,
-    checks,
-    composites,
-    ops_of,
-    product_options,
-    reference,
-)
+from breccia import ScaledTensor
+from breccia.backend import FLOAT32, Metadata, Ops, ProductOptions, checks, composites, ops_of, product_options, reference
 
 from .facts import Hardware
 from .fused import Given, Product, scaled

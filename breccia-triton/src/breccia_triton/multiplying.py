@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from breccia.backend import ProductOptions, ScaledTensor, composites
+from breccia import ScaledTensor
+from breccia.backend import ProductOptions, composites
 from breccia_torch.ops import need_dense
 
 from .launch import Remembered, on

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from breccia.backend import PLAIN, ScaledTensor, UnsupportedError, dtype_name
+from breccia import ScaledTensor, UnsupportedError
+from breccia.backend import PLAIN, dtype_name
 from breccia_torch.ops import TORCH
 
 from .facts import INTERPRETED, LARGE, Array, Codes, Hardware, Numbers, Operand, Written

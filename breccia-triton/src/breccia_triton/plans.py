@@ -5,21 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from breccia import Device, ScalingRecipe
-from breccia.backend import (
-    PLAIN,
-    TENSOR,
-    Block,
-    Call,
-    Layout,
-    Shape,
-    checks,
-    install,
-    packing,
-    renames,
-    repeats,
-    targets,
-)
+from breccia import Device, Layout, ScalingRecipe
+from breccia.backend import PLAIN, TENSOR, Block, Call, Shape, checks, packing, targets
+from breccia.internal import install, renames, repeats
 
 from .choices import DEFAULT, Choice
 from .facts import LARGE

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from breccia import DelayedScaling, ScalingRecipe
-from breccia.backend import PLAIN, TENSOR, Block, ScaledTensor, checks, renames
+from breccia import DelayedScaling, ScaledTensor, ScalingRecipe
+from breccia.backend import PLAIN, TENSOR, Block, checks
+from breccia.internal import renames
 
 from .casting import (
     amax_kernel,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from breccia import Codec, Format, Integer, Level, Minifloat, PowerOfTwo, ScalingRecipe
-from breccia.backend import F32_INF, TENSOR, FloatForm, IntegerForm, TableForm, f32, f32_bits, form_of, packing, rules
+from breccia import Codec, Format, Integer, Level, Minifloat, PowerOfTwo, ScalingRecipe, rules
+from breccia.backend import F32_INF, TENSOR, FloatForm, IntegerForm, TableForm, form_of, packing
+from breccia.internal import f32, f32_bits
 
 #: Element codecs with a conversion instruction on NVIDIA GPUs from compute capability 8.9 on.
 CONVERTED = ("E4M3", "E5M2")

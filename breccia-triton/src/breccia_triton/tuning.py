@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from breccia.backend import reentrant
+from breccia.internal import reentrant
 
 from .choices import DEFAULT, Choice, Choose, Key, Tuned, choices_of
 from .facts import INTERPRETED

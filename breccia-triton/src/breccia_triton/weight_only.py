@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from breccia.backend import FLOAT32, ProductOptions, ScaledTensor, checks, dtype_name, storages
+from breccia import ScaledTensor
+from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name
+from breccia.internal import storages
 
 from . import weight_plans as plans
 from .choices import codecs_of

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from breccia import Device, Format, Integer, Minifloat
-from breccia.backend import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, TENSOR, Block, Call, Codec, fragments
+from breccia import Codec, Device, Format, Integer, Minifloat
+from breccia.backend import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, TENSOR, Block, Call
+from breccia.internal import fragments
 
 from .choices import measured
 from .cuda import compiler

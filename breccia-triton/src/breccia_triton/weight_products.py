@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from breccia import KernelError
-from breccia.backend import ScaledTensor, dtype_name, reentrant, reference
+from breccia import KernelError, ScaledTensor
+from breccia.backend import dtype_name, reference
+from breccia.internal import reentrant
 from breccia_torch.ops import TORCH
 
 from . import weight_plans as plans

@@ -14,7 +14,8 @@ from recipes import RECIPES, recipe_id
 
 import breccia
 from breccia.arrays.frameworks import ops_of
-from breccia.backend import as_recipe, dtype_name, output_dtype, registry
+from breccia.backend import as_recipe, dtype_name, registry
+from breccia.internal import output_dtype
 from breccia.tensors.advice import ADVICE
 from breccia.testing.examples import wide
 

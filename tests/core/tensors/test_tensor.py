@@ -27,7 +27,7 @@ from breccia import (
     ShapeError,
     UnsupportedError,
 )
-from breccia.backend import check_scaled
+from breccia.internal import check_scaled
 from breccia.testing.examples import wide
 
 DATA = np.zeros((4, 8), np.uint8)

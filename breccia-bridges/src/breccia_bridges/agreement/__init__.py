@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from breccia import ScalingRecipe
-from breccia.backend import NUMPY, Codec, pack
+from breccia import Codec, ScalingRecipe
+from breccia.backend import NUMPY, pack
 
 #: One module of this package each, in the order of the table.
 ADAPTERS = ("torchao", "transformer_engine", "compressed_tensors", "mlx", "qwix", "gguf", "torch", "jax", "ml_dtypes")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from breccia import (
+    Codec,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowScaling,
@@ -23,7 +24,7 @@ from breccia import (
     NVFP4BlockScaling,
     ScalingRecipe,
 )
-from breccia.backend import E2M1, E2M3, E4M3, E8M0, INT4, INT8, NUMPY, UINT4, Codec
+from breccia.backend import E2M1, E2M3, E4M3, E8M0, INT4, INT8, NUMPY, UINT4
 
 from . import DIVIDED, Library, Quantizer, Setting, Written, installed, packed
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from breccia import INT4Scaling, INT8Scaling, MXFP4BlockScaling
-from breccia.backend import E2M1, INT4, UINT4, Codec
+from breccia import Codec, INT4Scaling, INT8Scaling, MXFP4BlockScaling
+from breccia.backend import E2M1, INT4, UINT4
 
 from . import TIES, Library, Quantizer, Setting, Written, installed, packed
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from breccia.backend import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, Codec
+from breccia import Codec
+from breccia.backend import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4
 
 from . import TO_INF, TO_NAN, Library, Quantizer, Setting, Written, installed, packed
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from breccia import INT4Scaling, INT8Scaling, MXFP4BlockScaling, MXFP8BlockScaling, NF4Scaling, NVFP4BlockScaling
-from breccia.backend import E2M1, E4M3, E8M0, INT4, INT8, NF4, NUMPY, Codec
+from breccia import Codec, INT4Scaling, INT8Scaling, MXFP4BlockScaling, MXFP8BlockScaling, NF4Scaling, NVFP4BlockScaling
+from breccia.backend import E2M1, E4M3, E8M0, INT4, INT8, NF4, NUMPY
 
 from . import Library, Quantizer, Setting, Written, installed, packed
 

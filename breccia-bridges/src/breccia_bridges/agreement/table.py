@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from breccia import CorruptFileError, ScalingRecipe, cast, dequantize
-from breccia.backend import CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, NUMPY, Codec, PowerOfTwo
+from breccia import Codec, CorruptFileError, PowerOfTwo, ScalingRecipe, cast, dequantize
+from breccia.backend import CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, NUMPY
 
 from ..staging import write_text
 from . import Library, Quantizer, Written, libraries, packed

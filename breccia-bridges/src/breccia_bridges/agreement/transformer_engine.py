@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from breccia import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
-from breccia.backend import E4M3, E5M2, NUMPY, Codec
+from breccia import Codec, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
+from breccia.backend import E4M3, E5M2, NUMPY
 
 from . import Library, Quantizer, Setting, Written, installed
 

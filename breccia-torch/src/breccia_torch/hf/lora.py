@@ -20,7 +20,8 @@ except ImportError as e:
     raise ImportError(f"breccia_torch.hf.lora needs peft: pip install peft ({e}).", name=e.name, path=e.path) from e
 
 import breccia
-from breccia.backend import ScaledTensor, UnsupportedError, once
+from breccia import ScaledTensor, UnsupportedError
+from breccia.internal import once
 
 from ..nn import ScaledLinear
 

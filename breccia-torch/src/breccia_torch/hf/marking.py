@@ -16,8 +16,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import modeling_utils
 
-from breccia import bridges
-from breccia.backend import ScalingRecipe, UnsupportedError, abbreviated, once, targets
+from breccia import ScalingRecipe, UnsupportedError, bridges
+from breccia.backend import targets
+from breccia.internal import abbreviated, once
 
 from ..nn import STATE, ScaledLinear, ScaledWeight
 

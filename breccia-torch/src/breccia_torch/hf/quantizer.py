@@ -25,18 +25,8 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import breccia
-from breccia import bridges
-from breccia.backend import (
-    PARTS,
-    Metadata,
-    OptionError,
-    Policy,
-    ScaledTensor,
-    ScalingRecipe,
-    UnsupportedError,
-    as_recipe,
-    components,
-)
+from breccia import OptionError, Policy, ScaledTensor, ScalingRecipe, UnsupportedError, bridges
+from breccia.backend import PARTS, Metadata, as_recipe, components
 
 from ..checkpoint import check_all_quantized, stacked
 from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight

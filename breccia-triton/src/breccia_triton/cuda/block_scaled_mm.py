@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from breccia.backend import E2M1, FLOAT32, ProductOptions, ScaledTensor, UnsupportedError, checks
+from breccia import ScaledTensor, UnsupportedError
+from breccia.backend import E2M1, FLOAT32, ProductOptions, checks
 
 from ..launch import on
 from ..operands import need_one_device, parts_of

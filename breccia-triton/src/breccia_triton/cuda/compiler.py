@@ -20,7 +20,8 @@ from typing import Any
 
 import platformdirs
 
-from breccia.backend import BrecciaError, once
+from breccia import BrecciaError
+from breccia.internal import once
 
 from ..choices import replace_file
 

@@ -10,7 +10,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from breccia.backend import BrecciaError, once
+from breccia import BrecciaError
+from breccia.internal import once
 
 #: CUtensorMapDataType, by bytes and kind: FP8 codes are bytes to the copy engine.
 DTYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from breccia.backend import FLOAT32, PLAIN, ProductOptions, ScaledTensor, ShapeError, checks, dtype_name
+from breccia import ScaledTensor, ShapeError
+from breccia.backend import FLOAT32, PLAIN, ProductOptions, checks, dtype_name
 from breccia_torch.ops import need_dense
 
 from ..launch import Remembered, allocator, current_stream, elsewhere, index_of, on, stream_of

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from breccia import Device, ScalingRecipe
-from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Codec, Layout, Operand, Shape
+from breccia import Codec, Device, Layout, ScalingRecipe
+from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Operand, Shape
 
 from ..choices import measured, nearest, times_over_bound
 from . import compiler

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from breccia.backend import once
+from breccia.internal import once
 
 from . import compiler
 from .driver import Function, driver

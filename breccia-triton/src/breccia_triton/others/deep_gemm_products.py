@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from breccia.backend import FLOAT32, ProductOptions, UnsupportedError
+from breccia import UnsupportedError
+from breccia.backend import FLOAT32, ProductOptions
 
 from .results import blocks, product
 

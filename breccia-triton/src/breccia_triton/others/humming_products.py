@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from breccia.backend import FLOAT32, INT4, ProductOptions, ScaledTensor, UnsupportedError
+from breccia import ScaledTensor, UnsupportedError
+from breccia.backend import FLOAT32, INT4, ProductOptions
 
 from ..cuda.fp8_plans import kind_of
 from .kept import kept

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from breccia.backend import ScaledTensor, UnsupportedError
+from breccia import ScaledTensor, UnsupportedError
 
 T = TypeVar("T")
 _log = logging.getLogger("breccia")

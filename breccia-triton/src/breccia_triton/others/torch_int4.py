@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from breccia.backend import FLOAT32, INT4, ProductOptions, ScaledTensor
+from breccia import ScaledTensor
+from breccia.backend import FLOAT32, INT4, ProductOptions
 
 from .kept import kept
 from .results import product

@@ -1,7 +1,7 @@
 """Acme's own form of a tensor: a dict of the very buffers."""
 
 from acme_breccia.plugin import Acme6Scaling
-from breccia.backend import DialectError, from_buffer
+from breccia import DialectError, from_buffer
 
 
 def to_acme(scaled):

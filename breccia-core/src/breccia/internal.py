@@ -1,0 +1,57 @@
+# pyright: reportUnsupportedDunderAll=false
+"""What breccia's own distributions import of core beside `breccia` and `breccia.backend`. It changes without notice.
+
+Plug-ins of others import `breccia` and `breccia.backend` alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .lazy_names import found
+
+#: Name -> module that defines it. docs/scripts/stubs.py writes `internal.pyi` from it.
+_HOMES: dict[str, str] = {
+    "named": "dispatch.kernel",
+    "CASTING": "operations",
+    "Table": "dispatch.table",
+    "storing": "",
+    **dict.fromkeys(("measuring", "storages"), "kernels"),
+    **dict.fromkeys(("bit_pattern", "device_of", "output_dtype"), "arrays.frameworks"),
+    **dict.fromkeys(("FIELDS", "check_scaled", "fill", "logical_shape", "restored", "transposed"), "tensors.tensor"),
+    "ADVICE": "tensors.advice",
+    "part_grids": "tensors.components",
+    "check_parts": "tensors.checks",
+    **dict.fromkeys(("packed_length", "whole_unit"), "tensors.grids"),
+    **dict.fromkeys(("cached_property", "reentrant"), "locks"),
+    **dict.fromkeys(("layout_of_tensor", "placed"), "layouts"),
+    "fragments": "tensors",
+    **dict.fromkeys(("FLOAT_CODECS", "FLOAT_NAMES", "MAGNITUDE", "MANTISSA", "NORMAL", "f32", "f32_bits"), "codecs"),
+    **dict.fromkeys(("check_choices", "one_of"), "recipes"),
+    **dict.fromkeys(("InternedKey", "check_positive", "rebuilt", "spelled"), "declared"),
+    **dict.fromkeys(("keeps_parts", "renames", "repeats"), "kernels.exact"),
+    "numpy": "kernels",
+    **dict.fromkeys(
+        ("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"
+    ),
+    **dict.fromkeys(("abbreviated", "check_names", "printable", "suggestion"), "errors"),
+    **dict.fromkeys(("parsed_json", "unique_keys"), "json_text"),
+    **dict.fromkeys(("ML_DTYPES", "install"), "siblings"),
+    "once": "targets",
+    **dict.fromkeys(("PRESETS", "check_patterns", "kept_kind", "matches"), "policies"),
+    **dict.fromkeys(("kind_in_file", "size"), "models"),
+    "recipe_names": "cli.main",
+}
+
+__all__ = [*sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = found(_HOMES, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
