@@ -274,7 +274,7 @@ def test_a_program_is_read_from_its_text() -> None:
 
 
 def test_errors_of_kernels_end_the_program_and_are_told() -> None:
-    from breccia_jax import primitive
+    from breccia_jax import native
 
     program = read(
         '["Cast",{"recipe":"{\\"name\\":1}","axis":-1,"supplied":false,"stochastic":false,'
@@ -282,7 +282,7 @@ def test_errors_of_kernels_end_the_program_and_are_told() -> None:
     )
     assert program.operands == (((4, 4), "float32"),)
     with pytest.raises(Exception, match="recipe"):
-        primitive._answer(program.text(), (memoryview(bytearray(64)),), ())
+        native._answer(program.text(), (memoryview(bytearray(64)),), ())
 
 
 def test_results_are_where_the_operands_are() -> None:

@@ -34,7 +34,8 @@ from breccia.internal import install  # noqa: E402
 from breccia.kernels import bounds  # noqa: E402
 from breccia.operations import OPERATIONS  # noqa: E402
 from breccia.options import product_options  # noqa: E402
-from breccia_triton import jax_calls, jax_primitive, jax_products, plans, plugin  # noqa: E402
+from breccia_jax import primitive  # noqa: E402
+from breccia_triton import jax_calls, jax_launch, jax_products, plans, plugin  # noqa: E402
 from breccia_triton.facts import Hardware  # noqa: E402
 from breccia_triton.prepare import Launch  # noqa: E402
 
@@ -110,7 +111,7 @@ def interpreted(
     integers: Sequence[int] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """In place of `launched`: the kernel in Triton's interpreter. Outputs that are not zeroed hold arbitrary bytes before."""
-    constants = launch.constants | jax_primitive.numbers_of(launch, (*inputs, *outputs), integers)
+    constants = launch.constants | jax_launch.numbers_of(launch, (*inputs, *outputs), integers)
     given = {name: a for name, a in inputs.items() if name in launch.arguments}
 
     def run(*arrays: Any) -> list[Any]:
@@ -133,7 +134,7 @@ def interpreted(
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of kernels that run, in the interpreter where there is no GPU."""
     made: list[str] = []
-    run = jax_primitive.launched if ON_GPU else interpreted
+    run = jax_launch.launched if ON_GPU else interpreted
 
     def launched(launch: Launch, *arguments: Any) -> Any:
         made.append(launch.function.__name__)
@@ -142,9 +143,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(jax_calls, "launched", launched)
     monkeypatch.setattr(jax_products, "launched", launched)
     if not ON_GPU:
-        monkeypatch.setattr(jax_primitive, "alone", lambda context: True)
-        monkeypatch.setattr(jax_primitive, "capability", lambda: (9, 0))
-        monkeypatch.setattr(jax_primitive, "hardware", Hardware)
+        monkeypatch.setattr(primitive, "runs_kernels", lambda context, platform: True)
+        monkeypatch.setattr(jax_launch, "capability", lambda: (9, 0))
+        monkeypatch.setattr(jax_launch, "hardware", Hardware)
     return made
 
 
@@ -464,7 +465,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         return {name: jnp.zeros(a.shape, a.dtype) for name, a in outputs.items()}
 
     monkeypatch.setattr(jax_calls, "launched", launched)
-    monkeypatch.setattr(jax_primitive, "capability", lambda: capability[0])
+    monkeypatch.setattr(jax_launch, "capability", lambda: capability[0])
 
     capability = [(9, 0)]
 
@@ -512,10 +513,11 @@ ALL = """
 import os, sys
 os.environ["TRITON_CACHE_DIR"] = "here"
 import jax, jax.numpy as jnp, breccia
-from breccia.backend import CastOptions, reference
-from breccia_triton import jax_calls, jax_primitive, jax_products
+from breccia.backend import CastOptions, product_options, reference
+from breccia_jax import primitive  # noqa: E402
+from breccia_triton import jax_calls, jax_launch, jax_products
 assert "torch" not in sys.modules and "jax_triton" not in sys.modules
-jax_primitive.capability = lambda: divmod(int(sys.argv[1]), 10)
+jax_launch.capability = lambda: divmod(int(sys.argv[1]), 10)
 count = 0
 
 def lower(function, *arrays):
@@ -534,7 +536,7 @@ for spec in ("fp8_block", "mxfp6", "nvfp4", "int4,symmetric=false,signed=false",
     lower(lambda x: jax_calls.cast_pair(x, recipe), one)
     lower(lambda x, seed: jax_calls.cast(x, recipe, CastOptions(rounding="stochastic", seed=seed)), x, seed)
     st = jax.eval_shape(lambda x: reference.cast(x, recipe), x)
-    lower(lambda st: jax_calls.dequantize(st, "bfloat16"), st)
+    lower(lambda st: jax_calls.dequantize(st, product_options("bfloat16")), st)
     lower(lambda st: jax_calls.requantize(st, other), st)
 for amaxes in ((), jax.ShapeDtypeStruct((3,), jnp.float32)):
     lower(lambda x, a, s: jax_calls.cast_and_record(x, delayed, a, s), x, amaxes, number)
@@ -569,7 +571,7 @@ import re, triton, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from breccia_triton.casting import dequantize_kernel
-from breccia_triton.jax_primitive import _ordered
+from breccia_triton.jax_launch import _ordered
 import breccia
 from breccia.backend import reference
 from breccia_triton import operands, plans, prepare

@@ -1,7 +1,7 @@
 """Kernels for JAX arrays on the CPU: the NumPy kernels, zero-copy, eager and inside compiled functions.
 
 Arrays in memory are viewed as NumPy arrays and results are handed to JAX, so that a new shape compiles nothing. Inside compiled
-functions XLA calls the same kernels through breccia-native (`breccia_jax.primitive`).
+functions XLA calls the same kernels through breccia-native (`breccia_jax.native`).
 """
 
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -44,8 +44,9 @@ from breccia.internal import renames
 
 from .container import Static, leaf_of, of_leaves, untransposed
 from .meshes import check_operand
+from .native import NumPyProgram, OnCPU, as_numpy
 from .ops import JAX
-from .primitive import Program, Shapes, as_numpy, traced
+from .primitive import Shapes, traced
 
 Array = Any
 #: XLA takes memory at multiples of this address over without a copy.
@@ -168,7 +169,7 @@ def recasts(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions) -> bo
     return _is_composite(_chosen("requantize", st, None, recipe, options)) and runs("dequantize", st)
 
 
-def _ran(program: Program, arrays: Sequence[Array]) -> list[Array]:
+def _ran(program: NumPyProgram, arrays: Sequence[Array]) -> list[Array]:
     """The results of a program, at once or in the function that is traced."""
     if not in_memory(arrays):
         return traced(program, arrays)
@@ -232,7 +233,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(OnCPU):
     """A call of `cast`: of `x`, a supplied scale, and the two words of a seed, if there are any."""
 
     recipe: str
@@ -275,7 +276,7 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Decode:
+class Decode(OnCPU):
     """A call of `dequantize`."""
 
     tensor: Tensor
@@ -301,7 +302,7 @@ class Decode:
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(OnCPU):
     """A call of `matmul`. a, b: the operands that are ScaledTensors. bias: whether there is one, the last array."""
 
     a: Tensor | None
@@ -355,10 +356,10 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Each:
+class Each(OnCPU):
     """A call for each example of a batch. mapped: whether an operand has an axis of examples, in front."""
 
-    call: Program
+    call: NumPyProgram
     count: int
     mapped: tuple[bool, ...]
 
@@ -388,7 +389,7 @@ class Each:
             self.call.run(given, [result[i, ...] for result in results])
 
 
-def each(call: Program, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
+def each(call: NumPyProgram, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
     """The results of a call for each example along these axes; None for many small ones, faster at once by XLA."""
     if max(math.prod(shape) for shape, _ in call.operands) < _SMALL:
         return None
@@ -397,7 +398,7 @@ def each(call: Program, arrays: Sequence[Array], axes: Sequence[int | None]) -> 
     return traced(Each(call, arrays[mapped.index(True)].shape[0], mapped), arrays)
 
 
-def read(text: str) -> Program:
+def read(text: str) -> NumPyProgram:
     """The inverse of `Program.text`."""
     kind, fields = json.loads(text, object_hook=_tuples)
     if kind == "Each":

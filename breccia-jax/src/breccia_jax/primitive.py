@@ -1,7 +1,8 @@
-"""The JAX primitive of calls that run NumPy's kernels inside compiled functions.
+"""The JAX primitive of calls that run by kernels of one kind of device inside compiled functions.
 
-Which implementation runs is known only when a function is compiled: the kernels where it is compiled for one CPU device, or for
-each device apart (`shard_map`); else the generic algorithm, which XLA partitions over devices and `jax.export` writes to files.
+Which implementation runs is known only when a function is compiled: the kernels where it is compiled for one device of their
+platform, or for each device apart (`shard_map`); else the generic algorithm, which XLA partitions over devices and `jax.export`
+writes to files. The kernels of breccia-jax for CPUs and of breccia-triton for GPUs both run in this way.
 """
 
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -11,19 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 from jax.sharding import AxisType
-
-from breccia.backend import targets
 
 Array = Any
 #: (shape, dtype) of each array.
@@ -34,25 +32,23 @@ class Program(Protocol):
     """A call with two implementations that return the same arrays. It is hashable: JAX caches what it compiles by it."""
 
     @property
-    def operands(self) -> Shapes: ...
+    def platform(self) -> str:
+        """XLA's name of the devices that the kernels run on: "cpu", "cuda"."""
+        ...
 
     @property
     def results(self) -> Shapes: ...
-
-    def text(self) -> str:
-        """What another process can read it from: compiled programs may be cached on disk."""
-        ...
 
     def generic(self, *arrays: Array) -> list[Array]:
         """By the generic algorithm, on JAX arrays."""
         ...
 
     def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
-        """The results of a batch along axis 0, by another call; None leaves the batch to the generic algorithm."""
+        """The results of a batch, examples along axis 0, by another call; None leaves the batch to the generic algorithm."""
         ...
 
-    def run(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
-        """By NumPy's kernels: write the results."""
+    def lowered(self, context: Any, *arrays: Any) -> Any:
+        """By kernels: the results of a lowering rule of JAX. None where they do not run on this device."""
         ...
 
 
@@ -69,7 +65,7 @@ def traced(program: Program, arrays: Sequence[Array]) -> list[Array]:
     return _call.bind(*arrays, program=program, avals=avals)
 
 
-_call = Primitive("breccia_cpu")
+_call = Primitive("breccia")
 _call.multiple_results = True
 _call.def_impl(partial(xla.apply_primitive, _call))
 
@@ -80,59 +76,31 @@ def _(*arrays: Any, program: Program, avals: tuple[Any, ...]) -> list[Any]:
 
 
 def _batched(arrays: Any, axes: Any, *, program: Program, avals: Any) -> tuple[list[Array], list[int]]:
-    found = program.batched(arrays, axes)
-    if found is None:
-        found = jax.vmap(program.generic, in_axes=tuple(axes))(*arrays)
-    return found, [0] * len(avals)
+    results = program.batched(arrays, axes)
+    if results is None:
+        results = jax.vmap(program.generic, in_axes=tuple(axes))(*arrays)
+    return results, [0] * len(avals)
 
 
 def _lowered(context: Any, *arrays: Any, program: Program, avals: Any) -> Any:
-    if _alone(context):
-        _register()
-        return jax.ffi.ffi_lowering(TARGET)(context, *arrays, call=program.text())
-    return mlir.lower_fun(program.generic, multiple_results=True)(context, *arrays)
+    results = program.lowered(context, *arrays) if runs_kernels(context, program.platform) else None
+    return mlir.lower_fun(program.generic, multiple_results=True)(context, *arrays) if results is None else results
 
 
 batching.primitive_batchers[_call] = _batched
 mlir.register_lowering(_call, _lowered)
 
 
-def _alone(context: Any) -> bool:
-    """Whether code is compiled for one CPU device, or for each device apart (`shard_map`), and not for export."""
+def runs_kernels(context: Any, platform: str) -> bool:
+    """Whether code is compiled for one device of this platform, or for each device apart (`shard_map`), and not for export.
+
+    XLA cannot partition a kernel, and exported functions hold no kernels of a plug-in.
+    """
     module = context.module_context
     platforms = module.platforms if context.platforms is None else context.platforms
-    if tuple(platforms) != ("cpu",) or module.lowering_parameters.for_export:
+    if tuple(platforms) != (platform,) or module.lowering_parameters.for_export:
         return False
     axes = module.axis_context
     if isinstance(axes, mlir.SPMDAxisContext):
         return math.prod(n for name, n in axes.mesh.shape.items() if name not in axes.manual_axes) == 1
     return getattr(axes, "num_devices", 1) == 1
-
-
-#: The name of the handler of breccia-native among XLA's.
-TARGET = "breccia_native"
-
-
-@lru_cache
-def _register() -> None:
-    # References, not imports: breccia-native is optional, and what it lacks is a reason in `breccia.explain`.
-    targets.load("breccia_native.xla_calls:answer_with")(_answer)
-    jax.ffi.register_ffi_target(TARGET, targets.load("breccia_native.xla_calls:handler")(), platform="cpu")
-
-
-def _answer(text: str, arrays: tuple[memoryview, ...], results: tuple[memoryview, ...]) -> None:
-    """Run the program `text` on memory of XLA."""
-    program = _read(text)
-    given = [as_numpy(np.frombuffer(a, np.uint8), *of) for a, of in zip(arrays, program.operands, strict=True)]
-    written = [as_numpy(np.frombuffer(a, np.uint8), *of) for a, of in zip(results, program.results, strict=True)]
-    program.run(given, written)
-
-
-def as_numpy(memory: np.ndarray, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """An array of bytes as one of that shape and dtype."""
-    return memory.view(jnp.dtype(dtype)).reshape(shape)
-
-
-@lru_cache(maxsize=1024)
-def _read(text: str) -> Program:
-    return targets.load("breccia_jax.cpu:read")(text)

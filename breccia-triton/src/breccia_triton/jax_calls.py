@@ -39,7 +39,7 @@ from breccia.backend import (
 from breccia.internal import storages
 
 from .facts import LARGE, Array, Codes, Hardware, Operand, itemsize
-from .jax_primitive import launched, run
+from .jax_launch import OnGPU, launched, run
 from .plans import TOO_LARGE, readable
 from .prepare import RECORDING, Launch, Options, Pass, Prepared, decoding, needed, scaled_source
 from .specs import Spec, Unsupported
@@ -193,7 +193,7 @@ def _written(made: Prepared) -> Iterator[tuple[str, Shape, str, bool]]:
 
 
 @dataclass(frozen=True)
-class Decode:
+class Decode(OnGPU):
     """A call of `dequantize`. shapes: of the components, by the parameters of kernels."""
 
     ops: Ops
@@ -230,7 +230,7 @@ def _decoding(call: Decode, hardware: Hardware = UNKNOWN) -> Launch | str:
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(OnGPU):
     """A call of an op that casts. shapes: of the arrays it reads, by the parameters of kernels. metadata: of a ScaledTensor."""
 
     op: str

@@ -22,7 +22,7 @@ from breccia.backend import FLOAT32, Metadata, Ops, ProductOptions, checks, comp
 from .facts import Hardware
 from .fused import Given, Product, scaled
 from .jax_calls import UNKNOWN, Shapes, as_integers, assembled, codes_of, components, is_array, placeholder, shapes_of
-from .jax_primitive import launched, run
+from .jax_launch import OnGPU, launched, run
 from .plans import readable
 from .prepare import needed
 from .specs import Unsupported
@@ -52,7 +52,7 @@ def _arrays(name: str, x: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Multiply:
+class Multiply(OnGPU):
     """A call of `matmul`. first, second, added: the arrays of a, of b (or for an FP8 tensor a, of b.mT), and the bias."""
 
     ops: Ops

@@ -1,27 +1,22 @@
-"""The JAX primitive of calls with kernels, and their launches through jax-triton.
-
-Which implementation runs is known only when a function is compiled: kernels where it is compiled for one CUDA device, else the
-generic algorithm, which XLA partitions over devices, and `jax.vmap` batches.
-"""
+"""Calls with kernels inside compiled functions, by the primitive of breccia-jax, and their launches through jax-triton."""
 
 # pyright: basic, reportMissingImports=false, reportMissingTypeStubs=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import triton
-from jax import lax
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, xla
-from jax.sharding import AxisType
+from jax.interpreters import mlir
+
+from breccia.backend import targets
+from breccia.internal import once
 
 from .facts import Hardware
 from .plans import LEAST
@@ -30,72 +25,44 @@ from .prepare import Launch
 Array = Any
 
 
-class Implemented(Protocol):
-    """A call with two implementations that return the same arrays. It is hashable: JAX caches what it compiles by it."""
+def run(program: OnGPU, arrays: Sequence[Array]) -> list[Array]:
+    """The results of a call, eager or traced."""
+    return _traced()(program, arrays)
+
+
+@once
+def _traced() -> Callable[[OnGPU, Sequence[Array]], list[Array]]:
+    # A reference, not an import: breccia-jax is optional, and is installed where a JAX array gets here.
+    return targets.load("breccia_jax.primitive:traced")
+
+
+class OnGPU(ABC):
+    """A `breccia_jax.primitive.Program` whose kernels are launched by jax-triton."""
 
     @property
+    def platform(self) -> str:
+        return "cuda"
+
+    @property
+    @abstractmethod
     def results(self) -> tuple[tuple[tuple[int, ...], str], ...]:
         """(shape, dtype) of each array."""
-        ...
 
+    @abstractmethod
     def generic(self, *arrays: Array) -> list[Array]:
         """By the generic algorithm."""
-        ...
 
+    @abstractmethod
     def kernels(self, hardware: Hardware, *arrays: Array) -> list[Array]:
         """By kernels for this hardware."""
-        ...
 
+    def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
+        return None
 
-def run(call: Implemented, arrays: Sequence[Array]) -> list[Array]:
-    """The results of a call, eager or traced. Gradients are the frontend's: kernels see none."""
-    arrays = [lax.stop_gradient(a) for a in arrays]
-    meshes = [mesh for a in arrays if not (mesh := jax.typeof(a).sharding.mesh).empty]
-    if not meshes:
-        return _call.bind(*arrays, call=call, avals=tuple(ShapedArray(shape, jax.numpy.dtype(d)) for shape, d in call.results))
-    if any(AxisType.Explicit in mesh.axis_types for mesh in meshes):  # shardings are part of types, which XLA must not change
-        return call.generic(*arrays)
-    # In `shard_map` the types say along which axes of the mesh the results vary.
-    return _call.bind(*arrays, call=call, avals=tuple(jax.make_jaxpr(call.generic)(*arrays).out_avals))
-
-
-_call = Primitive("breccia_triton")
-_call.multiple_results = True
-_call.def_impl(partial(xla.apply_primitive, _call))
-
-
-@_call.def_abstract_eval
-def _(*arrays: Any, call: Implemented, avals: tuple[ShapedArray, ...]) -> list[ShapedArray]:
-    return list(avals)
-
-
-def _batched(arrays: Any, axes: Any, *, call: Implemented, avals: Any) -> tuple[list[Array], list[int]]:
-    return jax.vmap(call.generic, in_axes=tuple(axes))(*arrays), [0] * len(avals)
-
-
-def _lowered(context: mlir.LoweringRuleContext, *arrays: Any, call: Implemented, avals: Any) -> Any:
-    runs = alone(context) and capability() >= LEAST
-    chosen = partial(call.kernels, hardware()) if runs else call.generic
-    return mlir.lower_fun(chosen, multiple_results=True)(context, *arrays)
-
-
-batching.primitive_batchers[_call] = _batched
-mlir.register_lowering(_call, _lowered)
-
-
-def alone(context: mlir.LoweringRuleContext) -> bool:
-    """Whether code is compiled for one CUDA device, or for each device apart (`shard_map`), and not for export.
-
-    XLA cannot partition a kernel, and exported functions hold no kernels of a plug-in.
-    """
-    module = context.module_context
-    platforms = module.platforms if context.platforms is None else context.platforms
-    if tuple(platforms) != ("cuda",) or module.lowering_parameters.for_export:
-        return False
-    axes = module.axis_context
-    if isinstance(axes, mlir.SPMDAxisContext):
-        return math.prod(n for name, n in axes.mesh.shape.items() if name not in axes.manual_axes) == 1
-    return getattr(axes, "num_devices", 1) == 1
+    def lowered(self, context: Any, *arrays: Any) -> Any:
+        if capability() < LEAST:
+            return None
+        return mlir.lower_fun(partial(self.kernels, hardware()), multiple_results=True)(context, *arrays)
 
 
 def hardware() -> Hardware:
