@@ -93,9 +93,12 @@ def test_dir_of_the_bridges_lists_what_plug_ins_declare() -> None:
 
 
 def test_dir_of_the_triton_kernels_lists_all_and_the_importable_kernels() -> None:
-    declared = {k.target.rpartition(":")[2] for k in breccia.dispatch.registry.registry().table.kernels if k.plugin == "triton"}
-    usable = declared if breccia.kernels.triton.TRITON_AVAILABLE else set()
-    assert dir(breccia.kernels.triton) == sorted({*breccia.kernels.triton.__all__, *usable})
+    expected = {"TRITON_AVAILABLE"}
+    if breccia.kernels.triton.TRITON_AVAILABLE:
+        declared = [k for k in breccia.dispatch.registry.registry().table.kernels if k.plugin == "triton"]
+        expected |= {k.target.rpartition(":")[2] for k in declared if k.framework == "torch"}
+        expected |= set(import_module("breccia_triton").__all__)
+    assert dir(breccia.kernels.triton) == sorted(expected)
 
 
 @pytest.mark.parametrize("module", FACADES, ids=lambda m: m.__name__)
@@ -324,13 +327,16 @@ def test_kernels_without_triton_name_the_missing_library(monkeypatch: pytest.Mon
 
 
 @pytest.mark.together
-def test_functions_of_breccia_triton_that_are_no_kernels_resolve_as_the_stub_says() -> None:
+def test_what_breccia_triton_exports_is_in_the_facade_of_core() -> None:
     if not breccia.kernels.triton.TRITON_AVAILABLE:
         pytest.skip("needs torch and triton")
-    functions = {node.name: node for node in stub(breccia.kernels.triton) if isinstance(node, ast.FunctionDef)}
-    found = inspect.signature(breccia.kernels.triton.configure)
-    assert list(found.parameters) == [argument.arg for argument in functions["configure"].args.kwonlyargs] == ["autotune"]
-    assert breccia.kernels.triton.configure.__module__ == "breccia_triton.tuning"
+    package = import_module("breccia_triton")
+    assert stubbed(package) == set(package.__all__)
+    assert set(package.__all__) == {"block_scaled_matmul_triton", "configure", "scaled_matmul_triton"}
+    for name in package.__all__:
+        assert getattr(breccia.kernels.triton, name) is getattr(package, name)
+    with pytest.raises(AttributeError, match=r"^module 'breccia_triton' has no attribute 'configur'; it has block_scaled_"):
+        package.configur  # noqa: B018
 
 
 def test_kernels_of_breccia_triton_for_torch_are_found_by_function_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +347,8 @@ def test_kernels_of_breccia_triton_for_torch_are_found_by_function_name(monkeypa
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     assert breccia.kernels.triton.TRITON_AVAILABLE is True
     assert breccia.kernels.triton.dumps is json.dumps
-    assert dir(breccia.kernels.triton) == sorted([*breccia.kernels.triton.__all__, "dumps"])
+    exported = {"block_scaled_matmul_triton", "configure", "scaled_matmul_triton"}
+    assert dir(breccia.kernels.triton) == sorted({"TRITON_AVAILABLE", "dumps", *exported})
     with pytest.raises(AttributeError, match=r"^breccia-triton declares no kernel function 'dump'; did you mean 'dumps'\?"):
         breccia.kernels.triton.dump  # noqa: B018
     with pytest.raises(AttributeError, match=r"^module 'breccia.kernels.triton' has no attribute '_x'$"):

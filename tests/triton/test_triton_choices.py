@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning_that_names_it(te
     (warning,) = caught
     message = str(warning.message)
     assert message.startswith(f"breccia ignores the configurations of Triton kernels in {path}: ") and WRONG[text] in message
-    assert message.endswith("Delete the file, or tune anew with breccia.kernels.triton.configure(autotune=True).")
+    assert message.endswith("Delete the file, or tune anew with breccia_triton.configure(autotune=True).")
     choices_of(NAME).keep({KEY: tuned(wide=64)})
     assert Choices(NAME).user == {str(KEY): Choice(wide=64)}
 

@@ -28,8 +28,7 @@ class Sibling:
     """One of breccia's distributions other than core.
 
     purpose: what it adds. arrays: top-level packages whose arrays it supports, as the framework with the plug-in's name.
-    commands: the names it declares. kernels: the modules its kernels run on. functions: names of its façade in
-    `breccia.kernels` that are not kernels, with their object references.
+    commands: the names it declares. kernels: the modules its kernels run on.
     """
 
     distribution: str
@@ -37,7 +36,6 @@ class Sibling:
     arrays: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
-    functions: tuple[tuple[str, str], ...] = ()
 
     @property
     def plugin(self) -> str:
@@ -54,11 +52,6 @@ TRITON = Sibling(
     "breccia-triton",
     "kernels for NVIDIA GPUs, on PyTorch and JAX",
     kernels=("torch", "triton"),
-    functions=(
-        ("configure", "breccia_triton.tuning:configure"),
-        ("scaled_matmul_triton", "breccia_triton.cuda.named:scaled_matmul_triton"),
-        ("block_scaled_matmul_triton", "breccia_triton.cuda.named:block_scaled_matmul_triton"),
-    ),
 )
 BRIDGES = Sibling(
     "breccia-bridges",

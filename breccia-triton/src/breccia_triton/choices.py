@@ -259,7 +259,7 @@ def _known(path: Path, device: str) -> dict[str, Choice]:
     except (OSError, ValueError) as e:
         warnings.warn(
             f"breccia ignores the configurations of Triton kernels in {path}: {e}. Delete the file, or tune anew with "
-            "breccia.kernels.triton.configure(autotune=True).",
+            "breccia_triton.configure(autotune=True).",
             stacklevel=2,
         )
         return {}

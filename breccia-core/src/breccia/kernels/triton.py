@@ -1,26 +1,34 @@
 # pyright: reportUnsupportedDunderAll=false
-"""The kernels for PyTorch of an installed breccia-triton, by function name; `TRITON_AVAILABLE` is whether they can run.
+"""What an installed breccia-triton exports, and its kernels for PyTorch by function name.
 
-`configure` sets how they run. `scaled_matmul_triton` and `block_scaled_matmul_triton` multiply two FP8 tensors on CUDA.
+`TRITON_AVAILABLE` is whether they can run. The import works anywhere.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from .. import targets
-from ..dispatch.kernel import Kernel
 from ..dispatch.registry import registry
 from ..errors import suggestion
 from ..siblings import TRITON
 
-__all__ = ["TRITON_AVAILABLE", "block_scaled_matmul_triton", "configure", "scaled_matmul_triton"]
+__all__ = ["TRITON_AVAILABLE"]
 
 
-def _kernels() -> dict[str, Kernel]:
-    """The declared kernels by function name; empty if they cannot be imported."""
-    declared = [k for k in registry().table.kernels if k.plugin == TRITON.plugin and k.framework == "torch"]
-    return {k.target.rpartition(":")[2]: k for k in declared if not _missing()}
+def _exported() -> dict[str, str]:
+    """Object references by name: what the package exports, and the declared kernels. Empty if they cannot be imported."""
+    if not _active() or _missing():
+        return {}
+    package = TRITON.distribution.replace("-", "_")
+    kernels = [k.target for k in registry().table.kernels if k.plugin == TRITON.plugin and k.framework == "torch"]
+    exported = {name: f"{package}:{name}" for name in import_module(package).__all__}
+    return exported | {target.rpartition(":")[2]: target for target in kernels}
+
+
+def _active() -> bool:
+    return any(p.distribution == TRITON.distribution and p.status == "active" for p in registry().plugins)
 
 
 def _missing() -> list[str]:
@@ -28,12 +36,11 @@ def _missing() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    active = any(p.distribution == TRITON.distribution and p.status == "active" for p in registry().plugins)
     if name == "TRITON_AVAILABLE":
-        return active and not _missing()
+        return _active() and not _missing()
     if name.startswith("_"):
         raise AttributeError(f"module 'breccia.kernels.triton' has no attribute {name!r}")
-    if not active:
+    if not _active():
         raise ImportError(
             f"breccia.kernels.triton.{name} comes with {TRITON.distribution}: {TRITON.remedy}."
             + registry().absence(TRITON.distribution),
@@ -45,11 +52,11 @@ def __getattr__(name: str) -> Any:
             f"{' '.join(_missing())} (triton has wheels for Linux only).",
             name=_missing()[0],
         )
-    found = {**dict(TRITON.functions), **{name: kernel.target for name, kernel in _kernels().items()}}
-    if name not in found:
-        raise AttributeError(f"{TRITON.distribution} declares no kernel function {name!r}{suggestion(name, list(found))}")
-    return targets.load(found[name])
+    exported = _exported()
+    if name not in exported:
+        raise AttributeError(f"{TRITON.distribution} declares no kernel function {name!r}{suggestion(name, list(exported))}")
+    return targets.load(exported[name])
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_kernels()})
+    return sorted({*__all__, *_exported()})
