@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from fresh import printed, ran
-from paths import TESTS
+from paths import ROOT, TESTS
 
 import breccia
 import breccia.backend
@@ -149,15 +150,11 @@ def test_importing_a_submodule_replaces_no_public_name() -> None:
     assert not public & submodules
 
 
-def test_bridges_have_the_signatures_of_their_stub() -> None:
-    for node in stub(breccia.bridges):
-        if isinstance(node, ast.FunctionDef) and node.name != "__getattr__":
-            promised: dict[str, Any] = {}
-            exec("from __future__ import annotations\n" + ast.unparse(node), promised)
-            target = breccia.dispatch.registry.registry().bridges[node.name].target
-            real = inspect.signature(breccia.targets.load(target)).parameters.values()
-            stubs = inspect.signature(promised[node.name]).parameters.values()
-            assert [(p.name, p.kind, p.default) for p in real] == [(p.name, p.kind, p.default) for p in stubs], node.name
+@pytest.mark.together
+def test_stubs_are_what_their_script_writes() -> None:
+    """`python docs/scripts/stubs.py` writes them: names and modules of the tables, and the signatures of the bridges."""
+    done = subprocess.run([sys.executable, "docs/scripts/stubs.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
 # -- missing names and distributions ---------------------------------------------------------------------------------

@@ -1,29 +1,26 @@
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .policies import Policy
 from .recipes import ScalingRecipe
 from .tensors.pair import TensorPair
 from .tensors.tensor import ScaledTensor
 
 def compare(
-    reference: str | os.PathLike[str],
-    candidate: str | os.PathLike[str],
-    *,
-    histograms: bool = False,
-    advance: Callable[[str, int], None] | None = None,
+    reference: str | os.PathLike[str], candidate: str | os.PathLike[str], *, histograms: bool = False, advance: Any = None
 ) -> Any: ...
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    recipe: ScalingRecipe | str,
+    recipe: ScalingRecipe | str | Policy | Mapping[str, Any],
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     force: bool = False,
     dry_run: bool = False,
     histograms: bool = False,
-    advance: Callable[[str, int], None] | None = None,
+    advance: Any = None,
 ) -> Any: ...
 def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant_state: Any = None) -> ScaledTensor: ...
 def from_compressed_tensors(module: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor: ...
@@ -70,12 +67,7 @@ def to_torchao(
     scaled: ScaledTensor, *, like: Any = None, dtype: Any = None, activation: ScalingRecipe | None = None, **attributes: Any
 ) -> Any: ...
 def to_transformer_engine(
-    scaled: ScaledTensor | TensorPair,
-    *,
-    like: Any = None,
-    dtype: Any = None,
-    columnwise: bool = False,
-    quantizer: Any = None,
+    scaled: ScaledTensor | TensorPair, *, like: Any = None, dtype: Any = None, columnwise: bool = False, quantizer: Any = None
 ) -> Any: ...
 def torchao_activation(tensor: Any) -> ScalingRecipe | None: ...
 
