@@ -177,7 +177,7 @@ def _products(
         following[label] = copies(lambda recipe=recipe: for_products(cast(w, recipe), sample), nbytes)
         if apart:
             plain[label] = copies(lambda recipe=recipe: cast(w, recipe), nbytes)
-    found: list[Product] = []
+    products: list[Product] = []
     for m in rows:
         x = placed(m, size)
         calls: dict[str, Callable[[], Any]] = {}
@@ -212,8 +212,8 @@ def _products(
         dense = statistics.median(seconds[base])
         for arm in calls:
             over = dense / statistics.median(seconds[arm])
-            found.append(Product(arm, m, kernels.get(arm, ""), tuple(seconds[arm]), over, base))
-    return found
+            products.append(Product(arm, m, kernels.get(arm, ""), tuple(seconds[arm]), over, base))
+    return products
 
 
 def taking(a: ScaledTensor, b: ScaledTensor, device: str, out_dtype: str) -> list[str]:
@@ -232,9 +232,9 @@ def _quantized_product(x: Any, following: Callable[[], Any], out_dtype: str, pre
     return matmul(x, following().mT, out_dtype, prefer=prefer)
 
 
-def _wait(ops: Ops, found: Any) -> None:
+def _wait(ops: Ops, result: Any) -> None:
     """Read one item of each array of a result."""
-    parts = (found.data, found.scale) if isinstance(found, ScaledTensor) else (found,)
+    parts = (result.data, result.scale) if isinstance(result, ScaledTensor) else (result,)
     for part in parts:
         ops.to_numpy(ops.reshape(part, (-1,))[:1])
 
@@ -253,7 +253,7 @@ def _timings(recipe: ScalingRecipe, ops: Ops, device: str, size: int, runs: int,
         "dequantize": (partial(dequantize, st), fp32 + st.nbytes, (st,)),
         "matmul": (partial(matmul, rows, st.mT), 8 * ROWS * size + st.nbytes, (rows, st.mT)),
     }
-    found: list[Timing] = []
+    timings: list[Timing] = []
     for op, (call, touched, operands) in calls.items():
         _wait(ops, call())
         seconds: list[float] = []
@@ -262,5 +262,5 @@ def _timings(recipe: ScalingRecipe, ops: Ops, device: str, size: int, runs: int,
             _wait(ops, call())
             seconds.append(perf_counter() - started)
         winner = explain(op, *operands).winner
-        found.append(Timing(label, op, winner.name if winner else "", touched, tuple(seconds)))
-    return found
+        timings.append(Timing(label, op, winner.name if winner else "", touched, tuple(seconds)))
+    return timings

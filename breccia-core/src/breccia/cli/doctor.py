@@ -44,17 +44,17 @@ def examine() -> list[Finding]:
     """All findings about this installation, by section, the optional ones last. Imports the frameworks to list devices."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # plug-ins set aside are listed below
-        found = registry()
-    missing = {line.subject: line for line in _requirements(found.plugins)}
+        declarations = registry()
+    missing = {line.subject: line for line in _requirements(declarations.plugins)}
     lines = [
         *_system(),
         *_distributions(missing),
         *_conflicting(),
-        *(line for framework in found.frameworks.values() for line in _framework(framework, missing)),
-        *_unsupported_frameworks(found.frameworks),
+        *(line for framework in declarations.frameworks.values() for line in _framework(framework, missing)),
+        *_unsupported_frameworks(declarations.frameworks),
         *missing.values(),
         *_extras(missing),
-        *_plugins(found.plugins),
+        *_plugins(declarations.plugins),
     ]
     return sorted(lines, key=lambda line: line.section == NOT_INSTALLED)
 
@@ -75,15 +75,15 @@ def _system() -> Iterator[Finding]:
 def _distributions(missing: Collection[str]) -> Iterator[Finding]:
     series = __version__.rpartition(".")[0]
     for name in (CORE, *(sibling.distribution for sibling in SIBLINGS)):
-        found = _version(name)
-        if found is None:
+        release = _version(name)
+        if release is None:
             if name == CORE:
                 yield Finding("breccia", name, NOTE, "not installed: it runs from PYTHONPATH", install(name))
-        elif found.rpartition(".")[0] != series:
-            text = f"{found}, but breccia-core is {__version__}; both must be {series}.*"
+        elif release.rpartition(".")[0] != series:
+            text = f"{release}, but breccia-core is {__version__}; both must be {series}.*"
             yield Finding("breccia", name, PROBLEM, text, install(name, "--upgrade"))
         else:
-            yield Finding("breccia", name, OK, found)
+            yield Finding("breccia", name, OK, release)
     for sibling in SIBLINGS:
         if _version(sibling.distribution) is None and sibling.distribution not in missing:
             yield Finding(NOT_INSTALLED, sibling.distribution, OPTIONAL, sibling.purpose, sibling.remedy)
@@ -91,9 +91,9 @@ def _distributions(missing: Collection[str]) -> Iterator[Finding]:
 
 def _conflicting() -> Iterator[Finding]:
     """An older, unrelated distribution with the same import name."""
-    found = unrelated()
-    if found is not None:
-        yield Finding("breccia", "breccia", PROBLEM, found.text, found.remedy)
+    conflict = unrelated()
+    if conflict is not None:
+        yield Finding("breccia", "breccia", PROBLEM, conflict.text, conflict.remedy)
 
 
 def _framework(framework: Framework, missing: Collection[str]) -> Iterator[Finding]:
@@ -121,10 +121,10 @@ def _unsupported_frameworks(known: dict[str, Framework]) -> Iterator[Finding]:
             yield Finding("frameworks", sibling.plugin, NOTE, text, sibling.remedy)
 
 
-def _requirements(found: list[Plugin]) -> Iterator[Finding]:
+def _requirements(plugins: list[Plugin]) -> Iterator[Finding]:
     """What installed distributions of plug-ins declare that they need, and have not: a finding by name."""
     needed: dict[str, list[tuple[str, Any]]] = {}
-    for owner in dict.fromkeys([CORE, *(p.distribution for p in found if p.status != "blocked")]):
+    for owner in dict.fromkeys([CORE, *(p.distribution for p in plugins if p.status != "blocked")]):
         for need in _unsatisfied(owner, {""}, set()):
             needed.setdefault(need.name, []).append((owner, need))
     ours = (CORE, *(sibling.distribution for sibling in SIBLINGS))
@@ -165,8 +165,8 @@ def _extras(missing: Collection[str]) -> Iterator[Finding]:
     for extra in EXTRAS:
         absent = [module for module in extra.modules if not targets.installed(module)]
         if not absent:
-            found = ", ".join(f"{module} {_version(module) or ''}".strip() for module in extra.modules)
-            yield Finding("extras", extra.name, OK, f"{found}: {extra.purpose}")
+            versions = ", ".join(f"{module} {_version(module) or ''}".strip() for module in extra.modules)
+            yield Finding("extras", extra.name, OK, f"{versions}: {extra.purpose}")
         elif extra is EXTRAS[0]:  # the program that is running
             yield Finding("extras", extra.name, MISSING, f"{', '.join(absent)} not installed: {extra.purpose}", extra.remedy)
         elif _version(extra.name.partition("[")[0]) and not {module.replace("_", "-") for module in absent} <= set(missing):
@@ -174,8 +174,8 @@ def _extras(missing: Collection[str]) -> Iterator[Finding]:
             yield Finding(NOT_INSTALLED, extra.name, OPTIONAL, text, extra.remedy)
 
 
-def _plugins(found: list[Plugin]) -> Iterator[Finding]:
-    for plugin in found:
+def _plugins(plugins: list[Plugin]) -> Iterator[Finding]:
+    for plugin in plugins:
         if plugin.status == "blocked":
             yield Finding("plug-ins", plugin.name, NOTE, f"{plugin.status}: {plugin.reason}", "unset BRECCIA_BLOCK")
         elif plugin.status != "active":

@@ -165,8 +165,8 @@ def _fail(e: Exception, message: str, code: int, as_json: bool) -> NoReturn:
     """Print the error on standard error, and exit."""
     line = printable(" ".join(message.split())) or type(e).__name__
     if as_json:
-        found = json.dumps(getattr(e, "found", {}), default=str, skipkeys=True)
-        plain = json.loads(found, parse_constant=str)  # JSON has no NaN
+        values_json = json.dumps(getattr(e, "found", {}), default=str, skipkeys=True)
+        plain = json.loads(values_json, parse_constant=str)  # JSON has no NaN
         typer.echo(json.dumps({"error": {"type": type(e).__name__, "message": line, "found": plain}}, indent=2), err=True)
     else:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), line), highlight=False)
@@ -212,14 +212,16 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Show which kernel runs for a call, and why the others do not."""
-    found = explain_call(op, *recipes, on=on, prefer=prefer)
+    explanation = explain_call(op, *recipes, on=on, prefer=prefer)
     if as_json:
-        rows = [{"kernel": v.kernel.name, "reason": v.reason, "location": v.location} for v in found.verdicts]
-        winner = found.winner.name if found.winner else None
-        where = {"framework": found.framework, "device": found.device or None}
-        print_json({"call": found.call, **where, "winner": winner, "candidates": rows, "calls": _planned(found.plan)})
+        rows = [{"kernel": v.kernel.name, "reason": v.reason, "location": v.location} for v in explanation.verdicts]
+        winner = explanation.winner.name if explanation.winner else None
+        where = {"framework": explanation.framework, "device": explanation.device or None}
+        print_json(
+            {"call": explanation.call, **where, "winner": winner, "candidates": rows, "calls": _planned(explanation.plan)}
+        )
     else:
-        typer.echo(str(found))
+        typer.echo(str(explanation))
 
 
 def _planned(steps: Iterable[Explanation]) -> list[dict[str, Any]]:
@@ -248,9 +250,11 @@ def recipes(
     as_json: Json = False,
 ) -> None:
     """List the recipes: bits per value, formats, fields and the values they take. With names, explain these."""
-    found = registry()
+    declarations = registry()
     chosen = [recipe(name) for name in names or ()]
-    every = [listed(found, type(r), r) for r in chosen] or [listed(found, kind) for kind in found.recipes.values()]
+    every = [listed(declarations, type(r), r) for r in chosen] or [
+        listed(declarations, kind) for kind in declarations.recipes.values()
+    ]
     if as_json:
         print_json([one.to_dict() for one in every])
     elif chosen:
@@ -316,8 +320,8 @@ def _explain_recipe(one: Listed) -> None:
 
 def _block(level: Level) -> str:
     """The elements that share its scale: "tensor", "row" or "block of 1x128"."""
-    found = covered(level.block)
-    return f"block of {found}" if "x" in found else found
+    extent = covered(level.block)
+    return f"block of {extent}" if "x" in extent else extent
 
 
 def _level(level: Level) -> str:
@@ -331,14 +335,14 @@ _CONVENTIONS = {"multiplier": "multiplies codes", "divisor": "divides codes", "a
 
 def plugins(as_json: Json = False) -> None:
     """List the installed plug-ins, what they declare, and why any was set aside."""
-    found = registry().plugins
+    plugins = registry().plugins
     if as_json:
-        print_json([asdict(p) for p in found])
+        print_json([asdict(p) for p in plugins])
         return
-    counts = {p.name: Counter(d.partition(":")[0] for d in p.declares) for p in found}
+    counts = {p.name: Counter(d.partition(":")[0] for d in p.declares) for p in plugins}
     declared = {name: ", ".join(f"{hook} {n}" for hook, n in count.items()) for name, count in counts.items()}
-    said = {p.name: [t for t in (declared[p.name], p.reason) if t] for p in found}
-    rows = [(p.name, p.distribution, p.version, p.status, "; ".join(said[p.name]) or "nothing yet") for p in found]
+    said = {p.name: [t for t in (declared[p.name], p.reason) if t] for p in plugins}
+    rows = [(p.name, p.distribution, p.version, p.status, "; ".join(said[p.name]) or "nothing yet") for p in plugins]
     print_table(("plug-in", "distribution", "version", "status", "declares"), rows)
 
 
@@ -377,13 +381,13 @@ def doctor(as_json: Json = False) -> None:
 
     Exits with 1 if something is broken, or something that is installed needs what is missing; optional parts may be absent.
     """
-    found = examine()
+    findings = examine()
     if as_json:
-        print_json([asdict(f) for f in found])
+        print_json([asdict(f) for f in findings])
     else:
-        width = max(len(f.subject) for f in found)
+        width = max(len(f.subject) for f in findings)
         console = Console(soft_wrap=True)
-        for section, lines in groupby(found, lambda f: f.section):
+        for section, lines in groupby(findings, lambda f: f.section):
             console.print(section, style="bold")
             for f in lines:
                 status = ("-" if f.status == OPTIONAL else f.status).ljust(8), _STYLES[f.status]
@@ -393,16 +397,16 @@ def doctor(as_json: Json = False) -> None:
                 console.print(line, highlight=False)
                 if f.remedy and f.status != OPTIONAL:
                     console.print(f"{'':{width + 12}}{f.remedy}", style="cyan", markup=False, highlight=False)
-        typer.echo(_verdict(found))
-    if any(f.status in FAULTS for f in found):
+        typer.echo(_verdict(findings))
+    if any(f.status in FAULTS for f in findings):
         raise typer.Exit(1)
 
 
-def _verdict(found: list[Finding]) -> str:
+def _verdict(findings: list[Finding]) -> str:
     """The last line of `doctor`."""
-    faults = [f.subject for f in found if f.status in FAULTS]
+    faults = [f.subject for f in findings if f.status in FAULTS]
     said = f"{len(faults)} problem{'s' * (len(faults) > 1)} found: {', '.join(faults)}" if faults else "no problems found"
-    return f"{said}; what is optional need not be installed" if any(f.status == OPTIONAL for f in found) else said
+    return f"{said}; what is optional need not be installed" if any(f.status == OPTIONAL for f in findings) else said
 
 
 _STYLES = {OK: "green", OPTIONAL: "dim", NOTE: "yellow", MISSING: "bold red", PROBLEM: "bold red"}
@@ -442,12 +446,14 @@ def bench(
     if products:
         _bench_products(specs, on, size, runs, rows, as_json)
         return
-    found = [t for spec in specs for t in measure(recipe(spec), on, size, runs, spec)]
+    timings = [t for spec in specs for t in measure(recipe(spec), on, size, runs, spec)]
     if as_json:
         shape = {"on": on, "size": size, "rows": ROWS, "runs": runs}
-        print_json({**shape, "version": __version__, "timings": [t.to_dict() for t in found]})
+        print_json({**shape, "version": __version__, "timings": [t.to_dict() for t in timings]})
         return
-    lines = [(t.recipe, t.op, *(f"{1e3 * s:.3g}" for s in t.spread), f"{t.bytes / t.least / 1e9:.3g}", t.kernel) for t in found]
+    lines = [
+        (t.recipe, t.op, *(f"{1e3 * s:.3g}" for s in t.spread), f"{t.bytes / t.least / 1e9:.3g}", t.kernel) for t in timings
+    ]
     print_table(("recipe", "op", ">min ms", ">median", ">max", ">GB/s", "kernel"), lines)
     Console(soft_wrap=True).print(
         f"{size}x{size} FP32 on {on}; matmul: {ROWS}x{size} by its transpose. GB/s: codes, scales and FP32 at the "
@@ -463,13 +469,13 @@ def _bench_products(specs: list[str], on: str, size: int, runs: int, rows: str, 
         counts = [int(m) for m in rows.split(",")]
     except ValueError:
         raise OptionError(f"--rows takes numbers separated by commas; got {rows!r}.", rows=rows) from None
-    found = measure_products([(spec, recipe(spec)) for spec in specs], on, size, counts, runs)
+    products = measure_products([(spec, recipe(spec)) for spec in specs], on, size, counts, runs)
     if as_json:
         shape = {"on": on, "size": size, "runs": runs}
-        print_json({**shape, "version": __version__, "products": [p.to_dict() for p in found]})
+        print_json({**shape, "version": __version__, "products": [p.to_dict() for p in products]})
         return
-    lines = [(str(p.rows), p.arm, *(f"{1e6 * s:,.0f}" for s in p.spread[:2]), f"{p.over:.2f}x", p.kernel) for p in found]
-    base = "BF16" if found[0].base == "dense bfloat16" else "FP32"
+    lines = [(str(p.rows), p.arm, *(f"{1e6 * s:,.0f}" for s in p.spread[:2]), f"{p.over:.2f}x", p.kernel) for p in products]
+    base = "BF16" if products[0].base == "dense bfloat16" else "FP32"
     print_table((">rows", "weight", ">min us", ">median", f">over {base}", "kernel"), lines)
     Console(soft_wrap=True).print(
         f"rows x {size} by {size} x {size} on {on}, in turns; weights rotate, so that none stays in a cache. over {base}: "

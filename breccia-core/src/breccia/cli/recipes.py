@@ -90,11 +90,11 @@ class Listed:
         }
 
 
-def listed(found: Registry, kind: type[ScalingRecipe], recipe: ScalingRecipe | None = None) -> Listed:
+def listed(declarations: Registry, kind: type[ScalingRecipe], recipe: ScalingRecipe | None = None) -> Listed:
     """The facts of a registered recipe class, with the fields of `recipe` or their defaults."""
     if recipe is None and not kind.needed_fields():
         recipe = kind()
-    owner = next(p for p in found.plugins if f"recipes:{kind.name}" in p.declares)
+    owner = next(p for p in declarations.plugins if f"recipes:{kind.name}" in p.declares)
     return Listed(kind, owner, tuple(_field(kind, f, recipe) for f in dataclasses.fields(kind)), recipe)  # type: ignore[arg-type]
 
 
@@ -132,6 +132,6 @@ def _format(recipe: ScalingRecipe) -> dict[str, Any]:
         return {"codec": codec.name, "bits": codec.bits}
 
     scale = {**coded(fmt.scale.codec), "block": list(fmt.scale.block), "convention": fmt.scale.convention}
-    whole = fmt.global_scale and {**coded(fmt.global_scale.codec), "convention": fmt.global_scale.convention}
+    global_scale = fmt.global_scale and {**coded(fmt.global_scale.codec), "convention": fmt.global_scale.convention}
     rules = [rule.name for rule in recipe.rules]
-    return {"element": coded(fmt.element), "scale": scale, "global_scale": whole, "offset": fmt.offset, "rules": rules}
+    return {"element": coded(fmt.element), "scale": scale, "global_scale": global_scale, "offset": fmt.offset, "rules": rules}

@@ -46,11 +46,11 @@ def files(name: str, description: str = "") -> dict[str, str]:
         "version": release,
         "description": description or f"The plug-in {name!r} of breccia",
     }
-    found: dict[str, str] = {}
+    contents: dict[str, str] = {}
     for file in sorted(_TEMPLATES.rglob(f"*{_SUFFIX}")):
         path = file.relative_to(_TEMPLATES).as_posix().removesuffix(_SUFFIX).replace("src/package/", f"src/{package}/")
-        found[path] = Template(file.read_text(encoding="utf-8")).substitute(words)
-    return found
+        contents[path] = Template(file.read_text(encoding="utf-8")).substitute(words)
+    return contents
 
 
 def check_name(name: str) -> None:

@@ -41,14 +41,14 @@ class Piped(io.TextIOBase):
     """
 
     def __init__(self, stream: TextIO | None, needed: bool) -> None:
-        self._stream, self._needed, self._held = stream, needed, ""
+        self._stream, self._needed, self._pending = stream, needed, ""
 
     def write(self, text: str) -> int:
         """Write all but blanks that may turn out to end a line; these wait for the next text."""
-        stripped = _TRAILING.sub(r"\1", self._held + text)
-        found = _OPEN.search(stripped)
-        self._held = found[0] if found else ""
-        self._send(stripped[: found.start()] if found else stripped)
+        stripped = _TRAILING.sub(r"\1", self._pending + text)
+        match = _OPEN.search(stripped)
+        self._pending = match[0] if match else ""
+        self._send(stripped[: match.start()] if match else stripped)
         return len(text)
 
     def flush(self) -> None:
@@ -57,7 +57,7 @@ class Piped(io.TextIOBase):
 
     def finish(self) -> None:
         """Write everything; no text follows."""
-        colors, self._held = self._held.lstrip(" \t"), ""
+        colors, self._pending = self._pending.lstrip(" \t"), ""
         if colors:
             self._send(colors)
         self.flush()
