@@ -17,9 +17,9 @@ def main() -> None:
     command.add_argument(
         "folder", type=Path, help=f"the folder of all sets; this set is written to its subfolder {vectors.VERSION}"
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        print(vectors.write(given.folder, vectors.files()))
+        print(vectors.write(arguments.folder, vectors.files()))
     except (FileExistsError, FileNotFoundError) as e:
         sys.exit(f"error: {e}")
 

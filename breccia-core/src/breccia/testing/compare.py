@@ -25,62 +25,62 @@ def expect(holds: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def expect_words(what: str, found: np.ndarray, expected: np.ndarray) -> None:
+def expect_words(what: str, patterns: np.ndarray, expected: np.ndarray) -> None:
     """Raise AssertionError unless two arrays of bit patterns are equal, naming the first difference."""
-    expect(found.shape == expected.shape, f"{what}: shape {found.shape}, expected {expected.shape}")
-    different = found != expected
+    expect(patterns.shape == expected.shape, f"{what}: shape {patterns.shape}, expected {expected.shape}")
+    different = patterns != expected
     if different.any():
         index = tuple(int(i) for i in np.argwhere(different)[0])
         raise AssertionError(
             f"{what}: {int(different.sum())} of {different.size} differ, the first at {list(index)}: "
-            f"0x{int(found[index]):x}, expected 0x{int(expected[index]):x}"
+            f"0x{int(patterns[index]):x}, expected 0x{int(expected[index]):x}"
         )
 
 
-def expect_numbers(what: str, place: Place, found: Any, expected: np.ndarray) -> None:
-    """Raise AssertionError unless FP32 array `found`, at a place, has the bits of `expected`.
+def expect_numbers(what: str, place: Place, array: Any, expected: np.ndarray) -> None:
+    """Raise AssertionError unless an FP32 array, at a place, has the bits of `expected`.
 
     Any NaN equals any NaN. Where a place flushes, a zero of the same sign equals a number below 2^-126.
     """
     expected_bits = np.asarray(expected, np.float32, order="C").view(np.uint32)
-    found_bits = fp32(what, place, found, expected_bits.shape).view(np.uint32)
-    a, b = found_bits & MAGNITUDE, expected_bits & MAGNITUDE
+    bits = fp32(what, place, array, expected_bits.shape).view(np.uint32)
+    a, b = bits & MAGNITUDE, expected_bits & MAGNITUDE
     equal = (a > F32_INF) & (b > F32_INF)
     if place.flushes:
-        lost = (a == 0) & (b > 0) & (b < NORMAL) & (found_bits >> 31 == expected_bits >> 31)
+        lost = (a == 0) & (b > 0) & (b < NORMAL) & (bits >> 31 == expected_bits >> 31)
         if lost.any():
             flushed[str(place)] += int(lost.sum())
         equal |= lost
-    expect_words(what, np.where(equal, 0, found_bits), np.where(equal, 0, expected_bits))
+    expect_words(what, np.where(equal, 0, bits), np.where(equal, 0, expected_bits))
 
 
-def fp32(what: str, place: Place, found: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """FP32 array `found`, at a place, as a NumPy array. Raises AssertionError for another dtype or shape."""
-    expect(dtype_name(found) == "float32", f"{what}: {dtype_name(found)}, expected float32")
-    host = place.words(found)
+def fp32(what: str, place: Place, array: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """An FP32 array, at a place, as a NumPy array. Raises AssertionError for another dtype or shape."""
+    expect(dtype_name(array) == "float32", f"{what}: {dtype_name(array)}, expected float32")
+    host = place.words(array)
     expect(host.shape == shape, f"{what}: shape {host.shape}, expected {shape}")
     return host.view(np.float32)
 
 
-def expect_tensor(place: Place, found: ScaledTensor, expected: ScaledTensor) -> None:
-    """Raise AssertionError unless tensor `found`, at a place, equals NumPy tensor `expected` byte for byte."""
+def expect_tensor(place: Place, st: ScaledTensor, expected: ScaledTensor) -> None:
+    """Raise AssertionError unless tensor `st`, at a place, equals NumPy tensor `expected` byte for byte."""
     for name in ("recipe", "layout", "axis", "padding", "shape"):
-        value, wanted = getattr(found, name), getattr(expected, name)
+        value, wanted = getattr(st, name), getattr(expected, name)
         expect(value == wanted, f"{name} is {value!r}, expected {wanted!r}")
-    expect(found.framework == place.framework, f"the result is a {found.framework} tensor, expected one of {place.framework}")
+    expect(st.framework == place.framework, f"the result is a {st.framework} tensor, expected one of {place.framework}")
     for name in PARTS:
-        value, wanted = getattr(found, name), getattr(expected, name)
+        value, wanted = getattr(st, name), getattr(expected, name)
         expect((value is None) == (wanted is None), f"{name} is {value!r}, expected {wanted!r}")
         if value is not None:
-            found_words, expected_words = place.words(value), words(np.asarray(wanted))
-            sizes = found_words.itemsize, expected_words.itemsize
+            part_words, expected_words = place.words(value), words(np.asarray(wanted))
+            sizes = part_words.itemsize, expected_words.itemsize
             expect(sizes[0] == sizes[1], f"{name}: items of {sizes[0]} bytes, expected {sizes[1]}")
-            expect_words(name, found_words, expected_words)
+            expect_words(name, part_words, expected_words)
 
 
-def expect_written(place: Place, found: ScaledTensor, expected: oracle.Written) -> None:
+def expect_written(place: Place, st: ScaledTensor, expected: oracle.Written) -> None:
     """Raise AssertionError unless a tensor with blocks along its last axis holds what the oracle wrote."""
-    actual = written(place, found)
+    actual = written(place, st)
     expect_words("scale", actual.scale, expected.scale)
     expect_words("codes", actual.codes, expected.codes)
     expect(

@@ -46,15 +46,15 @@ def conformance(
         >>> test_core.__doc__
         "The laws of breccia.testing for all that plug-in 'core' declares."
     """
-    given = tuple(recipes)
-    for recipe in given:
+    instances = tuple(recipes)
+    for recipe in instances:
         check_recipe(recipe)
     chosen = (frameworks,) if isinstance(frameworks, str) else frameworks
-    laws = tuple(laws_of(plugin, given, everywhere() if chosen is None else tuple(map(place, chosen))))
+    laws = tuple(laws_of(plugin, instances, everywhere() if chosen is None else tuple(map(place, chosen))))
     reasons = _Reasons(xfails) if xfails is not None else None
     marked = [pytest.param(law, id=law.id, marks=reasons.marks(law) if reasons else ()) for law in laws]
     if reasons:
-        reasons.check([law.id for law in (*laws, *laws_of(plugin, given))])
+        reasons.check([law.id for law in (*laws, *laws_of(plugin, instances))])
 
     @pytest.mark.parametrize("law", marked)
     def test(law: Law, record_property: Callable[[str, Any], None]) -> None:
@@ -72,10 +72,10 @@ def conformance(
 
 def laws_of(plugin: str, recipes: tuple[ScalingRecipe, ...] = (), places: tuple[Place, ...] | None = None) -> Iterator[Law]:
     """The laws about a plug-in, in the order of its hooks. Raises UnknownNameError if it is not installed."""
-    found = _plugin(plugin)
+    record = _plugin(plugin)
     known = registry()
-    listed = [declared.partition(":") for declared in found.declares]
-    subject = Subject(found, {}, recipes, everywhere() if places is None else places)
+    listed = [declared.partition(":") for declared in record.declares]
+    subject = Subject(record, {}, recipes, everywhere() if places is None else places)
     for kind, _, name in listed:
         subject.declared.setdefault(kind, []).append(known.declared[f"breccia_{kind}"][name])
     for recipe in recipes:
@@ -127,5 +127,5 @@ class _Reasons:
     def check(self, ids: list[str]) -> None:
         """Raise ValueError if a pattern matches no law: such a list would hide a failure that returns under another name."""
         for pattern in self._reasons:
-            if not any(fnmatchcase(found, pattern) for found in ids):
+            if not any(fnmatchcase(law_id, pattern) for law_id in ids):
                 raise ValueError(f"{self._path}: no law has the id {pattern!r}{suggestion(pattern, ids)}")

@@ -64,8 +64,8 @@ def f32_bits(value: float) -> int:
 def decode(codec: Codec, code: int) -> float:
     """The exact value of `code` (a float64 holds every value of every codec), NaN, ±inf or -0.0."""
     if isinstance(codec, Integer):
-        whole = code - (1 << codec.bits) if codec.signed and code >> (codec.bits - 1) else code
-        return whole / 2**codec.fraction_bits
+        integer = code - (1 << codec.bits) if codec.signed and code >> (codec.bits - 1) else code
+        return integer / 2**codec.fraction_bits
     if isinstance(codec, Lookup):
         return codec.values[code]
     if isinstance(codec, PowerOfTwo):
@@ -358,8 +358,8 @@ def cast(
                 global_bits = f32_bits(float(global_number(level, fmt, amax)))
             else:
                 global_bits = stored_scale(rules[0], amax, level, fmt, None) if amax else zero_scale(level.codec)
-        found = decode(F32, global_bits)
-        global_scale = None if math.isnan(found) else multiplied_by(fmt.global_scale, fmt, Fraction(found))
+        global_value = decode(F32, global_bits)
+        global_scale = None if math.isnan(global_value) else multiplied_by(fmt.global_scale, fmt, Fraction(global_value))
 
     level, rule = fmt.scale, rules[-1]
     supplied = scale if fmt.global_scale is None else None
@@ -472,13 +472,13 @@ def _element_code(
         y *= 2**codec.fraction_bits
         low, high = Fraction(codec.low - zero_point), Fraction(codec.high - zero_point)
         y = min(max(y, low), high)
-        whole = math.trunc(y)
-        fraction = abs(y - whole)
+        integer_part = math.trunc(y)
+        fraction = abs(y - integer_part)
         if word is None:
             rounded = round(y)
         else:
             away = math.floor(fraction * 2**30) + (word >> 2) >= 2**30
-            rounded = whole + ((1 if y > 0 else -1) if away else 0)
+            rounded = integer_part + ((1 if y > 0 else -1) if away else 0)
         return (rounded + zero_point) % (1 << codec.bits)
     return encode(codec, y, negative=not bias and math.copysign(1.0, raw) < 0, word=word)
 

@@ -38,8 +38,8 @@ class Place:
 
     def array(self, x: np.ndarray, dtype: str | None = None) -> Array:
         """`x` as an array of this place, viewed as `dtype` if given."""
-        made = self.ops.from_numpy(np.array(x), dtype)
-        return self.ops.to(made, self.device) if self.device else made
+        array = self.ops.from_numpy(np.array(x), dtype)
+        return self.ops.to(array, self.device) if self.device else array
 
     def words(self, a: Array) -> np.ndarray:
         """The bit patterns of an array of this place, as unsigned integers."""
@@ -79,10 +79,10 @@ def _absence(place: Place) -> str:
     if not place.device:
         return ""
     try:
-        found = device_of(place.array(np.zeros(1, np.float32)))
+        device = device_of(place.array(np.zeros(1, np.float32)))
     except OptionError as e:
         return f"no device {place.device!r}: {e}".splitlines()[0]
-    return "" if found == place.device else f"no device {place.device!r}: {place.framework} puts its arrays on {found}"
+    return "" if device == place.device else f"no device {place.device!r}: {place.framework} puts its arrays on {device}"
 
 
 @cache

@@ -27,11 +27,11 @@ def header() -> list[str]:
     known = registry()
     frameworks: list[str] = []
     for framework in known.frameworks.values():
-        found = _version(framework.package)
+        version = _version(framework.package)
         devices: list[str] = []
         if framework.package in sys.modules and framework.devices:
             devices = targets.load(framework.devices)()
-        frameworks.append(f"{framework.name} {found or 'absent'}" + (f" ({'; '.join(devices)})" if devices else ""))
+        frameworks.append(f"{framework.name} {version or 'absent'}" + (f" ({'; '.join(devices)})" if devices else ""))
     plugins = [f"{p.name} {p.version}" + ("" if p.status == "active" else f" ({p.status})") for p in known.plugins]
     numerics = sys.modules["breccia.formats"].NUMERICS
     return [
@@ -67,8 +67,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section("breccia conformance")
     for line in header():
         terminalreporter.line(line)
-    for plugin, found in counts.items():
-        terminalreporter.line(f"{plugin}: " + ", ".join(f"{n} {outcome}" for outcome in _OUTCOMES if (n := found[outcome])))
+    for plugin, outcomes in counts.items():
+        terminalreporter.line(f"{plugin}: " + ", ".join(f"{n} {outcome}" for outcome in _OUTCOMES if (n := outcomes[outcome])))
     for (what, reason), count in reasons.most_common():
         terminalreporter.line(f"  {what}, {count}: {reason}")
     for place, count in flushed.items():

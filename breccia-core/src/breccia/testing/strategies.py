@@ -55,7 +55,7 @@ def arrays(
 
 
 def recipes(among: Sequence[ScalingRecipe] | None = None) -> st.SearchStrategy[ScalingRecipe]:
-    """Recipes: those given, or the `defaults`."""
+    """One of the recipes `among`; by default, one of the `defaults`."""
     return st.sampled_from(tuple(among) if among is not None else defaults())
 
 
@@ -68,7 +68,7 @@ def tensors(draw: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor:
 
 def defaults() -> tuple[ScalingRecipe, ...]:
     """The default instance of each recipe class of every active plug-in whose fields all have defaults."""
-    return tuple(found() for found in registry().recipes.values() if not found.needed_fields())
+    return tuple(kind() for kind in registry().recipes.values() if not kind.needed_fields())
 
 
 _fill = st.just(0)
@@ -92,9 +92,9 @@ def _landmarks(recipe: ScalingRecipe) -> list[int]:
     """Bit patterns of a codec's magnitudes, the midpoints between them, and the qmax of each level."""
     fmt = recipe.format
     values = np.unique(np.abs(np.array(fmt.element.table, np.uint32).view(np.float32)))
-    found = [float(v) for v in values[np.isfinite(values)]]
-    middles = [(a + b) / 2 for a, b in pairwise(found)]
-    return sorted({f32_bits(v) for v in (*found, *middles, *(fmt.qmax(level) for level in fmt.levels))})
+    magnitudes = [float(v) for v in values[np.isfinite(values)]]
+    middles = [(a + b) / 2 for a, b in pairwise(magnitudes)]
+    return sorted({f32_bits(v) for v in (*magnitudes, *middles, *(fmt.qmax(level) for level in fmt.levels))})
 
 
 def _number(bits: int) -> float:

@@ -94,30 +94,30 @@ _E8M0_RULES = ("rceil", "floor", "even")
 def recipes() -> list[ScalingRecipe]:
     """Every element codec, scale rule, scale dtype and offset of the built-in recipes, with small blocks."""
     small: dict[str, Any] = {"block_k": 16}
-    found: list[ScalingRecipe] = [DelayedScaling(scale_rule=rule) for rule in _RULES]
-    found += [DelayedScaling("E5M2", margin=3), DelayedScaling(margin=-2, scale_rule="te")]
+    recipes: list[ScalingRecipe] = [DelayedScaling(scale_rule=rule) for rule in _RULES]
+    recipes += [DelayedScaling("E5M2", margin=3), DelayedScaling(margin=-2, scale_rule="te")]
     for element in ("E4M3", "E5M2"):
-        found += [Float8CurrentScaling(element, rule) for rule in _RULES]
-        found += [Float8RowScaling(element, scale_rule=rule) for rule in _RULES]
-        found += [Float8BlockScaling(element, scale_rule=rule, **small) for rule in _RULES]
+        recipes += [Float8CurrentScaling(element, rule) for rule in _RULES]
+        recipes += [Float8RowScaling(element, scale_rule=rule) for rule in _RULES]
+        recipes += [Float8BlockScaling(element, scale_rule=rule, **small) for rule in _RULES]
     for rule in ("linear", "te"):
-        found += [Float8RowScaling(power_of_two_scale=True, scale_rule=rule)]
-        found += [Float8BlockScaling(power_of_two_scale=True, scale_rule=rule, **small)]
-    found += [Float8BlockScaling(block_m=4, **small), Float8BlockScaling(block_m=4, scale_rule="te", **small)]
+        recipes += [Float8RowScaling(power_of_two_scale=True, scale_rule=rule)]
+        recipes += [Float8BlockScaling(power_of_two_scale=True, scale_rule=rule, **small)]
+    recipes += [Float8BlockScaling(block_m=4, **small), Float8BlockScaling(block_m=4, scale_rule="te", **small)]
     for rule in _E8M0_RULES:
-        found += [MXFP8BlockScaling("E4M3", scale_rule=rule), MXFP8BlockScaling("E5M2", scale_rule=rule)]
-        found += [MXFP6BlockScaling("E2M3", scale_rule=rule), MXFP6BlockScaling("E3M2", scale_rule=rule)]
-        found += [MXFP4BlockScaling(scale_rule=rule), MXINT8BlockScaling(scale_rule=rule)]
-    found += [NVFP4BlockScaling(), NVFP4BlockScaling(two_level=False)]
+        recipes += [MXFP8BlockScaling("E4M3", scale_rule=rule), MXFP8BlockScaling("E5M2", scale_rule=rule)]
+        recipes += [MXFP6BlockScaling("E2M3", scale_rule=rule), MXFP6BlockScaling("E3M2", scale_rule=rule)]
+        recipes += [MXFP4BlockScaling(scale_rule=rule), MXINT8BlockScaling(scale_rule=rule)]
+    recipes += [NVFP4BlockScaling(), NVFP4BlockScaling(two_level=False)]
     for kind in (INT4Scaling, INT8Scaling):
-        found += [kind(16, scale_dtype="fp16", scale_rule=rule) for rule in ("linear", "recip", "divide", "half_range")]
-        found += [kind(16, scale_dtype=dtype) for dtype in ("bf16", "fp32")]
-        found += [kind(16, signed=False, scale_dtype="fp32")]
+        recipes += [kind(16, scale_dtype="fp16", scale_rule=rule) for rule in ("linear", "recip", "divide", "half_range")]
+        recipes += [kind(16, scale_dtype=dtype) for dtype in ("bf16", "fp32")]
+        recipes += [kind(16, signed=False, scale_dtype="fp32")]
         for offset in ("zero_point", "bias"):
-            found += [kind(16, False, dtype, False, offset=offset) for dtype in FLOAT_CODECS]
-            found += [kind(16, False, "fp16", False, rule, offset) for rule in ("recip", "divide")]
-    found += [INT8Scaling()]
-    return found + [NF4Scaling(16, dtype) for dtype in FLOAT_CODECS]
+            recipes += [kind(16, False, dtype, False, offset=offset) for dtype in FLOAT_CODECS]
+            recipes += [kind(16, False, "fp16", False, rule, offset) for rule in ("recip", "divide")]
+    recipes += [INT8Scaling()]
+    return recipes + [NF4Scaling(16, dtype) for dtype in FLOAT_CODECS]
 
 
 @cache
@@ -200,7 +200,7 @@ def _inf(recipe: ScalingRecipe) -> np.ndarray:
 def _amax(*ends: int) -> Callable[[ScalingRecipe], np.ndarray]:
     """Blocks whose amaxes are the FP32 numbers with these bit patterns."""
 
-    def made(recipe: ScalingRecipe) -> np.ndarray:
+    def draw(recipe: ScalingRecipe) -> np.ndarray:
         n = _columns(recipe)
         x = np.zeros((1, n), np.uint32)
         for block, end in enumerate(np.resize(ends, 2)):
@@ -209,7 +209,7 @@ def _amax(*ends: int) -> Callable[[ScalingRecipe], np.ndarray]:
             x[0, block * (n // 2) + 5] = end
         return x
 
-    return made
+    return draw
 
 
 def _around_qmax(recipe: ScalingRecipe) -> np.ndarray:
@@ -237,13 +237,13 @@ def _half_precision(dtype: str) -> Callable[[ScalingRecipe], np.ndarray]:
     """16-bit patterns: finite numbers with medium exponents, zeros, subnormals, and the smallest normal number."""
     mantissa, bias = (10, 15) if dtype == "float16" else (7, 127)
 
-    def made(recipe: ScalingRecipe) -> np.ndarray:
+    def draw(recipe: ScalingRecipe) -> np.ndarray:
         x = _drawn(12, (2, _columns(recipe)), -6, 6)
         low = (x >> 16 & 0x8000) | ((x >> 23 & 0xFF) - 127 + bias) << mantissa | (x & ((1 << mantissa) - 1))
         low[0, :6] = (0, 0x8000, 1, 0x8003, (1 << mantissa) - 1, 1 << mantissa)
         return low.astype(np.uint16)
 
-    return made
+    return draw
 
 
 def _valid_scales(codec: Codec) -> list[int]:
@@ -294,10 +294,10 @@ def inputs() -> Iterator[Vector]:
     for recipe in recipes():
         for edge, (draw, options) in EDGES.items():
             x = draw(recipe)
-            given = dict(options)
+            fields = dict(options)
             if "supplied" in options:
-                given["supplied"] = _supplied_scales(recipe, x.shape, options["supplied"])
-            yield Vector(recipe, edge, x, **given)
+                fields["supplied"] = _supplied_scales(recipe, x.shape, options["supplied"])
+            yield Vector(recipe, edge, x, **fields)
 
 
 # ------------------------------------------------------------------------------------------------ results
@@ -365,7 +365,7 @@ def _stored(codes: np.ndarray, bits: int) -> np.ndarray:
 
 def files(vectors: Iterable[Vector] | None = None) -> dict[str, bytes]:
     """The files of a set, by name. Default: all vectors, which takes the oracle tens of seconds."""
-    held, places = bytearray(), dict[bytes, int]()
+    buffer, places = bytearray(), dict[bytes, int]()
 
     def place(array: np.ndarray | None) -> tuple[int, int] | None:
         """(offset, bytes) of an array; equal arrays are stored once."""
@@ -373,9 +373,9 @@ def files(vectors: Iterable[Vector] | None = None) -> dict[str, bytes]:
             return None
         raw = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
         if raw not in places:
-            held.extend(bytes(-len(held) % 4))
-            places[raw] = len(held)
-            held.extend(raw)
+            buffer.extend(bytes(-len(buffer) % 4))
+            places[raw] = len(buffer)
+            buffer.extend(raw)
         return places[raw], len(raw)
 
     answers = list(map(with_results, inputs()) if vectors is None else vectors)
@@ -392,17 +392,17 @@ def files(vectors: Iterable[Vector] | None = None) -> dict[str, bytes]:
     for v in answers:
         case: dict[str, Any] = {"edge": v.edge, "recipe": named.setdefault(v.recipe, len(named))}
         case |= {"dtype": v.dtype, "shape": list(v.shape), "axis": v.axis, "rounding": v.rounding, "seed": v.seed}
-        given = place(_stored(v.supplied, v.recipe.format.levels[0].codec.bits) if v.supplied is not None else None)
-        parts = {name: given if name == "supplied" else place(getattr(v, name)) for name in PARTS}
+        supplied = place(_stored(v.supplied, v.recipe.format.levels[0].codec.bits) if v.supplied is not None else None)
+        parts = {name: supplied if name == "supplied" else place(getattr(v, name)) for name in PARTS}
         cases.append(case | {name: part for name, part in parts.items() if part is not None})
     index: dict[str, Any] = {"vectors": VERSION, "numerics": NUMERICS, "made_by": MADE_BY, "comparison": COMPARISON}
     text = _text(codecs, list(named), cases).encode()
     index["files"] = {
         name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-        for name, raw in ((BYTES, bytes(held)), (TEXT, text))
+        for name, raw in ((BYTES, bytes(buffer)), (TEXT, text))
     }
     index |= {"codecs": codecs, "recipes": [_recipe(r) for r in named], "cases": cases}
-    return {BYTES: bytes(held), TEXT: text, INDEX: _json(index).encode()}
+    return {BYTES: bytes(buffer), TEXT: text, INDEX: _json(index).encode()}
 
 
 def _codecs(recipe: ScalingRecipe) -> list[Codec]:
@@ -500,21 +500,21 @@ def write(folder: Path, made: dict[str, bytes]) -> Path:
 def read(folder: Path) -> list[Vector]:
     """Read a set, after checking the hashes of its files. Raises CorruptFileError that names a changed file."""
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    held = {name: (folder / name).read_bytes() for name in index["files"]}
-    for name, raw in held.items():
+    contents = {name: (folder / name).read_bytes() for name in index["files"]}
+    for name, raw in contents.items():
         if hashlib.sha256(raw).hexdigest() != index["files"][name]["sha256"]:
             raise CorruptFileError(f"{folder / name} does not match its hash in {INDEX}; fetch the set again.", file=name)
     every: list[ScalingRecipe] = [ScalingRecipe.from_json(json.dumps(r["recipe"])) for r in index["recipes"]]
-    return [_vector(case, every[int(case["recipe"])], held[BYTES]) for case in index["cases"]]
+    return [_vector(case, every[int(case["recipe"])], contents[BYTES]) for case in index["cases"]]
 
 
-def _vector(case: dict[str, Any], recipe: ScalingRecipe, held: bytes) -> Vector:
+def _vector(case: dict[str, Any], recipe: ScalingRecipe, buffer: bytes) -> Vector:
     fmt, axis, shape = recipe.format, case["axis"], tuple(case["shape"])
     k_last = shape if axis == -1 else (*shape[:-2], shape[-1], shape[-2])
     count, size = unit(fmt.element)
     scales = oracle.scale_shape(k_last, fmt.scale.block)
-    given = oracle.scale_shape(k_last, fmt.levels[0].block)
-    shapes = {"input": shape, "decoded": shape, "global_scale": (), "scale": scales, "zero_point": scales, "supplied": given}
+    supplied = oracle.scale_shape(k_last, fmt.levels[0].block)
+    shapes = {"input": shape, "decoded": shape, "global_scale": (), "scale": scales, "zero_point": scales, "supplied": supplied}
     shapes["data"] = (*k_last[:-1], -(-k_last[-1] // count) * size)
     bits = {"input": 8 * INPUTS[case["dtype"]], "decoded": 32, "global_scale": 32, "scale": fmt.scale.codec.bits, "data": 8}
     bits |= {"zero_point": fmt.scale.codec.bits if fmt.offset == "bias" else 8, "supplied": fmt.levels[0].codec.bits}
@@ -525,5 +525,5 @@ def _vector(case: dict[str, Any], recipe: ScalingRecipe, held: bytes) -> Vector:
             if axis == -2 and name not in ("input", "decoded") and len(stored) >= 2:
                 stored = (*stored[:-2], stored[-1], stored[-2])
             offset, length = case[name]
-            parts[name] = np.frombuffer(held[offset : offset + length], f"<u{bits[name] // 8}").reshape(stored)
+            parts[name] = np.frombuffer(buffer[offset : offset + length], f"<u{bits[name] // 8}").reshape(stored)
     return Vector(recipe, case["edge"], dtype=case["dtype"], axis=axis, rounding=case["rounding"], seed=case["seed"], **parts)

@@ -28,11 +28,11 @@ _FULL, _PARTIAL = (16, 256), (5, 67)
 
 def laws(subject: Subject) -> Iterator[Law]:
     """The laws about the bridges of a plug-in. `to_x` and `from_x` are a pair: `from_x` takes what `to_x` returns."""
-    found = {bridge.name: bridge for bridge in subject.of("bridges")}
+    bridges = {bridge.name: bridge for bridge in subject.of("bridges")}
     recipes = list(dict.fromkeys([*strategies.defaults(), *instances(subject)]))
-    for name, bridge in found.items():
+    for name, bridge in bridges.items():
         yield from each("bridges", name, (it_is_available_or_says_what_to_install,), bridge)
-        other = found.get(f"from_{name.removeprefix('to_')}")
+        other = bridges.get(f"from_{name.removeprefix('to_')}")
         if name.startswith("to_") and other is not None and not name.endswith("_recipe"):  # those convert recipes
             yield from each("bridges", name, (it_accepts_some_recipe,), bridge, recipes)
             checks = (accepted_tensors_round_trip_byte_for_byte,)
@@ -88,11 +88,11 @@ def accepted_tensors_round_trip_byte_for_byte(bridge: Bridge, other: Bridge, rec
         options: dict[str, Any] = arguments.pop() if len(arguments) > 1 and isinstance(arguments[-1], dict) else {}
         told = {"framework": place.framework, "recipe": st.recipe}
         signature = inspect.signature(back)
-        given = signature.bind_partial(*arguments).arguments
-        options |= {name: told[name] for name in told if name in signature.parameters and name not in given}
-        found = back(*arguments, **options)
-        expect(isinstance(found, ScaledTensor), f"{other.name} returned {type(found).__name__}, expected a ScaledTensor")
-        expect_tensor(place, found.to_plain(), st)  # a storage orders the same bytes otherwise
+        bound = signature.bind_partial(*arguments).arguments
+        options |= {name: told[name] for name in told if name in signature.parameters and name not in bound}
+        result = back(*arguments, **options)
+        expect(isinstance(result, ScaledTensor), f"{other.name} returned {type(result).__name__}, expected a ScaledTensor")
+        expect_tensor(place, result.to_plain(), st)  # a storage orders the same bytes otherwise
 
 
 def its_functions_load_or_say_what_is_missing(library: Foreign) -> None:
@@ -119,9 +119,9 @@ def what_it_builds_is_found_by_its_class_and_returns(library: Foreign, recipe: S
             pytest.skip(str(e))
         back = targets.load(library.from_foreign)
         told = {"recipe": st.recipe} if "recipe" in inspect.signature(back).parameters else {}
-        found: Any = foreign.from_foreign(theirs, **told)
-        expect(isinstance(found, ScaledTensor), f"from_foreign returned {type(found).__name__}, expected a ScaledTensor")
-        expect_tensor(place, found.to_plain(), _tensor(recipe, _FULL))
+        result: Any = foreign.from_foreign(theirs, **told)
+        expect(isinstance(result, ScaledTensor), f"from_foreign returned {type(result).__name__}, expected a ScaledTensor")
+        expect_tensor(place, result.to_plain(), _tensor(recipe, _FULL))
 
 
 def _skip_unless_installed(bridge: Bridge | Foreign) -> None:

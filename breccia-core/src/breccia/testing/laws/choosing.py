@@ -61,10 +61,13 @@ def it_runs_only_when_named(kernel: Kernel, place: Place) -> None:
     for recipe in (*strategies.defaults(), None):
         for request in _requests(kernel, recipe, place):
             try:
-                found = api.explain(kernel.op, *request.explained)
+                explanation = api.explain(kernel.op, *request.explained)
             except BrecciaError:
                 continue
-            expect(found.winner is None or found.winner.name != kernel.name, f"it is selected without being named:\n{found}")
+            expect(
+                explanation.winner is None or explanation.winner.name != kernel.name,
+                f"it is selected without being named:\n{explanation}",
+            )
 
 
 def accepts_score_and_plan_answer_every_call(kernel: Kernel, recipes: Iterable[ScalingRecipe], place: Place) -> None:
@@ -166,8 +169,8 @@ def _product_requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place
 def _options(op: Operation) -> list[Any]:
     """The default options, and each option on its own."""
     if isinstance(op.default, ProductOptions):
-        given: dict[str, Any] = {"out_dtype": "bfloat16", "out": np.zeros(()), "bias": np.zeros(())}
-        return [op.default, *(ProductOptions(**{name: value}) for name, value in given.items() if name in op.options)]
+        values: dict[str, Any] = {"out_dtype": "bfloat16", "out": np.zeros(()), "bias": np.zeros(())}
+        return [op.default, *(ProductOptions(**{name: value}) for name, value in values.items() if name in op.options)]
     stochastic = CastOptions(rounding="stochastic", seed=1)
     return [DEFAULT, CastOptions(axis=-2), stochastic, CastOptions(scale=1.0), CastOptions(nonfinite="raise")]
 
@@ -192,8 +195,8 @@ def _check_answers(kernel: Kernel, call: Call) -> None:
 
 def _call_hook(target: str, call: Call) -> Any:
     try:
-        found = targets.load(target)(call)
-        return list(found) if hasattr(found, "__next__") else found
+        answer = targets.load(target)(call)
+        return list(answer) if hasattr(answer, "__next__") else answer
     except (Exception, SystemExit) as e:
         raise AssertionError(f"{target} raised {type(e).__name__}: {e}: {_describe(call)}") from e
 

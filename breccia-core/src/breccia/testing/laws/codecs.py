@@ -64,8 +64,8 @@ def numbers_are_encoded_as_the_nearest_code(codec: Codec, place: Place) -> None:
     y = _landmarks(codec)
     expected = [_nearest(codec, float(v)) for v in y]
     with place.ops.errstate():
-        found = codec.encode(place.ops, place.array(y))
-    expect_words(f"{codec.name} codes of {len(y)} numbers", place.words(found), np.array(expected, np.uint32))
+        codes = codec.encode(place.ops, place.array(y))
+    expect_words(f"{codec.name} codes of {len(y)} numbers", place.words(codes), np.array(expected, np.uint32))
 
 
 def stochastic_rounding_matches_the_oracle(codec: Codec, place: Place) -> None:
@@ -74,8 +74,8 @@ def stochastic_rounding_matches_the_oracle(codec: Codec, place: Place) -> None:
     words = np.array([oracle.random_word(5, i) for i in range(len(y))], np.uint32)
     expected = [_nearest(codec, float(v), int(w)) for v, w in zip(y, words, strict=True)]
     with place.ops.errstate():
-        found = codec.encode(place.ops, place.array(y), place.array(words.view(np.int32)))
-    expect_words(f"{codec.name} stochastic codes of {len(y)} numbers", place.words(found), np.array(expected, np.uint32))
+        codes = codec.encode(place.ops, place.array(y), place.array(words.view(np.int32)))
+    expect_words(f"{codec.name} stochastic codes of {len(y)} numbers", place.words(codes), np.array(expected, np.uint32))
 
 
 def _nearest(codec: Codec, value: float, word: int | None = None) -> int:
@@ -93,7 +93,7 @@ def _nearest(codec: Codec, value: float, word: int | None = None) -> int:
 def _landmarks(codec: Codec) -> np.ndarray:
     """FP32 numbers, none subnormal: values of the codec, midpoints between them, neighbours of both, and far larger numbers."""
     if codec.bits > 16:
-        found = _f32_words().view(np.float32)
+        numbers = _f32_words().view(np.float32)
     else:
         values = oracle.ladder(codec)[0]
         step = max(1, 3 * len(values) // _MANY)
@@ -104,11 +104,11 @@ def _landmarks(codec: Codec) -> np.ndarray:
         with np.errstate(over="ignore"):
             beyond = beyond * np.float32(min(codec.max, 1e30))
         beside = [np.nextafter(near, np.float32(side)) for side in (-np.inf, np.inf)]
-        found = np.concatenate([near, *beside, beyond, -beyond, -near, _f32_words().view(np.float32)])
-    words = found.view(np.uint32) & MAGNITUDE
-    found = found[(words == 0) | (words >= NORMAL)]
-    words = found.view(np.uint32) & MAGNITUDE
-    return found if codec.nan_code is not None else found[words < F32_INF]
+        numbers = np.concatenate([near, *beside, beyond, -beyond, -near, _f32_words().view(np.float32)])
+    words = numbers.view(np.uint32) & MAGNITUDE
+    numbers = numbers[(words == 0) | (words >= NORMAL)]
+    words = numbers.view(np.uint32) & MAGNITUDE
+    return numbers if codec.nan_code is not None else numbers[words < F32_INF]
 
 
 def _f32_words() -> np.ndarray:

@@ -83,9 +83,9 @@ def _exact(operation: Callable[[Fraction, Fraction], Fraction], a: np.ndarray, b
     return np.array([float(oracle.fl(operation(Fraction(p), Fraction(q)))) for p, q in pairs], np.float32)
 
 
-def _expect_equal(place: Place, what: str, found: Any, expected: np.ndarray) -> None:
+def _expect_equal(place: Place, what: str, array: Any, expected: np.ndarray) -> None:
     """Raise AssertionError unless an array of integers or booleans equals `expected`, dtype included."""
-    host = np.asarray(place.ops.to_numpy(found))
+    host = np.asarray(place.ops.to_numpy(array))
     expect(host.shape == expected.shape, f"{what}: shape {host.shape}, expected {expected.shape}")
     expect(dtype_name(host) == dtype_name(expected), f"{what}: {dtype_name(host)}, expected {dtype_name(expected)}")
     different = host != expected
@@ -117,10 +117,10 @@ def half_precision_becomes_fp32_exactly(place: Place) -> None:
         expect(ops.is_bit_pattern(place.array(words)), "BF16 is stored as uint16, but is_bit_pattern returns False")
         try:
             with ops.errstate():
-                found = ops.f32(ops.to_float(place.array(wide), "bfloat16"))
+                numbers = ops.f32(ops.to_float(place.array(wide), "bfloat16"))
         except UnsupportedError:  # NumPy without ml_dtypes
             return
-        expect_numbers("bfloat16", place, found, wide)
+        expect_numbers("bfloat16", place, numbers, wide)
 
 
 def to_float_rounds_once_to_the_nearest(place: Place) -> None:
@@ -132,11 +132,11 @@ def to_float_rounds_once_to_the_nearest(place: Place) -> None:
         name = str(codec.dtype)
         expected = [oracle.encode(codec, Fraction(float(v)), np.signbit(v)) for v in x]
         try:
-            found = ops.to_float(place.array(x), name)
+            rounded = ops.to_float(place.array(x), name)
         except UnsupportedError:  # NumPy without ml_dtypes
             continue
-        expect(dtype_name(found) == name, f"to_float(x, {name!r}) returns {dtype_name(found)}")
-        expect_words(f"to_float(x, {name!r})", place.words(found), np.array(expected, np.uint16))
+        expect(dtype_name(rounded) == name, f"to_float(x, {name!r}) returns {dtype_name(rounded)}")
+        expect_words(f"to_float(x, {name!r})", place.words(rounded), np.array(expected, np.uint16))
 
 
 def load_is_the_inverse_of_store(place: Place) -> None:
@@ -190,8 +190,8 @@ def integers_wrap_and_shift_in_twos_complement(place: Place) -> None:
     shifts = np.random.default_rng(5).integers(0, 32, len(a)).astype(np.int32)
     results["a << n"] = (x << place.array(shifts), wrapped(p << shifts))
     results["a >> n"] = (x >> place.array(shifts), a >> shifts)
-    for what, (found, expected) in results.items():
-        _expect_equal(place, what, found, expected)
+    for what, (result, expected) in results.items():
+        _expect_equal(place, what, result, expected)
 
 
 def comparisons_match_numpy(place: Place) -> None:
@@ -264,8 +264,8 @@ def products_are_not_fused_into_sums(place: Place) -> None:
     a, b = _normal(14), _normal(15)
     c = -_exact(lambda p, q: p * q, a, b)
     expected = np.zeros_like(a)  # a fused a * b + c would be the rounding error of the product
-    found = fp32("a * b + c", place, place.array(a) * place.array(b) + place.array(c), a.shape)
-    expect(bool((found == expected).all()), "a * b + c is fused into one rounding")
+    sums = fp32("a * b + c", place, place.array(a) * place.array(b) + place.array(c), a.shape)
+    expect(bool((sums == expected).all()), "a * b + c is fused into one rounding")
 
 
 def division_by_arrays_scalars_and_broadcasts_is_ieee(place: Place) -> None:
@@ -282,8 +282,8 @@ def division_by_arrays_scalars_and_broadcasts_is_ieee(place: Place) -> None:
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -3.0], np.float32)
     p, q = (np.array(v, np.float32) for v in zip(*itertools.product(special, special), strict=True))
     with np.errstate(all="ignore"), ops.errstate():
-        quotients, found = p.astype(np.float64) / q, ops.div(place.array(p), place.array(q))
-    expect_numbers("div of zeros, Inf and NaN", place, found, quotients.astype(np.float32))
+        quotients, results = p.astype(np.float64) / q, ops.div(place.array(p), place.array(q))
+    expect_numbers("div of zeros, Inf and NaN", place, results, quotients.astype(np.float32))
 
 
 def integers_are_converted_exactly(place: Place) -> None:
@@ -300,17 +300,17 @@ def integers_are_converted_exactly(place: Place) -> None:
 def constants_are_exact_0d_arrays(place: Place) -> None:
     like = place.array(np.ones((2, 2), np.float32))
     for value in (0.0, 1.0, 448.0, 2.0**-126, 2.0**126, float(np.float32(0.1))):
-        found = place.ops.constant(value, like)
-        expect_words(f"constant({value})", place.words(found), np.array(value, np.float32).view(np.uint32))
+        constant = place.ops.constant(value, like)
+        expect_words(f"constant({value})", place.words(constant), np.array(value, np.float32).view(np.uint32))
 
 
 def matmul_accumulates_in_fp32(place: Place) -> None:
     """Within the bound of any FP32 order of summation (Higham, 3.1): K u / (1 - K u) sum |a||b|, u = 2^-24."""
     a, b = _normal(18, 8 * 96, -4, 4).reshape(8, 96), _normal(19, 96 * 5, -4, 4).reshape(96, 5)
-    found = fp32("matmul", place, place.ops.matmul(place.array(a), place.array(b)), (8, 5))
+    product = fp32("matmul", place, place.ops.matmul(place.array(a), place.array(b)), (8, 5))
     p, q = a.astype(np.float64), b.astype(np.float64)
     bound = 96 * 2.0**-24 / (1 - 96 * 2.0**-24) * (np.abs(p) @ np.abs(q))
-    worst = np.max(np.abs(found - p @ q) / bound)
+    worst = np.max(np.abs(product - p @ q) / bound)
     expect(bool(worst <= 1), f"the error of matmul is {worst:.1f} times the FP32 bound")
 
 
@@ -343,8 +343,8 @@ def shape_operations_keep_every_float8_bit(place: Place) -> None:
             "broadcast": (ops.broadcast(x, (3, 4, 64)), np.broadcast_to(words, (3, 4, 64))),
             "slice": (x[1:3, 7:], words[1:3, 7:]),
         }
-        for move, (found, expected) in moves.items():
-            _expect_equal(place, f"{move} of {codec.name}", ops.load(found), expected)
+        for move, (result, expected) in moves.items():
+            _expect_equal(place, f"{move} of {codec.name}", ops.load(result), expected)
 
 
 def pack_bits_puts_the_first_code_in_the_lowest_bits(place: Place) -> None:
@@ -431,8 +431,8 @@ def grouped_matmul_multiplies_each_group_by_its_matrix(place: Place) -> None:
         for matrix, end in zip(b, ends, strict=True):
             expected[start:end] = a[start:end] @ matrix
             start = end
-        found = ops.grouped_matmul(place.array(a), place.array(b), place.array(np.array(ends, np.int32)))
-        expect_numbers(f"groups that end at {ends}", place, found, expected)
+        products = ops.grouped_matmul(place.array(a), place.array(b), place.array(np.array(ends, np.int32)))
+        expect_numbers(f"groups that end at {ends}", place, products, expected)
 
 
 def portable_arrays_round_trip(place: Place) -> None:

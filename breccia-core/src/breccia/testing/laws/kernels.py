@@ -86,12 +86,12 @@ def casts_write_the_bytes_of_the_generic_algorithm(kernel: Kernel, recipe: Scali
     uneven, full = arrays()
     ran = False
     for x, options in ((uneven, {}), (full, {}), (uneven, _ALONG_ROWS), (uneven, _STOCHASTIC)):
-        given = place.array(x)
-        st = run_alone(kernel, api.cast, given, recipe, **options)
+        operand = place.array(x)
+        st = run_alone(kernel, api.cast, operand, recipe, **options)
         if st is not None:
             ran = True
             expect_tensor(place, st, reference.cast(x, recipe, CastOptions(**options)))
-            expect_array_unchanged(place, given, x.view(np.uint32))
+            expect_array_unchanged(place, operand, x.view(np.uint32))
     skip_unless_run(kernel, ran)
 
 
@@ -118,13 +118,13 @@ def cast_pair_equals_two_casts(kernel: Kernel, recipe: ScalingRecipe, place: Pla
     uneven, full = arrays()
     ran = False
     for x, options in ((uneven, {}), (full, {}), (uneven, _STOCHASTIC)):
-        given = place.array(x)
-        pair = run_alone(kernel, api.cast_pair, given, recipe, **options)
+        operand = place.array(x)
+        pair = run_alone(kernel, api.cast_pair, operand, recipe, **options)
         if pair is not None:
             ran = True
             for st, axis in zip(pair, (-1, -2), strict=True):
                 expect_tensor(place, st, reference.cast(x, recipe, CastOptions(axis=axis, **options)))
-            expect_array_unchanged(place, given, x.view(np.uint32))
+            expect_array_unchanged(place, operand, x.view(np.uint32))
     rows, columns = (reference.cast(full * np.float32(3), recipe, CastOptions(axis=axis)) for axis in (-1, -2))
     if rows.global_scale is not None or rows.scale.shape == columns.scale.shape:  # one scale fits both
         there = moved(rows, place)
@@ -148,9 +148,9 @@ def options_of_dequantize_are_honoured(kernel: Kernel, recipe: ScalingRecipe, pl
             expect_words(f"decoded to {dtype}", place.words(back), half_words(numbers, dtype))
     if takes_out(place):
         out = place.array(np.zeros(st.shape, np.float32))
-        found = run_alone(kernel, api.dequantize, moved(st, place), out=out)
-        if found is not None:
-            expect(found is out, "it did not return out=")
+        result = run_alone(kernel, api.dequantize, moved(st, place), out=out)
+        if result is not None:
+            expect(result is out, "it did not return out=")
             expect_numbers("out", place, out, numbers)
 
 
@@ -159,12 +159,12 @@ def decoded_values_match_the_generic_algorithm(kernel: Kernel, recipe: ScalingRe
     ran = False
     for x, axis in ((uneven, -1), (full, -1), (uneven, -2)):
         st = reference.cast(x, recipe, CastOptions(axis=axis))
-        given = moved(st, place)
-        back = run_alone(kernel, api.dequantize, given)
+        operand = moved(st, place)
+        back = run_alone(kernel, api.dequantize, operand)
         if back is not None:
             ran = True
             expect_numbers("decoded", place, back, reference.dequantize(st))
-            expect_tensor_unchanged(place, given, st)
+            expect_tensor_unchanged(place, operand, st)
     skip_unless_run(kernel, ran)
 
 
@@ -173,12 +173,12 @@ def requantize_writes_the_bytes_of_the_generic_algorithm(kernel: Kernel, recipe:
     ran = False
     for source in islice(_sources(kernel, recipe), 3):
         st = reference.cast(arrays()[0], source)
-        given = moved(st, place)
-        found = run_alone(kernel, api.requantize, given, recipe)
-        if found is not None:
+        operand = moved(st, place)
+        result = run_alone(kernel, api.requantize, operand, recipe)
+        if result is not None:
             ran = True
-            expect_tensor(place, found, reference.requantize(st, recipe))
-            expect_tensor_unchanged(place, given, st)
+            expect_tensor(place, result, reference.requantize(st, recipe))
+            expect_tensor_unchanged(place, operand, st)
     skip_unless_run(kernel, ran)
 
 
@@ -188,21 +188,21 @@ def options_of_requantize_are_honoured(kernel: Kernel, recipe: ScalingRecipe, pl
     rows, columns = (reference.cast(arrays()[1], source, CastOptions(axis=axis)) for axis in (-1, -2))
     ran = False
     for st, options in ((columns, {}), (rows, _STOCHASTIC), (columns, _STOCHASTIC)):
-        given = moved(st, place)
-        found = run_alone(kernel, api.requantize, given, recipe, **options)
-        if found is not None:
+        operand = moved(st, place)
+        result = run_alone(kernel, api.requantize, operand, recipe, **options)
+        if result is not None:
             ran = True
-            expect_tensor(place, found, reference.requantize(st, recipe, CastOptions(**options)))
-            expect_tensor_unchanged(place, given, st)
+            expect_tensor(place, result, reference.requantize(st, recipe, CastOptions(**options)))
+            expect_tensor_unchanged(place, operand, st)
     try:
         exact = reference.requantize(rows, recipe, CastOptions(require_exact=True))
     except InexactError:
         exact = None
     with suppress(InexactError):
-        found = run_alone(kernel, api.requantize, moved(rows, place), recipe, require_exact=True)
-        if found is not None:
+        result = run_alone(kernel, api.requantize, moved(rows, place), recipe, require_exact=True)
+        if result is not None:
             expect(exact is not None, "require_exact=True did not raise where values are rounded")
-            expect_tensor(place, found, reference.requantize(rows, recipe))
+            expect_tensor(place, result, reference.requantize(rows, recipe))
     if takes_out(place):
         out = moved(reference.cast(arrays()[1] * np.float32(3), recipe), place)
         written = run_alone(kernel, api.requantize, moved(rows, place), recipe, out=out)
@@ -214,10 +214,10 @@ def options_of_requantize_are_honoured(kernel: Kernel, recipe: ScalingRecipe, pl
 
 def _source(kernel: Kernel, recipe: ScalingRecipe) -> ScalingRecipe:
     """A recipe that the kernel reads, different from the new one if possible."""
-    found = list(_sources(kernel, recipe))
-    if not found:
+    sources = list(_sources(kernel, recipe))
+    if not sources:
         pytest.skip(f"{kernel.name} reads no recipe that is tested here")
-    return next((source for source in found if source != recipe), recipe)
+    return next((source for source in sources if source != recipe), recipe)
 
 
 def _sources(kernel: Kernel, recipe: ScalingRecipe) -> Iterator[ScalingRecipe]:
@@ -231,12 +231,12 @@ def round_trips_equal_dequantize_of_cast(kernel: Kernel, recipe: ScalingRecipe, 
     uneven, full = arrays()
     ran = False
     for x, options in ((uneven, _STOCHASTIC), (full, {})):
-        given = place.array(x)
-        back = run_alone(kernel, function, given, recipe, **options)
+        operand = place.array(x)
+        back = run_alone(kernel, function, operand, recipe, **options)
         if back is not None:
             ran = True
             expect_numbers(kernel.op, place, back, reference.dequantize(reference.cast(x, recipe, CastOptions(**options))))
-            expect_array_unchanged(place, given, x.view(np.uint32))
+            expect_array_unchanged(place, operand, x.view(np.uint32))
     skip_unless_run(kernel, ran)
 
 
@@ -251,12 +251,12 @@ def options_of_round_trips_are_honoured(kernel: Kernel, recipe: ScalingRecipe, p
         (_ALONG_ROWS, _ALONG_ROWS),
         ({"scale": supplied}, {"scale": scale}),
     )
-    for given, options in cases:
-        back = run_alone(kernel, function, place.array(x), recipe, **given)
+    for kernel_options, options in cases:
+        back = run_alone(kernel, function, place.array(x), recipe, **kernel_options)
         if back is not None:
             ran = True
             expected = reference.dequantize(reference.cast(x, recipe, CastOptions(**options)))
-            expect_numbers(f"{kernel.op} with {next(iter(given))}=", place, back, expected)
+            expect_numbers(f"{kernel.op} with {next(iter(kernel_options))}=", place, back, expected)
     _expect_nan_refused(kernel, function, recipe, place)
     skip_unless_run(kernel, ran)
 
@@ -282,37 +282,37 @@ def half_precision_and_views_cast_to_the_same_bytes(kernel: Kernel, recipe: Scal
         if kernel.op == "cast_pair":
             options = {name: value for name, value in options.items() if name != "axis"}
         x = rounded(np.asarray(numbers, order="C"), dtype)
-        given = floats(place, x, dtype, view)
-        before = place.words(given).copy()
-        found = run_alone(kernel, function, given, recipe, **options)
-        if found is None:
+        operand = floats(place, x, dtype, view)
+        before = place.words(operand).copy()
+        result = run_alone(kernel, function, operand, recipe, **options)
+        if result is None:
             continue
         ran = True
         what = f"of {dtype}" + " and a transposed array" * view
         try:
-            _expect_cast(kernel.op, place, found, x, recipe, dtype, options)
+            _expect_cast(kernel.op, place, result, x, recipe, dtype, options)
         except AssertionError as e:
             raise AssertionError(f"{what}: {e}") from None
-        expect_array_unchanged(place, given, before)
+        expect_array_unchanged(place, operand, before)
     skip_unless_run(kernel, ran)
 
 
 def _expect_cast(
-    op: str, place: Place, found: Any, x: np.ndarray, recipe: ScalingRecipe, dtype: str, options: dict[str, Any]
+    op: str, place: Place, result: Any, x: np.ndarray, recipe: ScalingRecipe, dtype: str, options: dict[str, Any]
 ) -> None:
     """Raise AssertionError unless the result of an operation on `x`, passed in a dtype, matches the generic algorithm."""
     if op == "cast_pair":
-        for st, axis in zip(found, (-1, -2), strict=True):
+        for st, axis in zip(result, (-1, -2), strict=True):
             expect_tensor(place, st, reference.cast(x, recipe, CastOptions(axis=axis, **options)))
         return
     st = reference.cast(x, recipe, CastOptions(**options))
     if op == "cast":
-        expect_tensor(place, found, st)
+        expect_tensor(place, result, st)
     elif dtype == "float32":
-        expect_numbers(op, place, found, reference.dequantize(st))
+        expect_numbers(op, place, result, reference.dequantize(st))
     else:
-        expect(dtype_name(found) == dtype, f"{op} gave {dtype_name(found)}")
-        expect_words(op, place.words(found), half_words(reference.dequantize(st), dtype))
+        expect(dtype_name(result) == dtype, f"{op} gave {dtype_name(result)}")
+        expect_words(op, place.words(result), half_words(reference.dequantize(st), dtype))
 
 
 def views_decode_to_the_same_values(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
@@ -322,12 +322,12 @@ def views_decode_to_the_same_values(kernel: Kernel, recipe: ScalingRecipe, place
     columns = np.asarray(full.T, order="C")
     for x, axis, dtype in ((full, -1, "float32"), (columns, -2, "float32"), (full.reshape(2, 8, 256), -2, "float16")):
         st = reference.cast(x, recipe, CastOptions(axis=axis))
-        given = moved(st, place)
+        operand = moved(st, place)
         expected = np.asarray(reference.dequantize(st).swapaxes(-1, -2), order="C")
         options: dict[str, Any] = {} if dtype == "float32" else {"out_dtype": dtype}
         if options and takes_out(place):
             options["out"] = floats(place, np.full(expected.shape, 7, np.float32), dtype)
-        back = run_alone(kernel, api.dequantize, given.mT, **options)
+        back = run_alone(kernel, api.dequantize, operand.mT, **options)
         if back is None:
             continue
         ran = True
@@ -337,7 +337,7 @@ def views_decode_to_the_same_values(kernel: Kernel, recipe: ScalingRecipe, place
             expect("out" not in options or back is options["out"], "it did not return out=")
             expect(dtype_name(back) == dtype, f"out_dtype={dtype!r} gave {dtype_name(back)}")
             expect_words(f"the transpose decoded to {dtype}", place.words(back), half_words(expected, dtype))
-        expect_tensor_unchanged(place, given, st)
+        expect_tensor_unchanged(place, operand, st)
     skip_unless_run(kernel, ran)
 
 
@@ -348,26 +348,26 @@ def declared_storages_are_read_and_written(kernel: Kernel, recipe: ScalingRecipe
     plain = reference.cast(x, recipe)
     if kernel.op in ("cast", "cast_pair"):
         for name in storages_of(kernel.writes, plain):
-            found = run_alone(kernel, getattr(api, kernel.op), place.array(x), recipe, storage=name)
-            if found is not None:
+            result = run_alone(kernel, getattr(api, kernel.op), place.array(x), recipe, storage=name)
+            if result is not None:
                 tried = True
-                for st, axis in zip(found if kernel.op == "cast_pair" else (found,), (-1, -2), strict=False):
+                for st, axis in zip(result if kernel.op == "cast_pair" else (result,), (-1, -2), strict=False):
                     expect(st.storage == name, f"it wrote {st.storage!r} storage, not {name!r}")
                     expect_tensor(place, st.to_plain(), reference.cast(x, recipe, CastOptions(axis=axis)))
     elif kernel.op == "requantize":
         source = reference.cast(x, _source(kernel, recipe))
         expected = reference.requantize(source, recipe)
         for name in storages_of(kernel.reads, source):
-            found = run_alone(kernel, api.requantize, moved(source, place).to_storage(name), recipe)
-            if found is not None:
+            result = run_alone(kernel, api.requantize, moved(source, place).to_storage(name), recipe)
+            if result is not None:
                 tried = True
-                expect_tensor(place, found, expected)
+                expect_tensor(place, result, expected)
         for name in storages_of(kernel.writes, expected):
-            found = run_alone(kernel, api.requantize, moved(source, place), recipe, storage=name)
-            if found is not None:
+            result = run_alone(kernel, api.requantize, moved(source, place), recipe, storage=name)
+            if result is not None:
                 tried = True
-                expect(found.storage == name, f"it wrote {found.storage!r} storage, not {name!r}")
-                expect_tensor(place, found.to_plain(), expected)
+                expect(result.storage == name, f"it wrote {result.storage!r} storage, not {name!r}")
+                expect_tensor(place, result.to_plain(), expected)
     elif kernel.op == "dequantize":
         for name in storages_of(kernel.reads, plain):
             back = run_alone(kernel, api.dequantize, moved(plain, place).to_storage(name))
@@ -397,21 +397,21 @@ def a_history_follows_the_generic_algorithm(kernel: Kernel, recipe: DelayedScali
     scale: Any = 1.0
     ran = False
     for step, x in enumerate((*steps, *faulty, *steps)):
-        given, options = place.array(x), _ALONG_ROWS if step % 2 else {}
-        operands = (given, recipe, *there)
-        found = run_alone(kernel, getattr(api, kernel.op), *operands, **(options if casts else {}))
+        operand, options = place.array(x), _ALONG_ROWS if step % 2 else {}
+        operands = (operand, recipe, *there)
+        results = run_alone(kernel, getattr(api, kernel.op), *operands, **(options if casts else {}))
         st = reference.cast(x, recipe, CastOptions(scale=scale, **options))
         amaxes, scale = reference.record_amax(x, recipe, amaxes, scale)
-        if found is None:
+        if results is None:
             there = place.array(np.asarray(amaxes)), place.array(np.asarray(scale))
             continue
         ran = True
         if casts:
-            expect_tensor(place, found[0], st)
-        there = found[-2:]
+            expect_tensor(place, results[0], st)
+        there = results[-2:]
         expect_numbers("amaxes", place, there[0], amaxes)
         expect_numbers("the scale", place, there[1], scale)
-        expect_array_unchanged(place, given, x.view(np.uint32))
+        expect_array_unchanged(place, operand, x.view(np.uint32))
     skip_unless_run(kernel, ran)
 
 

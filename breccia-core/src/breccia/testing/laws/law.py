@@ -60,5 +60,5 @@ def each(
 ) -> Iterator[Law]:
     """One law per check. Each check is called with `arguments`, followed by `place` if given."""
     for check in checks:
-        given = arguments if place is None else (*arguments, place)
-        yield Law(kind, subject, check.__name__, partial(check, *given), place)
+        all_arguments = arguments if place is None else (*arguments, place)
+        yield Law(kind, subject, check.__name__, partial(check, *all_arguments), place)

@@ -43,13 +43,13 @@ def its_kernels_write_what_the_reference_does(op: Operation, place: Place) -> No
             continue
         ran = False
         for arguments in _examples(op, place):
-            found = run_alone(kernel, getattr(calls, op.name), *arguments)
-            if found is None:
+            result = run_alone(kernel, getattr(calls, op.name), *arguments)
+            if result is None:
                 continue
             ran = True
             expected = reference(*op.with_defaults(arguments))
             several = len(op.results) > 1
-            for one, other in zip(found if several else (found,), expected if several else (expected,), strict=True):
+            for one, other in zip(result if several else (result,), expected if several else (expected,), strict=True):
                 _expect_equal(op, place, one, other)
         if kernel.name not in generic:
             skip_unless_run(kernel, ran)
@@ -60,12 +60,12 @@ def the_derivative_has_the_operands_shape(op: Operation, place: Place) -> None:
     if op.derivative is None:
         pytest.skip("its results are constants to gradients")
     for arguments in _examples(op, place):
-        given = op.with_defaults(arguments)
+        all_arguments = op.with_defaults(arguments)
         for n, (name, _) in enumerate(op.arguments):
             if not hasattr(arguments[n], "shape") or isinstance(arguments[n], ScaledTensor):
                 continue
             direction = place.array(np.ones(tuple(arguments[n].shape), np.float32))
-            once, twice = (targets.load(op.derivative)(calls, d, n, *given) for d in (direction, direction + direction))
+            once, twice = (targets.load(op.derivative)(calls, d, n, *all_arguments) for d in (direction, direction + direction))
             expect(tuple(once.shape) == tuple(arguments[n].shape), f"by {name} it has the shape {tuple(once.shape)}")
             expect_numbers(f"the derivative by {name}", place, twice, place.ops.to_numpy(once) * np.float32(2))
 
@@ -83,13 +83,13 @@ def _there(x: Any, place: Place) -> Any:
     return place.array(x) if hasattr(x, "shape") else x
 
 
-def _expect_equal(op: Operation, place: Place, found: Any, expected: Any) -> None:
+def _expect_equal(op: Operation, place: Place, result: Any, expected: Any) -> None:
     if not isinstance(expected, ScaledTensor):
-        expect_numbers(op.name, place, found, np.asarray(place.ops.to_numpy(place.ops.f32(expected))))
+        expect_numbers(op.name, place, result, np.asarray(place.ops.to_numpy(place.ops.f32(expected))))
         return
     parts = {name: place.ops.to_numpy(getattr(expected, name)) for name in expected.recipe.format.parts}
     here = {name: np.asarray(part) for name, part in parts.items()}
     plain = ScaledTensor.from_parts(
         recipe=expected.recipe, layout=expected.layout, axis=expected.axis, padding=expected.padding, **here
     )
-    expect_tensor(place, found, plain)
+    expect_tensor(place, result, plain)

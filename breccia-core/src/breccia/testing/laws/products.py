@@ -123,12 +123,12 @@ def stored_operands_stay_within_the_error_bound(kernel: Kernel, recipe: ScalingR
             x, y = (o.array.to_storage(name) if o is stored else o.array for o in (a, b))
             more: tuple[Any, ...] = (place.array(np.array(_ENDS, np.int32)),) if grouped else ()
             operands = (x, *([written] if written else []), _swapped(place, y), *more)
-            found = run_alone(kernel, getattr(api, kernel.op), *operands)
-            if found is not None:
+            result = run_alone(kernel, getattr(api, kernel.op), *operands)
+            if result is not None:
                 tried = True
-                fp8 = bounds.in_tensor_cores(first, second, device_of(found))
+                fp8 = bounds.in_tensor_cores(first, second, device_of(result))
                 expected = _expected(p, b.numbers, None, grouped)
-                _expect_within(f"{kernel.op} of {name} storage", place, found, "float32", *expected, False, fp8)
+                _expect_within(f"{kernel.op} of {name} storage", place, result, "float32", *expected, False, fp8)
     return tried
 
 
@@ -200,15 +200,15 @@ def _check_bound(kernel: Kernel, place: Place, first: ScalingRecipe | None, seco
         if grouped:
             operands = (*operands, place.array(np.array(_ENDS, np.int32)))
         before = [place.words(x.array).copy() if x.st is None else None for x in (a, b)]
-        found = run_alone(kernel, getattr(api, kernel.op), *operands, **options)
-        if found is None:
+        result = run_alone(kernel, getattr(api, kernel.op), *operands, **options)
+        if result is None:
             continue
         ran = True
         what = case.description(kernel.op)
-        expect(not case.out or found is options["out"], f"{what}: it did not return out=")
+        expect(not case.out or result is options["out"], f"{what}: it did not return out=")
         products, magnitudes = _expected(p, b.numbers, bias, grouped)
-        fp8 = bounds.in_tensor_cores(first, second, device_of(found))
-        _expect_within(what, place, found, case.out_dtype, products, magnitudes, case.bias, fp8)
+        fp8 = bounds.in_tensor_cores(first, second, device_of(result))
+        _expect_within(what, place, result, case.out_dtype, products, magnitudes, case.bias, fp8)
         for x, words in zip((a, b), before, strict=True):
             expect_tensor_unchanged(place, x.array, x.st)
             if words is not None:
@@ -270,23 +270,23 @@ def _expected(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, grouped: bo
 
 
 def _expect_within(
-    what: str, place: Place, found: Any, dtype: str, products: np.ndarray, magnitudes: np.ndarray, bias: bool, fp8: bool
+    what: str, place: Place, sums: Any, dtype: str, products: np.ndarray, magnitudes: np.ndarray, bias: bool, fp8: bool
 ) -> None:
     """Check sums of `_LENGTH` products, and a bias, against the bound of summation in any order plus one rounding.
 
     fp8: of FP8 tensor cores, promoted to FP32; else of FP32.
     """
-    expect(dtype_name(found) == dtype, f"{what}: {dtype_name(found)}, expected {dtype}")
-    expect(tuple(found.shape) == products.shape, f"{what}: shape {tuple(found.shape)}, expected {products.shape}")
-    numbers_found = numbers(place, found, dtype).astype(np.float64)
+    expect(dtype_name(sums) == dtype, f"{what}: {dtype_name(sums)}, expected {dtype}")
+    expect(tuple(sums.shape) == products.shape, f"{what}: shape {tuple(sums.shape)}, expected {products.shape}")
+    values = numbers(place, sums, dtype).astype(np.float64)
     nan = np.isnan(products)
-    expect(bool((np.isnan(numbers_found) | ~nan).all()), f"{what}: a NaN became a finite number")
+    expect(bool((np.isnan(values) | ~nan).all()), f"{what}: a NaN became a finite number")
     bound = bounds.accumulated(magnitudes, _LENGTH + bias, _LENGTH, fp8)
     bound += _half_unit(np.abs(products) + bound, dtype)
     none = magnitudes == 0
-    expect(not numbers_found[none].any(), f"{what}: rows of no group are not zeros")
+    expect(not values[none].any(), f"{what}: rows of no group are not zeros")
     with np.errstate(invalid="ignore"):
-        errors = np.where(nan | none, 0, np.abs(numbers_found - products) / bound)
+        errors = np.where(nan | none, 0, np.abs(values - products) / bound)
     worst = float(np.max(np.where(np.isnan(errors), np.inf, errors)))
     expect(worst <= 1, f"{what}: the error is {worst:.1f} times the bound of FP32 accumulation")
 

@@ -43,7 +43,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def laws(subject: Subject) -> Iterator[Law]:
-    """The laws about the recipes of a plug-in: the default of each class, and the instances given."""
+    """The laws about the recipes of a plug-in: the default of each class, and further instances to test."""
     for kind in subject.of("recipes"):
         yield from each("recipes", kind.name, (its_class_is_documented_and_tested,), kind, subject)
     for recipe in instances(subject):
@@ -203,13 +203,13 @@ def every_code_under_every_scale_decodes_as_the_oracle_says(recipe: ScalingRecip
 def _every_decodable(recipe: ScalingRecipe) -> tuple[ScaledTensor, np.ndarray]:
     """Codes under scales, and the values that the oracle decodes; they do not depend on the place."""
     st = every_decodable(recipe, scales=60)
-    found = written(_NUMPY, st)
+    parts = written(_NUMPY, st)
     if st.layout.block(-1) == TENSOR:  # a scale for each matrix: the oracle reads one at a time
-        zeros = [None] * len(found.codes) if found.zero_point is None else found.zero_point
-        rows = zip(found.codes, found.scale, zeros, strict=True)
-        expected = np.stack([oracle.dequantize(oracle.Written(c, s, found.global_scale, z), recipe) for c, s, z in rows])
+        zeros = [None] * len(parts.codes) if parts.zero_point is None else parts.zero_point
+        rows = zip(parts.codes, parts.scale, zeros, strict=True)
+        expected = np.stack([oracle.dequantize(oracle.Written(c, s, parts.global_scale, z), recipe) for c, s, z in rows])
     else:
-        expected = oracle.dequantize(found, recipe)
+        expected = oracle.dequantize(parts, recipe)
     return st, expected
 
 
@@ -257,7 +257,7 @@ def moved(st: ScaledTensor, place: Place) -> ScaledTensor:
 
     def there(name: str, part: np.ndarray) -> Any:
         word = np.asarray(part, order="C")
-        kept = dtypes[name] if dtypes[name] != str(word.dtype) else None
-        return place.array(word.view(f"u{word.itemsize}") if kept else word, kept)
+        dtype = dtypes[name] if dtypes[name] != str(word.dtype) else None
+        return place.array(word.view(f"u{word.itemsize}") if dtype else word, dtype)
 
     return Metadata.of(st).assembled(**{name: there(name, np.asarray(part)) for name, part in components(st).items()})

@@ -59,15 +59,15 @@ def scales_match_the_oracle(rule: Rule, place: Place) -> None:
     if not known and place.framework == "numpy":
         pytest.skip(f"the oracle does not know {type(rule).__name__}; other frameworks are compared with NumPy's scales")
     for codec, element, qmax in _supported(rule):
-        found = _scales(rule, codec, element, qmax, place)
+        scales = _scales(rule, codec, element, qmax, place)
         if known:
             expect_words(
-                f"{rule.name} in {codec.name} for {element.name}", found[_CHOSEN], _oracles_scales(rule, codec, element)
+                f"{rule.name} in {codec.name} for {element.name}", scales[_CHOSEN], _oracles_scales(rule, codec, element)
             )
         else:
             expect_words(
                 f"{rule.name} in {codec.name} for {element.name}, against NumPy",
-                found,
+                scales,
                 _scales(rule, codec, element, qmax, Place("numpy")),
             )
 
@@ -77,8 +77,8 @@ def _oracles_scales(rule: Rule, codec: Codec, element: Codec) -> np.ndarray:
     """The scale codes for the amaxes `_CHOSEN`; they do not depend on the place."""
     level = Level(codec, TENSOR)
     fmt = Format(element, (level,))
-    found = [oracle.stored_scale(rule, Fraction(float(_AMAXES[i])), level, fmt, None) for i in _CHOSEN]
-    return np.array(found).astype(np.uint32)
+    codes = [oracle.stored_scale(rule, Fraction(float(_AMAXES[i])), level, fmt, None) for i in _CHOSEN]
+    return np.array(codes).astype(np.uint32)
 
 
 @cache

@@ -34,13 +34,13 @@ def laws(subject: Subject) -> Iterator[Law]:
 def to_plain_undoes_from_plain(storage: Storage, recipe: ScalingRecipe, place: Place) -> None:
     """For full and partial blocks, NaN scales and zeros, one matrix and several, with blocks along either axis."""
     for st in _tensors(storage, recipe):
-        given = moved(st, place)
-        stored = given.to_storage(storage.name)
+        plain = moved(st, place)
+        stored = plain.to_storage(storage.name)
         expect(stored.storage == storage.name, f"the storage of the result is {stored.storage!r}")
         expect(stored.shape == st.shape, f"shape is {stored.shape}, expected {st.shape}")
         expect_tensor(place, stored.to_plain(), st)
         expect_tensor(place, stored.mT.mT.to_plain(), st)
-        expect_tensor(place, given, st)
+        expect_tensor(place, plain, st)
 
 
 def storage_does_not_change_values_or_digests(storage: Storage, recipe: ScalingRecipe, place: Place) -> None:

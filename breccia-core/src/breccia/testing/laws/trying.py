@@ -70,14 +70,14 @@ def skip_unless_run(kernel: Kernel, ran: bool) -> None:
 @cache
 def float_dtypes(place: Place) -> tuple[str, ...]:
     """The input dtypes of the place. NumPy without ml_dtypes has no bfloat16."""
-    found: list[str] = []
+    dtypes: list[str] = []
     for dtype in FLOATS:
         try:
             place.ops.to_float(place.array(np.zeros(1, np.float32)), dtype)
         except UnsupportedError:
             continue
-        found.append(dtype)
-    return tuple(found)
+        dtypes.append(dtype)
+    return tuple(dtypes)
 
 
 @cache
@@ -138,16 +138,16 @@ def storages_of(declared: tuple[str, ...], st: ScaledTensor) -> list[str]:
 # -- inputs are unchanged --------------------------------------------------------------------------------------------
 
 
-def expect_array_unchanged(place: Place, given: Any, before: np.ndarray) -> None:
+def expect_array_unchanged(place: Place, array: Any, before: np.ndarray) -> None:
     """Raise AssertionError unless an array still has the bit patterns `before`."""
-    expect(bool((place.words(given) == before).all()), "it writes into its input")
+    expect(bool((place.words(array) == before).all()), "it writes into its input")
 
 
-def expect_tensor_unchanged(place: Place, given: Any, st: ScaledTensor | None) -> None:
-    """Raise AssertionError unless the tensor `given` still equals `st`. Does nothing for a plain operand (`st` is None)."""
+def expect_tensor_unchanged(place: Place, operand: Any, st: ScaledTensor | None) -> None:
+    """Raise AssertionError unless the tensor `operand` still equals `st`. Does nothing for a plain operand (`st` is None)."""
     if st is None:
         return
     try:
-        expect_tensor(place, given, st)
+        expect_tensor(place, operand, st)
     except AssertionError as e:
         raise AssertionError(f"it writes into its input: {e}") from None
