@@ -189,7 +189,7 @@ def requantize(
         >>> wide = breccia.requantize(st, "mxfp8", require_exact=True)
         >>> breccia.dequantize(wide)
         array([[ 0.5,  1. , -3. ,  6. ]], dtype=float32)
-        >>> wide.scale, st.scale  # kept
+        >>> wide.scale, st.scale  # the same
         (array([[127]], dtype=uint8), array([[127]], dtype=uint8))
     """
     if not isinstance(st, ScaledTensor):
@@ -358,10 +358,10 @@ def metrics(reference: Any, quantized: Any) -> ErrorMetrics:
     Raises ShapeError if the shapes differ, UnsupportedError for other types and dtypes.
 
         >>> x = np.array([[0.125, 1.0, 3.0, 6.0]], np.float32)
-        >>> found = breccia.metrics(x, breccia.cast(x, "mxfp4"))
-        >>> found.max_error, found.underflow_rate  # 0.125 became 0
+        >>> errors = breccia.metrics(x, breccia.cast(x, "mxfp4"))
+        >>> errors.max_error, errors.underflow_rate  # 0.125 became 0
         (0.125, 0.25)
-        >>> print(f"{found.sqnr:.1f} dB")
+        >>> print(f"{errors.sqnr:.1f} dB")
         34.7 dB
     """
     return targets.load("breccia.kernels.measuring:metrics")(reference, quantized)
@@ -381,8 +381,8 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
          -> numpy.cast      core       .../breccia/kernels/numpy/casting.py:...
             reference.cast  core       .../breccia/kernels/reference/casting.py:...
               skipped: prefer= names numpy.cast
-        >>> found = breccia.explain("matmul", "array", "nvfp4", on="torch", prefer="reference.matmul")
-        >>> found.winner.name
+        >>> explanation = breccia.explain("matmul", "array", "nvfp4", on="torch", prefer="reference.matmul")
+        >>> explanation.winner.name
         'reference.matmul'
     """
     return targets.load("breccia.dispatch.explaining:explain")(op, operands, on, prefer, options)
@@ -408,8 +408,8 @@ def public(op: Operation) -> Callable[..., Any]:
     prefer = Parameter("prefer", Parameter.KEYWORD_ONLY, default=None)
     signature = Signature([*positional, *options, prefer])
 
-    def function(*arguments: Any, **given: Any) -> Any:
-        bound = signature.bind(*arguments, **given)
+    def function(*arguments: Any, **keywords: Any) -> Any:
+        bound = signature.bind(*arguments, **keywords)
         bound.apply_defaults()
         named = bound.arguments
         values = {name: _argument(op, name, kind, named[name]) for name, kind in op.arguments}
@@ -423,8 +423,8 @@ def public(op: Operation) -> Callable[..., Any]:
         else:
             defaults = {name: getattr(DEFAULT, name) for name in CASTING} | {name: named[name] for name in op.options}
             extra = {name: defaults.pop(name) for name in op.options if name not in CASTING}
-            found = _options(first, **defaults, of_tensor=isinstance(first, ScaledTensor))
-            taken = (found.replace(**extra) if extra else found,)
+            cast_options = _options(first, **defaults, of_tensor=isinstance(first, ScaledTensor))
+            taken = (cast_options.replace(**extra) if extra else cast_options,)
         if op.validate is not None:
             targets.load(op.validate)(*values.values(), *taken)
         return _run(op.name, framework, (*values.values(), *taken), named["prefer"])
@@ -437,16 +437,16 @@ def public(op: Operation) -> Callable[..., Any]:
 def _argument(op: Operation, name: str, kind: Kind, x: Any) -> Any:
     """An argument of an op of a plug-in. Raises UnsupportedError where it is of another kind."""
     if kind is Kind.RECIPE:
-        found = as_recipe(x)
-        if not isinstance(found, op.recipe):
-            raise UnsupportedError(f"{op.name} takes a {op.recipe.__name__} as {name}; got {found!r}.", op=op.name)
-        return found
-    found = scaled(x)
+        recipe = as_recipe(x)
+        if not isinstance(recipe, op.recipe):
+            raise UnsupportedError(f"{op.name} takes a {op.recipe.__name__} as {name}; got {recipe!r}.", op=op.name)
+        return recipe
+    operand = scaled(x)
     if kind is Kind.TENSOR:
-        return _need_scaled(op.name, found)
-    if kind is not Kind.EITHER and isinstance(found, ScaledTensor):
+        return _need_scaled(op.name, operand)
+    if kind is not Kind.EITHER and isinstance(operand, ScaledTensor):
         raise UnsupportedError(f"{op.name} takes an array as {name}, got a ScaledTensor; pass its values: x.dequantize().")
-    return found
+    return operand
 
 
 def plugins() -> list[Plugin]:
@@ -511,8 +511,8 @@ def _options(
 
 def _framework_of_steps(x: Any, amaxes: Any, scale: Any) -> Framework:
     """The framework of an array and of its amax history. Raises for a history that is none, or of another framework."""
-    kept = check_history(amaxes, scale)
-    return common_framework(x, *kept.values()) or same_framework({"x": x, **kept})
+    history = check_history(amaxes, scale)
+    return common_framework(x, *history.values()) or same_framework({"x": x, **history})
 
 
 def _check_array(x: Any) -> None:
@@ -522,19 +522,19 @@ def _check_array(x: Any) -> None:
 
 
 def _arrays(**operands: Any) -> dict[str, Any]:
-    """For each operand given, the array that determines its framework and device."""
+    """By name, the array that determines the framework and device of an operand. Operands that are None are left out."""
     return {name: array_of(x) for name, x in operands.items() if x is not None}
 
 
 def _need_scaled(op: str, st: Any) -> ScaledTensor:
     """The ScaledTensor that `st` contains. Raises UnsupportedError."""
-    found = scaled(st)
-    if not isinstance(found, ScaledTensor):
+    tensor = scaled(st)
+    if not isinstance(tensor, ScaledTensor):
         raise UnsupportedError(
             f"{op} takes a ScaledTensor, got {type(st).__name__}; quantize an array with breccia.cast, or wrap buffers with "
             "breccia.from_buffer."
         )
-    return found
+    return tensor
 
 
 for _op in (cast, cast_pair, dequantize, requantize, matmul, cast_matmul, grouped_matmul, cast_ste, cast_ste_clipped):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from .lazy_names import found
+from .lazy_names import value_of
 
 #: Name -> module that defines it, "" for modules of `breccia` itself. docs/scripts/stubs.py writes `backend.pyi` from it.
 _HOMES: dict[str, str] = {
@@ -81,7 +81,7 @@ __all__ = [*sorted(_HOMES)]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         return _earlier(name)
-    value = globals()[name] = found(_HOMES, name)
+    value = globals()[name] = value_of(_HOMES, name)
     return value
 
 

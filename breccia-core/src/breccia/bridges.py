@@ -22,12 +22,14 @@ def __getattr__(name: str) -> Any:
         return [bridge for bridge, declared in sorted(registry().bridges.items()) if not _missing(declared)]
     if name.startswith("_"):
         raise AttributeError(f"module 'breccia.bridges' has no attribute {name!r}")
-    found = registry()
-    bridge = found.bridges.get(name)
-    if bridge is None and not any(p.distribution == BRIDGES.distribution and p.status == "active" for p in found.plugins):
+    declarations = registry()
+    bridge = declarations.bridges.get(name)
+    if bridge is None and not any(
+        p.distribution == BRIDGES.distribution and p.status == "active" for p in declarations.plugins
+    ):
         raise ImportError(
             f"no installed plug-in declares breccia.bridges.{name}; breccia's own bridges come with {BRIDGES.distribution}: "
-            f"{BRIDGES.remedy}." + found.absence(BRIDGES.distribution),
+            f"{BRIDGES.remedy}." + declarations.absence(BRIDGES.distribution),
             name=name,
         )
     if bridge is None:

@@ -55,12 +55,12 @@ def check_minifloat(codec: Minifloat) -> None:
             f"2^{_SUBNORMAL} to 2^{_TOP}; declare a bias from {max(codec.highest >> m, 1) - _TOP} to {1 - m - _SUBNORMAL}",
             bias=codec.bias,
         )
-    found = codec.value(codec.highest)
-    if codec.largest != found or not found > 0:
+    value = codec.value(codec.highest)
+    if codec.largest != value or not value > 0:
         raise _error(
             codec,
             f"largest={codec.largest!r} is not the largest finite number of these fields, code {codec.highest:#x}; declare "
-            f"largest={found!r}" + ("" if found > 0 else ", which must be positive: declare more exponent or mantissa bits"),
+            f"largest={value!r}" + ("" if value > 0 else ", which must be positive: declare more exponent or mantissa bits"),
             largest=codec.largest,
         )
     _check_scale_min(codec)
@@ -112,8 +112,8 @@ def _is_number(codec: Minifloat, value: float) -> bool:
 
 def check_power_of_two(codec: PowerOfTwo) -> None:
     """Raise RecipeError unless codes are one byte: all powers of two that FP32 and its reciprocals represent, and NaN."""
-    found = (codec.bits, codec.bias, codec.nan)
-    if found != (8, _TOP, 255):
+    fields = (codec.bits, codec.bias, codec.nan)
+    if fields != (8, _TOP, 255):
         raise _error(
             codec,
             f"powers of two are scales of one byte, from 2^-{_TOP} to 2^{_TOP}, with NaN as the last code; got "
@@ -218,5 +218,5 @@ def _is_f32(value: float) -> bool:
         return False
 
 
-def _error(codec: Codec, message: str, **found: Any) -> RecipeError:
-    return RecipeError(f"codec {codec.name!r}: {message}.", **found)
+def _error(codec: Codec, message: str, **values: Any) -> RecipeError:
+    return RecipeError(f"codec {codec.name!r}: {message}.", **values)

@@ -318,20 +318,20 @@ class Integer(Codec):
         return self.high.bit_length() - 1
 
     def value(self, code: int) -> float:
-        whole = code - (1 << self.bits) if self.signed and code >> (self.bits - 1) else code
-        return math.ldexp(whole, -self.fraction_bits)
+        integer = code - (1 << self.bits) if self.signed and code >> (self.bits - 1) else code
+        return math.ldexp(integer, -self.fraction_bits)
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None, zero_point: Any = 0) -> Array:
         """As `Codec.encode`; `zero_point` (integers in FP32) is added to the rounded number."""
         least, most = (math.ldexp(end, -self.fraction_bits) for end in (self.low, self.high))
         y = ops.minimum(ops.maximum(y, least - zero_point), most - zero_point)
         y = y * 2.0**self.fraction_bits if self.fraction_bits else y
-        if word is None and (found := ops.native_round(y, self.bits)) is not None:
-            return (found + ops.to_int32(zero_point)) & ((1 << self.bits) - 1)
+        if word is None and (rounded := ops.native_round(y, self.bits)) is not None:
+            return (rounded + ops.to_int32(zero_point)) & ((1 << self.bits) - 1)
         u = ops.bitcast_to_int(y)
         magnitude = u & MAGNITUDE
-        whole = _round_shift(ops, _significand(ops, magnitude), 150 - (magnitude >> 23), word)
-        signed = ops.where(u < 0, -whole, whole) + ops.to_int32(zero_point)
+        rounded_magnitude = _round_shift(ops, _significand(ops, magnitude), 150 - (magnitude >> 23), word)
+        signed = ops.where(u < 0, -rounded_magnitude, rounded_magnitude) + ops.to_int32(zero_point)
         return signed & ((1 << self.bits) - 1)
 
 
@@ -367,15 +367,15 @@ class Lookup(Codec):
 
         Between two positions of one code it is the value itself, so that thresholds ascend; both sides have this code.
         """
-        found = [0]
+        thresholds = [0]
         for low, high in pairwise(self.order):
             middle = (Fraction(self.values[low]) + Fraction(self.values[high])) / 2
             t = f32(float(middle))
             tie_goes_down = low != high and (high % 2 == 1 or low % 2 == 0)
             while Fraction(t) < middle or (Fraction(t) == middle and tie_goes_down):
                 t = _next_f32(t)
-            found.append(f32_bits(t))
-        return tuple(found)
+            thresholds.append(f32_bits(t))
+        return tuple(thresholds)
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
         """As `Codec.encode`. A tie between two even or two odd codes goes to the smaller value.

@@ -44,10 +44,10 @@ class Declared:
     name: ClassVar[str] = ""
     kind: ClassVar[str] = "declaration"
 
-    def __new__(cls, *_: Any, **given: Any) -> Self:
+    def __new__(cls, *_: Any, **fields: Any) -> Self:
         """Raises UnsupportedError (a TypeError) naming an unknown field, before a constructor that was made for the fields."""
-        for key in given:
-            if key not in getattr(cls, "__dataclass_fields__", given):
+        for key in fields:
+            if key not in getattr(cls, "__dataclass_fields__", fields):
                 cls._refuse(key)
         return object.__new__(cls)
 
@@ -56,10 +56,10 @@ class Declared:
         """The interned key of all equal declarations, much faster to hash than their fields. It lives as long as they do."""
         key = (type(self), *(getattr(self, f.name) for f in dataclasses.fields(self)))  # type: ignore[arg-type]
         with _interning:
-            found = _interned.get(key)
-            if found is None:
-                found = _interned[key] = InternedKey()
-            return found
+            interned = _interned.get(key)
+            if interned is None:
+                interned = _interned[key] = InternedKey()
+            return interned
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the fields only; they are checked on reading, and derived values are not stored."""
@@ -114,10 +114,10 @@ class Declared:
         name, fields = _parts_of(listed)
         if name is None or fields is None:
             raise RecipeError(f"a {cls.kind} in JSON is an object with a name and fields; got {text[:80]}")
-        found: type[Self] = targets.load(targets.REGISTRY)().look_up(f"breccia_{cls.kind}s", name, cls.kind)
-        if not issubclass(found, cls):
-            raise RecipeError(f"this is a {cls.kind} {found.name!r}, not {cls.name!r}; read it with the base class.")
-        return found.with_fields(fields)
+        named_class: type[Self] = targets.load(targets.REGISTRY)().look_up(f"breccia_{cls.kind}s", name, cls.kind)
+        if not issubclass(named_class, cls):
+            raise RecipeError(f"this is a {cls.kind} {named_class.name!r}, not {cls.name!r}; read it with the base class.")
+        return named_class.with_fields(fields)
 
     @classmethod
     def _refuse(cls, key: str) -> None:
@@ -156,8 +156,8 @@ def _parts_of(listed: Any) -> tuple[str | None, dict[str, Any] | None]:
     """(name, fields) from the output of `to_dict`; None where one is missing or of another type."""
     if not isinstance(listed, dict):
         return None, None
-    found = cast("dict[str, Any]", listed)
-    name, fields = found.get("name"), found.get("fields")
+    entries = cast("dict[str, Any]", listed)
+    name, fields = entries.get("name"), entries.get("fields")
     return (name if isinstance(name, str) else None), (cast("dict[str, Any]", fields) if isinstance(fields, dict) else None)
 
 
@@ -173,11 +173,11 @@ def settle(declared: Any, field: str, allowed: Collection[Any], aliases: Mapping
     spellings = [each for each in allowed if isinstance(each, str)]
     name = getattr(value, "__name__", None) or getattr(value, "name", None) or value
     text = value if isinstance(value, str) else str(name).rpartition(".")[2] if aliases else ""
-    found = aliases.get(text.lower()) or next((each for each in spellings if each.lower() == text.lower()), None)
-    if found is None:
+    spelling = aliases.get(text.lower()) or next((each for each in spellings if each.lower() == text.lower()), None)
+    if spelling is None:
         named = " or ".join(map(repr, allowed)) if len(allowed) < 3 else f"one of {', '.join(map(repr, allowed))}"
         raise RecipeError(f"{field} must be {named}, got {short(value)}{did_you_mean(text[:80], spellings)}", **{field: value})
-    object.__setattr__(declared, field, found)
+    object.__setattr__(declared, field, spelling)
 
 
 def check_type(owner: str, field: str, value: Any, kind: type) -> None:

@@ -29,9 +29,9 @@ def from_foreign(obj: Any, **options: Any) -> ScaledTensor | TensorPair:
         >>> breccia.from_foreign(model[0].weight)
         breccia.ScaledTensor('int8', shape=(32, 64), torch cpu, 8.5 bits per value)
     """
-    found: Any = scaled(obj)
-    if isinstance(found, ScaledTensor):
-        return found
+    tensor: Any = scaled(obj)
+    if isinstance(tensor, ScaledTensor):
+        return tensor
     return targets.load(library_of(obj.__class__).from_foreign)(obj, **options)
 
 
@@ -72,13 +72,13 @@ def library_of(kind: type) -> Foreign:
 
     Raises UnsupportedError if there is none, or if two plug-ins declare the same class.
     """
-    found = registry()
-    known = found.foreign_types.get(kind)
+    declarations = registry()
+    known = declarations.foreign_types.get(kind)
     if known is not None:
         return known
     for base in kind.__mro__:
         ranked: dict[str, int] = {}
-        for library in found.foreign.values():
+        for library in declarations.foreign.values():
             depths = [len(reference) for reference in library.classes if _names(reference, base)]
             if depths:
                 ranked[library.name] = max(depths)
@@ -89,9 +89,9 @@ def library_of(kind: type) -> Foreign:
                 declared=best,
             )
         if best:
-            found.foreign_types[kind] = found.foreign[best[0]]
-            return found.foreign[best[0]]
-    classes = [f"{reference} ({library.name})" for library in found.foreign.values() for reference in library.classes]
+            declarations.foreign_types[kind] = declarations.foreign[best[0]]
+            return declarations.foreign[best[0]]
+    classes = [f"{reference} ({library.name})" for library in declarations.foreign.values() for reference in library.classes]
     raise UnsupportedError(
         f"from_foreign: no installed plug-in converts {_title(kind)}. Declared: {', '.join(sorted(classes)) or 'none'}. Pass "
         f"one of these, or wrap its buffers with breccia.from_buffer.{_absent()}",

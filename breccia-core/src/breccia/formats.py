@@ -112,12 +112,12 @@ class Format:
     @property
     def parts(self) -> dict[str, Codec | None]:
         """The components of a tensor of this format, in order, with their codecs; None for zero-points, which are integers."""
-        found: dict[str, Codec | None] = {"data": self.element, "scale": self.scale.codec}
+        parts: dict[str, Codec | None] = {"data": self.element, "scale": self.scale.codec}
         if self.offset != "none":
-            found["zero_point"] = self.scale.codec if self.offset == "bias" else None
+            parts["zero_point"] = self.scale.codec if self.offset == "bias" else None
         if self.global_scale is not None:
-            found["global_scale"] = self.global_scale.codec
-        return found
+            parts["global_scale"] = self.global_scale.codec
+        return parts
 
     def qmax(self, level: Level) -> float:
         """Largest magnitude representable under a scale of 1.0 at `level`: element.max times finer levels' max."""

@@ -16,7 +16,8 @@ from .locks import cached_property
 
 #: A non-negative number below 2^23 is rounded to an integer by adding this, and is then in the low bits of the sum.
 WHOLE = 2.0**23
-#: As `WHOLE` for numbers of either sign, of magnitudes below 2^22: in two's complement, since 2^22 is added to them too.
+#: A number of either sign, of a magnitude below 2^22, is rounded to an integer by adding this. The integer is then in the low
+#: bits of the sum, in two's complement, since this is 2^22 more than `WHOLE`.
 ROUNDER = 1.5 * 2.0**23
 #: The finest spacing of codes at zero. Products below 2^-126, which hardware may flush to zero, then round to zero anyway.
 _FINEST = 2.0**-24

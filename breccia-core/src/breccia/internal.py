@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .lazy_names import found
+from .lazy_names import value_of
 
 #: Name -> module that defines it. docs/scripts/stubs.py writes `internal.pyi` from it.
 _HOMES: dict[str, str] = {
@@ -49,7 +49,7 @@ __all__ = [*sorted(_HOMES)]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = found(_HOMES, name)
+    value = globals()[name] = value_of(_HOMES, name)
     return value
 
 

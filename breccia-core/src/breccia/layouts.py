@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from inspect import Signature, signature
 from operator import attrgetter
-from operator import index as whole
+from operator import index as to_integer
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -98,14 +98,14 @@ class Layout(Declared):
         logical = tuple(data.shape) if shape is None else tuple(shape)
         self._check_ndim(logical, axis)
         allowed = self.scale_shapes(logical, axis)
-        found = tuple(scale.shape)
-        if found not in allowed:
+        scale_shape = tuple(scale.shape)
+        if scale_shape not in allowed:
             wanted = f"{allowed[0]}" if len(allowed) == 1 else f"one of {sorted(allowed)}"
             raise LayoutError(
-                f"{type(self).__name__}: scale.shape must be {wanted}, got {found} (data of logical shape {logical}, "
+                f"{type(self).__name__}: scale.shape must be {wanted}, got {scale_shape} (data of logical shape {logical}, "
                 f"blocks along axis {axis}).",
                 expected=allowed,
-                found=found,
+                found=scale_shape,
                 shape=logical,
                 axis=axis,
             )
@@ -182,12 +182,12 @@ class PerTensor(Blocks):
 
     def validate(self, data: Any, scale: Any, *, shape: Shape | None = None, axis: int = -1) -> None:
         logical = tuple(data.shape) if shape is None else tuple(shape)
-        found = tuple(scale.shape)
-        if found not in self.scale_shapes(logical, axis):
+        scale_shape = tuple(scale.shape)
+        if scale_shape not in self.scale_shapes(logical, axis):
             raise LayoutError(
                 f"PerTensor requires a scalar scale (ndim=0) or one whose shape is a prefix of data.shape[:-2]="
-                f"{logical[:-2]}, got ndim={len(found)} with shape={found}; reshape a (1,) scale to ().",
-                found=found,
+                f"{logical[:-2]}, got ndim={len(scale_shape)} with shape={scale_shape}; reshape a (1,) scale to ().",
+                found=scale_shape,
                 shape=logical,
             )
 
@@ -232,9 +232,9 @@ class PerChannel(Blocks):
         return (1, None)
 
     def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
-        kept = list(shape)
-        kept[axis] = 1
-        return (tuple(kept), (shape[other_axis(axis)],)) if len(shape) > 1 else (tuple(kept),)
+        scale_shape = list(shape)
+        scale_shape[axis] = 1
+        return (tuple(scale_shape), (shape[other_axis(axis)],)) if len(shape) > 1 else (tuple(scale_shape),)
 
 
 class _Tiles(ABCMeta):
@@ -242,9 +242,9 @@ class _Tiles(ABCMeta):
 
     if not TYPE_CHECKING:
 
-        def __call__(cls, *args: Any, **given: Any) -> Layout:
-            made = super().__call__(*args, **given)
-            return PerBlockK(made.block_n, made.partial) if cls is PerBlockMN and made.block_m == 1 else made
+        def __call__(cls, *args: Any, **fields: Any) -> Layout:
+            layout = super().__call__(*args, **fields)
+            return PerBlockK(layout.block_n, layout.partial) if cls is PerBlockMN and layout.block_m == 1 else layout
 
     @property
     def __signature__(cls) -> Signature:
@@ -332,7 +332,7 @@ class PerGroupIndex(Layout):
     def __post_init__(self) -> None:
         check_positive("PerGroupIndex", "groups", self.groups)
         try:
-            index = tuple(int(whole(i)) for i in self.index)
+            index = tuple(int(to_integer(i)) for i in self.index)
         except TypeError:
             raise RecipeError(f"PerGroupIndex: index must be a sequence of integers, got {self.index!r}") from None
         wrong = next((k for k, group in enumerate(index) if not 0 <= group < self.groups), None)
@@ -361,9 +361,9 @@ class PerGroupIndex(Layout):
                 axis=axis,
                 found=len(self.index),
             )
-        kept = list(shape)
-        kept[axis] = self.groups
-        return (tuple(kept),)
+        scale_shape = list(shape)
+        scale_shape[axis] = self.groups
+        return (tuple(scale_shape),)
 
     def along(self, positions: Iterable[int]) -> Layout:
         return replace(self, index=tuple(self.index[k] for k in positions))
@@ -451,10 +451,10 @@ def layout_of_tensor(text: str) -> Layout:
 
     A tensor stores no `PerBlockMN(1, k)`, which is `PerBlockK(k)`: there, tiles one row high are `PerBlockMN(k, 1).mT`.
     """
-    found = Layout.from_json(text)
-    if type(found) is PerBlockK and json.loads(text)["name"] != found.name:
-        return PerBlockMN(found.block_size, 1, found.partial).mT
-    return found
+    layout = Layout.from_json(text)
+    if type(layout) is PerBlockK and json.loads(text)["name"] != layout.name:
+        return PerBlockMN(layout.block_size, 1, layout.partial).mT
+    return layout
 
 
 def placed(layout: Layout, block: Block, axis: int) -> Layout:
@@ -462,8 +462,8 @@ def placed(layout: Layout, block: Block, axis: int) -> Layout:
 
     Callers and earlier pickles may say 1 x n tiles: blocks along the contraction axis unless the recipe has n x 1.
     """
-    found, (m, k) = layout.canonical(axis), block
-    if axis == -2 and k == 1 and m not in (1, None) and found.plain == PerBlockK(m, found.partial):
-        across = PerBlockMN(m, 1, found.partial).mT
-        return replace(found, layout=across) if isinstance(found, InStorage) else across
-    return found
+    canonical, (m, k) = layout.canonical(axis), block
+    if axis == -2 and k == 1 and m not in (1, None) and canonical.plain == PerBlockK(m, canonical.partial):
+        across = PerBlockMN(m, 1, canonical.partial).mT
+        return replace(canonical, layout=across) if isinstance(canonical, InStorage) else across
+    return canonical

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 
-def found(homes: Mapping[str, str], name: str) -> Any:
+def value_of(homes: Mapping[str, str], name: str) -> Any:
     """The value of a name. homes: module of `breccia` by name, "" for its own modules. Raises KeyError for an unknown name."""
     package = __name__.rpartition(".")[0]
     home = import_module(f".{homes[name]}" if homes[name] else ".", package)

@@ -28,7 +28,7 @@ else:
             self.lock = nullcontext()
 
 
-_made: WeakSet[Any] = WeakSet()
+_locks: WeakSet[Any] = WeakSet()
 
 
 def at_fork(function: Callable[[], None]) -> None:
@@ -40,12 +40,12 @@ def at_fork(function: Callable[[], None]) -> None:
 def reentrant() -> threading.RLock:
     """A reentrant lock that is free in a forked child, where the thread that had it does not exist."""
     lock = threading.RLock()
-    _made.add(lock)
+    _locks.add(lock)
     return lock
 
 
 def _free() -> None:
-    for lock in _made:
+    for lock in _locks:
         lock._at_fork_reinit()  # what the standard library does with its own locks
 
 

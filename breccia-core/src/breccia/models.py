@@ -156,14 +156,14 @@ def _check(policy: Policy, parameters: list[Parameter], caller: str, what: str, 
 
 def _consecutive(p: Parameter, axes: tuple[int, ...], caller: str) -> tuple[int, ...]:
     ndim = len(p.shape)
-    found = tuple(sorted(a + ndim if a < 0 else a for a in axes))
-    if not found or found[0] < 0 or found[-1] >= ndim or found != tuple(range(found[0], found[-1] + 1)):
+    indices = tuple(sorted(a + ndim if a < 0 else a for a in axes))
+    if not indices or indices[0] < 0 or indices[-1] >= ndim or indices != tuple(range(indices[0], indices[-1] + 1)):
         raise OptionError(
             f"{caller}: {p.name} has {ndim} axes; its contracted axes are consecutive ones of them, got {axes}.",
             name=p.name,
             axes=axes,
         )
-    return found
+    return indices
 
 
 def _grows(p: Parameter, recipe: ScalingRecipe, axes: tuple[int, ...]) -> bool:

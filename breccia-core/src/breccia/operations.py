@@ -153,8 +153,8 @@ class Operation:
         """The options without those of the derivative."""
         if all(getattr(options, name) is getattr(DEFAULT, name) for name in self.derivative_options):
             return options
-        found = options.replace(**{name: getattr(DEFAULT, name) for name in self.derivative_options})
-        return found if found.given() else DEFAULT
+        kernel_options = options.replace(**{name: getattr(DEFAULT, name) for name in self.derivative_options})
+        return kernel_options if kernel_options.given() else DEFAULT
 
     def with_defaults(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with the default options where these are left out."""

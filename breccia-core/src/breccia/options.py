@@ -122,8 +122,8 @@ class ProductOptions(NamedTuple):
 
     def given(self) -> dict[str, Any]:
         """The options that are not at their default, by name."""
-        found = {} if self.out_dtype == "float32" else {"out_dtype": self.out_dtype}
-        return found | {name: value for name, value in (("bias", self.bias), ("out", self.out)) if value is not None}
+        options = {} if self.out_dtype == "float32" else {"out_dtype": self.out_dtype}
+        return options | {name: value for name, value in (("bias", self.bias), ("out", self.out)) if value is not None}
 
     def get(self, name: str, default: Any = None) -> Any:
         """One option by name, as `Call.option` reads it."""

@@ -94,9 +94,9 @@ class ScalingRecipe(Declared):
 def check_recipe(recipe: object) -> None:
     """Raise UnsupportedError unless `recipe` is a recipe; a class instead of an instance gets a hint."""
     if not isinstance(recipe, ScalingRecipe):
-        found = recipe.__name__ if isinstance(recipe, type) else type(recipe).__name__
-        hint = f"; did you mean {found}()?" if isinstance(recipe, type) else "."
-        raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {found}{hint}")
+        class_name = recipe.__name__ if isinstance(recipe, type) else type(recipe).__name__
+        hint = f"; did you mean {class_name}()?" if isinstance(recipe, type) else "."
+        raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {class_name}{hint}")
 
 
 def _check_fixed(recipe: ScalingRecipe, title: str, field: str, fixed: object, by: str = "") -> None:
@@ -121,8 +121,8 @@ def choices_of(kind: type[ScalingRecipe], name: str) -> tuple[tuple[Any, ...], s
 
     A subclass that redeclares a field to change its default keeps the choices, unless it declares others.
     """
-    found = _metadata(kind, name, "choices")
-    return found.get("choices", ()), found.get("by", "")
+    metadata = _metadata(kind, name, "choices")
+    return metadata.get("choices", ()), metadata.get("by", "")
 
 
 def _metadata(kind: type[ScalingRecipe], name: str, key: str) -> Mapping[str, Any]:
@@ -135,7 +135,7 @@ def _metadata(kind: type[ScalingRecipe], name: str, key: str) -> Mapping[str, An
 
 
 def implying(value: Any, **fields: Any) -> dict[str, Any]:
-    """Metadata of a field one of whose values requires values of other fields: in a spec, `value` sets those not given."""
+    """Metadata of a field one of whose values requires values of other fields: in a spec, `value` sets the missing ones."""
     return {"implies": (value, fields)}
 
 
@@ -145,21 +145,21 @@ def implication_of(kind: type[ScalingRecipe], name: str) -> tuple[Any, dict[str,
 
 
 def with_implied(kind: type[ScalingRecipe], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields`, and those not given that they require: `offset=bias` is `symmetric=False`, and that is `signed=False`.
+    """`fields`, and the missing ones that they require: `offset=bias` is `symmetric=False`, and that is `signed=False`.
 
     Only what would be refused otherwise is set; a given value stays, and a recipe refuses one that contradicts another.
     """
-    found = dict(fields)
+    settings = dict(fields)
     waiting = list(fields)
     while waiting:
         name = waiting.pop()
         value, implied = implication_of(kind, name)
-        given = found[name].lower() if isinstance(found[name], str) else found[name]
-        if type(given) is type(value) and given == value:
-            added = {other: of for other, of in implied.items() if other not in found}
-            found |= added
+        setting = settings[name].lower() if isinstance(settings[name], str) else settings[name]
+        if type(setting) is type(value) and setting == value:
+            added = {other: of for other, of in implied.items() if other not in settings}
+            settings |= added
             waiting += added
-    return found
+    return settings
 
 
 def check_choices(recipe: ScalingRecipe) -> None:

@@ -105,13 +105,13 @@ class ConflictingDistribution:
 def unrelated() -> ConflictingDistribution | None:
     """The older distribution, if it is installed. If both install into one folder, neither works."""
     try:
-        found = distribution("breccia")
+        older_distribution = distribution("breccia")
     except PackageNotFoundError:
         return None
-    ours, theirs = Path(__file__).parent, Path(str(found.locate_file("breccia")))
+    ours, theirs = Path(__file__).parent, Path(str(older_distribution.locate_file("breccia")))
     mixed = theirs.resolve() == ours.resolve()
     where = "in the same folder as breccia-core, each overwriting the other" if mixed else f"as well, in {theirs}"
     return ConflictingDistribution(
-        f"the older, unrelated distribution `breccia` {found.version} is installed {where}",
+        f"the older, unrelated distribution `breccia` {older_distribution.version} is installed {where}",
         f"pip uninstall breccia; {install(CORE, '--force-reinstall', '--no-deps')}",
     )

@@ -25,12 +25,12 @@ def as_recipe(given: ScalingRecipe | str) -> ScalingRecipe:
         check_recipe(given)
         return given
     known: dict[str, ScalingRecipe] = targets.load(targets.REGISTRY)().specs
-    found = known.get(given)
-    if found is None:
+    parsed_recipe = known.get(given)
+    if parsed_recipe is None:
         if len(known) >= _REMEMBERED:
             known.clear()
-        found = known[given] = recipe(given)
-    return found
+        parsed_recipe = known[given] = recipe(given)
+    return parsed_recipe
 
 
 @traced_by_framework
@@ -57,16 +57,16 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
         if not equals:
             raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
         fields[field.strip()] = _field_value(value.strip())
-    found = targets.load(targets.REGISTRY)()
-    known: dict[str, type[ScalingRecipe]] = found.recipes
+    declarations = targets.load(targets.REGISTRY)()
+    known: dict[str, type[ScalingRecipe]] = declarations.recipes
     spelled = next((n for n, c in known.items() if name.lower() in map(str.lower, (n, c.__name__, *c.aliases))), None)
-    if spelled is None and (held := [n for n, c in known.items() if name.lower() in _element_names(c)]):
+    if spelled is None and (element_recipes := [n for n, c in known.items() if name.lower() in _element_names(c)]):
         raise UnknownNameError(
-            f"{name!r} is an element format, not a recipe; its recipes differ in their scales: {', '.join(held)}.",
+            f"{name!r} is an element format, not a recipe; its recipes differ in their scales: {', '.join(element_recipes)}.",
             name=name,
-            known=held,
+            known=element_recipes,
         )
-    kind: type[ScalingRecipe] = found.look_up("breccia_recipes", spelled or name, "recipe")
+    kind: type[ScalingRecipe] = declarations.look_up("breccia_recipes", spelled or name, "recipe")
     return kind.with_fields(with_implied(kind, fields))
 
 

@@ -32,7 +32,7 @@ def for_products(weight: ScaledTensor, x: Array) -> ScaledTensor:
             stored = part.to_storage(name)
         except UnsupportedError:
             continue
-        found = winner(stored)
-        if found is not None and name in found.reads and found is not plain:
+        kernel = winner(stored)
+        if kernel is not None and name in kernel.reads and kernel is not plain:
             return stored if part is weight else weight.to_storage(name)
     return weight

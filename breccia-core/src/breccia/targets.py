@@ -29,13 +29,13 @@ REGISTRY = "breccia.dispatch.registry:registry"
 def load(target: str) -> Any:
     """Import the object that `target` references. Raises PluginError for a missing attribute; ImportError passes through."""
     module, _, path = target.partition(":")
-    found: Any = import_module(module)
+    value: Any = import_module(module)
     for name in path.split("."):
         try:
-            found = getattr(found, name)
+            value = getattr(value, name)
         except AttributeError as e:
             raise PluginError(f"target {target!r}: {module} has no {path!r}; correct the declaration.") from e
-    return found
+    return value
 
 
 #: Import the module with that name.
@@ -129,10 +129,10 @@ def locate(target: str) -> str:
     line = 1
     for name in path.split("."):
         named = {name: node for node in _statements(body) for name in _defined(node)}
-        found = named.get(name) or named.get("__getattr__")  # which makes what a module does not define
-        if found is None:
+        definition = named.get(name) or named.get("__getattr__")  # which makes what a module does not define
+        if definition is None:
             return f"{spec.origin} (no definition of {path})"
-        line, body = found.lineno, getattr(found, "body", [])
+        line, body = definition.lineno, getattr(definition, "body", [])
     return f"{spec.origin}:{line}"
 
 

@@ -101,15 +101,15 @@ current: Snapshot | None = None
 
 def framework_of(x: object, what: str = "x") -> Framework:
     """The framework of array `x`. Raises UnsupportedError, naming `what` and the remedy."""
-    found = None if current is None else current.types.get(type(x))
-    return _find(x, what) if found is None else found
+    framework = None if current is None else current.types.get(type(x))
+    return _find(x, what) if framework is None else framework
 
 
 def _find(x: object, what: str) -> Framework:
     """`framework_of` for the first array of a type. Uses isinstance, since tracers are virtual instances."""
     declared: Snapshot = current or targets.load(targets.REGISTRY)()
     frameworks, kind = declared.frameworks.values(), type(x)
-    found = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    title = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     for framework in frameworks:
         if framework.container is not None and _types(framework.module, framework.types):
             _introduce(framework.name, framework.container)
@@ -117,19 +117,19 @@ def _find(x: object, what: str) -> Framework:
         if isinstance(x, _types(framework.module, framework.types)):
             for name, remedy in framework.refuses:
                 if isinstance(x, _types(framework.module, (name,))):
-                    raise UnsupportedError(f"{what} is a {found}, not a plain {framework.name} array. {remedy}", found=found)
+                    raise UnsupportedError(f"{what} is a {title}, not a plain {framework.name} array. {remedy}", found=title)
             if framework.name in _lost:
                 raise UnsupportedError(
-                    f"{what} is a {found} in a process that was forked after {framework.name} had started its threads, which "
+                    f"{what} is a {title} in a process that was forked after {framework.name} had started its threads, which "
                     "do not exist here: the operation would never end. Start processes by the method 'spawn' or 'forkserver' "
                     "of multiprocessing, or pass NumPy arrays.",
-                    found=found,
+                    found=title,
                 )
             declared.types[kind] = framework
             return framework
     known = ", ".join(declared.frameworks)
     raise UnsupportedError(
-        f"{what} must be an array of an installed framework ({known}); got {found}. {_remedy(kind)}", found=found
+        f"{what} must be an array of an installed framework ({known}); got {title}. {_remedy(kind)}", found=title
     )
 
 

@@ -327,13 +327,13 @@ class _NumpyOps(Ops):
         return np.matmul(a, b)
 
     def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
-        found = np.zeros((a.shape[0], b.shape[-1]), np.float32)
+        products = np.zeros((a.shape[0], b.shape[-1]), np.float32)
         start = 0
         for matrix, end in zip(b, offsets.tolist(), strict=True):
             if end > start:
-                np.matmul(a[start:end], matrix, out=found[start:end])
+                np.matmul(a[start:end], matrix, out=products[start:end])
             start = max(start, end)
-        return found
+        return products
 
     def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
         return np.transpose(a, axes)
