@@ -25,7 +25,7 @@ class _Entry(NamedTuple):
     """A tensor of a model, and the names that share it."""
 
     names: list[str]
-    held: ScaledWeight | Tensor
+    value: ScaledWeight | Tensor
 
 
 def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None = None, *, force: bool = False) -> None:
@@ -47,15 +47,15 @@ def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None 
         {'0.weight': breccia.ScaledTensor('mxfp8', shape=(32, 64), numpy cpu, 8.25 bits per value)}
     """
     _need_module("save_model", model)
-    tensors = {e.names[0]: e.held.tensor if isinstance(e.held, ScaledWeight) else e.held for e in _entries(model)}
+    tensors = {e.names[0]: e.value.tensor if isinstance(e.value, ScaledWeight) else e.value for e in _entries(model)}
     tensors |= {name: state for name, state in _states(model).items() if not _is_empty(model, name)}
-    for name, held in tensors.items():
-        if not isinstance(held, Tensor | ScaledTensor):
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor | ScaledTensor):
             raise UnsupportedError(
-                f"save_model: {name} is a {type(held).__name__}, but safetensors stores only tensors; use torch.save.",
+                f"save_model: {name} is a {type(tensor).__name__}, but safetensors stores only tensors; use torch.save.",
                 name=name,
             )
-        if held.device.type == "meta":
+        if tensor.device.type == "meta":
             raise UnsupportedError(f"save_model: {name} is on the meta device and has no values; load them first.", name=name)
     bridges.save_safetensors(tensors, path, {"format": "pt", **(metadata or {})}, force=force)
 
@@ -93,54 +93,54 @@ def load_model(
         )
     """
     _need_module("load_model", model)
-    found = bridges.load_safetensors(path, framework="torch")
+    tensors = bridges.load_safetensors(path, framework="torch")
     entries, states = _entries(model), _states(model)
-    _stack_experts(found, entries)
+    _stack_experts(tensors, entries)
     known = {name for entry in entries for name in entry.names} | states.keys()
     for entry in entries:
-        if any(isinstance(found.get(name), ScaledTensor) for name in entry.names):
+        if any(isinstance(tensors.get(name), ScaledTensor) for name in entry.names):
             known |= {f"{name.rpartition('.')[0]}.{STATE}" for name in entry.names}  # the state of a future ScaledLinear
-    missing = [entry.names[0] for entry in entries if not any(name in found for name in entry.names)]
-    unexpected = [name for name in found if name not in known]
+    missing = [entry.names[0] for entry in entries if not any(name in tensors for name in entry.names)]
+    unexpected = [name for name in tensors if name not in known]
     if strict:
         claim = f"{os.fspath(path)} does not match the tensors of this {type(model).__name__}"
         check_names(claim, missing, unexpected, "Pass strict=False to load the matching ones.")
-    given = [(entry, [name for name in entry.names if name in found]) for entry in entries]
-    given = [(entry, names) for entry, names in given if names]
-    for _, (first, *others) in given:
+    matches = [(entry, [name for name in entry.names if name in tensors]) for entry in entries]
+    matches = [(entry, names) for entry, names in matches if names]
+    for _, (first, *others) in matches:
         for name in others:
-            if not _same(found[first], found[name]):
+            if not _same(tensors[first], tensors[name]):
                 raise ShapeError(
                     f"the model ties {first} and {name}, but they differ in the file. Untie them in the model.",
                     names=(first, name),
                 )
     activations = {
-        name: _activation(path, name, found[name])
-        for name in found.keys() & known
+        name: _activation(path, name, tensors[name])
+        for name in tensors.keys() & known
         if name.endswith(STATE) and (name not in states or isinstance(_owner(model, name)[0], ScaledLinear))
     }
-    new = [(entry, _fitted(model, entry, found[names[0]], device)) for entry, names in given]
-    for entry, held in new:
-        _put(model, entry, held)
-    for entry, (name, *_) in given:
-        for layer in (_owner(model, name)[0] for name in entry.names) if isinstance(found[name], ScaledTensor) else ():
+    new = [(entry, _fitted(model, entry, tensors[names[0]], device)) for entry, names in matches]
+    for entry, value in new:
+        _put(model, entry, value)
+    for entry, (name, *_) in matches:
+        for layer in (_owner(model, name)[0] for name in entry.names) if isinstance(tensors[name], ScaledTensor) else ():
             if isinstance(layer, ScaledLinear):
                 layer.activation = None  # unless the file has one
-    for name in found.keys() & known:
+    for name in tensors.keys() & known:
         if name.endswith(STATE):
             layer = _owner(model, name)[0]
             if isinstance(layer, ScaledLinear):
                 layer.activation = activations[name]
             elif name in states:
-                layer.set_extra_state(found[name])
-    for entry, names in given:
-        if isinstance(entry.held, Tensor) and isinstance(found[names[0]], ScaledTensor):
+                layer.set_extra_state(tensors[name])
+    for entry, names in matches:
+        if isinstance(entry.value, Tensor) and isinstance(tensors[names[0]], ScaledTensor):
             for layer, leaf in {_owner(model, name) for name in entry.names}:
                 if isinstance(layer, ScaledLinear):
-                    arrange(layer, storage, entry.held.dtype)
+                    arrange(layer, storage, entry.value.dtype)
                 elif isinstance(weight := getattr(layer, leaf, None), ScaledExperts):
                     arrange_experts(layer, weight, storage)
-    if any(isinstance(held, ScaledWeight) for _, held in new):
+    if any(isinstance(value, ScaledWeight) for _, value in new):
         mark(model)
     return missing, unexpected
 
@@ -162,11 +162,11 @@ def _entries(model: nn.Module) -> list[_Entry]:
     """Every tensor of the model's state once, with quantized weights as ScaledWeights."""
     weights = _weights(model)
     shared: dict[int, _Entry] = {}
-    for key, held in model.state_dict(keep_vars=True).items():
+    for key, value in model.state_dict(keep_vars=True).items():
         owner = key.rpartition(".")[0]
-        name, held = (owner, weights[owner]) if owner in weights else (key, held)
+        name, value = (owner, weights[owner]) if owner in weights else (key, value)
         if not key.endswith(STATE):
-            names = shared.setdefault(id(held), _Entry([], held)).names
+            names = shared.setdefault(id(value), _Entry([], value)).names
             names += [name] if name not in names else []
     return list(shared.values())
 
@@ -196,18 +196,18 @@ _PROJECTIONS = {
 }
 
 
-def _stack_experts(found: dict[str, Any], entries: list[_Entry]) -> None:
-    """Replace the tensors of single experts in `found` by one for each parameter of the model that fuses them."""
+def _stack_experts(tensors: dict[str, Any], entries: list[_Entry]) -> None:
+    """Replace those of the tensors that belong to single experts by one for each parameter of the model that fuses them."""
     for entry in entries:
-        if len(entry.held.shape) != 3 or any(name in found for name in entry.names):
+        if len(entry.value.shape) != 3 or any(name in tensors for name in entry.names):
             continue
         name = entry.names[0]
         module, _, fused = name.rpartition(".")
         for projections in _PROJECTIONS.get(fused, ()):
-            experts = range(entry.held.shape[0])
+            experts = range(entry.value.shape[0])
             names = [[f"{module}.{expert}.{projection}.weight" for expert in experts] for projection in projections]
-            if all(one in found for column in names for one in column):
-                found[name] = stacked([[found.pop(one) for one in column] for column in names], name)
+            if all(one in tensors for column in names for one in column):
+                tensors[name] = stacked([[tensors.pop(one) for one in column] for column in names], name)
                 break
 
 
@@ -244,25 +244,25 @@ def _same(a: ScaledTensor | Tensor, b: ScaledTensor | Tensor) -> bool:
 
 def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor, device: Any) -> ScaledWeight | Tensor:
     """The replacement of an entry, on its device. Raises ShapeError or UnsupportedError if it does not fit."""
-    held, name = entry.held, entry.names[0]
-    if isinstance(held, Tensor):
-        framework_of(held, f"load_model: {name}")
+    old, name = entry.value, entry.names[0]
+    if isinstance(old, Tensor):
+        framework_of(old, f"load_model: {name}")
     places = [(*_owner(model, name), name) for name in entry.names]
-    experts = all(leaf in expert_parameters(module) or isinstance(held, ScaledExperts) for module, leaf, _ in places)
+    experts = all(leaf in expert_parameters(module) or isinstance(old, ScaledExperts) for module, leaf, _ in places)
     if experts and isinstance(tensor, ScaledTensor):
-        return _fitted_experts(held, tensor, name, device)
-    if tuple(tensor.shape) != tuple(held.shape):
+        return _fitted_experts(old, tensor, name, device)
+    if tuple(tensor.shape) != tuple(old.shape):
         raise ShapeError(
-            f"{name} has shape {tuple(tensor.shape)} in the file and {tuple(held.shape)} in the model.",
+            f"{name} has shape {tuple(tensor.shape)} in the file and {tuple(old.shape)} in the model.",
             found=tuple(tensor.shape),
-            expected=tuple(held.shape),
+            expected=tuple(old.shape),
         )
-    place: Any = (device or "cpu") if held.device.type == "meta" else held.device
+    place: Any = (device or "cpu") if old.device.type == "meta" else old.device
     if isinstance(tensor, ScaledTensor):
         tensor = tensor.to(place)
         becomes = all(is_linear(module) and leaf == "weight" for module, leaf, _ in places)
-        if not becomes and isinstance(held, Tensor):
-            return breccia.dequantize(tensor, out_dtype=held.dtype)
+        if not becomes and isinstance(old, Tensor):
+            return breccia.dequantize(tensor, out_dtype=old.dtype)
         if tensor.axis != -1 and not all(is_conv1d(module) or isinstance(module, ScaledConv1D) for module, *_ in places):
             raise ShapeError(
                 f"{name} has blocks along axis {tensor.axis} in the file; those of a linear layer run along the last one.",
@@ -271,51 +271,51 @@ def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor, devi
         for module, _, full in places:
             if isinstance(module, nn.Linear) or is_conv1d(module):
                 check_replaceable(full.rpartition(".")[0], module)
-        return ScaledWeight(_stored_as(held, tensor))
+        return ScaledWeight(_stored_as(old, tensor))
     tensor = tensor.to(place)
-    if isinstance(held, ScaledExperts):
-        new = ScaledExperts.quantized(tensor.to(held.dtype), held.recipe, held.axis)
-        new.take(_stored_as(held, new.tensor))
+    if isinstance(old, ScaledExperts):
+        new = ScaledExperts.quantized(tensor.to(old.dtype), old.recipe, old.axis)
+        new.take(_stored_as(old, new.tensor))
         return new
-    if isinstance(held, ScaledWeight):
-        return ScaledWeight(_stored_as(held, breccia.cast(tensor, held.recipe, axis=held.axis)))
-    return tensor.to(held.dtype)
+    if isinstance(old, ScaledWeight):
+        return ScaledWeight(_stored_as(old, breccia.cast(tensor, old.recipe, axis=old.axis)))
+    return tensor.to(old.dtype)
 
 
-def _fitted_experts(held: ScaledWeight | Tensor, tensor: ScaledTensor, name: str, device: Any) -> ScaledExperts:
-    new = ScaledExperts(_stored_as(held, tensor), held.dtype if isinstance(held, ScaledExperts | Tensor) else torch.float32)
-    if new.shape != tuple(held.shape):
+def _fitted_experts(old: ScaledWeight | Tensor, tensor: ScaledTensor, name: str, device: Any) -> ScaledExperts:
+    new = ScaledExperts(_stored_as(old, tensor), old.dtype if isinstance(old, ScaledExperts | Tensor) else torch.float32)
+    if new.shape != tuple(old.shape):
         raise ShapeError(
-            f"{name} has shape {new.shape} in the file and {tuple(held.shape)} in the model.",
+            f"{name} has shape {new.shape} in the file and {tuple(old.shape)} in the model.",
             found=new.shape,
-            expected=tuple(held.shape),
+            expected=tuple(old.shape),
         )
-    return new.to(device or "cpu" if held.device.type == "meta" else held.device)
+    return new.to(device or "cpu" if old.device.type == "meta" else old.device)
 
 
-def _stored_as(held: ScaledWeight | Tensor, tensor: ScaledTensor) -> ScaledTensor:
+def _stored_as(old: ScaledWeight | Tensor, tensor: ScaledTensor) -> ScaledTensor:
     """`tensor` in the storage of the model's weight."""
-    return tensor.to_storage(held.layout.storage) if isinstance(held, ScaledWeight) else tensor
+    return tensor.to_storage(old.layout.storage) if isinstance(old, ScaledWeight) else tensor
 
 
 def _put(model: nn.Module, entry: _Entry, new: ScaledWeight | Tensor) -> None:
     """Set the new tensor under all names of an entry."""
-    held = entry.held
-    if isinstance(held, Tensor) and isinstance(new, Tensor):
-        if held.device.type != "meta":
+    old = entry.value
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        if old.device.type != "meta":
             with torch.no_grad():
-                held.copy_(new)
+                old.copy_(new)
             return
-        new = nn.Parameter(new, held.requires_grad) if isinstance(held, nn.Parameter) else new
-    made: dict[nn.Module, ScaledLinear] = {}
+        new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    layers: dict[nn.Module, ScaledLinear] = {}
     for name in entry.names:
         module, leaf = _owner(model, name)
-        if isinstance(new, ScaledExperts) and isinstance(held, Tensor):
+        if isinstance(new, ScaledExperts) and isinstance(old, Tensor):
             replace_experts(module, leaf, new)
         elif isinstance(new, ScaledWeight) and (isinstance(module, nn.Linear) or is_conv1d(module)):
-            if module not in made:
-                made[module] = scaled_class(module).in_place_of(module, new)  # pyright: ignore[reportArgumentType]
-            replace(model, name.rpartition(".")[0], made[module])
+            if module not in layers:
+                layers[module] = scaled_class(module).in_place_of(module, new)  # pyright: ignore[reportArgumentType]
+            replace(model, name.rpartition(".")[0], layers[module])
         else:
             setattr(module, leaf, new)
 

@@ -39,10 +39,10 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     if (supplied and not (_readable(scale) and scale.dtype in _SCALES)) or (out is not None and not _takes(out, recipe)):
         return reference.cast(x, recipe, options)
     if options is not DEFAULT:
-        given = scale
+        numpy_scale = scale
         if supplied:  # BF16 as numbers: bit patterns would be a scale of another dtype
-            given = _floats(scale) if scale.dtype == torch.bfloat16 else _array(scale)
-        options = options.replace(scale=given, out=None if out is None else _arrays(out, _written))
+            numpy_scale = _floats(scale) if scale.dtype == torch.bfloat16 else _array(scale)
+        options = options.replace(scale=numpy_scale, out=None if out is None else _arrays(out, _written))
     if x.dtype not in _FLOATS:
         checks.check_cast(x, recipe)
     if x.numel() <= _ALONE:
@@ -60,10 +60,10 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
             return reference.dequantize(st, options)
         options = options._replace(out=_floats(out, _written))
     if st.data.numel() <= _ALONE:
-        found = calls.dequantize(_arrays(st), options)
+        values = calls.dequantize(_arrays(st), options)
     else:
-        found = threads.at_most(torch.get_num_threads(), calls.dequantize, _arrays(st), options)
-    return _tensor(found, getattr(torch, out_dtype)) if out is None else out
+        values = threads.at_most(torch.get_num_threads(), calls.dequantize, _arrays(st), options)
+    return _tensor(values, getattr(torch, out_dtype)) if out is None else out
 
 
 def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
@@ -82,27 +82,27 @@ def matmul_bf16(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
 
 
 def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32) -> Array:
-    """`grouped_matmul` by the kernel for NumPy arrays, likewise."""
+    """`grouped_matmul` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
     out_dtype, _, out = options
     if not _readable(offsets) or (out is not None and not _readable(out)):
         return composites.grouped_matmul(a, b, offsets, options)
     left, right = [_arrays(x) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
     product = threads.at_most(torch.get_num_threads(), calls.grouped_matmul, left, right, _array(offsets))
-    found = torch.from_numpy(product)
-    return found if out is None and out_dtype == "float32" else reference.result(TORCH, found, out_dtype, out)
+    tensor = torch.from_numpy(product)
+    return tensor if out is None and out_dtype == "float32" else reference.result(TORCH, tensor, out_dtype, out)
 
 
 def _matmul(a: Any, b: Any, options: ProductOptions, prefer: str | None) -> Array:
     out_dtype, bias, out = options
     if any(x is not None and not _readable(x) for x in (bias, out)):  # a transform may wrap a bias alone
         return composites.matmul(a, b, options)
-    if out is None and prefer is None and (found := _repeated(a, b, bias)) is not None:
-        return found if out_dtype == "float32" else reference.result(TORCH, found, out_dtype, None)
+    if out is None and prefer is None and (tensor := _repeated(a, b, bias)) is not None:
+        return tensor if out_dtype == "float32" else reference.result(TORCH, tensor, out_dtype, None)
     left, right = [_arrays(x) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
-    given = FLOAT32 if bias is None else ProductOptions(bias=_floats(bias))
-    product = threads.at_most(torch.get_num_threads(), calls.matmul, left, right, given, prefer=prefer)
-    found = torch.from_numpy(product)
-    return found if out is None and out_dtype == "float32" else reference.result(TORCH, found, out_dtype, out)
+    numpy_options = FLOAT32 if bias is None else ProductOptions(bias=_floats(bias))
+    product = threads.at_most(torch.get_num_threads(), calls.matmul, left, right, numpy_options, prefer=prefer)
+    tensor = torch.from_numpy(product)
+    return tensor if out is None and out_dtype == "float32" else reference.result(TORCH, tensor, out_dtype, out)
 
 
 # ------------------------------------------------------------------------------------------------ repeated products
@@ -111,7 +111,7 @@ def _matmul(a: Any, b: Any, options: ProductOptions, prefer: str | None) -> Arra
 def _repeated(a: Any, b: Any, bias: Array | None) -> Array | None:
     """The FP32 product by the call that was prepared for operands like these; None where there is none.
 
-    Like these: what the kernel for NumPy checks and reads from operands other than their numbers, which it does once.
+    The kernel for NumPy checks such operands once, and reads once what it needs of them besides their numbers.
     """
     if not isinstance(b, ScaledTensor) or isinstance(a, ScaledTensor) or a.layout is not torch.strided:
         return None
@@ -276,12 +276,12 @@ def _tensors(st: ScaledTensor) -> ScaledTensor:
 
 def _dtypes(recipe: ScalingRecipe) -> dict[str, torch.dtype]:
     """The storage dtypes of a cast's components."""
-    found = _known.get(recipe.interned_key)
-    if found is None:
+    dtypes = _known.get(recipe.interned_key)
+    if dtypes is None:
         if len(_known) >= _REMEMBERED:
             _known.clear()
-        found = _known[recipe.interned_key] = {name: getattr(torch, d) for name, d in TORCH.dtypes(recipe.format).items()}
-    return found
+        dtypes = _known[recipe.interned_key] = {name: getattr(torch, d) for name, d in TORCH.dtypes(recipe.format).items()}
+    return dtypes
 
 
 _known: dict[InternedKey, dict[str, torch.dtype]] = {}
@@ -297,5 +297,5 @@ def _tensor(part: np.ndarray, dtype: torch.dtype) -> Array:
     array = np.asarray(part)
     if dtype in BIT_PATTERNS and array.dtype.kind not in "ui":
         array = array.view(f"u{array.itemsize}")
-    found = torch.from_numpy(array)
-    return found if found.dtype == dtype else found.view(dtype)
+    tensor = torch.from_numpy(array)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)

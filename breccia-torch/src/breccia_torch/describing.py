@@ -21,23 +21,23 @@ def constant(function: Any) -> Any:
 
 
 #: Recipes and layouts that were made while Dynamo traced. Global, since the guards of a graph name what they guard.
-MADE = SimpleNamespace()
+DECLARED = SimpleNamespace()
 
 
-def keep(made: ScalingRecipe | Layout) -> str:
-    """Keep what a `constant` function made. Returns the name under which `kept` finds it, the same for equal ones.
+def keep(declared: ScalingRecipe | Layout) -> str:
+    """Keep what a `constant` function made. Returns the name under which `recall` finds it, the same for equal ones.
 
     Dynamo guards that two places have the same object or class. It cannot name the result of a `constant` function in such
     a guard, and refuses the graph, unless the result is only numbers, text and tuples.
     """
-    name = f"{made.kind}_{sha256(made.to_json().encode()).hexdigest()}"
-    vars(MADE).setdefault(name, made)
+    name = f"{declared.kind}_{sha256(declared.to_json().encode()).hexdigest()}"
+    vars(DECLARED).setdefault(name, declared)
     return name
 
 
-def kept(name: str) -> Any:
+def recall(name: str) -> Any:
     """The recipe or layout of that name, traced."""
-    return getattr(MADE, name)
+    return getattr(DECLARED, name)
 
 
 @constant
@@ -82,7 +82,7 @@ def _stored_text(plain: str, storage: str, matrix: tuple[int, ...], data_axes: i
 
 def named(recipe: Any) -> Any:
     """The recipe, of which only the name may have been given."""
-    return kept(_of_name(recipe)) if isinstance(recipe, str) else recipe
+    return recall(_of_name(recipe)) if isinstance(recipe, str) else recipe
 
 
 as_recipe = named  # what is traced in place of `breccia.backend.as_recipe`
@@ -90,7 +90,7 @@ as_recipe = named  # what is traced in place of `breccia.backend.as_recipe`
 
 def recipe(spec: Any, **fields: Any) -> Any:
     """`breccia.recipe` under a compiler."""
-    return kept(_of_name(spec, tuple([(name, known(value)) for name, value in fields.items()])))
+    return recall(_of_name(spec, tuple([(name, known(value)) for name, value in fields.items()])))
 
 
 @constant

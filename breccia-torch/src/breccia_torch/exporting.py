@@ -18,9 +18,9 @@ def function_of(op: Operation) -> Callable[..., Any]:
     traced = graphs.function_of(op)
 
     def called(*arguments: Any, prefer: Any = None) -> Any:
-        *given, options = op.with_defaults(arguments) if op.options else (*arguments, None)
+        *positional, options = op.with_defaults(arguments) if op.options else (*arguments, None)
         named = {} if options is None else {name: value for name, value in options.given().items() if name in op.options}
-        return traced(*given, **named, prefer=prefer)
+        return traced(*positional, **named, prefer=prefer)
 
     return called
 

@@ -86,13 +86,13 @@ def _without_gradient(op: Operation) -> Run:
         x = constant(arguments[0])
         changed = x is not arguments[0]
         if changed or operands or (takes_options and arguments[-1] is not DEFAULT):
-            given = list(arguments)
-            given[0] = x
+            constants = list(arguments)
+            constants[0] = x
             for n in operands:
-                given[n] = _fixed(given[n]) if isinstance(given[n], ScaledTensor) else _detached(given[n])
+                constants[n] = _fixed(constants[n]) if isinstance(constants[n], ScaledTensor) else _detached(constants[n])
             if takes_options:
-                given[-1] = _constant(given[-1])
-            arguments = tuple(given)
+                constants[-1] = _constant(constants[-1])
+            arguments = tuple(constants)
         return call(arguments, prefer)
 
     return run
@@ -131,14 +131,14 @@ class _Elementwise(Function):
             return
         ctx.arguments = [None if isinstance(x, torch.Tensor) else x for x in arguments]
         ctx.number = None if isinstance(scale, torch.Tensor) else scale
-        kept = [x if isinstance(x, torch.Tensor) else None for x in (*arguments, scale)]
-        ctx.save_for_backward(*kept)
-        ctx.save_for_forward(*kept)
+        tensors = [x if isinstance(x, torch.Tensor) else None for x in (*arguments, scale)]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
-        found = [_derivative(ctx, gradients[0], n) if needed else None for n, needed in enumerate(ctx.needs_input_grad[4:])]
-        return None, None, None, None, *found
+        partials = [_derivative(ctx, gradients[0], n) if needed else None for n, needed in enumerate(ctx.needs_input_grad[4:])]
+        return None, None, None, None, *partials
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Array:
@@ -150,10 +150,10 @@ def _derivative(ctx: Any, direction: Array, n: int) -> Array:
     """The direction times the partial derivative by argument n."""
     if ctx.straight:
         return direction.clone()  # an output that is an input would alias it
-    *arguments, scale = ctx.saved_tensors
-    given = [held if x is None else x for x, held in zip(arguments, ctx.arguments, strict=True)]
+    *tensors, scale = ctx.saved_tensors
+    arguments = [other if x is None else x for x, other in zip(tensors, ctx.arguments, strict=True)]
     options = _with_scale(ctx.options, ctx.number if scale is None else scale)
-    return targets.load(ctx.op.derivative)(_OPS, direction, n, *given, options)
+    return targets.load(ctx.op.derivative)(_OPS, direction, n, *arguments, options)
 
 
 class _Constants:
@@ -226,8 +226,8 @@ def grouped_matmul(arguments: tuple[Any, ...], prefer: Prefer) -> Array:
 
 def _plus(product: Array, bias: Array, dtype: str) -> Array:
     """A product in FP32 plus the bias, rounded once."""
-    found = product + (bias if bias.dtype == torch.float32 else bias.float())
-    return found if dtype == "float32" else found.to(getattr(torch, dtype))
+    total = product + (bias if bias.dtype == torch.float32 else bias.float())
+    return total if dtype == "float32" else total.to(getattr(torch, dtype))
 
 
 def _product(a: Any, b: Any) -> Array:
@@ -254,12 +254,12 @@ class _Matmul(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
-        a, b, bias = _kept(ctx)
+        a, b, bias = _operands(ctx)
         return *product_gradients(_product, gradients[0], a, b, bias, ctx.needs_input_grad[:3]), None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Array:
-        a, b, _ = _kept(ctx)
+        a, b, _ = _operands(ctx)
         return _tangent(_product, a, b, *tangents[:3]).to(getattr(torch, ctx.out_dtype))
 
 
@@ -280,22 +280,22 @@ class _CastMatmul(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
-        x, b, bias = _kept(ctx)
+        x, b, bias = _operands(ctx)
         first, _, *others, _, _ = ctx.needs_input_grad
         a = _OPS.cast(x, ctx.recipe, DEFAULT) if others[0] else x
-        found = product_gradients(_product, gradients[0], x, b, bias, (first, *others), written=a)
-        return found[0], None, found[1], found[2], None, None
+        operand_gradients = product_gradients(_product, gradients[0], x, b, bias, (first, *others), written=a)
+        return operand_gradients[0], None, operand_gradients[1], operand_gradients[2], None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Array:
-        x, b, _ = _kept(ctx)
+        x, b, _ = _operands(ctx)
         return _tangent(_product, _OPS.cast(x, ctx.recipe, DEFAULT), b, tangents[0], *tangents[2:4]).to(
             getattr(torch, ctx.out_dtype)
         )
 
 
 class _GroupedMatmul(Function):
-    """As `_Matmul`, group by group."""
+    """Products of groups. Autograd saves the operands unchanged."""
 
     @staticmethod
     def forward(a: Any, b: Any, offsets: Array, out_dtype: str, prefer: Prefer) -> Array:
@@ -308,7 +308,7 @@ class _GroupedMatmul(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
-        a, b, offsets = _kept(ctx)
+        a, b, offsets = _operands(ctx)
         return *grouped_gradients(_grouped_product, gradients[0], a, b, offsets, ctx.needs_input_grad[:2]), None, None, None
 
 
@@ -381,12 +381,12 @@ def _keep(ctx: Any, *operands: Any) -> None:
     ctx.save_for_forward(*saved)
 
 
-def _kept(ctx: Any) -> list[Any]:
+def _operands(ctx: Any) -> list[Any]:
     """The operands that `_keep` saved."""
-    saved, found = iter(ctx.saved_tensors), list[Any]()
+    saved, operands = iter(ctx.saved_tensors), list[Any]()
     for metadata, names in ctx.operands:
-        found.append(next(saved) if metadata is None else metadata.assembled(**{name: next(saved) for name in names}))
-    return found
+        operands.append(next(saved) if metadata is None else metadata.assembled(**{name: next(saved) for name in names}))
+    return operands
 
 
 # -- what needs a gradient -------------------------------------------------------------------------------------------

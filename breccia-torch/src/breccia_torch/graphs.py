@@ -19,7 +19,7 @@ from breccia.backend import OPERATIONS, TENSOR, Array, Block, Operation, checks,
 from breccia.internal import FIELDS, keeps_parts, output_dtype, suggestion
 
 from .describing import as_recipe as as_recipe
-from .describing import constant, keep, kept, layout_json, named, recipe_json
+from .describing import constant, keep, layout_json, named, recall, recipe_json
 from .describing import recipe as recipe
 from .operators import SIGN, layout_of, operator_of, recipe_of
 from .views import T as T
@@ -51,7 +51,7 @@ def _facts(recipe: str) -> tuple[tuple[str, ...], tuple[int, int], Block]:
 
 @constant
 def _fitted(recipe: str, axis: int, ndim: int, sides: tuple[int, int]) -> str:
-    """The kept layout of a cast of `ndim` axes, the last two with lengths equivalent to these."""
+    """The name of the layout of a cast of `ndim` axes, the last two with lengths equivalent to these."""
     if ndim == 1 and recipe_of(recipe).layout.block() != TENSOR:  # a row of a matrix, which `requantize` takes
         return keep(breccia.cast(np.zeros((1, sides[-1]), np.float32), recipe_of(recipe))[0].layout)
     return keep(checks.fitted_layout(recipe_of(recipe), (1,) * (ndim - 2) + sides[-min(ndim, 2) :], axis))
@@ -111,11 +111,11 @@ def function_of(op: Operation) -> Callable[..., Any]:
     constants = op.derivative is None and not op.product
     allowed = (*options, "prefer", *(("out_dtype",) if produces else ()))
 
-    def traced(*arguments: Any, **given: Any) -> Any:
+    def traced(*arguments: Any, **keywords: Any) -> Any:
         if produces and len(arguments) > len(kinds):
-            given["out_dtype"], arguments = arguments[len(kinds)], arguments[: len(kinds)]
-        _check_options(name, allowed, tuple([key for key, value in given.items() if _is_given(key, value)]))
-        first, recipe, text = _held(arguments[0]), None, ""
+            keywords["out_dtype"], arguments = arguments[len(kinds)], arguments[: len(kinds)]
+        _check_options(name, allowed, tuple([key for key, value in keywords.items() if _is_set(key, value)]))
+        first, recipe, text = _tensor_of(arguments[0]), None, ""
         flat: list[Any] = []
         for kind, x in zip(kinds, arguments):  # noqa: B905 (Dynamo lacks strict=)
             if kind == "array":
@@ -135,27 +135,27 @@ def function_of(op: Operation) -> Callable[..., Any]:
                 flat += _flat(x)
         if constants:
             flat = [_constant(x) for x in flat]
-        if keeps and given.get("scale") is None and given.get("nonfinite", "propagate") == "propagate":
+        if keeps and keywords.get("scale") is None and keywords.get("nonfinite", "propagate") == "propagate":
             renamed = _renamed(first, recipe, text)
             if renamed is not None:
                 return renamed
         like = first.data if isinstance(first, ScaledTensor) else first
         axis = first.axis if isinstance(first, ScaledTensor) else -1
         if takes_axis:
-            axis = _along(given.get("axis", -1), like.ndim)
-        extra = _flat_options(options, like, axis, given)
-        found = operator(*flat, *[_constant(x) for x in extra] if constants else extra)
+            axis = _along(keywords.get("axis", -1), like.ndim)
+        extra = _flat_options(options, like, axis, keywords)
+        outputs = operator(*flat, *[_constant(x) for x in extra] if constants else extra)
         if tensors == (False,):
-            return found
+            return outputs
         results: list[Any] = []
         shape = logical_shape(first) if isinstance(first, ScaledTensor) else tuple(first.shape)
         count = 0 if recipe is None else len(_facts(text)[0])
         start = 0
         for is_tensor, own in zip(tensors, axes):  # noqa: B905
             if is_tensor:
-                results.append(_written(found[start : start + count], recipe, text, shape, axis if own is None else own))
+                results.append(_written(outputs[start : start + count], recipe, text, shape, axis if own is None else own))
             else:
-                results.append(found[start])
+                results.append(outputs[start])
             start += count if is_tensor else 1
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -174,8 +174,8 @@ def _constant(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) and x.requires_grad else x
 
 
-def _is_given(name: str, value: Any) -> bool:
-    """Whether an option has another value than its default. Others than these do not matter here."""
+def _is_set(name: str, value: Any) -> bool:
+    """Whether an option has another value than its default. The defaults of the other options do not matter here."""
     return not (value is None or value is False or (name == "storage" and value == "plain"))
 
 
@@ -184,8 +184,8 @@ _ELSEWHERE = ("storage", "out", "prefer", "require_exact")
 
 
 @constant
-def _check_options(op: str, known: tuple[str, ...], given: tuple[str, ...]) -> None:
-    for name in given:
+def _check_options(op: str, known: tuple[str, ...], names: tuple[str, ...]) -> None:
+    for name in names:
         if name in _ELSEWHERE and (name in known or name == "prefer"):
             raise UnsupportedError(f"{op}: {name}= is not supported inside torch.compile; leave it out.")
         if name not in known:
@@ -201,11 +201,11 @@ def _negative(axis: int, ndim: int) -> int:
     return contraction_axis(axis, ndim)
 
 
-def _flat_options(options: tuple[str, ...], like: Tensor, axis: int, given: dict[str, Any]) -> list[Any]:
+def _flat_options(options: tuple[str, ...], like: Tensor, axis: int, keywords: dict[str, Any]) -> list[Any]:
     """The option arguments of an operator, in the order of its schema (`operators.schema_of`)."""
     flat: list[Any] = []
     for name in options:
-        value = given.get(name)
+        value = keywords.get(name)
         if name == "axis":
             flat.append(axis)
         elif name == "scale":
@@ -243,22 +243,22 @@ def _written(parts: list[Tensor], recipe: Any, text: str, shape: Any, axis: int)
     """The tensor of the components of a cast of an array of `shape`. text: the JSON of the recipe."""
     names, (group, _), (m, k) = _facts(text)
     along, across = _side(shape[axis], k), _side(shape[-3 - axis] if len(shape) > 1 else 1, m)
-    layout = kept(_fitted(text, axis, len(shape), (across, along) if axis == -1 else (along, across)))
-    found = dict(zip(names, parts))  # noqa: B905
-    offset, global_scale = found.get("zero_point"), found.get("global_scale")
+    layout = recall(_fitted(text, axis, len(shape), (across, along) if axis == -1 else (along, across)))
+    components = dict(zip(names, parts))  # noqa: B905
+    offset, global_scale = components.get("zero_point"), components.get("global_scale")
     return ScaledTensor.from_parts(
-        found["data"], found["scale"], recipe, layout, offset, global_scale, axis, -shape[axis] % group
+        components["data"], components["scale"], recipe, layout, offset, global_scale, axis, -shape[axis] % group
     )
 
 
-def _held(x: Any) -> Any:
+def _tensor_of(x: Any) -> Any:
     """The ScaledTensor that a layer's weight contains; others unchanged."""
     return x if isinstance(x, (ScaledTensor, Tensor)) else getattr(x, "__scaled_tensor__", x)
 
 
 def _flat(x: Any) -> tuple[Any, ...]:
     """The operator arguments that describe an operand."""
-    x = _held(x)
+    x = _tensor_of(x)
     if not isinstance(x, ScaledTensor):
         return [x], "", "", -1, 0
     parts = [part for part in (x.data, x.scale, x.zero_point, x.global_scale) if part is not None]
@@ -267,7 +267,7 @@ def _flat(x: Any) -> tuple[Any, ...]:
 
 def transposed(layout: Any) -> Layout:
     """`layout.mT` under a compiler."""
-    return kept(_transposed(layout_json(layout)))
+    return recall(_transposed(layout_json(layout)))
 
 
 @constant

@@ -81,7 +81,7 @@ class _WithMetadata(nn.Module):
         differ = [key for key in ours if theirs.get(key) != ours[key]]
         if not differ:
             return ""
-        both = (", ".join(f"{key} {found.get(key)!r}" for key in differ) for found in (theirs, ours))
+        both = (", ".join(f"{key} {fields.get(key)!r}" for key in differ) for fields in (theirs, ours))
         return "the state has {}, and the model {}; quantize the model like the saved one.".format(*both)
 
 
@@ -102,7 +102,7 @@ def _mark_when_saved() -> None:
             targets.load("breccia_torch.hf.marking:watch")()
 
 
-def _kept_for_backward(part: Tensor | None) -> Tensor | None:
+def _saveable(part: Tensor | None) -> Tensor | None:
     """A component that autograd can save: made under `torch.inference_mode` it is copied, since layers may be trained later."""
     if part is None or not part.is_inference():
         return part
@@ -131,7 +131,7 @@ class ScaledWeight(ReadAsTensor, _WithMetadata):
         check_scaled("ScaledWeight", tensor, "torch")
         _mark_when_saved()
         for name in PARTS:
-            self.register_buffer(name, _kept_for_backward(getattr(tensor, name)))
+            self.register_buffer(name, _saveable(getattr(tensor, name)))
         self.recipe, self.layout, self.axis, self.padding = tensor.recipe, tensor.layout, tensor.axis, tensor.padding
 
     @property
@@ -147,37 +147,37 @@ class ScaledWeight(ReadAsTensor, _WithMetadata):
         if torch.compiler.is_compiling():
             return self.tensor.mT
         b: dict[str, Any] = self._buffers
-        kept = self.__dict__.get(_KEPT)
+        cache = self.__dict__.get(_TRANSPOSE)
         data, scale, zero_point, global_scale = b["data"], b["scale"], b["zero_point"], b["global_scale"]
         if (
-            kept is None
-            or kept[0] is not data
-            or kept[1] is not scale
-            or kept[2] is not zero_point
-            or kept[3] is not global_scale
-            or kept[4] is not self.layout
-            or kept[5] != data.data_ptr()  # `buffer.data = ...` keeps the object, and if it is cut, the address
-            or kept[6] != scale.data_ptr()
-            or (zero_point is not None and kept[7] != zero_point.data_ptr())
-            or (global_scale is not None and kept[8] != global_scale.data_ptr())
-            or kept[9] != data.shape
+            cache is None
+            or cache[0] is not data
+            or cache[1] is not scale
+            or cache[2] is not zero_point
+            or cache[3] is not global_scale
+            or cache[4] is not self.layout
+            or cache[5] != data.data_ptr()  # `buffer.data = ...` keeps the object, and if it is cut, the address
+            or cache[6] != scale.data_ptr()
+            or (zero_point is not None and cache[7] != zero_point.data_ptr())
+            or (global_scale is not None and cache[8] != global_scale.data_ptr())
+            or cache[9] != data.shape
         ):
-            found = self.tensor.mT
+            transpose = self.tensor.mT
             if type(data) is not Tensor:
-                for name, part in components(found).items():
+                for name, part in components(transpose).items():
                     framework_of(part, f"{name} of the weight")  # refuses some
             if type(data) is not Tensor or not self.keeps_transpose or transforming():  # such tensors may have no memory
-                return found
+                return transpose
             parts = data, scale, zero_point, global_scale
             addresses = [None if part is None else part.data_ptr() for part in parts]
-            self.__dict__[_KEPT] = (*parts, self.layout, *addresses, data.shape, found)
-            return found
-        return kept[10]
+            self.__dict__[_TRANSPOSE] = (*parts, self.layout, *addresses, data.shape, transpose)
+            return transpose
+        return cache[10]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the kept transpose, and with components that pickle supports."""
         state = self.__dict__.copy()
-        state.pop(_KEPT, None)
+        state.pop(_TRANSPOSE, None)
         parts: dict[str, Any] = state["_buffers"]
         state["_buffers"] = {name: part if part is None else TORCH.portable(part) for name, part in parts.items()}
         state[_DTYPES] = {name: part.dtype for name, part in parts.items() if part is not None}
@@ -185,9 +185,9 @@ class ScaledWeight(ReadAsTensor, _WithMetadata):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         dtypes, parts = state[_DTYPES], state["_buffers"]
-        held = {name: part if part is None else part.view(dtypes[name]) for name, part in parts.items()}
+        buffers = {name: part if part is None else part.view(dtypes[name]) for name, part in parts.items()}
         _mark_when_saved()
-        super().__setstate__({name: value for name, value in state.items() if name != _DTYPES} | {"_buffers": held})
+        super().__setstate__({name: value for name, value in state.items() if name != _DTYPES} | {"_buffers": buffers})
 
     @property
     def __scaled_tensor__(self) -> ScaledTensor:
@@ -216,8 +216,8 @@ class ScaledWeight(ReadAsTensor, _WithMetadata):
 
         def as_integers(part: Tensor) -> Tensor:
             words = part.view(WORDS[part.itemsize])
-            found = fn(words)
-            return found.view(part.dtype) if found.dtype == words.dtype else part.to(found.device)
+            new_words = fn(words)
+            return new_words.view(part.dtype) if new_words.dtype == words.dtype else part.to(new_words.device)
 
         return super()._apply(as_integers, recurse)
 
@@ -234,7 +234,7 @@ class ScaledWeight(ReadAsTensor, _WithMetadata):
     def take(self, tensor: ScaledTensor) -> None:
         """Hold `tensor` instead: the same weight, in another storage."""
         for name in PARTS:
-            setattr(self, name, _kept_for_backward(getattr(tensor, name)))
+            setattr(self, name, _saveable(getattr(tensor, name)))
         self.layout = tensor.layout
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -347,10 +347,10 @@ class ScaledLinear(_WithMetadata):
     def to_linear(self, dtype: torch.dtype = torch.float32) -> nn.Linear:
         """An `nn.Linear` of the weight's values in `dtype`, with the same bias."""
         values = breccia.dequantize(self._matrix, out_dtype=dtype).mT.contiguous()
-        made = nn.Linear(self.in_features, self.out_features, False, "meta", dtype)
-        made.weight = nn.Parameter(values)
-        made.register_parameter("bias", self.bias)
-        return made.train(self.training)
+        linear = nn.Linear(self.in_features, self.out_features, False, "meta", dtype)
+        linear.weight = nn.Parameter(values)
+        linear.register_parameter("bias", self.bias)
+        return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape
@@ -445,8 +445,8 @@ class ScaledExperts(ScaledWeight):
         """`breccia.grouped_matmul` of rows sorted by expert; `transposed` weights are (experts, in_features, out_features)."""
         tensor = self.tensor
         parts = [tensor] if tensor.ndim == 3 else [_part(tensor, part) for part in range(tensor.shape[1])]
-        found = [breccia.grouped_matmul(x, w if transposed else w.mT, offsets, x.dtype) for w in parts]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        products = [breccia.grouped_matmul(x, w if transposed else w.mT, offsets, x.dtype) for w in parts]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
     def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
         """All experts in `dtype`, by default the weight's, as one plain tensor."""
@@ -468,13 +468,13 @@ def _part(tensor: ScaledTensor, part: int) -> ScaledTensor:
     """`tensor[:, part]` in the same storage: storages arrange each matrix alone."""
     if tensor.storage == PLAIN:
         return tensor[:, part]
-    cut = {name: found[:, part] if found.ndim > 1 else found for name, found in components(tensor).items()}
+    cut = {name: component[:, part] if component.ndim > 1 else component for name, component in components(tensor).items()}
     rest = (tensor.recipe, tensor.layout, cut.get("zero_point"), cut.get("global_scale"), tensor.axis, tensor.padding)
     return ScaledTensor.from_parts(cut["data"], cut["scale"], *rest)
 
 
 #: Where a ScaledWeight keeps its transpose.
-_KEPT = "_kept_transpose"
+_TRANSPOSE = "_kept_transpose"
 #: The dtypes of a pickled ScaledWeight's components.
 _DTYPES = "_dtypes"
 #: The classes of most biases.

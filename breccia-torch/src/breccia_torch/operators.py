@@ -43,7 +43,7 @@ SIGN = 1 << 63
 
 # ------------------------------------------------------------------------------------------------ schemas
 
-#: Of options, with the value of a trailing one that calls may leave out.
+#: The arguments of an operator for each option. The trailing ones may be left out of calls.
 _OPTIONS = {
     "axis": "int axis",
     "scale": "Tensor? scale",
@@ -93,40 +93,40 @@ def _is_one_array(op: Operation) -> bool:
 
 def _arguments(op: Operation, flat: Iterator[Any]) -> tuple[Any, ...]:
     """The arguments of an op, its options last, from those of its operator."""
-    found: list[Any] = []
+    arguments: list[Any] = []
     for _, kind in op.arguments:
         if kind in (Kind.TENSOR, Kind.EITHER):
-            found.append(_operand(*(next(flat) for _ in range(5))))
+            arguments.append(_operand(*(next(flat) for _ in range(5))))
         elif kind is Kind.RECIPE:
-            found.append(recipe_of(next(flat)))
+            arguments.append(recipe_of(next(flat)))
         elif kind is Kind.BESIDE:
             array = next(flat)
-            found.append(() if array is None else array)
+            arguments.append(() if array is None else array)
         elif kind is Kind.NUMBER:
             array, number = next(flat), next(flat)
-            found.append(number if array is None else array)
+            arguments.append(number if array is None else array)
         else:
-            found.append(next(flat))
-    return (*found, _options(op, flat)) if op.options else tuple(found)
+            arguments.append(next(flat))
+    return (*arguments, _options(op, flat)) if op.options else tuple(arguments)
 
 
 def _options(op: Operation, flat: Iterator[Any]) -> CastOptions | ProductOptions:
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in op.options:
         if name == "clip":
             clip, low, high = next(flat), next(flat), next(flat)
-            given["clip"] = None if not clip else clip if clip == "scale" else (low, high)
+            fields["clip"] = None if not clip else clip if clip == "scale" else (low, high)
         elif name == "seed":
             seed = next(flat)
-            given["seed"] = None if seed is None else seed % (2 * SIGN)
+            fields["seed"] = None if seed is None else seed % (2 * SIGN)
         elif name in _OPTIONS:
-            given[name] = next(flat, None)
+            fields[name] = next(flat, None)
     if isinstance(op.default, ProductOptions):
-        return product_options(**given)
-    plain = all(given.get(name, default) == default for name, default in (("axis", -1), ("rounding", "nearest"))) and (
-        given.get("scale") is None and given.get("clip") is None and given["nonfinite"] == "propagate"
+        return product_options(**fields)
+    plain = all(fields.get(name, default) == default for name, default in (("axis", -1), ("rounding", "nearest"))) and (
+        fields.get("scale") is None and fields.get("clip") is None and fields["nonfinite"] == "propagate"
     )
-    return DEFAULT if plain else CastOptions(**given)
+    return DEFAULT if plain else CastOptions(**fields)
 
 
 # ------------------------------------------------------------------------------------------------ operators
@@ -148,11 +148,11 @@ def _register(op: Operation) -> Callable[..., Any]:
     def run(*flat: Any) -> Any:
         arguments = _arguments(op, iter(flat))
         constants = [_constant(x) for x in arguments]
-        found = getattr(calls, op.name)(*constants)
+        output = getattr(calls, op.name)(*constants)
         if one:
-            return found.contiguous()
+            return output.contiguous()
         parts: list[Tensor] = []
-        for result, x in zip(op.results, found if len(op.results) > 1 else (found,), strict=True):
+        for result, x in zip(op.results, output if len(op.results) > 1 else (output,), strict=True):
             parts += (_parts(x) if keeps else _cast_parts(x)) if result.tensor else [x]
         taken = {x.data_ptr() for x in flat[0]} if keeps else set[int]()  # an operator must not return a view of an input
         return [part.clone() if part.data_ptr() in taken else part for part in parts]
@@ -166,8 +166,8 @@ def _register(op: Operation) -> Callable[..., Any]:
         if keeps and op.results[0].tensor:  # components may be kept, in another layout than that of a cast
             st, function = arguments[0], targets.load(op.reference)
             row = st.ndim == 1 and st.layout.block() != TENSOR
-            found = composites.of_row(function, arguments) if row else function(*arguments)
-            return [torch.empty_like(part, memory_format=torch.contiguous_format) for part in _parts(found)]
+            tensor = composites.of_row(function, arguments) if row else function(*arguments)
+            return [torch.empty_like(part, memory_format=torch.contiguous_format) for part in _parts(tensor)]
         parts = [part for result in op.results for part in _fakes(op, result, like, arguments, inputs)]
         return parts[0] if one else parts
 
@@ -234,13 +234,13 @@ def _elementwise_rules(op: Operation) -> tuple[Callable[..., Any], ...]:
         flat = [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
         arguments = _arguments(op, iter(flat))
         by = targets.load("breccia_torch.exporting:Operators")()
-        found: list[Any] = [None] * ctx.count
+        input_gradients: list[Any] = [None] * ctx.count
         for n, x in enumerate(arguments):
             if isinstance(x, Tensor):
                 position = next(i for i, y in enumerate(flat) if y is x)
                 if ctx.needs_input_grad[position]:
-                    found[position] = targets.load(op.derivative)(by, gradient, n, *arguments)
-        return tuple(found)
+                    input_gradients[position] = targets.load(op.derivative)(by, gradient, n, *arguments)
+        return tuple(input_gradients)
 
     return gradients, keep
 

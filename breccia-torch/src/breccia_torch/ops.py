@@ -89,8 +89,8 @@ class _TorchOps(Ops):
 
     def take(self, table: tuple[int, ...], codes: Array) -> Array:
         # A fake tensor needs a fake table, and a table made under a fake mode or transform must not outlive it.
-        made = _table if type(codes) in PLAIN and not transforming() else _table.__wrapped__
-        return made(table, codes.device)[codes.long()]
+        tensor_of = _table if type(codes) in PLAIN and not transforming() else _table.__wrapped__
+        return tensor_of(table, codes.device)[codes.long()]
 
     def where(self, condition: Array, a: Any, b: Any) -> Array:
         return torch.where(condition, a, b)
@@ -164,12 +164,12 @@ class _TorchOps(Ops):
     def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
         if opaque(offsets) is not None or offsets.device.type != "cpu":
             return super().grouped_matmul(a, b, offsets)
-        found, start = a.new_zeros((a.shape[0], b.shape[-1])), 0
+        product, start = a.new_zeros((a.shape[0], b.shape[-1])), 0
         for matrix, end in zip(b, offsets.tolist(), strict=True):
             if end > start:
-                found[start:end] = self.matmul(a[start:end], matrix)
+                product[start:end] = self.matmul(a[start:end], matrix)
             start = max(start, end)
-        return found
+        return product
 
     def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
         return a.permute(axes)
@@ -279,11 +279,11 @@ def _table(table: tuple[int, ...], device: torch.device) -> Array:
 
 def devices() -> list[str]:
     """The available torch devices, for `breccia doctor`."""
-    found = [f"cpu, {torch.get_num_threads()} threads"]
+    descriptions = [f"cpu, {torch.get_num_threads()} threads"]
     for n in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(n)
-        found.append(f"cuda:{n} {p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB")
-    return [*found, "mps"] if torch.backends.mps.is_available() else found
+        descriptions.append(f"cuda:{n} {p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB")
+    return [*descriptions, "mps"] if torch.backends.mps.is_available() else descriptions
 
 
 TORCH = _TorchOps()

@@ -45,26 +45,26 @@ def moved_by_accelerate(module: nn.Module) -> bool:
     return inner is not None and getattr(inner, "__func__", None) is type(module).forward
 
 
-def held(module: nn.Module, name: str) -> Any:
+def tensor_of(module: nn.Module, name: str) -> Any:
     """The parameter or buffer of a module, from wherever accelerate has offloaded it to; None if it is None."""
     value = getattr(module, name)
     weights = getattr(getattr(module, _HOOK, None), "weights_map", None)
     if value is None or value.device.type != "meta" or weights is None or name not in weights:
         return value
-    found: Tensor = weights[name]
-    return nn.Parameter(found, value.requires_grad) if isinstance(value, nn.Parameter) else found
+    tensor: Tensor = weights[name]
+    return nn.Parameter(tensor, value.requires_grad) if isinstance(value, nn.Parameter) else tensor
 
 
-def held_components(model: nn.Module, name: str, weight: ScaledWeight) -> dict[str, Tensor]:
+def components_of(model: nn.Module, name: str, weight: ScaledWeight) -> dict[str, Tensor]:
     """The components of a quantized weight of the model by name, from wherever they were offloaded to."""
     owner, _, leaf = name.rpartition(".")
     weights = getattr(getattr(model.get_submodule(owner), _HOOK, None), "weights_map", None)
-    parts = {part: found for part in PARTS if (found := getattr(weight, part)) is not None}
+    parts = {part: component for part in PARTS if (component := getattr(weight, part)) is not None}
     if weights is None:
         return parts
     return {
-        part: weights[f"{leaf}.{part}"] if found.device.type == "meta" and f"{leaf}.{part}" in weights else found
-        for part, found in parts.items()
+        part: weights[f"{leaf}.{part}"] if component.device.type == "meta" and f"{leaf}.{part}" in weights else component
+        for part, component in parts.items()
     }
 
 
@@ -78,7 +78,7 @@ def dispatch_again(model: nn.Module, placed: Placement) -> None:
     from accelerate.hooks import remove_hook_from_submodules  # pyright: ignore
 
     weights = {name: m for name, m in model.named_modules() if isinstance(m, ScaledWeight)}
-    parts = {f"{name}.{part}": value for name, m in weights.items() for part, value in held_components(model, name, m).items()}
+    parts = {f"{name}.{part}": value for name, m in weights.items() for part, value in components_of(model, name, m).items()}
     owners = {name.rpartition(".")[0] for name in weights}
     remove_hook_from_submodules(model)
     on_disk = {key: value for key, value in parts.items() if _place(placed.places, key) == "disk"}

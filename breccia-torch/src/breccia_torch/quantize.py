@@ -110,17 +110,17 @@ def quantize_(
     del layers
     while names:  # each high-precision weight is freed once its last layer is replaced
         module, places = names.popitem()
-        made, key = scaled_class(module), id(module.weight)
-        weight = shared.get(key) or made.quantized(placing.held(module, "weight"), recipes[key])
+        layer_class, key = scaled_class(module), id(module.weight)
+        weight = shared.get(key) or layer_class.quantized(placing.tensor_of(module, "weight"), recipes[key])
         if owners[key] > 1:
             shared[key] = weight
-        layer = made.in_place_of(module, weight, activation)
-        layer.bias = placing.held(module, "bias")
+        layer = layer_class.in_place_of(module, weight, activation)
+        layer.bias = placing.tensor_of(module, "bias")
         arrange(layer, storage, module.weight.dtype)
         for name in places:
             replace(model, name, layer)
     for module, parameter, chosen in experts.values():
-        weight = ScaledExperts.quantized(placing.held(module, parameter), chosen.recipe, experts_axis(module))
+        weight = ScaledExperts.quantized(placing.tensor_of(module, parameter), chosen.recipe, experts_axis(module))
         replace_experts(module, parameter, weight)
         arrange_experts(module, weight, storage)
     if placed is not None:
@@ -131,9 +131,9 @@ def quantize_(
 
 def _recipes_of_shared(layers: Mapping[str, tuple[Any, Chosen]]) -> dict[int, ScalingRecipe]:
     """The recipe of each weight by its id. Raises OptionError where two layers that share one are to have different ones."""
-    found: dict[int, tuple[str, ScalingRecipe]] = {}
+    by_weight: dict[int, tuple[str, ScalingRecipe]] = {}
     for name, (module, chosen) in layers.items():
-        first, recipe = found.setdefault(id(module.weight), (name, chosen.recipe))
+        first, recipe = by_weight.setdefault(id(module.weight), (name, chosen.recipe))
         if recipe != chosen.recipe:
             raise OptionError(
                 f"quantize_: {first}.weight and {name}.weight are one parameter, and the policy has {recipe.spec} for the "
@@ -141,7 +141,7 @@ def _recipes_of_shared(layers: Mapping[str, tuple[Any, Chosen]]) -> dict[int, Sc
                 f"nn.Parameter({name}.weight.clone()).",
                 names=(first, name),
             )
-    return {key: recipe for key, (_, recipe) in found.items()}
+    return {key: recipe for key, (_, recipe) in by_weight.items()}
 
 
 def mark(model: Any, *, instead_of: str = "breccia") -> None:
@@ -151,8 +151,8 @@ def mark(model: Any, *, instead_of: str = "breccia") -> None:
     """
     if not hasattr(model, "save_pretrained") or "transformers" not in sys.modules:
         return
-    held = getattr(model, "hf_quantizer", None)
-    if held is not None and getattr(held.quantization_config, "quant_method", None) not in ("breccia", instead_of):
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and getattr(quantizer.quantization_config, "quant_method", None) not in ("breccia", instead_of):
         return
     try:
         attach = targets.load(_ATTACH)
@@ -249,8 +249,8 @@ def _check_castable(name: str, weight: Tensor, recipe: ScalingRecipe, axis: int)
 
 def _bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, shared ones counted once."""
-    held = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    return sum(held.values())
+    sizes = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    return sum(sizes.values())
 
 
 # ------------------------------------------------------------------------------------------------ modules
@@ -293,8 +293,8 @@ def expert_parameters(module: nn.Module) -> list[str]:
     """Names of the 3-D floating parameters of a module of experts."""
     if "expert" not in type(module).__name__.lower():
         return []
-    found = module.named_parameters(recurse=False)
-    return [name for name, parameter in found if parameter.ndim == 3 and parameter.is_floating_point()]
+    parameters = module.named_parameters(recurse=False)
+    return [name for name, parameter in parameters if parameter.ndim == 3 and parameter.is_floating_point()]
 
 
 def experts_axis(module: nn.Module) -> int:
@@ -311,8 +311,8 @@ def replace_experts(module: nn.Module, name: str, weight: ScaledExperts) -> None
         config._experts_implementation = targets.load(_EXPERTS)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _kind(found: Any) -> str:
-    return f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def check_replaceable(name: str, module: nn.Module) -> None:
@@ -354,4 +354,4 @@ def _ties(model: nn.Module, chosen: Mapping[str, Any]) -> Iterator[tuple[str, li
             for leaf, parameter in module.named_parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(f"{name}.{leaf}".lstrip("."))
     tied = ((name, owners.get(id(m.weight))) for name, m in chosen.items())
-    return ((name, found) for name, found in tied if found)
+    return ((name, others) for name, others in tied if others)

@@ -28,14 +28,14 @@ class ReadAsTensor:
             torch._dynamo.graph_break(  # pyright: ignore[reportPrivateUsage]
                 "the order of the operands of `weight @ x` is lost; multiply by weight.decoded()"
             )
-        given = args, kwargs or {}
-        others = (x.dtype for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point())
+        arguments = args, kwargs or {}
+        others = (x.dtype for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.is_floating_point())
         dtype = next(others, None)
 
         def plain(x: Any) -> Any:
             return x.decoded(dtype) if isinstance(x, ReadAsTensor) else x
 
-        args, kwargs = tree_map(plain, given)
+        args, kwargs = tree_map(plain, arguments)
         return func(*args, **kwargs)
 
     def __matmul__(self, other: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ Numbers = tuple[int | None, ...]
 Step = tuple[str, tuple[int, ...], Any]
 
 
-#: (numbers of the components, kept layout, axis, padding) of a result. The recipe is that of the first tensor.
-Made = tuple[Numbers, str, int, int]
+#: (numbers of the components, name of the layout, axis, padding) of a result. The recipe is that of the first tensor.
+Output = tuple[Numbers, str, int, int]
 
 
 class _Record:
@@ -103,24 +103,24 @@ _STAND_INS = Framework("torch", "breccia_torch.recording", ("_Array",), "breccia
 
 def record(
     method: Callable[..., Any], facts: tuple[Facts, ...], numbers: tuple[Numbers, ...], *arguments: Any
-) -> tuple[tuple[Step, ...], tuple[Made, ...]]:
+) -> tuple[tuple[Step, ...], tuple[Output, ...]]:
     """The steps of `method(tensors, *arguments)` for tensors of these facts, and the tensors that it returns.
 
     Raises what the method raises, and UnsupportedError where it needs numbers.
     """
     registry().types[_Array] = _STAND_INS
-    kept, tensors, inputs = _Record(), list[ScaledTensor](), dict[int, _Array]()
+    record, tensors, inputs = _Record(), list[ScaledTensor](), dict[int, _Array]()
     for (recipe, layout, axis, padding, shapes, dtypes), places in zip(facts, numbers, strict=True):
-        found: dict[str, _Array] = {}
+        parts: dict[str, _Array] = {}
         for name, shape, dtype, place in zip(PARTS, shapes, dtypes, places, strict=True):
             if shape is not None and dtype is not None and place is not None:
                 if place not in inputs:
-                    inputs[place] = kept.array(shape, dtype)
-                found[name] = inputs[place]
-        tensors.append(Metadata(recipe_of(recipe), layout_of(layout), axis, padding).assembled(**found))
+                    inputs[place] = record.array(shape, dtype)
+                parts[name] = inputs[place]
+        tensors.append(Metadata(recipe_of(recipe), layout_of(layout), axis, padding).assembled(**parts))
     returned = method(tensors, *arguments)
-    made = returned if isinstance(returned, tuple) else (returned,)
-    return tuple(kept.steps), tuple((_numbers(st), keep(st.layout), st.axis, st.padding) for st in made)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    return tuple(record.steps), tuple((_numbers(st), keep(st.layout), st.axis, st.padding) for st in outputs)
 
 
 def _numbers(st: ScaledTensor) -> Numbers:

@@ -54,17 +54,17 @@ def from_torchao_model_(model: nn.Module, *, activation: ScalingRecipe | str | N
     for name, layer in layers.items():
         check_replaceable(name, layer)
     weights: dict[int, ScaledWeight] = {}
-    made: dict[nn.Module, ScaledLinear] = {}
+    replacements: dict[nn.Module, ScaledLinear] = {}
     for name, layer in layers.items():
-        if layer in made:
+        if layer in replacements:
             continue
-        held = layer.weight
-        if id(held) not in weights:
-            weights[id(held)] = ScaledWeight(_named(name, breccia.from_foreign, held.detach()))
-        inputs = _named(name, breccia.bridges.torchao_activation, held) if activation == "same" else activation
-        made[layer] = ScaledLinear.in_place_of(layer, weights[id(held)], inputs)
+        weight = layer.weight
+        if id(weight) not in weights:
+            weights[id(weight)] = ScaledWeight(_named(name, breccia.from_foreign, weight.detach()))
+        inputs = _named(name, breccia.bridges.torchao_activation, weight) if activation == "same" else activation
+        replacements[layer] = ScaledLinear.in_place_of(layer, weights[id(weight)], inputs)
     for name, layer in layers.items():
-        replace(model, name, made[layer])
+        replace(model, name, replacements[layer])
     mark(model, instead_of=_LIBRARY)
     return tuple(f"{name}.weight" for name in layers)
 
@@ -92,15 +92,15 @@ def to_torchao_model_(model: nn.Module, *, dtype: torch.dtype = torch.float32) -
     _need_module("to_torchao_model_", model)
     layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if type(m) is ScaledLinear and n}
     if not layers:
-        found = [type(m).__name__ for m in model.modules() if isinstance(m, ScaledExperts | ScaledConv1D)]
-        also = f" It has {', '.join(sorted(set(found)))}, which torchao has no counterpart of." if found else ""
+        others = [type(m).__name__ for m in model.modules() if isinstance(m, ScaledExperts | ScaledConv1D)]
+        also = f" It has {', '.join(sorted(set(others)))}, which torchao has no counterpart of." if others else ""
         raise OptionError(
             f"to_torchao_model_: the model has no ScaledLinear; quantize it first: quantize_(model, recipe).{also}"
         )
     weights: dict[Any, nn.Parameter] = {}
-    made: dict[ScaledLinear, nn.Linear] = {}
+    replacements: dict[ScaledLinear, nn.Linear] = {}
     for name, layer in layers.items():
-        if layer in made:
+        if layer in replacements:
             continue
         key = (id(layer.weight), layer.activation)
         if key not in weights:
@@ -110,9 +110,9 @@ def to_torchao_model_(model: nn.Module, *, dtype: torch.dtype = torch.float32) -
         linear = nn.Linear(layer.in_features, layer.out_features, False, "meta", dtype)
         linear.weight = weights[key]
         linear.register_parameter("bias", layer.bias)
-        made[layer] = linear.train(layer.training)
+        replacements[layer] = linear.train(layer.training)
     for name, layer in layers.items():
-        replace(model, name, made[layer])
+        replace(model, name, replacements[layer])
     return tuple(f"{name}.weight" for name in layers)
 
 
@@ -123,12 +123,12 @@ def _is_torchao(weight: Any) -> bool:
 def _named(name: str, convert: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """The result of a conversion, or its error with the layer's name."""
     try:
-        found = convert(*arguments, **options)
+        result = convert(*arguments, **options)
     except BrecciaError as e:
         raise type(e)(f"{name}.weight: {e}", **e.found) from e
-    if isinstance(found, breccia.TensorPair):
+    if isinstance(result, breccia.TensorPair):
         raise UnsupportedError(f"{name}.weight: a layer has one orientation of its weight.")
-    return found
+    return result
 
 
 def _need_module(op: str, model: Any) -> None:

@@ -14,9 +14,9 @@ from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import dtype_name
 from breccia.internal import fill
 
-from .describing import constant, keep, kept, known, layout_json, named, recipe_json
+from .describing import constant, keep, known, layout_json, named, recall, recipe_json
 from .operators import layout_of, recipe_of
-from .recording import Facts, Made, Numbers, Step, record
+from .recording import Facts, Numbers, Output, Step, record
 
 # ------------------------------------------------------------------------------------------------ while tracing
 
@@ -44,7 +44,7 @@ def _called(method: str, sts: list[ScaledTensor], *arguments: Any) -> Any:
 @constant
 def _recorded(
     method: str, facts: tuple[Facts, ...], numbers: tuple[Numbers, ...], arguments: tuple[Any, ...]
-) -> tuple[tuple[Step, ...], tuple[Made, ...]]:
+) -> tuple[tuple[Step, ...], tuple[Output, ...]]:
     try:
         return record(partial(_called, method), facts, numbers, *arguments)
     except UnsupportedError as e:
@@ -53,7 +53,7 @@ def _recorded(
 
 @constant
 def _checked(facts: Facts, shape: tuple[int, ...] | None) -> tuple[str, int, int]:
-    """The kept layout, axis and padding of a constructed tensor. Raises what the constructor raises."""
+    """The name of the layout, the axis and the padding of a constructed tensor. Raises what the constructor raises."""
     recipe, layout, axis, padding, shapes, dtypes = facts
     data, scale, zero_point, global_scale = (
         None if size is None or name is None else torch.empty(size, dtype=getattr(torch, name), device="meta")
@@ -94,14 +94,14 @@ def _facts(st: Any) -> tuple[Any, ...]:
 def _applied(method: str, sts: list[Any], *arguments: Any, positions: Any = None) -> tuple[ScaledTensor, ...]:
     """The tensors that a method returns."""
     operands: list[Any] = []
-    given = tuple([tuple([_numbered(part, operands) for part in _parts(st)]) for st in sts])
-    steps, made = _recorded(method, tuple([_facts(st) for st in sts]), given, arguments)
+    input_numbers = tuple([tuple([_numbered(part, operands) for part in _parts(st)]) for st in sts])
+    steps, outputs = _recorded(method, tuple([_facts(st) for st in sts]), input_numbers, arguments)
     operands = _replayed(steps, operands, positions)
     results: list[ScaledTensor] = []
-    for numbers, layout, axis, padding in made:
+    for numbers, layout, axis, padding in outputs:
         data, scale, zero_point, global_scale = [None if number is None else operands[number] for number in numbers]
         results.append(
-            ScaledTensor.from_parts(data, scale, sts[0].recipe, kept(layout), zero_point, global_scale, axis, padding)
+            ScaledTensor.from_parts(data, scale, sts[0].recipe, recall(layout), zero_point, global_scale, axis, padding)
         )
     return tuple(results)
 
@@ -122,23 +122,23 @@ def _replayed(steps: tuple[Step, ...], operands: list[Any], positions: Any = Non
     for kind, numbers, argument in steps:
         x = operands[numbers[0]]
         if kind == "mT":
-            found = x.mT
+            result = x.mT
         elif kind == "index":
-            found = x[tuple([slice(*cut) if isinstance(cut, tuple) else ... if cut == "..." else cut for cut in argument])]
+            result = x[tuple([slice(*cut) if isinstance(cut, tuple) else ... if cut == "..." else cut for cut in argument])]
         elif kind == "reshape":
-            found = x.reshape(argument)
+            result = x.reshape(argument)
         elif kind == "broadcast":
-            found = x.expand(argument)
+            result = x.expand(argument)
         else:  # not every torch function takes float8
             narrow = x.dtype.itemsize == 1
             words = [operands[number].view(torch.uint8) if narrow else operands[number] for number in numbers]
             if kind == "concat":
-                found = torch.cat(words, dim=argument)
+                result = torch.cat(words, dim=argument)
             else:
                 index = torch.tensor(argument[0], device=x.device) if positions is None else positions
-                found = words[0].index_select(argument[1], index)
-            found = found.view(x.dtype) if narrow else found
-        operands.append(found)
+                result = words[0].index_select(argument[1], index)
+            result = result.view(x.dtype) if narrow else result
+        operands.append(result)
     return operands
 
 
@@ -161,7 +161,7 @@ def __init__(
     shapes, dtypes = [_shape(part) for part in parts], [None if part is None else _name_of(part.dtype) for part in parts]
     facts = (recipe_json(recipe), layout_json(layout), known(axis), known(padding), tuple(shapes), tuple(dtypes))
     layout, axis, tail = _checked(facts, None if shape is None else tuple([known(n) for n in shape]))
-    fill(self, data, scale, recipe, kept(layout), zero_point, global_scale, axis, tail)
+    fill(self, data, scale, recipe, recall(layout), zero_point, global_scale, axis, tail)
 
 
 def mT(self: Any) -> ScaledTensor:
@@ -220,8 +220,8 @@ def select(self: Any, axis: int, index: Any) -> ScaledTensor:
         return _applied("select", [self], known(axis), index)[0]
     length = self.shape[axis]
     positions = torch.where(index < 0, index + length, index).reshape(-1)
-    found = _applied("select", [self], known(axis), (0,) * known(positions.shape[0]), positions=positions)[0]
-    return found if index.ndim else _applied("select", [found], known(axis), 0)[0]
+    selection = _applied("select", [self], known(axis), (0,) * known(positions.shape[0]), positions=positions)[0]
+    return selection if index.ndim else _applied("select", [selection], known(axis), 0)[0]
 
 
 def split(self: Any, size: Any, axis: int = 0) -> tuple[ScaledTensor, ...]:

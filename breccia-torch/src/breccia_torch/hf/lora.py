@@ -47,12 +47,12 @@ def teach_peft() -> None:
     def include_all_linear_layers(peft_config: Any, model: Any) -> Any:
         targets = getattr(peft_config, "target_modules", None)
         every = isinstance(targets, str) and targets.lower() == _ALL
-        found = select(peft_config, model)
+        config = select(peft_config, model)
         if every:
             head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
             layers = {name for name, m in model.named_modules() if isinstance(m, ScaledLinear) and m is not head}
-            found.target_modules = {*found.target_modules, *layers}
-        return found
+            config.target_modules = {*config.target_modules, *layers}
+        return config
 
     LoraModel._create_new_module = staticmethod(create_new_module)
     tuners_utils._maybe_include_all_linear_layers = include_all_linear_layers
@@ -68,11 +68,11 @@ def register(config: Any) -> Any:
 
 
 def _check(config: Any) -> None:
-    given = config.init_lora_weights
-    if not any(given is known or given == known for known in _INITIAL):
+    initial = config.init_lora_weights
+    if not any(initial is known or initial == known for known in _INITIAL):
         raise UnsupportedError(
-            f"init_lora_weights={given!r} reads the weight in high precision; over a quantized layer, use one of {_INITIAL}.",
-            init_lora_weights=given,
+            f"init_lora_weights={initial!r} reads the weight in high precision; over a quantized layer, use one of {_INITIAL}.",
+            init_lora_weights=initial,
         )
     for name in ("use_dora", "lora_bias"):
         if getattr(config, name, False):
@@ -104,14 +104,14 @@ class LoraScaledLinear(Linear):  # pyright: ignore[reportUntypedBaseClass]
         if not names:
             return
         weight = self.get_base_layer().weight
-        held = weight.tensor if self._unmerged is None else self._unmerged
-        values = breccia.dequantize(held)
+        unmerged = weight.tensor if self._unmerged is None else self._unmerged
+        values = breccia.dequantize(unmerged)
         for name in (*self.merged_adapters, *names):
             values += self.get_delta_weight(name)
         if safe_merge and not values.isfinite().all():
             raise breccia.NonFiniteError(f"the weight with adapters {names} has a NaN or Inf; the adapters seem to be broken.")
-        weight.take(breccia.cast(values, held.recipe, axis=held.axis).to_storage(held.storage))
-        self._unmerged = held
+        weight.take(breccia.cast(values, unmerged.recipe, axis=unmerged.axis).to_storage(unmerged.storage))
+        self._unmerged = unmerged
         self.merged_adapters += names
 
     def unmerge(self) -> None:

@@ -38,9 +38,9 @@ def watch() -> None:
         if not any(isinstance(module, ScaledWeight) for module in self.modules()):
             return save(self, save_directory, *arguments, **options)
         mark(self)
-        found = save(self, save_directory, *arguments, **options)
+        result = save(self, save_directory, *arguments, **options)
         bridges.refuse_in_transformers(save_directory)  # tells transformers without this module to refuse the folder
-        return found
+        return result
 
     @wraps(load)
     def load_pretrained(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any, **named: Any) -> Any:

@@ -30,7 +30,7 @@ from breccia.backend import PARTS, Metadata, as_recipe, components
 
 from ..checkpoint import check_all_quantized, stacked
 from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
-from ..placing import dispatch_again, held_components, need_values, placement
+from ..placing import components_of, dispatch_again, need_values, placement
 from ..quantize import expert_parameters, is_linear, quantize_, replace, replace_experts, scaled_class, weights_of
 from ..storing import AUTO, arrange, arrange_experts
 from .marking import fields_of, watch
@@ -77,29 +77,29 @@ class BrecciaConfig(QuantizationConfigMixin):
         is_policy = isinstance(recipe, Policy | os.PathLike) or (isinstance(recipe, str) and recipe.endswith((".yaml", ".yml")))
         self.policy = Policy.of(recipe) if is_policy else Policy.of(_recipe(recipe))
         self.recipe, self.activation = self.policy.recipes[0], _recipe_or_none(activation)
-        self.activations = {name: _recipe_or_none(found) for name, found in (activations or {}).items()}
+        self.activations = {name: _recipe_or_none(description) for name, description in (activations or {}).items()}
         self.modules_to_not_convert = modules_to_not_convert
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds."""
-        found: dict[str, Any] = {"quant_method": METHOD, "breccia_version": breccia.__version__}
-        found["recipe"] = self.recipe.to_dict()
+        fields: dict[str, Any] = {"quant_method": METHOD, "breccia_version": breccia.__version__}
+        fields["recipe"] = self.recipe.to_dict()
         if self.activation is not None:
-            found["activation"] = self.activation.to_dict()
+            fields["activation"] = self.activation.to_dict()
         if self.activations:
             listed = self.activations.items()
-            found["activations"] = {name: None if recipe is None else recipe.to_dict() for name, recipe in listed}
+            fields["activations"] = {name: None if recipe is None else recipe.to_dict() for name, recipe in listed}
         if self.modules_to_not_convert:
-            found["modules_to_not_convert"] = self.modules_to_not_convert
-        return found
+            fields["modules_to_not_convert"] = self.modules_to_not_convert
+        return fields
 
 
-def _recipe(found: Any) -> ScalingRecipe:
-    return ScalingRecipe.from_json(json.dumps(found)) if isinstance(found, dict) else as_recipe(found)
+def _recipe(description: Any) -> ScalingRecipe:
+    return ScalingRecipe.from_json(json.dumps(description)) if isinstance(description, dict) else as_recipe(description)
 
 
-def _recipe_or_none(found: Any) -> ScalingRecipe | None:
-    return None if found is None else _recipe(found)
+def _recipe_or_none(description: Any) -> ScalingRecipe | None:
+    return None if description is None else _recipe(description)
 
 
 @register_quantizer(METHOD)
@@ -141,11 +141,11 @@ class BrecciaHfQuantizer(HfQuantizer):
         if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
             raise UnsupportedError(f"breccia loads safetensors files; got {checkpoint_files}.")
         first = Path(checkpoint_files[0])
-        held = bridges.load_safetensors(first.parent if len(checkpoint_files) > 1 else first, framework="torch")
-        scaled = {name: st for name, st in held.items() if isinstance(st, ScaledTensor)}
+        tensors = bridges.load_safetensors(first.parent if len(checkpoint_files) > 1 else first, framework="torch")
+        scaled = {name: st for name, st in tensors.items() if isinstance(st, ScaledTensor)}
         if not scaled:
             raise UnsupportedError(f"{first.parent} has a breccia quantization_config and no tensor that breccia quantized.")
-        del held
+        del tensors
         # The layers' metadata comes from the files' configs, not from the state.
         model._keys_to_ignore_on_load_missing = [*(model._keys_to_ignore_on_load_missing or ()), rf"\.{STATE}$"]
         columns: dict[str, dict[str, dict[str, ScaledTensor]]] = {}
@@ -155,8 +155,8 @@ class BrecciaHfQuantizer(HfQuantizer):
                 columns.setdefault(target, {}).setdefault(pattern, {})[name] = empty
             else:
                 self._place(model, name, target, empty)
-        for target, found in columns.items():
-            self._place_experts(model, target, found)
+        for target, projections in columns.items():
+            self._place_experts(model, target, projections)
         return model
 
     def _targets(self, model: Any, names: list[str]) -> list[tuple[str, str, str | None]]:
@@ -177,10 +177,10 @@ class BrecciaHfQuantizer(HfQuantizer):
         if leaf in expert_parameters(module):
             replace_experts(module, leaf, ScaledExperts(empty, getattr(module, leaf).dtype))
         elif leaf == "weight" and is_linear(module):
-            made: Any = scaled_class(module)
+            layer_class: Any = scaled_class(module)
             config = self.quantization_config
             activation = config.activations.get(owner, config.activation)
-            replace(model, owner, made.in_place_of(module, ScaledWeight(empty), activation))
+            replace(model, owner, layer_class.in_place_of(module, ScaledWeight(empty), activation))
         elif hasattr(module, leaf):
             self._decoded[name] = empty
 
@@ -194,7 +194,7 @@ class BrecciaHfQuantizer(HfQuantizer):
             )
         parameter = getattr(module, leaf)
         check_all_quantized(target, sum(map(len, columns.values())), len(columns) * len(parameter))
-        tensor = stacked([[found[name] for name in sorted(found, key=_natural)] for found in columns.values()], target)
+        tensor = stacked([[column[name] for name in sorted(column, key=_natural)] for column in columns.values()], target)
         weight = ScaledExperts(tensor, parameter.dtype)
         if weight.shape != tuple(parameter.shape):
             raise UnsupportedError(
@@ -234,8 +234,8 @@ class BrecciaHfQuantizer(HfQuantizer):
                         arrange_experts(module, weight, AUTO)
         else:
             config = self.quantization_config
-            kept = {*(config.modules_to_not_convert or ()), *(model._keep_in_fp32_modules or ())}
-            exclude = [name for name in _weights(model) if any(f".{module}." in f".{name}." for module in kept)]
+            unconverted = {*(config.modules_to_not_convert or ()), *(model._keep_in_fp32_modules or ())}
+            exclude = [name for name in _weights(model) if any(f".{module}." in f".{name}." for module in unconverted)]
             summary = quantize_(model, config.policy.keeping(exclude), activation=config.activation)
             logger.info("%r", summary)
         attach(model, self)
@@ -264,9 +264,9 @@ class BrecciaHfQuantizer(HfQuantizer):
         owned = tuple(f"{name}." for name in weights)
         state = {k: v for k, v in model.state_dict().items() if not k.startswith(owned) and not k.endswith(STATE)}
         for name, st in weights.items():
-            for part, held in components(st).items():
-                held = held.detach().contiguous()
-                state[f"{name}.{part}"] = held.view(torch.uint8) if held.dtype.itemsize == 1 else held
+            for part, tensor in components(st).items():
+                tensor = tensor.detach().contiguous()
+                state[f"{name}.{part}"] = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
         saved = {_saved_name(model, name): st for name, st in weights.items()}
         return state, bridges.safetensors_metadata(saved)
 
@@ -290,8 +290,8 @@ class _Decode(ConversionOps):
 
     def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **options: Any) -> dict[str, Any]:
         empty = components(self.like)
-        held = {part: found[0] for part, found in zip(empty, (input_dict[p] for p in source_patterns), strict=True)}
-        like, parts = self.like, {part: held[part].view(empty[part].dtype) for part in empty}
+        loaded = {part: tensors[0] for part, tensors in zip(empty, (input_dict[p] for p in source_patterns), strict=True)}
+        like, parts = self.like, {part: loaded[part].view(empty[part].dtype) for part in empty}
         st = ScaledTensor.from_parts(recipe=like.recipe, layout=like.layout, axis=like.axis, padding=like.padding, **parts)
         name = options["full_layer_name"]
         return {name: breccia.dequantize(st, out_dtype=options["model"].get_parameter(name).dtype)}
@@ -299,10 +299,10 @@ class _Decode(ConversionOps):
 
 def _conv1d(layer: ScaledConv1D, dtype: torch.dtype) -> Conv1D:
     """transformers' layer with the decoded weight."""
-    made = Conv1D(layer.out_features, layer.in_features)
-    made.weight = nn.Parameter(breccia.dequantize(layer.weight.tensor, out_dtype=dtype))
-    made.register_parameter("bias", layer.bias)
-    return made.train(layer.training)
+    conv1d = Conv1D(layer.out_features, layer.in_features)
+    conv1d.weight = nn.Parameter(breccia.dequantize(layer.weight.tensor, out_dtype=dtype))
+    conv1d.register_parameter("bias", layer.bias)
+    return conv1d.train(layer.training)
 
 
 def attach(model: Any, quantizer: BrecciaHfQuantizer | None = None) -> None:
@@ -322,33 +322,33 @@ def attach(model: Any, quantizer: BrecciaHfQuantizer | None = None) -> None:
         >>> model.save_pretrained(tmp)
     """
     fields: dict[str, Any] = fields_of(model)
-    held = getattr(model, "hf_quantizer", None)
+    current = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         new = BrecciaHfQuantizer(BrecciaConfig(**fields), pre_quantized=False)
-        quantizer = held if isinstance(held, BrecciaHfQuantizer) else new
+        quantizer = current if isinstance(current, BrecciaHfQuantizer) else new
     config: Any = quantizer.quantization_config
     quantizer.quantization_config = BrecciaConfig(**{**fields, "modules_to_not_convert": config.modules_to_not_convert})
     model.hf_quantizer, model.config.quantization_config = quantizer, quantizer.quantization_config
     model.is_quantized, model.quantization_method = True, METHOD
-    held = [name for name, module in model.named_modules() if isinstance(module, ScaledExperts)]
+    experts = [name for name, module in model.named_modules() if isinstance(module, ScaledExperts)]
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = [c for c in conversions if not _about(c, held)]
+    model._weight_conversions = [c for c in conversions if not _about(c, experts)]
 
 
-def _about(conversion: Any, held: list[str]) -> bool:
+def _about(conversion: Any, experts: list[str]) -> bool:
     """Whether it is about quantized weights. They are saved as they are, not as one tensor for each expert again."""
     if not isinstance(conversion, WeightConverter):
         return False
     own = any(isinstance(operation, _Stack | _Decode) for operation in conversion.operations)
-    return own or any(target in name for target in conversion.target_patterns for name in held)
+    return own or any(target in name for target in conversion.target_patterns for name in experts)
 
 
 def _saved_name(model: Any, name: str) -> str:
     """The name under which `save_pretrained` stores a weight."""
-    (found,) = revert_weight_conversion(model, {f"{name}.data": torch.empty(0)})
-    return found.removesuffix(".data")
+    (key,) = revert_weight_conversion(model, {f"{name}.data": torch.empty(0)})
+    return key.removesuffix(".data")
 
 
 def _weights(model: nn.Module) -> list[str]:
@@ -366,7 +366,7 @@ def _restore_dtypes(model: Any) -> None:
 def _plain(model: nn.Module, name: str, weight: ScaledWeight) -> ScaledTensor:
     """The tensor of a weight in plain storage, with its numbers where accelerate has offloaded them."""
     tensor = weight.tensor
-    return Metadata.of(tensor).assembled(**held_components(model, name, weight)).to_plain()
+    return Metadata.of(tensor).assembled(**components_of(model, name, weight)).to_plain()
 
 
 def _natural(name: str) -> list[Any]:
