@@ -38,18 +38,18 @@ def assembled(tree: Any) -> Any:
         return tree
     named = [parsed(name) for name in tree]
     if tree and all(named):
-        return _whole({found[0]: (found[1], leaf) for found, leaf in zip(named, tree.values(), strict=True) if found})
+        return _quantized_leaf({key[0]: (key[1], leaf) for key, leaf in zip(named, tree.values(), strict=True) if key})
     return {name: assembled(leaf) for name, leaf in tree.items()}
 
 
-def _whole(children: dict[str, tuple[dict[str, Any], Any]]) -> Any:
+def _quantized_leaf(children: dict[str, tuple[dict[str, Any], Any]]) -> Any:
     if TENSOR in children:
         facts, leaf = children[TENSOR]
         return ScaledWeight(assembled(leaf), tuple(facts["ends"]), facts["dtype"])
     shown = {name: leaf for name, (_, leaf) in children.items() if leaf is not None}
-    facts = {name: {k: v for k, v in found.items() if k != "dtype"} for name, (found, _) in children.items()}
+    facts = {name: {k: v for k, v in fields.items() if k != "dtype"} for name, (fields, _) in children.items()}
     try:
-        if "data" not in shown or "scale" not in shown or any(found != facts["data"] for found in facts.values()):
+        if "data" not in shown or "scale" not in shown or any(fields != facts["data"] for fields in facts.values()):
             raise CorruptFileError("its components are not those of one tensor.", names=tuple(children))
         metadata = Metadata.from_json(json.dumps(facts["data"]))
         dtypes = tuple(children[name][0]["dtype"] if name in shown else None for name in PARTS)

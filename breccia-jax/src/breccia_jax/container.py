@@ -41,7 +41,7 @@ def _word(dtype: str) -> np.dtype[Any]:
 Dtypes = tuple[str | None, ...]
 
 
-#: Of the last two axes.
+#: The lengths of the last two axes.
 Lengths = tuple[int | None, int | None]
 
 
@@ -91,13 +91,13 @@ class Held:
         if self._other is not None:
             return self._other
         change = _words_of if self.as_bytes else _bytes_of
-        found = tuple(
+        other = tuple(
             change(leaf, dtype) if dtype is not None and self.replaces(n) else leaf
             for n, (leaf, dtype) in enumerate(zip(self.given, self.dtypes, strict=True))
         )
-        if all(map(_outlives, found, self.given)):
-            self._other = found
-        return found
+        if all(map(_outlives, other, self.given)):
+            self._other = other
+        return other
 
     @property
     def turned(self) -> bool:
@@ -141,10 +141,10 @@ class Held:
         return structural(st, argument)
 
 
-def _outlives(made: Any, leaf: Any) -> bool:
-    """Whether what was made of a leaf lives as long: a function that is traced must not leave its values in outer tensors."""
+def _outlives(value: Any, leaf: Any) -> bool:
+    """Whether a value made of a leaf lives as long: a traced function must not leave its values in outer tensors."""
     # JAX has no public name for the trace of a value.
-    return not isinstance(made, Tracer) or getattr(leaf, "_trace", None) is getattr(made, "_trace", made)
+    return not isinstance(value, Tracer) or getattr(leaf, "_trace", None) is getattr(value, "_trace", value)
 
 
 def _viewed(leaf: Any, dtype: Any) -> Any:
@@ -228,11 +228,11 @@ def untransposed(x: Any) -> tuple[Any, bool]:
 
     On explicit meshes it is not looked for: shardings there are those of the operands.
     """
-    held = x.held if isinstance(x, ScaledTensor) else None
-    if not isinstance(held, Held) or held.before is None or jax.typeof(held.before.given[0]).sharding.mesh.explicit_axes:
+    source = x.held if isinstance(x, ScaledTensor) else None
+    if not isinstance(source, Held) or source.before is None or jax.typeof(source.before.given[0]).sharding.mesh.explicit_axes:
         return x, False
     recipe, layout, axis, padding = Metadata.of(x)
-    return ScaledTensor.from_held(held.transposed(()), recipe, transposed(layout), -3 - axis, padding), True
+    return ScaledTensor.from_held(source.transposed(()), recipe, transposed(layout), -3 - axis, padding), True
 
 
 def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
@@ -255,14 +255,14 @@ def _lengths(st: ScaledTensor) -> Lengths:
 
 
 #: The shape and dtype of each component.
-Found = tuple[tuple[tuple[int, ...], Any] | None, ...]
+Descriptions = tuple[tuple[tuple[int, ...], Any] | None, ...]
 
 
-def described(st: ScaledTensor) -> Found:
+def described(st: ScaledTensor) -> Descriptions:
     """The shape and dtype of each component, of which none is made; None for those that the tensor lacks."""
-    held = st.held
-    if isinstance(held, Held):
-        return tuple(None if leaf is None else (held.shape(n), held.dtype(n)) for n, leaf in enumerate(held.given))
+    source = st.held
+    if isinstance(source, Held):
+        return tuple(None if leaf is None else (source.shape(n), source.dtype(n)) for n, leaf in enumerate(source.given))
     parts = (getattr(st, part) for part in PARTS)
     return tuple(None if part is None else (tuple(part.shape), part.dtype) for part in parts)
 
@@ -272,11 +272,11 @@ def check_components(name: str, st: ScaledTensor) -> None:
 
     `unflatten` cannot check: optimizers keep their state in trees of the same structure, and JAX passes placeholders.
     """
-    found = described(st)
-    if st.storage == PLAIN and all(isinstance(n, int) for part in found if part for n in part[0]):
+    descriptions = described(st)
+    if st.storage == PLAIN and all(isinstance(n, int) for part in descriptions if part for n in part[0]):
         try:
             _check_bytes(st.held)
-            _check(Metadata.of(st), found)
+            _check(Metadata.of(st), descriptions)
         except BrecciaError as e:
             raise type(e)(
                 f"{name} is no longer a tensor of {st.recipe.name!r}: {e} A function over the leaves of a tree changes codes "
@@ -285,11 +285,11 @@ def check_components(name: str, st: ScaledTensor) -> None:
             ) from e
 
 
-def _check_bytes(held: Any) -> None:
+def _check_bytes(source: Any) -> None:
     """Raise LayoutError for a leaf that should have the bytes of items along its last axis, and has not."""
-    if not isinstance(held, Held) or not held.as_bytes:
+    if not isinstance(source, Held) or not source.as_bytes:
         return
-    for n, (leaf, dtype) in enumerate(zip(held.given, held.dtypes, strict=True)):
+    for n, (leaf, dtype) in enumerate(zip(source.given, source.dtypes, strict=True)):
         size = 1 if dtype is None else _word(dtype).itemsize
         if size > 1 and leaf.dtype == _BYTE and leaf.shape[-1:] != (size,):
             scope = " A global scale covers all matrices, so jax.vmap and jax.lax.scan cannot part them: give them "
@@ -302,8 +302,8 @@ def _check_bytes(held: Any) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _check(metadata: Metadata, found: Found) -> None:
-    parts = {part: jax.ShapeDtypeStruct(*of) for part, of in zip(PARTS, found, strict=True) if of is not None}
+def _check(metadata: Metadata, descriptions: Descriptions) -> None:
+    parts = {part: jax.ShapeDtypeStruct(*of) for part, of in zip(PARTS, descriptions, strict=True) if of is not None}
     check_parts(metadata.assembled(**parts), metadata.recipe.format)
 
 
@@ -321,8 +321,8 @@ def unflatten(static: Static, leaves: Any) -> ScaledTensor:
 def of_leaves(static: Static, leaves: Any, as_bytes: bool = False) -> ScaledTensor:
     """The tensor of these integers in place of its components, or of the leaves of the pytree with `as_bytes`. Unchecked."""
     if any(static.dtypes):
-        held = Held(tuple(leaves), static.dtypes, as_bytes, lengths=static.lengths)
-        return ScaledTensor.from_held(held, *static.metadata)
+        source = Held(tuple(leaves), static.dtypes, as_bytes, lengths=static.lengths)
+        return ScaledTensor.from_held(source, *static.metadata)
     return static.metadata.assembled(*leaves)
 
 

@@ -58,14 +58,14 @@ def contracted(x: Array, weight: ScaledWeight, left: Any, right: Any, dtype: Any
     The result has the other axes of `x`, then those of the parameter, and `dtype`.
     """
     left, right = (tuple(a % n for a in axes) for axes, n in ((left, x.ndim), (right, weight.ndim)))
-    found = _matrix(weight, right)
-    if found is None or dtype_name(x) not in FLOATS or jnp.dtype(dtype).name not in FLOATS:
+    operand = _matrix(weight, right)
+    if operand is None or dtype_name(x) not in FLOATS or jnp.dtype(dtype).name not in FLOATS:
         return None
     if not all(isinstance(n, int) for n in x.shape):  # exported functions of symbolic lengths have the generic algorithm
         return None
     if jax.typeof(x).sharding.mesh.explicit_axes:  # types have shardings there, which reshapes would have to name
         return None
-    matrix, columns = found
+    matrix, columns = operand
     rows = [a for a in range(x.ndim) if a not in left]
     lengths = [x.shape[a] for a in rows]
     if tuple(rows) + left != tuple(range(x.ndim)):

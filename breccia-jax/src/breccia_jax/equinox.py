@@ -76,8 +76,8 @@ def quantize(
     """
     container.register()
     places, structure = _flatten(module)
-    made, report = apply(_parameters(places), rules, include, exclude)
-    return tree_util.tree_unflatten(structure, [_put(place, made) for place in places]), report
+    weights, report = apply(_parameters(places), rules, include, exclude)
+    return tree_util.tree_unflatten(structure, [_put(place, weights) for place in places]), report
 
 
 def load_model(module: Module, path: str | os.PathLike[str], *, names: Names = None, strict: bool = True) -> Module:
@@ -96,8 +96,8 @@ def load_model(module: Module, path: str | os.PathLike[str], *, names: Names = N
     """
     container.register()
     places, structure = _flatten(module)
-    found = loading.load({name: a for place in places for name, a in place.arrays.items()}, path, names, strict)
-    return tree_util.tree_unflatten(structure, [_put(place, found) for place in places])
+    loaded = loading.load({name: a for place in places for name, a in place.arrays.items()}, path, names, strict)
+    return tree_util.tree_unflatten(structure, [_put(place, loaded) for place in places])
 
 
 class _Place(NamedTuple):
@@ -128,7 +128,7 @@ def _flatten(module: Any) -> tuple[list[_Place], Any]:
 
 
 def _parameters(places: list[_Place]) -> list[Parameter]:
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     for place in places:
         for name, array in place.arrays.items():
             if _is_weight(array):
@@ -137,11 +137,11 @@ def _parameters(places: list[_Place]) -> list[Parameter]:
                 spatial: int = getattr(place.leaf, "num_spatial_dims", 0)  # of convolutions
                 stacked = array.ndim - 2 - spatial
                 kind = CONVOLUTION if spatial else "embedding" if isinstance(place.leaf, eqx.nn.Embedding) else "linear"
-                found.append(described(name, array, tuple(range(stacked + 1, array.ndim)), kind=kind))
+                parameters.append(described(name, array, tuple(range(stacked + 1, array.ndim)), kind=kind))
             else:
                 why = "no weight of a Linear, convolution or Embedding layer"
-                found.append(described(name, array, None, why, NO_MATRIX))
-    return found
+                parameters.append(described(name, array, None, why, NO_MATRIX))
+    return parameters
 
 
 def _put(place: _Place, new: dict[str, Any]) -> Any:

@@ -47,8 +47,8 @@ class ScaledParam(nnx.Variable[Any]):
     def get_value(self, **options: Any) -> Any:
         value = super().get_value(**options)
         # Flax puts descriptions of arrays in their places to print a module.
-        whole = isinstance(value, ScaledWeight) and isinstance(value.tensor.held_data, Array | np.ndarray)
-        return value.unbox() if whole else value
+        has_arrays = isinstance(value, ScaledWeight) and isinstance(value.tensor.held_data, Array | np.ndarray)
+        return value.unbox() if has_arrays else value
 
     @property
     def __scaled_tensor__(self) -> ScaledTensor:
@@ -89,8 +89,8 @@ def quantize(model: Model, rules: Rules, *, include: Iterable[str] = (), exclude
     if isinstance(model, nnx.Module):
         return _quantize_nnx(model, rules, include, exclude)
     places, structure = _flatten(model)
-    made, report = apply(list(_parameters(places)), rules, include, exclude)
-    leaves = [_put(place, made.get(place.name)) for place in places]
+    weights, report = apply(list(_parameters(places)), rules, include, exclude)
+    leaves = [_put(place, weights.get(place.name)) for place in places]
     return tree_util.tree_unflatten(structure, leaves), report
 
 
@@ -122,16 +122,18 @@ def load_model(model: Model, path: str | os.PathLike[str], *, names: Names = Non
     if isinstance(model, nnx.Module):
         graph, state = nnx.split(model)
         variables = nnx.to_flat_state(state)
-        held = {".".join(map(str, way)): v for way, v in variables if isinstance(v, nnx.Param | ScaledParam)}
+        params = {".".join(map(str, way)): v for way, v in variables if isinstance(v, nnx.Param | ScaledParam)}
         flipped = {
             ".".join(map(str, (*way, "kernel"))) for way, m in nnx.iter_modules(model) if isinstance(m, nnx.ConvTranspose)
         }
-        found = loading.load({name: v.get_raw_value() for name, v in held.items()}, path, names, strict, flipped & held.keys())
-        new = [(way, _variable(v, found.get(".".join(map(str, way))))) for way, v in variables]
+        loaded = loading.load(
+            {name: v.get_raw_value() for name, v in params.items()}, path, names, strict, flipped & params.keys()
+        )
+        new = [(way, _variable(v, loaded.get(".".join(map(str, way))))) for way, v in variables]
         return with_products(nnx.merge(graph, nnx.from_flat_state(new)))
     places, structure = _flatten(model)
-    found = loading.load({place.name: place.array for place in places}, path, names, strict)
-    return tree_util.tree_unflatten(structure, [_put(place, found.get(place.name)) for place in places])
+    loaded = loading.load({place.name: place.array for place in places}, path, names, strict)
+    return tree_util.tree_unflatten(structure, [_put(place, loaded.get(place.name)) for place in places])
 
 
 # ------------------------------------------------------------------------------------------------ linen
@@ -158,8 +160,8 @@ def _inside(leaf: Any) -> Any:
     """The array or the quantized weight in a box of linen's."""
     if not isinstance(leaf, AxisMetadata) or isinstance(leaf, ScaledWeight):
         return leaf
-    found = tree_util.tree_leaves(leaf, is_leaf=lambda x: x is not leaf and _is_place(x))
-    return found[0] if len(found) == 1 else leaf
+    leaves = tree_util.tree_leaves(leaf, is_leaf=lambda x: x is not leaf and _is_place(x))
+    return leaves[0] if len(leaves) == 1 else leaf
 
 
 def _put(place: _Place, new: Any) -> Any:
@@ -195,14 +197,14 @@ def _contracted(owner: str, leaf: str, shape: tuple[int, ...], bias: tuple[int, 
             for stacked in range(len(bias))
             if bias[:stacked] == shape[:stacked] and bias[stacked:] == shape[ndim - len(bias) + stacked :]
         ]
-        found = [tuple(range(stacked, ndim - features)) for stacked, features in fits if stacked + features < ndim]
+        candidates = [tuple(range(stacked, ndim - features)) for stacked, features in fits if stacked + features < ndim]
     elif ndim == 2:
-        found = [(0,)]
+        candidates = [(0,)]
     else:
         part = owner.rpartition(".")[2]
-        found = [(0,)] if part in ("query", "key", "value") else [tuple(range(ndim - 1))] if part == "out" else []
-    if len(found) == 1:
-        return found[0], ""
+        candidates = [(0,)] if part in ("query", "key", "value") else [tuple(range(ndim - 1))] if part == "out" else []
+    if len(candidates) == 1:
+        return candidates[0], ""
     return None, "its axes may be contracted or features: a rule with axes takes it"
 
 
@@ -228,9 +230,9 @@ def _quantize_nnx(model: Any, rules: Rules, include: Iterable[str], exclude: Ite
         else p
         for p in parameters
     ]
-    made, report = apply(listed, rules, include, exclude)
+    weights, report = apply(listed, rules, include, exclude)
     shared: dict[int, ScaledParam] = {}
-    for name, weight in made.items():
+    for name, weight in weights.items():
         module, leaf, variable = places[name]
         new = shared.setdefault(id(variable), ScaledParam(weight))
         for owner, attribute, other in places.values():
@@ -249,34 +251,34 @@ def _kind(module: Any, leaf: str) -> str:
 def _contracted_by(module: Any, leaf: str, variable: Any) -> tuple[Axes | None, str]:
     """The contracted axes of a parameter of an nnx module, or None and the reason."""
     ndim = variable.get_raw_value().ndim
-    axes, whole = None, ndim
+    axes, rank = None, ndim
     if leaf == "kernel" and isinstance(module, nnx.Linear):
-        axes, whole = (0,), 2
+        axes, rank = (0,), 2
     elif leaf == "kernel" and isinstance(module, nnx.LinearGeneral):
         batch, contracted = len(module.batch_axis), len(module.in_features)
-        axes, whole = tuple(range(batch, batch + contracted)), batch + contracted + len(module.out_features)
+        axes, rank = tuple(range(batch, batch + contracted)), batch + contracted + len(module.out_features)
     elif leaf == "kernel" and isinstance(module, nnx.ConvTranspose):
-        whole = len(module.kernel_shape)
-        axes = (whole - 1,) if module.transpose_kernel else tuple(range(whole - 1))
+        rank = len(module.kernel_shape)
+        axes = (rank - 1,) if module.transpose_kernel else tuple(range(rank - 1))
     elif leaf == "kernel" and isinstance(module, nnx.Conv):
-        whole = len(module.kernel_shape)
-        axes = tuple(range(whole - 1))
+        rank = len(module.kernel_shape)
+        axes = tuple(range(rank - 1))
     elif leaf == "embedding" and isinstance(module, nnx.Embed):
-        axes, whole = (1,), 2
+        axes, rank = (1,), 2
     elif leaf == "kernel" and isinstance(module, nnx.Einsum) and module.einsum_str:
         left, right = module.einsum_str.replace(" ", "").split("->")
         labels = left.split(",")[1]
         axes = tuple(n for n, label in enumerate(labels) if label not in right)
-        whole = len(labels)
+        rank = len(labels)
         axes = axes if axes and axes == tuple(range(axes[0], axes[-1] + 1)) and "." not in labels else None
-    if axes is None or whole > ndim:
+    if axes is None or rank > ndim:
         return None, f"{leaf!r} of {type(module).__name__} has no known contracted axes: a rule with axes takes it"
-    return tuple(a + ndim - whole for a in axes), ""  # behind the axes of stacked layers
+    return tuple(a + ndim - rank for a in axes), ""  # behind the axes of stacked layers
 
 
-def _variable(held: Any, new: Any) -> Any:
+def _variable(old: Any, new: Any) -> Any:
     if new is None:
-        return held
+        return old
     if isinstance(new, ScaledWeight):
         return ScaledParam(new)
-    return nnx.Param(jnp.asarray(new)) if isinstance(held, ScaledParam) else held.replace(new)
+    return nnx.Param(jnp.asarray(new)) if isinstance(old, ScaledParam) else old.replace(new)

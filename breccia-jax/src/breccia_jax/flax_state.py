@@ -49,21 +49,21 @@ def _from_state(
                 found=sorted(state),
                 expected=sorted(names),
             )
-        given = [
+        new_children = [
             None if child is None else serialization.from_state_dict(child, state[key.name], name=key.attribute)
             for key, child in children
         ]
-        return unflatten(static, given)
+        return unflatten(static, new_children)
 
     return from_state
 
 
 def _told(names: Iterable[str]) -> str:
     """The recipe and the axis in the names of components, or what they are."""
-    found = next(iter(map(parsed, names)), None)
-    if found is None:
+    key = next(iter(map(parsed, names)), None)
+    if key is None:
         return "no quantized parameter"
-    facts = found[1]
+    facts = key[1]
     if "recipe" not in facts:
         return f"a quantized parameter of {facts['ends']} {facts['dtype']}"
     recipe = ", ".join(f"{name}={value}" for name, value in facts["recipe"]["fields"].items())

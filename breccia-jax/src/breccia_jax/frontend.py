@@ -66,7 +66,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer
     options = _with_array(options)
     if cpu.runs("cast", x, None, recipe, options, prefer) or _eager(x, options):
         return calls.cast(x, recipe, options, prefer=prefer)
-    return _cast(x, options.scale, _words(options), recipe, _static(options), *_found(prefer))
+    return _cast(x, options.scale, _words(options), recipe, _static(options), *_names_and_table(prefer))
 
 
 def cast_pair(
@@ -76,14 +76,14 @@ def cast_pair(
     options = _with_array(options)
     if cpu.casts("cast_pair", x, recipe, options, prefer) or _eager(x, options):
         return calls.cast_pair(x, recipe, options, prefer=prefer)
-    return _cast_pair(x, options.scale, _words(options), recipe, _static(options), *_found(prefer))
+    return _cast_pair(x, options.scale, _words(options), recipe, _static(options), *_names_and_table(prefer))
 
 
 def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32, prefer: Prefer = None) -> Array:
     """No gradient passes to the components: that of a scale alone is not that of a weight."""
     if options.out is not None or cpu.runs("dequantize", st, prefer=prefer):
         return calls.dequantize(st, options, prefer=prefer)
-    return _dequantize(st, options.out_dtype, *_found(prefer))
+    return _dequantize(st, options.out_dtype, *_names_and_table(prefer))
 
 
 def requantize(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> ScaledTensor:
@@ -97,7 +97,7 @@ def requantize(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = D
         return reference.requantize(st, recipe, options, by)
     if prefer is None and cpu.recasts(st, recipe, options):
         return cast(dequantize(st), recipe, options.replace(axis=st.axis))
-    return _requantize(st, options.scale, _words(options), recipe, _static(options), *_found(prefer))
+    return _requantize(st, options.scale, _words(options), recipe, _static(options), *_names_and_table(prefer))
 
 
 def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32, prefer: Prefer = None) -> Array:
@@ -105,7 +105,7 @@ def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32, prefer: Prefer = N
     if options.out is not None or cpu.runs("matmul", a, b, options=product_options("float32", options.bias), prefer=prefer):
         return calls.matmul(a, b, options, prefer=prefer)
     (a, first), (b, second) = untransposed(a), untransposed(b)
-    return _matmul(a, b, options.bias, options.out_dtype, (first, second), *_found(prefer))
+    return _matmul(a, b, options.bias, options.out_dtype, (first, second), *_names_and_table(prefer))
 
 
 def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, options: ProductOptions = FLOAT32, prefer: Prefer = None) -> Array:
@@ -113,14 +113,14 @@ def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, options: ProductOptions
     if prefer is None and cpu.casts_and_multiplies(x, recipe, b, options.bias):
         return calls.cast_matmul(x, recipe, b, options)
     b, turned = untransposed(b)
-    return _cast_matmul(x, b, options.bias, recipe, options.out_dtype, turned, *_found(prefer))
+    return _cast_matmul(x, b, options.bias, recipe, options.out_dtype, turned, *_names_and_table(prefer))
 
 
 def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32, prefer: Prefer = None) -> Array:
     """Differentiable in plain array operands."""
     if options.out is not None:
         return calls.grouped_matmul(a, b, offsets, options, prefer=prefer)
-    return _grouped_matmul(a, b, offsets, options.out_dtype, *_found(prefer))
+    return _grouped_matmul(a, b, offsets, options.out_dtype, *_names_and_table(prefer))
 
 
 def _declared(op: Operation) -> Callable[..., Any]:
@@ -135,22 +135,22 @@ def _declared(op: Operation) -> Callable[..., Any]:
         options = _with_array(options)
         alone = recipe is not None and op.second is None and op.composite is not None
         if (alone and cpu.casts(op.name, arrays[0], recipe, options, prefer)) or _eager(arrays, options):
-            given = _in_place(op, arrays, recipe)
-            return function(*given, options, prefer=prefer) if op.options else function(*given, prefer=prefer)
+            positional = _in_place(op, arrays, recipe)
+            return function(*positional, options, prefer=prefer) if op.options else function(*positional, prefer=prefer)
         static, compiled = _Static(op.name, recipe, options.clip, _static(options)), _run
         if alone and op.derivative is not None and cpu.casts(op.name, _primal(arrays[0]), recipe, options, prefer):
             compiled = _elementwise  # differentiated outside of compiled functions
-        return compiled(tuple(arrays), options.scale, _words(options), static, *_found(prefer))
+        return compiled(tuple(arrays), options.scale, _words(options), static, *_names_and_table(prefer))
 
     return run
 
 
 def _in_place(op: Operation, arrays: Sequence[Array], recipe: Any) -> list[Any]:
     """The arrays with the recipe at its place among the arguments."""
-    found = list(arrays)
+    positional = list(arrays)
     if op.target is not None:
-        found.insert(op.target, recipe)
-    return found
+        positional.insert(op.target, recipe)
+    return positional
 
 
 # -- what is compiled ------------------------------------------------------------------------------------------------
@@ -277,14 +277,14 @@ def _tangent(product: Any, primals: Any, tangents: Any, y: Array, written: Any =
     """The tangent of `a @ b + bias` in the dtype of `y`, for plain array operands. `written` replaces a cast `a`."""
     a, b, _ = primals
     da, db, dbias = tangents
-    found = jnp.zeros(y.shape, jnp.float32)
+    tangent = jnp.zeros(y.shape, jnp.float32)
     if not isinstance(a, ScaledTensor):
-        found = found + product(JAX.f32(da), _values(b))
+        tangent = tangent + product(JAX.f32(da), _values(b))
     if not isinstance(b, ScaledTensor):
-        found = found + product(_values(a if written is None else written), JAX.f32(db))
+        tangent = tangent + product(_values(a if written is None else written), JAX.f32(db))
     if dbias is not None:
-        found = found + JAX.f32(dbias)
-    return found.astype(y.dtype)
+        tangent = tangent + JAX.f32(dbias)
+    return tangent.astype(y.dtype)
 
 
 def _values(x: Any) -> Array:
@@ -306,8 +306,8 @@ class _Static(NamedTuple):
 
     def arguments(self, arrays: Sequence[Array], scale: Any, seed: Any) -> tuple[Any, ...]:
         """The arguments of the op."""
-        given = _in_place(self.op, arrays, self.recipe)
-        return (*given, _options(self.options, scale, seed, self.clip)) if self.op.options else tuple(given)
+        positional = _in_place(self.op, arrays, self.recipe)
+        return (*positional, _options(self.options, scale, seed, self.clip)) if self.op.options else tuple(positional)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
@@ -334,8 +334,8 @@ def _run(arrays: tuple[Array, ...], scale: Any, seed: Any, static: _Static, name
     if static.recipe is not None:
         _check_symbols(arrays[0], static.recipe, static.options[0])
 
-    def run(*given: Any) -> Any:
-        *operands, scale, seed = given
+    def run(*inputs: Any) -> Any:
+        *operands, scale, seed = inputs
         if static.op.derivative is None:
             arguments = static.arguments(jax.tree.map(lax.stop_gradient, operands), scale, seed)
             return calls.function_of(static.op)(*arguments, prefer=names)
@@ -357,12 +357,12 @@ def _with_array(options: CastOptions) -> CastOptions:
 
 
 def _words(options: CastOptions) -> Any:
-    """The seed as an array of its two 32-bit words, for the same reason."""
+    """The seed as an array of its two 32-bit words; otherwise each seed would compile a new function."""
     seed = options.seed
     if seed is None:
         return None
-    found = JAX.words(seed)
-    return jnp.stack(found) if isinstance(seed, jax.Array) else jax.device_put(np.array(found, np.int32))
+    words = JAX.words(seed)
+    return jnp.stack(words) if isinstance(seed, jax.Array) else jax.device_put(np.array(words, np.int32))
 
 
 def _static(options: CastOptions) -> tuple[int, str, str]:
@@ -375,7 +375,7 @@ def _options(static: tuple[int, str, str], scale: Any, seed: Any, clip: Any = No
     return CastOptions(axis, scale, rounding, seed, storage=storage, clip=clip)
 
 
-def _found(prefer: Prefer) -> tuple[Names, Table]:
+def _names_and_table(prefer: Prefer) -> tuple[Names, Table]:
     """The preferred kernel names, and the table to look them up in."""
     return None if prefer is None else named(prefer), registry().table
 

@@ -78,8 +78,8 @@ def shardings(tree: Any, sharding: Any) -> Any:
         >>> from jax.sharding import NamedSharding, PartitionSpec
         >>> w = breccia.cast(jax.numpy.ones((64, 128)), "mxfp8")
         >>> sharding = NamedSharding(jax.make_mesh((1,), ("x",)), PartitionSpec(None, "x"))
-        >>> found = breccia_jax.shardings({"w": w}, sharding)
-        >>> found["w"].data.spec, found["w"].scale.spec
+        >>> shardings = breccia_jax.shardings({"w": w}, sharding)
+        >>> shardings["w"].data.spec, shardings["w"].scale.spec
         (P(None, 'x'), P(None, 'x'))
     """
 
@@ -124,9 +124,9 @@ def _check_shard(name: str, st: ScaledTensor) -> None:
             _check_stored(st)
     except LayoutError as e:
         rows, along = layout.block(st.axis)
-        sides, found = {st.axis: along, -3 - st.axis: rows}, tuple(st.scale.shape)
-        whole = len(found) == len(shape)
-        split = [a for a, n in sides.items() if n and not (whole and found[a] * n == shape[a])]
+        sides, scale_shape = {st.axis: along, -3 - st.axis: rows}, tuple(st.scale.shape)
+        same_rank = len(scale_shape) == len(shape)
+        split = [a for a, n in sides.items() if n and not (same_rank and scale_shape[a] * n == shape[a])]
         axis = split[0] if split else st.axis
         size = sides[axis] or shape[axis]
         raise LayoutError(
@@ -145,9 +145,9 @@ def _check_stored(st: ScaledTensor) -> None:
     """Raise LayoutError unless the components have the shapes that a cast into this storage gives an array of that shape."""
     x = jax.ShapeDtypeStruct(st.shape, "float32")
     expected = jax.eval_shape(partial(breccia.cast, recipe=st.recipe, axis=st.axis, storage=st.storage), x)
-    for part, wanted, found in zip(PARTS, described(expected), described(st), strict=True):
-        if wanted and found and wanted[0] != found[0]:
-            raise LayoutError(f"{part} in storage {st.storage!r} must have the shape {wanted[0]}; it has {found[0]}.")
+    for part, wanted, actual in zip(PARTS, described(expected), described(st), strict=True):
+        if wanted and actual and wanted[0] != actual[0]:
+            raise LayoutError(f"{part} in storage {st.storage!r} must have the shape {wanted[0]}; it has {actual[0]}.")
 
 
 def _check_lengths(name: str, st: ScaledTensor, axes: tuple[str, ...]) -> None:
@@ -155,17 +155,17 @@ def _check_lengths(name: str, st: ScaledTensor, axes: tuple[str, ...]) -> None:
     if not isinstance(st.held, Held) or len(st.held_data.shape) < 2:
         return
     for axis, length in zip((-2, -1), st.held.lengths, strict=True):
-        if length is None or (found := st.held_data.shape[axis]) == length:
+        if length is None or (count := st.held_data.shape[axis]) == length:
             continue
         size = st.layout.block(st.axis)[axis == st.axis]
         where = f"inside shard_map over {', '.join(map(repr, axes))}, the shard of {name}" if axes else f"{name}"
         how = (
             "so it has been cut inside a block"
-            if found < length
+            if count < length
             else "so shards with a partial last block each have been joined"
         )
         raise LayoutError(
-            f"{where} has {found} codes along axis {axis}, and scales of blocks of {size} for {length}, the last one partial: "
+            f"{where} has {count} codes along axis {axis}, and scales of blocks of {size} for {length}, the last one partial: "
             f"{how}. Shard {name} along another axis, or pad the array along axis {axis} before the cast: each shard needs "
             f"a multiple of {size}.",
             name=name,

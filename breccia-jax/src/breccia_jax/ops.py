@@ -55,10 +55,10 @@ class _JaxOps(Ops):
         if len(items) not in (2, 4, 8, 16):
             return jnp.asarray(items).at[codes].get(mode="promise_in_bounds", wrap_negative_indices=False)
         # By selects, which vectorize on a CPU; XLA takes seconds to compile constant tensors.
-        found: list[Array] = list(items)
+        values: list[Array] = list(items)
         for bit in range(len(items).bit_length() - 1):
-            found = [jnp.where((codes >> bit) & 1 != 0, *pair[::-1]) for pair in zip(found[::2], found[1::2], strict=True)]
-        return found[0]
+            values = [jnp.where((codes >> bit) & 1 != 0, *pair[::-1]) for pair in zip(values[::2], values[1::2], strict=True)]
+        return values[0]
 
     def where(self, condition: Array, a: Any, b: Any) -> Array:
         return jnp.where(condition, a, b)
@@ -77,7 +77,7 @@ class _JaxOps(Ops):
         if math.prod(i.shape) == 0:
             return jnp.max(i, axis=axes, keepdims=True, initial=0)
         inside = {axis % i.ndim for axis in axes}
-        found = [1 if axis in inside else n for axis, n in enumerate(i.shape)]
+        shape = [1 if axis in inside else n for axis, n in enumerate(i.shape)]
         length = i.shape[-1]
         chunk = _chunk(length)
         if i.ndim - 1 in inside and chunk >= _SHORTEST:
@@ -93,7 +93,7 @@ class _JaxOps(Ops):
             while chunk > 1 and count * chunk > 2:
                 chunk //= 2
                 i = jnp.maximum(i[..., :chunk, :, :], i[..., chunk:, :, :])
-        return jnp.reshape(jnp.max(i, axis=tuple(inside)), found)
+        return jnp.reshape(jnp.max(i, axis=tuple(inside)), shape)
 
     def reshape(self, a: Array, shape: tuple[int, ...]) -> Array:
         return jnp.reshape(a, shape)
@@ -108,8 +108,8 @@ class _JaxOps(Ops):
         if isinstance(index, tuple):
             return _as(jnp.take(_bytes(a), np.array(index, np.int32), axis=axis), a.dtype)
         # As `jnp.take`, which fills what is out of range with NaN: all ones is NaN in scales of every format.
-        kept = _bytes(a).at[(*(slice(None),) * axis, index)].get(mode="fill", wrap_negative_indices=False)
-        return _as(kept, a.dtype)
+        items = _bytes(a).at[(*(slice(None),) * axis, index)].get(mode="fill", wrap_negative_indices=False)
+        return _as(items, a.dtype)
 
     def readable(self, a: Array) -> bool:
         return not isinstance(a, Tracer)
@@ -227,11 +227,11 @@ def names_of(axis: Any) -> tuple[str, ...]:
 def shared_out(mesh: Any, spec: Any, shape: tuple[int, ...], memory_kind: str | None = None) -> NamedSharding:
     """The sharding of an array along the axes of `spec` that its shards divide."""
 
-    whole = [
+    axes = [
         axis if n % math.prod(mesh.shape[name] for name in names_of(axis)) == 0 else None
         for axis, n in zip(spec, shape, strict=False)
     ]
-    return NamedSharding(mesh, PartitionSpec(*whole), memory_kind=memory_kind)
+    return NamedSharding(mesh, PartitionSpec(*axes), memory_kind=memory_kind)
 
 
 def dot(a: Array, b: Array) -> Array:

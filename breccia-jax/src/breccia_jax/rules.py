@@ -39,16 +39,16 @@ def apply(
     chosen, left = choose(wide, Policy.of(rules, include, exclude), "quantize")
     if not chosen:
         raise none_chosen("quantize", left)
-    made: dict[str, ScaledWeight] = {}
+    weights: dict[str, ScaledWeight] = {}
     for p in wide:
         if p.name in chosen:
             try:
-                made[p.name] = quantized(p.layer, *chosen[p.name])
+                weights[p.name] = quantized(p.layer, *chosen[p.name])
             except BrecciaError as e:
                 raise type(e)(f"quantize: {p.name}: {e}", **e.found) from e
     before = sum(p.nbytes for p in listed)
-    after = before + sum(made[p.name].nbytes - p.nbytes for p in wide if p.name in made)
-    return made, QuantizeSummary(chosen, left, before, after)
+    after = before + sum(weights[p.name].nbytes - p.nbytes for p in wide if p.name in weights)
+    return weights, QuantizeSummary(chosen, left, before, after)
 
 
 def nbytes(array: Any) -> int:

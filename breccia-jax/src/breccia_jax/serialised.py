@@ -39,8 +39,8 @@ def tree_deserialise_leaves(path_or_file: Any, like: Tree) -> Tree:
         >>> from breccia_jax.equinox import tree_deserialise_leaves, tree_serialise_leaves
         >>> params = {"w": breccia.cast(jnp.ones((64, 32)), "mxfp8")}
         >>> tree_serialise_leaves(tmp / "params.eqx", params)
-        >>> found = tree_deserialise_leaves(tmp / "params.eqx", like=params)
-        >>> breccia.bytes_equal(found["w"], params["w"])
+        >>> restored = tree_deserialise_leaves(tmp / "params.eqx", like=params)
+        >>> breccia.bytes_equal(restored["w"], params["w"])
         True
     """
     try:
@@ -73,23 +73,23 @@ def _load(file: Any, like: Any) -> Any:
     if not isinstance(like, ScaledTensor):
         return eqx.default_deserialise_filter_spec(file, like)
     leaves, structure = jax.tree.flatten(like)
-    expected, found = _static(structure), _read(np.load(file))
-    if found != expected:
+    expected, stored = _static(structure), _read(np.load(file))
+    if stored != expected:
         raise OptionError(
-            f"the file has a tensor of {_told(found)}, and `like` one of {_told(expected)}. Give a tree that is quantized as "
+            f"the file has a tensor of {_told(stored)}, and `like` one of {_told(expected)}. Give a tree that is quantized as "
             "the stored one was.",
-            found=found.metadata,
+            found=stored.metadata,
             expected=expected.metadata,
         )
-    made = [eqx.default_deserialise_filter_spec(file, leaf) for leaf in leaves]
-    shapes, wanted = ([tuple(leaf.shape) for leaf in listed] for listed in (made, leaves))
+    new_leaves = [eqx.default_deserialise_filter_spec(file, leaf) for leaf in leaves]
+    shapes, wanted = ([tuple(leaf.shape) for leaf in listed] for listed in (new_leaves, leaves))
     if shapes != wanted:
         raise OptionError(
-            f"the file has a tensor of {_told(found)} with leaves of shapes {shapes}, and that of `like` has {wanted}.",
+            f"the file has a tensor of {_told(stored)} with leaves of shapes {shapes}, and that of `like` has {wanted}.",
             found=shapes,
             expected=wanted,
         )
-    return jax.tree.unflatten(structure, made)
+    return jax.tree.unflatten(structure, new_leaves)
 
 
 def _static(structure: Any) -> Static:

@@ -72,15 +72,15 @@ def quantize(
     chosen, left = choose(parameters.values(), policy, "quantize", select=None if filter is None else select)
     if not chosen:
         raise none_chosen("quantize", left)
-    found = [leaf for _, leaf in leaves]
+    new_leaves = [leaf for _, leaf in leaves]
     for n, p in parameters.items():
         if p.name in chosen:
             path, leaf = p.layer
             try:
-                found[n] = breccia.cast(leaf, chosen[p.name].recipe, axis=axis)
+                new_leaves[n] = breccia.cast(leaf, chosen[p.name].recipe, axis=axis)
             except BrecciaError as e:
                 raise type(e)(f"quantize: {path}: {e}", **e.found) from e
-    return tree_util.tree_unflatten(structure, found)
+    return tree_util.tree_unflatten(structure, new_leaves)
 
 
 def dequantize(params: Tree, dtype: Any = None) -> Tree:
