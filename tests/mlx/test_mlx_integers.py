@@ -48,7 +48,7 @@ def within(y: Any, x: np.ndarray, st: breccia.ScaledTensor, terms: int) -> bool:
 def test_the_parts_of_a_weight_follow_from_its_scales(spec: str) -> None:
     how = integers.parts(weight(spec).mT)
     assert how == RECIPES[spec]
-    assert how.whole or how.length + how.sums + 1 <= K, "roundings of a term, where the bound allows K"
+    assert how.s_is_scale or how.length + how.sums + 1 <= K, "roundings of a term, where the bound allows K"
 
 
 @pytest.mark.parametrize("spec", RECIPES)

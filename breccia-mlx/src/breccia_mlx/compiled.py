@@ -119,8 +119,8 @@ def _in_whole_blocks(x: Array, block: Block, swapped: bool) -> Array:
 class Grid(NamedTuple):
     """How blocks of (height, width) numbers lie in an array: `down` of them along all rows, `across` along the columns.
 
-    lead: the lengths before the matrix. swapped: whether the array has its last two axes in the other order. whole: whether the
-    tensor has one scale; its blocks are then those that share a row.
+    lead: the lengths before the matrix. swapped: whether the array has its last two axes in the other order. one_scale: whether
+    the tensor has a single scale; its blocks are then those that share a row.
     """
 
     lead: tuple[int, ...]
@@ -129,16 +129,16 @@ class Grid(NamedTuple):
     height: int
     width: int
     swapped: bool
-    whole: bool
+    one_scale: bool
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: Block, swapped: bool) -> Grid:
         *lead, rows, columns = (1, *shape)[-max(len(shape), 2) :]
         if swapped:
             rows, columns = columns, rows
-        whole = block == TENSOR
-        height, width = 1 if whole else block[0] or rows, block[1] or columns
-        return cls(tuple(lead), rows // height, columns // width, height, width, swapped, whole)
+        one_scale = block == TENSOR
+        height, width = 1 if one_scale else block[0] or rows, block[1] or columns
+        return cls(tuple(lead), rows // height, columns // width, height, width, swapped, one_scale)
 
     @property
     def down(self) -> int:
@@ -167,12 +167,12 @@ class Grid(NamedTuple):
         kind, word = (
             (first.dtype, _WORDS[math.gcd(first.nbytes // len(first), 8)]) if first.ndim == 2 else (mx.uint8, first.dtype)
         )
-        found, end = mx.zeros((self.down * self.height, *first.view(word).shape[1:]), word), 0
+        array, end = mx.zeros((self.down * self.height, *first.view(word).shape[1:]), word), 0
         for slab in slabs:
             start, end = end, end + len(slab)
-            found[start:end] = slab.view(word)
-        found = mx.reshape(found, (*self.lead, self.down_each * self.height, -1)).view(kind)
-        return MLX.swap(found) if self.swapped else found
+            array[start:end] = slab.view(word)
+        array = mx.reshape(array, (*self.lead, self.down_each * self.height, -1)).view(kind)
+        return MLX.swap(array) if self.swapped else array
 
     def split(self, rows: Array) -> Array:
         """Rows as (1, blocks down, height, blocks across, width)."""
@@ -189,14 +189,14 @@ class Grid(NamedTuple):
 
     def join(self, scales: Array) -> Array:
         """Scales of (blocks down, 1, blocks across, 1) as they are stored."""
-        if self.whole:
+        if self.one_scale:
             return mx.reshape(scales, ())
-        found = mx.reshape(scales, (*self.lead, self.down_each, self.across))
-        return MLX.swap(found) if self.swapped else found
+        stored = mx.reshape(scales, (*self.lead, self.down_each, self.across))
+        return MLX.swap(stored) if self.swapped else stored
 
     def of_blocks(self, stored: Array) -> Array:
         """The inverse of `join`, also of one scale for each row of a matrix."""
-        if self.whole:
+        if self.one_scale:
             return mx.reshape(stored, (1, 1, 1, 1))
         if stored.ndim == 1:
             stored = mx.broadcast_to(stored, (*self.lead, stored.size))
@@ -209,17 +209,17 @@ class Grid(NamedTuple):
 
         In the order of memory, and slab by slab: each is read from memory once.
         """
-        turned = self.swapped and not self.whole
+        turned = self.swapped and not self.one_scale
         height, width, across = (self.width, self.height, self.down_each) if turned else (self.height, self.width, self.across)
         rows = mx.reshape(x, (-1, across * width))
         step = height * max(READ // (height * across * width), 1)
         slabs = [mx.reshape(rows[i : i + step], (-1, height, across, width)) for i in range(0, len(rows), step)]
-        found = [mx.concatenate([reduce(slab.view(kind), axis=(1, 3)) for slab in slabs]) for kind, reduce in reductions]
-        if self.whole:
-            return [mx.reshape(reduce(part), (1, 1, 1, 1)) for (_, reduce), part in zip(reductions, found, strict=True)]
+        parts = [mx.concatenate([reduce(slab.view(kind), axis=(1, 3)) for slab in slabs]) for kind, reduce in reductions]
+        if self.one_scale:
+            return [mx.reshape(reduce(part), (1, 1, 1, 1)) for (_, reduce), part in zip(reductions, parts, strict=True)]
         if turned:
-            found = [MLX.swap(mx.reshape(part, (*self.lead, self.across, self.down_each))) for part in found]
-        return [mx.reshape(part, (self.down, 1, self.across, 1)) for part in found]
+            parts = [MLX.swap(mx.reshape(part, (*self.lead, self.across, self.down_each))) for part in parts]
+        return [mx.reshape(part, (self.down, 1, self.across, 1)) for part in parts]
 
 
 def of_slab(part: Array, cut: slice) -> Array:
@@ -324,7 +324,7 @@ def _bytes(codes: Array) -> Array:
     return codes.view(mx.uint32).astype(mx.uint8)
 
 
-def _kept(scaled: Array, u: Array) -> Array:
+def _mask(scaled: Array, u: Array) -> Array:
     """Minus one, all bits set, except where scaled numbers are NaN, or the number itself is below 2^-126."""
     return ((_magnitude(scaled) - (F32_INF + 1)) & (NORMAL - 1 - _magnitude(u))) >> 31
 
@@ -333,7 +333,7 @@ def _minifloats(element: Minifloat, scaled: Array, u: Array) -> Array:
     form, bits = FloatForm(element), element.bits
     magnitude = _magnitude(scaled)
     below_nan = magnitude - (F32_INF + 1)
-    kept = (below_nan & (NORMAL - 1 - _magnitude(u))) >> 31
+    mask = (below_nan & (NORMAL - 1 - _magnitude(u))) >> 31
     # By integers. Half a step is added, less one in the last place where the code below is even.
     clipped, half = mx.minimum(magnitude, form.largest), 1 << (form.shift - 1)
     normal = (clipped + ((clipped >> form.shift) & 1) + (half - 1 - form.rebase)) >> form.shift
@@ -341,7 +341,7 @@ def _minifloats(element: Minifloat, scaled: Array, u: Array) -> Array:
     magic = WHOLE * form.step
     steps = MLX.bitcast_to_int(mx.abs(scaled.view(mx.float32)) + magic) - f32_bits(magic)
     sign = (scaled >> (32 - bits)) & (1 << (bits - 1)) & (below_nan >> 31)
-    return _bytes((mx.maximum(normal, mx.minimum(steps, 1 << element.mantissa_bits)) & kept) | sign)
+    return _bytes((mx.maximum(normal, mx.minimum(steps, 1 << element.mantissa_bits)) & mask) | sign)
 
 
 def _integers(element: Integer, scaled: Array, zero: Array | None) -> Array:
@@ -349,18 +349,18 @@ def _integers(element: Integer, scaled: Array, zero: Array | None) -> Array:
     # As integers, bits of sums are in the order of the numbers, except that those of negative ones are the least.
     magic = IntegerForm(element).magic
     low, high = (f32_bits(magic) + end for end in (element.low, element.high))
-    found = MLX.bitcast_to_int(scaled.view(mx.float32) + magic)
+    bits = MLX.bitcast_to_int(scaled.view(mx.float32) + magic)
     if zero is not None:
-        found = (found + zero).view(mx.uint32).view(mx.int32)  # not fused with what follows
-        return mx.minimum(mx.maximum(found, low), high).astype(mx.uint8)
-    number = (_magnitude(found) - (F32_INF + 1)) >> 31  # all bits set, except where scaled numbers are NaN
-    codes = mx.minimum(mx.maximum(found, low), high) & number
+        bits = (bits + zero).view(mx.uint32).view(mx.int32)  # not fused with what follows
+        return mx.minimum(mx.maximum(bits, low), high).astype(mx.uint8)
+    number = (_magnitude(bits) - (F32_INF + 1)) >> 31  # all bits set, except where scaled numbers are NaN
+    codes = mx.minimum(mx.maximum(bits, low), high) & number
     return (codes & ((1 << element.bits) - 1) if element.signed and element.bits < 8 else codes).astype(mx.uint8)
 
 
 def _looked_up(element: Lookup, scaled: Array, u: Array) -> Array:
     # Bitcasts, so that the comparisons are one loop.
-    ordered = _in_order(scaled & _kept(scaled, u)).view(mx.uint32).view(mx.int32)
+    ordered = _in_order(scaled & _mask(scaled, u)).view(mx.uint32).view(mx.int32)
     reached = [(ordered >= _ordered(t)).astype(mx.int32) for t in element.thresholds[1:]]
     while len(reached) > 1:  # in pairs: MLX fuses short chains
         reached = [sum(reached[i + 1 : i + 2], reached[i]) for i in range(0, len(reached), 2)]
@@ -373,7 +373,7 @@ def _ordered(u: int) -> int:
     return u if 0 < u <= MAGNITUDE else ~(u & MAGNITUDE)
 
 
-#: Of the FP32 bits of scaled numbers and of the numbers.
+#: They make codes from the FP32 bits of scaled numbers and of the numbers.
 _ENCODERS: dict[type[Codec], Callable[[Any, Array, Array], Array]] = {Minifloat: _minifloats, Lookup: _looked_up}
 
 

@@ -42,10 +42,10 @@ def from_tree(tree: Any) -> Any:
     array([[0.5, 1, 3]], dtype=float32)
     """
 
-    def whole(leaf: Any) -> Any:
+    def tensor(leaf: Any) -> Any:
         return _from_parts(leaf) if _is_tensor(leaf) else leaf
 
-    return tree_map(whole, tree, is_leaf=_is_tensor)
+    return tree_map(tensor, tree, is_leaf=_is_tensor)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -25,7 +25,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     scale = options.scale
     if options.out is not None or (hasattr(scale, "shape") and not isinstance(scale, mx.array)):
         return reference.cast(x, recipe, options)  # which refuses them: MLX's arrays are immutable
-    if opaque(*(given for given in (scale, options.seed) if isinstance(given, mx.array))) is not None:
+    if opaque(*(option for option in (scale, options.seed) if isinstance(option, mx.array))) is not None:
         return reference.cast(x, recipe, options)
     if isinstance(scale, mx.array):
         options = options.replace(scale=_floats(scale))  # BF16 as numbers: bit patterns would be a scale of another dtype
@@ -39,10 +39,10 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
         return reference.dequantize(st, options)
     narrow = out_dtype == "bfloat16"
     # Not of mx.zeros: a function traced by MLX would evaluate that again, without what is written here.
-    found = mx.array(np.empty(st.shape, np.uint16 if narrow else out_dtype))
-    memory = np.asarray(found)  # nothing else refers to it yet
+    values = mx.array(np.empty(st.shape, np.uint16 if narrow else out_dtype))
+    memory = np.asarray(values)  # nothing else refers to it yet
     calls.dequantize(_over(st, _array), ProductOptions(out_dtype, out=memory.view(_bfloat16()) if narrow else memory))
-    return found.view(mx.bfloat16) if narrow else found
+    return values.view(mx.bfloat16) if narrow else values
 
 
 def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:

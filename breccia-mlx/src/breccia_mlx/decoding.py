@@ -94,8 +94,8 @@ def _grid(st: ScaledTensor) -> Grid:
 
 def _several(st: ScaledTensor) -> bool:
     """Whether matrices have scales of their own"""
-    whole = st.layout.block(st.axis) == TENSOR and st.scale.ndim > 0
-    return whole or (st.global_scale is not None and st.global_scale.ndim > 0)
+    several_scales = st.layout.block(st.axis) == TENSOR and st.scale.ndim > 0
+    return several_scales or (st.global_scale is not None and st.global_scale.ndim > 0)
 
 
 def _slabs(st: ScaledTensor, grid: Grid) -> list[Array]:
@@ -109,7 +109,7 @@ def _slabs(st: ScaledTensor, grid: Grid) -> list[Array]:
         offset = flushed(offset)
 
     scale, offset = grid.spread(scale), None if offset is None else grid.spread(offset)
-    found: list[Array] = []
+    slabs: list[Array] = []
     for stored, cut in zip(grid.slabs(st.data), grid.cuts, strict=True):
         v = grid.split(_numbers(stored, fmt.element))
         if fmt.offset == "zero_point":
@@ -119,8 +119,8 @@ def _slabs(st: ScaledTensor, grid: Grid) -> list[Array]:
             v = v.view(mx.int32).view(mx.float32) * factor  # bitcasts, so that one number does not make a loop scalar
         if fmt.offset == "bias":
             v = _flushed(v) + of_slab(offset, cut)
-        found.append(mx.reshape(v, (-1, grid.columns)))
-    return found
+        slabs.append(mx.reshape(v, (-1, grid.columns)))
+    return slabs
 
 
 def _flushed(x: Array) -> Array:
@@ -150,8 +150,8 @@ def _numbers(data: Array, element: Codec) -> Array:
         return numbers * 2.0**-element.fraction_bits if element.fraction_bits else numbers
     each = 2 if 2 * element.bits <= 8 else 1
     codes = _unpacked(data, each * element.bits)
-    found = mx.take_along_axis(_table(element.table, each), mx.reshape(codes, (-1,)), axis=0)
-    return mx.reshape(found, codes.shape).view(mx.float32)
+    groups = mx.take_along_axis(_table(element.table, each), mx.reshape(codes, (-1,)), axis=0)
+    return mx.reshape(groups, codes.shape).view(mx.float32)
 
 
 @cache

@@ -133,16 +133,16 @@ def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, produc
     """
     how = [_Operand.of(x) for x in operands]
 
-    def whole(arrays: Arrays) -> list[Any]:
+    def operands_of(arrays: Arrays) -> list[Any]:
         """The operands from their flattened arrays."""
-        left, found = list(arrays), list[Any]()
+        left, operands = list(arrays), list[Any]()
         for metadata, names, captured in how:
             taken = [left.pop(0) for _ in names]
             if metadata is not None:
-                found.append(metadata.assembled(**dict(zip(names, taken, strict=True))))
+                operands.append(metadata.assembled(**dict(zip(names, taken, strict=True))))
             else:
-                found.append(taken[0] if taken else captured)
-        return found
+                operands.append(taken[0] if taken else captured)
+        return operands
 
     def multiplied(a: Any, b: Any, third: Any) -> Array:
         return _grouped(a, b, third, FLOAT32, None) if product is None else product(a, b)
@@ -152,25 +152,27 @@ def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, produc
         return a if recipe is None else calls.cast(a, recipe)
 
     def gradients(gradient: Array, *arrays: Array) -> Arrays:
-        a, b, third = whole(arrays)
-        found: list[Array] = []
+        a, b, third = operands_of(arrays)
+        by_array: list[Array] = []
         for place, (x, operand) in enumerate(zip((a, b, third), how, strict=True)):
             if operand.captured is not None:
                 continue
             if operand.scaled or (product is None and place == 2):
-                found += [mx.zeros_like(part) for part in (components(x).values() if operand.scaled else (x,))]
+                by_array += [mx.zeros_like(part) for part in (components(x).values() if operand.scaled else (x,))]
             elif place == 0:
-                found.append(_summed(multiplied(gradient, _transposed(b), third), x))
+                by_array.append(_summed(multiplied(gradient, _transposed(b), third), x))
             elif place == 1:
                 left = in_product(a)
-                found.append(_by_group(left, gradient, third, x) if product is None else _summed(product(left.mT, gradient), x))
+                by_array.append(
+                    _by_group(left, gradient, third, x) if product is None else _summed(product(left.mT, gradient), x)
+                )
             elif operand.names:
-                found.append(_summed(MLX.f32(gradient), x))
-        return tuple(found)
+                by_array.append(_summed(MLX.f32(gradient), x))
+        return tuple(by_array)
 
     def tangent(tangents: Arrays, *arrays: Array) -> Array:
-        a, b, third = whole(arrays)
-        da, db, dthird = whole(tangents)
+        a, b, third = operands_of(arrays)
+        da, db, dthird = operands_of(tangents)
         terms: list[Array] = []
         if not how[0].scaled:
             terms.append(multiplied(da, b, third))
@@ -184,7 +186,7 @@ def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, produc
     flat: list[Array] = []
     for x, operand in zip(operands, how, strict=True):
         flat += components(x).values() if operand.metadata is not None else [x] if operand.names else []
-    return _with_rules(lambda *arrays: forward(*whole(arrays)), gradients, tangent)(*flat)
+    return _with_rules(lambda *arrays: forward(*operands_of(arrays)), gradients, tangent)(*flat)
 
 
 def _transposed(x: Any) -> Any:
@@ -203,14 +205,14 @@ def _summed(gradient: Array, like: Array) -> Array:
 def _by_group(a: Any, gradient: Array, offsets: Array, b: Array) -> Array:
     """The gradient of high-precision matrices: for each, the sum over the rows of its group."""
     rows = calls.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
-    row, start, found = mx.arange(rows.shape[0]), 0, list[Array]()
+    row, start, sums = mx.arange(rows.shape[0]), 0, list[Array]()
     for e in range(b.shape[0]):
         inside = mx.reshape((row >= start) & (row < offsets[e]), (-1, 1))
         # Inf and NaN stay within their group: elsewhere both factors are zero.
         mine, upstream = (mx.where(inside, x, mx.zeros_like(x)) for x in (rows, MLX.f32(gradient)))
-        found.append(MLX.matmul(MLX.swap(mine), upstream))
+        sums.append(MLX.matmul(MLX.swap(mine), upstream))
         start = offsets[e]
-    return mx.stack(found).astype(b.dtype) if found else mx.zeros_like(b)
+    return mx.stack(sums).astype(b.dtype) if sums else mx.zeros_like(b)
 
 
 # -- other ops -------------------------------------------------------------------------------------------------------
@@ -224,29 +226,29 @@ def _declared(op: Operation) -> Callable[..., Any]:
         return function(*[mx.stop_gradient(x) if isinstance(x, mx.array) else x for x in arguments], prefer=prefer)
 
     def run(*arguments: Any, prefer: Prefer = None) -> Array:
-        *given, options = op.with_defaults(arguments) if op.options else (*arguments, None)
+        *positional, options = op.with_defaults(arguments) if op.options else (*arguments, None)
         # Arguments, so that vmap maps over all of them.
         supplied = [name for name in ("scale", "seed") if options is not None and isinstance(options.get(name), mx.array)]
-        places = [n for n, x in enumerate(given) if isinstance(x, mx.array)]
+        places = [n for n, x in enumerate(positional) if isinstance(x, mx.array)]
 
-        def whole(arrays: Sequence[Array]) -> list[Any]:
+        def arguments_of(arrays: Sequence[Array]) -> list[Any]:
             """The arguments from their arrays."""
-            found = list(given)
+            arguments = list(positional)
             for n, x in zip(places, arrays, strict=False):
-                found[n] = x
+                arguments[n] = x
             if options is not None:
                 extra = dict(zip(supplied, arrays[len(places) :], strict=True))
-                found.append(options.replace(**extra) if extra else options)
-            return found
+                arguments.append(options.replace(**extra) if extra else options)
+            return arguments
 
         def value(*arrays: Array) -> Array:
-            return function(*whole(arrays), prefer=prefer)
+            return function(*arguments_of(arrays), prefer=prefer)
 
         def partial(direction: Array, n: int, *arrays: Array) -> Array:
-            found = whole(arrays)
-            if op.is_straight(found[-1]):
+            arguments = arguments_of(arrays)
+            if op.is_straight(arguments[-1]):
                 return direction
-            return targets.load(op.derivative)(calls, direction, n, *found)
+            return targets.load(op.derivative)(calls, direction, n, *arguments)
 
         def gradients(gradient: Array, *arrays: Array) -> Arrays:
             extra = map(mx.zeros_like, arrays[len(places) :])
@@ -256,7 +258,7 @@ def _declared(op: Operation) -> Callable[..., Any]:
             terms = [partial(direction, n, *arrays) for n, direction in zip(places, tangents, strict=False)]
             return sum(terms[1:], terms[0])
 
-        arrays = [*(given[n] for n in places), *(getattr(options, name) for name in supplied)]
+        arrays = [*(positional[n] for n in places), *(getattr(options, name) for name in supplied)]
         return _with_rules(value, gradients, tangent)(*arrays)
 
     return constant if op.derivative is None else run
@@ -277,14 +279,14 @@ def _with_rules(forward: Callable[..., Array], gradients: Callable[..., Arrays],
 
     @function.vjp
     def _(primals: Any, gradient: Array, output: Array) -> Any:
-        found = gradients(gradient, *_listed(primals))
-        return found if len(found) > 1 else found[0]
+        by_array = gradients(gradient, *_listed(primals))
+        return by_array if len(by_array) > 1 else by_array[0]
 
     @function.jvp
     def _(primals: Any, tangents: Any) -> Array:
         arrays = _listed(primals)
-        given = zip(_listed(tangents), arrays, strict=True)  # None means a tangent of zeros
-        return tangent(tuple(mx.zeros_like(x) if t is None else t for t, x in given), *arrays)
+        pairs = zip(_listed(tangents), arrays, strict=True)  # None means a tangent of zeros
+        return tangent(tuple(mx.zeros_like(x) if t is None else t for t, x in pairs), *arrays)
 
     @function.vmap
     def _(inputs: Any, axes: Any) -> tuple[Array, int]:
@@ -292,16 +294,16 @@ def _with_rules(forward: Callable[..., Array], gradients: Callable[..., Arrays],
         arrays, along = _listed(inputs), _listed(axes)
 
         def each(gradient: Array, *arrays: Array) -> Arrays:
-            found = mx.vmap(gradients, in_axes=(0, *along))(gradient, *arrays)
-            listed = zip(_listed(found), along, strict=True)
+            per_example = mx.vmap(gradients, in_axes=(0, *along))(gradient, *arrays)
+            listed = zip(_listed(per_example), along, strict=True)
             return tuple(_unmapped(one, axis) for one, axis in listed)
 
-        def tangents(given: Arrays, *arrays: Array) -> Array:
+        def tangents(directions: Arrays, *arrays: Array) -> Array:
             def flat(*both: Array) -> Array:
                 half = len(both) // 2
                 return tangent(both[:half], *both[half:])
 
-            return mx.vmap(flat, in_axes=(*along, *along))(*given, *arrays)
+            return mx.vmap(flat, in_axes=(*along, *along))(*directions, *arrays)
 
         return _with_rules(mx.vmap(forward, in_axes=tuple(along)), each, tangents)(*arrays), 0
 
@@ -313,6 +315,6 @@ def _unmapped(gradient: Array, axis: int | None) -> Array:
     return gradient.sum(axis=0) if axis is None else mx.moveaxis(gradient, 0, axis)
 
 
-def _listed(found: Any) -> list[Any]:
+def _listed(arguments: Any) -> list[Any]:
     """The arguments that MLX passes to a rule, as a list: MLX passes a single one without a sequence."""
-    return list(found) if isinstance(found, list | tuple) else [found]
+    return list(arguments) if isinstance(arguments, list | tuple) else [arguments]

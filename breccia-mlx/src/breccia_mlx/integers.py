@@ -33,13 +33,13 @@ _EXPONENT, _LARGEST = 0x7F800000, 0x7B800000
 class Parts(NamedTuple):
     """How the columns of a weight are divided: `sums` of `length` terms, in MLX's groups of `group`.
 
-    whole: whether s is the whole scale.
+    s_is_scale: whether s is the scale itself, not the power of two in it.
     """
 
     sums: int
     length: int
     group: int
-    whole: bool
+    s_is_scale: bool
 
 
 def parts(w: Any) -> Parts | None:
@@ -53,32 +53,32 @@ def parts(w: Any) -> Parts | None:
     if height != 1 or not w.layout.in_order or w.layout.partial or w.layout.block(-2) != (1, width):
         return None
     block = width or k
-    whole = fmt.scale.codec == F16
-    length = k if whole else block if block < k else k // 2
+    s_is_scale = fmt.scale.codec == F16
+    length = k if s_is_scale else block if block < k else k // 2
     group = next((g for g in _GROUPS if block % g == 0 and length % g == 0), None)
-    if not length or k % length or group is None or not (whole or length + k // length + 1 <= k):
+    if not length or k % length or group is None or not (s_is_scale or length + k // length + 1 <= k):
         return None
-    return Parts(k // length, length, group, whole)
+    return Parts(k // length, length, group, s_is_scale)
 
 
 def product(x: Array, w: ScaledTensor, how: Parts) -> Array:
     """`x @ w` for FP32 `x` (..., K) and `w` (K, N), in the parts of `w`."""
     rows, element = w.mT, w.recipe.format.element
     assert isinstance(element, Integer)
-    count, length, group, whole = how
+    count, length, group, s_is_scale = how
     words = mx.reshape(rows.data.view(mx.uint32), (rows.shape[0], count, -1)).swapaxes(0, 1)
     middle = 0
     if element.signed:
         middle = 1 << (element.bits - 1)
         words = words ^ mx.array(0xFFFFFFFF // ((1 << element.bits) - 1) * middle, mx.uint32)
     scale = MLX.f32(rows.scale)
-    inside = scale if whole else power_of_two(scale)
+    inside = scale if s_is_scale else power_of_two(scale)
     zero = middle if rows.zero_point is None else MLX.f32(rows.zero_point) + middle
     scales, biases = (_in_groups(part, how) for part in (inside, -zero * inside))
     y = mx.quantized_matmul(
         mx.reshape(x, (-1, count, length)).swapaxes(0, 1), words, scales, biases, group_size=group, bits=element.bits
     )
-    if not whole:
+    if not s_is_scale:
         y = y * mx.expand_dims(mx.reshape(scale / inside, (rows.shape[0], -1)).T, 1)
     return mx.reshape(y.sum(axis=0) if count > 1 else y, (*x.shape[:-1], rows.shape[0]))
 

@@ -75,7 +75,7 @@ def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None 
     """
     _need_module("save_model", model)
     weights, arrays = _Model.of(model)
-    tensors: dict[str, Any] = {name: _held(layer) for name, layer in weights.items()} | arrays
+    tensors: dict[str, Any] = {name: _weight(layer) for name, layer in weights.items()} | arrays
     mx.eval(list(arrays.values()))
     bridges.save_safetensors(tensors, path, {"format": "mlx", **(metadata or {})}, force=force)
 
@@ -110,26 +110,26 @@ def load_model(
     weights, arrays = _Model.of(model)
     listed = bridges.load_safetensors(path, framework="mlx")
     # MLX has no float64: such arrays stay NumPy's.
-    found = _regrouped({k: mx.array(a) if isinstance(a, np.ndarray) else a for k, a in listed.items()}, weights)
-    missing = [name for name in (*weights, *arrays) if name not in found]
-    unexpected = [name for name in found if name not in weights and name not in arrays]
+    tensors = _regrouped({k: mx.array(a) if isinstance(a, np.ndarray) else a for k, a in listed.items()}, weights)
+    missing = [name for name in (*weights, *arrays) if name not in tensors]
+    unexpected = [name for name in tensors if name not in weights and name not in arrays]
     if strict:
         claim = f"{os.fspath(path)} does not match the parameters of this {type(model).__name__}"
         check_names(claim, missing, unexpected, "Pass strict=False to load the matching ones.")
-    new = {name: _decoded(name, array, found[name]) for name, array in arrays.items() if name in found}
-    made: dict[int, nn.Module] = {}
+    new = {name: _decoded(name, array, tensors[name]) for name, array in arrays.items() if name in tensors}
+    new_layers: dict[int, nn.Module] = {}
     replaced: dict[str, nn.Module] = {}
     for name, layer in weights.items():
-        if name not in found:
+        if name not in tensors:
             continue
-        _check_shape(name, _shape(layer), tuple(found[name].shape))
-        if type(layer) in LAYERS and not isinstance(found[name], ScaledTensor):
+        _check_shape(name, _shape(layer), tuple(tensors[name].shape))
+        if type(layer) in LAYERS and not isinstance(tensors[name], ScaledTensor):
             plain: Any = layer
-            new[name] = found[name].astype(plain.weight.dtype)
+            new[name] = tensors[name].astype(plain.weight.dtype)
             continue
-        if id(layer) not in made:
-            made[id(layer)] = _layer(name, layer, found[name], activation)
-        replaced[name.rpartition(".")[0]] = made[id(layer)]
+        if id(layer) not in new_layers:
+            new_layers[id(layer)] = _layer(name, layer, tensors[name], activation)
+        replaced[name.rpartition(".")[0]] = new_layers[id(layer)]
     model.update_modules(tree_unflatten(list(replaced.items())))
     model.update(tree_unflatten(list(new.items())))
     return missing, unexpected
@@ -140,7 +140,7 @@ def _need_module(op: str, model: Any) -> None:
         raise UnsupportedError(f"{op} takes a model, an mlx.nn.Module of layers, and a path; got a {type(model).__name__}.")
 
 
-def _held(layer: Any) -> ScaledTensor | Array:
+def _weight(layer: Any) -> ScaledTensor | Array:
     """The weight of a layer."""
     if isinstance(layer, QUANTIZED):
         return bridges.from_mlx_layer(layer)
@@ -153,23 +153,23 @@ def _shape(layer: Any) -> tuple[int, ...]:
     return (*rows, length * 32 // layer.bits if isinstance(layer, QUANTIZED) else length)
 
 
-def _check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
-    if found != expected:
+def _check_shape(name: str, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if shape != expected:
         raise ShapeError(
-            f"{name} has shape {found} in the file and {expected} in the model.", found=found, expected=expected, name=name
+            f"{name} has shape {shape} in the file and {expected} in the model.", found=shape, expected=expected, name=name
         )
 
 
-def _decoded(name: str, held: Array, tensor: ScaledTensor | Array) -> Array:
-    """A tensor of the file in place of the parameter `held`."""
-    _check_shape(name, tuple(held.shape), tuple(tensor.shape))
-    return (breccia.dequantize(tensor) if isinstance(tensor, ScaledTensor) else tensor).astype(held.dtype)
+def _decoded(name: str, parameter: Array, tensor: ScaledTensor | Array) -> Array:
+    """A tensor of the file in place of `parameter`."""
+    _check_shape(name, tuple(parameter.shape), tuple(tensor.shape))
+    return (breccia.dequantize(tensor) if isinstance(tensor, ScaledTensor) else tensor).astype(parameter.dtype)
 
 
 def _layer(name: str, layer: Any, tensor: ScaledTensor | Array, activation: ScalingRecipe | None) -> nn.Module:
     """The replacement of a layer, with a weight of the file."""
     if not isinstance(tensor, ScaledTensor):
-        recipe = _held(layer).recipe
+        recipe = _weight(layer).recipe
         try:
             tensor = breccia.cast(tensor, recipe)
         except BrecciaError as e:
@@ -189,21 +189,21 @@ def _layer(name: str, layer: Any, tensor: ScaledTensor | Array, activation: Scal
 # ------------------------------------------------------------------------------------------------ names of other writers
 
 
-def _regrouped(found: dict[str, Any], weights: dict[str, nn.Module]) -> dict[str, Any]:
+def _regrouped(tensors: dict[str, Any], weights: dict[str, nn.Module]) -> dict[str, Any]:
     """The tensors of a file, with those that `save_weights` and MLX write as several arrays as one ScaledTensor each."""
     parts: dict[tuple[str, str], dict[str, Array]] = {}
-    for key in list(found):
+    for key in list(tensors):
         match = _COMPONENT.fullmatch(key)
-        if match is not None and match[1] in weights and not isinstance(found[key], ScaledTensor):
-            parts.setdefault((match[1], match[2]), {})[match[3]] = found.pop(key)
+        if match is not None and match[1] in weights and not isinstance(tensors[key], ScaledTensor):
+            parts.setdefault((match[1], match[2]), {})[match[3]] = tensors.pop(key)
     for (name, spec), components in parts.items():
-        found[name] = _of_components(name, spec, components, _shape(weights[name]))
+        tensors[name] = _of_components(name, spec, components, _shape(weights[name]))
     for name, layer in weights.items():
         prefix = name.removesuffix("weight")
-        if f"{prefix}scales" in found and not isinstance(found.get(name), ScaledTensor) and name in found:
-            w, scales, biases = found[name], found.pop(f"{prefix}scales"), found.pop(f"{prefix}biases", None)
-            found[name] = _of_mlx(name, w, scales, biases, _shape(layer))
-    return found
+        if f"{prefix}scales" in tensors and not isinstance(tensors.get(name), ScaledTensor) and name in tensors:
+            w, scales, biases = tensors[name], tensors.pop(f"{prefix}scales"), tensors.pop(f"{prefix}biases", None)
+            tensors[name] = _of_mlx(name, w, scales, biases, _shape(layer))
+    return tensors
 
 
 def _of_components(name: str, spec: str, parts: dict[str, Array], shape: tuple[int, ...]) -> ScaledTensor:
@@ -213,9 +213,9 @@ def _of_components(name: str, spec: str, parts: dict[str, Array], shape: tuple[i
         fmt = recipe.format
         dtypes = {"scale": fmt.scale.codec.dtype, "global_scale": "float32"}
         dtypes |= {"zero_point": dtypes["scale"]} if fmt.offset == "bias" else {}
-        whole = {part: _float_of(a, dtypes[part]) if part in dtypes else a for part, a in parts.items()}
+        components = {part: _float_of(a, dtypes[part]) if part in dtypes else a for part, a in parts.items()}
         layout = checks.fitted_layout(recipe, shape, -1)
-        return ScaledTensor(recipe=recipe, layout=layout, shape=shape, **whole)
+        return ScaledTensor(recipe=recipe, layout=layout, shape=shape, **components)
     except (BrecciaError, TypeError) as e:
         missing = "" if {"data", "scale"} <= parts.keys() else f"the file has only its {', '.join(parts)}; "
         raise ShapeError(f"{name}: {missing}{e}", name=name) from e

@@ -33,7 +33,7 @@ _MODES: dict[tuple[Codec, Codec], tuple[str, int]] = {
 }
 #: The name of the kernel in the table.
 NAME = "mlx.quantized_matmul"
-#: Of mode "affine".
+#: The block sizes and the bits of mode "affine".
 _GROUPS, _WIDTHS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 #: Rows up to which the product takes no longer than to decode the weight and to multiply matrices, outside and inside
 #: `mx.compile`: of E4M3 codes, of integers without a bias, and of integers with one, which take longest to decode. It takes as
@@ -128,7 +128,7 @@ def matmul(a: Any, b: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
 
 
 #: By the id of an array of E8M0 scales: a reference that removes the entry with the array, and whether it contains NaN.
-_found: dict[int, tuple[weakref.ref[Any], bool]] = {}
+_nan_by_id: dict[int, tuple[weakref.ref[Any], bool]] = {}
 
 
 def has_nan(scale: Array) -> bool | None:
@@ -136,17 +136,17 @@ def has_nan(scale: Array) -> bool | None:
     if is_exporting():
         return None
     key = id(scale)
-    known = _found.get(key)
+    known = _nan_by_id.get(key)
     if known is not None and known[0]() is scale:
         return known[1]
     try:
-        found = _read_nan(scale)
+        spoiled = _read_nan(scale)
     except ValueError as e:
         if "transformations" not in str(e):
             raise
         return None
-    _found[key] = (weakref.ref(scale, lambda _: _found.pop(key, None)), found)
-    return found
+    _nan_by_id[key] = (weakref.ref(scale, lambda _: _nan_by_id.pop(key, None)), spoiled)
+    return spoiled
 
 
 def _read_nan(scale: Array) -> bool:

@@ -67,10 +67,10 @@ class ScaledWeight(nn.Module):
         parts, known = tuple(self[self._name].values()), self.__dict__.get("_known")
         if known is not None and all(map(operator.is_, parts, known[0])):
             return known[1]
-        found = self.tensor.mT
+        transpose = self.tensor.mT
         if opaque(*parts) is None:
-            object.__setattr__(self, "_known", (parts, found))
-        return found
+            object.__setattr__(self, "_known", (parts, transpose))
+        return transpose
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave out what `transposed` keeps."""
@@ -242,12 +242,12 @@ class ScaledLinear(_Scaled):
 
     def to_linear(self, dtype: Any = "float32") -> nn.Linear:
         """An `mlx.nn.Linear` of the weight's values in `dtype`, with the same bias."""
-        made = nn.Linear(1, 1, "bias" in self)
-        made.weight = breccia.dequantize(self.weight.tensor, out_dtype=dtype)
+        linear = nn.Linear(1, 1, "bias" in self)
+        linear.weight = breccia.dequantize(self.weight.tensor, out_dtype=dtype)
         if "bias" in self:
-            made.bias = self.bias
-        made.train(self.training)
-        return made
+            linear.bias = self.bias
+        linear.train(self.training)
+        return linear
 
     def __call__(self, x: Array) -> Array:
         return self._product(x, self.bias if "bias" in self else None)
@@ -298,10 +298,10 @@ class ScaledEmbedding(_Scaled):
 
     def to_embedding(self, dtype: Any = None) -> nn.Embedding:
         """An `mlx.nn.Embedding` of the weight's values, in `dtype`, by default that of its rows."""
-        made = nn.Embedding(1, 1)
-        made.weight = breccia.dequantize(self.weight.tensor, out_dtype=self.dtype if dtype is None else dtype)
-        made.train(self.training)
-        return made
+        embedding = nn.Embedding(1, 1)
+        embedding.weight = breccia.dequantize(self.weight.tensor, out_dtype=self.dtype if dtype is None else dtype)
+        embedding.train(self.training)
+        return embedding
 
     def __call__(self, x: Array) -> Array:
         """Rows `x`, an integer array of any shape, as (..., dims)."""
@@ -336,8 +336,8 @@ def quantized_weight(layer: Any, recipe: ScalingRecipe | str | None) -> ScaledTe
         if recipe is None:
             raise UnsupportedError(f"the weight of a {type(layer).__name__} is not quantized; pass a recipe.")
         return breccia.cast(layer.weight, recipe)
-    held = bridges.from_mlx_layer(layer)
-    return held if recipe is None or as_recipe(recipe) == held.recipe else breccia.requantize(held, recipe)
+    tensor = bridges.from_mlx_layer(layer)
+    return tensor if recipe is None or as_recipe(recipe) == tensor.recipe else breccia.requantize(tensor, recipe)
 
 
 def rows_dtype(embedding: Any) -> str:

@@ -225,8 +225,8 @@ def in_c_order(st: ScaledTensor) -> ScaledTensor:
         return st
     parts = {name: mx.contiguous(part) for name, part in parts.items()}
     mx.eval(*parts.values())
-    found = Metadata.of(turned).assembled(**parts)
-    return found if turned is st else found.mT
+    contiguous = Metadata.of(turned).assembled(**parts)
+    return contiguous if turned is st else contiguous.mT
 
 
 _PLACEHOLDER = "a placeholder of mx.compile or mx.vmap"

@@ -30,8 +30,8 @@ class QuantizeSummary(_Summary):
     """What `quantize` did. Printing it shows the numbers, the recipes and the reasons.
 
     chosen: (recipe, contracted axes) by name of the weights that were cast, once or again. kept: names of weights that MLX had
-        quantized, with the same codes and scales. recast: of such weights whose values were cast again, with the recipe that
-        they had. left: reasons by name, for every other parameter of two axes or more.
+        quantized, with the same codes and scales. recast: the former recipe by name of the weights that MLX had quantized and
+        whose values were cast again. left: reasons by name, for every other parameter of two axes or more.
     bytes_before, bytes_after: of all parameters of the model.
     """
 
@@ -93,37 +93,37 @@ def quantize(
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     layers = dict(leaves)
     options: dict[str, dict[str, Any]]
-    given: dict[str, Any] = {"recipe": None, "activation": activation, "prefer": prefer}
+    defaults: dict[str, Any] = {"recipe": None, "activation": activation, "prefer": prefer}
     if class_predicate is not None:
         if include or exclude:
             raise OptionError("quantize takes class_predicate or patterns (include=, exclude=), not both.")
-        given["recipe"] = None if recipe is None else as_recipe(cast("ScalingRecipe", recipe))
+        defaults["recipe"] = None if recipe is None else as_recipe(cast("ScalingRecipe", recipe))
         answers = {path: _answer(class_predicate, path, module) for path, module in leaves}
-        options = {path: {**given, **answer} for path, answer in answers.items() if answer is not None}
+        options = {path: {**defaults, **answer} for path, answer in answers.items() if answer is not None}
         left = {f"{p}.weight": "left out by class_predicate" for p, m in leaves if p not in options and _makes(m)}
     elif recipe is None:
-        options = {path: {**given} for path, module in leaves if type(module) in QUANTIZED}
+        options = {path: {**defaults} for path, module in leaves if type(module) in QUANTIZED}
         left = {f"{path}.weight": "not quantized by MLX" for path, module in leaves if _makes(module) and path not in options}
     else:
         policy = Policy.of(recipe, include, exclude)
         chosen, left = choose(_parameters(leaves), policy, "quantize", what="weight", listed_by="`model.parameters()`")
-        options = {name.removesuffix(".weight"): {**given, "recipe": how.recipe} for name, how in chosen.items()}
+        options = {name.removesuffix(".weight"): {**defaults, "recipe": how.recipe} for name, how in chosen.items()}
     if not options:
         raise none_chosen("quantize", left, "" if recipe is not None or class_predicate else "; pass a recipe")
-    found = {path: _checked(path, layers[path], how) for path, how in options.items()}  # before anything changes
-    made: dict[int, nn.Module] = {}
+    old_recipes = {path: _checked(path, layers[path], how) for path, how in options.items()}  # before anything changes
+    replacements: dict[int, nn.Module] = {}
     for path, how in options.items():
-        if id(layers[path]) not in made:
-            made[id(layers[path])] = _replacement(layers[path], **how)
-    model.update_modules(tree_unflatten([(path, made[id(layers[path])]) for path in options]))
-    kept = [path for path, had in found.items() if had is not None and options[path]["recipe"] in (None, had)]
+        if id(layers[path]) not in replacements:
+            replacements[id(layers[path])] = _replacement(layers[path], **how)
+    model.update_modules(tree_unflatten([(path, replacements[id(layers[path])]) for path in options]))
+    unchanged = [path for path, had in old_recipes.items() if had is not None and options[path]["recipe"] in (None, had)]
     return QuantizeSummary(
-        chosen={f"{path}.weight": Chosen(how["recipe"], (1,)) for path, how in options.items() if path not in kept},
+        chosen={f"{path}.weight": Chosen(how["recipe"], (1,)) for path, how in options.items() if path not in unchanged},
         left=left,
         bytes_before=before,
         bytes_after=_bytes(model),
-        kept=tuple(f"{path}.weight" for path in kept),
-        recast={f"{path}.weight": had for path, had in found.items() if had is not None and path not in kept},
+        kept=tuple(f"{path}.weight" for path in unchanged),
+        recast={f"{path}.weight": had for path, had in old_recipes.items() if had is not None and path not in unchanged},
     )
 
 
@@ -181,16 +181,16 @@ def _checked(path: str, module: Any, options: dict[str, Any]) -> ScalingRecipe |
     try:
         options["activation"] = as_activation(options["activation"])
         options["recipe"] = recipe = None if options["recipe"] is None else as_recipe(options["recipe"])
-        held = bridges.from_mlx_layer(module) if isinstance(module, QUANTIZED) else None
-        if held is None and recipe is None:
+        tensor = bridges.from_mlx_layer(module) if isinstance(module, QUANTIZED) else None
+        if tensor is None and recipe is None:
             raise OptionError("the weight is not quantized; pass a recipe.")
-        if held is None:
+        if tensor is None:
             checks.check_cast(module.weight, recipe)
         if recipe is not None:
-            checks.fitted_layout(recipe, tuple((module.weight if held is None else held).shape), -1)
+            checks.fitted_layout(recipe, tuple((module.weight if tensor is None else tensor).shape), -1)
     except BrecciaError as e:
         raise type(e)(f"quantize: {path}.weight: {e}", **e.found) from e
-    return None if held is None else held.recipe
+    return None if tensor is None else tensor.recipe
 
 
 def _replacement(module: Any, recipe: ScalingRecipe | None, activation: ScalingRecipe | None, prefer: str | None) -> nn.Module:
