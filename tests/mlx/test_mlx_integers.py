@@ -116,7 +116,7 @@ def test_weights_without_room_for_the_roundings_are_refused() -> None:
 
 @pytest.mark.parametrize("spec", ["int4", "int8", "int4,group_size=32,signed=false,scale_dtype=fp32"])
 def test_compiled_layers_multiply_by_their_codes(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = ScaledLinear.holding(weight(spec))
+    layer = ScaledLinear.in_place_of(weight(spec))
     ran: list[int] = []
     product = integers.product
     monkeypatch.setattr(integers, "product", lambda x, *rest: ran.append(len(x)) or product(x, *rest))

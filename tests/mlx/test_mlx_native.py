@@ -312,7 +312,7 @@ def test_nan_scales_are_found_once_and_decoded(kernel: str, monkeypatch: pytest.
 @pytest.mark.parametrize("recipe", [MXFP4, MXFP8], ids=lambda r: r.name)
 def test_compiled_functions_make_the_rows_of_nan_scales_nan(recipe: breccia.ScalingRecipe) -> None:
     """The scales are placeholders, so nothing can be looked up beforehand; MLX itself multiplies by Inf."""
-    layer = ScaledLinear.holding(breccia.cast(mx.ones((4, 64)), recipe))
+    layer = ScaledLinear.in_place_of(breccia.cast(mx.ones((4, 64)), recipe))
     run = mx.compile(lambda x: breccia.matmul(x, layer.weight.transposed, prefer=QUANTIZED), inputs=layer.state)
     scale = layer.weight[recipe.spec]["scale"]
     for bad in ([], [1, 3]):

@@ -180,10 +180,10 @@ def _layer(name: str, layer: Any, tensor: ScaledTensor | Array, activation: Scal
             axis=tensor.axis,
         )
     if isinstance(layer, nn.Linear | nn.QuantizedLinear):
-        return ScaledLinear.holding(tensor, layer, activation=activation)
+        return ScaledLinear.in_place_of(tensor, layer, activation=activation)
     if isinstance(layer, ScaledLinear):
-        return ScaledLinear.holding(tensor, layer, activation=layer.activation, prefer=layer.prefer)
-    return ScaledEmbedding.holding(tensor, layer, prefer=getattr(layer, "prefer", None))
+        return ScaledLinear.in_place_of(tensor, layer, activation=layer.activation, prefer=layer.prefer)
+    return ScaledEmbedding.in_place_of(tensor, layer, prefer=getattr(layer, "prefer", None))
 
 
 # ------------------------------------------------------------------------------------------------ names of other writers

@@ -217,10 +217,10 @@ class ScaledLinear(_Scaled):
         An `mlx.nn.QuantizedLinear` keeps its codes and scales if that is their recipe, or `recipe` is None; else its values are
         cast. Raises what `breccia.cast` and `breccia.bridges.from_mlx_layer` raise.
         """
-        return cls.holding(quantized_weight(linear, recipe), linear, activation=activation, prefer=prefer)
+        return cls.in_place_of(quantized_weight(linear, recipe), linear, activation=activation, prefer=prefer)
 
     @classmethod
-    def holding(
+    def in_place_of(
         cls,
         tensor: ScaledTensor,
         linear: Any = None,
@@ -239,6 +239,8 @@ class ScaledLinear(_Scaled):
             self._no_grad.update(linear._no_grad & {"bias"})
         self.train(linear.training)
         return self
+
+    holding = in_place_of  # the deprecated name
 
     def to_linear(self, dtype: Any = "float32") -> nn.Linear:
         """An `mlx.nn.Linear` of the weight's values in `dtype`, with the same bias."""
@@ -283,10 +285,10 @@ class ScaledEmbedding(_Scaled):
 
         Raises what `breccia.cast` and `breccia.bridges.from_mlx_layer` raise.
         """
-        return cls.holding(quantized_weight(embedding, recipe), embedding, prefer=prefer)
+        return cls.in_place_of(quantized_weight(embedding, recipe), embedding, prefer=prefer)
 
     @classmethod
-    def holding(cls, tensor: ScaledTensor, embedding: Any = None, *, prefer: str | None = None) -> ScaledEmbedding:
+    def in_place_of(cls, tensor: ScaledTensor, embedding: Any = None, *, prefer: str | None = None) -> ScaledEmbedding:
         """A layer with the quantized weight `tensor`, (num_embeddings, dims), and rows of the dtype of `embedding`, or FP32."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
@@ -295,6 +297,8 @@ class ScaledEmbedding(_Scaled):
         if embedding is not None:
             self.train(embedding.training)
         return self
+
+    holding = in_place_of  # the deprecated name
 
     def to_embedding(self, dtype: Any = None) -> nn.Embedding:
         """An `mlx.nn.Embedding` of the weight's values, in `dtype`, by default that of its rows."""
