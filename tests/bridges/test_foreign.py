@@ -17,7 +17,7 @@ from program import Run
 import breccia
 from breccia.bridges import compare, convert, load_safetensors
 from breccia_bridges.checkpoint import INDEX
-from breccia_bridges.foreign import FORMATS
+from breccia_bridges.foreign import DIALECTS
 from breccia_bridges.inspection import inspected
 from breccia_bridges.safetensors_file import Container
 from breccia_bridges.safetensors_writer import Writer
@@ -401,7 +401,7 @@ def test_plain_parameters_with_names_that_other_formats_use_are_no_codes(tmp_pat
 
 def test_every_method_of_transformers_is_known() -> None:
     config = pytest.importorskip("transformers.utils.quantization_config")
-    known = {method for form in FORMATS for method in form.methods}
+    known = {method for dialect in DIALECTS for method in dialect.methods}
     assert {method.value for method in config.QuantizationMethod} - known == set()
 
 

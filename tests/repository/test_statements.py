@@ -329,7 +329,7 @@ def test_the_page_of_plug_ins_has_every_hook() -> None:
 
 def test_checkpoints_that_pages_call_refused_or_planned_are_refused() -> None:
     foreign = pytest.importorskip("breccia_bridges.foreign", reason="breccia-bridges reads checkpoints")
-    refused = " ".join(f.name for f in foreign.FORMATS if f is not foreign.BLOCK_FP8 and f.name != "breccia").lower()
+    refused = " ".join(f.name for f in foreign.DIALECTS if f is not foreign.BLOCK_FP8 and f.name != "breccia").lower()
     text = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("migration", "bridges", "cli")}
     migration = dict(re.findall(r"^\| ([^|]+) \| (refused|\S.*?) \|", text["migration"].partition("\n## ")[0], re.MULTILINE))
     assert {row: said for row, said in migration.items() if (row.partition(" ")[0].strip(",").lower() in refused)} == {

@@ -1,6 +1,6 @@
 """Checkpoints that other programs quantized: which format they have, and how block FP8 is decoded.
 
-`FORMATS` declares each format by its values of `quant_method` and by the names and dtypes of its tensors; `recognized` decides.
+`DIALECTS` declares each by its values of `quant_method` and by the names and dtypes of its tensors; `recognized` decides.
 Names are those that transformers 5.23, compressed-tensors 0.20, torchao 0.18 and MLX 0.32 read and write.
 """
 
@@ -42,8 +42,8 @@ _PARTIAL = "Give the folder of all shards, or download the checkpoint again."
 
 
 @dataclass(frozen=True)
-class Format:
-    """A format of quantized checkpoints.
+class Dialect:
+    """A dialect: a format in which a program quantizes checkpoints.
 
     methods: its values of `quant_method`.
     signs: alternatives by which tensors show it. Each maps suffixes of names with one stem to their dtypes, () for any.
@@ -56,7 +56,7 @@ class Format:
     remedy: str = _ORIGINAL
 
     def example(self, tensors: Mapping[str, Entry]) -> dict[str, str]:
-        """The dtypes, by name, of the first tensors that show this format; empty if none do."""
+        """The dtypes, by name, of the first tensors that show this dialect; empty if none do."""
         for sign in self.signs:
             first = next(iter(sign))
             for name in tensors:
@@ -68,17 +68,17 @@ class Format:
         return {}
 
 
-#: The one format that `convert` and `compare` decode.
-BLOCK_FP8 = Format(
+#: The one dialect that `convert` and `compare` decode.
+BLOCK_FP8 = Dialect(
     "block FP8, as DeepSeek-V3", ("fp8", "mxfp8"), ({"_scale_inv": (), "": tuple(_FP8)}, {"weight_scale_inv": ()})
 )
 
-#: Formats, the most specific signs first.
-FORMATS = (
+#: Dialects, the most specific signs first.
+DIALECTS = (
     BLOCK_FP8,
-    Format("breccia", (OWN,)),
-    Format("MXFP4, as GPT-OSS", ("mxfp4",), ({"_blocks": ("U8",), "_scales": ("U8",)},)),
-    Format(
+    Dialect("breccia", (OWN,)),
+    Dialect("MXFP4, as GPT-OSS", ("mxfp4",), ({"_blocks": ("U8",), "_scales": ("U8",)},)),
+    Dialect(
         "compressed-tensors",
         ("compressed-tensors",),
         (
@@ -88,16 +88,16 @@ FORMATS = (
         ),
         _BY_HAND,
     ),
-    Format("NVFP4 of ModelOpt", ("modelopt",), ({"weight_scale_2": (), "weight": ("U8",)},)),
-    Format("FP8 with E8M0 scales, as DeepSeek-V4", ("fp8",), ({"scale": ("F8_E8M0",), "weight": _CODES},)),
-    Format(
+    Dialect("NVFP4 of ModelOpt", ("modelopt",), ({"weight_scale_2": (), "weight": ("U8",)},)),
+    Dialect("FP8 with E8M0 scales, as DeepSeek-V4", ("fp8",), ({"scale": ("F8_E8M0",), "weight": _CODES},)),
+    Dialect(
         "FP8 with a scale per tensor or row",
         ("fp8", "fbgemm_fp8", "modelopt"),
         ({"_scale": (), "": tuple(_FP8)}, {"scale_weight": (), "weight": tuple(_FP8)}),
     ),
-    Format("GPTQ", ("gptq",), ({"qweight": ("I32",), "qzeros": ("I32",), "scales": FLOATS, "g_idx": ("I32",)},), _BY_HAND),
-    Format("AWQ", ("awq",), ({"qweight": ("I32", "I16"), "qzeros": (), "scales": FLOATS},), _BY_HAND),
-    Format(
+    Dialect("GPTQ", ("gptq",), ({"qweight": ("I32",), "qzeros": ("I32",), "scales": FLOATS, "g_idx": ("I32",)},), _BY_HAND),
+    Dialect("AWQ", ("awq",), ({"qweight": ("I32", "I16"), "qzeros": (), "scales": FLOATS},), _BY_HAND),
+    Dialect(
         "bitsandbytes",
         ("bitsandbytes",),
         (
@@ -108,18 +108,18 @@ FORMATS = (
         ),
         _BY_HAND,
     ),
-    Format("torchao", ("torchao",), ({"_weight_qdata": ()},), _BY_HAND),
-    Format("HQQ or SINQ", ("hqq", "sinq"), ({"W_q": ("U8", "I8", "I16", "I32")},)),
-    Format(
+    Dialect("torchao", ("torchao",), ({"_weight_qdata": ()},), _BY_HAND),
+    Dialect("HQQ or SINQ", ("hqq", "sinq"), ({"W_q": ("U8", "I8", "I16", "I32")},)),
+    Dialect(
         "MLX",
         ("mlx", "metal"),
         ({"scales": (), "weight": ("U32",)},),
         "Wrap its arrays one by one with breccia.bridges.from_mlx, or convert the checkpoint that it was made from.",
     ),
-    Format("EETQ", ("eetq",), ({"weight_scales": (), "weight": ("I8",)},)),
-    Format("GPTQ or AWQ of AutoRound", ("auto-round",)),
+    Dialect("EETQ", ("eetq",), ({"weight_scales": (), "weight": ("I8",)},)),
+    Dialect("GPTQ or AWQ of AutoRound", ("auto-round",)),
     *(
-        Format(method, (method,))
+        Dialect(method, (method,))
         for method in (
             "aqlm",
             "bitnet",
@@ -135,7 +135,7 @@ FORMATS = (
             "vptq",
         )
     ),
-    Format(
+    Dialect(
         "codes with scales, of an unknown program",
         (),
         (
@@ -148,20 +148,20 @@ FORMATS = (
 )
 
 
-# ------------------------------------------------------------------------------------------------ what configs declare
+# ------------------------------------------------------------------------------------------------ what configs announce
 
 
 @dataclass(frozen=True)
-class Declared:
-    """A quantization that a file beside the weights declares. where: the file, and the key in it."""
+class Announced:
+    """A quantization that a file beside the weights announces. where: the file, and the key in it."""
 
     where: str
     method: str
     settings: Mapping[str, Any]
 
     @property
-    def formats(self) -> list[Format]:
-        return [form for form in FORMATS if self.method in form.methods]
+    def dialects(self) -> list[Dialect]:
+        return [dialect for dialect in DIALECTS if self.method in dialect.methods]
 
 
 #: Files that only declare a quantization, of ModelOpt, GPTQ and AWQ, with the method where the file names none.
@@ -189,15 +189,15 @@ def model_configs(config: dict[str, Any]) -> Generator[tuple[str, dict[str, Any]
             yield f"{key}.", part
 
 
-def declarations(folder: Path) -> list[Declared]:
-    """What the configs of a folder declare. Raises CorruptFileError for invalid and UnsupportedError for unknown ones."""
-    found: list[Declared] = []
+def announcements(folder: Path) -> list[Announced]:
+    """What the configs of a folder announce. Raises CorruptFileError for invalid and UnsupportedError for unknown ones."""
+    announced: list[Announced] = []
     for key, config in model_configs(read_object(folder / CONFIG) or {}):
         prefix = printable(key)
         mlx = config.get("quantization")
         mlx = mlx if isinstance(mlx, dict) and "bits" in mlx else None
         if mlx is not None:
-            found.append(Declared(f"{folder / CONFIG}: {prefix}quantization", "mlx", mlx))
+            announced.append(Announced(f"{folder / CONFIG}: {prefix}quantization", "mlx", mlx))
         both = [key for key in (QUANTIZATION, "compression_config") if config.get(key) is not None]
         if len(both) > 1:
             raise CorruptFileError(
@@ -207,28 +207,28 @@ def declarations(folder: Path) -> list[Declared]:
         for key in both:
             if config[key] != mlx:  # MLX writes its settings under both keys
                 default = "" if key == QUANTIZATION else "compressed-tensors"
-                found.append(_declared(f"{folder / CONFIG}: {prefix}{key}", config[key], default))
+                announced.append(_announced(f"{folder / CONFIG}: {prefix}{key}", config[key], default))
     for file, default in QUANTIZATION_FILES.items():
         listed = read_object(folder / file)
         if listed is not None:
-            found.append(_declared(str(folder / file), listed, default))
-    _check_agreement(found)
-    return found
+            announced.append(_announced(str(folder / file), listed, default))
+    _check_agreement(announced)
+    return announced
 
 
-def _declared(where: str, settings: Any, default: str) -> Declared:
+def _announced(where: str, settings: Any, default: str) -> Announced:
     if not isinstance(settings, dict):
         raise CorruptFileError(f"{where} is an object; found {short(settings)}. Fix it, or download it again.", where=where)
     if not default and (settings.get("load_in_8bit") or settings.get("load_in_4bit")):
         default = "bitsandbytes"
     method = settings.get("quant_method", default)
-    known = sorted({method for form in FORMATS for method in form.methods})
+    known = sorted({method for dialect in DIALECTS for method in dialect.methods})
     if not method or not isinstance(method, str):
         wrong = f"has no quant_method; its keys are {abbreviated(settings, 8) or 'none'}. Known: {', '.join(known)}."
     elif method not in known:
         wrong = f"has quant_method {method!r}, which breccia does not know{suggestion(method, known)}"
     else:
-        return Declared(where, method, settings)
+        return Announced(where, method, settings)
     raise UnsupportedError(
         f"{where} {wrong} Convert the checkpoint that it was made from; if the weights are not quantized, remove {where}.",
         where=where,
@@ -236,13 +236,13 @@ def _declared(where: str, settings: Any, default: str) -> Declared:
     )
 
 
-def _check_agreement(found: Sequence[Declared]) -> None:
-    for one in found[1:]:
-        if not any(form in found[0].formats for form in one.formats):
+def _check_agreement(announced: Sequence[Announced]) -> None:
+    for one in announced[1:]:
+        if not any(dialect in announced[0].dialects for dialect in one.dialects):
             raise CorruptFileError(
-                f"two quantization configs disagree: {found[0].where} is {found[0].method!r}, and {one.where} is "
+                f"two quantization configs disagree: {announced[0].where} is {announced[0].method!r}, and {one.where} is "
                 f"{one.method!r}. Keep the one that describes the tensors.",
-                declared=[found[0].method, one.method],
+                declared=[announced[0].method, one.method],
             )
 
 
@@ -255,28 +255,30 @@ def recognized(path: Path, containers: Sequence[Container]) -> BlockFP8 | None:
     Raises UnsupportedError for every format that breccia cannot decode, CorruptFileError where configs and tensors, or tensors
     and their scales, contradict each other. Reads headers and configs only.
     """
-    declared = [one for one in declarations(path) if one.method != OWN] if path.is_dir() else []
+    announced = [one for one in announcements(path) if one.method != OWN] if path.is_dir() else []
     tensors = {name: entry for container in containers for name, entry in container.entries.items()}
-    found = {form.name: (form, example) for form in FORMATS if (example := form.example(tensors))}
-    if not declared and not found:
+    matches = {dialect.name: (dialect, example) for dialect in DIALECTS if (example := dialect.example(tensors))}
+    if not announced and not matches:
         return None
-    possible = [form for form in FORMATS if all(one.method in form.methods for one in declared)] or declared[0].formats
-    refused = [name for name in found if name != BLOCK_FP8.name]
-    coded = found or any(entry.dtype in _FP8 for entry in tensors.values())
+    possible = [dialect for dialect in DIALECTS if all(one.method in dialect.methods for one in announced)] or announced[
+        0
+    ].dialects
+    refused = [name for name in matches if name != BLOCK_FP8.name]
+    coded = matches or any(entry.dtype in _FP8 for entry in tensors.values())
     if BLOCK_FP8 in possible and coded and not refused:
-        return BlockFP8.of(path, containers, declared)
-    agreeing = [found[name] for name in refused if found[name][0] in possible]
-    seen_as = agreeing or [found[name] for name in refused] or list(found.values()) or [(possible[0], dict[str, str]())]
+        return BlockFP8.of(path, containers, announced)
+    agreeing = [matches[name] for name in refused if matches[name][0] in possible]
+    seen_as = agreeing or [matches[name] for name in refused] or list(matches.values()) or [(possible[0], dict[str, str]())]
     look, example = seen_as[0]
-    form = look if agreeing else possible[0]
-    seen = [f"{one.where} is {one.method!r}" for one in declared]
+    dialect = look if agreeing else possible[0]
+    seen = [f"{one.where} is {one.method!r}" for one in announced]
     seen += [", ".join(f"{printable(name)} is {dtype}" for name, dtype in example.items())] if example else []
-    remedy = f"codes and scales are not values. {form.remedy}"
-    if not found:
-        remedy = f"but no tensor is quantized. Remove {' and '.join(one.where for one in declared)}, or download it again."
-    looks = "" if look is form else f", and its tensors look like {look.name}"
+    remedy = f"codes and scales are not values. {dialect.remedy}"
+    if not matches:
+        remedy = f"but no tensor is quantized. Remove {' and '.join(one.where for one in announced)}, or download it again."
+    looks = "" if look is dialect else f", and its tensors look like {look.name}"
     raise UnsupportedError(
-        f"{path} is already quantized ({form.name}{looks}): {'; '.join(seen)}; {remedy}", path=str(path), format=form.name
+        f"{path} is already quantized ({dialect.name}{looks}): {'; '.join(seen)}; {remedy}", path=str(path), format=dialect.name
     )
 
 
@@ -299,15 +301,15 @@ class BlockFP8:
     dtype: str
 
     @classmethod
-    def of(cls, path: Path, containers: Sequence[Container], declared: Sequence[Declared]) -> BlockFP8:
+    def of(cls, path: Path, containers: Sequence[Container], announced: Sequence[Announced]) -> BlockFP8:
         """Pair weights and scales. Raises CorruptFileError where one of the two is missing or does not fit the other."""
         files = {name: container for container in containers for name in container.entries}
         scales = {name.removesuffix("_scale_inv"): name for name in files if name.endswith("_scale_inv")}
-        found = cls(files, scales, _block(declared), _dtype(path))
+        blocks = cls(files, scales, _block(announced), _dtype(path))
         for weight in dict.fromkeys((*scales, *(n for n, c in files.items() if c.entries[n].dtype in _FP8))):
-            if wrong := found._wrong(weight):
+            if wrong := blocks._wrong(weight):
                 raise CorruptFileError(f"{path}: {wrong}", path=str(path), name=weight)
-        return found
+        return blocks
 
     def _wrong(self, weight: str) -> str:
         """What is wrong about a weight and its scale; empty if nothing is."""
@@ -348,9 +350,9 @@ class BlockFP8:
         return from_deepseek_v3(codes, stored, block_k=columns, fp8_format=_FP8[code.dtype], block_m=rows)
 
 
-def _block(declared: Sequence[Declared]) -> tuple[int, int]:
+def _block(announced: Sequence[Announced]) -> tuple[int, int]:
     """The block of `weight_block_size`; 128 x 128 without a config, as transformers assumes."""
-    for one in declared:
+    for one in announced:
         size = one.settings.get("weight_block_size", [TILE_M, TILE_M])
         if size is None:
             raise UnsupportedError(
@@ -368,6 +370,6 @@ def _dtype(path: Path) -> str:
     config = read_object(path / CONFIG) if path.is_dir() else None
     for _, part in model_configs(config or {}):
         for key in ("dtype", "torch_dtype"):
-            if isinstance(found := part.get(key), str) and (codec := float_codec(found)) is not None:
+            if isinstance(name := part.get(key), str) and (codec := float_codec(name)) is not None:
                 return codec.name
     return BF16.name
