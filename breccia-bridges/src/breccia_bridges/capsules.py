@@ -123,7 +123,7 @@ class Codes(dict[tuple[str | None, int, int, int], int]):
     """The DLDataTypeCode to export: of each (dtype whose bits an array holds, if not its own; its own code, bits and lanes).
 
     renamed: maps the name of a dtype to that of the exported one. A key that does not fit raises KeyError.
-    changes: the same of arrays met before, by (type, dtype, name of the dtype whose bits they hold); _SAME for their own code.
+    changes: the codes of arrays met before, by (type, dtype, name of the dtype whose bits they hold); _SAME for their own code.
     """
 
     def __init__(self, renamed: Callable[[str], str]) -> None:
@@ -136,11 +136,11 @@ class Codes(dict[tuple[str | None, int, int, int], int]):
         own = _NAMES[code, bits]
         if lanes != 1 or (dtype is not None and own != f"uint{CODES[dtype][1]}"):
             raise KeyError(key)
-        found, size = CODES[self.renamed(dtype or own)]
+        exported, size = CODES[self.renamed(dtype or own)]
         if size != bits:
             raise KeyError(key)
-        self[key] = found
-        return found
+        self[key] = exported
+        return exported
 
 
 class Export(NamedTuple):
@@ -239,8 +239,8 @@ class HostRoute:
         framework = framework_of(array).name
         if framework == self._framework:
             raise BufferError
-        found = _EXPORTS[framework](type(array), self._flagged)
-        return found._replace(checked=found.checked and self._strides is None)
+        export = _EXPORTS[framework](type(array), self._flagged)
+        return export._replace(checked=export.checked and self._strides is None)
 
 
 _REMEMBERED = 1024
@@ -365,9 +365,9 @@ def _compiled_part_of_jax() -> Take | None:
     try:
         take = targets.load("jaxlib._jax:dlpack_managed_tensor_to_buffer")
         device, probe = targets.load("jax:local_devices")(backend="cpu")[0], np.arange(3, dtype=np.float32)
-        found, expected = take(probe.__dlpack__(), device, None, None), targets.load("jax.numpy:from_dlpack")(probe)
-        same = found.dtype == expected.dtype and found.sharding == expected.sharding and found.committed == expected.committed
-        if same and np.array_equal(found, probe):
+        array, expected = take(probe.__dlpack__(), device, None, None), targets.load("jax.numpy:from_dlpack")(probe)
+        same = array.dtype == expected.dtype and array.sharding == expected.sharding and array.committed == expected.committed
+        if same and np.array_equal(array, probe):
 
             def call(capsule: Any) -> Array:
                 return take(capsule, device, None, None)

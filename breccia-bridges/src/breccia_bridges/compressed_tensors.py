@@ -62,34 +62,34 @@ def from_compressed_tensors(module: Any, recipe: ScalingRecipe | None = None) ->
             "compressed."
         )
     name = str(getattr(form, "value", form))
-    found = {n: p.detach() for n, p in module.named_parameters(recurse=False)} | dict(module.named_buffers(recurse=False))
-    if "weight_g_idx" in found:
+    parameters = {n: p.detach() for n, p in module.named_parameters(recurse=False)} | dict(module.named_buffers(recurse=False))
+    if "weight_g_idx" in parameters:
         raise DialectError(f"{title(module)} has weight_g_idx (activation order), which this bridge does not read.", found=name)
     read = _READERS.get(name)
     if read is None:
         raise DialectError(f"{title(module)} is in format {name!r}; known are {', '.join(_READERS)}.", found=name)
-    missing = [n for n in (*read[1], *(() if args.symmetric else ("weight_zero_point",))) if n not in found]
+    missing = [n for n in (*read[1], *(() if args.symmetric else ("weight_zero_point",))) if n not in parameters]
     if missing:
         raise DialectError(
             f"{title(module)} in format {name!r} lacks {', '.join(missing)}; it has "
-            f"{', '.join(found) or 'no parameters'}. Compress "
+            f"{', '.join(parameters) or 'no parameters'}. Compress "
             "the model first: ModelCompressor(...).compress_model(model).",
             missing=missing,
         )
-    return read[0](module, found, recipe)
+    return read[0](module, parameters, recipe)
 
 
-def _floats(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
-    data, scale = found["weight"], found["weight_scale"].float()
+def _floats(module: Any, parameters: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
+    data, scale = parameters["weight"], parameters["weight_scale"].float()
     fmt = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}.get(data.dtype)
     if data.dtype == torch.int8:
-        return _int8(module, found, recipe)
+        return _int8(module, parameters, recipe)
     if fmt is None:
         raise DialectError(
             f"{title(module)} has a weight in {data.dtype}: it is not compressed, or of a format without a recipe."
         )
-    if found["weight_scale"].dtype == torch.uint8:
-        return _mxfp8(module, found, recipe)
+    if parameters["weight_scale"].dtype == torch.uint8:
+        return _mxfp8(module, parameters, recipe)
     block = attribute(module.quantization_scheme.weights, "block_structure")
     if block is not None:
         inferred = float8_recipe(fmt, (block[0], block[1]))
@@ -104,8 +104,8 @@ def _floats(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) 
     return wrapped(module, data, scale, chosen(recipe, inferred, module), layout=layout)
 
 
-def _int8(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
-    data, scale = found["weight"], found["weight_scale"]
+def _int8(module: Any, parameters: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
+    data, scale = parameters["weight"], parameters["weight_scale"]
     dtype = FLOAT_NAMES.get(dtype_name(scale))
     if data.dtype != torch.int8 or dtype is None:
         raise DialectError(f"{title(module)} has a weight in {data.dtype} with scales in {scale.dtype}; codes are int8.")
@@ -119,7 +119,7 @@ def _int8(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) ->
     group = data.shape[1] // scale.shape[1]
     zero = None
     if not module.quantization_scheme.weights.symmetric:
-        zero = found["weight_zero_point"]
+        zero = parameters["weight_zero_point"]
         if zero.dtype != torch.int8 or (zero.numel() != 1 and zero.shape != scale.shape):
             raise DialectError(
                 f"{title(module)} has weight_zero_point of shape {tuple(zero.shape)} in {zero.dtype}; it is torch.int8, one "
@@ -131,24 +131,24 @@ def _int8(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) ->
     return wrapped(module, data, scale, chosen(recipe, inferred, module), zero_point=zero)
 
 
-def _packed(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
+def _packed(module: Any, parameters: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
     """int32 words along K with 4- or 8-bit codes, each with half of the range added."""
-    args, scale = module.quantization_scheme.weights, found["weight_scale"]
+    args, scale = module.quantization_scheme.weights, parameters["weight_scale"]
     bits, symmetric = args.num_bits, args.symmetric
-    shape = tuple(int(n) for n in found["weight_shape"].reshape(-1).tolist())
+    shape = tuple(int(n) for n in parameters["weight_shape"].reshape(-1).tolist())
     dtype = FLOAT_NAMES.get(dtype_name(scale))
     if len(shape) != 2 or min(shape) < 1:
         raise DialectError(f"{title(module)} has weight_shape {shape}; it is the shape of a matrix.", found=shape)
     if bits not in (4, 8) or dtype is None:
         raise DialectError(f"{title(module)} packs {bits} bits with scales in {scale.dtype}; recipes exist for 4 and 8 bits.")
-    data = found["weight_packed"].contiguous().view(torch.uint8)[:, : -(-shape[1] * bits // 8)]
+    data = parameters["weight_packed"].contiguous().view(torch.uint8)[:, : -(-shape[1] * bits // 8)]
     scale = scale.expand(shape[0], 1) if scale.numel() == 1 else scale
     zero = None
     if symmetric:
         data = _offset(data, bits)
         data = data if bits == 4 else data.view(torch.int8)
     else:
-        zero = _zero_points(module, found["weight_zero_point"], bits, tuple(scale.shape))
+        zero = _zero_points(module, parameters["weight_zero_point"], bits, tuple(scale.shape))
     group = args.group_size or shape[1]
     group = shape[1] if group < 0 else group
     inferred = integer_recipe(bits, group, shape[1], signed=symmetric, scale_dtype=dtype, symmetric=symmetric)
@@ -177,34 +177,34 @@ def _offset(data: Array, bits: int) -> Array:
     return data ^ 0x80 if data.dtype == torch.uint8 else data.view(torch.uint8) ^ 0x80
 
 
-def _nvfp4(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
-    whole = found["weight_global_scale"]
-    if whole.numel() != 1:
+def _nvfp4(module: Any, parameters: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
+    divisor = parameters["weight_global_scale"]
+    if divisor.numel() != 1:
         raise DialectError(
-            f"{title(module)} has one weight_global_scale; found {tuple(whole.shape)}.", found=tuple(whole.shape)
+            f"{title(module)} has one weight_global_scale; found {tuple(divisor.shape)}.", found=tuple(divisor.shape)
         )
     inferred = chosen(recipe, NVFP4BlockScaling(global_sense="divisor"), module)
-    return wrapped(module, found["weight_packed"], found["weight_scale"], inferred, global_scale=whole.reshape(()))
+    return wrapped(module, parameters["weight_packed"], parameters["weight_scale"], inferred, global_scale=divisor.reshape(()))
 
 
-def _mxfp4(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
+def _mxfp4(module: Any, parameters: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
     inferred = chosen(recipe, MXFP4BlockScaling(scale_rule="even"), module)
-    return wrapped(module, found["weight_packed"], _powers(module, found), inferred)
+    return wrapped(module, parameters["weight_packed"], _powers(module, parameters), inferred)
 
 
-def _mxfp8(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
+def _mxfp8(module: Any, parameters: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
     inferred = chosen(recipe, MXFP8BlockScaling(), module)
-    return wrapped(module, found["weight"], _powers(module, found), inferred)
+    return wrapped(module, parameters["weight"], _powers(module, parameters), inferred)
 
 
-def _mxfp6(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
+def _mxfp6(module: Any, parameters: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
     inferred = chosen(recipe, MXFP6BlockScaling("E2M3"), module)
-    return wrapped(module, found["weight_packed"], _powers(module, found), inferred)
+    return wrapped(module, parameters["weight_packed"], _powers(module, parameters), inferred)
 
 
-def _powers(module: Any, found: dict[str, Array]) -> Array:
+def _powers(module: Any, parameters: dict[str, Array]) -> Array:
     """E8M0 scales, stored as bytes."""
-    scale = found["weight_scale"]
+    scale = parameters["weight_scale"]
     if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         raise DialectError(
             f"{title(module)} has scales in {scale.dtype}; those of MX formats are E8M0 as torch.uint8.", found=scale.dtype
@@ -267,36 +267,36 @@ def _scheme(scaled: ScaledTensor) -> tuple[str, dict[str, Any]]:
     integer: dict[str, Any] = {"type": "int", "symmetric": scaled.zero_point is None}
     number: dict[str, Any] = {"type": "float", "num_bits": 8}
     powers = {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
-    found: tuple[str, dict[str, Any]] | None = None
+    scheme: tuple[str, dict[str, Any]] | None = None
     match recipe:
         case INT4Scaling() | INT8Scaling() if recipe.offset == "zero_point" and recipe.signed == recipe.symmetric:
             group = {"strategy": "channel"} if block[1] is None else {"strategy": "group", "group_size": block[1]}
-            found = "pack-quantized", integer | group | {"num_bits": recipe.format.element.bits}
+            scheme = "pack-quantized", integer | group | {"num_bits": recipe.format.element.bits}
         case Float8CurrentScaling("E4M3") | DelayedScaling("E4M3"):
-            found = "float-quantized", number | {"strategy": "tensor"}
+            scheme = "float-quantized", number | {"strategy": "tensor"}
         case Float8RowScaling("E4M3"):
-            found = "float-quantized", number | {"strategy": "channel"}
+            scheme = "float-quantized", number | {"strategy": "channel"}
         case Float8BlockScaling("E4M3"):
-            found = "float-quantized", number | {"strategy": "block", "block_structure": list(block)}
+            scheme = "float-quantized", number | {"strategy": "block", "block_structure": list(block)}
         case NVFP4BlockScaling(block_size=16, global_sense="divisor"):
             args = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
-            found = "nvfp4-pack-quantized", number | args | {"num_bits": 4}
+            scheme = "nvfp4-pack-quantized", number | args | {"num_bits": 4}
         case MXFP4BlockScaling():
-            found = "mxfp4-pack-quantized", number | powers | {"num_bits": 4}
+            scheme = "mxfp4-pack-quantized", number | powers | {"num_bits": 4}
         case MXFP6BlockScaling("E2M3"):
-            found = "mxfp6-pack-quantized", number | powers | {"num_bits": 6}
+            scheme = "mxfp6-pack-quantized", number | powers | {"num_bits": 6}
         case MXFP8BlockScaling("E4M3"):
-            found = "mxfp8-quantized", number | powers
+            scheme = "mxfp8-quantized", number | powers
         case _:
             pass
-    whole = block[1] is None or scaled.shape[-1] % block[1] == 0
-    if found is None or len(scaled.shape) != 2 or scaled.axis != -1 or not (whole or found[1]["strategy"] == "block"):
+    full_groups = block[1] is None or scaled.shape[-1] % block[1] == 0
+    if scheme is None or len(scaled.shape) != 2 or scaled.axis != -1 or not (full_groups or scheme[1]["strategy"] == "block"):
         raise DialectError(
             "compressed-tensors has matrices of integers of 4 and 8 bits, FP8 (E4M3), MXFP8, MXFP6 (E2M3), MXFP4 and NVFP4 "
             f'(global_sense="divisor"), in whole groups along K; this tensor is {scaled!r}. Requantize it to one of these.',
             recipe=recipe,
         )
-    return found
+    return scheme
 
 
 def _written(scaled: ScaledTensor, form: str) -> dict[str, Array]:
@@ -307,14 +307,14 @@ def _written(scaled: ScaledTensor, form: str) -> dict[str, Array]:
     if form == "pack-quantized":
         bits = scaled.recipe.format.element.bits
         words = data.view(torch.uint8) if zero is not None else _offset(data.view(torch.uint8), bits)
-        found = {"weight_packed": _words(words, scaled.shape[1], bits), "weight_scale": scale}
+        parameters = {"weight_packed": _words(words, scaled.shape[1], bits), "weight_scale": scale}
         if zero is not None:
             columns = zero.T.contiguous()
             if bits == 4:
                 columns = torch.nn.functional.pad(columns, (0, columns.shape[1] % 2))
                 columns = columns[:, ::2] | (columns[:, 1::2] << 4)
-            found["weight_zero_point"] = _words(columns, scaled.shape[0], bits).T.contiguous()
-        return found | {"weight_shape": torch.tensor(scaled.shape, device=data.device)}
+            parameters["weight_zero_point"] = _words(columns, scaled.shape[0], bits).T.contiguous()
+        return parameters | {"weight_shape": torch.tensor(scaled.shape, device=data.device)}
     if form == "nvfp4-pack-quantized":
         return {"weight_packed": data, "weight_scale": scale, "weight_global_scale": scaled.global_scale.reshape(1)}
     if form.startswith("mxfp"):
@@ -327,10 +327,10 @@ def _written(scaled: ScaledTensor, form: str) -> dict[str, Array]:
 
 def _bytes_of(scaled: ScaledTensor, zero: Array) -> Array:
     """Zero-points as bytes, in whose range they are."""
-    found = zero.to(torch.uint8)
-    if not _equal(found, zero):
+    zero_bytes = zero.to(torch.uint8)
+    if not _equal(zero_bytes, zero):
         raise DialectError(f"compressed-tensors has zero-points in the range of the codes; this tensor is {scaled!r}.")
-    return found
+    return zero_bytes
 
 
 def _words(data: Array, codes: int, bits: int) -> Array:
@@ -338,8 +338,8 @@ def _words(data: Array, codes: int, bits: int) -> Array:
     if codes * bits % 8:
         data = data.clone()
         data[:, -1] &= 15
-    whole = torch.nn.functional.pad(data, (0, -data.shape[1] % 4))
-    return whole.reshape(-1).view(torch.int32).reshape(len(data), -1)
+    padded = torch.nn.functional.pad(data, (0, -data.shape[1] % 4))
+    return padded.reshape(-1).view(torch.int32).reshape(len(data), -1)
 
 
 def _fitted(like: Any, name: str, value: Array) -> Array:

@@ -46,16 +46,16 @@ def from_deepseek_v3(
     _check_codes(data, recipes[0])
     layouts = [recipe.layout.fitted(shape) for recipe in recipes]
     expected = [layout.scale_shapes(shape)[0] for layout in layouts]
-    found = tuple(scale.shape)
-    if found not in expected:
+    scale_shape = tuple(scale.shape)
+    if scale_shape not in expected:
         forms = " or ".join(f"{e} (one per {r.block_m} x {block_k})" for e, r in zip(expected, recipes, strict=True))
         raise DialectError(
-            f"data of shape {shape} needs scales of shape {forms}; got {found}. Give block_m= and block_k= as in the "
+            f"data of shape {shape} needs scales of shape {forms}; got {scale_shape}. Give block_m= and block_k= as in the "
             "checkpoint's weight_block_size, and the tensor unsharded, not transposed.",
             expected=tuple(expected),
-            found=found,
+            found=scale_shape,
         )
-    which = expected.index(found)
+    which = expected.index(scale_shape)
     recipe, layout = recipes[which], layouts[which]
     match dtype_name(scale):
         case "float32":
@@ -96,24 +96,24 @@ def to_deepseek_v3(scaled: ScaledTensor) -> tuple[Any, Any]:
             axis=scaled.axis,
         )
     expected: Shape = scaled.recipe.layout.fitted(scaled.shape).scale_shapes(scaled.shape)[0]
-    found = dtype_name(scaled.scale)
-    if scaled.zero_point is not None or found != "float32" or tuple(scaled.scale.shape) != expected:
+    dtype = dtype_name(scaled.scale)
+    if scaled.zero_point is not None or dtype != "float32" or tuple(scaled.scale.shape) != expected:
         extra = "" if scaled.zero_point is None else " and a zero-point"
         raise DialectError(
-            f"DeepSeek-V3 has float32 scales of shape {expected} and no zero-point for this tensor; it has {found} scales of "
+            f"DeepSeek-V3 has float32 scales of shape {expected} and no zero-point for this tensor; it has {dtype} scales of "
             f"shape {tuple(scaled.scale.shape)}{extra}. Quantize its values again: "
             f"breccia.cast(breccia.dequantize(scaled), {target}).",
-            found=found,
+            found=dtype,
         )
     return scaled.data, scaled.scale
 
 
 def _check_codes(data: Array, recipe: Float8BlockScaling) -> None:
     element = recipe.format.element
-    found = dtype_name(data)
-    if found not in ("uint8", element.dtype):
+    dtype = dtype_name(data)
+    if dtype not in ("uint8", element.dtype):
         raise DialectError(
-            f"fp8_format={recipe.fp8_format!r} means codes in uint8 or {element.dtype}; got {found}. Codes of another dtype "
+            f"fp8_format={recipe.fp8_format!r} means codes in uint8 or {element.dtype}; got {dtype}. Codes of another dtype "
             "decode to other values: pass their fp8_format, or quantize values with breccia.cast.",
-            found=found,
+            found=dtype,
         )

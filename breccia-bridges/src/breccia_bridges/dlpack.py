@@ -247,10 +247,10 @@ class Bundle(tuple[Any, ...]):
             )
         self = super().__new__(cls, map(parts.get, names))
         self.header, self.names = header, names
-        found = [parts.get(name) for name in PARTS]
+        components = [parts.get(name) for name in PARTS]
         self.memory = (
-            tuple([part.array if isinstance(part, Part) else part for part in found]),
-            tuple([part.dtype if isinstance(part, Part) else None for part in found]),
+            tuple([part.array if isinstance(part, Part) else part for part in components]),
+            tuple([part.dtype if isinstance(part, Part) else None for part in components]),
         )
         return self
 
@@ -301,10 +301,10 @@ _OWN: Dtypes = (None,) * len(PARTS)
 
 def _memory(st: ScaledTensor) -> tuple[Arrays, Dtypes]:
     """The arrays whose memory holds the components."""
-    held = st.held
-    if held is None:
+    replacement = st.held
+    if replacement is None:
         return _parts(st), _OWN
-    return held.leaves, tuple([name if held.replaces(n) else None for n, name in enumerate(held.dtypes)])
+    return replacement.leaves, tuple([name if replacement.replaces(n) else None for n, name in enumerate(replacement.dtypes)])
 
 
 def _parts(st: ScaledTensor) -> Arrays:
@@ -319,8 +319,8 @@ _COPY_FIRST = "breccia.bridges.from_dlpack(scaled, framework, copy=True) gives a
 
 def _header(st: ScaledTensor) -> str:
     codec = st.recipe.format.scale.codec
-    found = dtype_name(st.scale_dtype) if codec.bits > 8 else ""
-    return _written(st.recipe, st.layout, st.axis, st.shape, found)
+    scale_dtype = dtype_name(st.scale_dtype) if codec.bits > 8 else ""
+    return _written(st.recipe, st.layout, st.axis, st.shape, scale_dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -429,19 +429,19 @@ class _Transfer:
 
     def taken(self, arrays: Arrays, dtypes: Dtypes, recipe: ScalingRecipe) -> Arrays:
         """The components of a tensor, as arrays of the target."""
-        found = list[Any]()
+        components = list[Any]()
         for name, array, dtype, codes in zip(PARTS, arrays, dtypes, self._codes(recipe), strict=True):
             try:
-                found.append(None if array is None else self._taken(array, codes.renamed, dtype))
+                components.append(None if array is None else self._taken(array, codes.renamed, dtype))
             except _Refused as e:
                 said = f"from_dlpack: {self.target.name} cannot {{}} {name}: {e}. "
                 if e.remedy:
                     raise UnsupportedError(said.format("take") + e.remedy, part=name) from e
                 raise OptionError(f"{said.format('share')}copy=None copies it.", part=name, copy=False) from e
-        return tuple(found)
+        return tuple(components)
 
     def _codes(self, recipe: ScalingRecipe) -> tuple[Codes, ...]:
-        """Of each component of a recipe."""
+        """The codes of each component of a recipe."""
         known = self.codes.get(recipe.interned_key)
         if known is None:
             codecs = recipe.format.parts
@@ -457,9 +457,9 @@ class _Transfer:
             and _framework(array) is self.target
             and renamed(name := dtype_name(array)) == name
         ):
-            found = array if self.device is None else self.ops.to(array, self.device)
-            if self.copy is None or found is array:
-                return found
+            component = array if self.device is None else self.ops.to(array, self.device)
+            if self.copy is None or component is array:
+                return component
         part = Part(array, renamed, self.consumer, dtype)
         here = None
         try:
@@ -468,32 +468,32 @@ class _Transfer:
             if self.device is not None and _kind(self.device) != here:
                 part.__dlpack__(max_version=VERSION)
                 raise _Refused(f"it is on {here}, and device={self.device!r} is another device")
-            found = self._shared(part)
+            component = self._shared(part)
         except _Refused as e:
             if e.remedy or self.copy is False:
                 raise
             return self._copied(array, renamed, self.device, dtype)
-        if self.copy is None or not math.prod(found.shape):
-            return found
-        shared = _address(found) == part.address
+        if self.copy is None or not math.prod(component.shape):
+            return component
+        shared = _address(component) == part.address
         if self.copy and shared:
-            return self._copied(array, renamed, self.device if here == "cpu" else found.device, dtype)
+            return self._copied(array, renamed, self.device if here == "cpu" else component.device, dtype)
         if not self.copy and not shared:
             off = (part.address or 0) % self.consumer.aligned
             past = f"its address is {off} bytes past a multiple of {self.consumer.aligned}"
             raise _Refused(past if off else f"{self.target.name} always copies")
-        return found
+        return component
 
     def _shared(self, part: Part) -> Array:
         """A component as an array of the target, on `device`."""
         enter = _entrance(self.consumer.module or self.target.module)
         try:
-            found = enter(part)
+            component = enter(part)
         except Exception as e:  # some consumers replace the error raised here by their own
             if part.refused:
                 raise part.refused from e
             raise _Refused(_said(e), "Pass device= to move it there, which copies.") from e
-        return found if self.device is None else self.ops.to(found, self.device)
+        return component if self.device is None else self.ops.to(component, self.device)
 
     def _copied(self, array: Any, renamed: Callable[[str], str], device: Any, dtype: str | None) -> Array:
         """Share a copy in host memory instead: C order, native byte order, aligned, writable."""
@@ -506,7 +506,7 @@ class _Transfer:
 
 
 def _transfer(framework: str) -> _Transfer:
-    """To the framework's default device, sharing memory where possible. Raises UnknownNameError."""
+    """The transfer to the framework's default device, sharing memory where possible. Raises UnknownNameError."""
     declared = registry()
     known = _transfers.get(framework)
     if known is None or known[0] is not declared:
@@ -515,8 +515,8 @@ def _transfer(framework: str) -> _Transfer:
         route = take and HostRoute(
             framework, take.call, take.flagged, consumer.writes, None if take.strict else consumer.strides
         )
-        found = _Transfer(target, targets.load(target.ops), consumer, route)
-        known = _transfers[framework] = (declared, found)
+        transfer = _Transfer(target, targets.load(target.ops), consumer, route)
+        known = _transfers[framework] = (declared, transfer)
     return known[1]
 
 

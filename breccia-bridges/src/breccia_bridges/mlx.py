@@ -67,12 +67,12 @@ def from_mlx(
         state = "has biases; got none" if biases is None else "has no biases; got some"
         raise DialectError(f"mode {mode!r} {state}.", mode=mode)
     wanted = "uint8" if mode in _RECIPES else dtype_name(scales)
-    found = {"w": dtype_name(w), "scales": dtype_name(scales), **({} if biases is None else {"biases": dtype_name(biases)})}
-    if found != dict.fromkeys(found, wanted) | {"w": "uint32"}:
+    dtypes = {"w": dtype_name(w), "scales": dtype_name(scales), **({} if biases is None else {"biases": dtype_name(biases)})}
+    if dtypes != dict.fromkeys(dtypes, wanted) | {"w": "uint32"}:
         raise DialectError(
             f"mode {mode!r} has w as uint32, and scales and biases of one dtype, {wanted}; got "
-            f"{', '.join(f'{name} as {dtype}' for name, dtype in found.items())}. Pass the arrays as MLX gave them.",
-            found=found,
+            f"{', '.join(f'{name} as {dtype}' for name, dtype in dtypes.items())}. Pass the arrays as MLX gave them.",
+            found=dtypes,
         )
     if len(w.shape) < 2:
         raise DialectError(f"w is (..., M, K * bits / 32); got shape {tuple(w.shape)}.", found=tuple(w.shape))
@@ -218,9 +218,9 @@ def _mode(recipe: ScalingRecipe) -> str | None:
 
 
 def _need_mlx(op: str, array: Any) -> None:
-    found = framework_of(array, "w").name
-    if found != "mlx":
+    framework = framework_of(array, "w").name
+    if framework != "mlx":
         raise UnsupportedError(
-            f"{op} takes MLX arrays, got {found} arrays; convert a tensor by breccia.bridges.from_dlpack(scaled, 'mlx').",
-            found=found,
+            f"{op} takes MLX arrays, got {framework} arrays; convert a tensor by breccia.bridges.from_dlpack(scaled, 'mlx').",
+            found=framework,
         )

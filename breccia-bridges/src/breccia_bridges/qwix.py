@@ -66,14 +66,14 @@ def from_qwix(array: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor:
             found=tuple(scale.shape),
         )
     *lead, rows, columns = (n // s for n, s in zip(shape, scale.shape, strict=True))
-    whole = (rows, columns) == shape[-2:] and shape[-2] > 1
-    if any(n != 1 for n in lead) and not (whole and lead == list(shape[:-2])):
+    one_tile = (rows, columns) == shape[-2:] and shape[-2] > 1
+    if any(n != 1 for n in lead) and not (one_tile and lead == list(shape[:-2])):
         raise DialectError(f"{title(array)} has scales {tuple(scale.shape)} that matrices of shape {shape} share.")
-    axis = -1 if rows == 1 or whole or columns != 1 else -2
+    axis = -1 if rows == 1 or one_tile or columns != 1 else -2
     across, along = (rows, columns) if axis == -1 else (columns, rows)
-    inferred, element_scale = _recipe(array, kind, scale, across, along, shape[axis], whole)
-    found = chosen(recipe, inferred, array)
-    ops, element = ops_of(codes), found.format.element
+    inferred, element_scale = _recipe(array, kind, scale, across, along, shape[axis], one_tile)
+    array_recipe = chosen(recipe, inferred, array)
+    ops, element = ops_of(codes), array_recipe.format.element
     if element.bits == 4:
         words = ops.load(codes.astype("int8").astype("uint8")) if kind in ("int4", "nf4") else _fp4_words(codes)
         words = words & 15
@@ -82,9 +82,9 @@ def from_qwix(array: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor:
         data = codes
     if element_scale is not None:
         scale = _coded(array, scale, element_scale)
-    if whole:
+    if one_tile:
         scale = scale.reshape(scale.shape[:-2] if any(n > 1 for n in scale.shape) else ())
-    return wrapped(array, data, scale, found, layout=found.layout.oriented(axis), axis=axis, shape=shape)
+    return wrapped(array, data, scale, array_recipe, layout=array_recipe.layout.oriented(axis), axis=axis, shape=shape)
 
 
 def to_qwix(scaled: ScaledTensor, *, like: Any = None) -> Any:
@@ -147,7 +147,7 @@ def _is_signed(scaled: ScaledTensor) -> bool:
 
 
 def _recipe(
-    array: Any, kind: str, scale: Array, across: int, along: int, length: int, whole: bool
+    array: Any, kind: str, scale: Array, across: int, along: int, length: int, one_tile: bool
 ) -> tuple[ScalingRecipe, Codec | None]:
     """The recipe of a QArray's type and tiles, and the codec that its scales are to be coded in."""
     dtype = FLOAT_NAMES.get(dtype_name(scale))
@@ -159,9 +159,9 @@ def _recipe(
             )
         return recipe, codec
     if kind in _FP8 and dtype == "fp32":
-        block = TENSOR if whole else (across, None if across == 1 and along == length else along)
+        block = TENSOR if one_tile else (across, None if across == 1 and along == length else along)
         return float8_recipe(_FP8[kind], block), None
-    if dtype is not None and across == 1 and not whole:
+    if dtype is not None and across == 1 and not one_tile:
         if kind in ("int4", "int8"):
             return integer_recipe(int(kind[3:]), along, length, scale_dtype=dtype), None
         if kind == "nf4":

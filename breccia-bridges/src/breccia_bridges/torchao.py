@@ -132,15 +132,15 @@ def to_torchao(
     if name not in _WRITERS:
         raise UnsupportedError(f"to_torchao builds {', '.join(_WRITERS)}; like= is {title(like)}.", found=name)
     kind: Any = _class(name) if like is None else type(like)
-    given: dict[str, Any] = {} if like is None else {n: getattr(like, n) for n in _attribute_names(kind)}
+    options: dict[str, Any] = {} if like is None else {n: getattr(like, n) for n in _attribute_names(kind)}
     if dtype is not None or like is None:
-        given["orig_dtype" if name in ("MXTensor", "NVFP4Tensor") else "dtype"] = dtype or torch.float32
+        options["orig_dtype" if name in ("MXTensor", "NVFP4Tensor") else "dtype"] = dtype or torch.float32
     if activation is not None:
-        given |= _activation_options(activation)
-    given |= attributes
-    found = _WRITERS[name](scaled, given, kind)
+        options |= _activation_options(activation)
+    options |= attributes
+    fields = _WRITERS[name](scaled, options, kind)
     try:
-        return kind(**(given | found))
+        return kind(**(options | fields))
     except TypeError as e:
         raise DialectError(
             f"torchao's {name} does not take these attributes: {e}. This bridge is written for torchao 0.18.", found=name
@@ -150,7 +150,7 @@ def to_torchao(
 def _activation_options(recipe: ScalingRecipe) -> dict[str, Any]:
     """The attributes with which torchao quantizes inputs under a recipe: the inverse of `torchao_activation`."""
 
-    def made(path: str, **options: Any) -> Any:
+    def build(path: str, **options: Any) -> Any:
         return targets.load(path)(**options)
 
     granularity = "torchao.quantization.granularity"
@@ -158,22 +158,22 @@ def _activation_options(recipe: ScalingRecipe) -> dict[str, Any]:
         if isinstance(recipe, Float8BlockScaling):
             each = targets.load(f"{granularity}:PerBlock")([recipe.block_m, recipe.block_k])
         else:
-            each = made(f"{granularity}:{'PerRow' if isinstance(recipe, Float8RowScaling) else 'PerTensor'}")
+            each = build(f"{granularity}:{'PerRow' if isinstance(recipe, Float8RowScaling) else 'PerTensor'}")
         codes = next(dtype for dtype, fmt in _FP8.items() if fmt == recipe.fp8_format)
         path = f"{_CLASSES['Float8Tensor']}:QuantizeTensorToFloat8Kwargs"
-        config = made("torchao.float8.inference:Float8MMConfig", use_fast_accum=False)
-        options = made(path, float8_dtype=codes, granularity=each, mm_config=config)
+        config = build("torchao.float8.inference:Float8MMConfig", use_fast_accum=False)
+        options = build(path, float8_dtype=codes, granularity=each, mm_config=config)
         return {"act_quant_kwargs": options, "mm_config": config}
     if isinstance(recipe, INT8Scaling) and recipe.signed and recipe.group_size is None:
-        each = made(f"{granularity}:PerRow")
-        return {"act_quant_kwargs": made(f"{_CLASSES['Int8Tensor']}:QuantizeTensorToInt8Kwargs", granularity=each)}
+        each = build(f"{granularity}:PerRow")
+        return {"act_quant_kwargs": build(f"{_CLASSES['Int8Tensor']}:QuantizeTensorToInt8Kwargs", granularity=each)}
     if isinstance(recipe, MXFP8BlockScaling | MXFP6BlockScaling | MXFP4BlockScaling):
         mode = targets.load("torchao.prototype.mx_formats.config:ScaleCalculationMode")(recipe.scale_rule)
         path = f"{_CLASSES['MXTensor']}:QuantizeTensorToMXKwargs"
-        return {"act_quant_kwargs": made(path, elem_dtype=_mx_element(recipe.format.element), scaling_mode=mode)}
+        return {"act_quant_kwargs": build(path, elem_dtype=_mx_element(recipe.format.element), scaling_mode=mode)}
     if isinstance(recipe, NVFP4BlockScaling):
         path = f"{_CLASSES['NVFP4Tensor']}:QuantizeTensorToNVFP4Kwargs"
-        return {"act_quant_kwargs": made(path, use_dynamic_per_tensor_scale=recipe.two_level)}
+        return {"act_quant_kwargs": build(path, use_dynamic_per_tensor_scale=recipe.two_level)}
     raise DialectError(f"torchao has no way to quantize inputs under {recipe!r}.", recipe=recipe)
 
 
@@ -193,8 +193,8 @@ def torchao_activation(tensor: Tensor) -> ScalingRecipe | None:
             raise DialectError(
                 f"{title(tensor)} has {name}, a fixed scale of the inputs, which no recipe describes.", found=name
             )
-    if (found := getattr(tensor, "activation_quantization", None)) is not None:
-        raise DialectError(f"{title(tensor)} quantizes inputs as {found}: asymmetric per token, which no recipe describes.")
+    if (mode := getattr(tensor, "activation_quantization", None)) is not None:
+        raise DialectError(f"{title(tensor)} quantizes inputs as {mode}: asymmetric per token, which no recipe describes.")
     options = getattr(tensor, "act_quant_kwargs", None)
     if options is None:
         return None
@@ -234,8 +234,8 @@ def _float8(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
     if (m, k) == TENSOR:
         scale = scale.reshape(scale.shape[:-2] if any(n > 1 for n in scale.shape) else ())
     inferred = float8_recipe(fmt, (m, k))
-    found = chosen(recipe, inferred, tensor)
-    return wrapped(tensor, data, scale, found, layout=inferred.layout.oriented(axis), axis=axis)
+    tensor_recipe = chosen(recipe, inferred, tensor)
+    return wrapped(tensor, data, scale, tensor_recipe, layout=inferred.layout.oriented(axis), axis=axis)
 
 
 def _int8(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
@@ -250,10 +250,10 @@ def _int8(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
 def _intx(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
     """Integers of up to 8 bits, one to a byte; those of 4 bits are packed, others stay 8-bit codes."""
     target = attribute(tensor, "target_dtype")
-    found = str(target).rpartition("torch.int")[2]
-    if found not in map(str, range(1, 9)):
+    digits = str(target).rpartition("torch.int")[2]
+    if digits not in map(str, range(1, 9)):
         raise DialectError(f"{title(tensor)} has target_dtype={target}; this bridge reads torch.int1 to int8.", found=target)
-    bits = int(found)
+    bits = int(digits)
     data = buffer(tensor, "qdata")
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     if bool(((data < low) | (data > high)).any()):
@@ -296,7 +296,7 @@ def _of_integers(
         )
     asymmetric = zero is not None and bool((zero != 0).any())
     fields: dict[str, Any] = {"scale_dtype": scale_dtype, "signed": not asymmetric, "symmetric": not asymmetric}
-    found = chosen(recipe, integer_recipe(bits, k, data.shape[axis], **fields), tensor)
+    tensor_recipe = chosen(recipe, integer_recipe(bits, k, data.shape[axis], **fields), tensor)
     codes = data
     if asymmetric:
         assert zero is not None
@@ -305,12 +305,14 @@ def _of_integers(
     ops = ops_of(data)
     if bits == 4:
         words = ops.load(codes.to(torch.uint8)) & 15
-        codes = _packed(words, found.format.element, axis)
+        codes = _packed(words, tensor_recipe.format.element, axis)
     else:
         codes = codes if codes is data else codes.to(torch.uint8)
-    layout = PerChannel() if k is None else found.layout.oriented(axis)
+    layout = PerChannel() if k is None else tensor_recipe.layout.oriented(axis)
     shape = tuple(data.shape)
-    return wrapped(tensor, codes, scale, found, layout=layout, zero_point=zero if asymmetric else None, axis=axis, shape=shape)
+    return wrapped(
+        tensor, codes, scale, tensor_recipe, layout=layout, zero_point=zero if asymmetric else None, axis=axis, shape=shape
+    )
 
 
 def _moved(tensor: Tensor, zero: Array, half: int) -> Array:
@@ -344,20 +346,20 @@ def _nvfp4(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
     data, scale, size = buffer(tensor, "qdata"), buffer(tensor, "scale"), attribute(tensor, "block_size")
     if size != 16:
         raise DialectError(f"{title(tensor)} has block_size={size}; NVFP4 has blocks of 16.", found=size)
-    whole = buffer_or_none(tensor, "per_tensor_scale")
-    inferred = NVFP4BlockScaling(two_level=whole is not None)
-    if whole is not None:
-        if whole.numel() != math.prod(whole.shape[:-2]):
+    global_scale = buffer_or_none(tensor, "per_tensor_scale")
+    inferred = NVFP4BlockScaling(two_level=global_scale is not None)
+    if global_scale is not None:
+        if global_scale.numel() != math.prod(global_scale.shape[:-2]):
             raise DialectError(
-                f"{title(tensor)} has per_tensor_scale of shape {tuple(whole.shape)}; it is one number, or one for each "
+                f"{title(tensor)} has per_tensor_scale of shape {tuple(global_scale.shape)}; it is one number, or one for each "
                 "expert, of shape (experts, 1, 1).",
-                found=tuple(whole.shape),
+                found=tuple(global_scale.shape),
             )
-        whole = whole.reshape(whole.shape[:-2])
-    return _blocks(tensor, data, scale, whole, chosen(recipe, inferred, tensor))
+        global_scale = global_scale.reshape(global_scale.shape[:-2])
+    return _blocks(tensor, data, scale, global_scale, chosen(recipe, inferred, tensor))
 
 
-def _blocks(tensor: Tensor, data: Array, scale: Array, whole: Array | None, recipe: ScalingRecipe) -> ScaledTensor:
+def _blocks(tensor: Tensor, data: Array, scale: Array, global_scale: Array | None, recipe: ScalingRecipe) -> ScaledTensor:
     """Codes of blocks within a row, plain or swizzled; transposed if their strides are."""
     if data.dtype == torch.float4_e2m1fn_x2:
         data = data.view(torch.uint8)
@@ -372,9 +374,9 @@ def _blocks(tensor: Tensor, data: Array, scale: Array, whole: Array | None, reci
             )
         scale = scale.reshape(*lead[1:], rows // 32, columns // 16, 512)
         layout = InStorage(layout, _SWIZZLE)
-    found = wrapped(tensor, data, scale, recipe, layout=layout, global_scale=whole)
-    check_padding(found, tensor, "scale", "Quantize the tensor again.")
-    return found.mT if transposed else found
+    st = wrapped(tensor, data, scale, recipe, layout=layout, global_scale=global_scale)
+    check_padding(st, tensor, "scale", "Quantize the tensor again.")
+    return st.mT if transposed else st
 
 
 def _int4(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
@@ -401,7 +403,7 @@ def _int4(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
 
 def _affine(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
     """AffineQuantizedTensor: torchao before 0.16, with plain layouts; by attributes, in any of the spellings it had."""
-    inner = next((found for n in ("tensor_impl", "layout_tensor") if (found := getattr(tensor, n, None)) is not None), None)
+    inner = next((impl for n in ("tensor_impl", "layout_tensor") if (impl := getattr(tensor, n, None)) is not None), None)
     if inner is not None and hasattr(inner, "get_plain"):
         data, scale, zero = inner.get_plain()
     else:
@@ -446,7 +448,7 @@ _READERS: dict[str, Callable[[Tensor, ScalingRecipe | None], ScaledTensor]] = {
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def _to_float8(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
+def _to_float8(scaled: ScaledTensor, options: dict[str, Any], kind: type) -> dict[str, Any]:
     scaled = scaled.to_plain()
     if scaled.recipe.format.element not in (E4M3, E5M2) or scaled.recipe.format.scale.codec.bits != 32:
         raise _unlike(scaled, "Float8Tensor", "FP8 codes under FP32 scales")
@@ -455,25 +457,25 @@ def _to_float8(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[
     if data.dtype == torch.uint8:
         data = data.view(torch.float8_e4m3fn if scaled.recipe.format.element == E4M3 else torch.float8_e5m2)
     scale = scaled.scale.reshape([n // b for n, b in zip(scaled.shape, block, strict=True)])
-    _keep_block(given, block)
-    return {"qdata": data, "scale": scale, "block_size": given.get("block_size") or block}
+    _keep_block(options, block)
+    return {"qdata": data, "scale": scale, "block_size": options.get("block_size") or block}
 
 
-def _to_int8(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
-    return _to_integers(scaled, given, kind.__name__, 8)
+def _to_int8(scaled: ScaledTensor, options: dict[str, Any], kind: type) -> dict[str, Any]:
+    return _to_integers(scaled, options, kind.__name__, 8)
 
 
-def _to_intx(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
+def _to_intx(scaled: ScaledTensor, options: dict[str, Any], kind: type) -> dict[str, Any]:
     bits = scaled.recipe.format.element.bits
-    found = _to_integers(scaled, given, kind.__name__, bits)
-    given.setdefault("target_dtype", getattr(torch, f"int{bits}"))
-    given.setdefault("activation_quantization", None)
-    if found["zero_point"] is None:
-        found["zero_point"] = torch.zeros_like(found["scale"], dtype=torch.int8)
-    return found
+    fields = _to_integers(scaled, options, kind.__name__, bits)
+    options.setdefault("target_dtype", getattr(torch, f"int{bits}"))
+    options.setdefault("activation_quantization", None)
+    if fields["zero_point"] is None:
+        fields["zero_point"] = torch.zeros_like(fields["scale"], dtype=torch.int8)
+    return fields
 
 
-def _to_integers(scaled: ScaledTensor, given: dict[str, Any], name: str, bits: int) -> dict[str, Any]:
+def _to_integers(scaled: ScaledTensor, options: dict[str, Any], name: str, bits: int) -> dict[str, Any]:
     scaled = scaled.to_plain()
     fmt = scaled.recipe.format
     if not isinstance(scaled.recipe, INT4Scaling if bits == 4 else INT8Scaling) or fmt.offset == "bias":
@@ -493,25 +495,25 @@ def _to_integers(scaled: ScaledTensor, given: dict[str, Any], name: str, bits: i
             if bool(((zero < -128) | (zero > 127)).any()):
                 raise DialectError(f"torchao's {name} has zero-points in int8; some of this tensor's lie outside {-half}..127.")
             zero = zero.to(torch.int8)
-        elif name == "IntxUnpackedToInt8Tensor" and given.get("dtype") is not None:
+        elif name == "IntxUnpackedToInt8Tensor" and options.get("dtype") is not None:
             narrow = zero.to(scaled.scale.dtype)
             zero = narrow if torch.equal(narrow.float(), zero.float()) else zero
     shape = [n // b for n, b in zip(scaled.shape, block, strict=True)]
     scale = scaled.scale.reshape(shape)
     zero = None if zero is None else zero.reshape(shape)
-    wanted = given.get("block_size")
+    wanted = options.get("block_size")
     if wanted is not None and list(wanted) == list(scaled.shape) and list(wanted) != block:  # like= has one scale for all
         first = (slice(0, 1),) * scale.ndim
         if not torch.equal(scale, scale[first].expand_as(scale)):
             raise DialectError(f"like= has one scale for the whole tensor; this tensor has different ones: {scaled!r}.")
         scale, zero, block = scale[first], None if zero is None else zero[first], list(wanted)
-    if zero is None and given.pop("zero_point", None) is not None:
+    if zero is None and options.pop("zero_point", None) is not None:
         zero = torch.zeros_like(scale, dtype=torch.int8)
-    _keep_block(given, block)
-    return {"qdata": data, "scale": scale, "zero_point": zero, "block_size": given.get("block_size") or block}
+    _keep_block(options, block)
+    return {"qdata": data, "scale": scale, "zero_point": zero, "block_size": options.get("block_size") or block}
 
 
-def _to_int4(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
+def _to_int4(scaled: ScaledTensor, options: dict[str, Any], kind: type) -> dict[str, Any]:
     if not isinstance(scaled.recipe, SignedInt4Scaling):
         raise _unlike(scaled, "Int4Tensor", "signed 4-bit integers with a float bias")
     block = _block_size(scaled.to_plain(), "Int4Tensor")
@@ -519,28 +521,28 @@ def _to_int4(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[st
         raise DialectError(f"torchao's Int4Tensor has groups along the last axis; this tensor is {scaled!r}. Pass its .mT.")
     stored = scaled.to_storage("transposed")
     for name in ("dtype", "zero_point"):
-        given.pop(name, None)
-    _keep_block(given, block)
+        options.pop(name, None)
+    _keep_block(options, block)
     parts = {"qdata": stored.data.view(torch.int8), "scale": stored.scale, "zero_point": stored.zero_point}
-    return parts | {"block_size": given.get("block_size") or block, "shape": torch.Size(scaled.shape)}
+    return parts | {"block_size": options.get("block_size") or block, "shape": torch.Size(scaled.shape)}
 
 
-def _to_mx(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
+def _to_mx(scaled: ScaledTensor, options: dict[str, Any], kind: type) -> dict[str, Any]:
     fmt = scaled.recipe.format
     if fmt.element not in (E4M3, E5M2, E2M3, E3M2, E2M1) or fmt.scale.codec.name != "E8M0" or len(fmt.levels) > 1:
         raise _unlike(scaled, "MXTensor", "an MX format of FP8, FP6 or FP4")
-    found = _to_blocks(scaled, "MXTensor", torch.float8_e8m0fnu)
+    fields = _to_blocks(scaled, "MXTensor", torch.float8_e8m0fnu)
     if fmt.element in (E2M3, E3M2):
-        found["qdata"] = _unpacked(scaled).to(torch.uint8)
+        fields["qdata"] = _unpacked(scaled).to(torch.uint8)
     elif fmt.element is not E2M1:
-        found["qdata"] = found["qdata"].view(_mx_element(fmt.element))
-    given.setdefault("act_quant_kwargs", None)
-    if "kernel_preference" not in given:
-        given["kernel_preference"] = targets.load("torchao.quantization.quantize_.common:KernelPreference").EMULATED
-    return found | {"elem_dtype": _mx_element(fmt.element), "block_size": 32}
+        fields["qdata"] = fields["qdata"].view(_mx_element(fmt.element))
+    options.setdefault("act_quant_kwargs", None)
+    if "kernel_preference" not in options:
+        options["kernel_preference"] = targets.load("torchao.quantization.quantize_.common:KernelPreference").EMULATED
+    return fields | {"elem_dtype": _mx_element(fmt.element), "block_size": 32}
 
 
-def _to_nvfp4(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
+def _to_nvfp4(scaled: ScaledTensor, options: dict[str, Any], kind: type) -> dict[str, Any]:
     recipe = scaled.recipe
     if not isinstance(recipe, NVFP4BlockScaling):
         raise _unlike(scaled, "NVFP4Tensor", "NVFP4")
@@ -551,12 +553,12 @@ def _to_nvfp4(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[s
             "Converting it can round; requantize to breccia.NVFP4BlockScaling() if that is acceptable.",
             found=recipe.global_sense,
         )
-    found, whole = _to_blocks(scaled, "NVFP4Tensor", torch.float8_e4m3fn), scaled.global_scale
-    if whole is not None and whole.ndim:
-        if scaled.ndim != 3 or whole.ndim != 1:
+    fields, global_scale = _to_blocks(scaled, "NVFP4Tensor", torch.float8_e4m3fn), scaled.global_scale
+    if global_scale is not None and global_scale.ndim:
+        if scaled.ndim != 3 or global_scale.ndim != 1:
             raise DialectError(f"torchao has one tensor scale for all, or one per expert of a 3-D tensor; got {scaled!r}.")
-        whole = whole[:, None, None]
-    return found | {"block_size": 16, "per_tensor_scale": whole}
+        global_scale = global_scale[:, None, None]
+    return fields | {"block_size": 16, "per_tensor_scale": global_scale}
 
 
 def _to_blocks(scaled: ScaledTensor, name: str, scale_dtype: torch.dtype) -> dict[str, Any]:
@@ -671,9 +673,9 @@ def _block_size(scaled: ScaledTensor, name: str) -> list[int]:
     return [1] * (len(shape) - 2) + (pair if scaled.axis == -1 else pair[::-1])
 
 
-def _keep_block(given: dict[str, Any], block: list[int]) -> None:
+def _keep_block(options: dict[str, Any], block: list[int]) -> None:
     """Raise DialectError if block_size, of `like` or a keyword, is another one than the tensor's; `like` keeps its type."""
-    wanted = given.get("block_size")
+    wanted = options.get("block_size")
     if wanted and list(wanted) != block:
         raise DialectError(f"block_size is {list(wanted)} in like= or the keywords, and {block} in the tensor.", found=block)
 

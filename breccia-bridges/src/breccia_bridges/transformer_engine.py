@@ -78,8 +78,8 @@ def from_transformer_engine(
         >>> import torch
         >>> st = breccia.cast(torch.tensor([[1.0, 448.0]]), "fp8_current")
         >>> te_t = breccia.bridges.to_transformer_engine(st, dtype=torch.bfloat16)
-        >>> found = breccia.bridges.from_transformer_engine(te_t)
-        >>> found.recipe.spec, breccia.dequantize(found).tolist()
+        >>> tensor = breccia.bridges.from_transformer_engine(te_t)
+        >>> tensor.recipe.spec, breccia.dequantize(tensor).tolist()
         ('fp8_current,scale_rule=te', [[1.0, 448.0]])
     """
     if usage not in (None, *_USAGES):
@@ -96,13 +96,13 @@ def from_transformer_engine(
         )
     if padding is None:
         padding = "keep" if name == "Float8BlockwiseQTensor" else "refuse"
-    found = chosen(recipe, _recipe_of(te_t, name), te_t)
+    tensor_recipe = chosen(recipe, _recipe_of(te_t, name), te_t)
     if usage is None:
         present = attribute(te_t, "_data" if name == "Float8Tensor" else "_rowwise_data") is not None
         usage = "rowwise" if present else "columnwise"
     if usage == "both":
-        return TensorPair(*(_oriented(te_t, name, found, columnwise, padding) for columnwise in (False, True)))
-    return _oriented(te_t, name, found, usage == "columnwise", padding)
+        return TensorPair(*(_oriented(te_t, name, tensor_recipe, columnwise, padding) for columnwise in (False, True)))
+    return _oriented(te_t, name, tensor_recipe, usage == "columnwise", padding)
 
 
 def _oriented(te_t: Tensor, name: str, recipe: ScalingRecipe, columnwise: bool, padding: str) -> ScaledTensor:
@@ -139,8 +139,8 @@ def _per_tensor(te_t: Tensor, recipe: ScalingRecipe, columnwise: bool) -> Scaled
     data, scale = buffer_or_none(te_t, "_data"), buffer_or_none(te_t, "_scale_inv")
     turned = None if attribute(te_t, "_transpose_invalid") else buffer_or_none(te_t, "_transpose")
     if scale is None or scale.numel() != 1 or scale.dtype != torch.float32:
-        found = None if scale is None else (scale.dtype, tuple(scale.shape))
-        raise DialectError(f"{title(te_t)} has one FP32 scale, _scale_inv of shape (1,); found {found}.", found=found)
+        facts = None if scale is None else (scale.dtype, tuple(scale.shape))
+        raise DialectError(f"{title(te_t)} has one FP32 scale, _scale_inv of shape (1,); found {facts}.", found=facts)
     if turned is not None and data is not None and tuple(turned.shape) != (data.shape[-1], *data.shape[:-1]):
         raise DialectError(
             f"{title(te_t)} has _data of shape {tuple(data.shape)}, and _transpose of shape {tuple(turned.shape)} does "
@@ -201,19 +201,19 @@ def _check_shape(te_t: Tensor, matrix: tuple[int, int]) -> None:
 def _storage(te_t: Tensor, name: str, scale: Array, shape: tuple[int, int], columnwise: bool) -> tuple[Array, str | None]:
     """The scales as breccia's storage has them, and its name, None for plain. Raises DialectError for any other shape."""
     rows, columns = shape
-    found = tuple(scale.shape)
+    scale_shape = tuple(scale.shape)
     if name == "Float8BlockwiseQTensor" and not attribute(te_t, "_is_2D_scaled"):
         forms = {(columns, _up(rows, 4)): "column_major"}
     elif name == "Float8BlockwiseQTensor":
         forms = {(rows, _up(columns, 4)): "padded_1x4"}
     else:
         forms = {(_up(rows, 128), _up(columns, 4)): "padded_128x4"}
-    if found not in forms:
+    if scale_shape not in forms:
         raise DialectError(
             f"{title(te_t)}: the {'columnwise' if columnwise else 'rowwise'} data need scales of shape {next(iter(forms))} "
-            f"(for {rows} x {columns} blocks, padded); found {found}.",
+            f"(for {rows} x {columns} blocks, padded); found {scale_shape}.",
             expected=next(iter(forms)),
-            found=found,
+            found=scale_shape,
         )
     if getattr(te_t, "_with_gemm_swizzled_scales", False):
         if columnwise and name == "MXFP8Tensor":
@@ -221,9 +221,9 @@ def _storage(te_t: Tensor, name: str, scale: Array, shape: tuple[int, int], colu
                 f"{title(te_t)} has columnwise scales swizzled for a GEMM, an order that breccia does not read. Quantize with "
                 'quantizer.optimize_for_gemm = False, or pass usage="rowwise".'
             )
-        return scale.reshape(found[0] // 128, found[1] // 4, 512), "swizzle_128x4"
-    storage = forms[found]
-    return scale, None if storage != "column_major" and found == shape else storage
+        return scale.reshape(scale_shape[0] // 128, scale_shape[1] // 4, 512), "swizzle_128x4"
+    storage = forms[scale_shape]
+    return scale, None if storage != "column_major" and scale_shape == shape else storage
 
 
 def _stacked(te_t: Tensor, st: ScaledTensor, shape: tuple[int, ...], m: int) -> ScaledTensor:
@@ -247,17 +247,19 @@ def _part(te_t: Tensor, name: str, columnwise: bool) -> _Part | None:
         return None
     wanted = torch.float32 if name == "Float8BlockwiseQTensor" else torch.uint8
     if scale is None or scale.ndim != 2 or scale.dtype != wanted or data.dtype != torch.uint8:
-        found = None if scale is None else (scale.dtype, tuple(scale.shape))
+        facts = None if scale is None else (scale.dtype, tuple(scale.shape))
         raise DialectError(
-            f"{title(te_t)}: _{side}_data are uint8 and _{side}_scale_inv a {wanted} matrix; found {data.dtype} and {found}.",
-            found=found,
+            f"{title(te_t)}: _{side}_data are uint8 and _{side}_scale_inv a {wanted} matrix; found {data.dtype} and {facts}.",
+            found=facts,
         )
     if name != "NVFP4Tensor":
         return _Part(data, scale)
     amax = buffer_or_none(te_t, f"_amax_{side}")
     if amax is None or amax.numel() != 1 or amax.dtype != torch.float32:
-        found = None if amax is None else f"{tuple(amax.shape)} in {amax.dtype}"
-        raise DialectError(f"{title(te_t)}: _amax_{side} is one FP32 number, of shape (1,); found {found}.", found=found)
+        amax_facts = None if amax is None else f"{tuple(amax.shape)} in {amax.dtype}"
+        raise DialectError(
+            f"{title(te_t)}: _amax_{side} is one FP32 number, of shape (1,); found {amax_facts}.", found=amax_facts
+        )
     return _Part(data, scale, amax.reshape(()))
 
 
@@ -347,18 +349,18 @@ def to_transformer_engine(
     name = _target(first)
     if columnwise and pair[1] is None:
         pair = (pair[0], _derived(first))
-    found = _buffers(name, first.recipe, pair)
+    arguments = _buffers(name, first.recipe, pair)
     kind: Any = type(like) if like is not None else _load(name)
     if like is not None and _class_name(like) != name:
         raise DialectError(f"this tensor is for a {name}; like= is {title(like)}.", found=type(like).__name__)
     if like is not None and name != "NVFP4Tensor" and _fp8_format(like) != _element(first):
         raise DialectError(f"this tensor has {_element(first)} codes; like= has {_fp8_format(like)}.", found=_fp8_format(like))
-    found |= _metadata(name, first, like, quantizer, pair)
+    arguments |= _metadata(name, first, like, quantizer, pair)
     build: Any = kind
     if not issubclass(kind, torch.Tensor):
-        return build(**found)
+        return build(**arguments)
     fake = dtype or (like.dtype if like is not None else torch.float32)
-    return build(shape=_shape(pair), dtype=fake, device=first.data.device, requires_grad=False, **found)
+    return build(shape=_shape(pair), dtype=fake, device=first.data.device, requires_grad=False, **arguments)
 
 
 def _pair(scaled: Any) -> tuple[ScaledTensor | None, ScaledTensor | None]:
@@ -427,7 +429,7 @@ def _buffers(name: str, recipe: ScalingRecipe, pair: tuple[ScaledTensor | None, 
         scale = (rows or columns).scale  # pyright: ignore[reportOptionalMemberAccess]
         data = None if rows is None else _bytes(rows.data).contiguous()
         return {"data": data, "data_transpose": turned, "fp8_scale_inv": scale.reshape(1)}
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     swizzled = [st.layout.storage == "swizzle_128x4" for st in pair if st is not None]
     for side, st in zip(("rowwise", "columnwise"), pair, strict=True):
         data = scale = amax = None
@@ -440,20 +442,20 @@ def _buffers(name: str, recipe: ScalingRecipe, pair: tuple[ScaledTensor | None, 
                 data, scale = data.mT, scale.mT
             data, scale = data.contiguous(), scale.contiguous()
             amax = None if st.global_scale is None else st.global_scale.reshape(-1)
-        found[f"{side}_data"], found[f"{side}_scale_inv"] = data, scale
+        arguments[f"{side}_data"], arguments[f"{side}_scale_inv"] = data, scale
         if name == "NVFP4Tensor":
             if amax is not None and amax.numel() != 1:
                 raise DialectError(
                     f"TransformerEngine has one amax for a tensor; this one has {amax.numel()}.", found=amax.numel()
                 )
-            found[f"amax_{side}"] = amax
+            arguments[f"amax_{side}"] = amax
     if name in ("MXFP8Tensor", "NVFP4Tensor"):
         if any(swizzled) and name == "MXFP8Tensor" and columns is not None:
             raise DialectError("columnwise MXFP8 scales swizzled for a GEMM have an order that breccia does not write.")
-        found["with_gemm_swizzled_scales"] = all(swizzled)
+        arguments["with_gemm_swizzled_scales"] = all(swizzled)
     else:
-        found["is_2D_scaled"] = recipe.format.scale.block == (128, 128)
-    return found
+        arguments["is_2D_scaled"] = recipe.format.scale.block == (128, 128)
+    return arguments
 
 
 def _scales(name: str, st: ScaledTensor, swizzled: bool) -> Array:
@@ -492,11 +494,11 @@ def _metadata(
     """The constructor's dtype and quantizer."""
     key = "fp4_dtype" if name == "NVFP4Tensor" else "fp8_dtype"
     if like is not None:
-        found = {key: getattr(like, f"_{key}"), "quantizer": quantizer or like._quantizer}
+        options = {key: getattr(like, f"_{key}"), "quantizer": quantizer or like._quantizer}
         if name == "NVFP4Tensor":
-            found["nvfp4_use_4over6"] = getattr(like, "_nvfp4_use_4over6", False)
-            found = found if hasattr(like, "_nvfp4_use_4over6") else {key: found[key], "quantizer": found["quantizer"]}
-        return found
+            options["nvfp4_use_4over6"] = getattr(like, "_nvfp4_use_4over6", False)
+            options = options if hasattr(like, "_nvfp4_use_4over6") else {key: options[key], "quantizer": options["quantizer"]}
+        return options
     dtypes = _find("DType", ("transformer_engine.pytorch.constants", "transformer_engine_torch"))
     dtype = dtypes.kFloat4E2M1 if name == "NVFP4Tensor" else getattr(dtypes, f"kFloat8{_element(st)}")
     return {key: dtype, "quantizer": quantizer or _quantizer(name, st, dtype)}
@@ -571,11 +573,13 @@ def from_te_recipe(recipe: Any, role: str = "weight") -> ScalingRecipe:
     if role not in ("input", "weight", "grad"):
         raise OptionError(f'role is "input", "weight" or "grad"; got {role!r}.', role=role)
     name = type(recipe).__name__
-    given = str(getattr(attribute(recipe, "fp8_format"), "name", ""))
-    fmt = ("E5M2" if role == "grad" else "E4M3") if given == "HYBRID" else given
+    fp8_format = str(getattr(attribute(recipe, "fp8_format"), "name", ""))
+    fmt = ("E5M2" if role == "grad" else "E4M3") if fp8_format == "HYBRID" else fp8_format
     margin = getattr(recipe, "margin", 0)
     if fmt not in ("E4M3", "E5M2"):
-        raise DialectError(f"{title(recipe)} has fp8_format {given or 'without a name'}, which no recipe has.", found=given)
+        raise DialectError(
+            f"{title(recipe)} has fp8_format {fp8_format or 'without a name'}, which no recipe has.", found=fp8_format
+        )
     if name == "DelayedScaling":
         algorithm = attribute(recipe, "amax_compute_algo")
         if algorithm != "max" or attribute(recipe, "scaling_factor_compute_algo") is not None:

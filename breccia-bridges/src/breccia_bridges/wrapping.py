@@ -29,13 +29,13 @@ def title(obj: Any) -> str:
 
 
 def _version(package: str) -> str:
-    found = getattr(sys.modules.get(package), "__version__", None)
-    if found is None:
+    number = getattr(sys.modules.get(package), "__version__", None)
+    if number is None:
         try:
-            found = version(package)
+            number = version(package)
         except PackageNotFoundError:
             return ", unknown version"
-    return f" {found}"
+    return f" {number}"
 
 
 def attribute(obj: Any, name: str) -> Any:
@@ -52,15 +52,15 @@ def attribute(obj: Any, name: str) -> Any:
 
 def buffer(obj: Any, name: str) -> Array:
     """An attribute that is an array. Raises DialectError for others, also for None: buffers that were freed."""
-    found = attribute(obj, name)
-    if not hasattr(found, "shape") or not hasattr(found, "dtype"):
+    value = attribute(obj, name)
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise DialectError(
-            f"{title(obj)} has {name}={short(found)}, where this bridge reads an array. Quantize the tensor again, or wrap its "
+            f"{title(obj)} has {name}={short(value)}, where this bridge reads an array. Quantize the tensor again, or wrap its "
             "buffers with breccia.from_buffer.",
             attribute=name,
-            found=found,
+            found=value,
         )
-    return found
+    return value
 
 
 def buffer_or_none(obj: Any, name: str) -> Array | None:
@@ -70,11 +70,11 @@ def buffer_or_none(obj: Any, name: str) -> Array | None:
 
 def lengths(obj: Any, name: str) -> list[int]:
     """An attribute that is a sequence of lengths, or None for none. Raises DialectError for others."""
-    found = attribute(obj, name)
-    listed: list[Any] = list(found) if isinstance(found, list | tuple) else []
-    if found is not None and (not isinstance(found, list | tuple) or any(type(n) is not int or n < 1 for n in listed)):
+    value = attribute(obj, name)
+    listed: list[Any] = list(value) if isinstance(value, list | tuple) else []
+    if value is not None and (not isinstance(value, list | tuple) or any(type(n) is not int or n < 1 for n in listed)):
         raise DialectError(
-            f"{title(obj)} has {name}={short(found)}; this bridge reads a list of lengths.", attribute=name, found=found
+            f"{title(obj)} has {name}={short(value)}; this bridge reads a list of lengths.", attribute=name, found=value
         )
     return listed
 
@@ -131,10 +131,10 @@ def check_padding(st: ScaledTensor, obj: Any, name: str, remedy: str) -> None:
     ops = ops_of(stored)
     differ = ops.load(stored) != ops.load(again)
     if ops.any(differ):
-        found = ops.to_numpy(stored)[ops.to_numpy(differ)].reshape(-1)[0]
+        nonzero = ops.to_numpy(stored)[ops.to_numpy(differ)].reshape(-1)[0]
         raise DialectError(
-            f"{title(obj)}: the padding of {name} (shape {tuple(stored.shape)}, {dtype_name(stored)}) holds {found}; padding "
+            f"{title(obj)}: the padding of {name} (shape {tuple(stored.shape)}, {dtype_name(stored)}) holds {nonzero}; padding "
             f"is zero. {remedy}",
             part=name,
-            found=found,
+            found=nonzero,
         )
