@@ -86,13 +86,13 @@ class Library:
 def installed(distribution: str) -> Callable[[], str | None]:
     """A `Library.version` that asks for the distribution of that name."""
 
-    def found() -> str | None:
+    def installed_version() -> str | None:
         try:
             return version(distribution)
         except PackageNotFoundError:
             return None
 
-    return found
+    return installed_version
 
 
 def libraries() -> list[Library]:

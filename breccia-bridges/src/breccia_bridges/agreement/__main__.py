@@ -19,9 +19,9 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, nargs="?", default=Path("docs"), help="folder of the result and the page (docs)")
     parser.add_argument("--draw", action="store_true", help="measure nothing: draw the page from the existing result")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        print(*table.write(given.folder, given.draw), sep="\n")
+        print(*table.write(arguments.folder, arguments.draw), sep="\n")
     except (FileNotFoundError, CorruptFileError) as e:
         sys.exit(f"error: {e}")
 

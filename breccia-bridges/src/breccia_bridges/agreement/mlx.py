@@ -21,11 +21,11 @@ def _quantize(mode: str, global_scale: bool = False, **sizes: int) -> Callable[[
         import mlx.core as mx
 
         w = mx.array(x)
-        given: dict[str, Any] = {"mode": mode, **sizes}
+        options: dict[str, Any] = {"mode": mode, **sizes}
         if global_scale:
-            given["global_scale"] = mx.abs(w).max()  # an amax, not stored: another scale convention
-        words, scale, *biases = mx.quantize(w, **given)
-        decoded = mx.dequantize(words, scale, *biases, **given, dtype=mx.float32)
+            options["global_scale"] = mx.abs(w).max()  # an amax, not stored: another scale convention
+        words, scale, *biases = mx.quantize(w, **options)
+        decoded = mx.dequantize(words, scale, *biases, **options, dtype=mx.float32)
         offset = np.array(biases[0]) if biases else None
         return Written(np.array(words).view(np.uint8), np.array(decoded), np.array(scale), zero_point=offset)
 

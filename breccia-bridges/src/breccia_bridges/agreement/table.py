@@ -120,7 +120,7 @@ def shares(theirs: Written, mine: Written) -> dict[str, tuple[int, int]]:
     """By part: (number equal, total). Global scales and offsets count as scales if both libraries store them."""
     both = [name for name in ("scale", "global_scale", "zero_point") if getattr(theirs, name) is not None]
     mine = dataclasses.replace(mine, **{name: None for name in ("scale", "global_scale", "zero_point") if name not in both})
-    found: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     for part, there in _stored(theirs).items():
         here = _stored(mine)[part]
         if [a.shape for a in there] != [a.shape for a in here] or [a.dtype for a in there] != [a.dtype for a in here]:
@@ -129,8 +129,8 @@ def shares(theirs: Written, mine: Written) -> dict[str, tuple[int, int]]:
                 f"{part}: the adapter gives {said[0]}, breccia stores {said[1]}; the adapter must convert to breccia's order."
             )
         if there:
-            found[part] = (sum(int((a == b).sum()) for a, b in zip(there, here, strict=True)), sum(a.size for a in there))
-    return found
+            counts[part] = (sum(int((a == b).sum()) for a, b in zip(there, here, strict=True)), sum(a.size for a in there))
+    return counts
 
 
 def sqnr_db(x: np.ndarray, y: np.ndarray) -> float:
@@ -149,8 +149,8 @@ def compared(quantizer: Quantizer, inputs: dict[str, np.ndarray]) -> dict[str, A
         name: {"writes": label(o.writes), "cause": o.cause, "shares": {}} for name, o in quantizer.settings.items()
     }
     row: dict[str, Any] = {"name": quantizer.name, "error": None, "recorded": quantizer.recorded is not None, **settings}
-    for name, given in matrices.items():
-        x = fitting(quantizer.default.writes, given)
+    for name, matrix in matrices.items():
+        x = fitting(quantizer.default.writes, matrix)
         theirs = attempt(quantizer.write, x)
         if isinstance(theirs, str):
             return {**row, "error": f"{theirs} on {name}"}
@@ -196,13 +196,13 @@ def edges(quantizer: Quantizer) -> dict[str, list[str]]:
     what = list(quantizer.settings.values())[-1].writes
     m, k = (1, 16) if isinstance(what, Codec) else what.format.scale.block
     corner = np.s_[:m, :k]
-    found: dict[str, list[str]] = {}
+    outcomes: dict[str, list[str]] = {}
     for edge in EDGES:
         x = fitting(what, faulty(edge, corner))
         results = (attempt(quantizer.write, x), attempt(partial(ours, what=what), x))
         alone = isinstance(what, Codec)
-        found[edge] = [r if isinstance(r, str) else word(edge, x, r.decoded, corner, alone) for r in results]
-    return found
+        outcomes[edge] = [r if isinstance(r, str) else word(edge, x, r.decoded, corner, alone) for r in results]
+    return outcomes
 
 
 def word(edge: str, x: np.ndarray, y: np.ndarray, corner: tuple[slice, slice], alone: bool = False) -> str:
@@ -248,12 +248,12 @@ def label(what: ScalingRecipe | Codec) -> str:
 def provenance() -> dict[str, Any]:
     """The machine and versions of the measurement."""
     cpuinfo = Path("/proc/cpuinfo")
-    found = (
+    match = (
         re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE) if cpuinfo.exists() else None
     )
     return {
         "date_utc": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
-        "cpu": found[1] if found else platform.machine(),
+        "cpu": match[1] if match else platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("breccia-core", "numpy")},
@@ -264,12 +264,12 @@ def provenance() -> dict[str, Any]:
 def measured(of: Sequence[Library] | None = None, shape: tuple[int, int] = SHAPE) -> dict[str, Any]:
     """The result: every library, with rows if it is installed."""
     inputs = matrices(shape)
-    found: list[dict[str, Any]] = []
+    neighbours: list[dict[str, Any]] = []
     for library in libraries() if of is None else of:
         there = library.version()
         rows = [compared(quantizer, inputs) for quantizer in library.quantizers] if there else []
-        found.append({"name": library.name, "version": there, "rows": rows})
-    return {"schema": SCHEMA, "provenance": provenance(), "shape": list(shape), "neighbours": found}
+        neighbours.append({"name": library.name, "version": there, "rows": rows})
+    return {"schema": SCHEMA, "provenance": provenance(), "shape": list(shape), "neighbours": neighbours}
 
 
 def write(folder: Path, draw: bool = False) -> list[Path]:

@@ -71,8 +71,8 @@ def _current(element: str, power_of_two: bool = False) -> Callable[[np.ndarray],
     def write(x: np.ndarray) -> Written:
         import torch
 
-        made = _reference("reference_current_scaling").CurrentScalingQuantizerRef
-        quantizer = made(getattr(torch, element), columnwise=False, pow_2_scales=power_of_two)
+        quantizer_class = _reference("reference_current_scaling").CurrentScalingQuantizerRef
+        quantizer = quantizer_class(getattr(torch, element), columnwise=False, pow_2_scales=power_of_two)
         t = quantizer.quantize(torch.from_numpy(x))
         decoded = quantizer.dequantize(t.data, t.scale)
         return Written(t.data.view(torch.uint8).numpy(), decoded.numpy(), t.scale.reshape(()).numpy())
