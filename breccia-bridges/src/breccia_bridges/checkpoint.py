@@ -46,8 +46,8 @@ def is_there(path: Path) -> bool:
     if not os.path.lexists(path):
         return False
     if not path.is_file():
-        found = "a broken link" if not path.exists() else "no file"
-        raise CorruptFileError(f"{path} is {found}; download it again, or remove it.", path=str(path))
+        state = "a broken link" if not path.exists() else "no file"
+        raise CorruptFileError(f"{path} is {state}; download it again, or remove it.", path=str(path))
     return True
 
 
@@ -60,13 +60,13 @@ def weight_map(index: Path) -> dict[str, str]:
     """File by tensor name, from an index. Raises CorruptFileError for an unreadable index."""
     try:
         listed = parsed_json(index.read_text(encoding="utf-8"), unique_keys)
-        found = listed["weight_map"]
-        plain = all(isinstance(f, str) and _is_name(f) for f in found.values())
+        files = listed["weight_map"]
+        plain = all(isinstance(f, str) and _is_name(f) for f in files.values())
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CorruptFileError(f"{index} has no readable weight_map ({type(e).__name__}: {e}); download it again.") from e
     if not plain:
         raise CorruptFileError(f"{index}: weight_map must map tensor names to files of the same folder.")
-    return found
+    return files
 
 
 def _is_name(text: str) -> bool:

@@ -84,7 +84,7 @@ def convert(
         _check_report(report, destination)
     started = perf_counter()
     with _interruptible(destination), _progress("quantize and verify", source, 2) as advance:
-        found = convert_checkpoint(
+        result = convert_checkpoint(
             source,
             destination,
             policy,
@@ -95,10 +95,10 @@ def convert(
         )
     seconds = perf_counter() - started
     if as_json:
-        print_json({**found.to_dict(), "dry_run": dry_run, "seconds": seconds})
+        print_json({**result.to_dict(), "dry_run": dry_run, "seconds": seconds})
     else:
-        _print_conversion(found, seconds, dry_run)
-    _finish([found], report, f"{source.name} under {' and '.join(found.recipes) or recipe}", as_json)
+        _print_conversion(result, seconds, dry_run)
+    _finish([result], report, f"{source.name} under {' and '.join(result.recipes) or recipe}", as_json)
 
 
 def compare(
@@ -124,17 +124,17 @@ def compare(
         raise typer.BadParameter("--fail-under takes a number of dB; got NaN.")
     if report is not None:
         _check_report(report, reference, *candidates)
-    found: list[Report] = []
+    results: list[Report] = []
     for candidate in candidates:
         with _progress(f"compare {candidate.name}", reference, 1) as advance:
-            found.append(compare_checkpoints(reference, candidate, histograms=report is not None, advance=advance))
+            results.append(compare_checkpoints(reference, candidate, histograms=report is not None, advance=advance))
     if as_json:
-        print_json({"reference": str(reference), "candidates": [one.to_dict() for one in found]})
+        print_json({"reference": str(reference), "candidates": [one.to_dict() for one in results]})
     else:
-        _print_comparison(found, sort, top)
-    _finish(found, report, f"{reference.name} compared", as_json)
+        _print_comparison(results, sort, top)
+    _finish(results, report, f"{reference.name} compared", as_json)
     if fail_under is not None:
-        _refuse_below(found, fail_under)
+        _refuse_below(results, fail_under)
 
 
 def _check_report(report: Path, *others: Path) -> None:
@@ -144,21 +144,21 @@ def _check_report(report: Path, *others: Path) -> None:
         raise breccia.UnsupportedError(f"{report} is one of the checkpoints; choose another name for the report.")
 
 
-def _finish(found: list[Report], report: Path | None, title: str, as_json: bool) -> None:
+def _finish(results: list[Report], report: Path | None, title: str, as_json: bool) -> None:
     """Write the warnings and the report after all other output."""
     console = Console(stderr=True, soft_wrap=True)
-    for warning in (warning for one in found for warning in one.warnings):
+    for warning in (warning for one in results for warning in one.warnings):
         console.print(Text.assemble(("warning: ", "yellow"), printable(warning)), highlight=False)
     if report is not None:
-        write_report(report, runs(found), title=title)
+        write_report(report, runs(results), title=title)
         if not as_json:
             typer.echo(f"{'report':<{_NAMES + 2}}{printable(str(report))}")
 
 
-def _refuse_below(found: list[Report], limit: float) -> None:
+def _refuse_below(results: list[Report], limit: float) -> None:
     """Raise BrecciaError if tensors are below the limit or have no SQNR (NaN, missing, or a different shape)."""
     refused: dict[str, list[str]] = {}
-    for one in found:
+    for one in results:
         below = [f"{t.name} ({t.measured.sqnr:.2f} dB)" for t in one.quantized if not t.measured.sqnr >= limit]
         below += [f"{t.name} ({t.reason})" for t in one.unlike] + [f"{name} (missing)" for name in one.missing]
         if below:
@@ -170,13 +170,13 @@ def _refuse_below(found: list[Report], limit: float) -> None:
 
 def runs(reports: list[Report]) -> list[dict[str, Any]]:
     """The page's data for each report: all its fields, a unique label, the fields of its recipes, and histograms."""
-    found: list[dict[str, Any]] = []
+    data: list[dict[str, Any]] = []
     for one, label in zip(reports, _labels(reports), strict=True):
         listed = one.to_dict()
         for row, t in zip(listed["tensors"], one.tensors, strict=True):
             row["histogram"] = t.histogram and t.histogram.to_dict()
-        found.append({**listed, "label": label, "recipe_fields": [recipe_fields(recipe) for recipe in one.used]})
-    return found
+        data.append({**listed, "label": label, "recipe_fields": [recipe_fields(recipe) for recipe in one.used]})
+    return data
 
 
 def _labels(reports: list[Report]) -> list[str]:
@@ -238,29 +238,29 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
+def _print_conversion(result: Report, seconds: float, dry_run: bool) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(min_width=_NAMES)
-    reasons = ", ".join(f"{count} {reason}" for reason, count in found.reasons.items())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in result.reasons.items())
     rows = {
-        "recipe": f"{found.recipe}",
-        "quantized": f"{len(found.quantized)} tensors, {found.bits_per_parameter:.3f} bits per parameter",
-        "kept": f"{len(found.kept)} tensors, {size(found.bytes_kept)} in their original precision: {reasons or 'none'}",
-        "size": f"{size(found.bytes_in)} -> {size(found.bytes_out)} ({found.bytes_out / max(1, found.bytes_in):.3f}x)",
+        "recipe": f"{result.recipe}",
+        "quantized": f"{len(result.quantized)} tensors, {result.bits_per_parameter:.3f} bits per parameter",
+        "kept": f"{len(result.kept)} tensors, {size(result.bytes_kept)} in their original precision: {reasons or 'none'}",
+        "size": f"{size(result.bytes_in)} -> {size(result.bytes_out)} ({result.bytes_out / max(1, result.bytes_in):.3f}x)",
     }
-    default = [t.name for t in found.kept if t.reason.startswith(BY_DEFAULT)]
+    default = [t.name for t in result.kept if t.reason.startswith(BY_DEFAULT)]
     if default:
         rows["by default"] = f"kept, unless --include names them: {abbreviated(default)}"
-    if found.worst is not None:
-        m, worst = found.fidelity, found.worst
-        rows["SQNR"] = f"{m.sqnr:.2f} dB (cosine {found.cosine:.6f})"
+    if result.worst is not None:
+        m, worst = result.fidelity, result.worst
+        rows["SQNR"] = f"{m.sqnr:.2f} dB (cosine {result.cosine:.6f})"
         rows["lost"] = f"{percent(m.clip_rate)} of elements clipped, {percent(m.underflow_rate)} underflow to zero"
         rows["worst"] = f"{worst.name}: {worst.measured.sqnr:.2f} dB"
     if dry_run:
-        rows["dry run"] = f"nothing was written to {found.destination}"
+        rows["dry run"] = f"nothing was written to {result.destination}"
     else:
-        rows["verified"] = f"{found.destination}, read back and compared; {seconds:.1f} s"
-    if (Path(found.destination) / CONFIG).exists() and found.quantized and not dry_run:
+        rows["verified"] = f"{result.destination}, read back and compared; {seconds:.1f} s"
+    if (Path(result.destination) / CONFIG).exists() and result.quantized and not dry_run:
         rows["load"] = (
             "breccia.bridges.load_safetensors(folder); or import breccia_torch.hf (pip install 'breccia-torch[hf]'), then "
             "transformers' from_pretrained(folder)"
@@ -277,8 +277,8 @@ _NAMES = len("by default")
 _FIGURES = (">SQNR dB", ">cosine", ">max error", ">clipped", ">underflow", ">bits/param")
 
 
-def _print_comparison(found: list[Report], sort: CompareKey | None, top: int | None) -> None:
-    for one in found:
+def _print_comparison(results: list[Report], sort: CompareKey | None, top: int | None) -> None:
+    for one in results:
         typer.secho(printable(f"{one.source} -> {one.destination}"), bold=True)
         if one.quantized:
             shown = in_order(one.quantized, sort, COMPARED)[:top]
@@ -288,14 +288,14 @@ def _print_comparison(found: list[Report], sort: CompareKey | None, top: int | N
         typer.echo(printable(_outcome(one)))
         if one.worst and not one.worst.measured.lossless:
             typer.echo(printable(f"worst: {one.worst.name}, {one.worst.measured.sqnr:.2f} dB"))
-    if len(found) > 1:
+    if len(results) > 1:
         typer.echo()
         unmeasured = ("–",) * len(_FIGURES)
-        figures = [_figures(one.fidelity, one.bits_per_parameter) if one.quantized else unmeasured for one in found]
-        rows = [(*line, size(one.bytes_out), one.destination) for line, one in zip(figures, found, strict=True)]
+        figures = [_figures(one.fidelity, one.bits_per_parameter) if one.quantized else unmeasured for one in results]
+        rows = [(*line, size(one.bytes_out), one.destination) for line, one in zip(figures, results, strict=True)]
         print_table((*_FIGURES, ">size", "all of"), rows)
-    for one in found:
-        typer.echo(printable(f"verdict: {f'{one.destination}: ' if len(found) > 1 else ''}{one.verdict}"))
+    for one in results:
+        typer.echo(printable(f"verdict: {f'{one.destination}: ' if len(results) > 1 else ''}{one.verdict}"))
 
 
 def _print_hidden(count: int, shown: int) -> None:
@@ -316,8 +316,8 @@ def _outcome(one: Report) -> str:
         said += f": {one.fidelity.sqnr:.2f} dB, cosine {one.fidelity.cosine:.6f}"
     elif not (one.unlike or one.missing or one.added):
         said = "nothing differs"
-    kept = ", ".join(f"{count} {reason}" for reason, count in one.reasons.items())
-    others = f"; not measured: {size(one.bytes_kept)}, {kept}" if kept else ""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in one.reasons.items())
+    others = f"; not measured: {size(one.bytes_kept)}, {reasons}" if reasons else ""
     return f"{said}; {size(one.bytes_in)} -> {size(one.bytes_out)}{others}"
 
 
@@ -339,8 +339,8 @@ def inspect(
     lines: list[tuple[str, ...]] = []
     for r in in_order(rows, sort, INSPECTED)[:top]:
         bits = f"{8 * r['bytes'] / r['parameters']:.3f}" if r["parameters"] else "–"
-        found = r["scales"]
-        reach = f"{found['min']:.3g} to {found['max']:.3g}" if found and found["min"] is not None else ""
+        figures = r["scales"]
+        reach = f"{figures['min']:.3g} to {figures['max']:.3g}" if figures and figures["min"] is not None else ""
         shown = [_stored_as(r), bits, size(r["bytes"]), *([reach] if scales else []), spelled(r["shape"]), r["name"]]
         lines.append(tuple(shown))
     print_table(headings, lines)

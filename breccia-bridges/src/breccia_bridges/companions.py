@@ -105,13 +105,13 @@ def _leaves(path: Path, roots: list[Path]) -> bool:
 def check_index(index: Path, listed: dict[str, str], files_of: dict[str, list[str]]) -> None:
     """Raise CorruptFileError where an index and the files that it lists contradict each other."""
     for name in dict.fromkeys((*listed, *files_of)):
-        found = files_of.get(name, [])
-        if len(found) > 1:
-            wrong = f"is in both {' and '.join(found)}"
+        files = files_of.get(name, [])
+        if len(files) > 1:
+            wrong = f"is in both {' and '.join(files)}"
         elif name not in listed:
-            wrong = f"of {found[0]} is missing from the index"
-        elif found != [listed[name]]:
-            wrong = f"is in {listed[name]} by the index, but {'in ' + found[0] if found else 'in no file'} in fact"
+            wrong = f"of {files[0]} is missing from the index"
+        elif files != [listed[name]]:
+            wrong = f"is in {listed[name]} by the index, but {'in ' + files[0] if files else 'in no file'} in fact"
         else:
             continue
         raise CorruptFileError(
@@ -154,5 +154,5 @@ def write_config(path: Path, config: dict[str, Any], report: Report, floating: t
 
 def _modules_kept(report: Report, floating: tuple[str, ...]) -> list[str]:
     """The names of modules with a matrix that keeps its precision, except embeddings and norms."""
-    kept = [t.name for t in report.kept if len(t.shape) > 1 and t.parameters and t.stored_as in floating]
-    return sorted(name.removesuffix(".weight") for name in kept if kept_kind(name) not in ("embedding", "norm"))
+    names = [t.name for t in report.kept if len(t.shape) > 1 and t.parameters and t.stored_as in floating]
+    return sorted(name.removesuffix(".weight") for name in names if kept_kind(name) not in ("embedding", "norm"))

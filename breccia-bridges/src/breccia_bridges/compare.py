@@ -97,14 +97,14 @@ def _decodable_tensors(path: Path) -> dict[str, CheckpointTensor]:
 
     Raises as `recognized` does for checkpoints in other programs' formats.
     """
-    found = checkpoint_tensors(path)
-    blocks = recognized(path, list({tensor.container.path: tensor.container for tensor in found.values()}.values()))
+    tensors = checkpoint_tensors(path)
+    blocks = recognized(path, list({tensor.container.path: tensor.container for tensor in tensors.values()}.values()))
     if blocks is None:
-        return found
+        return tensors
     scales = set(blocks.scales.values())
     return {
         name: replace(tensor, blocks=blocks) if name in blocks.scales else tensor
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
         if name not in scales
     }
 
@@ -159,11 +159,11 @@ def compare(
 
 def _compared(x: CheckpointTensor, y: CheckpointTensor, histograms: bool) -> TensorReport:
     recipe = y.config and y.config.recipe
-    found = TensorReport(x.name, x.shape, x.stored_as, y.stored_as, _why_not(x, y), x.nbytes, y.nbytes, recipe=recipe)
-    if found.reason:
-        return found
+    report = TensorReport(x.name, x.shape, x.stored_as, y.stored_as, _why_not(x, y), x.nbytes, y.nbytes, recipe=recipe)
+    if report.reason:
+        return report
     a, b = x.stored(), y.stored()
-    return replace(found, fidelity=measure(a, b), histogram=histogram(a, b) if histograms else None)
+    return replace(report, fidelity=measure(a, b), histogram=histogram(a, b) if histograms else None)
 
 
 def _why_not(x: CheckpointTensor, y: CheckpointTensor) -> str:

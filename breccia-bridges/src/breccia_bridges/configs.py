@@ -126,7 +126,7 @@ class Undeclared:
 def read_configs(container: Container, undeclared: dict[str, Undeclared] | None = None) -> dict[str, Config]:
     """The configs of a file's scaled tensors, by name.
 
-    undeclared: if given, receives the tensors whose recipe or layout no installed plug-in declares, by name.
+    undeclared: a dict that receives the tensors whose recipe or layout no installed plug-in declares, by name.
 
     Raises CorruptFileError naming the file and the tensor, and without `undeclared` also the undeclared recipe or layout.
     """
@@ -178,8 +178,8 @@ class _Reader:
             return _config(listed, self._schema)
         if other not in self._full:
             self._full[other] = _config(self._referred(other), self._schema)
-        found = self._full[other]
-        return replace(found, axis=_axis_of(listed), shape=_fitting(_shape_of(listed), found.layout, _axis_of(listed)))
+        base = self._full[other]
+        return replace(base, axis=_axis_of(listed), shape=_fitting(_shape_of(listed), base.layout, _axis_of(listed)))
 
     def listed(self, name: str) -> dict[str, Any]:
         """The object of a config, with what it refers to."""
@@ -218,8 +218,8 @@ def located(container: Container, name: str) -> Generator[None]:
     try:
         yield
     except BrecciaError as e:
-        found = {**e.found, "path": str(container.path), "name": name}
-        raise CorruptFileError(f"{shown(container.path)}: tensor {name!r}: {e}", **found) from e
+        values = {**e.found, "path": str(container.path), "name": name}
+        raise CorruptFileError(f"{shown(container.path)}: tensor {name!r}: {e}", **values) from e
 
 
 def _listed(text: str, schema: str | None) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def _declared(hook: str, what: str, value: Any, **defaults: dict[str, Any]) -> A
         case _:
             raise CorruptFileError(f"its {what} is an object with a name and fields; found {short(value)}.")
     try:
-        found = registry().look_up(hook, name, what)
+        kind = registry().look_up(hook, name, what)
     except UnknownNameError:
         known = list(registry().declared[hook])
         raise CorruptFileError(
@@ -302,7 +302,7 @@ def _declared(hook: str, what: str, value: Any, **defaults: dict[str, Any]) -> A
             undeclared=name,
         ) from None
     try:
-        return found.with_fields({**defaults.get(found.name, {}), **fields})
+        return kind.with_fields({**defaults.get(kind.name, {}), **fields})
     except Exception as e:  # any kind: a recipe's own checks may not expect such values
         raise CorruptFileError(f"its {what} cannot be read: {e}") from e
 

@@ -190,7 +190,7 @@ class _Conversion:
         return self.report
 
     def _describe(self, stage: Path) -> None:
-        """Write config.json, if the source has one, and the index, likewise."""
+        """Write config.json if the source has one, and the index if it has one or a file became several."""
         config = read_object(stage / CONFIG)
         if config is not None:
             write_config(stage / CONFIG, config, self.report, tuple(_CASTABLE))
@@ -320,7 +320,7 @@ def _convert_file(planned: _Plan, histograms: bool, advance: Advance) -> list[Te
         for name, reason in planned.reasons.items():
             if reason:
                 with _digested(writer, name, digests) as put:
-                    for piece in _kept(planned, name):
+                    for piece in _unquantized_pieces(planned, name):
                         put(piece)
             else:
                 source = SlabCasts(planned.source(name), planned.recipes[name])
@@ -340,7 +340,7 @@ def _convert_file(planned: _Plan, histograms: bool, advance: Advance) -> list[Te
     return reports
 
 
-def _kept(planned: _Plan, name: str) -> Iterator[np.ndarray]:
+def _unquantized_pieces(planned: _Plan, name: str) -> Iterator[np.ndarray]:
     """The pieces of a tensor that is not quantized: its bytes, or where they are FP8 codes, its values."""
     if not planned.decodes(name):
         flat = planned.container.view(name).reshape(-1).view(np.uint8)
@@ -378,10 +378,10 @@ def _reopened(path: Path, digests: dict[str, str]) -> Container:
     written = Container(path)
     try:
         with safe_open(path, framework="numpy") as stock:  # any reader of the format must open the file
-            found = set(stock.keys())
+            names = set(stock.keys())
     except SafetensorError as e:
         raise CorruptFileError(f"{shown(path)}: the stock safetensors reader rejects it ({e}); upgrade safetensors.") from e
-    if found != set(digests):
+    if names != set(digests):
         raise CorruptFileError(f"{shown(path)}: the stock safetensors reader finds tensors other than those written.")
     for part, digest in digests.items():
         if _digest(written.view(part)) != digest:

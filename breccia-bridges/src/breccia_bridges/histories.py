@@ -26,19 +26,19 @@ _PARTS = ("amaxes", "scale")
 
 def as_arrays(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors with each history as its arrays, and the metadata that says so. Raises UnsupportedError for a taken name."""
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     recipes: dict[str, Any] = {}
     for name, value in tensors.items():
         if not isinstance(value, AmaxHistory):
-            found[name] = value
+            arrays[name] = value
             continue
         recipes[name] = value.recipe.to_dict()
         for part in _PARTS:
             if f"{name}.{part}" in tensors:
                 taken = f"the history {name!r} is stored as {name}.{part}, which another tensor has. Rename one."
                 raise UnsupportedError(taken, name=name)
-            found[f"{name}.{part}"] = _array(getattr(value, part))
-    return found, {KEY: json.dumps(recipes, sort_keys=True, separators=(",", ":"))} if recipes else {}
+            arrays[f"{name}.{part}"] = _array(getattr(value, part))
+    return arrays, {KEY: json.dumps(recipes, sort_keys=True, separators=(",", ":"))} if recipes else {}
 
 
 def _array(part: Any) -> Array:
@@ -66,13 +66,13 @@ class Histories:
             if name in names:
                 raise self._refused(name, "the file has a tensor of this name, too")
 
-    def put_into(self, found: dict[str, Any]) -> dict[str, Any]:
+    def put_into(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Arrays that were read, with each history whose arrays are all among them in place of these."""
         for name, recipe in self.recipes.items():
             parts = [f"{name}.{part}" for part in _PARTS]
-            if not all(part in found for part in parts):
+            if not all(part in arrays for part in parts):
                 continue
-            amaxes, scale = (found.pop(part) for part in parts)
+            amaxes, scale = (arrays.pop(part) for part in parts)
             shape, limit = tuple(amaxes.shape), recipe.amax_history_len
             if len(shape) != 1 or shape[0] > limit or tuple(scale.shape):
                 shapes = f"{shape} and {tuple(scale.shape)}"
@@ -80,8 +80,8 @@ class Histories:
             dtypes = dtype_name(amaxes), dtype_name(scale)
             if dtypes != ("float32", "float32"):
                 raise self._refused(name, f"its amaxes and its scale are float32; found {' and '.join(dtypes)}")
-            found[name] = AmaxHistory(recipe, amaxes if shape[0] else (), scale)
-        return found
+            arrays[name] = AmaxHistory(recipe, amaxes if shape[0] else (), scale)
+        return arrays
 
     def _refused(self, name: str, why: str) -> CorruptFileError:
         return CorruptFileError(f"{shown(self._paths[name])}: history {name!r}: {why}.", path=self._paths[name], name=name)

@@ -33,7 +33,7 @@ OUTLIER = 1000.0
 def inspected(path: Path, scales: bool = False) -> list[dict[str, Any]]:
     """A row for each tensor, by name. `scales` reads the scales too, but no other data."""
     tensors = checkpoint_tensors(path, undeclared=True)
-    scale_tensors = {name: found for name, tensor in tensors.items() if (found := _scale_of(tensor, tensors))}
+    scale_tensors = {name: scale_tensor for name, tensor in tensors.items() if (scale_tensor := _scale_of(tensor, tensors))}
     rows: list[dict[str, Any]] = []
     for name, tensor in sorted(tensors.items()):
         scale = scale_tensors.get(name)
@@ -99,9 +99,9 @@ def _suspicious(tensor: CheckpointTensor, scale: CheckpointTensor | None) -> Ite
         yield tensor.undeclared.reason
         return
     if tensor.config is not None:
-        wanted, found = tensor.config.recipe.format.scale.codec.name, tensor.config.scale_dtype
-        if found and found != wanted:
-            yield f"its scales are {found}; the recipe writes {wanted}"
+        wanted, scale_dtype = tensor.config.recipe.format.scale.codec.name, tensor.config.scale_dtype
+        if scale_dtype and scale_dtype != wanted:
+            yield f"its scales are {scale_dtype}; the recipe writes {wanted}"
         yield from _contradictions(tensor)
     elif _is_code(tensor) and scale is None:
         yield f"{tensor.stored_as} codes without scales under any name that breccia knows"
@@ -125,10 +125,10 @@ def _contradictions(tensor: CheckpointTensor) -> Iterator[str]:
     except LayoutError as e:
         yield str(e)
     for part, shapes in wanted.items():
-        found = entries[f"{tensor.name}.{part}"].shape
-        if found not in shapes and not (part == "scale" and config.layout.block(config.axis) == TENSOR):
+        shape = entries[f"{tensor.name}.{part}"].shape
+        if shape not in shapes and not (part == "scale" and config.layout.block(config.axis) == TENSOR):
             asked = " or ".join(map(spelled, shapes))
-            yield f"its {part} has shape {spelled(found)}; its config says {spelled(config.shape)}, which needs {asked}"
+            yield f"its {part} has shape {spelled(shape)}; its config says {spelled(config.shape)}, which needs {asked}"
 
 
 def tile(shape: Shape, scales: Shape) -> tuple[int, ...] | None:
@@ -178,9 +178,9 @@ def _scale_figures(tensor: CheckpointTensor, scale: CheckpointTensor | None) -> 
 
 def _values(container: Container, entry: str, codec: Codec) -> np.ndarray:
     """Stored scales as FP32."""
-    found = container.entries[entry].dtype
-    if codec.bits > 8 and found != codec.name:  # a float scale kept in its original dtype
-        codec = _CODECS[found]
+    dtype = container.entries[entry].dtype
+    if codec.bits > 8 and dtype != codec.name:  # a float scale kept in its original dtype
+        codec = _CODECS[dtype]
     return np.asarray(codec.read(NUMPY, container.read(entry))).reshape(-1)
 
 
@@ -196,9 +196,9 @@ def _doubts(name: str, values: np.ndarray, is_float: bool) -> Iterator[str]:
         magnitude = np.abs(values)
         counts["zero"] = values == 0
         counts["subnormal in FP32, which some hardware reads as zero"] = (magnitude > 0) & (magnitude < 2.0**-126)
-    for what, found in counts.items():
-        if found.any():
-            yield f"{name}: {int(found.sum())} {of} {what}"
+    for what, mask in counts.items():
+        if mask.any():
+            yield f"{name}: {int(mask.sum())} {of} {what}"
     if is_float and values.size > 1 and (values == 1).all():
         yield f"{name}: all are 1, as for blocks of zeros, or as if none had been computed"
     computed = values[np.isfinite(values) & (values > 0) & ~(is_float & (values == 1))]

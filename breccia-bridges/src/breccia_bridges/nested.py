@@ -16,22 +16,22 @@ def flat(tree: Tree) -> dict[str, Any]:
 
     Raises UnsupportedError for keys that are neither text nor integers, and for two tensors of one name.
     """
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, tensor in _walk(tree, ""):
-        if name in found:
+        if name in tensors:
             raise UnsupportedError(
                 f"two tensors of the tree have the name {name!r}, since keys are joined by dots. Rename one.", name=name
             )
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def _walk(tree: Any, prefix: str) -> Iterator[tuple[Any, Any]]:
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for key, value in items:
-        whole = isinstance(key, int) and not isinstance(key, bool)
+        is_integer = isinstance(key, int) and not isinstance(key, bool)
         if prefix or _is_tree(value):
-            if not (whole or isinstance(key, str)):
+            if not (is_integer or isinstance(key, str)):
                 raise UnsupportedError(
                     f"keys of a tree of tensors are text or integers; {prefix or 'the tree'} has {key!r}.", key=repr(key)
                 )
@@ -51,10 +51,10 @@ def _is_tree(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-def nested(found: Mapping[str, Any]) -> dict[str, Any]:
+def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Nested dicts, by the dots in names. Raises UnsupportedError where a name is also the beginning of another."""
     tree: dict[str, Any] = {}
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         *owners, last = name.split(".")
         inner = tree
         for n, owner in enumerate(owners):
@@ -62,7 +62,7 @@ def nested(found: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(inner, dict):
                 raise _both(".".join(owners[: n + 1]), name)
         if last in inner:
-            raise _both(name, next(other for other in found if other.startswith(f"{name}.")))
+            raise _both(name, next(other for other in tensors if other.startswith(f"{name}.")))
         inner[last] = tensor
     return tree
 

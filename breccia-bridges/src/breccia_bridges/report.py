@@ -101,7 +101,7 @@ def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
         runs=shown,
         sources=list(dict.fromkeys(Path(run["source"]).name or str(run["source"]) for run in shown)),
         # One column is enough where all runs kept the same tensors.
-        kept=shown[:1] if all(run["kept"] == shown[0]["kept"] for run in shown) else shown,
+        columns=shown[:1] if all(run["kept"] == shown[0]["kept"] for run in shown) else shown,
         reasons=list(dict.fromkeys(reason for run in shown for reason in run["kept"])),
         recipes=_recipes(shown),
         warnings=_warnings(shown),
@@ -122,11 +122,11 @@ def packed(text: str) -> str:
 
 def _recipes(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each recipe once, with its fields and the labels of the runs that use it."""
-    found: dict[str, dict[str, Any]] = {}
+    recipes: dict[str, dict[str, Any]] = {}
     for run in runs:
         for recipe in run["recipe_fields"]:
-            found.setdefault(recipe["spec"], {**recipe, "runs": []})["runs"].append(run["label"])
-    return list(found.values())
+            recipes.setdefault(recipe["spec"], {**recipe, "runs": []})["runs"].append(run["label"])
+    return list(recipes.values())
 
 
 def recipe_fields(recipe: ScalingRecipe) -> dict[str, Any]:
@@ -145,11 +145,11 @@ def recipe_fields(recipe: ScalingRecipe) -> dict[str, Any]:
 
 def _warnings(runs: list[dict[str, Any]]) -> dict[str, str]:
     """Each warning once, with the labels of the runs that gave it; no labels where all runs did."""
-    found: dict[str, list[str]] = {}
+    warnings: dict[str, list[str]] = {}
     for run in runs:
         for text in run["warnings"]:
-            found.setdefault(text, []).append(run["label"])
-    return {text: "" if len(labels) == len(runs) else ", ".join(labels) for text, labels in found.items()}
+            warnings.setdefault(text, []).append(run["label"])
+    return {text: "" if len(labels) == len(runs) else ", ".join(labels) for text, labels in warnings.items()}
 
 
 def _finite(value: Any) -> Any:

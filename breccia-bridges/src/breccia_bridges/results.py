@@ -164,12 +164,12 @@ class Report:
 
     @property
     def sqnr(self) -> float:
-        """Of all quantized tensors together, in dB."""
+        """SQNR of all quantized tensors together, in dB."""
         return self.fidelity.sqnr
 
     @property
     def cosine(self) -> float:
-        """Of all quantized tensors together, as one vector; 1 if there are none."""
+        """Cosine of all quantized tensors together, as one vector; 1 if there are none."""
         return self.fidelity.cosine
 
     @property
@@ -192,9 +192,9 @@ class Report:
             return "identical: all tensors have the same bytes"
         if not differ or self.worst is None:
             return f"equal: all tensors have the same values, {len(self.quantized)} of {len(self.tensors)} in other bytes"
-        whole, least = (f"{n:.2f} dB" if math.isfinite(n) else "no finite SQNR" for n in (self.sqnr, self.worst.measured.sqnr))
+        total, least = (f"{n:.2f} dB" if math.isfinite(n) else "no finite SQNR" for n in (self.sqnr, self.worst.measured.sqnr))
         count = f"{len(differ)} of {len(self.tensors)} tensors differ"
-        return f"rounded: {count}, {whole} in all, at worst {least} ({self.worst.name})"
+        return f"rounded: {count}, {total} in all, at worst {least} ({self.worst.name})"
 
     @property
     def _wide(self) -> list[str]:
@@ -212,31 +212,31 @@ class Report:
     @property
     def warnings(self) -> list[str]:
         """Warnings for the user, as sentences."""
-        found: list[str] = []
+        warnings: list[str] = []
         for names, here, there in ((self.missing, self.source, self.destination), (self.added, self.destination, self.source)):
             if names:
-                found.append(f"in {here} and not in {there}: {abbreviated(names)}.")
+                warnings.append(f"in {here} and not in {there}: {abbreviated(names)}.")
         if self.links:
-            found.append(f"not copied, as these are links that leave {self.source}: {abbreviated(self.links)}.")
+            warnings.append(f"not copied, as these are links that leave {self.source}: {abbreviated(self.links)}.")
         if not self.quantized and self.recipe is not None:
-            found.append("no tensor was quantized; `--json` says why each was kept.")
+            warnings.append("no tensor was quantized; `--json` says why each was kept.")
         if self.recipe is not None and (wide := self._wide):
-            found.append(
+            warnings.append(
                 f"the last axis of {abbreviated(wide)} is shorter than a block, so scales take more space than usual; "
                 "--exclude keeps such tensors unquantized."
             )
         rounded = [t for t in self.kept if t.fidelity and not t.fidelity.lossless]
         if rounded:
             dtypes = " or ".join(sorted({t.stored_as for t in rounded}))
-            found.append(f"not quantized, and rounded to {dtypes} when decoded: {abbreviated(t.name for t in rounded)}.")
+            warnings.append(f"not quantized, and rounded to {dtypes} when decoded: {abbreviated(t.name for t in rounded)}.")
         bad = [t.name for t in self.quantized if t.measured.bad]
         worse = [t.name for t in self.quantized if t.measured.bad_after and not t.measured.bad]
         if bad:
             blocks = "; their blocks decode to NaN" if self.recipe is not None else ""
-            found.append(f"NaN or Inf in {self.source}: {abbreviated(bad)}{blocks}.")
+            warnings.append(f"NaN or Inf in {self.source}: {abbreviated(bad)}{blocks}.")
         if worse:
-            found.append(f"NaN or Inf only in {self.destination}: {abbreviated(worse)}.")
-        return found
+            warnings.append(f"NaN or Inf only in {self.destination}: {abbreviated(worse)}.")
+        return warnings
 
     def to_dict(self) -> dict[str, Any]:
         """Everything except histograms, ready for `json.dumps`: non-finite or unknown numbers become None."""

@@ -96,15 +96,15 @@ def _float_dtype(name: str, array: Array) -> str:
 
 def _plain_dtype(name: str, array: Array) -> str:
     ops_of(array, f"tensor {name!r}")
-    found = dtype_name(array)
-    if found not in _FILE_DTYPES:
+    dtype = dtype_name(array)
+    if dtype not in _FILE_DTYPES:
         raise UnsupportedError(
-            f"tensor {name!r}: safetensors has no dtype for {found}; it has {', '.join(_FILE_DTYPES)}. Convert it, or view it "
+            f"tensor {name!r}: safetensors has no dtype for {dtype}; it has {', '.join(_FILE_DTYPES)}. Convert it, or view it "
             "as bytes.",
             name=name,
-            dtype=found,
+            dtype=dtype,
         )
-    return _FILE_DTYPES[found]
+    return _FILE_DTYPES[dtype]
 
 
 # ------------------------------------------------------------------------------------------------ saving
@@ -285,18 +285,18 @@ def named_tensors(
 
     Raises CorruptFileError where two files hold a tensor of the same name, and as `read_configs` does; undeclared: for that.
     """
-    found: dict[str, tuple[Container, Config | None]] = {}
+    tensors: dict[str, tuple[Container, Config | None]] = {}
     for container in containers:
         unknown: dict[str, Undeclared] = {}
         configs = read_configs(container, None if undeclared is None else unknown)
         owned = owners((*configs, *unknown))
         for name in dict.fromkeys(owned.get(entry, entry) for entry in container.entries):
-            if name in found:
-                raise in_both(name, path, found[name][0].path, container.path)
-            found[name] = container, configs.get(name)
+            if name in tensors:
+                raise in_both(name, path, tensors[name][0].path, container.path)
+            tensors[name] = container, configs.get(name)
         if undeclared is not None:
             undeclared |= unknown
-    return found
+    return tensors
 
 
 def read_tensor(
@@ -386,27 +386,27 @@ class _Target:
         """The array `name` in its own dtype; None if absent."""
         if name not in container.entries:
             return None
-        found = container.entries[name].dtype
-        if DTYPES[found][0] < 8:
-            raise self._unavailable(container, name, f"no framework has an unpacked {found} dtype")
+        file_dtype = container.entries[name].dtype
+        if DTYPES[file_dtype][0] < 8:
+            raise self._unavailable(container, name, f"no framework has an unpacked {file_dtype} dtype")
         array = self.fetch(container, name)
-        wanted = _DTYPE_NAMES.get(found, array.dtype.name)
-        if self.framework == "numpy" and found in _DTYPE_NAMES:
+        wanted = _DTYPE_NAMES.get(file_dtype, array.dtype.name)
+        if self.framework == "numpy" and file_dtype in _DTYPE_NAMES:
             try:
                 import ml_dtypes
             except ImportError:
                 raise self._unavailable(container, name, f"NumPy itself has no {wanted}", f"{ML_DTYPES.remedy}, or ") from None
             return array.view(getattr(ml_dtypes, wanted))
         out = self._placed(array, wanted)
-        if dtype_name(out) != wanted and not (found.startswith("F8_") and dtype_name(out) == "uint8"):
+        if dtype_name(out) != wanted and not (file_dtype.startswith("F8_") and dtype_name(out) == "uint8"):
             raise self._unavailable(container, name, f"{self.framework} makes {dtype_name(out)} of {wanted} arrays")
         return out
 
     def narrowed(self, container: Container, name: str) -> bool:
         """Would the framework change the array's dtype, which NumPy has?"""
-        found = container.entries[name].dtype
-        bits, dtype = DTYPES[found]
-        if self.framework == "numpy" or bits < 8 or found in _DTYPE_NAMES:
+        file_dtype = container.entries[name].dtype
+        bits, dtype = DTYPES[file_dtype]
+        if self.framework == "numpy" or bits < 8 or file_dtype in _DTYPE_NAMES:
             return False
         return dtype_name(self.ops.from_numpy(np.empty(0, dtype))) != dtype
 

@@ -152,14 +152,14 @@ class Container:
         lost. `read` has no such condition.
         Raises UnknownNameError where the file has no tensor of that name, CorruptFileError if it changed since it was opened.
         """
-        found = self.view(name)
-        return found if found.flags.aligned else read(found)
+        view = self.view(name)
+        return view if view.flags.aligned else read(view)
 
     def read(self, name: str) -> np.ndarray:
         """The tensor, read into memory. Raises as `array` does, and CorruptFileError for a file that changed meanwhile."""
-        found = read(self.view(name))
+        array = read(self.view(name))
         self.check_unchanged()
-        return found
+        return array
 
     def view(self, name: str) -> np.ndarray:
         """As `array`, but mapped even if it is not aligned. `read` takes a part of it into memory."""
@@ -182,8 +182,8 @@ class Container:
 
     # -- the header ---------------------------------------------------------------------------------------------
 
-    def _refuse(self, what: str, remedy: str, **found: Any) -> NoReturn:
-        raise CorruptFileError(f"{shown(self.path)}: {what} {remedy}", path=str(self.path), **found)
+    def _refuse(self, what: str, remedy: str, **values: Any) -> NoReturn:
+        raise CorruptFileError(f"{shown(self.path)}: {what} {remedy}", path=str(self.path), **values)
 
     def _header_bytes(self, file: BinaryIO, size: int) -> bytes:
         if size < 8:

@@ -126,14 +126,14 @@ class Writer:
             raise self._miscounted(name, done)
         self._written.add(name)
 
-    def _miscounted(self, name: str, found: int) -> ShapeError:
+    def _miscounted(self, name: str, count: int) -> ShapeError:
         entry = self.entries[name]
         return ShapeError(
             f"{self.path}: tensor {name!r} is declared {entry.dtype} of shape {entry.shape}, {entry.nbytes} bytes; got "
-            f"{found} bytes.",
+            f"{count} bytes.",
             name=name,
             expected=entry.nbytes,
-            found=found,
+            found=count,
         )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

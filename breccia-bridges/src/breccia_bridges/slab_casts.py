@@ -47,5 +47,5 @@ class SlabCasts:
             finite = np.isfinite(x)
             low, high = x.min(where=finite, initial=low), x.max(where=finite, initial=high)
             bad = bad or not finite.all()
-        found = [*((low, high) if low <= high else ()), *([np.float32(np.nan)] if bad else [])]
-        return np.resize(np.array(found, np.float32), math.ceil(len(found) / self.rows) * self.rows)
+        extremes = [*((low, high) if low <= high else ()), *([np.float32(np.nan)] if bad else [])]
+        return np.resize(np.array(extremes, np.float32), math.ceil(len(extremes) / self.rows) * self.rows)

@@ -137,14 +137,14 @@ class Staging:
 
     def _close(self) -> bool:
         """Remove the folder, unless it holds the only copy of the destination, and give the lock back. Is anything left?"""
-        held = True
+        anything_left = True
         if sys.platform == "win32":  # which does not remove a file that is open
             os.close(self._lock)
         try:
             if os.path.lexists(self.destination):
                 remove(self._old.parent)
             remove(self.new.parent)
-            held = any(os.path.lexists(path) for path in (self.new, self._old))
+            anything_left = any(os.path.lexists(path) for path in (self.new, self._old))
             if set(os.listdir(self.folder)) == {"lock"}:
                 (self.folder / "lock").unlink()
                 self.folder.rmdir()
@@ -154,13 +154,13 @@ class Staging:
         finally:
             if sys.platform != "win32":
                 os.close(self._lock)
-        return held
+        return anything_left
 
     # -- after and during replacements --------------------------------------------------------------------------
 
     def _recover(self) -> None:
         """Remove what a killed process left, after putting back a destination that it had moved away."""
-        found = sorted(set(os.listdir(self.folder)) - {"lock"})
+        names = sorted(set(os.listdir(self.folder)) - {"lock"})
         if self.moved:
             self._old.rename(self.destination)
             warnings.warn(
@@ -168,9 +168,9 @@ class Staging:
                 f"{self.folder}.",
                 stacklevel=4,
             )
-        elif found:
+        elif names:
             warnings.warn(f"removed {self.folder}, which an interrupted run left behind.", stacklevel=4)
-        for name in found:
+        for name in names:
             remove(self.folder / name)
         left = sorted(set(os.listdir(self.folder)) - {"lock"})
         if left:

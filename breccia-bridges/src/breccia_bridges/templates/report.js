@@ -94,8 +94,8 @@
   function theme() {
     const css = getComputedStyle(document.documentElement);
     const colour = (name) => css.getPropertyValue(`--${name}`).trim();
-    const found = Object.fromEntries(["ground", "ink", "muted", "line"].map((name) => [name, colour(name)]));
-    return { ...found, run: (run) => colour(`run-${runs.indexOf(run) % COLOURS}`) };
+    const palette = Object.fromEntries(["ground", "ink", "muted", "line"].map((name) => [name, colour(name)]));
+    return { ...palette, run: (run) => colour(`run-${runs.indexOf(run) % COLOURS}`) };
   }
 
   function draw(node, traces, { xaxis, yaxis, ...own }) {
@@ -488,9 +488,9 @@
   const drawable = (run) => run.tensors.filter((t) => t.histogram);
 
   function chooseRun(run) {
-    const kept = drawable(run).find((t) => t.name === state.tensor?.name);
+    const namesake = drawable(run).find((t) => t.name === state.tensor?.name);
     state.run = run;
-    state.tensor = kept ?? drawable(run).find((t) => t.name === run.worst) ?? worstFirst(drawable(run))[0] ?? null;
+    state.tensor = namesake ?? drawable(run).find((t) => t.name === run.worst) ?? worstFirst(drawable(run))[0] ?? null;
     const options = drawable(run)
       .toSorted((a, b) => natural.compare(a.name, b.name))
       .map((t) => new Option(t.name, position.get(t)));
