@@ -137,7 +137,7 @@ def accepts_int8(call: Call) -> str | None:
 
 
 def accepts_bf16(call: Call) -> str | None:
-    """Likewise for BF16."""
+    """Why the kernel that rounds activations to BF16 cannot multiply these operands, or None."""
     return _paired(call) or accepts(call) or _unsupported_by(BF16_MODE, call)
 
 

@@ -86,27 +86,27 @@ def _shifted(
     before: Any,
     after: Any,
     k: int,
-    found: Any,
+    out: Any,
     dither: tuple[int, int, int, int] = _NEAREST,
     *,
     across: int = 0,
 ) -> None:
-    microkernels.shifted(source, inverse, before, after, k, found, *_integers(codes), _kind(source), *dither, across)
+    microkernels.shifted(source, inverse, before, after, k, out, *_integers(codes), _kind(source), *dither, across)
 
 
-def _scales(codes: FloatCodes, amax: Any, divisor: float, inverses: Any, found: Any, inverse: Any, global_scale: float) -> None:
-    microkernels.scales(amax, divisor, global_scale, *_floats(codes), inverses, found, inverse)
+def _scales(codes: FloatCodes, amax: Any, divisor: float, inverses: Any, out: Any, inverse: Any, global_scale: float) -> None:
+    microkernels.scales(amax, divisor, global_scale, *_floats(codes), inverses, out, inverse)
 
 
-def _load(values: Any, dtype: str, columns: int, found: Any) -> None:
-    microkernels.load(values, _KINDS[dtype], columns, found)
+def _load(values: Any, dtype: str, columns: int, out: Any) -> None:
+    microkernels.load(values, _KINDS[dtype], columns, out)
 
 
-def _store(values: Any, dtype: str, found: Any) -> None:
-    microkernels.store(values, _KINDS[dtype], found)
+def _store(values: Any, dtype: str, out: Any) -> None:
+    microkernels.store(values, _KINDS[dtype], out)
 
 
-def _decode(codec: Codec, data: Any, blocks: Blocks, dtype: str, found: Any, stream: bool) -> None:
+def _decode(codec: Codec, data: Any, blocks: Blocks, dtype: str, out: Any, stream: bool) -> None:
     table, fields = _element(codec)
     b, none = blocks, _NONE
     decoding.decode(
@@ -125,8 +125,8 @@ def _decode(codec: Codec, data: Any, blocks: Blocks, dtype: str, found: Any, str
         b.divides,
         _KINDS[dtype],
         stream,
-        threads.get_num_threads() if found.size >= _FOR_THREADS else 1,
-        found,
+        threads.get_num_threads() if out.size >= _FOR_THREADS else 1,
+        out,
     )
 
 

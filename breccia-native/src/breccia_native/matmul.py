@@ -127,10 +127,10 @@ def _of_rows(x: Array, st: ScaledTensor, mode: int | None = None, bias: Array | 
     first = len(lead) - (st.ndim - 2)
     for index in np.ndindex(*lead):
         part = st[tuple(min(i, length - 1) for i, length in zip(index[first:], st.shape, strict=False))]
-        found = _product(x[index], part, n, k, mode, bias)
-        if found is None:
+        part_product = _product(x[index], part, n, k, mode, bias)
+        if part_product is None:
             return None
-        product[index] = found
+        product[index] = part_product
     return product
 
 
@@ -152,10 +152,10 @@ def _of_groups(x: Array, st: ScaledTensor, offsets: Array) -> Array | None:
         return None
     for group in chosen.tolist():
         part = slice(starts[group], ends[group])
-        found = _product(x[part], st[group], n, k, None, None)
-        if found is None:
+        part_product = _product(x[part], st[group], n, k, None, None)
+        if part_product is None:
             return None
-        product[part] = found
+        product[part] = part_product
     return product
 
 
@@ -178,13 +178,13 @@ _plans: dict[InternedKey, _Plan] = {}
 
 def _plan_of(st: ScaledTensor) -> _Plan:
     key = st.recipe.interned_key
-    found = _plans.get(key)
-    if found is None:
+    plan = _plans.get(key)
+    if plan is None:
         fmt = st.recipe.format
         kind, scale_kind = kind_of(fmt.element), kind_of(fmt.scale.codec)
         # Powers of two are exact in any product with a code, however small.
         exact = isinstance(fmt.scale.codec, PowerOfTwo) and fmt.global_scale is None and fmt.scale.convention == "multiplier"
-        found = _Plan(
+        plan = _Plan(
             _KINDS[kind],
             fmt.element.bits,
             _table(fmt.element) if kind.startswith("table") else _EMPTY,
@@ -197,21 +197,21 @@ def _plan_of(st: ScaledTensor) -> _Plan:
         )
         if len(_plans) >= _REMEMBERED:
             _plans.clear()
-        _plans[key] = found
-    return found
+        _plans[key] = plan
+    return plan
 
 
 def _table(codec: Any) -> Array:
     """The numbers of a codec, as many as codes of 4 or 8 bits have."""
-    found = np.zeros(16 if codec.bits <= 4 else 256, np.uint32)
-    found[: len(codec.table)] = codec.table
-    return found.view(np.float32)
+    table = np.zeros(16 if codec.bits <= 4 else 256, np.uint32)
+    table[: len(codec.table)] = codec.table
+    return table.view(np.float32)
 
 
 def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None, bias: Array | None) -> Array | None:
     """(M, K) times the transpose of the matrix `st`, (N, K), plus the bias."""
-    if mode is None and (found := _by_columns(x, st, n, k)) is not None:
-        return found if bias is None else np.add(found, bias, out=found)
+    if mode is None and (product := _by_columns(x, st, n, k)) is not None:
+        return product if bias is None else np.add(product, bias, out=product)
     m, weight, rows = len(x), _weight(st, n, k), _rows_at_once(k)
     product, mode = np.empty((m, n), np.float32), _mode(x, m, st, weight, k, mode)
     if mode == BF16_MODE and not products.fast(BF16_MODE, *_about(weight, k), _MANY):
@@ -354,11 +354,11 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
 
 def _supports(st: ScaledTensor, w: _Weight, mode: int, k: int) -> bool:
     integers, element = (_KINDS["u8"], _KINDS["i8"]), st.recipe.format.element
-    whole = w.role == 0 or w.offset_kind in integers
+    offsets_fit = w.role == 0 or w.offset_kind in integers
     if w.role and mode == BF16_MODE:  # others differ by up to 383, which needs 9 bits
         narrow = isinstance(element, Integer) and element.bits <= 4 and not element.signed
-        whole = whole and (w.kind == w.offset_kind or narrow)
-    return whole and (w.block >= k or w.block % SPAN == 0) and inexact(mode, st.recipe.format) is None
+        offsets_fit = offsets_fit and (w.kind == w.offset_kind or narrow)
+    return offsets_fit and (w.block >= k or w.block % SPAN == 0) and inexact(mode, st.recipe.format) is None
 
 
 class _Weight(NamedTuple):
@@ -415,9 +415,9 @@ def _in_rows(data: Array) -> Array:
         return data
     if data.itemsize != 1 or not data.T.flags.c_contiguous:
         return np.ascontiguousarray(data)
-    found = np.empty(data.shape, data.dtype)  # NumPy copies transposes byte by byte
-    columns.turn(data.T, data.shape[1], data.shape[0], found, threads.get_num_threads() if data.size >= _FOR_THREADS else 1)
-    return found
+    copy = np.empty(data.shape, data.dtype)  # NumPy copies transposes byte by byte
+    columns.turn(data.T, data.shape[1], data.shape[0], copy, threads.get_num_threads() if data.size >= _FOR_THREADS else 1)
+    return copy
 
 
 def _scale(st: ScaledTensor, plan: _Plan) -> tuple[Array, int]:
@@ -463,8 +463,8 @@ class _Matrices(NamedTuple):
     def at(self, lead: tuple[int, ...]) -> list[Array]:
         """For each matrix of the leading axes: the addresses of its codes, scales and offsets, and its factor."""
         zeros = np.zeros(math.prod(lead), np.int64)
-        found = [zeros if part is None else _addresses(part, lead) for part in self.parts]
-        return [*found, np.broadcast_to(self.factors, lead).reshape(-1)]
+        addresses = [zeros if part is None else _addresses(part, lead) for part in self.parts]
+        return [*addresses, np.broadcast_to(self.factors, lead).reshape(-1)]
 
 
 def _matrices(st: ScaledTensor) -> _Matrices | None:
@@ -481,9 +481,9 @@ def _matrices(st: ScaledTensor) -> _Matrices | None:
     weight = _weight(first, *first.shape)
     factors = np.array(weight.factor, np.float32)
     if st.global_scale is not None:
-        given = np.asarray(st.global_scale)
-        every = [_fp32(factor_of(st.recipe.format, g)) for g in given.reshape(-1).tolist()]
-        factors = np.array(every, np.float32).reshape(*given.shape, *(1,) * (outer - given.ndim))
+        global_scales = np.asarray(st.global_scale)
+        every = [_fp32(factor_of(st.recipe.format, g)) for g in global_scales.reshape(-1).tolist()]
+        factors = np.array(every, np.float32).reshape(*global_scales.shape, *(1,) * (outer - global_scales.ndim))
     parts = (st.data, scale, None if st.zero_point is None else offset)
     codes, scale, offset = (part if part is None else _matrices_in_order(part) for part in parts)
     return _Matrices(first, weight, (codes, scale, offset), factors)
@@ -510,10 +510,10 @@ def _address(a: Array) -> int:
 
 def _addresses(a: Array, lead: tuple[int, ...]) -> Array:
     """The address of each matrix of `a`, whose leading axes broadcast to `lead`."""
-    found = np.array(_address(a), np.int64)
+    addresses = np.array(_address(a), np.int64)
     for length, stride in zip(lead, np.broadcast_to(a[..., 0, 0], lead).strides, strict=True):
-        found = np.add.outer(found, stride * np.arange(length))
-    return found.reshape(-1)
+        addresses = np.add.outer(addresses, stride * np.arange(length))
+    return addresses.reshape(-1)
 
 
 def _each(x: Array, weights: _Matrices, jobs: list[Array], product: Array, mode: int | None, bias: Array | None) -> bool:
@@ -532,10 +532,10 @@ def _each(x: Array, weights: _Matrices, jobs: list[Array], product: Array, mode:
     row, kind = row.view(np.uint16) if x.dtype.name == "bfloat16" else row, _kind_of(x)
     for each in set(modes.values()):
         chosen = np.isin(rows, [m for m in modes if modes[m] == each])
-        given = table[chosen], factors[chosen], 0 if added is None else _address(added), _rows_at_once(k), number
+        arguments = table[chosen], factors[chosen], 0 if added is None else _address(added), _rows_at_once(k), number
         for by in dict.fromkeys((each, FP32)):
             call = products.prepare(row, kind, 1, n, k, by, *weight, to, _EMPTY, 1)
-            if products.each(call, *given):
+            if products.each(call, *arguments):
                 break
         else:
             return False
