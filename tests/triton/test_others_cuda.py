@@ -36,8 +36,8 @@ from breccia_triton.cuda import fp8_plans  # noqa: E402
 from breccia_triton.others import (  # noqa: E402
     deep_gemm_products,
     humming_products,
-    kept,
     plans,
+    rearranged,
     torch_int4,
     transformer_engine_products,
 )
@@ -269,9 +269,9 @@ def test_what_is_kept_is_freed_with_the_weight_and_not_shared_by_parts_of_one_bu
 
     st = weight("int4", 128, 256)
     first, second = st[:64], st[64:]
-    one, two = kept.kept("k", first, lambda: Made([1])), kept.kept("k", second, lambda: Made([2]))
-    assert one == [1] and two == [2] and kept.kept("k", st[:64], lambda: Made([3])) is one
-    assert kept.kept("other", first, lambda: Made([4])) == [4]
+    one, two = rearranged.rearranged("k", first, lambda: Made([1])), rearranged.rearranged("k", second, lambda: Made([2]))
+    assert one == [1] and two == [2] and rearranged.rearranged("k", st[:64], lambda: Made([3])) is one
+    assert rearranged.rearranged("other", first, lambda: Made([4])) == [4]
     del one, two, first, second
     gc.collect()
     assert not freed
@@ -285,14 +285,14 @@ def test_a_graph_cannot_be_captured_before_the_first_product(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(type(st.data), "is_cuda", property(lambda self: True), raising=False)
     with pytest.raises(breccia.UnsupportedError, match="humming.weight_only rearranges a weight at its first product"):
-        kept.kept("humming.weight_only bfloat16", st, lambda: [])
+        rearranged.rearranged("humming.weight_only bfloat16", st, lambda: [])
 
 
 def test_inference_tensors_are_kept_too() -> None:
     with torch.inference_mode():
         st = weight("int4", 128, 256)
-        made = kept.kept("k", st, lambda: [object()])
-        assert kept.kept("k", st, lambda: [object()]) is made
+        made = rearranged.rearranged("k", st, lambda: [object()])
+        assert rearranged.rearranged("k", st, lambda: [object()]) is made
 
 
 # ------------------------------------------------------------------------------------------------ the table

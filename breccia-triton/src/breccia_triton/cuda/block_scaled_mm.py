@@ -39,7 +39,7 @@ def block_scaled_mm(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     functional: Any = torch.nn.functional  # new names, which older stubs lack
     with on(device):
         left, right = _Side("a", a), _Side("b", b.mT)
-        found = functional.scaled_mm(
+        result = functional.scaled_mm(
             left.codes,
             right.codes.t(),
             left.scales,
@@ -51,7 +51,7 @@ def block_scaled_mm(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
             bias=bias,
             output_dtype=dtype,
         ).reshape(shape)
-    return found if out is None else out.copy_(found)
+    return result if out is None else out.copy_(result)
 
 
 class _Side:

@@ -29,8 +29,8 @@ def available(device: Device) -> str | None:
     if torch is not None and not hasattr(torch.nn.functional, "scaled_mm"):
         return "this torch has no torch.nn.functional.scaled_mm; upgrade to 2.10"
     if device.capability and tuple(device.capability) < _LEAST:
-        found = ".".join(map(str, device.capability))
-        return f"block-scaled tensor cores need compute capability 10.0; {device} has {found}"
+        capability = ".".join(map(str, device.capability))
+        return f"block-scaled tensor cores need compute capability 10.0; {device} has {capability}"
     return None
 
 

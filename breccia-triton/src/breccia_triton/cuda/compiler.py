@@ -49,16 +49,16 @@ class Source:
     @staticmethod
     def read(path: Path, headers: Mapping[str, str] | None = None) -> Source:
         """The source in a file, with the files beside it that it includes. headers: other included texts, by name."""
-        found = dict(headers or {})
+        texts = dict(headers or {})
         text = path.read_text(encoding="utf-8")
         waiting = [text]
         while waiting:
             for name in _INCLUDE.findall(waiting.pop()):
                 beside = path.parent / name
-                if name not in found and beside.is_file():
-                    found[name] = beside.read_text(encoding="utf-8")
-                    waiting.append(found[name])
-        return Source(path.name, text, found)
+                if name not in texts and beside.is_file():
+                    texts[name] = beside.read_text(encoding="utf-8")
+                    waiting.append(texts[name])
+        return Source(path.name, text, texts)
 
 
 class Compiler:
@@ -86,9 +86,9 @@ class Compiler:
             status = library.nvrtcCompileProgram(program, len(options), _strings(options))
             log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             if status:
-                version, given = ".".join(map(str, self.version)), " ".join(map(repr, options))
+                version, flags = ".".join(map(str, self.version)), " ".join(map(repr, options))
                 raise CompileError(
-                    f"NVRTC {version} does not compile {source.name} with {given}: {self._name(status)}. It printed:\n{log}",
+                    f"NVRTC {version} does not compile {source.name} with {flags}: {self._name(status)}. It printed:\n{log}",
                     log=log,
                 )
             return self._read(program, "CUBIN"), log
@@ -109,8 +109,8 @@ class Compiler:
     def _name(self, status: int) -> str:
         function = self._library.nvrtcGetErrorString
         function.restype = ctypes.c_char_p
-        found: Any = function(status)
-        return found.decode() if isinstance(found, bytes) else f"error {status}"
+        name: Any = function(status)
+        return name.decode() if isinstance(name, bytes) else f"error {status}"
 
 
 def _strings(texts: list[str]) -> Any:
@@ -119,13 +119,13 @@ def _strings(texts: list[str]) -> Any:
 
 def libraries(folders: Iterable[str]) -> list[Path]:
     """The NVRTC libraries of packages in folders of `sys.path`, the newest first: in NVIDIA's wheels, or in torch's."""
-    found: set[Path] = set()
+    paths: set[Path] = set()
     for folder in folders:
         root = Path(folder or ".")
         for pattern in ("nvidia/*/lib", "nvidia/*/bin", "nvidia/*/bin/*", "torch/lib"):
             for place in root.glob(pattern):
-                found.update(path for path in place.glob("*nvrtc*") if _LIBRARY.fullmatch(path.name))
-    return sorted(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)], reverse=True)
+                paths.update(path for path in place.glob("*nvrtc*") if _LIBRARY.fullmatch(path.name))
+    return sorted(paths, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)], reverse=True)
 
 
 @once
@@ -173,13 +173,13 @@ def cubin(source: Source, architecture: str, macros: Mapping[str, int | str], co
     compiler, options = compiler or nvrtc(), options_of(architecture, macros)
     path = cache_folder() / f"{_key(source, options, compiler.version)}.cubin"
     with contextlib.suppress(OSError):
-        found = path.read_bytes()
-        if found:
-            return found
-    made, _ = compiler.compile(source, options)
+        cached = path.read_bytes()
+        if cached:
+            return cached
+    compiled, _ = compiler.compile(source, options)
     with contextlib.suppress(OSError):
-        replace_file(path, made)
-    return made
+        replace_file(path, compiled)
+    return compiled
 
 
 @lru_cache(maxsize=1)

@@ -140,11 +140,11 @@ class Function:
 
     def clusters(self, threads: int, cluster: int) -> int:
         """How many clusters of blocks the device runs at a time."""
-        found = ctypes.c_int()
+        count = ctypes.c_int()
         config = _config(self, (cluster, 1, 1), threads, 0, cluster, False)
-        status = self.driver.library.cuOccupancyMaxActiveClusters(ctypes.byref(found), self.handle, ctypes.byref(config))
+        status = self.driver.library.cuOccupancyMaxActiveClusters(ctypes.byref(count), self.handle, ctypes.byref(config))
         self.driver.check(status, f"counting clusters of {cluster} blocks of kernel {self.entry!r}")
-        return found.value
+        return count.value
 
 
 class Launch:

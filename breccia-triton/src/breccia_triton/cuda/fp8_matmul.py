@@ -109,8 +109,8 @@ class _Call:
         if offsets is None and self.w.matrices == 1 and self.a.matrices > 1 and self.a.merged():
             self.a.merge()
 
-    def _address(self, x: Any, given: Any) -> int:
-        if x is not given:
+    def _address(self, x: Any, original: Any) -> int:
+        if x is not original:
             self.copies.append(x)
         return x.data_ptr()
 
@@ -162,8 +162,8 @@ class _Call:
 def check_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raise ShapeError unless `out` can hold the result."""
     if tuple(out.shape) != shape or out.dtype != dtype:
-        found = f"{tuple(out.shape)} and {dtype_name(out)}"
-        raise ShapeError(f"out= must have shape {shape} and dtype {_NAMES[dtype]}; got {found}.")
+        actual = f"{tuple(out.shape)} and {dtype_name(out)}"
+        raise ShapeError(f"out= must have shape {shape} and dtype {_NAMES[dtype]}; got {actual}.")
 
 
 def _copiers(a: ScaledTensor, b: ScaledTensor, device: torch.device, grouped: bool) -> bool:
@@ -191,7 +191,7 @@ class _Side:
     def __init__(self, st: ScaledTensor, transposed: bool, copies: list[Any], copiers: bool, groups: bool = False) -> None:
         need_dense(st.data)
         data = st.data.mT if transposed else st.data
-        made = data if data.is_contiguous() and data.data_ptr() % ALIGNED == 0 else _copied(data)
+        codes = data if data.is_contiguous() and data.data_ptr() % ALIGNED == 0 else _copied(data)
         self.rows, self.k, self.matrices = *data.shape[-2:], math.prod(data.shape[:-2])
         self.kind, self.codec = kind_of(st.recipe, st.layout, st.axis)
         self.pitch = self.scale_row = self.scale_matrix = 0
@@ -200,9 +200,9 @@ class _Side:
         scale = self._tensor(st, data) if self.kind == "tensor" else self._blocks(st, transposed, groups)
         if self.matrices == 1:
             self.scale_matrix = 0  # every matrix of the other operand meets this one
-        copies += [made] if made is not data else []
+        copies += [codes] if codes is not data else []
         copies += [scale] if scale.data_ptr() != st.scale.data_ptr() else []
-        self.data, self.scale = made.data_ptr(), scale.data_ptr()
+        self.data, self.scale = codes.data_ptr(), scale.data_ptr()
 
     def _tensor(self, st: ScaledTensor, data: Any) -> Any:
         scale, lead = st.scale, data.shape[:-2]
@@ -227,10 +227,10 @@ class _Side:
             self.scale_matrix = -(-self.rows // STEP) * steps
             return scale.contiguous()
         if self.kind == "1x32":  # four of a step, zeros where K ends
-            made = scale
+            numbers = scale
             if scale.dtype != torch.float32:
-                made = _as_e8m0(scale).to(torch.float32, memory_format=torch.contiguous_format)
-            return self._plain(made, 4 * steps)
+                numbers = _as_e8m0(scale).to(torch.float32, memory_format=torch.contiguous_format)
+            return self._plain(numbers, 4 * steps)
         if not groups and self._turned(scale):
             self.pitch = self.rows
             return scale

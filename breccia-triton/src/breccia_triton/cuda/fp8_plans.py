@@ -113,7 +113,7 @@ def _pair(call: Call) -> tuple[str, str]:
 
 def kinds(a: Operand, b: Operand) -> tuple[str, str] | str:
     """(Kind of scales of a, of b); or why there is no kernel for them."""
-    found: list[str] = []
+    scale_kinds: list[str] = []
     for name, operand, axis in (("a", a, -1), ("b", b, -2)):
         recipe, layout = operand.recipe, operand.layout
         known = bool(operand.shape)  # else `explain` of a recipe alone
@@ -124,8 +124,8 @@ def kinds(a: Operand, b: Operand) -> tuple[str, str] | str:
             return why.format(name)
         if kind != "tensor" and known and operand.axis != axis:
             return f"blocks of {name} do not run along K"
-        found.append(kind)
-    pair = found[0], found[1]
+        scale_kinds.append(kind)
+    pair = scale_kinds[0], scale_kinds[1]
     return pair if pair in SCALES else f"it has no form for scales {pair[0]} times {pair[1]}"
 
 
@@ -153,10 +153,10 @@ def codec_of(operand: Operand) -> str:
 def kind_of(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[str, str]:
     """(Kind of scales, the codec's name in PTX) of an operand that `accepts_matmul` took."""
     key = recipe.interned_key, layout.interned_key, axis
-    found = _known.get(key)
-    if found is None:
-        found = _known[key] = _kind(recipe, layout, axis)[0], CODECS[recipe.format.element]
-    return found
+    kind_and_codec = _known.get(key)
+    if kind_and_codec is None:
+        kind_and_codec = _known[key] = _kind(recipe, layout, axis)[0], CODECS[recipe.format.element]
+    return kind_and_codec
 
 
 _known: dict[Any, tuple[str, str]] = {}
@@ -341,7 +341,7 @@ class Variant:
 _OPERATIONS, _BANDWIDTH, _LAUNCH = 1.5e15, 4.0e12, 3e-6
 #: Times over that bound without a measurement, by whose kernel it is: breccia's is taken to be faster where it runs.
 _UNMEASURED = {"cuda": 1.2, "torch": 1.3, "transformer_engine": 1.3, "deep_gemm": 1.3, "humming": 1.8}
-#: The same for blocks of 32 along K, which four promotions in a step bound: of few rows, and of more.
+#: Times over the bound for blocks of 32 along K, which four promotions in a step bound: of few rows, and of more.
 _UNMEASURED_MX = 3.0, 5.0
 #: Up to so many rows one number of these holds, above the other.
 _FEW = 128

@@ -43,9 +43,9 @@ def _function(key: tuple, entry: str, macros: tuple, shared: int, index: int) ->
     # Only the architecture-specific instructions (wgmma and what came after) need the "a".
     architecture = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
     nvrtc = compiler.nvrtc(int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None)
-    made = compiler.cubin(compiler.Source(name, text, dict(headers)), architecture, dict(macros), nvrtc)
+    cubin = compiler.cubin(compiler.Source(name, text, dict(headers)), architecture, dict(macros), nvrtc)
     with torch.cuda.device(index):
         context = driver().enter(index)
-        loaded = driver().load(made, entry, shared)
+        loaded = driver().load(cubin, entry, shared)
     loaded.context = context
     return loaded

@@ -45,14 +45,14 @@ def _multiply(a: Any, b: Any, options: ProductOptions, fast: bool) -> Any:
     right = b.data.mT.reshape(b.shape[-1], k).t()
     with on(a.data.device):
         if kinds[0] == "1x128":
-            found = _blocks(a, b, left, right, kinds, dtype, rows)[:rows]
+            result = _blocks(a, b, left, right, kinds, dtype, rows)[:rows]
         else:
             shapes = ((), ()) if kinds[0] == "tensor" else ((rows, 1), (1, b.shape[-1]))
             scale_a, scale_b = (_rows(st.scale, shape) for st, shape in zip((a, b), shapes, strict=True))
             multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-            found = multiply(left, right, scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
-    found = found.reshape(shape)
-    return found if out is None else out.copy_(found)
+            result = multiply(left, right, scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    result = result.reshape(shape)
+    return result if out is None else out.copy_(result)
 
 
 def _rows(scale: Any, shape: tuple[int, ...]) -> Any:

@@ -1,9 +1,9 @@
 """Products of humming-kernels: FP8 by FP8, and activations of 16 bits by quantized weights.
 
 humming compiles kernels for each format and shape of a weight, which takes seconds, and wants weights in its own order: they
-are rearranged at the first product, and kept (`kept`). It has about 30 kernels for a weight, by numbers of rows; a product
-compiles the one that it needs, into humming's cache on disk. As in humming's own layers, products by one weight share counters,
-so they must not overlap on two streams.
+are rearranged at the first product, and kept (`rearranged`). It has about 30 kernels for a weight, by numbers of rows; a
+product compiles the one that it needs, into humming's cache on disk. As in humming's own layers, products by one weight share
+counters, so they must not overlap on two streams.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -22,8 +22,8 @@ from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import FLOAT32, INT4, ProductOptions
 
 from ..cuda.fp8_plans import kind_of
-from .kept import kept
 from .plans import HUMMING_PAIRS, humming_weight
+from .rearranged import rearranged
 from .results import blocks, product
 
 #: The components of a weight in humming's order, as its layer and `humming_forward` name them.
@@ -52,7 +52,7 @@ def humming_fp8_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any
     """`matmul` of two FP8 tensors, with scales of 1 x 128 by 128 x 128, or of rows. It may add parts of K in BF16."""
     pair = kind_of(a.recipe, a.layout, a.axis)[0], kind_of(b.recipe, b.layout, b.axis)[0]
     weight, activations = HUMMING_PAIRS[pair]
-    layer = kept("humming.fp8_matmul", b, lambda: layer_of(b.mT, weight, activations, torch.bfloat16))
+    layer = rearranged("humming.fp8_matmul", b, lambda: layer_of(b.mT, weight, activations, torch.bfloat16))
 
     def multiply(rows: int, into: Any) -> Any:
         codes, scale = blocks(a, rows) if pair[0] == "1x128" else (a.data.reshape(rows, a.shape[-1]), _each(a.scale, rows))
@@ -66,7 +66,7 @@ def humming_weight_only(a: Any, b: Any, options: ProductOptions = FLOAT32) -> An
     out_dtype = options.out_dtype
     config = humming_weight(b.recipe.format, b.layout.plain.block(-2))
     assert not isinstance(config, str), config  # `accepts` has asked
-    layer = kept(f"humming.weight_only {out_dtype}", b, lambda: layer_of(b.mT, config, {}, a.dtype))
+    layer = rearranged(f"humming.weight_only {out_dtype}", b, lambda: layer_of(b.mT, config, {}, a.dtype))
 
     def multiply(rows: int, into: Any) -> Any:
         return _run(layer, a.reshape(rows, a.shape[-1]).contiguous(), None, into)
@@ -82,14 +82,14 @@ def layer_of(weight: ScaledTensor, config: Mapping[str, Any], activations: Mappi
     n, k = weight.shape
     device = weight.data.device
     with torch.device(device):
-        made = HummingLayer(n, k, dict(config), dict(activations), torch_dtype=dtype).to(device)
-    made.load_from_tensors(tensors_of(weight, dtype))
-    made.transform()
-    parts = (getattr(made, name, None) for name in _PARTS)
+        layer = HummingLayer(n, k, dict(config), dict(activations), torch_dtype=dtype).to(device)
+    layer.load_from_tensors(tensors_of(weight, dtype))
+    layer.transform()
+    parts = (getattr(layer, name, None) for name in _PARTS)
     locks = torch.zeros(_LOCKS, dtype=torch.int32, device=device)
-    _, most, tuning = zip(*get_heuristics_config(made.humming_config, device=device), strict=True)
+    _, most, tuning = zip(*get_heuristics_config(layer.humming_config, device=device), strict=True)
     kernels = list(most), [json.dumps(one) for one in tuning]
-    return Layer(made.humming_config, *kernels, locks, *(None if part is None else part.detach() for part in parts))
+    return Layer(layer.humming_config, *kernels, locks, *(None if part is None else part.detach() for part in parts))
 
 
 def tensors_of(weight: ScaledTensor, dtype: torch.dtype) -> dict[str, Any]:
@@ -105,12 +105,12 @@ def tensors_of(weight: ScaledTensor, dtype: torch.dtype) -> dict[str, Any]:
     scale = weight.scale.contiguous()
     if scale.dtype.itemsize > 1 and weight.layout.plain.block(-1)[0] == 1:  # else of 8 bits, or FP32 of tall blocks
         scale = scale.reshape(n, -1).to(dtype)
-    found = {"weight": codes.view(torch.int32), "weight_scale": scale}
+    tensors = {"weight": codes.view(torch.int32), "weight_scale": scale}
     if weight.zero_point is not None:
-        found["zero_point"] = _packed(weight.zero_point.reshape(n, -1))
+        tensors["zero_point"] = _packed(weight.zero_point.reshape(n, -1))
     if weight.global_scale is not None:
-        found["weight_scale_2"] = weight.global_scale.reshape(1).float()
-    return found
+        tensors["weight_scale_2"] = weight.global_scale.reshape(1).float()
+    return tensors
 
 
 def _packed(points: Any) -> Any:

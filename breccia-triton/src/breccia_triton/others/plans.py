@@ -34,8 +34,8 @@ def _available(device: Device, module: str, remedy: str, least: tuple[int, int])
     if not targets.installed(module):
         return f"{module} is not installed; {remedy}"
     if device.capability and tuple(device.capability) < least:
-        needed, found = (".".join(map(str, capability)) for capability in (least, device.capability))
-        return f"it needs compute capability {needed}; {device} has {found}"
+        needed, actual = (".".join(map(str, capability)) for capability in (least, device.capability))
+        return f"it needs compute capability {needed}; {device} has {actual}"
     return None
 
 
@@ -80,11 +80,11 @@ def accepts_humming_fp8(call: Call) -> str | None:
 
 def _refused_pair(call: Call, pairs: Any, who: str) -> str | None:
     assert call.b is not None
-    found = kinds(call.a, call.b)
-    if isinstance(found, str):
-        return found
-    if found not in pairs:
-        return f"{who} has no form for scales {found[0]} times {found[1]}"
+    scales = kinds(call.a, call.b)
+    if isinstance(scales, str):
+        return scales
+    if scales not in pairs:
+        return f"{who} has no form for scales {scales[0]} times {scales[1]}"
     if (codec_of(call.a), codec_of(call.b)) != ("e4m3", "e4m3"):
         return f"{who} is called for E4M3 codes only"
     dtype = str(call.option("out_dtype", "float32"))
@@ -110,10 +110,10 @@ def humming_weight(fmt: Format, block: Block) -> Mapping[str, Any] | str:
     """humming's configuration of a weight for activations of 16 bits; or why there is none. block: of scales along K."""
     codec, scale, outer = fmt.element, fmt.scale, fmt.global_scale
     dtype = _HUMMING_CODES.get(codec)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    whole = "zero_point" if codec == UINT4 else "none"
+    offset = "zero_point" if codec == UINT4 else "none"
     if (
         dtype is None
-        or fmt.offset != whole
+        or fmt.offset != offset
         or scale.convention != "multiplier"
         or (outer is not None and outer.convention != "multiplier")
     ):
@@ -148,8 +148,8 @@ def accepts_humming(call: Call) -> str | None:
         return f"humming would round {fmt.scale.codec.name} scales to float16, which has a smaller range"
     if call.b.layout is None:
         return None
-    found = humming_weight(fmt, call.b.layout.plain.block(-2))
-    return found if isinstance(found, str) else _refused_lengths(call, _TALL if "group_size_n" in found else _COLUMNS)
+    config = humming_weight(fmt, call.b.layout.plain.block(-2))
+    return config if isinstance(config, str) else _refused_lengths(call, _TALL if "group_size_n" in config else _COLUMNS)
 
 
 def _refused_activations(call: Call, dtypes: tuple[str, ...], who: str) -> str | None:
@@ -232,11 +232,11 @@ def transformer_engine_available(device: Device) -> str | None:
 def accepts_transformer_engine(call: Call) -> str | None:
     """Why TransformerEngine does not multiply two FP8 tensors, or None."""
     assert call.b is not None
-    found = kinds(call.a, call.b)
-    if isinstance(found, str):
-        return found
-    if found != ("tensor", "tensor"):
-        return f"TransformerEngine is called for one scale of each tensor, not for scales {found[0]} times {found[1]}"
+    scales = kinds(call.a, call.b)
+    if isinstance(scales, str):
+        return scales
+    if scales != ("tensor", "tensor"):
+        return f"TransformerEngine is called for one scale of each tensor, not for scales {scales[0]} times {scales[1]}"
     if (codec_of(call.a), codec_of(call.b)) == ("e5m2", "e5m2"):
         return NO_E5M2
     return _refused_operands(call) or refused_shape(call.a.shape, call.b.shape)

@@ -36,13 +36,13 @@ def product(a: Any, b: Any, options: ProductOptions, multiply: Multiply) -> Any:
     rows = math.prod(shape[:-1])
     into = out.view(rows, shape[-1]) if out is not None and bias is None and out.is_contiguous() else None
     with on(here):
-        found = multiply(rows, into)
+        result = multiply(rows, into)
         if bias is not None:
-            found = (found.float() + bias.float()).to(dtype)
-    if out is not None and found.data_ptr() == out.data_ptr():
+            result = (result.float() + bias.float()).to(dtype)
+    if out is not None and result.data_ptr() == out.data_ptr():
         return out
-    found = found.reshape(shape)
-    return found if out is None else out.copy_(found)
+    result = result.reshape(shape)
+    return result if out is None else out.copy_(result)
 
 
 def blocks(a: Any, rows: int) -> tuple[Any, Any]:

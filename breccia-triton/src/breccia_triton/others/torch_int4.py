@@ -12,7 +12,7 @@ import torch
 from breccia import ScaledTensor
 from breccia.backend import FLOAT32, INT4, ProductOptions
 
-from .kept import kept
+from .rearranged import rearranged
 from .results import product
 
 #: The code that torch subtracts.
@@ -21,7 +21,7 @@ _MIDDLE = 8
 
 def int4pack_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` of BF16 activations and a weight that torch decodes to BF16 as `(code - 8) * scale + zero`, all BF16 numbers."""
-    packed, numbers = kept("torch.int4", b, lambda: packed_weight(b.mT))
+    packed, numbers = rearranged("torch.int4", b, lambda: packed_weight(b.mT))
     width = b.layout.plain.block(-2)[1]
 
     def multiply(rows: int, into: Any) -> Any:
