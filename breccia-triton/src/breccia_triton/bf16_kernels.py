@@ -77,8 +77,8 @@ def finishing_kernel(
     at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
     total = tl.load(sums + at, mask=exists, other=0.0)
     if A.outer is not None or B.outer is not None:
-        found = tl.max(((bits_of(total) & MAGNITUDE) >= INF).to(tl.int32), 1)
-        _flag(flags, (matrix * rows + row) % a_rows, row_exists, found)
+        nonfinite = tl.max(((bits_of(total) & MAGNITUDE) >= INF).to(tl.int32), 1)
+        _flag(flags, (matrix * rows + row) % a_rows, row_exists, nonfinite)
         # In FP64 products of two scales, and of sums with them, neither overflow nor vanish.
         total = (total.to(tl.float64) * (_multiplier(a_outer, A) * _multiplier(b_outer, B))).to(tl.float32)
     tl.store(out + at, _with_bias(total, bias, column, column_exists, out.dtype.element_ty, PTX), mask=exists)
@@ -128,11 +128,11 @@ def _with_bias(total, bias, column, exists, DTYPE: tl.constexpr, PTX: tl.constex
 
 
 @triton.jit
-def _flag(flags, line, exists, found):
+def _flag(flags, line, exists, flag):
     """Flag lines; the first number says that there is a flag."""
-    mask = exists & (found != 0)
-    tl.store(flags + 1 + line, found, mask=mask)
-    tl.store(flags + line * 0, found, mask=mask)
+    mask = exists & (flag != 0)
+    tl.store(flags + 1 + line, flag, mask=mask)
+    tl.store(flags + line * 0, flag, mask=mask)
 
 
 @triton.jit
@@ -164,10 +164,10 @@ def _lines(
             x, x_scale, x_outer, matrix, i, k, line, line < lines, place, place < depth, lines, depth, groups, LINES, DEPTH, D
         )
     else:
-        found = _values(
+        values = _values(
             x, x_scale, x_outer, matrix, k, i, place, place < depth, line, line < lines, depth, lines, groups, DEPTH, LINES, D
         )
-        return tl.trans(found)
+        return tl.trans(values)
 
 
 @triton.jit

@@ -39,13 +39,13 @@ from .specs import TwoCasts, Unsupported
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`cast` as `breccia.cast` documents it; see `casting` for the kernels."""
-    if (made := _plainly("cast", x, recipe, options)) is not None:
-        return made
+    if (result := _plainly("cast", x, recipe, options)) is not None:
+        return result
     x, options = _readable(x, recipe), _in_order(options)
     if _transposed(x) and options.storage == PLAIN:
-        made = cast(x.mT, recipe, _other_axis(options, x.ndim))
-        return made.mT if options.out is None else options.out
-    prepared = _found("cast", x, recipe, options)
+        result = cast(x.mT, recipe, _other_axis(options, x.ndim))
+        return result.mT if options.out is None else options.out
+    prepared = _call_for("cast", x, recipe, options)
     if prepared is None:
         return reference.cast(x, recipe, options) if options.storage == PLAIN else storages.cast(x, recipe, options)
     return prepared(x, options)
@@ -53,12 +53,12 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
 
 def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Any:
     """`cast_ste` as `breccia.cast_ste` documents it, without codes in memory."""
-    if (made := _plainly("cast_ste", x, recipe, options)) is not None:
-        return made
+    if (result := _plainly("cast_ste", x, recipe, options)) is not None:
+        return result
     x, options = _readable(x, recipe), _in_order(options)
     if _transposed(x):
         return cast_ste(x.mT, recipe, _other_axis(options, x.ndim)).mT
-    prepared = _found("cast_ste", x, recipe, options)
+    prepared = _call_for("cast_ste", x, recipe, options)
     if prepared is None:
         return reference.cast_ste(x, recipe, options)
     return prepared(x, options)
@@ -67,7 +67,7 @@ def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> A
 def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, history: tuple[Any, Any] | None = None) -> Any:
     """The result of most calls under no option but an axis and a supplied scale, or None for other calls.
 
-    It does less than `_found` does for those, as calls of small arrays are bound by the host.
+    It does less than `_call_for` does for those, as calls of small arrays are bound by the host.
     history: of `cast_and_record`, its amaxes and its scale, which is the supplied one.
     """
     scale, axis, kind = options.scale, options.axis, _OWN
@@ -105,14 +105,14 @@ _OWN, _SUPPLIED = (False, "nearest", PLAIN), (True, "nearest", PLAIN)
 
 def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
     """`cast_pair` as `breccia.cast_pair` documents it: from one read, or two casts where they are faster."""
-    if options is DEFAULT and (made := _plainly("cast_pair", x, recipe, options)) is not None:
-        return made
+    if options is DEFAULT and (pair := _plainly("cast_pair", x, recipe, options)) is not None:
+        return pair
     x, options = _readable(x, recipe), _in_order(options)
     if _transposed(x) and options.storage == PLAIN:
         turned = options if options.scale is None else _other_axis(options, x.ndim).replace(axis=-1)
         rows, columns = cast_pair(x.mT, recipe, turned)
         return columns.mT, rows.mT
-    prepared = _found("cast_pair", x, recipe, options)
+    prepared = _call_for("cast_pair", x, recipe, options)
     if prepared is not None:
         return prepared(x, options)
     return cast(x, recipe, options.replace(axis=-1)), cast(x, recipe, options.replace(axis=-2))
@@ -122,11 +122,11 @@ def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tupl
     """`record_amax` as `breccia.AmaxHistory.update` documents it, in one launch."""
     x = _readable(x, recipe)
     x = x.mT if _transposed(x) else x
-    prepared = _found("record_amax", x, recipe, DEFAULT)
-    held = None if prepared is None else _History.of(recipe, amaxes, scale, x.device)
-    if prepared is None or held is None:
+    prepared = _call_for("record_amax", x, recipe, DEFAULT)
+    history = None if prepared is None else _History.of(recipe, amaxes, scale, x.device)
+    if prepared is None or history is None:
         return reference.record_amax(x, recipe, amaxes, scale)
-    return prepared.record(x, held)
+    return prepared.record(x, history)
 
 
 def cast_and_record(
@@ -134,19 +134,19 @@ def cast_and_record(
 ) -> tuple[ScaledTensor, Any, Any]:
     """`cast_and_record` as `breccia.AmaxHistory.cast` documents it: the input is read once."""
     if options is DEFAULT or options is COLUMNS:
-        made = _plainly("cast_and_record", x, recipe, options, (amaxes, scale))
-        if made is not None:
-            return made
+        results = _plainly("cast_and_record", x, recipe, options, (amaxes, scale))
+        if results is not None:
+            return results
     x = _readable(x, recipe)
     if _transposed(x) and options.storage == PLAIN:
-        made, *recorded = cast_and_record(x.mT, recipe, amaxes, scale, _other_axis(options, x.ndim))
-        return made.mT if options.out is None else options.out, *recorded
-    held = _History.of(recipe, amaxes, scale, x.device)
-    given = options.replace(scale=scale if held is None else held.scale)
-    prepared = None if held is None else _found("cast_and_record", x, recipe, given)
-    if prepared is None or held is None:
-        return cast(x, recipe, given), *record_amax(x, recipe, amaxes, scale)
-    return prepared(x, given, held=held), *held.recorded
+        result, *recorded = cast_and_record(x.mT, recipe, amaxes, scale, _other_axis(options, x.ndim))
+        return result.mT if options.out is None else options.out, *recorded
+    history = _History.of(recipe, amaxes, scale, x.device)
+    options = options.replace(scale=scale if history is None else history.scale)
+    prepared = None if history is None else _call_for("cast_and_record", x, recipe, options)
+    if prepared is None or history is None:
+        return cast(x, recipe, options), *record_amax(x, recipe, amaxes, scale)
+    return prepared(x, options, history=history), *history.recorded
 
 
 class _History:
@@ -155,9 +155,9 @@ class _History:
     def __init__(self, amaxes: Any, scale: Any, length: int, device: torch.device) -> None:
         count = 0 if amaxes is None else amaxes.shape[0]
         self.scale = scale
-        self.kept = min(count, length - 1)
-        self.first = count - self.kept
-        self.recorded = empty((self.kept + 1,), torch.float32, device), empty((), torch.float32, device)
+        self.old_count = min(count, length - 1)
+        self.first = count - self.old_count
+        self.recorded = empty((self.old_count + 1,), torch.float32, device), empty((), torch.float32, device)
         self.amaxes = self.recorded[0] if amaxes is None else amaxes
 
     @staticmethod
@@ -165,13 +165,13 @@ class _History:
         """The history, or None where it is not on the device as kernels read it."""
         if not isinstance(scale, torch.Tensor):
             scale = torch.full((), float(scale), dtype=torch.float32, device=device)
-        held = amaxes if isinstance(amaxes, torch.Tensor) else None
-        if held is None and len(amaxes):
+        tensor = amaxes if isinstance(amaxes, torch.Tensor) else None
+        if tensor is None and len(amaxes):
             return None
-        if not all(_fits(part, device) for part in (scale, held) if part is not None):
+        if not all(_fits(part, device) for part in (scale, tensor) if part is not None):
             return None
         with on(device):
-            return _History(held, scale, recipe.amax_history_len, device)
+            return _History(tensor, scale, recipe.amax_history_len, device)
 
 
 def _fits(part: Any, device: torch.device) -> bool:
@@ -185,9 +185,9 @@ def requantize(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = D
     if data.ndim > 1 and not data.is_contiguous() and data.mT.is_contiguous() and options.scale is None:
         # A transposed view: so is the result.
         turned = options if options.out is None else options.replace(out=options.out.mT)
-        made = requantize(st.mT, recipe, turned)
-        return made.mT if options.out is None else options.out
-    prepared = None if options.require_exact else _found("requantize", st, recipe, options)
+        result = requantize(st.mT, recipe, turned)
+        return result.mT if options.out is None else options.out
+    prepared = None if options.require_exact else _call_for("requantize", st, recipe, options)
     if prepared is None:
         return composites.requantize(st, recipe, options)
     return prepared(st, options)
@@ -222,7 +222,7 @@ def _other_axis(options: CastOptions, ndim: int) -> CastOptions:
     return options.replace(axis=-3 - options.axis, scale=scale, out=None if out is None else out.mT)
 
 
-def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
+def _call_for(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
     """The prepared call for these arguments, or None where the generic algorithm runs."""
     scaled = op == "requantize"
     axis = x.axis if scaled else options.axis
@@ -237,7 +237,7 @@ def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
     call = _calls.get(key)
     if call is None:
         try:
-            call = _made(op, x, recipe, axis, options)
+            call = _new_call(op, x, recipe, axis, options)
         except Unsupported as e:
             call = str(e)
         _calls.keep(key, call)
@@ -254,28 +254,28 @@ _calls = Remembered()
 _TUNED = ("cast", "cast_ste", "requantize")
 
 
-def _made(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions) -> Any:
+def _new_call(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions) -> Any:
     """The call for these arguments, tuned on request. Raises Unsupported."""
     device = x.data.device
     if op == "requantize" and options.scale is None and options.storage == PLAIN and Repeated.takes_tensor(x, recipe):
         return Repeated(x, recipe)
-    found = hardware(device)
+    device_hardware = hardware(device)
 
-    def made(choose: Choose | None = None) -> Prepared:
-        return prepared(op, x, recipe, axis, options, found, choose)
+    def prepare(choose: Choose | None = None) -> Prepared:
+        return prepared(op, x, recipe, axis, options, device_hardware, choose)
 
     def compiled(one: Prepared) -> Any:
-        call, given = Call(x, one), options.replace(out=None)
-        return lambda: call(x, given)
+        call, without_out = Call(x, one), options.replace(out=None)
+        return lambda: call(x, without_out)
 
     if op == "cast_pair":
         try:
-            return Call(x, made())
+            return Call(x, prepare())
         except TwoCasts:
-            return Pair(x, *(_made("cast", x, recipe, axis, options.replace(axis=axis)) for axis in (-1, -2)))
+            return Pair(x, *(_new_call("cast", x, recipe, axis, options.replace(axis=axis)) for axis in (-1, -2)))
     if op not in _TUNED:
-        return Call(x, made())
-    return Call(x, tuning.tuned(made, lambda one: one.launches, compiled, device, found.name))
+        return Call(x, prepare())
+    return Call(x, tuning.tuned(prepare, lambda one: one.launches, compiled, device, device_hardware.name))
 
 
 def prepared(
@@ -284,8 +284,8 @@ def prepared(
     """A call prepared for hardware under choices. Raises Unsupported."""
     chosen = Options(options.scale is not None, options.rounding == "stochastic", options.storage)
     scaled = isinstance(x, ScaledTensor)
-    given = codes_of(x, scaled_source(x, recipe, chosen.supplied), False, hardware) if scaled else array_of(x)
-    return Prepared(op, recipe, given, axis, chosen, TORCH.dtypes(recipe.format), hardware, choose, turns=not scaled)
+    facts = codes_of(x, scaled_source(x, recipe, chosen.supplied), False, hardware) if scaled else array_of(x)
+    return Prepared(op, recipe, facts, axis, chosen, TORCH.dtypes(recipe.format), hardware, choose, turns=not scaled)
 
 
 class Pair:
@@ -354,8 +354,10 @@ class Repeated:
             scale = st.scale.contiguous().as_strided(*self.view).contiguous().view(self.repeated)
             if self.repeated != self.shape:
                 scale = scale[..., :rows, :columns].contiguous()
-        made = ScaledTensor.from_parts(st.data, scale, self.recipe, self.layout, None, st.global_scale, self.axis, self.padding)
-        return made if options.out is None else reference.assign(TORCH, options.out, made)
+        result = ScaledTensor.from_parts(
+            st.data, scale, self.recipe, self.layout, None, st.global_scale, self.axis, self.padding
+        )
+        return result if options.out is None else reference.assign(TORCH, options.out, result)
 
 
 def _sides(layout: Layout, axis: int, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -367,21 +369,21 @@ def _sides(layout: Layout, axis: int, shape: tuple[int, ...]) -> tuple[int, int]
 class Call:
     """What calls of one op, recipe, shape, dtype, device and set of options have in common: their kernels, compiled."""
 
-    def __init__(self, x: Any, made: Prepared) -> None:
+    def __init__(self, x: Any, prepared: Prepared) -> None:
         """x: one of the operands."""
-        op, scaled, chosen = made.op, isinstance(x, ScaledTensor), made.options
+        op, scaled, chosen = prepared.op, isinstance(x, ScaledTensor), prepared.options
         self.op, self.device = op, x.data.device
         self.index = index_of(self.device)
-        self.prepared, self.stochastic = made, chosen.stochastic
-        self.launches = made.launches
+        self.prepared, self.stochastic = prepared, chosen.stochastic
+        self.launches = prepared.launches
         self.numbers = 0 if scaled else 1
-        self.flat_shape = None if scaled or x.is_contiguous() else made.input.flat_shape
-        self.strided = made.input.strided
-        self.passes = {name: (each, Launcher(each.launch)) for name, each in made.passes.items()}
-        self.written = [Components(written, self.device) for written in made.written]
-        if made.launch is not None:
-            self.launcher = Launcher(made.launch)
-            self.scale_shape, self.scale_dtype = tuple(made.scale_shape), getattr(torch, made.scale_dtype)
+        self.flat_shape = None if scaled or x.is_contiguous() else prepared.input.flat_shape
+        self.strided = prepared.input.strided
+        self.passes = {name: (each, Launcher(each.launch)) for name, each in prepared.passes.items()}
+        self.written = [Components(written, self.device) for written in prepared.written]
+        if prepared.launch is not None:
+            self.launcher = Launcher(prepared.launch)
+            self.scale_shape, self.scale_dtype = tuple(prepared.scale_shape), getattr(torch, prepared.scale_dtype)
         #: Whether `plainly` does what a call does, if options are at their default.
         self.plain = (
             op in ("cast", "cast_ste", "cast_pair", "cast_and_record")
@@ -398,7 +400,7 @@ class Call:
             self.amax = launcher
             if each.length:
                 self.zeros = partial(torch.zeros, each.length, dtype=torch.int32, device=self.device)
-        self.waits = made.waits
+        self.waits = prepared.waits
         if self.plain:
             values = op == "cast_ste"
             own = [allocate for written in self.written for allocate in written.allocators]
@@ -415,12 +417,14 @@ class Call:
             and scale.is_contiguous()
         )
 
-    def __call__(self, x: Any, options: CastOptions, amaxes: dict[str, Any] | None = None, held: _History | None = None) -> Any:
+    def __call__(
+        self, x: Any, options: CastOptions, amaxes: dict[str, Any] | None = None, history: _History | None = None
+    ) -> Any:
         """The result of the op. amaxes: those that `amaxes` returned for `x`."""
         if elsewhere(self.index):
             with torch.cuda.device(self.index):
-                return self._run(x, options, amaxes, held)
-        return self._run(x, options, amaxes, held)
+                return self._run(x, options, amaxes, history)
+        return self._run(x, options, amaxes, history)
 
     def plainly(self, address: int, *supplied: int) -> Any:
         """The result for contiguous numbers at an address, under no option but the axis and a scale, on the current device.
@@ -451,36 +455,36 @@ class Call:
         stream = stream_of(self.index)
         work, _ = workspace(self.device, stream)
         recipe: Any = self.prepared.recipe
-        held = _History(amaxes, scale, recipe.amax_history_len, self.device)
-        parts = scale, work, amaxes, *held.recorded
-        made = self.launched(stream, address, *[part.data_ptr() for part in parts], held.first, held.kept)
-        return made, *held.recorded
+        history = _History(amaxes, scale, recipe.amax_history_len, self.device)
+        parts = scale, work, amaxes, *history.recorded
+        result = self.launched(stream, address, *[part.data_ptr() for part in parts], history.first, history.old_count)
+        return result, *history.recorded
 
     def launched(self, stream: int, address: int, *operands: int) -> Any:
         """The result of the last kernel of the short ways. operands: what the kernel takes after the result."""
-        made = [allocate() for allocate in self.allocators]
-        self.launcher.run(stream, address, *[part.data_ptr() for part in made], *operands)
-        return self.finished(made)
+        parts = [allocate() for allocate in self.allocators]
+        self.launcher.run(stream, address, *[part.data_ptr() for part in parts], *operands)
+        return self.finished(parts)
 
-    def _both(self, made: list[Any]) -> tuple[ScaledTensor, ScaledTensor]:
+    def _both(self, parts: list[Any]) -> tuple[ScaledTensor, ScaledTensor]:
         """The results of `cast_pair`."""
         count = len(self.written[0].parts)
-        return self.written[0].tensor(made[:count]), self.written[1].tensor(made[count:])
+        return self.written[0].tensor(parts[:count]), self.written[1].tensor(parts[count:])
 
     def amaxes(self, x: Any) -> dict[str, Any]:
         """The results of the passes before the cast, as bits."""
         with on(self.device):
             return self._amaxes(*self._read(x), current_stream(self.device))
 
-    def record(self, x: Any, held: _History) -> tuple[Any, Any]:
+    def record(self, x: Any, history: _History) -> tuple[Any, Any]:
         """Record the amax of `x` in a history."""
         with on(self.device):
             inputs, strides = self._read(x)
             stream = current_stream(self.device)
             _, launcher = self.passes["tensor"]
-            tensors = [*inputs, workspace(self.device, stream)[0], held.amaxes, *held.recorded, held.scale]
-            launcher.run(stream, *addresses(tensors, 1), held.first, held.kept, *strides)
-        return held.recorded
+            tensors = [*inputs, workspace(self.device, stream)[0], history.amaxes, *history.recorded, history.scale]
+            launcher.run(stream, *addresses(tensors, 1), history.first, history.old_count, *strides)
+        return history.recorded
 
     def _read(self, x: Any) -> tuple[list[Any], tuple[int, ...]]:
         """(the tensors that kernels read, strides)."""
@@ -503,28 +507,28 @@ class Call:
         launcher.run(stream, *addresses(tensors, self.numbers), *strides)
         return amax
 
-    def _run(self, x: Any, options: CastOptions, found: dict[str, Any] | None, held: _History | None) -> Any:
+    def _run(self, x: Any, options: CastOptions, amaxes: dict[str, Any] | None, history: _History | None) -> Any:
         device, written, out = self.device, self.written, options.out
         stream = current_stream(device)
         inputs, strides = self._read(x)
-        if found is None:
-            found = self._amaxes(inputs, strides, stream)
+        if amaxes is None:
+            amaxes = self._amaxes(inputs, strides, stream)
         if self.op == "cast_ste":
             result = empty(tuple(x.shape), x.dtype, device)
             parts, tensors = [], [result]
         else:
-            given = None if out is None else written[0].of(out, device)
-            parts = [w.allocated() for w in written] if given is None else [given]
+            out_parts = None if out is None else written[0].of(out, device)
+            parts = [w.allocated() for w in written] if out_parts is None else [out_parts]
             tensors = parts[0] if len(parts) == 1 else [*parts[0], *parts[1]]
-        others = [found[name] for name in self.prepared.amax_of]
+        others = [amaxes[name] for name in self.prepared.amax_of]
         if self.waits:
             others.append(workspace(device, stream)[0])
         if options.scale is not None:
             others.append(options.scale)
         counts: tuple[int, ...] = ()
-        if held is not None:
-            others += [workspace(device, stream)[0], held.amaxes, *held.recorded]
-            counts = held.first, held.kept
+        if history is not None:
+            others += [workspace(device, stream)[0], history.amaxes, *history.recorded]
+            counts = history.first, history.old_count
         self.launcher.run(
             stream,
             *addresses(inputs, self.numbers),
@@ -536,9 +540,9 @@ class Call:
         )
         if self.op == "cast_ste":
             return result
-        made = written[0].tensor(parts[0])
+        st = written[0].tensor(parts[0])
         if self.op == "cast_pair":
-            return made, written[1].tensor(parts[1])
+            return st, written[1].tensor(parts[1])
         if out is None:
-            return made
-        return out if parts[0][0] is out.data else reference.assign(TORCH, out, made)
+            return st
+        return out if parts[0][0] is out.data else reference.assign(TORCH, out, st)

@@ -67,33 +67,33 @@ def amax_kernel(
 ):  # fmt: skip
     """FP32 bits of the largest magnitude of the tensor; or of each row or column, into zeros. work: as of `gathered`."""
     if V.pairs:
-        found, programs = amax_of_pairs(x, columns, G, V)
+        maxima, programs = amax_of_pairs(x, columns, G, V)
     else:
-        found, programs = amax_of_tiles(
+        maxima, programs = amax_of_tiles(
             x, x_scale, x_zero_point, x_outer, amax, rows, columns, matrices, x_groups, stride_matrix, stride_row,
             stride_column, G, V, F,
         )  # fmt: skip
     if V.source == "tensor":
-        top, last = gathered(found, work, programs)
+        top, last = gathered(maxima, work, programs)
         if last:
             tl.store(amax, top)
 
 
 @triton.jit
 def record_kernel(
-    x, work, amaxes, recorded, before, after, rows, columns, matrices, first, kept, stride_matrix, stride_row, stride_column,
-    S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, LENGTH: tl.constexpr,
+    x, work, amaxes, recorded, before, after, rows, columns, matrices, first, old_count, stride_matrix, stride_row,
+    stride_column, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """Record the amax of the tensor (see `record`). before: the scale of the history."""
     if V.pairs:
-        found, programs = amax_of_pairs(x, columns, G, V)
+        maxima, programs = amax_of_pairs(x, columns, G, V)
     else:
-        found, programs = amax_of_tiles(
+        maxima, programs = amax_of_tiles(
             x, None, None, None, None, rows, columns, matrices, None, stride_matrix, stride_row, stride_column, G, V, None
         )
-    top, last = gathered(found, work, programs)
+    top, last = gathered(maxima, work, programs)
     if last:
-        record(top, amaxes, recorded, before, after, first, kept, S, V, LENGTH)
+        record(top, amaxes, recorded, before, after, first, old_count, S, V, LENGTH)
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def amax_of_tiles(
         pid, programs = pid.to(tl.int64), programs.to(tl.int64)
     TALL: tl.constexpr = G.tall
     WIDE: tl.constexpr = G.wide
-    found = tl.zeros((TALL, WIDE), tl.int32)
+    maxima = tl.zeros((TALL, WIDE), tl.int32)
     down, along = tiles(rows, 1, 0, G.tall), tiles(columns, 1, 0, G.wide)
     # A program goes along rows or down columns, as far as it goes.
     if V.source == "rows":
@@ -134,14 +134,14 @@ def amax_of_tiles(
         )  # fmt: skip
         if V.finite:
             u = tl.where(u < INF, u, 0)
-        found = tl.maximum(found, u)
+        maxima = tl.maximum(maxima, u)
     if V.source == "rows":
         row, row_exists = positions(i_0, rows, 1, 0, G.tall)
-        tl.atomic_max(amax + of * rows + row, tl.max(found, 1), mask=row_exists & (of < matrices))
+        tl.atomic_max(amax + of * rows + row, tl.max(maxima, 1), mask=row_exists & (of < matrices))
     elif V.source == "columns":
         column, column_exists = positions(j_0, columns, 1, 0, G.wide)
-        tl.atomic_max(amax + of * columns + column, tl.max(found, 0), mask=column_exists & (of < matrices))
-    return found, programs
+        tl.atomic_max(amax + of * columns + column, tl.max(maxima, 0), mask=column_exists & (of < matrices))
+    return maxima, programs
 
 
 @triton.jit
@@ -154,11 +154,11 @@ def amax_of_pairs(x, columns, G: tl.constexpr, V: tl.constexpr):
     word = tl.arange(0, WORDS)[None, :]
     words = x.to(tl.pointer_type(tl.int32))
     HALF: tl.constexpr = x.dtype.element_ty
-    found = tl.zeros((1, WORDS), tl.int32)
+    maxima = tl.zeros((1, WORDS), tl.int32)
     for step in range(V.steps):
         at = (pid + step * programs) * WORDS + word
-        found = larger_of_pairs(found, tl.load(words + at, mask=at < columns // 2, other=0), HALF, not V.finite)
-    half = larger_half(found)
+        maxima = larger_of_pairs(maxima, tl.load(words + at, mask=at < columns // 2, other=0), HALF, not V.finite)
+    half = larger_half(maxima)
     if V.finite:
         INF_OF_HALF: tl.constexpr = 0x7F80 if HALF == tl.bfloat16 else 0x7C00
         if tl.max(half) >= INF_OF_HALF:  # Inf is among the numbers: look for the finite ones alone
@@ -173,12 +173,12 @@ def amax_of_pairs(x, columns, G: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def gathered(found, work, programs):
+def gathered(maxima, work, programs):
     """(the largest number of all programs, whether this is the last of them, which returns it).
 
     work: two zeros, the largest so far and how many programs are done. They are zeros again afterwards.
     """
-    tl.atomic_max(work, tl.max(tl.max(found, 1), 0), sem="relaxed")
+    tl.atomic_max(work, tl.max(tl.max(maxima, 1), 0), sem="relaxed")
     last = tl.atomic_add(work + 1, 1, sem="acq_rel") == programs - 1  # ordered after the line above
     top = 0
     if last:
@@ -189,17 +189,18 @@ def gathered(found, work, programs):
 
 @triton.jit
 def record(
-    newest, amaxes, recorded, before, after, first, kept, S: tl.constexpr, V: tl.constexpr, LENGTH: tl.constexpr
+    newest, amaxes, recorded, before, after, first, old_count, S: tl.constexpr, V: tl.constexpr, LENGTH: tl.constexpr
 ):  # fmt: skip
-    """Write `kept` of the `amaxes` from `first` on and the newest into `recorded`, and into `after` the scale of the largest.
+    """Write `old_count` of the `amaxes` from `first` on and the newest into `recorded`, and the scale of the largest into
+    `after`.
 
     Numbers are FP32 bits. Where the largest is zero or faulty, the scale stays as it was before.
     """
     SCALE: tl.constexpr = S.scale
     at = tl.arange(0, LENGTH)
-    old = tl.load(amaxes + first + at, mask=at < kept, other=0)
-    tl.store(recorded + at, old, mask=at < kept)
-    tl.store(recorded + kept, newest)
+    old = tl.load(amaxes + first + at, mask=at < old_count, other=0)
+    tl.store(recorded + at, old, mask=at < old_count)
+    tl.store(recorded + old_count, newest)
     largest = tl.maximum(tl.max(old, 0), newest)
     usable = (largest >= NORMAL) & (largest < INF)
     statistic = number(tl.where(usable, tl.zeros((1, 1), tl.int32) + largest, 0))
@@ -247,7 +248,7 @@ def cast_kernel(
         x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
         stride_matrix, stride_row, stride_column, G, V, F,
     )  # fmt: skip
-    if V.whole:
+    if V.tensor_amax:
         amax = tl.load(amax)
     outer_code, multiplier = global_scale(outer, amax, supplied, (matrix == 0) & (i == 0) & (j == 0), S, V)
     write(
@@ -269,7 +270,7 @@ def waiting_cast_kernel(
     down = tiles(rows, G.down, G.block_rows, G.tall)
     along = tiles(columns, G.along, G.block_columns, G.wide)
     first, programs, count = tl.program_id(0), tl.num_programs(0), matrices * down * along
-    found = tl.zeros((G.down * G.tall, G.along * G.wide), tl.int32)
+    maxima = tl.zeros((G.down * G.tall, G.along * G.wide), tl.int32)
     tile = first
     while tile < count:
         matrix, i, j = tile // along // down, (tile // along) % down, tile % along
@@ -281,9 +282,9 @@ def waiting_cast_kernel(
         u = u & MAGNITUDE
         if V.finite:
             u = tl.where(u < INF, u, 0)
-        found = tl.maximum(found, u)
+        maxima = tl.maximum(maxima, u)
         tile += programs
-    amax = largest_of_programs(found, work, programs)
+    amax = largest_of_programs(maxima, work, programs)
     outer_code, multiplier = global_scale(outer, amax, None, first == 0, S, V)
     tile = first
     while tile < count:
@@ -301,9 +302,9 @@ def waiting_cast_kernel(
 
 
 @triton.jit
-def largest_of_programs(found, work, programs):
+def largest_of_programs(maxima, work, programs):
     """The largest number of all programs, which run at the same time. work: two zeros, and zeros again afterwards."""
-    tl.atomic_max(work, tl.max(tl.max(found, 1), 0), sem="relaxed")
+    tl.atomic_max(work, tl.max(tl.max(maxima, 1), 0), sem="relaxed")
     done = tl.atomic_add(work + 1, 1, sem="acq_rel") + 1  # ordered after the line above
     while done < programs:
         done = tl.atomic_add(work + 1, 0, sem="acquire")
@@ -342,7 +343,7 @@ def read_tile(
 @triton.jit
 def cast_record_kernel(
     x, data, scale, supplied, work, amaxes, recorded, after, seed_low, seed_high, rows, columns, groups, matrices, first,
-    kept, stride_matrix, stride_row, stride_column,
+    old_count, stride_matrix, stride_row, stride_column,
     S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """A cast under one supplied scale for the tensor, and `record_kernel`: each program casts V.steps tiles."""
@@ -352,7 +353,7 @@ def cast_record_kernel(
     ROWS: tl.constexpr = G.down * G.tall
     COLUMNS: tl.constexpr = G.along * G.wide
     down, along = tiles(rows, 1, 0, G.tall), tiles(columns, 1, 0, G.wide)
-    found = tl.zeros((ROWS, COLUMNS), tl.int32)
+    maxima = tl.zeros((ROWS, COLUMNS), tl.int32)
     for step in range(V.steps):
         tile = pid + step * programs
         matrix, i, j = tile // along // down, (tile // along) % down, tile % along
@@ -363,14 +364,14 @@ def cast_record_kernel(
             x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, rows, columns, None,
             stride_matrix, stride_row, stride_column, G, V, None,
         )  # fmt: skip
-        found = tl.maximum(found, u & MAGNITUDE)
+        maxima = tl.maximum(maxima, u & MAGNITUDE)
         write(
             u, u, data, scale, None, None, supplied, 0, 1.0, seed_low, seed_high, matrix, i, j, row, row_exists, column,
             column_exists, rows, columns, groups, S, G, V,
         )  # fmt: skip
-    top, last = gathered(found, work, programs)
+    top, last = gathered(maxima, work, programs)
     if last:
-        record(top, amaxes, recorded, supplied, after, first, kept, S, V, LENGTH)
+        record(top, amaxes, recorded, supplied, after, first, old_count, S, V, LENGTH)
 
 
 @triton.jit
@@ -385,7 +386,7 @@ def pair_kernel(
         x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, rows, columns, None,
         stride_matrix, stride_row, stride_column, G, V, None,
     )  # fmt: skip
-    if V.whole:
+    if V.tensor_amax:
         amax, other_amax = tl.load(amax), tl.load(other_amax)
     outer_code, multiplier = global_scale(outer, amax, supplied, (matrix == 0) & (i == 0) & (j == 0), S, V)
     code, codes, owner = write(
@@ -432,8 +433,8 @@ def write(
 ):  # fmt: skip
     """Cast the FP32 bits `u` of a tile, with blocks along axis G.axis. words: as `read_tile` returns them.
 
-    amax: of the tensor, where V.whole; or the place of those of rows or columns. Returns (codes, those of scales, which scales
-    it stored).
+    amax: of the tensor, where V.tensor_amax; or the place of those of rows or columns. Returns (codes, those of scales, which
+    scales it stored).
     """
     OUTER: tl.constexpr = S.outer is not None
     ELEMENT: tl.constexpr = S.element

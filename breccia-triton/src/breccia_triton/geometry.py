@@ -174,7 +174,8 @@ class Variant:
     """What else a kernel is compiled for.
 
     source: where the amax of blocks comes from: "tile", or a pass before, for the "tensor", "rows" or "columns"; or "supplied"
-        scales. tensor: one scale for the tensor. whole: the cast takes the amax of the tensor, for its scale or the global one.
+        scales. tensor: one scale for the tensor. tensor_amax: the cast takes the amax of the tensor, for its scale or the
+        global one.
     ptx: for NVIDIA GPUs. native: the device converts to FP8. stochastic: rounding.
     subnormals: the input may hold FP32 subnormals. strided: it is not contiguous.
     finite, steps: the pass for the amax ignores NaN and Inf; tiles of each of its programs.
@@ -187,7 +188,7 @@ class Variant:
 
     source: str
     tensor: bool = False
-    whole: bool = False
+    tensor_amax: bool = False
     ptx: bool = False
     native: bool = False
     stochastic: bool = False
@@ -348,8 +349,8 @@ def pair_of(
             return tile, "tensor"
         return (tile, "columns" if down == 0 else "rows") if 1 in (down, along) else "blocks are several whole rows"
 
-    found = oriented(1, *memory[0]), oriented(0, *memory[1])
-    return next((f for f in found if isinstance(f, str)), found)  # pyright: ignore[reportReturnType]
+    tiles = oriented(1, *memory[0]), oriented(0, *memory[1])
+    return next((f for f in tiles if isinstance(f, str)), tiles)  # pyright: ignore[reportReturnType]
 
 
 def plain_tile(axis: int, rows: int, columns: int, choice: Choice = DEFAULT) -> Tile:
@@ -360,9 +361,9 @@ def plain_tile(axis: int, rows: int, columns: int, choice: Choice = DEFAULT) -> 
     return Tile(axis, 1, tall, tall, 1, wide, wide, elements=choice.each or 32, vector=choice.vector)
 
 
-def amax_tile(whole: str, rows: int, columns: int, large: bool, choice: Choice = DEFAULT) -> Tile:
-    """A tile of a pass for the amax of the "tensor", its "rows" or its "columns"."""
-    if whole == "columns":
+def amax_tile(scope: str, rows: int, columns: int, large: bool, choice: Choice = DEFAULT) -> Tile:
+    """A tile of a pass for the amax of a scope: the "tensor", its "rows" or its "columns"."""
+    if scope == "columns":
         elements, wide = choice.elements or 8192, choice.wide or 128
         return Tile(1, 1, 0, max(1, elements // wide), 1, 0, min(wide, power_of_two(columns)), large)
     elements = choice.elements or 4096

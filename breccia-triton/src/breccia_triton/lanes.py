@@ -58,13 +58,13 @@ from .tiles import global_scale
 def _chunks(x, at, exists, COUNT: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr):
     """Lanes of COUNT chunks of SIZE elements. Loaded apart, since one load would deal chunks out to adjacent threads."""
     if COUNT == 1:
-        found = tl.load(x + at, mask=exists, other=0.0)
+        lanes = tl.load(x + at, mask=exists, other=0.0)
     else:
         HALF: tl.constexpr = COUNT // 2
         first = _chunks(x, at, exists, HALF, SIZE, LANES)
         second = _chunks(x, at + HALF * SIZE, exists, HALF, SIZE, LANES)
-        found = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (LANES, COUNT * SIZE))
-    return found
+        lanes = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (LANES, COUNT * SIZE))
+    return lanes
 
 
 @triton.jit
@@ -74,21 +74,21 @@ def _extreme_of_rows(u, KIND: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.const
     if PTX and ROWS >= LANES:  # a thread has whole rows
         if KIND == "amax":
             u = magnitude_pair(u) if PAIRS else u & MAGNITUDE
-        found = extreme_of_each(u, KIND, ROWS, u.shape[1], PAIRS, PTX)
+        extremes = extreme_of_each(u, KIND, ROWS, u.shape[1], PAIRS, PTX)
     else:
-        found = extreme(u, 1, KIND, PAIRS, PTX)
+        extremes = extreme(u, 1, KIND, PAIRS, PTX)
     if PAIRS:
-        found = extreme_of_pair(found, KIND)
-    return found
+        extremes = extreme_of_pair(extremes, KIND)
+    return extremes
 
 
 @triton.jit
 def _extreme_of_columns(u, KIND: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr):
     """`extreme` along the first two axes of three."""
-    found = extreme(extreme(u, 1, KIND, PAIRS, PTX), 0, KIND, PAIRS, PTX)
+    extremes = extreme(extreme(u, 1, KIND, PAIRS, PTX), 0, KIND, PAIRS, PTX)
     if PAIRS:
-        found = tl.reshape(of_pairs(found), (WIDE,))
-    return found
+        extremes = tl.reshape(of_pairs(extremes), (WIDE,))
+    return extremes
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def lanes_kernel(
         pid = tl.num_programs(0) - 1 - pid
     if L.large:
         pid = pid.to(tl.int64)
-    if V.whole:
+    if V.tensor_amax:
         amax = tl.load(amax)
     _, multiplier = global_scale(outer, amax, None, pid == 0, S, V)
     for step in tl.static_range(STEPS):
@@ -215,20 +215,20 @@ def _lanes(x, data, scale, zero_point, multiplier, blocks, tile, S: tl.constexpr
     else:
         u = bits_of(_chunks(x, at, lane_exists[:, None], LANE // CHUNK, CHUNK, LANES).to(tl.float32))
     u = tl.reshape(u, (COUNT, BLOCK // EACH))
-    codes, offset, found = _cast(u, multiplier, LANES, LANE, S, V, PAIRS)
+    codes, offset, packed = _cast(u, multiplier, LANES, LANE, S, V, PAIRS)
     block = tile * COUNT + tl.arange(0, COUNT)
     to = scale + block
     tl.store(to, codes.to(to.dtype.element_ty), mask=block < blocks)
     if S.offset != "none":
         to = zero_point + block
         tl.store(to, offset.to(to.dtype.element_ty), mask=block < blocks)
-    GROUPS: tl.constexpr = found.shape[1]
+    GROUPS: tl.constexpr = packed.shape[1]
     words = data.to(tl.pointer_type(tl.int32))
     if S.element.bits == 4:
         to = lane[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-        tl.store(words + to, found, mask=lane_exists[:, None])
+        tl.store(words + to, packed, mask=lane_exists[:, None])
     else:
-        _store_sixes(words + lane * (GROUPS * 3 // 4), found, lane_exists, LANES)
+        _store_sixes(words + lane * (GROUPS * 3 // 4), packed, lane_exists, LANES)
 
 
 @triton.jit
@@ -260,28 +260,28 @@ def _cast(
             n = tl.join(_rounded(u << 16, by, value, limit, S, V), _rounded(u & -65536, by, value, limit, S, V))
         else:
             n = _rounded(u, by, value, limit, S, V)
-        found = words_of_rounded(tl.reshape(n, (LANES, GROUPS, GROUP)), LANES, GROUPS)
+        packed = words_of_rounded(tl.reshape(n, (LANES, GROUPS, GROUP)), LANES, GROUPS)
         if S.offset == "zero_point":  # added to the eight codes of a word at once
-            found += _of_groups(offset * 0x11111111, u, LANES, GROUPS)
+            packed += _of_groups(offset * 0x11111111, u, LANES, GROUPS)
     else:
         mask = _of_groups(tl.where(usable, -1, 0), u, LANES, GROUPS)
         if PAIRS and S.paired:
-            found = codes_of_pairs(u, ((bits_of(by) >> 16) * 0x10001)[:, None], ELEMENT, FITS)
-            a, b, c, d = four(tl.reshape(found, (LANES, GROUPS, 4)), LANES, GROUPS)
-            found = word_of_pairs(a, b, c, d, False)
+            y = codes_of_pairs(u, ((bits_of(by) >> 16) * 0x10001)[:, None], ELEMENT, FITS)
+            a, b, c, d = four(tl.reshape(y, (LANES, GROUPS, 4)), LANES, GROUPS)
+            packed = word_of_pairs(a, b, c, d, False)
         else:
-            found = _words(u, by, S, V, PAIRS, FITS, LANES, GROUPS, GROUP)
-        found = (found & mask) | (ELEMENT.empty * 0x11111111 & ~mask)
-    return codes, offset, found
+            packed = _words(u, by, S, V, PAIRS, FITS, LANES, GROUPS, GROUP)
+        packed = (packed & mask) | (ELEMENT.empty * 0x11111111 & ~mask)
+    return codes, offset, packed
 
 
 @triton.jit
-def _store_sixes(to, found, exists, LANES: tl.constexpr):
+def _store_sixes(to, groups, exists, LANES: tl.constexpr):
     """Store groups of 24 bits, four or eight for each lane."""
-    if found.shape[1] == 4:
-        _store_six(to, found, exists, LANES)
+    if groups.shape[1] == 4:
+        _store_six(to, groups, exists, LANES)
     else:
-        first, second = tl.split(tl.permute(tl.reshape(found, (LANES, 2, 4)), (0, 2, 1)))
+        first, second = tl.split(tl.permute(tl.reshape(groups, (LANES, 2, 4)), (0, 2, 1)))
         _store_six(to, first, exists, LANES)
         _store_six(to + 3, second, exists, LANES)
 
@@ -368,7 +368,7 @@ def strips_kernel(
         u = bits_of(tl.load(at, mask=exists[None, None, :], other=0.0).to(tl.float32))
         pairs = u
 
-    if V.whole:
+    if V.tensor_amax:
         amax = tl.load(amax)
     _, multiplier = global_scale(outer, amax, None, pid == 0, S, V)
     if S.offset == "none":
@@ -397,26 +397,26 @@ def strips_kernel(
         WORDS: tl.constexpr = WIDE // 4
         if PAIRS and S.paired:
             a, b, c, d = four(_squares(y, PARTS, ROWS, WORDS, 2), WORDS, PARTS * ROWS)
-            found = word_of_pairs(a, b, c, d, True)
+            packed = word_of_pairs(a, b, c, d, True)
         else:
             y, u = _squares(y, PARTS, ROWS, WORDS, 4), _squares(pairs, PARTS, ROWS, WORDS, 2 if PAIRS else 4)
         if S.offset == "none" and not (PAIRS and S.paired):
-            found = words_of_four(y, u, ELEMENT, FITS, True, WORDS, PARTS * ROWS, V.ptx)
+            packed = words_of_four(y, u, ELEMENT, FITS, True, WORDS, PARTS * ROWS, V.ptx)
         elif S.offset != "none":
-            found = words_of_rounded(y, WORDS, PARTS * ROWS)
+            packed = words_of_rounded(y, WORDS, PARTS * ROWS)
             if S.offset == "zero_point":
-                found += tl.sum(tl.reshape(offset * 0x11, (WORDS, 4)) << (8 * tl.arange(0, 4))[None, :], 1)[:, None]
+                packed += tl.sum(tl.reshape(offset * 0x11, (WORDS, 4)) << (8 * tl.arange(0, 4))[None, :], 1)[:, None]
         if S.offset == "none":
             # A byte of ones for each column with a usable scale; the others have the codes of zero.
             mask = tl.reshape(tl.where(usable, 0xFF, 0), (WORDS, 4)) << (8 * tl.arange(0, 4))[None, :]
             mask = tl.sum(mask, 1)[:, None]
-            found = (found & mask) | (ELEMENT.empty * 0x11111111 & ~mask)
+            packed = (packed & mask) | (ELEMENT.empty * 0x11111111 & ~mask)
         word = j * WORDS + tl.max_contiguous(tl.arange(0, WORDS), [1])
         stride = columns // 4
         start = data.to(tl.pointer_type(tl.int32)) + i * (L.block // 2) * stride
         part = tl.arange(0, PARTS)[None, :, None]
         at = start + word[:, None, None] + (part * ROWS) * stride + tl.arange(0, ROWS)[None, None, :] * stride
-        tl.store(at, tl.reshape(found, (WORDS, PARTS, ROWS)), mask=(word < stride)[:, None, None])
+        tl.store(at, tl.reshape(packed, (WORDS, PARTS, ROWS)), mask=(word < stride)[:, None, None])
     else:
         QUADS: tl.constexpr = LANE // 4
         even, odd = _rows(code_of(y, u, ELEMENT, FITS, V.ptx), PARTS, LANE // 2, WIDE)
@@ -450,7 +450,7 @@ def panels_kernel(
     matrix, i, j = tl.program_id(2), tl.program_id(1), tl.program_id(0)
     if L.backward:
         matrix, i, j = tl.num_programs(2) - 1 - matrix, tl.num_programs(1) - 1 - i, tl.num_programs(0) - 1 - j
-    if V.whole:
+    if V.tensor_amax:
         amax = tl.load(amax)
     first = (matrix == 0) & (i == 0) & (j == 0)
     outer_code, multiplier = global_scale(outer, amax, None, first, S, V)
@@ -517,11 +517,11 @@ def panels_kernel(
 @triton.jit
 def _bits(at, exists):
     """Words, or the FP32 bits of numbers."""
-    found = tl.load(at, mask=exists, other=0)
-    if found.dtype == tl.int32:
-        return found
+    values = tl.load(at, mask=exists, other=0)
+    if values.dtype == tl.int32:
+        return values
     else:
-        return bits_of(found.to(tl.float32))
+        return bits_of(values.to(tl.float32))
 
 
 @triton.jit
@@ -533,24 +533,24 @@ def _side_by_side(left, right):
 @triton.jit
 def _extreme_down(rows, KIND: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr):
     """`extreme` of blocks down the columns: of adjacent rows in so many arrays, PARTS times below each other, as FP32 bits."""
-    found = rows[0]
+    extremes = rows[0]
     if PAIRS:
-        found = magnitude_pair(found) if KIND == "amax" else found
+        extremes = magnitude_pair(extremes) if KIND == "amax" else extremes
         for k in tl.static_range(1, len(rows)):
             row = magnitude_pair(rows[k]) if KIND == "amax" else rows[k]
-            found = smaller_pair(found, row) if KIND == "smallest" else larger_pair(found, row)
+            extremes = smaller_pair(extremes, row) if KIND == "smallest" else larger_pair(extremes, row)
     else:
-        found = tl.join(tl.join(rows[0], rows[4]), tl.join(rows[2], rows[6]))
+        numbers = tl.join(tl.join(rows[0], rows[4]), tl.join(rows[2], rows[6]))
         other = tl.join(tl.join(rows[1], rows[5]), tl.join(rows[3], rows[7]))
-        found = tl.reshape(tl.join(found, other), (rows[0].shape[0], rows[0].shape[1], 8))
-        found = extreme(found, 2, KIND, False, PTX)
-    if found.shape[0] == PARTS:
-        found = extreme(found, 0, KIND, PAIRS, PTX)[None, :]
+        numbers = tl.reshape(tl.join(numbers, other), (rows[0].shape[0], rows[0].shape[1], 8))
+        extremes = extreme(numbers, 2, KIND, False, PTX)
+    if extremes.shape[0] == PARTS:
+        extremes = extreme(extremes, 0, KIND, PAIRS, PTX)[None, :]
     else:
-        found = extreme(tl.reshape(found, (found.shape[0] // PARTS, PARTS, found.shape[1])), 1, KIND, PAIRS, PTX)
+        extremes = extreme(tl.reshape(extremes, (extremes.shape[0] // PARTS, PARTS, extremes.shape[1])), 1, KIND, PAIRS, PTX)
     if PAIRS:
-        found = extreme_of_pair(found, KIND)
-    return found
+        extremes = extreme_of_pair(extremes, KIND)
+    return extremes
 
 
 @triton.jit

@@ -182,12 +182,12 @@ def extreme_of_each(u, KIND: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexp
     else:
         even, odd = tl.split(tl.reshape(u, (ROWS, SIZE // 2, 2)))
         if PAIRS:
-            found = smaller_pair(even, odd) if KIND == "smallest" else larger_pair(even, odd)
+            extremes = smaller_pair(even, odd) if KIND == "smallest" else larger_pair(even, odd)
         elif KIND == "smallest":
-            found = bits_of(_smaller(number(even), number(odd)))
+            extremes = bits_of(_smaller(number(even), number(odd)))
         else:
-            found = bits_of(_larger(number(even), number(odd)))
-        return extreme_of_each(found, KIND, ROWS, SIZE // 2, PAIRS, PTX)
+            extremes = bits_of(_larger(number(even), number(odd)))
+        return extreme_of_each(extremes, KIND, ROWS, SIZE // 2, PAIRS, PTX)
 
 
 @triton.jit
@@ -274,13 +274,13 @@ def encode(
         if STOCHASTIC:
             u = bits_of(y * (1.0 / C.unit))
             magnitude = u & MAGNITUDE
-            whole = _round_shift(_significand(magnitude), 150 - (magnitude >> 23), word)
-            whole = tl.where(u < 0, -whole, whole)
+            integer = _round_shift(_significand(magnitude), 150 - (magnitude >> 23), word)
+            integer = tl.where(u < 0, -integer, integer)
         else:
-            whole = bits_of(y + ROUNDER * C.unit)
+            integer = bits_of(y + ROUNDER * C.unit)
         if SHIFTED:
-            whole += shift.to(tl.int32)
-        return whole & ((1 << C.bits) - 1)
+            integer += shift.to(tl.int32)
+        return integer & ((1 << C.bits) - 1)
     elif len(C.cells) > 0 and not STOCHASTIC:
         return places(y, C, False)
     else:

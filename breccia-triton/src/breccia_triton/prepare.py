@@ -115,14 +115,14 @@ class Prepared:
     """
 
     def __init__(
-        self, op: str, recipe: ScalingRecipe, given: Array | Codes, axis: int, options: Options, dtypes: Mapping[str, str],
+        self, op: str, recipe: ScalingRecipe, x: Array | Codes, axis: int, options: Options, dtypes: Mapping[str, str],
         hardware: Hardware, choose: Choose | None = None, turns: bool = False,
     ) -> None:  # fmt: skip
         """dtypes: of the components of the recipe's format, by the framework."""
         self.turns = turns and op in _TURNING
         self.choose = choose or choices_of(hardware.name)
         self.op, self.recipe, self.axis, self.options, self.hardware = op, recipe, axis, options, hardware
-        shape = given.shape
+        shape = x.shape
         if 0 in shape:
             raise Unsupported("an empty tensor")
         self.spec = needed(spec_of(recipe))
@@ -130,7 +130,7 @@ class Prepared:
         self.tensor, self.two_level = block == TENSOR, self.spec.outer is not None
         if options.storage != PLAIN and (len(shape) < 2 or not writes(self.spec, block, options.storage)):
             raise Unsupported(f"it does not write these scales in storage {options.storage!r}")
-        self.input = given if isinstance(given, Codes) else given.flat(self._matrix(given, block))
+        self.input = x if isinstance(x, Codes) else x.flat(self._matrix(x, block))
         #: Of the history, a power of two; 0 where none is written.
         self.length = power_of_two(recipe.amax_history_len) if isinstance(recipe, DelayedScaling) and op in RECORDING else 0
         self.passes: dict[str, Pass] = {}
@@ -142,7 +142,7 @@ class Prepared:
         if op == "record_amax":
             self.passes["tensor"] = Pass.of(self, "tensor", self.length)
         else:
-            self._cast(given, block, dtypes)
+            self._cast(x, block, dtypes)
 
     def _matrix(self, x: Array, block: Block) -> tuple[int, int, int]:
         """(matrices, rows, columns) of an array of numbers."""
@@ -151,10 +151,10 @@ class Prepared:
         one_row = block == TENSOR and self.op != "cast_pair" and ordered and self.spec.element.bits == 8
         if one_row and x.contiguous and (count := math.prod(x.shape)) < LARGE:
             return 1, 1, count
-        kept = self.op == "cast_pair" or self.options.storage != PLAIN
-        return matrices_of(x.shape, block, -2 if kept else self.axis)
+        apart = self.op == "cast_pair" or self.options.storage != PLAIN
+        return matrices_of(x.shape, block, -2 if apart else self.axis)
 
-    def _cast(self, given: Array | Codes, block: Block, dtypes: Mapping[str, str]) -> None:
+    def _cast(self, x: Array | Codes, block: Block, dtypes: Mapping[str, str]) -> None:
         spec, fmt, (matrices, rows, columns) = self.spec, self.recipe.format, self.input.flat_shape
         oriented = self._tiles(block)
         source = oriented[0][1]
@@ -170,14 +170,14 @@ class Prepared:
         arguments = dict(self.input.arguments)
         amaxes: dict[str, Argument] = {}
         for (tile, of, along), prefix, names in zip(oriented, ("", "other_"), ("GV", "HW"), strict=False):
-            whole = "tensor" if self.tensor or self.two_level else of if of != "tile" else ""
-            if whole and not self.options.supplied:
-                self.amax_of.append(whole)
+            scope = "tensor" if self.tensor or self.two_level else of if of != "tile" else ""
+            if scope and not self.options.supplied:
+                self.amax_of.append(scope)
                 amaxes[f"{prefix}amax"] = Argument("*i32", True)
-                if whole not in self.passes:
-                    self.passes[whole] = Pass.of(self, whole)
+                if scope not in self.passes:
+                    self.passes[scope] = Pass.of(self, scope)
             turned = self.turns and along == -2
-            written = Written(self.recipe, given.shape, along, self.options.storage, rows, columns, dtypes, turned)
+            written = Written(self.recipe, x.shape, along, self.options.storage, rows, columns, dtypes, turned)
             self.written.append(written)
             variant = self._variant(tile, of, written, steps)
             tile = replace(tile, large=self.input.large, folded=folded, backward=bool(self.passes))
@@ -185,11 +185,11 @@ class Prepared:
             if quads or variant.pairs:  # codes are stored by the threads that load the numbers
                 tile = replace(tile, quads=quads, vector=(quads and tile.vector) or 8)
             constants[names[0]], constants[names[1]] = tile, variant
-            if isinstance(given, Array) and self.op == "cast_ste":
-                arguments["data"] = Argument(NUMBERS[given.dtype], True)
+            if isinstance(x, Array) and self.op == "cast_ste":
+                arguments["data"] = Argument(NUMBERS[x.dtype], True)
             else:
                 arguments |= written.arguments(prefix)
-        self.waits = self._may_wait(given)
+        self.waits = self._may_wait(x)
         if self.waits:
             self.passes, self.amax_of, amaxes = {}, [], {"work": Argument("*i32", True)}
             constants["V"] = replace(constants["V"], finite=self.two_level)
@@ -224,14 +224,14 @@ class Prepared:
         arguments |= self.input.counts
         if self.length:
             constants["LENGTH"] = self.length
-            arguments |= {name: Argument("i32") for name in ("matrices", "first", "kept")}
+            arguments |= {name: Argument("i32") for name in ("matrices", "first", "old_count")}
             values = (*values, matrices)
         arguments |= self.input.strides
         self.launch = Launch(function, programs, arguments, constants, constants["G"].warps, values, together=self.waits)
 
-    def _may_wait(self, given: Array | Codes) -> bool:
+    def _may_wait(self, x: Array | Codes) -> bool:
         """Whether one kernel both finds the amax of the tensor and casts: for a small tensor, a second launch takes longer."""
-        small = math.prod(given.shape) <= SMALL
+        small = math.prod(x.shape) <= SMALL
         return small and self.hardware.resident > 0 and self.op in _WAITING and list(self.passes) == ["tensor"]
 
     def _tiles(self, block: Block) -> list[tuple[Tile, str, int]]:
@@ -252,7 +252,7 @@ class Prepared:
         _, pair = needed(paired(self.recipe, block, rows, columns, self.turns, choice))
         if any(source in ("rows", "columns") for _, source in pair):
             raise TwoCasts("two casts are faster")
-        return [(*found, axis) for found, axis in zip(pair, (-1, -2), strict=True)]
+        return [(*tiling, axis) for tiling, axis in zip(pair, (-1, -2), strict=True)]
 
     def _choice(self, kernel: str, block: Block) -> Choice:
         source, codecs = self.input, codecs_of(self.recipe.format)
@@ -270,7 +270,7 @@ class Prepared:
         return Variant(
             "supplied" if self.options.supplied else "tile" if self.two_level else source,
             self.tensor,
-            whole=(self.tensor or self.two_level) and not self.options.supplied,
+            tensor_amax=(self.tensor or self.two_level) and not self.options.supplied,
             ptx=self.hardware.ptx,
             native=element.name in CONVERTED and self.hardware.fp8,
             stochastic=self.options.stochastic,
@@ -295,15 +295,15 @@ class Prepared:
             return False
         if not isinstance(read, Numbers) or read.strided or read.arguments["x"] != Argument("*bf16", True):
             return False
-        whole = tile.along if tile.block_columns == 1 else tile.block_columns or tile.wide
-        even = not (whole % 2 or read.flat_shape[2] % 2)
+        width = tile.along if tile.block_columns == 1 else tile.block_columns or tile.wide
+        even = not (width % 2 or read.flat_shape[2] % 2)
         return even and self.spec.offset == "none" and not self.options.supplied and self.hardware.fp8
 
     def _in_quads(self, tile: Tile) -> bool:
         """Whether a thread reads four rows of columns at a time."""
         read = self.input
-        whole = tile.block_rows in (0, tile.tall) and tile.rows % 4 == 0
-        return self.turns and whole and self.spec.element.bits == 8 and not read.strided and read.flat_shape[1] % 4 == 0
+        fits = tile.block_rows in (0, tile.tall) and tile.rows % 4 == 0
+        return self.turns and fits and self.spec.element.bits == 8 and not read.strided and read.flat_shape[1] % 4 == 0
 
     def _narrow(self, source: str, arguments: dict[str, Argument], constants: dict[str, Any]) -> bool:
         """Whether the kernels for whole blocks of codes of 4 and 6 bits apply; one is prepared then."""
@@ -318,7 +318,7 @@ class Prepared:
             return False
         if self.turns and (self.op == "cast_pair" or self.axis == -2):
             return self._panels(read, block, arguments, constants["V"])
-        given = arguments | {"blocks": Argument("i32")}
+        kernel_arguments = arguments | {"blocks": Argument("i32")}
         bits, facts = self.spec.element.bits, {"large": read.large, "backward": bool(self.passes)}
         if self.axis == -1:
             # What all programs compute from the amax of the tensor is worth more than one tile.
@@ -337,9 +337,9 @@ class Prepared:
             shape = replace(shape, **facts)
             function, integers = strips_kernel, (matrices * rows // shape.block, columns)
             programs = integers[0] * divided_up(columns, shape.wide)
-            given["columns"] = Argument("i32", columns % 16 == 0)
-        made = {"S": self.spec, "L": shape, "V": constants["V"]}
-        self.launch = Launch(function, (programs, 1, 1), given, made, shape.warps, integers)
+            kernel_arguments["columns"] = Argument("i32", columns % 16 == 0)
+        kernel_constants = {"S": self.spec, "L": shape, "V": constants["V"]}
+        self.launch = Launch(function, (programs, 1, 1), kernel_arguments, kernel_constants, shape.warps, integers)
         return True
 
     def _panels(self, read: Numbers, block: Block, arguments: dict[str, Argument], variant: Variant) -> bool:
@@ -354,10 +354,10 @@ class Prepared:
         programs = divided_up(columns, shape.wide), divided_up(rows, shape.tall), matrices
         if max(programs[1:]) > GRID:
             return False
-        made = {"S": self.spec, "L": replace(shape, backward=bool(self.passes)), "V": variant}
-        given = {name: a for name, a in arguments.items() if name != "other_amax"}
-        given |= {"rows": Argument("i32", rows % 16 == 0), "columns": Argument("i32", columns % 16 == 0)}
-        self.launch = Launch(panels_kernel, programs, given, made, shape.warps, (rows, columns))
+        kernel_constants = {"S": self.spec, "L": replace(shape, backward=bool(self.passes)), "V": variant}
+        kernel_arguments = {name: a for name, a in arguments.items() if name != "other_amax"}
+        kernel_arguments |= {"rows": Argument("i32", rows % 16 == 0), "columns": Argument("i32", columns % 16 == 0)}
+        self.launch = Launch(panels_kernel, programs, kernel_arguments, kernel_constants, shape.warps, (rows, columns))
         if both:
             self.amax_of = self.amax_of[:1]
         return True
@@ -374,22 +374,22 @@ class Pass:
     length: int
 
     @staticmethod
-    def of(call: Prepared, whole: str, history: int = 0) -> Pass:
+    def of(call: Prepared, scope: str, history: int = 0) -> Pass:
         source = call.input
-        row = source if whole == "tensor" and isinstance(source, Numbers) and not source.strided else None
+        row = source if scope == "tensor" and isinstance(source, Numbers) and not source.strided else None
         matrices, rows, columns = (1, 1, math.prod(row.flat_shape)) if row else source.flat_shape
-        choice = call.choose(key_of("amax", math.prod(source.flat_shape), whole, source.kind))
+        choice = call.choose(key_of("amax", math.prod(source.flat_shape), scope, source.kind))
         most = choice.programs or _PROGRAMS
-        tile = amax_tile(whole, rows, columns, source.large, choice)
+        tile = amax_tile(scope, rows, columns, source.large, choice)
         down, along = tile.counts(rows, columns)
-        if whole == "tensor":
+        if scope == "tensor":
             tiles = matrices * down * along
             steps = power_of_two(divided_up(tiles, most))
             programs, length = divided_up(tiles, steps), 0
         else:
-            side, across, kept = (down, along, columns) if whole == "columns" else (along, down, rows)
+            side, across, lines = (down, along, columns) if scope == "columns" else (along, down, rows)
             steps = max(1, min(side, side * across * matrices // most))
-            programs, length = matrices * across * divided_up(side, steps), matrices * kept
+            programs, length = matrices * across * divided_up(side, steps), matrices * lines
         arguments = dict(source.arguments)
         if history:
             arguments |= _HISTORY | {"before": Argument("*i32")}
@@ -401,10 +401,10 @@ class Pass:
             "matrices": Argument("i32"),
         }
         arguments |= source.counts
-        arguments |= {name: Argument("i32") for name in ("first", "kept") if history}
+        arguments |= {name: Argument("i32") for name in ("first", "old_count") if history}
         pairs = row is not None and columns % 2 == 0 and row.itemsize == 2 and row.arguments["x"].aligned
         variant = Variant(
-            whole,
+            scope,
             pairs=pairs and call.hardware.ptx and call.hardware.fp8,
             ptx=call.hardware.ptx,
             subnormals=source.subnormals,
@@ -445,8 +445,8 @@ def scaled_source(st: ScaledTensor, recipe: ScalingRecipe, supplied: bool) -> Sp
     return needed(readable(st.recipe, st.layout))
 
 
-def needed(found: _T | str) -> _T:
-    """What was found. Raises Unsupported with the reason where that is one."""
-    if isinstance(found, str):
-        raise Unsupported(found)
-    return found
+def needed(value: _T | str) -> _T:
+    """The value. Raises Unsupported where it is a reason instead."""
+    if isinstance(value, str):
+        raise Unsupported(value)
+    return value

@@ -134,8 +134,8 @@ def largest_of_blocks(
     u: FP32 bits; for PAIRS, words of two adjacent BF16 numbers.
     """
     if PAIRS and WIDE == 1:
-        found = _largest(u, DOWN, TALL, ALONG // 2, 1, PTX, True)
-        return tl.reshape(of_pairs(found & 0x7FFF7FFF), (DOWN, ALONG))
+        maxima = _largest(u, DOWN, TALL, ALONG // 2, 1, PTX, True)
+        return tl.reshape(of_pairs(maxima & 0x7FFF7FFF), (DOWN, ALONG))
     elif PAIRS:
         return extreme_of_pair(_largest(u, DOWN, TALL, ALONG, WIDE // 2, PTX, True) & 0x7FFF7FFF, "amax")
     else:
@@ -228,8 +228,8 @@ def rows_by_four(x, matrix, i, j, column, column_exists, rows, columns, G: tl.co
     exists = (row < rows)[:, None] & column_exists[None, :]
     a, b = tl.load(at, mask=exists, other=0), tl.load(at + columns, mask=exists, other=0)
     c, d = tl.load(at + 2 * columns, mask=exists, other=0), tl.load(at + 3 * columns, mask=exists, other=0)
-    found = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
-    return tl.reshape(found, (4 * QUADS, a.shape[1]))
+    numbers = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
+    return tl.reshape(numbers, (4 * QUADS, a.shape[1]))
 
 
 @triton.jit
