@@ -604,7 +604,7 @@ class Launcher(launch.Launcher):
 fused_matmul.Launcher, fused_matmul.hardware = Launcher, lambda device: found
 
 def compiled(a, b, bias=None, dtype="bfloat16"):
-    fused_matmul._made(multiplying.Operand(a, False), multiplying.Operand(b, True), bias, dtype)
+    fused_matmul._new_call(multiplying.Operand(a, False), multiplying.Operand(b, True), bias, dtype)
 
 bias, x = torch.ones(512, dtype=torch.bfloat16), torch.randn(128, 1024)
 for spec in ("int4", "int4,symmetric=false,signed=false,group_size=32", "int4,symmetric=false,signed=false,offset=bias",

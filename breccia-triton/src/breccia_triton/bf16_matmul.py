@@ -60,20 +60,20 @@ class Call:
     """
 
     def __init__(self, a: Operand, b: Operand, bias: Any, out_dtype: str) -> None:
-        left, right = tuple(a.given.shape), tuple(b.given.shape)
+        left, right = tuple(a.original.shape), tuple(b.original.shape)
         self.device, self.dtype = a.data.device, getattr(torch, out_dtype)
         self.shape = (*leading(left, right), left[-2], right[-1])
         if 0 in self.shape or not left[-1]:
             raise Unsupported("an empty tensor")
         need_one_device_for(a, b, bias)
-        found = hardware(self.device)
-        self.a = Decoding(a, found, 0, merged=math.prod(right[:-2]) == 1)
-        self.b = Decoding(b, found, self.a.matrices * self.a.lines, merged=False)
+        device_hardware = hardware(self.device)
+        self.a = Decoding(a, device_hardware, 0, merged=math.prod(right[:-2]) == 1)
+        self.b = Decoding(b, device_hardware, self.a.matrices * self.a.lines, merged=False)
         if 1 < self.a.matrices != self.b.matrices > 1:
             raise Unsupported("leading axes broadcast in both directions")
         outer = any(side.outer is not None for side in (self.a, self.b))
         self.direct = bias is None and not outer and out_dtype != "float16"
-        result = _Result(max(self.a.matrices, self.b.matrices), self.a.lines, self.b.lines, out_dtype, found.ptx)
+        result = _Result(max(self.a.matrices, self.b.matrices), self.a.lines, self.b.lines, out_dtype, device_hardware.ptx)
         added = {} if bias is None else {"bias": Argument(NUMBERS[dtype_name(bias)])}
         self.finish = None if self.direct else Launcher(result.finishing(self.a, self.b, added))
         self.mend = Launcher(result.mending(self.a, self.b, added))
@@ -116,7 +116,7 @@ class Decoding:
     depth: K. first: of its flags. outer: the constants of its global scale, or None.
     """
 
-    def __init__(self, operand: Operand, found: Hardware, first: int, merged: bool) -> None:
+    def __init__(self, operand: Operand, hardware: Hardware, first: int, merged: bool) -> None:
         self.k_last, self.first, self.codes, self.outer = operand.k_last, first, None, None
         self.limits = 0.0, 0.0
         merged = merged and self.k_last
@@ -124,10 +124,10 @@ class Decoding:
         if operand.scaled:
             st = operand.x
             spec, within = needed(readable(st.recipe, st.layout)), needed(range_of(st.recipe.format))
-            self.codes = codes_of(st, spec, merged, found)
+            self.codes = codes_of(st, spec, merged, hardware)
             self.outer, self.limits = spec.outer, (2.0**within.least_multiplier, 2.0**within.most_multiplier)
             matrices, *sides = self.codes.flat_shape
-            self.exact = Launcher(self._exact(choices_of(found.name)))
+            self.exact = Launcher(self._exact(choices_of(hardware.name)))
         elif operand.data.dtype != torch.bfloat16:
             raise Unsupported(f"tensor cores multiply BF16, and the array is {operand.data.dtype}")
         else:
@@ -138,29 +138,29 @@ class Decoding:
     def _exact(self, choose: Choose) -> Launch:
         """The pass that decodes."""
         assert self.codes is not None
-        made = decoding(self.codes, "bfloat16", choose)
+        launch = decoding(self.codes, "bfloat16", choose)
         arguments: dict[str, Argument] = {}
-        for name, argument in made.arguments.items():
+        for name, argument in launch.arguments.items():
             arguments[name] = argument
             if name == "out":
                 arguments["flags"] = Argument("*i32", True)
             elif name == "columns":
                 arguments["first"] = Argument("i32")
-        source = made.constants["F"]
+        source = launch.constants["F"]
         source = replace(source, spec=replace(source.spec, outer=None))
-        constants = {"G": made.constants["G"], "D": Side(source, self.outer, *self.limits, self.k_last)}
-        rows, columns, *groups = made.integers
+        constants = {"G": launch.constants["G"], "D": Side(source, self.outer, *self.limits, self.k_last)}
+        rows, columns, *groups = launch.integers
         integers = (rows, columns, self.first, *groups)
-        return replace(made, function=exact_kernel, arguments=arguments, constants=constants, integers=integers)
+        return replace(launch, function=exact_kernel, arguments=arguments, constants=constants, integers=integers)
 
     def __call__(self, operand: Operand, flags: Any, stream: int) -> Any:
         """The BF16 numbers of an operand, in the axes of the product."""
-        found = operand.x
+        numbers = operand.x
         if operand.scaled:
-            found = empty(self.shape, torch.bfloat16, operand.data.device)
-            arrays = *addresses(components_of(operand.x)), *addresses([found], 1), *addresses([flags])
+            numbers = empty(self.shape, torch.bfloat16, operand.data.device)
+            arrays = *addresses(components_of(operand.x)), *addresses([numbers], 1), *addresses([flags])
             self.exact(stream, arrays)
-        return found.mT if operand.swapped else found
+        return numbers.mT if operand.swapped else numbers
 
     def arguments(self, name: str) -> dict[str, Argument]:
         """Their types, under the operand's name."""

@@ -123,9 +123,9 @@ def _refused(operand: Operand) -> str | None:
     if recipe is None:
         dtype = operand.dtype
         return None if dtype == "bfloat16" else f"tensor cores multiply BF16, and the array is {dtype}"
-    found = range_of(recipe.format)
-    if isinstance(found, str) or layout is None:
-        return found if isinstance(found, str) else None
+    limits = range_of(recipe.format)
+    if isinstance(limits, str) or layout is None:
+        return limits if isinstance(limits, str) else None
     readable = plans.readable(recipe, layout)
     return readable if isinstance(readable, str) else None
 

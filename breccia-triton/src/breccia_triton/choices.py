@@ -143,7 +143,7 @@ class Choices:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._found: dict[Key, Tuned] = {}
+        self._tuned: dict[Key, Tuned] = {}
         self.user = _known(user_file(device), device) if device else {}
         self._shipped = _known(SHIPPED / file_name(device), device) if device else {}
 
@@ -151,13 +151,13 @@ class Choices:
         text = str(key)
         return self.user.get(text) or self._shipped.get(text) or DEFAULT
 
-    def keep(self, found: Mapping[Key, Tuned]) -> None:
+    def keep(self, choices: Mapping[Key, Tuned]) -> None:
         """Add choices to the user's file, also those that are the default: they need not be tuned again."""
-        self.user |= {str(key): tuned.choice for key, tuned in found.items()}
-        self._found |= found
+        self.user |= {str(key): tuned.choice for key, tuned in choices.items()}
+        self._tuned |= choices
         path = user_file(self.device)
         try:
-            write(path, self.device, self._found)  # all of this process: another one may have dropped some
+            write(path, self.device, self._tuned)  # all of this process: another one may have dropped some
         except OSError as e:
             warnings.warn(f"breccia cannot keep what it tuned in {path}: {e}; the next process tunes it again.", stacklevel=2)
 
@@ -182,22 +182,22 @@ T = TypeVar("T")
 
 
 @lru_cache
-def measured(kind: str, device: str, under: str, made: Callable[[Any], T]) -> Mapping[str, T]:
-    """What was measured on a device: the entries below `under` of the shipped file `<kind>_<device>.json`, each through `made`.
+def measured(kind: str, device: str, under: str, parse: Callable[[Any], T]) -> Mapping[str, T]:
+    """What was measured on a device: entries below `under` of the shipped file `<kind>_<device>.json`, each through `parse`.
 
-    Empty where there is no file, or, with one warning that names the file, where it cannot be used. made: raises ValueError or
+    Empty where there is no file, or, with one warning that names the file, where it cannot be used. parse: raises ValueError or
     TypeError for a wrong entry.
     """
     path = SHIPPED / f"{kind}_{file_name(device)}"
     if not device or not path.is_file():
         return {}
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-        _check_head(found, device)
-        entries = found.get(under)
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        _check_head(content, device)
+        entries = content.get(under)
         if not isinstance(entries, dict):
             raise ValueError(f"it has no {under}")
-        return {key: made(entry) for key, entry in entries.items()}
+        return {key: parse(entry) for key, entry in entries.items()}
     except (OSError, ValueError, TypeError) as e:
         warnings.warn(f"breccia leaves out {path}: {e}", stacklevel=2)
         return {}
@@ -220,34 +220,34 @@ def nearest(known: Mapping[str, float], head: str, rows: int, columns: int, dept
 
     known: times by the keys of `measured_key`. M counts twice: it decides which kernels run, N and K how long.
     """
-    wanted, found = (rows, columns, depth), list[tuple[float, str]]()
+    wanted, distances = (rows, columns, depth), list[tuple[float, str]]()
     for key in known:
         if key.startswith(f"{head} "):
             ratios = (math.log2(n / int(m)) for n, m in zip(wanted, key.rpartition(" ")[2].split("x"), strict=True))
             m, n, k = map(abs, ratios)
-            found.append((2 * m + n + k, key))
-    return known[min(found)[1]] if found else None
+            distances.append((2 * m + n + k, key))
+    return known[min(distances)[1]] if distances else None
 
 
 def write_measured(path: Path, device: str, under: str, entries: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
     """Write what `measured` reads. Entries of another run stay, where the file is usable and this run did not measure them."""
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-        _check_head(found, device)
-        entries = {**found[under], **entries}
+        old_content: Any = json.loads(path.read_text(encoding="utf-8"))
+        _check_head(old_content, device)
+        entries = {**old_content[under], **entries}
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    made = {"schema": SCHEMA, "device": device, "provenance": dict(provenance), under: dict(sorted(entries.items()))}
-    replace_file(path, json.dumps(made, indent=1) + "\n")
+    content = {"schema": SCHEMA, "device": device, "provenance": dict(provenance), under: dict(sorted(entries.items()))}
+    replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
-def _check_head(found: Any, device: str) -> None:
+def _check_head(content: Any, device: str) -> None:
     """Raise ValueError unless the content of a file has this version's schema and is for this device."""
-    schema = found.get("schema") if isinstance(found, dict) else None
+    schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"its schema is {schema!r}; this version of breccia-triton reads {SCHEMA}")
-    if found.get("device") != device:
-        raise ValueError(f"it is for {found.get('device')!r}, not for {device!r}")
+    if content.get("device") != device:
+        raise ValueError(f"it is for {content.get('device')!r}, not for {device!r}")
 
 
 def _known(path: Path, device: str) -> dict[str, Choice]:
@@ -267,9 +267,9 @@ def _known(path: Path, device: str) -> dict[str, Choice]:
 
 def read(path: Path, device: str) -> dict[str, dict[str, Any]]:
     """The entries of a file, each checked. Raises ValueError that says what is wrong with it, OSError if it cannot be read."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    _check_head(found, device)
-    entries = found.get("choices")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    _check_head(content, device)
+    entries = content.get("choices")
     if not isinstance(entries, dict):
         raise ValueError("it has no choices")
     for text, entry in entries.items():
@@ -284,7 +284,7 @@ def read(path: Path, device: str) -> dict[str, dict[str, Any]]:
 
 
 def write(
-    path: Path, device: str, found: Mapping[Key, Tuned], provenance: Mapping[str, Any] | None = None, defaults: bool = True
+    path: Path, device: str, choices: Mapping[Key, Tuned], provenance: Mapping[str, Any] | None = None, defaults: bool = True
 ) -> None:  # fmt: skip
     """Merge choices into a file. A file that cannot be used is replaced. defaults: also write those that are the default.
 
@@ -296,15 +296,15 @@ def write(
             entries = read(path, device)
         except (OSError, ValueError):
             entries = {}
-        for key, tuned in found.items():
+        for key, tuned in choices.items():
             times = {"us": round(tuned.seconds * 1e6, 2), "default_us": round(tuned.default_seconds * 1e6, 2)}
             entries[str(key)] = {"choice": tuned.choice.numbers, **times}
             if tuned.choice == DEFAULT and not defaults:
                 del entries[str(key)]
-        made: dict[str, Any] = {"schema": SCHEMA, "device": device}
-        made |= {} if provenance is None else {"provenance": provenance}
-        made["choices"] = dict(sorted(entries.items()))
-        replace_file(path, _text(made))
+        content: dict[str, Any] = {"schema": SCHEMA, "device": device}
+        content |= {} if provenance is None else {"provenance": provenance}
+        content["choices"] = dict(sorted(entries.items()))
+        replace_file(path, _text(content))
 
 
 def replace_file(path: Path, text: str | bytes) -> None:
@@ -323,8 +323,8 @@ def replace_file(path: Path, text: str | bytes) -> None:
 _writing = reentrant()
 
 
-def _text(made: dict[str, Any]) -> str:
+def _text(content: dict[str, Any]) -> str:
     """JSON with one line for each choice."""
-    entries = ",\n".join(f"    {json.dumps(text)}: {json.dumps(entry)}" for text, entry in made["choices"].items())
-    head = json.dumps({name: value for name, value in made.items() if name != "choices"}, indent=2)
+    entries = ",\n".join(f"    {json.dumps(text)}: {json.dumps(entry)}" for text, entry in content["choices"].items())
+    head = json.dumps({name: value for name, value in content.items() if name != "choices"}, indent=2)
     return f'{head[:-2]},\n  "choices": {{' + (f"\n{entries}\n  " if entries else "") + "}\n}\n"

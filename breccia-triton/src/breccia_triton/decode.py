@@ -36,7 +36,7 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
     call = _calls.get(key)
     if call is None:
         try:
-            call = _made(st, out_dtype)
+            call = _new_call(st, out_dtype)
         except Unsupported as e:
             call = str(e)
         _calls.keep(key, call)
@@ -54,19 +54,19 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
 _calls = Remembered()
 
 
-def _made(st: ScaledTensor, out_dtype: str) -> Call:
+def _new_call(st: ScaledTensor, out_dtype: str) -> Call:
     """The call for these arguments, tuned on request. Raises Unsupported."""
     device = st.data.device
-    found = hardware(device)
+    device_hardware = hardware(device)
 
-    def made(choose: Choose) -> Launch:
-        return prepared(st, out_dtype, found, choose)
+    def prepare(choose: Choose) -> Launch:
+        return prepared(st, out_dtype, device_hardware, choose)
 
     def compiled(launch: Launch) -> Any:
         call = Call(st, out_dtype, launch)
         return lambda: call(st, None)
 
-    return Call(st, out_dtype, tuning.tuned(made, tuning.one, compiled, device, found.name))
+    return Call(st, out_dtype, tuning.tuned(prepare, tuning.one, compiled, device, device_hardware.name))
 
 
 def prepared(st: ScaledTensor, out_dtype: str, hardware: Hardware, choose: Choose) -> Launch:

@@ -108,13 +108,13 @@ class DecodedCodesCall(Product):
             self.need_free()
             self.busy = True
             try:
-                found = self.launches.get(place)
-                if found is None:
+                launches = self.launches.get(place)
+                if launches is None:
                     if len(self.launches) >= _PLACES:
                         self.launches.clear()
-                    found = self.launches[place] = self._prepared(*place)
+                    launches = self.launches[place] = self._prepared(*place)
                 stream = stream_of(self.index)
-                for launch in found:
+                for launch in launches:
                     launch.config.stream = stream
                     launch()
             finally:
@@ -134,23 +134,23 @@ class DecodedCodesCall(Product):
             operand = self.operand
             return Weight(data + block * size, flags + 2 * block, tensor_scale, operand.factor, int(operand.divides))
 
-        found: list[Launch] = []
+        launches: list[Launch] = []
         for row, rows in self.slices:
             added = None if bias is None else bias + row * of_bias
-            found.append(self._decoding(rows, weight(row), values, scales))
-            found.append(self._product(rows, values, scales, x, ldx, y + row * self.dtype.itemsize, ldy, added))
+            launches.append(self._decoding(rows, weight(row), values, scales))
+            launches.append(self._product(rows, values, scales, x, ldx, y + row * self.dtype.itemsize, ldy, added))
         sizes = map(ctypes.c_int, (self.m, self.n, self.k, ldx, ldy))
-        given = [weight(0), *map(ctypes.c_void_p, (x, bias, y)), *sizes]
+        arguments = [weight(0), *map(ctypes.c_void_p, (x, bias, y)), *sizes]
         blocks = -(-self.n // weight_plans.ROWS)
-        found.append(self.mend.prepare((blocks, min(TURNS, -(-self.m // 64)), 1), 256, given))
-        return found
+        launches.append(self.mend.prepare((blocks, min(TURNS, -(-self.m // 64)), 1), 256, arguments))
+        return launches
 
     def _decoding(self, rows: int, weight: Weight, values: int, scales: int) -> Launch:
         """The pass over so many rows of the weight."""
         blocks, chunks = -(-rows // weight_plans.ROWS), -(-self.k // weight_plans.COLUMNS)
         numbers = map(ctypes.c_int, (rows, self.k, self.pitch, self.levels, CHUNKS))
-        given = [weight, ctypes.c_void_p(values), ctypes.c_void_p(scales), *numbers]
-        return self.decode.prepare((blocks, -(-chunks // CHUNKS), 1), 128, given)
+        arguments = [weight, ctypes.c_void_p(values), ctypes.c_void_p(scales), *numbers]
+        return self.decode.prepare((blocks, -(-chunks // CHUNKS), 1), 128, arguments)
 
     def _product(self, rows: int, values: int, scales: int, x: int, ldx: int, y: int, ldy: int, bias: int | None) -> Launch:
         """The product by so many rows of the weight."""

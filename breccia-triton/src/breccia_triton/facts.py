@@ -142,16 +142,16 @@ class Codes:
                 raise Unsupported(f"its {name} is not on its device")
             if part.dtype != dtypes[name] and not (part.dtype == "uint8" and itemsize(dtypes[name]) == 1):
                 raise Unsupported(f"its {name} is {part.dtype}")
-        found = {name: part for name, part in parts.items() if part is not None}
-        if "global_scale" in found and found["global_scale"].shape:
+        components = {name: part for name, part in parts.items() if part is not None}
+        if "global_scale" in components and components["global_scale"].shape:
             raise Unsupported("it has a global scale for each matrix")
         if self.storage == PLAIN and self.block != TENSOR:
             expected = part_shapes(fmt, st.layout, shape, st.axis)
-            if any(part.shape != expected[name] for name, part in found.items()):
+            if any(part.shape != expected[name] for name, part in components.items()):
                 raise Unsupported("its components have other shapes than those of a cast")
         if turned:  # this storage is plain scales in that order
             self.storage = "transposed"
-        lead = found["scale"].shape if self.block == TENSOR else ()
+        lead = components["scale"].shape if self.block == TENSOR else ()
         if lead:  # one scale for each of these
             merged = merged and st.axis == -1
             if len(lead) < len(shape) - 2 and not merged:
@@ -168,7 +168,7 @@ class Codes:
         names = {"data": "x", "scale": "x_scale", "zero_point": "x_zero_point", "global_scale": "x_outer"}
         self.arguments = {
             names[name]: Argument(POINTERS[itemsize(part.dtype)], name == "data" and part.aligned)
-            for name, part in found.items()
+            for name, part in components.items()
         }
         count = packing(fmt.element)[0]
         self.groups = (divided_up(self.flat_shape[2 if st.axis == -1 else 1], count),) if count > 1 else ()

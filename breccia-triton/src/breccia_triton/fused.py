@@ -152,13 +152,13 @@ class Product:
             split, self.way.dot, self.way.parts, INTERPRETED, int(a.matrices > 1), int(b.matrices > 1), ptx,
         )  # fmt: skip
 
-    def _side(self, given: Given, second: bool) -> Side:
+    def _side(self, operand: Given, second: bool) -> Side:
         """The constants of an operand."""
         plan, way = self.plan, self.way
         lines = plan.lines if second else plan.rows
-        source, plain = given.source(lines, plan.deep), given.source(lines, plan.plain)
+        source, plain = operand.source(lines, plan.deep), operand.source(lines, plan.plain)
         outer = None if source is None else source.spec.outer
         if source is not None:
             source = replace(source, spec=replace(source.spec, outer=None))
         marks = (way.folded, way.valued) if second else (False, False)
-        return Side(source, plain, given.k_last, *marks, way.low, way.high, outer, way.outer_low, way.outer_high)
+        return Side(source, plain, operand.k_last, *marks, way.low, way.high, outer, way.outer_low, way.outer_high)

@@ -28,46 +28,46 @@ from .specs import Unsupported
 def fused_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it. a: an array, or a tensor of FP8; b: a ScaledTensor."""
     checks.check_matmul(a, b, options.bias)
-    return multiplied(_calls, _made, Operand(a, False, swaps=False), Operand(b, True), options)
+    return multiplied(_calls, _new_call, Operand(a, False, swaps=False), Operand(b, True), options)
 
 
 #: Prepared calls; for calls that the kernels do not support, the reason.
 _calls = Remembered()
 
 
-def described(operand: Operand, merged: bool, found: Hardware) -> Given:
+def described(operand: Operand, merged: bool, hardware: Hardware) -> Given:
     """The facts of an operand. merged: leading axes are rows, where they can be. Raises Unsupported."""
     x = operand.x
     if operand.scaled:
-        return scaled(codes_of(x, needed(readable(x.recipe, x.layout)), merged, found), x.recipe.format)
+        return scaled(codes_of(x, needed(readable(x.recipe, x.layout)), merged, hardware), x.recipe.format)
     *lead, rows, depth = x.shape
     count = math.prod(lead)
     matrices, rows = (1, count * rows) if merged else (count, rows)
     return Given(matrices, rows, depth, True, dtype_name(x), aligned=x.data_ptr() % 16 == 0)
 
 
-def _made(a: Operand, b: Operand, bias: Any, out_dtype: str) -> Call:
+def _new_call(a: Operand, b: Operand, bias: Any, out_dtype: str) -> Call:
     """The call for these arguments, tuned on request. Raises Unsupported."""
     device = a.data.device
     need_one_device_for(a, b, bias)
-    if 0 in (*a.given.shape, *b.given.shape):
+    if 0 in (*a.original.shape, *b.original.shape):
         raise Unsupported("an empty tensor")
-    found = hardware(device)
+    device_hardware = hardware(device)
 
-    def made(choose: Choose) -> Product:
-        return prepared(a, b, bias, out_dtype, found, choose)
+    def prepare(choose: Choose) -> Product:
+        return prepared(a, b, bias, out_dtype, device_hardware, choose)
 
     def compiled(product: Product) -> Any:
         call = Call(a, b, out_dtype, product)
         return lambda: call(a, b, bias, None)
 
-    return Call(a, b, out_dtype, tuning.tuned(made, launches, compiled, device, found.name))
+    return Call(a, b, out_dtype, tuning.tuned(prepare, launches, compiled, device, device_hardware.name))
 
 
-def prepared(a: Operand, b: Operand, bias: Any, out_dtype: str, found: Hardware, choose: Choose) -> Product:
+def prepared(a: Operand, b: Operand, bias: Any, out_dtype: str, hardware: Hardware, choose: Choose) -> Product:
     """A call prepared for hardware under choices. Raises Unsupported."""
-    sides = described(a, math.prod(b.given.shape[:-2]) == 1, found), described(b, False, found)
-    return Product(*sides, None if bias is None else dtype_name(bias), out_dtype, found, choose)
+    sides = described(a, math.prod(b.original.shape[:-2]) == 1, hardware), described(b, False, hardware)
+    return Product(*sides, None if bias is None else dtype_name(bias), out_dtype, hardware, choose)
 
 
 def launches(product: Product) -> list[Launch]:
@@ -79,7 +79,7 @@ class Call:
     """What products of equal shapes, dtypes, recipes and orders of memory have in common: their kernels, compiled."""
 
     def __init__(self, a: Operand, b: Operand, out_dtype: str, product: Product) -> None:
-        left, right = tuple(a.given.shape), tuple(b.given.shape)
+        left, right = tuple(a.original.shape), tuple(b.original.shape)
         self.device, self.dtype = a.data.device, getattr(torch, out_dtype)
         self.shape = (*leading(left, right), left[-2], right[-1])
         self.product = product

@@ -85,8 +85,8 @@ def way_of(fmt: Format, group: int, dtype: str) -> Way | str:
     if group and group < PROMOTED and _folds(fmt, dtype):
         return Way(dtype, folded=True, outer_low=outer_low, outer_high=outer_high)
     # A scale below this one may make FP32 round a value that is subnormal.
-    whole = isinstance(level.codec, PowerOfTwo) and least + least_scale >= LEAST
-    low = 0.0 if whole or least + least_scale >= NORMAL else math.ldexp(1.0, NORMAL - least)
+    representable = isinstance(level.codec, PowerOfTwo) and least + least_scale >= LEAST
+    low = 0.0 if representable or least + least_scale >= NORMAL else math.ldexp(1.0, NORMAL - least)
     return Way(dtype, 1 if exact else 3, low=low, outer_low=outer_low, outer_high=outer_high)
 
 
@@ -101,8 +101,8 @@ def _magnitudes(fmt: Format) -> Iterable[float]:
 @lru_cache(maxsize=256)
 def _exponents(fmt: Format) -> tuple[int, int]:
     """(binary exponent of the least magnitude of codes but 0, one that none exceeds)."""
-    found = list(_magnitudes(fmt))
-    return math.frexp(min(found))[1] - 1, math.frexp(max(found))[1]
+    magnitudes = list(_magnitudes(fmt))
+    return math.frexp(min(magnitudes))[1] - 1, math.frexp(max(magnitudes))[1]
 
 
 def _range(codec: Codec) -> tuple[int, int]:
@@ -121,12 +121,12 @@ def _exact(fmt: Format, dtype: str) -> bool:
     bits, least, most = DTYPES[dtype]
     if isinstance(fmt.element, Integer):
         # Multiples of the last bit; a power of two has one significant bit.
-        whole = max(_magnitudes(fmt)) * 2**fmt.element.fraction_bits if fmt.offset == "none" else max(_magnitudes(fmt))
-        needed = (int(whole) - 1).bit_length()
+        largest = max(_magnitudes(fmt)) * 2**fmt.element.fraction_bits if fmt.offset == "none" else max(_magnitudes(fmt))
+        needed = (int(largest) - 1).bit_length()
     else:
         needed = significant(fmt.element) or 0
-    found = _exponents(fmt)
-    return needed <= bits and found[0] >= least and found[1] <= most
+    exponents = _exponents(fmt)
+    return needed <= bits and exponents[0] >= least and exponents[1] <= most
 
 
 def _folds(fmt: Format, dtype: str) -> bool:

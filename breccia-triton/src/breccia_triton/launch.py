@@ -44,7 +44,7 @@ class Launcher:
         self.launch = launch
         self.names: Sequence[str] = launch.function.arg_names
         self.fixed = launch.fixed
-        self.given = [name for name in launch.arguments if name not in self.fixed]
+        self.varying = [name for name in launch.arguments if name not in self.fixed]
         self.run: Callable[..., None] = self._interpreted if INTERPRETED else self._first
         if not INTERPRETED:
             arguments, constants = launch.arguments, launch.constants
@@ -65,7 +65,7 @@ class Launcher:
     def _interpreted(self, stream: int, *values: Any) -> None:
         launch = self.launch
         rest = {name: launch.constants.get(name) for name in self.names if name not in launch.arguments}
-        launch.function[launch.programs](**dict(zip(self.given, values, strict=True)), **self.fixed, **rest)
+        launch.function[launch.programs](**dict(zip(self.varying, values, strict=True)), **self.fixed, **rest)
 
     def _first(self, stream: int, *values: Any) -> None:
         """The first launch loads the module on the current device."""
@@ -90,9 +90,9 @@ class Launcher:
         It is compiled: a call with as many arguments, put together from tuples, takes three times as long.
         """
         there = {f"_{n}": value for n, value in enumerate(fixed)}
-        passed = [name if name in self.given else repr(self.fixed.get(name)) for name in self.names]
+        passed = [name if name in self.varying else repr(self.fixed.get(name)) for name in self.names]
         call = ", ".join([*map(repr, self.launch.programs), "_stream", *there, *passed])
-        return eval(f"lambda {', '.join(['_stream', *self.given])}: _run({call})", {**there, "_run": run})
+        return eval(f"lambda {', '.join(['_stream', *self.varying])}: _run({call})", {**there, "_run": run})
 
 
 class Remembered(dict[Any, Any]):
@@ -147,19 +147,19 @@ def workspace(device: torch.device, stream: int) -> tuple[Any, Any]:
         return _workspace(device)
     if torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream
         return _unused.taken(device)
-    found = _workspaces.kept.get((device, stream))
-    if found is None:
+    arrays = _workspaces.arrays.get((device, stream))
+    if arrays is None:
         _unused.provide(device)
-        found = _workspaces.kept[device, stream] = _workspace(device)
-    return found
+        arrays = _workspaces.arrays[device, stream] = _workspace(device)
+    return arrays
 
 
 def _workspace(device: torch.device) -> tuple[Any, Any]:
     return _parts(torch.zeros(_LENGTH, dtype=torch.int32, device=device))
 
 
-def _parts(made: Any) -> tuple[Any, Any]:
-    return made[:2], made[4:5]  # 16 divides the address of both
+def _parts(zeros: Any) -> tuple[Any, Any]:
+    return zeros[:2], zeros[4:5]  # 16 divides the address of both
 
 
 #: Numbers of a workspace.
@@ -167,10 +167,10 @@ _LENGTH = 8
 
 
 class _Workspaces(threading.local):
-    """Those of one thread."""
+    """The workspaces of one thread."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[torch.device, int], tuple[Any, Any]] = {}
+        self.arrays: dict[tuple[torch.device, int], tuple[Any, Any]] = {}
 
 
 class _Unused:
@@ -183,18 +183,18 @@ class _Unused:
     COUNT = 4096
 
     def __init__(self) -> None:
-        self._made: dict[torch.device, tuple[Any, Iterator[int]]] = {}
+        self._zeros: dict[torch.device, tuple[Any, Iterator[int]]] = {}
 
     def provide(self, device: torch.device) -> None:
-        """Make those of a device. Called outside captures."""
-        if device not in self._made:
+        """Make the workspaces of a device. Called outside captures."""
+        if device not in self._zeros:
             zeros = torch.zeros(self.COUNT, _LENGTH, dtype=torch.int32, device=device)
             torch.cuda.synchronize(device)  # graphs are replayed on other streams
-            self._made[device] = zeros, iter(range(self.COUNT))
+            self._zeros[device] = zeros, iter(range(self.COUNT))
 
     def taken(self, device: torch.device) -> tuple[Any, Any]:
-        """One that no other call has."""
-        zeros, places = self._made.get(device, (None, iter(())))
+        """A workspace that no other call has."""
+        zeros, places = self._zeros.get(device, (None, iter(())))
         place = next(places, None)
         return _workspace(device) if place is None else _parts(zeros[place])
 

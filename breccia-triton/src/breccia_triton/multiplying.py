@@ -20,18 +20,18 @@ from .specs import Unsupported
 class Operand:
     """An operand whose numbers or codes are in C order in memory: K last, or, where `k_last` is false, first.
 
-    given: the operand of the call. swaps: may it be transposed? x: it, or with `swapped` its transpose, in C order; a copy if
-    it is in neither order.
+    original: the operand of the call. swaps: may it be transposed? x: it, or with `swapped` its transpose, in C order; a copy
+    if it is in neither order.
     """
 
-    def __init__(self, given: Any, second: bool, swaps: bool = True) -> None:
-        self.given, self.scaled = given, isinstance(given, ScaledTensor)
-        data = given.data if self.scaled else given
+    def __init__(self, original: Any, second: bool, swaps: bool = True) -> None:
+        self.original, self.scaled = original, isinstance(original, ScaledTensor)
+        data = original.data if self.scaled else original
         need_dense(data)
         swapped = swaps and not data.is_contiguous() and data.mT.is_contiguous()
-        x: Any = given.mT if swapped else given
+        x: Any = original.mT if swapped else original
         if not (swapped or data.is_contiguous()):
-            x = _contiguous(given) if self.scaled else given.contiguous()
+            x = _contiguous(original) if self.scaled else original.contiguous()
         self.x = x
         self.swapped, self.k_last = swapped, swapped == second
         own = facts_of(x) if self.scaled else (x.shape, x.dtype, x.device, x.data_ptr() % 16 == 0)
@@ -79,6 +79,6 @@ def multiplied(calls: Remembered, make: Make, a: Operand, b: Operand, options: P
             call = str(e)
         calls.keep(key, call)
     if isinstance(call, str):
-        return composites.matmul(a.given, b.given, options)
+        return composites.matmul(a.original, b.original, options)
     with on(call.device):
         return call(a, b, bias, out)

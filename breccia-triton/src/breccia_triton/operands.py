@@ -104,8 +104,8 @@ def facts_of(st: ScaledTensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def codes_of(st: ScaledTensor, spec: Spec, merged: bool, given: Hardware | None = None) -> Codes:
-    """The facts of a ScaledTensor. merged: as of `Codes`. given: hardware other than its device. Raises Unsupported."""
+def codes_of(st: ScaledTensor, spec: Spec, merged: bool, other: Hardware | None = None) -> Codes:
+    """The facts of a ScaledTensor. merged: as of `Codes`. other: hardware other than its device. Raises Unsupported."""
     parts: dict[str, Operand | None] = {}
     for name in st.recipe.format.parts:
         part = getattr(st, name)
@@ -113,8 +113,8 @@ def codes_of(st: ScaledTensor, spec: Spec, merged: bool, given: Hardware | None 
         parts[name] = Operand(tuple(part.shape), dtype_name(part), part.data_ptr() % 16 == 0) if here else None
     if not st.data.is_contiguous():
         raise Unsupported("its data is not contiguous")
-    found = given or hardware(st.data.device)
-    return Codes(st, spec, parts, TORCH.dtypes(st.recipe.format), found, merged, turned_scales(st))
+    chosen = other or hardware(st.data.device)
+    return Codes(st, spec, parts, TORCH.dtypes(st.recipe.format), chosen, merged, turned_scales(st))
 
 
 def turned_scales(st: ScaledTensor) -> bool:
@@ -130,12 +130,12 @@ def components_of(st: ScaledTensor) -> list[Any]:
     if turned_scales(st):
         offsets = [] if st.zero_point is None else [st.zero_point]
         return [st.data, st.scale, *offsets, *([] if st.global_scale is None else [st.global_scale])]
-    found, zero_point, global_scale = [st.data, st.scale.contiguous()], st.zero_point, st.global_scale
+    components, zero_point, global_scale = [st.data, st.scale.contiguous()], st.zero_point, st.global_scale
     if zero_point is not None:
-        found.append(zero_point.contiguous())
+        components.append(zero_point.contiguous())
     if global_scale is not None:
-        found.append(global_scale.contiguous())
-    return found
+        components.append(global_scale.contiguous())
+    return components
 
 
 class Components:
@@ -162,10 +162,10 @@ class Components:
             return None
         if (out.recipe, out.layout, out.axis) != (written.recipe, written.layout, written.axis):
             return None
-        found = [getattr(out, name) for name, _, _ in self.parts]
-        ordered = [part.mT if name in written.columns else part for part, (name, _, _) in zip(found, self.parts, strict=True)]
+        parts = [getattr(out, name) for name, _, _ in self.parts]
+        ordered = [part.mT if name in written.columns else part for part, (name, _, _) in zip(parts, self.parts, strict=True)]
         fits = all(
             writable(part, (*shape[:-2], shape[-1], shape[-2]) if name in written.columns else shape, dtype, device)
             for part, (name, shape, dtype) in zip(ordered, self.parts, strict=True)
         )
-        return found if fits else None
+        return parts if fits else None

@@ -34,15 +34,15 @@ def remembered(compute: Callable[[], str], package: Path, version: str) -> Calla
         except OSError:  # a file was removed meanwhile
             return compute()
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["stamp"] == stamp and isinstance(found["key"], str):
-                return found["key"]
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            if stored["stamp"] == stamp and isinstance(stored["key"], str):
+                return stored["key"]
         except (OSError, ValueError, KeyError, TypeError):
             pass
-        made = compute()
+        value = compute()
         with contextlib.suppress(OSError):  # a folder that cannot be written costs time only
-            replace_file(path, json.dumps({"stamp": stamp, "key": made}))
-        return made
+            replace_file(path, json.dumps({"stamp": stamp, "key": value}))
+        return value
 
     return key
 
@@ -54,6 +54,6 @@ def _stamp(package: Path, version: str) -> str:
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for name in sorted(names):
             if name.endswith((".py", ".so")):
-                found = os.stat(os.path.join(folder, name))
-                facts.append((folder, name, found.st_size, found.st_ino, found.st_dev, found.st_mtime_ns, found.st_ctime_ns))
+                stat = os.stat(os.path.join(folder, name))
+                facts.append((folder, name, stat.st_size, stat.st_ino, stat.st_dev, stat.st_mtime_ns, stat.st_ctime_ns))
     return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -53,11 +53,11 @@ def accepts_cast(call: Call) -> str | None:
     if (why := _refused_size(call)) is not None:
         return why
     block, axis, rows, columns = _fitted(recipe, call.a.shape, int(call.option("axis", -1)))
-    found = tiled(recipe, block, axis, rows, columns)
-    if isinstance(found, str):
-        return found
+    tiling = tiled(recipe, block, axis, rows, columns)
+    if isinstance(tiling, str):
+        return tiling
     storage = str(call.option("storage", PLAIN))
-    return None if storage == PLAIN or writes(found[0], block, storage) else f"it does not write storage {storage!r} here"
+    return None if storage == PLAIN or writes(tiling[0], block, storage) else f"it does not write storage {storage!r} here"
 
 
 def accepts_pair(call: Call) -> str | None:
@@ -67,8 +67,8 @@ def accepts_pair(call: Call) -> str | None:
     if (why := accepts_cast(call)) is not None:
         return why
     block, _, rows, columns = _fitted(recipe, call.a.shape, -1)
-    found = paired(recipe, block, rows, columns)
-    return found if isinstance(found, str) else None
+    tiling = paired(recipe, block, rows, columns)
+    return tiling if isinstance(tiling, str) else None
 
 
 def accepts_requantize(call: Call) -> str | None:
@@ -84,8 +84,8 @@ def accepts_requantize(call: Call) -> str | None:
     if (why := accepts_dequantize(call)) is not None:
         return why
     block, axis, rows, columns = _fitted(recipe, a.shape, a.axis)
-    found = tiled(recipe, block, axis, rows, columns)
-    return found if isinstance(found, str) else None
+    tiling = tiled(recipe, block, axis, rows, columns)
+    return tiling if isinstance(tiling, str) else None
 
 
 def accepts_dequantize(call: Call) -> str | None:
@@ -94,8 +94,8 @@ def accepts_dequantize(call: Call) -> str | None:
     assert a.recipe is not None and a.layout is not None
     if (why := _refused_size(call)) is not None:
         return why
-    found = readable(a.recipe, a.layout)
-    return found if isinstance(found, str) else None
+    spec = readable(a.recipe, a.layout)
+    return spec if isinstance(spec, str) else None
 
 
 def _fitted(recipe: ScalingRecipe, shape: Shape, axis: int) -> tuple[Block, int, int, int]:
@@ -122,28 +122,28 @@ def paired(
     recipe: ScalingRecipe, block: Block, rows: int, columns: int, turned: bool = False, choice: Choice = DEFAULT
 ) -> tuple[Spec, Any] | str:  # fmt: skip
     """The constants of a cast in both orientations, and their tiles; or why there is no kernel for it."""
-    found = pair_of(block, rows, columns, turned, choice)
-    return _with_constants(recipe, block, found, found)
+    tiles = pair_of(block, rows, columns, turned, choice)
+    return _with_constants(recipe, block, tiles, tiles)
 
 
 def tiled(
     recipe: ScalingRecipe, block: Block, axis: int, rows: int, columns: int, choice: Choice = DEFAULT, turned: bool = False
 ) -> tuple[Spec, Tile, str] | str:  # fmt: skip
     """The constants of a cast, its tile, and where the amax comes from (see `tile_of`); or why there is no kernel for it."""
-    found = tile_of(block, axis, rows, columns, choice, turned)
-    made = _with_constants(recipe, block, found, (found,))
-    return made if isinstance(made, str) else (made[0], *made[1])
+    tile = tile_of(block, axis, rows, columns, choice, turned)
+    constants = _with_constants(recipe, block, tile, (tile,))
+    return constants if isinstance(constants, str) else (constants[0], *constants[1])
 
 
-def _with_constants(recipe: ScalingRecipe, block: Block, found: Any, tiles: Any) -> tuple[Spec, Any] | str:
-    """(the constants of a cast, `found`), or why there is no kernel for it. found: a reason, or else `tiles` are its tiles."""
+def _with_constants(recipe: ScalingRecipe, block: Block, tiling: Any, tiles: Any) -> tuple[Spec, Any] | str:
+    """The constants of a cast and `tiling`, or why there is no kernel. tiling: a reason, or else `tiles` are its tiles."""
     spec = spec_of(recipe)
     if isinstance(spec, str):
         return spec
     if block != TENSOR and (block[1] or 0) % packing(recipe.format.element)[0]:
         return "blocks are not whole groups of packed codes"
-    if isinstance(found, str):
-        return found
+    if isinstance(tiling, str):
+        return tiling
     if spec.offset != "none" and any(source != "tile" for _, source in tiles):
         return f"blocks with a {spec.offset.replace('_', '-')} have to fit a tile"
-    return spec, found
+    return spec, tiling

@@ -234,43 +234,43 @@ def _scale(fmt: Format, level: Level, rule: rules.Rule | None, outermost: bool) 
     codec, qmax = level.codec, fmt.qmax(level)
     if level.convention != "multiplier" and not outermost:
         raise Unsupported(f"it does not write scales as {level.convention}")
-    found: Floats | Wide | Powers
+    kernel_codec: Floats | Wide | Powers
     least = most = 0.0
     if type(codec) is PowerOfTwo:
-        found = Powers(codec.name, codec.bits, codec.bias)
+        kernel_codec = Powers(codec.name, codec.bits, codec.bias)
     elif type(codec) is Minifloat and codec.name in ("F32", "F16", "BF16"):
         least, most = codec.scale_min, codec.scale_max
-        found = Wide(codec.name, codec.bits, codec.max)
+        kernel_codec = Wide(codec.name, codec.bits, codec.max)
     elif isinstance(form := form_of(codec), FloatForm) and codec.bits == 8 and codec.nan_code is not None and _decodes(form):
         least, most = form.codec.scale_min, form.codec.scale_max
-        found = _floats(form)
+        kernel_codec = _floats(form)
     else:
         raise Unsupported(f"it does not write scales of {codec.name}")
     if outermost and codec.name != "F32":
         raise Unsupported(f"it does not write global scales of {codec.name}")
-    made: dict[str, Any] = {"rule": "linear", "divisor": qmax, "reciprocal": False, "factor": 1.0, "power_of_two": False}
-    made |= {"carry": 0, "cap": 0}
+    formula: dict[str, Any] = {"rule": "linear", "divisor": qmax, "reciprocal": False, "factor": 1.0, "power_of_two": False}
+    formula |= {"carry": 0, "cap": 0}
     if rule is not None:
-        made |= _formula(fmt, rule, qmax, outermost)
-    if rule is not None and made["rule"] != "exponent" and type(codec) is PowerOfTwo:
+        formula |= _formula(fmt, rule, qmax, outermost)
+    if rule is not None and formula["rule"] != "exponent" and type(codec) is PowerOfTwo:
         raise Unsupported(f"rule {rule.name!r} writes no powers of two")
-    if rule is not None and made["rule"] == "exponent" and not (type(codec) is PowerOfTwo or codec.bits == 32):
+    if rule is not None and formula["rule"] == "exponent" and not (type(codec) is PowerOfTwo or codec.bits == 32):
         raise Unsupported(f"rule {rule.name!r} writes powers of two only")
-    top = ((F32_INF - 1 + made["carry"]) >> 23) - made["cap"]
-    largest = codec.need_nan() - 1 - found.bias if isinstance(found, Powers) else 126
-    made["extreme"] = isinstance(found, Powers) and top >= largest
+    top = ((F32_INF - 1 + formula["carry"]) >> 23) - formula["cap"]
+    largest = codec.need_nan() - 1 - kernel_codec.bias if isinstance(kernel_codec, Powers) else 126
+    formula["extreme"] = isinstance(kernel_codec, Powers) and top >= largest
     exact = isinstance(rule, rules.Linear) and codec.bits == 32 and rule.margin >= 0 and qmax >= 4
-    made["fits"] = top <= largest if rule is not None and rule.name == rules.RCEIL.name else exact
-    made["inverse"] = f32(1.0 / made["divisor"])
+    formula["fits"] = top <= largest if rule is not None and rule.name == rules.RCEIL.name else exact
+    formula["inverse"] = f32(1.0 / formula["divisor"])
     return Scale(
-        found,
+        kernel_codec,
         qmax=qmax,
         least=least,
         most=most,
         zero=codec.zero_scale,
         nan=codec.need_nan(),
         convention=level.convention,
-        **made,
+        **formula,
     )
 
 
@@ -286,11 +286,11 @@ def _formula(fmt: Format, rule: rules.Rule, qmax: float, outermost: bool) -> dic
         case rules.Reciprocal() if type(rule) is rules.Reciprocal:
             return {"factor": 2.0**rule.margin, "divisor": f32(1.0 / qmax), "reciprocal": True}
         case rules.HalfRange() if type(rule) is rules.HalfRange:
-            made: dict[str, Any] = {"factor": 2.0**rule.margin}
+            fields: dict[str, Any] = {"factor": 2.0**rule.margin}
             if isinstance(fmt.element, Integer):
                 high, low = fmt.element.high, fmt.element.low
-                made["divisor"] = math.ldexp(high - low, -1 - fmt.element.fraction_bits)
-            return made
+                fields["divisor"] = math.ldexp(high - low, -1 - fmt.element.fraction_bits)
+            return fields
         case rules.Divide() if type(rule) is rules.Divide:
             return {"rule": "divide", "factor": 2.0**rule.margin}
         case rules.Linear() if type(rule) is rules.Linear:

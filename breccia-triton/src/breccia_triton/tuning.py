@@ -99,14 +99,14 @@ def distinct(
 
     prepare: prepares the call under choices. launches: its kernels. base: the choices for its other keys.
     """
-    found: dict[Choice, _T] = {}
+    calls: dict[Choice, _T] = {}
     seen: list[list[Launch]] = []
     for choice in candidates(key):
-        made = prepare(lambda other, choice=choice: choice if other == key else base(other))
-        if (kernels := launches(made)) not in seen:
+        call = prepare(lambda other, choice=choice: choice if other == key else base(other))
+        if (kernels := launches(call)) not in seen:
             seen.append(kernels)
-            found[choice] = made
-    return found
+            calls[choice] = call
+    return calls
 
 
 @dataclass
@@ -200,7 +200,7 @@ def tuned(
         keys.append(key)
         return known(key)
 
-    made = prepare(asked)
+    call = prepare(asked)
     with _timing, on(device):  # one at a time, so that threads do not disturb each other's times
         for key in dict.fromkeys(keys):
             if str(key) in known.user:
@@ -209,8 +209,8 @@ def tuned(
             if len(different) > 1:
                 makers = {choice: lambda other=other: compiled(other) for choice, other in different.items()}
                 known.keep({key: fastest(makers, elapsed).best})
-                made = prepare(known)
-    return made
+                call = prepare(known)
+    return call
 
 
 _timing = reentrant()

@@ -136,8 +136,8 @@ def _codes_of(codec: Codec) -> int | None:
 def available(device: Device) -> str | None:
     """Why the kernels cannot run on a device, or None."""
     if device.capability and tuple(device.capability) != CAPABILITY:
-        found = ".".join(map(str, device.capability))
-        return f"its instructions are those of compute capability 9.0 (Hopper); {device} has {found}"
+        capability = ".".join(map(str, device.capability))
+        return f"its instructions are those of compute capability 9.0 (Hopper); {device} has {capability}"
     return compiler.missing()
 
 
@@ -150,8 +150,8 @@ def accepts(call: Call) -> str | None:
         return f"the weight is in {b.storage!r} storage; w.to_storage({STORAGE!r}) rearranges it once for this kernel"
     grouped = call.op == "grouped_matmul"
     if b.axis != -2 or b.ndim != 2 + grouped:
-        found = "have to be transposed matrices" if grouped else "has to be a transposed matrix"
-        return f"the weight{'s' * grouped} {found}, w.mT, with blocks along K"
+        requirement = "have to be transposed matrices" if grouped else "has to be a transposed matrix"
+        return f"the weight{'s' * grouped} {requirement}, w.mT, with blocks along K"
     if a.dtype not in ("bfloat16", "float16"):
         return f"activations are {a.dtype}; tensor cores multiply bfloat16 and float16"
     if str(call.option("out_dtype", "float32")) not in DTYPES:
@@ -160,8 +160,8 @@ def accepts(call: Call) -> str | None:
         return "the generic algorithm runs for an empty tensor"
     if (k := b.shape[-2]) < SHORTEST:
         return f"{k} columns are too few for the bound of products in the tensor cores; it takes {SHORTEST} and more"
-    found = operand_of(b.recipe.format, b.layout.plain.block(-2))
-    return found if isinstance(found, str) else None
+    operand = operand_of(b.recipe.format, b.layout.plain.block(-2))
+    return operand if isinstance(operand, str) else None
 
 
 # -- how it is compiled ----------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Config:
         return self._columns(n), -(-m // self.batch) if self.wide else 1, 1
 
     def grid_of_groups(self, m: int, groups: int, n: int) -> tuple[int, int, int]:
-        """The same for groups of rows that end anywhere; rows of no group are one group more.
+        """Blocks along x and y for groups of rows that end anywhere; rows of no group are one group more.
 
         Groups of m_1, m_2, ... rows have sum(ceil(m_i / batch)) parts, which is at most (m + groups (batch - 1)) / batch.
         """
@@ -320,15 +320,15 @@ def config_of(
     act: the dtype of activations. direct: they and the result are BF16, without a bias, so that cuBLAS can write the result.
     """
 
-    def runs(found: Config | Decoded | DecodedCodes) -> bool:
-        allowed = direct if isinstance(found, Decoded) else act == "bfloat16" or isinstance(found, Config)
-        return allowed and found.fits(of, m, k)
+    def runs(config: Config | Decoded | DecodedCodes) -> bool:
+        allowed = direct if isinstance(config, Decoded) else act == "bfloat16" or isinstance(config, Config)
+        return allowed and config.fits(of, m, k)
 
     measured, known = measured_on(device), None
     if measured:
         # A measurement of somewhat more rows is better than the rule.
         sizes = (min(MOST, m * more) for more in ((1, 2) if m <= 128 else (1, 2, 4)))
-        known = next((found for size in sizes if (found := measured.get(key_of(codecs, of.group, size, n, k)))), None)
+        known = next((config for size in sizes if (config := measured.get(key_of(codecs, of.group, size, n, k)))), None)
     if known is not None and runs(known):
         return known
     if known is None and m >= MANY:
@@ -336,7 +336,7 @@ def config_of(
             return Decoded()
         if runs(DecodedCodes()):
             return DecodedCodes()
-    return next(found for found in configs(of, m, n, k) if found.fits(of, m, k))
+    return next(config for config in configs(of, m, n, k) if config.fits(of, m, k))
 
 
 def key_of(codecs: str, group: int, m: int, n: int, k: int) -> str:
@@ -350,8 +350,8 @@ def grouped_config_of(of: Operand, m: int, groups: int, n: int, k: int) -> Confi
     Smaller tiles than a group's rows read its weight several times; larger ones multiply by rows that are not there.
     """
     most = max(8, min(m, -(-2 * m // groups)))  # the smallest kernel has room for 8 rows, whatever a group has
-    found = configs(of, most, n * min(groups, m), k)
-    return next(config for config in found if config.fits(of, config.batch, k))
+    candidates = configs(of, most, n * min(groups, m), k)
+    return next(config for config in candidates if config.fits(of, config.batch, k))
 
 
 def measured_on(device: str) -> Mapping[str, Config | Decoded | DecodedCodes]:

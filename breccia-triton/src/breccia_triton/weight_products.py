@@ -106,14 +106,14 @@ class Product:
 
     def _describe(self, *place: int) -> None:
         """Describe the activations at an address, with rows so many elements apart, to the copy engine."""
-        found = self.maps.get(place)
-        if found is None:
+        tensor_map = self.maps.get(place)
+        if tensor_map is None:
             if len(self.maps) >= _PLACES:
                 self.maps.clear()
             box = self.config.batch, 64
-            found = driver().tensor_map(place[0], self.act, (self.m, self.k), place[1:], box, 128, 128)
-            self.maps[place] = found
-        ctypes.memmove(self.map.words, found.words, ctypes.sizeof(TensorMap))
+            tensor_map = driver().tensor_map(place[0], self.act, (self.m, self.k), place[1:], box, 128, 128)
+            self.maps[place] = tensor_map
+        ctypes.memmove(self.map.words, tensor_map.words, ctypes.sizeof(TensorMap))
 
 
 def operand_in(b: ScaledTensor) -> Operand:
