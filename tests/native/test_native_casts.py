@@ -345,7 +345,7 @@ def test_blocks_along_columns_are_cast_into_memory_of_the_order_of_the_array(
 ) -> None:
     monkeypatch.setattr(columns, "chunk_size", lambda: 1 << 11)
     if cut:
-        monkeypatch.setattr(columns, "_WHOLE", 1)
+        monkeypatch.setattr(columns, "_MOST_ELEMENTS", 1)
     for x in (numbers((384, 20), 1, dtype), np.random.default_rng(2).standard_normal((2, 384, 33)).astype(dtype)):
         expected = breccia.cast(x, recipe, axis=-2, prefer="reference.cast")
         parts = {name: np.empty_like(part, order="C") for name, part in components(expected).items()}

@@ -30,11 +30,11 @@ _ROUNDING = {
 }
 
 
-def check(op: Operation, chosen: Chosen, arguments: tuple[Any, ...], found: Any) -> None:
-    """Raise KernelError where `found`, the result of a kernel for these arguments, violates the contract."""
+def check(op: Operation, chosen: Chosen, arguments: tuple[Any, ...], actual: Any) -> None:
+    """Raise KernelError where `actual`, the result of a kernel for these arguments, violates the contract."""
     try:
         expected = targets.load(op.reference)(*map(_without_out, arguments))
-        differences = list(_differences(op, arguments, found, expected))
+        differences = list(_differences(op, arguments, actual, expected))
     except (UnsupportedError, TypeError, ValueError, RuntimeError) as e:
         if _unreadable(arguments, e):
             return
@@ -63,29 +63,29 @@ def _unreadable(arguments: tuple[Any, ...], error: Exception) -> bool:
     return False
 
 
-def _differences(op: Operation, arguments: tuple[Any, ...], found: Any, expected: Any) -> Iterator[str]:
+def _differences(op: Operation, arguments: tuple[Any, ...], actual: Any, expected: Any) -> Iterator[str]:
     if op.product:
-        yield from _of_products(op.name, arguments, found)
+        yield from _of_products(op.name, arguments, actual)
     elif len(op.results) == 1:
-        yield from _of_one(found, expected)
+        yield from _of_one(actual, expected)
     else:
-        for n, (result, one, other) in enumerate(zip(op.results, found, expected, strict=True), 1):
+        for n, (result, one, other) in enumerate(zip(op.results, actual, expected, strict=True), 1):
             along = f" along axis {result.axis}" if result.axis is not None else ""
             yield from (f"result {n}{along}: {what}" for what in _of_one(one, other))
 
 
-def _of_one(found: Any, expected: Any) -> Iterator[str]:
-    yield from _of_tensors(found, expected) if isinstance(expected, ScaledTensor) else _of_values(found, expected)
+def _of_one(actual: Any, expected: Any) -> Iterator[str]:
+    yield from _of_tensors(actual, expected) if isinstance(expected, ScaledTensor) else _of_values(actual, expected)
 
 
-def _of_tensors(found: ScaledTensor, expected: ScaledTensor) -> Iterator[str]:
-    found = found.to_plain()
+def _of_tensors(actual: ScaledTensor, expected: ScaledTensor) -> Iterator[str]:
+    actual = actual.to_plain()
     for name in ("recipe", "layout", "axis", "padding"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
+        ours, theirs = getattr(actual, name), getattr(expected, name)
         if ours != theirs:
             yield f"{name} is {ours!r}, not {theirs!r}"
             return
-    left, right = stored_parts(found), stored_parts(expected)
+    left, right = stored_parts(actual), stored_parts(expected)
     for name, theirs in right.items():
         ours = left.get(name)
         if ours is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
@@ -97,14 +97,14 @@ def _of_tensors(found: ScaledTensor, expected: ScaledTensor) -> Iterator[str]:
                 yield f"{int(differ.sum())} of {differ.size} bytes of {name}"
 
 
-def _of_values(found: Any, expected: Any) -> Iterator[str]:
+def _of_values(actual: Any, expected: Any) -> Iterator[str]:
     """Decoded values: all NaNs are equal, and a backend may flush values below 2^-126 to zero."""
-    ops = ops_of(found)
+    ops = ops_of(actual)
     with ops.errstate():
-        ours, theirs = (np.asarray(ops.to_numpy(ops.f32(x)), np.float32, order="C").view(np.uint32) for x in (found, expected))
+        ours, theirs = (np.asarray(ops.to_numpy(ops.f32(x)), np.float32, order="C").view(np.uint32) for x in (actual, expected))
     a, b = ours & MAGNITUDE, theirs & MAGNITUDE
     flushed = (a == 0) & (b > 0) & (b < NORMAL) & (ours >> 31 == theirs >> 31)
-    differ = (ours != theirs) & ~((a > F32_INF) & (b > F32_INF)) & ~(flushed & _flushes(found))
+    differ = (ours != theirs) & ~((a > F32_INF) & (b > F32_INF)) & ~(flushed & _flushes(actual))
     if differ.any():
         yield f"{int(differ.sum())} of {differ.size} values"
 
@@ -116,20 +116,20 @@ def _flushes(like: Any) -> bool:
     return not ops.to_numpy(least * 0.5).any() or not ops.to_numpy(ops.div(least, 2.0)).any()
 
 
-def _of_products(op: str, arguments: tuple[Any, ...], found: Any) -> Iterator[str]:
+def _of_products(op: str, arguments: tuple[Any, ...], actual: Any) -> Iterator[str]:
     """The error is within `bounds.accumulated` of the exact sum of K + 2 terms, and one rounding to the output's dtype.
 
     Where a partial sum may overflow or holds Inf there is no bound. Where every order of summation gives NaN, NaN is due.
     """
-    ops = ops_of(found)
+    ops = ops_of(actual)
     a, b, rest = arguments[0], arguments[1], arguments[-1].bias
     if op == "cast_matmul":
         a, b = reference.cast(arguments[0], arguments[1]), arguments[2]
     elif op == "grouped_matmul":
         rest = arguments[2]
     left, right = (_host(reference.values(ops, x)) for x in (a, b))
-    ours = _host(ops.f32(found))
-    unit, spacing, largest = _ROUNDING[dtype_name(found)]
+    ours = _host(ops.f32(actual))
+    unit, spacing, largest = _ROUNDING[dtype_name(actual)]
     with np.errstate(all="ignore"):
         if op == "grouped_matmul":
             exact, magnitude, start = np.zeros(ours.shape), np.zeros(ours.shape), 0
@@ -142,7 +142,7 @@ def _of_products(op: str, arguments: tuple[Any, ...], found: Any) -> Iterator[st
             if rest is not None:
                 bias = _host(ops.f32(rest))
                 exact, magnitude = exact + bias, magnitude + np.abs(bias)
-        k, fp8 = left.shape[-1], bounds.in_tensor_cores(_recipe(a), _recipe(b), device_of(found))
+        k, fp8 = left.shape[-1], bounds.in_tensor_cores(_recipe(a), _recipe(b), device_of(actual))
         accumulated = bounds.accumulated(magnitude, k + 2, k, fp8)
         bound = accumulated + unit * (np.abs(exact) + accumulated) + spacing
         known = magnitude + accumulated <= _ROUNDING["float32"][2]

@@ -11,7 +11,7 @@ from ..recipes import ScalingRecipe
 UNIT = 2.0**-24
 #: What flushing results below 2^-126 may lose, per term.
 _FLUSHED = 2.0**-126
-#: The same for products of two scales, rounded to a multiple of 2^-149, times two codes of at most 57344.
+#: What rounding the product of two scales to a multiple of 2^-149 may lose, per term: two codes of at most 57344 multiply it.
 _OF_SCALES = 2.0**-118
 #: A tensor core sums this many terms along K before the sum is added in FP32: in instructions of `_TERMS` products.
 CHUNK, _TERMS = 128, 32

@@ -20,16 +20,16 @@ Array = Any
 def check_cast(x: Array, recipe: Any) -> None:
     """Raise a typed error for an array or recipe that `cast` does not support."""
     check_recipe(recipe)
-    found = dtype_name(x) if hasattr(x, "dtype") else type(x).__name__
-    if hasattr(x, "dtype") and found not in FLOATS:
+    type_name = dtype_name(x) if hasattr(x, "dtype") else type(x).__name__
+    if hasattr(x, "dtype") and type_name not in FLOATS:
         raise UnsupportedError(
-            f"cast takes {', '.join(FLOATS)}; got {found}. "
+            f"cast takes {', '.join(FLOATS)}; got {type_name}. "
             + (
                 "Convert it first, so that the rounding to FP32 is explicit: x.astype('float32') (torch: x.float())."
-                if found.startswith("float")
+                if type_name.startswith("float")
                 else "Only floating-point numbers are quantized; wrap existing codes with breccia.from_buffer."
             ),
-            found=found,
+            found=type_name,
         )
     if hasattr(x, "dtype") and not shape_of(x):
         raise ShapeError("cast needs at least one axis; got a 0-D array. Reshape it to (1,).")
@@ -46,9 +46,9 @@ def check_history(amaxes: Any, scale: Any) -> dict[str, Array]:
     for name, part in arrays.items():
         shape = shape_of(part, name) if hasattr(part, "dtype") else None
         if shape is None or dtype_name(part) != "float32":
-            found = type(part).__name__ if shape is None else f"an array of {dtype_name(part)}"
+            actual = type(part).__name__ if shape is None else f"an array of {dtype_name(part)}"
             wanted = "a float32 array, or () before the first update" if name == "amaxes" else "a float32 array or a number"
-            raise UnsupportedError(f"AmaxHistory: {name} must be {wanted}; got {found}. Convert it.", found=found)
+            raise UnsupportedError(f"AmaxHistory: {name} must be {wanted}; got {actual}. Convert it.", found=actual)
         if len(shape) != (name == "amaxes"):
             wanted = "(n,)" if name == "amaxes" else "()"
             raise ShapeError(f"AmaxHistory: {name} must have shape {wanted}; got {shape}. Reshape it.", found=shape)
@@ -220,7 +220,7 @@ def check_grouped(a: Any, b: Any, offsets: Array) -> None:
 def clip_bounds(
     recipe: ScalingRecipe, clip_min: float | None, clip_max: float | None, clip: str = "element"
 ) -> tuple[float, float] | None:
-    """The range inside which gradients pass: given bounds, else plus and minus the element codec's largest value.
+    """The range inside which gradients pass: `clip_min` and `clip_max`, else plus and minus the element codec's largest value.
 
     None where each block has its own range. Raises OptionError.
     """

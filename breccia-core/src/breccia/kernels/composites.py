@@ -19,27 +19,27 @@ from .reference.requantizing import Primitives
 Array = Any
 
 #: The primitives selected by the table.
-FOUND = Primitives(calls.cast, calls.dequantize)
+SELECTED = Primitives(calls.cast, calls.dequantize)
 
 
 def requantize(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`reference.requantize` on the kernels of `dequantize` and `cast`."""
-    return reference.requantize(st, recipe, options, FOUND)
+    return reference.requantize(st, recipe, options, SELECTED)
 
 
 def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """`reference.matmul` on the kernel of `dequantize`."""
-    return reference.product(a, b, options, FOUND)
+    return reference.product(a, b, options, SELECTED)
 
 
 def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32) -> Array:
     """`reference.grouped_matmul` on the kernel of `dequantize`."""
-    return reference.grouped_matmul(a, b, offsets, options, FOUND)
+    return reference.grouped_matmul(a, b, offsets, options, SELECTED)
 
 
 def cast_pair(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
     """Two casts."""
-    return reference.cast_pair(x, recipe, options, FOUND)
+    return reference.cast_pair(x, recipe, options, SELECTED)
 
 
 def cast_and_record(

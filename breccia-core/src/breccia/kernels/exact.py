@@ -49,8 +49,8 @@ def _nests(outer: Block, inner: Block) -> bool:
 def renamed(source: Codec, target: Codec) -> tuple[int, ...] | None:
     """For each code of `source` the code of `target` that decodes to the same FP32 bits; None if any has no such code."""
     codes = {bits: code for code, bits in reversed(list(enumerate(target.table)))}
-    found = [codes.get(bits) for bits in source.table]
-    return None if None in found else tuple(code for code in found if code is not None)
+    target_codes = [codes.get(bits) for bits in source.table]
+    return None if None in target_codes else tuple(code for code in target_codes if code is not None)
 
 
 @lru_cache(maxsize=256)
@@ -76,11 +76,11 @@ def _holds(codec: Minifloat, value: float, bits: int) -> bool:
 class Translation(NamedTuple):
     """How `requantize` keeps scales and translates codes.
 
-    whole: only the recipe changes. block: that of a stored scale. codes: as of `renamed`. promised: whether the new codec of
-    scales holds every scale; otherwise the values decide.
+    recipe_only: only the recipe changes. block: that of a stored scale. codes: as of `renamed`. promised: whether the new codec
+    of scales holds every scale; otherwise the values decide.
     """
 
-    whole: bool
+    recipe_only: bool
     block: Block
     codes: tuple[int, ...] = ()
     promised: bool = True
@@ -104,8 +104,8 @@ def _translation(old: ScalingRecipe, grouped: bool, block: Block, new: ScalingRe
 
 def keeps_parts(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
     """Whether `requantize` changes only the recipe, whatever the components contain"""
-    found = translation(old, layout, axis, new)
-    return found is not None and found.whole
+    conversion = translation(old, layout, axis, new)
+    return conversion is not None and conversion.recipe_only
 
 
 def covered(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[bool, Block]:
@@ -116,13 +116,13 @@ def covered(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[bool, Blo
 
 def renames(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
     """Whether `requantize` keeps scales and translates codes, whatever the tensor contains, without computing values"""
-    found = translation(old, layout, axis, new)
-    return found is not None and found.promised
+    conversion = translation(old, layout, axis, new)
+    return conversion is not None and conversion.promised
 
 
 def repeats(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
     """Whether `requantize` keeps all codes, and repeats scales of blocks for finer blocks"""
-    found, source, target = translation(old, layout, axis, new), old.format, new.format
-    if found is None or found.whole or found.block == TENSOR or source.offset != "none":
+    conversion, source, target = translation(old, layout, axis, new), old.format, new.format
+    if conversion is None or conversion.recipe_only or conversion.block == TENSOR or source.offset != "none":
         return False
     return (source.element, source.scale.codec) == (target.element, target.scale.codec)

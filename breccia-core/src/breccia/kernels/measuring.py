@@ -97,10 +97,10 @@ def _source(name: str, x: Any) -> Source:
     if isinstance(x, ScaledTensor):
         x = x.to_plain()
         return Source(with_parts(x, words(x)))
-    ops, found = ops_of(x, name), dtype_name(x)
-    if found not in (*FLOATS, "float64"):
-        raise UnsupportedError(f"metrics compares ScaledTensors and floating arrays; {name} is {found}.", found=found)
-    return Source(ops.to_numpy(x), found == "bfloat16")
+    ops, dtype = ops_of(x, name), dtype_name(x)
+    if dtype not in (*FLOATS, "float64"):
+        raise UnsupportedError(f"metrics compares ScaledTensors and floating arrays; {name} is {dtype}.", found=dtype)
+    return Source(ops.to_numpy(x), dtype == "bfloat16")
 
 
 def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:

@@ -115,8 +115,8 @@ def plan_of_storages(call: Call) -> Iterator[Call]:
 
 def _casting(call: Call, **changed: Any) -> CastOptions:
     """The options of an intermediate cast: plain storage, no `out`."""
-    found = call.cast_options().replace(storage=PLAIN, out=None, require_exact=False, **changed)
-    return found if found.given() else DEFAULT
+    options = call.cast_options().replace(storage=PLAIN, out=None, require_exact=False, **changed)
+    return options if options.given() else DEFAULT
 
 
 def _in_dtype(dtype: str) -> ProductOptions:

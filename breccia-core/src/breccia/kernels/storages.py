@@ -22,10 +22,10 @@ def on_plain_tensors(op: Operation) -> Callable[..., Any]:
         if not op.stores or not isinstance(options, CastOptions):
             return getattr(calls, op.name)(*plain)
         plain[-1] = options.replace(storage=PLAIN, out=None)
-        found = getattr(calls, op.name)(*plain)
-        if isinstance(found, ScaledTensor):
-            return reference.assigned(options.out, found.to_storage(options.storage))
-        return tuple(x.to_storage(options.storage) if isinstance(x, ScaledTensor) else x for x in found)
+        result = getattr(calls, op.name)(*plain)
+        if isinstance(result, ScaledTensor):
+            return reference.assigned(options.out, result.to_storage(options.storage))
+        return tuple(x.to_storage(options.storage) if isinstance(x, ScaledTensor) else x for x in result)
 
     return kernel
 

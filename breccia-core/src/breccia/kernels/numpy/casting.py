@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from .workspace import Buffers
 
 
-#: The same for chunks of the generic algorithm, which needs some 100 bytes per element.
+#: Elements of a chunk for the generic algorithm, which needs some 100 bytes per element.
 GENERIC = 1 << 15
 #: Elements of a chunk of numbers that are read where they lie.
 _LONG = 1 << 19
 #: The most blocks whose amax is kept between two passes: 8 MB.
-_KEPT = 1 << 21
+_MOST_BLOCKS = 1 << 21
 #: The size of arrays whose cost is dominated by NumPy's call overhead.
 _SMALL_ARRAY = 1 << 13
 
@@ -135,8 +135,8 @@ class _Cast:
         self.large = self.per_tensor or self.m * self.unit > chunk_size()
         self.two_level = plan.fmt.global_scale is not None
         #: Supplied scales of the only level; of the global one; and the shape of a supplied per-tensor one.
-        self.given: Array | None = None
-        self.given_global: Array | None = None
+        self.supplied: Array | None = None
+        self.supplied_global: Array | None = None
         self.lead: Shape = ()
         self.own_codes = False
         #: Of stochastic rounding
@@ -144,7 +144,7 @@ class _Cast:
         self.pieces: list[Piece] = []
         self.global_scales: list[GlobalScale] = []
         #: Bits of the amax of blocks, by chunk, where the global scale needed them already.
-        self.kept: list[Array] = []
+        self.block_amaxes: list[Array] = []
 
     @property
     def possible(self) -> bool:
@@ -154,9 +154,9 @@ class _Cast:
 
     def supply(self, scale: Array) -> None:
         if self.two_level:
-            self.given_global = scale
+            self.supplied_global = scale
         else:
-            self.given, self.own_codes = scale, self.plan.fmt.element.nan_code is not None
+            self.supplied, self.own_codes = scale, self.plan.fmt.element.nan_code is not None
         if self.two_level or self.per_tensor:
             self.lead = scale.shape
 
@@ -204,7 +204,9 @@ class _Cast:
                 type(part) is np.ndarray
                 and (part.shape, part.dtype) == spec
                 and part.flags.carray
-                and not any(a is not None and np.may_share_memory(part, a) for a in (self.y, self.given, self.given_global))
+                and not any(
+                    a is not None and np.may_share_memory(part, a) for a in (self.y, self.supplied, self.supplied_global)
+                )
             ):
                 return None
             parts.append(part)
@@ -216,7 +218,7 @@ class _Cast:
     def run(self, parts: _Parts, refuse: bool) -> None:
         """Write all components; under `refuse`, raise NonFiniteError for NaN and Inf before writing a byte."""
         data, scale, zero_point, global_scale = parts
-        of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, self.given)
+        of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, self.supplied)
         data = data.view(U1).reshape(*self.y.shape[:-1], -1)
         self.pieces, flat = cut_pieces(self.y, self.block, self.unit, self.lead, data, *of_blocks)
         step = self._write if self.plan.fast else self._hand_over
@@ -229,15 +231,15 @@ class _Cast:
             longer = min(max(self.y.size // (4 * thread_count()), chunk_size()), _LONG)
             for piece in self.pieces:
                 piece.limit = min(longer, piece.limit) if step == self._hand_over else longer
-        whole = all_jobs(list(map(_turned, self.pieces)), 1, 1) if refuse or self.per_tensor or self.two_level else []
-        if refuse and self._largest(whole, False).max() >= F32_INF:
+        tensor_jobs = all_jobs(list(map(_turned, self.pieces)), 1, 1) if refuse or self.per_tensor or self.two_level else []
+        if refuse and self._largest(tensor_jobs, False).max() >= F32_INF:
             reference.refuse_nonfinite(NUMPY, np.full(1, np.nan, F4))
         m = 1 if flat else self.m
         jobs = [] if self.large else all_jobs(self.pieces, m, self.unit)
         if global_scale is not None:
-            self._write_global(global_scale, whole, jobs)
+            self._write_global(global_scale, tensor_jobs, jobs)
         if self.per_tensor:
-            self._write_large(scale, all_jobs(self.pieces, 1, self.plan.count), whole)
+            self._write_large(scale, all_jobs(self.pieces, 1, self.plan.count), tensor_jobs)
         elif self.large:
             jobs = within_blocks(self.pieces, self.m, self.k, self.plan.count)
             self._write_large(scale, jobs, jobs)
@@ -246,19 +248,19 @@ class _Cast:
 
     def _largest(self, jobs: list[Job], finite: bool) -> Array:
         """Bits of the largest magnitude of each job, or of its finite ones."""
-        found = np.zeros(len(jobs), U4)
+        largest = np.zeros(len(jobs), U4)
 
         def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
             values = piece.values[r0:r1, c0:c1]
             source = self._load(work, values, *values.shape)
-            found[i : i + 1] = self._amax(work, source, source.size)
-            if finite and found[i] >= F32_INF:
+            largest[i : i + 1] = self._amax(work, source, source.size)
+            if finite and largest[i] >= F32_INF:
                 source = self._load(work, values, *values.shape, wide=True)
                 a = np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[: source.size])
-                found[i] = a.max(where=a < F32_INF, initial=0)
+                largest[i] = a.max(where=a < F32_INF, initial=0)
 
         run_each(step, jobs, 1, self.plan.count)
-        return found
+        return largest
 
     def _load(self, work: Buffers, values: Array, rows: int, columns: int, wide: bool = False) -> Array:
         """A chunk in one row, padded with zeros: in FP32, or unless `wide` in a dtype that the microkernels read."""
@@ -283,41 +285,41 @@ class _Cast:
                 return room
         return np.empty(blocks, U4)
 
-    def _amax(self, work: Buffers, source: Array, k: int, found: Array | None = None) -> Array:
-        """Bits of the largest magnitude of each `k` numbers, as FP32; in `found`, where microkernels find them."""
+    def _amax(self, work: Buffers, source: Array, k: int, out: Array | None = None) -> Array:
+        """Bits of the largest magnitude of each `k` numbers, as FP32; in `out`, where microkernels compute them."""
         n = source.size
         if self.plan.microkernels.amax is None:
             np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[:n])
             return block_amax(work, n, k)
-        if found is None:
-            found = np.empty(n // k, U4)
-        self.plan.microkernels.amax(source, k, found)
-        return found
+        if out is None:
+            out = np.empty(n // k, U4)
+        self.plan.microkernels.amax(source, k, out)
+        return out
 
     def _amax_of_blocks(self, jobs: list[Job]) -> Array:
         """Bits of the largest finite magnitude of all, keeping those of each block for `_write`, which has the same jobs."""
-        self.kept = [np.empty(0, U4)] * len(jobs)
+        self.block_amaxes = [np.empty(0, U4)] * len(jobs)
 
         def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
             source = self._load(work, piece.values[r0:r1, c0:c1], r1 - r0, rounded_up(c1 - c0, self.unit))
-            self.kept[i] = self._amax(work, source, self.k, self._room(piece, r0, r1, c0, c1, source.size // self.k))
+            self.block_amaxes[i] = self._amax(work, source, self.k, self._room(piece, r0, r1, c0, c1, source.size // self.k))
 
         run_each(step, jobs, 1, self.unit)
-        return np.array([amax.view(I4).max() for amax in self.kept], U4)  # faster of signed integers
+        return np.array([amax.view(I4).max() for amax in self.block_amaxes], U4)  # faster of signed integers
 
-    def _write_global(self, target: Array, whole: list[Job], jobs: list[Job]) -> None:
-        """`whole`: chunks of the tensor. jobs: those of `_write`."""
+    def _write_global(self, target: Array, tensor_jobs: list[Job], jobs: list[Job]) -> None:
+        """Write the global scale. tensor_jobs: the chunks of the tensor. jobs: the chunks that `_write` writes."""
         scales = self.plan.global_scales
         with np.errstate(all="ignore"):
             fmt = self.plan.fmt
-            if self.given_global is not None:
-                target[...] = fmt.levels[0].codec.accept(NUMPY, self.given_global).view(F4)
+            if self.supplied_global is not None:
+                target[...] = fmt.levels[0].codec.accept(NUMPY, self.supplied_global).view(F4)
             else:
                 amax = np.full(1, F32_INF, U4)
-                if self.plan.narrow and self.m == 1 and self.y.flags.c_contiguous and self.y.size <= _KEPT * self.k:
+                if self.plan.narrow and self.m == 1 and self.y.flags.c_contiguous and self.y.size <= _MOST_BLOCKS * self.k:
                     amax = self._amax_of_blocks(jobs).max(keepdims=True)
                 if amax[0] >= F32_INF:  # of the finite numbers only
-                    amax = self._largest(whole, True).max(keepdims=True)
+                    amax = self._largest(tensor_jobs, True).max(keepdims=True)
                 if scales is None:
                     target[...] = reference.sensed(NUMPY, np.where(amax < NORMAL, U4(0), amax).view(F4), fmt)[0]
                 else:
@@ -335,21 +337,21 @@ class _Cast:
         m = self.m if self.m > 1 else 1
         rows, columns = rounded_up(r1 - r0, m), rounded_up(c1 - c0, self.unit)
         source = self._load(work, piece.values[r0:r1, c0:c1], rows, columns)
-        amax = self.kept[i] if self.kept else self._amax(work, source, k)
+        amax = self.block_amaxes[i] if self.block_amaxes else self._amax(work, source, k)
         if m > 1:
             amax = amax.reshape(rows // m, m, -1).max(axis=1).reshape(-1)
         global_scale = self.global_scales[piece.lead] if self.global_scales else None
-        found = scales.fast_path(amax, global_scale) if piece.supplied is None else None
-        if found is None:
+        block_scales = scales.fast_path(amax, global_scale) if piece.supplied is None else None
+        if block_scales is None:
             if self.own_codes and amax.max() >= F32_INF:
                 return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
             accepted = None if piece.supplied is None else self._accepted(piece, r0, c0, rows // m, columns // k)
-            found = scales.slow_path(amax, accepted, global_scale, self.own_codes)
-            if scales.subnormal(found[0]).any():
+            block_scales = scales.slow_path(amax, accepted, global_scale, self.own_codes)
+            if scales.subnormal(block_scales[0]).any():
                 return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
-            if found[1].max() > LARGE:
+            if block_scales[1].max() > LARGE:
                 source = _flushed(work, self._load(work, piece.values[r0:r1, c0:c1], rows, columns, True))
-        stored, inverse = found
+        stored, inverse = block_scales
         target = piece.scale[r0 // m : -(-r1 // m), c0 // k : -(-c1 // k)]
         target[...] = stored.reshape(rows // m, -1)[:, : target.shape[1]]
         clamp = self.plan.scaled is None and not np.maximum.reduce(amax.view(F4) * inverse) < writer.limit
@@ -370,10 +372,10 @@ class _Cast:
         source = self._load(work, piece.values[r0:r1, c0:c1], rows, columns)
         accepted = None if piece.supplied is None else self._accepted(piece, r0, c0, rows, columns // k)
         codes = work.codes[: source.size]
-        found = plan.offsets(source, k, codes, self._dither(piece, r0, c0, columns), accepted)
-        if found is None:
+        scales_and_offsets = plan.offsets(source, k, codes, self._dither(piece, r0, c0, columns), accepted)
+        if scales_and_offsets is None:
             return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
-        stored, offset = found
+        stored, offset = scales_and_offsets
         assert piece.scale is not None and piece.zero_point is not None
         blocks = rows, columns // k
         places = slice(r0, r1), slice(c0 // k, c1 // k)
@@ -386,9 +388,9 @@ class _Cast:
         """int32 codes of the supplied scales of a chunk, `rows` by `columns` including the blocks of padding."""
         assert piece.supplied is not None and self.plan.scales is not None
         r, c = r0 // self.m, c0 // self.k
-        given = piece.supplied[r : r + rows, c : c + columns]
+        supplied = piece.supplied[r : r + rows, c : c + columns]
         codes = np.zeros((rows, columns), I4)
-        codes[: given.shape[0], : given.shape[1]] = self.plan.scales.codec.accept(NUMPY, given)
+        codes[: supplied.shape[0], : supplied.shape[1]] = self.plan.scales.codec.accept(NUMPY, supplied)
         return codes.reshape(-1)
 
     def _write_codes(
@@ -430,11 +432,11 @@ class _Cast:
         """Codes, one a byte and of shape `padded`, to `target`."""
         bits, pack = self.plan.bits, self.plan.microkernels.pack
         size = codes.size * bits // 8
-        whole = target.flags.c_contiguous and target.size == size  # else rows are padded, or not adjacent in `target`
-        packed = target if whole else work.sign[:size]
+        in_place = target.flags.c_contiguous and target.size == size  # else rows are padded, or not adjacent in `target`
+        packed = target if in_place else work.sign[:size]
         if not pack(codes, bits, packed):
             pack_codes(codes.reshape(padded), bits, target, work.sign)
-        elif not whole:
+        elif not in_place:
             target[...] = packed.reshape(padded[0], -1)[: target.shape[0], : target.shape[1]]
 
     # -- blocks larger than a chunk ------------------------------------------------------------------------------
@@ -447,11 +449,11 @@ class _Cast:
         if not self.own_codes:
             np.maximum.at(amax, [job[-1] for job in read], self._largest(read, False))
         with np.errstate(all="ignore"):
-            found = scales.fast_path(amax, None) if self.given is None else None
-            if found is None:
-                accepted = None if self.given is None else scales.codec.accept(NUMPY, self.given).reshape(-1)
-                found = scales.slow_path(amax, accepted, None, self.own_codes)
-            stored, inverse = found
+            block_scales = scales.fast_path(amax, None) if self.supplied is None else None
+            if block_scales is None:
+                accepted = None if self.supplied is None else scales.codec.accept(NUMPY, self.supplied).reshape(-1)
+                block_scales = scales.slow_path(amax, accepted, None, self.own_codes)
+            stored, inverse = block_scales
             scale[...] = stored.reshape(scale.shape)
             fits = amax.view(F4) * inverse < writer.limit
             subnormal = scales.subnormal(stored)
@@ -471,8 +473,8 @@ class _Cast:
                 special |= largest >= F32_INF
                 fit = largest.view(F4) * inverse[number] < writer.limit
             if special or not self.plan.fast:
-                given = stored[number].reshape(() if self.per_tensor else (1, 1))
-                target[...] = self._generic(piece, r0, r1, c0, c1, chunk.shape, given).data.view(U1)
+                block_scale = stored[number].reshape(() if self.per_tensor else (1, 1))
+                target[...] = self._generic(piece, r0, r1, c0, c1, chunk.shape, block_scale).data.view(U1)
                 return
             if inverse[number] > LARGE:
                 source = _flushed(work, self._load(work, chunk, *padded, True))
@@ -496,16 +498,16 @@ class _Cast:
     def _hand_over(self, _: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:
         """One chunk of whole blocks, by the generic algorithm."""
         assert piece.scale is not None
-        shape, given = (r1 - r0, c1 - c0), None
+        shape, scale = (r1 - r0, c1 - c0), None
         places = slice(r0 // self.m, -(-r1 // self.m)), slice(c0 // self.k, -(-c1 // self.k))
         if self.global_scales:
-            given = self.global_scales[piece.lead].stored
+            scale = self.global_scales[piece.lead].stored
         elif piece.supplied is not None:
-            given = piece.supplied[places]
+            scale = piece.supplied[places]
         if self.k >= self.y.shape[-1]:  # a block is a row, which would be longer in a flat piece
             shape = -1, self.y.shape[-1]
-            given = given if given is None or self.global_scales else given.reshape(-1, 1)
-        written = self._generic(piece, r0, r1, c0, c1, shape, given)
+            scale = scale if scale is None or self.global_scales else scale.reshape(-1, 1)
+        written = self._generic(piece, r0, r1, c0, c1, shape, scale)
         for part, target in (
             (written.data.view(U1), piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]),
             (written.scale, piece.scale[places]),

@@ -197,25 +197,25 @@ class Microkernels:
     Where there is a `load`, sources are FP32, FP16, or BF16 as uint16; else FP32.
 
     amax: of blocks.
-    words(seed, first, found): the random words of elements from number `first` on (numerics contract, section 5.5), as uint32.
-    scales(codes, amax, divisor, inverses, found, inverse, global_scale): codes of FP32 amax / divisor / global_scale, one a
+    words(seed, first, out): the random words of elements from number `first` on (numerics contract, section 5.5), as uint32.
+    scales(codes, amax, divisor, inverses, stored, inverse, global_scale): codes of FP32 amax / divisor / global_scale, one a
     byte, and the FP32 numbers that the table `inverses` has for these codes.
     sixes(codes, data): four 6-bit codes, one a byte, into each three bytes, the first in the low bits; contiguous.
     eights(codes, bits, data): eight codes of 1, 2, 3, 5 or 7 bits, one a byte, into as many bytes; contiguous.
     down(codes, bits, data): rows of codes of 1 to 7 bits, one a byte, whose columns are packed into `data`; contiguous.
     pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous.
     scaled: the writer of codes from unscaled numbers, like those here; None if there is none.
-    divided: likewise, with scales in place of inverse ones, by which numbers are divided.
+    divided: the writer of codes from unscaled numbers that divides them by scales; None if there is none.
     packs: whether these two write 4-bit codes two a byte, the first in its low half, into room for half as many.
     values(data, table, scale, k, bits, values): FP32 numbers of codes of 4 or 8 bits times the FP32 scale of each `k`.
-    load(values, dtype, columns, found): a matrix of "float32", "float16" or "bfloat16" in any order as FP32 into contiguous
+    load(values, dtype, columns, out): a matrix of "float32", "float16" or "bfloat16" in any order as FP32 into contiguous
     rows of `columns`, with zeros after its columns and rows; 16-bit numbers are passed as uint16.
     extremes(source, k, low, high): the smallest and the largest of each `k` numbers, in FP32; below 2^-126 they count as +0.
-    shifted(codes, source, inverse, before, after, k, found, dither): codes of an integer codec, one a byte. From each `k`
+    shifted(codes, source, inverse, before, after, k, out, dither): codes of an integer codec, one a byte. From each `k`
     numbers `before` is subtracted; times `inverse` they are clamped and rounded, and `after` (integers in FP32) is added.
     Zeros where the inverse is 0.
-    store(values, dtype, found): FP32 numbers rounded to "float16" or "bfloat16", as uint16; contiguous.
-    decode(codec, data, blocks, dtype, found, stream): a matrix of codes, in rows of bytes, under `Blocks`, into `found`, a
+    store(values, dtype, out): FP32 numbers rounded to "float16" or "bfloat16", as uint16; contiguous.
+    decode(codec, data, blocks, dtype, out, stream): a matrix of codes, in rows of bytes, under `Blocks`, into `out`, a
     matrix in any order of "float32", or of 16-bit numbers as uint16. stream: it is not read soon.
     columns: whether `amax`, `extremes`, `scaled`, `divided` and `shifted` take `across`, and there is `down`.
     shares: whether `decode` itself uses as many threads as it may, so that one call takes a whole matrix.

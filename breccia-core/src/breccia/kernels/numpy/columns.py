@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .workspace import Buffers
 
-#: The most elements of blocks side by side that a chunk has as a whole; longer ones are cut.
-_WHOLE = 1 << 19
+#: The most elements of blocks side by side that a chunk has uncut; longer ones are cut.
+_MOST_ELEMENTS = 1 << 19
 
 
 class _Chunk(NamedTuple):
@@ -49,13 +49,13 @@ class _Columns(NamedTuple):
     k: int
 
     @property
-    def whole(self) -> bool:
-        """Whether chunks have whole blocks. Else each is a part of the blocks that share rows."""
-        return math.lcm(self.k, self.plan.count) * self.x.shape[-1] <= _WHOLE
+    def full_blocks(self) -> bool:
+        """Whether chunks consist of full blocks. Else each is a part of the blocks that share rows."""
+        return math.lcm(self.k, self.plan.count) * self.x.shape[-1] <= _MOST_ELEMENTS
 
     def chunks(self) -> list[_Chunk]:
         matrices, rows, columns = self.x.shape
-        unit, within = (math.lcm(self.k, self.plan.count), rows) if self.whole else (self.plan.count, self.k)
+        unit, within = (math.lcm(self.k, self.plan.count), rows) if self.full_blocks else (self.plan.count, self.k)
         height = max(chunk_size() // columns // unit, 1) * unit
         starts = [r for first in range(0, rows, within) for r in range(first, first + within, height)]
         ends = [min(r + height, (r // within + 1) * within) for r in starts]
@@ -68,11 +68,11 @@ class _Columns(NamedTuple):
 
     def amax(self, work: Buffers, chunk: _Chunk) -> Array:
         """FP32 bits of the largest magnitudes of the blocks in a chunk, or of their parts."""
-        columns, k = self.x.shape[-1], self.k if self.whole else chunk.stop - chunk.start
-        found = np.empty((chunk.stop - chunk.start) // k * columns, U4)
+        columns, k = self.x.shape[-1], self.k if self.full_blocks else chunk.stop - chunk.start
+        largest = np.empty((chunk.stop - chunk.start) // k * columns, U4)
         assert self.plan.microkernels.amax is not None
-        self.plan.microkernels.amax(self.load(work, chunk), k, found, columns)
-        return found
+        self.plan.microkernels.amax(self.load(work, chunk), k, largest, columns)
+        return largest
 
     def target(self, chunk: _Chunk) -> Array:
         """The bytes of a chunk."""
@@ -83,10 +83,10 @@ class _Columns(NamedTuple):
         """The scales or offsets of a chunk."""
         return part[chunk.matrix, chunk.start // self.k : -(-chunk.stop // self.k)]
 
-    def hand_over(self, chunk: _Chunk, given: Array | None) -> None:
+    def hand_over(self, chunk: _Chunk, scale: Array | None) -> None:
         """A chunk of whole blocks by the generic algorithm."""
         values = self.x[chunk.matrix, chunk.start : chunk.stop]
-        written = reference.cast(values, self.plan.recipe, CastOptions(-2, given))
+        written = reference.cast(values, self.plan.recipe, CastOptions(-2, scale))
         self.target(chunk)[...] = written.data.view(U1)
         self.of_blocks(self.scale, chunk)[...] = written.scale
         if self.offset is not None:
@@ -96,11 +96,11 @@ class _Columns(NamedTuple):
         """The scales of a chunk of whole blocks, and its codes."""
         plan, scale = self.plan, self.of_blocks(self.scale, chunk)
         assert plan.scales is not None
-        found = plan.scales.fast_path(amax, global_scale)
-        if found is None:  # numbers that are not normal
+        block_scales = plan.scales.fast_path(amax, global_scale)
+        if block_scales is None:  # numbers that are not normal
             return self.hand_over(chunk, None if global_scale is None else global_scale.stored)
-        scale[...] = found[0].reshape(scale.shape)
-        self.write_codes(work, chunk, self.k, plan.scales.read(*found) if plan.divides else found[1])
+        scale[...] = block_scales[0].reshape(scale.shape)
+        self.write_codes(work, chunk, self.k, plan.scales.read(*block_scales) if plan.divides else block_scales[1])
 
     def write_codes(self, work: Buffers, chunk: _Chunk, k: int, by: Array) -> None:
         """Codes of numbers times `by`, or divided by it, in blocks of `k` rows."""
@@ -114,11 +114,11 @@ class _Columns(NamedTuple):
         """A chunk of whole blocks with a zero-point or a bias for each."""
         source, columns = self.load(work, chunk), self.x.shape[-1]
         codes = self.room(work, chunk, source.size)
-        found = self.plan.offsets(source, self.k, codes, NEAREST, across=columns)
-        if found is None:
+        scales_and_offsets = self.plan.offsets(source, self.k, codes, NEAREST, across=columns)
+        if scales_and_offsets is None:
             return self.hand_over(chunk, None)
         assert self.offset is not None
-        for part, stored in zip((self.scale, self.offset), found, strict=True):
+        for part, stored in zip((self.scale, self.offset), scales_and_offsets, strict=True):
             self.of_blocks(part, chunk)[...] = stored.reshape(-1, columns)
         self.pack(chunk, codes)
 
@@ -150,7 +150,7 @@ def cast_columns(plan: Plan, x: Array, block: Block, options: CastOptions, out: 
     )
     assert data is not None and scale is not None
     call = _Columns(plan, x.reshape(-1, *x.shape[-2:]), data, scale, offset, k)
-    if shifted and not call.whole:
+    if shifted and not call.full_blocks:
         return False
     chunks = call.chunks()
     largest = max(chunk.stop - chunk.start for chunk in chunks) * x.shape[-1]
@@ -162,25 +162,24 @@ def cast_columns(plan: Plan, x: Array, block: Block, options: CastOptions, out: 
         each(lambda work, i: call.write_shifted(work, chunks[i]))
         return True
     two_level = out.global_scale is not None
-    if call.whole and not two_level:
+    if call.full_blocks and not two_level:
         each(lambda work, i: call.write(work, chunks[i], call.amax(work, chunks[i]), None))
         return True
-    kept: list[Array] = [np.empty(0, U4)] * len(chunks)
+    amaxes: list[Array] = [np.empty(0, U4)] * len(chunks)
 
     def find(work: Buffers, i: int) -> None:
-        kept[i] = call.amax(work, chunks[i])
+        amaxes[i] = call.amax(work, chunks[i])
 
     each(find)
     global_scale = None
     if two_level:
-        found = _global_scale(plan, np.array([max(map(int, (amax.max() for amax in kept)))], U4), out.global_scale)
-        if found is None:
+        global_scale = _global_scale(plan, np.array([max(map(int, (amax.max() for amax in amaxes)))], U4), out.global_scale)
+        if global_scale is None:
             return False
-        global_scale = found
-    if call.whole:
-        each(lambda work, i: call.write(work, chunks[i], kept[i], global_scale))
+    if call.full_blocks:
+        each(lambda work, i: call.write(work, chunks[i], amaxes[i], global_scale))
         return True
-    by = _scales_of_parts(call, chunks, kept, global_scale)
+    by = _scales_of_parts(call, chunks, amaxes, global_scale)
     if by is None:
         return False
     each(lambda work, i: call.write_codes(work, c := chunks[i], c.stop - c.start, by[c.matrix, c.start // k]))
@@ -190,24 +189,29 @@ def cast_columns(plan: Plan, x: Array, block: Block, options: CastOptions, out: 
 def _global_scale(plan: Plan, amax: Array, target: Array) -> GlobalScale | None:
     """The only global scale, which is written; None where numbers are not normal."""
     scales = plan.global_scales
-    found = None if scales is None or target.size != 1 or amax[0] >= F32_INF else scales.fast_path(amax, None)
-    if found is None:
+    tensor_scales = None if scales is None or target.size != 1 or amax[0] >= F32_INF else scales.fast_path(amax, None)
+    if tensor_scales is None:
         return None
-    target[...] = found[0].reshape(target.shape)
-    return GlobalScale(reference.multiplier(NUMPY, found[0], plan.fmt)[0], plan.scales, found[0][0])
+    target[...] = tensor_scales[0].reshape(target.shape)
+    return GlobalScale(reference.multiplier(NUMPY, tensor_scales[0], plan.fmt)[0], plan.scales, tensor_scales[0][0])
 
 
-def _scales_of_parts(call: _Columns, chunks: list[_Chunk], kept: list[Array], global_scale: GlobalScale | None) -> Array | None:
-    """What numbers of each block are multiplied or divided by, from the amax of parts; scales are written. None as above."""
+def _scales_of_parts(
+    call: _Columns, chunks: list[_Chunk], part_amaxes: list[Array], global_scale: GlobalScale | None
+) -> Array | None:
+    """What numbers of each block are multiplied or divided by, from the amax of parts; scales are written.
+
+    None where numbers are not normal.
+    """
     plan = call.plan
     amax = np.zeros(call.scale.shape, U4)
-    for chunk, part in zip(chunks, kept, strict=True):
+    for chunk, part in zip(chunks, part_amaxes, strict=True):
         own = amax[chunk.matrix, chunk.start // call.k]
         np.maximum(own, part, out=own)
     assert plan.scales is not None
     with np.errstate(all="ignore"):
-        found = plan.scales.fast_path(amax.reshape(-1), global_scale)
-        if found is None:
+        block_scales = plan.scales.fast_path(amax.reshape(-1), global_scale)
+        if block_scales is None:
             return None
-        call.scale[...] = found[0].reshape(amax.shape)
-        return (plan.scales.read(*found) if plan.divides else found[1]).reshape(amax.shape)
+        call.scale[...] = block_scales[0].reshape(amax.shape)
+        return (plan.scales.read(*block_scales) if plan.divides else block_scales[1]).reshape(amax.shape)

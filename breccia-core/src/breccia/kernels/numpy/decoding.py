@@ -53,8 +53,8 @@ class _Values:
         #: Whether chunks are decoded here, not by the generic algorithm
         self.known = self.bits in (4, 6, 8) and type(element).decode is Codec.decode
         if fmt.offset == "bias":  # then only products under subnormal scales can be subnormal, see `_blocks`
-            whole = type(element) is Integer and not element.fraction_bits
-            self.known &= whole and len(fmt.levels) == 1 and fmt.scale.convention == "multiplier" and codec.bits > 8
+            integral = type(element) is Integer and not element.fraction_bits
+            self.known &= integral and len(fmt.levels) == 1 and fmt.scale.convention == "multiplier" and codec.bits > 8
         self.known &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
         self.known &= sys.byteorder == "little"
         #: Whether compiled microkernels decode it, of which biases are no obstacle
@@ -159,9 +159,9 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32, microkernels
     """A faster `reference.dequantize`. microkernels: compiled replacements of NumPy's loops."""
     name, _, out = options
     if options is FLOAT32:
-        found = remembered(_values, st.recipe.interned_key, _Values, st.recipe.format).short(st, microkernels)
-        if found is not None:
-            return found
+        values = remembered(_values, st.recipe.interned_key, _Values, st.recipe.format).short(st, microkernels)
+        if values is not None:
+            return values
     shape: Shape = st.shape if st.axis == -1 else (*st.shape[:-2], st.shape[-1], st.shape[-2])
     block, two_level = st.layout.block(st.axis), st.global_scale is not None
     declined = not st.layout.in_order or math.prod(shape) == 0 or (two_level and block == TENSOR)
@@ -212,14 +212,14 @@ class _Dequantize:
         self.many = self.result.size >= _PAIRED
         each = math.prod(self.result.shape[-2:]) if st.scale.ndim else self.result.size
         self.many_each = (each if self.per_tensor else self.m * self.k) >= _PAIRED
-        self.made: dict[int, Array] = {}
+        self.scaled_tables: dict[int, Array] = {}
 
     def _merge_rows(self, st: ScaledTensor) -> None:
         """Let all rows of a matrix be one, where a block has several whole ones: then its codes are adjacent."""
         *lead, rows, columns = self.result.shape
         m, k = block_sides(self.block, self.result.shape)
-        whole = self.tables.known and not self.per_tensor and m > 1 and k >= columns and columns % self.tables.count == 0
-        if whole and st.data.flags.c_contiguous and self.result.flags.c_contiguous:
+        mergeable = self.tables.known and not self.per_tensor and m > 1 and k >= columns and columns % self.tables.count == 0
+        if mergeable and st.data.flags.c_contiguous and self.result.flags.c_contiguous:
             self.result, self.block = self.result.reshape(*lead, 1, rows * columns), (1, m * columns)
 
     def run(self) -> None:
@@ -312,13 +312,13 @@ class _Dequantize:
 
     def _one_scale(self, work: Buffers, _: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
         """A chunk within one block: the scale is applied to the table instead of every code."""
-        table = self.made.get(number)
+        table = self.scaled_tables.get(number)
         if table is None:
             table = self.tables.expand(self._scaled(number, piece.lead), self.many_each)
             if self.per_tensor:  # the chunks of a matrix share it, and few matrices are processed at a time
-                if len(self.made) > MOST_THREADS:
-                    self.made.clear()
-                self.made[number] = table
+                if len(self.scaled_tables) > MOST_THREADS:
+                    self.scaled_tables.clear()
+                self.scaled_tables[number] = table
         values, target = self._decoded(work, table, piece, r0, r1, c0, c1)
         self._store(values, target)
 

@@ -91,11 +91,11 @@ class Plan:
         flat = x.reshape(-1)
         if writer is None:
             codes = np.empty(size, U1)
-            found = self.offsets(flat, k, codes, NEAREST)
-            if found is None:
+            scales_and_offsets = self.offsets(flat, k, codes, NEAREST)
+            if scales_and_offsets is None:
                 return None
             blocks = *shape[:-1], -1
-            stored, offset = (part.reshape(blocks) for part in found)
+            stored, offset = (part.reshape(blocks) for part in scales_and_offsets)
             return ScaledTensor.from_parts(self._packed(codes, shape, k), stored, self.recipe, self.layout(shape, -1), offset)
         if microkernels.amax is None:
             amax = np.maximum.reduce(x.reshape(-1, k).view(U4) & MAGNITUDE_BITS, axis=1)
@@ -104,15 +104,15 @@ class Plan:
             microkernels.amax(flat, k, amax)
         global_scale = divisor = None
         if self.global_scales is not None:
-            found = self.global_scales.fast_path(np.maximum.reduce(amax, keepdims=True), None)
-            if found is None:
+            tensor_scales = self.global_scales.fast_path(np.maximum.reduce(amax, keepdims=True), None)
+            if tensor_scales is None:
                 return None
-            global_scale = found[0].reshape(())
-            divisor = GlobalScale(found[0][0], scales, global_scale)
-        found = scales.fast_path(amax, divisor)
-        if found is None:
+            global_scale = tensor_scales[0].reshape(())
+            divisor = GlobalScale(tensor_scales[0][0], scales, global_scale)
+        block_scales = scales.fast_path(amax, divisor)
+        if block_scales is None:
             return None
-        stored, inverse = found
+        stored, inverse = block_scales
         if self.scaled is not None:
             codes = np.empty(size, U1)
             self.scaled(flat, inverse, k, codes, NEAREST)
@@ -154,16 +154,16 @@ class Plan:
         zeroed = fmt.offset == "zero_point"
         if zeroed:
             low, high = np.minimum(low, 0), np.maximum(high, 0)
-        found, most = None, np.maximum.reduce(amax)
+        block_scales, most = None, np.maximum.reduce(amax)
         if accepted is not None:
-            found = scales.slow_path(amax, accepted, None)
-            if most >= _LARGE_BITS or found[1].max() > LARGE or not found[1].all():
+            block_scales = scales.slow_path(amax, accepted, None)
+            if most >= _LARGE_BITS or block_scales[1].max() > LARGE or not block_scales[1].all():
                 return None
         elif most < F32_INF:
-            found = scales.fast_path((high - low).view(U4), None)
-        if found is None:
+            block_scales = scales.fast_path((high - low).view(U4), None)
+        if block_scales is None:
             return None
-        stored, inverse = found
+        stored, inverse = block_scales
         nothing = np.zeros(low.size, F4)
         if zeroed:
             offset = writer.few(-low * inverse)
@@ -195,7 +195,7 @@ def accepts_cast(call: Call) -> str | None:
 
 
 def accepts_compiled_cast(call: Call) -> str | None:
-    """The same with microkernels, which also round stochastically."""
+    """`accepts_cast` with microkernels, which also round stochastically."""
     assert call.a.recipe is not None
     plan = plan_of(call.a.recipe)
     if plan.unsupported or (plan.codes is None and plan.fmt.scale.block == TENSOR):

@@ -55,7 +55,7 @@ class Buffers:
 
     @cached_property
     def scaled(self) -> Array:
-        """The same under inverse scales."""
+        """FP32 numbers times the inverse scales of their blocks."""
         return self._aligned(U4)
 
     @cached_property
@@ -90,18 +90,18 @@ class Buffers:
         return self._level[:n]
 
 
-_kept = threading.local()
+_thread_local = threading.local()
 
 
 def take_buffers(size: int) -> Buffers:
     """This thread's buffers, or new ones while a call has them: a signal handler or a finalizer may run in the middle of it."""
-    found: Buffers | None = vars(_kept).pop("buffers", None)
-    return Buffers(size) if found is None or found.size < size else found
+    buffers: Buffers | None = vars(_thread_local).pop("buffers", None)
+    return Buffers(size) if buffers is None or buffers.size < size else buffers
 
 
 def return_buffers(buffers: Buffers) -> None:
     """Keep buffers for the next call of this thread."""
-    _kept.buffers = buffers
+    _thread_local.buffers = buffers
 
 
 def thread_count() -> int:
@@ -144,9 +144,9 @@ def _starts(n: int, k: int) -> Array:
 
 def remembered(store: dict[Any, _T], key: Any, make: Callable[..., _T], *arguments: Any) -> _T:
     """The entry of `store` at `key`, made from the arguments on first use."""
-    found = store.get(key)
-    if found is None:
+    entry = store.get(key)
+    if entry is None:
         if len(store) >= _REMEMBERED:
             store.clear()
-        found = store[key] = make(*arguments)
-    return found
+        entry = store[key] = make(*arguments)
+    return entry

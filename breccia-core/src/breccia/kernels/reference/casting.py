@@ -120,11 +120,11 @@ def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, f
     """The global scale, over the finite elements of the whole tensor: FP32, shape ()."""
     level = fmt.global_scale
     assert level is not None
-    whole = Tiles(ops, tuple(y.shape), TENSOR, 0 if supplied is None else len(supplied.shape))
+    tiles = Tiles(ops, tuple(y.shape), TENSOR, 0 if supplied is None else len(supplied.shape))
     if supplied is not None:
-        return whole.scale(ops.store(level.codec.accept(ops, supplied), ops.storage(level.codec)))
+        return tiles.scale(ops.store(level.codec.accept(ops, supplied), ops.storage(level.codec)))
     finite = ops.where((magnitude < F32_INF) & (magnitude >= NORMAL), magnitude, 0)
-    return whole.scale(global_scale_of(ops, ops.bitcast_to_float(ops.amax(finite, whole.axes)), recipe))
+    return tiles.scale(global_scale_of(ops, ops.bitcast_to_float(ops.amax(finite, tiles.axes)), recipe))
 
 
 def block_scales(ops: Ops, amax: Array, statistic: Array, recipe: ScalingRecipe, factor: Array | None) -> Array:
@@ -208,19 +208,19 @@ def check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, 
         if isinstance(scale, bool) or not isinstance(scale, int | float):
             raise UnsupportedError(f"scale= must be a number or an array, got {type(scale).__name__}.", scale=scale)
         scale = ops.constant(float(scale), x)
-    found = shape_of(scale, "scale")
+    shape = shape_of(scale, "scale")
     same_framework({"x": x, "scale": scale})
     check_codes("scale=", scale, level.codec)
     along = PerTensor() if fmt.global_scale else layout
     expected = along.scale_shapes(tuple(x.shape), axis)
     if along.block(axis) == (1, None):  # (M,) is a form to read only
         expected = expected[:1]
-    if found not in expected:
+    if shape not in expected:
         wanted = " or ".join(map(str, expected))
         raise LayoutError(
-            f"scale= must have shape {wanted} for x of shape {tuple(x.shape)} and {along}; got {found}.",
+            f"scale= must have shape {wanted} for x of shape {tuple(x.shape)} and {along}; got {shape}.",
             expected=expected,
-            found=found,
+            found=shape,
         )
     return scale
 
@@ -268,8 +268,8 @@ def assign(ops: Ops, out: ScaledTensor, written: ScaledTensor) -> ScaledTensor:
         for _, a, b in parts
     )
     if not fits:
-        asked, found = description(out), description(written)
-        raise LayoutError(f"out= is {asked}, but the cast returns {found}; allocate it with the same call once.")
+        asked, result = description(out), description(written)
+        raise LayoutError(f"out= is {asked}, but the cast returns {result}; allocate it with the same call once.")
     same_framework({"the result": written.data} | {f"out.{part}": a for part, a, _ in parts if a is not None})
     for part, a, _ in parts:
         check_writable(f"out.{part}", a)

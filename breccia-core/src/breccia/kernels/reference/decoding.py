@@ -88,9 +88,9 @@ def result(ops: Ops, value: Array, dtype: str, out: Array | None) -> Array:
     if out is None:
         return value
     same_framework({"the result": value, "out": out})
-    wanted, found = (tuple(value.shape), dtype_name(value)), (shape_of(out, "out"), dtype_name(out))
-    if wanted != found:
-        raise ShapeError(f"out= must have shape {wanted[0]} and dtype {wanted[1]}; got {found[0]} and {found[1]}.")
+    wanted, actual = (tuple(value.shape), dtype_name(value)), (shape_of(out, "out"), dtype_name(out))
+    if wanted != actual:
+        raise ShapeError(f"out= must have shape {wanted[0]} and dtype {wanted[1]}; got {actual[0]} and {actual[1]}.")
     check_writable("out=", out)
     ops.assign(out, value)
     return out

@@ -40,8 +40,8 @@ def unpack(ops: Ops, data: Array, codec: Codec, length: int, axis: int = -1) -> 
     if size <= _WORD:
         word = _word(bytes_, 8)
         if axis == -1:
-            found = ops.unpack_bits(word, codec.bits, count)
-            codes = ops.reshape(found, (*stored.shape[:-1], found.shape[-2] * count))
+            grouped_codes = ops.unpack_bits(word, codec.bits, count)
+            codes = ops.reshape(grouped_codes, (*stored.shape[:-1], grouped_codes.shape[-2] * count))
         else:
             mask = (1 << codec.bits) - 1
             codes = _interleaved(ops, [(word >> (i * codec.bits)) & mask for i in range(count)], axis)
@@ -85,22 +85,22 @@ def _word(items: list[Array], bits: int) -> Array:
 
 def _bytes(codes: list[Array], bits: int, size: int) -> list[Array]:
     """The `size` bytes of groups of codes, each in the low 8 bits of an int32; upper bits vary."""
-    found: list[Array] = []
+    bytes_: list[Array] = []
     for start in range(0, 8 * size, 8):
         reaching = range(start // bits, (start + 7) // bits + 1)
         shifts = [i * bits - start for i in reaching]
         moved = [codes[i] << s if s >= 0 else codes[i] >> -s for i, s in zip(reaching, shifts, strict=True)]
-        found.append(reduce(lambda a, b: a | b, moved))
-    return found
+        bytes_.append(reduce(lambda a, b: a | b, moved))
+    return bytes_
 
 
 def _codes(bytes_: list[Array], bits: int, count: int) -> list[Array]:
     """Inverse of `_bytes`: each of the `count` codes as an int32."""
-    found: list[Array] = []
+    codes: list[Array] = []
     for start in range(0, bits * count, bits):
         byte, shift = divmod(start, 8)
         word = bytes_[byte]
         if shift + bits > 8:
             word = word | (bytes_[byte + 1] << 8)
-        found.append((word >> shift) & ((1 << bits) - 1))
-    return found
+        codes.append((word >> shift) & ((1 << bits) - 1))
+    return codes

@@ -29,10 +29,10 @@ def product(a: Any, b: Any, options: ProductOptions, by: Primitives) -> Array:
     """`matmul` of checked operands."""
     ops, (dtype, bias, out) = ops_of(_array(a), "a"), options
     with ops.errstate():
-        found = ops.matmul(values(ops, a, by), values(ops, b, by))
+        product = ops.matmul(values(ops, a, by), values(ops, b, by))
         if bias is not None:
-            found = found + ops.f32(bias)
-        return found if out is None and dtype == "float32" else result(ops, found, dtype, out)
+            product = product + ops.f32(bias)
+        return product if out is None and dtype == "float32" else result(ops, product, dtype, out)
 
 
 def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32, by: Primitives = GENERIC) -> Array:

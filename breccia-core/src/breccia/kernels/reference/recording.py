@@ -22,16 +22,16 @@ def record_amax(x: Array, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tu
     y = ops.f32(x)
     every = tuple(range(len(y.shape)))
     newest = ops.reshape(ops.bitcast_to_float(ops.amax(ops.bitcast_to_int(y) & MAGNITUDE, every)), (1,))
-    kept = amaxes[max(len(amaxes) + 1 - recipe.amax_history_len, 0) :]
-    found = ops.concat([kept, newest]) if len(kept) else newest
-    largest = ops.amax(ops.bitcast_to_int(found), (0,))
+    previous = amaxes[max(len(amaxes) + 1 - recipe.amax_history_len, 0) :]
+    history = ops.concat([previous, newest]) if len(previous) else newest
+    largest = ops.amax(ops.bitcast_to_int(history), (0,))
     level, fmt = recipe.format.scale, recipe.format
     usable = (largest < F32_INF) & (largest >= NORMAL)
     statistic = ops.bitcast_to_float(ops.where(usable, largest, 0))
     codes = recipe.rules[0].scale(ops, statistic, level.codec, fmt.element, fmt.qmax(level), None)
     before = scale if hasattr(scale, "shape") else ops.constant(float(scale), x)
     after = ops.where(usable, ops.bitcast_to_float(codes), ops.reshape(before, (1,)))
-    return found, ops.reshape(after, ())
+    return history, ops.reshape(after, ())
 
 
 def cast_and_record(

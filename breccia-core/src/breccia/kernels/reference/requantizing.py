@@ -40,35 +40,35 @@ def requantize(
     check_recipe(recipe)
     need_one_device(st=st)
     st, ops, out, require_exact = st.to_plain(), ops_of(st.data, "data"), options.out, options.require_exact
-    kept = _kept(ops, st, recipe, require_exact) if options.scale is None else None
-    if kept is None:
+    result = _translated(ops, st, recipe, require_exact) if options.scale is None else None
+    if result is None:
         x = by.dequantize(st)
         written = by.cast(x, recipe, options.replace(axis=st.axis, out=None, require_exact=False))
         if require_exact:
             _refuse_inexact(ops, x, by.dequantize(written), recipe)
-        kept = written
+        result = written
     elif options.nonfinite == "raise":
         refuse_nonfinite(ops, by.dequantize(st))
-    return kept if out is None else assign(ops, out, kept)
+    return result if out is None else assign(ops, out, result)
 
 
-def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> ScaledTensor | None:
+def _translated(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> ScaledTensor | None:
     """`st` under `recipe` with the same scales, repeated over finer blocks, and codes of the same values; None if impossible.
 
     checking: also where only these particular scales allow it, which reads their values.
     """
     if recipe == st.recipe:
         return st
-    found = translation(st.recipe, st.layout, st.axis, recipe)
-    if found is None or not (found.promised or checking):
+    conversion = translation(st.recipe, st.layout, st.axis, recipe)
+    if conversion is None or not (conversion.promised or checking):
         return None
-    if found.whole:
+    if conversion.recipe_only:
         parts = (st.zero_point, st.global_scale, st.axis, st.padding)
         return ScaledTensor.from_parts(st.data, st.scale, recipe, st.layout, *parts)
     source, target, axis = st.recipe.format, recipe.format, st.axis
     layout = fitted_layout(recipe, st.shape, axis)
     shape = tuple(st.shape)
-    old, new = (Tiles.along(ops, axis, shape, sides) for sides in (found.block, target.scale.block))
+    old, new = (Tiles.along(ops, axis, shape, sides) for sides in (conversion.block, target.scale.block))
 
     def repeat_per_block(part: Array, codec: Codec | None, new_codec: Codec | None) -> Array:
         """A component of the scales' shape in the blocks and codec of `target`; None keeps the codec."""
@@ -90,12 +90,12 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
     with ops.errstate():
         scale = repeat_per_block(st.scale, *codecs)
         offset = None if st.zero_point is None else repeat_per_block(st.zero_point, *(codecs if biased else (None, None)))
-        if not found.promised and (changed(st.scale, scale) or (biased and changed(st.zero_point, offset))):
+        if not conversion.promised and (changed(st.scale, scale) or (biased and changed(st.zero_point, offset))):
             return None
         data = st.data
         if source.element != target.element:
             unpacked = unpack(ops, data, source.element, shape[axis], axis)
-            data = pack(ops, ops.take(found.codes, unpacked), target.element, axis)
+            data = pack(ops, ops.take(conversion.codes, unpacked), target.element, axis)
     return ScaledTensor.from_parts(
         data,
         scale,

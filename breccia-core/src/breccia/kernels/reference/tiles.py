@@ -56,8 +56,8 @@ class Tiles:
         if self.block == TENSOR:
             return a
         (m, k), (rows, columns) = self.sides, self.counts
-        whole = self.ops.reshape(a, (*self.shape[:-2], rows * m, columns * k))
-        return whole[..., : self.shape[-2], : self.shape[-1]]
+        padded = self.ops.reshape(a, (*self.shape[:-2], rows * m, columns * k))
+        return padded[..., : self.shape[-2], : self.shape[-1]]
 
     def scale(self, a: Array) -> Array:
         """Reshape a reduced split array to the layout's scale shape."""
@@ -82,11 +82,11 @@ class Tiles:
             return self.ops.broadcast(self.broadcast_global(a), (*lead, rows, columns)) | 0
         down, along = (-(-outer // inner) for outer, inner in zip(self.sides, finer.sides, strict=True))
         beside = self.ops.broadcast(self.ops.reshape(a, (*lead, tall, 1, wide, 1)), (*lead, tall, down, wide, along)) | 0
-        whole = self.ops.reshape(beside, (*lead, tall * down, wide * along))
-        return whole if whole.shape[-2:] == (rows, columns) else whole[..., :rows, :columns] | 0
+        repeated = self.ops.reshape(beside, (*lead, tall * down, wide * along))
+        return repeated if repeated.shape[-2:] == (rows, columns) else repeated[..., :rows, :columns] | 0
 
     def broadcast_global(self, a: Array) -> Array:
-        """Likewise for a global scale, of shape () or a prefix of the leading axes."""
+        """Reshape a global scale, of shape () or a prefix of the leading axes, to broadcast against split arrays."""
         ndim = len(self.shape) + (0 if self.block == TENSOR else 2)
         return self.ops.reshape(a, (*a.shape, *(1,) * (ndim - len(a.shape))))
 
