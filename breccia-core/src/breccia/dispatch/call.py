@@ -78,7 +78,7 @@ class Operand(_Recorder):
     empty: whether it has no elements. aligned: the largest powers of two (up to 256) that divide the last two sides.
     strides: in bytes, or None where the framework has none. contiguous: whether in C order.
     address_alignment: the largest power of two (up to 256) that divides the address of each of its arrays, in bytes.
-    row_alignment: the same for all strides except that of adjacent items.
+    row_alignment: the largest power of two (up to 256) that divides all strides in bytes, except that of adjacent items.
     devices: the number of devices that it is sharded over.
     """
 
@@ -97,13 +97,13 @@ class Operand(_Recorder):
     @property
     def recipe(self) -> ScalingRecipe | None:
         x = self.values[self.slot]
-        found = recipe_of(x)
-        if found is None and self.slot == A and self.values[RECIPE] is not None:
+        recipe = recipe_of(x)
+        if recipe is None and self.slot == A and self.values[RECIPE] is not None:
             self._note(RECIPE, "interned_key")
             return self.values[RECIPE]
         if isinstance(x, ScaledTensor):
             self._attribute(self.slot, "recipe")
-        return found
+        return recipe
 
     @property
     def dtype(self) -> str:
@@ -228,8 +228,8 @@ class Call(_Recorder):
     def option(self, name: str, default: Any = None) -> Any:
         """One keyword option of the op; `default` if the op does not have it, or it is None."""
         options = self.values[OPTIONS]
-        found = as_fact(name, options.get(name)) if self._defaults else self._ask(OPTIONS, option_reader(name))
-        return default if found is None else found
+        value = as_fact(name, options.get(name)) if self._defaults else self._ask(OPTIONS, option_reader(name))
+        return default if value is None else value
 
     @property
     def bias(self) -> str | None:
@@ -277,8 +277,8 @@ class Call(_Recorder):
             x = self.values[slot]
             if x is None or isinstance(x, Described):
                 continue  # and no framework is imported
-            if (found := self._ask(slot, read)) is not None:
-                return found
+            if (kind := self._ask(slot, read)) is not None:
+                return kind
         return None
 
     @property

@@ -58,7 +58,7 @@ def runner_of(op: Operation) -> Callable[[tuple[Any, ...], Prefer], Any]:
         if chosen.traced:
             print(chosen.traced, file=sys.stderr)
         try:
-            found = chosen.function(*arguments)
+            result = chosen.function(*arguments)
         except BrecciaError:
             raise
         except Exception as e:
@@ -66,10 +66,10 @@ def runner_of(op: Operation) -> Callable[[tuple[Any, ...], Prefer], Any]:
             chosen.failed(e)  # errors that are not breccia's own get a note naming the kernel
             raise
         if chosen.checked:
-            check(chosen, arguments, found)
+            check(chosen, arguments, result)
             if chosen.audited:
-                load("breccia.kernels.audit:check")(op, chosen, arguments, found)
-        return found
+                load("breccia.kernels.audit:check")(op, chosen, arguments, result)
+        return result
 
     return run
 
@@ -106,10 +106,10 @@ def _check_of(op: Operation) -> Check:
         return checks[0]
     kinds = ", ".join("a ScaledTensor" if result.tensor else "an array" for result in op.results)
 
-    def check(chosen: Chosen, arguments: tuple[Any, ...], found: Any) -> None:
-        if type(found) is not tuple or len(found) != len(checks):  # pyright: ignore[reportUnknownArgumentType]
-            raise chosen.refused(f"{op.name} returns a tuple of {kinds}, not {found!r:.80}.")
-        for each, result in zip(checks, found, strict=True):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    def check(chosen: Chosen, arguments: tuple[Any, ...], results: Any) -> None:
+        if type(results) is not tuple or len(results) != len(checks):  # pyright: ignore[reportUnknownArgumentType]
+            raise chosen.refused(f"{op.name} returns a tuple of {kinds}, not {results!r:.80}.")
+        for each, result in zip(checks, results, strict=True):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
             each(chosen, arguments, result)
 
     return check
@@ -119,10 +119,10 @@ def _check_of_tensor(op: Operation, result: Result) -> Check:
     count, target, stores = len(op.arguments), op.target, op.stores
     assert target is not None
 
-    def check(chosen: Chosen, arguments: tuple[Any, ...], found: Any) -> None:
+    def check(chosen: Chosen, arguments: tuple[Any, ...], tensor: Any) -> None:
         axis = op.axis_of(result, arguments)
         storage = arguments[-1].storage if stores else PLAIN
-        _expect_tensor(chosen, found, arguments[target], result.shape_of(arguments[:count]), axis, storage)
+        _expect_tensor(chosen, tensor, arguments[target], result.shape_of(arguments[:count]), axis, storage)
 
     return check
 
@@ -130,35 +130,35 @@ def _check_of_tensor(op: Operation, result: Result) -> Check:
 def _check_of_array(op: Operation, result: Result) -> Check:
     count, dtype, shape = len(op.arguments), result.dtype, result.shape
 
-    def check(chosen: Chosen, arguments: tuple[Any, ...], found: Any) -> None:
+    def check(chosen: Chosen, arguments: tuple[Any, ...], array: Any) -> None:
         expected = arguments[0].shape if shape is None else load(shape)(*arguments[:count])
         of = arguments[-1].out_dtype if dtype == "option" else dtype_name(arguments[0]) if dtype == "first" else dtype
-        _expect_array(chosen, found, tuple(expected), of)
+        _expect_array(chosen, array, tuple(expected), of)
 
     return check
 
 
-def _expect_tensor(chosen: Chosen, found: Any, recipe: ScalingRecipe, expected: Any, axis: int, storage: str) -> None:
-    if not isinstance(found, ScaledTensor):
-        raise chosen.refused(f"{chosen.kernel.op} returns a ScaledTensor, not {type(found).__name__}.")
-    if found.recipe is not recipe and found.recipe != recipe:
-        raise chosen.refused(f"{chosen.kernel.op} was to write {recipe!r}; the result has {found.recipe!r}.")
-    shape = tuple(found.shape)
+def _expect_tensor(chosen: Chosen, tensor: Any, recipe: ScalingRecipe, expected: Any, axis: int, storage: str) -> None:
+    if not isinstance(tensor, ScaledTensor):
+        raise chosen.refused(f"{chosen.kernel.op} returns a ScaledTensor, not {type(tensor).__name__}.")
+    if tensor.recipe is not recipe and tensor.recipe != recipe:
+        raise chosen.refused(f"{chosen.kernel.op} was to write {recipe!r}; the result has {tensor.recipe!r}.")
+    shape = tuple(tensor.shape)
     if shape != expected:
         raise chosen.refused(f"{chosen.kernel.op} of shape {expected} gave a tensor of shape {shape}.")
-    if found.axis != axis:
-        raise chosen.refused(f"{chosen.kernel.op} was to write blocks along axis {axis}; the result has axis {found.axis}.")
-    if found.storage != storage:
-        raise chosen.refused(f"{chosen.kernel.op} was to write {storage!r} storage; the result is in {found.storage!r}.")
+    if tensor.axis != axis:
+        raise chosen.refused(f"{chosen.kernel.op} was to write blocks along axis {axis}; the result has axis {tensor.axis}.")
+    if tensor.storage != storage:
+        raise chosen.refused(f"{chosen.kernel.op} was to write {storage!r} storage; the result is in {tensor.storage!r}.")
 
 
-def _expect_array(chosen: Chosen, found: Any, shape: tuple[int, ...], dtype: str) -> None:
-    if not hasattr(found, "shape") or isinstance(found, ScaledTensor):
-        raise chosen.refused(f"{chosen.kernel.op} returns an array, not {type(found).__name__}.")
-    if tuple(found.shape) != shape:
-        raise chosen.refused(f"{chosen.kernel.op} gives shape {shape}; got {tuple(found.shape)}.")
-    if dtype_name(found) != dtype:
-        raise chosen.refused(f"{chosen.kernel.op} was asked for {dtype}; got {dtype_name(found)}.")
+def _expect_array(chosen: Chosen, array: Any, shape: tuple[int, ...], dtype: str) -> None:
+    if not hasattr(array, "shape") or isinstance(array, ScaledTensor):
+        raise chosen.refused(f"{chosen.kernel.op} returns an array, not {type(array).__name__}.")
+    if tuple(array.shape) != shape:
+        raise chosen.refused(f"{chosen.kernel.op} gives shape {shape}; got {tuple(array.shape)}.")
+    if dtype_name(array) != dtype:
+        raise chosen.refused(f"{chosen.kernel.op} was asked for {dtype}; got {dtype_name(array)}.")
 
 
 # -- the functions ---------------------------------------------------------------------------------------------------

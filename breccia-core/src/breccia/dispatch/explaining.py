@@ -49,14 +49,14 @@ def _named_operand(name: str) -> Any:
     return _PLAIN_OPERAND if name == PLAIN_OPERAND else recipe(name)
 
 
-def _values(op: Operation, name: str, given: list[Any]) -> tuple[Any, Any, ScalingRecipe | None]:
+def _values(op: Operation, name: str, operands: list[Any]) -> tuple[Any, Any, ScalingRecipe | None]:
     """(first operand, second operand, recipe to write) of the op's arguments, of which a first array may be left out."""
     wanted = [(argument, kind) for argument, kind in op.arguments if kind not in (Kind.BESIDE, Kind.NUMBER)]
     optional = wanted[0][1] is Kind.ARRAY
-    filled = [_PLAIN_OPERAND, *given] if optional and len(given) == len(wanted) - 1 else given
+    filled = [_PLAIN_OPERAND, *operands] if optional and len(operands) == len(wanted) - 1 else operands
     takes = ", ".join(argument for argument, _ in wanted) + f"; {wanted[0][0]} may be left out" * optional
     if len(filled) != len(wanted):
-        raise UnsupportedError(f"explain({name!r}, ...) takes {takes}; got {len(given)}.", op=name)
+        raise UnsupportedError(f"explain({name!r}, ...) takes {takes}; got {len(operands)}.", op=name)
     values: list[Any] = []
     new: ScalingRecipe | None = None
     for (argument, kind), x in zip(wanted, filled, strict=True):
@@ -82,17 +82,17 @@ def _options(op: Operation, name: str, options: dict[str, Any], ndim: int) -> An
     for option in options:
         if option not in names:
             raise OptionError(f"{name} has no option {option!r}{suggestion(option, names)}", option=option)
-    given = {option: value for option, value in options.items() if value is not None and option not in clips}
+    values = {option: value for option, value in options.items() if value is not None and option not in clips}
     if not op.options:
         return DEFAULT
     if op.default is not DEFAULT:
-        return product_options(output_dtype(given.get("out_dtype", "float32")), given.get("bias"), given.get("out"))
-    if "axis" in given:
-        given["axis"] = contraction_axis(given["axis"], ndim)
-    found = CastOptions(**given)
-    if found.storage != PLAIN:
-        registry().look_up("breccia_storages", found.storage, "storage")
-    return found if found.given() else DEFAULT
+        return product_options(output_dtype(values.get("out_dtype", "float32")), values.get("bias"), values.get("out"))
+    if "axis" in values:
+        values["axis"] = contraction_axis(values["axis"], ndim)
+    cast_options = CastOptions(**values)
+    if cast_options.storage != PLAIN:
+        registry().look_up("breccia_storages", cast_options.storage, "storage")
+    return cast_options if cast_options.given() else DEFAULT
 
 
 def _described(x: Any, device: Device, axis: int) -> Any:

@@ -42,7 +42,7 @@ class Kernel:
 
     It does not receive `prefer`.
 
-    framework: the framework's name, or "*" for any. device: likewise, a kind ("cpu", "cuda", ...) or None.
+    framework: the framework's name, or "*" for any. device: a kind ("cpu", "cuda", ...), or None for any.
     target: object reference to the function. name: unique among all plug-ins; used by `prefer=` and `breccia.explain`.
     recipe, other: the supported recipe class of the first and second operand. A base class matches its family; None matches
         any; `type(None)` for an operand that is not scaled. For `requantize`, `other` is the new recipe.
@@ -119,13 +119,13 @@ def fits(k: Kernel, key: Key) -> bool:
     )
 
 
-def _serves(declared: type | None, found: type) -> int | None:
+def _serves(declared: type | None, recipe_class: type) -> int | None:
     """2 if the kernel declares exactly this recipe class, 1 for its family, 0 for any; None if it does not match."""
     if declared is None:
         return 0
-    if declared is found:
+    if declared is recipe_class:
         return 2
-    if not issubclass(found, declared):
+    if not issubclass(recipe_class, declared):
         return None
     return 0 if declared is ScalingRecipe else 1
 

@@ -48,7 +48,7 @@ HEAVY = ("numpy", "torch", "jax", "mlx", "triton", "tensorflow", "safetensors", 
 
 @dataclass(frozen=True)
 class Plugin:
-    """One plug-in found: `status` is "active", "set aside" or "blocked", with the reason; "active" ones may break rules.
+    """One installed plug-in: `status` is "active", "set aside" or "blocked", with the reason; "active" ones may break rules.
 
     hooks: the hooks through which it declares something. declares: the declarations, as "kernels:reference.cast".
     """
@@ -108,12 +108,12 @@ def _recipe_class(declared: type[ScalingRecipe]) -> None:
 def _evaluated(what: str, question: Callable[[], _T], kind: type) -> _T:
     """The result of `question`, of type `kind`. Raises PluginError naming `what`."""
     try:
-        found = question()
+        value = question()
     except Exception as e:
         raise PluginError(f"{what} raised {type(e).__name__}: {e}") from e
-    if not isinstance(found, kind):
-        raise PluginError(f"{what} must be {kind.__name__}; got {found!r}.")
-    return found
+    if not isinstance(value, kind):
+        raise PluginError(f"{what} must be {kind.__name__}; got {value!r}.")
+    return value
 
 
 def _declaration(declared: Framework | Operation | Kernel | Storage | Bridge | Foreign | Command) -> None:
@@ -144,7 +144,7 @@ class Registry:
 
     def __init__(
         self,
-        found: Iterable[tuple[Plugin, Callable[[], ModuleType]]],
+        loaders: Iterable[tuple[Plugin, Callable[[], ModuleType]]],
         environ: Mapping[str, str],
         warn: Callable[[str], None] = _warn,
     ) -> None:
@@ -154,7 +154,7 @@ class Registry:
         self._manager = pluggy.PluginManager("breccia")
         self._manager.add_hookspecs(hookspecs)
         blocked = _list(environ.get("BRECCIA_BLOCK", ""))
-        for plugin, load in found:
+        for plugin, load in loaders:
             if plugin.name in blocked and plugin.distribution != CORE:
                 self.plugins.append(replace(plugin, status="blocked", reason="named in BRECCIA_BLOCK"))
             else:
@@ -201,8 +201,8 @@ class Registry:
 
     def operation(self, name: str) -> Operation:
         """The op with that name or alias. Raises UnknownNameError with a suggestion."""
-        found = self.operations.get(name)
-        return self.look_up("breccia_operations", name, "op") if found is None else found
+        op = self.operations.get(name)
+        return self.look_up("breccia_operations", name, "op") if op is None else op
 
     @property
     def bridges(self) -> dict[str, Bridge]:
@@ -221,13 +221,13 @@ class Registry:
         table = self.declared[hook]
         if name in table:
             return table[name]
-        found = next((value for n, value in table.items() if name in _names(n, value)), None)
-        if found is None:
+        declaration = next((value for n, value in table.items() if name in _names(n, value)), None)
+        if declaration is None:
             ours = next((s for s in SIBLINGS if hook == "breccia_frameworks" and s.plugin == name and s.arrays), None)
             remedy = f" It comes with {ours.distribution}: {ours.remedy}.{self.absence(ours.distribution)}" if ours else ""
             message = f"no {what} {name!r}{suggestion(str(name), list(table))}{remedy}"
             raise UnknownNameError(message, name=name, known=list(table))
-        return found
+        return declaration
 
     def absence(self, distribution: str) -> str:
         """Why an installed distribution lacks a declaration; empty if it is not installed."""
@@ -396,7 +396,7 @@ def _core() -> tuple[Plugin, Callable[[], ModuleType]]:
 
 
 def _installed() -> list[tuple[Plugin, Callable[[], ModuleType]]]:
-    def found(point: EntryPoint) -> tuple[Plugin, Callable[[], ModuleType]]:
+    def plugin_of(point: EntryPoint) -> tuple[Plugin, Callable[[], ModuleType]]:
         dist = point.dist
         plugin = Plugin(point.name, dist.name if dist else "unknown", dist.version if dist else "unknown", point.value)
         return plugin, lambda: import_module(point.value)
@@ -404,7 +404,7 @@ def _installed() -> list[tuple[Plugin, Callable[[], ModuleType]]]:
     def place(point: EntryPoint) -> tuple[str, str, str]:  # by name, not by order of installation
         return point.name, point.value, point.dist.name if point.dist else ""
 
-    return [_core(), *(found(point) for point in sorted(entry_points(group=GROUP), key=place))]
+    return [_core(), *(plugin_of(point) for point in sorted(entry_points(group=GROUP), key=place))]
 
 
 _lock = reentrant()
@@ -413,14 +413,14 @@ _building = False
 
 def registry() -> Registry:
     """The registry, built on first use."""
-    found = frameworks.current
-    return _first() if found is None else found  # pyright: ignore[reportReturnType]
+    current = frameworks.current
+    return _first() if current is None else current  # pyright: ignore[reportReturnType]
 
 
 def _first() -> Registry:
     with _lock:
-        found = frameworks.current
-        return reload() if found is None else found  # pyright: ignore[reportReturnType]
+        current = frameworks.current
+        return reload() if current is None else current  # pyright: ignore[reportReturnType]
 
 
 def reload() -> Registry:

@@ -116,12 +116,12 @@ class Table:
         if call.values[FRAMEWORK] is None:
             values = (*call.values[:FRAMEWORK], self._frameworks.get(call.framework))
             call = Call(call.operation, call.framework, values)
-        found = replace(self._judge(_key(call), call, named(prefer)), device=device)
-        winner = found.winner
+        judged = replace(self._judge(_key(call), call, named(prefer)), device=device)
+        winner = judged.winner
         if winner is None or winner.plan is None:
-            return found
+            return judged
         steps = _checked(winner.plan, call, winner, _calls)
-        return found if isinstance(steps, str) else replace(found, plan=tuple([self.explain(step) for step in steps]))
+        return judged if isinstance(steps, str) else replace(judged, plan=tuple([self.explain(step) for step in steps]))
 
     # -- choosing ------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Table:
             objection = self._objection(k, key, call, names)
             score = self._score(k, call) if objection is None else math.inf
             objections.append((k, objection, order_of(k, key, wanted, score)))
-        objections.sort(key=lambda found: (found[2], found[0].name))
+        objections.sort(key=lambda entry: (entry[2], entry[0].name))
         usable = [(k, order) for k, objection, order in objections if objection is None]
         tied = [k for k, order in usable if order == usable[0][1]]
         verdicts: list[Verdict] = []
@@ -209,8 +209,8 @@ class Table:
         """The estimated time of a kernel; infinite if it has none."""
         if k.score is None:
             return math.inf
-        found = _checked(k.score, call, k, _number)
-        return math.inf if isinstance(found, str) else found
+        score = _checked(k.score, call, k, _number)
+        return math.inf if isinstance(score, str) else score
 
 
 #: Plug-ins of breccia's own distributions: its tests check their kernels against the contract.
@@ -260,20 +260,20 @@ class _Wrong(Exception):
     """A kernel's function returned an invalid value."""
 
 
-def _reason(found: Any) -> str | None:
-    if found is not None and not isinstance(found, str):
-        raise _Wrong(f"returned {found!r}; it must be None or a reason")
-    return found
+def _reason(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise _Wrong(f"returned {value!r}; it must be None or a reason")
+    return value
 
 
-def _number(found: Any) -> float:
-    if isinstance(found, bool) or not isinstance(found, Real) or math.isnan(found):
-        raise _Wrong(f"returned {found!r}, which is not a number")
-    return float(found)
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+        raise _Wrong(f"returned {value!r}, which is not a number")
+    return float(value)
 
 
-def _calls(found: Any) -> list[Call]:
-    return list(found)
+def _calls(calls: Any) -> list[Call]:
+    return list(calls)
 
 
 def _checked(target: str, argument: Any, kernel: Kernel, read: Callable[[Any], Any]) -> Any:
