@@ -10,7 +10,7 @@ from ..errors import LayoutError, OptionError, UnsupportedError
 from ..formats import Format
 from ..layouts import PerGroupIndex, Shape
 from ..options import whole_number
-from .components import held_parts
+from .components import named_leaves
 from .grids import packed_length, packing
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def need_one_device(**operands: Any) -> None:
     for name, st in operands.items():
         if not hasattr(st, "held"):
             continue
-        parts = held_parts(st)
+        parts = named_leaves(st)
         home = framework_of(parts["data"], "data").name  # the registry may be replaced meanwhile, and its frameworks with it
         # Frameworks that convert arrays of NumPy may hold them beside their own.
         same_framework({f"{name}.{part}": x for part, x in parts.items() if framework_of(x, part).name == home})
@@ -94,8 +94,8 @@ def padding_of(shape: Shape, stored: Shape, element: Codec, axis: int) -> int:
 def check_parts(st: ScaledTensor, fmt: Format) -> None:
     """Raise LayoutError or UnsupportedError where components contradict each other."""
     codes, size = packing(fmt.element)
-    held = st.data.shape[st.axis] // size * codes
-    if st.data.shape[st.axis] % size or not 0 <= st.padding < codes or st.padding > held:
+    stored_codes = st.data.shape[st.axis] // size * codes
+    if st.data.shape[st.axis] % size or not 0 <= st.padding < codes or st.padding > stored_codes:
         raise LayoutError(
             f"data of shape {tuple(st.data.shape)} is not a multiple of packing groups of {codes} {fmt.element.name} codes in "
             f"{size} bytes along axis {st.axis} (padding={st.padding}).",
@@ -105,16 +105,16 @@ def check_parts(st: ScaledTensor, fmt: Format) -> None:
     check_codes("data", st.data, fmt.element)
     check_codes("scale", st.scale, fmt.scale.codec)
     st.layout.validate(st.data, st.scale, shape=st.shape, axis=st.axis)
-    expected, found = fmt.scale.block, st.layout.block(st.axis)
+    expected, block = fmt.scale.block, st.layout.block(st.axis)
     # Groups with floating-point scales may span K or be given by an index; MX and NVFP4 blocks have a fixed length.
     groups = expected[0] == 1 and expected[1] is not None and fmt.scale.codec.bits > 8
-    fits = found == expected and not isinstance(st.layout, PerGroupIndex)
-    if not fits and not (groups and found == (1, None)):
+    fits = block == expected and not isinstance(st.layout, PerGroupIndex)
+    if not fits and not (groups and block == (1, None)):
         raise LayoutError(
             f"recipe {st.recipe.name!r} scales blocks of {expected} (rows, elements along axis {st.axis}); layout "
-            f"{st.layout} has blocks of {found}. Use {st.recipe.layout.oriented(st.axis)}.",
+            f"{st.layout} has blocks of {block}. Use {st.recipe.layout.oriented(st.axis)}.",
             expected=expected,
-            found=found,
+            found=block,
         )
     _check_zero_point(st, fmt)
     _check_global_scale(st, fmt)
@@ -122,16 +122,16 @@ def check_parts(st: ScaledTensor, fmt: Format) -> None:
 
 def check_codes(name: str, part: Any, codec: Codec) -> None:
     """Raise UnsupportedError unless `part` has a storage dtype of `codec`."""
-    found = dtype_name(part)
+    dtype = dtype_name(part)
     if codec.bits > 8:
         allowed = set(FLOATS) | ({"uint16"} if codec.dtype == "bfloat16" else set[str]())
     else:
         allowed = {"uint8"} | ({codec.dtype} if codec.dtype else set[str]())
-    if found not in allowed:
+    if dtype not in allowed:
         raise UnsupportedError(
-            f"{name} must hold {codec.name} as {' or '.join(sorted(allowed))}; got dtype {found}. View bytes as uint8, or "
+            f"{name} must hold {codec.name} as {' or '.join(sorted(allowed))}; got dtype {dtype}. View bytes as uint8, or "
             "use breccia.cast to quantize numbers.",
-            found=found,
+            found=dtype,
             allowed=sorted(allowed),
         )
 
@@ -162,12 +162,12 @@ def _check_global_scale(st: ScaledTensor, fmt: Format) -> None:
             + (" Data without it is NVFP4BlockScaling(two_level=False)." if st.recipe.name == "nvfp4" else "")
         )
     if st.global_scale is not None:
-        found, lead = tuple(st.global_scale.shape), st.shape[:-2]
-        if found != lead[: len(found)]:
+        shape, lead = tuple(st.global_scale.shape), st.shape[:-2]
+        if shape != lead[: len(shape)]:
             raise LayoutError(
-                f"global_scale.shape must be () or a prefix of data.shape[:-2]={lead}, got {found}; reshape a (1,) "
+                f"global_scale.shape must be () or a prefix of data.shape[:-2]={lead}, got {shape}; reshape a (1,) "
                 "scale to ().",
-                found=found,
+                found=shape,
             )
         if dtype_name(st.global_scale) != "float32":
             raise UnsupportedError(f"global_scale must be float32, got {dtype_name(st.global_scale)}.")

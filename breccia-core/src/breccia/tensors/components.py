@@ -24,7 +24,7 @@ def components(st: ScaledTensor) -> dict[str, Any]:
     return {name: part for name in PARTS if (part := getattr(st, name)) is not None}
 
 
-def held_parts(st: ScaledTensor) -> dict[str, Any]:
+def named_leaves(st: ScaledTensor) -> dict[str, Any]:
     """What `st` holds, by name: its components, or arrays of their shapes from which they are made when they are read."""
     if st.held is None:
         return components(st)
@@ -44,10 +44,10 @@ def is_row(st: ScaledTensor) -> bool:
 def part_grids(st: ScaledTensor) -> dict[str, Grid]:
     """How each component follows the logical axes. Raises LayoutError where the layout orders blocks differently."""
     shape = st.shape
-    found = {"data": data_grid(len(shape), st.axis, st.recipe.format.element)}
-    for name, part in held_parts(st).items():
+    grids = {"data": data_grid(len(shape), st.axis, st.recipe.format.element)}
+    for name, part in named_leaves(st).items():
         if name != "data":
-            grid = found[name] = scale_grid(len(part.shape), len(shape), st.axis, scale_block(st, name))
+            grid = grids[name] = scale_grid(len(part.shape), len(shape), st.axis, scale_block(st, name))
             lengths = [
                 -(-shape[along.axis] // along.codes) if along.codes else n for along, n in zip(grid, part.shape, strict=False)
             ]
@@ -58,7 +58,7 @@ def part_grids(st: ScaledTensor) -> dict[str, Grid]:
                     found=tuple(part.shape),
                     shape=shape,
                 )
-    return found
+    return grids
 
 
 def check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Grid]) -> None:
@@ -74,8 +74,8 @@ def check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Grid
     free = {st.axis: block == TENSOR and packing(codec) == (1, 1), other_axis(st.axis): block == TENSOR or block[0] == 1}
     needed = [axis for axis in dropped if not free[axis]]
     # A scale of whole matrices follows leading axes, one of which becomes the rows of a matrix.
-    whole = [grid for name, grid in grids.items() if name != "data" and scale_block(st, name) == TENSOR]
-    spans = max((sum(not drops(cuts[along.axis]) for along in grid) for grid in whole), default=0)
+    tensor_grids = [grid for name, grid in grids.items() if name != "data" and scale_block(st, name) == TENSOR]
+    spans = max((sum(not drops(cuts[along.axis]) for along in grid) for grid in tensor_grids), default=0)
     if left >= st.layout.least_ndim and not needed and spans <= max(left - 2, 0):
         return
     axis = (needed or dropped)[0]

@@ -50,8 +50,8 @@ _AT_ONCE = 1 << 25
 #: Limits of fast decoding of E8M0 scales with E2M1 codes. A product of a code and a scale relative to the largest one is exact
 #: in float16 down to 2^-24; in bfloat16 it is kept so large that no product with an activation is lost.
 _SPAN_BF16, _SPAN_F16, _LARGEST = 100, 24, 157
-#: The same for E4M3 and E5M2 codes in bfloat16. What FP32 sums may lose of a product is below 2^-149 times the largest scale,
-#: and with scales up to 2^23 below 2^-126, which the bound of products allows.
+#: Limits of fast decoding of E8M0 scales with E4M3 and E5M2 codes in bfloat16. What FP32 sums may lose of a product is below
+#: 2^-149 times the largest scale, and with scales up to 2^23 below 2^-126, which the bound of products allows.
 _SPAN_FP8, _LARGEST_FP8 = 90, 150
 #: The least scale whose products with all codes but 0 are normal numbers of bfloat16: E5M2 has codes down to 2^-16.
 _LEAST = 17
@@ -59,18 +59,18 @@ _LEAST = 17
 
 def _renamed() -> tuple[int, ...]:
     """UE5M3_OF."""
-    found = [0] * 256
+    table = [0] * 256
     for code in range(1, 127):
         exponent, mantissa = code >> 3, code & 7
         if exponent:
-            found[code] = code + 24
+            table[code] = code + 24
         else:  # mantissa * 2^-9
             top = mantissa.bit_length() - 1
-            found[code] = (top + 1) << 3 | ((mantissa << (3 - top)) & 7)
-    found[0], found[127] = 176, 169
-    positive = {found[code] for code in range(128)}
-    found[128:] = [code for code in range(256) if code not in positive]
-    return tuple(found)
+            table[code] = (top + 1) << 3 | ((mantissa << (3 - top)) & 7)
+    table[0], table[127] = 176, 169
+    positive = {table[code] for code in range(128)}
+    table[128:] = [code for code in range(256) if code not in positive]
+    return tuple(table)
 
 
 #: E4M3 codes as unsigned floats of 5 exponent bits (bias 10) and 3 mantissa bits: subnormals become normal. Zero is 176, NaN
@@ -117,19 +117,19 @@ def in_fragments(ops: Ops, parts: Parts, plain: Plain) -> Parts:
     """Codes in the order of operand A of `mma.m16n8k16`, with their scales behind them, for each 16 rows by 128 columns; four
     of these slices are a chunk, zeros as padding. Stored (..., row blocks, chunks, bytes of a chunk); `scale` has flags of each
     64 rows."""
-    made = [_chunks(ops, parts, plain, rows) for rows in _pieces(plain)]
-    data = [piece for piece, _ in made]
-    flags = [piece for _, piece in made]
-    found = {**parts, "data": ops.concat(data, -3), "scale": ops.concat(flags, -2)}
+    chunks = [_chunks(ops, parts, plain, rows) for rows in _pieces(plain)]
+    data = [piece for piece, _ in chunks]
+    flags = [piece for _, piece in chunks]
+    stored = {**parts, "data": ops.concat(data, -3), "scale": ops.concat(flags, -2)}
     if "zero_point" in parts:  # an empty array keeps its dtype
         words = ops.reshape(ops.load(parts["zero_point"]), (-1,))[:0]
-        found["zero_point"] = ops.store(words, _dtype(parts["zero_point"]))
-    return found
+        stored["zero_point"] = ops.store(words, _dtype(parts["zero_point"]))
+    return stored
 
 
 def out_of_fragments(ops: Ops, parts: Parts, plain: Plain) -> Parts:
     """Inverse of `in_fragments`."""
-    shape, found = _Shape.of(plain), dict(parts)
+    shape, plain_parts = _Shape.of(plain), dict(parts)
     data, lead, columns = parts["data"], plain.shape[:-2], plain.shape[-1]
     dtypes = {"scale": plain.dtypes["scale"]}
     if "zero_point" in parts:
@@ -147,13 +147,13 @@ def out_of_fragments(ops: Ops, parts: Parts, plain: Plain) -> Parts:
             start, end = end, end + TILE * shape.groups * size
             words[name].append(_words_of(ops, chunks[..., start:end], shape, count, size)[..., : len(rows), :])
     length = -(-columns * shape.bits // 8)
-    found["data"] = ops.store(ops.concat(codes, -2)[..., :length], plain.dtypes["data"])
+    plain_parts["data"] = ops.store(ops.concat(codes, -2)[..., :length], plain.dtypes["data"])
     for name, dtype in dtypes.items():
         word = ops.concat(words[name], -2)
         if name == "scale" and _renames(plain):
             word = ops.take(_E4M3_OF, word)
-        found[name] = ops.store(_one_each(ops, word, plain), dtype)
-    return found
+        plain_parts[name] = ops.store(_one_each(ops, word, plain), dtype)
+    return plain_parts
 
 
 # -- codes -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from operator import index as whole
+from operator import index as as_integer
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..arrays.frameworks import dtype_name, ops_of
@@ -70,10 +70,10 @@ def part_shapes(fmt: Format, layout: Layout, shape: Shape, axis: int = -1, suppl
     """
     data = list(shape)
     data[axis] = packed_length(fmt.element, shape[axis])
-    scales, whole = layout.scale_shapes(shape, axis)[0], ()
+    scales, global_scale = layout.scale_shapes(shape, axis)[0], ()
     if supplied is not None:
-        scales, whole = (supplied, whole) if fmt.global_scale is None else (scales, supplied)
-    every = {"data": tuple(data), "scale": scales, "zero_point": scales, "global_scale": whole}
+        scales, global_scale = (supplied, global_scale) if fmt.global_scale is None else (scales, supplied)
+    every = {"data": tuple(data), "scale": scales, "zero_point": scales, "global_scale": global_scale}
     return {name: every[name] for name in fmt.parts}
 
 
@@ -115,12 +115,12 @@ def scale_grid(stored: int, ndim: int, axis: int, block: Block) -> Grid:
 
 def check_axis(axis: Any, ndim: int) -> int:
     """`axis` counted from the front. Raises ShapeError for an invalid axis."""
-    found = whole_number("axis", axis)
-    if not -ndim <= found < ndim:
+    number = whole_number("axis", axis)
+    if not -ndim <= number < ndim:
         raise ShapeError(
-            f"axis must lie in {-ndim}..{ndim - 1} for a tensor of {ndim} axes; got {found}.", axis=found, ndim=ndim
+            f"axis must lie in {-ndim}..{ndim - 1} for a tensor of {ndim} axes; got {number}.", axis=number, ndim=ndim
         )
-    return found % ndim
+    return number % ndim
 
 
 # ------------------------------------------------------------------------------------------------ reading an index
@@ -144,33 +144,35 @@ def _cut(item: Any, axis: int, length: int) -> Cut:
     if not isinstance(item, slice):
         return read_position(item, axis, length)
     try:
-        kept = range(length)[item]
+        positions = range(length)[item]
     except TypeError:
         raise UnsupportedError(f"a slice has integers, or nothing, for start, stop and step; got {item!r}.") from None
     except ValueError:
         raise OptionError(f"a slice's step is not zero; got {item!r}.") from None
-    if not kept:
+    if not positions:
         return range(0)
-    return kept if len(kept) > 1 else range(kept[0], kept[0] + 1)
+    return positions if len(positions) > 1 else range(positions[0], positions[0] + 1)
 
 
 def read_position(item: Any, axis: int, length: int) -> int:
     """A non-negative position from an integer that may count from the end. Raises OutOfRangeError."""
-    found = None
+    position = None
     if not isinstance(item, bool) and tuple(getattr(item, "shape", ())) == ():
         try:
-            found = whole(item)
+            position = as_integer(item)
         except TypeError:
-            found = None
-    if found is None:
+            position = None
+    if position is None:
         what = "None" if item is None else type(item).__name__
         raise UnsupportedError(
             f"a tensor is indexed by integers, slices and an Ellipsis; got {what} for axis {axis}. For a list of positions use "
             "st.select(axis, positions); for a new axis, st.reshape(...); for anything else, breccia.dequantize(st) first."
         )
-    if not -length <= found < length:
-        raise OutOfRangeError(f"index {found} is out of range for axis {axis} of length {length}.", index=found, axis=axis)
-    return found % length
+    if not -length <= position < length:
+        raise OutOfRangeError(
+            f"index {position} is out of range for axis {axis} of length {length}.", index=position, axis=axis
+        )
+    return position % length
 
 
 def read_positions(index: Any, axis: int, length: int) -> Cut:
@@ -234,7 +236,7 @@ def check_cut(cut: Cut, axis: int, length: int, unit: int) -> None:
         )
 
 
-def kept(ops: Ops, part: Array, grid: Grid, cuts: tuple[Cut, ...], shape: Shape) -> Array:
+def cut_component(ops: Ops, part: Array, grid: Grid, cuts: tuple[Cut, ...], shape: Shape) -> Array:
     """Apply checked `cuts` of the logical `shape` to a stored component; returns it unchanged where they keep everything."""
     key: list[int | slice] = []
     for place, along in enumerate(grid):
@@ -282,9 +284,9 @@ def reshape_leading(ops: Ops, scale: Array, lead: Shape, shape: Shape, axis: int
     spans = spanned(len(scale.shape), len(shape), block)
     if spans < 0 or (block == TENSOR and spans == 0):
         return scale
-    whole_lead = len(shape[:-2])
-    wide = expanded(ops, scale, whole_lead, shape, axis, block)
-    return ops.reshape(wide, (*lead, *wide.shape[whole_lead:]))
+    lead_ndim = len(shape[:-2])
+    wide = expanded(ops, scale, lead_ndim, shape, axis, block)
+    return ops.reshape(wide, (*lead, *wide.shape[lead_ndim:]))
 
 
 def inferred(shape: tuple[Any, ...], old: Shape) -> Shape:

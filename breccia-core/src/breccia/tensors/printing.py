@@ -39,8 +39,8 @@ def _line(st: ScaledTensor) -> str:
 
 
 def _placeholders(st: ScaledTensor) -> str:
-    held = (st.data, st.scale, st.zero_point, st.global_scale) if st.held is None else st.held.leaves
-    shown = [f"{name}={part!r}" for name, part in zip(PARTS, held, strict=True) if part is not None or name in PARTS[:2]]
+    parts = (st.data, st.scale, st.zero_point, st.global_scale) if st.held is None else st.held.leaves
+    shown = [f"{name}={part!r}" for name, part in zip(PARTS, parts, strict=True) if part is not None or name in PARTS[:2]]
     return f"breccia.ScaledTensor({st.recipe.spec!r}, {', '.join(shown)})"
 
 

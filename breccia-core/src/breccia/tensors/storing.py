@@ -10,7 +10,7 @@ from ..errors import LayoutError, UnsupportedError
 from ..formats import TENSOR
 from ..layouts import Layout, Shape
 from ..options import PLAIN
-from .components import components, held_parts
+from .components import components, named_leaves
 from .storage import Plain, Storage
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def checked_plain(st: ScaledTensor) -> ScaledTensor:
 
 
 def _shapes(st: ScaledTensor) -> dict[str, Shape]:
-    return {name: tuple(part.shape) for name, part in held_parts(st).items()}
+    return {name: tuple(part.shape) for name, part in named_leaves(st).items()}
 
 
 def plain_of(st: ScaledTensor, layout: Layout) -> Plain:

@@ -11,7 +11,7 @@ from ..errors import LayoutError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block
 from ..layouts import Layout, Shape
 from ..tracing import traced_by_framework
-from .components import PARTS, components, held_parts, part_grids, scale_block
+from .components import PARTS, components, named_leaves, part_grids, scale_block
 from .grids import check_axis, expanded, scale_grid, spanned, whole_unit
 from .tensor import ScaledTensor, moved, with_parts
 
@@ -50,7 +50,7 @@ def concat(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
     ops, columns = ops_of(first.held_data), _columns(sts)
     parts = {"data": ops.concat(columns.pop("data"), axis), **_joined_scales(ops, sts, columns, axis)}
     layout = reduce(lambda a, b: a.followed_by(b), (st.layout for st in sts)) if runs_along else first.layout
-    return _made(sts, parts, layout=layout.fitted(shape, first.axis), padding=sts[-1].padding)
+    return _joined_tensor(sts, parts, layout=layout.fitted(shape, first.axis), padding=sts[-1].padding)
 
 
 @traced_by_framework
@@ -91,22 +91,22 @@ def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
             lead = max(axis, *(spanned(len(part.shape), ndim, block) for part in column))
             column = [expanded(ops, part, lead, shape, first.axis, block) for part in column]
         parts[name] = ops.concat([ops.reshape(p, (*p.shape[:axis], 1, *p.shape[axis:])) for p in column], axis)
-    return _made(sts, parts)
+    return _joined_tensor(sts, parts)
 
 
 def _columns(sts: list[ScaledTensor]) -> dict[str, list[Array]]:
     """By name, the component of each tensor, or what all of them hold in place of it."""
-    found = held_parts if _all_held(sts) else components
-    listed = [found(st) for st in sts]
+    parts_of = named_leaves if _all_hold_leaves(sts) else components
+    listed = [parts_of(st) for st in sts]
     return {name: [parts[name] for parts in listed] for name in listed[0]}
 
 
-def _made(sts: list[ScaledTensor], parts: dict[str, Array], **changed: Any) -> ScaledTensor:
+def _joined_tensor(sts: list[ScaledTensor], parts: dict[str, Array], **changed: Any) -> ScaledTensor:
     """The first tensor with parts that were made from `_columns`, and other fields changed."""
-    return (moved if _all_held(sts) else with_parts)(sts[0], parts, **changed)
+    return (moved if _all_hold_leaves(sts) else with_parts)(sts[0], parts, **changed)
 
 
-def _all_held(sts: list[ScaledTensor]) -> bool:
+def _all_hold_leaves(sts: list[ScaledTensor]) -> bool:
     return all(st.held is not None for st in sts)
 
 
@@ -141,7 +141,7 @@ def _alike(op: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
                 f"{op}: blocks run along axis {first.axis} in tensors[0] and along {st.axis} in tensors[{n}]; "
                 "transpose one (st.mT), or requantize it along the other axis."
             )
-        for name in held_parts(st):
+        for name in named_leaves(st):
             here, there = _dtype(st, name), _dtype(first, name)
             if here != there:
                 raise UnsupportedError(
@@ -188,15 +188,15 @@ def _joined(ops: Ops, sts: list[ScaledTensor], columns: dict[str, list[Array]], 
     identical = all(part is column[0] for column in columns.values() for part in column)
     if spans <= axis < ndim - 2 and not identical:
         spans = axis + 1
-    found: dict[str, Array] = {}
+    joined: dict[str, Array] = {}
     for name, column in columns.items():
         wide = [expanded(ops, part, spans, st.shape, along, block) for part, st in zip(column, sts, strict=True)]
         grid = scale_grid(len(wide[0].shape), ndim, along, block)
         places = [place for place, a in enumerate(grid) if a.axis == axis and a.codes]
         if not places:
             _check_same(ops, name, wide, axis)
-        found[name] = ops.concat(wide, places[0]) if places else wide[0]
-    return found
+        joined[name] = ops.concat(wide, places[0]) if places else wide[0]
+    return joined
 
 
 def _check_same(ops: Ops, name: str, column: list[Array], axis: int) -> None:

@@ -20,15 +20,15 @@ from ..specs import as_recipe
 from ..tracing import traced_by_framework
 from .advice import ADVICE
 from .checks import as_shape, check_arrays, check_parts, contraction_axis, padding_of
-from .components import PARTS, check_dropped, components, digest_facts, held_parts, part_grids, scale_block, stored_parts
+from .components import PARTS, check_dropped, components, digest_facts, named_leaves, part_grids, scale_block, stored_parts
 from .grids import (
     Cut,
     check_axis,
     check_cut,
+    cut_component,
     drops,
     expanded,
     inferred,
-    kept,
     length_of,
     packing,
     pieces,
@@ -413,13 +413,13 @@ class ScaledTensor:
         axis = check_axis(axis, len(shape))
         self = self.to_plain()
         cuts: list[Cut] = [range(n) for n in shape]
-        found: list[ScaledTensor] = []
+        tensors: list[ScaledTensor] = []
         start = 0
         for length in pieces(size, shape[axis], axis):
             cuts[axis] = range(start, start + length) if length else range(0)
-            found.append(self._cut(tuple(cuts)))
+            tensors.append(self._cut(tuple(cuts)))
             start += length
-        return tuple(found)
+        return tuple(tensors)
 
     @traced_by_framework
     def reshape(self, *shape: int | Sequence[int]) -> ScaledTensor:
@@ -441,7 +441,7 @@ class ScaledTensor:
             name: ops.reshape(part, (*lead, *part.shape[-2:]))
             if name == "data"
             else reshape_leading(ops, part, lead, old, self.axis, scale_block(self, name))
-            for name, part in held_parts(self).items()
+            for name, part in named_leaves(self).items()
         }
         return moved(self, parts)
 
@@ -460,7 +460,7 @@ class ScaledTensor:
                 device=str(device),
             )
         ops = ops_of(self.held_data)
-        parts = held_parts(self)
+        parts = named_leaves(self)
         places = {name: device if name == "data" else ops.beside(part, device) for name, part in parts.items()}
         return moved(self, {name: ops.to(part, places[name]) for name, part in parts.items()})
 
@@ -475,10 +475,10 @@ class ScaledTensor:
         self = self.to_plain()
         stored = stored_parts(self)
         text = json.dumps(digest_facts(self, stored), sort_keys=True, separators=(",", ":"))
-        found = hashlib.sha256(text.encode())
+        digest = hashlib.sha256(text.encode())
         for part in stored.values():
-            found.update(part.reshape(-1).view("u1"))
-        return found.hexdigest()
+            digest.update(part.reshape(-1).view("u1"))
+        return digest.hexdigest()
 
     def _cut(self, cuts: tuple[Cut, ...]) -> ScaledTensor:
         """Apply `cuts`, one per axis."""
@@ -490,7 +490,7 @@ class ScaledTensor:
         for axis, (cut, length) in enumerate(zip(cuts, shape, strict=True)):
             check_cut(cut, axis, length, whole_unit(grids.values(), axis))
         ops = ops_of(self.held_data)
-        parts = {name: kept(ops, part, grids[name], cuts, shape) for name, part in held_parts(self).items()}
+        parts = {name: cut_component(ops, part, grids[name], cuts, shape) for name, part in named_leaves(self).items()}
         along, length = cuts[self.axis], shape[self.axis]
         if isinstance(along, int) or drops(along):
             return moved(self, parts, axis=-1)  # one scale covers all, whichever axis remains
@@ -505,7 +505,7 @@ class ScaledTensor:
         block, shape = self.layout.block(self.axis), self.shape
         if block != (1, None) or len(self.scale.shape) == len(shape):
             return self
-        ops, parts = ops_of(self.held_data), held_parts(self)
+        ops, parts = ops_of(self.held_data), named_leaves(self)
         scales = {name: part for name, part in parts.items() if name in ("scale", "zero_point")}
         wide = {name: expanded(ops, part, len(shape[:-2]), shape, self.axis, block) for name, part in scales.items()}
         return moved(self, parts | wide)
@@ -534,7 +534,7 @@ class ScaledTensor:
         raise UnsupportedError("a ScaledTensor is not an array; breccia.dequantize(st) returns its values, st.data its codes.")
 
     def __mlx_array__(self) -> Any:
-        """Refused likewise, in `mx.array(st)` and MLX's operators on arrays, except `@`, which does not ask."""
+        """Refused: it would dequantize implicitly. `mx.array(st)` and MLX's operators on arrays ask for it, except `@`."""
         self.__array__()
 
     def __repr__(self) -> str:
@@ -562,7 +562,7 @@ def with_parts(st: ScaledTensor, parts: dict[str, Any], **changed: Any) -> Scale
 
 
 def moved(st: ScaledTensor, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
-    """`with_parts`, for parts made from those of `held_parts`."""
+    """`with_parts`, for parts made from those of `named_leaves`."""
     if st.held is None:
         return with_parts(st, parts, **changed)
     return ScaledTensor.from_held(st.held.moved(tuple(map(parts.get, PARTS))), **(_metadata(st) | changed))
@@ -628,16 +628,16 @@ def fill(
 def logical_shape(st: ScaledTensor) -> Shape:
     """`st.shape`; module-level, so that torch.compile can substitute it."""
     layout, held = st.layout, st.held
-    found = tuple((st.data if held is None else held.given[0]).shape)
+    data_shape = tuple((st.data if held is None else held.given[0]).shape)
     if layout.storage != PLAIN:
         assert isinstance(layout, InStorage)
-        if (stored := layout.shape(found, st.axis)) is not None:
+        if (stored := layout.shape(data_shape, st.axis)) is not None:
             return stored
     element, padding = st.recipe.format.element, st.padding
     if element.bits == 8 and not padding:
-        return found
+        return data_shape
     codes, size = packing(element)
-    shape = list(found)
+    shape = list(data_shape)
     shape[st.axis] = shape[st.axis] // size * codes - padding
     return tuple(shape)
 
@@ -669,13 +669,13 @@ def scaled(x: Any) -> Any:
 
 def check_scaled(taker: str, x: Any, framework: str, also: str = "") -> None:
     """Raise UnsupportedError unless `x` is a ScaledTensor of the framework. also: what else `taker` takes, for the error."""
-    held = isinstance(x, ScaledTensor)
-    if held and x.framework == framework:
+    is_scaled = isinstance(x, ScaledTensor)
+    if is_scaled and x.framework == framework:
         return
-    found, remedy = type(x).__name__, "breccia.cast makes one of an array"
-    if held:
-        found, remedy = x.framework, f"convert it by breccia.bridges.from_dlpack(st, {framework!r})"
-    raise UnsupportedError(f"{taker} takes a ScaledTensor of {framework}{also}, got {found}; {remedy}.", found=found)
+    actual, remedy = type(x).__name__, "breccia.cast makes one of an array"
+    if is_scaled:
+        actual, remedy = x.framework, f"convert it by breccia.bridges.from_dlpack(st, {framework!r})"
+    raise UnsupportedError(f"{taker} takes a ScaledTensor of {framework}{also}, got {actual}; {remedy}.", found=actual)
 
 
 def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
