@@ -368,7 +368,7 @@ def from_dlpack(source: ScaledTensor | Bundle, framework: str, *, device: Any = 
         transfer = replace(transfer, device=device, copy=copy)
     if isinstance(source, ScaledTensor):
         source = source.to_plain()
-        if framework_of(source.held_data) is transfer.target:
+        if framework_of(source.data_source) is transfer.target:
             arrays = _parts(source)
             taken = transfer.taken(arrays, _OWN, source.recipe)
             if all(map(is_, taken, arrays)):

@@ -158,7 +158,7 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None,
     if not isinstance(st, ScaledTensor):
         st = _need_scaled("dequantize", st)
     options = product_options(output_dtype(out_dtype), out=out)
-    return _run("dequantize", framework_of(st.held_data), (st, options), prefer)
+    return _run("dequantize", framework_of(st.data_source), (st, options), prefer)
 
 
 def requantize(
@@ -201,7 +201,7 @@ def requantize(
     options = _options(st, -1, scale, rounding, seed, nonfinite, storage, out, of_tensor=True)
     if require_exact:
         options = options.replace(require_exact=True)
-    return _run("requantize", framework_of(st.held_data), (st, recipe, options), prefer)
+    return _run("requantize", framework_of(st.data_source), (st, recipe, options), prefer)
 
 
 def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out: Any = None, prefer: Prefer = None) -> Any:
@@ -499,7 +499,7 @@ def _options(
     ):
         return DEFAULT if axis == -1 else COLUMNS
     if hasattr(seed, "dtype"):
-        seed = ops_of(x.held_data if of_tensor else x).seed(seed)
+        seed = ops_of(x.data_source if of_tensor else x).seed(seed)
     if isinstance(scale, Real) and not isinstance(scale, bool):  # NumPy's numbers too, for arrays of any framework
         scale = float(scale)
     options = CastOptions(axis, scale, rounding, seed, nonfinite, storage, out)

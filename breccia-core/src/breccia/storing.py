@@ -20,7 +20,7 @@ def for_products(weight: ScaledTensor, x: Array) -> ScaledTensor:
     A kernel that also runs for the plain tensor is no reason to rearrange it.
     """
     op, part = ("matmul", weight) if weight.ndim == 2 else ("grouped_matmul", weight if weight.ndim == 3 else weight[:, 0])
-    device = device_of(weight.held_data)
+    device = device_of(weight.data_source)
     kernels = [k for k in registry().table.kernels if k.op == op and k.framework == weight.framework and k.reads]
 
     def winner(stored: ScaledTensor) -> Kernel | None:

@@ -54,7 +54,7 @@ def _wide(dtypes: Dtypes) -> bool:
 class Held:
     """The integers in place of the components of a tensor; see `breccia.tensors.tensor.Held`.
 
-    given: one integer for each item of a component, or with `as_bytes` the leaves of the pytree. A component that neither of
+    sources: one integer for each item of a component, or with `as_bytes` the leaves of the pytree. A component that neither of
     them replaces is itself here.
     before: what the tensor holds that this one is the transpose of, if it is known. Kernels read that: JAX's arrays have no
     strides, so that a transpose is a copy outside of compiled functions, and inside of them where XLA cannot merge it with what
@@ -62,17 +62,17 @@ class Held:
     lengths: see `Static`.
     """
 
-    __slots__ = ("_other", "as_bytes", "before", "dtypes", "given", "lengths")
+    __slots__ = ("_other", "as_bytes", "before", "dtypes", "lengths", "sources")
 
     def __init__(
         self,
-        given: tuple[Any, ...],
+        sources: tuple[Any, ...],
         dtypes: Dtypes,
         as_bytes: bool = False,
         before: Held | None = None,
         lengths: Lengths = (None, None),
     ) -> None:
-        self.given, self.dtypes, self.before, self.lengths = given, dtypes, before, lengths
+        self.sources, self.dtypes, self.before, self.lengths = sources, dtypes, before, lengths
         self.as_bytes = as_bytes and _wide(dtypes)
         #: Words made from bytes, or bytes made from words.
         self._other: tuple[Any, ...] | None = None
@@ -80,12 +80,12 @@ class Held:
     @property
     def leaves(self) -> tuple[Any, ...]:
         """One integer for each item of a component."""
-        return self._converted() if self.as_bytes else self.given
+        return self._converted() if self.as_bytes else self.sources
 
     @property
     def flat(self) -> tuple[Any, ...]:
         """The leaves of the pytree."""
-        return self.given if self.as_bytes or not _wide(self.dtypes) else self._converted()
+        return self.sources if self.as_bytes or not _wide(self.dtypes) else self._converted()
 
     def _converted(self) -> tuple[Any, ...]:
         if self._other is not None:
@@ -93,18 +93,18 @@ class Held:
         change = _words_of if self.as_bytes else _bytes_of
         other = tuple(
             change(leaf, dtype) if dtype is not None and self.replaces(n) else leaf
-            for n, (leaf, dtype) in enumerate(zip(self.given, self.dtypes, strict=True))
+            for n, (leaf, dtype) in enumerate(zip(self.sources, self.dtypes, strict=True))
         )
-        if all(map(_outlives, other, self.given)):
+        if all(map(_outlives, other, self.sources)):
             self._other = other
         return other
 
     @property
-    def turned(self) -> bool:
+    def is_transposed(self) -> bool:
         return self.before is not None
 
     def replaces(self, n: int) -> bool:
-        leaf, dtype = self.given[n], self.dtypes[n]  # placeholders are components themselves
+        leaf, dtype = self.sources[n], self.dtypes[n]  # placeholders are components themselves
         if dtype is None:
             return False
         word = _word(dtype)
@@ -113,17 +113,17 @@ class Held:
         return getattr(leaf, "dtype", None) == word
 
     def component(self, n: int) -> Any:
-        leaf, dtype = self.given[n], self.dtypes[n]
+        leaf, dtype = self.sources[n], self.dtypes[n]
         if dtype is None or not self.replaces(n):
             return leaf
         return _viewed(_words_of(leaf, dtype) if self.as_bytes else leaf, dtype)
 
     def dtype(self, n: int) -> Any:
-        return jnp.dtype(self.dtypes[n]) if self.replaces(n) else self.given[n].dtype
+        return jnp.dtype(self.dtypes[n]) if self.replaces(n) else self.sources[n].dtype
 
     def shape(self, n: int) -> tuple[Any, ...]:
         """The shape of component `n`."""
-        shape, dtype = tuple(self.given[n].shape), self.dtypes[n]
+        shape, dtype = tuple(self.sources[n].shape), self.dtypes[n]
         wide = self.as_bytes and dtype is not None and _word(dtype) != _BYTE and self.replaces(n)
         return shape[:-1] if wide else shape
 
@@ -135,7 +135,7 @@ class Held:
 
     def run(self, structural: Any, st: ScaledTensor, argument: Any) -> ScaledTensor:
         """Compiled for slices of concrete arrays; other positions would compile a function each."""
-        here = isinstance(self.given[0], jax.Array) and not isinstance(self.given[0], Tracer)
+        here = isinstance(self.sources[0], jax.Array) and not isinstance(self.sources[0], Tracer)
         if here and all(isinstance(cut, range) for cut in argument):
             return _structural(st, structural, argument)
         return structural(st, argument)
@@ -229,10 +229,10 @@ def untransposed(x: Any) -> tuple[Any, bool]:
     On explicit meshes it is not looked for: shardings there are those of the operands.
     """
     source = x.held if isinstance(x, ScaledTensor) else None
-    if not isinstance(source, Held) or source.before is None or jax.typeof(source.before.given[0]).sharding.mesh.explicit_axes:
+    if not isinstance(source, Held) or source.before is None or jax.typeof(source.before.sources[0]).sharding.mesh.explicit_axes:
         return x, False
     recipe, layout, axis, padding = Metadata.of(x)
-    return ScaledTensor.from_held(source.transposed(()), recipe, transposed(layout), -3 - axis, padding), True
+    return ScaledTensor.from_sources(source.transposed(()), recipe, transposed(layout), -3 - axis, padding), True
 
 
 def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
@@ -244,7 +244,7 @@ def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
 
 
 def _lengths(st: ScaledTensor) -> Lengths:
-    data, layout = st.held_data, st.layout
+    data, layout = st.data_source, st.layout
     shape = getattr(data, "shape", ())
     moved = isinstance(layout, InStorage) and layout.data_axes
     if not layout.partial or moved or len(shape) < 2 or not all(isinstance(n, int) for n in shape[-2:]):
@@ -262,7 +262,7 @@ def described(st: ScaledTensor) -> Descriptions:
     """The shape and dtype of each component, of which none is made; None for those that the tensor lacks."""
     source = st.held
     if isinstance(source, Held):
-        return tuple(None if leaf is None else (source.shape(n), source.dtype(n)) for n, leaf in enumerate(source.given))
+        return tuple(None if leaf is None else (source.shape(n), source.dtype(n)) for n, leaf in enumerate(source.sources))
     parts = (getattr(st, part) for part in PARTS)
     return tuple(None if part is None else (tuple(part.shape), part.dtype) for part in parts)
 
@@ -289,7 +289,7 @@ def _check_bytes(source: Any) -> None:
     """Raise LayoutError for a leaf that should have the bytes of items along its last axis, and has not."""
     if not isinstance(source, Held) or not source.as_bytes:
         return
-    for n, (leaf, dtype) in enumerate(zip(source.given, source.dtypes, strict=True)):
+    for n, (leaf, dtype) in enumerate(zip(source.sources, source.dtypes, strict=True)):
         size = 1 if dtype is None else _word(dtype).itemsize
         if size > 1 and leaf.dtype == _BYTE and leaf.shape[-1:] != (size,):
             scope = " A global scale covers all matrices, so jax.vmap and jax.lax.scan cannot part them: give them "
@@ -322,7 +322,7 @@ def of_leaves(static: Static, leaves: Any, as_bytes: bool = False) -> ScaledTens
     """The tensor of these integers in place of its components, or of the leaves of the pytree with `as_bytes`. Unchecked."""
     if any(static.dtypes):
         source = Held(tuple(leaves), static.dtypes, as_bytes, lengths=static.lengths)
-        return ScaledTensor.from_held(source, *static.metadata)
+        return ScaledTensor.from_sources(source, *static.metadata)
     return static.metadata.assembled(*leaves)
 
 

@@ -47,7 +47,7 @@ class ScaledParam(nnx.Variable[Any]):
     def get_value(self, **options: Any) -> Any:
         value = super().get_value(**options)
         # Flax puts descriptions of arrays in their places to print a module.
-        has_arrays = isinstance(value, ScaledWeight) and isinstance(value.tensor.held_data, Array | np.ndarray)
+        has_arrays = isinstance(value, ScaledWeight) and isinstance(value.tensor.data_source, Array | np.ndarray)
         return value.unbox() if has_arrays else value
 
     @property

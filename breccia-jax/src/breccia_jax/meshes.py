@@ -119,7 +119,7 @@ def _check_shard(name: str, st: ScaledTensor) -> None:
     shape, layout = st.shape, st.layout.plain
     try:
         if st.storage == PLAIN:
-            layout.validate(st.held_data, st.scale, shape=shape, axis=st.axis)
+            layout.validate(st.data_source, st.scale, shape=shape, axis=st.axis)
         else:
             _check_stored(st)
     except LayoutError as e:
@@ -152,10 +152,10 @@ def _check_stored(st: ScaledTensor) -> None:
 
 def _check_lengths(name: str, st: ScaledTensor, axes: tuple[str, ...]) -> None:
     """Raise LayoutError where an axis with a partial last block has been cut or joined."""
-    if not isinstance(st.held, Held) or len(st.held_data.shape) < 2:
+    if not isinstance(st.held, Held) or len(st.data_source.shape) < 2:
         return
     for axis, length in zip((-2, -1), st.held.lengths, strict=True):
-        if length is None or (count := st.held_data.shape[axis]) == length:
+        if length is None or (count := st.data_source.shape[axis]) == length:
             continue
         size = st.layout.block(st.axis)[axis == st.axis]
         where = f"inside shard_map over {', '.join(map(repr, axes))}, the shard of {name}" if axes else f"{name}"

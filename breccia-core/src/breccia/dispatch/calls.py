@@ -43,7 +43,7 @@ def runner_of(op: Operation) -> Callable[[tuple[Any, ...], Prefer], Any]:
         a = arguments[0]
         array = a
         if scaled and isinstance(a, ScaledTensor):
-            array = a.held_data
+            array = a.data_source
             if rows and array.ndim == 1 and is_row(a):  # kernels receive matrices
                 return load("breccia.kernels.composites:of_row")(partial(_starred, run, prefer), arguments)
         chosen = registry().table.choose(

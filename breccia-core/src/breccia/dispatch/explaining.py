@@ -28,7 +28,7 @@ def explain(name: str, operands: tuple[Any, ...], on: str | None, prefer: Prefer
     op = registry().operation(name)
     a, b, new = _values(op, name, [_named_operand(x) if isinstance(x, str) else x for x in operands])
     there = [x for x in (a, b) if x is not None and not isinstance(x, ScalingRecipe) and x is not _PLAIN_OPERAND]
-    arrays = [x.held_data if isinstance(x, ScaledTensor) else x for x in there]
+    arrays = [x.data_source if isinstance(x, ScaledTensor) else x for x in there]
     home, _, device = (on or "").partition(":")
     framework = framework_of(arrays[0]).name if arrays else home or "numpy"
     declared: Framework = registry().look_up("breccia_frameworks", home or framework, "framework")

@@ -41,7 +41,7 @@ def bucket(n: int) -> int:
 
 def array_of(x: Any) -> Any:
     """The array that determines an operand's framework and device: the codes of a ScaledTensor."""
-    return x.held_data if isinstance(x, ScaledTensor) else x
+    return x.data_source if isinstance(x, ScaledTensor) else x
 
 
 def device_of_operand(x: Any) -> Device:
@@ -77,7 +77,7 @@ def shape_of(x: Any) -> tuple[int, ...]:
 
 def is_empty(x: Any) -> bool:
     """Whether the operand has no elements"""
-    return 0 in (x.held_data.shape if isinstance(x, ScaledTensor) else x.shape)
+    return 0 in (x.data_source.shape if isinstance(x, ScaledTensor) else x.shape)
 
 
 def aligned_of(x: Any) -> tuple[int, int]:
@@ -183,9 +183,9 @@ def as_fact(name: str, value: Any) -> Hashable:
 _BY_PRESENCE = ("scale", "seed", "out")
 #: Facts that are attributes, with their paths: for an array, and for a ScaledTensor.
 ATTRIBUTES = {
-    "device": ("device", "held_data.device"),
+    "device": ("device", "data_source.device"),
     "dtype": ("dtype", "data_dtype"),
-    "ndim": ("ndim", "held_data.ndim"),
+    "ndim": ("ndim", "data_source.ndim"),
     "axis": ("axis", "axis"),
     "recipe": ("recipe.interned_key", "recipe.interned_key"),
     "layout": ("layout.interned_key", "layout.interned_key"),
@@ -193,4 +193,4 @@ ATTRIBUTES = {
 }
 #: Facts derived from the shape, and the attributes that determine it.
 OF_SHAPE = (bucketed_shape, shape_of, is_empty, aligned_of)
-SHAPES = (("shape",), ("held_data.shape", "padding", "axis", "recipe.interned_key", "layout.interned_key"))
+SHAPES = (("shape",), ("data_source.shape", "padding", "axis", "recipe.interned_key", "layout.interned_key"))

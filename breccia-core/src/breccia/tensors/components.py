@@ -38,7 +38,7 @@ def scale_block(st: ScaledTensor, name: str) -> Block:
 
 def is_row(st: ScaledTensor) -> bool:
     """Whether the tensor is one row with its own blocks: 1-D. Kernels decode it as a matrix of one row."""
-    return len(st.held_data.shape) == 1 and st.layout.storage == PLAIN and st.layout.block() != TENSOR
+    return len(st.data_source.shape) == 1 and st.layout.storage == PLAIN and st.layout.block() != TENSOR
 
 
 def part_grids(st: ScaledTensor) -> dict[str, Grid]:

@@ -34,7 +34,7 @@ def line(st: ScaledTensor) -> str:
 def _line(st: ScaledTensor) -> str:
     others = "" if st.axis == -1 else f", axis={st.axis}"
     others += "" if st.storage == PLAIN else f", storage={st.storage!r}"
-    where = f"{st.framework} {place_of(st.held_data)}"
+    where = f"{st.framework} {place_of(st.data_source)}"
     return f"breccia.ScaledTensor({st.recipe.spec!r}, shape={st.shape}, {where}, {bits_per_value(st)} bits per value{others})"
 
 
@@ -62,7 +62,7 @@ def _table(st: ScaledTensor) -> str:
     facts = {
         "recipe": st.recipe.spec,
         "shape": st.shape,
-        "framework": f"{st.framework}, {place_of(st.held_data)}",
+        "framework": f"{st.framework}, {place_of(st.data_source)}",
         "bits per value": bits_per_value(st),
         **{name: f"{dtype_name(part)}, {tuple(part.shape)}" for name, part in components(st).items()},
         "layout": st.layout.plain,

@@ -47,7 +47,7 @@ def concat(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
     _check_layouts("concat", [st.layout.along(()) if runs_along else st.layout for st in sts], shape, first.axis)
     sts = [st for st in sts if st.shape[axis]] or sts[:1]
     _check_ends(sts, axis)
-    ops, columns = ops_of(first.held_data), _columns(sts)
+    ops, columns = ops_of(first.data_source), _columns(sts)
     parts = {"data": ops.concat(columns.pop("data"), axis), **_joined_scales(ops, sts, columns, axis)}
     layout = reduce(lambda a, b: a.followed_by(b), (st.layout for st in sts)) if runs_along else first.layout
     return _joined_tensor(sts, parts, layout=layout.fitted(shape, first.axis), padding=sts[-1].padding)
@@ -83,7 +83,7 @@ def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
             axis=axis,
         )
     _check_layouts("stack", [st.layout for st in sts], shape, first.axis)
-    ops = ops_of(first.held_data)
+    ops = ops_of(first.data_source)
     parts: dict[str, Array] = {}
     for name, column in _columns(sts).items():
         if name != "data":
@@ -128,7 +128,7 @@ def _alike(op: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
             )
     sts = [st.to_plain() for st in sts]
     first = sts[0]
-    same_framework({f"tensors[{n}]": st.held_data for n, st in enumerate(sts)})
+    same_framework({f"tensors[{n}]": st.data_source for n, st in enumerate(sts)})
     for n, st in enumerate(sts):
         if st.recipe != first.recipe:
             raise UnsupportedError(

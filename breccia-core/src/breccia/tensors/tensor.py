@@ -50,8 +50,8 @@ class Held(Protocol):
         ...
 
     @property
-    def given(self) -> tuple[Any, ...]:
-        """What is held for them, of which the first one has the shape of data: a component, or what it is made from."""
+    def sources(self) -> tuple[Any, ...]:
+        """One for each component: the component itself, or what it is made from. The first one has the shape of data."""
         ...
 
     @property
@@ -60,8 +60,8 @@ class Held(Protocol):
         ...
 
     @property
-    def turned(self) -> bool:
-        """Whether the leaves are the transposes of those in memory, which `transposed` gives back."""
+    def is_transposed(self) -> bool:
+        """Whether the leaves are the transposes of the leaves in memory, which `transposed` gives back."""
         ...
 
     def replaces(self, n: int) -> bool:
@@ -77,11 +77,11 @@ class Held(Protocol):
         ...
 
     def moved(self, leaves: tuple[Any, ...]) -> Held:
-        """The same for other leaves."""
+        """What a tensor with these leaves holds."""
         ...
 
     def transposed(self, leaves: tuple[Any, ...]) -> Held:
-        """The same for these leaves, the transposes of its own."""
+        """What the transposed tensor holds, whose leaves are `leaves`."""
         ...
 
     def run(self, structural: Callable[[ScaledTensor, Any], ScaledTensor], st: ScaledTensor, argument: Any) -> ScaledTensor:
@@ -123,7 +123,7 @@ class ScaledTensor:
     axis: int
     #: Padding codes at the end of `axis`, less than one packing group.
     padding: int
-    #: What is held in place of components, which are then made when they are read: see `Held`. None for most tensors.
+    #: What the tensor holds in place of components, which are then made when they are read: see `Held`. None for most tensors.
     held: Held | None = field(init=False)
 
     @traced_by_framework
@@ -181,9 +181,9 @@ class ScaledTensor:
         return self
 
     @classmethod
-    def from_held(cls, held: Held, recipe: ScalingRecipe, layout: Layout, axis: int, padding: int) -> ScaledTensor:
-        """The tensor whose components are made from `held` when they are read, unchecked: for pytrees."""
-        data, scale, zero_point, global_scale = held.given
+    def from_sources(cls, held: Held, recipe: ScalingRecipe, layout: Layout, axis: int, padding: int) -> ScaledTensor:
+        """The tensor whose components are made from the sources of `held` when they are read, unchecked: for pytrees."""
+        data, scale, zero_point, global_scale = held.sources
         self = cls.from_parts(data, scale, recipe, layout, zero_point, global_scale, axis, padding)
         for n, unset in enumerate(_UNSET):
             if held.replaces(n):
@@ -192,10 +192,10 @@ class ScaledTensor:
         return self
 
     @property
-    def held_data(self) -> Any:
-        """An array of the shape, framework and device of `data`, which may have to be made."""
+    def data_source(self) -> Any:
+        """`data`, or the array from which it is made when it is read: of the same shape, framework and device."""
         held = self.held
-        return self.data if held is None else held.given[0]
+        return self.data if held is None else held.sources[0]
 
     @property
     def shape(self) -> Shape:
@@ -205,7 +205,7 @@ class ScaledTensor:
     @property
     @traced_by_framework
     def ndim(self) -> int:
-        return len(self.held_data.shape) if self.layout.storage == PLAIN else len(self.shape)
+        return len(self.data_source.shape) if self.layout.storage == PLAIN else len(self.shape)
 
     @property
     def size(self) -> int:
@@ -220,7 +220,7 @@ class ScaledTensor:
     @traced_by_framework
     def dtype(self) -> Any:
         """The dtype that `dequantize` returns by default, FP32, as the framework's object; `data_dtype` is that of codes."""
-        return ops_of(self.held_data).constant(0.0, self.held_data).dtype
+        return ops_of(self.data_source).constant(0.0, self.data_source).dtype
 
     @property
     @traced_by_framework
@@ -240,19 +240,19 @@ class ScaledTensor:
     @traced_by_framework
     def nbytes(self) -> int:
         """Total bytes of all components."""
-        parts = components(self).values() if self.held is None else self.held.given
+        parts = components(self).values() if self.held is None else self.held.sources
         return sum(array_nbytes(part) for part in parts if part is not None)
 
     @property
     @traced_by_framework
     def framework(self) -> str:
         """Name of the framework of the components: "numpy", "torch", "jax", "mlx", ..."""
-        return framework_of(self.held_data, "data").name
+        return framework_of(self.data_source, "data").name
 
     @property
     def device(self) -> Any:
         """The framework's device of `data`; "cpu" for NumPy, None where arrays have no device."""
-        return getattr(self.held_data, "device", None)
+        return getattr(self.data_source, "device", None)
 
     @property
     @traced_by_framework
@@ -281,7 +281,7 @@ class ScaledTensor:
         recipe, layout, axis = self.recipe, transposed(layout), -3 - self.axis
         if held is not None:
             leaves = (data, scale, zero_point, global_scale)
-            return ScaledTensor.from_held(held.transposed(leaves), recipe, layout, axis, self.padding)
+            return ScaledTensor.from_sources(held.transposed(leaves), recipe, layout, axis, self.padding)
         return ScaledTensor.from_parts(data, scale, recipe, layout, zero_point, global_scale, axis, self.padding)
 
     @property
@@ -432,7 +432,7 @@ class ScaledTensor:
             (2, 4, 4, 64)
         """
         self = self.to_plain()
-        old, ops = self.shape, ops_of(self.held_data)
+        old, ops = self.shape, ops_of(self.data_source)
         new = inferred(shape, old)
         if new == old:
             return self
@@ -459,7 +459,7 @@ class ScaledTensor:
                 "breccia.dequantize(st, out_dtype=...).",
                 device=str(device),
             )
-        ops = ops_of(self.held_data)
+        ops = ops_of(self.data_source)
         parts = named_leaves(self)
         places = {name: device if name == "data" else ops.beside(part, device) for name, part in parts.items()}
         return moved(self, {name: ops.to(part, places[name]) for name, part in parts.items()})
@@ -489,7 +489,7 @@ class ScaledTensor:
         check_dropped(self, cuts, grids)
         for axis, (cut, length) in enumerate(zip(cuts, shape, strict=True)):
             check_cut(cut, axis, length, whole_unit(grids.values(), axis))
-        ops = ops_of(self.held_data)
+        ops = ops_of(self.data_source)
         parts = {name: cut_component(ops, part, grids[name], cuts, shape) for name, part in named_leaves(self).items()}
         along, length = cuts[self.axis], shape[self.axis]
         if isinstance(along, int) or drops(along):
@@ -505,7 +505,7 @@ class ScaledTensor:
         block, shape = self.layout.block(self.axis), self.shape
         if block != (1, None) or len(self.scale.shape) == len(shape):
             return self
-        ops, parts = ops_of(self.held_data), named_leaves(self)
+        ops, parts = ops_of(self.data_source), named_leaves(self)
         scales = {name: part for name, part in parts.items() if name in ("scale", "zero_point")}
         wide = {name: expanded(ops, part, len(shape[:-2]), shape, self.axis, block) for name, part in scales.items()}
         return moved(self, parts | wide)
@@ -565,7 +565,7 @@ def moved(st: ScaledTensor, parts: dict[str, Any], **changed: Any) -> ScaledTens
     """`with_parts`, for parts made from those of `named_leaves`."""
     if st.held is None:
         return with_parts(st, parts, **changed)
-    return ScaledTensor.from_held(st.held.moved(tuple(map(parts.get, PARTS))), **(_metadata(st) | changed))
+    return ScaledTensor.from_sources(st.held.moved(tuple(map(parts.get, PARTS))), **(_metadata(st) | changed))
 
 
 def _metadata(st: ScaledTensor) -> dict[str, Any]:
@@ -628,7 +628,7 @@ def fill(
 def logical_shape(st: ScaledTensor) -> Shape:
     """`st.shape`; module-level, so that torch.compile can substitute it."""
     layout, held = st.layout, st.held
-    data_shape = tuple((st.data if held is None else held.given[0]).shape)
+    data_shape = tuple((st.data if held is None else held.sources[0]).shape)
     if layout.storage != PLAIN:
         assert isinstance(layout, InStorage)
         if (stored := layout.shape(data_shape, st.axis)) is not None:

@@ -24,7 +24,7 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
     """High-precision values of `st`, as `breccia.dequantize` documents."""
     ops = ops_of(st.data, "data")
     name, out = options.out_dtype, options.out
-    if st.held is not None and st.held.turned:  # codes are read in the order of memory
+    if st.held is not None and st.held.is_transposed:  # codes are read in the order of memory
         return result(ops, ops.swap(dequantize(st.mT)), name, out)
     check_layout(st.layout)
     need_one_device(st=st)  # frameworks compute with scales of shape () of some other devices
