@@ -229,7 +229,11 @@ def untransposed(x: Any) -> tuple[Any, bool]:
     On explicit meshes it is not looked for: shardings there are those of the operands.
     """
     source = x.held if isinstance(x, ScaledTensor) else None
-    if not isinstance(source, Held) or source.before is None or jax.typeof(source.before.sources[0]).sharding.mesh.explicit_axes:
+    if (
+        not isinstance(source, Held)
+        or source.before is None
+        or jax.typeof(source.before.sources[0]).sharding.mesh.explicit_axes
+    ):
         return x, False
     recipe, layout, axis, padding = Metadata.of(x)
     return ScaledTensor.from_sources(source.transposed(()), recipe, transposed(layout), -3 - axis, padding), True

@@ -136,8 +136,8 @@ def multiplies(x: Array, b: ScaledTensor) -> bool:
 def _chosen(op: str, a: Any, b: Any = None, recipe: Any = None, options: Any = None, prefer: Prefer = None) -> Any:
     known = registry()
     operation = known.operation(op)
-    given = operation.default if options is None else options
-    return known.table.choose(operation, "jax", a, b, recipe, given, prefer)
+    used = operation.default if options is None else options
+    return known.table.choose(operation, "jax", a, b, recipe, used, prefer)
 
 
 def _is_eager(chosen: Any) -> bool:
@@ -211,8 +211,8 @@ class Tensor:
         st, turned = untransposed(x)
         dtypes = (None,) * len(PARTS) if st.held is None else st.held.dtypes
         parts = [(*both, part) for *both, part in zip(PARTS, dtypes, _leaves(st), strict=True) if part is not None]
-        names, found, arrays = zip(*parts, strict=True)
-        return cls(_text_of(Metadata.of(st)), names, found, turned), list(arrays)
+        names, kinds, arrays = zip(*parts, strict=True)
+        return cls(_text_of(Metadata.of(st)), names, kinds, turned), list(arrays)
 
     def generic(self, arrays: Sequence[Array]) -> ScaledTensor:
         """The tensor with these arrays."""
@@ -385,8 +385,8 @@ class Each(OnCPU):
 
     def run(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
         for i in range(self.count):
-            given = [a[i, ...] if mapped else a for a, mapped in zip(arrays, self.mapped, strict=True)]
-            self.call.run(given, [result[i, ...] for result in results])
+            operands = [a[i, ...] if mapped else a for a, mapped in zip(arrays, self.mapped, strict=True)]
+            self.call.run(operands, [result[i, ...] for result in results])
 
 
 def each(call: NumPyProgram, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
@@ -453,15 +453,15 @@ class _Result:
     @property
     def leaves(self) -> Shapes:
         """Of the arrays that hold the components."""
-        held = (leaf_of(jax.ShapeDtypeStruct(self.shapes[name], jnp.dtype(dtype)))[0] for name, dtype in self.dtypes.items())
-        return tuple((leaf.shape, dtype_name(leaf)) for leaf in held)
+        leaves = (leaf_of(jax.ShapeDtypeStruct(self.shapes[name], jnp.dtype(dtype)))[0] for name, dtype in self.dtypes.items())
+        return tuple((leaf.shape, dtype_name(leaf)) for leaf in leaves)
 
     def assembled(self, leaves: Sequence[Array]) -> ScaledTensor:
         names, by_name = tuple(self.dtypes), {}
         for name, leaf in zip(names, leaves, strict=True):
             by_name[name] = leaf, None if dtype_name(leaf) == self.dtypes[name] else self.dtypes[name]
-        found = [by_name.get(name, (None, None)) for name in PARTS]
-        return of_leaves(Static(self.metadata, tuple(dtype for _, dtype in found)), tuple(leaf for leaf, _ in found))
+        pairs = [by_name.get(name, (None, None)) for name in PARTS]
+        return of_leaves(Static(self.metadata, tuple(dtype for _, dtype in pairs)), tuple(leaf for leaf, _ in pairs))
 
     def numpy(self, memory: Sequence[np.ndarray]) -> ScaledTensor:
         """The tensor of NumPy in this memory."""

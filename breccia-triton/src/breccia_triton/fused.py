@@ -25,7 +25,7 @@ _BLOCK, _WARPS = 1024, 4
 
 
 @dataclass(frozen=True)
-class Given:
+class OperandFacts:
     """An operand as a matrix of lines (rows of a, columns of b), each of K numbers, in memory in one of two orders.
 
     codes: None for an array of a dtype. k_last: whether K is last in memory. aligned: 16 divides the address of numbers.
@@ -60,14 +60,14 @@ class Given:
         return self.codes.source(Tile(1 if self.codes.axis == -1 else 0, 1, tall, tall, 1, wide, wide))
 
 
-def scaled(codes: Codes, fmt: Format) -> Given:
+def scaled(codes: Codes, fmt: Format) -> OperandFacts:
     """A ScaledTensor as an operand. Raises Unsupported."""
     matrices, *sides = codes.flat_shape
     k_last = codes.axis == -1
     lines, depth = sides if k_last else sides[::-1]
     if deepest(group_of(codes.block)) < STEP:
         raise Unsupported(f"blocks of {group_of(codes.block)} columns; steps of a product take multiples of {STEP}")
-    return Given(matrices, lines, depth, k_last, codes=codes, block=codes.block, format=fmt)
+    return OperandFacts(matrices, lines, depth, k_last, codes=codes, block=codes.block, format=fmt)
 
 
 class Product:
@@ -78,7 +78,7 @@ class Product:
     """
 
     def __init__(
-        self, a: Given, b: Given, bias: str | None, out_dtype: str, hardware: Hardware, choose: Choose | None = None
+        self, a: OperandFacts, b: OperandFacts, bias: str | None, out_dtype: str, hardware: Hardware, choose: Choose | None = None
     ) -> None:  # fmt: skip
         """bias: its dtype. choose: returns choices; by default those of the device."""
         if 1 < a.matrices != b.matrices > 1:
@@ -111,7 +111,7 @@ class Product:
             self.sum = Launch(sum_kernel, programs, arguments, constants, _WARPS, (count, columns))
 
     @staticmethod
-    def _way(a: Given, b: Given, hardware: Hardware) -> Way:
+    def _way(a: OperandFacts, b: OperandFacts, hardware: Hardware) -> Way:
         assert b.format is not None
         if a.format is None:
             return needed(way_of(b.format, b.group, a.dtype))
@@ -119,14 +119,14 @@ class Product:
         least = min(deepest(a.group), deepest(b.group))
         return needed(way_of_fp8(a.format, b.format, hardware.fp8 and hardware.ptx and a.k_last and b.k_last and least >= 32))
 
-    def _key(self, a: Given, b: Given) -> Any:
+    def _key(self, a: OperandFacts, b: OperandFacts) -> Any:
         """What the best choice depends on."""
         assert b.codes is not None and b.block is not None
         rows = 1 << (min(a.lines, 4096) - 1).bit_length()
         facts = (a.dtype if a.codes is None else a.codes.kind, b.codes.kind, block_text(b.block), f"rows {rows}")
         return key_of("fused", b.matrices * b.lines * b.depth, *facts)
 
-    def _plan(self, a: Given, b: Given, ptx: bool, choice: Choice) -> Plan:
+    def _plan(self, a: OperandFacts, b: OperandFacts, ptx: bool, choice: Choice) -> Plan:
         rows = min(max(16, power_of_two(a.lines)), 128)
         lines = choice.lines or (64 if rows <= 64 else 128)
         if self.way.parts > 1:
@@ -152,7 +152,7 @@ class Product:
             split, self.way.dot, self.way.parts, INTERPRETED, int(a.matrices > 1), int(b.matrices > 1), ptx,
         )  # fmt: skip
 
-    def _side(self, operand: Given, second: bool) -> Side:
+    def _side(self, operand: OperandFacts, second: bool) -> Side:
         """The constants of an operand."""
         plan, way = self.plan, self.way
         lines = plan.lines if second else plan.rows

@@ -16,7 +16,7 @@ from . import tuning
 from .choices import Choose
 from .cuda.fp8_matmul import check_out
 from .facts import Hardware
-from .fused import Given, Product, scaled
+from .fused import OperandFacts, Product, scaled
 from .launch import Launcher, Remembered, current_stream, empty
 from .multiplying import Operand, multiplied, need_one_device_for
 from .operands import addresses, codes_of, hardware, leading, writable
@@ -35,7 +35,7 @@ def fused_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
 _calls = Remembered()
 
 
-def described(operand: Operand, merged: bool, hardware: Hardware) -> Given:
+def described(operand: Operand, merged: bool, hardware: Hardware) -> OperandFacts:
     """The facts of an operand. merged: leading axes are rows, where they can be. Raises Unsupported."""
     x = operand.x
     if operand.scaled:
@@ -43,7 +43,7 @@ def described(operand: Operand, merged: bool, hardware: Hardware) -> Given:
     *lead, rows, depth = x.shape
     count = math.prod(lead)
     matrices, rows = (1, count * rows) if merged else (count, rows)
-    return Given(matrices, rows, depth, True, dtype_name(x), aligned=x.data_ptr() % 16 == 0)
+    return OperandFacts(matrices, rows, depth, True, dtype_name(x), aligned=x.data_ptr() % 16 == 0)
 
 
 def _new_call(a: Operand, b: Operand, bias: Any, out_dtype: str) -> Call:

@@ -57,31 +57,31 @@ Shapes = tuple[tuple[str, Shape, str], ...]
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`cast` as `breccia.cast` documents it."""
-    found = _cast("cast", x, recipe, options)
-    if found is None:
+    results = _cast("cast", x, recipe, options)
+    if results is None:
         plain = options.storage == PLAIN
         return reference.cast(x, recipe, options) if plain else storages.cast(x, recipe, options)
-    return found[0]
+    return results[0]
 
 
 def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
     """`cast_pair` as `breccia.cast_pair` documents it: from one read, or two casts where they are faster."""
-    found = _cast("cast_pair", x, recipe, options)
-    if found is None:
+    pair = _cast("cast_pair", x, recipe, options)
+    if pair is None:
         return cast(x, recipe, options.replace(axis=-1)), cast(x, recipe, options.replace(axis=-2))
-    return found
+    return pair
 
 
 def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Any:
     """`cast_ste` as `breccia.cast_ste` documents it, without codes in memory. The frontend computes gradients."""
-    found = _cast("cast_ste", x, recipe, options)
-    return reference.cast_ste(x, recipe, options) if found is None else found[0]
+    results = _cast("cast_ste", x, recipe, options)
+    return reference.cast_ste(x, recipe, options) if results is None else results[0]
 
 
 def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Any, Any]:
     """`record_amax` as `breccia.AmaxHistory.update` documents it, in one launch."""
-    found = _cast("record_amax", x, recipe, DEFAULT, _history(amaxes, scale))
-    return reference.record_amax(x, recipe, amaxes, scale) if found is None else found
+    results = _cast("record_amax", x, recipe, DEFAULT, _history(amaxes, scale))
+    return reference.record_amax(x, recipe, amaxes, scale) if results is None else results
 
 
 def cast_and_record(
@@ -89,16 +89,18 @@ def cast_and_record(
 ) -> tuple[ScaledTensor, Any, Any]:
     """`cast_and_record` as `breccia.AmaxHistory.cast` documents it: the input is read once."""
     history = _history(amaxes, scale)
-    found = None if history is None else _cast("cast_and_record", x, recipe, options.replace(scale=history["before"]), history)
-    if found is None:
+    results = (
+        None if history is None else _cast("cast_and_record", x, recipe, options.replace(scale=history["before"]), history)
+    )
+    if results is None:
         return cast(x, recipe, options.replace(scale=scale)), *record_amax(x, recipe, amaxes, scale)
-    return found
+    return results
 
 
 def requantize(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`requantize` as `breccia.requantize` documents it, for values that are cast: decoded in registers."""
-    found = None if options.require_exact else _cast("requantize", st, recipe, options.replace(axis=st.axis))
-    return composites.requantize(st, recipe, options) if found is None else found[0]
+    results = None if options.require_exact else _cast("requantize", st, recipe, options.replace(axis=st.axis))
+    return composites.requantize(st, recipe, options) if results is None else results[0]
 
 
 def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
@@ -141,9 +143,9 @@ def is_array(x: Any) -> bool:
 def _history(amaxes: Any, scale: Any) -> dict[str, Any] | None:
     """The numbers of an `AmaxHistory` by the parameters of kernels; None where they are not as kernels read them."""
     before = scale if is_array(scale) else jnp.asarray(float(scale), jnp.float32)
-    found = {"before": before, "amaxes": amaxes} if len(amaxes) else {"before": before}
-    fits = all(is_array(a) and a.dtype == jnp.float32 for a in found.values()) and before.shape == ()
-    return found if fits else None
+    numbers = {"before": before, "amaxes": amaxes} if len(amaxes) else {"before": before}
+    fits = all(is_array(a) and a.dtype == jnp.float32 for a in numbers.values()) and before.shape == ()
+    return numbers if fits else None
 
 
 def components(st: ScaledTensor) -> dict[str, Any]:
@@ -168,8 +170,8 @@ def placeholder(metadata: Metadata, shapes: Shapes) -> ScaledTensor:
 
 def codes_of(ops: Ops, shapes: Shapes, st: ScaledTensor, spec: Spec, hardware: Hardware, merged: bool) -> Codes:
     """The facts of a tensor of `placeholder`. merged: as of `Codes`. Raises Unsupported."""
-    found = {name: Operand(shape, dtype) for name, shape, dtype in shapes}
-    parts = {name: found[_COMPONENTS[name]] for name in st.recipe.format.parts}
+    operands = {name: Operand(shape, dtype) for name, shape, dtype in shapes}
+    parts = {name: operands[_COMPONENTS[name]] for name in st.recipe.format.parts}
     need_small(tuple(st.shape))
     return Codes(st, spec, parts, ops.dtypes(st.recipe.format), hardware, merged)
 
@@ -185,9 +187,9 @@ def as_integers(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name: lax.bitcast_convert_type(a, _INTEGERS[a.dtype.itemsize]) for name, a in arrays.items()}
 
 
-def _written(made: Prepared) -> Iterator[tuple[str, Shape, str, bool]]:
+def _written(prepared: Prepared) -> Iterator[tuple[str, Shape, str, bool]]:
     """(parameter, shape, dtype, whether it has padding) of each component that a kernel writes."""
-    for written, prefix in zip(made.written, ("", "other_"), strict=False):
+    for written, prefix in zip(prepared.written, ("", "other_"), strict=False):
         for name, (part, shape, dtype) in zip(written.arguments(prefix), written.parts, strict=True):
             yield name, shape, dtype, part in written.padded
 
@@ -244,55 +246,57 @@ class Cast(OnGPU):
     @property
     def supported(self) -> bool:
         """Whether there is a kernel for it, which reads a supplied scale as it is."""
-        made = _prepared(self)
-        if isinstance(made, str):
+        prepared = _prepared(self)
+        if isinstance(prepared, str):
             return False
         supplied = [(shape, dtype) for name, shape, dtype in self.shapes if name == "supplied"]
-        return not supplied or supplied == [(tuple(made.scale_shape), made.scale_dtype)]
+        return not supplied or supplied == [(tuple(prepared.scale_shape), prepared.scale_dtype)]
 
     @property
     def results(self) -> tuple[tuple[Shape, str], ...]:
-        made = needed(_prepared(self))
-        found = [self.shapes[0][1:]] if self.op == "cast_ste" else [(shape, dtype) for _, shape, dtype, _ in _written(made)]
+        prepared = needed(_prepared(self))
+        arrays = (
+            [self.shapes[0][1:]] if self.op == "cast_ste" else [(shape, dtype) for _, shape, dtype, _ in _written(prepared)]
+        )
         if self.op in RECORDING:
-            found += [((self._kept[1] + 1,), "float32"), ((), "float32")]
-        return tuple(found)
+            arrays += [((self._old[1] + 1,), "float32"), ((), "float32")]
+        return tuple(arrays)
 
     @property
-    def _kept(self) -> tuple[int, int]:
+    def _old(self) -> tuple[int, int]:
         """(the first number of a history that is kept, how many are)."""
         assert isinstance(self.recipe, DelayedScaling)
         count = sum(shape[0] for name, shape, _ in self.shapes if name == "amaxes")
-        kept = min(count, self.recipe.amax_history_len - 1)
-        return count - kept, kept
+        old = min(count, self.recipe.amax_history_len - 1)
+        return count - old, old
 
     def _named(self, arrays: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip((name for name, _, _ in self.shapes), arrays, strict=True))
 
-    def assembled(self, found: list[Any]) -> tuple[Any, ...]:
+    def assembled(self, results: list[Any]) -> tuple[Any, ...]:
         """ScaledTensors of the components among the results, and the other results."""
         if self.op == "cast_ste":
-            return tuple(found)
-        tensors, rest = [], list(found)
+            return tuple(results)
+        tensors, rest = [], list(results)
         for written in needed(_prepared(self)).written:
             parts, rest = rest[: len(written.parts)], rest[len(written.parts) :]
             tensors.append(written.tensor(parts))
         return *tensors, *rest
 
     def generic(self, *arrays: Any) -> list[Any]:
-        given = self._named(arrays)
-        x = given["x"] if self.metadata is None else assembled(self.metadata, given)
+        by_name = self._named(arrays)
+        x = by_name["x"] if self.metadata is None else assembled(self.metadata, by_name)
         stochastic = self.options.stochastic
-        seed = jnp.stack([given[name] for name in _SEED]) if stochastic else None
-        options = CastOptions(self.axis, given.get("supplied"), "stochastic" if stochastic else "nearest", seed)
+        seed = jnp.stack([by_name[name] for name in _SEED]) if stochastic else None
+        options = CastOptions(self.axis, by_name.get("supplied"), "stochastic" if stochastic else "nearest", seed)
         if self.op in RECORDING:
             more = (options,) if self.op == "cast_and_record" else ()
-            amaxes, before = given.get("amaxes", ()), given["before"]
-            found: Any = getattr(reference, self.op)(x, self.recipe, amaxes, before, *more)
+            amaxes, before = by_name.get("amaxes", ()), by_name["before"]
+            results: Any = getattr(reference, self.op)(x, self.recipe, amaxes, before, *more)
         else:
-            found = getattr(reference, self.op)(x, self.recipe, options)
+            results = getattr(reference, self.op)(x, self.recipe, options)
         flat: list[Any] = []
-        for each in found if isinstance(found, tuple) else (found,):
+        for each in results if isinstance(results, tuple) else (results,):
             if isinstance(each, ScaledTensor):
                 stored = each.to_storage(self.options.storage)
                 flat += [getattr(stored, name) for name in self.recipe.format.parts]
@@ -301,37 +305,37 @@ class Cast(OnGPU):
         return flat
 
     def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
-        made, given = needed(_prepared(self, hardware)), self._named(arrays)
-        x = {name: given[name] for name in _COMPONENTS.values() if name in given}
+        prepared, by_name = needed(_prepared(self, hardware)), self._named(arrays)
+        x = {name: by_name[name] for name in _COMPONENTS.values() if name in by_name}
         x = x if self.metadata is None else as_integers(x)
-        others = as_integers({name: given[name] for name in ("supplied", "before", "amaxes", *_SEED) if name in given})
+        others = as_integers({name: by_name[name] for name in ("supplied", "before", "amaxes", *_SEED) if name in by_name})
         history: dict[str, Any] = {}
-        kept: tuple[int, ...] = ()
+        old: tuple[int, ...] = ()
         if self.op in RECORDING:
-            kept = self._kept
+            old = self._old
             others.setdefault("amaxes", others["before"])  # none is read
-            shapes = {"work": (2,), "recorded": (kept[1] + 1,), "after": ()}
+            shapes = {"work": (2,), "recorded": (old[1] + 1,), "after": ()}
             history = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
-        found = {name: self._amax(each, x | others, history, kept) for name, each in made.passes.items()}
-        if made.launch is None:
-            return self._recorded(found["tensor"])
-        names = [name for name in ("amax", "other_amax") if name in made.launch.arguments]
-        amaxes = {name: found[of]["amax"] for name, of in zip(names, made.amax_of, strict=True)}
+        passes = {name: self._amax(each, x | others, history, old) for name, each in prepared.passes.items()}
+        if prepared.launch is None:
+            return self._recorded(passes["tensor"])
+        names = [name for name in ("amax", "other_amax") if name in prepared.launch.arguments]
+        amaxes = {name: passes[of]["amax"] for name, of in zip(names, prepared.amax_of, strict=True)}
         if self.op == "cast_ste":
             ((shape, dtype),) = self.results
             data = {"data": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))}
-            return [launched(made.launch, x | others | amaxes, data)["data"]]
-        written = list(_written(made))
+            return [launched(prepared.launch, x | others | amaxes, data)["data"]]
+        written = list(_written(prepared))
         outputs = history | {name: jax.ShapeDtypeStruct(shape, _INTEGERS[itemsize(dtype)]) for name, shape, dtype, _ in written}
         zeroed = {"work"} | {name for name, _, _, padded in written if padded}
-        done = launched(made.launch, x | others | amaxes, outputs, zeroed, kept)
+        done = launched(prepared.launch, x | others | amaxes, outputs, zeroed, old)
         flat = [lax.bitcast_convert_type(done[name], dtype) for name, _, dtype, _ in written]
         return flat + (self._recorded(done) if history else [])
 
-    def _amax(self, each: Pass, inputs: dict[str, Any], history: dict[str, Any], kept: tuple[int, ...]) -> dict[str, Any]:
+    def _amax(self, each: Pass, inputs: dict[str, Any], history: dict[str, Any], old: tuple[int, ...]) -> dict[str, Any]:
         """The results of a pass before the cast."""
         if history:
-            return launched(each.launch, inputs, history, {"work"}, kept)
+            return launched(each.launch, inputs, history, {"work"}, old)
         amax = {"amax": jax.ShapeDtypeStruct((each.length or 1,), jnp.int32)}
         if each.length:
             return launched(each.launch, inputs, amax, {"amax"})
@@ -339,8 +343,8 @@ class Cast(OnGPU):
         return launched(each.launch, inputs, amax | work, {"work"})
 
     @staticmethod
-    def _recorded(found: dict[str, Any]) -> list[Any]:
-        return [lax.bitcast_convert_type(found[name], jnp.float32) for name in ("recorded", "after")]
+    def _recorded(outputs: dict[str, Any]) -> list[Any]:
+        return [lax.bitcast_convert_type(outputs[name], jnp.float32) for name in ("recorded", "after")]
 
 
 @lru_cache(maxsize=4096)
@@ -350,12 +354,12 @@ def _prepared(call: Cast, hardware: Hardware = UNKNOWN) -> Prepared | str:
         if call.metadata is None:
             _, shape, dtype = call.shapes[0]
             need_small(shape)
-            given: Array | Codes = Array.dense(shape, dtype)
+            source: Array | Codes = Array.dense(shape, dtype)
         else:
             read = tuple(each for each in call.shapes if each[0] in _COMPONENTS.values())
             st = placeholder(call.metadata, read)
             spec = scaled_source(st, call.recipe, call.options.supplied)
-            given = codes_of(call.ops, read, st, spec, hardware, merged=False)
-        return Prepared(call.op, call.recipe, given, call.axis, call.options, call.ops.dtypes(call.recipe.format), hardware)
+            source = codes_of(call.ops, read, st, spec, hardware, merged=False)
+        return Prepared(call.op, call.recipe, source, call.axis, call.options, call.ops.dtypes(call.recipe.format), hardware)
     except Unsupported as e:
         return str(e)

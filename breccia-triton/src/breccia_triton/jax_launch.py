@@ -85,16 +85,16 @@ def launched(
 
     integers: those after `launch.integers`.
     """
-    given = {name: inputs[name] for name in launch.arguments if name in inputs}
+    operands = {name: inputs[name] for name in launch.arguments if name in inputs}
     constants = dict(launch.constants)
     for name, n in numbers_of(launch, (*inputs, *outputs), integers).items():
         # jax-triton does not tell the compiler which integers 16 divides, without which rows are not loaded by vectors.
-        (constants if launch.arguments[name].aligned else given)[name] = n
-    first = (*given, *outputs)
+        (constants if launch.arguments[name].aligned else operands)[name] = n
+    first = (*operands, *outputs)
     major, minor = capability()
     absent = {name: None for name in launch.function.arg_names if name not in first and name not in constants}
-    found = _jax_triton().triton_call(
-        *given.values(),
+    results = _jax_triton().triton_call(
+        *operands.values(),
         kernel=_ordered(launch.function, first),
         out_shape=list(outputs.values()),
         grid=launch.programs,
@@ -104,7 +104,7 @@ def launched(
         **constants,
         **absent,
     )
-    return dict(zip(outputs, found, strict=True))
+    return dict(zip(outputs, results, strict=True))
 
 
 def numbers_of(launch: Launch, arrays: Collection[str], integers: Sequence[int]) -> dict[str, int]:
@@ -139,11 +139,11 @@ _ordered = lru_cache(maxsize=None)(_Ordered)
 @lru_cache
 def _jax_triton() -> Any:
     """The module. Its import takes Triton's cache on disk away from all of the process, which keeps it here."""
-    kept = os.environ.get("TRITON_CACHE_DIR")
+    folder = os.environ.get("TRITON_CACHE_DIR")
     try:
         import jax_triton
     finally:
         os.environ.pop("TRITON_CACHE_DIR", None)
-        if kept is not None:
-            os.environ["TRITON_CACHE_DIR"] = kept
+        if folder is not None:
+            os.environ["TRITON_CACHE_DIR"] = folder
     return jax_triton

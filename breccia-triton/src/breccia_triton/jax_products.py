@@ -20,7 +20,7 @@ from breccia import ScaledTensor
 from breccia.backend import FLOAT32, Metadata, Ops, ProductOptions, checks, composites, ops_of, product_options, reference
 
 from .facts import Hardware
-from .fused import Given, Product, scaled
+from .fused import OperandFacts, Product, scaled
 from .jax_calls import UNKNOWN, Shapes, as_integers, assembled, codes_of, components, is_array, placeholder, shapes_of
 from .jax_launch import OnGPU, launched, run
 from .plans import readable
@@ -76,25 +76,25 @@ class Multiply(OnGPU):
         return tuple(placeholder(metadata, _as_x(shapes)).shape)
 
     def generic(self, *arrays: Any) -> list[Any]:
-        given = dict(zip((name for name, _, _ in self.first + self.second + self.added), arrays, strict=True))
+        by_name = dict(zip((name for name, _, _ in self.first + self.second + self.added), arrays, strict=True))
         tensors: list[Any] = []
         for metadata, shapes in ((self.a, self.first), (self.b, self.second)):
-            own = {as_x: given[name] for (as_x, _, _), (name, _, _) in zip(_as_x(shapes), shapes, strict=True)}
+            own = {as_x: by_name[name] for (as_x, _, _), (name, _, _) in zip(_as_x(shapes), shapes, strict=True)}
             tensors.append(own["x"] if metadata is None else assembled(metadata, own))
         a, b = tensors
-        return [reference.matmul(a, b if self.a is None else b.mT, product_options(self.dtype, given.get("bias")))]
+        return [reference.matmul(a, b if self.a is None else b.mT, product_options(self.dtype, by_name.get("bias")))]
 
     def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
-        made = needed(_product(self, hardware))
-        given = dict(zip((name for name, _, _ in self.first + self.second + self.added), arrays, strict=True))
+        prepared = needed(_product(self, hardware))
+        by_name = dict(zip((name for name, _, _ in self.first + self.second + self.added), arrays, strict=True))
         codes = {name for name, _, _ in (self.first if self.a is not None else ()) + self.second}
-        inputs = given | as_integers({name: given[name] for name in codes})
+        inputs = by_name | as_integers({name: by_name[name] for name in codes})
         ((shape, dtype),) = self.results
         out = {"out": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))}
-        if made.sum is None:
-            return [launched(made.launch, inputs, out)["out"]]
-        parts = launched(made.launch, inputs, {"out": jax.ShapeDtypeStruct(made.parts, jnp.float32)})["out"]
-        return [launched(made.sum, {"parts": parts, **inputs}, out)["out"]]
+        if prepared.sum is None:
+            return [launched(prepared.launch, inputs, out)["out"]]
+        parts = launched(prepared.launch, inputs, {"out": jax.ShapeDtypeStruct(prepared.parts, jnp.float32)})["out"]
+        return [launched(prepared.sum, {"parts": parts, **inputs}, out)["out"]]
 
 
 def _as_x(shapes: Shapes) -> Shapes:
@@ -114,14 +114,14 @@ def _product(call: Multiply, hardware: Hardware = UNKNOWN) -> Product | str:
         else:
             ((_, (*lead, rows, depth), dtype),) = call.first
             count = math.prod(lead)
-            a = Given(*((1, count * rows) if b.matrices == 1 else (count, rows)), depth, True, dtype)
+            a = OperandFacts(*((1, count * rows) if b.matrices == 1 else (count, rows)), depth, True, dtype)
         bias = call.added[0][2] if call.added else None
         return Product(a, b, bias, call.dtype, hardware)
     except Unsupported as e:
         return str(e)
 
 
-def _scaled(call: Multiply, metadata: Metadata, shapes: Shapes, hardware: Hardware, merged: bool) -> Given:
+def _scaled(call: Multiply, metadata: Metadata, shapes: Shapes, hardware: Hardware, merged: bool) -> OperandFacts:
     """A ScaledTensor as an operand. Raises Unsupported."""
     st = placeholder(metadata, _as_x(shapes))
     spec = needed(readable(st.recipe, st.layout))
