@@ -78,8 +78,14 @@ class Product:
     """
 
     def __init__(
-        self, a: OperandFacts, b: OperandFacts, bias: str | None, out_dtype: str, hardware: Hardware, choose: Choose | None = None
-    ) -> None:  # fmt: skip
+        self,
+        a: OperandFacts,
+        b: OperandFacts,
+        bias: str | None,
+        out_dtype: str,
+        hardware: Hardware,
+        choose: Choose | None = None,
+    ) -> None:
         """bias: its dtype. choose: returns choices; by default those of the device."""
         if 1 < a.matrices != b.matrices > 1:
             raise Unsupported("leading axes broadcast in both directions")
