@@ -32,15 +32,16 @@ def chromium() -> Generator[Any]:
         launched.close()
 
 
-def unreachable(page: Any, width: int) -> list[str]:
+def unreachable(page: Any, width: int, wait: float = 5.0) -> list[str]:
     """What readers of an opened page cannot reach in a window of this width: a line for each fault.
 
     The page must not scroll sideways. A table or a block of code fits, or scrolls in its own container; nothing of it is cut by
     an ancestor that hides what overflows. What is folded is unfolded.
+    wait: seconds until a fault counts: plots follow the window some time after it.
     """
     page.set_viewport_size({"width": width, "height": 900})
     faults = page.evaluate(_UNREACHABLE)
-    for _ in range(50):  # plots follow the window some time after it
+    for _ in range(int(wait * 10)):
         if not faults:
             break
         page.wait_for_timeout(100)
