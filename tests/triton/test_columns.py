@@ -96,7 +96,7 @@ def test_a_transposed_view_of_many_matrices_takes_scales_of_each(spec: str, coun
     x, recipe = numbers((2, count, 32, 64), seed=47).mT, breccia.recipe(spec)
     for axis in (-1, -2):
         own = reference.cast(x, recipe, CastOptions(axis=axis))
-        scale = torch.arange(1, 2 * count + 1, dtype=torch.float32).reshape(2, count)
+        scale = torch.arange(1, 2 * count + 1, dtype=torch.float32, device=x.device).reshape(2, count)
         if own.global_scale is None and own.scale.ndim:
             scale = own.scale * scale[:, :, None, None]
         options = CastOptions(axis=axis, scale=scale)
