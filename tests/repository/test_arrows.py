@@ -77,7 +77,7 @@ ORDER = [
     {"codecs", "rules", "options"},
     {"formats", "forms"},
     {"layouts", "recipes"},
-    {"specs", "operations", "policies"},
+    {"specs", "operations", "policies", "dialects"},
     {"arrays"},
     {"tensors"},
     {"dispatch"},

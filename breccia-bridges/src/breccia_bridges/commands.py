@@ -23,11 +23,11 @@ import breccia
 from breccia.backend import Json, print_json, print_table, registry
 from breccia.internal import abbreviated, printable, recipe_names
 
+from .announcements import CONFIG
 from .checkpoint import source_bytes
 from .compare import compare as compare_checkpoints
 from .convert import BY_DEFAULT
 from .convert import convert as convert_checkpoint
-from .foreign import CONFIG
 from .inspection import inspected
 from .order import COMPARED, INSPECTED, CompareKey, InspectKey, in_order
 from .report import check_report, recipe_fields, write_report

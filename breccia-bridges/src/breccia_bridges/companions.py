@@ -11,9 +11,9 @@ from typing import Any
 from breccia import CorruptFileError, UnsupportedError
 from breccia.internal import kept_kind
 
+from .announcements import CONFIG, OWN, QUANTIZATION, QUANTIZATION_FILES, model_configs
 from .checkpoint import INDEX
 from .destination import within
-from .foreign import CONFIG, OWN, QUANTIZATION, QUANTIZATION_FILES, model_configs
 from .huggingface import REFUSAL, WEIGHTS, write_json
 from .results import Report
 from .safetensors_file import Container, changed, identity

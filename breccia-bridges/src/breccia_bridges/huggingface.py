@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .foreign import CONFIG, read_object
+from .announcements import CONFIG, read_object
 from .staging import write_text
 
 #: The key under which transformers takes the file name of the weights, and a text that it refuses with an error that shows it.

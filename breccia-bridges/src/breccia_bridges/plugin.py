@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from breccia import Bridge, Codec, Command, Foreign, Format, Integer, Level, Lookup, RecipeError, ScalingRecipe, hookimpl
-from breccia.backend import F32, INT4
+from breccia import (
+    Bridge,
+    Codec,
+    Command,
+    Dialect,
+    Foreign,
+    Format,
+    Integer,
+    Level,
+    Lookup,
+    RecipeError,
+    ScalingRecipe,
+    hookimpl,
+)
+from breccia.backend import F32, INT4, TensorGroup
 from breccia.internal import FLOAT_CODECS, cached_property, check_choices, check_positive, one_of
 
 api = 1
@@ -199,6 +212,59 @@ def breccia_foreign() -> Iterable[Foreign]:
             requires=("qwix",),
             install="qwix",
         ),
+    ]
+
+
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_FLOATS = ("F32", "BF16", "F16")
+_POWERS = ("F8_E8M0", "U8")
+_ORIGINAL = "Breccia does not read it: convert the checkpoint that it was made from, in BF16, FP16 or FP32."
+
+
+def _dialect(name: str, title: str, module: str, configs: Any, *groups: TensorGroup, settings: bool = False) -> Dialect:
+    """A dialect with the functions of a module of `breccia_bridges.dialects`."""
+    home = f"breccia_bridges.dialects.{module}"
+    of = f"{home}:settings" if settings else None
+    return Dialect(name, title, configs, groups, f"{home}:form", f"{home}:read", settings=of)
+
+
+def _method(*methods: str, **keys: tuple[Any, ...]) -> tuple[dict[str, tuple[Any, ...]], ...]:
+    """Configs of a `quant_method`, with the values of other keys."""
+    return ({"quant_method": methods, **keys},)
+
+
+@hookimpl
+def breccia_dialects() -> Iterable[Dialect]:
+    return [
+        _dialect(
+            "deepseek_v3",
+            "block FP8, as DeepSeek-V3",
+            "fp8",
+            _method("fp8", "mxfp8"),
+            TensorGroup({"_scale_inv": (*_FLOATS, *_POWERS), "": _FP8}, value=""),
+        ),
+        _dialect(
+            "fp8_scale",
+            "FP8 with weight_scale",
+            "fp8",
+            _method("fp8", "fbgemm_fp8"),
+            TensorGroup({"weight_scale": _FLOATS, "weight": _FP8}),
+        ),
+        _dialect(
+            "deepseek_v4",
+            "DeepSeek-V4",
+            "deepseek_v4",
+            _method("fp8"),
+            TensorGroup({"scale": ("F8_E8M0",), "weight": (*_FP8, "I8")}),
+        ),
+        *(
+            Dialect(method, method, _method(method), remedy=_ORIGINAL)
+            for method in ("aqlm", "bitnet", "fouroversix", "fp_quant", "gemma", "gguf", "higgs", "nvfp4", "spqr", "vptq")
+        ),
+        Dialect(
+            "hqq", "HQQ or SINQ", _method("hqq", "sinq"), (TensorGroup({"W_q": ("U8", "I8", "I16", "I32")}),), remedy=_ORIGINAL
+        ),
+        Dialect("eetq", "EETQ", _method("eetq"), (TensorGroup({"weight_scales": (), "weight": ("I8",)}),), remedy=_ORIGINAL),
     ]
 
 

@@ -65,6 +65,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("Device", "Framework"), "arrays.frameworks"),
     "Storage": "tensors.storage",
     **dict.fromkeys(("Bridge", "Command", "Foreign", "hookimpl"), "dispatch.hookspecs"),
+    "Dialect": "dialects",
     "AmaxHistory": "tensors.history",
     "ErrorMetrics": "error_metrics",
     **dict.fromkeys(("set_num_threads", "get_num_threads"), "kernels.threads"),

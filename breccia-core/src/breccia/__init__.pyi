@@ -27,6 +27,7 @@ from .codecs import Integer as Integer
 from .codecs import Lookup as Lookup
 from .codecs import Minifloat as Minifloat
 from .codecs import PowerOfTwo as PowerOfTwo
+from .dialects import Dialect as Dialect
 from .dispatch.explanation import Explanation as Explanation
 from .dispatch.hookspecs import Bridge as Bridge
 from .dispatch.hookspecs import Command as Command

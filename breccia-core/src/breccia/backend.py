@@ -67,6 +67,8 @@ _HOMES: dict[str, str] = {
     "check_recipe": "recipes",
     "Declared": "declared",
     **dict.fromkeys(("pack", "unpack"), "kernels.reference"),
+    # Checkpoints of other libraries.
+    **dict.fromkeys(("Entry", "StoredValue", "TensorGroup", "ValueForm"), "dialects"),
     # Errors, the registry and the command line.
     "registry": "dispatch.registry",
     "as_recipe": "specs",

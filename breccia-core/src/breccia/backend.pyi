@@ -30,6 +30,10 @@ from .codecs import UINT4 as UINT4
 from .codecs import UINT8 as UINT8
 from .codecs import float_codec as float_codec
 from .declared import Declared as Declared
+from .dialects import Entry as Entry
+from .dialects import StoredValue as StoredValue
+from .dialects import TensorGroup as TensorGroup
+from .dialects import ValueForm as ValueForm
 from .dispatch import calls as calls
 from .dispatch.call import Call as Call
 from .dispatch.call import Operand as Operand

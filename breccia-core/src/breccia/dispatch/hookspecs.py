@@ -14,6 +14,7 @@ import pluggy
 from .. import targets
 from ..arrays.frameworks import Framework
 from ..codecs import Codec
+from ..dialects import Dialect
 from ..errors import PluginError
 from ..layouts import Layout
 from ..operations import Operation
@@ -174,6 +175,12 @@ def breccia_bridges() -> Iterable[Bridge]:
 @hookspec
 def breccia_foreign() -> Iterable[Foreign]:
     """Classes of other libraries that `breccia.from_foreign` and `breccia.to_foreign` convert."""
+    return ()
+
+
+@hookspec
+def breccia_dialects() -> Iterable[Dialect]:
+    """How other libraries store quantized values in checkpoints."""
     return ()
 
 

@@ -22,6 +22,7 @@ import pluggy
 from ..arrays import frameworks
 from ..arrays.frameworks import Framework
 from ..codecs import Codec
+from ..dialects import Dialect
 from ..errors import PluginError, PluginWarning, UnknownNameError, suggestion
 from ..formats import Format
 from ..layouts import Layout
@@ -116,7 +117,7 @@ def _evaluated(what: str, question: Callable[[], _T], kind: type) -> _T:
     return value
 
 
-def _declaration(declared: Framework | Operation | Kernel | Storage | Bridge | Foreign | Command) -> None:
+def _declaration(declared: Framework | Operation | Kernel | Storage | Bridge | Foreign | Dialect | Command) -> None:
     declared.check()
 
 
@@ -131,6 +132,7 @@ KINDS: dict[str, _Kind] = {
     "breccia_kernels": _Kind(Kernel, False, _declaration),
     "breccia_bridges": _Kind(Bridge, False, _declaration),
     "breccia_foreign": _Kind(Foreign, False, _declaration),
+    "breccia_dialects": _Kind(Dialect, False, _declaration),
     "breccia_cli": _Kind(Command, False, _declaration),
 }
 
@@ -211,6 +213,10 @@ class Registry:
     @property
     def foreign(self) -> dict[str, Foreign]:
         return self.declared["breccia_foreign"]
+
+    @property
+    def dialects(self) -> dict[str, Dialect]:
+        return self.declared["breccia_dialects"]
 
     @property
     def commands(self) -> dict[str, Command]:
@@ -380,9 +386,8 @@ def _declares(hook: str, name: str) -> str:
 
 
 def _stamped(value: Any, plugin: str) -> Any:
-    return (
-        replace(value, plugin=plugin) if isinstance(value, Operation | Kernel | Storage | Bridge | Foreign | Command) else value
-    )
+    stamped = Operation | Kernel | Storage | Bridge | Foreign | Dialect | Command
+    return replace(value, plugin=plugin) if isinstance(value, stamped) else value
 
 
 def _list(text: str) -> list[str]:

@@ -1,0 +1,69 @@
+"""FP8 codes with float scales or powers of two: per tensor, per row, per block.
+
+DeepSeek-V3 and V4 (their model cards and inference code), transformers' `fp8` and `fbgemm_fp8` (5.24), ModelOpt's FP8 (0.47) and
+compressed-tensors' float-quantized and mxfp8-quantized (0.20) differ in names, and in the shapes of scales.
+"""
+
+from __future__ import annotations
+
+from breccia import Float8BlockScaling, Float8CurrentScaling, Float8RowScaling, MXFP8BlockScaling, ScaledTensor, ScalingRecipe
+from breccia.backend import StoredValue, ValueForm
+
+from ..text import spelled
+from .scales import POWERS, assembled, check_scale, widened
+
+#: The formats of FP8 codes, by the dtype of the file.
+FORMATS = {"F8_E4M3": "E4M3", "F8_E5M2": "E5M2"}
+#: The block of a scale where no config says another.
+TILE = (128, 128)
+
+
+def form(value: StoredValue) -> ValueForm:
+    """Codes of any number of axes, and the scales that their shape tells apart."""
+    scale_end, codes_end = list(value.entries)[:2]
+    codes, scale = value.entries[codes_end], value.entries[scale_end]
+    shape, fmt = codes.shape, FORMATS[codes.dtype]
+    value.need(len(shape) > 1, f"its codes have shape {spelled(shape)}; a weight has two axes or more.", shape=shape)
+    scales = _squeezed(scale.shape, len(shape))
+    *lead, rows, columns = shape
+    size = value.settings.get("weight_block_size", TILE)
+    block = tuple(size) if isinstance(size, list | tuple) and len(size) == 2 else None
+    if block and scales == (*lead, -(-rows // block[0]), -(-columns // block[1])):
+        return ValueForm(_of_blocks(fmt, block, scale.dtype), shape)
+    if scale.dtype in POWERS and scales == (*lead, rows, -(-columns // 32)):
+        return ValueForm(MXFP8BlockScaling(fmt), shape)
+    if scales in ((), (1,), (1,) * len(shape)) and size in (None, TILE):
+        return ValueForm(Float8CurrentScaling(fmt), shape)
+    if scales in ((*lead, rows, 1), (rows,)):
+        return ValueForm(Float8RowScaling(fmt), shape)
+    tiles = spelled((*lead, -(-rows // TILE[0]), -(-columns // TILE[1])))
+    value.need(
+        False,
+        f"{codes_end or value.name!r} of shape {spelled(shape)} needs a scale of shape {tiles}, one per {spelled(block or TILE)}, "
+        f"one per row, or one; {scale_end!r} has shape {spelled(scale.shape)}. Check weight_block_size in config.json, or "
+        "download the checkpoint again.",
+        shape=scale.shape,
+    )
+    raise AssertionError
+
+
+def _squeezed(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    """ModelOpt's scales of tiles have an axis of length one after each: (rows, 1, columns, 1)."""
+    return shape[::2] if len(shape) == 2 * ndim and set(shape[1::2]) == {1} else shape
+
+
+def _of_blocks(fmt: str, block: tuple[int, ...], dtype: str) -> ScalingRecipe:
+    m, k = block
+    if dtype in POWERS and block == (1, 32):
+        return MXFP8BlockScaling(fmt)
+    return Float8BlockScaling(fmt, block_k=k, block_m=m, power_of_two_scale=dtype in POWERS)
+
+
+def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
+    """The codes as they are; scales in FP32, or as the bytes of E8M0 where the recipe has them."""
+    scale_end, codes_end = list(value.entries)[:2]
+    scale = widened(value, scale_end)
+    check_scale(value, scale_end, scale)
+    if form.recipe.format.scale.codec.bits == 8:
+        scale = value[scale_end]
+    return assembled(form, value.view(codes_end), scale)

@@ -1,0 +1,56 @@
+"""Scales and codes of files as components of ScaledTensors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from breccia import Codec, Layout, ScaledTensor, from_buffer
+from breccia.backend import BF16, CODECS, E8M0, NUMPY, StoredValue, ValueForm
+
+#: Dtypes of float scales in a file.
+FLOATS = ("F32", "BF16", "F16")
+#: Dtypes of scales that are powers of two: the exponent with bias 127.
+POWERS = ("F8_E8M0", "U8")
+
+_BY_DTYPE: dict[str, Codec] = {"F8_E8M0": E8M0, "U8": E8M0, **{codec.name: codec for codec in CODECS}}
+
+
+def widened(value: StoredValue, end: str) -> np.ndarray:
+    """Scales as FP32, exactly: of F32, BF16, F16, and of powers of two."""
+    array, dtype = value[end], value.entries[end].dtype
+    if dtype in ("F32", "F16"):
+        return np.asarray(array, np.float32)
+    codec = BF16 if dtype == "BF16" else _BY_DTYPE[dtype]
+    return np.asarray(codec.read(NUMPY, array), np.float32)
+
+
+def check_scale(value: StoredValue, end: str, scale: np.ndarray) -> None:
+    """Raise DialectError for scales that are NaN or Inf. scale: as FP32."""
+    bad = np.flatnonzero(~np.isfinite(scale.reshape(-1)))
+    if bad.size:
+        at = int(bad[0])
+        shown = scale.reshape(-1)[at]
+        value.need(False, f"{end!r} has {bad.size} scales that are not finite; the first is {shown} at position {at}.")
+
+
+def layout_of(form: ValueForm) -> Layout:
+    """The layout of the value."""
+    return form.recipe.layout.fitted(form.shape) if form.layout is None else form.layout
+
+
+def assembled(
+    form: ValueForm,
+    codes: np.ndarray,
+    scale: np.ndarray,
+    zero_point: np.ndarray | None = None,
+    global_scale: np.ndarray | None = None,
+) -> ScaledTensor:
+    """The tensor of codes as a recipe packs them, and scales in any shape with the right number of items."""
+    layout = layout_of(form)
+    shape = layout.scale_shapes(form.shape)[0]
+    parts = {"scale": scale.reshape(shape)}
+    if zero_point is not None:
+        parts["zero_point"] = zero_point.reshape(shape)
+    if global_scale is not None:
+        parts["global_scale"] = global_scale.reshape(())
+    return from_buffer(codes, recipe=form.recipe, layout=layout, shape=form.shape, **parts)

@@ -1,0 +1,339 @@
+"""Which dialect stores each value of a checkpoint.
+
+Configs announce dialects; names and dtypes of tensors show them. A checkpoint may mix dialects: each value is recognized by
+itself. Only headers are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from breccia import BrecciaError, CorruptFileError, Dialect, DialectError, ScaledTensor, UnsupportedError
+from breccia.backend import Entry, StoredValue, TensorGroup, ValueForm, registry, targets
+from breccia.internal import abbreviated, printable
+
+from .announcements import OWN, Announced, announcements
+from .safetensors_file import Container, shown
+from .text import spelled
+
+#: FP8 dtypes of a file: such a matrix is codes, which need scales.
+FP8 = ("F8_E4M3", "F8_E5M2")
+_PARTIAL = "Give the folder of all shards, or download the checkpoint again."
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A value that a dialect stores.
+
+    parts: its tensors by the ends of their names. files: the file of each tensor of the checkpoint.
+    config: what announced the dialect, if anything did.
+    """
+
+    dialect: Dialect
+    group: TensorGroup
+    name: str
+    parts: Mapping[str, str]
+    files: Mapping[str, Container] = field(repr=False, compare=False)
+    config: Announced | None = field(default=None, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files[part].entries[part].nbytes for part in self.parts.values())
+
+    @cached_property
+    def value(self) -> StoredValue:
+        entries = {end: self._entry(part) for end, part in self.parts.items()}
+        first = self.files[next(iter(self.parts.values()))]
+        return StoredValue(self.name, entries, self._settings, self._read, self._view, first.metadata)
+
+    def _entry(self, part: str) -> Entry:
+        entry = self.files[part].entries[part]
+        return Entry(entry.dtype, entry.shape)
+
+    @cached_property
+    def _settings(self) -> Mapping[str, Any]:
+        config = self.config.settings if self.config else {}
+        if self.dialect.settings is None:
+            return config
+        module = self.name.removesuffix(".weight")
+        settings = targets.load(self.dialect.settings)(config, module)
+        if settings is None:
+            where = self.config.where if self.config else "the config"
+            raise CorruptFileError(
+                f"{where} leaves {printable(module)} as it is, but the files have {abbreviated(self.parts.values())}. "
+                "Download the checkpoint again.",
+                name=self.name,
+            )
+        return settings
+
+    def _read(self, end: str) -> np.ndarray:
+        return self.files[self.parts[end]].read(self.parts[end])
+
+    def _view(self, end: str) -> np.ndarray:
+        return self.files[self.parts[end]].view(self.parts[end])
+
+    @cached_property
+    def form(self) -> ValueForm:
+        """What the value is, by headers. Raises DialectError or UnsupportedError, naming the value and the dialect."""
+        form = self._asked("form", self.value)
+        if not isinstance(form, ValueForm):
+            raise self._faulty("form", form)
+        return form
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the model."""
+        *lead, m, k = self.form.shape if len(self.form.shape) > 1 else (1, *self.form.shape)
+        return (*lead, k, m) if self.form.is_transposed else self.form.shape
+
+    def tensor(self) -> ScaledTensor:
+        """The value. Its components are new arrays, or views that `safetensors_file.read` reads."""
+        st = self._asked("read", self.value, self.form)
+        form = self.form
+        if not isinstance(st, ScaledTensor) or st.recipe != form.recipe or tuple(st.shape) != tuple(form.shape):
+            raise self._faulty("read", st)
+        return st.mT if form.is_transposed else st
+
+    def _asked(self, function: str, *arguments: Any) -> Any:
+        try:
+            return targets.load(getattr(self.dialect, function))(*arguments)
+        except BrecciaError as e:
+            kind = type(e) if isinstance(e, DialectError | UnsupportedError | CorruptFileError) else DialectError
+            message = f"{printable(self.name)} ({self.dialect.title}): {e}"
+            raise kind(message, **{**e.found, "name": self.name, "dialect": self.dialect.name}) from e
+
+    def _faulty(self, function: str, value: Any) -> BrecciaError:
+        return DialectError(
+            f"{printable(self.name)}: {function} of the dialect {self.dialect.name!r} (plug-in {self.dialect.plugin!r}) returned "
+            f"{value!r}, which is not what it declares. Report it to the plug-in's author.",
+            name=self.name,
+            dialect=self.dialect.name,
+        )
+
+
+def recognized(path: Path, containers: Sequence[Container], source_dialect: str | None = None) -> dict[str, Stored]:
+    """The values of a checkpoint that other programs quantized, by name.
+
+    source_dialect: the name of the dialect, where configs and tensors leave a choice, or to ignore what a config says.
+
+    Raises UnknownNameError for a dialect that no plug-in declares; DialectError where two dialects are possible;
+    UnsupportedError for one that breccia recognizes only, or where no tensor is what a config announces; CorruptFileError where
+    a value lacks a part, or configs and tensors contradict each other.
+    """
+    announced = [one for one in announcements(path) if one.method != OWN] if path.is_dir() else []
+    files = {name: container for container in containers for name in container.entries}
+    if source_dialect is not None:
+        given = registry().look_up("breccia_dialects", source_dialect, "dialect")
+        dialects, own = [given], [one for one in announced if given in one.dialects]
+        config = own[0] if own else None
+    else:
+        for one in announced:
+            if not one.dialects:
+                raise _unknown_settings(one)
+        named = {dialect.name: dialect for one in announced for dialect in one.dialects}
+        dialects = list((named or registry().dialects).values())
+        config = announced[0] if announced else None
+    claims = _claims(files, dialects, config)
+    values = {name: _chosen(path, name, own) for name, own in claims.items()}
+    refused = [value for value in values.values() if value.dialect.read is None]
+    if refused:
+        raise _refused(path, refused[0], config)
+    if announced and not values:
+        _refuse_unseen(path, files, announced)
+    seen = {value.dialect.name: value.dialect for value in values.values()}
+    _check_complete(path, files, values, dialects if config else list(seen.values()))
+    return values
+
+
+def _claims(files: Mapping[str, Container], dialects: Sequence[Dialect], config: Announced | None) -> dict[str, list[Stored]]:
+    """Every reading of every value, by name."""
+    claims: dict[str, list[Stored]] = {}
+    for dialect in dialects:
+        for group in dialect.groups:
+            for stem in _stems(files, group):
+                parts = _parts(files, group, stem)
+                if parts is not None:
+                    stored = Stored(dialect, group, stem + group.value, parts, files, config)
+                    claims.setdefault(stored.name, []).append(stored)
+    return claims
+
+
+def _stems(files: Mapping[str, Container], group: TensorGroup) -> Iterator[str]:
+    """The beginnings of names that end as the first part of a group does."""
+    first = next(iter(group.parts))
+    boundary = "" if first == "" or first[0] in "._" else "."
+    for name in files:
+        if name.endswith(first):
+            stem = name.removesuffix(first)
+            if not stem or not boundary or stem.endswith(boundary):
+                yield stem
+
+
+def _parts(files: Mapping[str, Container], group: TensorGroup, stem: str) -> dict[str, str] | None:
+    """The tensors of a value by the ends of their names; None unless all needed ones are there, of their dtypes."""
+    parts: dict[str, str] = {}
+    for end, dtypes in {**group.parts, **group.optional}.items():
+        name = stem + end
+        fits = name in files and (not dtypes or files[name].entries[name].dtype in dtypes)
+        if fits:
+            parts[end] = name
+        elif end in group.parts:
+            return None
+    return parts
+
+
+def _chosen(path: Path, name: str, claims: list[Stored]) -> Stored:
+    """The reading of a value: the one that explains the most tensors. Raises DialectError where two are left."""
+    tensors = [set(claim.parts.values()) for claim in claims]
+    best = [claim for claim, own in zip(claims, tensors, strict=True) if not any(own < other for other in tensors)]
+    readings = list({(claim.dialect.read, claim.dialect.form): claim for claim in reversed(best)}.values())
+    if len(readings) > 1:
+        possible = [claim for claim in reversed(readings) if _is_possible(claim)]
+        readings = possible or readings
+    if len(readings) > 1:
+        both = " and ".join(f"{claim.dialect.title} ({claim.dialect.name!r})" for claim in readings)
+        raise DialectError(
+            f"{shown(path)}: {printable(name)} has two readings, as {both}, and no config says which. Give source_dialect= (on "
+            "the command line --from) with one of the two names.",
+            name=name,
+            dialects=[claim.dialect.name for claim in readings],
+        )
+    return readings[0]
+
+
+def _is_possible(claim: Stored) -> bool:
+    if claim.dialect.read is None:
+        return True
+    try:
+        return bool(claim.form)
+    except UnsupportedError:
+        return True
+    except (DialectError, CorruptFileError):
+        return False
+
+
+def _refused(path: Path, value: Stored, config: Announced | None) -> UnsupportedError:
+    seen = [f"{config.where} is {config.method!r}"] if config else []
+    seen.append(", ".join(f"{printable(part)} is {value.files[part].entries[part].dtype}" for part in value.parts.values()))
+    return UnsupportedError(
+        f"{shown(path)} is already quantized ({value.dialect.title}): {'; '.join(seen)}; codes and scales are not values. "
+        f"{value.dialect.remedy}",
+        path=str(path),
+        format=value.dialect.title,
+    )
+
+
+def _unknown_settings(one: Announced) -> UnsupportedError:
+    """The error for a config whose `quant_method` is known, and whose other settings are not."""
+    dialects = [dialect for dialect in registry().dialects.values() if one.method in dialect.methods]
+    keys = dict.fromkeys(key for dialect in dialects for wanted in dialect.configs for key in wanted if key != "quant_method")
+    found = ", ".join(f"{key} {one.settings.get(key)!r}" for key in keys)
+    known = ", ".join(f"{dialect.title} ({dialect.name!r})" for dialect in dialects)
+    return UnsupportedError(
+        f"{one.where} is {one.method!r} with {found}, which no dialect has; known: {known}. Give source_dialect= (on the "
+        "command line --from) if it is one of them.",
+        where=one.where,
+        quant_method=one.method,
+    )
+
+
+def _refuse_unseen(path: Path, files: Mapping[str, Container], announced: Sequence[Announced]) -> None:
+    """Raise the error for configs that announce what no tensor shows."""
+    wheres = " and ".join(one.where for one in announced)
+    dialects = [dialect for one in announced for dialect in one.dialects]
+    title, method = dialects[0].title, announced[0].method
+    coded = [name for name, file in files.items() if is_coded(file.entries[name])]
+    other = _claims(files, list(registry().dialects.values()), None)
+    refused = [dialect for dialect in dialects if dialect.read is None]
+    if other:
+        name, claims = next(iter(other.items()))
+        looks = claims[0].dialect.title
+        said = f"its tensors look like {looks}): {wheres} is {method!r}; {printable(name)} has " + ", ".join(
+            f"{printable(part)} ({files[part].entries[part].dtype})" for part in claims[0].parts.values()
+        )
+        remedy = "Give source_dialect= (on the command line --from) if the config is wrong, or download the checkpoint again."
+        raise UnsupportedError(
+            f"{shown(path)} is already quantized ({title}, and {said}; codes and scales are not values. {remedy}",
+            path=str(path),
+            format=title,
+        )
+    if coded:
+        if refused:
+            remedy = refused[0].remedy
+        else:
+            remedy = f"no tensor has the parts of {title}. " + _PARTIAL
+        raise UnsupportedError(
+            f"{shown(path)} is already quantized ({title}): {wheres} is {method!r}; {abbreviated(coded)} "
+            f"{'is' if len(coded) == 1 else 'are'} codes; {remedy}",
+            path=str(path),
+            format=title,
+        )
+    raise UnsupportedError(
+        f"{shown(path)} is already quantized ({title}): {wheres} is {method!r}; but no tensor is quantized. Remove {wheres}, or "
+        "download it again.",
+        path=str(path),
+        format=title,
+    )
+
+
+def is_coded(entry: Any) -> bool:
+    """Does its dtype, and that it has two axes or more, mark a tensor as codes?"""
+    return len(entry.shape) > 1 and entry.dtype in (*FP8, "I8", "U8", "I16", "I32", "U32", "F4", "F6_E2M3", "F6_E3M2")
+
+
+def _check_complete(
+    path: Path, files: Mapping[str, Container], values: Mapping[str, Stored], dialects: Sequence[Dialect]
+) -> None:
+    """Raise CorruptFileError for a part whose value lacks others, and FP8 codes without a scale."""
+    taken = {part for value in values.values() for part in value.parts.values()}
+    readable = [dialect for dialect in dialects if dialect.read is not None]
+    for dialect in readable:
+        for group in dialect.groups:
+            for stem in _stems(files, group):
+                first, dtypes = stem + next(iter(group.parts)), next(iter(group.parts.values()))
+                if first not in taken and (not dtypes or files[first].entries[first].dtype in dtypes):
+                    raise CorruptFileError(f"{shown(path)}: {_wrong(files, dialect, group, stem)}", path=str(path), name=first)
+    if not dialects:
+        return
+    for name, file in files.items():
+        entry = file.entries[name]
+        if name not in taken and entry.dtype in FP8 and len(entry.shape) > 1:
+            raise CorruptFileError(
+                f"{shown(path)}: {name!r} is {entry.dtype} without a scale: {_scale_of(files, name, readable)}. {_PARTIAL}",
+                path=str(path),
+                name=name,
+            )
+
+
+def _wrong(files: Mapping[str, Container], dialect: Dialect, group: TensorGroup, stem: str) -> str:
+    """What a value lacks of whose parts only the first one is there."""
+    first = stem + next(iter(group.parts))
+    for end, dtypes in group.parts.items():
+        name = stem + end
+        if name not in files:
+            return f"{first!r} is a part of {dialect.title} without the others: no file has {name!r}. {_PARTIAL}"
+        dtype = files[name].entries[name].dtype
+        if dtypes and dtype not in dtypes:
+            return f"{name!r} is {dtype}; {dialect.title} has {' or '.join(dtypes)} there. Download the checkpoint again."
+    shape = files[first].entries[first].shape
+    return f"{first!r} of shape {spelled(shape)} belongs to no value."
+
+
+def _scale_of(files: Mapping[str, Container], name: str, dialects: Sequence[Dialect]) -> str:
+    """What is wrong about the scale of FP8 codes: no file has it, or it has another dtype."""
+    names: list[str] = []
+    for group in (group for dialect in dialects for group in dialect.groups):
+        first, dtypes = next(iter(group.parts.items()))
+        for end, allowed in list(group.parts.items())[1:]:
+            scale = name.removesuffix(end) + first
+            if name.endswith(end) and (not allowed or files[name].entries[name].dtype in allowed):
+                if scale in files:
+                    return f"{scale!r} is {files[scale].entries[scale].dtype}, not {' or '.join(dtypes)}"
+                names.append(scale)
+    return "no file has " + (" or ".join(map(repr, dict.fromkeys(names))) or "one")
