@@ -62,7 +62,7 @@ class Stored:
         if self.dialect.settings is None:
             return config
         module = self.name.removesuffix(".weight")
-        settings = targets.load(self.dialect.settings)(config, module)
+        settings = self._asked("settings", config, module)
         if settings is None:
             where = self.config.where if self.config else "the config"
             raise CorruptFileError(
@@ -194,8 +194,11 @@ def _chosen(path: Path, name: str, claims: list[Stored]) -> Stored:
     best = [claim for claim, own in zip(claims, tensors, strict=True) if not any(own < other for other in tensors)]
     readings = list({(claim.dialect.read, claim.dialect.form): claim for claim in reversed(best)}.values())
     if len(readings) > 1:
-        possible = [claim for claim in reversed(readings) if _is_possible(claim)]
-        readings = possible or readings
+        refusals = [(claim, _refusal_of(claim)) for claim in reversed(readings)]
+        readings = [claim for claim, refusal in refusals if refusal is None]
+        if not readings:
+            said = dict[str | None, str]((claim.dialect.form, str(refusal)) for claim, refusal in reversed(refusals))
+            raise DialectError(f"{shown(path)}: no dialect fits. {' '.join(reversed(said.values()))}", name=name)
     if len(readings) > 1:
         both = " and ".join(f"{claim.dialect.title} ({claim.dialect.name!r})" for claim in readings)
         raise DialectError(
@@ -207,15 +210,16 @@ def _chosen(path: Path, name: str, claims: list[Stored]) -> Stored:
     return readings[0]
 
 
-def _is_possible(claim: Stored) -> bool:
-    if claim.dialect.read is None:
-        return True
-    try:
-        return bool(claim.form)
-    except UnsupportedError:
-        return True
-    except (DialectError, CorruptFileError):
-        return False
+def _refusal_of(claim: Stored) -> DialectError | CorruptFileError | None:
+    """Why a reading is impossible; None where it is possible, or known and without a recipe."""
+    if claim.dialect.read is not None:
+        try:
+            _ = claim.form
+        except UnsupportedError:
+            return None
+        except (DialectError, CorruptFileError) as e:
+            return e
+    return None
 
 
 def _refused(path: Path, value: Stored, config: Announced | None) -> UnsupportedError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from breccia import Codec, Layout, ScaledTensor, from_buffer
@@ -48,7 +50,7 @@ def assembled(
     """The tensor of codes as a recipe packs them, and scales in any shape with the right number of items."""
     layout = layout_of(form)
     shape = layout.scale_shapes(form.shape)[0]
-    parts = {"scale": scale.reshape(shape)}
+    parts: dict[str, Any] = {"scale": scale.reshape(shape)}
     if zero_point is not None:
         parts["zero_point"] = zero_point.reshape(shape)
     if global_scale is not None:
