@@ -218,6 +218,10 @@ def breccia_foreign() -> Iterable[Foreign]:
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _FLOATS = ("F32", "BF16", "F16")
 _POWERS = ("F8_E8M0", "U8")
+#: The parts of GPTQ and AWQ.
+_QWEIGHT = {"qweight": ("I32",), "qzeros": ("I32",), "scales": _FLOATS}
+#: AutoRound's packings that are as those of GPTQ and AWQ.
+_AUTO_ROUND = ("auto_round", *(f"auto_round:{name}" for name in ("auto_awq", "auto_gptq", "awq", "gptq", "gptqmodel")))
 _ORIGINAL = "Breccia does not read it: convert the checkpoint that it was made from, in BF16, FP16 or FP32."
 
 
@@ -235,7 +239,26 @@ def _method(*methods: str, **keys: tuple[Any, ...]) -> tuple[dict[str, tuple[Any
 
 @hookimpl
 def breccia_dialects() -> Iterable[Dialect]:
+    gptq = "breccia_bridges.dialects.gptq"
     return [
+        _dialect(
+            "auto_round",
+            "AutoRound",
+            "auto_round",
+            _method("auto-round", packing_format=(None, *_AUTO_ROUND)),
+            TensorGroup(_QWEIGHT, {"g_idx": ()}),
+            settings=True,
+        ),
+        _dialect(
+            "awq",
+            "AWQ",
+            "awq",
+            (
+                *_method("awq", version=("gemm", "GEMM")),
+                *_method("awq", version=(None,), format=(None, "gemm"), checkpoint_format=(None, "gemm")),
+            ),
+            TensorGroup(_QWEIGHT),
+        ),
         _dialect(
             "deepseek_v3",
             "block FP8, as DeepSeek-V3",
@@ -256,6 +279,24 @@ def breccia_dialects() -> Iterable[Dialect]:
             "deepseek_v4",
             _method("fp8"),
             TensorGroup({"scale": ("F8_E8M0",), "weight": (*_FP8, "I8")}),
+        ),
+        *(
+            Dialect(
+                name,
+                title,
+                (
+                    *_method("gptq", checkpoint_format=formats),
+                    *_method("gptq", checkpoint_format=(None,), format=(*formats, *absent)),
+                ),
+                (TensorGroup(_QWEIGHT, {"g_idx": ()}),),
+                f"{gptq}:form",
+                f"{gptq}:{read}",
+                settings=f"{gptq}:settings",
+            )
+            for name, title, formats, absent, read in (
+                ("gptq", "GPTQ", ("gptq",), (None,), "read_v1"),
+                ("gptq_v2", "GPTQ version 2", ("gptq_v2", "gptq_p"), (), "read_v2"),
+            )
         ),
         *(
             Dialect(method, method, _method(method), remedy=_ORIGINAL)

@@ -1,0 +1,72 @@
+"""AWQ as "gemm": codes and zero-points in words of 32 bits along N, and FP16 scales, all with K first.
+
+    qweight  I32 [K, N * bits / 32]
+    qzeros   I32 [groups, N * bits / 32]
+    scales   F16 [groups, N]
+
+Each 8 columns are stored in the order 0, 2, 4, 6, 1, 3, 5, 7. A value is (code - zero_point) * scale.
+
+Source: AutoAWQ 0.2.9 (WQLinear_GEMM), transformers 5.24 (AwqConfig).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from breccia import ScaledTensor, UnsupportedError
+from breccia.backend import StoredValue, ValueForm
+
+from .scales import assembled, check_scale, widened
+from .words import bits_of, check_bits, group_size_of, integers, packed, unpacked, whole_number
+
+#: The place in the stored order of columns 0 to 7.
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def form(value: StoredValue) -> ValueForm:
+    """Unsigned 4-bit integers with zero-points."""
+    return form_of(value, (4,))
+
+
+def form_of(value: StoredValue, widths: tuple[int, ...]) -> ValueForm:
+    """The same, of a library that has these widths. Those of 5 to 7 bits are held in 8."""
+    shapes = {end: value.entries[end].shape for end in ("qweight", "qzeros", "scales")}
+    value.need(
+        all(len(shape) == 2 and all(shape) for shape in shapes.values()),
+        f"'qweight', 'qzeros' and 'scales' are matrices; they have shapes {', '.join(str(list(s)) for s in shapes.values())}.",
+        shapes=shapes,
+    )
+    groups, rows = shapes["scales"]
+    length, words = shapes["qweight"]
+    value.need_shape("qzeros", (groups, words))
+    stored = bits_of(shapes["qweight"], rows)
+    value.need(
+        stored > 0 and rows % 8 == 0,
+        f"'scales' has {rows} columns; {words} words of 'qweight' fit no such number in blocks of 8. Download the checkpoint "
+        "again.",
+        shapes=shapes,
+    )
+    bits = whole_number(value, value.settings, "bits", "w_bit")
+    check_bits(value, stored if bits is None else bits, stored, "'qweight' and 'scales'")
+    if stored not in widths:
+        raise UnsupportedError(
+            f"it has {stored} bits; AWQ as gemm has {', '.join(map(str, widths))}. Convert the checkpoint that it was made "
+            "from.",
+            bits=stored,
+        )
+    size = group_size_of(value, whole_number(value, value.settings, "group_size", "q_group_size"), length, groups)
+    return ValueForm(integers(stored, size, value.entries["scales"].dtype), (rows, length))
+
+
+def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
+    """Codes, scales and zero-points."""
+    check_scale(value, "scales", widened(value, "scales"))
+    data = packed(_columns(value, "qweight"), form.recipe)
+    return assembled(form, data, np.ascontiguousarray(value["scales"].T), np.ascontiguousarray(_columns(value, "qzeros")))
+
+
+def _columns(value: StoredValue, end: str) -> np.ndarray:
+    """Codes of a part, one a byte, with N first: (N, K) or (N, groups)."""
+    rows = value.entries["scales"].shape[1]
+    codes = unpacked(value[end], bits_of(value.entries[end].shape, rows))
+    return codes.reshape(len(codes), -1, 8)[..., _PLACES].reshape(len(codes), rows).T
