@@ -280,6 +280,13 @@ def breccia_dialects() -> Iterable[Dialect]:
             _method("fp8"),
             TensorGroup({"scale": ("F8_E8M0",), "weight": (*_FP8, "I8")}),
         ),
+        _dialect(
+            "gpt_oss",
+            "MXFP4, as gpt-oss",
+            "gpt_oss",
+            _method("mxfp4"),
+            TensorGroup({"_blocks": ("U8",), "_scales": ("U8",)}, value=""),
+        ),
         *(
             Dialect(
                 name,
