@@ -8,32 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from breccia import (
-    DialectError,
-    INT4Scaling,
-    INT8Scaling,
-    MXFP4BlockScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    ScaledTensor,
-    ScalingRecipe,
-    UnsupportedError,
-)
-from breccia.backend import FLOATS, Array, dtype_name, framework_of
+from breccia import DialectError, INT4Scaling, INT8Scaling, ScaledTensor, ScalingRecipe, UnsupportedError
+from breccia.backend import Array, dtype_name, framework_of
 from breccia.internal import FLOAT_NAMES, check_scaled
 
+from .dialects.mlx import GROUPS, MODES, fits, group_of, length_of, recipe_of
 from .plugin import AffineScaling
 from .wrapping import attribute, buffer, title
-
-#: The recipes of the modes whose scales are codes.
-_RECIPES: dict[str, ScalingRecipe] = {
-    "mxfp4": MXFP4BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(two_level=False),
-}
-_WIDTHS = (2, 3, 4, 5, 6, 8)
-#: Group sizes that MLX has in mode "affine".
-_GROUPS = (32, 64, 128)
 
 
 def from_mlx(
@@ -62,12 +43,13 @@ def from_mlx(
         ('int4', (4, 64), (4, 2))
     """
     _need_mlx("from_mlx", w)
-    recipe = _recipe(mode, group_size, bits, scales)
+    dtype = dtype_name(scales)
+    recipe = recipe_of(mode, group_size, bits, FLOAT_NAMES.get(dtype), dtype)
     if (biases is None) is (mode == "affine"):
         state = "has biases; got none" if biases is None else "has no biases; got some"
         raise DialectError(f"mode {mode!r} {state}.", mode=mode)
-    wanted = "uint8" if mode in _RECIPES else dtype_name(scales)
-    dtypes = {"w": dtype_name(w), "scales": dtype_name(scales), **({} if biases is None else {"biases": dtype_name(biases)})}
+    wanted = "uint8" if mode in MODES else dtype
+    dtypes = {"w": dtype_name(w), "scales": dtype, **({} if biases is None else {"biases": dtype_name(biases)})}
     if dtypes != dict.fromkeys(dtypes, wanted) | {"w": "uint32"}:
         raise DialectError(
             f"mode {mode!r} has w as uint32, and scales and biases of one dtype, {wanted}; got "
@@ -78,14 +60,14 @@ def from_mlx(
         raise DialectError(f"w is (..., M, K * bits / 32); got shape {tuple(w.shape)}.", found=tuple(w.shape))
     import mlx.core as mx
 
-    element, (_, group) = recipe.format.element, recipe.format.scale.block
-    length = w.shape[-1] * 32 // element.bits
-    expected = (*w.shape[:-1], length // (group or 1))
+    shape, bits = tuple(w.shape), recipe.format.element.bits
+    group = group_of(recipe)
+    expected = (*shape[:-1], length_of(shape, recipe) // group)
     for name, part in (("scales", scales), ("biases", biases)):
-        if part is not None and (tuple(part.shape) != expected or length % (group or 1)):
+        if part is not None and not fits(shape, tuple(part.shape), recipe):
             raise DialectError(
-                f"{name} are (..., M, K / group_size), {expected} for w of shape {tuple(w.shape)}, {element.bits} bits and "
-                f"groups of {group}; got {tuple(part.shape)}. Give group_size=, bits= and mode= as mx.quantize had them.",
+                f"{name} are (..., M, K / group_size), {expected} for w of shape {shape}, {bits} bits and groups of "
+                f"{group}; got {tuple(part.shape)}. Give group_size=, bits= and mode= as mx.quantize had them.",
                 expected=expected,
                 found=tuple(part.shape),
             )
@@ -182,39 +164,11 @@ def to_mlx_layer(scaled: ScaledTensor, *, bias: Array | None = None) -> Any:
     return layer
 
 
-def _recipe(mode: str, group_size: int | None, bits: int | None, scales: Array) -> ScalingRecipe:
-    """Raises DialectError for options that MLX lacks, or that have no recipe."""
-    if mode in _RECIPES:
-        recipe = _RECIPES[mode]
-        own = (recipe.format.scale.block[1], recipe.format.element.bits)
-        if (group_size or own[0], bits or own[1]) != own:
-            raise DialectError(
-                f"mode {mode!r} has group_size={own[0]} and bits={own[1]}; got group_size={group_size}, bits={bits}.", mode=mode
-            )
-        return recipe
-    if mode != "affine":
-        raise DialectError(f"mode is one of affine, {', '.join(_RECIPES)}; got {mode!r}.", mode=mode)
-    bits, group_size = bits or 4, group_size or 64
-    scale_dtype = FLOAT_NAMES.get(dtype_name(scales))
-    if bits not in _WIDTHS or group_size not in _GROUPS or scale_dtype is None:
-        raise DialectError(
-            f"affine arrays of {', '.join(map(str, _WIDTHS))} bits, in groups of 32, 64 or 128, with scales in "
-            f"{', '.join(FLOATS)}, have a recipe; got bits={bits}, group_size={group_size} and scales in "
-            f"{dtype_name(scales)}. Cast its values.",
-            bits=bits,
-            group_size=group_size,
-        )
-    kind = {4: INT4Scaling, 8: INT8Scaling}.get(bits)
-    if kind is None:
-        return AffineScaling(bits, group_size, scale_dtype)
-    return kind(group_size=group_size, signed=False, symmetric=False, offset="bias", scale_dtype=scale_dtype)
-
-
 def _mode(recipe: ScalingRecipe) -> str | None:
     fmt = recipe.format
     if isinstance(recipe, INT4Scaling | INT8Scaling | AffineScaling):
-        return "affine" if fmt.offset == "bias" and fmt.scale.block[1] in _GROUPS else None
-    return next((mode for mode, known in _RECIPES.items() if known.format == fmt), None)
+        return "affine" if fmt.offset == "bias" and fmt.scale.block[1] in GROUPS else None
+    return next((mode for mode, known in MODES.items() if known.format == fmt), None)
 
 
 def _need_mlx(op: str, array: Any) -> None:

@@ -305,6 +305,15 @@ def breccia_dialects() -> Iterable[Dialect]:
                 ("gptq_v2", "GPTQ version 2", ("gptq_v2", "gptq_p"), (), "read_v2"),
             )
         ),
+        _dialect(
+            "mlx",
+            "MLX",
+            "mlx",
+            _method("mlx", "metal"),
+            TensorGroup({"weight": ("U32",), "scales": (*_FLOATS, "U8")}, {"biases": _FLOATS}),
+            TensorGroup({"weight": ("U32",), "scales": _FLOATS, "qbiases": _FLOATS}),
+            settings=True,
+        ),
         *(
             Dialect(method, method, _method(method), remedy=_ORIGINAL)
             for method in ("aqlm", "bitnet", "fouroversix", "fp_quant", "gemma", "gguf", "higgs", "nvfp4", "spqr", "vptq")
