@@ -1,10 +1,11 @@
 # make demo, make test, make test-all, make test-apart, make slow, make fuzz, make check, make docs, make bench: each from a bare clone with
-# Python >= 3.11 and nothing else.
+# Python >= 3.11 and nothing else; make dialects, with npm too.
 PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
 BENCH := .venv-bench
 MUTANTS := .venv-mutants
+DIALECTS := .venv-dialects
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 SIBLINGS := -e "./breccia-bridges[report]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton
 # Python compiles modules to bytecode when they are first imported, which most modules of large packages never are.
@@ -17,7 +18,7 @@ INSTALL_NATIVE = CC="$${CC:-$$(command -v ccache) $$($(CC_OF_PYTHON))}" $(1)/bin
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-rest test-all test-apart slow fuzz mutants check check-types check-pages docs bench format clean
+.PHONY: demo test test-rest test-all test-apart slow fuzz mutants dialects check check-types check-pages docs bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
@@ -55,6 +56,13 @@ fuzz: $(VENV)/ready
 mutants: $(MUTANTS)/ready
 	$(MUTANTS)/bin/python -m pytest -q tests/repository/test_mutation.py
 	$(MUTANTS)/bin/python tests/tools/mutation.py --jobs $$(nproc) --out $(MUTANTS)/sessions $(if $(SAMPLE),--sample $(SAMPLE))
+
+# Checkpoints of fifteen other libraries, written and decoded by their own code, against what breccia reads: x86-64 Linux, npm,
+# 3 GB. tests/golden/dialects has small ones, which `make test` reads.
+dialects: $(DIALECTS)/ready
+	@# A checkpoint that could not be made fails in check.py, with all others.
+	-$(DIALECTS)/bin/python tests/dialects/make.py $(DIALECTS)/data
+	$(DIALECTS)/bin/python tests/dialects/check.py $(DIALECTS)/data
 
 # Lint, format, types, and documents that show what is so; types beside the others.
 check: $(VENV)/ready
@@ -98,7 +106,7 @@ format: $(VENV)/ready
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) .demo benchmarks/.rivals site
+	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) $(DIALECTS) .demo benchmarks/.rivals site
 
 $(VENV)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	@$(CHECK_PYTHON)
@@ -119,6 +127,21 @@ $(MUTANTS)/ready: constraints.txt breccia-core/pyproject.toml
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(MUTANTS)
 	$(MUTANTS)/bin/python $(INSTALL) -e "./breccia-core[testing,ml-dtypes]" cosmic-ray
+	touch $@
+
+# Versions of its own: those of the golden files.
+$(DIALECTS)/ready: PIP = $(DIALECTS)/bin/python -m pip -q --disable-pip-version-check
+$(DIALECTS)/ready: tests/dialects/requirements.txt $(wildcard breccia-*/pyproject.toml)
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv $(DIALECTS)
+	$(PIP) install --no-compile -c tests/dialects/requirements.txt torch
+	$(PIP) install --no-compile --no-deps -r tests/dialects/requirements.txt
+	$(PIP) install --no-compile -c tests/dialects/requirements.txt -e "./breccia-core[cli]" -e ./breccia-bridges pytest
+	@# Of these the Python source, and one library of llama.cpp; nothing is built.
+	rm -rf $(DIALECTS)/unpacked && mkdir $(DIALECTS)/unpacked
+	$(PIP) download --no-deps --no-binary :all: --no-build-isolation -d $(DIALECTS)/unpacked gptqmodel==7.7.0 autoawq==0.2.9
+	cd $(DIALECTS)/unpacked && npm pack --silent @node-llama-cpp/linux-x64@3.22.1
+	cd $(DIALECTS)/unpacked && for archive in *.tar.gz *.tgz; do tar xf $$archive; done
 	touch $@
 
 $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pyproject.toml
