@@ -57,8 +57,8 @@ mutants: $(MUTANTS)/ready
 	$(MUTANTS)/bin/python -m pytest -q tests/repository/test_mutation.py
 	$(MUTANTS)/bin/python tests/tools/mutation.py --jobs $$(nproc) --out $(MUTANTS)/sessions $(if $(SAMPLE),--sample $(SAMPLE))
 
-# Checkpoints of fifteen other libraries, written and decoded by their own code, against what breccia reads: x86-64 Linux, npm,
-# 3 GB. tests/golden/dialects has small ones, which `make test` reads.
+# Checkpoints of other libraries, written and decoded by their own code, against what breccia reads: x86-64 Linux and npm; 2 GB
+# beside what torch needs for CUDA. tests/golden/dialects has small ones, which `make test` reads.
 dialects: $(DIALECTS)/ready
 	@# A checkpoint that could not be made fails in check.py, with all others.
 	-$(DIALECTS)/bin/python tests/dialects/make.py $(DIALECTS)/data

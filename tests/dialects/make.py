@@ -1,6 +1,6 @@
 """Checkpoints in the dialects of other libraries, written and decoded by the libraries' own code.
 
-    python tests/dialects/make.py DATA                                      # all of them, 60 MB; `make dialects` does it
+    python tests/dialects/make.py DATA                                      # all of them; `make dialects` does it
     python tests/dialects/make.py DATA --only 'gptq_*' --rows 128 --columns 256
     python tests/dialects/make.py DATA --golden tests/golden/dialects       # small ones, and archives of them
 
