@@ -28,7 +28,6 @@ from breccia import (
     MXFP6BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
-    PerChannel,
     ScaledTensor,
     ScalingRecipe,
     UnsupportedError,
@@ -37,6 +36,7 @@ from breccia.backend import E2M1, E2M3, E3M2, E4M3, E5M2, FLOATS, TENSOR, Array,
 from breccia.internal import FLOAT_NAMES, check_scaled
 
 from .plugin import SignedInt4Scaling
+from .torchao_parts import SWIZZLE, integer_form, matrix_block, moved, mx_recipe, unsigned
 from .wrapping import (
     attribute,
     buffer,
@@ -44,7 +44,6 @@ from .wrapping import (
     check_padding,
     chosen,
     float8_recipe,
-    integer_recipe,
     lengths,
     title,
     wrapped,
@@ -63,7 +62,6 @@ _CLASSES = {
     "NVFP4Tensor": "torchao.prototype.mx_formats.nvfp4_tensor",
 }
 _FP8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
-_SWIZZLE = "swizzle_128x4"
 
 
 def from_torchao(tensor: Tensor, recipe: ScalingRecipe | None = None) -> ScaledTensor:
@@ -211,7 +209,7 @@ def torchao_activation(tensor: Tensor) -> ScalingRecipe | None:
     if kind == "QuantizeTensorToInt8Kwargs" and granularity == "PerRow" and options.mapping_type.name == "SYMMETRIC":
         return INT8Scaling(scale_rule="half_range")
     if kind == "QuantizeTensorToMXKwargs" and (rule := options.scaling_mode.value) in ("floor", "rceil", "even"):
-        return _mx_recipe(options.elem_dtype, rule)
+        return mx_recipe("torchao's MXTensor", str(options.elem_dtype), rule)
     if kind == "QuantizeTensorToNVFP4Kwargs":
         return NVFP4BlockScaling(two_level=bool(options.use_dynamic_per_tensor_scale))
     raise DialectError(f"{title(tensor)} quantizes its inputs by {options}, which no recipe describes.", found=kind)
@@ -228,7 +226,7 @@ def _float8(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
     block = lengths(tensor, "block_size")
     if not block and scale.numel() == 1:
         block = list(data.shape)
-    m, k, axis = _matrix_block(tensor, data, scale, block)
+    m, k, axis = matrix_block(title(tensor), tuple(data.shape), tuple(scale.shape), block)
     if recipe is not None and list(recipe.format.scale.block) == block[-2:]:
         m, k, axis = *block[-2:], -1  # blocks as long as the rows: both readings decode alike, and the caller chose
     if (m, k) == TENSOR:
@@ -272,14 +270,12 @@ def _of_integers(
     tensor: Tensor, recipe: ScalingRecipe | None, bits: int, data: Array, scale: Array, zero: Array | None, block: list[int]
 ) -> ScaledTensor:
     """Signed codes in int8; symmetric if all zero-points are 0, else unsigned codes with zero-points moved as much."""
-    half = 8 if bits == 4 else 128
     scale_dtype = FLOAT_NAMES.get(dtype_name(scale))
     if scale_dtype is None or data.dtype != torch.int8:
         raise DialectError(
             f"{title(tensor)} has codes in {data.dtype} and scales in {scale.dtype}; recipes have int8 codes and scales in "
             f"{', '.join(FLOATS)}."
         )
-    m, k, axis = _matrix_block(tensor, data, scale, block)
     if zero is not None and zero.shape != scale.shape:
         raise DialectError(
             f"{title(tensor)} has scales of shape {tuple(scale.shape)} and zero-points of shape {tuple(zero.shape)}; every "
@@ -287,49 +283,32 @@ def _of_integers(
             expected=tuple(scale.shape),
             found=tuple(zero.shape),
         )
-    if (m, k) == TENSOR:
-        scale, zero = (None if x is None else x.expand(*data.shape[:-1], 1) for x in (scale, zero))
-        m, k = 1, None
-    if m != 1:
-        raise DialectError(
-            f"{title(tensor)} has one scale per {m} x {k} integers; recipes have one per row, or group of a row."
-        )
-    asymmetric = zero is not None and bool((zero != 0).any())
-    fields: dict[str, Any] = {"scale_dtype": scale_dtype, "signed": not asymmetric, "symmetric": not asymmetric}
-    tensor_recipe = chosen(recipe, integer_recipe(bits, k, data.shape[axis], **fields), tensor)
-    codes = data
-    if asymmetric:
-        assert zero is not None
-        zero = _moved(tensor, zero, half)
-        codes = data.to(torch.int16) + half
-    ops = ops_of(data)
+    asymmetric, shape = zero is not None and bool((zero != 0).any()), tuple(data.shape)
+    form = integer_form(title(tensor), bits, shape, tuple(scale.shape), block, scale_dtype, asymmetric)
+    tensor_recipe, axis = chosen(recipe, form.recipe, tensor), form.axis
+    scale, codes = scale.expand(form.scale), unsigned(data, bits) if asymmetric else data
+    if zero is not None:
+        zero = moved(title(tensor), zero.float(), bits) if zero.dtype.is_floating_point else unsigned(zero.to(torch.int8), bits)
+        zero = zero.expand(form.scale)
     if bits == 4:
-        words = ops.load(codes.to(torch.uint8)) & 15
-        codes = _packed(words, tensor_recipe.format.element, axis)
-    else:
-        codes = codes if codes is data else codes.to(torch.uint8)
-    layout = PerChannel() if k is None else tensor_recipe.layout.oriented(axis)
-    shape = tuple(data.shape)
+        codes = _packed(ops_of(codes).load(codes) & 15, tensor_recipe.format.element, axis)
     return wrapped(
-        tensor, codes, scale, tensor_recipe, layout=layout, zero_point=zero if asymmetric else None, axis=axis, shape=shape
+        tensor,
+        codes,
+        scale,
+        tensor_recipe,
+        layout=form.layout,
+        zero_point=zero if asymmetric else None,
+        axis=axis,
+        shape=shape,
     )
-
-
-def _moved(tensor: Tensor, zero: Array, half: int) -> Array:
-    """Zero-points of signed codes as those of unsigned ones. Raises DialectError if a float zero-point would be rounded."""
-    if not zero.dtype.is_floating_point:
-        return (zero.to(torch.int16) + half).to(torch.uint8)
-    wide = zero.float() + half
-    if not torch.equal(wide - half, zero.float()):
-        raise DialectError(f"{title(tensor)} has float zero-points that cannot be moved to unsigned codes without rounding.")
-    return wide
 
 
 def _mx(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
     data, scale, size = buffer(tensor, "qdata"), buffer(tensor, "scale"), attribute(tensor, "block_size")
     if size != 32:
         raise DialectError(f"{title(tensor)} has block_size={size}; the MX recipes have blocks of 32.", found=size)
-    inferred = _mx_recipe(attribute(tensor, "elem_dtype"), "rceil", title(tensor))
+    inferred = mx_recipe(title(tensor), str(attribute(tensor, "elem_dtype")))
     element = inferred.format.element
     if element in (E2M3, E3M2):
         if data.dtype != torch.uint8 or bool((data >= 64).any()):
@@ -373,7 +352,7 @@ def _blocks(tensor: Tensor, data: Array, scale: Array, global_scale: Array | Non
                 f"{title(tensor)} has swizzled scales of shape {tuple(scale.shape)}: not tiles of 32 x 16 bytes."
             )
         scale = scale.reshape(*lead[1:], rows // 32, columns // 16, 512)
-        layout = InStorage(layout, _SWIZZLE)
+        layout = InStorage(layout, SWIZZLE)
     st = wrapped(tensor, data, scale, recipe, layout=layout, global_scale=global_scale)
     check_padding(st, tensor, "scale", "Quantize the tensor again.")
     return st.mT if transposed else st
@@ -565,7 +544,7 @@ def _to_blocks(scaled: ScaledTensor, name: str, scale_dtype: torch.dtype) -> dic
     """qdata, scale and is_swizzled_scales of blocks within a row."""
     transposed = scaled.axis == -2
     scaled = scaled.mT if transposed else scaled
-    swizzled = scaled.layout.storage == _SWIZZLE
+    swizzled = scaled.layout.storage == SWIZZLE
     scaled = scaled if swizzled else scaled.to_plain()
     if scaled.layout.plain.partial or scaled.ndim < 2 or scaled.padding:
         raise DialectError(f"torchao's {name} has whole blocks along the last axis; this tensor is {scaled!r}.")
@@ -625,36 +604,6 @@ def _attribute_names(kind: Any) -> list[str]:
     return [name for name in names if name not in ("per_tensor_scale", "is_swizzled_scales", "elem_dtype")]
 
 
-def _matrix_block(tensor: Tensor, data: Array, scale: Array, block: list[int]) -> tuple[int | None, int | None, int]:
-    """(rows, length, axis) of a scale's block, None for all; the axis that blocks run along. Raises DialectError."""
-    shape = tuple(data.shape)
-    if len(block) != len(shape) or len(shape) < 2 or any(b < 1 or n % b for n, b in zip(shape, block, strict=True)):
-        raise DialectError(
-            f"{title(tensor)} of shape {shape} has block_size {block}, which does not divide it; pass a matrix, or a stack of "
-            "matrices, in whole blocks.",
-            block_size=block,
-            shape=shape,
-        )
-    expected = tuple(n // b for n, b in zip(shape, block, strict=True))
-    if tuple(scale.shape) != expected and scale.numel() != 1:
-        raise DialectError(
-            f"{title(tensor)} of shape {shape} with block_size {block} has scales of shape {expected}; found "
-            f"{tuple(scale.shape)}.",
-            expected=expected,
-            found=tuple(scale.shape),
-        )
-    *lead, m, k = block
-    if any(b != 1 for b in lead) and block != list(shape):
-        raise DialectError(f"{title(tensor)} has block_size {block}: scales that matrices share, which no layout describes.")
-    if (m, k) == shape[-2:] and m > 1:
-        return None, None, -1
-    if k == shape[-1] and m == 1:
-        return 1, None, -1
-    if m == shape[-2] and k == 1:
-        return 1, None, -2
-    return m, k, -1
-
-
 def _block_size(scaled: ScaledTensor, name: str) -> list[int]:
     """torchao's block_size: the shape of the elements that share a scale. Raises DialectError for partial blocks."""
     shape = scaled.shape
@@ -678,16 +627,6 @@ def _keep_block(options: dict[str, Any], block: list[int]) -> None:
     wanted = options.get("block_size")
     if wanted and list(wanted) != block:
         raise DialectError(f"block_size is {list(wanted)} in like= or the keywords, and {block} in the tensor.", found=block)
-
-
-def _mx_recipe(element: Any, rule: str, whose: str = "torchao's MXTensor") -> ScalingRecipe:
-    if isinstance(element, torch.dtype) and element in _FP8:
-        return MXFP8BlockScaling(_FP8[element], scale_rule=rule)
-    if element == torch.float4_e2m1fn_x2:
-        return MXFP4BlockScaling(scale_rule=rule)
-    if element in ("fp6_e2m3", "fp6_e3m2"):
-        return MXFP6BlockScaling(str(element)[4:].upper(), scale_rule=rule)
-    raise DialectError(f"{whose} has elements {element}, which no MX recipe has.", found=element)
 
 
 def _mx_element(element: Codec) -> Any:
