@@ -5,30 +5,32 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from breccia import CorruptFileError, ErrorMetrics, OptionError, Policy, ScalingRecipe, UnsupportedError
-from breccia.backend import BF16, F16, F32, NUMPY, Parameter, choose
-from breccia.internal import PRESETS, kind_in_file
+from breccia import CorruptFileError, ErrorMetrics, OptionError, Policy, ScalingRecipe, UnsupportedError, requantize
+from breccia.backend import BF16, F16, F32, NUMPY, Codec, Parameter, choose, components
+from breccia.internal import PRESETS, kind_in_file, renames
 
+from .announcements import CONFIG, read_object
 from .checkpoint import INDEX, checkpoint_files, is_there, weight_map
 from .companions import Companions, check_index, write_config, write_index
-from .configs import RESERVED, read_configs
+from .configs import RESERVED, Config, read_configs
 from .destination import check_destination, check_space, check_taken, location
-from .foreign import CONFIG, BlockFP8, read_object, recognized
 from .measure import FileTensor, Histogram, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, no_progress
-from .safetensors import Described, joined, open_writer, plan
+from .safetensors import Described, described_as, open_writer, plan, view_tensor
 from .safetensors_file import Container, Shape, byte_count, in_both, read, shown
 from .safetensors_writer import HeaderError, Writer
 from .slab_casts import SlabCasts
+from .source import Source, Value
 from .staging import Staging
 
 #: How the reason for keeping a tensor of a kind that keeps its precision starts; the kind follows.
@@ -36,7 +38,12 @@ BY_DEFAULT = "kept by default"
 
 #: Bytes that are read at a time of tensors that are copied or compared.
 _PIECE = 1 << 22
-_CASTABLE = {codec.name: codec for codec in (F32, F16, BF16)}
+_CASTABLE: dict[str, Codec] = {codec.name: codec for codec in (F32, F16, BF16)}
+#: In place of a recipe: the values that are quantized in the source keep their codes, or are decoded to a dtype of a file.
+KEEP_CODES = "none"
+DENSE = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+#: The reason for values that keep their codes under `KEEP_CODES`, and those that are made dense.
+CODES_KEPT, DECODED = "codes kept", "decoded"
 
 
 def convert(
@@ -50,31 +57,36 @@ def convert(
     dry_run: bool = False,
     histograms: bool = False,
     advance: Advance | None = None,
+    source_dialect: str | None = None,
 ) -> Report:
-    """Quantize a checkpoint under `recipe`.
+    """Quantize a checkpoint under `recipe`, or change how a quantized one is stored.
 
-    source: a `.safetensors` file, or a folder of them (Hugging Face's layout). Other files of a folder are copied, except
-        weights in other formats, hidden folders and links to folders; config.json gets a `quantization_config` that names the
-        recipe and the modules that keep their precision. Weights in block FP8 with `weight_scale_inv` (DeepSeek-V3) are decoded
-        and quantized again; those that are kept are decoded to the model's dtype by config.json, BF16 by default, which rounds
-        unless their scales are powers of two.
+    source: a `.safetensors` file, or a folder of them (Hugging Face's layout): plain, quantized by breccia, or in any dialect
+        that breccia reads. Other files of a folder are copied, except weights in other formats, hidden folders and links to
+        folders; config.json gets a `quantization_config` that names the recipe and the modules that keep their precision.
+        Values that the source has quantized keep their codes where the recipe holds them exactly, and are quantized again
+        where it does not; those that the policy leaves are decoded to the model's dtype by config.json, BF16 by default.
     destination: a file or folder, like `source`. It appears under its name only when everything is written and verified: each
         file is read back, its bytes are compared with those written, and its tensors are decoded. A link is replaced, not
         followed.
     recipe: a recipe or its spec; or a policy: a mapping from patterns to recipes or "keep", or the path of a YAML file with
         one; see `breccia.Policy`. Under one recipe, floating matrices and stacks of experts are quantized, except embeddings,
         norms, routers, output heads and the other kinds of `breccia.backend.KEPT`, as `quantize` does in every framework.
+        "none" quantizes nothing: what the source has quantized keeps every code and scale, in breccia's files. "bf16", "fp16"
+        and "fp32" decode it to that dtype.
     include, exclude: shell-style globs over whole names, beside one recipe; each must match a tensor. `exclude` beats
         `include`, which beats the default.
     force: replace an existing file, or a folder that contains a checkpoint; otherwise FileExistsError, before anything is read.
     dry_run: check everything and report sizes from headers alone; write nothing.
     histograms: count the elements of quantized tensors by value, before and after.
     advance: called with a tensor's name and its source bytes after it was written and after it was verified.
+    source_dialect: the name of the dialect of the source, where its config and tensors leave a choice.
 
     A file of a folder whose new header would be longer than readers accept becomes several, with an index.
-    A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format;
-    UnsupportedError for a source that is quantized in another format or no checkpoint, and for a destination that is, contains
-    or is in the source; UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
+    A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
+    for values that do not follow their dialect, and where two dialects are possible; UnsupportedError for a dialect that
+    breccia does not read, for a source that is no checkpoint, and for a destination that is, contains or is in the source;
+    UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
 
         >>> source, destination = tmp / "model.safetensors", tmp / "model-mxfp8.safetensors"
         >>> breccia.bridges.save_safetensors({"mlp.weight": np.ones((64, 32), np.float32)}, source)
@@ -84,15 +96,28 @@ def convert(
         >>> breccia.bridges.load_safetensors(destination)
         {'mlp.weight': breccia.ScaledTensor('mxfp8', shape=(64, 32), numpy cpu, 8.25 bits per value)}
     """
-    policy = Policy.of(recipe, include, exclude)
-    _check_axes(policy)
+    dense = _unquantized(recipe, include, exclude)
+    policy = None if dense is not None else Policy.of(recipe, include, exclude)
+    if policy is not None:
+        _check_axes(policy)
     staging = Staging(location(Path(destination)))
     if staging.moved and not dry_run:
         with staging:  # puts it back
             pass
-    report = Report(str(Path(source)), str(Path(destination)), policy.recipes[0] if policy.recipes else None)
-    work = _Conversion(Path(source), staging, report, policy, force)
+    report = Report(str(Path(source)), str(Path(destination)), policy.recipes[0] if policy and policy.recipes else None)
+    work = _Conversion(Path(source), staging, report, policy, dense, force, source_dialect)
     return work.planned() if dry_run else work.run(histograms, advance or no_progress)
+
+
+def _unquantized(recipe: Any, include: Sequence[str], exclude: Sequence[str]) -> str | None:
+    """The dtype to decode to, "" to keep all codes, or None for a recipe or policy."""
+    if not isinstance(recipe, str) or recipe not in (KEEP_CODES, *DENSE):
+        return None
+    if include or exclude:
+        raise OptionError(
+            f"recipe {recipe!r} quantizes nothing, so include= and exclude= have nothing to choose; leave them out.", recipe=recipe
+        )
+    return DENSE.get(recipe, "")
 
 
 def _check_axes(policy: Policy) -> None:
@@ -110,7 +135,16 @@ def _check_axes(policy: Policy) -> None:
 class _Conversion:
     """A conversion whose checks are done: nothing that it refuses is found later than here."""
 
-    def __init__(self, src: Path, staging: Staging, report: Report, policy: Policy, force: bool) -> None:
+    def __init__(
+        self,
+        src: Path,
+        staging: Staging,
+        report: Report,
+        policy: Policy | None,
+        dense: str | None,
+        force: bool,
+        source_dialect: str | None,
+    ) -> None:
         self.src, self.dst, self.force, self.folder = src, staging.destination, force, src.is_dir()
         self.staging, self.report = staging, report
         files = checkpoint_files(src)
@@ -119,18 +153,11 @@ class _Conversion:
         staging.check()
         self.companions = Companions(src, files) if self.folder else None
         self.index = src / INDEX if self.folder and is_there(src / INDEX) else None
-        self.containers, blocks = _checked(src, files, self.index)
-        listed = {container.path: list(_parameters(container, blocks)) for container in self.containers}
-        every = [p for each in listed.values() for p in each]
-        chosen, left = choose(every, policy, "convert", what="tensor", listed_by="`breccia inspect`")
-        recipes = {name: how.recipe for name, how in chosen.items()}
-        reasons = {p.name: p.why or _by_default(left.get(p.name, ""), policy) for p in every}
-        self.plans = [
-            _Plan(container, blocks, recipes, {p.name: reasons[p.name] for p in listed[container.path]})
-            for container in self.containers
-        ]
+        self.source = _checked(src, files, self.index, source_dialect)
+        jobs = _by_policy(self.source, policy) if policy else _unchanged(self.source, dense or "")
+        self.plans = [_Plan(container, self.source.containers_of(container, jobs)) for container in self.source.files]
         # A file of scales alone becomes none.
-        wanted = [planned for planned in self.plans if planned.reasons or not planned.container.entries]
+        wanted = [planned for planned in self.plans if planned.jobs or not planned.container.entries]
         self.written = [piece for planned in wanted for piece in self._declared(planned)]
         self._check_names()
         copied = self.companions.nbytes if self.companions else 0
@@ -168,7 +195,7 @@ class _Conversion:
     def planned(self) -> Report:
         """The report of a conversion that is not made."""
         for planned in self.plans:
-            self.report.tensors.extend(planned.report(name) for name in planned.reasons)
+            self.report.tensors.extend(job.report() for job in planned.jobs.values())
         return self.report
 
     def run(self, histograms: bool, advance: Advance) -> Report:
@@ -181,8 +208,7 @@ class _Conversion:
                 self.report.tensors.extend(_convert_file(planned, histograms, advance))
             if self.folder:
                 self._describe(staging.new)
-            for container in self.containers:
-                container.check_unchanged()
+            self.source.check_unchanged()
             if self.companions:
                 self.companions.check_unchanged()
             check_taken(self.dst, self.force, self.folder)
@@ -198,18 +224,9 @@ class _Conversion:
             write_index(stage, [planned.writer.path for planned in self.written])
 
 
-def _checked(src: Path, files: list[Path], index: Path | None) -> tuple[list[Container], BlockFP8 | None]:
-    """The opened files, and how to decode weights in block FP8.
-
-    Raises where the source is quantized in another way, or the index and the files contradict each other.
-    """
+def _checked(src: Path, files: list[Path], index: Path | None, source_dialect: str | None) -> Source:
+    """The opened checkpoint. Raises where the index and the files contradict each other."""
     containers = [Container(path) for path in files]
-    for container in joined(src, containers):
-        if read_configs(container):
-            raise UnsupportedError(
-                f"{shown(container.path)} contains tensors that breccia already quantized; convert the original.",
-                path=str(container.path),
-            )
     files_of: dict[str, list[str]] = {}
     for container in containers:
         for name in container.entries:
@@ -219,7 +236,7 @@ def _checked(src: Path, files: list[Path], index: Path | None) -> tuple[list[Con
     for name, of in files_of.items():
         if len(of) > 1:
             raise in_both(name, src, *map(Path, of))
-    return containers, recognized(src, containers)
+    return Source.of(src, containers, source_dialect)
 
 
 def _not_castable(dtype: str, shape: Shape) -> str:
@@ -231,15 +248,46 @@ def _not_castable(dtype: str, shape: Shape) -> str:
     return "fewer than two axes" if len(shape) < 2 else ""
 
 
-def _parameters(container: Container, blocks: BlockFP8 | None) -> Iterator[Parameter]:
-    """The tensors of a file, but for scales of block FP8, which are written with no weight."""
-    scales = set(blocks.scales.values()) if blocks else set[str]()
-    for name, entry in container.entries.items():
-        if name not in scales:
-            dtype = blocks.dtype if blocks and name in blocks.scales else entry.dtype
-            why, ndim = _not_castable(dtype, entry.shape), len(entry.shape)
-            axes, kind = (None, "linear") if why else ((ndim - 1,), kind_in_file(name, entry.shape))
-            yield Parameter(name, entry.shape, byte_count(dtype, entry.shape), kind, axes, why)
+def _parameters(source: Source) -> Iterator[Parameter]:
+    """The values of a checkpoint, as a policy chooses among them."""
+    for name, value in source.values.items():
+        dtype = source.dtype if value.is_scaled else value.stored_as
+        shape = value.shape
+        why = _not_castable(dtype, shape)
+        axes, kind = (None, "linear") if why else ((len(shape) - 1,), kind_in_file(name, shape))
+        yield Parameter(name, shape, byte_count(dtype, shape), kind, axes, why)
+
+
+def _by_policy(source: Source, policy: Policy) -> dict[str, _Job]:
+    """What becomes of each value under a policy."""
+    parameters = list(_parameters(source))
+    chosen, left = choose(parameters, policy, "convert", what="tensor", listed_by="`breccia inspect`")
+    jobs: dict[str, _Job] = {}
+    for parameter in parameters:
+        name, value = parameter.name, source.values[parameter.name]
+        reason = parameter.why or _by_default(left.get(name, ""), policy)
+        recipe = chosen[name].recipe if name in chosen else None
+        if recipe is not None:
+            keeps = value.recipe is not None and renames(value.recipe, value.layout.plain, value.axis, recipe)
+            jobs[name] = _Job.keeping_codes(value, recipe) if keeps else _Job(value, "cast", "", recipe, plan(name, value.shape, recipe))
+        elif value.is_scaled:
+            jobs[name] = _Job.decoding(value, source.dtype, f"{reason} and decoded to {source.dtype}")
+        else:
+            jobs[name] = _Job.copying(value, reason)
+    return jobs
+
+
+def _unchanged(source: Source, dense: str) -> dict[str, _Job]:
+    """What becomes of each value where nothing is quantized. dense: the dtype to decode to; none keeps the codes."""
+    jobs: dict[str, _Job] = {}
+    for name, value in source.values.items():
+        if value.recipe is None:
+            jobs[name] = _Job.copying(value, "not quantized in the source")
+        elif dense:
+            jobs[name] = _Job.decoding(value, dense, f"decoded to {dense}")
+        else:
+            jobs[name] = _Job.keeping_codes(value, value.recipe)
+    return jobs
 
 
 def _by_default(reason: str, policy: Policy) -> str:
@@ -249,46 +297,56 @@ def _by_default(reason: str, policy: Policy) -> str:
 # ------------------------------------------------------------------------------------------------ one file
 
 
-class _Plan:
-    """How the tensors of a file are written.
+@dataclass(frozen=True)
+class _Job:
+    """What becomes of a value: "copy" its bytes, "decode" it, "cast" it under a recipe, or "keep" its codes.
 
-    blocks: how to decode the weights that are block FP8 in the source. recipes: of the tensors to quantize, by name. reasons:
-        for keeping each other one; empty for those to quantize. A block FP8 weight that is kept is written in the dtype of the
-        model's other weights.
+    reason: why it is not quantized; empty for one that is. described: its declaration in the new file.
     """
 
-    def __init__(
-        self, container: Container, blocks: BlockFP8 | None, recipes: Mapping[str, ScalingRecipe], reasons: dict[str, str]
-    ) -> None:
-        self.container, self.blocks, self.recipes, self.reasons = container, blocks, recipes, reasons
-        self.described: dict[str, Described] = {}
-        for name, reason in reasons.items():
-            entry = container.entries[name]
-            if not reason:
-                self.described[name] = plan(name, entry.shape, recipes[name])
-                continue
-            dtype = blocks.dtype if blocks and name in blocks.scales else entry.dtype
-            self.described[name] = {name: (dtype, entry.shape)}, None
-            if self.decodes(name):
-                reasons[name] = f"{reason} and decoded to {dtype}"
+    value: Value
+    way: str
+    reason: str
+    recipe: ScalingRecipe | None
+    described: Described
 
-    def decodes(self, name: str) -> bool:
-        """Is the tensor block FP8 in the source?"""
-        return self.blocks is not None and name in self.blocks.scales
+    @classmethod
+    def copying(cls, value: Value, reason: str) -> _Job:
+        return cls(value, "copy", reason, None, ({value.name: (value.stored_as, value.shape)}, None))
 
-    def source(self, name: str) -> FileTensor:
-        """The values of a tensor in the source, by slabs."""
-        return FileTensor(self.container, name, self.blocks.tensor(name) if self.blocks and self.decodes(name) else None)
+    @classmethod
+    def decoding(cls, value: Value, dtype: str, reason: str) -> _Job:
+        return cls(value, "decode", reason, None, ({value.name: (dtype, value.shape)}, None))
 
-    def bytes_in(self, name: str) -> int:
-        if self.blocks and self.decodes(name):
-            return self.blocks.nbytes(name)
-        return self.container.entries[name].nbytes
+    @classmethod
+    def keeping_codes(cls, value: Value, recipe: ScalingRecipe) -> _Job:
+        return cls(value, "keep", "", recipe, described_as(value.name, recipe, value.layout.plain, value.axis, value.shape))
+
+    @property
+    def name(self) -> str:
+        return self.value.name
+
+    def report(self, fidelity: ErrorMetrics | None = None, counts: Histogram | None = None) -> TensorReport:
+        """What is known of the value before and after."""
+        value = self.value
+        stored_as = self.recipe.name if self.recipe else self.described[0][self.name][0]
+        size = sum(byte_count(*part) for part in self.described[0].values())
+        before = (value.name, value.shape, value.stored_as)
+        return TensorReport(
+            *before, stored_as, self.reason, value.nbytes, size, fidelity, counts, self.recipe, codes_kept=self.way == "keep"
+        )
+
+
+class _Plan:
+    """The values of a file of the source, and how each is written."""
+
+    def __init__(self, container: Container, jobs: dict[str, _Job]) -> None:
+        self.container, self.jobs = container, jobs
 
     def declare(self, path: Path) -> None:
         """Make the writer of the new file, which checks names, metadata and the length of the header."""
-        extra = {k: v for k, v in self.container.metadata.items() if k not in RESERVED}
-        self.writer = open_writer(path, self.described, extra, force=True)
+        extra = {k: v for k, v in self.container.metadata.items() if k not in RESERVED and not k.endswith(".config")}
+        self.writer = open_writer(path, {name: job.described for name, job in self.jobs.items()}, extra, force=True)
 
     def pieces(self) -> list[_Plan]:
         """Plans of parts of the file, each of which can be declared. Raises HeaderError where a tensor alone cannot."""
@@ -296,65 +354,82 @@ class _Plan:
             self.declare(self.container.path)
             return [self]
         except HeaderError:
-            if len(self.reasons) < 2:
+            if len(self.jobs) < 2:
                 raise
-        names = list(self.reasons)
+        names = list(self.jobs)
         halves = [copy(self), copy(self)]
         for half, of in zip(halves, (names[: len(names) // 2], names[len(names) // 2 :]), strict=True):
-            half.described, half.reasons = {n: self.described[n] for n in of}, {n: self.reasons[n] for n in of}
+            half.jobs = {n: self.jobs[n] for n in of}
         return [piece for half in halves for piece in half.pieces()]
-
-    def _size(self, name: str) -> int:
-        return sum(byte_count(*part) for part in self.described[name][0].values())
-
-    def report(self, name: str, fidelity: ErrorMetrics | None = None, counts: Histogram | None = None) -> TensorReport:
-        entry, reason = self.container.entries[name], self.reasons[name]
-        stored_as = self.described[name][0][name][0] if reason else self.recipes[name].name
-        sizes, recipe = (self.bytes_in(name), self._size(name)), None if reason else self.recipes[name]
-        return TensorReport(name, entry.shape, entry.dtype, stored_as, reason, *sizes, fidelity, counts, recipe)
 
 
 def _convert_file(planned: _Plan, histograms: bool, advance: Advance) -> list[TensorReport]:
     digests: dict[str, str] = {}
     with planned.writer as writer:
-        for name, reason in planned.reasons.items():
-            if reason:
-                with _digested(writer, name, digests) as put:
-                    for piece in _unquantized_pieces(planned, name):
-                        put(piece)
-            else:
-                source = SlabCasts(planned.source(name), planned.recipes[name])
-                _write_scaled(writer, digests, name, list(planned.described[name][0]), source)
-            advance(name, planned.bytes_in(name))
+        for job in planned.jobs.values():
+            _write(writer, digests, job)
+            advance(job.name, job.value.nbytes)
     written = _reopened(writer.path, digests)
     configs = read_configs(written)
     reports: list[TensorReport] = []
-    for name, reason in planned.reasons.items():
-        if reason and not planned.decodes(name):
-            reports.append(planned.report(name))
+    for name, job in planned.jobs.items():
+        if job.way == "copy":
+            reports.append(job.report())
         else:
-            x, y = planned.source(name), FileTensor(written, name, configs.get(name))
-            counts = histogram(x, y) if histograms and not reason else None
-            reports.append(planned.report(name, measure(x, y), counts))
-        advance(name, planned.bytes_in(name))
+            x, y = job.value.numbers(), _numbers_of(written, name, configs.get(name))
+            counts = histogram(x, y) if histograms and not job.reason else None
+            reports.append(job.report(measure(x, y), counts))
+        advance(name, job.value.nbytes)
     return reports
 
 
-def _unquantized_pieces(planned: _Plan, name: str) -> Iterator[np.ndarray]:
-    """The pieces of a tensor that is not quantized: its bytes, or where they are FP8 codes, its values."""
-    if not planned.decodes(name):
-        flat = planned.container.view(name).reshape(-1).view(np.uint8)
-        yield from (read(flat[i : i + _PIECE]) for i in range(0, flat.size, _PIECE))
-        return
-    source, codec = planned.source(name), _CASTABLE[planned.described[name][0][name][0]]
-    for slab in slabs(source.shape, source.unit):
-        yield NUMPY.store(codec.encode(NUMPY, source.values(slab)), NUMPY.storage(codec))
+def _numbers_of(written: Container, name: str, config: Config | None) -> FileTensor:
+    """The values of a tensor of a file that was written."""
+    if config is not None:
+        return FileTensor(view_tensor(written, name, config))
+    return FileTensor(written.view(name).reshape(written.entries[name].shape), written.entries[name].dtype)
 
 
-def _write_scaled(writer: Writer, digests: dict[str, str], name: str, parts: list[str], source: SlabCasts) -> None:
+def _write(writer: Writer, digests: dict[str, str], job: _Job) -> None:
+    if job.way in ("copy", "decode"):
+        with _digested(writer, job.name, digests) as put:
+            for piece in _copied(job.value) if job.way == "copy" else _decoded(job):
+                put(piece)
+    elif job.way == "cast":
+        assert job.recipe is not None
+        _write_scaled(writer, digests, job.name, list(job.described[0]), SlabCasts(job.value.numbers(), job.recipe).cast())
+    else:
+        _write_scaled(writer, digests, job.name, list(job.described[0]), [_kept_codes(job)])
+
+
+def _copied(value: Value) -> Iterator[np.ndarray]:
+    """The bytes of a plain tensor, in pieces."""
+    flat = value.plain().reshape(-1).view(np.uint8)
+    yield from (read(flat[i : i + _PIECE]) for i in range(0, flat.size, _PIECE))
+
+
+def _decoded(job: _Job) -> Iterator[np.ndarray]:
+    """The values of a scaled one in the dtype of the new file, in pieces."""
+    numbers, codec = job.value.numbers(), _CASTABLE[job.described[0][job.name][0]]
+    for slab in slabs(numbers.shape, numbers.unit):
+        yield NUMPY.store(codec.encode(NUMPY, numbers.values(slab)), NUMPY.storage(codec))
+
+
+def _kept_codes(job: _Job) -> dict[str, np.ndarray]:
+    """The components of a value whose codes and scales the recipe holds exactly."""
+    st = job.value.tensor()
+    if st.recipe != job.recipe:
+        read_parts = {name: read(part) for name, part in components(st).items()}
+        st = requantize(with_parts(st, read_parts), job.recipe, require_exact=True)
+    return {name: read(part) for name, part in components(st).items()}
+
+
+def _write_scaled(
+    writer: Writer, digests: dict[str, str], name: str, parts: list[str], pieces_of_parts: Iterable[dict[str, np.ndarray]]
+) -> None:
     with ExitStack() as stack:
         puts = {part: stack.enter_context(_digested(writer, part, digests)) for part in parts}
-        for pieces in source.cast():
+        for pieces in pieces_of_parts:
             for part, piece in pieces.items():
                 puts[f"{name}.{part}"](piece)
 

@@ -11,9 +11,8 @@ import numpy as np
 from breccia import ErrorMetrics, ScaledTensor
 from breccia.internal import measuring
 
-from .configs import FLOATS, Config
-from .safetensors import view_tensor
-from .safetensors_file import Container, read
+from .configs import FLOATS
+from .safetensors_file import read
 
 measure, slabs = measuring.measure, measuring.slabs
 
@@ -43,17 +42,13 @@ class Histogram:
 class FileTensor(measuring.Source):
     """A floating tensor of a checkpoint, plain or scaled, read slab by slab. dtype: that of the file, or the recipe's name.
 
-    config: of a scaled tensor in the file; or the scaled tensor itself, made of entries of other names.
+    x: a scaled tensor, or the array of a plain one; of views of a file, nothing is read before.
     Reading raises CorruptFileError where the file changed since it was opened.
     """
 
-    def __init__(self, container: Container, name: str, config: Config | ScaledTensor | None = None) -> None:
-        if config is None:
-            self.dtype = container.entries[name].dtype
-            super().__init__(container.view(name).reshape(container.entries[name].shape), self.dtype == "BF16")
-        else:
-            self.dtype = config.recipe.name
-            super().__init__(config if isinstance(config, ScaledTensor) else view_tensor(container, name, config))
+    def __init__(self, x: ScaledTensor | np.ndarray, dtype: str = "") -> None:
+        self.dtype = x.recipe.name if isinstance(x, ScaledTensor) else dtype
+        super().__init__(x, self.dtype == "BF16")
 
     def _read(self, part: np.ndarray) -> np.ndarray:
         return read(part)

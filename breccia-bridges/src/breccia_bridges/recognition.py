@@ -6,7 +6,7 @@ itself. Only headers are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from breccia import BrecciaError, CorruptFileError, Dialect, DialectError, ScaledTensor, UnsupportedError
+from breccia import BrecciaError, CorruptFileError, Dialect, DialectError, Layout, ScaledTensor, UnsupportedError
 from breccia.backend import Entry, StoredValue, TensorGroup, ValueForm, registry, targets
 from breccia.internal import abbreviated, printable
 
@@ -92,6 +92,18 @@ class Stored:
         *lead, m, k = self.form.shape if len(self.form.shape) > 1 else (1, *self.form.shape)
         return (*lead, k, m) if self.form.is_transposed else self.form.shape
 
+    @property
+    def layout(self) -> Layout:
+        """The layout in the model."""
+        form = self.form
+        layout = form.recipe.layout.fitted(form.shape) if form.layout is None else form.layout
+        return layout.mT if form.is_transposed else layout
+
+    @property
+    def axis(self) -> int:
+        """The contraction axis in the model."""
+        return -2 if self.form.is_transposed else -1
+
     def tensor(self) -> ScaledTensor:
         """The value. Its components are new arrays, or views that `safetensors_file.read` reads."""
         st = self._asked("read", self.value, self.form)
@@ -117,8 +129,10 @@ class Stored:
         )
 
 
-def recognized(path: Path, containers: Sequence[Container], source_dialect: str | None = None) -> dict[str, Stored]:
-    """The values of a checkpoint that other programs quantized, by name.
+def recognized(
+    path: Path, containers: Sequence[Container], source_dialect: str | None = None, ours: Collection[str] = ()
+) -> dict[str, Stored]:
+    """The values of a checkpoint that other programs quantized, by name. ours: tensors that breccia quantized.
 
     source_dialect: the name of the dialect, where configs and tensors leave a choice, or to ignore what a config says.
 
@@ -127,7 +141,7 @@ def recognized(path: Path, containers: Sequence[Container], source_dialect: str 
     a value lacks a part, or configs and tensors contradict each other.
     """
     announced = [one for one in announcements(path) if one.method != OWN] if path.is_dir() else []
-    files = {name: container for container in containers for name in container.entries}
+    files = {name: container for container in containers for name in container.entries if name not in ours}
     if source_dialect is not None:
         given = registry().look_up("breccia_dialects", source_dialect, "dialect")
         dialects, own = [given], [one for one in announced if given in one.dialects]
