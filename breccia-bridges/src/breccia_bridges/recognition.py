@@ -153,7 +153,7 @@ def recognized(
         named = {dialect.name: dialect for one in announced for dialect in one.dialects}
         dialects = list((named or registry().dialects).values())
         config = announced[0] if announced else None
-    claims = _claims(files, dialects, config)
+    claims = _claims(files, dialects, config, bool(announced) or source_dialect is not None)
     values = {name: _chosen(path, name, own) for name, own in claims.items()}
     refused = [value for value in values.values() if value.dialect.read is None]
     if refused:
@@ -165,11 +165,13 @@ def recognized(
     return values
 
 
-def _claims(files: Mapping[str, Container], dialects: Sequence[Dialect], config: Announced | None) -> dict[str, list[Stored]]:
-    """Every reading of every value, by name."""
+def _claims(
+    files: Mapping[str, Container], dialects: Sequence[Dialect], config: Announced | None, named: bool
+) -> dict[str, list[Stored]]:
+    """Every reading of every value, by name. named: whether a config or the caller names these dialects."""
     claims: dict[str, list[Stored]] = {}
     for dialect in dialects:
-        for group in dialect.groups:
+        for group in (group for group in dialect.groups if named or not group.needs_config):
             for stem in _stems(files, group):
                 parts = _parts(files, group, stem)
                 if parts is not None:
@@ -267,7 +269,7 @@ def _refuse_unseen(path: Path, files: Mapping[str, Container], announced: Sequen
     dialects = [dialect for one in announced for dialect in one.dialects]
     title, method = dialects[0].title, announced[0].method
     coded = [name for name, file in files.items() if is_coded(file.entries[name])]
-    other = _claims(files, list(registry().dialects.values()), None)
+    other = _claims(files, list(registry().dialects.values()), None, False)
     refused = [dialect for dialect in dialects if dialect.read is None]
     if other:
         name, claims = next(iter(other.items()))

@@ -35,11 +35,14 @@ class TensorGroup:
     parts: the ends of their names, with the dtypes that each may have in a file. The first one is looked for.
     optional: the same, of tensors that may be absent.
     value: the end of the value's name in the model; `{"qweight": ..., "scales": ...}` are the parts of "weight".
+    needs_config: whether the tensors do not show the dialect, because others have the same ones: then the group counts only
+        where a config announces the dialect, or a caller names it.
     """
 
     parts: Parts
     optional: Parts = field(default_factory=dict[str, tuple[str, ...]])
     value: str = "weight"
+    needs_config: bool = False
 
     def check(self, what: str) -> None:
         """Raise PluginError, naming `what`, if the declaration is invalid."""
@@ -54,6 +57,8 @@ class TensorGroup:
             raise PluginError(f"{what}: a group has at least one part, and no part twice.")
         if not isinstance(self.value, str):
             raise PluginError(f"{what}: value is the end of a name, like 'weight'; got {self.value!r}.")
+        if not isinstance(self.needs_config, bool):
+            raise PluginError(f"{what}: needs_config is True or False; got {self.needs_config!r}.")
 
 
 @dataclass(frozen=True)
