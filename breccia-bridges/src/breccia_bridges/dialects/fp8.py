@@ -6,6 +6,8 @@ compressed-tensors' float-quantized and mxfp8-quantized (0.20) differ in names, 
 
 from __future__ import annotations
 
+from typing import Any
+
 from breccia import Float8BlockScaling, Float8CurrentScaling, Float8RowScaling, MXFP8BlockScaling, ScaledTensor, ScalingRecipe
 from breccia.backend import StoredValue, ValueForm
 
@@ -20,13 +22,17 @@ TILE = (128, 128)
 
 def form(value: StoredValue) -> ValueForm:
     """Codes of any number of axes, and the scales that their shape tells apart."""
+    return form_of(value, value.settings.get("weight_block_size", TILE))
+
+
+def form_of(value: StoredValue, size: Any) -> ValueForm:
+    """The same. size: rows and columns of a block as a list; None where scales are not per block, `TILE` if they may be."""
     scale_end, codes_end = list(value.entries)[:2]
     codes, scale = value.entries[codes_end], value.entries[scale_end]
     shape, fmt = codes.shape, FORMATS[codes.dtype]
     value.need(len(shape) > 1, f"its codes have shape {spelled(shape)}; a weight has two axes or more.", shape=shape)
     scales = _squeezed(scale.shape, len(shape))
     *lead, rows, columns = shape
-    size = value.settings.get("weight_block_size", TILE)
     block = tuple(size) if isinstance(size, list | tuple) and len(size) == 2 else None
     if block and scales == (*lead, -(-rows // block[0]), -(-columns // block[1])):
         return ValueForm(_of_blocks(fmt, block, scale.dtype), shape)
@@ -34,7 +40,7 @@ def form(value: StoredValue) -> ValueForm:
         return ValueForm(MXFP8BlockScaling(fmt), shape)
     if scales in ((), (1,), (1,) * len(shape)) and size in (None, TILE):
         return ValueForm(Float8CurrentScaling(fmt), shape)
-    if scales in ((*lead, rows, 1), (rows,)):
+    if scales in ((*lead, rows, 1), (*lead, rows)):
         return ValueForm(Float8RowScaling(fmt), shape)
     tiles = spelled((*lead, -(-rows // TILE[0]), -(-columns // TILE[1])))
     value.need(

@@ -7,23 +7,22 @@ from typing import Any
 import numpy as np
 
 from breccia import Codec, Layout, ScaledTensor, from_buffer
-from breccia.backend import BF16, CODECS, E8M0, NUMPY, StoredValue, ValueForm
+from breccia.backend import BF16, E4M3, E8M0, NUMPY, StoredValue, ValueForm
 
 #: Dtypes of float scales in a file.
 FLOATS = ("F32", "BF16", "F16")
 #: Dtypes of scales that are powers of two: the exponent with bias 127.
 POWERS = ("F8_E8M0", "U8")
 
-_BY_DTYPE: dict[str, Codec] = {"F8_E8M0": E8M0, "U8": E8M0, **{codec.name: codec for codec in CODECS}}
+_BY_DTYPE: dict[str, Codec] = {"F8_E8M0": E8M0, "U8": E8M0, "F8_E4M3": E4M3, "BF16": BF16}
 
 
 def widened(value: StoredValue, end: str) -> np.ndarray:
-    """Scales as FP32, exactly: of F32, BF16, F16, and of powers of two."""
+    """Scales as FP32, exactly: of F32, BF16, F16, F8_E4M3, and of powers of two."""
     array, dtype = value[end], value.entries[end].dtype
     if dtype in ("F32", "F16"):
         return np.asarray(array, np.float32)
-    codec = BF16 if dtype == "BF16" else _BY_DTYPE[dtype]
-    return np.asarray(codec.read(NUMPY, array), np.float32)
+    return np.asarray(_BY_DTYPE[dtype].read(NUMPY, array), np.float32)
 
 
 def check_scale(value: StoredValue, end: str, scale: np.ndarray) -> None:
@@ -50,9 +49,6 @@ def assembled(
     """The tensor of codes as a recipe packs them, and scales in any shape with the right number of items."""
     layout = layout_of(form)
     shape = layout.scale_shapes(form.shape)[0]
-    parts: dict[str, Any] = {"scale": scale.reshape(shape)}
-    if zero_point is not None:
-        parts["zero_point"] = zero_point.reshape(shape)
-    if global_scale is not None:
-        parts["global_scale"] = global_scale.reshape(())
-    return from_buffer(codes, recipe=form.recipe, layout=layout, shape=form.shape, **parts)
+    zero = None if zero_point is None else zero_point.reshape(shape)
+    level = None if global_scale is None else global_scale.reshape(() if global_scale.size == 1 else form.shape[:-2])
+    return from_buffer(codes, scale.reshape(shape), form.recipe, layout, zero, level, shape=form.shape)
