@@ -36,6 +36,7 @@ from breccia import (
 from breccia.backend import TENSOR, Array, dtype_name
 from breccia.internal import FLOAT_NAMES, check_scaled
 
+from .dialects.integers import offset
 from .wrapping import attribute, chosen, float8_recipe, integer_recipe, title, wrapped
 
 
@@ -172,9 +173,7 @@ def _zero_points(module: Any, words: Array, bits: int, shape: tuple[int, ...]) -
 
 def _offset(data: Array, bits: int) -> Array:
     """Codes of two's complement as offset codes of half the range, and back."""
-    if bits == 4:
-        return data ^ 0x88
-    return data ^ 0x80 if data.dtype == torch.uint8 else data.view(torch.uint8) ^ 0x80
+    return offset(data.view(torch.uint8), bits)
 
 
 def _nvfp4(module: Any, parameters: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:

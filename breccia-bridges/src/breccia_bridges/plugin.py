@@ -260,6 +260,27 @@ def breccia_dialects() -> Iterable[Dialect]:
             TensorGroup(_QWEIGHT),
         ),
         _dialect(
+            "compressed_tensors",
+            "compressed-tensors",
+            "compressed_tensors",
+            _method("compressed-tensors"),
+            TensorGroup(
+                {"weight_packed": ("I32",), "weight_scale": _FLOATS, "weight_shape": ("I64", "I32")},
+                {"weight_zero_point": (), "weight_g_idx": ()},
+            ),
+            TensorGroup(
+                {"weight_packed": ("U8",), "weight_scale": ("F8_E4M3", *_POWERS)},
+                {"weight_global_scale": (), "weight_zero_point": ()},
+            ),
+            TensorGroup({"weight_scale": _FLOATS, "weight": ("I8",)}, {"weight_zero_point": ()}),
+            TensorGroup(
+                {"weight_scale": (*_FLOATS, *_POWERS), "weight": ("F8_E4M3",)}, {"weight_zero_point": ()}, needs_config=True
+            ),
+            TensorGroup({".compressed": (), ".bitmask": ()}, {".shape": (), ".row_offsets": (), "_scale": ()}, value=""),
+            TensorGroup({"weight_packed": (), "scale_packed": (), "meta": ()}),
+            settings=True,
+        ),
+        _dialect(
             "deepseek_v3",
             "block FP8, as DeepSeek-V3",
             "fp8",
