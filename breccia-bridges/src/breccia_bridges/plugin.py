@@ -335,6 +335,22 @@ def breccia_dialects() -> Iterable[Dialect]:
             TensorGroup({"weight": ("U32",), "scales": _FLOATS, "qbiases": _FLOATS}),
             settings=True,
         ),
+        _dialect(
+            "modelopt",
+            "ModelOpt",
+            "modelopt",
+            _method("modelopt"),
+            TensorGroup(
+                {"weight_scale": ("F8_E4M3", *_FLOATS, *_POWERS), "weight": ("U8",)},
+                {"weight_scale_2": (), "svdquant_lora_a": (), "svdquant_lora_b": ()},
+            ),
+            TensorGroup({"weight_scale": (*_FLOATS, *_POWERS), "weight": (*_FP8, "I8")}, needs_config=True),
+            TensorGroup({"_weight_scale": (*_FLOATS, *_POWERS), "": _FP8}, value=""),
+            TensorGroup(
+                {"_weight_scale": ("F8_E4M3", *_FLOATS, *_POWERS), "": ("U8", "I8")}, {"_weight_scale_2": ()}, value=""
+            ),
+            settings=True,
+        ),
         *(
             Dialect(method, method, _method(method), remedy=_ORIGINAL)
             for method in ("aqlm", "bitnet", "fouroversix", "fp_quant", "gemma", "gguf", "higgs", "nvfp4", "spqr", "vptq")
