@@ -351,6 +351,18 @@ def breccia_dialects() -> Iterable[Dialect]:
             ),
             settings=True,
         ),
+        _dialect(
+            "quark",
+            "AMD Quark",
+            "quark",
+            _method("quark"),
+            TensorGroup(
+                {"weight_scale": ("F8_E4M3", *_FLOATS, *_POWERS), "weight": (*_FP8, "U8", "I8", "I16", "I32", "U16", "U32")},
+                {"weight_zero_point": ()},
+                needs_config=True,
+            ),
+            settings=True,
+        ),
         *(
             Dialect(method, method, _method(method), remedy=_ORIGINAL)
             for method in ("aqlm", "bitnet", "fouroversix", "fp_quant", "gemma", "gguf", "higgs", "nvfp4", "spqr", "vptq")
