@@ -40,6 +40,12 @@ Top = Annotated[
 ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Also write an HTML report.", show_default=False)]
 
 
+From = Annotated[
+    str | None,
+    typer.Option("--from", metavar="DIALECT", help="How the source is quantized, if it leaves a choice.", show_default=False),
+]
+
+
 def _either(keys: type[StrEnum]) -> str:
     *others, last = keys
     return f"{', '.join(others)} or {last}"
@@ -62,7 +68,7 @@ def convert(
             "--recipe",
             "-r",
             metavar="RECIPE",
-            help=f"One of {_recipes()}. With fields: fp8_block,block_m=128. Or a YAML policy.",
+            help=f"One of {_recipes()}. With fields: fp8_block,block_m=128. A YAML policy. Or for what is quantized: none, bf16, fp16, fp32.",
             show_default=False,
             autocompletion=recipe_names,
         ),
@@ -74,10 +80,10 @@ def convert(
     report: ReportFile = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and report sizes, but write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the destination: a file, or a checkpoint folder.")] = False,
+    source_dialect: From = None,
     as_json: Json = False,
 ) -> None:
     """Quantize a checkpoint's floating matrices; embeddings, norms, routers and lm_head are kept unless included."""
-    policy = breccia.Policy.of(recipe, include or (), exclude or ())
     if report is not None:
         if dry_run:
             raise typer.BadParameter("--report shows measurements, and --dry-run measures nothing; use only one of them.")
@@ -87,11 +93,14 @@ def convert(
         result = convert_checkpoint(
             source,
             destination,
-            policy,
+            recipe,
+            include=include or (),
+            exclude=exclude or (),
             force=force,
             dry_run=dry_run,
             histograms=report is not None,
             advance=advance,
+            source_dialect=source_dialect,
         )
     seconds = perf_counter() - started
     if as_json:
@@ -117,6 +126,7 @@ def compare(
     fail_under: Annotated[
         float | None, typer.Option(metavar="DB", help="Exit with 1 if any tensor's SQNR is lower.", show_default=False)
     ] = None,
+    source_dialect: From = None,
     as_json: Json = False,
 ) -> None:
     """Compare checkpoints with the original, tensor by tensor: SQNR, cosine, largest error, clip and underflow rate."""
@@ -127,7 +137,11 @@ def compare(
     results: list[Report] = []
     for candidate in candidates:
         with _progress(f"compare {candidate.name}", reference, 1) as advance:
-            results.append(compare_checkpoints(reference, candidate, histograms=report is not None, advance=advance))
+            results.append(
+                compare_checkpoints(
+                    reference, candidate, histograms=report is not None, advance=advance, source_dialect=source_dialect
+                )
+            )
     if as_json:
         print_json({"reference": str(reference), "candidates": [one.to_dict() for one in results]})
     else:
@@ -243,11 +257,13 @@ def _print_conversion(result: Report, seconds: float, dry_run: bool) -> None:
     table.add_column(min_width=_NAMES)
     reasons = ", ".join(f"{count} {reason}" for reason, count in result.reasons.items())
     rows = {
-        "recipe": f"{result.recipe}",
+        "recipe": f"{result.recipe or 'none: nothing is quantized'}",
         "quantized": f"{len(result.quantized)} tensors, {result.bits_per_parameter:.3f} bits per parameter",
         "kept": f"{len(result.kept)} tensors, {size(result.bytes_kept)} in their original precision: {reasons or 'none'}",
         "size": f"{size(result.bytes_in)} -> {size(result.bytes_out)} ({result.bytes_out / max(1, result.bytes_in):.3f}x)",
     }
+    if result.codes_kept:
+        rows["codes kept"] = f"of {len(result.codes_kept)} tensors that were quantized before: no value changed"
     default = [t.name for t in result.kept if t.reason.startswith(BY_DEFAULT)]
     if default:
         rows["by default"] = f"kept, unless --include names them: {abbreviated(default)}"
@@ -328,12 +344,23 @@ def inspect(
         InspectKey, typer.Option(metavar="KEY", help=f"{_either(InspectKey)}; the largest first.")
     ] = InspectKey.NAME,
     top: Top = None,
+    source_dialect: From = None,
     as_json: Json = False,
 ) -> None:
-    """List the tensors of a checkpoint, and report suspicious scales. Reads only the headers, unless --scales is given."""
-    rows = inspected(path, scales)
+    """List the values of a checkpoint, and report suspicious scales. Reads only the headers, unless --scales is given."""
+    inspection = inspected(path, scales, source_dialect)
+    rows = inspection.rows
     if as_json:
-        print_json({"path": str(path), "bytes": sum(r["bytes"] for r in rows), "tensors": rows})
+        total = sum(r["bytes"] for r in rows)
+        print_json(
+            {
+                "path": str(path),
+                "bytes": total,
+                "dialects": inspection.dialects,
+                "problem": inspection.problem or None,
+                "tensors": rows,
+            }
+        )
         return
     headings = ["stored as", ">bits/param", ">bytes", *(["scales, min to max"] if scales else []), "shape", "tensor"]
     lines: list[tuple[str, ...]] = []
@@ -351,13 +378,18 @@ def inspect(
         f"{len(rows)} tensors, {len(scaled)} of them scaled; {parameters:,} parameters in {size(total)}, "
         f"{8 * total / max(1, parameters):.3f} bits per parameter"
     )
+    for dialect in inspection.dialects:
+        evidence = "; ".join(dialect["evidence"])
+        typer.echo(printable(f"{dialect['title']} ({dialect['name']}): {dialect['values']} values, as {evidence}"))
+    if inspection.problem:
+        typer.echo(typer.style("not decoded: ", fg="yellow") + printable(inspection.problem))
     for r in rows:
         for doubt in r["suspicious"]:
             typer.echo(typer.style("suspicious: ", fg="yellow") + printable(f"{r['name']}: {doubt}"))
 
 
 def _stored_as(row: dict[str, Any]) -> str:
-    if not row["scaled_by"]:
+    if not row["scaled_by"] or row["recipe"]:
         return row["stored_as"]
     unit = " bytes" if row["stored_as"] in ("U8", "I8") else ""
     return f"{row['stored_as']}, a scale per {spelled(row['block']) if row['block'] else '?'}{unit}"

@@ -139,6 +139,8 @@ def write_config(path: Path, config: dict[str, Any], report: Report, floating: t
     """
     for prefix, part in list(model_configs(config)):
         part.pop("compression_config", None)
+        if isinstance(mlx := part.get("quantization"), dict) and "bits" in mlx:
+            del part["quantization"]
         if prefix:
             part.pop(QUANTIZATION, None)
     config[QUANTIZATION] = {

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from breccia import CorruptFileError, ErrorMetrics, OptionError, Policy, ScalingRecipe, UnsupportedError, requantize
-from breccia.backend import BF16, F16, F32, NUMPY, Codec, Parameter, choose, components
-from breccia.internal import PRESETS, kind_in_file, renames
+from breccia import Codec, CorruptFileError, ErrorMetrics, OptionError, Policy, ScalingRecipe, UnsupportedError, requantize
+from breccia.backend import BF16, F16, F32, NUMPY, Parameter, choose, components
+from breccia.internal import PRESETS, kind_in_file, renames, with_parts
 
 from .announcements import CONFIG, read_object
 from .checkpoint import INDEX, checkpoint_files, is_there, weight_map
@@ -115,7 +115,8 @@ def _unquantized(recipe: Any, include: Sequence[str], exclude: Sequence[str]) ->
         return None
     if include or exclude:
         raise OptionError(
-            f"recipe {recipe!r} quantizes nothing, so include= and exclude= have nothing to choose; leave them out.", recipe=recipe
+            f"recipe {recipe!r} quantizes nothing, so include= and exclude= have nothing to choose; leave them out.",
+            recipe=recipe,
         )
     return DENSE.get(recipe, "")
 
@@ -155,7 +156,8 @@ class _Conversion:
         self.index = src / INDEX if self.folder and is_there(src / INDEX) else None
         self.source = _checked(src, files, self.index, source_dialect)
         jobs = _by_policy(self.source, policy) if policy else _unchanged(self.source, dense or "")
-        self.plans = [_Plan(container, self.source.containers_of(container, jobs)) for container in self.source.files]
+        names = self.source.by_file()
+        self.plans = [_Plan(file, {name: jobs[name] for name in names.get(file.path, ())}) for file in self.source.files]
         # A file of scales alone becomes none.
         wanted = [planned for planned in self.plans if planned.jobs or not planned.container.entries]
         self.written = [piece for planned in wanted for piece in self._declared(planned)]
@@ -269,7 +271,9 @@ def _by_policy(source: Source, policy: Policy) -> dict[str, _Job]:
         recipe = chosen[name].recipe if name in chosen else None
         if recipe is not None:
             keeps = value.recipe is not None and renames(value.recipe, value.layout.plain, value.axis, recipe)
-            jobs[name] = _Job.keeping_codes(value, recipe) if keeps else _Job(value, "cast", "", recipe, plan(name, value.shape, recipe))
+            jobs[name] = (
+                _Job.keeping_codes(value, recipe) if keeps else _Job(value, "cast", "", recipe, plan(name, value.shape, recipe))
+            )
         elif value.is_scaled:
             jobs[name] = _Job.decoding(value, source.dtype, f"{reason} and decoded to {source.dtype}")
         else:
@@ -317,6 +321,10 @@ class _Job:
     @classmethod
     def decoding(cls, value: Value, dtype: str, reason: str) -> _Job:
         return cls(value, "decode", reason, None, ({value.name: (dtype, value.shape)}, None))
+
+    @classmethod
+    def casting(cls, value: Value, recipe: ScalingRecipe) -> _Job:
+        return cls(value, "cast", "", recipe, plan(value.name, value.shape, recipe))
 
     @classmethod
     def keeping_codes(cls, value: Value, recipe: ScalingRecipe) -> _Job:
@@ -418,9 +426,9 @@ def _decoded(job: _Job) -> Iterator[np.ndarray]:
 def _kept_codes(job: _Job) -> dict[str, np.ndarray]:
     """The components of a value whose codes and scales the recipe holds exactly."""
     st = job.value.tensor()
-    if st.recipe != job.recipe:
-        read_parts = {name: read(part) for name, part in components(st).items()}
-        st = requantize(with_parts(st, read_parts), job.recipe, require_exact=True)
+    if job.recipe is not None and st.recipe != job.recipe:
+        parts = {name: read(part) for name, part in components(st).items()}
+        st = requantize(with_parts(st, parts), job.recipe, require_exact=True)
     return {name: read(part) for name, part in components(st).items()}
 
 

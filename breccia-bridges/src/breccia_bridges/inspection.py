@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from breccia import Codec, LayoutError
+from breccia import BrecciaError, Codec, CorruptFileError, DialectError, LayoutError, UnsupportedError
 from breccia.backend import CODECS, F32, NUMPY, TENSOR
 from breccia.internal import packed_length
 
-from .compare import CheckpointTensor, checkpoint_tensors
+from .checkpoint import checkpoint_files
+from .recognition import Stored
 from .safetensors_file import Container, Shape
+from .source import Source, Value
 from .text import spelled
 
 #: How other programs name the scales of a tensor: `name` with a suffix, or with `weight`, its last word, replaced.
@@ -30,36 +34,107 @@ _CODECS = {codec.name: codec for codec in CODECS}
 OUTLIER = 1000.0
 
 
-def inspected(path: Path, scales: bool = False) -> list[dict[str, Any]]:
-    """A row for each tensor, by name. `scales` reads the scales too, but no other data."""
-    tensors = checkpoint_tensors(path, undeclared=True)
-    scale_tensors = {name: scale_tensor for name, tensor in tensors.items() if (scale_tensor := _scale_of(tensor, tensors))}
+@dataclass(frozen=True)
+class Inspection:
+    """The contents of a checkpoint.
+
+    rows: one for each value, by name. dialects: of what other programs quantized, each with its title, the number of its values
+    and the evidence. problem: why what other programs quantized cannot be read, if it cannot: then rows are of tensors.
+    """
+
+    rows: list[dict[str, Any]]
+    dialects: list[dict[str, Any]]
+    problem: str = ""
+
+
+def inspected(path: Path, scales: bool = False, source_dialect: str | None = None) -> Inspection:
+    """The values of a checkpoint. `scales` reads the scales too, but no other data."""
+    files = [Container(file) for file in checkpoint_files(path)]
+    problem = ""
+    try:
+        source = Source.of(path, files, source_dialect, undeclared=True)
+    except (UnsupportedError, DialectError, CorruptFileError) as e:
+        source, problem = Source.of(path, files, undeclared=True, foreign=False), str(e)
+    values = source.values
     rows: list[dict[str, Any]] = []
-    for name, tensor in sorted(tensors.items()):
-        scale = scale_tensors.get(name)
-        suspicious = list(_suspicious(tensor, scale))
-        figures = None
+    for name, value in sorted(values.items()):
+        row = _foreign_row(value, scales) if value.stored else _row(value, _scale_of(value, values), scales)
+        rows.append({"name": name, "file": value.file, **row, "bytes": value.nbytes})
+    return Inspection(rows, _dialects(values), problem)
+
+
+def _row(value: Value, scale: Value | None, scales: bool) -> dict[str, Any]:
+    """What is known of a plain tensor, or of one that breccia quantized."""
+    suspicious = list(_suspicious(value, scale))
+    figures = None
+    if scales:
+        figures, doubts = _scale_figures(value, scale)
+        suspicious += doubts
+    config, listed = value.config, value.undeclared.listed if value.undeclared else {}
+    return {
+        "shape": list(value.shape),
+        "stored_as": value.stored_as,
+        "dialect": "breccia" if config or value.undeclared else None,
+        "recipe": config.recipe.to_dict() if config else listed.get("recipe"),
+        "layout": config.layout.to_dict() if config else listed.get("layout"),
+        "scaled_by": scale.name if scale else None,
+        "block": scale and tile(value.shape, scale.shape),
+        "scales": figures,
+        "parameters": math.prod(value.shape),
+        "suspicious": suspicious,
+    }
+
+
+def _foreign_row(value: Value, scales: bool) -> dict[str, Any]:
+    """What is known of a value that another program quantized."""
+    stored = value.stored
+    assert stored is not None
+    row: dict[str, Any] = dict.fromkeys(("recipe", "layout", "block", "scales"))
+    row |= {"dialect": stored.dialect.name, "scaled_by": _scale_part(stored), "suspicious": []}
+    try:
+        recipe, shape = stored.form.recipe, value.shape
+        row |= {
+            "shape": list(shape), "stored_as": recipe.name, "recipe": recipe.to_dict(), "layout": value.layout.to_dict(),
+            "block": _block_of(value), "parameters": math.prod(shape),
+        }  # fmt: skip
         if scales:
-            figures, doubts = _scale_figures(tensor, scale)
-            suspicious += doubts
-        config, listed = tensor.config, tensor.undeclared.listed if tensor.undeclared else {}
-        rows.append(
-            {
-                "name": name,
-                "file": tensor.file,
-                "shape": list(tensor.shape),
-                "stored_as": tensor.stored_as,
-                "recipe": config.recipe.to_dict() if config else listed.get("recipe"),
-                "layout": config.layout.to_dict() if config else listed.get("layout"),
-                "scaled_by": scale.name if scale else None,
-                "block": scale and tile(tensor.shape, scale.shape),
-                "scales": figures,
-                "parameters": math.prod(tensor.shape),
-                "bytes": tensor.nbytes,
-                "suspicious": suspicious,
-            }
-        )
-    return rows
+            codec = recipe.format.scale.codec
+            numbers = np.asarray(codec.read(NUMPY, np.asarray(value.tensor().scale))).reshape(-1)
+            row["scales"], row["suspicious"] = _figures_of(numbers), list(_doubts("scale", numbers, codec.bits > 8))
+    except BrecciaError as e:
+        codes = max(stored.parts.values(), key=lambda part: stored.files[part].entries[part].nbytes)
+        entry = stored.files[codes].entries[codes]
+        row |= {"shape": list(entry.shape), "stored_as": entry.dtype, "parameters": math.prod(entry.shape)}
+        row["suspicious"] = [str(e)]
+    return row
+
+
+def _scale_part(stored: Stored) -> str | None:
+    """The tensor with the scales of a value."""
+    return next((part for end, part in stored.parts.items() if "scale" in end or end.endswith(("absmax", "SCB"))), None)
+
+
+def _block_of(value: Value) -> tuple[int, ...]:
+    """The lengths that a scale covers."""
+    shape = value.shape
+    block = value.layout.block(value.axis)
+    if block == TENSOR:
+        return tuple(shape)
+    sides = tuple(n if side is None else side for n, side in zip(shape[-2:], block, strict=True))
+    return (1,) * (len(shape) - 2) + sides
+
+
+def _dialects(values: Mapping[str, Value]) -> list[dict[str, Any]]:
+    """The dialects of a checkpoint, the most common first."""
+    stored = [value.stored for value in values.values() if value.stored]
+    first = {one.dialect.name: one for one in reversed(stored)}
+    listed: list[dict[str, Any]] = []
+    for name, count in Counter(one.dialect.name for one in stored).most_common():
+        one = first[name]
+        seen = [f"{part} is {one.files[part].entries[part].dtype}" for part in one.parts.values()]
+        evidence = [f"{one.config.where} is {one.config.method!r}"] if one.config else []
+        listed.append({"name": name, "title": one.dialect.title, "values": count, "evidence": [*evidence, ", ".join(seen)]})
+    return listed
 
 
 def _is_scale(name: str) -> bool:
@@ -67,7 +142,7 @@ def _is_scale(name: str) -> bool:
     return name.endswith(_SCALE_SUFFIXES) or name.rpartition(".")[2] in _SCALE_WORDS
 
 
-def _is_other_matrix(tensor: CheckpointTensor, *dtypes: str) -> bool:
+def _is_other_matrix(tensor: Value, *dtypes: str) -> bool:
     """Is it a matrix of another program, not a scale, of a dtype with one of these prefixes?"""
     return (
         tensor.config is None
@@ -78,12 +153,12 @@ def _is_other_matrix(tensor: CheckpointTensor, *dtypes: str) -> bool:
     )
 
 
-def _is_code(tensor: CheckpointTensor) -> bool:
+def _is_code(tensor: Value) -> bool:
     """Does its dtype mark it as codes of another program, which need scales?"""
     return _is_other_matrix(tensor, "F8_E4M3", "F8_E5M2", "F4", "F6_")
 
 
-def _scale_of(tensor: CheckpointTensor, tensors: dict[str, CheckpointTensor]) -> CheckpointTensor | None:
+def _scale_of(tensor: Value, tensors: Mapping[str, Value]) -> Value | None:
     """The scale of a tensor of codes (or of bytes that may be codes), by the names that other programs use."""
     if not _is_other_matrix(tensor, "U8", "I8") and not _is_code(tensor):
         return None
@@ -93,7 +168,7 @@ def _scale_of(tensor: CheckpointTensor, tensors: dict[str, CheckpointTensor]) ->
     return next((tensors[name] for name in names if name in tensors and name != tensor.name), None)
 
 
-def _suspicious(tensor: CheckpointTensor, scale: CheckpointTensor | None) -> Iterator[str]:
+def _suspicious(tensor: Value, scale: Value | None) -> Iterator[str]:
     """Doubts that follow from the headers alone."""
     if tensor.undeclared is not None:
         yield tensor.undeclared.reason
@@ -112,7 +187,7 @@ def _suspicious(tensor: CheckpointTensor, scale: CheckpointTensor | None) -> Ite
             yield f"{scale.name} of shape {spelled(scale.shape)} does not tile shape {spelled(tensor.shape)}"
 
 
-def _contradictions(tensor: CheckpointTensor) -> Iterator[str]:
+def _contradictions(tensor: Value) -> Iterator[str]:
     """Components whose shapes contradict the config's logical shape."""
     config, entries = tensor.config, tensor.container.entries
     if config is None or config.shape is None:
@@ -154,7 +229,7 @@ def _side(length: int, count: int) -> int:
     return power if -(-length // power) == count else length // count if length % count == 0 else 0
 
 
-def _scale_figures(tensor: CheckpointTensor, scale: CheckpointTensor | None) -> tuple[dict[str, Any] | None, list[str]]:
+def _scale_figures(tensor: Value, scale: Value | None) -> tuple[dict[str, Any] | None, list[str]]:
     """Statistics of a tensor's scales by name, and doubts about them."""
     parts: list[tuple[str, np.ndarray, bool]] = []
     if tensor.config is not None:
@@ -171,9 +246,14 @@ def _scale_figures(tensor: CheckpointTensor, scale: CheckpointTensor | None) -> 
         return None, []
     doubts = [doubt for name, values, is_float in parts for doubt in _doubts(name, values, is_float)]
     _, values, _ = parts[0]
+    return _figures_of(values), doubts
+
+
+def _figures_of(values: np.ndarray) -> dict[str, Any]:
+    """The number of scales, and the least, median and largest finite one."""
     finite = values[np.isfinite(values)]
     low, middle, high = (float(f(finite)) if finite.size else None for f in (np.min, np.median, np.max))
-    return {"count": int(values.size), "min": low, "median": middle, "max": high}, doubts
+    return {"count": int(values.size), "min": low, "median": middle, "max": high}
 
 
 def _values(container: Container, entry: str, codec: Codec) -> np.ndarray:

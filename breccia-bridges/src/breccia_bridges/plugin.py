@@ -125,6 +125,7 @@ def breccia_bridges() -> Iterable[Bridge]:
     return [
         Bridge("save_safetensors", f"{safetensors}:save_safetensors"),
         Bridge("load_safetensors", f"{safetensors}:load_safetensors"),
+        Bridge("load_checkpoint", "breccia_bridges.loading:load_checkpoint"),
         Bridge("safetensors_metadata", f"{safetensors}:safetensors_metadata"),
         Bridge("refuse_in_transformers", "breccia_bridges.huggingface:refuse_in_transformers"),
         Bridge("convert", "breccia_bridges.convert:convert"),

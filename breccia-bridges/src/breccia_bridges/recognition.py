@@ -284,10 +284,7 @@ def _refuse_unseen(path: Path, files: Mapping[str, Container], announced: Sequen
             format=title,
         )
     if coded:
-        if refused:
-            remedy = refused[0].remedy
-        else:
-            remedy = f"no tensor has the parts of {title}. " + _PARTIAL
+        remedy = refused[0].remedy if refused else f"no tensor has the parts of {title}. {_PARTIAL}"
         raise UnsupportedError(
             f"{shown(path)} is already quantized ({title}): {wheres} is {method!r}; {abbreviated(coded)} "
             f"{'is' if len(coded) == 1 else 'are'} codes; {remedy}",

@@ -35,6 +35,7 @@ class TensorReport:
     fidelity, histogram: its error metrics and its elements by value; None unless requested. A kept tensor has metrics if it was
         decoded.
     recipe: the one it is stored under; None for a plain tensor.
+    codes_kept: whether it was quantized before, and its codes and scales hold the same values now.
     """
 
     name: str
@@ -47,6 +48,7 @@ class TensorReport:
     fidelity: ErrorMetrics | None = None
     histogram: Histogram | None = None
     recipe: ScalingRecipe | None = None
+    codes_kept: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -75,6 +77,7 @@ class TensorReport:
             "stored_as": self.stored_as,
             "spec": self.recipe and self.recipe.spec,
             "quantized": self.quantized,
+            "codes_kept": self.codes_kept,
             "reason": self.reason or None,
             "parameters": self.parameters,
             "bytes_in": self.bytes_in,
@@ -114,6 +117,11 @@ class Report:
     @property
     def kept(self) -> list[TensorReport]:
         return [t for t in self.tensors if not t.quantized]
+
+    @property
+    def codes_kept(self) -> list[TensorReport]:
+        """Tensors that were quantized before, and whose codes and scales hold the same values now."""
+        return [t for t in self.tensors if t.codes_kept]
 
     @property
     def recipes(self) -> list[str]:

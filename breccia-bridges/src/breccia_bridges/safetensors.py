@@ -19,7 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from breccia import Codec, CorruptFileError, DtypeWarning, ScaledTensor, ScalingRecipe, ShapeError, UnsupportedError
+from breccia import (
+    Codec,
+    CorruptFileError,
+    DtypeWarning,
+    Integer,
+    Layout,
+    ScaledTensor,
+    ScalingRecipe,
+    ShapeError,
+    UnsupportedError,
+)
 from breccia.backend import PARTS, TENSOR, Array, Ops, components, dtype_name, ops_of, packing, part_shapes, registry, targets
 from breccia.internal import ML_DTYPES, abbreviated, check_patterns, matches
 
@@ -65,7 +75,6 @@ def plan(name: str, shape: Shape, recipe: ScalingRecipe) -> Described:
 
     Raises ShapeError if the recipe needs more axes.
     """
-    fmt = recipe.format
     needed = 1 if recipe.layout.block() == TENSOR else 2
     if len(shape) < needed:
         raise ShapeError(
@@ -73,13 +82,18 @@ def plan(name: str, shape: Shape, recipe: ScalingRecipe) -> Described:
             "unquantized, or reshape it.",
             shape=shape,
         )
-    layout = recipe.layout.fitted(shape)
-    shapes = part_shapes(fmt, layout, shape)
-    entries: dict[str, tuple[str, Shape]] = {
-        f"{name}.{part}": ("U8" if codec is None or codec.bits <= 8 else codec.name, shapes[part])
-        for part, codec in fmt.parts.items()
-    }
-    return entries, Config(recipe, layout, -1, tuple(shape), fmt.scale.codec.name)
+    return described_as(name, recipe, recipe.layout.fitted(shape), -1, shape)
+
+
+def described_as(name: str, recipe: ScalingRecipe, layout: Layout, axis: int, shape: Shape) -> Described:
+    """The result of `describe` for a tensor whose scales and zero-points have the recipe's own dtypes."""
+    fmt = recipe.format
+    shapes = part_shapes(fmt, layout, shape, axis)
+    dtypes = {part: "U8" if codec is None or codec.bits <= 8 else codec.name for part, codec in fmt.parts.items()}
+    if fmt.offset == "zero_point" and isinstance(fmt.element, Integer) and fmt.element.signed:
+        dtypes["zero_point"] = "I8"
+    entries = {f"{name}.{part}": (dtype, shapes[part]) for part, dtype in dtypes.items()}
+    return entries, Config(recipe, layout, axis, tuple(shape), fmt.scale.codec.name)
 
 
 def _scale_dtype(name: str, st: ScaledTensor) -> str:
@@ -235,7 +249,7 @@ def load_safetensors(
         >>> breccia.bridges.load_safetensors(tmp / "layer.safetensors", names=["w"])
         {'w': breccia.ScaledTensor('mxfp8', shape=(64, 32), numpy cpu, 8.25 bits per value)}
     """
-    target = _Target.of(framework, device)
+    target = Target.of(framework, device)
     chosen = None if names is None else (names,) if isinstance(names, str) else tuple(names)
     containers = opened(Path(path))
     listed = named_tensors(Path(path), containers)
@@ -306,15 +320,15 @@ def read_tensor(
 
     framework, device, and what it raises: as in `load_safetensors`.
     """
-    return _scaled(container, name, config, _Target.of(framework, device))
+    return _scaled(container, name, config, Target.of(framework, device))
 
 
 def view_tensor(container: Container, name: str, config: Config) -> ScaledTensor:
     """As `read_tensor` on NumPy, with components that are `Container.view`s: nothing is read before `safetensors_file.read`."""
-    return _scaled(container, name, config, replace(_Target.of("numpy", None), way="view"))
+    return _scaled(container, name, config, replace(Target.of("numpy", None), way="view"))
 
 
-def _scaled(container: Container, name: str, config: Config, target: _Target) -> ScaledTensor:
+def _scaled(container: Container, name: str, config: Config, target: Target) -> ScaledTensor:
     fmt = config.recipe.format
     codes = target.fetch(container, f"{name}.data")
     shape = config.shape
@@ -346,7 +360,7 @@ def _packed(codes: np.ndarray, codec: Codec) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class _Target:
+class Target:
     """Where loaded arrays go: a framework, its backend primitives, and the requested device.
 
     way: the method of `Container` that gives its arrays: "array" maps them, "read" reads them, "view" does neither yet.
@@ -358,7 +372,7 @@ class _Target:
     way: str
 
     @classmethod
-    def of(cls, framework: str, device: Any) -> _Target:
+    def of(cls, framework: str, device: Any) -> Target:
         declared = registry().look_up("breccia_frameworks", framework, "framework")
         if framework == "numpy" and device not in (None, "cpu"):
             raise UnsupportedError(
@@ -372,6 +386,14 @@ class _Target:
     def fetch(self, container: Container, name: str) -> np.ndarray:
         """An entry of a file, as an array of NumPy."""
         return getattr(container, self.way)(name)
+
+    def scaled(self, container: Container, name: str, config: Config) -> ScaledTensor:
+        """A tensor that breccia quantized."""
+        return _scaled(container, name, config, self)
+
+    def component(self, array: np.ndarray, codec: Codec | None) -> Array:
+        """A component of a scaled tensor, of a NumPy array with its bits. codec: None for integers."""
+        return self._placed(array, array.dtype.name if codec is None else self.ops.storage(codec))
 
     def stored(self, array: np.ndarray, codec: Codec) -> Array:
         """Codes in the framework's storage dtype of `codec`."""

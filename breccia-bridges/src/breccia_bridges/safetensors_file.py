@@ -365,6 +365,9 @@ def read(view: np.ndarray) -> np.ndarray:
     origin = _origins.get(base) if isinstance(base, mmap.mmap) else None
     if origin is None:
         return view
+    axes = sorted(range(view.ndim), key=lambda axis: -view.strides[axis])
+    if not view.flags.c_contiguous and axes != list(range(view.ndim)):  # a transpose: read as it is stored
+        return read(view.transpose(axes)).transpose(np.argsort(axes))
     out = np.empty(view.shape, view.dtype)
     if out.size:
         with _opened(origin.path, origin.identity) as file, naming(origin.path):

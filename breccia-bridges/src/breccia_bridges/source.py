@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -126,7 +126,7 @@ class Source:
     """A checkpoint: its files, and its values by name. dtype: that of the model's other weights, as a file names it."""
 
     path: Path
-    containers: tuple[Container, ...]
+    files: tuple[Container, ...]
     values: Mapping[str, Value]
     dtype: str
 
@@ -141,29 +141,37 @@ class Source:
 
     @classmethod
     def of(
-        cls, path: Path, files: list[Container], source_dialect: str | None = None, *, undeclared: bool = False
-    ) -> Source:
-        """The checkpoint of opened files."""
+        cls, path: Path, files: list[Container], source_dialect: str | None = None, *, undeclared: bool = False,
+        foreign: bool = True,
+    ) -> Source:  # fmt: skip
+        """The checkpoint of opened files. foreign: whether to look for what other programs quantized."""
         containers = joined(path, files)
         unknown: dict[str, Undeclared] = {}
         listed = named_tensors(path, containers, unknown if undeclared else None)
         own = {name: _own(name, file, config, unknown.get(name)) for name, (file, config) in listed.items()}
         ours = {part for value in own.values() if value.config or value.undeclared for part in value.files}
         values: dict[str, Value] = {}
-        foreign = recognized(path, containers, source_dialect, ours)
-        owners = {part: stored for stored in foreign.values() for part in stored.parts.values()}
+        recognizable = recognized(path, containers, source_dialect, ours) if foreign else {}
+        owners = {part: stored for stored in recognizable.values() for part in stored.parts.values()}
         for name, value in own.items():
             stored = owners.get(name)
             if stored is None:
                 values[name] = value
             elif stored.name not in values:
                 values[stored.name] = Value(stored.name, {p: stored.files[p] for p in stored.parts.values()}, stored=stored)
-        return cls(path, tuple(containers), values, dtype_of(path))
+        return cls(path, tuple(files), values, dtype_of(path))
 
     def check_unchanged(self) -> None:
         """Raise CorruptFileError if a file was replaced or modified since it was opened."""
-        for container in self.containers:
-            container.check_unchanged()
+        for file in self.files:
+            file.check_unchanged()
+
+    def by_file(self) -> dict[Path, list[str]]:
+        """The names of values by the file of their first tensor."""
+        names: dict[Path, list[str]] = {}
+        for name, value in self.values.items():
+            names.setdefault(value.container.file_of(next(iter(value.files))), []).append(name)
+        return names
 
 
 def _own(name: str, file: Container, config: Config | None, undeclared: Undeclared | None) -> Value:

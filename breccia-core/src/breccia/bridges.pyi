@@ -8,7 +8,12 @@ from .tensors.pair import TensorPair
 from .tensors.tensor import ScaledTensor
 
 def compare(
-    reference: str | os.PathLike[str], candidate: str | os.PathLike[str], *, histograms: bool = False, advance: Any = None
+    reference: str | os.PathLike[str],
+    candidate: str | os.PathLike[str],
+    *,
+    histograms: bool = False,
+    advance: Any = None,
+    source_dialect: str | None = None,
 ) -> Any: ...
 def convert(
     source: str | os.PathLike[str],
@@ -21,6 +26,7 @@ def convert(
     dry_run: bool = False,
     histograms: bool = False,
     advance: Any = None,
+    source_dialect: str | None = None,
 ) -> Any: ...
 def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant_state: Any = None) -> ScaledTensor: ...
 def from_compressed_tensors(module: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor: ...

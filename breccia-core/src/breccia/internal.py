@@ -18,7 +18,9 @@ _HOMES: dict[str, str] = {
     "storing": "",
     **dict.fromkeys(("measuring", "storages"), "kernels"),
     **dict.fromkeys(("bit_pattern", "device_of", "output_dtype"), "arrays.frameworks"),
-    **dict.fromkeys(("FIELDS", "check_scaled", "fill", "logical_shape", "restored", "transposed"), "tensors.tensor"),
+    **dict.fromkeys(
+        ("FIELDS", "check_scaled", "fill", "logical_shape", "restored", "transposed", "with_parts"), "tensors.tensor"
+    ),
     "ADVICE": "tensors.advice",
     "part_grids": "tensors.components",
     "check_parts": "tensors.checks",

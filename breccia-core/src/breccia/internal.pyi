@@ -62,5 +62,6 @@ from .tensors.tensor import fill as fill
 from .tensors.tensor import logical_shape as logical_shape
 from .tensors.tensor import restored as restored
 from .tensors.tensor import transposed as transposed
+from .tensors.tensor import with_parts as with_parts
 
 __all__: list[str]

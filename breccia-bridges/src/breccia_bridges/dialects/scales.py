@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from breccia import Codec, Layout, ScaledTensor, from_buffer
