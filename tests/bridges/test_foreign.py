@@ -1,4 +1,4 @@
-"""Checkpoints that other programs quantized: block FP8 is decoded and converted, every other format is refused by name."""
+"""Checkpoints that other programs quantized: what is announced and what is found; block FP8 as an example of a dialect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from program import Run
 import breccia
 from breccia.bridges import compare, convert, load_safetensors
 from breccia_bridges.checkpoint import INDEX
-from breccia_bridges.foreign import DIALECTS
 from breccia_bridges.inspection import inspected
 from breccia_bridges.safetensors_file import Container
 from breccia_bridges.safetensors_writer import Writer
@@ -133,7 +132,7 @@ def test_block_fp8_is_quantized_again_from_its_decoded_values(dtype: str, tmp_pa
         noise = np.linalg.norm((values - breccia.dequantize(loaded[name])).astype(np.float64))
         # The same FP64 sums in another order.
         assert t.measured.sqnr == pytest.approx(20 * np.log10(np.linalg.norm(values.astype(np.float64)) / noise), rel=1e-9)
-        assert t.dtype == "F8_E4M3" and t.bytes_in == sum(tensors[f"{name}{s}"][1].nbytes for s in ("", "_scale_inv"))
+        assert t.dtype == "fp8_block" and t.bytes_in == sum(tensors[f"{name}{s}"][1].nbytes for s in ("", "_scale_inv"))
     for name in set(tensors) - {t.name for t in report.quantized}:
         if not name.endswith("_scale_inv"):
             assert loaded[name].tobytes() == tensors[name][1].tobytes()
@@ -242,7 +241,7 @@ def test_compare_decodes_block_fp8(tmp_path: Path) -> None:
 
 
 def test_inspect_shows_the_scales_of_block_fp8_in_other_shards(tmp_path: Path) -> None:
-    rows = {row["name"]: row for row in inspected(sharded(tmp_path / "ds", deepseek()))}
+    rows = {row["name"]: row for row in inspected(sharded(tmp_path / "ds", deepseek())).rows}
     assert {name: (row["scaled_by"], row["block"]) for name, row in rows.items() if row["scaled_by"]} == {
         Q_A: (f"{Q_A}_scale_inv", (128, 128)),
         DOWN: (f"{DOWN}_scale_inv", (128, 128)),
@@ -268,68 +267,22 @@ GPTQ = {
     f"{W}scales": zeros("F16", 2, 512),
     f"{W}g_idx": zeros("I32", 256),
 }
-AWQ = {
-    f"{W}qweight": zeros("I32", 256, 64),
-    f"{W}qzeros": zeros("I32", 2, 64),
-    f"{W}scales": zeros("F16", 2, 512),
-}
-PACKED = {
-    f"{W}weight_packed": zeros("I32", 512, 32),
-    f"{W}weight_scale": zeros("BF16", 512, 2),
-    f"{W}weight_shape": zeros("I64", 2),
-    f"{W}weight_zero_point": zeros("I32", 64, 2),
-}
-BNB4 = {
-    f"{W}weight": zeros("U8", 65536, 1),
-    f"{W}weight.absmax": zeros("U8", 2048),
-    f"{W}weight.quant_map": zeros("F32", 16),
-    f"{W}weight.quant_state.bitsandbytes__nf4": zeros("U8", 80),
-}
-BNB8 = {f"{W}weight": zeros("I8", 512, 256), f"{W}SCB": zeros("F32", 512), f"{W}weight_format": zeros("U8")}
-NVFP4 = {
-    f"{W}weight": zeros("U8", 512, 128),
-    f"{W}weight_scale": zeros("F8_E4M3", 512, 16),
-    f"{W}weight_scale_2": zeros("F32"),
-    f"{W}input_scale": zeros("F32"),
-}
-PER_TENSOR = {f"{W}weight": zeros("F8_E4M3", 512, 256), f"{W}weight_scale": zeros("F32"), f"{W}input_scale": zeros("F32")}
 GPT_OSS = {
     "model.layers.0.mlp.experts.gate_up_proj_blocks": zeros("U8", 2, 64, 4, 16),
     "model.layers.0.mlp.experts.gate_up_proj_scales": zeros("U8", 2, 64, 4),
 }
-TORCHAO = {f"{W}_weight_qdata": zeros("F8_E4M3", 512, 256), f"{W}_weight_scale": zeros("F32", 512, 1)}
 HQQ = {f"{W}W_q": zeros("U8", 64, 256), f"{W}scale": zeros("F16", 64, 1), f"{W}zero": zeros("F16", 64, 1)}
-MLX = {
-    f"{W}weight": zeros("U32", 512, 32),
-    f"{W}scales": zeros("BF16", 512, 4),
-    f"{W}biases": zeros("BF16", 512, 4),
-}
-V4 = {f"{W}weight": zeros("F8_E4M3", 512, 256), f"{W}scale": zeros("F8_E8M0", 4, 2)}
-COMFY = {f"{W}weight": zeros("F8_E4M3", 512, 256), f"{W}scale_weight": zeros("F32")}
-INT8 = {f"{W}weight": zeros("I8", 512, 256), f"{W}weight_scale": zeros("BF16", 512, 1)}
+UNKNOWN = {f"{W}codes": zeros("I8", 512, 256), f"{W}codes_scale": zeros("BF16", 512, 1)}
 
 FOREIGN: dict[str, tuple[dict[str, Entry], str, str | None]] = {
-    "gptq": (GPTQ, "GPTQ", "gptq"),
-    "awq": (AWQ, "AWQ", "awq"),
-    "compressed-tensors": (PACKED, "compressed-tensors", "compressed-tensors"),
-    "bitsandbytes 4": (BNB4, "bitsandbytes", "bitsandbytes"),
-    "bitsandbytes 8": (BNB8, "bitsandbytes", "bitsandbytes"),
-    "modelopt nvfp4": (NVFP4, "NVFP4 of ModelOpt", "modelopt"),
-    "modelopt fp8": (PER_TENSOR, "FP8 with a scale per tensor or row", "modelopt"),
-    "fp8 per tensor": (PER_TENSOR, "FP8 with a scale per tensor or row", "fp8"),
-    "gpt-oss": (GPT_OSS, "MXFP4, as GPT-OSS", "mxfp4"),
-    "torchao": (TORCHAO, "torchao", "torchao"),
     "hqq": (HQQ, "HQQ or SINQ", "hqq"),
-    "mlx": (MLX, "MLX", None),
-    "deepseek v4": (V4, "FP8 with E8M0 scales, as DeepSeek-V4", "fp8"),
-    "scaled fp8": (COMFY, "FP8 with a scale per tensor or row", None),
-    "int8": (INT8, "codes with scales, of an unknown program", None),
+    "unknown": (UNKNOWN, "codes with scales, of an unknown program", None),
 }
 
 
 @pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("name", FOREIGN)
-def test_every_other_format_is_refused_by_name_with_and_without_its_config(name: str, tmp_path: Path, run: Run) -> None:
+def test_what_cannot_be_read_is_refused_by_name_with_and_without_its_config(name: str, tmp_path: Path, run: Run) -> None:
     tensors, form, method = FOREIGN[name]
     plain = {"lm_head.weight": brain(10, 64), **tensors}
     sources = {"is": folder(tmp_path / "bare", plain)}
@@ -347,31 +300,32 @@ def test_every_other_format_is_refused_by_name_with_and_without_its_config(name:
         assert run("inspect", source)[0] == 0
 
 
-def test_mlx_folders_are_refused_with_the_bridge_that_wraps_their_arrays(tmp_path: Path) -> None:
-    settings = {"group_size": 64, "bits": 4}
-    source = folder(tmp_path / "m", MLX, {"quantization": settings, "quantization_config": settings})
-    with pytest.raises(breccia.UnsupportedError, match=r"\(MLX\): .*config.json: quantization is 'mlx'; .*bridges.from_mlx"):
-        convert(source, tmp_path / "out", breccia.NVFP4BlockScaling())
-
-
 def test_a_config_whose_tensors_look_like_another_format_says_both(tmp_path: Path) -> None:
     source = folder(tmp_path / "m", deepseek(), {"quantization_config": {"quant_method": "gptq", "bits": 4}})
     message = (
-        r"already quantized \(GPTQ, and its tensors look like block FP8, as DeepSeek-V3\): .* is 'gptq'; .*_scale_inv is F32"
+        r"already quantized \(GPTQ, and its tensors look like block FP8, as DeepSeek-V3\): .* is 'gptq'; .*_scale_inv is F32.*; "
+        r"codes and scales are not values. Give source_dialect= \(on the command line --from\)"
     )
     with pytest.raises(breccia.UnsupportedError, match=message):
         convert(source, tmp_path / "out", breccia.NVFP4BlockScaling())
 
 
-def test_block_fp8_mixed_with_another_format_is_refused_by_the_other(tmp_path: Path) -> None:
+def test_a_dialect_beside_the_one_that_a_config_announces_is_refused(tmp_path: Path) -> None:
     source = folder(tmp_path / "m", deepseek() | GPT_OSS, GOOD)
     with pytest.raises(
-        breccia.UnsupportedError, match=r"its tensors look like MXFP4, as GPT-OSS\): .* is 'fp8'; .*_blocks is U8"
+        breccia.UnsupportedError, match=r"its tensors look like MXFP4, as gpt-oss\): .* is 'fp8'; .*_blocks is U8"
     ):
         convert(source, tmp_path / "out", breccia.NVFP4BlockScaling())
-    source = folder(tmp_path / "n", deepseek() | GPT_OSS)
-    with pytest.raises(breccia.UnsupportedError, match=r"already quantized \(MXFP4, as GPT-OSS\): .*_blocks is U8"):
-        convert(source, tmp_path / "out", breccia.NVFP4BlockScaling())
+
+
+def test_a_checkpoint_without_a_config_may_mix_dialects(tmp_path: Path) -> None:
+    experts = {name: ("U8", RNG.integers(0, 120, array.shape, np.uint8)) for name, (_, array) in GPT_OSS.items()}
+    source = folder(tmp_path / "n", deepseek() | experts)
+    assert set(breccia.bridges.load_checkpoint(source).dialects) == {"deepseek_v3", "gpt_oss"}
+    report = convert(source, tmp_path / "out", "none")
+    assert {t.stored_as for t in report.codes_kept} == {"fp8_block", "mxfp4"} and compare(
+        source, tmp_path / "out"
+    ).sqnr == np.inf
 
 
 def test_a_config_without_quantized_tensors_says_what_to_remove(tmp_path: Path) -> None:
@@ -401,7 +355,7 @@ def test_plain_parameters_with_names_that_other_formats_use_are_no_codes(tmp_pat
 
 def test_every_method_of_transformers_is_known() -> None:
     config = pytest.importorskip("transformers.utils.quantization_config")
-    known = {method for dialect in DIALECTS for method in dialect.methods}
+    known = {method for dialect in breccia.backend.registry().dialects.values() for method in dialect.methods}
     assert {method.value for method in config.QuantizationMethod} - known == set()
 
 
@@ -454,36 +408,36 @@ BAD: dict[str, Callable[[], tuple[Arranged, str]]] = {
     ),
     "a scale without a weight": lambda: (
         (without(Q_A), {"config": GOOD}),
-        f"'{Q_A}_scale_inv' is a scale without a weight: no file has '{Q_A}'. Give the folder of all shards, or download",
+        f"'{Q_A}_scale_inv' is a part of block FP8, as DeepSeek-V3 without the others: no file has '{Q_A}'. Give the folder of",
     ),
     "a weight without a scale": lambda: (
         (without(f"{Q_A}_scale_inv"), {"config": GOOD}),
-        f"'{Q_A}' is F8_E4M3 without a scale: no file has '{Q_A}_scale_inv'. Give the folder of all shards",
+        f"'{Q_A}' is F8_E4M3 without a scale: no file has '{Q_A}_scale_inv' or .*. Give the folder of all shards",
     ),
     "a scale of another shape": lambda: (
         (deepseek() | {f"{Q_A}_scale_inv": scales("F32", 4, 2)}, {"config": GOOD}),
-        f"'{Q_A}' of shape 576x256 needs a scale of shape 5x2, one per 128x128; '{Q_A}_scale_inv' has shape 4x2. Check "
-        "weight_block_size in config.json",
+        f"{Q_A} \\(block FP8, as DeepSeek-V3\\): codes of shape 576x256 need a scale of shape 5x2, one per 128x128, one per row, "
+        "or one; '_scale_inv' has shape 4x2. Check weight_block_size in config.json",
     ),
     "a vector": lambda: (
         (deepseek() | {"v": codes(64), "v_scale_inv": scales("F32", 1)}, {"config": GOOD}),
-        "'v' of shape 64 needs a scale of shape none",
+        r"v \(block FP8, as DeepSeek-V3\): its codes have shape 64; a weight has two axes or more",
     ),
     "a weight of another dtype": lambda: (
         (deepseek() | {Q_A: brain(576, 256)}, {"config": GOOD}),
-        f"'{Q_A}' has the scale '{Q_A}_scale_inv' but is BF16, not FP8 codes",
+        f"'{Q_A}' is BF16; block FP8, as DeepSeek-V3 has F8_E4M3 or F8_E5M2 there. Download the checkpoint again",
     ),
     "scales of another dtype": lambda: (
         (deepseek() | {f"{Q_A}_scale_inv": zeros("I32", 5, 2)}, {"config": GOOD}),
-        f"'{Q_A}_scale_inv' is I32; scales are F32, BF16, F16, or E8M0 as F8_E8M0 or U8",
+        f"'{Q_A}' is F8_E4M3 without a scale: '{Q_A}_scale_inv' is I32, not F32 or BF16 or F16 or F8_E8M0 or U8",
     ),
     "a block size of another kind": lambda: (
         (deepseek(), fp8(weight_block_size=128)),
-        "config.json: quantization_config: weight_block_size is two integers >= 1; found 128",
+        "weight_block_size is two integers >= 1; found 128. Fix config.json",
     ),
     "no blocks": lambda: (
         (deepseek(), fp8(weight_block_size=None)),
-        "has weight_block_size null, which means FP8 with one scale per tensor. Breccia does not decode this format",
+        "one per row, or one; '_scale_inv' has shape 5x2. Check weight_block_size in config.json",
     ),
 }
 
@@ -494,7 +448,8 @@ def test_a_source_that_contradicts_itself_is_refused_before_anything_is_written(
     (tensors, files), message = BAD[name]()
     source = folder(tmp_path / "m", tensors, **files)
     for dry_run in (True, False):
-        with pytest.raises((breccia.CorruptFileError, breccia.UnsupportedError), match=message) as refused:
+        kinds = breccia.CorruptFileError, breccia.UnsupportedError, breccia.DialectError
+        with pytest.raises(kinds, match=message) as refused:
             convert(source, tmp_path / "out", breccia.NVFP4BlockScaling(), dry_run=dry_run)
         assert str(source) in str(refused.value) and [p.name for p in tmp_path.iterdir()] == ["m"]
 
@@ -511,12 +466,14 @@ def test_a_shard_without_the_weight_of_a_scale_is_refused(tmp_path: Path) -> Non
     source = sharded(tmp_path / "ds", deepseek())
     shutil.move(source / "model-00001-of-00003.safetensors", tmp_path / "alone.safetensors")
     with pytest.raises(
-        breccia.CorruptFileError, match="alone.safetensors: .*is a scale without a weight.*Give the folder of all"
+        breccia.CorruptFileError, match="alone.safetensors: .*without the others: no file has .*Give the folder of all"
     ):
         convert(tmp_path / "alone.safetensors", tmp_path / "out.safetensors", breccia.NVFP4BlockScaling())
 
 
-def test_fp8_codes_that_the_config_declares_need_scales(tmp_path: Path) -> None:
+def test_fp8_codes_that_the_config_announces_need_scales(tmp_path: Path) -> None:
     source = folder(tmp_path / "m", {"w": codes(4, 64)}, GOOD)
-    with pytest.raises(breccia.CorruptFileError, match="'w' is F8_E4M3 without a scale: no file has 'w_scale_inv'"):
+    with pytest.raises(
+        breccia.UnsupportedError, match="is 'fp8'; w is codes; no tensor has the parts of block FP8.*Give the folder"
+    ):
         convert(source, tmp_path / "out", breccia.NVFP4BlockScaling())

@@ -21,7 +21,7 @@ from breccia_bridges.safetensors_writer import Writer
 
 
 def rows(path: Path, scales: bool = False) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in inspected(path, scales)}
+    return {row["name"]: row for row in inspected(path, scales).rows}
 
 
 def doubts(path: Path, scales: bool = False) -> dict[str, list[str]]:
@@ -184,7 +184,8 @@ def test_a_tensor_of_another_library_is_printed_with_its_blocks(tmp_path: Path, 
         w.write("a.weight", np.zeros((256, 256), np.uint8))
         w.write("a.weight_scale_inv", np.ones((2, 2), np.float32))
     code, out, _ = run("inspect", tmp_path / "m.safetensors")
-    assert code == 0 and "F8_E4M3, a scale per 128x128" in out and "1 of them scaled" in out
+    assert code == 0 and "fp8_block  " in out and "1 tensors, 1 of them scaled" in out
+    assert "block FP8, as DeepSeek-V3 (deepseek_v3): 1 values, as a.weight_scale_inv is F32, a.weight is F8_E4M3\n" in out
 
 
 def test_every_file_that_decodes_can_be_inspected(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
@@ -200,6 +201,7 @@ def test_plain_files_have_no_scales(tmp_path: Path) -> None:
         "file": "m.safetensors",
         "shape": [4, 4],
         "stored_as": "F32",
+        "dialect": None,
         "recipe": None,
         "layout": None,
         "scaled_by": None,
@@ -224,9 +226,10 @@ def test_packed_codes_of_other_libraries_are_not_suspicious(tmp_path: Path) -> N
     assert doubts(tmp_path / "m.safetensors") == {}
     found = rows(tmp_path / "m.safetensors")
     assert {n: (r["scaled_by"], r["block"]) for n, r in found.items() if r["scaled_by"]} == {
-        "a.weight": ("a.weight_scale", (1, 8)),
-        "b.weight_packed": ("b.weight_scale", (1, 8)),
+        "a.weight": ("a.weight_scale", (1, 16)),
+        "b.weight": ("b.weight_scale", (1, 16)),
     }
+    assert {row["stored_as"] for row in found.values()} == {"nvfp4"} and sum(row["parameters"] for row in found.values()) == 8192
 
 
 def test_a_config_that_contradicts_its_components_is_found_from_the_header(tmp_path: Path) -> None:

@@ -22,18 +22,18 @@ from breccia import ErrorMetrics
 from breccia.bridges import save_safetensors
 from breccia.testing.examples import special_rows, wide
 from breccia_bridges import measure
-from breccia_bridges.compare import checkpoint_tensors, compare
+from breccia_bridges.compare import compare
 from breccia_bridges.measure import BINS, NOTHING, FileTensor, slabs
 from breccia_bridges.order import COMPARED, CompareKey, in_order
 from breccia_bridges.results import EQUAL, TensorReport
 from breccia_bridges.safetensors_file import Container
 from breccia_bridges.safetensors_writer import Writer
+from breccia_bridges.source import Source
 
 
 def stored(tmp_path: Path, x: Any, name: str = "w.safetensors") -> FileTensor:
     save_safetensors({"w": x}, tmp_path / name, force=True)
-    held = checkpoint_tensors(tmp_path / name)["w"]
-    return FileTensor(held.container, "w", held.config)
+    return Source.open(tmp_path / name).values["w"].numbers()
 
 
 def of_one_code(st: breccia.ScaledTensor, code: int) -> breccia.ScaledTensor:
@@ -406,7 +406,7 @@ def test_a_name_in_two_files_of_a_folder_is_an_error(tmp_path: Path) -> None:
         breccia.CorruptFileError,
         match=r"tensor 'w' is in both 1.safetensors and 2.safetensors of .*; pass one file or download",
     ):
-        checkpoint_tensors(tmp_path)
+        Source.open(tmp_path)
 
 
 def test_float8_without_scales_is_not_measured(tmp_path: Path) -> None:

@@ -836,7 +836,7 @@ def test_components_may_be_in_different_files_where_the_configs_are_about_the_ch
     assert set(found) == {"w", "v", "plain"}
     assert breccia.bytes_equal(found["w"], scaled) and breccia.bytes_equal(found["v"], scaled)
     assert set(load_safetensors(tmp_path / "c.safetensors")) == {"plain"}
-    rows = {row["name"]: row for row in inspected(tmp_path)}
+    rows = {row["name"]: row for row in inspected(tmp_path).rows}
     assert rows["w"]["file"] == "a.safetensors, b.safetensors" and rows["w"]["bytes"] == scaled.nbytes
     assert rows["plain"]["file"] == "c.safetensors" and set(rows) == {"w", "v", "plain"}
     save_file({"w": values}, tmp_path.with_suffix(".safetensors"))

@@ -397,7 +397,7 @@ def test_configs_of_many_tensors_refer_to_the_first_of_their_kind(tmp_path: Path
     for path in tmp_path.glob("*.safetensors"):
         found = load_safetensors(path)
         assert {name: st.digest() for name, st in found.items()} == {name: st.digest() for name, st in tensors.items()}
-        assert [row["recipe"]["name"] for row in inspected(path)] == ["mxfp8"] * 3 + ["nvfp4"] * 3 + ["mxfp8"]
+        assert [row["recipe"]["name"] for row in inspected(path).rows] == ["mxfp8"] * 3 + ["nvfp4"] * 3 + ["mxfp8"]
         assert set(load_file(path)) == set(Container(path).entries)
 
 

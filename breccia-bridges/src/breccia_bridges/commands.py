@@ -68,7 +68,8 @@ def convert(
             "--recipe",
             "-r",
             metavar="RECIPE",
-            help=f"One of {_recipes()}. With fields: fp8_block,block_m=128. A YAML policy. Or for what is quantized: none, bf16, fp16, fp32.",
+            help=f"One of {_recipes()}. With fields: fp8_block,block_m=128. Or a YAML policy. Or none (keep all codes), bf16, "
+            "fp16, fp32 (decode).",
             show_default=False,
             autocompletion=recipe_names,
         ),

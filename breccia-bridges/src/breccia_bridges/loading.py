@@ -69,8 +69,8 @@ def load_checkpoint(
     framework, device: of the tensors, as in `load_safetensors`.
     source_dialect: the name of the dialect, where the config and the tensors leave a choice.
 
-    Each value is read when it is asked for: a ScaledTensor with every code and scale as stored, or an array. One value at a time
-    is in memory. Raises DialectError where two dialects are possible and for values that do not follow theirs; UnsupportedError
+    Each value is read when it is asked for: a ScaledTensor with every code and scale as stored, or an array. One value at a
+    time is in memory. Raises DialectError where two dialects are possible and for values that do not follow theirs; UnsupportedError
     for a dialect that breccia does not read; UnknownNameError for a name that matches nothing, and as `load_safetensors` does.
 
         >>> w = breccia.cast(np.ones((64, 32), np.float32), "mxfp8")

@@ -371,6 +371,17 @@ def breccia_dialects() -> Iterable[Dialect]:
         Dialect(
             "hqq", "HQQ or SINQ", _method("hqq", "sinq"), (TensorGroup({"W_q": ("U8", "I8", "I16", "I32")}),), remedy=_ORIGINAL
         ),
+        Dialect(
+            "unknown",
+            "codes with scales, of an unknown program",
+            groups=(
+                TensorGroup({"_scale": (), "": (*_FP8, "I8", "U8")}, value=""),
+                TensorGroup({"scale": (), "weight": (*_FP8, "I8", "U8")}),
+                TensorGroup({"scales": (), "weight": (*_FP8, "I8", "U8")}),
+                TensorGroup({"qweight": (), "scales": ()}),
+            ),
+            remedy=_ORIGINAL,
+        ),
         Dialect("eetq", "EETQ", _method("eetq"), (TensorGroup({"weight_scales": (), "weight": ("I8",)}),), remedy=_ORIGINAL),
     ]
 

@@ -117,13 +117,14 @@ class Stored:
             return targets.load(getattr(self.dialect, function))(*arguments)
         except BrecciaError as e:
             kind = type(e) if isinstance(e, DialectError | UnsupportedError | CorruptFileError) else DialectError
-            message = f"{printable(self.name)} ({self.dialect.title}): {e}"
+            file = self.files[next(iter(self.parts.values()))].path
+            message = f"{shown(file)}: {printable(self.name)} ({self.dialect.title}): {e}"
             raise kind(message, **{**e.found, "name": self.name, "dialect": self.dialect.name}) from e
 
     def _faulty(self, function: str, value: Any) -> BrecciaError:
         return DialectError(
-            f"{printable(self.name)}: {function} of the dialect {self.dialect.name!r} (plug-in {self.dialect.plugin!r}) returned "
-            f"{value!r}, which is not what it declares. Report it to the plug-in's author.",
+            f"{printable(self.name)}: {function} of the dialect {self.dialect.name!r}, of plug-in {self.dialect.plugin!r}, "
+            f"returned {value!r}, which is not what it declares. Report it to the plug-in's author.",
             name=self.name,
             dialect=self.dialect.name,
         )
@@ -151,15 +152,23 @@ def recognized(
             if not one.dialects:
                 raise _unknown_settings(one)
         named = {dialect.name: dialect for one in announced for dialect in one.dialects}
-        dialects = list((named or registry().dialects).values())
+        unannounced = {dialect.name: dialect for dialect in registry().dialects.values() if not dialect.configs}
+        dialects = list((named | unannounced if named else registry().dialects).values())
         config = announced[0] if announced else None
     claims = _claims(files, dialects, config, bool(announced) or source_dialect is not None)
     values = {name: _chosen(path, name, own) for name, own in claims.items()}
-    refused = [value for value in values.values() if value.dialect.read is None]
+    taken = {part for value in values.values() if value.dialect.read for part in value.parts.values()}
+    refused = [value for value in values.values() if value.dialect.read is None and not taken.issuperset(value.parts.values())]
+    if announced and not any(value.dialect.configs for value in values.values()):
+        _refuse_unseen(path, files, announced)
     if refused:
         raise _refused(path, refused[0], config)
-    if announced and not values:
-        _refuse_unseen(path, files, announced)
+    values = {name: value for name, value in values.items() if value.dialect.read}
+    if announced:
+        left = {name: file for name, file in files.items() if name not in taken}
+        others = [dialect for dialect in registry().dialects.values() if dialect.configs and dialect not in dialects]
+        for own in _claims(left, others, None, False).values():
+            _refuse_other(path, announced, own[0])
     seen = {value.dialect.name: value.dialect for value in values.values()}
     _check_complete(path, files, values, dialects if config else list(seen.values()))
     return values
@@ -206,6 +215,8 @@ def _parts(files: Mapping[str, Container], group: TensorGroup, stem: str) -> dic
 
 def _chosen(path: Path, name: str, claims: list[Stored]) -> Stored:
     """The reading of a value: the one that explains the most tensors. Raises DialectError where two are left."""
+    readable = [claim for claim in claims if claim.dialect.read or claim.dialect.configs]
+    claims = readable or claims
     tensors = [set(claim.parts.values()) for claim in claims]
     best = [claim for claim, own in zip(claims, tensors, strict=True) if not any(own < other for other in tensors)]
     readings = list({(claim.dialect.read, claim.dialect.form): claim for claim in reversed(best)}.values())
@@ -269,20 +280,9 @@ def _refuse_unseen(path: Path, files: Mapping[str, Container], announced: Sequen
     dialects = [dialect for one in announced for dialect in one.dialects]
     title, method = dialects[0].title, announced[0].method
     coded = [name for name, file in files.items() if is_coded(file.entries[name])]
-    other = _claims(files, list(registry().dialects.values()), None, False)
     refused = [dialect for dialect in dialects if dialect.read is None]
-    if other:
-        name, claims = next(iter(other.items()))
-        looks = claims[0].dialect.title
-        said = f"its tensors look like {looks}): {wheres} is {method!r}; {printable(name)} has " + ", ".join(
-            f"{printable(part)} ({files[part].entries[part].dtype})" for part in claims[0].parts.values()
-        )
-        remedy = "Give source_dialect= (on the command line --from) if the config is wrong, or download the checkpoint again."
-        raise UnsupportedError(
-            f"{shown(path)} is already quantized ({title}, and {said}; codes and scales are not values. {remedy}",
-            path=str(path),
-            format=title,
-        )
+    for own in _claims(files, list(registry().dialects.values()), None, False).values():
+        _refuse_other(path, announced, own[0])
     if coded:
         remedy = refused[0].remedy if refused else f"no tensor has the parts of {title}. {_PARTIAL}"
         raise UnsupportedError(
@@ -292,8 +292,21 @@ def _refuse_unseen(path: Path, files: Mapping[str, Container], announced: Sequen
             format=title,
         )
     raise UnsupportedError(
-        f"{shown(path)} is already quantized ({title}): {wheres} is {method!r}; but no tensor is quantized. Remove {wheres}, or "
-        "download it again.",
+        f"{shown(path)} is already quantized ({title}): {wheres} is {method!r}; but no tensor is quantized. Remove {wheres}, "
+        "or download it again.",
+        path=str(path),
+        format=title,
+    )
+
+
+def _refuse_other(path: Path, announced: Sequence[Announced], claim: Stored) -> None:
+    """Raise the error for tensors of a dialect that no config announces, where one announces another."""
+    title, wheres = announced[0].dialects[0].title, " and ".join(one.where for one in announced)
+    parts = ", ".join(f"{printable(part)} is {claim.files[part].entries[part].dtype}" for part in claim.parts.values())
+    raise UnsupportedError(
+        f"{shown(path)} is already quantized ({title}, and its tensors look like {claim.dialect.title}): {wheres} is "
+        f"{announced[0].method!r}; {parts}; codes and scales are not values. Give source_dialect= (on the command line --from) "
+        "if the config is wrong, or download the checkpoint again.",
         path=str(path),
         format=title,
     )

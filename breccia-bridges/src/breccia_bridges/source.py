@@ -24,8 +24,8 @@ from .safetensors_file import Container, Shape
 class Value:
     """One value of a checkpoint.
 
-    files: the file of each of its tensors, by their names there. config: of a tensor that breccia quantized; `undeclared`, if no
-    installed plug-in declares its recipe. stored: of one that another program quantized.
+    files: the file of each of its tensors, by their names there. config: of a tensor that breccia quantized; `undeclared`, if
+    no installed plug-in declares its recipe. stored: of one that another program quantized.
     """
 
     name: str
@@ -36,8 +36,13 @@ class Value:
 
     @property
     def container(self) -> Container:
-        """The file of its first tensor."""
-        return next(iter(self.files.values()))
+        """The file of its largest tensor."""
+        return self.files[self.largest]
+
+    @property
+    def largest(self) -> str:
+        """The name of its largest tensor."""
+        return max(self.files, key=lambda part: self.files[part].entries[part].nbytes)
 
     @property
     def file(self) -> str:
@@ -167,10 +172,10 @@ class Source:
             file.check_unchanged()
 
     def by_file(self) -> dict[Path, list[str]]:
-        """The names of values by the file of their first tensor."""
+        """The names of values by the file of their largest tensor."""
         names: dict[Path, list[str]] = {}
         for name, value in self.values.items():
-            names.setdefault(value.container.file_of(next(iter(value.files))), []).append(name)
+            names.setdefault(value.container.file_of(value.largest), []).append(name)
         return names
 
 

@@ -83,8 +83,8 @@ class StoredValue(Mapping[str, Any]):
     their bits.
 
     name: the value's name in the model. entries: dtypes and shapes. settings: those of the config for this value.
-    metadata: of the file that holds its first part. view: the array of a part, mapped: nothing of it is read yet. Codes that are
-        a component as they are stay a view, so that a large tensor is read in pieces.
+    metadata: of the file that holds its first part. view: the array of a part, mapped: nothing of it is read yet. Codes that
+        are a component as they are stay a view, so that a large tensor is read in pieces.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class Dialect:
     groups: which tensors make a value. Tensors alone show a dialect where no config announces one.
     form: object reference of f(value: StoredValue) -> ValueForm, from headers and settings. It raises DialectError for what the
         library does not write, and UnsupportedError for what no recipe holds.
-    read: object reference of f(value: StoredValue, form: ValueForm) -> ScaledTensor on NumPy, with every code and scale as stored.
+    read: object reference of f(value: StoredValue, form: ValueForm) -> ScaledTensor on NumPy, with every code and scale as
+        stored.
     write: object reference of f(st: ScaledTensor, settings) -> dict of arrays by the ends of names, the inverse of `read`.
     settings: object reference of f(config, module) -> the settings of the values of a module, or None for a module that the
         config leaves; by default the config itself.

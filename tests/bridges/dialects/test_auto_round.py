@@ -106,7 +106,7 @@ def test_contradictions_are_refused(settings: dict[str, Any], said: str, tmp_pat
     stored = values(folder)[f"{UP}.weight"]
     with pytest.raises(breccia.DialectError) as caught:
         stored.tensor()
-    assert said in str(caught.value) and str(caught.value).startswith(f"{UP}.weight (AutoRound): ")
+    assert said in str(caught.value) and f"{UP}.weight (AutoRound): " in str(caught.value)
 
 
 def test_without_packing_format_the_dialect_is_given(tmp_path: Path) -> None:

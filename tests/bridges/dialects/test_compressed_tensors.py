@@ -435,7 +435,7 @@ def test_what_the_library_does_not_write_is_refused(
     stored = values(folder(tmp_path, tensors, config(settings) if settings else None))[f"{UP}.weight"]
     with pytest.raises(DialectError) as e:
         stored.tensor()
-    assert str(e.value).startswith(f"{UP}.weight (compressed-tensors): ") and message in str(e.value)
+    assert f"{UP}.weight (compressed-tensors): " in str(e.value) and message in str(e.value)
     assert e.value.found["dialect"] == "compressed_tensors"
 
 
@@ -463,7 +463,7 @@ def test_what_no_recipe_holds_is_refused_with_a_way_out(
     stored = values(folder(tmp_path, tensors, config(settings) if settings else None))[f"{UP}.weight"]
     with pytest.raises(UnsupportedError) as e:
         stored.tensor()
-    assert str(e.value).startswith(f"{UP}.weight (compressed-tensors): ") and message in str(e.value)
+    assert f"{UP}.weight (compressed-tensors): " in str(e.value) and message in str(e.value)
     assert "Convert the checkpoint that it was made from" in str(e.value)
 
 

@@ -194,7 +194,7 @@ def test_contradictions_are_refused(changes: dict[str, Any], settings: dict[str,
     stored = values(checkpoint(tmp_path / "m", Affine(4, 64).tensors(**changes), config(**settings)))[f"{UP}.weight"]
     with pytest.raises(breccia.DialectError) as caught:
         stored.tensor()
-    assert said in str(caught.value) and str(caught.value).startswith(f"{UP}.weight (MLX): ")
+    assert said in str(caught.value) and f"{UP}.weight (MLX): " in str(caught.value)
 
 
 def test_without_a_config_arrays_of_no_mode_are_refused(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_what_the_library_does_not_write_is_refused(
     stored = values(folder(tmp_path, tensors, settings))[f"{UP}.weight"]
     with pytest.raises(DialectError) as e:
         stored.tensor()
-    assert str(e.value).startswith(f"{UP}.weight (ModelOpt): ") and message in str(e.value)
+    assert f"{UP}.weight (ModelOpt): " in str(e.value) and message in str(e.value)
     assert e.value.found["dialect"] == "modelopt"
 
 
@@ -242,7 +242,7 @@ def test_what_no_recipe_holds_is_refused_with_a_way_out(
     stored = values(folder(tmp_path, tensors, settings))[f"{UP}.weight"]
     with pytest.raises(UnsupportedError) as e:
         stored.tensor()
-    assert str(e.value).startswith(f"{UP}.weight (ModelOpt): ") and message in str(e.value)
+    assert f"{UP}.weight (ModelOpt): " in str(e.value) and message in str(e.value)
     assert "Convert the checkpoint that it was made from" in str(e.value)
 
 

@@ -1,11 +1,12 @@
 """FP8 codes with float scales or powers of two: per tensor, per row, per block.
 
-DeepSeek-V3 and V4 (their model cards and inference code), transformers' `fp8` and `fbgemm_fp8` (5.24), ModelOpt's FP8 (0.47) and
-compressed-tensors' float-quantized and mxfp8-quantized (0.20) differ in names, and in the shapes of scales.
+DeepSeek-V3 and V4 (their model cards and inference code), transformers' `fp8` and `fbgemm_fp8` (5.24), ModelOpt's FP8 (0.47)
+and compressed-tensors' float-quantized and mxfp8-quantized (0.20) differ in names, and in the shapes of scales.
 """
 
 from __future__ import annotations
 
+from reprlib import repr as short
 from typing import Any
 
 from breccia import Float8BlockScaling, Float8CurrentScaling, Float8RowScaling, MXFP8BlockScaling, ScaledTensor, ScalingRecipe
@@ -33,7 +34,9 @@ def form_of(value: StoredValue, size: Any) -> ValueForm:
     value.need(len(shape) > 1, f"its codes have shape {spelled(shape)}; a weight has two axes or more.", shape=shape)
     scales = _squeezed(scale.shape, len(shape))
     *lead, rows, columns = shape
-    block = tuple(size) if isinstance(size, list | tuple) and len(size) == 2 else None
+    valid = isinstance(size, list | tuple) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+    value.need(size is None or valid, f"weight_block_size is two integers >= 1; found {short(size)}. Fix config.json.")
+    block = tuple(size) if size is not None else None
     if block and scales == (*lead, -(-rows // block[0]), -(-columns // block[1])):
         return ValueForm(_of_blocks(fmt, block, scale.dtype), shape)
     if scale.dtype in POWERS and scales == (*lead, rows, -(-columns // 32)):
@@ -45,8 +48,8 @@ def form_of(value: StoredValue, size: Any) -> ValueForm:
     tiles = spelled((*lead, -(-rows // TILE[0]), -(-columns // TILE[1])))
     value.need(
         False,
-        f"{codes_end or value.name!r} of shape {spelled(shape)} needs a scale of shape {tiles}, one per {spelled(block or TILE)}, "
-        f"one per row, or one; {scale_end!r} has shape {spelled(scale.shape)}. Check weight_block_size in config.json, or "
+        f"codes of shape {spelled(shape)} need a scale of shape {tiles}, one per {spelled(block or TILE)}, one per row, or "
+        f"one; {scale_end!r} has shape {spelled(scale.shape)}. Check weight_block_size in config.json, or "
         "download the checkpoint again.",
         shape=scale.shape,
     )
