@@ -229,7 +229,9 @@ def test_packed_codes_of_other_libraries_are_not_suspicious(tmp_path: Path) -> N
         "a.weight": ("a.weight_scale", (1, 16)),
         "b.weight": ("b.weight_scale", (1, 16)),
     }
-    assert {row["stored_as"] for row in found.values()} == {"nvfp4"} and sum(row["parameters"] for row in found.values()) == 8192
+    assert {row["stored_as"] for row in found.values()} == {"nvfp4"} and sum(
+        row["parameters"] for row in found.values()
+    ) == 8192
 
 
 def test_a_config_that_contradicts_its_components_is_found_from_the_header(tmp_path: Path) -> None:
