@@ -183,8 +183,9 @@ def _claims(
         for group in (group for group in dialect.groups if named or not group.needs_config):
             for stem in _stems(files, group):
                 parts = _parts(files, group, stem)
-                if parts is not None:
-                    stored = Stored(dialect, group, stem + group.value, parts, files, config)
+                name = group.named(stem)
+                if parts is not None and name is not None:
+                    stored = Stored(dialect, group, name, parts, files, config)
                     claims.setdefault(stored.name, []).append(stored)
     return claims
 
@@ -196,7 +197,7 @@ def _stems(files: Mapping[str, Container], group: TensorGroup) -> Iterator[str]:
     for name in files:
         if name.endswith(first):
             stem = name.removesuffix(first)
-            if not stem or not boundary or stem.endswith(boundary):
+            if (not stem or not boundary or stem.endswith(boundary)) and group.named(stem) is not None:
                 yield stem
 
 

@@ -283,13 +283,14 @@ def _of_integers(
             expected=tuple(scale.shape),
             found=tuple(zero.shape),
         )
-    asymmetric, shape = zero is not None and bool((zero != 0).any()), tuple(data.shape)
+    zero = None if zero is None or not bool((zero != 0).any()) else zero
+    asymmetric, shape = zero is not None, tuple(data.shape)
     form = integer_form(title(tensor), bits, shape, tuple(scale.shape), block, scale_dtype, asymmetric)
     tensor_recipe, axis = chosen(recipe, form.recipe, tensor), form.axis
     scale, codes = scale.expand(form.scale), unsigned(data, bits) if asymmetric else data
     if zero is not None:
-        zero = moved(title(tensor), zero.float(), bits) if zero.dtype.is_floating_point else unsigned(zero.to(torch.int8), bits)
-        zero = zero.expand(form.scale)
+        floating = zero.dtype.is_floating_point
+        zero = moved(title(tensor), zero.float(), bits) if floating else unsigned(zero.to(torch.int8), bits)
     if bits == 4:
         codes = _packed(ops_of(codes).load(codes) & 15, tensor_recipe.format.element, axis)
     return wrapped(
@@ -298,7 +299,7 @@ def _of_integers(
         scale,
         tensor_recipe,
         layout=form.layout,
-        zero_point=zero if asymmetric else None,
+        zero_point=None if zero is None else zero.expand(form.scale),
         axis=axis,
         shape=shape,
     )
@@ -354,7 +355,7 @@ def _blocks(tensor: Tensor, data: Array, scale: Array, global_scale: Array | Non
         scale = scale.reshape(*lead[1:], rows // 32, columns // 16, 512)
         layout = InStorage(layout, SWIZZLE)
     st = wrapped(tensor, data, scale, recipe, layout=layout, global_scale=global_scale)
-    check_padding(st, tensor, "scale", "Quantize the tensor again.")
+    check_padding(st, title(tensor), "scale", "Quantize the tensor again.")
     return st.mT if transposed else st
 
 

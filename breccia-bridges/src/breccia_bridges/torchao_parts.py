@@ -39,8 +39,8 @@ def matrix_block(what: str, shape: Shape, scale: Shape, block: list[int]) -> tup
     """
     if len(block) != len(shape) or len(shape) < 2 or any(b < 1 or n % b for n, b in zip(shape, block, strict=True)):
         raise DialectError(
-            f"{what} of shape {shape} has block_size {block}, which does not divide it; pass a matrix, or a stack of "
-            "matrices, in whole blocks.",
+            f"{what} of shape {shape} has block_size {block}, which does not divide it; a matrix, or a stack of "
+            "matrices, has whole blocks.",
             block_size=block,
             shape=shape,
         )

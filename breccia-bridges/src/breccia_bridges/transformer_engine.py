@@ -180,7 +180,7 @@ def _blocks(te_t: Tensor, name: str, recipe: ScalingRecipe, part: _Part, columnw
     flat = data if data.ndim == 2 else data.reshape(-1, data.shape[-1])
     st = wrapped(te_t, flat, scale, recipe, layout=layout, global_scale=amax)
     if padding == "refuse":
-        check_padding(st, te_t, "_columnwise_scale_inv" if columnwise else "_rowwise_scale_inv", _DROP)
+        check_padding(st, title(te_t), "_columnwise_scale_inv" if columnwise else "_rowwise_scale_inv", _DROP)
     elif padding == "drop":
         st = st.to_plain()
     if data.ndim != 2:

@@ -123,7 +123,7 @@ def wrapped(obj: Any, data: Array, scale: Array, recipe: ScalingRecipe, **fields
         raise DialectError(f"{title(obj)} has buffers that contradict each other: {e}", **e.found) from e
 
 
-def check_padding(st: ScaledTensor, obj: Any, name: str, remedy: str) -> None:
+def check_padding(st: ScaledTensor, what: str, name: str, remedy: str) -> None:
     """Raise DialectError if the padding of stored scales is not zero. Reads them, so a GPU is synchronized."""
     if st.layout.storage == PLAIN:
         return
@@ -133,7 +133,7 @@ def check_padding(st: ScaledTensor, obj: Any, name: str, remedy: str) -> None:
     if ops.any(differ):
         nonzero = ops.to_numpy(stored)[ops.to_numpy(differ)].reshape(-1)[0]
         raise DialectError(
-            f"{title(obj)}: the padding of {name} (shape {tuple(stored.shape)}, {dtype_name(stored)}) holds {nonzero}; padding "
+            f"{what}: the padding of {name} (shape {tuple(stored.shape)}, {dtype_name(stored)}) holds {nonzero}; padding "
             f"is zero. {remedy}",
             part=name,
             found=nonzero,

@@ -37,12 +37,22 @@ class TensorGroup:
     value: the end of the value's name in the model; `{"qweight": ..., "scales": ...}` are the parts of "weight".
     needs_config: whether the tensors do not show the dialect, because others have the same ones: then the group counts only
         where a config announces the dialect, or a caller names it.
+    prefix: what the names of parts within their module start with, and the value's does not: "_" if `up._weight_qdata` is a
+        part of `up.weight`.
     """
 
     parts: Parts
     optional: Parts = field(default_factory=dict[str, tuple[str, ...]])
     value: str = "weight"
     needs_config: bool = False
+    prefix: str = ""
+
+    def named(self, stem: str) -> str | None:
+        """The name of the value of parts that begin with `stem`; None if no part of such a name begins so."""
+        module, dot, name = stem.rpartition(".")
+        if not name.startswith(self.prefix) or (self.prefix and name == self.prefix):
+            return None
+        return module + dot + name.removeprefix(self.prefix) + self.value
 
     def check(self, what: str) -> None:
         """Raise PluginError, naming `what`, if the declaration is invalid."""
@@ -59,6 +69,8 @@ class TensorGroup:
             raise PluginError(f"{what}: value is the end of a name, like 'weight'; got {self.value!r}.")
         if not isinstance(self.needs_config, bool):
             raise PluginError(f"{what}: needs_config is True or False; got {self.needs_config!r}.")
+        if not isinstance(self.prefix, str):
+            raise PluginError(f"{what}: prefix is the start of a name, like '_'; got {self.prefix!r}.")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 
 from breccia import Codec, Layout, ScaledTensor, from_buffer
@@ -46,7 +49,8 @@ def assembled(
 ) -> ScaledTensor:
     """The tensor of codes as a recipe packs them, and scales in any shape with the right number of items."""
     layout = layout_of(form)
-    shape = layout.scale_shapes(form.shape)[0]
+    shapes = layout.scale_shapes(form.shape)
+    shape = next((shape for shape in shapes if math.prod(shape) == scale.size), shapes[0])
     zero = None if zero_point is None else zero_point.reshape(shape)
     level = None if global_scale is None else global_scale.reshape(() if global_scale.size == 1 else form.shape[:-2])
     return from_buffer(codes, scale.reshape(shape), form.recipe, layout, zero, level, shape=form.shape)
