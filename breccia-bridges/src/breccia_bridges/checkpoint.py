@@ -12,6 +12,8 @@ from .safetensors_file import Container
 
 #: The index that maps each tensor of a sharded folder to its file.
 INDEX = "model.safetensors.index.json"
+#: Ends of names of files that torch.save writes.
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -37,8 +39,32 @@ def checkpoint_files(path: Path) -> list[Path]:
         said = f"{index} names" if indexed else f"{path} has broken links or special files:"
         raise CorruptFileError(f"{said} {abbreviated(missing)}, which the folder lacks; download it again.", missing=missing)
     if not names:
-        raise UnsupportedError(f"folder {path} contains no .safetensors file.", path=str(path))
+        raise _without_safetensors(path)
     return [path / name for name in names]
+
+
+def _without_safetensors(path: Path) -> UnsupportedError:
+    """The error for a folder without a safetensors file, which names those that torch.save wrote."""
+    pickled = sorted(file.name for file in path.iterdir() if file.suffix in PICKLED)
+    if not pickled:
+        return UnsupportedError(f"folder {path} contains no .safetensors file.", path=str(path))
+    quantized = f" (its config.json says {method!r})" if (method := _quant_method(path / "config.json")) else ""
+    return UnsupportedError(
+        f"folder {path} contains no .safetensors file, only {abbreviated(pickled)} of torch.save{quantized}: loading a pickle "
+        "can run any program in it, so breccia reads none. Load the model with transformers, and torchao if that quantized it, "
+        "and write it with model.save_pretrained(folder), which makes safetensors.",
+        path=str(path),
+        files=pickled,
+    )
+
+
+def _quant_method(config: Path) -> str:
+    """The quant_method of a config.json; empty where there is none."""
+    try:
+        listed = parsed_json(config.read_text(encoding="utf-8"))
+        return str(listed["quantization_config"]["quant_method"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def is_there(path: Path) -> bool:
