@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 
-from breccia import DialectError, NF4Scaling, ScaledTensor, ScalingRecipe
+from breccia import DialectError, ScaledTensor, ScalingRecipe
 from breccia.backend import F32, Array
 from breccia.internal import check_scaled
 
-from .plugin import BnbFP4Scaling
+from .dialects.bitsandbytes import RECIPES, decoded_absmax, swapped, table_of
 from .wrapping import attribute, buffer, buffer_or_none, chosen, lengths, title, wrapped
-
-#: Recipes by bitsandbytes' quant_type.
-_RECIPES = {"nf4": NF4Scaling, "fp4": BnbFP4Scaling}
 
 
 def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant_state: Any = None) -> ScaledTensor:
@@ -46,7 +43,7 @@ def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant
             f"weight.to(device) first."
         )
     kind = attribute(state, "quant_type")
-    if not isinstance(kind, str) or kind not in _RECIPES:
+    if not isinstance(kind, str) or kind not in RECIPES:
         raise DialectError(f"{title(weight)} has quant_type={kind!r}; recipes exist for 'nf4' and 'fp4'.", found=kind)
     if getattr(state, "packing_format_for_cpu", False):
         raise DialectError(
@@ -57,7 +54,7 @@ def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant
     block, table = attribute(state, "blocksize"), buffer_or_none(state, "code")
     if type(block) is not int or block < 1:
         raise DialectError(f"{title(weight)} has blocksize={block!r}; it is a number of codes.", found=block)
-    inferred = _RECIPES[kind](block_size=block)
+    inferred = RECIPES[kind](block_size=block)
     if table is not None and not torch.equal(table.float().cpu(), _table(inferred)):
         raise DialectError(f"{title(weight)} is of type {kind!r} and has the table of another type: {table.tolist()}.")
     length = shape[-1] if len(shape) > 1 else 0
@@ -82,7 +79,7 @@ def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant
             found=tuple(absmax.shape),
         )
     scale = absmax.reshape(*shape[:-1], length // block)
-    codes = _swapped(data).reshape(*shape[:-1], length // 2)
+    codes = swapped(data).reshape(*shape[:-1], length // 2)
     return wrapped(weight, codes, scale, chosen(recipe, inferred, weight))
 
 
@@ -102,7 +99,7 @@ def to_bitsandbytes(scaled: ScaledTensor, *, like: Any = None, dtype: torch.dtyp
     check_scaled("to_bitsandbytes", scaled, "torch")
     scaled = scaled.to_plain()
     recipe, block = scaled.recipe, scaled.layout.block(-1)[1]
-    quant_type = next((name for name, known in _RECIPES.items() if isinstance(recipe, known)), None)
+    quant_type = next((name for name, known in RECIPES.items() if isinstance(recipe, known)), None)
     if quant_type is None or scaled.axis != -1 or block is None or scaled.shape[-1] % block:
         raise DialectError(
             f"bitsandbytes holds NF4 and its own FP4 in whole blocks along the last axis; this tensor is {scaled!r}. "
@@ -121,15 +118,14 @@ def to_bitsandbytes(scaled: ScaledTensor, *, like: Any = None, dtype: torch.dtyp
         absmax, levels = state.absmax, {"offset": state.offset, "state2": state.state2}
     new = state_of(absmax, torch.Size(scaled.shape), table, block, quant_type, dtype, **levels)
     storage = getattr(like, "quant_storage", torch.uint8)
-    data = _swapped(scaled.data.reshape(-1)).view(storage).reshape(-1, 1)
+    data = swapped(scaled.data.reshape(-1)).view(storage).reshape(-1, 1)
     options = {"quant_type": quant_type, "blocksize": block, "compress_statistics": bool(levels), "quant_storage": storage}
     return kind(data, requires_grad=False, quant_state=new, **(options | {"bnb_quantized": True} | attributes))
 
 
 def _table(recipe: ScalingRecipe) -> Array:
     """The FP32 numbers of all codes."""
-    element = recipe.format.element
-    return torch.tensor([element.value(code) for code in range(1 << element.bits)], dtype=torch.float32)
+    return torch.tensor(table_of(recipe), dtype=torch.float32)
 
 
 def _absmax(weight: Any, state: Any) -> Array:
@@ -139,20 +135,15 @@ def _absmax(weight: Any, state: Any) -> Array:
         return absmax.float()
     inner, offset = attribute(state, "state2"), buffer(state, "offset")
     coarse, table, block = buffer(inner, "absmax"), buffer(inner, "code"), attribute(inner, "blocksize")
-    if absmax.dtype != torch.uint8 or table.numel() != 256 or coarse.numel() != -(-absmax.numel() // block):
+    shapes = (absmax.numel(),), (-(-absmax.numel() // block),), (256,)
+    if absmax.dtype != torch.uint8 or (absmax.shape, coarse.shape, table.shape) != shapes:
         raise DialectError(
             f"{title(weight)} has a nested absmax of {absmax.numel()} codes in {absmax.dtype}, with {coarse.numel()} numbers "
             f"for blocks of {block} and a table of {table.numel()}; it needs torch.uint8, {-(-absmax.numel() // block)}, 256.",
             found=coarse.numel(),
         )
-    scale = coarse.repeat_interleave(block)[: absmax.numel()]
-    return table[absmax.long()] * scale.to(table.dtype) + offset
+    return decoded_absmax(absmax, table, coarse.to(table.dtype), block, offset)
 
 
 def _same(a: Array, b: Array) -> bool:
     return a.device == b.device and torch.equal(a, b)
-
-
-def _swapped(data: Array) -> Array:
-    """The two nibbles of each byte exchanged."""
-    return (data >> 4) | (data << 4)

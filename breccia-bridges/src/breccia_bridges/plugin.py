@@ -224,6 +224,14 @@ _QWEIGHT = {"qweight": ("I32",), "qzeros": ("I32",), "scales": _FLOATS}
 #: AutoRound's packings that are as those of GPTQ and AWQ.
 _AUTO_ROUND = ("auto_round", *(f"auto_round:{name}" for name in ("auto_awq", "auto_gptq", "awq", "gptq", "gptqmodel")))
 _ORIGINAL = "Breccia does not read it: convert the checkpoint that it was made from, in BF16, FP16 or FP32."
+_DEQUANTIZE = (
+    "Breccia does not read it: load it with transformers, call model.dequantize() and save the model; or convert the "
+    "checkpoint that it was made from, in BF16, FP16 or FP32."
+)
+_HQQ = (
+    "Breccia does not read it, because (code - zero) * scale with a float zero has no exact form in a ScaledTensor: save "
+    "HQQLinear.dequantize() of each layer with hqq, or convert the checkpoint that it was made from, in BF16, FP16 or FP32."
+)
 
 
 def _dialect(name: str, title: str, module: str, configs: Any, *groups: TensorGroup, settings: bool = False) -> Dialect:
@@ -238,10 +246,62 @@ def _method(*methods: str, **keys: tuple[Any, ...]) -> tuple[dict[str, tuple[Any
     return ({"quant_method": methods, **keys},)
 
 
+#: Parts of bitsandbytes' 4-bit weights, whose codes have the name of the value, and of torchao's classes beside the codes.
+_BNB = (
+    ".absmax",
+    ".quant_state.bitsandbytes__nf4",
+    ".quant_state.bitsandbytes__fp4",
+    ".quant_map",
+    ".nested_absmax",
+    ".nested_quant_map",
+)
+_TORCHAO = (
+    "_scale",
+    "_zero_point",
+    "_scale_and_zero",
+    "_per_tensor_scale",
+    "_act_pre_scale",
+    "_act_quant_scale",
+    "_act_quant_zero_point",
+    "_act_per_tensor_scale",
+)
+#: Parts of ComfyUI's weights that only some formats have.
+_COMFY = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
+
+
+def _bnb_groups() -> Iterable[TensorGroup]:
+    """A 4-bit weight is looked for by three of its parts, so that one that lacks others is not taken for plain bytes."""
+    for first in _BNB[:3]:
+        yield TensorGroup({first: (), "": ()}, {end: () for end in _BNB if end != first}, value="")
+    yield TensorGroup({"SCB": (), "weight": ("I8",)}, {"weight_format": ()})
+
+
+def _refused(name: str, title: str, *groups: TensorGroup, methods: tuple[str, ...] = (), remedy: str = _ORIGINAL) -> Dialect:
+    """A dialect that is recognized only, by a config of one of `methods` or by its tensors."""
+    return Dialect(name, title, _method(*methods) if methods else (), groups, remedy=remedy)
+
+
 @hookimpl
 def breccia_dialects() -> Iterable[Dialect]:
     gptq = "breccia_bridges.dialects.gptq"
     return [
+        _refused("aqlm", "AQLM", TensorGroup({"codebooks": (), "codes": (), "scales": ()}), methods=("aqlm",)),
+        _refused("bitnet", "BitNet", methods=("bitnet",)),
+        _dialect("bitsandbytes", "bitsandbytes", "bitsandbytes", _method("bitsandbytes"), *_bnb_groups()),
+        _dialect(
+            "comfy_quant",
+            "ComfyUI",
+            "comfyui",
+            (),
+            TensorGroup({"comfy_quant": ("U8",), "weight": ()}, dict.fromkeys(_COMFY, ())),
+        ),
+        _dialect(
+            "comfy_scaled",
+            "scaled FP8 of ComfyUI",
+            "fp8",
+            (),
+            TensorGroup({"scale_weight": _FLOATS, "weight": _FP8}, {"scale_input": ()}),
+        ),
         _dialect(
             "auto_round",
             "AutoRound",
@@ -364,12 +424,35 @@ def breccia_dialects() -> Iterable[Dialect]:
             ),
             settings=True,
         ),
-        *(
-            Dialect(method, method, _method(method), remedy=_ORIGINAL)
-            for method in ("aqlm", "bitnet", "fouroversix", "fp_quant", "gemma", "gguf", "higgs", "nvfp4", "spqr", "vptq")
+        _refused("eetq", "EETQ", TensorGroup({"weight_scales": (), "weight": ("I8",)}), methods=("eetq",)),
+        _refused("exl2", "EXL2", TensorGroup({"q_weight": (), "q_scale": (), "q_scale_max": ()}), methods=("exl2",)),
+        _refused("exl3", "EXL3", TensorGroup({"trellis": ("I16",)}), methods=("exl3",)),
+        _refused("fouroversix", "Four Over Six", methods=("fouroversix",)),
+        _refused("fp_quant", "FP-Quant", methods=("fp_quant",)),
+        _refused("gemma", "Gemma's integers", methods=("gemma",)),
+        _refused("gguf", "GGUF", methods=("gguf",)),
+        _refused("higgs", "HIGGS", methods=("higgs",), remedy=_DEQUANTIZE),
+        _refused("hqq", "HQQ or SINQ", TensorGroup({"W_q": ("U8", "I8", "I16", "I32")}), methods=("hqq", "sinq"), remedy=_HQQ),
+        _refused("nvfp4", "NVFP4 of transformers", methods=("nvfp4",)),
+        _refused(
+            "onnx", "ONNX Runtime", TensorGroup({"_quantized": ("U8", "I8"), "_scale": ()}, {"_zero_point": ()}, value="")
         ),
-        Dialect(
-            "hqq", "HQQ or SINQ", _method("hqq", "sinq"), (TensorGroup({"W_q": ("U8", "I8", "I16", "I32")}),), remedy=_ORIGINAL
+        _dialect(
+            "quanto",
+            "quanto",
+            "quanto",
+            _method("quanto"),
+            TensorGroup({"._data": (), "._scale": ()}, value=""),
+            TensorGroup({"._data._data": (), "._scale": (), "._shift": ()}, value=""),
+            settings=True,
+        ),
+        _refused("spqr", "SpQR", methods=("spqr",)),
+        _dialect(
+            "torchao",
+            "torchao",
+            "torchao",
+            _method("torchao"),
+            TensorGroup({"_qdata": ()}, dict.fromkeys(_TORCHAO, ()), value="", prefix="_"),
         ),
         Dialect(
             "unknown",
@@ -382,7 +465,7 @@ def breccia_dialects() -> Iterable[Dialect]:
             ),
             remedy=_ORIGINAL,
         ),
-        Dialect("eetq", "EETQ", _method("eetq"), (TensorGroup({"weight_scales": (), "weight": ("I8",)}),), remedy=_ORIGINAL),
+        _refused("vptq", "VPTQ", methods=("vptq",)),
     ]
 
 

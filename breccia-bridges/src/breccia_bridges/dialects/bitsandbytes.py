@@ -1,0 +1,163 @@
+"""bitsandbytes' weights in NF4, its own FP4 and LLM.int8(), as transformers, `Linear4bit` and `Linear8bitLt` write them.
+
+4-bit weights: `up.weight` has two codes to a byte, the even index in the high nibble, as a column (N · K / 2, 1) of uint8 or of
+the dtype `bnb_4bit_quant_storage`; beside it are `up.weight.absmax`, `up.weight.quant_map` and
+`up.weight.quant_state.bitsandbytes__nf4`, JSON in bytes. Blocks run over the flattened weight, so rows must be whole blocks.
+
+A nested absmax ("double quantization") is decoded as bitsandbytes computes it, in FP32: number of the code · number of its
+block + offset. No recipe has scales of scales: these scales are FP32, four times as large as their codes, so that a tensor in
+blocks of 64 grows from 4.13 bits per value to 4.5.
+
+LLM.int8() is refused: bitsandbytes computes code · absmax · FP32(1 / 127) and rounds twice.
+
+Source: bitsandbytes 0.50.2, run on a CPU. Neither it nor torch is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from reprlib import repr as short
+from typing import Any
+
+import numpy as np
+
+from breccia import DialectError, NF4Scaling, ScaledTensor, ScalingRecipe, UnsupportedError
+from breccia.backend import Array, StoredValue, ValueForm, ops_of
+from breccia.internal import parsed_json
+
+from ..plugin import BnbFP4Scaling
+from ..safetensors_file import byte_count
+from ..text import spelled
+from .scales import assembled, check_scale
+
+#: Recipes by bitsandbytes' quant_type.
+RECIPES: Mapping[str, type[NF4Scaling] | type[BnbFP4Scaling]] = {"nf4": NF4Scaling, "fp4": BnbFP4Scaling}
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_STATE = ".quant_state.bitsandbytes__"
+_NESTED = (".nested_absmax", ".nested_quant_map")
+_AGAIN = "Download the checkpoint again."
+
+
+def table_of(recipe: ScalingRecipe) -> list[float]:
+    """The numbers of all codes, which FP32 holds."""
+    element = recipe.format.element
+    return [element.value(code) for code in range(1 << element.bits)]
+
+
+def swapped(data: Array) -> Array:
+    """The two nibbles of each byte exchanged."""
+    return (data >> 4) | (data << 4)
+
+
+def decoded_absmax(codes: Array, table: Array, absmax: Array, block: int, offset: Any) -> Array:
+    """The FP32 absmax of each block of a nested one, in bitsandbytes' order of operations.
+
+    codes: uint8, (n,). table: the numbers of the 256 codes. absmax: FP32, one per `block` codes.
+    """
+    ops, count = ops_of(codes), codes.shape[0]
+    scale = ops.reshape(ops.broadcast(ops.reshape(absmax, (-1, 1)), (absmax.shape[0], block)), (-1,))[:count]
+    return ops.gather(table, ops.load(codes), 0) * scale + offset
+
+
+def form(value: StoredValue) -> ValueForm:
+    """For 4 bits, what the quant_state says, which is read: quant_type, blocksize and shape."""
+    if "SCB" in value.entries:
+        return _int8_form(value)
+    state = _state(value)
+    shape: tuple[int, ...] = tuple(state["shape"])
+    block: int = state["blocksize"]
+    value.need(
+        block in _BLOCKS, f"its blocksize is {block}; bitsandbytes has {', '.join(map(str, _BLOCKS))}. {_AGAIN}", block=block
+    )
+    if len(shape) < 2 or shape[-1] % block:
+        raise UnsupportedError(
+            f"its shape {spelled(shape)} has blocks of {block} over its flattened values, which reach across rows: no layout "
+            "describes them. Convert the original checkpoint, or quantize it with a blocksize that divides its rows.",
+            name=value.name,
+        )
+    numbers, codes = math.prod(shape), value.entries[""]
+    value.need(
+        2 * byte_count(codes.dtype, codes.shape) == numbers,
+        f"its codes are {codes.dtype} of shape {spelled(codes.shape)}; shape {spelled(shape)} needs half as many bytes as "
+        f"numbers. {_AGAIN}",
+    )
+    value.need(".absmax" in value.entries, f"no file has its '.absmax'. {_AGAIN}")
+    value.need_shape(".absmax", (numbers // block,))
+    absmax, is_nested = value.entries[".absmax"].dtype, "nested_blocksize" in state
+    nested = [end for end in _NESTED if end in value.entries]
+    value.need(
+        absmax == ("U8" if is_nested else "F32") and len(nested) == (2 if is_nested else 0),
+        f"'.absmax' is {absmax} with {' and '.join(map(repr, nested)) or 'no nested parts'}, and the quant_state has "
+        f"{'a' if is_nested else 'no'} nested_blocksize; an absmax is F32, or U8 with {' and '.join(map(repr, _NESTED))}. "
+        f"{_AGAIN}",
+    )
+    if is_nested:
+        value.need_shape(".nested_absmax", (-(-numbers // block // state["nested_blocksize"]),))
+        value.need_shape(".nested_quant_map", (256,))
+    return ValueForm(RECIPES[state["quant_type"]](block_size=block), shape)
+
+
+def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
+    """Every code keeps its number; the nibbles of each byte are swapped. A nested absmax is decoded, others are as stored."""
+    table, numbers = table_of(form.recipe), value[".quant_map"].tolist()
+    value.need(
+        numbers == table,
+        f"'.quant_map' has other numbers than bitsandbytes' table of this type: {short(numbers)}, for {short(table)}. {_AGAIN}",
+    )
+    absmax = value[".absmax"]
+    if absmax.dtype == np.uint8:
+        state, coarse, numbers = _state(value), value[".nested_absmax"], value[".nested_quant_map"]
+        for end, part in zip(_NESTED, (coarse, numbers), strict=True):
+            check_scale(value, end, part)
+        absmax = decoded_absmax(absmax, numbers, coarse, state["nested_blocksize"], np.float32(state["nested_offset"]))
+    check_scale(value, ".absmax", absmax)
+    codes = swapped(np.ascontiguousarray(value[""]).reshape(-1).view(np.uint8))
+    return assembled(form, codes.reshape(*form.shape[:-1], form.shape[-1] // 2), absmax)
+
+
+def _int8_form(value: StoredValue) -> ValueForm:
+    raise UnsupportedError(
+        "it is a weight of LLM.int8(), code * absmax * (1 / 127) rounded twice, which no recipe does. Load the checkpoint with "
+        "transformers, call model.dequantize() and save the model.",
+        name=value.name,
+    )
+
+
+def _state(value: StoredValue) -> dict[str, Any]:
+    """The checked quant_state."""
+    ends = [end for end in value.entries if end.startswith(_STATE)]
+    value.need(
+        len(ends) == 1,
+        f"it has {len(ends)} quant_states; a weight has one, named {_STATE}nf4 or {_STATE}fp4. {_AGAIN}",
+    )
+    (end,) = ends
+    value.need(".quant_map" in value.entries, f"no file has its '.quant_map'. {_AGAIN}")
+    for part in (".quant_map", *_NESTED):
+        if part in value.entries:
+            dtype = value.entries[part].dtype
+            value.need(dtype == "F32", f"{part!r} is {dtype}; bitsandbytes has F32 there. {_AGAIN}")
+    try:
+        listed = parsed_json(value[end].tobytes().decode())
+    except ValueError as e:
+        raise DialectError(f"{end!r} holds JSON in bytes; they are not ({e}). {_AGAIN}", name=value.name) from e
+    state: dict[str, Any] = listed if isinstance(listed, dict) else {}
+    kind, block, shape = (state.get(key) for key in ("quant_type", "blocksize", "shape"))
+    value.need(
+        kind == end.removeprefix(_STATE) and _is_length(block) and isinstance(shape, list) and all(map(_is_length, shape)),
+        f"{end!r} has quant_type {end.removeprefix(_STATE)!r}, a blocksize and a shape; got {short(state)}. {_AGAIN}",
+    )
+    if value.settings.get("load_in_4bit") and "bnb_4bit_quant_type" in value.settings:
+        named = value.settings["bnb_4bit_quant_type"]
+        value.need(named == kind, f"{end!r} says {kind!r}, and the config says bnb_4bit_quant_type {short(named)}. {_AGAIN}")
+    if any(key.startswith("nested_") for key in state):
+        inner, offset, dtype = (state.get(f"nested_{key}") for key in ("blocksize", "offset", "dtype"))
+        value.need(
+            _is_length(inner) and isinstance(offset, int | float) and math.isfinite(offset) and dtype == "float32",
+            f"{end!r} has nested_blocksize, a finite nested_offset, and nested_dtype 'float32'; got {short(state)}. {_AGAIN}",
+        )
+    return state
+
+
+def _is_length(n: Any) -> bool:
+    return type(n) is int and n > 0
