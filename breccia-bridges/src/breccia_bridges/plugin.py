@@ -20,7 +20,7 @@ from breccia import (
     ScalingRecipe,
     hookimpl,
 )
-from breccia.backend import F32, INT4, TensorGroup
+from breccia.backend import F16, F32, INT4, INT8, TENSOR, TensorGroup
 from breccia.internal import FLOAT_CODECS, cached_property, check_choices, check_positive, one_of
 
 api = 1
@@ -107,6 +107,22 @@ class BnbFP4Scaling(ScalingRecipe):
         return Format(BNB_FP4, (Level(F32, (1, self.block_size)),))
 
 
+@dataclass(frozen=True)
+class BnbINT8Scaling(ScalingRecipe):
+    """Signed 8-bit integers, an FP16 absmax per row and one FP32 scale for all: `x = code * absmax * scale`, rounded twice.
+
+    It is for reading weights of bitsandbytes' LLM.int8(), whose scale is FP32(1 / 127). A cast chooses another one: to
+    quantize, use `INT8Scaling`.
+    """
+
+    name: ClassVar[str] = "bnb_int8"
+    source: ClassVar[str] = "bitsandbytes 0.50, bitsandbytes.nn.Int8Params"
+
+    @cached_property
+    def format(self) -> Format:
+        return Format(INT8, (Level(F32, TENSOR), Level(F16, (1, None))))
+
+
 @hookimpl
 def breccia_codecs() -> Iterable[Codec]:
     return [*_UNSIGNED.values(), BNB_FP4]
@@ -114,7 +130,7 @@ def breccia_codecs() -> Iterable[Codec]:
 
 @hookimpl
 def breccia_recipes() -> Iterable[type[ScalingRecipe]]:
-    return [SignedInt4Scaling, AffineScaling, BnbFP4Scaling]
+    return [SignedInt4Scaling, AffineScaling, BnbFP4Scaling, BnbINT8Scaling]
 
 
 @hookimpl

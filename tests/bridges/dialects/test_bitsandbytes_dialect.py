@@ -94,11 +94,35 @@ def test_experts_and_weights_of_other_names_are_read_beside_each_other(tmp_path:
         assert np.array_equal(decoded(found[name]), expected)
 
 
-def test_eight_bits_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"it is a weight of LLM\.int8\(\), .* call model\.dequantize\(\)"
-    ):
-        read(tmp_path, eight_bits()[0])
+def test_eight_bits_are_read_with_both_roundings_of_bitsandbytes(tmp_path: Path) -> None:
+    parts, expected = eight_bits()
+    (stored,) = values(save(tmp_path, parts, load_in_8bit=True)).values()
+    assert stored.name == UP and stored.form.recipe == breccia.recipe("bnb_int8")
+    assert np.array_equal(decoded(stored), expected)
+    scale = parts["SCB"][1][:, None] * F32(1 / 127)
+    assert not np.array_equal(parts["weight"][1] * scale, expected)
+    assert np.array_equal(read(tmp_path, parts | {"SCB": ("F32", parts["SCB"][1][:, None])}), expected)
+    assert np.array_equal(read(tmp_path, {end: part for end, part in parts.items() if end != "weight_format"}), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    (
+        ({"SCB": floats("F32", [0.1] * 6)}, UnsupportedError, "'SCB' has numbers that FP16 has not, such as 0.1"),
+        ({"SCB": floats("F32", [1e6] * 6)}, UnsupportedError, "'SCB' has numbers that FP16 has not, such as 1000000.0"),
+        ({"SCB": floats("F32", [np.nan] * 6)}, DialectError, "'SCB' has 6 scales that are not finite"),
+        ({"SCB": floats("F16", [1] * 6)}, DialectError, "'SCB' is F16; bitsandbytes has F32 there"),
+        ({"SCB": floats("F32", [1] * 5)}, DialectError, "'SCB' has shape [5]; its other parts need [6] or [6, 1]"),
+        ({"weight_format": ("U8", np.asarray(2, np.uint8))}, UnsupportedError, "its codes are in the order 2 of old releases"),
+        ({"weight": ("I8", np.ones(6, np.int8))}, DialectError, "its codes have shape 6; a weight of LLM.int8() is a matrix"),
+    ),
+)
+def test_a_fault_of_eight_bits_is_named(
+    tmp_path: Path, change: dict[str, Tensor], kind: type[BrecciaError], message: str
+) -> None:
+    with pytest.raises(kind) as e:
+        read(tmp_path, eight_bits()[0] | change)
+    assert str(e.value).startswith(f"{UP} (bitsandbytes): {message}")
 
 
 def state(**changes: Any) -> dict[str, Tensor]:

@@ -918,7 +918,7 @@ def test_explain_refuses_an_option_that_the_op_does_not_have(op: str, operands: 
 def test_explain_suggests_names_for_unknown_ones() -> None:
     with pytest.raises(UnknownNameError, match=r"^no op 'casts'; did you mean 'cast'\? Known: cast, "):
         breccia.explain("casts", "mxfp8")
-    with pytest.raises(UnknownNameError, match=r"^no recipe 'mxfp9'; did you mean 'mxfp8'\? Known: bnb_fp4, fp8_block, "):
+    with pytest.raises(UnknownNameError, match=r"^no recipe 'mxfp9'; did you mean 'mxfp8'\? Known: bnb_fp4, bnb_int8, "):
         breccia.explain("cast", "mxfp9")
     with pytest.raises(UnknownNameError, match=r"^no framework 'trch'; did you mean 'torch'\? Known: jax, mlx, numpy, torch"):
         breccia.explain("cast", "mxfp8", on="trch")

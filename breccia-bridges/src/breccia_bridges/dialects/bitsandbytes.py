@@ -8,7 +8,9 @@ A nested absmax ("double quantization") is decoded as bitsandbytes computes it, 
 block + offset. No recipe has scales of scales: these scales are FP32, four times as large as their codes, so that a tensor in
 blocks of 64 grows from 4.13 bits per value to 4.5.
 
-LLM.int8() is refused: bitsandbytes computes code · absmax · FP32(1 / 127) and rounds twice.
+LLM.int8() has `up.weight`, (N, K) in int8, and `up.SCB`, the FP32 absmax of each row. bitsandbytes computes code · absmax ·
+FP32(1 / 127) in this order and rounds twice, as a format with two levels does: the absmax is held in FP16, which is exact,
+because bitsandbytes measures it on FP16 weights.
 
 Source: bitsandbytes 0.50.2, run on a CPU. Neither it nor torch is needed.
 """
@@ -26,13 +28,15 @@ from breccia import DialectError, NF4Scaling, ScaledTensor, ScalingRecipe, Unsup
 from breccia.backend import Array, StoredValue, ValueForm, ops_of
 from breccia.internal import parsed_json
 
-from ..plugin import BnbFP4Scaling
+from ..plugin import BnbFP4Scaling, BnbINT8Scaling
 from ..safetensors_file import byte_count
 from ..text import spelled
 from .scales import assembled, check_scale
 
 #: Recipes by bitsandbytes' quant_type.
 RECIPES: Mapping[str, type[NF4Scaling] | type[BnbFP4Scaling]] = {"nf4": NF4Scaling, "fp4": BnbFP4Scaling}
+#: 1 / 127 in FP32, by which bitsandbytes multiplies code * absmax.
+INT8_SCALE = np.asarray(1 / 127, np.float32)
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _STATE = ".quant_state.bitsandbytes__"
 _NESTED = (".nested_absmax", ".nested_quant_map")
@@ -100,6 +104,8 @@ def form(value: StoredValue) -> ValueForm:
 
 def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
     """Every code keeps its number; the nibbles of each byte are swapped. A nested absmax is decoded, others are as stored."""
+    if "SCB" in value.entries:
+        return assembled(form, value.view("weight"), value["SCB"].astype(np.float16), global_scale=INT8_SCALE)
     table, numbers = table_of(form.recipe), value[".quant_map"].tolist()
     value.need(
         numbers == table,
@@ -117,11 +123,32 @@ def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
 
 
 def _int8_form(value: StoredValue) -> ValueForm:
-    raise UnsupportedError(
-        "it is a weight of LLM.int8(), code * absmax * (1 / 127) rounded twice, which no recipe does. Load the checkpoint with "
-        "transformers, call model.dequantize() and save the model.",
-        name=value.name,
-    )
+    """Codes (N, K) and `SCB`, an absmax for each row, which is read."""
+    shape, absmax = value.entries["weight"].shape, value.entries["SCB"].dtype
+    value.need(len(shape) == 2, f"its codes have shape {spelled(shape)}; a weight of LLM.int8() is a matrix. {_AGAIN}")
+    value.need(absmax == "F32", f"'SCB' is {absmax}; bitsandbytes has F32 there. {_AGAIN}")
+    value.need_shape("SCB", (shape[0],), (shape[0], 1))
+    if "weight_format" in value.entries:
+        value.need_shape("weight_format", (), (1,))
+        order = int(value["weight_format"].reshape(()))
+        if order != 0:
+            raise UnsupportedError(
+                f"its codes are in the order {order} of old releases of bitsandbytes; only 0, by rows, can be read. Convert "
+                "the original checkpoint.",
+                name=value.name,
+            )
+    scale = value["SCB"]
+    check_scale(value, "SCB", scale)
+    with np.errstate(over="ignore"):
+        narrow = scale.astype(np.float16).astype(np.float32)
+    if not np.array_equal(narrow, scale):
+        raise UnsupportedError(
+            f"'SCB' has numbers that FP16 has not, such as {scale[narrow != scale].flat[0]}; bitsandbytes measures them on "
+            "FP16 weights. A ScaledTensor holds code * absmax * (1 / 127), rounded twice as bitsandbytes does it, with an "
+            "absmax in FP16 only. Load the checkpoint with transformers, call model.dequantize() and save the model.",
+            name=value.name,
+        )
+    return ValueForm(BnbINT8Scaling(), shape)
 
 
 def _state(value: StoredValue) -> dict[str, Any]:
