@@ -36,11 +36,11 @@ from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.compare import compare
 from breccia_bridges.convert import convert
 from breccia_bridges.huggingface import REFUSAL
-from breccia_bridges.measure import FileTensor
 from breccia_bridges.results import Report
 from breccia_bridges.safetensors_file import Container
 from breccia_bridges.safetensors_writer import Writer
 from breccia_bridges.slab_casts import SlabCasts
+from breccia_bridges.source import Source
 from breccia_native.availability import missing_products
 
 #: `make test` runs every recipe and every framework; `make test-all` runs all combinations.
@@ -396,10 +396,39 @@ def _index(folder: Path, text: str) -> Path:
     return folder / "indexed"
 
 
-def test_converting_twice_is_refused(source: Path, tmp_path: Path, run: Run) -> None:
+def test_what_breccia_quantized_keeps_its_codes_or_is_quantized_again(source: Path, tmp_path: Path, run: Run) -> None:
     convert(source, tmp_path / "o.safetensors", breccia.MXFP8BlockScaling())
-    code, _, err = run("convert", tmp_path / "o.safetensors", tmp_path / "p.safetensors", "-r", "nvfp4")
-    assert code == 1 and "contains tensors that breccia already quantized; convert the original" in err
+    before = load_safetensors(tmp_path / "o.safetensors")
+    code, out, _ = run("convert", tmp_path / "o.safetensors", tmp_path / "p.safetensors", "-r", "mxfp8")
+    assert code == 0 and "codes kept  of 5 tensors that were quantized before: no value changed" in out and "again " not in out
+    same = load_safetensors(tmp_path / "p.safetensors")
+    scaled = {name for name, x in before.items() if isinstance(x, breccia.ScaledTensor)}
+    assert len(scaled) == 5 and all(breccia.bytes_equal(same[name], before[name]) for name in scaled)
+    code, out, _ = run("convert", tmp_path / "o.safetensors", tmp_path / "q.safetensors", "-r", "nvfp4")
+    assert code == 0 and "again       5 tensors that were quantized before, from their decoded values" in out
+    for name in scaled:
+        expected = breccia.cast(breccia.dequantize(before[name]), "nvfp4")
+        assert breccia.bytes_equal(load_safetensors(tmp_path / "q.safetensors")[name], expected)
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_a_quantized_checkpoint_becomes_dense(word: str, dtype: str, source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "o.safetensors", breccia.MXFP8BlockScaling())
+    before = load_safetensors(tmp_path / "o.safetensors")
+    report = convert(tmp_path / "o.safetensors", tmp_path / "p.safetensors", word)
+    after = load_safetensors(tmp_path / "p.safetensors")
+    assert not report.quantized and report.recipe is None
+    for name, x in before.items():
+        if isinstance(x, breccia.ScaledTensor):
+            assert after[name].dtype.name == dtype
+            assert after[name].tobytes() == breccia.dequantize(x).astype(after[name].dtype).tobytes()
+        else:
+            assert after[name].dtype == x.dtype and after[name].tobytes() == x.tobytes()
+
+
+def test_words_that_quantize_nothing_take_no_patterns(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(breccia.OptionError, match="recipe 'none' quantizes nothing, so include= and exclude= have nothing to"):
+        convert(source, tmp_path / "o.safetensors", "none", exclude=["*"])
 
 
 def test_the_program_converts_inspects_and_reports(source: Path, tmp_path: Path, run: Run) -> None:
@@ -680,15 +709,12 @@ def test_a_tensor_missing_from_the_index_is_reported_with_its_file(sharded: Path
         convert(sharded, tmp_path / "out", breccia.MXFP8BlockScaling())
 
 
-def test_a_quantized_shard_is_refused_before_the_conversion(tmp_path: Path) -> None:
-    folder = _checkpoint(tmp_path / "m")
-    convert(folder / "model.safetensors", folder / "z.safetensors", breccia.MXFP8BlockScaling())
-
-    def worked(name: str, size: int) -> None:
-        pytest.fail("a tensor was converted first")
-
-    with pytest.raises(breccia.UnsupportedError, match="z.safetensors contains tensors that breccia already quantized"):
-        convert(folder, tmp_path / "out", breccia.MXFP8BlockScaling(), advance=worked)
+def test_a_quantized_shard_beside_a_plain_one_is_converted(tmp_path: Path) -> None:
+    folder, x = _folder(tmp_path / "m"), np.ones((4, 64), np.float32)
+    save_file({"v": x}, folder / "model.safetensors")
+    breccia.bridges.save_safetensors({"w": breccia.cast(x, "mxfp8")}, folder / "z.safetensors")
+    report = convert(folder, tmp_path / "out", breccia.MXFP8BlockScaling())
+    assert {t.name: t.codes_kept for t in report.quantized} == {"v": False, "w": True}
 
 
 def test_config_json_of_a_converted_folder_names_the_recipe_and_what_kept_its_precision(
@@ -932,7 +958,7 @@ def test_third_party_recipes_write_the_same_bytes_in_slabs(
     monkeypatch.setattr("breccia.kernels.measuring.SLAB", 64)
     for i, x in enumerate((wide((3, 10, 40), exponents=3), np.full((3, 10, 40), 1e-6, np.float32))):
         save_file({"w": x}, tmp_path / f"{i}.safetensors")
-        pieces = list(SlabCasts(FileTensor(Container(tmp_path / f"{i}.safetensors"), "w"), recipe).cast())
+        pieces = list(SlabCasts(Source.open(tmp_path / f"{i}.safetensors").values["w"].numbers(), recipe).cast())
         expected = breccia.cast(x, recipe)
         assert len(pieces) == 30
         for part in pieces[0]:
@@ -942,10 +968,10 @@ def test_third_party_recipes_write_the_same_bytes_in_slabs(
 def test_slabs_are_whole_blocks_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("breccia.kernels.measuring.SLAB", 150)
     save_file({"w": np.ones((6, 10, 16), np.float32), "v": np.ones((6, 5, 8), np.float32)}, tmp_path / "m.safetensors")
-    opened, recipe = Container(tmp_path / "m.safetensors"), breccia.Float8BlockScaling(block_k=8, block_m=4)
+    opened, recipe = Source.open(tmp_path / "m.safetensors"), breccia.Float8BlockScaling(block_k=8, block_m=4)
 
     def shapes(name: str, recipe: breccia.ScalingRecipe) -> list[tuple[int, ...]]:
-        source = SlabCasts(FileTensor(opened, name), recipe)
+        source = SlabCasts(opened.values[name].numbers(), recipe)
         return [source.stored.values(slab).shape for slab in source.slabs]
 
     assert shapes("w", recipe) == [(1, 8, 16) if i % 2 == 0 else (1, 2, 16) for i in range(12)], "a matrix at a time"
@@ -1074,8 +1100,8 @@ def test_explain_plugins_version_and_unknown_arguments(run: Run) -> None:
     assert (
         code == 1
         and err
-        == "error: no recipe 'nvpf4'; did you mean 'nvfp4'? Known: bnb_fp4, fp8_block, fp8_current, fp8_delayed, fp8_row, "
-        "int4, int4_bias, int8, mlx_affine, mxfp4, mxfp6, mxfp8, mxint8, nf4, nvfp4.\n"
+        == "error: no recipe 'nvpf4'; did you mean 'nvfp4'? Known: bnb_fp4, bnb_int8, fp8_block, fp8_current, fp8_delayed, "
+        "fp8_row, int4, int4_bias, int8, mlx_affine, mxfp4, mxfp6, mxfp8, mxint8, nf4, nvfp4.\n"
     )
     code, _, err = run("convrt")
     assert code == 2 and "convert" in err

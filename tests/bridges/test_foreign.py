@@ -303,7 +303,7 @@ def test_what_cannot_be_read_is_refused_by_name_with_and_without_its_config(name
 def test_a_config_whose_tensors_look_like_another_format_says_both(tmp_path: Path) -> None:
     source = folder(tmp_path / "m", deepseek(), {"quantization_config": {"quant_method": "gptq", "bits": 4}})
     message = (
-        r"already quantized \(GPTQ, and its tensors look like block FP8, as DeepSeek-V3\): .* is 'gptq'; .*_scale_inv is F32.*; "
+        r"quantized \(GPTQ, and its tensors look like block FP8, as DeepSeek-V3\): .* is 'gptq'; .*_scale_inv is F32.*; "
         r"codes and scales are not values. Give source_dialect= \(on the command line --from\)"
     )
     with pytest.raises(breccia.UnsupportedError, match=message):
@@ -408,7 +408,7 @@ BAD: dict[str, Callable[[], tuple[Arranged, str]]] = {
     ),
     "a scale without a weight": lambda: (
         (without(Q_A), {"config": GOOD}),
-        f"'{Q_A}_scale_inv' is a part of block FP8, as DeepSeek-V3 without the others: no file has '{Q_A}'. Give the folder of",
+        f"'{Q_A}_scale_inv' is a part of block FP8, as DeepSeek-V3 without the others: no file has '{Q_A}'. Give the folder",
     ),
     "a weight without a scale": lambda: (
         (without(f"{Q_A}_scale_inv"), {"config": GOOD}),

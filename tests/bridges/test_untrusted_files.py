@@ -322,9 +322,10 @@ def test_names_of_files_reach_no_terminal_as_they_are(
         load_safetensors(folder)
     assert str(e.value).isprintable()
     (folder / "b.safetensors").unlink()
-    convert(folder, tmp_path / "out", "mxfp8")
-    with pytest.raises(breccia.UnsupportedError, match="already quantized; convert the original") as e:
-        convert(tmp_path / "out", tmp_path / "again", "mxfp8")
+    hostile.unlink()
+    save_file({"v": X, "W_q": np.ones((4, 4), np.uint8)}, hostile)
+    with pytest.raises(breccia.UnsupportedError, match="already quantized \\(HQQ or SINQ\\)") as e:
+        convert(hostile, tmp_path / "again.safetensors", "mxfp8")
     assert str(e.value).isprintable()
     hostile.write_bytes(b"1234")
     with pytest.raises(breccia.CorruptFileError, match="4 bytes long") as e:
@@ -456,7 +457,7 @@ def test_a_file_of_a_folder_with_too_many_tensors_becomes_several_with_an_index(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions and disks as POSIX has them")
-@pytest.mark.parametrize("wrong", ["metadata", "full disk", "unreadable", "read-only", "collision", "index", "quantized"])
+@pytest.mark.parametrize("wrong", ["metadata", "full disk", "unreadable", "read-only", "collision", "index", "a dialect"])
 def test_a_dry_run_refuses_what_the_run_refuses(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, out = _folder(tmp_path / "m", notes__txt="notes"), tmp_path / "out"
     if wrong == "metadata":
@@ -472,7 +473,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(wrong: str, tmp_path: Path, monk
     elif wrong == "index":
         (folder / INDEX).write_text('{"weight_map": {"x": "model.safetensors"}}')
     else:
-        save_safetensors({"w": breccia.cast(X, "mxfp8")}, folder / "model.safetensors", force=True)
+        save_file({"W_q": np.ones((4, 4), np.uint8)}, folder / "model.safetensors")
     refused = []
     for dry_run in (True, False):
         with pytest.raises((breccia.BrecciaError, OSError)) as e:

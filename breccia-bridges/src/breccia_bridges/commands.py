@@ -29,6 +29,7 @@ from .compare import compare as compare_checkpoints
 from .convert import BY_DEFAULT
 from .convert import convert as convert_checkpoint
 from .inspection import inspected
+from .measure import FLOATING
 from .order import COMPARED, INSPECTED, CompareKey, InspectKey, in_order
 from .report import check_report, recipe_fields, write_report
 from .results import Advance, Report
@@ -265,6 +266,8 @@ def _print_conversion(result: Report, seconds: float, dry_run: bool) -> None:
     }
     if result.codes_kept:
         rows["codes kept"] = f"of {len(result.codes_kept)} tensors that were quantized before: no value changed"
+    if again := [t for t in result.quantized if t.dtype not in FLOATING and not t.codes_kept]:
+        rows["again"] = f"{len(again)} tensors that were quantized before, from their decoded values"
     default = [t.name for t in result.kept if t.reason.startswith(BY_DEFAULT)]
     if default:
         rows["by default"] = f"kept, unless --include names them: {abbreviated(default)}"

@@ -157,7 +157,10 @@ class _Conversion:
         self.source = _checked(src, files, self.index, source_dialect)
         jobs = _by_policy(self.source, policy) if policy else _unchanged(self.source, dense or "")
         names = self.source.by_file()
-        self.plans = [_Plan(file, {name: jobs[name] for name in names.get(file.path, ())}) for file in self.source.files]
+        configs = {f"{name}.config" for name, value in self.source.values.items() if value.config}
+        self.plans = [
+            _Plan(file, {name: jobs[name] for name in names.get(file.path, ())}, configs) for file in self.source.files
+        ]
         # A file of scales alone becomes none.
         wanted = [planned for planned in self.plans if planned.jobs or not planned.container.entries]
         self.written = [piece for planned in wanted for piece in self._declared(planned)]
@@ -346,14 +349,14 @@ class _Job:
 
 
 class _Plan:
-    """The values of a file of the source, and how each is written."""
+    """The values of a file of the source, and how each is written. replaced: keys of the metadata that are not copied."""
 
-    def __init__(self, container: Container, jobs: dict[str, _Job]) -> None:
-        self.container, self.jobs = container, jobs
+    def __init__(self, container: Container, jobs: dict[str, _Job], replaced: set[str]) -> None:
+        self.container, self.jobs, self.replaced = container, jobs, replaced
 
     def declare(self, path: Path) -> None:
         """Make the writer of the new file, which checks names, metadata and the length of the header."""
-        extra = {k: v for k, v in self.container.metadata.items() if k not in RESERVED and not k.endswith(".config")}
+        extra = {k: v for k, v in self.container.metadata.items() if k not in RESERVED and k not in self.replaced}
         self.writer = open_writer(path, {name: job.described for name, job in self.jobs.items()}, extra, force=True)
 
     def pieces(self) -> list[_Plan]:

@@ -70,8 +70,9 @@ def load_checkpoint(
     source_dialect: the name of the dialect, where the config and the tensors leave a choice.
 
     Each value is read when it is asked for: a ScaledTensor with every code and scale as stored, or an array. One value at a
-    time is in memory. Raises DialectError where two dialects are possible and for values that do not follow theirs; UnsupportedError
-    for a dialect that breccia does not read; UnknownNameError for a name that matches nothing, and as `load_safetensors` does.
+    time is in memory. Raises DialectError where two dialects are possible and for values that do not follow theirs;
+    UnsupportedError for a dialect that breccia does not read; UnknownNameError for a name that matches nothing, and as
+    `load_safetensors` does.
 
         >>> w = breccia.cast(np.ones((64, 32), np.float32), "mxfp8")
         >>> breccia.bridges.save_safetensors({"w": w}, tmp / "m.safetensors")

@@ -209,7 +209,7 @@ def fused(dtype: str, codes: np.ndarray, scale: Entry) -> dict[str, Entry]:
             "has shape [7]; its other parts need [6]",
         ),
         (changed(INT8, "weight", "I8", np.ones((2, 3, 4), np.int8)), flat("W8A16"), "has shape 2x3x4; a weight has two"),
-        (changed(FP8, "weight_scale", "F32", np.ones((2, 3), np.float32)), flat("FP8"), "needs a scale of shape 1x1"),
+        (changed(FP8, "weight_scale", "F32", np.ones((2, 3), np.float32)), flat("FP8"), "need a scale of shape 1x1"),
         (changed(FP8, "weight_scale", "F32", np.float32(np.nan)), flat("FP8"), "the first is nan at position 0"),
     ],
 )

@@ -86,7 +86,7 @@ def test_packed_types_are_refused_with_the_reason(tmp_path: Path) -> None:
     }
     with pytest.raises(UnsupportedError) as e:
         read(tmp_path, tensors, "int4")
-    assert str(e.value) == (
+    assert str(e.value).partition("safetensors: ")[2] == (
         f"{UP}.weight (quanto): it is one of quanto's packed types, qint4 or qint2: quanto computes code * scale - shift in "
         "the dtype of the scale and rounds after each step, which no format of ScaledTensor does. Load it with optimum-quanto "
         "and save each weight.dequantize(), or convert the original checkpoint."
@@ -126,7 +126,7 @@ def test_a_fault_is_named(
     changed = weight() | {f"{UP}.weight.{end}": tensor for end, tensor in change.items()}
     with pytest.raises(kind) as e:
         read(tmp_path, changed, weights)
-    assert str(e.value).startswith(f"{UP}.weight (quanto): {message}")
+    assert f"{UP}.weight (quanto): {message}" in str(e.value)
 
 
 def test_faults_of_files_are_typed_errors(tmp_path: Path) -> None:

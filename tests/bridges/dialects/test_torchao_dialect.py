@@ -393,7 +393,7 @@ def test_a_fault_is_named(tmp_path: Path, name: str) -> None:
     case, kind, message = BROKEN[name]
     with pytest.raises(kind) as e:
         only(tmp_path, case())
-    assert str(e.value).startswith(f"{UP} (torchao): ")
+    assert f"{UP} (torchao): " in str(e.value)
     assert message in str(e.value)
 
 
@@ -414,7 +414,7 @@ def test_metadata_that_torchao_does_not_write_is_named(tmp_path: Path) -> None:
         path = folder(tmp_path, case.tensors(), quantized("torchao"), {} if text is None else {UP: text})
         with pytest.raises((DialectError, UnsupportedError)) as e:
             decoded(values(path)[UP])
-        return str(e.value).removeprefix(f"{UP} (torchao): ")
+        return str(e.value).partition(f"{UP} (torchao): ")[2]
 
     assert message(None).startswith(f"the file's metadata has no entry {UP!r} with the class of the tensor: a program that dro")
     assert message("{").startswith("its entry in the file's metadata is not JSON (")
@@ -437,7 +437,7 @@ def test_a_pickled_checkpoint_is_refused_with_the_way_out(tmp_path: Path) -> Non
     with pytest.raises(UnsupportedError) as e:
         values(tmp_path)
     start = f"folder {tmp_path} contains no .safetensors file, only pytorch_model.bin of torch.save "
-    assert str(e.value).startswith(start + "(its config.json says 'torchao'): loading a pickle can run any program in it")
+    assert start + "(its config.json says 'torchao'): loading a pickle can run any program in it" in str(e.value)
     assert str(e.value).endswith("write it with model.save_pretrained(folder), which makes safetensors.")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UnsupportedError, match="only pytorch_model.bin of torch.save: loading a pickle can run any pro"):
