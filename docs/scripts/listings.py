@@ -382,6 +382,17 @@ def kinds() -> str:
     return table(["kind", "names"], [[kind, code(patterns)] for kind, patterns in KEPT.items()])
 
 
+def dialects() -> str:
+    """The dialects of checkpoints, those that are read first."""
+    rows: list[list[str]] = []
+    for dialect in sorted(registry().dialects.values(), key=lambda d: (d.read is None, d.title.lower())):
+        if dialect.methods or dialect.groups:
+            rows.append(
+                [dialect.title, code([dialect.name]), code(dialect.methods) or NONE, "read" if dialect.read else "refused"]
+            )
+    return table(["checkpoints of", "`source_dialect`", "`quant_method`", ""], rows)
+
+
 def laws() -> str:
     """The laws of the conformance kit, by what they are about."""
     from breccia.testing.laws import LAWS, SUBMODULES
@@ -411,4 +422,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scale-rules": scale_rules,
     "laws": laws,
     "kinds": kinds,
+    "dialects": dialects,
 }

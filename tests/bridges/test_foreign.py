@@ -416,8 +416,8 @@ BAD: dict[str, Callable[[], tuple[Arranged, str]]] = {
     ),
     "a scale of another shape": lambda: (
         (deepseek() | {f"{Q_A}_scale_inv": scales("F32", 4, 2)}, {"config": GOOD}),
-        f"{Q_A} \\(block FP8, as DeepSeek-V3\\): codes of shape 576x256 need a scale of shape 5x2, one per 128x128, one per row, "
-        "or one; '_scale_inv' has shape 4x2. Check weight_block_size in config.json",
+        f"{Q_A} \\(block FP8, as DeepSeek-V3\\): codes of shape 576x256 need a scale of shape 5x2, one per 128x128, one per "
+        "row, or one; '_scale_inv' has shape 4x2. Check weight_block_size in config.json",
     ),
     "a vector": lambda: (
         (deepseek() | {"v": codes(64), "v_scale_inv": scales("F32", 1)}, {"config": GOOD}),

@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS / "tools"), str(TESTS / "bridges" / "dialects")]
 from dialect_values import to_bf16  # noqa: E402
-from test_golden import EXPECTED, REFUSED, outcome, read  # noqa: E402
+from golden_dialects import EXPECTED, REFUSED, read  # noqa: E402
+from test_golden import outcome  # noqa: E402
 
 import breccia  # noqa: E402
 

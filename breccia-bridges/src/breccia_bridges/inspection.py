@@ -100,7 +100,9 @@ def _foreign_row(value: Value, scales: bool) -> dict[str, Any]:
         if scales:
             codec = recipe.format.scale.codec
             numbers = np.asarray(codec.read(NUMPY, np.asarray(value.tensor().scale))).reshape(-1)
-            row["scales"], row["suspicious"] = _figures_of(numbers), list(_doubts("scale", numbers, codec.bits > 8))
+            doubts = _doubts("scale", numbers, codec.bits > 8)
+            row["scales"] = _figures_of(numbers)
+            row["suspicious"] = [doubt for doubt in doubts if not doubt.endswith(" zero")]  # those of blocks of zeros
     except BrecciaError as e:
         codes = max(stored.parts.values(), key=lambda part: stored.files[part].entries[part].nbytes)
         entry = stored.files[codes].entries[codes]

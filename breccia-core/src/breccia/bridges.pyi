@@ -44,6 +44,14 @@ def from_torchao(tensor: Any, recipe: ScalingRecipe | None = None) -> ScaledTens
 def from_transformer_engine(
     te_t: Any, recipe: ScalingRecipe | None = None, *, usage: str | None = None, padding: str | None = None
 ) -> Any: ...
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    names: Sequence[str] | None = None,
+    framework: str = "numpy",
+    device: Any = None,
+    source_dialect: str | None = None,
+) -> Any: ...
 def load_safetensors(
     path: str | os.PathLike[str],
     *,

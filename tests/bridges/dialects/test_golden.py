@@ -5,109 +5,15 @@ tests/dialects/check.py compares larger ones with the same functions and the sam
 
 from __future__ import annotations
 
-import io
-import json
-import lzma
-import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from dialect_values import digest, scales_first, to_bf16
-from paths import GOLDEN
+from golden_dialects import CODES, EXACT, EXPECTED, GOLDEN, REFUSED, read, unpacked
 
 import breccia
-from breccia_bridges.checkpoint import checkpoint_files
-from breccia_bridges.recognition import Stored, recognized
-from breccia_bridges.safetensors_file import Container
-
-GOLDEN = GOLDEN / "dialects"
-EXACT = "exact"  # breccia decodes the library's values, bit for bit; those that it rounds to BF16 after the same rounding
-CODES = "codes exact"  # codes and scales are those of the file; the library multiplies the two scales first
-REFUSED = "refused: "  # the words that follow are in the message
-
-EXPECTED = {
-    "autoround_gptq_int4": EXACT,
-    "awq_gemm_int4": EXACT,
-    "bnb_fp4": EXACT,
-    "bnb_int8": EXACT,
-    "bnb_nf4": EXACT,
-    "bnb_nf4_double": EXACT,
-    "ct_fp8_block": EXACT,
-    "ct_fp8_channel": EXACT,
-    "ct_fp8_tensor": EXACT,
-    "ct_int8_channel_w8a8": EXACT,
-    "ct_mxfp4": EXACT,
-    "ct_mxfp8": EXACT,
-    "ct_nvfp4": EXACT,
-    "ct_pack_int4_g128_actorder": EXACT,
-    "ct_pack_int4_g128_asym": EXACT,
-    "ct_pack_int4_g128_sym": EXACT,
-    "ct_pack_int4_g_idx": EXACT,
-    "ct_pack_int8_channel": EXACT,
-    "deepseek_v3_fp32": EXACT,
-    "deepseek_v3_ue8m0": EXACT,
-    "deepseek_v4_fp4": EXACT,
-    "fbgemm_fp8": EXACT,
-    "fp8_per_tensor_hf": EXACT,
-    "gpt_oss_mxfp4": EXACT,
-    "gptq_v1_int4_asym_desc_act": EXACT,
-    "gptq_v1_int4_sym": EXACT,
-    "gptq_v1_int8_sym": EXACT,
-    "gptq_v2_int2_asym": EXACT,
-    "gptq_v2_int3_sym": EXACT,
-    "gptq_v2_int4_asym": EXACT,
-    "hqq_2bit_axis1": REFUSED + "a float zero",
-    "hqq_3bit_axis1": REFUSED + "a float zero",
-    "hqq_4bit_axis0": REFUSED + "a float zero",
-    "hqq_4bit_axis1": REFUSED + "a float zero",
-    "hqq_8bit_axis1": REFUSED + "a float zero",
-    "mlx_affine_2": EXACT,
-    "mlx_affine_3": EXACT,
-    "mlx_affine_4": EXACT,
-    "mlx_affine_5": EXACT,
-    "mlx_affine_6": EXACT,
-    "mlx_affine_8": EXACT,
-    "mlx_affine_mixed_4_6": EXACT,
-    "mlx_mxfp4": EXACT,
-    "mlx_mxfp8": EXACT,
-    "mlx_nvfp4": EXACT,
-    "modelopt_fp8": EXACT,
-    "modelopt_fp8_2d": EXACT,
-    "modelopt_int4_awq": EXACT,
-    "modelopt_mxfp4": EXACT,
-    "modelopt_mxfp8": EXACT,
-    "modelopt_nvfp4": CODES,
-    "quanto_qfloat8": EXACT,
-    "quanto_qint4": REFUSED + "rounds after each step",
-    "quanto_qint8": EXACT,
-    "quark_mxfp4": EXACT,
-    "torchao_float8_row": EXACT,
-    "torchao_float8_tensor": EXACT,
-    "torchao_int8": EXACT,
-    "torchao_intx4": EXACT,
-    "torchao_mxfp4": EXACT,
-    "torchao_mxfp8": EXACT,
-    "torchao_nvfp4": CODES,
-}
-
-
-def unpacked(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """(the folder of a golden checkpoint, its record)."""
-    with tarfile.open(fileobj=io.BytesIO(lzma.decompress((GOLDEN / f"{name}.tar.xz").read_bytes()))) as archive:
-        for member in archive:
-            file = archive.extractfile(member)
-            assert file is not None
-            path = folder / member.name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(file.read())
-    return folder / name, json.loads((folder / "record.json").read_text())
-
-
-def read(folder: Path) -> dict[str, Stored]:
-    """The values of a checkpoint, by name."""
-    return recognized(folder, [Container(path) for path in checkpoint_files(folder)])
+from breccia_bridges.recognition import Stored
 
 
 def outcome(stored: Stored, dtype: str, sha256: str) -> str:

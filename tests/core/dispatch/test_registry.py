@@ -189,7 +189,11 @@ def test_the_table_of_siblings_is_what_their_manifests_declare() -> None:
     for sibling in SIBLINGS:
         found = plugin(sibling.plugin)
         assert found.distribution == sibling.distribution
-        declared = {d for d in found.declares if not d.startswith(("kernels:", "bridges:", "foreign:", "recipes:", "codecs:"))}
+        declared = {
+            d
+            for d in found.declares
+            if not d.startswith(("kernels:", "bridges:", "foreign:", "dialects:", "recipes:", "codecs:"))
+        }
         brought = {f"cli:{name}" for name in sibling.commands}
         assert declared == brought | ({f"frameworks:{sibling.plugin}"} if sibling.arrays else set())
     assert {p.plugin for p in SIBLINGS} == {p.name for p in breccia.plugins()} - {"core"}

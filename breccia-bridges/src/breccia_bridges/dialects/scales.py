@@ -48,6 +48,7 @@ def assembled(
 ) -> ScaledTensor:
     """The tensor of codes as a recipe packs them, and scales in any shape with the right number of items."""
     layout = layout_of(form)
+    codes = codes.view(NUMPY.storage(form.recipe.format.element))
     shapes = layout.scale_shapes(form.shape)
     shape = next((shape for shape in shapes if math.prod(shape) == scale.size), shapes[0])
     zero = None if zero_point is None else zero_point.reshape(shape)
