@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 import breccia
-from breccia.backend import Json, print_json, print_table, registry
+from breccia.backend import Json, print_json, print_table
 from breccia.internal import abbreviated, printable, recipe_names
 
 from .announcements import CONFIG
@@ -52,16 +52,12 @@ def _either(keys: type[StrEnum]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def _recipes() -> str:
-    return ", ".join(registry().recipes)
-
-
 def convert(
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="A .safetensors file, or a folder of them.", show_default=False)
     ],
     destination: Annotated[
-        Path, typer.Argument(metavar="DESTINATION", help="Where to write: a file or folder, like SOURCE.", show_default=False)
+        Path, typer.Argument(metavar="DESTINATION", help="Where to write, like SOURCE.", show_default=False)
     ],
     recipe: Annotated[
         str,
@@ -69,23 +65,21 @@ def convert(
             "--recipe",
             "-r",
             metavar="RECIPE",
-            help=f"One of {_recipes()}. With fields: fp8_block,block_m=128. Or a YAML policy. Or none (keep all codes), bf16, "
-            "fp16, fp32 (decode).",
+            help="A name of `breccia recipes`, with fields: fp8_block,block_m=128. Or a YAML policy. Or none (keep codes), "
+            "bf16, fp16, fp32.",
             show_default=False,
             autocompletion=recipe_names,
         ),
     ],
-    include: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Also quantize tensors that are kept by default; repeatable.")
-    ] = None,
+    include: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Also quantize these tensors; repeatable.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Tensors to keep unquantized; repeatable.")] = None,
     report: ReportFile = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and report sizes, but write nothing.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the destination: a file, or a checkpoint folder.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file, or a checkpoint folder.")] = False,
     source_dialect: From = None,
     as_json: Json = False,
 ) -> None:
-    """Quantize a checkpoint's floating matrices; embeddings, norms, routers and lm_head are kept unless included."""
+    """Quantize a checkpoint, or change how a quantized one is stored."""
     if report is not None:
         if dry_run:
             raise typer.BadParameter("--report shows measurements, and --dry-run measures nothing; use only one of them.")

@@ -160,6 +160,7 @@ def recognized(
     taken = {part for value in values.values() if value.dialect.read for part in value.parts.values()}
     refused = [value for value in values.values() if value.dialect.read is None and not taken.issuperset(value.parts.values())]
     if announced and not any(value.dialect.configs for value in values.values()):
+        _check_complete(path, files, {}, [dialect for one in announced for dialect in one.dialects])
         _refuse_unseen(path, files, announced)
     if refused:
         raise _refused(path, refused[0], config)
@@ -334,9 +335,9 @@ def _check_complete(
         return
     for name, file in files.items():
         entry = file.entries[name]
-        if name not in taken and entry.dtype in FP8 and len(entry.shape) > 1:
+        if name not in taken and entry.dtype in FP8 and len(entry.shape) > 1 and (wrong := _scale_of(files, name, readable)):
             raise CorruptFileError(
-                f"{shown(path)}: {name!r} is {entry.dtype} without a scale: {_scale_of(files, name, readable)}. {_PARTIAL}",
+                f"{shown(path)}: {name!r} is {entry.dtype} without a scale: {wrong}. {_PARTIAL}",
                 path=str(path),
                 name=name,
             )
@@ -357,7 +358,7 @@ def _wrong(files: Mapping[str, Container], dialect: Dialect, group: TensorGroup,
 
 
 def _scale_of(files: Mapping[str, Container], name: str, dialects: Sequence[Dialect]) -> str:
-    """What is wrong about the scale of FP8 codes: no file has it, or it has another dtype."""
+    """What is wrong about the scale of FP8 codes: no file has it, or it has another dtype. Empty if no dialect has them."""
     names: list[str] = []
     for group in (group for dialect in dialects for group in dialect.groups):
         first, dtypes = next(iter(group.parts.items()))
@@ -367,4 +368,4 @@ def _scale_of(files: Mapping[str, Container], name: str, dialects: Sequence[Dial
                 if scale in files:
                     return f"{scale!r} is {files[scale].entries[scale].dtype}, not {' or '.join(dtypes)}"
                 names.append(scale)
-    return "no file has " + (" or ".join(map(repr, dict.fromkeys(names))) or "one")
+    return f"no file has {' or '.join(map(repr, dict.fromkeys(names)))}" if names else ""

@@ -150,7 +150,7 @@ class Dialect:
         library does not write, and UnsupportedError for what no recipe holds.
     read: object reference of f(value: StoredValue, form: ValueForm) -> ScaledTensor on NumPy, with every code and scale as
         stored.
-    write: object reference of f(st: ScaledTensor, settings) -> dict of arrays by the ends of names, the inverse of `read`.
+    write: object reference of f(st: ScaledTensor, settings) -> {end: (dtype of a file, array)}, the inverse of `read`.
     settings: object reference of f(config, module) -> the settings of the values of a module, or None for a module that the
         config leaves; by default the config itself.
     remedy: for a dialect without `read`, which is recognized only: what the user can do.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from . import bridges, choosing, codecs, frameworks, kernels, manifest, operations, products, recipes, rules, storages
+from . import bridges, choosing, codecs, dialects, frameworks, kernels, manifest, operations, products, recipes, rules, storages
 from .law import Law, Subject
 
 __all__ = ["LAWS", "SUBMODULES", "Law", "Subject"]
@@ -20,6 +20,7 @@ LAWS: tuple[Callable[[Subject], Iterator[Law]], ...] = (
     operations.laws,
     kernels.laws,
     bridges.laws,
+    dialects.laws,
 )
 
 #: Kind -> further modules that define its laws.
