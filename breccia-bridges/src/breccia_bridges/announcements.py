@@ -41,12 +41,13 @@ class Announced:
         return [dialect for dialect in registry().dialects.values() if dialect.announced_by(self.method, self.settings)]
 
 
-#: Files that only declare a quantization, of ModelOpt, GPTQ, AWQ and quanto, with the method where the file names none.
+#: Files that only announce a quantization, of ModelOpt, GPTQ, AWQ, quanto and AutoRound; the method where they name none.
 QUANTIZATION_FILES = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "quanto_qmap.json": "quanto",
+    "quantization_config.json": "auto-round",
 }
 
 

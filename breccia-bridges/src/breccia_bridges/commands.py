@@ -102,7 +102,7 @@ def convert(
     if as_json:
         print_json({**result.to_dict(), "dry_run": dry_run, "seconds": seconds})
     else:
-        _print_conversion(result, seconds, dry_run)
+        _print_conversion(result, recipe, seconds, dry_run)
     _finish([result], report, f"{source.name} under {' and '.join(result.recipes) or recipe}", as_json)
 
 
@@ -248,12 +248,12 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _print_conversion(result: Report, seconds: float, dry_run: bool) -> None:
+def _print_conversion(result: Report, recipe: str, seconds: float, dry_run: bool) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(min_width=_NAMES)
     reasons = ", ".join(f"{count} {reason}" for reason, count in result.reasons.items())
     rows = {
-        "recipe": f"{result.recipe or 'none: nothing is quantized'}",
+        "recipe": f"{result.recipe or f'{recipe}: nothing is quantized'}",
         "quantized": f"{len(result.quantized)} tensors, {result.bits_per_parameter:.3f} bits per parameter",
         "kept": f"{len(result.kept)} tensors, {size(result.bytes_kept)} in their original precision: {reasons or 'none'}",
         "size": f"{size(result.bytes_in)} -> {size(result.bytes_out)} ({result.bytes_out / max(1, result.bytes_in):.3f}x)",

@@ -94,7 +94,7 @@ def _why_not(x: Value, y: Value) -> str:
 
 def _same_bytes(x: Value, y: Value) -> bool:
     """Are all components and configs equal?"""
-    forms = [value.stored and (value.stored.dialect.name, value.stored.form) for value in (x, y)]
+    forms = [value.stored and value.stored.reading for value in (x, y)]
     if x.config != y.config or forms[0] != forms[1] or x.stored_as != y.stored_as or x.files.keys() != y.files.keys():
         return False
     pairs = [(file, y.files[part], part) for part, file in x.files.items()]

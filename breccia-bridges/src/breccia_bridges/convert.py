@@ -156,6 +156,7 @@ class _Conversion:
         self.index = src / INDEX if self.folder and is_there(src / INDEX) else None
         self.source = _checked(src, files, self.index, source_dialect)
         jobs = _by_policy(self.source, policy) if policy else _unchanged(self.source, dense or "")
+        _check_companions(self.source, jobs)
         names = self.source.by_file()
         configs = {f"{name}.config" for name, value in self.source.values.items() if value.config}
         self.plans = [
@@ -263,6 +264,23 @@ def _parameters(source: Source) -> Iterator[Parameter]:
         yield Parameter(name, shape, byte_count(dtype, shape), kind, axes, why)
 
 
+#: Ends of tensors by which a module multiplies its inputs, beside the weight that was quantized for that.
+_OF_INPUTS = ("pre_quant_scale",)
+
+
+def _check_companions(source: Source, jobs: Mapping[str, _Job]) -> None:
+    """Raise UnsupportedError for a value that leaves its dialect without a tensor that belongs to it in the model's code."""
+    for name, job in jobs.items():
+        for end in _OF_INPUTS:
+            other = f"{name.removesuffix('.weight')}.{end}"
+            if job.value.stored is not None and job.way != "keep" and other in source.values:
+                raise UnsupportedError(
+                    f"{source.path}: the inputs of {name} are multiplied by {other}, for which no other format has a place. "
+                    "Recipe 'none' keeps both; else convert the checkpoint that it was made from.",
+                    name=name,
+                )
+
+
 def _by_policy(source: Source, policy: Policy) -> dict[str, _Job]:
     """What becomes of each value under a policy."""
     parameters = list(_parameters(source))
@@ -323,6 +341,7 @@ class _Job:
 
     @classmethod
     def decoding(cls, value: Value, dtype: str, reason: str) -> _Job:
+        """A value that is decoded."""
         return cls(value, "decode", reason, None, ({value.name: (dtype, value.shape)}, None))
 
     @classmethod

@@ -30,6 +30,9 @@ class Checkpoint(Mapping[str, Any]):
             raise KeyError(name)
         return _loaded(self._source.values[name], self._target)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

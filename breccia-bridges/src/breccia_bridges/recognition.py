@@ -24,6 +24,8 @@ from .text import spelled
 
 #: FP8 dtypes of a file: such a matrix is codes, which need scales.
 FP8 = ("F8_E4M3", "F8_E5M2")
+#: The key of a file's metadata by which ComfyUI says how layers are quantized, in files without comfy_quant.
+_COMFY = "_quantization_metadata"
 _PARTIAL = "Give the folder of all shards, or download the checkpoint again."
 
 
@@ -93,6 +95,11 @@ class Stored:
         return (*lead, k, m) if self.form.is_transposed else self.form.shape
 
     @property
+    def reading(self) -> tuple[Any, ...]:
+        """What gives the same bytes the same values: the dialect, the form, and the settings."""
+        return self.dialect.name, self.form, dict(self.value.settings), self.value.metadata.get(self.name)
+
+    @property
     def layout(self) -> Layout:
         """The layout in the model."""
         form = self.form
@@ -120,6 +127,14 @@ class Stored:
             file = self.files[next(iter(self.parts.values()))].path
             message = f"{shown(file)}: {printable(self.name)} ({self.dialect.title}): {e}"
             raise kind(message, **{**e.found, "name": self.name, "dialect": self.dialect.name}) from e
+        except (ArithmeticError, LookupError, TypeError, ValueError) as e:  # what a file says that no dialect expects
+            file = self.files[next(iter(self.parts.values()))].path
+            raise DialectError(
+                f"{shown(file)}: {printable(self.name)} ({self.dialect.title}): {type(e).__name__}: {e}. Download the "
+                "checkpoint again; if that does not help, report the file.",
+                name=self.name,
+                dialect=self.dialect.name,
+            ) from e
 
     def _faulty(self, function: str, value: Any) -> BrecciaError:
         return DialectError(
@@ -143,10 +158,18 @@ def recognized(
     """
     announced = [one for one in announcements(path) if one.method != OWN] if path.is_dir() else []
     files = {name: container for container in containers for name in container.entries if name not in ours}
+    for container in containers:
+        if _COMFY in container.metadata and not any(name.endswith("comfy_quant") for name in container.entries):
+            raise UnsupportedError(
+                f"{shown(container.path)} is already quantized (ComfyUI): its metadata has {_COMFY}, which breccia does not "
+                "read. Convert the checkpoint that it was made from.",
+                path=str(container.path),
+            )
+    given = None
     if source_dialect is not None:
         given = registry().look_up("breccia_dialects", source_dialect, "dialect")
         dialects, own = [given], [one for one in announced if given in one.dialects]
-        config = own[0] if own else None
+        announced, config = own, own[0] if own else None
     else:
         for one in announced:
             if not one.dialects:
@@ -155,21 +178,33 @@ def recognized(
         unannounced = {dialect.name: dialect for dialect in registry().dialects.values() if not dialect.configs}
         dialects = list((named | unannounced if named else registry().dialects).values())
         config = announced[0] if announced else None
-    claims = _claims(files, dialects, config, bool(announced) or source_dialect is not None)
+    _check_one_config(announced)
+    claims = _claims(files, dialects, config, bool(announced) or given is not None)
+    if given is not None and not claims:
+        wanted = " or ".join(" and ".join(repr(end) for end in group.parts) for group in given.groups)
+        raise DialectError(
+            f"{shown(path)}: no tensors are a value of {given.title}; they end in {wanted}. Leave source_dialect= out, or give "
+            "another.",
+            dialect=given.name,
+        )
     values = {name: _chosen(path, name, own) for name, own in claims.items()}
     taken = {part for value in values.values() if value.dialect.read for part in value.parts.values()}
     refused = [value for value in values.values() if value.dialect.read is None and not taken.issuperset(value.parts.values())]
     if announced and not any(value.dialect.configs for value in values.values()):
         _check_complete(path, files, {}, [dialect for one in announced for dialect in one.dialects])
         _refuse_unseen(path, files, announced)
+    readable = {name: value for name, value in values.items() if value.dialect.read}
     if refused:
+        if config and not refused[0].dialect.configs:  # a value of the announced dialect may lack a part
+            _check_complete(path, files, readable, [dialect for one in announced for dialect in one.dialects])
         raise _refused(path, refused[0], config)
-    values = {name: value for name, value in values.items() if value.dialect.read}
-    if announced:
+    values = readable
+    if announced or given is not None:
         left = {name: file for name, file in files.items() if name not in taken}
-        others = [dialect for dialect in registry().dialects.values() if dialect.configs and dialect not in dialects]
+        others = [dialect for dialect in registry().dialects.values() if dialect not in dialects]
         for own in _claims(left, others, None, False).values():
-            _refuse_other(path, announced, own[0])
+            said = [f"{one.where} is {one.method!r}" for one in announced] or [f"source_dialect is {source_dialect!r}"]
+            _refuse_other(path, dialects[0].title, said, own[0])
     seen = {value.dialect.name: value.dialect for value in values.values()}
     _check_complete(path, files, values, dialects if config else list(seen.values()))
     return values
@@ -221,7 +256,8 @@ def _chosen(path: Path, name: str, claims: list[Stored]) -> Stored:
     claims = readable or claims
     tensors = [set(claim.parts.values()) for claim in claims]
     best = [claim for claim, own in zip(claims, tensors, strict=True) if not any(own < other for other in tensors)]
-    readings = list({(claim.dialect.read, claim.dialect.form): claim for claim in reversed(best)}.values())
+    keys = [(claim.dialect.read, claim.dialect.form, frozenset(claim.parts.values())) for claim in best]
+    readings = list({key: claim for key, claim in zip(reversed(keys), reversed(best), strict=True)}.values())
     if len(readings) > 1:
         refusals = [(claim, _refusal_of(claim)) for claim in reversed(readings)]
         readings = [claim for claim, refusal in refusals if refusal is None]
@@ -284,7 +320,7 @@ def _refuse_unseen(path: Path, files: Mapping[str, Container], announced: Sequen
     coded = [name for name, file in files.items() if is_coded(file.entries[name])]
     refused = [dialect for dialect in dialects if dialect.read is None]
     for own in _claims(files, list(registry().dialects.values()), None, False).values():
-        _refuse_other(path, announced, own[0])
+        _refuse_other(path, title, [f"{one.where} is {one.method!r}" for one in announced], own[0])
     if coded:
         remedy = refused[0].remedy if refused else f"no tensor has the parts of {title}. {_PARTIAL}"
         raise UnsupportedError(
@@ -301,14 +337,25 @@ def _refuse_unseen(path: Path, files: Mapping[str, Container], announced: Sequen
     )
 
 
-def _refuse_other(path: Path, announced: Sequence[Announced], claim: Stored) -> None:
-    """Raise the error for tensors of a dialect that no config announces, where one announces another."""
-    title, wheres = announced[0].dialects[0].title, " and ".join(one.where for one in announced)
+def _check_one_config(announced: Sequence[Announced]) -> None:
+    """Raise UnsupportedError where parts of a composite model have settings of their own: each value would need its part's."""
+    inside = [one for one in announced if ": " in one.where]
+    for one in inside[1:]:
+        if one.settings != inside[0].settings:
+            raise UnsupportedError(
+                f"{inside[0].where} and {one.where} have other settings; breccia reads a checkpoint whose parts are quantized "
+                "in one way. Save the parts as checkpoints of their own.",
+                where=one.where,
+            )
+
+
+def _refuse_other(path: Path, title: str, said: Sequence[str], claim: Stored) -> None:
+    """Raise the error for tensors of another dialect than the announced one. said: by what it is announced."""
     parts = ", ".join(f"{printable(part)} is {claim.files[part].entries[part].dtype}" for part in claim.parts.values())
     raise UnsupportedError(
-        f"{shown(path)} is already quantized ({title}, and its tensors look like {claim.dialect.title}): {wheres} is "
-        f"{announced[0].method!r}; {parts}; codes and scales are not values. Give source_dialect= (on the command line --from) "
-        "if the config is wrong, or download the checkpoint again.",
+        f"{shown(path)} is already quantized ({title}, and its tensors look like {claim.dialect.title}): {'; '.join(said)}; "
+        f"{parts}; codes and scales are not values. Give source_dialect= (on the command line --from) if the config is wrong, "
+        "or download the checkpoint again.",
         path=str(path),
         format=title,
     )
@@ -331,6 +378,8 @@ def _check_complete(
                 first, dtypes = stem + next(iter(group.parts)), next(iter(group.parts.values()))
                 if first not in taken and (not dtypes or files[first].entries[first].dtype in dtypes):
                     raise CorruptFileError(f"{shown(path)}: {_wrong(files, dialect, group, stem)}", path=str(path), name=first)
+            if dialect.configs:
+                _check_other_parts(path, files, taken, dialect, group)
     if not dialects:
         return
     for name, file in files.items():
@@ -341,6 +390,31 @@ def _check_complete(
                 path=str(path),
                 name=name,
             )
+
+
+def _check_other_parts(
+    path: Path, files: Mapping[str, Container], taken: Collection[str], dialect: Dialect, group: TensorGroup
+) -> None:
+    """Raise CorruptFileError for another part of a value whose first part is missing, by ends that no plain tensor has."""
+    first, *others = group.parts
+    for end in (end for end in others if end not in _COMMON):
+        for name, file in files.items():
+            stem = name.removesuffix(end)
+            if name in taken or not name.endswith(end) or stem + first in files or group.named(stem) is None:
+                continue
+            dtypes = group.parts[end]
+            at_boundary = not stem or stem[-1] in "._" or end[0] in "._"
+            if at_boundary and (not dtypes or file.entries[name].dtype in dtypes):
+                raise CorruptFileError(
+                    f"{shown(path)}: {name!r} is a part of {dialect.title} without the others: no file has {stem + first!r}. "
+                    f"{_PARTIAL}",
+                    path=str(path),
+                    name=name,
+                )
+
+
+#: Ends of names that plain tensors have too.
+_COMMON = ("", "weight", "scale")
 
 
 def _wrong(files: Mapping[str, Container], dialect: Dialect, group: TensorGroup, stem: str) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from breccia import Layout, ScaledTensor, ScalingRecipe
+from breccia import CorruptFileError, Layout, ScaledTensor, ScalingRecipe
 from breccia.backend import PARTS
+from breccia.internal import abbreviated
 
 from .announcements import dtype_of
 from .checkpoint import checkpoint_files
@@ -17,7 +18,7 @@ from .configs import Config, Undeclared
 from .measure import FLOATING, FileTensor
 from .recognition import Stored, recognized
 from .safetensors import joined, named_tensors, view_tensor
-from .safetensors_file import Container, Shape
+from .safetensors_file import Container, Shape, shown
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,14 @@ class Source:
         values: dict[str, Value] = {}
         recognizable = recognized(path, containers, source_dialect, ours) if foreign else {}
         owners = {part: stored for stored in recognizable.values() for part in stored.parts.values()}
+        for stored in recognizable.values():
+            if stored.name in own and stored.name not in stored.parts.values():
+                parts = abbreviated(stored.parts.values())
+                raise CorruptFileError(
+                    f"{shown(path)} has the tensor {stored.name!r}, and a quantized value of this name "
+                    f"({stored.dialect.title}: {parts}). Keep one of the two.",
+                    name=stored.name,
+                )
         for name, value in own.items():
             stored = owners.get(name)
             if stored is None:

@@ -116,6 +116,9 @@ class StoredValue(Mapping[str, Any]):
             raise KeyError(end)
         return self._read(end)
 
+    def __contains__(self, end: object) -> bool:
+        return end in self.entries
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 

@@ -48,7 +48,7 @@ def settings(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None
 def _found(pattern: str, module: str) -> bool:
     try:
         return re.search(pattern, module) is not None
-    except re.error as e:
+    except (re.error, OverflowError, RecursionError) as e:
         raise DialectError(f"the key {pattern!r} of extra_config is not a regular expression ({e}).", pattern=pattern) from e
 
 

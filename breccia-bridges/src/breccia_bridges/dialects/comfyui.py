@@ -52,5 +52,6 @@ def _scaled(value: StoredValue) -> StoredValue:
     scale = value.entries["weight_scale"].dtype
     value.need(scale in FLOATS, f"'weight_scale' is {scale}; ComfyUI has {' or '.join(FLOATS)} there. {_AGAIN}")
     value.need_shape("weight_scale", (), (1,))
+    value.need("weight_scale_2" not in value.entries, f"it has a 'weight_scale_2', which {name} has not. {_AGAIN}")
     entries = {end: value.entries[end] for end in ("weight_scale", "weight")}
     return StoredValue(value.name, entries, value.settings, value.__getitem__, value.view, value.metadata)

@@ -61,6 +61,11 @@ def settings(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None
     for a module that is ignored, that no target matches, or whose scheme has no weights.
     Raises CorruptFileError for groups that are not what the library writes.
     """
+    if config.get("transform_config"):
+        raise UnsupportedError(
+            "the config has a transform_config: the weights are rotated, and the model's code rotates its inputs, for which no "
+            "other format has a place. Convert the checkpoint that it was made from."
+        )
     groups = config.get("config_groups")
     if not groups:
         return {"schemes": ({"where": "the config", "format": _format(config)},)}
@@ -113,7 +118,7 @@ def _is_named(module: str, target: str) -> bool:
         return target == module
     try:
         return re.match(target.removeprefix(_PATTERN), module) is not None
-    except re.error as e:
+    except (re.error, OverflowError, RecursionError) as e:
         raise CorruptFileError(f"the target {target!r} is not a regular expression ({e}). Fix it, or download it again.") from e
 
 

@@ -42,7 +42,7 @@ def settings(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None
     for pattern, changes in dynamic.items():
         try:
             matches = re.match(pattern.removeprefix("+:").removeprefix("-:"), module)
-        except re.error as e:
+        except (re.error, OverflowError, RecursionError) as e:
             raise DialectError(f"the pattern {pattern!r} of dynamic is not a regular expression ({e}).", pattern=pattern) from e
         if matches:
             return None if pattern.startswith("-:") else {**config, **changes}

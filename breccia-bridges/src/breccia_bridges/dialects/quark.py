@@ -87,6 +87,7 @@ def _form(value: StoredValue, scheme: Scheme) -> ValueForm:
         agree(value, scheme, "MXFP4", dtype=("fp4",), qscheme=("per_group",), group_size=(32,), scale_format=("e8m0",))
         agree(value, scheme, "MXFP4", ch_axis=(-1, len(codes.shape) - 1))
         return packed_floats.form(value, "weight", "weight_scale", MXFP4BlockScaling())
+    value.need("weight_zero_point" not in value.entries, "it has a 'weight_zero_point', which FP8 of Quark has not.")
     agree(value, scheme, f"FP8 ({codes.dtype})", dtype=(f"fp8_{fp8.FORMATS[codes.dtype].lower()}",))
     agree(value, scheme, "FP8", qscheme=("per_tensor", "per_channel", "per_block"))
     match scheme.get("qscheme"):
