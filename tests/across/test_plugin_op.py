@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from paths import TESTS
+from one_file_plugins import installed
 
 import breccia
-from breccia.dispatch import registry
 from breccia.testing.kit import laws_of
 
-SOURCE = TESTS / "third_party" / "swiglu-breccia" / "src"
 RECIPES = ("mxfp8", "nvfp4", "int4")
 X, GATE = (np.random.default_rng(seed).standard_normal((6, 64)).astype(np.float32) for seed in (0, 1))
 
@@ -23,19 +19,8 @@ X, GATE = (np.random.default_rng(seed).standard_normal((6, 64)).astype(np.float3
 @pytest.fixture(scope="module")
 def swiglu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The module of the plug-in, which is installed for these tests."""
-    folder = tmp_path_factory.mktemp("swiglu")
-    info = folder / "swiglu_breccia-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: swiglu-breccia\nVersion: 0.1\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text("[breccia]\nswiglu = swiglu_breccia\n", encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        patch.syspath_prepend(str(SOURCE))
-        importlib.invalidate_caches()
-        registry.reload()
-        yield importlib.import_module("swiglu_breccia")
-    del sys.modules["swiglu_breccia"]
-    registry.reload()
+    with installed("swiglu", tmp_path_factory.mktemp("swiglu")) as module:
+        yield module
 
 
 def silu(g: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import breccia
 from breccia_bridges.checkpoint import checkpoint_files
@@ -45,6 +46,14 @@ def decoded(stored: Stored) -> np.ndarray:
     st = stored.tensor()
     assert (st.recipe, tuple(st.shape)) == (stored.form.recipe, stored.shape)
     return np.asarray(breccia.dequantize(st))
+
+
+def refusal(stored: Stored, error: type[breccia.BrecciaError]) -> breccia.BrecciaError:
+    """The error of a value that cannot be read, which names it and its dialect."""
+    with pytest.raises(error) as e:
+        stored.tensor()
+    assert f"{stored.name} ({stored.dialect.title}): " in str(e.value)
+    return e.value
 
 
 def floats(dtype: str, *shape: int) -> tuple[Entry, np.ndarray]:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from breccia import Codec, CorruptFileError, ErrorMetrics, OptionError, Policy, ScalingRecipe, UnsupportedError, requantize
 from breccia.backend import BF16, F16, F32, NUMPY, Parameter, choose, components
-from breccia.internal import PRESETS, kind_in_file, renames, with_parts
+from breccia.internal import PRESETS, kind_in_file, renames
 
 from .announcements import CONFIG, read_object
 from .checkpoint import INDEX, checkpoint_files, is_there, weight_map
@@ -292,9 +292,7 @@ def _by_policy(source: Source, policy: Policy) -> dict[str, _Job]:
         recipe = chosen[name].recipe if name in chosen else None
         if recipe is not None:
             keeps = value.recipe is not None and renames(value.recipe, value.layout.plain, value.axis, recipe)
-            jobs[name] = (
-                _Job.keeping_codes(value, recipe) if keeps else _Job(value, "cast", "", recipe, plan(name, value.shape, recipe))
-            )
+            jobs[name] = _Job.keeping_codes(value, recipe) if keeps else _Job.casting(value, recipe)
         elif value.is_scaled:
             jobs[name] = _Job.decoding(value, source.dtype, f"{reason} and decoded to {source.dtype}")
         else:
@@ -341,7 +339,6 @@ class _Job:
 
     @classmethod
     def decoding(cls, value: Value, dtype: str, reason: str) -> _Job:
-        """A value that is decoded."""
         return cls(value, "decode", reason, None, ({value.name: (dtype, value.shape)}, None))
 
     @classmethod
@@ -447,11 +444,10 @@ def _decoded(job: _Job) -> Iterator[np.ndarray]:
 
 def _kept_codes(job: _Job) -> dict[str, np.ndarray]:
     """The components of a value whose codes and scales the recipe holds exactly."""
-    st = job.value.tensor()
+    st = job.value.loaded()
     if job.recipe is not None and st.recipe != job.recipe:
-        parts = {name: read(part) for name, part in components(st).items()}
-        st = requantize(with_parts(st, parts), job.recipe, require_exact=True)
-    return {name: read(part) for name, part in components(st).items()}
+        st = requantize(st, job.recipe, require_exact=True)
+    return components(st)
 
 
 def _write_scaled(

@@ -104,8 +104,7 @@ def _foreign_row(value: Value, scales: bool) -> dict[str, Any]:
             row["scales"] = _figures_of(numbers)
             row["suspicious"] = [doubt for doubt in doubts if not doubt.endswith(" zero")]  # those of blocks of zeros
     except BrecciaError as e:
-        codes = max(stored.parts.values(), key=lambda part: stored.files[part].entries[part].nbytes)
-        entry = stored.files[codes].entries[codes]
+        entry = value.container.entries[value.largest]
         row |= {"shape": list(entry.shape), "stored_as": entry.dtype, "parameters": math.prod(entry.shape)}
         row["suspicious"] = [str(e)]
     return row

@@ -12,7 +12,6 @@ from breccia.backend import components
 from breccia.internal import check_patterns, matches, with_parts
 
 from .safetensors import Target
-from .safetensors_file import read
 from .source import Source, Value
 
 
@@ -102,10 +101,8 @@ def _loaded(value: Value, target: Target) -> ScaledTensor | Any:
         return target.plain(value.container, value.name)
     if value.config is not None:
         return target.scaled(value.container, value.name, value.config)
-    st = value.tensor()
-    parts = {name: read(part) for name, part in components(st).items()}
+    st = value.loaded()
     if target.framework == "numpy":
-        return with_parts(st, parts)
-    fmt = st.recipe.format
-    placed = {name: target.component(part, fmt.parts[name]) for name, part in parts.items()}
-    return with_parts(st, placed)
+        return st
+    codecs = st.recipe.format.parts
+    return with_parts(st, {name: target.component(part, codecs[name]) for name, part in components(st).items()})

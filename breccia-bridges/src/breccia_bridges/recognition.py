@@ -51,8 +51,7 @@ class Stored:
     @cached_property
     def value(self) -> StoredValue:
         entries = {end: self._entry(part) for end, part in self.parts.items()}
-        first = self.files[next(iter(self.parts.values()))]
-        return StoredValue(self.name, entries, self._settings, self._read, self._view, first.metadata)
+        return StoredValue(self.name, entries, self._settings, self._read, self._view, self._first_file.metadata)
 
     def _entry(self, part: str) -> Entry:
         entry = self.files[part].entries[part]
@@ -102,9 +101,8 @@ class Stored:
     @property
     def layout(self) -> Layout:
         """The layout in the model."""
-        form = self.form
-        layout = form.recipe.layout.fitted(form.shape) if form.layout is None else form.layout
-        return layout.mT if form.is_transposed else layout
+        layout = self.form.fitted_layout
+        return layout.mT if self.form.is_transposed else layout
 
     @property
     def axis(self) -> int:
@@ -124,17 +122,24 @@ class Stored:
             return targets.load(getattr(self.dialect, function))(*arguments)
         except BrecciaError as e:
             kind = type(e) if isinstance(e, DialectError | UnsupportedError | CorruptFileError) else DialectError
-            file = self.files[next(iter(self.parts.values()))].path
-            message = f"{shown(file)}: {printable(self.name)} ({self.dialect.title}): {e}"
-            raise kind(message, **{**e.found, "name": self.name, "dialect": self.dialect.name}) from e
+            raise kind(f"{self._label}: {e}", **{**e.found, "name": self.name, "dialect": self.dialect.name}) from e
         except (ArithmeticError, LookupError, TypeError, ValueError) as e:  # what a file says that no dialect expects
-            file = self.files[next(iter(self.parts.values()))].path
             raise DialectError(
-                f"{shown(file)}: {printable(self.name)} ({self.dialect.title}): {type(e).__name__}: {e}. Download the "
-                "checkpoint again; if that does not help, report the file.",
+                f"{self._label}: {type(e).__name__}: {e}. Download the checkpoint again; if that does not help, report the "
+                "file.",
                 name=self.name,
                 dialect=self.dialect.name,
             ) from e
+
+    @property
+    def _first_file(self) -> Container:
+        """The file of its first part."""
+        return self.files[next(iter(self.parts.values()))]
+
+    @property
+    def _label(self) -> str:
+        """The file, the value and the dialect, for messages."""
+        return f"{shown(self._first_file.path)}: {printable(self.name)} ({self.dialect.title})"
 
     def _faulty(self, function: str, value: Any) -> BrecciaError:
         return DialectError(

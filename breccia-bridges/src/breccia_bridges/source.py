@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from breccia import CorruptFileError, Layout, ScaledTensor, ScalingRecipe
-from breccia.backend import PARTS
-from breccia.internal import abbreviated
+from breccia.backend import PARTS, components
+from breccia.internal import abbreviated, with_parts
 
 from .announcements import dtype_of
 from .checkpoint import checkpoint_files
@@ -18,7 +18,7 @@ from .configs import Config, Undeclared
 from .measure import FLOATING, FileTensor
 from .recognition import Stored, recognized
 from .safetensors import joined, named_tensors, view_tensor
-from .safetensors_file import Container, Shape, shown
+from .safetensors_file import Container, Shape, read, shown
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,11 @@ class Value:
         if self.config is None:
             raise ValueError(f"{self.name} is not scaled")
         return view_tensor(self.container, self.name, self.config)
+
+    def loaded(self) -> ScaledTensor:
+        """A scaled value, read into memory."""
+        st = self.tensor()
+        return with_parts(st, {name: read(part) for name, part in components(st).items()})
 
     def numbers(self) -> FileTensor:
         """Its values as floats, by slabs."""

@@ -87,6 +87,11 @@ class ValueForm:
     layout: Layout | None = None
     is_transposed: bool = False
 
+    @property
+    def fitted_layout(self) -> Layout:
+        """`layout`, or by default the recipe's own for the shape."""
+        return self.recipe.layout.fitted(self.shape) if self.layout is None else self.layout
+
 
 class StoredValue(Mapping[str, Any]):
     """The tensors of a checkpoint that make one value, by the ends of their names: `value["scales"]`.

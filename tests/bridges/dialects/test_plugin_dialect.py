@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from paths import TESTS
+from one_file_plugins import installed, source_of
 from safetensors.numpy import save_file
 
 import breccia
 from breccia import targets
 from breccia.bridges import compare, convert, load_checkpoint, load_safetensors
-from breccia.dispatch import registry
 from breccia.testing.kit import laws_of
 from breccia_bridges.inspection import inspected
 
-SOURCE = TESTS / "third_party" / "quarry-breccia" / "src"
 W = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
 def quarry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The module of the plug-in, which is installed for these tests."""
-    folder = tmp_path_factory.mktemp("quarry")
-    info = folder / "quarry_breccia-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quarry-breccia\nVersion: 0.1\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text("[breccia]\nquarry = quarry_breccia\n", encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        patch.syspath_prepend(str(SOURCE))
-        importlib.invalidate_caches()
-        registry.reload()
-        yield importlib.import_module("quarry_breccia")
-    del sys.modules["quarry_breccia"]
-    registry.reload()
+    with installed("quarry", tmp_path_factory.mktemp("quarry")) as module:
+        yield module
 
 
 @pytest.fixture
@@ -56,7 +41,7 @@ def source(quarry: Any, tmp_path: Path) -> Path:
 
 
 def test_its_file_is_short() -> None:
-    assert len((SOURCE / "quarry_breccia.py").read_text(encoding="utf-8").splitlines()) <= 60
+    assert len((source_of("quarry") / "quarry_breccia.py").read_text(encoding="utf-8").splitlines()) <= 60
 
 
 def test_it_is_read_by_everything_that_reads_checkpoints(source: Path, tmp_path: Path) -> None:

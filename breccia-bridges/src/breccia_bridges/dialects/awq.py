@@ -17,7 +17,7 @@ from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import StoredValue, ValueForm
 
 from .scales import assembled, check_scale, widened
-from .words import bits_of, check_bits, group_size_of, integers, packed, unpacked, whole_number
+from .words import bits_of, check_bits, group_size_of, integers, matrices, packed, unpacked, whole_number
 
 #: The place in the stored order of columns 0 to 7.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -30,12 +30,7 @@ def form(value: StoredValue) -> ValueForm:
 
 def form_of(value: StoredValue, widths: tuple[int, ...]) -> ValueForm:
     """The same, of a library that has these widths. Those of 5 to 7 bits are held in 8."""
-    shapes = {end: value.entries[end].shape for end in ("qweight", "qzeros", "scales")}
-    value.need(
-        all(len(shape) == 2 and all(shape) for shape in shapes.values()),
-        f"'qweight', 'qzeros' and 'scales' are matrices; they have shapes {', '.join(str(list(s)) for s in shapes.values())}.",
-        shapes=shapes,
-    )
+    shapes = matrices(value)
     groups, rows = shapes["scales"]
     length, words = shapes["qweight"]
     value.need_shape("qzeros", (groups, words))

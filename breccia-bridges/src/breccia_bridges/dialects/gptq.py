@@ -23,7 +23,7 @@ from breccia import DialectError, Layout, PerGroupIndex, ScaledTensor, Unsupport
 from breccia.backend import StoredValue, ValueForm
 
 from .scales import assembled, check_scale, widened
-from .words import bits_of, check_bits, group_size_of, integers, packed, unpacked, whole_number
+from .words import bits_of, check_bits, group_size_of, integers, matrices, packed, unpacked, whole_number
 
 #: Widths whose codes are one stream of bits. gptqmodel has 5, 6 and 7 bits in planes.
 _STREAMS = (2, 3, 4, 8)
@@ -59,12 +59,7 @@ def form(value: StoredValue) -> ValueForm:
 
 def form_of(value: StoredValue, widths: tuple[int, ...]) -> ValueForm:
     """The same, of a library that packs these widths as a stream."""
-    shapes = {end: value.entries[end].shape for end in ("qweight", "qzeros", "scales")}
-    value.need(
-        all(len(shape) == 2 and all(shape) for shape in shapes.values()),
-        f"'qweight', 'qzeros' and 'scales' are matrices; they have shapes {', '.join(str(list(s)) for s in shapes.values())}.",
-        shapes=shapes,
-    )
+    shapes = matrices(value)
     groups, rows = shapes["scales"]
     words = shapes["qweight"][0]
     value.need_shape("qweight", (words, rows))

@@ -14,17 +14,15 @@ from breccia import ScaledTensor
 from breccia.backend import Shape, StoredValue, ValueForm
 
 from ..wrapping import integer_recipe
-from .scales import assembled, check_scale, layout_of, widened
+from .scales import SCALE_DTYPES, assembled, check_scale, widened
 
-#: Recipes' names of dtypes of scales, by those of a file.
-SCALES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 #: What no recipe holds, and what users can do.
 WIDTHS = "a ScaledTensor has integers of 4 and 8 bits"
 
 
 def form(value: StoredValue, shape: Shape, bits: int, symmetric: bool, group: int | None, scale: str) -> ValueForm:
     """A value of `shape`. group: columns per scale; None for one scale per row. scale: the end of its name."""
-    dtype = SCALES[value.entries[scale].dtype]
+    dtype = SCALE_DTYPES[value.entries[scale].dtype]
     recipe = integer_recipe(bits, group, shape[-1], signed=symmetric, symmetric=symmetric, scale_dtype=dtype)
     return ValueForm(recipe, shape)
 
@@ -40,7 +38,7 @@ def read(
 
 def per_row(array: np.ndarray, form: ValueForm) -> np.ndarray:
     """One item repeated for each row; other arrays as they are."""
-    shape = layout_of(form).scale_shapes(form.shape)[0]
+    shape = form.fitted_layout.scale_shapes(form.shape)[0]
     return np.full(shape, array.reshape(()), array.dtype) if array.size == 1 else array
 
 

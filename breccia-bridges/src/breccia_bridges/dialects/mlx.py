@@ -31,8 +31,8 @@ from breccia import (
 from breccia.backend import FLOATS, NUMPY, Shape, StoredValue, ValueForm
 
 from ..plugin import AffineScaling
-from .scales import assembled, check_scale, widened
-from .words import SCALE_DTYPES, whole_number
+from .scales import SCALE_DTYPES, assembled, check_scale, widened
+from .words import whole_number
 
 #: The recipes of the modes whose scales are codes.
 MODES: dict[str, ScalingRecipe] = {

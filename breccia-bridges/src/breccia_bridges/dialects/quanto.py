@@ -23,7 +23,7 @@ from breccia.backend import StoredValue, ValueForm
 
 from ..text import spelled
 from .fp8 import FORMATS
-from .scales import FLOATS, assembled, check_scale, widened
+from .scales import FLOATS, SCALE_DTYPES, assembled, check_scale, widened
 
 #: quanto's names of 8-bit types, without the leading q, by the dtype of the file.
 _TYPES = {
@@ -32,7 +32,6 @@ _TYPES = {
     "F8_E5M2": ("float8_e5m2",),
     "F8_E4M3FNUZ": ("float8_e4m3fnuz",),
 }
-_SCALE_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 _AGAIN = "Download the checkpoint again."
 _BY_QUANTO = "Load it with optimum-quanto and save each weight.dequantize(), or convert the original checkpoint."
 
@@ -63,7 +62,7 @@ def form(value: StoredValue) -> ValueForm:
     value.need(len(shape) > 1, f"its codes have shape {spelled(shape)}; a weight has two axes or more. {_AGAIN}", shape=shape)
     value.need_shape("._scale", (), (shape[0], *(1 for _ in shape[1:])))
     if codes.dtype == "I8":
-        return ValueForm(INT8Scaling(scale_dtype=_SCALE_DTYPES[scale.dtype]), shape)
+        return ValueForm(INT8Scaling(scale_dtype=SCALE_DTYPES[scale.dtype]), shape)
     fmt = FORMATS[codes.dtype]
     return ValueForm(Float8RowScaling(fmt) if scale.shape else Float8CurrentScaling(fmt), shape)
 

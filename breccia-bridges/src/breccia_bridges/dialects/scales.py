@@ -6,11 +6,14 @@ import math
 
 import numpy as np
 
-from breccia import Codec, Layout, ScaledTensor, from_buffer
+from breccia import Codec, ScaledTensor, from_buffer
 from breccia.backend import BF16, E4M3, E8M0, NUMPY, StoredValue, ValueForm
+from breccia.internal import FLOAT_CODECS
 
 #: Dtypes of float scales in a file.
 FLOATS = ("F32", "BF16", "F16")
+#: The names of these in recipes.
+SCALE_DTYPES = {codec.name: name for name, codec in FLOAT_CODECS.items()}
 #: Dtypes of scales that are powers of two: the exponent with bias 127.
 POWERS = ("F8_E8M0", "U8")
 
@@ -34,11 +37,6 @@ def check_scale(value: StoredValue, end: str, scale: np.ndarray) -> None:
         value.need(False, f"{end!r} has {bad.size} scales that are not finite; the first is {shown} at position {at}.")
 
 
-def layout_of(form: ValueForm) -> Layout:
-    """The layout of the value."""
-    return form.recipe.layout.fitted(form.shape) if form.layout is None else form.layout
-
-
 def assembled(
     form: ValueForm,
     codes: np.ndarray,
@@ -47,7 +45,7 @@ def assembled(
     global_scale: np.ndarray | None = None,
 ) -> ScaledTensor:
     """The tensor of codes as a recipe packs them, and scales in any shape with the right number of items."""
-    layout = layout_of(form)
+    layout = form.fitted_layout
     codes = codes.view(NUMPY.storage(form.recipe.format.element))
     shapes = layout.scale_shapes(form.shape)
     shape = next((shape for shape in shapes if math.prod(shape) == scale.size), shapes[0])

@@ -30,10 +30,8 @@ from ..text import spelled
 from ..torchao_parts import SWIZZLE, IntegerForm, integer_form, matrix_block, moved, mx_recipe, unsigned
 from ..wrapping import check_padding, float8_recipe
 from .fp8 import FORMATS
-from .scales import FLOATS, assembled, check_scale, widened
+from .scales import FLOATS, SCALE_DTYPES, assembled, check_scale, widened
 
-#: Names of a recipe's `scale_dtype` by dtypes of a file.
-_SCALE_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 #: Classes of torchao whose codes are packed for the kernels of one device.
 _OF_DEVICES = ("Int4TilePackedTo4dTensor", "Int4PlainInt32Tensor")
 _AGAIN = "Download the checkpoint again, or write it again with torchao's flatten_tensor_state_dict."
@@ -213,7 +211,7 @@ def _widths(stored: _Stored) -> tuple[int, int]:
 def _integers(stored: _Stored) -> IntegerForm:
     value = stored.value
     stored.need_dtype("_qdata", "I8")
-    scale_dtype, asymmetric = _SCALE_DTYPES[stored.need_dtype("_scale", *FLOATS)], False
+    scale_dtype, asymmetric = SCALE_DTYPES[stored.need_dtype("_scale", *FLOATS)], False
     if "_zero_point" in value.entries:
         stored.need_dtype("_zero_point", "I8", *FLOATS)
         value.need_shape("_zero_point", stored.scale.shape)
@@ -280,7 +278,7 @@ def _int4_form(stored: _Stored) -> ValueForm:
     )
     for end in ("_scale", "_zero_point"):
         value.need_shape(end, (*shape[:-2], shape[-1] // group, shape[-2]))
-    return ValueForm(SignedInt4Scaling(group, _SCALE_DTYPES[dtype]), shape)
+    return ValueForm(SignedInt4Scaling(group, SCALE_DTYPES[dtype]), shape)
 
 
 def _int4(stored: _Stored, form: ValueForm) -> ScaledTensor:

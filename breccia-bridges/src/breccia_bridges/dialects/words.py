@@ -11,11 +11,21 @@ from typing import Any
 import numpy as np
 
 from breccia import INT4Scaling, INT8Scaling, ScalingRecipe
-from breccia.backend import StoredValue
-from breccia.internal import FLOAT_CODECS
+from breccia.backend import Shape, StoredValue
 
-#: The names of scale dtypes in recipes, by the dtype of the file.
-SCALE_DTYPES = {codec.name: name for name, codec in FLOAT_CODECS.items()}
+from .integers import nibbles
+from .scales import SCALE_DTYPES
+
+
+def matrices(value: StoredValue) -> dict[str, Shape]:
+    """The shapes of 'qweight', 'qzeros' and 'scales'. Raises DialectError unless they are matrices."""
+    shapes = {end: value.entries[end].shape for end in ("qweight", "qzeros", "scales")}
+    value.need(
+        all(len(shape) == 2 and all(shape) for shape in shapes.values()),
+        f"'qweight', 'qzeros' and 'scales' are matrices; they have shapes {', '.join(str(list(s)) for s in shapes.values())}.",
+        shapes=shapes,
+    )
+    return shapes
 
 
 def bits_of(words: Sequence[int], codes: int) -> int:
@@ -47,11 +57,7 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 def packed(codes: np.ndarray, recipe: ScalingRecipe) -> np.ndarray:
     """Codes, one a byte, as a recipe of 4 or 8 bits packs them: the even code of a pair in the low nibble."""
-    if recipe.format.element.bits == 8:
-        return np.ascontiguousarray(codes)
-    if codes.shape[-1] % 2:
-        codes = np.concatenate([codes, np.zeros_like(codes[..., :1])], -1)
-    return codes[..., ::2] | (codes[..., 1::2] << np.uint8(4))
+    return np.ascontiguousarray(codes) if recipe.format.element.bits == 8 else nibbles(codes)
 
 
 def integers(bits: int, group_size: int, dtype: str) -> ScalingRecipe:
