@@ -1,6 +1,6 @@
 /* Checks golden vectors (docs/spec/vectors.md) bit for bit: decodes all cases, and casts those of rule "rceil".
  *
- *     cc -std=c99 -O2 -o vectors examples/vectors.c -lm && ./vectors docs/spec/vectors/1
+ *     cc -std=c99 -O2 -o vectors examples/vectors.c -lm && ./vectors docs/spec/vectors/4
  *
  * Written from the pages of docs/spec alone, for little-endian machines. Arithmetic is in double, wide enough for products and
  * sums of two FP32 numbers: the conversion to float is the one rounding. */
@@ -11,7 +11,7 @@
 #include <string.h>
 
 typedef struct { char name[16], kind[16]; int bits; long first, bias, nan, inf; } codec;
-static codec codecs[32];
+static codec codecs[64];
 static unsigned char *held;
 static long count, axis;
 
@@ -20,12 +20,12 @@ static codec *named(const char *name) {
     exit(fprintf(stderr, "no codec %s\n", name));
 }
 static double value(const codec *c, uint32_t code) { /* formats.md, "Codecs"; code as it is stored */
-    long sign = code >> (c->bits - 1), u = code & ((1u << (c->bits - 1)) - 1);
+    long sign = *c->kind != 'm' && code >> (c->bits - 1), u = sign || *c->kind != 'm' ? code & ((1u << (c->bits - 1)) - 1) : code;
     float listed;
     if (*c->kind == 't') return memcpy(&listed, held + c->first + 4 * code, 4), listed;
     if (*c->kind == 'p') return (long)code == c->nan ? NAN : ldexp(1, (int)(code - c->bias));
-    if (*c->kind != 'f') return ldexp((double)code - (*c->kind == 's' && sign ? 1L << c->bits : 0), -(int)c->first);
-    if (c->inf < 0 ? u == c->nan : u > c->inf) return NAN;
+    if (*c->kind != 'f' && *c->kind != 'm') return ldexp((double)code - (*c->kind == 's' && sign ? 1L << c->bits : 0), -(int)c->first);
+    if (c->inf < 0 ? u == c->nan || (long)code == c->nan : u > c->inf) return NAN; /* FNUZ: in place of -0 */
     long whole = 1L << c->first, e = u / whole;
     double v = u == c->inf ? INFINITY : ldexp(u % whole + (e ? whole : 0), (int)((e ? e : 1) - c->bias - c->first));
     return sign ? -v : v;
@@ -39,6 +39,20 @@ static long at(long l, long i, long j, long rows, long columns) { /* the stored 
     return l * rows * columns + (axis == -1 ? i * columns + j : j * rows + i);
 }
 static double flush(double v) { return fabs(v) < 0x1p-126 ? 0 * v : v; }
+static long packed(long codes, int bits) { /* bytes of so many codes, in whole groups */
+    long group = 8 / (bits & -bits);
+    return (codes + group - 1) / group * group * bits / 8;
+}
+static double recorded(long part, const codec *coarse, const codec *fine, long k0, long k, long l, long i, long j, long rows,
+                       long columns) { /* numerics.md, "Scale records": the scale of two levels for element j of row i, K last */
+    long size = coarse->bits / 8 + packed(k0 / k, fine->bits), width = (columns + k0 - 1) / k0 * size, b = j / k0 * size;
+    long bit = j % k0 / k * fine->bits, in = b + coarse->bits / 8 + bit / 8;
+    uint32_t word = 0, code;
+    for (int n = 0; n < coarse->bits / 8; n++) word |= (uint32_t)held[part + at(l, i, b + n, rows, width)] << 8 * n;
+    code = held[part + at(l, i, in, rows, width)];
+    if (bit % 8 + fine->bits > 8) code |= (uint32_t)held[part + at(l, i, in + 1, rows, width)] << 8;
+    return (float)(value(coarse, word) * value(fine, code >> bit % 8 & ((1u << fine->bits) - 1)));
+}
 static uint32_t nearest(const codec *c, double y) { /* numerics.md, section 2: ties to the even code, saturating, -0 kept */
     int magnitudes = *c->kind == 'f';
     uint32_t best = 0, sign = magnitudes && signbit(y) ? 1u << (c->bits - 1) : 0;
@@ -50,7 +64,8 @@ static uint32_t nearest(const codec *c, double y) { /* numerics.md, section 2: t
 }
 
 int main(int argc, char **argv) {
-    char path[4096], e[16], s[16], offset[16], rule[16], dtype[16], rounding[16];
+    char path[4096], e[16], s[16], offset[20], rule[16], dtype[16], rounding[16], c0[16], order[16], convention[16], other[16] = "-1";
+    long set, k0 = -1, coded_bias = 0;
     long size, cases, m, k, lead, rows, columns, in, given, data, scale, zero, global, out, casts = 0, wrong = 0;
     snprintf(path, sizeof path, "%s/vectors.bin", argc > 1 ? argv[1] : ".");
     FILE *file = fopen(path, "rb");
@@ -58,31 +73,44 @@ int main(int argc, char **argv) {
     rewind(file);
     if (fread(held, 1, size, file) != (size_t)size) return perror(path), 2;
     snprintf(path, sizeof path, "%s/index.txt", argc > 1 ? argv[1] : ".");
-    if (!(file = fopen(path, "r")) || fscanf(file, "%*s 1 %ld %ld", &count, &cases) != 2 || count > 32) return perror(path), 2;
+    if (!(file = fopen(path, "r")) || fscanf(file, "%*s %ld %ld %ld", &set, &count, &cases) != 3 || count > 64)
+        return perror(path), 2;
     for (codec *c = codecs; c < codecs + count; c++)
         if (fscanf(file, "%15s %15s %d %ld %ld", c->name, c->kind, &c->bits, &c->first, &c->bias) != 5 ||
             fscanf(file, "%ld %ld", &c->nan, &c->inf) != 2)
             return fprintf(stderr, "a codec cannot be read\n"), 2;
     for (long n = 0; n < cases; n++) {
-        int read = fscanf(file, "%*d %*s %*s %15s %15s %15s %15s %ld %ld %ld", e, s, offset, rule, &m, &k, &axis);
+        int read = fscanf(file, "%*d %*s %*s %15s %15s %19s %15s %ld %ld %ld", e, s, offset, rule, &m, &k, &axis);
         read += fscanf(file, "%ld %ld %ld %15s %15s %*s", &lead, &rows, &columns, dtype, rounding);
         read += fscanf(file, "%ld %ld %ld %ld %ld %ld %ld", &in, &given, &data, &scale, &zero, &global, &out);
+        if (set > 2) read += fscanf(file, "%15s %ld %ld %15s %15s", c0, &k0, &coded_bias, order, convention) - 5;
+        if (set > 3) read += fscanf(file, "%15s", other) - 1;
         if (read != 19)
             return fprintf(stderr, "case %ld cannot be read\n", n), 2;
         const codec *q = named(e), *sc = named(s), *x = named(dtype[5] == '3' ? "F32" : dtype[0] == 'f' ? "F16" : "BF16");
-        long group = q->bits == 8 ? 1 : q->bits == 4 ? 2 : 4, bad = 0; /* codes in the smallest group of whole bytes */
-        long width = (columns + group - 1) / group * group * q->bits / 8;
-        int cast = *sc->kind == 'p' && !strcmp(rule, "rceil") && *rounding == 'n' && given < 0;
+        const codec *f32 = named("F32"), *coarse = k0 > 0 ? named(c0) : NULL, *alternative = *other == '-' ? NULL : named(other);
+        long bad = 0, width = packed(columns, q->bits);
+        double qmax = 6 * 448, g = global < 0 ? 1 : value(f32, item(global, 0, 32)); /* NVFP4 alone has another convention */
+        if (set > 2 && global >= 0 && *convention != 'm') g = *convention == 'a' ? (float)(g / qmax) : (float)(1 / g);
+        int first = set > 2 && *order == 's', cast = *sc->kind == 'p' && !strcmp(rule, "rceil") && *rounding == 'n' && given < 0;
         for (long t = 0; t < lead * rows * columns; t++) {
             long l = t / columns / rows, i = t / columns % rows, j = t % columns, b = j * q->bits / 8, left = j * q->bits % 8;
             long block = m ? at(l, i / m, k ? j / k : 0, (rows + m - 1) / m, k ? (columns + k - 1) / k : 1) : 0;
             uint32_t word = held[data + at(l, i, b, rows, width)], want = item(out, at(l, i, j, rows, columns), 32), bits;
             if (left + q->bits > 8) word |= held[data + at(l, i, b + 1, rows, width)] << 8;
-            uint32_t code = word >> left & ((1u << q->bits) - 1), stored = item(scale, block, sc->bits);
-            double z = *offset == 'z' ? item(zero, block, 8) : 0;
-            float v = (float)((value(q, code) - z) * value(sc, stored));
-            if (global >= 0) v = (float)(v * value(named("F32"), item(global, 0, 32)));
-            if (*offset == 'b') v = (float)(flush(v) + flush(value(sc, item(zero, block, sc->bits))));
+            uint32_t code = word >> left & ((1u << q->bits) - 1), stored = coarse ? 0 : item(scale, block, sc->bits);
+            double z = *offset == 'z' ? item(zero, block, 8) : *offset == 'f' ? value(sc, item(zero, block, sc->bits)) : 0;
+            int negative = alternative && stored >> (sc->bits - 1); /* the sign of a scale says which codec the block has */
+            const codec *el = negative ? alternative : q;
+            if (negative) stored &= (1u << (sc->bits - 1)) - 1;
+            double by = coarse ? recorded(scale, coarse, sc, k0, k, l, i, j, rows, columns) : value(sc, stored);
+            float v = (float)((float)(value(el, code) - z) * (first ? (float)(by * g) : by));
+            if (global >= 0 && !first) v = (float)(v * g);
+            if (*offset == 'b') {
+                double b0 = coded_bias ? recorded(zero, coarse, sc, k0, k, l, i, j, rows, columns)
+                                       : value(sc, item(zero, block, sc->bits));
+                v = (float)(flush(v) + flush(b0) + 0.0); /* +0 where both are -0 */
+            }
             memcpy(&bits, &v, 4);
             bad += !(bits == want || (isnan(v) && (want & 0x7FFFFFFF) > 0x7F800000));
             if (!cast) continue;

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from marks import on_cuda
 from own_laws import laws
+from recipes import WIDTHS
 
 values_and_pairs = pytest.mark.covering(1, 2)
-test_core = values_and_pairs(laws("core", "numpy", "torch", "mlx"))
+test_core = values_and_pairs(laws("core", "numpy", "torch", "mlx", recipes=WIDTHS))
 test_torch = values_and_pairs(laws("torch", "torch"))
 test_mlx = values_and_pairs(laws("mlx", "mlx"))
 test_native = values_and_pairs(laws("native"))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 from own_laws import laws
-from recipes import RECIPES
+from recipes import RECIPES, WIDTHS
 
 pytestmark = pytest.mark.slow
 
 test_core_on_jax = laws("core", "jax")
 test_jax = laws("jax", "jax")
-test_every_setting_of_cores_recipes = laws("core", recipes=RECIPES)
+test_every_setting_of_cores_recipes = laws("core", recipes=[*RECIPES, *WIDTHS])

@@ -15,6 +15,7 @@ from paths import TESTS
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 #: JAX and MLX may be interrupted in their own code, which takes longer.
 FRAMEWORKS = ["numpy", "torch"]
+TORCH_LATER = ["numpy", pytest.param("torch", marks=pytest.mark.long)]
 LATER = [pytest.param(framework, marks=pytest.mark.slow) for framework in ("jax", "mlx")]
 #: More than any call has.
 ALL = 1_000_000
@@ -30,6 +31,7 @@ def _disturbed(kind: str, framework: str, count: int) -> int:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.long
 def test_calls_work_after_200_interrupts(framework: str) -> None:
     """One fault: a lock of concurrent.futures that the interrupted caller had taken, and for which all later casts waited."""
     assert _disturbed("interrupts", framework, 200) >= 150
@@ -41,14 +43,15 @@ def test_calls_work_after_an_interrupt_at_any_moment(framework: str) -> None:
     assert _disturbed("interrupts", framework, ALL) >= 1500
 
 
-@pytest.mark.parametrize("framework", [*FRAMEWORKS, *LATER])
+@pytest.mark.parametrize("framework", [*TORCH_LATER, *LATER])
 def test_calls_in_the_middle_of_calls_return_the_same_bytes(framework: str) -> None:
     """Such as those of signal handlers and finalizers. One fault: both wrote into the buffers of their thread."""
     assert _disturbed("nested", framework, 400) >= 200
 
 
 @FORKS
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", TORCH_LATER)
+@pytest.mark.long
 def test_children_forked_in_the_middle_of_calls_return_the_same_bytes(framework: str) -> None:
     """Another thread has the locks of declarations, of the registry and of its table at the moment of some forks."""
     assert _disturbed("forks", framework, 60) >= 30

@@ -1,4 +1,4 @@
-"""A third-party plug-in, built, installed and tested as its author would do; and four broken ones beside it.
+"""Third-party plug-ins, built, installed and tested as their authors would do; and four broken ones beside one of them.
 
 Everything runs in processes of its own, which find the distributions in a folder that only they are told of.
 """
@@ -20,6 +20,8 @@ pytestmark = pytest.mark.long
 
 THIRD_PARTY = TESTS / "third_party"
 ACME = THIRD_PARTY / "acme-breccia"
+#: Plug-ins that declare a format.
+FORMATS = ("hif4", "if4")
 #: Broken plug-in -> (its status, what `breccia plugins` says of it).
 BROKEN = {
     "raises": ("set aside", r"FileNotFoundError: .*settings\.toml"),
@@ -67,9 +69,9 @@ def python(*words: str, path: list[Path], cwd: Path, code: int = 0, **environ: s
     return run.stdout
 
 
-def conformance(path: list[Path], cwd: Path, *words: str) -> str:
-    """The summary of acme's own test file."""
-    test = ACME / "tests" / "test_conformance.py"
+def conformance(path: list[Path], cwd: Path, *words: str, source: Path = ACME) -> str:
+    """The summary of a plug-in's own test file."""
+    test = source / "tests" / "test_conformance.py"
     options = (
         "-q",
         "-p",
@@ -138,6 +140,22 @@ except breccia.DialectError as e:
 """
     out = python("-c", script, path=[acme], cwd=tmp_path)
     assert out.strip() == "Acme holds recipe 'acme6', not 'mxfp8'; breccia.requantize it first."
+
+
+# ---------------------------------------------------------------------------------------------- formats of one file
+
+
+@pytest.mark.together
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_of_one_file_keeps_every_law_on_four_frameworks(name: str, tmp_path: Path) -> None:
+    source = THIRD_PARTY / f"{name}-breccia"
+    path = [installed(tmp_path / "installed", source)]
+    out = conformance(path, tmp_path, source=source)
+    counted = re.search(rf"^{name}: (\d+) passed$", out, re.MULTILINE)
+    assert counted and int(counted[1]) > 40, out
+    listed = conformance(path, tmp_path, "--collect-only", source=source)
+    for framework in ("numpy", "torch", "jax", "mlx"):
+        assert f"recipes/{name}/{framework}/a_cast_writes_the_oracles_bytes" in listed
 
 
 # ---------------------------------------------------------------------------------------------- the broken ones

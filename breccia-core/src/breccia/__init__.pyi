@@ -14,6 +14,7 @@ from .api import cast_pair as cast_pair
 from .api import cast_ste as cast_ste
 from .api import cast_ste_clipped as cast_ste_clipped
 from .api import dequantize as dequantize
+from .api import exactness as exactness
 from .api import explain as explain
 from .api import grouped_matmul as grouped_matmul
 from .api import matmul as matmul
@@ -39,6 +40,7 @@ from .errors import AmbiguousKernelError as AmbiguousKernelError
 from .errors import BrecciaError as BrecciaError
 from .errors import CorruptFileError as CorruptFileError
 from .errors import DialectError as DialectError
+from .errors import DialectWarning as DialectWarning
 from .errors import DtypeWarning as DtypeWarning
 from .errors import InexactError as InexactError
 from .errors import KernelError as KernelError
@@ -57,6 +59,7 @@ from .foreign import from_foreign as from_foreign
 from .foreign import to_foreign as to_foreign
 from .formats import Format as Format
 from .formats import Level as Level
+from .kernels.exactness import Exactness as Exactness
 from .kernels.threads import get_num_threads as get_num_threads
 from .kernels.threads import set_num_threads as set_num_threads
 from .layouts import InStorage as InStorage
@@ -67,27 +70,30 @@ from .layouts import PerChannel as PerChannel
 from .layouts import PerGroupIndex as PerGroupIndex
 from .layouts import PerTensor as PerTensor
 from .policies import Policy as Policy
+from .recipe_bases import ScalingRecipe as ScalingRecipe
 from .recipes import DelayedScaling as DelayedScaling
+from .recipes import FlatScaling as FlatScaling
 from .recipes import Float8BlockScaling as Float8BlockScaling
 from .recipes import Float8CurrentScaling as Float8CurrentScaling
 from .recipes import Float8RowScaling as Float8RowScaling
+from .recipes import GGUFScaling as GGUFScaling
 from .recipes import INT4Scaling as INT4Scaling
 from .recipes import INT8Scaling as INT8Scaling
+from .recipes import INTScaling as INTScaling
 from .recipes import MXFP4BlockScaling as MXFP4BlockScaling
 from .recipes import MXFP6BlockScaling as MXFP6BlockScaling
 from .recipes import MXFP8BlockScaling as MXFP8BlockScaling
 from .recipes import MXINT8BlockScaling as MXINT8BlockScaling
 from .recipes import NF4Scaling as NF4Scaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
-from .recipes import ScalingRecipe as ScalingRecipe
 from .specs import recipe as recipe
+from .tensors.equality import bytes_equal as bytes_equal
 from .tensors.history import AmaxHistory as AmaxHistory
 from .tensors.pair import TensorPair as TensorPair
 from .tensors.storage import Storage as Storage
 from .tensors.structure import concat as concat
 from .tensors.structure import stack as stack
 from .tensors.tensor import ScaledTensor as ScaledTensor
-from .tensors.tensor import bytes_equal as bytes_equal
 from .tensors.tensor import from_buffer as from_buffer
 
 #: Deprecated.

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import Parameter, Signature
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .arrays.frameworks import Framework, common_framework, framework_of, ops_of, output_dtype, same_framework, shape_of
-from .dispatch import calls
+from .arrays.frameworks import common_framework, framework_of, output_dtype, same_framework
+from .calling import arrays_of, cast_options, check_array, framework_of_steps, need_scaled, run
 from .dispatch.explanation import Explanation
 from .dispatch.facts import array_of
 from .dispatch.kernel import Prefer
 from .dispatch.registry import Plugin, registry
 from .errors import OptionError, UnsupportedError
-from .kernels.checks import check_cast, check_grouped, check_history, check_matmul, clip_bounds
+from .kernels.checks import check_cast, check_grouped, check_matmul, clip_bounds
 from .operations import CASTING, Kind, Operation
-from .options import COLUMNS, DEFAULT, PLAIN, CastOptions, product_options
+from .options import DEFAULT, PLAIN, product_options
 from .recipes import DelayedScaling, ScalingRecipe
 from .specs import as_recipe
-from .tensors.checks import contraction_axis
 from .tensors.pair import TensorPair
 from .tensors.tensor import ScaledTensor, scaled
 from .tracing import traced_by_framework
 
 if TYPE_CHECKING:
     from .error_metrics import ErrorMetrics
+    from .formats import Format
+    from .kernels.exactness import Exactness
 
 
 def cast(
@@ -42,6 +42,7 @@ def cast(
     seed: int | None = None,
     nonfinite: str = "propagate",
     storage: str = PLAIN,
+    group_index: Any = None,
     out: ScaledTensor | None = None,
     prefer: Prefer = None,
 ) -> ScaledTensor:
@@ -58,6 +59,9 @@ def cast(
         be a key of `jax.random.key`, whose words it then has.
     nonfinite: "propagate" makes a block with NaN or Inf decode to NaN; "raise" raises NonFiniteError.
     storage: name of a registered storage, the memory order of codes and scales; see `ScaledTensor.to_storage`.
+    group_index: for each element of the contraction axis its group, integers from 0, as a sequence, an array or a
+        `PerGroupIndex` (GPTQ's g_idx): groups of any elements, each as many as the recipe's groups have at most. For recipes
+        with one float scale per group, rounded to nearest.
     out: a ScaledTensor to write into, from an earlier call with equal arguments.
     prefer: name(s) of kernels to use; see `breccia.explain`.
 
@@ -74,8 +78,10 @@ def cast(
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
-    options = _options(x, axis, scale, rounding, seed, nonfinite, storage, out)
-    return _run("cast", framework_of(x), (x, recipe, options), prefer)
+    options = cast_options(x, axis, scale, rounding, seed, nonfinite, storage, out)
+    if group_index is not None:
+        return targets.load("breccia.kernels.indexed:cast")(x, recipe, group_index, options)
+    return run("cast", framework_of(x), (x, recipe, options), prefer)
 
 
 def cast_pair(
@@ -107,8 +113,8 @@ def cast_pair(
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
-    options = _options(x, -1, scale, rounding, seed, nonfinite, storage, None)
-    return TensorPair(*_run("cast_pair", framework_of(x), (x, recipe, options), prefer))
+    options = cast_options(x, -1, scale, rounding, seed, nonfinite, storage, None)
+    return TensorPair(*run("cast_pair", framework_of(x), (x, recipe, options), prefer))
 
 
 def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, *, prefer: Prefer = None) -> tuple[Any, Any]:
@@ -116,9 +122,9 @@ def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, *, pref
 
     amaxes: FP32 array of shape (n,), oldest first, or () before the first update. scale: FP32 array of shape (), or a number.
     """
-    _check_array(x)
+    check_array(x)
     check_cast(x, recipe)
-    return _run("record_amax", _framework_of_steps(x, amaxes, scale), (x, recipe, amaxes, scale), prefer)
+    return run("record_amax", framework_of_steps(x, amaxes, scale), (x, recipe, amaxes, scale), prefer)
 
 
 def cast_and_record(
@@ -136,8 +142,8 @@ def cast_and_record(
     prefer: Prefer = None,
 ) -> tuple[ScaledTensor, Any, Any]:
     """The op of `AmaxHistory.cast`: `x` under `recipe` with the supplied `scale`, and what `record_amax` returns."""
-    options = _options(x, axis, None, rounding, seed, nonfinite, storage, out)
-    return _run("cast_and_record", _framework_of_steps(x, amaxes, scale), (x, recipe, amaxes, scale, options), prefer)
+    options = cast_options(x, axis, None, rounding, seed, nonfinite, storage, out)
+    return run("cast_and_record", framework_of_steps(x, amaxes, scale), (x, recipe, amaxes, scale, options), prefer)
 
 
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None, prefer: Prefer = None) -> Any:
@@ -156,9 +162,9 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None,
         dtype('float16')
     """
     if not isinstance(st, ScaledTensor):
-        st = _need_scaled("dequantize", st)
+        st = need_scaled("dequantize", st)
     options = product_options(output_dtype(out_dtype), out=out)
-    return _run("dequantize", framework_of(st.data_source), (st, options), prefer)
+    return run("dequantize", framework_of(st.data_source), (st, options), prefer)
 
 
 def requantize(
@@ -177,11 +183,11 @@ def requantize(
     """Convert `st` to another recipe, with blocks along the same axis. If `st` has that recipe already, it is returned itself.
 
     Where the new format can represent all values of the old one (MXFP4 to MXFP8, 128x128 tiles to 1x128, INT4 to FP8, ...),
-    scales are kept and codes translated: nothing is rounded and `rounding` has no effect. Otherwise values go through FP32 and
-    `cast`.
+    codes and scales are translated: nothing is rounded and `rounding` has no effect. Otherwise values go through FP32 and
+    `cast`. `breccia.exactness(st.recipe, recipe)` says which.
 
-    require_exact: raise InexactError if a decoded value would change. Except on the pairs documented as exact, this reads
-        values, so it cannot be used in traced functions.
+    require_exact: raise InexactError if a decoded value would change, and find exact conversions that these values allow.
+        Except on the pairs that `breccia.exactness` calls exact, this reads values, so it cannot be used in traced functions.
 
     The other options and errors are those of `cast`.
 
@@ -193,15 +199,15 @@ def requantize(
         (array([[127]], dtype=uint8), array([[127]], dtype=uint8))
     """
     if not isinstance(st, ScaledTensor):
-        st = _need_scaled("requantize", st)
+        st = need_scaled("requantize", st)
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
     if not isinstance(require_exact, bool):
         raise OptionError(f"require_exact is True or False; got {require_exact!r}.", require_exact=require_exact)
-    options = _options(st, -1, scale, rounding, seed, nonfinite, storage, out, of_tensor=True)
+    options = cast_options(st, -1, scale, rounding, seed, nonfinite, storage, out, of_tensor=True)
     if require_exact:
         options = options.replace(require_exact=True)
-    return _run("requantize", framework_of(st.data_source), (st, recipe, options), prefer)
+    return run("requantize", framework_of(st.data_source), (st, recipe, options), prefer)
 
 
 def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out: Any = None, prefer: Prefer = None) -> Any:
@@ -226,13 +232,13 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out:
     framework = common_framework(array_of(a), array_of(b), bias)
     if framework is None:
         try:
-            framework = same_framework(_arrays(a=a, b=b, bias=bias))
+            framework = same_framework(arrays_of(a=a, b=b, bias=bias))
         except UnsupportedError:
             if scaled(a) is a and scaled(b) is b:
                 raise
             return matmul(scaled(a), scaled(b), out_dtype, bias=bias, out=out, prefer=prefer)
     check_matmul(a, b, bias)
-    return _run("matmul", framework, (a, b, product_options(output_dtype(out_dtype), bias, out)), prefer)
+    return run("matmul", framework, (a, b, product_options(output_dtype(out_dtype), bias, out)), prefer)
 
 
 def cast_matmul(
@@ -253,11 +259,11 @@ def cast_matmul(
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
-    _check_array(x)
-    framework = common_framework(x, array_of(b), bias) or same_framework(_arrays(x=x, b=b, bias=bias))
+    check_array(x)
+    framework = common_framework(x, array_of(b), bias) or same_framework(arrays_of(x=x, b=b, bias=bias))
     check_matmul(x, b, bias)
     options = product_options(output_dtype(out_dtype), bias)
-    return _run("cast_matmul", framework, (x, recipe, b, options), prefer)
+    return run("cast_matmul", framework, (x, recipe, b, options), prefer)
 
 
 def grouped_matmul(a: Any, b: Any, offsets: Any, out_dtype: Any = "float32", *, out: Any = None, prefer: Prefer = None) -> Any:
@@ -278,10 +284,10 @@ def grouped_matmul(a: Any, b: Any, offsets: Any, out_dtype: Any = "float32", *, 
                [ 6.,  8.],
                [10., 12.]], dtype=float32)
     """
-    framework = same_framework(_arrays(a=a, b=b, offsets=offsets))
+    framework = same_framework(arrays_of(a=a, b=b, offsets=offsets))
     check_grouped(a, b, offsets)
     options = product_options(output_dtype(out_dtype), out=out)
-    return _run("grouped_matmul", framework, (a, b, offsets, options), prefer)
+    return run("grouped_matmul", framework, (a, b, offsets, options), prefer)
 
 
 def cast_ste(
@@ -310,8 +316,8 @@ def cast_ste(
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
-    options = _options(x, axis, scale, rounding, seed, nonfinite, PLAIN, None)
-    return _run("cast_ste", framework_of(x), (x, recipe, options), prefer)
+    options = cast_options(x, axis, scale, rounding, seed, nonfinite, PLAIN, None)
+    return run("cast_ste", framework_of(x), (x, recipe, options), prefer)
 
 
 def cast_ste_clipped(
@@ -343,9 +349,34 @@ def cast_ste_clipped(
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
-    options = _options(x, axis, scale, rounding, seed, nonfinite, PLAIN, None)
+    options = cast_options(x, axis, scale, rounding, seed, nonfinite, PLAIN, None)
     options = options.replace(clip=clip_bounds(recipe, clip_min, clip_max, clip) or "scale")
-    return _run("cast_ste", framework_of(x), (x, recipe, options), prefer)
+    return run("cast_ste", framework_of(x), (x, recipe, options), prefer)
+
+
+def exactness(source: Any, target: ScalingRecipe | Format | str) -> Exactness:
+    """What a conversion to `target` keeps: decided from two formats; or found for one tensor, with counts.
+
+    source: a recipe, its spec or a format, for what holds for every tensor; or a ScaledTensor of any framework, for what
+        `requantize(source, target, require_exact=True)` does with it. This reads its values where the formats leave a choice,
+        so it cannot be traced.
+    target: a recipe or its spec; or a format, if the source is not a tensor. A recipe also says whether scales are powers of
+        two.
+
+    Raises UnknownNameError for an unknown recipe, UnsupportedError for other types.
+
+        >>> breccia.exactness("mxfp4", "mxfp8")
+        Exactness(same codes: codes of E4M3 for the same numbers)
+        >>> breccia.exactness("mxfp4", "nvfp4")
+        Exactness(values decide: exact if exponents of scales span at most 17 in a tensor; by at most 1 of a scale)
+        >>> st = breccia.cast(np.array([[0.5, 1.0, -3.0, 6.0]], np.float32), "mxfp4")
+        >>> found = breccia.exactness(st, "nvfp4")
+        >>> found.kind, found.exact, found.changed
+        ('same codes', True, 0)
+        >>> breccia.exactness(breccia.cast(np.array([[1.0, 1.125]], np.float32), "mxfp8"), "mxfp4").changed
+        1
+    """
+    return targets.load("breccia.kernels.conversions:exactness")(source, target)
 
 
 def metrics(reference: Any, quantized: Any) -> ErrorMetrics:
@@ -423,11 +454,11 @@ def public(op: Operation) -> Callable[..., Any]:
         else:
             defaults = {name: getattr(DEFAULT, name) for name in CASTING} | {name: named[name] for name in op.options}
             extra = {name: defaults.pop(name) for name in op.options if name not in CASTING}
-            cast_options = _options(first, **defaults, of_tensor=isinstance(first, ScaledTensor))
-            taken = (cast_options.replace(**extra) if extra else cast_options,)
+            casting = cast_options(first, **defaults, of_tensor=isinstance(first, ScaledTensor))
+            taken = (casting.replace(**extra) if extra else casting,)
         if op.validate is not None:
             targets.load(op.validate)(*values.values(), *taken)
-        return _run(op.name, framework, (*values.values(), *taken), named["prefer"])
+        return run(op.name, framework, (*values.values(), *taken), named["prefer"])
 
     function.__name__ = function.__qualname__ = op.name
     function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
@@ -443,7 +474,7 @@ def _argument(op: Operation, name: str, kind: Kind, x: Any) -> Any:
         return recipe
     operand = scaled(x)
     if kind is Kind.TENSOR:
-        return _need_scaled(op.name, operand)
+        return need_scaled(op.name, operand)
     if kind is not Kind.EITHER and isinstance(operand, ScaledTensor):
         raise UnsupportedError(f"{op.name} takes an array as {name}, got a ScaledTensor; pass its values: x.dequantize().")
     return operand
@@ -458,83 +489,6 @@ def plugins() -> list[Plugin]:
     ('breccia-core', 'active')
     """
     return list(registry().plugins)
-
-
-# -- checks of arguments ---------------------------------------------------------------------------------------------
-
-
-def _run(op: str, framework: Framework, arguments: tuple[Any, ...], prefer: Prefer) -> Any:
-    """The op by the framework's frontend, or by `calls` where it has none."""
-    known = registry()
-    function = known.functions.get((op, framework.name))
-    if function is None:
-        home = calls if framework.frontend is None else targets.load_module(framework.frontend)
-        function = known.functions[op, framework.name] = home.runner_of(known.operation(op))
-    return function(arguments, prefer)
-
-
-def _options(
-    x: Any,
-    axis: int,
-    scale: Any,
-    rounding: str,
-    seed: Any,
-    nonfinite: str,
-    storage: str,
-    out: Any,
-    of_tensor: bool = False,
-) -> CastOptions:
-    """The options of an op that casts `x`."""
-    if not of_tensor:
-        _check_array(x)
-    if (
-        scale is None
-        and out is None
-        and seed is None
-        and type(axis) is int
-        and (axis == -1 or (axis == -2 and len(shape_of(x)) > 1))
-        and rounding == "nearest"
-        and nonfinite == "propagate"
-        and storage == PLAIN
-    ):
-        return DEFAULT if axis == -1 else COLUMNS
-    if hasattr(seed, "dtype"):
-        seed = ops_of(x.data_source if of_tensor else x).seed(seed)
-    if isinstance(scale, Real) and not isinstance(scale, bool):  # NumPy's numbers too, for arrays of any framework
-        scale = float(scale)
-    options = CastOptions(axis, scale, rounding, seed, nonfinite, storage, out)
-    if storage != PLAIN:
-        registry().look_up("breccia_storages", storage, "storage")
-    axis = contraction_axis(axis, len(shape_of(x)))
-    return options if type(options.axis) is int and axis == options.axis else options.replace(axis=axis)
-
-
-def _framework_of_steps(x: Any, amaxes: Any, scale: Any) -> Framework:
-    """The framework of an array and of its amax history. Raises for a history that is none, or of another framework."""
-    history = check_history(amaxes, scale)
-    return common_framework(x, *history.values()) or same_framework({"x": x, **history})
-
-
-def _check_array(x: Any) -> None:
-    """Raise for a ScaledTensor in place of an array to cast."""
-    if isinstance(x, ScaledTensor):
-        raise UnsupportedError("x is a ScaledTensor already: breccia.requantize(x, recipe) converts it to another recipe.")
-
-
-def _arrays(**operands: Any) -> dict[str, Any]:
-    """By name, the array that determines the framework and device of an operand. Operands that are None are left out."""
-    return {name: array_of(x) for name, x in operands.items() if x is not None}
-
-
-def _need_scaled(op: str, st: Any) -> ScaledTensor:
-    """The ScaledTensor that `st` contains. Raises UnsupportedError."""
-    tensor = scaled(st)
-    if not isinstance(tensor, ScaledTensor):
-        raise UnsupportedError(
-            f"{op} takes a ScaledTensor, got {type(st).__name__}; quantize an array with breccia.cast, or wrap buffers with "
-            "breccia.from_buffer."
-        )
-    return tensor
 
 
 for _op in (cast, cast_pair, dequantize, requantize, matmul, cast_matmul, grouped_matmul, cast_ste, cast_ste_clipped):

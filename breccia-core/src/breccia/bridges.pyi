@@ -3,7 +3,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .policies import Policy
-from .recipes import ScalingRecipe
+from .recipe_bases import ScalingRecipe
 from .tensors.pair import TensorPair
 from .tensors.tensor import ScaledTensor
 
@@ -13,12 +13,12 @@ def compare(
     *,
     histograms: bool = False,
     advance: Any = None,
-    source_dialect: str | None = None,
+    source_dialect: str | tuple[str | None, str | None] | None = None,
 ) -> Any: ...
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    recipe: ScalingRecipe | str | Policy | Mapping[str, Any],
+    recipe: ScalingRecipe | str | Policy | Mapping[str, Any] | None = None,
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -27,6 +27,21 @@ def convert(
     histograms: bool = False,
     advance: Any = None,
     source_dialect: str | None = None,
+    dialect: str | None = None,
+    activations: str | None = None,
+    exact: bool = False,
+    restart: bool = False,
+    max_shard_size: int | str | None = None,
+    max_memory: int | str = "1GiB",
+    verify: str = "full",
+) -> Any: ...
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    original: str | os.PathLike[str] | None = None,
+    advance: Any = None,
+    source_dialect: str | tuple[str | None, str | None] | None = None,
 ) -> Any: ...
 def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant_state: Any = None) -> ScaledTensor: ...
 def from_compressed_tensors(module: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor: ...
@@ -45,12 +60,13 @@ def from_transformer_engine(
     te_t: Any, recipe: ScalingRecipe | None = None, *, usage: str | None = None, padding: str | None = None
 ) -> Any: ...
 def load_checkpoint(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     names: Sequence[str] | None = None,
     framework: str = "numpy",
     device: Any = None,
     source_dialect: str | None = None,
+    settings: Any = None,
 ) -> Any: ...
 def load_safetensors(
     path: str | os.PathLike[str],

@@ -67,14 +67,14 @@ def check_minifloat(codec: Minifloat) -> None:
 
 
 def _check_special_codes(codec: Minifloat) -> None:
-    """NaN and Inf must be the magnitudes above the largest finite one, so that no number is encoded as one of them."""
+    """NaN and Inf must be the magnitudes above the largest finite one, or NaN the code of -0: no number has these codes."""
     top, nan, inf = codec.magnitude_mask, codec.nan, codec.inf
-    if inf is None and nan not in (None, top):
+    if inf is None and nan not in (None, top) and not (codec.signed and nan == top + 1):
+        instead = f" or {top + 1:#x} (the code of -0, as in E4M3FNUZ)" if codec.signed else ""
         raise _error(
             codec,
             f"nan={nan:#x} is not the highest magnitude, {top:#x}, so a number would share its code or lie above it; declare "
-            f"nan={top:#x}, nan=None for a format without NaN, or inf= for one where all magnitudes above Inf are NaN. Formats "
-            "with NaN elsewhere (E4M3FNUZ: 0x80) are subclasses of Codec",
+            f"nan={top:#x}{instead}, nan=None for a format without NaN, or inf= for one where all magnitudes above Inf are NaN",
             nan=nan,
         )
     if inf is not None and (nan is None or not 0 < inf < nan <= top):
@@ -147,18 +147,18 @@ def check_integer(codec: Integer) -> None:
 
 
 def check_lookup(codec: Lookup) -> None:
-    """Raise RecipeError unless the table has an FP32 number for each code, +0 and a positive one among them."""
+    """Raise RecipeError unless the table has an FP32 number for each code, a positive one and no -0 among them."""
     _check_whole_numbers(codec, "bits")
     _check_width(codec, "a table")
     values: Any = codec.values
     fits = isinstance(values, tuple) and len(codec.values) == 1 << codec.bits
     fits = fits and all(math.isfinite(v) and _is_f32(v) for v in codec.values)
     negative_zero = any(v == 0 and math.copysign(1.0, v) < 0 for v in codec.values)
-    if not fits or 0.0 not in codec.values or max(codec.values) <= 0 or negative_zero:
+    if not fits or max(codec.values) <= 0 or negative_zero:
         raise _error(
             codec,
-            f"values must be {1 << codec.bits} finite FP32 numbers for {codec.bits} bits, with 0 (not -0.0) and a positive "
-            f"one, in a tuple; got {len(codec.values)}: {values!r}. Round each to FP32, and repeat a number to pad a shorter "
+            f"values must be {1 << codec.bits} finite FP32 numbers for {codec.bits} bits, with a positive one, and 0 as 0.0, "
+            f"in a tuple; got {len(codec.values)}: {values!r}. Round each to FP32, and repeat a number to pad a shorter "
             "table",
             values=values,
         )
@@ -185,6 +185,12 @@ def check_scale(codec: Codec, floats: tuple[Codec, ...]) -> None:
             codec=codec.name,
             bits=codec.bits,
         )
+
+
+def check_coded_scale(codec: Codec, floats: tuple[Codec, ...]) -> None:
+    """Raise RecipeError unless `codec` has 1 to 8 bits, or is one of `floats`, for scales that may be coded under others."""
+    if codec.bits > 8:
+        check_scale(codec, floats)
 
 
 def check_qmax(qmax: float, element: Codec, finer: list[Codec]) -> None:

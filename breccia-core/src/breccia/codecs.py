@@ -1,119 +1,25 @@
-"""Codecs: how a number is encoded as bits, for elements and scales.
+"""Codecs: how a number is encoded as bits, for elements and scales. Their kinds, and those of the built-in recipes.
 
 A codec is a value; `breccia.testing.oracle` reads its fields and enumerates exact rationals. The methods are part of the
-generic algorithm: integer arithmetic on FP32 bits in backend primitives (`Ops`) that avoids FP32 subnormals, so that
-flush-to-zero modes and rewriting compilers cannot change a byte.
+generic algorithm; see `codec_base`.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from .codec_base import Codec as Codec
 from .codec_checks import check_integer, check_lookup, check_minifloat, check_power_of_two
-from .errors import RecipeError
+from .fp32 import F32_INF, MAGNITUDE, NORMAL, f32, f32_bits, next_f32, round_shift, significand
+from .fp32 import MANTISSA as MANTISSA
 from .locks import cached_property
 
 if TYPE_CHECKING:
     from .arrays.ops import Array, Ops
-
-#: Bit masks of FP32: all bits except the sign, the mantissa field, the smallest normal number (also the implicit bit), and Inf.
-MAGNITUDE = 0x7FFFFFFF
-MANTISSA = 0x007FFFFF
-NORMAL = 0x00800000
-F32_INF = 0x7F800000
-_F32_NAN = 0x7FC00000
-_MIN_NORMAL = 2.0**-126
-
-
-@dataclass(frozen=True)
-class Codec:
-    """One number format of `bits` bits.
-
-    `dtype` is its dtype name ("float8_e4m3fn") in torch, JAX, ml_dtypes and safetensors'
-    table; None where no framework has a dtype with one code per item.
-    """
-
-    name: str
-    bits: int
-    dtype: str | None
-    source: str
-
-    @property
-    def max(self) -> float:
-        """Largest finite value a cast writes; larger input saturates."""
-        raise RecipeError(f"codec {self.name!r} does not declare its largest value")
-
-    def value(self, code: int) -> float:
-        """The value of `code`."""
-        raise RecipeError(f"codec {self.name!r} does not declare its values")
-
-    @cached_property
-    def table(self) -> tuple[int, ...]:
-        """FP32 bit pattern of every code, for codecs of at most 8 bits."""
-        return tuple(f32_bits(self.value(code)) for code in range(1 << self.bits))
-
-    def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
-        """int32 codes of FP32 `y`: rounded to nearest, or stochastically by the random int32 `word`; saturating.
-
-        Ties go to the even code; in E8M0, upwards (docs/spec/numerics.md, section 2).
-
-        NaN and Inf are written as the codec's own codes; a codec without NaN saturates Inf, and writes NaN unspecified.
-        """
-        raise RecipeError(f"codec {self.name!r} does not say how to encode")
-
-    def read(self, ops: Ops, stored: Array) -> Array:
-        """FP32 values of stored items, exactly."""
-        return self.decode(ops, ops.load(stored))
-
-    def decode(self, ops: Ops, codes: Array) -> Array:
-        """FP32 values of int32 codes, exactly."""
-        return ops.bitcast_to_float(ops.take(self.table, codes))
-
-    def multiply(self, ops: Ops, v: Array, stored: Array) -> Array:
-        """fl(v * scale) for scales stored in this codec."""
-        return v * self.read(ops, stored)
-
-    def divide(self, ops: Ops, x: Array, stored: Array, global_scale: Array | None = None) -> tuple[Array, Array]:
-        """(x times the reciprocal of the scale, whether the scale is usable); one reciprocal per scale.
-
-        The scale is `stored` times `global_scale`, the FP32 global scale, if there is one. Usable scales are positive
-        normal numbers with a normal reciprocal; elsewhere the first result is 0.
-        """
-        scale = self.read(ops, stored)
-        if global_scale is not None:
-            scale = scale * global_scale
-        usable = (scale >= _MIN_NORMAL) & (scale <= 1 / _MIN_NORMAL)
-        inverse = ops.div(1.0, ops.where(usable, scale, 1.0))
-        return ops.where(usable, x * inverse, 0.0), usable
-
-    def encode_exponent(self, ops: Ops, n: Array) -> Array:
-        """Codes of 2^n for int32 `n`, clipped to the codec's range."""
-        raise RecipeError(f"codec {self.name!r} cannot store the power-of-two scales of this rule")
-
-    def accept(self, ops: Ops, stored: Array) -> Array:
-        """Codes of supplied scales; NaN for those that are not valid positive scales."""
-        return ops.where(self.read(ops, stored) > 0, ops.load(stored), self.need_nan())
-
-    @property
-    def zero_scale(self) -> int:
-        """Code of an all-zero block's scale."""
-        return 0
-
-    @property
-    def nan_code(self) -> int | None:
-        """Code written for NaN; None where the codec has none."""
-        return None
-
-    def need_nan(self) -> int:
-        """`nan_code`, for scales, which must be able to represent NaN. Raises RecipeError."""
-        if self.nan_code is None:
-            raise RecipeError(f"scales stored as {self.name} cannot represent NaN, which the numerics contract requires.")
-        return self.nan_code
 
 
 @dataclass(frozen=True)
@@ -121,8 +27,8 @@ class Minifloat(Codec):
     """Sign, `exponent_bits`, `mantissa_bits`: value (-1)^s * 2^(e - bias) * 1.m, subnormal where e == 0.
 
     `largest` is the largest finite number. `nan` is the code written for NaN and `inf` the code of +Inf, None where the
-    format has none. With `inf`, all greater magnitudes are NaN (IEEE style); without it, only `nan` ("fn" style), the
-    highest magnitude.
+    format has none. With `inf`, all greater magnitudes are NaN (IEEE style). Without it, only `nan` is: the highest magnitude
+    ("fn" style), or the sign bit alone ("fnuz" style), in place of -0. What rounds to zero is then written as +0.
     `scale_min` is the smallest scale written for a nonzero block; 0.0 if the scale may underflow to 0.
     `signed=False`: no sign bit; negative numbers are written as 0, -Inf as NaN. The top bit may be unused
     (UE4M3): codes with it set decode to NaN.
@@ -136,7 +42,7 @@ class Minifloat(Codec):
     largest: float
     nan: int | None = None
     inf: int | None = None
-    scale_min: float = 0.0
+    scale_min: float = 0.0  # type: ignore[override]
     signed: bool = True
 
     def __post_init__(self) -> None:
@@ -152,15 +58,17 @@ class Minifloat(Codec):
         return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
 
     @property
-    def highest(self) -> int:
-        """The code of the largest finite number."""
-        above = self.nan if self.inf is None else self.inf
-        return self.magnitude_mask if above is None else above - 1
+    def fnuz(self) -> bool:
+        """Whether the code of -0 is NaN, as in E4M3FNUZ."""
+        return self.signed and self.nan == self.magnitude_mask + 1
 
     @property
-    def scale_max(self) -> float:
-        """Largest scale written: 2^126 at most, so that its FP32 reciprocal is a normal number."""
-        return min(self.largest, 2.0**126)
+    def highest(self) -> int:
+        """The code of the largest finite number."""
+        if self.fnuz:
+            return self.magnitude_mask
+        above = self.nan if self.inf is None else self.inf
+        return self.magnitude_mask if above is None else above - 1
 
     @property
     def zero_scale(self) -> int:
@@ -181,6 +89,8 @@ class Minifloat(Codec):
         magnitude = code & self.magnitude_mask
         sign = -1.0 if code != magnitude else 1.0
         if sign < 0 and not self.signed:
+            return math.nan
+        if code == self.nan:
             return math.nan
         if magnitude == self.inf:
             return sign * math.inf
@@ -206,7 +116,10 @@ class Minifloat(Codec):
         code = ops.native_cast(y, self) if word is None else None
         if code is None:
             finite = magnitude if self.signed else ops.where(u < 0, 0, magnitude)
-            code = self._rounded(ops, finite, word) | sign
+            rounded = self._rounded(ops, finite, word)
+            code = rounded | sign
+            if self.fnuz:
+                code = ops.where(rounded == 0, 0, code)
         if self.nan is None:
             return code
         infinite = self.nan if self.inf is None else sign | self.inf
@@ -220,8 +133,8 @@ class Minifloat(Codec):
         exponent = finite >> 23
         first = 128 - self.bias  # FP32's exponent field of this codec's smallest normal number
         shift = 23 - self.mantissa_bits + ops.maximum(first - exponent, 0)
-        significand = _round_shift(ops, _significand(ops, finite), shift, word)
-        code = significand + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
+        rounded = round_shift(ops, significand(ops, finite), shift, word)
+        code = rounded + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
         # The codec's exponent range goes below FP32's normal numbers; zero (exponent field 0) must still encode as 0.
         return code if first > 0 else ops.where(finite < NORMAL, 0, code)
 
@@ -330,7 +243,7 @@ class Integer(Codec):
             return (rounded + ops.to_int32(zero_point)) & ((1 << self.bits) - 1)
         u = ops.bitcast_to_int(y)
         magnitude = u & MAGNITUDE
-        rounded_magnitude = _round_shift(ops, _significand(ops, magnitude), 150 - (magnitude >> 23), word)
+        rounded_magnitude = round_shift(ops, significand(ops, magnitude), 150 - (magnitude >> 23), word)
         signed = ops.where(u < 0, -rounded_magnitude, rounded_magnitude) + ops.to_int32(zero_point)
         return signed & ((1 << self.bits) - 1)
 
@@ -339,7 +252,8 @@ class Integer(Codec):
 class Lookup(Codec):
     """Code c stands for `values[c]`: 2^bits FP32 numbers in any order; at most 8 bits.
 
-    Zero and a positive number are among them. Several codes may stand for one number: all decode to it, casts write the lowest.
+    A positive number is among them, and zero, unless the table is only decoded. Several codes may stand for one number: all
+    decode to it, casts write the lowest.
     Scales are computed from the largest value, as for signed integers.
     Raises RecipeError for any other table.
     """
@@ -373,7 +287,7 @@ class Lookup(Codec):
             t = f32(float(middle))
             tie_goes_down = low != high and (high % 2 == 1 or low % 2 == 0)
             while Fraction(t) < middle or (Fraction(t) == middle and tie_goes_down):
-                t = _next_f32(t)
+                t = next_f32(t)
             thresholds.append(f32_bits(t))
         return tuple(thresholds)
 
@@ -393,6 +307,13 @@ class Lookup(Codec):
         up = ops.to_int32(ops.minimum(f, 1.0) * 2.0**30) + ((word >> 2) & 0x3FFFFFFF) >= 1 << 30
         return self._codes(ops, ops.where(up, place + 1, place))
 
+    def encode_exponent(self, ops: Ops, n: Array) -> Array:
+        """As `Codec.encode_exponent`, in a table of consecutive powers of two."""
+        first = math.frexp(self.values[0])[1] - 1
+        if self.values != tuple(math.ldexp(1.0, first + code) for code in range(len(self.values))):
+            return super().encode_exponent(ops, n)
+        return ops.minimum(ops.maximum(n - first, 0), len(self.values) - 1)
+
     def _place(self, ops: Ops, y: Array, starts: tuple[int, ...]) -> Array:
         """Largest position whose start is <= y, by bisection; 0 if there is none."""
         place = ops.bitcast_to_int(y) * 0
@@ -405,50 +326,15 @@ class Lookup(Codec):
         return place if self.order == tuple(range(len(self.order))) else ops.take(self.order, place)
 
 
-def f32(value: float) -> float:
-    """The FP32 number nearest to `value`."""
-    return struct.unpack("<f", struct.pack("<f", value))[0]
-
-
-def _next_f32(value: float) -> float:
-    """The FP32 number just above the finite FP32 number `value`."""
-    u = struct.unpack("<i", struct.pack("<f", value))[0]
-    if value == 0:
-        u = 1
-    else:
-        u += 1 if value > 0 else -1
-    return struct.unpack("<f", struct.pack("<i", u))[0]
-
-
-def f32_bits(value: float) -> int:
-    """Bit pattern of the FP32 number nearest to `value`; the quiet NaN for any NaN."""
-    return _F32_NAN if math.isnan(value) else struct.unpack("<I", struct.pack("<f", value))[0]
-
-
-def _significand(ops: Ops, magnitude: Array) -> Array:
-    """24-bit significand of FP32 magnitude bits; 0 for FP32 subnormals, which are treated as zero."""
-    return ops.where(magnitude < NORMAL, 0, (magnitude & MANTISSA) | NORMAL)
-
-
-def _round_shift(ops: Ops, m: Array, shift: Array, word: Array | None) -> Array:
-    """m / 2^shift rounded to an integer, for 0 <= m < 2^24 and shift >= 1.
-
-    Nearest, ties to even; or stochastic: rounds up where the fraction's first 30 bits plus the top 30 of `word` carry.
-    """
-    cut = ops.minimum(shift, 30)
-    m = m >> ops.minimum(shift - cut, 31)
-    one = cut * 0 + 1
-    if word is None:
-        return (m + (one << (cut - 1)) - 1 + ((m >> cut) & 1)) >> cut
-    return (m + ((word >> (32 - cut)) & ((one << cut) - 1))) >> cut
-
-
 _OCP8 = "OCP 8-bit Floating Point Specification (OFP8) v1.0"
 _MX = "OCP Microscaling Formats (MX) Specification v1.0"
+_FNUZ = "AMD Instinct MI300 ISA (CDNA 3), FP8 and BF8; 8-bit Numerical Formats for Deep Neural Networks (arXiv:2206.02915)"
 _IEEE = "IEEE 754-2019"
 
 E4M3 = Minifloat("E4M3", 8, "float8_e4m3fn", f"{_OCP8}, section 5", 4, 3, 7, 448.0, nan=0x7F)
 E5M2 = Minifloat("E5M2", 8, "float8_e5m2", f"{_OCP8}, section 5", 5, 2, 15, 57344.0, nan=0x7F, inf=0x7C)
+E4M3FNUZ = Minifloat("E4M3FNUZ", 8, "float8_e4m3fnuz", _FNUZ, 4, 3, 8, 240.0, nan=0x80)
+E5M2FNUZ = Minifloat("E5M2FNUZ", 8, "float8_e5m2fnuz", _FNUZ, 5, 2, 16, 57344.0, nan=0x80)
 UE4M3 = Minifloat(
     "UE4M3", 8, None, "NVIDIA PTX ISA, alternate floating point data formats: .ue4m3", 4, 3, 7, 448.0, nan=0x7F, signed=False
 )
@@ -457,10 +343,15 @@ E2M1 = Minifloat("E2M1", 4, None, f"{_MX}, section 5.3.3", 2, 1, 1, 6.0)
 E2M3 = Minifloat("E2M3", 6, None, f"{_MX}, section 5.3.2", 2, 3, 1, 7.5)
 E3M2 = Minifloat("E3M2", 6, None, f"{_MX}, section 5.3.2", 3, 2, 3, 28.0)
 E8M0 = PowerOfTwo("E8M0", 8, "float8_e8m0fnu", f"{_MX}, section 5.4.1", 127, nan=255)
-INT4 = Integer("INT4", 4, None, "two's complement", True)
-UINT4 = Integer("UINT4", 4, None, "unsigned binary", False)
-INT8 = Integer("INT8", 8, "int8", "two's complement", True)
-UINT8 = Integer("UINT8", 8, None, "unsigned binary", False)
+#: Integers by width and whether they are signed. One signed bit has no positive value, from which scales are computed.
+INTEGERS: dict[tuple[int, bool], Integer] = {
+    (codec.bits, codec.signed): codec
+    for codec in (
+        *(Integer(f"INT{n}", n, "int8" if n == 8 else None, "two's complement", True) for n in range(2, 9)),
+        *(Integer(f"UINT{n}", n, None, "unsigned binary", False) for n in range(1, 9)),
+    )
+}
+INT4, UINT4, INT8, UINT8 = INTEGERS[4, True], INTEGERS[4, False], INTEGERS[8, True], INTEGERS[8, False]
 MXINT8 = Integer("MXINT8", 8, "int8", f"{_MX}, section 5.3.4", True, fraction_bits=6)
 NF4 = Lookup(
     "NF4",
@@ -485,6 +376,14 @@ NF4 = Lookup(
         0.7229568362236023,
         1.0,
     ),
+)
+TERNARY = Lookup("TERNARY", 2, None, "llama.cpp, ggml-quants.c: TQ1_0, TQ2_0", (-1.0, 0.0, 1.0, 2.0))
+IQ4 = Lookup(
+    "IQ4",
+    4,
+    None,
+    "llama.cpp, ggml-common.h: kvalues_iq4nl",
+    (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0),
 )
 F16 = Minifloat("F16", 16, "float16", f"{_IEEE}, binary16", 5, 10, 15, 65504.0, nan=0x7E00, inf=0x7C00, scale_min=2.0**-24)
 BF16 = Minifloat(
@@ -515,8 +414,9 @@ F32 = Minifloat(
 )
 
 CODECS: tuple[Codec, ...] = (
-    *(E4M3, E5M2, E2M1, E2M3, E3M2, E8M0, UE4M3, UE5M3),
-    *(INT4, UINT4, INT8, UINT8, MXINT8, NF4, F32, F16, BF16),
+    *(E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E2M1, E2M3, E3M2, E8M0, UE4M3, UE5M3),
+    *dict.fromkeys((INT4, UINT4, INT8, UINT8, *INTEGERS.values())),
+    *(MXINT8, NF4, F32, F16, BF16, TERNARY, IQ4),
 )
 #: The codecs of the floating dtypes that arrays may have, by the names in recipes.
 FLOAT_CODECS = {"fp16": F16, "bf16": BF16, "fp32": F32}

@@ -19,6 +19,10 @@ from .recipes import ScalingRecipe
 
 #: Dtypes of a file by the suffix of a tensor's name; () allows any.
 Parts = Mapping[str, tuple[str, ...]]
+#: The fields of a `Dialect` that refer to functions.
+FUNCTIONS = ("form", "read", "stored", "write", "config", "header", "file", "settings")
+#: The settings of a config for the values of a module; None for a module that the config leaves as it is.
+SettingsOf = Callable[[str], Mapping[str, Any] | None]
 
 
 class Entry(NamedTuple):
@@ -54,6 +58,13 @@ class TensorGroup:
             return None
         return module + dot + name.removeprefix(self.prefix) + self.value
 
+    def stem(self, name: str) -> str | None:
+        """What the names of the parts of a value begin with: the inverse of `named`; None if no value has such a name."""
+        module, dot, own = name.rpartition(".")
+        if not own.endswith(self.value) or (self.prefix and own == self.value):
+            return None
+        return module + dot + self.prefix + own.removesuffix(self.value)
+
     def check(self, what: str) -> None:
         """Raise PluginError, naming `what`, if the declaration is invalid."""
         for name, parts in (("parts", self.parts), ("optional", self.optional)):
@@ -80,17 +91,34 @@ class ValueForm:
     recipe: of the ScaledTensor that `Dialect.read` returns. shape: the logical shape of that tensor.
     layout: if it is not the recipe's own for that shape, such as a PerGroupIndex.
     is_transposed: whether the model's value is the transpose of that tensor, in its last two axes.
+    activations: how its layer is asked to quantize inputs, where it is written: a recipe's spec, "none", or None for what the
+        library does by default. Some dialects store codes in another way then.
+    dtype: of the model's other weights, in which its layers compute, as a file names it; where it is written.
     """
 
     recipe: ScalingRecipe
     shape: Shape
     layout: Layout | None = None
     is_transposed: bool = False
+    activations: str | None = None
+    dtype: str = "BF16"
 
     @property
     def fitted_layout(self) -> Layout:
         """`layout`, or by default the recipe's own for the shape."""
         return self.recipe.layout.fitted(self.shape) if self.layout is None else self.layout
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """How a dialect stores a value, before it is written: the inverse of `ValueForm`.
+
+    entries: the dtype and shape of each part in a file, by the end of its name.
+    settings: what the config says of the value's module, in the terms of the dialect's own `config`.
+    """
+
+    entries: Mapping[str, Entry]
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class StoredValue(Mapping[str, Any]):
@@ -158,10 +186,28 @@ class Dialect:
         library does not write, and UnsupportedError for what no recipe holds.
     read: object reference of f(value: StoredValue, form: ValueForm) -> ScaledTensor on NumPy, with every code and scale as
         stored.
-    write: object reference of f(st: ScaledTensor, settings) -> {end: (dtype of a file, array)}, the inverse of `read`.
-    settings: object reference of f(config, module) -> the settings of the values of a module, or None for a module that the
-        config leaves; by default the config itself.
+    stored: object reference of f(form: ValueForm) -> StoredForm, the inverse of `form`, from the form alone. It raises
+        UnsupportedError for a form that the dialect does not hold.
+    write: object reference of f(st: ScaledTensor, stored: StoredForm) -> {end: NumPy array}, the inverse of `read`: the arrays
+        of `stored.entries`, with every code and scale as it is. Types that NumPy lacks are unsigned integers with their bits.
+    config: object reference of f(stored: {name of a module: StoredForm}, plain: names of modules whose matrix is not quantized,
+        activations: str | None) -> {name of a file: {key: setting}}: what the library's own loader expects in config.json,
+        whose other keys stay, and in files of its own. A module is the name of a value without ".weight".
+        activations: how layers quantize their inputs: a recipe's spec, "none", or None for what the library does by default.
+    header: object reference of f({name of a value: StoredForm}) -> {key: text}: metadata of every file of a checkpoint with
+        these values.
+    file: object reference of the class that plans and writes its one file, where that is no safetensors file: a subclass of
+        breccia_bridges.convert_file.FilePlan, which names the suffix.
+    recipes: specs of recipes that it stores, as examples of all of them; the first is what `convert` takes by default.
+    settings: object reference of f(config) -> a `SettingsOf`, which gets the name of a module; by default the config itself.
+        It is called once for a config, so that long lists are read once.
+    embeddings: whether the library also reads embeddings that are quantized; most have quantized linear layers only.
     remedy: for a dialect without `read`, which is recognized only: what the user can do.
+    activations: ends of tensors that say how a layer quantizes its inputs, outputs or cache, such as "input_scale". They are no
+        part of a value, and mean nothing where values have left the dialect.
+    factors: ends of tensors by which a layer multiplies its inputs: its weight is the model's only together with them.
+    metadata: keys of a file's metadata that describe its tensors, beside keys that are names of values. They announce a dialect
+        without `configs`.
 
     Raises PluginError, in `check`, for an invalid declaration.
     """
@@ -172,9 +218,18 @@ class Dialect:
     groups: tuple[TensorGroup, ...] = ()
     form: str | None = None
     read: str | None = None
+    stored: str | None = None
     write: str | None = None
+    config: str | None = None
+    header: str | None = None
+    file: str | None = None
+    recipes: tuple[str, ...] = ()
     settings: str | None = None
+    embeddings: bool = False
     remedy: str = ""
+    activations: tuple[str, ...] = ()
+    factors: tuple[str, ...] = ()
+    metadata: tuple[str, ...] = ()
     plugin: str = field(default="", compare=False)
 
     @property
@@ -203,14 +258,25 @@ class Dialect:
                 f"{what}: configs is a tuple of mappings from keys to allowed values, like "
                 f"({{'quant_method': ('gptq',)}},); got {self.configs!r}."
             )
+        examples = {"activations": "input_scale", "factors": "pre_quant_scale", "metadata": "tensor_names", "recipes": "mxfp8"}
+        for name, example in examples.items():
+            listed: tuple[str, ...] = getattr(self, name)
+            if not isinstance(listed, tuple) or not all(isinstance(one, str) and one for one in listed):
+                raise PluginError(f"{what}: {name} is a tuple of str, like ({example!r},); got {listed!r}.")
+        if not isinstance(self.embeddings, bool):
+            raise PluginError(f"{what}: embeddings is True or False; got {self.embeddings!r}.")
         if not isinstance(self.groups, tuple) or not all(isinstance(group, TensorGroup) for group in self.groups):
             raise PluginError(f"{what}: groups is a tuple of breccia.backend.TensorGroup; got {self.groups!r}.")
         for group in self.groups:
             group.check(what)
-        for name in ("form", "read", "write", "settings"):
+        for name in FUNCTIONS:
             if (target := getattr(self, name)) is not None:
                 targets.check(target, f"{what}: {name}")
         if (self.form is None) != (self.read is None) or (self.read is not None and not self.groups):
             raise PluginError(f"{what}: form and read are given together, with the groups that they read.")
+        if (self.stored is None) != (self.write is None) or (self.write is not None and not (self.read and self.recipes)):
+            raise PluginError(f"{what}: stored and write are given together, with read and the recipes that they store.")
+        if self.file is not None and self.write is None:
+            raise PluginError(f"{what}: file is for a dialect with write.")
         if self.read is None and not self.remedy:
             raise PluginError(f"{what}: a dialect without read has a remedy: what users can do with such a checkpoint.")

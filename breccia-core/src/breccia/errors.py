@@ -87,6 +87,10 @@ class PluginWarning(UserWarning):
     """One plug-in was set aside, or breaks a rule of manifests; the others work."""
 
 
+class DialectWarning(UserWarning):
+    """Loaded arrays are the codes and scales of another library, which another function decodes; the message names it."""
+
+
 class DtypeWarning(UserWarning):
     """A framework lacks the dtype of some loaded arrays; they stay NumPy arrays, so no value changes."""
 

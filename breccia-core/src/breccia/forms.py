@@ -11,7 +11,8 @@ import math
 import struct
 from dataclasses import dataclass
 
-from .codecs import F32, NORMAL, Codec, Integer, Lookup, Minifloat, f32_bits
+from .codecs import F32, Codec, Integer, Lookup, Minifloat
+from .fp32 import NORMAL, f32_bits
 from .locks import cached_property
 
 #: A non-negative number below 2^23 is rounded to an integer by adding this, and is then in the low bits of the sum.
@@ -143,18 +144,28 @@ class TableForm:
         return self.codec.order[sum(start <= 0 for start in self.starts)]
 
 
+def magnitudes_of(codec: Codec) -> FloatForm | None:
+    """The form of a minifloat's codes without their sign, or None.
+
+    In "fnuz" style (`Minifloat.fnuz`) the code 0 gets no sign; `form_of` is for kernels that do not know this.
+    """
+    if type(codec) is not Minifloat or codec.bits > 8 or not 1 <= codec.mantissa_bits <= 5:
+        return None
+    form = FloatForm(codec)
+    return form if form.step >= _FINEST and codec.max * 2.0**form.shift <= F32.max else None
+
+
 def form_of(codec: Codec) -> FloatForm | IntegerForm | TableForm | None:
     """The form that rounds to the codes of an element codec as `Codec.encode` does, of all FP32 numbers; or None.
 
-    Minifloats have at most 8 bits, and 1 to 5 mantissa bits. Midpoints of these are BF16 numbers with a last bit of 0, so that
-    numbers may also be cut to BF16 first, with a last bit of 1 in place of what is cut off.
+    Minifloats have at most 8 bits, 1 to 5 mantissa bits, and are not in "fnuz" style. Midpoints of these are BF16 numbers with
+    a last bit of 0, so that numbers may also be cut to BF16 first, with a last bit of 1 in place of what is cut off.
     """
-    if type(codec) is Minifloat and codec.bits <= 8 and 1 <= codec.mantissa_bits <= 5:
-        form = FloatForm(codec)
-        return form if form.step >= _FINEST and codec.max * 2.0**form.shift <= F32.max else None
+    if type(codec) is Minifloat:
+        return None if codec.fnuz else magnitudes_of(codec)
     if type(codec) is Integer:
         form = IntegerForm(codec)
         return form if form.unit >= _FINEST and form.magic <= F32.max else None
-    if type(codec) is Lookup and min(abs(value) for value in codec.values if value) >= _FINEST:
+    if type(codec) is Lookup and 0.0 in codec.values and min(abs(value) for value in codec.values if value) >= _FINEST:
         return TableForm(codec)
     return None

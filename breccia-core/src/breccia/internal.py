@@ -18,20 +18,21 @@ _HOMES: dict[str, str] = {
     "storing": "",
     **dict.fromkeys(("measuring", "storages"), "kernels"),
     **dict.fromkeys(("bit_pattern", "device_of", "output_dtype"), "arrays.frameworks"),
-    **dict.fromkeys(
-        ("FIELDS", "check_scaled", "fill", "logical_shape", "restored", "transposed", "with_parts"), "tensors.tensor"
-    ),
+    **dict.fromkeys(("FIELDS", "check_scaled", "fill", "logical_shape", "restored", "transposed"), "tensors.tensor"),
     "ADVICE": "tensors.advice",
-    "part_grids": "tensors.components",
+    **dict.fromkeys(("part_grids", "with_parts"), "tensors.components"),
     "check_parts": "tensors.checks",
-    **dict.fromkeys(("packed_length", "whole_unit"), "tensors.grids"),
+    **dict.fromkeys(("in_records", "packed_length", "whole_unit"), "tensors.grids"),
     **dict.fromkeys(("cached_property", "reentrant"), "locks"),
     **dict.fromkeys(("layout_of_tensor", "placed"), "layouts"),
     "fragments": "tensors",
-    **dict.fromkeys(("FLOAT_CODECS", "FLOAT_NAMES", "MAGNITUDE", "MANTISSA", "NORMAL", "f32", "f32_bits"), "codecs"),
-    **dict.fromkeys(("check_choices", "one_of"), "recipes"),
+    **dict.fromkeys(("FLOAT_CODECS", "FLOAT_NAMES"), "codecs"),
+    **dict.fromkeys(("MAGNITUDE", "MANTISSA", "NORMAL", "f32_bits"), "fp32"),
+    **dict.fromkeys(("check_choices", "one_of"), "recipe_fields"),
     **dict.fromkeys(("InternedKey", "check_positive", "rebuilt", "spelled"), "declared"),
-    **dict.fromkeys(("keeps_parts", "renames", "repeats"), "kernels.exact"),
+    **dict.fromkeys(("keeps_parts", "repeats"), "kernels.exact"),
+    **dict.fromkeys(("NEW_CODES", "decided", "keeps_values"), "kernels.exactness"),
+    "Record": "formats",
     "numpy": "kernels",
     **dict.fromkeys(
         ("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"
@@ -42,7 +43,7 @@ _HOMES: dict[str, str] = {
     "once": "targets",
     **dict.fromkeys(("PRESETS", "check_patterns", "kept_kind", "matches"), "policies"),
     **dict.fromkeys(("kind_in_file", "size"), "models"),
-    "recipe_names": "cli.main",
+    "recipe_names": "cli.completion",
 }
 
 __all__ = [*sorted(_HOMES)]

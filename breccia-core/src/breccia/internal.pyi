@@ -2,14 +2,9 @@ from . import storing as storing
 from .arrays.frameworks import bit_pattern as bit_pattern
 from .arrays.frameworks import device_of as device_of
 from .arrays.frameworks import output_dtype as output_dtype
-from .cli.main import recipe_names as recipe_names
+from .cli.completion import recipe_names as recipe_names
 from .codecs import FLOAT_CODECS as FLOAT_CODECS
 from .codecs import FLOAT_NAMES as FLOAT_NAMES
-from .codecs import MAGNITUDE as MAGNITUDE
-from .codecs import MANTISSA as MANTISSA
-from .codecs import NORMAL as NORMAL
-from .codecs import f32 as f32
-from .codecs import f32_bits as f32_bits
 from .declared import InternedKey as InternedKey
 from .declared import check_positive as check_positive
 from .declared import rebuilt as rebuilt
@@ -20,14 +15,21 @@ from .errors import abbreviated as abbreviated
 from .errors import check_names as check_names
 from .errors import printable as printable
 from .errors import suggestion as suggestion
+from .formats import Record as Record
+from .fp32 import MAGNITUDE as MAGNITUDE
+from .fp32 import MANTISSA as MANTISSA
+from .fp32 import NORMAL as NORMAL
+from .fp32 import f32_bits as f32_bits
 from .json_text import parsed_json as parsed_json
 from .json_text import unique_keys as unique_keys
 from .kernels import measuring as measuring
 from .kernels import numpy as numpy
 from .kernels import storages as storages
 from .kernels.exact import keeps_parts as keeps_parts
-from .kernels.exact import renames as renames
 from .kernels.exact import repeats as repeats
+from .kernels.exactness import NEW_CODES as NEW_CODES
+from .kernels.exactness import decided as decided
+from .kernels.exactness import keeps_values as keeps_values
 from .kernels.numpy.codes import Blocks as Blocks
 from .kernels.numpy.codes import FloatCodes as FloatCodes
 from .kernels.numpy.codes import IntegerCodes as IntegerCodes
@@ -45,8 +47,8 @@ from .policies import PRESETS as PRESETS
 from .policies import check_patterns as check_patterns
 from .policies import kept_kind as kept_kind
 from .policies import matches as matches
-from .recipes import check_choices as check_choices
-from .recipes import one_of as one_of
+from .recipe_fields import check_choices as check_choices
+from .recipe_fields import one_of as one_of
 from .siblings import ML_DTYPES as ML_DTYPES
 from .siblings import install as install
 from .targets import once as once
@@ -54,6 +56,8 @@ from .tensors import fragments as fragments
 from .tensors.advice import ADVICE as ADVICE
 from .tensors.checks import check_parts as check_parts
 from .tensors.components import part_grids as part_grids
+from .tensors.components import with_parts as with_parts
+from .tensors.grids import in_records as in_records
 from .tensors.grids import packed_length as packed_length
 from .tensors.grids import whole_unit as whole_unit
 from .tensors.tensor import FIELDS as FIELDS
@@ -62,6 +66,5 @@ from .tensors.tensor import fill as fill
 from .tensors.tensor import logical_shape as logical_shape
 from .tensors.tensor import restored as restored
 from .tensors.tensor import transposed as transposed
-from .tensors.tensor import with_parts as with_parts
 
 __all__: list[str]

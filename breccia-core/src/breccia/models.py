@@ -115,13 +115,14 @@ def none_chosen(caller: str, left: Mapping[str, str], hint: str = "", what: str 
 
 def _ruled(p: Parameter, policy: Policy) -> tuple[WeightRule | None, str]:
     """The rule of a parameter, and the reason to leave it."""
-    pattern = policy.deciding(p.name, (kept_kind(p.name), p.kind))
+    kinds = kept_kind(p.name), p.kind
+    pattern = policy.deciding(p.name, kinds)
     if pattern is not None:
         rule = next(rule for known, rule in policy.rules if known == pattern)
         return rule, EXCLUDED if rule is None else ""
     if policy.default is None:
         return None, NO_RULE
-    for kind in (kept_kind(p.name), p.kind):
+    for kind in kinds:
         if kind in PRESETS[policy.preset] and not (p.why and kind in (NO_MATRIX, CONVOLUTION)):  # a reason says more
             return None, kind
     return policy.default, ""

@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -62,8 +63,14 @@ def kept_kind(name: str) -> str:
     name: the full name of a tensor in a checkpoint or a model's state: "model.layers.0.mlp.gate.weight" is a router. Names of
         Flax's parameters are read as those of torch: "params.mlp.gate.kernel" is one, too.
     """
-    names = (name, _as_in_torch(name))
-    return next((kind for kind, patterns in KEPT.items() if any(matches(n, patterns) for n in names)), "")
+    names = {name, _as_in_torch(name)}
+    return next((kind for kind, pattern in _kept_patterns().items() if any(map(pattern.match, names))), "")
+
+
+@cache
+def _kept_patterns() -> dict[str, re.Pattern[str]]:
+    """One pattern for each kind of `KEPT`."""
+    return {kind: re.compile("|".join(map(translate, patterns))) for kind, patterns in KEPT.items()}
 
 
 def _as_in_torch(name: str) -> str:

@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .codecs import F32_INF, MAGNITUDE, MANTISSA, Codec, Integer, Minifloat, f32, f32_bits
+from .codecs import Codec, Integer, Lookup, Minifloat, PowerOfTwo
 from .errors import RecipeError
+from .fp32 import F32_INF, MAGNITUDE, MANTISSA, f32, f32_bits
 
 if TYPE_CHECKING:
     from .arrays.ops import Array, Ops
@@ -49,7 +50,7 @@ class Linear(Rule):
     margin: int = 0
 
     def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None) -> Array:
-        codec = self._floating(codec)
+        self._check(codec)
         t = self._ratio(ops, statistic, element, qmax)
         t = flushed(ops, t)
         if qmax < 1:  # else the ratio cannot overflow
@@ -64,10 +65,10 @@ class Linear(Rule):
     def _ratio(self, ops: Ops, statistic: Array, element: Codec, qmax: float) -> Array:
         return ops.div(statistic, qmax)
 
-    def _floating(self, codec: Codec) -> Minifloat:
-        if not isinstance(codec, Minifloat):
-            raise RecipeError(f"rule {self.name!r} writes float scales; {codec.name} has powers of two only: use 'rceil'.")
-        return codec
+    def _check(self, codec: Codec) -> None:
+        if isinstance(codec, PowerOfTwo | Lookup):
+            other = "has powers of two only" if isinstance(codec, PowerOfTwo) else "is a table"
+            raise RecipeError(f"rule {self.name!r} writes float scales; {codec.name} {other}: use 'rceil'.")
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Inverse(Linear):
     def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None) -> Array:
         if global_scale is not None:
             raise RecipeError(f"rule {self.name!r} is for formats with one scale level; use 'linear' under a global scale.")
-        codec = self._floating(codec)
+        self._check(codec)
         if codec.scale_max < 2.0**126:
             raise RecipeError(
                 f"rule {self.name!r} needs a codec for scales up to 2^126; the largest of {codec.name} is "
@@ -147,11 +148,14 @@ class Exponent(Rule):
     `rceil`: smallest 2^n with amax <= qmax * 2^n. Nothing saturates.
     `floor`: 2^(floor(log2 amax) - floor(log2 qmax)); OCP MX v1.0 section 6.3. The largest element may saturate.
     `even`: `floor` after rounding amax's mantissa to the element's mantissa bits, ties away from zero.
+    Under a coarser scale, in a table of powers of two: the same of amax / scale.
     """
 
     def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None) -> Array:
         if global_scale is not None:
-            raise RecipeError(f"rule {self.name!r} is for formats with one scale level; use 'linear' under a global scale.")
+            if not isinstance(codec, Lookup):
+                raise RecipeError(f"rule {self.name!r} is for formats with one scale level; use 'linear' under a global scale.")
+            statistic = flushed(ops, saturated(ops, ops.div(statistic, global_scale)))
         cap = f32_bits(qmax)
         carry = self.carry(element, cap)
         return codec.encode_exponent(ops, ((ops.bitcast_to_int(statistic) + carry) >> 23) - (cap >> 23))

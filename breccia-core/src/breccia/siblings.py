@@ -56,7 +56,7 @@ TRITON = Sibling(
 BRIDGES = Sibling(
     "breccia-bridges",
     "other libraries' tensors, checkpoints, and the commands for them",
-    commands=("compare", "convert", "inspect"),
+    commands=("compare", "convert", "diff", "inspect"),
 )
 SIBLINGS = (
     Sibling("breccia-torch", "PyTorch tensors, layers and operators", arrays=("torch",)),
@@ -91,6 +91,7 @@ EXTRAS = (
     YAML,
     TESTING,
     Extra("breccia-bridges[report]", ("plotly", "jinja2"), "--report of convert and compare"),
+    Extra("breccia-bridges[gguf]", ("gguf",), "types IQ1 to IQ3 of GGUF files"),
 )
 
 

@@ -8,11 +8,22 @@ from . import targets
 from .codecs import Integer, Minifloat
 from .errors import RecipeError, UnknownNameError, UnsupportedError
 from .json_text import parsed_json
-from .recipes import ScalingRecipe, check_recipe, with_implied
+from .recipe_bases import ScalingRecipe, check_recipe
+from .recipe_fields import with_implied
 from .tracing import traced_by_framework
 
 #: Specs that are remembered.
 _REMEMBERED = 256
+#: Names for specs: integers by width, and GGUF's types.
+SHORTHANDS = {
+    **{f"int{bits}": f"int,bits={bits}" for bits in (2, 3, 5, 6, 7)},
+    "q4_0": "int4,group_size=32",
+    "q4_1": "int4,group_size=32,offset=bias",
+    "q5_0": "int,bits=5,group_size=32",
+    "q5_1": "int,bits=5,group_size=32,offset=bias",
+    "q8_0": "int8,group_size=32,scale_dtype=fp16",
+    **{f"q{bits}_k": f"gguf,type=Q{bits}_K" for bits in (2, 3, 4, 5, 6)},
+}
 
 
 @traced_by_framework
@@ -39,7 +50,8 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
 
     spec: a name ("nvfp4") or class name, in any case, or with fields as the command line spells them:
         "fp8_block,block_m=128,power_of_two_scale=true". Fields that others require need not be given: "int4,symmetric=false"
-        has unsigned codes, and "int4,offset=bias" is asymmetric.
+        has unsigned codes, and "int4,offset=bias" is asymmetric. Shorthands stand for a name with fields: "int3" for
+        "int,bits=3", and "q4_0", "q4_1", "q5_0", "q5_1", "q8_0" and "q2_k" to "q6_k" for the formats of GGUF's types.
     Raises UnknownNameError with a suggestion, or RecipeError for a field.
 
         >>> breccia.recipe("mxfp8")
@@ -48,18 +60,18 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
         128
         >>> breccia.recipe("fp8_block", block_m=128).spec
         'fp8_block,block_m=128'
+        >>> breccia.recipe("q5_0").spec
+        'int,bits=5,group_size=32'
     """
     if not isinstance(spec, str):
         raise UnsupportedError(f"recipe() takes a recipe's name, got {spec!r}.")
-    name, *settings = (part.strip() for part in spec.split(","))
-    for setting in settings:
-        field, equals, value = setting.partition("=")
-        if not equals:
-            raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
-        fields[field.strip()] = _field_value(value.strip())
+    name, own = _parsed(spec)
     declarations = targets.load(targets.REGISTRY)()
     known: dict[str, type[ScalingRecipe]] = declarations.recipes
     spelled = next((n for n, c in known.items() if name.lower() in map(str.lower, (n, c.__name__, *c.aliases))), None)
+    if spelled is None and name.lower() in SHORTHANDS:
+        spelled, shorthand = _parsed(SHORTHANDS[name.lower()])
+        fields = shorthand | fields
     if spelled is None and (element_recipes := [n for n, c in known.items() if name.lower() in _element_names(c)]):
         raise UnknownNameError(
             f"{name!r} is an element format, not a recipe; its recipes differ in their scales: {', '.join(element_recipes)}.",
@@ -67,7 +79,19 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
             known=element_recipes,
         )
     kind: type[ScalingRecipe] = declarations.look_up("breccia_recipes", spelled or name, "recipe")
-    return kind.with_fields(with_implied(kind, fields))
+    return kind.with_fields(with_implied(kind, fields | own))
+
+
+def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name and the fields of a spec."""
+    name, *settings = (part.strip() for part in spec.split(","))
+    fields: dict[str, Any] = {}
+    for setting in settings:
+        field, equals, value = setting.partition("=")
+        if not equals:
+            raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
+        fields[field.strip()] = _field_value(value.strip())
+    return name, fields
 
 
 def _element_names(of: type[ScalingRecipe]) -> tuple[str, ...]:

@@ -32,9 +32,15 @@ LINES = {
         "compare model.safetensors small.safetensors --json",
         "compare model.safetensors small.safetensors --fail-under 90",
     ),
+    "diff": (
+        "diff model.safetensors small.safetensors",
+        "diff model.safetensors model.safetensors",
+        "diff model.safetensors small.safetensors --json",
+    ),
     "inspect": ("inspect model.safetensors", "inspect small.safetensors --scales", "inspect small.safetensors --json"),
     "explain": ("explain matmul fp8_block fp8_block", "explain cast_ste nvfp4 --on torch", "explain cast nvfp4 --json"),
     "recipes": ("recipes", "recipes nvfp4 int4,offset=bias", "recipes --json"),
+    "rosetta": ("rosetta", "rosetta mxfp4", "rosetta mxfp4 nvfp4 --json"),
     "plugins": ("plugins", "plugins --json"),
     "plugin": ("plugin new mine", "plugin new other --json", "plugin new mine"),
     "doctor": ("doctor", "doctor --json"),
@@ -160,7 +166,7 @@ def test_errors_of_a_command_whose_reader_has_ended_are_still_said() -> None:
 
 @posix
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a disk that is always full")
-@pytest.mark.parametrize("command", ["recipes", "--help", "doctor --json"])
+@pytest.mark.parametrize("command", ["recipes", "--help", pytest.param("doctor --json", marks=pytest.mark.long)])
 def test_a_full_disk_is_an_error_of_one_line(command: str) -> None:
     done = shell(f"breccia {command} > /dev/full")
     assert done.returncode == 1

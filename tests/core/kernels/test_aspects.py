@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import breccia
-from breccia.kernels.numpy import casting, products
+from breccia.kernels.numpy import call, decoding, products
 from breccia.kernels.numpy.workspace import chunk_size
 
 RECIPES = (
@@ -37,19 +37,95 @@ def test_casts_of_every_aspect_ratio_write_the_bytes_of_the_generic_algorithm(re
             assert np.array_equal(values.view(np.uint32), generic.view(np.uint32)), (shape, axis)
 
 
+#: Stacks of small matrices, most of which have no whole number of the blocks below.
+STACKS = ((300, 2, 3), (300, 1, 1), (90, 5, 3), (2, 3, 300), (70, 1, 9), (70, 9, 1), (70, 130, 3), (3, 30, 6, 5), (6, 17, 33))
+#: With blocks of several rows: higher than all rows, of a few of them, and of other widths.
+TALL = ("fp8_block,block_m=128", *(f"fp8_block,block_m={m},block_k={k}" for m, k in ((4, 4), (4, 8), (2, 1), (3, 32))))
+
+
+@pytest.mark.parametrize("kernel", ["numpy", "native"])
+@pytest.mark.parametrize("recipe", (*RECIPES, *TALL))
+def test_stacks_of_small_matrices_have_the_bytes_of_the_generic_algorithm(recipe: str, kernel: str) -> None:
+    if kernel == "native":
+        pytest.importorskip("breccia_native")
+    for shape in STACKS:
+        for axis in (-1, -2):
+            x = normal(*shape)
+            if shape[0] % 4 == 2:
+                x[..., 0, 0], x[0, ..., -1, -1] = 1e-44, np.inf  # numbers that are not normal
+            st = breccia.cast(x, recipe, axis=axis, prefer=f"{kernel}.cast")
+            generic = breccia.cast(x, recipe, axis=axis, prefer="reference.cast")
+            assert breccia.bytes_equal(st, generic), (shape, axis)
+            out = breccia.cast(np.ones_like(x), recipe, axis=axis)
+            breccia.cast(x, recipe, axis=axis, out=out, prefer=f"{kernel}.cast")
+            assert breccia.bytes_equal(out, generic), (shape, axis)
+            for dtype in ("float32", "bfloat16"):
+                values, expected = (
+                    np.asarray(breccia.dequantize(st, out_dtype=dtype, prefer=prefer))
+                    for prefer in (f"{kernel}.dequantize", "reference.dequantize")
+                )
+                words = f"u{values.itemsize}"
+                assert np.array_equal(values.view(words), expected.view(words)), (shape, axis, dtype)
+
+
+@pytest.mark.parametrize("kernel", ["numpy", "native"])
+@pytest.mark.parametrize("recipe", ["fp8_block,block_m=128", "fp8_block,block_m=4,block_k=4"])
+def test_many_small_matrices_are_cast_and_decoded_in_few_steps(
+    recipe: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel == "native":
+        pytest.importorskip("breccia_native")
+    steps: list[int] = []
+    for module in (call, decoding):
+        run_each = module.run_each
+
+        def counted(step: Any, of: list[Any], *arguments: Any, run_each: Any = run_each) -> None:
+            steps.append(len(of))
+            run_each(step, of, *arguments)
+
+        monkeypatch.setattr(module, "run_each", counted)
+    for shape in ((1000, 130, 3), (1000, 3, 130), (30, 5, 7), (30, 7, 5)):
+        for axis in (-1, -2):
+            st = breccia.cast(normal(*shape), recipe, axis=axis, prefer=f"{kernel}.cast")
+            breccia.dequantize(
+                st, out_dtype="bfloat16", prefer=f"{kernel}.dequantize"
+            )  # FP32 of a few blocks has a way of its own
+            assert steps and max(steps) <= 2 * math.prod(shape) // chunk_size() + 2, (shape, axis)
+            steps.clear()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp6", "int8", "nvfp4", "int4_bias", "fp8_block"])
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 8, 31])
+def test_short_rows_decode_to_the_numbers_of_the_generic_algorithm(recipe: str, columns: int) -> None:
+    x = normal(700, columns) * np.float32(2.0) ** np.random.default_rng(columns).integers(-140, 100, (700, 1))
+    st = breccia.cast(x.astype(np.float32), recipe)
+    if recipe == "mxfp8":
+        assert (st.scale.view(np.uint8) == 0).any()  # 2^-127, which is no normal number
+    for dtype in ("float32", "float16"):
+        values, numpy, generic = (
+            breccia.dequantize(st, out_dtype=dtype, prefer=prefer)
+            for prefer in (None, "numpy.dequantize", "reference.dequantize")
+        )
+        out = np.full((700, 2 * columns), 7, dtype)[:, ::2]
+        breccia.dequantize(st, out_dtype=dtype, out=out)
+        words = f"u{values.itemsize}"
+        for other in (values, numpy, out):
+            assert np.array_equal(other.copy().view(words), generic.view(words)), dtype
+
+
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_row", "mxfp8", "nvfp4", "int4"])
 @pytest.mark.parametrize("columns", [1, 2, 4, 16, 100])
 def test_a_tall_array_is_cast_along_axis_minus_2_in_chunks_of_full_size(
     recipe: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs: list[int] = []
-    run_each = casting.run_each
+    run_each = call.run_each
 
     def counted(step: Any, of: list[Any], *arguments: Any) -> None:
         jobs.append(len(of))
         run_each(step, of, *arguments)
 
-    monkeypatch.setattr(casting, "run_each", counted)
+    monkeypatch.setattr(call, "run_each", counted)
     x = normal((4 * chunk_size() // columns), columns)
     breccia.cast(x, recipe, axis=-2, prefer="numpy.cast")
     assert jobs and max(jobs) <= 2 * 4 + 1

@@ -52,6 +52,17 @@ def test_blocks_of_any_shape_match_the_generic_algorithm(m: int, k: int, axis: i
         np.testing.assert_array_equal(values.view(np.uint32), wanted.view(np.uint32))
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 5), (3, 1, 16), (4, 3, 5), (5, 1)])
+def test_tiles_of_a_codec_without_a_fast_form_do_not_join_single_rows_of_several_matrices(shape: Shape) -> None:
+    powers = Minifloat("no mantissa", 4, None, "this test", 3, 0, 3, 16.0)
+    recipe = declared(powers, Level(F32, (2, 8)))
+    x = wide(shape, seed=3, exponents=4)
+    given: Any
+    for given in (None, np.full(reference.cast(x, recipe).scale.shape, 0.25, np.float32)):
+        options = CastOptions(scale=given)
+        assert breccia.bytes_equal(kernels.cast(x, recipe, options), reference.cast(x, recipe, options))
+
+
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()], ids=lambda r: r.name)
 def test_out_is_written_directly_without_a_copy(recipe: ScalingRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = (wide((8, 128), seed=seed, exponents=2) for seed in (1, 2))
@@ -315,7 +326,7 @@ def test_the_workspace_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_longer_than_a_chunk_of_the_generic_algorithm_are_processed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("breccia.kernels.numpy.casting.GENERIC", 64)
+    monkeypatch.setattr("breccia.kernels.numpy.call.GENERIC", 64)
     recipe = Float8RowScaling(scale_rule="divide")
     x = wide((90, 100), seed=26, exponents=4)
     assert_same_bytes(kernels.cast(x, recipe), reference.cast(x, recipe))

@@ -7,6 +7,7 @@ import os
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import ml_dtypes
@@ -571,19 +572,29 @@ def test_the_default_is_one_thread_per_cpu_available_to_the_process(monkeypatch:
 
 
 @pytest.mark.usefixtures("keep_threads")
-def test_chunks_cover_the_range_and_run_in_a_persistent_pool() -> None:
+def test_chunks_cover_the_range_and_run_in_a_persistent_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each range waits for the others, so that three threads take one each: the caller's and the pool's."""
+    monkeypatch.setattr(threads, "_offers", SimpleQueue())  # a pool without threads of earlier tests
+    monkeypatch.setattr(threads, "_workers", 0)
     breccia.set_num_threads(3)
+    pools: list[set[int]] = []
     for _ in range(2):
         seen: list[int] = []
-        names: set[str] = set()
+        pool: set[int] = set()
+        together = threading.Barrier(3)
 
-        def work(first: int, end: int, seen: list[int] = seen, names: set[str] = names) -> None:
+        def work(
+            first: int, end: int, seen: list[int] = seen, pool: set[int] = pool, together: threading.Barrier = together
+        ) -> None:
             seen.extend(range(first, end))
-            names.add(threading.current_thread().name)
+            pool.add(threading.get_ident())
+            together.wait(timeout=60)
 
         threads.spread(work, 10, 3)
         assert sorted(seen) == list(range(10))
-        assert names <= {threading.current_thread().name, "breccia_0", "breccia_1"}
+        assert len(pool) == 3 and threading.get_ident() in pool
+        pools.append(pool)
+    assert pools[0] == pools[1] and threads._workers == 2
 
 
 @pytest.mark.usefixtures("keep_threads")

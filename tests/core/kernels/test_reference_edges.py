@@ -12,7 +12,7 @@ from breccia import Float8RowScaling, INT8Scaling, NVFP4BlockScaling, ScaledTens
 from breccia.arrays.ops import NUMPY
 from breccia.errors import LayoutError, UnsupportedError
 from breccia.kernels import reference
-from breccia.kernels.reference.requantizing import _differ
+from breccia.kernels.reference.requantizing import differ
 from breccia.options import CastOptions
 from breccia.testing import oracle
 from breccia.testing.compare import expect_numbers, expect_written, written
@@ -84,4 +84,4 @@ def test_infinity_differs_from_nan_and_all_nans_are_equal() -> None:
     words = np.array([0x7F800000, 0x7F800001, 0x7FC00000, 0xFFFFFFFF, 0xFF800000, 0, 1 << 31, 0x3F800000], np.uint32)
     a, b = (grid.view(np.float32) for grid in np.meshgrid(words, words))
     alike = (a.view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))
-    np.testing.assert_array_equal(_differ(NUMPY, a, b), ~alike)
+    np.testing.assert_array_equal(differ(NUMPY, a, b), ~alike)

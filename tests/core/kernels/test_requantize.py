@@ -73,7 +73,7 @@ def test_the_promised_pairs_are_those_of_the_spec() -> None:
         *(("mxfp4", b) for b in ("mxfp6", "mxfp6 E3M2", "mxfp8", "mxfp8 E5M2")),
         ("mxfp6", "mxfp8"),
         *(("mxfp6 E3M2", b) for b in ("mxfp8", "mxfp8 E5M2")),
-        ("int4", "fp8_block"),
+        *((a, b) for a in ("int4", "int") for b in ("int4", "int", "fp8_block") if a != b),
     }
 
 

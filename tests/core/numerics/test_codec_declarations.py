@@ -78,11 +78,17 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "bits that are no number": (minifloat(bits="8"), "bits must be an integer; got '8'", "integer"),
     "bits that are a float": (minifloat(exponent_bits=4.0), "exponent_bits must be an integer; got 4.0", "integer"),
     # -- minifloats: NaN and Inf
-    "NaN beyond the width": (minifloat(nan=0x80), "nan=0x80 is not the highest magnitude, 0x7f", "declare nan=0x7f, nan=None"),
-    "NaN at zero": (minifloat(nan=0), "nan=0x0 is not the highest magnitude, 0x7f", "subclasses of Codec"),
+    "NaN beyond the width": (minifloat(nan=0x100), "nan=0x100 is not the highest magnitude, 0x7f",
+        "declare nan=0x7f or 0x80 (the code of -0, as in E4M3FNUZ), nan=None"),
+    "NaN at zero": (minifloat(nan=0), "nan=0x0 is not the highest magnitude, 0x7f", "declare nan=0x7f or 0x80"),
+    "NaN at a negative number": (minifloat(nan=0x81), "a number would share its code", "declare nan=0x7f or 0x80"),
+    "largest under a NaN in place of -0": (minifloat(nan=0x80), "largest=448.0 is not the largest finite number", "code 0x7f; "
+        "declare largest=480.0"),
     "NaN among numbers": (minifloat(nan=0x40), "a number would share its code", "declare nan=0x7f"),
     "NaN of an unsigned one in an unused bit": (unsigned(nan=0xFF), "nan=0xff is not the highest magnitude, 0x7f",
-        "declare nan=0x7f"),
+        "declare nan=0x7f, nan=None"),
+    "NaN of an unsigned one in place of -0": (unsigned(nan=0x80), "nan=0x80 is not the highest magnitude, 0x7f",
+        "declare nan=0x7f, nan=None"),
     "Inf without NaN": (minifloat(nan=None, inf=0x7F), "inf=0x7f needs a NaN above it, at most 0x7f", "or inf=None"),
     "Inf above NaN": (minifloat(nan=0x7C, inf=0x7E), "inf=0x7e needs a NaN above it",
         "got nan=0x7c. Declare 0 < inf < nan <= 0x7f"),
@@ -131,7 +137,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     # -- tables
     "a table of no bits": (table(0, (0.0,)), "a table has 1 to 8 bits; got bits=0", "Declare a narrower codec"),
     "a table too short": (table(2, (0.0, 1.0)), "values must be 4 finite FP32 numbers for 2 bits", "pad a shorter table"),
-    "a table of -0": (table(1, (-0.0, 1.0)), "with 0 (not -0.0)", "got 2: (-0.0, 1.0)"),
+    "a table of -0": (table(1, (-0.0, 1.0)), "and 0 as 0.0", "got 2: (-0.0, 1.0)"),
     "a table beyond FP32": (table(1, (0.0, 1e39)), "got 2: (0.0, 1e+39)", "Round each to FP32"),
     "a table between FP32 numbers": (table(1, (0.0, 0.1)), "got 2: (0.0, 0.1)", "Round each to FP32"),
     "a table with NaN": (table(1, (0.0, float("nan"))), "got 2: (0.0, nan)", "finite FP32 numbers for 1 bits"),
@@ -165,7 +171,7 @@ def test_a_scale_codec_has_eight_bits_or_is_f16_bf16_or_f32(codec: Codec) -> Non
         f"a scale is stored in one byte, or as F16, BF16, F32; codec {codec.name!r} has {codec.bits} bits and is none of these"
     )
     with pytest.raises(RecipeError, match=re.escape(said) + ". Declare an 8-bit codec .* or use one of them"):
-        Level(codec, (1, 16))
+        Format(E2M1, (Level(codec, (1, 16)),))
 
 
 @pytest.mark.parametrize("codec", [F16, F32, WIDE, Nine("NINE", 9, None, "this test")], ids=lambda c: c.name)
@@ -220,6 +226,8 @@ def test_every_declared_codec_can_be_declared_again() -> None:
         integer(1, signed=False),
         power(8, 127, 255),
         lambda: Minifloat("odd", 4, None, "this test", 0, 3, 1, 0.875),
+        minifloat(nan=0x80, largest=480.0),
+        lambda: Minifloat("odd", 2, None, "this test", 1, 0, 0, 2.0, nan=2),
         lambda: Minifloat("odd", 2, None, "this test", 1, 0, 0, 2.0),
         lambda: Minifloat("odd", 1, None, "this test", 0, 1, 0, 1.0, signed=False),
     ],

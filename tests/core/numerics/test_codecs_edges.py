@@ -9,14 +9,32 @@ import numpy as np
 import pytest
 
 from breccia.arrays.ops import NUMPY
-from breccia.codecs import BF16, CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, F16, F32, NF4, UE4M3, UE5M3, Codec, Lookup, Minifloat
+from breccia.codecs import (
+    BF16,
+    CODECS,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    F16,
+    F32,
+    NF4,
+    UE4M3,
+    UE5M3,
+    Codec,
+    Lookup,
+    Minifloat,
+)
 from breccia.errors import RecipeError
 from breccia.testing import oracle
 
-#: Exponent bits, mantissa bits, bias: docs/spec/numerics.md, section 2, after OFP8, OCP MX, IEEE 754, PTX, CUDA.
+#: Exponent bits, mantissa bits, bias: docs/spec/numerics.md, section 2, after OFP8, OCP MX, IEEE 754, PTX, CUDA, CDNA 3.
 PUBLISHED = {
     E4M3: (4, 3, 7), E5M2: (5, 2, 15), E2M1: (2, 1, 1), E2M3: (2, 3, 1), E3M2: (3, 2, 3), UE4M3: (4, 3, 7),
-    UE5M3: (5, 3, 15), F16: (5, 10, 15), BF16: (8, 7, 127), F32: (8, 23, 127),
+    UE5M3: (5, 3, 15), E4M3FNUZ: (4, 3, 8), E5M2FNUZ: (5, 2, 16), F16: (5, 10, 15), BF16: (8, 7, 127), F32: (8, 23, 127),
 }  # fmt: skip
 #: The smallest scale of a nonzero block: docs/spec/numerics.md, section 5.2.
 SMALLEST_SCALES = {F32: 2.0**-126, BF16: 2.0**-126, F16: 2.0**-24, E4M3: 0.0}
@@ -89,7 +107,7 @@ def test_the_largest_number_of_a_table_encodes_without_a_division_by_zero() -> N
     assert codes.tolist() == [NF4.values.index(NF4.max)] * 3
 
 
-@pytest.mark.parametrize("codec", [E4M3, E5M2, E2M1, E2M3, E3M2], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E2M1, E2M3, E3M2], ids=lambda c: c.name)
 def test_the_lowest_used_random_bit_decides(codec: Minifloat) -> None:
     """Section 5.5: rounds up if floor(f * 2^30) + (word >> 2) >= 2^30; the words here are around that threshold."""
     x, words = [], []
@@ -109,7 +127,7 @@ def test_the_lowest_used_random_bit_decides(codec: Minifloat) -> None:
     assert codes.tolist() == expected and len(set(expected)) == 2
 
 
-@pytest.mark.parametrize("codec", [E4M3, E5M2, E2M1, E2M3, E3M2], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E2M1, E2M3, E3M2], ids=lambda c: c.name)
 def test_the_lowest_random_bit_decides_far_below_the_smallest_number(codec: Minifloat) -> None:
     """Section 5.5 uses 30 bits of f; the 24-bit numbers here have bits at the last of these positions and below it."""
     smallest = 2.0 ** (1 - codec.bias - codec.mantissa_bits)

@@ -19,12 +19,14 @@ from recipes import recipe_id
 import breccia
 from breccia import (
     DelayedScaling,
+    FlatScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowScaling,
     InStorage,
     INT4Scaling,
     INT8Scaling,
+    INTScaling,
     LayoutError,
     MXFP4BlockScaling,
     MXFP6BlockScaling,
@@ -38,7 +40,7 @@ from breccia import (
     RecipeError,
     declared,
 )
-from breccia.codecs import E2M1, E4M3, E8M0, F16, F32, INT4, MXINT8, NF4
+from breccia.codecs import E2M1, E4M3, E8M0, F16, F32, INT4, INT8, MXINT8, NF4
 from breccia.dispatch.registry import registry
 from breccia.formats import TENSOR, Format, Level
 from breccia.layouts import Layout
@@ -60,10 +62,13 @@ FIELDS = {
     "int4": {"group_size": 128, "signed": True, "scale_dtype": "fp16"} | INTEGERS,
     "nf4": {"block_size": 64, "scale_dtype": "fp32"},
     "int8": {"group_size": None, "signed": True, "scale_dtype": "fp32"} | INTEGERS,
+    "int": {"bits": 4, "group_size": 128, "signed": True, "scale_dtype": "fp16"} | INTEGERS,
+    "gguf": {"type": "Q4_K"},
 }
 
+K_LEVELS = (Level(F16, (1, 8)), Level(INT4, (1, 4)))
 #: Fields added later, at the end: files and digests of tensors contain them only where they differ from their default.
-ADDED: dict[str, dict[str, Any]] = {"nvfp4": {"global_sense": "multiplier"}}
+ADDED: dict[str, dict[str, Any]] = {"nvfp4": {"global_sense": "multiplier", "order": "codes_first"}}
 
 
 @pytest.mark.parametrize("cls", RECIPES, ids=lambda c: c.name)
@@ -102,12 +107,13 @@ def test_the_text_form_of_a_recipe_parses_as_the_recipe(recipe: breccia.ScalingR
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DelayedScaling("E3M4"), "fp8_format must be 'E4M3' or 'E5M2', got 'E3M4'"),
+        (lambda: DelayedScaling("E3M4"), "fp8_format must be one of 'E4M3', 'E5M2', 'E4M3FNUZ', 'E5M2FNUZ', got 'E3M4'"),
         (lambda: DelayedScaling(amax_history_len=0), "amax_history_len must be >= 1, got 0"),
         (lambda: DelayedScaling(amax_history_len=2.0), "amax_history_len must be int, got 2.0"),  # type: ignore[arg-type]
         (lambda: DelayedScaling(margin=127), r"margin must lie in -126..126 .* got 127"),
         (lambda: DelayedScaling(margin=True), "margin must be int, got True"),
-        (lambda: Float8CurrentScaling("E4M4"), "fp8_format must be 'E4M3' or 'E5M2', got 'E4M4'; did you mean 'E4M3'"),
+        (lambda: Float8CurrentScaling("E4M4"), "fp8_format must be one of 'E4M3', .*, got 'E4M4'; did you mean 'E4M3'"),
+        (lambda: MXFP8BlockScaling("E4M3FNUZ"), "fp8_format must be 'E4M3' or 'E5M2', got 'E4M3FNUZ'"),
         (lambda: Float8BlockScaling(block_k=0), "block_k must be > 0, got 0"),
         (lambda: Float8BlockScaling(block_m=-1), "block_m must be > 0, got -1"),
         (lambda: Float8BlockScaling(power_of_two_scale=1), "power_of_two_scale must be bool, got 1"),  # type: ignore[arg-type]
@@ -115,7 +121,7 @@ def test_the_text_form_of_a_recipe_parses_as_the_recipe(recipe: breccia.ScalingR
         (lambda: MXFP8BlockScaling(scale_rule="up"), "scale_rule must be one of 'rceil', 'floor', 'even', got 'up'"),
         (lambda: NVFP4BlockScaling(fp4_format="E3M0"), "NVFP4 fp4_format is fixed at 'E2M1', got 'E3M0'"),
         (lambda: NVFP4BlockScaling(block_size=32), "NVFP4 block_size is fixed at 16, got 32"),
-        (lambda: NVFP4BlockScaling(scale_format="E8M0"), "NVFP4 scale_format is fixed at 'E4M3', got 'E8M0'"),
+        (lambda: NVFP4BlockScaling(scale_format="E8M0"), "scale_format must be 'E4M3' or 'UE5M3', got 'E8M0'"),
         (lambda: NVFP4BlockScaling(two_level=0), "two_level must be bool, got 0"),  # type: ignore[arg-type]
         (lambda: INT4Scaling(group_size=0), "group_size must be > 0, got 0"),
         (lambda: INT4Scaling(scale_dtype="fp8"), "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 'fp8'"),
@@ -132,17 +138,62 @@ def test_the_text_form_of_a_recipe_parses_as_the_recipe(recipe: breccia.ScalingR
         (lambda: INT8Scaling(group_size=0), "group_size must be > 0, got 0"),
         (lambda: INT8Scaling(symmetric=False), r"asymmetric INT8 .*unsigned 0..255 range.*got signed=True"),
         (lambda: INT4Scaling(offset="bias"), "offset='bias' requires symmetric=False; symmetric INT4 has no offset"),
-        (lambda: INT4Scaling(offset="none"), "offset must be 'zero_point' or 'bias', got 'none'"),
+        (lambda: INT4Scaling(offset="none"), "offset must be one of 'zero_point', 'float_zero_point', 'bias', got 'none'"),
         (lambda: INT4Scaling(signed=False, scale_rule="half_range"), "'half_range' is for signed codes; got signed=False"),
+        (lambda: INTScaling(9), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8, got 9"),
+        (lambda: INTScaling(True), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8, got True"),
+        (lambda: INTScaling(1), "one signed bit has no positive value; bits=1 requires signed=False, got signed=True"),
+        (lambda: INTScaling(3, group_size=0), "group_size must be > 0, got 0"),
+        (lambda: INTScaling(3, symmetric=False), r"asymmetric INT3 .*unsigned 0..7 range.*got signed=True"),
+        (lambda: INTScaling(2, offset="bias"), "offset='bias' requires symmetric=False; symmetric INT2 has no offset"),
+        (lambda: INTScaling(1, signed=False, scale_rule="half_range"), "'half_range' is for signed codes; got signed=False"),
+        (lambda: INT4Scaling(group_size=None), "group_size must be int, got None"),  # type: ignore[arg-type]
         (lambda: PerBlockK(0), "block_size must be > 0, got 0"),
         (lambda: PerBlockMN(0, 4), "block_m must be > 0, got 0"),
         (lambda: PerBlockMN(4, 0), "block_n must be > 0, got 0"),
         (lambda: PerBlockK(partial=1), "partial must be bool, got 1"),  # type: ignore[arg-type]
         (lambda: Level(F32, TENSOR, "inverse"), "scale convention is one of multiplier, divisor, amax; got 'inverse'"),
         (lambda: Level(F32, (0, 1)), r"sides are >= 1, or None for all; got \(0, 1\)"),
-        (lambda: Format(E4M3, ()), "one or two scale levels; got 0"),
-        (lambda: Format(E4M3, (Level(F32, (1, 8)), Level(E8M0, (1, 4)))), r"global scale spans the tensor.*got \(1, 8\)"),
-        (lambda: Format(E4M3, (Level(F32, TENSOR),), "shift"), "offset is one of none, zero_point, bias; got 'shift'"),
+        (lambda: Format(E4M3, ()), "a format has one scale level or more.*; got 0"),
+        (
+            lambda: Format(E2M1, (Level(F32, (1, 8)), Level(E4M3, (1, 3)))),
+            r"blocks of a coded level lie within.*got \(1, 3\) in \(1, 8\)",
+        ),
+        (
+            lambda: Format(E2M1, (Level(F32, (2, 8)), Level(E4M3, (1, 4)))),
+            r"blocks of a coded level lie within.*got \(1, 4\) in \(2, 8\)",
+        ),
+        (lambda: Format(E2M1, (Level(F32, (1, 8)), Level(E4M3, TENSOR))), "only the first level spans the tensor"),
+        (lambda: Format(E2M1, (Level(INT4, (1, 8)), Level(E4M3, (1, 4)))), "one byte, or as F16, BF16, F32; codec 'INT4'"),
+        (lambda: Format(E2M1, (Level(INT8, (1, 8)), Level(E4M3, (1, 4)))), "whose NaN marks faults; INT8 has no NaN"),
+        (lambda: Format(E2M1, (Level(F16, (1, 8)), Level(INT4, (1, 4), "divisor"))), "coded under others are multipliers"),
+        (
+            lambda: Format(INT4, (Level(F16, (1, 8)),), "none", (Level(F16, (1, 8)),)),
+            "offset_levels are those of a bias; offset is 'none'",
+        ),
+        (
+            lambda: Format(INT4, K_LEVELS, "bias", (Level(F16, (1, 16)),)),
+            r"a bias has the blocks of the scale, \(1, 4\); got \(1, 16\)",
+        ),
+        (
+            lambda: Format(INT4, K_LEVELS, "bias", (Level(F16, (1, 4)),)),
+            r"records .* span the same elements, \(1, 8\); got \(1, 4\)",
+        ),
+        (lambda: Format(INT4, (Level(F16, (1, 8)),), order="scales_first"), "multiplies a block's scale by the global one"),
+        (
+            lambda: Format(INT4, (Level(F16, (1, 8)),), order="finest"),
+            "order is one of codes_first, scales_first; got 'finest'",
+        ),
+        (lambda: Format(INT4, (Level(F16, (1, 8)),), factor=0.1), "factor is a positive FP32 number; got 0.1"),
+        (lambda: Format(INT4, (Level(F16, (1, 8)),), precision="fp8"), "precision is one of fp16, bf16, fp32; got 'fp8'"),
+        (lambda: FlatScaling("E8M0"), "element must be one of .*'E2M1'.*, got 'E8M0'"),
+        (lambda: FlatScaling(block_size=0), "block_size must be > 0, got 0"),
+        (lambda: FlatScaling("NF4", offset="zero_point"), "a zero-point shifts integers; the element codec here is NF4"),
+        (lambda: NVFP4BlockScaling(two_level=False, order="scales_first"), "order='scales_first' is that of two scales"),
+        (
+            lambda: Format(E4M3, (Level(F32, TENSOR),), "shift"),
+            "offset is one of none, zero_point, float_zero_point, bias; got 'shift'",
+        ),
         (lambda: Format(MXINT8, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts integers; .* MXINT8"),
         (lambda: Format(E2M1, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts integers; .* E2M1"),
         (lambda: breccia.recipe("nvpf4"), r"no recipe 'nvpf4'; did you mean 'nvfp4'\? Known: .*fp8_block, fp8_current"),
@@ -179,6 +230,60 @@ def test_recipes_parse_from_the_command_line() -> None:
     assert breccia.recipe("fp8_current,fp8_format=E5M2") == Float8CurrentScaling("E5M2")
     assert breccia.recipe("NVFP4") == breccia.recipe("NVFP4BlockScaling") == NVFP4BlockScaling()
     assert breccia.recipe("int4", group_size=32) == INT4Scaling(group_size=32)
+    assert breccia.recipe("int,bits=3,group_size=64") == INTScaling(3, 64)
+
+
+@pytest.mark.parametrize(
+    ("short", "recipe"),
+    [
+        ("int3", INTScaling(3)),
+        ("INT5,group_size=null,symmetric=false", INTScaling(5, None, False, symmetric=False)),
+        ("q4_0", INT4Scaling(32)),
+        ("q4_1", INT4Scaling(32, False, symmetric=False, offset="bias")),
+        ("Q5_0", INTScaling(5, 32)),
+        ("q5_1,scale_dtype=bf16", INTScaling(5, 32, False, "bf16", False, offset="bias")),
+        ("q8_0", INT8Scaling(32, scale_dtype="fp16")),
+    ],
+)
+def test_a_shorthand_is_a_name_with_fields(short: str, recipe: breccia.ScalingRecipe) -> None:
+    assert breccia.recipe(short) == recipe == breccia.recipe(recipe.spec)
+    assert breccia.recipe("q4_0", group_size=16) == INT4Scaling(16), "fields come before those of the shorthand"
+    with pytest.raises(breccia.UnknownNameError, match="no recipe 'q5_0'"):  # a file has a recipe's name
+        breccia.ScalingRecipe.from_json('{"name": "q5_0", "fields": {}}')
+
+
+@pytest.mark.parametrize("kind", [INT4Scaling, INT8Scaling])
+@pytest.mark.parametrize(
+    "fields", [{}, {"signed": False}, *({"signed": False, "symmetric": False, "offset": of} for of in ("zero_point", "bias"))]
+)
+def test_integers_of_4_and_8_bits_have_one_format_by_either_name(kind: Any, fields: dict[str, Any]) -> None:
+    """So they have the same kernels, and `requantize` between them changes the recipe alone."""
+    named = kind(16, scale_dtype="bf16", **fields)
+    wide = INTScaling(kind.bits, 16, scale_dtype="bf16", **fields)
+    assert named.format == wide.format and named.fingerprint() != wide.fingerprint()
+    x = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
+    st = breccia.cast(x, named)
+    again = breccia.requantize(st, wide, require_exact=True)
+    assert again.recipe == wide and again.data is st.data and again.scale is st.scale and again.zero_point is st.zero_point
+    assert breccia.requantize(again, named).digest() == st.digest()
+    assert breccia.bytes_equal(breccia.cast(x, wide), again)
+    for op, (mine, theirs) in {"cast": ((x, named), (x, wide)), "dequantize": ((st,), (again,))}.items():
+        assert breccia.explain(op, *mine).running == breccia.explain(op, *theirs).running
+
+
+def test_codes_of_few_bits_are_scaled_by_their_largest() -> None:
+    """By hand: amax 3 by 1, the largest code of signed 2 bits and of 1 bit, and by 1.5, half of the range -2..1."""
+    x = np.array([[3.0, -3.0, 1.4, 1.6]], np.float32)
+    two, half = (breccia.cast(x, INTScaling(2, 4, scale_rule=rule)) for rule in ("linear", "half_range"))
+    assert (float(two.scale[0, 0]), breccia.dequantize(two).tolist()) == (3.0, [[3.0, -3.0, 0.0, 3.0]])
+    assert (float(half.scale[0, 0]), breccia.dequantize(half).tolist()) == (2.0, [[2.0, -4.0, 2.0, 2.0]])
+    one = breccia.cast(x, "int,bits=1,group_size=4")
+    assert (one.data.tolist(), breccia.dequantize(one).tolist()) == ([[0b1001]], [[3.0, 0.0, 0.0, 3.0]])
+    ends = breccia.cast(x, INTScaling(1, 4, False, symmetric=False, offset="bias"))
+    assert breccia.dequantize(ends).tolist() == [[3.0, -3.0, 3.0, 3.0]], "the least and the largest"
+    shifted = breccia.cast(x, INTScaling(1, 4, False, symmetric=False))
+    assert (float(shifted.scale[0, 0]), shifted.zero_point.tolist()) == (6.0, [[0]]), "half a step rounds to even"
+    assert breccia.dequantize(shifted).tolist() == [[0.0] * 4]
 
 
 def test_a_spec_needs_no_fields_that_its_other_fields_require() -> None:
@@ -198,14 +303,14 @@ def test_a_spec_sets_only_what_would_be_refused_otherwise() -> None:
     found = 0
     for kind in registry().recipes.values():
         for name in kind.__dataclass_fields__:
-            value, implied = implication_of(kind, name)
+            values, implied = implication_of(kind, name)
             found += bool(implied)
-            if implied:
+            for value in (values if isinstance(values, tuple) else (values,)) if implied else ():
                 made = breccia.recipe(kind.name, **{name: value})
                 assert {of: getattr(made, of) for of in implied} == implied
                 with pytest.raises(RecipeError):
                     kind(**{name: value})
-    assert found == 4
+    assert found == 7
 
 
 @pytest.mark.parametrize("bare", ["block", "row", "current", "delayed"])

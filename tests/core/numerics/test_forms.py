@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from repeated_codes import REPEATED
 
 from breccia.codecs import CODECS, E2M1, E4M3, INT8, MXINT8, UINT4, Codec, Integer, Lookup, Minifloat
@@ -80,12 +80,14 @@ def test_forms_round_to_the_codes_of_the_oracle(codec: Codec) -> None:
         assert found.tolist() == exact(codec, y)
 
 
+@settings(deadline=None)  # the oracle takes a tenth of a second for a codec of 8 bits, and several on a busy machine
 @given(codec=strategies.codecs())
 def test_forms_of_any_codec_round_to_the_codes_of_the_oracle(codec: Codec) -> None:
     if (form := form_of(codec)) is not None:
         y = around(codec)
+        expected = exact(codec, y)
         for found in rounded(form, y):
-            assert found.tolist() == exact(codec, y)
+            assert found.tolist() == expected
 
 
 @pytest.mark.parametrize("codec", ROUNDED, ids=lambda c: c.name)
@@ -126,14 +128,19 @@ def test_constants_of_forms_are_numbers_of_the_codec(codec: Codec) -> None:
             raise AssertionError
 
 
-def test_every_element_codec_but_wide_ones_has_a_form() -> None:
-    assert {codec.name for codec in CODECS} - {codec.name for codec in ROUNDED} == {"E8M0", "F32", "F16", "BF16"}
+def test_every_element_codec_but_wide_ones_and_those_without_negative_zero_has_a_form() -> None:
+    assert {codec.name for codec in CODECS} - {codec.name for codec in ROUNDED} == {
+        *("E8M0", "F32", "F16", "BF16"),
+        *("E4M3FNUZ", "E5M2FNUZ"),
+        "IQ4",
+    }
     assert [type(form_of(codec)) for codec in (E4M3, INT8)] == [FloatForm, IntegerForm]
 
 
 @pytest.mark.parametrize(
     "codec",
     [
+        Minifloat("no negative zero", 4, None, "this test", 2, 1, 1, 6.0, nan=8),
         Minifloat("no mantissa", 4, None, "this test", 3, 0, 3, 16.0),
         Minifloat("midpoints of seven bits", 8, None, "this test", 1, 6, 1, 2 - 2.0**-6),
         Minifloat("fine steps", 4, None, "this test", 2, 1, 25, 6 * 2.0**-24),

@@ -38,12 +38,16 @@ def test_an_index_of_more_than_eight_entries_is_shown_by_its_first_eight() -> No
     assert repr(PerGroupIndex((1, 0), 2)) == "PerGroupIndex(index=(1, 0) of 2, groups=2)"
 
 
-def test_a_format_has_one_or_two_levels_of_scales() -> None:
+def test_a_format_has_one_global_level_at_most_and_one_of_blocks_or_more() -> None:
     tensor, block = Level(F32, TENSOR), Level(E4M3, (1, 16))
     assert Format(E2M1, (block,)).global_scale is None
     assert Format(E2M1, (tensor, block)).global_scale == tensor
-    for levels in ((), (tensor, tensor, block)):
-        with pytest.raises(RecipeError, match=f"a format has one or two scale levels; got {len(levels)}"):
+    assert Format(E2M1, (tensor, Level(E4M3, (1, 32)), block)).block == (1, 32)
+    for levels, said in (
+        ((), "a format has one scale level or more.*; got 0"),
+        ((tensor, tensor, block), "only the first level"),
+    ):
+        with pytest.raises(RecipeError, match=said):
             Format(E2M1, levels)
 
 

@@ -814,6 +814,7 @@ def test_a_model_with_stored_weights_is_saved_as_one_with_plain_weights(storage:
 
 
 @pytest.mark.parametrize("storage", FEW)
+@pytest.mark.long
 def test_compiled_graphs_accept_stored_tensors(storage: str) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("breccia_torch")

@@ -169,11 +169,15 @@ class Ops(Protocol):
         """int32 of FP32 `y`, ties to even, for codes of `bits` bits, by a native rounding; None where that is not faster."""
         return None
 
+    def items(self, a: Array, axis: int) -> list[Array]:
+        """The items at each position of axis -1 or -2, without the axis."""
+        return [a[..., i] if axis == -1 else a[..., i, :] for i in range(a.shape[axis])]
+
     def pack_bits(self, codes: Array, bits: int) -> Array:
         """int32 words of the codes along the last axis, less than 2^bits each, the first in the lowest bits; 24 bits in all."""
-        word = codes[..., 0]
-        for i in range(1, codes.shape[-1]):
-            word = word | (codes[..., i] << (i * bits))
+        word, *others = self.items(codes, -1)
+        for i, code in enumerate(others, 1):
+            word = word | (code << (i * bits))
         return word
 
     def unpack_bits(self, word: Array, bits: int, count: int) -> Array:

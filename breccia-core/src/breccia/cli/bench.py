@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -27,8 +28,23 @@ from ..tensors.tensor import ScaledTensor
 ROWS = 64
 
 
+class _Timed:
+    """What has the seconds of each run."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def spread(self) -> tuple[float, float, float]:
+        """Minimum, median and maximum."""
+        return min(self.seconds), statistics.median(self.seconds), max(self.seconds)
+
+    @property
+    def named_spread(self) -> dict[str, float]:
+        return dict(zip(("min_s", "median_s", "max_s"), self.spread, strict=True))
+
+
 @dataclass(frozen=True)
-class Timing:
+class Timing(_Timed):
     """Seconds of each run of one operation. `bytes` counts all that it reads and writes: codes, scales and FP32."""
 
     recipe: str
@@ -41,15 +57,9 @@ class Timing:
     def least(self) -> float:
         return min(self.seconds)
 
-    @property
-    def spread(self) -> tuple[float, float, float]:
-        """Minimum, median and maximum."""
-        return self.least, statistics.median(self.seconds), max(self.seconds)
-
     def to_dict(self) -> dict[str, Any]:
         """All fields, with the spread instead of every time."""
-        spread = dict(zip(("min_s", "median_s", "max_s"), self.spread, strict=True))
-        return {"recipe": self.recipe, "op": self.op, "kernel": self.kernel, "bytes": self.bytes, **spread}
+        return {"recipe": self.recipe, "op": self.op, "kernel": self.kernel, "bytes": self.bytes, **self.named_spread}
 
 
 def measure(recipe: ScalingRecipe, on: str = "numpy", size: int = 4096, runs: int = 7, label: str = "") -> list[Timing]:
@@ -61,12 +71,23 @@ def measure(recipe: ScalingRecipe, on: str = "numpy", size: int = 4096, runs: in
     Raises OptionError for a size or number of runs below 1 and for an unknown device, UnknownNameError for an unknown
     framework, ImportError if it is not installed.
     """
-    for name, value in (("size", size), ("runs", runs)):
+    _check_positive(("size", size), ("runs", runs))
+    with _running(on) as (ops, device):
+        return _timings(recipe, ops, device, size, runs, label or recipe.name)
+
+
+def _check_positive(*options: tuple[str, int]) -> None:
+    for name, value in options:
         if whole_number(name, value) < 1:
             raise OptionError(f"bench: {name} is at least 1; got {value}.", **{name: value})
-    ops, device = _chosen(on)
+
+
+@contextmanager
+def _running(on: str) -> Generator[tuple[Ops, str]]:
+    """The backend primitives and the device that FRAMEWORK:DEVICE names. Raises OptionError where nothing runs on it."""
+    chosen = _chosen(on)
     try:
-        return _timings(recipe, ops, device, size, runs, label or recipe.name)
+        yield chosen
     except (RuntimeError, UnsupportedError) as e:  # of frameworks for an unusable device, and for one without values
         raise OptionError(f"bench cannot run on {on}: {e}", on=on) from e
 
@@ -82,7 +103,7 @@ def _chosen(on: str) -> tuple[Ops, str]:
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(_Timed):
     """Seconds of a product of `rows` rows of activations. `over`: how many times faster than the dense product `base`."""
 
     arm: str
@@ -92,19 +113,13 @@ class Product:
     over: float
     base: str = "dense float32"
 
-    @property
-    def spread(self) -> tuple[float, float, float]:
-        """Minimum, median and maximum."""
-        return min(self.seconds), statistics.median(self.seconds), max(self.seconds)
-
     def to_dict(self) -> dict[str, Any]:
         """All fields, with the spread instead of every time."""
-        spread = dict(zip(("min_s", "median_s", "max_s"), self.spread, strict=True))
         return {
             "arm": self.arm,
             "rows": self.rows,
             "kernel": self.kernel,
-            **spread,
+            **self.named_spread,
             "over_dense": self.over,
             "dense": self.base,
         }
@@ -128,14 +143,9 @@ def measure_products(
 
     Raises as `measure` does.
     """
-    for name, value in (("size", size), ("runs", runs), *(("rows", m) for m in rows)):
-        if whole_number(name, value) < 1:
-            raise OptionError(f"bench: {name} is at least 1; got {value}.", **{name: value})
-    ops, device = _chosen(on)
-    try:
+    _check_positive(("size", size), ("runs", runs), *(("rows", m) for m in rows))
+    with _running(on) as (ops, device):
         return _products(recipes, ops, device, size, rows, runs)
-    except (RuntimeError, UnsupportedError) as e:  # of frameworks for an unusable device, and for one without values
-        raise OptionError(f"bench cannot run on {on}: {e}", on=on) from e
 
 
 #: Bytes of the weights that an arm rotates over, and the most copies.
@@ -149,16 +159,12 @@ _SAMPLE = 2e-3
 def _products(
     recipes: Sequence[tuple[str, ScalingRecipe]], ops: Ops, device: str, size: int, rows: Sequence[int], runs: int
 ) -> list[Product]:
-    def placed(*shape: int) -> Any:
-        x = ops.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
-        return ops.to(x, device) if device else x
-
     def copies(make: Callable[[], Any], nbytes: int) -> Callable[[], Any]:
         return cycle([make() for _ in range(min(max(_ROTATED // max(nbytes, 1), 2), _COPIES))]).__next__
 
     kind = device.partition(":")[0]
     apart = kind not in HOSTS
-    w = placed(size, size)
+    w = _normal(ops, device, size, size)
     _wait(ops, w)  # refuses a device without values before hundreds of copies are cast
     dense_arms = {
         "dense float32": "float32",
@@ -179,7 +185,7 @@ def _products(
             plain[label] = copies(lambda recipe=recipe: cast(w, recipe), nbytes)
     products: list[Product] = []
     for m in rows:
-        x = placed(m, size)
+        x = _normal(ops, device, m, size)
         calls: dict[str, Callable[[], Any]] = {}
         kernels: dict[str, str] = {}
         for arm, dtype in dense_arms.items():
@@ -232,6 +238,12 @@ def _quantized_product(x: Any, following: Callable[[], Any], out_dtype: str, pre
     return matmul(x, following().mT, out_dtype, prefer=prefer)
 
 
+def _normal(ops: Ops, device: str, *shape: int) -> Any:
+    """Standard normal FP32 on the device."""
+    x = ops.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
+    return ops.to(x, device) if device else x
+
+
 def _wait(ops: Ops, result: Any) -> None:
     """Read one item of each array of a result."""
     parts = (result.data, result.scale) if isinstance(result, ScaledTensor) else (result,)
@@ -240,11 +252,7 @@ def _wait(ops: Ops, result: Any) -> None:
 
 
 def _timings(recipe: ScalingRecipe, ops: Ops, device: str, size: int, runs: int, label: str) -> list[Timing]:
-    def placed(*shape: int) -> Any:
-        x = ops.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
-        return ops.to(x, device) if device else x
-
-    x, rows = placed(size, size), placed(ROWS, size)
+    x, rows = _normal(ops, device, size, size), _normal(ops, device, ROWS, size)
     _wait(ops, x)
     st = cast(x, recipe)
     fp32 = 4 * size * size

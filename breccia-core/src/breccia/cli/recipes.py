@@ -11,7 +11,8 @@ from ..codecs import Codec
 from ..declared import spelled
 from ..dispatch.registry import Plugin, Registry
 from ..formats import Block
-from ..recipes import ScalingRecipe, choices_of, implication_of
+from ..recipe_bases import ScalingRecipe
+from ..recipe_fields import choices_of, each_of, implication_of
 from ..tensors.grids import cast_nbytes
 
 #: Rows and columns of the matrix that sizes are given for. Built-in blocks divide it, so it has no padding.
@@ -44,7 +45,8 @@ class Field:
         taken = f"{', '.join(others)} or {last}" if others else f"only {last}" if self.choices else last
         value, implied = self.implies
         with_others = " and ".join(f"{name}={spelled(of)}" for name, of in implied.items())
-        taken += f"; {spelled(value)} implies {with_others}" if implied else ""
+        implying = " or ".join(map(spelled, each_of(value)))
+        taken += f"; {implying} implies {with_others}" if implied else ""
         return taken if self.affects_bytes else f"{taken}; does not change the bytes"
 
 
@@ -134,4 +136,14 @@ def _format(recipe: ScalingRecipe) -> dict[str, Any]:
     scale = {**coded(fmt.scale.codec), "block": list(fmt.scale.block), "convention": fmt.scale.convention}
     global_scale = fmt.global_scale and {**coded(fmt.global_scale.codec), "convention": fmt.global_scale.convention}
     rules = [rule.name for rule in recipe.rules]
-    return {"element": coded(fmt.element), "scale": scale, "global_scale": global_scale, "offset": fmt.offset, "rules": rules}
+    coarser = [{**coded(level.codec), "block": list(level.block)} for level in fmt.block_levels[:-1]]
+    return {
+        "element": coded(fmt.element),
+        "alternative": fmt.alternative and coded(fmt.alternative),
+        "scale": scale,
+        "coarser_scales": coarser,
+        "global_scale": global_scale,
+        "offset": fmt.offset,
+        "features": sorted(fmt.features),
+        "rules": rules,
+    }

@@ -8,11 +8,11 @@ from ..arrays.frameworks import Framework
 from ..codecs import CODECS, Codec
 from ..layouts import LAYOUTS, Layout
 from ..operations import OPERATIONS, Operation
-from ..recipes import RECIPES, ScalingRecipe
+from ..recipes import DERIVED, RECIPES, ScalingRecipe
 from ..rules import RULES, Rule
 from ..tensors.storage import STORAGES, Storage
 from .hookspecs import Command, hookimpl
-from .kernel import Kernel, Tier
+from .kernel import ANY_FRAMEWORK, Kernel, Tier
 
 api = 1
 
@@ -34,7 +34,7 @@ def breccia_layouts() -> Iterable[type[Layout]]:
 
 @hookimpl
 def breccia_recipes() -> Iterable[type[ScalingRecipe]]:
-    return RECIPES
+    return (*RECIPES, *DERIVED)
 
 
 @hookimpl
@@ -76,15 +76,29 @@ def breccia_kernels() -> Iterable[Kernel]:
     plan = f"{plans}:plan_of_products"
     for op in ("matmul", "grouped_matmul"):
         yield Kernel(op, "numpy", f"{numpy}.products:{op}", f"numpy.{op}", rank=rank, plan=plan)
+    for op in ("dequantize", "matmul", "grouped_matmul", "cast"):
+        how = "written_as" if op == "cast" else "flattened"
+        yield Kernel(
+            op,
+            ANY_FRAMEWORK,
+            f"breccia.kernels.flattening:{op}",
+            f"flattened.{op}",
+            accepts=f"{plans}:accepts_{how}",
+            plan=f"{plans}:plan_of_{how}",
+            rank=Tier.FLATTENED,
+            traces=True,
+            kind="composite",
+        )
 
 
 @hookimpl
 def breccia_cli() -> Iterable[Command]:
     return [
-        Command("explain", "breccia.cli.main:explain", "Show which kernel runs for a call, and why."),
-        Command("recipes", "breccia.cli.main:recipes", "List recipes: size, formats, fields and their values."),
-        Command("plugins", "breccia.cli.main:plugins", "List plug-ins: what they declare, and why one is set aside."),
-        Command("plugin", "breccia.cli.main:plugin", "Write a new plug-in: `breccia plugin new NAME`."),
-        Command("doctor", "breccia.cli.main:doctor", "Check the installation, and print how to fix it."),
-        Command("bench", "breccia.cli.main:bench", "Time cast, dequantize and matmul on this machine."),
+        Command("explain", "breccia.cli.commands:explain", "Show which kernel runs for a call, and why."),
+        Command("recipes", "breccia.cli.recipe_pages:recipes", "List recipes: size, formats, fields and their values."),
+        Command("rosetta", "breccia.cli.rosetta:rosetta", "Show which conversions keep every value."),
+        Command("plugins", "breccia.cli.commands:plugins", "List plug-ins: what they declare, and why one is set aside."),
+        Command("plugin", "breccia.cli.commands:plugin", "Write a new plug-in: `breccia plugin new NAME`."),
+        Command("doctor", "breccia.cli.commands:doctor", "Check the installation, and print how to fix it."),
+        Command("bench", "breccia.cli.commands:bench", "Time cast, dequantize and matmul on this machine."),
     ]

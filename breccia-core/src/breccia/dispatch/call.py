@@ -16,6 +16,7 @@ from ..recipes import ScalingRecipe
 from ..tensors.tensor import ScaledTensor
 from .facts import (
     ATTRIBUTES,
+    FEATURES,
     FRAMEWORK,
     OPTIONS,
     RECIPE,
@@ -286,6 +287,20 @@ class Call(_Recorder):
         """The operands that are ScaledTensors."""
         values = ((self.a, self.values[A]), (self.b, self.values[B]))
         return tuple([operand for operand, value in values if operand is not None and isinstance(value, ScaledTensor)])
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What kernels have to know of the formats of the operands and of the result; see `Format.features`."""
+        features = frozenset[str]()
+        for slot in (A, B, RECIPE):
+            x = self.values[slot]
+            recipe = x if slot == RECIPE else recipe_of(x)
+            if recipe is None:
+                continue
+            if not isinstance(x, Described):
+                self._note(slot, FEATURES[slot != RECIPE])
+            features |= recipe.features if slot == RECIPE else recipe.format.features
+        return features
 
     def makes(self, op: str, a: Any, b: Any = None, recipe: ScalingRecipe | None = None, **changed: Any) -> Call:
         """A call of the op named that a kernel makes in turn, for `Kernel.plan`.

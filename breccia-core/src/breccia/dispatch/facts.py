@@ -191,6 +191,10 @@ ATTRIBUTES = {
     "layout": ("layout.interned_key", "layout.interned_key"),
     "storage": ("layout.storage", "layout.storage"),
 }
+#: The attribute that has the features of a recipe to write, and those of a ScaledTensor's format.
+FEATURES = ("features", "recipe.format.features")
+#: Facts that another fact determines.
+IMPLIED: dict[Any, str] = {"features": "interned_key", "recipe.format.features": "recipe.interned_key"}
 #: Facts derived from the shape, and the attributes that determine it.
 OF_SHAPE = (bucketed_shape, shape_of, is_empty, aligned_of)
 SHAPES = (("shape",), ("data_source.shape", "padding", "axis", "recipe.interned_key", "layout.interned_key"))

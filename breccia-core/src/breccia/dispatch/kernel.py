@@ -30,6 +30,7 @@ class Tier(IntEnum):
     STORAGE = -1001  #: the op on plain tensors, for storages that no other kernel supports
     REFERENCE = -1000  #: the function that defines the op
     COMPOSITE = -900  #: composed of other ops
+    FLATTENED = -850  #: the op on a tensor of the same values in a simpler format
     COMPILED = -600  #: compiled by the framework from backend primitives
     PORTABLE = -500  #: written for the framework in Python
     NATIVE = -400  #: compiled ahead of time
@@ -52,6 +53,7 @@ class Kernel:
     plan: object reference to `f(call: Call) -> Iterable[Call]`, its calls of other kernels, for `explain`.
     rank: the highest wins among equally specific kernels of equal score; see `Tier`.
     kind: "kernel"; or of those that are written over other ops: "reference", "composite" or "storage", as in `Tier`.
+    knows: names of the features of formats (`Format.features`) that it supports; it is not asked about calls with others.
     reads, writes: names of the storages, besides "plain", that it supports for operands and results.
     traces: also supports arrays without their own memory, such as fakes and tracers of transformations.
     opt_in: does not follow the op's contract; runs only when named by `prefer=` or BRECCIA_PREFER.
@@ -59,6 +61,8 @@ class Kernel:
     eager: of a framework whose frontend compiles calls: it also runs outside of compiled functions, and compiles nothing.
     prepare: object reference to `f(a, b, bias) -> call | None`, for products: a call that repeats the product of arrays like
         these at other addresses, so that another framework on the same memory need not look it up again.
+    errors: object reference to `f(x, y, ends) -> ErrorMetrics`, for `dequantize` of NumPy: those of the numbers `y` that it
+        decoded against `x`, under the ends of blocks, as breccia.kernels.measuring has them.
 
     Kernels are compared by: a preference by name, an exact recipe before its family before any, score, rank. A kernel without a
     score comes after those with one.
@@ -76,6 +80,7 @@ class Kernel:
     score: str | None = None
     plan: str | None = None
     rank: int = 0
+    knows: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     traces: bool = False
@@ -84,6 +89,7 @@ class Kernel:
     kind: str = "kernel"
     eager: bool = False
     prepare: str | None = None
+    errors: str | None = None
     plugin: str = field(default="", compare=False)
 
     def check(self) -> None:
@@ -93,7 +99,7 @@ class Kernel:
             recipe_class = isinstance(served, type) and issubclass(served, ScalingRecipe)
             if not (served is None or served is NoneType or recipe_class):
                 raise PluginError(f"{what}: {name} must be a recipe class, its base, None or type(None); got {served!r}.")
-        for name in ("target", "available", "accepts", "score", "plan", "prepare"):
+        for name in ("target", "available", "accepts", "score", "plan", "prepare", "errors"):
             if (target := getattr(self, name)) is not None:
                 targets.check(target, f"{what}: {name}")
         targets.check_fields(self, what)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..locks import reentrant
 from ..tensors.tensor import ScaledTensor
-from .facts import OF_SHAPE, SHAPES
+from .facts import IMPLIED, OF_SHAPE, SHAPES
 
 if TYPE_CHECKING:
     from .facts import Question, Values
@@ -63,7 +63,8 @@ class Memo(Generic[_T]):
         """Keep the winner of a call, for which these facts were read."""
         with self._learning:
             of_key = self._by_key.get(key)
-            facts = tuple(dict.fromkeys([*(() if of_key is None else of_key.facts), *read]))
+            asked = dict.fromkeys([*(() if of_key is None else of_key.facts), *read])
+            facts = tuple([(fact, slot) for fact, slot in asked if (IMPLIED.get(fact), slot) not in asked])
             if of_key is None or of_key.facts != facts:  # a new fact was read: winners so far do not have it
                 of_key = self._by_key[key] = _OfKey(facts, values)
             of_key.by_facts[of_key.facts_of(values)] = winner

@@ -21,7 +21,7 @@ import pluggy
 
 from ..arrays import frameworks
 from ..arrays.frameworks import Framework
-from ..codecs import Codec
+from ..codecs import Codec, Lookup
 from ..dialects import Dialect
 from ..errors import PluginError, PluginWarning, UnknownNameError, suggestion
 from ..formats import Format
@@ -102,6 +102,11 @@ def _recipe_class(declared: type[ScalingRecipe]) -> None:
     for rule in rules:
         if not isinstance(rule, Rule):
             raise PluginError(f"{what}.rules contains {rule!r}, which is not a Rule.")
+    for element in (recipe.format.element, recipe.format.alternative):
+        if isinstance(element, Lookup) and 0.0 not in element.values and not recipe.decode_only:
+            raise PluginError(
+                f"{what} has elements of {element.name}, which has no 0: declare `decode_only`, why cast cannot write it."
+            )
     if len(rules) != levels:
         raise PluginError(f"{what} gives {len(rules)} rule(s) for the {levels} scale level(s) of its format; give one a level.")
 
@@ -166,7 +171,7 @@ class Registry:
         auditing = environ.get("BRECCIA_CHECK", "") not in ("", "0")
         #: The recipes of specs read so far; see `specs.as_recipe`.
         self.specs: dict[str, ScalingRecipe] = {}
-        #: The function of each op and framework called so far; see `api._run`.
+        #: The function of each op and framework called so far; see `calling.run`.
         self.functions: dict[tuple[str, str], Callable[..., Any]] = {}
         #: The framework of each type of array met so far; see `frameworks.framework_of`.
         self.types: dict[type, Framework] = {}

@@ -189,6 +189,10 @@ class Table:
             return f"opt-in: it does not follow the contract of {k.op}; name it with prefer={k.name!r}"
         if k.device is not None and k.device != call.device.kind:
             return f"runs on {k.device}, the data is on {call.device.kind}"
+        if k.kind == "kernel" and (unknown := sorted(call.features.difference(k.knows))):
+            if "decode_only" in unknown:
+                return f"{_title_of(call)} is only decoded"
+            return f"does not know {', '.join(unknown).replace('_', ' ')}, which {_title_of(call)} has"
         if not k.traces and (opaque := call.opaque) is not None:
             return f"needs arrays in memory; this is {opaque}"
         if k.reads != ANY_STORAGE:
@@ -238,6 +242,12 @@ def _class_of(x: Any) -> type:
     """The recipe class of an operand or its description."""
     recipe = recipe_of(x)
     return NoneType if recipe is None else type(recipe)
+
+
+def _title_of(call: Call) -> str:
+    """The recipe whose format has features that a kernel does not know."""
+    recipes = [call.values[RECIPE], recipe_of(call.values[A]), recipe_of(call.values[B])]
+    return next(recipe.spec for recipe in recipes if recipe is not None and recipe.features)
 
 
 def _listed(storages: tuple[str, ...]) -> str:

@@ -12,13 +12,13 @@ import numpy as np
 
 from .. import targets
 from ..arrays.frameworks import device_of, dtype_name, ops_of
-from ..codecs import F32_INF, MAGNITUDE, NORMAL
 from ..dispatch.table import Chosen
 from ..errors import BrecciaError, UnsupportedError
+from ..fp32 import F32_INF, MAGNITUDE, NORMAL
 from ..operations import Operation
 from ..options import CastOptions, ProductOptions
 from ..recipes import ScalingRecipe
-from ..tensors.components import stored_parts
+from ..tensors.equality import stored_parts
 from ..tensors.tensor import ScaledTensor
 from . import bounds, reference
 

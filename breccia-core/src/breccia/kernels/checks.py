@@ -11,7 +11,7 @@ from ..errors import LayoutError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR
 from ..layouts import Layout, Shape
 from ..options import CLIPS
-from ..recipes import ScalingRecipe, check_recipe
+from ..recipe_bases import ScalingRecipe, check_recipe
 from ..tensors.tensor import ScaledTensor
 
 Array = Any
@@ -20,6 +20,11 @@ Array = Any
 def check_cast(x: Array, recipe: Any) -> None:
     """Raise a typed error for an array or recipe that `cast` does not support."""
     check_recipe(recipe)
+    if recipe.decode_only:
+        raise UnsupportedError(
+            f"cast does not write {recipe.spec}: {recipe.decode_only}. It is for data that exists; cast to another recipe.",
+            recipe=recipe,
+        )
     type_name = dtype_name(x) if hasattr(x, "dtype") else type(x).__name__
     if hasattr(x, "dtype") and type_name not in FLOATS:
         raise UnsupportedError(

@@ -9,8 +9,9 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..codecs import F32, MAGNITUDE, NORMAL, Codec, Minifloat
+from ..codecs import F32, Codec, Minifloat
 from ..formats import TENSOR, Block, Format
+from ..fp32 import MAGNITUDE, NORMAL
 from ..layouts import Layout, PerGroupIndex
 from ..recipes import ScalingRecipe
 from ..rules import Exponent, Inverse
@@ -20,12 +21,17 @@ def same_scales(source: ScalingRecipe, target: ScalingRecipe, block: Block | Non
     """Whether the values of `source`'s scales are valid scales of `target`
 
     Both decode by the same steps, blocks of `target` lie within blocks of `source`, and if `target` requires powers of two,
-    `source` writes them.
+    `source` writes them. Scales that are coded under others, or choose a codec, are valid in their own format alone.
     """
-    if _powers_of_two(target) and not _powers_of_two(source):
+    if powers_of_two(target) and not powers_of_two(source):
         return False
-    steps = [(f.offset, f.global_scale, f.scale.convention, _qmaxes(f)) for f in (source.format, target.format)]
-    return steps[0] == steps[1] and _nests(block or source.format.scale.block, target.format.scale.block)
+    if {"coded_scales", "alternative"} & (source.format.features | target.format.features):
+        return source.format == target.format
+    steps = [
+        (f.offset, f.global_scale, f.scale.convention, _qmaxes(f), f.order, f.factor, f.precision)
+        for f in (source.format, target.format)
+    ]
+    return steps[0] == steps[1] and nests(block or source.format.scale.block, target.format.scale.block)
 
 
 def _qmaxes(fmt: Format) -> list[float]:
@@ -33,13 +39,14 @@ def _qmaxes(fmt: Format) -> list[float]:
     return [fmt.qmax(level) for level in fmt.levels if level.convention == "amax"]
 
 
-def _powers_of_two(recipe: ScalingRecipe) -> bool:
-    """Whether the recipe writes only powers of two as scales"""
+def powers_of_two(recipe: ScalingRecipe) -> bool:
+    """Whether the recipe writes only powers of two as scales of blocks"""
     rule = recipe.rules[-1]
     return isinstance(rule, Exponent) or (isinstance(rule, Inverse) and rule.power_of_two)
 
 
-def _nests(outer: Block, inner: Block) -> bool:
+def nests(outer: Block, inner: Block) -> bool:
+    """Whether each block of sides `inner` lies within one of sides `outer`"""
     if inner == TENSOR:
         return outer == TENSOR
     return all(o is None or (i is not None and o % i == 0) for o, i in zip(outer, inner, strict=True))
@@ -112,12 +119,6 @@ def covered(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[bool, Blo
     """(whether an index assigns scales, the block of a scale)"""
     grouped = isinstance(layout, PerGroupIndex)
     return grouped, recipe.format.scale.block if grouped else layout.block(axis)
-
-
-def renames(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
-    """Whether `requantize` keeps scales and translates codes, whatever the tensor contains, without computing values"""
-    conversion = translation(old, layout, axis, new)
-    return conversion is not None and conversion.promised
 
 
 def repeats(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:

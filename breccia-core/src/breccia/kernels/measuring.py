@@ -1,31 +1,78 @@
-"""Error metrics of one tensor against another: FP64 sums, slab by slab, behind SQNR, cosine and rates."""
+"""Error metrics of one tensor against another: FP64 sums, slab by slab, behind SQNR, cosine and rates.
+
+Slabs are shared by threads, and their metrics added in order, so that the number of threads changes no bit.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import cache, reduce
+from operator import add
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.frameworks import FLOATS, dtype_name, ops_of
 from ..arrays.ops import NUMPY
-from ..codecs import BF16, Codec
+from ..codecs import Codec
 from ..dispatch import calls
-from ..error_metrics import NOTHING, ErrorMetrics
+from ..dispatch.registry import registry
+from ..error_metrics import ErrorMetrics
 from ..errors import ShapeError, UnsupportedError
 from ..layouts import Shape
-from ..tensors.components import components, part_grids, words
+from ..operations import OPERATIONS
+from ..options import FLOAT32
+from ..targets import load
+from ..tensors.components import components, part_grids, with_parts, words
 from ..tensors.grids import packing, whole_unit
-from ..tensors.tensor import ScaledTensor, scaled, with_parts
+from ..tensors.tensor import ScaledTensor, scaled
 from .reference import pack
+from .threads import at_most, get_num_threads, spread
 
 #: Elements processed at a time. It bounds memory and does not affect results.
 SLAB = 1 << 20
+#: Elements that NumPy measures at a time: FP64 copies of them stay in cache.
+_CHUNK = 1 << 13
 
 #: A range of a tensor's matrices, and a range of their rows.
 Slab = tuple[slice, slice]
+
+
+class Ends(NamedTuple):
+    """What bounds each element: the numbers of its block's least and largest codes, in FP32.
+
+    below, above: half of the step next to each, as a fraction of the whole range. Beyond them an element saturates.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    below: np.float32
+    above: np.float32
+
+    def limits(self, part: slice) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers below and above which some of the elements, in C order, saturate."""
+        low, high = self.low.reshape(-1)[part], self.high.reshape(-1)[part]
+        with np.errstate(over="ignore", invalid="ignore"):  # beyond FP32 nothing saturates
+            ends = low - (high * self.below - low * self.below), high + (high * self.above - low * self.above)
+        return np.minimum(*ends), np.maximum(*ends)  # a negative scale swaps the two
+
+
+class Rooms:
+    """FP32 arrays by name that are written again for each slab: pages of new ones take longer than what fills them."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def array(self, name: str, shape: Shape) -> np.ndarray:
+        size, array = math.prod(shape), self._arrays.get(name)
+        if array is None or array.size < size:
+            array = self._arrays[name] = np.empty(size, np.float32)
+        return array[:size].reshape(shape)
+
+
+#: From the stored numbers of a slab, those that were decoded, and what bounds these.
+Compiled = Callable[[np.ndarray, np.ndarray, Ends], ErrorMetrics]
 
 
 class Source:
@@ -47,36 +94,57 @@ class Source:
 
     def values(self, slab: Slab) -> np.ndarray:
         """The values as FP32 (FP64 unchanged), with three axes."""
+        return numbers_of(self.stored(slab))
+
+    def stored(self, slab: Slab, rooms: Rooms | None = None) -> np.ndarray:
+        """The values as they are stored, BF16 as uint16; FP32 of a scaled tensor, which may lie in `rooms`."""
         if self._scaled is None:
             assert self._array is not None
-            piece = self._read(self._array[slab])
-            if piece.dtype == np.float64:
-                return piece
-            return BF16.read(NUMPY, piece) if self._bf16 else NUMPY.f32(piece)
-        return self._decoded(self._piece(self._scaled, slab))
+            return self._plain(self._array[slab])
+        return self._decoded(self._piece(self._scaled, slab), rooms, "stored")
 
-    def limits(self, slab: Slab) -> tuple[np.ndarray, np.ndarray] | None:
-        """The magnitudes, below and above, beyond which each element of the slab saturates; None for a plain tensor."""
+    def bounded(self, slab: Slab, rooms: Rooms) -> tuple[np.ndarray, list[Ends]]:
+        """The values as they are stored, and what bounds them by each codec of elements: nothing those of a plain tensor."""
         if self._scaled is None:
-            return None
+            return self.stored(slab), []
         piece = self._piece(self._scaled, slab)
-        (lowest, below), (highest, above) = _ends(piece.recipe.format.element)
-        low, high = (self._decoded(_of_one_code(piece, code)) for code in (lowest, highest))
-        with np.errstate(over="ignore", invalid="ignore"):  # beyond FP32 nothing saturates
-            ends = low - (high * below - low * below), high + (high * above - low * above)
-        return np.minimum(*ends), np.maximum(*ends)  # a negative scale swaps the two
+        fmt = piece.recipe.format
+        codecs = [fmt.element] if fmt.alternative is None else [fmt.element, fmt.alternative]
+        ends = [self._ends_of(piece, codec, rooms if len(codecs) == 1 else None) for codec in codecs]
+        return self._decoded(piece, rooms, "decoded"), ends
+
+    def compiled(self) -> Compiled | None:
+        """The function that measures a slab of this tensor, by the kernel that decodes it; None where NumPy does."""
+        if self._scaled is None or self._scaled.recipe.format.alternative is not None:
+            return None
+        errors = registry().table.choose(OPERATIONS["dequantize"], "numpy", self._scaled).kernel.errors
+        return None if errors is None else load(errors)
+
+    def _ends_of(self, piece: ScaledTensor, codec: Codec, rooms: Rooms | None) -> Ends:
+        (lowest, below), (highest, above) = _ends(codec)
+        low = self._decoded(_of_one_code(piece, lowest), rooms, "low")
+        high = self._decoded(_of_one_code(piece, highest), rooms, "high")
+        return Ends(low, high, below, above)
+
+    def _plain(self, part: np.ndarray) -> np.ndarray:
+        """A part of a plain tensor; as uint16 if it is BF16."""
+        piece = self._read(part)
+        return piece.view(np.uint16) if self._bf16 else piece
 
     def _read(self, part: np.ndarray) -> np.ndarray:
         """A part of an array, in memory; for sources whose arrays are not."""
         return part
 
     def _piece(self, st: ScaledTensor, slab: Slab) -> ScaledTensor:
-        st = st[slab] if st.ndim == 3 else st[slab[1]] if st.ndim == 2 else st
+        matrices, rows = slab
+        if (matrices.stop - matrices.start, rows.stop - rows.start) != stacked(self.shape)[:2]:
+            st = st[slab] if st.ndim == 3 else st[rows]
         parts = {name: self._read(part) for name, part in components(st).items()}
         return ScaledTensor.from_parts(recipe=st.recipe, layout=st.layout, axis=st.axis, padding=st.padding, **parts)
 
-    def _decoded(self, st: ScaledTensor) -> np.ndarray:
-        return calls.dequantize(st).reshape(stacked(st.shape))
+    def _decoded(self, st: ScaledTensor, rooms: Rooms | None = None, name: str = "") -> np.ndarray:
+        options = FLOAT32 if rooms is None else FLOAT32._replace(out=rooms.array(name, st.shape))
+        return calls.dequantize(st, options).reshape(stacked(st.shape))
 
 
 def metrics(reference: Any, quantized: Any) -> ErrorMetrics:
@@ -119,18 +187,38 @@ def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:
 
 def measure(x: Source, y: Source) -> ErrorMetrics:
     """The error metrics of `y` against `x`, of the same shape."""
-    pieces = slabs(x.shape, x.unit, y.unit)
-    return sum((_error_metrics(x.values(slab), y.values(slab), y.limits(slab)) for slab in pieces), NOTHING)
+    every, compiled = list(slabs(x.shape, x.unit, y.unit)), y.compiled()
+    found: dict[int, ErrorMetrics] = {}
+
+    def work(first: int, end: int) -> None:
+        rooms = Rooms()
+        for n in range(first, end):
+            found[n] = at_most(1, _of_slab, x, y, every[n], compiled, rooms)
+
+    if compiled is None or len(every) == 1:  # NumPy's short loops would wait for the interpreter, not for each other
+        rooms = Rooms()
+        return reduce(add, (_of_slab(x, y, slab, compiled, rooms) for slab in every))
+    spread(work, len(every), get_num_threads())
+    return reduce(add, (found[n] for n in range(len(every))))
 
 
-def _error_metrics(x: np.ndarray, y: np.ndarray, limits: tuple[np.ndarray, np.ndarray] | None) -> ErrorMetrics:
+def _of_slab(x: Source, y: Source, slab: Slab, compiled: Compiled | None, rooms: Rooms) -> ErrorMetrics:
+    a, (b, ends) = x.stored(slab, rooms), y.bounded(slab, rooms)
+    if compiled is not None:
+        return compiled(a, b, ends[0])
+    a, b = a.reshape(-1), b.reshape(-1)
+    chunks = (slice(start, start + _CHUNK) for start in range(0, max(a.size, 1), _CHUNK))
+    return reduce(add, (_error_metrics(numbers_of(a[part]), numbers_of(b[part]), ends, part) for part in chunks))
+
+
+def _error_metrics(x: np.ndarray, y: np.ndarray, ends: list[Ends], part: slice) -> ErrorMetrics:
     clipped = np.zeros(x.shape, bool)
     with np.errstate(invalid="ignore"):  # NaN exceeds no limit
-        if limits is not None:
-            low, high = limits
+        if ends:
+            low, high = _limits(ends, part)
             clipped = ((x < low) | (x > high)) & (low < high)
     nonzero = x != 0
-    p, q = (a.astype(np.float64).reshape(-1) for a in (x, y))
+    p, q = (a.astype(np.float64) for a in (x, y))
     with np.errstate(over="ignore", invalid="ignore"):  # FP64 squares overflow, 0 * Inf is invalid
         e = p - q
         sums = {"signal": float(p @ p), "noise": float(e @ e), "dot": float(p @ q), "energy": float(q @ q)}
@@ -140,11 +228,27 @@ def _error_metrics(x: np.ndarray, y: np.ndarray, limits: tuple[np.ndarray, np.nd
         max_error=float(np.abs(e).max(initial=0.0)),
         nonzero=int(nonzero.sum()),
         flushed=int((nonzero & (y == 0) & ~clipped).sum()),
-        bounded=0 if limits is None else x.size,
+        bounded=x.size if ends else 0,
         clipped=int(clipped.sum()),
         bad=int((~np.isfinite(x)).sum()),
         bad_after=int((~np.isfinite(y)).sum()),
     )
+
+
+def _limits(ends: list[Ends], part: slice) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers below and above which elements saturate: the wider range, where a format has two codecs of elements."""
+    (low, high), *others = (each.limits(part) for each in ends)
+    for other in others:  # in its blocks, codes of the other codec reach less far
+        wider = other[1] - other[0] > high - low
+        low, high = (np.where(wider, *pair) for pair in zip(other, (low, high), strict=True))
+    return low, high
+
+
+def numbers_of(stored: np.ndarray) -> np.ndarray:
+    """FP32 numbers of FP32, FP16, or BF16 as uint16; FP64 as it is."""
+    if stored.dtype == np.uint16:
+        return np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
+    return stored if stored.dtype == np.float64 else NUMPY.f32(stored)
 
 
 def stacked(shape: Shape) -> tuple[int, int, int]:
@@ -173,7 +277,8 @@ def _of_one_code(st: ScaledTensor, code: int) -> ScaledTensor:
     codec = st.recipe.format.element
     group = pack(NUMPY, np.full((1, packing(codec)[0]), code, np.int32), codec).reshape(-1).astype(np.uint8)
     length = st.data.shape[st.axis]
-    line = np.tile(group, -(-length // group.size))[:length]
-    data = np.broadcast_to(line if st.axis == -1 else line[:, None], st.data.shape)
+    line = np.resize(group, length)
+    data = np.empty(st.data.shape, np.uint8)
+    data[...] = line if st.axis == -1 else line[:, None]
     parts = (data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
     return ScaledTensor.from_parts(*parts, padding=st.padding)

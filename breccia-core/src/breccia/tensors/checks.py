@@ -5,20 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..arrays.frameworks import FLOATS, dtype_name, framework_of, same_framework
-from ..codecs import Codec
+from ..codecs import CODECS, Codec
 from ..errors import LayoutError, OptionError, UnsupportedError
 from ..formats import Format
 from ..layouts import PerGroupIndex, Shape
 from ..options import whole_number
 from .components import named_leaves
-from .grids import packed_length, packing
+from .grids import in_records, packed_length, packing
 
 if TYPE_CHECKING:
     from .tensor import ScaledTensor
 
 
 #: Dtypes of `zero_point`, by the format's offset. BF16 biases may be bit patterns, as BF16 scales may.
-_ZERO_POINTS = {"zero_point": ("uint8", "int8", "int16", "int32", *FLOATS), "bias": (*FLOATS, "uint16")}
+_BIASES = (*FLOATS, "uint16")
+_ZERO_POINTS = {
+    "zero_point": ("uint8", "int8", "int16", "int32", *FLOATS),
+    "float_zero_point": _BIASES,
+    "bias": _BIASES,
+}
 
 
 def contraction_axis(axis: int, ndim: int) -> int:
@@ -103,11 +108,14 @@ def check_parts(st: ScaledTensor, fmt: Format) -> None:
             padding=st.padding,
         )
     check_codes("data", st.data, fmt.element)
-    check_codes("scale", st.scale, fmt.scale.codec)
-    st.layout.validate(st.data, st.scale, shape=st.shape, axis=st.axis)
-    expected, block = fmt.scale.block, st.layout.block(st.axis)
+    check_codes("scale", st.scale, fmt.scale_codec)
+    if fmt.features & {"coded_scales"}:
+        _check_records(st, fmt)
+    else:
+        st.layout.validate(st.data, st.scale, shape=st.shape, axis=st.axis)
+    expected, block = fmt.block, st.layout.block(st.axis)
     # Groups with floating-point scales may span K or be given by an index; MX and NVFP4 blocks have a fixed length.
-    groups = expected[0] == 1 and expected[1] is not None and fmt.scale.codec.bits > 8
+    groups = expected[0] == 1 and expected[1] is not None and fmt.scale_codec.bits > 8
     fits = block == expected and not isinstance(st.layout, PerGroupIndex)
     if not fits and not (groups and block == (1, None)):
         raise LayoutError(
@@ -128,25 +136,48 @@ def check_codes(name: str, part: Any, codec: Codec) -> None:
     else:
         allowed = {"uint8"} | ({codec.dtype} if codec.dtype else set[str]())
     if dtype not in allowed:
+        remedy = "View bytes as uint8, or use breccia.cast to quantize numbers."
+        if (other := next((c.name for c in CODECS if c.dtype == dtype and dtype.startswith("float8")), None)) is not None:
+            remedy = f"Those are codes of {other}, which stand for other numbers: pass a recipe of {other}, and "
+            remedy += f"breccia.requantize to {codec.name} if it is wanted."
         raise UnsupportedError(
-            f"{name} must hold {codec.name} as {' or '.join(sorted(allowed))}; got dtype {dtype}. View bytes as uint8, or "
-            "use breccia.cast to quantize numbers.",
+            f"{name} must hold {codec.name} as {' or '.join(sorted(allowed))}; got dtype {dtype}. {remedy}",
             found=dtype,
             allowed=sorted(allowed),
         )
+
+
+def _check_records(st: ScaledTensor, fmt: Format) -> None:
+    """Raise LayoutError unless components of records have their bytes for each block of the layout."""
+    blocks = st.layout.scale_shapes(st.shape, st.axis)[0]
+    for name in ("scale", "zero_point"):
+        part, expected = getattr(st, name), in_records(fmt, name, blocks, st.axis)
+        if part is not None and tuple(part.shape) != expected:
+            record = fmt.record(name)
+            has = "one item" if record is None else f"a record of {record.nbytes} bytes"
+            raise LayoutError(
+                f"{name}.shape must be {expected}, {has} for each block of {fmt.block[1]} elements along axis {st.axis} of the "
+                f"logical shape {st.shape}; got {tuple(part.shape)}.",
+                expected=expected,
+                found=tuple(part.shape),
+            )
 
 
 def _check_zero_point(st: ScaledTensor, fmt: Format) -> None:
     if (st.zero_point is not None) != (fmt.offset != "none"):
         state = "needs a zero_point" if st.zero_point is None else "has no zero_point"
         raise LayoutError(f"recipe {st.recipe!r} {state}; got {'none' if st.zero_point is None else 'one'}.")
-    if st.zero_point is not None and dtype_name(st.zero_point) not in _ZERO_POINTS[fmt.offset]:
-        what = "whole numbers" if fmt.offset == "zero_point" else "biases"
+    if st.zero_point is None:
+        return
+    allowed = _ZERO_POINTS[fmt.offset] if fmt.offset_record is None else ("uint8",)
+    if dtype_name(st.zero_point) not in allowed:
+        what = "whole numbers" if fmt.offset == "zero_point" else "biases" if fmt.offset == "bias" else "floats"
+        what = what if fmt.offset_record is None else "records of biases"
         raise UnsupportedError(
-            f"zero_point must be {what} as one of {', '.join(_ZERO_POINTS[fmt.offset])}; got {dtype_name(st.zero_point)}.",
+            f"zero_point must be {what} as one of {', '.join(allowed)}; got {dtype_name(st.zero_point)}.",
             found=dtype_name(st.zero_point),
         )
-    if st.zero_point is not None and tuple(st.zero_point.shape) != tuple(st.scale.shape):
+    if "coded_scales" not in fmt.features and tuple(st.zero_point.shape) != tuple(st.scale.shape):
         raise LayoutError(
             f"zero_point.shape ({tuple(st.zero_point.shape)}) must match scale.shape ({tuple(st.scale.shape)}).",
             found=tuple(st.zero_point.shape),

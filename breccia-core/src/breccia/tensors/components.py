@@ -1,15 +1,15 @@
-"""The components of a ScaledTensor: its arrays, their grids, and their bytes."""
+"""The components of a ScaledTensor: its arrays, their grids, and tensors with others of them."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from ..arrays.frameworks import ops_of
 from ..errors import LayoutError
 from ..formats import TENSOR, Block
-from ..layouts import other_axis
 from ..options import PLAIN
-from .grids import Cut, Grid, data_grid, drops, packing, scale_grid, whole_unit
+from .grids import Grid, data_grid, scale_grid
 
 if TYPE_CHECKING:
     from .tensor import ScaledTensor
@@ -31,9 +31,31 @@ def named_leaves(st: ScaledTensor) -> dict[str, Any]:
     return {name: leaf for name, leaf in zip(PARTS, st.held.leaves, strict=True) if leaf is not None}
 
 
+def with_parts(st: ScaledTensor, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
+    """A copy of `st` with exactly these components, and other fields changed."""
+    return st.from_parts(**(_metadata(st) | changed | parts))
+
+
+def moved(st: ScaledTensor, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
+    """`with_parts`, for parts made from those of `named_leaves`."""
+    if st.held is None:
+        return with_parts(st, parts, **changed)
+    return st.from_sources(st.held.moved(tuple(map(parts.get, PARTS))), **(_metadata(st) | changed))
+
+
+def _metadata(st: ScaledTensor) -> dict[str, Any]:
+    return {"recipe": st.recipe, "layout": st.layout, "axis": st.axis, "padding": st.padding}
+
+
 def scale_block(st: ScaledTensor, name: str) -> Block:
     """The block covered by each item of the component `name` (scale, zero_point or global_scale)."""
     return TENSOR if name == "global_scale" else st.layout.block(st.axis)
+
+
+def record_bytes(st: ScaledTensor, name: str) -> int:
+    """The bytes of a record of the component `name` along the contraction axis; 1 where it has one item for each block."""
+    record = st.recipe.format.record(name)
+    return 1 if record is None else record.nbytes
 
 
 def is_row(st: ScaledTensor) -> bool:
@@ -47,9 +69,11 @@ def part_grids(st: ScaledTensor) -> dict[str, Grid]:
     grids = {"data": data_grid(len(shape), st.axis, st.recipe.format.element)}
     for name, part in named_leaves(st).items():
         if name != "data":
-            grid = grids[name] = scale_grid(len(part.shape), len(shape), st.axis, scale_block(st, name))
+            items = record_bytes(st, name)
+            grid = grids[name] = scale_grid(len(part.shape), len(shape), st.axis, scale_block(st, name), items)
             lengths = [
-                -(-shape[along.axis] // along.codes) if along.codes else n for along, n in zip(grid, part.shape, strict=False)
+                -(-shape[along.axis] // along.codes) * along.items if along.codes else n
+                for along, n in zip(grid, part.shape, strict=False)
             ]
             if len(grid) != len(part.shape) or lengths != list(part.shape):
                 raise LayoutError(
@@ -61,51 +85,12 @@ def part_grids(st: ScaledTensor) -> dict[str, Grid]:
     return grids
 
 
-def check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Grid]) -> None:
-    """Raise LayoutError where an integer index would drop an axis that codes or scales need.
-
-    The contraction axis can be dropped under one scale and 8-bit codes, the other one where blocks are one row high.
-    """
-    dropped = [axis for axis in (-2, -1)[-len(cuts) :] if drops(cuts[axis])]
-    if not dropped:
-        return
-    left = sum(not drops(cut) for cut in cuts)
-    block, codec = st.layout.block(st.axis), st.recipe.format.element
-    free = {st.axis: block == TENSOR and packing(codec) == (1, 1), other_axis(st.axis): block == TENSOR or block[0] == 1}
-    needed = [axis for axis in dropped if not free[axis]]
-    # A scale of whole matrices follows leading axes, one of which becomes the rows of a matrix.
-    tensor_grids = [grid for name, grid in grids.items() if name != "data" and scale_block(st, name) == TENSOR]
-    spans = max((sum(not drops(cuts[along.axis]) for along in grid) for grid in tensor_grids), default=0)
-    if left >= st.layout.least_ndim and not needed and spans <= max(left - 2, 0):
-        return
-    axis = (needed or dropped)[0]
-    unit = whole_unit(grids.values(), len(cuts) + axis)
-    cut = "i:i+1" if unit == 1 else f"i:i+{unit}"
-    keep = f"st[..., {cut}, :]" if axis == -2 else f"st[..., {cut}]"
-    raise LayoutError(
-        f"axis {axis} of shape {st.shape} cannot be dropped: {st.layout} and {codec.name} codes need it. "
-        f"Keep it: {keep}{', i a multiple of ' + str(unit) if unit > 1 else ''}; or dequantize first.",
-        axis=axis,
-        shape=st.shape,
-    )
+def array_nbytes(part: Any) -> int:
+    """The bytes of an array; placeholders such as `jax.ShapeDtypeStruct` have a shape and a dtype only."""
+    nbytes = getattr(part, "nbytes", None)
+    return math.prod(part.shape) * part.dtype.itemsize if nbytes is None else int(nbytes)
 
 
 def words(st: ScaledTensor) -> dict[str, Any]:
     """The components of `st` by name as NumPy arrays; float8 and bfloat16, which NumPy lacks, as unsigned integers."""
     return {name: ops_of(part).to_numpy(part) for name, part in components(st).items()}
-
-
-def stored_parts(st: ScaledTensor) -> dict[str, Any]:
-    """`words` in C order, little-endian."""
-    return {name: a.astype(a.dtype.newbyteorder("<"), order="C", copy=False) for name, a in words(st).items()}
-
-
-def digest_facts(st: ScaledTensor, stored: dict[str, Any]) -> dict[str, Any]:
-    """The metadata hashed by `ScaledTensor.digest`, in addition to the bytes."""
-    return {
-        "recipe": st.recipe.to_dict(),
-        "layout": st.layout.to_dict(),
-        "axis": st.axis,
-        "shape": st.shape,
-        "parts": {name: [part.dtype.name, part.shape] for name, part in stored.items()},
-    }

@@ -307,8 +307,8 @@ def _flags(ops: Ops, codes: Array, scale: Array, plain: Plain, count: int) -> Ar
     flags = any_of((codes & 0) != 0)
     base = flags
     if isinstance(element, Minifloat) and element.bits == 8:
-        mask = element.magnitude_mask
-        flags = any_of((codes & mask) > element.highest) * both
+        special = codes == element.nan if element.fnuz else (codes & element.magnitude_mask) > element.highest
+        flags = any_of(special) * both
     if isinstance(codec, PowerOfTwo):
         nan = codec.need_nan()
         if isinstance(element, Minifloat):

@@ -74,7 +74,17 @@ def part_shapes(fmt: Format, layout: Layout, shape: Shape, axis: int = -1, suppl
     if supplied is not None:
         scales, global_scale = (supplied, global_scale) if fmt.global_scale is None else (scales, supplied)
     every = {"data": tuple(data), "scale": scales, "zero_point": scales, "global_scale": global_scale}
-    return {name: every[name] for name in fmt.parts}
+    return {name: in_records(fmt, name, every[name], axis) for name in fmt.parts}
+
+
+def in_records(fmt: Format, part: str, shape: Shape, axis: int) -> Shape:
+    """The stored shape of the component `part`, with `shape` blocks: of records, their bytes along the contraction axis."""
+    record = fmt.record(part)
+    if record is None:
+        return shape
+    stored = list(shape)
+    stored[axis] *= record.nbytes
+    return tuple(stored)
 
 
 def cast_nbytes(fmt: Format, layout: Layout, shape: Shape, axis: int = -1) -> int:
@@ -102,15 +112,18 @@ def data_grid(ndim: int, axis: int, element: Codec) -> Grid:
     return tuple(Along(a, *packing(element)) if a == ndim + axis else Along(a) for a in range(ndim))
 
 
-def scale_grid(stored: int, ndim: int, axis: int, block: Block) -> Grid:
-    """How a scale of `stored` axes, one for each block (m, k), follows a logical shape of `ndim` axes."""
+def scale_grid(stored: int, ndim: int, axis: int, block: Block, items: int = 1) -> Grid:
+    """How a scale of `stored` axes, one for each block (m, k), follows a logical shape of `ndim` axes.
+
+    items: the bytes of a record along the contraction axis, for scales that are stored in records.
+    """
     if block == TENSOR:
         return tuple(Along(a) for a in range(stored))
     other = ndim + other_axis(axis)
     if stored < ndim:  # PerChannel's (M,)
         return (Along(other),)
     sides = dict(zip((other, ndim + axis), block, strict=True))
-    return tuple(Along(a, sides.get(a, 1)) for a in range(ndim))
+    return tuple(Along(a, sides.get(a, 1), items if a == ndim + axis else 1) for a in range(ndim))
 
 
 def check_axis(axis: Any, ndim: int) -> int:

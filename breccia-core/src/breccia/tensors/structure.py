@@ -11,9 +11,9 @@ from ..errors import LayoutError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block
 from ..layouts import Layout, Shape
 from ..tracing import traced_by_framework
-from .components import PARTS, components, named_leaves, part_grids, scale_block
+from .components import PARTS, components, moved, named_leaves, part_grids, record_bytes, scale_block, with_parts
 from .grids import check_axis, expanded, scale_grid, spanned, whole_unit
-from .tensor import ScaledTensor, moved, with_parts
+from .tensor import ScaledTensor
 
 if TYPE_CHECKING:
     from ..arrays.ops import Array, Ops
@@ -191,7 +191,7 @@ def _joined(ops: Ops, sts: list[ScaledTensor], columns: dict[str, list[Array]], 
     joined: dict[str, Array] = {}
     for name, column in columns.items():
         wide = [expanded(ops, part, spans, st.shape, along, block) for part, st in zip(column, sts, strict=True)]
-        grid = scale_grid(len(wide[0].shape), ndim, along, block)
+        grid = scale_grid(len(wide[0].shape), ndim, along, block, record_bytes(sts[0], name))
         places = [place for place, a in enumerate(grid) if a.axis == axis and a.codes]
         if not places:
             _check_same(ops, name, wide, axis)

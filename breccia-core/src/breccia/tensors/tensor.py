@@ -2,91 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .. import targets
 from ..arrays.frameworks import dtype_name, framework_of, ops_of
 from ..errors import BrecciaError, LayoutError, OptionError, UnsupportedError
 from ..formats import TENSOR
-from ..layouts import InStorage, Layout, PerGroupIndex, Shape, placed
+from ..layouts import InStorage, Layout, Shape, placed
 from ..options import PLAIN, whole_number
 from ..recipes import ScalingRecipe
 from ..specs import as_recipe
 from ..tracing import traced_by_framework
+from . import cutting, storing
 from .advice import ADVICE
 from .checks import as_shape, check_arrays, check_parts, contraction_axis, padding_of
-from .components import PARTS, check_dropped, components, digest_facts, named_leaves, part_grids, scale_block, stored_parts
-from .grids import (
-    Cut,
-    check_axis,
-    check_cut,
-    cut_component,
-    drops,
-    expanded,
-    inferred,
-    length_of,
-    packing,
-    pieces,
-    read_index,
-    read_positions,
-    reshape_leading,
-    whole_unit,
-)
+from .components import PARTS, array_nbytes, components, moved, named_leaves
+from .grids import Cut, check_axis, packing, read_index, read_positions
+from .held import Held
 from .printing import line, table
-from .storing import check_layout, checked_plain, one_scale_per_block, plain_of, storage_of
-
-
-class Held(Protocol):
-    """What a tensor holds in place of its components; for frameworks that pass other arrays around."""
-
-    @property
-    def leaves(self) -> tuple[Any, ...]:
-        """Arrays of the shapes of data, scale, zero_point and global_scale, in place of them."""
-        ...
-
-    @property
-    def sources(self) -> tuple[Any, ...]:
-        """One for each component: the component itself, or what it is made from. The first one has the shape of data."""
-        ...
-
-    @property
-    def dtypes(self) -> tuple[str | None, ...]:
-        """The names of the dtypes of components that may be other arrays than their leaves; None for the others."""
-        ...
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether the leaves are the transposes of the leaves in memory, which `transposed` gives back."""
-        ...
-
-    def replaces(self, n: int) -> bool:
-        """Whether component `n` is another array than its leaf."""
-        ...
-
-    def component(self, n: int) -> Any:
-        """Component `n`, made from its leaf."""
-        ...
-
-    def dtype(self, n: int) -> Any:
-        """The dtype of component `n`."""
-        ...
-
-    def moved(self, leaves: tuple[Any, ...]) -> Held:
-        """What a tensor with these leaves holds."""
-        ...
-
-    def transposed(self, leaves: tuple[Any, ...]) -> Held:
-        """What the transposed tensor holds, whose leaves are `leaves`."""
-        ...
-
-    def run(self, structural: Callable[[ScaledTensor, Any], ScaledTensor], st: ScaledTensor, argument: Any) -> ScaledTensor:
-        """`structural(st, argument)`, which a framework may compile."""
-        ...
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False, slots=True, weakref_slot=True)
@@ -149,7 +85,7 @@ class ScaledTensor:
             recipe = as_recipe(recipe)
         if not isinstance(layout, Layout):
             raise UnsupportedError(f"layout must be a Layout instance, got {layout!r}.")
-        check_layout(layout)
+        storing.check_layout(layout)
         axis = contraction_axis(axis, len(data.shape))
         fmt = recipe.format
         if padding is not None:
@@ -158,10 +94,10 @@ class ScaledTensor:
             padding = -layout.matrix[-1] % packing(fmt.element)[0]
         elif shape is not None:
             padding = padding_of(as_shape(shape), tuple(data.shape), fmt.element, axis)
-        fill(self, data, scale, recipe, placed(layout, fmt.scale.block, axis), zero_point, global_scale, axis, padding or 0)
+        fill(self, data, scale, recipe, placed(layout, fmt.block, axis), zero_point, global_scale, axis, padding or 0)
         if layout.storage != PLAIN and shape is not None and self.shape != as_shape(shape):
             raise LayoutError(f"shape={tuple(shape)}, but the components have shape {self.shape}.", found=self.shape)
-        check_parts(self if layout.storage == PLAIN else checked_plain(self), fmt)
+        check_parts(self if layout.storage == PLAIN else storing.checked_plain(self), fmt)
 
     @classmethod
     def from_parts(
@@ -303,16 +239,7 @@ class ScaledTensor:
     @traced_by_framework
     def to_plain(self) -> ScaledTensor:
         """The same tensor in plain storage: itself, if it is plain."""
-        layout = self.layout
-        if layout.storage == PLAIN:
-            return self
-        if self.axis == -2:
-            return self.mT.to_plain().mT
-        assert isinstance(layout, InStorage)
-        storage, plain = storage_of(layout.storage), plain_of(self, layout.layout)
-        ops = ops_of(self.data)
-        parts = targets.load(storage.to_plain)(ops, components(self), plain)
-        return with_parts(self, parts, layout=layout.layout)
+        return self if self.layout.storage == PLAIN else storing.plain_tensor(self)
 
     @traced_by_framework
     def to_storage(self, name: str) -> ScaledTensor:
@@ -326,24 +253,7 @@ class ScaledTensor:
             >>> breccia.bytes_equal(st.to_storage("swizzle_128x4"), st)
             True
         """
-        if name == self.layout.storage:
-            return self
-        st = self.to_plain()
-        if name == PLAIN:
-            return st
-        storage = storage_of(name)
-        if st.axis == -2:
-            return st.mT.to_storage(name).mT
-        plain = plain_of(st, st.layout)
-        if isinstance(st.layout, PerGroupIndex) or (len(plain.shape) > 1 and not one_scale_per_block(st, plain)):
-            raise UnsupportedError(
-                f"storage {name!r} needs one scale for each block, in the order of blocks; {st.layout} has scales of shape "
-                f"{tuple(st.scale.shape)} for a tensor of shape {plain.shape}. It stays in plain storage."
-            )
-        storage.refuse(plain)
-        parts = targets.load(storage.from_plain)(ops_of(st.data), components(st), plain)
-        matrix = plain.shape[-2:] if storage.data_axes else ()
-        return with_parts(st, parts, layout=InStorage(st.layout, name, matrix, storage.data_axes))
+        return self if name == self.layout.storage else storing.in_storage(self, name)
 
     # Structural ops: each commutes with `dequantize` and changes no code.
 
@@ -363,7 +273,7 @@ class ScaledTensor:
             ((2, 64), (8, 4, 32))
         """
         cuts = read_index(index, self.shape)
-        return self._cut(cuts) if self.held is None else self.held.run(ScaledTensor._cut, self, cuts)
+        return cutting.cut(self, cuts) if self.held is None else self.held.run(cutting.cut, self, cuts)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -395,7 +305,7 @@ class ScaledTensor:
         axis = check_axis(axis, len(shape))
         cuts: list[Cut] = [range(n) for n in shape]
         cuts[axis] = read_positions(index, axis, shape[axis])
-        return self._cut(tuple(cuts))
+        return cutting.cut(self, tuple(cuts))
 
     @traced_by_framework
     def split(self, size: int | Sequence[int], axis: int = 0) -> tuple[ScaledTensor, ...]:
@@ -409,17 +319,7 @@ class ScaledTensor:
             >>> [part.shape for part in qkv.split([64, 16, 16])]
             [(64, 64), (16, 64), (16, 64)]
         """
-        shape = self.shape
-        axis = check_axis(axis, len(shape))
-        self = self.to_plain()
-        cuts: list[Cut] = [range(n) for n in shape]
-        tensors: list[ScaledTensor] = []
-        start = 0
-        for length in pieces(size, shape[axis], axis):
-            cuts[axis] = range(start, start + length) if length else range(0)
-            tensors.append(self._cut(tuple(cuts)))
-            start += length
-        return tuple(tensors)
+        return cutting.split(self, size, axis)
 
     @traced_by_framework
     def reshape(self, *shape: int | Sequence[int]) -> ScaledTensor:
@@ -431,19 +331,7 @@ class ScaledTensor:
             >>> st.reshape(2, -1, 4, 64).shape
             (2, 4, 4, 64)
         """
-        self = self.to_plain()
-        old, ops = self.shape, ops_of(self.data_source)
-        new = inferred(shape, old)
-        if new == old:
-            return self
-        lead = new[: len(new) - len(old[-2:])]
-        parts = {
-            name: ops.reshape(part, (*lead, *part.shape[-2:]))
-            if name == "data"
-            else reshape_leading(ops, part, lead, old, self.axis, scale_block(self, name))
-            for name, part in named_leaves(self).items()
-        }
-        return moved(self, parts)
+        return cutting.reshaped(self, shape)
 
     @traced_by_framework
     def to(self, device: Any) -> ScaledTensor:
@@ -472,43 +360,7 @@ class ScaledTensor:
         over the components present, float8 dtypes named "uint8" and bfloat16 "uint16"; then the bytes of data, scale,
         zero_point and global_scale, each in C order, little-endian.
         """
-        self = self.to_plain()
-        stored = stored_parts(self)
-        text = json.dumps(digest_facts(self, stored), sort_keys=True, separators=(",", ":"))
-        digest = hashlib.sha256(text.encode())
-        for part in stored.values():
-            digest.update(part.reshape(-1).view("u1"))
-        return digest.hexdigest()
-
-    def _cut(self, cuts: tuple[Cut, ...]) -> ScaledTensor:
-        """Apply `cuts`, one per axis."""
-        self = self.to_plain()
-        flat = any(map(drops, cuts[-2:]))
-        self = self._with_column_scales() if flat else self
-        shape, grids = self.shape, part_grids(self)
-        check_dropped(self, cuts, grids)
-        for axis, (cut, length) in enumerate(zip(cuts, shape, strict=True)):
-            check_cut(cut, axis, length, whole_unit(grids.values(), axis))
-        ops = ops_of(self.data_source)
-        parts = {name: cut_component(ops, part, grids[name], cuts, shape) for name, part in named_leaves(self).items()}
-        along, length = cuts[self.axis], shape[self.axis]
-        if isinstance(along, int) or drops(along):
-            return moved(self, parts, axis=-1)  # one scale covers all, whichever axis remains
-        left = tuple(length_of(cut) for cut in cuts if not isinstance(cut, int) and not drops(cut))
-        layout = self.layout if along == range(length) else self.layout.along(along)
-        to_the_end = isinstance(along, range) and along.stop == length
-        axis = -1 if flat else self.axis
-        return moved(self, parts, layout=layout.fitted(left, axis), axis=axis, padding=self.padding if to_the_end else 0)
-
-    def _with_column_scales(self) -> ScaledTensor:
-        """The tensor with PerChannel's scales (M,) as (..., M, 1), from which rows can be taken."""
-        block, shape = self.layout.block(self.axis), self.shape
-        if block != (1, None) or len(self.scale.shape) == len(shape):
-            return self
-        ops, parts = ops_of(self.data_source), named_leaves(self)
-        scales = {name: part for name, part in parts.items() if name in ("scale", "zero_point")}
-        wide = {name: expanded(ops, part, len(shape[:-2]), shape, self.axis, block) for name, part in scales.items()}
-        return moved(self, parts | wide)
+        return targets.load("breccia.tensors.equality:digest")(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as its constructor's arguments, which are checked when it is read: pickles may be untrusted."""
@@ -554,22 +406,6 @@ class ScaledTensor:
             advice = ADVICE.get(name)
             hint = f": {advice}." if advice else ""
             raise AttributeError(f"'ScaledTensor' object has no attribute {name!r}{hint}", name=name, obj=self)
-
-
-def with_parts(st: ScaledTensor, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
-    """A copy of `st` with exactly these components, and other fields changed."""
-    return ScaledTensor.from_parts(**(_metadata(st) | changed | parts))
-
-
-def moved(st: ScaledTensor, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
-    """`with_parts`, for parts made from those of `named_leaves`."""
-    if st.held is None:
-        return with_parts(st, parts, **changed)
-    return ScaledTensor.from_sources(st.held.moved(tuple(map(parts.get, PARTS))), **(_metadata(st) | changed))
-
-
-def _metadata(st: ScaledTensor) -> dict[str, Any]:
-    return {"recipe": st.recipe, "layout": st.layout, "axis": st.axis, "padding": st.padding}
 
 
 def restored(*fields: Any) -> ScaledTensor:
@@ -656,12 +492,6 @@ def transposed(layout: Layout) -> Layout:
     return layout.mT
 
 
-def array_nbytes(part: Any) -> int:
-    """The bytes of an array; placeholders such as `jax.ShapeDtypeStruct` have a shape and a dtype only."""
-    nbytes = getattr(part, "nbytes", None)
-    return math.prod(part.shape) * part.dtype.itemsize if nbytes is None else int(nbytes)
-
-
 def scaled(x: Any) -> Any:
     """The ScaledTensor that `x` contains, which its attribute `__scaled_tensor__` returns; other values unchanged."""
     return x if isinstance(x, ScaledTensor) else getattr(x, "__scaled_tensor__", x)
@@ -676,31 +506,6 @@ def check_scaled(taker: str, x: Any, framework: str, also: str = "") -> None:
     if is_scaled:
         actual, remedy = x.framework, f"convert it by breccia.bridges.from_dlpack(st, {framework!r})"
     raise UnsupportedError(f"{taker} takes a ScaledTensor of {framework}{also}, got {actual}; {remedy}.", found=actual)
-
-
-def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
-    """Whether `a` and `b`, of any frameworks, are the same tensor bit by bit.
-
-    Recipe, layout, axis and logical shape must be equal, and the shape, dtype and bits of every component; float8 dtypes
-    count as uint8, and bfloat16 as uint16, which have the same bytes. Reads values.
-
-    Raises UnsupportedError unless both are ScaledTensors.
-
-        >>> x = np.array([[0.5, 1.0, 3.0]], np.float32)
-        >>> breccia.bytes_equal(breccia.cast(x, "mxfp8"), breccia.cast(x, "mxfp8"))
-        True
-        >>> breccia.bytes_equal(breccia.cast(x, "mxfp8"), breccia.cast(x, "fp8_row"))
-        False
-    """
-    a, b = scaled(a), scaled(b)
-    for name, st in (("a", a), ("b", b)):
-        if not isinstance(st, ScaledTensor):
-            raise UnsupportedError(f"bytes_equal compares ScaledTensors; {name} is {type(st).__name__}.")
-    a, b = a.to_plain(), b.to_plain()
-    left, right = stored_parts(a), stored_parts(b)
-    if digest_facts(a, left) != digest_facts(b, right):
-        return False
-    return all(bool((left[name].reshape(-1).view("u1") == right[name].reshape(-1).view("u1")).all()) for name in left)
 
 
 def from_buffer(

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays.frameworks import dtype_name
-from ..codecs import F32_INF, MAGNITUDE, NORMAL, Codec
+from ..codecs import Codec
+from ..fp32 import F32_INF, MAGNITUDE, NORMAL
 from ..tensors.components import PARTS
 from ..tensors.tensor import ScaledTensor
 from . import oracle

@@ -46,7 +46,9 @@ def every_decodable(recipe: ScalingRecipe, scales: int = 300) -> ScaledTensor:
     """
     fmt = recipe.format
     codes = np.arange(1 << fmt.element.bits, dtype=np.int32)
-    m, k = fmt.scale.block
+    m, k = fmt.block
+    if fmt.scale_record is not None or fmt.offset_record is not None:
+        return _random_records(recipe, scales)
     if fmt.scale.codec.bits == 8:
         stored = np.arange(256, dtype=np.uint8)
     else:
@@ -67,3 +69,25 @@ def every_decodable(recipe: ScalingRecipe, scales: int = 300) -> ScaledTensor:
     global_scale = np.float32(0.0173) if fmt.global_scale is not None else None
     shape = (len(stored), 1, columns) if m is None else rows.shape
     return from_buffer(data, scale, recipe, recipe.layout, zero, global_scale, shape=shape)
+
+
+def _random_records(recipe: ScalingRecipe, rows: int) -> ScaledTensor:
+    """Every element code under random records of scales, in which coarse scales are NaN and Inf now and then."""
+    fmt, rng = recipe.format, np.random.default_rng(0)
+    columns = fmt.block[1] or 1
+    codes = np.resize(np.arange(1 << fmt.element.bits, dtype=np.int32), (rows, columns))
+    parts = [
+        None if (record := fmt.record(name)) is None else rng.integers(0, 256, (rows, record.nbytes), np.uint8)
+        for name in _RECORDS
+    ]
+    scale, zero = parts
+    if scale is None:
+        values = rng.standard_normal((rows, 1)).astype(np.float32)
+        scale = NUMPY.store(fmt.scale.codec.encode(NUMPY, np.abs(values)), NUMPY.storage(fmt.scale.codec))
+    global_scale = np.float32(0.0173) if fmt.global_scale is not None else None
+    return from_buffer(
+        reference.pack(NUMPY, codes, fmt.element), scale, recipe, recipe.layout, zero, global_scale, shape=(rows, columns)
+    )
+
+
+_RECORDS = ("scale", "zero_point")

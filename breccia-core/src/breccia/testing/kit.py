@@ -13,7 +13,7 @@ import pytest
 
 from ..dispatch.registry import Plugin, registry
 from ..errors import UnknownNameError, suggestion
-from ..recipes import ScalingRecipe, check_recipe
+from ..recipe_bases import ScalingRecipe, check_recipe
 from .compare import flushed
 from .laws import LAWS, Law, Subject
 from .places import Place, everywhere, place

@@ -8,291 +8,38 @@ list of all values of a codec. NumPy arrays only hold inputs and results.
 from __future__ import annotations
 
 import math
-import struct
-from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ..codecs import F32, Codec, Integer, Lookup, Minifloat, PowerOfTwo
+from ..codecs import F32, FLOAT_CODECS, Codec, Integer, Minifloat, PowerOfTwo
 from ..formats import Format, Level
 from ..recipes import ScalingRecipe
-from ..rules import Divide, Exponent, HalfRange, Inverse, Linear, Reciprocal, Rule
-
-MIN_NORMAL = Fraction(2) ** -126
-FLT_MAX = (2 - Fraction(2) ** -23) * Fraction(2) ** 127
-
-
-# ------------------------------------------------------------------------------------------------ FP32 by rationals
-
-
-def fl(q: Fraction) -> Fraction | float:
-    """`q` rounded to FP32, to nearest, ties to even; subnormals kept; ±inf on overflow."""
-    if q == 0:
-        return Fraction(0)
-    exponent = q.numerator.bit_length() - q.denominator.bit_length()
-    if abs(q) < Fraction(2) ** exponent:
-        exponent -= 1
-    ulp = Fraction(2) ** max(exponent - 23, -149)
-    rounded = round(q / ulp) * ulp  # Python rounds a Fraction half to even
-    return math.copysign(math.inf, q) if abs(rounded) > FLT_MAX else rounded
-
-
-def fl_finite(q: Fraction) -> Fraction:
-    """`fl(q)`, with overflow saturated to the largest finite FP32."""
-    r = fl(q)
-    return r if isinstance(r, Fraction) else (FLT_MAX if r > 0 else -FLT_MAX)
-
-
-def flush(q: Fraction) -> Fraction:
-    """Zero for magnitudes below 2^-126."""
-    return Fraction(0) if abs(q) < MIN_NORMAL else q
-
-
-def f32_bits(value: float) -> int:
-    """Bit pattern of an FP32 number given as an exact Python float."""
-    return struct.unpack("<I", struct.pack("<f", value))[0]
-
-
-# ------------------------------------------------------------------------------------------------ codecs
-
-
-def decode(codec: Codec, code: int) -> float:
-    """The exact value of `code` (a float64 holds every value of every codec), NaN, ±inf or -0.0."""
-    if isinstance(codec, Integer):
-        integer = code - (1 << codec.bits) if codec.signed and code >> (codec.bits - 1) else code
-        return integer / 2**codec.fraction_bits
-    if isinstance(codec, Lookup):
-        return codec.values[code]
-    if isinstance(codec, PowerOfTwo):
-        return math.nan if code == codec.nan else 2.0 ** (code - codec.bias)
-    if not isinstance(codec, Minifloat):
-        return codec.value(code)  # a plug-in's class defines its own values
-    above, magnitude = divmod(code, 2 ** (codec.exponent_bits + codec.mantissa_bits))
-    if above and not codec.signed:  # an unused bit is set
-        return math.nan
-    sign = -1.0 if above else 1.0
-    if codec.inf is not None and magnitude >= codec.inf:
-        return sign * math.inf if magnitude == codec.inf else math.nan
-    if codec.inf is None and magnitude == codec.nan:
-        return math.nan
-    exponent, mantissa = divmod(magnitude, 1 << codec.mantissa_bits)
-    significand = Fraction(mantissa, 1 << codec.mantissa_bits) + (exponent > 0)
-    return sign * float(significand * Fraction(2) ** (max(exponent, 1) - codec.bias))
-
-
-@cache
-def ladder(codec: Codec) -> tuple[list[Fraction], list[int]]:
-    """All finite values of a codec of at most 16 bits, ascending without -0, and the lowest code of each."""
-    finite: dict[Fraction, int] = {}
-    for code in range(1 << codec.bits):
-        value = decode(codec, code)
-        if math.isfinite(value) and not (value == 0 and math.copysign(1, value) < 0):
-            finite.setdefault(Fraction(value), code)
-    values = sorted(finite)
-    return values, [finite[v] for v in values]
-
-
-def neighbours(codec: Codec, q: Fraction) -> tuple[Fraction, Fraction]:
-    """The codec's values just below and above `q`, clamped to its range; both are `q` if `q` is a value."""
-    values, _ = ladder(codec)
-    q = min(max(q, values[0]), values[-1])
-    i = bisect_left(values, q)
-    return (q, q) if values[i] == q else (values[i - 1], values[i])
-
-
-def code_of(codec: Codec, value: Fraction, negative: bool = False) -> int:
-    """The code of an exact value; `negative` chooses -0 where the codec has it."""
-    if codec is F32:
-        return f32_bits(-0.0 if value == 0 and negative else float(value))
-    values, codes = ladder(codec)
-    i = bisect_left(values, value)
-    assert values[i] == value, f"{value} is not a value of {codec.name}"
-    code = codes[i]
-    if value == 0 and negative and isinstance(codec, Minifloat) and codec.signed:
-        code |= 1 << (codec.bits - 1)
-    return code
-
-
-def encode(codec: Codec, q: Fraction, negative: bool = False, word: int | None = None) -> int:
-    """The code nearest to `q`, ties to the even code (E8M0: up), saturating; with `word`, stochastic (spec, "Rounding")."""
-    if codec is F32:
-        return code_of(codec, fl_finite(q), negative)
-    if isinstance(codec, Minifloat) and not codec.signed:
-        q = max(q, Fraction(0))
-    if isinstance(codec, Minifloat):  # sign and magnitude: rounding acts on the magnitude
-        low, high = neighbours(codec, abs(q))
-    else:
-        low, high = neighbours(codec, q)
-    target = min(abs(q), Fraction(codec.max)) if isinstance(codec, Minifloat) else min(max(q, low), high)
-    chosen = _choose(codec, low, high, target, word)
-    if isinstance(codec, Minifloat) and q < 0:
-        return code_of(codec, -chosen, negative=True)
-    return code_of(codec, chosen, negative)
-
-
-def _choose(codec: Codec, low: Fraction, high: Fraction, q: Fraction, word: int | None) -> Fraction:
-    if low == high:
-        return low
-    fraction = (q - low) / (high - low)
-    if word is not None:
-        if isinstance(codec, Lookup):  # uneven steps: the position is computed in FP32
-            fraction = min(fl_finite(fl_finite(q - low) / fl_finite(high - low)), Fraction(1))
-        away = math.floor(fraction * 2**30) + (word >> 2) >= 2**30
-        return high if away else low
-    if fraction != Fraction(1, 2):
-        return high if fraction > Fraction(1, 2) else low
-    if isinstance(codec, PowerOfTwo):
-        return high
-    if isinstance(codec, Lookup):
-        return high if code_of(codec, high) % 2 == 0 and code_of(codec, low) % 2 == 1 else low
-    return low if code_of(codec, low) % 2 == 0 else high
-
-
-def nan_code(codec: Codec) -> int | None:
-    """The code written for NaN, or None."""
-    return getattr(codec, "nan", None)
-
-
-# ------------------------------------------------------------------------------------------------ stochastic bits
-
-
-def threefry2x32(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
-    """Threefry-2x32, 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
-    mask = 0xFFFFFFFF
-    schedule = (key[0], key[1], 0x1BD11BDA ^ key[0] ^ key[1])
-    x, y = (counter[0] + schedule[0]) & mask, (counter[1] + schedule[1]) & mask
-    rotations = (13, 15, 26, 6, 17, 29, 16, 24)
-    for i in range(20):
-        r = rotations[i % 8]
-        x = (x + y) & mask
-        y = ((y << r) | (y >> (32 - r))) & mask
-        y ^= x
-        if i % 4 == 3:
-            j = i // 4 + 1
-            x = (x + schedule[j % 3]) & mask
-            y = (y + schedule[(j + 1) % 3] + j) & mask
-    return x, y
-
-
-def random_word(seed: int, index: int) -> int:
-    """The 32 random bits of element `index` under `seed`."""
-    mask = 0xFFFFFFFF
-    return threefry2x32((seed & mask, seed >> 32 & mask), (index & mask, index >> 32 & mask))[0]
-
-
-# ------------------------------------------------------------------------------------------------ scales
-
-
-def linear(rule: Linear, statistic: Fraction, level: Level, fmt: Format, global_scale: Fraction | None) -> int:
-    """Rule `linear` and the rules derived from it: the stored scale of a nonzero block."""
-    codec, element, cap = level.codec, fmt.element, Fraction(fmt.qmax(level))
-    assert isinstance(codec, Minifloat), codec
-    if isinstance(rule, Inverse):
-        return encode(codec, fl_finite(1 / multiplier(rule, statistic, cap)))
-    if isinstance(rule, Reciprocal):
-        t = fl_finite(statistic * fl_finite(1 / cap))
-    elif isinstance(rule, HalfRange):
-        assert isinstance(element, Integer) and element.signed, element
-        t = fl_finite(statistic / Fraction(element.high - element.low, 2 ** (1 + element.fraction_bits)))
-    else:
-        t = fl_finite(statistic / cap)
-    t = flush(t)
-    if global_scale is not None:
-        t = fl_finite(t / global_scale)
-    t = fl_finite(t * Fraction(2) ** rule.margin)
-    t = min(max(t, Fraction(codec.scale_min)), Fraction(codec.scale_max))
-    return encode(codec, t)
-
-
-def multiplier(rule: Inverse, statistic: Fraction, cap: Fraction) -> Fraction:
-    """Rule `te`: the multiplier of a block's elements."""
-    m = min(fl_finite(cap / statistic), 1 / MIN_NORMAL) / Fraction(2) ** rule.margin
-    m = min(max(fl_finite(m), MIN_NORMAL), 1 / MIN_NORMAL)
-    return Fraction(2) ** floor_log2(m) if rule.power_of_two else m
-
-
-def floor_log2(q: Fraction) -> int:
-    """Largest n with 2^n <= q."""
-    n = 0
-    while Fraction(2) ** n <= q:
-        n += 1
-    while Fraction(2) ** n > q:
-        n -= 1
-    return n
-
-
-def exponent(rule: Exponent, amax: Fraction, element: Codec) -> int:
-    """Rules `rceil`, `floor`, `even`: n of the scale 2^n of a nonzero block, before clipping to the codec."""
-    cap = max(ladder(element)[0])
-    if rule.name == "rceil":
-        n = floor_log2(amax / cap)
-        return n if amax <= cap * Fraction(2) ** n else n + 1
-    if rule.name == "even":
-        assert isinstance(element, Minifloat | Integer), element
-        # For an integer codec, the bits after the leading bit of its largest value act as mantissa bits.
-        bits = element.mantissa_bits if isinstance(element, Minifloat) else floor_log2(Fraction(element.high))
-        step = Fraction(2) ** (floor_log2(amax) - bits)
-        amax = math.floor(amax / step + Fraction(1, 2)) * step
-    return floor_log2(amax) - floor_log2(cap)
-
-
-def global_number(level: Level, fmt: Format, amax: Fraction) -> Fraction:
-    """The value that a cast stores for a global scale of convention "amax" or "divisor"; a tensor of zeros gets scale 1."""
-    qmax = Fraction(fmt.qmax(level))
-    number = max(amax, qmax * MIN_NORMAL) if amax else qmax
-    return number if level.convention == "amax" else min(fl_finite(qmax / number), 1 / MIN_NORMAL)
-
-
-def multiplied_by(level: Level, fmt: Format, stored: Fraction) -> Fraction:
-    """The multiplier that a stored global scale stands for."""
-    if level.convention == "amax":
-        return fl_finite(stored / Fraction(fmt.qmax(level)))
-    return stored if level.convention == "multiplier" else fl_finite(1 / stored)
-
-
-def stored_scale(rule: Rule, statistic: Fraction, level: Level, fmt: Format, global_scale: Fraction | None) -> int:
-    """The stored code of the scale of a nonzero finite block."""
-    codec = level.codec
-    if isinstance(rule, Linear):
-        return linear(rule, statistic, level, fmt, global_scale)
-    assert isinstance(rule, Exponent), rule
-    n = exponent(rule, statistic, fmt.element)
-    if isinstance(codec, PowerOfTwo):
-        return min(max(n + codec.bias, 0), codec.nan - 1)
-    return code_of(codec, Fraction(2) ** min(max(n, -126), 126))
-
-
-def supplied_scale(codec: Codec, code: int) -> int:
-    """The stored code of a supplied scale: NaN unless it is a positive number within the codec's scale range."""
-    value = decode(codec, code)
-    low, high = 0.0, math.inf
-    if isinstance(codec, Minifloat) and codec.bits > 8:
-        low, high = codec.scale_min, codec.scale_max
-    if value > 0 and low <= value <= high:
-        return code
-    nan = nan_code(codec)
-    assert nan is not None, codec
-    return nan
-
-
-def zero_scale(codec: Codec) -> int:
-    """The scale code of an all-zero block: 1.0 if scales cannot underflow, otherwise the smallest code."""
-    return encode(codec, Fraction(1)) if isinstance(codec, Minifloat) and codec.scale_min > 0 else 0
-
-
-# ------------------------------------------------------------------------------------------------ tensors
+from ..rules import Divide, Inverse, Rule
+from . import oracle_records
+from .oracle_numbers import MIN_NORMAL, fl_finite, flush
+from .oracle_numbers import code_of as code_of
+from .oracle_numbers import decode as decode
+from .oracle_numbers import encode as encode
+from .oracle_numbers import f32_bits as f32_bits
+from .oracle_numbers import fl as fl
+from .oracle_numbers import ladder as ladder
+from .oracle_numbers import nan_code as nan_code
+from .oracle_numbers import random_word as random_word
+from .oracle_numbers import threefry2x32 as threefry2x32
+from .oracle_scales import floor_log2, global_number, multiplied_by, multiplier, supplied_scale, zero_scale
+from .oracle_scales import stored_scale as stored_scale
 
 
 @dataclass
 class Written:
     """The result of a cast, one code per item: `codes` in the logical shape, `scale` in the layout's shape.
 
-    zero_point: as stored. With a float bias, the codes of the biases in the scale's codec.
+    zero_point: as stored. With a float bias or zero-point, their codes in the scale's codec.
+    Scales and biases of several levels are the bytes of their records.
     """
 
     codes: np.ndarray
@@ -342,6 +89,10 @@ def cast(
     """
     assert x.dtype == np.float32 and x.ndim >= 1, (x.dtype, x.ndim)
     fmt, rules = recipe.format, recipe.rules
+
+    def word_of(index: tuple[int, ...]) -> int | None:
+        return random_word(seed or 0, _position(index, x.shape)) if rounding == "stochastic" else None
+
     raw = {i: float(x[i]) for i in np.ndindex(*x.shape)}
     value = {i: flush(Fraction(v)) for i, v in raw.items() if math.isfinite(v)}
 
@@ -363,6 +114,8 @@ def cast(
 
     level, rule = fmt.scale, rules[-1]
     supplied = scale if fmt.global_scale is None else None
+    if fmt.scale_record is not None:
+        return _cast_in_levels(raw, value, x.shape, recipe, global_bits, global_scale, word_of)
     codes = np.zeros(x.shape, np.uint32)
     scales = np.zeros(scale_shape(x.shape, level.block), np.uint32)
     offsets = np.zeros(scales.shape, np.uint32) if fmt.offset != "none" else None
@@ -390,13 +143,21 @@ def cast(
         else:
             stored = stored_scale(rule, statistic, level, fmt, global_scale) if statistic else zero_scale(level.codec)
         scales[where] = stored
-        units = _Units(rule, level, fmt, stored, global_scale, statistic if supplied is None else None)
+        above = global_scale
+        if fmt.factor != 1.0:
+            above = Fraction(fmt.factor) if above is None else fl_finite(above * Fraction(fmt.factor))
+        units = _Units(rule, level, fmt, stored, above, statistic if supplied is None else None)
         if not units.usable:
             for i in members:
                 codes[i] = encode(fmt.element, Fraction(0))
             continue
-        z, bias = 0, Fraction(0)
-        if fmt.offset == "zero_point":
+        z: int | Fraction = 0
+        bias = Fraction(0)
+        if fmt.offset == "float_zero_point":
+            assert offsets is not None
+            offsets[where] = encode(level.codec, flush(units.of(-low)))
+            z = Fraction(decode(level.codec, int(offsets[where])))
+        elif fmt.offset == "zero_point":
             assert offsets is not None
             z = min(max(round(units.of(-low)), 0), int(fmt.element.max))
             offsets[where] = z
@@ -405,9 +166,138 @@ def cast(
             offsets[where] = encode(level.codec, low)
             bias = Fraction(decode(level.codec, int(offsets[where])))
         for i in members:
-            word = random_word(seed or 0, _position(i, x.shape)) if rounding == "stochastic" else None
-            codes[i] = _element_code(fmt.element, raw[i], value.get(i), units, z, bias, word)
+            codes[i] = _element_code(fmt.element, raw[i], value.get(i), units, z, bias, word_of(i))
+        if fmt.alternative is not None:
+            first = {i: int(codes[i]) for i in members}
+            other = {i: _element_code(fmt.alternative, raw[i], value[i], units, z, bias, word_of(i)) for i in members}
+            if _largest_error(fmt.alternative, other, value, units) < _largest_error(fmt.element, first, value, units):
+                for i in members:
+                    codes[i] = other[i]
+                scales[where] |= 1 << (level.codec.bits - 1)
     return Written(codes, scales, global_bits, offsets)
+
+
+def _largest_error(
+    codec: Codec, codes: dict[tuple[int, ...], int], value: dict[tuple[int, ...], Fraction], units: _Units
+) -> Fraction:
+    """The largest difference of a block's elements from the values of their codes, in units of the scale."""
+    errors = [flush(units.of(value[i])) - Fraction(decode(codec, code)) for i, code in codes.items()]
+    return max((flush(fl_finite(abs(error))) for error in errors), default=Fraction(0))
+
+
+def _cast_in_levels(
+    raw: dict[tuple[int, ...], float],
+    value: dict[tuple[int, ...], Fraction],
+    shape: tuple[int, ...],
+    recipe: ScalingRecipe,
+    global_bits: int | None,
+    global_scale: Fraction | None,
+    word_of: Callable[[tuple[int, ...]], int | None],
+) -> Written:
+    """A cast to a format of several levels of blocks: row by row, from the coarsest level down."""
+    fmt = recipe.format
+    levels, rules = fmt.block_levels, recipe.rules[len(fmt.levels) - len(fmt.block_levels) :]
+    size, span = fmt.scale.block[1], fmt.block[1]
+    assert size is not None and span is not None
+    top = Fraction(1) if global_bits is None else global_scale
+    codes = np.zeros(shape, np.uint32)
+    scales, biases = (
+        [np.zeros(scale_shape(shape, level.block), np.uint32) for level in of] for of in (levels, fmt.offset_levels)
+    )
+    for row in np.ndindex(*shape[:-1]):
+        members = [[(*row, k) for k in range(start, min(start + size, shape[-1]))] for start in range(0, shape[-1], size)]
+        present = [[value[i] for i in block if i in value] for block in members]
+        lows = [min([*numbers, Fraction(0)]) for numbers in present]
+        highs = [max([*numbers, Fraction(0)]) for numbers in present]
+        statistics = [
+            max(high, -low) if fmt.offset == "none" else flush(fl_finite(high - low))
+            for low, high in zip(lows, highs, strict=True)
+        ]
+        faulty = [len(numbers) < len(block) for numbers, block in zip(present, members, strict=True)]
+
+        def scale_code(
+            place: int, blocks: slice, above: Fraction | None, statistics: Any = statistics, faulty: Any = faulty
+        ) -> int:
+            level = levels[place]
+            if place == 0 and any(faulty[blocks]):
+                nan = nan_code(level.codec)
+                assert nan is not None, level
+                return nan
+            if not above:  # NaN, or a scale that underflowed
+                return 0 if place else nan_code(level.codec) or 0
+            most = max(statistics[blocks])
+            if not most:
+                return zero_scale(level.codec)
+            return stored_scale(rules[place], most, level, fmt, above if place or global_bits is not None else None)
+
+        def bias_code(place: int, blocks: slice, above: Fraction | None, lows: Any = lows) -> int:
+            most = -min(lows[blocks])
+            if not most or not above:
+                return 0
+            codec, cap = fmt.offset_levels[place].codec, Fraction(1)
+            for finer in fmt.offset_levels[place + 1 :]:
+                cap *= Fraction(finer.codec.max)
+            assert isinstance(codec, Minifloat | Integer), codec
+            t = fl_finite(flush(fl_finite(most / cap)) / above)
+            return encode(codec, min(max(t, Fraction(codec.scale_min)), Fraction(codec.scale_max)))
+
+        of_row, products = _levels_of_row(levels, len(members), top, scale_code)
+        bias_codes, bias_products = _levels_of_row(fmt.offset_levels, len(members), Fraction(1), bias_code)
+        for arrays, of_levels in ((scales, of_row), (biases, bias_codes)):
+            for array, of_level in zip(arrays, of_levels, strict=True):
+                array[row] = of_level
+        for n, block in enumerate(members):
+            above = _above(levels, products, n)
+            if above is not None and fmt.factor != 1.0:
+                above = fl_finite(above * Fraction(fmt.factor))
+            if above is None:
+                continue
+            units = _Units(rules[-1], levels[-1], fmt, of_row[-1][n], above, statistics[n])
+            if not units.usable:
+                continue
+            bias = -(bias_products[-1][n] or Fraction(0)) if bias_products else Fraction(0)
+            for i in block:
+                codes[i] = _element_code(fmt.element, raw[i], value.get(i), units, 0, bias, word_of(i))
+    if biases:  # they are subtracted: the coarsest level has their sign
+        sign = 1 << (fmt.offset_levels[0].codec.bits - 1)
+        biases[0] = np.where(biases[0] == 0, 0, biases[0] | sign).astype(np.uint32)
+    records = oracle_records.to_bytes(fmt.offset_levels, biases) if biases else None
+    return Written(codes, oracle_records.to_bytes(levels, scales), global_bits, records)
+
+
+def _levels_of_row(
+    levels: tuple[Level, ...], blocks: int, top: Fraction | None, code: Callable[[int, slice, Fraction | None], int]
+) -> tuple[list[list[int]], list[list[Fraction | None]]]:
+    """By level, the codes of a row and their products with all coarser levels, None for NaN. blocks: how many finest ones.
+
+    code: of (place of the level, which of the finest blocks it spans, the product of the coarser levels).
+    """
+    codes: list[list[int]] = []
+    products: list[list[Fraction | None]] = []
+    for place, level in enumerate(levels):
+        span = _ratio(level, levels[-1])
+        of_level: list[int] = []
+        of_products: list[Fraction | None] = []
+        for start in range(0, blocks, span):
+            above = products[-1][len(of_level) // _ratio(levels[place - 1], level)] if place else top
+            of_level.append(code(place, slice(start, start + span), above))
+            number = decode(level.codec, of_level[-1])
+            of_products.append(None if math.isnan(number) or above is None else fl_finite(Fraction(number) * above))
+        codes.append(of_level)
+        products.append(of_products)
+    return codes, products
+
+
+def _above(levels: tuple[Level, ...], products: list[list[Fraction | None]], n: int) -> Fraction | None:
+    """The product of all levels but the finest for the finest block `n`."""
+    return products[-2][n // _ratio(levels[-2], levels[-1])]
+
+
+def _ratio(coarse: Level, fine: Level) -> int:
+    """How many blocks of `fine` a block of `coarse` has."""
+    outer, inner = coarse.block[1], fine.block[1]
+    assert outer is not None and inner is not None
+    return outer // inner
 
 
 def _position(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
@@ -460,7 +350,13 @@ class _Units:
 
 
 def _element_code(
-    codec: Codec, raw: float, value: Fraction | None, units: _Units, zero_point: int, bias: Fraction, word: int | None
+    codec: Codec,
+    raw: float,
+    value: Fraction | None,
+    units: _Units,
+    zero_point: int | Fraction,
+    bias: Fraction,
+    word: int | None,
 ) -> int:
     if value is None:  # NaN or Inf under a supplied scale
         assert isinstance(codec, Minifloat) and codec.nan is not None, codec
@@ -468,6 +364,8 @@ def _element_code(
             return codec.nan
         return codec.inf | (1 << (codec.bits - 1) if raw < 0 else 0)
     y = units.of(flush(fl_finite(value - bias)))
+    if isinstance(zero_point, Fraction):
+        y, zero_point = fl_finite(y + zero_point), 0
     if isinstance(codec, Integer):
         y *= 2**codec.fraction_bits
         low, high = Fraction(codec.low - zero_point), Fraction(codec.high - zero_point)
@@ -487,19 +385,74 @@ def dequantize(written: Written, recipe: ScalingRecipe) -> np.ndarray:
     """FP32 values of `written`, or of any codes and scales of the recipe's format. Subnormals are exact."""
     fmt = recipe.format
     out = np.zeros(written.codes.shape, np.float32)
+    scales = _numbers(written.scale, fmt.block_levels)
+    offsets = None
+    if written.zero_point is not None:
+        integers = fmt.offset == "zero_point"
+        levels = fmt.offset_levels or (fmt.scale,)
+        offsets = written.zero_point if integers else _numbers(written.zero_point, levels)
+    global_scale = None if written.global_scale is None else decode(F32, written.global_scale)
     for where, members in blocks(written.codes.shape, fmt.scale.block):
-        scale = decode(fmt.scale.codec, int(written.scale[where]))
-        offset = 0 if written.zero_point is None else int(written.zero_point[where])
+        element, scale = fmt.element, float(scales[where])
+        if fmt.alternative is not None and int(written.scale[where]) >> (fmt.scale.codec.bits - 1):
+            element, scale = fmt.alternative, abs(scale)
+        offset = 0.0 if offsets is None else float(offsets[where])
         for i in members:
-            v = decode(fmt.element, int(written.codes[i]))
-            v = _apply(v - offset if offset and fmt.offset == "zero_point" else v, scale, fmt.scale, fmt)
-            if fmt.global_scale is not None:
-                assert written.global_scale is not None
-                v = _apply(v, decode(F32, written.global_scale), fmt.global_scale, fmt)
+            v = decode(element, int(written.codes[i]))
+            if offset and fmt.offset.endswith("zero_point"):
+                v = _rounded(_difference(v, offset), fmt)
+            if fmt.order == "scales_first":
+                assert global_scale is not None and fmt.global_scale is not None
+                v = _rounded(_ieee(v, _ieee(scale, _as_multiplier(global_scale, fmt.global_scale, fmt), False), False), fmt)
+            else:
+                v = _rounded(_apply(v, scale, fmt.scale, fmt), fmt)
+                if fmt.global_scale is not None:
+                    assert global_scale is not None
+                    v = _rounded(_apply(v, global_scale, fmt.global_scale, fmt), fmt)
+            if fmt.factor != 1.0:
+                v = _rounded(_ieee(v, fmt.factor, divide=False), fmt)
             if fmt.offset == "bias":
-                v = _sum(v, decode(fmt.scale.codec, offset))
+                v = _rounded(_sum(v, offset), fmt)
             out[i] = v
     return out
+
+
+def _numbers(stored: np.ndarray, levels: tuple[Level, ...]) -> np.ndarray:
+    """The numbers, in float64, that stored scales stand for; of records, the product of all levels for each finest block."""
+    if len(levels) == 1:
+        return np.array([decode(levels[0].codec, int(code)) for code in stored.reshape(-1)], float).reshape(stored.shape)
+    of_levels = oracle_records.from_bytes(levels, stored)
+    product = np.ones((*stored.shape[:-1], of_levels[0].shape[-1]))
+    for place, (level, codes) in enumerate(zip(levels, of_levels, strict=True)):
+        numbers = np.array([decode(level.codec, int(code)) for code in codes.reshape(-1)], float).reshape(codes.shape)
+        above = np.repeat(product, _ratio(levels[place - 1], level) if place else 1, axis=-1)
+        pairs = zip(above.reshape(-1), numbers.reshape(-1), strict=True)
+        product = np.array([_ieee(float(a), float(n), divide=False) for a, n in pairs]).reshape(codes.shape)
+    return product
+
+
+def _as_multiplier(stored: float, level: Level, fmt: Format) -> float:
+    """The number that a stored global scale multiplies by."""
+    if level.convention == "amax":
+        return _ieee(stored, fmt.qmax(level), divide=True)
+    return _ieee(1.0, stored, divide=True) if level.convention == "divisor" else stored
+
+
+def _rounded(v: float, fmt: Format) -> float:
+    """The result of a step in the format's precision; subnormals of FP16 are kept, and overflow is Inf."""
+    codec = FLOAT_CODECS[fmt.precision]
+    if codec is F32 or not math.isfinite(v) or v == 0:
+        return v
+    q = Fraction(v)
+    exponent = max(floor_log2(abs(q)), 1 - codec.bias)
+    step = Fraction(2) ** (exponent - codec.mantissa_bits)
+    nearest = round(q / step) * step
+    return math.copysign(math.inf if abs(nearest) > Fraction(codec.largest) else float(abs(nearest)), v)
+
+
+def _difference(a: float, b: float) -> float:
+    """fl(a - b); a is a finite integer."""
+    return a - b if not math.isfinite(b) else float(fl(Fraction(a) - Fraction(b)))
 
 
 def _apply(v: float, stored: float, level: Level, fmt: Format) -> float:

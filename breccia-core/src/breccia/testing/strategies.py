@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ..api import cast
-from ..codecs import F32_INF, MANTISSA, NORMAL, Codec, Integer, Lookup, Minifloat, f32_bits
+from ..codecs import Codec, Integer, Lookup, Minifloat
 from ..dispatch.registry import registry
 from ..formats import TENSOR
+from ..fp32 import F32_INF, MANTISSA, NORMAL, f32_bits
 from ..recipes import ScalingRecipe
 from ..tensors.tensor import ScaledTensor
 
@@ -91,7 +92,8 @@ def _bits(recipe: ScalingRecipe | None, finite: bool) -> st.SearchStrategy[int]:
 def _landmarks(recipe: ScalingRecipe) -> list[int]:
     """Bit patterns of a codec's magnitudes, the midpoints between them, and the qmax of each level."""
     fmt = recipe.format
-    values = np.unique(np.abs(np.array(fmt.element.table, np.uint32).view(np.float32)))
+    tables = [codec.table for codec in (fmt.element, fmt.alternative) if codec is not None]
+    values = np.unique(np.abs(np.array(tables, np.uint32).view(np.float32)))
     magnitudes = [float(v) for v in values[np.isfinite(values)]]
     middles = [(a + b) / 2 for a, b in pairwise(magnitudes)]
     return sorted({f32_bits(v) for v in (*magnitudes, *middles, *(fmt.qmax(level) for level in fmt.levels))})
@@ -130,6 +132,7 @@ def _minifloats(draw: Any, bits: int) -> Codec:
     ends: list[tuple[int | None, int | None, int]] = [(None, None, top)]  # (nan, inf, the largest finite code)
     ends += [(top, None, top - 1)] if top > 1 else []
     ends += [(top, ieee, ieee - 1)] if 1 < ieee < top else []
+    ends += [(top + 1, None, top)] if signed else []  # in place of -0
     nan, inf, last = draw(st.sampled_from(ends))
     field, fraction = divmod(last, 1 << mantissa)
     lowest = max(-20, field - 110)  # the largest value is below 2^111, so its product with the largest scale fits FP32

@@ -5,8 +5,8 @@ A weight `up.weight` is stored as `up.bytes` and `up.steps`; config.json says `"
 
 import numpy as np
 
-from breccia import Dialect, DialectError, INT8Scaling, from_buffer, hookimpl
-from breccia.backend import TensorGroup, ValueForm
+from breccia import Dialect, INT8Scaling, UnsupportedError, from_buffer, hookimpl
+from breccia.backend import Entry, StoredForm, TensorGroup, ValueForm
 
 api = 1
 
@@ -20,7 +20,9 @@ def breccia_dialects():
         groups=(TensorGroup({"bytes": ("I8",), "steps": ("F32",)}),),
         form="quarry_breccia:form",
         read="quarry_breccia:read",
+        stored="quarry_breccia:stored",
         write="quarry_breccia:write",
+        recipes=("int8",),
     )
 
 
@@ -38,7 +40,11 @@ def read(value, form):
     return from_buffer(codes, steps[:, None], form.recipe, form.recipe.layout.fitted(form.shape))
 
 
-def write(st, settings):
-    if st.recipe != INT8Scaling() or st.ndim != 2 or st.axis != -1:
-        raise DialectError(f"Quarry stores matrices of recipe 'int8' with a step per row; this one is {st!r}.")
-    return {"bytes": ("I8", np.ascontiguousarray(st.data[:, ::-1])), "steps": ("F32", st.scale[:, 0])}
+def stored(form):
+    if form.recipe != INT8Scaling() or len(form.shape) != 2 or form.is_transposed:
+        raise UnsupportedError(f"Quarry stores matrices of recipe 'int8' with a step per row, not {form.recipe.spec!r}.")
+    return StoredForm({"bytes": Entry("I8", form.shape), "steps": Entry("F32", form.shape[:1])})
+
+
+def write(st, stored):
+    return {"bytes": np.ascontiguousarray(st.data[:, ::-1]), "steps": st.scale[:, 0]}

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ...arrays.ops import NUMPY, Array
-from ...codecs import F32_INF, MAGNITUDE, Codec
-from ...forms import FloatForm, IntegerForm, TableForm, form_of
+from ...codecs import Codec
+from ...forms import FloatForm, IntegerForm, TableForm, form_of, magnitudes_of
+from ...fp32 import F32_INF, MAGNITUDE
 from ...locks import cached_property
 from .workspace import EXPONENT, F4, I4, U1, U2, U4, U8
 
 if TYPE_CHECKING:
+    from ...formats import Record
     from .workspace import Buffers
 
 
@@ -65,6 +67,12 @@ class FloatCodes(FloatForm):
         words = work.sign[: -(-n // 8) * 8].view(U8)
         np.left_shift(words, self.sign, out=words)
         np.bitwise_or(codes, sign, out=codes)
+        self.drop_negative_zeros(codes)
+
+    def drop_negative_zeros(self, codes: Array) -> None:
+        """Replace the code of -0 by 0, where the codec has NaN there."""
+        if self.codec.fnuz:
+            np.copyto(codes, 0, where=codes == 1 << self.sign)
 
     @cached_property
     def by_half(self) -> Array:
@@ -176,7 +184,8 @@ class Blocks:
 
     `subtracted` from them; times `scale`, FP32 or bytes that `of_bytes` has FP32 numbers for (where `halved`, byte 0 stands for
     half of its number, an FP32 subnormal); times `global_scale`, or divided by it; plus `added`, both terms flushed
-    below 2^-126.
+    below 2^-126. With `scale_record` and `added_record`, blocks are those of the finest scales, and `scale` and `added` have
+    records of them, which end with every `plans.STRIP` columns.
     """
 
     m: int
@@ -188,6 +197,8 @@ class Blocks:
     added: Array | None = None
     global_scale: float | None = None
     divides: bool = False
+    scale_record: Record | None = None
+    added_record: Record | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,9 +270,16 @@ PLAIN = Microkernels()
 
 
 @lru_cache(maxsize=64)
+def scale_writer(codec: Codec) -> FloatCodes | None:
+    """The fast writer of scales of one byte, or None."""
+    form = magnitudes_of(codec)
+    return None if form is None or codec.bits != 8 or codec.max > MODEST else FloatCodes(form.codec)
+
+
+@lru_cache(maxsize=64)
 def code_writer(codec: Codec) -> _Codes | None:
     """The fast writer of an element codec, or None."""
-    match form_of(codec):
+    match magnitudes_of(codec) or form_of(codec):
         case FloatForm(floats) if floats.signed and floats.bits in (4, 6, 8) and floats.max <= MODEST:
             return FloatCodes(floats)
         case IntegerForm(integers):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ...arrays.ops import NUMPY, Array
-from ...codecs import F32_INF
+from ...fp32 import F32_INF
 from ...options import CastOptions
 from ...tensors.grids import packed_length
 from ...tensors.tensor import ScaledTensor

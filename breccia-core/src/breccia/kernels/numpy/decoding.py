@@ -21,9 +21,20 @@ from ...rules import flushed
 from ...tensors.grids import packed_length, packing
 from ...tensors.tensor import ScaledTensor
 from .. import reference
-from ..plans import scattered
+from ..plans import scattered, unread_records
 from .codes import PLAIN, Blocks
-from .pieces import aligned_array, all_jobs, block_sides, byte_range, cut_pieces, rounded_up, run_each, unit_of, within_blocks
+from .pieces import (
+    FEW,
+    aligned_array,
+    all_jobs,
+    block_sides,
+    byte_range,
+    cut_pieces,
+    rounded_up,
+    run_each,
+    unit_of,
+    within_blocks,
+)
 from .workspace import F4, F32_DTYPE, MOST_THREADS, U1, U2, U4, U8, chunk_size, remembered
 
 if TYPE_CHECKING:
@@ -36,6 +47,8 @@ if TYPE_CHECKING:
 _SHORT = 1 << 16
 #: Bytes of a result from which writing it past the caches pays off.
 _STREAMED = 1 << 24
+#: Columns of a row that is decoded with its padding, as part of a longer run.
+_SHORT_ROW = 32
 #: Elements of a chunk for a compiled microkernel, which needs no buffers: long ones take less of Python.
 _LONG = 1 << 20
 #: Number of elements from which a table of byte pairs (512 KB) pays off.
@@ -50,39 +63,48 @@ class _Values:
     def __init__(self, fmt: Format) -> None:
         element, codec = fmt.element, fmt.scale.codec
         self.count, self.bits = packing(element)[0], element.bits
+        ordinary = type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
+        by_table = type(element).decode is Codec.decode and ordinary and sys.byteorder == "little"
         #: Whether chunks are decoded here, not by the generic algorithm
-        self.known = self.bits in (4, 6, 8) and type(element).decode is Codec.decode
+        self.known = by_table and "coded_scales" not in fmt.features
+        #: Codes of one look-up: of a byte if they fill it, else two.
+        self.each = 8 // self.bits if 8 % self.bits == 0 else 2
         if fmt.offset == "bias":  # then only products under subnormal scales can be subnormal, see `_blocks`
             integral = type(element) is Integer and not element.fraction_bits
             self.known &= integral and len(fmt.levels) == 1 and fmt.scale.convention == "multiplier" and codec.bits > 8
-        self.known &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
-        self.known &= sys.byteorder == "little"
         #: Whether compiled microkernels decode it, of which biases are no obstacle
-        self.compiled = (self.known or fmt.offset == "bias") and fmt.scale.convention != "divisor" and sys.byteorder == "little"
-        self.compiled &= self.bits in (4, 6, 8) and type(element).decode is Codec.decode
-        self.compiled &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
+        self.compiled = by_table and fmt.scale.convention != "divisor" and (self.known or unread_records(fmt) is None)
         self.element, self.codec = element, codec
         #: Whether a value is code * scale, times the global scale if any
         multiplies = all(level.convention == "multiplier" for level in fmt.levels)
-        self.plain = self.known and self.bits != 6 and fmt.offset == "none" and multiplies
+        self.plain = self.known and fmt.offset == "none" and multiplies
         self.one = np.array(element.table, U4).view(F4) if self.known else np.empty(0, F4)
         self.table = self.expand(self.one)
+        #: The dtype of 8-bit codes that are numbers, which are converted in less time than looked up
+        self.integer: type[np.integer[Any]] | None = None
+        if self.known and type(element) is Integer and element.bits == 8 and not element.fraction_bits:
+            self.integer = np.int8 if element.signed else U1
         # 2^-127 is an FP32 subnormal: use 2^-126 instead, and halve the other factor first.
         halved = type(codec) is PowerOfTwo and fmt.scale.convention == "multiplier"
-        self.scales = np.array(codec.table, U4).view(F4) if codec.bits == 8 else None
+        self.scales = np.array(codec.table, U4).view(F4) if codec.bits == 8 and fmt.scale_record is None else None
         self.halves: Array | None = None
         if halved and self.scales is not None:
             self.halves = np.ones(256, F4)
             self.halves[0], self.scales[0] = 0.5, self.scales[1]
 
+    def supported(self, microkernels: Microkernels) -> bool:
+        """Whether chunks are decoded here, or by a microkernel."""
+        return self.known or (self.compiled and microkernels.decode is not None)
+
     def expand(self, one: Array, many: bool = False) -> Array:
-        """The look-up table made from single values: of pairs of codes, for 8 bits only where `many` look-ups pay for it."""
-        return one if not one.size or (self.bits == 8 and not many) else _pairs(one)
+        """The look-up table made from single values: of pairs of codes for 8 bits where `many` look-ups pay for it."""
+        each = 2 if self.bits == 8 and many else self.each
+        return one if not one.size or each == 1 else _grouped(one, each)
 
     @property
     def wide(self) -> Array:
         """`table` for many look-ups, shared by all recipes of the codec."""
-        return _wide(self.element)
+        return _wide(self.element, max(self.each, 2))
 
     def short(self, st: ScaledTensor, microkernels: Microkernels) -> Array | None:
         """`dequantize` of few, contiguous codes in whole blocks of a row; None for other `st`."""
@@ -95,7 +117,8 @@ class _Values:
         if swapped:
             data, scale = data.swapaxes(-1, -2), scale if block == TENSOR else scale.swapaxes(-1, -2)
         columns = data.shape[-1] * self.count // (self.bits * self.count // 8)
-        k = block[1] or (columns if block[0] else columns * (data.size // data.shape[-1]))
+        whole = columns if block[0] else columns * (data.size // data.shape[-1])
+        k = min(block[1] or whole, whole)
         if block[0] is not None and (block[0] != 1 or columns % k or k % self.count):
             return None
         if not data.flags.c_contiguous or not scale.flags.c_contiguous or (global_scale is not None and global_scale.ndim):
@@ -112,7 +135,7 @@ class _Values:
             scale = self.codec.read(NUMPY, scale)
         values = np.empty((*data.shape[:-1], columns), F4)
         codes = np.asarray(data).view(U1)
-        if microkernels.values is not None:
+        if microkernels.values is not None and self.bits in (4, 8):
             microkernels.values(codes.reshape(-1), self.one, scale, k, self.bits, values.reshape(-1))
         else:
             self.decode(self.table, codes.reshape(-1, codes.shape[-1]), values.reshape(-1))
@@ -126,33 +149,49 @@ class _Values:
 
     def decode(self, table: Array, data: Array, values: Array) -> None:
         """FP32 `values`, 1-D and in whole groups, from bytes `data` (rows, columns)."""
+        if self.integer is not None and table is self.table:
+            return np.copyto(values.reshape(data.shape), data.view(self.integer))
         if self.bits == 8 and table.dtype == U8:
             if data.size % 2 == 0:
                 pairs = np.ascontiguousarray(data).reshape(-1).view(U2)
                 np.take(table, pairs, out=values.view(U8), mode="clip")
                 return
             table = table[:256].view(F4)[::2]  # the pairs whose second code is 0
-        if self.bits == 6:
-            quads = np.zeros((data.size // 3, 4), U1)
-            quads[:, :3] = data.reshape(-1, 3)
-            words = quads.view(U4).reshape(-1)
-            data = ((words & 0xFFF) | ((words << 4) & 0xFFF0000)).view(U2)
+        if 8 % self.bits:
+            data = _pairs(data, self.bits)
         np.take(table, data, out=values.view(table.dtype).reshape(data.shape), mode="clip")
 
 
 _values: dict[object, _Values] = {}
 
 
-def _pairs(one: Array) -> Array:
-    """FP32 values of two codes at a time, the first in the low bits of the index, as uint64."""
-    pairs = np.empty((one.size, one.size, 2), F4)
-    pairs[..., 0], pairs[..., 1] = one, one[:, None]
-    return pairs.view(U8).reshape(-1)
+def _grouped(one: Array, each: int) -> Array:
+    """FP32 values of `each` codes at a time, the first in the low bits of the index, as one item."""
+    values = np.empty((*(one.size,) * each, each), F4)
+    for i in range(each):
+        values[..., i] = one.reshape(-1, *(1,) * i)
+    return values.view(U8 if each == 2 else f"V{4 * each}").reshape(-1)
+
+
+def _pairs(data: Array, bits: int) -> Array:
+    """Pairs of codes from groups of bytes that codes do not fill singly: pairs of 3 bits one a byte, others as uint16."""
+    count, size = math.lcm(bits, 8) // bits, math.lcm(bits, 8) // 8
+    pair = U1 if bits == 3 else U2
+    width = count // 2 * pair().itemsize
+    bytes_, groups = np.zeros((data.size // size, width), U1), data.reshape(-1, size)
+    for i in range(size):  # each along all groups: NumPy's loops over the bytes of a group are short
+        bytes_[:, i] = groups[:, i]
+    words, field, filled = bytes_.view(f"u{width}").reshape(-1), 8 * width, 8 * size
+    while filled > 2 * bits:  # halve the fields
+        field, filled = field // 2, filled // 2
+        low = sum(((1 << filled) - 1) << at for at in range(0, 8 * width, 2 * field))
+        words = (words & low) | ((words & (low << filled)) << (field - filled))
+    return words.view(pair)
 
 
 @lru_cache(maxsize=16)
-def _wide(codec: Codec) -> Array:
-    return _pairs(np.array(codec.table, U4).view(F4))
+def _wide(codec: Codec, each: int) -> Array:
+    return _grouped(np.array(codec.table, U4).view(F4), each)
 
 
 def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32, microkernels: Microkernels = PLAIN) -> Array:
@@ -166,7 +205,11 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32, microkernels
     block, two_level = st.layout.block(st.axis), st.global_scale is not None
     declined = not st.layout.in_order or math.prod(shape) == 0 or (two_level and block == TENSOR)
     lead: Shape = st.global_scale.shape if two_level else st.scale.shape if block == TENSOR else ()
-    if declined or scattered(shape, block, lead, True):
+    tables = remembered(_values, st.recipe.interned_key, _Values, st.recipe.format)
+    # Matrices are padded to whole blocks of rows, so that no block has rows of two.
+    rows_block = (1, None) if block != TENSOR and tables.supported(microkernels) else block
+    unread = "coded_scales" in st.recipe.format.features and not tables.supported(microkernels)
+    if declined or unread or scattered(shape, rows_block, lead, True):
         return reference.dequantize(st, options)
     dtype = NUMPY.to_float(np.empty(0, F4), name).dtype
     if type(out) is np.ndarray and (out.shape, out.dtype) == (st.shape, dtype) and not _overlaps(out, st):
@@ -203,16 +246,30 @@ class _Dequantize:
         self.m, k = block_sides(self.block, self.result.shape)
         self.unit = tables.count if self.per_tensor else unit_of(k, columns, tables.count)
         self.k = k if k < columns else self.unit
+        #: Where the values are wanted, which are decoded to `result`
+        self.wanted = self.result
+        if tables.supported(microkernels) and not self.per_tensor:
+            self._pad()
 
         self.large = self.per_tensor or self.m * self.unit > chunk_size()
         # Rows shorter than a packing group, which are padding for the most part, are decoded faster all at once.
         self.compiled = microkernels.decode is not None and tables.compiled and not (tables.known and columns < tables.count)
-        self.stream = result.nbytes >= _STREAMED
+        self.stream = self.result is self.wanted and result.nbytes >= _STREAMED
         #: Whether there are enough look-ups for a table of byte pairs: in total, and in each block with its own table
         self.many = self.result.size >= _PAIRED
         each = math.prod(self.result.shape[-2:]) if st.scale.ndim else self.result.size
         self.many_each = (each if self.per_tensor else self.m * self.k) >= _PAIRED
         self.scaled_tables: dict[int, Array] = {}
+
+    def _pad(self) -> None:
+        """Let the result have the padding of short rows, and whole blocks of rows in each of many small matrices."""
+        *lead, rows, columns = self.result.shape
+        if self.tables.count <= columns < _SHORT_ROW and self.k >= columns:
+            columns = self.unit
+        if scattered(self.result.shape, self.block, (), True, FEW):
+            rows = rounded_up(rows, self.m)
+        if (rows, columns) != self.result.shape[-2:]:
+            self.result = np.empty((*lead, rows, columns), self.result.dtype)
 
     def _merge_rows(self, st: ScaledTensor) -> None:
         """Let all rows of a matrix be one, where a block has several whole ones: then its codes are adjacent."""
@@ -223,10 +280,14 @@ class _Dequantize:
             self.result, self.block = self.result.reshape(*lead, 1, rows * columns), (1, m * columns)
 
     def run(self) -> None:
-        st, tables, shape = self.st, self.tables, self.result.shape
+        st, shape = self.st, self.result.shape
         data, scale = np.asarray(st.data), aligned_array(st.scale)
         zero_point: Any = None if st.zero_point is None else aligned_array(st.zero_point)
         global_scale: Any = None if st.global_scale is None else np.asarray(st.global_scale)
+        if (record := self.fmt.scale_record) is not None:  # one item for each block
+            scale = np.ascontiguousarray(scale).view(f"V{record.nbytes}")
+        if (record := self.fmt.offset_record) is not None:
+            zero_point = np.ascontiguousarray(zero_point).view(f"V{record.nbytes}")
         scale = scale.view(U1) if scale.itemsize == 1 else scale
         if self.block == (1, None) and scale.ndim == 1:
             along = (*shape[:-1], 1)
@@ -240,10 +301,21 @@ class _Dequantize:
         if not self.per_tensor:
             grid = *shape[:-2], -(-shape[-2] // self.m), -(-shape[-1] // self.k)
             of_blocks = scale.reshape(grid), None if zero_point is None else zero_point.reshape(grid), None
-        data = data.view(U1).reshape(*shape[:-1], -1)
-        if scattered(shape, self.block, (), data.flags.c_contiguous):
+        rows, columns = self.wanted.shape[-2:]
+        data = data.view(U1).reshape(*self.wanted.shape[:-1], -1)
+        if rows < shape[-2]:
+            padded = np.zeros((*shape[:-1], data.shape[-1]), U1)
+            padded[..., :rows, :] = data
+            data = padded
+        elif scattered(shape, self.block, (), data.flags.c_contiguous, FEW):
             data = np.ascontiguousarray(data)
         pieces, flat = cut_pieces(self.result, self.block, self.unit, lead, data, *of_blocks)
+        self._run_pieces(pieces, flat)
+        if self.result is not self.wanted:
+            self.wanted[...] = self.result[..., :rows, :columns]
+
+    def _run_pieces(self, pieces: list[Piece], flat: bool) -> None:
+        tables = self.tables
         shares = self.compiled and self.microkernels.shares
         if self.compiled:
             for piece in pieces:
@@ -272,14 +344,17 @@ class _Dequantize:
             places = slice(r0 // m, -(-r1 // m)), slice(c0 // k, -(-c1 // k))
             scale, offset = (None if a is None else a[places] for a in (piece.scale, piece.zero_point))
         assert scale is not None
-        of_bytes = None
-        if fmt.scale.convention == "amax":
+        of_bytes, coded = None, fmt.scale_record
+        if coded is not None:
+            k = fmt.scale.block[1] or 1
+        elif fmt.scale.convention == "amax":
             scale = NUMPY.div(fmt.scale.codec.read(NUMPY, scale), fmt.qmax(fmt.scale))
         elif tables.scales is not None:
             of_bytes = tables.scales
         elif scale.dtype is not F32_DTYPE:
             scale = fmt.scale.codec.read(NUMPY, scale)
-        offset = None if offset is None else np.ascontiguousarray(reference.offsets_of(NUMPY, offset))
+        if offset is not None:
+            offset = np.ascontiguousarray(offset if coded is not None else reference.offsets_of(NUMPY, offset))
         global_scale, level = None, fmt.global_scale
         if self.global_scale is not None and level is not None:
             g = self.global_scale[piece.lead]
@@ -294,9 +369,14 @@ class _Dequantize:
             offset if fmt.offset == "bias" else None,
             global_scale,
             level is not None and level.convention == "divisor",
+            coded,
+            fmt.offset_record,
         )
         target = piece.values[r0:r1, c0:c1]
         data = piece.data[r0:r1, byte_range(self.fmt.element, c0, c1)]
+        columns = self.result.shape[-1]
+        if coded is not None and self.k >= columns:  # each row has a record, which a flat piece would join to others
+            data, target = data.reshape(-1, packed_length(fmt.element, columns)), target.reshape(-1, columns)
         data = data if data.strides[1] == 1 else np.ascontiguousarray(data)
         decode(tables.element, data, blocks, self.dtype, target if target.dtype == F4 else target.view(U2), self.stream)
 
@@ -349,7 +429,7 @@ class _Dequantize:
     def _blocks(self, work: Buffers, _: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:
         """A chunk of whole blocks."""
         fmt, tables, m, k = self.fmt, self.tables, self.m, self.k
-        table = tables.wide if self.many else tables.table
+        table = tables.wide if self.many and tables.integer is None else tables.table
         values, target = self._decoded(work, table, piece, r0, r1, c0, c1)
         places = slice(r0 // m, -(-r1 // m)), slice(c0 // k, -(-c1 // k))
 
@@ -360,7 +440,7 @@ class _Dequantize:
                 op(grid, a[:, :, None], out=grid)
             else:
                 rows = a if m == 1 else a.repeat(m, axis=0)[: r1 - r0]
-                op(values, rows.repeat(k, axis=1)[:, : c1 - c0], out=values)
+                op(values, rows if k == 1 else rows.repeat(k, axis=1)[:, : c1 - c0], out=values)
 
         biased = fmt.offset == "bias"
         if piece.zero_point is not None and not biased:

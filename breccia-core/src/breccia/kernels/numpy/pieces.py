@@ -21,6 +21,9 @@ from ..plans import alone
 from ..threads import spread
 from .workspace import F4, U2, Buffers, chunk_size, return_buffers, take_buffers, thread_count
 
+#: The most small pieces that take no longer than a copy of all of them.
+FEW = 4
+
 
 def block_sides(block: Block, shape: Shape) -> tuple[int, int]:
     """(m, k) of `block` over a K-last shape of at least two axes; m is at most the number of rows."""
@@ -92,6 +95,16 @@ def cut_pieces(
     return pieces, flat
 
 
+def turned(piece: Piece) -> Piece:
+    """The numbers of a matrix in the order of memory, for what does not depend on their order."""
+    down, along = piece.values.strides
+    if down >= along:
+        return piece
+    values = piece.values.T
+    values = values.reshape(1, -1) if values.flags.c_contiguous else values
+    return Piece(values, piece.data, None, None, None, piece.lead, piece.limit, piece.first)
+
+
 #: Columns of a chunk that are rows in memory.
 _TURNED = 128
 
@@ -99,7 +112,7 @@ _TURNED = 128
 Job = tuple[Piece, int, int, int, int, int]
 
 
-def _cut(piece: Piece, corner: tuple[int, int], end: tuple[int, int], m: int, unit: int, number: int) -> Iterator[Job]:
+def chunks(piece: Piece, corner: tuple[int, int], end: tuple[int, int], m: int, unit: int, number: int) -> Iterator[Job]:
     """Chunks of a region of `piece`, in multiples of `m` rows and `unit` columns, except the last ones."""
     limit = piece.limit
     step = min(rounded_up(end[1] - corner[1], unit), max(min(limit // m, piece.width) // unit, 1) * unit)
@@ -117,7 +130,7 @@ def byte_range(element: Codec, c0: int, c1: int) -> slice:
 
 def all_jobs(pieces: list[Piece], m: int, unit: int) -> list[Job]:
     """Chunks of all pieces, with the index of their piece's per-tensor scale."""
-    return [job for p in pieces for job in _cut(p, (0, 0), p.shape, m, unit, p.lead)]
+    return [job for p in pieces for job in chunks(p, (0, 0), p.shape, m, unit, p.lead)]
 
 
 def within_blocks(pieces: list[Piece], m: int, k: int, unit: int) -> list[Job]:
@@ -128,7 +141,7 @@ def within_blocks(pieces: list[Piece], m: int, k: int, unit: int) -> list[Job]:
         rows, columns = piece.shape
         for r in range(0, rows, m):
             for c in range(0, columns, k):
-                jobs += _cut(piece, (r, c), (min(r + m, rows), min(c + k, columns)), 1, unit, number)
+                jobs += chunks(piece, (r, c), (min(r + m, rows), min(c + k, columns)), 1, unit, number)
                 number += 1
     return jobs
 

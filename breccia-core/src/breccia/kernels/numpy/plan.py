@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...arrays.ops import NUMPY, Array
-from ...codecs import F32, F32_INF, Minifloat, PowerOfTwo, f32_bits
+from ...codecs import F32, Minifloat, PowerOfTwo
 from ...formats import TENSOR
+from ...fp32 import F32_INF, f32_bits
 from ...layouts import Layout, Shape
 from ...recipes import ScalingRecipe
 from ...rules import Divide, Inverse, Linear, Rule
@@ -215,6 +216,7 @@ def accepts_compiled_cast(call: Call) -> str | None:
             return (
                 f"blocks of {m} x {unit} are larger than a chunk, and {call.a.recipe.name!r} as declared has no form for them"
             )
-    if call.a.ndim > 2 and scattered(k_last(call.a.shape, axis), block, (), True):
+    padded = plan.fmt.offset == "none" and call.option("rounding") != "stochastic"  # by rows of zeros, to whole blocks
+    if not padded and call.a.ndim > 2 and scattered(k_last(call.a.shape, axis), block, (), True):
         return "many small matrices are faster all at once"
     return None

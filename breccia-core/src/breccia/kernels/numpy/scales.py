@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...arrays.ops import NUMPY, Array
-from ...codecs import F32_INF, NORMAL, Minifloat, PowerOfTwo, f32_bits
+from ...codecs import Minifloat, PowerOfTwo
+from ...fp32 import F32_INF, NORMAL, f32_bits
 from ...recipes import ScalingRecipe
 from ...rules import Exponent, Linear
-from .codes import MODEST, FloatCodes, code_writer
+from .codes import MODEST, scale_writer
 from .workspace import F4, I4, U1, U2, U4, UNIT
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Scales:
         self._form: Any = None
         low, high, codec, rule = _SMALL, LARGE, self.codec, self.rule
         if type(rule) is Linear and rule.margin == 0 and type(codec) is Minifloat:
-            if codec.bits == 8 and codec.scale_min == 0.0 and isinstance(writer := code_writer(codec), FloatCodes):
+            if codec.scale_min == 0.0 and (writer := scale_writer(codec)) is not None:
                 low, self._form, self._writer = 0.0, self._linear8, writer
                 self._compiled = microkernels.scales
                 self.values = np.array(codec.table, U4).view(F4)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ...arrays.ops import Array
-from ...codecs import F32_INF, MAGNITUDE
+from ...fp32 import F32_INF, MAGNITUDE, NORMAL
 from ...locks import cached_property
 from ..threads import get_num_threads
 
@@ -121,6 +121,18 @@ def times_scale(values: Array, per_block: Array, k: int, out: Array) -> None:
         np.multiply(values.reshape(-1, k), per_block[:, None], out=out.reshape(-1, k))
     else:  # NumPy's loop over a short block costs more than expanding the scales
         np.multiply(values, per_block.repeat(k), out=out)
+
+
+def flushed(work: Buffers, source: Array) -> Array:
+    """`source` with numbers below 2^-126 flushed to zeros of the same sign, in `work.source`; overwrites `work.a`."""
+    u = source.view(U4)
+    n = u.size
+    tiny = np.bitwise_and(u, MAGNITUDE, out=work.a[:n]) < NORMAL
+    signs = np.bitwise_and(u, ~U4(MAGNITUDE), out=work.a[:n])
+    clean = work.source[:n]
+    np.copyto(clean, u)
+    np.copyto(clean, signs, where=tiny)
+    return clean.view(F4)
 
 
 def block_amax(work: Buffers, n: int, k: int) -> Array:

@@ -17,16 +17,16 @@ from .casting import (
     cast,
     check_supplied,
     global_scale_of,
-    multiplier,
     random_words,
     refuse_nonfinite,
     sensed,
 )
 from .composed import cast_pair, cast_ste, extremes
-from .decoding import apply_scale, dequantize, offsets_of, result
+from .decoding import apply_scale, dequantize, multiplier, offset_of_blocks, offsets_of, result, scales_of_blocks
 from .packing import pack, unpack
 from .products import cast_matmul, grouped_matmul, matmul, product, values
 from .recording import cast_and_record, record_amax
+from .records import scale_values
 from .requantizing import GENERIC, Primitives, requantize
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "grouped_matmul",
     "matmul",
     "multiplier",
+    "offset_of_blocks",
     "offsets_of",
     "pack",
     "product",
@@ -56,6 +57,8 @@ __all__ = [
     "refuse_nonfinite",
     "requantize",
     "result",
+    "scale_values",
+    "scales_of_blocks",
     "sensed",
     "unpack",
     "values",

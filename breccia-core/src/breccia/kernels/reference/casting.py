@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ...arrays.frameworks import dtype_name, ops_of, same_framework, shape_of
 from ...arrays.ops import Array, Ops
-from ...codecs import F32_INF, MAGNITUDE, NORMAL, Integer
+from ...codecs import Integer
 from ...errors import LayoutError, NonFiniteError, UnsupportedError
-from ...formats import TENSOR, Format
+from ...formats import TENSOR, Format, Level
+from ...fp32 import F32_INF, MAGNITUDE, NORMAL
 from ...layouts import Layout, PerTensor
 from ...options import DEFAULT, CastOptions
 from ...recipes import ScalingRecipe
-from ...rules import flushed, saturated
+from ...rules import LINEAR, Rule, flushed, saturated
 from ...tensors.checks import check_codes, contraction_axis
 from ...tensors.components import PARTS
 from ...tensors.grids import packing
 from ...tensors.printing import description
 from ...tensors.tensor import ScaledTensor
 from ..checks import check_cast, check_writable, fitted_layout
+from .decoding import multiplier
 from .packing import pack
+from .records import coarser, repeated, value_of, write_levels
 from .tiles import Tiles, k_last
 
 
@@ -40,14 +44,15 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, words:
         if scale is not None:
             scale = check_supplied(ops, scale, x, fmt, layout, axis)
         lead = len(scale.shape) if scale is not None and (fmt.global_scale or layout.block(axis) == TENSOR) else 0
-        tiles = Tiles.along(ops, axis, tuple(y.shape), layout.block(axis), lead)
+        block = layout.block(axis) if fmt.scale_record is None else fmt.scale.block
+        tiles = Tiles.along(ops, axis, tuple(y.shape), block, lead)
         if options.nonfinite == "raise":
             refuse_nonfinite(ops, y)
         if options.rounding == "stochastic":
             words = random_words(ops, k_last(ops, y, axis), options.seed)
         words = k_last(ops, words, axis)
         y = y if words is None else ops.mapped_like(y, words)
-        codes, stored, zero_point, global_scale = _write(ops, y, words, recipe, fmt, tiles, scale)
+        codes, stored, zero_point, global_scale = _write(ops, y, words, recipe, fmt, tiles, axis, scale)
         data = pack(ops, codes, fmt.element, axis)
     written = ScaledTensor.from_parts(
         data,
@@ -63,7 +68,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, words:
 
 
 def _write(
-    ops: Ops, y: Array, words: Array | None, recipe: ScalingRecipe, fmt: Format, tiles: Tiles, supplied: Any
+    ops: Ops, y: Array, words: Array | None, recipe: ScalingRecipe, fmt: Format, tiles: Tiles, axis: int, supplied: Any
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """(codes, scale, zero_point, global_scale) of FP32 `y`."""
     u = ops.bitcast_to_int(y)
@@ -75,22 +80,28 @@ def _write(
     words = None if words is None else tiles.split(words)
 
     level, element, rule = fmt.scale, fmt.element, recipe.rules[-1]
-    factor = global_scale = None
+    factor = global_scale = scale_records = None
     if fmt.global_scale is not None:
         global_scale = _global_scale(ops, y, magnitude, recipe, fmt, supplied)
         factor, supplied = tiles.broadcast_global(multiplier(ops, ops.f32(global_scale), fmt)), None
 
     amax = ops.amax(tiles.split(magnitude), tiles.axes)
-    low, statistic = _statistic(ops, amax, clean, tiles, fmt.offset)
+    low, statistic = _statistic(ops, amax, clean, tiles, fmt)
+    if fmt.scale_record is not None:
+        scale_records, factor = _coarse_scales(ops, amax, statistic, recipe, tiles, axis, factor)
     # Under a supplied scale, NaN and Inf get their own codes if the element has them; else their block is marked.
     own_codes = supplied is not None and element.nan_code is not None
     if supplied is None:
         codes = block_scales(ops, amax, statistic, recipe, factor)
+        if scale_records is not None:  # a coarser scale marks NaN, and codes have none
+            scale_records.append(k_last(ops, tiles.scale(codes), axis))
     else:
         codes, statistic = tiles.broadcast_to_blocks(level.codec.accept(ops, supplied)), None
         if not own_codes:
             codes = ops.where(amax >= F32_INF, level.codec.need_nan(), codes)
     stored = ops.store(codes, ops.storage(level.codec))
+    if fmt.factor != 1.0:
+        factor = fmt.factor if factor is None else factor * fmt.factor
 
     def in_units_of_scale(x: Array) -> tuple[Array, Array]:
         y, usable = rule.scaled(ops, x, stored, level.codec, factor, statistic, fmt.qmax(level))
@@ -103,6 +114,16 @@ def _write(
         z = ops.where(usable, element.encode(ops, shift), 0)
         written = element.encode(ops, in_units_of_scale(clean)[0], words, element.decode(ops, z))
         zero_point = tiles.scale(ops.store(z, "uint8"))
+    elif fmt.offset == "float_zero_point":
+        shift, usable = in_units_of_scale(-low)
+        z = ops.store(level.codec.encode(ops, ops.where(usable, shift, 0.0)), ops.storage(level.codec))
+        written = element.encode(ops, saturated(ops, in_units_of_scale(clean)[0] + level.codec.read(ops, z)), words)
+        zero_point = tiles.scale(z)
+    elif fmt.offset_record is not None:
+        offsets, bias = _coded_biases(ops, low, fmt, tiles, axis)
+        scaled, _ = in_units_of_scale(flushed(ops, saturated(ops, clean - bias)))
+        written = element.encode(ops, scaled, words)
+        zero_point = k_last(ops, write_levels(ops, offsets, fmt.offset_record), axis)
     elif fmt.offset == "bias":
         bias = ops.store(level.codec.encode(ops, low), ops.storage(level.codec))
         scaled, usable = in_units_of_scale(flushed(ops, saturated(ops, clean - level.codec.read(ops, bias))))
@@ -113,7 +134,92 @@ def _write(
         if own_codes:
             scaled = ops.where(usable, ops.where(tiles.split(finite), scaled, tiles.split(y)), scaled)
         written = element.encode(ops, scaled, words)
+        if fmt.alternative is not None:
+            other = fmt.alternative.encode(ops, scaled, words)
+            better = _largest_error(ops, scaled, fmt.alternative.decode(ops, other), tiles) < _largest_error(
+                ops, scaled, element.decode(ops, written), tiles
+            )
+            written = ops.where(better, other, written)
+            stored = ops.store(ops.where(better, codes | 1 << (level.codec.bits - 1), codes), ops.storage(level.codec))
+    if fmt.scale_record is not None:
+        assert scale_records is not None
+        return (
+            tiles.join(written),
+            k_last(ops, write_levels(ops, scale_records, fmt.scale_record), axis),
+            zero_point,
+            global_scale,
+        )
     return tiles.join(written), tiles.scale(stored), zero_point, global_scale
+
+
+def _largest_error(ops: Ops, y: Array, values: Array, tiles: Tiles) -> Array:
+    """The largest magnitude of y - values in each block, as FP32 bits."""
+    return ops.amax(ops.bitcast_to_int(flushed(ops, flushed(ops, y) - values)) & MAGNITUDE, tiles.axes)
+
+
+def _coarse_scales(
+    ops: Ops, amax: Array, statistic: Array, recipe: ScalingRecipe, tiles: Tiles, axis: int, factor: Array | None
+) -> tuple[list[Array], Array]:
+    """(codes of all levels of blocks but the finest, K last; the FP32 scale that they leave to each finest block).
+
+    The coarsest is NaN where a block has Inf or NaN; the statistic of a block of several is the largest of theirs.
+    """
+    fmt = recipe.format
+    of_blocks = k_last(ops, tiles.scale(ops.bitcast_to_int(statistic)), axis)
+    largest = k_last(ops, tiles.scale(amax), axis)
+    above = None if factor is None else ops.reshape(factor, (*factor.shape[: len(tiles.shape) - 2], 1, 1))
+    record, codes = fmt.scale_record, list[Array]()
+    assert record is not None
+    counts = record.counts
+    for place, level in enumerate(fmt.block_levels[:-1]):
+        rule = recipe.rules[place + len(fmt.levels) - len(fmt.block_levels)]
+        statistics = ops.bitcast_to_float(coarser(ops, of_blocks, level, fmt.scale))
+        if place:
+            above = repeated(ops, above, counts[place] // counts[place - 1])[..., : statistics.shape[-1]]
+        of_level = _scale_codes(ops, statistics, rule, level, fmt, above)
+        if place == 0:
+            of_level = ops.where(coarser(ops, largest, level, fmt.scale) >= F32_INF, level.codec.need_nan(), of_level)
+        codes.append(of_level)
+        value = value_of(ops, level.codec, of_level)
+        above = value if above is None else value * above
+    factor = repeated(ops, above, counts[-1] // counts[-2])[..., : of_blocks.shape[-1]]
+    return codes, tiles.broadcast_to_blocks(k_last(ops, factor, axis))
+
+
+def _scale_codes(ops: Ops, statistics: Array, rule: Rule, level: Level, fmt: Format, above: Array | None) -> Array:
+    """The codes of one of several levels of blocks, 0 under a scale of NaN."""
+    if above is None:
+        usable, guarded = None, None
+    else:
+        usable = above > 0
+        guarded = ops.where(usable, above, 1.0)
+    codes = rule.scale(ops, statistics, level.codec, fmt.element, fmt.qmax(level), guarded)
+    codes = ops.where(statistics == 0, level.codec.zero_scale, codes)
+    return codes if usable is None else ops.where(usable, codes, 0)
+
+
+def _coded_biases(ops: Ops, low: Array, fmt: Format, tiles: Tiles, axis: int) -> tuple[list[Array], Array]:
+    """(codes of each level of the bias, K last; the bias of each block, FP32), which is at most 0: the coarsest is negative."""
+    record = fmt.offset_record
+    assert record is not None
+    depth = k_last(ops, tiles.scale(ops.bitcast_to_int(low)), axis) & MAGNITUDE
+    above: Array = None
+    codes: list[Array] = []
+    cap = math.prod(level.codec.max for level in record.levels)
+    for place, level in enumerate(record.levels):
+        cap /= level.codec.max
+        statistics = ops.bitcast_to_float(coarser(ops, depth, level, record.levels[-1]))
+        if place:
+            above = repeated(ops, above, record.counts[place] // record.counts[place - 1])[..., : statistics.shape[-1]]
+        guarded = None if above is None else ops.where(above > 0, above, 1.0)
+        of_level = LINEAR.scale(ops, statistics, level.codec, fmt.element, cap, guarded)
+        of_level = ops.where(statistics == 0, 0, of_level)
+        value = value_of(ops, level.codec, of_level)
+        above = value if above is None else value * above
+        codes.append(of_level)
+    sign = 1 << (record.levels[0].codec.bits - 1)
+    codes[0] = ops.where(codes[0] == 0, 0, codes[0] | sign)
+    return codes, tiles.broadcast_to_blocks(k_last(ops, -above, axis))
 
 
 def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, fmt: Format, supplied: Any) -> Array:
@@ -134,6 +240,8 @@ def block_scales(ops: Ops, amax: Array, statistic: Array, recipe: ScalingRecipe,
     """
     fmt = recipe.format
     codec = fmt.scale.codec
+    if fmt.scale_record is not None:  # the coarsest scale says NaN
+        return _scale_codes(ops, statistic, recipe.rules[-1], fmt.scale, fmt, factor)
     codes = recipe.rules[-1].scale(ops, statistic, codec, fmt.element, fmt.qmax(fmt.scale), factor)
     codes = ops.where(statistic == 0, codec.zero_scale, codes)
     return ops.where(amax >= F32_INF, codec.need_nan(), codes)
@@ -157,20 +265,12 @@ def sensed(ops: Ops, amax: Array, fmt: Format) -> Array:
     return ordinary if level.convention == "amax" else ops.minimum(ops.div(qmax, ordinary), 2.0**126)
 
 
-def multiplier(ops: Ops, stored: Array, fmt: Format) -> Array:
-    """The multiplier of a stored global scale."""
-    level = fmt.levels[0]
-    if level.convention == "multiplier":
-        return stored
-    return ops.div(stored, fmt.qmax(level)) if level.convention == "amax" else ops.div(1.0, stored)
-
-
-def _statistic(ops: Ops, amax: Array, clean: Array, tiles: Tiles, offset: str) -> tuple[Array, Array]:
+def _statistic(ops: Ops, amax: Array, clean: Array, tiles: Tiles, fmt: Format) -> tuple[Array, Array]:
     """(low end, statistic for the scale) of each block: amax, or with an offset the width of its range."""
-    if offset == "none":
+    if fmt.offset == "none":
         statistic = ops.bitcast_to_float(ops.where((amax >= NORMAL) & (amax < F32_INF), amax, 0))
         return statistic, statistic
-    low, high = (_range if offset == "zero_point" else _extremes)(ops, clean, tiles)
+    low, high = (_extremes if fmt.offset == "bias" and fmt.offset_record is None else _range)(ops, clean, tiles)
     return low, flushed(ops, saturated(ops, high - low))
 
 
@@ -204,6 +304,11 @@ def _extremes(ops: Ops, clean: Array, tiles: Tiles) -> tuple[Array, Array]:
 def check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, axis: int) -> Array:
     """A supplied scale as an array with the dtype, shape and framework of its level."""
     level = fmt.global_scale or fmt.scale
+    if fmt.global_scale is None and fmt.scale_record is not None:
+        raise UnsupportedError(
+            f"scale= supplies one scale for each block; here {fmt.scale.codec.name} ones are coded under others. Omit it.",
+            scale=scale,
+        )
     if not hasattr(scale, "dtype"):
         if isinstance(scale, bool) or not isinstance(scale, int | float):
             raise UnsupportedError(f"scale= must be a number or an array, got {type(scale).__name__}.", scale=scale)

@@ -13,9 +13,10 @@ from ...options import DEFAULT, CastOptions, product_options
 from ...recipes import ScalingRecipe
 from ...tensors.tensor import ScaledTensor
 from .casting import cast
-from .decoding import dequantize
+from .decoding import dequantize, negative_scales, ungrouped
 from .packing import pack
 from .requantizing import GENERIC
+from .tiles import Tiles
 
 if TYPE_CHECKING:
     from .requantizing import Primitives
@@ -35,15 +36,18 @@ def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) ->
 
 def extremes(st: ScaledTensor) -> tuple[ScaledTensor, ScaledTensor]:
     """`st` with all codes replaced by the code of the lowest value, and by that of the highest."""
-    st = st.to_plain()
-    ops, element, axis = ops_of(st.data, "data"), st.recipe.format.element, st.axis
+    ops, fmt, axis = ops_of(st.data, "data"), st.recipe.format, st.axis
+    st = ungrouped(ops, st.to_plain()) if fmt.alternative is not None else st.to_plain()
 
-    def filled(code: int) -> ScaledTensor:
+    def filled(code: int, other: int) -> ScaledTensor:
         codes = ops.broadcast(ops.to_int32(ops.constant(float(code), st.data)), tuple(st.shape))
-        data = pack(ops, codes, element, axis)
+        if code != other:  # under negative scales
+            tiles = Tiles.along(ops, axis, tuple(st.shape), st.layout.block(axis))
+            codes = tiles.join(ops.where(negative_scales(ops, st, tiles), other, tiles.split(codes)))
+        data = pack(ops, codes, fmt.element, axis)
         return ScaledTensor.from_parts(data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, axis, st.padding)
 
-    low, high = map(filled, _ends(element))
+    low, high = map(filled, _ends(fmt.element), _ends(fmt.alternative or fmt.element))
     return low, high
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...arrays.frameworks import FLOATS, dtype_name, ops_of, same_framework, shape_of
 from ...arrays.ops import Array, Ops
-from ...codecs import BF16
+from ...codecs import BF16, FLOAT_CODECS
 from ...errors import ShapeError
-from ...formats import Format
+from ...formats import Format, Record
 from ...layouts import PerBlockK, PerGroupIndex
 from ...options import FLOAT32, ProductOptions
 from ...rules import flushed
@@ -17,7 +18,8 @@ from ...tensors.storing import check_layout
 from ...tensors.tensor import ScaledTensor
 from ..checks import check_writable
 from .packing import unpack
-from .tiles import Tiles
+from .records import effective, read_levels
+from .tiles import Tiles, k_last
 
 
 def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
@@ -29,29 +31,104 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
     check_layout(st.layout)
     need_one_device(st=st)  # frameworks compute with scales of shape () of some other devices
     st = st.to_plain()
-    if isinstance(st.layout, PerGroupIndex):
-        st = _ungrouped(ops, st, st.layout.index)
+    st = ungrouped(ops, st)
     fmt, axis = st.recipe.format, st.axis
     shape = tuple(st.shape)
     with ops.errstate():
         codes = unpack(ops, st.data, fmt.element, shape[axis], axis)
-        tiles = Tiles.along(ops, axis, shape, st.layout.block(axis))
+        block = st.layout.block(axis) if fmt.scale_record is None else fmt.scale.block
+        tiles = Tiles.along(ops, axis, shape, block)
         v = fmt.element.decode(ops, tiles.split(codes))
-        scale = tiles.broadcast_to_blocks(scale_of_blocks(ops, st.scale, tiles))
-        if fmt.offset == "zero_point":
-            v = v - tiles.broadcast_to_blocks(offsets_of(ops, scale_of_blocks(ops, st.zero_point, tiles)))
-        v = apply_scale(ops, v, scale, fmt, fmt.scale)
-        if fmt.global_scale is not None:
-            v = apply_scale(ops, v, tiles.broadcast_global(st.global_scale), fmt, fmt.global_scale)
+        if fmt.alternative is not None:  # its values are negated, for scales that are negative
+            v = ops.where(negative_scales(ops, st, tiles), -fmt.alternative.decode(ops, tiles.split(codes)), v)
+        offset = None if fmt.offset == "none" else tiles.broadcast_to_blocks(offset_of_blocks(ops, st, tiles))
+        if fmt.offset in ("zero_point", "float_zero_point"):
+            v = _rounded(ops, v - offset, fmt)
+        for scaled in _scaling(ops, st, fmt, tiles):
+            v = _rounded(ops, scaled(v), fmt)
         if fmt.offset == "bias":
-            bias = tiles.broadcast_to_blocks(offsets_of(ops, scale_of_blocks(ops, st.zero_point, tiles)))
             # Flushing subnormal products makes the sum equal on every backend, and prevents fusing into an FMA.
-            v = flushed(ops, v) + flushed(ops, bias)
+            v = _rounded(ops, flushed(ops, v) + flushed(ops, offset), fmt)
         return result(ops, tiles.join(v), name, out)
 
 
-def _ungrouped(ops: Ops, st: ScaledTensor, index: tuple[int, ...]) -> ScaledTensor:
-    """`st` with one scale (and zero-point) per element of the contraction axis, taken from its group."""
+def _scaling(ops: Ops, st: ScaledTensor, fmt: Format, tiles: Tiles) -> Iterator[Callable[[Array], Array]]:
+    """The steps from codes, less a zero-point, to values before a bias: each multiplies FP32 numbers by scales."""
+    level = fmt.global_scale
+    if fmt.scale_record is not None or fmt.order == "scales_first":
+        of_blocks = tiles.broadcast_to_blocks(scales_of_blocks(ops, st, tiles))
+        yield lambda v: v * of_blocks
+    else:
+        stored = tiles.broadcast_to_blocks(scale_of_blocks(ops, st.scale, tiles))
+        yield lambda v: apply_scale(ops, v, stored, fmt, fmt.scale)
+    if level is not None and fmt.order == "codes_first":
+        of_tensor = tiles.broadcast_global(st.global_scale)
+        yield lambda v: apply_scale(ops, v, of_tensor, fmt, level)
+    if fmt.factor != 1.0:
+        yield lambda v: v * fmt.factor
+
+
+def scales_of_blocks(ops: Ops, st: ScaledTensor, tiles: Tiles) -> Array:
+    """The FP32 scale of each block of `tiles`, of all levels of blocks, and of the global one in the order "scales_first"."""
+    fmt = st.recipe.format
+    if fmt.scale_record is not None:
+        scale = _levels_of_blocks(ops, st.scale, fmt.scale_record, tiles, st.axis)
+        return scale * _multiplier_beside(ops, st, scale) if fmt.order == "scales_first" else scale
+    stored = scale_of_blocks(ops, st.scale, tiles)
+    if fmt.order == "scales_first":
+        return fmt.scale.codec.multiply(ops, _multiplier_beside(ops, st, stored), stored)
+    return fmt.scale.codec.read(ops, stored)
+
+
+def _multiplier_beside(ops: Ops, st: ScaledTensor, scale: Array) -> Array:
+    """The multiplier of the global scale, to be broadcast against a scale for each block."""
+    stored = st.global_scale
+    return ops.reshape(
+        multiplier(ops, stored, st.recipe.format), (*stored.shape, *(1,) * (len(scale.shape) - len(stored.shape)))
+    )
+
+
+def offset_of_blocks(ops: Ops, st: ScaledTensor, tiles: Tiles) -> Array:
+    """The FP32 zero-point or bias of each block of `tiles`."""
+    fmt = st.recipe.format
+    if fmt.offset_record is None:
+        return offsets_of(ops, scale_of_blocks(ops, st.zero_point, tiles))
+    return _levels_of_blocks(ops, st.zero_point, fmt.offset_record, tiles, st.axis)
+
+
+def _levels_of_blocks(ops: Ops, part: Array, record: Record, tiles: Tiles, axis: int) -> Array:
+    """The effective scales of a component of records, FP32, in the shape of one for each block."""
+    blocks = tiles.counts[axis]
+    values = effective(ops, read_levels(ops, k_last(ops, part, axis), record), record, blocks)
+    return k_last(ops, values, axis)
+
+
+def multiplier(ops: Ops, stored: Array, fmt: Format) -> Array:
+    """The multiplier of a stored global scale."""
+    level = fmt.levels[0]
+    if level.convention == "multiplier":
+        return stored
+    return ops.div(stored, fmt.qmax(level)) if level.convention == "amax" else ops.div(1.0, stored)
+
+
+def _rounded(ops: Ops, v: Array, fmt: Format) -> Array:
+    """The result of a step in the format's precision."""
+    if fmt.precision == "fp32":
+        return v
+    return ops.f32(ops.to_float(v, str(FLOAT_CODECS[fmt.precision].dtype)))
+
+
+def negative_scales(ops: Ops, st: ScaledTensor, tiles: Tiles) -> Array:
+    """Whether the scale of each block has its sign bit set, to be broadcast against split arrays."""
+    codes = ops.load(tiles.broadcast_to_blocks(scale_of_blocks(ops, st.scale, tiles)))
+    return codes >= 1 << (st.recipe.format.scale.codec.bits - 1)
+
+
+def ungrouped(ops: Ops, st: ScaledTensor) -> ScaledTensor:
+    """`st`; under a group index with one scale (and zero-point) per element of the contraction axis, taken from its group."""
+    if not isinstance(st.layout, PerGroupIndex):
+        return st
+    index = st.layout.index
     scale, zero_point = (a if a is None else ops.gather(a, index, st.axis) for a in (st.scale, st.zero_point))
     return ScaledTensor.from_parts(st.data, scale, st.recipe, PerBlockK(1), zero_point, st.global_scale, st.axis, st.padding)
 

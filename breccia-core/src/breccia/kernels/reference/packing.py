@@ -21,12 +21,12 @@ def pack(ops: Ops, codes: Array, codec: Codec, axis: int = -1) -> Array:
         codes = ops.pad(codes, _at(axis, groups * count - length, (0,) * len(codes.shape)))
     codes = _parted(ops, codes, count, axis)
     if size <= _WORD:
-        word = ops.pack_bits(codes, codec.bits) if axis == -1 else _word(_items(codes, axis), codec.bits)
+        word = ops.pack_bits(codes, codec.bits) if axis == -1 else _word(ops.items(codes, axis), codec.bits)
         if size == 1:
             return ops.store(word, dtype)
         bytes_ = [word >> (8 * i) for i in range(size)]
     else:
-        bytes_ = _bytes(_items(codes, axis), codec.bits, size)
+        bytes_ = _bytes(ops.items(codes, axis), codec.bits, size)
     return ops.store(_interleaved(ops, [byte & 0xFF for byte in bytes_], axis), dtype)
 
 
@@ -36,7 +36,7 @@ def unpack(ops: Ops, data: Array, codec: Codec, length: int, axis: int = -1) -> 
     stored = ops.load(data)
     if count == 1:
         return stored
-    bytes_ = _items(_parted(ops, stored, size, axis), axis)
+    bytes_ = ops.items(_parted(ops, stored, size, axis), axis)
     if size <= _WORD:
         word = _word(bytes_, 8)
         if axis == -1:
@@ -65,13 +65,8 @@ def _parted(ops: Ops, a: Array, count: int, axis: int) -> Array:
     return ops.reshape(a, (*a.shape[:-1], groups, count) if axis == -1 else (*a.shape[:-2], groups, count, a.shape[-1]))
 
 
-def _items(a: Array, axis: int) -> list[Array]:
-    """The first items of all groups, the second ones, and so on."""
-    return [a[..., i] if axis == -1 else a[..., i, :] for i in range(a.shape[axis])]
-
-
 def _interleaved(ops: Ops, items: list[Array], axis: int) -> Array:
-    """Inverse of `_items`, with groups one after the other along the axis."""
+    """Inverse of `Ops.items`, with groups one after the other along the axis."""
     shape = items[0].shape
     single = (*shape, 1) if axis == -1 else (*shape[:-1], 1, shape[-1])
     joined = ops.concat([ops.reshape(item, single) for item in items], axis)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...arrays.frameworks import ops_of
 from ...arrays.ops import Array
-from ...codecs import F32_INF, MAGNITUDE, NORMAL
+from ...fp32 import F32_INF, MAGNITUDE, NORMAL
 from ...options import DEFAULT, CastOptions
 from ...recipes import DelayedScaling
 from ...tensors.tensor import ScaledTensor

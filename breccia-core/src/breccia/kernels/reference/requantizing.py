@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from ...arrays.frameworks import dtype_name, ops_of
 from ...arrays.ops import Array, Ops
-from ...codecs import F32_INF, MAGNITUDE, Codec
+from ...codecs import Codec
 from ...errors import InexactError
+from ...fp32 import F32_INF, MAGNITUDE
 from ...options import DEFAULT, CastOptions
-from ...recipes import ScalingRecipe, check_recipe
+from ...recipe_bases import ScalingRecipe, check_recipe
 from ...tensors.checks import need_one_device
 from ...tensors.grids import packing
 from ...tensors.tensor import ScaledTensor
@@ -19,6 +20,7 @@ from ..checks import fitted_layout
 from ..exact import translation
 from .casting import assign, cast, refuse_nonfinite
 from .decoding import dequantize, scale_of_blocks
+from .exact_conversions import is_subnormal, promised, proposals
 from .packing import pack, unpack
 from .tiles import Tiles
 
@@ -40,16 +42,43 @@ def requantize(
     check_recipe(recipe)
     need_one_device(st=st)
     st, ops, out, require_exact = st.to_plain(), ops_of(st.data, "data"), options.out, options.require_exact
-    result = _translated(ops, st, recipe, require_exact) if options.scale is None else None
+    result = None if options.scale is not None else kept(ops, st, recipe, require_exact)
     if result is None:
-        x = by.dequantize(st)
-        written = by.cast(x, recipe, options.replace(axis=st.axis, out=None, require_exact=False))
-        if require_exact:
-            _refuse_inexact(ops, x, by.dequantize(written), recipe)
-        result = written
+        result, different = cast_again(ops, st, recipe, options, by)
+        if different is not None:
+            _refuse_inexact(ops, different, recipe)
     elif options.nonfinite == "raise":
         refuse_nonfinite(ops, by.dequantize(st))
     return result if out is None else assign(ops, out, result)
+
+
+def kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> ScaledTensor | None:
+    """`st` under `recipe` by a conversion that rounds nothing, whatever the codes are; None where there is none.
+
+    checking: also where only these particular scales allow it, which reads their values.
+    """
+    result = _translated(ops, st, recipe, checking)
+    return promised(ops, st, recipe) if result is None else result
+
+
+def cast_again(
+    ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions, by: Primitives
+) -> tuple[ScaledTensor, Array | None]:
+    """`st` decoded and cast; with `require_exact`, another conversion where that one is exact and the cast is not.
+
+    Also returned is where values differ, if `require_exact` asks and any does.
+    """
+    x = by.dequantize(st)
+    written = by.cast(x, recipe, options.replace(axis=st.axis, out=None, require_exact=False))
+    if not options.require_exact:
+        return written, None
+    different = differ(ops, x, by.dequantize(written))
+    if not ops.any(different):
+        return written, None
+    for proposal in proposals(ops, st, recipe) if options.scale is None else ():
+        if not ops.any(differ(ops, x, by.dequantize(proposal))):
+            return proposal, None
+    return written, different
 
 
 def _translated(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> ScaledTensor | None:
@@ -83,10 +112,11 @@ def _translated(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: boo
     codecs = source.scale.codec, target.scale.codec
 
     def changed(part: Array, into: Array) -> bool:
-        """Whether values of a component change in the codec of `target`"""
-        return ops.any(_differ(ops, codecs[0].read(ops, repeat_per_block(part, None, None)), codecs[1].read(ops, into)))
+        """Whether values of a component change in the codec of `target`, or become FP32 subnormals, which backends may flush"""
+        before, after = codecs[0].read(ops, repeat_per_block(part, None, None)), codecs[1].read(ops, into)
+        return ops.any(differ(ops, before, after) | is_subnormal(ops, after))
 
-    biased = source.offset == "bias"
+    biased = source.offset_codec is not None
     with ops.errstate():
         scale = repeat_per_block(st.scale, *codecs)
         offset = None if st.zero_point is None else repeat_per_block(st.zero_point, *(codecs if biased else (None, None)))
@@ -108,18 +138,21 @@ def _translated(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: boo
     )
 
 
-def _differ(ops: Ops, a: Array, b: Array) -> Array:
+def differ(ops: Ops, a: Array, b: Array) -> Array:
     """Where two FP32 arrays differ in bits, treating all NaNs as equal."""
     p, q = ops.bitcast_to_int(a), ops.bitcast_to_int(b)
     return (p != q) & ~(((p & MAGNITUDE) > F32_INF) & ((q & MAGNITUDE) > F32_INF))
 
 
-def _refuse_inexact(ops: Ops, x: Array, y: Array, recipe: ScalingRecipe) -> None:
-    different = _differ(ops, x, y)
-    if ops.any(different):
-        count = int(ops.to_numpy(ops.to_int32(different)).sum())
-        raise InexactError(
-            f"requantize(require_exact=True): {count} of {math.prod(x.shape)} values do not fit {recipe!r} under its "
-            "scales. Omit require_exact to round them, or choose a recipe of more bits or finer blocks.",
-            count=count,
-        )
+def total(ops: Ops, counts: Array) -> int:
+    """The sum of an array of integers."""
+    return int(ops.to_numpy(counts).sum())
+
+
+def _refuse_inexact(ops: Ops, different: Array, recipe: ScalingRecipe) -> None:
+    count = total(ops, ops.to_int32(different))
+    raise InexactError(
+        f"requantize(require_exact=True): {count} of {math.prod(different.shape)} values do not fit {recipe!r} under its "
+        "scales. Omit require_exact to round them, or choose a recipe of more bits or finer blocks.",
+        count=count,
+    )

@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...codecs import F32_INF, MAGNITUDE, NORMAL, Codec, Lookup, Minifloat, f32, f32_bits
+from ...codecs import Codec, Lookup, Minifloat
+from ...fp32 import F32_INF, MAGNITUDE, NORMAL, f32, f32_bits
 from .. import oracle
 from ..compare import expect, expect_numbers, expect_words
 from ..places import Place

@@ -13,8 +13,9 @@ import numpy as np
 from ... import api, codecs
 from ...arrays.frameworks import Framework, device_of, dtype_name, framework_of
 from ...arrays.ops import Ops
-from ...codecs import BF16, E4M3, E5M2, E8M0, F16, F32_INF, MAGNITUDE
+from ...codecs import BF16, E4M3, E5M2, E8M0, F16
 from ...errors import UnsupportedError
+from ...fp32 import F32_INF, MAGNITUDE
 from ...kernels import reference
 from ...recipes import ScalingRecipe
 from .. import oracle, strategies

@@ -28,6 +28,7 @@ from .trying import (
     expect_tensor_unchanged,
     float_dtypes,
     floats,
+    knows,
     matches,
     numbers,
     rounded,
@@ -239,7 +240,10 @@ class _Operand:
 
 def _partner(kernel: Kernel, recipe: ScalingRecipe) -> ScalingRecipe | None:
     """The recipe of the second operand: the first operand's if the kernel accepts it, otherwise another, or None."""
-    return next((r for r in (recipe, MXFP8BlockScaling(), *strategies.defaults()) if matches(kernel.other, r)), None)
+    return next(
+        (r for r in (recipe, MXFP8BlockScaling(), *strategies.defaults()) if matches(kernel.other, r) and knows(kernel, r)),
+        None,
+    )
 
 
 def _swapped(place: Place, x: Any) -> Any:

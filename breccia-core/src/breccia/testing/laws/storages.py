@@ -11,8 +11,9 @@ from ... import api
 from ...errors import UnsupportedError
 from ...kernels import reference
 from ...recipes import ScalingRecipe
+from ...tensors.equality import bytes_equal
 from ...tensors.storage import Storage
-from ...tensors.tensor import ScaledTensor, bytes_equal
+from ...tensors.tensor import ScaledTensor
 from .. import strategies
 from ..compare import expect, expect_numbers, expect_tensor
 from ..examples import special_rows, wide

@@ -26,6 +26,11 @@ def matches(declared: type | None, recipe: ScalingRecipe | None) -> bool:
     return declared is None or (declared is NoneType if recipe is None else isinstance(recipe, declared))
 
 
+def knows(kernel: Kernel, recipe: ScalingRecipe) -> bool:
+    """Whether the kernel is asked about calls with this recipe: whether it knows all features of its format."""
+    return kernel.kind != "kernel" or recipe.format.features <= set(kernel.knows)
+
+
 def arrays() -> tuple[np.ndarray, np.ndarray]:
     """Two arrays: one tests every clause of the contract and has partial blocks; one has full blocks of the usual sizes."""
     return np.concatenate([special_rows(67), wide((5, 67), seed=1)]), wide((16, 256), seed=2, exponents=8)

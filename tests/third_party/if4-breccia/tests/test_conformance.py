@@ -1,0 +1,3 @@
+from breccia.testing import conformance
+
+test_conformance = conformance("if4")
