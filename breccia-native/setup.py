@@ -53,6 +53,8 @@ def extension(name: str, *flags: str, sources: tuple[str, ...] = (), link: tuple
 PRODUCTS = (
     "products_avx2",
     "products_avx512",
+    "short_blocks",
+    "narrow_blocks",
     "bf16_avx512",
     "int8_vnni",
     "int8_avx2",
@@ -69,6 +71,7 @@ setup(
         extension("products", *SUMS, sources=PRODUCTS),
         extension("microkernels", *EXACT, sources=("casts_avx512", "casts_avx2", "casts_portable")),
         extension("decoding", *EXACT, sources=("decoding_avx512", "decoding_avx2", "decoding_portable")),
+        extension("measuring", *EXACT, sources=("measuring_avx512", "measuring_avx2", "measuring_portable")),
         extension("columns", *SUMS, sources=("columns_avx512", "columns_avx2", "columns_portable")),
         extension("pool", "-O2", "-pthread", link=("-pthread",)),
         extension("xla_calls", "-O2"),

@@ -17,6 +17,7 @@ if reason := availability.missing_products(Device("cpu")):
 
 from breccia_native import matmul as native
 from breccia_native import products
+from breccia_native.weights import KINDS, weight_of
 
 RECIPES = ("fp8_current", "fp8_row", "fp8_block", "fp8_block,block_m=128", "mxfp8", "mxfp6", "nvfp4", "int4", "int8", "nf4")
 ASYMMETRIC = "int4,signed=false,symmetric=false"
@@ -159,8 +160,8 @@ def test_matrices_in_k_n_order_are_multiplied_too(n: int, k: int) -> None:
 
 def test_jobs_of_other_sizes_and_missing_addresses_are_refused() -> None:
     st, x, y = breccia.cast(normal(16, 64), "int8"), normal(1, 64), np.full((2, 16), 7, np.float32)
-    weight = native._weight(st, 16, 64)
-    call = products.prepare(x, native._KINDS["f32"], 1, 16, 64, 0, *weight, y[:1], b"", 1)
+    weight = weight_of(st, 16, 64)
+    call = products.prepare(x, KINDS["f32"], 1, 16, 64, 0, *weight, y[:1], b"", 1)
     job = np.array([[1, *(a.ctypes.data for a in (x, st.data, st.scale)), 0, y.ctypes.data]], np.int64)
     one = np.ones(1, np.float32)
     assert products.each(call, job, one, 0, 64, 1) is True

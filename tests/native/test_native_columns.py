@@ -115,7 +115,8 @@ def test_buffers_of_other_sizes_are_refused() -> None:
         ({"scale": np.ones((1, 5), np.float32)}, "wanted scales of 40 bytes; got 20"),
         ({"product": np.empty((2, 5), np.float32)}, "wanted a product of 20 bytes; got 40"),
         ({"kind": 8}, "wanted lengths and kinds that breccia_native.matmul passes"),
-        ({"width": 7}, "wanted lengths and kinds that breccia_native.matmul passes"),
+        ({"width": 7}, "wanted codes of 280 bytes; got 320"),
+        ({"width": 9}, "wanted lengths and kinds that breccia_native.matmul passes"),
         ({"k": 0}, "wanted lengths and kinds that breccia_native.matmul passes"),
     ):
         with pytest.raises(ValueError, match=message):

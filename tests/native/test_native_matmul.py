@@ -19,7 +19,7 @@ from weights import packed, replaced, tensor, written
 
 import breccia
 from breccia.arrays.frameworks import Device
-from breccia.codecs import E2M1, E2M3, E4M3, F32
+from breccia.codecs import E2M1, E2M3, E4M3, F16, F32
 from breccia.formats import TENSOR, Format, Level
 from breccia.kernels import threads
 from breccia.tensors.tensor import ScaledTensor
@@ -57,7 +57,20 @@ def multiplied(x: np.ndarray, st: ScaledTensor) -> np.ndarray:
 #: Rows of activations around every path: streams of 1, 2 and 4, and panels of every height.
 ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 14, 15, 16, 17, 29, 64)
 #: K around chunks of 128 codes and vectors of 4, 8 and 16 numbers; N around 4 rows and 32.
-SHAPES = ((1, 32), (3, 33), (4, 63), (5, 127), (31, 128), (33, 129), (7, 159), (65, 256), (2, 640), (36, 1021))
+SHAPES = (
+    (1, 32),
+    (3, 33),
+    (4, 63),
+    (5, 127),
+    (31, 128),
+    (33, 129),
+    (7, 159),
+    (65, 256),
+    (2, 640),
+    (36, 1021),
+    (37, 96),
+    (6, 176),
+)
 
 
 @pytest.mark.covering(1, 2)
@@ -456,8 +469,9 @@ def arguments(**changed: Any) -> tuple[Any, ...]:
         "x": np.zeros(2 * 64, np.float32), "x_kind": products.kinds().index("f32"), "m": 2, "n": 8, "k": 64,
         "mode": 0, "data": np.zeros(256, np.uint8), "kind": 0, "width": 4, "table": np.zeros(16, np.float32),
         "scale": np.zeros(16, np.uint8), "scale_kind": products.kinds().index("e8m0"),
-        "scale_table": np.zeros(0, np.float32), "block": 32, "tall": 1, "divides": False, "factor": 1.0,
-        "least": 0.0, "offset": np.zeros(0, np.float32), "offset_kind": products.kinds().index("f32"), "role": 0,
+        "scale_table": np.zeros(0, np.float32), "scale_codes": (0, False, 0), "block": 32, "tall": 1, "divides": False,
+        "factor": 1.0, "least": 0.0, "offset": np.zeros(0, np.float32), "offset_kind": products.kinds().index("f32"),
+        "offset_codes": (0, False, 0), "role": 0,
         "product": np.full(16, 7, np.float32), "bias": np.zeros(0, np.float32), "threads": 1,
     }  # fmt: skip
     assert not set(changed) - set(given)
@@ -489,7 +503,8 @@ def arguments(**changed: Any) -> tuple[Any, ...]:
         ({"width": 3}, "wanted codes of 192 bytes; got 256"),
         ({"width": 0}, "got m = 2, n = 8, k = 64, kind 0 of 0 bits"),
         ({"width": 5}, "kind 0 of 5 bits"),
-        ({"kind": products.kinds().index("i8"), "width": 7}, "kind 6 of 7 bits"),
+        ({"kind": products.kinds().index("i8"), "width": 7}, "wanted codes of 448 bytes; got 256"),
+        ({"kind": products.kinds().index("e4m3"), "width": 7}, "kind 2 of 7 bits"),
         ({"scale_kind": products.kinds().index("e2m3")}, "scales of 8, 16 or 32 bits; got m = 2, .* scales of kind 4"),
         ({"mode": 3}, "wanted mode 0 .FP32., .*; got mode 3, kind 0, block = 32"),
         ({"mode": -1}, "got mode -1"),
@@ -541,7 +556,9 @@ def test_an_instruction_set_that_the_processor_lacks_is_refused() -> None:
 
 
 def test_formats_say_why_they_are_not_compiled() -> None:
-    assert facts.unsupported(Format(E2M1, (Level(F32, TENSOR), Level(E4M3, TENSOR)))) == "it does not support this global scale"
+    assert (
+        facts.unsupported(Format(E2M1, (Level(F16, TENSOR), Level(E4M3, (1, 16))))) == "it does not support this global scale"
+    )
 
 
 @pytest.mark.slow

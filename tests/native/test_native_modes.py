@@ -25,6 +25,7 @@ from weights import replaced, tensor
 
 from breccia_native import facts, products
 from breccia_native import matmul as native
+from breccia_native.weights import weight_of
 
 #: Formats of small integers and of BF16 numbers, with the group that INT8 activations share a scale in.
 GROUPS = {
@@ -58,7 +59,7 @@ def by_every_instruction_set(x: np.ndarray, st: breccia.ScaledTensor, mode: int,
     named: whether `matmul` multiplies this weight in that mode.
     """
     n, k = st.shape
-    weight = native._weight(st, n, k)
+    weight = weight_of(st, n, k)
     assert native._supports(st, weight, mode, k) is named
     found = dict[str, np.ndarray]()
     for name in products.use():
@@ -183,7 +184,7 @@ def test_powers_of_two_of_any_size_keep_the_bound_and_their_bits_on_any_number_o
     scale[70], scale[161, -1], scale[162, 0] = 127 + 7, 127 - 31, 127 - 60
     scale[1000], scale[1001] = 127 - 30, 127 + 6
     st = replaced(st, scale=scale)
-    w, weight = breccia.dequantize(st, prefer="reference.dequantize"), native._weight(st, 1100, 300)
+    w, weight = breccia.dequantize(st, prefer="reference.dequantize"), weight_of(st, 1100, 300)
     try:
         for m in (16, 50, 130):
             x = np.random.default_rng(m).standard_normal((m, 300)).astype(ml_dtypes.bfloat16)
@@ -205,7 +206,7 @@ def test_powers_of_two_of_any_size_keep_the_bound_and_their_bits_on_any_number_o
 def test_bf16_activations_beyond_the_limits_are_left_to_fp32() -> None:
     for name in ("nvfp4", "mxfp8", "int8"):
         st = tensor(FORMATS[name], 8, 64)
-        d, weight = breccia.dequantize(st), native._weight(st, 8, 64)
+        d, weight = breccia.dequantize(st), weight_of(st, 8, 64)
         for special in (np.inf, 2.0**101, 2.0**-61, 2.0**-130):
             x = np.ones((2, 64), ml_dtypes.bfloat16)
             x[1, 63] = special
@@ -242,7 +243,7 @@ def test_nan_and_inf_in_int8_activations_give_nan_in_their_row() -> None:
         x = drawn(3, 300, 0)
         x[1, 299] = special
         y = np.empty((3, 20), np.float32)
-        weight = native._weight(st, 20, 300)
+        weight = weight_of(st, 20, 300)
         done = native._multiplied(x, weight, y, 300, facts.INT8)
         if np.isinf(special):  # beyond the limits: the product in FP32 has Inf
             assert not done
@@ -261,7 +262,7 @@ def test_groups_of_tiny_activations_count_as_zero() -> None:
 def test_bf16_products_that_could_be_subnormal_are_left_to_fp32() -> None:
     st = tensor(FORMATS["mxfp4"], 20, 64)
     x = np.full((2, 64), 2.0**-61, np.float32)
-    assert not native._multiplied(x, native._weight(st, 20, 64), np.empty((2, 20), np.float32), 64, facts.BF16_MODE)
+    assert not native._multiplied(x, weight_of(st, 20, 64), np.empty((2, 20), np.float32), 64, facts.BF16_MODE)
     check_bound(native._of_rows(x, st, facts.BF16_MODE), x, breccia.dequantize(st))
 
 
@@ -338,7 +339,7 @@ def test_zero_points_whose_differences_from_codes_are_no_bf16_numbers_are_left_t
     """Signed codes of 8 bits less zero-points of up to 255 need 9 bits."""
     st, x = tensor(FORMATS["int8-zero"], 8, 64), drawn(3, 64, 0)
     assert st.zero_point is not None and st.zero_point.dtype == np.uint8
-    assert not native._supports(st, native._weight(st, 8, 64), facts.BF16_MODE, 64)
+    assert not native._supports(st, weight_of(st, 8, 64), facts.BF16_MODE, 64)
     check_bound(native._of_rows(x, st, facts.BF16_MODE), x, breccia.dequantize(st))
 
 
@@ -353,7 +354,7 @@ def test_zero_points_whose_differences_from_4_bit_codes_may_need_9_bits_are_left
         x = drawn(rows, 96, 0).astype(ml_dtypes.bfloat16)
         for name in products.use():
             products.use(name)
-            assert not native._multiplied(x, native._weight(st, 40, 96), np.empty((rows, 40), np.float32), 96, facts.BF16_MODE)
+            assert not native._multiplied(x, weight_of(st, 40, 96), np.empty((rows, 40), np.float32), 96, facts.BF16_MODE)
             check_bound(native._of_rows(x, st), x.astype(np.float32), breccia.dequantize(st))
         products.use(products.use()[0])
 
@@ -427,7 +428,7 @@ def test_every_table_of_small_integers_is_found() -> None:
     """Formats of INT8 products: a unit of up to 16 makes the values whole."""
     x = np.ones((1, 128), np.float32)
     for fmt, supported in ((FORMATS["int4"], True), (FORMATS["mxfp4"], True), (FORMATS["nf4"], False)):
-        weight, to = native._weight(tensor(fmt, 8, 128), 8, 128), np.empty((1, 8), np.float32)
+        weight, to = weight_of(tensor(fmt, 8, 128), 8, 128), np.empty((1, 8), np.float32)
         if supported:
             assert native._multiplied(x, weight, to, 128, facts.INT8)
         else:
@@ -442,7 +443,7 @@ def test_every_table_of_small_integers_is_found() -> None:
 def test_bits_of_rounded_products_do_not_depend_on_the_number_of_threads(name: str) -> None:
     n, k = 1300, 620
     st, before = tensor(FORMATS[name], n, k), breccia.get_num_threads()
-    w, weight = breccia.dequantize(st, prefer="reference.dequantize"), native._weight(st, n, k)
+    w, weight = breccia.dequantize(st, prefer="reference.dequantize"), weight_of(st, n, k)
     try:
         for m, mode in itertools.product((3, 12, 30, 130), (facts.INT8, facts.BF16_MODE)):
             if not native._supports(st, weight, mode, k):

@@ -14,6 +14,8 @@ def decode(
     halved: bool,
     subtracted: Any,
     added: Any,
+    scale_codes: tuple[int, bool, int, int],
+    added_codes: tuple[int, bool, int, int],
     global_scale: float | None,
     divides: bool,
     kind: int,

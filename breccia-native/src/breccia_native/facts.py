@@ -9,6 +9,9 @@ from typing import Any
 from breccia import Codec, Format, Integer, PowerOfTwo
 from breccia.backend import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, INT4, TENSOR, UINT4, Call, registry, targets
 
+#: Records of scales, as `products.multiply` is told of them: the bits of a code, whether it is signed, and codes of a record.
+Codes = tuple[int, bool, int]
+NO_CODES: Codes = (0, False, 0)
 #: The shortest K: below it a sum may be rounded more often than the bound of FP32 accumulation allows.
 SHORTEST = 32
 
@@ -60,8 +63,8 @@ def accepts(call: Call) -> str | None:
 
 def unsupported(fmt: Format) -> str | None:
     """Why the compiled kernel cannot decode the format, or None."""
-    element, scale = fmt.element, fmt.scale.codec
-    if not 2 <= element.bits <= 8 or type(element).decode is not Codec.decode:
+    element, scale = fmt.element, fmt.block_levels[0].codec
+    if type(element).decode is not Codec.decode:
         return f"it does not decode {element.name} elements"
     first = element.table if element.bits <= 4 else element.table[:1]
     if fmt.offset != "none" and not isinstance(element, Integer) and element.bits > 4:
@@ -71,12 +74,37 @@ def unsupported(fmt: Format) -> str | None:
     ordinary = type(scale) is PowerOfTwo or type(scale).multiply is Codec.multiply
     if not ordinary or (scale.bits != 8 and scale not in _NAMED):
         return f"it does not decode {scale.name} scales"
+    if "coded_scales" in fmt.features and (reason := _unsupported_records(fmt)) is not None:
+        return reason
     if fmt.global_scale is not None and (fmt.scale.block == TENSOR or fmt.global_scale.codec != F32):
         return "it does not support this global scale"
     return None
 
 
 F32_EXPONENT = 0x7F800000
+
+
+def _unsupported_records(fmt: Format) -> str | None:
+    """Why the compiled kernel cannot read scales that are coded under others, or None."""
+    for what, record in (("scale", fmt.scale_record), ("bias", fmt.offset_record)):
+        if record is None or len(record.levels) != 2:
+            if what == "scale" or fmt.offset != "none":
+                return f"it reads records of two levels of scales, and of biases; those of {what}s here have another number"
+            continue
+        base, coded = record.levels[0].codec, record.levels[1].codec
+        if base not in (F16, BF16, F32) or type(coded) is not Integer or coded.fraction_bits:
+            return f"it reads records of integers under a float; those of {what}s here are {coded.name} under {base.name}"
+    return None
+
+
+def codes_of(fmt: Format, part: str) -> Codes:
+    """How the compiled kernel is told of the records of a component, which it supports."""
+    record = fmt.record(part)
+    if record is None:
+        return NO_CODES
+    coded = record.levels[1].codec
+    assert isinstance(coded, Integer)
+    return coded.bits, coded.signed, record.counts[1]
 
 
 def accepts_grouped(call: Call) -> str | None:
@@ -176,7 +204,7 @@ def kind_of(codec: Codec) -> str:
     """The name of the encoding in `products.kinds()`, whose codes may have more bits."""
     if codec.bits <= 4:
         return "table4"
-    if isinstance(codec, Integer) and (codec.bits == 8 or not codec.signed):
+    if isinstance(codec, Integer):
         return "i8" if codec.signed else "u8"
     return _NAMED.get(codec, "table8")
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from breccia import Codec, Integer, Minifloat, ScaledTensor, ScalingRecipe
+from breccia import Codec, ErrorMetrics, Integer, Minifloat, ScaledTensor, ScalingRecipe
 from breccia.backend import DEFAULT, F32_INF, FLOAT32, CastOptions, ProductOptions, threads
 from breccia.internal import Blocks, FloatCodes, IntegerCodes, Microkernels, ScaledCodes, TableCodes
+from breccia.internal import measuring as numpy_measuring
 from breccia.internal import numpy as kernels
 
-from . import decoding, microkernels
+from . import decoding, measuring, microkernels
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
@@ -26,6 +27,21 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
     return kernels.dequantize(st, options, _MICROKERNELS)
 
 
+def errors(x: Any, y: Any, ends: numpy_measuring.Ends) -> ErrorMetrics:
+    """The metrics of decoded numbers as `breccia.kernels.measuring` has them, in one pass; sums are added in another order."""
+    if x.dtype not in _STORED:
+        x = numpy_measuring.numbers_of(x)
+    kind = _STORED[x.dtype]
+    x, y, low, high = (np.ascontiguousarray(a) for a in (x, y, ends.low, ends.high))
+    found = measuring.errors(x, kind, y, low, high, float(ends.below), float(ends.above))
+    signal, noise, dot, energy, max_error, nonzero, flushed, clipped, bad, bad_after = found
+    return ErrorMetrics(
+        y.size, signal, noise, dot, energy, max_error, nonzero, flushed, y.size, clipped, bad, bad_after
+    )  # fmt: skip
+
+
+#: The numbers in C of the dtypes that compiled metrics read; uint16 has the bits of BF16.
+_STORED = {np.dtype(np.float64): 64, np.dtype(np.float32): 32, np.dtype(np.float16): -16, np.dtype(np.uint16): 16}
 #: The seed of no stochastic rounding.
 _NEAREST = (0, 0, 0, 0)
 
@@ -46,7 +62,8 @@ def _kind(source: Any) -> int:
 def _scaled(codes: FloatCodes | IntegerCodes | TableCodes, divides: bool = False) -> ScaledCodes:
     match codes:
         case FloatCodes():
-            return partial(_write, microkernels.floats, divides, _floats(codes))
+            write = partial(_write, microkernels.floats, divides, _floats(codes))
+            return partial(_write_without_negative_zeros, codes, write) if codes.codec.fnuz else write
         case IntegerCodes():
             return partial(_write, microkernels.integers, divides, _integers(codes))
         case _:
@@ -77,6 +94,13 @@ def _write(
     across: int = 0,
 ) -> None:
     step(source, inverse, k, divides, codes, *fields, _kind(source), *dither, across)
+
+
+def _write_without_negative_zeros(
+    writer: FloatCodes, write: ScaledCodes, source: Any, inverse: Any, k: int, codes: Any, *dither: Any, **across: int
+) -> None:
+    write(source, inverse, k, codes, *dither, **across)
+    writer.drop_negative_zeros(codes)
 
 
 def _shifted(
@@ -121,6 +145,8 @@ def _decode(codec: Codec, data: Any, blocks: Blocks, dtype: str, out: Any, strea
         b.halved,
         none if b.subtracted is None else b.subtracted,
         none if b.added is None else b.added,
+        _coded(b.scale_record),
+        _coded(b.added_record),
         b.global_scale,
         b.divides,
         _KINDS[dtype],
@@ -130,6 +156,14 @@ def _decode(codec: Codec, data: Any, blocks: Blocks, dtype: str, out: Any, strea
     )
 
 
+def _coded(record: Any) -> tuple[int, bool, int, int]:
+    """How decoding.c is told of records of integers under a float."""
+    if record is None:
+        return 0, False, 0, 0
+    codes = record.levels[1].codec
+    return codes.bits, codes.signed, record.counts[1], _KINDS[record.levels[0].codec.dtype]
+
+
 @lru_cache(maxsize=64)
 def _element(codec: Codec) -> tuple[Any, tuple[int, int, int, int, int, float]]:
     """The FP32 numbers of all codes, and the fields of `element` in decoding.c: a form that computes these very numbers."""
@@ -137,8 +171,8 @@ def _element(codec: Codec) -> tuple[Any, tuple[int, int, int, int, int, float]]:
     fields = (_TABLE, 0, 0, 0, 0, 0.0)
     magnitudes = np.arange(1 << codec.bits)
     match codec:
-        case Integer() if codec.bits == 8:
-            flip, unit = 128 * codec.signed, math.ldexp(1.0, -codec.fraction_bits)
+        case Integer() if codec.bits > 4:
+            flip, unit = codec.signed << (codec.bits - 1), math.ldexp(1.0, -codec.fraction_bits)
             numbers = (((magnitudes ^ flip) - flip) * unit).astype(np.float32).view(np.uint32)
             fields = (_INTEGER, 0, 0, 0, flip, unit)
         case Minifloat() if codec.bits in (6, 8) and codec.signed and codec.mantissa_bits > 0 and codec.exponent_bits <= 5:
@@ -154,7 +188,8 @@ def _element(codec: Codec) -> tuple[Any, tuple[int, int, int, int, int, float]]:
         case _:
             numbers = table
     exact = numbers.shape == table.shape and (numbers == table).all()
-    return table.view(np.float32), fields if exact else (_TABLE, 0, 0, 0, 0, 0.0)
+    whole = np.pad(table, (0, max(0, 16 - len(table))))  # codes of fewer bits are looked up as those of 4
+    return whole.view(np.float32), fields if exact else (_TABLE, 0, 0, 0, 0, 0.0)
 
 
 #: How decoding.c makes numbers from codes.

@@ -9,38 +9,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from breccia import Format, Integer, PowerOfTwo, ScaledTensor
+from breccia import Format, Integer, ScaledTensor
 from breccia.backend import FLOAT32, NUMPY, TENSOR, Array, ProductOptions, calls, checks, reference, threads
-from breccia.internal import InternedKey
 from breccia.internal import numpy as kernels
 
 from . import columns, products
-from .facts import BF16_MODE, FP32, INT8, SPAN, factor_of, inexact, kind_of
+from .facts import BF16_MODE, FP32, INT8, NO_CODES, SPAN, factor_of, inexact
+from .weights import EMPTY, KINDS, OFFSETS, SCALES, Weight, fp32, offset_of, plan_of, scale_of, weight_of
 
-_KINDS = {name: number for number, name in enumerate(products.kinds())}
 #: The kinds of activations by dtype; BF16, whose dtype is of ml_dtypes, is added when it is first seen.
-_ACTIVATIONS = {np.dtype(np.float32): _KINDS["f32"], np.dtype(np.float16): _KINDS["f16"]}
-_ROLES = {"none": 0, "zero_point": 1, "bias": 2}
-#: Products below which one thread is as fast as several.
-_FOR_THREADS = 1 << 21
+_ACTIVATIONS = {np.dtype(np.float32): KINDS["f32"], np.dtype(np.float16): KINDS["f16"]}
+#: Multiply-adds below which one thread is as fast as several.
+_FOR_THREADS = 1 << 18
 #: Bytes of packed activations that are multiplied at a time, which should stay in a shared cache, and the fewest rows.
 _PACKED, _FEWEST = 8 << 20, 56
 #: The most rows of activations that are multiplied by codes in (K, N) order as they are; for more, codes are transposed.
 _FEW = 32
 #: So many rows of activations that any instructions for them are faster than FP32.
 _MANY = 1 << 30
-#: The smallest scale, other than zero, whose products with codes are normal numbers.
-_LEAST = 2.0**-100
 #: Codes of a batch or of experts below which NumPy's kernel, which decodes them all, takes less time than `_each` prepares.
 _FEW_CODES = 1 << 20
 #: Codes of a matrix from which a call of its own costs little beside its product.
 _LONG = 1 << 16
-_EMPTY = np.empty(0, np.float32)
 _F32 = np.dtype(np.float32)
-_REMEMBERED = 256
-_OFFSETS = {np.dtype(np.uint8): "u8", np.dtype(np.int8): "i8", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
-#: The kinds of floating-point scales by dtype, in native byte order; uint16 holds bit patterns of BF16.
-_SCALES = {np.dtype(np.float32): _KINDS["f32"], np.dtype(np.float16): _KINDS["f16"], np.dtype(np.uint16): _KINDS["bf16"]}
 
 
 def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
@@ -159,60 +150,11 @@ def _of_groups(x: Array, st: ScaledTensor, offsets: Array) -> Array | None:
     return product
 
 
-class _Plan(NamedTuple):
-    """What a recipe tells the kernel. width: the bits of a stored code."""
-
-    kind: int
-    width: int
-    table: Array
-    scale_kind: int
-    scale_table: Array
-    divides: bool
-    least: float
-    role: int
-    factor: float
-
-
-_plans: dict[InternedKey, _Plan] = {}
-
-
-def _plan_of(st: ScaledTensor) -> _Plan:
-    key = st.recipe.interned_key
-    plan = _plans.get(key)
-    if plan is None:
-        fmt = st.recipe.format
-        kind, scale_kind = kind_of(fmt.element), kind_of(fmt.scale.codec)
-        # Powers of two are exact in any product with a code, however small.
-        exact = isinstance(fmt.scale.codec, PowerOfTwo) and fmt.global_scale is None and fmt.scale.convention == "multiplier"
-        plan = _Plan(
-            _KINDS[kind],
-            fmt.element.bits,
-            _table(fmt.element) if kind.startswith("table") else _EMPTY,
-            _KINDS[scale_kind],
-            _table(fmt.scale.codec) if scale_kind == "table8" else _EMPTY,
-            fmt.scale.convention == "divisor",
-            0.0 if exact and fmt.offset != "bias" else _LEAST,
-            _ROLES[fmt.offset],
-            factor_of(fmt, None if fmt.global_scale is None else 1.0),
-        )
-        if len(_plans) >= _REMEMBERED:
-            _plans.clear()
-        _plans[key] = plan
-    return plan
-
-
-def _table(codec: Any) -> Array:
-    """The numbers of a codec, as many as codes of 4 or 8 bits have."""
-    table = np.zeros(16 if codec.bits <= 4 else 256, np.uint32)
-    table[: len(codec.table)] = codec.table
-    return table.view(np.float32)
-
-
 def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None, bias: Array | None) -> Array | None:
     """(M, K) times the transpose of the matrix `st`, (N, K), plus the bias."""
     if mode is None and (product := _by_columns(x, st, n, k)) is not None:
         return product if bias is None else np.add(product, bias, out=product)
-    m, weight, rows = len(x), _weight(st, n, k), _rows_at_once(k)
+    m, weight, rows = len(x), weight_of(st, n, k), _rows_at_once(k)
     product, mode = np.empty((m, n), np.float32), _mode(x, m, st, weight, k, mode)
     if mode == BF16_MODE and not products.fast(BF16_MODE, *_about(weight, k), _MANY):
         x, mode = _rounded_to_bf16(x), FP32  # emulated instructions would take 30 times as long
@@ -232,7 +174,7 @@ def _rows_at_once(k: int) -> int:
     return max(_PACKED // (4 * k), _FEWEST)
 
 
-def _mode(x: Array, rows: int, st: ScaledTensor, weight: _Weight, k: int, mode: int | None) -> int:
+def _mode(x: Array, rows: int, st: ScaledTensor, weight: Weight, k: int, mode: int | None) -> int:
     """How `rows` rows of activations are rounded: as asked for, where the kernel supports it for that weight."""
     if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
         exact = x.dtype.name == "bfloat16" and products.fast(BF16_MODE, *_about(weight, k), rows)
@@ -240,7 +182,7 @@ def _mode(x: Array, rows: int, st: ScaledTensor, weight: _Weight, k: int, mode: 
     return mode if mode == FP32 or _supports(st, weight, mode, k) else FP32
 
 
-def _about(weight: _Weight, k: int) -> tuple[int, int, int, int, int]:
+def _about(weight: Weight, k: int) -> tuple[int, int, int, int, int]:
     """What `products.fast` asks of a weight."""
     return weight.kind, weight.scale_kind, weight.role, weight.block, k
 
@@ -272,7 +214,7 @@ class Prepared(NamedTuple):
     ) -> Array | None:
         """The product of what lies at these addresses, 0 for none; None for numbers beyond the kernel's limits."""
         product = np.empty(self.shape, np.float32)
-        factor = self.factor if global_scale is None else _fp32(factor_of(self.format, global_scale))
+        factor = self.factor if global_scale is None else fp32(factor_of(self.format, global_scale))
         count = threads if self.threads else 1
         return product if products.repeat(self.call, x, data, scale, offset, bias, factor, count, product) else None
 
@@ -284,19 +226,19 @@ def prepared(x: Array, b: ScaledTensor, bias: Array | None) -> Prepared | None:
     parts = [x, st.data, st.scale, *(part for part in (st.zero_point, bias) if part is not None)]
     if x.ndim < 2 or not all(part.flags.c_contiguous and part.flags.aligned for part in parts):
         return None
-    rows, weight = x.reshape(-1, k), _weight(st, n, k)
+    rows, weight = x.reshape(-1, k), weight_of(st, n, k)
     m, kind = len(rows), _kind_of(x)
     as_they_are = (
         kind is not None
         and (bias is None or bias.dtype is _F32)
-        and (st.zero_point is None or st.zero_point.dtype in _OFFSETS)
-        and (st.scale.itemsize == 1 or st.scale.dtype in _SCALES)
+        and (st.zero_point is None or st.zero_point.dtype in OFFSETS)
+        and (st.scale.itemsize == 1 or st.scale.dtype in SCALES)
     )
     if not as_they_are or m > _rows_at_once(k):
         return None
     mode = _mode(rows, m, st, weight, k, None)
-    bits = rows.view(np.uint16) if kind == _KINDS["bf16"] else rows
-    product, added = np.empty((m, n), np.float32), _EMPTY if bias is None else bias
+    bits = rows.view(np.uint16) if kind == KINDS["bf16"] else rows
+    product, added = np.empty((m, n), np.float32), EMPTY if bias is None else bias
     call = products.prepare(bits, kind, m, n, k, mode, *weight, product, added, 1)
     return Prepared(call, (*x.shape[:-1], n), m * n * k >= _FOR_THREADS, weight.factor, st.recipe.format)
 
@@ -305,7 +247,7 @@ def _kind_of(x: Array) -> int | None:
     """The number of the kind of activations; None for a dtype that is converted first."""
     kind = _ACTIVATIONS.get(x.dtype)
     if kind is None and x.dtype.name == "bfloat16":
-        kind = _ACTIVATIONS[x.dtype] = _KINDS["bf16"]
+        kind = _ACTIVATIONS[x.dtype] = KINDS["bf16"]
     return kind
 
 
@@ -314,12 +256,14 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
     data = st.data
     if len(x) > _FEW or data.flags.c_contiguous or not data.T.flags.c_contiguous:
         return None
-    plan = _plan_of(st)
+    plan = plan_of(st)
+    if plan.scale_codes != NO_CODES:
+        return None
     tall, block = st.layout.block(st.axis)
     shared = (tall, block) == TENSOR or tall is None
     tall, block = n if shared or tall is None else tall, k if block is None else block
-    offset, offset_kind = _offset(st)
-    scale, scale_kind = _scale(st, plan)
+    offset, offset_kind = offset_of(st, plan)
+    scale, scale_kind = scale_of(st, plan)
     if not columns.supports(plan.kind, plan.role):
         return None
     shape = -(-n // tall), -(-k // block)
@@ -341,7 +285,7 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
         block,
         tall,
         plan.divides,
-        _fp32(factor),
+        fp32(factor),
         plan.least,
         offset,
         offset_kind,
@@ -352,98 +296,13 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
     return product if columns.multiply(*call) else None
 
 
-def _supports(st: ScaledTensor, w: _Weight, mode: int, k: int) -> bool:
-    integers, element = (_KINDS["u8"], _KINDS["i8"]), st.recipe.format.element
+def _supports(st: ScaledTensor, w: Weight, mode: int, k: int) -> bool:
+    integers, element = (KINDS["u8"], KINDS["i8"]), st.recipe.format.element
     offsets_fit = w.role == 0 or w.offset_kind in integers
     if w.role and mode == BF16_MODE:  # others differ by up to 383, which needs 9 bits
         narrow = isinstance(element, Integer) and element.bits <= 4 and not element.signed
         offsets_fit = offsets_fit and (w.kind == w.offset_kind or narrow)
     return offsets_fit and (w.block >= k or w.block % SPAN == 0) and inexact(mode, st.recipe.format) is None
-
-
-class _Weight(NamedTuple):
-    """The arguments of `products.multiply` that describe a weight."""
-
-    data: Array
-    kind: int
-    width: int
-    table: Array
-    scale: Array
-    scale_kind: int
-    scale_table: Array
-    block: int
-    tall: int
-    divides: bool
-    factor: float
-    least: float
-    offset: Array
-    offset_kind: int
-    role: int
-
-
-def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
-    plan = _plan_of(st)
-    tall, block = st.layout.block(st.axis)
-    per_tensor = (tall, block) == TENSOR
-    factor = plan.factor
-    if st.global_scale is not None:
-        factor = factor_of(st.recipe.format, float(st.global_scale))
-    offset, offset_kind = _offset(st)
-    scale, scale_kind = _scale(st, plan)
-    return _Weight(
-        _in_rows(st.data),
-        plan.kind,
-        plan.width,
-        plan.table,
-        _in_rows(scale),
-        scale_kind,
-        plan.scale_table,
-        k if block is None else block,
-        n if per_tensor or tall is None else tall,
-        plan.divides,
-        _fp32(factor),
-        plan.least,
-        np.ascontiguousarray(offset),
-        offset_kind,
-        plan.role,
-    )
-
-
-def _in_rows(data: Array) -> Array:
-    """Codes or scales in C order, copied if they have another."""
-    if data.flags.c_contiguous:
-        return data
-    if data.itemsize != 1 or not data.T.flags.c_contiguous:
-        return np.ascontiguousarray(data)
-    copy = np.empty(data.shape, data.dtype)  # NumPy copies transposes byte by byte
-    columns.turn(data.T, data.shape[1], data.shape[0], copy, threads.get_num_threads() if data.size >= _FOR_THREADS else 1)
-    return copy
-
-
-def _scale(st: ScaledTensor, plan: _Plan) -> tuple[Array, int]:
-    """Scales in a dtype that the kernels read, and the number of its encoding: that of the array, not of the recipe.
-
-    A floating-point scale may have another dtype than the recipe's, the other byte order, and any address.
-    """
-    scale = st.scale
-    if scale.itemsize == 1:
-        return scale, plan.scale_kind
-    kind = _SCALES.get(scale.dtype)
-    if kind is None:  # NumPy's dtype of BF16 has no buffer
-        return st.recipe.format.scale.codec.read(NUMPY, scale), _KINDS["f32"]
-    return scale if scale.flags.aligned else scale.copy(), kind
-
-
-def _offset(st: ScaledTensor) -> tuple[Array, int]:
-    """Zero-points or biases in a dtype that the kernels read, or nothing; and the number of its encoding."""
-    if st.zero_point is None:
-        return _EMPTY, _KINDS["f32"]
-    offset = np.asarray(st.zero_point)
-    if offset.dtype not in _OFFSETS:
-        offset = reference.offsets_of(NUMPY, offset)
-    elif not offset.flags.aligned:
-        offset = offset.copy()
-    return offset, _KINDS[_OFFSETS[offset.dtype]]
 
 
 # -- many matrices ---------------------------------------------------------------------------------------------------
@@ -456,7 +315,7 @@ class _Matrices(NamedTuple):
     """
 
     first: ScaledTensor
-    weight: _Weight
+    weight: Weight
     parts: tuple[Array, Array, Array | None]
     factors: Array
 
@@ -470,7 +329,8 @@ class _Matrices(NamedTuple):
 def _matrices(st: ScaledTensor) -> _Matrices | None:
     """What `_each` needs of weights; None for codes in (K, N) order, and for scales that are no matrices."""
     outer, per_tensor = st.ndim - 2, st.layout.block(st.axis) == TENSOR
-    (scale, _), (offset, _) = _scale(st, _plan_of(st)), _offset(st)
+    plan = plan_of(st)
+    (scale, _), (offset, _) = scale_of(st, plan), offset_of(st, plan)
     if st.data.strides[-2] < st.data.strides[-1]:
         return None
     if per_tensor:  # one for each index of the first axes, or for all
@@ -478,11 +338,11 @@ def _matrices(st: ScaledTensor) -> _Matrices | None:
     if scale.ndim != st.ndim:
         return None
     first = st[(0,) * outer]
-    weight = _weight(first, *first.shape)
+    weight = weight_of(first, *first.shape)
     factors = np.array(weight.factor, np.float32)
     if st.global_scale is not None:
         global_scales = np.asarray(st.global_scale)
-        every = [_fp32(factor_of(st.recipe.format, g)) for g in global_scales.reshape(-1).tolist()]
+        every = [fp32(factor_of(st.recipe.format, g)) for g in global_scales.reshape(-1).tolist()]
         factors = np.array(every, np.float32).reshape(*global_scales.shape, *(1,) * (outer - global_scales.ndim))
     parts = (st.data, scale, None if st.zero_point is None else offset)
     codes, scale, offset = (part if part is None else _matrices_in_order(part) for part in parts)
@@ -534,7 +394,7 @@ def _each(x: Array, weights: _Matrices, jobs: list[Array], product: Array, mode:
         chosen = np.isin(rows, [m for m in modes if modes[m] == each])
         arguments = table[chosen], factors[chosen], 0 if added is None else _address(added), _rows_at_once(k), number
         for by in dict.fromkeys((each, FP32)):
-            call = products.prepare(row, kind, 1, n, k, by, *weight, to, _EMPTY, 1)
+            call = products.prepare(row, kind, 1, n, k, by, *weight, to, EMPTY, 1)
             if products.each(call, *arguments):
                 break
         else:
@@ -542,24 +402,19 @@ def _each(x: Array, weights: _Matrices, jobs: list[Array], product: Array, mode:
     return True
 
 
-def _multiplied(x: Array, w: _Weight, product: Array, k: int, mode: int, bias: Array | None = None) -> bool:
+def _multiplied(x: Array, w: Weight, product: Array, k: int, mode: int, bias: Array | None = None) -> bool:
     """Write (M, K) times the transpose of `w`, (N, K), plus the bias to `product`. False for numbers beyond the limits."""
     m, n = product.shape
     kind = _kind_of(x)
     if kind is None:
-        x, kind = NUMPY.f32(x), _KINDS["f32"]
+        x, kind = NUMPY.f32(x), KINDS["f32"]
     if not (x.flags.c_contiguous and x.flags.aligned):
         x = x.copy()
-    if kind == _KINDS["bf16"]:  # this dtype has no buffer
+    if kind == KINDS["bf16"]:  # this dtype has no buffer
         x = x.view(np.uint16)
     if bias is None:
-        bias = _EMPTY
+        bias = EMPTY
     elif not (bias.flags.c_contiguous and bias.flags.aligned):
         bias = bias.copy()
     number = threads.get_num_threads() if m * n * k >= _FOR_THREADS else 1
     return products.multiply(x, kind, m, n, k, mode, *w, product, bias, number)
-
-
-def _fp32(factor: float) -> float:
-    """`factor` rounded to FP32, which may overflow."""
-    return math.copysign(math.inf, factor) if 2.0**128 <= abs(factor) < math.inf else factor

@@ -9,6 +9,9 @@ from breccia.backend import Tier
 
 api = 1
 
+#: What kernels that decode know of formats besides one scale for a block.
+KNOWS = ("coded_scales",)
+
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
@@ -16,7 +19,17 @@ def breccia_kernels() -> Iterable[Kernel]:
     kernels, available = "breccia_native.kernels", "breccia_native.availability:missing"
     for op, accepted in (("cast", "numpy.plan:accepts_compiled_cast"), ("dequantize", "plans:accepts_dequantize")):
         accepts = f"breccia.kernels.{accepted}"
-        yield Kernel(op, "numpy", f"{kernels}:{op}", f"native.{op}", available=available, accepts=accepts, rank=Tier.NATIVE)
+        yield Kernel(
+            op,
+            "numpy",
+            f"{kernels}:{op}",
+            f"native.{op}",
+            available=available,
+            accepts=accepts,
+            knows=KNOWS if op == "dequantize" else (),
+            errors=f"{kernels}:errors" if op == "dequantize" else None,
+            rank=Tier.NATIVE,
+        )
     on_cpu = (("torch", "breccia_torch.cpu"), ("mlx", "breccia_mlx.cpu"))
     for framework, module in on_cpu:  # without microkernels, the NumPy kernels do not round stochastically
         yield Kernel(
@@ -39,6 +52,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             f"native.{op}",
             available=available,
             accepts=accepts + grouped,
+            knows=KNOWS,
             prepare=None if grouped else "breccia_native.matmul:prepared",
             rank=Tier.NATIVE,
         )
@@ -52,6 +66,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             available=available,
             accepts=accepts,
             plan="breccia.kernels.plans:plan_on_numpy",
+            knows=KNOWS,
             rank=Tier.NATIVE,
         )
     # JAX's arrays on the CPU, eager and inside compiled functions.
@@ -65,6 +80,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             available="breccia_native.availability:missing_for_jax",
             accepts=f"breccia_native.facts:{accepted}_on_jax",
             plan="breccia.kernels.plans:plan_on_numpy",
+            knows=() if op == "cast" else KNOWS,
             rank=Tier.NATIVE,
             eager=True,
         )
@@ -82,6 +98,7 @@ def breccia_kernels() -> Iterable[Kernel]:
                 device="cpu" if framework == "torch" else None,
                 available=available,
                 accepts=f"{accepts}_{mode}",
+                knows=KNOWS,
                 rank=Tier.NATIVE,
                 opt_in=True,
             )

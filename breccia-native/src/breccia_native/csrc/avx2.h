@@ -122,6 +122,10 @@ OUTLINE void scales_by_avx2(const float *const *rows, Py_ssize_t c, __m256 to[SP
 INLINE void decoded_by_avx2(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
 {
     const int kind = a->kind;
+    if (a->codes.bits) {
+        records_by_bmi2(a, start, n, y);
+        return;
+    }
     const Py_ssize_t whole = kind == E4M3 || kind == F16 || kind == E8M0 ? n / 8 * 8 : 0;
     for (Py_ssize_t i = 0; i < whole; i += 8) {
         const uint8_t *from = a->items + (kind == F16 ? 2 : 1) * (start + i);

@@ -193,6 +193,10 @@ INLINE void words_of_e4m3(const uint8_t *bytes, Py_ssize_t n, uint16_t *to)
 /* `decoded`, for scales and offsets. */
 INLINE void decoded_by_avx512(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
 {
+    if (a->codes.bits) {
+        records_by_bmi2(a, start, n, y);
+        return;
+    }
     if (a->kind != E4M3 && a->kind != F16) {
         decoded(a, start, n, y);
         return;

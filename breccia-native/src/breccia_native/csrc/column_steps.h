@@ -43,6 +43,8 @@ INLINE void widened(const matrix *w, Py_ssize_t k, Py_ssize_t count, Py_ssize_t 
         if (up != 4)
             memset(row, 0, (size_t)n);
         add_codes(codes, shift + w->width > 8 ? codes + w->n : codes, shift, w->width, up, n, row);
+        for (Py_ssize_t j = 0; w->codes.kind == I8 && j < n; j++)
+            row[j] = (uint8_t)((row[j] ^ 1 << (w->width - 1)) - (1 << (w->width - 1)));
     }
 }
 

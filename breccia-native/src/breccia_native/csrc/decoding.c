@@ -9,6 +9,8 @@
 
 #define here ((const decoding_functions *)chosen)
 
+uint8_t quotients[LANES + 1][2 * LANES];
+
 /* -------------------------------------------------------------------------------------------------- threads */
 
 /* Numbers that a thread decodes at a time, and how many columns of them at most. */
@@ -75,11 +77,44 @@ static int per_block(const Py_buffer *x, Py_ssize_t count)
     return is_missing(x) || (x->len == 4 * count && (uintptr_t)x->buf % 4 == 0);
 }
 
+static int is_dtype(int kind)
+{
+    return kind == FP32 || kind == BF16 || kind == FP16;
+}
+
+/* Complete how numbers are stored as records. Are they records for the blocks of a task, in whole strips, and those of all rows? */
+static int are_records(coding *c, int kind, const task *t, const Py_buffer *x)
+{
+    if (c->bits < 1 || c->bits > 8 || c->each < 1 || c->each > STRIP || t->k < SHORTEST || t->k > STRIP ||
+        STRIP % (t->k * c->each) || t->m != 1 || !is_dtype(kind))
+        return 0;
+    const Py_ssize_t span = t->k * c->each;
+    c->flip = c->flip ? 1 << (c->bits - 1) : 0;
+    c->bytes = (kind == FP32 ? 4 : 2) + stored_bytes(c->each, c->bits);
+    return x->len == t->rows * ((t->columns + span - 1) / span) * c->bytes;
+}
+
+/* Are the factors of all blocks there? */
+static int are_factors(factors *f, const task *t, const Py_buffer *scale, const Py_buffer *of_bytes, const Py_buffer *subtracted,
+    const Py_buffer *added)
+{
+    const Py_ssize_t count = (t->rows / t->m + (t->rows % t->m != 0)) * t->blocks;
+    const int by_table = is_missing(of_bytes) ? 4 : 1;
+    if (f->coded.bits)
+        return is_missing(of_bytes) && is_missing(subtracted) && are_records(&f->coded, f->coded_kind, t, scale) &&
+               (is_missing(added) || are_records(&f->coded_added, f->coded_added_kind, t, added));
+    return scale->len == by_table * count && (uintptr_t)scale->buf % by_table == 0 && per_block(of_bytes, 256) &&
+           per_block(subtracted, count) && per_block(added, count) && !f->coded_added.bits;
+}
+
 PyDoc_STRVAR(decode_doc,
-    "decode(data, bits, table, fields, k, m, scale, of_bytes, halved, subtracted, added, global_scale, divides, kind, stream, threads, found):\n"
+    "decode(data, bits, table, fields, k, m, scale, of_bytes, halved, subtracted, added, scale_codes, added_codes, global_scale, divides,\n"
+    "kind, stream, threads, found):\n"
     "the numbers of a matrix of codes. data: rows of bytes; found: a matrix in any order of FP32 (kind 32), BF16 (16) or FP16 (-16),\n"
     "16-bit numbers as integers. fields: (form, mantissa, infinite, nan, flip, unit), see `element`. Blocks have m rows and k\n"
     "columns. scale: FP32, or bytes, for which of_bytes has FP32 numbers. subtracted, added: FP32 for each block, or empty.\n"
+    "scale_codes, added_codes: (bits, signed, count, kind) where these are records of a float of a kind and so many integers by\n"
+    "which it is multiplied, one for each block; bits is 0 where they are numbers. A strip of 256 columns has whole records.\n"
     "global_scale: a float, or None; with divides, numbers are divided by it. stream: write past the caches. threads: how many may\n"
     "work, at most.");
 
@@ -91,8 +126,10 @@ static PyObject *decode(PyObject *Py_UNUSED(self), PyObject *args)
     factors f = {0};
     task t = {0};
     int threads;
-    if (!PyArg_ParseTuple(args, "Oiy*(iiiiif)nny*y*py*y*OpipiO:decode", &codes, &e.bits, &table, &e.form, &e.mantissa,
-            &e.infinite, &e.nan, &e.flip, &e.unit, &t.k, &t.m, &scale, &of_bytes, &f.halved, &subtracted, &added, &given, &f.divides,
+    if (!PyArg_ParseTuple(args, "Oiy*(iiiiif)nny*y*py*y*(ipni)(ipni)OpipiO:decode", &codes, &e.bits, &table, &e.form, &e.mantissa,
+            &e.infinite, &e.nan, &e.flip, &e.unit, &t.k, &t.m, &scale, &of_bytes, &f.halved, &subtracted, &added,
+            &f.coded.bits, &f.coded.flip, &f.coded.each, &f.coded_kind, &f.coded_added.bits, &f.coded_added.flip,
+            &f.coded_added.each, &f.coded_added_kind, &given, &f.divides,
             &t.kind, &t.stream, &threads, &values))
         return NULL;
     int done = 0;
@@ -111,19 +148,16 @@ static PyObject *decode(PyObject *Py_UNUSED(self), PyObject *args)
         t.rows = found.shape[0], t.columns = found.shape[1], t.down = found.strides[0], t.along = found.strides[1];
         t.data = data.buf, t.pitch = data.strides[0], t.out = found.buf;
     }
-    const Py_ssize_t bytes = e.bits == 6 ? (t.columns + 3) / 4 * 3 : (t.columns * e.bits + 7) / 8;
-    done = matrices && t.k > 0 && t.m > 0 && (e.bits == 4 || e.bits == 6 || e.bits == 8) && data.shape[0] == t.rows &&
+    const Py_ssize_t bytes = stored_bytes(t.columns, e.bits);
+    done = matrices && t.k > 0 && t.m > 0 && e.bits >= 1 && e.bits <= 8 && data.shape[0] == t.rows &&
            data.shape[1] == bytes && (data.strides[1] == 1 || bytes <= 1) && (uintptr_t)t.out % size == 0 && t.down % size == 0 &&
            t.along % size == 0;
     if (done) {
         t.blocks = t.columns / t.k + (t.columns % t.k != 0);
-        const Py_ssize_t count = (t.rows / t.m + (t.rows % t.m != 0)) * t.blocks;
-        const int by_table = is_missing(&of_bytes) ? 4 : 1;
-        done = scale.len == by_table * count && (uintptr_t)scale.buf % by_table == 0 && per_block(&of_bytes, 256) &&
-               per_block(&subtracted, count) && per_block(&added, count) && e.form >= TABLE && e.form <= INTEGER &&
-               (uintptr_t)table.buf % 4 == 0 && ((e.bits != 4 && e.form != TABLE) || table.len == 4 << e.bits) &&
-               (e.form != MINIFLOAT || (e.mantissa > 0 && e.mantissa < 8)) &&
-               (e.form != INTEGER || e.bits != 6);
+        const int few = e.bits <= 4; /* whose table has a number for each code of 4 bits */
+        done = are_factors(&f, &t, &scale, &of_bytes, &subtracted, &added) && e.form >= TABLE && e.form <= INTEGER &&
+               (uintptr_t)table.buf % 4 == 0 && ((!few && e.form != TABLE) || table.len == (few ? 64 : 4 << e.bits)) &&
+               (e.form != MINIFLOAT || (e.mantissa > 0 && e.mantissa < 8 && e.bits >= 6)) && (e.form != INTEGER || !few);
     }
     if (done) {
         e.table = table.buf;
@@ -135,7 +169,7 @@ static PyObject *decode(PyObject *Py_UNUSED(self), PyObject *args)
         Py_END_ALLOW_THREADS
     } else
         PyErr_Format(PyExc_ValueError,
-            "wanted rows of codes of 4, 6 or 8 bits, an aligned matrix for as many numbers, and a scale for each block of m = %zd by "
+            "wanted rows of codes of 1 to 8 bits, an aligned matrix for as many numbers, and a scale for each block of m = %zd by "
             "k = %zd; got %d bits, %zd bytes of codes, of scales %zd, and %zd of room. Call breccia.dequantize.",
             t.m, t.k, e.bits, data.len, scale.len, found.len);
     PyBuffer_Release(&found);
@@ -182,5 +216,8 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC PyInit_decoding(void)
 {
     ADD_VERSIONS(&decoding_avx512, &decoding_avx2, &decoding_portable);
+    for (int k = 1; k <= LANES; k++)
+        for (int i = 0; i < 2 * LANES; i++)
+            quotients[k][i] = (uint8_t)(i / k);
     return PyModuleDef_Init(&module);
 }

@@ -3,15 +3,23 @@
 #ifndef BRECCIA_DECODING_H
 #define BRECCIA_DECODING_H
 
-#include "instructions.h"
+#include "codes_in_words.h"
 #include "numbers.h"
 
-/* Numbers decoded at once: whole bytes for codes of 4, 6 and 8 bits. */
+/* Numbers decoded at once: whole bytes for codes of any width. */
 #define STRIP 256
+/* The shortest blocks under records, and how many of them a strip has at most. */
+#define SHORTEST 8
+#define WHOLE (STRIP / SHORTEST)
 /* Of a square that is transposed in registers: a cache line of FP32. */
 #define SIDE 16
 /* Rows that are transposed together: DRAM takes shorter runs of columns several times as slowly. */
 #define TALL 256
+
+/* FP32 numbers of the longest vector. */
+#define LANES 16
+/* quotients[k][i] is i / k, for blocks of k that are shorter than a vector, or as long. */
+extern uint8_t quotients[LANES + 1][2 * LANES];
 
 /* How codes become numbers: by a table; as a minifloat, computed without one; as an integer times a unit. */
 enum { TABLE, MINIFLOAT, INTEGER };
@@ -20,7 +28,7 @@ typedef struct {
     int bits, form;
     const float *table;
     int mantissa, infinite, nan; /* of a minifloat: bits of the mantissa; the first codes of infinite numbers, and of NaN */
-    int flip;                    /* of an integer: 128 if it is signed */
+    int flip;                    /* of an integer: its highest bit if it is signed */
     float unit;                  /* of an integer; of a minifloat, 2^(15 - bias) */
 } element;
 
@@ -33,12 +41,14 @@ typedef struct {
     int has_global, divides; /* whether there is a global scale, and numbers are divided by it */
     float global_scale;
     const float *added;
+    coding coded, coded_added; /* how scales and what is added are stored as records, after a float of these kinds; or no bits */
+    int coded_kind, coded_added_kind;
 } factors;
 
 /* A matrix to decode. Rows of codes are `pitch` bytes apart, blocks are m rows by k, and a row of blocks has `blocks` items. */
 typedef struct {
     const uint8_t *data;
-    Py_ssize_t rows, columns, pitch, m, k, blocks;
+    Py_ssize_t rows, columns, pitch, m, k, blocks; /* under records, those of their codes */
     Py_ssize_t row, row_end, column, column_end; /* the part of it to decode: columns from a multiple of STRIP on */
     char *out;
     Py_ssize_t down, along; /* strides of the result in bytes */

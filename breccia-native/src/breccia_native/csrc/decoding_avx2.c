@@ -8,6 +8,8 @@ COMPILE_FOR(CASTS_AVX2)
 #include "decoding_routines.h"
 #include "transpose.h"
 
+SPREAD_BY_BMI2
+
 static void turn(const float *rows, float *columns)
 {
     for (int i = 0; i < SIDE; i += 8)
@@ -88,7 +90,22 @@ static void shorten(const float *y, Py_ssize_t n, uint16_t *halves)
     }
     some_shortened(y, i, n, halves);
 }
-static const routines own_routines = {NULL, past, pairs, widen, narrow, shorten, turn};
+
+/* A vector has numbers of a few blocks, whose items are in one vector of them. */
+static void repeat(const float *items, Py_ssize_t k, Py_ssize_t left, Py_ssize_t n, float *to)
+{
+    const Py_ssize_t whole = 8 / k, more = 8 % k;
+    Py_ssize_t at = k - left; /* where in its block the first number is */
+    for (Py_ssize_t i = 0; i < n; i += 8) {
+        const __m256i which = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(quotients[k] + at)));
+        _mm256_storeu_ps(to + i, _mm256_permutevar8x32_ps(_mm256_loadu_ps(items), which));
+        items += whole, at += more;
+        if (at >= k)
+            items++, at -= k;
+    }
+}
+
+static const routines own_routines = {NULL, past, pairs, widen, narrow, shorten, repeat, turn, spread_by_bmi2};
 
 #include "decoding_strips.h"
 

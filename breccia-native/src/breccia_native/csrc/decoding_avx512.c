@@ -8,6 +8,8 @@ COMPILE_FOR(CASTS_AVX512)
 #include "decoding_routines.h"
 #include "transpose.h"
 
+SPREAD_BY_BMI2
+
 static void turn(const float *rows, float *columns)
 {
     __m512 v[SIDE];
@@ -58,9 +60,8 @@ static void shorten(const float *y, Py_ssize_t n, uint16_t *halves)
     some_shortened(y, 0, n, halves);
 }
 
-/* Numbers decoded in registers at once, and in one vector. */
+/* Numbers decoded in registers at once. */
 #define GROUP 64
-#define LANES 16
 
 /* GROUP numbers of a minifloat, over its unit, from their codes, one a byte. Returns 0 where one is not finite. */
 INLINE int minifloats_by_avx512(const uint8_t *codes, const element *e, __m512 y[4])
@@ -138,18 +139,35 @@ INLINE void group_stored(const int kind, const int stream, const __m512 y[4], ch
         }
 }
 
-/* Forms of codes, and of what is done to numbers: times a scale only; also by the global scale; minus a zero-point before, too. */
+/* Forms of codes, and of what is done to numbers: times a scale only; also by the global scale; minus a zero-point before, too; or
+   plus a bias after. */
 enum { PAIRS, MINIFLOATS, INTEGERS };
-enum { SCALED, TWICE, SHIFTED };
+enum { SCALED, TWICE, SHIFTED, ADDED };
 
-/* by, less: the scale and the zero-point of each vector. Returns how many numbers have been decoded. */
-INLINE Py_ssize_t groups_by_avx512(const int form, const int kind, const int stream, const int steps, const element *e,
-    const factors *f, const float *by, const float *less, const uint8_t *data, Py_ssize_t n, char *to)
+/* Scales, and zero-points or biases: of each vector, where k is 0; else of blocks of k, of which a vector has several, or a
+   part of one and of the next. */
+typedef struct {
+    const float *by, *shifts;
+    Py_ssize_t k, at; /* at: where in its block the first number is */
+} spans;
+
+/* What has a scale: a vector, a number, or a block. */
+enum { OF_VECTORS, OF_NUMBERS, OF_BLOCKS };
+
+/* Returns how many numbers have been decoded. */
+INLINE Py_ssize_t groups_by_avx512(const int form, const int kind, const int stream, const int steps, const int scales,
+    const element *e, const factors *f, const spans *s, const uint8_t *data, Py_ssize_t n, char *to)
 {
+    const Py_ssize_t k = s->k, whole = scales == OF_VECTORS ? 1 : LANES / k, more = scales == OF_BLOCKS ? LANES % k : 0;
+    const uint8_t *const blocks = quotients[k < LANES ? k : LANES]; /* a longer block is as if it had its last LANES numbers only */
+    const Py_ssize_t rest = k > LANES ? k - LANES : 0;
+    const float *by = s->by, *shifts = s->shifts;
+    Py_ssize_t at = s->at;
+    const int shifted = steps == SHIFTED || steps == ADDED;
     const int has_global = steps != SCALED && f->has_global, divides = f->divides;
     const __m512 g = _mm512_set1_ps(f->global_scale);
     Py_ssize_t i = 0;
-    for (; i < n; i += GROUP, by += 4, less += 4, to += GROUP * (kind == FP32 ? 4 : 2)) {
+    for (; i < n; i += GROUP, to += GROUP * (kind == FP32 ? 4 : 2)) {
         __m512 y[4];
         if (form == PAIRS)
             pairs_by_avx512(data + i / 2, e, y);
@@ -158,9 +176,28 @@ INLINE Py_ssize_t groups_by_avx512(const int form, const int kind, const int str
         else if (!minifloats_by_avx512(data + i, e, y))
             break;
         for (int j = 0; j < 4; j++) {
-            y[j] = steps == SHIFTED ? _mm512_sub_ps(y[j], _mm512_set1_ps(less[j])) : y[j];
-            y[j] = _mm512_mul_ps(y[j], _mm512_set1_ps(by[j]));
-            if (has_global)
+            __m512 scale, shift;
+            if (scales == OF_VECTORS) {
+                scale = _mm512_set1_ps(*by);
+                shift = shifted ? _mm512_set1_ps(*shifts) : scale;
+            } else if (scales == OF_NUMBERS) {
+                scale = _mm512_loadu_ps(by);
+                shift = shifted ? _mm512_loadu_ps(shifts) : scale;
+            } else {
+                const __m128i lanes = _mm_loadu_si128((const __m128i *)(blocks + (at > rest ? at - rest : 0)));
+                const __m512i which = _mm512_cvtepu8_epi32(lanes);
+                scale = _mm512_permutexvar_ps(which, _mm512_loadu_ps(by));
+                shift = shifted ? _mm512_permutexvar_ps(which, _mm512_loadu_ps(shifts)) : scale;
+                at += more;
+                const Py_ssize_t next = at >= k;
+                at -= next ? k : 0, by += next, shifts += next;
+            }
+            by += whole, shifts += whole;
+            y[j] = steps == SHIFTED ? _mm512_sub_ps(y[j], shift) : y[j];
+            y[j] = _mm512_mul_ps(y[j], scale);
+            if (steps == ADDED)
+                y[j] = _mm512_add_ps(y[j], shift);
+            else if (has_global)
                 y[j] = divides ? _mm512_div_ps(y[j], g) : _mm512_mul_ps(y[j], g);
         }
         group_stored(kind, stream, y, to);
@@ -169,17 +206,20 @@ INLINE Py_ssize_t groups_by_avx512(const int form, const int kind, const int str
 }
 
 typedef Py_ssize_t (*groups)(
-    const element *, const factors *, const float *, const float *, const uint8_t *, Py_ssize_t, char *);
+    const element *, const factors *, const spans *, const uint8_t *, Py_ssize_t, char *);
 
 #define GROUPS(form, kind, stream, steps)                                                                                   \
-    static Py_ssize_t groups_##form##kind##stream##steps(const element *e, const factors *f, const float *by,    \
-        const float *less, const uint8_t *data, Py_ssize_t n, char *to)                                                     \
+    static Py_ssize_t groups_##form##kind##stream##steps(const element *e, const factors *f, const spans *s,     \
+        const uint8_t *data, Py_ssize_t n, char *to)                                                                        \
     {                                                                                                                       \
-        return groups_by_avx512(form, kind, stream, steps, e, f, by, less, data, n, to);                                    \
+        return s->k == 0   ? groups_by_avx512(form, kind, stream, steps, OF_VECTORS, e, f, s, data, n, to)                  \
+               : s->k == 1 ? groups_by_avx512(form, kind, stream, steps, OF_NUMBERS, e, f, s, data, n, to)                  \
+                           : groups_by_avx512(form, kind, stream, steps, OF_BLOCKS, e, f, s, data, n, to);                  \
     }
 #define OF_KINDS(what, form, stream, steps) what(form, FP32, stream, steps) what(form, BF16, stream, steps) what(form, FP16, stream, steps)
 #define OF_STREAMS(what, form, steps) OF_KINDS(what, form, 0, steps) OF_KINDS(what, form, 1, steps)
-#define OF_STEPS(what, form) OF_STREAMS(what, form, SCALED) OF_STREAMS(what, form, TWICE) OF_STREAMS(what, form, SHIFTED)
+#define OF_STEPS(what, form) OF_STREAMS(what, form, SCALED) OF_STREAMS(what, form, TWICE) OF_STREAMS(what, form, SHIFTED) \
+    OF_STREAMS(what, form, ADDED)
 OF_STEPS(GROUPS, PAIRS)
 OF_STREAMS(GROUPS, MINIFLOATS, SCALED)
 OF_STREAMS(GROUPS, MINIFLOATS, TWICE)
@@ -187,15 +227,29 @@ OF_STEPS(GROUPS, INTEGERS)
 /* By what is done, whether it streams, and the dtype. */
 #define NAMES(form, stream, steps) {groups_##form##FP32##stream##steps, groups_##form##BF16##stream##steps, groups_##form##FP16##stream##steps}
 #define TABLE_OF(form, steps) {NAMES(form, 0, steps), NAMES(form, 1, steps)}
-static const groups grouped[3][3][2][3] = {
-    {TABLE_OF(PAIRS, SCALED), TABLE_OF(PAIRS, TWICE), TABLE_OF(PAIRS, SHIFTED)},
-    {TABLE_OF(MINIFLOATS, SCALED), TABLE_OF(MINIFLOATS, TWICE)}, /* nothing is subtracted from minifloats */
-    {TABLE_OF(INTEGERS, SCALED), TABLE_OF(INTEGERS, TWICE), TABLE_OF(INTEGERS, SHIFTED)},
+static const groups grouped[3][4][2][3] = {
+    {TABLE_OF(PAIRS, SCALED), TABLE_OF(PAIRS, TWICE), TABLE_OF(PAIRS, SHIFTED), TABLE_OF(PAIRS, ADDED)},
+    {TABLE_OF(MINIFLOATS, SCALED), TABLE_OF(MINIFLOATS, TWICE)}, /* nothing is subtracted from minifloats, nor added */
+    {TABLE_OF(INTEGERS, SCALED), TABLE_OF(INTEGERS, TWICE), TABLE_OF(INTEGERS, SHIFTED), TABLE_OF(INTEGERS, ADDED)},
 };
 
-/* Limits of scales under which no product is NaN or infinite, and all are what they are with the unit in either factor. */
+/* Limits of scales and zero-points under which no result is NaN or infinite, and all are what they are with the unit in either
+   factor. */
 #define MOST_SCALE 0x1p80f
 #define LEAST_SCALE 0x1p-80f
+/* Of zero-points. */
+#define MOST_SHIFT 0x1p24f
+/* Of numbers of codes, so that no product with such a scale is subnormal. */
+#define LEAST_NUMBER 0x1p-40f
+
+/* Whether all 16 numbers of a table are large enough to be added to, or 0. */
+INLINE int are_usual(const float *table)
+{
+    const __m512 sizes = _mm512_abs_ps(_mm512_loadu_ps(table));
+    const __mmask16 usual = _mm512_cmp_ps_mask(sizes, _mm512_set1_ps(LEAST_NUMBER), _CMP_GE_OQ) &
+                            _mm512_cmp_ps_mask(sizes, _mm512_set1_ps(MOST_SHIFT), _CMP_LE_OQ);
+    return (uint16_t)(usual | _mm512_cmp_ps_mask(sizes, _mm512_setzero_ps(), _CMP_EQ_OQ)) == 0xFFFF;
+}
 
 /* Items of blocks from `at` on, as FP32: each `each` times, or as often as its block has vectors where that is 0. */
 INLINE void items_of_vectors(const float *of_bytes, const char *items, place at, Py_ssize_t k, Py_ssize_t vectors,
@@ -231,51 +285,88 @@ INLINE void items_of_blocks(
         items_of_vectors(of_bytes, items, at, k, vectors, 0, to);
 }
 
-/* The scale of each vector, times the unit. Returns 0 unless all are within the limits, or 0. */
-INLINE int scales_by_avx512(const task *t, const factors *f, place at, Py_ssize_t vectors, float unit, float *by, float *less)
+/* Bits without signs. */
+INLINE __m512i magnitudes_of(__m512 y)
 {
-    if (f->halved && f->of_bytes && *f->of_bytes >= LEAST_SCALE)
-        return 0; /* else a scale of byte 0 is below the limit */
-    if (f->of_bytes)
-        items_of_blocks(f->of_bytes, f->scale, at, t->k, vectors, by);
-    else
-        items_of_blocks(NULL, f->scale, at, t->k, vectors, by);
-    if (f->subtracted)
-        items_of_blocks(NULL, (const char *)f->subtracted, at, t->k, vectors, less);
-    const __mmask16 used = (__mmask16)((1u << vectors) - 1);
-    const __m512 scales = _mm512_maskz_loadu_ps(used, by), sizes = _mm512_abs_ps(scales);
-    const __mmask16 usual = _mm512_cmp_ps_mask(sizes, _mm512_set1_ps(LEAST_SCALE), _CMP_GE_OQ) &
-                            _mm512_cmp_ps_mask(sizes, _mm512_set1_ps(MOST_SCALE), _CMP_LE_OQ);
-    const __mmask16 zero = _mm512_cmp_ps_mask(sizes, _mm512_setzero_ps(), _CMP_EQ_OQ);
-    const __m512 shifts = f->subtracted ? _mm512_maskz_loadu_ps(used, less) : _mm512_setzero_ps();
-    const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(shifts), _mm512_set1_ps(0x1p24f), _CMP_LE_OQ);
-    _mm512_storeu_ps(by, _mm512_mul_ps(scales, _mm512_set1_ps(unit)));
-    return (used & ~((usual | zero) & finite)) == 0;
+    return _mm512_castps_si512(_mm512_abs_ps(y));
+}
+
+/* Scales times the unit, and zero-points or biases, if any. Returns 0 unless all are within the limits, or 0; of biases, +0. */
+INLINE int usual_by_avx512(
+    const float *scales, const float *offsets, int added, Py_ssize_t count, float unit, float *by, float *shifts)
+{
+    const __m512i one = _mm512_set1_epi32(1);
+    __m512i least = _mm512_set1_epi32(-1), most = _mm512_setzero_si512(), least_shift = least, most_shift = most;
+    for (Py_ssize_t i = 0; i < count; i += LANES) {
+        const __mmask16 used = count - i < LANES ? (__mmask16)((1u << (count - i)) - 1) : 0xffff;
+        const __m512 scale = _mm512_maskz_loadu_ps(used, scales + i);
+        const __m512i size = magnitudes_of(scale);
+        least = _mm512_min_epu32(least, _mm512_sub_epi32(size, one)); /* the largest of all for 0 */
+        most = _mm512_max_epu32(most, size);
+        _mm512_storeu_ps(by + i, _mm512_mul_ps(scale, _mm512_set1_ps(unit)));
+        if (offsets) {
+            const __m512 offset = _mm512_maskz_loadu_ps(used, offsets + i);
+            const __m512i shift = magnitudes_of(offset);
+            least_shift = _mm512_min_epu32(least_shift, _mm512_sub_epi32(shift, one));
+            most_shift = _mm512_max_epu32(most_shift, shift);
+            _mm512_storeu_ps(shifts + i, added ? _mm512_maskz_mov_ps(_mm512_test_epi32_mask(shift, shift), offset) : offset);
+        }
+    }
+    const float largest = added ? MOST_SCALE : MOST_SHIFT;
+    const uint32_t smallest = added ? NORMAL : 1; /* subnormal biases count as 0 */
+    return !(_mm512_cmplt_epu32_mask(least, _mm512_set1_epi32((int)bits_of(LEAST_SCALE) - 1)) |
+             _mm512_cmpgt_epu32_mask(most, _mm512_set1_epi32((int)bits_of(MOST_SCALE))) |
+             _mm512_cmplt_epu32_mask(least_shift, _mm512_set1_epi32((int)smallest - 1)) |
+             _mm512_cmpgt_epu32_mask(most_shift, _mm512_set1_epi32((int)bits_of(largest))));
 }
 
 static Py_ssize_t strip(const task *t, const element *e, const factors *f, place at, const uint8_t *data,
     Py_ssize_t n, int kind, int stream, void *to)
 {
-    float by[STRIP / LANES], less[STRIP / LANES];
-    uint8_t codes[STRIP];
-    const float g = f->global_scale, size = fabsf(g);
-    const int form = e->bits == 4 ? PAIRS : e->form == INTEGER ? INTEGERS : MINIFLOATS;
-    const int steps = f->subtracted ? SHIFTED : f->has_global ? TWICE : SCALED;
+    float by[STRIP + LANES], shifts[STRIP + LANES];
+    uint8_t room[STRIP];
+    const int form = e->bits <= 4 ? PAIRS : e->form == INTEGER ? INTEGERS : MINIFLOATS;
+    const int steps = f->added ? ADDED : f->subtracted ? SHIFTED : f->has_global ? TWICE : SCALED;
     /* A unit of integers is applied before a zero-point is subtracted. */
-    const float unit = form == PAIRS ? 1 : e->unit;
+    const float unit = form == PAIRS ? 1 : e->unit, g = fabsf(f->global_scale);
     n = n / GROUP * GROUP;
-    if (f->added || (e->bits != 4 && e->form == TABLE) || (steps == SHIFTED && (form == MINIFLOATS || unit != 1)) ||
-        (f->has_global && !(size >= LEAST_SCALE && size <= MOST_SCALE)) || (t->k % LANES && t->k < t->columns) ||
-        !scales_by_avx512(t, f, at, n / LANES, unit, by, less))
+    if (steps == ADDED && (f->subtracted || f->has_global || form == MINIFLOATS || unit < LEAST_NUMBER ||
+                              (form == PAIRS && !are_usual(e->table))))
         return 0;
-    if (e->bits == 6) {
-        codes_of_sixes(data, n, codes);
-        data = codes;
+    if ((e->bits > 4 && e->form == TABLE) || (steps == SHIFTED && (form == MINIFLOATS || unit != 1)) ||
+        (f->has_global && !(g >= LEAST_SCALE && g <= MOST_SCALE)) || (f->halved && f->of_bytes && *f->of_bytes >= LEAST_SCALE))
+        return 0; /* where byte 0 may be halved, its scale is below the limit */
+    spans s = {by, shifts, 0, 0};
+    const float *scales = by, *offsets = f->added ? f->added : f->subtracted;
+    Py_ssize_t count = n / LANES;
+    if (t->k % LANES && at.left < n) {
+        count = blocks_of(n, t->k, at.left);
+        s.k = t->k, s.at = t->k - at.left;
+        if (f->of_bytes)
+            scales_of(f, at.block, count, by);
+        else
+            scales = (const float *)f->scale + at.block;
+        offsets = offsets ? offsets + at.block : NULL;
+    } else {
+        if (f->of_bytes)
+            items_of_blocks(f->of_bytes, f->scale, at, t->k, count, by);
+        else
+            items_of_blocks(NULL, f->scale, at, t->k, count, by);
+        if (offsets) {
+            items_of_blocks(NULL, (const char *)offsets, at, t->k, count, shifts);
+            offsets = shifts;
+        }
     }
-    return grouped[form][steps][stream][kind == FP32 ? 0 : kind == BF16 ? 1 : 2](e, f, by, less, data, n, to);
+    if (!usual_by_avx512(scales, offsets, steps == ADDED, count, unit, by, shifts))
+        return 0;
+    if (is_spread(e->bits)) {
+        spread_in_room(data, n, e->bits, spread_by_bmi2, room);
+        data = room;
+    }
+    return grouped[form][steps][stream][kind == FP32 ? 0 : kind == BF16 ? 1 : 2](e, f, &s, data, n, to);
 }
 
-static const routines own_routines = {strip, past, pairs, widen, narrow, shorten, turn};
+static const routines own_routines = {strip, past, pairs, widen, narrow, shorten, NULL, turn, spread_by_bmi2};
 
 #include "decoding_strips.h"
 

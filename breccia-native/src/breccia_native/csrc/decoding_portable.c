@@ -29,7 +29,7 @@ static void turn(const float *rows, float *columns)
             columns[j * TALL + i] = rows[i * STRIP + j];
 }
 
-static const routines own_routines = {NULL, NULL, pairs, widen, narrow, shorten, turn};
+static const routines own_routines = {NULL, NULL, pairs, widen, narrow, shorten, NULL, turn, spread_codes};
 
 #include "decoding_strips.h"
 

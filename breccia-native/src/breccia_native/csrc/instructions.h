@@ -40,14 +40,14 @@ static inline int has_f16c(void)
 #endif
 
 #define AVX2 "avx2,fma,f16c,bmi2"
-#define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
+#define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2"
 
 /* Casts and dequantize must not fuse a product with an addition. GCC would use vectors of half the length. */
-#define CASTS_AVX2 "avx2,f16c"
+#define CASTS_AVX2 "avx2,f16c,bmi2"
 #if defined(__clang__)
-#define CASTS_AVX512 "avx512f,avx512bw,avx512dq,avx512vl"
+#define CASTS_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,bmi2"
 #else
-#define CASTS_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"
+#define CASTS_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,bmi2,prefer-vector-width=512"
 #endif
 
 #endif

@@ -247,7 +247,7 @@ OUTLINE int rows_by_groups(const weight *w, const grouping *g, const workspace *
     const group_tile tile = {(uint32_t *)to->tile, to->tile + DEEP * CHUNK / g->per * WIDE,
         w->role == ZERO_POINT && g->mode == INT8_MODE ? to->tile + DEEP * CHUNK / g->per * WIDE + most : NULL};
     for (Py_ssize_t row = first / w->tall, slot = 0; row * w->tall < end; row++, slot++)
-        if (!spread_scales(w, SPAN, row, decoded, to->run, to->scales + slot * each, to->offsets + slot * each))
+        if (!spread_scales(w, SPAN, row, scales_decoded, to->run, to->scales + slot * each, to->offsets + slot * each))
             return 0;
     fill(w, to, first, first, end, WIDE, &p);
     memset(to->sums, 0, 4 * (size_t)(m * WIDE));

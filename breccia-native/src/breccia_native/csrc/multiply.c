@@ -133,13 +133,12 @@ static const mode_version *mode_for(const grouping *g, const weight *w)
 /* -------------------------------------------------------------------------------------------------- memory */
 
 /* Memory for `rows` rows of the weight and `m` of activations, in cache lines. Returns 0 where there is none. `tile`: FP32 words
-   of decoded codes; 0 where they are decoded in registers. */
-static int allocate(const weight *w, size_t rows, Py_ssize_t m, size_t tile, workspace *to)
+   of decoded codes; 0 where they are decoded in registers, which takes ROWS rows at a time. */
+static int allocate(const weight *w, Py_ssize_t span, size_t rows, Py_ssize_t m, size_t tile, workspace *to)
 {
-    const size_t spans = (size_t)(padded(w->k) / w->span + BETWEEN), sums = (size_t)(m + 15) / 16 * 16;
-    const size_t codes = w->widen ? rows * (size_t)row_of_chunks(w) / 4 : 0;
-    const size_t sizes[] = {
-        (size_t)w->groups, rows * spans, w->role == NONE ? 0 : rows * spans, tile ? rows * sums : 0, tile, codes};
+    const size_t spans = rows * (size_t)(padded(w->k) / span + BETWEEN), sums = (size_t)(m + 15) / 16 * 16;
+    const size_t codes = w->widen ? (tile ? rows : ROWS) * (size_t)row_of_chunks(w) / 4 : 0;
+    const size_t sizes[] = {(size_t)w->groups, spans, w->role == NONE ? 0 : spans, tile ? rows * sums : 0, tile, codes};
     float *widened, **parts[] = {&to->run, &to->scales, &to->offsets, &to->sums, &to->tile, &widened};
     size_t all = 64; /* some for alignment, and for vectors that begin in the last row's scales */
     for (int i = 0; i < 6; i++)
@@ -220,7 +219,8 @@ static void multiply_some(void *context)
     }
     const int streams = by && streams_of(by, w, p->m);
     const Py_ssize_t step = by ? CLAIM : p->mode->together(p->m);
-    if (!allocate(w, streams ? ROWS : (size_t)step, p->m, streams ? 0 : by ? TILE : p->mode->tile, &to)) {
+    const Py_ssize_t span = streams ? span_in_streams(w) : w->span, rows = streams ? rows_of_scales(w) : step;
+    if (!allocate(w, span, (size_t)rows, p->m, streams ? 0 : by ? TILE : p->mode->tile, &to)) {
         __atomic_store_n(&p->memory, 0, __ATOMIC_RELAXED);
         return;
     }
@@ -259,12 +259,18 @@ static int multiply_in_mode(product *p, int threads)
     p->packed = (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
     p->wide = plain ? p->packed + words : (float *)(uintptr_t)p->x.items;
     p->by = version_for(p->g->mode, w, p->m);
+    weight own = *w;
+    own.short_block = p->by && p->by->short_blocks && streams_of(p->by, w, p->m) ? short_block_of(w) : 0;
+    if (own.short_block && p->m == 1 && w->widen)
+        own.narrow = 1, own.widen = NULL;
+    p->w = &own;
     p->mode = p->by ? NULL : mode_for(p->g, w);
     p->parts = p->by ? parts_of(p->by, w, p->m) : rounded_parts(p->m, w->k, p->mode->tallest);
     p->next_part = p->packed_parts = p->next_row = 0;
     p->fine = p->memory = 1;
     p->threads = threads > 1 ? threads : 1;
     run_shared(multiply_some, p, threads);
+    p->w = w;
     free(memory);
     return p->memory;
 }

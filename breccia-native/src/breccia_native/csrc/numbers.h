@@ -57,6 +57,14 @@ INLINE void row_of(const char *x, Py_ssize_t n, int kind, uint32_t *found)
             found[i] = bits_of_half(half[i]);
 }
 
+/* The FP32 bits of the number at `x`. */
+INLINE uint32_t number_of(const char *x, int kind)
+{
+    uint32_t u = 0;
+    memcpy(&u, x, kind == FP32 ? 4 : 2);
+    return kind == FP32 ? u : kind == BF16 ? u << 16 : bits_of_half((uint16_t)u);
+}
+
 INLINE void halves_of(const uint32_t *x, Py_ssize_t n, int kind, uint16_t *found)
 {
     if (kind == BF16)

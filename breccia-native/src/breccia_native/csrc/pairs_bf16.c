@@ -117,7 +117,7 @@ static void pack(int streams, const weight *w, const float *x, Py_ssize_t m, par
         pack_panel(x, w->k, part, to);
 }
 
-const version products_bf16 = {"avx512_bf16", rows, pack, most_streams, 14, lift_of, widen_by_vbmi};
+const version products_bf16 = {"avx512_bf16", rows, pack, most_streams, 14, lift_of, widen_by_vbmi, 0};
 
 COMPILED
 #endif

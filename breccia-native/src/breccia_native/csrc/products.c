@@ -47,6 +47,28 @@ static int is_mode(int mode, int kind, const Py_buffer *table, Py_ssize_t block,
     return 0;
 }
 
+#define ARGUMENTS "y*innniy*iiy*y*iy*(ipn)nnpffy*i(ipn)iw*y*i"
+/* Codes of scales in a record, at most. */
+#define MOST_CODES 65536
+
+/* Complete and check how scales or offsets are stored as records, for rows of `blocks`. */
+static int is_coding(numbers *a, Py_ssize_t blocks)
+{
+    coding *const c = &a->codes;
+    c->flip = c->flip && c->bits > 0 && c->bits <= 8 ? 1 << (c->bits - 1) : 0;
+    c->blocks = blocks;
+    if (c->bits == 0)
+        return 1;
+    if (c->bits > 0 && c->bits <= 8 && c->each > 0 && c->each <= MOST_CODES && a->kind >= F16 && a->kind <= F32) {
+        c->bytes = kind_bits[a->kind] / 8 + stored_bytes(c->each, c->bits);
+        return 1;
+    }
+    PyErr_Format(PyExc_ValueError,
+        "wanted records of an FP16, BF16 or FP32 number and 1 to %d codes of 1 to 8 bits; got kind %d, and %zd codes of %d bits. Call "
+        "breccia.matmul.", MOST_CODES, a->kind, c->each, c->bits);
+    return 0;
+}
+
 /* The arguments of `multiply`: its buffers, and what they say of the product. */
 typedef struct {
     Py_buffer x, data, table, scale, scale_table, offset, y, bias;
@@ -71,8 +93,9 @@ static int is_call(PyObject *args, const char *format, call *c)
     c->g = (grouping){FP32_MODE, 1, 1, 1, {0}, 0, 1};
     weight *const w = &c->w;
     if (!PyArg_ParseTuple(args, format, &c->x, &c->x_kind, &c->m, &w->n, &w->k, &c->mode, &c->data, &w->codes.kind, &w->width,
-            &c->table, &c->scale, &w->scale.kind, &c->scale_table, &w->block, &tall, &w->divides, &w->factor, &w->least, &c->offset,
-            &w->offset.kind, &w->role, &c->y, &c->bias, &c->threads))
+            &c->table, &c->scale, &w->scale.kind, &c->scale_table,
+            &w->scale.codes.bits, &w->scale.codes.flip, &w->scale.codes.each, &w->block, &tall, &w->divides, &w->factor, &w->least, &c->offset,
+            &w->offset.kind, &w->offset.codes.bits, &w->offset.codes.flip, &w->offset.codes.each, &w->role, &c->y, &c->bias, &c->threads))
         return 0;
     const Py_ssize_t m = c->m;
     int done = is_kind(w->codes.kind) && is_kind(w->scale.kind) && is_kind(w->offset.kind) && (c->x_kind >= F16 || is_kind(-1)) &&
@@ -94,10 +117,11 @@ static int is_call(PyObject *args, const char *format, call *c)
         w->row_bytes = stored_bytes(w->k, w->width);
         w->span = span_of(w->block, w->k);
         const Py_ssize_t scales = (w->n + w->tall - 1) / w->tall * w->groups;
-        const Py_ssize_t scale_bytes = scales * kind_bits[w->scale.kind] / 8;
-        const Py_ssize_t offset_bytes = scales * kind_bits[w->offset.kind] / 8;
+        done = is_coding(&w->scale, w->groups) && is_coding(&w->offset, w->groups);
+        const Py_ssize_t scale_bytes = done ? bytes_of_scales(&w->scale, scales) : 0;
+        const Py_ssize_t offset_bytes = done ? bytes_of_scales(&w->offset, scales) : 0;
         const Py_ssize_t x_bytes = m * w->k * kind_bits[c->x_kind] / 8;
-        done = is_float("a product", &c->y, m * w->n) && (c->bias.len == 0 || is_float("a bias", &c->bias, w->n)) &&
+        done = done && is_float("a product", &c->y, m * w->n) && (c->bias.len == 0 || is_float("a bias", &c->bias, w->n)) &&
             (c->data.len == w->n * w->row_bytes || refused("codes", w->n * w->row_bytes, c->data.len)) &&
             (w->codes.kind > TABLE8 || is_float("a table", &c->table, (Py_ssize_t)1 << kind_bits[w->codes.kind])) &&
             (w->scale.kind > TABLE8 || is_float("a table of scales", &c->scale_table, 256)) &&
@@ -146,11 +170,12 @@ static PyObject *multiplied(const call *c, const addresses *at, float factor, in
 }
 
 PyDoc_STRVAR(multiply_doc,
-    "multiply(x, x_kind, m, n, k, mode, data, kind, width, table, scale, scale_kind, scale_table, block, tall, divides, factor,\n"
-    "least, offset, offset_kind, role, product, bias, threads): (m, k) activations times the transpose of the weight, in FP32.\n\n"
+    "multiply(x, x_kind, m, n, k, mode, data, kind, width, table, scale, scale_kind, scale_table, scale_codes, block, tall, divides,\n"
+    "factor, least, offset, offset_kind, offset_codes, role, product, bias, threads): (m, k) activations times the transpose of the weight, in FP32.\n\n"
     "x: FP32, FP16 or BF16. data: (n, bytes) codes of `kind` in `width` bits each, whose values are in `table` where the kind is\n"
     "a table, of as many numbers as its codes could have; likewise scale. A scale covers `block` codes of `tall` rows; it divides or multiplies, after\n"
-    "times `factor`. offset: zero-points (role 1) or biases (role 2), in the places of scales. product: (m, n). bias: (n,) FP32\n"
+    "times `factor`. scale_codes: (bits, signed, count) where scales are records of a float and so many integers by which it is\n"
+    "multiplied, one for each block; bits is 0 where they are numbers; likewise offset_codes. offset: zero-points (role 1) or biases (role 2), in the places of scales. product: (m, n). bias: (n,) FP32\n"
     "numbers to add, or none. threads: how many may work, at most. Returns False, and the product is unspecified, where an activation is above 2^100, or for mode 2\n"
     "below 2^-60 and not 0, where a scale is too large, or smaller than `least` and not 0, and for mode 2\n"
     "where 4-bit codes or their zero-points are not integers from 0 to 15.");
@@ -158,7 +183,7 @@ PyDoc_STRVAR(multiply_doc,
 static PyObject *multiply(PyObject *Py_UNUSED(self), PyObject *args)
 {
     call c;
-    if (!is_call(args, "y*innniy*iiy*y*iy*nnpffy*iiw*y*i:multiply", &c))
+    if (!is_call(args, ARGUMENTS ":multiply", &c))
         return NULL;
     const addresses at = {c.x.buf, c.data.buf, c.scale.buf, c.offset.buf, c.bias.len ? c.bias.buf : NULL, c.y.buf};
     PyObject *found = multiplied(&c, &at, c.w.factor, c.threads);
@@ -185,7 +210,7 @@ static PyObject *prepare(PyObject *Py_UNUSED(self), PyObject *args)
     call *c = malloc(sizeof *c);
     if (!c)
         return PyErr_NoMemory();
-    if (!is_call(args, "y*innniy*iiy*y*iy*nnpffy*iiw*y*i:prepare", c)) {
+    if (!is_call(args, ARGUMENTS ":prepare", c)) {
         free(c);
         return NULL;
     }

@@ -14,6 +14,8 @@ void widen_by_bmi2(const weight *, const uint8_t *, uint8_t *);
 void widen_by_vbmi(const weight *, const uint8_t *, uint8_t *);
 /* What other versions share with that of AVX-512. */
 void decode_tile_by_avx512(const weight *, const panel *, Py_ssize_t, Py_ssize_t, float *);
+void stream_short_blocks(int, const weight *, const panel *, const float *, Py_ssize_t, float *);
+void stream_narrow_blocks(const weight *, const panel *, const float *, Py_ssize_t, float *);
 int stream_by_avx512(const weight *, const panel *, const float *, Py_ssize_t, int, float *);
 Py_ssize_t most_streams_of_avx512(const weight *);
 extern const micro micros_of_avx512[];

@@ -20,9 +20,10 @@ static const uint8_t order_of_integers[CHUNK] = {
 #define ORDER_OF_32(i) BYTES_OF_LANES(i), BYTES_OF_LANES(i + 1), BYTES_OF_LANES(i + 2), BYTES_OF_LANES(i + 3)
     ORDER_OF_32(0), ORDER_OF_32(32), ORDER_OF_32(64), ORDER_OF_32(96)};
 
-static const uint8_t *order(int kind)
+static const uint8_t *order(const weight *w)
 {
-    return kind == TABLE4 ? order_of_unpacked : kind == I8 || kind == U8 ? order_of_integers : order_of(kind);
+    const int kind = w->codes.kind;
+    return kind == TABLE4 ? order_of_unpacked : kind == I8 || kind == U8 ? order_of_integers : order_of(w);
 }
 
 /* ------------------------------------------------------------------------------------------------ from registers */
@@ -47,9 +48,17 @@ INLINE __m256 scales_of_lanes_by_avx2(const float *scales, const float *high, __
     return _mm256_permutevar_ps(found, lanes);
 }
 
+/* Values times scales plus biases, each rounded. */
+INLINE __m256 biased_by_avx2(__m256 value, __m256 scale, __m256 offset)
+{
+    value = _mm256_mul_ps(value, scale);
+    AFTER(value); /* see `applied` in avx512.h */
+    return _mm256_add_ps(value, offset);
+}
+
 /* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. words: whether values of codes are BF16
    numbers. Scales are applied to sums of 4 codes where they are `fine`: there may be one for 16 codes or fewer; else to those of 8,
-   or, with `one` scale for a chunk, of 16. */
+   or, with `one` scale for a chunk, of 16. With biases, which are `fine`, they are applied to each code. */
 INLINE void nibbles_streamed(const int M, const int words, const int role, const int one, const int fine,
     const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)
 {
@@ -78,22 +87,28 @@ INLINE void nibbles_streamed(const int M, const int words, const int role, const
                 UNROLL for (int i = 0; i < 2; i++) nibbles_by_avx2(words, 0, v, i, &bytes, d[i]);
                 UNROLL for (int part = 0; part < 2; part++) {
                     const int to = apart ? part : 0, begins = (fine || apart || !part) && !(one && half);
-                    __m256 offset = _mm256_setzero_ps();
-                    if (role == ZERO_POINT)
+                    __m256 offset = _mm256_setzero_ps(), scale = offset;
+                    if (role != NONE)
                         offset = one ? _mm256_set1_ps(*offsets) : scales_of_lanes_by_avx2(offsets, offsets + second, lanes[part]);
+                    if (fine)
+                        scale = scales_of_lanes_by_avx2(scales, scales + second, lanes[part]);
                     UNROLL for (int j = 0; j < 4; j++) {
                         const int vector = j % 2 + 2 * part + j / 2 * 4;
                         __m256 value = d[j % 2][part + j / 2 * 2];
                         if (role == ZERO_POINT)
                             value = _mm256_sub_ps(value, offset);
+                        if (role == BIAS)
+                            value = biased_by_avx2(value, scale, offset);
                         UNROLL for (int m = 0; m < M; m++) {
                             const __m256 y = _mm256_loadu_ps(x + m * CHUNK + 16 * vector + 8 * half);
-                            sum[m][to] = begins && !j ? _mm256_mul_ps(value, y) : _mm256_fmadd_ps(value, y, sum[m][to]);
+                            if (role == BIAS)
+                                a[m][r] = _mm256_fmadd_ps(value, y, a[m][r]);
+                            else
+                                sum[m][to] = begins && !j ? _mm256_mul_ps(value, y) : _mm256_fmadd_ps(value, y, sum[m][to]);
                         }
                     }
-                    if (!fine)
+                    if (!fine || role == BIAS)
                         continue;
-                    const __m256 scale = scales_of_lanes_by_avx2(scales, scales + second, lanes[part]);
                     UNROLL for (int m = 0; m < M; m++) a[m][r] = _mm256_fmadd_ps(sum[m][to], scale, a[m][r]);
                 }
                 if (fine || (one && !half))
@@ -166,16 +181,17 @@ INLINE void bytes_streamed(
                         }
                     continue;
                 }
-                if (role == ZERO_POINT) {
+                if (role != NONE) {
                     const float *offsets = p->offsets[r] + at;
                     const __m256 offset = scales_of_lanes_by_avx2(offsets, offsets, lanes);
-                    UNROLL for (int j = 0; j < 4; j++) d[j] = _mm256_sub_ps(d[j], offset);
+                    UNROLL for (int j = 0; j < 4; j++)
+                        d[j] = role == BIAS ? biased_by_avx2(d[j], scale, offset) : _mm256_sub_ps(d[j], offset);
                 }
                 UNROLL for (int m = 0; m < M; m++) {
                     const float *y = x + m * CHUNK + EACH * i;
                     __m256 sum = _mm256_mul_ps(d[0], _mm256_loadu_ps(y));
                     UNROLL for (int j = 1; j < 4; j++) sum = _mm256_fmadd_ps(d[j], _mm256_loadu_ps(y + 8 * j), sum);
-                    a[m][r] = _mm256_fmadd_ps(sum, scale, a[m][r]);
+                    a[m][r] = role == BIAS ? _mm256_add_ps(sum, a[m][r]) : _mm256_fmadd_ps(sum, scale, a[m][r]);
                 }
             }
         }
@@ -194,24 +210,28 @@ INLINE void bytes_streamed(
     (p->spans == 1 ? NIBBLES_BY_AVX2(M, 1, role, 1, 0)                                                                      \
             : p->spans <= 4 ? NIBBLES_BY_AVX2(M, 1, role, 0, 0) : NIBBLES_BY_AVX2(M, 1, role, 0, 1))
 #define BYTES_BY_AVX2(M, kind, role) bytes_streamed(M, kind, role, p, x, stride, sums)
+#define BY_ROLE(what, M, kind)                                                                                              \
+    (w->role == NONE ? what(M, kind, NONE) : w->role == BIAS ? what(M, kind, BIAS) : what(M, kind, ZERO_POINT))
+#define FINE_BY_AVX2(M, words, role) NIBBLES_BY_AVX2(M, words, role, 0, 1)
 #define STREAMS_BY_AVX2(M)                                                                                                  \
     static void streamed##M##_by_avx2(                                                                             \
         const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)                                    \
     {                                                                                                                       \
-        const int plain = w->role == NONE;                                                                                  \
         switch (w->codes.kind) {                                                                                            \
         case TABLE4:                                                                                                        \
             if (!are_words(w->codes.table))                                                                                 \
-                plain ? NIBBLES_BY_AVX2(M, 0, NONE, 0, 1) : NIBBLES_BY_AVX2(M, 0, ZERO_POINT, 0, 1);                        \
+                BY_ROLE(FINE_BY_AVX2, M, 0);                                                                                \
+            else if (w->role == BIAS)                                                                                       \
+                FINE_BY_AVX2(M, 1, BIAS);                                                                                   \
             else                                                                                                            \
-                plain ? WORDS_BY_AVX2(M, NONE) : WORDS_BY_AVX2(M, ZERO_POINT);                                              \
+                w->role == NONE ? WORDS_BY_AVX2(M, NONE) : WORDS_BY_AVX2(M, ZERO_POINT);                                    \
             break;                                                                                                          \
         case E4M3: BYTES_BY_AVX2(M, E4M3, NONE); break;                                                                     \
         case E5M2: BYTES_BY_AVX2(M, E5M2, NONE); break;                                                                     \
         case E2M3: BYTES_BY_AVX2(M, E2M3, NONE); break;                                                                     \
         case E3M2: BYTES_BY_AVX2(M, E3M2, NONE); break;                                                                     \
-        case I8: plain ? BYTES_BY_AVX2(M, I8, NONE) : BYTES_BY_AVX2(M, I8, ZERO_POINT); break;                              \
-        default: plain ? BYTES_BY_AVX2(M, U8, NONE) : BYTES_BY_AVX2(M, U8, ZERO_POINT);                                     \
+        case I8: BY_ROLE(BYTES_BY_AVX2, M, I8); break;                                                                      \
+        default: BY_ROLE(BYTES_BY_AVX2, M, U8);                                                                             \
         }                                                                                                                   \
     }
 STREAMS_BY_AVX2(1)
@@ -230,7 +250,7 @@ static Py_ssize_t most_streams(const weight *w)
 {
     const int kind = w->codes.kind, role = w->role;
     const int integers = kind == TABLE4 || kind == I8 || kind == U8;
-    return w->span == SPAN && kind != TABLE8 && (role == NONE || (role == ZERO_POINT && integers)) ? 4 : 0;
+    return w->span == SPAN && kind != TABLE8 && (role == NONE || integers) ? 4 : 0;
 }
 
 /* ------------------------------------------------------------------------------------------------ tiles */
@@ -365,14 +385,9 @@ static int rows(int streams, const weight *w, const workspace *to, const float *
 static void pack(int streams, const weight *w, const float *x, Py_ssize_t m, part part, float *to)
 {
     if (streams)
-        pack_chunks(x, m, w->k, part, order(w->codes.kind), to);
+        pack_chunks(x, m, w->k, part, order(w), to);
     else
         pack_panel(x, w->k, part, to);
-}
-
-INLINE uint64_t spread_by_bmi2(uint64_t u, int width, int bits)
-{
-    return _pdep_u64(u, low_bits(width, bits));
 }
 
 void widen_by_bmi2(const weight *w, const uint8_t *from, uint8_t *to)
@@ -380,7 +395,7 @@ void widen_by_bmi2(const weight *w, const uint8_t *from, uint8_t *to)
     widen_codes(w, from, to, spread_by_bmi2);
 }
 
-const version products_avx2 = {"avx2", rows, pack, most_streams, 6, lift_of, widen_by_bmi2};
+const version products_avx2 = {"avx2", rows, pack, most_streams, 6, lift_of, widen_by_bmi2, 0};
 
 COMPILED
 #endif

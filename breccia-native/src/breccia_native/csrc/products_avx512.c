@@ -139,7 +139,9 @@ int stream_by_avx512(const weight *w, const panel *p, const float *x, Py_ssize_t
 {
     const int size = m >= 4 ? 2 : m >= 2 ? 1 : 0, kind = w->codes.kind;
     const int grain = p->words ? WORDS : p->spans == 1 ? ONE : p->spans <= (IS_HALF(kind) ? 4 : 8) ? FEW : MANY;
-    if (kind == TABLE4)
+    if (w->short_block)
+        stream_short_blocks(size, w, p, x, stride, sums);
+    else if (kind == TABLE4)
         (grain == WORDS ? nibbles_by_words : nibble_streams[w->role][grain])[size](w, p, x, stride, sums);
     else if (w->role != NONE)
         shifted_streams[kind - I8][w->role - ZERO_POINT][grain][size](w, p, x, stride, sums);
@@ -261,12 +263,12 @@ static int rows(int streams, const weight *w, const workspace *to, const float *
 static void pack(int streams, const weight *w, const float *x, Py_ssize_t m, part part, float *to)
 {
     if (streams)
-        pack_chunks(x, m, w->k, part, order_of(w->codes.kind), to);
+        pack_chunks(x, m, w->k, part, order_of(w), to);
     else
         pack_panel(x, w->k, part, to);
 }
 
-const version products_avx512 = {"avx512", rows, pack, most_streams_of_avx512, 14, lift_of, widen_by_bmi2};
+const version products_avx512 = {"avx512", rows, pack, most_streams_of_avx512, 14, lift_of, widen_by_bmi2, 1};
 
 COMPILED
 #endif

@@ -15,7 +15,7 @@ static const micro micros[] = {NULL, micro1, micro2, micro3, micro4};
 INLINE int scales(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, int words, panel *p)
 {
     (void)words;
-    return scales_of_panel(w, to, n, stop, span, decoded, NULL, p);
+    return scales_of_panel(w, to, n, stop, span, scales_decoded, NULL, p);
 }
 
 static const tiling tiles = {decode_tile, micros, 4};
@@ -44,7 +44,7 @@ static void widen(const weight *w, const uint8_t *from, uint8_t *to)
     widen_codes(w, from, to, spread_codes);
 }
 
-const version products_portable = {"portable", rows, pack, most_streams, 4, no_lift, widen};
+const version products_portable = {"portable", rows, pack, most_streams, 4, no_lift, widen, 0};
 
 /* ------------------------------------------------------------------------------------------------ modes */
 

@@ -31,9 +31,9 @@ static const uint8_t order_by_tables[CHUNK] = {
         i + 52, i + 54
     QUADS_OF(0), QUADS_OF(1), QUADS_OF(8), QUADS_OF(9), QUADS_OF(64), QUADS_OF(65), QUADS_OF(72), QUADS_OF(73)};
 
-static const uint8_t *order(int kind)
+static const uint8_t *order(const weight *w)
 {
-    return IS_HALF(kind) ? order_by_tables : order_of(kind);
+    return IS_HALF(w->codes.kind) ? order_by_tables : order_of(w);
 }
 
 #define TABLES(M, kind, grain) \
@@ -46,6 +46,10 @@ static const streamed table_streams[2][GRAINS][3] = {OF_TABLES(tables_, E4M3), O
 INLINE int stream(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
 {
     const int size = m >= 4 ? 2 : m >= 2 ? 1 : 0, kind = w->codes.kind;
+    if (w->narrow) {
+        stream_narrow_blocks(w, p, x, stride, sums);
+        return 1;
+    }
     if (!IS_HALF(kind))
         return stream_by_avx512(w, p, x, stride, m, sums);
     table_streams[IS_SIX(kind)][p->words ? WORDS : p->spans == 1 ? ONE : MANY][size](w, p, x, stride, sums);
@@ -64,14 +68,15 @@ static Py_ssize_t most_streams(const weight *w)
 void widen_by_vbmi(const weight *w, const uint8_t *from, uint8_t *to)
 {
     const int bits = kind_bits[w->codes.kind], width = w->width, each = 8 * width / bits;
-    uint8_t place[64], shift[64], next[64];
-    for (int i = 0; i < 64; i++) {
-        place[i] = (uint8_t)(i / 8 * each + i % 8);
-        shift[i] = (uint8_t)(i % 8 * width * 8 / bits);
-        next[i] = (uint8_t)(shift[i] + width - 4); /* of the second code of a byte, for its high bits */
-    }
-    const __m512i places = _mm512_loadu_si512(place), shifts = _mm512_loadu_si512(shift), others = _mm512_loadu_si512(next);
+    /* Products of small bytes are those of words. */
+    const __m512i of_eight = _mm512_set_epi64(0x0707070707070707, 0x0606060606060606, 0x0505050505050505, 0x0404040404040404,
+        0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
+    const __m512i in_eight = _mm512_set1_epi64(0x0706050403020100);
+    const __m512i places = _mm512_add_epi8(_mm512_mullo_epi16(of_eight, _mm512_set1_epi16((short)each)), in_eight);
+    const __m512i shifts = _mm512_mullo_epi16(in_eight, _mm512_set1_epi16((short)each));
+    const __m512i others = _mm512_add_epi8(shifts, _mm512_set1_epi8((char)(width - 4))); /* second codes, for the high bits */
     const __m512i low = _mm512_set1_epi8((char)((1 << width) - 1)), high = _mm512_slli_epi16(low, 4);
+    const __m512i top = _mm512_set1_epi8((char)(1 << (width - 1)));
     const uint8_t *const stop = to + row_of_chunks(w);
     for (Py_ssize_t left = w->row_bytes; to < stop; to += 64, from += 8 * each, left -= 8 * each) {
         const __mmask64 here = left <= 0 ? 0 : left < 8 * each ? ((__mmask64)1 << left) - 1 : ((__mmask64)1 << 8 * each) - 1;
@@ -79,6 +84,8 @@ void widen_by_vbmi(const weight *w, const uint8_t *from, uint8_t *to)
         __m512i found = _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, v), low);
         if (bits == 4)
             found = _mm512_ternarylogic_epi32(found, _mm512_multishift_epi64_epi8(others, v), high, 0xF8); /* a | (b & c) */
+        if (w->codes.kind == I8)
+            found = _mm512_sub_epi8(_mm512_xor_si512(found, top), top);
         _mm512_storeu_si512(to, found);
     }
 }
@@ -99,12 +106,12 @@ static int rows(int streams, const weight *w, const workspace *to, const float *
 static void pack(int streams, const weight *w, const float *x, Py_ssize_t m, part part, float *to)
 {
     if (streams)
-        pack_chunks(x, m, w->k, part, order(w->codes.kind), to);
+        pack_chunks(x, m, w->k, part, order(w), to);
     else
         pack_panel(x, w->k, part, to);
 }
 
-const version products_vbmi = {"avx512_vbmi", rows, pack, most_streams, 14, lift_of, widen_by_vbmi};
+const version products_vbmi = {"avx512_vbmi", rows, pack, most_streams, 14, lift_of, widen_by_vbmi, 1};
 
 COMPILED
 #endif

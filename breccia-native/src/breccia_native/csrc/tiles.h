@@ -100,19 +100,29 @@ INLINE int factor_is_last(const weight *w)
     return w->role == NONE && !w->divides && size >= 0x1p-60f && size <= 0x1p24f;
 }
 
+/* Fetch the scales that follow `n` from `first` on. */
+INLINE void fetch_scales(const numbers *a, Py_ssize_t first, Py_ssize_t n)
+{
+    const uint8_t *const next = a->items + bytes_of_scales(a, first + n);
+    for (Py_ssize_t i = 0, bytes = bytes_of_scales(a, n); i < bytes; i += 64)
+        __builtin_prefetch(next + i);
+}
+
 /* The scales of weight rows `n` to `stop`, as words where `worded` makes them, else in FP32. Returns whether they are within the
    limits. Those of as many rows after them are prefetched. */
 INLINE int scales_of_panel(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, const decoder read,
     const worder worded, panel *p)
 {
     const Py_ssize_t base = scale_row(w, n), count = scale_row(w, stop - 1) - base + 1, each = p->apart;
-    const Py_ssize_t bytes = count * w->groups * kind_bits[w->scale.kind] / 8;
-    const uint8_t *next = w->scale.items + (base + count) * w->groups * kind_bits[w->scale.kind] / 8;
-    for (Py_ssize_t i = 0; i < bytes; i += 64)
-        __builtin_prefetch(next + i);
+    fetch_scales(&w->scale, base * w->groups, count * w->groups);
+    if (w->role != NONE)
+        fetch_scales(&w->offset, base * w->groups, count * w->groups);
     p->words = worded != NULL;
     for (Py_ssize_t slot = 0; p->words && slot < count; slot++)
         p->words = worded(w, base + slot, (uint16_t *)(to->scales + slot * each));
+    if (!p->words && each == w->groups && span == w->block) /* all are adjacent, as they are stored */
+        return read_scales(w, base * each, count * each, read, to->scales) &&
+            (w->role == NONE || read_offsets(w, base * each, count * each, read, to->offsets));
     for (Py_ssize_t slot = 0; !p->words && slot < count; slot++)
         if (!spread_scales(w, span, base + slot, read, to->run, to->scales + slot * each, to->offsets + slot * each))
             return 0;
@@ -125,10 +135,10 @@ INLINE int rows_of(const tiling *by, const streamer stream, const scaler scales,
     const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
 {
     panel p;
-    const Py_ssize_t span = streams ? longest_span(w) : w->span;
+    const Py_ssize_t span = streams ? span_in_streams(w) : w->span;
     /* Tiles read the scales of all rows in turns, which would share few places of a cache if they were a power of two apart. */
     begin_panel(w, span, streams ? 0 : BETWEEN, &p);
-    const Py_ssize_t ahead = ROWS * w->row_bytes, step = streams ? ROWS : CLAIM;
+    const Py_ssize_t ahead = ROWS * w->row_bytes, step = streams ? rows_of_scales(w) : CLAIM;
     const int last = streams && factor_is_last(w); /* then scales are not multiplied by it */
     const int worth = last && span == w->block && span < CHUNK && w->groups > 1;
     weight unit = *w;
@@ -143,14 +153,17 @@ INLINE int rows_of(const tiling *by, const streamer stream, const scaler scales,
                 by_tiles(by, w, to, &p, x, m, n, row, stop, y);
             continue;
         }
-        fill(w, to, n, n, stop, ROWS, &p);
-        for (Py_ssize_t i = 0; i < m;) {
-            float sums[4 * ROWS];
-            const int taken = stream(w, &p, x + i * wide, m * wide, (int)(m - i < 4 ? m - i : 4), sums);
-            for (int j = 0; j < taken; j++)
-                for (Py_ssize_t row = n; row < stop; row++)
-                    y[(i + j) * w->n + row] = sums[j * ROWS + row - n] * (last ? w->factor : 1);
-            i += taken;
+        for (Py_ssize_t row = n; row < stop; row += ROWS) {
+            const Py_ssize_t rows = stop - row < ROWS ? stop - row : ROWS;
+            fill(w, to, n, row, stop, ROWS, &p);
+            for (Py_ssize_t i = 0; i < m;) {
+                float sums[4 * ROWS];
+                const int taken = stream(w, &p, x + i * wide, m * wide, (int)(m - i < 4 ? m - i : 4), sums);
+                for (int j = 0; j < taken; j++)
+                    for (Py_ssize_t r = 0; r < rows; r++)
+                        y[(i + j) * w->n + row + r] = sums[j * ROWS + r] * (last ? w->factor : 1);
+                i += taken;
+            }
         }
     }
     return 1;
@@ -290,6 +303,7 @@ typedef struct {
     Py_ssize_t tallest;
     float (*lift)(int); /* what values of codes of a kind have to be multiplied by, before scales: a power of two */
     widener widen;
+    int short_blocks; /* whether its streams take short blocks one at a time, of narrow codes as they are stored for one row */
 } version;
 
 INLINE int streams_of(const version *v, const weight *w, Py_ssize_t m)

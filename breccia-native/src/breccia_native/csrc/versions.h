@@ -27,9 +27,9 @@ static void add_version(const char *name, const void *functions)
     do {                                                                                                                    \
         __builtin_cpu_init();                                                                                               \
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && \
-            __builtin_cpu_supports("avx512vl"))                                                                             \
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2"))                                                                     \
             add_version("avx512", avx512);                                                                                  \
-        if (__builtin_cpu_supports("avx2") && has_f16c())                                               \
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && has_f16c())                                \
             add_version("avx2", avx2);                                                                                      \
         add_version("portable", portable);                                                                                  \
     } while (0)

@@ -4,6 +4,7 @@
 #define BRECCIA_WEIGHTS_H
 
 #include "bits.h"
+#include "codes_in_words.h"
 #include "instructions.h"
 
 #define UNROLL _Pragma("GCC unroll 16")
@@ -18,6 +19,7 @@ enum {
     DEPTH = 2,         /* chunks of a tile */
     BETWEEN = 16,      /* FP32 words at most between the scales of two rows */
     CLAIM = 32,        /* rows of the weight that a thread takes at a time: one tile, or several */
+    SCALES = 512,     /* scales that are read together for streams, which should stay in the L1 cache */
 };
 
 /* Limits of activations, and of scales before and after the factor (see above). */
@@ -34,14 +36,7 @@ static const int kind_bits[KINDS] = {4, 8, 8, 8, 6, 6, 8, 8, 8, 16, 16, 32};
 /* Whether codes of a kind may be stored in that many bits. */
 INLINE int is_width(int width, int kind)
 {
-    return width == kind_bits[kind] || (width > 0 && width < kind_bits[kind] && (kind <= TABLE8 || kind == U8));
-}
-
-/* Bytes of `k` codes of that many bits: those that share bytes are whole groups. */
-INLINE Py_ssize_t stored_bytes(Py_ssize_t k, int width)
-{
-    const int shared = __builtin_ctz((unsigned)width | 8), group = 8 >> shared;
-    return (k + group - 1) / group * (width >> shared);
+    return width == kind_bits[kind] || (width > 0 && width < kind_bits[kind] && (kind <= TABLE8 || kind == I8 || kind == U8));
 }
 
 /* What an offset is: none, a zero-point subtracted from codes, or a bias added to scaled codes. */
@@ -51,7 +46,15 @@ typedef struct {
     int kind;
     const uint8_t *items;
     const float *table; /* the value of each code, for TABLE4 and TABLE8 */
+    coding codes;       /* of scales and offsets */
 } numbers;
+
+/* Bytes of rows of `n` scales or offsets. */
+INLINE Py_ssize_t bytes_of_scales(const numbers *a, Py_ssize_t n)
+{
+    const coding *const c = &a->codes;
+    return c->bits ? n / c->blocks * ((c->blocks + c->each - 1) / c->each) * c->bytes : n * kind_bits[a->kind] / 8;
+}
 
 typedef struct weight weight;
 
@@ -68,6 +71,8 @@ struct weight {
     Py_ssize_t groups; /* stored scales of a row */
     Py_ssize_t tall;   /* rows that share their scales */
     Py_ssize_t span;   /* codes with one scale once scales are spread: SPAN, or 1 */
+    int narrow;        /* whether streams of short blocks take codes as they are stored, in fewer bits than those of their kind */
+    int short_block;   /* codes of a short block, where streams take them one at a time; else 0 */
     int divides;       /* whether stored scales are divisors */
     float factor;      /* times each scale */
     float least;       /* the smallest scale, other than 0 */
@@ -177,6 +182,51 @@ INLINE void decoded(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
     }
 }
 
+INLINE float float_at(int kind, const uint8_t *at)
+{
+    uint32_t u = 0;
+    memcpy(&u, at, kind == F32 ? 4 : 2);
+    return kind == F32 ? float_of(u) : kind == F16 ? of_half(u) : float_of(u << 16);
+}
+
+/* Scales `start` to `start + n`, which are those of whole rows, from records of floats of `kind` (see `coding`). */
+INLINE void decode_records(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y, const spreader spread)
+{
+    const coding c = a->codes;
+    const uint8_t *record = a->items + bytes_of_scales(a, start);
+    for (const float *const last = y + n; y < last;)
+        for (Py_ssize_t left = c.blocks; left > 0; left -= c.each, record += c.bytes) {
+            const uint8_t *at = record + kind_bits[a->kind] / 8;
+            const float base = float_at(a->kind, record);
+            float some[8];
+            for (Py_ssize_t i = left < c.each ? left : c.each; i > 0; i -= 8, at += c.bits) {
+                const uint64_t u = eight_codes(record, at, record + c.bytes, c.bits, spread);
+                uint8_t codes[8];
+                memcpy(codes, &u, 8);
+                float *const to = i < 8 ? some : y;
+                for (int j = 0; j < 8; j++)
+                    to[j] = (float)((codes[j] ^ c.flip) - c.flip) * base;
+                if (i < 8)
+                    memcpy(y, some, 4 * (size_t)i);
+                y += i < 8 ? i : 8;
+            }
+        }
+}
+
+OUTLINE void records_decoded(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
+{
+    decode_records(a, start, n, y, spread_codes);
+}
+
+/* `decoded`, for scales and offsets. */
+INLINE void scales_decoded(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
+{
+    if (a->codes.bits)
+        records_decoded(a, start, n, y);
+    else
+        decoded(a, start, n, y);
+}
+
 /* Likewise, of a kind that is not known when this is compiled. */
 OUTLINE void decode_numbers(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
 {
@@ -202,11 +252,42 @@ INLINE Py_ssize_t longest_span(const weight *w)
     return span;
 }
 
+/* The codes that streams of short blocks decode with one scale: 32 or 16, where rows are whole blocks of them; else 0. Longer
+   blocks, and scales that are kept as words, have streams of chunks; so have 4-bit codes without offsets in whole chunks, which
+   take a tenth less then, unless they are stored in fewer bits. */
+INLINE int short_block_of(const weight *w)
+{
+    const int kind = w->codes.kind, words = w->scale.kind == E8M0 || w->scale.kind == E4M3;
+    const int chunks = kind == TABLE4 && (words || (w->role == NONE && w->k % CHUNK == 0 && w->width == 4));
+    if (w->groups == 1 || w->block % 16 || w->block % CHUNK == 0 || w->k % 16 || chunks)
+        return 0;
+    return kind != TABLE4 && kind != I8 && kind != U8 ? 0 : w->block % 32 || w->k % 32 ? 16 : 32;
+}
+
+/* Codes with one scale in streams. */
+INLINE Py_ssize_t span_in_streams(const weight *w)
+{
+    return w->short_block ? w->short_block : longest_span(w);
+}
+
+/* Rows of the weight whose scales are read together for streams. */
+INLINE Py_ssize_t rows_of_scales(const weight *w)
+{
+    const Py_ssize_t rows = SCALES / w->groups / ROWS * ROWS;
+    return rows < ROWS ? ROWS : rows < CLAIM ? rows : CLAIM;
+}
+
+/* Scales of a row once they are spread: up to the end of the last chunk, but for streams of short blocks. */
+INLINE Py_ssize_t spans_of_row(const weight *w, Py_ssize_t span)
+{
+    return w->short_block ? w->k / span : (w->k + CHUNK - 1) / CHUNK * (CHUNK / span);
+}
+
 /* `to` = each of `run` for as many spans as a block has; the last one up to the chunk's end, where activations are 0. */
 INLINE void spread(const weight *w, Py_ssize_t span, const float *run, float *to)
 {
     const int bits = __builtin_ctz((unsigned)span); /* divisions would take as long as the rest */
-    const Py_ssize_t end = (w->k + CHUNK - 1) / CHUNK * (CHUNK >> bits), each = w->groups == 1 ? end : w->block >> bits;
+    const Py_ssize_t end = spans_of_row(w, span), each = w->groups == 1 ? end : w->block >> bits;
     const Py_ssize_t whole = each * w->groups <= end ? w->groups : end / each;
     const float last = run[whole < w->groups ? whole : w->groups - 1];
     switch (each) {
@@ -244,32 +325,43 @@ INLINE int within(const float *y, Py_ssize_t n, float most, float least)
 
 typedef void (*decoder)(const numbers *, Py_ssize_t, Py_ssize_t, float *);
 
+/* Stored scales `first` to `first + n`, times the factor. Returns whether they are within the limits. */
+INLINE int read_scales(const weight *w, Py_ssize_t first, Py_ssize_t n, const decoder read, float *found)
+{
+    const float factor = w->factor, size = fabsf(factor);
+    const int kind = w->scale.kind, narrow = kind == E4M3 || kind == E5M2 || kind == F16; /* 0, or from 2^-24 to 2^16 */
+    /* Then no product by the factor is beyond the limits. */
+    const int known = narrow && !w->divides && size >= 0x1p-60f && size <= 0x1p8f;
+    int fine = 1;
+    read(&w->scale, first, n, found);
+    if (factor != 1 && !narrow)
+        fine = within(found, n, MOST_STORED, w->least);
+    if (w->divides)
+        for (Py_ssize_t g = 0; g < n; g++)
+            found[g] = 1 / found[g];
+    if (factor != 1)
+        for (Py_ssize_t g = 0; g < n; g++)
+            found[g] *= factor;
+    return fine && (known || within(found, n, MOST_SCALE, w->least));
+}
+
+/* Likewise, offsets. */
+INLINE int read_offsets(const weight *w, Py_ssize_t first, Py_ssize_t n, const decoder read, float *found)
+{
+    read(&w->offset, first, n, found);
+    return within(found, n, MOST_STORED, 0);
+}
+
 /* The scales and offsets of a row of scales, one for each `span` codes. Returns whether they are within the limits. */
 INLINE int spread_scales(
     const weight *w, Py_ssize_t span, Py_ssize_t row, const decoder read, float *run, float *scales, float *offsets)
 {
     const Py_ssize_t groups = w->groups;
-    const float factor = w->factor, size = fabsf(factor);
-    const int kind = w->scale.kind, narrow = kind == E4M3 || kind == E5M2 || kind == F16; /* 0, or from 2^-24 to 2^16 */
-    /* Then no product by the factor is beyond the limits. */
-    const int known = narrow && !w->divides && size >= 0x1p-60f && size <= 0x1p8f;
-    const int apart = span == w->block && w->groups > 1; /* each is spread to one place */
-    float *found = apart ? scales : run;
-    int fine = 1;
-    read(&w->scale, row * groups, groups, found);
-    if (factor != 1 && !narrow)
-        fine = within(found, groups, MOST_STORED, w->least);
-    if (w->divides)
-        for (Py_ssize_t g = 0; g < groups; g++)
-            found[g] = 1 / found[g];
-    if (factor != 1)
-        for (Py_ssize_t g = 0; g < groups; g++)
-            found[g] *= factor;
-    fine = fine && (known || within(found, groups, MOST_SCALE, w->least));
+    float *found = span == w->block && groups > 1 ? scales : run; /* then each is spread to one place */
+    int fine = read_scales(w, row * groups, groups, read, found);
     spread(w, span, found, scales);
     if (w->role != NONE) {
-        read(&w->offset, row * groups, groups, run);
-        fine = fine && within(run, groups, MOST_STORED, 0);
+        fine = fine && read_offsets(w, row * groups, groups, read, run);
         spread(w, span, run, offsets);
     }
     return fine;
@@ -315,24 +407,11 @@ INLINE Py_ssize_t row_of_chunks(const weight *w)
     return (w->k + CHUNK - 1) / CHUNK * (CHUNK * kind_bits[w->codes.kind] / 8);
 }
 
-/* The bits of `width` low bits in each of `bits` bits of a word. */
-INLINE uint64_t low_bits(int width, int bits)
-{
-    return ((1u << width) - 1) * (bits == 4 ? 0x1111111111111111u : 0x0101010101010101u);
-}
-
-INLINE uint64_t spread_codes(uint64_t u, int width, int bits)
-{
-    uint64_t found = 0;
-    for (int i = 0; i < 64 / bits; i++, u >>= width)
-        found |= (u & ((1u << width) - 1)) << bits * i;
-    return found;
-}
-
 /* The `widener`. `spread(u, width, bits)`: the codes in the low bits of a word, one to `bits` bits each. */
-INLINE void widen_codes(const weight *w, const uint8_t *from, uint8_t *to, uint64_t (*const spread)(uint64_t, int, int))
+INLINE void widen_codes(const weight *w, const uint8_t *from, uint8_t *to, const spreader spread)
 {
-    const int bits = kind_bits[w->codes.kind], each = 8 * w->width / bits;
+    const int bits = kind_bits[w->codes.kind], each = 8 * w->width / bits, is_signed = w->codes.kind == I8;
+    const uint64_t top = 0x0101010101010101u << (w->width - 1), rest = ((uint64_t)2 << (8 - w->width)) - 2; /* bits above the top one */
     const uint8_t *const end = from + w->row_bytes;
     uint8_t *const stop = to + row_of_chunks(w);
     for (; from < end; from += each, to += 8) {
@@ -342,6 +421,7 @@ INLINE void widen_codes(const weight *w, const uint8_t *from, uint8_t *to, uint6
         else
             memcpy(&u, from, (size_t)(end - from));
         u = spread(u, w->width, bits);
+        u |= is_signed ? (u & top) * rest : 0;
         memcpy(to, &u, 8);
     }
     memset(to, 0, (size_t)(stop - to));
@@ -366,7 +446,7 @@ INLINE void begin_panel(const weight *w, Py_ssize_t span, Py_ssize_t between, pa
     p->whole = w->row_bytes / p->bytes;
     p->chunks = (w->k + CHUNK - 1) / CHUNK;
     p->spans = CHUNK / span;
-    p->apart = p->chunks * p->spans + between;
+    p->apart = spans_of_row(w, span) + between;
     p->ahead = 0;
     p->words = 0;
 }
