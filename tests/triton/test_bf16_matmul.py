@@ -218,6 +218,7 @@ NOTHING: dict[str, Any] = {"programs": (0, 1, 1)}
 
 
 @pytest.mark.parametrize("spec", IN_TURN)
+@pytest.mark.long
 def test_flags_are_those_of_lines_with_subnormal_values_and_all_other_values_are_exact(spec: str) -> None:
     st = every_code_and_scale(spec)
     expected, least = reference.dequantize(st), LEAST_BYTE[spec]
@@ -386,9 +387,9 @@ def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:
 
 
 def test_formats_are_judged_by_the_bits_and_the_range_of_their_values() -> None:
-    def found(element: Any, scale: Any, sense: Any = "multiplier", outer: Any = None) -> Any:
+    def found(element: Any, scale: Any, sense: Any = "multiplier", global_scale: Any = None) -> Any:
         level = breccia.Level(scale, (1, 32), sense)
-        return bf16_plans.range_of(breccia.Format(element, (level,) if outer is None else (level, outer)))
+        return bf16_plans.range_of(breccia.Format(element, (level,) if global_scale is None else (level, global_scale)))
 
     assert found(E4M3, E4M3) == bf16_plans.Range(-18, 18)
     assert found(E2M1, UE4M3) == bf16_plans.Range(-10, 12)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import compiled_with_log
 from fresh import printed
 
 from breccia_triton.cuda import compiler, driver
@@ -154,8 +155,7 @@ def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None
 def test_nvrtc_compiles_a_source_with_a_header_and_reports_registers(folder: Path) -> None:
     if reason := compiler.missing():
         pytest.skip(reason)
-    options = compiler.options_of("sm_90a", {"OFFSET": 1})
-    made, log = compiler.nvrtc().compile(SOURCE, options)
+    made, log = compiled_with_log(SOURCE, {"OFFSET": 1})
     assert made[:4] == b"\x7fELF"
     assert "Used" in log and "registers" in log
     assert compiler.cubin(SOURCE, "sm_90a", {"OFFSET": 1})[:4] == b"\x7fELF"

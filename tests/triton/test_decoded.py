@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiling import compiled_with_log
 from host_kernels import Decoding, Product, tensor_map
 from weights import FORMATS, in_torch, tensor
 
@@ -127,7 +128,7 @@ def test_slices_are_whole_blocks_of_rows_and_cover_the_weight() -> None:
 def test_the_pass_that_decodes_codes_and_scales_compiles_without_spilling(name: str) -> None:
     source = compiler.Source.read(CUDA / "weight_only_decode.cu")
     macros = weight_plans.macros_of_decoding(operand_of(name), "float32", "float16")
-    _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", macros))
+    _, log = compiled_with_log(source, macros)
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
     assert "warning" not in log
 

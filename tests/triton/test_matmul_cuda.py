@@ -28,6 +28,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import triton_products  # noqa: E402
+from compiling import compiled_with_log  # noqa: E402
 from fp8_variants import fp8_variants  # noqa: E402
 from triton_products import ROUNDOFF, call_of, captured, on_another_stream  # noqa: E402
 
@@ -350,7 +351,7 @@ def test_variants_compile_for_hopper_with_few_spills(part: int) -> None:
         pytest.skip(reason)
     for variant in all_variants()[part::8]:
         source = fp8_matmul.source_of(variant.tile.columns, variant.codecs)
-        made, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", variant.macros))
+        made, log = compiled_with_log(source, variant.macros)
         assert made[:4] == b"\x7fELF"
         assert "serialized" not in log and "warning" not in log, (variant, log)
         spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
@@ -528,6 +529,7 @@ def test_plain_scales_that_warps_copy_are_read_in_place(stand_in: StandIn, monke
     assert (stand_in.launched[-1][1].M, stand_in.launched[-1][1].matrices) == (300, 1)
 
 
+@pytest.mark.long
 def test_warps_copy_plain_scales_of_small_tiles(stand_in: StandIn) -> None:
     """For these shapes they were 1.2 to 1.9 times faster on an H200, and slower for those below."""
     tiles = cpu((7168, 2048), TILES)

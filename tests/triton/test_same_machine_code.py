@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from compiling import compiled_with_log
 from fp8_variants import fp8_variants, title
 from same_machine_code import ARCHITECTURE, compared, machine_code, registers, sections
 
@@ -42,7 +43,7 @@ def test_comments_leave_machine_code_as_it_is_and_instructions_do_not() -> None:
         return machine_code(compiler.nvrtc().compile(replace(source, text=text), options)[0])
 
     expected = code(source.text)
-    made, log = compiler.nvrtc().compile(source, compiler.options_of(ARCHITECTURE, variant.macros))
+    made, log = compiled_with_log(source, variant.macros, ARCHITECTURE)
     assert registers(sections(made)[".nv.info"]) == [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     assert code("// a line more\n" + source.text) == expected
     changed = re.sub(r"x \*= r0 \* c;", "x *= r0 * c * 2.f;", source.text)

@@ -26,8 +26,7 @@ from triton_products import captured, compiled, without_waiting
 
 import breccia
 from breccia import Device, Integer, Minifloat, ScaledTensor, backend
-from breccia.backend import E2M3, E8M0, F32, NUMPY, CastOptions, Metadata, components, reference
-from breccia.internal import f32
+from breccia.backend import E2M3, E8M0, F32, NUMPY, CastOptions, Metadata, components, f32, reference
 from breccia.kernels.reference.packing import pack
 from breccia.options import product_options
 from breccia.rules import LINEAR, RCEIL
@@ -81,6 +80,16 @@ def in_one_launch_and_in_two(compare: Callable[[], None]) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_recipe_is_cast_bit_for_bit(spec: str, axis: int) -> None:
     check(numbers((40, 72), seed=1), spec, axis=axis)
+
+
+@pytest.mark.parametrize("spec", ["fp8_row,fp8_format=E4M3FNUZ", "fp8_current,fp8_format=E5M2FNUZ"])
+def test_fnuz_codes_are_those_of_the_generic_algorithm(spec: str) -> None:
+    """The kernels round sign and magnitude apart, and here the code of -0 is NaN."""
+    x = numbers((40, 72), seed=1)
+    x[0] = -x[0].abs() * 2.0**-12
+    check(x, spec, generic=True)
+    check_decoded(reference.cast(x, breccia.recipe(spec)), generic=True)
+    assert "has no formula for codes of E" in str(plans.readable(breccia.recipe(spec), breccia.recipe(spec).layout))
 
 
 #: Codes of a table in which several stand for one number.
@@ -326,7 +335,7 @@ def test_tensors_of_leading_axes_slices_and_stacks_are_decoded(spec: str) -> Non
         st = reference.cast(numbers((2, 3, 36, 64), seed=23), recipe, CastOptions(axis=axis))
         check_decoded(st)
         check_decoded(st[1])
-        check_decoded(st[:, 1], generic=not st[:, 1].data.is_contiguous())
+        check_decoded(st[:, 1])
     if recipe.format.global_scale is None:
         each = [reference.cast(numbers((33, 64), seed=n), recipe) for n in range(3)]
         check_decoded(breccia.stack(each))

@@ -13,16 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiling import compiled_with_log
 from host_kernels import built, decoding_text
 from weights import FORMATS, Drawn, in_torch, tensor
 
 import breccia
 from breccia.backend import reference
-from breccia.codecs import E2M1, E4M3, F16, F32, INT4, INT8, NF4, UE4M3, UINT4, UINT8
+from breccia.codecs import E2M1, E4M3, E4M3FNUZ, F16, F32, INT4, INT8, NF4, UE4M3, UE5M3, UINT4, UINT8
 from breccia.formats import Format, Level
 from breccia.internal import fragments
 from breccia.options import product_options
-from breccia.tensors.tensor import ScaledTensor, bytes_equal
+from breccia.tensors.equality import bytes_equal
+from breccia.tensors.tensor import ScaledTensor
 from breccia_triton import choices
 from breccia_triton import weight_plans as plans
 from breccia_triton.cuda import compiler
@@ -354,7 +356,7 @@ def test_zero_points_of_other_dtypes_are_multiplied_on_the_plain_weight() -> Non
     stored = other.to_storage(STORAGE)
     assert stored.to_plain().zero_point.equal(other.zero_point)
     x = torch.randn(3, 128).bfloat16()
-    assert weight_only.weight_only_matmul(x, stored.mT).equal(breccia.matmul(x, st.mT))
+    assert weight_only.weight_only_matmul(x, stored.mT).equal(breccia.matmul(x, other.mT))
 
 
 def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], list[Any]]:
@@ -469,6 +471,7 @@ _SIZES = ((5, 0, 40, 3), (0, 1, 17, 0), (9,), (0, 0), (3, 0, 1, 0, 2) * 8, (1,) 
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", _SIZES, ids=lambda sizes: f"{len(sizes)} of {sum(sizes)}")
 def test_parts_of_groups_cover_every_row_once(sizes: tuple[int, ...], folder: Path) -> None:
     operand = plans.operand_of(FORMATS["int4-128"], (1, 128))
@@ -633,6 +636,8 @@ def test_explain_says_why_experts_are_decoded_first() -> None:
         (Format(E4M3, (Level(F32, (1, 128), "amax"),)), "amax"),
         (Format(E2M1, (Level(UE4M3, (1, 16)),)), "UE4M3"),
         (Format(INT8, (Level(E4M3, (1, 32)),)), "E4M3"),
+        (Format(E4M3FNUZ, (Level(F32, (1, 128)),)), "E4M3FNUZ"),
+        (Format(E2M1, (Level(UE5M3, (1, 16)),)), "UE5M3"),
     ],
 )
 def test_formats_that_the_kernels_do_not_take_have_a_reason(fmt: Format, reason: str) -> None:
@@ -748,7 +753,7 @@ def test_the_pass_that_decodes_to_memory_compiles_without_spilling(name: str) ->
     operand = plans.operand_of(FORMATS[name], FORMATS[name].scale.block)
     assert isinstance(operand, plans.Operand)
     source = compiler.Source.read(CUDA / "weight_only_decode.cu")
-    _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", plans.macros_of_decoding(operand)))
+    _, log = compiled_with_log(source, plans.macros_of_decoding(operand))
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
     assert "warning" not in log
 
@@ -757,6 +762,6 @@ def _compiled(operand: Any, config: Any, grouped: bool) -> None:
     headers = {"wgmma.cuh": plans.wgmma_header(config.batch)} if config.wide else {}
     source = compiler.Source.read(CUDA / f"weight_only_{config.kind}.cu", headers)
     macros = plans.macros_of(operand, config, "bfloat16", "bfloat16", None, grouped)
-    _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", macros))
+    _, log = compiled_with_log(source, macros)
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
     assert "warning" not in log and "serialized" not in log

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .geometry import Source
-from .numerics import INF, MAGNITUDE, NORMAL, bits_of, outer_multiplier, rounded
+from .numerics import INF, MAGNITUDE, NORMAL, bits_of, global_multiplier, rounded
 from .specs import Scale
 from .tiles import decoded, tile_of_program
 
@@ -21,12 +21,12 @@ from .tiles import decoded, tile_of_program
 class Side:
     """An operand of a product.
 
-    source: how its codes are read, None for an array of BF16 numbers. outer: its global scale, which `source` leaves out where
-    values are to be exact. least, most: multipliers of that scale that need no FP32. k_last: whether K is last in memory.
+    source: how its codes are read, None for an array of BF16 numbers. global_scale: which `source` leaves out where values are
+    to be exact. least, most: multipliers of that scale that need no FP32. k_last: whether K is last in memory.
     """
 
     source: Source | None
-    outer: Scale | None
+    global_scale: Scale | None
     least: float
     most: float
     k_last: bool
@@ -34,7 +34,7 @@ class Side:
 
 @triton.jit
 def exact_kernel(
-    x, x_scale, x_zero_point, x_outer, out, flags, rows, columns, first, x_groups, G: tl.constexpr, D: tl.constexpr
+    x, x_scale, x_zero_point, x_global_scale, out, flags, rows, columns, first, x_groups, G: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     """The values of a ScaledTensor without its global scale, in BF16, and flags of their lines, from number `first` on.
 
@@ -46,7 +46,7 @@ def exact_kernel(
     COLUMNS: tl.constexpr = G.along * G.wide
     SOURCE: tl.constexpr = D.source
     v = decoded(
-        x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+        x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
         ROWS, COLUMNS, SOURCE,
     )  # fmt: skip
     exists = row_exists[:, None] & column_exists[None, :]
@@ -54,8 +54,8 @@ def exact_kernel(
     tl.store(out + to, rounded(v, tl.bfloat16, SOURCE.ptx), mask=exists)
     u = bits_of(v) & MAGNITUDE
     inexact = (u != 0) & (u < NORMAL)
-    if D.outer is not None:
-        inexact = inexact | _strays(x_outer, D)
+    if D.global_scale is not None:
+        inexact = inexact | _strays(x_global_scale, D)
     inexact = (inexact & exists).to(tl.int32)
     if D.k_last:
         _flag(flags, first + matrix * rows + row, row_exists, tl.max(inexact, 1))
@@ -65,8 +65,8 @@ def exact_kernel(
 
 @triton.jit
 def finishing_kernel(
-    sums, a_outer, b_outer, bias, out, flags, rows, columns, a_rows, A: tl.constexpr, B: tl.constexpr, G: tl.constexpr,
-    PTX: tl.constexpr,
+    sums, a_global_scale, b_global_scale, bias, out, flags, rows, columns, a_rows, A: tl.constexpr, B: tl.constexpr,
+    G: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """FP32 sums times the global scales, plus `bias`, rounded once to the dtype of `out`.
 
@@ -76,18 +76,18 @@ def finishing_kernel(
     exists = row_exists[:, None] & column_exists[None, :]
     at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
     total = tl.load(sums + at, mask=exists, other=0.0)
-    if A.outer is not None or B.outer is not None:
+    if A.global_scale is not None or B.global_scale is not None:
         nonfinite = tl.max(((bits_of(total) & MAGNITUDE) >= INF).to(tl.int32), 1)
         _flag(flags, (matrix * rows + row) % a_rows, row_exists, nonfinite)
         # In FP64 products of two scales, and of sums with them, neither overflow nor vanish.
-        total = (total.to(tl.float64) * (_multiplier(a_outer, A) * _multiplier(b_outer, B))).to(tl.float32)
+        total = (total.to(tl.float64) * (_multiplier(a_global_scale, A) * _multiplier(b_global_scale, B))).to(tl.float32)
     tl.store(out + at, _with_bias(total, bias, column, column_exists, out.dtype.element_ty, PTX), mask=exists)
 
 
 @triton.jit
 def mending_kernel(
-    a, a_scale, a_outer, b, b_scale, b_outer, flags, bias, out, rows, columns, depth, matrices, a_groups, b_groups, a_rows,
-    a_many, b_many,
+    a, a_scale, a_global_scale, b, b_scale, b_global_scale, flags, bias, out, rows, columns, depth, matrices, a_groups,
+    b_groups, a_rows, a_many, b_many,
     A: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the result (matrices, rows, columns) with a flag, in FP32 from the codes. Without a flag, programs end at once.
@@ -108,8 +108,8 @@ def mending_kernel(
                 total = tl.zeros((TILE, TILE), tl.float32)
                 k = tile * 0
                 while k * DEPTH < depth:
-                    x = _lines(a, a_scale, a_outer, a_matrix, i, k, rows, depth, a_groups, TILE, DEPTH, A)
-                    y = _lines(b, b_scale, b_outer, b_matrix, j, k, columns, depth, b_groups, TILE, DEPTH, B)
+                    x = _lines(a, a_scale, a_global_scale, a_matrix, i, k, rows, depth, a_groups, TILE, DEPTH, A)
+                    y = _lines(b, b_scale, b_global_scale, b_matrix, j, k, columns, depth, b_groups, TILE, DEPTH, B)
                     total = tl.dot(x, tl.trans(y), total, input_precision="ieee")
                     k += 1
                 at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
@@ -136,43 +136,45 @@ def _flag(flags, line, exists, flag):
 
 
 @triton.jit
-def _multiplier(outer, D: tl.constexpr):
+def _multiplier(global_scale, D: tl.constexpr):
     """The multiplier of a global scale, in FP64."""
-    OUTER: tl.constexpr = D.outer
-    if D.outer is not None:
-        return outer_multiplier(tl.load(outer), OUTER).to(tl.float64)
+    LEVEL: tl.constexpr = D.global_scale
+    if D.global_scale is not None:
+        return global_multiplier(tl.load(global_scale), LEVEL).to(tl.float64)
     else:
         return 1.0
 
 
 @triton.jit
-def _strays(outer, D: tl.constexpr):
+def _strays(global_scale, D: tl.constexpr):
     """Whether the global scale is NaN, or values under it may not be normal FP32 numbers."""
-    OUTER: tl.constexpr = D.outer
-    magnitude = tl.abs(outer_multiplier(tl.load(outer), OUTER))
+    LEVEL: tl.constexpr = D.global_scale
+    magnitude = tl.abs(global_multiplier(tl.load(global_scale), LEVEL))
     return tl.where((magnitude >= D.least) & (magnitude <= D.most), 0, 1) != 0
 
 
 @triton.jit
 def _lines(
-    x, x_scale, x_outer, matrix, i, k, lines, depth, groups, LINES: tl.constexpr, DEPTH: tl.constexpr, D: tl.constexpr
+    x, x_scale, x_global_scale, matrix, i, k, lines, depth, groups, LINES: tl.constexpr, DEPTH: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     """FP32 values (LINES, DEPTH) of an operand: its lines from i * LINES on, from k * DEPTH on along K."""
     line, place = i * LINES + tl.arange(0, LINES), k * DEPTH + tl.arange(0, DEPTH)
     if D.k_last:
         return _values(
-            x, x_scale, x_outer, matrix, i, k, line, line < lines, place, place < depth, lines, depth, groups, LINES, DEPTH, D
-        )
+            x, x_scale, x_global_scale, matrix, i, k, line, line < lines, place, place < depth, lines, depth,
+            groups, LINES, DEPTH, D,
+        )  # fmt: skip
     else:
         values = _values(
-            x, x_scale, x_outer, matrix, k, i, place, place < depth, line, line < lines, depth, lines, groups, DEPTH, LINES, D
-        )
+            x, x_scale, x_global_scale, matrix, k, i, place, place < depth, line, line < lines, depth, lines,
+            groups, DEPTH, LINES, D,
+        )  # fmt: skip
         return tl.trans(values)
 
 
 @triton.jit
 def _values(
-    x, x_scale, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
+    x, x_scale, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """FP32 values of a tile in the order of memory, zeros where there are none."""
@@ -183,7 +185,7 @@ def _values(
         return tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
     else:
         v = decoded(
-            x, x_scale, None, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
+            x, x_scale, None, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
             ROWS, COLUMNS, SOURCE,
         )  # fmt: skip
         return tl.where(exists, v, 0.0)

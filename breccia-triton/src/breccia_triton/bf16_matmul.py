@@ -71,8 +71,8 @@ class Call:
         self.b = Decoding(b, device_hardware, self.a.matrices * self.a.lines, merged=False)
         if 1 < self.a.matrices != self.b.matrices > 1:
             raise Unsupported("leading axes broadcast in both directions")
-        outer = any(side.outer is not None for side in (self.a, self.b))
-        self.direct = bias is None and not outer and out_dtype != "float16"
+        global_scale = any(side.global_scale is not None for side in (self.a, self.b))
+        self.direct = bias is None and not global_scale and out_dtype != "float16"
         result = _Result(max(self.a.matrices, self.b.matrices), self.a.lines, self.b.lines, out_dtype, device_hardware.ptx)
         added = {} if bias is None else {"bias": Argument(NUMBERS[dtype_name(bias)])}
         self.finish = None if self.direct else Launcher(result.finishing(self.a, self.b, added))
@@ -113,11 +113,11 @@ class Decoding:
     """How an operand becomes BF16 numbers, and how tiles of it are read; see `Side`.
 
     matrices, lines: leading axes, and rows of a or columns of b, which count the leading axes if `merged`, where they can be.
-    depth: K. first: of its flags. outer: the constants of its global scale, or None.
+    depth: K. first: of its flags. global_scale: the constants of its global scale, or None.
     """
 
     def __init__(self, operand: Operand, hardware: Hardware, first: int, merged: bool) -> None:
-        self.k_last, self.first, self.codes, self.outer = operand.k_last, first, None, None
+        self.k_last, self.first, self.codes, self.global_scale = operand.k_last, first, None, None
         self.limits = 0.0, 0.0
         merged = merged and self.k_last
         self.shape = tuple(operand.x.shape)
@@ -125,7 +125,7 @@ class Decoding:
             st = operand.x
             spec, within = needed(readable(st.recipe, st.layout)), needed(range_of(st.recipe.format))
             self.codes = codes_of(st, spec, merged, hardware)
-            self.outer, self.limits = spec.outer, (2.0**within.least_multiplier, 2.0**within.most_multiplier)
+            self.global_scale, self.limits = spec.global_scale, (2.0**within.least_multiplier, 2.0**within.most_multiplier)
             matrices, *sides = self.codes.flat_shape
             self.exact = Launcher(self._exact(choices_of(hardware.name)))
         elif operand.data.dtype != torch.bfloat16:
@@ -147,8 +147,8 @@ class Decoding:
             elif name == "columns":
                 arguments["first"] = Argument("i32")
         source = launch.constants["F"]
-        source = replace(source, spec=replace(source.spec, outer=None))
-        constants = {"G": launch.constants["G"], "D": Side(source, self.outer, *self.limits, self.k_last)}
+        source = replace(source, spec=replace(source.spec, global_scale=None))
+        constants = {"G": launch.constants["G"], "D": Side(source, self.global_scale, *self.limits, self.k_last)}
         rows, columns, *groups = launch.integers
         integers = (rows, columns, self.first, *groups)
         return replace(launch, function=exact_kernel, arguments=arguments, constants=constants, integers=integers)
@@ -175,7 +175,7 @@ class Decoding:
         if self.codes is not None:
             tall, wide = (_TILE, _DEPTH) if self.k_last else (_DEPTH, _TILE)
             source = self.codes.source(Tile(1 if self.codes.axis == -1 else 0, 1, tall, tall, 1, wide, wide))
-        return Side(source, self.outer, *self.limits, self.k_last)
+        return Side(source, self.global_scale, *self.limits, self.k_last)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,9 @@ class _Result:
         programs, folded = grid_of(tile, self.matrices, self.rows, self.columns)
         tile = replace(tile, large=self.matrices * self.rows * self.columns >= LARGE, folded=folded)
         arguments = {"sums": Argument("*fp32", True)}
-        arguments |= {f"{name}_outer": Argument("*i32") for name, side in (("a", a), ("b", b)) if side.outer is not None}
+        arguments |= {
+            f"{name}_global_scale": Argument("*i32") for name, side in (("a", a), ("b", b)) if side.global_scale is not None
+        }
         arguments |= added | {"out": Argument(NUMBERS[self.dtype], True), "flags": Argument("*i32", True)}
         integers = {"rows": self.rows, "columns": self.columns, "a_rows": b.first}
         constants = {"A": a.side, "B": b.side, "G": tile, "PTX": self.ptx}

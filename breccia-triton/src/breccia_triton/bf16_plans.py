@@ -54,15 +54,15 @@ class Range:
 @lru_cache(maxsize=256)
 def range_of(fmt: Format) -> Range | str:
     """The range of a format's values, if each has at most the 8 significant bits of BF16; or why they may have more."""
-    level, outer = fmt.scale, fmt.global_scale
+    level, global_scale = fmt.scale, fmt.global_scale
     if level.convention != "multiplier" or fmt.offset != "none":
         said = f"scales are stored as {level.convention}" if level.convention != "multiplier" else f"codes have a {fmt.offset}"
         return f"{said.replace('_', '-')}, so values may need more than the 8 significant bits of BF16"
     bits = significant(fmt.element), significant(level.codec)
     if None in bits or sum(b or 0 for b in bits) > BITS:
         return f"{fmt.element.name} codes under {level.codec.name} scales may need more than the 8 significant bits of BF16"
-    if outer is not None and outer.codec != F32:
-        return f"the global scale is {outer.codec.name}; it multiplies FP32 ones after the product"
+    if global_scale is not None and global_scale.codec != F32:
+        return f"the global scale is {global_scale.codec.name}; it multiplies FP32 ones after the product"
     (least, most), (least_scale, most_scale) = _exponents(fmt.element), _exponents(level.codec)
     if least + least_scale < LEAST:
         return f"{fmt.element.name} codes under {level.codec.name} scales may be below FP32's least number"

@@ -43,7 +43,7 @@ from .tiles import (
     block_count,
     blocks,
     decoded,
-    global_scale,
+    global_scale_of,
     largest_of_blocks,
     positions,
     read,
@@ -62,7 +62,7 @@ from .tiles import (
 
 @triton.jit
 def amax_kernel(
-    x, x_scale, x_zero_point, x_outer, amax, work, rows, columns, matrices, x_groups, stride_matrix, stride_row,
+    x, x_scale, x_zero_point, x_global_scale, amax, work, rows, columns, matrices, x_groups, stride_matrix, stride_row,
     stride_column, G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """FP32 bits of the largest magnitude of the tensor; or of each row or column, into zeros. work: as of `gathered`."""
@@ -70,7 +70,7 @@ def amax_kernel(
         maxima, programs = amax_of_pairs(x, columns, G, V)
     else:
         maxima, programs = amax_of_tiles(
-            x, x_scale, x_zero_point, x_outer, amax, rows, columns, matrices, x_groups, stride_matrix, stride_row,
+            x, x_scale, x_zero_point, x_global_scale, amax, rows, columns, matrices, x_groups, stride_matrix, stride_row,
             stride_column, G, V, F,
         )  # fmt: skip
     if V.source == "tensor":
@@ -98,7 +98,7 @@ def record_kernel(
 
 @triton.jit
 def amax_of_tiles(
-    x, x_scale, x_zero_point, x_outer, amax, rows, columns, matrices, x_groups, stride_matrix, stride_row, stride_column,
+    x, x_scale, x_zero_point, x_global_scale, amax, rows, columns, matrices, x_groups, stride_matrix, stride_row, stride_column,
     G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """(largest magnitudes in the tiles of this program, as FP32 bits; number of programs). Those of rows or columns go out."""
@@ -129,8 +129,8 @@ def amax_of_tiles(
         row, row_exists = positions(i, rows, 1, 0, G.tall)
         column, column_exists = positions(j, columns, 1, 0, G.wide)
         u = MAGNITUDE & read(
-            x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists & (matrix < matrices), column, column_exists, rows,
-            columns, x_groups, stride_matrix, stride_row, stride_column, TALL, WIDE, V, F,
+            x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists & (matrix < matrices), column,
+            column_exists, rows, columns, x_groups, stride_matrix, stride_row, stride_column, TALL, WIDE, V, F,
         )  # fmt: skip
         if V.finite:
             u = tl.where(u < INF, u, 0)
@@ -214,14 +214,14 @@ def record(
 
 @triton.jit
 def dequantize_kernel(
-    x, x_scale, x_zero_point, x_outer, out, rows, columns, x_groups, G: tl.constexpr, F: tl.constexpr
+    x, x_scale, x_zero_point, x_global_scale, out, rows, columns, x_groups, G: tl.constexpr, F: tl.constexpr
 ):  # fmt: skip
     """The values of a ScaledTensor, rounded once to the dtype of `out`."""
     matrix, i, j, row, row_exists, column, column_exists = tile_of_program(rows, columns, G)
     ROWS: tl.constexpr = G.down * G.tall
     COLUMNS: tl.constexpr = G.along * G.wide
     v = decoded(
-        x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+        x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
         ROWS, COLUMNS, F,
     )  # fmt: skip
     to = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
@@ -234,8 +234,8 @@ def dequantize_kernel(
 
 @triton.jit
 def cast_kernel(
-    x, x_scale, x_zero_point, x_outer, data, scale, zero_point, outer, amax, supplied, seed_low, seed_high, rows, columns,
-    groups, x_groups, stride_matrix, stride_row, stride_column,
+    x, x_scale, x_zero_point, x_global_scale, data, scale, zero_point, global_scale, amax, supplied, seed_low, seed_high,
+    rows, columns, groups, x_groups, stride_matrix, stride_row, stride_column,
     S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Codes, scales, zero-points and the global scale; or, where V.values, the values they decode to, into `data`.
@@ -245,22 +245,22 @@ def cast_kernel(
     """
     matrix, i, j, row, row_exists, column, column_exists = tile_of_program(rows, columns, G)
     u, words = read_tile(
-        x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+        x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
         stride_matrix, stride_row, stride_column, G, V, F,
     )  # fmt: skip
     if V.tensor_amax:
         amax = tl.load(amax)
-    outer_code, multiplier = global_scale(outer, amax, supplied, (matrix == 0) & (i == 0) & (j == 0), S, V)
+    global_code, multiplier = global_scale_of(global_scale, amax, supplied, (matrix == 0) & (i == 0) & (j == 0), S, V)
     write(
-        u, words, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
+        u, words, data, scale, zero_point, amax, supplied, global_code, multiplier, seed_low, seed_high, matrix, i, j, row,
         row_exists, column, column_exists, rows, columns, groups, S, G, V,
     )  # fmt: skip
 
 
 @triton.jit
 def waiting_cast_kernel(
-    x, x_scale, x_zero_point, x_outer, data, scale, zero_point, outer, work, seed_low, seed_high, rows, columns, groups,
-    matrices, x_groups, stride_matrix, stride_row, stride_column,
+    x, x_scale, x_zero_point, x_global_scale, data, scale, zero_point, global_scale, work, seed_low, seed_high, rows, columns,
+    groups, matrices, x_groups, stride_matrix, stride_row, stride_column,
     S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """`amax_kernel` and `cast_kernel` in one launch: all programs run at the same time, and wait for each other in between.
@@ -276,8 +276,8 @@ def waiting_cast_kernel(
         matrix, i, j = tile // along // down, (tile // along) % down, tile % along
         row, row_exists, column, column_exists = tile_at(i, j, rows, columns, G)
         u, _ = read_tile(
-            x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
-            stride_matrix, stride_row, stride_column, G, V, F,
+            x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns,
+            x_groups, stride_matrix, stride_row, stride_column, G, V, F,
         )  # fmt: skip
         u = u & MAGNITUDE
         if V.finite:
@@ -285,17 +285,17 @@ def waiting_cast_kernel(
         maxima = tl.maximum(maxima, u)
         tile += programs
     amax = largest_of_programs(maxima, work, programs)
-    outer_code, multiplier = global_scale(outer, amax, None, first == 0, S, V)
+    global_code, multiplier = global_scale_of(global_scale, amax, None, first == 0, S, V)
     tile = first
     while tile < count:
         matrix, i, j = tile // along // down, (tile // along) % down, tile % along
         row, row_exists, column, column_exists = tile_at(i, j, rows, columns, G)
         u, words = read_tile(
-            x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
-            stride_matrix, stride_row, stride_column, G, V, F,
+            x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns,
+            x_groups, stride_matrix, stride_row, stride_column, G, V, F,
         )  # fmt: skip
         write(
-            u, words, data, scale, zero_point, amax, None, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
+            u, words, data, scale, zero_point, amax, None, global_code, multiplier, seed_low, seed_high, matrix, i, j, row,
             row_exists, column, column_exists, rows, columns, groups, S, G, V,
         )  # fmt: skip
         tile += programs
@@ -317,7 +317,7 @@ def largest_of_programs(maxima, work, programs):
 
 @triton.jit
 def read_tile(
-    x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+    x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
     stride_matrix, stride_row, stride_column, G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """(FP32 bits of a tile; with V.pairs the words of two BF16 numbers that they are from, otherwise the same bits)."""
@@ -334,8 +334,8 @@ def read_tile(
         return u, u
     else:
         u = read(
-            x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
-            stride_matrix, stride_row, stride_column, ROWS, COLUMNS, V, F,
+            x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns,
+            x_groups, stride_matrix, stride_row, stride_column, ROWS, COLUMNS, V, F,
         )  # fmt: skip
         return u, u
 
@@ -376,8 +376,8 @@ def cast_record_kernel(
 
 @triton.jit
 def pair_kernel(
-    x, data, scale, zero_point, outer, other_data, other_scale, other_zero_point, other_outer, amax, other_amax, supplied,
-    seed_low, seed_high, rows, columns, groups, other_groups, stride_matrix, stride_row, stride_column,
+    x, data, scale, zero_point, global_scale, other_data, other_scale, other_zero_point, other_global_scale, amax, other_amax,
+    supplied, seed_low, seed_high, rows, columns, groups, other_groups, stride_matrix, stride_row, stride_column,
     S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Two casts of tiles that are read once: blocks along the rows by G and V, and down the columns by H and W."""
@@ -388,14 +388,14 @@ def pair_kernel(
     )  # fmt: skip
     if V.tensor_amax:
         amax, other_amax = tl.load(amax), tl.load(other_amax)
-    outer_code, multiplier = global_scale(outer, amax, supplied, (matrix == 0) & (i == 0) & (j == 0), S, V)
+    global_code, multiplier = global_scale_of(global_scale, amax, supplied, (matrix == 0) & (i == 0) & (j == 0), S, V)
     code, codes, owner = write(
-        u, words, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
+        u, words, data, scale, zero_point, amax, supplied, global_code, multiplier, seed_low, seed_high, matrix, i, j, row,
         row_exists, column, column_exists, rows, columns, groups, S, G, V,
     )  # fmt: skip
-    if S.outer is not None:
+    if S.global_scale is not None:
         if (matrix == 0) & (i == 0) & (j == 0):
-            tl.store(other_outer, outer_code)
+            tl.store(other_global_scale, global_code)
     #: Blocks that are the same both ways have the same codes, which are computed once.
     SQUARE: tl.constexpr = G.block_rows == H.block_rows and G.block_columns == H.block_columns and G.block_rows != 1
     ELEMENT: tl.constexpr = S.element
@@ -408,7 +408,7 @@ def pair_kernel(
         )
     else:
         write(
-            u, words, other_data, other_scale, other_zero_point, other_amax, supplied, outer_code, multiplier, seed_low,
+            u, words, other_data, other_scale, other_zero_point, other_amax, supplied, global_code, multiplier, seed_low,
             seed_high, matrix, i, j, row, row_exists, column, column_exists, rows, columns, other_groups, S, H, W,
         )  # fmt: skip
 
@@ -428,7 +428,7 @@ def scale_places(matrix, i, j, rows, columns, S: tl.constexpr, G: tl.constexpr, 
 
 @triton.jit
 def write(
-    u, words, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
+    u, words, data, scale, zero_point, amax, supplied, global_code, multiplier, seed_low, seed_high, matrix, i, j, row,
     row_exists, column, column_exists, rows, columns, groups, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Cast the FP32 bits `u` of a tile, with blocks along axis G.axis. words: as `read_tile` returns them.
@@ -436,7 +436,7 @@ def write(
     amax: of the tensor, where V.tensor_amax; or the place of those of rows or columns. Returns (codes, those of scales, which
     scales it stored).
     """
-    OUTER: tl.constexpr = S.outer is not None
+    TWO_LEVEL: tl.constexpr = S.global_scale is not None
     ELEMENT: tl.constexpr = S.element
     SCALE: tl.constexpr = S.scale
     CODEC: tl.constexpr = S.scale.codec
@@ -477,16 +477,16 @@ def write(
             low, high = tl.minimum(low, 0.0), tl.maximum(high, 0.0)
         statistic = flushed(saturated(high - low))
 
-    OWN: tl.constexpr = V.source == "supplied" and not OUTER and ELEMENT.nan >= 0
-    if V.source == "supplied" and not OUTER:
+    OWN: tl.constexpr = V.source == "supplied" and not TWO_LEVEL and ELEMENT.nan >= 0
+    if V.source == "supplied" and not TWO_LEVEL:
         # Supplied scales are plain.
         plain = scale_place(of, row_block[:, None], column_block[None, :], block_rows, block_columns, "plain", G.axis, 1)
         codes = accept_scale(word_at(supplied, plain, block_exists, CODEC.bits), SCALE)
     else:
-        codes = scale_codes(statistic, multiplier, SCALE, OUTER, V.ptx and V.source != "supplied", V.ptx)
+        codes = scale_codes(statistic, multiplier, SCALE, TWO_LEVEL, V.ptx and V.source != "supplied", V.ptx)
     if not OWN:
         codes = tl.where(faulty, SCALE.nan, codes)
-    by, usable = divisor_of(codes, multiplier, SCALE, OUTER, V.ptx)
+    by, usable = divisor_of(codes, multiplier, SCALE, TWO_LEVEL, V.ptx)
     if SCALE.rule == "te" and V.source != "supplied":
         by = tl.where(statistic == 0, 1.0, te_multiplier(statistic, SCALE))
     owner = block_exists
@@ -547,7 +547,7 @@ def write(
     if V.values:
         if V.source == "tile" or V.source == "supplied":
             codes, offset = spread(codes, G), spread(offset, G)
-        v = value(code & ((1 << ELEMENT.bits) - 1), codes, offset, outer_code, S, V.native)
+        v = value(code & ((1 << ELEMENT.bits) - 1), codes, offset, global_code, S, V.native)
         to = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
         v = rounded(v, data.dtype.element_ty, V.ptx)
         tl.store(data + to, v, mask=row_exists[:, None] & column_exists[None, :])

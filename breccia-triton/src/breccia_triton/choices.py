@@ -121,9 +121,8 @@ def block_text(block: Block) -> str:
 
 def codecs_of(fmt: Format) -> str:
     """The codecs of elements and scales, fine to coarse, and the offset: "E2M1/E4M3/F32", "UINT4/F16+zero_point"."""
-    scales = [fmt.scale] if fmt.global_scale is None else [fmt.scale, fmt.global_scale]
     offset = "" if fmt.offset == "none" else f"+{fmt.offset}"
-    return "/".join([fmt.element.name, *(level.codec.name for level in scales)]) + offset
+    return "/".join([fmt.element.name, *(level.codec.name for level in reversed(fmt.levels))]) + offset
 
 
 @dataclass(frozen=True)

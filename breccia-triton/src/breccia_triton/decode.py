@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from breccia import ScaledTensor
-from breccia.backend import FLOAT32, ProductOptions, product_options, reference
+from breccia.backend import FLOAT32, ProductOptions, components, product_options, reference
+from breccia.internal import with_parts
 from breccia_torch.ops import TORCH
 
 from . import tuning
@@ -26,12 +27,14 @@ from .specs import Unsupported
 def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
     """`dequantize` as `breccia.dequantize` documents it.
 
-    A transposed view of a contiguous tensor decodes into such a view.
+    A transposed view of a contiguous tensor decodes into such a view. Codes of other views are copied first.
     """
     out_dtype, _, out = options
     data = st.data
     if out is None and data.ndim > 1 and not data.is_contiguous() and data.mT.is_contiguous():
         return dequantize(st.mT, options).mT
+    if not data.is_contiguous():
+        st = with_parts(st, components(st) | {"data": data.contiguous()})
     key = (out_dtype, *facts_of(st))
     call = _calls.get(key)
     if call is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from breccia import InStorage, ScaledTensor, ScalingRecipe
+from breccia import Format, InStorage, Layout, ScaledTensor, ScalingRecipe
 from breccia.backend import PLAIN, TENSOR, Block, Shape, checks, packing, part_shapes
 
 from .choices import codecs_of
@@ -71,6 +71,11 @@ def matrices_of(shape: Shape, block: Block, axis: int) -> tuple[int, int, int]:
         tall = in_memory(block, axis)[0]
         merged = axis == -1 and tall is not None and rows % tall == 0
     return (1, lead * rows, columns) if merged else (lead, rows, columns)
+
+
+def block_of(fmt: Format, layout: Layout, axis: int) -> Block:
+    """The block of one scale, that of the finest level of several."""
+    return layout.plain.block(axis) if fmt.scale_record is None else fmt.scale.block
 
 
 def grid_of(tile: Tile, matrices: int, rows: int, columns: int) -> tuple[tuple[int, int, int], bool]:
@@ -136,7 +141,8 @@ class Codes:
     ) -> None:  # fmt: skip
         self.spec, self.axis, self.shape = spec, st.axis, tuple(st.shape)
         fmt, layout, shape = st.recipe.format, st.layout.plain, self.shape
-        self.block, self.storage = layout.block(st.axis), st.layout.storage
+        self.block = block_of(fmt, layout, st.axis)
+        self.storage = st.layout.storage
         for name, part in parts.items():
             if part is None:
                 raise Unsupported(f"its {name} is not on its device")
@@ -165,7 +171,7 @@ class Codes:
         self.kind, self.hardware = codecs_of(fmt), hardware
         self.ptx, self.native = hardware.ptx, fmt.element.name in CONVERTED and hardware.fp8
         self.strides: dict[str, Argument] = {}
-        names = {"data": "x", "scale": "x_scale", "zero_point": "x_zero_point", "global_scale": "x_outer"}
+        names = {"data": "x", "scale": "x_scale", "zero_point": "x_zero_point", "global_scale": "x_global_scale"}
         self.arguments = {
             names[name]: Argument(POINTERS[itemsize(part.dtype)], name == "data" and part.aligned)
             for name, part in components.items()
@@ -214,8 +220,7 @@ class Written:
 
     def arguments(self, prefix: str = "") -> dict[str, Argument]:
         """Of its components, by the names in the kernels."""
-        renamed = {"global_scale": "outer"}
-        return {prefix + renamed.get(name, name): Argument(POINTERS[itemsize(dtype)], True) for name, _, dtype in self.parts}
+        return {prefix + name: Argument(POINTERS[itemsize(dtype)], True) for name, _, dtype in self.parts}
 
     def tensor(self, parts: Sequence[Any]) -> ScaledTensor:
         """The ScaledTensor with these components."""

@@ -163,8 +163,8 @@ class Product:
         plan, way = self.plan, self.way
         lines = plan.lines if second else plan.rows
         source, plain = operand.source(lines, plan.deep), operand.source(lines, plan.plain)
-        outer = None if source is None else source.spec.outer
+        global_scale = None if source is None else source.spec.global_scale
         if source is not None:
-            source = replace(source, spec=replace(source.spec, outer=None))
+            source = replace(source, spec=replace(source.spec, global_scale=None, scales_first=False))
         marks = (way.folded, way.valued) if second else (False, False)
-        return Side(source, plain, operand.k_last, *marks, way.low, way.high, outer, way.outer_low, way.outer_high)
+        return Side(source, plain, operand.k_last, *marks, way.low, way.high, global_scale, way.global_low, way.global_high)

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from .geometry import Source
-from .numerics import INF, MAGNITUDE, bits_of, decode, outer_multiplier, read_scale, rounded, value
+from .numerics import INF, MAGNITUDE, bits_of, decode, global_multiplier, read_scale, rounded, value
 from .specs import Scale
-from .tiles import block_count, codes_at, decoded, scale_place, word_at
+from .tiles import block_count, codes_at, decoded, recorded, scale_place, word_at
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Side:
 
     source: how its codes are read in steps along K, None for an array; plain: likewise in the steps of sums in FP32.
     k_last: whether K is last in memory. folded: scales are multiplied into the codes. valued: likewise, with a bias, in FP32.
-    low, high: magnitudes between which the scales have to be, unless they are 0. outer: the global scale, and its magnitudes.
+    low, high: magnitudes between which the scales have to be, unless they are 0. global_scale: with its magnitudes.
     """
 
     source: Source | None = None
@@ -32,9 +32,9 @@ class Side:
     valued: bool = False
     low: float = 0.0
     high: float = 0.0
-    outer: Scale | None = None
-    outer_low: float = 0.0
-    outer_high: float = 0.0
+    global_scale: Scale | None = None
+    global_low: float = 0.0
+    global_high: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Plan:
 
 @triton.jit
 def fused_kernel(
-    a, a_scale, b, b_scale, b_zero_point, b_outer, bias, out, rows, columns,
+    a, a_scale, b, b_scale, b_zero_point, b_global_scale, bias, out, rows, columns,
     P: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """A tile of `a @ b + bias`, (rows, columns) in each matrix; for P.split > 1, FP32 sums of one part of K.
@@ -80,19 +80,21 @@ def fused_kernel(
     row, column = j * P.rows + tl.arange(0, P.rows), i * P.lines + tl.arange(0, P.lines)
     exists = (column < columns)[:, None] & (row < rows)[None, :]
     if P.dot == "float32":
-        total = _in_fp32(a, a_scale, b, b_scale, b_zero_point, b_outer, a_matrix, b_matrix, i, j, first, rows, columns, P, A, B)
+        total = _in_fp32(
+            a, a_scale, b, b_scale, b_zero_point, b_global_scale, a_matrix, b_matrix, i, j, first, rows, columns, P, A, B
+        )
     else:
         total, strays = _in_steps(a, a_scale, b, b_scale, b_zero_point, a_matrix, b_matrix, i, j, first, rows, columns, P, A, B)
         strays = tl.maximum(strays, tl.max(tl.max((exists & ((bits_of(total) & MAGNITUDE) >= INF)).to(tl.int32), 1), 0))
-        if B.outer is not None:
-            OUTER: tl.constexpr = B.outer
-            multiplier = outer_multiplier(tl.load(b_outer), OUTER)
+        if B.global_scale is not None:
+            LEVEL: tl.constexpr = B.global_scale
+            multiplier = global_multiplier(tl.load(b_global_scale), LEVEL)
             magnitude = tl.abs(multiplier)
-            strays = tl.where((magnitude >= B.outer_low) & (magnitude <= B.outer_high), strays, 1)
+            strays = tl.where((magnitude >= B.global_low) & (magnitude <= B.global_high), strays, 1)
             total = total * multiplier
         if strays != 0:
             total = _in_fp32(
-                a, a_scale, b, b_scale, b_zero_point, b_outer, a_matrix, b_matrix, i, j, first, rows, columns, P, A, B
+                a, a_scale, b, b_scale, b_zero_point, b_global_scale, a_matrix, b_matrix, i, j, first, rows, columns, P, A, B
             )
     if bias is not None and P.split == 1:
         total = total + tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[:, None]
@@ -140,14 +142,14 @@ def _in_steps(
         part = _product(w, tl.trans(x), P)
         by = tl.full((LINES, ROWS), 1.0, tl.float32)
         if not B.folded:
-            multiplier = _scales(scale, B)
+            multiplier = _scales(scale, B, False)
             b_strays = b_strays | _strays(multiplier, B)
             if B.valued:
-                b_strays = b_strays | _strays(_scales(offset, B), B)
+                b_strays = b_strays | _strays(_scales(offset, B, True), B)
             else:
                 by = tl.broadcast_to(multiplier[:, None], (LINES, ROWS))
         if A.source is not None:
-            multiplier = _scales(_words(a_scale, a_matrix, j, k, rows, ROWS, A, P, False), A)
+            multiplier = _scales(_words(a_scale, a_matrix, j, k, rows, ROWS, A, P, False), A, False)
             a_strays = a_strays | _strays(multiplier, A)
             by = by * multiplier[None, :]
         total = tl.fma(part, by, total)
@@ -156,7 +158,7 @@ def _in_steps(
 
 @triton.jit
 def _in_fp32(
-    a, a_scale, b, b_scale, b_zero_point, b_outer, a_matrix, b_matrix, i, j, first, rows, columns,
+    a, a_scale, b, b_scale, b_zero_point, b_global_scale, a_matrix, b_matrix, i, j, first, rows, columns,
     P: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """FP32 sums (lines, rows) of FP32 products of decoded values."""
@@ -167,7 +169,7 @@ def _in_fp32(
     for step in tl.range(0, P.steps * EACH, num_stages=1):
         k = first * EACH + step
         x = _values(a, a_scale, None, None, a_matrix, j, k, rows, ROWS, A, P)
-        w = _values(b, b_scale, b_zero_point, b_outer, b_matrix, i, k, columns, LINES, B, P)
+        w = _values(b, b_scale, b_zero_point, b_global_scale, b_matrix, i, k, columns, LINES, B, P)
         total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     return total
 
@@ -273,11 +275,15 @@ def _product(w, x, P: tl.constexpr):
 def _words(
     pointer, matrix, i, k, lines, LINES: tl.constexpr, D: tl.constexpr, P: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Codes of the scales, or of the offsets, of the lines of a step, as int32; zeros where they are not needed."""
+    """Codes of the scales, or of the offsets, of the lines of a step, as int32; zeros where they are not needed.
+
+    Those of several levels are FP32 bits.
+    """
     if D.folded or (OFFSET and D.source.spec.offset == "none"):
         return tl.zeros((LINES,), tl.int32)
     else:
         F: tl.constexpr = D.source
+        RECORDS: tl.constexpr = F.spec.offset_records if OFFSET else F.spec.scale_records
         BITS: tl.constexpr = 8 if OFFSET and F.spec.offset == "zero_point" else F.spec.scale.codec.bits
         STORAGE: tl.constexpr = F.storage
         AXIS: tl.constexpr = F.axis
@@ -292,18 +298,24 @@ def _words(
             along = k * P.deep // BLOCK
         if F.shared:
             matrix = matrix * 0
-        if D.k_last:
-            at = scale_place(matrix, of, along, block_count(lines, ACROSS), block_count(P.depth, BLOCK), STORAGE, AXIS, BYTES)
-        else:
-            at = scale_place(matrix, along, of, block_count(P.depth, BLOCK), block_count(lines, ACROSS), STORAGE, AXIS, BYTES)
+        DEPTH: tl.constexpr = P.depth
+        down, across, tall, wide = of, along, lines, DEPTH
+        if not D.k_last:
+            down, across, tall, wide = along, of, DEPTH, lines
         # The last part of K may have steps beyond it.
-        return word_at(pointer, at, (line < lines) & (k * P.deep < P.depth), BITS)
+        exists = (line < lines) & (k * P.deep < P.depth)
+        if RECORDS is not None:
+            return recorded(pointer, matrix, down, across, tall, wide, exists, AXIS, RECORDS)
+        else:
+            heights, widths = block_count(tall, F.block_rows), block_count(wide, F.block_columns)
+            at = scale_place(matrix, down, across, heights, widths, STORAGE, AXIS, BYTES)
+            return word_at(pointer, at, exists, BITS)
 
 
 @triton.jit
-def _scales(codes, D: tl.constexpr):
-    """FP32 numbers of codes of scales."""
-    SCALE: tl.constexpr = D.source.spec.scale
+def _scales(codes, D: tl.constexpr, OFFSET: tl.constexpr):
+    """FP32 numbers of codes of scales, or of float offsets."""
+    SCALE: tl.constexpr = D.source.spec.offset_scale if OFFSET else D.source.spec.scale
     return read_scale(codes, SCALE)
 
 
@@ -316,7 +328,7 @@ def _strays(multiplier, D: tl.constexpr):
 
 @triton.jit
 def _values(
-    x, x_scale, x_zero_point, x_outer, matrix, i, k, lines, LINES: tl.constexpr, D: tl.constexpr, P: tl.constexpr
+    x, x_scale, x_zero_point, x_global_scale, matrix, i, k, lines, LINES: tl.constexpr, D: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
     """FP32 values (LINES, P.plain) of a step, zeros where there are none."""
     DEEP: tl.constexpr = P.plain
@@ -335,8 +347,8 @@ def _values(
         TALL: tl.constexpr = LINES if D.k_last else DEEP
         WIDE: tl.constexpr = DEEP if D.k_last else LINES
         v = decoded(
-            x, x_scale, x_zero_point, x_outer, matrix, down, along, row, row_exists, column, column_exists, tall, wide, GROUPS,
-            TALL, WIDE, SOURCE,
+            x, x_scale, x_zero_point, x_global_scale, matrix, down, along, row, row_exists, column, column_exists, tall, wide,
+            GROUPS, TALL, WIDE, SOURCE,
         )  # fmt: skip
         v = tl.where(exists, v, 0.0)
     if not D.k_last:

@@ -19,7 +19,7 @@ from breccia.backend import F32, TENSOR, Block, Call
 from . import plans
 from .bf16_plans import BEYOND, LARGEST, LEAST, NORMAL, significant
 from .cuda import fp8_plans
-from .facts import LARGE
+from .facts import LARGE, block_of
 from .specs import CONVERTED
 
 #: Dtypes of arrays, each with its significant bits and the exponents of its least number and beyond its largest one.
@@ -35,13 +35,15 @@ PROMOTED = 128
 #: Exponents between which scales, and biases of blocks, have to be where values are multiplied as three numbers in BF16:
 #: their last bits, 2^-46 of the scale, are normal numbers then.
 _VALUED = -80, 100
+#: Likewise of scales and float zero-points. A code less a zero-point is a multiple of 2^-47 then, and a value one of 2^-94.
+_SHIFTED = -24, 60
 
 
 @dataclass(frozen=True)
 class Way:
     """How the codes of an operand are multiplied, besides arrays of one dtype; see `fused_kernels.Side` and `Plan`.
 
-    low, high: of scales, as numbers. outer_low, outer_high: of the global scale.
+    low, high: of scales, as numbers. global_low, global_high: of the global scale.
     """
 
     dot: str
@@ -50,8 +52,8 @@ class Way:
     valued: bool = False
     low: float = 0.0
     high: float = 2.0**LARGEST
-    outer_low: float = 0.0
-    outer_high: float = 0.0
+    global_low: float = 0.0
+    global_high: float = 0.0
 
 
 # ------------------------------------------------------------------------------------------------ what is multiplied
@@ -65,29 +67,36 @@ def way_of(fmt: Format, group: int, dtype: str) -> Way | str:
     """
     if dtype == "float32":
         return Way("float32")
-    level, outer = fmt.scale, fmt.global_scale
+    level, global_scale = fmt.scale, fmt.global_scale
     if level.convention != "multiplier":
         return f"its scales are stored as {level.convention}, and the kernel multiplies"
-    if outer is not None and (outer.codec != F32 or fmt.offset != "none"):
-        return "global scales with an offset, or of another codec than F32, have no kernel here"
-    (least, most), (least_scale, most_scale) = _exponents(fmt), _range(level.codec)
-    outer_low = outer_high = 0.0
-    if outer is not None:
-        # Values under both scales have to be normal FP32 numbers.
-        outer_low = math.ldexp(1.0, min(NORMAL - least - least_scale, BEYOND - 1))
-        outer_high = math.ldexp(1.0, max(min(BEYOND - 1 - most - most_scale, LARGEST), NORMAL))
+    if global_scale is not None and (global_scale.codec != F32 or fmt.offset != "none" or fmt.scale_record is not None):
+        return "global scales with an offset, of coded scales, or of another codec than F32, have no kernel here"
+    codec = _scale_codec(fmt)
+    (least, most), (least_scale, most_scale) = _exponents(fmt), _range(codec)
+    global_low = global_high = 0.0
+    if global_scale is not None:
+        # Values under both scales have to be normal FP32 numbers; so has the product of these, where it comes first.
+        below, above = (min(least, 0), max(most, 0)) if fmt.order == "scales_first" else (least, most)
+        global_low = math.ldexp(1.0, min(NORMAL - below - least_scale, BEYOND - 1))
+        global_high = math.ldexp(1.0, max(min(BEYOND - 1 - above - most_scale, LARGEST), NORMAL))
     exact = _exact(fmt, dtype)
     if not exact and dtype == "float16":
         return Way("float32")  # FP16 has too few exponents for a sum of three numbers
-    if fmt.offset == "bias":
-        low, high = (math.ldexp(1.0, n) for n in _VALUED)
+    if fmt.offset in ("bias", "float_zero_point"):
+        low, high = (math.ldexp(1.0, n) for n in (_VALUED if fmt.offset == "bias" else _SHIFTED))
         return Way(dtype, 3, valued=True, low=low, high=high)
     if group and group < PROMOTED and _folds(fmt, dtype):
-        return Way(dtype, folded=True, outer_low=outer_low, outer_high=outer_high)
+        return Way(dtype, folded=True, global_low=global_low, global_high=global_high)
     # A scale below this one may make FP32 round a value that is subnormal.
-    representable = isinstance(level.codec, PowerOfTwo) and least + least_scale >= LEAST
+    representable = isinstance(codec, PowerOfTwo) and least + least_scale >= LEAST
     low = 0.0 if representable or least + least_scale >= NORMAL else math.ldexp(1.0, NORMAL - least)
-    return Way(dtype, 1 if exact else 3, low=low, outer_low=outer_low, outer_high=outer_high)
+    return Way(dtype, 1 if exact else 3, low=low, global_low=global_low, global_high=global_high)
+
+
+def _scale_codec(fmt: Format) -> Codec:
+    """The codec of the scale of a block: FP32 where several levels multiply to it."""
+    return fmt.scale.codec if fmt.scale_record is None else F32
 
 
 def _magnitudes(fmt: Format) -> Iterable[float]:
@@ -116,7 +125,7 @@ def _range(codec: Codec) -> tuple[int, int]:
 
 def _exact(fmt: Format, dtype: str) -> bool:
     """Whether a dtype holds every code, less its zero-point"""
-    if isinstance(fmt.element, Lookup) or fmt.offset == "bias":
+    if isinstance(fmt.element, Lookup) or fmt.offset in ("bias", "float_zero_point"):
         return False
     bits, least, most = DTYPES[dtype]
     if isinstance(fmt.element, Integer):
@@ -133,7 +142,7 @@ def _folds(fmt: Format, dtype: str) -> bool:
     """Whether a dtype holds every code times its scale"""
     if dtype != "bfloat16" or fmt.offset != "none":
         return False
-    codecs = fmt.element, fmt.scale.codec
+    codecs = fmt.element, _scale_codec(fmt)
     bits = [significant(codec) for codec in codecs]
     if None in bits or sum(b or 0 for b in bits) > DTYPES[dtype][0] or not isinstance(codecs[0], Minifloat | Integer):
         return False
@@ -148,6 +157,8 @@ def way_of_fp8(a: Format, b: Format, native: bool) -> Way | str:
             return f"{fmt.element.name} codes are not FP8"
         if fmt.offset != "none" or fmt.global_scale is not None or fmt.scale.convention != "multiplier":
             return "offsets, global scales and scales that are not multipliers have no kernel here"
+        if fmt.scale_record is not None:
+            return "coded scales of FP8 have no kernel here"
     most = max(_exponents(a)[1], _exponents(b)[1])
     return Way("float8" if native else "bfloat16", high=2.0 ** (BEYOND - 1 - most))
 
@@ -177,7 +188,7 @@ def accepts_weight_only(call: Call) -> str | None:
         return f"a: it multiplies {', '.join(DTYPES)}, and the array is {a.dtype}"
     if b.layout is None:  # `explain` of recipes alone
         return None
-    group = group_of(b.layout.plain.block(b.axis))
+    group = group_of(block_of(b.recipe.format, b.layout, b.axis))
     way = way_of(b.recipe.format, group, a.dtype)
     return (f"b: {way}" if isinstance(way, str) else None) or _refused(call, a.dtype == "float32")
 
@@ -213,7 +224,7 @@ def _refused(call: Call, fp32: bool) -> str | None:
             return f"{name}: {readable}"
         if operand.axis != axis:
             return f"{name}: its blocks go across K"
-        group = group_of(operand.layout.plain.block(operand.axis))
+        group = group_of(block_of(operand.recipe.format, operand.layout, operand.axis))
         if deepest(group) < STEP:
             return f"{name}: blocks of {group} columns; steps of a product take multiples of {STEP}"
     if a.empty or b.empty:

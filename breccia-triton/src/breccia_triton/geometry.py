@@ -210,7 +210,7 @@ class Source:
 
     block_rows, block_columns: sides of its blocks in memory, 0 for the side of the matrix. run_rows, run_columns: lengths that
     divide the sides of the tile and lie within one block; 1 where the positions of the tile are not contiguous. grouped: the
-    bytes of two 4-bit codes, or of four 6-bit codes, belong to one tile; words: and 16 codes are three words of 32 bits.
+    bytes of a group of codes belong to one tile; words: and 16 codes of 6 bits are three words of 32 bits.
     shared: one scale for all matrices. axis, storage, native, ptx: as of `Tile` and `Variant`.
     """
 
@@ -230,7 +230,7 @@ class Source:
     @property
     def length(self) -> int:
         """Codes of a group of whole bytes."""
-        return {4: 2, 6: 4}.get(self.spec.element.bits, 1)
+        return _group(self.spec.element.bits)
 
     @staticmethod
     def of(
@@ -244,10 +244,15 @@ class Source:
         side, block_side, slots = (
             (tile.columns, tile.block_columns, tile.wide) if along else (tile.rows, tile.block_rows, tile.tall)
         )
-        count = {4: 2, 6: 4}.get(spec.element.bits, 0)
-        grouped = count > 0 and side % count == 0 and block_side in (0, slots)
-        words = words and grouped and count == 4 and along == 1 and side % 16 == 0
+        count = _group(spec.element.bits)
+        grouped = count > 1 and side % count == 0 and block_side in (0, slots)
+        words = words and grouped and spec.element.bits == 6 and along == 1 and side % 16 == 0
         return Source(spec, along, tall, wide, run_rows, run_columns, grouped, words, shared, storage, native, ptx)
+
+
+def _group(bits: int) -> int:
+    """How many codes fill whole bytes."""
+    return 8 // math.gcd(bits, 8)
 
 
 def in_memory(block: Block, axis: int) -> Block:

@@ -47,7 +47,7 @@ from .specs import Spec, Unsupported
 #: The dtypes of codes and scales in kernels, by bytes.
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32"}
 #: The parameters of kernels that are components of a ScaledTensor that they read.
-_COMPONENTS = {"data": "x", "scale": "x_scale", "zero_point": "x_zero_point", "global_scale": "x_outer"}
+_COMPONENTS = {"data": "x", "scale": "x_scale", "zero_point": "x_zero_point", "global_scale": "x_global_scale"}
 _SEED = ("seed_low", "seed_high")
 #: While a function is traced: what calls are supported, and what they return, does not depend on it.
 UNKNOWN = Hardware()

@@ -51,7 +51,7 @@ from .numerics import (
     words_of_rounded,
     words_of_six,
 )
-from .tiles import global_scale
+from .tiles import global_scale_of
 
 
 @triton.jit
@@ -111,10 +111,10 @@ def _width(least, most, top, S: tl.constexpr):
 @triton.jit
 def _scales(statistic, faulty, multiplier, S: tl.constexpr, V: tl.constexpr):
     """(codes of scales, what elements are multiplied by, whether the scales are usable) of what they are computed from."""
-    OUTER: tl.constexpr = S.outer is not None
+    TWO_LEVEL: tl.constexpr = S.global_scale is not None
     SCALE: tl.constexpr = S.scale
-    codes = tl.where(faulty, SCALE.nan, scale_codes(statistic, multiplier, SCALE, OUTER, V.ptx, V.ptx))
-    by, usable = divisor_of(codes, multiplier, SCALE, OUTER, V.ptx, True)
+    codes = tl.where(faulty, SCALE.nan, scale_codes(statistic, multiplier, SCALE, TWO_LEVEL, V.ptx, V.ptx))
+    by, usable = divisor_of(codes, multiplier, SCALE, TWO_LEVEL, V.ptx, True)
     usable = usable & ~faulty
     if SCALE.rule == "te":
         by = tl.where(statistic == 0, 1.0, te_multiplier(statistic, SCALE))
@@ -181,7 +181,7 @@ def _rounded(u, by, offset, limit, S: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def lanes_kernel(
-    x, data, scale, zero_point, outer, amax, blocks, S: tl.constexpr, L: tl.constexpr, V: tl.constexpr
+    x, data, scale, zero_point, global_scale, amax, blocks, S: tl.constexpr, L: tl.constexpr, V: tl.constexpr
 ):  # fmt: skip
     """Codes, scales, offsets and the global scale of `blocks` blocks, which follow each other in memory."""
     STEPS: tl.constexpr = L.steps
@@ -192,7 +192,7 @@ def lanes_kernel(
         pid = pid.to(tl.int64)
     if V.tensor_amax:
         amax = tl.load(amax)
-    _, multiplier = global_scale(outer, amax, None, pid == 0, S, V)
+    _, multiplier = global_scale_of(global_scale, amax, None, pid == 0, S, V)
     for step in tl.static_range(STEPS):
         _lanes(x, data, scale, zero_point, multiplier, blocks, pid * STEPS + step, S, L, V)
 
@@ -334,7 +334,7 @@ def _store_six(to, groups, exists, LANES: tl.constexpr):
 
 @triton.jit
 def strips_kernel(
-    x, data, scale, zero_point, outer, amax, blocks, columns, S: tl.constexpr, L: tl.constexpr, V: tl.constexpr
+    x, data, scale, zero_point, global_scale, amax, blocks, columns, S: tl.constexpr, L: tl.constexpr, V: tl.constexpr
 ):  # fmt: skip
     """As `lanes_kernel`, for blocks down the columns, `blocks` below each other. A thread has LANE rows of EACH columns."""
     WIDE: tl.constexpr = L.wide
@@ -370,7 +370,7 @@ def strips_kernel(
 
     if V.tensor_amax:
         amax = tl.load(amax)
-    _, multiplier = global_scale(outer, amax, None, pid == 0, S, V)
+    _, multiplier = global_scale_of(global_scale, amax, None, pid == 0, S, V)
     if S.offset == "none":
         statistic, faulty = _statistic(_extreme_of_columns(pairs, "amax", WIDE, PAIRS, V.ptx))
     else:
@@ -433,8 +433,8 @@ def strips_kernel(
 
 @triton.jit
 def panels_kernel(
-    x, data, scale, zero_point, outer, other_data, other_scale, other_zero_point, other_outer, amax, rows, columns,
-    S: tl.constexpr, L: tl.constexpr, V: tl.constexpr,
+    x, data, scale, zero_point, global_scale, other_data, other_scale, other_zero_point, other_global_scale, amax, rows,
+    columns, S: tl.constexpr, L: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Blocks down the columns, whose codes are written column by column; with L.both, first blocks along the rows.
 
@@ -453,7 +453,7 @@ def panels_kernel(
     if V.tensor_amax:
         amax = tl.load(amax)
     first = (matrix == 0) & (i == 0) & (j == 0)
-    outer_code, multiplier = global_scale(outer, amax, None, first, S, V)
+    global_code, multiplier = global_scale_of(global_scale, amax, None, first, S, V)
     width = columns // EACH
     if PAIRS:
         x = x.to(tl.pointer_type(tl.int32))
@@ -469,9 +469,9 @@ def panels_kernel(
     numbers = (a, b, c, d, e, f, g, h)
 
     if L.both:
-        if S.outer is not None:
+        if S.global_scale is not None:
             if first:
-                tl.store(other_outer, outer_code)
+                tl.store(other_global_scale, global_code)
         block = j * (WIDE // BLOCK) + tl.arange(0, WIDE // BLOCK)
         group = j * (WIDE // 8) + tl.arange(0, WIDE // 8)
         row = i * TALL + tl.arange(0, TALL)

@@ -411,23 +411,29 @@ def decode(code, C: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def value(code, scale_code, offset, outer_code, S: tl.constexpr, NATIVE: tl.constexpr):
+def value(code, scale_code, offset, global_code, S: tl.constexpr, NATIVE: tl.constexpr):
     """FP32 values of codes under their scales and offsets, all as int32 codes (section 4 of docs/spec/numerics.md)."""
     ELEMENT: tl.constexpr = S.element
     SCALE: tl.constexpr = S.scale
-    OUTER: tl.constexpr = S.outer
+    OFFSET: tl.constexpr = S.offset_scale
+    LEVEL: tl.constexpr = S.global_scale
     v = decode(code, ELEMENT, NATIVE)
     if S.offset == "zero_point":
         v = v - offset.to(tl.float32)
-    v = v * read_scale(scale_code, SCALE)
-    if S.outer is not None:
-        stored = number(outer_code)
-        if S.outer.convention == "divisor":
+    elif S.offset == "float_zero_point":
+        v = v - read_scale(offset, OFFSET)
+    scale = read_scale(scale_code, SCALE)
+    if S.scales_first:
+        scale = scale * global_multiplier(global_code, LEVEL)
+    v = v * scale
+    if S.global_scale is not None and not S.scales_first:
+        stored = number(global_code)
+        if S.global_scale.convention == "divisor":
             v = tl.div_rn(v, tl.zeros_like(v) + stored)
         else:
-            v = v * outer_multiplier(outer_code, OUTER)
+            v = v * global_multiplier(global_code, LEVEL)
     if S.offset == "bias":
-        v = flushed(v) + flushed(read_scale(offset, SCALE))
+        v = flushed(v) + flushed(read_scale(offset, OFFSET))
     return v
 
 
@@ -441,10 +447,10 @@ def _product(a, b):
 
 
 @triton.jit
-def scale_codes(statistic, outer, S: tl.constexpr, OUTER: tl.constexpr, OUTER_FITS: tl.constexpr, PTX: tl.constexpr):
-    """int32 codes of the scales of blocks: from their amax (or width), under the multiplier `outer` if there is one.
+def scale_codes(statistic, multiplier, S: tl.constexpr, TWO_LEVEL: tl.constexpr, GLOBAL_FITS: tl.constexpr, PTX: tl.constexpr):
+    """int32 codes of the scales of blocks: from their amax (or width), and the `multiplier` of any global scale.
 
-    OUTER_FITS: it is computed from the same tensor, so that no quotient overflows.
+    GLOBAL_FITS: it is computed from the same tensor, so that no quotient overflows.
     """
     if S.rule == "exponent":
         n = ((bits_of(statistic) + S.carry) >> 23) - S.cap
@@ -460,19 +466,19 @@ def scale_codes(statistic, outer, S: tl.constexpr, OUTER: tl.constexpr, OUTER_FI
         else:
             t = quotient(statistic, S.divisor, S.inverse, PTX)
         # Without another factor, codecs take what is below 2^-126 as zero, or as their least number.
-        LIFTS: tl.constexpr = PTX and OUTER and OUTER_FITS
-        if not PTX or (OUTER and not LIFTS) or S.factor > 1.0:
+        LIFTS: tl.constexpr = PTX and TWO_LEVEL and GLOBAL_FITS
+        if not PTX or (TWO_LEVEL and not LIFTS) or S.factor > 1.0:
             t = flushed(t)
         if S.qmax < 1:
             t = saturated(t)
-        if OUTER:
-            if OUTER_FITS:
+        if TWO_LEVEL:
+            if GLOBAL_FITS:
                 # Both times a power of two, where the remainder would have bits below FP32's last one.
-                lift = tl.where(outer < 2.0**-40, 2.0**64, 1.0)
+                lift = tl.where(multiplier < 2.0**-40, 2.0**64, 1.0)
                 t = _product(t, lift) if LIFTS else t * lift
-                t = _refined(t, outer * lift, reciprocal(outer * lift, PTX))
+                t = _refined(t, multiplier * lift, reciprocal(multiplier * lift, PTX))
             else:
-                t = saturated(tl.div_rn(t, tl.zeros_like(t) + outer))
+                t = saturated(tl.div_rn(t, tl.zeros_like(t) + multiplier))
         if S.factor != 1.0:
             t = saturated(t * S.factor)
         codes = encode_scale(tl.minimum(tl.maximum(t, S.least), S.most), S)
@@ -521,9 +527,9 @@ def encode_bias(low, S: tl.constexpr):
 
 @triton.jit
 def read_scale(codes, S: tl.constexpr):
-    """FP32 values of int32 scale codes."""
+    """FP32 values of int32 scale codes. S: a `specs.Scale`, or a `specs.Coded`."""
     CODEC: tl.constexpr = S.codec
-    if S.codec.kind == "float":
+    if S.codec.kind == "float" or S.codec.kind == "integer" or S.codec.kind == "table":
         return decode(codes, CODEC, False)
     elif S.codec.kind == "power":
         u = tl.where(codes == 0, 0x00400000, codes << 23)
@@ -551,12 +557,12 @@ def accept_scale(stored, S: tl.constexpr):
 
 
 @triton.jit
-def divisor_of(codes, outer, S: tl.constexpr, OUTER: tl.constexpr, PTX: tl.constexpr, FINITE: tl.constexpr = False):
+def divisor_of(codes, multiplier, S: tl.constexpr, TWO_LEVEL: tl.constexpr, PTX: tl.constexpr, FINITE: tl.constexpr = False):
     """(what elements are multiplied by, or divided under the rule "divide"; whether the scale is usable) of scale codes.
 
     FINITE: no code is that of NaN, or what is returned for it does not matter.
     """
-    if S.codec.kind == "power" and not OUTER:
+    if S.codec.kind == "power" and not TWO_LEVEL:
         # 2^-127, the reciprocal of 2^127, is an FP32 subnormal: products with it are exact, or below every element's step.
         by = number(tl.where(codes == 254, 0x00400000, (254 - codes) << 23))
         usable = codes != S.nan
@@ -566,9 +572,9 @@ def divisor_of(codes, outer, S: tl.constexpr, OUTER: tl.constexpr, PTX: tl.const
             by = number(codes << (23 - S.codec.mantissa)) * 2.0 ** (127 - S.codec.bias)
         else:
             by = read_scale(codes, S)
-        if OUTER:
-            by = by * outer
-        if FINITE and PTX and S.codec.kind == "float" and not OUTER and S.rule != "divide":
+        if TWO_LEVEL:
+            by = by * multiplier
+        if FINITE and PTX and S.codec.kind == "float" and not TWO_LEVEL and S.rule != "divide":
             usable = codes != 0
         else:
             usable = (by >= LEAST_NORMAL) & (by <= MOST)
@@ -610,7 +616,7 @@ def scaled_magnitude(x, by):
 
 
 @triton.jit
-def outer_codes(amax, G: tl.constexpr, PTX: tl.constexpr):
+def global_codes(amax, G: tl.constexpr, PTX: tl.constexpr):
     """int32 codes of the global scale, from the amax (bits) of the finite elements."""
     a = number(tl.where(amax >= NORMAL, amax, 0))
     if G.convention == "multiplier":
@@ -624,7 +630,7 @@ def outer_codes(amax, G: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def outer_multiplier(codes, G: tl.constexpr):
+def global_multiplier(codes, G: tl.constexpr):
     """The multiplier of a stored global scale."""
     stored = number(codes)
     if G.convention == "amax":

@@ -120,7 +120,8 @@ def codes_of(st: ScaledTensor, spec: Spec, merged: bool, other: Hardware | None 
 def turned_scales(st: ScaledTensor) -> bool:
     """Whether columns of its scales are contiguous, not rows: in the transpose of what a cast down the columns wrote."""
     scale, zero_point = st.scale, st.zero_point
-    if scale.ndim < 2 or st.axis != -1 or scale.is_contiguous() or st.layout.storage != PLAIN:
+    recorded = st.recipe.format.scale_record is not None
+    if scale.ndim < 2 or st.axis != -1 or scale.is_contiguous() or st.layout.storage != PLAIN or recorded:
         return False
     return scale.mT.is_contiguous() and (zero_point is None or zero_point.mT.is_contiguous())
 

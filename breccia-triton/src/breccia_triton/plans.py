@@ -7,7 +7,7 @@ from typing import Any
 
 from breccia import Device, Layout, ScalingRecipe
 from breccia.backend import PLAIN, TENSOR, Block, Call, Shape, checks, packing, targets
-from breccia.internal import install, renames, repeats
+from breccia.internal import install, keeps_values, repeats
 
 from .choices import DEFAULT, Choice
 from .facts import LARGE
@@ -77,7 +77,7 @@ def accepts_requantize(call: Call) -> str | None:
     assert a.recipe is not None and a.layout is not None and recipe is not None
     if call.option("require_exact"):
         return "require_exact reads values"
-    if call.option("scale") is None and renames(a.recipe, a.layout.plain, a.axis, recipe):
+    if call.option("scale") is None and keeps_values(a.recipe, a.layout.plain, a.axis, recipe):
         repeated = call.framework == "torch" and repeats(a.recipe, a.layout, a.axis, recipe)
         plain = str(call.option("storage", PLAIN)) == a.layout.storage == PLAIN
         return None if repeated and plain else "codes are translated, and nothing is cast"

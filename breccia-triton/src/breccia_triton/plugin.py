@@ -24,6 +24,9 @@ _KERNELS = (
 #: Storages of scales that the kernels read and write.
 STORAGES = ("swizzle_128x4", "column_major", "transposed", "padded_1x4", "padded_128x4")
 
+#: Features of formats that they read. None of them writes these.
+READ = ("coded_scales", "float_zero_point", "scales_first")
+
 #: Products: op, module and function in `cuda`, name, what it accepts, which score, whether it runs only where it is named, as
 #: it keeps less than the contract.
 _PRODUCTS = (
@@ -58,11 +61,11 @@ _OTHERS = (
 )
 
 
-#: Products that decode in registers, in Triton: framework, target, name, what accepts.
-_FUSED = (
-    ("torch", "fused_matmul:fused_matmul", "triton.weight_only", "accepts_weight_only"),
-    ("torch", "fused_matmul:fused_matmul", "triton.fp8_matmul", "accepts_fp8"),
-    ("jax", "jax_products:fused_matmul", "triton.jax.matmul", "accepts_product"),
+#: Products that decode in registers, in Triton: framework, target, name, what accepts, features of formats that it reads.
+_FUSED: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+    ("torch", "fused_matmul:fused_matmul", "triton.weight_only", "accepts_weight_only", READ),
+    ("torch", "fused_matmul:fused_matmul", "triton.fp8_matmul", "accepts_fp8", ()),
+    ("jax", "jax_products:fused_matmul", "triton.jax.matmul", "accepts_product", READ),
 )
 
 
@@ -94,6 +97,7 @@ def breccia_kernels() -> Iterable[Kernel]:
         accepts=f"{home}.block_scaled_plans:accepts",
         reads=("swizzle_128x4",),
         opt_in=True,
+        knows=("scales_first",),  # either order of two scales rounds once for each operand, and a sum bounds both
     )
     yield Kernel(
         "matmul",
@@ -106,7 +110,7 @@ def breccia_kernels() -> Iterable[Kernel]:
         score="breccia_triton.bf16_plans:score",
         reads=STORAGES,
     )
-    for framework, target, name, accepts in _FUSED:
+    for framework, target, name, accepts, knows in _FUSED:
         yield Kernel(
             "matmul",
             framework,
@@ -117,6 +121,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             accepts=f"breccia_triton.fused_plans:{accepts}",
             score="breccia_triton.fused_plans:score",
             reads=STORAGES,
+            knows=knows,
         )
     for framework in ("torch", "jax"):
         for op, module, accepts, reads, writes in _KERNELS:
@@ -132,6 +137,7 @@ def breccia_kernels() -> Iterable[Kernel]:
                 accepts=f"breccia_triton.plans:accepts_{accepts}",
                 reads=STORAGES if reads else (),
                 writes=STORAGES if writes else (),
+                knows=READ if reads else (),
             )
     for op, target, name, score in (
         ("matmul", "weight_only_matmul", "cuda.weight_only", "breccia_triton.weight_times:score"),

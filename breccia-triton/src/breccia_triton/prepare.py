@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from breccia import DelayedScaling, ScaledTensor, ScalingRecipe
 from breccia.backend import PLAIN, TENSOR, Block, checks
-from breccia.internal import renames
+from breccia.internal import keeps_values
 
 from .casting import (
     amax_kernel,
@@ -127,7 +127,7 @@ class Prepared:
             raise Unsupported("an empty tensor")
         self.spec = needed(spec_of(recipe))
         block = checks.fitted_layout(recipe, shape, axis).block(axis)
-        self.tensor, self.two_level = block == TENSOR, self.spec.outer is not None
+        self.tensor, self.two_level = block == TENSOR, self.spec.global_scale is not None
         if options.storage != PLAIN and (len(shape) < 2 or not writes(self.spec, block, options.storage)):
             raise Unsupported(f"it does not write these scales in storage {options.storage!r}")
         self.input = x if isinstance(x, Codes) else x.flat(self._matrix(x, block))
@@ -440,7 +440,7 @@ def decoding(codes: Codes, dtype: str, choose: Choose | None = None) -> Launch:
 
 def scaled_source(st: ScaledTensor, recipe: ScalingRecipe, supplied: bool) -> Spec:
     """The constants of a tensor that is requantized. Raises Unsupported where no value is cast."""
-    if not supplied and renames(st.recipe, st.layout.plain, st.axis, recipe):
+    if not supplied and keeps_values(st.recipe, st.layout.plain, st.axis, recipe):
         raise Unsupported("codes are translated, and nothing is cast")
     return needed(readable(st.recipe, st.layout))
 

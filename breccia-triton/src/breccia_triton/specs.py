@@ -6,14 +6,21 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
-from breccia import Codec, Format, Integer, Level, Minifloat, PowerOfTwo, ScalingRecipe, rules
-from breccia.backend import F32_INF, TENSOR, FloatForm, IntegerForm, TableForm, form_of, packing
-from breccia.internal import f32, f32_bits
+from breccia import Codec, Format, Integer, Level, Lookup, Minifloat, PowerOfTwo, ScalingRecipe, rules
+from breccia.backend import F32, F32_INF, INT8, TENSOR, FloatForm, IntegerForm, TableForm, f32, form_of
+from breccia.internal import Record, f32_bits
+
+from .plugin import READ
 
 #: Element codecs with a conversion instruction on NVIDIA GPUs from compute capability 8.9 on.
 CONVERTED = ("E4M3", "E5M2")
+#: The widths of codes that casts write. All are read.
+_WRITTEN = (4, 6, 8)
+#: The most bits of a table's codes: its values are in the lanes of a warp.
+_LANES = 5
 #: The most linear functions whose least one is faster than the binade of each number.
 _LINES = 4
 
@@ -130,13 +137,51 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class Coded:
+    """A level of a record: the codec of its codes, their first byte, and how many blocks of the finest level each covers.
+
+    nan: as of `Scale`.
+    """
+
+    codec: Floats | Wide | Powers | Integers | Table
+    start: int
+    blocks: int
+    nan: int
+
+
+@dataclass(frozen=True)
+class Records:
+    """How the FP32 scale, or bias, of each block is stored in several levels (`breccia.formats.Record`), from coarse to fine.
+
+    length, blocks, nbytes: elements, blocks of the finest level, and bytes of a record.
+    """
+
+    levels: tuple[Coded, ...]
+    length: int
+    blocks: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Spec:
-    """A recipe for kernels: element, scale, global scale or None, offset."""
+    """A recipe for kernels: element, scale, global scale or None, offset.
+
+    scales_first: the global scale multiplies that of a block first. scale_records, offset_records: where these have several
+    levels. `scale` is then what they multiply to.
+    """
 
     element: Floats | Integers | Table
     scale: Scale
-    outer: Scale | None
+    global_scale: Scale | None
     offset: str
+    scales_first: bool = False
+    scale_records: Records | None = None
+    offset_records: Records | None = None
+
+    @property
+    def offset_scale(self) -> Scale:
+        """What reads a float offset: the codec of a plain scale, FP32 from records."""
+        return self.scale if self.offset_records is None else _FLAT
 
     @property
     def lanes(self) -> bool:
@@ -154,7 +199,7 @@ class Spec:
     def paired(self) -> bool:
         """Whether BF16 numbers have formulas in BF16: scales are powers of two, and 4-bit codes a polygon."""
         element = self.element
-        exact = self.scale.codec.kind == "power" and self.outer is None and self.offset == "none"
+        exact = self.scale.codec.kind == "power" and self.global_scale is None and self.offset == "none"
         return exact and isinstance(element, Floats) and element.bits == 4 and element.lines > 0
 
 
@@ -172,21 +217,34 @@ def spec_of(recipe: ScalingRecipe, decoding: bool = False) -> Spec | str:
     fmt = recipe.format
     rules_of = [None] * len(fmt.levels) if decoding else recipe.rules
     try:
-        element = _element(fmt.element)
-        outer = None if fmt.global_scale is None else _scale(fmt, fmt.global_scale, rules_of[0], True)
-        if outer is not None and fmt.scale.block == TENSOR:
+        if unknown := sorted(fmt.features.difference(READ if decoding else ())):
+            raise Unsupported(
+                f"it does not {'read' if decoding else 'write'} formats with {', '.join(unknown).replace('_', ' ')}"
+            )
+        element = _element(fmt.element, decoding)
+        global_scale = None if fmt.global_scale is None else _scale(fmt, fmt.global_scale, rules_of[0], True)
+        if global_scale is not None and fmt.scale.block == TENSOR:
             raise Unsupported("a tensor scale under another one has no kernel here")
-        scale = _scale(fmt, fmt.scale, rules_of[-1], False)
-        if fmt.offset == "bias" and not isinstance(scale.codec, Wide):
-            raise Unsupported(f"it does not write biases of {scale.codec.name}")
-        return Spec(element, scale, outer, fmt.offset)
+        scale = _scale(fmt, fmt.scale, rules_of[-1], False) if fmt.scale_record is None else _FLAT
+        if fmt.offset != "none" and fmt.offset_record is None:
+            if fmt.scale_record is not None:
+                raise Unsupported("it reads offsets of coded scales from records only")
+            if fmt.offset != "zero_point" and not isinstance(scale.codec, Wide):
+                what = "biases" if fmt.offset == "bias" else "zero-points"
+                raise Unsupported(f"it does not {'read' if decoding else 'write'} {what} of {scale.codec.name}")
+        records = (None if record is None else _records(record) for record in (fmt.scale_record, fmt.offset_record))
+        return Spec(element, scale, global_scale, fmt.offset, fmt.order == "scales_first", *records)
     except Unsupported as e:
         return str(e)
 
 
-def _element(codec: Codec) -> Floats | Integers | Table:
-    if packing(codec)[0] not in (1, 2, 4):
+def _element(codec: Codec, decoding: bool) -> Floats | Integers | Table:
+    if not decoding and codec.bits not in _WRITTEN:
         raise Unsupported(f"it does not pack codes of {codec.bits} bits")
+    if decoding and isinstance(codec, Lookup):
+        if codec.bits > _LANES:
+            raise Unsupported(f"it reads tables of up to {1 << _LANES} numbers; {codec.name} has {1 << codec.bits}")
+        return Table(codec.bits, (), codec.values, ())
     match form := form_of(codec):
         case FloatForm() if form.codec.signed and _decodes(form):
             return _floats(form)
@@ -197,6 +255,28 @@ def _element(codec: Codec) -> Floats | Integers | Table:
             return Table(codec.bits, form.starts, table.values, table.order, form.zero, *_cells(form))
         case _:
             raise Unsupported(f"it has no formula for codes of {codec.name}")
+
+
+def _records(record: Record) -> Records:
+    """The constants that read a record."""
+    starts, blocks = accumulate((0, *record.sizes)), record.counts[-1]
+    levels = [
+        Coded(_codec(level.codec), start, blocks // count, -1 if level.codec.nan_code is None else level.codec.nan_code)
+        for level, start, count in zip(record.levels, starts, record.counts, strict=False)
+    ]
+    length = record.levels[0].block[1]
+    assert length is not None  # coded levels lie within blocks along K
+    return Records(tuple(levels), length, blocks, record.nbytes)
+
+
+def _codec(codec: Codec) -> Floats | Wide | Powers | Integers | Table:
+    """The codec of a level of a record."""
+    if codec.bits > 8:
+        return Wide(codec.name, codec.bits, codec.max)
+    if type(codec) is PowerOfTwo:
+        return Powers(codec.name, codec.bits, codec.bias)
+    form = form_of(codec)
+    return _floats(form) if isinstance(form, FloatForm) and _decodes(form) else _element(codec, True)
 
 
 def _cells(form: TableForm) -> tuple[Any, ...]:
@@ -301,3 +381,12 @@ def _formula(fmt: Format, rule: rules.Rule, qmax: float, outermost: bool) -> dic
 
 def _number(bits: int) -> float:
     return struct.unpack("<f", struct.pack("<I", bits))[0]
+
+
+def _fp32() -> Scale:
+    level = Level(F32, (1, 1))
+    return _scale(Format(INT8, (level,)), level, None, False)
+
+
+#: An FP32 scale, as the levels of a record multiply to.
+_FLAT = _fp32()

@@ -8,7 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import accept_scale, bits_of, extreme_of_pair, largest, of_pairs, outer_codes, outer_multiplier, value
+from .numerics import (
+    accept_scale,
+    bits_of,
+    extreme_of_pair,
+    global_codes,
+    global_multiplier,
+    largest,
+    of_pairs,
+    read_scale,
+    value,
+)
 
 
 @triton.jit
@@ -94,20 +104,20 @@ def tile_at(i, j, rows, columns, G: tl.constexpr):
 
 
 @triton.jit
-def global_scale(outer, amax, supplied, first, S: tl.constexpr, V: tl.constexpr):
+def global_scale_of(global_scale, amax, supplied, first, S: tl.constexpr, V: tl.constexpr):
     """(code of the global scale, its multiplier), or (0, 1). The first program stores the code. amax: of the tensor."""
-    outer_code, multiplier = 0, 1.0
-    LEVEL: tl.constexpr = S.outer
+    global_code, multiplier = 0, 1.0
+    LEVEL: tl.constexpr = S.global_scale
     if LEVEL is not None:
         if V.source == "supplied":
-            outer_code = accept_scale(tl.load(supplied), LEVEL)
+            global_code = accept_scale(tl.load(supplied), LEVEL)
         else:
-            outer_code = outer_codes(amax, LEVEL, V.ptx)
+            global_code = global_codes(amax, LEVEL, V.ptx)
         if not V.values:
             if first:
-                tl.store(outer, outer_code)
-        multiplier = outer_multiplier(outer_code, LEVEL)
-    return outer_code, multiplier
+                tl.store(global_scale, global_code)
+        multiplier = global_multiplier(global_code, LEVEL)
+    return global_code, multiplier
 
 
 @triton.jit
@@ -234,7 +244,7 @@ def rows_by_four(x, matrix, i, j, column, column_exists, rows, columns, G: tl.co
 
 @triton.jit
 def read(
-    x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+    x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
     stride_matrix, stride_row, stride_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """FP32 bits of a tile of numbers, or of what the codes `x` decode to; zeros where there are none."""
@@ -243,8 +253,8 @@ def read(
         v = loaded(x, matrix, row, column, exists, rows, columns, stride_matrix, stride_row, stride_column, V)
     else:
         v = decoded(
-            x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
-            ROWS, COLUMNS, F,
+            x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns,
+            x_groups, ROWS, COLUMNS, F,
         )  # fmt: skip
         v = tl.where(exists, v, 0.0)
     return bits_of(v)
@@ -252,7 +262,7 @@ def read(
 
 @triton.jit
 def decoded(
-    data, scale, zero_point, outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
+    data, scale, zero_point, global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """FP32 values of a tile of codes: tile (i, j) of ROWS x COLUMNS elements, or any `row` and `column` where runs are 1."""
@@ -286,22 +296,29 @@ def decoded(
     at = scale_place(
         of, row_block[:, None], column_block[None, :], block_rows, block_columns, STORAGE, F.axis, SCALE.codec.bits // 8
     )
-    scale_code = word_at(scale, at, mask, SCALE.codec.bits)
+    SCALES: tl.constexpr = S.scale_records
+    OFFSETS: tl.constexpr = S.offset_records
+    if SCALES is not None:
+        scale_code = recorded(scale, of, row_block[:, None], column_block[None, :], rows, columns, mask, F.axis, SCALES)
+    else:
+        scale_code = word_at(scale, at, mask, SCALE.codec.bits)
     offset = scale_code
-    if S.offset == "zero_point":
+    if OFFSETS is not None:
+        offset = recorded(zero_point, of, row_block[:, None], column_block[None, :], rows, columns, mask, F.axis, OFFSETS)
+    elif S.offset == "zero_point":
         there = scale_place(of, row_block[:, None], column_block[None, :], block_rows, block_columns, STORAGE, F.axis, 1)
         offset = word_at(zero_point, there, mask, 8)
-    elif S.offset == "bias":
+    elif S.offset != "none":
         offset = word_at(zero_point, at, mask, SCALE.codec.bits)
     scale_code = repeated(scale_code, DOWN, F.run_rows, ALONG, F.run_columns)
     if S.offset != "none":
         offset = repeated(offset, DOWN, F.run_rows, ALONG, F.run_columns)
     else:
         offset = scale_code
-    outer_code = 0
-    if S.outer is not None:
-        outer_code = tl.load(outer)
-    return value(code, scale_code, offset, outer_code, S, F.native)
+    global_code = 0
+    if S.global_scale is not None:
+        global_code = tl.load(global_scale)
+    return value(code, scale_code, offset, global_code, S, F.native)
 
 
 @triton.jit
@@ -311,6 +328,43 @@ def word_at(pointer, at, mask, BITS: tl.constexpr):
     if BITS == 16:
         word = word & 0xFFFF
     return word
+
+
+@triton.jit
+def recorded(part, matrix, i, j, rows, columns, mask, AXIS: tl.constexpr, R: tl.constexpr):
+    """FP32 bits of what the levels of records multiply to, for the finest blocks (i, j) of matrices of rows x columns elements.
+
+    R: a `specs.Records`. A byte of a record is `step` bytes from the next one.
+    """
+    matrix = matrix.to(tl.int64)
+    if AXIS == 1:
+        place, step = j % R.blocks, 1
+        at = ((matrix * rows + i) * tl.cdiv(columns, R.length) + j // R.blocks) * R.nbytes
+    else:
+        place, step = i % R.blocks, columns
+        at = (matrix * tl.cdiv(rows, R.length) + i // R.blocks) * R.nbytes * columns + j
+    number = _level(part, at, step, place, mask, R, 0)
+    for n in tl.static_range(1, len(R.levels)):
+        number = number * _level(part, at, step, place, mask, R, n)
+    return bits_of(number)
+
+
+@triton.jit
+def _level(part, at, step, place, mask, R: tl.constexpr, N: tl.constexpr):
+    """FP32 numbers of level N in the records at `at`, for blocks at `place` in them."""
+    LEVEL: tl.constexpr = R.levels[N]
+    BITS: tl.constexpr = LEVEL.codec.bits
+    bit = place // LEVEL.blocks * BITS
+    to = at + (LEVEL.start + bit // 8) * step
+    code = tl.load(part + to, mask=mask, other=0).to(tl.int32)
+    for byte in tl.static_range(1, BITS // 8):  # floats are little-endian
+        code = code | (tl.load(part + to + byte * step, mask=mask, other=0).to(tl.int32) << (8 * byte))
+    if BITS < 8:
+        shift = (bit % 8).to(tl.int32)
+        if 8 % BITS != 0:  # some codes lie in two bytes
+            code = code | (tl.load(part + to + step, mask=mask & (shift > 8 - BITS), other=0).to(tl.int32) << 8)
+        code = (code >> shift) & ((1 << BITS) - 1)
+    return read_scale(code, LEVEL)
 
 
 @triton.jit
@@ -325,8 +379,9 @@ def codes_at(
         to = (matrix * rows + row[:, None]) * columns + column[None, :]
         return tl.load(data + to, mask=row_exists[:, None] & column_exists[None, :], other=0).to(tl.int32)
     elif F.grouped:
-        LENGTH: tl.constexpr = 2 if BITS == 4 else 4
+        LENGTH: tl.constexpr = F.length
         BYTES: tl.constexpr = LENGTH * BITS // 8
+        high = 0
         if F.words:
             bits = _words_of_six(data, matrix, j, row, row_exists, rows, groups, ROWS, COLUMNS)
         else:
@@ -338,19 +393,24 @@ def codes_at(
                 group = i * (ROWS // LENGTH) + tl.arange(0, ROWS // LENGTH)
                 at = (matrix * (groups * BYTES) + group[:, None] * BYTES) * columns + column[None, :]
                 exists, step = (group < groups)[:, None] & column_exists[None, :], columns
-            bits = tl.load(data + at, mask=exists, other=0).to(tl.int32)
-            for byte in tl.static_range(1, BYTES):
-                bits = bits | (tl.load(data + at + byte * step, mask=exists, other=0).to(tl.int32) << (8 * byte))
+            bits = _bytes_at(data + at, step, exists, 0, 4 if BYTES > 4 else BYTES)
+            if BYTES > 4:
+                high = _bytes_at(data + at, step, exists, 4, BYTES)
         if BITS == 4:
             code = tl.join(bits & 15, bits >> 4)
         else:
-            code = tl.join(tl.join(bits & 63, (bits >> 12) & 63), tl.join((bits >> 6) & 63, (bits >> 18) & 63))
-            code = tl.reshape(code, (bits.shape[0], bits.shape[1], 4))
+            if LENGTH == 4:
+                code = tl.join(_pair(bits, high, 0, 2, BITS), _pair(bits, high, 1, 3, BITS))
+            else:
+                even = tl.join(_pair(bits, high, 0, 4, BITS), _pair(bits, high, 2, 6, BITS))
+                odd = tl.join(_pair(bits, high, 1, 5, BITS), _pair(bits, high, 3, 7, BITS))
+                code = tl.join(even, odd)
+            code = tl.reshape(code, (bits.shape[0], bits.shape[1], LENGTH))
         if F.axis == 0:
             code = tl.permute(code, (0, 2, 1))
         return tl.reshape(code, (ROWS, COLUMNS))
     else:
-        COUNT: tl.constexpr = 2 if BITS == 4 else 4
+        COUNT: tl.constexpr = F.length
         SIZE: tl.constexpr = COUNT * BITS // 8
         exists = row_exists[:, None] & column_exists[None, :]
         if F.axis == 1:
@@ -362,9 +422,37 @@ def codes_at(
             at = (matrix * (groups * SIZE) + (row // COUNT * SIZE + bit // 8)[:, None]) * columns + column[None, :]
             shift, step = (bit % 8).to(tl.int32)[:, None], columns
         word = tl.load(data + at, mask=exists, other=0).to(tl.int32)
-        if BITS == 6:  # some codes lie in two bytes
-            word = word | (tl.load(data + at + step, mask=exists & (shift > 2), other=0).to(tl.int32) << 8)
+        if 8 % BITS != 0:  # some codes lie in two bytes
+            word = word | (tl.load(data + at + step, mask=exists & (shift > 8 - BITS), other=0).to(tl.int32) << 8)
         return (word >> shift) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _bytes_at(at, step, exists, FIRST: tl.constexpr, END: tl.constexpr):
+    """Bytes FIRST to END of groups, at most four, as int32. step: from one to the next."""
+    bits = tl.load(at + FIRST * step, mask=exists, other=0).to(tl.int32)
+    for byte in tl.static_range(FIRST + 1, END):
+        bits = bits | (tl.load(at + byte * step, mask=exists, other=0).to(tl.int32) << (8 * (byte - FIRST)))
+    return bits
+
+
+@triton.jit
+def _pair(low, high, A: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr):
+    """Codes A and B of groups, beside each other. low, high: the first 32 bits of a group, and those after them."""
+    return tl.join(_code(low, high, A * BITS, BITS), _code(low, high, B * BITS, BITS))
+
+
+@triton.jit
+def _code(low, high, AT: tl.constexpr, BITS: tl.constexpr):
+    """The code of groups whose first bit is AT."""
+    MASK: tl.constexpr = (1 << BITS) - 1
+    if AT >= 32:
+        return (high >> (AT - 32)) & MASK
+    elif AT + BITS <= 32:
+        return (low >> AT) & MASK
+    else:
+        FIRST: tl.constexpr = (1 << (32 - AT)) - 1  # a shift of int32 repeats the sign
+        return ((low >> AT) & FIRST) | ((high << (32 - AT)) & MASK)
 
 
 @triton.jit

@@ -30,11 +30,11 @@ from .weight_products import Product, operand_in, stored
 def weight_only_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`a @ b + bias` as `breccia.matmul` documents it. a: (..., M, K); b: a weight's transpose, (K, N)."""
     out_dtype, bias, out = options
-    data, points, outer = b.data, b.zero_point, b.global_scale
+    data, points, global_scale = b.data, b.zero_point, b.global_scale
     key = (
         a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, data.device,
         None if bias is None else (bias.shape, bias.dtype), None if points is None else points.dtype,
-        None if outer is None else outer.device,
+        None if global_scale is None else global_scale.device,
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
@@ -57,10 +57,11 @@ def weight_only_grouped(a: Any, b: Any, offsets: Any, options: ProductOptions = 
     a: (M, K). b: the weights' transposes, (E, K, N). offsets: (E,).
     """
     out_dtype, _, out = options
-    data, points, outer = b.data, b.zero_point, b.global_scale
+    data, points, global_scale = b.data, b.zero_point, b.global_scale
     key = (
         "grouped", a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, data.device,
-        offsets.shape, offsets.dtype, None if points is None else points.dtype, None if outer is None else outer.device,
+        offsets.shape, offsets.dtype, None if points is None else points.dtype,
+        None if global_scale is None else global_scale.device,
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:

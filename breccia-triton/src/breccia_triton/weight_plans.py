@@ -95,7 +95,7 @@ _SCALES = {F16.name: 0, F32.name: 1, BF16.name: 2, E8M0.name: 3, E4M3.name: 4}
 @lru_cache(maxsize=256)
 def operand_of(fmt: Format, block: Block) -> Operand | str:
     """A format, with its blocks along K, as the kernels know it; or why they do not take it."""
-    level, outer = fmt.scale, fmt.global_scale
+    level, global_scale = fmt.scale, fmt.global_scale
     codes = _codes_of(fmt.element)
     if codes is None:
         return f"it has no decoding for codes of {fmt.element.name}"
@@ -114,14 +114,14 @@ def operand_of(fmt: Format, block: Block) -> Operand | str:
         return f"blocks of {block[1]} columns; the kernel takes 16, 32, 64 and multiples of 128"
     factor, divides = 1.0, False
     fraction = fmt.element.fraction_bits if isinstance(fmt.element, Integer) else 0
-    if outer is not None:
-        if outer.codec != F32:
-            return f"its global scale is {outer.codec.name}, and the kernel reads FP32"
-        if outer.convention == "amax":
-            factor /= fmt.qmax(outer)
-        divides = outer.convention == "divisor"
+    if global_scale is not None:
+        if global_scale.codec != F32:
+            return f"its global scale is {global_scale.codec.name}, and the kernel reads FP32"
+        if global_scale.convention == "amax":
+            factor /= fmt.qmax(global_scale)
+        divides = global_scale.convention == "divisor"
     scale, zero = _SCALES[level.codec.name], fmt.offset == "zero_point"
-    return Operand(codes, scale, width, zero, fraction, factor, outer is not None, divides)
+    return Operand(codes, scale, width, zero, fraction, factor, global_scale is not None, divides)
 
 
 def _codes_of(codec: Codec) -> int | None:

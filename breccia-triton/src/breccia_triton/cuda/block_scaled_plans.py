@@ -61,13 +61,13 @@ def _kind(operand: Operand) -> tuple[str, str]:
     recipe = operand.recipe
     if recipe is None:
         return "", "is an array"
-    fmt, outer = recipe.format, recipe.format.global_scale
+    fmt, global_scale = recipe.format, recipe.format.global_scale
     name, block = _BLOCKS.get((fmt.element, fmt.scale.codec), ("", None))
     layout = operand.layout or recipe.layout.oriented(operand.axis)
     if not name or layout.plain.block(operand.axis) != block or fmt.offset != "none" or fmt.scale.convention != "multiplier":
         return "", f"is {recipe.name}"
-    if outer is None:
+    if global_scale is None:
         return (f"{name} of one level" if name == "nvfp4" else name), ""
-    if outer.codec != F32 or outer.convention != "multiplier":
-        return "", f"has a global scale that is stored as {outer.convention}"
+    if global_scale.codec != F32 or global_scale.convention != "multiplier":
+        return "", f"has a global scale that is stored as {global_scale.convention}"
     return name, ""

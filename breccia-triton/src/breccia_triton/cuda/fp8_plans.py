@@ -133,7 +133,7 @@ def _kind(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[str, str]:
     """(Kind of scales, why there is no kernel for them): one of them is empty. The reason has {} for the operand's name."""
     fmt, block = recipe.format, layout.plain.block(axis)
     if fmt.element not in CODECS or fmt.global_scale is not None or fmt.offset != "none":
-        return "", f"it multiplies two FP8 tensors, and {{}} is {recipe.name}"
+        return "", f"it multiplies two FP8 tensors, and {{}} is {recipe.name} of {fmt.element.name}"
     kind = _BLOCKS.get(block, "") if layout.plain.in_order else ""
     if fmt.scale.codec not in ((F32, E8M0) if kind == "1x32" else (F32,)) or fmt.scale.convention != "multiplier":
         return "", f"it reads FP32 scales that multiply; those of {{}} are {fmt.scale.codec.name} ({fmt.scale.convention})"

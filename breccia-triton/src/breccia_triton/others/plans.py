@@ -108,31 +108,31 @@ _HUMMING_CODES = {INT4: "int4", UINT4: "uint4", E2M1: "float4e2m1", E4M3: "float
 @lru_cache(maxsize=256)
 def humming_weight(fmt: Format, block: Block) -> Mapping[str, Any] | str:
     """humming's configuration of a weight for activations of 16 bits; or why there is none. block: of scales along K."""
-    codec, scale, outer = fmt.element, fmt.scale, fmt.global_scale
+    codec, scale, global_scale = fmt.element, fmt.scale, fmt.global_scale
     dtype = _HUMMING_CODES.get(codec)  # pyright: ignore[reportArgumentType, reportCallIssue]
     offset = "zero_point" if codec == UINT4 else "none"
     if (
         dtype is None
         or fmt.offset != offset
         or scale.convention != "multiplier"
-        or (outer is not None and outer.convention != "multiplier")
+        or (global_scale is not None and global_scale.convention != "multiplier")
     ):
         return (
             f"humming is not called for {codec.name} codes with offset {fmt.offset!r} and scales that are {scale.convention}s"
         )
     sized = {"dtype": dtype, "group_size": block[1]}
-    if codec in (INT4, UINT4) and scale.codec in (F16, BF16, F32) and outer is None and block[0] == 1:
+    if codec in (INT4, UINT4) and scale.codec in (F16, BF16, F32) and global_scale is None and block[0] == 1:
         zero = {"has_zero_point": True} if codec == UINT4 else {}
         if block[1] in (32, 64, 128):
             return {**sized, **zero}
         if block[1] is None:
             return {"dtype": dtype, **zero}
-    if codec in (E2M1, E4M3) and scale.codec == E8M0 and block == (1, 32) and outer is None:
+    if codec in (E2M1, E4M3) and scale.codec == E8M0 and block == (1, 32) and global_scale is None:
         return {**sized, "scale_dtype": "float8e8m0"}
-    if codec == E2M1 and scale.codec == E4M3 and block == (1, 16) and (outer is None or outer.codec == F32):
-        two = {} if outer is None else {"scale_2_type": "tensor"}
+    if codec == E2M1 and scale.codec == E4M3 and block == (1, 16) and (global_scale is None or global_scale.codec == F32):
+        two = {} if global_scale is None else {"scale_2_type": "tensor"}
         return {**sized, "scale_dtype": "float8e4m3", **two}
-    if codec == E4M3 and scale.codec == F32 and block == (_TALL, _STEP) and outer is None:
+    if codec == E4M3 and scale.codec == F32 and block == (_TALL, _STEP) and global_scale is None:
         return {**sized, "group_size_n": _TALL}
     shape = "tensor" if block == TENSOR else "x".join("all" if n is None else f"{n}" for n in block)
     return f"humming is not called for {codec.name} codes with {scale.codec.name} scales of {shape}"
