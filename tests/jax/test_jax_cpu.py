@@ -319,5 +319,6 @@ print("fine")
 """
 
 
+@pytest.mark.long
 def test_sharded_operands_take_the_generic_algorithm_and_shards_the_kernel() -> None:
     assert printed(SHARDED, cwd=ROOT, JAX_PLATFORMS="cpu") == "fine\n"

@@ -19,7 +19,7 @@ from breccia.formats import Level
 from breccia.kernels.reference.packing import pack
 from breccia.rules import LINEAR, Divide
 from breccia.tensors.components import components
-from breccia.tensors.tensor import bytes_equal
+from breccia.tensors.equality import bytes_equal
 from breccia.testing.examples import special_rows, wide
 from breccia_mlx import compiled, from_tree, to_tree
 

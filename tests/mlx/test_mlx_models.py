@@ -18,7 +18,7 @@ from recipes import as_mlx
 import breccia
 import breccia_mlx
 from breccia import bridges
-from breccia.tensors.tensor import bytes_equal
+from breccia.tensors.equality import bytes_equal
 from breccia_mlx.nn import ScaledEmbedding, ScaledLinear
 
 MXFP8, NVFP4 = breccia.MXFP8BlockScaling(), breccia.NVFP4BlockScaling()
@@ -162,6 +162,90 @@ def test_layers_at_several_places_stay_one_layer(tmp_path: Path) -> None:
     bridges.convert(saved(model, tmp_path / "m.safetensors"), tmp_path / "q.safetensors", "mxfp8", include=["*"])
     breccia_mlx.load_model(model, tmp_path / "q.safetensors", activation="mxfp8")
     assert model.layers[0] is model.layers[2] and model.layers[0].activation == MXFP8
+
+
+class Twice(nn.Module):
+    """Layers that it holds at two places, as parts of another module and in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32))
+        self.late = [self.early, nn.Linear(32, 32)]
+
+
+NAMES = [f"layers.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")]
+
+
+def twice(recipe: Any, **changed: Any) -> dict[str, Any]:
+    """The tensors of a Twice under every name; those of "late" differ by `changed`."""
+    rng = np.random.default_rng(0)
+    shapes = ((32, 64), (32,), (32,), (32,))
+    shared = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in zip(NAMES, shapes, strict=True)}
+    tensors = {f"early.{name}": a for name, a in shared.items()} | {f"late.0.{name}": a for name, a in shared.items()}
+    tensors |= {"late.1.weight": np.ones((32, 32), np.float32), "late.1.bias": np.ones(32, np.float32)} | changed
+    return {name: breccia.cast(a, recipe) if recipe and name.endswith("0.weight") else a for name, a in tensors.items()}
+
+
+@pytest.mark.parametrize("layer", ["plain", "mlx", "breccia"])
+@pytest.mark.parametrize("recipe", [None, MXFP8])
+@pytest.mark.parametrize("places", [("early.",), ("late.0.",), ("early.", "late.0.")])
+def test_one_name_of_a_layer_at_two_places_is_enough(places: tuple[str, ...], recipe: Any, layer: str, tmp_path: Path) -> None:
+    tensors = twice(recipe)
+    file = {name: a for name, a in tensors.items() if name.startswith((*places, "late.1."))}
+    bridges.save_safetensors(file, tmp_path / "m.safetensors")
+    model = Twice()
+    if layer == "mlx":
+        nn.quantize(model, group_size=32, class_predicate=lambda path, _: path.endswith("layers.0"))
+    elif layer == "breccia":
+        breccia_mlx.quantize(model, {"early.layers.0.weight": "nvfp4"})
+    shared = model.early
+    assert breccia_mlx.load_model(model, tmp_path / "m.safetensors") == ([], [])
+    assert model.early is shared and model.late[0] is shared
+    found, expected = shared.layers[0].weight, tensors["early.layers.0.weight"]
+    if recipe:
+        assert breccia.bytes_equal(found.tensor, expected)
+    elif layer == "plain":
+        assert mx.array_equal(found, mx.array(expected))
+    else:
+        assert breccia.bytes_equal(found.tensor, breccia.cast(mx.array(expected), found.tensor.recipe))
+    for name, array in (("0.bias", shared.layers[0].bias), ("1.weight", shared.layers[1].weight)):
+        assert mx.array_equal(array, mx.array(tensors[f"early.layers.{name}"]))
+
+
+@pytest.mark.parametrize("recipe", [None, MXFP8])
+@pytest.mark.parametrize("name", ["layers.0.weight", "layers.0.bias", "layers.1.weight"])
+def test_names_of_one_layer_that_differ_are_refused(name: str, recipe: Any, tmp_path: Path) -> None:
+    shape = (32, 64) if name == "layers.0.weight" else (32,)
+    bridges.save_safetensors(twice(recipe, **{f"late.0.{name}": np.ones(shape, np.float32)}), tmp_path / "m.safetensors")
+    model = Twice()
+    before = dense(model)
+    said = rf"the model has one layer for early\.{name} and late\.0\.{name}, but they differ in the file\. Make it two in the"
+    with pytest.raises(breccia.ShapeError, match=said):
+        breccia_mlx.load_model(model, tmp_path / "m.safetensors")
+    after = dense(model)
+    assert all(after[name] is array for name, array in before.items())
+
+
+def test_names_of_one_layer_are_compared_in_its_dtype(tmp_path: Path) -> None:
+    """NaNs are equal, and so are values of which the model rounds one."""
+    tensors = twice(None)
+    tensors["early.layers.0.weight"][0, 0] = np.nan
+    tensors["late.0.layers.1.weight"] = mx.array(tensors["early.layers.1.weight"]).astype(mx.bfloat16)
+    bridges.save_safetensors({name: mx.array(a) for name, a in tensors.items()}, tmp_path / "m.safetensors")
+    model = Twice()
+    with pytest.raises(breccia.ShapeError, match=r"early\.layers\.1\.weight and late\.0\.layers\.1\.weight, but they differ"):
+        breccia_mlx.load_model(model, tmp_path / "m.safetensors")
+    model.set_dtype(mx.bfloat16)
+    assert breccia_mlx.load_model(model, tmp_path / "m.safetensors") == ([], [])
+    assert bool(mx.isnan(model.late[0].layers[0].weight[0, 0]))
+
+
+def test_a_layer_at_two_places_that_the_file_lacks_is_missing_once(tmp_path: Path) -> None:
+    file = {name: a for name, a in twice(None).items() if "layers.0.weight" not in name}
+    bridges.save_safetensors(file, tmp_path / "m.safetensors")
+    with pytest.raises(breccia.UnknownNameError, match=r"missing: early\.layers\.0\.weight\. Pass strict=False"):
+        breccia_mlx.load_model(Twice(), tmp_path / "m.safetensors")
+    assert breccia_mlx.load_model(Twice(), tmp_path / "m.safetensors", strict=False) == (["early.layers.0.weight"], [])
 
 
 def test_files_that_do_not_fit_change_nothing(model: Model, tmp_path: Path) -> None:

@@ -268,6 +268,7 @@ def test_a_base_model_loads_the_folder_of_a_model_with_a_head_and_the_reverse(tm
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt2"])
+@pytest.mark.long
 def test_a_loaded_model_is_copied_and_dequantized(name: str, tmp_path: Path) -> None:
     model(name).save_pretrained(tmp_path / "dense")
     convert(tmp_path / "dense", tmp_path / "scaled", breccia.NVFP4BlockScaling())

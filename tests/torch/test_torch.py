@@ -454,6 +454,7 @@ def test_operations_leave_the_storage_of_tensors_resizable(recipe: breccia.Scali
 # -- trees and checkpoints -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_tensor_made_from_parts_is_a_pytree_before_any_cast() -> None:
     script = (
         "import torch, breccia\n"

@@ -509,6 +509,19 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
 
 
+def with_buffer() -> nn.Module:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].register_buffer("input_scale", torch.ones(()))
+    return model
+
+
+def test_a_layer_with_a_buffer_of_its_own_is_left() -> None:
+    model = with_buffer()
+    summary = breccia_torch.quantize_(model, MXFP8)
+    assert summary.left == {"0.weight": "its layer has input_scale beside weight and bias"}
+    assert type(model[0]) is nn.Linear and type(model[1]) is ScaledLinear
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
@@ -516,6 +529,11 @@ def normed() -> nn.Module:
             lambda: breccia_torch.quantize_(with_hook(), MXFP8),
             TypeError,
             "0 has hooks or a custom forward, .*: quantize first, then add them",
+        ),
+        (
+            lambda: breccia_torch.quantize_(with_buffer(), MXFP8, lambda *_: True),
+            TypeError,
+            "0 has input_scale beside its weight and bias, which its quantized layer would lose: leave it out",
         ),
         (
             lambda: breccia_torch.quantize_(nn.Sequential(Scaling(8, 8)), MXFP8, lambda *_: True),
@@ -650,6 +668,7 @@ with torch.no_grad():
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
 
 
+@pytest.mark.long
 def test_eager_calls_do_not_load_a_compiler() -> None:
     script = """
 import sys, torch, breccia, breccia_torch
@@ -711,10 +730,65 @@ def test_a_bias_of_another_shape_is_refused_as_by_matmul(shape: tuple[int, ...],
 def test_a_layer_whose_rows_are_cut_computes_with_the_rest() -> None:
     """As pruning does: `parameter.data = parameter.data[:n]`."""
     layer, x = ScaledLinear.from_linear(nn.Linear(64, 32), MXFP8), torch.randn(5, 64)
-    expected = layer(x)[:, :16]
-    for part in (layer.weight.data, layer.weight.scale, layer.bias):
-        part.data = part.data[:16]
-    assert torch.equal(layer(x), expected)
+    with torch.no_grad():
+        expected = [layer(x)[:, :16] for _ in range(3)][-1]
+        for part in (layer.weight.data, layer.weight.scale, layer.bias):
+            part.data = part.data[:16]
+        assert torch.equal(layer(x), expected)
+
+
+def test_a_layer_that_repeats_a_product_notices_other_inputs_biases_and_modes() -> None:
+    layer, x = ScaledLinear.from_linear(nn.Linear(64, 32), "int4"), torch.randn(2, 4, 64)
+    room = torch.empty(x.nbytes + 1, dtype=torch.uint8)
+    room[1:] = x.reshape(-1).view(torch.uint8)
+    misaligned = torch.from_numpy(room.numpy()[1:].view("float32")).reshape(x.shape)
+    inputs = {
+        "other numbers": -x,
+        "another shape": x[:1].clone(),
+        "other strides": x.mT.contiguous().mT,
+        "another dtype": x.bfloat16(),
+        "misaligned": misaligned,
+        "torch's negative bit": torch.complex(torch.zeros_like(x), x).conj().imag,
+        "beyond the limits of the compiled kernel": x * 2.0**120,
+        "a gradient": x.clone().requires_grad_(),
+    }
+
+    def expected(x: torch.Tensor) -> torch.Tensor:
+        return breccia.matmul(x, layer.weight.tensor.mT, out_dtype=x.dtype, bias=layer.bias)
+
+    layer.bias.requires_grad_(False)
+    for other in inputs.values():
+        for _ in range(3):
+            layer(x)
+        assert torch.equal(layer(other), expected(other))
+        assert layer(other).dtype == other.dtype and layer(other).requires_grad == other.requires_grad
+    for _ in range(3):
+        layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    mapped, (_, tangent) = torch.func.vmap(layer)(x), torch.func.jvp(layer, (x,), (x,))
+    for found, wanted in ((mapped, expected(x)), (tangent, expected(x) - layer.bias)):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)  # 64 FP32 terms
+    layer.bias.data = torch.ones(32)
+    assert torch.equal(layer(x), expected(x))
+    layer.bias.requires_grad_()
+    assert layer(x).requires_grad
+    layer.bias = None
+    assert torch.equal(layer(x), expected(x))
+
+
+def test_what_repeats_a_product_is_dropped_with_the_next_call_and_not_kept_for_weights_that_are_freed() -> None:
+    layer, x = ScaledLinear.from_linear(nn.Linear(64, 32, bias=False), "int4"), torch.randn(2, 64)
+    kept = layer.weight.__dict__
+    for _ in range(3):
+        layer(x)
+    assert "_kept_transpose" in kept and "_kept_repeat" in kept
+    layer(x[:1].clone())
+    assert kept["_kept_repeat"] is None
+    layer.weight.keeps_transpose = False  # accelerate frees the weight after each call
+    for _ in range(3):
+        layer(x)
+    assert kept["_kept_repeat"] is None
 
 
 def words(part: torch.Tensor) -> torch.Tensor:
@@ -727,7 +801,8 @@ def test_a_layer_notices_when_any_component_is_replaced(part: str, how: str) -> 
     spec = "nvfp4" if part == "global_scale" else "int4,signed=false,symmetric=false"
     layer, x = ScaledLinear.from_linear(nn.Linear(64, 32, bias=False), spec), torch.randn(3, 64)
     other = ScaledLinear.from_linear(nn.Linear(64, 32, bias=False), spec)
-    layer(x)  # keeps what it derives
+    for _ in range(3):
+        layer(x)  # keeps what it derives, and at the second call what repeats the product
     new = getattr(other.weight, part).clone()
     held = getattr(layer.weight, part)
     if how == "assigned":

@@ -52,7 +52,7 @@ def _wide(dtypes: Dtypes) -> bool:
 
 
 class Held:
-    """The integers in place of the components of a tensor; see `breccia.tensors.tensor.Held`.
+    """The integers in place of the components of a tensor; see `breccia.tensors.held.Held`.
 
     sources: one integer for each item of a component, or with `as_bytes` the leaves of the pytree. A component that neither of
     them replaces is itself here.

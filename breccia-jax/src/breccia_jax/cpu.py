@@ -40,7 +40,7 @@ from breccia.backend import (
     reference,
     registry,
 )
-from breccia.internal import renames
+from breccia.internal import keeps_values
 
 from .container import Static, leaf_of, of_leaves, untransposed
 from .meshes import check_operand
@@ -164,7 +164,7 @@ def casts(op: str, x: Array, recipe: ScalingRecipe | None, options: CastOptions,
 
 def recasts(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions) -> bool:
     """Whether `requantize` decodes, by the kernel of this module, and casts, rather than keep scales and translate codes."""
-    if options.scale is None and (st.recipe == recipe or renames(st.recipe, st.layout.plain, st.axis, recipe)):
+    if options.scale is None and (st.recipe == recipe or keeps_values(st.recipe, st.layout.plain, st.axis, recipe)):
         return False
     return _is_composite(_chosen("requantize", st, None, recipe, options)) and runs("dequantize", st)
 

@@ -80,8 +80,15 @@ def quantize(
     return tree_util.tree_unflatten(structure, [_put(place, weights) for place in places]), report
 
 
-def load_model(module: Module, path: str | os.PathLike[str], *, names: Names = None, strict: bool = True) -> Module:
-    """The module with the parameters of a safetensors file or folder, quantized ones as they are in the file.
+def load_model(
+    module: Module,
+    path: str | os.PathLike[str],
+    *,
+    names: Names = None,
+    strict: bool = True,
+    source_dialect: str | None = None,
+) -> Module:
+    """The module with the parameters of a checkpoint, quantized ones with the codes and scales of the file.
 
     Arguments and errors are those of `breccia_jax.flax.load_model`. Weights of Equinox have torch's names and order. A module
     of `jax.ShapeDtypeStruct`s, which `eqx.filter_eval_shape` makes, may be given.
@@ -96,7 +103,9 @@ def load_model(module: Module, path: str | os.PathLike[str], *, names: Names = N
     """
     container.register()
     places, structure = _flatten(module)
-    loaded = loading.load({name: a for place in places for name, a in place.arrays.items()}, path, names, strict)
+    loaded = loading.load(
+        {name: a for place in places for name, a in place.arrays.items()}, path, names, strict, source_dialect
+    )
     return tree_util.tree_unflatten(structure, [_put(place, loaded) for place in places])
 
 

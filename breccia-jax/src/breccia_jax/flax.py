@@ -94,20 +94,33 @@ def quantize(model: Model, rules: Rules, *, include: Iterable[str] = (), exclude
     return tree_util.tree_unflatten(structure, leaves), report
 
 
-def load_model(model: Model, path: str | os.PathLike[str], *, names: Names = None, strict: bool = True) -> Model:
-    """The model with the parameters of a safetensors file or folder, quantized ones as they are in the file.
+def load_model(
+    model: Model,
+    path: str | os.PathLike[str],
+    *,
+    names: Names = None,
+    strict: bool = True,
+    source_dialect: str | None = None,
+) -> Model:
+    """The model with the parameters of a checkpoint, quantized ones with the codes and scales of the file.
 
     model: variables or parameters of a linen model, or an nnx module, which is not changed. Arrays may be
         `jax.ShapeDtypeStruct`s, as `jax.eval_shape(module.init, ...)` and `nnx.eval_shape` return them.
-    path: what `breccia convert` or `breccia.bridges.save_safetensors` wrote, or any safetensors checkpoint.
+    path: a safetensors file or a folder of them: what `breccia convert` or `breccia.bridges.save_safetensors` wrote, plain
+        weights, and every dialect that `breccia.bridges.load_checkpoint` reads (GPTQ, AWQ, compressed-tensors, MLX, ...).
     names: the name in the file for names of parameters, as a mapping or a function. By default a parameter
         "params.layers_0.mlp.kernel" is found under its name, under its name without "params.", and where torch has another
         name and order, as "layers_0.mlp.weight" of shape (out, in), a convolution of shape (out, in, height, width). Names that
-        are given are looked up in both orders. Biases of attention, along one axis in torch, get the heads of the model.
-    strict: raise UnknownNameError if the file lacks a parameter, or has a tensor that the model lacks.
+        are given are looked up in both orders: the shape tells which, or the blocks of a square quantized matrix. Biases of
+        attention, along one axis in torch, get the heads of the model.
+    strict: raise UnknownNameError if the file lacks a parameter, or has a tensor that the model lacks. Scales by which another
+        library casts inputs (`up.input_scale`) may be there.
+    source_dialect: the name of the dialect, where the config and the tensors leave a choice.
 
-    Raises ShapeError naming the parameter, UnsupportedError for a transposed convolution of torch in an nnx module, and what
-    `breccia.bridges.load_safetensors` raises.
+    Names and shapes are checked by the headers; then values are read one by one.
+
+    Raises ShapeError naming the parameter, DialectError for codes without scales in place of floats, UnsupportedError for a
+    transposed convolution of torch in an nnx module, and what `breccia.bridges.load_checkpoint` raises.
 
         >>> import jax.numpy as jnp
         >>> from breccia_jax.flax import load_model
@@ -117,6 +130,16 @@ def load_model(model: Model, path: str | os.PathLike[str], *, names: Names = Non
         >>> loaded = load_model(params, tmp / "model.safetensors")
         >>> loaded["params"]["Dense_0"]["kernel"].tensor.recipe.spec
         'mxfp8'
+
+    A layer as GPTQ stores it; without a config, a file leaves its versions 1 and 2 as a choice:
+
+        >>> from safetensors.numpy import save_file
+        >>> words = {"qweight": np.full((8, 32), 0x99999999, np.uint32), "qzeros": np.full((1, 4), 0x77777777, np.uint32)}
+        >>> layer = {f"Dense_0.{end}": array.view(np.int32) for end, array in words.items()}
+        >>> save_file(layer | {"Dense_0.scales": np.ones((1, 32), np.float16)}, tmp / "gptq.safetensors")
+        >>> loaded = load_model(params, tmp / "gptq.safetensors", source_dialect="gptq")
+        >>> print(loaded["params"]["Dense_0"]["kernel"].unbox()[0, :3])
+        [1. 1. 1.]
     """
     container.register()
     if isinstance(model, nnx.Module):
@@ -127,12 +150,17 @@ def load_model(model: Model, path: str | os.PathLike[str], *, names: Names = Non
             ".".join(map(str, (*way, "kernel"))) for way, m in nnx.iter_modules(model) if isinstance(m, nnx.ConvTranspose)
         }
         loaded = loading.load(
-            {name: v.get_raw_value() for name, v in params.items()}, path, names, strict, flipped & params.keys()
+            {name: v.get_raw_value() for name, v in params.items()},
+            path,
+            names,
+            strict,
+            source_dialect,
+            flipped & params.keys(),
         )
         new = [(way, _variable(v, loaded.get(".".join(map(str, way))))) for way, v in variables]
         return with_products(nnx.merge(graph, nnx.from_flat_state(new)))
     places, structure = _flatten(model)
-    loaded = loading.load({place.name: place.array for place in places}, path, names, strict)
+    loaded = loading.load({place.name: place.array for place in places}, path, names, strict, source_dialect)
     return tree_util.tree_unflatten(structure, [_put(place, loaded.get(place.name)) for place in places])
 
 

@@ -209,8 +209,9 @@ class _JaxOps(Ops):
         )
 
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
-        array = jnp.asarray(a)
-        return self.view(array, codec_dtype) if codec_dtype else array
+        """The array on the default device, copied once; `jnp.asarray` makes two copies, and a view by JAX another one."""
+        with jax.ensure_compile_time_eval():
+            return jax.device_put(a.view(jnp.dtype(codec_dtype)) if codec_dtype else a, may_alias=False)
 
     def to_numpy(self, a: Array) -> Array:
         return NUMPY.to_numpy(_concrete(a))

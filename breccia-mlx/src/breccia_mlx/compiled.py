@@ -35,6 +35,7 @@ from breccia.backend import (
     checks,
     contraction_axis,
     form_of,
+    magnitudes_of,
     packing,
     reference,
 )
@@ -64,7 +65,8 @@ def accepts(call: Call) -> str | None:
     if call.option("nonfinite") == "raise":
         return "nonfinite='raise' reads values, as the generic algorithm does"
     element, level = fmt.element, fmt.scale
-    if form_of(element) is None or (isinstance(element, Minifloat) and not element.signed):
+    form = magnitudes_of(element) or form_of(element)
+    if form is None or (isinstance(element, Minifloat) and not element.signed):
         return f"it does not round to {element.name}"
     if type(rule).scaled not in (rules.Rule.scaled, rules.Inverse.scaled):
         return f"scale rule {rule.name!r} does not multiply by one reciprocal per block"
@@ -341,7 +343,8 @@ def _minifloats(element: Minifloat, scaled: Array, u: Array) -> Array:
     magic = WHOLE * form.step
     steps = MLX.bitcast_to_int(mx.abs(scaled.view(mx.float32)) + magic) - f32_bits(magic)
     sign = (scaled >> (32 - bits)) & (1 << (bits - 1)) & (below_nan >> 31)
-    return _bytes((mx.maximum(normal, mx.minimum(steps, 1 << element.mantissa_bits)) & mask) | sign)
+    codes = mx.maximum(normal, mx.minimum(steps, 1 << element.mantissa_bits)) & mask
+    return _bytes(codes | (sign & (-codes >> 31) if element.fnuz else sign))
 
 
 def _integers(element: Integer, scaled: Array, zero: Array | None) -> Array:

@@ -26,7 +26,7 @@ from .ops import MLX, is_exporting
 Array = Any
 
 #: MLX's name for the formats of these element and scale codecs, and their block.
-_MODES: dict[tuple[Codec, Codec], tuple[str, int]] = {
+MODES: dict[tuple[Codec, Codec], tuple[str, int]] = {
     (E2M1, E8M0): ("mxfp4", 32),
     (E4M3, E8M0): ("mxfp8", 32),
     (E2M1, E4M3): ("nvfp4", 16),
@@ -49,7 +49,7 @@ def mode(fmt: Format) -> dict[str, Any] | None:
         return None
     if fmt.offset == "bias" and _affine(fmt.element) and k in _GROUPS:
         return {"mode": "affine", "group_size": k, "bits": fmt.element.bits}
-    name, block = _MODES.get((fmt.element, fmt.scale.codec), ("", 0))
+    name, block = MODES.get((fmt.element, fmt.scale.codec), ("", 0))
     return {"mode": name, "group_size": k, "bits": fmt.element.bits} if k == block and fmt.offset == "none" else None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +11,7 @@ import mlx.core as mx
 from mlx import nn
 
 import breccia
-from breccia import PerBlockK, ScaledTensor, ScalingRecipe, ShapeError, UnsupportedError, bridges
+from breccia import PerBlockK, PerGroupIndex, ScaledTensor, ScalingRecipe, ShapeError, UnsupportedError, bridges
 from breccia.backend import TENSOR, Metadata, as_recipe, components, dtype_name
 from breccia.internal import ADVICE, check_scaled
 
@@ -19,6 +21,10 @@ from .ops import opaque
 Array = Any
 #: Integers of the width of float scales: changes of a model's precision skip them.
 _WORDS = {2: mx.uint16, 4: mx.uint32}
+
+
+#: Between the recipe and the digest of a group index, in names of parameters.
+INDEX_MARK = "+g_idx-"
 
 
 class _All(set[str]):
@@ -31,7 +37,8 @@ class _All(set[str]):
 class ScaledWeight(nn.Module):
     """A ScaledTensor as part of a model: its components are parameters, so they save, load and are evaluated with the model.
 
-    Their names include the recipe (`weight.mxfp8.data`, `weight.mxfp8.scale`), so `load_weights` refuses another recipe's.
+    Their names include the recipe (`weight.mxfp8.data`, `weight.mxfp8.scale`), so `load_weights` refuses another recipe's; with
+    a group index, which is not a parameter, also a digest of it.
     Float scales are stored as integer bit patterns, which `set_dtype` skips. The parameters are permanently frozen; the values
     are `breccia.dequantize(weight.tensor)`.
     """
@@ -43,7 +50,7 @@ class ScaledWeight(nn.Module):
         parts = components(tensor)
         self._metadata = Metadata.of(tensor)
         self._dtypes = tuple(map(dtype_name, parts.values()))
-        self._name = tensor.recipe.spec
+        self._name = tensor.recipe.spec + _index_mark(tensor)
         self[self._name] = {name: _as_words(part) for name, part in parts.items()}
         self._no_grad = _All()
 
@@ -104,6 +111,14 @@ class ScaledWeight(nn.Module):
                     raise
                 hint = _advice(name)
             raise AttributeError(f"'ScaledWeight' object has no attribute {name!r}{hint}", name=name, obj=self)
+
+
+def _index_mark(tensor: ScaledTensor) -> str:
+    """A digest of a tensor's group index, after `INDEX_MARK`; empty for a layout that follows from the recipe and the shape."""
+    if not isinstance(tensor.layout, PerGroupIndex):
+        return ""
+    index = json.dumps([tensor.layout.index, tensor.layout.groups])
+    return INDEX_MARK + hashlib.sha256(index.encode()).hexdigest()[:12]
 
 
 def _advice(name: str) -> str:

@@ -69,6 +69,11 @@ class _MlxOps(Ops):
     def concat(self, parts: list[Array], axis: int = -1) -> Array:
         return mx.concatenate(parts, axis=axis)
 
+    def items(self, a: Array, axis: int) -> list[Array]:
+        # Under mx.vmap, shifts of one strided number by a constant read beyond the constant.
+        each = super().items(a, axis)
+        return [mx.contiguous(item) for item in each] if each and each[0].size == 1 else each
+
     def gather(self, a: Array, index: tuple[int, ...] | Array, axis: int) -> Array:
         return mx.take(a, mx.array(np.array(index, np.int32)) if isinstance(index, tuple) else index, axis=axis)
 

@@ -20,6 +20,7 @@ from breccia.backend import (
     checks,
     components,
     composites,
+    product_options,
     reference,
     registry,
     targets,
@@ -94,7 +95,7 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLO
 
 def _matmul(a: Any, b: Any, options: ProductOptions, prefer: str | None) -> Array:
     out_dtype, bias, out = options
-    if any(x is not None and not _readable(x) for x in (bias, out)):  # a transform may wrap a bias alone
+    if not (bias is None or _readable(bias)) or not (out is None or _readable(out)):  # a transform may wrap a bias alone
         return composites.matmul(a, b, options)
     if out is None and prefer is None and (tensor := _repeated(a, b, bias)) is not None:
         return tensor if out_dtype == "float32" else reference.result(TORCH, tensor, out_dtype, None)
@@ -117,11 +118,35 @@ def _repeated(a: Any, b: Any, bias: Array | None) -> Array | None:
         return None
     if bias is not None and bias.dtype != torch.float32:
         bias = bias.float()
-    data, scale, zero_point, global_scale = b.data, b.scale, b.zero_point, b.global_scale
-    parts = (a, scale, zero_point, bias, global_scale)
-    x, scales = a.data_ptr(), scale.data_ptr()
-    offsets = 0 if zero_point is None else zero_point.data_ptr()
-    added = 0 if bias is None else bias.data_ptr()
+    at = _addresses(a, b, bias)
+    multiply = _call(a, b, bias, at)
+    if multiply is None:
+        return None
+    global_scale = b.global_scale
+    product = multiply(*at, None if global_scale is None else global_scale.item(), _threads())
+    return None if product is None else torch.from_numpy(product)
+
+
+def _addresses(a: Array, b: ScaledTensor, bias: Array | None) -> tuple[int, int, int, int, int]:
+    """Where the operands lie, 0 for none: x, codes, scales, offsets, bias."""
+    offset = b.zero_point
+    return (
+        a.data_ptr(),
+        b.data.data_ptr(),
+        b.scale.data_ptr(),
+        0 if offset is None else offset.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+    )
+
+
+def _threads() -> int:
+    return min(torch.get_num_threads(), threads.get_num_threads())
+
+
+def _call(a: Array, b: ScaledTensor, bias: Array | None, at: tuple[int, int, int, int, int]) -> Any:
+    """The call that was prepared for operands like these, at their addresses; None if there is none."""
+    data, parts = b.data, (a, b.scale, b.zero_point, bias, b.global_scale)
+    x, _, scales, offsets, added = at
     facts = (
         b.recipe.interned_key,
         b.layout.interned_key,
@@ -139,19 +164,7 @@ def _repeated(a: Any, b: Any, bias: Array | None) -> Array | None:
         if len(_products) >= _REMEMBERED:
             _products.clear()
         known = _products[facts] = table, _prepared(a, b, bias)
-    multiply = known[1]
-    if multiply is None:
-        return None
-    product = multiply(
-        x,
-        data.data_ptr(),
-        scales,
-        offsets,
-        added,
-        None if global_scale is None else global_scale.item(),
-        min(torch.get_num_threads(), threads.get_num_threads()),
-    )
-    return None if product is None else torch.from_numpy(product)
+    return known[1]
 
 
 def _facts(x: Array) -> tuple[Any, ...]:
@@ -174,6 +187,57 @@ def _prepared(a: Any, b: ScaledTensor, bias: Array | None) -> Any:
     return targets.load(chosen.kernel.prepare)(left, right, added)
 
 
+def repeated(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> Repeat | None:
+    """The product of these operands as a function that their layer keeps; None where `matmul` prepares no call for it.
+
+    The function returns None for other operands: those in which anything differs that the choice of a kernel, or its call, may
+    depend on. Operands need no gradient.
+    """
+    known = registry()
+    chosen = known.table.choose(known.operation("matmul"), "torch", a, b, None, product_options(out_dtype, bias))
+    is_ours = chosen.function is matmul and not (chosen.checked or chosen.traced)
+    if not is_ours or type(a) is not torch.Tensor or not (bias is None or bias.dtype is torch.float32):
+        return None
+    at = _addresses(a, b, bias)
+    multiply = _call(a, b, bias, at)
+    if multiply is None or at[0] % _ALIGNED:
+        return None
+    table, strided, facts, of_bias = known.table, torch.strided, _facts(a), None if bias is None else _facts(bias)
+    shape, stride, dtype, device, _ = facts
+    _, *rest = at
+    added_at, global_scale = at[-1], b.global_scale
+
+    def repeat(x: Array, weight: ScaledTensor, added: Array | None) -> Array | None:
+        if (
+            weight is not b
+            or added is not bias
+            or type(x) is not torch.Tensor
+            or x.dtype is not dtype
+            or x.shape != shape
+            or x.layout is not strided
+            or x.stride() != stride
+            or x.device != device
+            or x.is_neg()
+            or (added is not None and (added.data_ptr() != added_at or _facts(added) != of_bias))
+            or registry().table is not table
+        ):
+            return None
+        place = x.data_ptr()
+        if place % _ALIGNED:
+            return None
+        product = multiply(place, *rest, None if global_scale is None else global_scale.item(), _threads())
+        if product is None:
+            return None
+        tensor = torch.from_numpy(product)
+        return tensor if out_dtype == "float32" else reference.result(TORCH, tensor, out_dtype, None)
+
+    return repeat
+
+
+#: A function that repeats a product: f(x, weight, bias).
+Repeat = Callable[[Any, ScaledTensor, Any], Any]
+#: What the address of an input must be a multiple of, as torch's own memory is: kernels may be chosen by it.
+_ALIGNED = 64
 #: Prepared calls by the facts of operands, each with the table that it is for; None where a call cannot be prepared.
 _products: dict[Any, tuple[Any, Any]] = {}
 

@@ -32,7 +32,7 @@ from breccia.backend import (
     targets,
 )
 
-from .ops import need_dense, transforming, wrapped
+from .ops import autocast_dtype, need_dense, transforming, wrapped
 
 Array = Any
 #: Calls of an op: f((*arguments, options), prefer).
@@ -192,11 +192,10 @@ def matmul(arguments: tuple[Any, ...], prefer: Prefer) -> Array:
     a, b, options = arguments
     out_dtype, bias, out = options
     a, b = _fixed(a), _fixed(b)
-    if out is None and _tracked(a, b, bias):
-        if (
-            bias is not None and not _tracked(a, b) and not wrapped(bias)
-        ):  # a frozen layer: autograd differentiates the addition itself
-            return _plus(calls.matmul(_detached(a), _detached(b), prefer=prefer), bias, out_dtype)
+    differentiated = _tracked(a, b)
+    if out is None and (differentiated or (bias is not None and _tracked(bias))):
+        if bias is not None and not differentiated and not wrapped(bias):  # a frozen layer: autograd adds it
+            return _plus(_matmul((_detached(a), _detached(b), FLOAT32), prefer), bias, out_dtype)
         return _Matmul.apply(a, b, bias, out_dtype, prefer)
     if out is not None or not torch.is_grad_enabled():  # else none needs a gradient
         a, b, options = _detached(a), _detached(b), _constant_result(options)
@@ -208,11 +207,12 @@ def cast_matmul(arguments: tuple[Any, ...], prefer: Prefer) -> Array:
     x, recipe, b, options = arguments
     out_dtype, bias, _ = options
     b = _fixed(b)
-    if _tracked(x, b, bias):
-        if bias is not None and not _tracked(x, b) and not wrapped(bias):
-            return _plus(calls.cast_matmul(_detached(x), recipe, _detached(b), prefer=prefer), bias, out_dtype)
+    differentiated = _tracked(x, b)
+    if differentiated or (bias is not None and _tracked(bias)):
+        if bias is not None and not differentiated and not wrapped(bias):
+            return _plus(_cast_matmul((_detached(x), recipe, _detached(b), FLOAT32), prefer), bias, out_dtype)
         return _CastMatmul.apply(x, recipe, b, bias, out_dtype, prefer)
-    return calls.cast_matmul(_detached(x), recipe, _detached(b), _constant_result(options), prefer=prefer)
+    return _cast_matmul((_detached(x), recipe, _detached(b), _constant_result(options)), prefer)
 
 
 def grouped_matmul(arguments: tuple[Any, ...], prefer: Prefer) -> Array:
@@ -316,7 +316,7 @@ class _GroupedMatmul(Function):
 multiply = runner_of(OPERATIONS["matmul"])
 
 
-_matmul = calls.runner_of(OPERATIONS["matmul"])
+_matmul, _cast_matmul = (calls.runner_of(OPERATIONS[name]) for name in ("matmul", "cast_matmul"))
 
 
 def product_gradients(
@@ -387,6 +387,17 @@ def _operands(ctx: Any) -> list[Any]:
     for metadata, names in ctx.operands:
         operands.append(next(saved) if metadata is None else metadata.assembled(**{name: next(saved) for name in names}))
     return operands
+
+
+def is_constant(x: Array) -> bool:
+    """Can a layer call a kernel for `x` with nothing between: no gradient, autocast, transformation or compiler?"""
+    return not (
+        _tracked(x)
+        or transforming()
+        or autocast_dtype(x) is not None
+        or _frame_callback() is not None
+        or torch.compiler.is_exporting()
+    )
 
 
 # -- what needs a gradient -------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from .views import to_storage as to_storage
 def _facts(recipe: str) -> tuple[tuple[str, ...], tuple[int, int], Block]:
     """Of a recipe: the components of a cast, the (codes, bytes) of a packing group, and the block."""
     fmt = recipe_of(recipe).format
-    return tuple(fmt.parts), packing(fmt.element), fmt.scale.block
+    return tuple(fmt.parts), packing(fmt.element), fmt.block
 
 
 @constant
@@ -180,13 +180,13 @@ def _is_set(name: str, value: Any) -> bool:
 
 
 #: Options that operators do not take.
-_ELSEWHERE = ("storage", "out", "prefer", "require_exact")
+_ELSEWHERE = ("storage", "out", "prefer", "require_exact", "group_index")
 
 
 @constant
 def _check_options(op: str, known: tuple[str, ...], names: tuple[str, ...]) -> None:
     for name in names:
-        if name in _ELSEWHERE and (name in known or name == "prefer"):
+        if name in _ELSEWHERE and (name in known or name in ("prefer", "group_index")):
             raise UnsupportedError(f"{op}: {name}= is not supported inside torch.compile; leave it out.")
         if name not in known:
             raise OptionError(f"{op} has no option {name!r}{suggestion(name, list(known))}", option=name)

@@ -175,9 +175,10 @@ class ScaledWeight(ReadAsTensor, _WithMetadata):
         return cache[10]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the kept transpose, and with components that pickle supports."""
+        """Without what is kept for calls, and with components that pickle supports."""
         state = self.__dict__.copy()
-        state.pop(_TRANSPOSE, None)
+        for name in _KEPT:
+            state.pop(name, None)
         parts: dict[str, Any] = state["_buffers"]
         state["_buffers"] = {name: part if part is None else TORCH.portable(part) for name, part in parts.items()}
         state[_DTYPES] = {name: part.dtype for name, part in parts.items() if part is not None}
@@ -353,6 +354,8 @@ class ScaledLinear(_WithMetadata):
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and (y := self._repeated(x)) is not None:
+            return y
         shape = x.shape
         ndim = len(shape)
         if ndim == 0 or shape[-1] != self.in_features:
@@ -376,9 +379,31 @@ class ScaledLinear(_WithMetadata):
                     framework_of(bias, "bias")  # refuses a DTensor
                     checks.check_matmul(rows, weight, bias)
                 y = frontend.multiply((rows, weight, product_options(out_dtype, bias)), None)
+                if x is rows:
+                    self._keep_for(x, weight, bias, out_dtype)
             return y if ndim > 1 else y[0]
         y = breccia.cast_matmul(rows.flatten(0, -2), self.activation, weight, out_dtype, bias=bias)
         return y if ndim == 2 else y.reshape(*shape[:-1], self.out_features)
+
+    def _repeated(self, x: Tensor) -> Tensor | None:
+        """The product by the function that an earlier call has kept; None where something differs from that call."""
+        repeat = self._modules["weight"].__dict__.get(_REPEAT)
+        if repeat is None or self.activation is not None or not frontend.is_constant(x):
+            return None
+        parameters = self._parameters
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+            return None
+        return repeat(x, self._matrix, bias)
+
+    def _keep_for(self, x: Tensor, weight: ScaledTensor, bias: Any, out_dtype: str) -> None:
+        """Keep what repeats this product, after two calls in succession with inputs of one shape; else nothing."""
+        module: Any = self._modules["weight"]
+        kept = module.__dict__
+        shape, kept[_LAST], kept[_REPEAT] = kept.get(_LAST), x.shape, None
+        tracked = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+        if x.device.type == "cpu" and x.shape == shape and module.keeps_transpose and not tracked and frontend.is_constant(x):
+            kept[_REPEAT] = targets.load("breccia_torch.cpu:repeated")(x, weight, bias, out_dtype)
 
     def extra_repr(self) -> str:
         activation = f", activation={self.activation!r}" if self.activation is not None else ""
@@ -475,6 +500,10 @@ def _part(tensor: ScaledTensor, part: int) -> ScaledTensor:
 
 #: Where a ScaledWeight keeps its transpose.
 _TRANSPOSE = "_kept_transpose"
+#: Where it keeps the function that repeats a layer's last product, and the shape of the last input.
+_REPEAT, _LAST = "_kept_repeat", "_kept_shape"
+#: What is not part of its state.
+_KEPT = (_TRANSPOSE, _REPEAT, _LAST)
 #: The dtypes of a pickled ScaledWeight's components.
 _DTYPES = "_dtypes"
 #: The classes of most biases.

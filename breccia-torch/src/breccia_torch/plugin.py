@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from breccia import Framework, Kernel, hookimpl
 
 api = 1
+#: What kernels that decode know of formats besides one scale for a block.
+KNOWS = ("coded_scales",)
 #: What to do instead of passing a DTensor.
 _SHARDED = "breccia does not compute on sharded tensors yet: quantize before distributing, or pass x.to_local()."
 
@@ -35,7 +37,8 @@ def breccia_frameworks() -> Iterable[Framework]:
 def breccia_kernels() -> Iterable[Kernel]:
     plan = "breccia.kernels.plans:plan_on_numpy"
     for op, module in (("cast", "numpy.plan"), ("dequantize", "plans")):
-        accepts = f"breccia.kernels.{module}:accepts_{op}"
-        yield Kernel(op, "torch", f"breccia_torch.cpu:{op}", f"torch.cpu.{op}", device="cpu", accepts=accepts, plan=plan)
+        accepts, knows = f"breccia.kernels.{module}:accepts_{op}", KNOWS if op == "dequantize" else ()
+        name, target = f"torch.cpu.{op}", f"breccia_torch.cpu:{op}"
+        yield Kernel(op, "torch", target, name, device="cpu", accepts=accepts, plan=plan, knows=knows)
     target = "breccia_torch.cpu:grouped_matmul"
-    yield Kernel("grouped_matmul", "torch", target, "torch.cpu.grouped_matmul", device="cpu", plan=plan)
+    yield Kernel("grouped_matmul", "torch", target, "torch.cpu.grouped_matmul", device="cpu", plan=plan, knows=KNOWS)

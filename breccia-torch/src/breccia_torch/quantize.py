@@ -61,8 +61,8 @@ def quantize_(
         one; see `breccia.Policy`.
     filter_fn: called with each such module and its name in the model; true for those to quantize. By default all are, except
         embeddings, norms, routers, output heads and the other kinds of `breccia.backend.KEPT`, as for `breccia convert` and
-        every framework; subclasses of nn.Linear; layers whose weight is tied to another kind of module; and weights that would
-        not shrink.
+        every framework; subclasses of nn.Linear; layers that have other tensors than a weight and a bias, or whose weight is
+        tied to another kind of module; and weights that would not shrink.
     include, exclude: shell-style globs over names of weights ("lm_head.weight", "*.experts.*"), in place of filter_fn and of
         a policy: `exclude` beats `include`, which beats the default.
     activation: a recipe under which the linear layers cast their inputs.
@@ -75,9 +75,9 @@ def quantize_(
     quantized, what was left, and why.
 
     Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself a linear layer, and for a
-    chosen layer that is tied to an unchosen one, that has hooks, or that does more than a linear layer; UnknownNameError for
-    a pattern that matches no weight; OptionError if no layer is chosen, for patterns beside filter_fn or a policy, and for a
-    policy that says two things of one weight, or has a pattern that decides nothing.
+    chosen layer that is tied to an unchosen one, that has hooks, or that has or does more than a linear layer; UnknownNameError
+    for a pattern that matches no weight; OptionError if no layer is chosen, for patterns beside filter_fn or a policy, and for
+    a policy that says two things of one weight, or has a pattern that decides nothing.
 
         >>> import torch, breccia_torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
@@ -190,8 +190,10 @@ def _why_not(module: nn.Module, leaf: str, library: str | None, has_form: bool) 
     """Why a parameter cannot be quantized; empty if it can."""
     if library is not None:
         return f"quantized by {library}: {_TAKE_OVER[library]} takes it over"
-    if isinstance(module, nn.Linear) and not is_linear(module):
+    if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         return f"{type(module).__name__} is a subclass of nn.Linear"
+    if leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module)) and (others := _of_its_own(module)):
+        return f"its layer has {', '.join(others)} beside weight and bias"
     return "" if has_form else f"{leaf} of {type(module).__name__} is no weight of a linear layer"
 
 
@@ -273,8 +275,14 @@ def is_conv1d(module: Any) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether it is an nn.Linear, and of no subclass, or transformers' Conv1D."""
-    return type(module) is nn.Linear or is_conv1d(module)
+    """Whether it is an nn.Linear, and of no subclass, or transformers' Conv1D, and has no tensors but a weight and a bias."""
+    return (type(module) is nn.Linear or is_conv1d(module)) and not _of_its_own(module)
+
+
+def _of_its_own(layer: nn.Module) -> list[str]:
+    """The parameters and buffers of a linear layer that its quantized layer would lose."""
+    tensors = (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))
+    return [name for name, _ in tensors if name not in ("weight", "bias")]
 
 
 def weights_of(module: nn.Module) -> dict[str, int]:
@@ -323,6 +331,12 @@ def check_replaceable(name: str, module: nn.Module) -> None:
         raise UnsupportedError(
             f"{name or 'the layer'} has hooks or a custom forward, which its quantized layer would lose: quantize first, "
             "then add them.",
+            name=name,
+        )
+    if others := _of_its_own(module):
+        raise UnsupportedError(
+            f"{name or 'the layer'} has {', '.join(others)} beside its weight and bias, which its quantized layer would lose: "
+            "leave it out.",
             name=name,
         )
     if not name:

@@ -10,6 +10,7 @@ from breccia.backend import PLAIN
 from breccia.internal import storing
 
 from .nn import ScaledExperts, ScaledLinear
+from .tables import ScaledTable
 
 #: `storage=` of `quantize_` and `load_model`: what `for_products` finds.
 AUTO = "auto"
@@ -21,9 +22,12 @@ def arrange(layer: ScaledLinear, storage: str, dtype: torch.dtype) -> None:
     """Put the weight of `layer` into a storage, in place. dtype: of the layer's inputs.
 
     "auto" leaves layers in training mode alone, whose backward pass multiplies by the plain weight, and layers that cast their
-    inputs. Raises UnknownNameError for an unknown storage, UnsupportedError where it does not support the weight.
+    inputs. A weight that an embedding shares stays plain. Raises UnknownNameError for an unknown storage, and UnsupportedError
+    where it does not support the weight.
     """
     weight = layer.weight
+    if isinstance(weight, ScaledTable):
+        return
     tensor = weight.tensor
     if storage != AUTO:
         weight.take(tensor.to_storage(storage))

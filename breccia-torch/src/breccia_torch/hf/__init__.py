@@ -1,4 +1,4 @@
-"""transformers: `from_pretrained` of converted folders, quantizing after loading, and `save_pretrained`.
+"""transformers: `from_pretrained` of quantized folders, quantizing after loading, and `save_pretrained`.
 
 Importing this package registers the quantization method "breccia" with transformers, and quantized layers with peft, if it is
 installed.
@@ -8,6 +8,17 @@ installed.
 
     from breccia_torch.hf import BrecciaConfig
     model = AutoModelForCausalLM.from_pretrained("llama", quantization_config=BrecciaConfig("nvfp4"))
+
+A folder that another library quantized loads without it, every code as stored. transformers refuses another method than that of
+the folder's config, which is loaded without it for that:
+
+    config = AutoConfig.from_pretrained("llama-gptq", quantization_config=None)
+    model = AutoModelForCausalLM.from_pretrained("llama-gptq", config=config, quantization_config=BrecciaConfig())
+
+So does a GGUF file, of which transformers makes the config:
+
+    file = {"gguf_file": "llama-Q4_K_M.gguf"}
+    model = AutoModelForCausalLM.from_pretrained("llama-gguf", **file, quantization_config=BrecciaConfig())
 """
 
 import logging

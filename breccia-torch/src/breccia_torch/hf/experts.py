@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import breccia
 
+from ..experts import routed
 from ..nn import ScaledExperts
 from ..storing import IMPLEMENTATION
 
@@ -23,28 +23,21 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     top_k_index, top_k_weights: each token's experts and their weights, (tokens, k). An index of `num_experts` or more
         belongs to no expert here (expert parallelism) and adds nothing.
     """
-    tokens, k = top_k_index.shape
-    expert, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    bounds = torch.arange(1, self.num_experts + 1, device=expert.device, dtype=expert.dtype)
-    offsets = torch.searchsorted(expert, bounds).to(torch.int32)  # the end of each expert's rows
-    rows, here = hidden_states[order // k], expert < self.num_experts
-    which = expert.clamp(max=self.num_experts - 1)
 
-    def product(x: Tensor, name: str) -> Tensor:
-        weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None)
-        if isinstance(weight, ScaledExperts):
-            y = weight.grouped_matmul(x, offsets, self.is_transposed)
-        else:
-            y = breccia.grouped_matmul(x, weight if self.is_transposed else weight.mT, offsets, x.dtype)
-        return y if bias is None else y + bias[which]
+    def experts(rows: Tensor, offsets: Tensor, which: Tensor) -> Tensor:
+        def product(x: Tensor, name: str) -> Tensor:
+            weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None)
+            if isinstance(weight, ScaledExperts):
+                y = weight.grouped_matmul(x, offsets, self.is_transposed)
+            else:
+                y = breccia.grouped_matmul(x, weight if self.is_transposed else weight.mT, offsets, x.dtype)
+            return y if bias is None else y + bias[which]
 
-    inner = self._apply_gate(product(rows, "gate_up_proj")) if self.has_gate else self.act_fn(product(rows, "up_proj"))
-    outer = product(inner, "down_proj")
-    if self.has_post_expert_norm:
-        outer = self.post_expert_norm(outer)
-    weighted = torch.where(here[:, None], outer * top_k_weights.reshape(-1)[order, None], 0)
-    unsorted = torch.empty_like(weighted).index_copy_(0, order, weighted)
-    return unsorted.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+        inner = self._apply_gate(product(rows, "gate_up_proj")) if self.has_gate else self.act_fn(product(rows, "up_proj"))
+        outer = product(inner, "down_proj")
+        return self.post_expert_norm(outer) if self.has_post_expert_norm else outer
+
+    return routed(hidden_states, top_k_index, top_k_weights, self.num_experts, experts)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

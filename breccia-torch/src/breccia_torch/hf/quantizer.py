@@ -14,8 +14,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     ConversionOps,
     WeightConverter,
-    WeightRenaming,
-    rename_source_key,
     revert_weight_conversion,
 )
 from transformers.pytorch_utils import Conv1D
@@ -28,16 +26,23 @@ import breccia
 from breccia import OptionError, Policy, ScaledTensor, ScalingRecipe, UnsupportedError, bridges
 from breccia.backend import PARTS, Metadata, as_recipe, components
 
-from ..checkpoint import check_all_quantized, stacked
+from ..checkpoint import is_floating
 from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
 from ..placing import components_of, dispatch_again, need_values, placement
-from ..quantize import expert_parameters, is_linear, quantize_, replace, replace_experts, scaled_class, weights_of
+from ..quantize import expert_parameters, is_conv1d, is_linear, quantize_, replace, replace_experts, scaled_class, weights_of
 from ..storing import AUTO, arrange, arrange_experts
+from ..values import Values, check_all_quantized, stacked
+from . import gguf
 from .marking import fields_of, watch
+from .places import Place, places_of
+from .reading import IGNORED, Reader
+from .tying import Ties, decode_tables, is_within
+from .tying import watch as watch_ties
 
 METHOD = "breccia"
 
 watch()
+watch_ties()
 
 logger = logging.get_logger(__name__)
 
@@ -48,23 +53,27 @@ class BrecciaConfig(QuantizationConfigMixin):
 
     recipe: a ScalingRecipe, its spec ("nvfp4", "fp8_block,block_m=128"), or what its `to_dict` returns; to quantize a model
         that is loaded, also a `breccia.Policy` or the path of a YAML file with one. A quantized model has the recipe of most
-        of its weights here; files say which one each weight has.
+        of its weights here; files say which one each weight has. None keeps every code and scale of a checkpoint that another
+        library quantized; with a recipe, its values are decoded and quantized again.
     activation: the same for a recipe under which linear layers cast their inputs; None leaves inputs unchanged.
     activations: recipes for the inputs of single layers, by name, where they differ from `activation`.
     modules_to_not_convert: names of modules that keep their precision, whole or from a dot on ("lm_head"), in addition to the
         embeddings, norms, routers and output heads that `breccia_torch.quantize_` leaves.
+    source_dialect: how another library stores its quantized values, as for `breccia.bridges.load_checkpoint`, where the files
+        leave a choice.
 
     Raises what `breccia.recipe` raises, and OptionError for a field that this version of breccia does not know.
     """
 
     def __init__(
         self,
-        recipe: Any,
+        recipe: Any = None,
         activation: Any = None,
         modules_to_not_convert: list[str] | None = None,
         quant_method: str = METHOD,
         breccia_version: str | None = None,
         activations: dict[str, Any] | None = None,
+        source_dialect: str | None = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -75,23 +84,29 @@ class BrecciaConfig(QuantizationConfigMixin):
             )
         self.quant_method = quant_method  # pyright: ignore[reportAttributeAccessIssue]
         is_policy = isinstance(recipe, Policy | os.PathLike) or (isinstance(recipe, str) and recipe.endswith((".yaml", ".yml")))
-        self.policy = Policy.of(recipe) if is_policy else Policy.of(_recipe(recipe))
-        self.recipe, self.activation = self.policy.recipes[0], _recipe_or_none(activation)
+        self.policy = None if recipe is None else Policy.of(recipe) if is_policy else Policy.of(_recipe(recipe))
+        self.recipe = None if self.policy is None else self.policy.recipes[0]
+        self.activation, self.source_dialect = _recipe_or_none(activation), source_dialect
         self.activations = {name: _recipe_or_none(description) for name, description in (activations or {}).items()}
         self.modules_to_not_convert = modules_to_not_convert
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds."""
         fields: dict[str, Any] = {"quant_method": METHOD, "breccia_version": breccia.__version__}
-        fields["recipe"] = self.recipe.to_dict()
+        if self.recipe is not None:
+            fields["recipe"] = self.recipe.to_dict()
         if self.activation is not None:
             fields["activation"] = self.activation.to_dict()
         if self.activations:
             listed = self.activations.items()
             fields["activations"] = {name: None if recipe is None else recipe.to_dict() for name, recipe in listed}
-        if self.modules_to_not_convert:
-            fields["modules_to_not_convert"] = self.modules_to_not_convert
+        for name in ("modules_to_not_convert", "source_dialect"):
+            if getattr(self, name):
+                fields[name] = getattr(self, name)
         return fields
+
+
+gguf.watch(BrecciaConfig)
 
 
 def _recipe(description: Any) -> ScalingRecipe:
@@ -113,6 +128,9 @@ class BrecciaHfQuantizer(HfQuantizer):
         super().__init__(quantization_config, **options)
         self._decoded: dict[str, ScaledTensor] = {}
         self._stacked: set[str] = set()
+        self._reader: Reader | None = None
+        self._ties: Ties | None = None
+        self._checkpoint: Any = None  # of a GGUF file
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return True
@@ -134,66 +152,126 @@ class BrecciaHfQuantizer(HfQuantizer):
 
     # -- quantized checkpoints -----------------------------------------------------------------------------------
 
-    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> Any:
-        """Give the model layers with empty components of the shapes and dtypes in the files."""
-        if not self.pre_quantized:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Any = None, device_map: Any = None, **_: Any
+    ) -> Any:
+        """Give the model layers with empty components of the shapes and dtypes in the files.
+
+        A folder may be quantized although transformers saw no method: config.json named one that it does not know, or the
+        caller took that out.
+        """
+        config = self.quantization_config
+        checkpoint = self._checkpoint
+        if checkpoint is None:
+            if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
+                if not self.pre_quantized and config.policy is not None:
+                    return model
+                raise UnsupportedError(
+                    f"breccia loads safetensors files, and GGUF files as gguf_file=; got {checkpoint_files}."
+                )
+            checkpoint = bridges.load_checkpoint(checkpoint_files, framework="torch", source_dialect=config.source_dialect)
+        else:
+            gguf.check_config(model, checkpoint)
+        folder = Path(checkpoint_files[0]).parent
+        places = places_of(model, checkpoint)
+        checkpoint.check_codes(place.name for place in places if is_floating(place.parameter))
+        if not checkpoint.dialects:
+            if self.pre_quantized:
+                raise UnsupportedError(f"{folder} has a breccia quantization_config and no tensor that breccia quantized.")
+            if config.policy is None:
+                raise UnsupportedError(f"{folder} has no quantized tensor: give BrecciaConfig the recipe to quantize under.")
             return model
-        if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
-            raise UnsupportedError(f"breccia loads safetensors files; got {checkpoint_files}.")
-        first = Path(checkpoint_files[0])
-        tensors = bridges.load_safetensors(first.parent if len(checkpoint_files) > 1 else first, framework="torch")
-        scaled = {name: st for name, st in tensors.items() if isinstance(st, ScaledTensor)}
-        if not scaled:
-            raise UnsupportedError(f"{first.parent} has a breccia quantization_config and no tensor that breccia quantized.")
-        del tensors
+        keeps = self.pre_quantized = self.pre_quantized or config.policy is None
         # The layers' metadata comes from the files' configs, not from the state.
         model._keys_to_ignore_on_load_missing = [*(model._keys_to_ignore_on_load_missing or ()), rf"\.{STATE}$"]
+        checkpoint.check_inputs({place.name for place in places})
+        scaled = [place for place in places if checkpoint.header(place.name).recipe is not None]
+        for place in scaled:
+            place.check()
+        kept = config.modules_to_not_convert or ()
+        self._ties = ties = Ties(model, (place.target for place in places), device_map, kept)
+        if not keeps or checkpoint.dialects != [METHOD] or any(place.transposes for place in scaled):
+            self._read(model, checkpoint, scaled, ties)
+            return model
         columns: dict[str, dict[str, dict[str, ScaledTensor]]] = {}
-        for name, target, pattern in self._targets(model, list(scaled)):
-            empty = scaled[name].to("meta")
-            if pattern is not None:
-                columns.setdefault(target, {}).setdefault(pattern, {})[name] = empty
+        for place in scaled:
+            empty = checkpoint[place.name].to("meta")
+            if place.pattern is not None:
+                columns.setdefault(place.target, {}).setdefault(place.pattern, {})[place.name] = empty
             else:
-                self._place(model, name, target, empty)
+                self._place(model, place.name, place.target, empty, ties)
         for target, projections in columns.items():
             self._place_experts(model, target, projections)
         return model
 
-    def _targets(self, model: Any, names: list[str]) -> list[tuple[str, str, str | None]]:
-        """For each weight of the files: its name, the model's, and the pattern of the conversion between them, or None."""
-        conversions = get_model_conversion_mapping(model)
-        renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-        converters = [c for c in conversions if isinstance(c, WeightConverter)]
-        state, prefix = model.state_dict(), model.base_model_prefix
-        return [(name, *rename_source_key(name, renamings, converters, prefix, state)) for name in names]
+    def _read(self, model: Any, checkpoint: Any, places: list[Place], ties: Ties) -> None:
+        """Let breccia read these values of the checkpoint: of other dialects than its own, or that are transposed."""
+        config = self.quantization_config
+        single: dict[str, str] = {}
+        columns: dict[str, dict[str, list[str]]] = {}
+        turned: set[str] = set()
+        for place in places:
+            if place.pattern is not None and not place.transposes:
+                columns.setdefault(place.target, {}).setdefault(place.pattern, []).append(place.name)
+                continue
+            single[place.target] = place.name
+            if place.turns(checkpoint.header(place.name).shape):
+                turned.add(place.name)
+        stacks = {target: [sorted(column, key=_natural) for column in of.values()] for target, of in columns.items()}
+        flipped = {name for target, name in single.items() if is_conv1d(model.get_submodule(target.rpartition(".")[0]))}
+        self._reader = reader = Reader(model, checkpoint, Values(checkpoint, stacks, flipped, turned))
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), IGNORED}
+        for target, column in stacks.items():
+            self._check_experts(model, target, list(columns[target]), sum(map(len, column)))
+        for target in (*single, *stacks):
+            name = single.get(target, target)
+            keeps = self.pre_quantized and not is_within(target, config.modules_to_not_convert or ())
+            if reader.add(target, name, ties, keeps=keeps):
+                owner = target.rpartition(".")[0]
+                layer = model.get_submodule(owner)
+                if isinstance(layer, ScaledLinear):
+                    layer.activation = self._activation_of(owner)
+        for part in [model.config, *(getattr(model.config, key) for key in model.config.sub_configs)]:
+            for key in ("quantization", "compression_config"):  # what other libraries than transformers read
+                if hasattr(part, key):
+                    delattr(part, key)
 
-    def _place(self, model: Any, name: str, target: str, empty: ScaledTensor) -> None:
+    def _place(self, model: Any, name: str, target: str, empty: ScaledTensor, ties: Ties) -> None:
         """An empty quantized layer where `target` is the weight of one; else the weight is decoded while loading."""
         owner, _, leaf = target.rpartition(".")
-        try:
-            module = model.get_submodule(owner)
-        except AttributeError:
-            return  # transformers reports it as unexpected
+        module = model.get_submodule(owner)
         if leaf in expert_parameters(module):
             replace_experts(module, leaf, ScaledExperts(empty, getattr(module, leaf).dtype))
+        elif target in ties:
+            if not ties.take(target, empty):
+                self._decoded[name] = empty
         elif leaf == "weight" and is_linear(module):
             layer_class: Any = scaled_class(module)
-            config = self.quantization_config
-            activation = config.activations.get(owner, config.activation)
-            replace(model, owner, layer_class.in_place_of(module, ScaledWeight(empty), activation))
-        elif hasattr(module, leaf):
+            replace(model, owner, layer_class.in_place_of(module, ScaledWeight(empty), self._activation_of(owner)))
+        else:
             self._decoded[name] = empty
 
-    def _place_experts(self, model: Any, target: str, columns: dict[str, dict[str, ScaledTensor]]) -> None:
+    def _activation_of(self, layer: str) -> ScalingRecipe | None:
+        """The recipe for the inputs of the layer of that name."""
+        config = self.quantization_config
+        return config.activations.get(layer, config.activation)
+
+    def _check_experts(self, model: Any, target: str, patterns: list[str], quantized: int) -> None:
+        """Raise UnsupportedError unless `target` is a parameter of experts, and that many weights are all of them."""
         owner, _, leaf = target.rpartition(".")
         module = model.get_submodule(owner)
         if leaf not in expert_parameters(module):
             raise UnsupportedError(
-                f"{target} of {type(model).__name__} is converted from quantized weights ({', '.join(columns)}), which breccia "
-                "does for experts alone. Convert the checkpoint again, with --exclude for these weights."
+                f"{target} of {type(model).__name__} is converted from quantized weights ({', '.join(patterns)}), which "
+                "breccia does for experts alone. Convert the checkpoint again, with --exclude for these weights."
             )
+        check_all_quantized(target, quantized, len(patterns) * len(getattr(module, leaf)))
+
+    def _place_experts(self, model: Any, target: str, columns: dict[str, dict[str, ScaledTensor]]) -> None:
+        self._check_experts(model, target, list(columns), sum(map(len, columns.values())))
+        owner, _, leaf = target.rpartition(".")
+        module = model.get_submodule(owner)
         parameter = getattr(module, leaf)
-        check_all_quantized(target, sum(map(len, columns.values())), len(columns) * len(parameter))
         tensor = stacked([[column[name] for name in sorted(column, key=_natural)] for column in columns.values()], target)
         weight = ScaledExperts(tensor, parameter.dtype)
         if weight.shape != tuple(parameter.shape):
@@ -217,13 +295,30 @@ class BrecciaHfQuantizer(HfQuantizer):
                         conversion.copy([f"{s}.{part}" for s in sources], [f"{targets[0]}.{part}"], operations=[_Stack(self)])
                         for part in PARTS
                     ]
-        return updated + weight_conversions
+        return [*(self._reader.conversions if self._reader else ()), *updated, *weight_conversions]
+
+    # -- GGUF files ----------------------------------------------------------------------------------------------
+
+    def read_header(self, gguf_file: str) -> None:
+        """Open a GGUF file, of which transformers has made the config."""
+        dialect = self.quantization_config.source_dialect
+        self._checkpoint = bridges.load_checkpoint(gguf_file, framework="torch", source_dialect=dialect)
+
+    def update_dtype(self, dtype: Any) -> Any:
+        """The dtype of the model: that of a GGUF file where neither the caller nor a config names one."""
+        return gguf.dtype_of(self._checkpoint) if dtype is None and self._checkpoint is not None else dtype
+
+    def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Any]:
+        """The tensors of the GGUF file that was opened."""
+        return gguf.state_of(self._checkpoint)
 
     # -- after loading -------------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.pre_quantized:
             _restore_dtypes(model)
+            if self._ties is not None:
+                self._ties.install(self._activation_of)
             if (placed := placement(model)) is not None:
                 dispatch_again(model, placed)
             for module in model.modules():
@@ -235,15 +330,22 @@ class BrecciaHfQuantizer(HfQuantizer):
         else:
             config = self.quantization_config
             unconverted = {*(config.modules_to_not_convert or ()), *(model._keep_in_fp32_modules or ())}
-            exclude = [name for name in _weights(model) if any(f".{module}." in f".{name}." for module in unconverted)]
+            exclude = [name for name in _weights(model) if is_within(name, unconverted)]
             summary = quantize_(model, config.policy.keeping(exclude), activation=config.activation)
             logger.info("%r", summary)
-        attach(model, self)
+        self._reader = self._checkpoint = self._ties = None
+        if not any(isinstance(module, ScaledWeight) for module in model.modules()):  # all values were decoded
+            self.remove_quantization_config(model)
+        else:
+            attach(model, self)
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         """Replace all quantized layers by their decoded values in `dtype`."""
         need_values("dequantize", model)
+        # After `save_pretrained`, the model's config has a name.
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        decode_tables(model, dtype or torch.float32)
         for name, module in list(model.named_modules()):
             if isinstance(module, ScaledConv1D):
                 replace(model, name, _conv1d(module, dtype or torch.float32))
@@ -261,7 +363,7 @@ class BrecciaHfQuantizer(HfQuantizer):
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The components as `breccia.bridges.save_safetensors` stores them, and the metadata that describes them."""
         weights = {name: _plain(model, name, m) for name, m in model.named_modules() if isinstance(m, ScaledWeight)}
-        owned = tuple(f"{name}." for name in weights)
+        owned = tuple(f"{name}." for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, ScaledWeight))
         state = {k: v for k, v in model.state_dict().items() if not k.startswith(owned) and not k.endswith(STATE)}
         for name, st in weights.items():
             for part, tensor in components(st).items():
