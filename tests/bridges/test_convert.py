@@ -31,7 +31,7 @@ from breccia.internal import kept_kind
 from breccia.siblings import install
 from breccia.testing.examples import special_rows, wide
 from breccia_bridges import commands, destination, staging
-from breccia_bridges import convert as converter
+from breccia_bridges import convert_file as converter
 from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.compare import compare
 from breccia_bridges.convert import convert
@@ -218,7 +218,7 @@ def test_force_replaces_whole_files_and_folders(sharded: Path, source: Path, tmp
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_a_failed_conversion_leaves_no_files_and_keeps_existing_ones(
+def test_a_failed_conversion_keeps_existing_files_and_goes_on_from_what_it_has_finished(
     source: Path, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
@@ -241,6 +241,9 @@ def test_a_failed_conversion_leaves_no_files_and_keeps_existing_ones(
         with pytest.raises(OSError, match="No space"):
             convert(src, new, breccia.NVFP4BlockScaling(), advance=fails)
         assert not new.exists()
+        for path, options in ((dst, {"force": True}), (new, {})):
+            with pytest.warns(UserWarning, match="goes on with what an interrupted run has left in .*: . tensors are written"):
+                convert(src, path, breccia.NVFP4BlockScaling(), **options)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
@@ -282,8 +285,12 @@ def test_safetensors_must_be_able_to_open_the_output(source: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arrange", "message"),
     [
-        (lambda t: (t / "absent.safetensors", t / "o.safetensors"), "no checkpoint .*absent.safetensors; give a .safetensors"),
-        (lambda t: (_text(t / "model.bin"), t / "o.safetensors"), "model.bin is not a .safetensors file"),
+        (
+            lambda t: (t / "absent.safetensors", t / "o.safetensors"),
+            "no checkpoint .*absent.safetensors; give a .safetensors or",
+        ),
+        (lambda t: (_text(t / "model.gguf"), t / "o.safetensors"), "model.gguf: its header ends at byte 24 of a file"),
+        (lambda t: (_text(t / "model.bin"), t / "o.safetensors"), "model.bin is no zip archive, which torch.save writes"),
         (lambda t: (_folder(t / "empty"), t / "o"), "empty contains no .safetensors file"),
         (lambda t: (t / "model.safetensors", t / "no" / "o.safetensors"), "there is no folder .*/no; create it first"),
         (
@@ -291,7 +298,10 @@ def test_safetensors_must_be_able_to_open_the_output(source: Path, tmp_path: Pat
             "taken is a folder but the source is a file; give a name that",
         ),
         (lambda t: (t / "model.safetensors", t / "o"), "o does not end in .safetensors; add the suffix"),
-        (lambda t: (Path(os.devnull), t / "o.safetensors"), "null is neither a file nor a folder; give a .safetensors file"),
+        (
+            lambda t: (Path(os.devnull), t / "o.safetensors"),
+            "null is neither a file nor a folder; give a .safetensors or .gguf",
+        ),
         (
             lambda t: (_checkpoint(t / "m"), _text(t / "taken")),
             "taken is a file but the source is a folder; choose another name",
@@ -508,7 +518,11 @@ def test_a_folder_that_cannot_be_replaced_is_restored(tmp_path: Path, monkeypatc
     _failing_renames(monkeypatch, 2)
     with pytest.raises(PermissionError, match="rename 2 fails"):
         convert(model, old, breccia.MXFP8BlockScaling(), force=True)
-    assert (old / "mine.txt").read_text() == "mine" and entries(tmp_path) == ["m", "old"]
+    assert (old / "mine.txt").read_text() == "mine" and entries(tmp_path) == [".breccia-staging.old", "m", "old"]
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="goes on with what"):
+        convert(model, old, breccia.MXFP8BlockScaling(), force=True)
+    assert "mxfp8" in str(Container(old / "model.safetensors").metadata) and entries(tmp_path) == ["m", "old"]
 
 
 def test_a_folder_that_cannot_be_restored_is_kept_and_its_path_reported(
@@ -549,7 +563,11 @@ def test_a_destination_created_during_the_conversion_is_not_touched(tmp_path: Pa
     for force, message in ((False, "exists; choose"), (True, "does not look like a checkpoint")):
         with pytest.raises(FileExistsError, match=message):
             convert(model, out, breccia.MXFP8BlockScaling(), force=force, advance=appears)
-        assert entries(tmp_path) == ["m", "out"] and entries(out) == ["mine.txt"]
+        assert entries(tmp_path) == [".breccia-staging.out", "m", "out"] and entries(out) == ["mine.txt"]
+        shutil.rmtree(out)
+        with pytest.warns(UserWarning, match="goes on with what"):
+            convert(model, out, breccia.MXFP8BlockScaling())
+        assert entries(tmp_path) == ["m", "out"]
         shutil.rmtree(out)
 
 
@@ -1100,8 +1118,9 @@ def test_explain_plugins_version_and_unknown_arguments(run: Run) -> None:
     assert (
         code == 1
         and err
-        == "error: no recipe 'nvpf4'; did you mean 'nvfp4'? Known: bnb_fp4, bnb_int8, fp8_block, fp8_current, fp8_delayed, "
-        "fp8_row, int4, int4_bias, int8, mlx_affine, mxfp4, mxfp6, mxfp8, mxint8, nf4, nvfp4.\n"
+        == "error: no recipe 'nvpf4'; did you mean 'nvfp4'? Known: bnb_fp4, bnb_int8, flat, fp8_block, fp8_current, "
+        "fp8_delayed, fp8_row, gguf, int, int4, int4_bias, int8, int_rounded, mlx_affine, mxfp4, mxfp6, mxfp8, mxint8, nf4, "
+        "nvfp4.\n"
     )
     code, _, err = run("convrt")
     assert code == 2 and "convert" in err
@@ -1109,7 +1128,7 @@ def test_explain_plugins_version_and_unknown_arguments(run: Run) -> None:
         run("--debug", "explain", "cast", "nvpf4")
 
 
-@pytest.mark.parametrize("command", ["", "convert", "inspect", "explain", "plugins"])
+@pytest.mark.parametrize("command", ["", "convert", "diff", "inspect", "explain", "plugins"])
 def test_help_of_every_command_fits_on_a_screen(command: str, run: Run) -> None:
     code, text, _ = run(*command.split(), "--help")
     assert code == 0 and "Usage: breccia" in text and len(text.splitlines()) <= 40

@@ -27,6 +27,7 @@ from breccia.bridges import from_dlpack, to_dlpack
 from breccia.dispatch.registry import registry
 from breccia.siblings import install
 from breccia.tensors.components import components
+from breccia.tensors.equality import stored_parts
 from breccia.testing.examples import wide
 from breccia_bridges import capsules, dlpack
 from breccia_bridges.capsules import CODES, HostRoute
@@ -319,10 +320,11 @@ def test_dlpack_dtype_codes_are_those_of_torch_and_jax(name: str) -> None:
     """A capsule that declares the dtype `name` must arrive in torch and JAX with that dtype."""
     width = jnp.dtype(name).itemsize
     bits = aligned(np.arange(256, dtype={1: "u1", 2: "u2", 4: "i4"}[width]))
-    from breccia_bridges.dlpack import _CONSUMERS, Part
+    from breccia_bridges.dlpack_parts import CONSUMERS as REQUIREMENTS
+    from breccia_bridges.dlpack_parts import Part
 
     for consumer in ("torch", "jax"):
-        found = CONSUMERS[consumer](Part(bits, lambda _: name, _CONSUMERS[consumer]))
+        found = CONSUMERS[consumer](Part(bits, lambda _: name, REQUIREMENTS[consumer]))
         assert str(found.dtype).removeprefix("torch.") == name
         assert ADDRESS[consumer](found) == bits.ctypes.data
 
@@ -372,7 +374,7 @@ def test_any_consumer_reads_each_component_of_a_bundle_as_a_known_dtype(a: str, 
         for name, part in zip(to_dlpack(source).names, to_dlpack(source), strict=True):
             found = np.asarray(CONSUMERS[b](part))
             assert str(found.dtype) in ("uint8", "uint16", "float32", "float16")
-            expected = breccia.tensors.components.stored_parts(source)[name]
+            expected = stored_parts(source)[name]
             assert found.tobytes() == expected.tobytes() and found.shape == expected.shape
 
 

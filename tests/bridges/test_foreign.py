@@ -271,11 +271,15 @@ GPT_OSS = {
     "model.layers.0.mlp.experts.gate_up_proj_blocks": zeros("U8", 2, 64, 4, 16),
     "model.layers.0.mlp.experts.gate_up_proj_scales": zeros("U8", 2, 64, 4),
 }
-HQQ = {f"{W}W_q": zeros("U8", 64, 256), f"{W}scale": zeros("F16", 64, 1), f"{W}zero": zeros("F16", 64, 1)}
+AQLM = {
+    f"{W}codebooks": zeros("F16", 1, 256, 1, 8),
+    f"{W}codes": zeros("I8", 64, 8),
+    f"{W}scales": zeros("F16", 64, 1),
+}
 UNKNOWN = {f"{W}codes": zeros("I8", 512, 256), f"{W}codes_scale": zeros("BF16", 512, 1)}
 
 FOREIGN: dict[str, tuple[dict[str, Entry], str, str | None]] = {
-    "hqq": (HQQ, "HQQ or SINQ", "hqq"),
+    "aqlm": (AQLM, "AQLM", "aqlm"),
     "unknown": (UNKNOWN, "codes with scales, of an unknown program", None),
 }
 
@@ -425,7 +429,7 @@ BAD: dict[str, Callable[[], tuple[Arranged, str]]] = {
     ),
     "a weight of another dtype": lambda: (
         (deepseek() | {Q_A: brain(576, 256)}, {"config": GOOD}),
-        f"'{Q_A}' is BF16; block FP8, as DeepSeek-V3 has F8_E4M3 or F8_E5M2 there. Download the checkpoint again",
+        f"'{Q_A}' is BF16; block FP8, as DeepSeek-V3 has F8_E4M3 or F8_E5M2 or F8_E4M3FNUZ or F8_E5M2FNUZ there. Download",
     ),
     "scales of another dtype": lambda: (
         (deepseek() | {f"{Q_A}_scale_inv": zeros("I32", 5, 2)}, {"config": GOOD}),

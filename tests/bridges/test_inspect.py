@@ -185,7 +185,10 @@ def test_a_tensor_of_another_library_is_printed_with_its_blocks(tmp_path: Path, 
         w.write("a.weight_scale_inv", np.ones((2, 2), np.float32))
     code, out, _ = run("inspect", tmp_path / "m.safetensors")
     assert code == 0 and "fp8_block  " in out and "1 tensors, 1 of them scaled" in out
-    assert "block FP8, as DeepSeek-V3 (deepseek_v3): 1 values, as a.weight_scale_inv is F32, a.weight is F8_E4M3\n" in out
+    assert (
+        "block FP8, as DeepSeek-V3 (deepseek_v3): 1 values, recognized by\n  a.weight_scale_inv is F32, a.weight is F8_E4M3\n"
+        in out
+    )
 
 
 def test_every_file_that_decodes_can_be_inspected(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
@@ -201,6 +204,7 @@ def test_plain_files_have_no_scales(tmp_path: Path) -> None:
         "file": "m.safetensors",
         "shape": [4, 4],
         "stored_as": "F32",
+        "type": None,
         "dialect": None,
         "recipe": None,
         "layout": None,
@@ -297,3 +301,15 @@ def test_inspect_sorts_and_shows_the_first_tensors(tmp_path: Path, run: Run) -> 
     _, out, _ = run("inspect", path, "--top", "3")
     assert "1 of 4 tensors not shown; --top 4 shows all\n4 tensors, 2 of them scaled" in out
     assert run("inspect", path, "--json") == run("inspect", path, "--json", "--sort", "bits", "--top", "1")
+
+
+@pytest.mark.parametrize("command", ["convert", "compare", "inspect"])
+def test_help_speaks_of_checkpoints_of_other_libraries_and_shows_commands_that_parse(command: str, run: Run) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0 and "another library" in " ".join(out.split()) and "--from DIALECT" in out
+    examples = [line.split() for line in out.splitlines() if line.startswith("  breccia ")]
+    assert examples
+    for _, *words in examples:
+        assert words[0] == command
+        code, _, err = run(*words)
+        assert code == 1 and "no checkpoint " in err, "the line is valid, and the file missing"

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 import breccia
 from breccia import ErrorMetrics
+from breccia.backend import components
 from breccia.bridges import save_safetensors
 from breccia.testing.examples import special_rows, wide
 from breccia_bridges import measure
@@ -26,7 +27,7 @@ from breccia_bridges.compare import compare
 from breccia_bridges.measure import BINS, NOTHING, FileTensor, slabs
 from breccia_bridges.order import COMPARED, CompareKey, in_order
 from breccia_bridges.results import EQUAL, TensorReport
-from breccia_bridges.safetensors_file import Container
+from breccia_bridges.safetensors_file import Container, read
 from breccia_bridges.safetensors_writer import Writer
 from breccia_bridges.source import Source
 
@@ -145,6 +146,22 @@ def test_the_slab_size_does_not_change_counts(
     assert [getattr(found, name) for name in exact] == [getattr(whole, name) for name in exact]
     for name in ("signal", "noise", "dot", "energy"):  # FP64 sums in another order, of 1890 terms: 1890 * 2^-53 < 1e-12
         assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-12)
+
+
+def test_each_component_is_read_once(recipe: breccia.ScalingRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of very many tensors are measured in the time of their reads."""
+    x = wide((3, 9, 70), exponents=4)
+    st = breccia.cast(x, recipe)
+    pair = stored(tmp_path, x, "x.safetensors"), stored(tmp_path, st, "y.safetensors")
+    sizes: list[int] = []
+
+    def counted(part: np.ndarray) -> np.ndarray:
+        sizes.append(part.nbytes)
+        return read(part)
+
+    monkeypatch.setattr(measure, "read", counted)
+    measure.measure(*pair)
+    assert sorted(sizes) == sorted([x.nbytes, *(part.nbytes for part in components(st).values())])
 
 
 def test_slabs_cover_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from broken import untyped
+from in_frameworks import convert
 
 import breccia
 from breccia import DialectError, UnsupportedError, bytes_equal
@@ -310,6 +311,37 @@ def test_a_broken_array_of_qwix_is_a_typed_error_that_names_class_and_version(na
     assert untyped(made, names, breccia.bridges.from_qwix, "QArray (qwix ") == []
 
 
+# ------------------------------------------------------------------------------------------------ integers by either name
+
+
+@pytest.mark.parametrize(
+    ("library", "framework", "named", "wide"),
+    [
+        ("torchao", "torch", "int8", "int,bits=8,group_size=null,scale_dtype=fp32"),
+        ("torchao", "torch", "int4,group_size=32,symmetric=false", "int,group_size=32,symmetric=false"),
+        ("qwix", "jax", "int4,group_size=32,scale_dtype=fp32", "int,group_size=32,scale_dtype=fp32"),
+        ("mlx", "mlx", "int4,group_size=32,offset=bias", "int,group_size=32,offset=bias"),
+        ("mlx", "mlx", "mlx_affine,bits=3", "int3,group_size=64,offset=bias"),
+    ],
+)
+def test_integers_of_one_format_become_the_same_tensor_of_a_library(
+    library: str, framework: str, named: str, wide: str
+) -> None:
+    pytest.importorskip(library)
+    x = convert(framework, numbers(64, 128))
+    theirs = [breccia.from_foreign(breccia.to_foreign(breccia.cast(x, spec), library)) for spec in (named, wide)]
+    assert theirs[0].recipe == theirs[1].recipe == breccia.recipe(named) and bytes_equal(*theirs)
+
+
+@pytest.mark.parametrize("library", ["torchao", "qwix", "mlx"])
+def test_integers_of_a_width_that_a_library_lacks_are_refused(library: str) -> None:
+    pytest.importorskip(library)
+    framework = {"torchao": "torch", "qwix": "jax", "mlx": "mlx"}[library]
+    st = breccia.cast(convert(framework, numbers(64, 128)), "int7,group_size=64,offset=bias")
+    with pytest.raises(DialectError, match="INTScaling\\(bits=7|'int,bits=7"):
+        breccia.to_foreign(st, library)
+
+
 # ------------------------------------------------------------------------------------------------ MLX
 
 
@@ -373,6 +405,10 @@ def test_quantized_embeddings_of_mlx_are_read() -> None:
 SCHEMES = {
     "W4A16": breccia.INT4Scaling(scale_dtype="fp32"),
     "W4A16_ASYM": breccia.INT4Scaling(signed=False, scale_dtype="fp32", symmetric=False),
+    "W2A16_ASYM": breccia.INTScaling(2, 128, False, "fp32", False),
+    "W3A16": breccia.INTScaling(3, 128, scale_dtype="fp32"),
+    "W3A16_ASYM": breccia.INTScaling(3, 128, False, "fp32", False),
+    "W6A16": breccia.INTScaling(6, 128, scale_dtype="fp32"),
     "W8A16": breccia.INT8Scaling(group_size=128),
     "W8A16_ASYM": breccia.INT8Scaling(group_size=128, signed=False, symmetric=False),
     "W8A8": breccia.INT8Scaling(),
@@ -386,7 +422,9 @@ SCHEMES = {
     "MXFP8A16": breccia.MXFP8BlockScaling(),
 }
 #: Schemes in which one argument differs from a preset.
-PRESETS = {"W8A16_ASYM": "W8A16", "W8A8_ASYM": "W8A8"}
+PRESETS = {"W8A16_ASYM": "W8A16", "W8A8_ASYM": "W8A8", "W3A16": "W4A16", "W6A16": "W4A16"} | dict.fromkeys(
+    ("W2A16_ASYM", "W3A16_ASYM"), "W4A16_ASYM"
+)
 
 
 def compressed(scheme: str) -> tuple[Any, Any]:
@@ -401,6 +439,8 @@ def compressed(scheme: str) -> tuple[Any, Any]:
     model[0].weight.data = torch.from_numpy(numbers(128, 256)) + (1 if "ASYM" in scheme else 0)
     given = preset_name_to_scheme(PRESETS.get(scheme, scheme), ["Linear"])
     given.weights.symmetric &= "ASYM" not in scheme
+    if scheme.startswith("W"):
+        given.weights.num_bits = int(scheme[1])
     apply_quantization_config(model, QuantizationConfig(config_groups={"group": given}))
     layer = model[0]
     weight, args = layer.weight.data, layer.quantization_scheme.weights
@@ -478,6 +518,12 @@ def test_weights_return_to_compressed_modules(scheme: str) -> None:
         ("int4,group_size=32,signed=false,symmetric=false,scale_dtype=bf16", (13, 96)),
         ("int8,signed=false,symmetric=false", (7, 37)),
         ("int8", (5, 37)),
+        ("int,bits=1,signed=false,symmetric=false,group_size=null", (5, 19)),
+        ("int2,group_size=null,scale_dtype=fp32", (3, 37)),
+        ("int3,group_size=32,symmetric=false,scale_dtype=bf16", (5, 96)),
+        ("int5,group_size=null,symmetric=false", (7, 5)),
+        ("int7,group_size=null,scale_dtype=fp32", (3, 9)),
+        ("int,bits=8,group_size=32", (4, 64)),
         ("fp8_row", (3, 37)),
         ("fp8_block,block_m=128", (300, 500)),
         ("fp8_block", (2, 256)),
@@ -493,7 +539,8 @@ def test_compressed_tensors_decompresses_the_partial_words_and_blocks_that_brecc
 
     ours = breccia.cast(torch.from_numpy(numbers(*shape)), spec)
     made = breccia.bridges.to_compressed_tensors(ours)
-    assert bytes_equal(breccia.bridges.from_compressed_tensors(made), ours)
+    back = breccia.bridges.from_compressed_tensors(made)
+    assert bytes_equal(breccia.requantize(back, ours.recipe), ours) and back.recipe.format == ours.recipe.format
     decompress_module(made)
     assert torch.equal(made.weight, breccia.dequantize(ours, out_dtype=made.weight.dtype))
 

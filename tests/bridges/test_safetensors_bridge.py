@@ -20,6 +20,7 @@ import breccia
 from breccia.arrays.frameworks import dtype_name, ops_of
 from breccia.backend import components
 from breccia.bridges import compare, convert, load_safetensors, safetensors_metadata, save_safetensors
+from breccia_bridges import configs
 from breccia_bridges.configs import Config, read_config, read_configs
 from breccia_bridges.inspection import inspected
 from breccia_bridges.safetensors import describe, open_writer, plan, read_tensor, write_tensor
@@ -306,6 +307,23 @@ def test_entries_planned_from_a_shape_are_those_of_the_cast(
     stored = Container(tmp_path / "f").entries
     assert plan("w", shape, recipe)[0] == {name: (e.dtype, e.shape) for name, e in stored.items()}
     assert read_configs(Container(tmp_path / "f")) == {"w": plan("w", shape, recipe)[1]}
+
+
+def test_configs_of_the_same_text_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of very many tensors have few different configs."""
+    tensor, other = (breccia.cast(np.ones(shape, np.float32), "mxfp8") for shape in ((2, 64), (3, 64)))
+    save_safetensors({**{f"w{i}": tensor for i in range(5)}, "other": other}, tmp_path / "f")
+    texts: list[str] = []
+
+    def listed(text: str, schema: str | None) -> Any:
+        texts.append(text)
+        return read(text, schema)
+
+    read = configs._listed
+    monkeypatch.setattr(configs, "_listed", listed)
+    found = read_configs(Container(tmp_path / "f"))
+    assert {name: config.shape for name, config in found.items()} == {**{f"w{i}": (2, 64) for i in range(5)}, "other": (3, 64)}
+    assert len(texts) == 2
 
 
 def test_a_plan_of_too_few_axes_says_so() -> None:

@@ -23,7 +23,8 @@ from broken import MISSING, untyped  # noqa: E402
 import breccia  # noqa: E402
 from breccia import DialectError, OptionError, ScaledTensor, TensorPair, UnsupportedError, bytes_equal  # noqa: E402
 from breccia.bridges import from_te_recipe, from_transformer_engine  # noqa: E402
-from breccia_bridges.transformer_engine import to_te_recipe, to_transformer_engine  # noqa: E402
+from breccia_bridges.transformer_engine import to_transformer_engine  # noqa: E402
+from breccia_bridges.transformer_engine_recipes import to_te_recipe  # noqa: E402
 
 pytestmark = pytest.mark.covering(1, 2)
 
@@ -424,6 +425,9 @@ def test_recipes_map_back() -> None:
         to_te_recipe(breccia.MXFP8BlockScaling(), grad=breccia.Float8CurrentScaling())
     with pytest.raises(DialectError, match="no counterpart of INT4Scaling"):
         to_te_recipe(breccia.INT4Scaling())
+    for recipe in (breccia.Float8CurrentScaling("E4M3FNUZ"), breccia.NVFP4BlockScaling(scale_format="UE5M3")):
+        with pytest.raises(DialectError, match="has FP8 in E4M3 and E5M2, and NVFP4 with E4M3 scales; got .*(E4M3FNUZ|UE5M3)"):
+            to_te_recipe(recipe)
 
 
 @pytest.mark.parametrize(
@@ -587,9 +591,12 @@ def test_other_classes_and_options_are_refused() -> None:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     (
-        ("int4,group_size=32", "TransformerEngine has FP8 with one scale"),
-        ("mxfp4", "TransformerEngine has FP8 with one scale"),
-        ("fp8_block,block_k=64", "TransformerEngine has FP8 with one scale"),
+        ("int4,group_size=32", r"TransformerEngine has FP8 \(E4M3 or E5M2\) with one scale"),
+        ("mxfp4", r"TransformerEngine has FP8 \(E4M3 or E5M2\) with one scale"),
+        ("fp8_block,block_k=64", r"TransformerEngine has FP8 \(E4M3 or E5M2\) with one scale"),
+        ("fp8_current,fp8_format=E4M3FNUZ", r"FP8 \(E4M3 or E5M2\).* this tensor is .*E4M3FNUZ"),
+        ("fp8_block,fp8_format=E5M2FNUZ", r"FP8 \(E4M3 or E5M2\).* this tensor is .*E5M2FNUZ"),
+        ("nvfp4,scale_format=UE5M3,global_sense=amax", r"NVFP4 with two levels and E4M3 scales; this tensor is .*UE5M3"),
         ("nvfp4", "stores an NVFP4 tensor's amax; this tensor has its scale as a multiplier"),
         ("nvfp4,two_level=false", "NVFP4 with two levels"),
     ),

@@ -323,8 +323,8 @@ def test_names_of_files_reach_no_terminal_as_they_are(
     assert str(e.value).isprintable()
     (folder / "b.safetensors").unlink()
     hostile.unlink()
-    save_file({"v": X, "W_q": np.ones((4, 4), np.uint8)}, hostile)
-    with pytest.raises(breccia.UnsupportedError, match="already quantized \\(HQQ or SINQ\\)") as e:
+    save_file({"v": X, "trellis": np.ones((4, 4), np.int16)}, hostile)
+    with pytest.raises(breccia.UnsupportedError, match="already quantized \\(EXL3\\)") as e:
         convert(hostile, tmp_path / "again.safetensors", "mxfp8")
     assert str(e.value).isprintable()
     hostile.write_bytes(b"1234")

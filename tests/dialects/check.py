@@ -4,7 +4,7 @@
 
 Prints a line for each checkpoint: exact (bit for bit in FP32; after rounding to BF16 where the library computes in BF16), codes
 exact, refused with the message, or WRONG. Exits with 1 where that is not what the tables say: `EXPECTED` of
-tests/bridges/dialects/test_golden.py, and `ALSO_REFUSED` for the files that have no golden ones.
+tests/bridges/dialects/test_golden.py, and `OTHERS` for the files that have no golden ones.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from safetensors.torch import load_file
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS / "tools"), str(TESTS / "bridges" / "dialects")]
-from dialect_values import to_bf16  # noqa: E402
-from golden_dialects import EXPECTED, REFUSED, read  # noqa: E402
+from dialect_values import digest, to_bf16  # noqa: E402
+from golden_dialects import EXACT, EXPECTED, REFUSED, read  # noqa: E402
 from test_golden import outcome  # noqa: E402
 
 import breccia  # noqa: E402
+from breccia_bridges.checkpoint import checkpoint_files, opened  # noqa: E402
 
+DECODED = "decoded"  # plain tensors of the values that the library decodes, bit for bit
 _GGUF = "iq2_xxs iq3_s iq4_nl iq4_xs mxfp4 nvfp4 q2_k q3_k q4_0 q4_1 q4_k q5_0 q5_1 q5_k q6_k q8_0 tq1_0 tq2_0"
 #: Files that are not in safetensors.
-ALSO_REFUSED = {
-    **{f"gguf_{kind}": REFUSED + "contains no .safetensors file" for kind in _GGUF.split()},
-    "torchao_float8_row_bin": REFUSED + "contains no .safetensors file",
+OTHERS = {
+    **{f"gguf_{kind}": DECODED if kind in ("iq2_xxs", "iq3_s") else EXACT for kind in _GGUF.split()},
+    "torchao_float8_row_bin": EXACT,
 }
 
 
@@ -57,8 +59,12 @@ def compared(folder: Path, expected: Path) -> tuple[str, str]:
         record: dict[str, Any] = json.loads(file.metadata()["record"])
     theirs = {name: tensor.float().numpy() for name, tensor in load_file(expected).items()}
     values = read(folder)
-    outcomes: set[str] = set()
-    faults = [f"{name} is no value" for name in theirs if name not in values]
+    dense = {name: file.read(name) for file in map(opened, checkpoint_files(folder)) for name in file.decoded}
+    outcomes: set[str] = {DECODED for name in dense if digest(dense[name]) == record["values"][name]["sha256"]}
+    faults = [f"{name} is no value" for name in theirs if name not in values and name not in dense]
+    faults += [
+        f"{name}: {difference(dense[name], theirs[name])}" for name in dense if not np.array_equal(dense[name], theirs[name])
+    ]
     faults += [f"{name} is a value, but not of the library" for name in values if name not in theirs]
     for name, stored in values.items():
         if name not in theirs:
@@ -85,7 +91,7 @@ def main() -> int:
     parser.add_argument("data", type=Path, help="a folder that make.py wrote")
     parser.add_argument("--only", default="*", help="names of dialects, as a glob")
     options = parser.parse_args()
-    table = {name: words for name, words in {**EXPECTED, **ALSO_REFUSED}.items() if fnmatch.fnmatch(name, options.only)}
+    table = {name: words for name, words in {**EXPECTED, **OTHERS}.items() if fnmatch.fnmatch(name, options.only)}
     counts: Counter[str] = Counter()
     unexpected = 0
     for name, expected in sorted(table.items()):

@@ -14,9 +14,10 @@ import numpy as np
 import breccia
 from breccia import BrecciaError
 from breccia_bridges.checkpoint import checkpoint_files
-from breccia_bridges.recognition import Stored, recognized
+from breccia_bridges.recognition import recognized
 from breccia_bridges.safetensors_file import DTYPES, Container
 from breccia_bridges.safetensors_writer import Writer
+from breccia_bridges.stored import Stored
 
 #: A dtype of a file, and an array of its bits.
 Tensor = tuple[str, np.ndarray]
@@ -26,6 +27,8 @@ NUMBERS: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }
 #: The numbers of E2M1 codes.

@@ -1,8 +1,9 @@
 """Damaged checkpoints through everything that reads files: `make fuzz`. Each number is a case, so a run goes on where it ended.
 
 A case is a valid file or folder with a few changes that know the format: to the header's JSON, to the configs in its metadata,
-to an index and a config.json, and to bytes. It must load, or be refused by an error with a type of breccia or of the system,
-within `SECONDS` of processor time and `MEMORY` bytes. What opens is also compared and converted; dry runs and runs must agree.
+to an index and a config.json, to numbers of a GGUF header, and to bytes. It must load, or be refused by an error with a type
+of breccia or of the system, within `SECONDS` of processor time and `MEMORY` bytes. What opens is also compared and converted;
+dry runs and runs must agree.
 `tests/corpus` keeps cases that failed once, and one of each kind; `make test` reads them again.
 """
 
@@ -30,9 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf_models import llama
+from golden_dialects import EXPECTED, unpacked
+from paths import GOLDEN
 
 import breccia
-from breccia.bridges import compare, convert, load_safetensors, save_safetensors
+from breccia.bridges import compare, convert, load_checkpoint, load_safetensors, save_safetensors
 from breccia_bridges.inspection import inspected
 
 #: The files of a case by name; of a folder, or one file `m.safetensors`.
@@ -41,6 +45,8 @@ Files = dict[str, bytes]
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 SECONDS, MEMORY = 1.0, 300_000_000
 FILE, INDEX, CONFIG = "m.safetensors", "model.safetensors.index.json", "config.json"
+#: The part of cases that other libraries quantized.
+FOREIGN = 0.5
 #: Of so many cases one that opens is also compared and converted: 5 * 10^4 in 10^6, as a sixth of them open.
 RARELY = 3
 
@@ -76,6 +82,21 @@ def seeds() -> list[Files]:
     parts = {"w.data": ("U8", scaled["mxfp8"].data.view(np.uint8)), "w.scale": ("U8", scaled["mxfp8"].scale.view(np.uint8))}
     found += [{FILE: laid_out(parts, {"w.config": json.dumps(old)})}]
     return found
+
+
+@cache
+def foreign_seeds() -> list[Files]:
+    """Valid checkpoints that other libraries quantized: the golden ones, and those of GGUF several times."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [unpacked(name, Path(folder))[0] for name in EXPECTED]
+        found = [{file.name: file.read_bytes() for file in path.iterdir() if file.is_file()} for path in paths]
+    # With these, convert has nothing to ask transformers for.
+    beside = {CONFIG: json.dumps({"model_type": "llama", "dtype": "float32"}).encode(), "tokenizer.json": b"{}"}
+    golden = {path.name: path.read_bytes() for path in (GOLDEN / "gguf").glob("*.gguf")}
+    parts = {name: data for name, data in golden.items() if name.startswith("llama")}
+    with tempfile.TemporaryDirectory() as folder:
+        whole = {"m.gguf": llama(Path(folder), "m.gguf").read_bytes()}
+    return found + 4 * [{**parts, **beside}, {"types.gguf": golden["types.gguf"], **beside}, {**whole, **beside}]
 
 
 def _has_defaults(name: str) -> bool:
@@ -227,17 +248,37 @@ def _bytes(rng: random.Random, file: bytes) -> bytes:
     return bytes(out)
 
 
+def _gguf(rng: random.Random, file: bytes) -> bytes:
+    """Changes to the numbers and the length of a GGUF header, and to bytes."""
+    kind = rng.random()
+    if kind < 0.2:
+        return _bytes(rng, file)
+    out = bytearray(file)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        at = rng.randrange(min(len(out), rng.choice((32, 400, 2000))) or 1)
+        if kind < 0.3:  # a piece away, or twice
+            size = rng.choice((1, 4, 8, 12, 24, 100))
+            out[at : at + size] = rng.choice((b"", out[at : at + size] * 2))
+        else:
+            layout, bits = rng.choice((("<Q", 64), ("<I", 32), ("<H", 16), ("<B", 8)))
+            near = len(file), *(n % 2**bits for n in NUMBERS if isinstance(n, int)), rng.randrange(50)
+            out[at : at + bits // 8] = struct.pack(layout, rng.choice(near) % 2**bits)
+    return bytes(out)
+
+
 CHANGES: tuple[Callable[[random.Random, bytes], bytes], ...] = (_header, _header, _reshaped, _configured, _configured, _bytes)
 
 
 def case(number: int) -> Files:
     """The files of a case."""
     rng = random.Random(number)
-    files = dict(rng.choice(seeds()))
+    files = dict(rng.choice(foreign_seeds() if rng.random() < FOREIGN else seeds()))
     for _ in range(rng.choice((1, 1, 1, 2))):
         name = rng.choice(list(files))
         if name.endswith(".json"):
             files[name] = _mutated_json(rng, files[name].decode("utf-8", "replace") or "{}").encode("utf-8", "replace")
+        elif name.endswith(".gguf"):
+            files[name] = _gguf(rng, files[name])
         elif name.endswith(".safetensors"):
             try:
                 files[name] = rng.choice(CHANGES)(rng, files[name])
@@ -274,12 +315,14 @@ def written(files: Files, folder: Path) -> Path:
 def check(path: Path, scratch: Path, number: int = 0, thorough: bool = True) -> Counter[str]:
     """Read a checkpoint in every way. Returns how often each was done; other errors than those allowed pass through."""
     done: Counter[str] = Counter()
-    opened = [_allowed(lambda: load_safetensors(path)), _allowed(lambda: inspected(path, scales=number % 2 == 0))]
+    _allowed(lambda: load_safetensors(path))
+    opens = _allowed(lambda: [*load_checkpoint(path).values()])
+    _allowed(lambda: inspected(path, scales=number % 2 == 0))
     done["load and inspect"] += 1
-    done["opened"] += opened[0]
-    if opened[0] and thorough:
+    done["opened"] += opens
+    if opens and thorough:
         _allowed(lambda: compare(path, path))
-        recipe = ("mxfp8", "fp8_current", "nvfp4", "int4_bias")[number % 4]
+        recipe = ("mxfp8", "fp8_current", "none", "int4_bias", "bf16")[number % 5]
         out = scratch / ("out.safetensors" if path.is_file() else "out")
         dry, run = (_outcome(lambda dry=dry: convert(path, out, recipe, dry_run=dry)) for dry in (True, False))
         if dry != run:
@@ -380,6 +423,7 @@ def main() -> None:
     reached = given.state / "reached.json"
     state = json.loads(reached.read_text()) if reached.exists() else {"next": 0, "done": {}}
     done: Counter[str] = Counter(state["done"])
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the workers, which wait for each other otherwise
     started = saved_at = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(given.jobs, maxtasksperchild=20_000) as pool:
         for number, more, fault in pool.imap(_numbered, range(state["next"], given.cases), chunksize=50):

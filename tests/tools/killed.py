@@ -1,11 +1,15 @@
 """Kills a process at each of its calls that change files, looks at what is left, and runs it again: `killed.py WAY [RENAMES]`.
 
+`killed.py resumed` kills conversions at 20 random ones, and looks at what the same command makes of what is left.
+
 Children are forked from a process that has imported everything, so that a step takes milliseconds.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -19,8 +23,9 @@ import numpy as np
 
 import breccia
 from breccia.bridges import convert, save_safetensors
-from breccia_bridges import staging
+from breccia_bridges import staged_writer, staging
 from breccia_bridges.huggingface import refuse_in_transformers
+from breccia_bridges.journal import Journal
 
 X = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
 
@@ -37,6 +42,8 @@ CHANGING = (
     (shutil, "rmtree"),
     (shutil, "copy2"),
     (staging, "exchange"),
+    (staged_writer, "raw_bytes"),  # before each write of tensors
+    (Journal, "_add"),
 )
 
 
@@ -119,5 +126,42 @@ def main(name: str, renames: bool) -> int:
     return last
 
 
+def resumed(kills: int = 20) -> int:
+    """Kill conversions of several shards at random calls, and again while they go on. Returns how many went on with tensors."""
+    folder = Path(tempfile.mkdtemp()).resolve()
+    os.chdir(folder)
+    breccia.set_num_threads(1)
+    rng, points = np.random.default_rng(0), random.Random(0)
+    (folder / "m").mkdir()
+    for n in range(3):
+        weights = {f"layers.{n}.{i}.weight": rng.standard_normal((33, 64)).astype(np.float32) for i in range(6)}
+        save_safetensors(weights, folder / "m" / f"model-{n}.safetensors")
+    (folder / "m" / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "m" / "notes.txt").write_text("notes")
+
+    def work() -> None:
+        convert("m", "out", "nvfp4")
+
+    convert("m", "whole", "nvfp4")
+    whole, hidden, went_on = contents(folder / "whole"), staging.staging_folder(folder / "out"), 0
+    _, last, _ = child(work, -1)
+    assert contents(folder / "out") == whole
+    for at in points.sample(range(1, last * 9 // 10), kills):  # the last calls come after the destination is there
+        shutil.rmtree("out", ignore_errors=True)
+        stopped, _, _ = child(work, at)
+        assert stopped == signal.SIGKILL and not (folder / "out").exists(), at
+        child(work, points.randrange(1, last // 3))  # again, on the way
+        journal = hidden / "journal"
+        lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+        written = {line["written"] for line in lines if "written" in line}
+        if not (folder / "out").exists():
+            _, _, warned = child(work, -1)
+            assert not lines or f": {len(written)} tensors are written" in warned, (at, warned)
+            went_on += bool(written)
+        assert contents(folder / "out") == whole and sorted(os.listdir()) == ["m", "out", "whole"], at
+    shutil.rmtree(folder)
+    return went_on
+
+
 if __name__ == "__main__":
-    print(main(sys.argv[1], "RENAMES" in sys.argv))
+    print(resumed() if sys.argv[1] == "resumed" else main(sys.argv[1], "RENAMES" in sys.argv))

@@ -24,7 +24,10 @@ OWN = {
     "pool": ("-ffp-contract=off", ["pool"]),
     "microkernels": ("-ffp-contract=off", ["microkernels", "casts_*"]),
     "decoding": ("-ffp-contract=off", ["decoding", "decoding_*"]),
-    "products": ("-ffp-contract=fast", ["products", "products_*", "multiply", "int8_*", "bf16_*", "pairs_*"]),
+    "products": (
+        "-ffp-contract=fast",
+        ["products", "products_*", "multiply", "int8_*", "bf16_*", "pairs_*", "short_*", "narrow_*"],
+    ),
     "columns": ("-ffp-contract=fast", ["columns", "columns_*"]),
 }
 #: Tests that start processes of their own, or need an unmodified installation.

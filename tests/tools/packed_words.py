@@ -11,9 +11,10 @@ import numpy as np
 
 import breccia
 from breccia_bridges.checkpoint import checkpoint_files
-from breccia_bridges.recognition import Stored, recognized
+from breccia_bridges.recognition import recognized
 from breccia_bridges.safetensors_file import Container
 from breccia_bridges.safetensors_writer import Writer
+from breccia_bridges.stored import Stored
 
 #: A dtype of a file, and an array of its bits.
 Tensor = tuple[str, np.ndarray]

@@ -25,6 +25,7 @@ SPECS = [
     "fp8_row", "fp8_row,fp8_format=E5M2,scale_rule=divide", "mxfp8", "mxfp8,fp8_format=E5M2,scale_rule=even",
     "mxfp8,scale_rule=floor", "mxfp6", "mxfp6,fp6_format=E3M2,scale_rule=even", "mxfp4", "mxfp4,scale_rule=floor",
     "mxint8", "mxint8,scale_rule=floor", "nvfp4", "nvfp4,two_level=false", "nvfp4,global_sense=amax",
+    "nvfp4,scale_format=UE5M3",
     "nvfp4,global_sense=divisor", "int4,group_size=32", "int4,group_size=12,scale_dtype=bf16,scale_rule=half_range",
     "int4,signed=false,group_size=32", "int4,symmetric=false,signed=false,group_size=32",
     "int4,symmetric=false,signed=false,group_size=32,offset=bias",

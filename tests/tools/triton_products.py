@@ -107,6 +107,27 @@ def on_another_stream(run: Callable[[], Any]) -> Any:
     return found
 
 
+#: How a script for `compiled` begins: it names the GPU that `Launcher` compiles for, and lists the kernels in `made`.
+COMPILING = """
+import sys, torch, breccia
+from triton.backends.compiler import GPUTarget
+from breccia_triton import launch
+from breccia_triton.facts import Hardware
+
+name = sys.argv[1]
+target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[2:]), 32)
+found = Hardware() if name.startswith("gfx") else Hardware(True, int(name[2:]) >= 89)
+limit = {"sm80": 166912, "sm89": 101376, "gfx942": 65536, "gfx950": 163840}.get(name, 232448)
+made = []
+
+class Launcher(launch.Launcher):
+    def __init__(self, launched):
+        super().__init__(launched, target)
+        assert self.compiled.metadata.shared <= limit, (self.compiled.metadata.shared, launched.constants)
+        made.append(launched.function.__name__)
+"""
+
+
 def compiled(script: str, target: str, folder: Path) -> str:
     """What `script` prints, which compiles for a target that is not here. folder: for what Triton keeps."""
     return printed(script, target, TRITON_CACHE_DIR=str(folder), XDG_CACHE_HOME=str(folder), TRITON_INTERPRET=None)

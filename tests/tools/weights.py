@@ -13,9 +13,9 @@ import breccia
 from breccia.codecs import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, INT4, INT8, MXINT8, UINT4, Codec
 from breccia.formats import TENSOR, Format, Level
 from breccia.layouts import PerBlockK, PerBlockMN, PerChannel, PerTensor
-from breccia.tensors.components import components
+from breccia.tensors.components import components, with_parts
 from breccia.tensors.grids import packed_length
-from breccia.tensors.tensor import ScaledTensor, with_parts
+from breccia.tensors.tensor import ScaledTensor
 
 FORMATS = {
     "int4-128": Format(INT4, (Level(F16, (1, 128)),)),
@@ -54,6 +54,10 @@ class Drawn(breccia.ScalingRecipe):
     def format(self) -> Format:  # type: ignore[override]
         return self.fmt
 
+    @property
+    def spec(self) -> str:  # type: ignore[override]
+        return "drawn"
+
 
 recipe_of = functools.cache(Drawn)
 
@@ -75,7 +79,7 @@ def tensor(name: str | Format, n: int, k: int, seed: int = 0, wild: bool = False
     zero_point = None
     if fmt.offset == "zero_point":
         zero_point = rng.integers(0, 256 if wild else 1 << element.bits, shape, dtype=np.uint8)
-    elif fmt.offset == "bias":
+    elif fmt.offset != "none":
         zero_point = written(level.codec, rng.standard_normal(shape) / 10)
     layout: Any = PerTensor() if level.block == TENSOR else PerChannel() if width is None else PerBlockK(width, bool(k % width))
     if level.block != TENSOR and tall != 1:

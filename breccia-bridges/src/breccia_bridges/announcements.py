@@ -20,6 +20,13 @@ from .checkpoint import is_there
 CONFIG = "config.json"
 #: The key of config.json under which transformers finds the quantization of a checkpoint.
 QUANTIZATION = "quantization_config"
+#: The same of earlier releases of compressed-tensors.
+COMPRESSION = "compression_config"
+
+#: The model's dtype; the second one before transformers 5.
+DTYPE_KEYS = ("dtype", "torch_dtype")
+#: torch's names of the dtypes of a file that values are decoded to.
+TORCH_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 #: breccia's own `quant_method`; the tensors of such files have configs in the metadata.
 OWN = "breccia"
@@ -65,11 +72,20 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def model_configs(config: dict[str, Any]) -> Generator[tuple[str, dict[str, Any]]]:
-    """config.json itself, and the configs of a composite model's parts (`text_config`), each with what its keys start with."""
-    yield "", config
-    for key, part in config.items():
-        if key.endswith("_config") and key not in (QUANTIZATION, "compression_config") and isinstance(part, dict):
-            yield f"{key}.", part
+    """config.json itself, and the configs of a composite model's parts (`text_config`) and of theirs, each with what its keys
+    start with."""
+    waiting = [("", config)]
+    while waiting:
+        prefix, part = waiting.pop()
+        yield prefix, part
+        for key, inner in reversed(part.items()):
+            if key.endswith("_config") and key not in (QUANTIZATION, COMPRESSION) and isinstance(inner, dict):
+                waiting.append((f"{prefix}{key}.", inner))
+
+
+def folder_of(path: Path) -> Path:
+    """The folder whose configs are about a checkpoint: itself, or that of a file."""
+    return path if path.is_dir() else path.parent
 
 
 def announcements(folder: Path) -> list[Announced]:
@@ -81,7 +97,7 @@ def announcements(folder: Path) -> list[Announced]:
         mlx = mlx if isinstance(mlx, dict) and "bits" in mlx else None
         if mlx is not None:
             announced.append(Announced(f"{folder / CONFIG}: {prefix}quantization", "mlx", mlx))
-        both = [key for key in (QUANTIZATION, "compression_config") if config.get(key) is not None]
+        both = [key for key in (QUANTIZATION, COMPRESSION) if config.get(key) is not None]
         if len(both) > 1:
             raise CorruptFileError(
                 f"{folder / CONFIG} has both {prefix}{both[0]} and {prefix}{both[1]}; keep the one that describes the tensors.",
@@ -130,10 +146,15 @@ def _check_agreement(announced: Sequence[Announced]) -> None:
 
 
 def dtype_of(path: Path) -> str:
-    """The model's dtype by config.json (`dtype`, before transformers 5 `torch_dtype`), BF16 by default."""
-    config = read_object(path / CONFIG) if path.is_dir() else None
-    for _, part in model_configs(config or {}):
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(name := part.get(key), str) and (codec := float_codec(name)) is not None:
-                return codec.name
+    """The dtype of the model of a folder or file by config.json, BF16 by default."""
+    for _, part in model_configs(read_object(folder_of(path) / CONFIG) or {}):
+        for key in DTYPE_KEYS:
+            if (name := codec_named(part.get(key))) is not None:
+                return name
     return BF16.name
+
+
+def codec_named(dtype: Any) -> str | None:
+    """A dtype as files name it; None if it is no name of a float."""
+    codec = float_codec(dtype) if isinstance(dtype, str) else None
+    return codec and codec.name

@@ -17,7 +17,7 @@ from breccia import DialectError, ScaledTensor, ScalingRecipe
 from breccia.backend import F32, Array
 from breccia.internal import check_scaled
 
-from .dialects.bitsandbytes import RECIPES, decoded_absmax, swapped, table_of
+from .dialects.bitsandbytes import RECIPES, decoded_absmax, kind_of, swapped, table_of
 from .wrapping import attribute, buffer, buffer_or_none, chosen, lengths, title, wrapped
 
 
@@ -99,7 +99,7 @@ def to_bitsandbytes(scaled: ScaledTensor, *, like: Any = None, dtype: torch.dtyp
     check_scaled("to_bitsandbytes", scaled, "torch")
     scaled = scaled.to_plain()
     recipe, block = scaled.recipe, scaled.layout.block(-1)[1]
-    quant_type = next((name for name, known in RECIPES.items() if isinstance(recipe, known)), None)
+    quant_type = kind_of(recipe.format)
     if quant_type is None or scaled.axis != -1 or block is None or scaled.shape[-1] % block:
         raise DialectError(
             f"bitsandbytes holds NF4 and its own FP4 in whole blocks along the last axis; this tensor is {scaled!r}. "

@@ -47,7 +47,9 @@ CODES = {
     "float32": (2, 32),
     "bfloat16": (4, 16),
     "float8_e4m3fn": (10, 8),
+    "float8_e4m3fnuz": (11, 8),
     "float8_e5m2": (12, 8),
+    "float8_e5m2fnuz": (13, 8),
     "float8_e8m0fnu": (14, 8),
 }
 _NAMES = {code: name for name, code in CODES.items()}

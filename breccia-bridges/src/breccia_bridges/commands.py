@@ -1,4 +1,4 @@
-"""The commands `breccia convert`, `breccia compare` and `breccia inspect`."""
+"""The commands `breccia convert` and `breccia compare`, and what those beside them share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -20,72 +20,104 @@ from rich.table import Table
 from rich.text import Text
 
 import breccia
-from breccia.backend import Json, print_json, print_table
-from breccia.internal import abbreviated, printable, recipe_names
+from breccia.backend import Json, print_json, print_table, registry
+from breccia.internal import NEW_CODES, abbreviated, printable, recipe_names
 
 from .announcements import CONFIG
 from .checkpoint import source_bytes
 from .compare import compare as compare_checkpoints
-from .convert import BY_DEFAULT
 from .convert import convert as convert_checkpoint
-from .inspection import inspected
-from .measure import FLOATING
-from .order import COMPARED, INSPECTED, CompareKey, InspectKey, in_order
+from .destination import location
+from .jobs import BY_DEFAULT
+from .order import COMPARED, CompareKey, in_order
 from .report import check_report, recipe_fields, write_report
-from .results import Advance, Report
-from .text import percent, size, spelled
+from .results import Advance, Report, Verify
+from .staging import Staging
+from .text import either, percent, size
 
-Top = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Show only the first N tensors; --json has all.", show_default=False)
-]
+Top = Annotated[int | None, typer.Option(metavar="N", min=1, help="Show only the first N; --json has all.", show_default=False)]
 ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Also write an HTML report.", show_default=False)]
-
-
 From = Annotated[
     str | None,
-    typer.Option("--from", metavar="DIALECT", help="How the source is quantized, if it leaves a choice.", show_default=False),
+    typer.Option(
+        "--from",
+        metavar="DIALECT",
+        help="Dialect, if several fit: gptq, gptq_v2, awq, mlx, ...",
+        show_default=False,
+    ),
 ]
-
-
-def _either(keys: type[StrEnum]) -> str:
-    *others, last = keys
-    return f"{', '.join(others)} or {last}"
 
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A .safetensors file, or a folder of them.", show_default=False)
+        Path, typer.Argument(metavar="SOURCE", help="A .safetensors or .gguf file, or a folder.", show_default=False)
     ],
     destination: Annotated[
         Path, typer.Argument(metavar="DESTINATION", help="Where to write, like SOURCE.", show_default=False)
     ],
     recipe: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--recipe",
             "-r",
             metavar="RECIPE",
-            help="A name of `breccia recipes`, with fields: fp8_block,block_m=128. Or a YAML policy. Or none (keep codes), "
-            "bf16, fp16, fp32.",
+            help="One of `breccia recipes`, with fields: fp8_block,block_m=128; a YAML policy; none (keep codes); bf16, fp16, "
+            "fp32 (decode).",
             show_default=False,
             autocompletion=recipe_names,
         ),
-    ],
+    ] = None,
+    dialect: Annotated[
+        str | None,
+        typer.Option(
+            "--dialect",
+            metavar="DIALECT",
+            help="Write as another library: compressed_tensors, gguf, mlx, ...",
+            show_default=False,
+        ),
+    ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            "--activations",
+            metavar="RECIPE",
+            help="Under --dialect, of layers' inputs; or none.",
+            show_default=False,
+        ),
+    ] = None,
     include: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Also quantize these tensors; repeatable.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Tensors to keep unquantized; repeatable.")] = None,
     report: ReportFile = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and report sizes, but write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, report sizes; write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file, or a checkpoint folder.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard what an interrupted run has finished.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Write nothing if a value would change.")] = False,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Largest file of a folder, such as 5GB.", show_default=False),
+    ] = None,
+    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Largest peak of memory.")] = "1GiB",
+    verify: Annotated[
+        Verify, typer.Option(metavar="HOW", help="full, bytes (without measuring errors) or none.")
+    ] = Verify.full,
     source_dialect: From = None,
     as_json: Json = False,
 ) -> None:
-    """Quantize a checkpoint, or change how a quantized one is stored."""
+    """Quantize a checkpoint, or store a quantized one (GPTQ, AWQ, MLX, ...) in another way.
+
+    \b
+    breccia convert model model-nvfp4 --recipe nvfp4
+    breccia convert model-awq model-breccia --recipe none
+    breccia convert model model-vllm --dialect compressed_tensors --recipe int4
+    """
     if report is not None:
         if dry_run:
             raise typer.BadParameter("--report shows measurements, and --dry-run measures nothing; use only one of them.")
+        if verify is not Verify.full:
+            raise typer.BadParameter(f"--report shows measurements, and --verify {verify.value} measures nothing; use one.")
         _check_report(report, destination)
     started = perf_counter()
-    with _interruptible(destination), _progress("quantize and verify", source, 2) as advance:
+    with _interruptible(destination, verify), progress("quantize and verify", source, 2) as advance:
         result = convert_checkpoint(
             source,
             destination,
@@ -97,25 +129,30 @@ def convert(
             histograms=report is not None,
             advance=advance,
             source_dialect=source_dialect,
+            dialect=dialect,
+            activations=activations,
+            exact=exact,
+            restart=restart,
+            max_shard_size=max_shard_size,
+            max_memory=max_memory,
+            verify=verify,
         )
     seconds = perf_counter() - started
     if as_json:
         print_json({**result.to_dict(), "dry_run": dry_run, "seconds": seconds})
     else:
-        _print_conversion(result, recipe, seconds, dry_run)
+        _print_conversion(result, recipe or "none", seconds, dry_run)
     _finish([result], report, f"{source.name} under {' and '.join(result.recipes) or recipe}", as_json)
 
 
 def compare(
-    reference: Annotated[
-        Path, typer.Argument(metavar="REFERENCE", help="The original: a .safetensors file, or a folder.", show_default=False)
-    ],
+    reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="The original, a file or folder.", show_default=False)],
     candidates: Annotated[
         list[Path], typer.Argument(metavar="CANDIDATE", help="One or several to compare with it.", show_default=False)
     ],
     sort: Annotated[
         CompareKey | None,
-        typer.Option(metavar="KEY", help=f"{_either(CompareKey)}; the worst first.", show_default="order of the file"),
+        typer.Option(metavar="KEY", help=f"{either(CompareKey)}; the worst first.", show_default="order of the file"),
     ] = None,
     top: Top = None,
     report: ReportFile = None,
@@ -123,19 +160,34 @@ def compare(
         float | None, typer.Option(metavar="DB", help="Exit with 1 if any tensor's SQNR is lower.", show_default=False)
     ] = None,
     source_dialect: From = None,
+    reference_dialect: Annotated[
+        str | None,
+        typer.Option("--reference-from", metavar="DIALECT", help="The same, of REFERENCE alone.", show_default=False),
+    ] = None,
+    candidate_dialect: Annotated[
+        str | None,
+        typer.Option("--candidate-from", metavar="DIALECT", help="The same, of each CANDIDATE alone.", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare checkpoints with the original, tensor by tensor: SQNR, cosine, largest error, clip and underflow rate."""
+    """Compare checkpoints, by breccia or another library, with the original: SQNR, cosine, largest error, clip, underflow.
+
+    \b
+    breccia compare model model-gptq model-awq --sort sqnr --top 10
+    """
     if fail_under is not None and math.isnan(fail_under):
         raise typer.BadParameter("--fail-under takes a number of dB; got NaN.")
+    if source_dialect is not None and (reference_dialect is not None or candidate_dialect is not None):
+        raise typer.BadParameter("--from is for REFERENCE and CANDIDATE; give it, or --reference-from and --candidate-from.")
     if report is not None:
         _check_report(report, reference, *candidates)
+    dialects = (source_dialect or reference_dialect, source_dialect or candidate_dialect)
     results: list[Report] = []
     for candidate in candidates:
-        with _progress(f"compare {candidate.name}", reference, 1) as advance:
+        with progress(f"compare {candidate.name}", reference, 1) as advance:
             results.append(
                 compare_checkpoints(
-                    reference, candidate, histograms=report is not None, advance=advance, source_dialect=source_dialect
+                    reference, candidate, histograms=report is not None, advance=advance, source_dialect=dialects
                 )
             )
     if as_json:
@@ -201,7 +253,7 @@ def _labels(reports: list[Report]) -> list[str]:
 
 
 @contextmanager
-def _progress(what: str, source: Path, passes: int) -> Generator[Advance]:
+def progress(what: str, source: Path, passes: int) -> Generator[Advance]:
     """A progress bar (on a terminal) for `passes` passes over the bytes of a checkpoint."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True, soft_wrap=True)
@@ -218,7 +270,7 @@ class _Stopped(KeyboardInterrupt):
 
 
 @contextmanager
-def _interruptible(destination: Path) -> Generator[None]:
+def _interruptible(destination: Path, verify: Verify = Verify.full) -> Generator[None]:
     """Let SIGTERM and SIGHUP clean up as SIGINT does. All three print one line and exit with 128 + signal."""
 
     def stop(number: int, frame: object) -> None:
@@ -233,8 +285,13 @@ def _interruptible(destination: Path) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt as e:
-        wrote = "nothing" if _identity(destination) == before else f"{destination}, complete and verified,"
-        typer.echo(printable(f"interrupted; {wrote} was written"), err=True)
+        if Staging(location(destination), keeps_journal=True).kept:
+            said = f"nothing is written to {destination} yet; the same command goes on from what is finished"
+        elif _identity(destination) == before:
+            said = "nothing was written"
+        else:
+            said = f"{destination}, complete{' and verified' * (verify is not Verify.none)}, was written"
+        typer.echo(printable(f"interrupted; {said}"), err=True)
         raise typer.Exit(128 + (e.number if isinstance(e, _Stopped) else signal.SIGINT)) from None
     finally:
         for number, handler in replaced.items():
@@ -251,18 +308,34 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _print_conversion(result: Report, recipe: str, seconds: float, dry_run: bool) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(min_width=_NAMES)
-    reasons = ", ".join(f"{count} {reason}" for reason, count in result.reasons.items())
+    reasons = _counted(t.reason for t in result.kept)
+    kept_bytes = sum(t.bytes_out for t in result.kept)
     rows = {
         "recipe": f"{result.recipe or f'{recipe}: nothing is quantized'}",
+        **({"dialect": result.dialect} if result.dialect else {}),
         "quantized": f"{len(result.quantized)} tensors, {result.bits_per_parameter:.3f} bits per parameter",
-        "kept": f"{len(result.kept)} tensors, {size(result.bytes_kept)} in their original precision: {reasons or 'none'}",
+        "kept": f"{len(result.kept)} tensors, {size(kept_bytes)} in their original precision: {reasons or 'none'}",
         "size": f"{size(result.bytes_in)} -> {size(result.bytes_out)} ({result.bytes_out / max(1, result.bytes_in):.3f}x)",
     }
-    if result.codes_kept:
-        rows["codes kept"] = f"of {len(result.codes_kept)} tensors that were quantized before: no value changed"
-    if again := [t for t in result.quantized if t.dtype not in FLOATING and not t.codes_kept]:
-        rows["again"] = f"{len(again)} tensors that were quantized before, from their decoded values"
-    default = [t.name for t in result.kept if t.reason.startswith(BY_DEFAULT)]
+    renewed = sum(t.exactness is not None and t.exactness.kind == NEW_CODES for t in result.codes_kept)
+    if same := len(result.codes_kept) - renewed:
+        rows["codes kept"] = f"of {same} tensors that were quantized before: no value changed"
+    if renewed:
+        rows["new codes"] = f"of {renewed} tensors that were quantized before: no value changed"
+    if result.requantized:
+        rows["again"] = f"{len(result.requantized)} tensors that were quantized before, from their decoded values"
+        reasons = _counted(
+            f"{t.dtype} to {t.stored_as}: {t.exactness.kind}, {t.exactness.why}" for t in result.requantized if t.exactness
+        )
+        rows["exactness"] = f"{reasons}; --exact refuses what changes"
+    if result.decoded:
+        sizes = size(sum(t.bytes_out for t in result.decoded))
+        rows["decoded"] = (
+            f"{len(result.decoded)} tensors that were quantized before, {sizes}: {_counted(t.reason for t in result.decoded)}"
+        )
+    if result.dropped:
+        rows["dropped"] = f"{len(result.dropped)} tensors of quantized activations: {abbreviated(result.dropped)}"
+    default = [t.name for t in result.tensors if t.reason.startswith(BY_DEFAULT)]
     if default:
         rows["by default"] = f"kept, unless --include names them: {abbreviated(default)}"
     if result.worst is not None:
@@ -273,10 +346,14 @@ def _print_conversion(result: Report, recipe: str, seconds: float, dry_run: bool
     if dry_run:
         rows["dry run"] = f"nothing was written to {result.destination}"
     else:
-        rows["verified"] = f"{result.destination}, read back and compared; {seconds:.1f} s"
+        name, how = _VERIFIED[result.verify]
+        rows[name] = f"{result.destination}{how}; {seconds:.1f} s"
     if (Path(result.destination) / CONFIG).exists() and result.quantized and not dry_run:
+        theirs = registry().dialects.get(result.dialect)
         rows["load"] = (
-            "breccia.bridges.load_safetensors(folder); or import breccia_torch.hf (pip install 'breccia-torch[hf]'), then "
+            f"breccia.bridges.load_checkpoint(folder), or by {theirs.title}"
+            if theirs
+            else "breccia.bridges.load_safetensors(folder); or import breccia_torch.hf (pip install 'breccia-torch[hf]'), then "
             "transformers' from_pretrained(folder)"
         )
     for name, value in rows.items():
@@ -284,6 +361,16 @@ def _print_conversion(result: Report, recipe: str, seconds: float, dry_run: bool
     Console(soft_wrap=True).print(table)
 
 
+def _counted(reasons: Iterable[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in Counter(reasons).most_common())
+
+
+#: What is said of a file that was written, by what was verified.
+_VERIFIED = {
+    Verify.full: ("verified", ", read back and compared"),
+    Verify.bytes: ("verified", ", bytes read back and compared; values were not measured"),
+    Verify.none: ("written", ", not read back"),
+}
 #: The width of the names beside a conversion's figures, of which "by default" is the longest.
 _NAMES = len("by default")
 
@@ -298,7 +385,7 @@ def _print_comparison(results: list[Report], sort: CompareKey | None, top: int |
             shown = in_order(one.quantized, sort, COMPARED)[:top]
             rows = [(*_figures(t.measured, t.bits_per_parameter), t.stored_as, t.name) for t in shown]
             print_table((*_FIGURES, "stored as", "tensor"), rows)
-            _print_hidden(len(one.quantized), len(shown))
+            print_hidden(len(one.quantized), len(shown))
         typer.echo(printable(_outcome(one)))
         if one.worst and not one.worst.measured.lossless:
             typer.echo(printable(f"worst: {one.worst.name}, {one.worst.measured.sqnr:.2f} dB"))
@@ -312,7 +399,7 @@ def _print_comparison(results: list[Report], sort: CompareKey | None, top: int |
         typer.echo(printable(f"verdict: {f'{one.destination}: ' if len(results) > 1 else ''}{one.verdict}"))
 
 
-def _print_hidden(count: int, shown: int) -> None:
+def print_hidden(count: int, shown: int) -> None:
     """Say how many rows `--top` left out."""
     if shown < count:
         typer.echo(f"{count - shown} of {count} tensors not shown; --top {count} shows all")
@@ -333,61 +420,3 @@ def _outcome(one: Report) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in one.reasons.items())
     others = f"; not measured: {size(one.bytes_kept)}, {reasons}" if reasons else ""
     return f"{said}; {size(one.bytes_in)} -> {size(one.bytes_out)}{others}"
-
-
-def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file, or a folder of them.", show_default=False)],
-    scales: Annotated[bool, typer.Option("--scales", help="Also read the scales: show their range, and check them.")] = False,
-    sort: Annotated[
-        InspectKey, typer.Option(metavar="KEY", help=f"{_either(InspectKey)}; the largest first.")
-    ] = InspectKey.NAME,
-    top: Top = None,
-    source_dialect: From = None,
-    as_json: Json = False,
-) -> None:
-    """List the values of a checkpoint, and report suspicious scales. Reads only the headers, unless --scales is given."""
-    inspection = inspected(path, scales, source_dialect)
-    rows = inspection.rows
-    if as_json:
-        total = sum(r["bytes"] for r in rows)
-        print_json(
-            {
-                "path": str(path),
-                "bytes": total,
-                "dialects": inspection.dialects,
-                "problem": inspection.problem or None,
-                "tensors": rows,
-            }
-        )
-        return
-    headings = ["stored as", ">bits/param", ">bytes", *(["scales, min to max"] if scales else []), "shape", "tensor"]
-    lines: list[tuple[str, ...]] = []
-    for r in in_order(rows, sort, INSPECTED)[:top]:
-        bits = f"{8 * r['bytes'] / r['parameters']:.3f}" if r["parameters"] else "–"
-        figures = r["scales"]
-        reach = f"{figures['min']:.3g} to {figures['max']:.3g}" if figures and figures["min"] is not None else ""
-        shown = [_stored_as(r), bits, size(r["bytes"]), *([reach] if scales else []), spelled(r["shape"]), r["name"]]
-        lines.append(tuple(shown))
-    print_table(headings, lines)
-    _print_hidden(len(rows), len(lines))
-    scaled = [r for r in rows if r["recipe"] or r["scaled_by"]]
-    total, parameters = sum(r["bytes"] for r in rows), sum(r["parameters"] for r in rows)
-    typer.echo(
-        f"{len(rows)} tensors, {len(scaled)} of them scaled; {parameters:,} parameters in {size(total)}, "
-        f"{8 * total / max(1, parameters):.3f} bits per parameter"
-    )
-    for dialect in inspection.dialects:
-        evidence = "; ".join(dialect["evidence"])
-        typer.echo(printable(f"{dialect['title']} ({dialect['name']}): {dialect['values']} values, as {evidence}"))
-    if inspection.problem:
-        typer.echo(typer.style("not decoded: ", fg="yellow") + printable(inspection.problem))
-    for r in rows:
-        for doubt in r["suspicious"]:
-            typer.echo(typer.style("suspicious: ", fg="yellow") + printable(f"{r['name']}: {doubt}"))
-
-
-def _stored_as(row: dict[str, Any]) -> str:
-    if not row["scaled_by"] or row["recipe"]:
-        return row["stored_as"]
-    unit = " bytes" if row["stored_as"] in ("U8", "I8") else ""
-    return f"{row['stored_as']}, a scale per {spelled(row['block']) if row['block'] else '?'}{unit}"

@@ -9,17 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from breccia import CorruptFileError, UnsupportedError
-from breccia.internal import kept_kind
 
-from .announcements import CONFIG, OWN, QUANTIZATION, QUANTIZATION_FILES, model_configs
-from .checkpoint import INDEX
+from .announcements import (
+    COMPRESSION,
+    CONFIG,
+    DTYPE_KEYS,
+    OWN,
+    QUANTIZATION,
+    QUANTIZATION_FILES,
+    TORCH_NAMES,
+    codec_named,
+    model_configs,
+)
+from .checkpoint import INDEX, TORCH_INDEX
 from .destination import within
 from .huggingface import REFUSAL, WEIGHTS, write_json
+from .modules import modules_kept
 from .results import Report
-from .safetensors_file import Container, changed, identity
+from .safetensors_file import Container, byte_count, changed, identity
 from .staging import write_text
 
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite")
+#: Files that decide how the weights are read.
+_DECIDING = (INDEX, TORCH_INDEX, CONFIG, *QUANTIZATION_FILES)
 
 
 class Companions:
@@ -37,14 +49,14 @@ class Companions:
     def __init__(self, src: Path, shards: list[Path]) -> None:
         self.src, self.left, self._files = src, list[str](), dict[Path, tuple[int, ...]]()
         roots = _roots(src)
-        for path in (*shards, *(src / name for name in (INDEX, CONFIG, *QUANTIZATION_FILES))):
+        for path in (*shards, *(src / name for name in _DECIDING)):
             if path.is_file() and _leaves(path, roots):
                 raise UnsupportedError(
                     f"{path} is a link to {os.path.realpath(path)}, outside of the source; breccia does not follow such links. "
                     "Copy the file into the folder, or give the folder that it is in.",
                     path=str(path),
                 )
-        self._read = {path: _state(path) for name in (INDEX, CONFIG, *QUANTIZATION_FILES) if (path := src / name).is_file()}
+        self._read = {path: _state(path) for name in _DECIDING if (path := src / name).is_file()}
         for folder, folders, names in os.walk(src):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             inside = Path(folder).relative_to(src)
@@ -58,6 +70,11 @@ class Companions:
                     raise PermissionError(f"cannot read {path}, which would be copied; change its permissions.")
                 else:
                     self._files[path] = _state(path)
+
+    @property
+    def deciding(self) -> list[Path]:
+        """The files that decide how the weights are read."""
+        return list(self._read)
 
     @property
     def nbytes(self) -> int:
@@ -132,29 +149,51 @@ def write_index(stage: Path, files: list[Path]) -> None:
 # ------------------------------------------------------------------------------------------------ config.json
 
 
-def write_config(path: Path, config: dict[str, Any], report: Report, floating: tuple[str, ...]) -> None:
+def write_config(
+    path: Path,
+    config: dict[str, Any],
+    report: Report,
+    floating: tuple[str, ...],
+    dtype: str,
+    dense: str,
+    settings: dict[str, Any] | None = None,
+) -> None:
     """Replace what a config.json says about the quantization; its other keys keep their values and order.
 
-    floating: dtypes of a file that can be quantized.
+    floating: dtypes of a file that can be quantized. dtype: the model's in the source. dense: the one that values were decoded
+    to, which becomes the model's unless that would make loaders round plain tensors; "" where none were.
+    settings: what another library's dialect says of the quantization; None for breccia's own files.
     """
-    for prefix, part in list(model_configs(config)):
-        part.pop("compression_config", None)
+    parts = list(model_configs(config))
+    if dense:
+        named = [(part, key) for _, part in parts for key in DTYPE_KEYS if part.get(key) is not None]
+        plain = {t.stored_as for t in report.kept} & TORCH_NAMES.keys()
+        # Loaders of the source already round what is wider than its dtype, or keep it as it is.
+        unrounded = [one for one in plain if not named or _width(one) <= _width(dtype)]
+        model = TORCH_NAMES[max([dense, *unrounded], key=_width)]
+        for part, key in named or [(config, DTYPE_KEYS[0])]:
+            if part.get(key) is None or codec_named(part[key]) == dtype:  # parts of other dtypes keep them
+                part[key] = model
+    for prefix, part in parts:
+        part.pop(COMPRESSION, None)
         if isinstance(mlx := part.get("quantization"), dict) and "bits" in mlx:
             del part["quantization"]
         if prefix:
             part.pop(QUANTIZATION, None)
-    config[QUANTIZATION] = {
-        "quant_method": OWN,
-        "recipe": next((recipe.to_dict() for recipe in report.used), None),
-        "modules_to_not_convert": _modules_kept(report, floating),
+    own = {
+        QUANTIZATION: {
+            "quant_method": OWN,
+            "recipe": next((recipe.to_dict() for recipe in report.used), None),
+            "modules_to_not_convert": modules_kept(report.tensors, floating),
+        },
+        WEIGHTS: REFUSAL,
     }
-    config[WEIGHTS] = REFUSAL
-    if not report.quantized:
-        del config[QUANTIZATION], config[WEIGHTS]
-    write_json(path, config)
+    stated = (own if report.quantized else {}) if settings is None else settings
+    for key in (QUANTIZATION, WEIGHTS):
+        if key not in stated:
+            config.pop(key, None)
+    write_json(path, config | stated)
 
 
-def _modules_kept(report: Report, floating: tuple[str, ...]) -> list[str]:
-    """The names of modules with a matrix that keeps its precision, except embeddings and norms."""
-    names = [t.name for t in report.kept if len(t.shape) > 1 and t.parameters and t.stored_as in floating]
-    return sorted(name.removesuffix(".weight") for name in names if kept_kind(name) not in ("embedding", "norm"))
+def _width(dtype: str) -> int:
+    return byte_count(dtype, ())

@@ -24,7 +24,7 @@ def compare(
     *,
     histograms: bool = False,
     advance: Advance | None = None,
-    source_dialect: str | None = None,
+    source_dialect: str | tuple[str | None, str | None] | None = None,
 ) -> Report:
     """Measure the tensors of `candidate` against those of the same name in `reference`.
 
@@ -32,7 +32,8 @@ def compare(
     mixture. Scaled tensors are compared by the FP32 values of `dequantize`. Tensors with equal bytes, and non-floating ones,
     are listed with the reason why they were not measured.
 
-    source_dialect: the dialect of what other programs quantized in either, where files and configs leave a choice.
+    source_dialect: the dialect of what other programs quantized, where files and configs leave a choice: of both, or a pair of
+        that of the reference and that of the candidate; None for one that leaves no choice.
     histograms: count the elements of compared tensors by value, in both.
     advance: called with a tensor's name and its bytes in the reference.
 
@@ -48,7 +49,8 @@ def compare(
         >>> [(tensor.name, tensor.stored_as, tensor.fidelity.max_error) for tensor in report.tensors]
         [('w', 'mxfp4', 0.125)]
     """
-    sources = Source.open(Path(reference), source_dialect), Source.open(Path(candidate), source_dialect)
+    of_reference, of_candidate = source_dialect if isinstance(source_dialect, tuple) else (source_dialect, source_dialect)
+    sources = Source.open(Path(reference), of_reference), Source.open(Path(candidate), of_candidate)
     before, after = (source.values for source in sources)
     common = [name for name in before if name in after]
     if not common:
@@ -83,7 +85,7 @@ def _why_not(x: Value, y: Value) -> str:
     """Why two tensors are not measured; empty if they are."""
     if x.shape != y.shape:
         return f"shapes differ: {spelled(x.shape)} and {spelled(y.shape)}"
-    if _same_bytes(x, y):
+    if same_bytes(x, y):
         return EQUAL
     unknown = [t.stored_as for t in (x, y) if not t.is_readable]
     if not unknown:
@@ -92,7 +94,7 @@ def _why_not(x: Value, y: Value) -> str:
     return f"differ, and {f'breccia finds no scales for {unknown[0]}' if coded else f'{unknown[0]} is not floating'}"
 
 
-def _same_bytes(x: Value, y: Value) -> bool:
+def same_bytes(x: Value, y: Value) -> bool:
     """Are all components and configs equal?"""
     forms = [value.stored and value.stored.reading for value in (x, y)]
     if x.config != y.config or forms[0] != forms[1] or x.stored_as != y.stored_as or x.files.keys() != y.files.keys():

@@ -26,6 +26,7 @@ from breccia import (
     Float8RowScaling,
     INT4Scaling,
     INT8Scaling,
+    INTScaling,
     MXFP4BlockScaling,
     MXFP6BlockScaling,
     MXFP8BlockScaling,
@@ -33,10 +34,10 @@ from breccia import (
     ScaledTensor,
     ScalingRecipe,
 )
-from breccia.backend import TENSOR, Array, dtype_name
-from breccia.internal import FLOAT_NAMES, check_scaled
+from breccia.backend import INTEGERS, TENSOR, Array, dtype_name, ops_of, pack, unpack
+from breccia.internal import FLOAT_CODECS, FLOAT_NAMES, check_scaled, packed_length
 
-from .dialects.integers import offset
+from .dialects.integers import cut, offset
 from .wrapping import attribute, chosen, float8_recipe, integer_recipe, title, wrapped
 
 
@@ -133,21 +134,25 @@ def _int8(module: Any, parameters: dict[str, Array], recipe: ScalingRecipe | Non
 
 
 def _packed(module: Any, parameters: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
-    """int32 words along K with 4- or 8-bit codes, each with half of the range added."""
+    """int32 words along K, a stream of codes, each with half of the range added."""
     args, scale = module.quantization_scheme.weights, parameters["weight_scale"]
     bits, symmetric = args.num_bits, args.symmetric
     shape = tuple(int(n) for n in parameters["weight_shape"].reshape(-1).tolist())
     dtype = FLOAT_NAMES.get(dtype_name(scale))
     if len(shape) != 2 or min(shape) < 1:
         raise DialectError(f"{title(module)} has weight_shape {shape}; it is the shape of a matrix.", found=shape)
-    if bits not in (4, 8) or dtype is None:
-        raise DialectError(f"{title(module)} packs {bits} bits with scales in {scale.dtype}; recipes exist for 4 and 8 bits.")
-    data = parameters["weight_packed"].contiguous().view(torch.uint8)[:, : -(-shape[1] * bits // 8)]
+    least = 2 if symmetric else 1
+    if bits not in range(least, 9) or dtype is None:
+        raise DialectError(
+            f"{title(module)} packs {bits} bits with scales in {scale.dtype}; recipes exist for {least} to 8 bits "
+            f"{'without' if symmetric else 'with'} zero-points, and scales in {', '.join(FLOAT_CODECS)}."
+        )
+    data = _rows(parameters["weight_packed"], shape[1], bits)
     scale = scale.expand(shape[0], 1) if scale.numel() == 1 else scale
     zero = None
     if symmetric:
-        data = _offset(data, bits)
-        data = data if bits == 4 else data.view(torch.int8)
+        data = cut(_offset(data, bits), shape[1], bits)
+        data = data.view(torch.int8) if bits == 8 else data
     else:
         zero = _zero_points(module, parameters["weight_zero_point"], bits, tuple(scale.shape))
     group = args.group_size or shape[1]
@@ -165,10 +170,18 @@ def _zero_points(module: Any, words: Array, bits: int, shape: tuple[int, ...]) -
             f"shape {shape} are packed into ({-(-shape[0] * bits // 32)}, {shape[1]}) of torch.int32.",
             found=tuple(words.shape),
         )
-    columns = words.T.contiguous().view(torch.uint8)
-    if bits == 4:
-        columns = torch.stack([columns & 15, columns >> 4], -1).reshape(shape[1], -1)
-    return columns[:, : shape[0]].T.contiguous()
+    columns = _rows(words.T, shape[0], bits)
+    return unpack(ops_of(columns), columns, INTEGERS[bits, False], shape[0]).to(torch.uint8).T.contiguous()
+
+
+def _rows(words: Array, codes: int, bits: int) -> Array:
+    """Rows of int32 words as rows of packed codes."""
+    return _of_length(words.contiguous().view(torch.uint8), packed_length(INTEGERS[bits, False], codes))
+
+
+def _of_length(data: Array, size: int) -> Array:
+    """Rows of bytes, cut or with zeros at their end."""
+    return data[:, :size] if data.shape[1] >= size else torch.nn.functional.pad(data, (0, size - data.shape[1]))
 
 
 def _offset(data: Array, bits: int) -> Array:
@@ -268,7 +281,9 @@ def _scheme(scaled: ScaledTensor) -> tuple[str, dict[str, Any]]:
     powers = {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
     scheme: tuple[str, dict[str, Any]] | None = None
     match recipe:
-        case INT4Scaling() | INT8Scaling() if recipe.offset == "zero_point" and recipe.signed == recipe.symmetric:
+        case INT4Scaling() | INT8Scaling() | INTScaling() if (
+            recipe.offset == "zero_point" and recipe.signed == recipe.symmetric
+        ):
             group = {"strategy": "channel"} if block[1] is None else {"strategy": "group", "group_size": block[1]}
             scheme = "pack-quantized", integer | group | {"num_bits": recipe.format.element.bits}
         case Float8CurrentScaling("E4M3") | DelayedScaling("E4M3"):
@@ -277,7 +292,7 @@ def _scheme(scaled: ScaledTensor) -> tuple[str, dict[str, Any]]:
             scheme = "float-quantized", number | {"strategy": "channel"}
         case Float8BlockScaling("E4M3"):
             scheme = "float-quantized", number | {"strategy": "block", "block_structure": list(block)}
-        case NVFP4BlockScaling(block_size=16, global_sense="divisor"):
+        case NVFP4BlockScaling(block_size=16, scale_format="E4M3", global_sense="divisor"):
             args = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
             scheme = "nvfp4-pack-quantized", number | args | {"num_bits": 4}
         case MXFP4BlockScaling():
@@ -291,7 +306,7 @@ def _scheme(scaled: ScaledTensor) -> tuple[str, dict[str, Any]]:
     full_groups = block[1] is None or scaled.shape[-1] % block[1] == 0
     if scheme is None or len(scaled.shape) != 2 or scaled.axis != -1 or not (full_groups or scheme[1]["strategy"] == "block"):
         raise DialectError(
-            "compressed-tensors has matrices of integers of 4 and 8 bits, FP8 (E4M3), MXFP8, MXFP6 (E2M3), MXFP4 and NVFP4 "
+            "compressed-tensors has matrices of integers without a bias, FP8 (E4M3), MXFP8, MXFP6 (E2M3), MXFP4 and NVFP4 "
             f'(global_sense="divisor"), in whole groups along K; this tensor is {scaled!r}. Requantize it to one of these.',
             recipe=recipe,
         )
@@ -308,10 +323,7 @@ def _written(scaled: ScaledTensor, form: str) -> dict[str, Array]:
         words = data.view(torch.uint8) if zero is not None else _offset(data.view(torch.uint8), bits)
         parameters = {"weight_packed": _words(words, scaled.shape[1], bits), "weight_scale": scale}
         if zero is not None:
-            columns = zero.T.contiguous()
-            if bits == 4:
-                columns = torch.nn.functional.pad(columns, (0, columns.shape[1] % 2))
-                columns = columns[:, ::2] | (columns[:, 1::2] << 4)
+            columns = pack(ops_of(zero), zero.T.to(torch.int32), INTEGERS[bits, False])
             parameters["weight_zero_point"] = _words(columns, scaled.shape[0], bits).T.contiguous()
         return parameters | {"weight_shape": torch.tensor(scaled.shape, device=data.device)}
     if form == "nvfp4-pack-quantized":
@@ -334,11 +346,10 @@ def _bytes_of(scaled: ScaledTensor, zero: Array) -> Array:
 
 def _words(data: Array, codes: int, bits: int) -> Array:
     """Rows of packed codes as int32 words; what follows the last code is 0."""
-    if codes * bits % 8:
-        data = data.clone()
-        data[:, -1] &= 15
-    padded = torch.nn.functional.pad(data, (0, -data.shape[1] % 4))
-    return padded.reshape(-1).view(torch.int32).reshape(len(data), -1)
+    if codes * bits < 8 * data.shape[1]:
+        data = cut(data.clone(), codes, bits)
+    filled = _of_length(data, -(-codes * bits // 32) * 4)
+    return filled.reshape(-1).view(torch.int32).reshape(len(data), -1)
 
 
 def _fitted(like: Any, name: str, value: Array) -> Array:

@@ -9,11 +9,20 @@ from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import Any
 
-from breccia import BrecciaError, CorruptFileError, Layout, ScalingRecipe, UnknownNameError, UnsupportedError, __version__
+from breccia import (
+    BrecciaError,
+    CorruptFileError,
+    Layout,
+    PerGroupIndex,
+    ScalingRecipe,
+    UnknownNameError,
+    UnsupportedError,
+    __version__,
+)
 from breccia.backend import BF16, F16, F32, PARTS, registry
 from breccia.internal import parsed_json, placed, printable, suggestion, unique_keys
 
-from .safetensors_file import Container, Shape, byte_count, shown
+from .safetensors_file import DTYPES, Container, Shape, byte_count, shown
 
 #: The schema that this version writes and reads, as in the metadata.
 SCHEMA = "1"
@@ -33,11 +42,19 @@ NON_NUMPY = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "bfloat16": "BF16",
 }
+#: File dtypes by the name of an array's dtype, for every framework.
+FILE_DTYPES = {
+    **{numpy: file for file, (bits, numpy) in DTYPES.items() if bits >= 8 and file not in NON_NUMPY.values()},
+    **NON_NUMPY,
+}
 #: Dtypes of float scales and biases, and of zero-points, in a file.
 FLOATS = tuple(codec.name for codec in (F32, F16, BF16))
 _ZERO_POINTS = ("U8", "I8", "I16", "I32", *FLOATS)
 #: Configs of more characters than this in all refer to each other: the headers of files have a limit.
 _REPEATED = 1 << 24
+#: The entry of a layout by index, and all entries that a scaled tensor may have, after its name.
+INDEX = "group_index"
+FILE_PARTS = (*PARTS, INDEX)
 
 
 @dataclass(frozen=True)
@@ -55,11 +72,19 @@ class Config:
     shape: Shape | None
     scale_dtype: str
 
-    def to_json(self) -> str:
-        """The text stored under `{name}.config`."""
+    @property
+    def index(self) -> tuple[int, ...] | None:
+        """The index of a layout by index, which a file has as an array of its own: `{name}.group_index`, I32."""
+        return self.layout.index if isinstance(self.layout, PerGroupIndex) else None
+
+    def to_json(self, beside: bool = False) -> str:
+        """The text stored under `{name}.config`. beside: the index of a layout by index is in an array beside it."""
+        layout = self.layout.to_dict()
+        if beside and self.index is not None:
+            layout = {**layout, "fields": {name: of for name, of in layout["fields"].items() if name != "index"}}
         listed = {
             "recipe": self.recipe.to_dict(),
-            "layout": self.layout.to_dict(),
+            "layout": layout,
             "axis": self.axis,
             "shape": self.shape,
             "dtypes": {"data": self.recipe.format.element.name, "scale": self.scale_dtype},
@@ -74,8 +99,11 @@ class Config:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def metadata_of(configs: Mapping[str, Config], extra: Mapping[str, str]) -> dict[str, str]:
-    """The metadata of a file: the configs of its scaled tensors by name, and `extra`. Raises UnsupportedError for its keys."""
+def metadata_of(configs: Mapping[str, Config], extra: Mapping[str, str], beside: bool = True) -> dict[str, str]:
+    """The metadata of a file: the configs of its scaled tensors by name, and `extra`. Raises UnsupportedError for its keys.
+
+    beside: whether the file has indices of groups as arrays; otherwise they are in the configs.
+    """
     for key in extra:
         if key in RESERVED or (isinstance(key, str) and key.endswith(".config")):
             raise UnsupportedError(
@@ -83,18 +111,18 @@ def metadata_of(configs: Mapping[str, Config], extra: Mapping[str, str]) -> dict
                 key=key,
             )
     reserved = {"schema": SCHEMA, "breccia_version": __version__}
-    return {**reserved, **{f"{name}.config": text for name, text in _texts(configs).items()}, **extra}
+    return {**reserved, **{f"{name}.config": text for name, text in _texts(configs, beside).items()}, **extra}
 
 
-def _texts(configs: Mapping[str, Config]) -> dict[str, str]:
+def _texts(configs: Mapping[str, Config], beside: bool) -> dict[str, str]:
     """The text of each config. In a file of very many, those after the first of their kind refer to it."""
     kinds = {name: (one.recipe, one.layout, one.scale_dtype) for name, one in configs.items()}
     first: dict[Any, str] = {}
     for name, kind in kinds.items():
         first.setdefault(kind, name)
-    full = {kind: configs[name].to_json() for kind, name in first.items()}
+    full = {kind: configs[name].to_json(beside) for kind, name in first.items()}
     if sum(len(full[kind]) for kind in kinds.values()) <= _REPEATED:
-        return {name: one.to_json() for name, one in configs.items()}
+        return {name: one.to_json(beside) for name, one in configs.items()}
     return {name: full[kind] if first[kind] == name else configs[name].like(first[kind]) for name, kind in kinds.items()}
 
 
@@ -147,7 +175,7 @@ def read_configs(container: Container, undeclared: dict[str, Undeclared] | None 
     if metadata.get(SCOPE) == CHECKPOINT:
         names = [name for name in names if any(f"{name}.{part}" in entries for part in PARTS)]
     owned = owners(names)
-    read = _Reader(metadata, schema)
+    read = _Reader(container, schema)
     for name in names:
         with located(container, name):
             if name in entries and name not in owned:
@@ -164,20 +192,28 @@ def read_configs(container: Container, undeclared: dict[str, Undeclared] | None 
 
 
 class _Reader:
-    """Reads the configs of a file's metadata; what several refer to is read once."""
+    """Reads the configs of a file's metadata; a text that several have, and what several refer to, is read once."""
 
-    def __init__(self, metadata: Mapping[str, str], schema: str | None) -> None:
-        self._metadata, self._schema = metadata, schema
+    def __init__(self, container: Container, schema: str | None) -> None:
+        self._container, self._metadata, self._schema = container, container.metadata, schema
         self._full: dict[str, Config] = {}
+        self._by_text: dict[str, Config] = {}
 
     def config(self, name: str) -> Config:
         text = self._metadata[f"{name}.config"]
+        if f"{name}.{INDEX}" in self._container.entries:  # the rest of its layout is in that array
+            return self._of_text(name, text)
+        if text not in self._by_text:
+            self._by_text[text] = self._of_text(name, text)
+        return self._by_text[text]
+
+    def _of_text(self, name: str, text: str) -> Config:
         listed = _listed(text, self._schema)
         other = listed.get("as")
         if other is None:
-            return _config(listed, self._schema)
+            return _config(self._with_index(name, listed), self._schema)
         if other not in self._full:
-            self._full[other] = _config(self._referred(other), self._schema)
+            self._full[other] = _config(self._with_index(other, self._referred(other)), self._schema)
         base = self._full[other]
         return replace(base, axis=_axis_of(listed), shape=_fitting(_shape_of(listed), base.layout, _axis_of(listed)))
 
@@ -185,6 +221,19 @@ class _Reader:
         """The object of a config, with what it refers to."""
         listed = _listed(self._metadata[f"{name}.config"], self._schema)
         return {**self._referred(listed["as"]), **listed} if "as" in listed else listed
+
+    def _with_index(self, name: str, listed: dict[str, Any]) -> dict[str, Any]:
+        """The object of a config, with the index of its layout where that is in an array beside it."""
+        layout, entry = listed["layout"], self._container.entries.get(f"{name}.{INDEX}")
+        if not isinstance(layout, dict) or layout.get("name") != PerGroupIndex.name or entry is None:
+            return listed
+        if entry.dtype != "I32" or len(entry.shape) != 1:
+            raise CorruptFileError(
+                f"{printable(name)}.{INDEX} is I32 of one axis; the file has {entry.dtype} {list(entry.shape)}."
+            )
+        fields = layout.get("fields")
+        index = self._container.read(f"{name}.{INDEX}").tolist()
+        return {**listed, "layout": {**layout, "fields": {**(fields if isinstance(fields, dict) else {}), "index": index}}}
 
     def _referred(self, other: str) -> dict[str, Any]:
         """The object of the config that another one refers to."""
@@ -209,7 +258,7 @@ def read_config(text: str, *, schema: str | None = SCHEMA) -> Config:
 
 def owners(names: Iterable[str]) -> dict[str, str]:
     """Scaled tensor by the name of each entry that it has or could have."""
-    return {f"{name}.{part}": name for name in names for part in PARTS}
+    return {f"{name}.{part}": name for name in names for part in FILE_PARTS}
 
 
 @contextmanager
@@ -247,14 +296,14 @@ def _config(listed: dict[str, Any], schema: str | None) -> Config:
     axis, dtypes = _axis_of(listed), listed["dtypes"]
     shape = _fitting(_shape_of(listed), layout, axis)
     fmt = recipe.format
-    codec = fmt.scale.codec
+    codec = fmt.scale_codec
     allowed = [codec.name] if codec.bits <= 8 else list(FLOATS)
     if not isinstance(dtypes, dict) or dtypes.get("data") != fmt.element.name or dtypes.get("scale") not in allowed:
         raise CorruptFileError(
             f"recipe {recipe.name!r} has dtypes data {fmt.element.name}, scale {' or '.join(allowed)}; its config says "
             f"{short(dtypes)}."
         )
-    return Config(recipe, placed(layout, fmt.scale.block, axis), axis, shape, dtypes["scale"])
+    return Config(recipe, placed(layout, fmt.block, axis), axis, shape, dtypes["scale"])
 
 
 def _axis_of(listed: dict[str, Any]) -> int:
@@ -329,8 +378,10 @@ def _stored_as(part: str, config: Config) -> tuple[str, tuple[str, ...]]:
     if part == "global_scale":
         return "F32", ("F32",)
     if part == "zero_point":
-        return "integers or a bias", FLOATS if fmt.offset == "bias" else _ZERO_POINTS
-    codec = fmt.element if part == "data" else fmt.scale.codec
+        if fmt.offset_codec is None:
+            return "integers", _ZERO_POINTS
+        return ("records of biases", ("U8",)) if fmt.offset_record is not None else ("floats", FLOATS)
+    codec = fmt.element if part == "data" else fmt.scale_codec
     if codec.bits > 8:
         return codec.name, (config.scale_dtype,) if config.scale_dtype else FLOATS
     return codec.name, ("U8", NON_NUMPY[codec.dtype]) if codec.dtype in NON_NUMPY else ("U8",)

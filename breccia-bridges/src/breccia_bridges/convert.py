@@ -2,54 +2,46 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from copy import copy
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
+from breccia import OptionError, Policy, ScalingRecipe, UnsupportedError
+from breccia.internal import suggestion
 
-from breccia import Codec, CorruptFileError, ErrorMetrics, OptionError, Policy, ScalingRecipe, UnsupportedError, requantize
-from breccia.backend import BF16, F16, F32, NUMPY, Parameter, choose, components
-from breccia.internal import PRESETS, kind_in_file, renames
-
-from .announcements import CONFIG, read_object
-from .checkpoint import INDEX, checkpoint_files, is_there, weight_map
+from . import gguf_companions
+from .announcements import CONFIG, DTYPE_KEYS, TORCH_NAMES, read_object
+from .beside import described, left_behind
+from .checkpoint import all_opened, checkpoint_files, index_of, safetensors_name, weight_map
 from .companions import Companions, check_index, write_config, write_index
-from .configs import RESERVED, Config, read_configs
-from .destination import check_destination, check_space, check_taken, location
-from .measure import FileTensor, Histogram, histogram, measure, slabs
-from .results import Advance, Report, TensorReport, no_progress
-from .safetensors import Described, described_as, open_writer, plan, view_tensor
-from .safetensors_file import Container, Shape, byte_count, in_both, read, shown
-from .safetensors_writer import HeaderError, Writer
-from .slab_casts import SlabCasts
-from .source import Source, Value
-from .staging import Staging
+from .convert_file import FilePlan, convert_file
+from .destination import check_destination, check_space, check_taken, is_folder, location
+from .dialect_writer import DialectWriter, Placed
+from .exact import exactly
+from .gguf_file import GGUFFile
+from .huggingface import write_json
+from .jobs import CASTABLE, Job, by_policy, check_factors, unchanged, unlike_layers
+from .journal import Journal, conversion_key
+from .memory import check_memory
+from .modules import modules_kept, tied_heads
+from .results import Advance, Report, Verify, no_progress
+from .safetensors_file import Shards, in_both
+from .safetensors_writer import HeaderError
+from .source import Source
+from .staging import Staging, remove
+from .text import byte_count_of
 
-#: How the reason for keeping a tensor of a kind that keeps its precision starts; the kind follows.
-BY_DEFAULT = "kept by default"
-
-#: Bytes that are read at a time of tensors that are copied or compared.
-_PIECE = 1 << 22
-_CASTABLE: dict[str, Codec] = {codec.name: codec for codec in (F32, F16, BF16)}
 #: In place of a recipe: the values that are quantized in the source keep their codes, or are decoded to a dtype of a file.
 KEEP_CODES = "none"
 DENSE = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-#: The reason for values that keep their codes under `KEEP_CODES`, and those that are made dense.
-CODES_KEPT, DECODED = "codes kept", "decoded"
 
 
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    recipe: ScalingRecipe | str | Policy | Mapping[str, Any],
+    recipe: ScalingRecipe | str | Policy | Mapping[str, Any] | None = None,
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -58,22 +50,34 @@ def convert(
     histograms: bool = False,
     advance: Advance | None = None,
     source_dialect: str | None = None,
+    dialect: str | None = None,
+    activations: str | None = None,
+    exact: bool = False,
+    restart: bool = False,
+    max_shard_size: int | str | None = None,
+    max_memory: int | str = "1GiB",
+    verify: str = "full",
 ) -> Report:
     """Quantize a checkpoint under `recipe`, or change how a quantized one is stored.
 
     source: a `.safetensors` file, or a folder of them (Hugging Face's layout): plain, quantized by breccia, or in any dialect
-        that breccia reads. Other files of a folder are copied, except weights in other formats, hidden folders and links to
-        folders; config.json gets a `quantization_config` that names the recipe and the modules that keep their precision.
+        that breccia reads; a `.gguf` file, whose tensors get transformers' names, or a folder with one; or such files of
+        torch.save, where there are none of safetensors. Other files of a folder are copied, except weights in other formats,
+        hidden folders and links to folders; config.json gets a `quantization_config` that names the recipe and the modules
+        that keep their precision.
+        Scales of activations are dropped with the dialect that they belong to, except under "none".
         Values that the source has quantized keep their codes where the recipe holds them exactly, and are quantized again
         where it does not; those that the policy leaves are decoded to the model's dtype by config.json, BF16 by default.
-    destination: a file or folder, like `source`. It appears under its name only when everything is written and verified: each
-        file is read back, its bytes are compared with those written, and its tensors are decoded. A link is replaced, not
-        followed.
+    destination: a file or folder, like `source`; that of a `.gguf` file is a folder with config.json and the tokenizer's files,
+        which transformers makes, or a `.safetensors` file of the weights alone. The dialect "gguf" has one `.gguf` file, with
+        the keys of a source in GGUF, or those that config.json and tokenizer.json of a folder say. It appears under its name
+        only when everything is written and verified; see `verify`. A link is replaced, not followed.
     recipe: a recipe or its spec; or a policy: a mapping from patterns to recipes or "keep", or the path of a YAML file with
         one; see `breccia.Policy`. Under one recipe, floating matrices and stacks of experts are quantized, except embeddings,
         norms, routers, output heads and the other kinds of `breccia.backend.KEPT`, as `quantize` does in every framework.
-        "none" quantizes nothing: what the source has quantized keeps every code and scale, in breccia's files. "bf16", "fp16"
-        and "fp32" decode it to that dtype.
+        "none" quantizes nothing: what the source has quantized keeps every code and scale, in breccia's files or, with
+        `dialect`, in another library's. "bf16", "fp16" and "fp32" decode it to that dtype; plain tensors keep theirs.
+        It may be left out with `dialect`: "none" for a source that is quantized, else the dialect's own default.
     include, exclude: shell-style globs over whole names, beside one recipe; each must match a tensor. `exclude` beats
         `include`, which beats the default.
     force: replace an existing file, or a folder that contains a checkpoint; otherwise FileExistsError, before anything is read.
@@ -81,6 +85,25 @@ def convert(
     histograms: count the elements of quantized tensors by value, before and after.
     advance: called with a tensor's name and its source bytes after it was written and after it was verified.
     source_dialect: the name of the dialect of the source, where its config and tensors leave a choice.
+    dialect: the name of the dialect to write, such as "compressed_tensors", so that the library's own loader opens the result;
+        by default breccia's own files. Layers that engines compute as one (query, key and value; gate and up) get one scale of
+        the whole tensor, where the recipe has such a scale.
+    activations: what the dialect's config says of the inputs of layers: a recipe's spec, or "none"; by default what the
+        library does for codes of that width.
+    exact: raise InexactError, before anything is written, if a value would change: one that is not quantized in the source, and
+        one whose numbers the recipe, or the dtype that it is decoded to, does not have; see `breccia.exactness`. Values whose
+        own scales allow it are converted exactly also where their formats leave a choice; this reads them.
+    restart: discard what an interrupted run to this destination has finished. Without it the same call goes on from the last
+        finished tensor, with a warning that says so, and gives the same bytes; another call raises OptionError.
+    max_shard_size: a folder's tensors become files of at most so many bytes, "5GB" or "512MiB", in the order of the source,
+        `model-00001-of-00003.safetensors`, with an index; a value that has more gets a file of its own. By default each file of
+        the source becomes one.
+    max_memory: the largest peak of memory, beside what the process holds already and the pages of mapped files. Values are read
+        and written by slabs; those of another library's dialect, and codes that are kept, whole: OptionError, before a byte is
+        written, names a value that takes more, and the limit to give.
+
+    verify: "full" reads each file back, compares its bytes with those written, and measures the errors of its decoded tensors;
+        "bytes" leaves measuring out, so that the report has no error metrics; "none" reads nothing back.
 
     A file of a folder whose new header would be longer than readers accept becomes several, with an index.
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
@@ -96,20 +119,72 @@ def convert(
         >>> breccia.bridges.load_safetensors(destination)
         {'mlp.weight': breccia.ScaledTensor('mxfp8', shape=(64, 32), numpy cpu, 8.25 bits per value)}
     """
-    dense = _unquantized(recipe, include, exclude)
-    policy = None if dense is not None else Policy.of(recipe, include, exclude)
-    if policy is not None:
-        _check_axes(policy)
-    staging = Staging(location(Path(destination)))
+    verified = _verified(verify, histograms)
+    writer = None if dialect is None else DialectWriter.of(dialect, activations)
+    _check_given(recipe, writer, activations)
+    chosen = None if recipe is None else _chosen(recipe, include, exclude, writer)
+    staging = Staging(location(Path(destination)), keeps_journal=True)
     if staging.moved and not dry_run:
         with staging:  # puts it back
             pass
-    report = Report(str(Path(source)), str(Path(destination)), policy.recipes[0] if policy and policy.recipes else None)
-    work = _Conversion(Path(source), staging, report, policy, dense, force, source_dialect)
-    return work.planned() if dry_run else work.run(histograms, advance or no_progress)
+    limit = None if max_shard_size is None else byte_count_of(max_shard_size, "max_shard_size")
+    work = _Conversion(Path(source), staging, force, source_dialect, writer, limit)
+    dense, policy = chosen or _chosen(work.default_recipe, include, exclude, writer)
+    report = Report(
+        str(Path(source)), str(Path(destination)), policy.recipes[0] if policy and policy.recipes else None, is_conversion=True,
+        dense=dense or "", dialect=dialect or "", verify=verified,
+    )  # fmt: skip
+    work.plan(report, policy, dense, exact)
+    check_memory(work.jobs, byte_count_of(max_memory, "max_memory"))
+    options = {
+        "recipe": (dense or KEEP_CODES) if policy is None else _spelled(policy),
+        "dialect": dialect, "activations": activations, "source_dialect": source_dialect, "exact": exact,
+        "histograms": histograms, "max_shard_size": limit, "verify": verified.value,
+    }  # fmt: skip
+    journal = Journal(staging, work.key(options))
+    if not restart:
+        journal.check()
+    if dry_run:
+        return work.planned()
+    if restart:
+        with Staging(staging.destination):  # removes what is there
+            pass
+    return work.run(histograms, advance or no_progress, journal)
 
 
-def _unquantized(recipe: Any, include: Sequence[str], exclude: Sequence[str]) -> str | None:
+def _verified(verify: str, histograms: bool) -> Verify:
+    """What to verify. Raises OptionError for another word, and for histograms of values that are not decoded."""
+    if verify not in (known := [one.value for one in Verify]):
+        raise OptionError(f"verify takes {', '.join(map(repr, known))}; got {verify!r}{suggestion(str(verify), known)}")
+    if histograms and verify != Verify.full:
+        raise OptionError(
+            f"histograms=True counts decoded values, and verify={str(verify)!r} decodes none. Use verify='full'.", verify=verify
+        )
+    return Verify(verify)
+
+
+def _check_given(recipe: Any, writer: DialectWriter | None, activations: str | None) -> None:
+    """Raise OptionError where neither a recipe nor a dialect is given, and for activations without a dialect."""
+    if writer is None and (recipe is None or activations is not None):
+        what = (
+            "activations= is for the config of another library's dialect" if recipe else "convert needs a recipe or a dialect"
+        )
+        raise OptionError(f"{what}: give dialect= (--dialect){'' if recipe else ', recipe= (--recipe), or both'}.")
+
+
+def _chosen(
+    recipe: Any, include: Sequence[str], exclude: Sequence[str], writer: DialectWriter | None
+) -> tuple[str | None, Policy | None]:
+    """What `_unquantized` returns, and the policy where that is None."""
+    dense = _unquantized(recipe, include, exclude, writer)
+    if dense is not None:
+        return dense, None
+    policy = Policy.of(recipe, include, exclude)
+    _check_axes(policy)
+    return None, policy
+
+
+def _unquantized(recipe: Any, include: Sequence[str], exclude: Sequence[str], writer: DialectWriter | None) -> str | None:
     """The dtype to decode to, "" to keep all codes, or None for a recipe or policy."""
     if not isinstance(recipe, str) or recipe not in (KEEP_CODES, *DENSE):
         return None
@@ -118,7 +193,22 @@ def _unquantized(recipe: Any, include: Sequence[str], exclude: Sequence[str]) ->
             f"recipe {recipe!r} quantizes nothing, so include= and exclude= have nothing to choose; leave them out.",
             recipe=recipe,
         )
+    if recipe in DENSE and writer is not None and not writer.file:
+        raise OptionError(
+            f"recipe {recipe!r} decodes all values, and {writer.dialect.title} stores those that are quantized: leave dialect= "
+            f"(--dialect) out, or give a recipe such as {writer.dialect.recipes[0]!r}.",
+            recipe=recipe,
+            dialect=writer.dialect.name,
+        )
     return DENSE.get(recipe, "")
+
+
+def _spelled(policy: Policy) -> str:
+    """All that a policy says: the spec of one recipe alone, or its rules with their specs."""
+    rules = [*policy.rules, ("default", policy.default)]
+    listed = [f"{pattern!r}: {rule.recipe.spec if rule else 'keep'}" for pattern, rule in rules]
+    alone = policy.default if not policy.rules and policy.preset == Policy().preset else None
+    return alone.recipe.spec if alone else ", ".join([*listed, f"preset: {policy.preset}"])
 
 
 def _check_axes(policy: Policy) -> None:
@@ -134,55 +224,142 @@ def _check_axes(policy: Policy) -> None:
 
 
 class _Conversion:
-    """A conversion whose checks are done: nothing that it refuses is found later than here."""
+    """A source that is opened, for a destination that may be written."""
 
     def __init__(
         self,
         src: Path,
         staging: Staging,
-        report: Report,
-        policy: Policy | None,
-        dense: str | None,
         force: bool,
         source_dialect: str | None,
+        writer: DialectWriter | None,
+        max_shard_size: int | None,
     ) -> None:
-        self.src, self.dst, self.force, self.folder = src, staging.destination, force, src.is_dir()
-        self.staging, self.report = staging, report
+        self.src, self.dst, self.force = src, staging.destination, force
+        self.staging, self.max_shard_size = staging, max_shard_size
         files = checkpoint_files(src)
-        check_destination(src, files, self.dst, force)
+        own = writer.file if writer else None
+        self.folder = own is None and is_folder(src, files, self.dst)
+        check_destination(src, files, self.dst, force, own.suffix if own else "")
         check_taken(staging.moved or self.dst, force, self.folder)
+        if max_shard_size and not self.folder:
+            raise OptionError(
+                f"max_shard_size= (--max-shard-size) is for a folder, and {self.dst} is one file; leave it out.",
+                max_shard_size=max_shard_size,
+            )
         staging.check()
-        self.companions = Companions(src, files) if self.folder else None
-        self.index = src / INDEX if self.folder and is_there(src / INDEX) else None
+        self.companions = Companions(src, files) if src.is_dir() and own is None else None
+        self.index = index_of(src) if src.is_dir() else None
         self.source = _checked(src, files, self.index, source_dialect)
-        jobs = _by_policy(self.source, policy) if policy else _unchanged(self.source, dense or "")
-        _check_companions(self.source, jobs)
-        names = self.source.by_file()
-        configs = {f"{name}.config" for name, value in self.source.values.items() if value.config}
-        self.plans = [
-            _Plan(file, {name: jobs[name] for name in names.get(file.path, ())}, configs) for file in self.source.files
-        ]
+        self.is_quantized = any(value.is_scaled for value in self.source.values.values())
+        self.writer = writer and replace(writer, dtype=self.source.dtype)
+
+    @property
+    def default_recipe(self) -> ScalingRecipe | str:
+        """Under a dialect: the codes that the source has, or the dialect's first recipe."""
+        return KEEP_CODES if self.is_quantized or self.writer is None else self.writer.recipes[0]
+
+    def plan(self, report: Report, policy: Policy | None, dense: str | None, exact: bool) -> None:
+        """Decide what becomes of each value, and declare the files. Nothing that is refused is found later than here."""
+        self.report = report
+        self.dense = dense if self.is_quantized and dense else ""
+        jobs = self._decided(policy, dense, exact)
+        self._configure(jobs)
+        self.plans = self._plans(jobs)
+        self.jobs = [job for planned in self.plans for job in planned.jobs.values()]
+        report.not_made.extend(said for planned in self.plans for said in planned.not_made)
         # A file of scales alone becomes none.
         wanted = [planned for planned in self.plans if planned.jobs or not planned.container.entries]
-        self.written = [piece for planned in wanted for piece in self._declared(planned)]
+        self.written = (
+            self._cut(wanted[0], self.max_shard_size)
+            if self.max_shard_size
+            else [piece for planned in wanted for piece in self._declared(planned)]
+        )
         self._check_names()
         copied = self.companions.nbytes if self.companions else 0
         check_space(self.dst, copied + sum(planned.writer.nbytes for planned in self.written))
-        self.report.links.extend(self.companions.left if self.companions else ())
+        report.links.extend(self.companions.left if self.companions else ())
 
-    def _declared(self, planned: _Plan) -> list[_Plan]:
+    def _decided(self, policy: Policy | None, dense: str | None, exact: bool) -> dict[str, Job]:
+        """What becomes of each value; the report gets the names of those that are left out."""
+        writer = self.writer
+        # Codes that are kept keep what was beside them.
+        stays = writer is None or (writer.file and all(writer.holds(one) for one in self.source.values.values() if one.stored))
+        dropped = dict.fromkeys([] if dense == "" and stays else left_behind(self.source))
+        self.report.dropped.extend(dropped)
+        if policy:
+            jobs = by_policy(self.source, policy, dropped, writer)
+        else:
+            jobs = unchanged(self.source, dense or "", dropped, writer)
+        if exact:
+            jobs = exactly(jobs, writer)
+        check_factors(self.source, jobs)
+        return jobs
+
+    def _configure(self, jobs: Mapping[str, Job]) -> None:
+        """Find what the dialect's config says. Raises UnsupportedError for a file alone, which has none beside it."""
+        self.configs: dict[str, dict[str, Any]] = {}
+        if self.writer is None:
+            return
+        kept = modules_kept((job.report() for job in jobs.values()), tuple(CASTABLE))
+        self.configs = self.writer.configs(_placed(jobs), [*kept, *tied_heads(jobs)])
+        self._note(jobs, self.writer)
+        if self.configs and not self.folder:
+            raise UnsupportedError(
+                f"{self.dst} is one file, and {self.writer.dialect.title} has its settings in {' and '.join(self.configs)} "
+                f"beside it. Give the folder of {self.src} as the source.",
+                path=str(self.dst),
+            )
+
+    def _plans(self, jobs: dict[str, Job]) -> list[FilePlan]:
+        """A plan for each file of the source; one for all where the dialect has a file of its own, or the files are cut."""
+        writer, files = self.writer, self.source.files
+        reader = writer.reader(self.configs) if writer else None
+        header = writer.header(_placed(jobs)) if writer else {}
+        if writer and (own := writer.file):
+            return [own(self.source, jobs, writer, reader, header)]
+        replaced = {f"{name}.config" for name, value in self.source.values.items() if value.config} | described(self.source)
+        names = self.source.by_file()
+        jobs_of = {file.path: {n: jobs[n] for n in names.get(file.path, ()) if n in jobs} for file in files}
+        if self.max_shard_size:
+            of_all = {name: job for path in jobs_of for name, job in jobs_of[path].items()}
+            container = files[0] if len(files) == 1 else Shards(self.src, files)
+            return [FilePlan(container, of_all, replaced, writer, reader, header)]
+        return [FilePlan(file, jobs_of[file.path], replaced, writer, reader, header) for file in files]
+
+    def _note(self, jobs: Mapping[str, Job], writer: DialectWriter) -> None:
+        """Note in the report what the files of another library lack, or change beside the weights."""
+        if not writer.file and self.report.recipe is None and not any(job.placed for job in jobs.values()):
+            self.report.not_made.append(
+                f"no value of {self.src} is quantized, so none is stored as {writer.dialect.title} does; a recipe such as "
+                f"{writer.dialect.recipes[0]!r} (--recipe) quantizes them."
+            )
+        self.report.unlike_layers.extend(unlike_layers(jobs) if self.configs else ())
+        old, new = TORCH_NAMES.get(self.source.dtype, ""), self.configs.get(CONFIG, {}).get(DTYPE_KEYS[0])
+        if new is not None and new != old:
+            self.report.new_dtype.extend((old, new))
+
+    def _declared(self, planned: FilePlan) -> list[FilePlan]:
         """The plan with its writer; several where a folder's file would have a longer header than readers accept."""
         if not self.folder:
             planned.declare(self.staging.new)
             return [planned]
-        path = self.staging.new / planned.container.path.name
+        path = self.staging.new / safetensors_name(planned.container.path.name)
         try:
             planned.declare(path)
             return [planned]
         except HeaderError:
-            pieces = planned.pieces()
+            pieces = planned.pieces(path)
         for n, piece in enumerate(pieces, 1):
             piece.declare(path.with_stem(f"{path.stem}-part-{n:03}-of-{len(pieces):03}"))
+        return pieces
+
+    def _cut(self, planned: FilePlan, limit: int) -> list[FilePlan]:
+        """The files of at most so many bytes that the plan of a folder becomes, each with its writer."""
+        path = self.staging.new / "model.safetensors"
+        pieces = [piece for shard in planned.shards(limit) for piece in shard.pieces(path)]
+        for n, piece in enumerate(pieces, 1):
+            piece.declare(path if len(pieces) == 1 else path.with_stem(f"{path.stem}-{n:05}-of-{len(pieces):05}"))
         return pieces
 
     def _check_names(self) -> None:
@@ -198,20 +375,30 @@ class _Conversion:
                     raise in_both(name, self.src, files[name], planned.container.path)
                 files[name] = planned.container.path
 
+    def key(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What decides about the bytes that are written."""
+        files = [*(file.path for file in self.source.files), *(self.companions.deciding if self.companions else ())]
+        return conversion_key(self.src, files, options)
+
     def planned(self) -> Report:
         """The report of a conversion that is not made."""
         for planned in self.plans:
             self.report.tensors.extend(job.report() for job in planned.jobs.values())
         return self.report
 
-    def run(self, histograms: bool, advance: Advance) -> Report:
+    def run(self, histograms: bool, advance: Advance, journal: Journal) -> Report:
         """Convert, verify, and put the result at the destination."""
-        with self.staging as staging:
+        with self.staging as staging, journal:
+            if self.folder:
+                staging.new.mkdir(exist_ok=True)
+            files = {planned.writer.path for planned in self.written}
+            for path in (staging.new if self.folder else staging.new.parent).iterdir():
+                if path not in files:  # of an interrupted run, and perhaps incomplete
+                    remove(path)
             if self.companions:
-                staging.new.mkdir()
                 self.companions.copy(staging.new)
             for planned in self.written:
-                self.report.tensors.extend(_convert_file(planned, histograms, advance))
+                self.report.tensors.extend(convert_file(planned, self.report.verify, histograms, advance, journal))
             if self.folder:
                 self._describe(staging.new)
             self.source.check_unchanged()
@@ -222,20 +409,33 @@ class _Conversion:
         return self.report
 
     def _describe(self, stage: Path) -> None:
-        """Write config.json if the source has one, and the index if it has one or a file became several."""
+        """Write config.json if the source has one or is a GGUF model, and the index of several files."""
+        first = self.source.files[0]
+        if isinstance(first, GGUFFile):
+            self.report.not_made.extend(gguf_companions.make(first, self.source.values, stage))
+        settings = dict(self.configs)
         config = read_object(stage / CONFIG)
-        if config is not None:
-            write_config(stage / CONFIG, config, self.report, tuple(_CASTABLE))
-        if self.index or len(self.written) > len(self.plans):
+        if config is not None or CONFIG in settings:
+            own = settings.pop(CONFIG, {}) if self.writer else None
+            write_config(stage / CONFIG, config or {}, self.report, tuple(CASTABLE), self.source.dtype, self.dense, own)
+        for file, listed in settings.items():
+            write_json(stage / file, listed)
+        is_cut = len(self.written) > 1 if self.max_shard_size else bool(self.index)
+        if is_cut or len(self.written) > (1 if isinstance(first, GGUFFile) else len(self.plans)):
             write_index(stage, [planned.writer.path for planned in self.written])
+
+
+def _placed(jobs: Mapping[str, Job]) -> dict[str, Placed]:
+    """How a dialect stores the values that it holds."""
+    return {name: job.placed for name, job in jobs.items() if job.placed}
 
 
 def _checked(src: Path, files: list[Path], index: Path | None, source_dialect: str | None) -> Source:
     """The opened checkpoint. Raises where the index and the files contradict each other."""
-    containers = [Container(path) for path in files]
+    containers = all_opened(files)
     files_of: dict[str, list[str]] = {}
     for container in containers:
-        for name in container.entries:
+        for name in container.names:
             files_of.setdefault(name, []).append(container.path.name)
     if index:
         check_index(index, weight_map(index), files_of)
@@ -243,260 +443,3 @@ def _checked(src: Path, files: list[Path], index: Path | None, source_dialect: s
         if len(of) > 1:
             raise in_both(name, src, *map(Path, of))
     return Source.of(src, containers, source_dialect)
-
-
-def _not_castable(dtype: str, shape: Shape) -> str:
-    """Why a tensor cannot be quantized; empty for a floating tensor of two axes or more."""
-    if dtype not in _CASTABLE:
-        return f"{dtype} cannot be cast" if dtype.startswith("F") else "not floating"
-    if math.prod(shape) == 0:
-        return "empty"
-    return "fewer than two axes" if len(shape) < 2 else ""
-
-
-def _parameters(source: Source) -> Iterator[Parameter]:
-    """The values of a checkpoint, as a policy chooses among them."""
-    for name, value in source.values.items():
-        dtype = source.dtype if value.is_scaled else value.stored_as
-        shape = value.shape
-        why = _not_castable(dtype, shape)
-        axes, kind = (None, "linear") if why else ((len(shape) - 1,), kind_in_file(name, shape))
-        yield Parameter(name, shape, byte_count(dtype, shape), kind, axes, why)
-
-
-#: Ends of tensors by which a module multiplies its inputs, beside the weight that was quantized for that.
-_OF_INPUTS = ("pre_quant_scale",)
-
-
-def _check_companions(source: Source, jobs: Mapping[str, _Job]) -> None:
-    """Raise UnsupportedError for a value that leaves its dialect without a tensor that belongs to it in the model's code."""
-    for name, job in jobs.items():
-        for end in _OF_INPUTS:
-            other = f"{name.removesuffix('.weight')}.{end}"
-            if job.value.stored is not None and job.way != "keep" and other in source.values:
-                raise UnsupportedError(
-                    f"{source.path}: the inputs of {name} are multiplied by {other}, for which no other format has a place. "
-                    "Recipe 'none' keeps both; else convert the checkpoint that it was made from.",
-                    name=name,
-                )
-
-
-def _by_policy(source: Source, policy: Policy) -> dict[str, _Job]:
-    """What becomes of each value under a policy."""
-    parameters = list(_parameters(source))
-    chosen, left = choose(parameters, policy, "convert", what="tensor", listed_by="`breccia inspect`")
-    jobs: dict[str, _Job] = {}
-    for parameter in parameters:
-        name, value = parameter.name, source.values[parameter.name]
-        reason = parameter.why or _by_default(left.get(name, ""), policy)
-        recipe = chosen[name].recipe if name in chosen else None
-        if recipe is not None:
-            keeps = value.recipe is not None and renames(value.recipe, value.layout.plain, value.axis, recipe)
-            jobs[name] = _Job.keeping_codes(value, recipe) if keeps else _Job.casting(value, recipe)
-        elif value.is_scaled:
-            jobs[name] = _Job.decoding(value, source.dtype, f"{reason} and decoded to {source.dtype}")
-        else:
-            jobs[name] = _Job.copying(value, reason)
-    return jobs
-
-
-def _unchanged(source: Source, dense: str) -> dict[str, _Job]:
-    """What becomes of each value where nothing is quantized. dense: the dtype to decode to; none keeps the codes."""
-    jobs: dict[str, _Job] = {}
-    for name, value in source.values.items():
-        if value.recipe is None:
-            jobs[name] = _Job.copying(value, "not quantized in the source")
-        elif dense:
-            jobs[name] = _Job.decoding(value, dense, f"decoded to {dense}")
-        else:
-            jobs[name] = _Job.keeping_codes(value, value.recipe)
-    return jobs
-
-
-def _by_default(reason: str, policy: Policy) -> str:
-    return f"{BY_DEFAULT} ({reason})" if reason in PRESETS[policy.preset] else reason
-
-
-# ------------------------------------------------------------------------------------------------ one file
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What becomes of a value: "copy" its bytes, "decode" it, "cast" it under a recipe, or "keep" its codes.
-
-    reason: why it is not quantized; empty for one that is. described: its declaration in the new file.
-    """
-
-    value: Value
-    way: str
-    reason: str
-    recipe: ScalingRecipe | None
-    described: Described
-
-    @classmethod
-    def copying(cls, value: Value, reason: str) -> _Job:
-        return cls(value, "copy", reason, None, ({value.name: (value.stored_as, value.shape)}, None))
-
-    @classmethod
-    def decoding(cls, value: Value, dtype: str, reason: str) -> _Job:
-        return cls(value, "decode", reason, None, ({value.name: (dtype, value.shape)}, None))
-
-    @classmethod
-    def casting(cls, value: Value, recipe: ScalingRecipe) -> _Job:
-        return cls(value, "cast", "", recipe, plan(value.name, value.shape, recipe))
-
-    @classmethod
-    def keeping_codes(cls, value: Value, recipe: ScalingRecipe) -> _Job:
-        return cls(value, "keep", "", recipe, described_as(value.name, recipe, value.layout.plain, value.axis, value.shape))
-
-    @property
-    def name(self) -> str:
-        return self.value.name
-
-    def report(self, fidelity: ErrorMetrics | None = None, counts: Histogram | None = None) -> TensorReport:
-        """What is known of the value before and after."""
-        value = self.value
-        stored_as = self.recipe.name if self.recipe else self.described[0][self.name][0]
-        size = sum(byte_count(*part) for part in self.described[0].values())
-        before = (value.name, value.shape, value.stored_as)
-        return TensorReport(
-            *before, stored_as, self.reason, value.nbytes, size, fidelity, counts, self.recipe, codes_kept=self.way == "keep"
-        )
-
-
-class _Plan:
-    """The values of a file of the source, and how each is written. replaced: keys of the metadata that are not copied."""
-
-    def __init__(self, container: Container, jobs: dict[str, _Job], replaced: set[str]) -> None:
-        self.container, self.jobs, self.replaced = container, jobs, replaced
-
-    def declare(self, path: Path) -> None:
-        """Make the writer of the new file, which checks names, metadata and the length of the header."""
-        extra = {k: v for k, v in self.container.metadata.items() if k not in RESERVED and k not in self.replaced}
-        self.writer = open_writer(path, {name: job.described for name, job in self.jobs.items()}, extra, force=True)
-
-    def pieces(self) -> list[_Plan]:
-        """Plans of parts of the file, each of which can be declared. Raises HeaderError where a tensor alone cannot."""
-        try:
-            self.declare(self.container.path)
-            return [self]
-        except HeaderError:
-            if len(self.jobs) < 2:
-                raise
-        names = list(self.jobs)
-        halves = [copy(self), copy(self)]
-        for half, of in zip(halves, (names[: len(names) // 2], names[len(names) // 2 :]), strict=True):
-            half.jobs = {n: self.jobs[n] for n in of}
-        return [piece for half in halves for piece in half.pieces()]
-
-
-def _convert_file(planned: _Plan, histograms: bool, advance: Advance) -> list[TensorReport]:
-    digests: dict[str, str] = {}
-    with planned.writer as writer:
-        for job in planned.jobs.values():
-            _write(writer, digests, job)
-            advance(job.name, job.value.nbytes)
-    written = _reopened(writer.path, digests)
-    configs = read_configs(written)
-    reports: list[TensorReport] = []
-    for name, job in planned.jobs.items():
-        if job.way == "copy":
-            reports.append(job.report())
-        else:
-            x, y = job.value.numbers(), _numbers_of(written, name, configs.get(name))
-            counts = histogram(x, y) if histograms and not job.reason else None
-            reports.append(job.report(measure(x, y), counts))
-        advance(name, job.value.nbytes)
-    return reports
-
-
-def _numbers_of(written: Container, name: str, config: Config | None) -> FileTensor:
-    """The values of a tensor of a file that was written."""
-    if config is not None:
-        return FileTensor(view_tensor(written, name, config))
-    return FileTensor(written.view(name).reshape(written.entries[name].shape), written.entries[name].dtype)
-
-
-def _write(writer: Writer, digests: dict[str, str], job: _Job) -> None:
-    if job.way in ("copy", "decode"):
-        with _digested(writer, job.name, digests) as put:
-            for piece in _copied(job.value) if job.way == "copy" else _decoded(job):
-                put(piece)
-    elif job.way == "cast":
-        assert job.recipe is not None
-        _write_scaled(writer, digests, job.name, list(job.described[0]), SlabCasts(job.value.numbers(), job.recipe).cast())
-    else:
-        _write_scaled(writer, digests, job.name, list(job.described[0]), [_kept_codes(job)])
-
-
-def _copied(value: Value) -> Iterator[np.ndarray]:
-    """The bytes of a plain tensor, in pieces."""
-    flat = value.plain().reshape(-1).view(np.uint8)
-    yield from (read(flat[i : i + _PIECE]) for i in range(0, flat.size, _PIECE))
-
-
-def _decoded(job: _Job) -> Iterator[np.ndarray]:
-    """The values of a scaled one in the dtype of the new file, in pieces."""
-    numbers, codec = job.value.numbers(), _CASTABLE[job.described[0][job.name][0]]
-    for slab in slabs(numbers.shape, numbers.unit):
-        yield NUMPY.store(codec.encode(NUMPY, numbers.values(slab)), NUMPY.storage(codec))
-
-
-def _kept_codes(job: _Job) -> dict[str, np.ndarray]:
-    """The components of a value whose codes and scales the recipe holds exactly."""
-    st = job.value.loaded()
-    if job.recipe is not None and st.recipe != job.recipe:
-        st = requantize(st, job.recipe, require_exact=True)
-    return components(st)
-
-
-def _write_scaled(
-    writer: Writer, digests: dict[str, str], name: str, parts: list[str], pieces_of_parts: Iterable[dict[str, np.ndarray]]
-) -> None:
-    with ExitStack() as stack:
-        puts = {part: stack.enter_context(_digested(writer, part, digests)) for part in parts}
-        for pieces in pieces_of_parts:
-            for part, piece in pieces.items():
-                puts[f"{name}.{part}"](piece)
-
-
-@contextmanager
-def _digested(writer: Writer, part: str, digests: dict[str, str]) -> Generator[Callable[[np.ndarray], None]]:
-    """`writer.stream(part)`; stores the SHA-256 of its bytes in `digests`."""
-    digest = hashlib.sha256()
-    with writer.stream(part) as put:
-
-        def both(piece: np.ndarray) -> None:
-            put(piece)
-            digest.update(_bytes(piece))
-
-        yield both
-    digests[part] = digest.hexdigest()
-
-
-def _reopened(path: Path, digests: dict[str, str]) -> Container:
-    """A written file, opened again. Raises CorruptFileError if its contents differ from what was written."""
-    written = Container(path)
-    try:
-        with safe_open(path, framework="numpy") as stock:  # any reader of the format must open the file
-            names = set(stock.keys())
-    except SafetensorError as e:
-        raise CorruptFileError(f"{shown(path)}: the stock safetensors reader rejects it ({e}); upgrade safetensors.") from e
-    if names != set(digests):
-        raise CorruptFileError(f"{shown(path)}: the stock safetensors reader finds tensors other than those written.")
-    for part, digest in digests.items():
-        if _digest(written.view(part)) != digest:
-            raise CorruptFileError(f"{shown(path)}: {part!r} reads back bytes other than those written; check the disk.")
-    return written
-
-
-def _digest(view: np.ndarray) -> str:
-    """SHA-256 of the bytes of a view of a file."""
-    digest, flat = hashlib.sha256(), view.reshape(-1).view(np.uint8)
-    for i in range(0, flat.size, _PIECE):
-        digest.update(_bytes(read(flat[i : i + _PIECE])))
-    return digest.hexdigest()
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

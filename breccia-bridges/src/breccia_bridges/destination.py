@@ -9,7 +9,7 @@ from pathlib import Path
 
 from breccia import UnsupportedError
 
-from .checkpoint import INDEX
+from .checkpoint import INDEX, has_gguf
 from .text import size
 
 
@@ -21,8 +21,21 @@ def location(path: Path) -> Path:
     return Path(os.path.realpath(absolute.parent), absolute.name)
 
 
-def check_destination(src: Path, files: list[Path], dst: Path, force: bool) -> None:
-    """Check, before anything is read, that the destination can be written without destroying other data."""
+def is_folder(src: Path, files: list[Path], dst: Path) -> bool:
+    """Is what becomes of a source a folder?
+
+    That of a folder is one, and that of a GGUF file, beside whose weights a config and a tokenizer are made, unless
+    the destination is named as a file of weights.
+    """
+    return src.is_dir() or (has_gguf(files[0]) and dst.suffix != ".safetensors")
+
+
+def check_destination(src: Path, files: list[Path], dst: Path, force: bool, one: str = "") -> None:
+    """Check, before anything is read, that the destination can be written without destroying other data.
+
+    one: the suffix of the one file that a dialect has, whatever the source is.
+    """
+    folder, suffix = not one and is_folder(src, files, dst), one or ".safetensors"
     if within(Path.cwd(), dst):
         wrong = "is or contains the current folder; choose a folder or file inside it"
     elif dst.exists() and dst.samefile(src):
@@ -31,12 +44,14 @@ def check_destination(src: Path, files: list[Path], dst: Path, force: bool) -> N
         wrong = f"lies inside the source {src}; choose a destination outside it"
     elif any(within(path, dst) for path in (src, *files)):
         wrong = f"contains the source {src}; choose another destination"
-    elif src.is_file() and dst.is_dir():
-        wrong = "is a folder but the source is a file; give a name that ends in .safetensors"
-    elif src.is_dir() and dst.suffix == ".safetensors":
+    elif not folder and dst.is_dir():
+        wrong = f"is a folder but {'the dialect writes' if one else 'the source is'} a file; give a name that ends in {suffix}"
+    elif not one and src.is_dir() and dst.suffix == suffix:
         wrong = "names a file but the source is a folder; give the name of a folder"
-    elif src.is_file() and dst.suffix != ".safetensors":
-        wrong = "does not end in .safetensors; add the suffix"
+    elif not folder and dst.suffix != suffix:
+        wrong = f"does not end in {suffix}; add the suffix"
+    elif not folder and not one and len(files) > 1:
+        wrong = f"names a file, but the source has {len(files)}; give the name of a folder"
     else:
         wrong = ""
     if wrong:
@@ -45,7 +60,7 @@ def check_destination(src: Path, files: list[Path], dst: Path, force: bool) -> N
         raise FileNotFoundError(f"cannot write {dst}: there is no folder {dst.parent}; create it first.")
     if not os.access(dst.parent, os.W_OK | os.X_OK):
         raise PermissionError(f"cannot write {dst}: the folder {dst.parent} is read-only; choose another one.")
-    check_taken(dst, force, src.is_dir())
+    check_taken(dst, force, folder)
 
 
 def check_taken(dst: Path, force: bool, folder: bool) -> None:

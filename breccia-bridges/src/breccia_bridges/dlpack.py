@@ -31,7 +31,6 @@ from breccia import (
     UnsupportedError,
 )
 from breccia.backend import (
-    NUMPY,
     PARTS,
     Array,
     Metadata,
@@ -46,14 +45,9 @@ from breccia.backend import (
 )
 from breccia.internal import InternedKey, bit_pattern, device_of
 
-from .capsules import CODES, CPU, METAL, VERSION, Arrays, Codes, Dtypes, HostRoute, Opened, host_take, opened
+from .capsules import VERSION, Arrays, Codes, Dtypes, HostRoute, host_take, opened
 from .configs import Config, read_config
-
-#: Alignment, in bytes, that XLA requires of shared memory; NumPy aligns to 16.
-ALIGNMENT = 64
-
-#: Kinds of device by DLDeviceType.
-_DEVICES = {CPU: "cpu", 2: "cuda", 3: "cpu", METAL: "metal", 10: "rocm", 13: "cuda"}
+from .dlpack_parts import ALIGNMENT, CONSUMERS, DEVICES, Consumer, Part, Refused, forward, said_by
 
 
 def _address(array: Array) -> int:
@@ -63,145 +57,6 @@ def _address(array: Array) -> int:
     capsule = array.__dlpack__()  # it owns the structure
     tensor = opened(capsule)
     return tensor.data + tensor.byte_offset
-
-
-# ------------------------------------------------------------------------------------------------ consumers
-
-
-def _any(shape: Shape, strides: Shape) -> bool:
-    return True
-
-
-def _forward(shape: Shape, strides: Shape) -> bool:
-    return not strides or min(strides) >= 0
-
-
-def _compact(shape: Shape, strides: Shape) -> bool:
-    """Are the items contiguous in memory, in any order of axes?"""
-    expected = 1
-    for step, length in sorted((step, length) for step, length in zip(strides, shape, strict=True) if length > 1):
-        if step != expected:
-            return False
-        expected *= length
-    return True
-
-
-@dataclass(frozen=True)
-class _Consumer:
-    """A framework's requirements on shared memory; a component that does not meet them is copied first.
-
-    module: of its `from_dlpack`; by default the framework's own. writes: are its arrays mutable? aligned: required alignment
-    in bytes; JAX copies unaligned memory. metal: can it read Metal memory?
-    """
-
-    strides: Callable[[Shape, Shape], bool] = _compact
-    writes: bool = True
-    aligned: int = 1
-    metal: bool = False
-    module: str = ""
-
-
-#: Negative strides abort the process in torch 2.13. JAX 0.10 accepts permutations of C order.
-_CONSUMERS = {
-    "numpy": _Consumer(_any, writes=False),
-    "torch": _Consumer(_forward),
-    "jax": _Consumer(_compact, writes=False, aligned=ALIGNMENT, module="jax.numpy"),
-    "mlx": _Consumer(_forward, writes=False, metal=True),
-}
-
-
-#: The remedy for arrays without memory to share.
-_VALUES = "Pass arrays with values in memory: outside jit, vmap and compile, on a real device, detached from gradients."
-
-
-class _Refused(BufferError):
-    """Memory cannot be shared. A `remedy` means that a copy cannot be shared either."""
-
-    def __init__(self, why: str, remedy: str = "") -> None:
-        super().__init__(why)
-        self.remedy = remedy
-
-
-class Part:
-    """An array as the argument of any `from_dlpack`; `renamed` maps its dtype's name to the exported one.
-
-    dtype: the name of the dtype whose bits the array holds, if it is another than the array's: JAX holds numbers as integers.
-    """
-
-    __slots__ = ("_consumer", "_renamed", "address", "array", "dtype", "refused")
-
-    def __init__(self, array: Any, renamed: Callable[[str], str], consumer: _Consumer, dtype: str | None = None) -> None:
-        self.dtype = dtype
-        self.array = NUMPY.to_numpy(array) if _is_numpy(array) and not _exchangeable(array) else array
-        self._renamed, self._consumer = renamed, consumer
-        #: The address at the last export.
-        self.address: int | None = None
-        #: Why the export failed; consumers may raise an error of their own.
-        self.refused: _Refused | None = None
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        try:
-            return self.array.__dlpack_device__()
-        except Exception as e:  # tracers lack the attribute; other libraries raise errors of any type
-            raise self._no(_said(e), _VALUES) from e
-
-    def __dlpack__(self, **options: Any) -> Any:
-        """A capsule, by those options of the array API standard that the array's own method supports."""
-        capsule = self._exported(options)
-        try:
-            tensor = opened(capsule)
-        except (BufferError, ValueError) as e:
-            raise self._no(_said(e), _VALUES) from e
-        if 0 not in tensor.shape:
-            self._check(tensor)
-        self.address = tensor.data + tensor.byte_offset
-        if tensor.dtype is not None and (wanted := self._renamed(self.dtype or tensor.dtype)) in CODES:
-            tensor.declare(CODES[wanted][0])
-        return capsule
-
-    def _exported(self, options: dict[str, Any]) -> Any:
-        """The array's own capsule. If it rejects the options, those that are None are left out, and max_version."""
-        try:
-            try:
-                return self.array.__dlpack__(**options)
-            except TypeError:
-                asked = {name: value for name, value in options.items() if value is not None and name != "max_version"}
-                return self.array.__dlpack__(**asked)
-        except Exception as e:
-            raise self._no(_said(e), "" if _is_numpy(self.array) else _VALUES) from e
-
-    def _check(self, tensor: Opened) -> None:
-        if not tensor.data:
-            raise self._no("it has no values in memory", _VALUES)
-        if tensor.device_type == METAL and not self._consumer.metal:
-            raise self._no("it is in Metal memory")
-        if tensor.read_only and self._consumer.writes:
-            raise self._no("it is read-only, and shared memory would be writable")
-        if tensor.strides and not self._consumer.strides(tensor.shape, tensor.strides):
-            raise self._no(f"its strides are not supported (strides {tensor.strides}, shape {tensor.shape})")
-
-    def _no(self, why: str, remedy: str = "") -> _Refused:
-        self.refused = _Refused(why, remedy)
-        return self.refused
-
-    def __repr__(self) -> str:
-        kind, number = self.__dlpack_device__()
-        name = bit_pattern(self.dtype or dtype_name(self.array))
-        return f"<{name} {tuple(self.array.shape)} on {_DEVICES.get(int(kind), kind)}:{number}>"
-
-
-def _is_numpy(array: Any) -> bool:
-    return isinstance(array, np.ndarray | np.generic)
-
-
-def _exchangeable(array: Any) -> bool:
-    """Can NumPy export it? Not scalars, which have no memory, nor dtypes of ml_dtypes (`isbuiltin` 2)."""
-    return isinstance(array, np.ndarray) and array.dtype.isbuiltin != 2
-
-
-def _said(e: Exception) -> str:
-    """The first line of another library's error, to end a sentence with."""
-    return f"{type(e).__name__}: {str(e).partition(chr(10))[0].rstrip('.')}"
 
 
 def _stored(codec: Codec | None, ops: Ops) -> Callable[[str], str]:
@@ -291,7 +146,7 @@ def to_dlpack(scaled: ScaledTensor) -> Bundle:
         for name, part in parts.items():
             try:
                 part.__dlpack__(max_version=VERSION)
-            except _Refused as e:
+            except Refused as e:
                 raise UnsupportedError(f"to_dlpack cannot export {name}: {e}. {e.remedy or _COPY_FIRST}", part=name) from e
     return Bundle(_header(scaled), **parts)
 
@@ -312,20 +167,20 @@ def _parts(st: ScaledTensor) -> Arrays:
 
 
 #: The requirements that all consumers share.
-_ANY_CONSUMER = _Consumer(_forward, writes=False, metal=True)
-_ANY_ROUTE, _NEUTRAL = HostRoute("any", id, True, False, _forward), (Codes(bit_pattern),) * len(PARTS)
+_ANY_CONSUMER = Consumer(forward, writes=False, metal=True)
+_ANY_ROUTE, _NEUTRAL = HostRoute("any", id, True, False, forward), (Codes(bit_pattern),) * len(PARTS)
 _COPY_FIRST = "breccia.bridges.from_dlpack(scaled, framework, copy=True) gives a tensor that can be exported."
 
 
 def _header(st: ScaledTensor) -> str:
-    codec = st.recipe.format.scale.codec
+    codec = st.recipe.format.scale_codec
     scale_dtype = dtype_name(st.scale_dtype) if codec.bits > 8 else ""
     return _written(st.recipe, st.layout, st.axis, st.shape, scale_dtype)
 
 
 @lru_cache(maxsize=1024)
 def _written(recipe: ScalingRecipe, layout: Layout, axis: int, shape: Shape, scale: str) -> str:
-    codec = float_codec("bfloat16" if scale == "uint16" else scale) or recipe.format.scale.codec
+    codec = float_codec("bfloat16" if scale == "uint16" else scale) or recipe.format.scale_codec
     return Config(recipe, layout, axis, shape, codec.name).to_json()
 
 
@@ -398,7 +253,7 @@ class _Transfer:
 
     target: Framework
     ops: Ops
-    consumer: _Consumer
+    consumer: Consumer
     route: HostRoute | None
     codes: dict[InternedKey, tuple[Codes, ...]] = field(default_factory=dict)
     accepted: dict[Any, Metadata] = field(default_factory=dict)
@@ -433,7 +288,7 @@ class _Transfer:
         for name, array, dtype, codes in zip(PARTS, arrays, dtypes, self._codes(recipe), strict=True):
             try:
                 components.append(None if array is None else self._taken(array, codes.renamed, dtype))
-            except _Refused as e:
+            except Refused as e:
                 said = f"from_dlpack: {self.target.name} cannot {{}} {name}: {e}. "
                 if e.remedy:
                     raise UnsupportedError(said.format("take") + e.remedy, part=name) from e
@@ -450,7 +305,7 @@ class _Transfer:
         return known
 
     def _taken(self, array: Any, renamed: Callable[[str], str], dtype: str | None) -> Array:
-        """One component. Raises _Refused."""
+        """One component. Raises Refused."""
         if (
             dtype is None
             and self.copy is not True
@@ -464,12 +319,12 @@ class _Transfer:
         here = None
         try:
             if self.device is not None or self.copy is not None:
-                here = _DEVICES.get(int(part.__dlpack_device__()[0]))
+                here = DEVICES.get(int(part.__dlpack_device__()[0]))
             if self.device is not None and _kind(self.device) != here:
                 part.__dlpack__(max_version=VERSION)
-                raise _Refused(f"it is on {here}, and device={self.device!r} is another device")
+                raise Refused(f"it is on {here}, and device={self.device!r} is another device")
             component = self._shared(part)
-        except _Refused as e:
+        except Refused as e:
             if e.remedy or self.copy is False:
                 raise
             return self._copied(array, renamed, self.device, dtype)
@@ -481,7 +336,7 @@ class _Transfer:
         if not self.copy and not shared:
             off = (part.address or 0) % self.consumer.aligned
             past = f"its address is {off} bytes past a multiple of {self.consumer.aligned}"
-            raise _Refused(past if off else f"{self.target.name} always copies")
+            raise Refused(past if off else f"{self.target.name} always copies")
         return component
 
     def _shared(self, part: Part) -> Array:
@@ -492,7 +347,7 @@ class _Transfer:
         except Exception as e:  # some consumers replace the error raised here by their own
             if part.refused:
                 raise part.refused from e
-            raise _Refused(_said(e), "Pass device= to move it there, which copies.") from e
+            raise Refused(said_by(e), "Pass device= to move it there, which copies.") from e
         return component if self.device is None else self.ops.to(component, self.device)
 
     def _copied(self, array: Any, renamed: Callable[[str], str], device: Any, dtype: str | None) -> Array:
@@ -511,7 +366,7 @@ def _transfer(framework: str) -> _Transfer:
     known = _transfers.get(framework)
     if known is None or known[0] is not declared:
         target: Framework = declared.look_up("breccia_frameworks", framework, "framework")
-        consumer, take = _CONSUMERS.get(framework, _Consumer()), host_take(framework)
+        consumer, take = CONSUMERS.get(framework, Consumer()), host_take(framework)
         route = take and HostRoute(
             framework, take.call, take.flagged, consumer.writes, None if take.strict else consumer.strides
         )

@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from breccia import BrecciaError, Codec, CorruptFileError, DialectError, LayoutError, UnsupportedError
-from breccia.backend import CODECS, F32, NUMPY, TENSOR
-from breccia.internal import packed_length
+from breccia import BrecciaError, CorruptFileError, DialectError, LayoutError, UnsupportedError
+from breccia.backend import CODECS, F32, NUMPY, TENSOR, reference
+from breccia.internal import in_records, packed_length
 
-from .checkpoint import checkpoint_files
-from .recognition import Stored
+from .checkpoint import all_opened, checkpoint_files
+from .configs import Config
 from .safetensors_file import Container, Shape
 from .source import Source, Value
+from .stored import Stored
 from .text import spelled
 
 #: How other programs name the scales of a tensor: `name` with a suffix, or with `weight`, its last word, replaced.
@@ -38,18 +39,21 @@ OUTLIER = 1000.0
 class Inspection:
     """The contents of a checkpoint.
 
-    rows: one for each value, by name. dialects: of what other programs quantized, each with its title, the number of its values
-    and the evidence. problem: why what other programs quantized cannot be read, if it cannot: then rows are of tensors.
+    rows: one for each value, by name; "type" is that of a GGUF file.
+    kinds: the sums over the rows of each dialect and recipe, or dtype, the largest first.
+    dialects: of what other programs quantized, each with its title, the number of its values and the evidence.
+    problem: why what other programs quantized cannot be read, if it cannot: then rows are of tensors.
     """
 
     rows: list[dict[str, Any]]
+    kinds: list[dict[str, Any]]
     dialects: list[dict[str, Any]]
     problem: str = ""
 
 
 def inspected(path: Path, scales: bool = False, source_dialect: str | None = None) -> Inspection:
     """The values of a checkpoint. `scales` reads the scales too, but no other data."""
-    files = [Container(file) for file in checkpoint_files(path)]
+    files = all_opened(checkpoint_files(path))
     problem = ""
     try:
         source = Source.of(path, files, source_dialect, undeclared=True)
@@ -57,10 +61,38 @@ def inspected(path: Path, scales: bool = False, source_dialect: str | None = Non
         source, problem = Source.of(path, files, undeclared=True, foreign=False), str(e)
     values = source.values
     rows: list[dict[str, Any]] = []
+    kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for name, value in sorted(values.items()):
         row = _foreign_row(value, scales) if value.stored else _row(value, _scale_of(value, values), scales)
         rows.append({"name": name, "file": value.file, **row, "bytes": value.nbytes})
-    return Inspection(rows, _dialects(values), problem)
+        kind = value.recipe if row["recipe"] else None
+        kinds.setdefault((row["dialect"], stored_as(row, kind.spec if kind else None), kind), []).append(rows[-1])
+    return Inspection(rows, _kinds(kinds), _dialects(values), problem)
+
+
+def _kinds(rows: Mapping[tuple[Any, ...], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Sums over rows, by their dialect, what they are stored as, and the recipe of scaled ones."""
+    kinds = [
+        {
+            "dialect": dialect,
+            "stored_as": what,
+            "tensors": len(own),
+            **{key: sum(row[key] for row in own) for key in ("parameters", "bytes")},
+        }
+        for (dialect, what, _), own in rows.items()
+    ]
+    return sorted(kinds, key=lambda kind: -kind["bytes"])
+
+
+def stored_as(row: Mapping[str, Any], spec: str | None = None) -> str:
+    """What a value is stored as, with its type in a GGUF file. spec: the recipe's, in place of its name."""
+    if row["type"] is None:
+        return spec or row["stored_as"]
+    if row["dialect"] is None:
+        return f"{row['type']}, decoded to {row['stored_as']}"
+    if row["recipe"] is None or row["stored_as"] == row["dialect"]:  # of the recipe that has the types of GGUF
+        return row["type"]
+    return f"{row['type']}, as {spec or row['stored_as']}"
 
 
 def _row(value: Value, scale: Value | None, scales: bool) -> dict[str, Any]:
@@ -74,6 +106,7 @@ def _row(value: Value, scale: Value | None, scales: bool) -> dict[str, Any]:
     return {
         "shape": list(value.shape),
         "stored_as": value.stored_as,
+        "type": value.container.decoded.get(value.largest),
         "dialect": "breccia" if config or value.undeclared else None,
         "recipe": config.recipe.to_dict() if config else listed.get("recipe"),
         "layout": config.layout.to_dict() if config else listed.get("layout"),
@@ -91,6 +124,7 @@ def _foreign_row(value: Value, scales: bool) -> dict[str, Any]:
     assert stored is not None
     row: dict[str, Any] = dict.fromkeys(("recipe", "layout", "block", "scales"))
     row |= {"dialect": stored.dialect.name, "scaled_by": _scale_part(stored), "suspicious": []}
+    row["type"] = value.container.entries[value.largest].dtype if stored.dialect.name == "gguf" else None
     try:
         recipe, shape = stored.form.recipe, value.shape
         row |= {
@@ -98,11 +132,13 @@ def _foreign_row(value: Value, scales: bool) -> dict[str, Any]:
             "block": _block_of(value), "parameters": math.prod(shape),
         }  # fmt: skip
         if scales:
-            codec = recipe.format.scale.codec
-            numbers = np.asarray(codec.read(NUMPY, np.asarray(value.tensor().scale))).reshape(-1)
+            codec = recipe.format.scale_codec
+            numbers = reference.scale_values(NUMPY, np.asarray(value.tensor().scale), recipe.format).reshape(-1)
             doubts = _doubts("scale", numbers, codec.bits > 8)
             row["scales"] = _figures_of(numbers)
-            row["suspicious"] = [doubt for doubt in doubts if not doubt.endswith(" zero")]  # those of blocks of zeros
+            # Zeros are those of blocks of zeros, and ggml lets the largest element choose the sign.
+            usual = (" zero", " negative") if stored.dialect.name == "gguf" else (" zero",)
+            row["suspicious"] = [doubt for doubt in doubts if not doubt.endswith(usual)]
     except BrecciaError as e:
         entry = value.container.entries[value.largest]
         row |= {"shape": list(entry.shape), "stored_as": entry.dtype, "parameters": math.prod(entry.shape)}
@@ -126,15 +162,22 @@ def _block_of(value: Value) -> tuple[int, ...]:
 
 
 def _dialects(values: Mapping[str, Value]) -> list[dict[str, Any]]:
-    """The dialects of a checkpoint, the most common first."""
+    """The dialects of a checkpoint, the most common first, each with an example of all dtypes that its values consist of."""
     stored = [value.stored for value in values.values() if value.stored]
-    first = {one.dialect.name: one for one in reversed(stored)}
+    counts = Counter(one.dialect.name for one in stored)
+    first: dict[str, dict[Any, Stored]] = {}
+    for one in stored:
+        dtypes = tuple((end, one.files[part].entries[part].dtype) for end, part in one.parts.items())
+        first.setdefault(one.dialect.name, {}).setdefault(dtypes, one)
     listed: list[dict[str, Any]] = []
-    for name, count in Counter(one.dialect.name for one in stored).most_common():
-        one = first[name]
-        seen = [f"{part} is {one.files[part].entries[part].dtype}" for part in one.parts.values()]
-        evidence = [f"{one.config.where} is {one.config.method!r}"] if one.config else []
-        listed.append({"name": name, "title": one.dialect.title, "values": count, "evidence": [*evidence, ", ".join(seen)]})
+    for name, count in counts.most_common():
+        ones = list(first[name].values())
+        config = ones[0].config
+        evidence = [f"{config.where} is {config.method!r}"] if config else []
+        evidence += [
+            ", ".join(f"{part} is {one.files[part].entries[part].dtype}" for part in one.parts.values()) for one in ones
+        ]
+        listed.append({"name": name, "title": ones[0].dialect.title, "values": count, "evidence": evidence})
     return listed
 
 
@@ -175,7 +218,7 @@ def _suspicious(tensor: Value, scale: Value | None) -> Iterator[str]:
         yield tensor.undeclared.reason
         return
     if tensor.config is not None:
-        wanted, scale_dtype = tensor.config.recipe.format.scale.codec.name, tensor.config.scale_dtype
+        wanted, scale_dtype = tensor.config.recipe.format.scale_codec.name, tensor.config.scale_dtype
         if scale_dtype and scale_dtype != wanted:
             yield f"its scales are {scale_dtype}; the recipe writes {wanted}"
         yield from _contradictions(tensor)
@@ -197,7 +240,8 @@ def _contradictions(tensor: Value) -> Iterator[str]:
     data[config.axis] = packed_length(config.recipe.format.element, data[config.axis])
     wanted: dict[str, tuple[Shape, ...]] = {"data": (tuple(data),)}
     try:
-        wanted["scale"] = config.layout.scale_shapes(config.shape, config.axis)
+        shapes = config.layout.scale_shapes(config.shape, config.axis)
+        wanted["scale"] = tuple(in_records(config.recipe.format, "scale", shape, config.axis) for shape in shapes)
     except LayoutError as e:
         yield str(e)
     for part, shapes in wanted.items():
@@ -234,15 +278,17 @@ def _scale_figures(tensor: Value, scale: Value | None) -> tuple[dict[str, Any] |
     """Statistics of a tensor's scales by name, and doubts about them."""
     parts: list[tuple[str, np.ndarray, bool]] = []
     if tensor.config is not None:
-        codec = tensor.config.recipe.format.scale.codec
+        config = tensor.config
+        codec = config.recipe.format.scale_codec
         parts = [
-            (part, _values(tensor.container, f"{tensor.name}.{part}", codec if part == "scale" else F32), codec.bits > 8)
+            (part, _values(tensor.container, f"{tensor.name}.{part}", config if part == "scale" else None), codec.bits > 8)
             for part in ("scale", "global_scale")
             if f"{tensor.name}.{part}" in tensor.container.entries
         ]
     elif scale is not None and scale.stored_as in _SCALE_CODECS:
         named = _CODECS[_SCALE_CODECS[scale.stored_as]]
-        parts = [(scale.name, _values(scale.container, scale.name, named), named.bits > 8)]
+        numbers = np.asarray(named.read(NUMPY, scale.container.read(scale.name))).reshape(-1)
+        parts = [(scale.name, numbers, named.bits > 8)]
     if not parts:
         return None, []
     doubts = [doubt for name, values, is_float in parts for doubt in _doubts(name, values, is_float)]
@@ -257,12 +303,17 @@ def _figures_of(values: np.ndarray) -> dict[str, Any]:
     return {"count": int(values.size), "min": low, "median": middle, "max": high}
 
 
-def _values(container: Container, entry: str, codec: Codec) -> np.ndarray:
-    """Stored scales as FP32."""
-    dtype = container.entries[entry].dtype
+def _values(container: Container, entry: str, config: Config | None) -> np.ndarray:
+    """Stored scales as FP32: those of the blocks of a tensor with this config, or its global scale."""
+    stored = container.read(entry)
+    if config is None:
+        return np.asarray(F32.read(NUMPY, stored)).reshape(-1)
+    codec, dtype = config.recipe.format.scale_codec, container.entries[entry].dtype
     if codec.bits > 8 and dtype != codec.name:  # a float scale kept in its original dtype
-        codec = _CODECS[dtype]
-    return np.asarray(codec.read(NUMPY, container.read(entry))).reshape(-1)
+        return np.asarray(_CODECS[dtype].read(NUMPY, stored)).reshape(-1)
+    if config.axis == -2:
+        stored = stored.swapaxes(-1, -2)
+    return reference.scale_values(NUMPY, stored, config.recipe.format).reshape(-1)
 
 
 def _doubts(name: str, values: np.ndarray, is_float: bool) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from breccia import ErrorMetrics, ScaledTensor
 from breccia.internal import measuring
 
 from .configs import FLOATS
-from .safetensors_file import read
+from .safetensors_file import Shape, read
 
 measure, slabs = measuring.measure, measuring.slabs
 
@@ -52,6 +52,34 @@ class FileTensor(measuring.Source):
 
     def _read(self, part: np.ndarray) -> np.ndarray:
         return read(part)
+
+
+class Numbers(Protocol):
+    """Floats that are read by slabs: those of a `FileTensor`, or what is computed from them."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def unit(self) -> int | None: ...
+
+    def values(self, slab: measuring.Slab) -> np.ndarray: ...
+
+
+def same_values(x: Numbers, y: Numbers) -> bool:
+    """Whether two tensors have the same shape and the same numbers; NaN equals NaN. Reads up to the first slab that differs."""
+    return x.shape == y.shape and all(
+        bool(((a == b) | (np.isnan(a) & np.isnan(b))).all())
+        for a, b in ((x.values(slab), y.values(slab)) for slab in slabs(x.shape, x.unit, y.unit))
+    )
+
+
+def first_row(x: Numbers) -> np.ndarray:
+    """The first row in FP32, with one zero and one NaN; no more of the tensor is read than shares bytes or scales with it."""
+    matrices, rows, _ = measuring.stacked(x.shape)
+    slab = (matrices, rows) if x.unit is None else (min(matrices, 1), min(rows, x.unit))
+    values = x.values((slice(0, slab[0]), slice(0, slab[1])))[:1, :1].astype(np.float32).reshape(-1)
+    return np.where(np.isnan(values), np.float32(np.nan), values + np.float32(0))
 
 
 def histogram(x: FileTensor, y: FileTensor) -> Histogram:

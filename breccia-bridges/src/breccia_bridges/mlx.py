@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from breccia import DialectError, INT4Scaling, INT8Scaling, ScaledTensor, ScalingRecipe, UnsupportedError
+from breccia import DialectError, ScaledTensor, UnsupportedError
 from breccia.backend import Array, dtype_name, framework_of
 from breccia.internal import FLOAT_NAMES, check_scaled
 
-from .dialects.mlx import GROUPS, MODES, fits, group_of, length_of, recipe_of
-from .plugin import AffineScaling
+from .dialects.mlx import MODES, fits, group_of, length_of, options_of, recipe_of
 from .wrapping import attribute, buffer, title
 
 
@@ -96,8 +95,8 @@ def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, 
     """
     check_scaled("to_mlx", scaled, "mlx")
     scaled = scaled.to_plain()
-    mode = _mode(scaled.recipe)
-    if mode is None:
+    options = options_of(scaled.recipe.format)
+    if options is None:
         raise DialectError(
             "MLX's modes are mxfp4, mxfp8, nvfp4 without a tensor scale, and affine: integers of 2 to 8 bits, but not 7, with "
             f"a bias, in groups of 32, 64 or 128. This tensor is {scaled.recipe!r}. Requantize it first, to "
@@ -108,8 +107,7 @@ def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, 
         raise DialectError(
             f"MLX has its groups along the last axis; this tensor along axis {scaled.axis}. Pass its .mT.", axis=scaled.axis
         )
-    group = scaled.recipe.format.scale.block[1]
-    assert group is not None
+    group = options["group_size"]
     if scaled.ndim < 2 or scaled.shape[-1] % group or scaled.layout.block() != (1, group):
         raise DialectError(
             f"MLX needs (..., M, K) with K a multiple of {group} and one scale per group; this tensor has shape "
@@ -118,7 +116,6 @@ def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, 
         )
     import mlx.core as mx
 
-    options = {"group_size": group, "bits": scaled.recipe.format.element.bits, "mode": mode}
     return scaled.data.view(mx.uint32), scaled.scale, scaled.zero_point, options
 
 
@@ -162,13 +159,6 @@ def to_mlx_layer(scaled: ScaledTensor, *, bias: Array | None = None) -> Any:
     if bias is not None:
         layer.bias = bias
     return layer
-
-
-def _mode(recipe: ScalingRecipe) -> str | None:
-    fmt = recipe.format
-    if isinstance(recipe, INT4Scaling | INT8Scaling | AffineScaling):
-        return "affine" if fmt.offset == "bias" and fmt.scale.block[1] in GROUPS else None
-    return next((mode for mode, known in MODES.items() if known.format == fmt), None)
 
 
 def _need_mlx(op: str, array: Any) -> None:

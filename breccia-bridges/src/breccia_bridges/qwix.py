@@ -11,8 +11,6 @@ from typing import Any
 from breccia import (
     Codec,
     DialectError,
-    INT4Scaling,
-    INT8Scaling,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
     NF4Scaling,
@@ -20,12 +18,12 @@ from breccia import (
     ScaledTensor,
     ScalingRecipe,
 )
-from breccia.backend import E4M3, E8M0, NF4, TENSOR, Array, dtype_name, ops_of, pack, unpack
+from breccia.backend import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, NF4, TENSOR, Array, dtype_name, ops_of, pack, unpack
 from breccia.internal import FLOAT_NAMES, check_scaled
 
-from .wrapping import attribute, buffer, chosen, float8_recipe, integer_recipe, title, wrapped
+from .wrapping import IntegerRecipe, attribute, buffer, chosen, float8_recipe, integer_recipe, title, wrapped
 
-_FP8 = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
+_FP8 = {str(codec.dtype): codec.name for codec in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
 #: The recipes of qwix's block formats, and the codec of their scales.
 _BLOCKS: dict[str, tuple[ScalingRecipe, Codec]] = {
     "mxfp8": (MXFP8BlockScaling(), E8M0),
@@ -108,7 +106,8 @@ def to_qwix(scaled: ScaledTensor, *, like: Any = None) -> Any:
         kind = "nf4"
     elif (
         kind is None
-        and isinstance(scaled.recipe, INT4Scaling | INT8Scaling)
+        and isinstance(scaled.recipe, IntegerRecipe)
+        and fmt.element.bits in (4, 8)
         and scaled.zero_point is None
         and _is_signed(scaled)
     ):

@@ -6,9 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from breccia import ErrorMetrics, ScalingRecipe
+from breccia import ErrorMetrics, Exactness, ScalingRecipe
 from breccia.internal import abbreviated
 
 from .measure import NOTHING, Histogram
@@ -17,6 +18,15 @@ from .safetensors_file import Shape, byte_count
 
 #: The reason for not measuring two tensors of the same bytes.
 EQUAL = "same in both"
+
+
+class Verify(StrEnum):
+    """What `convert` does with a file that it wrote: compare its bytes and measure its values; compare bytes; or nothing."""
+
+    full = "full"
+    bytes = "bytes"
+    none = "none"
+
 
 #: Progress callback: called with a tensor's name and the number of its bytes processed.
 Advance = Callable[[str, int], None]
@@ -31,11 +41,12 @@ class TensorReport:
     """One tensor, before and after.
 
     dtype, stored_as: its type before and after, as a dtype of the file or a recipe's name.
-    reason: why it was kept, or could not be compared; empty if it was quantized or compared.
-    fidelity, histogram: its error metrics and its elements by value; None unless requested. A kept tensor has metrics if it was
-        decoded.
+    reason: why it was kept or decoded, or could not be compared; empty if it was quantized or compared.
+    fidelity, histogram: its error metrics and its elements by value; None unless requested, or decoded.
     recipe: the one it is stored under; None for a plain tensor.
-    codes_kept: whether it was quantized before, and its codes and scales hold the same values now.
+    codes_kept, decoded, requantized: what became of one that was quantized before: its codes and scales hold the same values
+        now; it is plain; or it is quantized again, from its decoded values.
+    exactness: what `recipe` keeps of one that was quantized before.
     """
 
     name: str
@@ -49,6 +60,9 @@ class TensorReport:
     histogram: Histogram | None = None
     recipe: ScalingRecipe | None = None
     codes_kept: bool = False
+    decoded: bool = False
+    requantized: bool = False
+    exactness: Exactness | None = None
 
     @property
     def quantized(self) -> bool:
@@ -78,6 +92,9 @@ class TensorReport:
             "spec": self.recipe and self.recipe.spec,
             "quantized": self.quantized,
             "codes_kept": self.codes_kept,
+            "decoded": self.decoded,
+            "requantized": self.requantized,
+            "exactness": self.exactness and self.exactness.kind,
             "reason": self.reason or None,
             "parameters": self.parameters,
             "bytes_in": self.bytes_in,
@@ -93,6 +110,13 @@ class Report:
     recipe: the requested one, of a policy the default's; None where checkpoints were compared.
     missing, added: tensors present in only one of two checkpoints.
     links: files of the source that were not copied, as they are links that leave it.
+    dropped: tensors of the source that mean nothing in the new files: how other programs quantize activations.
+    not_made: files beside the weights of a GGUF model that were not made, each with the reason.
+    unlike_layers: layers that engines compute as one, with the values of each, which are stored under different recipes.
+    new_dtype: the dtype of the model, and the one that config.json says now, where a dialect changes it; empty elsewhere.
+    is_conversion: whether it is of `convert`. dense: the dtype that a conversion decodes quantized values to, if to one.
+    dialect: the name of the dialect that it writes; empty for breccia's own files.
+    verify: what a conversion verified; there are no error metrics unless it is full.
     """
 
     source: str
@@ -102,12 +126,22 @@ class Report:
     missing: list[str] = field(default_factory=list[str])
     added: list[str] = field(default_factory=list[str])
     links: list[str] = field(default_factory=list[str])
+    dropped: list[str] = field(default_factory=list[str])
+    not_made: list[str] = field(default_factory=list[str])
+    unlike_layers: list[list[str]] = field(default_factory=list[list[str]])
+    new_dtype: list[str] = field(default_factory=list[str])
+    is_conversion: bool = False
+    dense: str = ""
+    dialect: str = ""
+    verify: Verify = Verify.full
 
     def __repr__(self) -> str:
         under = f" under {', '.join(self.recipes)}" if self.quantized else ""
+        decoded = f"{len(self.decoded)} decoded, " if self.decoded else ""
         return (
-            f"Report({self.source!r} -> {self.destination!r}: {len(self.quantized)} tensors quantized{under}, {len(self.kept)} "
-            f"kept; {self.bits_per_parameter:.4g} bits per parameter, SQNR {self.sqnr:.2f} dB)"
+            f"Report({self.source!r} -> {self.destination!r}: {len(self.quantized)} tensors quantized{under}, {decoded}"
+            f"{len(self.kept)} kept; {self.bits_per_parameter:.4g} bits per parameter, "
+            f"{f'SQNR {self.sqnr:.2f} dB' if self.verify is Verify.full else 'not measured'})"
         )
 
     @property
@@ -116,12 +150,36 @@ class Report:
 
     @property
     def kept(self) -> list[TensorReport]:
-        return [t for t in self.tensors if not t.quantized]
+        """Tensors that are neither quantized nor decoded."""
+        return [t for t in self.tensors if not t.quantized and not t.decoded]
+
+    @property
+    def decoded(self) -> list[TensorReport]:
+        """Tensors that were quantized before, and are plain now."""
+        return [t for t in self.tensors if t.decoded]
+
+    @property
+    def requantized(self) -> list[TensorReport]:
+        """Tensors that were quantized before, and again from their decoded values."""
+        return [t for t in self.tensors if t.requantized]
 
     @property
     def codes_kept(self) -> list[TensorReport]:
         """Tensors that were quantized before, and whose codes and scales hold the same values now."""
         return [t for t in self.tensors if t.codes_kept]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of tensors by what became of them."""
+        again, codes = len(self.requantized), len(self.codes_kept)
+        return {
+            "quantized": len(self.quantized) - again - codes,
+            "quantized again": again,
+            "with their codes kept": codes,
+            "decoded": len(self.decoded),
+            "kept": len(self.kept),
+            "dropped": len(self.dropped),
+        }
 
     @property
     def recipes(self) -> list[str]:
@@ -135,8 +193,8 @@ class Report:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """The number of tensors kept for each reason, most common first."""
-        return dict(Counter(t.reason for t in self.kept).most_common())
+        """The number of tensors kept or decoded for each reason, most common first."""
+        return dict(Counter(t.reason for t in self.tensors if not t.quantized).most_common())
 
     @property
     def unlike(self) -> list[TensorReport]:
@@ -157,8 +215,8 @@ class Report:
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes of tensors kept in their original precision."""
-        return sum(t.bytes_out for t in self.kept)
+        """Bytes of tensors that are not quantized, kept or decoded."""
+        return sum(t.bytes_out for t in self.tensors if not t.quantized)
 
     @property
     def bits_per_parameter(self) -> float:
@@ -188,10 +246,13 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """What a comparison found, in one sentence."""
+        """What a comparison found, or a conversion did, in one sentence."""
         worse = [t.name for t in self.quantized if t.measured.bad_after and not t.measured.bad]
         if worse:
             return f"broken: NaN or Inf only in {self.destination}, in {abbreviated(worse)}"
+        if self.is_conversion:
+            counts = [f"{count} {what}" for what, count in self.counts.items() if count]
+            return f"{len(self.tensors)} tensors: {', '.join(counts) or 'none'}"
         counts = {"missing": len(self.missing), "added": len(self.added), "of another shape or type": len(self.unlike)}
         if any(counts.values()):
             return f"not the same tensors: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}"
@@ -220,20 +281,37 @@ class Report:
     @property
     def warnings(self) -> list[str]:
         """Warnings for the user, as sentences."""
-        warnings: list[str] = []
+        warnings: list[str] = list(self.not_made)
         for names, here, there in ((self.missing, self.source, self.destination), (self.added, self.destination, self.source)):
             if names:
                 warnings.append(f"in {here} and not in {there}: {abbreviated(names)}.")
         if self.links:
             warnings.append(f"not copied, as these are links that leave {self.source}: {abbreviated(self.links)}.")
+        if self.unlike_layers:
+            groups = abbreviated([" and ".join(group) for group in self.unlike_layers], 2)
+            warnings.append(
+                f"vLLM and SGLang compute each of these groups as one layer, and do not load it under different recipes: "
+                f"{groups}. Give the layers of a group one recipe, to serve the model there."
+            )
+        if self.new_dtype:
+            old, new = self.new_dtype
+            warnings.append(
+                f"config.json says {new} now, the dtype of the scales, and the model has {old}: libraries round the weights "
+                "that are not quantized to it, and compute in it. A recipe with another scale_dtype changes that."
+            )
         if not self.quantized and self.recipe is not None:
             warnings.append("no tensor was quantized; `--json` says why each was kept.")
+        if self.dense and not self.decoded:
+            warnings.append(
+                f"no tensor of {self.source} is quantized, so none was decoded to {self.dense}: plain tensors keep "
+                "their dtypes."
+            )
         if self.recipe is not None and (wide := self._wide):
             warnings.append(
                 f"the last axis of {abbreviated(wide)} is shorter than a block, so scales take more space than usual; "
                 "--exclude keeps such tensors unquantized."
             )
-        rounded = [t for t in self.kept if t.fidelity and not t.fidelity.lossless]
+        rounded = [t for t in self.decoded if t.fidelity and not t.fidelity.lossless]
         if rounded:
             dtypes = " or ".join(sorted({t.stored_as for t in rounded}))
             warnings.append(f"not quantized, and rounded to {dtypes} when decoded: {abbreviated(t.name for t in rounded)}.")
@@ -255,6 +333,8 @@ class Report:
             "destination": self.destination,
             "recipe": self.recipe and self.recipe.to_dict(),
             "recipes": self.recipes,
+            "dialect": self.dialect or None,
+            "verify": self.verify.value if self.is_conversion else None,
             "parameters": self.parameters,
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
@@ -262,10 +342,12 @@ class Report:
             "bits_per_parameter": self.bits_per_parameter,
             **(fidelity.to_dict() if known else dict.fromkeys(NOTHING.to_dict())),
             "worst": worst.name if worst else None,
+            "counts": self.counts if self.is_conversion else None,
             "kept": self.reasons,
+            "dropped": self.dropped,
             "missing": self.missing,
             "added": self.added,
-            "verdict": None if self.recipe is not None else self.verdict,
+            "verdict": self.verdict,
             "warnings": self.warnings,
             "tensors": [t.to_dict() for t in self.tensors],
         }

@@ -25,26 +25,38 @@ from breccia import (
     DtypeWarning,
     Integer,
     Layout,
+    PerGroupIndex,
     ScaledTensor,
     ScalingRecipe,
     ShapeError,
     UnsupportedError,
 )
-from breccia.backend import PARTS, TENSOR, Array, Ops, components, dtype_name, ops_of, packing, part_shapes, registry, targets
+from breccia.backend import TENSOR, Array, Ops, components, dtype_name, ops_of, packing, part_shapes, registry, targets
 from breccia.internal import ML_DTYPES, abbreviated, check_patterns, matches
 
 from . import nested as trees
-from .checkpoint import checkpoint_files
-from .configs import CHECKPOINT, NON_NUMPY, SCOPE, Config, Undeclared, located, metadata_of, owners, read_configs
+from .bare_codes import warn_of_codes
+from .checkpoint import GGUF, PICKLED, checkpoint_files
+from .configs import (
+    CHECKPOINT,
+    FILE_DTYPES,
+    FILE_PARTS,
+    INDEX,
+    NON_NUMPY,
+    SCOPE,
+    Config,
+    Undeclared,
+    located,
+    metadata_of,
+    owners,
+    read_configs,
+)
 from .histories import KEY as HISTORIES
 from .histories import Histories, as_arrays
 from .safetensors_file import DTYPES, Container, Shape, Shards, in_both, read, shown
 from .safetensors_writer import Writer, check_text
 
 _DTYPE_NAMES = {file: name for name, file in NON_NUMPY.items()}
-_NATIVE = {numpy: file for file, (bits, numpy) in DTYPES.items() if bits >= 8 and file not in _DTYPE_NAMES}
-#: File dtypes by the name of an array's dtype, for every framework.
-_FILE_DTYPES = {**_NATIVE, **NON_NUMPY}
 
 #: The declaration of one name in a file: its entries as (dtype, shape), and the config of a scaled tensor.
 Described = tuple[dict[str, tuple[str, Shape]], Config | None]
@@ -58,16 +70,16 @@ def describe(name: str, tensor: ScaledTensor | Array) -> Described:
     if not isinstance(tensor, ScaledTensor):
         return {name: (_plain_dtype(name, tensor), tuple(tensor.shape))}, None
     scale = _scale_dtype(name, tensor)
-    codec = tensor.recipe.format.scale.codec
+    codec = tensor.recipe.format.scale_codec
     config = Config(tensor.recipe, tensor.layout, tensor.axis, tensor.shape, codec.name if codec.bits <= 8 else scale)
     dtypes = {"data": "U8", "scale": scale}
-    if tensor.recipe.format.offset == "bias":
+    if (offset := tensor.recipe.format.offset_codec) is not None and offset.bits > 8:
         dtypes["zero_point"] = _float_dtype(f"{name}.zero_point", tensor.zero_point)
     entries = {
         f"{name}.{part}": (dtypes.get(part) or _plain_dtype(f"{name}.{part}", array), tuple(array.shape))
         for part, array in components(tensor).items()
     }
-    return entries, config
+    return _with_index(name, entries, config)
 
 
 def plan(name: str, shape: Shape, recipe: ScalingRecipe) -> Described:
@@ -93,11 +105,24 @@ def described_as(name: str, recipe: ScalingRecipe, layout: Layout, axis: int, sh
     if fmt.offset == "zero_point" and isinstance(fmt.element, Integer) and fmt.element.signed:
         dtypes["zero_point"] = "I8"
     entries = {f"{name}.{part}": (dtype, shapes[part]) for part, dtype in dtypes.items()}
-    return entries, Config(recipe, layout, axis, tuple(shape), fmt.scale.codec.name)
+    return _with_index(name, entries, Config(recipe, layout, axis, tuple(shape), fmt.scale_codec.name))
+
+
+def _with_index(name: str, entries: dict[str, tuple[str, Shape]], config: Config) -> Described:
+    """The declaration of a scaled tensor, with the array of its layout's index, if it has one."""
+    index = {} if config.index is None else {f"{name}.{INDEX}": ("I32", (len(config.index),))}
+    return entries | index, config
+
+
+def file_parts(tensor: ScaledTensor) -> dict[str, Array]:
+    """The arrays that a file has of a scaled tensor, by the ends of their names."""
+    if not isinstance(tensor.layout, PerGroupIndex):
+        return components(tensor)
+    return components(tensor) | {INDEX: np.array(tensor.layout.index, np.int32)}
 
 
 def _scale_dtype(name: str, st: ScaledTensor) -> str:
-    codec = st.recipe.format.scale.codec
+    codec = st.recipe.format.scale_codec
     if codec.bits <= 8:
         return "U8"
     return _float_dtype(f"{name}.scale", st.scale)
@@ -111,14 +136,14 @@ def _float_dtype(name: str, array: Array) -> str:
 def _plain_dtype(name: str, array: Array) -> str:
     ops_of(array, f"tensor {name!r}")
     dtype = dtype_name(array)
-    if dtype not in _FILE_DTYPES:
+    if dtype not in FILE_DTYPES:
         raise UnsupportedError(
-            f"tensor {name!r}: safetensors has no dtype for {dtype}; it has {', '.join(_FILE_DTYPES)}. Convert it, or view it "
+            f"tensor {name!r}: safetensors has no dtype for {dtype}; it has {', '.join(FILE_DTYPES)}. Convert it, or view it "
             "as bytes.",
             name=name,
             dtype=dtype,
         )
-    return _FILE_DTYPES[dtype]
+    return FILE_DTYPES[dtype]
 
 
 # ------------------------------------------------------------------------------------------------ saving
@@ -171,6 +196,13 @@ def open_writer(
 
     A plain tensor is described as `({name: (dtype, shape)}, None)`.
     """
+    return Writer(path, *declarations(described, extra_metadata), force)
+
+
+def declarations(
+    described: Mapping[str, Described], extra_metadata: Mapping[str, str] | None = None
+) -> tuple[dict[str, tuple[str, Shape]], dict[str, str]]:
+    """The entries and the metadata of a file of tensors that `describe` or `plan` declared, by name."""
     for name in described:
         check_text("a tensor's name", name)
     configs = {name: config for name, (_, config) in described.items() if config is not None}
@@ -180,11 +212,11 @@ def open_writer(
         if config is None and name in owned:
             raise UnsupportedError(
                 f"the names {name!r} and {owned[name]!r} collide: a scaled tensor uses its name with "
-                f"{', '.join(f'.{part}' for part in PARTS)} in the file. Rename one.",
+                f"{', '.join(f'.{part}' for part in FILE_PARTS)} in the file. Rename one.",
                 name=name,
             )
         entries |= own
-    return Writer(path, entries, metadata_of(configs, extra_metadata or {}), force)
+    return entries, metadata_of(configs, extra_metadata or {})
 
 
 def safetensors_metadata(tensors: Mapping[str, ScaledTensor]) -> dict[str, str]:
@@ -197,13 +229,13 @@ def safetensors_metadata(tensors: Mapping[str, ScaledTensor]) -> dict[str, str]:
         ['breccia_scope', 'breccia_version', 'schema', 'w.config']
     """
     configs = {name: config for name, st in tensors.items() if (config := describe(name, st)[1]) is not None}
-    return metadata_of(configs, {}) | {SCOPE: CHECKPOINT}
+    return metadata_of(configs, {}, beside=False) | {SCOPE: CHECKPOINT}
 
 
 def write_tensor(writer: Writer, name: str, tensor: ScaledTensor | Array) -> None:
     """Write a tensor declared to `open_writer`: all components of a scaled one, or a plain array, from any framework."""
     if isinstance(tensor, ScaledTensor):
-        for part, array in components(tensor).items():
+        for part, array in file_parts(tensor).items():
             writer.write(f"{name}.{part}", _flat(array))
     else:
         writer.write(name, _flat(tensor))
@@ -234,8 +266,9 @@ def load_safetensors(
     device: the device to put them on, in that framework's spelling.
     nested: return nested dicts, by the dots in names.
 
-    Any safetensors file loads; without breccia's configs it gives plain arrays only. Plain BF16 and float8 arrays need
-    ml_dtypes on NumPy; MLX, which has no float8, shows those as uint8.
+    Any safetensors file loads; without breccia's configs it gives plain arrays only. If those are codes of another library, a
+    DialectWarning names `load_checkpoint`, which decodes them. Plain BF16 and float8 arrays need ml_dtypes on NumPy; MLX, which
+    has no float8, shows those as uint8.
 
     Plain arrays whose dtype the framework would narrow stay NumPy arrays, and one DtypeWarning names them: 64-bit dtypes on
     JAX without jax_enable_x64, float64 on MLX.
@@ -269,20 +302,32 @@ def load_safetensors(
         else:
             out[name] = target.plain(container, name)
     if left:
-        hint = " JAX keeps 64-bit dtypes after jax.config.update('jax_enable_x64', True)." if framework == "jax" else ""
-        narrowed = abbreviated([f"{name} ({dtype})" for name, dtype in left.items()])
-        warnings.warn(
-            f"{path}: {framework} would narrow {narrowed}; they stay NumPy arrays.{hint}",
-            DtypeWarning,
-            stacklevel=2,
-        )
+        warn_of_narrowed(path, framework, left)
+    warn_of_codes(Path(path), containers, listed, out)
     out = histories.put_into(out)
     return trees.nested(out) if nested else out
 
 
+def warn_of_narrowed(path: str | os.PathLike[str], framework: str, dtypes: Mapping[str, str]) -> None:
+    """Warn the caller of the caller that these arrays, by name, stay NumPy arrays of these dtypes."""
+    hint = " JAX keeps 64-bit dtypes after jax.config.update('jax_enable_x64', True)." if framework == "jax" else ""
+    narrowed = abbreviated([f"{name} ({dtype})" for name, dtype in dtypes.items()])
+    warnings.warn(f"{path}: {framework} would narrow {narrowed}; they stay NumPy arrays.{hint}", DtypeWarning, stacklevel=3)
+
+
 def opened(path: Path) -> list[Container]:
-    """The containers of a file or a folder, as `joined` returns them."""
-    return joined(path, [Container(file) for file in (checkpoint_files(path) if path.is_dir() else [path])])
+    """The containers of a file or a folder, as `joined` returns them. Raises UnsupportedError for a folder of torch.save's."""
+    files = checkpoint_files(path) if path.is_dir() else [path]
+    if path.is_dir() and files[0].suffix in (*PICKLED, GGUF):
+        names = [file.name for file in files]
+        raise UnsupportedError(
+            f"folder {path} contains no .safetensors file, only {abbreviated(names)} of "
+            f"{'torch.save' if files[0].suffix in PICKLED else 'llama.cpp'}, which load_safetensors does not read; "
+            "breccia.bridges.load_checkpoint and convert do.",
+            path=str(path),
+            files=names,
+        )
+    return joined(path, [Container(file) for file in files])
 
 
 def joined(path: Path, containers: list[Container]) -> list[Container]:
@@ -337,9 +382,9 @@ def _scaled(container: Container, name: str, config: Config, target: Target) -> 
         with located(container, name):
             codes = _packed(read(codes), fmt.element)
     data = target.stored(codes, fmt.element)
-    scale = target.scale(container, f"{name}.scale", fmt.scale.codec)
-    if fmt.offset == "bias":
-        zero_point = target.scale(container, f"{name}.zero_point", fmt.scale.codec)
+    scale = target.scale(container, f"{name}.scale", fmt.scale_codec)
+    if fmt.offset_codec is not None:
+        zero_point = target.scale(container, f"{name}.zero_point", fmt.offset_codec)
     else:
         zero_point = target.plain(container, f"{name}.zero_point")
     global_scale = target.plain(container, f"{name}.global_scale")

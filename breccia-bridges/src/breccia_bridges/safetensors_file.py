@@ -14,10 +14,12 @@ import stat
 import struct
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
+from types import MappingProxyType
 from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
@@ -64,7 +66,8 @@ DTYPES: dict[str, tuple[int, str]] = {
 #: MAP_NORESERVE, which Python names from 3.13 on.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
-_FETCH = "Copy or download the file again."
+#: What to do about a damaged file.
+FETCH = "Copy or download the file again."
 _REWRITE = "The program that wrote it has a bug: write it again with breccia.bridges.save_safetensors or safetensors."
 
 
@@ -108,6 +111,8 @@ class Container:
 
     metadata: the file's `__metadata__`, str to str.
     entries: an `Entry` per tensor name, in the order the header lists them.
+    decoded: the tensors whose arrays are decoded values, each with what it is in the file.
+    left_out: tensors of the file that are no entries, as models compute them from their configs.
 
     Raises CorruptFileError where the file violates the format in any way, OSError (FileNotFoundError, ...) where it cannot
     be opened, UnsupportedError on a big-endian host.
@@ -116,20 +121,25 @@ class Container:
     path: Path
     metadata: dict[str, str]
     entries: dict[str, Entry]
+    decoded: Mapping[str, str] = MappingProxyType({})
+    left_out: Sequence[str] = ()
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         need_little_endian()
         self.path = Path(path)
-        with open(self.path, "rb", opener=_at_once) as file:
+        with regular(self.path) as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                self._refuse("it is a pipe or a device.", "Give a file; a pipe has to be written to one first.")
             self._identity, size = identity(status), status.st_size
             header = self._header_bytes(file, size)
             self._data_start = 8 + len(header)
             self.metadata, self.entries = self._parsed(header, size - self._data_start)
         #: The map shared by live arrays. It owns a file descriptor, so it is closed with the last of them.
         self._map: weakref.ref[mmap.mmap] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of tensors as an index of a folder lists them."""
+        return list(self.entries)
 
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor."""
@@ -187,8 +197,15 @@ class Container:
 
     def _header_bytes(self, file: BinaryIO, size: int) -> bytes:
         if size < 8:
-            self._refuse(f"{size} bytes long; a safetensors file starts with 8 bytes that give its header's length.", _FETCH)
-        (length,) = struct.unpack("<Q", file.read(8))
+            self._refuse(f"{size} bytes long; a safetensors file starts with 8 bytes that give its header's length.", FETCH)
+        start = file.read(8)
+        (length,) = struct.unpack("<Q", start)
+        if start.startswith(b"GGUF"):
+            raise UnsupportedError(
+                f"{shown(self.path)} is a GGUF file, not one of safetensors. Name it .gguf, and read it with "
+                "breccia.bridges.load_checkpoint, or convert it with breccia.bridges.convert.",
+                path=str(self.path),
+            )
         if length > MAX_HEADER:
             self._refuse(
                 f"its first 8 bytes say that the header is {length} bytes long; the limit is {MAX_HEADER}.",
@@ -198,7 +215,7 @@ class Container:
         if length > size - 8:
             self._refuse(
                 f"the header should be {length} bytes long, but {size - 8} bytes follow: the file is truncated.",
-                _FETCH,
+                FETCH,
                 length=length,
             )
         return file.read(length)
@@ -207,15 +224,15 @@ class Container:
         try:
             text = header.decode("utf-8")
         except UnicodeDecodeError as e:
-            self._refuse(f"the header is not UTF-8 (byte {header[e.start]:#04x} at position {e.start}).", _FETCH)
+            self._refuse(f"the header is not UTF-8 (byte {header[e.start]:#04x} at position {e.start}).", FETCH)
         if not text.startswith("{"):
-            self._refuse(f"the header is a JSON object and starts with '{{'; found {short(text)}.", _FETCH)
+            self._refuse(f"the header is a JSON object and starts with '{{'; found {short(text)}.", FETCH)
         try:
             listed = parsed_json(text, self._object)
         except ValueError as e:
             if isinstance(e, CorruptFileError):
                 raise
-            self._refuse(f"the header is not JSON ({e}).", _FETCH)
+            self._refuse(f"the header is not JSON ({e}).", FETCH)
         metadata = self._metadata(listed.pop("__metadata__", {}))
         entries = {name: self._entry(name, value, size) for name, value in listed.items()}
         self._check_cover(entries, size)
@@ -255,7 +272,7 @@ class Container:
             self._refuse(f"{where}: data_offsets end before they start; found {offsets}.", _REWRITE, name=name)
         if stop > size:
             self._refuse(
-                f"{where} ends at byte {stop} of the data, which has {size} bytes: the file is truncated.", _FETCH, name=name
+                f"{where} ends at byte {stop} of the data, which has {size} bytes: the file is truncated.", FETCH, name=name
             )
         if stop - start != expected:
             self._refuse(
@@ -279,7 +296,7 @@ class Container:
                 self._refuse(f"bytes {end} to {entry.start} of the data belong to no tensor.", _REWRITE, start=end)
             end, before = entry.stop, name
         if end != size:
-            self._refuse(f"{size - end} bytes after the last tensor belong to none (it ends at {end} of {size}).", _FETCH)
+            self._refuse(f"{size - end} bytes after the last tensor belong to none (it ends at {end} of {size}).", FETCH)
 
 
 class Shards(Container):
@@ -398,6 +415,17 @@ def _opened(path: Path, expected: tuple[int, ...]) -> BinaryIO:
     return file
 
 
+@contextmanager
+def regular(path: Path) -> Generator[BinaryIO]:
+    """A file, opened. Raises CorruptFileError for a pipe or a device."""
+    with open(path, "rb", opener=_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise CorruptFileError(
+                f"{shown(path)}: it is a pipe or a device. Give a file; a pipe has to be written to one first.", path=str(path)
+            )
+        yield file
+
+
 def _at_once(path: str, flags: int) -> int:
     """Opens a file; also a pipe into which nobody writes, for which `os.open` would wait."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
@@ -408,9 +436,13 @@ def shown(path: str | os.PathLike[str]) -> str:
     return printable(os.fspath(path))
 
 
-def changed(path: Path) -> CorruptFileError:
+class ChangedFileError(CorruptFileError):
+    """A file is not the one whose header was read."""
+
+
+def changed(path: Path) -> ChangedFileError:
     """The error for a file that is not the one whose header was read."""
-    return CorruptFileError(
+    return ChangedFileError(
         f"{shown(path)}: it was replaced or modified since its header was read. Open it again.", path=str(path)
     )
 

@@ -109,7 +109,7 @@ class Writer:
             nonlocal done
             if self._file is None or name not in self._streamed:
                 raise BrecciaError(f"{self.path}: pieces of {name!r} are put inside `with w.stream(...) as put:`.", name=name)
-            raw = _raw(data)
+            raw = raw_bytes(data)
             if done + raw.nbytes > entry.nbytes:
                 raise self._miscounted(name, done + raw.nbytes)
             with naming(self.path):
@@ -213,7 +213,7 @@ def check_text(what: str, value: Any) -> None:
         raise UnsupportedError(f"{what} must be valid Unicode text; {short(value)} has a lone surrogate.", found=value) from e
 
 
-def _raw(data: Any) -> memoryview:
+def raw_bytes(data: Any) -> memoryview:
     """The bytes of an array or buffer, little-endian in C order; zero-copy if already so."""
     if not isinstance(data, np.ndarray):
         return memoryview(data).cast("B")

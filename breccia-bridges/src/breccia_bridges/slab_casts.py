@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
 from breccia import ScalingRecipe, cast
-from breccia.backend import TENSOR, components
+from breccia.backend import TENSOR, components, threads
+from breccia.internal import measuring
 
 from .measure import FileTensor, slabs
 
@@ -19,10 +20,12 @@ class SlabCasts:
     A block's bytes depend on that block alone and, where the recipe has a tensor-level scale, on the smallest and the largest
     element of the tensor and on whether it has NaN or Inf. Each slab is cast below rows of these, which are then cut off: so
     every rule sees the statistics of the whole tensor, and nothing else of the algorithm is needed here.
+
+    among: the `extremes` of more than this tensor, where several share one tensor-level scale.
     """
 
-    def __init__(self, stored: FileTensor, recipe: ScalingRecipe) -> None:
-        self.stored, self.recipe = stored, recipe
+    def __init__(self, stored: FileTensor, recipe: ScalingRecipe, among: np.ndarray | None = None) -> None:
+        self.stored, self.recipe, self.among = stored, recipe, among
         block = recipe.layout.block()
         self.has_tensor_scale = recipe.format.levels[0].block == TENSOR
         self.rows = 1 if block == TENSOR else block[0] or stored.shape[-2]
@@ -30,22 +33,58 @@ class SlabCasts:
 
     def cast(self) -> Generator[dict[str, np.ndarray]]:
         """The components of the cast tensor in consecutive pieces; per-tensor components come with the first."""
-        above = self._extremes() if self.has_tensor_scale and len(self.slabs) > 1 else np.empty(0, np.float32)
+        above = np.empty(0, np.float32)
+        if self.has_tensor_scale and (self.among is not None or len(self.slabs) > 1):
+            found = extremes([self.stored]) if self.among is None else self.among
+            above = np.resize(found, math.ceil(found.size / self.rows) * self.rows)
+        rooms = measuring.Rooms()
         for slab in self.slabs:
-            x = self.stored.values(slab)
+            x = self._numbers(slab, above, rooms)
+            st = cast(x, self.recipe)
             if above.size:
-                matrices, _, columns = x.shape
-                x = np.concatenate([np.broadcast_to(above[:, None], (matrices, above.size, columns)), x], axis=1)
-            st = cast(x, self.recipe)[:, above.size :]
+                st = st[:, above.size :]
             yield {part: a for part, a in components(st).items() if a.ndim or slab == self.slabs[0]}
 
-    def _extremes(self) -> np.ndarray:
-        """The smallest and the largest finite element, and NaN if there are others; repeated to whole blocks of rows."""
-        low, high, bad = np.float32(np.inf), np.float32(-np.inf), False
-        for slab in self.slabs:
-            x = self.stored.values(slab)
-            finite = np.isfinite(x)
-            low, high = x.min(where=finite, initial=low), x.max(where=finite, initial=high)
-            bad = bad or not finite.all()
-        extremes = [*((low, high) if low <= high else ()), *([np.float32(np.nan)] if bad else [])]
-        return np.resize(np.array(extremes, np.float32), math.ceil(len(extremes) / self.rows) * self.rows)
+    def _numbers(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> np.ndarray:
+        """The numbers of a slab below rows of those of `above`."""
+        x = self.stored.stored(slab)
+        if x.dtype != np.uint16 and not above.size:
+            return measuring.numbers_of(x)
+        matrices, rows, columns = x.shape
+        whole = rooms.array("numbers", (matrices, above.size + rows, columns))
+        whole[:, : above.size] = above[:, None]
+        below = whole[:, above.size :]
+        if x.dtype == np.uint16:
+            np.left_shift(x, 16, out=below.view(np.uint32), dtype=np.uint32)
+        else:
+            below[...] = measuring.numbers_of(x)
+        return whole
+
+
+def extremes(tensors: Sequence[FileTensor]) -> np.ndarray:
+    """The smallest and the largest finite element of all, and NaN if there are others."""
+    every = [(tensor, slab) for tensor in tensors for slab in slabs(tensor.shape, tensor.unit)]
+    found: list[tuple[np.float32, np.float32, bool]] = []
+
+    def work(first: int, end: int) -> None:
+        found.extend(_extremes(tensor.values(slab)) for tensor, slab in every[first:end])
+
+    threads.spread(work, len(every), threads.get_num_threads())
+    low, high = min((each[0] for each in found), default=_NONE[0]), max((each[1] for each in found), default=_NONE[1])
+    bad = any(each[2] for each in found)
+    return np.array([*((low, high) if low <= high else ()), *([np.float32(np.nan)] if bad else [])], np.float32)
+
+
+#: The smallest and the largest of no elements.
+_NONE = np.float32(np.inf), np.float32(-np.inf)
+
+
+def _extremes(x: np.ndarray) -> tuple[np.float32, np.float32, bool]:
+    """The smallest and the largest finite element, and whether there are others."""
+    if x.size:
+        low, high = x.min(), x.max()
+        if np.isfinite(low) and np.isfinite(high):  # NaN would be both
+            return low, high, False
+    finite = np.isfinite(x)
+    low, high = (of(where=finite, initial=initial) for of, initial in zip((x.min, x.max), _NONE, strict=True))
+    return low, high, not finite.all()

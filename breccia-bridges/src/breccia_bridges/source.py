@@ -9,16 +9,17 @@ from pathlib import Path
 import numpy as np
 
 from breccia import CorruptFileError, Layout, ScaledTensor, ScalingRecipe
-from breccia.backend import PARTS, components
+from breccia.backend import BF16, components
 from breccia.internal import abbreviated, with_parts
 
 from .announcements import dtype_of
-from .checkpoint import checkpoint_files
-from .configs import Config, Undeclared
+from .checkpoint import all_opened, checkpoint_files
+from .configs import FILE_PARTS, Config, Undeclared
 from .measure import FLOATING, FileTensor
-from .recognition import Stored, recognized
+from .recognition import recognized
 from .safetensors import joined, named_tensors, view_tensor
 from .safetensors_file import Container, Shape, read, shown
+from .stored import Stored
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Value:
     @property
     def largest(self) -> str:
         """The name of its largest tensor."""
+        if len(self.files) == 1:
+            return next(iter(self.files))
         return max(self.files, key=lambda part: self.files[part].entries[part].nbytes)
 
     @property
@@ -148,7 +151,7 @@ class Source:
         source_dialect: as in `recognized`. undeclared: also list values whose recipe no installed plug-in declares.
         Raises as `checkpoint_files`, `named_tensors` and `recognized` do.
         """
-        return cls.of(path, [Container(file) for file in checkpoint_files(path)], source_dialect, undeclared=undeclared)
+        return cls.of(path, all_opened(checkpoint_files(path)), source_dialect, undeclared=undeclared)
 
     @classmethod
     def of(
@@ -178,7 +181,8 @@ class Source:
                 values[name] = value
             elif stored.name not in values:
                 values[stored.name] = Value(stored.name, {p: stored.files[p] for p in stored.parts.values()}, stored=stored)
-        return cls(path, tuple(files), values, dtype_of(path))
+        is_of_config = path.is_dir() or any(value.is_scaled for value in values.values())
+        return cls(path, tuple(files), values, dtype_of(path) if is_of_config else BF16.name)
 
     def check_unchanged(self) -> None:
         """Raise CorruptFileError if a file was replaced or modified since it was opened."""
@@ -196,5 +200,5 @@ class Source:
 def _own(name: str, file: Container, config: Config | None, undeclared: Undeclared | None) -> Value:
     if config is None and undeclared is None:
         return Value(name, {name: file})
-    parts = [part for suffix in PARTS if (part := f"{name}.{suffix}") in file.entries]
+    parts = [part for suffix in FILE_PARTS if (part := f"{name}.{suffix}") in file.entries]
     return Value(name, dict.fromkeys(parts, file), config, undeclared)

@@ -19,6 +19,8 @@ from .exchange import exchange, lock
 
 #: The longest file name, in bytes, of the usual filesystems.
 _LONGEST = 255
+#: What a staging folder has in it.
+_NAMES = ("lock", "journal", "new", "old")
 
 
 def staging_folder(destination: Path) -> Path:
@@ -43,14 +45,23 @@ class Staging:
     A file replaces a file in one step. A folder does where the system can exchange two paths (Linux, macOS). Elsewhere there is
     a moment between two renames in which the destination has no name; its old contents are complete in the staging folder.
 
+    keeps_journal: what an interrupted or failed run has written stays as long as there is a file `journal` beside it, for the
+    next run to go on with.
+
     Raises BlockingIOError while another process, or another part of this one, writes the same destination; FileExistsError
     where something else has the name of the staging folder.
     """
 
-    def __init__(self, destination: Path) -> None:
+    def __init__(self, destination: Path, keeps_journal: bool = False) -> None:
         self.destination, self.folder = destination, staging_folder(destination)
+        self.journal, self._keeps_journal = self.folder / "journal", keeps_journal
         self.new, self._old = self.folder / "new" / destination.name, self.folder / "old" / destination.name
         self._lock, self._committed = -1, False
+
+    @property
+    def kept(self) -> bool:
+        """Is there something to go on with?"""
+        return self._keeps_journal and self.journal.is_file() and self.journal.stat().st_size > 0
 
     @property
     def moved(self) -> Path | None:
@@ -74,7 +85,7 @@ class Staging:
         self._lock = self._locked()
         try:
             self._recover()
-            self.new.parent.mkdir()
+            self.new.parent.mkdir(exist_ok=True)
         except BaseException:
             self._close()
             raise
@@ -89,6 +100,7 @@ class Staging:
             self._old.parent.mkdir()
             self._replace_folder()
         self._committed = True
+        remove(self.journal)
         sync(self.destination.parent)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -100,7 +112,7 @@ class Staging:
     def _is_missing(self) -> bool:
         """Is there no staging folder? Raises FileExistsError where something else has its name."""
         try:
-            ours = stat.S_ISDIR(self.folder.lstat().st_mode) and set(os.listdir(self.folder)) <= {"lock", "new", "old"}
+            ours = stat.S_ISDIR(self.folder.lstat().st_mode) and set(os.listdir(self.folder)) <= set(_NAMES)
         except FileNotFoundError:
             return True
         if not ours:
@@ -143,7 +155,9 @@ class Staging:
         try:
             if os.path.lexists(self.destination):
                 remove(self._old.parent)
-            remove(self.new.parent)
+            if not self.kept:
+                remove(self.journal)
+                remove(self.new.parent)
             anything_left = any(os.path.lexists(path) for path in (self.new, self._old))
             if set(os.listdir(self.folder)) == {"lock"}:
                 (self.folder / "lock").unlink()
@@ -160,7 +174,8 @@ class Staging:
 
     def _recover(self) -> None:
         """Remove what a killed process left, after putting back a destination that it had moved away."""
-        names = sorted(set(os.listdir(self.folder)) - {"lock"})
+        kept = {"journal", "new"} if self.kept else set[str]()
+        names = sorted(set(os.listdir(self.folder)) - {"lock"} - kept)
         if self.moved:
             self._old.rename(self.destination)
             warnings.warn(
@@ -172,7 +187,7 @@ class Staging:
             warnings.warn(f"removed {self.folder}, which an interrupted run left behind.", stacklevel=4)
         for name in names:
             remove(self.folder / name)
-        left = sorted(set(os.listdir(self.folder)) - {"lock"})
+        left = set(os.listdir(self.folder)) - {"lock"} - kept
         if left:
             raise OSError(f"{self.folder} is left from an interrupted run and cannot be removed; remove it.")
 

@@ -16,17 +16,28 @@ from breccia import (
     MXFP4BlockScaling,
     MXFP6BlockScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     PerChannel,
     ScalingRecipe,
 )
-from breccia.backend import TENSOR, Array, Shape, ops_of
+from breccia.backend import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, TENSOR, Array, Shape, ops_of
 
 from .wrapping import integer_recipe
 
+_WORKFLOWS = "torchao.quantization.quantize_.workflows"
+#: Where torchao 0.18 defines its classes.
+CLASSES = {
+    "Float8Tensor": f"{_WORKFLOWS}.float8.float8_tensor",
+    "Int8Tensor": f"{_WORKFLOWS}.int8.int8_tensor",
+    "IntxUnpackedToInt8Tensor": f"{_WORKFLOWS}.intx.intx_unpacked_to_int8_tensor",
+    "Int4Tensor": f"{_WORKFLOWS}.int4.int4_tensor",
+    "MXTensor": "torchao.prototype.mx_formats.mx_tensor",
+    "NVFP4Tensor": "torchao.prototype.mx_formats.nvfp4_tensor",
+}
 #: The storage of block scales in the order of cuBLAS.
 SWIZZLE = "swizzle_128x4"
 #: Formats of FP8 codes by torch's names of their dtypes.
-FP8 = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
+FP8 = {str(codec.dtype): codec.name for codec in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
 #: torchao's names of MX elements that have no dtype in torch.
 FP6 = {"fp6_e2m3": "E2M3", "fp6_e3m2": "E3M2"}
 FP4 = "float4_e2m1fn_x2"
@@ -112,10 +123,15 @@ def mx_recipe(what: str, element: str, rule: str = "rceil") -> ScalingRecipe:
     """The recipe of MX elements, by torch's or torchao's name of them: "torch.float8_e4m3fn", "fp6_e2m3". Raises DialectError
     for others."""
     name = element.removeprefix("torch.")
-    if name in FP8:
+    if FP8.get(name) in (E4M3.name, E5M2.name):
         return MXFP8BlockScaling(FP8[name], scale_rule=rule)
     if name == FP4:
         return MXFP4BlockScaling(scale_rule=rule)
     if name in FP6:
         return MXFP6BlockScaling(FP6[name], scale_rule=rule)
     raise DialectError(f"{what} has elements {element}, which no MX recipe has.", found=element)
+
+
+def nvfp4_recipe(two_level: bool) -> NVFP4BlockScaling:
+    """The recipe of an NVFP4Tensor, with a tensor scale, by which torchao multiplies those of blocks first, or without."""
+    return NVFP4BlockScaling(order="scales_first") if two_level else NVFP4BlockScaling(two_level=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from reprlib import repr as short
 from typing import Any
@@ -15,10 +17,14 @@ from breccia import (
     Float8RowScaling,
     INT4Scaling,
     INT8Scaling,
+    INTScaling,
     ScaledTensor,
     ScalingRecipe,
 )
 from breccia.backend import PLAIN, TENSOR, Array, Block, dtype_name, ops_of
+
+#: The recipes of integers, whose width is that of the format.
+IntegerRecipe = INT4Scaling | INT8Scaling | INTScaling
 
 
 def title(obj: Any) -> str:
@@ -91,13 +97,18 @@ def float8_recipe(fmt: str, block: Block) -> ScalingRecipe:
 
 
 def integer_recipe(bits: int, group: int | None, length: int, **fields: Any) -> ScalingRecipe:
-    """The recipe of codes of 4 or 8 bits with a scale per `group` along a contraction axis of `length`; None is the whole axis.
+    """The recipe of codes of `bits` bits with a scale per `group` along a contraction axis of `length`; None is the whole axis.
 
-    fields: of both recipes, such as `scale_dtype`.
+    fields: of all integer recipes, such as `scale_dtype`.
     """
     if bits == 4:
         return INT4Scaling(group_size=group or length, **fields)
-    return INT8Scaling(group_size=None if group == length else group, **fields)
+    return integers_of(bits)(group_size=None if group == length else group, **fields)
+
+
+def integers_of(bits: int) -> Callable[..., ScalingRecipe]:
+    """The recipe of integers of that width, without its other fields."""
+    return {4: INT4Scaling, 8: INT8Scaling}.get(bits) or partial(INTScaling, bits)
 
 
 def chosen(recipe: ScalingRecipe | None, inferred: ScalingRecipe, obj: Any) -> ScalingRecipe:
@@ -138,3 +149,8 @@ def check_padding(st: ScaledTensor, what: str, name: str, remedy: str) -> None:
             part=name,
             found=nonzero,
         )
+
+
+def rounded_up(n: int, multiple: int) -> int:
+    """The least multiple that is not less."""
+    return -(-n // multiple) * multiple

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ def test_every_width_of_every_packing_is_read_exactly(packing: str, bits: int, t
     stored = values(checkpoint(tmp_path / "m", matrix.tensors, config(bits, packing)))
     assert list(stored) == [f"{UP}.weight"]
     st = stored[f"{UP}.weight"].tensor()
-    kind = breccia.INT4Scaling if bits <= 4 else breccia.INT8Scaling
+    kind = {4: breccia.INT4Scaling, 8: breccia.INT8Scaling}.get(bits, partial(breccia.INTScaling, bits))
     assert st.recipe == kind(group_size=32, signed=False, scale_dtype="fp16", symmetric=False)
+    assert st.data.tobytes() == words(matrix.codes.T, bits).tobytes()
     assert (st.zero_point == matrix.zeros.T).all() and st.scale.tobytes() == matrix.scales.T.tobytes()
     assert (decoded(stored[f"{UP}.weight"]) == matrix.expected).all()
 

@@ -12,6 +12,8 @@ from stored_folders import RNG, Entry, decoded, floats, folder, fp4, fp8, refusa
 
 import breccia
 from breccia import CorruptFileError, DialectError, PerGroupIndex, UnsupportedError
+from breccia.backend import NUMPY, unpack
+from breccia.internal import packed_length
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 
@@ -87,7 +89,11 @@ PLAIN: dict[str, Entry] = {
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize(
     ("n", "k", "bits", "size"),
-    [(6, 64, 4, 16), (6, 40, 8, 8), (5, 36, 4, None), (3, 7, 4, None), (5, 33, 8, 16), (4, 50, 4, 16)],
+    [
+        *((6, 64, 4, 16), (6, 40, 8, 8), (5, 36, 4, None), (3, 7, 4, None), (5, 33, 8, 16), (4, 50, 4, 16)),
+        *((5, 64, 2, 16), (3, 50, 2, None), (6, 64, 3, 16), (5, 5, 3, None), (3, 42, 3, 12)),
+        *((7, 64, 5, 16), (3, 5, 5, None), (4, 33, 6, 16), (5, 64, 7, 32), (3, 9, 7, None)),
+    ],
 )
 def test_packed_integers_are_read_exactly(
     n: int, k: int, bits: int, size: int | None, zero: bool, dtype: str, tmp_path: Path
@@ -99,7 +105,11 @@ def test_packed_integers_are_read_exactly(
     assert np.array_equal(decoded(listed[f"{UP}.weight"]), x)
     recipe: Any = listed[f"{UP}.weight"].form.recipe
     names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-    assert (recipe.name, recipe.scale_dtype, recipe.symmetric) == (f"int{bits}", names[dtype], not zero)
+    assert (recipe.bits, recipe.scale_dtype, recipe.symmetric) == (bits, names[dtype], not zero)
+    assert recipe.name == (f"int{bits}" if bits in (4, 8) else "int")
+    st = listed[f"{UP}.weight"].tensor()
+    assert st.data.shape == (n, packed_length(recipe.format.element, k)), "as many bits as in the file"
+    assert not unpack(NUMPY, st.data, recipe.format.element, k + st.padding)[:, k:].any(), "padding is zero"
 
 
 def test_scales_keep_the_bits_that_the_file_has(tmp_path: Path) -> None:
@@ -441,8 +451,7 @@ def test_what_the_library_does_not_write_is_refused(
 @pytest.mark.parametrize(
     ("tensors", "settings", "message"),
     [
-        (packed(UP, 4, 64, 3)[0], group(**integers(3)), "its integers have 3 bits; a ScaledTensor has integers of 4"),
-        (packed(UP, 4, 64, 2)[0], None, "its integers have 2 bits"),
+        (packed(UP, 4, 64, 1)[0], group(**integers(1)), "its integers are -1 and 0, of one bit without 'weight_zero_point'"),
         (BYTES, group(**integers(8, None) | {"strategy": "block", "block_structure": [2, 2]}), "per block of [2, 2]"),
         (changed(FP8, "weight_zero_point", "F8_E4M3", np.zeros((4, 1), np.uint8)), group(**real(8, "channel")), "of int"),
         (changed(FP4, "weight_zero_point", "U8", np.zeros((4, 4), np.uint8)), None, "zero-points of integers only"),
@@ -497,7 +506,6 @@ def test_zero_points_of_more_rows_than_the_weight_has_are_refused(tmp_path: Path
             "lists names of modules; found 'Linear'",
         ),
         ({"ignore": "lm_head"}, "ignore lists names of modules; found 'lm_head'"),
-        ({"ignore": ["re:(up"]}, "the target 're:(up' is not a regular expression (missing )"),
     ],
 )
 def test_a_config_that_the_library_does_not_write_is_refused(changes: Any, message: str, tmp_path: Path) -> None:
@@ -539,3 +547,10 @@ def test_old_sparse_weights_of_quantized_layers_are_recognized(tmp_path: Path) -
     stored = values(folder(tmp_path, tensors, config(group(format="marlin-24", **integers()))))[f"{UP}.weight"]
     with pytest.raises(UnsupportedError, match=r"sparse format \('weight_packed', 'scale_packed', 'meta'\)"):
         stored.tensor()
+
+
+def test_a_target_that_is_no_regular_expression_is_refused(tmp_path: Path) -> None:
+    tensors, _ = packed(UP, 8, 64)
+    stored = values(folder(tmp_path, tensors, config(group(**integers())) | {"ignore": ["re:(up"]}))[f"{UP}.weight"]
+    said = "the target 're:(up' is not a regular expression (missing ), unterminated subpattern at position 0). Fix it, or dow"
+    assert said in str(refusal(stored, DialectError))

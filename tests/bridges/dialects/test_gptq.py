@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,9 @@ def test_every_width_is_read_exactly(bits: int, version: int, tmp_path: Path) ->
     stored = values(folder)
     assert list(stored) == [f"{UP}.weight"], "plain tensors are no values"
     st = stored[f"{UP}.weight"].tensor()
-    kind, size = (breccia.INT4Scaling, 32) if bits < 8 else (breccia.INT8Scaling, 32)
-    assert st.recipe == kind(group_size=size, signed=False, scale_dtype="fp16", symmetric=False)
+    kind = {4: breccia.INT4Scaling, 8: breccia.INT8Scaling}.get(bits, partial(breccia.INTScaling, bits))
+    assert st.recipe == kind(group_size=32, signed=False, scale_dtype="fp16", symmetric=False)
+    assert st.data.tobytes() == words(matrix.codes.T, bits).tobytes(), "the stream of bits that the file has"
     assert st.layout == breccia.PerBlockK(32) and st.shape == (64, 96)
     assert st.scale.tobytes() == matrix.scales.T.tobytes() and (st.zero_point == matrix.zeros.T).all()
     assert (decoded(stored[f"{UP}.weight"]) == matrix.expected).all()

@@ -12,7 +12,7 @@ import pytest
 from packed_words import checkpoint, decoded, values, words
 
 import breccia
-from breccia_bridges.plugin import AffineScaling
+from breccia_bridges.recipes import AffineScaling
 
 RNG = np.random.default_rng(9)
 UP = "model.layers.0.mlp.up_proj"

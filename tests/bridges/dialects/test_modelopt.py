@@ -35,11 +35,11 @@ def flat(algorithm: str | None, **settings: Any) -> dict[str, Any]:
 
 
 def nvfp4(*shape: int) -> tuple[list[Entry], np.ndarray, np.ndarray]:
-    """Codes, scales and the scale of scales; (q * s) * s2 and q * (s * s2)."""
+    """Codes, scales and the scale of scales; q * (s * s2), as ModelOpt computes it, and (q * s) * s2."""
     (data, q), e4m3 = fp4(*shape), RNG.uniform(1, 400, (*shape[:-1], shape[-1] // 16)).astype(ml_dtypes.float8_e4m3fn)
-    second = np.array(RNG.uniform(1, 2) / 2000, np.float32)
+    second = np.array(0.37, np.float32)  # under which the two orders differ
     s = np.repeat(e4m3.astype(np.float32), 16, -1)
-    return [("U8", data), ("F8_E4M3", e4m3.view(np.uint8)), ("F32", second)], q * s * second, q * (s * second)
+    return [("U8", data), ("F8_E4M3", e4m3.view(np.uint8)), ("F32", second)], q * (s * second), q * s * second
 
 
 def parts(name: str, weight: Entry, scale: Entry, second: Entry | None = None) -> dict[str, Entry]:
@@ -88,9 +88,8 @@ def test_nvfp4_has_codes_and_scales_as_stored(settings: Any, tmp_path: Path) -> 
     st = stored.tensor()
     for part, (_, array) in zip((st.data, st.scale, st.global_scale), entries, strict=True):
         assert np.array_equal(np.asarray(part), array)
-    assert st.recipe == breccia.NVFP4BlockScaling() and np.array_equal(decoded(stored), x)
-    # ModelOpt multiplies the scales first; two roundings each, so at most one unit in the last place apart.
-    np.testing.assert_allclose(decoded(stored), other, rtol=2**-22)
+    assert st.recipe == breccia.NVFP4BlockScaling(order="scales_first") and np.array_equal(decoded(stored), x)
+    assert not np.array_equal(x, other), "the order shows"
 
 
 @pytest.mark.parametrize("size", [16, 64])
@@ -151,7 +150,7 @@ def test_fused_experts(tmp_path: Path) -> None:
     }
     listed = values(folder(tmp_path, tensors, flat("NVFP4") | {"quant_algo": None}))
     assert set(listed) == {FUSED, down} and listed[FUSED].shape == (2, 32, 6)
-    assert np.array_equal(decoded(listed[FUSED]), E2M1[codes4] * np.repeat(e4m3.astype(np.float32), 16, 1) * second)
+    assert np.array_equal(decoded(listed[FUSED]), E2M1[codes4] * np.repeat(e4m3.astype(np.float32) * second, 16, 1))
     assert np.array_equal(decoded(listed[down]), q * s)
 
 
@@ -208,6 +207,7 @@ def fused(dtype: str, codes: np.ndarray, scale: Entry) -> dict[str, Entry]:
             flat("W8A16"),
             "has shape [7]; its other parts need [6]",
         ),
+        (changed(INT8, "weight_scale", "U8", np.ones(6, np.uint8)), flat("W8A16"), "'weight_scale' is U8; it is F16 or"),
         (changed(INT8, "weight", "I8", np.ones((2, 3, 4), np.int8)), flat("W8A16"), "has shape 2x3x4; a weight has two"),
         (changed(FP8, "weight_scale", "F32", np.ones((2, 3), np.float32)), flat("FP8"), "need a scale of shape 1x1"),
         (changed(FP8, "weight_scale", "F32", np.float32(np.nan)), flat("FP8"), "the first is nan at position 0"),

@@ -1,7 +1,8 @@
-"""A group of tensors that several dialects have counts only where a config, or the caller, names the dialect."""
+"""A group that several dialects have counts only where a config, or the caller, names the dialect; fields of declarations."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from stored_folders import floats, folder, fp8, values
 
-from breccia import PluginError
+from breccia import Dialect, PluginError
 from breccia.backend import TensorGroup, registry
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
@@ -32,3 +33,18 @@ def test_needs_config_is_a_bool() -> None:
     wrong: Any = "yes"
     with pytest.raises(PluginError, match="dialect 'd': needs_config is True or False; got 'yes'"):
         TensorGroup({"weight": ()}, needs_config=wrong).check("dialect 'd'")
+
+
+def test_embeddings_is_a_bool() -> None:
+    wrong: Any = "yes"
+    with pytest.raises(PluginError, match="dialect 'd': embeddings is True or False; got 'yes'"):
+        Dialect("d", "D", remedy="Convert the original.", embeddings=wrong).check()
+
+
+@pytest.mark.parametrize("field", ["activations", "factors", "metadata", "recipes"])
+@pytest.mark.parametrize("wrong", ["input_scale", ("",), (5,), ["input_scale"]])
+def test_what_is_beside_values_is_a_tuple_of_names(field: str, wrong: Any) -> None:
+    sound = Dialect("d", "D", remedy="Convert the original.")
+    sound.check()
+    with pytest.raises(PluginError, match=rf"dialect 'd': {field} is a tuple of str, like \('\w+',\); got "):
+        replace(sound, **{field: wrong}).check()

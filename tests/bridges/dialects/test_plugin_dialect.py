@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from safetensors.numpy import save_file
 
 import breccia
 from breccia import targets
+from breccia.backend import registry
 from breccia.bridges import compare, convert, load_checkpoint, load_safetensors
 from breccia.testing.kit import laws_of
+from breccia.testing.laws.dialects import what_it_writes_is_recognized_and_read_byte_for_byte
 from breccia_bridges.inspection import inspected
 
 W = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
@@ -34,7 +38,8 @@ def source(quarry: Any, tmp_path: Path) -> Path:
     st = breccia.cast(W, "int8")
     folder = tmp_path / "quarry"
     folder.mkdir()
-    tensors = {f"up.{end}": array for end, (_, array) in quarry.write(st, {}).items()}
+    stored = quarry.stored(breccia.backend.ValueForm(st.recipe, st.shape))
+    tensors = {f"up.{end}": array for end, array in quarry.write(st, stored).items()}
     save_file(tensors | {"norm.weight": np.ones(64, np.float32)}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "quarry"}}))
     return folder
@@ -101,6 +106,51 @@ def test_a_faulty_dialect_breaks_a_law(fault: str, quarry: Any, monkeypatch: pyt
     wanted = {"the rows are reversed": "what_it_writes", "NaN is read": "scales_that", "another recipe is said": "what_it"}
     targets.load.cache_clear()
     assert any(sentence.startswith(wanted[fault]) for sentence in broken), broken
+
+
+@pytest.mark.parametrize("of_a_layer", [{"bits": 8}, None])
+def test_the_laws_ask_for_the_settings_of_a_layer(of_a_layer: Any, quarry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`form` gets what the dialect's `settings` make of a config, as it does when a checkpoint is read."""
+    asked: list[Any] = []
+    form = quarry.form
+    monkeypatch.setattr(
+        quarry, "settings", lambda config: lambda layer: asked.append((config, layer)) or of_a_layer, raising=False
+    )
+    monkeypatch.setattr(quarry, "form", lambda value: asked.append(value.settings) or form(value))
+    dialect = replace(registry().dialects["quarry"], settings="quarry_breccia:settings")
+    targets.load.cache_clear()
+    try:
+        law = partial(what_it_writes_is_recognized_and_read_byte_for_byte, dialect, breccia.INT8Scaling())
+        if of_a_layer is None:
+            with pytest.raises(AssertionError, match="settings of .*quarry.* are None for a layer, expected a mapping"):
+                law()
+        else:
+            law()
+            assert asked[0] == ({"quant_method": "quarry"}, "layer") and asked[-1] == of_a_layer
+    finally:
+        targets.load.cache_clear()
+
+
+@pytest.mark.parametrize("missing", [{"stored": None}, {"write": None}, {"recipes": ()}])
+def test_functions_that_write_come_together(missing: dict[str, Any], quarry: Any) -> None:
+    with pytest.raises(
+        breccia.PluginError, match="stored and write are given together, with read and the recipes|form and read"
+    ):
+        replace(registry().dialects["quarry"], **missing, remedy="Convert the original.").check()
+
+
+def test_a_file_of_its_own_is_for_a_dialect_that_is_written(quarry: Any) -> None:
+    only_read = replace(registry().dialects["quarry"], stored=None, write=None, recipes=(), file="quarry_breccia:Plan")
+    with pytest.raises(breccia.PluginError, match="dialect 'quarry': file is for a dialect with write"):
+        only_read.check()
+
+
+def test_names_of_parts_and_of_values_are_inverse() -> None:
+    group = breccia.backend.TensorGroup({"_qdata": ()}, value="", prefix="_")
+    assert group.stem("up.weight") == "up._weight" and group.named("up._weight") == "up.weight"
+    group = breccia.backend.TensorGroup({"scales": ()})
+    assert group.stem("up.weight") == "up." and group.named("up.") == "up.weight"
+    assert group.stem("up.bias") is None
 
 
 class _Finite:

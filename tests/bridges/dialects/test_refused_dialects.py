@@ -20,7 +20,6 @@ SHOWN: dict[str, dict[str, Tensor]] = {
     "EETQ": {"weight_scales": F16, "weight": I8},
     "EXL2": {"q_weight": I32, "q_scale": I32, "q_scale_max": F16, "q_groups": I32, "q_invperm": I32},
     "EXL3": {"trellis": ("I16", np.ones((2, 2, 32), np.int16)), "suh": F16, "svh": F16},
-    "HQQ or SINQ": {"W_q": U8, "scale": F16, "zero": F16},
     "ONNX Runtime": {"weight_quantized": U8, "weight_scale": F16, "weight_zero_point": U8},
 }
 
@@ -46,9 +45,8 @@ def test_tensors_alone_show_a_dialect(tmp_path: Path, title: str) -> None:
         ("fp_quant", "FP-Quant"),
         ("gemma", "Gemma's integers"),
         ("higgs", "HIGGS"),
-        ("hqq", "HQQ or SINQ"),
         ("nvfp4", "NVFP4 of transformers"),
-        ("sinq", "HQQ or SINQ"),
+        ("sinq", "SINQ"),
         ("spqr", "SpQR"),
         ("vptq", "VPTQ"),
     ),
@@ -64,8 +62,6 @@ def test_a_config_names_a_dialect(tmp_path: Path, method: str, title: str) -> No
 def test_ways_out_that_a_library_has_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"load it with transformers, call model\.dequantize\(\) and save the model; or"):
         values(folder(tmp_path, {"layers.0.up.weight": ("I16", np.ones((4, 4), np.int16))}, quantized("higgs")))
-    with pytest.raises(UnsupportedError, match=r"save HQQLinear\.dequantize\(\) of each layer with hqq, or convert the check"):
-        values(folder(tmp_path, {"layers.0.up.W_q": U8}, quantized("hqq")))
 
 
 def test_every_quantization_of_transformers_is_known() -> None:

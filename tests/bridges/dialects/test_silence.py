@@ -120,7 +120,7 @@ def test_the_same_bytes_under_other_settings_are_compared_by_their_values(tmp_pa
 def test_asking_for_a_name_reads_nothing(gptq: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _, _ = gptq
     checkpoint = load_checkpoint(path)
-    monkeypatch.setattr("breccia_bridges.recognition.Stored.tensor", lambda self: pytest.fail("it was read"))
+    monkeypatch.setattr("breccia_bridges.stored.Stored.tensor", lambda self: pytest.fail("it was read"))
     assert f"{UP}.weight" in checkpoint and "other" not in checkpoint and len(read(path)) == len(checkpoint)
 
 

@@ -1,1 +1,1 @@
-"""How other libraries store quantized values in checkpoints: one module for each library, declared in `plugin.py`."""
+"""How other libraries store quantized values in checkpoints: one module for each library; `declared` lists them."""

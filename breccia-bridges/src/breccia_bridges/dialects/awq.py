@@ -11,16 +11,35 @@ Source: AutoAWQ 0.2.9 (WQLinear_GEMM), transformers 5.24 (AwqConfig).
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
 import numpy as np
 
 from breccia import ScaledTensor, UnsupportedError
-from breccia.backend import StoredValue, ValueForm
+from breccia.backend import Entry, StoredForm, StoredValue, ValueForm
 
+from . import writing
+from .holding import NO_INPUTS, check_matrix, check_multiples, model_dtype
 from .scales import assembled, check_scale, widened
-from .words import bits_of, check_bits, group_size_of, integers, matrices, packed, unpacked, whole_number
+from .words import (
+    bits_of,
+    check_bits,
+    code_bytes,
+    group_size_of,
+    held,
+    integers,
+    matrices,
+    packed,
+    unpacked,
+    whole_number,
+    words_of,
+)
 
 #: The place in the stored order of columns 0 to 7.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+#: The columns 0 to 7 in the stored order.
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def form(value: StoredValue) -> ValueForm:
@@ -29,7 +48,8 @@ def form(value: StoredValue) -> ValueForm:
 
 
 def form_of(value: StoredValue, widths: tuple[int, ...]) -> ValueForm:
-    """The same, of a library that has these widths. Those of 5 to 7 bits are held in 8."""
+    """The same, of a library that has these widths."""
+    value.need("g_idx" not in value.entries, "it has a 'g_idx', which the packing of AWQ has not: its groups are in order.")
     shapes = matrices(value)
     groups, rows = shapes["scales"]
     length, words = shapes["qweight"]
@@ -50,13 +70,13 @@ def form_of(value: StoredValue, widths: tuple[int, ...]) -> ValueForm:
             bits=stored,
         )
     size = group_size_of(value, whole_number(value, value.settings, "group_size", "q_group_size"), length, groups)
-    return ValueForm(integers(stored, size, value.entries["scales"].dtype), (rows, length))
+    return ValueForm(integers(stored, size, length, value.entries["scales"].dtype), (rows, length))
 
 
 def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
     """Codes, scales and zero-points."""
     check_scale(value, "scales", widened(value, "scales"))
-    data = packed(_columns(value, "qweight"), form.recipe)
+    data = packed(_columns(value, "qweight"), form.recipe.format.element.bits)
     return assembled(form, data, np.ascontiguousarray(value["scales"].T), np.ascontiguousarray(_columns(value, "qzeros")))
 
 
@@ -65,3 +85,47 @@ def _columns(value: StoredValue, end: str) -> np.ndarray:
     rows = value.entries["scales"].shape[1]
     codes = unpacked(value[end], bits_of(value.entries[end].shape, rows))
     return codes.reshape(len(codes), -1, 8)[..., _PLACES].reshape(len(codes), rows).T
+
+
+def stored(form: ValueForm) -> StoredForm:
+    """Unsigned 4-bit integers with zero-points, in whole groups."""
+    check_matrix(form, "awq")
+    bits, size = held(form, (4,))
+    check_multiples(form, "awq", 8, size or 1)
+    rows, length = form.shape
+    words, groups = rows * bits // 32, length // (size or length)
+    entries = {
+        "qweight": Entry("I32", (length, words)),
+        "qzeros": Entry("I32", (groups, words)),
+        "scales": Entry(form.recipe.format.scale.codec.name, (groups, rows)),
+    }
+    return StoredForm(entries, {"bits": bits, "group_size": size or -1})
+
+
+def write(st: ScaledTensor, stored: StoredForm) -> dict[str, np.ndarray]:
+    """Codes, scales and zero-points."""
+    bits = stored.settings["bits"]
+    return {
+        "qweight": _words(code_bytes(st.data, bits, st.shape[1]), bits),
+        "qzeros": _words(np.asarray(st.zero_point), bits),
+        "scales": np.ascontiguousarray(st.scale.T),
+    }
+
+
+def _words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes (N, K) or (N, groups), one a byte, as words along N; the inverse of `_columns`."""
+    columns = np.ascontiguousarray(codes.T)
+    return words_of(columns.reshape(len(columns), -1, 8)[..., _ORDER].reshape(columns.shape), bits)
+
+
+def config(stored: Mapping[str, StoredForm], plain: Collection[str], activations: str | None) -> dict[str, Any]:
+    """What AutoAWQ, gptqmodel and transformers expect. Raises UnsupportedError for modules with groups of different sizes."""
+    writing.inputs("awq", activations, NO_INPUTS)
+    config = {
+        "quant_method": "awq",
+        "version": "gemm",
+        **writing.same_settings("awq", stored),
+        "zero_point": True,
+        "modules_to_not_convert": sorted(plain) or None,
+    }
+    return {"config.json": {**model_dtype(stored, "AWQ"), "quantization_config": config}}

@@ -9,44 +9,50 @@ block + offset. No recipe has scales of scales: these scales are FP32, four time
 blocks of 64 grows from 4.13 bits per value to 4.5.
 
 LLM.int8() has `up.weight`, (N, K) in int8, and `up.SCB`, the FP32 absmax of each row. bitsandbytes computes code · absmax ·
-FP32(1 / 127) in this order and rounds twice, as a format with two levels does: the absmax is held in FP16, which is exact,
-because bitsandbytes measures it on FP16 weights.
+FP32(1 / 127) in this order and rounds twice. An absmax that FP16 has, because it was measured on FP16 weights, is held in FP16
+under a scale of the tensor, which all kernels know; others in FP32, and the constant is the factor of the format.
 
 Source: bitsandbytes 0.50.2, run on a CPU. Neither it nor torch is needed.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from reprlib import repr as short
 from typing import Any
 
 import numpy as np
 
-from breccia import DialectError, NF4Scaling, ScaledTensor, ScalingRecipe, UnsupportedError
-from breccia.backend import Array, StoredValue, ValueForm, ops_of
-from breccia.internal import parsed_json
+from breccia import DialectError, Format, NF4Scaling, ScaledTensor, ScalingRecipe, UnsupportedError
+from breccia.backend import Array, Entry, StoredForm, StoredValue, ValueForm, ops_of
+from breccia.internal import FLOAT_CODECS, parsed_json
 
-from ..plugin import BnbFP4Scaling, BnbINT8Scaling
+from ..recipes import BNB_INT8_SCALE, BnbFP4Scaling, BnbINT8Scaling
 from ..safetensors_file import byte_count
 from ..text import spelled
+from . import writing
 from .scales import assembled, check_scale
 
 #: Recipes by bitsandbytes' quant_type.
 RECIPES: Mapping[str, type[NF4Scaling] | type[BnbFP4Scaling]] = {"nf4": NF4Scaling, "fp4": BnbFP4Scaling}
-#: 1 / 127 in FP32, by which bitsandbytes multiplies code * absmax.
-INT8_SCALE = np.asarray(1 / 127, np.float32)
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _STATE = ".quant_state.bitsandbytes__"
 _NESTED = (".nested_absmax", ".nested_quant_map")
 _AGAIN = "Download the checkpoint again."
+_DTYPES = {codec.name: str(codec.dtype) for codec in FLOAT_CODECS.values()}
 
 
 def table_of(recipe: ScalingRecipe) -> list[float]:
     """The numbers of all codes, which FP32 holds."""
     element = recipe.format.element
     return [element.value(code) for code in range(1 << element.bits)]
+
+
+def kind_of(fmt: Format) -> str | None:
+    """bitsandbytes' quant_type of a format's codes; None if it has none."""
+    return next((kind for kind, known in RECIPES.items() if known().format.element == fmt.element), None)
 
 
 def swapped(data: Array) -> Array:
@@ -105,7 +111,10 @@ def form(value: StoredValue) -> ValueForm:
 def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
     """Every code keeps its number; the nibbles of each byte are swapped. A nested absmax is decoded, others are as stored."""
     if "SCB" in value.entries:
-        return assembled(form, value.view("weight"), value["SCB"].astype(np.float16), global_scale=INT8_SCALE)
+        if form.recipe.format.global_scale is None:
+            return assembled(form, value.view("weight"), value["SCB"])
+        constant = np.asarray(BNB_INT8_SCALE, np.float32)
+        return assembled(form, value.view("weight"), value["SCB"].astype(np.float16), global_scale=constant)
     table, numbers = table_of(form.recipe), value[".quant_map"].tolist()
     value.need(
         numbers == table,
@@ -141,14 +150,7 @@ def _int8_form(value: StoredValue) -> ValueForm:
     check_scale(value, "SCB", scale)
     with np.errstate(over="ignore"):
         narrow = scale.astype(np.float16).astype(np.float32)
-    if not np.array_equal(narrow, scale):
-        raise UnsupportedError(
-            f"'SCB' has numbers that FP16 has not, such as {scale[narrow != scale].flat[0]}; bitsandbytes measures them on "
-            "FP16 weights. A ScaledTensor holds code * absmax * (1 / 127), rounded twice as bitsandbytes does it, with an "
-            "absmax in FP16 only. Load the checkpoint with transformers, call model.dequantize() and save the model.",
-            name=value.name,
-        )
-    return ValueForm(BnbINT8Scaling(), shape)
+    return ValueForm(BnbINT8Scaling("fp16" if np.array_equal(narrow, scale) else "fp32"), shape)
 
 
 def _state(value: StoredValue) -> dict[str, Any]:
@@ -160,6 +162,7 @@ def _state(value: StoredValue) -> dict[str, Any]:
     )
     (end,) = ends
     value.need(".quant_map" in value.entries, f"no file has its '.quant_map'. {_AGAIN}")
+    value.need_shape(".quant_map", (16,))
     for part in (".quant_map", *_NESTED):
         if part in value.entries:
             dtype = value.entries[part].dtype
@@ -188,3 +191,102 @@ def _state(value: StoredValue) -> dict[str, Any]:
 
 def _is_length(n: Any) -> bool:
     return type(n) is int and n > 0
+
+
+def stored(form: ValueForm) -> StoredForm:
+    """A weight of 4 bits without a nested absmax, or one of LLM.int8(). Raises UnsupportedError for other formats."""
+    writing.check(form, "bitsandbytes", _misfit)
+    kind, shape = kind_of(form.recipe.format), form.shape
+    if kind is None:
+        entries = {"SCB": Entry("F32", shape[:1]), "weight": Entry("I8", shape), "weight_format": Entry("U8", ())}
+        return StoredForm(entries, {"kind": "int8"})
+    numbers, block = math.prod(shape), form.recipe.format.scale.block[1] or 1
+    state = {"quant_type": kind, "blocksize": block, "dtype": _DTYPES[form.dtype], "shape": list(shape)}
+    entries = {
+        "": Entry("U8", (numbers // 2, 1)),
+        ".absmax": Entry("F32", (numbers // block,)),
+        ".quant_map": Entry("F32", (16,)),
+        f"{_STATE}{kind}": Entry("U8", (len(json.dumps(state)),)),
+    }
+    return StoredForm(entries, {"kind": kind, "state": state})
+
+
+def _misfit(form: ValueForm) -> str | None:
+    fmt, shape, kind = form.recipe.format, form.shape, kind_of(form.recipe.format)
+    block = fmt.scale.block[1]
+    if kind is not None and block in _BLOCKS:
+        known = [RECIPES[kind](block_size=block).format]
+    else:
+        known = [BnbINT8Scaling(dtype).format for dtype in ("fp32", "fp16")]
+    if fmt not in known:
+        return (
+            f"it holds NF4 and its own FP4 with an FP32 absmax per {', '.join(map(str, _BLOCKS[:-1]))} or "
+            f"{_BLOCKS[-1]} codes, and 8-bit integers whose absmax it multiplies by 1 / 127; {form.recipe.spec!r} is none of "
+            "these."
+        )
+    if form.is_transposed:
+        return "it has its blocks along the last axis; those of this value run along axis -2."
+    if kind is None and len(shape) != 2:
+        return f"a weight of LLM.int8() is a matrix; this value has shape {spelled(shape)}."
+    if len(shape) < 2 or not all(shape) or (block is not None and shape[-1] % block):
+        return f"it holds (..., M, K) in whole blocks of K; blocks of {block} do not divide shape {spelled(shape)}."
+    if form.fitted_layout.plain != form.recipe.layout.fitted(shape):
+        return f"it has blocks of neighboring columns; this value has {form.layout!r}."
+    return None
+
+
+def write(st: ScaledTensor, stored: StoredForm) -> dict[str, np.ndarray]:
+    """Codes with the nibbles of each byte swapped, or as they are; absmax as it is.
+
+    Raises UnsupportedError for a `bnb_int8` tensor whose scale is not bitsandbytes' constant: one that a cast wrote.
+    """
+    if "SCB" in stored.entries:
+        constant = st.global_scale
+        if constant is not None and float(constant) != BNB_INT8_SCALE:
+            raise UnsupportedError(
+                f"bitsandbytes multiplies absmax by {BNB_INT8_SCALE!r}; the scale of this tensor is {float(constant)!r}. "
+                "Give the recipe 'bnb_int8,scale_dtype=fp32'.",
+                found=float(constant),
+            )
+        absmax = st.scale.reshape(-1).astype(np.float32)
+        return {"SCB": absmax, "weight": st.data, "weight_format": np.zeros((), np.uint8)}
+    state: dict[str, Any] = stored.settings["state"]
+    return {
+        "": swapped(st.data.reshape(-1, 1)),
+        ".absmax": st.scale.reshape(-1),
+        ".quant_map": np.array(table_of(st.recipe), np.float32),
+        f"{_STATE}{state['quant_type']}": np.frombuffer(json.dumps(state).encode(), np.uint8),
+    }
+
+
+def config(stored: Mapping[str, StoredForm], plain: Sequence[str], activations: str | None) -> dict[str, dict[str, Any]]:
+    """A `BitsAndBytesConfig`, which has one type for all modules.
+
+    Layers of 4 bits leave inputs as they are, and multiply in the dtype of the model. LLM.int8() quantizes inputs to 8 bits.
+    """
+    kinds = {form.settings["kind"]: module for module, form in stored.items()}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{kind} in {module}" for kind, module in kinds.items())
+        raise UnsupportedError(
+            f"a bitsandbytes checkpoint has one type for all modules; got {listed}. Give all the same one, nf4, bnb_fp4 or "
+            "bnb_int8, and leave others out (--exclude)."
+        )
+    (kind,) = kinds
+    writing.inputs("bitsandbytes", activations, dict.fromkeys((None, "int8" if kind == "int8" else "none")))
+    settings: dict[str, Any] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": kind != "int8",
+        "load_in_8bit": kind == "int8",
+        "llm_int8_skip_modules": sorted(plain),
+    }
+    if kind == "int8":
+        settings |= {"llm_int8_threshold": 6.0, "llm_int8_has_fp16_weight": False}
+    else:
+        state = next(iter(stored.values())).settings["state"]
+        settings |= {
+            "bnb_4bit_quant_type": kind,
+            "bnb_4bit_compute_dtype": state["dtype"],
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_use_double_quant": False,
+        }
+    return {"config.json": {"quantization_config": settings}}

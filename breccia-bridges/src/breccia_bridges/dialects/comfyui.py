@@ -8,14 +8,19 @@ Source: ComfyUI, QUANTIZATION.md and comfy/quant_ops.py.
 
 from __future__ import annotations
 
+import json
 from reprlib import repr as short
+from typing import Any
+
+import numpy as np
 
 from breccia import DialectError, ScaledTensor, UnsupportedError
-from breccia.backend import StoredValue, ValueForm
+from breccia.backend import Entry, StoredForm, StoredValue, ValueForm
 from breccia.internal import parsed_json
 
 from . import fp8
 from .scales import FLOATS
+from .writing import check_matrix, refused
 
 #: The dtype of codes in a file, by ComfyUI's name of the format.
 _FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
@@ -55,3 +60,25 @@ def _scaled(value: StoredValue) -> StoredValue:
     value.need("weight_scale_2" not in value.entries, f"it has a 'weight_scale_2', which {name} has not. {_AGAIN}")
     entries = {end: value.entries[end] for end in ("weight_scale", "weight")}
     return StoredValue(value.name, entries, value.settings, value.__getitem__, value.view, value.metadata)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+_NAME = "comfy_quant"
+
+
+def stored(form: ValueForm) -> StoredForm:
+    """FP8 codes of any number of axes with one scale, and the JSON that names their format."""
+    check_matrix(form, _NAME)
+    dtype = fp8.DTYPES.get(form.recipe.format.element.name)
+    name = next((name for name, one in _FORMATS.items() if one == dtype), None)
+    if name is None or fp8.kind_of(form) != "tensor":
+        raise refused(form, _NAME)
+    scaled = fp8.stored_as(form, "weight", "weight_scale", ())
+    text = json.dumps({"format": name}).encode()
+    return StoredForm({**scaled.entries, "comfy_quant": Entry("U8", (len(text),))}, {"comfy_quant": text})
+
+
+def write(st: ScaledTensor, stored: StoredForm) -> dict[str, Any]:
+    """Codes and scale as they are, and the JSON in bytes."""
+    return {**fp8.write(st, stored), "comfy_quant": np.frombuffer(stored.settings["comfy_quant"], np.uint8)}

@@ -19,8 +19,7 @@ where columns are in order. Its sparse formats are recognized only.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from reprlib import repr as short
 from typing import Any
@@ -36,10 +35,11 @@ from breccia import (
     ScaledTensor,
     UnsupportedError,
 )
-from breccia.backend import Shape, StoredValue, ValueForm
+from breccia.backend import NUMPY, SettingsOf, Shape, StoredValue, ValueForm, unpack
 
 from ..text import spelled
 from . import fp8, integers, packed_floats
+from .patterns import expressions
 from .scales import POWERS
 from .schemes import Scheme, agree, one_form
 
@@ -54,7 +54,7 @@ _PATTERN = "re:"
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def settings(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+def settings(config: Mapping[str, Any]) -> SettingsOf:
     """{"schemes": what may be the scheme of a module}: more than one where several targets of one kind match it.
 
     Targets that are its name come before patterns, and those before names of classes, which a checkpoint does not have. None
@@ -68,23 +68,24 @@ def settings(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None
         )
     groups = config.get("config_groups")
     if not groups:
-        return {"schemes": ({"where": "the config", "format": _format(config)},)}
+        return lambda module: {"schemes": ({"where": "the config", "format": _format(config)},)}
     if not isinstance(groups, dict):
         raise CorruptFileError(f"config_groups is an object; found {short(groups)}. Fix it, or download it again.")
-    if any(_is_named(module, target) for target in _strings(config.get("ignore") or [], "ignore")):
-        return None
+    ignored = expressions(_strings(config.get("ignore") or [], "ignore"), "the target {}", _PATTERN)
     schemes = [_scheme(config, name, group) for name, group in groups.items()]
-    kinds: tuple[Callable[[str], bool], ...] = (
-        lambda target: target == module,
-        lambda target: target.startswith(_PATTERN) and _is_named(module, target),
-        lambda target: target.isidentifier() and target[0].isupper(),
-    )
-    for kind in kinds:
-        matching = [scheme for scheme in schemes if any(map(kind, scheme["targets"]))]
-        if matching:
-            weights = tuple(scheme for scheme in matching if not scheme["empty"])
-            return {"schemes": weights} if weights else None
-    return None
+    owners = [(n, target) for n, scheme in enumerate(schemes) for target in scheme["targets"]]
+    targets = expressions([target for _, target in owners], "the target {}", _PATTERN)
+    classes = [n for n, (_, target) in enumerate(owners) if target.isidentifier() and target[0].isupper()]
+
+    def of(module: str) -> Mapping[str, Any] | None:
+        if ignored.first(module) is not None:
+            return None
+        places = targets.named(module) or targets.matching(module) or classes
+        matching = [schemes[n] for n in dict.fromkeys(owners[place][0] for place in places)]
+        weights = tuple(scheme for scheme in matching if not scheme["empty"])
+        return {"schemes": weights} if weights else None
+
+    return of
 
 
 def _scheme(config: Mapping[str, Any], name: str, group: Any) -> Scheme:
@@ -112,16 +113,6 @@ def _strings(targets: Any, where: str) -> Sequence[str]:
     return targets
 
 
-def _is_named(module: str, target: str) -> bool:
-    """Is a target the name of a module, or a pattern of its beginning?"""
-    if not target.startswith(_PATTERN):
-        return target == module
-    try:
-        return re.match(target.removeprefix(_PATTERN), module) is not None
-    except (re.error, OverflowError, RecursionError) as e:
-        raise CorruptFileError(f"the target {target!r} is not a regular expression ({e}). Fix it, or download it again.") from e
-
-
 # -- what a value is --------------------------------------------------------------------------------------------------
 
 
@@ -147,10 +138,14 @@ def _packed_integers(value: StoredValue, scheme: Scheme) -> ValueForm:
     packed = value.entries["weight_packed"].shape
     bits = _bits(value, scheme, packed, shape)
     value.need_shape("weight_packed", (*lead, rows, _words(columns, bits)))
-    if bits not in (4, 8):
-        raise UnsupportedError(f"its integers have {bits} bits; {integers.WIDTHS}. {_DECOMPRESS}", bits=bits)
     groups, group = _groups(value, scheme, shape)
     symmetric = _is_symmetric(value, scheme)
+    if bits == 1 and symmetric:
+        raise UnsupportedError(
+            f"its integers are -1 and 0, of one bit without 'weight_zero_point'; a ScaledTensor has signed integers of 2 to 8 "
+            f"bits. {_DECOMPRESS}",
+            bits=bits,
+        )
     if not symmetric and value.entries["weight_scale"].shape not in ((), (1,)):
         _need_part(value, "weight_zero_point", ("I32",), (*lead, _words(rows, bits), groups))
     elif not symmetric:
@@ -374,16 +369,14 @@ def _read_words(value: StoredValue, form: ValueForm) -> ScaledTensor:
     bits, (rows, columns) = form.recipe.format.element.bits, form.shape[-2:]
     codes = integers.row_bytes(value, "weight_packed", value["weight_packed"], columns, bits)
     if form.recipe.format.offset == "none":
-        codes = integers.offset(codes, bits)
-        if columns * bits % 8:
-            codes[..., -1] &= 15
+        codes = integers.cut(integers.offset(codes, bits), columns, bits)
         return integers.read(value, form, codes, "weight_scale")
     if value.entries["weight_zero_point"].dtype == "I8":
         zero = (_signed(value, "weight_zero_point", bits).astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
     else:
         words = np.ascontiguousarray(np.swapaxes(value["weight_zero_point"], -1, -2))
         packed = integers.row_bytes(value, "weight_zero_point", words, rows, bits)
-        zero = np.swapaxes((integers.split(packed) if bits == 4 else packed)[..., :rows], -1, -2)
+        zero = np.swapaxes(unpack(NUMPY, packed, form.recipe.format.element, rows).astype(np.uint8), -1, -2)
     return integers.read(value, form, codes, "weight_scale", zero)
 
 

@@ -1,23 +1,22 @@
-"""Integers of 4 and 8 bits with scales per row or per group along K, and zero-points, as components of ScaledTensors.
+"""Integers with scales per row or per group along K, and zero-points, as components of ScaledTensors.
 
-breccia has signed codes without zero-points and unsigned ones with; 4-bit codes are two to a byte along K, the even one in the
-low bits.
+breccia has signed codes without zero-points and unsigned ones with, packed along K from the lowest bit up.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from breccia import ScaledTensor
-from breccia.backend import Shape, StoredValue, ValueForm
+from breccia import Format, Integer, Level, ScaledTensor
+from breccia.backend import INTEGERS, Entry, Shape, StoredForm, StoredValue, ValueForm
+from breccia.internal import packed_length
 
 from ..wrapping import integer_recipe
 from .scales import SCALE_DTYPES, assembled, check_scale, widened
-
-#: What no recipe holds, and what users can do.
-WIDTHS = "a ScaledTensor has integers of 4 and 8 bits"
+from .writing import parts_of
 
 
 def form(value: StoredValue, shape: Shape, bits: int, symmetric: bool, group: int | None, scale: str) -> ValueForm:
@@ -36,6 +35,45 @@ def read(
     return assembled(form, codes, per_row(value[scale], form), zero)
 
 
+class Integers(NamedTuple):
+    """What a format of integers is: the width, whether codes are signed, its offset ("none", "zero_point", ...), the columns
+    per scale or None for one scale per row, and the dtype of scales in a file."""
+
+    bits: int
+    signed: bool
+    offset: str
+    group: int | None
+    scale_dtype: str
+
+
+def kind_of(form: ValueForm) -> Integers | None:
+    """What the integers of a form are; None for other formats. Groups may be in any order: see `writing.check_matrix`."""
+    fmt = form.recipe.format
+    element, (rows, group) = fmt.element, fmt.block
+    if not isinstance(element, Integer) or INTEGERS.get((element.bits, element.signed)) != element or rows != 1:
+        return None
+    if fmt.scale.codec.name not in SCALE_DTYPES or fmt.offset not in ("none", "zero_point", "bias"):
+        return None
+    if fmt != Format(element, (Level(fmt.scale.codec, (1, group)),), fmt.offset):
+        return None
+    return Integers(element.bits, element.signed, fmt.offset, group, fmt.scale.codec.name)
+
+
+def stored_as(form: ValueForm, codes: str, scale: str, shape: Shape | None = None, **settings: Any) -> StoredForm:
+    """Signed 8-bit codes without zero-points as the parts `codes` (I8) and `scale`, the scale first.
+
+    shape: of the scale; by default (..., N, groups). settings: of the module.
+    """
+    grid = form.fitted_layout.plain.scale_shapes(form.shape)[0] if shape is None else shape
+    return StoredForm({scale: Entry(form.recipe.format.scale.codec.name, grid), codes: Entry("I8", form.shape)}, settings)
+
+
+def write(st: ScaledTensor, stored: StoredForm) -> dict[str, Any]:
+    """Codes and scales of `stored_as` as they are."""
+    scale_end, codes_end = list(stored.entries)[:2]
+    return parts_of(st, stored, data=codes_end, scale=scale_end)
+
+
 def per_row(array: np.ndarray, form: ValueForm) -> np.ndarray:
     """One item repeated for each row; other arrays as they are."""
     shape = form.fitted_layout.scale_shapes(form.shape)[0]
@@ -45,22 +83,39 @@ def per_row(array: np.ndarray, form: ValueForm) -> np.ndarray:
 def offset(data: Any, bits: int) -> Any:
     """Bytes of two's complement codes as those of codes with half of the range added, and back.
 
-    data: uint8, of any framework.
+    data: uint8, of NumPy or torch: rows of packed codes.
     """
-    return data ^ (0x88 if bits == 4 else 0x80)
+    group = math.lcm(bits, 8)
+    tops = sum(1 << at for at in range(bits - 1, group, bits)).to_bytes(group // 8, "little")
+    flipped = data ^ tops[0]
+    for place, top in enumerate(tops[1:], 1):
+        flipped[..., place :: len(tops)] ^= tops[0] ^ top
+    return flipped
+
+
+def cut(data: Any, length: int, bits: int) -> Any:
+    """Rows of packed codes with zeros after `length` codes, in place."""
+    whole, rest = divmod(length * bits, 8)
+    data[..., whole : whole + 1] &= (1 << rest) - 1
+    data[..., whole + 1 :] = 0
+    return data
 
 
 def row_bytes(value: StoredValue, end: str, words: np.ndarray, length: int, bits: int) -> np.ndarray:
-    """Rows of int32 words, filled from the lowest bit up, as rows of bytes that hold `length` codes of `bits`.
+    """Rows of int32 words, filled from the lowest bit up, as rows of `length` packed codes of `bits`.
 
     Raises DialectError where what follows the last code is not zero.
     """
     stored = words.view(np.uint8)
-    size = -(-length * bits // 8)
-    tail = stored[..., size:]
-    half = stored[..., size - 1] >> 4 if length * bits % 8 else tail[..., :0]
-    value.need(not tail.any() and not half.any(), f"{end!r} has bits after the last of {length} codes of a row; they are 0.")
-    return np.ascontiguousarray(stored[..., :size])
+    whole, rest = divmod(length * bits, 8)
+    value.need(
+        not (stored[..., whole : whole + 1] >> rest).any() and not stored[..., whole + 1 :].any(),
+        f"{end!r} has bits after the last of {length} codes of a row; they are 0.",
+    )
+    data = np.zeros((*stored.shape[:-1], packed_length(INTEGERS[bits, False], length)), np.uint8)
+    held = min(data.shape[-1], stored.shape[-1])
+    data[..., :held] = stored[..., :held]
+    return data
 
 
 def nibbles(codes: np.ndarray) -> np.ndarray:

@@ -12,13 +12,16 @@ Source: MLX 0.32.4 (mlx.core.quantize, mlx.nn.quantize), transformers 5.24 (Meta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from breccia import (
     DialectError,
+    Format,
     INT4Scaling,
     INT8Scaling,
     MXFP4BlockScaling,
@@ -28,9 +31,20 @@ from breccia import (
     ScalingRecipe,
     UnsupportedError,
 )
-from breccia.backend import FLOATS, NUMPY, Shape, StoredValue, ValueForm
+from breccia.backend import (
+    FLOATS,
+    NUMPY,
+    Entry,
+    SettingsOf,
+    Shape,
+    StoredForm,
+    StoredValue,
+    ValueForm,
+)
+from breccia.internal import abbreviated
 
-from ..plugin import AffineScaling
+from ..recipes import AffineScaling
+from . import writing
 from .scales import SCALE_DTYPES, assembled, check_scale, widened
 from .words import whole_number
 
@@ -77,6 +91,16 @@ def recipe_of(mode: str, group_size: int | None, bits: int | None, scale_dtype: 
     return kind(group_size=group_size, signed=False, symmetric=False, offset="bias", scale_dtype=scale_dtype)
 
 
+def options_of(fmt: Format) -> dict[str, Any] | None:
+    """MLX's group_size, bits and mode of arrays of a format: the inverse of `recipe_of`; None if MLX has no such mode."""
+    (_, group), bits = fmt.scale.block, fmt.element.bits
+    mode = next((mode for mode, recipe in MODES.items() if recipe.format == fmt), None)
+    if mode is None and bits in WIDTHS and group in GROUPS and fmt.scale.codec.name in SCALE_DTYPES:
+        affine = recipe_of("affine", group, bits, SCALE_DTYPES[fmt.scale.codec.name], "")
+        mode = "affine" if affine.format == fmt else None
+    return None if mode is None else {"group_size": group, "bits": bits, "mode": mode}
+
+
 def group_of(recipe: ScalingRecipe) -> int:
     """Elements along K that share a scale."""
     return recipe.format.scale.block[1] or 1
@@ -93,15 +117,18 @@ def fits(words: Shape, scales: Shape, recipe: ScalingRecipe) -> bool:
     return not rest and scales == (*words[:-1], groups)
 
 
-def settings(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+def settings(config: Mapping[str, Any]) -> SettingsOf:
     """The options of a module: its own ones, or those of the config."""
-    own = config.get(module)
-    if own is False:
-        return None
-    if isinstance(own, Mapping):
-        return {"mode": "affine", **own}
-    common = ("group_size", "bits", "mode")
-    return {**dict.fromkeys(common), **{key: config[key] for key in common if key in config}} if config else config
+    names = ("group_size", "bits", "mode")
+    common = {**dict.fromkeys(names), **{key: config[key] for key in names if key in config}} if config else config
+
+    def of(module: str) -> Mapping[str, Any] | None:
+        own = config.get(module)
+        if own is False:
+            return None
+        return {"mode": "affine", **own} if isinstance(own, Mapping) else common
+
+    return of
 
 
 def form(value: StoredValue) -> ValueForm:
@@ -186,3 +213,68 @@ def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
         check_scale(value, end, widened(value, end))
     zero_point = value[biases[0]] if biases else None
     return assembled(form, value.view("weight").view(np.uint8), scale, zero_point)
+
+
+def stored(form: ValueForm) -> StoredForm:
+    """Words, scales, and biases in mode "affine". Raises UnsupportedError for other formats and for partial groups."""
+    writing.check(form, "mlx", _misfit)
+    fmt = form.recipe.format
+    options = options_of(fmt)
+    assert options is not None
+    *lead, length = form.shape
+    scales = Entry(fmt.scale.codec.name if options["mode"] == "affine" else "U8", (*lead, length // options["group_size"]))
+    entries = {"weight": Entry("U32", (*lead, length * options["bits"] // 32)), "scales": scales}
+    return StoredForm(entries | ({"biases": scales} if fmt.offset == "bias" else {}), options)
+
+
+def _misfit(form: ValueForm) -> str | None:
+    recipe, shape = form.recipe, form.shape
+    options = options_of(recipe.format)
+    if options is None:
+        return (
+            "it holds mxfp4, mxfp8, nvfp4 without a tensor scale, and unsigned integers of 2, 3, 4, 5, 6 or 8 bits with a "
+            f"bias in groups of 32, 64 or 128; {recipe.spec!r} is none of these."
+        )
+    if form.is_transposed:
+        return "it has its groups along the last axis; those of this value run along axis -2."
+    group = options["group_size"]
+    if len(shape) < 2 or not all(shape) or shape[-1] % group:
+        return f"it holds (..., M, K) in whole groups of K; groups of {group} do not divide shape {list(shape)}."
+    if form.fitted_layout.plain != recipe.layout.fitted(shape):
+        return f"it has groups of neighboring columns; this value has {form.layout!r}."
+    return None
+
+
+def write(st: ScaledTensor, stored: StoredForm) -> dict[str, np.ndarray]:
+    """Views of the components."""
+    parts = {"weight": np.ascontiguousarray(st.data).view(np.uint32), "scales": st.scale}
+    return parts | ({"biases": st.zero_point} if "biases" in stored.entries else {})
+
+
+#: The name of one expert of several.
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def config(stored: Mapping[str, StoredForm], plain: Sequence[str], activations: str | None) -> dict[str, dict[str, Any]]:
+    """The options that most modules have, and by name those of others, under both keys that mlx-lm writes.
+
+    It finds modules that are not quantized by the absence of their scales. By default inputs are not quantized; mlx-lm does it
+    where all modules have mode "mxfp8" or all "nvfp4", and inputs the same.
+
+    Raises UnsupportedError for experts one by one: mlx-lm has those of a layer as one stack, and joins only plain ones.
+    """
+    single = [module for module in stored if _SINGLE_EXPERT.search(module)]
+    if single:
+        raise UnsupportedError(
+            f"{abbreviated(single)}: mlx-lm has the experts of a layer as one stack, and breccia does not join them. Leave "
+            "them as they are: exclude='*.experts.*' (--exclude), which mlx-lm joins itself.",
+            names=single,
+        )
+    options = {module: dict(form.settings) for module, form in stored.items()}
+    common = dict(Counter(tuple(own.items()) for own in options.values()).most_common(1)[0][0])
+    quantization = common | {module: own for module, own in options.items() if own != common}
+    known: dict[str | None, dict[str, Any]] = {None: {}, "none": {}}
+    if common["mode"] in ("mxfp8", "nvfp4") and len(quantization) == len(common):
+        known[MODES[common["mode"]].spec] = {"quantize_activations": True}
+    inputs = writing.inputs("mlx", activations, known)
+    return {"config.json": {"quantization": quantization, "quantization_config": quantization, **inputs}}

@@ -14,26 +14,26 @@ Fused experts are X (E, K, N) with X_weight_scale in place of X.weight, packed a
 Modules of a model in mixed precision are in `quantized_layers`, each with its `quant_algo`. `pre_quant_scale`, by which
 activations are multiplied, is no part of a value: it stays a tensor of its own beside it, as `input_scale` does.
 
-Codes and scales of NVFP4 are exact, as stored. ModelOpt decodes them as q * (s * s2), the numerics contract as (q * s) * s2:
-some decoded numbers differ in the last bit.
+ModelOpt decodes NVFP4 as q * (s * s2): the recipe has `order="scales_first"`.
 
 Source: nvidia-modelopt 0.47 (export_hf_checkpoint), run on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from reprlib import repr as short
 from typing import Any
 
 from breccia import CorruptFileError, MXFP4BlockScaling, NVFP4BlockScaling, ScaledTensor, UnsupportedError
-from breccia.backend import StoredValue, ValueForm
+from breccia.backend import E4M3, Entry, SettingsOf, StoredForm, StoredValue, ValueForm, words
 
 from ..text import spelled
 from . import fp8, integers, packed_floats
-from .scales import POWERS
+from .patterns import globs
+from .scales import POWERS, SCALE_DTYPES
 from .schemes import Scheme, agree, one_form
+from .writing import check_matrix, inputs, parts_of, refused
 
 #: The values of `quant_algo`, in upper case, by what the tensors are.
 ALGORITHMS = {
@@ -49,7 +49,7 @@ _FUSED = "_weight_scale"
 _ORIGINAL = "Convert the checkpoint that it was made from."
 
 
-def settings(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+def settings(config: Mapping[str, Any]) -> SettingsOf:
     """{"schemes": the scheme of a module}; None for one that is excluded, or that is not in the list of quantized ones.
 
     config: of config.json, or of hf_quant_config.json, where it is under "quantization". A listed module stands for all in it.
@@ -63,17 +63,22 @@ def settings(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None
         raise CorruptFileError(
             f"exclude_modules lists names of modules; found {short(excluded)}. Fix it, or download it again."
         )
-    if any(fnmatchcase(module, name) for name in excluded):
-        return None
     layers = inner.get("quantized_layers")
-    if layers is None:
-        return {"schemes": (_scheme(inner, "the config"),)}
-    if not isinstance(layers, dict):
+    if not isinstance(layers, dict | None):
         raise CorruptFileError(f"quantized_layers is an object; found {short(layers)}. Fix it, or download it again.")
-    name = module
-    while name and name not in layers:
-        name = name.rpartition(".")[0]
-    return {"schemes": (_scheme(layers[name], f"quantized_layers[{name!r}]"),)} if name else None
+    unquantized = globs(excluded, "{} in exclude_modules")
+
+    def of(module: str) -> Mapping[str, Any] | None:
+        if unquantized.first(module) is not None:
+            return None
+        if layers is None:
+            return {"schemes": (_scheme(inner, "the config"),)}
+        name = module
+        while name and name not in layers:
+            name = name.rpartition(".")[0]
+        return {"schemes": (_scheme(layers[name], f"quantized_layers[{name!r}]"),)} if name else None
+
+    return of
 
 
 def _scheme(listed: Any, where: str) -> Scheme:
@@ -98,12 +103,15 @@ def _form(value: StoredValue, scheme: Scheme) -> ValueForm:
     if codes.dtype == "I8":
         _agree(value, scheme, "INT8")
         value.need(len(codes.shape) == 2, f"{codes_end!r} has shape {spelled(codes.shape)}; a weight has two axes.")
+        value.need(scale.dtype in SCALE_DTYPES, f"{scale_end!r} is {scale.dtype}; it is {' or '.join(SCALE_DTYPES)} there.")
         value.need_shape(scale_end, codes.shape[:1], ())
         return integers.form(value, codes.shape, 8, True, None, scale_end)
     if scale.dtype == "F8_E4M3":
         return _nvfp4(value, scheme, scale_end, codes_end)
     if scale.dtype in POWERS:
         _agree(value, scheme, "MXFP4")
+        second = f"{scale_end}_2"
+        value.need(second not in value.entries, f"it has {second!r}, which MXFP4 has not: its scales are powers of two.")
         return packed_floats.form(value, codes_end, scale_end, MXFP4BlockScaling())
     return _rows(value, scheme)
 
@@ -150,7 +158,7 @@ def _nvfp4(value: StoredValue, scheme: Scheme, scale_end: str, codes_end: str) -
     second = value.entries[second_end]
     value.need(second.dtype == "F32", f"{second_end!r} is {second.dtype}; it is F32 there.", dtype=second.dtype)
     value.need_shape(second_end, (), (1,), value.entries[codes_end].shape[:-2])
-    return packed_floats.form(value, codes_end, scale_end, NVFP4BlockScaling(), is_transposed)
+    return packed_floats.form(value, codes_end, scale_end, NVFP4BlockScaling(order="scales_first"), is_transposed)
 
 
 def _rows(value: StoredValue, scheme: Scheme) -> ValueForm:
@@ -185,3 +193,108 @@ def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
         return integers.read(value, form, integers.nibbles(integers.split(value[codes_end], -2)), scale_end)
     second = f"{scale_end}_2" if form.recipe.format.global_scale else None
     return packed_floats.read(value, form, codes_end, scale_end, second)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+#: Of each `quant_algo` that is written: the specs of recipes for inputs that it has. ModelOpt's other ways to quantize inputs
+#: have scales that are measured by calibration, such as "input_scale".
+_INPUTS: Mapping[str, tuple[str | None, ...]] = {
+    "FP8": (None, "none"),
+    "FP8_PER_CHANNEL_PER_TOKEN": (None, "fp8_row"),
+    "fp8_pb_wo": (None, "none"),
+    "MXFP8": (None, "mxfp8"),
+    "W4A16_NVFP4": (None, "none"),
+    "mxfp4": (None, "none"),
+    "W4A16_AWQ": (None, "none"),
+    "W8A16": (None, "none"),
+}
+_NAME = "modelopt"
+
+
+def stored(form: ValueForm) -> StoredForm:
+    """What has a `quant_algo`; fused experts, whose contraction axis is the one before the last, in NVFP4."""
+    match packed_floats.kind_of(form):
+        case "nvfp4" if form.recipe.format == NVFP4BlockScaling(order="scales_first").format:
+            return _stored_nvfp4(form)
+        case "mxfp4":
+            check_matrix(form, _NAME)
+            parts = ("weight", "U8"), ("weight_scale", "U8")
+            return packed_floats.stored_as(form, _NAME, *parts, quant_algo="mxfp4")
+        case _:
+            check_matrix(form, _NAME)
+    kind = fp8.kind_of(form) if form.recipe.format.element == E4M3 else ""
+    if kind == "mx":
+        return fp8.stored_as(form, "weight", "weight_scale", dtype="U8", quant_algo="MXFP8", group_size=32)
+    if kind == "tensor":
+        return fp8.stored_as(form, "weight", "weight_scale", quant_algo="FP8")
+    if kind == "row":
+        return fp8.stored_as(form, "weight", "weight_scale", form.shape[:-1], quant_algo="FP8_PER_CHANNEL_PER_TOKEN")
+    if kind == "block" and form.recipe.format.block == fp8.TILE:
+        *lead, rows, columns = form.shape
+        spread = (n for side in (*lead, -(-rows // fp8.TILE[0]), -(-columns // fp8.TILE[1])) for n in (side, 1))
+        return fp8.stored_as(form, "weight", "weight_scale", tuple(spread), quant_algo="fp8_pb_wo")
+    return _stored_integers(form)
+
+
+def _stored_nvfp4(form: ValueForm) -> StoredForm:
+    fused = form.is_transposed and len(form.shape) > 2
+    check_matrix(form, _NAME, is_transposed=fused)
+    codes, scale = ("", _FUSED) if fused else ("weight", "weight_scale")
+    parts = (codes, "U8"), (scale, "F8_E4M3"), (f"{scale}_2", form.shape[:-2])
+    return packed_floats.stored_as(form, _NAME, *parts, quant_algo="W4A16_NVFP4", group_size=16)
+
+
+def _stored_integers(form: ValueForm) -> StoredForm:
+    """Signed integers without offset: of 8 bits with a scale per row, of 4 bits with one per group."""
+    kind = integers.kind_of(form)
+    is_plain = kind is not None and kind.signed and kind.offset == "none"
+    if kind is None or not is_plain or (kind.bits, kind.group is None) not in ((8, True), (4, False)):
+        raise refused(form, _NAME)
+    if kind.bits == 8:
+        if len(form.shape) > 2:
+            raise refused(form, _NAME, "its 8-bit integers are matrices; stacks of experts are 'fp8_row' there")
+        return integers.stored_as(form, "weight", "weight_scale", form.shape[:-1], quant_algo="W8A16")
+    *lead, rows, columns = form.shape
+    size = kind.group or columns
+    if rows % 2 or columns % size:
+        raise refused(form, _NAME, f"two rows are a byte there, and groups of {size} are whole; use 'fp8_row'")
+    entries = {
+        "weight_scale": Entry(kind.scale_dtype, (*lead, rows, columns // size)),
+        "weight": Entry("U8", (*lead, rows // 2, columns)),
+    }
+    algorithm = {"quant_algo": "W4A16_AWQ", "group_size": size, "has_zero_point": False, "pre_quant_scale": False}
+    return StoredForm(entries, algorithm)
+
+
+def write(st: ScaledTensor, stored: StoredForm) -> dict[str, Any]:
+    """Codes and scales as they are; 4-bit integers with two rows to a byte, in place of two columns."""
+    scale_end, codes_end = list(stored.entries)[:2]
+    scale, codes = stored.entries[scale_end], stored.entries[codes_end]
+    if codes.dtype in fp8.FORMATS:
+        return fp8.write(st, stored)
+    if codes.dtype == "I8":
+        return integers.write(st, stored)
+    if scale.dtype in SCALE_DTYPES:
+        rows = integers.split(words(st)["data"])[..., : codes.shape[-1]]
+        packed = rows[..., ::2, :] | (rows[..., 1::2, :] << 4)
+        return {**parts_of(st, stored, scale=scale_end), codes_end: packed}
+    return packed_floats.write(st, stored, is_transposed=scale_end == _FUSED)
+
+
+def config(stored: Mapping[str, StoredForm], plain: Sequence[str], activations: str | None) -> dict[str, dict[str, Any]]:
+    """The `quant_algo` of all modules, or of each under "MIXED_PRECISION": in hf_quant_config.json, and flat in config.json."""
+    layers = {module: dict(one.settings) for module, one in stored.items()}
+    for algorithm in dict.fromkeys(layer["quant_algo"] for layer in layers.values()):
+        inputs(_NAME, activations, dict.fromkeys(_INPUTS[algorithm], algorithm))
+    first = next(iter(layers.values()), {"quant_algo": None})
+    same = all(layer == first for layer in layers.values())
+    said = first if same else {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    producer = {"name": "modelopt", "version": "0.47.0"}  # whose layout it is: engines ask for the name
+    excluded = sorted(plain)
+    listed = {"quant_algo": said["quant_algo"], "kv_cache_quant_algo": None, **said, "exclude_modules": excluded}
+    flat = {"quant_method": "modelopt", **said, "ignore": excluded, "producer": producer}
+    return {
+        "config.json": {"quantization_config": flat},
+        "hf_quant_config.json": {"producer": producer, "quantization": listed},
+    }

@@ -5,8 +5,8 @@ attributes, as JSON. Codes and scales of Float8Tensor, Int8Tensor, IntxUnpackedT
 NVFP4Tensor are breccia's, in other packings at most, as `breccia.bridges.from_torchao` says it of those in memory. How a layer
 quantizes its inputs is not part of the value.
 
-torchao decodes NVFP4 as q · (s · g), q being the code, s the scale of its block and g that of the tensor; a ScaledTensor
-decodes (q · s) · g. Codes and both scales are as stored all the same, and values may differ in the last bit.
+torchao decodes NVFP4 as q · (s · g), q being the code, s the scale of its block and g that of the tensor: the recipe has
+`order="scales_first"`.
 
 Source: torchao 0.18.0, prototype/safetensors. Neither it nor torch is needed.
 """
@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from breccia import DialectError, InStorage, NVFP4BlockScaling, ScaledTensor, ScalingRecipe, UnsupportedError
+from breccia import DialectError, InStorage, ScaledTensor, ScalingRecipe, UnsupportedError
 from breccia.backend import E2M1, E2M3, E3M2, NUMPY, Entry, Shape, StoredValue, ValueForm, pack
 from breccia.internal import abbreviated, parsed_json
 
-from ..plugin import SignedInt4Scaling
+from ..recipes import SignedInt4Scaling
 from ..text import spelled
-from ..torchao_parts import SWIZZLE, IntegerForm, integer_form, matrix_block, moved, mx_recipe, unsigned
+from ..torchao_parts import SWIZZLE, IntegerForm, integer_form, matrix_block, moved, mx_recipe, nvfp4_recipe, unsigned
 from ..wrapping import check_padding, float8_recipe
 from .fp8 import FORMATS
 from .scales import FLOATS, SCALE_DTYPES, assembled, check_scale, widened
@@ -110,7 +110,11 @@ class _Stored:
 
     @property
     def codes(self) -> Entry:
-        return self.value.entries["_qdata"]
+        entry = self.value.entries["_qdata"]
+        self.value.need(
+            len(entry.shape) > 1, f"'_qdata' has shape {spelled(entry.shape)}; a weight has two axes or more. {_AGAIN}"
+        )
+        return entry
 
     @property
     def scale(self) -> Entry:
@@ -169,11 +173,19 @@ class _Stored:
         return scale
 
 
-def _oriented(recipe: ScalingRecipe, shape: Shape, axis: int) -> ValueForm:
-    """The form of a tensor, or of its transpose if blocks run along axis -2."""
-    if axis == -1:
-        return ValueForm(recipe, shape)
-    return ValueForm(recipe, (*shape[:-2], shape[-1], shape[-2]), is_transposed=True)
+def _oriented(stored: _Stored, recipe: ScalingRecipe, axis: int, scales: Shape) -> ValueForm:
+    """The form of a tensor, or of its transpose if blocks run along axis -2. scales: their shape, after broadcasting."""
+    shape = stored.codes.shape
+    form = ValueForm(recipe, shape)
+    if axis != -1:
+        form = ValueForm(recipe, (*shape[:-2], shape[-1], shape[-2]), is_transposed=True)
+    needed = [math.prod(shape) for shape in form.fitted_layout.scale_shapes(form.shape)]
+    stored.value.need(
+        math.prod(scales) in needed,
+        f"its {stored.kind} of shape {spelled(shape)} has block_size {stored.block()}, which needs {needed[0]} scales; "
+        f"'_scale' has shape {spelled(stored.scale.shape)}. {_AGAIN}",
+    )
+    return form
 
 
 # ------------------------------------------------------------------------------------------------ FP8
@@ -184,7 +196,7 @@ def _float8_form(stored: _Stored) -> ValueForm:
     fmt, shape = FORMATS[stored.need_dtype("_qdata", *FORMATS)], stored.codes.shape
     stored.need_dtype("_scale", *FLOATS)
     m, k, axis = matrix_block(stored.kind, shape, stored.scale.shape, stored.block())
-    return _oriented(float8_recipe(fmt, (m, k)), shape, axis)
+    return _oriented(stored, float8_recipe(fmt, (m, k)), axis, stored.scale.shape)
 
 
 def _float8(stored: _Stored, form: ValueForm) -> ScaledTensor:
@@ -228,7 +240,7 @@ def _zero_points(value: StoredValue) -> np.ndarray:
 def _integer_form(stored: _Stored) -> ValueForm:
     """Codes (..., M, K) in int8; a scale, and maybe a zero-point, per tensor, row, column or group of a row."""
     integers = _integers(stored)
-    return _oriented(integers.recipe, stored.codes.shape, integers.axis)
+    return _oriented(stored, integers.recipe, integers.axis, integers.scale)
 
 
 def _integer(stored: _Stored, form: ValueForm) -> ScaledTensor:
@@ -310,7 +322,7 @@ def _nvfp4_form(stored: _Stored) -> ValueForm:
     if two_level:
         stored.need_dtype("_per_tensor_scale", "F32")
         stored.value.need_shape("_per_tensor_scale", (), (*stored.codes.shape[:-2], 1, 1))
-    return _blocks_form(stored, NVFP4BlockScaling(two_level=two_level))
+    return _blocks_form(stored, nvfp4_recipe(two_level))
 
 
 def _blocks_form(stored: _Stored, recipe: ScalingRecipe) -> ValueForm:
@@ -318,7 +330,7 @@ def _blocks_form(stored: _Stored, recipe: ScalingRecipe) -> ValueForm:
     *lead, columns = stored.codes.shape
     k, block = 2 * columns if recipe.format.element == E2M1 else columns, recipe.format.scale.block[1] or 1
     stored.value.need(
-        len(lead) > 0 and k % block == 0,
+        k % block == 0,
         f"it has shape {spelled((*lead, k))}; torchao has matrices whose rows are whole blocks of {block}. {_AGAIN}",
     )
     scale = (*lead, k // block)

@@ -10,11 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from breccia import INT4Scaling, INT8Scaling, ScalingRecipe
-from breccia.backend import Shape, StoredValue
+from breccia import ScalingRecipe
+from breccia.backend import INTEGERS, NUMPY, Shape, StoredValue, ValueForm, pack, unpack
 
-from .integers import nibbles
+from ..text import either
+from ..wrapping import integers_of
+from .holding import check_format
+from .integers import nibbles, split
 from .scales import SCALE_DTYPES
+
+#: Dtypes of scales that layers of gptqmodel and AutoAWQ have: they are the dtype of the model.
+HALVES = ("F16", "BF16")
 
 
 def matrices(value: StoredValue) -> dict[str, Shape]:
@@ -55,15 +61,63 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
     return out.reshape(*words.shape[:-1], -1)
 
 
-def packed(codes: np.ndarray, recipe: ScalingRecipe) -> np.ndarray:
-    """Codes, one a byte, as a recipe of 4 or 8 bits packs them: the even code of a pair in the low nibble."""
-    return np.ascontiguousarray(codes) if recipe.format.element.bits == 8 else nibbles(codes)
+def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes, one a byte, as recipes pack them."""
+    if bits == 8:
+        return np.ascontiguousarray(codes)
+    return nibbles(codes) if bits == 4 else pack(NUMPY, codes.astype(np.int32), INTEGERS[bits, False])
 
 
-def integers(bits: int, group_size: int, dtype: str) -> ScalingRecipe:
-    """The recipe of unsigned codes with zero-points, of 4 bits for up to 4, else of 8. dtype: of scales, in the file."""
-    kind = INT4Scaling if bits <= 4 else INT8Scaling
-    return kind(group_size=group_size, signed=False, scale_dtype=SCALE_DTYPES[dtype], symmetric=False)
+def code_bytes(data: np.ndarray, bits: int, length: int) -> np.ndarray:
+    """The inverse of `packed`: rows of `length` codes as recipes pack them, one a byte."""
+    if bits == 8:
+        return np.asarray(data).view(np.uint8)
+    if bits == 4:
+        return split(np.asarray(data))[..., :length]
+    return unpack(NUMPY, data, INTEGERS[bits, False], length).astype(np.uint8)
+
+
+def words_of(codes: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of `unpacked`: codes (..., n), one a byte, as 32-bit words (..., n * bits / 32)."""
+    return packed(np.ascontiguousarray(codes), bits).view(np.int32)
+
+
+def integers(bits: int, group_size: int | None, length: int, dtype: str, is_symmetric: bool = False) -> ScalingRecipe:
+    """The recipe of unsigned codes with zero-points, or of signed ones without. dtype: of scales, in the file.
+
+    group_size: None for all of `length`, which the recipe of 4 bits says by its number.
+    """
+    size = length if group_size is None and bits == 4 else group_size
+    fields = {"signed": is_symmetric, "symmetric": is_symmetric, "scale_dtype": SCALE_DTYPES[dtype]}
+    return integers_of(bits)(group_size=size, **fields)
+
+
+def held(
+    form: ValueForm,
+    widths: Sequence[int],
+    sizes: Sequence[int] = (),
+    dtypes: Sequence[str] = HALVES,
+    is_symmetric: bool = False,
+) -> tuple[int, int | None]:
+    """(bits, group size) of unsigned codes with zero-points, or of signed ones; None for a group of the whole row.
+
+    sizes: of groups, beside the whole row; () for any. dtypes: of scales, in a file. Raises UnsupportedError for other forms,
+    naming the nearest recipe.
+    """
+    fmt, length = form.recipe.format, form.shape[1]
+    bits = min((bits for bits in widths if bits >= fmt.element.bits), default=max(widths))
+    size = 128 if fmt.block[1] is None and bits == 4 else fmt.block[1]
+    if sizes and size is not None and size not in sizes:
+        is_whole = bits == 4 and size == length
+        size = None if is_whole else max((one for one in sizes if one <= size), default=min(sizes))
+    dtype = fmt.scale.codec.name if fmt.scale.codec.name in dtypes else dtypes[0]
+    scale = either([SCALE_DTYPES[dtype].upper() for dtype in dtypes])
+    codes = "signed" if is_symmetric else "unsigned"
+    has = f"{codes} integers of {either(widths)} bits"
+    has += f"{'' if is_symmetric else ' with zero-points'}, and a scale in {scale} for each row or group"
+    has += f" of {either(sizes)}" if sizes else ""
+    check_format(form, has, integers(bits, size, length, dtype, is_symmetric))
+    return bits, size
 
 
 def whole_number(value: StoredValue, settings: Mapping[str, Any], *keys: str) -> int | None:
@@ -86,8 +140,8 @@ def check_bits(value: StoredValue, bits: int, stored: int, ends: str) -> None:
     )
 
 
-def group_size_of(value: StoredValue, size: int | None, length: int, groups: int) -> int:
-    """Elements along K that share a scale: `size`, of a config, where -1 is all of them; or what `groups` groups have.
+def group_size_of(value: StoredValue, size: int | None, length: int, groups: int) -> int | None:
+    """Elements along K that share a scale, None for all of them: `size`, of a config, where -1 is all; or what `groups` have.
 
     Raises DialectError where the config contradicts the scales, and without one unless all groups are equally long.
     """
@@ -100,13 +154,13 @@ def group_size_of(value: StoredValue, size: int | None, length: int, groups: int
         )
         return length // groups
     value.need(size == -1 or size > 0, f"group_size is -1 or at least 1; the config has {size}.", group_size=size)
-    size = length if size == -1 else size
-    wanted = -(-length // size)
+    known = length if size == -1 else size
+    wanted = -(-length // known)
     value.need(
         groups == wanted,
-        f"'scales' has {groups} groups; {length} columns in groups of {size} need {wanted}. Check group_size in the config, or "
-        "download the checkpoint again.",
-        group_size=size,
+        f"'scales' has {groups} groups; {length} columns in groups of {known} need {wanted}. Check group_size in the config, "
+        "or download the checkpoint again.",
+        group_size=known,
         groups=groups,
     )
-    return size
+    return None if size == -1 else size

@@ -1,0 +1,233 @@
+"""Write one file of a conversion, and verify it: its bytes are read back, and its tensors decoded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from copy import copy
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Protocol, Self
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from breccia import CorruptFileError
+from breccia.backend import NUMPY, threads
+
+from .configs import RESERVED, Config, read_configs
+from .dialect_writer import DialectWriter, Reader
+from .jobs import CASTABLE, Job
+from .journal import Journal
+from .measure import FileTensor, histogram, measure, slabs
+from .results import Advance, TensorReport, Verify
+from .safetensors import declarations, file_parts, view_tensor
+from .safetensors_file import Container, read, shown
+from .safetensors_writer import HeaderError
+from .staged_writer import StagedWriter
+
+#: Bytes that are read at a time of tensors that are copied or compared.
+_PIECE = 1 << 22
+
+
+class TensorWriter(Protocol):
+    """What writes the tensors of one file, in any order; see `staged_writer.StagedWriter`."""
+
+    path: Path
+    digests: dict[str, str]
+
+    @property
+    def entries(self) -> Iterable[str]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+    def stream(self, name: str) -> AbstractContextManager[Callable[[np.ndarray], None]]: ...
+
+    def keep(self, digests: Mapping[str, str]) -> bool: ...
+
+
+class FilePlan:
+    """The values of a file of the source, and how each is written.
+
+    replaced: keys of the metadata that are not copied. dialect, reader: of another library's dialect, and of what it wrote.
+    header: the dialect's metadata of every file.
+    not_made: what the new file lacks of the model, and why. suffix: of the new file. A dialect with a file of its own has a
+    subclass, for the values of all files of the source.
+    """
+
+    suffix: ClassVar[str] = ".safetensors"
+    writer: TensorWriter
+
+    def __init__(
+        self,
+        container: Container,
+        jobs: dict[str, Job],
+        replaced: set[str],
+        dialect: DialectWriter | None,
+        reader: Reader | None,
+        header: Mapping[str, str],
+    ) -> None:
+        self.container, self.jobs, self.replaced, self.dialect, self.reader = container, jobs, replaced, dialect, reader
+        self.header, self.not_made = header, list[str]()
+
+    def declare(self, path: Path) -> None:
+        """Make the writer of the new file, which checks names, metadata and the length of the header."""
+        extra = {k: v for k, v in self.container.metadata.items() if k not in RESERVED and k not in self.replaced}
+        if self.dialect:
+            # transformers opens files that say so.
+            extra = {"format": "pt", **extra, **self.header}
+        self.writer = StagedWriter(path, *declarations({name: job.described for name, job in self.jobs.items()}, extra))
+
+    def copied(self, job: Job) -> Iterator[np.ndarray]:
+        """The bytes of a value that is copied, in pieces."""
+        return in_pieces(job.value.plain())
+
+    def reopened(self) -> Container:
+        """The written file. Raises CorruptFileError if its contents differ from what was written."""
+        return _reopened(self.writer.path, self.writer.digests)
+
+    def pieces(self, path: Path) -> list[FilePlan]:
+        """Plans of parts of the file, each of which can be declared. Raises HeaderError where a tensor alone cannot."""
+        try:
+            self.declare(path)
+            return [self]
+        except HeaderError:
+            if len(self.jobs) < 2:
+                raise
+        jobs = list(self.jobs.values())
+        halves = jobs[: len(jobs) // 2], jobs[len(jobs) // 2 :]
+        return [piece for half in halves for piece in self._of(half).pieces(path)]
+
+    def shards(self, limit: int) -> list[FilePlan]:
+        """Plans of parts of the file, in its order, of at most so many bytes, or of one value that has more."""
+        parts: list[list[Job]] = []
+        size = 0
+        for job in self.jobs.values():
+            if not parts or size + job.nbytes > limit:
+                parts.append([])
+                size = 0
+            parts[-1].append(job)
+            size += job.nbytes
+        return [self._of(part) for part in parts]
+
+    def _of(self, jobs: Iterable[Job]) -> FilePlan:
+        part = copy(self)
+        part.jobs = {job.name: job for job in jobs}
+        return part
+
+
+def convert_file(planned: FilePlan, verify: Verify, histograms: bool, advance: Advance, journal: Journal) -> list[TensorReport]:
+    """Write a file, and verify it. Returns what is known of each value before and after.
+
+    What the journal has is not done again: values whose bytes are there still, and measurements of them.
+    """
+    with planned.writer as writer:
+        for job in planned.jobs.values():
+            digests = journal.written.get(job.name, {})
+            if digests.keys() != job.described[0].keys() or not writer.keep(digests):
+                _write(writer, job, planned)
+                job.check_unchanged()
+                journal.write(job.name, {part: writer.digests[part] for part in job.described[0]})
+            advance(job.name, job.value.nbytes)
+    written = None if verify is Verify.none else planned.reopened()
+    if written is None or verify is Verify.bytes:
+        for job in planned.jobs.values():
+            advance(job.name, job.value.nbytes)
+        return [job.report() for job in planned.jobs.values()]
+    configs = read_configs(written)
+    reports: list[TensorReport] = []
+    for name, job in planned.jobs.items():
+        if job.way == "copy":
+            reports.append(job.report())
+        elif name in journal.verified:
+            reports.append(job.report(*journal.verified[name]))
+        else:
+            read_back = planned.reader(job.placed, written).numbers() if planned.reader and job.placed else None
+            x, y = job.value.numbers(), read_back or _numbers_of(written, name, configs.get(name))
+            counts = histogram(x, y) if histograms and not job.reason else None
+            reports.append(job.report(measure(x, y), counts))
+            job.check_unchanged()
+            journal.verify(reports[-1])
+        advance(name, job.value.nbytes)
+    return reports
+
+
+def _numbers_of(written: Container, name: str, config: Config | None) -> FileTensor:
+    """The values of a tensor of a file that was written."""
+    if config is not None:
+        return FileTensor(view_tensor(written, name, config))
+    return FileTensor(written.view(name).reshape(written.entries[name].shape), written.entries[name].dtype)
+
+
+def _write(writer: TensorWriter, job: Job, planned: FilePlan) -> None:
+    parts, dialect = list(job.described[0]), planned.dialect
+    if job.way in ("copy", "decode"):
+        pieces = planned.copied(job) if job.way == "copy" else _decoded(job)
+        _write_parts(writer, parts, ({job.name: piece} for piece in pieces))
+    elif dialect is not None and job.placed is not None:
+        _write_parts(writer, parts, [dialect.arrays(job.placed, job.tensor())])
+    else:
+        pieces = job.pieces() if job.way == "cast" else [file_parts(job.tensor())]
+        _write_parts(writer, parts, ({f"{job.name}.{end}": a for end, a in piece.items()} for piece in pieces))
+
+
+def in_pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The bytes of an array, which may be mapped."""
+    flat = array.reshape(-1).view(np.uint8)
+    yield from (read(flat[i : i + _PIECE]) for i in range(0, flat.size, _PIECE))
+
+
+def _decoded(job: Job) -> Iterator[np.ndarray]:
+    """The values of a scaled one in the dtype of the new file, in pieces."""
+    numbers, codec = job.value.numbers(), CASTABLE[job.described[0][job.name][0]]
+    for slab in slabs(numbers.shape, numbers.unit):
+        yield NUMPY.store(codec.encode(NUMPY, numbers.values(slab)), NUMPY.storage(codec))
+
+
+def _write_parts(writer: TensorWriter, parts: list[str], pieces_of_parts: Iterable[Mapping[str, np.ndarray]]) -> None:
+    """Write the tensors of a value in consecutive pieces."""
+    with ExitStack() as stack:
+        puts = {part: stack.enter_context(writer.stream(part)) for part in parts}
+        for pieces in pieces_of_parts:
+            for part, piece in pieces.items():
+                puts[part](piece)
+
+
+def _reopened(path: Path, digests: dict[str, str]) -> Container:
+    """A written file, opened again. Raises CorruptFileError if its contents differ from what was written."""
+    written = Container(path)
+    try:
+        with safe_open(path, framework="numpy") as stock:  # any reader of the format must open the file
+            names = set(stock.keys())
+    except SafetensorError as e:
+        raise CorruptFileError(f"{shown(path)}: the stock safetensors reader rejects it ({e}); upgrade safetensors.") from e
+    if names != set(digests):
+        raise CorruptFileError(f"{shown(path)}: the stock safetensors reader finds tensors other than those written.")
+    parts = list(digests)
+
+    def work(first: int, end: int) -> None:
+        for part in parts[first:end]:
+            if _digest(views[part]) != digests[part]:
+                raise CorruptFileError(f"{shown(path)}: {part!r} reads back bytes other than those written; check the disk.")
+
+    views = {part: written.view(part) for part in parts}
+    threads.spread(work, len(parts), threads.get_num_threads())
+    return written
+
+
+def _digest(view: np.ndarray) -> str:
+    """SHA-256 of the bytes of a view of a file."""
+    digest = hashlib.sha256()
+    for piece in in_pieces(view):
+        digest.update(_bytes(piece))
+    return digest.hexdigest()
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

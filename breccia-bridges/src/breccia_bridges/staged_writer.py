@@ -1,0 +1,133 @@
+"""Writes a safetensors file of a folder that is staged already, over what an interrupted run has left of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from .safetensors_file import Shape
+from .safetensors_writer import Data, Writer, raw_bytes
+from .staging import naming
+
+#: Bytes that are read at a time.
+_PIECE = 1 << 22
+#: Bytes whose digest is computed in less time than a thread takes to start.
+_SHORT = 1 << 18
+
+
+class StagedWriter(Writer):
+    """A `Writer` that writes at its path, which nobody else reads until the staging folder around it is put in its place.
+
+    A file that has the same header stays, and `keep` finds its finished tensors; another one is replaced.
+    digests: SHA-256 of the bytes of each tensor in the file that was written or kept.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> None:
+        super().__init__(path, tensors, metadata, force=True)
+        self.digests: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        with naming(self.path):
+            self._file = opened_again(self.path, self._header, self.nbytes)
+        return self
+
+    @contextmanager
+    def stream(self, name: str) -> Generator[Callable[[Data], None]]:
+        with Digest() as digest, super().stream(name) as put:
+
+            def both(data: Data) -> None:
+                raw = raw_bytes(data)
+                digest.update(raw)
+                put(raw)
+
+            yield both
+        assert self._file is not None
+        with naming(self.path):
+            self._file.flush()  # a process that is killed loses what it has not given to the system
+        self.digests[name] = digest.hexdigest()
+
+    def keep(self, digests: Mapping[str, str]) -> bool:
+        """Are these tensors in the file, with these digests? Then they need not be written."""
+        assert self._file is not None
+        for name, wanted in digests.items():
+            entry = self.entries[name]
+            with naming(self.path):
+                if digest_of(self._file, len(self._header) + entry.start, entry.nbytes) != wanted:
+                    return False
+        self.digests |= digests
+        self._written |= digests.keys()
+        return True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        file, self._file = self._file, None
+        assert file is not None
+        with naming(self.path), file:
+            if kind is None:
+                self._check_complete()
+
+
+class Digest:
+    """SHA-256 of pieces; another thread computes it while the next piece is made, so pieces are not changed afterwards."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._pool: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def update(self, raw: memoryview) -> None:
+        self._wait()  # for the piece before, so that few are in memory
+        if raw.nbytes < _SHORT:
+            self._digest.update(raw)
+            return
+        self._pool = self._pool or ThreadPoolExecutor(1)
+        self._last = self._pool.submit(self._digest.update, raw)
+
+    def hexdigest(self) -> str:
+        """Of all pieces so far."""
+        self._wait()
+        return self._digest.hexdigest()
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
+            self._last = None
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def opened_again(path: Path, header: bytes, nbytes: int) -> BinaryIO:
+    """A file to write into, of this header and size: the one that is there, if it is so; else a new one."""
+    if path.is_file() and path.stat().st_size == nbytes:
+        file = path.open("r+b")
+        if file.read(len(header)) == header:
+            return file
+        file.close()
+    path.unlink(missing_ok=True)
+    file = path.open("w+b")  # the mode follows the umask
+    try:
+        file.truncate(nbytes)
+        file.write(header)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def digest_of(file: BinaryIO, start: int, nbytes: int) -> str:
+    """SHA-256 of a range of a file's bytes."""
+    digest = hashlib.sha256()
+    file.seek(start)
+    while nbytes and (piece := file.read(min(_PIECE, nbytes))):
+        digest.update(piece)
+        nbytes -= len(piece)
+    return digest.hexdigest()

@@ -1,0 +1,87 @@
+"""`convert(..., max_memory=...)`: what it refuses, and the peak of a process that converts under the limit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from paths import ROOT
+
+import breccia
+from breccia.bridges import convert, save_safetensors
+from breccia_bridges.jobs import Job
+from breccia_bridges.memory import needed
+from breccia_bridges.source import Source
+from breccia_bridges.text import byte_count_of
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def model(folder: Path, rows: int, columns: int) -> Path:
+    folder.mkdir()
+    x = np.random.default_rng(0).standard_normal((rows, columns), dtype=np.float32)
+    save_safetensors({NAME: x}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+def peak(source: Path, out: Path, *words: str) -> int:
+    """The largest RssAnon + RssShmem of a process that converts."""
+    command = [sys.executable, str(ROOT / "tests" / "tools" / "anonymous.py"), str(source), str(out), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [("nvfp4", {}), ("mxfp8", {"dialect": "compressed_tensors"}), ("none", {})],
+    ids=["slabs", "a dialect", "codes that are kept"],
+)
+def test_a_value_that_takes_more_than_the_limit_is_refused_before_a_byte(
+    recipe: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    source, out = model(tmp_path / "m", 1024, 1024), tmp_path / "out"
+    if recipe == "none":
+        convert(source, tmp_path / "q", "mxfp8")
+        source = tmp_path / "q"
+    before = sorted(tmp_path.iterdir())
+    for dry_run in (True, False):
+        with pytest.raises(
+            breccia.OptionError, match=rf"^the conversion takes about \d+\.\d\d MB .* while it converts {NAME},"
+        ) as refused:
+            convert(source, out, recipe, max_memory="100MB", dry_run=dry_run, **options)
+    found = refused.value.found
+    assert found["needed"] > found["max_memory"] == 100_000_000 and sorted(tmp_path.iterdir()) == before
+    give = str(refused.value).split("(--max-memory ")[1].split(")")[0]
+    assert f"the limit is 100.00 MB. Give max_memory='{give}' (--max-memory {give}), or exclude it." in str(refused.value)
+    convert(source, out, recipe, max_memory=give, **options)
+    assert out.is_dir()
+
+
+def test_memory_grows_with_a_value_only_where_it_is_taken_whole(tmp_path: Path) -> None:
+    small, large = (Source.open(model(tmp_path / f"m{rows}", rows, 2048)).values[NAME] for rows in (1024, 4096))
+    recipe = breccia.MXFP8BlockScaling()
+    assert needed(Job.casting(small, recipe)) == needed(Job.casting(large, recipe))
+    assert needed(Job.copying(large, "")) < needed(Job.casting(small, recipe))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
+def test_the_peak_of_a_process_stays_below_the_limit(tmp_path: Path) -> None:
+    """Each limit is the least that is not refused, up to 64 MiB. By slabs, a tensor four times as large takes as much."""
+    small, large = model(tmp_path / "m", 1024, 4096), model(tmp_path / "l", 4096, 4096)
+    peaks = [peak(one, tmp_path / f"s{n}", "-r", "nvfp4", "--max-memory", "256MiB") for n, one in enumerate((small, large))]
+    assert max(peaks) < 256 << 20
+    # Slabs of both have the same size; what the allocator keeps of freed pieces differs by less than one slab in FP64.
+    assert abs(peaks[1] - peaks[0]) < 8 << 20
+    for n, (recipe, dialect) in enumerate({"mxfp8": "compressed_tensors", "int4,signed=false,symmetric=false": "awq"}.items()):
+        words, out = ("-r", recipe, "--dialect", dialect), tmp_path / f"d{n}"
+        with pytest.raises(breccia.OptionError) as refused:
+            convert(large, out, recipe, dialect=dialect, max_memory="200MB")
+        limit = str(refused.value).split("(--max-memory ")[1].split(")")[0]
+        assert peak(large, out, *words, "--max-memory", limit) < byte_count_of(limit, "limit")

@@ -1,0 +1,54 @@
+"""Every tensor of GGUF files against the values that the library gguf decodes, and the bytes that breccia holds it in.
+
+    python tests/dialects/check_gguf.py FILE.gguf ...       # of downloaded models; gguf and transformers are installed
+
+Prints a line for each file. Exits with 1 where a value differs, or quantized values take more bytes than in the file, as of
+TQ1_0. Rows of q and k are put into transformers' order by its own code.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from gguf import GGUFReader, dequantize
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+import breccia
+from breccia.backend import components
+from breccia.bridges import load_checkpoint
+from breccia_bridges.gguf_file import GGUFFile
+
+
+def check(path: Path) -> bool:
+    """Compare a file; returns whether all is as it should be."""
+    theirs = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    file, checkpoint = GGUFFile(path), load_checkpoint(path)
+    keys, architecture = file.header.keys, file.header.keys["general.architecture"]
+    heads = {f"num_{what}": keys.get(f"{architecture}.attention.{key}") for what, key in _HEADS.items()}
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=heads)
+    differ: list[str] = []
+    ours = stored = 0
+    for name, one in file.placed.items():
+        tensor = theirs[one.info.name]
+        wanted = dequantize(tensor.data, tensor.tensor_type).reshape(one.info.shape)
+        if one.shape == one.info.shape:
+            wanted = processor.process(wanted, tensor.name).weights
+        else:  # an expert of a stack
+            wanted = wanted[int(name.partition("experts.")[2].partition(".")[0])]
+        found = checkpoint[name]
+        if isinstance(found, breccia.ScaledTensor):
+            ours += sum(part.nbytes for part in components(found).values())
+            stored += one.stop - one.start
+            found = breccia.dequantize(found)
+        if not np.array_equal(np.asarray(found, np.float32), wanted):
+            differ.append(name)
+    print(f"{path.name}: {len(file.placed)} values, {len(differ)} differ {differ[:3]}; {stored:,} bytes there, {ours:,} here")
+    return not differ and ours <= stored
+
+
+_HEADS = {"attention_heads": "head_count", "key_value_heads": "head_count_kv"}
+
+if __name__ == "__main__":
+    sys.exit(not all([check(Path(file)) for file in sys.argv[1:]]))
