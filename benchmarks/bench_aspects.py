@@ -1,9 +1,10 @@
 """Time of casts, of their inverse, and of products over all aspect ratios, compared with the obvious way in two lines.
 
-An array has as many elements at every ratio, from a row to a column. The obvious way to cast or decode along an axis is to do
-so along the other one of a transposed copy, or by the generic algorithm, whichever is faster. The obvious way to multiply many
-matrices is to decode them and multiply the values, in one call for batches and one by one for groups of rows. No case may take
-more than LIMIT times as long. `BRECCIA_BLOCK=native` leaves the compiled kernels out.
+An array has as many elements at every ratio, from a row to a column, and as a stack of small matrices. The obvious way to cast
+or decode along an axis is to do so along the other one of a transposed copy, or by the generic algorithm, whichever is faster.
+Codes of a byte are also decoded by a conversion of all at once, times scales that are repeated over their blocks. The obvious
+way to multiply many matrices is to decode them and multiply the values, in one call for batches and one by one for groups of
+rows. No case may take more than LIMIT times as long. `BRECCIA_BLOCK=native` leaves the compiled kernels out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ RECIPES = (
     *("fp8_current", "fp8_row", "fp8_block", "fp8_block,block_m=128", "mxfp8", "mxfp6"),
     *("mxfp4", "nvfp4", "int4", "int8", "nf4"),
 )
+#: Shapes of the small matrices of stacks.
+SMALL = ((1, 1), (2, 3), (3, 2), (1, 8), (8, 1), (17, 33), (3, 130), (130, 3), (130, 100), (100, 130))
 #: The most that a case may take, in times of the obvious way, and how many of the worst cases are shown.
 LIMIT, SHOWN = 3.0, 20
 KEYS = ("min_s", "median_s", "max_s")
@@ -71,10 +74,31 @@ def turned(x: Any) -> Any:
     return np.ascontiguousarray(x.swapaxes(-1, -2)) if isinstance(x, np.ndarray) else x.mT.contiguous()
 
 
-def casts(framework: str, recipe: Any, shape: tuple[int, int]) -> Iterator[tuple[str, dict[str, Call]]]:
+def converted(st: Any) -> Call | None:
+    """Decodes by a conversion of all codes, times scales repeated over blocks; None unless codes are bytes and scales FP32."""
+    if st.axis == -2:
+        values: Any = converted(st.mT)
+        return None if values is None else lambda: values().swapaxes(-1, -2)
+    fmt, block, numpy = st.recipe.format, st.layout.block(), isinstance(st.data, np.ndarray)
+    if fmt.element.bits != 8 or fmt.scale.codec.bits != 32 or fmt.offset != "none":
+        return None
+    table = np.array(fmt.element.table, np.uint32).view(np.float32)
+    along = [axis for axis in (-2, -1) if st.scale.ndim == st.ndim and st.scale.shape[axis] > 1]  # one scale is broadcast
+
+    def repeated() -> Any:
+        values, scale = (table[st.data.view(np.uint8)] if numpy else st.data.float()), st.scale
+        for axis in along:
+            scale = scale.repeat(block[axis], axis=axis) if numpy else scale.repeat_interleave(block[axis], axis)
+            scale = scale[..., : st.shape[-2], :] if axis == -2 else scale[..., : st.shape[-1]]
+        return values * scale
+
+    return repeated
+
+
+def casts(framework: str, recipe: Any, shape: tuple[int, ...]) -> Iterator[tuple[str, dict[str, Call]]]:
     """(op, arms) of a cast along both axes, of its inverse, and of both casts at once."""
     x, copy = array(framework, shape), turned(array(framework, shape))
-    extreme = max(shape) >= EXTREME * EXTREME * min(shape)
+    extreme = len(shape) > 2 or max(shape) >= EXTREME * EXTREME * min(shape)
     for axis, other in ((-1, -2), (-2, -1)):
         st, of_copy = breccia.cast(x, recipe, axis=axis), breccia.cast(copy, recipe, axis=other)
         arms: dict[str, Call] = {
@@ -85,6 +109,8 @@ def casts(framework: str, recipe: Any, shape: tuple[int, int]) -> Iterator[tuple
             "breccia": lambda st=st: breccia.dequantize(st),
             "transposed": lambda st=of_copy: turned(breccia.dequantize(st)),
         }
+        if (at_once := converted(st)) is not None:
+            back["converted"] = at_once
         if extreme:
             arms["generic"] = lambda axis=axis: breccia.cast(x, recipe, axis=axis, prefer="reference.cast")
             back["generic"] = lambda st=st: breccia.dequantize(st, prefer="reference.dequantize")
@@ -115,8 +141,9 @@ def products(framework: str, recipe: Any, count: int, size: tuple[int, int, int]
 
 def cases(framework: str, recipe: Any, bits: int, step: int) -> Iterator[tuple[dict[str, Any], dict[str, Call]]]:
     """(fields, arms) of every case of a recipe, one after the other, so that few arrays exist at a time."""
-    for log in range(0, bits + 1, step):
-        shape = 1 << log, 1 << (bits - log)
+    shapes: list[tuple[int, ...]] = [(1 << log, 1 << (bits - log)) for log in range(0, bits + 1, step)]
+    shapes += [((1 << bits) // (rows * columns), rows, columns) for rows, columns in SMALL if rows * columns <= 1 << bits]
+    for shape in shapes:
         for op, arms in casts(framework, recipe, shape):
             yield {"op": op, "shape": sides(shape)}, arms
     for size in MATRICES:
@@ -148,7 +175,7 @@ def main(
     limit: Annotated[float, typer.Option(help="Fail above so many times the obvious way.")] = LIMIT,
     recipes: Recipes = None,
 ) -> Result:
-    """Time casts and products over all aspect ratios."""
+    """Time casts and products over all aspect ratios, and of stacks of small matrices."""
     worst_of, count = dict[Any, dict[str, Any]](), Counter[bool]()
     for framework in known(frameworks, FRAMEWORKS, "--frameworks"):
         for spec in progress(recipes or RECIPES, framework):

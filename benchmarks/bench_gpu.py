@@ -4,6 +4,7 @@ A GPU lowers its clock under load, so all samples of a row are interleaved. `--d
 the host's clock replaces CUDA events.
 """
 
+from bench_coded import coded
 from bench_gpu_casts import casts
 from bench_gpu_host import host
 from bench_gpu_quantize import quantize
@@ -12,4 +13,4 @@ from bench_weight_only import main as weight_only
 from harness.commands import run
 
 if __name__ == "__main__":
-    run(casts=casts, host=host, quantize=quantize, matmul=matmul, weight_only=weight_only)
+    run(casts=casts, coded=coded, host=host, quantize=quantize, matmul=matmul, weight_only=weight_only)

