@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ from harness.blocks import table
 
 from breccia import targets
 from breccia.arrays.frameworks import Device, Framework
-from breccia.cli.recipes import covered
+from breccia.cli.recipes import bits_per_value, covered
 from breccia.codecs import Codec, Integer, Lookup, Minifloat, PowerOfTwo
 from breccia.dispatch.call import Call
 from breccia.dispatch.explanation import Explanation
@@ -38,6 +39,8 @@ from breccia.tensors.grids import packing
 from breccia.tensors.storage import Storage
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Rows and columns of a matrix in which scales of whole rows and tensors take no bits that are shown.
+SIDE = 1 << 20
 #: Which devices a framework is asked about beside its own default; kernels' declarations add theirs.
 DEVICES = {"torch": {"cuda"}}
 NONE = "—"
@@ -276,22 +279,24 @@ def formats() -> str:
                 f"`{name}`",
                 f"`{kind.__name__}`",
                 either(f.element.name for f in every),
-                either(f.scale.codec.name for f in every),
+                scales(every),
                 covered(fmt.scale.block).replace("x", "×"),
                 NONE if set(global_scales) == {"none"} else either(global_scales),
                 NONE if {f.offset for f in every} == {"none"} else either(f.offset.replace("_", "-") for f in every),
                 "one in a byte" if (codes, size) == (1, 1) else f"{codes} in {size} byte{'s' if size > 1 else ''}",
-                f"{fmt.element.bits + per_element(fmt):g}",
+                f"{round(bits_per_value(example(name), SIDE), 4):g}",
             ]
         )
     return table(headings, rows)
 
 
-def per_element(fmt: Format) -> float:
-    """Bits of scales and of offsets by element, those of whole rows and tensors not counted."""
-    m, k = fmt.scale.block
-    offset = {"none": 0, "zero_point": fmt.element.bits, "bias": fmt.scale.codec.bits}[fmt.offset]
-    return (fmt.scale.codec.bits + offset) / (m * k) if m and k else 0.0
+def scales(formats: Iterable[Format]) -> str:
+    """The codecs of the scales of blocks, those of the finest level first."""
+    finest: dict[str, list[str]] = {}
+    for fmt in formats:
+        coarser = "".join(f" under {level.codec.name} per {level.block[1]}" for level in reversed(fmt.block_levels[:-1]))
+        finest.setdefault(coarser, []).append(fmt.scale.codec.name)
+    return "; ".join(either(names) + coarser for coarser, names in finest.items())
 
 
 def either(names: Iterable[str]) -> str:
@@ -328,7 +333,7 @@ def allowed(kind: type[ScalingRecipe], field: dataclasses.Field[Any]) -> str:
         kind(**{field.name: "?" if isinstance(default, str) else -(10**6)})
     except RecipeError as e:
         said = re.search(rf"\b{field.name} (?:must be |must lie in |is )(.+), got ", str(e))
-        whole = ", or None" if default is None else ""
+        whole = ", or None" if default is None or "None" in str(field.type) else ""
         return said[1].replace("fixed at ", "only ") + whole if said else str(e)
     return str(field.type)
 
@@ -387,10 +392,50 @@ def dialects() -> str:
     rows: list[list[str]] = []
     for dialect in sorted(registry().dialects.values(), key=lambda d: (d.read is None, d.title.lower())):
         if dialect.methods or dialect.groups:
-            rows.append(
-                [dialect.title, code([dialect.name]), code(dialect.methods) or NONE, "read" if dialect.read else "refused"]
-            )
-    return table(["checkpoints of", "`source_dialect`", "`quant_method`", ""], rows)
+            said = "read and written" if dialect.write else "read" if dialect.read else "refused"
+            rows.append([dialect.title, code([dialect.name]), code(dialect.methods) or NONE, said])
+    return table(["checkpoints of", "name", "`quant_method`", ""], rows)
+
+
+#: What engines are called.
+ENGINES = {"vllm": "vLLM", "transformers": "transformers", "mlx_lm": "MLX-LM", "llama_cpp": "llama.cpp"}
+
+
+def engines() -> str:
+    """Which engine ran what, as tests/engines/check.py measured it."""
+    record = json.loads((ROOT / "docs" / "engines.json").read_text(encoding="utf-8"))
+    rows: list[list[str]] = []
+    for row in record["rows"]:
+        model = f"{row['model']}, {row['ranks']} ranks" if row["ranks"] > 1 else row["model"]
+        if row["source"]:
+            model += f", from {row['source'][1]}"
+        outcome = "no" if not row["ran"] else "ran, equal" if row["equal"] else f"ran, KL {row['kl']:.0e}"
+        options = row["command"].removeprefix("breccia convert MODEL OUT").strip()
+        rows.append([ENGINES[row["engine"]], f"`{options}`", model, outcome])
+    versions = ", ".join(f"{ENGINES[engine]} {version}" for engine, version in record["versions"].items())
+    header = ["engine", "`breccia convert MODEL OUT`", "MODEL", ""]
+    return f"{table(header, rows)}\n{versions}; on a CPU, {record['date_utc']}.\n"
+
+
+def written() -> str:
+    """What libraries decoded of what breccia wrote, as tests/dialects/written_*.py recorded it."""
+    record = json.loads((ROOT / "docs" / "written.json").read_text(encoding="utf-8"))
+    titles = {dialect.name: dialect.title for dialect in registry().dialects.values()}
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for row in record["rows"]:
+        library = f"{row['library']} {record['versions'].get(row['library'], '')}".strip()
+        groups.setdefault((row["dialect"], library, row["loader"], row["outcome"]), []).append(row["recipe"])
+    rows = [
+        [
+            titles[dialect],
+            f"{library}: {loader}".removeprefix(": "),
+            code(dict.fromkeys(recipe.partition(",")[0] for recipe in recipes)),
+            str(len(recipes)),
+            said,
+        ]
+        for (dialect, library, loader, said), recipes in groups.items()
+    ]
+    return table(["dialect", "decoded by", "recipes", "with all fields", ""], rows)
 
 
 def laws() -> str:
@@ -423,4 +468,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "laws": laws,
     "kinds": kinds,
     "dialects": dialects,
+    "engines": engines,
+    "written": written,
 }

@@ -26,6 +26,7 @@ from breccia.arrays.ops import NUMPY
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from harness.plots import BLUE, GREY, ORANGE, Plot, write  # noqa: E402
+from rosetta import draw_rosetta, rosetta_series  # noqa: E402
 
 #: Two more mid-tones of at least 3:1 on white and on dark grounds, apart from blue and orange for the colour-blind too.
 GREEN, PURPLE = "#009E73", "#A8609F"
@@ -480,6 +481,7 @@ def plots() -> list[Plot]:
         ("stochastic.svg", "Nearest and stochastic rounding to E2M1", stochastic_series, draw_stochastic),
         ("blocks.svg", "A matrix, its blocks, codes, bytes and scales", block_series, draw_blocks),
         ("decision.svg", "Which recipe to choose", decision_series, draw_decision),
+        ("rosetta.svg", "Between which formats conversions keep every value", rosetta_series, draw_rosetta),
     ]
     return [Plot(file, title, series(), draw) for file, title, series, draw in made]
 

@@ -77,6 +77,7 @@ def sessions() -> list[Session]:
         Session("explain-matmul", ("breccia explain matmul fp8_block fp8_block",)),
         Session("recipes", ("breccia recipes",)),
         Session("recipes-nvfp4", ("breccia recipes nvfp4",)),
+        Session("rosetta", ("breccia rosetta mxfp4 mxfp8 fp8_block,block_k=32 nvfp4 int4",)),
         Session("json", ("breccia explain dequantize nvfp4 --json",)),
         Session("plugins", ("breccia plugins",)),
         Session("acme-plugins", ("breccia plugins",), beside=ACME),

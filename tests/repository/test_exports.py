@@ -151,6 +151,7 @@ def test_importing_a_submodule_replaces_no_public_name() -> None:
 
 
 @pytest.mark.together
+@pytest.mark.long
 def test_stubs_are_what_their_script_writes() -> None:
     """`python docs/scripts/stubs.py` writes them: names and modules of the tables, and the signatures of the bridges."""
     done = subprocess.run([sys.executable, "docs/scripts/stubs.py", "--check"], cwd=ROOT, capture_output=True, text=True)

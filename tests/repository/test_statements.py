@@ -329,20 +329,20 @@ def test_the_page_of_plug_ins_has_every_hook() -> None:
 
 def test_checkpoints_that_pages_call_refused_or_planned_are_refused() -> None:
     pytest.importorskip("breccia_bridges", reason="breccia-bridges reads checkpoints")
-    refused = " ".join(f"{d.title} {d.name}" for d in registry().dialects.values() if d.read is None).lower() + " gguf"
+    refused = " ".join(f"{d.title} {d.name}" for d in registry().dialects.values() if d.read is None).lower()
     text = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("migration", "bridges", "cli")}
     migration = dict(re.findall(r"^\| ([^|]+) \| (refused|\S.*?) \|", text["migration"].partition("\n## ")[0], re.MULTILINE))
     assert {row: said for row, said in migration.items() if (row.partition(" ")[0].strip(",").lower() in refused)} == {
         row: said for row, said in migration.items() if said == "refused"
     }
-    (planned,) = re.findall(r"^\| ([^|]+) \| checkpoint dialects \| planned", text["bridges"], re.MULTILINE)
+    planned = re.findall(r"^\| ([^|]+) \| checkpoint dialects \| planned", text["bridges"], re.MULTILINE)
     (listed,) = re.findall(r"refused by name\*\*, before anything is written: (.*?) and more\.", text["cli"], re.DOTALL)
     named = [
         name.strip()
-        for said in (*(r for r in migration if migration[r] == "refused"), planned, listed)
+        for said in (*(r for r in migration if migration[r] == "refused"), *planned, listed)
         for name in said.split(",")
     ]
-    assert len(named) > 8
+    assert len(named) > 5
     for name in named:
         known = re.sub(r"\s+", " ", name).lower().removeprefix("mxfp4 of ")
         assert known in refused, f"{name}: breccia reads it, or does not know it"
@@ -394,4 +394,5 @@ def test_the_table_of_hardware_says_what_results_and_kernels_say(monkeypatch: py
         library = kernel.replace("mlx.", "mx.")
         assert library in rows[row][0] and next(k for k in registry().table.kernels if k.name == kernel).opt_in
     dtypes = {value.dtype for value in vars(breccia.codecs).values() if isinstance(value, breccia.codecs.Codec)}
-    assert "float8_e4m3fn" in dtypes and "float8_e4m3fnuz" in section and "float8_e4m3fnuz" not in dtypes
+    assert {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"} <= dtypes
+    assert "float8_e4m3fnuz" in section and "float8_e5m2fnuz" in section
