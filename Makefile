@@ -11,6 +11,8 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or 
 SIBLINGS := -e "./breccia-bridges[report]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton
 # Python compiles modules to bytecode when they are first imported, which most modules of large packages never are.
 INSTALL := -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
+# Tests start many processes, and each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 # The compiled kernels, kept between builds where ccache is installed.
 NATIVE := breccia-native/pyproject.toml breccia-native/setup.py $(wildcard breccia-native/src/breccia_native/csrc/*.[ch])
 CC_OF_PYTHON = $(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("CC"))'

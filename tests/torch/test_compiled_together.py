@@ -89,6 +89,7 @@ def test_one_graph_has_the_values_and_gradients_of_several_ops_under_several_rec
         assert one.grad.any() and torch.equal(one.grad, other.grad)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["fp8_current", "fp8_delayed", "nvfp4"])
 def test_a_graph_takes_a_scale_for_each_matrix(spec: str) -> None:
     """As of stacked experts; without it, these recipes compute one for the whole tensor."""

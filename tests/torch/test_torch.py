@@ -906,6 +906,7 @@ class EveryOp(torch.nn.Module):
         ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_programs_contain_operators_and_take_any_batch(strict: bool, tmp_path: Path) -> None:
     model = EveryOp()

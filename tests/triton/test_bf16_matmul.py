@@ -486,6 +486,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     return declared_here(monkeypatch, NAME)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_laws_of_products_hold(spec: str, law: Any, place: Place) -> None:

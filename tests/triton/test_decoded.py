@@ -182,6 +182,7 @@ def multiplied(name: str, n: int, k: int, m: int, dtype: str, biased: bool, tile
     return found, ((found.double() - exact).abs() / bound).nan_to_num(nan=math.inf).max().item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some(FORMATS, lambda name: name == "nvfp4"))
 def test_products_of_every_format_are_within_the_bound_on_the_host(name: str, on_the_host: list[Any]) -> None:
     for (n, k, m), dtype in (((72, 200, 50), "bfloat16"), ((70, 136, 20), "float32")):

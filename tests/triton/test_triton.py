@@ -111,6 +111,7 @@ def test_of_several_codes_for_one_number_the_lowest_is_cast_and_all_are_decoded(
     assert torch.equal(decode.dequantize(st), reference.dequantize(st))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.startswith(("mxfp6", "mxfp4", "nvfp4", "nf4", "int4"))])
 def test_whole_blocks_of_narrow_codes_are_cast_bit_for_bit(spec: str, axis: int) -> None:
@@ -122,6 +123,7 @@ def test_whole_blocks_of_narrow_codes_are_cast_bit_for_bit(spec: str, axis: int)
         assert [call.prepared.narrow for call in triton_cast._calls.values()] == [whole and "12" not in spec]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(ON_GPU, reason="the GPU runs the instructions themselves")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("axis", [-1, -2])
@@ -469,6 +471,7 @@ def test_requantize_keeps_codes_and_refuses_as_the_generic_algorithm() -> None:
         triton_cast.requantize(st, breccia.recipe("nvfp4"), CastOptions(nonfinite="raise"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(40, 160), (2, 130, 96), (256, 128)])
 @pytest.mark.parametrize("storage", plugin.STORAGES)
 @pytest.mark.parametrize("spec", ["mxfp8", "nvfp4", "fp8_block", "int4,symmetric=false,signed=false,group_size=32"])

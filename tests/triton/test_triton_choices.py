@@ -391,6 +391,7 @@ def test_branches_for_nvidia_gpus_write_the_same_bytes_under_every_choice(
     assert check_casts("cast", spec, axis, numbers((32, 128), seed=32, dtype=torch.bfloat16), Hardware(ptx=True)) > 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["mxfp6", "nf4", "nvfp4", "fp8_block", ASYMMETRIC])
 def test_values_are_the_same_under_every_choice(spec: str) -> None:
     st = reference.cast(numbers((1024, 2048) if ON_GPU else (64, 256), seed=33), breccia.recipe(spec))
