@@ -32,7 +32,7 @@ import breccia
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: Products of so many rows of activations and a weight of the shape.
 PRODUCTS = {f"matmul-{rows}": rows for rows in (1, 16, 128, 4096)}
-OPS = ("cast", "cast-axis-2", "dequantize", "dequantize-axis-2", "cast_ste", *PRODUCTS)
+OPS = ("cast", "cast-axis-2", "cast_pair", "dequantize", "dequantize-axis-2", "cast_ste", *PRODUCTS)
 #: The first shape stands for all tensors but small ones, the second for these (see `choices.SMALL`).
 SHAPES = ("16384x8192", "1024x1024")
 FOLDER = ROOT / "breccia-triton/src/breccia_triton/configurations"
@@ -76,7 +76,7 @@ class Case:
         name, options = self.op.removesuffix("-axis-2"), CastOptions(axis=-2 if self.op.endswith("-axis-2") else -1)
         generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
         x = torch.randn(self.shape, device=device, generator=generator).to(dtype)
-        if name in ("cast", "cast_ste"):
+        if name in ("cast", "cast_pair", "cast_ste"):
 
             def compiled(made: Any) -> Call:
                 call = cast.Call(x, made)
@@ -154,6 +154,8 @@ def bytes_of(result: Any) -> list[Any]:
     from breccia import ScaledTensor
     from breccia.backend import components
 
+    if isinstance(result, tuple):
+        return [part for each in result for part in bytes_of(each)]
     parts = components(result).values() if isinstance(result, ScaledTensor) else [result]
     return [part.reshape(-1).contiguous().view(torch.uint8) for part in parts]
 

@@ -337,8 +337,9 @@ def pair_of(
     tall, wide = (max(1, *(sides[i] for sides in memory)) for i in (0, 1))
     if tall * wide > LARGEST_TILE:
         return f"blocks of {tall}x{wide} do not fit a tile of {LARGEST_TILE} elements"
-    wide = max(wide, min(128, power_of_two(columns)))
-    tall = max(tall, min(_TURNED[0], power_of_two(rows))) if turned and _TURNED[0] * wide <= LARGEST_TILE else tall
+    wide = max(wide, min(choice.wide or 128, power_of_two(columns), LARGEST_TILE // tall))
+    height = min(choice.elements // wide or _TURNED[0], power_of_two(rows), LARGEST_TILE // wide)
+    tall = max(tall, height) if turned else tall
     tall = max(tall, min(4096 // wide, power_of_two(rows))) if tall * wide < 4096 else tall
 
     def oriented(axis: int, down: int, along: int) -> tuple[Tile, str] | str:
