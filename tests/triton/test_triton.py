@@ -232,6 +232,13 @@ def test_supplied_scales_are_used_and_faults_marked(spec: str, axis: int) -> Non
     check(x, spec, axis=axis, scale=made.scale if made.global_scale is None else made.global_scale)
 
 
+@pytest.mark.parametrize("spec", ["nvfp4", "nvfp4,global_sense=amax", "nvfp4,global_sense=divisor"])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 3e38, 0.0, -1.0, 1e-42, 2.0**-126])
+def test_a_global_scale_that_is_no_scale_makes_scales_of_blocks_nan(spec: str, scale: float) -> None:
+    """But for blocks of zeros, whose scale is zero under every global scale."""
+    check(numbers((8, 64), seed=10), spec, scale=torch.tensor(scale, device=DEVICE))
+
+
 def test_a_supplied_scale_for_the_tensor_needs_no_pass_for_the_amax() -> None:
     x = numbers((40, 96), seed=9)
     check(x, "fp8_delayed", scale=torch.tensor(0.037, device=DEVICE))

@@ -486,6 +486,9 @@ def write(
         codes = scale_codes(statistic, multiplier, SCALE, TWO_LEVEL, V.ptx and V.source != "supplied", V.ptx)
     if not OWN:
         codes = tl.where(faulty, SCALE.nan, codes)
+    if V.source == "supplied" and TWO_LEVEL:  # under NaN for a global scale that is refused, no scale is computed
+        of_blocks = number(tl.zeros_like(top)) + multiplier
+        codes = tl.where(of_blocks == of_blocks, codes, tl.where(top < NORMAL, SCALE.zero, SCALE.nan))
     by, usable = divisor_of(codes, multiplier, SCALE, TWO_LEVEL, V.ptx)
     if SCALE.rule == "te" and V.source != "supplied":
         by = tl.where(statistic == 0, 1.0, te_multiplier(statistic, SCALE))
