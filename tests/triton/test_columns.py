@@ -18,7 +18,7 @@ from breccia import backend
 from breccia.backend import CastOptions, reference
 from breccia_triton import cast as triton_cast
 from breccia_triton import decode, operands
-from breccia_triton.cuda import fp8_matmul
+from breccia_triton.cuda import fp8_matmul, scaled_mm
 
 pytestmark = [
     pytest.mark.covering(1, 2),
@@ -165,6 +165,16 @@ def test_products_of_columns_copy_no_operand(spec: str) -> None:
         assert copies == []
         assert (side.data, side.scale) == (columns.data.data_ptr(), columns.scale.data_ptr())
         assert side.pitch == (132 if spec == "fp8_block" else 0)
+
+
+def test_cublas_reads_the_scales_of_columns_as_they_lie() -> None:
+    """Other scales are copied to the same order."""
+    columns = triton_cast.cast(numbers((256, 132), seed=50), breccia.recipe("fp8_block"), DOWN)
+    scale = columns.mT.scale
+    assert scaled_mm.rows_adjacent(scale).data_ptr() == columns.scale.data_ptr()
+    copy = scaled_mm.rows_adjacent(scale.contiguous())
+    assert copy.stride() == (1, 132)
+    assert torch.equal(copy.view(torch.int32), scale.view(torch.int32)), "NaN among them"
 
 
 def test_an_operand_in_another_order_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:

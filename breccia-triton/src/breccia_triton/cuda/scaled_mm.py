@@ -85,5 +85,10 @@ def padded(scale: Any) -> Any:
 
 
 def rows_adjacent(scale: Any) -> Any:
-    """Scales (rows, blocks of K) in the order that cuBLAS reads; torch asks for these strides of one row too."""
+    """Scales (rows, blocks of K) in the order that cuBLAS reads, in which casts down the columns leave them; else a copy.
+
+    torch asks for these strides of one row too.
+    """
+    if scale.stride() == (1, scale.shape[0]):
+        return scale
     return scale.new_empty_strided(scale.shape, (1, scale.shape[0])).copy_(scale)
