@@ -77,8 +77,7 @@ class Op:
 OPS = {
     "cast": Op("cast"),
     "cast-axis-2": Op("cast", {"axis": -2}),
-    # cast_pair has no scale=, so fp8_delayed would be the same as fp8_current.
-    "cast_pair": Op("cast_pair", recipes=tuple(recipe for recipe in RECIPES if recipe != "fp8_delayed")),
+    "cast_pair": Op("cast_pair"),
     "dequantize": Op("dequantize"),
     "requantize": Op("requantize", recipes=tuple(REQUANTIZED)),
     "cast_ste": Op("cast_ste"),
@@ -143,7 +142,7 @@ def work(op: str, spec: str, xs: list[Any]) -> Work:
         return _history(name, recipe, xs)
     to = breccia.recipe(REQUANTIZED.get(spec, spec))
     extras = {"dequantize": [], "requantize": [to]}.get(name, [recipe])
-    given = {"dequantize": {"out_dtype": "bfloat16"}, "cast": supplied, "cast_ste": supplied}.get(name, {})
+    given = {"dequantize": {"out_dtype": "bfloat16"}}.get(name, supplied if name in ("cast", "cast_pair", "cast_ste") else {})
     options = {**given, **OPS[op].options}
     casts = name not in ("dequantize", "requantize")
     operands = xs if casts else [breccia.cast(x, recipe, **supplied) for x in xs]

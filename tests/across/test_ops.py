@@ -218,6 +218,22 @@ def test_a_stochastic_cast_pair_counts_elements_in_the_order_of_each_result(fram
     assert_pair(framework, recipe, UNEVEN, rounding="stochastic", seed=2**63 + 5)
 
 
+@pytest.mark.parametrize(
+    ("framework", "recipe"), everywhere(DelayedScaling(), NVFP4, Float8BlockScaling(block_m=8, block_k=8), fast_on_jax=0)
+)
+def test_one_scale_for_both_of_a_pair_is_used_as_the_oracle_uses_it(framework: str, recipe: ScalingRecipe) -> None:
+    """A scale for the tensor, a global scale, and scales of tiles: those of another tensor, one of them no scale."""
+    place, x = here(framework), wide(UNEVEN, seed=1, exponents=3)
+    scale: Any = 0.037
+    if recipe.layout.block(-1) == (8, 8):
+        scale = np.array(breccia.cast(3 * x, recipe).scale)
+        scale[1, 2] = -1.0
+    pair = breccia.cast_pair(place.array(x), recipe, scale=scale if isinstance(scale, float) else place.array(scale))
+    for st, given, turned in zip(pair, (x, x.T), (scale, scale if isinstance(scale, float) else scale.T), strict=True):
+        codes = float(np.float32(turned)) if isinstance(turned, float) else np.ascontiguousarray(turned).view(np.uint32)
+        expect_written(place, st if st.axis == -1 else st.mT, oracle.cast(np.ascontiguousarray(given), recipe, scale=codes))
+
+
 @pytest.mark.parametrize("framework", [*EAGER, pytest.param("jax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", PAIRED, ids=recipe_id)
 def test_cast_pair_of_three_axes_swaps_the_last_two(framework: str, recipe: ScalingRecipe) -> None:
