@@ -29,7 +29,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "tile along": {"elements": (2048, 4096, 8192), "wide": (256, 512, 1024), "each": (16, 32, 64)},
     "tile down": {"elements": (0, 8192), "wide": (32, 64, 128), "each": (32, 64, 128), "vector": (8, 16)},
     "tile turned": {"elements": (0, 4096, 16384), "wide": (32, 64, 128), "each": (32, 64, 128), "vector": (4, 8)},
-    "pair": {"elements": (0, 8192), "wide": (64, 128, 256), "each": (32, 64, 128), "vector": (4, 8, 16)},
+    "pair": {"elements": (0, 4096, 8192), "wide": (64, 128, 256), "each": (32, 64, 128), "vector": (4, 8, 16)},
     "tile whole": {"elements": (4096, 8192, 16384), "each": (16, 32, 64, 128), "vector": (0, 4, 8)},
     "lanes": {"each": (16, 32, 64), "warps": (2, 4, 8), "steps": (1, 2, 4)},
     "panels": {"wide": (32, 64, 128), "vector": (4, 8)},
