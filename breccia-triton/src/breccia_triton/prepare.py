@@ -302,10 +302,10 @@ class Prepared:
     def _in_quads(self, tile: Tile) -> bool:
         """Whether a thread reads four rows of columns at a time.
 
-        That is slower for tiles of one orientation (H200: 7 %), whose amax threads find as fast in any shape.
+        That is slower where the amax of tiles of one orientation is found (H200: 7 %), and faster under supplied scales (11 %).
         """
         read = self.input
-        if tile.block_columns > 1 and self.op != "cast_pair":
+        if tile.block_columns > 1 and self.op != "cast_pair" and not self.options.supplied:
             return False
         fits = tile.block_rows in (0, tile.tall) and tile.rows % 4 == 0
         return self.turns and fits and self.spec.element.bits == 8 and not read.strided and read.flat_shape[1] % 4 == 0
