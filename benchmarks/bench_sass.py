@@ -119,7 +119,7 @@ def compiled(op: str, spec: str, axis: int) -> Iterator[tuple[Any, Any, int]]:
 
     recipe = breccia.recipe(spec)
     given, hardware = Array.dense(SHAPE, "bfloat16"), Hardware(True, CAPABILITY >= 89)
-    made = Prepared(op, recipe, given, axis, Options(), TORCH.dtypes(recipe.format), hardware)
+    made = Prepared(op, recipe, given, axis, Options(), TORCH.dtypes(recipe.format), hardware, turns=True)
     target = GPUTarget("cuda", CAPABILITY, 32)
     for each in (*(each.launch for each in made.passes.values()), made.launch):
         if each is not None:
