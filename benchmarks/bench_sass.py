@@ -132,7 +132,10 @@ def counted_cast(op: str, spec: str, axis: int) -> Iterator[dict[str, Any]]:
         if kernel.metadata.name == "amax_kernel":
             continue
         each = getattr(tile, "lane", 0) * getattr(tile, "each", 1) * getattr(tile, "steps", 1)
-        elements = each or tile.rows * tile.columns / (32 * warps)
+        rows, columns = (
+            getattr(tile, long, getattr(tile, short, 0)) for long, short in (("rows", "tall"), ("columns", "wide"))
+        )
+        elements = each or rows * columns / (32 * warps)
         opcodes = disassembled(kernel.asm["cubin"])
         registers = re.search(r"REG:(\d+)", tool_on(kernel.asm["cubin"], "cuobjdump", "-res-usage"))
         alu, issue = 2 * classified(opcodes)["integer"] / elements, len(opcodes) / elements
