@@ -97,17 +97,22 @@ EXTRAS = (
 
 @dataclass(frozen=True)
 class ConflictingDistribution:
-    """The distribution named `breccia`, an older code base that installs into the same package: the problem and its remedy."""
+    """Breccia 0.1, an older code base that installs into the same package: the problem and its remedy."""
 
     text: str
     remedy: str
 
 
 def unrelated() -> ConflictingDistribution | None:
-    """The older distribution, if it is installed. If both install into one folder, neither works."""
+    """The distribution `breccia` before 0.2, if it is installed. If both install into one folder, neither works.
+
+    From 0.2 on, `breccia` depends on breccia-core and holds the same files.
+    """
     try:
         older_distribution = distribution("breccia")
     except PackageNotFoundError:
+        return None
+    if any(need.startswith(CORE) for need in older_distribution.requires or ()):
         return None
     ours, theirs = Path(__file__).parent, Path(str(older_distribution.locate_file("breccia")))
     mixed = theirs.resolve() == ours.resolve()

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -212,8 +213,6 @@ def test_install_commands_use_the_clone_if_there_is_one_and_the_index_otherwise(
 
 
 def test_all_declared_extras_are_listed() -> None:
-    import tomllib
-
     for extra in EXTRAS:
         distribution, _, name = extra.name.removesuffix("]").partition("[")
         project = tomllib.loads((ROOT / distribution / "pyproject.toml").read_text())["project"]
@@ -249,6 +248,19 @@ def test_the_older_distribution_next_to_this_one_is_a_problem(
     assert line.remedy == "pip uninstall breccia; " + install("breccia-core", "--force-reinstall", "--no-deps")
     code, out, _ = run("doctor")
     assert code == 1 and line.text in out
+
+
+def test_the_successor_of_the_older_distribution_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((ROOT / "release" / "breccia" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (need,) = project["dependencies"]
+    info = tmp_path / f"breccia-{project['version']}.dist-info"
+    info.mkdir()
+    header = f"Metadata-Version: 2.1\nName: breccia\nVersion: {project['version']}\n"
+    (info / "METADATA").write_text(f"{header}Requires-Dist: {need}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert unrelated() is None
+    (info / "METADATA").write_text(header)  # the same without the dependency
+    assert unrelated() is not None
 
 
 def overwritten(tmp_path: Path) -> subprocess.CompletedProcess[str]:
