@@ -4,9 +4,9 @@
     python release/dist.py dist --sdist-only breccia-native  # its wheels come from cibuildwheel
     python release/dist.py dist --again                      # build again, elsewhere and with other settings, and compare
 
-Needs git, and release/requirements.txt installed. What git tracks is built, as it is in the working tree. The same bytes need the
-same versions of the tools; wheels with compiled code need the same compiler and Python too. SOURCE_DATE_EPOCH dates what is inside
-the archives; without it, it is the time of the last commit.
+Needs git, and release/requirements.txt installed. What git tracks is built, as it is in the working tree. The same bytes need
+the same versions of the tools; wheels with compiled code need the same compiler and Python too. SOURCE_DATE_EPOCH dates what is
+inside the archives; without it, it is the time of the last commit.
 """
 
 from __future__ import annotations

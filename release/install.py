@@ -1,0 +1,86 @@
+"""Install built wheels into clean environments, check what was installed, and measure how long it took.
+
+    python release/install.py dist                               # core and everything, on this Python
+    python release/install.py dist --python python3.12           # on another; repeat it for several
+    python release/install.py dist --what 'breccia[jax,native]'  # another requirement; repeat it for several
+    python release/install.py dist --sbom dist/breccia.cdx.json  # write what the last one brought, with its licenses
+
+Each requirement is installed twice, into an environment each: the first installation fills pip's cache, the second is measured.
+There is no compiler: only wheels are installed. `everything` is breccia[all].
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from environments import ROOT, Environment, Failed, checked
+
+#: Name -> requirement, and the seconds that its installation may take with a warm cache.
+NAMED = {"core": ("breccia-core", 5.0), "everything": ("breccia[all]", 60.0)}
+
+
+def measured(requirement: str, python: str, wheels: Path, folder: Path) -> tuple[float, str, Environment]:
+    """(seconds of the second installation, what the smoke test printed, its environment)."""
+    Environment(folder / "first", python, wheels).install(requirement)
+    environment = Environment(folder / "second", python, wheels)
+    started = time.monotonic()
+    environment.install(requirement)
+    seconds = time.monotonic() - started
+    has_native = "native" in requirement or "all" in requirement
+    said = environment.run(
+        "-W",
+        "error::ImportWarning",
+        str(ROOT / "release" / "smoke.py"),
+        str(ROOT / "docs" / "spec" / "vectors" / "1"),
+        *(["--native"] if has_native else []),
+    )
+    environment.pip("check")
+    return seconds, said.strip(), environment
+
+
+def main() -> int:
+    """Run the program; the number of requirements that failed or took too long."""
+    parser = argparse.ArgumentParser(description="Install built wheels into clean environments, check and measure.")
+    parser.add_argument("wheels", type=Path, help="the folder that release/dist.py wrote")
+    parser.add_argument("--python", action="append", metavar="PROGRAM", help="a Python; by default this one")
+    parser.add_argument("--what", action="append", metavar="REQUIREMENT", help=f"{', '.join(NAMED)}, or a requirement of pip")
+    parser.add_argument(
+        "--sbom", type=Path, metavar="FILE", help="write the CycloneDX bill of materials of the last installation"
+    )
+    parser.add_argument("--limits", action="store_true", help="fail if core takes over 5 s, or everything over 60")
+    given = parser.parse_args()
+    wrong = 0
+    for python in given.python or [sys.executable]:
+        for what in given.what or list(NAMED):
+            requirement, limit = NAMED.get(what, (what, None))
+            with tempfile.TemporaryDirectory() as temporary:
+                try:
+                    seconds, said, environment = measured(requirement, python, given.wheels, Path(temporary))
+                    if given.sbom:
+                        write_sbom(environment, given.sbom)
+                except Failed as e:
+                    print(f"{python}: {requirement}: FAILED: {e}", flush=True)
+                    wrong += 1
+                    continue
+            late = given.limits and limit is not None and seconds > limit
+            wrong += late
+            load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs" if hasattr(os, "getloadavg") else ""
+            of = f" of at most {limit:.0f}" if limit else ""
+            print(f"{python}: {requirement}: {seconds:.1f} s{of}{', TOO LONG' if late else ''}{load}; {said}", flush=True)
+    return wrong
+
+
+def write_sbom(environment: Environment, target: Path) -> None:
+    """The packages of the environment, with versions, licenses and hashes of what was installed."""
+    command = [sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible", "--of", "JSON", "-o", target]
+    project = ROOT / "release" / "breccia" / "pyproject.toml"
+    checked([*command, "--pyproject", project, environment.python], dict(os.environ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
