@@ -54,7 +54,7 @@ def doctor(environment: Environment) -> str:
 
 
 def upgraded(environment: Environment) -> None:
-    """`pip install --upgrade breccia` over 0.1.3 works, with every extra's package that is asked for."""
+    """`pip install --upgrade breccia` over 0.1.3 works."""
     environment.install(OLD)
     expect(use(environment), "0.1.3 False")
     environment.install("--upgrade", "breccia[cli]")
