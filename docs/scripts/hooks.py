@@ -21,7 +21,12 @@ from pygments.lexers import find_lexer_class_for_filename
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Pages of the repository's root -> where the site shows them.
-ROOT_PAGES = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+ROOT_PAGES = {
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
 SOURCE = "source"
 
 #: Code, which is skipped, or the target of a link.

@@ -55,7 +55,7 @@ TOGETHER = (
     "test_dlpack.py", "test_docs.py", "test_docstring_examples.py", "test_doctor.py", "test_examples.py", "test_explain.py",
     "test_exports.py", "test_format_pages.py", "test_from_foreign.py", "test_gpu_bridges.py", "test_hf.py", "test_imports.py",
     "test_interchange.py", "test_jax_cpu.py", "test_mutation.py", "test_other_bridges.py", "test_pages_in_browser.py",
-    "test_site.py", "test_statements.py", "test_third_party.py", "test_vectors.py", "test_ways.py",
+    "test_release.py", "test_site.py", "test_statements.py", "test_third_party.py", "test_vectors.py", "test_ways.py",
 )  # fmt: skip
 #: Breccia distributions that the tests need in addition to the dependencies.
 ALSO_INSTALLED = {
