@@ -3,10 +3,11 @@
     python release/install.py dist                               # core and everything, on this Python
     python release/install.py dist --python python3.12           # on another; repeat it for several
     python release/install.py dist --what 'breccia[jax,native]'  # another requirement; repeat it for several
-    python release/install.py dist --sbom dist/breccia.cdx.json  # write what the last one brought, with its licenses
+    python release/install.py dist --sbom dist/breccia-sbom.cdx.json  # write what the last one brought, with its licenses
 
 Each requirement is installed twice, into an environment each: the first installation fills pip's cache, the second is measured.
-There is no compiler: only wheels are installed. `everything` is breccia[all].
+There is no compiler: only wheels are installed. `everything` is breccia[all]. The seconds of the CPU are those to compare on a machine
+that does other work too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from environments import ROOT, Environment, Failed, checked
@@ -24,13 +26,23 @@ from environments import ROOT, Environment, Failed, checked
 NAMED = {"core": ("breccia-core", 5.0), "everything": ("breccia[all]", 60.0)}
 
 
-def measured(requirement: str, python: str, wheels: Path, folder: Path) -> tuple[float, str, Environment]:
-    """(seconds of the second installation, what the smoke test printed, its environment)."""
+@dataclass(frozen=True)
+class Installed:
+    """An installation: its seconds by the clock and of the CPU, what the smoke test printed, and where it is."""
+
+    seconds: float
+    cpu: float
+    said: str
+    environment: Environment
+
+
+def measured(requirement: str, python: str, wheels: Path, folder: Path) -> Installed:
+    """Install twice, measure the second, and check it. Raises Failed."""
     Environment(folder / "first", python, wheels).install(requirement)
     environment = Environment(folder / "second", python, wheels)
-    started = time.monotonic()
+    started, used = time.monotonic(), cpu_of_children()
     environment.install(requirement)
-    seconds = time.monotonic() - started
+    seconds, cpu = time.monotonic() - started, cpu_of_children() - used
     has_native = "native" in requirement or "all" in requirement
     said = environment.run(
         "-W",
@@ -40,7 +52,13 @@ def measured(requirement: str, python: str, wheels: Path, folder: Path) -> tuple
         *(["--native"] if has_native else []),
     )
     environment.pip("check")
-    return seconds, said.strip(), environment
+    return Installed(seconds, cpu, said.strip(), environment)
+
+
+def cpu_of_children() -> float:
+    """CPU seconds of the commands that ended, user and system."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def main() -> int:
@@ -60,18 +78,21 @@ def main() -> int:
             requirement, limit = NAMED.get(what, (what, None))
             with tempfile.TemporaryDirectory() as temporary:
                 try:
-                    seconds, said, environment = measured(requirement, python, given.wheels, Path(temporary))
+                    done = measured(requirement, python, given.wheels, Path(temporary))
                     if given.sbom:
-                        write_sbom(environment, given.sbom)
+                        write_sbom(done.environment, given.sbom)
                 except Failed as e:
                     print(f"{python}: {requirement}: FAILED: {e}", flush=True)
                     wrong += 1
                     continue
-            late = given.limits and limit is not None and seconds > limit
+            late = given.limits and limit is not None and done.seconds > limit
             wrong += late
             load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs" if hasattr(os, "getloadavg") else ""
             of = f" of at most {limit:.0f}" if limit else ""
-            print(f"{python}: {requirement}: {seconds:.1f} s{of}{', TOO LONG' if late else ''}{load}; {said}", flush=True)
+            print(
+                f"{python}: {requirement}: {done.seconds:.1f} s{of}{', TOO LONG' if late else ''}, {done.cpu:.1f} s of CPU{load}; {done.said}",
+                flush=True,
+            )
     return wrong
 
 
