@@ -60,7 +60,7 @@ test-dist: $(DIST)/ready
 	$(DIST)/bin/twine check --strict dist/*.whl dist/*.tar.gz
 	$(DIST)/bin/abi3audit --strict dist/breccia_native-*.whl
 	$(DIST)/bin/python release/install.py dist $(foreach python,$(PYTHONS),--python $(python)) $(foreach what,$(INSTALLED),--what '$(what)') \
-		--sbom dist/breccia-sbom.cdx.json
+		--sbom dist/sbom.cdx.json
 	$(DIST)/bin/python release/successor.py dist
 
 # Every case that is left: minutes of parity and idempotence, and measurements as ratios.

@@ -3,11 +3,11 @@
     python release/install.py dist                               # core and everything, on this Python
     python release/install.py dist --python python3.12           # on another; repeat it for several
     python release/install.py dist --what 'breccia[jax,native]'  # another requirement; repeat it for several
-    python release/install.py dist --sbom dist/breccia-sbom.cdx.json  # write what the last one brought, with its licenses
+    python release/install.py dist --sbom dist/sbom.cdx.json  # write what the last one brought, with its licenses
 
 Each requirement is installed twice, into an environment each: the first installation fills pip's cache, the second is measured.
-There is no compiler: only wheels are installed. `everything` is breccia[all]. The seconds of the CPU are those to compare on a machine
-that does other work too.
+There is no compiler: only wheels are installed. `everything` is breccia[all]. On a machine that does other work too, compare the
+seconds of the CPU.
 """
 
 from __future__ import annotations
@@ -87,12 +87,10 @@ def main() -> int:
                     continue
             late = given.limits and limit is not None and done.seconds > limit
             wrong += late
-            load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs" if hasattr(os, "getloadavg") else ""
             of = f" of at most {limit:.0f}" if limit else ""
-            print(
-                f"{python}: {requirement}: {done.seconds:.1f} s{of}{', TOO LONG' if late else ''}, {done.cpu:.1f} s of CPU{load}; {done.said}",
-                flush=True,
-            )
+            load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs" if hasattr(os, "getloadavg") else ""
+            took = f"{done.seconds:.1f} s{of}{', TOO LONG' if late else ''}, {done.cpu:.1f} s of CPU{load}"
+            print(f"{python}: {requirement}: {took}; {done.said}", flush=True)
     return wrong
 
 
