@@ -6,8 +6,8 @@
     python release/install.py dist --sbom dist/sbom.cdx.json  # write what the last one brought, with its licenses
 
 Each requirement is installed twice, into an environment each: the first installation fills pip's cache, the second is measured.
-There is no compiler: only wheels are installed. `everything` is breccia[all]. On a machine that does other work too, compare the
-seconds of the CPU.
+There is no compiler: only wheels are installed. `everything` is breccia[all]. On a machine that does other work too, compare
+the seconds of the CPU.
 """
 
 from __future__ import annotations
