@@ -68,7 +68,9 @@ def together(environment: Environment) -> None:
     environment.install(OLD)
     environment.install("breccia-core[cli]")
     expect(environment.run("-c", "import breccia; print(breccia.__version__)"), VERSION)
-    expect(environment.run("-c", "import breccia.kernels.triton as t; print(t.__file__)"), "triton/__init__.py")  # 0.1.3's
+    for package in ("bridges", "kernels.triton"):  # modules of breccia-core, which the packages of 0.1.3 hide
+        found = environment.run("-c", f"from importlib.util import find_spec; print(find_spec('breccia.{package}').origin)")
+        expect(Path(found.strip()).as_posix(), f"{package.rpartition('.')[2]}/__init__.py")
     expect(doctor(environment), "older, unrelated distribution `breccia` 0.1.3 is installed in the same folder")
     environment.install("--upgrade", "breccia")
     expect(use(environment), WORKS)
