@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def write_sbom(environment: Environment, target: Path) -> None:
-    """The packages of the environment, with versions, licenses and hashes of what was installed."""
+    """Write the packages of the environment, with versions and licenses, as what `breccia` brings."""
     command = [sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible", "--of", "JSON", "-o", target]
     project = ROOT / "release" / "breccia" / "pyproject.toml"
     checked([*command, "--pyproject", project, environment.python], dict(os.environ))
