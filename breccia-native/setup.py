@@ -57,6 +57,7 @@ PRODUCTS = (
     "narrow_blocks",
     "bf16_avx512",
     "int8_vnni",
+    "int8_few",
     "int8_avx2",
     "pairs_bf16",
     "products_vbmi",

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from breccia import Codec, Format, Integer, PowerOfTwo
-from breccia.backend import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, INT4, TENSOR, UINT4, Call, registry, targets
+from breccia.backend import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, TENSOR, Call, registry, targets
 
 #: Records of scales, as `products.multiply` is told of them: the bits of a code, whether it is signed, and codes of a record.
 Codes = tuple[int, bool, int]
@@ -188,12 +188,12 @@ def _unsupported_by(mode: int, call: Call) -> str | None:
 def inexact(mode: int, fmt: Format) -> str | None:
     """Why codes of a format cannot be multiplied as they are stored in a mode, or None."""
     element = fmt.element
-    if fmt.offset == "bias":
-        return "it does not support biases"
     if mode == INT8:
-        if element in (INT4, UINT4, E2M1) or (isinstance(element, Integer) and element.bits == 8 and element.signed):
+        if isinstance(element, Integer) or element == E2M1:
             return None
         return f"{element.name} codes are not small integers times a power of two"
+    if fmt.offset == "bias":
+        return "it does not support biases"
     first = element.table if element.bits <= 4 else ()
     if kind_of(element) == "table8" or any(word & 0xFFFF for word in first):
         return f"{element.name} codes are not BF16 numbers"

@@ -15,7 +15,7 @@ from breccia.internal import numpy as kernels
 
 from . import columns, products
 from .facts import BF16_MODE, FP32, INT8, NO_CODES, SPAN, factor_of, inexact
-from .weights import EMPTY, KINDS, OFFSETS, SCALES, Weight, fp32, offset_of, plan_of, scale_of, weight_of
+from .weights import BIAS, EMPTY, KINDS, OFFSETS, SCALES, Weight, fp32, offset_of, plan_of, scale_of, weight_of
 
 #: The kinds of activations by dtype; BF16, whose dtype is of ml_dtypes, is added when it is first seen.
 _ACTIVATIONS = {np.dtype(np.float32): KINDS["f32"], np.dtype(np.float16): KINDS["f16"]}
@@ -45,6 +45,9 @@ def matmul_int8(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     A group has q codes of a row along K: as many as share a scale of the weight, 128 at most. Its activations have errors of up
     to (1/2 + 2^-15) amax / 127 each, which the exact product of rounded activations and decoded weights inherits; to that come
     K / q + 5 roundings in FP32. Groups with an amax below 2^-100 count as zero; one with NaN or Inf gives NaN.
+
+    Weights with biases, and codes of other widths than 4 and 8 bits, are multiplied so for up to 4 rows, by AVX-512 VNNI with
+    VBMI, in blocks of a multiple of 16 that divide K; where they are not, activations are not rounded.
     """
     return _matmul(a, b, options, INT8)
 
@@ -179,12 +182,19 @@ def _mode(x: Array, rows: int, st: ScaledTensor, weight: Weight, k: int, mode: i
     if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
         exact = x.dtype.name == "bfloat16" and products.fast(BF16_MODE, *_about(weight, k), rows)
         mode = BF16_MODE if exact else FP32
+    if mode == INT8 and _has_few(weight):
+        return mode if inexact(mode, st.recipe.format) is None and products.fast(mode, *_about(weight, k), rows) else FP32
     return mode if mode == FP32 or _supports(st, weight, mode, k) else FP32
 
 
-def _about(weight: Weight, k: int) -> tuple[int, int, int, int, int]:
+def _about(weight: Weight, k: int) -> tuple[int, int, int, int, int, int]:
     """What `products.fast` asks of a weight."""
-    return weight.kind, weight.scale_kind, weight.role, weight.block, k
+    return weight.kind, weight.width, weight.scale_kind, weight.role, weight.block, k
+
+
+def _has_few(weight: Weight) -> bool:
+    """Whether only a few rows of activations are rounded to INT8 for a weight: one with biases, or codes of some widths."""
+    return weight.role == BIAS or weight.kind == KINDS["u8"] or weight.width not in (4, 8)
 
 
 def _rounded_to_bf16(x: Array) -> Array:
@@ -219,7 +229,12 @@ class Prepared(NamedTuple):
         return product if products.repeat(self.call, x, data, scale, offset, bias, factor, count, product) else None
 
 
-def prepared(x: Array, b: ScaledTensor, bias: Array | None) -> Prepared | None:
+def prepared_int8(x: Array, b: ScaledTensor, bias: Array | None) -> Prepared | None:
+    """`prepared` for `matmul_int8`."""
+    return prepared(x, b, bias, INT8)
+
+
+def prepared(x: Array, b: ScaledTensor, bias: Array | None, mode: int | None = None) -> Prepared | None:
     """What multiplies arrays like `x` by weights like the matrix `b` again; None where `matmul` copies one of them first."""
     st = b.mT
     n, k = st.shape
@@ -236,7 +251,7 @@ def prepared(x: Array, b: ScaledTensor, bias: Array | None) -> Prepared | None:
     )
     if not as_they_are or m > _rows_at_once(k):
         return None
-    mode = _mode(rows, m, st, weight, k, None)
+    mode = _mode(rows, m, st, weight, k, mode)
     bits = rows.view(np.uint16) if kind == KINDS["bf16"] else rows
     product, added = np.empty((m, n), np.float32), EMPTY if bias is None else bias
     call = products.prepare(bits, kind, m, n, k, mode, *weight, product, added, 1)

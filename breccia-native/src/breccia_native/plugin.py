@@ -100,5 +100,6 @@ def breccia_kernels() -> Iterable[Kernel]:
                 accepts=f"{accepts}_{mode}",
                 knows=KNOWS,
                 rank=Tier.NATIVE,
+                prepare="breccia_native.matmul:prepared_int8" if (mode, framework) == ("int8", "numpy") else None,
                 opt_in=True,
             )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-def fast(mode: int, kind: int, scale_kind: int, role: int, block: int, k: int, m: int, /) -> bool: ...
+def fast(mode: int, kind: int, width: int, scale_kind: int, role: int, block: int, k: int, m: int, /) -> bool: ...
 def multiply(
     x: Any,
     x_kind: int,

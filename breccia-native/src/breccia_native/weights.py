@@ -18,7 +18,8 @@ from .facts import NO_CODES, Codes, codes_of, factor_of, kind_of
 
 #: The numbers of products.c for encodings of codes, scales, offsets and activations, by name.
 KINDS = {name: number for number, name in enumerate(products.kinds())}
-_ROLES = {"none": 0, "zero_point": 1, "bias": 2}
+BIAS = 2
+_ROLES = {"none": 0, "zero_point": 1, "bias": BIAS}
 #: The smallest scale, other than zero, whose products with codes are normal numbers.
 _LEAST = 2.0**-100
 EMPTY = np.empty(0, np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -97,7 +98,7 @@ def _matmul(a: Any, b: Any, options: ProductOptions, prefer: str | None) -> Arra
     out_dtype, bias, out = options
     if not (bias is None or _readable(bias)) or not (out is None or _readable(out)):  # a transform may wrap a bias alone
         return composites.matmul(a, b, options)
-    if out is None and prefer is None and (tensor := _repeated(a, b, bias)) is not None:
+    if out is None and (tensor := _repeated(a, b, bias, prefer)) is not None:
         return tensor if out_dtype == "float32" else reference.result(TORCH, tensor, out_dtype, None)
     left, right = [_arrays(x) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
     numpy_options = FLOAT32 if bias is None else ProductOptions(bias=_floats(bias))
@@ -109,7 +110,7 @@ def _matmul(a: Any, b: Any, options: ProductOptions, prefer: str | None) -> Arra
 # ------------------------------------------------------------------------------------------------ repeated products
 
 
-def _repeated(a: Any, b: Any, bias: Array | None) -> Array | None:
+def _repeated(a: Any, b: Any, bias: Array | None, prefer: str | None) -> Array | None:
     """The FP32 product by the call that was prepared for operands like these; None where there is none.
 
     The kernel for NumPy checks such operands once, and reads once what it needs of them besides their numbers.
@@ -119,7 +120,7 @@ def _repeated(a: Any, b: Any, bias: Array | None) -> Array | None:
     if bias is not None and bias.dtype != torch.float32:
         bias = bias.float()
     at = _addresses(a, b, bias)
-    multiply = _call(a, b, bias, at)
+    multiply = _call(a, b, bias, at, prefer)
     if multiply is None:
         return None
     global_scale = b.global_scale
@@ -143,7 +144,7 @@ def _threads() -> int:
     return min(torch.get_num_threads(), threads.get_num_threads())
 
 
-def _call(a: Array, b: ScaledTensor, bias: Array | None, at: tuple[int, int, int, int, int]) -> Any:
+def _call(a: Array, b: ScaledTensor, bias: Array | None, at: tuple[int, int, int, int, int], prefer: str | None) -> Any:
     """The call that was prepared for operands like these, at their addresses; None if there is none."""
     data, parts = b.data, (a, b.scale, b.zero_point, bias, b.global_scale)
     x, _, scales, offsets, added = at
@@ -157,13 +158,14 @@ def _call(a: Array, b: ScaledTensor, bias: Array | None, at: tuple[int, int, int
         data.stride(),
         data.dtype,
         data.device,
+        prefer,
         *[part if part is None else _facts(part) for part in parts],
     )
     table, known = registry().table, _products.get(facts)
     if known is None or known[0] is not table:
         if len(_products) >= _REMEMBERED:
             _products.clear()
-        known = _products[facts] = table, _prepared(a, b, bias)
+        known = _products[facts] = table, _prepared(a, b, bias, prefer)
     return known[1]
 
 
@@ -171,7 +173,7 @@ def _facts(x: Array) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.device, x.is_neg()
 
 
-def _prepared(a: Any, b: ScaledTensor, bias: Array | None) -> Any:
+def _prepared(a: Any, b: ScaledTensor, bias: Array | None, prefer: str | None) -> Any:
     """The call that repeats the product of these operands, if the table's kernel for NumPy prepares one."""
     parts = [a, *components(b).values(), *(() if bias is None else (bias,))]
     if len(b.data.shape) != 2 or not all(
@@ -181,7 +183,7 @@ def _prepared(a: Any, b: ScaledTensor, bias: Array | None) -> Any:
     left, right, added = _floats(a), _arrays(b), None if bias is None else _floats(bias)
     options = FLOAT32 if added is None else ProductOptions(bias=added)
     known = registry()
-    chosen = known.table.choose(known.operation("matmul"), "numpy", left, right, None, options)
+    chosen = known.table.choose(known.operation("matmul"), "numpy", left, right, None, options, prefer)
     if chosen.checked or chosen.traced or chosen.kernel.prepare is None:
         return None
     return targets.load(chosen.kernel.prepare)(left, right, added)
@@ -193,25 +195,39 @@ def repeated(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> R
     The function returns None for other operands: those in which anything differs that the choice of a kernel, or its call, may
     depend on. Operands need no gradient.
     """
+    again, at = _again(a, b, bias, out_dtype), _addresses(a, b, bias)[1:]
+    if again is None:
+        return None
+    global_scale = b.global_scale
+
+    def repeat(x: Array, weight: ScaledTensor, added: Array | None) -> Array | None:
+        return None if weight is not b or added is not bias else again(x, at, global_scale, added)
+
+    return repeat
+
+
+def _again(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> Callable[..., Array | None] | None:
+    """What multiplies inputs like `a` by a weight like `b` again; None where `matmul` prepares no call for them.
+
+    The function takes an input, the addresses of the other operands, the global scale and the bias, and returns None for an
+    input or a bias of another kind. It keeps no tensor.
+    """
     known = registry()
     chosen = known.table.choose(known.operation("matmul"), "torch", a, b, None, product_options(out_dtype, bias))
-    is_ours = chosen.function is matmul and not (chosen.checked or chosen.traced)
+    is_ours = chosen.function in _NAMES and not (chosen.checked or chosen.traced)
     if not is_ours or type(a) is not torch.Tensor or not (bias is None or bias.dtype is torch.float32):
         return None
     at = _addresses(a, b, bias)
-    multiply = _call(a, b, bias, at)
+    multiply = _call(a, b, bias, at, _NAMES[chosen.function])
     if multiply is None or at[0] % _ALIGNED:
         return None
     table, strided, facts, of_bias = known.table, torch.strided, _facts(a), None if bias is None else _facts(bias)
     shape, stride, dtype, device, _ = facts
-    _, *rest = at
-    added_at, global_scale = at[-1], b.global_scale
+    added_at = at[-1]
 
-    def repeat(x: Array, weight: ScaledTensor, added: Array | None) -> Array | None:
+    def again(x: Array, rest: tuple[int, ...], global_scale: Array | None, added: Array | None) -> Array | None:
         if (
-            weight is not b
-            or added is not bias
-            or type(x) is not torch.Tensor
+            type(x) is not torch.Tensor
             or x.dtype is not dtype
             or x.shape != shape
             or x.layout is not strided
@@ -231,9 +247,40 @@ def repeated(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> R
         tensor = torch.from_numpy(product)
         return tensor if out_dtype == "float32" else reference.result(TORCH, tensor, out_dtype, None)
 
-    return repeat
+    return again
 
 
+def linear(x: Array, parts: tuple[Array | None, ...], facts: tuple[Any, ...], weight: Callable[..., ScaledTensor]) -> Array:
+    """The product of an input and the transpose of a weight, plus a bias: for compiled graphs, which have no layers.
+
+    parts: codes, scales, zero-points, global scale and bias. facts: what else the product depends on, the name of its dtype
+    last. weight: makes the weight of codes, scales, zero-points, global scale and facts. What repeats the product of these
+    tensors is kept as long as its codes exist.
+    """
+    key, kept = id(parts[0]), _kept.get(id(parts[0]))
+    if kept is not None and kept[0] == facts:
+        _, references, addresses, again = kept
+        for part, refers, address in zip(parts, references, addresses):  # noqa: B905 (both have five)
+            if part is not (None if refers is None else refers()) or (part is not None and part.data_ptr() != address):
+                break
+        else:
+            codes, scales, offsets, _, added = addresses
+            product = again(x, (codes, scales, offsets, added), parts[3], parts[4])
+            if product is not None:
+                return product
+    *components, bias = parts
+    st, dtype = weight(*components, *facts).mT, facts[-1]
+    if (again := _again(x, st, bias, dtype)) is not None:
+        references = [None if part is None else weakref.ref(part) for part in parts]
+        references[0] = weakref.ref(parts[0], lambda _: _kept.pop(key, None))
+        _kept[key] = facts, references, [0 if part is None else part.data_ptr() for part in parts], again
+    return calls.matmul(x, st, product_options(dtype, bias))
+
+
+#: The kernels for NumPy that these functions call, None for the one that its table chooses.
+_NAMES = {matmul: None, matmul_int8: "native.matmul_int8", matmul_bf16: "native.matmul_bf16"}
+#: What repeats products of compiled graphs, by the identity of the codes: facts, references to the other operands, addresses.
+_kept: dict[int, tuple[Any, list[Any], list[int], Any]] = {}
 #: A function that repeats a product: f(x, weight, bias).
 Repeat = Callable[[Any, ScaledTensor, Any], Any]
 #: What the address of an input must be a multiple of, as torch's own memory is: kernels may be chosen by it.

@@ -368,6 +368,9 @@ class ScaledLinear(_WithMetadata):
         if dtype is not None and (mixed := autocast_dtype(x)) is not None:
             x, dtype = x.to(mixed), _FLOATS.get(mixed)
         rows: Any = x if ndim > 1 else x[None]
+        if torch.compiler.is_compiling() and dtype is not None and self._is_one_operator(x):
+            y = _operator_of(rows, self.weight, dtype, self.bias)
+            return y if ndim > 1 else y[0]
         weight, out_dtype = self._matrix, dtype or "float32"
         parameters = self._parameters  # where it is not, it may be parametrized
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
@@ -384,6 +387,17 @@ class ScaledLinear(_WithMetadata):
             return y if ndim > 1 else y[0]
         y = breccia.cast_matmul(rows.flatten(0, -2), self.activation, weight, out_dtype, bias=bias)
         return y if ndim == 2 else y.reshape(*shape[:-1], self.out_features)
+
+    def _is_one_operator(self, x: Tensor) -> bool:
+        """Whether a compiled graph has one operator for the layer, which autograd does not know."""
+        return (
+            x.device.type == "cpu"
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_exporting()
+            and self.activation is None
+            and self.contraction == -1
+            and self.weight.layout.in_order
+        )
 
     def _repeated(self, x: Tensor) -> Tensor | None:
         """The product by the function that an earlier call has kept; None where something differs from that call."""
@@ -487,6 +501,15 @@ class ScaledExperts(ScaledWeight):
     def _decoded(self, tensor: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
         values = breccia.dequantize(tensor, out_dtype=dtype or self.dtype)
         return values.flatten(-3, -2) if self.tensor.ndim == 4 else values
+
+
+def _operator_of(x: Tensor, weight: ScaledWeight, dtype: str, bias: Tensor | None) -> Tensor:
+    """A layer's product as one operator, traced by a compiler."""
+    from .describing import layout_json, recipe_json
+
+    parts = weight.data, weight.scale, weight.zero_point, weight.global_scale, bias
+    facts = recipe_json(weight.recipe), layout_json(weight.layout), weight.padding, dtype
+    return torch.ops.breccia.linear(x, *parts, *facts)
 
 
 def _part(tensor: ScaledTensor, part: int) -> ScaledTensor:

@@ -54,6 +54,14 @@ INLINE Py_ssize_t words_of(const grouping *g, Py_ssize_t length)
     return length / g->per * g->parts + (g->mode == INT8_MODE ? 3 * (length / g->q) : 0);
 }
 
+/* The most rows of activations that int8_few.c multiplies; and the words of one: codes, what lanes start with, scales, and sums. */
+enum { FEW_ROWS = 4 };
+
+INLINE Py_ssize_t words_of_few(const grouping *g, Py_ssize_t length)
+{
+    return length / 2 + 2 * (length / g->q);
+}
+
 /* Where the codes of a panel of `rows` rows are, from chunk `c` on. */
 INLINE group_x activations(const grouping *g, const float *panel, Py_ssize_t rows, Py_ssize_t length, Py_ssize_t c)
 {
@@ -64,6 +72,15 @@ INLINE group_x activations(const grouping *g, const float *panel, Py_ssize_t row
     return x;
 }
 
+/* The codes of a group. */
+INLINE Py_ssize_t group_of(Py_ssize_t block, Py_ssize_t k)
+{
+    Py_ssize_t q = CHUNK;
+    while (block < k && block % q)
+        q /= 2;
+    return q;
+}
+
 /* Fill `g`. Returns whether codes of this kind can be multiplied in this mode. */
 OUTLINE int grouped(grouping *g, int mode, int kind, const float *table, Py_ssize_t block, Py_ssize_t k)
 {
@@ -72,8 +89,7 @@ OUTLINE int grouped(grouping *g, int mode, int kind, const float *table, Py_ssiz
     g->parts = 1;
     g->shift = 0;
     g->unit = 1;
-    for (g->q = CHUNK; block < k && block % g->q; g->q /= 2)
-        ;
+    g->q = group_of(block, k);
     if (g->q < SPAN)
         return 0;
     if (mode == BF16_MODE) {
@@ -83,8 +99,8 @@ OUTLINE int grouped(grouping *g, int mode, int kind, const float *table, Py_ssiz
                     return 0;
         return kind != TABLE8 && kind <= U8;
     }
-    if (kind == I8) {
-        g->shift = 128;
+    if (kind == I8 || kind == U8) {
+        g->shift = kind == I8 ? 128 : 0;
         return 1;
     }
     if (kind != TABLE4)

@@ -32,6 +32,8 @@ static const mode_version *modes[MODES];
 /* What multiplies a few rows in mode BF16, or NULL. */
 static const version *pairs;
 static int has_vnni, has_bf16;
+/* What multiplies a few rows in mode INT8, or NULL. */
+static const mode_version *few;
 #endif
 #if defined(HAS_MATRICES)
 /* The best version, with products in mode BF16 by matrices; and what multiplies by them, or NULL. */
@@ -63,6 +65,7 @@ void take(const version *v)
 #if defined(HAS_X86)
     if (v == &products_avx2 || is_avx512(v))
         modes[INT8_MODE] = is_avx512(v) && has_vnni ? &int8_vnni : &int8_avx2;
+    few = is_avx512(v) && v != &products_avx512 && has_vnni ? &int8_few : NULL;
     if (is_avx512(v) && has_bf16)
         modes[BF16_MODE] = is_vbmi(v) ? &bf16_streams : &bf16_tiles;
     pairs = is_vbmi(v) && has_bf16 ? &products_bf16 : NULL;
@@ -120,9 +123,29 @@ static const version *version_for(int mode, const weight *w, Py_ssize_t m)
     return NULL;
 }
 
-/* What multiplies in a mode other than FP32. */
+/* Whether nothing but `few` multiplies in mode INT8. */
+static int has_only_few(const weight *w)
+{
+    return w->role == BIAS || w->codes.kind == U8 || w->width < kind_bits[w->codes.kind];
+}
+
+/* What multiplies a few rows in mode INT8 by codes in short blocks, for which `g` is changed, or NULL. */
+static const mode_version *few_for(const weight *w, Py_ssize_t m, grouping *g)
+{
+#if defined(HAS_X86)
+    if (g->mode == INT8_MODE && few && takes_few(w, g, m)) {
+        g->shift = shift_of_few(w, g);
+        return few;
+    }
+#endif
+    return NULL;
+}
+
+/* What multiplies in a mode other than FP32; NULL where nothing does. */
 static const mode_version *mode_for(const grouping *g, const weight *w)
 {
+    if (g->mode == INT8_MODE && has_only_few(w))
+        return NULL;
 #if defined(HAS_MATRICES)
     if (g->mode == BF16_MODE && matrices && takes_matrices(w, g))
         return matrices;
@@ -251,26 +274,38 @@ static void multiply_some(void *context)
 /* Compute a product in a mode on up to `threads` threads. Returns 0 where there is no memory. */
 static int multiply_in_mode(product *p, int threads)
 {
-    const weight *w = p->w;
-    const size_t words = (size_t)(p->m * words_of(p->g, padded(w->k))), plain = p->x.kind == F32 ? 0 : (size_t)(p->m * w->k);
+    const weight *const w = p->w;
+    const grouping *const g = p->g;
+    grouping own_g = *g;
+    const mode_version *const by_few = few_for(w, p->m, &own_g);
+    p->by = version_for(g->mode, w, p->m);
+    p->mode = p->by ? NULL : by_few ? by_few : mode_for(g, w);
+    p->fine = p->by || p->mode;
+    if (!p->fine)
+        return 1;
+    p->g = &own_g;
+    const Py_ssize_t length = padded(w->k), of_row = by_few ? words_of_few(g, length) : words_of(g, length);
+    const size_t words = (size_t)(p->m * of_row), plain = p->x.kind == F32 ? 0 : (size_t)(p->m * w->k);
     void *memory = malloc(4 * (words + plain) + 128); /* a tile of activations may begin in its last words */
-    if (!memory)
+    if (!memory) {
+        p->g = g;
         return 0;
+    }
     p->packed = (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
     p->wide = plain ? p->packed + words : (float *)(uintptr_t)p->x.items;
-    p->by = version_for(p->g->mode, w, p->m);
     weight own = *w;
     own.short_block = p->by && p->by->short_blocks && streams_of(p->by, w, p->m) ? short_block_of(w) : 0;
     if (own.short_block && p->m == 1 && w->widen)
         own.narrow = 1, own.widen = NULL;
+    if (by_few)
+        own.short_block = (int)g->q, own.widen = NULL;
     p->w = &own;
-    p->mode = p->by ? NULL : mode_for(p->g, w);
     p->parts = p->by ? parts_of(p->by, w, p->m) : rounded_parts(p->m, w->k, p->mode->tallest);
     p->next_part = p->packed_parts = p->next_row = 0;
     p->fine = p->memory = 1;
     p->threads = threads > 1 ? threads : 1;
     run_shared(multiply_some, p, threads);
-    p->w = w;
+    p->w = w, p->g = g;
     free(memory);
     return p->memory;
 }
@@ -308,6 +343,11 @@ float lift_in(int mode, int kind)
 int is_faster(int mode, const weight *w, Py_ssize_t m)
 {
     const mode_version *by = modes[mode];
+    if (mode == INT8_MODE && has_only_few(w)) {
+        grouping g = {.mode = mode, .q = group_of(w->block, w->k)};
+        by = few_for(w, m, &g);
+        return by != NULL;
+    }
 #if defined(HAS_MATRICES)
     if (by->fewest && mode == BF16_MODE && matrices)
         by = matrices;

@@ -130,7 +130,7 @@ static int is_call(PyObject *args, const char *format, call *c)
             (w->role == NONE || c->offset.len == offset_bytes || refused("offsets", offset_bytes, c->offset.len)) &&
             (w->role == NONE || w->offset.kind > E5M2 || is_kind(-1)) &&
             is_mode(c->mode, w->codes.kind, &c->table, w->block, w->k, &c->g) &&
-            (c->mode == FP32_MODE || w->role != BIAS || is_kind(-1)) &&
+            (c->mode != BF16_MODE || w->role != BIAS || is_kind(-1)) &&
             (c->x_kind == F32 ? is_float("activations", &c->x, m * w->k)
                               : c->x.len == x_bytes || refused("activations", x_bytes, c->x.len));
     }
@@ -394,17 +394,18 @@ static PyObject *use(PyObject *Py_UNUSED(self), PyObject *args)
 }
 
 PyDoc_STRVAR(fast_doc,
-    "fast(mode, kind, scale_kind, role, block, k, m): whether the instruction set in use has instructions for mode 1 (INT8) or 2\n"
-    "(BF16) that are faster than FP32 for m rows of k activations, and codes of `kind` with offsets of `role` and a scale of\n"
-    "`scale_kind` for each block, of a multiple of 8.");
+    "fast(mode, kind, width, scale_kind, role, block, k, m): whether the instruction set in use has instructions for mode 1 (INT8)\n"
+    "or 2 (BF16) that are faster than FP32 for m rows of k activations, and codes of `kind` in `width` bits with offsets of `role`\n"
+    "and a scale of `scale_kind` for each block, of a multiple of 8.");
 
 static PyObject *fast(PyObject *Py_UNUSED(self), PyObject *args)
 {
     int mode;
     Py_ssize_t m;
     weight w = {.span = SPAN};
-    if (!PyArg_ParseTuple(args, "iiiinnn:fast", &mode, &w.codes.kind, &w.scale.kind, &w.role, &w.block, &w.k, &m))
+    if (!PyArg_ParseTuple(args, "iiiiinnn:fast", &mode, &w.codes.kind, &w.width, &w.scale.kind, &w.role, &w.block, &w.k, &m))
         return NULL;
+    w.groups = w.block < w.k ? (w.k + w.block - 1) / w.block : 1;
     return PyBool_FromLong(mode > FP32_MODE && mode < MODES && is_faster(mode, &w, m));
 }
 

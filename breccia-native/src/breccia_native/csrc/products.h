@@ -21,7 +21,10 @@ Py_ssize_t most_streams_of_avx512(const weight *);
 extern const micro micros_of_avx512[];
 /* Fill the tables of tables512.h. */
 void fill_byte_tables(void);
-extern const mode_version int8_avx2, int8_vnni, bf16_tiles, bf16_streams;
+extern const mode_version int8_avx2, int8_vnni, int8_few, bf16_tiles, bf16_streams;
+/* Whether int8_few multiplies m rows; and what its unsigned codes are too large by. */
+int takes_few(const weight *, const grouping *, Py_ssize_t);
+int shift_of_few(const weight *, const grouping *);
 #endif
 
 #if defined(HAS_MATRICES)
