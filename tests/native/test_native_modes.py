@@ -54,7 +54,7 @@ SHAPES = ((1, 32), (31, 128), (33, 129), (7, 159), (65, 520), (36, 1021))
 
 def by_every_instruction_set(x: np.ndarray, st: breccia.ScaledTensor, mode: int, named: bool = True) -> list[np.ndarray]:
     """The products that may differ in bits: one by all instruction sets, since those without the instructions emulate them, and
-    for mode BF16 others by those which sum in another order: matrices, and up to 4 rows in registers.
+    others by those which sum in another order: up to 4 rows in registers, and for mode BF16 matrices.
 
     named: whether `matmul` multiplies this weight in that mode.
     """
@@ -68,8 +68,10 @@ def by_every_instruction_set(x: np.ndarray, st: breccia.ScaledTensor, mode: int,
         assert native._multiplied(x, weight, y, k, mode), "beyond the limits"
         found[name] = y
     products.use(products.use()[0])
-    apart = mode == facts.BF16_MODE and len(x) <= 4 and weight.kind != products.kinds().index("u8")
-    orders = {MATRICES: mode == facts.BF16_MODE, STREAMING: apart}
+    few = len(x) <= 4
+    apart = mode == facts.BF16_MODE and few and weight.kind != products.kinds().index("u8")
+    integers = mode == facts.INT8 and few  # in short blocks
+    orders = {MATRICES: mode == facts.BF16_MODE or integers, STREAMING: apart or integers}
     others = [found.pop(name) for name, other in orders.items() if other and name in found]
     same = [np.where(np.isnan(y), np.float32(np.nan), y) for y in found.values()]  # NaNs may have any sign and payload
     for other in same[1:]:
@@ -105,8 +107,8 @@ def test_int8_activations_are_within_their_bound(name: str) -> None:
         for m in ROWS[i % 2 :: 2]:
             x = drawn(m, k, m)
             q = GROUPS[name] if st.layout.block(st.axis)[1] not in (None, *range(k, 9999)) else 128
-            [found] = by_every_instruction_set(x, st, facts.INT8)
-            check_int8(found, x, w, q)
+            for found in by_every_instruction_set(x, st, facts.INT8):
+                check_int8(found, x, w, q)
 
 
 @pytest.mark.parametrize("name", BRAIN)
@@ -255,8 +257,8 @@ def test_groups_of_tiny_activations_count_as_zero() -> None:
     st = tensor(FORMATS["mxfp4"], 20, 64)
     x = np.full((2, 64), 2.0**-110, np.float32)
     x[1, 40] = 1
-    [found] = by_every_instruction_set(x, st, facts.INT8)
-    assert not found[0].any() and found[1].any()
+    for found in by_every_instruction_set(x, st, facts.INT8):
+        assert not found[0].any() and found[1].any()
 
 
 def test_bf16_products_that_could_be_subnormal_are_left_to_fp32() -> None:
@@ -297,8 +299,8 @@ def test_pairs_of_products_by_large_codes_do_not_overflow() -> None:
         w = breccia.dequantize(st, prefer="reference.dequantize")
         for m in (1, 3, 7, 20):
             x = np.sign(drawn(m, 256, m)) * np.float32(3)
-            [found] = by_every_instruction_set(x, st, facts.INT8, named=False)
-            check_int8(found, x, w, block)
+            for found in by_every_instruction_set(x, st, facts.INT8, named=False):
+                check_int8(found, x, w, block)
 
 
 def test_without_instructions_bf16_activations_are_rounded_and_multiplied_in_fp32() -> None:
@@ -322,7 +324,8 @@ def test_without_instructions_bf16_activations_are_rounded_and_multiplied_in_fp3
         ("int8", Format(NF4, (Level(F32, (1, 64)),)), "NF4 codes are not small integers times a power of two"),
         ("int8", FORMATS["mxfp8"], "E4M3 codes are not small integers"),
         ("int8", Format(UINT8, (Level(F16, (1, 32)),), "zero_point"), "UINT8 codes are not small integers"),
-        ("int8", FORMATS["uint4-bias-64"], "it does not support biases"),
+        ("int8", Format(NF4, (Level(F32, (1, 64)),), "bias"), "NF4 codes are not small integers"),
+        ("bf16", FORMATS["uint4-bias-64"], "it does not support biases"),
         ("bf16", FORMATS["nf4"], "NF4 codes are not BF16 numbers"),
         ("bf16", FORMATS["ue4m3"], "UE4M3 codes are not BF16 numbers"),
         ("bf16", Format(INT4, (Level(F32, (1, 12)),)), "blocks of 12 are not a multiple of 8"),

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from breccia import Codec, Format, Integer, PowerOfTwo
-from breccia.backend import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, TENSOR, Call, registry, targets
+from breccia.backend import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, INT4, TENSOR, UINT4, Call, registry, targets
 
 #: Records of scales, as `products.multiply` is told of them: the bits of a code, whether it is signed, and codes of a record.
 Codes = tuple[int, bool, int]
@@ -189,7 +189,8 @@ def inexact(mode: int, fmt: Format) -> str | None:
     """Why codes of a format cannot be multiplied as they are stored in a mode, or None."""
     element = fmt.element
     if mode == INT8:
-        if isinstance(element, Integer) or element == E2M1:
+        few = isinstance(element, Integer) and fmt.offset != "zero_point"  # of few rows (see `matmul.matmul_int8`)
+        if few or element in (INT4, UINT4, E2M1) or (isinstance(element, Integer) and element.bits == 8 and element.signed):
             return None
         return f"{element.name} codes are not small integers times a power of two"
     if fmt.offset == "bias":

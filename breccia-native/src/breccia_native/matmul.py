@@ -46,7 +46,8 @@ def matmul_int8(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     to (1/2 + 2^-15) amax / 127 each, which the exact product of rounded activations and decoded weights inherits; to that come
     K / q + 5 roundings in FP32. Groups with an amax below 2^-100 count as zero; one with NaN or Inf gives NaN.
 
-    Weights with biases, and codes of other widths than 4 and 8 bits, are multiplied so for up to 4 rows, by AVX-512 VNNI with
+    With biases there is one more rounding, and all of them are relative to the sizes of scaled codes and biases. Weights with
+    biases, and codes of other widths than 4 and 8 bits, are multiplied so for up to 4 rows, by AVX-512 VNNI with
     VBMI, in blocks of a multiple of 16 that divide K; where they are not, activations are not rounded.
     """
     return _matmul(a, b, options, INT8)
@@ -312,6 +313,8 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
 
 
 def _supports(st: ScaledTensor, w: Weight, mode: int, k: int) -> bool:
+    if mode == INT8 and _has_few(w):
+        return False
     integers, element = (KINDS["u8"], KINDS["i8"]), st.recipe.format.element
     offsets_fit = w.role == 0 or w.offset_kind in integers
     if w.role and mode == BF16_MODE:  # others differ by up to 383, which needs 9 bits

@@ -2,7 +2,8 @@
    and VBMI.
 
    A row of the weight is taken in its own order, 64 codes at a time: `multishift` brings codes of any width to bytes, and
-   lane j of a sum of integers has codes 4j to 4j + 3, which share a scale. Biases are multiplied by the sums of activations. */
+   lane j of a sum of integers has codes 4j to 4j + 3, which share a scale. It starts with what making codes unsigned adds, so it
+   is the sum for the codes as they are. Biases are multiplied by the sums of activations. */
 
 #define VECTOR_BYTES 64
 #include "instructions.h"
@@ -50,12 +51,12 @@ INLINE void pack_few_of(const grouping *g, const Py_ssize_t q, const float *x, P
         for (Py_ssize_t start = part.column; start < end; start += q) {
             float sum = 0;
             scales[start / q] = 0;
-            memset(starts + start / 4, 0, (size_t)q);
             if (start < k)
                 scales[start / q] = rounded(x + (part.row + r) * k + start, q, codes + start, &sum);
             else
                 memset(codes + start, 0, (size_t)q);
-            starts[start / 4] = -g->shift * (int32_t)sum;
+            for (Py_ssize_t j = start; j < start + q; j += 4)
+                starts[j / 4] = -g->shift * (codes[j] + codes[j + 1] + codes[j + 2] + codes[j + 3]);
             sums[start / q] = scales[start / q] * sum;
         }
     }
