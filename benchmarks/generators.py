@@ -81,6 +81,15 @@ def in_transformers(model: Any) -> Generator:
     return Generator(generate, layers, sum(stored.values()))
 
 
+def _of_cpus() -> Any:
+    """What `generate` gives to torch.compile, which it would leave out on a CPU."""
+    from transformers import CompileConfig
+
+    config = CompileConfig(fullgraph=True, dynamic=False, mode="default")
+    config._compile_all_devices = True  # pyright: ignore
+    return config
+
+
 # -- llama.cpp -------------------------------------------------------------------------------------------------------
 
 
@@ -175,9 +184,15 @@ def in_llama_cpp(file: Path, threads: int) -> Generator:
 
 # -- arms ------------------------------------------------------------------------------------------------------------
 
-OURS, FP32, BF16, LLAMA = "breccia", "FP32", "BF16", "llama.cpp"
+OURS, COMPILED, ROUNDED, BOTH = "breccia", "breccia compiled", "breccia INT8", "breccia INT8 compiled"
+FP32, BF16, LLAMA = "FP32", "BF16", "llama.cpp"
+#: The kernel that rounds activations to INT8, as llama.cpp does, and the arms that prefer it.
+PREFERRED, PREFERRING = "torch.cpu.matmul_int8", (ROUNDED, BOTH)
 ARMS: dict[str, Callable[[Path, int], Generator]] = {
     OURS: lambda file, threads: in_transformers(quantized(file)),
+    COMPILED: lambda file, threads: in_transformers(quantized(file), compiled=True),
+    ROUNDED: lambda file, threads: in_transformers(quantized(file)),
+    BOTH: lambda file, threads: in_transformers(quantized(file), compiled=True),
     FP32: lambda file, threads: in_transformers(decoded(file, "float32")),
     BF16: lambda file, threads: in_transformers(decoded(file, "bfloat16")),
     LLAMA: in_llama_cpp,
@@ -188,6 +203,8 @@ CURRENT: list[Generator] = []
 
 def opened(arm: str, file: str, threads: int) -> int:
     """Load the model of the file for an arm, and return the bytes of its weights."""
+    if arm in PREFERRING:
+        os.environ["BRECCIA_PREFER"] = PREFERRED  # breccia reads it when it is first used
     if arm != LLAMA:
         import torch
         import transformers

@@ -1,0 +1,149 @@
+"""Quantized layers in compiled graphs that need no gradient: one operator each, which repeats products as eager layers do."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import breccia
+from breccia.dispatch import registry as registries
+from breccia_torch import cpu, operators
+from breccia_torch.nn import ScaledConv1D, ScaledLinear
+
+RECIPES = ("int4", "nvfp4", "fp8_row", "q4_1", "q6_k")
+
+
+def layer_of(recipe: str, bias: bool = True, dtype: torch.dtype = torch.float32, k: int = 256) -> ScaledLinear:
+    torch.manual_seed(0)
+    return ScaledLinear.from_linear(torch.nn.Linear(k, 48, bias, dtype=dtype), recipe).eval().requires_grad_(False)
+
+
+def compiled(layer: Any) -> tuple[Any, list[torch.fx.GraphModule]]:
+    """A layer traced as one graph, which runs as it is, and its graphs."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    return torch.compile(layer, backend=backend, fullgraph=True), graphs
+
+
+def called(graphs: list[torch.fx.GraphModule]) -> list[str]:
+    """The operators of breccia in graphs."""
+    names = (str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function")
+    return [name.removesuffix(".default") for name in names if name.startswith("breccia")]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("bias", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)])
+def test_a_layer_is_one_operator_with_the_bits_of_the_eager_layer(recipe: str, bias: bool, dtype: torch.dtype) -> None:
+    layer = layer_of(recipe, bias, dtype)
+    function, graphs = compiled(layer)
+    with torch.no_grad():
+        for shape in ((1, 1, 256), (256,), (5, 256)):
+            x = torch.randn(shape, dtype=dtype)
+            for _ in range(3):  # the later ones repeat the first
+                y = function(x)
+                assert y.dtype == dtype and torch.equal(y, layer(x))
+    assert set(called(graphs)) == {"breccia.linear"}
+
+
+def transformers_conv1d() -> ScaledConv1D:
+    """A layer whose weight is (in_features, out_features)."""
+    linear = torch.nn.Linear(48, 256, False)  # its weight, (256, 48), is that of the layer
+    linear.bias = torch.nn.Parameter(torch.zeros(48))
+    return ScaledConv1D.in_place_of(linear, ScaledConv1D.quantized(linear.weight, "int4")).eval().requires_grad_(False)
+
+
+def test_gradients_exports_activations_and_conv1d_keep_the_operators_of_ops() -> None:
+    layer, x = layer_of("int4"), torch.randn(3, 256, requires_grad=True)
+    function, graphs = compiled(layer)
+    function(x).sum().backward()
+    assert x.grad is not None and called(graphs) == ["breccia.matmul"]
+    with torch.no_grad():
+        exported = torch.export.export(layer, (torch.randn(3, 256),))
+        assert "breccia.matmul" in str(exported.graph) and "breccia.linear" not in str(exported.graph)
+        cast = ScaledLinear.from_linear(torch.nn.Linear(256, 48), "mxfp4", activation="mxfp8").eval()
+        function, graphs = compiled(cast)
+        function(torch.randn(3, 256))
+        assert called(graphs) == ["breccia.cast_matmul"]
+        conv = transformers_conv1d()
+        function, graphs = compiled(conv)
+        function(torch.randn(3, 256))
+        assert called(graphs) == ["breccia.matmul"]
+
+
+def test_other_tensors_in_the_place_of_kept_ones_are_multiplied() -> None:
+    layer = layer_of("q4_1")
+    function, _ = compiled(layer)
+    with torch.no_grad():
+        x = torch.randn(1, 256)
+        for _ in range(2):
+            function(x)
+        weight: Any = layer.weight
+        weight.scale = weight.scale * 2
+        assert torch.equal(function(x), layer(x))
+        weight.data.copy_(weight.data.flip(0))  # the same memory
+        assert torch.equal(function(x), layer(x))
+        weight.zero_point.data = weight.zero_point.data.clone()
+        assert torch.equal(function(x), layer(x))
+        layer.bias = torch.nn.Parameter(torch.randn(48), requires_grad=False)
+        assert torch.equal(function(x), layer(x))
+        many = torch.randn(1, 512)[:, ::2]
+        assert torch.equal(function(many), layer(many))
+
+
+def test_what_is_kept_goes_with_the_weight() -> None:
+    cpu._kept.clear()
+    layer = layer_of("int4")
+    weight, x = layer.weight, torch.randn(1, 256)
+    parts = weight.data, weight.scale, weight.zero_point, weight.global_scale, None
+    facts = weight.recipe.to_json(), weight.layout.to_json(), weight.padding, "float32"
+    found = [torch.ops.breccia.linear(x, *parts, *facts) for _ in range(2)]
+    assert torch.equal(*found) and len(cpu._kept) == 1
+    other = (*facts[:-1], "bfloat16")
+    assert torch.ops.breccia.linear(x, *parts, *other).dtype == torch.bfloat16
+    del layer, weight, parts
+    gc.collect()
+    assert not cpu._kept
+
+
+def test_the_operator_keeps_the_rules_of_torch() -> None:
+    layer = layer_of("int4")
+    weight: Any = layer.weight
+    arguments = (
+        *(torch.randn(2, 3, 256), weight.data, weight.scale, None, None, layer.bias.detach()),
+        *(weight.recipe.to_json(), weight.layout.to_json(), 0, "float16"),
+    )
+    torch.library.opcheck(torch.ops.breccia.linear.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    each = torch.vmap(lambda row: torch.ops.breccia.linear(row, *arguments[1:]))(arguments[0])
+    assert torch.equal(each, torch.ops.breccia.linear(*arguments))
+    elsewhere = operators._linear(*arguments)
+    assert torch.equal(elsewhere, torch.ops.breccia.linear(*arguments))
+
+
+def test_graphs_multiply_by_the_kernel_that_the_environment_prefers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from breccia.arrays.frameworks import Device
+    from breccia_native import availability
+
+    if reason := availability.missing_products(Device("cpu")):
+        pytest.skip(reason)
+    layer, x = layer_of("q8_0", False), torch.randn(1, 256)
+    function, _ = compiled(layer)
+    named = breccia.matmul(x, layer.weight.tensor.mT, prefer="torch.cpu.matmul_int8")
+    try:
+        with torch.no_grad():
+            exact = [function(x) for _ in range(2)][1]
+            monkeypatch.setenv("BRECCIA_PREFER", "torch.cpu.matmul_int8")
+            registries.reload()
+            for _ in range(3):
+                assert torch.equal(function(x), named) and torch.equal(layer(x), named)
+            assert not torch.equal(named, exact)
+    finally:
+        monkeypatch.delenv("BRECCIA_PREFER")
+        registries.reload()
