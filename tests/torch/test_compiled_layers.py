@@ -13,7 +13,7 @@ from breccia.dispatch import registry as registries
 from breccia_torch import cpu, operators
 from breccia_torch.nn import ScaledConv1D, ScaledLinear
 
-RECIPES = ("int4", "nvfp4", "fp8_row", "q4_1", "q6_k")
+RECIPES = ("nvfp4", "q4_1", "q6_k")
 
 
 def layer_of(recipe: str, bias: bool = True, dtype: torch.dtype = torch.float32, k: int = 256) -> ScaledLinear:
@@ -51,6 +51,11 @@ def test_a_layer_is_one_operator_with_the_bits_of_the_eager_layer(recipe: str, b
                 y = function(x)
                 assert y.dtype == dtype and torch.equal(y, layer(x))
     assert set(called(graphs)) == {"breccia.linear"}
+
+
+def facts_of(weight: Any, dtype: str = "float32") -> str:
+    """What the operator is told besides tensors."""
+    return operators.FACTS.join([weight.recipe.to_json(), weight.layout.to_json(), "0", dtype])
 
 
 def transformers_conv1d() -> ScaledConv1D:
@@ -103,11 +108,9 @@ def test_what_is_kept_goes_with_the_weight() -> None:
     layer = layer_of("int4")
     weight, x = layer.weight, torch.randn(1, 256)
     parts = weight.data, weight.scale, weight.zero_point, weight.global_scale, None
-    facts = weight.recipe.to_json(), weight.layout.to_json(), weight.padding, "float32"
-    found = [torch.ops.breccia.linear(x, *parts, *facts) for _ in range(2)]
+    found = [torch.ops.breccia.linear(x, *parts, facts_of(weight)) for _ in range(2)]
     assert torch.equal(*found) and len(cpu._kept) == 1
-    other = (*facts[:-1], "bfloat16")
-    assert torch.ops.breccia.linear(x, *parts, *other).dtype == torch.bfloat16
+    assert torch.ops.breccia.linear(x, *parts, facts_of(weight, "bfloat16")).dtype == torch.bfloat16
     del layer, weight, parts
     gc.collect()
     assert not cpu._kept
@@ -118,7 +121,7 @@ def test_the_operator_keeps_the_rules_of_torch() -> None:
     weight: Any = layer.weight
     arguments = (
         *(torch.randn(2, 3, 256), weight.data, weight.scale, None, None, layer.bias.detach()),
-        *(weight.recipe.to_json(), weight.layout.to_json(), 0, "float16"),
+        facts_of(weight, "float16"),
     )
     torch.library.opcheck(torch.ops.breccia.linear.default, arguments, test_utils=("test_schema", "test_faketensor"))
     each = torch.vmap(lambda row: torch.ops.breccia.linear(row, *arguments[1:]))(arguments[0])

@@ -250,37 +250,57 @@ def _again(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> Cal
     return again
 
 
-def linear(x: Array, parts: tuple[Array | None, ...], facts: tuple[Any, ...], weight: Callable[..., ScaledTensor]) -> Array:
+def linear(
+    x: Array,
+    data: Array,
+    scale: Array,
+    zero_point: Array | None,
+    global_scale: Array | None,
+    bias: Array | None,
+    facts: str,
+    weight: Callable[..., tuple[ScaledTensor, str]],
+) -> Array:
     """The product of an input and the transpose of a weight, plus a bias: for compiled graphs, which have no layers.
 
-    parts: codes, scales, zero-points, global scale and bias. facts: what else the product depends on, the name of its dtype
-    last. weight: makes the weight of codes, scales, zero-points, global scale and facts. What repeats the product of these
-    tensors is kept as long as its codes exist.
+    facts: what else the product depends on. weight: makes the weight, and the name of the product's dtype, of its components
+    and facts. What repeats the product of these tensors is kept as long as the codes exist. A graph calls this for each layer
+    and token, so it only looks at what may differ between two calls, and in no loop.
     """
-    key, kept = id(parts[0]), _kept.get(id(parts[0]))
-    if kept is not None and kept[0] == facts:
-        _, references, addresses, again = kept
-        for part, refers, address in zip(parts, references, addresses):  # noqa: B905 (both have five)
-            if part is not (None if refers is None else refers()) or (part is not None and part.data_ptr() != address):
-                break
-        else:
-            codes, scales, offsets, _, added = addresses
-            product = again(x, (codes, scales, offsets, added), parts[3], parts[4])
+    key = id(data)
+    kept = _kept.get(key)
+    if kept is not None:
+        known, codes, scales, offsets, globals_, added, at, again = kept
+        if (
+            data is codes()
+            and scale is scales()
+            and zero_point is offsets()
+            and global_scale is globals_()
+            and bias is added()
+            and known == facts
+            and data.data_ptr() == at[0]
+            and scale.data_ptr() == at[1]
+            and (zero_point is None or zero_point.data_ptr() == at[2])
+        ):
+            product = again(x, at, global_scale, bias)
             if product is not None:
                 return product
-    *components, bias = parts
-    st, dtype = weight(*components, *facts).mT, facts[-1]
+    st, dtype = weight(data, scale, zero_point, global_scale, facts)
+    st = st.mT
     if (again := _again(x, st, bias, dtype)) is not None:
-        references = [None if part is None else weakref.ref(part) for part in parts]
-        references[0] = weakref.ref(parts[0], lambda _: _kept.pop(key, None))
-        _kept[key] = facts, references, [0 if part is None else part.data_ptr() for part in parts], again
+        others = [_nothing if part is None else weakref.ref(part) for part in (scale, zero_point, global_scale, bias)]
+        codes = weakref.ref(data, lambda _: _kept.pop(key, None))
+        _kept[key] = facts, codes, *others, _addresses(x, st, bias)[1:], again
     return calls.matmul(x, st, product_options(dtype, bias))
+
+
+def _nothing() -> None:
+    """What refers to no tensor."""
 
 
 #: The kernels for NumPy that these functions call, None for the one that its table chooses.
 _NAMES = {matmul: None, matmul_int8: "native.matmul_int8", matmul_bf16: "native.matmul_bf16"}
-#: What repeats products of compiled graphs, by the identity of the codes: facts, references to the other operands, addresses.
-_kept: dict[int, tuple[Any, list[Any], list[int], Any]] = {}
+#: What repeats products of compiled graphs, by the identity of the codes: facts, references to the operands, and addresses.
+_kept: dict[int, tuple[Any, ...]] = {}
 #: A function that repeats a product: f(x, weight, bias).
 Repeat = Callable[[Any, ScaledTensor, Any], Any]
 #: What the address of an input must be a multiple of, as torch's own memory is: kernels may be chosen by it.

@@ -12,7 +12,7 @@ import torch
 import breccia
 from breccia import InStorage, Layout, ScalingRecipe
 
-from .operators import layout_of
+from .operators import FACTS, layout_of
 
 
 def constant(function: Any) -> Any:
@@ -73,6 +73,16 @@ def layout_json(layout: Any) -> str:
         return json_of(type(layout), fields_of(layout))
     plain = json_of(type(layout.layout), fields_of(layout.layout))
     return _stored_text(plain, layout.storage, tuple([known(n) for n in layout.matrix]), known(layout.data_axes))
+
+
+def facts_of(recipe: Any, layout: Any, padding: int, dtype: str) -> str:
+    """What the operator of a layer is told besides its tensors."""
+    return _joined(recipe_json(recipe), layout_json(layout), known(padding), dtype)
+
+
+@constant
+def _joined(*facts: Any) -> str:
+    return FACTS.join(map(str, facts))
 
 
 @constant

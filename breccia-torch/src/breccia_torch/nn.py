@@ -505,11 +505,10 @@ class ScaledExperts(ScaledWeight):
 
 def _operator_of(x: Tensor, weight: ScaledWeight, dtype: str, bias: Tensor | None) -> Tensor:
     """A layer's product as one operator, traced by a compiler."""
-    from .describing import layout_json, recipe_json
+    from .describing import facts_of
 
-    parts = weight.data, weight.scale, weight.zero_point, weight.global_scale, bias
-    facts = recipe_json(weight.recipe), layout_json(weight.layout), weight.padding, dtype
-    return torch.ops.breccia.linear(x, *parts, *facts)
+    facts = facts_of(weight.recipe, weight.layout, weight.padding, dtype)
+    return torch.ops.breccia.linear(x, weight.data, weight.scale, weight.zero_point, weight.global_scale, bias, facts)
 
 
 def _part(tensor: ScaledTensor, part: int) -> ScaledTensor:

@@ -390,39 +390,45 @@ for _op in OPERATIONS.values():
     operator_of(_op)
 
 
-# Of layers in graphs that need no gradients. `matmul` has 12 arguments and passes autograd, which takes longer than a small product.
+# Of layers in graphs that need no gradients. `matmul` has 12 arguments and passes autograd, which takes longer than a small
+# product. Its facts are one text: JSON of a recipe and of a layout, the padding, and the name of a dtype.
 
 _LIBRARY = torch.library.Library("breccia", "FRAGMENT")
 _LIBRARY.define(
-    "linear(Tensor x, Tensor data, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor? bias, str recipe, str layout, "
-    "int padding, str dtype) -> Tensor"
+    "linear(Tensor x, Tensor data, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor? bias, str facts) -> Tensor"
 )
 
 
-def _weight(data: Tensor, scale: Tensor, zero_point: Any, global_scale: Any, recipe: str, layout: str, padding: int, _: str) -> Any:
-    """The weight of a layer, (out_features, in_features)."""
-    return ScaledTensor.from_parts(data, scale, recipe_of(recipe), layout_of(layout), zero_point, global_scale, -1, padding)
+def _weight(data: Tensor, scale: Tensor, zero_point: Any, global_scale: Any, facts: str) -> tuple[ScaledTensor, str]:
+    """The weight of a layer, (out_features, in_features), and the name of the product's dtype."""
+    recipe, layout, padding, dtype = facts.split(FACTS)
+    parts = recipe_of(recipe), layout_of(layout), zero_point, global_scale
+    return ScaledTensor.from_parts(data, scale, *parts, -1, int(padding)), dtype
+
+
+#: What is between the facts of a layer. JSON has no such character.
+FACTS = "\n"
 
 
 @torch.library.impl(_LIBRARY, "linear", "CompositeExplicitAutograd")
 def _linear(
-    x: Tensor, data: Tensor, scale: Tensor, zero_point: Any, global_scale: Any, bias: Tensor | None, *facts: Any
+    x: Tensor, data: Tensor, scale: Tensor, zero_point: Any, global_scale: Any, bias: Tensor | None, facts: str
 ) -> Tensor:
     """x @ dequantize(weight).mT + bias."""
-    weight = _weight(data, scale, zero_point, global_scale, *facts)
-    return calls.matmul(x, weight.mT, product_options(facts[-1], bias)).contiguous()
+    weight, dtype = _weight(data, scale, zero_point, global_scale, facts)
+    return calls.matmul(x, weight.mT, product_options(dtype, bias)).contiguous()
 
 
 @torch.library.impl(_LIBRARY, "linear", "CPU")
 def _linear_on_cpu(
-    x: Tensor, data: Tensor, scale: Tensor, zero_point: Any, global_scale: Any, bias: Tensor | None, *facts: Any
+    x: Tensor, data: Tensor, scale: Tensor, zero_point: Any, global_scale: Any, bias: Tensor | None, facts: str
 ) -> Tensor:
-    return _multiply_on_cpu(x, (data, scale, zero_point, global_scale, bias), facts, _weight)
+    return _multiply_on_cpu(x, data, scale, zero_point, global_scale, bias, facts, _weight)
 
 
 @torch.library.register_fake("breccia::linear")
 def _(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], data.shape[0]), dtype=getattr(torch, rest[-1]))
+    return x.new_empty((*x.shape[:-1], data.shape[0]), dtype=getattr(torch, rest[-1].split(FACTS)[-1]))
 
 
 torch.library.register_vmap("breccia::linear", _each(torch.ops.breccia.linear))
