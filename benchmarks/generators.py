@@ -54,12 +54,15 @@ def quantized(file: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, quantization_config=BrecciaConfig())
 
 
-def in_transformers(model: Any) -> Generator:
-    """Through `generate`."""
+def in_transformers(model: Any, compiled: bool = False) -> Generator:
+    """Through `generate`. compiled: one compiled graph for every token after the first, with a cache of fixed size."""
     import torch
     from bench_decoder import Clock, layers_of
 
     model = model.eval().requires_grad_(False)
+    if compiled:
+        model.generation_config.cache_implementation = "static"
+        model.generation_config.compile_config = _of_cpus()
     model.generation_config.eos_token_id = None  # all generate as many tokens
     rows = [(layer, torch.randn(1, 1, layer.in_features, dtype=model.dtype)) for layer in layers_of(model)]
     stored = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}

@@ -426,11 +426,11 @@ def _linear_on_cpu(
     return _multiply_on_cpu(x, data, scale, zero_point, global_scale, bias, facts, _weight)
 
 
-@torch.library.register_fake("breccia::linear")
-def _(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
+def _fake_linear(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], data.shape[0]), dtype=getattr(torch, rest[-1].split(FACTS)[-1]))
 
 
+torch.library.register_fake("breccia::linear", _fake_linear)
 torch.library.register_vmap("breccia::linear", _each(torch.ops.breccia.linear))
 
 # Of older graphs.
