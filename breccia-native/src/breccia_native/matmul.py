@@ -221,10 +221,22 @@ class Prepared(NamedTuple):
     format: Format
 
     def __call__(
-        self, x: int, data: int, scale: int, offset: int, bias: int, global_scale: float | None, threads: int
-    ) -> Array | None:
-        """The product of what lies at these addresses, 0 for none; None for numbers beyond the kernel's limits."""
-        product = np.empty(self.shape, np.float32)
+        self,
+        x: int,
+        data: int,
+        scale: int,
+        offset: int,
+        bias: int,
+        global_scale: float | None,
+        threads: int,
+        product: Any = None,
+    ) -> Any:
+        """The product of what lies at these addresses, 0 for none; None for numbers beyond the kernel's limits.
+
+        product: where it is written, an array or the address of as many FP32 numbers, which is then returned.
+        """
+        if product is None:
+            product = np.empty(self.shape, np.float32)
         factor = self.factor if global_scale is None else fp32(factor_of(self.format, global_scale))
         count = threads if self.threads else 1
         return product if products.repeat(self.call, x, data, scale, offset, bias, factor, count, product) else None

@@ -123,9 +123,14 @@ def _repeated(a: Any, b: Any, bias: Array | None, prefer: str | None) -> Array |
     multiply = _call(a, b, bias, at, prefer)
     if multiply is None:
         return None
-    global_scale = b.global_scale
-    product = multiply(*at, None if global_scale is None else global_scale.item(), _threads())
-    return None if product is None else torch.from_numpy(product)
+    return _multiplied(multiply, a, at[0], at[1:], b.global_scale)
+
+
+def _multiplied(multiply: Any, x: Array, place: int, rest: tuple[int, ...], global_scale: Array | None) -> Array | None:
+    """The FP32 product by a prepared call in memory of torch, whose alignment the next product may need; or None."""
+    product = x.new_empty(multiply.shape, dtype=torch.float32)
+    scale = None if global_scale is None else global_scale.item()
+    return None if multiply(place, *rest, scale, _threads(), product.data_ptr()) is None else product
 
 
 def _addresses(a: Array, b: ScaledTensor, bias: Array | None) -> tuple[int, int, int, int, int]:
@@ -241,11 +246,8 @@ def _again(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> Cal
         place = x.data_ptr()
         if place % _ALIGNED:
             return None
-        product = multiply(place, *rest, None if global_scale is None else global_scale.item(), _threads())
-        if product is None:
-            return None
-        tensor = torch.from_numpy(product)
-        return tensor if out_dtype == "float32" else reference.result(TORCH, tensor, out_dtype, None)
+        product = _multiplied(multiply, x, place, rest, global_scale)
+        return product if product is None or out_dtype == "float32" else reference.result(TORCH, product, out_dtype, None)
 
     return again
 
@@ -281,7 +283,7 @@ def linear(
             and scale.data_ptr() == at[1]
             and (zero_point is None or zero_point.data_ptr() == at[2])
         ):
-            product = again(x, at, global_scale, bias)
+            product = again(x if x.data_ptr() % _ALIGNED == 0 else x.clone(), at, global_scale, bias)
             if product is not None:
                 return product
     st, dtype = weight(data, scale, zero_point, global_scale, facts)

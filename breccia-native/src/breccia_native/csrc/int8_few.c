@@ -25,7 +25,8 @@ typedef struct {
 
 INLINE few_x few_at(const grouping *g, const float *packed, Py_ssize_t length)
 {
-    const few_x x = {(const int8_t *)packed, (const int32_t *)packed + length / 4, packed + length / 2, packed + length / 2 + length / g->q};
+    const float *const scales = packed + length / 2;
+    const few_x x = {(const int8_t *)packed, (const int32_t *)packed + length / 4, scales, scales + length / g->q};
     return x;
 }
 
@@ -108,8 +109,8 @@ INLINE __m512i sixty_four(const int kind, const int narrow, const unpacking *u, 
 }
 
 /* Products of ROWS rows of the weight and one row of activations. */
-INLINE void few_streamed(
-    const int kind, const int narrow, const int role, const int q, const weight *w, const grouping *g, const panel *p, const few_x *x, float *sums)
+INLINE void few_streamed(const int kind, const int narrow, const int role, const int q, const weight *w, const grouping *g,
+    const panel *p, const few_x *x, float *sums)
 {
     const unpacking u = unpacking_of(w, g);
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -129,7 +130,7 @@ INLINE void few_streamed(
             if (role == BIAS)
                 o[r] = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(here, p->offsets[r] + group), all, o[r]);
         }
-        for (Py_ssize_t c = start; c < end; c += VECTOR, at += bytes, which = _mm512_add_epi32(which, _mm512_set1_epi32(VECTOR / q))) {
+        for (Py_ssize_t c = start; c < end; c += VECTOR, at += bytes) {
             const __mmask64 stored = end - c < VECTOR ? u.stored >> (VECTOR - (end - c)) * w->width / 8 : u.stored;
             const __m512i codes = _mm512_loadu_si512(x->codes + c), begin = _mm512_loadu_si512(x->starts + c / 4);
             UNROLL for (int r = 0; r < ROWS; r++) {
@@ -139,6 +140,7 @@ INLINE void few_streamed(
                 MULTIPLY("vpdpbusd", sum, v, codes);
                 a[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_permutexvar_ps(which, scales[r]), a[r]);
             }
+            which = _mm512_add_epi32(which, _mm512_set1_epi32(VECTOR / q));
         }
     }
     if (role == BIAS)
@@ -152,7 +154,8 @@ typedef void (*few_stream)(const weight *, const grouping *, const panel *, cons
     {                                                                                                                       \
         few_streamed(kind, narrow, role, q, w, g, p, x, sums);                                                              \
     }
-#define FEW_OF(kind, narrow, role) FEW_STREAM(kind, narrow, role, 16) FEW_STREAM(kind, narrow, role, 32) FEW_STREAM(kind, narrow, role, 64)
+#define FEW_OF(kind, narrow, role)                                                                                          \
+    FEW_STREAM(kind, narrow, role, 16) FEW_STREAM(kind, narrow, role, 32) FEW_STREAM(kind, narrow, role, 64)
 #define FEW_ROLES(kind, narrow) FEW_OF(kind, narrow, NONE) FEW_OF(kind, narrow, BIAS)
 FEW_ROLES(TABLE4, 1)
 FEW_ROLES(I8, 0)
@@ -170,8 +173,9 @@ static int rows_of_few(const weight *w, const grouping *g, const workspace *to, 
     panel p;
     begin_panel(w, g->q, 0, &p);
     const Py_ssize_t ahead = ROWS * w->row_bytes, length = p.chunks * CHUNK;
-    p.ahead = ahead > 8192 && ahead <= 16384 ? ahead : 8192;
-    const few_stream stream = few_streams[stream_of(w->codes.kind)][w->width < 8][w->role == BIAS][g->q == 16 ? 0 : g->q == 32 ? 1 : 2];
+    p.ahead = ahead > 8192 && ahead <= 16384 ? ahead : 8192; /* as in rows_of */
+    const int length_of_group = g->q == 16 ? 0 : g->q == 32 ? 1 : 2;
+    const few_stream stream = few_streams[stream_of(w->codes.kind)][w->width < 8][w->role == BIAS][length_of_group];
     if (!scales_of_panel(w, to, first, end, g->q, decoded_by_avx512, NULL, &p))
         return 0;
     for (Py_ssize_t n = first; n < end; n += ROWS) {

@@ -227,7 +227,7 @@ static PyObject *prepare(PyObject *Py_UNUSED(self), PyObject *args)
 
 PyDoc_STRVAR(repeat_doc,
     "repeat(prepared, x, data, scale, offset, bias, factor, threads, product): `multiply` with the addresses of operands, as integers,\n"
-    "0 for none; product is a buffer. The memory at the addresses must be what `prepare` was given: kinds, sizes, contiguous.\n"
+    "0 for none; product is a buffer, or an address too. The memory at the addresses must be what `prepare` was given: kinds, sizes, contiguous.\n"
     "Also returns False where the address of an operand is missing, or not that of aligned numbers.");
 
 static PyObject *repeat(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count)
@@ -244,8 +244,13 @@ static PyObject *repeat(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssi
         found[i] = PyLong_AsVoidPtr(args[1 + i]);
     const double factor = PyFloat_AsDouble(args[6]);
     const long threads = PyLong_AsLong(args[7]);
-    Py_buffer y;
-    if (PyErr_Occurred() || PyObject_GetBuffer(args[8], &y, PyBUF_WRITABLE) < 0)
+    Py_buffer y = {.buf = NULL};
+    const int is_address = PyLong_Check(args[8]);
+    if (is_address) {
+        y.buf = PyLong_AsVoidPtr(args[8]);
+        y.len = y.buf ? 4 * c->m * c->w.n : 0;
+    }
+    if (PyErr_Occurred() || (!is_address && PyObject_GetBuffer(args[8], &y, PyBUF_WRITABLE) < 0))
         return NULL;
     const addresses at = {found[0], found[1], found[2], found[3], found[4], y.buf};
     const uintptr_t size = (uintptr_t)kind_bits[c->x_kind] / 8;
@@ -254,7 +259,8 @@ static PyObject *repeat(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssi
         done = Py_NewRef(Py_False);
     else if (is_float("a product", &y, c->m * c->w.n))
         done = multiplied(c, &at, (float)factor, threads < INT_MAX ? (int)threads : INT_MAX);
-    PyBuffer_Release(&y);
+    if (!is_address)
+        PyBuffer_Release(&y);
     return done;
 }
 
