@@ -452,7 +452,12 @@ def test_addresses_that_are_missing_or_misaligned_are_refused() -> None:
     x, data, scale, bias = (np.zeros(n, t) for n, t in ((128, "f4"), (256, "u1"), (16, "u1"), (8, "f4")))
     product, given = np.full(16, 7, np.float32), products.prepare(*arguments(bias=bias))
     at = [part.ctypes.data for part in (x, data, scale)]
-    assert products.repeat(given, *at, 0, bias.ctypes.data, 1.0, 1, product) is True and not product.any()
+    for to in (product, product.ctypes.data):
+        product[:] = 7
+        assert products.repeat(given, *at, 0, bias.ctypes.data, 1.0, 1, to) is True and not product.any()
+    for wrong, size in ((0, 0), (product.ctypes.data + 1, 64)):
+        with pytest.raises(ValueError, match=f"wanted a product: 16 aligned FP32 numbers; got {size} bytes"):
+            products.repeat(given, *at, 0, 0, 1.0, 1, wrong)
     for wrong in ((0, *at[1:], 0, 0), (at[0], 0, at[2], 0, 0), (*at[:2], 0, 0, 0), (at[0] + 1, *at[1:], 0, 0), (*at, 0, 2)):
         assert products.repeat(given, *wrong, 1.0, 1, product) is False
     with pytest.raises(ValueError, match="wanted a product: 16 aligned FP32 numbers; got 60 bytes. Call breccia.matmul"):

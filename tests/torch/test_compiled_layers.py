@@ -103,6 +103,29 @@ def test_other_tensors_in_the_place_of_kept_ones_are_multiplied() -> None:
         assert torch.equal(function(many), layer(many))
 
 
+def test_products_and_unaligned_inputs_repeat_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph may write into the memory of a product what the next layer reads."""
+    from breccia.arrays.frameworks import Device
+    from breccia_native import availability
+
+    if reason := availability.missing_products(Device("cpu")):
+        pytest.skip(reason)
+    layer, x, made = layer_of("q4_1"), torch.randn(1, 256), list[Any]()
+    room = torch.empty(300)
+    start = next(i for i in range(16) if room[i:].data_ptr() % 64)
+    unaligned = room[start : start + 256].view(1, 256).copy_(x)
+    weight: Any = layer.weight
+    arguments = weight.data, weight.scale, weight.zero_point, None, layer.bias, facts_of(weight)
+    with torch.no_grad():
+        product = torch.ops.breccia.linear(x, *arguments)
+        again = cpu._again
+        monkeypatch.setattr(cpu, "_again", lambda *operands: made.append(operands) or again(*operands))
+        for _ in range(9):
+            found = torch.ops.breccia.linear(unaligned, *arguments)
+            assert torch.equal(found, product) and found.data_ptr() % 64 == 0
+    assert not made
+
+
 def test_what_is_kept_goes_with_the_weight() -> None:
     cpu._kept.clear()
     layer = layer_of("int4")
