@@ -85,11 +85,13 @@ def in_transformers(model: Any, compiled: bool = False) -> Generator:
 
 
 def _of_cpus() -> Any:
-    """What `generate` gives to torch.compile, which it would leave out on a CPU."""
+    """What `generate` gives to torch.compile, which it would leave out on a CPU. The modules do not change, so no call checks them."""
+    import torch
     from transformers import CompileConfig
 
-    config = CompileConfig(fullgraph=True, dynamic=False, mode="default")
-    config._compile_all_devices = True  # pyright: ignore
+    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe, "size_asserts": False}
+    config: Any = CompileConfig(fullgraph=True, dynamic=False, mode=None, options=options)  # pyright: ignore
+    config._compile_all_devices = True
     return config
 
 

@@ -55,7 +55,7 @@ def test_a_layer_is_one_operator_with_the_bits_of_the_eager_layer(recipe: str, b
 
 def facts_of(weight: Any, dtype: str = "float32") -> str:
     """What the operator is told besides tensors."""
-    return operators.FACTS.join([weight.recipe.to_json(), weight.layout.to_json(), "0", dtype])
+    return operators.facts_text(weight.recipe.to_json(), weight.layout.to_json(), 0, dtype)
 
 
 def transformers_conv1d() -> ScaledConv1D:

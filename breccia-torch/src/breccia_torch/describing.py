@@ -12,7 +12,7 @@ import torch
 import breccia
 from breccia import InStorage, Layout, ScalingRecipe
 
-from .operators import FACTS, layout_of
+from .operators import facts_text, layout_of
 
 
 def constant(function: Any) -> Any:
@@ -82,7 +82,7 @@ def facts_of(recipe: Any, layout: Any, padding: int, dtype: str) -> str:
 
 @constant
 def _joined(*facts: Any) -> str:
-    return FACTS.join(map(str, facts))
+    return facts_text(*facts)
 
 
 @constant

@@ -6,6 +6,7 @@ Schemas, fake implementations and rules follow from the declarations of ops. Sch
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -391,7 +392,8 @@ for _op in OPERATIONS.values():
 
 
 # Of layers in graphs that need no gradients. `matmul` has 12 arguments and passes autograd, which takes longer than a small
-# product. Its facts are one text: JSON of a recipe and of a layout, the padding, and the name of a dtype.
+# product. Its facts are one text, the hexadecimal digits of a JSON list: recipe, layout, padding, name of a dtype. (With
+# cpp_wrapper torch 2.13 writes texts into C++ as they are, quotes included.)
 
 _LIBRARY = torch.library.Library("breccia", "FRAGMENT")
 _LIBRARY.define(
@@ -401,13 +403,20 @@ _LIBRARY.define(
 
 def _weight(data: Tensor, scale: Tensor, zero_point: Any, global_scale: Any, facts: str) -> tuple[ScaledTensor, str]:
     """The weight of a layer, (out_features, in_features), and the name of the product's dtype."""
-    recipe, layout, padding, dtype = facts.split(FACTS)
+    recipe, layout, padding, dtype = _read_facts(facts)
     parts = recipe_of(recipe), layout_of(layout), zero_point, global_scale
-    return ScaledTensor.from_parts(data, scale, *parts, -1, int(padding)), dtype
+    return ScaledTensor.from_parts(data, scale, *parts, -1, padding), dtype
 
 
-#: What is between the facts of a layer. JSON has no such character.
-FACTS = "\n"
+def facts_text(*facts: Any) -> str:
+    """What the operator of a layer is told besides its tensors."""
+    return json.dumps(facts, separators=(",", ":")).encode().hex()
+
+
+@lru_cache(maxsize=512)
+def _read_facts(text: str) -> tuple[str, str, int, str]:
+    recipe, layout, padding, dtype = json.loads(bytes.fromhex(text))
+    return recipe, layout, padding, dtype
 
 
 @torch.library.impl(_LIBRARY, "linear", "CompositeExplicitAutograd")
@@ -427,7 +436,7 @@ def _linear_on_cpu(
 
 
 def _fake_linear(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], data.shape[0]), dtype=getattr(torch, rest[-1].split(FACTS)[-1]))
+    return x.new_empty((*x.shape[:-1], data.shape[0]), dtype=getattr(torch, _read_facts(rest[-1])[-1]))
 
 
 torch.library.register_fake("breccia::linear", _fake_linear)
