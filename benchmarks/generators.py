@@ -85,7 +85,7 @@ def in_transformers(model: Any, compiled: bool = False) -> Generator:
 
 
 def _of_cpus() -> Any:
-    """What `generate` gives to torch.compile, which it would leave out on a CPU. The modules do not change, so no call checks them."""
+    """What `generate` gives to torch.compile, which it would leave out on a CPU. No call checks modules, which do not change."""
     import torch
     from transformers import CompileConfig
 
