@@ -85,7 +85,7 @@ def in_transformers(model: Any, compiled: bool = False) -> Generator:
 
 
 def _of_cpus() -> Any:
-    """What `generate` gives to torch.compile, which it would leave out on a CPU. No call checks modules, which do not change."""
+    """How `generate` compiles, which it leaves out on a CPU unless told. No call checks that modules are as before."""
     import torch
     from transformers import CompileConfig
 
