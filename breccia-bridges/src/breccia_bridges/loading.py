@@ -16,6 +16,7 @@ from breccia.internal import abbreviated, check_patterns, matches, with_parts
 from .announcements import OWN, Announced
 from .beside import activations, factors
 from .checkpoint import all_opened, of_one
+from .remote_path import is_remote, path_of
 from .safetensors import Target, warn_of_narrowed
 from .safetensors_file import shown
 from .source import Source, Value
@@ -205,8 +206,8 @@ def _files(path: Any) -> list[Path]:
         raise OptionError(
             f"path must be that of a file or folder, or a list of files of one folder; got {short(path)}.", path=path
         )
-    files = [Path(one) for one in listed]
-    folders = list(dict.fromkeys(os.path.abspath(file.parent) for file in files))
+    files = [path_of(one) for one in listed]
+    folders = list(dict.fromkeys(str(file.parent) if is_remote(file) else os.path.abspath(file.parent) for file in files))
     if len(folders) > 1:
         raise OptionError(
             f"path must be that of a file or folder, or a list of files of one folder; got files of {abbreviated(folders)}. "
