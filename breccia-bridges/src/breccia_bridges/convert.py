@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,17 @@ from .exact import exactly
 from .gguf_file import GGUFFile
 from .huggingface import write_json
 from .jobs import CASTABLE, Job, by_policy, check_factors, unchanged, unlike_layers
-from .journal import Journal, conversion_key
+from .journal import Journal, conversion_key, is_placing
 from .memory import check_memory
 from .modules import modules_kept, tied_heads
-from .results import Advance, Report, Verify, no_progress
+from .remote_path import RemotePath, is_remote, path_of
+from .results import Advance, Report, TensorReport, Verify, no_progress
 from .safetensors_file import Shards, in_both
 from .safetensors_writer import HeaderError
 from .source import Source
 from .staging import Staging, remove
 from .text import byte_count_of
+from .uploads import Uploads, staged_at
 
 #: In place of a recipe: the values that are quantized in the source keep their codes, or are decoded to a dtype of a file.
 KEEP_CODES = "none"
@@ -123,15 +126,16 @@ def convert(
     writer = None if dialect is None else DialectWriter.of(dialect, activations)
     _check_given(recipe, writer, activations)
     chosen = None if recipe is None else _chosen(recipe, include, exclude, writer)
-    staging = Staging(location(Path(destination)), keeps_journal=True)
+    src, dst = path_of(source), path_of(destination)
+    staging = Staging(staged_at(location(dst)), keeps_journal=True, target=location(dst))
     if staging.moved and not dry_run:
         with staging:  # puts it back
             pass
     limit = None if max_shard_size is None else byte_count_of(max_shard_size, "max_shard_size")
-    work = _Conversion(Path(source), staging, force, source_dialect, writer, limit)
+    work = _Conversion(src, staging, force, source_dialect, writer, limit)
     dense, policy = chosen or _chosen(work.default_recipe, include, exclude, writer)
     report = Report(
-        str(Path(source)), str(Path(destination)), policy.recipes[0] if policy and policy.recipes else None, is_conversion=True,
+        str(src), str(dst), policy.recipes[0] if policy and policy.recipes else None, is_conversion=True,
         dense=dense or "", dialect=dialect or "", verify=verified,
     )  # fmt: skip
     work.plan(report, policy, dense, exact)
@@ -235,13 +239,14 @@ class _Conversion:
         writer: DialectWriter | None,
         max_shard_size: int | None,
     ) -> None:
-        self.src, self.dst, self.force = src, staging.destination, force
+        self.src, self.dst, self.force = src, staging.target, force
         self.staging, self.max_shard_size = staging, max_shard_size
         files = checkpoint_files(src)
         own = writer.file if writer else None
         self.folder = own is None and is_folder(src, files, self.dst)
         check_destination(src, files, self.dst, force, own.suffix if own else "")
-        check_taken(staging.moved or self.dst, force, self.folder)
+        if not is_placing(staging):
+            check_taken(staging.moved or self.dst, force, self.folder)
         if max_shard_size and not self.folder:
             raise OptionError(
                 f"max_shard_size= (--max-shard-size) is for a folder, and {self.dst} is one file; leave it out.",
@@ -277,7 +282,9 @@ class _Conversion:
         )
         self._check_names()
         copied = self.companions.nbytes if self.companions else 0
-        check_space(self.dst, copied + sum(planned.writer.nbytes for planned in self.written))
+        sizes = [planned.writer.nbytes for planned in self.written]
+        # Of files that are uploaded one by one, one at a time is here.
+        check_space(self.staging.destination, copied + (max(sizes, default=0) if is_remote(self.dst) else sum(sizes)))
         report.links.extend(self.companions.left if self.companions else ())
 
     def _decided(self, policy: Policy | None, dense: str | None, exact: bool) -> dict[str, Job]:
@@ -388,7 +395,7 @@ class _Conversion:
 
     def run(self, histograms: bool, advance: Advance, journal: Journal) -> Report:
         """Convert, verify, and put the result at the destination."""
-        with self.staging as staging, journal:
+        with self.staging as staging, self._uploads(journal) as uploads, journal:
             if self.folder:
                 staging.new.mkdir(exist_ok=True)
             files = {planned.writer.path for planned in self.written}
@@ -398,17 +405,33 @@ class _Conversion:
             if self.companions:
                 self.companions.copy(staging.new)
             for planned in self.written:
+                name = planned.writer.path.name
+                if uploads is not None and uploads.has(name):
+                    self.report.tensors.extend(_uploaded(planned, journal, advance))
+                    continue
                 self.report.tensors.extend(convert_file(planned, self.report.verify, histograms, advance, journal))
+                if uploads is not None:
+                    uploads.finish(name)
             if self.folder:
-                self._describe(staging.new)
+                self._describe(staging.new, uploads)
             self.source.check_unchanged()
             if self.companions:
                 self.companions.check_unchanged()
-            check_taken(self.dst, self.force, self.folder)
-            staging.commit()
+            if not is_placing(staging):
+                check_taken(self.dst, self.force, self.folder)
+            if uploads is not None:
+                uploads.commit()
+            else:
+                staging.commit()
         return self.report
 
-    def _describe(self, stage: Path) -> None:
+    def _uploads(self, journal: Journal) -> AbstractContextManager[Uploads | None]:
+        """What uploads the files; None for a destination on this machine."""
+        if not isinstance(self.dst, RemotePath):
+            return nullcontext()
+        return Uploads(self.dst, self.staging, journal, self.folder, self.report.verify is not Verify.none)
+
+    def _describe(self, stage: Path, uploads: Uploads | None) -> None:
         """Write config.json if the source has one or is a GGUF model, and the index of several files."""
         first = self.source.files[0]
         if isinstance(first, GGUFFile):
@@ -421,8 +444,18 @@ class _Conversion:
         for file, listed in settings.items():
             write_json(stage / file, listed)
         is_cut = len(self.written) > 1 if self.max_shard_size else bool(self.index)
-        if is_cut or len(self.written) > (1 if isinstance(first, GGUFFile) else len(self.plans)):
-            write_index(stage, [planned.writer.path for planned in self.written])
+        # Without an index, a part of uploaded files would look like all of them.
+        without = 1 if uploads is not None or isinstance(first, GGUFFile) else len(self.plans)
+        if is_cut or len(self.written) > without:
+            paths = [planned.writer.path for planned in self.written]
+            write_index(stage, [uploads.at(path.name) for path in paths] if uploads is not None else paths)
+
+
+def _uploaded(planned: FilePlan, journal: Journal, advance: Advance) -> list[TensorReport]:
+    """What is known of the values of a file that an interrupted run has verified and uploaded."""
+    for job in planned.jobs.values():
+        advance(job.name, 2 * job.value.nbytes)
+    return [job.report(*journal.verified.get(name, (None, None))) for name, job in planned.jobs.items()]
 
 
 def _placed(jobs: Mapping[str, Job]) -> dict[str, Placed]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from breccia import UnsupportedError
+from breccia.internal import install
 
 #: A URL. One letter before the colon is a drive of Windows.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
@@ -28,7 +29,7 @@ _LOCAL = ("file", "local")
 #: Protocols whose servers may have no ranges, and whose folders are pages with links.
 _WEB = ("http", "https")
 #: Bytes that are read ahead in a header, and of one request for tensors; the most requests at a time.
-_AHEAD, _PIECE, _AT_ONCE = 1 << 18, 1 << 23, 4
+_AHEAD, _PIECE, _AT_ONCE = 1 << 18, 1 << 22, 4
 #: Which of these a filesystem has says the version of a file; the first one counts.
 _VERSION = (
     "ETag", "etag", "generation", "blob_id", "md5Hash", "VersionId", "mtime", "LastModified", "last_modified", "Last-Modified",
@@ -68,7 +69,7 @@ def filesystem(protocol: str) -> Any:
     try:
         import fsspec
     except ImportError as e:
-        raise ImportError(f"{protocol}:// paths need fsspec: pip install 'breccia-bridges[remote]'.") from e
+        raise ImportError(f"{protocol}:// paths need fsspec: {install('breccia-bridges[remote]')}") from e
     try:
         return fsspec.get_filesystem_class(protocol)
     except ImportError as e:
@@ -156,7 +157,8 @@ class RemotePath(type(Path())):
         of = next((f"{name}={info[name]!r}" for name in _VERSION if info.get(name) is not None), "")
         version = int.from_bytes(hashlib.sha256(of.encode()).digest()[:7])
         return os.stat_result(
-            (stat.S_IFREG, version, 0, 1, 0, 0, info["size"], 0, 0, 0), {"st_mtime_ns": version}  # pyright: ignore
+            (stat.S_IFREG, version, 0, 1, 0, 0, info["size"], 0, 0, 0),
+            {"st_mtime_ns": version},  # pyright: ignore
         )
 
     def lstat(self) -> os.stat_result:
@@ -177,14 +179,15 @@ class RemotePath(type(Path())):
             raise ValueError(f"{self} is not in {type(self)(*other)}")
         return Path(*self.parts[len(base) :])
 
-    def iterdir(self) -> Iterator[RemotePath]:
+    def iterdir(self) -> Generator[RemotePath]:
+        fs = self.fs
         with asking(self):
-            names = [str(name).rstrip("/").rpartition("/")[2] for name in self.fs.ls(self.key, detail=False)]
-        return (self / name for name in dict.fromkeys(names) if name and name != self.name)
+            names = [str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(self.key, detail=False)]
+        yield from (self / name for name in dict.fromkeys(names) if name)
 
-    def glob(self, pattern: str, **_: Any) -> Iterator[RemotePath]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def glob(self, pattern: str, **_: Any) -> Generator[RemotePath]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Of names in this folder alone."""
-        return (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
+        yield from (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
 
     def open(self, mode: str = "rb", *_: Any, **__: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Opened for reading bytes, which are asked for by ranges. Raises UnsupportedError for a server without ranges."""
@@ -225,7 +228,7 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
     if not isinstance(folder, RemotePath):
         yield from ((Path(at), folders, names) for at, folders, names in os.walk(folder))
         return
-    waiting = [folder]
+    waiting: list[Path] = [folder]
     while waiting:
         here = waiting.pop()
         inside = {path.name: path.is_dir() for path in here.iterdir()}
@@ -245,7 +248,7 @@ def copy_file(path: Path, to: Path) -> None:
 
 
 def read_ranges(path: RemotePath, ranges: Iterable[tuple[int, memoryview]]) -> None:
-    """Read bytes from given positions of a file, some pieces of at most 8 MiB at a time.
+    """Read bytes from given positions of a file, a few pieces of at most 4 MiB at a time.
 
     Raises ConnectionError where the filesystem gives other than what was asked for.
     """
