@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,13 +32,12 @@ def serving(folder: Path) -> Generator[Web]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
-            self._answer(b"")
+            self._answer()
 
         def do_GET(self) -> None:
-            path = folder / self.path.strip("/")
-            self._answer(path.read_bytes() if path.is_file() else b"")
+            self._answer()
 
-        def _answer(self, body: bytes) -> None:
+        def _answer(self) -> None:
             path = folder / self.path.strip("/")
             if path.is_dir():
                 page = "".join(f'<a href="{one.name}">{one.name}</a>' for one in path.iterdir()).encode()
@@ -48,23 +47,26 @@ def serving(folder: Path) -> Generator[Web]:
             if not path.is_file():
                 self.send_error(404)
                 return
-            size = path.stat().st_size
+            size = count = path.stat().st_size
+            first = 0
             asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")) if web.ranges else None
             if asked is None or self.command == "HEAD":
                 self._head(200, size, "application/octet-stream")
             else:
                 first, last = int(asked[1]), min(int(asked[2] or size), size - 1)
-                body = body[first : last + 1]
+                count = last + 1 - first
                 self.send_response(206)
                 self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
-                self._head(None, len(body), "application/octet-stream")
+                self._head(None, count, "application/octet-stream")
             if self.command == "GET":
                 web.answers += 1
                 if web.breaks is not None and web.answers > web.breaks:
-                    body = body[: len(body) // 2]
+                    count //= 2
                     self.close_connection = True
-                web.sent[path.name] = web.sent.get(path.name, 0) + len(body)
-                self.wfile.write(body)
+                web.sent[path.name] = web.sent.get(path.name, 0) + count
+                with suppress(ConnectionError), path.open("rb") as file:  # the other side may have seen enough
+                    file.seek(first)
+                    self.wfile.write(file.read(count))
 
         def _head(self, code: int | None, size: int, kind: str) -> None:
             if code is not None:

@@ -68,13 +68,15 @@ def convert(
         torch.save, where there are none of safetensors. Other files of a folder are copied, except weights in other formats,
         hidden folders and links to folders; config.json gets a `quantization_config` that names the recipe and the modules
         that keep their precision.
+        Or a URL of such a file or folder, "s3://bucket/model", for which fsspec and the package of its protocol are needed.
         Scales of activations are dropped with the dialect that they belong to, except under "none".
         Values that the source has quantized keep their codes where the recipe holds them exactly, and are quantized again
         where it does not; those that the policy leaves are decoded to the model's dtype by config.json, BF16 by default.
     destination: a file or folder, like `source`; that of a `.gguf` file is a folder with config.json and the tokenizer's files,
         which transformers makes, or a `.safetensors` file of the weights alone. The dialect "gguf" has one `.gguf` file, with
         the keys of a source in GGUF, or those that config.json and tokenizer.json of a folder say. It appears under its name
-        only when everything is written and verified; see `verify`. A link is replaced, not followed.
+        only when everything is written and verified; see `verify`. A link is replaced, not followed. For a URL, files are made
+        in the user's cache folder, uploaded one by one, and put in their place at the end: no part looks like the whole.
     recipe: a recipe or its spec; or a policy: a mapping from patterns to recipes or "keep", or the path of a YAML file with
         one; see `breccia.Policy`. Under one recipe, floating matrices and stacks of experts are quantized, except embeddings,
         norms, routers, output heads and the other kinds of `breccia.backend.KEPT`, as `quantize` does in every framework.
@@ -112,7 +114,8 @@ def convert(
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
     for values that do not follow their dialect, and where two dialects are possible; UnsupportedError for a dialect that
     breccia does not read, for a source that is no checkpoint, and for a destination that is, contains or is in the source;
-    UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
+    UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written, ConnectionError for
+    what the filesystem of a URL says; ImportError without the packages that a URL needs.
 
         >>> source, destination = tmp / "model.safetensors", tmp / "model-mxfp8.safetensors"
         >>> breccia.bridges.save_safetensors({"mlp.weight": np.ones((64, 32), np.float32)}, source)

@@ -158,7 +158,8 @@ def load_checkpoint(
         (GPTQ, AWQ, compressed-tensors, ModelOpt, MLX, bitsandbytes, torchao, DeepSeek-V3, gpt-oss, ...). Or a GGUF file, or a
         folder with one; a part of a model that was split stands for all parts. Or files of torch.save, of which
         `torch.load(weights_only=True)` reads tensors alone; they need torch. Or a list of files of one folder. The configs of a
-        file's folder are about it if it has tensors that another library quantized.
+        file's folder are about it if it has tensors that another library quantized. Or a URL of any of these but torch.save's,
+        "s3://bucket/model", of which the headers, and the tensors that are asked for, are read by ranges.
     names: the values, as names or shell-style globs over whole names; by default all.
     framework, device: of the tensors, as in `load_safetensors`.
     source_dialect: the name of the dialect, where the config and the tensors leave a choice.
@@ -169,7 +170,7 @@ def load_checkpoint(
     Each value is read when it is asked for: a ScaledTensor with every code and scale as stored, or an array. One value at a
     time is in memory. Raises DialectError where two dialects are possible and for values that do not follow theirs;
     UnsupportedError for a dialect that breccia does not read; UnknownNameError for a name that matches nothing; OptionError
-    for files of several folders, and as `load_safetensors` does.
+    for files of several folders, and as `load_safetensors` does; ConnectionError and ImportError for a URL, as `convert` does.
 
         >>> w = breccia.cast(np.ones((64, 32), np.float32), "mxfp8")
         >>> breccia.bridges.save_safetensors({"w": w}, tmp / "m.safetensors")

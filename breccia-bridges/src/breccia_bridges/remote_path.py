@@ -258,7 +258,10 @@ def read_ranges(path: RemotePath, ranges: Iterable[tuple[int, memoryview]]) -> N
         some = pieces[n : n + _AT_ONCE]
         starts, ends = [at for at, _ in some], [at + into.nbytes for at, into in some]
         with asking(path):
-            parts = fs.cat_ranges([key] * len(some), starts, ends, on_error="raise")
+            parts = fs.cat_ranges([key] * len(some), starts, ends, on_error="return")
+            for part in parts:
+                if isinstance(part, Exception):
+                    raise part
         for part, at, (_, into) in zip(parts, starts, some, strict=True):
             if len(part) != into.nbytes:
                 raise ConnectionError(f"{path}: asked for {into.nbytes} bytes from byte {at} on, and got {len(part)}.")
