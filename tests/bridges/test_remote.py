@@ -241,6 +241,16 @@ def test_a_connection_that_breaks_is_an_error_after_which_the_same_call_goes_on(
     assert out.read_bytes() == (tmp_path / "local.safetensors").read_bytes()
 
 
+def test_a_header_that_does_not_arrive_is_an_error(web: Web) -> None:
+    large(web.folder)
+    web.breaks = 1  # the first answer is a byte, by which breccia learns that there are ranges
+    with pytest.raises(ConnectionError, match=r"/large.safetensors: its filesystem says Client"):
+        load_checkpoint(f"{web.url}/large.safetensors")
+    (web.folder / "empty.safetensors").touch()
+    with pytest.raises(breccia.CorruptFileError, match="/empty.safetensors: 0 bytes long"):
+        load_checkpoint(f"{web.url}/empty.safetensors")
+
+
 def test_a_server_that_is_not_there_is_no_missing_file(web: Web) -> None:
     with pytest.raises(FileNotFoundError, match=rf"no checkpoint {web.url}/none.safetensors"):
         load_checkpoint(f"{web.url}/none.safetensors")
@@ -534,6 +544,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ImportError, match=r"gs:// paths need fsspec: pip install .*breccia-bridges\[remote\]"):
         load_checkpoint("gs://bucket/m")
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    with pytest.raises(
+        ImportError, match=r"memory://up needs platformdirs to be written: pip install .*breccia-bridges\[remote\]"
+    ):
+        staged_at(RemotePath("memory://up"))
     remote_path.filesystem.cache_clear()
 
 

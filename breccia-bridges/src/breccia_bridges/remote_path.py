@@ -7,6 +7,7 @@ Credentials and options are those of its own configuration: environment variable
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from breccia import UnsupportedError
+from breccia import BrecciaError, UnsupportedError
 from breccia.internal import install
 
 #: A URL. One letter before the colon is a drive of Windows.
@@ -191,18 +192,15 @@ class RemotePath(type(Path())):
 
     def open(self, mode: str = "rb", *_: Any, **__: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Opened for reading bytes, which are asked for by ranges. Raises UnsupportedError for a server without ranges."""
-        fs = self.fs
-        with asking(self):
-            file = fs.open(self.key, mode, block_size=_AHEAD, cache_type="readahead")
-        if self.protocol in _WEB:
-            try:
-                file.seek(file.size - 1)
-                file.read(1)
-                file.seek(0)
-            except (ValueError, TypeError) as e:  # by which fsspec says that the answer was the whole file
-                file.close()
-                raise _without_ranges(self) from e
-        return file
+        size = self.stat().st_size
+        if self.protocol in _WEB and size:
+            with asking(self), self.fs.open(self.key, block_size=1, cache_type="none") as file:
+                try:
+                    file.seek(size - 1)
+                    file.read(1)
+                except ValueError as e:  # by which fsspec says that the answer was the whole file
+                    raise _without_ranges(self) from e
+        return io.BufferedReader(_Ranges(self, size), _AHEAD)
 
     def read_bytes(self) -> bytes:
         fs = self.fs
@@ -211,6 +209,29 @@ class RemotePath(type(Path())):
 
     def read_text(self, encoding: str | None = None, errors: str | None = None, **_: Any) -> str:
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
+
+
+class _Ranges(io.RawIOBase):
+    """The bytes of a file at a URL, as the system would give them."""
+
+    def __init__(self, path: RemotePath, size: int) -> None:
+        self._path, self._size, self._at = path, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        into = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
+        read_ranges(self._path, [(self._at, into)])
+        self._at += into.nbytes
+        return into.nbytes
 
 
 def is_remote(path: Path) -> bool:
@@ -273,7 +294,7 @@ def asking(path: Path) -> Generator[None]:
     """Let the errors of filesystems, which have types of their own, be those of the system, and say what they are about."""
     try:
         yield
-    except (UnsupportedError, ImportError, MemoryError):
+    except (BrecciaError, ImportError, MemoryError):
         raise
     except FileNotFoundError as e:
         if _is_missing(e.__cause__):

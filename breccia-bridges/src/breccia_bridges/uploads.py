@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from breccia.internal import install
+
 from .announcements import CONFIG
 from .checkpoint import INDEX
 from .journal import Journal
@@ -33,8 +35,10 @@ def staged_at(destination: Path) -> Path:
     """Where a destination is staged: itself, or for a URL a path in the user's cache folder (XDG_CACHE_HOME on Linux)."""
     if not is_remote(destination):
         return destination
-    import platformdirs
-
+    try:
+        import platformdirs
+    except ImportError as e:
+        raise ImportError(f"{destination} needs platformdirs to be written: {install('breccia-bridges[remote]')}") from e
     folder = platformdirs.user_cache_path("breccia") / "uploads"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{hashlib.sha256(str(destination).encode()).hexdigest()[:16]}-{destination.name}"
