@@ -607,3 +607,34 @@ def test_the_commands_take_urls(source: Path, store: Any, run: Run) -> None:
     assert code == 0 and '"path": "memory://up"' in out, err
     code, _, err = run("convert", url, "memory://up", "--recipe", "mxfp8")
     assert code == 1 and "memory://up exists" in err
+
+
+def test_an_interrupted_command_says_what_is_where(
+    source: Path, tmp_path: Path, store: Any, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = store.cp_file, 0
+
+    def interrupted(here: str, there: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # after the trial, the index is in its place
+            raise KeyboardInterrupt
+        real(here, there)
+
+    monkeypatch.setattr(store, "cp_file", interrupted)
+    words = ("convert", source, "memory://up", "--recipe", "nvfp4")
+    code, _, err = run(*words)
+    assert code == 130 and "nothing is written to memory://up yet; the same command goes on from what is finished" in err
+    with pytest.raises(breccia.CorruptFileError, match=rf"memory://up/{INDEX} names .* which the folder lacks"):
+        load_checkpoint("memory://up")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code, _, err = run(*words)
+    assert code == 0 and "goes on with what an interrupted run has left in" in err
+    convert(source, tmp_path / "local", "nvfp4")
+    assert stored(store, "up") == contents(tmp_path / "local") and nothing_is_left(tmp_path)
+
+
+def test_a_dry_run_leaves_nothing(source: Path, tmp_path: Path, store: Any) -> None:
+    report = convert(source, "memory://up", "nvfp4", dry_run=True)
+    assert len(report.tensors) == 5 and not store.find("/") and nothing_is_left(tmp_path)
