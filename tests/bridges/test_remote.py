@@ -635,6 +635,28 @@ def test_an_interrupted_command_says_what_is_where(
     assert stored(store, "up") == contents(tmp_path / "local") and nothing_is_left(tmp_path)
 
 
+def test_another_command_after_a_begun_replacement_is_refused_and_restart_replaces_it(
+    source: Path, tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = store.cp_file
+
+    def failing(here: str, there: str) -> None:
+        if there.endswith("config.json"):
+            raise Stop
+        real(here, there)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "cp_file", failing)
+        with pytest.raises(ConnectionError, match="memory://up/config.json: its filesystem says Stop"):
+            convert(source, "memory://up", "nvfp4")
+    with pytest.raises(breccia.OptionError, match="an interrupted conversion to memory://up finished"):
+        convert(source, "memory://up", "mxfp8")
+    with pytest.warns(UserWarning, match="which an interrupted run left behind"):
+        convert(source, "memory://up", "mxfp8", restart=True)
+    convert(source, tmp_path / "local", "mxfp8")
+    assert stored(store, "up") == contents(tmp_path / "local") and nothing_is_left(tmp_path)
+
+
 def test_a_dry_run_leaves_nothing(source: Path, tmp_path: Path, store: Any) -> None:
     report = convert(source, "memory://up", "nvfp4", dry_run=True)
     assert len(report.tensors) == 5 and not store.find("/") and nothing_is_left(tmp_path)

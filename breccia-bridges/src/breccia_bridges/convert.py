@@ -248,7 +248,9 @@ class _Conversion:
         own = writer.file if writer else None
         self.folder = own is None and is_folder(src, files, self.dst)
         check_destination(src, files, self.dst, force, own.suffix if own else "")
-        if not is_placing(staging):
+        # An interrupted run has begun to change the destination, which this one ends.
+        self.is_placing = is_placing(staging)
+        if not self.is_placing:
             check_taken(staging.moved or self.dst, force, self.folder)
         if max_shard_size and not self.folder:
             raise OptionError(
@@ -420,7 +422,7 @@ class _Conversion:
             self.source.check_unchanged()
             if self.companions:
                 self.companions.check_unchanged()
-            if not is_placing(staging):
+            if not self.is_placing:
                 check_taken(self.dst, self.force, self.folder)
             if uploads is not None:
                 uploads.commit()

@@ -10,7 +10,7 @@ from pathlib import Path
 from breccia import UnsupportedError
 
 from .checkpoint import INDEX, has_gguf
-from .remote_path import is_remote, lexists
+from .remote_path import RemotePath, is_remote, lexists
 from .text import size
 
 
@@ -87,7 +87,7 @@ def _overlap(src: Path, files: list[Path], dst: Path) -> str:
 
 def check_taken(dst: Path, force: bool, folder: bool) -> None:
     """Refuse to replace an existing destination, unless `force` is set and it is a file, a link or a checkpoint."""
-    if not (_has_files(dst) if is_remote(dst) and dst.is_dir() else lexists(dst)):
+    if not (_has_files(dst) if isinstance(dst, RemotePath) else lexists(dst)):
         return
     if folder and dst.exists() and not dst.is_dir():
         raise FileExistsError(f"{dst} is a file but the source is a folder; choose another name.")
@@ -106,9 +106,10 @@ def check_taken(dst: Path, force: bool, folder: bool) -> None:
         )
 
 
-def _has_files(folder: Path) -> bool:
-    """Has a folder of a store anything but hidden names, under which an unfinished conversion is?"""
-    return any(not path.name.startswith(".") for path in folder.iterdir())
+def _has_files(path: RemotePath) -> bool:
+    """Is it a file, or a folder with other than hidden names, under which an unfinished conversion is?"""
+    path.refresh()
+    return any(not one.name.startswith(".") for one in path.iterdir()) if path.is_dir() else path.exists()
 
 
 def check_space(dst: Path, needed: int) -> None:

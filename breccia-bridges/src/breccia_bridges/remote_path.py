@@ -128,6 +128,12 @@ class RemotePath(type(Path())):
         except FileNotFoundError:
             return None
 
+    def refresh(self) -> None:
+        """Let answers about it, and about what is in it, come from no older listing."""
+        fs = self.fs
+        with asking(self):
+            fs.invalidate_cache(self.key)
+
     def exists(self, **_: Any) -> bool:
         return self.info() is not None
 
@@ -147,9 +153,9 @@ class RemotePath(type(Path())):
 
     def stat(self, **_: Any) -> os.stat_result:
         """The size and, in place of a time of modification and an inode, the version. Asks the filesystem, not a listing."""
+        self.refresh()
         fs = self.fs
         with asking(self):
-            fs.invalidate_cache(self.key)
             info = fs.info(self.key)
         if _is_folder(info, self.protocol):
             return os.stat_result((stat.S_IFDIR, *[0] * 9))

@@ -106,6 +106,7 @@ class Uploads:
         self._journal.note_placing()
         if is_folder:
             self._place()
+            self._discard()
         else:
             self._put(new, self.target)
         remove(self._staging.journal)
@@ -142,8 +143,7 @@ class Uploads:
     def _discard(self) -> bool:
         """Remove what is not in its place. Was there any?"""
         fs = self.target.fs
-        with asking(self._hidden):
-            fs.invalidate_cache(self.target.key)
+        self.target.refresh()
         if not self._hidden.exists():
             return False
         with asking(self._hidden):
@@ -158,8 +158,7 @@ def _rank(name: str) -> tuple[int, str]:
 
 def _files(folder: RemotePath) -> Iterator[RemotePath]:
     """The files of a folder but those with hidden names, and in hidden folders, which a store or a service may have."""
-    with asking(folder):
-        folder.fs.invalidate_cache(folder.key)
+    folder.refresh()
     if not folder.is_dir():
         return
     for at, folders, names in walk(folder):
