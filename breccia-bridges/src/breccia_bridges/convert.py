@@ -28,7 +28,7 @@ from .journal import Journal, conversion_key, is_placing
 from .memory import check_memory
 from .modules import modules_kept, tied_heads
 from .remote_path import RemotePath, is_remote, path_of
-from .results import Advance, Report, TensorReport, Verify, no_progress
+from .results import Advance, Report, Verify, no_progress
 from .safetensors_file import Shards, in_both
 from .safetensors_writer import HeaderError
 from .source import Source
@@ -412,7 +412,7 @@ class _Conversion:
             for planned in self.written:
                 name = planned.writer.path.name
                 if uploads is not None and uploads.has(name):
-                    self.report.tensors.extend(_uploaded(planned, journal, advance))
+                    self.report.tensors.extend(uploads.reports(planned, advance))
                     continue
                 self.report.tensors.extend(convert_file(planned, self.report.verify, histograms, advance, journal))
                 if uploads is not None:
@@ -454,13 +454,6 @@ class _Conversion:
         if is_cut or len(self.written) > without:
             paths = [planned.writer.path for planned in self.written]
             write_index(stage, [uploads.at(path.name) for path in paths] if uploads is not None else paths)
-
-
-def _uploaded(planned: FilePlan, journal: Journal, advance: Advance) -> list[TensorReport]:
-    """What is known of the values of a file that an interrupted run has verified and uploaded."""
-    for job in planned.jobs.values():
-        advance(job.name, 2 * job.value.nbytes)
-    return [job.report(*journal.verified.get(name, (None, None))) for name, job in planned.jobs.items()]
 
 
 def _placed(jobs: Mapping[str, Job]) -> dict[str, Placed]:

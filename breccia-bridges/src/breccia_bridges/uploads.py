@@ -20,8 +20,10 @@ from breccia.internal import install
 
 from .announcements import CONFIG
 from .checkpoint import INDEX
+from .convert_file import FilePlan
 from .journal import Journal
 from .remote_path import RemotePath, asking, is_remote, walk
+from .results import Advance, TensorReport
 from .safetensors_file import identity
 from .staging import Staging, remove
 
@@ -89,6 +91,13 @@ class Uploads:
             return False
         self._names.add(name)
         return True
+
+    def reports(self, planned: FilePlan, advance: Advance) -> list[TensorReport]:
+        """What is known of the values of a file that is uploaded."""
+        for job in planned.jobs.values():
+            advance(job.name, 2 * job.value.nbytes)
+        verified = self._journal.verified
+        return [job.report(*verified.get(name, (None, None))) for name, job in planned.jobs.items()]
 
     def finish(self, name: str) -> None:
         """Upload a complete file of a folder, and remove it here."""
