@@ -8,7 +8,7 @@ MUTANTS := .venv-mutants
 DIALECTS := .venv-dialects
 ENGINES := .venv-engines
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-SIBLINGS := -e "./breccia-bridges[report]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton
+SIBLINGS := -e "./breccia-bridges[report,remote]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton
 # Python compiles modules to bytecode when they are first imported, which most modules of large packages never are.
 INSTALL := -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
 # Tests start many processes, and each would compile every module anew.

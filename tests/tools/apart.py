@@ -41,7 +41,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     CORE: ("test_numpy_kernels.py", "test_layers.py", "test_ops.py", "test_storage.py"),
     "breccia-bridges": (
         "test_safetensors_file.py", "test_convert.py", "test_foreign.py", "test_*_bridge.py", "test_inspect.py",
-        "test_golden.py", "test_measure.py", "test_report.py", "test_transformer_engine_golden.py",
+        "test_golden.py", "test_measure.py", "test_remote.py", "test_report.py", "test_transformer_engine_golden.py",
     ),
     "breccia-torch": ("test_parity.py", "test_training.py", "test_layers.py", "test_ops.py", "test_storage.py"),
     "breccia-jax": ("test_parity.py", "test_layers.py", "test_ops.py"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import threading
 from collections import Counter
@@ -30,10 +29,12 @@ from .convert import convert as convert_checkpoint
 from .destination import location
 from .jobs import BY_DEFAULT
 from .order import COMPARED, CompareKey, in_order
+from .remote_path import lexists, path_of
 from .report import check_report, recipe_fields, write_report
 from .results import Advance, Report, Verify
 from .staging import Staging
 from .text import either, percent, size
+from .uploads import staged_at
 
 Top = Annotated[int | None, typer.Option(metavar="N", min=1, help="Show only the first N; --json has all.", show_default=False)]
 ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Also write an HTML report.", show_default=False)]
@@ -50,11 +51,9 @@ From = Annotated[
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A .safetensors or .gguf file, or a folder.", show_default=False)
+        Path, typer.Argument(metavar="SOURCE", help="A .safetensors or .gguf file, a folder, or a URL.", parser=path_of)
     ],
-    destination: Annotated[
-        Path, typer.Argument(metavar="DESTINATION", help="Where to write, like SOURCE.", show_default=False)
-    ],
+    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="Where to write, like SOURCE.", parser=path_of)],
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -146,9 +145,11 @@ def convert(
 
 
 def compare(
-    reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="The original, a file or folder.", show_default=False)],
+    reference: Annotated[
+        Path, typer.Argument(metavar="REFERENCE", help="The original: a file, a folder or a URL.", parser=path_of)
+    ],
     candidates: Annotated[
-        list[Path], typer.Argument(metavar="CANDIDATE", help="One or several to compare with it.", show_default=False)
+        list[Path], typer.Argument(metavar="CANDIDATE", help="One or several to compare with it.", parser=path_of)
     ],
     sort: Annotated[
         CompareKey | None,
@@ -285,7 +286,7 @@ def _interruptible(destination: Path, verify: Verify = Verify.full) -> Generator
     try:
         yield
     except KeyboardInterrupt as e:
-        if Staging(location(destination), keeps_journal=True).kept:
+        if Staging(staged_at(location(destination)), keeps_journal=True).kept:
             said = f"nothing is written to {destination} yet; the same command goes on from what is finished"
         elif _identity(destination) == before:
             said = "nothing was written"
@@ -299,7 +300,7 @@ def _interruptible(destination: Path, verify: Verify = Verify.full) -> Generator
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    if not os.path.lexists(path):
+    if not lexists(path):
         return None
     status = path.lstat()
     return status.st_dev, status.st_ino

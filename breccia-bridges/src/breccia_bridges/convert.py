@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,17 @@ from .exact import exactly
 from .gguf_file import GGUFFile
 from .huggingface import write_json
 from .jobs import CASTABLE, Job, by_policy, check_factors, unchanged, unlike_layers
-from .journal import Journal, conversion_key
+from .journal import Journal, conversion_key, is_placing
 from .memory import check_memory
 from .modules import modules_kept, tied_heads
+from .remote_path import RemotePath, is_remote, path_of
 from .results import Advance, Report, Verify, no_progress
 from .safetensors_file import Shards, in_both
 from .safetensors_writer import HeaderError
 from .source import Source
 from .staging import Staging, remove
 from .text import byte_count_of
+from .uploads import Uploads, staged_at
 
 #: In place of a recipe: the values that are quantized in the source keep their codes, or are decoded to a dtype of a file.
 KEEP_CODES = "none"
@@ -65,13 +68,15 @@ def convert(
         torch.save, where there are none of safetensors. Other files of a folder are copied, except weights in other formats,
         hidden folders and links to folders; config.json gets a `quantization_config` that names the recipe and the modules
         that keep their precision.
+        Or a URL of such a file or folder, "s3://bucket/model", for which fsspec and the package of its protocol are needed.
         Scales of activations are dropped with the dialect that they belong to, except under "none".
         Values that the source has quantized keep their codes where the recipe holds them exactly, and are quantized again
         where it does not; those that the policy leaves are decoded to the model's dtype by config.json, BF16 by default.
     destination: a file or folder, like `source`; that of a `.gguf` file is a folder with config.json and the tokenizer's files,
         which transformers makes, or a `.safetensors` file of the weights alone. The dialect "gguf" has one `.gguf` file, with
         the keys of a source in GGUF, or those that config.json and tokenizer.json of a folder say. It appears under its name
-        only when everything is written and verified; see `verify`. A link is replaced, not followed.
+        only when everything is written and verified; see `verify`. A link is replaced, not followed. For a URL, files are made
+        in the user's cache folder, uploaded one by one, and put in their place at the end: no part looks like the whole.
     recipe: a recipe or its spec; or a policy: a mapping from patterns to recipes or "keep", or the path of a YAML file with
         one; see `breccia.Policy`. Under one recipe, floating matrices and stacks of experts are quantized, except embeddings,
         norms, routers, output heads and the other kinds of `breccia.backend.KEPT`, as `quantize` does in every framework.
@@ -109,7 +114,8 @@ def convert(
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
     for values that do not follow their dialect, and where two dialects are possible; UnsupportedError for a dialect that
     breccia does not read, for a source that is no checkpoint, and for a destination that is, contains or is in the source;
-    UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
+    UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written, ConnectionError for
+    what the filesystem of a URL says; ImportError without the packages that a URL needs.
 
         >>> source, destination = tmp / "model.safetensors", tmp / "model-mxfp8.safetensors"
         >>> breccia.bridges.save_safetensors({"mlp.weight": np.ones((64, 32), np.float32)}, source)
@@ -123,15 +129,16 @@ def convert(
     writer = None if dialect is None else DialectWriter.of(dialect, activations)
     _check_given(recipe, writer, activations)
     chosen = None if recipe is None else _chosen(recipe, include, exclude, writer)
-    staging = Staging(location(Path(destination)), keeps_journal=True)
+    src, dst = path_of(source), path_of(destination)
+    staging = Staging(staged_at(location(dst)), keeps_journal=True, target=location(dst))
     if staging.moved and not dry_run:
         with staging:  # puts it back
             pass
     limit = None if max_shard_size is None else byte_count_of(max_shard_size, "max_shard_size")
-    work = _Conversion(Path(source), staging, force, source_dialect, writer, limit)
+    work = _Conversion(src, staging, force, source_dialect, writer, limit)
     dense, policy = chosen or _chosen(work.default_recipe, include, exclude, writer)
     report = Report(
-        str(Path(source)), str(Path(destination)), policy.recipes[0] if policy and policy.recipes else None, is_conversion=True,
+        str(src), str(dst), policy.recipes[0] if policy and policy.recipes else None, is_conversion=True,
         dense=dense or "", dialect=dialect or "", verify=verified,
     )  # fmt: skip
     work.plan(report, policy, dense, exact)
@@ -235,13 +242,16 @@ class _Conversion:
         writer: DialectWriter | None,
         max_shard_size: int | None,
     ) -> None:
-        self.src, self.dst, self.force = src, staging.destination, force
+        self.src, self.dst, self.force = src, staging.target, force
         self.staging, self.max_shard_size = staging, max_shard_size
         files = checkpoint_files(src)
         own = writer.file if writer else None
         self.folder = own is None and is_folder(src, files, self.dst)
         check_destination(src, files, self.dst, force, own.suffix if own else "")
-        check_taken(staging.moved or self.dst, force, self.folder)
+        # An interrupted run has begun to change the destination, which this one ends.
+        self.is_placing = is_placing(staging)
+        if not self.is_placing:
+            check_taken(staging.moved or self.dst, force, self.folder)
         if max_shard_size and not self.folder:
             raise OptionError(
                 f"max_shard_size= (--max-shard-size) is for a folder, and {self.dst} is one file; leave it out.",
@@ -277,7 +287,9 @@ class _Conversion:
         )
         self._check_names()
         copied = self.companions.nbytes if self.companions else 0
-        check_space(self.dst, copied + sum(planned.writer.nbytes for planned in self.written))
+        sizes = [planned.writer.nbytes for planned in self.written]
+        # Of files that are uploaded one by one, one at a time is here.
+        check_space(self.staging.destination, copied + (max(sizes, default=0) if is_remote(self.dst) else sum(sizes)))
         report.links.extend(self.companions.left if self.companions else ())
 
     def _decided(self, policy: Policy | None, dense: str | None, exact: bool) -> dict[str, Job]:
@@ -388,7 +400,7 @@ class _Conversion:
 
     def run(self, histograms: bool, advance: Advance, journal: Journal) -> Report:
         """Convert, verify, and put the result at the destination."""
-        with self.staging as staging, journal:
+        with self.staging as staging, self._uploads(journal) as uploads, journal:
             if self.folder:
                 staging.new.mkdir(exist_ok=True)
             files = {planned.writer.path for planned in self.written}
@@ -398,17 +410,33 @@ class _Conversion:
             if self.companions:
                 self.companions.copy(staging.new)
             for planned in self.written:
+                name = planned.writer.path.name
+                if uploads is not None and uploads.has(name):
+                    self.report.tensors.extend(uploads.reports(planned, advance))
+                    continue
                 self.report.tensors.extend(convert_file(planned, self.report.verify, histograms, advance, journal))
+                if uploads is not None:
+                    uploads.finish(name)
             if self.folder:
-                self._describe(staging.new)
+                self._describe(staging.new, uploads)
             self.source.check_unchanged()
             if self.companions:
                 self.companions.check_unchanged()
-            check_taken(self.dst, self.force, self.folder)
-            staging.commit()
+            if not self.is_placing:
+                check_taken(self.dst, self.force, self.folder)
+            if uploads is not None:
+                uploads.commit()
+            else:
+                staging.commit()
         return self.report
 
-    def _describe(self, stage: Path) -> None:
+    def _uploads(self, journal: Journal) -> AbstractContextManager[Uploads | None]:
+        """What uploads the files; None for a destination on this machine."""
+        if not isinstance(self.dst, RemotePath):
+            return nullcontext()
+        return Uploads(self.dst, self.staging, journal, self.folder, self.report.verify is not Verify.none)
+
+    def _describe(self, stage: Path, uploads: Uploads | None) -> None:
         """Write config.json if the source has one or is a GGUF model, and the index of several files."""
         first = self.source.files[0]
         if isinstance(first, GGUFFile):
@@ -421,8 +449,11 @@ class _Conversion:
         for file, listed in settings.items():
             write_json(stage / file, listed)
         is_cut = len(self.written) > 1 if self.max_shard_size else bool(self.index)
-        if is_cut or len(self.written) > (1 if isinstance(first, GGUFFile) else len(self.plans)):
-            write_index(stage, [planned.writer.path for planned in self.written])
+        # Without an index, a part of uploaded files would look like all of them.
+        without = 1 if uploads is not None or isinstance(first, GGUFFile) else len(self.plans)
+        if is_cut or len(self.written) > without:
+            paths = [planned.writer.path for planned in self.written]
+            write_index(stage, [uploads.at(path.name) for path in paths] if uploads is not None else paths)
 
 
 def _placed(jobs: Mapping[str, Job]) -> dict[str, Placed]:

@@ -13,12 +13,13 @@ from breccia.internal import printable
 from .commands import From, Top, print_hidden
 from .inspection import inspected, stored_as
 from .order import INSPECTED, InspectKey, in_order
+from .remote_path import path_of
 from .text import either, size, spelled
 
 
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A .safetensors or .gguf file, or a folder.", show_default=False)
+        Path, typer.Argument(metavar="PATH", help="A .safetensors or .gguf file, a folder, or a URL.", parser=path_of)
     ],
     scales: Annotated[bool, typer.Option("--scales", help="Also read the scales: show their range, and check them.")] = False,
     sort: Annotated[

@@ -27,6 +27,7 @@ import numpy as np
 from breccia import BrecciaError, CorruptFileError, ShapeError, UnknownNameError, UnsupportedError
 from breccia.internal import parsed_json, printable, suggestion
 
+from .remote_path import RemotePath, need_reserving, path_of, read_ranges
 from .staging import naming
 
 Shape = tuple[int, ...]
@@ -65,6 +66,8 @@ DTYPES: dict[str, tuple[int, str]] = {
 
 #: MAP_NORESERVE, which Python names from 3.13 on.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
+#: PROT_NONE.
+_NONE = 0
 
 #: What to do about a damaged file.
 FETCH = "Copy or download the file again."
@@ -126,9 +129,8 @@ class Container:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         need_little_endian()
-        self.path = Path(path)
-        with regular(self.path) as file:
-            status = os.fstat(file.fileno())
+        self.path = path_of(path)
+        with regular(self.path) as (file, status):
             self._identity, size = identity(status), status.st_size
             header = self._header_bytes(file, size)
             self._data_start = 8 + len(header)
@@ -159,11 +161,11 @@ class Container:
         BF16 is returned as uint16 bit patterns, 8-bit floats as uint8, smaller floats as flat uint8 bytes. A tensor that starts
         at a byte where its dtype is not aligned is read into memory.
         A file MUST NOT be truncated while a mapped array is in use: the system ends a process that reads pages which a file has
-        lost. `read` has no such condition.
+        lost. `read` has no such condition. Of a URL, the tensor is read into memory.
         Raises UnknownNameError where the file has no tensor of that name, CorruptFileError if it changed since it was opened.
         """
         view = self.view(name)
-        return view if view.flags.aligned else read(view)
+        return view if view.flags.aligned and not isinstance(self.path, RemotePath) else read(view)
 
     def read(self, name: str) -> np.ndarray:
         """The tensor, read into memory. Raises as `array` does, and CorruptFileError for a file that changed meanwhile."""
@@ -172,7 +174,10 @@ class Container:
         return array
 
     def view(self, name: str) -> np.ndarray:
-        """As `array`, but mapped even if it is not aligned. `read` takes a part of it into memory."""
+        """As `array`, but mapped even if it is not aligned. `read` takes a part of it into memory.
+
+        Of a URL nothing is mapped: addresses stand for the bytes, and only `read` may touch them.
+        """
         entry = self.entry(name)
         bits, dtype = DTYPES[entry.dtype]
         shape = entry.shape if bits >= 8 else (entry.nbytes,)
@@ -180,7 +185,7 @@ class Container:
 
     def check_unchanged(self) -> None:
         """Raise CorruptFileError if the file was replaced or modified since it was opened."""
-        if identity(os.stat(self.path)) != self._identity:
+        if identity(self.path.stat()) != self._identity:
             raise changed(self.path)
 
     def _mapped(self) -> mmap.mmap:
@@ -360,6 +365,12 @@ _origins: weakref.WeakKeyDictionary[mmap.mmap, _Origin] = weakref.WeakKeyDiction
 
 def _map(path: Path, expected: tuple[int, ...]) -> mmap.mmap:
     """Map the file copy-on-write, without reserving memory, so that files larger than memory can be mapped."""
+    if isinstance(path, RemotePath):
+        need_reserving(path)
+        # Addresses that nobody may touch, not even to read zeros.
+        mapped = mmap.mmap(-1, max(1, expected[2]), flags=mmap.MAP_PRIVATE | _NORESERVE, prot=_NONE)
+        _origins[mapped] = _Origin(path, expected, np.frombuffer(mapped, np.uint8, 1).ctypes.data)
+        return mapped
     with _opened(path, expected) as file:
         if sys.platform == "win32":
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -386,10 +397,21 @@ def read(view: np.ndarray) -> np.ndarray:
     if not view.flags.c_contiguous and axes != list(range(view.ndim)):  # a transpose: read as it is stored
         return read(view.transpose(axes)).transpose(np.argsort(axes))
     out = np.empty(view.shape, view.dtype)
-    if out.size:
+    if isinstance(origin.path, RemotePath):
+        read_ranges(origin.path, _runs(out, view, origin.address))
+    elif out.size:
         with _opened(origin.path, origin.identity) as file, naming(origin.path):
             _read_into(out, view, file, origin)
     return out
+
+
+def _runs(out: np.ndarray, view: np.ndarray, address: int) -> Generator[tuple[int, memoryview]]:
+    """The consecutive bytes of a view: where in the file they are, and where in `out` they go."""
+    if view.flags.c_contiguous:
+        yield view.ctypes.data - address, out.reshape(-1).view(np.uint8).data
+    else:
+        for part, of in zip(out, view, strict=True):
+            yield from _runs(part, of, address)
 
 
 def _read_into(out: np.ndarray, view: np.ndarray, file: BinaryIO, origin: _Origin) -> None:
@@ -416,14 +438,20 @@ def _opened(path: Path, expected: tuple[int, ...]) -> BinaryIO:
 
 
 @contextmanager
-def regular(path: Path) -> Generator[BinaryIO]:
-    """A file, opened. Raises CorruptFileError for a pipe or a device."""
+def regular(path: Path) -> Generator[tuple[BinaryIO, os.stat_result]]:
+    """A file, opened, and its status. Raises CorruptFileError for a pipe or a device."""
+    if isinstance(path, RemotePath):
+        status = path.stat()
+        with path.open() as file:
+            yield file, status
+        return
     with open(path, "rb", opener=_at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise CorruptFileError(
                 f"{shown(path)}: it is a pipe or a device. Give a file; a pipe has to be written to one first.", path=str(path)
             )
-        yield file
+        yield file, status
 
 
 def _at_once(path: str, flags: int) -> int:
