@@ -100,6 +100,7 @@ def convert(
     verify: Annotated[
         Verify, typer.Option(metavar="HOW", help="full, bytes (without measuring errors) or none.")
     ] = Verify.full,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="local, or ray: on a cluster.")] = "local",
     source_dialect: From = None,
     as_json: Json = False,
 ) -> None:
@@ -136,6 +137,7 @@ def convert(
             max_shard_size=max_shard_size,
             max_memory=max_memory,
             verify=verify,
+            engine=engine,
         )
     seconds = perf_counter() - started
     if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from .announcements import CONFIG, DTYPE_KEYS, TORCH_NAMES, read_object
 from .beside import described, left_behind
 from .checkpoint import all_opened, checkpoint_files, index_of, safetensors_name, weight_map
 from .companions import Companions, check_index, write_config, write_index
-from .convert_file import FilePlan, convert_file
+from .convert_file import FilePlan, Task
 from .destination import check_destination, check_space, check_taken, is_folder, location
 from .dialect_writer import DialectWriter, Placed
+from .engines import Engine, engine_of
 from .exact import exactly
 from .gguf_file import GGUFFile
 from .huggingface import write_json
@@ -26,7 +28,7 @@ from .jobs import CASTABLE, Job, by_policy, check_factors, unchanged, unlike_lay
 from .journal import Journal, conversion_key
 from .memory import check_memory
 from .modules import modules_kept, tied_heads
-from .results import Advance, Report, Verify, no_progress
+from .results import Advance, Report, TensorReport, Verify, no_progress
 from .safetensors_file import Shards, in_both
 from .safetensors_writer import HeaderError
 from .source import Source
@@ -57,6 +59,7 @@ def convert(
     max_shard_size: int | str | None = None,
     max_memory: int | str = "1GiB",
     verify: str = "full",
+    engine: str = "local",
 ) -> Report:
     """Quantize a checkpoint under `recipe`, or change how a quantized one is stored.
 
@@ -104,6 +107,11 @@ def convert(
 
     verify: "full" reads each file back, compares its bytes with those written, and measures the errors of its decoded tensors;
         "bytes" leaves measuring out, so that the report has no error metrics; "none" reads nothing back.
+    engine: "local" writes one file after the other in this process; "ray", with the library ray, many at a time on the machines
+        of a Ray cluster, which see the source and the destination under the same paths. The bytes and the report are the same,
+        and either engine goes on with what the other one has begun; `advance` meets the tensors of several files by turns, and
+        `max_memory` is for each task, which has one CPU. The cluster is the one that this program has joined, or
+        that of RAY_ADDRESS, or this machine. Raises WorkerError where a task loses three workers without finishing a tensor.
 
     A file of a folder whose new header would be longer than readers accept becomes several, with an index.
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
@@ -120,6 +128,8 @@ def convert(
         {'mlp.weight': breccia.ScaledTensor('mxfp8', shape=(64, 32), numpy cpu, 8.25 bits per value)}
     """
     verified = _verified(verify, histograms)
+    memory = byte_count_of(max_memory, "max_memory")
+    runs = engine_of(engine, memory)
     writer = None if dialect is None else DialectWriter.of(dialect, activations)
     _check_given(recipe, writer, activations)
     chosen = None if recipe is None else _chosen(recipe, include, exclude, writer)
@@ -135,7 +145,7 @@ def convert(
         dense=dense or "", dialect=dialect or "", verify=verified,
     )  # fmt: skip
     work.plan(report, policy, dense, exact)
-    check_memory(work.jobs, byte_count_of(max_memory, "max_memory"))
+    check_memory(work.jobs, memory)
     options = {
         "recipe": (dense or KEEP_CODES) if policy is None else _spelled(policy),
         "dialect": dialect, "activations": activations, "source_dialect": source_dialect, "exact": exact,
@@ -149,7 +159,7 @@ def convert(
     if restart:
         with Staging(staging.destination):  # removes what is there
             pass
-    return work.run(histograms, advance or no_progress, journal)
+    return work.run(runs, histograms, advance or no_progress, journal)
 
 
 def _verified(verify: str, histograms: bool) -> Verify:
@@ -386,7 +396,7 @@ class _Conversion:
             self.report.tensors.extend(job.report() for job in planned.jobs.values())
         return self.report
 
-    def run(self, histograms: bool, advance: Advance, journal: Journal) -> Report:
+    def run(self, engine: Engine, histograms: bool, advance: Advance, journal: Journal) -> Report:
         """Convert, verify, and put the result at the destination."""
         with self.staging as staging, journal:
             if self.folder:
@@ -397,8 +407,7 @@ class _Conversion:
                     remove(path)
             if self.companions:
                 self.companions.copy(staging.new)
-            for planned in self.written:
-                self.report.tensors.extend(convert_file(planned, self.report.verify, histograms, advance, journal))
+            self._write(engine, histograms, advance, journal)
             if self.folder:
                 self._describe(staging.new)
             self.source.check_unchanged()
@@ -407,6 +416,30 @@ class _Conversion:
             check_taken(self.dst, self.force, self.folder)
             staging.commit()
         return self.report
+
+    def _write(self, engine: Engine, histograms: bool, advance: Advance, journal: Journal) -> None:
+        """Write and verify all files. An engine that repeats a part of a task repeats its steps; each counts once."""
+
+        def task(n: int) -> Task:
+            planned = self.written[n]
+            written = {name: journal.written[name] for name in planned.jobs if name in journal.written}
+            verified = {name: journal.verified[name] for name in planned.jobs if name in journal.verified}
+            return Task(planned, self.report.verify, histograms, written, verified)
+
+        done: set[tuple[str, bool]] = set()
+        reports: dict[str, TensorReport] = {}
+        with closing(engine.run(len(self.written), task)) as steps:
+            for step in steps:
+                if step.digests is not None:
+                    journal.write(step.name, step.digests)
+                if step.report is not None:
+                    reports[step.name] = step.report
+                    if step.is_measured:
+                        journal.verify(step.report)
+                if (what := (step.name, step.report is None)) not in done:
+                    done.add(what)
+                    advance(step.name, step.nbytes)
+        self.report.tensors.extend(reports[name] for planned in self.written for name in planned.jobs)
 
     def _describe(self, stage: Path) -> None:
         """Write config.json if the source has one or is a GGUF model, and the index of several files."""

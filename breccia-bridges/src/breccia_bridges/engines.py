@@ -1,0 +1,54 @@
+"""What runs the tasks of a conversion, each of which writes and verifies one file: this process, or a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Protocol
+
+from breccia import BrecciaError, OptionError
+from breccia.backend import targets
+from breccia.internal import suggestion
+
+from .convert_file import Step, Task, convert_file
+
+#: The classes of engines by their names; one is imported when it is asked for.
+ENGINES = {"local": f"{__name__}:Local", "ray": "breccia_bridges.ray_engine:RayEngine"}
+
+
+class WorkerError(BrecciaError, RuntimeError):
+    """A process or machine that converts a file is lost, or does not see what it should. The conversion can go on."""
+
+
+class Engine(Protocol):
+    """max_memory: the bytes that a task takes at most.
+
+    Raises UnsupportedError where a library that it needs is not installed.
+    """
+
+    def __init__(self, max_memory: int) -> None: ...
+
+    def run(self, count: int, task: Callable[[int], Task]) -> Generator[Step]:
+        """The steps of `count` tasks, those of each in order, as `convert_file` has them.
+
+        task: gives one by its number, with what is finished of it by then; an engine asks again to repeat what it has lost,
+        and repeats steps. When the generator is closed, all tasks have ended.
+        """
+        ...
+
+
+def engine_of(name: str, max_memory: int) -> Engine:
+    """Raises OptionError for an unknown name, and as the engine does."""
+    if name not in ENGINES:
+        raise OptionError(f"no engine {name!r}{suggestion(str(name), list(ENGINES))}", engine=name)
+    return targets.load(ENGINES[name])(max_memory)
+
+
+class Local:
+    """One task after the other, in this process."""
+
+    def __init__(self, max_memory: int) -> None:
+        pass
+
+    def run(self, count: int, task: Callable[[int], Task]) -> Generator[Step]:
+        for n in range(count):
+            yield from convert_file(task(n))
