@@ -149,6 +149,12 @@ def test_a_worker_that_sees_another_source_or_has_another_version_refuses(task: 
     raw, file = pickle.dumps(task), tmp_path / "m" / "model-0.safetensors"
     with pytest.raises(
         WorkerError,
+        match=r"^the worker on .+ lacks a module of the conversion \(No module named 'brecciated'\)\. Install the same "
+        r"plug-ins of breccia on all machines of the Ray cluster\.$",
+    ):
+        next(_converted(breccia.__version__, b"cbrecciated\nRecipe\n."))
+    with pytest.raises(
+        WorkerError,
         match=rf"^the worker on .+ has breccia {re.escape(breccia.__version__)}, and the program that started the conversion "
         r"has 0\.0\. Install one version on all machines of the Ray cluster\.$",
     ):

@@ -203,13 +203,19 @@ def test_a_file_that_this_process_does_not_see_is_an_error(source: Path, tmp_pat
 
 
 def test_a_task_for_which_no_machine_is_large_enough_is_refused(source: Path, tmp_path: Path, faults: Path) -> None:
-    with pytest.raises(
-        breccia.OptionError,
-        match=r"^a task takes 1 CPU and 1\.10 TB of the resource 'memory', and the most that a machine of the Ray cluster has "
-        r"is .*\. Give a smaller max_memory= \(--max-memory\), or start Ray with more\.$",
+    (faults / FILES[1][2]).write_text("fail system")
+    with pytest.raises(OSError, match="No space left"):
+        convert(source, tmp_path / "out", "nvfp4", engine="ray")
+    with (
+        pytest.warns(UserWarning, match="goes on with"),
+        pytest.raises(
+            WorkerError,
+            match=r"^a task takes 1 CPU and 1\.10 TB of the resource 'memory', and the most that a machine of the Ray cluster "
+            r"has is .*\. Give a smaller max_memory= \(--max-memory\), or start Ray with more\.$",
+        ),
     ):
         convert(source, tmp_path / "out", "nvfp4", engine="ray", max_memory="1TiB")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+    assert (staging_folder(tmp_path / "out") / "journal").is_file(), "what is finished stays"
 
 
 def test_the_command_converts(source: Path, tmp_path: Path, faults: Path, run: Run) -> None:

@@ -16,7 +16,10 @@ ENGINES = {"local": f"{__name__}:Local", "ray": "breccia_bridges.ray_engine:RayE
 
 
 class WorkerError(BrecciaError, RuntimeError):
-    """A process or machine that converts a file is lost, or does not see what it should. The conversion can go on."""
+    """A process or machine for a part of the work is lost, too small, or does not see what it should.
+
+    It says nothing against the conversion, which keeps what is finished.
+    """
 
 
 class Engine(Protocol):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import breccia
-from breccia import OptionError, UnsupportedError, set_num_threads
+from breccia import UnsupportedError, set_num_threads
 from breccia.internal import install, printable
 
 from .convert_file import Step, Task, convert_file
@@ -79,7 +79,13 @@ class RayEngine:
                 self._stop(list(running))
 
     def _start(self, running: dict[Any, _Running], one: _Running) -> None:
-        options = {"num_cpus": _CPUS, "memory": self._max_memory, "max_retries": 0, "name": f"convert {one.path.name}"}
+        options = {
+            "num_returns": "streaming",
+            "num_cpus": _CPUS,
+            "memory": self._max_memory,
+            "max_retries": 0,
+            "name": f"convert {one.path.name}",
+        }
         function = self._ray.remote(_converted).options(**options)
         running[function.remote(breccia.__version__, pickle.dumps(one.task))] = one
 
@@ -88,13 +94,7 @@ class RayEngine:
         try:
             return self._ray.get(next(steps))
         except self._ray.exceptions.RayTaskError as e:
-            cause = e.cause
-            if isinstance(cause, ImportError):
-                raise WorkerError(
-                    f"a worker of Ray cannot import what it converts with ({cause}): install breccia-bridges "
-                    f"{breccia.__version__} and this program's plug-ins on all machines of the cluster."
-                ) from e
-            raise cause from None
+            raise e.cause from None
 
     def _stop(self, running: list[Any]) -> None:
         """End tasks that are under way, so that nothing writes any more."""
@@ -113,20 +113,20 @@ class RayEngine:
         handler = signal.getsignal(signal.SIGTERM)
         self._ray.init(logging_level="WARNING")
         try:
-            if is_main:
+            if is_main and handler is not None:
                 signal.signal(signal.SIGTERM, handler)  # Ray's own ends the process at once
             yield
         finally:
             self._ray.shutdown()
 
     def _check_resources(self) -> None:
-        """Raise OptionError where no machine is large enough for a task, which would wait for one without end."""
+        """Raise WorkerError where no machine is large enough for a task, which would wait for one without end."""
         machines = [
             node["Resources"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= _CPUS
         ]
         largest = int(max((one.get("memory", 0) for one in machines), default=0))
         if largest < self._max_memory:
-            raise OptionError(
+            raise WorkerError(
                 f"a task takes {_CPUS} CPU and {size(self._max_memory)} of the resource 'memory', and the most that a machine "
                 f"of the Ray cluster has is {size(largest)}. Give a smaller max_memory= (--max-memory), or start Ray with "
                 "more.",
@@ -159,7 +159,7 @@ class _Running:
         what = f"{('writing', 'verifying')[phase]} {printable(name)} of" if name else "writing"
         where = f"while {what} {shown(self.path.name)}"
         self._steps = 0
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         if self._lost >= _ATTEMPTS:
             raise WorkerError(
                 f"{self._lost} workers of Ray were lost one after the other {where} ({said}). If memory ran out, give a larger "
@@ -188,6 +188,11 @@ def _converted(version: str, pickled: bytes) -> Generator[Step]:
         task: Task = pickle.loads(pickled)
     except FileNotFoundError as e:
         raise _unseen(Path(e.filename), worker) from e
+    except ImportError as e:
+        raise WorkerError(
+            f"{worker} lacks a module of the conversion ({e}). Install the same plug-ins of breccia on all machines of the Ray "
+            "cluster."
+        ) from e
     folder = task.planned.writer.path.parent
     if not folder.is_dir():
         raise _unseen(folder, worker)

@@ -92,6 +92,7 @@ EXTRAS = (
     TESTING,
     Extra("breccia-bridges[report]", ("plotly", "jinja2"), "--report of convert and compare"),
     Extra("breccia-bridges[gguf]", ("gguf",), "types IQ1 to IQ3 of GGUF files"),
+    Extra("breccia-bridges[ray]", ("ray",), "convert --engine ray: files on many machines"),
 )
 
 
