@@ -199,15 +199,11 @@ def test_bad_input_is_refused_in_the_same_words_before_ray_is_used(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())  # any use of it is an AttributeError
     said: list[str] = []
-    options = {"source": "m", "recipe": "nvfp4", **REFUSED[wrong]}
+    options: dict[str, Any] = {"source": "m", "recipe": "nvfp4", **REFUSED[wrong]}
     layers(tmp_path / "m")
+    source = tmp_path / options.pop("source")
     for engine in ("local", "ray"):
         with pytest.raises((breccia.BrecciaError, OSError)) as refused:
-            convert(
-                tmp_path / options["source"],
-                tmp_path / "out",
-                engine=engine,
-                **{k: v for k, v in options.items() if k != "source"},
-            )
+            convert(source, tmp_path / "out", engine=engine, **options)
         said.append(f"{refused.type.__name__}: {refused.value}")
     assert said[0] == said[1] and sorted(path.name for path in tmp_path.iterdir()) == ["m"]
