@@ -1,8 +1,8 @@
 """What tests do to workers of Ray, by files in the folder FAULTS: `ray_faults.install` is the hook with which workers start.
 
 A file named as a tensor has what happens in the middle of its cast: "kill once", "kill", "meet" (waits until two processes are
-there), "wait", "fail system" or "fail breccia". The file `casts` lists the tensors that were cast, each with the process, and
-`killed` those that killed theirs.
+there), "wait" (until it is stopped; then there is a file `ended`), "fail system" or "fail breccia". The file `casts` lists the
+tensors that were cast, each with the process, and `killed` those that killed theirs.
 """
 
 from __future__ import annotations
@@ -53,4 +53,9 @@ def _happen(folder: Path, fault: Path) -> None:
 
         raise UnsupportedError(f"{fault.name}: a value that nothing holds")
     elif what == "wait":
-        time.sleep(60)
+        try:
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                time.sleep(0.01)
+        finally:
+            (folder / "ended").touch()

@@ -33,8 +33,8 @@ from .text import size
 _ATTEMPTS = 3
 #: CPUs, and so threads, of a task: files beside each other use a machine better than threads of one.
 _CPUS = 1
-#: Seconds to wait for workers that were told to stop.
-_STOPPING = 30.0
+#: Seconds to wait for tasks that were told to stop.
+_STOPPING = 10.0
 
 
 class RayEngine:
@@ -81,6 +81,7 @@ class RayEngine:
     def _start(self, running: dict[Any, _Running], one: _Running) -> None:
         options = {
             "num_returns": "streaming",
+            "_generator_backpressure_num_objects": 1,  # no value is begun before the one before it is in the journal
             "num_cpus": _CPUS,
             "memory": self._max_memory,
             "max_retries": 0,
@@ -98,10 +99,12 @@ class RayEngine:
 
     def _stop(self, running: list[Any]) -> None:
         """End tasks that are under way, so that nothing writes any more."""
-        for steps in running:
-            self._ray.cancel(steps, force=True)
-        if running:
-            self._ray.wait([steps.completed() for steps in running], num_returns=len(running), timeout=_STOPPING)
+        left = {steps.completed(): steps for steps in running}
+        for force in (False, True):  # a KeyboardInterrupt in the task; then the end of the process, which Ray does not wait for
+            for steps in left.values():
+                self._ray.cancel(steps, force=force)
+            ended, _ = self._ray.wait(list(left), num_returns=len(left), timeout=_STOPPING) if left else ([], [])
+            left = {ref: steps for ref, steps in left.items() if ref not in ended}
 
     @contextmanager
     def _joined(self) -> Generator[None]:
