@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -40,7 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "worker_process_setup_hook": "ray_faults.install",
         "env_vars": {ray_faults.FOLDER: str(folder), "PYTHONPATH": paths},
     }
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False, runtime_env=hook)
+    options = {"include_dashboard": False, "object_store_memory": 80 << 20, "log_to_driver": False, "runtime_env": hook}
+    ray.init(num_cpus=2, _memory=4 << 30, **options)
     yield folder
     ray.shutdown()
 
@@ -210,7 +212,7 @@ def test_a_task_for_which_no_machine_is_large_enough_is_refused(source: Path, tm
         pytest.raises(
             WorkerError,
             match=r"^a task takes 1 CPU and 1\.10 TB of the resource 'memory', and the most that a machine of the Ray cluster "
-            r"has is .*\. Give a smaller max_memory= \(--max-memory\), or start Ray with more\.$",
+            r"has is 4\.29 GB\. Give a smaller max_memory= \(--max-memory\), or start Ray with more\.$",
         ),
     ):
         convert(source, tmp_path / "out", "nvfp4", engine="ray", max_memory="1TiB")
@@ -219,9 +221,11 @@ def test_a_task_for_which_no_machine_is_large_enough_is_refused(source: Path, tm
 
 def test_the_command_converts(source: Path, tmp_path: Path, faults: Path, run: Run) -> None:
     convert(source, tmp_path / "whole", "nvfp4")
-    code, _, err = run("convert", source, tmp_path / "out", "--recipe", "nvfp4", "--engine", "ray")
+    words = ("--recipe", "nvfp4", "--engine", "ray", "--max-memory", "640MiB")
+    code, _, err = run("convert", source, tmp_path / "out", *words)
     assert code == 0, err
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole") and listed(faults / "casts")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert json.loads((faults / "assigned").read_text()) == {"threads": 1, "CPU": 1.0, "memory": 640 << 20}
 
 
 STOPPED = """

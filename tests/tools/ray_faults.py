@@ -2,12 +2,13 @@
 
 A file named as a tensor has what happens in the middle of its cast: "kill once", "kill", "meet" (waits until two processes are
 there), "wait" (until it is stopped; then there is a file `ended`), "fail system" or "fail breccia". The file `casts` lists the
-tensors that were cast, each with the process, and `killed` those that killed theirs.
+tensors that were cast, each with the process, and `killed` those that killed theirs; `assigned` has what a process may use.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import time
@@ -19,6 +20,9 @@ FOLDER = "BRECCIA_TEST_FAULTS"
 
 
 def install() -> None:
+    import ray
+
+    import breccia
     from breccia_bridges.jobs import Job
 
     real = Job.pieces
@@ -27,6 +31,8 @@ def install() -> None:
         folder = Path(os.environ[FOLDER])
         with (folder / "casts").open("a") as file:
             file.write(f"{self.name} {os.getpid()}\n")
+        assigned = {"threads": breccia.get_num_threads(), **ray.get_runtime_context().get_assigned_resources()}
+        (folder / "assigned").write_text(json.dumps(assigned))
         for piece in real(self):
             yield piece
             _happen(folder, folder / self.name)

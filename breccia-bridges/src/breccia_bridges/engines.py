@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Protocol
 
 from breccia import BrecciaError, OptionError
@@ -23,12 +24,9 @@ class WorkerError(BrecciaError, RuntimeError):
 
 
 class Engine(Protocol):
-    """max_memory: the bytes that a task takes at most.
+    """max_memory: the bytes that a task takes at most, which the conversion has checked."""
 
-    Raises UnsupportedError where a library that it needs is not installed.
-    """
-
-    def __init__(self, max_memory: int) -> None: ...
+    max_memory: int
 
     def run(self, count: int, task: Callable[[int], Task]) -> Generator[Step]:
         """The steps of `count` tasks, those of each in order, as `convert_file` has them.
@@ -40,17 +38,17 @@ class Engine(Protocol):
 
 
 def engine_of(name: str, max_memory: int) -> Engine:
-    """Raises OptionError for an unknown name, and as the engine does."""
+    """Raises OptionError for an unknown name, UnsupportedError where a library that the engine needs is not installed."""
     if name not in ENGINES:
         raise OptionError(f"no engine {name!r}{suggestion(str(name), list(ENGINES))}", engine=name)
     return targets.load(ENGINES[name])(max_memory)
 
 
+@dataclass
 class Local:
     """One task after the other, in this process."""
 
-    def __init__(self, max_memory: int) -> None:
-        pass
+    max_memory: int
 
     def run(self, count: int, task: Callable[[int], Task]) -> Generator[Step]:
         for n in range(count):

@@ -50,7 +50,7 @@ class RayEngine:
             raise UnsupportedError(
                 f"engine='ray' (--engine ray) needs the library ray ({e}): {install('breccia-bridges[ray]')}.", engine="ray"
             ) from e
-        self._max_memory = max_memory
+        self.max_memory = max_memory
 
     def run(self, count: int, task: Callable[[int], Task]) -> Generator[Step]:
         with self._joined():
@@ -83,7 +83,7 @@ class RayEngine:
             "num_returns": "streaming",
             "_generator_backpressure_num_objects": 1,  # no value is begun before the one before it is in the journal
             "num_cpus": _CPUS,
-            "memory": self._max_memory,
+            "memory": self.max_memory,
             "max_retries": 0,
             "name": f"convert {one.path.name}",
         }
@@ -128,12 +128,12 @@ class RayEngine:
             node["Resources"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= _CPUS
         ]
         largest = int(max((one.get("memory", 0) for one in machines), default=0))
-        if largest < self._max_memory:
+        if largest < self.max_memory:
             raise WorkerError(
-                f"a task takes {_CPUS} CPU and {size(self._max_memory)} of the resource 'memory', and the most that a machine "
+                f"a task takes {_CPUS} CPU and {size(self.max_memory)} of the resource 'memory', and the most that a machine "
                 f"of the Ray cluster has is {size(largest)}. Give a smaller max_memory= (--max-memory), or start Ray with "
                 "more.",
-                max_memory=self._max_memory,
+                max_memory=self.max_memory,
                 largest=largest,
             )
 
