@@ -346,7 +346,7 @@ class Shards(Container):
 
 def _opened_again(kind: type[Container], path: Path, version: tuple[int, ...]) -> Container:
     """The container of a file whose size and time are these; other machines give it other numbers of devices."""
-    if identity(os.stat(path))[2:] != version:
+    if identity(path.stat())[2:] != version:
         raise changed(path)
     return kind(path)
 
