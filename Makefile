@@ -129,7 +129,7 @@ $(VENV)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	$(call INSTALL_NATIVE,$(VENV)) & compiling=$$!; \
 	$(VENV)/bin/python $(INSTALL) -e "./breccia-core[cli,testing,ml-dtypes,yaml]" $(SIBLINGS) pytest-xdist ruff pyright \
 		mkdocs-material "mkdocstrings[python]" matplotlib playwright flatbuffers \
-		torchao compressed-tensors gguf accelerate optax equinox flax orbax-checkpoint && wait $$compiling
+		torchao compressed-tensors gguf ray accelerate optax equinox flax orbax-checkpoint && wait $$compiling
 	@# Of TransformerEngine there are the reference quantizers alone, in Python; `import transformer_engine` says that the
 	@# library is missing. qwix and bitsandbytes need nothing else here.
 	$(VENV)/bin/python $(INSTALL) --no-deps transformer-engine qwix bitsandbytes

@@ -96,9 +96,8 @@ def convert(
         typer.Option(metavar="SIZE", help="Largest file of a folder, such as 5GB.", show_default=False),
     ] = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Largest peak of memory.")] = "1GiB",
-    verify: Annotated[
-        Verify, typer.Option(metavar="HOW", help="full, bytes (without measuring errors) or none.")
-    ] = Verify.full,
+    verify: Annotated[Verify, typer.Option(metavar="HOW", help="full, bytes (no metrics) or none.")] = Verify.full,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="local, or ray: on a cluster.")] = "local",
     source_dialect: From = None,
     as_json: Json = False,
 ) -> None:
@@ -135,6 +134,7 @@ def convert(
             max_shard_size=max_shard_size,
             max_memory=max_memory,
             verify=verify,
+            engine=engine,
         )
     seconds = perf_counter() - started
     if as_json:

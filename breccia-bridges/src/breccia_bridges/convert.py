@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from .announcements import CONFIG, DTYPE_KEYS, TORCH_NAMES, read_object
 from .beside import described, left_behind
 from .checkpoint import all_opened, checkpoint_files, index_of, safetensors_name, weight_map
 from .companions import Companions, check_index, write_config, write_index
-from .convert_file import FilePlan, convert_file
+from .convert_file import FilePlan, Task
 from .destination import check_destination, check_space, check_taken, is_folder, location
 from .dialect_writer import DialectWriter, Placed
+from .engines import Engine, engine_of
 from .exact import exactly
 from .gguf_file import GGUFFile
 from .huggingface import write_json
@@ -28,7 +29,7 @@ from .journal import Journal, conversion_key, is_placing
 from .memory import check_memory
 from .modules import modules_kept, tied_heads
 from .remote_path import RemotePath, is_remote, path_of
-from .results import Advance, Report, Verify, no_progress
+from .results import Advance, Report, TensorReport, Verify, no_progress
 from .safetensors_file import Shards, in_both
 from .safetensors_writer import HeaderError
 from .source import Source
@@ -60,6 +61,7 @@ def convert(
     max_shard_size: int | str | None = None,
     max_memory: int | str = "1GiB",
     verify: str = "full",
+    engine: str = "local",
 ) -> Report:
     """Quantize a checkpoint under `recipe`, or change how a quantized one is stored.
 
@@ -109,6 +111,12 @@ def convert(
 
     verify: "full" reads each file back, compares its bytes with those written, and measures the errors of its decoded tensors;
         "bytes" leaves measuring out, so that the report has no error metrics; "none" reads nothing back.
+    engine: "local" writes one file after the other in this process; "ray" many at a time, as tasks on the machines of a Ray
+        cluster, which see the source and the destination under the same paths. The bytes and the report are the same, and
+        either engine goes on with what the other one has begun. `advance` gets the tensors of several files interleaved. A
+        task takes one CPU and `max_memory`. The cluster is the one that this program has joined, else the one that `ray.init`
+        finds or starts. Raises WorkerError, a RuntimeError, where three workers in a row are lost at one tensor, or one does
+        not see the files.
 
     A file of a folder whose new header would be longer than readers accept becomes several, with an index.
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
@@ -126,6 +134,8 @@ def convert(
         {'mlp.weight': breccia.ScaledTensor('mxfp8', shape=(64, 32), numpy cpu, 8.25 bits per value)}
     """
     verified = _verified(verify, histograms)
+    memory = byte_count_of(max_memory, "max_memory")
+    runs = engine_of(engine, memory)
     writer = None if dialect is None else DialectWriter.of(dialect, activations)
     _check_given(recipe, writer, activations)
     chosen = None if recipe is None else _chosen(recipe, include, exclude, writer)
@@ -142,7 +152,7 @@ def convert(
         dense=dense or "", dialect=dialect or "", verify=verified,
     )  # fmt: skip
     work.plan(report, policy, dense, exact)
-    check_memory(work.jobs, byte_count_of(max_memory, "max_memory"))
+    check_memory(work.jobs, memory)
     options = {
         "recipe": (dense or KEEP_CODES) if policy is None else _spelled(policy),
         "dialect": dialect, "activations": activations, "source_dialect": source_dialect, "exact": exact,
@@ -156,7 +166,7 @@ def convert(
     if restart:
         with Staging(staging.destination):  # removes what is there
             pass
-    return work.run(histograms, advance or no_progress, journal)
+    return work.run(runs, histograms, advance or no_progress, journal)
 
 
 def _verified(verify: str, histograms: bool) -> Verify:
@@ -398,7 +408,7 @@ class _Conversion:
             self.report.tensors.extend(job.report() for job in planned.jobs.values())
         return self.report
 
-    def run(self, histograms: bool, advance: Advance, journal: Journal) -> Report:
+    def run(self, engine: Engine, histograms: bool, advance: Advance, journal: Journal) -> Report:
         """Convert, verify, and put the result at the destination."""
         with self.staging as staging, self._uploads(journal) as uploads, journal:
             if self.folder:
@@ -409,14 +419,7 @@ class _Conversion:
                     remove(path)
             if self.companions:
                 self.companions.copy(staging.new)
-            for planned in self.written:
-                name = planned.writer.path.name
-                if uploads is not None and uploads.has(name):
-                    self.report.tensors.extend(uploads.reports(planned, advance))
-                    continue
-                self.report.tensors.extend(convert_file(planned, self.report.verify, histograms, advance, journal))
-                if uploads is not None:
-                    uploads.finish(name)
+            self._write(engine, histograms, advance, journal, uploads)
             if self.folder:
                 self._describe(staging.new, uploads)
             self.source.check_unchanged()
@@ -435,6 +438,42 @@ class _Conversion:
         if not isinstance(self.dst, RemotePath):
             return nullcontext()
         return Uploads(self.dst, self.staging, journal, self.folder, self.report.verify is not Verify.none)
+
+    def _write(
+        self, engine: Engine, histograms: bool, advance: Advance, journal: Journal, uploads: Uploads | None
+    ) -> None:
+        """Write, verify and upload all files. An engine that repeats a part of a task repeats its steps; each counts once."""
+        reports: dict[str, TensorReport] = {}
+        left: list[FilePlan] = []
+        for planned in self.written:
+            if uploads is not None and uploads.has(planned.writer.path.name):
+                reports.update((one.name, one) for one in uploads.reports(planned, advance))
+            else:
+                left.append(planned)
+
+        def task(n: int) -> Task:
+            planned = left[n]
+            written = {name: journal.written[name] for name in planned.jobs if name in journal.written}
+            verified = {name: journal.verified[name] for name in planned.jobs if name in journal.verified}
+            return Task(planned, self.report.verify, histograms, written, verified, str(self.dst) if uploads else "")
+
+        done: set[tuple[str, bool]] = set()
+        with closing(engine.run(len(left), task)) as steps:
+            for n, step in steps:
+                if step is None:
+                    if uploads is not None:
+                        uploads.finish(left[n].writer.path.name)
+                    continue
+                if step.digests is not None:
+                    journal.write(step.name, step.digests)
+                if step.report is not None:
+                    reports[step.name] = step.report
+                    if step.is_measured:
+                        journal.verify(step.report)
+                if (what := (step.name, step.report is None)) not in done:
+                    done.add(what)
+                    advance(step.name, step.nbytes)
+        self.report.tensors.extend(reports[name] for planned in self.written for name in planned.jobs)
 
     def _describe(self, stage: Path, uploads: Uploads | None) -> None:
         """Write config.json if the source has one or is a GGUF model, and the index of several files."""

@@ -1,27 +1,31 @@
-"""Write one file of a conversion, and verify it: its bytes are read back, and its tensors decoded."""
+"""Write one file of a conversion, and verify it: its bytes are read back, and its tensors decoded.
+
+A `Task` has all that decides about a file, and `convert_file` does it: in this process, or in one on another machine. An engine
+(`engines`) runs the tasks of a conversion.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from breccia import CorruptFileError
+from breccia import CorruptFileError, ErrorMetrics
 from breccia.backend import NUMPY, threads
 
 from .configs import RESERVED, Config, read_configs
 from .dialect_writer import DialectWriter, Reader
 from .jobs import CASTABLE, Job
-from .journal import Journal
-from .measure import FileTensor, histogram, measure, slabs
-from .results import Advance, TensorReport, Verify
+from .measure import FileTensor, Histogram, histogram, measure, slabs
+from .results import TensorReport, Verify
 from .safetensors import declarations, file_parts, view_tensor
 from .safetensors_file import Container, read, shown
 from .safetensors_writer import HeaderError
@@ -122,40 +126,71 @@ class FilePlan:
         return part
 
 
-def convert_file(planned: FilePlan, verify: Verify, histograms: bool, advance: Advance, journal: Journal) -> list[TensorReport]:
-    """Write a file, and verify it. Returns what is known of each value before and after.
+@dataclass(frozen=True)
+class Task:
+    """A file to write. It can be pickled, and needs no other task.
+
+    A value that shares a scale with those of other files has them in its job, and they are read for each of the files.
+
+    written, verified: what the journal has of the file's values.
+    uploaded_to: the URL of the destination to which the file is uploaded after the task; empty for one on a disk.
+    """
+
+    planned: FilePlan
+    verify: Verify
+    histograms: bool
+    written: Mapping[str, Mapping[str, str]]
+    verified: Mapping[str, tuple[ErrorMetrics | None, Histogram | None]]
+    uploaded_to: str
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A plan that is declared needs of the source its jobs alone."""
+        planned = copy(self.planned)
+        del planned.container
+        return {**self.__dict__, "planned": planned}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A value that is written or, where there is a report, verified. nbytes: its size in the source.
+
+    digests: SHA-256 of the bytes of its tensors, where they are new. is_measured: whether the metrics of the report are new.
+    """
+
+    name: str
+    nbytes: int
+    digests: Mapping[str, str] | None = None
+    report: TensorReport | None = None
+    is_measured: bool = False
+
+
+def convert_file(task: Task) -> Generator[Step]:
+    """Write a file, and verify it, value by value: two steps for each, in the order of the plan.
 
     What the journal has is not done again: values whose bytes are there still, and measurements of them.
     """
+    planned, verified = task.planned, dict(task.verified)
     with planned.writer as writer:
         for job in planned.jobs.values():
-            digests = journal.written.get(job.name, {})
+            digests, new = task.written.get(job.name, {}), None
             if digests.keys() != job.described[0].keys() or not writer.keep(digests):
                 _write(writer, job, planned)
                 job.check_unchanged()
-                journal.write(job.name, {part: writer.digests[part] for part in job.described[0]})
-            advance(job.name, job.value.nbytes)
-    written = None if verify is Verify.none else planned.reopened()
-    if written is None or verify is Verify.bytes:
-        for job in planned.jobs.values():
-            advance(job.name, job.value.nbytes)
-        return [job.report() for job in planned.jobs.values()]
-    configs = read_configs(written)
-    reports: list[TensorReport] = []
+                new = {part: writer.digests[part] for part in job.described[0]}
+                verified.pop(job.name, None)
+            yield Step(job.name, job.value.nbytes, new)
+    written = None if task.verify is Verify.none else planned.reopened()
+    configs = read_configs(written) if written and task.verify is Verify.full else {}
     for name, job in planned.jobs.items():
-        if job.way == "copy":
-            reports.append(job.report())
-        elif name in journal.verified:
-            reports.append(job.report(*journal.verified[name]))
-        else:
+        is_measured = task.verify is Verify.full and job.way != "copy" and name not in verified
+        if written and is_measured:
             read_back = planned.reader(job.placed, written).numbers() if planned.reader and job.placed else None
             x, y = job.value.numbers(), read_back or _numbers_of(written, name, configs.get(name))
-            counts = histogram(x, y) if histograms and not job.reason else None
-            reports.append(job.report(measure(x, y), counts))
+            report = job.report(measure(x, y), histogram(x, y) if task.histograms and not job.reason else None)
             job.check_unchanged()
-            journal.verify(reports[-1])
-        advance(name, job.value.nbytes)
-    return reports
+        else:
+            report = job.report(*verified.get(name, (None, None)))
+        yield Step(name, job.value.nbytes, report=report, is_measured=is_measured)
 
 
 def _numbers_of(written: Container, name: str, config: Config | None) -> FileTensor:

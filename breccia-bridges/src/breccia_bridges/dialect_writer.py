@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from breccia import BrecciaError, Dialect, DialectError, Layout, OptionError, ScaledTensor, ScalingRecipe, UnsupportedError
-from breccia.backend import StoredForm, TensorGroup, ValueForm, as_recipe, registry, targets
+from breccia.backend import SettingsOf, StoredForm, TensorGroup, ValueForm, as_recipe, registry, targets
 from breccia.internal import printable
 
 from .announcements import CONFIG, QUANTIZATION, QUANTIZATION_FILES, Announced
 from .modules import is_table
 from .safetensors_file import Container, Shape
 from .source import Value
-from .stored import Stored, settings_of
+from .stored import ModuleSettings, Stored
 
 
 @dataclass(frozen=True)
@@ -180,16 +181,14 @@ class DialectWriter:
     def reader(self, configs: Mapping[str, Mapping[str, Any]]) -> Reader:
         """The function that reads what was written, under the configs that are beside it."""
         announced = _announced(configs)
-        of = settings_of(self.dialect, announced)
+        return partial(_read_back, self.dialect, announced, ModuleSettings(self.dialect, announced))
 
-        def value(placed: Placed, written: Container) -> Value:
-            files = dict.fromkeys(placed.parts.values(), written)
-            ends = [end for end in (*placed.group.parts, *placed.group.optional) if end in placed.parts]
-            parts = {end: placed.parts[end] for end in ends}
-            stored = Stored(self.dialect, placed.group, placed.name, parts, files, announced, of)
-            return Value(placed.name, files, stored=stored)
 
-        return value
+def _read_back(dialect: Dialect, announced: Announced | None, of: SettingsOf, placed: Placed, written: Container) -> Value:
+    files = dict.fromkeys(placed.parts.values(), written)
+    ends = [end for end in (*placed.group.parts, *placed.group.optional) if end in placed.parts]
+    parts = {end: placed.parts[end] for end in ends}
+    return Value(placed.name, files, stored=Stored(dialect, placed.group, placed.name, parts, files, announced, of))
 
 
 def _announced(configs: Mapping[str, Mapping[str, Any]]) -> Announced | None:

@@ -16,6 +16,7 @@ import breccia
 from breccia import BrecciaError, ErrorMetrics, OptionError
 from breccia.internal import abbreviated, printable
 
+from .engines import WorkerError
 from .measure import Histogram
 from .remote_path import is_remote
 from .results import TensorReport
@@ -84,7 +85,7 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        is_refused = isinstance(error, BrecciaError) and not isinstance(error, ChangedFileError)
+        is_refused = isinstance(error, BrecciaError) and not isinstance(error, ChangedFileError | WorkerError)
         try:
             self._file.close()
         finally:

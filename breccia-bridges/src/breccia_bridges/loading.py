@@ -20,7 +20,7 @@ from .remote_path import is_remote, path_of
 from .safetensors import Target, warn_of_narrowed
 from .safetensors_file import shown
 from .source import Source, Value
-from .stored import settings_of
+from .stored import ModuleSettings
 from .text import spelled
 
 #: What the config of a value's dialect would say of it, by its headers; None where nothing is known.
@@ -227,7 +227,7 @@ def _with_settings(value: Value, settings: Settings) -> Value:
     if stored is None or stored.config is not None or (said := settings(stored.value)) is None:
         return value
     config = Announced("the caller", stored.dialect.name, said)
-    return replace(value, stored=replace(stored, config=config, settings_of=settings_of(stored.dialect, config)))
+    return replace(value, stored=replace(stored, config=config, settings_of=ModuleSettings(stored.dialect, config)))
 
 
 def _loaded(value: Value, target: Target) -> ScaledTensor | Any:

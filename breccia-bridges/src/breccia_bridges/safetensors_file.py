@@ -188,6 +188,10 @@ class Container:
         if identity(self.path.stat()) != self._identity:
             raise changed(self.path)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its path: another process opens it again. Raises CorruptFileError there if the file is another one by then."""
+        return _opened_again, (type(self), self.path, self._identity[2:])
+
     def _mapped(self) -> mmap.mmap:
         mapped = self._map and self._map()
         if mapped is None:
@@ -330,6 +334,9 @@ class Shards(Container):
                     raise in_both(name, path, self._files[name].path, file.path)
                 self.entries[name], self._files[name] = entry, file
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shards, (self.path, list({id(file): file for file in self._files.values()}.values()))
+
     def file_of(self, name: str) -> Path:
         return self._files[name].path
 
@@ -340,6 +347,13 @@ class Shards(Container):
     def check_unchanged(self) -> None:
         for file in {id(file): file for file in self._files.values()}.values():
             file.check_unchanged()
+
+
+def _opened_again(kind: type[Container], path: Path, version: tuple[int, ...]) -> Container:
+    """The container of a file whose size and time are these; other machines give it other numbers of devices."""
+    if identity(path.stat())[2:] != version:
+        raise changed(path)
+    return kind(path)
 
 
 def in_both(name: str, path: Path, *files: Path) -> CorruptFileError:

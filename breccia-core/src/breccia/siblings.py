@@ -95,6 +95,7 @@ EXTRAS = (
         "breccia-bridges[remote]", ("aiohttp", "fsspec", "platformdirs"), "checkpoints at URLs: s3://, gs://, hf://, https://"
     ),
     Extra("breccia-bridges[gguf]", ("gguf",), "types IQ1 to IQ3 of GGUF files"),
+    Extra("breccia-bridges[ray]", ("ray",), "convert --engine ray: files on many machines"),
 )
 
 
