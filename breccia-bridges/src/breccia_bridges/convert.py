@@ -72,8 +72,8 @@ def convert(
         which transformers makes, or a `.safetensors` file of the weights alone. The dialect "gguf" has one `.gguf` file, with
         the keys of a source in GGUF, or those that config.json and tokenizer.json of a folder say. It appears under its name
         only when everything is written and verified; see `verify`. A link is replaced, not followed.
-    recipe: a recipe or its spec; or a policy: a mapping from patterns to recipes or "keep", or the path of a YAML file with
-        one; see `breccia.Policy`. Under one recipe, floating matrices and stacks of experts are quantized, except embeddings,
+    recipe: a recipe or its spec; or a policy: a mapping from patterns to recipes or "keep", the path of a YAML file with
+        one, or the name of a preset, "deepseek-fp8", "nvfp4-mlp" or "int4-except-attention"; see `breccia.Policy`. Under one recipe, floating matrices and stacks of experts are quantized, except embeddings,
         norms, routers, output heads and the other kinds of `breccia.backend.KEPT`, as `quantize` does in every framework.
         "none" quantizes nothing: what the source has quantized keeps every code and scale, in breccia's files or, with
         `dialect`, in another library's. "bf16", "fp16" and "fp32" decode it to that dtype; plain tensors keep theirs.

@@ -226,7 +226,7 @@ def unchanged(source: Source, dense: str, dropped: Collection[str], writer: Dial
 
 
 def _by_default(reason: str, policy: Policy) -> str:
-    return f"{BY_DEFAULT} ({reason})" if reason in PRESETS[policy.preset] else reason
+    return f"{BY_DEFAULT} ({reason})" if reason in PRESETS[policy.preset].keeps else reason
 
 
 # ------------------------------------------------------------------------------------------------ another dialect
