@@ -29,6 +29,7 @@ from .modules import modules_kept, tied_heads
 from .results import Advance, Report, Verify, no_progress
 from .safetensors_file import Shards, in_both
 from .safetensors_writer import HeaderError
+from .compiled import warn_without_kernels
 from .source import Source
 from .staging import Staging, remove
 from .text import byte_count_of
@@ -388,6 +389,8 @@ class _Conversion:
 
     def run(self, histograms: bool, advance: Advance, journal: Journal) -> Report:
         """Convert, verify, and put the result at the destination."""
+        if any(job.way != "copy" for job in self.jobs):
+            warn_without_kernels()
         with self.staging as staging, journal:
             if self.folder:
                 staging.new.mkdir(exist_ok=True)

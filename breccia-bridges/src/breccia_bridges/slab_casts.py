@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import numpy as np
 
@@ -11,6 +14,7 @@ from breccia import ScalingRecipe, cast
 from breccia.backend import TENSOR, components, threads
 from breccia.internal import measuring
 
+from . import compiled
 from .measure import FileTensor, slabs
 
 
@@ -37,23 +41,53 @@ class SlabCasts:
         if self.has_tensor_scale and (self.among is not None or len(self.slabs) > 1):
             found = extremes([self.stored]) if self.among is None else self.among
             above = np.resize(found, math.ceil(found.size / self.rows) * self.rows)
-        rooms = measuring.Rooms()
-        for slab in self.slabs:
-            x = self._numbers(slab, above, rooms)
-            st = cast(x, self.recipe)
-            if above.size:
-                st = st[:, above.size :]
-            yield {part: a for part, a in components(st).items() if a.ndim or slab == self.slabs[0]}
+        workers = min(threads.get_num_threads(), len(self.slabs))
+        if workers == 1 or compiled.missing():  # NumPy's short loops would wait for the interpreter, not for each other
+            rooms = measuring.Rooms()
+            for slab in self.slabs:
+                yield self._pieces(slab, above, rooms)
+            return
+        # Each thread casts a slab; the caller writes those before it meanwhile.
+        rooms_of = deque(measuring.Rooms() for _ in range(workers))
+
+        def work(slab: measuring.Slab) -> dict[str, np.ndarray]:
+            rooms = rooms_of.pop()
+            try:
+                return threads.at_most(1, self._pieces, slab, above, rooms)
+            finally:
+                rooms_of.append(rooms)
+
+        with ThreadPoolExecutor(workers) as pool:
+            left = iter(self.slabs)
+            begun = deque(pool.submit(work, slab) for slab in islice(left, workers))
+            try:
+                while begun:
+                    pieces = begun.popleft().result()
+                    begun.extend(pool.submit(work, slab) for slab in islice(left, 1))
+                    yield pieces
+            finally:
+                for future in begun:
+                    future.cancel()
+
+    def _pieces(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> dict[str, np.ndarray]:
+        """The components of a slab, below rows of the numbers of `above` while it is cast."""
+        st = cast(self._numbers(slab, above, rooms), self.recipe)
+        if above.size:
+            st = st[:, above.size :]
+        return {part: a for part, a in components(st).items() if a.ndim or slab == self.slabs[0]}
 
     def _numbers(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> np.ndarray:
         """The numbers of a slab below rows of those of `above`."""
-        x = self.stored.stored(slab)
-        if x.dtype != np.uint16 and not above.size:
-            return measuring.numbers_of(x)
-        matrices, rows, columns = x.shape
+        matrices, rows = (part.stop - part.start for part in slab)
+        columns = self.stored.shape[-1]
         whole = rooms.array("numbers", (matrices, above.size + rows, columns))
         whole[:, : above.size] = above[:, None]
         below = whole[:, above.size :]
+        if below.flags.c_contiguous and self.stored.decode_into(slab, below):
+            return whole
+        x = self.stored.stored(slab)
+        if x.dtype != np.uint16 and not above.size:
+            return measuring.numbers_of(x)
         if x.dtype == np.uint16:
             np.left_shift(x, 16, out=below.view(np.uint32), dtype=np.uint32)
         else:
@@ -67,7 +101,9 @@ def extremes(tensors: Sequence[FileTensor]) -> np.ndarray:
     found: list[tuple[np.float32, np.float32, bool]] = []
 
     def work(first: int, end: int) -> None:
-        found.extend(_extremes(tensor.values(slab)) for tensor, slab in every[first:end])
+        rooms = measuring.Rooms()
+        for tensor, slab in every[first:end]:
+            found.append(threads.at_most(1, _extremes_of, tensor, slab, rooms))
 
     threads.spread(work, len(every), threads.get_num_threads())
     low, high = min((each[0] for each in found), default=_NONE[0]), max((each[1] for each in found), default=_NONE[1])
@@ -77,6 +113,10 @@ def extremes(tensors: Sequence[FileTensor]) -> np.ndarray:
 
 #: The smallest and the largest of no elements.
 _NONE = np.float32(np.inf), np.float32(-np.inf)
+
+
+def _extremes_of(tensor: FileTensor, slab: measuring.Slab, rooms: measuring.Rooms) -> tuple[np.float32, np.float32, bool]:
+    return _extremes(tensor.values(slab, rooms))
 
 
 def _extremes(x: np.ndarray) -> tuple[np.float32, np.float32, bool]:

@@ -63,12 +63,22 @@ class Rooms:
 
     def __init__(self) -> None:
         self._arrays: dict[str, np.ndarray] = {}
+        self._codes: dict[str, tuple[Any, np.ndarray]] = {}
 
     def array(self, name: str, shape: Shape) -> np.ndarray:
         size, array = math.prod(shape), self._arrays.get(name)
         if array is None or array.size < size:
             array = self._arrays[name] = np.empty(size, np.float32)
         return array[:size].reshape(shape)
+
+    def codes(self, name: str, st: ScaledTensor, code: int) -> np.ndarray:
+        """The data of a tensor like `st` in which every code is `code`; that of the slab before, if it is the same."""
+        wanted = st.recipe.format.element, code, st.data.shape, st.axis
+        known, data = self._codes.get(name, (None, None))
+        if known != wanted or data is None:
+            data = _of_one_code(st, code)
+            self._codes[name] = wanted, data
+        return data
 
 
 #: From the stored numbers of a slab, those that were decoded, and what bounds these.
@@ -92,9 +102,9 @@ class Source:
         else:
             self._array = x.reshape(stacked(self.shape))
 
-    def values(self, slab: Slab) -> np.ndarray:
-        """The values as FP32 (FP64 unchanged), with three axes."""
-        return numbers_of(self.stored(slab))
+    def values(self, slab: Slab, rooms: Rooms | None = None) -> np.ndarray:
+        """The values as FP32 (FP64 unchanged), with three axes; those of a scaled tensor may lie in `rooms`."""
+        return numbers_of(self.stored(slab, rooms))
 
     def stored(self, slab: Slab, rooms: Rooms | None = None) -> np.ndarray:
         """The values as they are stored, BF16 as uint16; FP32 of a scaled tensor, which may lie in `rooms`."""
@@ -103,6 +113,14 @@ class Source:
             return self._plain(self._array[slab])
         return self._decoded(self._piece(self._scaled, slab), rooms, "stored")
 
+    def decode_into(self, slab: Slab, out: np.ndarray) -> bool:
+        """Write the values of a scaled tensor as FP32 to `out`, of three axes; False for a plain one."""
+        if self._scaled is None:
+            return False
+        piece = self._piece(self._scaled, slab)
+        calls.dequantize(piece, FLOAT32._replace(out=out.reshape(piece.shape)))
+        return True
+
     def bounded(self, slab: Slab, rooms: Rooms) -> tuple[np.ndarray, list[Ends]]:
         """The values as they are stored, and what bounds them by each codec of elements: nothing those of a plain tensor."""
         if self._scaled is None:
@@ -110,7 +128,7 @@ class Source:
         piece = self._piece(self._scaled, slab)
         fmt = piece.recipe.format
         codecs = [fmt.element] if fmt.alternative is None else [fmt.element, fmt.alternative]
-        ends = [self._ends_of(piece, codec, rooms if len(codecs) == 1 else None) for codec in codecs]
+        ends = [self._ends_of(piece, codec, rooms if n == 0 else Rooms()) for n, codec in enumerate(codecs)]
         return self._decoded(piece, rooms, "decoded"), ends
 
     def compiled(self) -> Compiled | None:
@@ -120,10 +138,12 @@ class Source:
         errors = registry().table.choose(OPERATIONS["dequantize"], "numpy", self._scaled).kernel.errors
         return None if errors is None else load(errors)
 
-    def _ends_of(self, piece: ScaledTensor, codec: Codec, rooms: Rooms | None) -> Ends:
+    def _ends_of(self, piece: ScaledTensor, codec: Codec, rooms: Rooms) -> Ends:
         (lowest, below), (highest, above) = _ends(codec)
-        low = self._decoded(_of_one_code(piece, lowest), rooms, "low")
-        high = self._decoded(_of_one_code(piece, highest), rooms, "high")
+        high = self._decoded(_with_data(piece, rooms.codes("high", piece, highest)), rooms, "high")
+        if piece.recipe.format.offset == "none" and codec.value(lowest) == -codec.value(highest):
+            return Ends(np.negative(high, out=rooms.array("low", high.shape)), high, below, above)  # decoding is symmetric
+        low = self._decoded(_with_data(piece, rooms.codes("low", piece, lowest)), rooms, "low")
         return Ends(low, high, below, above)
 
     def _plain(self, part: np.ndarray) -> np.ndarray:
@@ -272,13 +292,18 @@ def _ends(codec: Codec) -> tuple[tuple[int, np.float32], tuple[int, np.float32]]
     return (values[0][1], below), (values[-1][1], above)
 
 
-def _of_one_code(st: ScaledTensor, code: int) -> ScaledTensor:
-    """The tensor with every code replaced by `code`, under the same scales."""
+def _of_one_code(st: ScaledTensor, code: int) -> np.ndarray:
+    """The data of the tensor with every code replaced by `code`."""
     codec = st.recipe.format.element
     group = pack(NUMPY, np.full((1, packing(codec)[0]), code, np.int32), codec).reshape(-1).astype(np.uint8)
     length = st.data.shape[st.axis]
-    line = np.resize(group, length)
+    line = np.tile(group, -(-length // group.size))[:length]
     data = np.empty(st.data.shape, np.uint8)
     data[...] = line if st.axis == -1 else line[:, None]
+    return data
+
+
+def _with_data(st: ScaledTensor, data: np.ndarray) -> ScaledTensor:
+    """A tensor of other codes, under the same scales."""
     parts = (data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
     return ScaledTensor.from_parts(*parts, padding=st.padding)
