@@ -16,17 +16,21 @@ from safetensors import SafetensorError, safe_open
 from breccia import CorruptFileError
 from breccia.backend import NUMPY, threads
 
+from .announcements import TORCH_NAMES
 from .configs import RESERVED, Config, read_configs
 from .dialect_writer import DialectWriter, Reader
 from .jobs import CASTABLE, Job
 from .journal import Journal
-from .measure import FileTensor, histogram, measure, slabs
+from .measure import FileTensor, Slab, histogram, measure, slabs
 from .results import Advance, TensorReport, Verify
 from .safetensors import declarations, file_parts, view_tensor
 from .safetensors_file import Container, read, shown
 from .safetensors_writer import HeaderError
+from .slab_casts import in_order
 from .staged_writer import StagedWriter
 
+#: The exponent of Inf and NaN.
+_EXPONENTS = {"F32": np.uint32(0x7F800000), "F16": np.uint16(0x7C00), "BF16": np.uint16(0x7F80)}
 #: Bytes that are read at a time of tensors that are copied or compared.
 _PIECE = 1 << 22
 
@@ -186,8 +190,15 @@ def in_pieces(array: np.ndarray) -> Iterator[np.ndarray]:
 def _decoded(job: Job) -> Iterator[np.ndarray]:
     """The values of a scaled one in the dtype of the new file, in pieces."""
     numbers, codec = job.value.numbers(), CASTABLE[job.described[0][job.name][0]]
-    for slab in slabs(numbers.shape, numbers.unit):
-        yield NUMPY.store(codec.encode(NUMPY, numbers.values(slab)), NUMPY.storage(codec))
+    dtype, exponent = TORCH_NAMES[codec.name], _EXPONENTS[codec.name]
+
+    def decoded(slab: Slab, _: object) -> np.ndarray:
+        values = numbers.rounded(slab, dtype)
+        if (values.view(exponent.dtype) & exponent).max(initial=0) < exponent:
+            return values
+        return NUMPY.store(codec.encode(NUMPY, numbers.values(slab)), NUMPY.storage(codec))  # saturates; has one NaN
+
+    yield from in_order(decoded, list(slabs(numbers.shape, numbers.unit)))
 
 
 def _write_parts(writer: TensorWriter, parts: list[str], pieces_of_parts: Iterable[Mapping[str, np.ndarray]]) -> None:

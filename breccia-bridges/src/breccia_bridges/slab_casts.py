@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from breccia.internal import measuring
 
 from . import compiled
 from .measure import FileTensor, slabs
+
+_T = TypeVar("_T")
 
 
 class SlabCasts:
@@ -41,33 +44,7 @@ class SlabCasts:
         if self.has_tensor_scale and (self.among is not None or len(self.slabs) > 1):
             found = extremes([self.stored]) if self.among is None else self.among
             above = np.resize(found, math.ceil(found.size / self.rows) * self.rows)
-        workers = min(threads.get_num_threads(), len(self.slabs))
-        if workers == 1 or compiled.missing():  # NumPy's short loops would wait for the interpreter, not for each other
-            rooms = measuring.Rooms()
-            for slab in self.slabs:
-                yield self._pieces(slab, above, rooms)
-            return
-        # Each thread casts a slab; the caller writes those before it meanwhile.
-        rooms_of = deque(measuring.Rooms() for _ in range(workers))
-
-        def work(slab: measuring.Slab) -> dict[str, np.ndarray]:
-            rooms = rooms_of.pop()
-            try:
-                return threads.at_most(1, self._pieces, slab, above, rooms)
-            finally:
-                rooms_of.append(rooms)
-
-        with ThreadPoolExecutor(workers) as pool:
-            left = iter(self.slabs)
-            begun = deque(pool.submit(work, slab) for slab in islice(left, workers))
-            try:
-                while begun:
-                    pieces = begun.popleft().result()
-                    begun.extend(pool.submit(work, slab) for slab in islice(left, 1))
-                    yield pieces
-            finally:
-                for future in begun:
-                    future.cancel()
+        yield from in_order(lambda slab, rooms: self._pieces(slab, above, rooms), self.slabs)
 
     def _pieces(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> dict[str, np.ndarray]:
         """The components of a slab, below rows of the numbers of `above` while it is cast."""
@@ -93,6 +70,36 @@ class SlabCasts:
         else:
             below[...] = measuring.numbers_of(x)
         return whole
+
+
+def in_order(work: Callable[[measuring.Slab, measuring.Rooms], _T], every: Sequence[measuring.Slab]) -> Generator[_T]:
+    """What `work` makes of each slab, in order. Each thread makes one; the caller takes those before it meanwhile."""
+    workers = min(threads.get_num_threads(), len(every))
+    if workers <= 1 or compiled.missing():  # NumPy's short loops would wait for the interpreter, not for each other
+        rooms = measuring.Rooms()
+        for slab in every:
+            yield work(slab, rooms)
+        return
+    free = deque(measuring.Rooms() for _ in range(workers))
+
+    def made(slab: measuring.Slab) -> _T:
+        rooms = free.pop()
+        try:
+            return threads.at_most(1, work, slab, rooms)
+        finally:
+            free.append(rooms)
+
+    with ThreadPoolExecutor(workers) as pool:
+        left = iter(every)
+        begun = deque(pool.submit(made, slab) for slab in islice(left, workers))
+        try:
+            while begun:
+                found = begun.popleft().result()
+                begun.extend(pool.submit(made, slab) for slab in islice(left, 1))
+                yield found
+        finally:
+            for future in begun:
+                future.cancel()
 
 
 def extremes(tensors: Sequence[FileTensor]) -> np.ndarray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from ..error_metrics import ErrorMetrics
 from ..errors import ShapeError, UnsupportedError
 from ..layouts import Shape
 from ..operations import OPERATIONS
-from ..options import FLOAT32
+from ..options import FLOAT32, ProductOptions
 from ..targets import load
 from ..tensors.components import components, part_grids, with_parts, words
 from ..tensors.grids import packing, whole_unit
@@ -102,6 +103,11 @@ class Source:
         else:
             self._array = x.reshape(stacked(self.shape))
 
+    @property
+    def is_plain(self) -> bool:
+        """Is it an array of numbers, neither FP64 nor codes and scales?"""
+        return self._array is not None and self._array.dtype != np.float64
+
     def values(self, slab: Slab, rooms: Rooms | None = None) -> np.ndarray:
         """The values as FP32 (FP64 unchanged), with three axes; those of a scaled tensor may lie in `rooms`."""
         return numbers_of(self.stored(slab, rooms))
@@ -130,6 +136,12 @@ class Source:
         codecs = [fmt.element] if fmt.alternative is None else [fmt.element, fmt.alternative]
         ends = [self._ends_of(piece, codec, rooms if n == 0 else Rooms()) for n, codec in enumerate(codecs)]
         return self._decoded(piece, rooms, "decoded"), ends
+
+    def rounded(self, slab: Slab, dtype: str) -> np.ndarray:
+        """The values of a scaled tensor in another floating dtype, with three axes."""
+        assert self._scaled is not None
+        piece = self._piece(self._scaled, slab)
+        return calls.dequantize(piece, ProductOptions(dtype)).reshape(stacked(piece.shape))
 
     def compiled(self) -> Compiled | None:
         """The function that measures a slab of this tensor, by the kernel that decodes it; None where NumPy does."""
@@ -207,7 +219,7 @@ def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:
 
 def measure(x: Source, y: Source) -> ErrorMetrics:
     """The error metrics of `y` against `x`, of the same shape."""
-    every, compiled = list(slabs(x.shape, x.unit, y.unit)), y.compiled()
+    every, compiled = list(slabs(x.shape, x.unit, y.unit)), y.compiled() or (x.compiled() if y.is_plain else None)
     found: dict[int, ErrorMetrics] = {}
 
     def work(first: int, end: int) -> None:
@@ -225,10 +237,20 @@ def measure(x: Source, y: Source) -> ErrorMetrics:
 def _of_slab(x: Source, y: Source, slab: Slab, compiled: Compiled | None, rooms: Rooms) -> ErrorMetrics:
     a, (b, ends) = x.stored(slab, rooms), y.bounded(slab, rooms)
     if compiled is not None:
-        return compiled(a, b, ends[0])
+        if ends:
+            return compiled(a, b, ends[0])
+        if b.dtype == np.uint16:
+            b = np.left_shift(b, 16, out=rooms.array("plain", b.shape).view(np.uint32), dtype=np.uint32).view(np.float32)
+        return replace(compiled(a, NUMPY.f32(b), _endless(b.shape)), bounded=0)
     a, b = a.reshape(-1), b.reshape(-1)
     chunks = (slice(start, start + _CHUNK) for start in range(0, max(a.size, 1), _CHUNK))
     return reduce(add, (_error_metrics(numbers_of(a[part]), numbers_of(b[part]), ends, part) for part in chunks))
+
+
+def _endless(shape: Shape) -> Ends:
+    """Of numbers that nothing bounds."""
+    every = np.broadcast_to(np.float32(np.inf), shape)
+    return Ends(-every, np.ascontiguousarray(every), np.float32(0), np.float32(0))
 
 
 def _error_metrics(x: np.ndarray, y: np.ndarray, ends: list[Ends], part: slice) -> ErrorMetrics:
