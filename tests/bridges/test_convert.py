@@ -1197,7 +1197,7 @@ def test_a_preset_is_given_as_a_recipe_is(tmp_path: Path, run: Run) -> None:
     source, out = tmp_path / "m.safetensors", tmp_path / "out.safetensors"
     names = [f"model.layers.0.{name}.weight" for name in ("mlp.up_proj", "self_attn.q_proj")]
     save_safetensors({name: np.ones((128, 128), np.float32) for name in [*names, "lm_head.weight"]}, source)
-    expected = {names[0]: "", names[1]: "excluded", "lm_head.weight": "kept by default (output head)"}
+    expected = {names[0]: None, names[1]: "excluded", "lm_head.weight": "no rule"}
     for dry_run in (["--dry-run"], []):
         code, text, _ = run("convert", source, out, "--recipe", "nvfp4-mlp", *dry_run, "--json")
         assert code == 0 and {t["name"]: t["reason"] for t in json.loads(text)["tensors"]} == expected

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from breccia import OptionError, Policy, ScalingRecipe, UnsupportedError
-from breccia.internal import suggestion
+from breccia.internal import measuring, suggestion
 
 from . import gguf_companions
 from .announcements import CONFIG, DTYPE_KEYS, TORCH_NAMES, read_object
@@ -24,7 +24,7 @@ from .gguf_file import GGUFFile
 from .huggingface import write_json
 from .jobs import CASTABLE, Job, by_policy, check_factors, unchanged, unlike_layers
 from .journal import Journal, conversion_key
-from .memory import check_memory
+from .memory import Estimates
 from .modules import modules_kept, tied_heads
 from .results import Advance, Report, Verify, no_progress
 from .safetensors_file import Shards, in_both
@@ -100,9 +100,9 @@ def convert(
         `model-00001-of-00003.safetensors`, with an index; a value that has more gets a file of its own. By default each file of
         the source becomes one.
     max_memory: the largest peak of memory, beside what the process holds already and the pages of mapped files. Values are read
-        and written by slabs; those of another library's dialect, and codes that are kept, whole: OptionError, before a byte is
-        written, names a value that takes more, and the limit to give.
-
+        and written by slabs, which are smaller under a small limit; codes that are kept, values of a few dialects, and with
+        `exact` those whose formats leave a choice, whole: OptionError, before a byte is written, names a value that takes more,
+        and the limit to give.
     verify: "full" reads each file back, compares its bytes with those written, and measures the errors of its decoded tensors;
         "bytes" leaves measuring out, so that the report has no error metrics; "none" reads nothing back.
 
@@ -129,14 +129,15 @@ def convert(
         with staging:  # puts it back
             pass
     limit = None if max_shard_size is None else byte_count_of(max_shard_size, "max_shard_size")
+    memory = byte_count_of(max_memory, "max_memory")
     work = _Conversion(Path(source), staging, force, source_dialect, writer, limit)
     dense, policy = chosen or _chosen(work.default_recipe, include, exclude, writer)
     report = Report(
         str(Path(source)), str(Path(destination)), policy.recipes[0] if policy and policy.recipes else None, is_conversion=True,
         dense=dense or "", dialect=dialect or "", verify=verified,
     )  # fmt: skip
-    work.plan(report, policy, dense, exact)
-    check_memory(work.jobs, byte_count_of(max_memory, "max_memory"))
+    work.plan(report, policy, dense, memory if exact else None)
+    slab = work.estimates.slab(work.jobs, memory)
     options = {
         "recipe": (dense or KEEP_CODES) if policy is None else _spelled(policy),
         "dialect": dialect, "activations": activations, "source_dialect": source_dialect, "exact": exact,
@@ -150,7 +151,8 @@ def convert(
     if restart:
         with Staging(staging.destination):  # removes what is there
             pass
-    return work.run(histograms, advance or no_progress, journal)
+    with measuring.of_elements(slab):
+        return work.run(histograms, advance or no_progress, journal)
 
 
 def _verified(verify: str, histograms: bool) -> Verify:
@@ -254,20 +256,26 @@ class _Conversion:
         self.source = _checked(src, files, self.index, source_dialect)
         self.is_quantized = any(value.is_scaled for value in self.source.values.values())
         self.writer = writer and replace(writer, dtype=self.source.dtype)
+        self.estimates = Estimates(self.writer)
 
     @property
     def default_recipe(self) -> ScalingRecipe | str:
         """Under a dialect: the codes that the source has, or the dialect's first recipe."""
         return KEEP_CODES if self.is_quantized or self.writer is None else self.writer.recipes[0]
 
-    def plan(self, report: Report, policy: Policy | None, dense: str | None, exact: bool) -> None:
-        """Decide what becomes of each value, and declare the files. Nothing that is refused is found later than here."""
+    def plan(self, report: Report, policy: Policy | None, dense: str | None, exact: int | None) -> None:
+        """Decide what becomes of each value, and declare the files. Nothing that is refused is found later than here.
+
+        exact: the limit of memory while it is found out whether values convert exactly; None not to.
+        """
         self.report = report
         self.dense = dense if self.is_quantized and dense else ""
         jobs = self._decided(policy, dense, exact)
         self._configure(jobs)
         self.plans = self._plans(jobs)
         self.jobs = [job for planned in self.plans for job in planned.jobs.values()]
+        self.estimates.moved = frozenset(part for planned in self.plans for part in planned.moved)
+        self.estimates.learn(self.source.values)
         report.not_made.extend(said for planned in self.plans for said in planned.not_made)
         # A file of scales alone becomes none.
         wanted = [planned for planned in self.plans if planned.jobs or not planned.container.entries]
@@ -281,7 +289,7 @@ class _Conversion:
         check_space(self.dst, copied + sum(planned.writer.nbytes for planned in self.written))
         report.links.extend(self.companions.left if self.companions else ())
 
-    def _decided(self, policy: Policy | None, dense: str | None, exact: bool) -> dict[str, Job]:
+    def _decided(self, policy: Policy | None, dense: str | None, exact: int | None) -> dict[str, Job]:
         """What becomes of each value; the report gets the names of those that are left out."""
         writer = self.writer
         # Codes that are kept keep what was beside them.
@@ -292,7 +300,8 @@ class _Conversion:
             jobs = by_policy(self.source, policy, dropped, writer)
         else:
             jobs = unchanged(self.source, dense or "", dropped, writer)
-        if exact:
+        if exact is not None:
+            self.estimates.check(list(jobs.values()), exact, self.estimates.tried)
             jobs = exactly(jobs, writer)
         check_factors(self.source, jobs)
         return jobs
@@ -316,6 +325,8 @@ class _Conversion:
         """A plan for each file of the source; one for all where the dialect has a file of its own, or the files are cut."""
         writer, files = self.writer, self.source.files
         reader = writer.reader(self.configs) if writer else None
+        if writer and not writer.file and self.report.verify is Verify.full:
+            self.estimates.reader = reader
         header = writer.header(_placed(jobs)) if writer else {}
         if writer and (own := writer.file):
             return [own(self.source, jobs, writer, reader, header)]

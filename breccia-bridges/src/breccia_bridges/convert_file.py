@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import ClassVar, Protocol, Self
 
 import numpy as np
@@ -23,6 +23,7 @@ from .jobs import CASTABLE, Job
 from .journal import Journal
 from .measure import FileTensor, Slab, histogram, measure, slabs
 from .results import Advance, TensorReport, Verify
+from .row_slabs import ROWS, RowSlabs
 from .safetensors import declarations, file_parts, view_tensor
 from .safetensors_file import Container, read, shown
 from .safetensors_writer import HeaderError
@@ -95,6 +96,11 @@ class FilePlan:
     def reopened(self) -> Container:
         """The written file. Raises CorruptFileError if its contents differ from what was written."""
         return _reopened(self.writer.path, self.writer.digests)
+
+    @property
+    def moved(self) -> Iterable[str]:
+        """The tensors whose rows change places, which are collected before they are written."""
+        return ()
 
     def pieces(self, path: Path) -> list[FilePlan]:
         """Plans of parts of the file, each of which can be declared. Raises HeaderError where a tensor alone cannot."""
@@ -174,6 +180,12 @@ def _write(writer: TensorWriter, job: Job, planned: FilePlan) -> None:
     if job.way in ("copy", "decode"):
         pieces = planned.copied(job) if job.way == "copy" else _decoded(job)
         _write_parts(writer, parts, ({job.name: piece} for piece in pieces))
+    elif dialect is not None and job.placed is not None and job.way == "cast":
+        slabs = RowSlabs.of(job, job.casts(ROWS).slabs, dialect)
+        if slabs is None:
+            _write_parts(writer, parts, [dialect.arrays(job.placed, job.tensor())])
+        else:
+            _write_parts(writer, parts, slabs.arrays(job, dialect), slabs.axes)
     elif dialect is not None and job.placed is not None:
         _write_parts(writer, parts, [dialect.arrays(job.placed, job.tensor())])
     else:
@@ -201,10 +213,18 @@ def _decoded(job: Job) -> Iterator[np.ndarray]:
     yield from in_order(decoded, list(slabs(numbers.shape, numbers.unit)))
 
 
-def _write_parts(writer: TensorWriter, parts: list[str], pieces_of_parts: Iterable[Mapping[str, np.ndarray]]) -> None:
-    """Write the tensors of a value in consecutive pieces."""
+def _write_parts(
+    writer: TensorWriter,
+    parts: list[str],
+    pieces_of_parts: Iterable[Mapping[str, np.ndarray]],
+    axes: Mapping[str, int | None] = MappingProxyType({}),
+) -> None:
+    """Write the tensors of a value in consecutive pieces. axes: those along which pieces follow each other, where it is not 0."""
     with ExitStack() as stack:
-        puts = {part: stack.enter_context(writer.stream(part)) for part in parts}
+        of_columns = {part for part in parts if axes.get(part) == 1 and isinstance(writer, StagedWriter)}
+        puts = {part: stack.enter_context(writer.stream(part)) for part in parts if part not in of_columns}
+        if isinstance(writer, StagedWriter):
+            puts |= {part: stack.enter_context(writer.columns(part)) for part in of_columns}
         for pieces in pieces_of_parts:
             for part, piece in pieces.items():
                 puts[part](piece)

@@ -112,6 +112,10 @@ class GGUFPlan(FilePlan):
             raise UnsupportedError(f"{path.name} is the name of a part of a split model; give another one.", path=str(path))
         self.writer = GGUFWriter(path, self._out, self.tensors, self.slots, self.kept)
 
+    @property
+    def moved(self) -> Iterable[str]:
+        return [part for part, slot in self.slots.items() if slot.change is not None]
+
     def copied(self, job: Job) -> Iterator[np.ndarray]:
         if job.name not in self._originals:
             return super().copied(job)

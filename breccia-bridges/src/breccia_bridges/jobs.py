@@ -132,8 +132,12 @@ class Job:
 
     def pieces(self) -> Iterator[dict[str, np.ndarray]]:
         """The components of a value that is cast, in consecutive pieces."""
+        return self.casts().cast()
+
+    def casts(self, unit: int = 1) -> SlabCasts:
+        """The casts of its slabs, of a multiple of `unit` rows."""
         assert self.recipe is not None
-        return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes).cast()
+        return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes, unit)
 
     def tensor(self) -> ScaledTensor:
         """The value under its recipe, in memory."""

@@ -392,6 +392,14 @@ def read(view: np.ndarray) -> np.ndarray:
     return out
 
 
+def is_mapped(view: np.ndarray) -> bool:
+    """Is an array a part of what `Container.view` returned, of which nothing is read yet?"""
+    base: Any = view
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, mmap.mmap) and base in _origins
+
+
 def _read_into(out: np.ndarray, view: np.ndarray, file: BinaryIO, origin: _Origin) -> None:
     if not view.flags.c_contiguous:
         for part, of in zip(out, view, strict=True):

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from breccia import ScalingRecipe, cast
+from breccia import ScaledTensor, ScalingRecipe, cast
 from breccia.backend import TENSOR, components, threads
 from breccia.internal import measuring
 
@@ -31,27 +31,32 @@ class SlabCasts:
     among: the `extremes` of more than this tensor, where several share one tensor-level scale.
     """
 
-    def __init__(self, stored: FileTensor, recipe: ScalingRecipe, among: np.ndarray | None = None) -> None:
+    def __init__(
+        self, stored: FileTensor, recipe: ScalingRecipe, among: np.ndarray | None = None, unit: int = 1
+    ) -> None:
         self.stored, self.recipe, self.among = stored, recipe, among
         block = recipe.layout.block()
         self.has_tensor_scale = recipe.format.levels[0].block == TENSOR
         self.rows = 1 if block == TENSOR else block[0] or stored.shape[-2]
-        self.slabs = list(slabs(stored.shape, stored.unit, self.rows))
+        self.slabs = list(slabs(stored.shape, stored.unit, self.rows, unit))
 
     def cast(self) -> Generator[dict[str, np.ndarray]]:
         """The components of the cast tensor in consecutive pieces; per-tensor components come with the first."""
+        for n, st in enumerate(self.tensors()):
+            yield {part: a for part, a in components(st).items() if a.ndim or n == 0}
+
+    def tensors(self) -> Generator[ScaledTensor]:
+        """The cast tensor, slab by slab; each with the per-tensor components of all."""
         above = np.empty(0, np.float32)
         if self.has_tensor_scale and (self.among is not None or len(self.slabs) > 1):
             found = extremes([self.stored]) if self.among is None else self.among
             above = np.resize(found, math.ceil(found.size / self.rows) * self.rows)
-        yield from in_order(lambda slab, rooms: self._pieces(slab, above, rooms), self.slabs)
+        yield from in_order(lambda slab, rooms: self._cast(slab, above, rooms), self.slabs)
 
-    def _pieces(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> dict[str, np.ndarray]:
-        """The components of a slab, below rows of the numbers of `above` while it is cast."""
+    def _cast(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> ScaledTensor:
+        """A slab, below rows of the numbers of `above` while it is cast."""
         st = cast(self._numbers(slab, above, rooms), self.recipe)
-        if above.size:
-            st = st[:, above.size :]
-        return {part: a for part, a in components(st).items() if a.ndim or slab == self.slabs[0]}
+        return st[:, above.size :] if above.size else st
 
     def _numbers(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> np.ndarray:
         """The numbers of a slab below rows of those of `above`."""

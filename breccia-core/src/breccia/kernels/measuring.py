@@ -6,7 +6,9 @@ Slabs are shared by threads, and their metrics added in order, so that the numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, reduce
 from operator import add
@@ -31,8 +33,10 @@ from ..tensors.tensor import ScaledTensor, scaled
 from .reference import pack
 from .threads import at_most, get_num_threads, spread
 
-#: Elements processed at a time. It bounds memory and does not affect results.
+#: Elements processed at a time. It bounds memory; sums are added slab by slab.
 SLAB = 1 << 20
+#: The same in each thread, where `of_elements` says another number.
+_of_thread = threading.local()
 #: Elements that NumPy measures at a time: FP64 copies of them stay in cache.
 _CHUNK = 1 << 13
 
@@ -204,17 +208,28 @@ def _source(name: str, x: Any) -> Source:
 
 
 def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:
-    """Slabs that cover a tensor, in C order, of about `SLAB` elements and a multiple of `units` rows; one if a unit is None."""
+    """Slabs that cover a tensor, in C order, of about `SLAB` elements, and a multiple of `units` rows; one if a unit is None."""
     matrices, rows, columns = stacked(shape)
     if None in units or matrices * rows * columns == 0:
         yield slice(0, matrices), slice(0, rows)
         return
-    unit = math.lcm(*(u for u in units if u))
-    across = max(1, SLAB // max(1, rows * columns))
-    down = max(1, SLAB // (unit * columns)) * unit
+    unit, size = math.lcm(*(u for u in units if u)), getattr(_of_thread, "slab", SLAB)
+    across = max(1, size // max(1, rows * columns))
+    down = max(1, size // (unit * columns)) * unit
     for i in range(0, matrices, across):
         for j in range(0, rows, down):
             yield slice(i, min(i + across, matrices)), slice(j, min(j + down, rows))
+
+
+@contextmanager
+def of_elements(count: int) -> Generator[None]:
+    """Slabs that this thread makes have about so many elements meanwhile."""
+    before = getattr(_of_thread, "slab", SLAB)
+    _of_thread.slab = count
+    try:
+        yield
+    finally:
+        _of_thread.slab = before
 
 
 def measure(x: Source, y: Source) -> ErrorMetrics:
