@@ -1,7 +1,7 @@
 """Speed and peak memory of `breccia convert` at 20 GB of DeepSeek-V3's shapes, beside other converters.
 
-Sources are written by sources.py. Every run is a process of its own, whose times include its start; runs of all arms take turns.
-The largest source is converted once. compressed-tensors runs if it is installed; llama.cpp where BRECCIA_LLAMA names the folder
+Sources are written by sources.py. Every run is a process of its own, whose times include its start; runs of
+all arms take turns. The largest source is converted once. compressed-tensors runs if it is installed; llama.cpp where BRECCIA_LLAMA names the folder
 of its libraries, and mlx_lm where --mlx-lm names a Python that has it. They verify nothing.
 """
 
@@ -56,8 +56,8 @@ def speeds(result: Result) -> Table:
     left_out = "".join(f" {arm} did not run: {why}." for arm, why in result["options"]["left_out"].items())
     note = (
         f"MB of the source by second of the clock, medians of {result['options']['runs']} run(s). full: fully verified; bytes: "
-        "the bytes are read back; none: nothing is. one core: fully verified, on one. cast in memory: the best of several, of one "
-        f"large matrix, decoded first where it has codes; all cores.{left_out}"
+        "the bytes are read back; none: nothing is. one core: fully verified, on one. cast in memory: the best of several, of "
+        f"one large matrix, decoded first where it has codes; all cores.{left_out}"
     )
     return table("convert at any size", columns, result["rows"], note)
 
@@ -71,7 +71,9 @@ def peaks(result: Result) -> Table:
         "MB/s": lambda run: f"{run['bytes'] / run['seconds'] / 1e6:,.0f}",
         "of the processors, s": lambda run: f"{run['cpu']:.1f}",
     }
-    note = "Peak of RssAnon + RssShmem of the process, read every 5 ms: memory that is no page of a file. One run, fully verified."
+    note = (
+        "Peak of RssAnon + RssShmem of the process, read every 5 ms: memory that is no page of a file. One run, fully verified."
+    )
     return table("peak of memory", columns, result["memory"], note)
 
 
@@ -108,7 +110,9 @@ def memory_plot(series: Any) -> Any:
     for line, colour in zip(series["lines"], (BLUE, ORANGE), strict=False):
         shares, sizes = zip(*line["moments"], strict=True)
         axes.plot([100 * share for share in shares], [size / 1e6 for size in sizes], color=colour, linewidth=1.2)
-        axes.annotate(f"{line['bytes'] / 1e9:.0f} GB", (100, sizes[-1] / 1e6), xytext=(4, 0), textcoords="offset points", color=colour)
+        axes.annotate(
+            f"{line['bytes'] / 1e9:.0f} GB", (100, sizes[-1] / 1e6), xytext=(4, 0), textcoords="offset points", color=colour
+        )
     axes.axhline(series["limit"] / 1e6, color=GREY, linestyle="--", linewidth=1)
     axes.annotate("--max-memory", (0, series["limit"] / 1e6), xytext=(0, 4), textcoords="offset points")
     axes.set_xlabel("% of the run")
@@ -121,7 +125,9 @@ BENCHMARK = Benchmark(
     "convert-large",
     {"convert-large": speeds, "convert-large-memory": peaks, "convert-large-goals": goals},
     plots={
-        "convert-memory": lambda tag, r, _: Plot(f"convert-memory-{tag}.svg", "Memory while converting", memory_series(r), memory_plot)
+        "convert-memory": lambda tag, r, _: Plot(
+            f"convert-memory-{tag}.svg", "Memory while converting", memory_series(r), memory_plot
+        )
     },
 )
 
@@ -177,7 +183,9 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def works(where: Path, small: tuple[Path, int], gigabytes: float, width: int, mlx_lm: Path | None, left: dict[str, str]) -> Iterator[Work]:
+def works(
+    where: Path, small: tuple[Path, int], gigabytes: float, width: int, mlx_lm: Path | None, left: dict[str, str]
+) -> Iterator[Work]:
     """All conversions. small: a source in FP8 and its bytes. left: gets the converters that cannot run, and why."""
     other = [sys.executable, str(HERE / "other_converters.py")]
     fp8, size = small
@@ -201,7 +209,9 @@ def works(where: Path, small: tuple[Path, int], gigabytes: float, width: int, ml
         recipe = "int4,group_size=64,offset=bias,scale_dtype=bf16"
         words = ("-r", recipe, "--dialect", "mlx", "--include", "model.embed*", "--include", "lm_head*")
         found = Work("BF16 → MLX, 4 bits", size, path, out, words)
-        yield found.rival("mlx_lm", [str(mlx_lm), "-m", "mlx_lm", "convert", "--hf-path", str(path), "--mlx-path", str(out), "-q"])
+        yield found.rival(
+            "mlx_lm", [str(mlx_lm), "-m", "mlx_lm", "convert", "--hf-path", str(path), "--mlx-path", str(out), "-q"]
+        )
     else:
         left["mlx_lm"] = "--mlx-lm is not given"
 
@@ -231,7 +241,11 @@ def main(
             memory.append({"bytes": found[of][1], "seconds": run.seconds, "cpu": run.cpu, "peak": run.peak, "moments": moments})
             remove(where / "out")
         remove(found[gigabytes][0])
-        every = list(works(where, found[gigabytes / 10], gigabytes / 20, max(128, 2048 // shrink // 128 * 128), mlx_lm, options["left_out"]))
+        every = list(
+            works(
+                where, found[gigabytes / 10], gigabytes / 20, max(128, 2048 // shrink // 128 * 128), mlx_lm, options["left_out"]
+            )
+        )
         taken: list[dict[str, list[sources.Spent]]] = [{} for _ in every]
         for _ in progress(range(runs), "runs"):
             for work, of_work in zip(every, taken, strict=True):

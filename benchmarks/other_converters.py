@@ -9,6 +9,7 @@ import ctypes
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from generators import FOLDER
 
@@ -17,7 +18,7 @@ _Q4_0 = 2
 
 
 class _Parameters(ctypes.Structure):
-    """llama_model_quantize_params: threads, the type of the file, and more; this is larger than theirs, and passed in memory."""
+    """llama_model_quantize_params: threads, the type of the file, and more; larger than theirs, and passed in memory."""
 
     _fields_ = (("words", ctypes.c_int32 * 64),)
 
@@ -26,7 +27,8 @@ def llama_cpp(source: str, destination: str) -> None:
     """A GGUF file as Q4_0, by the function that llama-quantize calls."""
     folder = Path(os.environ[FOLDER])
     _, _, llama = (
-        ctypes.CDLL(str(next(folder.glob(f"lib{name}.*so"))), mode=ctypes.RTLD_GLOBAL) for name in ("ggml-base", "ggml", "llama")
+        ctypes.CDLL(str(next(folder.glob(f"lib{name}.*so"))), mode=ctypes.RTLD_GLOBAL)
+        for name in ("ggml-base", "ggml", "llama")
     )
     llama.llama_model_quantize_default_params.restype = _Parameters
     llama.llama_model_quantize.argtypes = ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(_Parameters)
@@ -45,7 +47,7 @@ def compressed_tensors(source: str, destination: str) -> None:
 
 
 def in_memory(source: str, recipe: str, rounds: str) -> None:
-    """Print the seconds of `breccia.cast` of a checkpoint's largest tensor, decoded first where it is quantized, and its bytes."""
+    """Print the seconds of a cast of a checkpoint's largest tensor, decoded first where it is quantized, and its bytes."""
     import time
 
     import breccia
@@ -53,7 +55,7 @@ def in_memory(source: str, recipe: str, rounds: str) -> None:
 
     values = Source.open(Path(source)).values
     value = max(values.values(), key=lambda value: value.nbytes if "embed" not in value.name else 0)
-    x = value.loaded() if value.is_scaled else value.plain().reshape(value.shape).copy()
+    x: Any = value.loaded() if value.is_scaled else value.plain().reshape(value.shape).copy()
     best = float("inf")
     for _ in range(int(rounds)):
         start = time.perf_counter()

@@ -21,7 +21,7 @@ from rich.text import Text
 
 import breccia
 from breccia.backend import Json, print_json, print_table, registry
-from breccia.internal import COMPLETE, NEW_CODES, abbreviated, printable, policy_names
+from breccia.internal import COMPLETE, NEW_CODES, abbreviated, policy_names, printable
 
 from .announcements import CONFIG
 from .checkpoint import source_bytes

@@ -16,6 +16,7 @@ from .announcements import CONFIG, DTYPE_KEYS, TORCH_NAMES, read_object
 from .beside import described, left_behind
 from .checkpoint import all_opened, checkpoint_files, index_of, safetensors_name, weight_map
 from .companions import Companions, check_index, write_config, write_index
+from .compiled import warn_without_kernels
 from .convert_file import FilePlan, convert_file
 from .destination import check_destination, check_space, check_taken, is_folder, location
 from .dialect_writer import DialectWriter, Placed
@@ -29,7 +30,6 @@ from .modules import modules_kept, tied_heads
 from .results import Advance, Report, Verify, no_progress
 from .safetensors_file import Shards, in_both
 from .safetensors_writer import HeaderError
-from .compiled import warn_without_kernels
 from .source import Source
 from .staging import Staging, remove
 from .text import byte_count_of
@@ -74,8 +74,9 @@ def convert(
         the keys of a source in GGUF, or those that config.json and tokenizer.json of a folder say. It appears under its name
         only when everything is written and verified; see `verify`. A link is replaced, not followed.
     recipe: a recipe or its spec; or a policy: a mapping from patterns to recipes or "keep", the path of a YAML file with
-        one, or the name of a preset, "deepseek-fp8", "nvfp4-mlp" or "int4-except-attention"; see `breccia.Policy`. Under one recipe, floating matrices and stacks of experts are quantized, except embeddings,
-        norms, routers, output heads and the other kinds of `breccia.backend.KEPT`, as `quantize` does in every framework.
+        one, or the name of a preset, "deepseek-fp8", "nvfp4-mlp" or "int4-except-attention"; see `breccia.Policy`.
+        Under one recipe, floating matrices and stacks of experts are quantized, except embeddings, norms, routers, output
+        heads and the other kinds of `breccia.backend.KEPT`, as `quantize` does in every framework.
         "none" quantizes nothing: what the source has quantized keeps every code and scale, in breccia's files or, with
         `dialect`, in another library's. "bf16", "fp16" and "fp32" decode it to that dtype; plain tensors keep theirs.
         It may be left out with `dialect`: "none" for a source that is quantized, else the dialect's own default.

@@ -219,7 +219,7 @@ def _write_parts(
     pieces_of_parts: Iterable[Mapping[str, np.ndarray]],
     axes: Mapping[str, int | None] = MappingProxyType({}),
 ) -> None:
-    """Write the tensors of a value in consecutive pieces. axes: those along which pieces follow each other, where it is not 0."""
+    """Write the tensors of a value in consecutive pieces. axes: along which they follow each other, where it is not 0."""
     with ExitStack() as stack:
         of_columns = {part for part in parts if axes.get(part) == 1 and isinstance(writer, StagedWriter)}
         puts = {part: stack.enter_context(writer.stream(part)) for part in parts if part not in of_columns}

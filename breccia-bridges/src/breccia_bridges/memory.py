@@ -26,8 +26,7 @@ from .text import size
 _PROGRAM, _OF_VALUE = 128 << 20, 8 << 10
 #: Bytes per element of a slab while it is cast or measured: FP32 and FP64 copies of it, its decoded values, and their limits.
 _OF_SLAB = 64
-#: The same of a slab that each further thread casts or measures: FP32 copies of it and of its decoded values, and what it is read
-#: from.
+#: The same of a slab that each further thread has: FP32 copies of it and of its decoded values, and what it is read from.
 _OF_THREAD = 12
 #: Copies of a value's tensors that are there at once where it is taken whole: the pieces of the cast, what they are joined to,
 #: and what the dialect makes of that; or what is read, and what is made of it.

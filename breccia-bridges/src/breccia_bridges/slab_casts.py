@@ -31,9 +31,7 @@ class SlabCasts:
     among: the `extremes` of more than this tensor, where several share one tensor-level scale.
     """
 
-    def __init__(
-        self, stored: FileTensor, recipe: ScalingRecipe, among: np.ndarray | None = None, unit: int = 1
-    ) -> None:
+    def __init__(self, stored: FileTensor, recipe: ScalingRecipe, among: np.ndarray | None = None, unit: int = 1) -> None:
         self.stored, self.recipe, self.among = stored, recipe, among
         block = recipe.layout.block()
         self.has_tensor_scale = recipe.format.levels[0].block == TENSOR

@@ -203,8 +203,8 @@ class Dialect:
     recipes: specs of recipes that it stores, as examples of all of them; the first is what `convert` takes by default.
     settings: object reference of f(config) -> a `SettingsOf`, which gets the name of a module; by default the config itself.
         It is called once for a config, so that long lists are read once.
-    by_rows: whether what `write` makes of some rows of a matrix is a part of what it makes of all: its rows, or its columns. Then
-        a matrix is written slab by slab, in little memory.
+    by_rows: whether what `write` makes of some rows of a matrix is a part of what it makes of all: its rows, or its columns.
+        Then a matrix is written slab by slab, in little memory.
     embeddings: whether the library also reads embeddings that are quantized; most have quantized linear layers only.
     remedy: for a dialect without `read`, which is recognized only: what the user can do.
     activations: ends of tensors that say how a layer quantizes its inputs, outputs or cache, such as "input_scale". They are no

@@ -64,7 +64,9 @@ _FEED_FORWARD = (
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        "breccia": Preset("the kinds that keep their precision by default; a `default` beside it quantizes the others", _KINDS_KEPT),
+        "breccia": Preset(
+            "the kinds that keep their precision by default; a `default` beside it quantizes the others", _KINDS_KEPT
+        ),
         # mlx.nn.quantize takes every layer that has a quantized form: linear and embedding layers, whatever they are used for.
         "mlx.nn.quantize": Preset(
             "what `mlx.nn.quantize` takes, embeddings, routers and output heads too; a `default` beside it quantizes them",
@@ -258,7 +260,9 @@ class Policy:
             )
         rules: Any = targets.load("breccia.yaml_text:parsed_yaml")(Path(path).read_text(encoding="utf-8"), str(path))
         if rules is None:
-            raise OptionError(f"{path} is empty; a policy has lines such as `lm_head*: keep` and `default: nvfp4`.", path=str(path))
+            raise OptionError(
+                f"{path} is empty; a policy has lines such as `lm_head*: keep` and `default: nvfp4`.", path=str(path)
+            )
         if not isinstance(rules, dict):
             raise OptionError(
                 f"{path}: a policy is a mapping from patterns to recipes, such as `lm_head*: keep`; the file has {rules!r}.",

@@ -125,7 +125,9 @@ def test_patterns_and_a_default_come_beside_a_preset() -> None:
     assert found == {"layers.0.attn.q.weight": "mxfp8"} and left["layers.0.mlp.up.weight"] == "excluded"
     found, _ = chosen({"preset": "nvfp4-mlp", "default": "mxfp8"}, *MODEL, parameter("other.weight"))
     assert found == {"layers.0.mlp.up.weight": "nvfp4", "other.weight": "mxfp8"}
-    with pytest.raises(breccia.OptionError, match=r"^quantize: a function chooses the parameters, and so do the patterns of the "):
+    with pytest.raises(
+        breccia.OptionError, match=r"^quantize: a function chooses the parameters, and so do the patterns of the "
+    ):
         choose(MODEL, Policy.of("nvfp4-mlp"), "quantize", select=lambda p: "")
     with pytest.raises(breccia.OptionError, match=r"the preset 'nvfp4-mlp' has patterns of its own; give it them instead of"):
         Policy.of("nvfp4-mlp", exclude=["*.up.*"])
@@ -191,12 +193,12 @@ def test_a_yaml_file_says_what_a_mapping_says(tmp_path: Path) -> None:
         ("", r"policy\.yaml is empty; a policy has lines such as `lm_head\*: keep` and `default: nvfp4`\.$"),
         (
             "rules:\n- '*.mlp.*': nvfp4\n",
-            r"policy\.yaml: 'rules' has \[\{'\*\.mlp\.\*': 'nvfp4'\}\] where a recipe is expected\. A policy is one mapping, of "
-            r"patterns to recipes, without lists or mappings in it: `lm_head\*: keep`\.$",
+            r"policy\.yaml: 'rules' has \[\{'\*\.mlp\.\*': 'nvfp4'\}\] where a recipe is expected\. A policy is one "
+            r"mapping, of patterns to recipes, without lists or mappings in it: `lm_head\*: keep`\.$",
         ),
         (
             "preset: deepseek-fp8\ndefault: mxfp8\n",
-            r"policy\.yaml: the preset 'deepseek-fp8' has a rule for every parameter, so a default decides nothing; give patterns",
+            r"policy\.yaml: the preset 'deepseek-fp8' has a rule for every parameter, so a default decides nothing",
         ),
     ],
 )
@@ -235,7 +237,11 @@ def test_without_pyyaml_the_error_says_what_to_install(monkeypatch: pytest.Monke
         ({"*.q.*": ("nvfp4", (0, 5))}, breccia.OptionError, r"layers\.0\.attn\.q\.weight has 2 axes; its contracted axes are "),
         (None, breccia.OptionError, r"quantized under a recipe, or a policy: a mapping from patterns to recipes\. Got None\.$"),
         ("nvpf4", breccia.UnknownNameError, r"no recipe 'nvpf4'; did you mean 'nvfp4'"),
-        ("nvfp4-mpl", breccia.UnknownNameError, r"^no recipe and no preset 'nvfp4-mpl'; did you mean 'nvfp4-mlp'\? Known: deep"),
+        (
+            "nvfp4-mpl",
+            breccia.UnknownNameError,
+            r"^no recipe and no preset 'nvfp4-mpl'; did you mean 'nvfp4-mlp'\? Known: deep",
+        ),
         (
             "mlx.nn.quantize",
             breccia.OptionError,

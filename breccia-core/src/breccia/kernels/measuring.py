@@ -208,7 +208,7 @@ def _source(name: str, x: Any) -> Source:
 
 
 def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:
-    """Slabs that cover a tensor, in C order, of about `SLAB` elements, and a multiple of `units` rows; one if a unit is None."""
+    """Slabs that cover a tensor, in C order, of about `SLAB` elements, a multiple of `units` rows; one if a unit is None."""
     matrices, rows, columns = stacked(shape)
     if None in units or matrices * rows * columns == 0:
         yield slice(0, matrices), slice(0, rows)

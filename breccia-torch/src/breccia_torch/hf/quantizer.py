@@ -51,9 +51,9 @@ class BrecciaConfig(QuantizationConfigMixin):
     """The `quantization_config` of a model quantized by breccia.
 
     recipe: a ScalingRecipe, its spec ("nvfp4", "fp8_block,block_m=128"), or what its `to_dict` returns; to quantize a model
-        that is loaded, also a `breccia.Policy`, the name of a preset or the path of a YAML file. A quantized model has the recipe of most
-        of its weights here; files say which one each weight has. None keeps every code and scale of a checkpoint that another
-        library quantized; with a recipe, its values are decoded and quantized again.
+        that is loaded, also a `breccia.Policy`, the name of a preset or the path of a YAML file. A quantized model has the
+        recipe of most of its weights here; files say which one each weight has. None keeps every code and scale of a
+        checkpoint that another library quantized; with a recipe, its values are decoded and quantized again.
     activation: the same for a recipe under which linear layers cast their inputs; None leaves inputs unchanged.
     activations: recipes for the inputs of single layers, by name, where they differ from `activation`.
     modules_to_not_convert: names of modules that keep their precision, whole or from a dot on ("lm_head"), in addition to the
