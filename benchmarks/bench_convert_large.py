@@ -1,8 +1,8 @@
 """Speed and peak memory of `breccia convert` at 20 GB of DeepSeek-V3's shapes, beside other converters.
 
-Sources are written by sources.py. Every run is a process of its own, whose times include its start; runs of
-all arms take turns. The largest source is converted once. compressed-tensors runs if it is installed; llama.cpp where BRECCIA_LLAMA names the folder
-of its libraries, and mlx_lm where --mlx-lm names a Python that has it. They verify nothing.
+Sources are written by sources.py. Every run is a process of its own, whose times include its start; runs of all arms take
+turns. The largest source is converted once. compressed-tensors runs if it is installed; llama.cpp where BRECCIA_LLAMA names the
+folder of its libraries, and mlx_lm where --mlx-lm names a Python that has it. They verify nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A conversion in a process of its own, with the peak of its memory: `anonymous.py SOURCE DESTINATION [OPTION]...`.
 
-The options are those of `breccia convert`, which has two threads, whatever the machine has. Prints the peak of RssAnon + RssShmem, in
-bytes, read every millisecond.
+The options are those of `breccia convert`, which has two threads, whatever the machine has. Prints the peak of RssAnon +
+RssShmem, in bytes, read every millisecond.
 """
 
 from __future__ import annotations
