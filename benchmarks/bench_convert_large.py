@@ -26,9 +26,17 @@ from harness.tables import ABSENT, GOAL, Table, judged, median, table
 
 from breccia_bridges.text import byte_count_of
 
-#: The arms of breccia: how it verifies, and on how many cores it runs.
-ARMS = {"full": ("full", None), "bytes": ("bytes", None), "none": ("none", None), "one core": ("full", 1)}
-COPY, CAST = "cp", "cast in memory"
+#: The arms of breccia: how it verifies, and on how many cores it runs. On one core, and without measuring, one work alone.
+ARMS = {
+    "full": ("full", None),
+    "none": ("none", None),
+    "bytes": ("bytes", None),
+    "one core": ("full", 1),
+    "one core, bytes": ("bytes", 1),
+    "one core, none": ("none", 1),
+}
+BRIEF = ("full", "none")
+COPY, CAST, CAST_ONE = "cp", "cast in memory", "cast in memory, one core"
 RIVALS = ("compressed-tensors", "llama.cpp", "mlx_lm")
 #: MB/s of FP8 that is quantized again, fully verified, and the share of the cast in memory without verification.
 SPEED, SHARE = 250, 0.7
@@ -52,7 +60,7 @@ def speeds(result: Result) -> Table:
         return made
 
     columns: dict[str, Any] = {"work": "work", "MB": lambda row: f"{row['bytes'] / 1e6:,.0f}"}
-    columns |= {arm: cell(arm) for arm in (*ARMS, CAST)} | {"another converter": cell(*RIVALS), COPY: cell(COPY)}
+    columns |= {arm: cell(arm) for arm in (*list(ARMS)[:4], CAST)} | {"another converter": cell(*RIVALS), COPY: cell(COPY)}
     left_out = "".join(f" {arm} did not run: {why}." for arm, why in result["options"]["left_out"].items())
     note = (
         f"MB of the source by second of the clock, medians of {result['options']['runs']} run(s). full: fully verified; bytes: "
@@ -75,6 +83,25 @@ def peaks(result: Result) -> Table:
         "Peak of RssAnon + RssShmem of the process, read every 5 ms: memory that is no page of a file. One run, fully verified."
     )
     return table("peak of memory", columns, result["memory"], note)
+
+
+def parts(result: Result) -> Table:
+    """What one core does: differences of its runs."""
+    lines: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        full, read_back, none = (median(row, arm) for arm in list(ARMS)[3:])
+        cast = median(row, CAST_ONE)
+        if not (full and read_back and none and cast):
+            continue
+        taken = {
+            "decode and cast": cast,
+            "read, hash, write, and start": none - cast,
+            "read back and hash": read_back - none,
+            "decode both and measure": full - read_back,
+        }
+        lines += [(row["work"], what, f"{s:.2f}", f"{100 * s / full:.0f} %") for what, s in taken.items()]
+    note = "Seconds of one core, from the differences of runs that verify less, and of a cast in memory."
+    return Table("what bounds one core", ("work", "what", "seconds", "of all"), tuple(lines), note)
 
 
 def goals(result: Result) -> Table:
@@ -123,7 +150,12 @@ def memory_plot(series: Any) -> Any:
 
 BENCHMARK = Benchmark(
     "convert-large",
-    {"convert-large": speeds, "convert-large-memory": peaks, "convert-large-goals": goals},
+    {
+        "convert-large": speeds,
+        "convert-large-memory": peaks,
+        "convert-large-parts": parts,
+        "convert-large-goals": goals,
+    },
     plots={
         "convert-memory": lambda tag, r, _: Plot(
             f"convert-memory-{tag}.svg", "Memory while converting", memory_series(r), memory_plot
@@ -149,9 +181,12 @@ class Work:
     """A conversion, and the programs that do it."""
 
     def __init__(self, name: str, size: int, source: Path, destination: Path, words: tuple[str, ...], recipe: str = "") -> None:
+        """recipe: of a cast in memory, and of all arms; without it, `BRIEF`."""
         self.name, self.size, self.source, self.destination = name, size, source, destination
         self.commands: dict[str, tuple[list[str], int | None]] = {
-            arm: (convert(source, destination, *words, "--verify", verify), count) for arm, (verify, count) in ARMS.items()
+            arm: (convert(source, destination, *words, "--verify", verify), count)
+            for arm, (verify, count) in ARMS.items()
+            if recipe or arm in BRIEF
         }
         self.commands[COPY] = ["cp", "-r", str(source), str(destination)], None
         self.recipe = recipe
@@ -171,9 +206,11 @@ class Work:
         times = {arm: summary([run.seconds for run in runs]) for arm, runs in taken.items()}
         cpu = {arm: summary([run.cpu for run in runs]) for arm, runs in taken.items()}
         if self.recipe:
-            words = [sys.executable, str(HERE / "other_converters.py"), "in-memory", str(self.source), self.recipe, str(rounds)]
-            seconds, size = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
-            times[CAST] = summary([float(seconds) * self.size / int(size)])  # as if of all bytes
+            script = str(HERE / "other_converters.py")
+            for arm, threads in ((CAST, cores()), (CAST_ONE, 1)):
+                words = [sys.executable, script, "in-memory", str(self.source), self.recipe, str(rounds), str(threads)]
+                seconds, size = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+                times[arm] = summary([float(seconds) * self.size / int(size)])  # as if of all bytes
         return {"work": self.name, "bytes": self.size, "time": times, "cpu": cpu}
 
 
@@ -219,7 +256,7 @@ def works(
 @program
 def main(
     gigabytes: Annotated[float, typer.Option(help="Size of the large source; another one has a tenth of it.")] = 20,
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each arm with the small source.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each arm with the small source.")] = 2,
     max_memory: Annotated[str, typer.Option(help="As of breccia convert, for the large source and its tenth.")] = "1GiB",
     mlx_lm: Annotated[Path | None, typer.Option(help="A Python that has mlx-lm.", exists=True)] = None,
     folder: Annotated[Path | None, typer.Option(help="Where the files are written; a temporary folder by default.")] = None,

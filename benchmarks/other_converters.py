@@ -46,13 +46,14 @@ def compressed_tensors(source: str, destination: str) -> None:
     convert_checkpoint(source, destination, FP8BlockDequantizer.from_pretrained(source))
 
 
-def in_memory(source: str, recipe: str, rounds: str) -> None:
+def in_memory(source: str, recipe: str, rounds: str, threads: str) -> None:
     """Print the seconds of a cast of a checkpoint's largest tensor, decoded first where it is quantized, and its bytes."""
     import time
 
     import breccia
     from breccia_bridges.source import Source
 
+    breccia.set_num_threads(int(threads))
     values = Source.open(Path(source)).values
     value = max(values.values(), key=lambda value: value.nbytes if "embed" not in value.name else 0)
     x: Any = value.loaded() if value.is_scaled else value.plain().reshape(value.shape).copy()

@@ -142,8 +142,9 @@ class Source:
         return self._decoded(piece, rooms, "decoded"), ends
 
     def rounded(self, slab: Slab, dtype: str) -> np.ndarray:
-        """The values of a scaled tensor in another floating dtype, with three axes."""
-        assert self._scaled is not None
+        """The values in another floating dtype, with three axes."""
+        if self._scaled is None:
+            return NUMPY.to_float(self.values(slab), dtype)
         piece = self._piece(self._scaled, slab)
         return calls.dequantize(piece, ProductOptions(dtype)).reshape(stacked(piece.shape))
 
