@@ -20,7 +20,7 @@ from rich.text import Text
 
 import breccia
 from breccia.backend import Json, print_json, print_table, registry
-from breccia.internal import NEW_CODES, abbreviated, printable, recipe_names
+from breccia.internal import COMPLETE, NEW_CODES, abbreviated, policy_names, printable
 
 from .announcements import CONFIG
 from .checkpoint import source_bytes
@@ -60,10 +60,10 @@ def convert(
             "--recipe",
             "-r",
             metavar="RECIPE",
-            help="One of `breccia recipes`, with fields: fp8_block,block_m=128; a YAML policy; none (keep codes); bf16, fp16, "
-            "fp32 (decode).",
+            help="One of `breccia recipes`, with fields: fp8_block,block_m=128; a preset: "
+            f"{', '.join(COMPLETE)}; a YAML policy; none (keep codes); bf16, fp16, fp32 (decode).",
             show_default=False,
-            autocompletion=recipe_names,
+            autocompletion=policy_names,
         ),
     ] = None,
     dialect: Annotated[

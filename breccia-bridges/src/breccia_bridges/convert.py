@@ -17,6 +17,7 @@ from .announcements import CONFIG, DTYPE_KEYS, TORCH_NAMES, read_object
 from .beside import described, left_behind
 from .checkpoint import all_opened, checkpoint_files, index_of, safetensors_name, weight_map
 from .companions import Companions, check_index, write_config, write_index
+from .compiled import warn_without_kernels
 from .convert_file import FilePlan, Task
 from .destination import check_destination, check_space, check_taken, is_folder, location
 from .dialect_writer import DialectWriter, Placed
@@ -26,7 +27,7 @@ from .gguf_file import GGUFFile
 from .huggingface import write_json
 from .jobs import CASTABLE, Job, by_policy, check_factors, unchanged, unlike_layers
 from .journal import Journal, conversion_key, is_placing
-from .memory import check_memory
+from .memory import Estimates
 from .modules import modules_kept, tied_heads
 from .remote_path import RemotePath, is_remote, path_of
 from .results import Advance, Report, TensorReport, Verify, no_progress
@@ -79,9 +80,10 @@ def convert(
         the keys of a source in GGUF, or those that config.json and tokenizer.json of a folder say. It appears under its name
         only when everything is written and verified; see `verify`. A link is replaced, not followed. For a URL, files are made
         in the user's cache folder, uploaded one by one, and put in their place at the end: no part looks like the whole.
-    recipe: a recipe or its spec; or a policy: a mapping from patterns to recipes or "keep", or the path of a YAML file with
-        one; see `breccia.Policy`. Under one recipe, floating matrices and stacks of experts are quantized, except embeddings,
-        norms, routers, output heads and the other kinds of `breccia.backend.KEPT`, as `quantize` does in every framework.
+    recipe: a recipe or its spec; or a policy: a mapping from patterns to recipes or "keep", the path of a YAML file with
+        one, or the name of a preset, "deepseek-fp8", "nvfp4-mlp" or "int4-except-attention"; see `breccia.Policy`.
+        Under one recipe, floating matrices and stacks of experts are quantized, except embeddings, norms, routers, output
+        heads and the other kinds of `breccia.backend.KEPT`, as `quantize` does in every framework.
         "none" quantizes nothing: what the source has quantized keeps every code and scale, in breccia's files or, with
         `dialect`, in another library's. "bf16", "fp16" and "fp32" decode it to that dtype; plain tensors keep theirs.
         It may be left out with `dialect`: "none" for a source that is quantized, else the dialect's own default.
@@ -106,9 +108,9 @@ def convert(
         `model-00001-of-00003.safetensors`, with an index; a value that has more gets a file of its own. By default each file of
         the source becomes one.
     max_memory: the largest peak of memory, beside what the process holds already and the pages of mapped files. Values are read
-        and written by slabs; those of another library's dialect, and codes that are kept, whole: OptionError, before a byte is
-        written, names a value that takes more, and the limit to give.
-
+        and written by slabs, which are smaller under a small limit; codes that are kept, values of a few dialects, and with
+        `exact` those whose formats leave a choice, whole: OptionError, before a byte is written, names a value that takes more,
+        and the limit to give.
     verify: "full" reads each file back, compares its bytes with those written, and measures the errors of its decoded tensors;
         "bytes" leaves measuring out, so that the report has no error metrics; "none" reads nothing back.
     engine: "local" writes one file after the other in this process; "ray" many at a time, as tasks on the machines of a Ray
@@ -151,8 +153,8 @@ def convert(
         str(src), str(dst), policy.recipes[0] if policy and policy.recipes else None, is_conversion=True,
         dense=dense or "", dialect=dialect or "", verify=verified,
     )  # fmt: skip
-    work.plan(report, policy, dense, exact)
-    check_memory(work.jobs, memory)
+    work.plan(report, policy, dense, memory if exact else None)
+    slab = work.estimates.slab(work.jobs, memory)
     options = {
         "recipe": (dense or KEEP_CODES) if policy is None else _spelled(policy),
         "dialect": dialect, "activations": activations, "source_dialect": source_dialect, "exact": exact,
@@ -166,7 +168,7 @@ def convert(
     if restart:
         with Staging(staging.destination):  # removes what is there
             pass
-    return work.run(runs, histograms, advance or no_progress, journal)
+    return work.run(runs, slab, histograms, advance or no_progress, journal)
 
 
 def _verified(verify: str, histograms: bool) -> Verify:
@@ -273,20 +275,26 @@ class _Conversion:
         self.source = _checked(src, files, self.index, source_dialect)
         self.is_quantized = any(value.is_scaled for value in self.source.values.values())
         self.writer = writer and replace(writer, dtype=self.source.dtype)
+        self.estimates = Estimates(self.writer)
 
     @property
     def default_recipe(self) -> ScalingRecipe | str:
         """Under a dialect: the codes that the source has, or the dialect's first recipe."""
         return KEEP_CODES if self.is_quantized or self.writer is None else self.writer.recipes[0]
 
-    def plan(self, report: Report, policy: Policy | None, dense: str | None, exact: bool) -> None:
-        """Decide what becomes of each value, and declare the files. Nothing that is refused is found later than here."""
+    def plan(self, report: Report, policy: Policy | None, dense: str | None, exact: int | None) -> None:
+        """Decide what becomes of each value, and declare the files. Nothing that is refused is found later than here.
+
+        exact: the limit of memory while it is found out whether values convert exactly; None not to.
+        """
         self.report = report
         self.dense = dense if self.is_quantized and dense else ""
         jobs = self._decided(policy, dense, exact)
         self._configure(jobs)
         self.plans = self._plans(jobs)
         self.jobs = [job for planned in self.plans for job in planned.jobs.values()]
+        self.estimates.moved = frozenset(part for planned in self.plans for part in planned.moved)
+        self.estimates.learn(self.source.values)
         report.not_made.extend(said for planned in self.plans for said in planned.not_made)
         # A file of scales alone becomes none.
         wanted = [planned for planned in self.plans if planned.jobs or not planned.container.entries]
@@ -302,7 +310,7 @@ class _Conversion:
         check_space(self.staging.destination, copied + (max(sizes, default=0) if is_remote(self.dst) else sum(sizes)))
         report.links.extend(self.companions.left if self.companions else ())
 
-    def _decided(self, policy: Policy | None, dense: str | None, exact: bool) -> dict[str, Job]:
+    def _decided(self, policy: Policy | None, dense: str | None, exact: int | None) -> dict[str, Job]:
         """What becomes of each value; the report gets the names of those that are left out."""
         writer = self.writer
         # Codes that are kept keep what was beside them.
@@ -313,7 +321,8 @@ class _Conversion:
             jobs = by_policy(self.source, policy, dropped, writer)
         else:
             jobs = unchanged(self.source, dense or "", dropped, writer)
-        if exact:
+        if exact is not None:
+            self.estimates.check(list(jobs.values()), exact, self.estimates.tried)
             jobs = exactly(jobs, writer)
         check_factors(self.source, jobs)
         return jobs
@@ -337,6 +346,8 @@ class _Conversion:
         """A plan for each file of the source; one for all where the dialect has a file of its own, or the files are cut."""
         writer, files = self.writer, self.source.files
         reader = writer.reader(self.configs) if writer else None
+        if writer and not writer.file and self.report.verify is Verify.full:
+            self.estimates.reader = reader
         header = writer.header(_placed(jobs)) if writer else {}
         if writer and (own := writer.file):
             return [own(self.source, jobs, writer, reader, header)]
@@ -408,8 +419,10 @@ class _Conversion:
             self.report.tensors.extend(job.report() for job in planned.jobs.values())
         return self.report
 
-    def run(self, engine: Engine, histograms: bool, advance: Advance, journal: Journal) -> Report:
+    def run(self, engine: Engine, slab: int, histograms: bool, advance: Advance, journal: Journal) -> Report:
         """Convert, verify, and put the result at the destination."""
+        if any(job.way != "copy" for job in self.jobs):
+            warn_without_kernels()
         with self.staging as staging, self._uploads(journal) as uploads, journal:
             if self.folder:
                 staging.new.mkdir(exist_ok=True)
@@ -419,7 +432,7 @@ class _Conversion:
                     remove(path)
             if self.companions:
                 self.companions.copy(staging.new)
-            self._write(engine, histograms, advance, journal, uploads)
+            self._write(engine, slab, histograms, advance, journal, uploads)
             if self.folder:
                 self._describe(staging.new, uploads)
             self.source.check_unchanged()
@@ -440,7 +453,7 @@ class _Conversion:
         return Uploads(self.dst, self.staging, journal, self.folder, self.report.verify is not Verify.none)
 
     def _write(
-        self, engine: Engine, histograms: bool, advance: Advance, journal: Journal, uploads: Uploads | None
+        self, engine: Engine, slab: int, histograms: bool, advance: Advance, journal: Journal, uploads: Uploads | None
     ) -> None:
         """Write, verify and upload all files. An engine that repeats a part of a task repeats its steps; each counts once."""
         reports: dict[str, TensorReport] = {}
@@ -455,7 +468,7 @@ class _Conversion:
             planned = left[n]
             written = {name: journal.written[name] for name in planned.jobs if name in journal.written}
             verified = {name: journal.verified[name] for name in planned.jobs if name in journal.verified}
-            return Task(planned, self.report.verify, histograms, written, verified, str(self.dst) if uploads else "")
+            return Task(planned, self.report.verify, histograms, slab, written, verified, str(self.dst) if uploads else "")
 
         done: set[tuple[str, bool]] = set()
         with closing(engine.run(len(left), task)) as steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ class Placed:
     stored: StoredForm
     parts: Mapping[str, str]
     is_transposed: bool
+    form: ValueForm
 
     @property
     def module(self) -> str:
@@ -124,7 +125,7 @@ class DialectWriter:
                 **{**e.found, "name": name, "spec": recipe.spec},
             ) from e
         group, stem = self._group(name, stored)
-        return Placed(name, group, stored, {end: stem + end for end in stored.entries}, is_transposed)
+        return Placed(name, group, stored, {end: stem + end for end in stored.entries}, is_transposed, form)
 
     def _group(self, name: str, stored: StoredForm) -> tuple[TensorGroup, str]:
         """The group of a value's parts, and what their names begin with."""
@@ -157,12 +158,26 @@ class DialectWriter:
         """
         plain = (st.mT if placed.is_transposed else st).to_plain()
         try:
-            arrays: Mapping[str, np.ndarray] = targets.load(self.dialect.write or "")(plain, placed.stored)
+            arrays: Mapping[str, np.ndarray] = {
+                **targets.load(self.dialect.write or "")(plain, placed.stored),
+                **placed.stored.known,
+            }
         except (UnsupportedError, DialectError) as e:
             raise type(e)(
                 f"{printable(placed.name)}: {self.dialect.title} does not store it: {e}", **{**e.found, "name": placed.name}
             ) from e
         return {placed.parts[end]: array for end, array in arrays.items()}
+
+    def of_rows(self, placed: Placed, rows: int) -> Placed | None:
+        """How so many rows of a matrix are stored, alone; None where the dialect does not hold them."""
+        form = placed.form
+        shape = (rows, form.shape[1])
+        try:
+            layout = form.recipe.layout.fitted(shape)
+            stored: StoredForm = targets.load(self.dialect.stored or "")(replace(form, shape=shape, layout=layout))
+        except BrecciaError:
+            return None
+        return replace(placed, stored=stored)
 
     def configs(self, placed: Mapping[str, Placed], plain: Sequence[str]) -> dict[str, dict[str, Any]]:
         """What the dialect's files say of these values, by the names of files."""

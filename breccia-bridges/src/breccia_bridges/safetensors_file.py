@@ -401,10 +401,7 @@ def read(view: np.ndarray) -> np.ndarray:
     It asks the system for the bytes, and does not touch mapped pages.
     Raises CorruptFileError where the file was replaced or modified since it was opened.
     """
-    base: Any = view
-    while isinstance(base, np.ndarray):
-        base = base.base
-    origin = _origins.get(base) if isinstance(base, mmap.mmap) else None
+    origin = _origin_of(view)
     if origin is None:
         return view
     axes = sorted(range(view.ndim), key=lambda axis: -view.strides[axis])
@@ -426,6 +423,18 @@ def _runs(out: np.ndarray, view: np.ndarray, address: int) -> Generator[tuple[in
     else:
         for part, of in zip(out, view, strict=True):
             yield from _runs(part, of, address)
+
+
+def is_mapped(view: np.ndarray) -> bool:
+    """Is an array a part of what `Container.view` returned, of which nothing is read yet?"""
+    return _origin_of(view) is not None
+
+
+def _origin_of(view: np.ndarray) -> _Origin | None:
+    base: Any = view
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return _origins.get(base) if isinstance(base, mmap.mmap) else None
 
 
 def _read_into(out: np.ndarray, view: np.ndarray, file: BinaryIO, origin: _Origin) -> None:
