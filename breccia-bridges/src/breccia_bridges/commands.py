@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -36,6 +36,12 @@ from .staging import Staging
 from .text import either, percent, size
 from .uploads import staged_at
 
+if TYPE_CHECKING:
+    PathOrURL = Path
+else:
+    #: What `path_of` parses. Help calls an argument by the name of its type.
+    PathOrURL = type("path", (Path,), {})
+
 Top = Annotated[int | None, typer.Option(metavar="N", min=1, help="Show only the first N; --json has all.", show_default=False)]
 ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Also write an HTML report.", show_default=False)]
 From = Annotated[
@@ -51,9 +57,11 @@ From = Annotated[
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A .safetensors or .gguf file, a folder, or a URL.", parser=path_of)
+        PathOrURL, typer.Argument(metavar="SOURCE", help="A .safetensors or .gguf file, a folder, or a URL.", parser=path_of)
     ],
-    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="Where to write, like SOURCE.", parser=path_of)],
+    destination: Annotated[
+        PathOrURL, typer.Argument(metavar="DESTINATION", help="Where to write, like SOURCE.", parser=path_of)
+    ],
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -146,10 +154,10 @@ def convert(
 
 def compare(
     reference: Annotated[
-        Path, typer.Argument(metavar="REFERENCE", help="The original: a file, a folder or a URL.", parser=path_of)
+        PathOrURL, typer.Argument(metavar="REFERENCE", help="The original: a file, a folder or a URL.", parser=path_of)
     ],
     candidates: Annotated[
-        list[Path], typer.Argument(metavar="CANDIDATE", help="One or several to compare with it.", parser=path_of)
+        list[PathOrURL], typer.Argument(metavar="CANDIDATE", help="One or several to compare with it.", parser=path_of)
     ],
     sort: Annotated[
         CompareKey | None,

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -100,6 +100,14 @@ class Journal:
         """Note that a value is verified."""
         metrics, counts = report.fidelity, report.histogram
         self._note({"verified": report.name, "fidelity": metrics and asdict(metrics), "histogram": counts and asdict(counts)})
+
+    def finished(
+        self, names: Iterable[str]
+    ) -> tuple[dict[str, dict[str, str]], dict[str, tuple[ErrorMetrics | None, Histogram | None]]]:
+        """What is written, and what is verified, of some values."""
+        listed = list(names)
+        written, verified = self.written, self.verified
+        return {n: written[n] for n in listed if n in written}, {n: verified[n] for n in listed if n in verified}
 
     def note_uploaded(self, name: str, state: list[int]) -> None:
         """Note that a file is complete and uploaded. state: its size and version there."""

@@ -197,6 +197,11 @@ def _converted(version: str, pickled: bytes) -> Generator[Step]:
     try:
         task: Task = pickle.loads(pickled)
     except FileNotFoundError as e:
+        if e.filename is None:  # what fsspec does not find
+            raise WorkerError(
+                f"{worker} does not see the source: {e}. Give a URL of a server, which all machines of the Ray cluster reach; "
+                "memory:// is another store in each process."
+            ) from e
         raise _unseen(Path(e.filename), worker) from e
     except ImportError as e:
         raise WorkerError(
@@ -204,6 +209,13 @@ def _converted(version: str, pickled: bytes) -> Generator[Step]:
             "cluster."
         ) from e
     folder = task.planned.writer.path.parent
+    if not folder.is_dir() and task.uploaded_to:
+        raise WorkerError(
+            f"{worker} does not see {shown(folder)}, where files are made before they are uploaded to "
+            f"{printable(task.uploaded_to)}. Use a Ray cluster of one machine, or set XDG_CACHE_HOME to a folder that all "
+            "machines of the cluster have under the same path, such as one on NFS.",
+            path=str(folder),
+        )
     if not folder.is_dir():
         raise _unseen(folder, worker)
     yield from convert_file(task)

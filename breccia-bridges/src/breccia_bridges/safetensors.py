@@ -54,8 +54,9 @@ from .configs import (
 from .histories import KEY as HISTORIES
 from .histories import Histories, as_arrays
 from .remote_path import path_of
-from .safetensors_file import DTYPES, Container, Shape, Shards, in_both, read, shown
+from .safetensors_file import DTYPES, Container, Shape, read, shown
 from .safetensors_writer import Writer, check_text
+from .shards import Shards, in_both
 
 _DTYPE_NAMES = {file: name for name, file in NON_NUMPY.items()}
 

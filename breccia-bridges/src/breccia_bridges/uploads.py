@@ -100,7 +100,7 @@ class Uploads:
         return [job.report(*verified.get(name, (None, None))) for name, job in planned.jobs.items()]
 
     def finish(self, name: str) -> None:
-        """Upload a complete file of a folder, and remove it here."""
+        """Upload a complete file of a folder, and remove it here: when its task has ended, as nothing looks for it then."""
         if self._is_folder:
             self._upload(name)
             (self._staging.new / name).unlink()
