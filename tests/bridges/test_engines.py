@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,34 @@ def test_a_worker_that_does_not_see_the_source_or_the_destination_says_so(task: 
     (tmp_path / "m").rename(tmp_path / "elsewhere")
     with pytest.raises(WorkerError, match=rf"^the worker on .+ does not see .*model-0\.safetensors\. {remedy}"):
         next(_converted(breccia.__version__, raw))
+
+
+def test_a_worker_that_does_not_see_where_uploads_are_made_names_the_url(task: Task, tmp_path: Path) -> None:
+    raw, folder = pickle.dumps(replace(task, uploaded_to="s3://bucket/out")), task.planned.writer.path.parent
+    assert len(list(_converted(breccia.__version__, raw))) == 2 * len(task.planned.jobs)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(
+        WorkerError,
+        match=rf"^the worker on .+ does not see {re.escape(str(folder))}, where files are made before they are uploaded to "
+        r"s3://bucket/out\. Use a Ray cluster of one machine, or set XDG_CACHE_HOME to a folder that all machines of the "
+        r"cluster have under the same path, such as one on NFS\.$",
+    ):
+        next(_converted(breccia.__version__, raw))
+
+
+def test_a_url_needs_room_for_as_many_files_as_the_engine_has_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fsspec", reason="fsspec comes with breccia-bridges[remote]")
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    source, needed, cut = layers(tmp_path / "m"), list[int](), {"max_shard_size": "3kB"}
+    convert(source, tmp_path / "out", "nvfp4", **cut)
+    sizes = sorted((path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")), reverse=True)
+    copied = (source / "config.json").stat().st_size
+    monkeypatch.setattr("breccia_bridges.conversion.check_space", lambda path, nbytes: needed.append(nbytes))
+    for engine in ("local", "ray"):
+        convert(source, "memory://out", "nvfp4", engine=engine, dry_run=True, **cut)
+    assert len(sizes) > 2 and needed == [copied + sizes[0], copied + sizes[0] + sizes[1]]
 
 
 def test_a_worker_that_sees_another_source_or_has_another_version_refuses(task: Task, tmp_path: Path) -> None:

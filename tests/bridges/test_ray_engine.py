@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,13 @@ import pytest
 import ray_faults
 from paths import ROOT
 from program import Run
+from web import serving
 
 import breccia
 from breccia.bridges import convert, save_safetensors
+from breccia.internal import measuring
+from breccia_bridges import convert_file, engines
+from breccia_bridges.convert_file import Step, Task
 from breccia_bridges.engines import WorkerError
 from breccia_bridges.staging import staging_folder
 
@@ -226,6 +230,92 @@ def test_the_command_converts(source: Path, tmp_path: Path, faults: Path, run: R
     assert code == 0, err
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert json.loads((faults / "assigned").read_text()) == {"threads": 1, "CPU": 1.0, "memory": 640 << 20}
+
+
+# ------------------------------------------------------------------------------------------------ memory, and URLs
+
+
+def test_the_slabs_of_a_worker_are_those_of_the_limit(tmp_path: Path, faults: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metrics are sums over slabs, so they are the same, too."""
+    source, limit, name = tmp_path / "m", "144MiB", NAMES[0]
+    source.mkdir()
+    x = np.random.default_rng(0).standard_normal((1024, 1024), dtype=np.float32)
+    save_safetensors({name: x}, source / "model.safetensors")
+    given: list[int] = []
+
+    def noted(task: Task) -> Generator[Step]:
+        given.append(task.slab)
+        return convert_file.convert_file(task)
+
+    monkeypatch.setattr(engines, "convert_file", noted)
+    whole = convert(source, tmp_path / "whole", "nvfp4", max_memory=limit)
+    assert len(given) == 1 and given[0] < x.size <= measuring.SLAB
+    report = convert(source, tmp_path / "out", "nvfp4", max_memory=limit, engine="ray")
+    assert listed(faults / "slabs") == [(name, given[0] // 1024)]
+    assert report.tensors == whole.tensors and contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The filesystem of memory:// in this process, empty; workers have others."""
+    fsspec = pytest.importorskip("fsspec", reason="fsspec comes with breccia-bridges[remote]")
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / "cache" / name)
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    return fs
+
+
+def test_workers_read_a_source_at_a_url(source: Path, tmp_path: Path, faults: Path, store: Any) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp comes with breccia-bridges[remote]")
+    whole = convert(source, tmp_path / "whole", "nvfp4")
+    with serving(tmp_path) as web:
+        report = convert(f"{web.url}/m", tmp_path / "out", "nvfp4", engine="ray")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole") and report.tensors == whole.tensors
+    casts = listed(faults / "casts")
+    assert sorted(name for name, _ in casts) == sorted(NAMES) and os.getpid() not in {process for _, process in casts}
+
+
+def test_a_store_that_workers_do_not_have_is_named(source: Path, tmp_path: Path, faults: Path, store: Any) -> None:
+    for name, data in contents(source).items():
+        store.pipe_file(f"memory://m/{name}", data)
+    with pytest.raises(
+        WorkerError,
+        match=r"^the worker on .+ does not see the source: there is nothing at memory://m/model-\d\.safetensors\. Give a URL "
+        r"of a server, which all machines of the Ray cluster reach; memory:// is another store in each process\.$",
+    ):
+        convert("memory://m", tmp_path / "out", "nvfp4", engine="ray")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_tasks_are_uploaded_when_these_have_ended(
+    source: Path, tmp_path: Path, faults: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a file whose worker was lost, and in a run that goes on after an upload."""
+    whole = convert(source, tmp_path / "whole", "nvfp4")
+    expected = contents(tmp_path / "whole")
+    (faults / FILES[1][2]).write_text("kill once")
+    real, uploaded = store.put_file, list[str]()
+
+    def put_file(path: str, key: str, **_: Any) -> None:
+        if len(uploaded) == 1:
+            uploaded.append("stop")
+            raise KeyboardInterrupt
+        real(path, key)
+        uploaded.append(Path(path).name)
+
+    monkeypatch.setattr(store, "put_file", put_file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a lost worker, and of what the second run goes on with
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, "memory://out", "nvfp4", engine="ray")
+        assert not store.exists("/out/config.json")
+        report = convert(source, "memory://out", "nvfp4", engine="ray")
+    files = sorted(name for name in uploaded if name.startswith("model-") and name.endswith(".safetensors"))
+    assert files == [f"model-{n}.safetensors" for n in range(3)], "what was uploaded is not uploaded again"
+    assert len(listed(faults / "killed")) == 1
+    assert {name: store.cat_file(f"/out/{name}") for name in expected} == expected and report.tensors == whole.tensors
+    assert not any((tmp_path / "cache").rglob("*staging*"))
 
 
 STOPPED = """

@@ -2,13 +2,15 @@
 
 A file named as a tensor has what happens in the middle of its cast: "kill once", "kill", "meet" (waits until two processes are
 there), "wait" (until it is stopped; then there is a file `ended`), "fail system" or "fail breccia". The file `casts` lists the
-tensors that were cast, each with the process, and `killed` those that killed theirs; `assigned` has what a process may use.
+tensors that were cast, each with the process, `slabs` with the rows of their largest slab, and `killed` those that killed
+theirs; `assigned` has what a process may use.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import time
@@ -31,6 +33,8 @@ def install() -> None:
         folder = Path(os.environ[FOLDER])
         with (folder / "casts").open("a") as file:
             file.write(f"{self.name} {os.getpid()}\n")
+        with (folder / "slabs").open("a") as file:
+            file.write(f"{self.name} {max(math.prod(part.stop - part.start for part in one) for one in self.casts().slabs)}\n")
         assigned = {"threads": breccia.get_num_threads(), **ray.get_runtime_context().get_assigned_resources()}
         (folder / "assigned").write_text(json.dumps(assigned))
         for piece in real(self):

@@ -95,11 +95,11 @@ def convert(
     verify: "full" reads each file back, compares its bytes with those written, and measures the errors of its decoded tensors;
         "bytes" leaves measuring out, so that the report has no error metrics; "none" reads nothing back.
     engine: "local" writes one file after the other in this process; "ray" many at a time, as tasks on the machines of a Ray
-        cluster, which see the source and the destination (for a URL, the cache folder) under the same paths. The bytes and the report are the same, and
-        either engine goes on with what the other one has begun. `advance` gets the tensors of several files interleaved. A
-        task takes one CPU and `max_memory`. The cluster is the one that this program has joined, else the one that `ray.init`
-        finds or starts. Raises WorkerError, a RuntimeError, where three workers in a row are lost at one tensor, or one does
-        not see the files.
+        cluster, which see the source and the destination (for a URL, the cache folder) under the same paths. The bytes and the
+        report are the same, and either engine goes on with what the other one has begun. `advance` gets the tensors of several
+        files interleaved. A task takes one CPU and `max_memory`. The cluster is the one that this program has joined, else the
+        one that `ray.init` finds or starts. Raises WorkerError, a RuntimeError, where three workers in a row are lost at one
+        tensor, or one does not see the files.
 
     A file of a folder whose new header would be longer than readers accept becomes several, with an index.
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
