@@ -91,9 +91,13 @@ def test_what_is_taken_whole_is_counted(tmp_path: Path) -> None:
     source, out = model(tmp_path / "m", 2048, 2048), tmp_path / "out"
     convert(source, tmp_path / "q", "mxfp4")
     limit, awq = "150MB", "int4,signed=false,symmetric=false"
-    with pytest.raises(breccia.OptionError, match=rf"takes about 4\d\d\.\d\d MB of memory while it converts {NAME}, and the limit"):
+    with pytest.raises(
+        breccia.OptionError, match=rf"takes about 4\d\d\.\d\d MB of memory while it converts {NAME}, and the limit"
+    ):
         convert(tmp_path / "q", out, "nvfp4", exact=True, max_memory=limit)
-    with pytest.raises(breccia.OptionError, match=rf"takes about 1\d\d\.\d\d MB of memory while it converts {NAME}, and the limit"):
+    with pytest.raises(
+        breccia.OptionError, match=rf"takes about 1\d\d\.\d\d MB of memory while it converts {NAME}, and the limit"
+    ):
         convert(source, out, awq, dialect="awq", max_memory=limit)
     for verify in ("bytes", "none"):
         convert(source, out, awq, dialect="awq", max_memory=limit, verify=verify, force=True)
