@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import re
 import shutil
@@ -1188,6 +1189,20 @@ def test_without_breccia_native_the_warning_says_what_to_install(monkeypatch: py
     monkeypatch.setattr(compiled, "registry", Nothing)
     with pytest.warns(UserWarning, match=rf"several times slower\. Install it: {re.escape(install('breccia-native'))}\.$"):
         compiled.warn_without_kernels()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_numbers_beyond_a_dtype_saturate_when_they_are_decoded(dtype: str, tmp_path: Path) -> None:
+    """Slabs without such numbers, or NaN, are decoded by kernels alone."""
+    x = np.ones((2, 128), np.float32)
+    x[0, 0], x[1, 0] = 3.4e38, np.nan
+    save_safetensors({"mlp.weight": breccia.cast(x, "fp8_block")}, tmp_path / "q.safetensors")
+    convert(tmp_path / "q.safetensors", tmp_path / "out.safetensors", dtype)
+    found = Container(tmp_path / "out.safetensors")
+    codec = {"bf16": codecs.BF16, "fp16": codecs.F16}[dtype]
+    words = found.read("mlp.weight").view(np.uint16).reshape(2, 128)
+    largest = max(code for code in range(1 << 15) if math.isfinite(codec.value(code)))
+    assert words[0, 0] == largest and set(words[1].tolist()) == {codec.nan_code}
 
 
 # -- policies and presets ----------------------------------------------------------------------------------------------

@@ -77,6 +77,35 @@ def test_memory_grows_with_a_value_only_where_it_is_taken_whole(tmp_path: Path) 
     assert needed(Job.copying(large, "")) < needed(Job.casting(small, recipe))
 
 
+def test_slabs_are_smaller_under_a_small_limit_and_the_bytes_are_the_same(tmp_path: Path) -> None:
+    source = model(tmp_path / "m", 1024, 2048)
+    jobs = [Job.casting(Source.open(source).values[NAME], breccia.NVFP4BlockScaling())]
+    assert Estimates().slab(jobs, 1 << 30) == measuring.SLAB > Estimates().slab(jobs, 150_000_000) >= 1 << 16
+    for out, limit in (("one", "1GiB"), ("two", "150MB")):
+        convert(source, tmp_path / out, "nvfp4", max_memory=limit)
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() == (tmp_path / "two" / "model.safetensors").read_bytes()
+
+
+def test_what_is_taken_whole_is_counted(tmp_path: Path) -> None:
+    """Values that are tried for exactness, words of AWQ that are decoded to verify them, rows of GGUF that change places."""
+    source, out = model(tmp_path / "m", 2048, 2048), tmp_path / "out"
+    convert(source, tmp_path / "q", "mxfp4")
+    limit, awq = "150MB", "int4,signed=false,symmetric=false"
+    with pytest.raises(
+        breccia.OptionError, match=rf"takes about 4\d\d\.\d\d MB of memory while it converts {NAME}, and the limit"
+    ):
+        convert(tmp_path / "q", out, "nvfp4", exact=True, max_memory=limit)
+    with pytest.raises(
+        breccia.OptionError, match=rf"takes about 1\d\d\.\d\d MB of memory while it converts {NAME}, and the limit"
+    ):
+        convert(source, out, awq, dialect="awq", max_memory=limit)
+    for verify in ("bytes", "none"):
+        convert(source, out, awq, dialect="awq", max_memory=limit, verify=verify, force=True)
+    job = Job.casting(Source.open(source).values[NAME], breccia.MXFP8BlockScaling())
+    moved = Estimates(moved=list(job.described[0]))
+    assert moved.needed(job) == Estimates().needed(job) + 3 * job.nbytes
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
 def test_the_peak_of_a_process_stays_below_the_limit(tmp_path: Path) -> None:

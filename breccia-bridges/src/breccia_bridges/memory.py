@@ -145,7 +145,10 @@ class Estimates:
             return True
         kind = value.stored.dialect.name, value.stored.form.recipe
         if kind not in self._mapped:
-            self._mapped[kind] = is_mapped(value.tensor().data)
+            try:
+                self._mapped[kind] = is_mapped(value.tensor().data)
+            except BrecciaError:  # raised with all that is wrong where the value is converted
+                self._mapped[kind] = False
         return self._mapped[kind]
 
     def learn(self, values: Mapping[str, Value]) -> None:

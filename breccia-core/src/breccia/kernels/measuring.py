@@ -214,7 +214,7 @@ def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:
     if None in units or matrices * rows * columns == 0:
         yield slice(0, matrices), slice(0, rows)
         return
-    unit, size = math.lcm(*(u for u in units if u)), getattr(_of_thread, "slab", SLAB)
+    unit, size = math.lcm(*(u for u in units if u)), getattr(_of_thread, "slab", None) or SLAB
     across = max(1, size // max(1, rows * columns))
     down = max(1, size // (unit * columns)) * unit
     for i in range(0, matrices, across):
@@ -225,7 +225,7 @@ def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:
 @contextmanager
 def of_elements(count: int) -> Generator[None]:
     """Slabs that this thread makes have about so many elements meanwhile."""
-    before = getattr(_of_thread, "slab", SLAB)
+    before: int | None = getattr(_of_thread, "slab", None)
     _of_thread.slab = count
     try:
         yield
