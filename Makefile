@@ -9,7 +9,7 @@ DIALECTS := .venv-dialects
 ENGINES := .venv-engines
 DIST := .venv-dist
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-SIBLINGS := -e "./breccia-bridges[report]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton
+SIBLINGS := -e "./breccia-bridges[report,remote]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton
 # Python compiles modules to bytecode when they are first imported, which most modules of large packages never are.
 INSTALL := -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
 # Tests start many processes, and each would compile every module anew.
@@ -147,7 +147,7 @@ $(VENV)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	$(call INSTALL_NATIVE,$(VENV)) & compiling=$$!; \
 	$(VENV)/bin/python $(INSTALL) -e "./breccia-core[cli,testing,ml-dtypes,yaml]" $(SIBLINGS) pytest-xdist ruff pyright \
 		mkdocs-material "mkdocstrings[python]" matplotlib playwright flatbuffers \
-		torchao compressed-tensors gguf accelerate optax equinox flax orbax-checkpoint && wait $$compiling
+		torchao compressed-tensors gguf ray accelerate optax equinox flax orbax-checkpoint && wait $$compiling
 	@# Of TransformerEngine there are the reference quantizers alone, in Python; `import transformer_engine` says that the
 	@# library is missing. qwix and bitsandbytes need nothing else here.
 	$(VENV)/bin/python $(INSTALL) --no-deps transformer-engine qwix bitsandbytes

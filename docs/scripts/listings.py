@@ -33,7 +33,7 @@ from breccia.errors import RecipeError
 from breccia.formats import Format
 from breccia.operations import OPERATIONS
 from breccia.options import DEFAULT
-from breccia.policies import KEPT
+from breccia.policies import COMPLETE, KEEP, KEPT, PRESETS
 from breccia.recipes import ScalingRecipe, choices_of
 from breccia.tensors.grids import packing
 from breccia.tensors.storage import Storage
@@ -387,6 +387,19 @@ def kinds() -> str:
     return table(["kind", "names"], [[kind, code(patterns)] for kind, patterns in KEPT.items()])
 
 
+def presets() -> str:
+    """The presets of policies that have recipes, with their rules, the first of which decides."""
+    rows: list[list[str]] = []
+    for name in COMPLETE:
+        preset = PRESETS[name]
+        of_spec: dict[str, list[str]] = {}
+        for pattern, spec in preset.rules:
+            of_spec.setdefault(spec, []).append(pattern)
+        said = "; ".join(f"{'keep' if spec == KEEP else f'`{spec}`'}: {code(patterns)}" for spec, patterns in of_spec.items())
+        rows.append([f"`{name}`", preset.about, said])
+    return table(["preset", "quantizes", "rules"], rows)
+
+
 def dialects() -> str:
     """The dialects of checkpoints, those that are read first."""
     rows: list[list[str]] = []
@@ -467,6 +480,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scale-rules": scale_rules,
     "laws": laws,
     "kinds": kinds,
+    "presets": presets,
     "dialects": dialects,
     "engines": engines,
     "written": written,

@@ -48,6 +48,7 @@ TINY = {
     "dlpack": "bench_dlpack.py --samples 1",
     "memory": "bench_memory.py --size 128 --recipes nvfp4",
     "convert": "bench_convert.py --matrices 1 --side 128 --runs 1",
+    "convert-large": "bench_convert_large.py --gigabytes 0.01 --runs 1 --shrink 56",
     "accuracy": "bench_accuracy.py --size 64 --seeds 2 --recipes mxfp8 --no-weights --jobs 1",
     "encoder": "bench_encoder.py --recipes nvfp4",
     "aspects": "bench_aspects.py --bits 12 --step 6 --runs 1 --recipes nvfp4 --limit 1000",

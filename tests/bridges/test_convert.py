@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import re
 import shutil
@@ -26,11 +27,11 @@ from safetensors.numpy import save_file
 
 import breccia
 from breccia import codecs, formats
-from breccia.bridges import load_safetensors
+from breccia.bridges import load_safetensors, save_safetensors
 from breccia.internal import kept_kind
 from breccia.siblings import install
 from breccia.testing.examples import special_rows, wide
-from breccia_bridges import commands, destination, staging
+from breccia_bridges import commands, compiled, destination, staging
 from breccia_bridges import convert_file as converter
 from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.compare import compare
@@ -1151,6 +1152,76 @@ def test_without_the_extra_the_command_says_what_to_install(tmp_path: Path) -> N
     done = program("plugins", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert done.stderr == f"breccia: the command line needs typer, which is not installed: {install('breccia-core[cli]')}\n"
+
+
+TWICE = """
+import sys
+from breccia.bridges import convert
+convert(sys.argv[1], sys.argv[2], "nvfp4")
+convert(sys.argv[1], sys.argv[3], "nvfp4")
+"""
+
+
+def test_without_compiled_kernels_it_converts_to_the_same_bytes_and_says_once_that_it_is_slower(
+    source: Path, tmp_path: Path
+) -> None:
+    outs = [tmp_path / f"{name}.safetensors" for name in ("ours", "one", "two")]
+    convert(source, outs[0], "nvfp4")
+    command = [sys.executable, "-c", TWICE, str(source), *map(str, outs[1:])]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "BRECCIA_BLOCK": "native"})
+    said = (
+        "no compiled kernel of breccia-native runs here, so NumPy converts: to the same bytes, several times slower. "
+        "It is installed but blocked: named in BRECCIA_BLOCK."
+    )
+    assert done.returncode == 0 and done.stderr.count(said) == done.stderr.count("Warning:") == 1, done.stderr
+    assert outs[0].read_bytes() == outs[1].read_bytes() == outs[2].read_bytes()
+    done = program("convert", str(source), str(tmp_path / "three.safetensors"), "-r", "nvfp4", BRECCIA_BLOCK="native")
+    assert done.returncode == 0 and " ".join(done.stderr.split()) == f"warning: {said}"
+
+
+def test_without_breccia_native_the_warning_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nothing:
+        table = type("Table", (), {"kernels": ()})
+
+        def absence(self, distribution: str) -> str:
+            return ""
+
+    monkeypatch.setattr(compiled, "registry", Nothing)
+    with pytest.warns(UserWarning, match=rf"several times slower\. Install it: {re.escape(install('breccia-native'))}\.$"):
+        compiled.warn_without_kernels()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_numbers_beyond_a_dtype_saturate_when_they_are_decoded(dtype: str, tmp_path: Path) -> None:
+    """Slabs without such numbers, or NaN, are decoded by kernels alone."""
+    x = np.ones((2, 128), np.float32)
+    x[0, 0], x[1, 0] = 3.4e38, np.nan
+    save_safetensors({"mlp.weight": breccia.cast(x, "fp8_block")}, tmp_path / "q.safetensors")
+    convert(tmp_path / "q.safetensors", tmp_path / "out.safetensors", dtype)
+    found = Container(tmp_path / "out.safetensors")
+    codec = {"bf16": codecs.BF16, "fp16": codecs.F16}[dtype]
+    words = found.read("mlp.weight").view(np.uint16).reshape(2, 128)
+    largest = max(code for code in range(1 << 15) if math.isfinite(codec.value(code)))
+    assert words[0, 0] == largest and set(words[1].tolist()) == {codec.nan_code}
+
+
+# -- policies and presets ----------------------------------------------------------------------------------------------
+
+
+def test_a_preset_is_given_as_a_recipe_is(tmp_path: Path, run: Run) -> None:
+    source, out = tmp_path / "m.safetensors", tmp_path / "out.safetensors"
+    names = [f"model.layers.0.{name}.weight" for name in ("mlp.up_proj", "self_attn.q_proj")]
+    save_safetensors({name: np.ones((128, 128), np.float32) for name in [*names, "lm_head.weight"]}, source)
+    expected = {names[0]: None, names[1]: "excluded", "lm_head.weight": "no rule"}
+    for dry_run in (["--dry-run"], []):
+        code, text, _ = run("convert", source, out, "--recipe", "nvfp4-mlp", *dry_run, "--json")
+        assert code == 0 and {t["name"]: t["reason"] for t in json.loads(text)["tensors"]} == expected
+    assert convert(source, tmp_path / "same.safetensors", {"preset": "nvfp4-mlp"}).recipes == ["nvfp4"]
+    assert out.read_bytes() == (tmp_path / "same.safetensors").read_bytes()
+    code, text, _ = run("convert", "--help")
+    assert code == 0 and all(name in " ".join(text.split()) for name in ("deepseek-fp8", "nvfp4-mlp", "int4-except-attention"))
+    code, _, said = run("convert", source, tmp_path / "o.safetensors", "--recipe", "int4-except-atention")
+    assert code == 1 and "no recipe and no preset 'int4-except-atention'; did you mean 'int4-except-attention'?" in said
 
 
 # -- dry runs and reports ----------------------------------------------------------------------------------------------

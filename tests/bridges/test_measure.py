@@ -164,6 +164,23 @@ def test_each_component_is_read_once(recipe: breccia.ScalingRecipe, tmp_path: Pa
     assert sorted(sizes) == sorted([x.nbytes, *(part.nbytes for part in components(st).values())])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_plain_numbers_are_measured_against_scaled_ones_by_their_definition(dtype: str, tmp_path: Path) -> None:
+    """As a checkpoint is that was decoded: nothing bounds the numbers."""
+    x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32) * np.float32(1e-6)
+    st = breccia.cast(x, "fp8_block,block_m=64")
+    y = breccia.dequantize(st, out_dtype=dtype)
+    found = measure.measure(stored(tmp_path, st), stored(tmp_path, y, "y.safetensors"))
+    before, after = breccia.dequantize(st).astype(np.float64).reshape(-1), y.astype(np.float64).reshape(-1)
+    flushed = int(((before != 0) & (after == 0)).sum())
+    counts = (found.count, found.bounded, found.clipped, found.nonzero, found.flushed, found.bad)
+    assert counts == (x.size, 0, 0, int(np.count_nonzero(before)), flushed, 0)
+    assert found.max_error == np.abs(before - after).max() and (flushed > 0) == (dtype == "float16")
+    # Additions of n nonnegative FP64 numbers: n roundings of 2^-53 each.
+    for got, terms in ((found.noise, (before - after) ** 2), (found.energy, after**2), (found.signal, before**2)):
+        assert got == pytest.approx(math.fsum(terms), rel=x.size * 2**-53, abs=0)
+
+
 def test_slabs_cover_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("breccia.kernels.measuring.SLAB", 50)
     for shape in [(7,), (), (5, 3), (4, 9, 5), (2, 3, 30, 7), (0, 4), (3, 0, 2)]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import shutil
@@ -10,6 +12,8 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from program import Run
 
 import breccia
 from breccia.bridges import convert, save_safetensors
+from breccia.internal import measuring
 from breccia_bridges import jobs
 from breccia_bridges.journal import Journal
 from breccia_bridges.results import Report
@@ -303,6 +308,92 @@ def test_a_full_disk_loses_nothing(source: Path, tmp_path: Path) -> None:
     assert {line["written"] for line in lines(tmp_path / "out") if "written" in line} >= set(NAMES)
     going_on(source, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole") and entries(tmp_path) == ["m", "out", "whole"]
+
+
+def tmpfs(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A file system of so many bytes, in memory. Skips where none can be mounted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+        pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip() if shutil.which('mount') else 'there is no mount'}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)  # mapped files may still be open
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dialect": "awq", "recipe": "int4,signed=false,symmetric=false"}], ids=["", "columns"]
+)
+def test_a_disk_that_another_program_fills_loses_nothing(
+    options: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has room when the conversion begins. The columns of AWQ's words are written apart."""
+    for n in range(2):  # matrices of several slabs, which one page does not hold
+        weight = np.random.default_rng(n).standard_normal((512, 256)).astype(np.float32)
+        save_safetensors({NAMES[n]: weight}, source / f"model-{n}.safetensors", force=True)
+    monkeypatch.setattr(measuring, "SLAB", 1 << 16)
+    recipe, more = options.get("recipe", "nvfp4"), {name: options[name] for name in options if name != "recipe"}
+    convert(source, tmp_path / "whole", recipe, **more)
+    with contextmanager(tmpfs)(tmp_path / "disk", 4 << 20) as disk:
+        filler = disk / "filler"
+
+        def fill(name: str, size: int) -> None:
+            if not filler.exists():
+                with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                    while file.write(bytes(4096)):
+                        pass
+
+        with pytest.raises(OSError, match=r"No space left on device: '.*disk") as refused:
+            convert(source, disk / "out", recipe, advance=fill, **more)
+        assert refused.value.errno == errno.ENOSPC and not (disk / "out").exists()
+        assert [line["written"] for line in lines(disk / "out") if "written" in line] == [NAMES[0]]
+        filler.unlink()
+        going_on(source, disk / "out", recipe, **more)
+        assert contents(disk / "out") == contents(tmp_path / "whole") and entries(disk) == ["out"]
+
+
+@pytest.mark.parametrize("after", [1, 5], ids=["while it is written", "when it is written"])
+def test_a_source_that_changes_on_the_way_is_an_error_and_restart_converts_the_new_one(
+    after: int, source: Path, tmp_path: Path
+) -> None:
+    out, calls = tmp_path / "out", 0
+    other = {name: np.full((64, 64), 2, np.float32) for name in NAMES[:2]}
+
+    def advance(name: str, size: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            save_safetensors({**other, "layers.0.bias": np.ones(8, np.float32)}, source / "model-0.safetensors", force=True)
+
+    with pytest.raises(breccia.CorruptFileError, match=r"model-0\.safetensors: it was replaced or modified since"):
+        convert(source, out, "nvfp4", advance=advance)
+    assert not out.exists()
+    if staging_folder(out).exists():
+        with pytest.raises(breccia.OptionError, match=r"\(files of the source: model-0\.safetensors changed\)"):
+            convert(source, out, "nvfp4")
+        with pytest.warns(UserWarning, match="which an interrupted run left behind"):
+            convert(source, out, "nvfp4", restart=True)
+    else:
+        convert(source, out, "nvfp4")
+    convert(source, tmp_path / "whole", "nvfp4")
+    assert contents(out) == contents(tmp_path / "whole") and entries(tmp_path) == ["m", "out", "whole"]
+
+
+def test_staged_files_that_are_removed_on_the_way_are_an_error_and_the_same_command_works(source: Path, tmp_path: Path) -> None:
+    out, calls = tmp_path / "out", 0
+
+    def advance(name: str, size: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            shutil.rmtree(staging_folder(out))
+
+    with pytest.raises(OSError, match=r"breccia-staging|out"):
+        convert(source, out, "nvfp4", advance=advance)
+    assert not out.exists() and entries(tmp_path) == ["m"]
+    convert(source, out, "nvfp4")
+    assert entries(tmp_path) == ["m", "out"]
 
 
 def test_a_target_that_is_removed_is_an_error_and_the_same_command_works(source: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
         {"triton", "torch", "jax", "numpy", "platformdirs"},
         {"jax_triton", "humming", "deep_gemm", "transformer_engine"},
     ),
-    "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT | {"re2"}),
+    "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT | {"re2", "ray", "fsspec", "platformdirs"}),
 }
 #: Modules of breccia_jax that are for another library, and import it at the top.
 OF_LIBRARIES = {"flax": "flax", "flax_layers": "flax", "flax_state": "flax", "equinox": "equinox", "serialised": "equinox"}

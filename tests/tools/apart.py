@@ -24,7 +24,6 @@ import tomllib
 import venv
 import zipfile
 from email.parser import HeaderParser
-from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,27 +34,22 @@ ROOT = SCRIPT.parents[2]
 CORE = "breccia-core"
 TOOLS = ("pytest", "hypothesis")
 
-#: The test files of a distribution, in addition to `test_<plug-in>*.py`. Core gets all files that are not listed. A file may
-#: belong to several distributions; it skips what is not installed.
-TESTS: dict[str, tuple[str, ...]] = {
-    CORE: ("test_numpy_kernels.py", "test_layers.py", "test_ops.py", "test_storage.py"),
-    "breccia-bridges": (
-        "test_safetensors_file.py", "test_convert.py", "test_foreign.py", "test_*_bridge.py", "test_inspect.py",
-        "test_golden.py", "test_measure.py", "test_report.py", "test_transformer_engine_golden.py",
+#: Files that test a distribution beside those of the folder named after it. They skip what is not installed.
+ALSO_TESTED: dict[str, tuple[str, ...]] = {
+    CORE: ("across/test_layers.py", "across/test_ops.py"),
+    "breccia-torch": (
+        "across/test_layers.py", "across/test_ops.py", "across/test_parity.py", "across/test_training.py",
+        "core/tensors/test_storage.py",
     ),
-    "breccia-torch": ("test_parity.py", "test_training.py", "test_layers.py", "test_ops.py", "test_storage.py"),
-    "breccia-jax": ("test_parity.py", "test_layers.py", "test_ops.py"),
-    "breccia-mlx": ("test_parity.py", "test_layers.py", "test_ops.py"),
-    "breccia-native": ("test_numpy_kernels.py",),
-    "breccia-triton": ("test_*cuda*.py", "test_weight_only.py", "test_bf16_matmul.py", "test_fused_matmul.py"),
+    "breccia-jax": ("across/test_layers.py", "across/test_ops.py", "across/test_parity.py"),
+    "breccia-mlx": ("across/test_layers.py", "across/test_ops.py", "across/test_parity.py"),
+    "breccia-native": ("core/kernels/test_numpy_kernels.py",),
 }  # fmt: skip
-#: Files that test several distributions at once, or the repository: only `make test` runs them.
+#: Files of these folders that test several distributions at once: only `make test` runs them.
 TOGETHER = (
-    "test_agreement.py", "test_arrows.py", "test_conformance.py", "test_conformance_slow.py", "test_cuda_kernel.py",
-    "test_dlpack.py", "test_docs.py", "test_docstring_examples.py", "test_doctor.py", "test_examples.py", "test_explain.py",
-    "test_exports.py", "test_format_pages.py", "test_from_foreign.py", "test_gpu_bridges.py", "test_hf.py", "test_imports.py",
-    "test_interchange.py", "test_jax_cpu.py", "test_mutation.py", "test_other_bridges.py", "test_pages_in_browser.py",
-    "test_release.py", "test_site.py", "test_statements.py", "test_third_party.py", "test_vectors.py", "test_ways.py",
+    "bridges/test_agreement.py", "bridges/test_dlpack.py", "bridges/test_from_foreign.py", "bridges/test_gpu_bridges.py",
+    "bridges/test_other_bridges.py", "core/cli/test_doctor.py", "core/dispatch/test_explain.py",
+    "core/testing/test_vectors.py", "jax/test_jax_cpu.py", "torch/test_hf.py", "triton/test_cuda_kernel.py",
 )  # fmt: skip
 #: Breccia distributions that the tests need in addition to the dependencies.
 ALSO_INSTALLED = {
@@ -126,16 +120,15 @@ def lowest(requirements: list[str]) -> list[str]:
 
 
 def tests(distribution: str, folder: Path) -> list[str]:
-    """The test files of the distribution in a folder."""
-    claims = {name: [f"test_{name.removeprefix('breccia-')}*.py", *TESTS.get(name, ())] for name in distributions()}
-    named = [*TOGETHER, *(claim for name, own in claims.items() if name != CORE for claim in own)]
-
-    def belongs(file: str) -> bool:
-        if distribution == CORE and not any(fnmatch(file, claim) for claim in named):
-            return True
-        return file not in TOGETHER and any(fnmatch(file, claim) for claim in claims[distribution])
-
-    return sorted(path.name for path in folder.glob("test_*.py") if belongs(path.name))
+    """The test files of the distribution, by their paths in a folder. Raises Fault if there are none."""
+    own = distribution.removeprefix("breccia-")
+    found = {path.relative_to(folder).as_posix() for path in (folder / own).rglob("test_*.py")}
+    if not found:
+        raise Fault(f"there are no tests of {distribution} in tests/{own}.")
+    also = ALSO_TESTED.get(distribution, ())
+    if missing := [file for file in (*also, *TOGETHER) if not (folder / file).is_file()]:
+        raise Fault(f"tests/tools/apart.py names tests that are not there: {', '.join(missing)}.")
+    return sorted({*found, *also} - set(TOGETHER))
 
 
 # ---------------------------------------------------------------------------------------------- wheels
@@ -228,8 +221,6 @@ def check_alone(distribution: str, wheels: Path, scratch: Path, low: bool) -> st
         "-W", "error", SCRIPT, "--probe", distribution, *sorted(with_dependencies(distribution)), "--lacks", *lacks, cwd=work
     )
     files = tests(distribution, scratch / "tests")
-    if not files:
-        return f"{probed.stdout.strip()}; no tests of its own"
     shutil.copytree(scratch / "tests", work / "tests")
     shutil.copy(ROOT / "pyproject.toml", work)
     also = [wheel_of(name, wheels) for name in ALSO_INSTALLED.get(distribution, ())]

@@ -96,3 +96,14 @@ def test_contracted_axes_in_a_policy_for_files_are_refused(tmp_path: Path) -> No
         breccia.OptionError, match=r"the rule of 'lm_head\*' has blocks along axes \(0,\); files have them along"
     ):
         convert(tmp_path, tmp_path / "out", {"lm_head*": ("nvfp4", 0)})
+
+
+def test_a_preset_stands_in_the_place_of_a_recipe() -> None:
+    assert BrecciaConfig("int4-except-attention").recipe == breccia.recipe("int4")
+    model = nn.ModuleDict({name: nn.Linear(256, 256) for name in ("self_attn", "mlp")})
+    summary = breccia_torch.quantize_(model, "int4-except-attention")
+    assert summary.quantized == ("mlp.weight",) and summary.left == {"self_attn.weight": "excluded"}
+    with pytest.raises(
+        breccia.OptionError, match=r"a function chooses the parameters, and so do the patterns of the preset 'nvfp4"
+    ):
+        breccia_torch.quantize_(nn.Sequential(nn.Linear(64, 64)), "nvfp4-mlp", filter_fn=lambda layer, name: True)

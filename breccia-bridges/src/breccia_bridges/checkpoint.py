@@ -12,6 +12,7 @@ from breccia.internal import abbreviated, parsed_json, unique_keys
 
 from .gguf_file import GGUFFile, check_parts, gguf_files, parts_of
 from .gguf_header import is_gguf
+from .remote_path import is_remote, lexists, path_of
 from .safetensors_file import Container
 
 #: The index that maps each tensor of a sharded folder to its file.
@@ -101,6 +102,11 @@ def opened(file: Path) -> Container:
         return GGUFFile(file)
     if file.suffix not in PICKLED:
         return Container(file)
+    if is_remote(file):
+        raise UnsupportedError(
+            f"{file} is a file of torch.save, which torch reads from a disk. Download it, and give its path on this machine.",
+            path=str(file),
+        )
     from .pickled_file import PickledFile
 
     return PickledFile(file)
@@ -125,7 +131,7 @@ def safetensors_name(file: str) -> str:
 
 def is_there(path: Path) -> bool:
     """Is there a file of this name, which decides how others are read? Raises CorruptFileError for anything but a file."""
-    if not os.path.lexists(path):
+    if not lexists(path):
         return False
     if not path.is_file():
         state = "a broken link" if not path.exists() else "no file"
@@ -135,7 +141,7 @@ def is_there(path: Path) -> bool:
 
 def source_bytes(source: str | os.PathLike[str]) -> int:
     """Bytes of all tensors of a checkpoint, from its headers."""
-    return sum(e.nbytes for file in all_opened(checkpoint_files(Path(source))) for e in file.entries.values())
+    return sum(e.nbytes for file in all_opened(checkpoint_files(path_of(source))) for e in file.entries.values())
 
 
 def weight_map(index: Path) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import threading
 from collections import Counter
@@ -11,7 +10,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,7 +20,7 @@ from rich.text import Text
 
 import breccia
 from breccia.backend import Json, print_json, print_table, registry
-from breccia.internal import NEW_CODES, abbreviated, printable, recipe_names
+from breccia.internal import COMPLETE, NEW_CODES, abbreviated, policy_names, printable
 
 from .announcements import CONFIG
 from .checkpoint import source_bytes
@@ -30,10 +29,18 @@ from .convert import convert as convert_checkpoint
 from .destination import location
 from .jobs import BY_DEFAULT
 from .order import COMPARED, CompareKey, in_order
+from .remote_path import lexists, path_of
 from .report import check_report, recipe_fields, write_report
 from .results import Advance, Report, Verify
 from .staging import Staging
 from .text import either, percent, size
+from .uploads import staged_at
+
+if TYPE_CHECKING:
+    PathOrURL = Path
+else:
+    #: What `path_of` parses. Help calls an argument by the name of its type.
+    PathOrURL = type("path", (Path,), {})
 
 Top = Annotated[int | None, typer.Option(metavar="N", min=1, help="Show only the first N; --json has all.", show_default=False)]
 ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Also write an HTML report.", show_default=False)]
@@ -50,10 +57,10 @@ From = Annotated[
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A .safetensors or .gguf file, or a folder.", show_default=False)
+        PathOrURL, typer.Argument(metavar="SOURCE", help="A .safetensors or .gguf file, a folder, or a URL.", parser=path_of)
     ],
     destination: Annotated[
-        Path, typer.Argument(metavar="DESTINATION", help="Where to write, like SOURCE.", show_default=False)
+        PathOrURL, typer.Argument(metavar="DESTINATION", help="Where to write, like SOURCE.", parser=path_of)
     ],
     recipe: Annotated[
         str | None,
@@ -61,10 +68,10 @@ def convert(
             "--recipe",
             "-r",
             metavar="RECIPE",
-            help="One of `breccia recipes`, with fields: fp8_block,block_m=128; a YAML policy; none (keep codes); bf16, fp16, "
-            "fp32 (decode).",
+            help="One of `breccia recipes`, with fields: fp8_block,block_m=128; a preset: "
+            f"{', '.join(COMPLETE)}; a YAML policy; none (keep codes); bf16, fp16, fp32 (decode).",
             show_default=False,
-            autocompletion=recipe_names,
+            autocompletion=policy_names,
         ),
     ] = None,
     dialect: Annotated[
@@ -97,9 +104,8 @@ def convert(
         typer.Option(metavar="SIZE", help="Largest file of a folder, such as 5GB.", show_default=False),
     ] = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Largest peak of memory.")] = "1GiB",
-    verify: Annotated[
-        Verify, typer.Option(metavar="HOW", help="full, bytes (without measuring errors) or none.")
-    ] = Verify.full,
+    verify: Annotated[Verify, typer.Option(metavar="HOW", help="full, bytes (no metrics) or none.")] = Verify.full,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="local, or ray: on a cluster.")] = "local",
     source_dialect: From = None,
     as_json: Json = False,
 ) -> None:
@@ -136,6 +142,7 @@ def convert(
             max_shard_size=max_shard_size,
             max_memory=max_memory,
             verify=verify,
+            engine=engine,
         )
     seconds = perf_counter() - started
     if as_json:
@@ -146,9 +153,11 @@ def convert(
 
 
 def compare(
-    reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="The original, a file or folder.", show_default=False)],
+    reference: Annotated[
+        PathOrURL, typer.Argument(metavar="REFERENCE", help="The original: a file, a folder or a URL.", parser=path_of)
+    ],
     candidates: Annotated[
-        list[Path], typer.Argument(metavar="CANDIDATE", help="One or several to compare with it.", show_default=False)
+        list[PathOrURL], typer.Argument(metavar="CANDIDATE", help="One or several to compare with it.", parser=path_of)
     ],
     sort: Annotated[
         CompareKey | None,
@@ -285,7 +294,7 @@ def _interruptible(destination: Path, verify: Verify = Verify.full) -> Generator
     try:
         yield
     except KeyboardInterrupt as e:
-        if Staging(location(destination), keeps_journal=True).kept:
+        if Staging(staged_at(location(destination)), keeps_journal=True).kept:
             said = f"nothing is written to {destination} yet; the same command goes on from what is finished"
         elif _identity(destination) == before:
             said = "nothing was written"
@@ -299,7 +308,7 @@ def _interruptible(destination: Path, verify: Verify = Verify.full) -> Generator
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    if not os.path.lexists(path):
+    if not lexists(path):
         return None
     status = path.lstat()
     return status.st_dev, status.st_ino

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from .checkpoint import INDEX, TORCH_INDEX
 from .destination import within
 from .huggingface import REFUSAL, WEIGHTS, write_json
 from .modules import modules_kept
+from .remote_path import copy_file, is_remote, walk
 from .results import Report
 from .safetensors_file import Container, byte_count, changed, identity
 from .staging import write_text
@@ -57,16 +57,16 @@ class Companions:
                     path=str(path),
                 )
         self._read = {path: _state(path) for name in _DECIDING if (path := src / name).is_file()}
-        for folder, folders, names in os.walk(src):
+        for folder, folders, names in walk(src):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
-            inside = Path(folder).relative_to(src)
+            inside = folder.relative_to(src)
             for name in sorted(names):
-                path = Path(folder, name)
+                path = folder / name
                 if not path.is_file() or _is_left_out(inside, name):
                     continue
                 if _leaves(path, roots):
                     self.left.append(str(inside / name))
-                elif not os.access(path, os.R_OK):
+                elif not is_remote(path) and not os.access(path, os.R_OK):
                     raise PermissionError(f"cannot read {path}, which would be copied; change its permissions.")
                 else:
                     self._files[path] = _state(path)
@@ -85,7 +85,7 @@ class Companions:
         for path in self._files:
             to = stage / path.relative_to(self.src)
             to.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, to)
+            copy_file(path, to)
 
     def check_unchanged(self) -> None:
         """Raise CorruptFileError if one of the files was replaced or modified since this was made."""
@@ -107,13 +107,15 @@ def _state(path: Path) -> tuple[int, ...]:
 
 def _roots(src: Path) -> list[Path]:
     """The folders that are the source: itself, and the blobs of a Hugging Face cache that it is a snapshot in."""
+    if is_remote(src):
+        return [src]
     real = Path(os.path.realpath(src))
     blobs = real.parent.parent / "blobs"
     return [real, blobs] if real.parent.name == "snapshots" and blobs.is_dir() else [real]
 
 
 def _leaves(path: Path, roots: list[Path]) -> bool:
-    return not any(within(path, root) for root in roots)
+    return not is_remote(path) and not any(within(path, root) for root in roots)
 
 
 # ------------------------------------------------------------------------------------------------ the index

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from breccia import UnsupportedError
 from breccia.internal import abbreviated, measuring
 
 from .measure import histogram, measure
+from .remote_path import path_of
 from .results import EQUAL, Advance, Report, TensorReport, no_progress
 from .safetensors_file import read
 from .source import Source, Value
@@ -50,7 +50,7 @@ def compare(
         [('w', 'mxfp4', 0.125)]
     """
     of_reference, of_candidate = source_dialect if isinstance(source_dialect, tuple) else (source_dialect, source_dialect)
-    sources = Source.open(Path(reference), of_reference), Source.open(Path(candidate), of_candidate)
+    sources = Source.open(path_of(reference), of_reference), Source.open(path_of(candidate), of_candidate)
     before, after = (source.values for source in sources)
     common = [name for name in before if name in after]
     if not common:

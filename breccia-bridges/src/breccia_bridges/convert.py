@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from breccia import OptionError, Policy, ScalingRecipe, UnsupportedError
+from breccia import OptionError, Policy, ScalingRecipe
 from breccia.internal import suggestion
 
-from . import gguf_companions
-from .announcements import CONFIG, DTYPE_KEYS, TORCH_NAMES, read_object
-from .beside import described, left_behind
-from .checkpoint import all_opened, checkpoint_files, index_of, safetensors_name, weight_map
-from .companions import Companions, check_index, write_config, write_index
-from .convert_file import FilePlan, convert_file
-from .destination import check_destination, check_space, check_taken, is_folder, location
-from .dialect_writer import DialectWriter, Placed
-from .exact import exactly
-from .gguf_file import GGUFFile
-from .huggingface import write_json
-from .jobs import CASTABLE, Job, by_policy, check_factors, unchanged, unlike_layers
-from .journal import Journal, conversion_key
-from .memory import check_memory
-from .modules import modules_kept, tied_heads
+from .conversion import KEEP_CODES, Conversion
+from .destination import location
+from .dialect_writer import DialectWriter
+from .engines import engine_of
+from .journal import Journal
+from .remote_path import path_of
 from .results import Advance, Report, Verify, no_progress
-from .safetensors_file import Shards, in_both
-from .safetensors_writer import HeaderError
-from .source import Source
-from .staging import Staging, remove
+from .staging import Staging
 from .text import byte_count_of
+from .uploads import staged_at
 
-#: In place of a recipe: the values that are quantized in the source keep their codes, or are decoded to a dtype of a file.
-KEEP_CODES = "none"
+#: In place of a recipe: the values that are quantized in the source are decoded to a dtype of a file.
 DENSE = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
@@ -57,6 +43,7 @@ def convert(
     max_shard_size: int | str | None = None,
     max_memory: int | str = "1GiB",
     verify: str = "full",
+    engine: str = "local",
 ) -> Report:
     """Quantize a checkpoint under `recipe`, or change how a quantized one is stored.
 
@@ -65,16 +52,19 @@ def convert(
         torch.save, where there are none of safetensors. Other files of a folder are copied, except weights in other formats,
         hidden folders and links to folders; config.json gets a `quantization_config` that names the recipe and the modules
         that keep their precision.
+        Or a URL of such a file or folder, "s3://bucket/model", for which fsspec and the package of its protocol are needed.
         Scales of activations are dropped with the dialect that they belong to, except under "none".
         Values that the source has quantized keep their codes where the recipe holds them exactly, and are quantized again
         where it does not; those that the policy leaves are decoded to the model's dtype by config.json, BF16 by default.
     destination: a file or folder, like `source`; that of a `.gguf` file is a folder with config.json and the tokenizer's files,
         which transformers makes, or a `.safetensors` file of the weights alone. The dialect "gguf" has one `.gguf` file, with
         the keys of a source in GGUF, or those that config.json and tokenizer.json of a folder say. It appears under its name
-        only when everything is written and verified; see `verify`. A link is replaced, not followed.
-    recipe: a recipe or its spec; or a policy: a mapping from patterns to recipes or "keep", or the path of a YAML file with
-        one; see `breccia.Policy`. Under one recipe, floating matrices and stacks of experts are quantized, except embeddings,
-        norms, routers, output heads and the other kinds of `breccia.backend.KEPT`, as `quantize` does in every framework.
+        only when everything is written and verified; see `verify`. A link is replaced, not followed. For a URL, files are made
+        in the user's cache folder, uploaded one by one, and put in their place at the end: no part looks like the whole.
+    recipe: a recipe or its spec; or a policy: a mapping from patterns to recipes or "keep", the path of a YAML file with
+        one, or the name of a preset, "deepseek-fp8", "nvfp4-mlp" or "int4-except-attention"; see `breccia.Policy`.
+        Under one recipe, floating matrices and stacks of experts are quantized, except embeddings, norms, routers, output
+        heads and the other kinds of `breccia.backend.KEPT`, as `quantize` does in every framework.
         "none" quantizes nothing: what the source has quantized keeps every code and scale, in breccia's files or, with
         `dialect`, in another library's. "bf16", "fp16" and "fp32" decode it to that dtype; plain tensors keep theirs.
         It may be left out with `dialect`: "none" for a source that is quantized, else the dialect's own default.
@@ -99,17 +89,24 @@ def convert(
         `model-00001-of-00003.safetensors`, with an index; a value that has more gets a file of its own. By default each file of
         the source becomes one.
     max_memory: the largest peak of memory, beside what the process holds already and the pages of mapped files. Values are read
-        and written by slabs; those of another library's dialect, and codes that are kept, whole: OptionError, before a byte is
-        written, names a value that takes more, and the limit to give.
-
+        and written by slabs, which are smaller under a small limit; codes that are kept, values of a few dialects, and with
+        `exact` those whose formats leave a choice, whole: OptionError, before a byte is written, names a value that takes more,
+        and the limit to give.
     verify: "full" reads each file back, compares its bytes with those written, and measures the errors of its decoded tensors;
         "bytes" leaves measuring out, so that the report has no error metrics; "none" reads nothing back.
+    engine: "local" writes one file after the other in this process; "ray" many at a time, as tasks on the machines of a Ray
+        cluster, which see the source and the destination (for a URL, the cache folder) under the same paths. The bytes and the
+        report are the same, and either engine goes on with what the other one has begun. `advance` gets the tensors of several
+        files interleaved. A task takes one CPU and `max_memory`. The cluster is the one that this program has joined, else the
+        one that `ray.init` finds or starts. Raises WorkerError, a RuntimeError, where three workers in a row are lost at one
+        tensor, or one does not see the files.
 
     A file of a folder whose new header would be longer than readers accept becomes several, with an index.
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
     for values that do not follow their dialect, and where two dialects are possible; UnsupportedError for a dialect that
     breccia does not read, for a source that is no checkpoint, and for a destination that is, contains or is in the source;
-    UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
+    UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written, ConnectionError for
+    what the filesystem of a URL says; ImportError without the packages that a URL needs.
 
         >>> source, destination = tmp / "model.safetensors", tmp / "model-mxfp8.safetensors"
         >>> breccia.bridges.save_safetensors({"mlp.weight": np.ones((64, 32), np.float32)}, source)
@@ -120,22 +117,25 @@ def convert(
         {'mlp.weight': breccia.ScaledTensor('mxfp8', shape=(64, 32), numpy cpu, 8.25 bits per value)}
     """
     verified = _verified(verify, histograms)
+    memory = byte_count_of(max_memory, "max_memory")
+    runs = engine_of(engine, memory)
     writer = None if dialect is None else DialectWriter.of(dialect, activations)
     _check_given(recipe, writer, activations)
     chosen = None if recipe is None else _chosen(recipe, include, exclude, writer)
-    staging = Staging(location(Path(destination)), keeps_journal=True)
+    src, dst = path_of(source), path_of(destination)
+    staging = Staging(staged_at(location(dst)), keeps_journal=True, target=location(dst))
     if staging.moved and not dry_run:
         with staging:  # puts it back
             pass
     limit = None if max_shard_size is None else byte_count_of(max_shard_size, "max_shard_size")
-    work = _Conversion(Path(source), staging, force, source_dialect, writer, limit)
+    work = Conversion(src, staging, force, source_dialect, writer, limit, runs)
     dense, policy = chosen or _chosen(work.default_recipe, include, exclude, writer)
     report = Report(
-        str(Path(source)), str(Path(destination)), policy.recipes[0] if policy and policy.recipes else None, is_conversion=True,
+        str(src), str(dst), policy.recipes[0] if policy and policy.recipes else None, is_conversion=True,
         dense=dense or "", dialect=dialect or "", verify=verified,
     )  # fmt: skip
-    work.plan(report, policy, dense, exact)
-    check_memory(work.jobs, byte_count_of(max_memory, "max_memory"))
+    work.plan(report, policy, dense, memory if exact else None)
+    slab = work.estimates.slab(work.jobs, memory)
     options = {
         "recipe": (dense or KEEP_CODES) if policy is None else _spelled(policy),
         "dialect": dialect, "activations": activations, "source_dialect": source_dialect, "exact": exact,
@@ -149,7 +149,7 @@ def convert(
     if restart:
         with Staging(staging.destination):  # removes what is there
             pass
-    return work.run(histograms, advance or no_progress, journal)
+    return work.run(slab, histograms, advance or no_progress, journal)
 
 
 def _verified(verify: str, histograms: bool) -> Verify:
@@ -221,225 +221,3 @@ def _check_axes(policy: Policy) -> None:
                 "axis. Give the recipe alone.",
                 pattern=pattern,
             )
-
-
-class _Conversion:
-    """A source that is opened, for a destination that may be written."""
-
-    def __init__(
-        self,
-        src: Path,
-        staging: Staging,
-        force: bool,
-        source_dialect: str | None,
-        writer: DialectWriter | None,
-        max_shard_size: int | None,
-    ) -> None:
-        self.src, self.dst, self.force = src, staging.destination, force
-        self.staging, self.max_shard_size = staging, max_shard_size
-        files = checkpoint_files(src)
-        own = writer.file if writer else None
-        self.folder = own is None and is_folder(src, files, self.dst)
-        check_destination(src, files, self.dst, force, own.suffix if own else "")
-        check_taken(staging.moved or self.dst, force, self.folder)
-        if max_shard_size and not self.folder:
-            raise OptionError(
-                f"max_shard_size= (--max-shard-size) is for a folder, and {self.dst} is one file; leave it out.",
-                max_shard_size=max_shard_size,
-            )
-        staging.check()
-        self.companions = Companions(src, files) if src.is_dir() and own is None else None
-        self.index = index_of(src) if src.is_dir() else None
-        self.source = _checked(src, files, self.index, source_dialect)
-        self.is_quantized = any(value.is_scaled for value in self.source.values.values())
-        self.writer = writer and replace(writer, dtype=self.source.dtype)
-
-    @property
-    def default_recipe(self) -> ScalingRecipe | str:
-        """Under a dialect: the codes that the source has, or the dialect's first recipe."""
-        return KEEP_CODES if self.is_quantized or self.writer is None else self.writer.recipes[0]
-
-    def plan(self, report: Report, policy: Policy | None, dense: str | None, exact: bool) -> None:
-        """Decide what becomes of each value, and declare the files. Nothing that is refused is found later than here."""
-        self.report = report
-        self.dense = dense if self.is_quantized and dense else ""
-        jobs = self._decided(policy, dense, exact)
-        self._configure(jobs)
-        self.plans = self._plans(jobs)
-        self.jobs = [job for planned in self.plans for job in planned.jobs.values()]
-        report.not_made.extend(said for planned in self.plans for said in planned.not_made)
-        # A file of scales alone becomes none.
-        wanted = [planned for planned in self.plans if planned.jobs or not planned.container.entries]
-        self.written = (
-            self._cut(wanted[0], self.max_shard_size)
-            if self.max_shard_size
-            else [piece for planned in wanted for piece in self._declared(planned)]
-        )
-        self._check_names()
-        copied = self.companions.nbytes if self.companions else 0
-        check_space(self.dst, copied + sum(planned.writer.nbytes for planned in self.written))
-        report.links.extend(self.companions.left if self.companions else ())
-
-    def _decided(self, policy: Policy | None, dense: str | None, exact: bool) -> dict[str, Job]:
-        """What becomes of each value; the report gets the names of those that are left out."""
-        writer = self.writer
-        # Codes that are kept keep what was beside them.
-        stays = writer is None or (writer.file and all(writer.holds(one) for one in self.source.values.values() if one.stored))
-        dropped = dict.fromkeys([] if dense == "" and stays else left_behind(self.source))
-        self.report.dropped.extend(dropped)
-        if policy:
-            jobs = by_policy(self.source, policy, dropped, writer)
-        else:
-            jobs = unchanged(self.source, dense or "", dropped, writer)
-        if exact:
-            jobs = exactly(jobs, writer)
-        check_factors(self.source, jobs)
-        return jobs
-
-    def _configure(self, jobs: Mapping[str, Job]) -> None:
-        """Find what the dialect's config says. Raises UnsupportedError for a file alone, which has none beside it."""
-        self.configs: dict[str, dict[str, Any]] = {}
-        if self.writer is None:
-            return
-        kept = modules_kept((job.report() for job in jobs.values()), tuple(CASTABLE))
-        self.configs = self.writer.configs(_placed(jobs), [*kept, *tied_heads(jobs)])
-        self._note(jobs, self.writer)
-        if self.configs and not self.folder:
-            raise UnsupportedError(
-                f"{self.dst} is one file, and {self.writer.dialect.title} has its settings in {' and '.join(self.configs)} "
-                f"beside it. Give the folder of {self.src} as the source.",
-                path=str(self.dst),
-            )
-
-    def _plans(self, jobs: dict[str, Job]) -> list[FilePlan]:
-        """A plan for each file of the source; one for all where the dialect has a file of its own, or the files are cut."""
-        writer, files = self.writer, self.source.files
-        reader = writer.reader(self.configs) if writer else None
-        header = writer.header(_placed(jobs)) if writer else {}
-        if writer and (own := writer.file):
-            return [own(self.source, jobs, writer, reader, header)]
-        replaced = {f"{name}.config" for name, value in self.source.values.items() if value.config} | described(self.source)
-        names = self.source.by_file()
-        jobs_of = {file.path: {n: jobs[n] for n in names.get(file.path, ()) if n in jobs} for file in files}
-        if self.max_shard_size:
-            of_all = {name: job for path in jobs_of for name, job in jobs_of[path].items()}
-            container = files[0] if len(files) == 1 else Shards(self.src, files)
-            return [FilePlan(container, of_all, replaced, writer, reader, header)]
-        return [FilePlan(file, jobs_of[file.path], replaced, writer, reader, header) for file in files]
-
-    def _note(self, jobs: Mapping[str, Job], writer: DialectWriter) -> None:
-        """Note in the report what the files of another library lack, or change beside the weights."""
-        if not writer.file and self.report.recipe is None and not any(job.placed for job in jobs.values()):
-            self.report.not_made.append(
-                f"no value of {self.src} is quantized, so none is stored as {writer.dialect.title} does; a recipe such as "
-                f"{writer.dialect.recipes[0]!r} (--recipe) quantizes them."
-            )
-        self.report.unlike_layers.extend(unlike_layers(jobs) if self.configs else ())
-        old, new = TORCH_NAMES.get(self.source.dtype, ""), self.configs.get(CONFIG, {}).get(DTYPE_KEYS[0])
-        if new is not None and new != old:
-            self.report.new_dtype.extend((old, new))
-
-    def _declared(self, planned: FilePlan) -> list[FilePlan]:
-        """The plan with its writer; several where a folder's file would have a longer header than readers accept."""
-        if not self.folder:
-            planned.declare(self.staging.new)
-            return [planned]
-        path = self.staging.new / safetensors_name(planned.container.path.name)
-        try:
-            planned.declare(path)
-            return [planned]
-        except HeaderError:
-            pieces = planned.pieces(path)
-        for n, piece in enumerate(pieces, 1):
-            piece.declare(path.with_stem(f"{path.stem}-part-{n:03}-of-{len(pieces):03}"))
-        return pieces
-
-    def _cut(self, planned: FilePlan, limit: int) -> list[FilePlan]:
-        """The files of at most so many bytes that the plan of a folder becomes, each with its writer."""
-        path = self.staging.new / "model.safetensors"
-        pieces = [piece for shard in planned.shards(limit) for piece in shard.pieces(path)]
-        for n, piece in enumerate(pieces, 1):
-            piece.declare(path if len(pieces) == 1 else path.with_stem(f"{path.stem}-{n:05}-of-{len(pieces):05}"))
-        return pieces
-
-    def _check_names(self) -> None:
-        """Refuse files of one name, and entries of two files: with a suffix, a tensor may get the name of another."""
-        files: dict[str, Path] = {}
-        paths: set[Path] = set()
-        for planned in self.written:
-            if (path := planned.writer.path) in paths:
-                raise UnsupportedError(f"two files would be named {path.name}; rename that of {self.src}.")
-            paths.add(path)
-            for name in planned.writer.entries:
-                if name in files:
-                    raise in_both(name, self.src, files[name], planned.container.path)
-                files[name] = planned.container.path
-
-    def key(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What decides about the bytes that are written."""
-        files = [*(file.path for file in self.source.files), *(self.companions.deciding if self.companions else ())]
-        return conversion_key(self.src, files, options)
-
-    def planned(self) -> Report:
-        """The report of a conversion that is not made."""
-        for planned in self.plans:
-            self.report.tensors.extend(job.report() for job in planned.jobs.values())
-        return self.report
-
-    def run(self, histograms: bool, advance: Advance, journal: Journal) -> Report:
-        """Convert, verify, and put the result at the destination."""
-        with self.staging as staging, journal:
-            if self.folder:
-                staging.new.mkdir(exist_ok=True)
-            files = {planned.writer.path for planned in self.written}
-            for path in (staging.new if self.folder else staging.new.parent).iterdir():
-                if path not in files:  # of an interrupted run, and perhaps incomplete
-                    remove(path)
-            if self.companions:
-                self.companions.copy(staging.new)
-            for planned in self.written:
-                self.report.tensors.extend(convert_file(planned, self.report.verify, histograms, advance, journal))
-            if self.folder:
-                self._describe(staging.new)
-            self.source.check_unchanged()
-            if self.companions:
-                self.companions.check_unchanged()
-            check_taken(self.dst, self.force, self.folder)
-            staging.commit()
-        return self.report
-
-    def _describe(self, stage: Path) -> None:
-        """Write config.json if the source has one or is a GGUF model, and the index of several files."""
-        first = self.source.files[0]
-        if isinstance(first, GGUFFile):
-            self.report.not_made.extend(gguf_companions.make(first, self.source.values, stage))
-        settings = dict(self.configs)
-        config = read_object(stage / CONFIG)
-        if config is not None or CONFIG in settings:
-            own = settings.pop(CONFIG, {}) if self.writer else None
-            write_config(stage / CONFIG, config or {}, self.report, tuple(CASTABLE), self.source.dtype, self.dense, own)
-        for file, listed in settings.items():
-            write_json(stage / file, listed)
-        is_cut = len(self.written) > 1 if self.max_shard_size else bool(self.index)
-        if is_cut or len(self.written) > (1 if isinstance(first, GGUFFile) else len(self.plans)):
-            write_index(stage, [planned.writer.path for planned in self.written])
-
-
-def _placed(jobs: Mapping[str, Job]) -> dict[str, Placed]:
-    """How a dialect stores the values that it holds."""
-    return {name: job.placed for name, job in jobs.items() if job.placed}
-
-
-def _checked(src: Path, files: list[Path], index: Path | None, source_dialect: str | None) -> Source:
-    """The opened checkpoint. Raises where the index and the files contradict each other."""
-    containers = all_opened(files)
-    files_of: dict[str, list[str]] = {}
-    for container in containers:
-        for name in container.names:
-            files_of.setdefault(name, []).append(container.path.name)
-    if index:
-        check_index(index, weight_map(index), files_of)
-    for name, of in files_of.items():
-        if len(of) > 1:
-            raise in_both(name, src, *map(Path, of))
-    return Source.of(src, containers, source_dialect)

@@ -1,32 +1,42 @@
-"""Write one file of a conversion, and verify it: its bytes are read back, and its tensors decoded."""
+"""Write one file of a conversion, and verify it: its bytes are read back, and its tensors decoded.
+
+A `Task` has all that decides about a file, and `convert_file` does it: in this process, or in one on another machine. An engine
+(`engines`) runs the tasks of a conversion.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Protocol, Self
+from types import MappingProxyType, TracebackType
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from breccia import CorruptFileError
+from breccia import CorruptFileError, ErrorMetrics
 from breccia.backend import NUMPY, threads
+from breccia.internal import measuring
 
+from .announcements import TORCH_NAMES
 from .configs import RESERVED, Config, read_configs
 from .dialect_writer import DialectWriter, Reader
 from .jobs import CASTABLE, Job
-from .journal import Journal
-from .measure import FileTensor, histogram, measure, slabs
-from .results import Advance, TensorReport, Verify
+from .measure import FileTensor, Histogram, Slab, histogram, measure, slabs
+from .results import TensorReport, Verify
+from .row_slabs import ROWS, RowSlabs
 from .safetensors import declarations, file_parts, view_tensor
 from .safetensors_file import Container, read, shown
 from .safetensors_writer import HeaderError
+from .slab_casts import in_order
 from .staged_writer import StagedWriter
 
+#: The exponent of Inf and NaN.
+_EXPONENTS = {"F32": np.uint32(0x7F800000), "F16": np.uint16(0x7C00), "BF16": np.uint16(0x7F80)}
 #: Bytes that are read at a time of tensors that are copied or compared.
 _PIECE = 1 << 22
 
@@ -92,6 +102,11 @@ class FilePlan:
         """The written file. Raises CorruptFileError if its contents differ from what was written."""
         return _reopened(self.writer.path, self.writer.digests)
 
+    @property
+    def moved(self) -> Iterable[str]:
+        """The tensors whose rows change places, which are collected before they are written."""
+        return ()
+
     def pieces(self, path: Path) -> list[FilePlan]:
         """Plans of parts of the file, each of which can be declared. Raises HeaderError where a tensor alone cannot."""
         try:
@@ -122,40 +137,75 @@ class FilePlan:
         return part
 
 
-def convert_file(planned: FilePlan, verify: Verify, histograms: bool, advance: Advance, journal: Journal) -> list[TensorReport]:
-    """Write a file, and verify it. Returns what is known of each value before and after.
+@dataclass(frozen=True)
+class Task:
+    """A file to write. It can be pickled, and needs no other task.
+
+    A value that shares a scale with those of other files has them in its job, and they are read for each of the files.
+
+    slab: elements of a slab under which each value stays below the limit of memory; sums of metrics depend on it.
+    written, verified: what the journal has of the file's values.
+    uploaded_to: the URL of the destination to which the file is uploaded after the task; empty for one on a disk.
+    """
+
+    planned: FilePlan
+    verify: Verify
+    histograms: bool
+    slab: int
+    written: Mapping[str, Mapping[str, str]]
+    verified: Mapping[str, tuple[ErrorMetrics | None, Histogram | None]]
+    uploaded_to: str
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A plan that is declared needs of the source its jobs alone."""
+        planned = copy(self.planned)
+        del planned.container
+        return {**self.__dict__, "planned": planned}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A value that is written or, where there is a report, verified. nbytes: its size in the source.
+
+    digests: SHA-256 of the bytes of its tensors, where they are new. is_measured: whether the metrics of the report are new.
+    """
+
+    name: str
+    nbytes: int
+    digests: Mapping[str, str] | None = None
+    report: TensorReport | None = None
+    is_measured: bool = False
+
+
+def convert_file(task: Task) -> Generator[Step]:
+    """Write a file, and verify it, value by value: two steps for each, in the order of the plan.
 
     What the journal has is not done again: values whose bytes are there still, and measurements of them.
     """
+    planned, verified = task.planned, dict(task.verified)
     with planned.writer as writer:
         for job in planned.jobs.values():
-            digests = journal.written.get(job.name, {})
+            digests, new = task.written.get(job.name, {}), None
             if digests.keys() != job.described[0].keys() or not writer.keep(digests):
-                _write(writer, job, planned)
+                with measuring.of_elements(task.slab):
+                    _write(writer, job, planned)
                 job.check_unchanged()
-                journal.write(job.name, {part: writer.digests[part] for part in job.described[0]})
-            advance(job.name, job.value.nbytes)
-    written = None if verify is Verify.none else planned.reopened()
-    if written is None or verify is Verify.bytes:
-        for job in planned.jobs.values():
-            advance(job.name, job.value.nbytes)
-        return [job.report() for job in planned.jobs.values()]
-    configs = read_configs(written)
-    reports: list[TensorReport] = []
+                new = {part: writer.digests[part] for part in job.described[0]}
+                verified.pop(job.name, None)
+            yield Step(job.name, job.value.nbytes, new)
+    written = None if task.verify is Verify.none else planned.reopened()
+    configs = read_configs(written) if written and task.verify is Verify.full else {}
     for name, job in planned.jobs.items():
-        if job.way == "copy":
-            reports.append(job.report())
-        elif name in journal.verified:
-            reports.append(job.report(*journal.verified[name]))
-        else:
-            read_back = planned.reader(job.placed, written).numbers() if planned.reader and job.placed else None
-            x, y = job.value.numbers(), read_back or _numbers_of(written, name, configs.get(name))
-            counts = histogram(x, y) if histograms and not job.reason else None
-            reports.append(job.report(measure(x, y), counts))
+        is_measured = task.verify is Verify.full and job.way != "copy" and name not in verified
+        if written and is_measured:
+            with measuring.of_elements(task.slab):
+                read_back = planned.reader(job.placed, written).numbers() if planned.reader and job.placed else None
+                x, y = job.value.numbers(), read_back or _numbers_of(written, name, configs.get(name))
+                report = job.report(measure(x, y), histogram(x, y) if task.histograms and not job.reason else None)
             job.check_unchanged()
-            journal.verify(reports[-1])
-        advance(name, job.value.nbytes)
-    return reports
+        else:
+            report = job.report(*verified.get(name, (None, None)))
+        yield Step(name, job.value.nbytes, report=report, is_measured=is_measured)
 
 
 def _numbers_of(written: Container, name: str, config: Config | None) -> FileTensor:
@@ -170,6 +220,12 @@ def _write(writer: TensorWriter, job: Job, planned: FilePlan) -> None:
     if job.way in ("copy", "decode"):
         pieces = planned.copied(job) if job.way == "copy" else _decoded(job)
         _write_parts(writer, parts, ({job.name: piece} for piece in pieces))
+    elif dialect is not None and job.placed is not None and job.way == "cast":
+        slabs = RowSlabs.of(job, job.casts(ROWS).slabs, dialect)
+        if slabs is None:
+            _write_parts(writer, parts, [dialect.arrays(job.placed, job.tensor())])
+        else:
+            _write_parts(writer, parts, slabs.arrays(job, dialect), slabs.axes)
     elif dialect is not None and job.placed is not None:
         _write_parts(writer, parts, [dialect.arrays(job.placed, job.tensor())])
     else:
@@ -186,14 +242,29 @@ def in_pieces(array: np.ndarray) -> Iterator[np.ndarray]:
 def _decoded(job: Job) -> Iterator[np.ndarray]:
     """The values of a scaled one in the dtype of the new file, in pieces."""
     numbers, codec = job.value.numbers(), CASTABLE[job.described[0][job.name][0]]
-    for slab in slabs(numbers.shape, numbers.unit):
-        yield NUMPY.store(codec.encode(NUMPY, numbers.values(slab)), NUMPY.storage(codec))
+    dtype, exponent = TORCH_NAMES[codec.name], _EXPONENTS[codec.name]
+
+    def decoded(slab: Slab, _: object) -> np.ndarray:
+        values = numbers.rounded(slab, dtype)
+        if (values.view(exponent.dtype) & exponent).max(initial=0) < exponent:
+            return values
+        return NUMPY.store(codec.encode(NUMPY, numbers.values(slab)), NUMPY.storage(codec))  # saturates; has one NaN
+
+    yield from in_order(decoded, list(slabs(numbers.shape, numbers.unit)))
 
 
-def _write_parts(writer: TensorWriter, parts: list[str], pieces_of_parts: Iterable[Mapping[str, np.ndarray]]) -> None:
-    """Write the tensors of a value in consecutive pieces."""
+def _write_parts(
+    writer: TensorWriter,
+    parts: list[str],
+    pieces_of_parts: Iterable[Mapping[str, np.ndarray]],
+    axes: Mapping[str, int | None] = MappingProxyType({}),
+) -> None:
+    """Write the tensors of a value in consecutive pieces. axes: along which they follow each other, where it is not 0."""
     with ExitStack() as stack:
-        puts = {part: stack.enter_context(writer.stream(part)) for part in parts}
+        of_columns = {part for part in parts if axes.get(part) == 1 and isinstance(writer, StagedWriter)}
+        puts = {part: stack.enter_context(writer.stream(part)) for part in parts if part not in of_columns}
+        if isinstance(writer, StagedWriter):
+            puts |= {part: stack.enter_context(writer.columns(part)) for part in of_columns}
         for pieces in pieces_of_parts:
             for part, piece in pieces.items():
                 puts[part](piece)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from breccia import BrecciaError, Dialect, DialectError, Layout, OptionError, ScaledTensor, ScalingRecipe, UnsupportedError
-from breccia.backend import StoredForm, TensorGroup, ValueForm, as_recipe, registry, targets
+from breccia.backend import SettingsOf, StoredForm, TensorGroup, ValueForm, as_recipe, registry, targets
 from breccia.internal import printable
 
 from .announcements import CONFIG, QUANTIZATION, QUANTIZATION_FILES, Announced
 from .modules import is_table
 from .safetensors_file import Container, Shape
 from .source import Value
-from .stored import Stored, settings_of
+from .stored import ModuleSettings, Stored
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Placed:
     stored: StoredForm
     parts: Mapping[str, str]
     is_transposed: bool
+    form: ValueForm
 
     @property
     def module(self) -> str:
@@ -123,7 +125,7 @@ class DialectWriter:
                 **{**e.found, "name": name, "spec": recipe.spec},
             ) from e
         group, stem = self._group(name, stored)
-        return Placed(name, group, stored, {end: stem + end for end in stored.entries}, is_transposed)
+        return Placed(name, group, stored, {end: stem + end for end in stored.entries}, is_transposed, form)
 
     def _group(self, name: str, stored: StoredForm) -> tuple[TensorGroup, str]:
         """The group of a value's parts, and what their names begin with."""
@@ -156,12 +158,26 @@ class DialectWriter:
         """
         plain = (st.mT if placed.is_transposed else st).to_plain()
         try:
-            arrays: Mapping[str, np.ndarray] = targets.load(self.dialect.write or "")(plain, placed.stored)
+            arrays: Mapping[str, np.ndarray] = {
+                **targets.load(self.dialect.write or "")(plain, placed.stored),
+                **placed.stored.known,
+            }
         except (UnsupportedError, DialectError) as e:
             raise type(e)(
                 f"{printable(placed.name)}: {self.dialect.title} does not store it: {e}", **{**e.found, "name": placed.name}
             ) from e
         return {placed.parts[end]: array for end, array in arrays.items()}
+
+    def of_rows(self, placed: Placed, rows: int) -> Placed | None:
+        """How so many rows of a matrix are stored, alone; None where the dialect does not hold them."""
+        form = placed.form
+        shape = (rows, form.shape[1])
+        try:
+            layout = form.recipe.layout.fitted(shape)
+            stored: StoredForm = targets.load(self.dialect.stored or "")(replace(form, shape=shape, layout=layout))
+        except BrecciaError:
+            return None
+        return replace(placed, stored=stored)
 
     def configs(self, placed: Mapping[str, Placed], plain: Sequence[str]) -> dict[str, dict[str, Any]]:
         """What the dialect's files say of these values, by the names of files."""
@@ -180,16 +196,14 @@ class DialectWriter:
     def reader(self, configs: Mapping[str, Mapping[str, Any]]) -> Reader:
         """The function that reads what was written, under the configs that are beside it."""
         announced = _announced(configs)
-        of = settings_of(self.dialect, announced)
+        return partial(_read_back, self.dialect, announced, ModuleSettings(self.dialect, announced))
 
-        def value(placed: Placed, written: Container) -> Value:
-            files = dict.fromkeys(placed.parts.values(), written)
-            ends = [end for end in (*placed.group.parts, *placed.group.optional) if end in placed.parts]
-            parts = {end: placed.parts[end] for end in ends}
-            stored = Stored(self.dialect, placed.group, placed.name, parts, files, announced, of)
-            return Value(placed.name, files, stored=stored)
 
-        return value
+def _read_back(dialect: Dialect, announced: Announced | None, of: SettingsOf, placed: Placed, written: Container) -> Value:
+    files = dict.fromkeys(placed.parts.values(), written)
+    ends = [end for end in (*placed.group.parts, *placed.group.optional) if end in placed.parts]
+    parts = {end: placed.parts[end] for end in ends}
+    return Value(placed.name, files, stored=Stored(dialect, placed.group, placed.name, parts, files, announced, of))
 
 
 def _announced(configs: Mapping[str, Mapping[str, Any]]) -> Announced | None:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from .causes import Pair, explain
 from .compare import same_bytes
 from .hypotheses import PART_NAMES, Side
 from .measure import FileTensor, first_row, measure, same_values
+from .remote_path import path_of
 from .results import Advance, no_progress
 from .safetensors_file import Shape, read
 from .source import Source, Value
@@ -142,8 +142,8 @@ def diff(
         [('w', 'nibble_order', 'The codes of 4 bits within each byte are in reverse.')]
     """
     of_a, of_b = source_dialect if isinstance(source_dialect, tuple) else (source_dialect, source_dialect)
-    sources = {"A": Source.open(Path(a), of_a), "B": Source.open(Path(b), of_b)}
-    known = None if original is None else Source.open(Path(original))
+    sources = {"A": Source.open(path_of(a), of_a), "B": Source.open(path_of(b), of_b)}
+    known = None if original is None else Source.open(path_of(original))
     walk = _Walk(sources["A"], sources["B"], known)
     report = Differences(str(a), str(b), None if original is None else str(original))
     for name, value in sources["A"].values.items():

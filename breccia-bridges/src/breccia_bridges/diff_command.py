@@ -10,17 +10,20 @@ import typer
 from breccia.backend import Json, print_json, print_table
 from breccia.internal import printable
 
-from .commands import From, Top, print_hidden, progress
+from .commands import From, PathOrURL, Top, print_hidden, progress
 from .diff import EQUAL, SAME, Differences
 from .diff import diff as diff_checkpoints
+from .remote_path import path_of
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A .safetensors or .gguf file, or a folder.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The other one.", show_default=False)],
+    a: Annotated[
+        PathOrURL, typer.Argument(metavar="A", help="A .safetensors or .gguf file, a folder, or a URL.", parser=path_of)
+    ],
+    b: Annotated[PathOrURL, typer.Argument(metavar="B", help="The other one.", parser=path_of)],
     original: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="What both were quantized from: tests scale rules and rounding.", show_default=False),
+        typer.Option(metavar="PATH", help="What both were quantized from: tests scale rules and rounding.", parser=path_of),
     ] = None,
     top: Top = None,
     source_dialect: From = None,

@@ -13,6 +13,7 @@ from breccia.internal import abbreviated, printable
 
 from .announcements import CONFIG, TORCH_NAMES
 from .gguf_file import GGUFFile
+from .remote_path import is_remote
 
 #: Dtypes that are the model's where a matrix has one, beside norms in FP32.
 HALVES = ("BF16", "F16")
@@ -27,6 +28,11 @@ def make(file: GGUFFile, names: Collection[str], folder: Path) -> list[str]:
     file: the first one of the model. names: of all values of the model.
     """
     said: list[str] = []
+    if is_remote(file.path):
+        return [
+            f"config.json and the tokenizer were not made: transformers reads them from a file on a disk, and {file.path} is a "
+            "URL. Take those of the original model, or download the file first."
+        ]
     if not (folder / CONFIG).exists():
         said += _attempt("config.json", lambda: _write_config(file, names, folder))
         if (folder / CONFIG).exists() and file.left_out:

@@ -19,6 +19,7 @@ from breccia.internal import abbreviated
 from .gguf_header import Header, read_header
 from .gguf_names import FROM_CONFIG, Placed, is_known, placed
 from .gguf_types import DECODED
+from .remote_path import path_of
 from .safetensors_file import DTYPES, FETCH, Container, Entry, identity, need_little_endian, read, regular, shown
 
 #: The names of the parts of a model that llama.cpp has split.
@@ -39,9 +40,8 @@ class GGUFFile(Container):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         need_little_endian()
-        self.path, self.metadata = Path(path), {}
-        with regular(self.path) as file:
-            status = os.fstat(file.fileno())
+        self.path, self.metadata = path_of(path), {}
+        with regular(self.path) as (file, status):
             self._identity = identity(status)
             self.header = read_header(self.path, file, status.st_size)
         self._data_start, self._map = 0, None
@@ -87,8 +87,8 @@ class GGUFFile(Container):
         if number == 0:
             return self.header
         first = parts_of(self.path)[0]
-        with regular(first) as file:
-            return read_header(first, file, os.fstat(file.fileno()).st_size)
+        with regular(first) as (file, status):
+            return read_header(first, file, status.st_size)
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -102,7 +102,7 @@ def parts_of(path: Path) -> list[Path]:
     count = int(part[3])
     if not 0 < int(part[2]) <= count:
         raise CorruptFileError(f"{shown(path)} is no part of a model: there is no part {part[2]} of {part[3]}. {FETCH}")
-    names = {name for name in os.listdir(path.parent) if name.startswith(part[1])}
+    names = {other.name for other in path.parent.iterdir() if other.name.startswith(part[1])}
     parts = [f"{part[1]}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)]
     missing = [name for name in parts if name not in names or not (path.parent / name).is_file()]
     if missing:

@@ -17,6 +17,7 @@ from breccia.internal import install
 
 from .announcements import CONFIG, read_object
 from .gguf_tokenizer import add_tokenizer
+from .remote_path import is_remote
 
 #: Keys of a GGUF file that are not copied: those of its own header, and of a model in several files.
 _OF_FILE = ("GGUF.", "split.")
@@ -94,6 +95,11 @@ def library() -> Any:
 def copied_keys(path: Path) -> Any:
     """The library's writer with all keys of a file, bit for bit, except empty arrays, which mean what no key means."""
     gguf = library()
+    if is_remote(path):
+        raise UnsupportedError(
+            f"{path} is a URL, and the library gguf copies the keys of a file on a disk. Download it, and give its path.",
+            path=str(path),
+        )
     fields = gguf.GGUFReader(path).fields
     named = fields.get("general.architecture")
     out = gguf.GGUFWriter(None, named.contents() if named else "unknown")

@@ -6,7 +6,7 @@ Everything is known before a byte is written: the keys, the name, type and place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +111,10 @@ class GGUFPlan(FilePlan):
         if PART.fullmatch(path.name):
             raise UnsupportedError(f"{path.name} is the name of a part of a split model; give another one.", path=str(path))
         self.writer = GGUFWriter(path, self._out, self.tensors, self.slots, self.kept)
+
+    @property
+    def moved(self) -> Iterable[str]:
+        return [part for part, slot in self.slots.items() if slot.change is not None]
 
     def copied(self, job: Job) -> Iterator[np.ndarray]:
         if job.name not in self._originals:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,15 +9,16 @@ import typer
 from breccia.backend import Json, print_json, print_table
 from breccia.internal import printable
 
-from .commands import From, Top, print_hidden
+from .commands import From, PathOrURL, Top, print_hidden
 from .inspection import inspected, stored_as
 from .order import INSPECTED, InspectKey, in_order
+from .remote_path import path_of
 from .text import either, size, spelled
 
 
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A .safetensors or .gguf file, or a folder.", show_default=False)
+        PathOrURL, typer.Argument(metavar="PATH", help="A .safetensors or .gguf file, a folder, or a URL.", parser=path_of)
     ],
     scales: Annotated[bool, typer.Option("--scales", help="Also read the scales: show their range, and check them.")] = False,
     sort: Annotated[

@@ -132,8 +132,12 @@ class Job:
 
     def pieces(self) -> Iterator[dict[str, np.ndarray]]:
         """The components of a value that is cast, in consecutive pieces."""
+        return self.casts().cast()
+
+    def casts(self, unit: int = 1) -> SlabCasts:
+        """The casts of its slabs, of a multiple of `unit` rows."""
         assert self.recipe is not None
-        return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes).cast()
+        return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes, unit)
 
     def tensor(self) -> ScaledTensor:
         """The value under its recipe, in memory."""
@@ -226,7 +230,7 @@ def unchanged(source: Source, dense: str, dropped: Collection[str], writer: Dial
 
 
 def _by_default(reason: str, policy: Policy) -> str:
-    return f"{BY_DEFAULT} ({reason})" if reason in PRESETS[policy.preset] else reason
+    return f"{BY_DEFAULT} ({reason})" if reason in PRESETS[policy.preset].keeps else reason
 
 
 # ------------------------------------------------------------------------------------------------ another dialect

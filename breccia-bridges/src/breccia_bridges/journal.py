@@ -6,7 +6,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,9 @@ import breccia
 from breccia import BrecciaError, ErrorMetrics, OptionError
 from breccia.internal import abbreviated, printable
 
+from .engines import WorkerError
 from .measure import Histogram
+from .remote_path import is_remote
 from .results import TensorReport
 from .safetensors_file import ChangedFileError, identity
 from .staging import Staging, naming, remove
@@ -43,6 +45,9 @@ class Journal:
         self.staging, self.key = staging, json.loads(json.dumps(key))
         self.written: dict[str, dict[str, str]] = {}
         self.verified: dict[str, tuple[ErrorMetrics | None, Histogram | None]] = {}
+        #: The size and version of files that are uploaded, and of those of them that are in their place.
+        self.uploaded: dict[str, list[int]] = {}
+        self.placed: dict[str, list[int]] = {}
         self._file: Any = None
         self._synced = 0.0
 
@@ -54,7 +59,7 @@ class Journal:
         differ = _differences(lines[0], self.key)
         said = "; ".join(f"{what}: {how}" for what, how in differ.items())
         raise OptionError(
-            f"{self.staging.folder} has what an interrupted conversion to {self.staging.destination} finished, and it was "
+            f"{self.staging.folder} has what an interrupted conversion to {self.staging.target} finished, and it was "
             f"another one ({said}). Run that one again, which goes on with it; or discard it: restart=True (--restart).",
             differ=list(differ),
         )
@@ -80,7 +85,7 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        is_refused = isinstance(error, BrecciaError) and not isinstance(error, ChangedFileError)
+        is_refused = isinstance(error, BrecciaError) and not isinstance(error, ChangedFileError | WorkerError)
         try:
             self._file.close()
         finally:
@@ -95,6 +100,26 @@ class Journal:
         """Note that a value is verified."""
         metrics, counts = report.fidelity, report.histogram
         self._note({"verified": report.name, "fidelity": metrics and asdict(metrics), "histogram": counts and asdict(counts)})
+
+    def finished(
+        self, names: Iterable[str]
+    ) -> tuple[dict[str, dict[str, str]], dict[str, tuple[ErrorMetrics | None, Histogram | None]]]:
+        """What is written, and what is verified, of some values."""
+        listed = list(names)
+        written, verified = self.written, self.verified
+        return {n: written[n] for n in listed if n in written}, {n: verified[n] for n in listed if n in verified}
+
+    def note_uploaded(self, name: str, state: list[int]) -> None:
+        """Note that a file is complete and uploaded. state: its size and version there."""
+        self._note({"uploaded": name, "state": state})
+
+    def note_placing(self) -> None:
+        """Note that all files are uploaded, and the destination is about to change."""
+        self._note({"placing": True})
+
+    def note_placed(self, name: str, state: list[int]) -> None:
+        """Note that an uploaded file is in its place."""
+        self._note({"placed": name, "state": state})
 
     def _note(self, line: dict[str, Any]) -> None:
         self._add(line)
@@ -112,9 +137,18 @@ class Journal:
         if "written" in line:
             self.written[line["written"]] = line["digests"]
             self.verified.pop(line["written"], None)
-        else:
+        elif "uploaded" in line:
+            self.uploaded[line["uploaded"]] = line["state"]
+        elif "placed" in line:
+            self.placed[line["placed"]] = line["state"]
+        elif "verified" in line:
             metrics, counts = line["fidelity"], line["histogram"]
             self.verified[line["verified"]] = metrics and ErrorMetrics(**metrics), counts and _histogram(counts)
+
+
+def is_placing(staging: Staging) -> bool:
+    """Was a run interrupted while it put uploaded files in their place?"""
+    return any("placing" in line for line in _lines(staging.journal))
 
 
 def _histogram(counts: Mapping[str, Any]) -> Histogram:
@@ -147,7 +181,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def conversion_key(source: Path, files: list[Path], options: Mapping[str, Any]) -> dict[str, Any]:
     """What decides about the bytes that a conversion writes: the version, the source's files as they are, and its options."""
     states = {os.path.relpath(path, source): identity(path.stat())[2:] for path in sorted(files)}
-    return {"version": breccia.__version__, "source": os.path.realpath(source), **options, "files of the source": states}
+    return {
+        "version": breccia.__version__,
+        "source": str(source) if is_remote(source) else os.path.realpath(source),
+        **options,
+        "files of the source": states,
+    }
 
 
 def _differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

@@ -16,10 +16,11 @@ from breccia.internal import abbreviated, check_patterns, matches, with_parts
 from .announcements import OWN, Announced
 from .beside import activations, factors
 from .checkpoint import all_opened, of_one
+from .remote_path import is_remote, path_of
 from .safetensors import Target, warn_of_narrowed
 from .safetensors_file import shown
 from .source import Source, Value
-from .stored import settings_of
+from .stored import ModuleSettings
 from .text import spelled
 
 #: What the config of a value's dialect would say of it, by its headers; None where nothing is known.
@@ -157,7 +158,8 @@ def load_checkpoint(
         (GPTQ, AWQ, compressed-tensors, ModelOpt, MLX, bitsandbytes, torchao, DeepSeek-V3, gpt-oss, ...). Or a GGUF file, or a
         folder with one; a part of a model that was split stands for all parts. Or files of torch.save, of which
         `torch.load(weights_only=True)` reads tensors alone; they need torch. Or a list of files of one folder. The configs of a
-        file's folder are about it if it has tensors that another library quantized.
+        file's folder are about it if it has tensors that another library quantized. Or a URL of any of these but torch.save's,
+        "s3://bucket/model", of which the headers, and the tensors that are asked for, are read by ranges.
     names: the values, as names or shell-style globs over whole names; by default all.
     framework, device: of the tensors, as in `load_safetensors`.
     source_dialect: the name of the dialect, where the config and the tensors leave a choice.
@@ -168,7 +170,7 @@ def load_checkpoint(
     Each value is read when it is asked for: a ScaledTensor with every code and scale as stored, or an array. One value at a
     time is in memory. Raises DialectError where two dialects are possible and for values that do not follow theirs;
     UnsupportedError for a dialect that breccia does not read; UnknownNameError for a name that matches nothing; OptionError
-    for files of several folders, and as `load_safetensors` does.
+    for files of several folders, and as `load_safetensors` does; ConnectionError and ImportError for a URL, as `convert` does.
 
         >>> w = breccia.cast(np.ones((64, 32), np.float32), "mxfp8")
         >>> breccia.bridges.save_safetensors({"w": w}, tmp / "m.safetensors")
@@ -205,8 +207,8 @@ def _files(path: Any) -> list[Path]:
         raise OptionError(
             f"path must be that of a file or folder, or a list of files of one folder; got {short(path)}.", path=path
         )
-    files = [Path(one) for one in listed]
-    folders = list(dict.fromkeys(os.path.abspath(file.parent) for file in files))
+    files = [path_of(one) for one in listed]
+    folders = list(dict.fromkeys(str(file.parent) if is_remote(file) else os.path.abspath(file.parent) for file in files))
     if len(folders) > 1:
         raise OptionError(
             f"path must be that of a file or folder, or a list of files of one folder; got files of {abbreviated(folders)}. "
@@ -225,7 +227,7 @@ def _with_settings(value: Value, settings: Settings) -> Value:
     if stored is None or stored.config is not None or (said := settings(stored.value)) is None:
         return value
     config = Announced("the caller", stored.dialect.name, said)
-    return replace(value, stored=replace(stored, config=config, settings_of=settings_of(stored.dialect, config)))
+    return replace(value, stored=replace(stored, config=config, settings_of=ModuleSettings(stored.dialect, config)))
 
 
 def _loaded(value: Value, target: Target) -> ScaledTensor | Any:

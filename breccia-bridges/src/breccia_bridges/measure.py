@@ -14,7 +14,7 @@ from breccia.internal import measuring
 from .configs import FLOATS
 from .safetensors_file import Shape, read
 
-measure, slabs = measuring.measure, measuring.slabs
+measure, slabs, Slab = measuring.measure, measuring.slabs, measuring.Slab
 
 #: The metrics of no elements.
 NOTHING = ErrorMetrics()

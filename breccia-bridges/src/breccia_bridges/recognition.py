@@ -18,7 +18,7 @@ from .announcements import OWN, Announced, announcements, folder_of
 from .completeness import check_complete, check_variants, stems_of
 from .refusals import check_one_config, nothing_seen, of_another_dialect, recognized_only, refuse_described, unknown_settings
 from .safetensors_file import Container, shown
-from .stored import Stored, settings_of
+from .stored import ModuleSettings, Stored
 
 
 def recognized(
@@ -130,7 +130,7 @@ def _claims(
     """Every reading of every value, by name. is_named: whether a config or the caller names these dialects."""
     claims: dict[str, list[Stored]] = {}
     for dialect in dialects:
-        of = settings_of(dialect, config)
+        of = ModuleSettings(dialect, config)
         for group in (group for group in dialect.groups if is_named or not group.needs_config):
             for stem in stems_of(files, group):
                 parts = _parts(files, group, stem)

@@ -53,8 +53,10 @@ from .configs import (
 )
 from .histories import KEY as HISTORIES
 from .histories import Histories, as_arrays
-from .safetensors_file import DTYPES, Container, Shape, Shards, in_both, read, shown
+from .remote_path import path_of
+from .safetensors_file import DTYPES, Container, Shape, read, shown
 from .safetensors_writer import Writer, check_text
+from .shards import Shards, in_both
 
 _DTYPE_NAMES = {file: name for name, file in NON_NUMPY.items()}
 
@@ -284,8 +286,9 @@ def load_safetensors(
     """
     target = Target.of(framework, device)
     chosen = None if names is None else (names,) if isinstance(names, str) else tuple(names)
-    containers = opened(Path(path))
-    listed = named_tensors(Path(path), containers)
+    path = path_of(path)
+    containers = opened(path)
+    listed = named_tensors(path, containers)
     histories = Histories(containers, listed.keys())
     if chosen is not None:
         check_patterns(chosen, [*listed, *histories.recipes])
@@ -303,7 +306,7 @@ def load_safetensors(
             out[name] = target.plain(container, name)
     if left:
         warn_of_narrowed(path, framework, left)
-    warn_of_codes(Path(path), containers, listed, out)
+    warn_of_codes(path, containers, listed, out)
     out = histories.put_into(out)
     return trees.nested(out) if nested else out
 

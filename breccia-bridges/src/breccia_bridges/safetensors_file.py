@@ -27,6 +27,7 @@ import numpy as np
 from breccia import BrecciaError, CorruptFileError, ShapeError, UnknownNameError, UnsupportedError
 from breccia.internal import parsed_json, printable, suggestion
 
+from .remote_path import RemotePath, need_reserving, path_of, read_ranges
 from .staging import naming
 
 Shape = tuple[int, ...]
@@ -65,6 +66,8 @@ DTYPES: dict[str, tuple[int, str]] = {
 
 #: MAP_NORESERVE, which Python names from 3.13 on.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
+#: PROT_NONE.
+_NONE = 0
 
 #: What to do about a damaged file.
 FETCH = "Copy or download the file again."
@@ -126,9 +129,8 @@ class Container:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         need_little_endian()
-        self.path = Path(path)
-        with regular(self.path) as file:
-            status = os.fstat(file.fileno())
+        self.path = path_of(path)
+        with regular(self.path) as (file, status):
             self._identity, size = identity(status), status.st_size
             header = self._header_bytes(file, size)
             self._data_start = 8 + len(header)
@@ -159,11 +161,11 @@ class Container:
         BF16 is returned as uint16 bit patterns, 8-bit floats as uint8, smaller floats as flat uint8 bytes. A tensor that starts
         at a byte where its dtype is not aligned is read into memory.
         A file MUST NOT be truncated while a mapped array is in use: the system ends a process that reads pages which a file has
-        lost. `read` has no such condition.
+        lost. `read` has no such condition. Of a URL, the tensor is read into memory.
         Raises UnknownNameError where the file has no tensor of that name, CorruptFileError if it changed since it was opened.
         """
         view = self.view(name)
-        return view if view.flags.aligned else read(view)
+        return view if view.flags.aligned and not isinstance(self.path, RemotePath) else read(view)
 
     def read(self, name: str) -> np.ndarray:
         """The tensor, read into memory. Raises as `array` does, and CorruptFileError for a file that changed meanwhile."""
@@ -172,7 +174,10 @@ class Container:
         return array
 
     def view(self, name: str) -> np.ndarray:
-        """As `array`, but mapped even if it is not aligned. `read` takes a part of it into memory."""
+        """As `array`, but mapped even if it is not aligned. `read` takes a part of it into memory.
+
+        Of a URL nothing is mapped: addresses stand for the bytes, and only `read` may touch them.
+        """
         entry = self.entry(name)
         bits, dtype = DTYPES[entry.dtype]
         shape = entry.shape if bits >= 8 else (entry.nbytes,)
@@ -180,8 +185,12 @@ class Container:
 
     def check_unchanged(self) -> None:
         """Raise CorruptFileError if the file was replaced or modified since it was opened."""
-        if identity(os.stat(self.path)) != self._identity:
+        if identity(self.path.stat()) != self._identity:
             raise changed(self.path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its path: another process opens it again. Raises CorruptFileError there if the file is another one by then."""
+        return _opened_again, (type(self), self.path, self._identity[2:])
 
     def _mapped(self) -> mmap.mmap:
         mapped = self._map and self._map()
@@ -299,51 +308,11 @@ class Container:
             self._refuse(f"{size - end} bytes after the last tensor belong to none (it ends at {end} of {size}).", FETCH)
 
 
-class Shards(Container):
-    """The files of a folder as one container: components of a scaled tensor may be in different files.
-
-    Raises CorruptFileError where two files hold a tensor of the same name, or other configs of one.
-    """
-
-    def __init__(self, path: Path, files: Sequence[Container]) -> None:
-        self.path, self.metadata, self.entries = path, {}, {}
-        self._files: dict[str, Container] = {}
-        told: dict[str, Path] = {}
-        for file in files:
-            for key, text in file.metadata.items():
-                if key.endswith(".config") and self.metadata.get(key, text) != text:
-                    both = f"{shown(told[key].name)} and {shown(file.path.name)}"
-                    raise CorruptFileError(
-                        f"{shown(path)}: {both} have different metadata {short(key)}, so that they are of different "
-                        "checkpoints. Download the folder again.",
-                        path=str(path),
-                        key=key,
-                    )
-                self.metadata[key], told[key] = text, file.path
-            for name, entry in file.entries.items():
-                if name in self.entries:
-                    raise in_both(name, path, self._files[name].path, file.path)
-                self.entries[name], self._files[name] = entry, file
-
-    def file_of(self, name: str) -> Path:
-        return self._files[name].path
-
-    def view(self, name: str) -> np.ndarray:
-        self.entry(name)
-        return self._files[name].view(name)
-
-    def check_unchanged(self) -> None:
-        for file in {id(file): file for file in self._files.values()}.values():
-            file.check_unchanged()
-
-
-def in_both(name: str, path: Path, *files: Path) -> CorruptFileError:
-    """The error for a tensor that two files of the folder `path` hold."""
-    both = " and ".join(shown(file.name) for file in files)
-    return CorruptFileError(
-        f"tensor {name!r} is in both {both} of {shown(path)}; pass one file or download the folder again.",
-        name=name,
-    )
+def _opened_again(kind: type[Container], path: Path, version: tuple[int, ...]) -> Container:
+    """The container of a file whose size and time are these; other machines give it other numbers of devices."""
+    if identity(path.stat())[2:] != version:
+        raise changed(path)
+    return kind(path)
 
 
 @dataclass(frozen=True)
@@ -360,6 +329,12 @@ _origins: weakref.WeakKeyDictionary[mmap.mmap, _Origin] = weakref.WeakKeyDiction
 
 def _map(path: Path, expected: tuple[int, ...]) -> mmap.mmap:
     """Map the file copy-on-write, without reserving memory, so that files larger than memory can be mapped."""
+    if isinstance(path, RemotePath):
+        need_reserving(path)
+        # Addresses that nobody may touch, not even to read zeros.
+        mapped = mmap.mmap(-1, max(1, expected[2]), flags=mmap.MAP_PRIVATE | _NORESERVE, prot=_NONE)
+        _origins[mapped] = _Origin(path, expected, np.frombuffer(mapped, np.uint8, 1).ctypes.data)
+        return mapped
     with _opened(path, expected) as file:
         if sys.platform == "win32":
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -376,20 +351,40 @@ def read(view: np.ndarray) -> np.ndarray:
     It asks the system for the bytes, and does not touch mapped pages.
     Raises CorruptFileError where the file was replaced or modified since it was opened.
     """
-    base: Any = view
-    while isinstance(base, np.ndarray):
-        base = base.base
-    origin = _origins.get(base) if isinstance(base, mmap.mmap) else None
+    origin = _origin_of(view)
     if origin is None:
         return view
     axes = sorted(range(view.ndim), key=lambda axis: -view.strides[axis])
     if not view.flags.c_contiguous and axes != list(range(view.ndim)):  # a transpose: read as it is stored
         return read(view.transpose(axes)).transpose(np.argsort(axes))
     out = np.empty(view.shape, view.dtype)
-    if out.size:
+    if isinstance(origin.path, RemotePath):
+        read_ranges(origin.path, _runs(out, view, origin.address))
+    elif out.size:
         with _opened(origin.path, origin.identity) as file, naming(origin.path):
             _read_into(out, view, file, origin)
     return out
+
+
+def _runs(out: np.ndarray, view: np.ndarray, address: int) -> Generator[tuple[int, memoryview]]:
+    """The consecutive bytes of a view: where in the file they are, and where in `out` they go."""
+    if view.flags.c_contiguous:
+        yield view.ctypes.data - address, out.reshape(-1).view(np.uint8).data
+    else:
+        for part, of in zip(out, view, strict=True):
+            yield from _runs(part, of, address)
+
+
+def is_mapped(view: np.ndarray) -> bool:
+    """Is an array a part of what `Container.view` returned, of which nothing is read yet?"""
+    return _origin_of(view) is not None
+
+
+def _origin_of(view: np.ndarray) -> _Origin | None:
+    base: Any = view
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return _origins.get(base) if isinstance(base, mmap.mmap) else None
 
 
 def _read_into(out: np.ndarray, view: np.ndarray, file: BinaryIO, origin: _Origin) -> None:
@@ -416,14 +411,20 @@ def _opened(path: Path, expected: tuple[int, ...]) -> BinaryIO:
 
 
 @contextmanager
-def regular(path: Path) -> Generator[BinaryIO]:
-    """A file, opened. Raises CorruptFileError for a pipe or a device."""
+def regular(path: Path) -> Generator[tuple[BinaryIO, os.stat_result]]:
+    """A file, opened, and its status. Raises CorruptFileError for a pipe or a device."""
+    if isinstance(path, RemotePath):
+        status = path.stat()
+        with path.open() as file:
+            yield file, status
+        return
     with open(path, "rb", opener=_at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise CorruptFileError(
                 f"{shown(path)}: it is a pipe or a device. Give a file; a pipe has to be written to one first.", path=str(path)
             )
-        yield file
+        yield file, status
 
 
 def _at_once(path: str, flags: int) -> int:

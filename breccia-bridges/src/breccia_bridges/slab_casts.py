@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
-from breccia import ScalingRecipe, cast
+from breccia import ScaledTensor, ScalingRecipe, cast
 from breccia.backend import TENSOR, components, threads
 from breccia.internal import measuring
 
+from . import compiled
 from .measure import FileTensor, slabs
+
+_T = TypeVar("_T")
 
 
 class SlabCasts:
@@ -24,41 +31,78 @@ class SlabCasts:
     among: the `extremes` of more than this tensor, where several share one tensor-level scale.
     """
 
-    def __init__(self, stored: FileTensor, recipe: ScalingRecipe, among: np.ndarray | None = None) -> None:
+    def __init__(self, stored: FileTensor, recipe: ScalingRecipe, among: np.ndarray | None = None, unit: int = 1) -> None:
         self.stored, self.recipe, self.among = stored, recipe, among
         block = recipe.layout.block()
         self.has_tensor_scale = recipe.format.levels[0].block == TENSOR
         self.rows = 1 if block == TENSOR else block[0] or stored.shape[-2]
-        self.slabs = list(slabs(stored.shape, stored.unit, self.rows))
+        self.slabs = list(slabs(stored.shape, stored.unit, self.rows, unit))
 
     def cast(self) -> Generator[dict[str, np.ndarray]]:
         """The components of the cast tensor in consecutive pieces; per-tensor components come with the first."""
+        for n, st in enumerate(self.tensors()):
+            yield {part: a for part, a in components(st).items() if a.ndim or n == 0}
+
+    def tensors(self) -> Generator[ScaledTensor]:
+        """The cast tensor, slab by slab; each with the per-tensor components of all."""
         above = np.empty(0, np.float32)
         if self.has_tensor_scale and (self.among is not None or len(self.slabs) > 1):
             found = extremes([self.stored]) if self.among is None else self.among
             above = np.resize(found, math.ceil(found.size / self.rows) * self.rows)
-        rooms = measuring.Rooms()
-        for slab in self.slabs:
-            x = self._numbers(slab, above, rooms)
-            st = cast(x, self.recipe)
-            if above.size:
-                st = st[:, above.size :]
-            yield {part: a for part, a in components(st).items() if a.ndim or slab == self.slabs[0]}
+        yield from in_order(lambda slab, rooms: self._cast(slab, above, rooms), self.slabs)
+
+    def _cast(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> ScaledTensor:
+        """A slab, below rows of the numbers of `above` while it is cast."""
+        st = cast(self._numbers(slab, above, rooms), self.recipe)
+        return st[:, above.size :] if above.size else st
 
     def _numbers(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> np.ndarray:
         """The numbers of a slab below rows of those of `above`."""
-        x = self.stored.stored(slab)
-        if x.dtype != np.uint16 and not above.size:
-            return measuring.numbers_of(x)
-        matrices, rows, columns = x.shape
+        matrices, rows = (part.stop - part.start for part in slab)
+        columns = self.stored.shape[-1]
         whole = rooms.array("numbers", (matrices, above.size + rows, columns))
         whole[:, : above.size] = above[:, None]
         below = whole[:, above.size :]
+        if below.flags.c_contiguous and self.stored.decode_into(slab, below):
+            return whole
+        x = self.stored.stored(slab)
+        if x.dtype != np.uint16 and not above.size:
+            return measuring.numbers_of(x)
         if x.dtype == np.uint16:
             np.left_shift(x, 16, out=below.view(np.uint32), dtype=np.uint32)
         else:
             below[...] = measuring.numbers_of(x)
         return whole
+
+
+def in_order(work: Callable[[measuring.Slab, measuring.Rooms], _T], every: Sequence[measuring.Slab]) -> Generator[_T]:
+    """What `work` makes of each slab, in order. Each thread makes one; the caller takes those before it meanwhile."""
+    workers = min(threads.get_num_threads(), len(every))
+    if workers <= 1 or compiled.missing():  # NumPy's short loops would wait for the interpreter, not for each other
+        rooms = measuring.Rooms()
+        for slab in every:
+            yield work(slab, rooms)
+        return
+    free = deque(measuring.Rooms() for _ in range(workers))
+
+    def made(slab: measuring.Slab) -> _T:
+        rooms = free.pop()
+        try:
+            return threads.at_most(1, work, slab, rooms)
+        finally:
+            free.append(rooms)
+
+    with ThreadPoolExecutor(workers) as pool:
+        left = iter(every)
+        begun = deque(pool.submit(made, slab) for slab in islice(left, workers))
+        try:
+            while begun:
+                found = begun.popleft().result()
+                begun.extend(pool.submit(made, slab) for slab in islice(left, 1))
+                yield found
+        finally:
+            for future in begun:
+                future.cancel()
 
 
 def extremes(tensors: Sequence[FileTensor]) -> np.ndarray:
@@ -67,7 +111,9 @@ def extremes(tensors: Sequence[FileTensor]) -> np.ndarray:
     found: list[tuple[np.float32, np.float32, bool]] = []
 
     def work(first: int, end: int) -> None:
-        found.extend(_extremes(tensor.values(slab)) for tensor, slab in every[first:end])
+        rooms = measuring.Rooms()
+        for tensor, slab in every[first:end]:
+            found.append(threads.at_most(1, _extremes_of, tensor, slab, rooms))
 
     threads.spread(work, len(every), threads.get_num_threads())
     low, high = min((each[0] for each in found), default=_NONE[0]), max((each[1] for each in found), default=_NONE[1])
@@ -77,6 +123,10 @@ def extremes(tensors: Sequence[FileTensor]) -> np.ndarray:
 
 #: The smallest and the largest of no elements.
 _NONE = np.float32(np.inf), np.float32(-np.inf)
+
+
+def _extremes_of(tensor: FileTensor, slab: measuring.Slab, rooms: measuring.Rooms) -> tuple[np.float32, np.float32, bool]:
+    return _extremes(tensor.values(slab, rooms))
 
 
 def _extremes(x: np.ndarray) -> tuple[np.float32, np.float32, bool]:

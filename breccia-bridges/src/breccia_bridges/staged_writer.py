@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
+
+import numpy as np
 
 from .safetensors_file import Shape
 from .safetensors_writer import Data, Writer, raw_bytes
@@ -50,6 +53,29 @@ class StagedWriter(Writer):
         with naming(self.path):
             self._file.flush()  # a process that is killed loses what it has not given to the system
         self.digests[name] = digest.hexdigest()
+
+    @contextmanager
+    def columns(self, name: str) -> Generator[Callable[[np.ndarray], None]]:
+        """Write one matrix in consecutive ranges of its columns."""
+        entry, file = self.entries[name], self._file
+        assert file is not None
+        start = len(self._header) + entry.start
+        width, at = entry.nbytes // max(1, entry.shape[0]), 0
+
+        def put(array: np.ndarray) -> None:
+            nonlocal at
+            rows = np.ascontiguousarray(array).view(np.uint8).reshape(len(array), -1)
+            with naming(self.path):
+                for n, row in enumerate(rows):
+                    write_at(file, row.data, start + n * width + at)
+            at += rows.shape[1]
+
+        yield put
+        if at != width:
+            raise self._miscounted(name, at * entry.shape[0])
+        with naming(self.path):
+            self.digests[name] = digest_of(file, start, entry.nbytes)
+        self._written.add(name)
 
     def keep(self, digests: Mapping[str, str]) -> bool:
         """Are these tensors in the file, with these digests? Then they need not be written."""
@@ -121,6 +147,18 @@ def opened_again(path: Path, header: bytes, nbytes: int) -> BinaryIO:
         file.close()
         raise
     return file
+
+
+def write_at(file: BinaryIO, raw: memoryview, at: int) -> None:
+    """Write bytes at a place, past the file's own buffer where the system can."""
+    if hasattr(os, "pwrite"):
+        file.flush()
+        while raw:
+            count = os.pwrite(file.fileno(), raw, at)
+            raw, at = raw[count:], at + count
+    else:
+        file.seek(at)
+        file.write(raw)
 
 
 def digest_of(file: BinaryIO, start: int, nbytes: int) -> str:

@@ -46,14 +46,14 @@ class Staging:
     a moment between two renames in which the destination has no name; its old contents are complete in the staging folder.
 
     keeps_journal: what an interrupted or failed run has written stays as long as there is a file `journal` beside it, for the
-    next run to go on with.
+    next run to go on with. target: what messages call the destination.
 
     Raises BlockingIOError while another process, or another part of this one, writes the same destination; FileExistsError
     where something else has the name of the staging folder.
     """
 
-    def __init__(self, destination: Path, keeps_journal: bool = False) -> None:
-        self.destination, self.folder = destination, staging_folder(destination)
+    def __init__(self, destination: Path, keeps_journal: bool = False, target: Path | None = None) -> None:
+        self.destination, self.folder, self.target = destination, staging_folder(destination), target or destination
         self.journal, self._keeps_journal = self.folder / "journal", keeps_journal
         self.new, self._old = self.folder / "new" / destination.name, self.folder / "old" / destination.name
         self._lock, self._committed = -1, False
@@ -145,7 +145,7 @@ class Staging:
 
     def _take(self, descriptor: int) -> None:
         if not lock(descriptor):
-            raise BlockingIOError(f"another process is writing {self.destination} (in {self.folder}); wait until it has ended.")
+            raise BlockingIOError(f"another process is writing {self.target} (in {self.folder}); wait until it has ended.")
 
     def _close(self) -> bool:
         """Remove the folder, unless it holds the only copy of the destination, and give the lock back. Is anything left?"""

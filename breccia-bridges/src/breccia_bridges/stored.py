@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from reprlib import repr as short
 from typing import Any
 
@@ -33,6 +33,10 @@ class Stored:
     files: Mapping[str, Container] = field(repr=False, compare=False)
     config: Announced | None = field(compare=False)
     settings_of: SettingsOf = field(repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what is computed of the fields, which may be functions of a dialect."""
+        return Stored, tuple(getattr(self, one.name) for one in fields(self))
 
     @property
     def spelled(self) -> str:
@@ -147,21 +151,26 @@ class Stored:
         )
 
 
-def settings_of(dialect: Dialect, config: Announced | None) -> SettingsOf:
+@dataclass(frozen=True)
+class ModuleSettings:
     """The settings of modules by a config, which is read once, when the first ones are asked for."""
-    settings: Mapping[str, Any] = config.settings if config else {}
 
-    @cache
-    def read() -> SettingsOf | Exception:
-        try:
-            return targets.load(dialect.settings)(settings) if dialect.settings else lambda module: settings
-        except Exception as e:  # the error of every value
-            return e
+    dialect: Dialect
+    config: Announced | None
 
-    def of(module: str) -> Mapping[str, Any] | None:
-        known = read()
+    def __call__(self, module: str) -> Mapping[str, Any] | None:
+        known = self._read
         if isinstance(known, Exception):
             raise known.with_traceback(None)
         return known(module)
 
-    return of
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleSettings, (self.dialect, self.config)
+
+    @cached_property
+    def _read(self) -> SettingsOf | Exception:
+        settings: Mapping[str, Any] = self.config.settings if self.config else {}
+        try:
+            return targets.load(self.dialect.settings)(settings) if self.dialect.settings else lambda module: settings
+        except Exception as e:  # the error of every value
+            return e

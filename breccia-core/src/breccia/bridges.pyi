@@ -34,6 +34,7 @@ def convert(
     max_shard_size: int | str | None = None,
     max_memory: int | str = "1GiB",
     verify: str = "full",
+    engine: str = "local",
 ) -> Any: ...
 def diff(
     a: str | os.PathLike[str],

@@ -115,10 +115,12 @@ class StoredForm:
 
     entries: the dtype and shape of each part in a file, by the end of its name.
     settings: what the config says of the value's module, in the terms of the dialect's own `config`.
+    known: arrays of parts that the form alone determines, such as a shape; `write` does not make them.
     """
 
     entries: Mapping[str, Entry]
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    known: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
 
 
 class StoredValue(Mapping[str, Any]):
@@ -201,6 +203,8 @@ class Dialect:
     recipes: specs of recipes that it stores, as examples of all of them; the first is what `convert` takes by default.
     settings: object reference of f(config) -> a `SettingsOf`, which gets the name of a module; by default the config itself.
         It is called once for a config, so that long lists are read once.
+    by_rows: whether what `write` makes of some rows of a matrix is a part of what it makes of all: its rows, or its columns.
+        Then a matrix is written slab by slab, in little memory.
     embeddings: whether the library also reads embeddings that are quantized; most have quantized linear layers only.
     remedy: for a dialect without `read`, which is recognized only: what the user can do.
     activations: ends of tensors that say how a layer quantizes its inputs, outputs or cache, such as "input_scale". They are no
@@ -225,6 +229,7 @@ class Dialect:
     file: str | None = None
     recipes: tuple[str, ...] = ()
     settings: str | None = None
+    by_rows: bool = False
     embeddings: bool = False
     remedy: str = ""
     activations: tuple[str, ...] = ()

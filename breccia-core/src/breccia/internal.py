@@ -41,9 +41,9 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("parsed_json", "unique_keys"), "json_text"),
     **dict.fromkeys(("ML_DTYPES", "install"), "siblings"),
     "once": "targets",
-    **dict.fromkeys(("PRESETS", "check_patterns", "kept_kind", "matches"), "policies"),
+    **dict.fromkeys(("COMPLETE", "PRESETS", "check_patterns", "kept_kind", "matches"), "policies"),
     **dict.fromkeys(("kind_in_file", "size"), "models"),
-    "recipe_names": "cli.completion",
+    **dict.fromkeys(("policy_names", "recipe_names"), "cli.completion"),
 }
 
 __all__ = [*sorted(_HOMES)]

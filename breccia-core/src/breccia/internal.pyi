@@ -2,6 +2,7 @@ from . import storing as storing
 from .arrays.frameworks import bit_pattern as bit_pattern
 from .arrays.frameworks import device_of as device_of
 from .arrays.frameworks import output_dtype as output_dtype
+from .cli.completion import policy_names as policy_names
 from .cli.completion import recipe_names as recipe_names
 from .codecs import FLOAT_CODECS as FLOAT_CODECS
 from .codecs import FLOAT_NAMES as FLOAT_NAMES
@@ -43,6 +44,7 @@ from .locks import reentrant as reentrant
 from .models import kind_in_file as kind_in_file
 from .models import size as size
 from .operations import CASTING as CASTING
+from .policies import COMPLETE as COMPLETE
 from .policies import PRESETS as PRESETS
 from .policies import check_patterns as check_patterns
 from .policies import kept_kind as kept_kind

@@ -85,9 +85,12 @@ def choose(
 
     Raises UnknownNameError for a pattern that matches no name; UnsupportedError for a pattern with a recipe that matches only
     parameters that cannot be quantized; OptionError for a pattern that decides nothing, since others before it match the same
-    names, and for contracted axes that are not consecutive. Where none is chosen, `none_chosen` is the error.
+    names, for contracted axes that are not consecutive, and for
+    `select` beside a policy with patterns. Where none is chosen, `none_chosen` is the error.
     """
     listed = list(parameters)
+    if select is not None and policy.has_patterns:
+        raise OptionError(f"{caller}: a function chooses the parameters, and so do the patterns of {policy.source}; give one.")
     if select is None:
         _check(policy, listed, caller, what, listed_by)
     chosen: dict[str, Chosen] = {}
@@ -120,12 +123,13 @@ def _ruled(p: Parameter, policy: Policy) -> tuple[WeightRule | None, str]:
     if pattern is not None:
         rule = next(rule for known, rule in policy.rules if known == pattern)
         return rule, EXCLUDED if rule is None else ""
-    if policy.default is None:
+    pattern, rule = policy.preset_rule(p.name, kinds)
+    if pattern is None and rule is None:
         return None, NO_RULE
     for kind in kinds:
-        if kind in PRESETS[policy.preset] and not (p.why and kind in (NO_MATRIX, CONVOLUTION)):  # a reason says more
+        if kind in PRESETS[policy.preset].keeps and not (p.why and kind in (NO_MATRIX, CONVOLUTION)):  # a reason says more
             return None, kind
-    return policy.default, ""
+    return rule, EXCLUDED if rule is None else ""
 
 
 def _check(policy: Policy, parameters: list[Parameter], caller: str, what: str, listed_by: str) -> None:

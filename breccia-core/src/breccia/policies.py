@@ -37,17 +37,59 @@ KEPT = {
 NO_MATRIX, CONVOLUTION = "no matrix", "convolution"
 KINDS = (*KEPT, NO_MATRIX, CONVOLUTION, "linear", "experts")
 
-#: Named policies: the kinds that keep their precision unless a pattern says otherwise.
-PRESETS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "breccia": frozenset((*KEPT, NO_MATRIX, CONVOLUTION)),
-        # mlx.nn.quantize takes every layer that has a quantized form: linear and embedding layers, whatever they are used for.
-        "mlx.nn.quantize": frozenset(("bias", "decay", "norm", NO_MATRIX, CONVOLUTION)),
-    }
-)
-
 #: What a policy says of parameters that keep their precision; None says the same.
 KEEP = "keep"
+
+
+class Preset(NamedTuple):
+    """A named policy: what it is for, the kinds of parameters that keep their precision, and rules for the others.
+
+    The rules are (pattern, spec or "keep") pairs, of which the first that matches decides. They come after the patterns of a
+    policy that names the preset, and, unlike these, need not match anything.
+    """
+
+    about: str
+    keeps: frozenset[str]
+    rules: tuple[tuple[str, str], ...] = ()
+
+
+_KINDS_KEPT = frozenset((*KEPT, NO_MATRIX, CONVOLUTION))
+_ATTENTION = tuple((pattern, KEEP) for pattern in ("*attn*", "*[Aa]ttention*"))
+#: The layers after attention, and their experts: Llama, GPT-2 and Falcon; DeepSeek-V4, DistilBERT and MPT; Wav2Vec2; Mixtral;
+#: any stack of experts; T5; OPT and BART; BERT.
+_FEED_FORWARD = (
+    *("*mlp*", "*ffn*", "*feed_forward*", "*moe*", "*experts*", "*DenseReluDense*", "*.fc[12].*"),
+    *("*.intermediate.dense.*", "*.output.dense.*"),
+)
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "breccia": Preset(
+            "the kinds that keep their precision by default; a `default` beside it quantizes the others", _KINDS_KEPT
+        ),
+        # mlx.nn.quantize takes every layer that has a quantized form: linear and embedding layers, whatever they are used for.
+        "mlx.nn.quantize": Preset(
+            "what `mlx.nn.quantize` takes, embeddings, routers and output heads too; a `default` beside it quantizes them",
+            frozenset(("bias", "decay", "norm", NO_MATRIX, CONVOLUTION)),
+        ),
+        # The checkpoint of DeepSeek-V3: all linear layers and experts, but two of the module that predicts further tokens.
+        "deepseek-fp8": Preset(
+            "FP8 in blocks of 128 x 128, of the layers that DeepSeek-V3 has so",
+            _KINDS_KEPT,
+            (("*.eh_proj.*", KEEP), ("*.shared_head.*", KEEP), ("*", "fp8_block,block_m=128")),
+        ),
+        "nvfp4-mlp": Preset(
+            "NVFP4 of feed-forward layers and experts; attention keeps its precision",
+            _KINDS_KEPT,
+            (*_ATTENTION, *((pattern, "nvfp4") for pattern in _FEED_FORWARD), ("kind:experts", "nvfp4")),
+        ),
+        "int4-except-attention": Preset(
+            "INT4 in groups of 128, of all but attention", _KINDS_KEPT, (*_ATTENTION, ("*", "int4"))
+        ),
+    }
+)
+#: The presets that say a recipe, and so stand in the place of one.
+COMPLETE = tuple(name for name, preset in PRESETS.items() if preset.rules)
 #: The reasons for parameters that a pattern leaves, and that no pattern matches.
 EXCLUDED = "excluded"
 NO_RULE = "no rule"
@@ -108,7 +150,8 @@ class Policy:
     rules: (pattern, rule) pairs. The first whose pattern matches a parameter decides, and None leaves it. Patterns are
         shell-style globs over whole names, or "kind:" and a kind: "kind:embedding".
     default: the rule for parameters that no pattern matches, unless they are of a kind that `preset` keeps. None leaves them.
-    preset: a named policy, "breccia" or "mlx.nn.quantize": the kinds of parameters that keep their precision by default.
+    preset: a named policy of `PRESETS`: the kinds of parameters that keep their precision by default, and rules that come
+        after `rules`: "breccia" and "mlx.nn.quantize" have none; "deepseek-fp8", "nvfp4-mlp" and "int4-except-attention" do.
     source: what errors call the policy.
 
     Mappings and YAML files state one, in `Policy.of` and wherever a recipe may be given:
@@ -126,7 +169,13 @@ class Policy:
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise UnknownNameError(
-                f"{self.source}: no preset {self.preset!r}{suggestion(self.preset, list(PRESETS))}", name=self.preset
+                f"{self.source}: no preset {self.preset!r}{suggestion(str(self.preset), list(PRESETS))}", name=self.preset
+            )
+        if self.default is not None and any(pattern == "*" for pattern, _ in _rules_of(self.preset)):
+            raise OptionError(
+                f"{self.source}: the preset {self.preset!r} has a rule for every parameter, so a default decides nothing; give "
+                "patterns.",
+                preset=self.preset,
             )
         for pattern, _ in self.rules:
             kind = pattern.removeprefix(_KIND)
@@ -139,8 +188,9 @@ class Policy:
     def of(cls, value: Any, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> Policy:
         """A policy from what users give in the place of a recipe.
 
-        value: a policy; a mapping from patterns to recipes, specs, "keep" or None, with "default" and "preset" for these
-            fields; the path of a YAML file with such a mapping; or a recipe, its spec or a WeightRule, which is the default.
+        value: a policy; the name of a preset with rules, "nvfp4-mlp"; a mapping from patterns to recipes, specs, "keep" or
+            None, with "default" and "preset" for these fields; the path of a YAML file with such a mapping; or a recipe, its
+            spec or a WeightRule, which is the default.
         include, exclude: patterns to quantize under the one recipe, and to leave. `exclude` beats `include`.
 
         Raises UnsupportedError for other values, OptionError for patterns beside a policy, UnknownNameError and RecipeError
@@ -151,6 +201,8 @@ class Policy:
             value = cls.read(cast("str | os.PathLike[str]", value))
         elif isinstance(value, Mapping):
             value = cls.from_mapping(cast("Mapping[str, Any]", value))
+        elif isinstance(value, str) and value in PRESETS:
+            value = _preset(value)
         if isinstance(value, cls):
             if left or taken:
                 raise OptionError(
@@ -158,7 +210,10 @@ class Policy:
                     '{"lm_head*": "keep", "*.mlp.*": "nvfp4"}.'
                 )
             return value
-        rule = WeightRule.of(value)
+        try:
+            rule = WeightRule.of(value)
+        except UnknownNameError as e:
+            raise _unknown(value, e) from None
         if rule is None:
             raise OptionError(
                 f"a model is quantized under a recipe, or a policy: a mapping from patterns to recipes. Got {value!r}."
@@ -176,6 +231,12 @@ class Policy:
             if pattern == _PRESET:
                 fields[_PRESET] = value
                 continue
+            if isinstance(value, Mapping | list):
+                raise OptionError(
+                    f"{source}: {pattern!r} has {value!r} where a recipe is expected. A policy is one mapping, of patterns to "
+                    "recipes, without lists or mappings in it: `lm_head*: keep`.",
+                    pattern=pattern,
+                )
             try:
                 rule = WeightRule.of(value)
             except BrecciaError as e:
@@ -198,6 +259,10 @@ class Policy:
                 f"policies are read from YAML files by PyYAML, which is not installed: {YAML.remedy}.", name="yaml"
             )
         rules: Any = targets.load("breccia.yaml_text:parsed_yaml")(Path(path).read_text(encoding="utf-8"), str(path))
+        if rules is None:
+            raise OptionError(
+                f"{path} is empty; a policy has lines such as `lm_head*: keep` and `default: nvfp4`.", path=str(path)
+            )
         if not isinstance(rules, dict):
             raise OptionError(
                 f"{path}: a policy is a mapping from patterns to recipes, such as `lm_head*: keep`; the file has {rules!r}.",
@@ -208,16 +273,49 @@ class Policy:
     @property
     def recipes(self) -> tuple[ScalingRecipe, ...]:
         """The recipes of its rules, each once, the default's first."""
-        rules = [self.default, *(rule for _, rule in self.rules)]
+        rules = [self.default, *(rule for _, rule in (*self.rules, *_rules_of(self.preset)))]
         return tuple(dict.fromkeys(rule.recipe for rule in rules if rule is not None))
 
     def keeping(self, patterns: Iterable[str]) -> Policy:
         """The policy that leaves what these patterns match, whatever its own rules say."""
         return replace(self, rules=(*((pattern, None) for pattern in patterns), *self.rules))
 
+    @property
+    def has_patterns(self) -> bool:
+        """Has it rules, of its own or of its preset, beside the default?"""
+        return bool(self.rules or _rules_of(self.preset))
+
     def deciding(self, name: str, kinds: Collection[str]) -> str | None:
-        """The pattern that decides about a parameter of that name and those kinds; None if no pattern does."""
+        """The pattern of its own that decides about a parameter of that name and those kinds; None if none does."""
         return next((pattern for pattern, _ in self.rules if _selects(pattern, name, kinds)), None)
+
+    def preset_rule(self, name: str, kinds: Collection[str]) -> tuple[str | None, WeightRule | None]:
+        """The pattern of its preset that matches such a parameter, and its rule; (None, the default) if none does."""
+        found = ((p, rule) for p, rule in _rules_of(self.preset) if _selects(p, name, kinds))
+        return next(found, (None, self.default))
+
+
+@cache
+def _rules_of(preset: str) -> tuple[tuple[str, WeightRule | None], ...]:
+    return tuple((pattern, WeightRule.of(spec)) for pattern, spec in PRESETS[preset].rules)
+
+
+def _preset(name: str) -> Policy:
+    """The policy of that name. Raises OptionError for a preset that names no recipe."""
+    if name not in COMPLETE:
+        raise OptionError(
+            f"the preset {name!r} says what keeps its precision, and no recipe. Give both in a mapping: "
+            f'{{"preset": {name!r}, "default": "nvfp4"}}; or one that has a recipe: {", ".join(COMPLETE)}.',
+            preset=name,
+        )
+    return Policy(preset=name, source=f"the preset {name!r}")
+
+
+def _unknown(given: Any, e: UnknownNameError) -> UnknownNameError:
+    """The error of an unknown recipe, or, where a preset has the nearest name, that of an unknown preset."""
+    if isinstance(given, str) and get_close_matches(given, COMPLETE, n=1):
+        return UnknownNameError(f"no recipe and no preset {given!r}{suggestion(given, list(COMPLETE))}", name=given)
+    return e
 
 
 def _selects(pattern: str, name: str, kinds: Collection[str]) -> bool:

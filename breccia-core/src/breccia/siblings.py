@@ -91,7 +91,11 @@ EXTRAS = (
     YAML,
     TESTING,
     Extra("breccia-bridges[report]", ("plotly", "jinja2"), "--report of convert and compare"),
+    Extra(
+        "breccia-bridges[remote]", ("aiohttp", "fsspec", "platformdirs"), "checkpoints at URLs: s3://, gs://, hf://, https://"
+    ),
     Extra("breccia-bridges[gguf]", ("gguf",), "types IQ1 to IQ3 of GGUF files"),
+    Extra("breccia-bridges[ray]", ("ray",), "convert --engine ray: files on many machines"),
 )
 
 

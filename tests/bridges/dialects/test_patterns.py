@@ -23,7 +23,7 @@ from breccia_bridges.announcements import Announced
 from breccia_bridges.dialects import compressed_tensors
 from breccia_bridges.dialects.patterns import LONGEST, Expressions, globs
 from breccia_bridges.inspection import inspected
-from breccia_bridges.stored import settings_of
+from breccia_bridges.stored import ModuleSettings
 
 #: Patterns for which `re` takes longer than the age of the universe, or whose repeats do not fit into memory.
 EXPONENTIAL = [
@@ -259,7 +259,7 @@ def test_a_config_of_20000_modules_takes_as_long_for_each_as_one_of_2000(method:
         settings = json.loads(json.dumps(of_modules(method, modules)))
         dialect = next(d for d in registry().dialects.values() if d.announced_by(method, settings))
         started = process_time()
-        of = settings_of(dialect, Announced("config.json", method, settings))
+        of = ModuleSettings(dialect, Announced("config.json", method, settings))
         assert all(of(module) is not None for module in modules)
         return process_time() - started
 

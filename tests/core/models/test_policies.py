@@ -73,7 +73,64 @@ def test_include_and_exclude_are_patterns_of_one_recipe() -> None:
 def test_the_preset_of_mlx_keeps_no_linear_and_no_embedding_layer() -> None:
     found, left = chosen({"preset": "mlx.nn.quantize", "default": "nvfp4"})
     assert set(left) == {"layers.0.conv.weight", "layers.0.thin.weight"} and "embed.weight" in found
-    assert set(PRESETS) == {"breccia", "mlx.nn.quantize"} and set(KEPT) < PRESETS["breccia"]
+    assert set(KEPT) < PRESETS["breccia"].keeps
+
+
+#: Weights of DeepSeek-V3 as its checkpoint names them, and whether it has them in FP8; of BERT, T5 and OPT; of Mixtral.
+DEEPSEEK = {
+    "model.embed_tokens.weight": False,
+    "lm_head.weight": False,
+    "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": True,
+    "model.layers.0.mlp.gate_proj.weight": True,
+    "model.layers.3.mlp.experts.255.down_proj.weight": True,
+    "model.layers.3.mlp.shared_experts.up_proj.weight": True,
+    "model.layers.3.mlp.gate.weight": False,
+    "model.layers.61.eh_proj.weight": False,
+    "model.layers.61.shared_head.head.weight": False,
+}
+FEED_FORWARD = (
+    "bert.encoder.layer.0.output.dense.weight",
+    "encoder.block.0.layer.1.DenseReluDense.wi_0.weight",
+    "model.decoder.layers.0.fc1.weight",
+    "model.layers.0.block_sparse_moe.experts.0.w1.weight",
+    "model.layers.0.mlp.experts.gate_up_proj",
+)
+ATTENTION = (
+    "bert.encoder.layer.0.attention.output.dense.weight",
+    "encoder.block.0.layer.0.SelfAttention.q.weight",
+    "model.decoder.layers.0.self_attn.k_proj.weight",
+    "transformer.h.0.attn.c_attn.weight",
+)
+
+
+def test_presets_with_rules_stand_in_the_place_of_a_recipe() -> None:
+    def recipes(policy: Any, *names: str) -> dict[str, str]:
+        shapes = {name: (2, 64, 64) if name.endswith("gate_up_proj") else (256, 256) for name in names}
+        return chosen(policy, *[parameter(n, s, kind=kind_in_file(n, s)) for n, s in shapes.items()])[0]
+
+    found, left = chosen("deepseek-fp8", *[parameter(name, (256, 256)) for name in DEEPSEEK])
+    assert set(found) == {name for name, is_fp8 in DEEPSEEK.items() if is_fp8} and set(found.values()) == {"fp8_block"}
+    assert left["model.layers.61.eh_proj.weight"] == "excluded" and left["model.layers.3.mlp.gate.weight"] == "router"
+    assert Policy.of("deepseek-fp8").recipes == (breccia.Float8BlockScaling(block_m=128),)
+    assert recipes("nvfp4-mlp", *FEED_FORWARD, *ATTENTION, "lm_head.weight", "model.other.weight") == dict.fromkeys(
+        FEED_FORWARD, "nvfp4"
+    )
+    assert recipes("int4-except-attention", *FEED_FORWARD, *ATTENTION, "lm_head.weight", "model.other.weight") == dict.fromkeys(
+        (*FEED_FORWARD, "model.other.weight"), "int4"
+    )
+
+
+def test_patterns_and_a_default_come_beside_a_preset() -> None:
+    found, left = chosen({"*.up.*": "keep", "*.attn.*": "mxfp8", "preset": "nvfp4-mlp"})
+    assert found == {"layers.0.attn.q.weight": "mxfp8"} and left["layers.0.mlp.up.weight"] == "excluded"
+    found, _ = chosen({"preset": "nvfp4-mlp", "default": "mxfp8"}, *MODEL, parameter("other.weight"))
+    assert found == {"layers.0.mlp.up.weight": "nvfp4", "other.weight": "mxfp8"}
+    with pytest.raises(
+        breccia.OptionError, match=r"^quantize: a function chooses the parameters, and so do the patterns of the "
+    ):
+        choose(MODEL, Policy.of("nvfp4-mlp"), "quantize", select=lambda p: "")
+    with pytest.raises(breccia.OptionError, match=r"the preset 'nvfp4-mlp' has patterns of its own; give it them instead of"):
+        Policy.of("nvfp4-mlp", exclude=["*.up.*"])
 
 
 def test_kinds_are_patterns() -> None:
@@ -132,7 +189,17 @@ def test_a_yaml_file_says_what_a_mapping_says(tmp_path: Path) -> None:
         ("'*.mlp.*': mxfp9\n", r"policy\.yaml: the rule of '\*\.mlp\.\*': no recipe 'mxfp9'; did you mean 'mxfp8'\?"),
         ("'*.mlp.*': fp8_block,block=3\n", r"policy\.yaml: the rule of '\*\.mlp\.\*': .*block"),
         ("kind:embeding: keep\n", r"policy\.yaml: 'kind:embeding' names no kind of parameter; did you mean 'embedding'\?"),
-        ("preset: mlx\n", r"policy\.yaml: no preset 'mlx'.* Known: breccia, mlx\.nn\.quantize\.$"),
+        ("preset: mlx\n", r"policy\.yaml: no preset 'mlx'.* Known: breccia, deepseek-fp8, .*, nvfp4-mlp\.$"),
+        ("", r"policy\.yaml is empty; a policy has lines such as `lm_head\*: keep` and `default: nvfp4`\.$"),
+        (
+            "rules:\n- '*.mlp.*': nvfp4\n",
+            r"policy\.yaml: 'rules' has \[\{'\*\.mlp\.\*': 'nvfp4'\}\] where a recipe is expected\. A policy is one "
+            r"mapping, of patterns to recipes, without lists or mappings in it: `lm_head\*: keep`\.$",
+        ),
+        (
+            "preset: deepseek-fp8\ndefault: mxfp8\n",
+            r"policy\.yaml: the preset 'deepseek-fp8' has a rule for every parameter, so a default decides nothing",
+        ),
     ],
 )
 def test_a_wrong_file_is_named_with_the_place_and_the_remedy(text: str, message: str, tmp_path: Path) -> None:
@@ -170,6 +237,16 @@ def test_without_pyyaml_the_error_says_what_to_install(monkeypatch: pytest.Monke
         ({"*.q.*": ("nvfp4", (0, 5))}, breccia.OptionError, r"layers\.0\.attn\.q\.weight has 2 axes; its contracted axes are "),
         (None, breccia.OptionError, r"quantized under a recipe, or a policy: a mapping from patterns to recipes\. Got None\.$"),
         ("nvpf4", breccia.UnknownNameError, r"no recipe 'nvpf4'; did you mean 'nvfp4'"),
+        (
+            "nvfp4-mpl",
+            breccia.UnknownNameError,
+            r"^no recipe and no preset 'nvfp4-mpl'; did you mean 'nvfp4-mlp'\? Known: deep",
+        ),
+        (
+            "mlx.nn.quantize",
+            breccia.OptionError,
+            r"the preset 'mlx\.nn\.quantize' says what keeps its precision, and no recipe\. Give both in a mapping: \{",
+        ),
     ],
 )
 def test_a_policy_that_does_not_fit_the_model_is_refused(policy: Any, error: type[Exception], message: str) -> None:

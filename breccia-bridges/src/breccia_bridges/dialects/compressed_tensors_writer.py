@@ -107,7 +107,8 @@ def stored(form: ValueForm) -> StoredForm:
         entries = {"weight_packed": Entry("U8", (rows, columns * fmt.element.bits // 8)), "weight_scale": scales}
     else:
         entries = {"weight_scale": scales, "weight": Entry("I8" if weights["type"] == "int" else "F8_E4M3", (rows, columns))}
-    return StoredForm(entries, {"format": name, "weights": weights, "input_activations": inputs})
+    known = {"weight_shape": np.array(form.shape, np.int64)} if "weight_shape" in entries else {}
+    return StoredForm(entries, {"format": name, "weights": weights, "input_activations": inputs}, known)
 
 
 def _words(length: int, bits: int) -> int:
@@ -126,11 +127,7 @@ def write(st: ScaledTensor, stored: StoredForm) -> dict[str, np.ndarray]:
     codes = np.asarray(st.data).view(np.uint8)
     if st.zero_point is None:
         codes = integers.cut(integers.offset(codes, bits), columns, bits)
-    arrays = {
-        "weight_packed": _filled(codes, shapes["weight_packed"]),
-        "weight_scale": scale,
-        "weight_shape": np.array(st.shape, np.int64),
-    }
+    arrays = {"weight_packed": _filled(codes, shapes["weight_packed"]), "weight_scale": scale}
     if st.zero_point is not None:
         zero = np.asarray(st.zero_point).T.astype(np.int32)
         words, groups = shapes["weight_zero_point"]

@@ -51,7 +51,7 @@ def _dialect(
     names = ["form", "read", *(["settings"] if settings else [])]
     names += ["stored", "write", "config"] if "recipes" in beside else []
     functions: dict[str, Any] = {name: f"{home}:{name}" for name in names}
-    return Dialect(name, title, configs, groups, **functions | beside)
+    return Dialect(name, title, configs, groups, **{"by_rows": "recipes" in beside} | functions | beside)
 
 
 def _writers(module: str) -> dict[str, Any]:
@@ -170,6 +170,7 @@ def declared() -> Iterable[Dialect]:
             "bitsandbytes",
             _method("bitsandbytes"),
             *_bnb_groups(),
+            by_rows=False,
             recipes=_BNB_RECIPES,
         ),
         _dialect(
@@ -276,6 +277,7 @@ def declared() -> Iterable[Dialect]:
             "gpt_oss",
             _method("mxfp4"),
             TensorGroup({"_blocks": ("U8",), "_scales": ("U8",)}, value=""),
+            by_rows=False,
             recipes=("mxfp4",),
         ),
         *(
@@ -292,6 +294,7 @@ def declared() -> Iterable[Dialect]:
                 f"{gptq}:stored",
                 f"{gptq}:write_{version}",
                 f"{gptq}:config_{version}",
+                by_rows=True,
                 recipes=(*_SIGNED, *_UNSIGNED),
                 settings=f"{gptq}:settings",
             )
@@ -380,6 +383,7 @@ def declared() -> Iterable[Dialect]:
             _method("hqq"),
             TensorGroup({"W_q": ("U8", "I32")}, dict.fromkeys(_HQQ, ())),
             TensorGroup({"W_q": ()}, dict.fromkeys(_HQQ, ()), needs_config=True),  # bytes of codes as floats
+            by_rows=False,
             recipes=_FLOAT_ZERO,
         ),
         _refused("nvfp4", "NVFP4 of transformers", methods=("nvfp4",)),
@@ -395,6 +399,7 @@ def declared() -> Iterable[Dialect]:
             TensorGroup({"._data._data": (), "._scale": (), "._shift": ()}, value=""),
             settings=True,
             activations=_ACTIVATIONS,
+            by_rows=False,
             recipes=(
                 *(f"int8,scale_dtype={dtype}" for dtype in ("bf16", "fp16", "fp32")),
                 *("fp8_row", "fp8_row,fp8_format=E5M2", "fp8_current"),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from ..dispatch.explaining import PLAIN_OPERAND
 from ..dispatch.registry import registry
+from ..policies import COMPLETE
 from ..specs import SHORTHANDS
 
 
@@ -20,6 +21,7 @@ def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]
 
 recipe_names = _completing(lambda: [*registry().recipes, *SHORTHANDS])
 benched_names = _completing(lambda: ["matmul", *registry().recipes])
+policy_names = _completing(lambda: [*registry().recipes, *SHORTHANDS, *COMPLETE])
 framework_names = _completing(lambda: registry().frameworks)
 operand_names = _completing(lambda: [*registry().recipes, PLAIN_OPERAND])
 op_names = _completing(lambda: [name for op in registry().operations.values() for name in (op.name, *op.aliases)])

@@ -6,7 +6,10 @@ Slabs are shared by threads, and their metrics added in order, so that the numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -22,7 +25,7 @@ from ..error_metrics import ErrorMetrics
 from ..errors import ShapeError, UnsupportedError
 from ..layouts import Shape
 from ..operations import OPERATIONS
-from ..options import FLOAT32
+from ..options import FLOAT32, ProductOptions
 from ..targets import load
 from ..tensors.components import components, part_grids, with_parts, words
 from ..tensors.grids import packing, whole_unit
@@ -30,8 +33,10 @@ from ..tensors.tensor import ScaledTensor, scaled
 from .reference import pack
 from .threads import at_most, get_num_threads, spread
 
-#: Elements processed at a time. It bounds memory and does not affect results.
+#: Elements processed at a time. It bounds memory; sums are added slab by slab.
 SLAB = 1 << 20
+#: The same in each thread, where `of_elements` says another number.
+_of_thread = threading.local()
 #: Elements that NumPy measures at a time: FP64 copies of them stay in cache.
 _CHUNK = 1 << 13
 
@@ -63,12 +68,22 @@ class Rooms:
 
     def __init__(self) -> None:
         self._arrays: dict[str, np.ndarray] = {}
+        self._codes: dict[str, tuple[Any, np.ndarray]] = {}
 
     def array(self, name: str, shape: Shape) -> np.ndarray:
         size, array = math.prod(shape), self._arrays.get(name)
         if array is None or array.size < size:
             array = self._arrays[name] = np.empty(size, np.float32)
         return array[:size].reshape(shape)
+
+    def codes(self, name: str, st: ScaledTensor, code: int) -> np.ndarray:
+        """The data of a tensor like `st` in which every code is `code`; that of the slab before, if it is the same."""
+        wanted = st.recipe.format.element, code, st.data.shape, st.axis
+        known, data = self._codes.get(name, (None, None))
+        if known != wanted or data is None:
+            data = _of_one_code(st, code)
+            self._codes[name] = wanted, data
+        return data
 
 
 #: From the stored numbers of a slab, those that were decoded, and what bounds these.
@@ -92,9 +107,14 @@ class Source:
         else:
             self._array = x.reshape(stacked(self.shape))
 
-    def values(self, slab: Slab) -> np.ndarray:
-        """The values as FP32 (FP64 unchanged), with three axes."""
-        return numbers_of(self.stored(slab))
+    @property
+    def is_plain(self) -> bool:
+        """Is it an array of numbers, neither FP64 nor codes and scales?"""
+        return self._array is not None and self._array.dtype != np.float64
+
+    def values(self, slab: Slab, rooms: Rooms | None = None) -> np.ndarray:
+        """The values as FP32 (FP64 unchanged), with three axes; those of a scaled tensor may lie in `rooms`."""
+        return numbers_of(self.stored(slab, rooms))
 
     def stored(self, slab: Slab, rooms: Rooms | None = None) -> np.ndarray:
         """The values as they are stored, BF16 as uint16; FP32 of a scaled tensor, which may lie in `rooms`."""
@@ -103,6 +123,14 @@ class Source:
             return self._plain(self._array[slab])
         return self._decoded(self._piece(self._scaled, slab), rooms, "stored")
 
+    def decode_into(self, slab: Slab, out: np.ndarray) -> bool:
+        """Write the values of a scaled tensor as FP32 to `out`, of three axes; False for a plain one."""
+        if self._scaled is None:
+            return False
+        piece = self._piece(self._scaled, slab)
+        calls.dequantize(piece, FLOAT32._replace(out=out.reshape(piece.shape)))
+        return True
+
     def bounded(self, slab: Slab, rooms: Rooms) -> tuple[np.ndarray, list[Ends]]:
         """The values as they are stored, and what bounds them by each codec of elements: nothing those of a plain tensor."""
         if self._scaled is None:
@@ -110,8 +138,15 @@ class Source:
         piece = self._piece(self._scaled, slab)
         fmt = piece.recipe.format
         codecs = [fmt.element] if fmt.alternative is None else [fmt.element, fmt.alternative]
-        ends = [self._ends_of(piece, codec, rooms if len(codecs) == 1 else None) for codec in codecs]
+        ends = [self._ends_of(piece, codec, rooms if n == 0 else Rooms()) for n, codec in enumerate(codecs)]
         return self._decoded(piece, rooms, "decoded"), ends
+
+    def rounded(self, slab: Slab, dtype: str) -> np.ndarray:
+        """The values in another floating dtype, with three axes."""
+        if self._scaled is None:
+            return NUMPY.to_float(self.values(slab), dtype)
+        piece = self._piece(self._scaled, slab)
+        return calls.dequantize(piece, ProductOptions(dtype)).reshape(stacked(piece.shape))
 
     def compiled(self) -> Compiled | None:
         """The function that measures a slab of this tensor, by the kernel that decodes it; None where NumPy does."""
@@ -120,10 +155,12 @@ class Source:
         errors = registry().table.choose(OPERATIONS["dequantize"], "numpy", self._scaled).kernel.errors
         return None if errors is None else load(errors)
 
-    def _ends_of(self, piece: ScaledTensor, codec: Codec, rooms: Rooms | None) -> Ends:
+    def _ends_of(self, piece: ScaledTensor, codec: Codec, rooms: Rooms) -> Ends:
         (lowest, below), (highest, above) = _ends(codec)
-        low = self._decoded(_of_one_code(piece, lowest), rooms, "low")
-        high = self._decoded(_of_one_code(piece, highest), rooms, "high")
+        high = self._decoded(_with_data(piece, rooms.codes("high", piece, highest)), rooms, "high")
+        if piece.recipe.format.offset == "none" and codec.value(lowest) == -codec.value(highest):
+            return Ends(np.negative(high, out=rooms.array("low", high.shape)), high, below, above)  # decoding is symmetric
+        low = self._decoded(_with_data(piece, rooms.codes("low", piece, lowest)), rooms, "low")
         return Ends(low, high, below, above)
 
     def _plain(self, part: np.ndarray) -> np.ndarray:
@@ -172,22 +209,33 @@ def _source(name: str, x: Any) -> Source:
 
 
 def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:
-    """Slabs that cover a tensor, in C order, of about `SLAB` elements and a multiple of `units` rows; one if a unit is None."""
+    """Slabs that cover a tensor, in C order, of about `SLAB` elements, a multiple of `units` rows; one if a unit is None."""
     matrices, rows, columns = stacked(shape)
     if None in units or matrices * rows * columns == 0:
         yield slice(0, matrices), slice(0, rows)
         return
-    unit = math.lcm(*(u for u in units if u))
-    across = max(1, SLAB // max(1, rows * columns))
-    down = max(1, SLAB // (unit * columns)) * unit
+    unit, size = math.lcm(*(u for u in units if u)), getattr(_of_thread, "slab", None) or SLAB
+    across = max(1, size // max(1, rows * columns))
+    down = max(1, size // (unit * columns)) * unit
     for i in range(0, matrices, across):
         for j in range(0, rows, down):
             yield slice(i, min(i + across, matrices)), slice(j, min(j + down, rows))
 
 
+@contextmanager
+def of_elements(count: int) -> Generator[None]:
+    """Slabs that this thread makes have about so many elements meanwhile."""
+    before: int | None = getattr(_of_thread, "slab", None)
+    _of_thread.slab = count
+    try:
+        yield
+    finally:
+        _of_thread.slab = before
+
+
 def measure(x: Source, y: Source) -> ErrorMetrics:
     """The error metrics of `y` against `x`, of the same shape."""
-    every, compiled = list(slabs(x.shape, x.unit, y.unit)), y.compiled()
+    every, compiled = list(slabs(x.shape, x.unit, y.unit)), y.compiled() or (x.compiled() if y.is_plain else None)
     found: dict[int, ErrorMetrics] = {}
 
     def work(first: int, end: int) -> None:
@@ -205,10 +253,20 @@ def measure(x: Source, y: Source) -> ErrorMetrics:
 def _of_slab(x: Source, y: Source, slab: Slab, compiled: Compiled | None, rooms: Rooms) -> ErrorMetrics:
     a, (b, ends) = x.stored(slab, rooms), y.bounded(slab, rooms)
     if compiled is not None:
-        return compiled(a, b, ends[0])
+        if ends:
+            return compiled(a, b, ends[0])
+        if b.dtype == np.uint16:
+            b = np.left_shift(b, 16, out=rooms.array("plain", b.shape).view(np.uint32), dtype=np.uint32).view(np.float32)
+        return replace(compiled(a, NUMPY.f32(b), _endless(b.shape)), bounded=0)
     a, b = a.reshape(-1), b.reshape(-1)
     chunks = (slice(start, start + _CHUNK) for start in range(0, max(a.size, 1), _CHUNK))
     return reduce(add, (_error_metrics(numbers_of(a[part]), numbers_of(b[part]), ends, part) for part in chunks))
+
+
+def _endless(shape: Shape) -> Ends:
+    """Of numbers that nothing bounds."""
+    every = np.broadcast_to(np.float32(np.inf), shape)
+    return Ends(-every, np.ascontiguousarray(every), np.float32(0), np.float32(0))
 
 
 def _error_metrics(x: np.ndarray, y: np.ndarray, ends: list[Ends], part: slice) -> ErrorMetrics:
@@ -272,13 +330,18 @@ def _ends(codec: Codec) -> tuple[tuple[int, np.float32], tuple[int, np.float32]]
     return (values[0][1], below), (values[-1][1], above)
 
 
-def _of_one_code(st: ScaledTensor, code: int) -> ScaledTensor:
-    """The tensor with every code replaced by `code`, under the same scales."""
+def _of_one_code(st: ScaledTensor, code: int) -> np.ndarray:
+    """The data of the tensor with every code replaced by `code`."""
     codec = st.recipe.format.element
     group = pack(NUMPY, np.full((1, packing(codec)[0]), code, np.int32), codec).reshape(-1).astype(np.uint8)
     length = st.data.shape[st.axis]
-    line = np.resize(group, length)
+    line = np.tile(group, -(-length // group.size))[:length]
     data = np.empty(st.data.shape, np.uint8)
     data[...] = line if st.axis == -1 else line[:, None]
+    return data
+
+
+def _with_data(st: ScaledTensor, data: np.ndarray) -> ScaledTensor:
+    """A tensor of other codes, under the same scales."""
     parts = (data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
     return ScaledTensor.from_parts(*parts, padding=st.padding)

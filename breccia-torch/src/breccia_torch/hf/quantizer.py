@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,9 @@ class BrecciaConfig(QuantizationConfigMixin):
     """The `quantization_config` of a model quantized by breccia.
 
     recipe: a ScalingRecipe, its spec ("nvfp4", "fp8_block,block_m=128"), or what its `to_dict` returns; to quantize a model
-        that is loaded, also a `breccia.Policy` or the path of a YAML file with one. A quantized model has the recipe of most
-        of its weights here; files say which one each weight has. None keeps every code and scale of a checkpoint that another
-        library quantized; with a recipe, its values are decoded and quantized again.
+        that is loaded, also a `breccia.Policy`, the name of a preset or the path of a YAML file. A quantized model has the
+        recipe of most of its weights here; files say which one each weight has. None keeps every code and scale of a
+        checkpoint that another library quantized; with a recipe, its values are decoded and quantized again.
     activation: the same for a recipe under which linear layers cast their inputs; None leaves inputs unchanged.
     activations: recipes for the inputs of single layers, by name, where they differ from `activation`.
     modules_to_not_convert: names of modules that keep their precision, whole or from a dot on ("lm_head"), in addition to the
@@ -83,8 +82,7 @@ class BrecciaConfig(QuantizationConfigMixin):
                 unknown=tuple(unknown),
             )
         self.quant_method = quant_method  # pyright: ignore[reportAttributeAccessIssue]
-        is_policy = isinstance(recipe, Policy | os.PathLike) or (isinstance(recipe, str) and recipe.endswith((".yaml", ".yml")))
-        self.policy = None if recipe is None else Policy.of(recipe) if is_policy else Policy.of(_recipe(recipe))
+        self.policy = None if recipe is None else Policy.of(_recipe(recipe) if isinstance(recipe, dict) else recipe)
         self.recipe = None if self.policy is None else self.policy.recipes[0]
         self.activation, self.source_dialect = _recipe_or_none(activation), source_dialect
         self.activations = {name: _recipe_or_none(description) for name, description in (activations or {}).items()}

@@ -156,7 +156,7 @@ def _written(dialect: Dialect, st: ScaledTensor) -> _Tensors:
     Of a type of blocks, such as "Q4_K", an entry has the shape of the elements, and the array rows of bytes.
     """
     stored = _stored(dialect, st)
-    arrays = targets.load(dialect.write or "")(st, stored)
+    arrays = {**targets.load(dialect.write or "")(st, stored), **stored.known}
     shapes = {end: _rows(array.shape, stored.entries[end]) for end, array in arrays.items()}
     announced = {end: _rows(entry.shape, entry) for end, entry in stored.entries.items()}
     expect(shapes == announced, f"write returned arrays of shapes {shapes}; stored said {announced}")
