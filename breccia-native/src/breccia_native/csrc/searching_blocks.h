@@ -9,9 +9,15 @@
 
 #define EACH_LANE for (int l = 0; l < LANES; l++)
 
+#if defined(__GNUC__)
+#define ALIGNED __attribute__((aligned(64)))
+#else
+#define ALIGNED
+#endif
+
 /* Numbers of a group of blocks, element by element: as they are (of minifloats their magnitudes), and in units of powers of two. */
 typedef struct {
-    float x[MOST][LANES], y[MOST][LANES], w[MOST][LANES], terms[MOST / 2 + 1][LANES];
+    ALIGNED float x[MOST][LANES], y[MOST][LANES], w[MOST][LANES], terms[MOST / 2 + 1][LANES];
 } group;
 
 /* A number rounded to that of a code. */
@@ -25,42 +31,43 @@ INLINE float rounded_float(float a, minifloat f)
     return (float_of((uint32_t)u) + m) - m;
 }
 
-INLINE float rounded_integer(float y, integer f)
-{
-    const float below = y < f.high ? y : f.high;
-    return ((below > f.low ? below : f.low) + f.magic) - f.magic;
-}
-
-INLINE void terms_of(const int kind, const int weighted, const searched *s, const group *g, Py_ssize_t i,
+/* The errors of element i under a scale for each block. */
+INLINE void terms_of(const int kind, const int weighted, const searched *s, const group *restrict g, Py_ssize_t i,
     const float *restrict inverse, const float *restrict unit, float *restrict term)
 {
-    const minifloat f = s->floats;
-    const integer n = s->integers;
-    EACH_LANE
-    {
-        const float scaled = g->x[i][l] * inverse[l];
-        const float q = kind == FLOATS ? rounded_float(scaled, f) : rounded_integer(scaled, n);
-        const float d = g->y[i][l] - q * unit[l];
-        term[l] = weighted ? d * d * g->w[i][l] : d * d;
+    const float *restrict const x = g->x[i], *restrict const y = g->y[i], *restrict const w = g->w[i];
+    if (kind == FLOATS) {
+        const minifloat f = s->floats;
+        EACH_LANE term[l] = y[l] - rounded_float(x[l] * inverse[l], f) * unit[l];
+    } else {
+        const float low = s->integers.low, high = s->integers.high, magic = s->integers.magic;
+        EACH_LANE
+        {
+            const float scaled = x[l] * inverse[l], below = scaled < high ? scaled : high, inside = below > low ? below : low;
+            term[l] = y[l] - ((inside + magic) - magic) * unit[l];
+        }
     }
+    if (weighted)
+        EACH_LANE term[l] = term[l] * term[l] * w[l];
+    else
+        EACH_LANE term[l] = term[l] * term[l];
 }
 
 /* The errors under a scale for each block: sums by a pairwise tree. */
 INLINE void errors_of(
     const int kind, const int weighted, const searched *s, group *g, const float *inverse, const float *unit, float *restrict error)
 {
+    ALIGNED float first[LANES], second[LANES];
     Py_ssize_t half = 1;
     while (2 * half < s->k)
         half *= 2;
-    if (s->k == 1)
-        half = 0;
-    for (Py_ssize_t i = 0; i < (half ? half : 1); i++) {
-        terms_of(kind, weighted, s, g, i, inverse, unit, g->terms[i]);
-        if (i + half < s->k && half) {
-            float other[LANES];
-            terms_of(kind, weighted, s, g, i + half, inverse, unit, other);
-            EACH_LANE g->terms[i][l] += other[l];
+    for (Py_ssize_t i = 0; i < half; i++) {
+        terms_of(kind, weighted, s, g, i, inverse, unit, first);
+        if (i + half < s->k) {
+            terms_of(kind, weighted, s, g, i + half, inverse, unit, second);
+            EACH_LANE first[l] += second[l];
         }
+        EACH_LANE g->terms[i][l] = first[l];
     }
     while (half > 1) {
         half /= 2;
@@ -130,8 +137,8 @@ OUTLINE void candidate_of(int codec, const searched *s, Py_ssize_t n, const int3
 INLINE void search_group(const int kind, const int weighted, const searched *s, group *g, Py_ssize_t start, int count)
 {
     const int codec = s->codec;
-    float power[LANES], t[LANES], least[LANES], best_scale[LANES], scale[LANES], inverse[LANES], unit[LANES], error[LANES];
-    int32_t plain[LANES], best[LANES], code[LANES];
+    ALIGNED float power[LANES], t[LANES], least[LANES], best_scale[LANES], scale[LANES], inverse[LANES], unit[LANES], error[LANES];
+    ALIGNED int32_t plain[LANES], best[LANES], code[LANES];
     EACH_LANE
     {
         const uint32_t u = s->amax[start + (l < count ? l : 0)];
