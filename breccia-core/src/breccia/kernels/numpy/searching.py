@@ -43,6 +43,8 @@ class Searching:
             assert isinstance(codec, Minifloat)
             table, writer = np.array(codec.table, U4).view(F4), scale_writer(codec)
             lowest, highest = 1, codec.highest
+        #: The largest amax that scales of 8 bits reach without a global one; larger ones make products that count as zero.
+        self._reach = codec.max * self._qmax if self._codec == _BYTES else 0.0
         self._scales = (writer, table, codec.scale_min, codec.scale_max, lowest, highest)
 
     @classmethod
@@ -79,6 +81,8 @@ class Searching:
         weights: `k` for each block of a row of the tensor. The chunk has rows of `across` blocks, from block `first` of a row on.
         """
         if k > _LONGEST or amax.max() > _MOST or int((amax - U4(1)).min()) + 1 < _LEAST:  # of zero: 2^32
+            return None
+        if self._reach and global_scale is None and amax.view(F4).max() > self._reach:
             return None
         found = plain[0].copy() if self._codec <= _BYTES else np.empty(amax.size, F4)
         by = 1.0 if global_scale is None else float(global_scale.value)
