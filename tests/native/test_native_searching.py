@@ -24,7 +24,8 @@ SPECS = (
     "nvfp4,scale_rule=mse", "nvfp4,scale_rule=four_six", "nvfp4,two_level=false,scale_format=UE5M3,scale_rule=mse",
     "nvfp4,global_sense=amax,scale_rule=mse", "mxfp4,scale_rule=mse", "mxfp6,scale_rule=mse", "mxfp8,scale_rule=mse",
     "mxfp8,fp8_format=E5M2,scale_rule=mse", "mxint8,scale_rule=mse", "int4,group_size=12,scale_rule=mse",
-    "int4,scale_dtype=bf16,scale_rule=mse", "int8,scale_rule=mse", "int4,group_size=8,signed=false,scale_dtype=fp32,scale_rule=mse",
+    "int4,scale_dtype=bf16,scale_rule=mse", "int8,scale_rule=mse",
+    "int4,group_size=8,signed=false,scale_dtype=fp32,scale_rule=mse",
     "int,bits=2,group_size=1,scale_rule=mse", "nf4,block_size=16,scale_rule=mse",
 )  # fmt: skip
 

@@ -54,7 +54,9 @@ def _fifth() -> list[ScalingRecipe]:
     """Searches for scales of every codec that has a window, of every recipe that has such a rule."""
     recipes: list[ScalingRecipe] = [NVFP4BlockScaling(scale_rule=rule) for rule in ("mse", "four_six")]
     recipes += [NVFP4BlockScaling(scale_format="UE5M3", two_level=False, scale_rule="mse")]
-    recipes += [kind(scale_rule="mse") for kind in (MXFP8BlockScaling, MXFP6BlockScaling, MXFP4BlockScaling, MXINT8BlockScaling)]
+    recipes += [
+        kind(scale_rule="mse") for kind in (MXFP8BlockScaling, MXFP6BlockScaling, MXFP4BlockScaling, MXINT8BlockScaling)
+    ]
     recipes += [INT4Scaling(16, scale_rule="mse"), INT4Scaling(12, signed=False, scale_dtype="fp32", scale_rule="mse")]
     recipes += [INT8Scaling(16, scale_rule="mse"), INTScaling(3, 20, scale_dtype="bf16", scale_rule="mse")]
     return [*recipes, NF4Scaling(16, scale_rule="mse")]

@@ -78,7 +78,7 @@ class Searching:
     ) -> tuple[Array, Array] | None:
         """(stored, inverse) as `Scales.fast_path`, for FP32 `source`; None where numbers need care. plain: of `fast_path`.
 
-        weights: `k` for each block of a row of the tensor. The chunk has rows of `across` blocks, from block `first` of a row on.
+        weights: `k` for each block of a row of the tensor. The chunk has rows of `across` blocks, each from block `first` on.
         """
         if k > _LONGEST or amax.max() > _MOST or int((amax - U4(1)).min()) + 1 < _LEAST:  # of zero: 2^32
             return None
@@ -87,9 +87,8 @@ class Searching:
         found = plain[0].copy() if self._codec <= _BYTES else np.empty(amax.size, F4)
         by = 1.0 if global_scale is None else float(global_scale.value)
         weights = _NOTHING if weights is None else weights
-        self._microkernel(
-            self._codes, source, k, amax, found, self._codec, self._qmax, by, self._window, self._scales, weights, first, across
-        )
+        arrays = source, k, amax, found, self._codec, self._qmax, by, self._window, self._scales
+        self._microkernel(self._codes, *arrays, weights, first, across)
         if self._codec <= _BYTES:
             return found, scales.inverses_of(found, global_scale)
         np.copyto(found, UNIT, where=amax == 0)
