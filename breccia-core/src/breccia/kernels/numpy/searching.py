@@ -37,15 +37,13 @@ class Searching:
         self._codes, self._microkernel, self._qmax = codes, microkernel, fmt.qmax(fmt.scale)
         self._codec = _number_of(codec)
         self._window = (F4(window.factors), F4(window.opposite if signs else ()), I4(window.steps))
-        table, writer = np.zeros(256, F4), None
-        lowest, highest = 0, 254
+        writer, lowest, highest = None, 0, 254
         if self._codec == _BYTES:
             assert isinstance(codec, Minifloat)
-            table, writer = np.array(codec.table, U4).view(F4), scale_writer(codec)
-            lowest, highest = 1, codec.highest
+            writer, lowest, highest = scale_writer(codec), 1, codec.highest
         #: The largest amax that scales of 8 bits reach without a global one; larger ones make products that count as zero.
         self._reach = codec.max * self._qmax if self._codec == _BYTES else 0.0
-        self._scales = (writer, table, codec.scale_min, codec.scale_max, lowest, highest)
+        self._scales = (writer, codec.scale_min, codec.scale_max, lowest, highest)
 
     @classmethod
     def of(cls, recipe: ScalingRecipe, codes: Any, microkernel: Callable[..., None] | None) -> Searching | None:
