@@ -16,7 +16,7 @@ _HOMES: dict[str, str] = {
     "CASTING": "operations",
     "Table": "dispatch.table",
     "storing": "",
-    **dict.fromkeys(("measuring", "storages"), "kernels"),
+    **dict.fromkeys(("affine", "measuring", "storages"), "kernels"),
     **dict.fromkeys(("bit_pattern", "device_of", "output_dtype"), "arrays.frameworks"),
     **dict.fromkeys(("FIELDS", "check_scaled", "fill", "logical_shape", "restored", "transposed"), "tensors.tensor"),
     "ADVICE": "tensors.advice",

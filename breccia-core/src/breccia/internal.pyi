@@ -22,6 +22,7 @@ from .fp32 import NORMAL as NORMAL
 from .fp32 import f32_bits as f32_bits
 from .json_text import parsed_json as parsed_json
 from .json_text import unique_keys as unique_keys
+from .kernels import affine as affine
 from .kernels import measuring as measuring
 from .kernels import numpy as numpy
 from .kernels import storages as storages

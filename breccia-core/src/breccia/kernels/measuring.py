@@ -25,9 +25,9 @@ from ..operations import OPERATIONS
 from ..options import FLOAT32
 from ..targets import load
 from ..tensors.components import components, part_grids, with_parts, words
-from ..tensors.grids import packing, whole_unit
+from ..tensors.grids import whole_unit
 from ..tensors.tensor import ScaledTensor, scaled
-from .reference import pack
+from .affine import of_one_code
 from .threads import at_most, get_num_threads, spread
 
 #: Elements processed at a time. It bounds memory and does not affect results.
@@ -122,8 +122,8 @@ class Source:
 
     def _ends_of(self, piece: ScaledTensor, codec: Codec, rooms: Rooms | None) -> Ends:
         (lowest, below), (highest, above) = _ends(codec)
-        low = self._decoded(_of_one_code(piece, lowest), rooms, "low")
-        high = self._decoded(_of_one_code(piece, highest), rooms, "high")
+        low = self._decoded(of_one_code(piece, lowest), rooms, "low")
+        high = self._decoded(of_one_code(piece, highest), rooms, "high")
         return Ends(low, high, below, above)
 
     def _plain(self, part: np.ndarray) -> np.ndarray:
@@ -270,15 +270,3 @@ def _ends(codec: Codec) -> tuple[tuple[int, np.float32], tuple[int, np.float32]]
     steps = distinct[1] - distinct[0], distinct[-1] - distinct[-2]
     below, above = (np.float32(step / 2 / (distinct[-1] - distinct[0])) for step in steps)
     return (values[0][1], below), (values[-1][1], above)
-
-
-def _of_one_code(st: ScaledTensor, code: int) -> ScaledTensor:
-    """The tensor with every code replaced by `code`, under the same scales."""
-    codec = st.recipe.format.element
-    group = pack(NUMPY, np.full((1, packing(codec)[0]), code, np.int32), codec).reshape(-1).astype(np.uint8)
-    length = st.data.shape[st.axis]
-    line = np.resize(group, length)
-    data = np.empty(st.data.shape, np.uint8)
-    data[...] = line if st.axis == -1 else line[:, None]
-    parts = (data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
-    return ScaledTensor.from_parts(*parts, padding=st.padding)
