@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from breccia.internal import suggestion
 from . import gguf_companions
 from .announcements import CONFIG, DTYPE_KEYS, TORCH_NAMES, read_object
 from .beside import described, left_behind
+from .calibrated import Calibrated
+from .calibration import Calibration
 from .checkpoint import all_opened, checkpoint_files, index_of, safetensors_name, weight_map
 from .companions import Companions, check_index, write_config, write_index
 from .convert_file import FilePlan, convert_file
@@ -57,6 +59,9 @@ def convert(
     max_shard_size: int | str | None = None,
     max_memory: int | str = "1GiB",
     verify: str = "full",
+    calibrate: Any = None,
+    method: str = "gptq",
+    device: str = "cpu",
 ) -> Report:
     """Quantize a checkpoint under `recipe`, or change how a quantized one is stored.
 
@@ -120,6 +125,7 @@ def convert(
         {'mlp.weight': breccia.ScaledTensor('mxfp8', shape=(64, 32), numpy cpu, 8.25 bits per value)}
     """
     verified = _verified(verify, histograms)
+    calibration = None if calibrate is None else Calibration.of(calibrate, method, device)
     writer = None if dialect is None else DialectWriter.of(dialect, activations)
     _check_given(recipe, writer, activations)
     chosen = None if recipe is None else _chosen(recipe, include, exclude, writer)
@@ -130,9 +136,11 @@ def convert(
     limit = None if max_shard_size is None else byte_count_of(max_shard_size, "max_shard_size")
     work = _Conversion(Path(source), staging, force, source_dialect, writer, limit)
     dense, policy = chosen or _chosen(work.default_recipe, include, exclude, writer)
+    if calibration is not None:
+        policy = calibration.searched(_calibrated(policy, dense, exact))
     report = Report(
         str(Path(source)), str(Path(destination)), policy.recipes[0] if policy and policy.recipes else None, is_conversion=True,
-        dense=dense or "", dialect=dialect or "", verify=verified,
+        dense=dense or "", dialect=dialect or "", verify=verified, calibration=calibration.method.spec if calibration else "",
     )  # fmt: skip
     work.plan(report, policy, dense, exact)
     check_memory(work.jobs, byte_count_of(max_memory, "max_memory"))
@@ -140,8 +148,11 @@ def convert(
         "recipe": (dense or KEEP_CODES) if policy is None else _spelled(policy),
         "dialect": dialect, "activations": activations, "source_dialect": source_dialect, "exact": exact,
         "histograms": histograms, "max_shard_size": limit, "verify": verified.value,
+        **({"calibration": calibration.key} if calibration else {}),
     }  # fmt: skip
     journal = Journal(staging, work.key(options))
+    if calibration is not None:
+        work.calibrate(calibration, journal, max_memory, source_dialect)
     if not restart:
         journal.check()
     if dry_run:
@@ -161,6 +172,16 @@ def _verified(verify: str, histograms: bool) -> Verify:
             f"histograms=True counts decoded values, and verify={str(verify)!r} decodes none. Use verify='full'.", verify=verify
         )
     return Verify(verify)
+
+
+def _calibrated(policy: Policy | None, dense: str | None, exact: bool) -> Policy:
+    """The policy of a conversion that calibrates. Raises OptionError where nothing is cast, or nothing may change."""
+    if policy is None:
+        what = f"decodes values to {dense}" if dense else "keeps all codes"
+        raise OptionError(f"calibrate= (--calibrate) chooses codes, and this conversion {what}: give a recipe (--recipe).")
+    if exact:
+        raise OptionError("exact=True (--exact) changes no value, and calibrate= (--calibrate) chooses others: use one.")
+    return policy
 
 
 def _check_given(recipe: Any, writer: DialectWriter | None, activations: str | None) -> None:
@@ -253,6 +274,7 @@ class _Conversion:
         self.source = _checked(src, files, self.index, source_dialect)
         self.is_quantized = any(value.is_scaled for value in self.source.values.values())
         self.writer = writer and replace(writer, dtype=self.source.dtype)
+        self.calibration: Callable[[Advance], None] | None = None
 
     @property
     def default_recipe(self) -> ScalingRecipe | str:
@@ -380,6 +402,15 @@ class _Conversion:
         files = [*(file.path for file in self.source.files), *(self.companions.deciding if self.companions else ())]
         return conversion_key(self.src, files, options)
 
+    def calibrate(self, calibration: Calibration, journal: Journal, max_memory: int | str, source_dialect: str | None) -> None:
+        """Let calibration choose the codes of values that are cast, when the conversion runs."""
+        results = Calibrated(self.staging.calibrated, journal)
+        for planned in self.written:
+            planned.jobs = {name: replace(job, calibrated=results) for name, job in planned.jobs.items()}
+        jobs = {name: job for planned in self.written for name, job in planned.jobs.items()}
+        stages = calibration.plan(self.src, jobs.values(), max_memory, source_dialect, results)
+        self.calibration = lambda advance: calibration.run(stages, results, jobs, advance)
+
     def planned(self) -> Report:
         """The report of a conversion that is not made."""
         for planned in self.plans:
@@ -397,6 +428,8 @@ class _Conversion:
                     remove(path)
             if self.companions:
                 self.companions.copy(staging.new)
+            if self.calibration is not None:
+                self.calibration(advance)
             for planned in self.written:
                 self.report.tensors.extend(convert_file(planned, self.report.verify, histograms, advance, journal))
             if self.folder:

@@ -17,13 +17,13 @@ from breccia import (
     ScaledTensor,
     ScalingRecipe,
     UnsupportedError,
-    from_buffer,
     requantize,
 )
-from breccia.backend import BF16, F16, F32, TENSOR, Parameter, choose, components, part_shapes
+from breccia.backend import BF16, F16, F32, TENSOR, Parameter, choose, components
 from breccia.internal import PRESETS, abbreviated, decided, keeps_parts, keeps_values, kind_in_file
 
 from .beside import factors
+from .calibrated import Calibrated
 from .dialect_writer import DialectWriter, Placed
 from .fused import fused
 from .gguf_types import NAMED, type_bytes
@@ -31,7 +31,7 @@ from .measure import Histogram
 from .results import TensorReport
 from .safetensors import Described, described_as, plan
 from .safetensors_file import Shape, byte_count, read
-from .slab_casts import SlabCasts, extremes
+from .slab_casts import SlabCasts, assembled, extremes
 from .source import Source, Value
 
 #: How the reason for keeping a tensor of a kind that keeps its precision starts; the kind follows.
@@ -59,6 +59,7 @@ class Job:
     reason: why it is not quantized; empty for one that is. described: its declaration in the new file.
     placed: how another library's dialect stores it. among: the values whose elements count for its scale of the whole tensor.
     exactness: what its own codes and scales let the recipe keep, where the formats leave a choice and it was asked.
+    calibrated: the values that calibration chooses, if it was asked.
     """
 
     value: Value
@@ -69,6 +70,7 @@ class Job:
     placed: Placed | None = None
     among: Together | None = field(default=None, repr=False)
     exactness: Exactness | None = field(default=None, repr=False)
+    calibrated: Calibrated | None = field(default=None, repr=False)
 
     @classmethod
     def copying(cls, value: Value, reason: str) -> Job:
@@ -113,7 +115,7 @@ class Job:
         return TensorReport(
             *before, stored_as, self.reason, value.nbytes, self.nbytes, fidelity, counts, self.recipe, self.way == "keep",
             self.way == "decode" and value.is_scaled, self.way == "cast" and value.is_scaled,
-            self.exactness or self._by_formats(),
+            self.exactness or self._by_formats(), self.calibrated and self.calibrated.records.get(self.name),
         )  # fmt: skip
 
     def _by_formats(self) -> Exactness | None:
@@ -133,6 +135,8 @@ class Job:
     def pieces(self) -> Iterator[dict[str, np.ndarray]]:
         """The components of a value that is cast, in consecutive pieces."""
         assert self.recipe is not None
+        if isinstance(chosen := self.calibrated.get(self.name) if self.calibrated else None, ScaledTensor):
+            return iter([components(chosen)])
         return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes).cast()
 
     def tensor(self) -> ScaledTensor:
@@ -142,16 +146,7 @@ class Job:
         if self.way == "keep":
             st = self.value.loaded()
             return st if st.recipe == recipe else requantize(st, recipe, require_exact=True)
-        collected: dict[str, list[np.ndarray]] = {}
-        for pieces in self.pieces():
-            for part, piece in pieces.items():
-                collected.setdefault(part, []).append(piece.reshape(-1))
-        shape, layout = self.value.shape, recipe.layout.fitted(self.value.shape)
-        shapes = part_shapes(recipe.format, layout, shape, -1)
-        parts = {part: np.concatenate(arrays).reshape(shapes[part]) for part, arrays in collected.items()}
-        return from_buffer(
-            parts["data"], parts["scale"], recipe, layout, parts.get("zero_point"), parts.get("global_scale"), shape=shape
-        )
+        return assembled(self.pieces(), recipe, self.value.shape)
 
 
 def _not_castable(dtype: str, shape: Shape) -> str:

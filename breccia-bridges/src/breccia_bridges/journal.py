@@ -43,6 +43,7 @@ class Journal:
         self.staging, self.key = staging, json.loads(json.dumps(key))
         self.written: dict[str, dict[str, str]] = {}
         self.verified: dict[str, tuple[ErrorMetrics | None, Histogram | None]] = {}
+        self.calibrated: dict[str, dict[str, Any]] = {}
         self._file: Any = None
         self._synced = 0.0
 
@@ -72,9 +73,10 @@ class Journal:
         if not lines:
             self._add(self.key)
         else:
+            blocks = f"{len(self.calibrated)} blocks are calibrated, " if self.calibrated else ""
             warnings.warn(
-                f"goes on with what an interrupted run has left in {self.staging.folder}: {len(self.written)} tensors are "
-                f"written, {len(self.verified)} of them verified.",
+                f"goes on with what an interrupted run has left in {self.staging.folder}: {blocks}{len(self.written)} tensors "
+                f"are written, {len(self.verified)} of them verified.",
                 stacklevel=5,
             )
         return self
@@ -84,7 +86,7 @@ class Journal:
         try:
             self._file.close()
         finally:
-            if is_refused or not self.written:
+            if is_refused or not (self.written or self.calibrated):
                 remove(self.staging.journal)
 
     def write(self, name: str, digests: Mapping[str, str]) -> None:
@@ -95,6 +97,10 @@ class Journal:
         """Note that a value is verified."""
         metrics, counts = report.fidelity, report.histogram
         self._note({"verified": report.name, "fidelity": metrics and asdict(metrics), "histogram": counts and asdict(counts)})
+
+    def calibrate(self, stage: str, file: str, digest: str, records: Mapping[str, Any]) -> None:
+        """Note that the values of a block are chosen. file, digest: where they are, and SHA-256 of its bytes."""
+        self._note({"calibrated": stage, "file": file, "digest": digest, "records": records})
 
     def _note(self, line: dict[str, Any]) -> None:
         self._add(line)
@@ -112,6 +118,8 @@ class Journal:
         if "written" in line:
             self.written[line["written"]] = line["digests"]
             self.verified.pop(line["written"], None)
+        elif "calibrated" in line:
+            self.calibrated[line["calibrated"]] = dict(line)
         else:
             metrics, counts = line["fidelity"], line["histogram"]
             self.verified[line["verified"]] = metrics and ErrorMetrics(**metrics), counts and _histogram(counts)

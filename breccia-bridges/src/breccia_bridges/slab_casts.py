@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from breccia import ScalingRecipe, cast
-from breccia.backend import TENSOR, components, threads
+from breccia import ScaledTensor, ScalingRecipe, cast, from_buffer
+from breccia.backend import TENSOR, components, part_shapes, threads
 from breccia.internal import measuring
 
 from .measure import FileTensor, slabs
+from .safetensors_file import Shape
 
 
 class SlabCasts:
@@ -22,10 +23,18 @@ class SlabCasts:
     every rule sees the statistics of the whole tensor, and nothing else of the algorithm is needed here.
 
     among: the `extremes` of more than this tensor, where several share one tensor-level scale.
+    importance: of each column, as `breccia.cast` takes it; None for none.
     """
 
-    def __init__(self, stored: FileTensor, recipe: ScalingRecipe, among: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        stored: FileTensor,
+        recipe: ScalingRecipe,
+        among: np.ndarray | None = None,
+        importance: np.ndarray | None = None,
+    ) -> None:
         self.stored, self.recipe, self.among = stored, recipe, among
+        self.options = {} if importance is None else {"importance": importance}
         block = recipe.layout.block()
         self.has_tensor_scale = recipe.format.levels[0].block == TENSOR
         self.rows = 1 if block == TENSOR else block[0] or stored.shape[-2]
@@ -40,7 +49,7 @@ class SlabCasts:
         rooms = measuring.Rooms()
         for slab in self.slabs:
             x = self._numbers(slab, above, rooms)
-            st = cast(x, self.recipe)
+            st = cast(x, self.recipe, **self.options)
             if above.size:
                 st = st[:, above.size :]
             yield {part: a for part, a in components(st).items() if a.ndim or slab == self.slabs[0]}
@@ -59,6 +68,20 @@ class SlabCasts:
         else:
             below[...] = measuring.numbers_of(x)
         return whole
+
+
+def assembled(pieces: Iterable[Mapping[str, np.ndarray]], recipe: ScalingRecipe, shape: Shape) -> ScaledTensor:
+    """The tensor of that shape whose components come in consecutive pieces."""
+    collected: dict[str, list[np.ndarray]] = {}
+    for piece in pieces:
+        for part, array in piece.items():
+            collected.setdefault(part, []).append(array.reshape(-1))
+    layout = recipe.layout.fitted(shape)
+    shapes = part_shapes(recipe.format, layout, shape, -1)
+    parts = {part: np.concatenate(arrays).reshape(shapes[part]) for part, arrays in collected.items()}
+    return from_buffer(
+        parts["data"], parts["scale"], recipe, layout, parts.get("zero_point"), parts.get("global_scale"), shape=shape
+    )
 
 
 def extremes(tensors: Sequence[FileTensor]) -> np.ndarray:

@@ -34,6 +34,9 @@ def convert(
     max_shard_size: int | str | None = None,
     max_memory: int | str = "1GiB",
     verify: str = "full",
+    calibrate: Any = None,
+    method: str = "gptq",
+    device: str = "cpu",
 ) -> Any: ...
 def diff(
     a: str | os.PathLike[str],

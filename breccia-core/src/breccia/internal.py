@@ -28,7 +28,7 @@ _HOMES: dict[str, str] = {
     "fragments": "tensors",
     **dict.fromkeys(("FLOAT_CODECS", "FLOAT_NAMES"), "codecs"),
     **dict.fromkeys(("MAGNITUDE", "MANTISSA", "NORMAL", "f32_bits"), "fp32"),
-    **dict.fromkeys(("check_choices", "one_of"), "recipe_fields"),
+    **dict.fromkeys(("check_choices", "choices_of", "one_of"), "recipe_fields"),
     **dict.fromkeys(("InternedKey", "check_positive", "rebuilt", "spelled"), "declared"),
     **dict.fromkeys(("keeps_parts", "repeats"), "kernels.exact"),
     **dict.fromkeys(("NEW_CODES", "decided", "keeps_values"), "kernels.exactness"),
