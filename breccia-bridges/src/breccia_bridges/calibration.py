@@ -13,7 +13,7 @@ import numpy as np
 
 from breccia import OptionError, Policy, RecipeError, ScaledTensor, ScalingRecipe, UnsupportedError
 from breccia.backend import Declared, registry
-from breccia.internal import check_choices, choices_of, one_of, suggestion
+from breccia.internal import check_choices, check_positive, choices_of, one_of, suggestion
 
 from .calibrated import Calibrated, Stage
 from .jobs import Job
@@ -55,7 +55,22 @@ class GPTQ(Declared):
             raise RecipeError(f"damping must lie in 0 .. 1, got {self.damping!r}", damping=self.damping)
 
 
-METHODS: dict[str, type[Declared]] = {method.name: method for method in (Importance, GPTQ)}
+@dataclass(frozen=True)
+class AWQ(Declared):
+    """Scales of columns, folded into the norm or the linear layer before (Lin et al., arXiv:2306.00978), then `Importance`.
+
+    grid: the powers of the mean magnitudes of inputs that are tried.
+    """
+
+    kind: ClassVar[str] = "method"
+    name: ClassVar[str] = "awq"
+    grid: int = 20
+
+    def __post_init__(self) -> None:
+        check_positive("AWQ", "grid", self.grid)
+
+
+METHODS: dict[str, type[Declared]] = {method.name: method for method in (Importance, GPTQ, AWQ)}
 
 
 def method_of(spec: Any) -> Any:
@@ -73,10 +88,12 @@ def method_of(spec: Any) -> Any:
 
 
 def _number(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,19 @@ def convert(
         Verify, typer.Option(metavar="HOW", help="full, bytes (without measuring errors) or none.")
     ] = Verify.full,
     source_dialect: From = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            "--calibrate",
+            metavar="FILE",
+            help="Choose codes by what layers get on a text, or on ids.npy.",
+            show_default=False,
+        ),
+    ] = None,
+    method: Annotated[
+        str, typer.Option("--method", metavar="METHOD", help="Under --calibrate: importance, gptq or awq.")
+    ] = "gptq",
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="Under --calibrate: cpu, cuda, ...")] = "cpu",
     as_json: Json = False,
 ) -> None:
     """Quantize a checkpoint, or store a quantized one (GPTQ, AWQ, MLX, ...) in another way.
@@ -109,6 +122,7 @@ def convert(
     breccia convert model model-nvfp4 --recipe nvfp4
     breccia convert model-awq model-breccia --recipe none
     breccia convert model model-vllm --dialect compressed_tensors --recipe int4
+    breccia convert model model-nvfp4 --recipe nvfp4 --calibrate text.txt --method gptq
     """
     if report is not None:
         if dry_run:
@@ -117,7 +131,7 @@ def convert(
             raise typer.BadParameter(f"--report shows measurements, and --verify {verify.value} measures nothing; use one.")
         _check_report(report, destination)
     started = perf_counter()
-    with _interruptible(destination, verify), progress("quantize and verify", source, 2) as advance:
+    with _interruptible(destination, verify), progress("quantize and verify", source, 2 + (calibrate is not None)) as advance:
         result = convert_checkpoint(
             source,
             destination,
@@ -136,6 +150,9 @@ def convert(
             max_shard_size=max_shard_size,
             max_memory=max_memory,
             verify=verify,
+            calibrate=calibrate,
+            method=method,
+            device=device,
         )
     seconds = perf_counter() - started
     if as_json:
@@ -313,6 +330,7 @@ def _print_conversion(result: Report, recipe: str, seconds: float, dry_run: bool
     rows = {
         "recipe": f"{result.recipe or f'{recipe}: nothing is quantized'}",
         **({"dialect": result.dialect} if result.dialect else {}),
+        **({"calibrated": _calibration(result)} if result.calibration else {}),
         "quantized": f"{len(result.quantized)} tensors, {result.bits_per_parameter:.3f} bits per parameter",
         "kept": f"{len(result.kept)} tensors, {size(kept_bytes)} in their original precision: {reasons or 'none'}",
         "size": f"{size(result.bytes_in)} -> {size(result.bytes_out)} ({result.bytes_out / max(1, result.bytes_in):.3f}x)",
@@ -361,6 +379,16 @@ def _print_conversion(result: Report, recipe: str, seconds: float, dry_run: bool
     Console(soft_wrap=True).print(table)
 
 
+def _calibration(result: Report) -> str:
+    """What calibration did: the method, the tokens that most layers got, and how many layers it left."""
+    chosen = result.calibrated
+    tokens = max((t.calibration["tokens"] for t in chosen if t.calibration), default=0)
+    left = len(result.quantized) - len(chosen)
+    return f"{len(chosen)} tensors by {result.calibration}, on {tokens} tokens" + (
+        f"; {left} are cast without it" if left else ""
+    )
+
+
 def _counted(reasons: Iterable[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in Counter(reasons).most_common())
 
@@ -371,8 +399,8 @@ _VERIFIED = {
     Verify.bytes: ("verified", ", bytes read back and compared; values were not measured"),
     Verify.none: ("written", ", not read back"),
 }
-#: The width of the names beside a conversion's figures, of which "by default" is the longest.
-_NAMES = len("by default")
+#: The width of the names beside a conversion's figures, of which none is longer.
+_NAMES = len("calibrated")
 
 #: Columns of a comparison; the tensor or file comes last, as it may be long.
 _FIGURES = (">SQNR dB", ">cosine", ">max error", ">clipped", ">underflow", ">bits/param")

@@ -86,7 +86,7 @@ class FilePlan:
 
     def copied(self, job: Job) -> Iterator[np.ndarray]:
         """The bytes of a value that is copied, in pieces."""
-        return in_pieces(job.value.plain())
+        return in_pieces(job.plain())
 
     def reopened(self) -> Container:
         """The written file. Raises CorruptFileError if its contents differ from what was written."""
@@ -143,7 +143,7 @@ def convert_file(planned: FilePlan, verify: Verify, histograms: bool, advance: A
     configs = read_configs(written)
     reports: list[TensorReport] = []
     for name, job in planned.jobs.items():
-        if job.way == "copy":
+        if job.way == "copy" or job.is_folded:
             reports.append(job.report())
         elif name in journal.verified:
             reports.append(job.report(*journal.verified[name]))

@@ -19,7 +19,7 @@ from breccia import (
     UnsupportedError,
     requantize,
 )
-from breccia.backend import BF16, F16, F32, TENSOR, Parameter, choose, components
+from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, Parameter, choose, components
 from breccia.internal import PRESETS, abbreviated, decided, keeps_parts, keeps_values, kind_in_file
 
 from .beside import factors
@@ -124,6 +124,19 @@ class Job:
         if value.recipe is None or self.recipe is None:
             return None
         return decided(value.recipe, value.layout.plain, value.axis, self.recipe)
+
+    @property
+    def is_folded(self) -> bool:
+        """Has calibration moved scales of its columns into the layer before, or such scales of another into its rows?"""
+        return self.calibrated is not None and "folded_into" in self.calibrated.records.get(self.name, {})
+
+    def plain(self) -> np.ndarray:
+        """The stored array of a value that is copied: as it is in the source, or as calibration has changed it."""
+        chosen = self.calibrated.get(self.name) if self.calibrated else None
+        if not isinstance(chosen, np.ndarray):
+            return self.value.plain()
+        codec = CASTABLE[self.value.stored_as]
+        return NUMPY.store(codec.encode(NUMPY, chosen), NUMPY.storage(codec))
 
     def check_unchanged(self) -> None:
         """Raise CorruptFileError if a file that it reads was replaced or modified since it was opened."""

@@ -18,6 +18,7 @@ from breccia import OptionError, ScaledTensor, ScalingRecipe, bridges
 from breccia.internal import size
 
 from ..calibration.feedback import corrected, output_error
+from ..calibration.folding import TOLERANCE, Folded, candidates, change, folds
 from ..calibration.moments import Moments, Products, watching
 from ..quantize import expert_parameters, experts_axis
 from .blocks import Arguments, Blocks
@@ -30,6 +31,8 @@ OUTSIDE = "outside the blocks"
 _PROGRAM, _OF_WEIGHT = 512 << 20, 12
 #: FP64 matrices of a layer's inputs while it is quantized: the second moment, damped, its inverse and the factors.
 _OF_MOMENT = 4
+#: The dtypes of torch, by the names of a file.
+_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 #: What is said of layers that calibration does not reach.
 _UNREACHED = "the text does not reach it, so it is cast without calibration"
 
@@ -100,7 +103,7 @@ class _Run:
         self, source: Path, ids: np.ndarray, targets: Mapping[str, Target], method: Method, device: str, limit: int | None,
         source_dialect: str | None, finished: Callable[[str], Stage | None],
     ) -> None:  # fmt: skip
-        checkpoint = bridges.load_checkpoint(source, framework="torch", source_dialect=source_dialect)
+        self.checkpoint = checkpoint = bridges.load_checkpoint(source, framework="torch", source_dialect=source_dialect)
         self.blocks = Blocks(source, checkpoint, torch.device(device))
         self.model: Any = self.blocks.model
         self.ids, self.targets, self.method, self.finished = torch.as_tensor(ids), targets, method, finished
@@ -116,6 +119,8 @@ class _Run:
         inside = {name for names in self.names_of for name in names}
         self.outside = [name for name in targets if name not in inside]
         self.room = self._room(limit)
+        #: The values whose columns or rows are scaled, and the one that the scales are folded into.
+        self.folded: dict[str, str] = {}
 
     def _check_ids(self) -> None:
         count = self.model.get_input_embeddings().num_embeddings
@@ -218,6 +223,8 @@ class _Run:
                 def runs(n: int = n) -> list[Callable[[], Any]]:
                     return [lambda x=x: self.blocks.run(n, x, arguments[n]) for x in hidden]
 
+                if self.method.name == "awq":
+                    self._fold(n, made, runs())
                 self._solve(self.names_of[n], made, lambda keys: self._observed(keys, runs()))
                 yield made
             for value, tensor in made.tensors.items():
@@ -230,7 +237,7 @@ class _Run:
 
     def _part(self, name: str) -> Tensor:
         spot: Spot = self.blocks.spots[name]
-        return spot.of(self.model, self.shapes[name])
+        return spot.of(self.model, tuple(self.checkpoint.header(name).shape))
 
     # -- observing -------------------------------------------------------------------------------------------------
 
@@ -261,6 +268,67 @@ class _Run:
             moments = observe(list(dict.fromkeys(key for name in part for key in self.keys[name])))
             for name in part:
                 self._quantize(name, [moments[key] for key in self.keys[name]], stage)
+
+    def _fold(self, n: int, stage: Stage, runs: Sequence[Callable[[], Any]]) -> None:
+        """Move scales of columns into the layers before, where that lowers the error of outputs and changes nothing else."""
+        for fold in folds(self.blocks.blocks[n], self.blocks.names[n], runs[0]):
+            names = [self._value_of(layer) for layer in fold.layers]
+            source = self._value_of(fold.source)
+            module, layers = (
+                self.model.get_submodule(fold.source),
+                [self.model.get_submodule(layer) for layer in fold.layers],
+            )
+            if source is None or None in names or (isinstance(module, nn.Linear) and source not in self.targets):
+                continue
+            known = [name for name in names if name is not None]
+            moments = self._observed([self.keys[name][0] for name in known], runs)
+            found = self._best_scales(known, [moments[self.keys[name][0]] for name in known])
+            if found is None:
+                continue
+            before = runs[0]()
+            dtype = getattr(torch, _DTYPES.get(self.checkpoint.header(source).dtype or "F32", "float32"))
+            for offset in (0.0,) if isinstance(module, nn.Linear) else (0.0, 1.0):
+                folded = Folded(module, layers, found, dtype, offset)
+                if change(before, runs[0]()) <= TOLERANCE:
+                    self.folded |= dict.fromkeys(known, source)
+                    if isinstance(module, nn.Linear):
+                        self.folded.setdefault(source, source)
+                    else:
+                        stage.plain[source] = self._part(source).cpu().clone().numpy()
+                    break
+                folded.undo()
+
+    def _value_of(self, layer: str) -> str | None:
+        """The value of a layer's weight, if it is a whole parameter whose inputs can be observed, or of a norm."""
+        spots = self.blocks.spots_at(f"{layer}.weight")
+        name = spots[0].name if len(spots) == 1 else None
+        if name is None or (isinstance(self.model.get_submodule(layer), nn.Linear) and not self.keys.get(name)):
+            return None
+        return name
+
+    def _best_scales(self, names: Sequence[str], moments: Sequence[Moments]) -> Tensor | None:
+        """The scales under which the outputs of layers have the least error; None for no scales, or no inputs."""
+        if not all(of.count and float(of.second.diagonal().sum()) > 0 for of in moments):
+            return None
+        best, least = None, self._error_under(names, moments, None)
+        for scales in candidates(moments[0].magnitude / moments[0].count, int(self.method.grid)):  # type: ignore[attr-defined]
+            error = self._error_under(names, moments, scales)
+            if error < least:
+                best, least = scales, error
+        return best
+
+    def _error_under(self, names: Sequence[str], moments: Sequence[Moments], scales: Tensor | None) -> float:
+        by: Any = 1.0 if scales is None else scales
+        weights = {name: self._part(name) * by for name in names}
+        total = 0.0
+        for name, of in zip(names, moments, strict=True):
+            target = self.targets[name]
+            among = [weights.get(other, self._part(other)).cpu().numpy() for other in target.together]
+            importance = _importance([of if scales is None else of.scaled(scales)])
+            scaled = target.cast(weights[name].cpu().numpy(), among, importance)
+            decoded = torch.from_numpy(breccia.dequantize(scaled)).to(of.second.device)
+            total += output_error(decoded / by - self._part(name), of.second)
+        return total
 
     def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
         part: list[str] = []
@@ -302,6 +370,8 @@ class _Run:
         stage.records[name] = self._record(
             count, self._sqnr(weight, scaled, moments) if count else None, max(used, default=None), note
         )
+        if name in self.folded:
+            stage.records[name]["folded_into"] = self.folded[name]
 
     def _record(
         self, tokens: int, sqnr: float | None = None, damping: float | None = None, note: str | None = None
