@@ -51,7 +51,8 @@ class Calibrated:
     def add(self, stage: Stage) -> None:
         """Write a stage."""
         self.folder.mkdir(exist_ok=True)
-        path = self.folder / f"{len(self._journal.calibrated):05}.safetensors"
+        before = self._journal.calibrated.get(stage.name)  # of a file that was damaged
+        path = self.folder / (before["file"] if before else f"{len(self._journal.calibrated):05}.safetensors")
         save_safetensors({**stage.tensors, **stage.plain}, path, force=True)
         self._journal.calibrate(stage.name, path.name, _digest(path), stage.records)
         self._open(stage.name, path, stage.records)

@@ -172,7 +172,7 @@ class Report:
     @property
     def calibrated(self) -> list[TensorReport]:
         """Tensors whose codes were chosen by calibration."""
-        return [t for t in self.tensors if t.calibration and t.calibration["method"]]
+        return [t for t in self.tensors if t.quantized and t.calibration and t.calibration["method"]]
 
     @property
     def codes_kept(self) -> list[TensorReport]:

@@ -295,6 +295,8 @@ class _Run:
                         self.folded.setdefault(source, source)
                     else:
                         stage.plain[source] = self._part(source).cpu().clone().numpy()
+                        tokens = moments[self.keys[known[0]][0]].count
+                        stage.records[source] = self._record(tokens) | {"folded_into": source}
                     break
                 folded.undo()
 
