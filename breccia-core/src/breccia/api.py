@@ -10,14 +10,14 @@ from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .arrays.frameworks import common_framework, framework_of, output_dtype, same_framework
+from .arrays.frameworks import common_framework, framework_of, ops_of, output_dtype, same_framework
 from .calling import arrays_of, cast_options, check_array, framework_of_steps, need_scaled, run
 from .dispatch.explanation import Explanation
 from .dispatch.facts import array_of
 from .dispatch.kernel import Prefer
 from .dispatch.registry import Plugin, registry
 from .errors import OptionError, UnsupportedError
-from .kernels.checks import check_cast, check_grouped, check_matmul, clip_bounds
+from .kernels.checks import check_cast, check_grouped, check_importance, check_matmul, check_weights, clip_bounds
 from .operations import CASTING, Kind, Operation
 from .options import DEFAULT, PLAIN, product_options
 from .recipes import DelayedScaling, ScalingRecipe
@@ -43,6 +43,7 @@ def cast(
     nonfinite: str = "propagate",
     storage: str = PLAIN,
     group_index: Any = None,
+    importance: Any = None,
     out: ScaledTensor | None = None,
     prefer: Prefer = None,
 ) -> ScaledTensor:
@@ -62,6 +63,9 @@ def cast(
     group_index: for each element of the contraction axis its group, integers from 0, as a sequence, an array or a
         `PerGroupIndex` (GPTQ's g_idx): groups of any elements, each as many as the recipe's groups have at most. For recipes
         with one float scale per group, rounded to nearest.
+    importance: for recipes that search for scales (`scale_rule="mse"`): a non-negative number for each element of the
+        contraction axis, a 1-D array of the framework of `x`. The search multiplies squared errors by it. For the weight of a
+        layer, use the mean square of each of its inputs.
     out: a ScaledTensor to write into, from an earlier call with equal arguments.
     prefer: name(s) of kernels to use; see `breccia.explain`.
 
@@ -75,10 +79,17 @@ def cast(
         ((4, 32), (4, 4))
         >>> breccia.cast(np.ones((64, 4), np.float32), "nvfp4", axis=-2).scale.shape
         (4, 4)
+        >>> x = np.array([[8, 1, 2, 3]], np.float32)
+        >>> st = breccia.cast(x, "int4,group_size=4,scale_rule=mse")  # finds that code -8 and a negative scale fit
+        >>> breccia.dequantize(st), st.scale
+        (array([[8., 1., 2., 3.]], dtype=float32), array([[-1.]], dtype=float16))
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
-    options = cast_options(x, axis, scale, rounding, seed, nonfinite, storage, out)
+    options = cast_options(x, axis, scale, rounding, seed, nonfinite, storage, out, importance=importance)
+    if importance is not None:
+        check_importance(importance, x, recipe, options.axis)
+        check_weights(ops_of(importance), importance)
     if group_index is not None:
         return targets.load("breccia.kernels.indexed:cast")(x, recipe, group_index, options)
     return run("cast", framework_of(x), (x, recipe, options), prefer)

@@ -38,6 +38,7 @@ def cast_options(
     storage: str,
     out: Any,
     of_tensor: bool = False,
+    importance: Any = None,
 ) -> CastOptions:
     """The options of an op that casts `x`."""
     if not of_tensor:
@@ -51,13 +52,14 @@ def cast_options(
         and rounding == "nearest"
         and nonfinite == "propagate"
         and storage == PLAIN
+        and importance is None
     ):
         return DEFAULT if axis == -1 else COLUMNS
     if hasattr(seed, "dtype"):
         seed = ops_of(x.data_source if of_tensor else x).seed(seed)
     if isinstance(scale, Real) and not isinstance(scale, bool):  # NumPy's numbers too, for arrays of any framework
         scale = float(scale)
-    options = CastOptions(axis, scale, rounding, seed, nonfinite, storage, out)
+    options = CastOptions(axis, scale, rounding, seed, nonfinite, storage, out, importance=importance)
     if storage != PLAIN:
         registry().look_up("breccia_storages", storage, "storage")
     axis = contraction_axis(axis, len(shape_of(x)))

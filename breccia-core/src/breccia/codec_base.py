@@ -70,13 +70,14 @@ class Codec:
     def divide(self, ops: Ops, x: Array, stored: Array, global_scale: Array | None = None) -> tuple[Array, Array]:
         """(x times the reciprocal of the scale, whether the scale is usable); one reciprocal per scale.
 
-        The scale is `stored` times `global_scale`, the FP32 global scale, if there is one. Usable scales are positive
-        normal numbers with a normal reciprocal; elsewhere the first result is 0.
+        The scale is `stored` times `global_scale`, the FP32 global scale, if there is one. Usable scales are normal numbers
+        with a normal reciprocal; elsewhere the first result is 0.
         """
         scale = self.read(ops, stored)
         if global_scale is not None:
             scale = scale * global_scale
-        usable = (scale >= _MIN_NORMAL) & (scale <= 1 / _MIN_NORMAL)
+        magnitude = ops.maximum(scale, -scale)
+        usable = (magnitude >= _MIN_NORMAL) & (magnitude <= 1 / _MIN_NORMAL)
         inverse = ops.div(1.0, ops.where(usable, scale, 1.0))
         return ops.where(usable, x * inverse, 0.0), usable
 

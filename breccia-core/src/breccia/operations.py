@@ -53,7 +53,7 @@ class Result:
 
 
 #: Options of an op that casts to one tensor.
-CASTING = ("axis", "scale", "rounding", "seed", "nonfinite", "storage", "out")
+CASTING = ("axis", "scale", "rounding", "seed", "nonfinite", "storage", "out", "importance")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class CastOptions:
     out: the ScaledTensor to write into, or None.
     require_exact: of `requantize`: raise InexactError if a value would change.
     clip: of `cast_ste`: the range (low, high) inside which gradients pass, "scale" for that of each block, None for all.
+    importance: of `cast`: weights of the errors that a search for scales compares, an array of shape (K,), or None.
     """
 
     axis: int = -1
@@ -39,6 +40,7 @@ class CastOptions:
     out: Any = None
     require_exact: bool = False
     clip: tuple[float, float] | str | None = None
+    importance: Any = None
 
     def __post_init__(self) -> None:
         seed = check_options(self.rounding, self.seed, self.nonfinite)

@@ -12,12 +12,15 @@ from .formats import NUMERICS, Block, Format, Level, sha256
 from .layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor
 from .locks import cached_property
 from .recipe_fields import check_choices
-from .rules import DIVIDE, EVEN, FLOOR, HALF_RANGE, LINEAR, RCEIL, RECIP, TE, Inverse, Rule
+from .rules import DIVIDE, EVEN, FLOOR, FOUR_SIX, HALF_RANGE, LINEAR, MSE, RCEIL, RECIP, TE, Inverse, Rule, Search
 
 FP8: dict[str, Codec] = {"E4M3": E4M3, "E5M2": E5M2, "E4M3FNUZ": E4M3FNUZ, "E5M2FNUZ": E5M2FNUZ}
 FP8_RULES: dict[str, Any] = {rule.name: rule for rule in (LINEAR, RECIP, DIVIDE, TE)}
-INTEGER_RULES: dict[str, Rule] = {rule.name: rule for rule in (LINEAR, RECIP, DIVIDE, HALF_RANGE)}
-E8M0_RULES: dict[str, Rule] = {rule.name: rule for rule in (RCEIL, FLOOR, EVEN)}
+INTEGER_RULES: dict[str, Rule] = {rule.name: rule for rule in (LINEAR, RECIP, DIVIDE, HALF_RANGE, MSE)}
+E8M0_RULES: dict[str, Rule] = {rule.name: rule for rule in (RCEIL, FLOOR, EVEN, MSE)}
+#: Of 8-bit float scales over E2M1, and of float scales over a table.
+NVFP4_RULES: dict[str, Rule] = {rule.name: rule for rule in (LINEAR, MSE, FOUR_SIX)}
+TABLE_RULES: dict[str, Rule] = {rule.name: rule for rule in (LINEAR, MSE)}
 
 
 class ScalingRecipe(Declared):
@@ -48,8 +51,17 @@ class ScalingRecipe(Declared):
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """What a kernel that writes this recipe knows: the features of its format, and "decode_only", which none knows."""
-        return self.format.features | ({"decode_only"} if self.decode_only else frozenset[str]())
+        """What a kernel that writes this recipe knows: the features of its format, "scale_search", and "decode_only".
+
+        "scale_search": a rule is a `breccia.rules.Search`. "decode_only": no kernel writes it.
+        """
+        own = {"decode_only": bool(self.decode_only), "scale_search": not self.decode_only and self.searches}
+        return self.format.features | {name for name, there in own.items() if there}
+
+    @property
+    def searches(self) -> bool:
+        """Whether the scales of blocks are searched for: `cast` then takes `importance=`."""
+        return isinstance(self.rules[-1], Search)
 
     @cached_property
     def layout(self) -> Layout:
@@ -185,6 +197,11 @@ class Integers(ScalingRecipe):
             because = "" if self.symmetric else ", which symmetric=False requires"
             raise RecipeError(
                 f"scale_rule='half_range' is for signed codes; got signed=False{because}", scale_rule=self.scale_rule
+            )
+        if self.scale_rule == MSE.name and not self.symmetric:
+            raise RecipeError(
+                "scale_rule='mse' searches scales of symmetric codes; got symmetric=False. Omit one of the two.",
+                scale_rule=self.scale_rule,
             )
 
     @cached_property

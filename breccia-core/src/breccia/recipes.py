@@ -39,6 +39,8 @@ from .recipe_bases import (
     FP8,
     FP8_RULES,
     INTEGER_RULES,
+    NVFP4_RULES,
+    TABLE_RULES,
     FP8Blocks,
     Integers,
     MXBlocks,
@@ -50,7 +52,7 @@ from .recipe_fields import choices_of as choices_of
 from .recipe_fields import each_of as each_of
 from .recipe_fields import implication_of as implication_of
 from .recipe_fields import with_implied as with_implied
-from .rules import Rule
+from .rules import LINEAR, Rule
 
 _MXFP8: dict[str, Codec] = {"E4M3": E4M3, "E5M2": E5M2}
 _FP6: dict[str, Codec] = {"E2M3": E2M3, "E3M2": E3M2}
@@ -172,7 +174,7 @@ class Float8BlockScaling(FP8Blocks):
 class MXFP8BlockScaling(MXBlocks):
     """OCP MXFP8: 32 elements along K share an E8M0 scale.
 
-    `scale_rule`: "rceil" (default), "floor" (the OCP text), "even"; see `breccia.rules.Exponent`.
+    `scale_rule`: "rceil" (default), "floor" (the OCP text), "even", "mse"; see `breccia.rules.Exponent` and `Search`.
     """
 
     name: ClassVar[str] = "mxfp8"
@@ -245,6 +247,7 @@ class NVFP4BlockScaling(ScalingRecipe):
     data written that way. `global_sense` is the scale convention of the FP32 scale: "multiplier" (default; torchao, ModelOpt),
     "divisor" (compressed-tensors) or "amax" (TransformerEngine, MLX). `order` is that of decoding: "codes_first" (default),
     (code * block scale) * FP32 scale; or "scales_first", code * (block scale * FP32 scale), as in torchao and ModelOpt.
+    `scale_rule`: "linear" (default), "mse", "four_six"; see `breccia.rules`.
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -255,6 +258,7 @@ class NVFP4BlockScaling(ScalingRecipe):
     two_level: bool = True
     global_sense: str = field(default="multiplier", metadata={"added": True, **one_of(CONVENTIONS)})
     order: str = field(default="codes_first", metadata={"added": True, **one_of(ORDERS)})
+    scale_rule: str = field(default="linear", metadata={"added": True, **one_of(NVFP4_RULES)})
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -281,6 +285,11 @@ class NVFP4BlockScaling(ScalingRecipe):
         levels = (Level(F32, TENSOR, self.global_sense), block) if self.two_level else (block,)
         return Format(E2M1, levels, order=self.order)
 
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        rule = NVFP4_RULES[self.scale_rule]
+        return (LINEAR, rule) if self.two_level else (rule,)
+
 
 @dataclass(frozen=True)
 class INT4Scaling(Integers):
@@ -291,7 +300,7 @@ class INT4Scaling(Integers):
         "zero_point": `x = scale * (code - zero_point)`, zero-points 0..15, zero exactly representable;
         "float_zero_point": the same, with a float zero-point stored like the scale (HQQ);
         "bias": `x = scale * code + bias`, a float bias stored like the scale (MLX's affine mode, GGUF Q4_1).
-    `scale_rule`: "linear" (default: amax / 7), "recip", "divide", "half_range" (amax / 7.5); see `breccia.rules`.
+    `scale_rule`: "linear" (default: amax / 7), "recip", "divide", "half_range" (amax / 7.5), "mse"; see `breccia.rules`.
     """
 
     name: ClassVar[str] = "int4"
@@ -335,7 +344,7 @@ class INTScaling(Integers):
     Like `INT4Scaling`, with codes of `bits` bits: -2^(bits-1)..2^(bits-1)-1 if `signed`, else 0..2^bits-1, as zero-points are.
     Of 4 and 8 bits it has the formats, and writes the bytes, of `INT4Scaling` and `INT8Scaling`. One bit is unsigned.
     `scale_rule`: "linear" (default: amax by the largest code), "recip", "divide", "half_range" (amax by half the width of the
-    range of signed codes, 1.5 for 2 bits, 3.5 for 3); see `breccia.rules`.
+    range of signed codes, 1.5 for 2 bits, 3.5 for 3), "mse"; see `breccia.rules`.
     """
 
     name: ClassVar[str] = "int"
@@ -353,12 +362,16 @@ class INTScaling(Integers):
 
 @dataclass(frozen=True)
 class NF4Scaling(ScalingRecipe):
-    """4-bit codes of a table of normal quantiles, a float scale per `block_size` elements along K (QLoRA's NF4)."""
+    """4-bit codes of a table of normal quantiles, a float scale per `block_size` elements along K (QLoRA's NF4).
+
+    `scale_rule`: "linear" (default: amax), "mse"; see `breccia.rules`.
+    """
 
     name: ClassVar[str] = "nf4"
     source: ClassVar[str] = "QLoRA (arXiv:2305.14314), section 3"
     block_size: int = 64
     scale_dtype: str = field(default="fp32", metadata=one_of(FLOAT_CODECS, aliases=FLOAT_NAMES))
+    scale_rule: str = field(default="linear", metadata={"added": True, **one_of(TABLE_RULES)})
 
     def __post_init__(self) -> None:
         check_positive("NF4Scaling", "block_size", self.block_size)
@@ -367,6 +380,10 @@ class NF4Scaling(ScalingRecipe):
     @cached_property
     def format(self) -> Format:
         return Format(NF4, (Level(FLOAT_CODECS[self.scale_dtype], (1, self.block_size)),))
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        return (TABLE_RULES[self.scale_rule],)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,10 @@ class Rule:
         """
         return codec.divide(ops, x, stored, global_scale)
 
+    def accept(self, ops: Ops, stored: Array, codec: Codec, element: Codec) -> Array:
+        """int32 codes of supplied scales; NaN for those that the rule cannot write."""
+        return codec.accept(ops, stored)
+
 
 @dataclass(frozen=True)
 class Linear(Rule):
@@ -51,16 +55,17 @@ class Linear(Rule):
 
     def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None) -> Array:
         self._check(codec)
+        return nearest_scale(ops, self.unrounded(ops, statistic, element, qmax, global_scale), codec)
+
+    def unrounded(self, ops: Ops, statistic: Array, element: Codec, qmax: float, global_scale: Array | None) -> Array:
+        """The FP32 number that the scale is rounded from."""
         t = self._ratio(ops, statistic, element, qmax)
         t = flushed(ops, t)
         if qmax < 1:  # else the ratio cannot overflow
             t = saturated(ops, t)
         if global_scale is not None:
             t = saturated(ops, ops.div(t, global_scale))
-        if self.margin:
-            t = saturated(ops, t * 2.0**self.margin)
-        t = ops.minimum(ops.maximum(t, codec.scale_min), codec.scale_max)
-        return codec.encode(ops, t)
+        return saturated(ops, t * 2.0**self.margin) if self.margin else t
 
     def _ratio(self, ops: Ops, statistic: Array, element: Codec, qmax: float) -> Array:
         return ops.div(statistic, qmax)
@@ -171,6 +176,91 @@ class Exponent(Rule):
         return 1 << (22 - element.mantissa_bits)
 
 
+@dataclass(frozen=True)
+class Window:
+    """The scales that a search tries besides the plain one, in this order.
+
+    factors: encoded multiples of the unrounded plain scale. opposite: likewise, with the sign bit set, for codes whose range is
+    not symmetric. steps: distances from the plain scale's code, within the codes of positive numbers.
+    """
+
+    factors: tuple[float, ...] = ()
+    opposite: tuple[float, ...] = ()
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Search(Rule):
+    """Of the scales in a window, the one whose codes have the least squared error over the block; of equal ones, the first.
+
+    The first is the plain scale: that of `rceil` for powers of two, that of `linear` for float scales. So `scale` is the plain
+    rule, and `candidates` are what the generic algorithm compares. A codec without a window cannot have the rule.
+
+    floats: of float scales of 16 and 32 bits. bytes: of those of 8 bits. powers: of powers of two.
+    """
+
+    floats: Window | None = None
+    bytes: Window | None = None
+    powers: Window | None = None
+
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None) -> Array:
+        self.window(codec)
+        plain = RCEIL if isinstance(codec, PowerOfTwo) else LINEAR
+        return plain.scale(ops, statistic, codec, element, qmax, global_scale)
+
+    def window(self, codec: Codec) -> Window:
+        """The window for scales of a codec. Raises RecipeError if it has none."""
+        kind = "powers" if isinstance(codec, PowerOfTwo) else "bytes" if codec.bits <= 8 else "floats"
+        window: Window | None = getattr(self, kind) if isinstance(codec, Minifloat | PowerOfTwo) else None
+        if window is None:
+            raise RecipeError(
+                f"rule {self.name!r} has no window of {codec.name} scales around the plain one; use another rule."
+            )
+        return window
+
+    def candidates(
+        self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None
+    ) -> Array:
+        """int32 codes of the scales to compare, along a new first axis, the plain ones first. Arguments as those of `scale`."""
+
+        def stacked(arrays: list[Array]) -> Array:
+            return ops.concat([ops.reshape(a, (1, *a.shape)) for a in arrays], 0)
+
+        window, plain = self.window(codec), self.scale(ops, statistic, codec, element, qmax, global_scale)
+        found = [stacked([plain])]
+        opposite = window.opposite if takes_signs(codec, element) else ()
+        if window.factors or opposite:
+            t = LINEAR.unrounded(ops, statistic, element, qmax, global_scale)
+            sign = -(1 << 31) if codec.bits == 32 else 1 << (codec.bits - 1)  # of int32
+            for factors, bit in ((window.factors, 0), (opposite, sign)):
+                if factors:
+                    multiples = flushed(ops, saturated(ops, stacked([t * factor for factor in factors])))
+                    found.append(nearest_scale(ops, multiples, codec) | bit)
+        if window.steps:
+            least, most = (0, codec.nan - 1) if isinstance(codec, PowerOfTwo) else (1, getattr(codec, "highest", 0))
+            moved = ops.minimum(ops.maximum(stacked([plain + step for step in window.steps]), least), most)
+            found.append(ops.where(plain == codec.need_nan(), plain, moved))
+        return ops.concat(found, 0) if len(found) > 1 else found[0]
+
+    def accept(self, ops: Ops, stored: Array, codec: Codec, element: Codec) -> Array:
+        if not takes_signs(codec, element):
+            return codec.accept(ops, stored)
+        value = codec.read(ops, stored)
+        magnitude = ops.maximum(value, -value)
+        good = (magnitude >= codec.scale_min) & (magnitude <= codec.scale_max)
+        return ops.where(good, codec.encode(ops, ops.where(good, value, 1.0)), codec.need_nan())
+
+
+def takes_signs(codec: Codec, element: Codec) -> bool:
+    """Whether scales may be negative: floats over signed integers, whose lowest code has no counterpart."""
+    return isinstance(element, Integer) and element.signed and isinstance(codec, Minifloat) and codec.signed and codec.bits > 8
+
+
+def nearest_scale(ops: Ops, t: Array, codec: Codec) -> Array:
+    """int32 codes of positive FP32 numbers, clamped to the scales that a codec has."""
+    return codec.encode(ops, ops.minimum(ops.maximum(t, codec.scale_min), codec.scale_max))
+
+
 def normal(scale: Array) -> Array:
     """Whether an FP32 scale is a positive normal number with a normal reciprocal"""
     return (scale >= 2.0**-126) & (scale <= 2.0**126)
@@ -196,5 +286,15 @@ TE = Inverse("te")
 RCEIL = Exponent("rceil")
 FLOOR = Exponent("floor")
 EVEN = Exponent("even")
+#: Multiples of 1/32, which FP32 has exactly. Steps of 1/32 help where most blocks end up, coarse ones those of few bits.
+_FACTORS = tuple(n / 32 for n in (16, 20, 22, *range(24, 32)))
+MSE = Search(
+    "mse",
+    floats=Window(factors=_FACTORS, opposite=_FACTORS[:-1]),
+    bytes=Window(steps=(-4, -3, -2, -1, 1, 2, 3, 4, 5, 6)),
+    powers=Window(steps=(-1, 1)),
+)
+#: The largest element of a block becomes 6 or 4, the largest codes of E2M1 (arXiv:2512.02010).
+FOUR_SIX = Search("four_six", bytes=Window(factors=(1.5,)))
 
-RULES: tuple[Rule, ...] = (LINEAR, RECIP, HALF_RANGE, DIVIDE, TE, RCEIL, FLOOR, EVEN)
+RULES: tuple[Rule, ...] = (LINEAR, RECIP, HALF_RANGE, DIVIDE, TE, RCEIL, FLOOR, EVEN, MSE, FOUR_SIX)

@@ -62,7 +62,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     if options.out is not None or not (scale is None or isinstance(scale, jax.Array)):
         return reference.cast(x, recipe, options)  # which refuses `out`, and reads numbers of any kind
     stochastic = options.rounding == "stochastic"
-    arrays = [x, *(() if scale is None else (scale,))]
+    arrays = [x, *(() if scale is None else (scale,)), *(() if options.importance is None else (options.importance,))]
     if stochastic:
         words = JAX.words(np.asarray(options.seed) if in_memory([options.seed]) else options.seed)
         arrays.append(jnp.stack(words) if any(isinstance(word, Tracer) for word in words) else np.array(words, np.int32))
@@ -72,7 +72,8 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     if isinstance(scale, Tracer):  # an error of the kernel would be one of XLA's
         layout = checks.fitted_layout(recipe, tuple(x.shape), options.axis)
         reference.check_supplied(JAX, scale, x, recipe.format, layout, options.axis)
-    program = Cast(recipe.to_json(), options.axis, scale is not None, stochastic, options.nonfinite, _shapes(arrays))
+    weighted = options.importance is not None
+    program = Cast(recipe.to_json(), options.axis, scale is not None, stochastic, options.nonfinite, _shapes(arrays), weighted)
     return program.static.assembled(_ran(program, arrays))
 
 
@@ -120,7 +121,7 @@ def in_memory(arrays: Iterable[Any]) -> bool:
 def runs(op: str, a: Any, b: Any = None, recipe: Any = None, options: Any = None, prefer: Prefer = None) -> bool:
     """Whether a call of these operands, all in memory, runs by a kernel of this module, and so compiles nothing."""
     arrays = [part for x in (a, b) for part in (_leaves(x) if isinstance(x, ScaledTensor) else (x,)) if part is not None]
-    for name in ("scale", "seed", "bias"):
+    for name in ("scale", "seed", "bias", "importance"):
         if isinstance(part := None if options is None else options.get(name), jax.Array):
             arrays.append(part)
     if not in_memory(arrays):
@@ -234,7 +235,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Cast(OnCPU):
-    """A call of `cast`: of `x`, a supplied scale, and the two words of a seed, if there are any."""
+    """A call of `cast`: of `x`, a supplied scale, an importance, and the two words of a seed, if there are any."""
 
     recipe: str
     axis: int
@@ -242,6 +243,7 @@ class Cast(OnCPU):
     stochastic: bool
     nonfinite: str
     operands: Shapes
+    weighted: bool = False
 
     @property
     def static(self) -> _Result:
@@ -256,6 +258,7 @@ class Cast(OnCPU):
 
     def _options(self, arrays: Sequence[Any], **changed: Any) -> CastOptions:
         scale = arrays[1] if self.supplied else None
+        changed["importance"] = arrays[1 + self.supplied] if self.weighted else None
         rounding = "stochastic" if self.stochastic else "nearest"
         return CastOptions(self.axis, scale, rounding, arrays[-1] if self.stochastic else None, self.nonfinite, **changed)
 

@@ -66,7 +66,8 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer
     options = _with_array(options)
     if cpu.runs("cast", x, None, recipe, options, prefer) or _eager(x, options):
         return calls.cast(x, recipe, options, prefer=prefer)
-    return _cast(x, options.scale, _words(options), recipe, _static(options), *_names_and_table(prefer))
+    arrays = x, options.scale, _words(options), options.importance
+    return _cast(*arrays, recipe, _static(options), *_names_and_table(prefer))
 
 
 def cast_pair(
@@ -157,14 +158,17 @@ def _in_place(op: Operation, arrays: Sequence[Array], recipe: Any) -> list[Any]:
 # The kernel table is an argument, so that a function traced with one table is not reused with another.
 
 
-@partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _cast(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table) -> ScaledTensor:
+@partial(jax.jit, static_argnums=(4, 5, 6, 7))
+def _cast(
+    x: Array, scale: Any, seed: Any, importance: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table
+) -> ScaledTensor:
     _check_symbols(x, recipe, static[0])
 
-    def run(x: Array, scale: Any, seed: Any) -> ScaledTensor:
-        return calls.cast(lax.stop_gradient(x), recipe, _options(static, scale, seed), prefer=names)
+    def run(x: Array, scale: Any, seed: Any, importance: Any) -> ScaledTensor:
+        options = _options(static, scale, seed).replace(importance=importance)
+        return calls.cast(lax.stop_gradient(x), recipe, options, prefer=names)
 
-    return automatic(like_first, run, x, scale, seed)
+    return automatic(like_first, run, x, scale, seed, importance)
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))

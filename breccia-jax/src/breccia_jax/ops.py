@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -141,6 +142,9 @@ class _JaxOps(Ops):
 
     def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
         return jnp.transpose(a, axes)
+
+    def fold(self, function: Callable[..., tuple[Array, ...]], start: tuple[Array, ...], items: Array) -> tuple[Array, ...]:
+        return lax.scan(lambda results, item: (function(*results, item), None), start, items)[0]
 
     def native_round(self, y: Array, bits: int) -> Array | None:
         if bits != 8:  # XLA on CPUs then packs codes four times as slowly (measured: jax 0.10)

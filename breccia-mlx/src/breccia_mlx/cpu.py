@@ -22,11 +22,13 @@ Array = Any
 
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`cast` by the kernel for NumPy arrays."""
-    scale = options.scale
-    if options.out is not None or (hasattr(scale, "shape") and not isinstance(scale, mx.array)):
+    scale, importance = options.scale, options.importance
+    if options.out is not None or any(hasattr(a, "shape") and not isinstance(a, mx.array) for a in (scale, importance)):
         return reference.cast(x, recipe, options)  # which refuses them: MLX's arrays are immutable
-    if opaque(*(option for option in (scale, options.seed) if isinstance(option, mx.array))) is not None:
+    if opaque(*(option for option in (scale, options.seed, importance) if isinstance(option, mx.array))) is not None:
         return reference.cast(x, recipe, options)
+    if importance is not None:
+        options = options.replace(importance=_floats(importance))
     if isinstance(scale, mx.array):
         options = options.replace(scale=_floats(scale))  # BF16 as numbers: bit patterns would be a scale of another dtype
     return _over(calls.cast(_floats(x), recipe, options), _taken)

@@ -35,10 +35,15 @@ Array = Any
 
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`cast` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
-    scale, out = options.scale, options.out
+    scale, out, importance = options.scale, options.out, options.importance
     supplied = isinstance(scale, torch.Tensor)
     if (supplied and not (_readable(scale) and scale.dtype in _SCALES)) or (out is not None and not _takes(out, recipe)):
         return reference.cast(x, recipe, options)
+    if importance is not None:
+        checks.check_importance(importance, x, recipe, options.axis)
+        if not _readable(importance):
+            return reference.cast(x, recipe, options)
+        options = options.replace(importance=_floats(importance))
     if options is not DEFAULT:
         numpy_scale = scale
         if supplied:  # BF16 as numbers: bit patterns would be a scale of another dtype

@@ -434,11 +434,10 @@ def _detached(x: Any) -> Any:
 
 
 def _constant(options: CastOptions) -> CastOptions:
-    """The options with a supplied scale detached."""
-    scale = options.scale
-    if not isinstance(scale, torch.Tensor) or not scale.requires_grad:
-        return options
-    return options.replace(scale=scale.detach())
+    """The options with their tensors detached."""
+    tensors = {"scale": options.scale, "importance": options.importance}
+    tracked = {name: x.detach() for name, x in tensors.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    return options.replace(**tracked) if tracked else options
 
 
 def _constant_result(options: ProductOptions) -> ProductOptions:

@@ -222,7 +222,7 @@ def _flat_options(options: tuple[str, ...], like: Tensor, axis: int, keywords: d
             flat += ["" if value is None else value if isinstance(value, str) else "element", *bounds]
         elif name == "out_dtype":
             flat.append(_dtype_name("float32" if value is None else value))
-        elif name == "bias":
+        elif name in ("bias", "importance"):
             flat.append(value)
     return flat
 

@@ -53,8 +53,9 @@ _OPTIONS = {
     "clip": "str clip, float low, float high",
     "out_dtype": "str dtype",
     "bias": "Tensor? bias",
+    "importance": "Tensor? importance",
 }
-_TRAILING = ("scale", "bias")
+_TRAILING = ("scale", "bias", "importance")
 
 
 def schema_of(op: Operation) -> str:
@@ -124,7 +125,7 @@ def _options(op: Operation, flat: Iterator[Any]) -> CastOptions | ProductOptions
     if isinstance(op.default, ProductOptions):
         return product_options(**fields)
     plain = all(fields.get(name, default) == default for name, default in (("axis", -1), ("rounding", "nearest"))) and (
-        fields.get("scale") is None and fields.get("clip") is None and fields["nonfinite"] == "propagate"
+        all(fields.get(name) is None for name in ("scale", "clip", "importance")) and fields["nonfinite"] == "propagate"
     )
     return DEFAULT if plain else CastOptions(**fields)
 

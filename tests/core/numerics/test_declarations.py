@@ -68,7 +68,10 @@ FIELDS = {
 
 K_LEVELS = (Level(F16, (1, 8)), Level(INT4, (1, 4)))
 #: Fields added later, at the end: files and digests of tensors contain them only where they differ from their default.
-ADDED: dict[str, dict[str, Any]] = {"nvfp4": {"global_sense": "multiplier", "order": "codes_first"}}
+ADDED: dict[str, dict[str, Any]] = {
+    "nvfp4": {"global_sense": "multiplier", "order": "codes_first", "scale_rule": "linear"},
+    "nf4": {"scale_rule": "linear"},
+}
 
 
 @pytest.mark.parametrize("cls", RECIPES, ids=lambda c: c.name)
@@ -118,7 +121,7 @@ def test_the_text_form_of_a_recipe_parses_as_the_recipe(recipe: breccia.ScalingR
         (lambda: Float8BlockScaling(block_m=-1), "block_m must be > 0, got -1"),
         (lambda: Float8BlockScaling(power_of_two_scale=1), "power_of_two_scale must be bool, got 1"),  # type: ignore[arg-type]
         (lambda: MXFP8BlockScaling(block_size=16), "MXFP8 block_size is fixed at 32 by the OCP MX spec, got 16"),
-        (lambda: MXFP8BlockScaling(scale_rule="up"), "scale_rule must be one of 'rceil', 'floor', 'even', got 'up'"),
+        (lambda: MXFP8BlockScaling(scale_rule="up"), "scale_rule must be one of 'rceil', 'floor', 'even', 'mse', got 'up'"),
         (lambda: NVFP4BlockScaling(fp4_format="E3M0"), "NVFP4 fp4_format is fixed at 'E2M1', got 'E3M0'"),
         (lambda: NVFP4BlockScaling(block_size=32), "NVFP4 block_size is fixed at 16, got 32"),
         (lambda: NVFP4BlockScaling(scale_format="E8M0"), "scale_format must be 'E4M3' or 'UE5M3', got 'E8M0'"),
@@ -134,7 +137,7 @@ def test_the_text_form_of_a_recipe_parses_as_the_recipe(recipe: breccia.ScalingR
         (lambda: Float8RowScaling(power_of_two_scale=0), "power_of_two_scale must be bool, got 0"),  # type: ignore[arg-type]
         (lambda: MXFP6BlockScaling("E2M1"), "fp6_format must be 'E2M3' or 'E3M2', got 'E2M1'"),
         (lambda: MXFP4BlockScaling(block_size=16), "MXFP4 block_size is fixed at 32 by the OCP MX spec, got 16"),
-        (lambda: MXINT8BlockScaling(scale_rule="te"), "scale_rule must be one of 'rceil', 'floor', 'even', got 'te'"),
+        (lambda: MXINT8BlockScaling(scale_rule="te"), "scale_rule must be one of 'rceil', 'floor', 'even', 'mse', got 'te'"),
         (lambda: INT8Scaling(group_size=0), "group_size must be > 0, got 0"),
         (lambda: INT8Scaling(symmetric=False), r"asymmetric INT8 .*unsigned 0..255 range.*got signed=True"),
         (lambda: INT4Scaling(offset="bias"), "offset='bias' requires symmetric=False; symmetric INT4 has no offset"),

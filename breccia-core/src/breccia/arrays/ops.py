@@ -15,6 +15,7 @@ To support a framework, implement these primitives for its arrays under these la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
@@ -172,6 +173,16 @@ class Ops(Protocol):
     def items(self, a: Array, axis: int) -> list[Array]:
         """The items at each position of axis -1 or -2, without the axis."""
         return [a[..., i] if axis == -1 else a[..., i, :] for i in range(a.shape[axis])]
+
+    def fold(self, function: Callable[..., tuple[Array, ...]], start: tuple[Array, ...], items: Array) -> tuple[Array, ...]:
+        """`start` with `function`, f(*results so far, item) -> results, applied for each item along the first axis of `items`.
+
+        A framework that compiles may compile the function once.
+        """
+        results = start
+        for i in range(items.shape[0]):
+            results = function(*results, items[i])
+        return results
 
     def pack_bits(self, codes: Array, bits: int) -> Array:
         """int32 words of the codes along the last axis, less than 2^bits each, the first in the lowest bits; 24 bits in all."""

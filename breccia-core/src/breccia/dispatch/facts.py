@@ -180,7 +180,7 @@ def as_fact(name: str, value: Any) -> Hashable:
     return True if (name in _BY_PRESENCE and value is not None) or hasattr(value, "shape") else value
 
 
-_BY_PRESENCE = ("scale", "seed", "out")
+_BY_PRESENCE = ("scale", "seed", "out", "importance")
 #: Facts that are attributes, with their paths: for an array, and for a ScaledTensor.
 ATTRIBUTES = {
     "device": ("device", "data_source.device"),

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..arrays.frameworks import FLOATS, dtype_name, shape_of
-from ..errors import LayoutError, OptionError, ShapeError, UnsupportedError
+from ..arrays.frameworks import FLOATS, dtype_name, same_framework, shape_of
+from ..codecs import F32
+from ..errors import LayoutError, OptionError, RecipeError, ShapeError, UnsupportedError
 from ..formats import TENSOR
 from ..layouts import Layout, Shape
 from ..options import CLIPS
 from ..recipe_bases import ScalingRecipe, check_recipe
+from ..recipe_fields import choices_of
 from ..tensors.tensor import ScaledTensor
+
+if TYPE_CHECKING:
+    from ..arrays.ops import Ops
 
 Array = Any
 
@@ -38,6 +43,58 @@ def check_cast(x: Array, recipe: Any) -> None:
         )
     if hasattr(x, "dtype") and not shape_of(x):
         raise ShapeError("cast needs at least one axis; got a 0-D array. Reshape it to (1,).")
+
+
+def check_importance(importance: Any, x: Array, recipe: ScalingRecipe, axis: int) -> None:
+    """Raise a typed error unless `importance` has a number for each element of `x` along the contraction axis.
+
+    Reads no values: those that are not positive numbers count as zero.
+    """
+    if not recipe.searches:
+        rules = choices_of(type(recipe), "scale_rule")[0]
+        way_out = (
+            f"use {recipe.name!r} with scale_rule='mse'" if "mse" in rules else "its recipe has no such rule: leave it out"
+        )
+        raise OptionError(
+            f"importance= weighs the errors that a search for scales compares, and {recipe.spec} searches for none; {way_out}.",
+            recipe=recipe,
+        )
+    type_name = dtype_name(importance) if hasattr(importance, "dtype") else type(importance).__name__
+    if not hasattr(importance, "dtype") or type_name not in FLOATS:
+        raise UnsupportedError(
+            f"importance= must be an array of {', '.join(FLOATS)}; got {type_name}. Convert it first.", found=type_name
+        )
+    same_framework({"x": x, "importance": importance})
+    expected = (shape_of(x)[axis],)
+    if shape_of(importance) != expected:
+        raise ShapeError(
+            f"importance= has a number for each element of x along its contraction axis ({axis}), shape {expected}; got shape "
+            f"{shape_of(importance)}.",
+            expected=expected,
+            found=shape_of(importance),
+        )
+
+
+def check_weights(ops: Ops, importance: Array) -> None:
+    """Raise OptionError where numbers of `importance` are negative, NaN or Inf, if they can be read."""
+    if not ops.readable(importance):
+        return
+    numbers = ops.f32(importance)
+    if ops.any(~((numbers >= 0) & (numbers <= F32.max))):
+        raise OptionError(
+            "importance= must be finite numbers that are not negative; it holds negative numbers, NaN or Inf. For the weight of "
+            "a layer, use the mean square of each of its inputs."
+        )
+
+
+def check_searchable(recipe: ScalingRecipe) -> None:
+    """Raise RecipeError where values are not codes times scales, which a search for scales compares."""
+    fmt = recipe.format
+    if fmt.offset != "none" or fmt.alternative is not None or fmt.factor != 1.0 or fmt.precision != "fp32":
+        raise RecipeError(
+            f"rule {recipe.rules[-1].name!r} searches for scales of formats whose values are codes times scales; {recipe.spec} "
+            "has an offset, an alternative, a factor or another precision. Use another rule."
+        )
 
 
 def check_history(amaxes: Any, scale: Any) -> dict[str, Array]:
@@ -160,8 +217,11 @@ def check_grouped_product(a: Any, b: Any, offsets: Any, options: Any) -> None:
 
 
 def check_cast_operand(x: Any, recipe: Any, *rest: Any) -> None:
-    """`check_cast` with the arguments of an op that casts."""
+    """`check_cast` with the arguments of an op that casts, and `check_importance` with its options."""
     check_cast(x, recipe)
+    importance = getattr(rest[-1], "importance", None) if rest else None
+    if importance is not None:
+        check_importance(importance, x, recipe, rest[-1].axis)
 
 
 def product_shape(a: Any, b: Any) -> Shape:

@@ -75,8 +75,9 @@ def passed_through(by: Any, direction: Array, n: int, x: Array, recipe: ScalingR
 
 def within_scales(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, by: Any = calls) -> tuple[Array, Array]:
     """The lowest and highest value representable in each block of a cast under its scale."""
-    low, high = reference.extremes(by.cast(x, recipe, options))
-    return by.dequantize(low), by.dequantize(high)
+    low, high = map(by.dequantize, reference.extremes(by.cast(x, recipe, options)))
+    ops = ops_of(low)
+    return ops.minimum(low, high), ops.maximum(low, high)  # a negative scale swaps the two
 
 
 def of_row(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

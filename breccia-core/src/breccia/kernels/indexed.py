@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays.frameworks import ops_of, shape_of
+from ..arrays.ops import Ops
 from ..dispatch import calls
 from ..errors import LayoutError, OptionError, UnsupportedError
 from ..layouts import PerGroupIndex
@@ -44,6 +45,8 @@ def cast(x: Array, recipe: ScalingRecipe, index: Any, options: CastOptions) -> S
     # A group is filled up with its first element, which changes no statistic.
     order = tuple(k for group in members for k in (group + [group[0] if group else shape[axis]] * (size - len(group))))
     place = {k: n for n, k in reversed(list(enumerate(order)))}
+    if recipe.searches:  # nor any error: what fills a group has no weight
+        options = options.replace(importance=_weights(ops, x, shape[axis], order, options.importance))
     st = calls.cast(ops.gather(x, order, axis), recipe, options)
     element = recipe.format.element
     codes = ops.gather(
@@ -52,6 +55,15 @@ def cast(x: Array, recipe: ScalingRecipe, index: Any, options: CastOptions) -> S
     data = reference.pack(ops, codes, element, axis)
     padding = -shape[axis] % packing(element)[0]
     return ScaledTensor.from_parts(data, st.scale, recipe, layout, st.zero_point, st.global_scale, axis, padding)
+
+
+def _weights(ops: Ops, x: Array, length: int, order: tuple[int, ...], importance: Array | None) -> Array:
+    """The importance of elements in an order that repeats some: each has weight once."""
+    weights = ops.broadcast(ops.constant(1.0, x), (length,)) if importance is None else ops.f32(importance)
+    weights = ops.gather(ops.pad(weights, (1,)), order, 0)
+    first = {k: n for n, k in reversed(list(enumerate(order)))}
+    repeated = tuple(int(first[k] == n and k < length) for n, k in enumerate(order))
+    return ops.where(ops.take(repeated, ops.counter(weights)[0]) != 0, weights, 0.0)
 
 
 def _group_size(recipe: ScalingRecipe) -> int:

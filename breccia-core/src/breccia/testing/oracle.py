@@ -8,9 +8,10 @@ list of all values of a codec. NumPy arrays only hold inputs and results.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ import numpy as np
 from ..codecs import F32, FLOAT_CODECS, Codec, Integer, Minifloat, PowerOfTwo
 from ..formats import Format, Level
 from ..recipes import ScalingRecipe
-from ..rules import Divide, Inverse, Rule
-from . import oracle_records
+from ..rules import Divide, Inverse, Rule, Search
+from . import oracle_records, oracle_search
 from .oracle_numbers import MIN_NORMAL, fl_finite, flush
 from .oracle_numbers import code_of as code_of
 from .oracle_numbers import decode as decode
@@ -32,6 +33,7 @@ from .oracle_numbers import random_word as random_word
 from .oracle_numbers import threefry2x32 as threefry2x32
 from .oracle_scales import floor_log2, global_number, multiplied_by, multiplier, supplied_scale, zero_scale
 from .oracle_scales import stored_scale as stored_scale
+from .oracle_search import candidates as candidates
 
 
 @dataclass
@@ -82,9 +84,11 @@ def cast(
     scale: float | np.ndarray | None = None,
     rounding: str = "nearest",
     seed: int | None = None,
+    importance: Sequence[float] | None = None,
 ) -> Written:
     """`breccia.cast` of an FP32 array along its last axis, element by element.
 
+    importance: FP32 numbers.
     `scale` supplies the first level's scale: an FP32 number if that level is per tensor, otherwise the codes of all scales.
     """
     assert x.dtype == np.float32 and x.ndim >= 1, (x.dtype, x.ndim)
@@ -136,12 +140,19 @@ def cast(
         statistic = max(high, -low) if offsets is None else flush(fl_finite(high - low))
         if supplied is not None:
             code = f32_bits(supplied) if isinstance(supplied, float) else int(supplied[where])
-            stored = supplied_scale(level.codec, code)
+            stored = supplied_scale(
+                level.codec, code, isinstance(rule, Search) and oracle_search.signed(level.codec, fmt.element)
+            )
         elif statistic and fmt.global_scale is not None and global_scale is None:  # under a global scale of NaN
             stored = nan_code(level.codec)
             assert stored is not None, level
         else:
             stored = stored_scale(rule, statistic, level, fmt, global_scale) if statistic else zero_scale(level.codec)
+            if isinstance(rule, Search) and statistic:
+                block = {i: value[i] for i in members}
+                every = candidates(rule, statistic, level, fmt, global_scale)
+                values = partial(_values, recipe, block, raw, statistic, global_scale)
+                stored = oracle_search.least_error(every, block, statistic, importance, values)
         scales[where] = stored
         above = global_scale
         if fmt.factor != 1.0:
@@ -175,6 +186,23 @@ def cast(
                     codes[i] = other[i]
                 scales[where] |= 1 << (level.codec.bits - 1)
     return Written(codes, scales, global_bits, offsets)
+
+
+def _values(
+    recipe: ScalingRecipe,
+    block: dict[tuple[int, ...], Fraction],
+    raw: dict[tuple[int, ...], float],
+    statistic: Fraction,
+    global_scale: Fraction | None,
+    stored: int,
+) -> tuple[dict[tuple[int, ...], Fraction], Fraction] | None:
+    """(The numbers of the nearest codes of a block, its scale); None where the scale is not usable."""
+    fmt = recipe.format
+    units = _Units(recipe.rules[-1], fmt.scale, fmt, stored, global_scale, statistic)
+    if not units.usable or units.scale is None:
+        return None
+    codes = {i: _element_code(fmt.element, raw[i], x, units, 0, Fraction(0), None) for i, x in block.items()}
+    return {i: Fraction(decode(fmt.element, code)) for i, code in codes.items()}, units.scale
 
 
 def _largest_error(
@@ -335,7 +363,7 @@ class _Units:
     @property
     def usable(self) -> bool:
         scale = self.scale
-        return scale is not None and (self.exact or MIN_NORMAL <= scale <= 1 / MIN_NORMAL)
+        return scale is not None and (self.exact or MIN_NORMAL <= abs(scale) <= 1 / MIN_NORMAL)
 
     def of(self, x: Fraction) -> Fraction:
         """`x` divided by the scale, rounded to FP32."""

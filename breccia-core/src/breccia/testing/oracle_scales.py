@@ -7,16 +7,27 @@ from fractions import Fraction
 
 from ..codecs import Codec, Integer, Lookup, Minifloat, PowerOfTwo
 from ..formats import Format, Level
-from ..rules import Exponent, HalfRange, Inverse, Linear, Reciprocal, Rule
+from ..rules import LINEAR, RCEIL, Exponent, HalfRange, Inverse, Linear, Reciprocal, Rule, Search
 from .oracle_numbers import MIN_NORMAL, code_of, decode, encode, fl_finite, flush, ladder, nan_code
 
 
 def linear(rule: Linear, statistic: Fraction, level: Level, fmt: Format, global_scale: Fraction | None) -> int:
     """Rule `linear` and the rules derived from it: the stored scale of a nonzero block."""
-    codec, element, cap = level.codec, fmt.element, Fraction(fmt.qmax(level))
+    codec = level.codec
     assert not isinstance(codec, PowerOfTwo | Lookup), codec
     if isinstance(rule, Inverse):
-        return encode(codec, fl_finite(1 / multiplier(rule, statistic, cap)))
+        return encode(codec, fl_finite(1 / multiplier(rule, statistic, Fraction(fmt.qmax(level)))))
+    return nearest_scale(codec, unrounded(rule, statistic, level, fmt, global_scale))
+
+
+def nearest_scale(codec: Codec, t: Fraction) -> int:
+    """The stored scale nearest to a positive number, which is clamped to the scales that the codec has."""
+    return encode(codec, min(max(t, Fraction(codec.scale_min)), Fraction(codec.scale_max)))
+
+
+def unrounded(rule: Linear, statistic: Fraction, level: Level, fmt: Format, global_scale: Fraction | None) -> Fraction:
+    """Rule `linear` and its kin: the FP32 number that the scale is rounded from."""
+    element, cap = fmt.element, Fraction(fmt.qmax(level))
     if isinstance(rule, Reciprocal):
         t = fl_finite(statistic * fl_finite(1 / cap))
     elif isinstance(rule, HalfRange):
@@ -27,9 +38,7 @@ def linear(rule: Linear, statistic: Fraction, level: Level, fmt: Format, global_
     t = flush(t)
     if global_scale is not None:
         t = fl_finite(t / global_scale)
-    t = fl_finite(t * Fraction(2) ** rule.margin)
-    t = min(max(t, Fraction(codec.scale_min)), Fraction(codec.scale_max))
-    return encode(codec, t)
+    return fl_finite(t * Fraction(2) ** rule.margin)
 
 
 def multiplier(rule: Inverse, statistic: Fraction, cap: Fraction) -> Fraction:
@@ -80,6 +89,8 @@ def multiplied_by(level: Level, fmt: Format, stored: Fraction) -> Fraction:
 def stored_scale(rule: Rule, statistic: Fraction, level: Level, fmt: Format, global_scale: Fraction | None) -> int:
     """The stored code of the scale of a nonzero finite block."""
     codec = level.codec
+    if isinstance(rule, Search):
+        rule = RCEIL if isinstance(codec, PowerOfTwo) else LINEAR
     if isinstance(rule, Linear):
         return linear(rule, statistic, level, fmt, global_scale)
     assert isinstance(rule, Exponent), rule
@@ -97,9 +108,14 @@ def stored_scale(rule: Rule, statistic: Fraction, level: Level, fmt: Format, glo
     return code_of(codec, Fraction(2) ** min(max(n, -126), 126))
 
 
-def supplied_scale(codec: Codec, code: int) -> int:
-    """The stored code of a supplied scale: NaN unless it is a positive number within the codec's scale range."""
+def supplied_scale(codec: Codec, code: int, signed: bool = False) -> int:
+    """The stored code of a supplied scale: NaN unless it is a positive number within the codec's scale range.
+
+    signed: or a negative one.
+    """
     value = decode(codec, code)
+    if signed:
+        value = abs(value)
     low, high = 0.0, math.inf
     if isinstance(codec, Minifloat) and codec.bits > 8:
         low, high = codec.scale_min, codec.scale_max

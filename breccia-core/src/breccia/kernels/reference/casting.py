@@ -14,16 +14,17 @@ from ...fp32 import F32_INF, MAGNITUDE, NORMAL
 from ...layouts import Layout, PerTensor
 from ...options import DEFAULT, CastOptions
 from ...recipes import ScalingRecipe
-from ...rules import LINEAR, Rule, flushed, saturated
+from ...rules import LINEAR, Rule, Search, flushed, saturated
 from ...tensors.checks import check_codes, contraction_axis
 from ...tensors.components import PARTS
 from ...tensors.grids import packing
 from ...tensors.printing import description
 from ...tensors.tensor import ScaledTensor
-from ..checks import check_cast, check_writable, fitted_layout
+from ..checks import check_cast, check_importance, check_searchable, check_writable, fitted_layout
 from .decoding import multiplier
 from .packing import pack
 from .records import coarser, repeated, value_of, write_levels
+from .searching import searched, weights_of
 from .tiles import Tiles, k_last
 
 
@@ -37,6 +38,8 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, words:
     check_cast(x, recipe)
     ops = ops_of(x)
     axis, scale, out = contraction_axis(options.axis, len(x.shape)), options.scale, options.out
+    if options.importance is not None:
+        check_importance(options.importance, x, recipe, axis)
     fmt = recipe.format
     layout = fitted_layout(recipe, tuple(x.shape), axis)
     with ops.errstate():
@@ -52,7 +55,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, words:
             words = random_words(ops, k_last(ops, y, axis), options.seed)
         words = k_last(ops, words, axis)
         y = y if words is None else ops.mapped_like(y, words)
-        codes, stored, zero_point, global_scale = _write(ops, y, words, recipe, fmt, tiles, axis, scale)
+        codes, stored, zero_point, global_scale = _write(ops, y, words, recipe, fmt, tiles, axis, scale, options.importance)
         data = pack(ops, codes, fmt.element, axis)
     written = ScaledTensor.from_parts(
         data,
@@ -68,7 +71,15 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, words:
 
 
 def _write(
-    ops: Ops, y: Array, words: Array | None, recipe: ScalingRecipe, fmt: Format, tiles: Tiles, axis: int, supplied: Any
+    ops: Ops,
+    y: Array,
+    words: Array | None,
+    recipe: ScalingRecipe,
+    fmt: Format,
+    tiles: Tiles,
+    axis: int,
+    supplied: Any,
+    importance: Array | None,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """(codes, scale, zero_point, global_scale) of FP32 `y`."""
     u = ops.bitcast_to_int(y)
@@ -93,10 +104,21 @@ def _write(
     own_codes = supplied is not None and element.nan_code is not None
     if supplied is None:
         codes = block_scales(ops, amax, statistic, recipe, factor)
+        if isinstance(rule, Search):
+            check_searchable(recipe)
+            by = factor
+
+            def divided(stored: Array) -> tuple[Array, Array]:
+                y, usable = rule.scaled(ops, clean, stored, level.codec, by, statistic, fmt.qmax(level))
+                return saturated(ops, y), usable
+
+            weights = None if importance is None else weights_of(ops, importance, tiles, axis)
+            found = searched(ops, rule, fmt, clean, statistic, factor, tiles, axis, weights, divided)
+            codes = ops.where((statistic == 0) | (amax >= F32_INF), codes, found)
         if scale_records is not None:  # a coarser scale marks NaN, and codes have none
             scale_records.append(k_last(ops, tiles.scale(codes), axis))
     else:
-        codes, statistic = tiles.broadcast_to_blocks(level.codec.accept(ops, supplied)), None
+        codes, statistic = tiles.broadcast_to_blocks(rule.accept(ops, supplied, level.codec, element)), None
         if not own_codes:
             codes = ops.where(amax >= F32_INF, level.codec.need_nan(), codes)
     stored = ops.store(codes, ops.storage(level.codec))

@@ -13,7 +13,7 @@ import pytest
 from ...codecs import CODECS, Codec
 from ...errors import RecipeError
 from ...formats import TENSOR, Format, Level
-from ...rules import RULES, Rule
+from ...rules import RULES, Rule, Search
 from .. import oracle
 from ..compare import expect, expect_words
 from ..places import Place
@@ -30,6 +30,8 @@ def laws(subject: Subject) -> Iterator[Law]:
         yield from each("rules", rule.name, checks, rule)
         for place in subject.places:
             yield from each("rules", rule.name, (scales_match_the_oracle,), rule, place=place)
+            if isinstance(rule, Search):
+                yield from each("rules", rule.name, (candidates_match_the_oracle,), rule, place=place)
 
 
 def it_accepts_some_codec(rule: Rule) -> None:
@@ -72,6 +74,19 @@ def scales_match_the_oracle(rule: Rule, place: Place) -> None:
             )
 
 
+def candidates_match_the_oracle(rule: Search, place: Place) -> None:
+    """The scales that a search compares; the first are those of `scale`."""
+    for codec, element, qmax in _supported(rule):
+        level = Level(codec, TENSOR)
+        with place.ops.errstate():
+            found = place.words(rule.candidates(place.ops, place.array(_AMAXES[_FEW]), codec, element, qmax, None))
+        what = f"candidates of {rule.name} in {codec.name} for {element.name}"
+        expect_words(f"the first {what}", found[0], _scales(rule, codec, element, qmax, place, _AMAXES[_FEW]))
+        fmt = Format(element, (level,))
+        every = [oracle.candidates(rule, Fraction(float(_AMAXES[i])), level, fmt, None) for i in _FEW]
+        expect_words(what, found, np.array(every).astype(np.uint32).T)
+
+
 @cache
 def _oracles_scales(rule: Rule, codec: Codec, element: Codec) -> np.ndarray:
     """The scale codes for the amaxes `_CHOSEN`; they do not depend on the place."""
@@ -97,6 +112,7 @@ def _amaxes() -> np.ndarray:
 _AMAXES = _amaxes()
 #: Indices of the amaxes that are compared with the oracle, which is slow.
 _CHOSEN = np.arange(0, len(_AMAXES), 23)
+_FEW = _CHOSEN[::13]
 
 
 def _supported(rule: Rule) -> Iterator[tuple[Codec, Codec, float]]:
