@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -80,9 +81,9 @@ def method_of(spec: Any) -> Any:
         raise OptionError(
             f"method (--method) is one of {', '.join(METHODS)}; got {spec!r}{suggestion(name, list(METHODS))}", method=spec
         )
-    fields = dict(setting.partition("=")[::2] for setting in settings)
+    parts = [setting.partition("=") for setting in settings]
     try:
-        return METHODS[name].with_fields({key: _number(value) for key, value in fields.items()})
+        return METHODS[name].with_fields({key: _number(value) for key, _, value in parts})
     except RecipeError as e:
         raise OptionError(f"method={spec!r} (--method): {e}", method=spec) from e
 
@@ -135,10 +136,11 @@ class Calibration:
 
     def _searching(self, recipe: ScalingRecipe) -> ScalingRecipe:
         if SEARCH in choices_of(type(recipe), "scale_rule")[0]:
-            if "scale_rule" not in recipe.changed:
-                return replace(recipe, scale_rule=SEARCH)  # type: ignore[type-var]
             if is_searched(recipe):
                 return recipe
+            if "scale_rule" not in recipe.changed:
+                with suppress(RecipeError):  # some fields exclude the search
+                    return replace(recipe, scale_rule=SEARCH)  # type: ignore[type-var]
         if self.method.name == Importance.name:
             raise OptionError(
                 f"method='importance' (--method) weighs the search of scales, scale_rule={SEARCH!r}, which {recipe.spec} does "

@@ -109,11 +109,20 @@ def convert(
 
     verify: "full" reads each file back, compares its bytes with those written, and measures the errors of its decoded tensors;
         "bytes" leaves measuring out, so that the report has no error metrics; "none" reads nothing back.
+    calibrate: choose codes and scales by what the layers of a model of transformers get on a text: the path of the text, or of an
+        .npy file of token ids, or an array of them, (tokens,) or (texts, length). The model runs block by block, in FP32, and
+        each block sees the quantized ones before it. A run that was interrupted goes on after its last finished block. Recipes
+        that can search for scales do, by "mse", unless they name another rule. `TensorReport.calibration` says what was done.
+    method: of calibration. "gptq": error feedback, with damping=0.01 and order=importance or given, as "gptq,damping=0.05".
+        "importance": only the search, each column weighed by the mean square of its input. "awq": scales of columns, folded into
+        the norm or the linear layer before, then as "importance"; grid=20 powers are tried.
+    device: what the model runs on under `calibrate`, in torch's spelling.
 
     A file of a folder whose new header would be longer than readers accept becomes several, with an index.
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
     for values that do not follow their dialect, and where two dialects are possible; UnsupportedError for a dialect that
     breccia does not read, for a source that is no checkpoint, and for a destination that is, contains or is in the source;
+    under `calibrate` ImportError without breccia-torch and transformers, NonFiniteError naming the layer whose inputs have NaN,
     UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
 
         >>> source, destination = tmp / "model.safetensors", tmp / "model-mxfp8.safetensors"

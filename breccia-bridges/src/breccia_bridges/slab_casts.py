@@ -34,7 +34,7 @@ class SlabCasts:
         importance: np.ndarray | None = None,
     ) -> None:
         self.stored, self.recipe, self.among = stored, recipe, among
-        self.options = {} if importance is None else {"importance": importance}
+        self.importance = importance
         block = recipe.layout.block()
         self.has_tensor_scale = recipe.format.levels[0].block == TENSOR
         self.rows = 1 if block == TENSOR else block[0] or stored.shape[-2]
@@ -49,7 +49,7 @@ class SlabCasts:
         rooms = measuring.Rooms()
         for slab in self.slabs:
             x = self._numbers(slab, above, rooms)
-            st = cast(x, self.recipe, **self.options)
+            st = cast(x, self.recipe, importance=self.importance)
             if above.size:
                 st = st[:, above.size :]
             yield {part: a for part, a in components(st).items() if a.ndim or slab == self.slabs[0]}

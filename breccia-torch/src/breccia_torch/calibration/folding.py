@@ -35,9 +35,7 @@ def folds(block: nn.Module, prefix: str, run: Callable[[], Any]) -> list[Fold]:
     named = {f"{prefix}.{name}": module for name, module in block.named_modules() if name}
     outputs: dict[int, tuple[str, Tensor]] = {}
     readers: dict[str, list[str]] = {}
-    norms = {
-        name: m for name, m in named.items() if "Norm" in type(m).__name__ and isinstance(getattr(m, "weight", None), Tensor)
-    }
+    norms = {m: name for name, m in named.items() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None}
     names = {module: name for name, module in named.items() if isinstance(module, nn.Linear)}
 
     def observer(name: str) -> Callable[[Tensor], None]:
@@ -47,10 +45,10 @@ def folds(block: nn.Module, prefix: str, run: Callable[[], Any]) -> list[Fold]:
 
         return observe
 
-    def keep(module: nn.Module, inputs: Any, output: Any, name: str) -> None:
-        outputs[id(output)] = name, output  # the tensor stays, so that no other one gets its id
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs[id(output)] = norms[module], output  # the tensor stays, so that no other one gets its id
 
-    handles = [m.register_forward_hook(lambda *a, name=name: keep(*a, name=name)) for name, m in norms.items()]
+    handles = [module.register_forward_hook(keep) for module in norms]
     try:
         with watching({module: observer(name) for module, name in names.items()}):
             run()

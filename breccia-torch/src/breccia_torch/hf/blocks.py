@@ -56,7 +56,7 @@ class Blocks:
 
     def fill(self, module: nn.Module, name: str, *, recurse: bool = True) -> None:
         """Read the parameters of a module, and the buffers that files have. Raises UnknownNameError for missing ones."""
-        found: dict[int, nn.Parameter] = {}
+        found: dict[int, Tensor] = {}
         missing: list[str] = []
         for owner_name, owner in module.named_modules(prefix=name) if recurse else [(name, module)]:
             for leaf, tensor in _own(owner):
@@ -157,7 +157,7 @@ class Blocks:
 
         def skip(output: Tensor) -> Callable[[int], Callable[..., Any]]:
             result: Any = (output[None],) if self._returns_tuple else output[None]
-            return lambda n: lambda *arguments, **options: result
+            return lambda n: _always(result)
 
         for row, output in zip(ids, hidden, strict=True):
             with self._forwards(skip(output)):
@@ -192,6 +192,15 @@ class Blocks:
                 handle.remove()
             for module in names:
                 self.empty(module, recurse=False)
+
+
+def _always(result: Any) -> Callable[..., Any]:
+    """A function that returns `result` for any arguments."""
+
+    def function(*arguments: Any, **options: Any) -> Any:
+        return result
+
+    return function
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
