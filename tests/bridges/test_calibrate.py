@@ -64,6 +64,25 @@ def test_gptq_halves_the_error_of_outputs_at_the_same_bytes(source: Path, tmp_pa
     assert not report.warnings
 
 
+def test_importance_searches_scales_for_the_columns_that_count(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "search", f"{INT4},scale_rule=mse")
+    report = convert(source, tmp_path / "out", INT4, calibrate=IDS, method="importance")
+    expected = outputs("llama", source)
+    assert share(outputs("llama", tmp_path / "out"), expected) < share(outputs("llama", tmp_path / "search"), expected)
+    assert report.recipe and report.recipe.spec == f"{INT4},scale_rule=mse"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("spec", ["int4,symmetric=false", "q4_k", "fp8_block,block_m=128", "mxfp4,scale_rule=floor"])
+def test_recipes_without_a_search_get_error_feedback_under_their_own_scales(spec: str, source: Path, tmp_path: Path) -> None:
+    report = convert(source, tmp_path / "out", spec, calibrate=IDS)
+    plain = convert(source, tmp_path / "plain", spec)
+    assert report.recipe == plain.recipe == breccia.recipe(spec) and len(report.calibrated) == 14
+    expected = outputs("llama", source)
+    assert share(outputs("llama", tmp_path / "out"), expected) < share(outputs("llama", tmp_path / "plain"), expected)
+
+
+@pytest.mark.long
 def test_awq_moves_scales_into_the_layers_before(tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "model", torch.bfloat16)
     convert(source, tmp_path / "plain", INT4)
@@ -78,12 +97,14 @@ def test_awq_moves_scales_into_the_layers_before(tmp_path: Path) -> None:
     assert after.dtype == before.dtype == torch.bfloat16 and not torch.equal(before, after)
 
 
+@pytest.mark.long
 def test_a_norm_whose_output_goes_elsewhere_too_keeps_its_weight(tmp_path: Path) -> None:
     source = saved("bert", tmp_path / "model")
     report = convert(source, tmp_path / "awq", INT4, calibrate=IDS, method="awq,grid=4")
     assert not any(t.calibration and "folded_into" in t.calibration for t in report.tensors)
 
 
+@pytest.mark.long
 def test_experts_get_the_tokens_that_are_routed_to_them(tmp_path: Path) -> None:
     source = saved("qwen3_moe", tmp_path / "model")
     convert(source, tmp_path / "plain", INT4)
@@ -111,6 +132,7 @@ def test_experts_without_tokens_are_cast_and_those_with_few_are_damped(tmp_path:
     assert all(breccia.bytes_equal(plain[name], chosen[name]) for name in unreached)
 
 
+@pytest.mark.long
 def test_layers_that_engines_compute_as_one_keep_one_scale(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "out", "nvfp4,global_sense=divisor", calibrate=IDS, dialect="compressed_tensors")
     values = load_checkpoint(tmp_path / "out")
@@ -118,12 +140,14 @@ def test_layers_that_engines_compute_as_one_keep_one_scale(source: Path, tmp_pat
     assert len(scales) == 1
 
 
+@pytest.mark.long
 def test_a_head_outside_the_blocks_is_calibrated_too(source: Path, tmp_path: Path) -> None:
     report = convert(source, tmp_path / "out", INT4, include=["lm_head*"], calibrate=IDS)
     head = next(t for t in report.tensors if t.name == "lm_head.weight")
     assert head.calibration and head.calibration["tokens"] == IDS.size
 
 
+@pytest.mark.long
 def test_a_smaller_limit_of_memory_runs_a_block_several_times_with_the_same_bytes(source: Path, tmp_path: Path) -> None:
     from breccia_torch.hf.calibrating import _Run  # pyright: ignore[reportPrivateUsage]
 
@@ -138,6 +162,7 @@ def test_a_smaller_limit_of_memory_runs_a_block_several_times_with_the_same_byte
     assert contents(tmp_path / "all") == contents(tmp_path / "one")
 
 
+@pytest.mark.long
 def test_a_limit_that_a_layer_exceeds_is_refused_with_the_one_to_give(source: Path, tmp_path: Path) -> None:
     with pytest.raises(
         OptionError, match=r"calibration takes about .* of memory for model.layers.\d.mlp.down_proj.weight"
@@ -170,6 +195,7 @@ def test_a_run_that_was_stopped_goes_on_after_the_last_block_with_the_same_bytes
     assert not staging_folder(out).exists()
 
 
+@pytest.mark.long
 def test_a_block_whose_file_was_damaged_is_calibrated_again(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "whole", INT4, calibrate=IDS)
     out = tmp_path / "out"
@@ -186,6 +212,7 @@ def test_a_block_whose_file_was_damaged_is_calibrated_again(source: Path, tmp_pa
     assert contents(out) == contents(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_nan_in_the_inputs_of_a_layer_names_it_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(source)
     values = {name: np.array(checkpoint[name]) for name in checkpoint}

@@ -109,13 +109,14 @@ def convert(
 
     verify: "full" reads each file back, compares its bytes with those written, and measures the errors of its decoded tensors;
         "bytes" leaves measuring out, so that the report has no error metrics; "none" reads nothing back.
-    calibrate: choose codes and scales by what the layers of a model of transformers get on a text: the path of the text, or of an
-        .npy file of token ids, or an array of them, (tokens,) or (texts, length). The model runs block by block, in FP32, and
-        each block sees the quantized ones before it. A run that was interrupted goes on after its last finished block. Recipes
-        that can search for scales do, by "mse", unless they name another rule. `TensorReport.calibration` says what was done.
-    method: of calibration. "gptq": error feedback, with damping=0.01 and order=importance or given, as "gptq,damping=0.05".
-        "importance": only the search, each column weighed by the mean square of its input. "awq": scales of columns, folded into
-        the norm or the linear layer before, then as "importance"; grid=20 powers are tried.
+    calibrate: choose codes and scales by the inputs that the layers of a model of transformers have on a text: its path, or
+        that of an .npy file of token ids, or an array of them, (tokens,) or (texts, length). The model runs block by block,
+        in FP32, and each block sees the quantized ones before it. A run that was interrupted goes on after its last finished
+        block. Recipes that can search for scales do, by "mse", unless they name another rule. `TensorReport.calibration` has
+        what was done for each value.
+    method: of calibration. "gptq": error feedback; its fields are damping=0.01 and order=importance or given. "importance":
+        only the search for scales, each column weighed by the mean square of its input. "awq": scales of columns, folded into
+        the norm or the linear layer before, then as "importance"; its field is grid=20, the powers that are tried.
     device: what the model runs on under `calibrate`, in torch's spelling.
 
     A file of a folder whose new header would be longer than readers accept becomes several, with an index.

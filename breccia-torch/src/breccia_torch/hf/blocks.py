@@ -233,7 +233,9 @@ def _same(a: Any, b: Any) -> bool:
 def _longest_list(model: nn.Module, source: Path) -> str:
     """The name of the list of modules with the most parameters: the blocks."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
-    outer = {name: m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
+    outer: dict[str, nn.ModuleList] = {
+        name: m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)
+    }
     if not outer:
         raise UnsupportedError(
             f"calibration runs a model block by block, and {type(model).__name__} of {source} has no list of blocks. Convert "
