@@ -205,8 +205,11 @@ class Search(Rule):
 
     def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None) -> Array:
         self.window(codec)
-        plain = RCEIL if isinstance(codec, PowerOfTwo) else LINEAR
-        return plain.scale(ops, statistic, codec, element, qmax, global_scale)
+        return self.plain(codec).scale(ops, statistic, codec, element, qmax, global_scale)
+
+    def plain(self, codec: Codec) -> Rule:
+        """The rule of the plain scale."""
+        return RCEIL if isinstance(codec, PowerOfTwo) else LINEAR
 
     def window(self, codec: Codec) -> Window:
         """The window for scales of a codec. Raises RecipeError if it has none."""

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 def missing(device: object) -> str | None:
     """Why the compiled microkernels cannot run, or None."""
-    if any(find_spec(f"breccia_native.{name}") is None for name in ("microkernels", "decoding", "measuring")):
+    if any(find_spec(f"breccia_native.{name}") is None for name in ("microkernels", "decoding", "measuring", "searching")):
         return "breccia-native was built without a C compiler; install one and reinstall breccia-native"
     return None
 

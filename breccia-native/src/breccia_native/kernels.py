@@ -14,7 +14,7 @@ from breccia.internal import Blocks, FloatCodes, IntegerCodes, Microkernels, Sca
 from breccia.internal import measuring as numpy_measuring
 from breccia.internal import numpy as kernels
 
-from . import decoding, measuring, microkernels
+from . import decoding, measuring, microkernels, searching
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
@@ -42,6 +42,8 @@ def errors(x: Any, y: Any, ends: numpy_measuring.Ends) -> ErrorMetrics:
 
 #: The numbers in C of the dtypes that compiled metrics read; uint16 has the bits of BF16.
 _STORED = {np.dtype(np.float64): 64, np.dtype(np.float32): 32, np.dtype(np.float16): -16, np.dtype(np.uint16): 16}
+#: In the place of the form of scales that have none.
+_NO_FORM = (0, 0, 0, 0, 0)
 #: The seed of no stochastic rounding.
 _NEAREST = (0, 0, 0, 0)
 
@@ -120,6 +122,14 @@ def _shifted(
 
 def _scales(codes: FloatCodes, amax: Any, divisor: float, inverses: Any, out: Any, inverse: Any, global_scale: float) -> None:
     microkernels.scales(amax, divisor, global_scale, *_floats(codes), inverses, out, inverse)
+
+
+def _search(codes: FloatCodes | IntegerCodes, source: Any, k: int, amax: Any, found: Any, *more: Any) -> None:
+    codec, qmax, global_scale, window, (writer, *scales), weights, first, across = more
+    form = _NO_FORM if writer is None else _floats(writer)
+    element = _floats(codes) if isinstance(codes, FloatCodes) else _integers(codes)
+    scales = (*scales, form)
+    searching.search(source, k, amax, found, codec, qmax, global_scale, window, scales, element, weights, first, across)
 
 
 def _load(values: Any, dtype: str, columns: int, out: Any) -> None:
@@ -215,6 +225,7 @@ _MICROKERNELS = Microkernels(
     shifted=_shifted,
     decode=_decode,
     down=microkernels.down,
+    search=_search,
     columns=True,
     shares=decoding.pooled(),
     packs=True,

@@ -11,6 +11,8 @@ api = 1
 
 #: What kernels that decode know of formats besides one scale for a block.
 KNOWS = ("coded_scales",)
+#: What kernels that cast know of recipes besides scales that follow from amax.
+SEARCHES = ("scale_search",)
 
 
 @hookimpl
@@ -26,7 +28,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             f"native.{op}",
             available=available,
             accepts=accepts,
-            knows=KNOWS if op == "dequantize" else (),
+            knows=KNOWS if op == "dequantize" else SEARCHES,
             errors=f"{kernels}:errors" if op == "dequantize" else None,
             rank=Tier.NATIVE,
         )
@@ -41,6 +43,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             available=available,
             accepts="breccia_native.facts:accepts_stochastic_cast",
             plan="breccia.kernels.plans:plan_on_numpy",
+            knows=SEARCHES,
             rank=Tier.NATIVE,
         )
     available, accepts = "breccia_native.availability:missing_products", "breccia_native.facts:accepts"
@@ -80,7 +83,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             available="breccia_native.availability:missing_for_jax",
             accepts=f"breccia_native.facts:{accepted}_on_jax",
             plan="breccia.kernels.plans:plan_on_numpy",
-            knows=() if op == "cast" else KNOWS,
+            knows=SEARCHES if op == "cast" else KNOWS,
             rank=Tier.NATIVE,
             eager=True,
         )

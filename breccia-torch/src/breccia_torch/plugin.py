@@ -37,7 +37,7 @@ def breccia_frameworks() -> Iterable[Framework]:
 def breccia_kernels() -> Iterable[Kernel]:
     plan = "breccia.kernels.plans:plan_on_numpy"
     for op, module in (("cast", "numpy.plan"), ("dequantize", "plans")):
-        accepts, knows = f"breccia.kernels.{module}:accepts_{op}", KNOWS if op == "dequantize" else ()
+        accepts, knows = f"breccia.kernels.{module}:accepts_{op}", KNOWS if op == "dequantize" else ("scale_search",)
         name, target = f"torch.cpu.{op}", f"breccia_torch.cpu:{op}"
         yield Kernel(op, "torch", target, name, device="cpu", accepts=accepts, plan=plan, knows=knows)
     target = "breccia_torch.cpu:grouped_matmul"

@@ -70,7 +70,8 @@ def breccia_operations() -> Iterable[Operation]:
 def breccia_kernels() -> Iterable[Kernel]:
     numpy, plans, rank = "breccia.kernels.numpy", "breccia.kernels.plans", Tier.PORTABLE
     accepts = f"{numpy}.plan:accepts_cast"
-    yield Kernel("cast", "numpy", f"{numpy}.casting:cast", "numpy.cast", rank=rank, accepts=accepts)
+    target, knows = f"{numpy}.casting:cast", ("scale_search",)
+    yield Kernel("cast", "numpy", target, "numpy.cast", rank=rank, accepts=accepts, knows=knows)
     accepts = f"{plans}:accepts_dequantize"
     yield Kernel("dequantize", "numpy", f"{numpy}.decoding:dequantize", "numpy.dequantize", rank=rank, accepts=accepts)
     plan = f"{plans}:plan_of_products"

@@ -39,6 +39,7 @@ from .pieces import (
     within_blocks,
 )
 from .scales import LARGE, GlobalScale
+from .searching import weights_of
 from .workspace import F4, I4, U1, U4, block_amax, chunk_size, flushed, thread_count, times_scale
 
 if TYPE_CHECKING:
@@ -79,6 +80,9 @@ class Cast:
         self.supplied_global: Array | None = None
         self.lead: Shape = ()
         self.own_codes = False
+        #: Of a search for scales, FP32: as given, and of the blocks of a row for microkernels.
+        self.importance: Array | None = None
+        self.weights: Array | None = None
         #: Of stochastic rounding
         self.seed: int | None = None
         self.pieces: list[Piece] = []
@@ -90,7 +94,8 @@ class Cast:
     def possible(self) -> bool:
         """Whether this kernel supports the call; else the generic algorithm takes the whole array."""
         codes = self.plan.codes
-        return not self.plan.unsupported and not (self.large and (codes is None or codes.zero != 0 or self.two_level))
+        by_chunks = codes is None or codes.zero != 0 or self.two_level or self.plan.searches
+        return not self.plan.unsupported and not (self.large and by_chunks)
 
     def supply(self, scale: Array) -> None:
         if self.two_level:
@@ -99,6 +104,12 @@ class Cast:
             self.supplied, self.own_codes = scale, self.plan.fmt.element.nan_code is not None
         if self.two_level or self.per_tensor:
             self.lead = scale.shape
+
+    def weigh(self, importance: Array) -> None:
+        """Multiply the errors that a search for scales compares."""
+        self.importance = NUMPY.f32(importance)
+        if self.plan.search is not None:
+            self.weights = weights_of(self.importance, self.y.shape[-1], self.k)
 
     def gather(self) -> None:
         """Copy many small matrices to where their rows are those of one matrix, with rows of zeros that complete blocks."""
@@ -135,6 +146,7 @@ class Cast:
         """The same call, in the order of the array, where that changes no byte."""
         square = self.block[0] == self.block[1]  # whole tensors too
         plain = options.scale is None and self.seed is None and self.plan.bits == 8 and self.plan.fmt.offset == "none"
+        plain &= not self.plan.searches
         if not (square and plain):
             return None
         call = Cast(self.plan, self.x, self.block, self.axis, in_order=True)
@@ -302,6 +314,14 @@ class Cast:
             amax = amax.reshape(rows // m, m, -1).max(axis=1).reshape(-1)
         global_scale = self.global_scales[piece.lead] if self.global_scales else None
         block_scales = scales.fast_path(amax, global_scale) if piece.supplied is None else None
+        if self.plan.search is not None and piece.supplied is None:
+            if block_scales is not None and self.supplied_global is None:
+                if source.dtype != F4:
+                    source = self._load(work, piece.values[r0:r1, c0:c1], rows, columns, True)
+                where = c0 // k, columns // k
+                block_scales = self.plan.search.scales(scales, source, k, amax, block_scales, global_scale, self.weights, *where)
+            if block_scales is None or self.supplied_global is not None:
+                return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
         if block_scales is None:
             if self.own_codes and amax.max() >= F32_INF:
                 return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
@@ -350,7 +370,8 @@ class Cast:
         r, c = r0 // self.m, c0 // self.k
         supplied = piece.supplied[r : r + rows, c : c + columns]
         codes = np.zeros((rows, columns), I4)
-        codes[: supplied.shape[0], : supplied.shape[1]] = self.plan.scales.codec.accept(NUMPY, supplied)
+        rule, codec = self.plan.recipe.rules[-1], self.plan.scales.codec
+        codes[: supplied.shape[0], : supplied.shape[1]] = rule.accept(NUMPY, supplied, codec, self.plan.fmt.element)
         return codes.reshape(-1)
 
     def _write_codes(
@@ -453,7 +474,11 @@ class Cast:
             for r in range(r0, r1):
                 self.plan.microkernels.words(self.seed, piece.first + r * piece.shape[1] + c0, words[r - r0])
             words = words.view(I4).reshape(shape)
-        return reference.cast(values.reshape(shape), self.plan.recipe, CastOptions(scale=scale), words)
+        importance, values = self.importance, values.reshape(shape)
+        if importance is not None:  # a flat piece has the columns of several rows
+            importance = importance.take(np.arange(c0, c0 + values.shape[-1]) % importance.size)
+        global_scale = self.global_scales[piece.lead].stored.reshape(()) if self.global_scales else None
+        return reference.cast(values, self.plan.recipe, CastOptions(scale=scale, importance=importance), words, global_scale)
 
     def _hand_over(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
         """One chunk of whole blocks, by the generic algorithm, which takes a dozen times its input: in parts, if it is long."""
@@ -464,14 +489,12 @@ class Cast:
             return
         shape, scale = (r1 - r0, c1 - c0), None
         places = slice(r0 // self.m, -(-r1 // self.m)), slice(c0 // self.k, -(-c1 // self.k))
-        if self.global_scales:
-            scale = self.global_scales[piece.lead].stored
-        elif piece.supplied is not None:
+        if piece.supplied is not None:
             scale = piece.supplied[places]
         if self.k >= self.y.shape[-1]:  # a block is whole rows, which would be longer in a flat piece
             alone = (1,) if self.m == 1 else ()  # single rows of several matrices are blocks of their own
             shape = -1, *alone, self.y.shape[-1]
-            scale = scale if scale is None or self.global_scales else scale.reshape(-1, *alone, 1)
+            scale = None if scale is None else scale.reshape(-1, *alone, 1)
         written = self._generic(piece, r0, r1, c0, c1, shape, scale)
         for part, target in (
             (written.data.view(U1), piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]),

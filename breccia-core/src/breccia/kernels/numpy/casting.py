@@ -65,12 +65,15 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, microk
         supplied = reference.check_supplied(NUMPY, scale, x, recipe.format, layout, axis)
         across = axis == -2 and layout.block(axis) != TENSOR and recipe.format.global_scale is None
         call.supply(supplied.swapaxes(-1, -2) if across else supplied)
+    if options.importance is not None:
+        checks.check_importance(options.importance, x, recipe, axis)
+        call.weigh(options.importance)
     call.gather()
     if not known or scattered(call.y.shape, call.block, call.lead, call.y.flags.c_contiguous):
         return reference.cast(x, recipe, options)
     own = call.fitting(out, layout)
     if own is None and out is not None and axis == -2 and call.describes(out, layout):
-        if cast_columns(plan, call.x, call.block, options, out):
+        if not plan.searches and cast_columns(plan, call.x, call.block, options, out):
             return out
         call = call.in_order(options) or call
         own = call.fitting(out, layout)

@@ -15,7 +15,7 @@ from ...formats import TENSOR
 from ...fp32 import F32_INF, f32_bits
 from ...layouts import Layout, Shape
 from ...recipes import ScalingRecipe
-from ...rules import Divide, Inverse, Linear, Rule
+from ...rules import Divide, Inverse, Linear, Rule, Search
 from ...tensors.grids import packing
 from ...tensors.tensor import ScaledTensor
 from .. import checks
@@ -23,6 +23,7 @@ from ..plans import k_last, scattered
 from .codes import NEAREST, PLAIN, IntegerCodes, code_writer, pack_codes
 from .pieces import block_sides, unit_of
 from .scales import LARGE, GlobalScale, Scales
+from .searching import Searching
 from .workspace import F4, MAGNITUDE_BITS, U1, U2, U4, chunk_size, remembered
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class Plan:
         #: Whether codes are computed by division. Only microkernels do so; without them, the generic algorithm.
         self.divides = type(fine).scaled is Divide.scaled
         known = fmt.offset == "none" and (multiplies or self.divides) and type(fmt.scale.codec) in (Minifloat, PowerOfTwo)
+        #: Whether scales are searched for, and how microkernels do; without them, the generic algorithm.
+        self.searches = isinstance(fine, Search)
+        self.search = Searching.of(recipe, code_writer(fmt.element), microkernels.search) if self.searches else None
+        known &= not self.searches or self.search is not None
         self.codes = code_writer(fmt.element) if known else None
         #: The integer codes of a recipe with an offset, where microkernels write them.
         self.shifted: IntegerCodes | None = None
@@ -79,6 +84,7 @@ class Plan:
             known and not self.divides and not self.unsupported and (fmt.scale.block == TENSOR or fmt.scale.block[0] == 1)
         ) and (level is None or own)
         self.plain |= self.shifted is not None and fmt.scale.block != TENSOR and fmt.scale.block[0] == 1
+        self.plain &= not self.searches
 
     def short(self, x: Array) -> ScaledTensor | None:
         """`cast` of small, contiguous FP32 `x` with whole blocks and normal numbers; None for others."""

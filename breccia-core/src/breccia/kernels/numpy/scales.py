@@ -12,7 +12,7 @@ from ...arrays.ops import NUMPY, Array
 from ...codecs import Minifloat, PowerOfTwo
 from ...fp32 import F32_INF, NORMAL, f32_bits
 from ...recipes import ScalingRecipe
-from ...rules import Exponent, Linear
+from ...rules import Exponent, Linear, Search
 from .codes import MODEST, scale_writer
 from .workspace import F4, I4, U1, U2, U4, UNIT
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: Between these powers of two, scales and amax cause neither FP32 subnormals nor overflow in computing codes.
 _SMALL, LARGE = 2.0**-60, 2.0**100
-#: Storage dtypes of the scale codecs that `_rounded` knows.
+#: Storage dtypes of the scale codecs that `rounded` knows.
 _ROUNDED = ("float32", "float16", "bfloat16", "uint16")
 #: Counts up to which Python's min and max are faster, and up to which codes are computed in the fewest calls.
 _LISTED, _FEW = 32, 64
@@ -38,6 +38,8 @@ class Scales:
     def __init__(self, recipe: ScalingRecipe, level: int, microkernels: Microkernels) -> None:
         fmt = recipe.format
         self.element, self.codec, self.rule = fmt.element, fmt.levels[level].codec, recipe.rules[level]
+        if isinstance(self.rule, Search):  # `Searching` goes on from plain scales
+            self.rule = self.rule.plain(self.codec)
         self.qmax = fmt.qmax(fmt.levels[level])
         self._divisor = F4(self.qmax)
         self.storage = NUMPY.storage(self.codec)
@@ -93,10 +95,10 @@ class Scales:
         t = np.divide(amax.view(F4), self._divisor)
         if zeros:
             np.copyto(t, UNIT, where=amax == 0)
-        stored, scale = self._rounded(t)
+        stored, scale = self.rounded(t)
         return stored, np.divide(UNIT, scale)
 
-    def _rounded(self, t: Array) -> tuple[Array, Array]:
+    def rounded(self, t: Array) -> tuple[Array, Array]:
         """(stored, as FP32) of finite numbers in a codec of 16 or 32 bits, in whose range they are."""
         if self.codec.bits == 32:
             return t, t
@@ -110,9 +112,15 @@ class Scales:
     def nearest(self, low: Array) -> tuple[Array, Array]:
         """(stored, as FP32) of finite numbers of either sign, such as biases."""
         if self.storage in _ROUNDED and np.abs(low).max() <= self.codec.max:
-            return self._rounded(low)
+            return self.rounded(low)
         stored = NUMPY.store(self.codec.encode(NUMPY, low), self.storage)
         return stored, self.codec.read(NUMPY, stored)
+
+    def inverses_of(self, stored: Array, global_scale: GlobalScale | None) -> Array:
+        """The inverse of scales of 8 bits that `fast_path` may write."""
+        if self.values is None:
+            return self._reciprocals.take(stored)
+        return (self._inverses if global_scale is None else global_scale.inverses).take(stored)
 
     def _linear8(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
         inverses = self._inverses if global_scale is None else global_scale.inverses

@@ -28,10 +28,14 @@ from .products import cast_matmul, grouped_matmul, matmul, product, values
 from .recording import cast_and_record, record_amax
 from .records import scale_values
 from .requantizing import GENERIC, Primitives, requantize
+from .searching import SMALLEST, weights_of
+from .tiles import Tiles
 
 __all__ = [
     "GENERIC",
+    "SMALLEST",
     "Primitives",
+    "Tiles",
     "apply_scale",
     "assign",
     "assigned",
@@ -62,4 +66,5 @@ __all__ = [
     "sensed",
     "unpack",
     "values",
+    "weights_of",
 ]

@@ -28,10 +28,17 @@ from .searching import searched, weights_of
 from .tiles import Tiles, k_last
 
 
-def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, words: Array | None = None) -> ScaledTensor:
+def cast(
+    x: Array,
+    recipe: ScalingRecipe,
+    options: CastOptions = DEFAULT,
+    words: Array | None = None,
+    global_scale: Array | None = None,
+) -> ScaledTensor:
     """Quantize FP32, FP16 or BF16 `x` (at least 1-D; 2-D for block recipes) as `breccia.cast` documents, in plain storage.
 
     words: for a part of an array, int32 random words in place of those of the seed, of the part's shape with K last.
+    global_scale: for a part of an array, the stored global scale of the whole array, of shape ().
 
     Nothing is transposed but random words: blocks along axis -2 are blocks of swapped sides in the array as it is.
     """
@@ -55,7 +62,9 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, words:
             words = random_words(ops, k_last(ops, y, axis), options.seed)
         words = k_last(ops, words, axis)
         y = y if words is None else ops.mapped_like(y, words)
-        codes, stored, zero_point, global_scale = _write(ops, y, words, recipe, fmt, tiles, axis, scale, options.importance)
+        codes, stored, zero_point, global_scale = _write(
+            ops, y, words, recipe, fmt, tiles, axis, scale, global_scale, options.importance
+        )
         data = pack(ops, codes, fmt.element, axis)
     written = ScaledTensor.from_parts(
         data,
@@ -79,6 +88,7 @@ def _write(
     tiles: Tiles,
     axis: int,
     supplied: Any,
+    global_scale: Array | None,
     importance: Array | None,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """(codes, scale, zero_point, global_scale) of FP32 `y`."""
@@ -91,9 +101,10 @@ def _write(
     words = None if words is None else tiles.split(words)
 
     level, element, rule = fmt.scale, fmt.element, recipe.rules[-1]
-    factor = global_scale = scale_records = None
+    factor = scale_records = None
     if fmt.global_scale is not None:
-        global_scale = _global_scale(ops, y, magnitude, recipe, fmt, supplied)
+        if global_scale is None:
+            global_scale = _global_scale(ops, y, magnitude, recipe, fmt, supplied)
         factor, supplied = tiles.broadcast_global(multiplier(ops, ops.f32(global_scale), fmt)), None
 
     amax = ops.amax(tiles.split(magnitude), tiles.axes)

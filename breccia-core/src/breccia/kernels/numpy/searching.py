@@ -1,0 +1,108 @@
+"""The compiled search for scales: what a recipe tells it, and the arrays of a chunk."""
+
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...arrays.ops import NUMPY, Array
+from ...codecs import BF16, F16, F32, Codec, Minifloat, PowerOfTwo
+from ...recipes import ScalingRecipe
+from ...rules import Search, takes_signs
+from .. import reference
+from .codes import FloatCodes, IntegerCodes, scale_writer
+from .scales import GlobalScale, Scales
+from .workspace import F4, I4, U4, UNIT
+
+#: The longest block, and bits of the smallest and the largest amax that need no care (2^-60 and 2^100).
+_LONGEST, _LEAST, _MOST = 256, 0x21800000, 0x71800000
+#: Codecs of float scales, and their numbers and those of others for microkernels.
+_FLOATS: dict[Codec, int] = {F16: 2, BF16: 3, F32: 4}
+_POWERS, _BYTES = 0, 1
+_NOTHING = np.empty(0, F4)
+
+
+class Searching:
+    """The search for the scales of a recipe, by a microkernel, for blocks of one row."""
+
+    def __init__(self, recipe: ScalingRecipe, codes: FloatCodes | IntegerCodes, microkernel: Callable[..., None]) -> None:
+        fmt, rule = recipe.format, recipe.rules[-1]
+        codec = fmt.scale.codec
+        assert isinstance(rule, Search)
+        window, signs = rule.window(codec), takes_signs(codec, fmt.element)
+        self._codes, self._microkernel, self._qmax = codes, microkernel, fmt.qmax(fmt.scale)
+        self._codec = _number_of(codec)
+        self._window = (F4(window.factors), F4(window.opposite if signs else ()), I4(window.steps))
+        table, writer = np.zeros(256, F4), None
+        lowest, highest = 0, 254
+        if self._codec == _BYTES:
+            assert isinstance(codec, Minifloat)
+            table, writer = np.array(codec.table, U4).view(F4), scale_writer(codec)
+            lowest, highest = 1, codec.highest
+        self._scales = (writer, table, codec.scale_min, codec.scale_max, lowest, highest)
+
+    @classmethod
+    def of(cls, recipe: ScalingRecipe, codes: Any, microkernel: Callable[..., None] | None) -> Searching | None:
+        """None where microkernels do not search for the scales of this recipe."""
+        fmt, (rows, length) = recipe.format, recipe.format.scale.block
+        codec = fmt.scale.codec
+        plain = fmt.offset == "none" and not fmt.features - {"scales_first"}
+        if microkernel is None or not plain or rows != 1 or length is None or length > _LONGEST:
+            return None
+        if not isinstance(codes, FloatCodes | IntegerCodes) or (isinstance(codes, FloatCodes) and codes.codec.fnuz):
+            return None
+        number = _number_of(codec)
+        if number < 0 or (number == _BYTES and (codec.scale_min or scale_writer(codec) is None)):
+            return None
+        # Then no product of a code and a scale counts as zero, as those below `SMALLEST` do.
+        least = codes.step if isinstance(codes, FloatCodes) else codes.unit
+        return cls(recipe, codes, microkernel) if least / fmt.element.max / 8 >= reference.SMALLEST / 4 else None
+
+    def scales(
+        self,
+        scales: Scales,
+        source: Array,
+        k: int,
+        amax: Array,
+        plain: tuple[Array, Array],
+        global_scale: GlobalScale | None,
+        weights: Array | None,
+        first: int,
+        across: int,
+    ) -> tuple[Array, Array] | None:
+        """(stored, inverse) as `Scales.fast_path`, for FP32 `source`; None where numbers need care. plain: of `fast_path`.
+
+        weights: `k` for each block of a row of the tensor. The chunk has rows of `across` blocks, from block `first` of a row on.
+        """
+        if k > _LONGEST or amax.max() > _MOST or int((amax - U4(1)).min()) + 1 < _LEAST:  # of zero: 2^32
+            return None
+        found = plain[0].copy() if self._codec <= _BYTES else np.empty(amax.size, F4)
+        by = 1.0 if global_scale is None else float(global_scale.value)
+        weights = _NOTHING if weights is None else weights
+        self._microkernel(
+            self._codes, source, k, amax, found, self._codec, self._qmax, by, self._window, self._scales, weights, first, across
+        )
+        if self._codec <= _BYTES:
+            return found, scales.inverses_of(found, global_scale)
+        np.copyto(found, UNIT, where=amax == 0)
+        stored, numbers = scales.rounded(found)
+        return stored, np.divide(UNIT, numbers)
+
+
+def weights_of(importance: Array, columns: int, k: int) -> Array:
+    """The weights of a row's blocks of `k`, one after another, padded with zeros."""
+    real = min(k, columns)
+    tiles = reference.Tiles(NUMPY, (1, columns), (1, real))
+    of_blocks = reference.weights_of(NUMPY, importance, tiles, -1).reshape(-1, real)
+    return np.ascontiguousarray(np.pad(of_blocks, ((0, 0), (0, k - real))), F4).reshape(-1)
+
+
+def _number_of(codec: Codec) -> int:
+    """The number of a codec of scales for microkernels, -1 if they do not know it."""
+    if isinstance(codec, PowerOfTwo):
+        return _POWERS if codec.bias == 127 else -1
+    return _BYTES if type(codec) is Minifloat and codec.bits == 8 else _FLOATS.get(codec, -1)

@@ -1,0 +1,86 @@
+/* `breccia_native.searching` for Python: of the scales in a window, those with the least squared error (searching.h). */
+
+#include "searching.h"
+#include "versions.h"
+
+#define here (*(const searching_function *)chosen)
+
+static int is_aligned(const Py_buffer *b, Py_ssize_t bytes)
+{
+    return b->len == bytes && (uintptr_t)b->buf % 4 == 0;
+}
+
+PyDoc_STRVAR(search_doc,
+    "search(source, k, amax, found, codec, qmax, global_scale, window, scales, element, weights, first, across): the scale of each block of k\n"
+    "FP32 numbers with the least error, as numerics.md, section 5.6, computes it. amax: its bits, uint32; zero, or from 2^-60 to 2^100.\n"
+    "found: of scales of 8 bits the plain codes, which are replaced; of others room for FP32 numbers. codec: 0 powers of two, 1 floats of 8\n"
+    "bits, 2 FP16, 3 BF16, 4 FP32. window: (factors, opposite) as FP32 and steps as int32. scales: (the FP32 numbers of 256 codes, least,\n"
+    "most, the lowest and highest code that steps lead to, and the fields of numpy.FloatCodes). element: the fields of numpy.FloatCodes\n"
+    "or, after a 1, of numpy.IntegerCodes. weights: FP32, k for each block of a row of the tensor; empty for none. The blocks\n"
+    "are in rows of `across`, of which each begins at block `first` of such a row.");
+
+static PyObject *search_of(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    Py_buffer x, amax, found, factors, opposite, steps, values, weights;
+    searched s = {0};
+    PyObject *element;
+    if (!PyArg_ParseTuple(args, "y*ny*w*iff(y*y*y*)(y*ffii(IIIii))O!y*nn:search", &x, &s.k, &amax, &found, &s.codec, &s.qmax, &s.global,
+            &factors, &opposite, &steps, &values, &s.least, &s.most, &s.lowest, &s.highest, &s.form.floor, &s.form.lift,
+            &s.form.largest, &s.form.shift, &s.form.sign, &PyTuple_Type, &element, &weights, &s.first, &s.across))
+        return NULL;
+    Py_buffer *const every[] = {&x, &amax, &found, &factors, &opposite, &steps, &values, &weights};
+    minifloat *const f = &s.floats;
+    integer *const i = &s.integers;
+    int done = PyTuple_Size(element) == 5 ? PyArg_ParseTuple(element, "IIIii", &f->floor, &f->lift, &f->largest, &f->shift, &f->sign)
+                                          : PyArg_ParseTuple(element, "fffb", &i->low, &i->high, &i->magic, &i->mask);
+    if (done) {
+        s.kind = PyTuple_Size(element) == 5 ? FLOATS : INTEGERS;
+        s.n = x.len / 4;
+        const Py_ssize_t blocks = s.k > 0 ? s.n / s.k : 0, row = 4 * s.k;
+        s.total = weights.len && row > 0 ? weights.len / row : 0;
+        done = s.k > 0 && s.k <= MOST && s.codec >= POWERS && s.codec <= SINGLES && is_aligned(&x, blocks * row) &&
+            is_aligned(&amax, 4 * blocks) && is_aligned(&values, 1024) && is_aligned(&weights, s.total * row) && s.across > 0 &&
+            s.first >= 0 && (s.codec < HALVES ? found.len == blocks : is_aligned(&found, 4 * blocks)) &&
+            is_aligned(&factors, factors.len / 4 * 4) && is_aligned(&opposite, opposite.len / 4 * 4) &&
+            is_aligned(&steps, steps.len / 4 * 4) && s.lowest >= 0 && s.highest < 256;
+        if (!done)
+            PyErr_Format(PyExc_ValueError,
+                "wanted FP32 numbers in blocks of k = 1 to %d, with one amax and one scale a block; got k = %zd and %zd, %zd and %zd bytes. "
+                "Call breccia.cast.",
+                MOST, s.k, x.len, amax.len, found.len);
+    }
+    if (done) {
+        s.x = x.buf, s.amax = amax.buf, s.values = values.buf, s.factors = factors.buf, s.opposite = opposite.buf, s.steps = steps.buf;
+        s.some_factors = factors.len / 4, s.some_opposite = opposite.len / 4, s.some_steps = steps.len / 4;
+        s.weights = s.total ? weights.buf : NULL;
+        s.codes = found.buf, s.scales = found.buf;
+        Py_BEGIN_ALLOW_THREADS
+        here(&s);
+        Py_END_ALLOW_THREADS
+    }
+    for (size_t n = 0; n < sizeof every / sizeof *every; n++)
+        PyBuffer_Release(every[n]);
+    return done ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"search", search_of, METH_VARARGS, search_doc},
+    {"use", use, METH_VARARGS, use_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {{0, NULL}};
+
+static struct PyModuleDef module = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "breccia_native.searching",
+    .m_doc = "The compiled search for scales; see breccia_native.kernels, which calls it.",
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit_searching(void)
+{
+    ADD_VERSIONS(&searching_avx512, &searching_avx2, &searching_portable);
+    return PyModuleDef_Init(&module);
+}

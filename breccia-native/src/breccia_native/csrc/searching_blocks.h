@@ -1,0 +1,220 @@
+/* The search for the scales of blocks, LANES blocks at a time: each loop over lanes is one of vectors.
+
+   Products and sums must not be fused (see setup.py). */
+
+#ifndef BRECCIA_SEARCHING_BLOCKS_H
+#define BRECCIA_SEARCHING_BLOCKS_H
+
+#include "searching.h"
+
+#define EACH_LANE for (int l = 0; l < LANES; l++)
+
+#if defined(__GNUC__)
+#define ALIGNED __attribute__((aligned(64)))
+#else
+#define ALIGNED
+#endif
+
+/* Numbers of a group of blocks, element by element: as they are (of minifloats their magnitudes), and in units of powers of two. */
+typedef struct {
+    ALIGNED float x[MOST][LANES], y[MOST][LANES], w[MOST][LANES], terms[MOST / 2 + 1][LANES];
+} group;
+
+/* A number rounded to that of a code. */
+INLINE float rounded_float(float a, minifloat f)
+{
+    int32_t u = (int32_t)bits_of(a);
+    u = u > (int32_t)f.largest ? (int32_t)f.largest : u;
+    int32_t e = (int32_t)((uint32_t)u & EXPONENT);
+    e = (e > (int32_t)f.floor ? e : (int32_t)f.floor) + (f.shift << 23); /* the last bit of this is the spacing of codes */
+    const float m = float_of((uint32_t)e);
+    return (float_of((uint32_t)u) + m) - m;
+}
+
+/* The errors of element i under a scale for each block. */
+INLINE void terms_of(const int kind, const int weighted, const searched *s, const group *restrict g, Py_ssize_t i,
+    const float *restrict inverse, const float *restrict unit, float *restrict term)
+{
+    const float *restrict const x = g->x[i], *restrict const y = g->y[i], *restrict const w = g->w[i];
+    if (kind == FLOATS) {
+        const minifloat f = s->floats;
+        EACH_LANE term[l] = y[l] - rounded_float(x[l] * inverse[l], f) * unit[l];
+    } else {
+        const float low = s->integers.low, high = s->integers.high, magic = s->integers.magic;
+        EACH_LANE
+        {
+            const float scaled = x[l] * inverse[l], below = scaled < high ? scaled : high, inside = below > low ? below : low;
+            term[l] = y[l] - ((inside + magic) - magic) * unit[l];
+        }
+    }
+    if (weighted)
+        EACH_LANE term[l] = term[l] * term[l] * w[l];
+    else
+        EACH_LANE term[l] = term[l] * term[l];
+}
+
+/* The errors under a scale for each block: sums by a pairwise tree. */
+INLINE void errors_of(
+    const int kind, const int weighted, const searched *s, group *g, const float *inverse, const float *unit, float *restrict error)
+{
+    ALIGNED float first[LANES], second[LANES];
+    Py_ssize_t half = 1;
+    while (2 * half < s->k)
+        half *= 2;
+    for (Py_ssize_t i = 0; i < half; i++) {
+        terms_of(kind, weighted, s, g, i, inverse, unit, first);
+        if (i + half < s->k) {
+            terms_of(kind, weighted, s, g, i + half, inverse, unit, second);
+            EACH_LANE first[l] += second[l];
+        }
+        EACH_LANE g->terms[i][l] = first[l];
+    }
+    while (half > 1) {
+        half /= 2;
+        for (Py_ssize_t i = 0; i < half; i++)
+            EACH_LANE g->terms[i][l] += g->terms[i + half][l];
+    }
+    EACH_LANE error[l] = g->terms[0][l];
+}
+
+/* A float scale of 16 or 32 bits, to nearest. */
+INLINE float nearest(int codec, float t, float least, float most)
+{
+    const float above = t > least ? t : least, y = above < most ? above : most;
+    const uint32_t u = bits_of(y);
+    if (codec == SINGLES)
+        return y;
+    if (codec == BRAINS)
+        return float_of((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
+    const float tiny = (y + 0.5f) - 0.5f; /* the last bit of 0.5 is 2^-24 */
+    return y < 0x1p-14f ? tiny : float_of((u + 0xfffu + ((u >> 13) & 1u)) & 0xffffe000u);
+}
+
+/* The code of a scale of 8 bits, to nearest. */
+INLINE int32_t nearest_code(float t, minifloat f)
+{
+    int32_t a = (int32_t)bits_of(t);
+    a = a > (int32_t)f.largest ? (int32_t)f.largest : a;
+    int32_t e = (int32_t)((uint32_t)a & EXPONENT);
+    e = (e > (int32_t)f.floor ? e : (int32_t)f.floor) + (int32_t)f.lift;
+    return (int32_t)((bits_of(float_of((uint32_t)a) + float_of((uint32_t)e)) + ((uint32_t)e >> f.shift)) & 0xff);
+}
+
+/* Candidate `n` of each block: its code, or 0 of floats, and its number without the global scale. */
+OUTLINE void candidate_of(int codec, const searched *s, Py_ssize_t n, const int32_t *restrict plain, const float *restrict t,
+    int32_t *restrict code, float *restrict scale)
+{
+    const Py_ssize_t multiples = s->some_factors + s->some_opposite;
+    const int negative = n > s->some_factors && n <= multiples;
+    const float factor = n == 0 || n > multiples ? 1 : negative ? s->opposite[n - 1 - s->some_factors] : s->factors[n - 1];
+    if (codec >= HALVES) {
+        EACH_LANE
+        {
+            const float found = nearest(codec, t[l] * factor, s->least, s->most);
+            scale[l] = negative ? -found : found;
+        }
+        return;
+    }
+    if (n == 0)
+        EACH_LANE code[l] = plain[l];
+    else if (n <= multiples)
+        EACH_LANE code[l] = nearest_code(t[l] * factor, s->form);
+    else {
+        const int32_t step = s->steps[n - 1 - multiples];
+        EACH_LANE
+        {
+            const int32_t moved = plain[l] + step, above = moved > s->lowest ? moved : s->lowest;
+            code[l] = above < s->highest ? above : s->highest;
+        }
+    }
+    if (codec == POWERS)
+        EACH_LANE scale[l] = float_of((uint32_t)code[l] << 23);
+    else
+        EACH_LANE scale[l] = s->values[code[l]];
+}
+
+/* `count` blocks from number `start` on. */
+INLINE void search_group(const int kind, const int weighted, const searched *s, group *g, Py_ssize_t start, int count)
+{
+    const int codec = s->codec;
+    ALIGNED float power[LANES], t[LANES], least[LANES], best_scale[LANES], scale[LANES], inverse[LANES], unit[LANES], error[LANES];
+    ALIGNED int32_t plain[LANES], best[LANES], code[LANES];
+    EACH_LANE
+    {
+        const uint32_t u = s->amax[start + (l < count ? l : 0)];
+        const uint32_t field = u >> 23;
+        power[l] = float_of((254 - (field < 253 ? field : 253)) << 23);
+        t[l] = float_of(u) / s->qmax / s->global;
+        plain[l] = codec < HALVES ? s->codes[start + (l < count ? l : 0)] : 0;
+        least[l] = INFINITY;
+        best[l] = 0;
+        best_scale[l] = 0;
+        code[l] = 0;
+    }
+    for (int l = 0; l < LANES; l++) {
+        const Py_ssize_t block = start + (l < count ? l : 0);
+        const float *const from = s->x + block * s->k;
+        const float *const weights = weighted ? s->weights + (s->first + block % s->across) % s->total * s->k : NULL;
+        for (Py_ssize_t i = 0; i < s->k; i++) {
+            g->x[i][l] = from[i];
+            if (weighted)
+                g->w[i][l] = weights[i];
+        }
+    }
+    for (Py_ssize_t i = 0; i < s->k; i++)
+        EACH_LANE
+        {
+            const uint32_t u = bits_of(g->x[i][l]), a = u & MAGNITUDE;
+            const float x = float_of(a < NORMAL ? 0 : kind == FLOATS ? a : u);
+            const float y = x * power[l];
+            g->x[i][l] = x;
+            g->y[i][l] = float_of(bits_of(y) & MAGNITUDE) < 0x1p-20f ? 0 : y;
+        }
+    const Py_ssize_t candidates = 1 + s->some_factors + s->some_opposite + s->some_steps;
+    for (Py_ssize_t n = 0; n < candidates; n++) {
+        candidate_of(codec, s, n, plain, t, code, scale);
+        EACH_LANE
+        {
+            const float e = scale[l] * s->global;
+            const int usable = e != 0; /* zero blocks too */
+            inverse[l] = usable ? 1 / (usable ? e : 1) : 0;
+            unit[l] = e * power[l];
+        }
+        errors_of(kind, weighted, s, g, inverse, unit, error);
+        EACH_LANE
+        {
+            const int better = error[l] < least[l];
+            least[l] = better ? error[l] : least[l];
+            best[l] = better ? code[l] : best[l];
+            best_scale[l] = better ? scale[l] : best_scale[l];
+        }
+    }
+    for (int l = 0; l < count; l++)
+        if (codec < HALVES)
+            s->codes[start + l] = (uint8_t)best[l];
+        else
+            s->scales[start + l] = best_scale[l];
+}
+
+INLINE void search_blocks(const int kind, const int weighted, const searched *s)
+{
+    group g;
+    const Py_ssize_t blocks = s->n / s->k;
+    for (Py_ssize_t start = 0; start < blocks; start += LANES)
+        search_group(kind, weighted, s, &g, start, (int)(blocks - start < LANES ? blocks - start : LANES));
+}
+
+/* Compiled for each kind of elements, with weights and without. */
+static void search(const searched *s)
+{
+    if (s->kind == FLOATS && s->weights)
+        search_blocks(FLOATS, 1, s);
+    else if (s->kind == FLOATS)
+        search_blocks(FLOATS, 0, s);
+    else if (s->weights)
+        search_blocks(INTEGERS, 1, s);
+    else
+        search_blocks(INTEGERS, 0, s);
+}
+
+#endif

@@ -1,0 +1,21 @@
+"""The functions of `searching.c`. Arguments are buffers; ValueError is raised if sizes do not match."""
+
+from typing import Any
+
+def search(
+    source: Any,
+    k: int,
+    amax: Any,
+    found: Any,
+    codec: int,
+    qmax: float,
+    global_scale: float,
+    window: tuple[Any, Any, Any],
+    scales: tuple[Any, float, float, int, int, tuple[int, int, int, int, int]],
+    element: tuple[Any, ...],
+    weights: Any,
+    first: int,
+    across: int,
+    /,
+) -> None: ...
+def use(name: str = ..., /) -> list[str]: ...
