@@ -230,6 +230,9 @@ def test_nan_in_the_inputs_of_a_layer_names_it_and_leaves_nothing(source: Path, 
             {"calibrate": IDS + 60},
             r"the token ids go from 60 to 123, and LlamaForCausalLM has 64. They are of another tokenizer",
         ),
+        ({"calibrate": np.resize(IDS, (1, 65))}, r"the texts have 65 tokens, and LlamaForCausalLM takes 64. Cut them"),
+        ({"method": "awq"}, r"method='awq' \(--method\) is for calibration: give calibrate= \(--calibrate\), or leave it out"),
+        ({"device": "cuda"}, r"device='cuda' \(--device\) is for calibration"),
         (
             {"calibrate": IDS / 2},
             r"token ids: integers of shape \(tokens,\) or \(texts, length\); got float64 of shape \(6, 32\)",
@@ -255,6 +258,18 @@ def test_what_cannot_be_done_is_refused(options: dict[str, Any], said: str, sour
     with pytest.raises(OptionError, match=said):
         convert(source, tmp_path / "out", **{"recipe": INT4, **options})
     assert not staging_folder(tmp_path / "out").exists()
+
+
+@pytest.mark.long
+def test_a_model_that_takes_more_than_token_ids_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 64}
+    transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        UnsupportedError, match=r"runs a model block by block, and T5ForConditionalGeneration .*Convert without"
+    ):
+        convert(tmp_path / "model", tmp_path / "out", INT4, calibrate=IDS)
 
 
 def test_a_text_for_a_model_without_a_tokenizer_is_refused(source: Path, tmp_path: Path) -> None:

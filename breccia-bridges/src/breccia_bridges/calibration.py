@@ -23,8 +23,6 @@ from .results import Advance
 from .slab_casts import SlabCasts, assembled, extremes
 from .text import byte_count_of
 
-#: Tokens of a text that is cut into several, at most; fewer where the model takes fewer.
-LENGTH = 512
 #: The rule by which scales are searched for the least squared error, where a recipe has it.
 SEARCH = "mse"
 
@@ -106,16 +104,27 @@ class Calibration:
     device: str
 
     @classmethod
-    def of(cls, given: Any, method: str, device: str) -> Calibration:
-        """What users give: the path of a text or of an .npy file of token ids, or an array of them.
+    def of(cls, given: Any, method: str | None, device: str | None) -> Calibration | None:
+        """What users give: the path of a text or of an .npy file of token ids, or an array of them; None for nothing.
 
-        Raises OptionError for another method and for arrays that are no token ids; OSError for a file that cannot be read.
+        Raises OptionError for another method, for arrays that are no token ids, and for a method or device without a text;
+        OSError for a file that cannot be read.
         """
+        if given is None:
+            for name, value in {"method": method, "device": device}.items():
+                if value is not None:
+                    raise OptionError(
+                        f"{name}={value!r} (--{name}) is for calibration: give calibrate= (--calibrate), or leave it out.",
+                        **{name: value},
+                    )
+            return None
         text: Any = given
         if isinstance(given, str | os.PathLike):
             path = Path(given)
             text = _loaded(path) if path.suffix == ".npy" else path.read_text(encoding="utf-8")
-        return cls(text if isinstance(text, str) else _checked(np.asarray(text)), method_of(method), device)
+        return cls(
+            text if isinstance(text, str) else _checked(np.asarray(text)), method_of(method or GPTQ.name), device or "cpu"
+        )
 
     @property
     def key(self) -> str:
@@ -150,12 +159,8 @@ class Calibration:
         return recipe
 
     def ids(self, source: Path) -> np.ndarray:
-        """Token ids, (texts, length)."""
-        if isinstance(self.text, np.ndarray) and self.text.ndim == 2:
-            return self.text
-        ids = self.text if isinstance(self.text, np.ndarray) else _tokenized(source, self.text)
-        length = min(LENGTH, len(ids))
-        return ids[: len(ids) // length * length].reshape(-1, length)
+        """Token ids, (texts, length) or (tokens,)."""
+        return _tokenized(source, self.text) if isinstance(self.text, str) else self.text
 
     def plan(
         self, source: Path, jobs: Iterable[Job], max_memory: int | str, source_dialect: str | None, results: Calibrated

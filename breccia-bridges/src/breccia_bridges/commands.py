@@ -111,9 +111,13 @@ def convert(
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option("--method", metavar="METHOD", help="Under --calibrate: importance, gptq or awq.")
-    ] = "gptq",
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="Under --calibrate: cpu, cuda, ...")] = "cpu",
+        str | None,
+        typer.Option("--method", metavar="METHOD", help="Under --calibrate: gptq, importance or awq.", show_default="gptq"),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="DEVICE", help="Under --calibrate: cpu, cuda, ...", show_default="cpu"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Quantize a checkpoint, or store a quantized one (GPTQ, AWQ, MLX, ...) in another way.

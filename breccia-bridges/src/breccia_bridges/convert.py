@@ -60,8 +60,8 @@ def convert(
     max_memory: int | str = "1GiB",
     verify: str = "full",
     calibrate: Any = None,
-    method: str = "gptq",
-    device: str = "cpu",
+    method: str | None = None,
+    device: str | None = None,
 ) -> Report:
     """Quantize a checkpoint under `recipe`, or change how a quantized one is stored.
 
@@ -114,10 +114,11 @@ def convert(
         in FP32, and each block sees the quantized ones before it. A run that was interrupted goes on after its last finished
         block. Recipes that can search for scales do, by "mse", unless they name another rule. `TensorReport.calibration` has
         what was done for each value.
-    method: of calibration. "gptq": error feedback; its fields are damping=0.01 and order=importance or given. "importance":
-        only the search for scales, each column weighed by the mean square of its input. "awq": scales of columns, folded into
-        the norm or the linear layer before, then as "importance"; its field is grid=20, the powers that are tried.
-    device: what the model runs on under `calibrate`, in torch's spelling.
+    method: of calibration. "gptq", by default: error feedback; its fields are damping=0.01 and order=importance or given.
+        "importance": only the search for scales, each column weighed by the mean square of its input. "awq": scales of
+        columns, folded into the norm or the linear layer before, then as "importance"; its field is grid=20, the powers that
+        are tried.
+    device: what the model runs on under `calibrate`, in torch's spelling; the CPU by default.
 
     A file of a folder whose new header would be longer than readers accept becomes several, with an index.
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
@@ -135,7 +136,7 @@ def convert(
         {'mlp.weight': breccia.ScaledTensor('mxfp8', shape=(64, 32), numpy cpu, 8.25 bits per value)}
     """
     verified = _verified(verify, histograms)
-    calibration = None if calibrate is None else Calibration.of(calibrate, method, device)
+    calibration = Calibration.of(calibrate, method, device)
     writer = None if dialect is None else DialectWriter.of(dialect, activations)
     _check_given(recipe, writer, activations)
     chosen = None if recipe is None else _chosen(recipe, include, exclude, writer)

@@ -35,8 +35,8 @@ def convert(
     max_memory: int | str = "1GiB",
     verify: str = "full",
     calibrate: Any = None,
-    method: str = "gptq",
-    device: str = "cpu",
+    method: str | None = None,
+    device: str | None = None,
 ) -> Any: ...
 def diff(
     a: str | os.PathLike[str],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +122,7 @@ class Blocks:
             if not first:
                 first = others
             elif len(hidden) == 2 and not all(_same(a, b) for a, b in zip(first, others, strict=True)):
-                raise UnsupportedError(
-                    f"calibration runs one block at a time, and the blocks of {type(self.model).__name__} have arguments that "
-                    "depend on the text. Convert without --calibrate.",
-                    model=type(self.model).__name__,
-                )
+                raise self._refusal("has blocks with arguments that depend on the text")
         return torch.stack(hidden), first
 
     def _recorded(self, row: Tensor) -> list[Arguments]:
@@ -141,9 +137,20 @@ class Blocks:
 
             return forward
 
-        with self._forwards(pass_on), suppress(_Reached):
-            self.model(input_ids=row, use_cache=False)
-        return calls
+        with self._forwards(pass_on):
+            try:
+                self.model(input_ids=row, use_cache=False)
+            except _Reached:
+                return calls
+            except (TypeError, ValueError) as e:
+                raise self._refusal(f"takes more than token ids ({e})") from e
+        raise self._refusal(f"runs {len(calls)} of its {len(self.blocks)} blocks for a text")
+
+    def _refusal(self, why: str) -> UnsupportedError:
+        kind = type(self.model).__name__
+        return UnsupportedError(
+            f"calibration runs a model block by block, and {kind} {why}. Convert without --calibrate.", model=kind
+        )
 
     def run(self, n: int, hidden: Tensor, arguments: Arguments) -> Tensor:
         """The output of a block for one text: hidden of shape (length, hidden)."""
@@ -233,9 +240,8 @@ def _same(a: Any, b: Any) -> bool:
 def _longest_list(model: nn.Module, source: Path) -> str:
     """The name of the list of modules with the most parameters: the blocks."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
-    outer: dict[str, nn.ModuleList] = {
-        name: m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)
-    }
+    within = {name for name in lists for other in lists if name.startswith(f"{other}.")}
+    outer: dict[str, nn.ModuleList] = {name: lists[name] for name in lists if name not in within}
     if not outer:
         raise UnsupportedError(
             f"calibration runs a model block by block, and {type(model).__name__} of {source} has no list of blocks. Convert "

@@ -25,6 +25,8 @@ from .blocks import Arguments, Blocks
 from .experts import OBSERVER
 from .spots import Spot
 
+#: Tokens of the pieces that a text is cut into, at most.
+LENGTH = 512
 #: The name of the stage of what is outside the blocks.
 OUTSIDE = "outside the blocks"
 #: What torch and transformers take when they are imported, and copies of a weight in FP32 while it is quantized.
@@ -86,7 +88,8 @@ def calibrate(
 ) -> Iterator[Stage]:
     """Quantize values of a checkpoint by the inputs of their layers, block by block; each sees the quantized ones before it.
 
-    source: the folder of a model of transformers, or a GGUF file. ids: token ids, (texts, length). targets: by names of values.
+    source: the folder of a model of transformers, or a GGUF file. ids: token ids, (texts, length), or (tokens,), which are cut.
+    targets: by names of values.
     method: see `breccia convert`. device: what the model runs on, in torch's spelling; matrices are inverted there, too.
     limit: bytes of memory, beside what the process holds already. finished: the stage of that name, if it was made before.
 
@@ -106,7 +109,7 @@ class _Run:
         self.checkpoint = checkpoint = bridges.load_checkpoint(source, framework="torch", source_dialect=source_dialect)
         self.blocks = Blocks(source, checkpoint, torch.device(device))
         self.model: Any = self.blocks.model
-        self.ids, self.targets, self.method, self.finished = torch.as_tensor(ids), targets, method, finished
+        self.ids, self.targets, self.method, self.finished = torch.as_tensor(self._cut(ids)), targets, method, finished
         self.shapes = {name: tuple(checkpoint.header(name).shape) for name in targets if name in checkpoint}
         self._check_ids()
         self.keys: dict[str, list[Key]] = {}
@@ -121,6 +124,20 @@ class _Run:
         self.room = self._room(limit)
         #: The values whose columns or rows are scaled, and the one that the scales are folded into.
         self.folded: dict[str, str] = {}
+
+    def _cut(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids as texts. Raises OptionError for texts that are longer than the model takes."""
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or ids.shape[-1]
+        if ids.ndim == 1:
+            length = min(LENGTH, most, len(ids))
+            return ids[: len(ids) // length * length].reshape(-1, length)
+        if ids.shape[1] > most:
+            raise OptionError(
+                f"calibration: the texts have {ids.shape[1]} tokens, and {type(self.model).__name__} takes {most}. Cut them.",
+                length=ids.shape[1],
+                most=most,
+            )
+        return ids
 
     def _check_ids(self) -> None:
         count = self.model.get_input_embeddings().num_embeddings
