@@ -232,6 +232,7 @@ def test_nan_in_the_inputs_of_a_layer_names_it_and_leaves_nothing(source: Path, 
         ),
         ({"calibrate": np.resize(IDS, (1, 65))}, r"the texts have 65 tokens, and LlamaForCausalLM takes 64. Cut them"),
         ({"method": "awq"}, r"method='awq' \(--method\) is for calibration: give calibrate= \(--calibrate\), or leave it out"),
+        ({"calibrate": IDS, "device": "tpux"}, r"device='tpux' \(--device\): torch has none here \(.*\). Use 'cpu'"),
         ({"device": "cuda"}, r"device='cuda' \(--device\) is for calibration"),
         (
             {"calibrate": IDS / 2},

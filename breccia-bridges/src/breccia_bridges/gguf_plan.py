@@ -113,7 +113,7 @@ class GGUFPlan(FilePlan):
         self.writer = GGUFWriter(path, self._out, self.tensors, self.slots, self.kept)
 
     def copied(self, job: Job) -> Iterator[np.ndarray]:
-        if job.name not in self._originals:
+        if job.name not in self._originals or job.is_folded:
             return super().copied(job)
         file, one = self._originals[job.name]
         return in_pieces(file.stored(one))

@@ -106,6 +106,7 @@ class _Run:
         self, source: Path, ids: np.ndarray, targets: Mapping[str, Target], method: Method, device: str, limit: int | None,
         source_dialect: str | None, finished: Callable[[str], Stage | None],
     ) -> None:  # fmt: skip
+        _check_device(device)
         self.checkpoint = checkpoint = bridges.load_checkpoint(source, framework="torch", source_dialect=source_dialect)
         self.blocks = Blocks(source, checkpoint, torch.device(device))
         self.model: Any = self.blocks.model
@@ -158,9 +159,8 @@ class _Run:
         if spot is None:
             return [], "the model has no place for it"
         module = self.model.get_submodule(spot.owner)
-        contracts_last = True
         if isinstance(module, nn.Linear) and spot.leaf == "weight":
-            keys = [Key(spot.owner, spot.leaf)]
+            keys, contracts_last = [Key(spot.owner, spot.leaf)], not spot.turned
         elif spot.leaf in expert_parameters(module):
             contracts_last = (experts_axis(module) == -1) != spot.turned
             experts = range(self.shapes[name][0]) if spot.expert is None else [spot.expert]
@@ -169,9 +169,7 @@ class _Run:
                 return [], f"the inputs of {type(module).__name__} cannot be observed"
         else:
             return [], f"{type(module).__name__} is not a linear layer whose inputs can be observed"
-        return (keys, "") if contracts_last and not (spot.turned and spot.expert is None and len(keys) == 1) else (
-            [], "its blocks do not run along the inputs of its layer"
-        )  # fmt: skip
+        return (keys, "") if contracts_last else ([], "its blocks do not run along the inputs of its layer")
 
     def _is_in(self, name: str, block: str) -> bool:
         spot = self.blocks.spots.get(name)
@@ -189,7 +187,8 @@ class _Run:
         rows, length = self.ids.shape
         hidden = rows * length * self.model.get_input_embeddings().embedding_dim * 4
         blocks = [sum(4 * p.numel() for p in block.parameters()) for block in self.blocks.blocks]
-        outer = max((4 * p.numel() for name, p in self.model.named_parameters() if not name.startswith(f"{self.blocks.path}.")))
+        inside = f"{self.blocks.path}."
+        outer = max((4 * p.numel() for n, p in self.model.named_parameters() if not n.startswith(inside)), default=0)
         widths = max(sum(getattr(m, "out_features", 0) for m in block.modules()) for block in self.blocks.blocks)
         fixed = _PROGRAM + hidden + max(outer, max(blocks)) + 8 * length * widths
         solving = {
@@ -291,10 +290,8 @@ class _Run:
         for fold in folds(self.blocks.blocks[n], self.blocks.names[n], runs[0]):
             names = [self._value_of(layer) for layer in fold.layers]
             source = self._value_of(fold.source)
-            module, layers = (
-                self.model.get_submodule(fold.source),
-                [self.model.get_submodule(layer) for layer in fold.layers],
-            )
+            module: Any = self.model.get_submodule(fold.source)
+            layers = [self.model.get_submodule(layer) for layer in fold.layers]
             if source is None or None in names or (isinstance(module, nn.Linear) and source not in self.targets):
                 continue
             known = [name for name in names if name is not None]
@@ -427,6 +424,15 @@ def _note(moments: list[Moments], damping: list[float | None]) -> str:
     if kept:
         said.append("codes are those of a cast" if len(counts) == 1 else f"codes of {kept} experts are those of a cast")
     return "; ".join(said)
+
+
+def _check_device(device: str) -> None:
+    """Raise OptionError for a device that torch does not have here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        reason = str(e).partition("\n")[0]
+        raise OptionError(f"device={device!r} (--device): torch has none here ({reason}). Use 'cpu'.", device=device) from e
 
 
 def _spelled(key: Key) -> str:
