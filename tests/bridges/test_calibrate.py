@@ -64,6 +64,7 @@ def test_gptq_halves_the_error_of_outputs_at_the_same_bytes(source: Path, tmp_pa
     assert not report.warnings
 
 
+@pytest.mark.long
 def test_importance_searches_scales_for_the_columns_that_count(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "search", f"{INT4},scale_rule=mse")
     report = convert(source, tmp_path / "out", INT4, calibrate=IDS, method="importance")
@@ -119,6 +120,7 @@ def test_experts_get_the_tokens_that_are_routed_to_them(tmp_path: Path) -> None:
         assert sum(tokens[name] for name in names) == 2 * IDS.size  # two experts for each token
 
 
+@pytest.mark.long
 def test_experts_without_tokens_are_cast_and_those_with_few_are_damped(tmp_path: Path) -> None:
     source = saved("qwen3_moe", tmp_path / "model")
     convert(source, tmp_path / "plain", INT4)
@@ -284,8 +286,7 @@ def test_the_command_reads_ids_and_reports_each_layer(source: Path, tmp_path: Pa
     arguments = ("convert", source, tmp_path / "out", "-r", INT4, "--calibrate", tmp_path / "ids.npy", "--method", "gptq")
     code, out, err = run(*arguments)
     assert code == 0 and "14 tensors by gptq, on 192 tokens" in out, err
-    code, out, err = run(*arguments, "--force", "--json", "--dry-run")
-    assert code == 0 and json.loads(out)["calibration"] == "gptq"
     code, out, _ = run(*arguments, "--force", "--json")
+    assert json.loads(out)["calibration"] == "gptq"
     found = {t["name"]: t["calibration"] for t in json.loads(out)["tensors"]}
     assert found["model.layers.0.mlp.up_proj.weight"]["method"] == "gptq" and found["model.norm.weight"] is None

@@ -26,7 +26,9 @@ def last_norm(made: Any) -> Any:
     return getattr(inner, "norm", getattr(inner, "ln_f", lambda x: x))
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind not in ("llama", "qwen3_moe") else []) for kind in MODELS]
+)
 @torch.no_grad()
 def test_blocks_compute_what_the_model_does(kind: str, tmp_path: Path) -> None:
     blocks, made = opened(saved(kind, tmp_path / "m")), model(kind)

@@ -29,7 +29,7 @@ def test_codes_decode_to_zero_plus_step_times_their_number(recipe: ScalingRecipe
     assert (np.abs(zero + terms - breccia.dequantize(st)) <= allowed).all()
 
 
-@pytest.mark.parametrize("recipe", WRITTEN, ids=recipe_id)
+@pytest.mark.parametrize("recipe", WRITTEN[::4], ids=recipe_id)
 def test_the_codes_of_a_tensor_make_the_same_tensor(recipe: ScalingRecipe) -> None:
     st = breccia.cast(X, recipe)
     assert breccia.bytes_equal(affine.with_codes(st, affine.codes_of(st)), st)
