@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from breccia import OptionError, Policy, RecipeError, ScaledTensor, ScalingRecipe, UnsupportedError
+from breccia import OptionError, Policy, RecipeError, ScaledTensor, ScalingRecipe, UnsupportedError, bridges
 from breccia.backend import Declared, registry
 from breccia.internal import check_choices, check_positive, choices_of, one_of, suggestion
 
@@ -171,11 +171,9 @@ class Calibration:
         """
         if "calibrate" not in registry().bridges:
             raise ImportError("calibration runs the model in torch: pip install 'breccia-torch[hf]'.", name="breccia_torch")
-        from breccia.bridges import calibrate
-
         targets = {job.name: _Target.of(job) for job in jobs if job.way == "cast" and job.recipe}
         limit = byte_count_of(max_memory, "max_memory")
-        return calibrate(
+        return bridges.calibrate(
             source, self.ids(source), targets, self.method, device=self.device, limit=limit, source_dialect=source_dialect,
             finished=results.finished,
         )  # fmt: skip
