@@ -57,7 +57,7 @@ From = Annotated[
 
 def convert(
     source: Annotated[
-        PathOrURL, typer.Argument(metavar="SOURCE", help="A .safetensors or .gguf file, a folder, or a URL.", parser=path_of)
+        PathOrURL, typer.Argument(metavar="SOURCE", help="A .safetensors or .gguf file, folder or URL.", parser=path_of)
     ],
     destination: Annotated[
         PathOrURL, typer.Argument(metavar="DESTINATION", help="Where to write, like SOURCE.", parser=path_of)
@@ -68,8 +68,8 @@ def convert(
             "--recipe",
             "-r",
             metavar="RECIPE",
-            help="One of `breccia recipes`, with fields: fp8_block,block_m=128; a preset: "
-            f"{', '.join(COMPLETE)}; a YAML policy; none (keep codes); bf16, fp16, fp32 (decode).",
+            help="One of `breccia recipes`; a preset: "
+            f"{', '.join(COMPLETE)}; a YAML policy; none (keep codes); or decode: bf16, fp16, fp32.",
             show_default=False,
             autocompletion=policy_names,
         ),
@@ -79,7 +79,7 @@ def convert(
         typer.Option(
             "--dialect",
             metavar="DIALECT",
-            help="Write as another library: compressed_tensors, gguf, mlx, ...",
+            help="Write as compressed_tensors, gguf, mlx, ... do.",
             show_default=False,
         ),
     ] = None,
@@ -107,14 +107,32 @@ def convert(
     verify: Annotated[Verify, typer.Option(metavar="HOW", help="full, bytes (no metrics) or none.")] = Verify.full,
     engine: Annotated[str, typer.Option(metavar="NAME", help="local, or ray: on a cluster.")] = "local",
     source_dialect: From = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            "--calibrate",
+            metavar="FILE",
+            help="Choose codes by layers' inputs on a text, or ids.npy.",
+            show_default=False,
+        ),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method", metavar="METHOD", help="Of --calibrate: gptq (default), importance or awq.", show_default=False
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="DEVICE", help="Of --calibrate: cpu (default), cuda, ...", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Quantize a checkpoint, or store a quantized one (GPTQ, AWQ, MLX, ...) in another way.
+    """Quantize a checkpoint, or store a quantized one (GPTQ, ...) in another way.
 
     \b
-    breccia convert model model-nvfp4 --recipe nvfp4
-    breccia convert model-awq model-breccia --recipe none
-    breccia convert model model-vllm --dialect compressed_tensors --recipe int4
+    breccia convert model model-int4 --recipe int4,group_size=64
+    breccia convert model-awq model-vllm --dialect compressed_tensors
     """
     if report is not None:
         if dry_run:
@@ -123,7 +141,7 @@ def convert(
             raise typer.BadParameter(f"--report shows measurements, and --verify {verify.value} measures nothing; use one.")
         _check_report(report, destination)
     started = perf_counter()
-    with _interruptible(destination, verify), progress("quantize and verify", source, 2) as advance:
+    with _interruptible(destination, verify), progress("quantize and verify", source, 2 + (calibrate is not None)) as advance:
         result = convert_checkpoint(
             source,
             destination,
@@ -143,6 +161,9 @@ def convert(
             max_memory=max_memory,
             verify=verify,
             engine=engine,
+            calibrate=calibrate,
+            method=method,
+            device=device,
         )
     seconds = perf_counter() - started
     if as_json:
@@ -322,6 +343,7 @@ def _print_conversion(result: Report, recipe: str, seconds: float, dry_run: bool
     rows = {
         "recipe": f"{result.recipe or f'{recipe}: nothing is quantized'}",
         **({"dialect": result.dialect} if result.dialect else {}),
+        **({"calibrated": _calibration(result)} if result.calibration else {}),
         "quantized": f"{len(result.quantized)} tensors, {result.bits_per_parameter:.3f} bits per parameter",
         "kept": f"{len(result.kept)} tensors, {size(kept_bytes)} in their original precision: {reasons or 'none'}",
         "size": f"{size(result.bytes_in)} -> {size(result.bytes_out)} ({result.bytes_out / max(1, result.bytes_in):.3f}x)",
@@ -370,6 +392,16 @@ def _print_conversion(result: Report, recipe: str, seconds: float, dry_run: bool
     Console(soft_wrap=True).print(table)
 
 
+def _calibration(result: Report) -> str:
+    """What calibration did: the method, the tokens that most layers got, and how many layers it left."""
+    chosen = result.calibrated
+    tokens = max((t.calibration["tokens"] for t in chosen if t.calibration), default=0)
+    left = len(result.quantized) - len(chosen)
+    return f"{len(chosen)} tensors by {result.calibration}, on {tokens} tokens" + (
+        f"; {left} are cast without it" if left else ""
+    )
+
+
 def _counted(reasons: Iterable[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in Counter(reasons).most_common())
 
@@ -380,8 +412,8 @@ _VERIFIED = {
     Verify.bytes: ("verified", ", bytes read back and compared; values were not measured"),
     Verify.none: ("written", ", not read back"),
 }
-#: The width of the names beside a conversion's figures, of which "by default" is the longest.
-_NAMES = len("by default")
+#: The width of the names beside a conversion's figures, of which none is longer.
+_NAMES = len("calibrated")
 
 #: Columns of a comparison; the tensor or file comes last, as it may be long.
 _FIGURES = (">SQNR dB", ">cosine", ">max error", ">clipped", ">underflow", ">bits/param")

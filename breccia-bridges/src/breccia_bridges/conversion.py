@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from breccia import OptionError, Policy, ScalingRecipe, UnsupportedError
+from breccia.internal import measuring
 
 from . import gguf_companions
 from .announcements import CONFIG, DTYPE_KEYS, TORCH_NAMES, read_object
 from .beside import described, left_behind
+from .calibrated import Calibrated
+from .calibration import Calibration
 from .checkpoint import all_opened, checkpoint_files, index_of, safetensors_name, weight_map
 from .companions import Companions, check_index, write_config, write_index
 from .compiled import warn_without_kernels
@@ -74,6 +77,7 @@ class Conversion:
         self.is_quantized = any(value.is_scaled for value in self.source.values.values())
         self.writer = writer and replace(writer, dtype=self.source.dtype)
         self.estimates = Estimates(self.writer)
+        self.calibration: Callable[[Advance], None] | None = None
 
     @property
     def default_recipe(self) -> ScalingRecipe | str:
@@ -211,6 +215,15 @@ class Conversion:
         files = [*(file.path for file in self.source.files), *(self.companions.deciding if self.companions else ())]
         return conversion_key(self.src, files, options)
 
+    def calibrate(self, calibration: Calibration, journal: Journal, limit: int, source_dialect: str | None) -> None:
+        """Let calibration choose the codes of values that are cast, when the conversion runs. limit: bytes of memory."""
+        results = Calibrated(self.staging.calibrated, journal)
+        for planned in self.written:
+            planned.jobs = {name: replace(job, calibrated=results) for name, job in planned.jobs.items()}
+        jobs = {name: job for planned in self.written for name, job in planned.jobs.items()}
+        stages = calibration.plan(self.src, jobs.values(), limit, source_dialect, results)
+        self.calibration = lambda advance: calibration.run(stages, results, jobs, advance)
+
     def planned(self) -> Report:
         """The report of a conversion that is not made."""
         for planned in self.plans:
@@ -230,6 +243,9 @@ class Conversion:
                     remove(path)
             if self.companions:
                 self.companions.copy(staging.new)
+            if self.calibration is not None:
+                with measuring.of_elements(slab):
+                    self.calibration(advance)
             self._write(slab, histograms, advance, journal, uploads)
             if self.folder:
                 self._describe(staging.new, uploads)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from breccia import OptionError, Policy, ScalingRecipe
 from breccia.internal import suggestion
 
+from .calibration import Calibration
 from .conversion import KEEP_CODES, Conversion
 from .destination import location
 from .dialect_writer import DialectWriter
 from .engines import engine_of
 from .journal import Journal
-from .remote_path import path_of
+from .remote_path import is_remote, path_of
 from .results import Advance, Report, Verify, no_progress
 from .staging import Staging
 from .text import byte_count_of
@@ -44,6 +46,9 @@ def convert(
     max_memory: int | str = "1GiB",
     verify: str = "full",
     engine: str = "local",
+    calibrate: Any = None,
+    method: str | None = None,
+    device: str | None = None,
 ) -> Report:
     """Quantize a checkpoint under `recipe`, or change how a quantized one is stored.
 
@@ -100,11 +105,23 @@ def convert(
         files interleaved. A task takes one CPU and `max_memory`. The cluster is the one that this program has joined, else the
         one that `ray.init` finds or starts. Raises WorkerError, a RuntimeError, where three workers in a row are lost at one
         tensor, or one does not see the files.
+    calibrate: choose codes and scales by the inputs that the layers of a model of transformers have on a text: its path, or
+        that of an .npy file of token ids, or an array of them, (tokens,) or (texts, length). The model runs block by block,
+        in FP32, and each block sees the quantized ones before it. A run that was interrupted goes on after its last finished
+        block. Recipes that can search for scales do, by "mse", unless they name another rule. `TensorReport.calibration` has
+        what was done for each value.
+    method: of calibration. "gptq", by default: error feedback; its fields are damping=0.01 and order=importance or given.
+        "importance": only the search for scales, each column weighed by the mean square of its input. "awq": scales of
+        columns, folded into the norm or the linear layer before, then as "importance"; its field is grid=20, the powers that
+        are tried.
+    device: what the model runs on under `calibrate`, in torch's spelling; the CPU by default.
 
     A file of a folder whose new header would be longer than readers accept becomes several, with an index.
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
     for values that do not follow their dialect, and where two dialects are possible; UnsupportedError for a dialect that
     breccia does not read, for a source that is no checkpoint, and for a destination that is, contains or is in the source;
+    under `calibrate` ImportError without breccia-torch and transformers, NonFiniteError naming the layer whose inputs have NaN,
+    OptionError for a URL as the source, and for another engine than "local";
     UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written, ConnectionError for
     what the filesystem of a URL says; ImportError without the packages that a URL needs.
 
@@ -118,6 +135,9 @@ def convert(
     """
     verified = _verified(verify, histograms)
     memory = byte_count_of(max_memory, "max_memory")
+    calibration = Calibration.of(calibrate, method, device)
+    if calibration is not None:
+        _check_calibrated_here(path_of(source), engine)
     runs = engine_of(engine, memory)
     writer = None if dialect is None else DialectWriter.of(dialect, activations)
     _check_given(recipe, writer, activations)
@@ -130,9 +150,11 @@ def convert(
     limit = None if max_shard_size is None else byte_count_of(max_shard_size, "max_shard_size")
     work = Conversion(src, staging, force, source_dialect, writer, limit, runs)
     dense, policy = chosen or _chosen(work.default_recipe, include, exclude, writer)
+    if calibration is not None:
+        policy = calibration.searched(_calibrated(policy, dense, exact))
     report = Report(
         str(src), str(dst), policy.recipes[0] if policy and policy.recipes else None, is_conversion=True,
-        dense=dense or "", dialect=dialect or "", verify=verified,
+        dense=dense or "", dialect=dialect or "", verify=verified, calibration=calibration.method.spec if calibration else "",
     )  # fmt: skip
     work.plan(report, policy, dense, memory if exact else None)
     slab = work.estimates.slab(work.jobs, memory)
@@ -140,8 +162,11 @@ def convert(
         "recipe": (dense or KEEP_CODES) if policy is None else _spelled(policy),
         "dialect": dialect, "activations": activations, "source_dialect": source_dialect, "exact": exact,
         "histograms": histograms, "max_shard_size": limit, "verify": verified.value,
+        **({"calibration": calibration.key} if calibration else {}),
     }  # fmt: skip
     journal = Journal(staging, work.key(options))
+    if calibration is not None:
+        work.calibrate(calibration, journal, memory, source_dialect)
     if not restart:
         journal.check()
     if dry_run:
@@ -161,6 +186,31 @@ def _verified(verify: str, histograms: bool) -> Verify:
             f"histograms=True counts decoded values, and verify={str(verify)!r} decodes none. Use verify='full'.", verify=verify
         )
     return Verify(verify)
+
+
+def _check_calibrated_here(source: Path, engine: str) -> None:
+    """Raise OptionError where the model is not run: at a URL, and on other machines."""
+    if is_remote(source):
+        raise OptionError(
+            f"calibrate= (--calibrate) runs a model that transformers opens from disk; {source} is a URL. Download it first.",
+            source=str(source),
+        )
+    if engine != "local":
+        raise OptionError(
+            f"calibrate= (--calibrate) runs the model in this process, and engine={engine!r} (--engine {engine}) runs in "
+            "others. Use engine='local'.",
+            engine=engine,
+        )
+
+
+def _calibrated(policy: Policy | None, dense: str | None, exact: bool) -> Policy:
+    """The policy of a conversion that calibrates. Raises OptionError where nothing is cast, or nothing may change."""
+    if policy is None:
+        what = f"decodes values to {dense}" if dense else "keeps all codes"
+        raise OptionError(f"calibrate= (--calibrate) chooses codes, and this conversion {what}: give a recipe (--recipe).")
+    if exact:
+        raise OptionError("exact=True (--exact) changes no value, and calibrate= (--calibrate) chooses others: use one.")
+    return policy
 
 
 def _check_given(recipe: Any, writer: DialectWriter | None, activations: str | None) -> None:

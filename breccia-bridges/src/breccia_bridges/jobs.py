@@ -17,13 +17,13 @@ from breccia import (
     ScaledTensor,
     ScalingRecipe,
     UnsupportedError,
-    from_buffer,
     requantize,
 )
-from breccia.backend import BF16, F16, F32, TENSOR, Parameter, choose, components, part_shapes
+from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, Parameter, choose, components
 from breccia.internal import PRESETS, abbreviated, decided, keeps_parts, keeps_values, kind_in_file
 
 from .beside import factors
+from .calibrated import Calibrated
 from .dialect_writer import DialectWriter, Placed
 from .fused import fused
 from .gguf_types import NAMED, type_bytes
@@ -31,7 +31,7 @@ from .measure import Histogram
 from .results import TensorReport
 from .safetensors import Described, described_as, plan
 from .safetensors_file import Shape, byte_count, read
-from .slab_casts import SlabCasts, extremes
+from .slab_casts import SlabCasts, assembled, extremes
 from .source import Source, Value
 
 #: How the reason for keeping a tensor of a kind that keeps its precision starts; the kind follows.
@@ -59,6 +59,7 @@ class Job:
     reason: why it is not quantized; empty for one that is. described: its declaration in the new file.
     placed: how another library's dialect stores it. among: the values whose elements count for its scale of the whole tensor.
     exactness: what its own codes and scales let the recipe keep, where the formats leave a choice and it was asked.
+    calibrated: the values that calibration chooses, if it was asked.
     """
 
     value: Value
@@ -69,6 +70,7 @@ class Job:
     placed: Placed | None = None
     among: Together | None = field(default=None, repr=False)
     exactness: Exactness | None = field(default=None, repr=False)
+    calibrated: Calibrated | None = field(default=None, repr=False)
 
     @classmethod
     def copying(cls, value: Value, reason: str) -> Job:
@@ -113,7 +115,7 @@ class Job:
         return TensorReport(
             *before, stored_as, self.reason, value.nbytes, self.nbytes, fidelity, counts, self.recipe, self.way == "keep",
             self.way == "decode" and value.is_scaled, self.way == "cast" and value.is_scaled,
-            self.exactness or self._by_formats(),
+            self.exactness or self._by_formats(), self.calibrated and self.calibrated.records.get(self.name),
         )  # fmt: skip
 
     def _by_formats(self) -> Exactness | None:
@@ -122,6 +124,24 @@ class Job:
         if value.recipe is None or self.recipe is None:
             return None
         return decided(value.recipe, value.layout.plain, value.axis, self.recipe)
+
+    @property
+    def chosen(self) -> ScaledTensor | np.ndarray | None:
+        """What calibration has made of it; None for nothing."""
+        return self.calibrated.get(self.name) if self.calibrated else None
+
+    @property
+    def is_folded(self) -> bool:
+        """Has calibration moved scales of its columns into the layer before, or such scales of another into its rows?"""
+        return self.calibrated is not None and "folded_into" in self.calibrated.records.get(self.name, {})
+
+    def plain(self) -> np.ndarray:
+        """The stored array of a value that is copied: as it is in the source, or as calibration has changed it."""
+        chosen = self.chosen
+        if not isinstance(chosen, np.ndarray):
+            return self.value.plain()
+        codec = CASTABLE[self.value.stored_as]
+        return NUMPY.store(codec.encode(NUMPY, chosen), NUMPY.storage(codec))
 
     def check_unchanged(self) -> None:
         """Raise CorruptFileError if a file that it reads was replaced or modified since it was opened."""
@@ -132,12 +152,14 @@ class Job:
 
     def pieces(self) -> Iterator[dict[str, np.ndarray]]:
         """The components of a value that is cast, in consecutive pieces."""
+        if isinstance(chosen := self.chosen, ScaledTensor):
+            return iter([components(chosen)])
         return self.casts().cast()
 
     def casts(self, unit: int = 1) -> SlabCasts:
         """The casts of its slabs, of a multiple of `unit` rows."""
         assert self.recipe is not None
-        return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes, unit)
+        return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes, None, unit)
 
     def tensor(self) -> ScaledTensor:
         """The value under its recipe, in memory."""
@@ -146,16 +168,7 @@ class Job:
         if self.way == "keep":
             st = self.value.loaded()
             return st if st.recipe == recipe else requantize(st, recipe, require_exact=True)
-        collected: dict[str, list[np.ndarray]] = {}
-        for pieces in self.pieces():
-            for part, piece in pieces.items():
-                collected.setdefault(part, []).append(piece.reshape(-1))
-        shape, layout = self.value.shape, recipe.layout.fitted(self.value.shape)
-        shapes = part_shapes(recipe.format, layout, shape, -1)
-        parts = {part: np.concatenate(arrays).reshape(shapes[part]) for part, arrays in collected.items()}
-        return from_buffer(
-            parts["data"], parts["scale"], recipe, layout, parts.get("zero_point"), parts.get("global_scale"), shape=shape
-        )
+        return assembled(self.pieces(), recipe, self.value.shape)
 
 
 def _not_castable(dtype: str, shape: Shape) -> str:

@@ -48,6 +48,7 @@ class Journal:
         #: The size and version of files that are uploaded, and of those of them that are in their place.
         self.uploaded: dict[str, list[int]] = {}
         self.placed: dict[str, list[int]] = {}
+        self.calibrated: dict[str, dict[str, Any]] = {}
         self._file: Any = None
         self._synced = 0.0
 
@@ -77,9 +78,10 @@ class Journal:
         if not lines:
             self._add(self.key)
         else:
+            blocks = f"{len(self.calibrated)} blocks are calibrated, " if self.calibrated else ""
             warnings.warn(
-                f"goes on with what an interrupted run has left in {self.staging.folder}: {len(self.written)} tensors are "
-                f"written, {len(self.verified)} of them verified.",
+                f"goes on with what an interrupted run has left in {self.staging.folder}: {blocks}{len(self.written)} tensors "
+                f"are written, {len(self.verified)} of them verified.",
                 stacklevel=5,
             )
         return self
@@ -89,7 +91,7 @@ class Journal:
         try:
             self._file.close()
         finally:
-            if is_refused or not self.written:
+            if is_refused or not (self.written or self.calibrated):
                 remove(self.staging.journal)
 
     def write(self, name: str, digests: Mapping[str, str]) -> None:
@@ -121,6 +123,10 @@ class Journal:
         """Note that an uploaded file is in its place."""
         self._note({"placed": name, "state": state})
 
+    def calibrate(self, stage: str, file: str, digest: str, records: Mapping[str, Any]) -> None:
+        """Note that the values of a block are chosen. file, digest: where they are, and SHA-256 of its bytes."""
+        self._note({"calibrated": stage, "file": file, "digest": digest, "records": records})
+
     def _note(self, line: dict[str, Any]) -> None:
         self._add(line)
         self._take(line)
@@ -141,6 +147,8 @@ class Journal:
             self.uploaded[line["uploaded"]] = line["state"]
         elif "placed" in line:
             self.placed[line["placed"]] = line["state"]
+        elif "calibrated" in line:
+            self.calibrated[line["calibrated"]] = dict(line)
         elif "verified" in line:
             metrics, counts = line["fidelity"], line["histogram"]
             self.verified[line["verified"]] = metrics and ErrorMetrics(**metrics), counts and _histogram(counts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -47,6 +47,8 @@ class TensorReport:
     codes_kept, decoded, requantized: what became of one that was quantized before: its codes and scales hold the same values
         now; it is plain; or it is quantized again, from its decoded values.
     exactness: what `recipe` keeps of one that was quantized before.
+    calibration: how its codes were chosen: method, tokens, damping, output_sqnr (of its layer's outputs on the text, in dB),
+        and a note; None without calibration.
     """
 
     name: str
@@ -63,6 +65,7 @@ class TensorReport:
     decoded: bool = False
     requantized: bool = False
     exactness: Exactness | None = None
+    calibration: Mapping[str, Any] | None = None
 
     @property
     def quantized(self) -> bool:
@@ -96,6 +99,7 @@ class TensorReport:
             "requantized": self.requantized,
             "exactness": self.exactness and self.exactness.kind,
             "reason": self.reason or None,
+            "calibration": self.calibration and dict(self.calibration),
             "parameters": self.parameters,
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
@@ -117,6 +121,7 @@ class Report:
     is_conversion: whether it is of `convert`. dense: the dtype that a conversion decodes quantized values to, if to one.
     dialect: the name of the dialect that it writes; empty for breccia's own files.
     verify: what a conversion verified; there are no error metrics unless it is full.
+    calibration: the method by which a conversion chose codes, and the tokens that it read; empty without calibration.
     """
 
     source: str
@@ -134,6 +139,7 @@ class Report:
     dense: str = ""
     dialect: str = ""
     verify: Verify = Verify.full
+    calibration: str = ""
 
     def __repr__(self) -> str:
         under = f" under {', '.join(self.recipes)}" if self.quantized else ""
@@ -162,6 +168,11 @@ class Report:
     def requantized(self) -> list[TensorReport]:
         """Tensors that were quantized before, and again from their decoded values."""
         return [t for t in self.tensors if t.requantized]
+
+    @property
+    def calibrated(self) -> list[TensorReport]:
+        """Tensors whose codes were chosen by calibration."""
+        return [t for t in self.tensors if t.quantized and t.calibration and t.calibration["method"]]
 
     @property
     def codes_kept(self) -> list[TensorReport]:
@@ -315,6 +326,11 @@ class Report:
         if rounded:
             dtypes = " or ".join(sorted({t.stored_as for t in rounded}))
             warnings.append(f"not quantized, and rounded to {dtypes} when decoded: {abbreviated(t.name for t in rounded)}.")
+        by_note: dict[str, list[str]] = {}
+        for t in self.tensors:
+            if t.calibration and t.calibration["note"]:
+                by_note.setdefault(t.calibration["note"], []).append(t.name)
+        warnings.extend(f"calibration: {abbreviated(names)}: {note}." for note, names in by_note.items())
         bad = [t.name for t in self.quantized if t.measured.bad]
         worse = [t.name for t in self.quantized if t.measured.bad_after and not t.measured.bad]
         if bad:
@@ -335,6 +351,7 @@ class Report:
             "recipes": self.recipes,
             "dialect": self.dialect or None,
             "verify": self.verify.value if self.is_conversion else None,
+            "calibration": self.calibration or None,
             "parameters": self.parameters,
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,

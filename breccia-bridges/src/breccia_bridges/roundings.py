@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from breccia import Codec, ScaledTensor
-from breccia.backend import NUMPY, components, pack, unpack
-from breccia.internal import measuring, with_parts
+from breccia.backend import NUMPY
+from breccia.internal import affine, measuring
 
 from .measure import FileTensor, Numbers, slabs
 
@@ -44,21 +44,13 @@ class _Steps(FileTensor):
         assert self._scaled is not None
         piece = self._piece(self._scaled, slab)
         codec = piece.recipe.format.element
-        codes = unpack(NUMPY, piece.data, codec, piece.shape[-1])
-        values = codec.decode(NUMPY, codes).reshape(of.shape)
-        zero, one = (self._of_number(piece, codes.shape, codec, number) for number in (0.0, 1.0))
+        values = codec.decode(NUMPY, affine.codes_of(piece)).reshape(of.shape)
+        zero, step = (part.reshape(of.shape) for part in affine.affine(piece))
         with np.errstate(all="ignore"):
-            step = (one - zero).astype(np.float32)
             usable = np.isfinite(step) & (step != 0) & np.isfinite(of)
             shifted = (of - zero).astype(np.float32)
             for quotient in (shifted * (np.float32(1) / step), shifted / step):
                 yield values[usable], quotient[usable]
-
-    def _of_number(self, piece: ScaledTensor, shape: tuple[int, ...], codec: Codec, number: float) -> np.ndarray:
-        """The tensor decoded with the code of one number everywhere."""
-        code = next(code for code in range(1 << codec.bits) if codec.value(code) == number)
-        data = pack(NUMPY, np.full(shape, code, np.int32), codec)
-        return self._decoded(with_parts(piece, components(piece) | {"data": data}))
 
 
 def rounding_of(st: ScaledTensor, original: Numbers) -> str | None:

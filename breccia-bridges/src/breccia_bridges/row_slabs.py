@@ -28,9 +28,14 @@ class RowSlabs:
 
     @classmethod
     def of(cls, job: Job, slabs: Sequence[Slab], dialect: DialectWriter) -> RowSlabs | None:
-        """None for a value that is not cast, is one slab, or whose dialect does not store rows apart: it is taken whole."""
+        """None for a value that is not cast, is one slab, or whose dialect does not store rows apart: it is taken whole.
+
+        So is one whose codes calibration has chosen, which takes more memory than that.
+        """
         placed = job.placed
         if placed is None or job.way != "cast" or not dialect.dialect.by_rows or len(job.value.shape) != 2 or len(slabs) < 2:
+            return None
+        if job.chosen is not None:
             return None
         counts = [rows.stop - rows.start for _, rows in slabs]
         by_count = {rows: dialect.of_rows(placed, rows) for rows in dict.fromkeys(counts)}

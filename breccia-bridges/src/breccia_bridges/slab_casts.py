@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
 import numpy as np
 
-from breccia import ScaledTensor, ScalingRecipe, cast
-from breccia.backend import TENSOR, components, threads
+from breccia import ScaledTensor, ScalingRecipe, cast, from_buffer
+from breccia.backend import TENSOR, components, part_shapes, threads
 from breccia.internal import measuring
 
 from . import compiled
 from .measure import FileTensor, slabs
+from .safetensors_file import Shape
 
 _T = TypeVar("_T")
 
@@ -29,10 +30,19 @@ class SlabCasts:
     every rule sees the statistics of the whole tensor, and nothing else of the algorithm is needed here.
 
     among: the `extremes` of more than this tensor, where several share one tensor-level scale.
+    importance: of each column, as `breccia.cast` takes it; None for none.
     """
 
-    def __init__(self, stored: FileTensor, recipe: ScalingRecipe, among: np.ndarray | None = None, unit: int = 1) -> None:
+    def __init__(
+        self,
+        stored: FileTensor,
+        recipe: ScalingRecipe,
+        among: np.ndarray | None = None,
+        importance: np.ndarray | None = None,
+        unit: int = 1,
+    ) -> None:
         self.stored, self.recipe, self.among = stored, recipe, among
+        self.importance = importance
         block = recipe.layout.block()
         self.has_tensor_scale = recipe.format.levels[0].block == TENSOR
         self.rows = 1 if block == TENSOR else block[0] or stored.shape[-2]
@@ -53,7 +63,7 @@ class SlabCasts:
 
     def _cast(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> ScaledTensor:
         """A slab, below rows of the numbers of `above` while it is cast."""
-        st = cast(self._numbers(slab, above, rooms), self.recipe)
+        st = cast(self._numbers(slab, above, rooms), self.recipe, importance=self.importance)
         return st[:, above.size :] if above.size else st
 
     def _numbers(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> np.ndarray:
@@ -103,6 +113,20 @@ def in_order(work: Callable[[measuring.Slab, measuring.Rooms], _T], every: Seque
         finally:
             for future in begun:
                 future.cancel()
+
+
+def assembled(pieces: Iterable[Mapping[str, np.ndarray]], recipe: ScalingRecipe, shape: Shape) -> ScaledTensor:
+    """The tensor of that shape whose components come in consecutive pieces."""
+    collected: dict[str, list[np.ndarray]] = {}
+    for piece in pieces:
+        for part, array in piece.items():
+            collected.setdefault(part, []).append(array.reshape(-1))
+    layout = recipe.layout.fitted(shape)
+    shapes = part_shapes(recipe.format, layout, shape, -1)
+    parts = {part: np.concatenate(arrays).reshape(shapes[part]) for part, arrays in collected.items()}
+    return from_buffer(
+        parts["data"], parts["scale"], recipe, layout, parts.get("zero_point"), parts.get("global_scale"), shape=shape
+    )
 
 
 def extremes(tensors: Sequence[FileTensor]) -> np.ndarray:

@@ -20,7 +20,7 @@ from .exchange import exchange, lock
 #: The longest file name, in bytes, of the usual filesystems.
 _LONGEST = 255
 #: What a staging folder has in it.
-_NAMES = ("lock", "journal", "new", "old")
+_NAMES = ("lock", "journal", "new", "old", "calibrated")
 
 
 def staging_folder(destination: Path) -> Path:
@@ -56,6 +56,8 @@ class Staging:
         self.destination, self.folder, self.target = destination, staging_folder(destination), target or destination
         self.journal, self._keeps_journal = self.folder / "journal", keeps_journal
         self.new, self._old = self.folder / "new" / destination.name, self.folder / "old" / destination.name
+        #: For files that the conversion makes before those that it writes.
+        self.calibrated = self.folder / "calibrated"
         self._lock, self._committed = -1, False
 
     @property
@@ -158,6 +160,7 @@ class Staging:
             if not self.kept:
                 remove(self.journal)
                 remove(self.new.parent)
+                remove(self.calibrated)
             anything_left = any(os.path.lexists(path) for path in (self.new, self._old))
             if set(os.listdir(self.folder)) == {"lock"}:
                 (self.folder / "lock").unlink()
@@ -174,7 +177,7 @@ class Staging:
 
     def _recover(self) -> None:
         """Remove what a killed process left, after putting back a destination that it had moved away."""
-        kept = {"journal", "new"} if self.kept else set[str]()
+        kept = {"journal", "new", "calibrated"} if self.kept else set[str]()
         names = sorted(set(os.listdir(self.folder)) - {"lock"} - kept)
         if self.moved:
             self._old.rename(self.destination)

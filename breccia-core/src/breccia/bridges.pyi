@@ -35,6 +35,9 @@ def convert(
     max_memory: int | str = "1GiB",
     verify: str = "full",
     engine: str = "local",
+    calibrate: Any = None,
+    method: str | None = None,
+    device: str | None = None,
 ) -> Any: ...
 def diff(
     a: str | os.PathLike[str],

@@ -23,6 +23,7 @@ from .fp32 import NORMAL as NORMAL
 from .fp32 import f32_bits as f32_bits
 from .json_text import parsed_json as parsed_json
 from .json_text import unique_keys as unique_keys
+from .kernels import affine as affine
 from .kernels import measuring as measuring
 from .kernels import numpy as numpy
 from .kernels import storages as storages
@@ -50,6 +51,7 @@ from .policies import check_patterns as check_patterns
 from .policies import kept_kind as kept_kind
 from .policies import matches as matches
 from .recipe_fields import check_choices as check_choices
+from .recipe_fields import choices_of as choices_of
 from .recipe_fields import one_of as one_of
 from .siblings import ML_DTYPES as ML_DTYPES
 from .siblings import install as install

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from breccia import Framework, Kernel, hookimpl
+from breccia import Bridge, Framework, Kernel, hookimpl
 
 api = 1
 #: What kernels that decode know of formats besides one scale for a block.
@@ -42,3 +42,9 @@ def breccia_kernels() -> Iterable[Kernel]:
         yield Kernel(op, "torch", target, name, device="cpu", accepts=accepts, plan=plan, knows=knows)
     target = "breccia_torch.cpu:grouped_matmul"
     yield Kernel("grouped_matmul", "torch", target, "torch.cpu.grouped_matmul", device="cpu", plan=plan, knows=KNOWS)
+
+
+@hookimpl
+def breccia_bridges() -> Iterable[Bridge]:
+    needs = ("torch", "transformers")
+    return [Bridge("calibrate", "breccia_torch.hf.calibrating:calibrate", needs, "'breccia-torch[hf]'")]

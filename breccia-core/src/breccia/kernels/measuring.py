@@ -28,9 +28,9 @@ from ..operations import OPERATIONS
 from ..options import FLOAT32, ProductOptions
 from ..targets import load
 from ..tensors.components import components, part_grids, with_parts, words
-from ..tensors.grids import packing, whole_unit
+from ..tensors.grids import whole_unit
 from ..tensors.tensor import ScaledTensor, scaled
-from .reference import pack
+from .affine import data_of_one_code, with_data
 from .threads import at_most, get_num_threads, spread
 
 #: Elements processed at a time. It bounds memory; sums are added slab by slab.
@@ -81,7 +81,7 @@ class Rooms:
         wanted = st.recipe.format.element, code, st.data.shape, st.axis
         known, data = self._codes.get(name, (None, None))
         if known != wanted or data is None:
-            data = _of_one_code(st, code)
+            data = data_of_one_code(st, code)
             self._codes[name] = wanted, data
         return data
 
@@ -157,10 +157,10 @@ class Source:
 
     def _ends_of(self, piece: ScaledTensor, codec: Codec, rooms: Rooms) -> Ends:
         (lowest, below), (highest, above) = _ends(codec)
-        high = self._decoded(_with_data(piece, rooms.codes("high", piece, highest)), rooms, "high")
+        high = self._decoded(with_data(piece, rooms.codes("high", piece, highest)), rooms, "high")
         if piece.recipe.format.offset == "none" and codec.value(lowest) == -codec.value(highest):
             return Ends(np.negative(high, out=rooms.array("low", high.shape)), high, below, above)  # decoding is symmetric
-        low = self._decoded(_with_data(piece, rooms.codes("low", piece, lowest)), rooms, "low")
+        low = self._decoded(with_data(piece, rooms.codes("low", piece, lowest)), rooms, "low")
         return Ends(low, high, below, above)
 
     def _plain(self, part: np.ndarray) -> np.ndarray:
@@ -328,20 +328,3 @@ def _ends(codec: Codec) -> tuple[tuple[int, np.float32], tuple[int, np.float32]]
     steps = distinct[1] - distinct[0], distinct[-1] - distinct[-2]
     below, above = (np.float32(step / 2 / (distinct[-1] - distinct[0])) for step in steps)
     return (values[0][1], below), (values[-1][1], above)
-
-
-def _of_one_code(st: ScaledTensor, code: int) -> np.ndarray:
-    """The data of the tensor with every code replaced by `code`."""
-    codec = st.recipe.format.element
-    group = pack(NUMPY, np.full((1, packing(codec)[0]), code, np.int32), codec).reshape(-1).astype(np.uint8)
-    length = st.data.shape[st.axis]
-    line = np.tile(group, -(-length // group.size))[:length]
-    data = np.empty(st.data.shape, np.uint8)
-    data[...] = line if st.axis == -1 else line[:, None]
-    return data
-
-
-def _with_data(st: ScaledTensor, data: np.ndarray) -> ScaledTensor:
-    """A tensor of other codes, under the same scales."""
-    parts = (data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
-    return ScaledTensor.from_parts(*parts, padding=st.padding)

@@ -15,6 +15,9 @@ from ..storing import IMPLEMENTATION
 
 #: What transformers calls this implementation.
 NAME = IMPLEMENTATION
+#: The attribute of a module of experts with f(parameter, rows, offsets), which reads their inputs: rows sorted by expert, and
+#: the end of each expert's rows.
+OBSERVER = "breccia_observer"
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -24,9 +27,13 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         belongs to no expert here (expert parallelism) and adds nothing.
     """
 
+    observe = getattr(self, OBSERVER, None)
+
     def experts(rows: Tensor, offsets: Tensor, which: Tensor) -> Tensor:
         def product(x: Tensor, name: str) -> Tensor:
             weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None)
+            if observe is not None:
+                observe(name, x, offsets)
             if isinstance(weight, ScaledExperts):
                 y = weight.grouped_matmul(x, offsets, self.is_transposed)
             else:

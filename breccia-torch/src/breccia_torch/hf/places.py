@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -76,6 +77,11 @@ def places_of(model: Any, names: Iterable[str]) -> list[Place]:
     renamed = [(name, *rename_source_key(name, renamings, converters, prefix, state)) for name in names]
     found = [Place(name, target, state[target], p, operations[p]) for name, target, p in renamed if target in state]
     return sorted(found, key=lambda place: order[place.pattern])
+
+
+def natural(name: str) -> list[Any]:
+    """Sorts names by the numbers in them."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _described(operations: list[ConversionOps]) -> list[tuple[Any, ...]]:

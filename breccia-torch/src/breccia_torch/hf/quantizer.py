@@ -33,7 +33,7 @@ from ..storing import AUTO, arrange, arrange_experts
 from ..values import Values, check_all_quantized, stacked
 from . import gguf
 from .marking import fields_of, watch
-from .places import Place, places_of
+from .places import Place, natural, places_of
 from .reading import IGNORED, Reader
 from .tying import Ties, decode_tables, is_within
 from .tying import watch as watch_ties
@@ -215,7 +215,7 @@ class BrecciaHfQuantizer(HfQuantizer):
             single[place.target] = place.name
             if place.turns(checkpoint.header(place.name).shape):
                 turned.add(place.name)
-        stacks = {target: [sorted(column, key=_natural) for column in of.values()] for target, of in columns.items()}
+        stacks = {target: [sorted(column, key=natural) for column in of.values()] for target, of in columns.items()}
         flipped = {name for target, name in single.items() if is_conv1d(model.get_submodule(target.rpartition(".")[0]))}
         self._reader = reader = Reader(model, checkpoint, Values(checkpoint, stacks, flipped, turned))
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), IGNORED}
@@ -270,7 +270,7 @@ class BrecciaHfQuantizer(HfQuantizer):
         owner, _, leaf = target.rpartition(".")
         module = model.get_submodule(owner)
         parameter = getattr(module, leaf)
-        tensor = stacked([[column[name] for name in sorted(column, key=_natural)] for column in columns.values()], target)
+        tensor = stacked([[column[name] for name in sorted(column, key=natural)] for column in columns.values()], target)
         weight = ScaledExperts(tensor, parameter.dtype)
         if weight.shape != tuple(parameter.shape):
             raise UnsupportedError(
@@ -467,8 +467,3 @@ def _plain(model: nn.Module, name: str, weight: ScaledWeight) -> ScaledTensor:
     """The tensor of a weight in plain storage, with its numbers where accelerate has offloaded them."""
     tensor = weight.tensor
     return Metadata.of(tensor).assembled(**components_of(model, name, weight)).to_plain()
-
-
-def _natural(name: str) -> list[Any]:
-    """Sorts names by the numbers in them."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,250 @@
+"""`convert(..., calibrate=)`: its arguments, the values that it quantizes, and what chooses their codes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from breccia import OptionError, Policy, RecipeError, ScaledTensor, ScalingRecipe, UnsupportedError, bridges
+from breccia.backend import Declared, registry
+from breccia.internal import check_choices, check_positive, choices_of, one_of, suggestion
+
+from .calibrated import Calibrated, Stage
+from .jobs import Job
+from .measure import FileTensor
+from .results import Advance
+from .slab_casts import SlabCasts, assembled, extremes
+
+#: The rule by which scales are searched for the least squared error, where a recipe has it.
+SEARCH = "mse"
+
+
+@dataclass(frozen=True)
+class Importance(Declared):
+    """Scales that are searched for the least squared error, each column weighed by the mean square of its input."""
+
+    kind: ClassVar[str] = "method"
+    name: ClassVar[str] = "importance"
+
+
+@dataclass(frozen=True)
+class GPTQ(Declared):
+    """Codes with error feedback (Frantar et al., arXiv:2210.17323), under scales that are searched as in `Importance`.
+
+    damping: what is added to the diagonal of the second moment, as a share of its mean. order: "importance", columns of large
+    inputs first; or "given", as they lie.
+    """
+
+    kind: ClassVar[str] = "method"
+    name: ClassVar[str] = "gptq"
+    damping: float = 0.01
+    order: str = field(default="importance", metadata=one_of(("importance", "given")))
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if isinstance(self.damping, bool) or not isinstance(self.damping, int | float) or not 0 < self.damping <= 1:
+            raise RecipeError(f"damping must lie in 0 .. 1, got {self.damping!r}", damping=self.damping)
+
+
+@dataclass(frozen=True)
+class AWQ(Declared):
+    """Scales of columns, folded into the norm or the linear layer before (Lin et al., arXiv:2306.00978), then `Importance`.
+
+    grid: the powers of the mean magnitudes of inputs that are tried.
+    """
+
+    kind: ClassVar[str] = "method"
+    name: ClassVar[str] = "awq"
+    grid: int = 20
+
+    def __post_init__(self) -> None:
+        check_positive("AWQ", "grid", self.grid)
+
+
+METHODS: dict[str, type[Declared]] = {method.name: method for method in (Importance, GPTQ, AWQ)}
+
+
+def method_of(spec: Any) -> Any:
+    """The method of a spec: "gptq", or with fields "gptq,damping=0.05,order=given". Raises OptionError for another."""
+    name, *settings = (part.strip() for part in str(spec).split(","))
+    if name not in METHODS:
+        raise OptionError(
+            f"method (--method) is one of {', '.join(METHODS)}; got {spec!r}{suggestion(name, list(METHODS))}", method=spec
+        )
+    parts = [setting.partition("=") for setting in settings]
+    try:
+        return METHODS[name].with_fields({key: _number(value) for key, _, value in parts})
+    except RecipeError as e:
+        raise OptionError(f"method={spec!r} (--method): {e}", method=spec) from e
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A text, and how it chooses codes. text: of a file that is tokenized with the model's tokenizer; or token ids."""
+
+    text: str | np.ndarray
+    method: Any
+    device: str
+
+    @classmethod
+    def of(cls, given: Any, method: str | None, device: str | None) -> Calibration | None:
+        """What users give: the path of a text or of an .npy file of token ids, or an array of them; None for nothing.
+
+        Raises OptionError for another method, for arrays that are no token ids, and for a method or device without a text;
+        OSError for a file that cannot be read.
+        """
+        if given is None:
+            for name, value in {"method": method, "device": device}.items():
+                if value is not None:
+                    raise OptionError(
+                        f"{name}={value!r} (--{name}) is for calibration: give calibrate= (--calibrate), or leave it out.",
+                        **{name: value},
+                    )
+            return None
+        text: Any = given
+        if isinstance(given, str | os.PathLike):
+            path = Path(given)
+            text = _loaded(path) if path.suffix == ".npy" else path.read_text(encoding="utf-8")
+        return cls(
+            text if isinstance(text, str) else _checked(np.asarray(text)), method_of(method or GPTQ.name), device or "cpu"
+        )
+
+    @property
+    def key(self) -> str:
+        """What decides about the codes, for the journal."""
+        text = self.text.encode() if isinstance(self.text, str) else self.text.tobytes() + str(self.text.shape).encode()
+        return f"{self.method.spec} on {hashlib.sha256(text).hexdigest()[:16]}, {self.device}"
+
+    def searched(self, policy: Policy) -> Policy:
+        """The policy whose recipes search scales where they have a choice of rules, and none was made.
+
+        Raises OptionError where the method only weighs the search, and a recipe has none.
+        """
+
+        def rule(one: Any) -> Any:
+            return one and one._replace(recipe=self._searching(one.recipe))
+
+        return replace(policy, default=rule(policy.default), rules=tuple((key, rule(one)) for key, one in policy.rules))
+
+    def _searching(self, recipe: ScalingRecipe) -> ScalingRecipe:
+        if SEARCH in choices_of(type(recipe), "scale_rule")[0]:
+            if is_searched(recipe):
+                return recipe
+            if "scale_rule" not in recipe.changed:
+                with suppress(RecipeError):  # some fields exclude the search
+                    return replace(recipe, scale_rule=SEARCH)  # type: ignore[type-var]
+        if self.method.name == Importance.name:
+            raise OptionError(
+                f"method='importance' (--method) weighs the search of scales, scale_rule={SEARCH!r}, which {recipe.spec} does "
+                "not do. Give method='gptq', or a recipe with that rule.",
+                recipe=recipe.spec,
+            )
+        return recipe
+
+    def ids(self, source: Path) -> np.ndarray:
+        """Token ids, (texts, length) or (tokens,)."""
+        return _tokenized(source, self.text) if isinstance(self.text, str) else self.text
+
+    def plan(
+        self, source: Path, jobs: Iterable[Job], limit: int, source_dialect: str | None, results: Calibrated
+    ) -> Iterable[Stage]:
+        """Check that the model can be calibrated, and return its stages, none of them made yet. limit: bytes of memory.
+
+        Raises ImportError without breccia-torch and transformers, and what `breccia.bridges.calibrate` raises.
+        """
+        if "calibrate" not in registry().bridges:
+            raise ImportError("calibration runs the model in torch: pip install 'breccia-torch[hf]'.", name="breccia_torch")
+        targets = {job.name: _Target.of(job) for job in jobs if job.way == "cast" and job.recipe}
+        return bridges.calibrate(
+            source, self.ids(source), targets, self.method, device=self.device, limit=limit, source_dialect=source_dialect,
+            finished=results.finished,
+        )  # fmt: skip
+
+    def run(self, stages: Iterable[Stage], results: Calibrated, jobs: Mapping[str, Job], advance: Advance) -> None:
+        """Make the stages, and keep each on the disk."""
+        told: set[str] = set()
+        for stage in stages:
+            results.add(stage)
+            for name in stage.tensors:
+                advance(name, jobs[name].value.nbytes)
+                told.add(name)
+        for name, job in jobs.items():
+            if name not in told:
+                advance(name, job.value.nbytes)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A value to quantize, as `breccia.bridges.calibrate` takes it."""
+
+    recipe: ScalingRecipe
+    together: Sequence[str]
+
+    @classmethod
+    def of(cls, job: Job) -> _Target:
+        assert job.recipe is not None
+        return cls(job.recipe, tuple(value.name for value in job.among.values) if job.among else ())
+
+    def cast(self, x: np.ndarray, among: Sequence[np.ndarray], importance: np.ndarray | None) -> ScaledTensor:
+        ends = extremes([FileTensor(each, "F32") for each in among]) if among else None
+        weights = importance if is_searched(self.recipe) else None
+        pieces = SlabCasts(FileTensor(x, "F32"), self.recipe, ends, weights).cast()
+        return assembled(pieces, self.recipe, x.shape)
+
+
+def is_searched(recipe: ScalingRecipe) -> bool:
+    """Are its scales searched for the least squared error?"""
+    return getattr(recipe, "scale_rule", None) == SEARCH
+
+
+def _loaded(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, allow_pickle=False)
+    except ValueError as e:
+        raise OptionError(f"calibrate (--calibrate): {path} is not an array of token ids ({e}).", path=str(path)) from e
+
+
+def _checked(ids: np.ndarray) -> np.ndarray:
+    if ids.ndim not in (1, 2) or not ids.size or ids.dtype.kind not in "iu":
+        raise OptionError(
+            "calibrate (--calibrate) takes a text, or token ids: integers of shape (tokens,) or (texts, length); got "
+            f"{ids.dtype} of shape {ids.shape}.",
+            shape=ids.shape,
+        )
+    return ids.astype(np.int64)
+
+
+def _tokenized(source: Path, text: str) -> np.ndarray:
+    """The ids of a text under the tokenizer of a model. Raises UnsupportedError without one, OptionError for no tokens."""
+    from transformers import AutoTokenizer
+
+    folder = source if source.is_dir() else source.parent
+    files = [source] if source.suffix == ".gguf" else sorted(folder.glob("*.gguf")) if source.is_dir() else []
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": files[0].name} if files else {}))
+    except (OSError, ValueError) as e:
+        raise UnsupportedError(
+            f"calibrate (--calibrate): {folder} has no tokenizer that transformers reads, so a text cannot become token ids "
+            f"({type(e).__name__}). Give the ids in an .npy file.",
+            path=str(folder),
+        ) from e
+    ids = np.asarray(tokenizer(text, verbose=False)["input_ids"], np.int64)
+    if not ids.size:
+        raise OptionError("calibrate (--calibrate): the text has no tokens.")
+    return ids
