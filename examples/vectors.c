@@ -1,6 +1,6 @@
-/* Checks golden vectors (docs/spec/vectors.md) bit for bit: decodes all cases, and casts those of rule "rceil".
+/* Checks golden vectors (docs/spec/vectors.md) bit for bit: decodes all cases, and casts those of E8M0 scales by "rceil" and "mse".
  *
- *     cc -std=c99 -O2 -o vectors examples/vectors.c -lm && ./vectors docs/spec/vectors/4
+ *     cc -std=c99 -O2 -o vectors examples/vectors.c -lm && ./vectors docs/spec/vectors/5
  *
  * Written from the pages of docs/spec alone, for little-endian machines. Arithmetic is in double, wide enough for products and
  * sums of two FP32 numbers: the conversion to float is the one rounding. */
@@ -62,10 +62,34 @@ static uint32_t nearest(const codec *c, double y) { /* numerics.md, section 2: t
     }
     return best | sign;
 }
+static int exponent(double v) { /* floor(log2 v), at most 126 */
+    int n;
+    return frexp(v, &n), n - 1 < 126 ? n - 1 : 126;
+}
+/* numerics.md, section 5.6: of a block of n <= 32 numbers with this amax, by weights w if there are any, the best of 3 powers of two. */
+static int searched(const codec *q, const double *x, const double *w, int n, double amax, int plain) {
+    int best = plain, tried[3] = {plain, plain > -127 ? plain - 1 : plain, plain < 127 ? plain + 1 : plain}, size = 1;
+    float least = INFINITY, t[32];
+    double heaviest = 0, unit = ldexp(1, -exponent(amax));
+    for (int i = 0; w && i < n; i++) heaviest = fmax(heaviest, w[i]);
+    while (size < n) size *= 2;
+    for (int c = 0; c < 3; c++) {
+        for (int i = 0; i < size; i++) {
+            double y = i < n ? x[i] * unit : 0, v = i < n ? value(q, nearest(q, ldexp(x[i], -tried[c]))) * ldexp(unit, tried[c]) : 0;
+            float d = (float)((fabs(y) < 0x1p-20 ? 0 : y) - (fabs(v) < 0x1p-20 ? 0 : v)), weight = 1;
+            if (w) weight = i < n && heaviest > 0 ? (float)ldexp(w[i], -exponent(heaviest)) : 0;
+            t[i] = (float)((double)(float)((double)d * d) * (weight < 0x1p-40f ? 0 : weight));
+        }
+        for (int half = size / 2; half; half /= 2)
+            for (int i = 0; i < half; i++) t[i] = (float)((double)t[i] + t[i + half]);
+        if (t[0] < least) least = t[0], best = tried[c];
+    }
+    return best;
+}
 
 int main(int argc, char **argv) {
     char path[4096], e[16], s[16], offset[20], rule[16], dtype[16], rounding[16], c0[16], order[16], convention[16], other[16] = "-1";
-    long set, k0 = -1, coded_bias = 0;
+    long set, k0 = -1, coded_bias = 0, weights = -1;
     long size, cases, m, k, lead, rows, columns, in, given, data, scale, zero, global, out, casts = 0, wrong = 0;
     snprintf(path, sizeof path, "%s/vectors.bin", argc > 1 ? argv[1] : ".");
     FILE *file = fopen(path, "rb");
@@ -85,6 +109,7 @@ int main(int argc, char **argv) {
         read += fscanf(file, "%ld %ld %ld %ld %ld %ld %ld", &in, &given, &data, &scale, &zero, &global, &out);
         if (set > 2) read += fscanf(file, "%15s %ld %ld %15s %15s", c0, &k0, &coded_bias, order, convention) - 5;
         if (set > 3) read += fscanf(file, "%15s", other) - 1;
+        if (set > 4) read += fscanf(file, "%ld", &weights) - 1;
         if (read != 19)
             return fprintf(stderr, "case %ld cannot be read\n", n), 2;
         const codec *q = named(e), *sc = named(s), *x = named(dtype[5] == '3' ? "F32" : dtype[0] == 'f' ? "F16" : "BF16");
@@ -92,7 +117,8 @@ int main(int argc, char **argv) {
         long bad = 0, width = packed(columns, q->bits);
         double qmax = 6 * 448, g = global < 0 ? 1 : value(f32, item(global, 0, 32)); /* NVFP4 alone has another convention */
         if (set > 2 && global >= 0 && *convention != 'm') g = *convention == 'a' ? (float)(g / qmax) : (float)(1 / g);
-        int first = set > 2 && *order == 's', cast = *sc->kind == 'p' && !strcmp(rule, "rceil") && *rounding == 'n' && given < 0;
+        int first = set > 2 && *order == 's', search = !strcmp(rule, "mse");
+        int cast = *sc->kind == 'p' && (search || !strcmp(rule, "rceil")) && *rounding == 'n' && given < 0;
         for (long t = 0; t < lead * rows * columns; t++) {
             long l = t / columns / rows, i = t / columns % rows, j = t % columns, b = j * q->bits / 8, left = j * q->bits % 8;
             long block = m ? at(l, i / m, k ? j / k : 0, (rows + m - 1) / m, k ? (columns + k - 1) / k : 1) : 0;
@@ -114,15 +140,19 @@ int main(int argc, char **argv) {
             memcpy(&bits, &v, 4);
             bad += !(bits == want || (isnan(v) && (want & 0x7FFFFFFF) > 0x7F800000));
             if (!cast) continue;
-            double amax = 0, largest = 0, y = 0; /* the block that element j lies in */
+            double amax = 0, largest = 0, y = 0, every[32], heavy[32]; /* the block that element j lies in */
+            int length = 0;
             for (long o = j / k * k; o < columns && o < j / k * k + k; o++) {
                 double one = flush(value(x, item(in, at(l, i, o, rows, columns), x->bits)));
+                heavy[length] = weights < 0 ? 1 : flush(value(f32, item(weights, o, 32)));
+                every[length++] = one;
                 amax = isfinite(amax) && !(fabs(one) <= amax) ? fabs(one) : amax;
                 y = o == j ? one : y;
             }
             for (uint32_t c = 0; c < 1u << q->bits; c++) largest = isfinite(value(q, c)) ? fmax(largest, value(q, c)) : largest;
             int power = -127;
             while (power < 127 && amax > ldexp(largest, power)) power++;
+            if (search && isfinite(amax) && amax > 0) power = searched(q, every, weights < 0 ? NULL : heavy, length, amax, power);
             uint32_t byte = isfinite(amax) ? (uint32_t)(power + 127) : 255;
             bad += byte != stored || code != (isfinite(amax) ? nearest(q, ldexp(y, -power)) : 0);
         }

@@ -30,7 +30,10 @@ def breccia_frameworks() -> Iterable[Framework]:
 def breccia_kernels() -> Iterable[Kernel]:
     plan = "breccia.kernels.plans:plan_on_numpy"
     for op, module in (("cast", "numpy.plan"), ("dequantize", "plans")):
-        accepts, knows = f"breccia.kernels.{module}:accepts_{op}", ("coded_scales",) if op == "dequantize" else ("scale_search",)
+        accepts, knows = (
+            f"breccia.kernels.{module}:accepts_{op}",
+            ("coded_scales",) if op == "dequantize" else ("scale_search",),
+        )
         name, target = f"mlx.cpu.{op}", f"breccia_mlx.cpu:{op}"
         yield Kernel(op, "mlx", target, name, device="cpu", accepts=accepts, plan=plan, knows=knows)
     for op, module in (("cast", "breccia_mlx.compiled"), ("dequantize", "breccia_mlx.decoding")):

@@ -11,7 +11,7 @@ def search(
     qmax: float,
     global_scale: float,
     window: tuple[Any, Any, Any],
-    scales: tuple[Any, float, float, int, int, tuple[int, int, int, int, int]],
+    scales: tuple[float, float, int, int, tuple[int, int, int, int, int]],
     element: tuple[Any, ...],
     weights: Any,
     first: int,

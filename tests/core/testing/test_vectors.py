@@ -42,6 +42,7 @@ PUBLISHED = {
     2: "e569eef811098dfa7934348cbe447cb5846416c1efe33f2f3057f744c6826ac5",
     3: "5ad42777bdf1a1f2654a911c8e8d7f4349da945a1d06601107e57f0380fbdf7a",
     4: "a9a47b76828ce7dea267f47654b4dfca3620180d44d7c51d14d4e7739ea35773",
+    5: "609c9118f5e82fc686e2ded2b02679398ea38494c09629ab5974ab1eb6ba6bb6",
 }
 of_each_set = pytest.mark.parametrize("version", PUBLISHED)
 
@@ -86,7 +87,7 @@ def test_every_set_is_known_here() -> None:
 
 
 def test_inputs_and_options_match_the_generator(published: list[Vector]) -> None:
-    inputs = ("input", "supplied")
+    inputs = ("input", "supplied", "importance")
     for found, wanted in zip(published, vectors.inputs(), strict=True):
         options = ("recipe", "edge", "dtype", "axis", "rounding", "seed", "shape")
         assert [getattr(found, name) for name in options] == [getattr(wanted, name) for name in options]
@@ -104,7 +105,7 @@ def test_a_sample_matches_the_oracle(published: list[Vector]) -> None:
     """Every eleventh vector, which includes each recipe and each edge, and all of recipes that are only decoded."""
     sample = [v for n, v in enumerate(published) if n % 11 == 0 or v.recipe.decode_only]
     assert {v.recipe for v in sample} == {v.recipe for v in published}
-    assert {v.edge for v in sample} == {*vectors.EDGES, vectors.STORED}
+    assert {v.edge for v in sample} == {*vectors.EDGES, vectors.STORED, vectors.IMPORTANCE}
     for v in sample:
         assert_has_the_oracles_results(v)
 
@@ -158,6 +159,8 @@ def test_the_text_index_matches_the_json_index(version: int) -> None:
             said += [r["format"]["levels"][0].get("convention", "multiplier")]
         if version > 3:
             said.append(r["format"].get("alternative", -1))
+        if version > 4:
+            said.append(case.get("importance", [-1])[0])
         assert [next(words) for _ in said] == [str(fact) for fact in said]
     assert next(words, None) is None
 
@@ -286,7 +289,8 @@ def differences(v: Vector, framework: str, ops: Any, cast: tuple[str, ...] | Non
             ops.from_numpy(np.asarray(v.data)), scale, v.recipe, v.recipe.layout.fitted(v.shape), shape=v.shape
         )
     else:
-        st = breccia.cast(x, v.recipe, scale=supplied, prefer=cast, **options)
+        importance = None if v.importance is None else array(ops, v.importance, "float32")
+        st = breccia.cast(x, v.recipe, scale=supplied, importance=importance, prefer=cast, **options)
     assert st.framework == framework and st.shape == v.shape
     wrong: list[str] = []
     for name in ("data", "scale", "zero_point", "global_scale"):
@@ -375,11 +379,11 @@ def checked(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, folder], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("version", "least"), [(1, 80), (2, 0), (3, 0), (4, 0)])
+@pytest.mark.parametrize(("version", "least"), [(1, 80), (2, 0), (3, 0), (4, 0), (5, 60)])
 def test_the_c_program_finds_no_difference(checker: Path, version: int, least: int) -> None:
     every = vectors.read(SETS / str(version))
     cast = sum(
-        v.recipe.format.scale.codec.name == "E8M0" and v.recipe.rules[-1].name == "rceil" and v.rounding == "nearest"
+        v.recipe.format.scale.codec.name == "E8M0" and v.recipe.rules[-1].name in ("rceil", "mse") and v.rounding == "nearest"
         and v.supplied is None for v in every
     )  # fmt: skip
     done = checked(checker, SETS / str(version))
@@ -401,6 +405,7 @@ def test_the_c_program_finds_no_difference(checker: Path, version: int, least: i
         (breccia.NVFP4BlockScaling(order="scales_first"), "decoded"),
         (TwoCodecs(), "global_scale"),
         (TwoCodecs("tiles"), "data"),
+        (breccia.MXFP4BlockScaling(scale_rule="mse"), "scale"),
     ],
     ids=lambda v: getattr(v, "name", v),
 )
@@ -439,11 +444,13 @@ def test_reading_refuses_a_file_that_was_changed(tmp_path: Path) -> None:
 
 def test_writing_never_changes_a_set(tmp_path: Path, published: list[Vector]) -> None:
     made = vectors.files(published[:3])
-    assert vectors.write(tmp_path, made) == tmp_path / "4" and vectors.write(tmp_path, made)  # the same bytes again
+    assert vectors.write(tmp_path, made) == tmp_path / str(vectors.VERSION) and vectors.write(
+        tmp_path, made
+    )  # the same bytes again
     other = vectors.files(published[:4])
     with pytest.raises(FileExistsError, match="vectors.bin differs from what .* A published set never changes: set VERSION"):
         vectors.write(tmp_path, other)
-    assert {p.name: p.read_bytes() for p in (tmp_path / "4").iterdir()} == made
+    assert {p.name: p.read_bytes() for p in (tmp_path / str(vectors.VERSION)).iterdir()} == made
 
 
 def test_the_command_writes_the_golden_vectors(
@@ -453,7 +460,7 @@ def test_the_command_writes_the_golden_vectors(
     monkeypatch.setattr(sys, "argv", ["breccia.testing", "vectors", str(tmp_path)])
     program.main()
     assert capsys.readouterr().out == f"{tmp_path / '4'}\n"
-    assert [parts_of(v) for v in vectors.read(tmp_path / "4")] == [parts_of(v) for v in published[:2]]
-    (tmp_path / "4" / vectors.TEXT).write_text("mine")
+    assert [parts_of(v) for v in vectors.read(tmp_path / str(vectors.VERSION))] == [parts_of(v) for v in published[:2]]
+    (tmp_path / str(vectors.VERSION) / vectors.TEXT).write_text("mine")
     with pytest.raises(SystemExit, match=r"error: .*index.txt differs from what"):
         program.main()

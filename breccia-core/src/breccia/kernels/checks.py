@@ -82,8 +82,8 @@ def check_weights(ops: Ops, importance: Array) -> None:
     numbers = ops.f32(importance)
     if ops.any(~((numbers >= 0) & (numbers <= F32.max))):
         raise OptionError(
-            "importance= must be finite numbers that are not negative; it holds negative numbers, NaN or Inf. For the weight of "
-            "a layer, use the mean square of each of its inputs."
+            "importance= must be finite numbers that are not negative; it holds negative numbers, NaN or Inf. For the weight "
+            "of a layer, use the mean square of each of its inputs."
         )
 
 

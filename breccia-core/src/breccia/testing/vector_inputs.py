@@ -46,8 +46,20 @@ _E8M0_RULES = ("rceil", "floor", "even")
 
 def recipes(version: int | None = None) -> list[ScalingRecipe]:
     """The recipes of a set, or of all: all codecs, scale rules and dtypes, offsets of the built-in ones, and more."""
-    sets = (_first, _second, _third, _fourth)
+    sets = (_first, _second, _third, _fourth, _fifth)
     return [recipe for made in (sets if version is None else sets[version - 1 : version]) for recipe in made()]
+
+
+def _fifth() -> list[ScalingRecipe]:
+    """Searches for scales of every codec that has a window, of every recipe that has such a rule."""
+    recipes: list[ScalingRecipe] = [NVFP4BlockScaling(scale_rule=rule) for rule in ("mse", "four_six")]
+    recipes += [NVFP4BlockScaling(scale_format="UE5M3", two_level=False, scale_rule="mse")]
+    recipes += [
+        kind(scale_rule="mse") for kind in (MXFP8BlockScaling, MXFP6BlockScaling, MXFP4BlockScaling, MXINT8BlockScaling)
+    ]
+    recipes += [INT4Scaling(16, scale_rule="mse"), INT4Scaling(12, signed=False, scale_dtype="fp32", scale_rule="mse")]
+    recipes += [INT8Scaling(16, scale_rule="mse"), INTScaling(3, 20, scale_dtype="bf16", scale_rule="mse")]
+    return [*recipes, NF4Scaling(16, scale_rule="mse")]
 
 
 def _fourth() -> list[ScalingRecipe]:
@@ -126,6 +138,13 @@ def _drawn(stream: int, shape: tuple[int, ...], low: int, high: int) -> np.ndarr
 
 def _bits(values: Any) -> np.ndarray:
     return np.asarray(values, np.float32).view(np.uint32)
+
+
+def importance(length: int) -> np.ndarray:
+    """FP32 bit patterns of numbers that are not negative, of any magnitude, and of zeros."""
+    numbers = _drawn(15, (length,), -45, 5) & np.uint32(0x7FFFFFFF)
+    numbers[::5] = 0
+    return numbers
 
 
 def columns(recipe: ScalingRecipe) -> int:

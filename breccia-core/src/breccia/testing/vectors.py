@@ -24,15 +24,17 @@ from ..formats import NUMERICS, ORDERS, Level
 from ..recipes import ScalingRecipe
 from ..tensors.grids import in_records
 from . import oracle, two_codecs
-from .vector_inputs import EDGES, QUIET_NAN, columns, random_words, recipes, supplied_scales
+from .vector_inputs import EDGES, QUIET_NAN, columns, importance, random_words, recipes, supplied_scales
 
 #: Number of the newest set, and name of its folder. A set has what those before it lack: more recipes or edges are a new set.
-VERSION = 4
+VERSION = 5
 MADE_BY = "breccia.testing.oracle, which follows docs/spec/numerics.md in exact rationals and by enumeration"
 COMPARISON = "all bits equal, signs of zeros too; decoded: any NaN equals any NaN (0x7FC00000 stands for it)"
 BYTES, INDEX, TEXT = "vectors.bin", "index.json", "index.txt"
 #: Arrays of a vector, in the order they have in the file.
 PARTS = ("input", "supplied", "data", "scale", "zero_point", "global_scale", "decoded")
+#: Of a search for scales: the edge, and the array that a cast takes besides its input.
+IMPORTANCE = "importance"
 INPUTS = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -42,6 +44,7 @@ class Vector:
 
     input: bit patterns in the logical shape, uint32 (float32) or uint16.
     supplied: codes of the scale supplied to the cast, in the stored shape, or None.
+    importance: FP32 bit patterns of the weights of a search for scales, of shape (K,), or None.
     decoded: FP32 bit patterns in the logical shape. data: packed, as stored.
     scale, zero_point: codes as stored, as wide as their codec; global_scale: FP32 bits.
     """
@@ -59,6 +62,7 @@ class Vector:
     zero_point: np.ndarray | None = None
     global_scale: np.ndarray | None = None
     decoded: np.ndarray | None = None
+    importance: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,6 +90,11 @@ def inputs(version: int | None = None) -> Iterator[Vector]:
             if "supplied" in options:
                 fields["supplied"] = supplied_scales(recipe, x.shape, options["supplied"])
             yield Vector(recipe, edge, x, **fields)
+        if recipe.searches:
+            for edge in ("ordinary", "axis=-2"):
+                draw, options = EDGES[edge]
+                x = draw(recipe)
+                yield Vector(recipe, IMPORTANCE, x, importance=importance(x.shape[options.get("axis", -1)]), **options)
 
 
 # ------------------------------------------------------------------------------------------------ results
@@ -128,7 +137,8 @@ def with_results(v: Vector) -> Vector:
     if v.edge == STORED:
         written = _random(v.recipe, x.shape)
     else:
-        written = oracle.cast(x, v.recipe, scale=scale, rounding=v.rounding, seed=v.seed)
+        weights = None if v.importance is None else v.importance.view(np.float32).tolist()
+        written = oracle.cast(x, v.recipe, scale=scale, rounding=v.rounding, seed=v.seed, importance=weights)
     decoded = oracle.dequantize(written, v.recipe)
     patterns = np.where(np.isnan(decoded), np.uint32(QUIET_NAN), decoded.view(np.uint32))
     offset = fmt.parts.get("zero_point") or (fmt.element if written.zero_point is not None else None)
@@ -195,7 +205,7 @@ def files(vectors: Iterable[Vector] | None = None, version: int = VERSION) -> di
         case: dict[str, Any] = {"edge": v.edge, "recipe": named.setdefault(v.recipe, len(named))}
         case |= {"dtype": v.dtype, "shape": list(v.shape), "axis": v.axis, "rounding": v.rounding, "seed": v.seed}
         supplied = place(_stored(v.supplied, v.recipe.format.levels[0].codec.bits) if v.supplied is not None else None)
-        parts = {name: supplied if name == "supplied" else place(getattr(v, name)) for name in PARTS}
+        parts = {name: supplied if name == "supplied" else place(getattr(v, name)) for name in (*PARTS, IMPORTANCE)}
         cases.append(case | {name: part for name, part in parts.items() if part is not None})
     index: dict[str, Any] = {"vectors": version, "numerics": NUMERICS, "made_by": MADE_BY, "comparison": COMPARISON}
     text = _text(codecs, list(named), cases, version).encode()
@@ -297,6 +307,8 @@ def _text(codecs: list[dict[str, Any]], named: list[ScalingRecipe], cases: list[
             said += [fmt.order, fmt.levels[0].convention]
         if version > 3:
             said.append("-1" if fmt.alternative is None else fmt.alternative.name)
+        if version > 4:
+            said.append(case.get(IMPORTANCE, [-1])[0])
         lines.append(" ".join(map(str, said)))
     return "\n".join(lines) + "\n"
 
@@ -346,7 +358,8 @@ def _vector(case: dict[str, Any], recipe: ScalingRecipe, buffer: bytes) -> Vecto
     offset = fmt.offset_codec
     bits |= {"zero_point": 8 if offset is None else offset.bits, "supplied": fmt.levels[0].codec.bits}
     parts: dict[str, np.ndarray] = {}
-    for name in PARTS:
+    shapes[IMPORTANCE], bits[IMPORTANCE] = (shape[axis],), 32
+    for name in (*PARTS, IMPORTANCE):
         if name in case:
             stored = shapes[name]
             if axis == -2 and name not in ("input", "decoded") and len(stored) >= 2:

@@ -14,21 +14,21 @@ PyDoc_STRVAR(search_doc,
     "search(source, k, amax, found, codec, qmax, global_scale, window, scales, element, weights, first, across): the scale of each block of k\n"
     "FP32 numbers with the least error, as numerics.md, section 5.6, computes it. amax: its bits, uint32; zero, or from 2^-60 to 2^100.\n"
     "found: of scales of 8 bits the plain codes, which are replaced; of others room for FP32 numbers. codec: 0 powers of two, 1 floats of 8\n"
-    "bits, 2 FP16, 3 BF16, 4 FP32. window: (factors, opposite) as FP32 and steps as int32. scales: (the FP32 numbers of 256 codes, least,\n"
-    "most, the lowest and highest code that steps lead to, and the fields of numpy.FloatCodes). element: the fields of numpy.FloatCodes\n"
+    "bits, 2 FP16, 3 BF16, 4 FP32. window: (factors, opposite) as FP32 and steps as int32. scales: (least, most, the\n"
+    "lowest and highest code that steps lead to, and the fields of numpy.FloatCodes). element: the fields of numpy.FloatCodes\n"
     "or, after a 1, of numpy.IntegerCodes. weights: FP32, k for each block of a row of the tensor; empty for none. The blocks\n"
     "are in rows of `across`, of which each begins at block `first` of such a row.");
 
 static PyObject *search_of(PyObject *Py_UNUSED(self), PyObject *args)
 {
-    Py_buffer x, amax, found, factors, opposite, steps, values, weights;
+    Py_buffer x, amax, found, factors, opposite, steps, weights;
     searched s = {0};
     PyObject *element;
-    if (!PyArg_ParseTuple(args, "y*ny*w*iff(y*y*y*)(y*ffii(IIIii))O!y*nn:search", &x, &s.k, &amax, &found, &s.codec, &s.qmax, &s.global,
-            &factors, &opposite, &steps, &values, &s.least, &s.most, &s.lowest, &s.highest, &s.form.floor, &s.form.lift,
+    if (!PyArg_ParseTuple(args, "y*ny*w*iff(y*y*y*)(ffii(IIIii))O!y*nn:search", &x, &s.k, &amax, &found, &s.codec, &s.qmax, &s.global,
+            &factors, &opposite, &steps, &s.least, &s.most, &s.lowest, &s.highest, &s.form.floor, &s.form.lift,
             &s.form.largest, &s.form.shift, &s.form.sign, &PyTuple_Type, &element, &weights, &s.first, &s.across))
         return NULL;
-    Py_buffer *const every[] = {&x, &amax, &found, &factors, &opposite, &steps, &values, &weights};
+    Py_buffer *const every[] = {&x, &amax, &found, &factors, &opposite, &steps, &weights};
     minifloat *const f = &s.floats;
     integer *const i = &s.integers;
     int done = PyTuple_Size(element) == 5 ? PyArg_ParseTuple(element, "IIIii", &f->floor, &f->lift, &f->largest, &f->shift, &f->sign)
@@ -39,7 +39,7 @@ static PyObject *search_of(PyObject *Py_UNUSED(self), PyObject *args)
         const Py_ssize_t blocks = s.k > 0 ? s.n / s.k : 0, row = 4 * s.k;
         s.total = weights.len && row > 0 ? weights.len / row : 0;
         done = s.k > 0 && s.k <= MOST && s.codec >= POWERS && s.codec <= SINGLES && is_aligned(&x, blocks * row) &&
-            is_aligned(&amax, 4 * blocks) && is_aligned(&values, 1024) && is_aligned(&weights, s.total * row) && s.across > 0 &&
+            is_aligned(&amax, 4 * blocks) && is_aligned(&weights, s.total * row) && s.across > 0 &&
             s.first >= 0 && (s.codec < HALVES ? found.len == blocks : is_aligned(&found, 4 * blocks)) &&
             is_aligned(&factors, factors.len / 4 * 4) && is_aligned(&opposite, opposite.len / 4 * 4) &&
             is_aligned(&steps, steps.len / 4 * 4) && s.lowest >= 0 && s.highest < 256;
@@ -50,7 +50,7 @@ static PyObject *search_of(PyObject *Py_UNUSED(self), PyObject *args)
                 MOST, s.k, x.len, amax.len, found.len);
     }
     if (done) {
-        s.x = x.buf, s.amax = amax.buf, s.values = values.buf, s.factors = factors.buf, s.opposite = opposite.buf, s.steps = steps.buf;
+        s.x = x.buf, s.amax = amax.buf, s.factors = factors.buf, s.opposite = opposite.buf, s.steps = steps.buf;
         s.some_factors = factors.len / 4, s.some_opposite = opposite.len / 4, s.some_steps = steps.len / 4;
         s.weights = s.total ? weights.buf : NULL;
         s.codes = found.buf, s.scales = found.buf;

@@ -27,7 +27,6 @@ typedef struct {
     const uint32_t *amax;
     int codec, kind;
     float qmax, global, least, most;
-    const float *values; /* of BYTES, by code */
     int lowest, highest; /* codes that steps lead to */
     minifloat form;      /* of BYTES */
     minifloat floats;

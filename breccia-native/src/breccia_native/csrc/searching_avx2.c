@@ -1,5 +1,6 @@
 /* The search for scales by AVX2. */
 
+#define BY_AVX2 1
 #include "instructions.h"
 
 #if defined(HAS_X86)

@@ -1,5 +1,6 @@
 /* The search for scales by AVX-512. */
 
+#define BY_AVX512 1
 #include "instructions.h"
 
 #if defined(HAS_X86)

@@ -7,6 +7,10 @@
 
 #include "searching.h"
 
+#if defined(BY_AVX512)
+#include "transpose.h"
+#endif
+
 #define EACH_LANE for (int l = 0; l < LANES; l++)
 
 #if defined(__GNUC__)
@@ -17,7 +21,7 @@
 
 /* Numbers of a group of blocks, element by element: as they are (of minifloats their magnitudes), and in units of powers of two. */
 typedef struct {
-    ALIGNED float x[MOST][LANES], y[MOST][LANES], w[MOST][LANES], terms[MOST / 2 + 1][LANES];
+    ALIGNED float x[MOST][LANES], y[MOST][LANES], w[MOST][LANES], terms[MOST][LANES];
 } group;
 
 /* A number rounded to that of a code. */
@@ -31,43 +35,45 @@ INLINE float rounded_float(float a, minifloat f)
     return (float_of((uint32_t)u) + m) - m;
 }
 
-/* The errors of element i under a scale for each block. */
-INLINE void terms_of(const int kind, const int weighted, const searched *s, const group *restrict g, Py_ssize_t i,
-    const float *restrict inverse, const float *restrict unit, float *restrict term)
+/* The constants of a code's rounding. */
+typedef struct {
+    minifloat f;
+    float low, high, magic;
+} rounding;
+
+/* The error of an element: x, y and w as in `group`, under a scale of this inverse and unit. */
+INLINE float term_of(const int kind, const int weighted, const rounding *by, float x, float y, float w, float inverse, float unit)
 {
-    const float *restrict const x = g->x[i], *restrict const y = g->y[i], *restrict const w = g->w[i];
-    if (kind == FLOATS) {
-        const minifloat f = s->floats;
-        EACH_LANE term[l] = y[l] - rounded_float(x[l] * inverse[l], f) * unit[l];
-    } else {
-        const float low = s->integers.low, high = s->integers.high, magic = s->integers.magic;
-        EACH_LANE
-        {
-            const float scaled = x[l] * inverse[l], below = scaled < high ? scaled : high, inside = below > low ? below : low;
-            term[l] = y[l] - ((inside + magic) - magic) * unit[l];
-        }
+    const float scaled = x * inverse;
+    float q;
+    if (kind == FLOATS)
+        q = rounded_float(scaled, by->f);
+    else {
+        const float below = scaled < by->high ? scaled : by->high, inside = below > by->low ? below : by->low;
+        q = (inside + by->magic) - by->magic;
     }
-    if (weighted)
-        EACH_LANE term[l] = term[l] * term[l] * w[l];
-    else
-        EACH_LANE term[l] = term[l] * term[l];
+    const float d = y - q * unit;
+    return weighted ? d * d * w : d * d;
 }
 
 /* The errors under a scale for each block: sums by a pairwise tree. */
-INLINE void errors_of(
-    const int kind, const int weighted, const searched *s, group *g, const float *inverse, const float *unit, float *restrict error)
+INLINE void errors_of(const int kind, const int weighted, const searched *s, group *restrict g, const float *restrict inverse,
+    const float *restrict unit, float *restrict error)
 {
-    ALIGNED float first[LANES], second[LANES];
+    const rounding by = {s->floats, s->integers.low, s->integers.high, s->integers.magic};
     Py_ssize_t half = 1;
     while (2 * half < s->k)
         half *= 2;
     for (Py_ssize_t i = 0; i < half; i++) {
-        terms_of(kind, weighted, s, g, i, inverse, unit, first);
-        if (i + half < s->k) {
-            terms_of(kind, weighted, s, g, i + half, inverse, unit, second);
-            EACH_LANE first[l] += second[l];
-        }
-        EACH_LANE g->terms[i][l] = first[l];
+        const Py_ssize_t j = i + half;
+        float *restrict const term = g->terms[i];
+        const float *restrict const x = g->x[i], *restrict const y = g->y[i], *restrict const w = g->w[i];
+        const float *restrict const x2 = g->x[j], *restrict const y2 = g->y[j], *restrict const w2 = g->w[j];
+        if (j < s->k)
+            EACH_LANE term[l] = term_of(kind, weighted, &by, x[l], y[l], weighted ? w[l] : 0, inverse[l], unit[l]) +
+                term_of(kind, weighted, &by, x2[l], y2[l], weighted ? w2[l] : 0, inverse[l], unit[l]);
+        else
+            EACH_LANE term[l] = term_of(kind, weighted, &by, x[l], y[l], weighted ? w[l] : 0, inverse[l], unit[l]);
     }
     while (half > 1) {
         half /= 2;
@@ -100,6 +106,14 @@ INLINE int32_t nearest_code(float t, minifloat f)
     return (int32_t)((bits_of(float_of((uint32_t)a) + float_of((uint32_t)e)) + ((uint32_t)e >> f.shift)) & 0xff);
 }
 
+/* The number of a code of positive numbers. */
+INLINE float value_of_code(int32_t code, minifloat f)
+{
+    const int bits = 23 - f.shift; /* of a mantissa */
+    const float subnormal = (float)code * float_of(f.floor - ((uint32_t)bits << 23));
+    return code >> bits ? float_of(((uint32_t)code << f.shift) + f.floor - NORMAL) : subnormal;
+}
+
 /* Candidate `n` of each block: its code, or 0 of floats, and its number without the global scale. */
 OUTLINE void candidate_of(int codec, const searched *s, Py_ssize_t n, const int32_t *restrict plain, const float *restrict t,
     int32_t *restrict code, float *restrict scale)
@@ -130,7 +144,24 @@ OUTLINE void candidate_of(int codec, const searched *s, Py_ssize_t n, const int3
     if (codec == POWERS)
         EACH_LANE scale[l] = float_of((uint32_t)code[l] << 23);
     else
-        EACH_LANE scale[l] = s->values[code[l]];
+        EACH_LANE scale[l] = value_of_code(code[l], s->form);
+}
+
+/* k numbers of each lane, lane by lane, as k vectors of all lanes. */
+INLINE void turn(const float *const *from, Py_ssize_t k, float (*to)[LANES])
+{
+    Py_ssize_t i = 0;
+#if defined(BY_AVX512)
+    for (; i + LANES <= k; i += LANES) {
+        __m512 v[LANES];
+        _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) v[l] = _mm512_loadu_ps(from[l] + i);
+        transposed(v);
+        _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) _mm512_storeu_ps(to[i + l], v[l]);
+    }
+#endif
+    for (; i < k; i++)
+        for (int l = 0; l < LANES; l++)
+            to[i][l] = from[l][i];
 }
 
 /* `count` blocks from number `start` on. */
@@ -151,16 +182,15 @@ INLINE void search_group(const int kind, const int weighted, const searched *s, 
         best_scale[l] = 0;
         code[l] = 0;
     }
+    const float *x[LANES], *w[LANES];
     for (int l = 0; l < LANES; l++) {
         const Py_ssize_t block = start + (l < count ? l : 0);
-        const float *const from = s->x + block * s->k;
-        const float *const weights = weighted ? s->weights + (s->first + block % s->across) % s->total * s->k : NULL;
-        for (Py_ssize_t i = 0; i < s->k; i++) {
-            g->x[i][l] = from[i];
-            if (weighted)
-                g->w[i][l] = weights[i];
-        }
+        x[l] = s->x + block * s->k;
+        w[l] = weighted ? s->weights + (s->first + block % s->across) % s->total * s->k : NULL;
     }
+    turn(x, s->k, g->x);
+    if (weighted)
+        turn(w, s->k, g->w);
     for (Py_ssize_t i = 0; i < s->k; i++)
         EACH_LANE
         {

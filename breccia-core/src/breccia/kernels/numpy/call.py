@@ -319,7 +319,9 @@ class Cast:
                 if source.dtype != F4:
                     source = self._load(work, piece.values[r0:r1, c0:c1], rows, columns, True)
                 where = c0 // k, columns // k
-                block_scales = self.plan.search.scales(scales, source, k, amax, block_scales, global_scale, self.weights, *where)
+                block_scales = self.plan.search.scales(
+                    scales, source, k, amax, block_scales, global_scale, self.weights, *where
+                )
             if block_scales is None or self.supplied_global is not None:
                 return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
         if block_scales is None:

@@ -37,13 +37,13 @@ class Searching:
         self._codes, self._microkernel, self._qmax = codes, microkernel, fmt.qmax(fmt.scale)
         self._codec = _number_of(codec)
         self._window = (F4(window.factors), F4(window.opposite if signs else ()), I4(window.steps))
-        table, writer = np.zeros(256, F4), None
-        lowest, highest = 0, 254
+        writer, lowest, highest = None, 0, 254
         if self._codec == _BYTES:
             assert isinstance(codec, Minifloat)
-            table, writer = np.array(codec.table, U4).view(F4), scale_writer(codec)
-            lowest, highest = 1, codec.highest
-        self._scales = (writer, table, codec.scale_min, codec.scale_max, lowest, highest)
+            writer, lowest, highest = scale_writer(codec), 1, codec.highest
+        #: The largest amax that scales of 8 bits reach without a global one; larger ones make products that count as zero.
+        self._reach = codec.max * self._qmax if self._codec == _BYTES else 0.0
+        self._scales = (writer, codec.scale_min, codec.scale_max, lowest, highest)
 
     @classmethod
     def of(cls, recipe: ScalingRecipe, codes: Any, microkernel: Callable[..., None] | None) -> Searching | None:
@@ -76,16 +76,17 @@ class Searching:
     ) -> tuple[Array, Array] | None:
         """(stored, inverse) as `Scales.fast_path`, for FP32 `source`; None where numbers need care. plain: of `fast_path`.
 
-        weights: `k` for each block of a row of the tensor. The chunk has rows of `across` blocks, from block `first` of a row on.
+        weights: `k` for each block of a row of the tensor. The chunk has rows of `across` blocks, each from block `first` on.
         """
         if k > _LONGEST or amax.max() > _MOST or int((amax - U4(1)).min()) + 1 < _LEAST:  # of zero: 2^32
+            return None
+        if self._reach and global_scale is None and amax.view(F4).max() > self._reach:
             return None
         found = plain[0].copy() if self._codec <= _BYTES else np.empty(amax.size, F4)
         by = 1.0 if global_scale is None else float(global_scale.value)
         weights = _NOTHING if weights is None else weights
-        self._microkernel(
-            self._codes, source, k, amax, found, self._codec, self._qmax, by, self._window, self._scales, weights, first, across
-        )
+        arrays = source, k, amax, found, self._codec, self._qmax, by, self._window, self._scales
+        self._microkernel(self._codes, *arrays, weights, first, across)
         if self._codec <= _BYTES:
             return found, scales.inverses_of(found, global_scale)
         np.copyto(found, UNIT, where=amax == 0)
