@@ -198,6 +198,64 @@ def test_a_run_that_was_stopped_goes_on_after_the_last_block_with_the_same_bytes
 
 
 @pytest.mark.long
+def test_a_url_gets_the_bytes_of_a_folder_after_an_interruption_too(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="fsspec comes with breccia-bridges[remote]")
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / "cache" / name)
+    store, url = fsspec.filesystem("memory"), f"memory://{tmp_path.name}"
+    options: dict[str, Any] = {"calibrate": IDS, "method": "awq,grid=4", "max_shard_size": 40_000}
+    here = convert(source, tmp_path / "here", INT4, **options)
+    told: list[str] = []
+
+    def stop(name: str, size: int) -> None:
+        told.append(name)
+        if len(told) == 3 * len(here.tensors) - 2:  # all are calibrated and written, and most verified
+            raise Stop
+
+    with pytest.raises(Stop):
+        convert(source, url, INT4, **options, advance=stop)
+    assert list(store.find(f"/{tmp_path.name}/.breccia-staging"))
+    with pytest.warns(UserWarning, match="3 blocks are calibrated"):
+        there = convert(source, url, INT4, **options)
+    assert there.tensors == here.tensors and there.calibrated == here.calibrated
+    root = f"/{tmp_path.name}/"
+    assert {name.removeprefix(root): store.cat_file(name) for name in store.find(root)} == contents(tmp_path / "here")
+    assert not any((tmp_path / "cache").rglob("*staging*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"engine": "ray"},
+            r"runs the model in this process, and engine='ray' \(--engine ray\) runs in others. Use engine='local'",
+        ),
+        ({"source": "memory://m"}, r"runs a model that transformers opens from disk; memory://m is a URL. Download it first"),
+    ],
+)
+def test_other_machines_and_urls_as_the_source_are_refused(
+    change: dict[str, str], said: str, source: Path, tmp_path: Path
+) -> None:
+    if "source" in change:
+        pytest.importorskip("fsspec", reason="fsspec comes with breccia-bridges[remote]")
+    with pytest.raises(OptionError, match=said):
+        convert(**{"source": source, "destination": tmp_path / "out", "recipe": INT4, "calibrate": IDS, **change})
+    assert not staging_folder(tmp_path / "out").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dialect", [None, "compressed_tensors"])
+def test_slabs_of_a_smaller_size_have_the_same_bytes(
+    dialect: str | None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(source, tmp_path / "whole", INT4, calibrate=IDS, dialect=dialect, verify="bytes")
+    monkeypatch.setattr("breccia.kernels.measuring.SLAB", 32 * 64)
+    convert(source, tmp_path / "slabs", INT4, calibrate=IDS, dialect=dialect, verify="bytes")
+    assert contents(tmp_path / "slabs") == contents(tmp_path / "whole")
+
+
+@pytest.mark.long
 def test_a_block_whose_file_was_damaged_is_calibrated_again(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "whole", INT4, calibrate=IDS)
     out = tmp_path / "out"
