@@ -96,7 +96,13 @@ ORDER = [
     {"__main__"},
 ]
 #: The oracle checks the generic algorithm, so it may read declarations but must not share any arithmetic.
-ORACLE = {"testing.oracle", "testing.oracle_numbers", "testing.oracle_records", "testing.oracle_scales"}
+ORACLE = {
+    "testing.oracle",
+    "testing.oracle_numbers",
+    "testing.oracle_records",
+    "testing.oracle_scales",
+    "testing.oracle_search",
+}
 ORACLE_READS = ORACLE | {"", "errors", "codecs", "rules", "formats", "layouts", "recipes"}
 
 

@@ -77,12 +77,12 @@ def test_blocks_of_all_kinds_are_cast_as_the_oracle_casts_them(spec: str) -> Non
     recipe, x = breccia.recipe(spec), rows()
     for importance in importances()[:2]:
         want = oracle.cast(x, recipe, importance=None if importance is None else importance.tolist())
-        for framework in FRAMEWORKS:
+        for framework in FRAMEWORKS if spec == "mxfp4,scale_rule=mse" else ("numpy", "torch", "mlx"):  # JAX compiles
             check(Place(framework), recipe, x, importance, want)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("spec", MORE)
+@pytest.mark.parametrize("spec", SPECS + MORE)
 def test_blocks_of_all_kinds_are_cast_as_the_oracle_casts_them_under_more_recipes(spec: str) -> None:
     recipe, x = breccia.recipe(spec), rows()
     for importance in importances():
