@@ -60,7 +60,7 @@ ALSO_INSTALLED = {
     "breccia-triton": ("breccia-jax", "breccia-bridges"),
 }
 #: Packages whose module has another name.
-IMPORTED = {"pyyaml": "yaml", "google-re2": "re2"}
+IMPORTED = {"pyyaml": "yaml"}
 #: Modules that a manifest must not load.
 HEAVY = ("numpy", "torch", "jax", "mlx", "triton", "safetensors", "ml_dtypes", "typer", "rich")
 
