@@ -53,7 +53,7 @@ TOGETHER = (
 )  # fmt: skip
 #: Breccia distributions that the tests need in addition to the dependencies.
 ALSO_INSTALLED = {
-    "breccia-bridges": ("breccia-torch",),
+    "breccia-bridges": ("breccia-torch", "breccia-native"),  # without compiled kernels, each conversion warns
     "breccia-torch": ("breccia-bridges",),
     "breccia-mlx": ("breccia-bridges", "breccia-native"),
     "breccia-native": ("breccia-bridges",),
