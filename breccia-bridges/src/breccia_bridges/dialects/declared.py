@@ -50,8 +50,8 @@ def _dialect(
     home = f"breccia_bridges.dialects.{module}"
     names = ["form", "read", *(["settings"] if settings else [])]
     names += ["stored", "write", "config"] if "recipes" in beside else []
-    functions: dict[str, Any] = {name: f"{home}:{name}" for name in names}
-    return Dialect(name, title, configs, groups, **{"by_rows": "recipes" in beside} | functions | beside)
+    declared: dict[str, Any] = {"by_rows": "recipes" in beside, **{name: f"{home}:{name}" for name in names}}
+    return Dialect(name, title, configs, groups, **declared | beside)
 
 
 def _writers(module: str) -> dict[str, Any]:

@@ -36,7 +36,8 @@ class Searching:
         window, signs = rule.window(codec), takes_signs(codec, fmt.element)
         self._codes, self._microkernel, self._qmax = codes, microkernel, fmt.qmax(fmt.scale)
         self._codec = _number_of(codec)
-        self._window = (F4(window.factors), F4(window.opposite if signs else ()), I4(window.steps))
+        opposite = window.opposite if signs else ()
+        self._window = (np.array(window.factors, F4), np.array(opposite, F4), np.array(window.steps, I4))
         writer, lowest, highest = None, 0, 254
         if self._codec == _BYTES:
             assert isinstance(codec, Minifloat)
