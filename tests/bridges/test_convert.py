@@ -42,7 +42,6 @@ from breccia_bridges.safetensors_file import Container
 from breccia_bridges.safetensors_writer import Writer
 from breccia_bridges.slab_casts import SlabCasts
 from breccia_bridges.source import Source
-from breccia_native.availability import missing_products
 
 #: `make test` runs every recipe and every framework; `make test-all` runs all combinations.
 pytestmark = pytest.mark.covering(1, 2)
@@ -1105,7 +1104,10 @@ def test_pieces_must_add_up_and_each_tensor_is_written_once(tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------------ the program
 
 
+@pytest.mark.together
 def test_explain_plugins_version_and_unknown_arguments(run: Run) -> None:
+    from breccia_native.availability import missing_products
+
     code, text, _ = run("explain", "cast", "nvfp4", "--on", "numpy", "--prefer", "numpy.cast")
     assert code == 0 and text.startswith("cast of nvfp4 on numpy\n -> numpy.cast") and "kernels/numpy/casting.py:" in text
     code, text, _ = run("explain", "matmul", "fp8_block", "mxfp8", "--json")

@@ -53,12 +53,14 @@ TOGETHER = (
 )  # fmt: skip
 #: Breccia distributions that the tests need in addition to the dependencies.
 ALSO_INSTALLED = {
-    "breccia-bridges": ("breccia-torch",),
+    "breccia-bridges": ("breccia-torch", "breccia-native"),  # without compiled kernels, each conversion warns
     "breccia-torch": ("breccia-bridges",),
     "breccia-mlx": ("breccia-bridges", "breccia-native"),
     "breccia-native": ("breccia-bridges",),
     "breccia-triton": ("breccia-jax", "breccia-bridges"),
 }
+#: Packages whose module has another name.
+IMPORTED = {"pyyaml": "yaml"}
 #: Modules that a manifest must not load.
 HEAVY = ("numpy", "torch", "jax", "mlx", "triton", "safetensors", "ml_dtypes", "typer", "rich")
 
@@ -299,7 +301,7 @@ def probe(distribution: str, family: list[str], lacks: list[str]) -> str:
         raise Fault("; ".join(wrong))
     if heavy := [name for name in HEAVY if name in sys.modules]:
         raise Fault(f"manifests load {', '.join(heavy)}.")
-    optional = {name.replace("-", "_").lower() for name in lacks} | {"markupsafe"}
+    optional = {IMPORTED.get(name.lower(), name.replace("-", "_").lower()) for name in lacks} | {"markupsafe"}
     name = plugins[distribution].module.partition(".")[0]
     found = importlib.import_module(name)
     if "site-packages" not in (found.__file__ or ""):

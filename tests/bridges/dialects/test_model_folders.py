@@ -155,6 +155,7 @@ def test_what_inspect_counts_is_what_the_architecture_says(made: Any, tmp_path: 
         assert line.split()[0] == str(count) and f" {8 * nbytes / of:.3f} " in line
 
 
+@pytest.mark.together
 def test_the_page_shows_what_inspect_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     page = (ROOT / "docs" / "dialects.md").read_text(encoding="utf-8")
     shown = page.partition("For a small DeepSeek-V4:\n\n```text\n")[2].partition("```")[0]

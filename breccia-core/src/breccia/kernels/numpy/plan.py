@@ -59,7 +59,7 @@ class Plan:
         self.codes = code_writer(fmt.element) if known else None
         #: The integer codes of a recipe with an offset, where microkernels write them.
         self.shifted: IntegerCodes | None = None
-        compiled = microkernels.extremes is not None and microkernels.shifted is not None
+        compiled = microkernels.extremes is not None and microkernels.shifted is not None and not self.searches
         if compiled and fmt.offset != "none" and multiplies and type(fmt.scale.codec) is Minifloat and level is None:
             writer = code_writer(fmt.element)
             if isinstance(writer, IntegerCodes) and not writer.codec.fraction_bits:
