@@ -239,8 +239,9 @@ def test_other_machines_and_urls_as_the_source_are_refused(
 ) -> None:
     if "source" in change:
         pytest.importorskip("fsspec", reason="fsspec comes with breccia-bridges[remote]")
+    given: dict[str, Any] = {"source": source, "destination": tmp_path / "out", "recipe": INT4, "calibrate": IDS, **change}
     with pytest.raises(OptionError, match=said):
-        convert(**{"source": source, "destination": tmp_path / "out", "recipe": INT4, "calibrate": IDS, **change})
+        convert(**given)
     assert not staging_folder(tmp_path / "out").exists()
 
 
@@ -316,8 +317,9 @@ def test_nan_in_the_inputs_of_a_layer_names_it_and_leaves_nothing(source: Path, 
     ],
 )
 def test_what_cannot_be_done_is_refused(options: dict[str, Any], said: str, source: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"recipe": INT4, **options}
     with pytest.raises(OptionError, match=said):
-        convert(source, tmp_path / "out", **{"recipe": INT4, **options})
+        convert(source, tmp_path / "out", **given)
     assert not staging_folder(tmp_path / "out").exists()
 
 
@@ -325,7 +327,7 @@ def test_what_cannot_be_done_is_refused(options: dict[str, Any], said: str, sour
 def test_a_model_that_takes_more_than_token_ids_is_refused(tmp_path: Path) -> None:
     import transformers
 
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 64}
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 64}
     transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "model")
     with pytest.raises(
         UnsupportedError, match=r"runs a model block by block, and T5ForConditionalGeneration .*Convert without"

@@ -14,7 +14,7 @@ from .calibration import Calibration
 from .conversion import KEEP_CODES, Conversion
 from .destination import location
 from .dialect_writer import DialectWriter
-from .engines import engine_of
+from .engines import ENGINES, engine_of
 from .journal import Journal
 from .remote_path import is_remote, path_of
 from .results import Advance, Report, Verify, no_progress
@@ -195,7 +195,7 @@ def _check_calibrated_here(source: Path, engine: str) -> None:
             f"calibrate= (--calibrate) runs a model that transformers opens from disk; {source} is a URL. Download it first.",
             source=str(source),
         )
-    if engine != "local":
+    if engine in ENGINES and engine != "local":
         raise OptionError(
             f"calibrate= (--calibrate) runs the model in this process, and engine={engine!r} (--engine {engine}) runs in "
             "others. Use engine='local'.",

@@ -446,9 +446,9 @@ class Flooring(breccia.MXFP4BlockScaling):
 
 
 def test_a_subclass_that_changes_a_default_keeps_the_values_that_the_field_takes() -> None:
-    assert choices_of(Flooring, "scale_rule") == (("rceil", "floor", "even"), "")
+    assert choices_of(Flooring, "scale_rule") == (("rceil", "floor", "even", "mse"), "")
     assert choices_of(Flooring, "block_size") == ((32,), " by the OCP MX spec")
-    with pytest.raises(breccia.RecipeError, match="scale_rule must be one of 'rceil', 'floor', 'even', got 'up'"):
+    with pytest.raises(breccia.RecipeError, match="scale_rule must be one of 'rceil', 'floor', 'even', 'mse', got 'up'"):
         Flooring(scale_rule="up")
 
 
