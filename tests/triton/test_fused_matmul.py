@@ -191,6 +191,7 @@ def test_leading_axes_are_batches_and_broadcast(spec: str, left: Any, right: Any
     check(multiplied(x, w, bias, "bfloat16"), x, w, bias)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("storage", plugin.STORAGES)
 @pytest.mark.parametrize("spec", ["mxfp8", "mxfp4", "nvfp4"])
 def test_scales_are_read_in_every_storage_that_the_casts_write(spec: str, storage: str) -> None:
@@ -227,6 +228,7 @@ def test_out_receives_the_product_in_place_and_in_strided_memory() -> None:
 # ------------------------------------------------------------------------------------------------ values that are not ordinary
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_bits_of_codes_and_scales_decode_as_the_contract_says(name: str, act: str) -> None:

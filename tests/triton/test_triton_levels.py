@@ -97,6 +97,7 @@ def formats_of_width(bits: int, offset: str) -> Iterator[Format]:
             yield Format(integer(bits, signed), (Level(codec, (1, k)),), offset)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offset", ["none", "zero_point", "float_zero_point", "bias"])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_integers_of_every_width_are_decoded_bit_for_bit(bits: int, offset: str) -> None:

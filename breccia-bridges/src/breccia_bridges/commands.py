@@ -128,7 +128,7 @@ def convert(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Quantize a checkpoint, or store a quantized one (GPTQ, ...) in another way.
+    """Quantize a checkpoint, or store one of another library (GPTQ, ...) anew.
 
     \b
     breccia convert model model-int4 --recipe int4,group_size=64

@@ -232,7 +232,7 @@ def test_fields_of_recipes_are_taken_in_any_case_and_stored_in_one() -> None:
         (lambda: breccia.MXFP8BlockScaling("E4M4"), ValueError,
             "fp8_format must be 'E4M3' or 'E5M2', got 'E4M4'; did you mean 'E4M3'?"),
         (lambda: breccia.MXFP8BlockScaling(scale_rule="flor"), ValueError,
-            "'rceil', 'floor', 'even', got 'flor'; did you mean 'floor'"),
+            "'rceil', 'floor', 'even', 'mse', got 'flor'; did you mean 'floor'"),
         (lambda: breccia.INT4Scaling(scale_dtype="float64"), ValueError,
             "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 'float64'"),
         (lambda: breccia.INT4Scaling(scale_dtype=16), ValueError, "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 16"),  # type: ignore[arg-type]

@@ -158,7 +158,8 @@ class Source:
     def _ends_of(self, piece: ScaledTensor, codec: Codec, rooms: Rooms) -> Ends:
         (lowest, below), (highest, above) = _ends(codec)
         high = self._decoded(with_data(piece, rooms.codes("high", piece, highest)), rooms, "high")
-        if piece.recipe.format.offset == "none" and codec.value(lowest) == -codec.value(highest):
+        fmt = piece.recipe.format
+        if fmt.offset == "none" and fmt.alternative is None and codec.value(lowest) == -codec.value(highest):
             return Ends(np.negative(high, out=rooms.array("low", high.shape)), high, below, above)  # decoding is symmetric
         low = self._decoded(with_data(piece, rooms.codes("low", piece, lowest)), rooms, "low")
         return Ends(low, high, below, above)
