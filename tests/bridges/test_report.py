@@ -218,7 +218,9 @@ def test_the_recipes_are_listed_with_the_fields_that_differ_from_their_defaults(
     first, second = two_runs()
     runs = [first | {"recipe_fields": [plain, changed]}, second | {"recipe_fields": [plain]}]
     lines = Parsed(without_library(written(tmp_path, runs))).lines
-    others = "fp4_format = E2M1, block_size = 16, scale_format = E4M3, two_level = true, order = codes_first, scale_rule = linear"
+    others = (
+        "fp4_format = E2M1, block_size = 16, scale_format = E4M3, two_level = true, order = codes_first, scale_rule = linear"
+    )
     assert "Recipes Recipe Run Not at default At default nvfp4NVFP4BlockScaling nvfp4, mxfp8 –" in lines
     assert f"nvfp4,global_sense=amaxNVFP4BlockScaling nvfp4 global_sense = amax (default multiplier) {others} Left out" in lines
     alone = Parsed(without_library(written(tmp_path, runs[:1]))).lines
