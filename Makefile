@@ -35,7 +35,8 @@ test: $(VENV)/ready
 
 # More cases of every test, and long tests.
 test-rest: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -m "(leftover or long) and not (exhaustive or slow or gpu)" -n 2
+	$(VENV)/bin/python -m pytest -m "(leftover or long) and not (exhaustive or slow or gpu or alone)" -n 2
+	$(VENV)/bin/python -m pytest -m "alone and not (exhaustive or slow or gpu)" tests/bridges
 
 # Everything but what takes minutes, needs a GPU, or is a case that combines no new values; each case once.
 test-all: test test-rest

@@ -203,7 +203,7 @@ def test_without_a_command_the_program_shows_its_help() -> None:
     ("line", "expected"),
     [
         ("breccia con", ["convert"]),
-        ("breccia convert a b --recipe nv", ["nvfp4"]),
+        ("breccia convert a b --recipe nv", ["nvfp4", "nvfp4-mlp"]),
         ("breccia convert a b --dry", ["--dry-run"]),
         ("breccia compare a b --fail", ["--fail-under"]),
         ("breccia explain ca", ["cast", "cast_and_record", "cast_matmul", "cast_pair", "cast_ste", "cast_ste_clipped"]),
