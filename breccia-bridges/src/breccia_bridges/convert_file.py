@@ -31,7 +31,7 @@ from .results import TensorReport, Verify
 from .row_slabs import ROWS, RowSlabs
 from .safetensors import declarations, file_parts, view_tensor
 from .safetensors_file import Container, read, shown
-from .safetensors_writer import HeaderError
+from .safetensors_writer import HeaderError, raw_bytes
 from .slab_casts import in_order
 from .staged_writer import StagedWriter
 
@@ -220,14 +220,12 @@ def _write(writer: TensorWriter, job: Job, planned: FilePlan) -> None:
     if job.way in ("copy", "decode"):
         pieces = planned.copied(job) if job.way == "copy" else _decoded(job)
         _write_parts(writer, parts, ({job.name: piece} for piece in pieces))
-    elif dialect is not None and job.placed is not None and job.way == "cast":
-        slabs = RowSlabs.of(job, job.casts(ROWS).slabs, dialect)
+    elif dialect is not None and job.placed is not None:
+        slabs = RowSlabs.of(job, job.casts(ROWS).slabs, dialect) if job.way == "cast" else None
         if slabs is None:
             _write_parts(writer, parts, [dialect.arrays(job.placed, job.tensor())])
         else:
             _write_parts(writer, parts, slabs.arrays(job, dialect), slabs.axes)
-    elif dialect is not None and job.placed is not None:
-        _write_parts(writer, parts, [dialect.arrays(job.placed, job.tensor())])
     else:
         pieces = job.pieces() if job.way == "cast" else [file_parts(job.tensor())]
         _write_parts(writer, parts, ({f"{job.name}.{end}": a for end, a in piece.items()} for piece in pieces))
@@ -296,9 +294,5 @@ def _digest(view: np.ndarray) -> str:
     """SHA-256 of the bytes of a view of a file."""
     digest = hashlib.sha256()
     for piece in in_pieces(view):
-        digest.update(_bytes(piece))
+        digest.update(raw_bytes(piece))
     return digest.hexdigest()
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
