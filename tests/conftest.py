@@ -56,14 +56,18 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not collect `*_slow.py`, thousands of cases, where `-m` excludes slow tests."""
-    excludes = re.search(r"not (\([^)]*)?\bslow\b", config.option.markexpr)
-    return True if collection_path.name.endswith("_slow.py") and excludes else None
+    return True if collection_path.name.endswith("_slow.py") and _excludes(config, "slow") else None
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases that `make test` or `make test-all` leaves out, before `-m` selects."""
-    mark_cases(items)
+    mark_cases(items, fewest=_excludes(config, "leftover") and _excludes(config, "exhaustive"))
+
+
+def _excludes(config: pytest.Config, mark: str) -> bool:
+    """Whether `-m` has the form that excludes a mark."""
+    return bool(re.search(rf"not (\([^)]*)?\b{mark}\b", config.option.markexpr))
 
 
 def pytest_collection_finish() -> None:

@@ -81,6 +81,7 @@ def test_every_op_reads_components_of_any_byte_order_and_address(spec: str, chan
         close(breccia.matmul(x, other.mT), x, decoded)
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "mlx"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_scale_of_another_float_dtype_is_read_as_the_numbers_it_holds(spec: str, framework: str) -> None:

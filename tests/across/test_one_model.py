@@ -182,6 +182,7 @@ WAYS: dict[str, Callable[[Any, Path], dict[str, str]]] = {
 }
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.together
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", POLICIES)

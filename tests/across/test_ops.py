@@ -706,6 +706,7 @@ def test_an_infinite_gradient_stays_within_its_group(tape: Place) -> None:
     assert np.array_equal(host(db)[[0, 2, 3]], expected[[0, 2, 3]])
 
 
+@pytest.mark.long
 def test_jax_traces_offsets_and_compiles_once() -> None:
     place = here("jax")
     import jax

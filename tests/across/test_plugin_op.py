@@ -47,6 +47,7 @@ def test_it_casts_the_product_on_numpy(swiglu: Any, recipe: str) -> None:
     assert np.array_equal(swiglu.swiglu_ste(X, GATE, recipe), st.dequantize())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_torch_writes_the_bytes_of_numpy_and_compiles_it_whole(swiglu: Any, recipe: str) -> None:
     torch = pytest.importorskip("torch")
@@ -80,6 +81,7 @@ def test_torch_differentiates_it_eagerly_and_compiled(swiglu: Any) -> None:
         assert torch.max(torch.abs(found.double() - expected)) <= 4 * 16 * 2.0**-24
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_jax_compiles_and_differentiates_it(swiglu: Any, recipe: str) -> None:
     jax = pytest.importorskip("jax")

@@ -147,6 +147,7 @@ def test_edge_cases_give_what_the_page_says(quantizer: Quantizer, request: pytes
     assert table.edges(quantizer) == rows()[request.node.callspec.params["quantizer"]]["edges"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quantizer", [("qwix", "mxfp8")], indirect=True, ids=["qwix"])
 def test_qwix_drops_a_nan_only_in_large_arrays(quantizer: Quantizer) -> None:
     """The page must mention the size, since a small array keeps the NaN."""

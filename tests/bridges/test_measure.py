@@ -131,6 +131,7 @@ def test_blocks_of_nan_are_neither_clipped_nor_flushed(tmp_path: Path) -> None:
     assert found.to_dict()["sqnr_db"] is None and not found.lossless
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("slab", [1, 100, 1000])
 def test_the_slab_size_does_not_change_counts(
     slab: int, recipe: breccia.ScalingRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

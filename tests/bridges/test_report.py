@@ -200,6 +200,7 @@ def test_a_warning_names_its_runs_unless_all_runs_have_it(tmp_path: Path) -> Non
     assert "Warnings everywhere. nvfp4: once. Left out" in Parsed(without_library(written(tmp_path, runs))).lines
 
 
+@pytest.mark.long
 def test_reasons_are_counted_once_if_all_runs_agree_and_per_run_otherwise(tmp_path: Path) -> None:
     agreeing = two_runs()
     assert "Reason Tensors fewer than two axes 1" in Parsed(without_library(written(tmp_path, agreeing))).lines

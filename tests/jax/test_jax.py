@@ -276,6 +276,7 @@ def test_vmap_writes_numpy_bytes_for_each_example_under_every_recipe(recipe: bre
     check_vmap_against_numpy(recipe)
 
 
+@pytest.mark.long
 @each_kind
 def test_vmap_writes_numpy_bytes_for_each_example(kind: breccia.ScalingRecipe) -> None:
     check_vmap_against_numpy(kind)
@@ -369,6 +370,7 @@ def test_seeds_may_be_traced_and_have_64_bits(kind: breccia.ScalingRecipe) -> No
     )
 
 
+@pytest.mark.long
 def test_seeds_may_be_keys_of_either_style() -> None:
     x = wide((6, 64), seed=6, exponents=2)
     key, old = jax.random.key(2**40 + 3), jax.random.PRNGKey(2**40 + 3)

@@ -85,6 +85,7 @@ def test_casts_along_either_axis_with_seeds_and_scales_have_numpy_bytes(kind: br
     assert breccia.bytes_equal(jax.jit(lambda x, s: breccia.cast(x, delayed, scale=s))(X, scale), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["fp8_current", "fp8_delayed", "nvfp4"])
 def test_a_supplied_scale_for_each_matrix_is_taken_eagerly_and_compiled(spec: str) -> None:
     """As of stacked experts; without it, these recipes compute one for the whole array."""
@@ -199,6 +200,7 @@ def test_vmap_of_rows_is_one_product_and_of_casts_one_for_each_example() -> None
     assert np.array_equal(batch[1], breccia.dequantize(breccia.cast(8 * X[::-1], current)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_vmap_of_large_examples_runs_the_kernel_for_each(axis: int) -> None:
     """Each has its own tensor-level scale and random words."""

@@ -43,6 +43,7 @@ def as_stored(path: Path, **changed: Any) -> dict[str, Any]:
     return {name: jax.ShapeDtypeStruct(checkpoint.header(name).shape, jnp.float32) for name in checkpoint}
 
 
+@pytest.mark.long
 @pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("library", jax_models.MODELS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,6 +67,7 @@ def test_every_dialect_is_loaded_with_its_codes_and_scales(name: str, tmp_path: 
         assert loaded[value].tensor.digest() == stored.tensor().digest() and loaded[value].shape == stored.shape
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("library", jax_models.MODELS)
 def test_a_split_gguf_model_is_loaded(library: str) -> None:
     path = GOLDEN / "gguf" / "llama-00001-of-00002.gguf"

@@ -62,6 +62,7 @@ def test_random_words_are_those_of_the_oracle(instructions: str, first: int) -> 
     assert found.tolist() == [oracle.random_word(seed, first + i) for i in range(200)]
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("codec", ELEMENTS, ids=lambda c: c.name)
 @pytest.mark.parametrize("k", [1, 7, 16, 32, 300])
 def test_codes_are_rounded_stochastically_as_the_codec_does(instructions: str, codec: Codec, k: int) -> None:

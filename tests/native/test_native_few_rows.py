@@ -69,6 +69,7 @@ def drawn(m: int, k: int) -> np.ndarray:
     return (rng.standard_normal((m, k)) * 2.0 ** rng.integers(-12, 12, (m, k))).astype(np.float32)
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("name", [*PLAIN, *CODED])
 def test_few_rows_are_within_the_bound_of_rounded_activations(instruction_set: str, name: str) -> None:
     q = CODED.get(name) or PLAIN[name][1]

@@ -111,6 +111,7 @@ def test_int8_activations_are_within_their_bound(name: str) -> None:
                 check_int8(found, x, w, q)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BRAIN)
 def test_bf16_activations_keep_the_bound_of_fp32_accumulation(name: str) -> None:
     for i, (n, k) in enumerate(SHAPES):
@@ -178,6 +179,7 @@ def test_nan_in_codes_scales_or_bf16_activations_makes_nan_where_it_should(rows:
             assert np.isnan(found[rows - 1]).all() and np.isfinite(np.delete(found[: rows - 1], 35, axis=1)).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp6-e2m3", "mxfp6-e3m2", "e5m2-e8m0", "mxint8"])
 def test_powers_of_two_of_any_size_keep_the_bound_and_their_bits_on_any_number_of_threads(name: str) -> None:
     """Those from 2^-30 to 2^6 may be added to exponents, where all of 32 rows are; 1100 rows are multiplied 128 at a time."""

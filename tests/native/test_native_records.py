@@ -48,6 +48,7 @@ def test_products_under_records_are_within_the_bound(instruction_set: str, name:
             check_bound(multiplied(x, st), x, w)
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_have_the_values_of_dequantize(instruction_set: str, name: str) -> None:
     """Rows of the identity pick out values, each by one product that is exact."""

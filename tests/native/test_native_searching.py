@@ -49,6 +49,7 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
     searching.use(searching.use()[0])
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_instruction_set_writes_the_bytes_of_the_generic_algorithm(spec: str, instructions: None) -> None:
     recipe, rng = breccia.recipe(spec), np.random.default_rng(1)

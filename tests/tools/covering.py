@@ -20,10 +20,11 @@ from breccia.testing.laws import Law
 _LEFT_OUT = {"slow", "gpu"}
 
 
-def mark_cases(items: Sequence[pytest.Item]) -> None:
+def mark_cases(items: Sequence[pytest.Item], fewest: bool = False) -> None:
     """Mark cases `leftover` that `make test` leaves to `make test-all`, and `exhaustive` those that this leaves to `make slow`.
 
-    A recipe counts as its name and its fields, a law as the parts of its id.
+    A recipe counts as its name and its fields, a law as the parts of its id. fewest: only the cases of `make test` are run; all
+    others are marked `leftover`, which takes a fraction of the time.
     """
     tests: dict[Callable[..., Any], list[pytest.Function]] = {}
     for item in items:
@@ -38,7 +39,7 @@ def mark_cases(items: Sequence[pytest.Item]) -> None:
         fewer, more = mark.args if mark else (2, 3)
         values = [_values(case) for case in cases]
         few = covering([_together(each, fewer) for each in values])
-        many = few | covering([_together(each, more) for each in values], few)
+        many = set(range(len(cases))) if fewest else few | covering([_together(each, more) for each in values], few)
         for n, case in enumerate(cases):
             if n not in few:
                 case.add_marker("leftover" if n in many else "exhaustive")

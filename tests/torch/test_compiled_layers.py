@@ -39,6 +39,7 @@ def called(graphs: list[torch.fx.GraphModule]) -> list[str]:
     return [name.removesuffix(".default") for name in names if name.startswith("breccia")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("bias", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)])
 def test_a_layer_is_one_operator_with_the_bits_of_the_eager_layer(recipe: str, bias: bool, dtype: torch.dtype) -> None:

@@ -49,6 +49,7 @@ def of_one_recipe(spec: str, x: Any) -> Any:
     return *values(st, *others, st.mT, st[:32], weight, weight.mT, weight[:16]), *same
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", RECIPES)
 def test_a_graph_takes_a_weight_under_the_recipe_and_layout_of_a_cast_before(spec: str) -> None:
     def uses(x: Any) -> Any:

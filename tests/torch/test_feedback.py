@@ -65,6 +65,7 @@ def optimal(weight: np.ndarray, st: Any, second: np.ndarray, order: np.ndarray) 
     return found, margin
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("by_importance", [False, True])
 @pytest.mark.parametrize("spec", RECIPES)
 def test_codes_are_those_of_the_optimal_update_column_by_column(spec: str, by_importance: bool) -> None:

@@ -162,6 +162,7 @@ def test_a_model_quantized_on_loading_is_saved_and_loaded_again(name: str, spec:
     }
 
 
+@pytest.mark.long
 def test_bfloat16_models_keep_their_scales(tmp_path: Path) -> None:
     """transformers casts floating tensors to the model's dtype, and must not do so with scales."""
     model("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path / "dense")

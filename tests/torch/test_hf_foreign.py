@@ -88,6 +88,7 @@ def test_a_sharded_folder_loads_with_the_values_that_numpy_decodes(kind: str, tm
     assert load_checkpoint(tmp_path / "again").dialects == ["breccia"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_become_stacks_of_their_codes(name: str, tmp_path: Path) -> None:
     path = experts_folder(tmp_path, name)
@@ -195,6 +196,7 @@ def test_a_model_without_a_layer_that_can_hold_codes_is_a_plain_one(tmp_path: Pa
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")), logits(found))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["foreign", "ours"])
 def test_values_that_the_model_lacks_are_unexpected(kind: str, tmp_path: Path) -> None:
     """As DeepSeek's layer that predicts the token after the next."""

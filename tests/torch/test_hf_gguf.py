@@ -79,6 +79,7 @@ def generated(model: Any, prompt: torch.Tensor, count: int, **options: Any) -> t
         return model.eval().generate(prompt, min_new_tokens=count, max_new_tokens=count, **options)[:, prompt.shape[1] :]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_file_generates_the_tokens_of_the_decoded_model(tmp_path: Path, tied: bool) -> None:
     file = llama(tmp_path, tied=tied)

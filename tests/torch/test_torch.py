@@ -554,6 +554,7 @@ def rows(n: int, k: int = 70) -> Any:
     return torch.from_numpy(wide((n, k), seed=n, exponents=2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", COMPILED, ids=lambda r: r.name)
 def test_compiled_casts_give_the_bytes_of_eager_ones_for_every_batch(recipe: breccia.ScalingRecipe) -> None:
     def trip(x: Any) -> Any:
@@ -744,6 +745,7 @@ def test_vmap_compiles() -> None:
     assert torch.equal(compiled(each)(x), each(x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", [CURRENT, MXFP8, NVFP4], ids=lambda r: r.name)
 def test_compiled_gradients_equal_eager_gradients(recipe: breccia.ScalingRecipe) -> None:
     def loss(x: Any) -> Any:

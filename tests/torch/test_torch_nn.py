@@ -341,6 +341,7 @@ def test_codes_are_accepted_as_bytes_but_not_in_other_dtypes() -> None:
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("activation", [None, MXFP8])
 def test_a_file_says_which_layers_are_quantized(activation: breccia.ScalingRecipe | None, tmp_path: Path) -> None:
     model = quantized(activation=activation)

@@ -99,6 +99,7 @@ def test_products_of_every_format_stay_within_the_bound(spec: str, out_dtype: st
         check(multiplied(x, w.mT, added, out_dtype), x, w.mT, added)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "second"), list(itertools.product(("mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "array"), repeat=2))[:-1]
 )
@@ -116,6 +117,7 @@ def operand_in(order: str, shape: tuple[int, int], spec: str) -> Any:
     return operand(shape, spec, 5, axis=-2 if order == "across" else -1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "second"), [("mxfp8", "mxfp8"), ("mxfp4", "nvfp4"), ("array", "mxfp6"), ("nvfp4", "array")])
 @pytest.mark.parametrize(
     ("left", "right"), [((2, 3), ()), ((2, 3), (2, 3)), ((), (3,)), ((3,), (1,)), ((1,), (2,)), ((1, 2), (2,))], ids=str
@@ -271,6 +273,7 @@ def test_nan_and_inf_reach_exactly_the_rows_and_columns_that_they_are_in(spec: s
     check(multiplied(a, w.mT, torch.ones(20, device=DEVICE), "bfloat16"), a, w.mT, torch.ones(20, device=DEVICE))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["nvfp4", "nvfp4,global_sense=amax", "nvfp4,global_sense=divisor"])
 @pytest.mark.parametrize(
     "scale",

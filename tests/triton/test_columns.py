@@ -74,6 +74,7 @@ def test_four_bits_are_cast_both_ways_from_one_read(spec: str) -> None:
         same(st, reference.cast(numbers((64, 96), seed=42), breccia.recipe(spec), CastOptions(axis=axis)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["fp8_block,block_k=32", "fp8_current", "fp8_row", "nvfp4"])
 def test_a_transposed_view_is_read_as_it_lies(spec: str) -> None:
     x, recipe = numbers((3, 48, 32), seed=43).mT, breccia.recipe(spec)

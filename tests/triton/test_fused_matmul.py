@@ -165,6 +165,7 @@ def test_products_of_every_format_stay_within_the_bound(spec: str, first: bool, 
     assert bool(in_fp32) == (not ON_GPU and way.dot == "float32")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bias", [None, "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("out_dtype", ROUNDOFF)
 @pytest.mark.parametrize("split", [1, 4])
@@ -295,6 +296,7 @@ def test_sums_that_overflow_without_a_scale_are_computed_under_it(in_fp32: list[
     assert ON_GPU or in_fp32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["int4,group_size=32", "nvfp4", "mxfp8", "nf4"])
 def test_nan_and_inf_reach_exactly_the_rows_and_columns_that_they_are_in(spec: str) -> None:
     x, w = activations((20, 128), "bfloat16", 1), weight((70, 128), spec, 2)
@@ -361,6 +363,7 @@ def test_planted_faults_violate_the_bound(fault: str, monkeypatch: pytest.Monkey
 # ------------------------------------------------------------------------------------------------ FP8 by FP8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("out_dtype", ROUNDOFF)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_pairs_of_fp8_stay_within_the_bound(pair: str, out_dtype: str) -> None:
@@ -521,6 +524,7 @@ EACH = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("law", "name", "spec"), EACH)
 def test_the_laws_of_products_hold(law: Any, name: str, spec: str, place: Place) -> None:
     kernel = next(k for k in registry().table.kernels if k.name == name)

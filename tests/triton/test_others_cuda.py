@@ -232,6 +232,7 @@ def test_results_go_to_out_and_wrong_operands_are_refused() -> None:
 # ------------------------------------------------------------------------------------------------ what is kept
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("stand_ins")
 def test_a_weight_is_rearranged_once_and_again_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
     st, x, made = weight("int4", 128, 256), activations(6, 256), product_standins.HummingLayer.made
@@ -260,6 +261,7 @@ def test_a_weight_is_rearranged_once_and_again_when_it_changes(caplog: pytest.Lo
     assert narrow.dtype == torch.float16
 
 
+@pytest.mark.long
 def test_what_is_kept_is_freed_with_the_weight_and_not_shared_by_parts_of_one_buffer() -> None:
     freed: list[int] = []
 

@@ -188,6 +188,7 @@ def test_halves_are_cast_as_their_fp32_values(spec: str, dtype: Any) -> None:
     check(numbers((34, 96), seed=2, dtype=dtype), spec)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["fp8_block", "nvfp4", "mxfp4", "fp8_current", "fp8_row", "fp8_block,block_m=32,block_k=32"])
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_leading_axes_and_strides_are_taken(spec: str, axis: int) -> None:
@@ -323,6 +324,7 @@ def test_values_are_rounded_once_to_the_dtype_of_the_result(spec: str, dtype: st
     check_decoded(reference.cast(numbers((34, 96), seed=22), breccia.recipe(spec)), dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", ["E4M3", "E5M2", "E2M1", "E2M3", "E3M2"])
 @pytest.mark.parametrize("scales", ["E8M0", "UE4M3", "UE5M3", "E4M3"])
 def test_every_code_and_scale_is_decoded(codec: str, scales: str) -> None:
@@ -337,6 +339,7 @@ def test_every_code_and_scale_is_decoded(codec: str, scales: str) -> None:
     check_decoded(st)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["fp8_block", "nvfp4", "mxfp6", "mxfp4", "int4,group_size=32", "fp8_row", "fp8_current"])
 def test_tensors_of_leading_axes_slices_and_stacks_are_decoded(spec: str) -> None:
     recipe = breccia.recipe(spec)
@@ -383,6 +386,7 @@ def test_every_round_trip_is_that_of_cast_and_dequantize(spec: str, axis: int) -
     check_op("cast_ste", numbers((40, 72), seed=25), spec, axis=axis)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["fp8_block", "nvfp4", "fp8_delayed", "mxfp6"])
 def test_round_trips_take_every_option(spec: str) -> None:
     x = numbers((2, 33, 64), seed=26, dtype=torch.bfloat16)
@@ -501,6 +505,7 @@ def test_scales_are_written_and_read_in_storages(spec: str, storage: str, shape:
     same(again, reference.requantize(expected, breccia.recipe("mxfp6")).to_storage("transposed"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "spec", ["fp8_delayed", "fp8_delayed,margin=1,scale_rule=te", "fp8_delayed,fp8_format=E5M2,scale_rule=recip"]

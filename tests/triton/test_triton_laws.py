@@ -63,6 +63,7 @@ def test_the_kernels_of_casts_keep_the_laws_in_the_interpreter(recipe: str, laws
     assert set(outcomes) == set(OPS) - {"record_amax", "cast_and_record"} and all(outcomes.values())
 
 
+@pytest.mark.long
 def test_the_kernels_of_histories_keep_the_laws_in_the_interpreter(laws: list[Law]) -> None:
     mine = [law for law in laws if law.kind == "kernels" and "record" in law.subject and law.subject.endswith(".fp8_delayed")]
     assert sum(map(kept, mine)) >= 2

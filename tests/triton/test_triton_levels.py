@@ -149,6 +149,7 @@ def test_a_global_scale_may_multiply_scales_first(convention: str) -> None:
     check_decoded(ScaledTensor.from_parts(**parts, recipe=recipe_of(fmt), layout=st.layout, axis=-1, padding=st.padding))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["gguf", "gguf,type=Q6_K", "int,bits=3,group_size=32", "int,bits=5,group_size=24,offset=bias"])
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_views_slices_and_stacks_are_decoded(spec: str, axis: int) -> None:
@@ -211,6 +212,7 @@ def activations(k: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.tensor(np.random.default_rng(0).standard_normal((5, k)).astype(np.float32)).to(DEVICE, dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offset", ["none", "zero_point", "float_zero_point", "bias"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 5, 6, 7])
 def test_products_decode_codes_of_every_width(bits: int, offset: str) -> None:
@@ -236,6 +238,7 @@ def test_products_decode_scales_and_biases_of_several_levels(name: str) -> None:
         check_product(activations(st.shape[-1]), b)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Q3_K", "Q4_K"])
 def test_products_by_nan_inf_and_subnormal_scales_of_records_are_those_of_the_values(name: str) -> None:
     st = recorded(READ[name], (20, 512), wild=True)

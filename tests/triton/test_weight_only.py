@@ -506,6 +506,7 @@ def test_ends_that_are_out_of_range_or_order_stay_within_the_rows(folder: Path) 
     assert found[:4].tolist() == [[1, 0, 7], [3, 7, 15], [3, 15, 20], [-1, 0, 0]]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
     "name", ["uint4-zero-16", *(pytest.param(name, marks=pytest.mark.long) for name in ("int4-128", "nvfp4", "e4m3-square"))]

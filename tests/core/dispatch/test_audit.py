@@ -339,6 +339,7 @@ PRODUCTS: dict[str, Callable[..., Any]] = {
 BEYOND = "are beyond the bound of FP32 accumulation"
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("fault", PRODUCTS)
 def test_a_product_outside_its_error_bound_is_found(place: Place, plant: Any, fault: str) -> None:
     plant({"matmul": PRODUCTS[fault]}, other=breccia.MXFP8BlockScaling)
@@ -351,6 +352,7 @@ def test_a_product_outside_its_error_bound_is_found(place: Place, plant: Any, fa
         )
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("fault", [fault for fault in PRODUCTS if fault != "the bias is left out"])
 def test_a_cast_matmul_outside_its_error_bound_is_found(place: Place, plant: Any, fault: str) -> None:
 
@@ -552,6 +554,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("kernels", ["breccia's own", "a plug-in's"])
 @pytest.mark.parametrize("recipe", KINDS, ids=recipe_id)
 def test_correct_kernels_pass_and_give_the_same_results_as_without_the_check(

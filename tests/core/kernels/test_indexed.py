@@ -34,6 +34,7 @@ def values_of_groups(x: np.ndarray, recipe: breccia.ScalingRecipe) -> np.ndarray
     return expected
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "mlx"])
 @pytest.mark.parametrize("recipe", SETTINGS, ids=recipe_id)
 def test_each_group_is_cast_as_if_it_were_alone(recipe: breccia.ScalingRecipe, framework: str) -> None:

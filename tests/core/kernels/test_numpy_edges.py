@@ -424,6 +424,7 @@ def test_unaligned_arrays_cast_to_the_same_bytes(recipe: ScalingRecipe, rows: in
     assert breccia.bytes_equal(breccia.cast(unaligned, recipe), breccia.cast(x, recipe))
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("columns", [64, 200])
 def test_integers_of_any_width_with_biases_have_the_bytes_and_values_of_the_generic_algorithm(bits: int, columns: int) -> None:

@@ -40,6 +40,7 @@ def test_casts_and_values_are_those_of_the_oracle(recipe: breccia.ScalingRecipe,
     laws.an_empty_array_stays_empty(recipe, place)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", BOTH, ids=lambda recipe: recipe.name)
 def test_stochastic_casts_and_any_bit_pattern_are_those_of_the_oracle(recipe: breccia.ScalingRecipe) -> None:
     laws.a_stochastic_cast_writes_the_oracles_bytes(recipe, NUMPY)

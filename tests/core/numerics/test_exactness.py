@@ -97,6 +97,7 @@ def proved(source: ScalingRecipe, target: ScalingRecipe, found: Exactness, scale
             assert same(*numbers)
 
 
+@pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("source", RECIPES, ids=lambda r: r.spec)
 def test_what_is_promised_holds_for_every_code_under_every_scale(source: ScalingRecipe) -> None:
     for target in {*RECIPES, *(fitted(source, one) for one in RECIPES)}:

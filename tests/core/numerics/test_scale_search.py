@@ -72,6 +72,7 @@ def check(
     expect_written(place, breccia.cast(place.array(x), recipe, importance=array), want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", SPECS)
 def test_blocks_of_all_kinds_are_cast_as_the_oracle_casts_them(spec: str) -> None:
     recipe, x = breccia.recipe(spec), rows()
