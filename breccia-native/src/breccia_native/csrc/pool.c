@@ -36,7 +36,8 @@ static struct {
     int busy;     /* whether a caller has the pool */
     int seats;    /* that threads of the pool may take */
     int ended;    /* threads that have ended this call's task */
-    int asleep;   /* threads that wait for `offered` */
+    int asleep;   /* threads that wait for `offered` and have not been called */
+    int calls;    /* to sleeping threads, which have not heard them; under the lock */
     int waiting;  /* whether the caller waits for `finished` */
     int stopped;
     int spins;    /* whether there is a processor for each thread, so that looking for work delays no other */
@@ -69,7 +70,10 @@ static int may_spin(int64_t *until)
     return t < *until;
 }
 
-/* Take a seat. Returns 0 when the pool is stopped. */
+/* Take a seat. Returns 0 when the pool is stopped.
+
+   A thread that has been called looks for seats again, also where the call is over before the thread is awake: waking takes longer
+   than a short product, and the next one is likely to come soon. */
 static int seated(void)
 {
     int64_t until = 0;
@@ -84,9 +88,13 @@ static int seated(void)
             continue;
         pthread_mutex_lock(&lock);
         ADD(&state.asleep, 1); /* before seats are read again: `run` offers seats before it reads who sleeps */
-        while (LOAD(&state.seats) == 0 && !LOAD(&state.stopped))
-            pthread_cond_wait(&offered, &lock);
-        ADD(&state.asleep, -1);
+        if (LOAD(&state.seats) > 0 || LOAD(&state.stopped))
+            ADD(&state.asleep, -1);
+        else {
+            while (state.calls == 0 && !LOAD(&state.stopped))
+                pthread_cond_wait(&offered, &lock);
+            state.calls -= state.calls > 0;
+        }
         pthread_mutex_unlock(&lock);
         until = 0;
     }
@@ -156,11 +164,13 @@ static void run(pool_task task, void *context, int threads)
     state.context = context;
     STORE(&state.ended, 0);
     STORE(&state.seats, others);
-    const int awake = state.count - LOAD(&state.asleep);
-    if (awake < others) {
+    if (state.count - LOAD(&state.asleep) < others) {
         pthread_mutex_lock(&lock);
-        for (int i = awake; i < others; i++)
+        for (int awake = state.count - LOAD(&state.asleep); awake < others; awake++) {
+            ADD(&state.asleep, -1); /* now: the calls that come before it is awake need not call it again */
+            state.calls++;
             pthread_cond_signal(&offered);
+        }
         pthread_mutex_unlock(&lock);
     }
     task(context);
