@@ -76,7 +76,9 @@ def picture(theme: Theme, x: np.ndarray) -> str:
         y = below + r * CELL
         shapes += [cell(theme, c * CELL, y, CELL, values[r, c] / most, f"{codes[r, c]:X}") for c in range(columns)]
         for b in range(scale.shape[1]):
-            shapes.append(cell(theme, left + b * (SCALE_WIDTH + 4), y, SCALE_WIDTH, float(part[r, b]) * 0.8, f"{scale[r, b]:02X}"))
+            shapes.append(
+                cell(theme, left + b * (SCALE_WIDTH + 4), y, SCALE_WIDTH, float(part[r, b]) * 0.8, f"{scale[r, b]:02X}")
+            )
     for b in range(1, columns // 16):
         x_line = b * 16 * CELL - 0.5
         shapes.append(f'<path d="M {x_line:g} {below - 3} v {rows * CELL + 5}" stroke="{theme.text}" stroke-width="1.5"/>')
@@ -92,7 +94,8 @@ def picture(theme: Theme, x: np.ndarray) -> str:
         ".program{font-size:15px}.code{font-size:10px}"
     )
     title = f"A tensor of {rows} × {columns} numbers, and the codes and scales that breccia writes for it"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {end + 76}" width="{WIDTH}" height="{end + 76}" role="img">'
+    size = f'viewBox="0 0 {WIDTH} {end + 76}" width="{WIDTH}" height="{end + 76}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     return "\n".join([head, f"<title>{title}</title>", f"<style>{style}</style>", *shapes, "</svg>", ""])
 
 

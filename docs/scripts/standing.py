@@ -18,9 +18,9 @@ from harness.plots import BLUE, GREY, ORANGE
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
-#: Arms that are breccia in another way, bounds, and BF16 where the product has other inputs; not rivals.
+#: Arms that are breccia in another way, or a copy; not rivals.
 _OWN = {"breccia-on-numpy", "breccia-compiled", "compiled", "copy", "breccia, column-major scales", "breccia, through BF16"}
-#: Products on a CPU that compute alike, by breccia's arm: 4-bit integers or MXFP4 by FP32, BF16, or activations rounded to 8 bits.
+#: Products on a CPU that compute alike, by breccia's arm: of activations in FP32, in BF16, or rounded to 8 bits.
 _CPU_PRODUCTS = {
     "int4, BF16 x": ("torch int4",),
     "int4,group_size=32": ("ONNX Runtime 4 bit, FP32 x", "MLX affine 4 bit"),
@@ -114,7 +114,7 @@ MEASURED: dict[str, dict[str, Callable[[], Iterator[Compared]]]] = {
 
 
 def standing_series() -> Any:
-    """By device and work: how many times faster than the best rival, in order, and the names of the rivals that were the best."""
+    """By device and work: how many times faster than the best rival, in order, and which rivals were the best."""
     found: dict[str, Any] = {}
     for device, works in MEASURED.items():
         for work, numbers in works.items():
