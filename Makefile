@@ -1,5 +1,5 @@
 # make demo, make test, make test-all, make test-apart, make dist, make slow, make fuzz, make check, make docs, make bench: each from a
-# bare clone with Python >= 3.11 and nothing else; make dialects and make engines, with npm too.
+# bare clone with Python >= 3.11 and nothing else; make dialects, make engines and make site-check, with npm too.
 PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
@@ -8,6 +8,7 @@ MUTANTS := .venv-mutants
 DIALECTS := .venv-dialects
 ENGINES := .venv-engines
 DIST := .venv-dist
+LIGHTHOUSE := .lighthouse
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 SIBLINGS := -e "./breccia-bridges[report,remote]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton
 # Python compiles modules to bytecode when they are first imported, which most modules of large packages never are.
@@ -22,7 +23,7 @@ INSTALL_NATIVE = CC="$${CC:-$$(command -v ccache) $$($(CC_OF_PYTHON))}" $(1)/bin
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-rest test-all test-apart dist test-dist slow fuzz mutants dialects engines check check-types check-pages docs bench format clean
+.PHONY: demo test test-rest test-all test-apart dist test-dist slow fuzz mutants dialects engines check check-types check-pages docs site-check bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
@@ -117,6 +118,12 @@ docs: $(VENV)/ready
 	$(VENV)/bin/python docs/scripts/plots.py
 	$(MKDOCS) build
 
+# The site in a browser: links, errors, alternatives of images, what overflows on a phone; and Lighthouse on ten pages. Needs
+# Chromium and npm.
+site-check: docs $(LIGHTHOUSE)/ready
+	$(VENV)/bin/python -m pytest -q tests/repository/test_pages_in_browser.py
+	$(VENV)/bin/python tests/tools/lighthouse.py site --program $(LIGHTHOUSE)/node_modules/.bin/lighthouse
+
 # Speed, memory and accuracy of this machine, drawn into docs/; some minutes, and best with nothing else running.
 bench: $(BENCH)/ready
 	$(BENCH)/bin/python benchmarks/bench_cast.py --rivals all --out benchmarks/results
@@ -138,7 +145,7 @@ format: $(VENV)/ready
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) $(DIALECTS) $(ENGINES) $(DIST) .demo benchmarks/.rivals dist site
+	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) $(DIALECTS) $(ENGINES) $(DIST) $(LIGHTHOUSE) .demo benchmarks/.rivals dist site
 
 $(VENV)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	@$(CHECK_PYTHON)
@@ -192,6 +199,10 @@ $(DIST)/ready: release/requirements.txt
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(DIST)
 	$(DIST)/bin/python -m pip install -q --disable-pip-version-check --no-compile -r release/requirements.txt
+	touch $@
+
+$(LIGHTHOUSE)/ready:
+	npm install --silent --no-audit --no-fund --prefix $(LIGHTHOUSE) lighthouse@12.8.2
 	touch $@
 
 $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pyproject.toml

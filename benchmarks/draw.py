@@ -19,7 +19,8 @@ from harness.blocks import filled
 from harness.blocks import table as markdown
 from harness.plots import Plot, write
 
-PAGES = ("benchmarks.md", "accuracy.md", "numerics.md", "kernels.md")
+#: Folders of docs/ whose pages are drawn from results.
+FOLDERS = ("measured", "kernels")
 NOTHING = "*No result yet: run the benchmark.*\n"
 
 
@@ -32,6 +33,11 @@ def block(results: list[tuple[str, Result]], make: Callable[[Result], Table]) ->
             parts.append(f"**{run['device']}**\n" if "device" in run else f"**{run['cpu']}, {run['cores']} core(s)**\n")
         parts += [*([markdown(table.headings, table.rows, numbers=True)] if table.rows else []), f"{table.note}\n"]
     return "\n".join(parts) or NOTHING
+
+
+def pages(docs: Path) -> list[Path]:
+    """The pages that are drawn from results."""
+    return sorted(path for folder in FOLDERS for path in (docs / folder).glob("*.md"))
 
 
 def subjects() -> dict[str, Benchmark]:
@@ -63,16 +69,16 @@ def main(
 ) -> None:
     """Draw the tables and plots of the documents from the results."""
     blocks, plots = drawn(results)
-    pages = {docs / name: filled(docs / name, blocks) for name in PAGES}
+    texts = {page: filled(page, blocks, depth=1) for page in pages(docs)}
     if check:
-        stale = [page.name for page, text in pages.items() if page.read_text(encoding="utf-8") != text]
+        stale = [page.relative_to(docs).as_posix() for page, text in texts.items() if page.read_text(encoding="utf-8") != text]
         stale += [f"img/{plot.file}" for plot in plots if not plot.shown_in(docs / "img")]
         if stale:
             sys.exit(f"draw: {', '.join(stale)} differ(s) from the results; run `python benchmarks/draw.py` and commit both.")
         return
     if importlib.util.find_spec("matplotlib") is None:
         sys.exit("draw: plots need matplotlib, which is not installed; `make bench` sets up an environment that has it.")
-    for page, text in pages.items():
+    for page, text in texts.items():
         page.write_text(text, encoding="utf-8")
     for plot in plots:
         write(plot, docs / "img")

@@ -13,8 +13,15 @@ from pathlib import Path
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
-def filled(page: Path, blocks: Mapping[str, str]) -> str:
-    """The page with its blocks replaced. Exits on a name that there is no block of, or a block that does not end."""
+#: The target of a relative link.
+_RELATIVE = re.compile(r"(?<=\]\()(?![a-z]+:|[#/])")
+
+
+def filled(page: Path, blocks: Mapping[str, str], depth: int = 0) -> str:
+    """The page with its blocks replaced. Exits on a name that there is no block of, or a block that does not end.
+
+    depth: how many folders below docs/ the page is; links of blocks are written as for a page directly in docs/.
+    """
     program = Path(sys.argv[0]).stem
     text = page.read_text(encoding="utf-8")
     if text.count("<!-- table:") != len(BLOCK.findall(text)):
@@ -23,7 +30,8 @@ def filled(page: Path, blocks: Mapping[str, str]) -> str:
     def replaced(found: re.Match[str]) -> str:
         if found[2] not in blocks:
             sys.exit(f"{program}: {page.name} asks for a block {found[2]!r}; there are {', '.join(sorted(blocks))}.")
-        return f"{found[1]}\n{blocks[found[2]]}\n{found[4]}"
+        block = blocks[found[2]]
+        return f"{found[1]}\n{block if block.startswith('```') else _RELATIVE.sub('../' * depth, block)}\n{found[4]}"
 
     return BLOCK.sub(replaced, text)
 

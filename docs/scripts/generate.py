@@ -3,8 +3,10 @@
     python docs/scripts/generate.py           # writes them
     python docs/scripts/generate.py --check   # exits with 1 where a page shows anything else
 
-A page asks for a block by `<!-- table: NAME -->` and `<!-- end -->`: listings.py has the tables, specimens.py those of single
-formats, tutorial.py files, terminal.py the sessions (`session-NAME`). Blocks of benchmarks are drawn by benchmarks/draw.py.
+A page asks for a block by `<!-- table: NAME -->` and `<!-- end -->`. listings.py has the tables, boards.py matrices and the
+tables of the log, cards.py the tables of single recipes and engines, looks.py the data of pages with a program, specimens.py
+the tables of single formats, tutorial.py files, terminal.py the sessions (`session-NAME`). benchmarks/draw.py draws the blocks
+of benchmarks.
 """
 
 from __future__ import annotations
@@ -22,22 +24,27 @@ for variable in [name for name in os.environ if name.startswith("BRECCIA_")]:
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import boards  # noqa: E402
+import cards  # noqa: E402
 import listings  # noqa: E402
+import looks  # noqa: E402
 import specimens  # noqa: E402
 import terminal  # noqa: E402
 import tutorial  # noqa: E402
 from harness.blocks import BLOCK, filled  # noqa: E402
 
 #: Blocks by name, but for sessions.
-DECLARED = listings.BLOCKS | specimens.BLOCKS | tutorial.BLOCKS
-#: Pages of benchmarks/draw.py.
-DRAWN = ("benchmarks.md", "accuracy.md", "numerics.md", "kernels.md")
+DECLARED = listings.BLOCKS | boards.BLOCKS | cards.BLOCKS | looks.BLOCKS | specimens.BLOCKS | tutorial.BLOCKS
+#: Folders of benchmarks/draw.py.
+DRAWN = ("measured", "kernels")
 _SHOWN = 12
 
 
 def pages(docs: Path) -> dict[Path, str]:
     """The pages that ask for blocks of ours, as they should be."""
-    found = [p for p in sorted(docs.rglob("*.md")) if p.name not in DRAWN and "<!-- table:" in p.read_text(encoding="utf-8")]
+    found = [
+        p for p in sorted(docs.rglob("*.md")) if p.parent.name not in DRAWN and "<!-- table:" in p.read_text(encoding="utf-8")
+    ]
     declared = {f"session-{s.name}": s for s in terminal.sessions()}
     asked = {name for page in found for _, name, _, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}
     blocks = dict.fromkeys([*DECLARED, *declared], "")
@@ -46,7 +53,7 @@ def pages(docs: Path) -> dict[Path, str]:
     blocks |= {name: DECLARED[name]() for name in DECLARED if name in asked}
     # A session stands on what those before it wrote, so it is all or none.
     blocks |= dict(terminal.recorded(terminal.sessions())) if asked & set(declared) else {}
-    return {page: filled(page, blocks | kept(page, blocks, declared)) for page in found}
+    return {page: filled(page, blocks | kept(page, blocks, declared), len(page.relative_to(docs).parts) - 1) for page in found}
 
 
 def kept(page: Path, blocks: dict[str, str], declared: dict[str, terminal.Session]) -> dict[str, str]:

@@ -62,6 +62,11 @@ def on_page_content(html: str, *, page: Page, config: Any, files: Files) -> str:
     return html
 
 
+def on_post_page(output: str, *, page: Page, config: Any) -> str:
+    """Name the theme's search dialog, which screen readers announce."""
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"', 1)
+
+
 # ---------------------------------------------------------------------------------------------------- links
 
 

@@ -410,26 +410,6 @@ def dialects() -> str:
     return table(["checkpoints of", "name", "`quant_method`", ""], rows)
 
 
-#: What engines are called.
-ENGINES = {"vllm": "vLLM", "transformers": "transformers", "mlx_lm": "MLX-LM", "llama_cpp": "llama.cpp"}
-
-
-def engines() -> str:
-    """Which engine ran what, as tests/engines/check.py measured it."""
-    record = json.loads((ROOT / "docs" / "engines.json").read_text(encoding="utf-8"))
-    rows: list[list[str]] = []
-    for row in record["rows"]:
-        model = f"{row['model']}, {row['ranks']} ranks" if row["ranks"] > 1 else row["model"]
-        if row["source"]:
-            model += f", from {row['source'][1]}"
-        outcome = "no" if not row["ran"] else "ran, equal" if row["equal"] else f"ran, KL {row['kl']:.0e}"
-        options = row["command"].removeprefix("breccia convert MODEL OUT").strip()
-        rows.append([ENGINES[row["engine"]], f"`{options}`", model, outcome])
-    versions = ", ".join(f"{ENGINES[engine]} {version}" for engine, version in record["versions"].items())
-    header = ["engine", "`breccia convert MODEL OUT`", "MODEL", ""]
-    return f"{table(header, rows)}\n{versions}; on a CPU, {record['date_utc']}.\n"
-
-
 def written() -> str:
     """What libraries decoded of what breccia wrote, as tests/dialects/written_*.py recorded it."""
     record = json.loads((ROOT / "docs" / "written.json").read_text(encoding="utf-8"))
@@ -482,6 +462,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "kinds": kinds,
     "presets": presets,
     "dialects": dialects,
-    "engines": engines,
     "written": written,
 }

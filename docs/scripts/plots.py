@@ -26,7 +26,9 @@ from breccia.arrays.ops import NUMPY
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from harness.plots import BLUE, GREY, ORANGE, Plot, write  # noqa: E402
+from picture import pictures  # noqa: E402
 from rosetta import draw_rosetta, rosetta_series  # noqa: E402
+from standing import draw_standing, standing_series  # noqa: E402
 
 #: Two more mid-tones of at least 3:1 on white and on dark grounds, apart from blue and orange for the colour-blind too.
 GREEN, PURPLE = "#009E73", "#A8609F"
@@ -482,6 +484,7 @@ def plots() -> list[Plot]:
         ("blocks.svg", "A matrix, its blocks, codes, bytes and scales", block_series, draw_blocks),
         ("decision.svg", "Which recipe to choose", decision_series, draw_decision),
         ("rosetta.svg", "Between which formats conversions keep every value", rosetta_series, draw_rosetta),
+        ("standing.svg", "Speed beside the best rival, by device", standing_series, draw_standing),
     ]
     return [Plot(file, title, series(), draw) for file, title, series, draw in made]
 
@@ -491,7 +494,7 @@ def main(
     check: Annotated[bool, typer.Option(help="Write nothing; fail where a picture shows other numbers.")] = False,
 ) -> None:
     """Draw the pictures of the pages, or check them."""
-    every = plots()
+    every, written = plots(), pictures(bell(8, 32))
     if check:
         stale = [
             plot.file
@@ -499,6 +502,7 @@ def main(
             if not (docs / "img" / plot.file).exists()
             or plot.digest not in (docs / "img" / plot.file).read_text(encoding="utf-8")
         ]
+        stale += [file for file, text in written.items() if not same(docs / "img" / file, text)]
         if stale:
             sys.exit(f"plots: {', '.join(stale)} differ(s) from what breccia computes; run `python docs/scripts/plots.py`.")
         return
@@ -506,6 +510,12 @@ def main(
         sys.exit("plots: drawing needs matplotlib, which is not installed; --check does not.")
     for plot in every:
         write(plot, docs / "img")
+    for file, text in written.items():
+        (docs / "img" / file).write_text(text, encoding="utf-8")
+
+
+def same(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text(encoding="utf-8") == text
 
 
 if __name__ == "__main__":

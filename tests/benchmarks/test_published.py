@@ -46,7 +46,7 @@ def test_documents_match_the_results() -> None:
 
 def test_every_table_and_plot_is_shown_and_every_result_is_drawn() -> None:
     blocks, plots = draw.drawn(HERE / "results")
-    pages = [(ROOT / "docs" / page).read_text("utf-8") for page in draw.PAGES]
+    pages = [page.read_text("utf-8") for page in draw.pages(ROOT / "docs")]
     assert {name for page in pages for _, name, _, _ in BLOCK.findall(page)} == set(blocks)
     assert {read(path)["benchmark"] for path in RESULTS} == set(BENCHMARKS) and draw.NOTHING not in blocks.values()
     assert all(plot.shown_in(ROOT / "docs" / "img") for plot in plots) and len(plots) == 5
@@ -64,7 +64,7 @@ def test_every_run_of_a_result_says_where_when_and_how_and_every_row_belongs_to_
     assert {row.get("run", 0) for row in result["rows"]} == set(range(len(runs)))
 
 
-@pytest.mark.parametrize("page", ["benchmarks.md", "accuracy.md", "numerics.md", "kernels.md"])
+@pytest.mark.parametrize("page", ["measured/cpu-numpy.md", "measured/accuracy.md", "measured/parity.md", "measured/gpu-casts.md"])
 def test_a_manual_edit_of_a_table_is_found(page: str, documents: Path) -> None:
     text = (documents / page).read_text(encoding="utf-8")
     place = next(block.start(3) + block[3].index("|", 2) for block in BLOCK.finditer(text) if "| nvfp4 |" in block[3])
@@ -79,7 +79,7 @@ def test_an_outdated_plot_is_found(documents: Path) -> None:
 
 
 def test_an_unknown_or_unterminated_block_is_refused(documents: Path) -> None:
-    page = documents / "accuracy.md"
+    page = documents / "measured" / "accuracy.md"
     text = page.read_text(encoding="utf-8")
     page.write_text(text.replace("<!-- table: published -->", "<!-- table: publshed -->"), encoding="utf-8")
     assert "asks for a block 'publshed'; there are accuracy," in check(documents)

@@ -95,12 +95,12 @@ def addresses(st: ScaledTensor) -> dict[str, int]:
     return {name: ADDRESS[st.framework](part) for name, part in components(st).items()}
 
 
-# -- which pairs of frameworks share memory: the table of docs/bridges.md ---------------------------------------------------
+# -- which pairs of frameworks share memory: the table of docs/bridges/frameworks.md --------------------------------------
 
 
 def table() -> dict[tuple[str, str], str]:
     """(from, to) -> the entry of the table."""
-    lines = (ROOT / "docs" / "bridges.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs" / "bridges" / "frameworks.md").read_text(encoding="utf-8").splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("| from, to |"))
     rows = [[cell.strip().lower() for cell in line.strip("|").split("|")] for line in lines[start : start + 6]]
     return {(row[0], to): cell for row in rows[2:] for to, cell in zip(rows[0][1:], row[1:], strict=True)}

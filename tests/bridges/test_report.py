@@ -156,8 +156,9 @@ def test_a_name_that_looks_like_markup_stays_text(tmp_path: Path) -> None:
     page = Parsed(without_library(written(tmp_path, [hostile], title=HOSTILE)))
     assert page.tags.count("script") == 3
     assert not {"img", "a"} & set(page.tags)
-    # Title twice, label, recipe, worst tensor, warning and reason; the source shows the last part of what looks like a path.
-    assert page.text.count(HOSTILE) == 7
+    # Title twice, label, recipe, worst tensor, warning and reason; in the verdict the label twice and the worst tensor. The
+    # source shows the last part of what looks like a path.
+    assert page.text.count(HOSTILE) == 10
     assert json.loads(page.json)[0]["tensors"][0]["name"] == HOSTILE
 
 
@@ -182,6 +183,29 @@ def test_the_summary_contains_every_figure_of_a_run(tmp_path: Path) -> None:
         "nvfp4 4.500 24.58 kB → 19.09 kB 0.777× 8.19 kB 42.9 % 20.25 dB 0.995000 0.1 % 7.12 % layer.10.w 19.50 dB" in page.lines
     )
     assert f"breccia {__version__}" in page.lines
+
+
+def test_the_page_opens_with_a_verdict_and_the_plot_of_size_against_accuracy(tmp_path: Path) -> None:
+    nvfp4, mxfp8 = two_runs()  # of 24,576 bytes, nvfp4 takes 19,092
+    row = run("row", [tensor("layer.10.w", 15.0, bytes_out=20_000)], sqnr_db=15.0)
+    page = written(tmp_path, [nvfp4, mxfp8 | {"bytes_out": 22_000}, row])
+    for sentence in (
+        "Most accurate: mxfp8, 0.895× the size, 31.50 dB.",
+        "Smallest: nvfp4, 0.777× the size, 20.25 dB.",
+        "row is no smaller than nvfp4, and less accurate.",
+        "Worst tensor of nvfp4: layer.10.w, 19.50 dB.",
+    ):
+        assert sentence in Parsed(page).lines.replace("\xa0", " "), sentence
+    places = [page.index(mark) for mark in ('class="verdict"', 'id="sizes"', 'id="summary-title"', 'id="tensor-title"')]
+    assert places == sorted(places)
+    assert "No tensor was quantized." in Parsed(written(tmp_path, [run("none", [kept("norm.w")])])).lines
+
+
+def test_the_page_starts_at_the_run_whose_tensors_differ_most(tmp_path: Path) -> None:
+    narrow, wide = run("narrow", [tensor("a", 20.0), tensor("b", 20.5)]), run("wide", [tensor("a", 20.0), tensor("b", 30.0)])
+    for runs, place in (([narrow, wide], 1), ([wide, narrow], 0)):
+        page = written(tmp_path, runs)
+        assert re.findall(r'name="run" value="(\d)"[^>]* checked>', page) == [str(place)]
 
 
 def test_zero_error_is_shown_as_infinite_sqnr(tmp_path: Path) -> None:
@@ -710,6 +734,7 @@ def test_tensors_that_cannot_be_drawn_on_an_axis_are_listed(opened: Open) -> Non
 @pytest.mark.long
 def test_switching_to_a_run_with_tensors_draws_them(opened: Open) -> None:
     page = opened([run("none", [kept("norm.w")]), run("some", [tensor("w", histogram=None), tensor("v", 25.0)])])
+    page.get_by_label("none").check()
     assert not page.locator("#dots").is_visible()
     page.get_by_label("some").check()
     assert page.locator(DOTS).count() == 2

@@ -1,4 +1,7 @@
-"""The documentation site in a browser: no page scrolls sideways, and no table or code is cut, on a phone and on a desktop."""
+"""The documentation site in a browser, on a phone and on a desktop.
+
+No page scrolls sideways, and no table or code is cut; no link is dead, no program of a page fails, images have alternatives.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urldefrag
 
 import pytest
 from browser import WIDTHS, chromium, unreachable
@@ -71,6 +79,83 @@ def test_everything_on_every_page_can_be_reached_on_a_phone_and_on_a_desktop(bro
     names = {page.relative_to(site).as_posix() for page in pages}
     assert {"index.html", "cli/index.html", "support/index.html", "kernels/index.html", "404.html"} <= names
     assert faults(browser.new_context(reduced_motion="reduce"), site, pages) == []
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Says nothing of each request."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def served(site: Path) -> Iterator[str]:
+    """The address of a server of the site, on this machine alone."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+#: The links of a page as absolute addresses, its anchors, and its images without an alternative.
+_FOUND = """() => ({
+    links: [...document.querySelectorAll("a[href]")].map((a) => a.href),
+    anchors: [...document.querySelectorAll("[id], a[name]")].map((e) => e.id || e.name),
+    silent: [...document.querySelectorAll("img:not([alt]), img[alt='']")].map((i) => i.src),
+})"""
+
+
+@pytest.mark.long
+def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative(browser: Any, site: Path) -> None:
+    """Anchors on pages of source are those of lines, which the site's build checks."""
+    pages = [page for page in sorted(site.rglob("index.html")) if not is_source(page, site)]
+    moved = {page for page in pages if 'http-equiv="refresh"' in page.read_text(encoding="utf-8")}
+    faults: list[str] = []
+    anchors: dict[str, set[str]] = {}
+    links: dict[str, str] = {}
+    with served(site) as address:
+        context = browser.new_context(reduced_motion="reduce")
+        page = context.new_page()
+        page.set_default_timeout(120_000)
+        page.on("console", lambda said: faults.append(f"{page.url}: {said.text}") if said.type == "error" else None)
+        page.on("pageerror", lambda error: faults.append(f"{page.url}: {error}"))
+        page.on("requestfailed", lambda request: faults.append(f"{page.url}: {request.url} failed"))
+        for path in (path for path in pages if path not in moved):
+            url = address + path.parent.relative_to(site).as_posix().removeprefix(".")
+            page.goto(url.rstrip("/") + "/", wait_until="load")
+            found = page.evaluate(_FOUND)
+            anchors[page.url.removeprefix(address)] = set(found["anchors"])
+            links |= {link: page.url for link in found["links"] if link.startswith(address)}
+            faults += [f"{page.url}: no alternative of {image}" for image in found["silent"]]
+        context.close()
+        for link, origin in links.items():
+            target, anchor = urldefrag(unquote(link.removeprefix(address)))
+            file = site / target / "index.html" if not target or target.endswith("/") else site / target
+            if not file.is_file():
+                faults.append(f"{origin}: dead link {link}")
+            elif anchor and target in anchors and anchor not in anchors[target] and anchor != "__skip":
+                faults.append(f"{origin}: no anchor {link}")
+    assert len(anchors) > 100 and len(links) > 500
+    assert faults == []
+
+
+@pytest.mark.long
+def test_the_programs_of_pages_answer_in_a_browser(browser: Any, site: Path) -> None:
+    with served(site) as address:
+        page = browser.new_page()
+        page.goto(f"{address}number/")
+        page.fill("#x", "448")
+        assert page.locator("#codes tr", has_text="E4M3").first.inner_text().split()[:2] == ["E4M3", "7E"]
+        page.fill("#x", "twelve")
+        assert "The number is not understood" in page.inner_text("#note")
+        page.goto(f"{address}choose/")
+        assert page.inner_text("#command").startswith("breccia convert MODEL OUT --recipe ")
+        page.fill("#memory", "1")
+        assert page.inner_text("#verdict").startswith("Nothing fits") and page.locator("#chosen tr").count() == 0
+        page.close()
 
 
 @pytest.mark.long

@@ -33,7 +33,7 @@ DOCS = ROOT / "docs"
 #: All pages but the changelog, which also names what is gone.
 PAGES = [p for p in [*ROOT.glob("*.md"), *ROOT.glob("breccia-*/*.md"), *DOCS.glob("**/*.md")] if p.name != "CHANGELOG.md"]
 #: Pages of benchmarks/draw.py, whose options and commands are those of scripts.
-MEASURED = ("benchmarks.md", "kernels.md", "accuracy.md", "numerics.md", "agreement.md")
+MEASURED = re.compile(r"docs/(?:(?:measured|kernels)/.*|(?:spec/)?numerics\.md|agreement\.md)")
 #: Names that pages write to say that they do not exist.
 ABSENT = {"breccia._core", "breccia.bridges.to_acme"}
 
@@ -49,6 +49,11 @@ pytestmark = pytest.mark.together
 def prose(page: Path) -> str:
     """A page without its blocks of code."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def stating() -> list[Path]:
+    """Pages whose options, commands and numbers are those of breccia, and not those of scripts."""
+    return [page for page in PAGES if not MEASURED.fullmatch(page.relative_to(ROOT).as_posix())]
 
 
 def inline(*pages: Path) -> Iterator[tuple[str, str]]:
@@ -94,7 +99,7 @@ def test_every_name_of_breccia_and_of_frameworks_in_a_page_exists() -> None:
     checked: set[str] = set()
     for page, code in inline():
         names = set(DOTTED.findall(code))
-        if not page.endswith(MEASURED):
+        if not MEASURED.fullmatch(page):
             names |= {name for name in LIBRARY.findall(code) if name.partition(".")[0] in roots}
         for name in names - ABSENT - kernels:
             checked.add(name)
@@ -170,27 +175,25 @@ def test_every_recipe_with_fields_in_a_page_can_be_made() -> None:
 # -- recipes ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_recipes_in_the_readme_is_that_of_the_registry() -> None:
-    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Recipes\n")[2].partition("\n\nNot sure?")[0]
-    listed: list[type[ScalingRecipe]] = []
-    for row in table.strip().splitlines()[2:]:
-        classes, names, codes, scale, bits = (cell.strip() for cell in row.strip("|").split("|"))
-        kinds = [getattr(breccia, name) for name in re.findall(r"`(\w+)`", classes)]
-        assert re.findall(r"`(\w+)`", names) == [kind.name for kind in kinds]
-        listed += kinds
-        for kind in kinds:
-            recipe = kind()
-            assert bits_per_value(recipe) == pytest.approx(float(bits), abs=0.01), row
-            level = recipe.format.scale.codec.name.replace("F32", "FP32").replace("F16", "FP16")
-            assert level in scale and (recipe.format.element.name in codes or kind is breccia.MXINT8BlockScaling), row
-    assert set(listed) == set(RECIPES)
+def test_every_recipe_has_a_page_with_its_card_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in (DOCS / "recipes").glob("*.md")}
+    listed = (DOCS / "recipes.md").read_text(encoding="utf-8")
+    for name in registry().recipes:
+        assert f"<!-- table: recipe-{name} -->" in pages.get(name, ""), f"docs/recipes/{name}.md"
+        assert f"recipes/{name}.md" in navigation and f"[`{name}`](recipes/{name}.md)" in listed, name
+    assert set(RECIPES) <= set(registry().recipes.values())
 
 
-def test_sections_of_recipes_have_every_default_and_the_bits_per_parameter() -> None:
-    text = prose(DOCS / "recipes.md")
-    sections = dict(re.findall(r"^###? (\w+)\n(.*?)(?=^##|\Z)", text, re.DOTALL | re.MULTILINE))
+def test_every_engine_has_a_page_that_says_what_does_not_work() -> None:
+    for engine in {row["engine"] for row in json.loads((DOCS / "engines.json").read_text(encoding="utf-8"))["rows"]}:
+        page = (DOCS / "engines" / f"{engine.replace('_', '-')}.md").read_text(encoding="utf-8")
+        assert f"<!-- table: engine-{engine} -->" in page and "\n## What does not work\n" in page, engine
+
+
+def test_pages_of_recipes_have_every_default_and_the_bits_per_parameter() -> None:
     for kind in RECIPES:
-        section = sections[kind.name]
+        section = prose(DOCS / "recipes" / f"{kind.name}.md").partition("<!-- end -->")[2]
         (call,) = re.findall(rf"^`({kind.__name__}\(.*?\))`", section, re.MULTILINE | re.DOTALL)
         given = {k.arg: ast.literal_eval(k.value) for k in ast.parse(call, mode="eval").body.keywords}  # type: ignore[attr-defined]
         assert given == {field.name: field.default for field in dataclasses.fields(kind)}, kind.name  # type: ignore[arg-type]
@@ -221,7 +224,7 @@ def test_every_command_and_option_in_a_page_exists() -> None:
     known = program()
     every = set().union(*known.values())
     wrong: list[str] = []
-    for page, code in inline(*(page for page in PAGES if page.name not in MEASURED)):
+    for page, code in inline(*stating()):
         if code.startswith("breccia "):
             words = shlex.split(code)[1:]
             command = " ".join(words[:2]) if " ".join(words[:2]) in known else words[0]
@@ -287,7 +290,7 @@ def number(word: str) -> int:
 def test_every_number_of_things_in_a_page_is_that_of_the_registry() -> None:
     pattern = re.compile(rf"\b({'|'.join(WORDS[3:])}|[3-9]|[1-9]\d)\s+({'|'.join(NOUNS)})\b", re.IGNORECASE)
     wrong: list[str] = []
-    for page in (page for page in PAGES if page.name not in MEASURED):
+    for page in stating():
         text = re.sub(r"\s+", " ", prose(page))
         for found in pattern.finditer(text):
             count = COUNTS.get(found[0].lower()) or COUNTS.get(found[2].lower())
@@ -296,16 +299,12 @@ def test_every_number_of_things_in_a_page_is_that_of_the_registry() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_example_and_every_scale_rule_is_on_the_first_pages() -> None:
-    examples = {path.name for path in ROOT.glob("examples/[0-9]*.py")}
-    for page in (ROOT / "README.md", DOCS / "index.md"):
-        assert set(re.findall(r"examples/(\d\w+\.py)\)", page.read_text(encoding="utf-8"))) == examples, page
+def test_every_example_is_on_its_page() -> None:
+    page = (DOCS / "examples.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"examples/(\d\w+\.py)\)", page)) == {path.name for path in ROOT.glob("examples/[0-9]*.py")}
     lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("examples/[0-9]*.py")]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    least, most = map(int, re.findall(r"each (\d+) to (\d+) lines", readme)[0])
+    least, most = map(int, re.findall(r"each (\d+) to (\d+) lines", page)[0])
     assert least <= min(lines) and max(lines) <= most
-    (rules,) = re.findall(r"The `scale_rule` field.*?: (.*? for float scales)\.", readme, re.DOTALL)
-    assert set(re.findall(r"`(\w+)`", rules)) == set(registry().declared["breccia_rules"])
 
 
 def test_versions_in_pages_are_those_of_the_distributions() -> None:
@@ -331,13 +330,14 @@ def test_the_page_of_plug_ins_has_every_hook() -> None:
 def test_checkpoints_that_pages_call_refused_or_planned_are_refused() -> None:
     pytest.importorskip("breccia_bridges", reason="breccia-bridges reads checkpoints")
     refused = " ".join(f"{d.title} {d.name}" for d in registry().dialects.values() if d.read is None).lower()
-    text = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("migration", "bridges", "cli")}
-    migration = dict(re.findall(r"^\| ([^|]+) \| (refused|\S.*?) \|", text["migration"].partition("\n## ")[0], re.MULTILINE))
+    text = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("migration/index", "bridges", "cli/sources")}
+    first = text["migration/index"].partition("\n## ")[0]
+    migration = dict(re.findall(r"^\| ([^|]+) \| (refused|\S.*?) \|", first, re.MULTILINE))
     assert {row: said for row, said in migration.items() if (row.partition(" ")[0].strip(",").lower() in refused)} == {
         row: said for row, said in migration.items() if said == "refused"
     }
     planned = re.findall(r"^\| ([^|]+) \| checkpoint dialects \| planned", text["bridges"], re.MULTILINE)
-    (listed,) = re.findall(r"refused by name\*\*, before anything is written: (.*?) and more\.", text["cli"], re.DOTALL)
+    (listed,) = re.findall(r"refused by name\*\*, before anything is written: (.*?) and more\.", text["cli/sources"], re.DOTALL)
     named = [
         name.strip()
         for said in (*(r for r in migration if migration[r] == "refused"), *planned, listed)

@@ -202,7 +202,7 @@ def from_dlpack(source: ScaledTensor | Bundle, framework: str, *, device: Any = 
     framework: "numpy", "torch", "jax", "mlx", or any that a plug-in declares.
     device: the target device, in that framework's spelling. By default the tensor stays on its device; moving it copies.
     copy: None shares memory where possible and copies the other components; True copies all; False raises instead of
-        copying. docs/bridges.md has the pairs.
+        copying. docs/bridges/frameworks.md has the pairs.
 
     Writes to shared memory through a NumPy, torch or MLX array are visible in the other tensor, even in JAX, whose arrays count
     as immutable. Write to neither, or pass copy=True. NumPy arrays that share memory with JAX or MLX are read-only.

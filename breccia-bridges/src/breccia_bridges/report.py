@@ -105,11 +105,62 @@ def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
         reasons=list(dict.fromkeys(reason for run in shown for reason in run["kept"])),
         recipes=_recipes(shown),
         warnings=_warnings(shown),
+        verdict=_verdict(shown),
+        first=_widest(shown),
         quantized=[{t["name"]: t for t in run["tensors"] if t["quantized"]} for run in shown],
         drawn=packed(json.dumps([{key: run[key] for key in _DRAWN} for run in shown], allow_nan=False, separators=(",", ":"))),
         plotly=packed(str(get_plotlyjs())),
         plotly_version=str(get_plotlyjs_version()),
     )
+
+
+def _verdict(runs: list[dict[str, Any]]) -> list[str]:
+    """What the runs come to: the most accurate one, the smallest one, and what another one is better than in both."""
+    measured = [run for run in runs if any(t["quantized"] for t in run["tensors"])]
+    if not measured:
+        return ["No tensor was quantized."]
+    best, smallest = max(measured, key=_accuracy), min(measured, key=lambda run: run["bytes_out"])
+    if len(runs) == 1:
+        return [f"{_result(best)}.", *_worst(best)]
+    said = [f"Most accurate: {_result(best)}."]
+    if smallest is not best:
+        said.append(f"Smallest: {_result(smallest)}.")
+    for run in measured:
+        better = [
+            other["label"] for other in measured if _accuracy(other) > _accuracy(run) and other["bytes_out"] <= run["bytes_out"]
+        ]
+        if better:
+            said.append(f"{run['label']} is no smaller than {better[0]}, and less accurate.")
+    return [*said, *_worst(smallest)]
+
+
+def _result(run: dict[str, Any]) -> str:
+    """A run in one clause: its size as a part of the source's, and its SQNR."""
+    ratio = f"{run['bytes_out'] / run['bytes_in']:.3f}× the size, " if run["bytes_in"] else ""
+    return f"{run['label']}, {ratio}{_decibel(run)}"
+
+
+def _worst(run: dict[str, Any]) -> list[str]:
+    """A sentence about the tensor that lost most, if its run lost anything."""
+    found = next((t for t in run["tensors"] if t["name"] == run["worst"] and t["quantized"]), None)
+    return [] if found is None or run["lossless"] else [f"Worst tensor of {run['label']}: {found['name']}, {_decibel(found)}."]
+
+
+def _accuracy(record: Mapping[str, Any]) -> float:
+    """SQNR for comparisons: no error is the best, errors that are not finite the worst."""
+    if record["lossless"]:
+        return math.inf
+    return -math.inf if record["sqnr_db"] is None else record["sqnr_db"]
+
+
+def _widest(runs: list[dict[str, Any]]) -> int:
+    """The number of the run whose tensors differ most in SQNR; the page shows its tensors first."""
+
+    def spread(run: dict[str, Any]) -> float:
+        found = [t["sqnr_db"] for t in run["tensors"] if t["quantized"] and not t["lossless"] and t["sqnr_db"] is not None]
+        return max(found) - min(found) if found else -1.0
+
+    return max(range(len(runs)), key=lambda place: spread(runs[place]))
 
 
 def packed(text: str) -> str:

@@ -434,7 +434,7 @@ def public(op: Operation) -> Callable[..., Any]:
     """The function that users call for the op of a plug-in: f(*arguments, **options), with `prefer=` as another option.
 
     It checks its arguments, computes gradients by `op.derivative`, and works in `torch.compile`, `jax.jit` and `mx.compile`.
-    A recipe may be given by its name. See docs/plugins.md.
+    A recipe may be given by its name. See docs/api/plugins.md.
 
     The function raises TypeError for missing and unknown arguments; UnsupportedError for arrays of several frameworks, and for
     a ScaledTensor where an array is due or the other way round; and what `op.validate` raises.

@@ -24,8 +24,8 @@ BITS = 8
 NORMAL, LEAST, BEYOND = -126, -149, 128
 #: The largest multiplier of a global scale, as an exponent: what sums lose below 2^-149 stays below 2^-126 under it.
 LARGEST = 22
-#: The least K. One step of a tensor core adds 16 products and loses at most 17 / 4 + 2 units 2^-24 (docs/kernels.md); rounding
-#: of both global scales, of values under them and of the result takes 5 more, within the 16 that the contract allows.
+#: The least K. One step of a tensor core adds 16 products and loses at most 17 / 4 + 2 units 2^-24 (docs/kernels/weights.md);
+#: rounding of both global scales, of values under them and of the result takes 5 more, within the 16 that the contract allows.
 SHORTEST = 16
 
 

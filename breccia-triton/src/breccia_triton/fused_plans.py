@@ -26,7 +26,7 @@ from .specs import CONVERTED
 DTYPES = {"bfloat16": (8, -133, 128), "float16": (11, -24, 16), "float32": (24, -149, 128)}
 #: Dtypes of results.
 RESULTS = tuple(DTYPES)
-#: The least K of sums in tensor cores; docs/kernels.md has the bound.
+#: The least K of sums in tensor cores; docs/kernels/triton-products.md has the bound.
 SHORTEST = 32
 #: The least number of columns of K of a step.
 STEP = 16

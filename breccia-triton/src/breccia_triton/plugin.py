@@ -45,7 +45,7 @@ _PRODUCTS = (
 )
 
 #: Products of other libraries: module and function in `others`, name, what it accepts and needs, its score, and whether it is
-#: for activations that are no ScaledTensor. They run where they are named: docs/kernels.md says why.
+#: for activations that are no ScaledTensor. They run where they are named: docs/kernels/other-libraries.md says why.
 _OTHERS = (
     ("humming_products:humming_fp8_matmul", "humming.fp8_matmul", "humming_fp8", "others.plans:score_of_humming", False),
     ("deep_gemm_products:deep_gemm_matmul", "deep_gemm.fp8_matmul", "deep_gemm", "others.plans:score_of_deep_gemm", False),

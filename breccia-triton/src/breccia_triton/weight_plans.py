@@ -1,6 +1,6 @@
 """Weight-only matmul: which calls the kernels take, and what is compiled for one. Imports neither torch nor Triton.
 
-`cuda/weight_only.cuh` has the idea, docs/kernels.md the proofs that the kernels keep the contract of products.
+`cuda/weight_only.cuh` has the idea, docs/kernels/weights.md the proofs that the kernels keep the contract of products.
 """
 
 from __future__ import annotations

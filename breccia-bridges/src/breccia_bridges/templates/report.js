@@ -18,7 +18,8 @@
   library.textContent = await unpacked("plotly");
   document.head.append(library); // runs it
   const runs = JSON.parse(await unpacked("data"));
-  const state = { run: runs[0], tensor: null, all: false, sort: { column: "sqnr", descending: false } };
+  const first = Number(document.querySelector("#runs input:checked")?.value ?? 0); // the widest spread of accuracy
+  const state = { run: runs[first], tensor: null, all: false, sort: { column: "sqnr", descending: false } };
 
   const SHOWN = 20; // dots, until all are asked for
   const SPAN = 2; // dB that the axis shows at least: smaller differences do not matter
@@ -522,7 +523,7 @@
     drawHistogram();
   }
 
-  $("drawn").hidden = false;
+  $("sizes").hidden = $("drawn").hidden = false;
   buildHead();
   chooseRun(state.run);
   drawCheckpoints();

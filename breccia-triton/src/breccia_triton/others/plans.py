@@ -1,6 +1,6 @@
 """Which calls the products of other libraries take, and what these libraries call a format. Imports none of them, nor torch.
 
-They run where they are named: docs/kernels.md says what of the contract each of them does not keep.
+They run where they are named: docs/kernels/other-libraries.md says what of the contract each of them does not keep.
 """
 
 from __future__ import annotations
