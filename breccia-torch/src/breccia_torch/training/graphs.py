@@ -6,7 +6,6 @@ the optimizer.
 """
 
 # Parameters of operators have the types of their schemas.
-# ruff: noqa: ANN001
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 
@@ -20,68 +19,80 @@ from torch import Tensor
 from .operands import Context, declared, empty_parts, recipe_of
 from .state import StepState
 
-_STATE = "Tensor? amaxes, Tensor? pending, Tensor? draws, Tensor? main"
+_STATE = "Tensor? offsets, Tensor? amaxes, Tensor? pending, Tensor? draws, Tensor? main, str recipe"
 
 
-def linear(x: Tensor, weight: Tensor, bias: Any, recipe: str, state: StepState | None, main: Any) -> Tensor:
-    """The layer in a graph, for x (M, K). recipe: as JSON."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Any, recipe: str, state: StepState | None, main: Any, offsets: Tensor | None = None
+) -> Tensor:
+    """The layer in a graph, for x (M, K). recipe: as JSON. offsets: of experts."""
     training = torch.is_grad_enabled()
     buffers = (None, None, None) if state is None else state.tensors()
-    keep = training and weight.requires_grad
-    return torch.ops.breccia.training_linear(x, weight, bias, *buffers, main, recipe, keep, training)[0]
+    needs = training and x.requires_grad, training and weight.requires_grad
+    return torch.ops.breccia.training_linear(x, weight, bias, offsets, *buffers, main, recipe, *needs, training)[0]
 
 
-def _linear(x, weight, bias, amaxes, pending, draws, main, recipe, keep: bool, record: bool) -> list[Tensor]:
-    from . import linear as layer
+def _forward(x, weight, bias, offsets, amaxes, pending, draws, main, recipe, need_x, need_w, record) -> list[Tensor]:
+    from . import experts, linear
 
     how = Context(recipe_of(recipe), amaxes, pending, draws)
-    y, kept = layer.forward(x, weight, bias, how, x.dtype, keep=keep, record=record)
-    return [y, *_owned(kept, how, keep)]
-
-
-def _owned(kept: list[Tensor], how: Context, keep: bool) -> list[Tensor]:
-    """The components as `_linear_fake` promises them: none for an operand in high precision, which is x itself."""
+    needs = {"need_x": need_x, "need_w": need_w, "record": record}
+    if offsets is None:
+        y, kept = linear.forward(x, weight, bias, how, x.dtype, **needs)
+    else:
+        y, kept = experts.forward(x, weight, offsets, how, x.dtype, **needs)
     column = declared(how.recipe, "input")[1]
-    if not keep or column.recipe is None:
-        return []
-    data, *others = kept
-    return [data.mT.contiguous().mT if column.axis == -2 else data, *(part.contiguous() for part in others)]
+    if not kept or (column.recipe is None and offsets is None):  # x itself, which an operator must not return
+        return [y]
+    data, *others = kept  # with the strides of `_forward_fake`
+    data = data.mT.contiguous().mT if column.recipe is not None else data.contiguous()
+    return [y, data, *(part.contiguous() for part in others)]
 
 
-def _linear_fake(x, weight, bias, amaxes, pending, draws, main, recipe, keep: bool, record: bool) -> list[Tensor]:
-    column = declared(recipe_of(recipe), "input")[1]
-    kept = empty_parts(x, column, x.shape) if keep and column.recipe is not None else []
-    return [x.new_empty(x.shape[0], weight.shape[0]), *kept]
+def _forward_fake(x, weight, bias, offsets, amaxes, pending, draws, main, recipe, need_x, need_w, record) -> list[Tensor]:
+    from . import experts
+
+    column, m, k = declared(recipe_of(recipe), "input")[1], *x.shape
+    if offsets is not None:
+        m = experts.spread_count(m, len(weight), recipe_of(recipe), x.device.type)
+    kept: list[Tensor] = []
+    if need_w and column.recipe is not None:
+        kept = empty_parts(x, column, (m, k))
+    elif need_w and offsets is not None:
+        kept = [x.new_empty(m, k)]
+    return [x.new_empty(x.shape[0], weight.shape[-2]), *kept]
 
 
-def _backward(dy, weight, kept, amaxes, pending, draws, main, recipe, dtype, need_x: bool) -> list[Tensor]:
-    from . import linear as layer
+def _backward(dy, weight, kept, offsets, amaxes, pending, draws, main, recipe, dtype, need_x) -> list[Tensor]:
+    from . import experts, linear
 
     how = Context(recipe_of(recipe), amaxes, pending, draws)
-    dx, dw = layer.backward(dy, weight, kept, how, dtype, main, need_x)
-    return [dy.new_empty(0) if v is None else v.contiguous() for v in (dx, dw)]
+    if offsets is None:
+        results = linear.backward(dy, weight, kept, how, dtype, main, need_x)
+    else:
+        results = experts.backward(dy, weight, kept, how, dtype, main, need_x, offsets)
+    return [dy.new_empty(0) if v is None else v.contiguous() for v in results]
 
 
-def _backward_fake(dy, weight, kept, amaxes, pending, draws, main, recipe, dtype, need_x: bool) -> list[Tensor]:
-    dx = dy.new_empty((dy.shape[0], weight.shape[1]) if need_x else 0, dtype=dtype if need_x else None)
+def _backward_fake(dy, weight, kept, offsets, amaxes, pending, draws, main, recipe, dtype, need_x) -> list[Tensor]:
+    dx = dy.new_empty((dy.shape[0], weight.shape[-1]) if need_x else 0, dtype=dtype if need_x else None)
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if kept and main is None else dy.new_empty(0)
     return [dx, dw]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weight, bias, amaxes, pending, draws, main, ctx.recipe, keep, _ = inputs
-    kept = output[1:] or ([x] if keep else [])
-    ctx.save_for_backward(weight, amaxes, pending, draws, main, *kept)
+    x, weight, bias, offsets, amaxes, pending, draws, main, ctx.recipe, _, need_w, _ = inputs
+    kept = output[1:] or ([x] if need_w else [])
+    ctx.save_for_backward(weight, offsets, amaxes, pending, draws, main, *kept)
     ctx.dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-    ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, gradients: Any) -> tuple[Any, ...]:
     dy = gradients[0]
-    weight, amaxes, pending, draws, main, *kept = ctx.saved_tensors
+    weight, offsets, amaxes, pending, draws, main, *kept = ctx.saved_tensors
     need_x, need_w, need_bias, *others = ctx.needs_input_grad
     dx, dw = torch.ops.breccia.training_linear_backward(
-        dy, weight, kept if need_w else [], amaxes, pending, draws, main, ctx.recipe, ctx.dtype, need_x
+        dy, weight, kept if need_w else [], offsets, amaxes, pending, draws, main, ctx.recipe, ctx.dtype, need_x
     )
     dbias = dy.float().sum(0).to(ctx.bias_dtype) if need_bias else None
     return dx if need_x else None, dw if need_w and main is None else None, dbias, *(None for _ in others)
@@ -90,17 +101,17 @@ def _gradients(ctx: Any, gradients: Any) -> tuple[Any, ...]:
 def _register() -> None:
     forward: Any = torch.library.custom_op(
         "breccia::training_linear",
-        _linear,
+        _forward,
         mutates_args=(),
-        schema=f"(Tensor x, Tensor weight, Tensor? bias, {_STATE}, str recipe, bool keep, bool record) -> Tensor[]",
+        schema=f"(Tensor x, Tensor weight, Tensor? bias, {_STATE}, bool need_x, bool need_w, bool record) -> Tensor[]",
     )
-    forward.register_fake(_linear_fake)
+    forward.register_fake(_forward_fake)
     forward.register_autograd(_gradients, setup_context=_keep)
     backward: Any = torch.library.custom_op(
         "breccia::training_linear_backward",
         _backward,
         mutates_args=(),
-        schema=f"(Tensor dy, Tensor weight, Tensor[] kept, {_STATE}, str recipe, ScalarType dtype, bool need_x) -> Tensor[]",
+        schema=f"(Tensor dy, Tensor weight, Tensor[] kept, {_STATE}, ScalarType dtype, bool need_x) -> Tensor[]",
     )
     backward.register_fake(_backward_fake)
 

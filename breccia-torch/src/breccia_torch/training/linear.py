@@ -38,11 +38,15 @@ ROWS = {"cuda": 16}
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: torch.dtype, *, keep: bool, record: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: torch.dtype, *, need_x: bool, need_w: bool, record: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """(y, the components of the columns of x, if `keep`) for x (M, K), weight (N, K) and bias (N,)."""
-    x_rows, x_columns = cast_operand(how, "input", x, columns=keep, record=record)
-    w_rows, _ = cast_weight(how, weight, columns=False)
+    """(y in `dtype`, the components of the columns of x) for x (M, K), weight (N, K) and bias (N,).
+
+    need_x, need_w: the gradients that the backward pass will compute. Without the second there are no components. record: note
+    amaxes for the scales of later steps.
+    """
+    x_rows, x_columns = cast_operand(how, "input", x, columns=need_w, record=record)
+    w_rows, _ = cast_weight(how, weight, columns=need_x)
     y = multiply(x_rows, w_rows.mT, dtype, None if bias is None else bias.detach())
     return y, [] if x_columns is None else parts_of(x_columns)
 
@@ -76,7 +80,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: Any, record: bool) -> Tensor:
-        y, kept = forward(x, weight, bias, how, dtype, keep=ctx.needs_input_grad[1], record=record)
+        need_x, need_w, *_ = ctx.needs_input_grad
+        y, kept = forward(x, weight, bias, how, dtype, need_x=need_x, need_w=need_w, record=record)
         ctx.save_for_backward(weight, *kept)
         ctx.how, ctx.dtype, ctx.bias_dtype = how, x.dtype, None if bias is None else bias.dtype
         return y
