@@ -80,6 +80,7 @@ def forward(
     x: Tensor, weight: Tensor, offsets: Tensor, how: Context, dtype: torch.dtype, *, need_x: bool, need_w: bool, record: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """(y in `dtype`, the components of the columns of x) for x (M, K), weight (E, N, K) and offsets (E,); see `linear.forward`."""
+    checks.check_grouped(x, weight.mT, offsets)
     places = Places.of(len(x), offsets, how.recipe)
     x_rows, x_columns = cast_operand(how, "input", places.spread(x), columns=need_w, record=record)
     w_rows, _ = cast_weight(how, weight, columns=need_x)
@@ -129,15 +130,15 @@ class _Experts(torch.autograd.Function):
         need_x, need_w, *_ = ctx.needs_input_grad
         y, kept = forward(x, weight, offsets, how, dtype, need_x=need_x, need_w=need_w, record=record)
         ctx.save_for_backward(weight, offsets, *kept)
-        ctx.how, ctx.dtype = how, x.dtype
+        ctx.weight, ctx.how, ctx.dtype = weight, how, x.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        weight, offsets, *kept = ctx.saved_tensors
+        _, offsets, *kept = ctx.saved_tensors
         need_x, *_ = ctx.needs_input_grad
-        dx, dw = backward(dy, weight, kept, ctx.how, ctx.dtype, main_grad_of(weight), need_x, offsets)
+        dx, dw = backward(dy, ctx.weight, kept, ctx.how, ctx.dtype, main_grad_of(ctx.weight), need_x, offsets)
         return dx, dw, None, None, None, None
 
 
@@ -186,7 +187,6 @@ class TrainingExperts(TrainingLayer):
     def _product(self, x: Tensor, offsets: Tensor) -> Tensor:
         if x.ndim != 2 or x.shape[1] != self.in_features:
             raise ShapeError(f"the experts take x of shape (M, {self.in_features}); got {tuple(x.shape)}.")
-        checks.check_grouped(x, self.weight.mT, offsets)
         dtype = autocast_dtype(x) or x.dtype
         if torch.compiler.is_compiling():
             main = main_grad_of(self.weight)

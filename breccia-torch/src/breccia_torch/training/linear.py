@@ -82,18 +82,17 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: Any, record: bool) -> Tensor:
         need_x, need_w, *_ = ctx.needs_input_grad
         y, kept = forward(x, weight, bias, how, dtype, need_x=need_x, need_w=need_w, record=record)
-        ctx.save_for_backward(weight, *kept)
-        ctx.how, ctx.dtype, ctx.bias_dtype = how, x.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, *kept)  # the weight for autograd's check that nothing writes to it before the backward pass
+        ctx.weight, ctx.how, ctx.dtype, ctx.bias = weight, how, x.dtype, bias  # checkpointing would save another object
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        weight, *kept = ctx.saved_tensors
+        _, *kept = ctx.saved_tensors
         need_x, _, need_bias, *_ = ctx.needs_input_grad
-        main = main_grad_of(weight)
-        dx, dw = backward(dy, weight, kept, ctx.how, ctx.dtype, main, need_x)
-        return dx, dw, dy.float().sum(0).to(ctx.bias_dtype) if need_bias else None, None, None, None
+        dx, dw = backward(dy, ctx.weight, kept, ctx.how, ctx.dtype, main_grad_of(ctx.weight), need_x)
+        return dx, dw, dy.float().sum(0).to(ctx.bias.dtype) if need_bias else None, None, None, None
 
 
 def main_grad_of(weight: Any) -> Tensor | None:
@@ -212,10 +211,10 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
             y = graphs.linear(rows, self.weight, self.bias, self.recipe_json, self.state, main_grad_of(self.weight))
         else:
             try:
-                y = _Linear.apply(rows, self.weight, self.bias, self.context, dtype, torch.is_grad_enabled())
+                y: Any = _Linear.apply(rows, self.weight, self.bias, self.context, dtype, torch.is_grad_enabled())
             except BrecciaError as e:
                 raise self.failed(e) from e
-        return cast("Tensor", y)[:m].view(*x.shape[:-1], self.out_features)
+        return (y[:m] if missing else y).view(*x.shape[:-1], self.out_features)
 
     @torch.no_grad()
     def gemm_operands(self, x: Tensor, dy: Tensor) -> dict[str, tuple[Operand, Operand]]:

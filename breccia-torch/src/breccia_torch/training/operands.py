@@ -107,8 +107,8 @@ def multiply(a: Any, b: Any, dtype: torch.dtype, bias: Tensor | None = None) -> 
     """`a @ b + bias`, accumulated in FP32 and rounded once; of two arrays, torch's product in `dtype`."""
     if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor):
         return calls.matmul(a, b, product_options(str(dtype).removeprefix("torch."), bias))
-    product = torch.matmul(a.to(dtype), b.to(dtype))
-    return product if bias is None else product + bias.to(dtype)
+    a, b = a.to(dtype), b.to(dtype)
+    return torch.mm(a, b) if bias is None else torch.addmm(bias.to(dtype), a, b)
 
 
 # ------------------------------------------------------------------------------------------------ as lists of tensors
