@@ -138,7 +138,9 @@ def fault_half_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     def planted(how: Any, weight: Tensor, **options: Any) -> Any:
         rows, columns = operands.cast_weight(how, weight, **options)
         if columns is not None:
-            columns = ScaledTensor.from_parts(columns.data, columns.scale / 2, columns.recipe, columns.layout, axis=columns.axis)
+            columns = ScaledTensor.from_parts(
+                columns.data, columns.scale / 2, columns.recipe, columns.layout, axis=columns.axis
+            )
         return rows, columns
 
     monkeypatch.setattr(module, "cast_weight", planted)
@@ -146,7 +148,11 @@ def fault_half_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "caught"),
-    [(fault_wrong_axis, ["grad_weight"]), (fault_plain_gradient, ["grad_input", "grad_weight"]), (fault_half_scale, ["grad_input"])],
+    [
+        (fault_wrong_axis, ["grad_weight"]),
+        (fault_plain_gradient, ["grad_input", "grad_weight"]),
+        (fault_half_scale, ["grad_input"]),
+    ],
 )
 def test_planted_faults_are_caught(fault: Any, caught: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x, dy = made("fp8_block")

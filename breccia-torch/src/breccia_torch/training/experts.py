@@ -23,7 +23,7 @@ from breccia.backend import calls, checks, product_options
 from ..ops import autocast_dtype
 from . import graphs
 from . import state as steps
-from .linear import ROWS, TrainingLayer, main_grad_of
+from .linear import ROWS, TrainingLayer
 from .operands import Context, Operand, cast_operand, cast_weight, declared, multiply, operand_of, parts_of
 
 
@@ -138,7 +138,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         _, offsets, *kept = ctx.saved_tensors
         need_x, *_ = ctx.needs_input_grad
-        dx, dw = backward(dy, ctx.weight, kept, ctx.how, ctx.dtype, main_grad_of(ctx.weight), need_x, offsets)
+        dx, dw = backward(dy, ctx.weight, kept, ctx.how, ctx.dtype, graphs.main_grad_of(ctx.weight), need_x, offsets)
         return dx, dw, None, None, None, None
 
 
@@ -189,11 +189,8 @@ class TrainingExperts(TrainingLayer):
             raise ShapeError(f"the experts take x of shape (M, {self.in_features}); got {tuple(x.shape)}.")
         dtype = autocast_dtype(x) or x.dtype
         if torch.compiler.is_compiling():
-            main = main_grad_of(self.weight)
-            return graphs.linear(x.to(dtype), self.weight, None, self.recipe_json, self.state, main, offsets)
-        return cast(
-            "Tensor", _Experts.apply(x.to(dtype), self.weight, offsets, self.context, dtype, torch.is_grad_enabled())
-        )
+            return graphs.linear(x.to(dtype), self.weight, None, self.recipe_json, self.state, offsets)
+        return cast("Tensor", _Experts.apply(x.to(dtype), self.weight, offsets, self.context, dtype, torch.is_grad_enabled()))
 
     @torch.no_grad()
     def gemm_operands(self, x: Tensor, dy: Tensor, offsets: Tensor) -> dict[str, tuple[Any, Any]]:

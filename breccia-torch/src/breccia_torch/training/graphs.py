@@ -16,17 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from breccia import UnsupportedError
+
 from .operands import Context, declared, empty_parts, recipe_of
 from .state import StepState
 
 _STATE = "Tensor? offsets, Tensor? amaxes, Tensor? pending, Tensor? draws, Tensor? main, str recipe"
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Any, recipe: str, state: StepState | None, main: Any, offsets: Tensor | None = None
-) -> Tensor:
-    """The layer in a graph, for x (M, K). recipe: as JSON. offsets: of experts."""
+def linear(x: Tensor, weight: Tensor, bias: Any, recipe: str, state: StepState | None, offsets: Tensor | None = None) -> Tensor:
+    """The layer in a graph, for x (M, K). recipe: as JSON. offsets: of experts.
+
+    Where x takes no gradient, that of the weight is `weight.grad` in spite of a `main_grad`: graphs omit an operator without results.
+    """
     training = torch.is_grad_enabled()
+    main = main_grad_of(weight) if x.requires_grad else None
     buffers = (None, None, None) if state is None else state.tensors()
     needs = training and x.requires_grad, training and weight.requires_grad
     return torch.ops.breccia.training_linear(x, weight, bias, offsets, *buffers, main, recipe, *needs, training)[0]
@@ -96,6 +100,20 @@ def _gradients(ctx: Any, gradients: Any) -> tuple[Any, ...]:
     )
     dbias = dy.float().sum(0).to(ctx.bias_dtype) if need_bias else None
     return dx if need_x else None, dw if need_w and main is None else None, dbias, *(None for _ in others)
+
+
+def main_grad_of(weight: Any) -> Tensor | None:
+    """The FP32 tensor beside a weight that gradients accumulate into, as Megatron's optimizers have it; or None."""
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    if main is None:
+        return None
+    if main.dtype != torch.float32 or main.shape != weight.shape:
+        raise UnsupportedError(
+            f"main_grad of a weight is an FP32 tensor of its shape {tuple(weight.shape)}; got {main.dtype} {tuple(main.shape)}."
+        )
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+    return main
 
 
 def _register() -> None:

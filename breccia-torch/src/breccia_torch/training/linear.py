@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from breccia import BrecciaError, ShapeError, TrainingRecipe, UnsupportedError
+from breccia import BrecciaError, ShapeError, TrainingRecipe
 
 from ..ops import autocast_dtype
 from . import graphs
@@ -38,7 +38,15 @@ ROWS = {"cuda": 16}
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: torch.dtype, *, need_x: bool, need_w: bool, record: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    how: Context,
+    dtype: torch.dtype,
+    *,
+    need_x: bool,
+    need_w: bool,
+    record: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """(y in `dtype`, the components of the columns of x) for x (M, K), weight (N, K) and bias (N,).
 
@@ -82,7 +90,9 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: Any, record: bool) -> Tensor:
         need_x, need_w, *_ = ctx.needs_input_grad
         y, kept = forward(x, weight, bias, how, dtype, need_x=need_x, need_w=need_w, record=record)
-        ctx.save_for_backward(weight, *kept)  # the weight for autograd's check that nothing writes to it before the backward pass
+        ctx.save_for_backward(
+            weight, *kept
+        )  # the weight for autograd's check that nothing writes to it before the backward pass
         ctx.weight, ctx.how, ctx.dtype, ctx.bias = weight, how, x.dtype, bias  # checkpointing would save another object
         return y
 
@@ -91,22 +101,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         _, *kept = ctx.saved_tensors
         need_x, _, need_bias, *_ = ctx.needs_input_grad
-        dx, dw = backward(dy, ctx.weight, kept, ctx.how, ctx.dtype, main_grad_of(ctx.weight), need_x)
+        dx, dw = backward(dy, ctx.weight, kept, ctx.how, ctx.dtype, graphs.main_grad_of(ctx.weight), need_x)
         return dx, dw, dy.float().sum(0).to(ctx.bias.dtype) if need_bias else None, None, None, None
-
-
-def main_grad_of(weight: Any) -> Tensor | None:
-    """The FP32 tensor beside a weight that gradients accumulate into, as Megatron's optimizers have it; or None."""
-    main: Tensor | None = getattr(weight, "main_grad", None)
-    if main is None:
-        return None
-    if main.dtype != torch.float32 or main.shape != weight.shape:
-        raise UnsupportedError(
-            f"main_grad of a weight is an FP32 tensor of its shape {tuple(weight.shape)}; got {main.dtype} {tuple(main.shape)}."
-        )
-    if hasattr(weight, "grad_added_to_main_grad"):
-        weight.grad_added_to_main_grad = True
-    return main
 
 
 class TrainingLayer(nn.Module):
@@ -181,9 +177,7 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
         self.begin(recipe, seed)
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, recipe: TrainingRecipe | str, *, seed: int | None = None, name: str = ""
-    ) -> Self:
+    def from_linear(cls, linear: nn.Linear, recipe: TrainingRecipe | str, *, seed: int | None = None, name: str = "") -> Self:
         """A layer with the Parameters, the mode and the hooks of `linear`."""
         self = cls.__new__(cls)
         self.__dict__.update(linear.__dict__)
@@ -208,7 +202,7 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
         if missing:
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
         if torch.compiler.is_compiling():
-            y = graphs.linear(rows, self.weight, self.bias, self.recipe_json, self.state, main_grad_of(self.weight))
+            y = graphs.linear(rows, self.weight, self.bias, self.recipe_json, self.state)
         else:
             try:
                 y: Any = _Linear.apply(rows, self.weight, self.bias, self.context, dtype, torch.is_grad_enabled())
@@ -234,7 +228,9 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
         """
         dtype = autocast_dtype(x) or x.dtype
         x, dy = x.to(dtype).reshape(-1, self.in_features), dy.reshape(-1, self.out_features)
-        operands = [cast_operand(self.context, tensor, v) for tensor, v in (("input", x), ("weight", self.weight), ("gradient", dy))]
+        operands = [
+            cast_operand(self.context, tensor, v) for tensor, v in (("input", x), ("weight", self.weight), ("gradient", dy))
+        ]
         (x_rows, x_columns), (w_rows, w_columns), (dy_rows, dy_columns) = cast("Any", operands)
         return {
             "output": (x_rows, w_rows.mT),
