@@ -39,7 +39,7 @@ class Model(nn.Module):
         return self.outer(self.inner(x).relu())
 
 
-def made(recipe: Any) -> Model:
+def made(recipe: Any) -> Any:
     torch.manual_seed(1)
     model = Model()
     breccia_torch.convert_to_training_(model, recipe)
@@ -139,13 +139,18 @@ def test_draws_differ_between_layers_steps_and_passes_and_are_those_of_gemm_oper
 
 def test_stochastic_gradients_have_the_right_mean() -> None:
     layer, x, dy = TrainingLinear(32, 64, recipe="nvfp4"), batch(1), torch.randn(48, 64)
-    rounds, total = 400, torch.zeros(48, 64)
+    rounds, total = 200, torch.zeros(48, 64)
     for _ in range(rounds):
         total += layer.gemm_operands(x, dy)["grad_input"][0].dequantize()
         steps.count_pass(layer.state.draws, layer.weight)
-    # A code is at most 2 of the scale from its neighbour, and a scale is at most amax / 6: the standard deviation of a draw is at
-    # most 1 step / 2, that of the mean amax / 6 / sqrt(400); six of these for 3072 values. Rounding to nearest errs by up to 1.
-    assert ((total / rounds - dy).abs() <= 6 * dy.abs().max() / 6 / math.sqrt(rounds)).all()
+    # Codes are at most 2 scales apart, and a scale is amax / 6: the standard deviation of a draw is at most half of that, amax
+    # / 6, and that of the mean amax / 6 / sqrt(rounds). Six of these, for 3072 values. The scale in E4M3 may be 2^-4 too small
+    # for the largest values, which saturate.
+    amax = dy.abs().max()
+    bound = 6 * amax / 6 / math.sqrt(rounds) + amax * 2.0**-4
+    assert ((total / rounds - dy).abs() <= bound).all()
+    nearest = breccia.cast(dy, "nvfp4").dequantize()
+    assert ((nearest - dy).abs() > bound).any()  # so the bound tells the two apart
 
 
 def test_the_same_seed_gives_the_same_training() -> None:

@@ -79,7 +79,7 @@ def spread_count(count: int, experts: int, recipe: TrainingRecipe, device: str) 
 def forward(
     x: Tensor, weight: Tensor, offsets: Tensor, how: Context, dtype: torch.dtype, *, need_x: bool, need_w: bool, record: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """(y in `dtype`, the components of the columns of x) for x (M, K), weight (E, N, K) and offsets (E,); see `linear.forward`."""
+    """As `linear.forward`: (y, the components of the columns of x) for x (M, K), weight (E, N, K) and offsets (E,)."""
     checks.check_grouped(x, weight.mT, offsets)
     places = Places.of(len(x), offsets, how.recipe)
     x_rows, x_columns = cast_operand(how, "input", places.spread(x), columns=need_w, record=record)
@@ -135,10 +135,10 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _, offsets, *kept = ctx.saved_tensors
         need_x, *_ = ctx.needs_input_grad
-        dx, dw = backward(dy, ctx.weight, kept, ctx.how, ctx.dtype, graphs.main_grad_of(ctx.weight), need_x, offsets)
+        dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, graphs.main_grad_of(ctx.weight), need_x, offsets)
         return dx, dw, None, None, None, None
 
 
@@ -213,4 +213,5 @@ class TrainingExperts(TrainingLayer):
         }
 
     def extra_repr(self) -> str:
-        return f"{self.num_experts} experts, in_features={self.in_features}, out_features={self.out_features}, recipe={self.recipe!r}"
+        sides = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{self.num_experts} experts, {sides}, recipe={self.recipe!r}"

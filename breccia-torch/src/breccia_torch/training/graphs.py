@@ -1,8 +1,7 @@
 """The operators that torch.compile sees of a layer in training: one each way, with the functions of eager mode in them.
 
-They write to `pending` and to `main` without declaring it. A declared change would have to be undone and redone around gradients,
-which fails for a layer that is called twice. Nothing else in a graph reads either: `pending` is a maximum, and `main` is read by
-the optimizer.
+They write to `pending` and to `main` without declaring it: with declared changes, autograd refuses a layer that is called twice
+before its backward pass. Nothing else in a graph reads either: `pending` is a maximum, and `main` is the optimizer's.
 """
 
 # Parameters of operators have the types of their schemas.
@@ -27,7 +26,8 @@ _STATE = "Tensor? offsets, Tensor? amaxes, Tensor? pending, Tensor? draws, Tenso
 def linear(x: Tensor, weight: Tensor, bias: Any, recipe: str, state: StepState | None, offsets: Tensor | None = None) -> Tensor:
     """The layer in a graph, for x (M, K). recipe: as JSON. offsets: of experts.
 
-    Where x takes no gradient, that of the weight is `weight.grad` in spite of a `main_grad`: graphs omit an operator without results.
+    Where x takes no gradient, that of the weight is `weight.grad` in spite of a `main_grad`: graphs omit an operator whose
+    results nothing uses.
     """
     training = torch.is_grad_enabled()
     main = main_grad_of(weight) if x.requires_grad else None

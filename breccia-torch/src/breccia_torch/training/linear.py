@@ -90,19 +90,19 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: Any, record: bool) -> Tensor:
         need_x, need_w, *_ = ctx.needs_input_grad
         y, kept = forward(x, weight, bias, how, dtype, need_x=need_x, need_w=need_w, record=record)
-        ctx.save_for_backward(
-            weight, *kept
-        )  # the weight for autograd's check that nothing writes to it before the backward pass
-        ctx.weight, ctx.how, ctx.dtype, ctx.bias = weight, how, x.dtype, bias  # checkpointing would save another object
+        # The saved weight is for autograd's check that nothing writes to it before the backward pass. Checkpoints would return it
+        # as another object, whose casts nobody has kept.
+        ctx.save_for_backward(weight, *kept)
+        ctx.weight, ctx.how, ctx.dtype, ctx.bias = weight, how, x.dtype, bias
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _, *kept = ctx.saved_tensors
         need_x, _, need_bias, *_ = ctx.needs_input_grad
-        dx, dw = backward(dy, ctx.weight, kept, ctx.how, ctx.dtype, graphs.main_grad_of(ctx.weight), need_x)
-        return dx, dw, dy.float().sum(0).to(ctx.bias.dtype) if need_bias else None, None, None, None
+        dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, graphs.main_grad_of(ctx.weight), need_x)
+        return dx, dw, gradients[0].float().sum(0).to(ctx.bias.dtype) if need_bias else None, None, None, None
 
 
 class TrainingLayer(nn.Module):
@@ -147,10 +147,10 @@ class TrainingLayer(nn.Module):
 class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """`nn.Linear` that trains in low precision under a `breccia.TrainingRecipe`.
 
-    The arguments are those of `nn.Linear`, and `recipe`, a recipe or the name of a preset. The weight and the bias are Parameters
-    in high precision, so optimizers, clipping, averages, tying and `state_dict` work as ever. Inputs are FP32, FP16 or BF16 of
-    shape (..., in_features); the output has their dtype, or autocast's. Where the weight has an FP32 `main_grad`, its gradient is
-    added to that, and `weight.grad` stays None.
+    The arguments are those of `nn.Linear`, and `recipe`, a recipe or the name of a preset. The weight and the bias are
+    Parameters in high precision, so optimizers, clipping, averages, tying and `state_dict` work as ever. Inputs are FP32, FP16
+    or BF16 of shape (..., in_features); the output has their dtype, or autocast's. Where the weight has an FP32 `main_grad`,
+    its gradient is added to that, and `weight.grad` stays None.
 
     Raises what `TrainingRecipe` raises; calls raise ShapeError for another number of features, and what `breccia.cast` and
     `breccia.matmul` raise, with the name of the layer.

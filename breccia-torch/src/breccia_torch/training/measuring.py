@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ def speed(layer: nn.Linear, recipe: TrainingRecipe) -> float | None:
 
 @lru_cache(maxsize=256)
 def _measured(in_features: int, out_features: int, recipe: TrainingRecipe, device: str) -> float:
-    options = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
     with torch.random.fork_rng(devices=[torch.device(device)]):
         plain = nn.Linear(in_features, out_features, **options)
         scaled = TrainingLinear.from_linear(plain, recipe, seed=0)

@@ -99,7 +99,7 @@ def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: boo
     missing = rows and kept[0] is None, columns and kept[1] is None
     if any(missing):
         cast = cast_operand(how, "weight", weight, rows=missing[0], columns=missing[1], record=True)
-        kept = casts[key] = tuple(old if new is None else new for old, new in zip(kept, cast, strict=True))
+        kept = casts[key] = (cast[0] if missing[0] else kept[0], cast[1] if missing[1] else kept[1])
     return kept
 
 

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-import breccia
 from breccia import DelayedScaling, TrainingRecipe, UnsupportedError
 from breccia.backend import calls
 from breccia.internal import TENSORS
 
+#: Writes in this context are no changes to autograd: nothing that it differentiates reads the tensor.
+_quietly: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 #: FP32 infinity as an integer: larger words of absolute values are NaN.
 _INFINITY = 0x7F800000
 #: How many steps of optimizers have ended in this process. What is kept for a step is valid for one number.
@@ -92,7 +93,7 @@ def delayed_scale(
     if record:
         amax = newest.view(torch.int32)
         finite = amax < _INFINITY
-        with torch.autograd._unsafe_preserve_version_counter(pending):  # pyright: ignore[reportPrivateUsage]
+        with _quietly(pending):
             if tensor == "gradient":
                 pending.mul_(finite)
             pending[n : n + 1].copy_(torch.maximum(pending[n : n + 1], torch.where(finite, amax, 0)))
@@ -137,7 +138,7 @@ def count_pass(draws: Tensor, weight: Tensor) -> None:
     counter = counter_of(draws)
     if counter.passes and counter.weight_version != weight._version:
         warnings.warn(
-            "a layer's weight has changed between two backward passes, and no step has ended: its amax histories and its random "
+            "a layer's weight has changed between two backward passes, and no step has ended: its amax histories and random "
             "numbers stand still. Optimizers of torch.optim end steps by themselves; in other loops call "
             "breccia_torch.end_of_step(model) after each change of the weights.",
             stacklevel=2,
@@ -157,8 +158,8 @@ def end_of_step(model: nn.Module, group: Any = None) -> None:
 
     Call it after the backward passes of a step. Amax histories get the step's amaxes, random numbers change, and weights are
     cast anew. Optimizers of torch.optim do this at their step, for the layers whose weights they have.
-    With `torch.distributed`, all ranks of `group` (default: all) call it, and one all-reduce gives them the largest amaxes of all:
-    call it before `optimizer.step()`, which then finds nothing left to do.
+    With `torch.distributed`, all ranks of `group` (default: all) call it, and one all-reduce gives each the largest amaxes of
+    all: call it before `optimizer.step()`, which then finds nothing left to do.
 
     Raises UnsupportedError if the model has no layer in training.
 
