@@ -90,8 +90,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: Any, record: bool) -> Tensor:
         need_x, need_w, *_ = ctx.needs_input_grad
         y, kept = forward(x, weight, bias, how, dtype, need_x=need_x, need_w=need_w, record=record)
-        # The saved weight is for autograd's check that nothing writes to it before the backward pass. Checkpoints would return it
-        # as another object, whose casts nobody has kept.
+        # The saved weight is for autograd's check that nothing writes to it before the backward pass. Checkpoints would
+        # return it as another object, whose casts nobody has kept.
         ctx.save_for_backward(weight, *kept)
         ctx.weight, ctx.how, ctx.dtype, ctx.bias = weight, how, x.dtype, bias
         return y
