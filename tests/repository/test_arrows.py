@@ -84,7 +84,7 @@ ORDER = [
     {"codec_base", "codecs", "rules", "options"},
     {"formats", "forms"},
     {"layouts", "recipe_bases", "recipes"},
-    {"specs", "operations", "policies", "dialects"},
+    {"specs", "operations", "policies", "dialects", "training"},
     {"arrays"},
     {"tensors"},
     {"dispatch"},

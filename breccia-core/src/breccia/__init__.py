@@ -61,6 +61,7 @@ _HOMES: dict[str, str] = {
         "recipes",
     ),
     "recipe": "specs",
+    "TrainingRecipe": "training",
     "Policy": "policies",
     **dict.fromkeys(("Layout", "PerTensor", "PerBlockK", "PerChannel", "PerBlockMN", "PerGroupIndex", "InStorage"), "layouts"),
     **dict.fromkeys(("Format", "Level"), "formats"),

@@ -95,6 +95,7 @@ from .tensors.structure import concat as concat
 from .tensors.structure import stack as stack
 from .tensors.tensor import ScaledTensor as ScaledTensor
 from .tensors.tensor import from_buffer as from_buffer
+from .training import TrainingRecipe as TrainingRecipe
 
 #: Deprecated.
 Stored = InStorage

@@ -43,6 +43,8 @@ _HOMES: dict[str, str] = {
     "once": "targets",
     **dict.fromkeys(("COMPLETE", "PRESETS", "check_patterns", "kept_kind", "matches"), "policies"),
     **dict.fromkeys(("kind_in_file", "size"), "models"),
+    **dict.fromkeys(("GEMMS", "GemmOperand", "TENSORS"), "training"),
+    "hadamard": "kernels.hadamard",
     **dict.fromkeys(("policy_names", "recipe_names"), "cli.completion"),
 }
 

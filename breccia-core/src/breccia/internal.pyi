@@ -32,6 +32,7 @@ from .kernels.exact import repeats as repeats
 from .kernels.exactness import NEW_CODES as NEW_CODES
 from .kernels.exactness import decided as decided
 from .kernels.exactness import keeps_values as keeps_values
+from .kernels.hadamard import hadamard as hadamard
 from .kernels.numpy.codes import Blocks as Blocks
 from .kernels.numpy.codes import FloatCodes as FloatCodes
 from .kernels.numpy.codes import IntegerCodes as IntegerCodes
@@ -70,5 +71,8 @@ from .tensors.tensor import fill as fill
 from .tensors.tensor import logical_shape as logical_shape
 from .tensors.tensor import restored as restored
 from .tensors.tensor import transposed as transposed
+from .training import GEMMS as GEMMS
+from .training import TENSORS as TENSORS
+from .training import GemmOperand as GemmOperand
 
 __all__: list[str]

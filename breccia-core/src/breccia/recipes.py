@@ -242,6 +242,7 @@ class MXINT8BlockScaling(MXBlocks):
 class NVFP4BlockScaling(ScalingRecipe):
     """NVIDIA NVFP4: 16 E2M1 elements along K share an E4M3 scale, under one FP32 scale per tensor.
 
+    `block_m=16` has a scale for each tile of 16 x 16, the form of weights in training: rows and columns have the same codes.
     `scale_format="UE5M3"` uses the sign bit, which scales do not need, for the exponent: scales from 2^-17 to 114688.
     `two_level=False` omits the FP32 scale: under E4M3 scales, tensors of small values then decode to zeros. Use it to read
     data written that way. `global_sense` is the scale convention of the FP32 scale: "multiplier" (default; torchao, ModelOpt),
@@ -259,6 +260,7 @@ class NVFP4BlockScaling(ScalingRecipe):
     global_sense: str = field(default="multiplier", metadata={"added": True, **one_of(CONVENTIONS)})
     order: str = field(default="codes_first", metadata={"added": True, **one_of(ORDERS)})
     scale_rule: str = field(default="linear", metadata={"added": True, **one_of(NVFP4_RULES)})
+    block_m: int = field(default=1, metadata={"added": True, **one_of((1, 16))})
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -281,7 +283,7 @@ class NVFP4BlockScaling(ScalingRecipe):
 
     @cached_property
     def format(self) -> Format:
-        block = Level(_NVFP4_SCALES[self.scale_format], (1, self.block_size))
+        block = Level(_NVFP4_SCALES[self.scale_format], (self.block_m, self.block_size))
         levels = (Level(F32, TENSOR, self.global_sense), block) if self.two_level else (block,)
         return Format(E2M1, levels, order=self.order)
 

@@ -1,0 +1,311 @@
+"""TrainingRecipe: which tensors the three GEMMs of a linear layer multiply in training, the same for every framework.
+
+The layer computes `y = x @ w.T` with x (M, K), w (N, K) and y, dy (M, N). Its GEMMs are
+
+    output       y  = x @ w.T      contracts K: rows of x by rows of w
+    grad_input   dx = dy @ w       contracts N: rows of dy by columns of w
+    grad_weight  dw = dy.T @ x     contracts M: columns of dy by columns of x
+
+so each of x, w and dy is quantized twice: its rows with blocks along the last axis, its columns with blocks along the one
+before. Frameworks read `TrainingRecipe.operands` and cast what it says, so that equal operands get equal codes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+from .declared import settle
+from .errors import BrecciaError, RecipeError, UnknownNameError, UnsupportedError, suggestion
+from .json_text import parsed_json
+from .locks import cached_property
+from .options import ROUNDINGS
+from .recipe_bases import ScalingRecipe
+from .recipes import DelayedScaling
+from .specs import as_recipe
+
+#: The three GEMMs by name, in the order that a step computes them: for each operand its tensor and its contraction axis.
+GEMMS: Mapping[str, tuple[tuple[str, int], tuple[str, int]]] = MappingProxyType(
+    {
+        "output": (("input", -1), ("weight", -1)),
+        "grad_input": (("gradient", -1), ("weight", -2)),
+        "grad_weight": (("gradient", -2), ("input", -2)),
+    }
+)
+#: The tensors that are quantized: x, w and dy.
+TENSORS = ("input", "weight", "gradient")
+#: The sizes of `hadamard`: powers of four, whose normalization 1 / sqrt(n) is a power of two, hence exact. 0: none.
+HADAMARDS = (0, 4, 16, 64)
+
+_TILES = "fp8_block,block_m=128"
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # E4M3 for values and E5M2 for gradients: "hybrid" of TransformerEngine 2.x, and torchao 0.18's tensorwise recipe.
+        "fp8_current": {"input": "fp8_current", "weight": "fp8_current", "gradient": "fp8_current,fp8_format=E5M2"},
+        "fp8_delayed": {"input": "fp8_delayed", "weight": "fp8_delayed", "gradient": "fp8_delayed,fp8_format=E5M2"},
+        "fp8_row": {"input": "fp8_row", "weight": "fp8_row", "gradient": "fp8_row"},
+        # DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.3.2.
+        "fp8_block": {"input": "fp8_block", "weight": _TILES, "gradient": "fp8_block"},
+        # As fp8_block, but the columns of x in tiles: grad_weight then multiplies 1x128 by 128x128, the faster product.
+        "fp8_tile": {"input": "fp8_block", "input_columns": _TILES, "weight": _TILES, "gradient": "fp8_block"},
+        "mxfp8": {"input": "mxfp8", "weight": "mxfp8", "gradient": "mxfp8"},
+        # Pretraining Large Language Models with NVFP4 (arXiv:2509.25149), section 4.
+        "nvfp4": {
+            "input": "nvfp4",
+            "weight": "nvfp4,block_m=16",
+            "gradient": "nvfp4",
+            "gradient_rounding": "stochastic",
+            "hadamard": 16,
+        },
+    }
+)
+
+
+class GemmOperand(NamedTuple):
+    """One operand of a GEMM of a layer in training.
+
+    tensor: "input", "weight" or "gradient": x (M, K), w (N, K) or dy (M, N).
+    recipe: the recipe that it is cast under; None for high precision.
+    axis: its contraction axis: -1, its rows have blocks, or -2, its columns have.
+    rounding: "nearest" or "stochastic".
+    hadamard: the size of the Hadamard transform along the contraction axis before the cast; 0 for none.
+    """
+
+    tensor: str
+    recipe: ScalingRecipe | None
+    axis: int
+    rounding: str = "nearest"
+    hadamard: int = 0
+
+
+@dataclass(frozen=True, repr=False, init=False)
+class TrainingRecipe:
+    """How a linear layer trains in low precision: what its three GEMMs multiply. A value: hashable, with a JSON form.
+
+    Give the name of a preset: "fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "fp8_tile", "mxfp8" or "nvfp4"; or a
+    recipe for each tensor; or a preset and the fields to change.
+
+    input, weight, gradient: the recipes of x, w and dy, or their specs; None leaves the tensor in high precision.
+    input_columns, weight_columns, gradient_columns: the recipes of the same tensors where a GEMM contracts their second last
+        axis; by default those of their rows.
+    gradient_rounding: "nearest" (default) or "stochastic", of dy in both GEMMs that it enters.
+    hadamard: 4, 16 or 64: the operands of grad_weight are transformed along M, in groups of that many rows, by an orthogonal
+        Hadamard matrix, which leaves their product unchanged and spreads outliers. 0 (default): none.
+    high_precision: GEMMs that multiply x, w and dy as they are: any of "output", "grad_input", "grad_weight".
+
+    Raises UnknownNameError for an unknown preset or recipe; RecipeError for fields that contradict each other, for a recipe
+    that casts cannot write, and for delayed scaling with different recipes for rows and columns, which have one history.
+
+        >>> recipe = breccia.TrainingRecipe("fp8_tile")
+        >>> recipe.operands["grad_weight"][1].recipe.spec, recipe.operands["grad_weight"][1].axis  # x, along M
+        ('fp8_block,block_m=128', -2)
+        >>> breccia.TrainingRecipe("nvfp4", high_precision=("grad_weight",))
+        TrainingRecipe('nvfp4', high_precision=('grad_weight',))
+        >>> breccia.TrainingRecipe(input="mxfp8", weight="mxfp8", gradient="mxfp8") == breccia.TrainingRecipe("mxfp8")
+        True
+    """
+
+    input: ScalingRecipe | None
+    weight: ScalingRecipe | None
+    gradient: ScalingRecipe | None
+    input_columns: ScalingRecipe | None
+    weight_columns: ScalingRecipe | None
+    gradient_columns: ScalingRecipe | None
+    gradient_rounding: str
+    hadamard: int
+    high_precision: tuple[str, ...]
+
+    def __init__(
+        self,
+        preset: str | None = None,
+        /,
+        *,
+        input: Any = None,
+        weight: Any = None,
+        gradient: Any = None,
+        input_columns: Any = None,
+        weight_columns: Any = None,
+        gradient_columns: Any = None,
+        gradient_rounding: str | None = None,
+        hadamard: int | None = None,
+        high_precision: tuple[str, ...] | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "preset") and value is not None}
+        base = {} if preset is None else dict(_preset(preset))
+        for tensor in TENSORS:
+            if tensor in given:  # a recipe for the rows replaces the preset's for the columns too
+                base.pop(f"{tensor}_columns", None)
+        settings: dict[str, Any] = {"gradient_rounding": "nearest", "hadamard": 0, "high_precision": (), **base, **given}
+        for tensor in TENSORS:
+            rows = _recipe(tensor, settings.get(tensor))
+            columns = _recipe(f"{tensor}_columns", settings.get(f"{tensor}_columns", rows))
+            object.__setattr__(self, tensor, rows)
+            object.__setattr__(self, f"{tensor}_columns", columns)
+        for name in ("gradient_rounding", "hadamard"):
+            object.__setattr__(self, name, settings[name])
+        object.__setattr__(self, "high_precision", _gemms(settings["high_precision"]))
+        self._check()
+
+    def _check(self) -> None:
+        settle(self, "gradient_rounding", ROUNDINGS)
+        settle(self, "hadamard", HADAMARDS)
+        recipes = {f.name: getattr(self, f.name) for f in fields(self)[:6]}
+        if not any(r is not None for r in recipes.values()):
+            raise RecipeError(f"a TrainingRecipe needs a preset ({', '.join(PRESETS)}) or recipes: input=, weight=, gradient=.")
+        for tensor in TENSORS:
+            rows, columns = recipes[tensor], recipes[f"{tensor}_columns"]
+            delayed = [type(r).__name__ for r in (rows, columns) if isinstance(r, DelayedScaling)]
+            if delayed and rows != columns:
+                raise RecipeError(
+                    f"{tensor}: delayed scaling has one history for rows and columns, hence one recipe for both; got "
+                    f"{tensor}={_spec(rows)!r} and {tensor}_columns={_spec(columns)!r}.",
+                    tensor=tensor,
+                )
+        if isinstance(self.gradient, DelayedScaling) and self.hadamard:
+            raise RecipeError("hadamard changes the amax of columns, and delayed scaling has one history for rows and columns.")
+
+    @cached_property
+    def operands(self) -> Mapping[str, tuple[GemmOperand, GemmOperand]]:
+        """What each GEMM multiplies: `GemmOperand`s by the names of `GEMMS`, in the order of the products above."""
+        return MappingProxyType({gemm: (self._operand(gemm, 0), self._operand(gemm, 1)) for gemm in GEMMS})
+
+    def _operand(self, gemm: str, n: int) -> GemmOperand:
+        tensor, axis = GEMMS[gemm][n]
+        if gemm in self.high_precision:
+            return GemmOperand(tensor, None, axis)
+        recipe = getattr(self, tensor if axis == -1 else f"{tensor}_columns")
+        rounding = self.gradient_rounding if tensor == "gradient" and recipe is not None else "nearest"
+        return GemmOperand(tensor, recipe, axis, rounding, self.hadamard if gemm == "grad_weight" else 0)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether casts draw random numbers."""
+        return any(operand.rounding == "stochastic" for pair in self.operands.values() for operand in pair)
+
+    @property
+    def delayed(self) -> Mapping[str, DelayedScaling]:
+        """The tensors whose scale comes from earlier steps, with their recipes."""
+        return {t: r for t in TENSORS if isinstance(r := getattr(self, t), DelayedScaling)}
+
+    # -- text ------------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are not at their default, ready for `json.dumps`; recipes as their `to_dict`."""
+        listed: dict[str, Any] = {}
+        for tensor in TENSORS:
+            rows, columns = getattr(self, tensor), getattr(self, f"{tensor}_columns")
+            listed[tensor] = None if rows is None else rows.to_dict()
+            if columns != rows:
+                listed[f"{tensor}_columns"] = None if columns is None else columns.to_dict()
+        others = {"gradient_rounding": "nearest", "hadamard": 0, "high_precision": ()}
+        listed |= {name: value for name, default in others.items() if (value := getattr(self, name)) != default}
+        if self.high_precision:
+            listed["high_precision"] = list(self.high_precision)
+        return listed
+
+    def to_json(self) -> str:
+        """Canonical JSON of `to_dict`: sorted keys, no spaces. `from_json` reads it.
+
+        >>> text = breccia.TrainingRecipe("fp8_block").to_json()
+        >>> breccia.TrainingRecipe.from_json(text) == breccia.TrainingRecipe("fp8_block")
+        True
+        """
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_dict(cls, listed: Any) -> TrainingRecipe:
+        """The recipe of `to_dict`. Raises RecipeError for anything else."""
+        known = [f.name for f in fields(cls)]
+        if not isinstance(listed, Mapping):
+            raise RecipeError(f"a training recipe in JSON is an object with the fields {', '.join(known)}; got {listed!r:.80}.")
+        settings = dict(cast("Mapping[str, Any]", listed))
+        for key in settings:
+            if key not in known:
+                raise RecipeError(f"a training recipe has no field {key!r}{suggestion(key, known)}", field=key, known=known)
+        for key in known[:6]:
+            if isinstance(settings.get(key), Mapping):
+                settings[key] = ScalingRecipe.from_json(json.dumps(settings[key]))
+        settings |= {key: _ABSENT for key in known[:6] if key in settings and settings[key] is None}
+        return cls(**settings)
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainingRecipe:
+        """The recipe that `to_json` wrote. Raises RecipeError for other text."""
+        try:
+            listed = parsed_json(text)
+        except (ValueError, TypeError) as e:
+            raise RecipeError(f"a training recipe in JSON is an object with its fields; this is not JSON ({e}).") from e
+        return cls.from_dict(listed)
+
+    @classmethod
+    def of(cls, given: TrainingRecipe | str | Mapping[str, Any]) -> TrainingRecipe:
+        """A training recipe from what users give in its place: itself, the name of a preset, JSON, or a mapping of fields."""
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, str):
+            return cls.from_json(given) if given.lstrip().startswith("{") else cls(given)
+        if isinstance(given, Mapping):
+            return cls.from_dict(given)
+        raise UnsupportedError(f"a TrainingRecipe or the name of a preset ({', '.join(PRESETS)}) is needed; got {given!r:.80}.")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrainingRecipe.from_dict, (self.to_dict(),)
+
+    def __repr__(self) -> str:
+        for name in PRESETS:
+            plain = TrainingRecipe(name)
+            changed = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != getattr(plain, f.name)}
+            if not changed.keys() & {f.name for f in fields(self)[:6]}:
+                return f"TrainingRecipe({', '.join([repr(name), *(f'{key}={value!r}' for key, value in changed.items())])})"
+        listed = ((key, getattr(self, key) if key in _OPTIONS else _spec(getattr(self, key))) for key in self.to_dict())
+        return f"TrainingRecipe({', '.join(f'{key}={value!r}' for key, value in listed)})"
+
+
+_OPTIONS = ("gradient_rounding", "hadamard", "high_precision")
+#: Says that columns are left in high precision where rows are not, which None as an argument cannot.
+_ABSENT = "none"
+
+
+def _preset(name: Any) -> Mapping[str, Any]:
+    if not isinstance(name, str):
+        raise UnsupportedError(f"TrainingRecipe takes the name of a preset ({', '.join(PRESETS)}); got {name!r:.80}.")
+    preset = PRESETS.get(name.lower())
+    if preset is None:
+        raise UnknownNameError(
+            f"no training recipe {name!r}{suggestion(name, list(PRESETS))} Or give input=, weight=, gradient=.",
+            name=name,
+            known=list(PRESETS),
+        )
+    return preset
+
+
+def _recipe(field: str, given: Any) -> ScalingRecipe | None:
+    if given is None or given == _ABSENT:
+        return None
+    try:
+        recipe = as_recipe(given)
+    except BrecciaError as e:
+        raise type(e)(f"TrainingRecipe, {field}=: {e}", **{**e.found, "field": field}) from e
+    if recipe.decode_only:
+        raise RecipeError(f"TrainingRecipe, {field}=: casts do not write {recipe.spec!r}: {recipe.decode_only}.", field=field)
+    return recipe
+
+
+def _gemms(given: Any) -> tuple[str, ...]:
+    listed = (given,) if isinstance(given, str) else tuple(given)
+    for name in listed:
+        if name not in GEMMS:
+            raise RecipeError(
+                f"high_precision lists GEMMs, and {name!r:.80} is not one{suggestion(str(name), list(GEMMS))}",
+                high_precision=given,
+            )
+    if set(listed) == set(GEMMS):
+        raise RecipeError("high_precision lists all three GEMMs, so nothing is quantized; leave the layer as it is.")
+    return tuple(name for name in GEMMS if name in listed)
+
+
+def _spec(recipe: ScalingRecipe | None) -> str:
+    return _ABSENT if recipe is None else recipe.spec

@@ -1,0 +1,340 @@
+"""TrainingLinear: its GEMMs multiply what `gemm_operands` returns, which is what the recipe declares."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import breccia
+from breccia import ScaledTensor, ShapeError, TrainingRecipe, UnsupportedError
+from breccia.kernels import bounds
+from breccia.training import PRESETS
+from breccia_torch.nn import TrainingLinear
+from breccia_torch.training import linear as module
+from breccia_torch.training import operands
+
+#: No side is a multiple of 128, and 72 rows are no multiple of 16.
+ROWS, IN, OUT = 72, 144, 80
+RECIPES = [
+    *map(TrainingRecipe, PRESETS),
+    TrainingRecipe("nvfp4", high_precision=("grad_weight",)),
+    TrainingRecipe("mxfp8", high_precision=("output", "grad_input")),
+    TrainingRecipe(input="mxfp8", weight="mxfp4", gradient=None),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """Matrices as small as these are slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def made(recipe: Any, dtype: torch.dtype = torch.float32, bias: bool = True) -> tuple[TrainingLinear, Tensor, Tensor]:
+    layer = TrainingLinear(IN, OUT, bias, dtype=dtype, recipe=recipe, seed=1)
+    return layer, torch.randn(2, ROWS // 2, IN, dtype=dtype, requires_grad=True), torch.randn(2, ROWS // 2, OUT, dtype=dtype)
+
+
+def exact(x: Any) -> Tensor:
+    return (breccia.dequantize(x) if isinstance(x, ScaledTensor) else x.detach()).double()
+
+
+def step(layer: TrainingLinear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The results of the three GEMMs in a forward and a backward pass."""
+    y = layer(x)
+    y.backward(dy)
+    assert x.grad is not None and layer.weight.grad is not None
+    return {"output": y.detach().flatten(0, 1), "grad_input": x.grad.flatten(0, 1), "grad_weight": layer.weight.grad}
+
+
+def wrong(results: dict[str, Tensor], expected: dict[str, tuple[Any, Any]], bias: Tensor | None) -> list[str]:
+    """The GEMMs whose results are further from FP64 products of the operands than docs/spec/numerics.md, section 9, allows."""
+    found: list[str] = []
+    for name, (a, b) in expected.items():
+        left, right = exact(a), exact(b)
+        product, size, k = left @ right, left.abs() @ right.abs(), left.shape[1]
+        if name == "output" and bias is not None:
+            product, size = product + bias.double(), size + bias.double().abs()
+        bound = bounds.accumulated(size, k + 1, k)
+        if not isinstance(a, ScaledTensor) and not isinstance(b, ScaledTensor):
+            bound = bound + size * 2.0**-8 * (results[name].dtype == torch.bfloat16)  # torch may round before it adds the bias
+        if results[name].dtype == torch.bfloat16:
+            bound = bound + (product.abs() + bound) * 2.0**-8  # one rounding to the 8 bits of BF16
+        if not ((results[name].double() - product).abs() <= bound).all():
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_each_gemm_multiplies_what_gemm_operands_returns(recipe: TrainingRecipe, dtype: torch.dtype) -> None:
+    layer, x, dy = made(recipe, dtype)
+    expected = layer.gemm_operands(x, dy)
+    assert wrong(step(layer, x, dy), expected, layer.bias) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_gemm_operands_are_the_casts_that_the_recipe_declares(recipe: TrainingRecipe) -> None:
+    layer, x, dy = made(recipe)
+    tensors = {"input": x.detach().flatten(0, 1), "weight": layer.weight.detach(), "gradient": dy.flatten(0, 1)}
+    transposed = {"output": (False, True), "grad_input": (False, False), "grad_weight": (True, False)}
+    for gemm, pair in layer.gemm_operands(x, dy).items():
+        for found, of, turned in zip(pair, recipe.operands[gemm], transposed[gemm], strict=True):
+            found = found.mT if turned else found
+            if of.recipe is None:
+                assert torch.equal(found, tensors[of.tensor])
+            elif of.rounding == "nearest" and not of.hadamard:  # others: the tests of state, and the product above
+                assert breccia.bytes_equal(found, breccia.cast(tensors[of.tensor], of.recipe, axis=of.axis))
+            assert not isinstance(found, ScaledTensor) or (found.recipe, found.axis) == (of.recipe, of.axis)
+
+
+def test_the_hadamard_transform_leaves_grad_weight_and_spreads_an_outlier() -> None:
+    layer, x, dy = made(TrainingRecipe("nvfp4", gradient_rounding="nearest"))
+    with torch.no_grad():
+        x[0, 0, 0] = 1000.0  # alone in its block of 16 along M, whose other values all become 0 without the transform
+    a, b = layer.gemm_operands(x, dy)["grad_weight"]
+    assert a.shape == (OUT, 80) and b.shape == (80, IN)  # 72 rows in whole groups of 16
+    plain = TrainingLinear(IN, OUT, recipe=TrainingRecipe("nvfp4", gradient_rounding="nearest", hadamard=0))
+    c, d = plain.gemm_operands(x, dy)["grad_weight"]
+    reference = dy.flatten(0, 1).double().T @ x.detach().flatten(0, 1).double()
+    error, without = ((exact(p) @ exact(q) - reference)[:, 0].norm() for p, q in ((a, b), (c, d)))
+    assert error < without
+
+
+# ---------------------------------------------------------------------------------------------------- planted faults
+
+
+def fault_wrong_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns of x have the blocks of its rows."""
+
+    def planted(how: Any, tensor: str, x: Tensor, **options: Any) -> Any:
+        rows, columns = operands.cast_operand(how, tensor, x, **options)
+        if tensor == "input" and columns is not None:
+            columns = breccia.cast(breccia.dequantize(breccia.cast(x, how.recipe.input)), how.recipe.input_columns, axis=-2)
+        return rows, columns
+
+    monkeypatch.setattr(module, "cast_operand", planted)
+
+
+def fault_plain_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient is not quantized."""
+
+    def planted(how: Any, tensor: str, x: Tensor, **options: Any) -> Any:
+        return (x, x) if tensor == "gradient" else operands.cast_operand(how, tensor, x, **options)
+
+    monkeypatch.setattr(module, "cast_operand", planted)
+
+
+def fault_half_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scales of the columns of w are half of what they should be."""
+
+    def planted(how: Any, weight: Tensor, **options: Any) -> Any:
+        rows, columns = operands.cast_weight(how, weight, **options)
+        if columns is not None:
+            columns = ScaledTensor.from_parts(
+                columns.data, columns.scale / 2, columns.recipe, columns.layout, axis=columns.axis
+            )
+        return rows, columns
+
+    monkeypatch.setattr(module, "cast_weight", planted)
+
+
+@pytest.mark.parametrize(
+    ("fault", "caught"),
+    [
+        (fault_wrong_axis, ["grad_weight"]),
+        (fault_plain_gradient, ["grad_input", "grad_weight"]),
+        (fault_half_scale, ["grad_input"]),
+    ],
+)
+def test_planted_faults_are_caught(fault: Any, caught: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, dy = made("fp8_block")
+    expected = layer.gemm_operands(x, dy)
+    fault(monkeypatch)
+    assert wrong(step(layer, x, dy), expected, layer.bias) == caught
+
+
+# ------------------------------------------------------------------------------------------------------ as nn.Linear
+
+
+def test_parameters_stay_and_the_bias_has_its_gradient() -> None:
+    layer, x, dy = made("fp8_block")
+    assert isinstance(layer, nn.Linear) and [n for n, _ in layer.named_parameters()] == ["weight", "bias"]
+    assert list(layer.state_dict()) == ["weight", "bias"]  # a recipe without state
+    step(layer, x, dy)
+    assert layer.bias.grad is not None and torch.equal(layer.bias.grad, dy.flatten(0, 1).sum(0))
+
+
+@pytest.mark.parametrize("shape", [(IN,), (1, IN), (3, 2, 5, IN)])
+def test_leading_axes_are_those_of_the_input(shape: tuple[int, ...]) -> None:
+    layer = TrainingLinear(IN, OUT, recipe="mxfp8")
+    y = layer(torch.randn(shape))
+    assert y.shape == (*shape[:-1], OUT)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_no_rows_give_no_output_and_a_gradient_of_zeros(recipe: TrainingRecipe) -> None:
+    layer = TrainingLinear(IN, OUT, recipe=recipe)
+    x = torch.randn(2, 0, IN, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (2, 0, OUT) and x.grad is not None and x.grad.shape == x.shape
+    assert layer.weight.grad is not None and not layer.weight.grad.any()
+
+
+def test_rows_of_zeros_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs get them, whose GEMMs take multiples of 16."""
+    for preset in ("fp8_current", "fp8_block", "mxfp8"):
+        layer, x, dy = made(preset)
+        before = step(layer, x, dy)
+        x.grad = layer.weight.grad = None
+        with monkeypatch.context() as m:
+            m.setitem(module.ROWS, "cpu", 16)
+            after = step(layer, x, dy)
+        # The operands are equal but for zeros, so results differ by the order of summation at most.
+        expected = layer.gemm_operands(x, dy)
+        assert wrong(before, expected, layer.bias) == wrong(after, expected, layer.bias) == []
+
+
+def test_a_frozen_weight_has_no_gradient_and_keeps_no_input() -> None:
+    layer, x, dy = made("fp8_block")
+    layer.weight.requires_grad_(False)
+    layer.bias.requires_grad_(False)
+    y = layer(x)
+    assert len(y.grad_fn.next_functions[0][0].saved_tensors) == 1  # the weight, and no components of x
+    y.backward(dy)
+    assert layer.weight.grad is None and x.grad is not None
+
+
+def test_the_input_is_kept_in_8_bits() -> None:
+    layer, x, _ = made("fp8_block", torch.bfloat16)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(x)
+    assert [t.dtype for t in kept if t is not layer.weight] == [torch.float8_e4m3fn, torch.float32]
+
+
+def test_autocast_sets_the_dtype_of_the_output_and_the_gradient_follows_the_input() -> None:
+    layer, x, dy = made("mxfp8")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.backward(dy.bfloat16())
+    assert x.grad is not None and x.grad.dtype == torch.float32
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+    layer.zero_grad()
+    plain = layer(x.detach().bfloat16())
+    assert torch.equal(plain, y)
+
+
+def test_the_gradient_accumulates_in_main_grad() -> None:
+    layer, x, dy = made("fp8_block", torch.bfloat16)
+    other = copy.deepcopy(layer)
+    other.float()
+    expected = step(other, x.detach().float().requires_grad_(), dy.float())["grad_weight"]
+    layer.weight.main_grad = torch.zeros(OUT, IN)
+    layer.weight.grad_added_to_main_grad = False
+    for _ in range(2):
+        layer(x).backward(dy)
+    assert layer.weight.grad is None and layer.weight.grad_added_to_main_grad
+    assert torch.equal(layer.weight.main_grad, 2 * expected)
+
+
+def test_another_main_grad_is_refused() -> None:
+    layer, x, dy = made("fp8_block")
+    layer.weight.main_grad = torch.zeros(OUT, IN, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="main_grad of a weight is an FP32 tensor of its shape"):
+        layer(x).backward(dy)
+
+
+def test_errors_name_the_layer() -> None:
+    layer = TrainingLinear.from_linear(nn.Linear(IN, OUT), "fp8_block", name="blocks.3.mlp.up")
+    with pytest.raises(ShapeError, match=r"blocks.3.mlp.up: the layer has 144 features; got x of shape \(2, 3\)"):
+        layer(torch.randn(2, 3))
+    with pytest.raises(UnsupportedError, match="blocks.3.mlp.up: "):
+        layer(torch.randn(2, IN, dtype=torch.float64))
+
+
+# ------------------------------------------------------------------------------------------------------ casts, counted
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tensors that were cast, in order."""
+    listed: list[str] = []
+    original = operands.cast_operand
+
+    def counted(how: Any, tensor: str, *arguments: Any, **options: Any) -> Any:
+        listed.append(tensor)
+        return original(how, tensor, *arguments, **options)
+
+    for where in (operands, module):
+        monkeypatch.setattr(where, "cast_operand", counted)
+    return listed
+
+
+def test_each_tensor_is_cast_once_and_the_weight_once_per_step(casts: list[str]) -> None:
+    layer, x, dy = made("fp8_block")
+    optimizer = torch.optim.AdamW(layer.parameters())
+    for _ in range(2):
+        for _ in range(3):  # accumulation
+            layer(x).backward(dy)
+        optimizer.step()
+    assert casts.count("weight") == 2 and casts.count("input") == casts.count("gradient") == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.weight.add_(1.0),
+        lambda layer: layer.weight.copy_(torch.randn(OUT, IN)),
+        lambda layer: setattr(layer.weight, "data", torch.randn(OUT, IN)),
+        lambda layer: layer.load_state_dict({"weight": torch.randn(OUT, IN), "bias": torch.zeros(OUT)}),
+        lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(OUT, IN))),
+        lambda layer: nn.utils.vector_to_parameters(torch.randn(OUT * IN + OUT), layer.parameters()),
+    ],
+    ids=["add_", "copy_", "data", "load_state_dict", "another Parameter", "vector_to_parameters"],
+)
+def test_a_weight_that_changed_is_cast_anew(change: Any) -> None:
+    layer, x, _ = made("fp8_block")
+    layer(x)
+    with torch.no_grad():
+        change(layer)
+        expected = breccia.matmul(*layer.gemm_operands(x, torch.randn(ROWS, OUT))["output"], bias=layer.bias)
+        assert torch.equal(layer(x).flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW], ids=lambda kind: kind.__name__)
+def test_optimizers_change_the_weight_that_is_multiplied(kind: Any, foreach: bool) -> None:
+    layer, x, dy = made("fp8_block")
+    optimizer = kind(layer.parameters(), lr=0.5, foreach=foreach)
+    before = step(layer, x, dy)["output"]
+    optimizer.step()
+    expected = breccia.matmul(*layer.gemm_operands(x, dy)["output"], bias=layer.bias.detach())
+    after = layer(x).detach().flatten(0, 1)
+    assert torch.equal(after, expected) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_casts_no_weight_twice_and_gives_the_same_bits(reentrant: bool, casts: list[str]) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    for preset in ("fp8_delayed", "nvfp4"):
+        layer, x, dy = made(preset)
+        twin, y = copy.deepcopy(layer), x.detach().clone().requires_grad_()
+        plain = step(twin, y, dy)
+        casts.clear()
+        checkpoint(layer, x, use_reentrant=reentrant).backward(dy)
+        assert casts.count("weight") == 1 and casts.count("input") == 2
+        assert x.grad is not None and torch.equal(x.grad.flatten(0, 1), plain["grad_input"])
+        assert layer.weight.grad is not None and torch.equal(layer.weight.grad, plain["grad_weight"])
+        for mine, other in zip(layer.buffers(), twin.buffers(), strict=True):
+            assert torch.equal(mine, other)

@@ -1,0 +1,340 @@
+"""What layers in training carry from step to step: histories and counters, and when they move."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import breccia
+import breccia_torch
+from breccia import AmaxHistory, DelayedScaling, TrainingRecipe, UnsupportedError
+from breccia_torch.nn import TrainingLinear
+from breccia_torch.training import state as steps
+
+STATEFUL = ("fp8_delayed", "nvfp4")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x).relu())
+
+
+def made(recipe: Any) -> Any:
+    torch.manual_seed(1)
+    model = Model()
+    breccia_torch.convert_to_training_(model, recipe)
+    return model
+
+
+def batch(n: int) -> Tensor:
+    return torch.randn(48, 32, generator=torch.Generator().manual_seed(n)) * (n + 1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> list[float]:
+    losses: list[float] = []
+    for n in range(first, first + count):
+        loss = (model(batch(n)) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    mine, other = a.state_dict(), b.state_dict()
+    return mine.keys() == other.keys() and all(torch.equal(mine[key], other[key]) for key in mine)
+
+
+# -------------------------------------------------------------------------------------------------- delayed scaling
+
+
+def test_the_first_step_has_the_amax_of_each_tensor() -> None:
+    layer = TrainingLinear(32, 64, recipe="fp8_delayed")
+    x, dy = batch(3), torch.randn(48, 64)
+    for (a, b), names in zip(layer.gemm_operands(x, dy).values(), (("x", "w"), ("dy", "w"), ("dy", "x")), strict=True):
+        for operand, name in zip((a, b), names, strict=True):
+            tensor = {"x": x, "w": layer.weight, "dy": dy}[name]
+            largest = {"x": 448.0, "w": 448.0, "dy": 57344.0}[name]
+            # The FP32 rule of docs/spec/numerics.md, section 5: amax by the codec's largest value, rounded once.
+            assert operand.scale.item() == (tensor.detach().abs().max() / torch.tensor(largest)).item()
+
+
+def test_later_scales_are_those_of_amax_history() -> None:
+    """Against `AmaxHistory`, which the core tests hold to the specification; a step of two passes has its largest amax."""
+    recipe = DelayedScaling(amax_history_len=3)
+    layer = TrainingLinear(32, 64, recipe=TrainingRecipe(input=recipe, weight=recipe, gradient=recipe))
+    histories = {"x": AmaxHistory(recipe), "w": AmaxHistory(recipe), "dy": AmaxHistory(recipe)}
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
+    for n in (1, 5, 2, 0, 0):
+        passes = [(batch(n), torch.randn(48, 64) * (7 - n)), (batch(n + 1), torch.randn(48, 64))]
+        weight = layer.weight.detach().clone()
+        for x, dy in passes:
+            layer(x).backward(dy)
+        optimizer.step()
+        values = {"x": [x for x, _ in passes], "w": [weight], "dy": [dy for _, dy in passes]}
+        histories = {name: h.update(torch.cat([v.flatten() for v in values[name]])) for name, h in histories.items()}
+        x, dy = batch(9), torch.randn(48, 64)
+        operands = layer.gemm_operands(x, dy)
+        found = {"x": operands["output"][0], "w": operands["output"][1], "dy": operands["grad_weight"][0]}
+        for name, history in histories.items():
+            assert found[name].scale.item() == history.scale.item()
+    assert layer.state.amaxes[0].view(torch.float32).tolist() == histories["x"].amaxes.tolist()
+
+
+def test_evaluation_records_nothing() -> None:
+    layer = TrainingLinear(32, 64, recipe="fp8_delayed")
+    layer.weight.requires_grad_(False)
+    with torch.no_grad():
+        layer(batch(1))
+    assert layer.state.pending[0] == layer.state.pending[2] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- draws
+
+
+def drawn(layer: TrainingLinear, x: Tensor, dy: Tensor) -> Tensor:
+    """The codes of the gradient in the next backward pass."""
+    return layer.gemm_operands(x, dy)["grad_input"][0].data
+
+
+def test_draws_differ_between_layers_steps_and_passes_and_are_those_of_gemm_operands() -> None:
+    model = made("nvfp4")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x, dy = batch(1), torch.randn(48, 64)
+    seen = [drawn(model.inner, x, dy)]
+    for _ in range(2):
+        for _ in range(2):
+            operands = model.inner.gemm_operands(x, dy)
+            model.inner.weight.grad = None
+            model.inner(x).backward(dy)
+            assert torch.equal(model.inner.weight.grad, breccia.matmul(*operands["grad_weight"]))
+            seen.append(drawn(model.inner, x, dy))
+        optimizer.step()
+        seen.append(drawn(model.inner, x, dy))
+    other = TrainingLinear.from_linear(nn.Linear(32, 64), "nvfp4", name="other", seed=7)
+    seen.append(drawn(other, x, dy))
+    assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_stochastic_gradients_have_the_right_mean() -> None:
+    layer, x, dy = TrainingLinear(32, 64, recipe="nvfp4"), batch(1), torch.randn(48, 64)
+    rounds, total = 200, torch.zeros(48, 64)
+    for _ in range(rounds):
+        total += layer.gemm_operands(x, dy)["grad_input"][0].dequantize()
+        steps.count_pass(layer.state.draws, layer.weight)
+    # Codes are at most 2 scales apart, and a scale is amax / 6: the standard deviation of a draw is at most half of that, amax
+    # / 6, and that of the mean amax / 6 / sqrt(rounds). Six of these, for 3072 values. The scale in E4M3 may be 2^-4 too small
+    # for the largest values, which saturate.
+    amax = dy.abs().max()
+    bound = 6 * amax / 6 / math.sqrt(rounds) + amax * 2.0**-4
+    assert ((total / rounds - dy).abs() <= bound).all()
+    nearest = breccia.cast(dy, "nvfp4").dequantize()
+    assert ((nearest - dy).abs() > bound).any()  # so the bound tells the two apart
+
+
+def test_the_same_seed_gives_the_same_training() -> None:
+    for recipe in STATEFUL:
+        first, second = made(recipe), made(recipe)
+        a, b = (train(m, torch.optim.SGD(m.parameters(), lr=1e-3), 0, 3) for m in (first, second))
+        assert a == b and equal(first, second)
+
+
+# ------------------------------------------------------------------------------------------------- saving and resuming
+
+
+def through_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("recipe", STATEFUL)
+def test_a_resumed_run_is_bit_identical(recipe: str) -> None:
+    model = made(recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, 0, 3)
+    saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    rest = train(model, optimizer, 3, 3)
+    resumed = made(recipe)
+    resumed_optimizer = torch.optim.AdamW(resumed.parameters(), lr=1e-3)
+    resumed.load_state_dict(saved["model"])
+    resumed_optimizer.load_state_dict(saved["optimizer"])
+    assert train(resumed, resumed_optimizer, 3, 3) == rest and equal(model, resumed)
+
+
+@pytest.mark.parametrize("recipe", STATEFUL)
+def test_a_lost_state_is_noticed(recipe: str) -> None:
+    """The planted fault of the test above: without the state, the losses differ."""
+    model = made(recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    train(model, optimizer, 0, 3)
+    saved = {key: value for key, value in model.state_dict().items() if ".state." not in key}
+    rest = train(model, optimizer, 3, 3)
+    resumed = made(recipe)
+    with pytest.raises(RuntimeError, match=r"Missing key.*inner.state.draws"):
+        resumed.load_state_dict(saved)
+    resumed.load_state_dict(saved, strict=False)
+    assert train(resumed, torch.optim.SGD(resumed.parameters(), lr=1e-3), 3, 3) != rest
+
+
+@pytest.mark.parametrize("recipe", STATEFUL)
+def test_the_state_survives_changes_of_precision_copies_and_pickling(recipe: str) -> None:
+    model = made(recipe)
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-3), 0, 3)
+    before = {key: value.clone() for key, value in model.state_dict().items() if ".state." in key}
+    assert before and all(value.any() for value in before.values())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model).bfloat16(), copy.deepcopy(model).half().float(), torch.load(file, weights_only=False)):
+        after = other.state_dict()
+        assert all(torch.equal(after[key], value) and after[key].dtype == value.dtype for key, value in before.items())
+        optimizer = torch.optim.SGD(other.parameters(), lr=1e-3)
+        dtype = other.inner.weight.dtype
+        other(batch(1).to(dtype)).sum().backward()
+        optimizer.step()  # copies and pickles are known to the hook, too
+        assert other.inner.state.draws[1] == 4
+
+
+def test_distributed_checkpoints_have_the_state(tmp_path: Any) -> None:
+    from torch.distributed import checkpoint
+
+    model = made("fp8_delayed")
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-3), 0, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.save(model.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+        other = made("fp8_delayed")
+        state = other.state_dict()
+        checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)
+    other.load_state_dict(state)
+    assert equal(model, other)
+
+
+# --------------------------------------------------------------------------------------------------- when it moves
+
+
+@pytest.mark.parametrize("recipe", STATEFUL)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_skipped_step_moves_nothing(recipe: str, backward: bool) -> None:
+    model = made(recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    train(model, optimizer, 0, 2)
+    twin = copy.deepcopy(model)
+    poisoned = batch(2)
+    poisoned[0, 0] = torch.nan
+    loss = model(poisoned).mean()
+    assert loss.isnan()
+    if backward:
+        loss.backward()
+    optimizer.zero_grad()
+    assert equal(model, twin)
+    if recipe == "fp8_delayed" or not backward:  # a pass that was drawn for is not drawn for again before a step ends
+        assert train(model, optimizer, 3, 2) == train(twin, torch.optim.SGD(twin.parameters(), lr=1e-3), 3, 2)
+        assert equal(model, twin)
+
+
+def test_a_fused_step_that_a_scaler_skips_moves_nothing() -> None:
+    model = made("fp8_delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(batch(1)).sum().backward()
+    before = copy.deepcopy(model)
+    optimizer.found_inf = torch.ones(())  # as GradScaler gives it to fused optimizers
+    steps._stepped(optimizer)
+    assert equal(model, before)
+
+
+def test_only_layers_of_the_optimizer_move_and_frozen_ones_with_any() -> None:
+    model = made("fp8_delayed")
+    third = TrainingLinear(32, 32, recipe="fp8_delayed")
+    third.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.inner.parameters(), lr=1e-3)
+    third(model(batch(1))).sum().backward()
+    optimizer.step()
+    assert [layer.state.draws[1].item() for layer in (model.inner, model.outer, third)] == [1, 0, 1]
+
+
+def test_layers_without_a_backward_pass_stay() -> None:
+    model = made("fp8_delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model.inner(batch(1)).sum().backward()
+    optimizer.step()
+    assert model.inner.state.draws[1] == 1 and model.outer.state.draws[1] == 0
+    assert not model.outer.state.amaxes.any()
+
+
+def test_manual_loops_end_steps_themselves_and_are_warned_otherwise() -> None:
+    model = made("fp8_delayed")
+    message = "has changed between two backward passes, and no step has ended.*breccia_torch.end_of_step"
+
+    def update() -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(1e-3 * p.grad)
+
+    model(batch(1)).sum().backward()
+    update()
+    with pytest.warns(UserWarning, match=message):
+        model(batch(1)).sum().backward()
+    breccia_torch.end_of_step(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model(batch(1)).sum().backward()
+            model(batch(2)).sum().backward()  # accumulation
+            update()
+            breccia_torch.end_of_step(model)
+    assert model.inner.state.draws[1] == 3
+
+
+def test_end_of_step_notices_weights_written_through_data() -> None:
+    model = made("fp8_block")
+    before = model(batch(1))
+    for p in model.parameters():
+        p.data.mul_(2.0)
+    breccia_torch.end_of_step(model)
+    assert not torch.equal(model(batch(1)), before)
+
+
+def test_end_of_step_and_the_optimizer_end_one_step() -> None:
+    model = made("fp8_delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(batch(1)).sum().backward()
+    breccia_torch.end_of_step(model)
+    optimizer.step()
+    assert model.inner.state.draws[1] == 1 and (model.inner.state.amaxes[0] != 0).sum() == 1
+
+
+def test_end_of_step_needs_a_layer_in_training() -> None:
+    with pytest.raises(UnsupportedError, match="Model has no layer in training; breccia_torch.convert_to_training_"):
+        breccia_torch.end_of_step(Model())
+
+
+def test_new_parameters_forget_the_state() -> None:
+    layer = TrainingLinear(32, 64, recipe="fp8_delayed")
+    layer(batch(1)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=1e-3).step()
+    layer.reset_parameters()
+    assert not layer.state.amaxes.any() and layer.state.draws[1] == 0
