@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Function, forward_ad
 
-from breccia import ScaledTensor, ScalingRecipe
+from breccia import NoKernelError, ScaledTensor, ScalingRecipe
 from breccia.backend import (
     DEFAULT,
     FLOAT32,
+    FLOATS,
     OPERATIONS,
     CastOptions,
     Kind,
@@ -27,6 +28,7 @@ from breccia.backend import (
     ProductOptions,
     calls,
     components,
+    dtype_name,
     product_options,
     registry,
     targets,
@@ -37,8 +39,16 @@ from .ops import autocast_dtype, need_dense, transforming, wrapped
 Array = Any
 #: Calls of an op: f((*arguments, options), prefer).
 Run = Callable[[tuple[Any, ...], Prefer], Any]
-#: A product with at most one scaled operand: the frontend's in eager mode, the operator in compiled graphs.
-Product = Callable[[Any, Any], Array]
+#: A product with at most one scaled operand, f(a, b, out_dtype="float32"): the frontend's in eager mode, the operator in
+#: compiled graphs.
+Product = Callable[..., Array]
+
+
+class Preferred(NamedTuple):
+    """The kernels that a layer prefers for its product, and for the products that are its gradients."""
+
+    forward: Prefer
+    backward: Prefer
 
 
 def runner_of(op: Operation) -> Run:
@@ -188,15 +198,16 @@ def _with_scale(options: CastOptions, scale: Any) -> CastOptions:
 
 
 def matmul(arguments: tuple[Any, ...], prefer: Prefer) -> Array:
-    """Differentiable in plain tensor operands and in the bias."""
+    """Differentiable in plain tensor operands and in the bias. prefer: kernels, or `Preferred` ones."""
     a, b, options = arguments
     out_dtype, bias, out = options
+    prefer, backward = prefer if isinstance(prefer, Preferred) else (prefer, None)
     a, b = _fixed(a), _fixed(b)
     differentiated = _tracked(a, b)
     if out is None and (differentiated or (bias is not None and _tracked(bias))):
         if bias is not None and not differentiated and not wrapped(bias):  # a frozen layer: autograd adds it
             return _plus(_matmul((_detached(a), _detached(b), FLOAT32), prefer), bias, out_dtype)
-        return _Matmul.apply(a, b, bias, out_dtype, prefer)
+        return _Matmul.apply(a, b, bias, out_dtype, prefer, backward)
     if out is not None or not torch.is_grad_enabled():  # else none needs a gradient
         a, b, options = _detached(a), _detached(b), _constant_result(options)
     return _matmul((a, b, options), prefer)
@@ -230,8 +241,14 @@ def _plus(product: Array, bias: Array, dtype: str) -> Array:
     return total if dtype == "float32" else total.to(getattr(torch, dtype))
 
 
-def _product(a: Any, b: Any) -> Array:
-    return matmul((a, b, FLOAT32), None)
+def _product(a: Any, b: Any, out_dtype: str = "float32", prefer: Prefer = None) -> Array:
+    options = product_options(out_dtype)
+    if prefer is not None:
+        try:
+            return matmul((a, b, options), prefer)
+        except NoKernelError:
+            pass  # it does not run for these operands, or on this device
+    return matmul((a, b, options), None)
 
 
 def _grouped_product(a: Any, b: Any, offsets: Array) -> Array:
@@ -244,18 +261,19 @@ class _Matmul(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(a: Any, b: Any, bias: Any, out_dtype: str, prefer: Prefer) -> Array:
+    def forward(a: Any, b: Any, bias: Any, out_dtype: str, prefer: Prefer, backward: Prefer) -> Array:
         return calls.matmul(_detached(a), _detached(b), product_options(out_dtype, _detached(bias)), prefer=prefer)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Array) -> None:
-        a, b, bias, ctx.out_dtype, _ = inputs
+        a, b, bias, ctx.out_dtype, _, ctx.prefer = inputs
         _keep(ctx, a, b, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
         a, b, bias = _operands(ctx)
-        return *product_gradients(_product, gradients[0], a, b, bias, ctx.needs_input_grad[:3]), None, None
+        product = partial(_product, prefer=ctx.prefer)
+        return *product_gradients(product, gradients[0], a, b, bias, ctx.needs_input_grad[:3]), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Array:
@@ -328,12 +346,19 @@ def product_gradients(
     """
     left = right = added = None
     if needed[0] and not isinstance(a, ScaledTensor):
-        left = product(gradient, b.mT).sum_to_size(a.shape).to(a.dtype)
+        left = _summed(product, gradient, b.mT, a, gradient)
     if needed[1] and not isinstance(b, ScaledTensor):
-        right = product((a if written is None else written).mT, gradient).sum_to_size(b.shape).to(b.dtype)
+        right = _summed(product, (a if written is None else written).mT, gradient, b, gradient)
     if bias is not None and needed[2]:
         added = gradient.float().sum_to_size(bias.shape).to(bias.dtype)
     return left, right, added
+
+
+def _summed(product: Product, x: Any, y: Any, like: Array, gradient: Array) -> Array:
+    """The product in the shape and dtype of the operand `like`, rounded once; summed along axes that `like` was broadcast to."""
+    if gradient.shape[:-2] == like.shape[:-2] and dtype_name(like) in FLOATS:
+        return product(x, y, dtype_name(like))
+    return product(x, y).sum_to_size(like.shape).to(like.dtype)
 
 
 def grouped_gradients(

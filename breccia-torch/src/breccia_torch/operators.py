@@ -271,9 +271,9 @@ def _any(needed: Any) -> bool:
     return any(needed) if isinstance(needed, list | tuple) else bool(needed)
 
 
-def _product(a: Any, b: Any) -> Tensor:
+def _product(a: Any, b: Any, out_dtype: str = "float32") -> Tensor:
     """A product as an operator."""
-    return torch.ops.breccia.matmul(*_listed(a), *_listed(b), "float32")
+    return torch.ops.breccia.matmul(*_listed(a), *_listed(b), out_dtype)
 
 
 def _listed(x: Any) -> tuple[Any, ...]:

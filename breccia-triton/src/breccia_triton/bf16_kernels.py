@@ -16,6 +16,9 @@ from .numerics import INF, MAGNITUDE, NORMAL, bits_of, global_multiplier, rounde
 from .specs import Scale
 from .tiles import decoded, tile_of_program
 
+#: The FP32 bits of 2^-102: the last significant bit of numbers from there on is a normal number.
+NORMAL_LAST_BIT = tl.constexpr((127 - 102) << 23)
+
 
 @dataclass(frozen=True)
 class Side:
@@ -23,6 +26,9 @@ class Side:
 
     source: how its codes are read, None for an array of BF16 numbers. global_scale: which `source` leaves out where values are
     to be exact. least, most: multipliers of that scale that need no FP32. k_last: whether K is last in memory.
+
+    copies: 2 where the product adds up twice along K: values of one operand are two BF16 numbers, and those of the other one
+    are there twice. residual: the second copy is what rounding to BF16 leaves of a value, not the value again.
     """
 
     source: Source | None
@@ -30,32 +36,60 @@ class Side:
     least: float
     most: float
     k_last: bool
+    copies: int = 1
+    residual: bool = False
 
 
 @triton.jit
 def exact_kernel(
     x, x_scale, x_zero_point, x_global_scale, out, flags, rows, columns, first, x_groups, G: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """The values of a ScaledTensor without its global scale, in BF16, and flags of their lines, from number `first` on.
+    """The values of an operand without its global scale, in BF16, and flags of their lines, from number `first` on.
 
-    BF16 has the exponents of FP32, and the values have at most 8 significant bits. So they are exact but for subnormal numbers,
-    some of which lose bits, and which tensor cores may take as zeros.
+    BF16 has the exponents of FP32. Values of at most 8 significant bits are exact but for subnormal numbers, some of which lose
+    bits, and which tensor cores may take as zeros. Of other values two copies keep all but 2^-17: what is left of a value by
+    rounding it to BF16 is exact in FP32, and is rounded to BF16 in turn. Inf is flagged where it would meet such a remainder.
     """
     matrix, i, j, row, row_exists, column, column_exists = tile_of_program(rows, columns, G)
     ROWS: tl.constexpr = G.down * G.tall
     COLUMNS: tl.constexpr = G.along * G.wide
-    SOURCE: tl.constexpr = D.source
-    v = decoded(
-        x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
-        ROWS, COLUMNS, SOURCE,
-    )  # fmt: skip
     exists = row_exists[:, None] & column_exists[None, :]
-    to = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
-    tl.store(out + to, rounded(v, tl.bfloat16, SOURCE.ptx), mask=exists)
+    if D.source is None:
+        at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
+        v = tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
+    else:
+        SOURCE: tl.constexpr = D.source
+        v = decoded(
+            x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns,
+            x_groups, ROWS, COLUMNS, SOURCE,
+        )  # fmt: skip
+    PTX: tl.constexpr = D.source is None or D.source.ptx
+    high = rounded(v, tl.bfloat16, PTX)
     u = bits_of(v) & MAGNITUDE
-    inexact = (u != 0) & (u < NORMAL)
+    if D.residual:
+        # The last of 24 significant bits is a normal number from 2^-102 on.
+        infinite = (bits_of(high.to(tl.float32)) & MAGNITUDE) >= INF
+        inexact = ((u != 0) & (u < NORMAL_LAST_BIT)) | (infinite & (u < INF))
+        low = rounded(tl.where(infinite, 0.0, v - high.to(tl.float32)), tl.bfloat16, PTX)
+    else:
+        low = high
+        inexact = (u != 0) & (u < NORMAL)
+        if D.source is None:
+            inexact = u == INF
+        elif D.copies == 2:
+            inexact = inexact | (u == INF)
     if D.global_scale is not None:
         inexact = inexact | _strays(x_global_scale, D)
+    line = matrix.to(tl.int64) * rows + row[:, None]
+    if D.copies == 1:
+        tl.store(out + line * columns + column[None, :], high, mask=exists)
+    else:
+        if D.k_last:
+            to, step = line * (2 * columns) + column[None, :], columns
+        else:
+            to, step = (line + matrix.to(tl.int64) * rows) * columns + column[None, :], (matrix.to(tl.int64) * 0 + rows) * columns
+        tl.store(out + to, high, mask=exists)
+        tl.store(out + to + step, low, mask=exists)
     inexact = (inexact & exists).to(tl.int32)
     if D.k_last:
         _flag(flags, first + matrix * rows + row, row_exists, tl.max(inexact, 1))

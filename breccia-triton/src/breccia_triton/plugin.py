@@ -109,6 +109,19 @@ def breccia_kernels() -> Iterable[Kernel]:
         accepts="breccia_triton.bf16_plans:accepts",
         score="breccia_triton.bf16_plans:score",
         reads=STORAGES,
+        knows=READ,
+    )
+    yield Kernel(
+        "matmul",
+        "torch",
+        "breccia_triton.bf16_matmul:matmul_rounded",
+        "triton.matmul_bf16_rounded",
+        device="cuda",
+        available="breccia_triton.bf16_plans:available",
+        accepts="breccia_triton.bf16_plans:accepts_rounded",
+        reads=STORAGES,
+        opt_in=True,
+        knows=READ,
     )
     for framework, target, name, accepts, knows in _FUSED:
         yield Kernel(
