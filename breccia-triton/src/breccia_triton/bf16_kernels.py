@@ -87,7 +87,10 @@ def exact_kernel(
         if D.k_last:
             to, step = line * (2 * columns) + column[None, :], columns
         else:
-            to, step = (line + matrix.to(tl.int64) * rows) * columns + column[None, :], (matrix.to(tl.int64) * 0 + rows) * columns
+            to, step = (
+                (line + matrix.to(tl.int64) * rows) * columns + column[None, :],
+                (matrix.to(tl.int64) * 0 + rows) * columns,
+            )
         tl.store(out + to, high, mask=exists)
         tl.store(out + to + step, low, mask=exists)
     inexact = (inexact & exists).to(tl.int32)

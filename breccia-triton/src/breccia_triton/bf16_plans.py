@@ -66,7 +66,9 @@ def range_of(fmt: Format) -> Range | str:
     if fmt.scale_record is not None:
         return "scales are products of several levels, so values may need more than the 8 significant bits of BF16"
     if global_scale is not None and fmt.order == "scales_first":
-        return "the global scale is multiplied into the scales first, so values may need more than the 8 significant bits of BF16"
+        return (
+            "the global scale is multiplied into the scales first, so values may need more than the 8 significant bits of BF16"
+        )
     bits = significant(fmt.element), significant(level.codec)
     if None in bits or sum(b or 0 for b in bits) > BITS:
         return f"{fmt.element.name} codes under {level.codec.name} scales may need more than the 8 significant bits of BF16"

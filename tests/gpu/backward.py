@@ -1,0 +1,228 @@
+"""Forward and dL/dx of layers with a quantized weight on a GPU: errors against FP64, times beside BF16, host times.
+
+python tests/gpu/backward.py results.json
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import breccia
+import breccia_torch
+from breccia.kernels import bounds
+
+SPECS = ("fp8_block,block_m=128", "fp8_block", "fp8_row", "fp8_current", "int4", "int8", "nf4", "mxfp8", "mxfp4", "nvfp4")
+ROUNDED = "triton.matmul_bf16_rounded"
+FLUSH = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
+
+
+def elapsed(calls: dict[str, Callable[[], Any]], rounds: int = 5, inner: int = 8) -> dict[str, float]:
+    """Median microseconds of each call, interleaved."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            FLUSH.zero_()
+            call()
+            start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+            start.record()
+            for _ in range(inner):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            taken[name].append(start.elapsed_time(end) * 1e3 / inner)
+    return {name: round(statistics.median(times), 1) for name, times in taken.items()}
+
+
+def host(call: Callable[[int], Any], count: int = 60) -> float:
+    """Median microseconds of a call until it returns; it is passed its number."""
+    for i in range(count):
+        call(i)
+    taken = []
+    for i in range(count):
+        if i % 20 == 0:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call(i)
+        taken.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return round(statistics.median(taken) * 1e6, 1)
+
+
+def over_bound(found: Any, a: Any, b: Any) -> float:
+    """The largest error as a multiple of the bound of docs/spec/numerics.md, section 9, in up to 128 rows."""
+    rows = torch.randperm(a.shape[0], device="cuda")[:128]
+    x, y = a[rows].double(), breccia.dequantize(b.to_plain() if b.storage != "plain" else b).double()
+    exact, size = x @ y, x.abs() @ y.abs()
+    bound = bounds.accumulated(size, x.shape[1], x.shape[1])
+    unit = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[found.dtype]
+    error = (found[rows].double() - exact).abs()
+    return round((error / (bound + unit * (exact.abs() + bound)).clamp(min=1e-300)).max().item(), 4)
+
+
+def layer_of(weight: Any, spec: str, stored: bool) -> Any:
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="cuda", dtype=weight.dtype)
+    linear.weight.data.copy_(weight)
+    model = torch.nn.Sequential(linear)
+    model.train(not stored)
+    breccia_torch.quantize_(model, spec)
+    return model[0]
+
+
+def step(layer: Any, x: Any, gradient: Any) -> Callable[[], Any]:
+    def run() -> Any:
+        x.grad = None
+        y = layer(x)
+        y.backward(gradient)
+        return x.grad
+
+    return run
+
+
+def errors(shapes: tuple[tuple[int, int, int], ...]) -> list[dict[str, Any]]:
+    rows = []
+    for m, n, k in shapes:
+        torch.manual_seed(0)
+        weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+        gradient = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+        for spec in SPECS:
+            w = breccia.cast(weight, spec)
+            for name, b in (("plain", w), ("stored", layer_of(weight, spec, True).weight.tensor)):
+                if name == "stored" and b.storage == "plain":
+                    continue
+                row: dict[str, Any] = {"shape": [m, n, k], "spec": spec, "weight": b.storage}
+                try:
+                    row["kernel"] = breccia.explain("matmul", gradient, b).running
+                    for dtype in ("float32", "bfloat16", "float16"):
+                        row[dtype] = over_bound(breccia.matmul(gradient, b, dtype), gradient, b)
+                    if name == "plain":
+                        row["rounded"] = over_bound(breccia.matmul(gradient, b, "bfloat16", prefer=ROUNDED), gradient, b)
+                except Exception as e:
+                    row["error"] = f"{type(e).__name__}: {str(e)[:200]}"
+                rows.append(row)
+    return rows
+
+
+def main(path: str) -> None:
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result["errors"] = errors(((512, 1024, 768), (300, 1000, 520), (256, 4096, 1024)))
+    m = n = k = 4096
+    weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    gradient = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    both, single = {"BF16": step(linear, x, gradient)}, {"BF16 mm": lambda: torch.mm(gradient, weight)}
+    for spec in SPECS:
+        try:
+            layers = {"plain": layer_of(weight, spec, False), "stored": layer_of(weight, spec, True)}
+            if layers["stored"].weight.layout.storage == "plain":
+                del layers["stored"]
+            for name, layer in layers.items():
+                both[f"{spec} {name}"] = step(layer, x, gradient)
+                rounds = layer_of(weight, spec, name == "stored")
+                rounds.prefer_backward = ROUNDED
+                both[f"{spec} {name} rounded"] = step(rounds, x, gradient)
+                single[f"{spec} {name} forward"] = lambda layer=layer: layer(x.detach())
+                w = layer.weight.tensor
+                single[f"{spec} {name} dx"] = lambda w=w: breccia.matmul(gradient, w, "bfloat16")
+        except Exception as e:
+            result.setdefault("failed", {})[spec] = f"{type(e).__name__}: {str(e)[:300]}"
+    for call in (*both.values(), *single.values()):
+        call()
+    result["forward and dx, us"], result["one product, us"] = elapsed(both), elapsed(single, 3)
+    one = torch.cat((gradient, gradient), 1)
+    two = torch.cat((weight, weight), 0)
+    x3 = gradient.expand(2, m, n)
+    w3 = torch.stack((weight, weight))
+    result["parts, us"] = elapsed({
+        "mm K": lambda: torch.mm(gradient, weight), "mm 2K": lambda: torch.mm(one, two),
+        "mm 2K fp32": lambda: torch.mm(one, two, out_dtype=torch.float32),
+        "bmm of 2 fp32": lambda: torch.bmm(x3, w3, out_dtype=torch.float32),
+        "mm 2K of transposed": lambda: torch.mm(one, two.mT.contiguous().mT),
+        "cat": lambda: torch.cat((gradient, gradient), 1), "copy": lambda: one.clone(),
+    })  # fmt: skip
+    result["casts, us"] = casts()
+    result["host, us"] = hosts()
+    with open(path, "w") as file:
+        json.dump(result, file, indent=1)
+    show(result)
+
+
+def casts() -> dict[str, float]:
+    x = torch.randn(16384, 8192, device="cuda", dtype=torch.bfloat16)
+    calls: dict[str, Callable[[], Any]] = {"copy": x.clone}
+    for spec in ("fp8_block", "fp8_block,block_m=128", "fp8_current", "fp8_row", "mxfp8"):
+        r = breccia.recipe(spec)
+        calls[f"pair {spec}"] = lambda r=r: breccia.cast_pair(x, r)
+        calls[f"cast {spec}"] = lambda r=r: breccia.cast(x, r)
+        calls[f"columns {spec}"] = lambda r=r: breccia.cast(x, r, axis=-2)
+    return elapsed(calls, 3, 4)
+
+
+def hosts() -> dict[str, float]:
+    k = 1024
+    data = torch.randn(2048, k, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(k, k, device="cuda", dtype=torch.bfloat16)
+    found = {"F.linear": host(lambda i: torch.nn.functional.linear(data[:64], weight))}
+    tile, mx, r = (
+        breccia.cast(weight, "fp8_block,block_m=128").mT,
+        breccia.cast(weight, "mxfp8").mT,
+        breccia.recipe("fp8_block"),
+    )
+    found["cast"] = host(lambda i: breccia.cast(data[:64], r))
+    found["cast, new rows"] = host(lambda i: breccia.cast(data[: 1 + i], r))
+    a = breccia.cast(data[:64], r)
+    found["fp8 matmul, same"] = host(lambda i: breccia.matmul(a, tile, "bfloat16"))
+    kept: list[Any] = []
+    many = [breccia.cast(data[: 16 + i], r) for i in range(60)]
+
+    def fresh(i: int) -> None:
+        kept.append(breccia.matmul(many[i], tile, "bfloat16"))
+
+    found["fp8 matmul, new addresses and rows"] = host(fresh)
+    found["cast + fp8 matmul, same rows"] = host(
+        lambda i: kept.append(breccia.matmul(breccia.cast(data[:64], r), tile, "bfloat16"))
+    )
+    found["cast + fp8 matmul, other rows"] = host(
+        lambda i: kept.append(breccia.matmul(breccia.cast(data[: 100 + i], r), tile, "bfloat16"))
+    )
+    found["mxfp8 matmul"] = host(
+        lambda i: breccia.matmul(breccia.cast(data[:64], "mxfp8"), mx, "bfloat16", prefer="cuda.fp8_matmul")
+    )
+    for spec in ("int4", "fp8_block,block_m=128"):
+        layer = layer_of(weight, spec, True)
+        with torch.no_grad():
+            found[f"layer {spec}, one row"] = host(lambda i, layer=layer: layer(data[:1]))
+            found[f"layer {spec}, new rows"] = host(lambda i, layer=layer: layer(data[: 1 + i]))
+    return found
+
+
+def show(result: dict[str, Any]) -> None:
+    worst: dict[str, Any] = {}
+    for row in result["errors"]:
+        name = f"{row['spec']} {row['weight']} {row.get('kernel')}"
+        known = worst.setdefault(name, [0.0, 0.0, 0.0, 0.0, ""])
+        for i, key in enumerate(("float32", "bfloat16", "float16", "rounded")):
+            known[i] = max(known[i], row.get(key, 0.0))
+        known[4] = row.get("error", known[4])
+    for name, one in worst.items():
+        print("error / bound", name, *one)
+    base = result["forward and dx, us"]["BF16"]
+    for name, one in result["forward and dx, us"].items():
+        print(f"{name:45} {one:9.1f} {one / base:6.2f}")
+    for part in ("one product, us", "parts, us", "casts, us", "host, us", "failed"):
+        print(part, json.dumps(result.get(part)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
