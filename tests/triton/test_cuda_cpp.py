@@ -6,6 +6,7 @@ No test here needs a GPU: the driver is a stand-in, and NVRTC compiles for any a
 from __future__ import annotations
 
 import ctypes
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,25 @@ def test_a_tensor_map_lists_axes_from_the_last_one_and_strides_in_bytes() -> Non
     assert (dims, strides) == ([64, 100, 3], [160, 16000])
     assert (box, ones) == ([64, 32, 1], [1, 1, 1])
     assert (interleave, swizzle, promotion, fill) == (0, 3, 2, 0)
+
+
+def test_the_address_of_a_map_is_replaced_where_it_is_the_first_word_of_maps_and_else_they_are_made_anew() -> None:
+    class AddressFirst(FakeDriver):
+        def cuTensorMapEncodeTiled(self, place: Any, dtype: int, rank: int, address: Any, dims: Any, *rest: Any) -> int:
+            super().cuTensorMapEncodeTiled(place, dtype, rank, address, dims, *rest)
+            ctypes.memmove(place.value, struct.pack("<QQ", address.value, dims[0]), 16)
+            return self.status
+
+    for fake, made in ((AddressFirst(), 1 + 2), (FakeDriver(), 3 + 2)):  # two maps show which kind it is
+        used = driver.MovableMap(driver.Driver(fake), "float32", (4, 100), (100,), (4, 32))
+        for address in (4096, 8192, 1 << 45):
+            used.move(address)
+        assert len(fake.maps) == made
+        if made == 3:
+            assert list(used.map.words[:2]) == [1 << 45, 100]
+        assert fake.maps[0][2] == 4096
+    fake.status = 1
+    assert not driver.Driver(fake).keeps_address_first
 
 
 def test_a_failed_call_names_what_was_asked_and_the_drivers_error() -> None:

@@ -207,7 +207,7 @@ def matmul(arguments: tuple[Any, ...], prefer: Prefer) -> Array:
     if out is None and (differentiated or (bias is not None and _tracked(bias))):
         if bias is not None and not differentiated and not wrapped(bias):  # a frozen layer: autograd adds it
             return _plus(_matmul((_detached(a), _detached(b), FLOAT32), prefer), bias, out_dtype)
-        return _Matmul.apply(a, b, bias, out_dtype, prefer, backward)
+        return _function_of_matmul().apply(a, b, bias, out_dtype, prefer, backward)
     if out is not None or not torch.is_grad_enabled():  # else none needs a gradient
         a, b, options = _detached(a), _detached(b), _constant_result(options)
     return _matmul((a, b, options), prefer)
@@ -279,6 +279,24 @@ class _Matmul(Function):
     def jvp(ctx: Any, *tangents: Any) -> Array:
         a, b, _ = _operands(ctx)
         return _tangent(_product, a, b, *tangents[:3]).to(getattr(torch, ctx.out_dtype))
+
+
+class _ReverseMatmul(Function):
+    """`_Matmul` for gradients alone. torch binds the arguments of a function with `setup_context` anew at each call, which takes
+    as long as a product of two small matrices on the host."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        output = _Matmul.forward(*inputs)
+        _Matmul.setup_context(ctx, inputs, output)
+        return output
+
+    backward = _Matmul.backward
+
+
+def _function_of_matmul() -> Any:
+    """The function of autograd for products: functorch and forward-mode derivatives need all of it."""
+    return _Matmul if transforming() or forward_ad._current_level >= 0 else _ReverseMatmul  # pyright: ignore[reportPrivateUsage]
 
 
 class _CastMatmul(Function):

@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 
+from breccia import ScaledTensor
 from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name
 from breccia.internal import reentrant
 from breccia_torch.ops import autocast_dtype
 
 from .bf16_kernels import Side, exact_kernel, finishing_kernel, mending_kernel
-from .bf16_plans import numbers_of, range_of
+from .bf16_plans import STORED, numbers_of, range_of
 from .choices import Choose, choices_of
 from .cuda.fp8_matmul import check_out
 from .facts import LARGE, NUMBERS, Argument, Codes, Hardware, grid_of
@@ -48,14 +49,23 @@ _TILE, _DEPTH, _WARPS, _PROGRAMS = 64, 32, 4, 512
 
 def matmul_bf16(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it."""
-    checks.check_matmul(a, b, options.bias)
-    return multiplied(_calls, Call, Operand(a, False), Operand(b, True), options)
+    return _multiplied(_calls, a, b, options, False)
 
 
 def matmul_rounded(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` of values that are rounded to BF16, an error of up to 2^-9 of each: less than the contract of products."""
+    return _multiplied(_rounded_calls, a, b, options, True)
+
+
+def _multiplied(calls: Remembered, a: Any, b: Any, options: ProductOptions, rounds: bool) -> Any:
     checks.check_matmul(a, b, options.bias)
-    return multiplied(_rounded_calls, partial(Call, rounds=True), Operand(a, False), Operand(b, True), options)
+    if isinstance(b, ScaledTensor) and b.storage == STORED:
+        from . import across_matmul
+
+        return multiplied(
+            calls, partial(across_matmul.Call, rounds=rounds), Operand(a, False, False), Operand(b, True), options
+        )
+    return multiplied(calls, partial(Call, rounds=rounds), Operand(a, False), Operand(b, True), options)
 
 
 #: Prepared calls; for calls that the kernels do not support, the reason.
@@ -86,7 +96,7 @@ class Call:
         result = _Result(max(self.a.matrices, self.b.matrices), self.a.lines, self.b.lines, out_dtype, device_hardware.ptx)
         added = {} if bias is None else {"bias": Argument(NUMBERS[dtype_name(bias)])}
         self.finish = None if self.direct else Launcher(result.finishing(self.a, self.b, added))
-        self.mend = Launcher(result.mending(self.a, self.b, added))
+        self.mend = None if rounds else Launcher(result.mending(self.a, self.b, added))
         self.flags = 1 + self.b.first + self.b.matrices * self.b.lines
 
     def __call__(self, a: Operand, b: Operand, bias: Any, out: Any) -> Any:
@@ -98,15 +108,19 @@ class Call:
         to = out if writable(out, shape, dtype, device) else empty(shape, dtype, device)
         # The sums of an FP32 result become the result in place.
         sums = to if self.direct or dtype == torch.float32 else empty(shape, torch.float32, device)
-        flags = torch.zeros(self.flags, dtype=torch.int32, device=device)
+        flags = (
+            empty((self.flags,), torch.int32, device)
+            if self.mend is None
+            else torch.zeros(self.flags, dtype=torch.int32, device=device)
+        )
         self._multiply(self.a(a, flags, stream), self.b(b, flags, stream), sums)
         added = [] if bias is None else [bias.contiguous()]
         marks, ends = addresses([flags]), addresses([*added, to], 2)
         if self.finish is not None:
             scales = addresses([x for x in (a.global_scale, b.global_scale) if x is not None])
             self.finish(stream, (*addresses([sums], 1), *scales, *ends, *marks))
-        operands = *a.components, *b.components
-        self.mend(stream, (*operands, *marks, *ends))
+        if self.mend is not None:
+            self.mend(stream, (*a.components, *b.components, *marks, *ends))
         return to if out is None or to is out else out.copy_(to)
 
     def _multiply(self, x: Any, y: Any, to: Any) -> None:

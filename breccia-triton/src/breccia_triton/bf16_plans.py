@@ -14,7 +14,7 @@ from functools import lru_cache
 from breccia import Codec, Device, Format, Integer, Minifloat, PowerOfTwo
 from breccia.backend import F32, Call, Operand
 
-from . import plans
+from . import plans, weight_plans
 from .choices import codecs_of, nearest
 from .cuda.fp8_plans import batches, device_name, slowdowns
 
@@ -27,11 +27,13 @@ LARGEST = 22
 #: The least K. One step of a tensor core adds 16 products and loses at most 17 / 4 + 2 units 2^-24 (docs/kernels.md); rounding
 #: of both global scales, of values under them and of the result takes 5 more, within the 16 that the contract allows.
 SHORTEST = 16
-#: The least K where values of one operand are two BF16 numbers each, which leave 2^-17, 128 units. 2K / 16 steps of a Hopper GPU
-#: lose 25/32 K units of sums that are up to 1 + 2^-7 as large; 5 units as above: 133 + 0.79 K is at most K from here on.
+#: The least K where values of one operand are two BF16 numbers each, which leave 2^-17, 128 units. 2K / 16 steps of a Hopper
+#: GPU lose 25/32 K units of sums that are up to 1 + 2^-7 as large; 5 units as above: 133 + 0.79 K is at most K from here on.
 SHORTEST_OF_TWO = 640
 #: The compute capability whose tensor cores lose no more than that in a step: older ones keep fewer bits of a sum.
 TWO_NUMBERS = (9, 0)
+#: The storage of weights that `across_matmul` reads, on devices and for formats of `weight_plans`.
+STORED = weight_plans.STORAGE
 
 
 # ------------------------------------------------------------------------------------------------ what BF16 holds
@@ -129,6 +131,8 @@ def _refused_product(call: Call, rounded: bool) -> str | None:
     for name, operand in (("a", a), ("b", b)):
         if (why := _refused(operand)) is not None:
             return f"{name}: {why}"
+    if (why := _refused_stored(call)) is not None:
+        return why
     if a.recipe is None and b.recipe is None:
         return "it decodes quantized operands, and both are arrays"
     if a.empty or b.empty:
@@ -162,11 +166,35 @@ def _refused(operand: Operand) -> str | None:
     return readable if isinstance(readable, str) else None
 
 
+def _refused_stored(call: Call) -> str | None:
+    """Why operands in the storage of weights are not multiplied, or None."""
+    a, b = call.a, call.b
+    assert b is not None
+    if STORED not in (a.storage, b.storage):
+        return None
+    if a.recipe is not None or b.axis != -1 or len(b.shape) != 2:
+        return f"of weights in {STORED!r} storage it multiplies matrices with blocks across K, by arrays from the left: dy @ w"
+    if call.option("bias") is not None or str(call.option("out_dtype", "float32")) not in ("float32", "bfloat16"):
+        return f"it adds no bias to products of weights in {STORED!r} storage, and writes BF16 and FP32"
+    if b.shape[-1] % 8:
+        return f"rows of {b.shape[-1]} numbers do not begin at multiples of 16 bytes"
+    assert b.recipe is not None and b.layout is not None
+    operand = weight_plans.operand_of(b.recipe.format, b.layout.plain.block(-1))
+    return f"b: {operand}" if isinstance(operand, str) else weight_plans.available(call.device)
+
+
 def _inexact(call: Call) -> dict[str, str]:
     """The operands, by name, with values that one BF16 number may not hold, each with the reason."""
     found: dict[str, str] = {}
     for name, operand in (("a", call.a), ("b", call.b)):
-        if operand is not None and operand.recipe is not None and isinstance(why := range_of(operand.recipe.format), str):
+        if operand is None or operand.recipe is None:
+            continue
+        why = range_of(operand.recipe.format)
+        if operand.storage == STORED and operand.layout is not None:
+            stored = weight_plans.operand_of(operand.recipe.format, operand.layout.plain.block(-1))
+            if isinstance(stored, weight_plans.Operand) and not stored.exact and not isinstance(why, str):
+                why = "values under a global scale may need more than the 8 significant bits of BF16"
+        if isinstance(why, str):
             found[name] = why
     return found
 

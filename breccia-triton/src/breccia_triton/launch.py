@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from itertools import accumulate
 from operator import mul
@@ -96,7 +96,7 @@ class Launcher:
 
 
 class Remembered(dict[Any, Any]):
-    """What has been prepared, by the facts of calls; it starts anew when it is full."""
+    """What has been prepared, by the facts of calls. Where it is full, the oldest entry makes room."""
 
     _all: ClassVar[list[Remembered]] = []
 
@@ -112,7 +112,8 @@ class Remembered(dict[Any, Any]):
 
     def keep(self, key: Any, value: Any) -> Any:
         if len(self) >= _REMEMBERED:
-            self.clear()
+            with suppress(StopIteration, KeyError, RuntimeError):  # another thread may have changed it meanwhile
+                del self[next(iter(self))]
         self[key] = value
         return value
 

@@ -108,7 +108,7 @@ def breccia_kernels() -> Iterable[Kernel]:
         available="breccia_triton.bf16_plans:available",
         accepts="breccia_triton.bf16_plans:accepts",
         score="breccia_triton.bf16_plans:score",
-        reads=STORAGES,
+        reads=(*STORAGES, "mma_16x128"),
         knows=READ,
     )
     yield Kernel(
@@ -119,7 +119,7 @@ def breccia_kernels() -> Iterable[Kernel]:
         device="cuda",
         available="breccia_triton.bf16_plans:available",
         accepts="breccia_triton.bf16_plans:accepts_rounded",
-        reads=STORAGES,
+        reads=(*STORAGES, "mma_16x128"),
         opt_in=True,
         knows=READ,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from breccia import BrecciaError
@@ -23,6 +24,7 @@ _PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 _CLUSTER, _DEPENDENT = 4, 6  # CUlaunchAttributeID
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_ALIGNMENT = 64
+_ALIGNED = 16  # of addresses that a tensor map takes
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
@@ -49,6 +51,27 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
+class MovableMap:
+    """A tensor map whose address changes from call to call. map: what kernels are passed. Other arguments: of `tensor_map`.
+
+    The map is opaque, but its first word is the address and no other word depends on it, as `Driver.keeps_address_first` checks.
+    """
+
+    def __init__(self, driver: Driver, *facts: Any) -> None:
+        self.driver, self.facts, self.map = driver, facts, TensorMap()
+        self._words = self.map.words
+        self._made = False
+
+    def move(self, address: int) -> None:
+        """Describe the tensor at an address. Raises DriverError where the driver refuses it."""
+        if self._made and not address % _ALIGNED:
+            self._words[0] = address
+        else:
+            made = self.driver.tensor_map(address, *self.facts)
+            ctypes.memmove(self._words, made.words, ctypes.sizeof(TensorMap))
+            self._made = self.driver.keeps_address_first
+
+
 class Driver:
     """The driver. library: the loaded shared library, whose functions return 0 or the number of an error."""
 
@@ -71,6 +94,18 @@ class Driver:
         self.check(self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"using device {index}")
         self.check(self.library.cuCtxSetCurrent(context), f"using device {index}")
         return context
+
+    @cached_property
+    def keeps_address_first(self) -> bool:
+        """Whether maps of one tensor at two addresses differ in their first word alone, which is the address."""
+        addresses = 1 << 32, (1 << 40) + 4096
+        try:
+            words = [
+                list(self.tensor_map(at, "uint8", (2, 64, 256), (16384, 256), (1, 64, 128), 128).words) for at in addresses
+            ]
+        except DriverError:
+            return False
+        return [one[0] for one in words] == list(addresses) and words[0][1:] == words[1][1:]
 
     def load(self, cubin: bytes, entry: str, shared: int) -> Function:
         """A kernel of a cubin, loaded on the current device. shared: bytes of dynamic shared memory that it uses."""
