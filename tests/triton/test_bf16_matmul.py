@@ -40,7 +40,7 @@ from breccia.dispatch.registry import registry
 from breccia.options import product_options
 from breccia.testing.laws import products
 from breccia.testing.places import Place
-from breccia_triton import bf16_matmul, bf16_plans, multiplying, plans, plugin
+from breccia_triton import bf16_matmul, bf16_plans, grouped_bf16, multiplying, plans, plugin
 from breccia_triton.cuda import compiler, fp8_plans
 
 NAME = "triton.matmul_bf16"
@@ -207,6 +207,34 @@ def test_inf_nan_and_values_whose_second_number_would_be_subnormal_are_multiplie
         known = values(b)[9].abs().max() < 2.0**127.5
         check(multiplied(x, b.mT) if known else multiplied(x[8:9], b.mT), x if known else x[8:9], b.mT)
     assert multiplied(x, w.mT)[2, :-1].isinf().all()  # the last row of w has zeros
+
+
+def test_a_flagged_tile_of_a_weight_with_zero_points_is_decoded_with_them() -> None:
+    k = bf16_plans.SHORTEST_OF_TWO
+    w = breccia.cast(numbers((20, k), 3) + 3, "int4,symmetric=false,signed=false")
+    assert w.zero_point is not None and w.zero_point.any()
+    x = numbers((24, k), 2).bfloat16()
+    x[2, 0] = float("inf")
+    check(multiplied(x, w.mT), x, w.mT)
+
+
+# ------------------------------------------------------------------------------------------------ groups of rows
+
+
+@pytest.mark.parametrize("spec", ["int4,symmetric=false,signed=false", pytest.param("mxfp8", marks=pytest.mark.long)])
+def test_groups_of_rows_meet_their_own_matrices_and_other_rows_are_zeros(spec: str) -> None:
+    k = bf16_plans.SHORTEST_OF_TWO
+    experts = breccia.stack([breccia.cast(numbers((k, 72), n), spec) for n in range(3)])  # blocks go across K
+    x, offsets = numbers((150, k), 5).bfloat16(), torch.tensor([70, 70, 130], dtype=torch.int32, device=DEVICE)
+    x[75, 3] = float("inf")
+    grouped_bf16._calls.clear()
+    for b in (experts, breccia.stack([breccia.cast(numbers((72, k), n), spec) for n in range(3)]).mT):
+        found = grouped_bf16.grouped_matmul_bf16(x, b, offsets, product_options("bfloat16"))
+        for n, (start, end) in enumerate(((0, 70), (70, 70), (70, 130))):
+            if end > start:
+                check(found[start:end], x[start:end], b[n])
+        assert not found[130:].any()
+    assert not any(isinstance(call, str) for call in grouped_bf16._calls.values())
 
 
 # ------------------------------------------------------------------------------------------------ values that are not exact

@@ -34,7 +34,7 @@ from breccia.backend import (
     targets,
 )
 
-from .ops import autocast_dtype, need_dense, transforming, wrapped
+from .ops import TORCH, autocast_dtype, groups_of, need_dense, transforming, wrapped
 
 Array = Any
 #: Calls of an op: f((*arguments, options), prefer).
@@ -251,8 +251,8 @@ def _product(a: Any, b: Any, out_dtype: str = "float32", prefer: Prefer = None) 
     return matmul((a, b, options), None)
 
 
-def _grouped_product(a: Any, b: Any, offsets: Array) -> Array:
-    return grouped_matmul((a, b, offsets, FLOAT32), None)
+def _grouped_product(a: Any, b: Any, offsets: Array, out_dtype: str = "float32") -> Array:
+    return grouped_matmul((a, b, offsets, product_options(out_dtype)), None)
 
 
 class _Matmul(Function):
@@ -282,8 +282,8 @@ class _Matmul(Function):
 
 
 class _ReverseMatmul(Function):
-    """`_Matmul` for gradients alone. torch binds the arguments of a function with `setup_context` anew at each call, which takes
-    as long as a product of two small matrices on the host."""
+    """`_Matmul` for gradients alone. Where a function has a `setup_context`, torch binds its arguments anew at each call, which
+    takes as long on the host as a small product."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -296,7 +296,8 @@ class _ReverseMatmul(Function):
 
 def _function_of_matmul() -> Any:
     """The function of autograd for products: functorch and forward-mode derivatives need all of it."""
-    return _Matmul if transforming() or forward_ad._current_level >= 0 else _ReverseMatmul  # pyright: ignore[reportPrivateUsage]
+    forward = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
+    return _Matmul if forward or transforming() else _ReverseMatmul
 
 
 class _CastMatmul(Function):
@@ -373,7 +374,7 @@ def product_gradients(
 
 
 def _summed(product: Product, x: Any, y: Any, like: Array, gradient: Array) -> Array:
-    """The product in the shape and dtype of the operand `like`, rounded once; summed along axes that `like` was broadcast to."""
+    """The product in the shape and dtype of the operand `like`, rounded once, and summed where `like` was broadcast."""
     if gradient.shape[:-2] == like.shape[:-2] and dtype_name(like) in FLOATS:
         return product(x, y, dtype_name(like))
     return product(x, y).sum_to_size(like.shape).to(like.dtype)
@@ -388,15 +389,20 @@ def grouped_gradients(
     """
     left = right = None
     if needed[0] and not isinstance(a, ScaledTensor):
-        left = product(gradient, b.mT, offsets).to(a.dtype)
+        dtype = dtype_name(a)
+        left = product(gradient, b.mT, offsets, dtype) if dtype in FLOATS else product(gradient, b.mT, offsets).to(a.dtype)
     if needed[1] and not isinstance(b, ScaledTensor):
         rows = values(a) if values is not None else _OPS.dequantize(a, FLOAT32) if isinstance(a, ScaledTensor) else a.float()
-        row = torch.arange(a.shape[0], device=gradient.device)
-        ends = offsets.long()
-        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-        inside = (row >= starts[:, None]) & (row < ends[:, None])
-        upstream = gradient.float()  # Inf and NaN stay within their group: elsewhere both factors are zero
-        each = [torch.where(m[:, None], rows, 0.0).mT @ torch.where(m[:, None], upstream, 0.0) for m in inside]
+        upstream = gradient.float()
+        if (groups := groups_of(offsets)) is not None:
+            each = [TORCH.matmul(rows[start:end].mT, upstream[start:end]) for start, end in groups]
+        else:
+            row = torch.arange(a.shape[0], device=gradient.device)
+            ends = offsets.long()
+            starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+            inside = (row >= starts[:, None]) & (row < ends[:, None])
+            # Inf and NaN stay within their group: elsewhere both factors are zero
+            each = [torch.where(m[:, None], rows, 0.0).mT @ torch.where(m[:, None], upstream, 0.0) for m in inside]
         right = torch.stack(each).to(b.dtype) if each else torch.zeros_like(b)
     return left, right
 

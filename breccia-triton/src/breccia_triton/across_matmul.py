@@ -20,7 +20,8 @@ from breccia.internal import reentrant
 from . import weight_plans
 from .bf16_matmul import Decoding, multiply
 from .cuda import program
-from .cuda.fp8_matmul import check_out
+from .cuda.fp8_matmul import BUSY, check_out
+from .geometry import divided_up
 from .launch import current_stream, empty
 from .multiplying import Operand, need_one_device_for
 from .operands import hardware, writable
@@ -55,9 +56,9 @@ class Call:
         self.weight = Weight(None, None, None, operand.factor, int(operand.divides))
         self.values, self.flags, self.x, self.y = (ctypes.c_void_p() for _ in range(4))
         m, n, k, chunks = map(ctypes.c_int, (self.m, self.n, self.k, CHUNKS))
-        blocks = -(-self.n // weight_plans.ROWS), -(-(-(-self.k // weight_plans.COLUMNS)) // CHUNKS), 1
+        blocks = divided_up(self.n, weight_plans.ROWS), divided_up(self.k, weight_plans.COLUMNS * CHUNKS), 1
         self.decode = decode.prepare(blocks, 128, [self.weight, self.values, self.flags, m, n, k, chunks])
-        tiles = -(-self.m // 64) * -(-self.k // 64)
+        tiles = divided_up(self.m, 64) * divided_up(self.k, 64)
         self.mend = mend.prepare(
             (min(tiles, MENDERS), 1, 1), 256, [self.weight, self.x, self.y, self.flags, m, n, k, n, k]
         )  # fmt: skip
@@ -78,9 +79,7 @@ class Call:
         data, rows, _ = stored(st)
         with self.turn:
             if self.busy:
-                raise KernelError(
-                    "a signal handler or a finalizer called for a product while it was being launched; call it later."
-                )
+                raise KernelError(BUSY)
             self.busy = True
             try:
                 self.weight.chunks, self.weight.rows = data.data_ptr(), rows.data_ptr()

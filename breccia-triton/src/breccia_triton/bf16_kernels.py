@@ -123,8 +123,8 @@ def finishing_kernel(
 
 @triton.jit
 def mending_kernel(
-    a, a_scale, a_global_scale, b, b_scale, b_global_scale, flags, bias, out, rows, columns, depth, matrices, a_groups,
-    b_groups, a_rows, a_many, b_many,
+    a, a_scale, a_zero_point, a_global_scale, b, b_scale, b_zero_point, b_global_scale, flags, bias, out, rows, columns, depth,
+    matrices, a_groups, b_groups, a_rows, a_many, b_many,
     A: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the result (matrices, rows, columns) with a flag, in FP32 from the codes. Without a flag, programs end at once.
@@ -145,8 +145,10 @@ def mending_kernel(
                 total = tl.zeros((TILE, TILE), tl.float32)
                 k = tile * 0
                 while k * DEPTH < depth:
-                    x = _lines(a, a_scale, a_global_scale, a_matrix, i, k, rows, depth, a_groups, TILE, DEPTH, A)
-                    y = _lines(b, b_scale, b_global_scale, b_matrix, j, k, columns, depth, b_groups, TILE, DEPTH, B)
+                    x = _lines(a, a_scale, a_zero_point, a_global_scale, a_matrix, i, k, rows, depth, a_groups, TILE, DEPTH, A)
+                    y = _lines(
+                        b, b_scale, b_zero_point, b_global_scale, b_matrix, j, k, columns, depth, b_groups, TILE, DEPTH, B
+                    )
                     total = tl.dot(x, tl.trans(y), total, input_precision="ieee")
                     k += 1
                 at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
@@ -154,6 +156,50 @@ def mending_kernel(
                 total = _with_bias(total, bias, column, column < columns, out.dtype.element_ty, PTX)
                 tl.store(out + at, total, mask=exists)
             tile += tl.num_programs(0)
+
+
+@triton.jit
+def grouped_mending_kernel(
+    a, b, b_scale, b_zero_point, flags, ends, out, rows, columns, depth, count, b_groups,
+    A: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """`mending_kernel` for rows in groups, each with its own matrix of b. Rows of no group become zeros.
+
+    ends: int32 numbers of rows where the groups end, `count` of them. b: (count, depth, columns).
+    """
+    any_flag = tl.load(flags)
+    last = tl.load(ends + count - 1)
+    down, along = tl.cdiv(rows, TILE), tl.cdiv(columns, TILE)
+    tile = tl.program_id(0)
+    while tile < down * along:
+        i, j = tile // along, tile % along
+        row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        exists = (row < rows)[:, None] & (column < columns)[None, :]
+        if (i + 1) * TILE > last:
+            zeros = rounded(tl.zeros((TILE, TILE), tl.float32), out.dtype.element_ty, PTX)
+            tl.store(out + at, zeros, mask=exists & (row >= last)[:, None])
+        if any_flag != 0:
+            group, start = tile * 0, tile * 0
+            while group < count:
+                end = tl.load(ends + group)
+                if (end > start) & (start < (i + 1) * TILE) & (end > i * TILE):
+                    flagged = tl.max(tl.load(flags + 1 + row, mask=row < rows, other=0))
+                    b_flags = flags + 1 + rows + group * columns
+                    flagged = flagged | tl.max(tl.load(b_flags + column, mask=column < columns, other=0))
+                    if flagged != 0:
+                        total = tl.zeros((TILE, TILE), tl.float32)
+                        k = tile * 0
+                        while k * DEPTH < depth:
+                            x = _lines(a, None, None, None, 0 * k, i, k, rows, depth, None, TILE, DEPTH, A)
+                            y = _lines(b, b_scale, b_zero_point, None, group, j, k, columns, depth, b_groups, TILE, DEPTH, B)
+                            total = tl.dot(x, tl.trans(y), total, input_precision="ieee")
+                            k += 1
+                        inside = (row >= start) & (row < end)
+                        tl.store(out + at, rounded(total, out.dtype.element_ty, PTX), mask=exists & inside[:, None])
+                start = tl.maximum(start, end)
+                group += 1
+        tile += tl.num_programs(0)
 
 
 @triton.jit
@@ -192,18 +238,19 @@ def _strays(global_scale, D: tl.constexpr):
 
 @triton.jit
 def _lines(
-    x, x_scale, x_global_scale, matrix, i, k, lines, depth, groups, LINES: tl.constexpr, DEPTH: tl.constexpr, D: tl.constexpr
+    x, x_scale, x_zero_point, x_global_scale, matrix, i, k, lines, depth, groups, LINES: tl.constexpr, DEPTH: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """FP32 values (LINES, DEPTH) of an operand: its lines from i * LINES on, from k * DEPTH on along K."""
     line, place = i * LINES + tl.arange(0, LINES), k * DEPTH + tl.arange(0, DEPTH)
     if D.k_last:
         return _values(
-            x, x_scale, x_global_scale, matrix, i, k, line, line < lines, place, place < depth, lines, depth,
+            x, x_scale, x_zero_point, x_global_scale, matrix, i, k, line, line < lines, place, place < depth, lines, depth,
             groups, LINES, DEPTH, D,
         )  # fmt: skip
     else:
         values = _values(
-            x, x_scale, x_global_scale, matrix, k, i, place, place < depth, line, line < lines, depth, lines,
+            x, x_scale, x_zero_point, x_global_scale, matrix, k, i, place, place < depth, line, line < lines, depth, lines,
             groups, DEPTH, LINES, D,
         )  # fmt: skip
         return tl.trans(values)
@@ -211,7 +258,7 @@ def _lines(
 
 @triton.jit
 def _values(
-    x, x_scale, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
+    x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """FP32 values of a tile in the order of memory, zeros where there are none."""
@@ -222,7 +269,7 @@ def _values(
         return tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
     else:
         v = decoded(
-            x, x_scale, None, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
+            x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
             ROWS, COLUMNS, SOURCE,
         )  # fmt: skip
         return tl.where(exists, v, 0.0)

@@ -44,7 +44,7 @@ from .prepare import Launch, decoding, needed
 from .specs import Unsupported
 
 #: The sides of a tile that is mended, its steps along K, its warps, and the most programs: a few for each processor.
-_TILE, _DEPTH, _WARPS, _PROGRAMS = 64, 32, 4, 512
+TILE, DEPTH, WARPS, PROGRAMS = 64, 32, 4, 512
 
 
 def matmul_bf16(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
@@ -173,7 +173,7 @@ class Decoding:
         programs, folded = grid_of(tile, matrices, rows, columns)
         tile = replace(tile, large=2 * matrices * rows * columns >= LARGE, folded=folded)
         arguments = {"x": Argument(NUMBERS["bfloat16"], aligned), "out": Argument(NUMBERS["bfloat16"], True)}
-        arguments |= {"flags": Argument("*i32", True)} | _integers({"rows": rows, "columns": columns})
+        arguments |= {"flags": Argument("*i32", True)} | integers_of({"rows": rows, "columns": columns})
         arguments |= {"first": Argument("i32")}
         constants = {"G": tile, "D": self._side(None)}
         return Launch(exact_kernel, programs, arguments, constants, tile.warps, (rows, columns, self.first))
@@ -217,7 +217,7 @@ class Decoding:
         """How `mending_kernel` reads tiles."""
         source = None
         if self.codes is not None:
-            tall, wide = (_TILE, _DEPTH) if self.k_last else (_DEPTH, _TILE)
+            tall, wide = (TILE, DEPTH) if self.k_last else (DEPTH, TILE)
             source = self.codes.source(Tile(1 if self.codes.axis == -1 else 0, 1, tall, tall, 1, wide, wide))
         return Side(source, self.global_scale, *self.limits, self.k_last)
 
@@ -249,7 +249,7 @@ class _Result:
         integers = {"rows": self.rows, "columns": self.columns, "a_rows": b.first}
         constants = {"A": a.side, "B": b.side, "G": tile, "PTX": self.ptx}
         return Launch(
-            finishing_kernel, programs, arguments | _integers(integers), constants, tile.warps, tuple(integers.values())
+            finishing_kernel, programs, arguments | integers_of(integers), constants, tile.warps, tuple(integers.values())
         )
 
     def mending(self, a: Decoding, b: Decoding, added: dict[str, Argument]) -> Launch:
@@ -261,13 +261,14 @@ class _Result:
             if side.codes is not None and side.codes.groups:
                 integers[f"{name}_groups"] = side.codes.groups[0]
         integers |= {"a_rows": b.first, "a_many": int(a.matrices > 1), "b_many": int(b.matrices > 1)}
-        constants = {"A": a.side, "B": b.side, "TILE": _TILE, "DEPTH": _DEPTH, "PTX": self.ptx}
-        tiles = self.matrices * divided_up(self.rows, _TILE) * divided_up(self.columns, _TILE)
-        programs = (min(tiles, _PROGRAMS), 1, 1)
-        return Launch(mending_kernel, programs, arguments | _integers(integers), constants, _WARPS, tuple(integers.values()))
+        constants = {"A": a.side, "B": b.side, "TILE": TILE, "DEPTH": DEPTH, "PTX": self.ptx}
+        tiles = self.matrices * divided_up(self.rows, TILE) * divided_up(self.columns, TILE)
+        programs = (min(tiles, PROGRAMS), 1, 1)
+        return Launch(mending_kernel, programs, arguments | integers_of(integers), constants, WARPS, tuple(integers.values()))
 
 
-def _integers(named: dict[str, int]) -> dict[str, Argument]:
+def integers_of(named: dict[str, int]) -> dict[str, Argument]:
+    """The arguments of integers that are the same in every launch."""
     return {name: Argument("i32", n % 16 == 0) for name, n in named.items()}
 
 

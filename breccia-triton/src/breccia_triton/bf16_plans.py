@@ -125,6 +125,23 @@ def accepts_rounded(call: Call) -> str | None:
     return _refused_product(call, rounded=True)
 
 
+def accepts_grouped(call: Call) -> str | None:
+    """Why groups of rows are not multiplied through BF16, or None."""
+    a, b = call.a, call.b
+    assert b is not None
+    if a.recipe is not None or b.recipe is None:
+        return "it multiplies BF16 arrays by quantized matrices"
+    if str(call.option("out_dtype", "float32")) != "bfloat16":
+        return "torch's product of groups writes BF16"
+    if call.device.capability and tuple(call.device.capability) != TWO_NUMBERS:
+        return "torch's product of groups of BF16 numbers was measured on compute capability 9.0 alone"
+    if b.recipe.format.global_scale is not None:
+        return "the global scale of each matrix would multiply FP32 sums, and torch's product of groups writes BF16"
+    if a.shape and b.shape and (a.shape[-1] % 8 or b.shape[-1] % 8):
+        return f"rows of {a.shape[-1]} and {b.shape[-1]} numbers do not begin at multiples of 16 bytes"
+    return _refused_product(call, rounded=False)
+
+
 def _refused_product(call: Call, rounded: bool) -> str | None:
     a, b = call.a, call.b
     assert b is not None
@@ -149,7 +166,7 @@ def _refused_product(call: Call, rounded: bool) -> str | None:
             return f"{name}: {why}; two BF16 numbers for each value take K = {SHORTEST_OF_TWO} and more, and K is {a.shape[-1]}"
     if (k := a.shape[-1]) < SHORTEST:
         return f"K = {k} has too few terms for the bound of sums in tensor cores; it takes {SHORTEST} and more"
-    if not batches(a.shape[:-2], b.shape[:-2]):
+    if call.op == "matmul" and not batches(a.shape[:-2], b.shape[:-2]):
         return f"leading axes {a.shape[:-2]} and {b.shape[:-2]} broadcast in both directions"
     return None
 

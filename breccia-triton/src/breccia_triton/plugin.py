@@ -112,6 +112,17 @@ def breccia_kernels() -> Iterable[Kernel]:
         knows=READ,
     )
     yield Kernel(
+        "grouped_matmul",
+        "torch",
+        "breccia_triton.grouped_bf16:grouped_matmul_bf16",
+        "triton.grouped_matmul_bf16",
+        device="cuda",
+        available="breccia_triton.bf16_plans:available",
+        accepts="breccia_triton.bf16_plans:accepts_grouped",
+        reads=STORAGES,
+        knows=READ,
+    )
+    yield Kernel(
         "matmul",
         "torch",
         "breccia_triton.bf16_matmul:matmul_rounded",

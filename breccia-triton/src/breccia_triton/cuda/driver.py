@@ -54,7 +54,7 @@ class TensorMap(ctypes.Structure):
 class MovableMap:
     """A tensor map whose address changes from call to call. map: what kernels are passed. Other arguments: of `tensor_map`.
 
-    The map is opaque, but its first word is the address and no other word depends on it, as `Driver.keeps_address_first` checks.
+    The map is opaque. Where `Driver.keeps_address_first` has found that its first word is the address, that word is replaced.
     """
 
     def __init__(self, driver: Driver, *facts: Any) -> None:

@@ -112,8 +112,8 @@ class _Call:
         matrices = w.matrices if grouped else max(a.matrices, w.matrices)
         m, n, k = a.rows, w.rows, a.k
         facts = (
-            fp8_plans.rounded_rows(m), n, k, matrices, (a.kind, w.kind), (a.codec, w.codec), not a.pitch, not w.pitch, self.dtype, bias, promote,
-            grouped, self.device, self.copiers,
+            fp8_plans.rounded_rows(m), n, k, matrices, (a.kind, w.kind), (a.codec, w.codec), not a.pitch, not w.pitch,
+            self.dtype, bias, promote, grouped, self.device, self.copiers,
         )  # fmt: skip
         plan = _plans.get(facts)
         if plan is None:
@@ -351,7 +351,7 @@ class _Plan:
         m: int, n: int, k: int, matrices: int, kinds: tuple[str, str], codecs: tuple[str, str], a_plain: bool, w_plain: bool,
         dtype: torch.dtype, bias: Any, promote: bool, grouped: bool, device: torch.device, copiers: bool,
     ) -> _Plan:  # fmt: skip
-        """The kernel for a product of these lengths, M as of `rounded_rows`. The output is contiguous, and 16 divides its address."""
+        """The kernel for a product of these lengths, M as of `rounded_rows`. The output is contiguous, aligned to 16 bytes."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         tile = grouped_tile_of(m, matrices, k) if grouped else tile_of(m, n, k, matrices, processors)
         staged = dtype.itemsize == 2 and n % 8 == 0
