@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,28 @@ def test_the_user_s_choices_come_before_the_shipped_ones_and_these_before_the_de
     write(user_file(NAME), NAME, {KEY: tuned(elements=8192, wide=256)})
     assert (Choices(NAME)(KEY), Choices(NAME)(other)) == (Choice(elements=8192, wide=256), Choice(each=16))
     assert Choices("Acme Slow 1")(KEY) == Choices("")(KEY) == DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "processors", "kilohertz", "taken"),
+    [
+        ("NVIDIA H200", (9, 0), 132, 3201000, "NVIDIA H200"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), 132, 2619000, "NVIDIA H200"),
+        ("NVIDIA H100 PCIe", (9, 0), 114, None, "NVIDIA H200"),
+        ("NVIDIA H20", (9, 0), 78, 2619000, "NVIDIA H20"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1593000, "NVIDIA A100-SXM4-80GB"),
+    ],
+)
+def test_a_device_takes_what_was_measured_on_the_nearest_one_of_its_family(
+    name: str, capability: tuple[int, int], processors: int, kilohertz: int | None, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "_families", {})
+    clock = {} if kilohertz is None else {"memory_clock_rate": kilohertz}
+    facts = SimpleNamespace(name=name, major=capability[0], minor=capability[1], multi_processor_count=processors, **clock)
+    assert choices.name_of(facts) == name
+    assert choices.measured_as(name) == taken
+    write(shipped().with_name(choices.file_name("NVIDIA H200")), "NVIDIA H200", {KEY: tuned(elements=2048)})
+    assert choices.Choices(name)(KEY) == (Choice(elements=2048) if taken == "NVIDIA H200" else choices.DEFAULT)
 
 
 def test_a_default_that_the_user_tuned_comes_before_a_shipped_choice() -> None:

@@ -287,9 +287,9 @@ class _ReverseMatmul(Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
-        output = _Matmul.forward(*inputs)
-        _Matmul.setup_context(ctx, inputs, output)
-        return output
+        a, b, bias, ctx.out_dtype, _, ctx.prefer = inputs
+        _keep(ctx, a, b, bias, forward=False)
+        return _Matmul.forward(*inputs)
 
     backward = _Matmul.backward
 
@@ -415,7 +415,7 @@ def _tangent(product: Product, a: Any, b: Any, da: Any, db: Any, dbias: Any) -> 
     return sum(terms[1:], terms[0])
 
 
-def _keep(ctx: Any, *operands: Any) -> None:
+def _keep(ctx: Any, *operands: Any, forward: bool = True) -> None:
     """Save operands, ScaledTensors by component, so that autograd detects in-place changes before the backward pass.
 
     Components made under `torch.inference_mode` are copied, as autograd saves no such tensors.
@@ -427,7 +427,8 @@ def _keep(ctx: Any, *operands: Any) -> None:
         ctx.operands.append((Metadata.of(x) if names else None, names))
         saved += [p.clone() if p.is_inference() else p for p in components(x).values()] if names else [x]
     ctx.save_for_backward(*saved)
-    ctx.save_for_forward(*saved)
+    if forward:  # for forward-mode derivatives too
+        ctx.save_for_forward(*saved)
 
 
 def _operands(ctx: Any) -> list[Any]:

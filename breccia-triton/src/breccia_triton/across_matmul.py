@@ -29,7 +29,7 @@ from .specs import Unsupported
 from .weight_products import Weight, stored
 
 #: Chunks that a block decodes, one after the other; blocks that mend.
-CHUNKS, MENDERS = 4, 512
+CHUNKS, MENDERS = 2, 512
 
 
 class Call:

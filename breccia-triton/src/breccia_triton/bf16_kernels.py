@@ -93,11 +93,14 @@ def exact_kernel(
             )
         tl.store(out + to, high, mask=exists)
         tl.store(out + to + step, low, mask=exists)
-    inexact = (inexact & exists).to(tl.int32)
+    # One store for each element, almost all of them masked: a reduction over the tile takes longer than the pass itself.
+    inexact = inexact & exists
     if D.k_last:
-        _flag(flags, first + matrix * rows + row, row_exists, tl.max(inexact, 1))
+        lines = tl.broadcast_to((first + matrix * rows + row)[:, None], (ROWS, COLUMNS))
     else:
-        _flag(flags, first + matrix * columns + column, column_exists, tl.max(inexact, 0))
+        lines = tl.broadcast_to((first + matrix * columns + column)[None, :], (ROWS, COLUMNS))
+    tl.store(flags + 1 + lines, 1, mask=inexact)
+    tl.store(flags + lines * 0, 1, mask=inexact)
 
 
 @triton.jit
@@ -192,7 +195,9 @@ def grouped_mending_kernel(
                         k = tile * 0
                         while k * DEPTH < depth:
                             x = _lines(a, None, None, None, 0 * k, i, k, rows, depth, None, TILE, DEPTH, A)
-                            y = _lines(b, b_scale, b_zero_point, None, group, j, k, columns, depth, b_groups, TILE, DEPTH, B)
+                            y = _lines(
+                                b, b_scale, b_zero_point, None, group, j, k, columns, depth, b_groups, TILE, DEPTH, B
+                            )  # fmt: skip
                             total = tl.dot(x, tl.trans(y), total, input_precision="ieee")
                             k += 1
                         inside = (row >= start) & (row < end)
@@ -269,7 +274,7 @@ def _values(
         return tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
     else:
         v = decoded(
-            x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
-            ROWS, COLUMNS, SOURCE,
+            x, x_scale, x_zero_point, x_global_scale, matrix, i, j, row, row_exists, column, column_exists, rows, columns,
+            groups, ROWS, COLUMNS, SOURCE,
         )  # fmt: skip
         return tl.where(exists, v, 0.0)

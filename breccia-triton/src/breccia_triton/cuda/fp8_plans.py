@@ -16,7 +16,7 @@ from typing import Any
 from breccia import Codec, Device, Layout, ScalingRecipe
 from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Operand, Shape
 
-from ..choices import measured, nearest, times_over_bound
+from ..choices import measured, name_of, nearest, times_over_bound
 from . import compiler
 
 #: Compute capability of the instructions: warpgroup products are Hopper's alone.
@@ -398,7 +398,7 @@ def device_name(device: Device) -> str:
     torch = sys.modules.get("torch")
     if torch is None or device.kind != "cuda" or not torch.cuda.is_available():
         return ""
-    return torch.cuda.get_device_name(device.index or 0)
+    return name_of(torch.cuda.get_device_properties(device.index or 0))
 
 
 def score(call: Call) -> float:

@@ -52,16 +52,19 @@ weight_only_across(const __grid_constant__ Weight w, u16* __restrict__ y, int* _
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int row = g + 8 * (i & 1), column = j * 16 + 2 * t + 8 * (i >> 1);
+                u16 high[2], low[2];
+                bool flagged[2];
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    u16 high, low;
                     float v = of_bf16(n == 0 ? a[i] & 0xffff : a[i] >> 16) * (AT_DECODE ? power : i & 1 ? s1 : s0);
                     if (slow) v = element(here, warp * 16 + row, column + n);
-                    const bool flagged = split(v * factor, high, low);
-                    if (flagged && row0 + row < N && chunk * COLUMNS + column + n < K) flags[0] = flags[1 + first + chunk * COLUMNS + column + n] = 1;
-                    rows[0][warp][row * PITCH + column + n] = high;
-                    if (COPIES == 2) rows[COPIES - 1][warp][row * PITCH + column + n] = low;
+                    flagged[n] = split(v * factor, high[n], low[n]);
                 }
+                if (flagged[0] | flagged[1])
+                    for (int n = 0; n < 2; n++)
+                        if (flagged[n] && row0 + row < N && chunk * COLUMNS + column + n < K) flags[0] = flags[1 + first + chunk * COLUMNS + column + n] = 1;
+                *(u32*)&rows[0][warp][row * PITCH + column] = high[0] | (u32)high[1] << 16;
+                if (COPIES == 2) *(u32*)&rows[COPIES - 1][warp][row * PITCH + column] = low[0] | (u32)low[1] << 16;
             }
         }
         __syncwarp();
