@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from triton_products import call_of  # noqa: E402
 
 from breccia_triton import across_matmul, bf16_matmul, bf16_plans, weight_plans  # noqa: E402
 from breccia_triton.cuda import compiler, program  # noqa: E402
+from breccia_triton.weight_products import Weight  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 STORAGE = "mma_16x128"
@@ -71,22 +73,48 @@ def multiplied(x: Any, w: Any, dtype: str = "float32") -> Any:
     return found
 
 
-FIRST = ("int4-128", "nvfp4")
+def decoded(plain: Any, copies: int, rows: int) -> tuple[Any, Any]:
+    """(The numbers that the source writes for a weight, (copies, N, K); which columns it flags), on the host."""
+    w = in_torch(plain).to_storage(STORAGE)
+    n, k = w.shape
+    of = weight_plans.operand_of(w.recipe.format, w.layout.plain.block(-1))
+    assert isinstance(of, weight_plans.Operand)
+    kernel = program.function(None, "weight_only_across", {**weight_plans.macros_of_decoding(of), "COPIES": copies})
+    values, flags = torch.zeros(copies, n, k).bfloat16(), torch.zeros(1 + rows + k, dtype=torch.int32)
+    weight = Weight(w.data.data_ptr(), w.scale.data_ptr(), None, of.factor, int(of.divides))
+    if w.global_scale is not None:
+        weight.tensor_scale = w.global_scale.data_ptr()
+    arrays = (ctypes.c_void_p(x.data_ptr()) for x in (values, flags))
+    numbers = map(ctypes.c_int, (rows, n, k, 1))
+    kernel.prepare((-(-n // 64), -(-k // 128), 1), 128, [weight, *arrays, *numbers])()
+    assert flags[0] == flags[1:].any() and not flags[1 : 1 + rows].any()
+    return values, flags[1 + rows :].bool()
 
 
-@pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.long) for n in FORMATS])
+@pytest.mark.parametrize("name", [n if n == "int4-128" else pytest.param(n, marks=pytest.mark.long) for n in FORMATS])
+@pytest.mark.usefixtures("on_the_host")
+def test_values_become_two_numbers_of_which_the_second_is_what_the_first_one_leaves(name: str) -> None:
+    plain = tensor(name, 24, 136, seed=2)  # rows and columns end within a chunk
+    exact = torch.from_numpy(reference.dequantize(plain))
+    (high, low), flags = decoded(plain, 2, 3)
+    assert torch.equal(high, exact.bfloat16())
+    assert torch.equal(low, (exact - high.float()).bfloat16())
+    assert not flags.any()
+    assert ((high.double() + low.double() - exact.double()).abs() <= 2.0**-17 * exact.double().abs()).all()
+    assert torch.equal(decoded(plain, 1, 3)[0][0], high)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.usefixtures("on_the_host")
 def test_products_of_every_format_stay_within_the_bound_on_the_host(name: str) -> None:
-    plain = tensor(name, K, 200, seed=2)  # rows and columns end within a chunk
+    plain = tensor(name, K, 136, seed=2)
     w, x = in_torch(plain).to_storage(STORAGE), numbers((20, K), 3)
     for dtype in ("float32", "bfloat16"):
         check(multiplied(x, w, dtype), x, plain)
-    rounded = bf16_matmul.matmul_rounded(x, w)
-    values = torch.from_numpy(reference.dequantize(plain).astype(np.float64))
-    exact, size = x.double() @ values, x.double().abs() @ values.abs()
-    assert ((rounded.double() - exact).abs() <= (2.0**-8 + 2.0**-13) * size).all()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("on_the_host")
 def test_inf_nan_and_subnormal_values_are_multiplied_in_fp32_on_the_host() -> None:
     plain = in_torch(tensor("e4m3-block", K, 200, seed=2))

@@ -283,7 +283,7 @@ class ScaledLinear(_WithMetadata):
     contraction: ClassVar[int] = -1
     #: The kernels that multiply the gradient of the output by the weight, as of `prefer=` of `breccia.matmul`. Where none of
     #: them runs, the one that would run without it does. "triton.matmul_bf16_rounded" rounds the weight to BF16 there, as most
-    #: libraries do: an error of up to 2^-9 of each value, in half the time. For layers in eager mode that cast no inputs.
+    #: libraries do: an error of up to 2^-8 of each value, in half the time. For layers in eager mode that cast no inputs.
     prefer_backward: Prefer = None
 
     def __init__(

@@ -53,7 +53,7 @@ def matmul_bf16(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
 
 
 def matmul_rounded(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
-    """`matmul` of values that are rounded to BF16, an error of up to 2^-9 of each: less than the contract of products."""
+    """`matmul` of values that are rounded to BF16, an error of up to 2^-8 of each: less than the contract of products."""
     return _multiplied(_rounded_calls, a, b, options, True)
 
 
