@@ -230,6 +230,9 @@ def hosts() -> dict[str, float]:
     k = 1024
     data = torch.randn(2048, k, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(k, k, device="cuda", dtype=torch.bfloat16)
+    from breccia_triton.cuda.driver import driver
+
+    print("address in tensor maps:", driver().address_word)
     found = {"F.linear": host(lambda i: torch.nn.functional.linear(data[:64], weight))}
     tile, mx, r = (
         breccia.cast(weight, "fp8_block,block_m=128").mT,

@@ -227,23 +227,32 @@ def test_a_tensor_map_lists_axes_from_the_last_one_and_strides_in_bytes() -> Non
     assert (interleave, swizzle, promotion, fill) == (0, 3, 2, 0)
 
 
-def test_the_address_of_a_map_is_replaced_where_it_is_the_first_word_of_maps_and_else_they_are_made_anew() -> None:
-    class AddressFirst(FakeDriver):
+@pytest.mark.parametrize(("index", "shift"), [(0, 0), (3, 4)])
+def test_the_word_of_a_map_that_holds_the_address_is_changed(index: int, shift: int) -> None:
+    class Encoding(FakeDriver):
         def cuTensorMapEncodeTiled(self, place: Any, dtype: int, rank: int, address: Any, dims: Any, *rest: Any) -> int:
             super().cuTensorMapEncodeTiled(place, dtype, rank, address, dims, *rest)
-            ctypes.memmove(place.value, struct.pack("<QQ", address.value, dims[0]), 16)
+            words = [dims[0]] * 16
+            words[index] = (address.value >> shift) + (5 << 60)
+            ctypes.memmove(place.value, struct.pack("<16Q", *words), 128)
             return self.status
 
-    for fake, made in ((AddressFirst(), 1 + 2), (FakeDriver(), 3 + 2)):  # two maps show which kind it is
-        used = driver.MovableMap(driver.Driver(fake), "float32", (4, 100), (100,), (4, 32))
-        for address in (4096, 8192, 1 << 45):
-            used.move(address)
-        assert len(fake.maps) == made
-        if made == 3:
-            assert list(used.map.words[:2]) == [1 << 45, 100]
-        assert fake.maps[0][2] == 4096
+    fake = Encoding()
+    used = driver.MovableMap(driver.Driver(fake), "float32", (4, 100), (100,), (4, 32))
+    for address in (4096, 8192, 1 << 45, 16):
+        used.move(address)
+        assert used.map.words[index] == (address >> shift) + (5 << 60) and used.map.words[index - 1] == 100
+    assert len(fake.maps) == 1 + 5  # five maps show how addresses are held
+
+
+def test_maps_are_made_anew_where_they_do_not_show_the_address() -> None:
+    fake = FakeDriver()
+    used = driver.MovableMap(driver.Driver(fake), "float32", (4, 100), (100,), (4, 32))
+    for address in (4096, 8192, 1 << 45):
+        used.move(address)
+    assert [made[2] for made in fake.maps if made[0] == 7] == [4096, 8192, 1 << 45]
     fake.status = 1
-    assert not driver.Driver(fake).keeps_address_first
+    assert driver.Driver(fake).address_word is None
 
 
 def test_a_failed_call_names_what_was_asked_and_the_drivers_error() -> None:

@@ -54,22 +54,25 @@ class TensorMap(ctypes.Structure):
 class MovableMap:
     """A tensor map whose address changes from call to call. map: what kernels are passed. Other arguments: of `tensor_map`.
 
-    The map is opaque. Where `Driver.keeps_address_first` has found that its first word is the address, that word is replaced.
+    The map is opaque. Where `Driver.address_word` has found how it holds the address, that word is changed.
     """
 
     def __init__(self, driver: Driver, *facts: Any) -> None:
         self.driver, self.facts, self.map = driver, facts, TensorMap()
         self._words = self.map.words
-        self._made = False
+        #: (Index of the word, shift, address, word) of a map that was made.
+        self._made: tuple[int, int, int, int] | None = None
 
     def move(self, address: int) -> None:
         """Describe the tensor at an address. Raises DriverError where the driver refuses it."""
-        if self._made and not address % _ALIGNED:
-            self._words[0] = address
-        else:
-            made = self.driver.tensor_map(address, *self.facts)
-            ctypes.memmove(self._words, made.words, ctypes.sizeof(TensorMap))
-            self._made = self.driver.keeps_address_first
+        if self._made is not None and not address % _ALIGNED:
+            index, shift, base, word = self._made
+            self._words[index] = word + ((address - base) >> shift)
+            return
+        made = self.driver.tensor_map(address, *self.facts)
+        ctypes.memmove(self._words, made.words, ctypes.sizeof(TensorMap))
+        if (place := self.driver.address_word) is not None:
+            self._made = *place, address, self._words[place[0]]
 
 
 class Driver:
@@ -96,16 +99,27 @@ class Driver:
         return context
 
     @cached_property
-    def keeps_address_first(self) -> bool:
-        """Whether maps of one tensor at two addresses differ in their first word alone, which is the address."""
-        addresses = 1 << 32, (1 << 40) + 4096
+    def address_word(self) -> tuple[int, int] | None:
+        """(The index of the word of a tensor map that holds the address, by how many bits it is shifted right there).
+
+        None unless maps of one tensor at several addresses differ in one word alone, and there as the addresses do.
+        """
+        first = 0x7F40_0000_0000
+        addresses = first, first + 16, first + 0x3E9_0020, first + (1 << 36), first - (1 << 34)
+        facts = "uint8", (2, 64, 256), (16384, 256), (1, 64, 128), 128
         try:
-            words = [
-                list(self.tensor_map(at, "uint8", (2, 64, 256), (16384, 256), (1, 64, 128), 128).words) for at in addresses
-            ]
+            maps = [list(self.tensor_map(at, *facts).words) for at in addresses]
         except DriverError:
-            return False
-        return [one[0] for one in words] == list(addresses) and words[0][1:] == words[1][1:]
+            return None
+        changing = [index for index in range(16) if len({words[index] for words in maps}) > 1]
+        if len(changing) != 1:
+            return None
+        (index,) = changing
+        for shift in (0, 4):
+            steps = ((at - first) >> shift for at in addresses)
+            if all(words[index] - maps[0][index] == step for words, step in zip(maps, steps, strict=True)):
+                return index, shift
+        return None
 
     def load(self, cubin: bytes, entry: str, shared: int) -> Function:
         """A kernel of a cubin, loaded on the current device. shared: bytes of dynamic shared memory that it uses."""
