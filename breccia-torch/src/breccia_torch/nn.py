@@ -386,7 +386,7 @@ class ScaledLinear(_WithMetadata):
                 if bias is not None and (bias.shape != (self.out_features,) or type(bias) not in _PLAIN):
                     framework_of(bias, "bias")  # refuses a DTensor
                     checks.check_matmul(rows, weight, bias)
-                prefer = None if self.prefer_backward is None else frontend.Preferred(None, self.prefer_backward)
+                prefer: Any = None if self.prefer_backward is None else frontend.Preferred(None, self.prefer_backward)
                 y = frontend.multiply((rows, weight, product_options(out_dtype, bias)), prefer)
                 if x is rows:
                     self._keep_for(x, weight, bias, out_dtype)

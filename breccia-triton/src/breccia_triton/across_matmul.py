@@ -70,7 +70,7 @@ class Call:
         if out is not None:
             check_out(out, self.shape, self.dtype)
         device = self.device
-        to = out if writable(out, self.shape, self.dtype, device) else empty(self.shape, self.dtype, device)
+        to: Any = out if writable(out, self.shape, self.dtype, device) else empty(self.shape, self.dtype, device)
         values = empty((self.copies * self.n, self.k), torch.bfloat16, device)
         flags = torch.zeros(1 + self.m + self.k, dtype=torch.int32, device=device)
         stream = current_stream(device)

@@ -167,7 +167,8 @@ class Decoding:
         if self.codes is not None:
             self.exact = Launcher(self._exact(self.codes, choices_of(hardware.name)))
         elif copies > 1:
-            self.exact = Launcher(self._twice(matrices, *sides, operand.data.data_ptr() % 16 == 0))
+            rows, columns = sides
+            self.exact = Launcher(self._twice(matrices, rows, columns, operand.data.data_ptr() % 16 == 0))
 
     def _twice(self, matrices: int, rows: int, columns: int, aligned: bool) -> Launch:
         """The pass that writes an array twice."""

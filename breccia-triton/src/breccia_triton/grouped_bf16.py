@@ -84,5 +84,5 @@ class Call:
 
 def multiply(x: Any, y: Any, ends: Any) -> Any:
     """The products of groups of rows of BF16 numbers in BF16. Sums are FP32; rows of no group are not written."""
-    product: Any = torch._grouped_mm
+    product: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
     return product(x, y, offs=ends, out_dtype=torch.bfloat16).contiguous()
