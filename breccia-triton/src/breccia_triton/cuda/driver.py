@@ -7,7 +7,7 @@ the thread, which is the one that torch made.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -58,7 +58,7 @@ class MovableMap:
     """
 
     def __init__(self, driver: Driver, *facts: Any) -> None:
-        self.driver, self.facts, self.map = driver, facts, TensorMap()
+        self.driver, self.encoded, self.map = driver, driver.encoder(*facts), TensorMap()
         self._words = self.map.words
         #: (Index of the word, shift, address, word) of a map that was made.
         self._made: tuple[int, int, int, int] | None = None
@@ -69,7 +69,7 @@ class MovableMap:
             index, shift, base, word = self._made
             self._words[index] = word + ((address - base) >> shift)
             return
-        made = self.driver.tensor_map(address, *self.facts)
+        made = self.encoded(address)
         ctypes.memmove(self._words, made.words, ctypes.sizeof(TensorMap))
         if (place := self.driver.address_word) is not None:
             self._made = *place, address, self._words[place[0]]
@@ -148,18 +148,35 @@ class Driver:
         axes but the last. swizzle: 0, 32, 64 or 128, bytes of a row of the box. promotion: bytes that a fetch brings to L2.
         The address and all strides in bytes are multiples of 16. Elements of a box beyond the tensor read as 0.
         """
+        return self.encoder(dtype, shape, strides, box, swizzle, promotion)(address)
+
+    def encoder(
+        self,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int = 0,
+        promotion: int = 128,
+    ) -> Callable[[int], TensorMap]:
+        """`tensor_map` as a function of the address: its other arguments are made once."""
         rank, item = len(shape), _ITEMSIZE[dtype]
         dims = (ctypes.c_uint64 * rank)(*reversed(shape))
         pitches = (ctypes.c_uint64 * max(1, rank - 1))(*[stride * item for stride in reversed(strides)])
         boxes, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank)
         room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + _MAP_ALIGNMENT)
         place = (ctypes.addressof(room) + _MAP_ALIGNMENT - 1) & -_MAP_ALIGNMENT
-        status = self.library.cuTensorMapEncodeTiled(
-            ctypes.c_void_p(place), DTYPES[dtype], rank, ctypes.c_void_p(address), dims, pitches, boxes, ones, 0,
-            _SWIZZLES[swizzle], _PROMOTIONS[promotion], 0,
-        )  # fmt: skip
-        self.check(status, f"describing a {dtype} tensor of shape {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)}")
-        return TensorMap.from_buffer_copy(ctypes.string_at(place, ctypes.sizeof(TensorMap)))
+        made, start = TensorMap.from_buffer(room, place - ctypes.addressof(room)), ctypes.c_void_p(place)
+        rest = dims, pitches, boxes, ones, 0, _SWIZZLES[swizzle], _PROMOTIONS[promotion], 0
+
+        def encoded(address: int) -> TensorMap:
+            status = self.library.cuTensorMapEncodeTiled(start, DTYPES[dtype], rank, ctypes.c_void_p(address), *rest)
+            if status:
+                what = f"a {dtype} tensor of shape {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)}"
+                self.check(status, f"describing {what}")
+            return TensorMap.from_buffer_copy(made)
+
+        return encoded
 
 
 class Function:
