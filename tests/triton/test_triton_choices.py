@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fresh import printed
+from marks import on_cuda
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -25,7 +26,7 @@ from triton_casts import DEVICE, ON_GPU, numbers, same, same_values
 import breccia
 from breccia.backend import CastOptions, reference
 from breccia.options import product_options
-from breccia_triton import cast, choices, decode, operands, tuning
+from breccia_triton import cast, choices, decode, launch, operands, tuning
 from breccia_triton.choices import DEFAULT, Choice, Choices, Key, Tuned, choices_of, user_file, write
 from breccia_triton.facts import Hardware
 from breccia_triton.geometry import amax_tile, lanes_of, plain_tile, strips_of, tile_of
@@ -513,3 +514,28 @@ def test_a_call_is_tuned_on_a_gpu_and_the_next_process_takes_it() -> None:
     choices_of.cache_clear()
     cast._calls.clear()
     same(breccia.cast(x, recipe, axis=-2), expected)
+
+
+# -- what is kept between calls ---------------------------------------------------------------------------------------
+
+
+def test_a_full_cache_lets_its_oldest_entry_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_REMEMBERED", 3)
+    kept = launch.Remembered()
+    for n in range(5):
+        assert kept.keep(n, str(n)) == str(n)
+    assert kept == {2: "2", 3: "3", 4: "4"}
+    launch.Remembered._all.remove(kept)
+
+
+@on_cuda
+def test_calls_that_differ_in_lengths_alone_compile_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    compile_ = launch.triton.compile
+    monkeypatch.setattr(launch.triton, "compile", lambda *args, **options: compiled.append(args) or compile_(*args, **options))
+    for calls in (launch._compiled, launch._modules):
+        calls.clear()
+    for rows in (1000, 1016, 1032):
+        x = numbers((rows, 4096), seed=1).bfloat16()
+        same(breccia.cast(x, "fp8_block"), reference.cast(x, breccia.recipe("fp8_block")))
+    assert len(compiled) == 1
