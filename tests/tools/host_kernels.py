@@ -93,15 +93,35 @@ extern "C" int mend(int blocks, int turns, const Weight* w, const u16* x, const 
 """
 
 
+_ACROSS = """
+extern "C" int across(int blocks, int turns, const Weight* w, u16* y, int* flags, int first, int N, int K, int per_block) {
+    static u8 origin;
+    host_memory = &origin;
+    blockDim = {WARPS * 32, 1};
+    state = (u64)(N + K);
+    entry = [=] { weight_only_across(*w, y, flags, first, N, K, per_block); };
+    for (int i = 0; i < blocks * turns; i++) if (!run_cluster({i % blocks, i / blocks}, 1, WARPS * 32, 0)) return 1;
+    return 0;
+}
+extern "C" int across_mend(int blocks, int turns, const Weight* w, const u16* x, void* y, const int* flags,
+                           int M, int N, int K, int ldx, int ldy) {
+    blockDim = {1, 1}; gridDim = {blocks, turns}; threadIdx = {0, 0}; blockIdx = {0, 0};
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) weight_only_across_mend(*w, x, y, flags, M, N, K, ldx, ldy);
+    return 0;
+}
+"""
+
+
 @functools.cache
 def _decoding(macros: tuple[tuple[str, int], ...], folder: Path) -> Any:
-    source = re.sub(r"#include .*", "", (CUDA / "weight_only_decode.cu").read_text(encoding="utf-8"))
-    text = '#include "host_fibers.hpp"\n' + decoding_text() + source + _DECODING
-    return built(text, macros, folder, "decode-" + "-".join(f"{value}" for _, value in macros))
+    name, entries = ("across", _ACROSS) if "COPIES" in dict(macros) else ("decode", _DECODING)
+    source = re.sub(r"#include .*", "", (CUDA / f"weight_only_{name}.cu").read_text(encoding="utf-8"))
+    text = '#include "host_fibers.hpp"\n' + decoding_text() + source + entries
+    return built(text, macros, folder, f"{name}-" + "-".join(f"{value}" for _, value in macros))
 
 
 class Decoding:
-    """Stands in for a kernel of weight_only_decode.cu. entry: its name."""
+    """Stands in for a kernel of weight_only_decode.cu or weight_only_across.cu. entry: its name."""
 
     def __init__(self, entry: str, macros: dict[str, int], folder: Path) -> None:
         self.run = getattr(_decoding(tuple(sorted(macros.items())), folder), entry.removeprefix("weight_only_"))

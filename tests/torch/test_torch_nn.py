@@ -830,3 +830,30 @@ def test_layers_of_every_recipe_are_pickled(recipe: breccia.ScalingRecipe) -> No
         assert made.state_dict().keys() == layer.state_dict().keys()
     meta = pickle.loads(pickle.dumps(ScaledLinear.from_linear(nn.Linear(96, 64, device="meta"), recipe)))
     assert meta.weight.tensor.device.type == "meta" and meta.weight.recipe == recipe
+
+
+def test_a_layer_names_kernels_for_its_backward_pass_and_does_without_those_that_do_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from breccia.dispatch.table import Table
+
+    named: list[Any] = []
+    choose = Table.choose
+
+    def recorded(self: Any, op: Any, *facts: Any) -> Any:
+        named.append((op.name, facts[-1]))
+        return choose(self, op, *facts)
+
+    layer = ScaledLinear(64, 32, bias=False, recipe="fp8_row")
+    x = torch.randn(4, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    for prefer in ("reference.matmul", "triton.matmul_bf16_rounded"):  # the second one does not run on CPUs
+        layer.prefer_backward = prefer
+        y = layer(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(Table, "choose", recorded)
+            (found,) = torch.autograd.grad(y.sum(), x)
+        assert named[0] == ("matmul", prefer)
+        named.clear()
+        assert torch.allclose(found, expected, rtol=2.0**-18)
+    assert ScaledLinear.prefer_backward is None

@@ -40,7 +40,7 @@ from breccia.dispatch.registry import registry
 from breccia.options import product_options
 from breccia.testing.laws import products
 from breccia.testing.places import Place
-from breccia_triton import bf16_matmul, bf16_plans, multiplying, plans, plugin
+from breccia_triton import bf16_matmul, bf16_plans, grouped_bf16, multiplying, plans, plugin
 from breccia_triton.cuda import compiler, fp8_plans
 
 NAME = "triton.matmul_bf16"
@@ -158,6 +158,85 @@ def test_out_receives_the_product_in_place_and_in_strided_memory() -> None:
             breccia.ShapeError, match=r"out= must have shape \(9, 24\) and dtype bfloat16; got \(9, 24\) and float32"
         ):
             multiplied(a, w.mT, None, "bfloat16", torch.zeros(9, 24, device=DEVICE))
+
+
+# ------------------------------------------------------------------------------------------------ values as two BF16 numbers
+
+#: Recipes with values of more than 8 significant bits.
+LONGER = (
+    "fp8_block,block_m=128",
+    *(
+        pytest.param(spec, marks=pytest.mark.long)
+        for spec in ("fp8_block", "fp8_row", "fp8_current", "int4", "int8", "int4,symmetric=false,signed=false", "nf4")
+    ),
+)
+
+
+@pytest.mark.parametrize("spec", LONGER)
+def test_values_of_more_bits_than_bf16_keep_the_bound_as_two_numbers(spec: str) -> None:
+    k = bf16_plans.SHORTEST_OF_TWO
+    w, gradient = breccia.cast(numbers((k, 136), 1), spec), numbers((24, k), 2).bfloat16()  # blocks of w go across K
+    check(multiplied(gradient, w, None, "bfloat16"), gradient, w)
+    turned, bias = breccia.cast(numbers((20, k), 3), spec).mT, torch.linspace(-5, 5, 20, device=DEVICE)
+    check(multiplied(gradient, turned, bias), gradient, turned, bias)
+    mx = operand((24, k), "mxfp8", 4)
+    check(multiplied(mx, turned, None, "float16"), mx, turned)
+    check(multiplied(turned.mT, mx.mT), turned.mT, mx.mT)
+
+
+def test_one_rounded_number_violates_the_bound() -> None:
+    k = bf16_plans.SHORTEST_OF_TWO
+    w, x = breccia.cast(numbers((20, k), 3), "fp8_row").mT, numbers((24, k), 2).bfloat16()
+    found = bf16_matmul.matmul_rounded(x, w)
+    with pytest.raises(AssertionError, match="times the bound"):
+        check(found, x, w)
+    size = values(x).abs() @ values(w).abs()
+    assert ((found.double() - values(x) @ values(w)).abs() <= (2.0**-8 + 2.0**-14) * size).all()
+    exact = operand((20, 64), "nvfp4", 5)
+    check(bf16_matmul.matmul_rounded(x[:, :64], exact.mT), x[:, :64], exact.mT)  # values that BF16 holds are not rounded
+
+
+def test_inf_nan_and_values_whose_second_number_would_be_subnormal_are_multiplied_in_fp32() -> None:
+    k = bf16_plans.SHORTEST_OF_TWO
+    w = breccia.cast(numbers((20, k), 3), "fp8_block")
+    scale = w.scale.clone()
+    scale[3, 1], scale[5, 0], scale[7] = 2.0**-110, float("nan"), float("inf")
+    scale[9] = 2.0**119.9  # times 448 it rounds to Inf in BF16
+    x = numbers((24, k), 2).bfloat16()
+    x[:, :128] = 0
+    x[2, 0], x[4, 1], x[6, 2], x[8] = float("inf"), -float("inf"), float("nan"), 2.0**-20
+    for b in (replaced(w, scale=scale), w):
+        known = values(b)[9].abs().max() < 2.0**127.5
+        check(multiplied(x, b.mT) if known else multiplied(x[8:9], b.mT), x if known else x[8:9], b.mT)
+    assert multiplied(x, w.mT)[2, :-1].isinf().all()  # the last row of w has zeros
+
+
+def test_a_flagged_tile_of_a_weight_with_zero_points_is_decoded_with_them() -> None:
+    k = bf16_plans.SHORTEST_OF_TWO
+    w = breccia.cast(numbers((20, k), 3) + 3, "int4,symmetric=false,signed=false")
+    assert w.zero_point is not None and w.zero_point.any()
+    x = numbers((24, k), 2).bfloat16()
+    x[2, 0] = float("inf")
+    check(multiplied(x, w.mT), x, w.mT)
+
+
+# ------------------------------------------------------------------------------------------------ groups of rows
+
+
+@pytest.mark.parametrize("spec", ["int4,symmetric=false,signed=false", pytest.param("mxfp8", marks=pytest.mark.long)])
+def test_groups_of_rows_meet_their_own_matrices_and_other_rows_are_zeros(spec: str) -> None:
+    k = bf16_plans.SHORTEST_OF_TWO
+    experts = breccia.stack([breccia.cast(numbers((k, 72), n), spec) for n in range(3)])  # blocks go across K
+    x, offsets = numbers((150, k), 5).bfloat16(), torch.tensor([70, 70, 130], dtype=torch.int32, device=DEVICE)
+    x[75, 3] = float("inf")
+    grouped_bf16._calls.clear()
+    for b in (experts, breccia.stack([breccia.cast(numbers((72, k), n), spec) for n in range(3)]).mT):
+        found = grouped_bf16.grouped_matmul_bf16(x, b, offsets, product_options("bfloat16"))
+        for n, (start, end) in enumerate(((0, 70), (70, 70), (70, 130))):
+            if end > start:
+                check(found[start:end], x[start:end], b[n])
+        assert not found[130:].any()
+    assert not any(isinstance(call, str) for call in grouped_bf16._calls.values())
 
 
 # ------------------------------------------------------------------------------------------------ values that are not exact
@@ -374,6 +453,10 @@ def test_what_the_kernel_does_not_take_has_a_reason() -> None:
         assert reason in str(bf16_plans.accepts(call_of(a, b)))
     x = torch.zeros(8, 64).bfloat16()
     assert bf16_plans.accepts(call_of(x, x.mT)) == "it decodes quantized operands, and both are arrays"
+    assert "two BF16 numbers for each value take K = 640 and more, and K is 64" in str(
+        bf16_plans.accepts(call_of(x, operand((16, 64), "nf4", 1).mT))
+    )
+    assert bf16_plans.accepts_rounded(call_of(x, operand((16, 64), "nf4", 1).mT)) is None
     short = operand((8, 8), "mxfp8", 1)
     assert "K = 8 has too few terms for the bound of sums in tensor cores" in str(bf16_plans.accepts(call_of(short, short.mT)))
     both = operand((2, 1, 4, 64), "mxfp8", 1), operand((3, 4, 64), "mxfp8", 1).mT
@@ -384,9 +467,9 @@ def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:
     mx, nv = breccia.recipe("mxfp6"), breccia.recipe("nvfp4")
     call = call_of(Described(mx), Described(nv, axis=-2))
     assert bf16_plans.accepts(call) is None and bf16_plans.score(call) > 0
-    assert "E4M3 codes under F32 scales" in str(
-        bf16_plans.accepts(call_of(Described(mx), Described(breccia.recipe("fp8_row"))))
-    )
+    row = breccia.recipe("fp8_row")
+    assert bf16_plans.accepts(call_of(Described(mx), Described(row))) is None
+    assert "a: E4M3 codes under F32 scales" in str(bf16_plans.accepts(call_of(Described(row), Described(row))))
 
 
 def test_formats_are_judged_by_the_bits_and_the_range_of_their_values() -> None:

@@ -6,6 +6,7 @@ No test here needs a GPU: the driver is a stand-in, and NVRTC compiles for any a
 from __future__ import annotations
 
 import ctypes
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,34 @@ def test_a_tensor_map_lists_axes_from_the_last_one_and_strides_in_bytes() -> Non
     assert (dims, strides) == ([64, 100, 3], [160, 16000])
     assert (box, ones) == ([64, 32, 1], [1, 1, 1])
     assert (interleave, swizzle, promotion, fill) == (0, 3, 2, 0)
+
+
+@pytest.mark.parametrize(("index", "shift"), [(0, 0), (3, 4)])
+def test_the_word_of_a_map_that_holds_the_address_is_changed(index: int, shift: int) -> None:
+    class Encoding(FakeDriver):
+        def cuTensorMapEncodeTiled(self, place: Any, dtype: int, rank: int, address: Any, dims: Any, *rest: Any) -> int:
+            super().cuTensorMapEncodeTiled(place, dtype, rank, address, dims, *rest)
+            words = [dims[0]] * 16
+            words[index] = (address.value >> shift) + (5 << 60)
+            ctypes.memmove(place.value, struct.pack("<16Q", *words), 128)
+            return self.status
+
+    fake = Encoding()
+    used = driver.MovableMap(driver.Driver(fake), "float32", (4, 100), (100,), (4, 32))
+    for address in (4096, 8192, 1 << 45, 16):
+        used.move(address)
+        assert used.map.words[index] == (address >> shift) + (5 << 60) and used.map.words[index - 1] == 100
+    assert len(fake.maps) == 1 + 5  # five maps show how addresses are held
+
+
+def test_maps_are_made_anew_where_they_do_not_show_the_address() -> None:
+    fake = FakeDriver()
+    used = driver.MovableMap(driver.Driver(fake), "float32", (4, 100), (100,), (4, 32))
+    for address in (4096, 8192, 1 << 45):
+        used.move(address)
+    assert [made[2] for made in fake.maps if made[0] == 7] == [4096, 8192, 1 << 45]
+    fake.status = 1
+    assert driver.Driver(fake).address_word is None
 
 
 def test_a_failed_call_names_what_was_asked_and_the_drivers_error() -> None:

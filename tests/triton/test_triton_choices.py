@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fresh import printed
+from marks import on_cuda
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -24,7 +26,7 @@ from triton_casts import DEVICE, ON_GPU, numbers, same, same_values
 import breccia
 from breccia.backend import CastOptions, reference
 from breccia.options import product_options
-from breccia_triton import cast, choices, decode, operands, tuning
+from breccia_triton import cast, choices, decode, launch, operands, tuning
 from breccia_triton.choices import DEFAULT, Choice, Choices, Key, Tuned, choices_of, user_file, write
 from breccia_triton.facts import Hardware
 from breccia_triton.geometry import amax_tile, lanes_of, plain_tile, strips_of, tile_of
@@ -75,6 +77,28 @@ def test_the_user_s_choices_come_before_the_shipped_ones_and_these_before_the_de
     write(user_file(NAME), NAME, {KEY: tuned(elements=8192, wide=256)})
     assert (Choices(NAME)(KEY), Choices(NAME)(other)) == (Choice(elements=8192, wide=256), Choice(each=16))
     assert Choices("Acme Slow 1")(KEY) == Choices("")(KEY) == DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "processors", "kilohertz", "taken"),
+    [
+        ("NVIDIA H200", (9, 0), 132, 3201000, "NVIDIA H200"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), 132, 2619000, "NVIDIA H200"),
+        ("NVIDIA H100 PCIe", (9, 0), 114, None, "NVIDIA H200"),
+        ("NVIDIA H20", (9, 0), 78, 2619000, "NVIDIA H20"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1593000, "NVIDIA A100-SXM4-80GB"),
+    ],
+)
+def test_a_device_takes_what_was_measured_on_the_nearest_one_of_its_family(
+    name: str, capability: tuple[int, int], processors: int, kilohertz: int | None, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "_families", {})
+    clock = {} if kilohertz is None else {"memory_clock_rate": kilohertz}
+    facts = SimpleNamespace(name=name, major=capability[0], minor=capability[1], multi_processor_count=processors, **clock)
+    assert choices.name_of(facts) == name
+    assert choices.measured_as(name) == taken
+    write(shipped().with_name(choices.file_name("NVIDIA H200")), "NVIDIA H200", {KEY: tuned(elements=2048)})
+    assert choices.Choices(name)(KEY) == (Choice(elements=2048) if taken == "NVIDIA H200" else choices.DEFAULT)
 
 
 def test_a_default_that_the_user_tuned_comes_before_a_shipped_choice() -> None:
@@ -490,3 +514,28 @@ def test_a_call_is_tuned_on_a_gpu_and_the_next_process_takes_it() -> None:
     choices_of.cache_clear()
     cast._calls.clear()
     same(breccia.cast(x, recipe, axis=-2), expected)
+
+
+# -- what is kept between calls ---------------------------------------------------------------------------------------
+
+
+def test_a_full_cache_lets_its_oldest_entry_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_REMEMBERED", 3)
+    kept = launch.Remembered()
+    for n in range(5):
+        assert kept.keep(n, str(n)) == str(n)
+    assert kept == {2: "2", 3: "3", 4: "4"}
+    launch.Remembered._all.remove(kept)
+
+
+@on_cuda
+def test_calls_that_differ_in_lengths_alone_compile_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    compile_ = launch.triton.compile
+    monkeypatch.setattr(launch.triton, "compile", lambda *args, **options: compiled.append(args) or compile_(*args, **options))
+    for calls in (launch._compiled, launch._modules):
+        calls.clear()
+    for rows in (1000, 1016, 1032):
+        x = numbers((rows, 4096), seed=1).bfloat16()
+        same(breccia.cast(x, "fp8_block"), reference.cast(x, breccia.recipe("fp8_block")))
+    assert len(compiled) == 1

@@ -385,7 +385,8 @@ def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], lis
     monkeypatch.setattr(weight_only, "function", function)
     monkeypatch.setattr(weight_only, "stream_of", lambda index: 7)
     monkeypatch.setattr(weight_products, "driver", lambda: SimpleNamespace(tensor_map=tensor_map))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    monkeypatch.setattr(weight_only, "name_of", lambda properties: "")
     weight_only._calls.clear()
     return made, described
 

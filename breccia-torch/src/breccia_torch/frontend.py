@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Function, forward_ad
 
-from breccia import ScaledTensor, ScalingRecipe
+from breccia import NoKernelError, ScaledTensor, ScalingRecipe
 from breccia.backend import (
     DEFAULT,
     FLOAT32,
+    FLOATS,
     OPERATIONS,
     CastOptions,
     Kind,
@@ -27,18 +28,27 @@ from breccia.backend import (
     ProductOptions,
     calls,
     components,
+    dtype_name,
     product_options,
     registry,
     targets,
 )
 
-from .ops import autocast_dtype, need_dense, transforming, wrapped
+from .ops import TORCH, autocast_dtype, groups_of, need_dense, transforming, wrapped
 
 Array = Any
 #: Calls of an op: f((*arguments, options), prefer).
 Run = Callable[[tuple[Any, ...], Prefer], Any]
-#: A product with at most one scaled operand: the frontend's in eager mode, the operator in compiled graphs.
-Product = Callable[[Any, Any], Array]
+#: A product with at most one scaled operand, f(a, b, out_dtype="float32"): the frontend's in eager mode, the operator in
+#: compiled graphs.
+Product = Callable[..., Array]
+
+
+class Preferred(NamedTuple):
+    """The kernels that a layer prefers for its product, and for the products that are its gradients."""
+
+    forward: Prefer
+    backward: Prefer
 
 
 def runner_of(op: Operation) -> Run:
@@ -188,15 +198,16 @@ def _with_scale(options: CastOptions, scale: Any) -> CastOptions:
 
 
 def matmul(arguments: tuple[Any, ...], prefer: Prefer) -> Array:
-    """Differentiable in plain tensor operands and in the bias."""
+    """Differentiable in plain tensor operands and in the bias. prefer: kernels, or `Preferred` ones."""
     a, b, options = arguments
     out_dtype, bias, out = options
+    prefer, backward = prefer if isinstance(prefer, Preferred) else (prefer, None)
     a, b = _fixed(a), _fixed(b)
     differentiated = _tracked(a, b)
     if out is None and (differentiated or (bias is not None and _tracked(bias))):
         if bias is not None and not differentiated and not wrapped(bias):  # a frozen layer: autograd adds it
             return _plus(_matmul((_detached(a), _detached(b), FLOAT32), prefer), bias, out_dtype)
-        return _Matmul.apply(a, b, bias, out_dtype, prefer)
+        return _function_of_matmul().apply(a, b, bias, out_dtype, prefer, backward)
     if out is not None or not torch.is_grad_enabled():  # else none needs a gradient
         a, b, options = _detached(a), _detached(b), _constant_result(options)
     return _matmul((a, b, options), prefer)
@@ -230,12 +241,18 @@ def _plus(product: Array, bias: Array, dtype: str) -> Array:
     return total if dtype == "float32" else total.to(getattr(torch, dtype))
 
 
-def _product(a: Any, b: Any) -> Array:
-    return matmul((a, b, FLOAT32), None)
+def _product(a: Any, b: Any, out_dtype: str = "float32", prefer: Prefer = None) -> Array:
+    options = product_options(out_dtype)
+    if prefer is not None:
+        try:
+            return matmul((a, b, options), prefer)
+        except NoKernelError:
+            pass  # it does not run for these operands, or on this device
+    return matmul((a, b, options), None)
 
 
-def _grouped_product(a: Any, b: Any, offsets: Array) -> Array:
-    return grouped_matmul((a, b, offsets, FLOAT32), None)
+def _grouped_product(a: Any, b: Any, offsets: Array, out_dtype: str = "float32") -> Array:
+    return grouped_matmul((a, b, offsets, product_options(out_dtype)), None)
 
 
 class _Matmul(Function):
@@ -244,23 +261,43 @@ class _Matmul(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(a: Any, b: Any, bias: Any, out_dtype: str, prefer: Prefer) -> Array:
+    def forward(a: Any, b: Any, bias: Any, out_dtype: str, prefer: Prefer, backward: Prefer) -> Array:
         return calls.matmul(_detached(a), _detached(b), product_options(out_dtype, _detached(bias)), prefer=prefer)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Array) -> None:
-        a, b, bias, ctx.out_dtype, _ = inputs
+        a, b, bias, ctx.out_dtype, _, ctx.prefer = inputs
         _keep(ctx, a, b, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
         a, b, bias = _operands(ctx)
-        return *product_gradients(_product, gradients[0], a, b, bias, ctx.needs_input_grad[:3]), None, None
+        product = partial(_product, prefer=ctx.prefer)
+        return *product_gradients(product, gradients[0], a, b, bias, ctx.needs_input_grad[:3]), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Array:
         a, b, _ = _operands(ctx)
         return _tangent(_product, a, b, *tangents[:3]).to(getattr(torch, ctx.out_dtype))
+
+
+class _ReverseMatmul(Function):
+    """`_Matmul` for gradients alone. Where a function has a `setup_context`, torch binds its arguments anew at each call, which
+    takes as long on the host as a small product."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        a, b, bias, ctx.out_dtype, _, ctx.prefer = inputs
+        _keep(ctx, a, b, bias, forward=False)
+        return _Matmul.forward(*inputs)
+
+    backward = _Matmul.backward
+
+
+def _function_of_matmul() -> Any:
+    """The function of autograd for products: functorch and forward-mode derivatives need all of it."""
+    forward = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
+    return _Matmul if forward or transforming() else _ReverseMatmul
 
 
 class _CastMatmul(Function):
@@ -328,12 +365,19 @@ def product_gradients(
     """
     left = right = added = None
     if needed[0] and not isinstance(a, ScaledTensor):
-        left = product(gradient, b.mT).sum_to_size(a.shape).to(a.dtype)
+        left = _summed(product, gradient, b.mT, a, gradient)
     if needed[1] and not isinstance(b, ScaledTensor):
-        right = product((a if written is None else written).mT, gradient).sum_to_size(b.shape).to(b.dtype)
+        right = _summed(product, (a if written is None else written).mT, gradient, b, gradient)
     if bias is not None and needed[2]:
         added = gradient.float().sum_to_size(bias.shape).to(bias.dtype)
     return left, right, added
+
+
+def _summed(product: Product, x: Any, y: Any, like: Array, gradient: Array) -> Array:
+    """The product in the shape and dtype of the operand `like`, rounded once, and summed where `like` was broadcast."""
+    if gradient.shape[:-2] == like.shape[:-2] and dtype_name(like) in FLOATS:
+        return product(x, y, dtype_name(like))
+    return product(x, y).sum_to_size(like.shape).to(like.dtype)
 
 
 def grouped_gradients(
@@ -345,15 +389,20 @@ def grouped_gradients(
     """
     left = right = None
     if needed[0] and not isinstance(a, ScaledTensor):
-        left = product(gradient, b.mT, offsets).to(a.dtype)
+        dtype = dtype_name(a)
+        left = product(gradient, b.mT, offsets, dtype) if dtype in FLOATS else product(gradient, b.mT, offsets).to(a.dtype)
     if needed[1] and not isinstance(b, ScaledTensor):
         rows = values(a) if values is not None else _OPS.dequantize(a, FLOAT32) if isinstance(a, ScaledTensor) else a.float()
-        row = torch.arange(a.shape[0], device=gradient.device)
-        ends = offsets.long()
-        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-        inside = (row >= starts[:, None]) & (row < ends[:, None])
-        upstream = gradient.float()  # Inf and NaN stay within their group: elsewhere both factors are zero
-        each = [torch.where(m[:, None], rows, 0.0).mT @ torch.where(m[:, None], upstream, 0.0) for m in inside]
+        upstream = gradient.float()
+        if (groups := groups_of(offsets)) is not None:
+            each = [TORCH.matmul(rows[start:end].mT, upstream[start:end]) for start, end in groups]
+        else:
+            row = torch.arange(a.shape[0], device=gradient.device)
+            ends = offsets.long()
+            starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+            inside = (row >= starts[:, None]) & (row < ends[:, None])
+            # Inf and NaN stay within their group: elsewhere both factors are zero
+            each = [torch.where(m[:, None], rows, 0.0).mT @ torch.where(m[:, None], upstream, 0.0) for m in inside]
         right = torch.stack(each).to(b.dtype) if each else torch.zeros_like(b)
     return left, right
 
@@ -366,7 +415,7 @@ def _tangent(product: Product, a: Any, b: Any, da: Any, db: Any, dbias: Any) -> 
     return sum(terms[1:], terms[0])
 
 
-def _keep(ctx: Any, *operands: Any) -> None:
+def _keep(ctx: Any, *operands: Any, forward: bool = True) -> None:
     """Save operands, ScaledTensors by component, so that autograd detects in-place changes before the backward pass.
 
     Components made under `torch.inference_mode` are copied, as autograd saves no such tensors.
@@ -378,7 +427,8 @@ def _keep(ctx: Any, *operands: Any) -> None:
         ctx.operands.append((Metadata.of(x) if names else None, names))
         saved += [p.clone() if p.is_inference() else p for p in components(x).values()] if names else [x]
     ctx.save_for_backward(*saved)
-    ctx.save_for_forward(*saved)
+    if forward:  # for forward-mode derivatives too
+        ctx.save_for_forward(*saved)
 
 
 def _operands(ctx: Any) -> list[Any]:

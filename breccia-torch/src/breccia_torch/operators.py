@@ -271,9 +271,9 @@ def _any(needed: Any) -> bool:
     return any(needed) if isinstance(needed, list | tuple) else bool(needed)
 
 
-def _product(a: Any, b: Any) -> Tensor:
+def _product(a: Any, b: Any, out_dtype: str = "float32") -> Tensor:
     """A product as an operator."""
-    return torch.ops.breccia.matmul(*_listed(a), *_listed(b), "float32")
+    return torch.ops.breccia.matmul(*_listed(a), *_listed(b), out_dtype)
 
 
 def _listed(x: Any) -> tuple[Any, ...]:
@@ -318,8 +318,8 @@ def _group_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return lists[0], *(None,) * 4, lists[1], *(None,) * 6
 
 
-def _grouped(a: Any, b: Any, offsets: Tensor) -> Tensor:
-    return torch.ops.breccia.grouped_matmul(*_listed(a), *_listed(b), offsets, "float32")
+def _grouped(a: Any, b: Any, offsets: Tensor, out_dtype: str = "float32") -> Tensor:
+    return torch.ops.breccia.grouped_matmul(*_listed(a), *_listed(b), offsets, out_dtype)
 
 
 def _values(x: Any) -> Tensor:

@@ -38,6 +38,23 @@ def opaque(*tensors: Array) -> str | None:
     return None
 
 
+def groups_of(offsets: Array) -> list[tuple[int, int]] | None:
+    """(First row, row after the last one) of each group, by the rows where they end; empty ones may be (n, n) or less.
+
+    None where the ends cannot be read: in transforms and graphs. Elsewhere the host waits for the device.
+    """
+    if opaque(offsets) is not None or offsets.is_meta or torch.compiler.is_compiling():
+        return None
+    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    groups: list[tuple[int, int]] = []
+    start = 0
+    for end in offsets.tolist():
+        groups.append((start, end))
+        start = max(start, end)
+    return groups
+
+
 def capability(device: Any) -> tuple[int, int] | None:
     """The compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device) if getattr(device, "type", "") == "cuda" else None
@@ -162,13 +179,13 @@ class _TorchOps(Ops):
             return torch.matmul(a, b)
 
     def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
-        if opaque(offsets) is not None or offsets.device.type != "cpu":
+        groups = groups_of(offsets)
+        if groups is None:
             return super().grouped_matmul(a, b, offsets)
-        product, start = a.new_zeros((a.shape[0], b.shape[-1])), 0
-        for matrix, end in zip(b, offsets.tolist(), strict=True):
+        product = a.new_zeros((a.shape[0], b.shape[-1]))
+        for matrix, (start, end) in zip(b, groups, strict=True):
             if end > start:
                 product[start:end] = self.matmul(a[start:end], matrix)
-            start = max(start, end)
         return product
 
     def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:

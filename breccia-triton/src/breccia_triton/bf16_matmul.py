@@ -1,7 +1,9 @@
-"""`matmul` through BF16 on CUDA tensors of torch, for quantized operands whose values BF16 holds exactly, and BF16 arrays.
+"""`matmul` through BF16 on CUDA tensors of torch, for quantized operands and BF16 arrays.
 
 1. One pass over each quantized operand decodes it to BF16, without its global scale, and flags lines along K with values that
    are subnormal: BF16 does not hold some of them, and tensor cores may take the others as zeros.
+   Where values of one operand have more significant bits than BF16 (FP32 scales, zero-points, NF4), each becomes two BF16
+   numbers, one behind the other along K; a pass writes the other operand twice. `matmul_rounded` rounds them to one instead.
 2. cuBLAS multiplies BF16 numbers with FP32 sums.
 3. Where there is a bias, a global scale or an FP16 result, one pass finishes FP32 sums: it rounds once.
 4. One launch computes tiles of the result in FP32, from the codes, that have a flag. Most often there is none.
@@ -18,48 +20,65 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from breccia import ScaledTensor
 from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name
 from breccia.internal import reentrant
 from breccia_torch.ops import autocast_dtype
 
 from .bf16_kernels import Side, exact_kernel, finishing_kernel, mending_kernel
-from .bf16_plans import range_of
+from .bf16_plans import STORED, numbers_of, range_of
 from .choices import Choose, choices_of
 from .cuda.fp8_matmul import check_out
-from .facts import LARGE, NUMBERS, Argument, Hardware, grid_of
-from .geometry import Tile, divided_up, plain_tile
+from .facts import LARGE, NUMBERS, Argument, Codes, Hardware, grid_of
+from .geometry import Source, Tile, divided_up, plain_tile
 from .launch import Launcher, Remembered, current_stream, empty
 from .multiplying import Operand, multiplied, need_one_device_for
-from .operands import addresses, codes_of, components_of, hardware, leading, writable
+from .operands import addresses, codes_of, hardware, leading, writable
 from .plans import readable
 from .prepare import Launch, decoding, needed
 from .specs import Unsupported
 
 #: The sides of a tile that is mended, its steps along K, its warps, and the most programs: a few for each processor.
-_TILE, _DEPTH, _WARPS, _PROGRAMS = 64, 32, 4, 512
+TILE, DEPTH, WARPS, PROGRAMS = 64, 32, 4, 512
 
 
 def matmul_bf16(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it."""
+    return _multiplied(_calls, a, b, options, False)
+
+
+def matmul_rounded(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
+    """`matmul` of values that are rounded to BF16, an error of up to 2^-8 of each: less than the contract of products."""
+    return _multiplied(_rounded_calls, a, b, options, True)
+
+
+def _multiplied(calls: Remembered, a: Any, b: Any, options: ProductOptions, rounds: bool) -> Any:
     checks.check_matmul(a, b, options.bias)
-    return multiplied(_calls, Call, Operand(a, False), Operand(b, True), options)
+    if isinstance(b, ScaledTensor) and b.storage == STORED:
+        from . import across_matmul
+
+        return multiplied(
+            calls, partial(across_matmul.Call, rounds=rounds), Operand(a, False, False), Operand(b, True), options
+        )
+    return multiplied(calls, partial(Call, rounds=rounds), Operand(a, False), Operand(b, True), options)
 
 
 #: Prepared calls; for calls that the kernels do not support, the reason.
-_calls = Remembered()
+_calls, _rounded_calls = Remembered(), Remembered()
 
 
 class Call:
     """What products of equal shapes, dtypes, recipes and orders of memory have in common: their kernels, compiled.
 
-    direct: cuBLAS writes the result itself. Raises Unsupported.
+    direct: cuBLAS writes the result itself. rounds: values that BF16 does not hold are rounded. Raises Unsupported.
     """
 
-    def __init__(self, a: Operand, b: Operand, bias: Any, out_dtype: str) -> None:
+    def __init__(self, a: Operand, b: Operand, bias: Any, out_dtype: str, rounds: bool = False) -> None:
         left, right = tuple(a.original.shape), tuple(b.original.shape)
         self.device, self.dtype = a.data.device, getattr(torch, out_dtype)
         self.shape = (*leading(left, right), left[-2], right[-1])
@@ -67,8 +86,9 @@ class Call:
             raise Unsupported("an empty tensor")
         need_one_device_for(a, b, bias)
         device_hardware = hardware(self.device)
-        self.a = Decoding(a, device_hardware, 0, merged=math.prod(right[:-2]) == 1)
-        self.b = Decoding(b, device_hardware, self.a.matrices * self.a.lines, merged=False)
+        copies = 1 if rounds else max(numbers_of(side.x.recipe.format) for side in (a, b) if side.scaled)
+        self.a = Decoding(a, device_hardware, 0, math.prod(right[:-2]) == 1, copies)
+        self.b = Decoding(b, device_hardware, self.a.matrices * self.a.lines, False, copies)
         if 1 < self.a.matrices != self.b.matrices > 1:
             raise Unsupported("leading axes broadcast in both directions")
         global_scale = any(side.global_scale is not None for side in (self.a, self.b))
@@ -76,7 +96,7 @@ class Call:
         result = _Result(max(self.a.matrices, self.b.matrices), self.a.lines, self.b.lines, out_dtype, device_hardware.ptx)
         added = {} if bias is None else {"bias": Argument(NUMBERS[dtype_name(bias)])}
         self.finish = None if self.direct else Launcher(result.finishing(self.a, self.b, added))
-        self.mend = Launcher(result.mending(self.a, self.b, added))
+        self.mend = None if rounds else Launcher(result.mending(self.a, self.b, added))
         self.flags = 1 + self.b.first + self.b.matrices * self.b.lines
 
     def __call__(self, a: Operand, b: Operand, bias: Any, out: Any) -> Any:
@@ -88,19 +108,25 @@ class Call:
         to = out if writable(out, shape, dtype, device) else empty(shape, dtype, device)
         # The sums of an FP32 result become the result in place.
         sums = to if self.direct or dtype == torch.float32 else empty(shape, torch.float32, device)
-        flags = torch.zeros(self.flags, dtype=torch.int32, device=device)
+        flags = (
+            empty((self.flags,), torch.int32, device)
+            if self.mend is None
+            else torch.zeros(self.flags, dtype=torch.int32, device=device)
+        )
         self._multiply(self.a(a, flags, stream), self.b(b, flags, stream), sums)
         added = [] if bias is None else [bias.contiguous()]
         marks, ends = addresses([flags]), addresses([*added, to], 2)
         if self.finish is not None:
             scales = addresses([x for x in (a.global_scale, b.global_scale) if x is not None])
             self.finish(stream, (*addresses([sums], 1), *scales, *ends, *marks))
-        operands = *a.components, *b.components
-        self.mend(stream, (*operands, *marks, *ends))
+        if self.mend is not None:
+            self.mend(stream, (*a.components, *b.components, *marks, *ends))
         return to if out is None or to is out else out.copy_(to)
 
     def _multiply(self, x: Any, y: Any, to: Any) -> None:
         """cuBLAS's products of matrices of BF16 numbers."""
+        if x.ndim == y.ndim == 2:
+            return multiply(x, y, to)
         m, n, k = self.shape[-2], self.shape[-1], x.shape[-1]
         if math.prod(y.shape[:-2]) == 1:
             multiply(x.reshape(-1, k), y.reshape(k, n), to.view(-1, n))
@@ -113,32 +139,51 @@ class Decoding:
     """How an operand becomes BF16 numbers, and how tiles of it are read; see `Side`.
 
     matrices, lines: leading axes, and rows of a or columns of b, which count the leading axes if `merged`, where they can be.
-    depth: K. first: of its flags. global_scale: the constants of its global scale, or None.
+    depth: K. first: of its flags. global_scale: the constants of its global scale where values leave it out, or None.
+    copies: as of `Side`. exact: the pass that writes BF16 numbers; None for an array that is multiplied as it is.
     """
 
-    def __init__(self, operand: Operand, hardware: Hardware, first: int, merged: bool) -> None:
+    def __init__(self, operand: Operand, hardware: Hardware, first: int, merged: bool, copies: int = 1) -> None:
         self.k_last, self.first, self.codes, self.global_scale = operand.k_last, first, None, None
-        self.limits = 0.0, 0.0
+        self.limits, self.copies, self.residual = (0.0, 0.0), copies, False
         merged = merged and self.k_last
         self.shape = tuple(operand.x.shape)
         if operand.scaled:
             st = operand.x
-            spec, within = needed(readable(st.recipe, st.layout)), needed(range_of(st.recipe.format))
+            spec, within = needed(readable(st.recipe, st.layout)), range_of(st.recipe.format)
             self.codes = codes_of(st, spec, merged, hardware)
-            self.global_scale, self.limits = spec.global_scale, (2.0**within.least_multiplier, 2.0**within.most_multiplier)
+            if isinstance(within, str):
+                self.residual = copies > 1
+            else:
+                self.global_scale, self.limits = spec.global_scale, (2.0**within.least_multiplier, 2.0**within.most_multiplier)
             matrices, *sides = self.codes.flat_shape
-            self.exact = Launcher(self._exact(choices_of(hardware.name)))
         elif operand.data.dtype != torch.bfloat16:
             raise Unsupported(f"tensor cores multiply BF16, and the array is {operand.data.dtype}")
         else:
             *lead, rows, columns = self.shape
             matrices, *sides = (1, math.prod(lead) * rows, columns) if merged else (math.prod(lead), rows, columns)
         self.matrices, (self.lines, self.depth) = matrices, sides if self.k_last else sides[::-1]
+        self.exact: Launcher | None = None
+        if self.codes is not None:
+            self.exact = Launcher(self._exact(self.codes, choices_of(hardware.name)))
+        elif copies > 1:
+            rows, columns = sides
+            self.exact = Launcher(self._twice(matrices, rows, columns, operand.data.data_ptr() % 16 == 0))
 
-    def _exact(self, choose: Choose) -> Launch:
+    def _twice(self, matrices: int, rows: int, columns: int, aligned: bool) -> Launch:
+        """The pass that writes an array twice."""
+        tile = plain_tile(1, rows, columns)
+        programs, folded = grid_of(tile, matrices, rows, columns)
+        tile = replace(tile, large=2 * matrices * rows * columns >= LARGE, folded=folded)
+        arguments = {"x": Argument(NUMBERS["bfloat16"], aligned), "out": Argument(NUMBERS["bfloat16"], True)}
+        arguments |= {"flags": Argument("*i32", True)} | integers_of({"rows": rows, "columns": columns})
+        arguments |= {"first": Argument("i32")}
+        constants = {"G": tile, "D": self._side(None)}
+        return Launch(exact_kernel, programs, arguments, constants, tile.warps, (rows, columns, self.first))
+
+    def _exact(self, codes: Codes, choose: Choose) -> Launch:
         """The pass that decodes."""
-        assert self.codes is not None
-        launch = decoding(self.codes, "bfloat16", choose)
+        launch = decoding(codes, "bfloat16", choose)
         arguments: dict[str, Argument] = {}
         for name, argument in launch.arguments.items():
             arguments[name] = argument
@@ -147,8 +192,9 @@ class Decoding:
             elif name == "columns":
                 arguments["first"] = Argument("i32")
         source = launch.constants["F"]
-        source = replace(source, spec=replace(source.spec, global_scale=None))
-        constants = {"G": launch.constants["G"], "D": Side(source, self.global_scale, *self.limits, self.k_last)}
+        if self.global_scale is not None:
+            source = replace(source, spec=replace(source.spec, global_scale=None))
+        constants = {"G": launch.constants["G"], "D": self._side(source)}
         rows, columns, *groups = launch.integers
         integers = (rows, columns, self.first, *groups)
         return replace(launch, function=exact_kernel, arguments=arguments, constants=constants, integers=integers)
@@ -156,10 +202,11 @@ class Decoding:
     def __call__(self, operand: Operand, flags: Any, stream: int) -> Any:
         """The BF16 numbers of an operand, in the axes of the product."""
         numbers = operand.x
-        if operand.scaled:
-            numbers = empty(self.shape, torch.bfloat16, operand.data.device)
-            arrays = *addresses(components_of(operand.x)), *addresses([numbers], 1), *addresses([flags])
-            self.exact(stream, arrays)
+        if self.exact is not None:
+            *lead, rows, columns = self.shape
+            shape = (*lead, rows, self.copies * columns) if self.k_last else (*lead, self.copies * rows, columns)
+            numbers = empty(shape, torch.bfloat16, operand.data.device)
+            self.exact(stream, (*operand.components, *addresses([numbers], 1), *addresses([flags])))
         return numbers.mT if operand.swapped else numbers
 
     def arguments(self, name: str) -> dict[str, Argument]:
@@ -173,9 +220,13 @@ class Decoding:
         """How `mending_kernel` reads tiles."""
         source = None
         if self.codes is not None:
-            tall, wide = (_TILE, _DEPTH) if self.k_last else (_DEPTH, _TILE)
+            tall, wide = (TILE, DEPTH) if self.k_last else (DEPTH, TILE)
             source = self.codes.source(Tile(1 if self.codes.axis == -1 else 0, 1, tall, tall, 1, wide, wide))
         return Side(source, self.global_scale, *self.limits, self.k_last)
+
+    def _side(self, source: Source | None) -> Side:
+        """How `exact_kernel` reads and writes it."""
+        return Side(source, self.global_scale, *self.limits, self.k_last, self.copies, self.residual)
 
 
 @dataclass(frozen=True)
@@ -201,7 +252,7 @@ class _Result:
         integers = {"rows": self.rows, "columns": self.columns, "a_rows": b.first}
         constants = {"A": a.side, "B": b.side, "G": tile, "PTX": self.ptx}
         return Launch(
-            finishing_kernel, programs, arguments | _integers(integers), constants, tile.warps, tuple(integers.values())
+            finishing_kernel, programs, arguments | integers_of(integers), constants, tile.warps, tuple(integers.values())
         )
 
     def mending(self, a: Decoding, b: Decoding, added: dict[str, Argument]) -> Launch:
@@ -213,13 +264,14 @@ class _Result:
             if side.codes is not None and side.codes.groups:
                 integers[f"{name}_groups"] = side.codes.groups[0]
         integers |= {"a_rows": b.first, "a_many": int(a.matrices > 1), "b_many": int(b.matrices > 1)}
-        constants = {"A": a.side, "B": b.side, "TILE": _TILE, "DEPTH": _DEPTH, "PTX": self.ptx}
-        tiles = self.matrices * divided_up(self.rows, _TILE) * divided_up(self.columns, _TILE)
-        programs = (min(tiles, _PROGRAMS), 1, 1)
-        return Launch(mending_kernel, programs, arguments | _integers(integers), constants, _WARPS, tuple(integers.values()))
+        constants = {"A": a.side, "B": b.side, "TILE": TILE, "DEPTH": DEPTH, "PTX": self.ptx}
+        tiles = self.matrices * divided_up(self.rows, TILE) * divided_up(self.columns, TILE)
+        programs = (min(tiles, PROGRAMS), 1, 1)
+        return Launch(mending_kernel, programs, arguments | integers_of(integers), constants, WARPS, tuple(integers.values()))
 
 
-def _integers(named: dict[str, int]) -> dict[str, Argument]:
+def integers_of(named: dict[str, int]) -> dict[str, Argument]:
+    """The arguments of integers that are the same in every launch."""
     return {name: Argument("i32", n % 16 == 0) for name, n in named.items()}
 
 

@@ -144,7 +144,8 @@ class Choices:
         self.device = device
         self._tuned: dict[Key, Tuned] = {}
         self.user = _known(user_file(device), device) if device else {}
-        self._shipped = _known(SHIPPED / file_name(device), device) if device else {}
+        shipped = measured_as(device)
+        self._shipped = _known(SHIPPED / file_name(shipped), shipped) if shipped else {}
 
     def __call__(self, key: Key) -> Choice:
         text = str(key)
@@ -177,6 +178,47 @@ def file_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_") + ".json"
 
 
+@dataclass(frozen=True)
+class Properties:
+    """What decides which measurements hold for a device. processors: its multiprocessors. memory_mhz: the clock of its memory,
+    0 where torch does not know it."""
+
+    capability: tuple[int, int]
+    processors: int
+    memory_mhz: float
+
+    def distance(self, other: Properties) -> float:
+        """How far two devices are apart, by ratios of processors and memory clocks; infinite if measurements do not hold."""
+        ratios = self.processors / other.processors, (self.memory_mhz or other.memory_mhz) / other.memory_mhz
+        if self.capability != other.capability or not all(1 / _ALIKE <= ratio <= _ALIKE for ratio in ratios):
+            return math.inf
+        return sum(abs(math.log(ratio)) for ratio in ratios)
+
+
+#: Devices with files in `SHIPPED`, by name.
+MEASURED = {"NVIDIA H200": Properties((9, 0), 132, 3201.0)}
+#: Up to this ratio of processors, and of memory clocks, devices of one compute capability take the same choices.
+_ALIKE = 1.34
+_families: dict[str, str] = {}
+
+
+def name_of(properties: Any) -> str:
+    """The name of a CUDA device, by torch's properties, after which `measured_as` knows its family."""
+    name = str(properties.name)
+    if name not in _families:
+        clock = getattr(properties, "memory_clock_rate", 0) / 1e3  # torch says kHz
+        own = Properties((properties.major, properties.minor), properties.multi_processor_count, clock)
+        distances = {known: own.distance(of) for known, of in MEASURED.items()}
+        nearest_name = min(distances, key=distances.__getitem__)
+        _families[name] = name if name in MEASURED or math.isinf(distances[nearest_name]) else nearest_name
+    return name
+
+
+def measured_as(device: str) -> str:
+    """The device whose shipped measurements hold for a device, by their names: itself, or the nearest one of its family."""
+    return _families.get(device, device)
+
+
 T = TypeVar("T")
 
 
@@ -187,6 +229,7 @@ def measured(kind: str, device: str, under: str, parse: Callable[[Any], T]) -> M
     Empty where there is no file, or, with one warning that names the file, where it cannot be used. parse: raises ValueError or
     TypeError for a wrong entry.
     """
+    device = measured_as(device)
     path = SHIPPED / f"{kind}_{file_name(device)}"
     if not device or not path.is_file():
         return {}

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from copy import copy
 from functools import lru_cache, partial
 from itertools import accumulate
 from operator import mul
@@ -54,8 +55,14 @@ class Launcher:
             divisible = {
                 (i,): [["tt.divisibility", 16]] for i, n in enumerate(self.names) if n in arguments and arguments[n].aligned
             }
-            source = ASTSource(launch.function, signature, values, divisible)
-            self.compiled = triton.compile(source, target=target, options=launch.options)
+            self.key: Any = (
+                launch.function, tuple(launch.arguments.items()), tuple(launch.constants.items()), launch.warps, launch.stages,
+                launch.together, target,
+            )  # fmt: skip
+            self.compiled = _compiled.get(self.key)
+            if self.compiled is None:
+                source = ASTSource(launch.function, signature, values, divisible)
+                self.compiled = _compiled.keep(self.key, triton.compile(source, target=target, options=launch.options))
 
     def __call__(self, stream: int, values: Iterable[Any]) -> None:
         """Launch on the current device. values: tensors' addresses and integers, in the order of `arguments`, but those of
@@ -73,7 +80,10 @@ class Launcher:
         self.run(stream, *values)
 
     def _loaded(self) -> Callable[..., None]:
-        compiled = self.compiled
+        place = self.key, torch.cuda.current_device()
+        compiled = _modules.get(place)
+        if compiled is None:
+            compiled = _modules.keep(place, copy(self.compiled))  # loaded on one device
         launcher = compiled.run  # loads the module
         handle, metadata = compiled.function, compiled.packed_metadata
         hooks = (metadata, None, None, None)
@@ -96,7 +106,7 @@ class Launcher:
 
 
 class Remembered(dict[Any, Any]):
-    """What has been prepared, by the facts of calls; it starts anew when it is full."""
+    """What has been prepared, by the facts of calls. Where it is full, the oldest entry makes room."""
 
     _all: ClassVar[list[Remembered]] = []
 
@@ -112,12 +122,16 @@ class Remembered(dict[Any, Any]):
 
     def keep(self, key: Any, value: Any) -> Any:
         if len(self) >= _REMEMBERED:
-            self.clear()
+            with suppress(StopIteration, KeyError, RuntimeError):  # another thread may have changed it meanwhile
+                del self[next(iter(self))]
         self[key] = value
         return value
 
 
 _REMEMBERED = 4096
+#: Compiled kernels, by all that they are compiled for, and those that are loaded, by that and the device. A call with other
+#: lengths alone takes the same one: Triton would look for it on disk, which takes milliseconds.
+_compiled, _modules = Remembered(), Remembered()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:

@@ -16,6 +16,7 @@ from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import PLAIN, dtype_name
 from breccia_torch.ops import TORCH
 
+from .choices import name_of
 from .facts import INTERPRETED, LARGE, Array, Codes, Hardware, Numbers, Operand, Written
 from .launch import allocator
 from .specs import Spec, Unsupported
@@ -32,7 +33,9 @@ def hardware(device: torch.device) -> Hardware:
         return Hardware(resident=1)  # the interpreter runs one program after the other
     nvidia, facts = torch.version.cuda is not None, torch.cuda.get_device_properties(device)
     fp8 = nvidia and (facts.major, facts.minor) >= (8, 9)
-    return Hardware(nvidia, fp8, facts.name, _RESIDENT * facts.multi_processor_count if nvidia else 0)
+    return Hardware(
+        nvidia, fp8, name_of(facts) if nvidia else facts.name, _RESIDENT * facts.multi_processor_count if nvidia else 0
+    )
 
 
 def need_one_device(here: torch.device, named: Iterable[tuple[str, Any]]) -> None:

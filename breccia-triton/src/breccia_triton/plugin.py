@@ -108,7 +108,31 @@ def breccia_kernels() -> Iterable[Kernel]:
         available="breccia_triton.bf16_plans:available",
         accepts="breccia_triton.bf16_plans:accepts",
         score="breccia_triton.bf16_plans:score",
+        reads=(*STORAGES, "mma_16x128"),
+        knows=READ,
+    )
+    yield Kernel(
+        "grouped_matmul",
+        "torch",
+        "breccia_triton.grouped_bf16:grouped_matmul_bf16",
+        "triton.grouped_matmul_bf16",
+        device="cuda",
+        available="breccia_triton.bf16_plans:available",
+        accepts="breccia_triton.bf16_plans:accepts_grouped",
         reads=STORAGES,
+        knows=READ,
+    )
+    yield Kernel(
+        "matmul",
+        "torch",
+        "breccia_triton.bf16_matmul:matmul_rounded",
+        "triton.matmul_bf16_rounded",
+        device="cuda",
+        available="breccia_triton.bf16_plans:available",
+        accepts="breccia_triton.bf16_plans:accepts_rounded",
+        reads=(*STORAGES, "mma_16x128"),
+        opt_in=True,
+        knows=READ,
     )
     for framework, target, name, accepts, knows in _FUSED:
         yield Kernel(

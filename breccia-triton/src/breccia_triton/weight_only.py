@@ -18,7 +18,7 @@ from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name
 from breccia.internal import storages
 
 from . import weight_plans as plans
-from .choices import codecs_of
+from .choices import codecs_of, name_of
 from .cuda import compiler, program
 from .decoded_matmul import DecodedCall, DecodedCodesCall
 from .launch import Remembered, elsewhere, on, stream_of
@@ -79,7 +79,7 @@ def prepared(a: Any, b: ScaledTensor, bias: Any, out_dtype: str) -> Call | Decod
     """The call that measured configurations or the rule choose."""
     operand, (k, n), m, act = operand_in(b), b.shape, a.shape[:-1].numel(), dtype_name(a)
     direct = bias is None and act == out_dtype == "bfloat16"
-    name = torch.cuda.get_device_name(b.data.device)
+    name = name_of(torch.cuda.get_device_properties(b.data.device))
     config = plans.config_of(operand, codecs_of(b.recipe.format), m, n, k, name, act, direct)
     if isinstance(config, plans.Decoded):
         return DecodedCall(a, b, out_dtype)

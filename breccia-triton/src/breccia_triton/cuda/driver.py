@@ -7,7 +7,8 @@ the thread, which is the one that torch made.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from breccia import BrecciaError
@@ -23,6 +24,7 @@ _PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 _CLUSTER, _DEPENDENT = 4, 6  # CUlaunchAttributeID
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_ALIGNMENT = 64
+_ALIGNED = 16  # of addresses that a tensor map takes
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
@@ -49,6 +51,30 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
+class MovableMap:
+    """A tensor map whose address changes from call to call. map: what kernels are passed. Other arguments: of `tensor_map`.
+
+    The map is opaque. Where `Driver.address_word` has found how it holds the address, that word is changed.
+    """
+
+    def __init__(self, driver: Driver, *facts: Any) -> None:
+        self.driver, self.encoded, self.map = driver, driver.encoder(*facts), TensorMap()
+        self._words = self.map.words
+        #: (Index of the word, shift, address, word) of a map that was made.
+        self._made: tuple[int, int, int, int] | None = None
+
+    def move(self, address: int) -> None:
+        """Describe the tensor at an address. Raises DriverError where the driver refuses it."""
+        if self._made is not None and not address % _ALIGNED:
+            index, shift, base, word = self._made
+            self._words[index] = word + ((address - base) >> shift)
+            return
+        made = self.encoded(address)
+        ctypes.memmove(self._words, made.words, ctypes.sizeof(TensorMap))
+        if (place := self.driver.address_word) is not None:
+            self._made = *place, address, self._words[place[0]]
+
+
 class Driver:
     """The driver. library: the loaded shared library, whose functions return 0 or the number of an error."""
 
@@ -71,6 +97,29 @@ class Driver:
         self.check(self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"using device {index}")
         self.check(self.library.cuCtxSetCurrent(context), f"using device {index}")
         return context
+
+    @cached_property
+    def address_word(self) -> tuple[int, int] | None:
+        """(The index of the word of a tensor map that holds the address, by how many bits it is shifted right there).
+
+        None unless maps of one tensor at several addresses differ in one word alone, and there as the addresses do.
+        """
+        first = 0x7F40_0000_0000
+        addresses = first, first + 16, first + 0x3E9_0020, first + (1 << 36), first - (1 << 34)
+        facts = "uint8", (2, 64, 256), (16384, 256), (1, 64, 128), 128
+        try:
+            maps = [list(self.tensor_map(at, *facts).words) for at in addresses]
+        except DriverError:
+            return None
+        changing = [index for index in range(16) if len({words[index] for words in maps}) > 1]
+        if len(changing) != 1:
+            return None
+        (index,) = changing
+        for shift in (0, 4):
+            steps = ((at - first) >> shift for at in addresses)
+            if all(words[index] - maps[0][index] == step for words, step in zip(maps, steps, strict=True)):
+                return index, shift
+        return None
 
     def load(self, cubin: bytes, entry: str, shared: int) -> Function:
         """A kernel of a cubin, loaded on the current device. shared: bytes of dynamic shared memory that it uses."""
@@ -99,18 +148,35 @@ class Driver:
         axes but the last. swizzle: 0, 32, 64 or 128, bytes of a row of the box. promotion: bytes that a fetch brings to L2.
         The address and all strides in bytes are multiples of 16. Elements of a box beyond the tensor read as 0.
         """
+        return self.encoder(dtype, shape, strides, box, swizzle, promotion)(address)
+
+    def encoder(
+        self,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int = 0,
+        promotion: int = 128,
+    ) -> Callable[[int], TensorMap]:
+        """`tensor_map` as a function of the address: its other arguments are made once."""
         rank, item = len(shape), _ITEMSIZE[dtype]
         dims = (ctypes.c_uint64 * rank)(*reversed(shape))
         pitches = (ctypes.c_uint64 * max(1, rank - 1))(*[stride * item for stride in reversed(strides)])
         boxes, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank)
         room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + _MAP_ALIGNMENT)
         place = (ctypes.addressof(room) + _MAP_ALIGNMENT - 1) & -_MAP_ALIGNMENT
-        status = self.library.cuTensorMapEncodeTiled(
-            ctypes.c_void_p(place), DTYPES[dtype], rank, ctypes.c_void_p(address), dims, pitches, boxes, ones, 0,
-            _SWIZZLES[swizzle], _PROMOTIONS[promotion], 0,
-        )  # fmt: skip
-        self.check(status, f"describing a {dtype} tensor of shape {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)}")
-        return TensorMap.from_buffer_copy(ctypes.string_at(place, ctypes.sizeof(TensorMap)))
+        made, start = TensorMap.from_buffer(room, place - ctypes.addressof(room)), ctypes.c_void_p(place)
+        rest = dims, pitches, boxes, ones, 0, _SWIZZLES[swizzle], _PROMOTIONS[promotion], 0
+
+        def encoded(address: int) -> TensorMap:
+            status = self.library.cuTensorMapEncodeTiled(start, DTYPES[dtype], rank, ctypes.c_void_p(address), *rest)
+            if status:
+                what = f"a {dtype} tensor of shape {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)}"
+                self.check(status, f"describing {what}")
+            return TensorMap.from_buffer_copy(made)
+
+        return encoded
 
 
 class Function:

@@ -1,7 +1,7 @@
 """`matmul` and `grouped_matmul` of two FP8 tensors on Hopper: the kernel of `fp8_matmul.cu`, prepared and launched.
 
-A call that repeats an earlier one, addresses included, looks its launch up. Otherwise tensor maps and arguments are made
-anew, and for new facts (shapes are facts too) a kernel is chosen and loaded.
+A call is prepared by its facts: shapes, strides, recipes, dtypes, and whether addresses are aligned. Later calls with the same
+facts put their addresses into the arguments and tensor maps. For new facts a kernel is chosen, and compiled if it is new.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -17,22 +17,21 @@ from typing import Any
 
 import torch
 
-from breccia import ScaledTensor, ShapeError
+from breccia import KernelError, ScaledTensor, ShapeError
 from breccia.backend import FLOAT32, PLAIN, ProductOptions, checks, dtype_name
+from breccia.internal import reentrant
 from breccia_torch.ops import need_dense
 
-from ..launch import Remembered, allocator, current_stream, elsewhere, index_of, on, stream_of
+from ..launch import Remembered, allocator, elsewhere, index_of, on, stream_of
 from ..operands import leading, need_one_device, parts_of, writable
 from . import fp8_plans, program, wgmma
-from .driver import Launch, TensorMap, driver
+from .driver import MovableMap, TensorMap, driver
 from .fp8_plans import ALIGNED, BLOCKS, OUTER, SCALES, STEP, Tile, Variant, grouped_tile_of, kind_of, tile_of
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ENTRY = "fp8_matmul"
 _calls, _plans = Remembered(), Remembered()
-#: Outputs of a call whose launches are kept.
-_OUTPUTS = 64
 
 
 def forget() -> None:
@@ -60,29 +59,27 @@ def _multiply(a: Any, b: Any, options: ProductOptions, offsets: Any, promote: bo
     out_dtype, bias, out = options
     x, y, scale_x, scale_y = a.data, b.data, a.scale, b.scale
     device = x.device
+    aligned = (x.data_ptr() | y.data_ptr()) % ALIGNED, scale_x.data_ptr() % ALIGNED, scale_y.data_ptr() % ALIGNED
     key = (
-        x.data_ptr(), y.data_ptr(), scale_x.data_ptr(), scale_y.data_ptr(), x.shape, y.shape, x.stride(), y.stride(),
-        scale_x.shape, scale_y.shape, scale_x.stride(), scale_y.stride(), a.axis, b.axis, a.recipe.interned_key,
-        b.recipe.interned_key, a.layout.interned_key, b.layout.interned_key, device, y.device, stream_of(device.index),
-        out_dtype, promote,
-        None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.stride(), bias.device),
-        None if offsets is None else (offsets.data_ptr(), offsets.dtype, offsets.stride(), offsets.device),
+        aligned, x.shape, y.shape, x.stride(), y.stride(), scale_x.shape, scale_y.shape, scale_x.stride(), scale_y.stride(),
+        scale_x.dtype, scale_y.dtype, a.axis, b.axis, a.recipe.interned_key, b.recipe.interned_key, a.layout.interned_key,
+        b.layout.interned_key, device, y.device, scale_x.device, scale_y.device, out_dtype, promote,
+        None if bias is None else (bias.dtype, bias.shape, bias.device),
+        None if offsets is None else (offsets.shape, offsets.device),
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
-        call = _Call(a, b, bias, out_dtype, offsets, promote)
-        if not call.copies:  # else addresses are those of this call alone
-            _calls.keep(key, call)
+        call = _calls.keep(key, _Call(a, b, bias, out_dtype, offsets, promote))
     if elsewhere(call.index):
         with torch.cuda.device(call.index):
-            return call(out)
-    return call(out)
+            return call(a, b, bias, offsets, out)
+    return call(a, b, bias, offsets, out)
 
 
 class _Call:
-    """A product of operands at known addresses. It holds no operand, only copies that were made of them.
+    """A product of operands with these facts: its kernel, with arguments that each call completes.
 
-    launches: by the address of the output.
+    moves: the address of a tensor map can be replaced; otherwise maps are made anew.
     """
 
     def __init__(self, a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any, promote: bool) -> None:
@@ -90,73 +87,102 @@ class _Call:
             checks.check_matmul(a, b, bias)
         else:
             checks.check_grouped(a, b, offsets)
-        self.device, self.dtype, self.promote = a.data.device, _DTYPES[out_dtype], promote
+        self.device, self.dtype = a.data.device, _DTYPES[out_dtype]
         need_one_device(self.device, [*parts_of("a", a), *parts_of("b", b), ("bias", bias), ("offsets", offsets)])
-        lead = () if offsets is not None else leading(a.shape, b.shape)
+        grouped = offsets is not None
+        lead = () if grouped else leading(a.shape, b.shape)
         self.shape = (*lead, a.shape[-2], b.shape[-1])
         self.index, self.allocated = index_of(self.device), allocator(self.shape, self.dtype, self.device)
-        self.copies: list[Any] = []
-        self.launches: dict[int, Launch] = {}
+        self.grouped = grouped
         with on(self.device):
-            self.bias = self.offsets = self.bias_dtype = None
-            if bias is not None:
-                self.bias, self.bias_dtype = self._address(bias.contiguous(), bias), bias.dtype
-            if offsets is not None:
-                self.offsets = self._address(offsets.to(torch.int32).contiguous(), offsets)
-            self.copiers = _copiers(a, b, self.device, offsets is not None)
-            self.a = _Side(a, False, self.copies, self.copiers, groups=offsets is not None)
-            self.w = _Side(b, True, self.copies, self.copiers)
-        if offsets is None and self.w.matrices == 1 and self.a.matrices > 1 and self.a.merged():
-            self.a.merge()
+            self.copiers = _copiers(a, b, self.device, grouped)
+            copies: tuple[list[Any], list[Any]] = [], []
+            x = _Side(a, False, copies[0], self.copiers, groups=grouped)
+            w = _Side(b, True, copies[1], self.copiers)
+            self.copied = bool(copies[0]), bool(copies[1])
+            if not grouped and w.matrices == 1 and x.matrices > 1 and x.merged():
+                x.merge()
+            self._prepare(x, w, None if bias is None else bias.dtype, promote)
+        # The arguments of a launch are set in place: one thread at a time, and no call in the middle of another one.
+        self.turn, self.busy = reentrant(), False
 
-    def _address(self, x: Any, original: Any) -> int:
-        if x is not original:
-            self.copies.append(x)
-        return x.data_ptr()
+    def _prepare(self, a: _Side, w: _Side, bias: Any, promote: bool) -> None:
+        """The kernel and its arguments."""
+        grouped = self.grouped
+        matrices = w.matrices if grouped else max(a.matrices, w.matrices)
+        m, n, k = a.rows, w.rows, a.k
+        facts = (
+            fp8_plans.rounded_rows(m), n, k, matrices, (a.kind, w.kind), (a.codec, w.codec), not a.pitch, not w.pitch,
+            self.dtype, bias, promote, grouped, self.device, self.copiers,
+        )  # fmt: skip
+        plan = _plans.get(facts)
+        if plan is None:
+            plan = _plans.keep(facts, _Plan.of(*facts))
+        variant = plan.variant
+        tile = variant.tile
+        self.args = args = Args(
+            None, None, None, None, None, a.scale_matrix, w.scale_matrix, n, m * n, m, n, k, matrices, a.scale_row,
+            w.scale_row, int(a.matrices > 1), int(w.matrices > 1),
+        )  # fmt: skip
+        maps = self.maps = [
+            a.data_map(tile.rows // tile.share[1]),
+            w.data_map(tile.columns // tile.share[0]),
+            a.scale_map(tile.rows) if variant.scales != OUTER and (a.pitch or not variant.copiers) else None,
+            w.scale_map(tile.columns) if variant.scales == BLOCKS and (w.pitch or not variant.copiers) else None,
+            _output_map(self.dtype, 1 if grouped else matrices, m, n, tile) if variant.staged else None,
+        ]
+        none = TensorMap()
+        values = (*(none if each is None else each.map for each in maps), args)
+        self.launch = plan.function.prepare((plan.grid, 1, 1), tile.threads, values, 0, tile.cluster, tile.dependent)
 
-    def __call__(self, out: Any) -> Any:
+    def __call__(self, a: Any, b: Any, bias: Any, offsets: Any, out: Any) -> Any:
         """The product, in `out` if given, on the current device."""
         if out is None:
             to = self.allocated()
         else:
             check_out(out, self.shape, self.dtype)
             to = out if writable(out, self.shape, self.dtype, self.device) else self.allocated()
+        copies: list[Any] = []  # until the kernel has been enqueued: memory is reused in the order of the stream
+        left, right = self.copied
+        if left:
+            x = _Side(a, False, copies, self.copiers, groups=self.grouped)
+            codes_a, scale_a = x.data, x.scale
+        else:
+            codes_a, scale_a = a.data.data_ptr(), a.scale.data_ptr()
+        if right:
+            w = _Side(b, True, copies, self.copiers)
+            codes_b, scale_b = w.data, w.scale
+        else:
+            codes_b, scale_b = b.data.data_ptr(), b.scale.data_ptr()
         address = to.data_ptr()
-        launch = self.launches.get(address)
-        if launch is None:
-            if len(self.launches) >= _OUTPUTS:
-                self.launches.clear()
-            launch = self.launches[address] = self._prepared(address)
-        launch()
+        with self.turn:
+            if self.busy:
+                raise KernelError(BUSY)
+            self.busy = True
+            try:
+                args, launch = self.args, self.launch
+                args.sa, args.sw, args.out = scale_a, scale_b, address
+                if bias is not None:
+                    bias = bias.contiguous()
+                    args.bias = bias.data_ptr()
+                if offsets is not None:
+                    offsets = offsets.to(torch.int32).contiguous()
+                    args.offsets = offsets.data_ptr()
+                for each, place in zip(self.maps, (codes_a, codes_b, scale_a, scale_b, address), strict=True):
+                    if each is not None:
+                        each.move(place)
+                launch.config.stream = stream_of(self.index) or None
+                launch()
+            finally:
+                self.busy = False
         return to if out is None or to is out else out.copy_(to)
 
-    def _prepared(self, out: int) -> Launch:
-        """The launch for an output at this address."""
-        a, w, grouped = self.a, self.w, self.offsets is not None
-        matrices = w.matrices if grouped else max(a.matrices, w.matrices)
-        m, n, k = a.rows, w.rows, a.k
-        facts = (
-            m, n, k, matrices, (a.kind, w.kind), (a.codec, w.codec), not a.pitch, not w.pitch, self.dtype, self.bias_dtype,
-            self.promote, grouped, self.device, self.copiers,
-        )  # fmt: skip
-        plan = _plans.get(facts)
-        if plan is None:
-            plan = _plans.keep(facts, _Plan.of(*facts))
-        variant = plan.variant
-        tile, none = variant.tile, TensorMap()
-        args = Args(
-            a.scale, w.scale, self.bias, out, self.offsets, a.scale_matrix, w.scale_matrix, n, m * n, m, n, k, matrices,
-            a.scale_row, w.scale_row, int(a.matrices > 1), int(w.matrices > 1),
-        )  # fmt: skip
-        maps = (
-            a.data_map(tile.rows // tile.share[1]),
-            w.data_map(tile.columns // tile.share[0]),
-            a.scale_map(tile.rows) if variant.scales != OUTER and (a.pitch or not variant.copiers) else none,
-            w.scale_map(tile.columns) if variant.scales == BLOCKS and (w.pitch or not variant.copiers) else none,
-            _output_map(out, self.dtype, 1 if grouped else matrices, m, n, tile) if variant.staged else none,
-        )
-        stream = current_stream(self.device)
-        return plan.function.prepare((plan.grid, 1, 1), tile.threads, (*maps, args), stream, tile.cluster, tile.dependent)
+
+#: What is raised where the arguments of a launch are in use by the same thread.
+BUSY = (
+    "a signal handler or a finalizer called for a product while the same one was being launched in this thread; "
+    "call it after the handler has returned."
+)
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -263,19 +289,19 @@ class _Side:
         """All matrices as one."""
         self.rows, self.matrices, self.scale_matrix = self.rows * self.matrices, 1, 0
 
-    def data_map(self, box: int) -> TensorMap:
+    def data_map(self, box: int) -> MovableMap:
         """The codes, in boxes of so many rows."""
         shape, strides = (self.matrices, self.rows, self.k), (self.rows * self.k, self.k)
-        return driver().tensor_map(self.data, "uint8", shape, strides, (1, box, STEP), STEP)
+        return MovableMap(driver(), "uint8", shape, strides, (1, box, STEP), STEP)
 
-    def scale_map(self, box: int) -> TensorMap:
+    def scale_map(self, box: int) -> MovableMap:
         """The scales of blocks, for so many rows."""
         steps = self.scales
         if self.pitch:
             shape, strides, part = (self.matrices, steps, self.rows), (steps * self.pitch, self.pitch), (1, 1, box)
         else:
             shape, strides, part = (self.matrices, self.rows, steps), (self.rows * steps, steps), (1, box, 4)
-        return driver().tensor_map(self.scale, "float32", shape, strides, part)
+        return MovableMap(driver(), "float32", shape, strides, part)
 
 
 def _aligned(x: Any) -> Any:
@@ -307,9 +333,9 @@ class Args(ctypes.Structure):
     )
 
 
-def _output_map(out: int, dtype: torch.dtype, matrices: int, m: int, n: int, tile: Tile) -> TensorMap:
+def _output_map(dtype: torch.dtype, matrices: int, m: int, n: int, tile: Tile) -> MovableMap:
     box = next(width for width in (64, 32, 16) if tile.columns % width == 0)
-    return driver().tensor_map(out, _NAMES[dtype], (matrices, m, n), (m * n, n), (1, 64, box), 2 * box)
+    return MovableMap(driver(), _NAMES[dtype], (matrices, m, n), (m * n, n), (1, 64, box), 2 * box)
 
 
 @dataclass(frozen=True)
@@ -325,7 +351,7 @@ class _Plan:
         m: int, n: int, k: int, matrices: int, kinds: tuple[str, str], codecs: tuple[str, str], a_plain: bool, w_plain: bool,
         dtype: torch.dtype, bias: Any, promote: bool, grouped: bool, device: torch.device, copiers: bool,
     ) -> _Plan:  # fmt: skip
-        """The kernel for a product of these lengths. The output is contiguous, and 16 divides its address."""
+        """The kernel for a product of these lengths, M as of `rounded_rows`. The output is contiguous, aligned to 16 bytes."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         tile = grouped_tile_of(m, matrices, k) if grouped else tile_of(m, n, k, matrices, processors)
         staged = dtype.itemsize == 2 and n % 8 == 0

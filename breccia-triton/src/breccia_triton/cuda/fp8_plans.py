@@ -9,13 +9,14 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
 from breccia import Codec, Device, Layout, ScalingRecipe
 from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Operand, Shape
 
-from ..choices import measured, nearest, times_over_bound
+from ..choices import measured, name_of, nearest, times_over_bound
 from . import compiler
 
 #: Compute capability of the instructions: warpgroup products are Hopper's alone.
@@ -226,12 +227,24 @@ GROUPED = (TABLE[0], Tile("128x128 shared", 128, share=(1, 2), stages=4, turns=T
 _FIXED, _REDUCTION = 1500.0, 3500.0
 #: FP8 multiply-adds of an SM in a cycle.
 _RATE = 4096
+#: The least rows of a tile.
+_ROWS = 64
 #: Up to this many steps three stages and two output buffers are faster: the epilogue is what is left to hide.
 _SHORT = 16
 
 
 def tile_of(m: int, n: int, k: int, matrices: int, processors: int) -> Tile:
     """The tile for a product: fewest cycles in whole waves of clusters."""
+    return _tile_of(rounded_rows(m), n, k, matrices, processors)
+
+
+def rounded_rows(m: int) -> int:
+    """Rows up to which a product has the same tile and grid: all tiles have a multiple of so many."""
+    return -(-m // _ROWS) * _ROWS
+
+
+@lru_cache(maxsize=4096)
+def _tile_of(m: int, n: int, k: int, matrices: int, processors: int) -> Tile:
     steps = -(-k // STEP)
     best = min((tile for tile in TABLE if tile.split <= steps), key=lambda t: cycles(t, m, n, steps, matrices, processors))
     return short(best, steps)
@@ -385,7 +398,7 @@ def device_name(device: Device) -> str:
     torch = sys.modules.get("torch")
     if torch is None or device.kind != "cuda" or not torch.cuda.is_available():
         return ""
-    return torch.cuda.get_device_name(device.index or 0)
+    return name_of(torch.cuda.get_device_properties(device.index or 0))
 
 
 def score(call: Call) -> float:
