@@ -13,7 +13,7 @@ import numpy as np
 
 from breccia import OptionError, ScaledTensor, ShapeError, UnknownNameError, UnsupportedError
 from breccia.backend import NUMPY
-from breccia.internal import abbreviated, printable, suggestion
+from breccia.internal import abbreviated, did_you_mean, printable
 
 from .adapters import Adapter, LowRank
 from .announcements import QUANTIZATION_FILES
@@ -170,7 +170,7 @@ def _changes(adapter: Adapter, values: Mapping[str, Value], src: Path) -> dict[s
         first = next(iter(missing.values()))
         raise UnknownNameError(
             f"{adapter.path} changes {abbreviated(missing.values())}, which {src} does not have"
-            f"{suggestion(first, list(values))} It is the adapter of another model, or of one with other names of layers.",
+            f"{did_you_mean(first, values) or '.'} It is the adapter of another model, or of one with other names of layers.",
             missing=list(missing.values()),
         )
     for layer, change in adapter.layers.items():
