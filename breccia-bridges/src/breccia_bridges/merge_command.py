@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from time import perf_counter
 from typing import Annotated
 
@@ -26,7 +25,9 @@ def merge(
     source: Annotated[
         PathOrURL, typer.Argument(metavar="MODEL", help="A quantized checkpoint: a file or folder.", parser=path_of)
     ],
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="The folder of a LoRA adapter of PEFT.", parser=path_of)],
+    adapter: Annotated[
+        PathOrURL, typer.Argument(metavar="ADAPTER", help="The folder of a LoRA adapter of PEFT.", parser=path_of)
+    ],
     destination: Annotated[PathOrURL, typer.Argument(metavar="OUT", help="Where to write, like MODEL.", parser=path_of)],
     min_share: Annotated[
         float, typer.Option(metavar="SHARE", help="Write nothing if less of the change survives; 0 allows any loss.")
