@@ -397,7 +397,7 @@ def test_a_merge_that_is_interrupted_goes_on_with_the_same_bytes(
         with pytest.raises(KeyboardInterrupt):
             merge(tmp_path / "before", adapter, tmp_path / "after")
     monkeypatch.setattr(merge_plan, "merged", lambda st, change: made.append(tuple(st.shape)) or merged(st, change))
-    with pytest.warns(UserWarning, match="1 blocks are calibrated"):
+    with pytest.warns(UserWarning, match="1 parts are chosen"):
         report = merge(tmp_path / "before", adapter, tmp_path / "after")
     assert sorted(made) == [(128, 128), (128, 256)] and len(report.tensors) == 2
     for path in (tmp_path / "expected").iterdir():

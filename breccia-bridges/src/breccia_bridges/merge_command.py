@@ -26,7 +26,7 @@ def merge(
         PathOrURL, typer.Argument(metavar="MODEL", help="A quantized checkpoint: a file or folder.", parser=path_of)
     ],
     adapter: Annotated[
-        PathOrURL, typer.Argument(metavar="ADAPTER", help="The folder of a LoRA adapter of PEFT.", parser=path_of)
+        PathOrURL, typer.Argument(metavar="ADAPTER", help="The folder of PEFT's LoRA adapter.", parser=path_of)
     ],
     destination: Annotated[PathOrURL, typer.Argument(metavar="OUT", help="Where to write, like MODEL.", parser=path_of)],
     min_share: Annotated[
