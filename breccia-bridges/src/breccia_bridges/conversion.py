@@ -77,7 +77,9 @@ class Conversion:
         self.is_quantized = any(value.is_scaled for value in self.source.values.values())
         self.writer = writer and replace(writer, dtype=self.source.dtype)
         self.estimates = Estimates(self.writer)
+        #: What chooses values before files are written, and what reads the finished result before it is at its destination.
         self.calibration: Callable[[Advance], None] | None = None
+        self.before_commit: Callable[[Path], None] | None = None
 
     @property
     def default_recipe(self) -> ScalingRecipe | str:
@@ -218,11 +220,15 @@ class Conversion:
     def calibrate(self, calibration: Calibration, journal: Journal, limit: int, source_dialect: str | None) -> None:
         """Let calibration choose the codes of values that are cast, when the conversion runs. limit: bytes of memory."""
         results = Calibrated(self.staging.calibrated, journal)
-        for planned in self.written:
-            planned.jobs = {name: replace(job, calibrated=results) for name, job in planned.jobs.items()}
+        self.chosen_by(results)
         jobs = {name: job for planned in self.written for name, job in planned.jobs.items()}
         stages = calibration.plan(self.src, jobs.values(), limit, source_dialect, results)
         self.calibration = lambda advance: calibration.run(stages, results, jobs, advance)
+
+    def chosen_by(self, results: Calibrated) -> None:
+        """Take the values that `results` has in place of those of the source."""
+        for planned in self.written:
+            planned.jobs = {name: replace(job, calibrated=results) for name, job in planned.jobs.items()}
 
     def planned(self) -> Report:
         """The report of a conversion that is not made."""
@@ -252,6 +258,8 @@ class Conversion:
             self.source.check_unchanged()
             if self.companions:
                 self.companions.check_unchanged()
+            if self.before_commit is not None:
+                self.before_commit(staging.new)
             if not self.is_placing:
                 check_taken(self.dst, self.force, self.folder)
             if uploads is not None:
@@ -310,6 +318,11 @@ class Conversion:
             write_config(stage / CONFIG, config or {}, self.report, tuple(CASTABLE), self.source.dtype, self.dense, own)
         for file, listed in settings.items():
             write_json(stage / file, listed)
+        self._write_index(stage, uploads)
+
+    def _write_index(self, stage: Path, uploads: Uploads | None) -> None:
+        """Write the index of several files."""
+        first = self.source.files[0]
         is_cut = len(self.written) > 1 if self.max_shard_size else bool(self.index)
         # Without an index, a part of uploaded files would look like all of them.
         without = 1 if uploads is not None or isinstance(first, GGUFFile) else len(self.plans)

@@ -196,7 +196,7 @@ def convert_file(task: Task) -> Generator[Step]:
     written = None if task.verify is Verify.none else planned.reopened()
     configs = read_configs(written) if written and task.verify is Verify.full else {}
     for name, job in planned.jobs.items():
-        is_measured = task.verify is Verify.full and job.way != "copy" and not job.is_folded and name not in verified
+        is_measured = task.verify is Verify.full and job.way != "copy" and not job.is_changed and name not in verified
         if written and is_measured:
             with measuring.of_elements(task.slab):
                 read_back = planned.reader(job.placed, written).numbers() if planned.reader and job.placed else None

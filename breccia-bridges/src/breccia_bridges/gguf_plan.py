@@ -117,7 +117,7 @@ class GGUFPlan(FilePlan):
         return [part for part, slot in self.slots.items() if slot.change is not None]
 
     def copied(self, job: Job) -> Iterator[np.ndarray]:
-        if job.name not in self._originals or job.is_folded:
+        if job.name not in self._originals or job.is_changed:
             return super().copied(job)
         file, one = self._originals[job.name]
         return in_pieces(file.stored(one))

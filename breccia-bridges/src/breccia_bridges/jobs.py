@@ -59,7 +59,7 @@ class Job:
     reason: why it is not quantized; empty for one that is. described: its declaration in the new file.
     placed: how another library's dialect stores it. among: the values whose elements count for its scale of the whole tensor.
     exactness: what its own codes and scales let the recipe keep, where the formats leave a choice and it was asked.
-    calibrated: the values that calibration chooses, if it was asked.
+    calibrated: the values that calibration or a merge chooses, if it was asked.
     """
 
     value: Value
@@ -127,19 +127,29 @@ class Job:
 
     @property
     def chosen(self) -> ScaledTensor | np.ndarray | None:
-        """What calibration has made of it; None for nothing."""
+        """What calibration or a merge has made of it; None for nothing."""
         return self.calibrated.get(self.name) if self.calibrated else None
 
     @property
-    def is_folded(self) -> bool:
-        """Has calibration moved scales of its columns into the layer before, or such scales of another into its rows?"""
-        return self.calibrated is not None and "folded_into" in self.calibrated.records.get(self.name, {})
+    def is_changed(self) -> bool:
+        """Are its values meant to be others than those of the source?
+
+        A change is merged into it, or calibration has moved scales of its columns into the layer before, or such scales of
+        another into its rows.
+        """
+        if self.calibrated is None:
+            return False
+        return (self.calibrated.is_stored and self.chosen is not None) or "folded_into" in self.calibrated.records.get(
+            self.name, {}
+        )
 
     def plain(self) -> np.ndarray:
         """The stored array of a value that is copied: as it is in the source, or as calibration has changed it."""
         chosen = self.chosen
         if not isinstance(chosen, np.ndarray):
             return self.value.plain()
+        if self.calibrated is not None and self.calibrated.is_stored:
+            return chosen
         codec = CASTABLE[self.value.stored_as]
         return NUMPY.store(codec.encode(NUMPY, chosen), NUMPY.storage(codec))
 
@@ -166,7 +176,8 @@ class Job:
         recipe = self.recipe
         assert recipe is not None
         if self.way == "keep":
-            st = self.value.loaded()
+            chosen = self.chosen
+            st = chosen if isinstance(chosen, ScaledTensor) else self.value.loaded()
             return st if st.recipe == recipe else requantize(st, recipe, require_exact=True)
         return assembled(self.pieces(), recipe, self.value.shape)
 

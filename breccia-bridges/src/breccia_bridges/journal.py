@@ -78,7 +78,7 @@ class Journal:
         if not lines:
             self._add(self.key)
         else:
-            blocks = f"{len(self.calibrated)} blocks are calibrated, " if self.calibrated else ""
+            blocks = f"{len(self.calibrated)} parts are chosen, " if self.calibrated else ""
             warnings.warn(
                 f"goes on with what an interrupted run has left in {self.staging.folder}: {blocks}{len(self.written)} tensors "
                 f"are written, {len(self.verified)} of them verified.",

@@ -34,6 +34,7 @@ def breccia_bridges() -> Iterable[Bridge]:
         Bridge("safetensors_metadata", f"{safetensors}:safetensors_metadata"),
         Bridge("refuse_in_transformers", "breccia_bridges.huggingface:refuse_in_transformers"),
         Bridge("convert", "breccia_bridges.convert:convert"),
+        Bridge("merge", "breccia_bridges.merge:merge"),
         Bridge("compare", "breccia_bridges.compare:compare"),
         Bridge("diff", "breccia_bridges.diff:diff"),
         Bridge("from_deepseek_v3", f"{deepseek}:from_deepseek_v3"),
@@ -131,6 +132,7 @@ def breccia_dialects() -> Iterable[Dialect]:
 def breccia_cli() -> Iterable[Command]:
     return [
         Command("convert", "breccia_bridges.commands:convert", "Quantize a checkpoint: a .safetensors file or a folder."),
+        Command("merge", "breccia_bridges.merge_command:merge", "Add a LoRA adapter to a quantized checkpoint."),
         Command("compare", "breccia_bridges.commands:compare", "Compare checkpoints tensor by tensor."),
         Command("diff", "breccia_bridges.diff_command:diff", "Say which tensors of two checkpoints differ, and why."),
         Command("inspect", "breccia_bridges.inspect_command:inspect", "List a checkpoint's tensors, and suspicious scales."),

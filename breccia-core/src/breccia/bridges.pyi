@@ -80,6 +80,20 @@ def load_safetensors(
     device: Any = None,
     nested: bool = False,
 ) -> dict[str, Any]: ...
+def merge(
+    source: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    min_share: float = 0.9,
+    calibrate: Any = None,
+    force: bool = False,
+    advance: Any = None,
+    source_dialect: str | None = None,
+    restart: bool = False,
+    max_memory: int | str = "4GiB",
+    verify: str = "bytes",
+) -> Any: ...
 def refuse_in_transformers(folder: str | os.PathLike[str]) -> None: ...
 def safetensors_metadata(tensors: Mapping[str, ScaledTensor]) -> dict[str, str]: ...
 def save_safetensors(

@@ -37,7 +37,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(
         ("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"
     ),
-    **dict.fromkeys(("abbreviated", "check_names", "printable", "suggestion"), "errors"),
+    **dict.fromkeys(("abbreviated", "check_names", "did_you_mean", "printable", "suggestion"), "errors"),
     **dict.fromkeys(("parsed_json", "unique_keys"), "json_text"),
     **dict.fromkeys(("ML_DTYPES", "install"), "siblings"),
     "once": "targets",

@@ -14,6 +14,7 @@ from .dispatch.kernel import named as named
 from .dispatch.table import Table as Table
 from .errors import abbreviated as abbreviated
 from .errors import check_names as check_names
+from .errors import did_you_mean as did_you_mean
 from .errors import printable as printable
 from .errors import suggestion as suggestion
 from .formats import Record as Record

@@ -47,4 +47,7 @@ def breccia_kernels() -> Iterable[Kernel]:
 @hookimpl
 def breccia_bridges() -> Iterable[Bridge]:
     needs = ("torch", "transformers")
-    return [Bridge("calibrate", "breccia_torch.hf.calibrating:calibrate", needs, "'breccia-torch[hf]'")]
+    return [
+        Bridge(name, f"breccia_torch.hf.{target}", needs, "'breccia-torch[hf]'")
+        for name, target in (("calibrate", "calibrating:calibrate"), ("divergence", "divergence:divergence"))
+    ]

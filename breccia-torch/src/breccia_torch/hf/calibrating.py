@@ -24,9 +24,8 @@ from ..quantize import expert_parameters, experts_axis
 from .blocks import Arguments, Blocks
 from .experts import OBSERVER
 from .spots import Spot
+from .texts import check_ids, cut
 
-#: Tokens of the pieces that a text is cut into, at most.
-LENGTH = 512
 #: The name of the stage of what is outside the blocks.
 OUTSIDE = "outside the blocks"
 #: What torch and transformers take when they are imported, and copies of a weight in FP32 while it is quantized.
@@ -110,9 +109,9 @@ class _Run:
         self.checkpoint = checkpoint = bridges.load_checkpoint(source, framework="torch", source_dialect=source_dialect)
         self.blocks = Blocks(source, checkpoint, torch.device(device))
         self.model: Any = self.blocks.model
-        self.ids, self.targets, self.method, self.finished = torch.as_tensor(self._cut(ids)), targets, method, finished
+        self.ids, self.targets, self.method, self.finished = torch.as_tensor(cut(ids, self.model)), targets, method, finished
         self.shapes = {name: tuple(checkpoint.header(name).shape) for name in targets if name in checkpoint}
-        self._check_ids()
+        check_ids(self.ids, self.model)
         self.keys: dict[str, list[Key]] = {}
         self.reasons: dict[str, str] = {}
         for name in targets:
@@ -125,31 +124,6 @@ class _Run:
         self.room = self._room(limit)
         #: The values whose columns or rows are scaled, and the one that the scales are folded into.
         self.folded: dict[str, str] = {}
-
-    def _cut(self, ids: np.ndarray) -> np.ndarray:
-        """Token ids as texts. Raises OptionError for texts that are longer than the model takes."""
-        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or ids.shape[-1]
-        if ids.ndim == 1:
-            length = min(LENGTH, most, len(ids))
-            return ids[: len(ids) // length * length].reshape(-1, length)
-        if ids.shape[1] > most:
-            raise OptionError(
-                f"calibration: the texts have {ids.shape[1]} tokens, and {type(self.model).__name__} takes {most}. Cut them.",
-                length=ids.shape[1],
-                most=most,
-            )
-        return ids
-
-    def _check_ids(self) -> None:
-        count = self.model.get_input_embeddings().num_embeddings
-        low, high = int(self.ids.min()), int(self.ids.max())
-        if low < 0 or high >= count:
-            raise OptionError(
-                f"calibration: the token ids go from {low} to {high}, and {type(self.model).__name__} has {count}. They are of "
-                "another tokenizer.",
-                found=(low, high),
-                count=count,
-            )
 
     # -- what is observed ------------------------------------------------------------------------------------------
 

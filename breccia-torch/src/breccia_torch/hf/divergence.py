@@ -1,0 +1,95 @@
+"""How far a merged checkpoint is from the change that was wanted: KL divergence per token, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from breccia import UnsupportedError, bridges
+from breccia.internal import abbreviated
+
+from .blocks import Blocks
+from .texts import check_ids, cut
+
+
+@torch.no_grad()
+def divergence(
+    source: Path,
+    merged: Path,
+    ids: np.ndarray,
+    changes: Mapping[str, Callable[[], np.ndarray]],
+    *,
+    source_dialect: str | None = None,
+) -> tuple[float, float]:
+    """KL divergence per token, from a model with `changes`, of the source without them and of `merged`, in nats.
+
+    source, merged: the folders of a model of transformers, or GGUF files. ids: token ids, as `breccia.bridges.calibrate` takes
+    them. changes: by names of values, what is added to the decoded value of the source, FP32 of its shape.
+
+    Three models run in FP32, each with the weights of one block in memory. Raises what `calibrate` raises, and UnsupportedError
+    for a change outside the model's blocks.
+    """
+    before, after = _opened(source, source_dialect), _opened(merged, source_dialect)
+    outside = [name for name in changes if not any(_is_in(before, name, block) for block in before.names)]
+    if outside:
+        raise UnsupportedError(
+            f"divergence is measured of changes inside the blocks of a model; {abbreviated(outside)} lie outside of them. "
+            "Leave calibrate= (--calibrate) out.",
+            names=outside,
+        )
+    texts = torch.as_tensor(cut(ids, before.model))
+    check_ids(texts, before.model)
+    models: list[tuple[Blocks, Mapping[str, Any]]] = [(before, changes), (before, {}), (after, {})]
+    wanted, *others = (_log_probabilities(blocks, texts, _hidden(blocks, texts, of)) for blocks, of in models)
+    without, found = (sum(map(_divergence, wanted, other)) / texts.numel() for other in others)
+    return without, found
+
+
+def _divergence(p: Tensor, q: Tensor) -> float:
+    """The sum over tokens of the KL divergence of q from p, of log-probabilities (tokens, vocabulary)."""
+    return float((p.exp() * (p - q)).sum(dtype=torch.float64))
+
+
+def _opened(path: Path, dialect: str | None) -> Blocks:
+    return Blocks(path, bridges.load_checkpoint(path, framework="torch", source_dialect=dialect), torch.device("cpu"))
+
+
+def _is_in(blocks: Blocks, name: str, block: str) -> bool:
+    spot = blocks.spots.get(name)
+    return spot is not None and f"{spot.owner}.".startswith(f"{block}.")
+
+
+def _hidden(blocks: Blocks, texts: Tensor, changes: Mapping[str, Callable[[], np.ndarray]]) -> Tensor:
+    """The outputs of the last block, with changes added to its weights."""
+    with blocks.outside():
+        hidden, arguments = blocks.embed(texts)
+    for n, (name, block) in enumerate(zip(blocks.names, blocks.blocks, strict=True)):
+        blocks.fill(block, name)
+        for value, change in changes.items():
+            if _is_in(blocks, value, name):
+                matrix = torch.from_numpy(change())
+                blocks.spots[value].of(blocks.model, tuple(matrix.shape)).add_(matrix)
+        for row in range(len(hidden)):
+            hidden[row] = blocks.run(n, hidden[row], arguments[n])
+        blocks.empty(block)
+    return hidden
+
+
+def _log_probabilities(blocks: Blocks, texts: Tensor, hidden: Tensor) -> list[Tensor]:
+    """Of the tokens that follow each token of each text, (length, vocabulary)."""
+    head = blocks.model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        raise UnsupportedError(f"{type(blocks.model).__name__} has no output head, so no distribution of tokens.")
+    found: list[Tensor] = []
+    handle = head.register_forward_hook(lambda module, inputs, output: found.append(output[0].log_softmax(-1)))
+    try:
+        with blocks.outside():
+            blocks.finish(texts, hidden)
+    finally:
+        handle.remove()
+    return found
