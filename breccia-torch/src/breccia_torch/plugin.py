@@ -47,4 +47,7 @@ def breccia_kernels() -> Iterable[Kernel]:
 @hookimpl
 def breccia_bridges() -> Iterable[Bridge]:
     needs = ("torch", "transformers")
-    return [Bridge("calibrate", "breccia_torch.hf.calibrating:calibrate", needs, "'breccia-torch[hf]'")]
+    return [
+        Bridge("calibrate", "breccia_torch.hf.calibrating:calibrate", needs, "'breccia-torch[hf]'"),
+        Bridge("divergences", "breccia_torch.hf.divergences:divergences", needs, "'breccia-torch[hf]'"),
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,9 +25,8 @@ from ..quantize import expert_parameters, experts_axis
 from .blocks import Arguments, Blocks
 from .experts import OBSERVER
 from .spots import Spot
+from .texts import as_texts, check_device
 
-#: Tokens of the pieces that a text is cut into, at most.
-LENGTH = 512
 #: The name of the stage of what is outside the blocks.
 OUTSIDE = "outside the blocks"
 #: What torch and transformers take when they are imported, and copies of a weight in FP32 while it is quantized.
@@ -106,13 +106,12 @@ class _Run:
         self, source: Path, ids: np.ndarray, targets: Mapping[str, Target], method: Method, device: str, limit: int | None,
         source_dialect: str | None, finished: Callable[[str], Stage | None],
     ) -> None:  # fmt: skip
-        _check_device(device)
+        check_device(device)
         self.checkpoint = checkpoint = bridges.load_checkpoint(source, framework="torch", source_dialect=source_dialect)
         self.blocks = Blocks(source, checkpoint, torch.device(device))
         self.model: Any = self.blocks.model
-        self.ids, self.targets, self.method, self.finished = torch.as_tensor(self._cut(ids)), targets, method, finished
+        self.ids, self.targets, self.method, self.finished = as_texts(self.model, ids), targets, method, finished
         self.shapes = {name: tuple(checkpoint.header(name).shape) for name in targets if name in checkpoint}
-        self._check_ids()
         self.keys: dict[str, list[Key]] = {}
         self.reasons: dict[str, str] = {}
         for name in targets:
@@ -125,31 +124,6 @@ class _Run:
         self.room = self._room(limit)
         #: The values whose columns or rows are scaled, and the one that the scales are folded into.
         self.folded: dict[str, str] = {}
-
-    def _cut(self, ids: np.ndarray) -> np.ndarray:
-        """Token ids as texts. Raises OptionError for texts that are longer than the model takes."""
-        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or ids.shape[-1]
-        if ids.ndim == 1:
-            length = min(LENGTH, most, len(ids))
-            return ids[: len(ids) // length * length].reshape(-1, length)
-        if ids.shape[1] > most:
-            raise OptionError(
-                f"calibration: the texts have {ids.shape[1]} tokens, and {type(self.model).__name__} takes {most}. Cut them.",
-                length=ids.shape[1],
-                most=most,
-            )
-        return ids
-
-    def _check_ids(self) -> None:
-        count = self.model.get_input_embeddings().num_embeddings
-        low, high = int(self.ids.min()), int(self.ids.max())
-        if low < 0 or high >= count:
-            raise OptionError(
-                f"calibration: the token ids go from {low} to {high}, and {type(self.model).__name__} has {count}. They are of "
-                "another tokenizer.",
-                found=(low, high),
-                count=count,
-            )
 
     # -- what is observed ------------------------------------------------------------------------------------------
 
@@ -226,7 +200,9 @@ class _Run:
             if before is not None:
                 return
             with self.blocks.outside():
-                self._solve(observed, made, lambda keys: self._observed(keys, [lambda: self.blocks.finish(self.ids, hidden)]))
+                self._solve(
+                    observed, made, lambda keys: self._observed(keys, [lambda: _consumed(self.blocks.finish(self.ids, hidden))])
+                )
         yield made
 
     def _in_blocks(self, hidden: Tensor, arguments: list[Arguments]) -> Iterator[Stage]:
@@ -426,13 +402,9 @@ def _note(moments: list[Moments], damping: list[float | None]) -> str:
     return "; ".join(said)
 
 
-def _check_device(device: str) -> None:
-    """Raise OptionError for a device that torch does not have here."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
-        reason = str(e).partition("\n")[0]
-        raise OptionError(f"device={device!r} (--device): torch has none here ({reason}). Use 'cpu'.", device=device) from e
+def _consumed(outputs: Iterator[Any]) -> None:
+    """Make all outputs, and keep none."""
+    deque(outputs, maxlen=0)
 
 
 def _spelled(key: Key) -> str:
