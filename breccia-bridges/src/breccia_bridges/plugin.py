@@ -36,6 +36,7 @@ def breccia_bridges() -> Iterable[Bridge]:
         Bridge("convert", "breccia_bridges.convert:convert"),
         Bridge("compare", "breccia_bridges.compare:compare"),
         Bridge("diff", "breccia_bridges.diff:diff"),
+        Bridge("why", "breccia_bridges.why:why"),
         Bridge("from_deepseek_v3", f"{deepseek}:from_deepseek_v3"),
         Bridge("to_deepseek_v3", f"{deepseek}:to_deepseek_v3"),
         Bridge("from_dlpack", "breccia_bridges.dlpack:from_dlpack"),
@@ -132,6 +133,7 @@ def breccia_cli() -> Iterable[Command]:
     return [
         Command("convert", "breccia_bridges.commands:convert", "Quantize a checkpoint: a .safetensors file or a folder."),
         Command("compare", "breccia_bridges.commands:compare", "Compare checkpoints tensor by tensor."),
+        Command("why", "breccia_bridges.why_command:why", "Say which layers cost most when quantized, and what helps."),
         Command("diff", "breccia_bridges.diff_command:diff", "Say which tensors of two checkpoints differ, and why."),
         Command("inspect", "breccia_bridges.inspect_command:inspect", "List a checkpoint's tensors, and suspicious scales."),
     ]

@@ -25,12 +25,12 @@ from ..quantize import expert_parameters, experts_axis
 from .blocks import Arguments, Blocks
 from .experts import OBSERVER
 from .spots import Spot
-from .texts import as_texts, check_device
+from .texts import PROGRAM, as_texts, check_device
 
 #: The name of the stage of what is outside the blocks.
 OUTSIDE = "outside the blocks"
-#: What torch and transformers take when they are imported, and copies of a weight in FP32 while it is quantized.
-_PROGRAM, _OF_WEIGHT = 512 << 20, 12
+#: Copies of a weight in FP32 while it is quantized.
+_OF_WEIGHT = 12
 #: FP64 matrices of a layer's inputs while it is quantized: the second moment, damped, its inverse and the factors.
 _OF_MOMENT = 4
 #: The dtypes of torch, by the names of a file.
@@ -164,7 +164,7 @@ class _Run:
         inside = f"{self.blocks.path}."
         outer = max((4 * p.numel() for n, p in self.model.named_parameters() if not n.startswith(inside)), default=0)
         widths = max(sum(getattr(m, "out_features", 0) for m in block.modules()) for block in self.blocks.blocks)
-        fixed = _PROGRAM + hidden + max(outer, max(blocks)) + 8 * length * widths
+        fixed = PROGRAM + hidden + max(outer, max(blocks)) + 8 * length * widths
         solving = {
             name: _OF_WEIGHT * 4 * math.prod(self.shapes[name]) + (_OF_MOMENT + 1) * 8 * self._columns(keys[0]) ** 2
             for name, keys in self.keys.items()

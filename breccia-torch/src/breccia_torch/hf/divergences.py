@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,12 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from breccia import bridges
+from breccia import OptionError, bridges
+from breccia.internal import size
 
 from ..calibration.moments import watching
 from .blocks import Arguments, Blocks
-from .texts import as_texts, check_device
+from .texts import PROGRAM, as_texts, check_device
 
+#: Bytes for each logit of a text: those of the model, of a variant, and what they become.
+_OF_LOGIT = 16
 #: A value in place of the checkpoint's: makes its FP32 array. Variants that share the object share what it leads to.
 Version = Callable[[], np.ndarray]
 #: Some values in versions of their own.
@@ -54,35 +59,57 @@ def divergences(
     device: str = "cpu",
     source_dialect: str | None = None,
     most: int | None = None,
+    limit: int | None = None,
     observe: Callable[[str, Inputs], None] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Divergences:
     """Run a model with some of its weights replaced, in one pass over its blocks for all variants.
 
     source, ids, device: as in `calibrate`. variants: for each name, the versions of the values that differ from the checkpoint.
-    most: tokens that the costs are measured on; all by default. observe: called with the name of a value and the inputs of its
+    most: tokens that the costs are measured on; all by default. limit: bytes of memory, beside what the process holds already;
+    with less, costs are measured on fewer texts. observe: called with the name of a value and the inputs of its
     layer in the model itself, before a version of it is asked for; of linear layers.
     advance: called after each block.
 
     A block is in memory at a time, with the hidden states that differ: variants whose values are the same so far share one.
-    Values that the model has no place for change nothing. Raises what `calibrate` raises of the model and the ids.
+    Values that the model has no place for change nothing. Raises what `calibrate` raises of the model and the ids, and
+    OptionError for a limit that one text exceeds.
     """
-    return _Pass(source, ids, variants, device, source_dialect, most, observe).run(advance)
+    return _Pass(source, ids, variants, device, source_dialect, most, limit, observe).run(advance)
 
 
 class _Pass:
     def __init__(
         self, source: Path, ids: np.ndarray, variants: Mapping[str, Mapping[str, Version]], device: str,
-        source_dialect: str | None, most: int | None, observe: Callable[[str, Inputs], None] | None,
+        source_dialect: str | None, most: int | None, limit: int | None, observe: Callable[[str, Inputs], None] | None,
     ) -> None:  # fmt: skip
         check_device(device)
         checkpoint = bridges.load_checkpoint(source, framework="torch", source_dialect=source_dialect)
         self.blocks, self.checkpoint, self.observe = Blocks(source, checkpoint, torch.device(device)), checkpoint, observe
         texts = as_texts(self.blocks.model, ids)
         self.texts = texts
-        self.measured = texts if most is None else texts[: max(1, most // texts.shape[1])]
+        rows = len(texts) if most is None else max(1, most // texts.shape[1])
+        self.measured = texts[: rows if limit is None else min(rows, self._rows(limit, len(variants)))]
         self.variants: dict[str, Choice] = {name: frozenset(values.items()) for name, values in variants.items()}
         self.places = {name: self._block_of(name) for values in variants.values() for name in values}
+
+    def _rows(self, limit: int, variants: int) -> int:
+        """The texts whose hidden states fit, one for each variant. Raises OptionError where not one does."""
+        model, (count, length) = self.blocks.model, self.texts.shape
+        embedding = model.get_input_embeddings()
+        row = 4 * length * embedding.embedding_dim
+        blocks = [sum(4 * p.numel() for p in block.parameters()) for block in self.blocks.blocks]
+        inside = f"{self.blocks.path}."
+        outer = max((4 * p.numel() for n, p in model.named_parameters() if not n.startswith(inside)), default=0)
+        fixed = PROGRAM + (count + 1) * row + max(outer, max(blocks)) + _OF_LOGIT * length * embedding.num_embeddings
+        if fixed + (variants + 1) * row > limit:
+            give = f"{math.ceil((fixed + (variants + 1) * row) / (64 << 20)) * 64}MiB"
+            raise OptionError(
+                f"measuring what {variants} choices cost takes about {size(fixed + (variants + 1) * row)} of memory, and the limit "
+                f"is {size(limit)}. Give max_memory={give!r} (--max-memory {give}), or shorter texts.",
+                max_memory=limit,
+            )
+        return (limit - fixed) // ((variants + 1) * row)
 
     def _block_of(self, name: str) -> int | None:
         """The number of the block that has a value; -1 outside them, None for no place."""
@@ -123,10 +150,12 @@ class _Pass:
         for before, inner in wanted:
             if before or inner:
                 by_inner.setdefault(inner, []).append(before)
+        uses = Counter(before for before, _ in wanted)
         for inner, befores in by_inner.items():
             with self._replaced(inner):
                 for before in befores:
-                    hidden = states[before] if before else own[: len(self.measured)]
+                    uses[before] -= 1
+                    hidden = own[: len(self.measured)] if not before else states[before] if uses[before] else states.pop(before)
                     after[before | inner] = self._ran(n, hidden, given)
         self.blocks.empty(block)
         return after

@@ -12,6 +12,8 @@ from breccia import OptionError
 
 #: Tokens of the pieces that a text is cut into, at most.
 LENGTH = 512
+#: What torch and transformers take when they are imported.
+PROGRAM = 512 << 20
 
 
 def as_texts(model: Any, ids: np.ndarray) -> Tensor:
