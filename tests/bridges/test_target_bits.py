@@ -171,7 +171,7 @@ def test_a_file_that_is_no_policy_of_a_conversion_stays(source: Path, tmp_path: 
         ({"exact": True}, OptionError, r"exact=True \(--exact\) changes no value, and target_bits= .* quantizes: use one"),
         ({"exclude": ["*"]}, OptionError, r"no tensor of .* is quantized under any of"),
         ({"exclude": ["*nothing*"]}, UnknownNameError, r"matches no tensor"),
-        ({"dialect": "fp8"}, UnsupportedError, r"target_bits= .* gives tensors different recipes, and .* has one setting for all"),
+        ({"dialect": "deepseek_v3"}, UnsupportedError, r"target_bits= .* gives tensors different recipes, and .* has one setting for all"),
         ({"max_memory": "16MiB"}, OptionError, r"Give max_memory="),
     ],
 )  # fmt: skip
