@@ -1,4 +1,4 @@
-"""Blocks of a quantized tensor that lost what they had: scales of zero, blocks with nothing of their values left, saturated ones."""
+"""Blocks of a quantized tensor that lost what they had: zeros, blocks with nothing of their values left, saturated ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from breccia.internal import measuring
 
 from .measure import FileTensor, slabs
 
-#: The share of a block's energy whose loss is no rounding. Rounding to the nearest of three numbers or more under a scale of the
-#: block's largest element loses less, for every codec.
+#: The share of a block's energy whose loss is no rounding: to the nearest of three numbers or more, under a scale of the
+#: block's largest element, less is lost, for every codec.
 LOST = 0.9
 #: Blocks whose loss is below this share of the mean energy of a block do not count as broken: they matter to no product.
 _LEAST = 0.01

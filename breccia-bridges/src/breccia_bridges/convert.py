@@ -79,10 +79,11 @@ def convert(
         Under `target_bits` a list of recipes and specs to choose among, "keep" for none; by default those of the dialect, or
         seven of 3.5 to 8.25 bits.
     target_bits: choose a recipe for each tensor, so that all that are quantized take at most so many bits per parameter, scales
-        included, and the predicted damage is the least. The damage of a tensor is the share of its energy that is lost; under
-        `calibrate` the KL divergence of the model when that tensor alone is quantized. Experts of a layer get one recipe, and
-        under a dialect with a config the layers that engines compute as one. `Report.mix` has the choice, as a policy, which is
-        also written beside the destination, `NAME.policy.yaml`: given as `recipe`, it writes the same bytes.
+        included, and the predicted damage is the least. The damage of a tensor is the share of its energy that is lost, times
+        the square root of its parameters; under `calibrate` the KL divergence of the model when that tensor alone is quantized.
+        Experts of a layer get one recipe, and under a dialect with a config the layers that engines compute as one.
+        `Report.mix` has the choice, as a policy, which is also written beside the destination, `NAME.policy.yaml`: given as
+        `recipe`, it writes the same bytes.
     include, exclude: shell-style globs over whole names, beside one recipe; each must match a tensor. `exclude` beats
         `include`, which beats the default.
     force: replace an existing file, or a folder that contains a checkpoint; otherwise FileExistsError, before anything is read.
@@ -130,7 +131,8 @@ def convert(
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
     for values that do not follow their dialect, and where two dialects are possible; UnsupportedError for a dialect that
     breccia does not read, for a source that is no checkpoint, and for a destination that is, contains or is in the source;
-    OptionError for a `target_bits` that no choice meets; under `calibrate` ImportError without breccia-torch and transformers, NonFiniteError naming the layer whose inputs have NaN,
+    OptionError for a `target_bits` that no choice meets;
+    under `calibrate` ImportError without breccia-torch and transformers, NonFiniteError naming the layer whose inputs have NaN,
     OptionError for a URL as the source, and for another engine than "local";
     UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written, ConnectionError for
     what the filesystem of a URL says; ImportError without the packages that a URL needs.

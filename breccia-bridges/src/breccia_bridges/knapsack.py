@@ -1,9 +1,10 @@
-"""The multiple-choice knapsack problem, solved exactly: one option for each group, the least damage within a number of bytes."""
+"""The multiple-choice knapsack problem, solved exactly: an option for each group, the least damage in so many bytes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -38,12 +39,12 @@ class _States(NamedTuple):
 def solve(groups: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
     """The option of each group whose total damage is the least, within `limit` bytes; None if no choice is.
 
-    Dynamic programming over the bytes: the states of the first groups that no other dominates, each extended by every option of
-    the next group (Nemhauser and Ullmann, Management Science 15, 1969). A state is dropped where the linear relaxation of the
-    groups that are left, which is solved by the slopes of their convex hulls (Sinha and Zoltners, Operations Research 27, 1979),
-    shows that it ends above a choice that is known, from a run that keeps few states. Both keep every optimum, so the result is exact, for damages that are
-    rounded to multiples of 2^-50 of their largest sum. Of equal damages the fewest bytes win, then the options that come first.
-    The result depends on the arguments alone.
+    Dynamic programming over the bytes: the states of the first groups that no other dominates, each extended by every option
+    of the next group (Nemhauser and Ullmann, Management Science 15, 1969). A state is dropped where it ends above a choice that
+    is known, from a run that keeps few states, by the linear relaxation of the groups that are left, which the slopes of their
+    convex hulls solve (Sinha and Zoltners, Operations Research 27, 1979). Both keep every optimum, so the result is exact, for
+    damages that are rounded to multiples of 2^-50 of their largest sum. Of equal damages the fewest bytes win. The result
+    depends on the arguments alone.
     """
     if not groups:
         return []
@@ -121,7 +122,7 @@ class _Bound:
     @staticmethod
     def _pieces(hulls: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[int, int]]:
         for hull in hulls:
-            for (a, x), (b, y) in zip(hull, hull[1:], strict=False):
+            for (a, x), (b, y) in pairwise(hull):
                 yield b - a, y - x
 
     def of(self, left: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from .beside import left_behind
 from .conversion import Conversion
 from .damage import Damages
 from .dialect_writer import DialectWriter
+from .dialects.writing import titled
 from .fused import fused
 from .jobs import Job, quantizing, selected
 from .knapsack import Option, solve
@@ -61,8 +63,8 @@ class Target:
         if bits is None:
             if several:
                 raise OptionError(
-                    f"several recipes (--recipe) are for target_bits= (--target-bits), which chooses among them; got {recipe!r}. "
-                    "Give one, or a policy."
+                    f"several recipes (--recipe) are for target_bits= (--target-bits), which chooses among them; got "
+                    f"{recipe!r}. Give one, or a policy."
                 )
             return None
         if isinstance(bits, bool) or not isinstance(bits, int | float) or not math.isfinite(bits) or bits <= 0:
@@ -210,7 +212,7 @@ def _check_mixes(writer: DialectWriter, groups: Sequence[Group]) -> None:
     """Raise UnsupportedError for a dialect that has one recipe for all tensors."""
     pairs = [
         {job.name: job.placed for job in (one, other) if job.placed}
-        for first, second in zip(groups, groups[1:], strict=False)
+        for first, second in pairwise(groups)
         for spec, (one, *_) in first.jobs.items()
         for another, (other, *_) in second.jobs.items()
         if spec != another
@@ -223,8 +225,8 @@ def _check_mixes(writer: DialectWriter, groups: Sequence[Group]) -> None:
             continue
     if pairs:
         raise UnsupportedError(
-            f"target_bits= (--target-bits) gives tensors different recipes, and {writer.dialect.title} ({writer.dialect.name}) has "
-            "one setting for all. Give one recipe (--recipe) instead, or a dialect that mixes: compressed_tensors, gguf or mlx.",
+            f"target_bits= (--target-bits) gives tensors different recipes, and {titled(writer.dialect.name)} has one setting "
+            "for all. Give one recipe (--recipe) instead, or a dialect that mixes: compressed_tensors, gguf or mlx.",
             dialect=writer.dialect.name,
         )
 
@@ -236,15 +238,15 @@ def _check_reach(bits: float, groups: Sequence[Group], parameters: int, limit: i
     specs = list(dict.fromkeys(spec for group in groups for spec in group.jobs))
     if sum(map(min, ends)) > limit:
         raise OptionError(
-            f"target_bits={bits:g} (--target-bits) is below what the tensors take at least, {least:.3f} bits per parameter, under "
-            f"{', '.join(specs)}. Give more bits, or a recipe with fewer (--recipe).",
+            f"target_bits={bits:g} (--target-bits) is below what the tensors take at least, {least:.3f} bits per parameter, "
+            f"under {', '.join(specs)}. Give more bits, or a recipe with fewer (--recipe).",
             target_bits=bits,
             least=least,
         )
     if bits > most:
         raise OptionError(
-            f"target_bits={bits:g} (--target-bits) is above what the tensors take at most, {most:.3f} bits per parameter, under "
-            f"{', '.join(specs)}. Give fewer bits, or a recipe with more (--recipe): {KEEP!r} leaves tensors as they are.",
+            f"target_bits={bits:g} (--target-bits) is above what the tensors take at most, {most:.3f} bits per parameter, "
+            f"under {', '.join(specs)}. Give fewer bits, or a recipe with more (--recipe): {KEEP!r} leaves tensors alone.",
             target_bits=bits,
             most=most,
         )

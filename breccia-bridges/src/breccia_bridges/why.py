@@ -6,26 +6,26 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from breccia import BrecciaError, ErrorMetrics, OptionError, ScalingRecipe, bridges
+from breccia import BrecciaError, OptionError, ScalingRecipe, bridges
 from breccia.backend import as_recipe
 from breccia.internal import choices_of
 
-from .block_faults import BlockFaults, block_faults
+from .block_faults import block_faults
 from .calibration import SEARCH, Calibration
 from .compare import compare
 from .damage import TOKENS, decoded, lost
 from .jobs import Job
+from .layer_costs import Layer, Remedy, Why
 from .measure import slabs
 from .remote_path import is_remote, path_of
 from .results import Advance, Report, no_progress
 from .source import Source, Value
-from .text import number, size
 
 #: Recipes that are tried in place of one with fewer bits, from few bits to many.
 _WIDER = ("int4,group_size=32,offset=bias", "mxfp6", "mxfp8")
@@ -36,149 +36,6 @@ _ENOUGH = 0.5
 #: A column of inputs is an outlier where its root mean square is beyond so many of the median column's.
 _OUTLIER = 6.0
 _EXPERT, _EVERY = re.compile(r"\.experts\.\d+\."), ".experts.*."
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """What was tried for a layer. recipe: a spec, or "keep". nbytes: that it adds. left: what the model then costs; without a
-    text, the share of the layer's energy that is lost.
-    """
-
-    recipe: str
-    what: str
-    nbytes: int
-    left: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"recipe": self.recipe, "what": self.what, "bytes_added": self.nbytes, "left": number(self.left)}
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A value, or the experts of a layer together, and what its quantization costs.
-
-    alone: the cost of the model with this layer quantized, and no other; without: with all others quantized, and not this one.
-    Both are KL divergences per token in nats, or None without a text. faults: see `BlockFaults`; None for a plain value.
-    peak, outliers: of its inputs on the text, the largest over their root mean square, and the columns whose root mean square
-    is 6 times the median column's or more.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    recipe: str
-    parameters: int
-    nbytes: int
-    fidelity: ErrorMetrics
-    faults: BlockFaults | None = None
-    alone: float | None = None
-    without: float | None = None
-    peak: float | None = None
-    outliers: int | None = None
-    remedies: tuple[Remedy, ...] = ()
-    cheapest: Remedy | None = None
-
-    @property
-    def lost(self) -> float:
-        """The share of its energy that is lost."""
-        share = self.fidelity.noise / self.fidelity.signal if self.fidelity.signal else float(self.fidelity.noise > 0)
-        return math.inf if math.isnan(share) or self.fidelity.bad_after > self.fidelity.bad else share
-
-    @property
-    def is_broken(self) -> bool:
-        """Has it blocks with nothing of their values left, or NaN that the model has not?"""
-        return bool(self.faults and self.faults.broken) or self.fidelity.bad_after > self.fidelity.bad
-
-    @property
-    def findings(self) -> list[str]:
-        """What is wrong with it, the worst first."""
-        found: list[str] = []
-        if self.fidelity.bad_after > self.fidelity.bad:
-            found.append(f"{self.fidelity.bad_after - self.fidelity.bad} elements became NaN or Inf")
-        if self.faults and self.faults.broken:
-            found.append(f"{_blocks(self.faults.broken)} of {self.faults.blocks} broken: nothing of the values is left")
-        if self.faults and self.faults.dead:
-            found.append(f"{_blocks(self.faults.dead)} dead: a scale of zero, or codes that are all zero")
-        if self.faults and self.faults.saturating:
-            found.append(f"{_blocks(self.faults.saturating)} saturating")
-        if self.outliers:
-            found.append(f"{self.outliers} columns of inputs are outliers, the largest {self.peak:.0f} times their mean")
-        return found
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "tensors": len(self.names),
-            "recipe": self.recipe,
-            "parameters": self.parameters,
-            "bytes": self.nbytes,
-            "alone": number(self.alone),
-            "without": number(self.without),
-            "lost": number(self.lost),
-            "blocks": self.faults and self.faults.blocks,
-            "broken_blocks": self.faults and self.faults.broken,
-            "dead_blocks": self.faults and self.faults.dead,
-            "saturating_blocks": self.faults and self.faults.saturating,
-            "input_peak": number(self.peak),
-            "input_outliers": self.outliers,
-            "findings": self.findings,
-            "remedies": [one.to_dict() for one in self.remedies],
-            "cheapest": self.cheapest and self.cheapest.to_dict(),
-            **self.fidelity.to_dict(),
-        }
-
-
-def _blocks(count: int) -> str:
-    return f"{count} block{'s' * (count != 1)}"
-
-
-@dataclass(frozen=True, repr=False)
-class Why:
-    """The layers of a quantized model, the worst first.
-
-    measure: of costs: "kl", or "output_error" for a model without logits, on `tokens` tokens; "squared error" without a text.
-    total: the cost of the quantized model; None without a text. comparison: the report of `compare`.
-    """
-
-    model: str
-    quantized: str
-    measure: str
-    tokens: int
-    total: float | None
-    layers: tuple[Layer, ...]
-    comparison: Report = field(compare=False)
-
-    def __repr__(self) -> str:
-        return f"Why({self.model!r} -> {self.quantized!r}: {self.verdict})"
-
-    @property
-    def verdict(self) -> str:
-        """The worst layer, what is wrong with it, and the cheapest remedy, in one sentence."""
-        if not self.layers:
-            return "no tensor differs"
-        worst = self.layers[0]
-        if self.total is None:
-            cost = f"{worst.lost:.3g} of its energy is lost"
-        else:
-            cost = f"alone it costs {worst.alone:.3g} of {self.total:.3g} {UNITS[self.measure]}"
-        said = "; ".join([cost, *worst.findings[:2]])
-        if worst.cheapest is not None:
-            said += f"; cheapest remedy: {worst.cheapest.what}, {_added(worst.cheapest)}: {worst.cheapest.left:.3g} left"
-        return f"{worst.name}: {said}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for `json.dumps`: non-finite or unknown numbers become None."""
-        return {
-            "model": self.model, "quantized": self.quantized, "measure": self.measure, "tokens": self.tokens,
-            "total": number(self.total), "verdict": self.verdict, "layers": [layer.to_dict() for layer in self.layers],
-        }  # fmt: skip
-
-
-#: What costs are counted in.
-UNITS = {"kl": "nats per token", "output_error": "of the outputs' energy", "squared error": "of the layer's energy"}
-
-
-def _added(remedy: Remedy) -> str:
-    return f"{size(abs(remedy.nbytes))} {'more' if remedy.nbytes >= 0 else 'less'}"
 
 
 def why(
@@ -195,17 +52,17 @@ def why(
     """Rank the layers of a quantized model by what they cost, say what is wrong with them, and try remedies for the worst.
 
     model, quantized, source_dialect, histograms: as `compare` takes them.
-    calibrate: a text, or token ids, as `convert` takes them. The model runs in transformers block by block, once with each layer
-        quantized alone, and once with all but it, of which the model's KL divergence per token is taken on the first 1,024
-        tokens; these share what they have in common. Without it, layers are ranked by the share of their energy that is lost.
+    calibrate: a text, or token ids, as `convert` takes them. The model of transformers runs with each layer quantized alone,
+        and with all but it, and its KL divergence per token is taken on the first 512 tokens; all of that is one pass over
+        its blocks. Without a text, layers are ranked by the share of their energy that is lost.
     device: what the model runs on, in torch's spelling; the CPU by default.
-    remedies: for so many of the worst layers, the same recipe with a search for scales, finer groups, wider recipes, and keeping
-        the layer are tried. The cheapest is the one of the fewest bytes that saves half of what keeping the layer would.
+    remedies: for so many of the worst layers, the same recipe with a search for scales, finer groups, wider recipes, and
+        keeping the layer are tried. The cheapest is the one of the fewest bytes that saves half of what keeping it would.
     advance: called with a tensor's name and its bytes in the model, when its weights are compared.
 
     Layers with broken blocks come first, whatever they cost: a block of which nothing is left is a fault of a file or a
-    program, and not rounding. Raises what `compare` raises, OptionError for a device without a text and for a negative number of
-    remedies, and what `convert` raises under `calibrate`.
+    program, and not rounding. Raises what `compare` raises, OptionError for a device without a text and for a negative number
+    of remedies, and what `convert` raises under `calibrate`.
 
         >>> x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
         >>> breccia.bridges.save_safetensors({"a.weight": x, "b.weight": x}, tmp / "before.safetensors")
@@ -235,8 +92,7 @@ def why(
     )
     layers, total = ranking.ranked(layers)
     layers[:remedies] = ranking.treated(layers[:remedies], total)
-    tokens = 0 if calibration is None else ranking.tokens
-    return Why(str(model), str(quantized), ranking.measure, tokens, total, tuple(layers), report)
+    return Why(str(model), str(quantized), ranking.measure, ranking.tokens, total, tuple(layers), report)
 
 
 def _by_weights(report: Report, before: Mapping[str, Value], after: Mapping[str, Value]) -> list[Layer]:
@@ -308,7 +164,6 @@ class _OnText(_Weights):
         super().__init__(before, after)
         self._calibration, self._path, self._dialect = calibration, path, dialect
         self._ids = calibration.ids(path)
-        self.tokens = min(TOKENS, self._ids.size)
         self._quantized: dict[str, Any] = {}
 
     def ranked(self, layers: Sequence[Layer]) -> tuple[list[Layer], float | None]:
@@ -350,7 +205,7 @@ class _OnText(_Weights):
             self._path, self._ids, {n: variants[key] for n, key in names.items()}, device=self._calibration.device,
             source_dialect=self._dialect, most=TOKENS, observe=observe,
         )  # fmt: skip
-        self.measure = found.measure
+        self.measure, self.tokens = found.measure, found.tokens
         return {names[n]: math.inf if math.isnan(cost) else cost for n, cost in found.costs.items()}
 
 

@@ -12,10 +12,10 @@ from breccia.backend import Json, print_json, print_table
 from breccia.internal import printable
 
 from .commands import From, PathOrURL, ReportFile, Top, print_hidden, progress, runs
+from .layer_costs import UNITS, Layer, Remedy, Why
 from .remote_path import path_of
 from .report import check_report, write_report
 from .text import percent, size
-from .why import UNITS, Layer, Remedy, Why
 from .why import why as find_why
 
 

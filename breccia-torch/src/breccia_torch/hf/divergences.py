@@ -44,11 +44,13 @@ class Inputs:
 class Divergences(NamedTuple):
     """What variants cost, by their names: the KL divergence per token from the model itself, in nats.
 
-    measure: "kl"; or "output_error", the share of the last hidden state that is lost, for a model without logits.
+    measure: "kl"; or "output_error", the share of the last hidden state that is lost, for a model without logits. tokens: that
+    it was measured on.
     """
 
     measure: str
     costs: dict[str, float]
+    tokens: int
 
 
 def divergences(
@@ -102,10 +104,11 @@ class _Pass:
         inside = f"{self.blocks.path}."
         outer = max((4 * p.numel() for n, p in model.named_parameters() if not n.startswith(inside)), default=0)
         fixed = PROGRAM + (count + 1) * row + max(outer, max(blocks)) + _OF_LOGIT * length * embedding.num_embeddings
-        if fixed + (variants + 1) * row > limit:
-            give = f"{math.ceil((fixed + (variants + 1) * row) / (64 << 20)) * 64}MiB"
+        needed = fixed + (variants + 1) * row
+        if needed > limit:
+            give = f"{math.ceil(needed / (64 << 20)) * 64}MiB"
             raise OptionError(
-                f"measuring what {variants} choices cost takes about {size(fixed + (variants + 1) * row)} of memory, and the limit "
+                f"measuring what {variants} choices cost takes about {size(needed)} of memory, and the limit "
                 f"is {size(limit)}. Give max_memory={give!r} (--max-memory {give}), or shorter texts.",
                 max_memory=limit,
             )
@@ -225,7 +228,7 @@ class _Pass:
                 for n in range(rows):
                     for key in own:
                         costs[key] += self._cost(n, states[key], kept[n]) / rows
-        return Divergences(measure, {name: costs[choice] for name, choice in choices.items()})
+        return Divergences(measure, {name: costs[choice] for name, choice in choices.items()}, self.measured.numel())
 
     def _cost(self, row: int, hidden: Tensor, reference: Tensor) -> float:
         (output,) = self.blocks.finish(self.measured[row : row + 1], hidden[row : row + 1])
