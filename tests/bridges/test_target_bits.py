@@ -75,7 +75,7 @@ def test_the_policy_beside_the_output_writes_the_same_bytes(source: Path, tmp_pa
     report = convert(source, tmp_path / "out", target_bits=4.6)
     path = tmp_path / "out.policy.yaml"
     assert path.read_text().startswith("# A policy of `breccia convert --target-bits`: model at 4.")
-    convert(source, tmp_path / "again", path)
+    convert(source, tmp_path / "again", str(path))
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
     assert report.mix and breccia.Policy.of(dict(report.mix.rules)).default
     convert(source, tmp_path / "third", dict(report.mix.rules))

@@ -35,8 +35,12 @@ class BlockFaults:
     saturating: int = 0
 
     def __add__(self, other: BlockFaults) -> BlockFaults:
-        pairs = (self.blocks, other.blocks), (self.dead, other.dead), (self.broken, other.broken)
-        return BlockFaults(*(a + b for a, b in pairs), self.saturating + other.saturating)
+        return BlockFaults(
+            self.blocks + other.blocks,
+            self.dead + other.dead,
+            self.broken + other.broken,
+            self.saturating + other.saturating,
+        )
 
 
 def block_faults(x: FileTensor, y: FileTensor, recipe: ScalingRecipe) -> BlockFaults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,7 +58,8 @@ class Damages:
 
 class Divergences(Damages):
     """KL divergences on a text: measured for each group under the recipe nearest to the target, with the other groups as they
-    are; under the other recipes scaled by the error, each column weighed by the mean square of its input.
+    are; under the other recipes scaled by the error, each column weighed by the mean square of its input. A group that the text
+    does not reach counts as the median one.
     """
 
     measure = "KL divergence, nats per token"
@@ -72,20 +74,24 @@ class Divergences(Damages):
     def of(self, groups: Sequence[Grouped], bits: float) -> list[dict[str, float]]:
         nearest = [_nearest(group, bits) for group in groups]
         variants = {
-            str(n): {job.name: self._version(job) for job in group.jobs[spec]}
+            str(n): {job.name: self._version(job) for job in group.jobs[spec] if job.way == "cast"}
             for n, (group, spec) in enumerate(zip(groups, nearest, strict=True))
         }
         measured = bridges.divergences(
             self._source, self._calibration.ids(self._source), variants, device=self._calibration.device, limit=self._limit,
             source_dialect=self._dialect, most=TOKENS, observe=self._observe,
         )  # fmt: skip
-        costs: list[dict[str, float]] = []
-        for n, (group, spec) in enumerate(zip(groups, nearest, strict=True)):
-            errors = {one: sum(lost(job, self._weights(job)) for job in jobs) for one, jobs in group.jobs.items()}
-            cost = measured.costs[str(n)]
-            cost = math.inf if math.isnan(cost) else max(cost, 0.0)
-            costs.append({one: cost * error / errors[spec] if errors[spec] else error for one, error in errors.items()})
-        return costs
+        errors = [
+            {spec: sum(lost(job, self._weights(job)) for job in jobs) for spec, jobs in group.jobs.items()} for group in groups
+        ]
+        pairs = zip(measured.costs.values(), errors, nearest, strict=True)
+        constants = [cost / of[spec] if of[spec] else 0.0 for cost, of, spec in pairs]
+        reached = [constant for constant in constants if constant > 0 and math.isfinite(constant)]
+        typical = statistics.median(reached) if reached else 1.0
+        return [
+            {spec: error and error * (constant if constant > 0 else typical) for spec, error in of.items()}
+            for constant, of in zip((math.inf if math.isnan(one) else one for one in constants), errors, strict=True)
+        ]
 
     def _observe(self, name: str, inputs: Any) -> None:
         mean = inputs.square.mean()
