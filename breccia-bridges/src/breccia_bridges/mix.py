@@ -10,6 +10,8 @@ from typing import Any
 
 from breccia import Policy
 
+from .text import number
+
 #: How the file of a policy begins.
 POLICY = "# A policy of `breccia convert --target-bits`: "
 
@@ -41,9 +43,9 @@ class Mix:
         return "\n".join([f"{POLICY}{said}", *lines, ""])
 
     def to_dict(self) -> dict[str, Any]:
-        single = {"recipe": self.single[0], "damage": self.single[1]} if self.single else None
+        single = {"recipe": self.single[0], "damage": number(self.single[1])} if self.single else None
         return {
-            "bits_per_parameter": self.bits, "damage": self.damage, "measure": self.measure, "single": single,
+            "bits_per_parameter": self.bits, "damage": number(self.damage), "measure": self.measure, "single": single,
             "tensors": dict(self.counts), "policy": dict(self.rules),
         }  # fmt: skip
 

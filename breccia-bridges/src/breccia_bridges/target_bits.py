@@ -59,9 +59,8 @@ class Target:
     @classmethod
     def of(cls, bits: Any, recipe: Any, include: Iterable[str], exclude: Iterable[str]) -> Target | None:
         """From what users give; None without a target. Raises OptionError for other values."""
-        several = isinstance(recipe, list | tuple)
         if bits is None:
-            if several:
+            if isinstance(recipe, list):
                 raise OptionError(
                     f"several recipes (--recipe) are for target_bits= (--target-bits), which chooses among them; got "
                     f"{recipe!r}. Give one, or a policy."
@@ -71,7 +70,7 @@ class Target:
             raise OptionError(
                 f"target_bits (--target-bits) is a number of bits per parameter, such as 4.5; got {bits!r}.", target_bits=bits
             )
-        if recipe is not None and (not several or len(set(map(str, recipe))) < 2):
+        if recipe is not None and (not isinstance(recipe, list | tuple) or len(set(map(str, recipe))) < 2):
             raise OptionError(
                 f"target_bits= (--target-bits) chooses among recipes, and got {recipe!r}. Give a list (--recipe nvfp4 --recipe "
                 "mxfp6), or none for the default one.",
@@ -281,7 +280,9 @@ def _policy(target: Target, work: Conversion, groups: Sequence[Group], chosen: S
 def check_policy_path(destination: Path, force: bool) -> None:
     """Raise FileExistsError where the policy would replace a file that is none of a conversion."""
     path = policy_path(destination)
-    if not force and not is_remote(path) and path.exists() and not path.read_text(encoding="utf-8").startswith(POLICY):
+    if is_remote(path) or not path.exists():
+        return
+    if path.is_dir() or not (force or path.read_bytes().startswith(POLICY.encode())):
         raise FileExistsError(
             f"{path} exists, where the policy of the conversion would be written; move it, or replace it: force=True (--force)."
         )
