@@ -69,6 +69,8 @@ def sessions() -> list[Session]:
         Session("deepseek", (f"breccia convert {DEEPSEEK} ds-nvfp4 --recipe nvfp4",)),
         Session("gptq", (f"breccia convert {GPTQ} out --recipe none",)),
         Session("report", (f"breccia convert {MODEL} {int4} --recipe int4 --report report.html",)),
+        Session("target-bits", (f"breccia convert {MODEL} model-mixed.safetensors --target-bits 4.5",)),
+        Session("why", (f"breccia why {MODEL} {int4} --top 3 --remedies 1",)),
         Session("compare", (f"breccia compare {MODEL} {nvfp4}",)),
         Session("compare-several", (f"breccia compare {MODEL} {nvfp4} {int4}",)),
         Session("compare-worst", (f"breccia compare {MODEL} {int4} --sort sqnr --top 3",)),

@@ -138,11 +138,12 @@ class Calibration:
         """
 
         def rule(one: Any) -> Any:
-            return one and one._replace(recipe=self._searching(one.recipe))
+            return one and one._replace(recipe=self.searching(one.recipe))
 
         return replace(policy, default=rule(policy.default), rules=tuple((key, rule(one)) for key, one in policy.rules))
 
-    def _searching(self, recipe: ScalingRecipe) -> ScalingRecipe:
+    def searching(self, recipe: ScalingRecipe) -> ScalingRecipe:
+        """The recipe, searching for scales where it has the choice. Raises OptionError as `searched` does."""
         if SEARCH in choices_of(type(recipe), "scale_rule")[0]:
             if is_searched(recipe):
                 return recipe

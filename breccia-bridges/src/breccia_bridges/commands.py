@@ -28,8 +28,9 @@ from .compare import compare as compare_checkpoints
 from .convert import convert as convert_checkpoint
 from .destination import location
 from .jobs import BY_DEFAULT
+from .mix import Mix, policy_path
 from .order import COMPARED, CompareKey, in_order
-from .remote_path import lexists, path_of
+from .remote_path import is_remote, lexists, path_of
 from .report import check_report, recipe_fields, write_report
 from .results import Advance, Report, Verify
 from .staging import Staging
@@ -63,7 +64,7 @@ def convert(
         PathOrURL, typer.Argument(metavar="DESTINATION", help="Where to write, like SOURCE.", parser=path_of)
     ],
     recipe: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--recipe",
             "-r",
@@ -72,6 +73,12 @@ def convert(
             f"{', '.join(COMPLETE)}; a YAML policy; none (keep codes); or decode: bf16, fp16, fp32.",
             show_default=False,
             autocompletion=policy_names,
+        ),
+    ] = None,
+    target_bits: Annotated[
+        float | None,
+        typer.Option(
+            "--target-bits", metavar="BITS", help="Mix recipes (-r A -r B ...) at so many per parameter.", show_default=False
         ),
     ] = None,
     dialect: Annotated[
@@ -142,10 +149,12 @@ def convert(
         _check_report(report, destination)
     started = perf_counter()
     with interruptible(destination, verify), progress("quantize and verify", source, 2 + (calibrate is not None)) as advance:
+        several = len(recipe or ()) > 1 or target_bits is not None
         result = convert_checkpoint(
             source,
             destination,
-            recipe,
+            recipe if several else recipe[0] if recipe else None,
+            target_bits=target_bits,
             include=include or (),
             exclude=exclude or (),
             force=force,
@@ -169,8 +178,8 @@ def convert(
     if as_json:
         print_json({**result.to_dict(), "dry_run": dry_run, "seconds": seconds})
     else:
-        _print_conversion(result, recipe or "none", seconds, dry_run)
-    _finish([result], report, f"{source.name} under {' and '.join(result.recipes) or recipe}", as_json)
+        _print_conversion(result, recipe[0] if recipe else "none", seconds, dry_run)
+    _finish([result], report, f"{source.name} under {' and '.join(result.recipes) or 'no recipe'}", as_json)
 
 
 def compare(
@@ -341,8 +350,9 @@ def _print_conversion(result: Report, recipe: str, seconds: float, dry_run: bool
     reasons = _counted(t.reason for t in result.kept)
     kept_bytes = sum(t.bytes_out for t in result.kept)
     rows = {
-        "recipe": f"{result.recipe or f'{recipe}: nothing is quantized'}",
+        "recipe": _chosen(result) if result.mix else f"{result.recipe or f'{recipe}: nothing is quantized'}",
         **({"dialect": result.dialect} if result.dialect else {}),
+        **({"target": _target(result.mix)} if result.mix else {}),
         **({"calibrated": _calibration(result)} if result.calibration else {}),
         "quantized": f"{len(result.quantized)} tensors, {result.bits_per_parameter:.3f} bits per parameter",
         "kept": f"{len(result.kept)} tensors, {size(kept_bytes)} in their original precision: {reasons or 'none'}",
@@ -374,6 +384,8 @@ def _print_conversion(result: Report, recipe: str, seconds: float, dry_run: bool
         rows["SQNR"] = f"{m.sqnr:.2f} dB (cosine {result.cosine:.6f})"
         rows["lost"] = f"{percent(m.clip_rate)} of elements clipped, {percent(m.underflow_rate)} underflow to zero"
         rows["worst"] = f"{worst.name}: {worst.measured.sqnr:.2f} dB"
+    if result.mix and not dry_run and not is_remote(path := policy_path(Path(result.destination))):
+        rows["policy"] = f"{path}; as --recipe it chooses the same"
     if dry_run:
         rows["dry run"] = f"nothing was written to {result.destination}"
     else:
@@ -390,6 +402,18 @@ def _print_conversion(result: Report, recipe: str, seconds: float, dry_run: bool
     for name, value in rows.items():
         table.add_row(name, Text(printable(value)))
     Console(soft_wrap=True).print(table)
+
+
+def _chosen(result: Report) -> str:
+    """The recipes of a conversion to a number of bits, those of the most tensors first."""
+    assert result.mix is not None
+    return ", ".join(f"{count} {spec}" for spec, count in Counter(result.mix.counts).most_common())
+
+
+def _target(mix: Mix) -> str:
+    """What a conversion to a number of bits has reached, and what one recipe would."""
+    said = f"{mix.bits:.3f} bits per parameter; {mix.measure}, predicted: {mix.damage:.4g}"
+    return f"{said}, {mix.single[1]:.4g} under {mix.single[0]} alone" if mix.single else said
 
 
 def _calibration(result: Report) -> str:

@@ -12,6 +12,7 @@ from breccia.internal import suggestion
 
 from .calibration import Calibration
 from .conversion import KEEP_CODES, Conversion
+from .damage import Damages, Divergences
 from .destination import location
 from .dialect_writer import DialectWriter
 from .engines import ENGINES, engine_of
@@ -19,6 +20,7 @@ from .journal import Journal
 from .remote_path import is_remote, path_of
 from .results import Advance, Report, Verify, no_progress
 from .staging import Staging
+from .target_bits import Target, check_policy_path, mixed, write_policy
 from .text import byte_count_of
 from .uploads import staged_at
 
@@ -29,8 +31,9 @@ DENSE = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    recipe: ScalingRecipe | str | Policy | Mapping[str, Any] | None = None,
+    recipe: ScalingRecipe | str | Policy | Mapping[str, Any] | Sequence[ScalingRecipe | str] | None = None,
     *,
+    target_bits: float | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     force: bool = False,
@@ -73,6 +76,14 @@ def convert(
         "none" quantizes nothing: what the source has quantized keeps every code and scale, in breccia's files or, with
         `dialect`, in another library's. "bf16", "fp16" and "fp32" decode it to that dtype; plain tensors keep theirs.
         It may be left out with `dialect`: "none" for a source that is quantized, else the dialect's own default.
+        Under `target_bits` a list of recipes and specs to choose among, "keep" for none; by default those of the dialect, or
+        seven of 3.5 to 8.25 bits.
+    target_bits: choose a recipe for each tensor, so that all that are quantized take at most so many bits per parameter, scales
+        included, and the predicted damage is the least. The damage of a tensor is the share of its energy that is lost, times
+        the square root of its parameters; under `calibrate` the KL divergence of the model when that tensor alone is quantized.
+        Experts of a layer get one recipe, and under a dialect with a config the layers that engines compute as one.
+        `Report.mix` has the choice, as a policy, which is also written beside the destination, `NAME.policy.yaml`: given as
+        `recipe`, it writes the same bytes.
     include, exclude: shell-style globs over whole names, beside one recipe; each must match a tensor. `exclude` beats
         `include`, which beats the default.
     force: replace an existing file, or a folder that contains a checkpoint; otherwise FileExistsError, before anything is read.
@@ -120,6 +131,7 @@ def convert(
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format; DialectError
     for values that do not follow their dialect, and where two dialects are possible; UnsupportedError for a dialect that
     breccia does not read, for a source that is no checkpoint, and for a destination that is, contains or is in the source;
+    OptionError for a `target_bits` that no choice meets;
     under `calibrate` ImportError without breccia-torch and transformers, NonFiniteError naming the layer whose inputs have NaN,
     OptionError for a URL as the source, and for another engine than "local";
     UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written, ConnectionError for
@@ -140,8 +152,10 @@ def convert(
         _check_calibrated_here(path_of(source), engine)
     runs = engine_of(engine, memory)
     writer = None if dialect is None else DialectWriter.of(dialect, activations)
-    _check_given(recipe, writer, activations)
-    chosen = None if recipe is None else _chosen(recipe, include, exclude, writer)
+    target = Target.of(target_bits, recipe, include, exclude)
+    if target is None:
+        _check_given(recipe, writer, activations)
+    chosen = None if recipe is None or target else _chosen(recipe, include, exclude, writer)
     src, dst = path_of(source), path_of(destination)
     staging = Staging(staged_at(location(dst)), keeps_journal=True, target=location(dst))
     if staging.moved and not dry_run:
@@ -149,12 +163,24 @@ def convert(
             pass
     limit = None if max_shard_size is None else byte_count_of(max_shard_size, "max_shard_size")
     work = Conversion(src, staging, force, source_dialect, writer, limit, runs)
+    mix = None
+    if target is not None:
+        if exact:
+            raise OptionError(
+                "exact=True (--exact) changes no value, and target_bits= (--target-bits) quantizes: use one.",
+                target_bits=target_bits,
+            )
+        check_policy_path(dst, force)
+        damages = Damages() if calibration is None else Divergences(calibration, src, memory, source_dialect)
+        mix = mixed(target, work, damages, memory)
+        chosen = None, mix.policy
     dense, policy = chosen or _chosen(work.default_recipe, include, exclude, writer)
     if calibration is not None:
         policy = calibration.searched(_calibrated(policy, dense, exact))
     report = Report(
         str(src), str(dst), policy.recipes[0] if policy and policy.recipes else None, is_conversion=True,
         dense=dense or "", dialect=dialect or "", verify=verified, calibration=calibration.method.spec if calibration else "",
+        mix=mix,
     )  # fmt: skip
     work.plan(report, policy, dense, memory if exact else None)
     slab = work.estimates.slab(work.jobs, memory)
@@ -174,7 +200,10 @@ def convert(
     if restart:
         with Staging(staging.destination):  # removes what is there
             pass
-    return work.run(slab, histograms, advance or no_progress, journal)
+    work.run(slab, histograms, advance or no_progress, journal)
+    if mix is not None:
+        write_policy(mix, src, dst, calibration.method.spec if calibration else "")
+    return report
 
 
 def _verified(verify: str, histograms: bool) -> Verify:

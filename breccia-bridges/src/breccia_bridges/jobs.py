@@ -19,7 +19,7 @@ from breccia import (
     UnsupportedError,
     requantize,
 )
-from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, Parameter, choose, components
+from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, Chosen, Parameter, choose, components
 from breccia.internal import PRESETS, abbreviated, decided, keeps_parts, keeps_values, kind_in_file
 
 from .beside import factors
@@ -166,10 +166,10 @@ class Job:
             return iter([components(chosen)])
         return self.casts().cast()
 
-    def casts(self, unit: int = 1) -> SlabCasts:
-        """The casts of its slabs, of a multiple of `unit` rows."""
+    def casts(self, unit: int = 1, importance: np.ndarray | None = None) -> SlabCasts:
+        """The casts of its slabs, of a multiple of `unit` rows. importance: of each column, for a search of scales."""
         assert self.recipe is not None
-        return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes, None, unit)
+        return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes, importance, unit)
 
     def tensor(self) -> ScaledTensor:
         """The value under its recipe, in memory."""
@@ -214,18 +214,30 @@ def check_factors(source: Source, jobs: Mapping[str, Job]) -> None:
             )
 
 
+def selected(
+    source: Source, policy: Policy, dropped: Collection[str]
+) -> tuple[list[Parameter], dict[str, Chosen], dict[str, str]]:
+    """The values of a checkpoint, those that a policy quantizes, and the reasons for the others."""
+    parameters = list(_parameters(source, dropped))
+    return parameters, *choose(parameters, policy, "convert", what="tensor", listed_by="`breccia inspect`")
+
+
+def quantizing(value: Value, recipe: ScalingRecipe, writer: DialectWriter | None = None) -> Job:
+    """A value under a recipe: with the codes that it has, where the recipe holds them; else cast."""
+    keeps = value.recipe is not None and keeps_values(value.recipe, value.layout.plain, value.axis, recipe)
+    return (Job.keeping_codes if keeps else Job.casting)(value, recipe, writer)
+
+
 def by_policy(source: Source, policy: Policy, dropped: Collection[str], writer: DialectWriter | None = None) -> dict[str, Job]:
     """What becomes of each value under a policy. writer: of the dialect to write; None for breccia's own files."""
-    parameters = list(_parameters(source, dropped))
-    chosen, left = choose(parameters, policy, "convert", what="tensor", listed_by="`breccia inspect`")
+    parameters, chosen, left = selected(source, policy, dropped)
     jobs: dict[str, Job] = {}
     for parameter in parameters:
         name, value = parameter.name, source.values[parameter.name]
         reason = parameter.why or _by_default(left.get(name, ""), policy)
         recipe = chosen[name].recipe if name in chosen else None
         if recipe is not None:
-            keeps = value.recipe is not None and keeps_values(value.recipe, value.layout.plain, value.axis, recipe)
-            jobs[name] = (Job.keeping_codes if keeps else Job.casting)(value, recipe, writer)
+            jobs[name] = quantizing(value, recipe, writer)
         elif value.recipe is not None and writer is not None and writer.file and writer.holds(value):
             jobs[name] = Job.keeping_codes(value, value.recipe, writer)  # each tensor of such a file has its own type
         elif value.is_scaled:

@@ -37,6 +37,7 @@ def breccia_bridges() -> Iterable[Bridge]:
         Bridge("merge", "breccia_bridges.merge:merge"),
         Bridge("compare", "breccia_bridges.compare:compare"),
         Bridge("diff", "breccia_bridges.diff:diff"),
+        Bridge("why", "breccia_bridges.why:why"),
         Bridge("from_deepseek_v3", f"{deepseek}:from_deepseek_v3"),
         Bridge("to_deepseek_v3", f"{deepseek}:to_deepseek_v3"),
         Bridge("from_dlpack", "breccia_bridges.dlpack:from_dlpack"),
@@ -134,6 +135,7 @@ def breccia_cli() -> Iterable[Command]:
         Command("convert", "breccia_bridges.commands:convert", "Quantize a checkpoint: a .safetensors file or a folder."),
         Command("merge", "breccia_bridges.merge_command:merge", "Add a LoRA adapter to a quantized checkpoint."),
         Command("compare", "breccia_bridges.commands:compare", "Compare checkpoints tensor by tensor."),
+        Command("why", "breccia_bridges.why_command:why", "Say which layers cost most when quantized, and what helps."),
         Command("diff", "breccia_bridges.diff_command:diff", "Say which tensors of two checkpoints differ, and why."),
         Command("inspect", "breccia_bridges.inspect_command:inspect", "List a checkpoint's tensors, and suspicious scales."),
     ]

@@ -13,6 +13,7 @@ from breccia import ErrorMetrics, Exactness, ScalingRecipe
 from breccia.internal import abbreviated
 
 from .measure import NOTHING, Histogram
+from .mix import Mix
 from .safetensors import plan
 from .safetensors_file import Shape, byte_count
 
@@ -122,6 +123,7 @@ class Report:
     dialect: the name of the dialect that it writes; empty for breccia's own files.
     verify: what a conversion verified; there are no error metrics unless it is full.
     calibration: the method by which a conversion chose codes, and the tokens that it read; empty without calibration.
+    mix: the recipes that a conversion to a number of bits has chosen; None for others.
     """
 
     source: str
@@ -140,6 +142,7 @@ class Report:
     dialect: str = ""
     verify: Verify = Verify.full
     calibration: str = ""
+    mix: Mix | None = None
 
     def __repr__(self) -> str:
         under = f" under {', '.join(self.recipes)}" if self.quantized else ""
@@ -352,6 +355,7 @@ class Report:
             "dialect": self.dialect or None,
             "verify": self.verify.value if self.is_conversion else None,
             "calibration": self.calibration or None,
+            "target": self.mix and self.mix.to_dict(),
             "parameters": self.parameters,
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,

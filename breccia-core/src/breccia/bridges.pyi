@@ -18,8 +18,9 @@ def compare(
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    recipe: ScalingRecipe | str | Policy | Mapping[str, Any] | None = None,
+    recipe: ScalingRecipe | str | Policy | Mapping[str, Any] | Sequence[ScalingRecipe | str] | None = None,
     *,
+    target_bits: float | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     force: bool = False,
@@ -118,6 +119,17 @@ def to_transformer_engine(
     scaled: ScaledTensor | TensorPair, *, like: Any = None, dtype: Any = None, columnwise: bool = False, quantizer: Any = None
 ) -> Any: ...
 def torchao_activation(tensor: Any) -> ScalingRecipe | None: ...
+def why(
+    model: str | os.PathLike[str],
+    quantized: str | os.PathLike[str],
+    *,
+    calibrate: Any = None,
+    device: str | None = None,
+    remedies: int = 3,
+    histograms: bool = False,
+    advance: Any = None,
+    source_dialect: str | tuple[str | None, str | None] | None = None,
+) -> Any: ...
 
 # Bridges that other plug-ins declare.
 def __getattr__(name: str) -> Any: ...  # pyright: ignore[reportIncompleteStub]

@@ -49,5 +49,9 @@ def breccia_bridges() -> Iterable[Bridge]:
     needs = ("torch", "transformers")
     return [
         Bridge(name, f"breccia_torch.hf.{target}", needs, "'breccia-torch[hf]'")
-        for name, target in (("calibrate", "calibrating:calibrate"), ("divergence", "divergence:divergence"))
+        for name, target in (
+            ("calibrate", "calibrating:calibrate"),
+            ("divergence", "divergence:divergence"),
+            ("divergences", "divergences:divergences"),
+        )
     ]

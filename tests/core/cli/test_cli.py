@@ -167,10 +167,10 @@ def test_the_list_of_plug_ins_prints_reasons_verbatim(acme: Path) -> None:
 
 
 OWN_COMMANDS = (
-    *("convert", "compare", "diff", "inspect", "explain", "recipes", "rosetta", "plugins", "plugin", "doctor", "bench"),
+    *("convert", "compare", "why", "diff", "inspect", "explain", "recipes", "rosetta", "plugins", "plugin", "doctor", "bench"),
 )
 #: Lines of a screen; `convert` has more options than one holds.
-SCREEN = {"convert": 34}
+SCREEN = {"convert": 35}
 
 
 @pytest.mark.together

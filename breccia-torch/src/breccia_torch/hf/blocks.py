@@ -46,6 +46,8 @@ class Blocks:
         self.blocks: list[nn.Module] = list(self.model.get_submodule(self.path))
         self.names = [f"{self.path}.{n}" for n in range(len(self.blocks))]
         self._returns_tuple = False
+        #: Values, FP32, that are read in place of those of the checkpoint, by their names there.
+        self.replaced: dict[str, Tensor] = {}
         shared: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             shared.setdefault(id(parameter), []).append(name)
@@ -79,7 +81,7 @@ class Blocks:
         """Read a parameter, which may be tied to one of another name. Is there a value for it?"""
         spots = self.spots_at(f"{owner}.{leaf}".lstrip("."))
         for spot in spots:
-            value = self.checkpoint[spot.name]
+            value = self.replaced[spot.name] if spot.name in self.replaced else self.checkpoint[spot.name]
             tensor = breccia.dequantize(value) if isinstance(value, ScaledTensor) else torch.as_tensor(value)
             place = spot._replace(owner=owner, leaf=leaf).of(self.model, tuple(tensor.shape))
             if place.shape != tensor.shape:
@@ -159,8 +161,8 @@ class Blocks:
         self._returns_tuple = not isinstance(output, Tensor)
         return (output if isinstance(output, Tensor) else output[0])[0]
 
-    def finish(self, ids: Tensor, hidden: Tensor) -> None:
-        """Run what is outside the blocks for each row of `ids`; hidden: the outputs of the last block."""
+    def finish(self, ids: Tensor, hidden: Tensor) -> Iterator[Any]:
+        """What the model returns for each row of `ids`; hidden: the outputs of the last block."""
 
         def skip(output: Tensor) -> Callable[[int], Callable[..., Any]]:
             result: Any = (output[None],) if self._returns_tuple else output[None]
@@ -168,7 +170,8 @@ class Blocks:
 
         for row, output in zip(ids, hidden, strict=True):
             with self._forwards(skip(output)):
-                self.model(input_ids=row[None].to(self.device), use_cache=False)
+                returned = self.model(input_ids=row[None].to(self.device), use_cache=False)
+            yield returned
 
     @contextmanager
     def _forwards(self, make: Callable[[int], Callable[..., Any]]) -> Generator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,12 +25,12 @@ from ..quantize import expert_parameters, experts_axis
 from .blocks import Arguments, Blocks
 from .experts import OBSERVER
 from .spots import Spot
-from .texts import check_ids, cut
+from .texts import PROGRAM, as_texts, check_device
 
 #: The name of the stage of what is outside the blocks.
 OUTSIDE = "outside the blocks"
-#: What torch and transformers take when they are imported, and copies of a weight in FP32 while it is quantized.
-_PROGRAM, _OF_WEIGHT = 512 << 20, 12
+#: Copies of a weight in FP32 while it is quantized.
+_OF_WEIGHT = 12
 #: FP64 matrices of a layer's inputs while it is quantized: the second moment, damped, its inverse and the factors.
 _OF_MOMENT = 4
 #: The dtypes of torch, by the names of a file.
@@ -105,13 +106,12 @@ class _Run:
         self, source: Path, ids: np.ndarray, targets: Mapping[str, Target], method: Method, device: str, limit: int | None,
         source_dialect: str | None, finished: Callable[[str], Stage | None],
     ) -> None:  # fmt: skip
-        _check_device(device)
+        check_device(device)
         self.checkpoint = checkpoint = bridges.load_checkpoint(source, framework="torch", source_dialect=source_dialect)
         self.blocks = Blocks(source, checkpoint, torch.device(device))
         self.model: Any = self.blocks.model
-        self.ids, self.targets, self.method, self.finished = torch.as_tensor(cut(ids, self.model)), targets, method, finished
+        self.ids, self.targets, self.method, self.finished = as_texts(self.model, ids), targets, method, finished
         self.shapes = {name: tuple(checkpoint.header(name).shape) for name in targets if name in checkpoint}
-        check_ids(self.ids, self.model)
         self.keys: dict[str, list[Key]] = {}
         self.reasons: dict[str, str] = {}
         for name in targets:
@@ -164,7 +164,7 @@ class _Run:
         inside = f"{self.blocks.path}."
         outer = max((4 * p.numel() for n, p in self.model.named_parameters() if not n.startswith(inside)), default=0)
         widths = max(sum(getattr(m, "out_features", 0) for m in block.modules()) for block in self.blocks.blocks)
-        fixed = _PROGRAM + hidden + max(outer, max(blocks)) + 8 * length * widths
+        fixed = PROGRAM + hidden + max(outer, max(blocks)) + 8 * length * widths
         solving = {
             name: _OF_WEIGHT * 4 * math.prod(self.shapes[name]) + (_OF_MOMENT + 1) * 8 * self._columns(keys[0]) ** 2
             for name, keys in self.keys.items()
@@ -200,7 +200,9 @@ class _Run:
             if before is not None:
                 return
             with self.blocks.outside():
-                self._solve(observed, made, lambda keys: self._observed(keys, [lambda: self.blocks.finish(self.ids, hidden)]))
+                self._solve(
+                    observed, made, lambda keys: self._observed(keys, [lambda: _consumed(self.blocks.finish(self.ids, hidden))])
+                )
         yield made
 
     def _in_blocks(self, hidden: Tensor, arguments: list[Arguments]) -> Iterator[Stage]:
@@ -400,13 +402,9 @@ def _note(moments: list[Moments], damping: list[float | None]) -> str:
     return "; ".join(said)
 
 
-def _check_device(device: str) -> None:
-    """Raise OptionError for a device that torch does not have here."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
-        reason = str(e).partition("\n")[0]
-        raise OptionError(f"device={device!r} (--device): torch has none here ({reason}). Use 'cpu'.", device=device) from e
+def _consumed(outputs: Iterator[Any]) -> None:
+    """Make all outputs, and keep none."""
+    deque(outputs, maxlen=0)
 
 
 def _spelled(key: Key) -> str:

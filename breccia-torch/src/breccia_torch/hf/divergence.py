@@ -14,7 +14,7 @@ from breccia import UnsupportedError, bridges
 from breccia.internal import abbreviated
 
 from .blocks import Blocks
-from .texts import check_ids, cut
+from .texts import as_texts
 
 
 @torch.no_grad()
@@ -42,8 +42,7 @@ def divergence(
             "Leave calibrate= (--calibrate) out.",
             names=outside,
         )
-    texts = torch.as_tensor(cut(ids, before.model))
-    check_ids(texts, before.model)
+    texts = as_texts(before.model, ids)
     models: list[tuple[Blocks, Mapping[str, Any]]] = [(before, changes), (before, {}), (after, {})]
     wanted, *others = (_log_probabilities(blocks, texts, _hidden(blocks, texts, of)) for blocks, of in models)
     without, found = (sum(map(_divergence, wanted, other)) / texts.numel() for other in others)
