@@ -25,13 +25,14 @@ from breccia.internal import PRESETS, abbreviated, decided, keeps_parts, keeps_v
 from .beside import factors
 from .calibrated import Calibrated
 from .dialect_writer import DialectWriter, Placed
+from .extremes import Extremes
 from .fused import fused
 from .gguf_types import NAMED, type_bytes
 from .measure import Histogram
 from .results import TensorReport
 from .safetensors import Described, described_as, plan
 from .safetensors_file import Shape, byte_count, read
-from .slab_casts import SlabCasts, assembled, extremes
+from .slab_casts import SlabCasts, assembled
 from .source import Source, Value
 
 #: How the reason for keeping a tensor of a kind that keeps its precision starts; the kind follows.
@@ -47,9 +48,9 @@ class Together:
     values: tuple[Value, ...]
 
     @cached_property
-    def extremes(self) -> np.ndarray:
+    def extremes(self) -> Extremes:
         """Their smallest and largest elements, which are read once."""
-        return extremes([value.numbers() for value in self.values])
+        return Extremes([value.numbers() for value in self.values])
 
 
 @dataclass(frozen=True)

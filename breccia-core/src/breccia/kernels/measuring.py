@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from operator import add
 from typing import Any, NamedTuple
 
@@ -111,6 +111,18 @@ class Source:
     def is_plain(self) -> bool:
         """Is it an array of numbers, neither FP64 nor codes and scales?"""
         return self._array is not None and self._array.dtype != np.float64
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element as it is stored, without scales."""
+        if self._scaled is not None:
+            return self._scaled.recipe.format.element.bits
+        assert self._array is not None
+        return 8 * self._array.itemsize
+
+    def codes(self, slab: Slab) -> ScaledTensor | None:
+        """A slab of a scaled tensor, in memory; None of a plain one."""
+        return None if self._scaled is None else self._piece(self._scaled, slab)
 
     def values(self, slab: Slab, rooms: Rooms | None = None) -> np.ndarray:
         """The values as FP32 (FP64 unchanged), with three axes; those of a scaled tensor may lie in `rooms`."""
@@ -236,19 +248,29 @@ def of_elements(count: int) -> Generator[None]:
 
 def measure(x: Source, y: Source) -> ErrorMetrics:
     """The error metrics of `y` against `x`, of the same shape."""
-    every, compiled = list(slabs(x.shape, x.unit, y.unit)), y.compiled() or (x.compiled() if y.is_plain else None)
+    every = items(x, y)
     found: dict[int, ErrorMetrics] = {}
 
     def work(first: int, end: int) -> None:
         rooms = Rooms()
         for n in range(first, end):
-            found[n] = at_most(1, _of_slab, x, y, every[n], compiled, rooms)
+            found[n] = at_most(1, every[n], rooms)
 
-    if compiled is None or len(every) == 1:  # NumPy's short loops would wait for the interpreter, not for each other
+    if _compiled(x, y) is None or len(every) == 1:  # NumPy's short loops would wait for the interpreter, not for each other
         rooms = Rooms()
-        return reduce(add, (_of_slab(x, y, slab, compiled, rooms) for slab in every))
+        return reduce(add, (item(rooms) for item in every))
     spread(work, len(every), get_num_threads())
     return reduce(add, (found[n] for n in range(len(every))))
+
+
+def items(x: Source, y: Source) -> list[Callable[[Rooms], ErrorMetrics]]:
+    """Functions that give the metrics of the slabs of `y` against `x`, whose sum in this order is that of `measure`."""
+    compiled = _compiled(x, y)
+    return [partial(_of_slab, x, y, slab, compiled) for slab in slabs(x.shape, x.unit, y.unit)]
+
+
+def _compiled(x: Source, y: Source) -> Compiled | None:
+    return y.compiled() or (x.compiled() if y.is_plain else None)
 
 
 def _of_slab(x: Source, y: Source, slab: Slab, compiled: Compiled | None, rooms: Rooms) -> ErrorMetrics:
