@@ -209,7 +209,7 @@ def test_a_task_stops_where_another_run_has_begun(tmp_path: Path) -> None:
         run.check()
         with pytest.raises(
             StoppedError,
-            match=r"^the run that wrote in .+ has ended, so that this task of Ray ends, too, and writes nothing more\. The same "
+            match=r"^the run that wrote in .+ has ended, so that this task of Ray ends and writes nothing more\. The same "
             r"call goes on from what is finished\.$",
         ):
             task()

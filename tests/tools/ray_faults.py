@@ -1,7 +1,7 @@
 """What tests do to workers of Ray, by files in the folder FAULTS: `ray_faults.install` is the hook with which workers start.
 
 A file named as a tensor has what happens in the middle of its cast: "kill once", "kill", "meet" (waits until two processes are
-there), "wait" (until there is a file `go`, also when it is interrupted), "fail system" or "fail breccia". The file `casts` lists
+there), "wait" (until there is a file `go`, also when it is interrupted), "fail system" or "fail breccia". The file `casts` has
 the tensors that were cast, each with the process, `slabs` with the rows of their largest slab, and `killed` those that killed
 theirs; `assigned` has what a process may use, and `stopped` the process that found its run ended.
 """

@@ -4,8 +4,8 @@ A task is a generator whose steps reach this process one by one, so that the jou
 worker died is not repeated by Ray, which would start from the beginning: this engine starts it again with what the journal has
 by then. Should the first worker still run, cut off from the cluster, then both write the same bytes.
 
-Ray may lose the interrupt of a task, and the end of its process. So there is a file of the run in the staging folder, as long as
-the run goes on, and a task that does not find it stops before it writes more.
+Ray may lose the interrupt of a task, and the end of its process. So there is a file of the run in the staging folder as long as
+it goes on, and a task that does not find it stops before it writes more.
 
 Source: Ray 2.60, "Dynamic generators", "Resources", "Fault tolerance of tasks".
 """
@@ -179,7 +179,7 @@ class _Run:
             self._file.open().close()  # on NFS, the server is asked
         except FileNotFoundError as e:
             raise StoppedError(
-                f"the run that wrote in {shown(self._folder)} has ended, so that this task of Ray ends, too, and writes nothing "
+                f"the run that wrote in {shown(self._folder)} has ended, so that this task of Ray ends and writes nothing "
                 "more. The same call goes on from what is finished.",
                 folder=str(self._folder),
             ) from e

@@ -23,6 +23,7 @@ from ..dispatch import calls
 from ..dispatch.registry import registry
 from ..error_metrics import ErrorMetrics
 from ..errors import ShapeError, UnsupportedError
+from ..formats import TENSOR
 from ..layouts import Shape
 from ..operations import OPERATIONS
 from ..options import FLOAT32, ProductOptions
@@ -30,6 +31,7 @@ from ..targets import load
 from ..tensors.components import components, part_grids, with_parts, words
 from ..tensors.grids import whole_unit
 from ..tensors.tensor import ScaledTensor, scaled
+from . import reference
 from .affine import data_of_one_code, with_data
 from .threads import at_most, get_num_threads, spread
 
@@ -45,8 +47,9 @@ Slab = tuple[slice, slice]
 
 
 class Ends(NamedTuple):
-    """What bounds each element: the numbers of its block's least and largest codes, in FP32.
+    """What bounds the elements of each block: the numbers of its least and largest codes, in FP32.
 
+    each: the elements of a block along a row, of which the last has fewer; 1 where the arrays have an item for each element.
     below, above: half of the step next to each, as a fraction of the whole range. Beyond them an element saturates.
     """
 
@@ -54,9 +57,10 @@ class Ends(NamedTuple):
     high: np.ndarray
     below: np.float32
     above: np.float32
+    each: int = 1
 
     def limits(self, part: slice) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers below and above which some of the elements, in C order, saturate."""
+        """The numbers below and above which some of the elements, in C order, saturate; of blocks of one element."""
         low, high = self.low.reshape(-1)[part], self.high.reshape(-1)[part]
         with np.errstate(over="ignore", invalid="ignore"):  # beyond FP32 nothing saturates
             ends = low - (high * self.below - low * self.below), high + (high * self.above - low * self.above)
@@ -143,13 +147,18 @@ class Source:
         calls.dequantize(piece, FLOAT32._replace(out=out.reshape(piece.shape)))
         return True
 
-    def bounded(self, slab: Slab, rooms: Rooms) -> tuple[np.ndarray, list[Ends]]:
-        """The values as they are stored, and what bounds them by each codec of elements: nothing those of a plain tensor."""
+    def bounded(self, slab: Slab, rooms: Rooms, by_blocks: bool = False) -> tuple[np.ndarray, list[Ends]]:
+        """The values as they are stored, and what bounds them by each codec of elements: nothing those of a plain tensor.
+
+        by_blocks: whether `Ends` may have items of blocks.
+        """
         if self._scaled is None:
             return self.stored(slab), []
         piece = self._piece(self._scaled, slab)
         fmt = piece.recipe.format
         codecs = [fmt.element] if fmt.alternative is None else [fmt.element, fmt.alternative]
+        if by_blocks and (of_blocks := _ends_of_blocks(piece)) is not None:
+            return self._decoded(piece, rooms, "decoded"), [of_blocks]
         ends = [self._ends_of(piece, codec, rooms if n == 0 else Rooms()) for n, codec in enumerate(codecs)]
         return self._decoded(piece, rooms, "decoded"), ends
 
@@ -274,7 +283,7 @@ def _compiled(x: Source, y: Source) -> Compiled | None:
 
 
 def _of_slab(x: Source, y: Source, slab: Slab, compiled: Compiled | None, rooms: Rooms) -> ErrorMetrics:
-    a, (b, ends) = x.stored(slab, rooms), y.bounded(slab, rooms)
+    a, (b, ends) = x.stored(slab, rooms), y.bounded(slab, rooms, compiled is not None)
     if compiled is not None:
         if ends:
             return compiled(a, b, ends[0])
@@ -284,6 +293,31 @@ def _of_slab(x: Source, y: Source, slab: Slab, compiled: Compiled | None, rooms:
     a, b = a.reshape(-1), b.reshape(-1)
     chunks = (slice(start, start + _CHUNK) for start in range(0, max(a.size, 1), _CHUNK))
     return reduce(add, (_error_metrics(numbers_of(a[part]), numbers_of(b[part]), ends, part) for part in chunks))
+
+
+def _ends_of_blocks(st: ScaledTensor) -> Ends | None:
+    """What bounds the blocks of a tensor, by their scales alone; None for a format where more has a part in it."""
+    fmt, block = st.recipe.format, st.layout.block()
+    plain = fmt.offset == "none" and fmt.alternative is None and "coded_scales" not in fmt.features
+    if not plain or block == TENSOR or block[1] == 1 or st.axis != -1 or not st.layout.in_order or st.scale.ndim != st.ndim:
+        return None
+    (lowest, below), (highest, above) = _ends(fmt.element)
+    rows, tall = st.shape[-2], block[0] or st.shape[-2]
+
+    def numbers(code: int) -> np.ndarray:
+        value = np.full((1,) * st.ndim, fmt.element.value(code), np.float32)
+        number = reference.apply_scale(NUMPY, value, st.scale, fmt, fmt.scale)
+        if fmt.global_scale is not None:
+            of_tensor = np.asarray(st.global_scale)
+            of_tensor = of_tensor.reshape(*of_tensor.shape, *(1,) * (st.ndim - of_tensor.ndim))
+            number = reference.apply_scale(NUMPY, number, of_tensor, fmt, fmt.global_scale)
+        return number if tall == 1 else number.repeat(tall, -2)[..., :rows, :]
+
+    with np.errstate(all="ignore"):
+        high = numbers(highest)
+        symmetric = fmt.element.value(lowest) == -fmt.element.value(highest)
+        low = -high if symmetric else numbers(lowest)
+    return Ends(low, high, below, above, block[1] or st.shape[-1])
 
 
 def _endless(shape: Shape) -> Ends:
