@@ -32,7 +32,7 @@ from .measure import Histogram
 from .results import TensorReport
 from .safetensors import Described, described_as, plan
 from .safetensors_file import Shape, byte_count, read
-from .slab_casts import SlabCasts, assembled
+from .slab_casts import SlabCasts
 from .source import Source, Value
 
 #: How the reason for keeping a tensor of a kind that keeps its precision starts; the kind follows.
@@ -151,25 +151,17 @@ class Job:
         for file in {id(file): file for file in files}.values():
             file.check_unchanged()
 
-    def pieces(self) -> Iterator[dict[str, np.ndarray]]:
-        """The components of a value that is cast, in consecutive pieces."""
-        if isinstance(chosen := self.chosen, ScaledTensor):
-            return iter([components(chosen)])
-        return self.casts().cast()
-
     def casts(self, unit: int = 1) -> SlabCasts:
         """The casts of its slabs, of a multiple of `unit` rows."""
         assert self.recipe is not None
         return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes, None, unit)
 
     def tensor(self) -> ScaledTensor:
-        """The value under its recipe, in memory."""
+        """A value that keeps its codes, under its recipe, in memory."""
         recipe = self.recipe
-        assert recipe is not None
-        if self.way == "keep":
-            st = self.value.loaded()
-            return st if st.recipe == recipe else requantize(st, recipe, require_exact=True)
-        return assembled(self.pieces(), recipe, self.value.shape)
+        assert self.way == "keep" and recipe is not None
+        st = self.value.loaded()
+        return st if st.recipe == recipe else requantize(st, recipe, require_exact=True)
 
 
 def _not_castable(dtype: str, shape: Shape) -> str:
