@@ -1,9 +1,9 @@
 """What tests do to workers of Ray, by files in the folder FAULTS: `ray_faults.install` is the hook with which workers start.
 
 A file named as a tensor has what happens in the middle of its cast: "kill once", "kill", "meet" (waits until two processes are
-there), "wait" (until it is stopped; then there is a file `ended`), "fail system" or "fail breccia". The file `casts` lists the
-tensors that were cast, each with the process, `slabs` with the rows of their largest slab, and `killed` those that killed
-theirs; `assigned` has what a process may use.
+there), "wait" (until there is a file `go`, also when it is interrupted), "fail system" or "fail breccia". The file `casts` has
+the tensors that were cast, each with the process, `slabs` with the rows of their largest slab, and `killed` those that killed
+theirs; `assigned` has what a process may use, and `stopped` the process that found its run ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +28,45 @@ def install() -> None:
     import ray
 
     import breccia
+    from breccia_bridges.engines import StoppedError
     from breccia_bridges.jobs import Job
+    from breccia_bridges.production import Production
+    from breccia_bridges.ray_engine import _Run
 
-    real = Job.pieces
+    real, check = Production.of, _Run.check
 
-    def pieces(self: Job) -> Iterator[dict[str, Any]]:
-        folder = Path(os.environ[FOLDER])
-        with (folder / "casts").open("a") as file:
-            file.write(f"{self.name} {os.getpid()}\n")
-        with (folder / "slabs").open("a") as file:
-            file.write(f"{self.name} {max(math.prod(part.stop - part.start for part in one) for one in self.casts().slabs)}\n")
-        assigned = {"threads": breccia.get_num_threads(), **ray.get_runtime_context().get_assigned_resources()}
-        (folder / "assigned").write_text(json.dumps(assigned))
-        for piece in real(self):
-            yield piece
-            _happen(folder, folder / self.name)
+    def of(job: Job, planned: Any, alone: bool) -> Production:
+        production = real(job, planned, alone)
+        if job.way != "cast":
+            return production
+        largest = max(math.prod(part.stop - part.start for part in one) for one in job.casts().slabs)
+        return replace(production, made=partial(_made, job.name, largest, production.made, assigned))
 
-    Job.pieces = pieces
+    def assigned() -> dict[str, Any]:
+        return {"threads": breccia.get_num_threads(), **ray.get_runtime_context().get_assigned_resources()}
+
+    def checked(run: _Run) -> None:
+        try:
+            check(run)
+        except StoppedError:
+            (Path(os.environ[FOLDER]) / "stopped").write_text(str(os.getpid()))
+            raise
+
+    Production.of, _Run.check = of, checked
+
+
+def _made(
+    name: str, largest: int, make: Callable[[Any], Iterable[Any]], assigned: Callable[[], dict[str, Any]], found: Any
+) -> Iterator[Any]:
+    folder = Path(os.environ[FOLDER])
+    with (folder / "casts").open("a") as file:
+        file.write(f"{name} {os.getpid()}\n")
+    with (folder / "slabs").open("a") as file:
+        file.write(f"{name} {largest}\n")
+    (folder / "assigned").write_text(json.dumps(assigned()))
+    for piece in make(found):
+        _happen(folder, folder / name)
+        yield piece
 
 
 def _happen(folder: Path, fault: Path) -> None:
@@ -63,9 +88,7 @@ def _happen(folder: Path, fault: Path) -> None:
 
         raise UnsupportedError(f"{fault.name}: a value that nothing holds")
     elif what == "wait":
-        try:
-            end = time.monotonic() + 60
-            while time.monotonic() < end:
+        end = time.monotonic() + 120
+        while not (folder / "go").exists() and time.monotonic() < end:
+            with suppress(KeyboardInterrupt):  # as if Ray had lost it
                 time.sleep(0.01)
-        finally:
-            (folder / "ended").touch()

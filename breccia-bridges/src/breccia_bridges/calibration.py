@@ -17,10 +17,11 @@ from breccia.backend import Declared, registry
 from breccia.internal import check_choices, check_positive, choices_of, one_of, suggestion
 
 from .calibrated import Calibrated, Stage
+from .extremes import Extremes
 from .jobs import Job
 from .measure import FileTensor
 from .results import Advance
-from .slab_casts import SlabCasts, assembled, extremes
+from .slab_casts import SlabCasts, assembled
 
 #: The rule by which scales are searched for the least squared error, where a recipe has it.
 SEARCH = "mse"
@@ -203,7 +204,7 @@ class _Target:
         return cls(job.recipe, tuple(value.name for value in job.among.values) if job.among else ())
 
     def cast(self, x: np.ndarray, among: Sequence[np.ndarray], importance: np.ndarray | None) -> ScaledTensor:
-        ends = extremes([FileTensor(each, "F32") for each in among]) if among else None
+        ends = Extremes.of([FileTensor(each, "F32") for each in among]) if among else None
         weights = importance if is_searched(self.recipe) else None
         pieces = SlabCasts(FileTensor(x, "F32"), self.recipe, ends, weights).cast()
         return assembled(pieces, self.recipe, x.shape)

@@ -28,7 +28,7 @@ from .gguf_file import GGUFFile
 from .huggingface import write_json
 from .jobs import CASTABLE, Job, by_policy, check_factors, unchanged, unlike_layers
 from .journal import Journal, conversion_key, is_placing
-from .memory import Estimates
+from .memory import Estimates, remembered
 from .modules import modules_kept, tied_heads
 from .remote_path import RemotePath, is_remote
 from .results import Advance, Report, TensorReport, Verify
@@ -284,12 +284,16 @@ class Conversion:
             else:
                 left.append(planned)
 
+        takes_whole = remembered(self.estimates.besides, self.estimates.moved)
+
         def task(n: int) -> Task:
             planned, url = left[n], str(self.dst) if uploads is not None else ""
-            return Task(planned, self.report.verify, histograms, slab, *journal.finished(planned.jobs), url)
+            with measuring.of_elements(slab):
+                whole = frozenset(name for name, job in planned.jobs.items() if takes_whole(job))
+            return Task(planned, self.report.verify, histograms, slab, *journal.finished(planned.jobs), url, whole)
 
         done: set[tuple[str, bool]] = set()  # an engine that repeats a part of a task repeats its steps
-        with closing(self.engine.run(len(left), task)) as steps:
+        with closing(self.engine.run(len(left), task, self.staging.new.parent)) as steps:
             for n, step in steps:
                 if step is None:
                     if uploads is not None:

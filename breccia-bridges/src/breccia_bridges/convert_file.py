@@ -7,36 +7,34 @@ A `Task` has all that decides about a file, and `convert_file` does it: in this 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from breccia import CorruptFileError, ErrorMetrics
-from breccia.backend import NUMPY, threads
 from breccia.internal import measuring
 
-from .announcements import TORCH_NAMES
+from .ahead import Item, ahead, results
 from .configs import RESERVED, Config, read_configs
 from .dialect_writer import DialectWriter, Reader
-from .jobs import CASTABLE, Job
-from .measure import FileTensor, Histogram, Slab, histogram, measure, slabs
+from .jobs import Job
+from .measure import FileTensor, Histogram, histogram
+from .production import Production
 from .results import TensorReport, Verify
-from .row_slabs import ROWS, RowSlabs
-from .safetensors import declarations, file_parts, view_tensor
+from .safetensors import declarations, view_tensor
 from .safetensors_file import Container, read, shown
 from .safetensors_writer import HeaderError, raw_bytes
-from .slab_casts import in_order
 from .staged_writer import StagedWriter
 
-#: The exponent of Inf and NaN.
-_EXPONENTS = {"F32": np.uint32(0x7F800000), "F16": np.uint16(0x7C00), "BF16": np.uint16(0x7F80)}
 #: Bytes that are read at a time of tensors that are copied or compared.
 _PIECE = 1 << 22
 
@@ -137,6 +135,10 @@ class FilePlan:
         return part
 
 
+def _is_running() -> None:
+    """Of a task in the process that started it."""
+
+
 @dataclass(frozen=True)
 class Task:
     """A file to write. It can be pickled, and needs no other task.
@@ -146,6 +148,8 @@ class Task:
     slab: elements of a slab under which each value stays below the limit of memory; sums of metrics depend on it.
     written, verified: what the journal has of the file's values.
     uploaded_to: the URL of the destination to which the file is uploaded after the task; empty for one on a disk.
+    whole: the names of values that take more memory than that of their slabs.
+    check_running: called before anything is written; raises where the run that started the task has ended.
     """
 
     planned: FilePlan
@@ -155,6 +159,8 @@ class Task:
     written: Mapping[str, Mapping[str, str]]
     verified: Mapping[str, tuple[ErrorMetrics | None, Histogram | None]]
     uploaded_to: str
+    whole: frozenset[str] = frozenset()
+    check_running: Callable[[], None] = _is_running
 
     def __getstate__(self) -> dict[str, Any]:
         """A plan that is declared needs of the source its jobs alone."""
@@ -182,30 +188,81 @@ def convert_file(task: Task) -> Generator[Step]:
 
     What the journal has is not done again: values whose bytes are there still, and measurements of them.
     """
-    planned, verified = task.planned, dict(task.verified)
-    with planned.writer as writer:
+    verified = dict(task.verified)
+    for step in _written(task):
+        if step.digests is not None:
+            verified.pop(step.name, None)
+        yield step
+    yield from _verified(task, verified)
+
+
+def _written(task: Task) -> Generator[Step]:
+    """Write the values; those whose bytes are there stay."""
+    planned = task.planned
+
+    task.check_running()
+
+    def works(writer: TensorWriter) -> Iterator[Production]:
         for job in planned.jobs.values():
-            digests, new = task.written.get(job.name, {}), None
-            if digests.keys() != job.described[0].keys() or not writer.keep(digests):
+            digests = task.written.get(job.name, {})
+            if digests.keys() == job.described[0].keys() and writer.keep(digests):
+                yield Production.kept(job)
+            else:
                 with measuring.of_elements(task.slab):
-                    _write(writer, job, planned)
+                    production = Production.of(job, planned, job.name in task.whole)
+                yield production
+
+    with planned.writer as writer, ahead(works(writer)) as productions:
+        for production, found in productions:
+            job, digests = production.job, None
+            if not production.is_kept:
+                _write_parts(writer, list(job.described[0]), production.made(found), production.axes, task.check_running)
                 job.check_unchanged()
-                new = {part: writer.digests[part] for part in job.described[0]}
-                verified.pop(job.name, None)
-            yield Step(job.name, job.value.nbytes, new)
+                digests = {part: writer.digests[part] for part in job.described[0]}
+            yield Step(job.name, job.value.nbytes, digests)
+
+
+def _verified(task: Task, verified: Mapping[str, tuple[ErrorMetrics | None, Histogram | None]]) -> Generator[Step]:
+    """Read the file back, and measure the errors of its values, unless they are known."""
+    planned = task.planned
     written = None if task.verify is Verify.none else planned.reopened()
     configs = read_configs(written) if written and task.verify is Verify.full else {}
-    for name, job in planned.jobs.items():
-        is_measured = task.verify is Verify.full and job.way != "copy" and not job.is_changed and name not in verified
-        if written and is_measured:
+
+    def works() -> Iterator[Measurement]:
+        for name, job in planned.jobs.items():
+            is_measured = task.verify is Verify.full and job.way != "copy" and not job.is_changed and name not in verified
+            if not written or not is_measured:
+                yield Measurement(job)
+                continue
+            read_back = planned.reader(job.placed, written).numbers() if planned.reader and job.placed else None
+            pair = job.value.numbers(), read_back or _numbers_of(written, name, configs.get(name))
             with measuring.of_elements(task.slab):
-                read_back = planned.reader(job.placed, written).numbers() if planned.reader and job.placed else None
-                x, y = job.value.numbers(), read_back or _numbers_of(written, name, configs.get(name))
-                report = job.report(measure(x, y), histogram(x, y) if task.histograms and not job.reason else None)
-            job.check_unchanged()
-        else:
-            report = job.report(*verified.get(name, (None, None)))
-        yield Step(name, job.value.nbytes, report=report, is_measured=is_measured)
+                items = measuring.items(*pair)
+            yield Measurement(job, pair, items, name in task.whole)
+
+    with ahead(works()) as measurements:
+        for one, found in measurements:
+            job, counts = one.job, None
+            if one.pair:
+                fidelity = reduce(add, found)
+                if task.histograms and not job.reason:
+                    with measuring.of_elements(task.slab):
+                        counts = histogram(*one.pair)
+                report = job.report(fidelity, counts)
+                job.check_unchanged()
+            else:
+                report = job.report(*verified.get(job.name, (None, None)))
+            yield Step(job.name, job.value.nbytes, report=report, is_measured=one.pair is not None)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is done to measure the errors of a value: nothing, or the slabs of a pair of tensors."""
+
+    job: Job
+    pair: tuple[FileTensor, FileTensor] | None = None
+    items: Sequence[Item[ErrorMetrics]] = ()
+    alone: bool = False
 
 
 def _numbers_of(written: Container, name: str, config: Config | None) -> FileTensor:
@@ -215,47 +272,18 @@ def _numbers_of(written: Container, name: str, config: Config | None) -> FileTen
     return FileTensor(written.view(name).reshape(written.entries[name].shape), written.entries[name].dtype)
 
 
-def _write(writer: TensorWriter, job: Job, planned: FilePlan) -> None:
-    parts, dialect = list(job.described[0]), planned.dialect
-    if job.way in ("copy", "decode"):
-        pieces = planned.copied(job) if job.way == "copy" else _decoded(job)
-        _write_parts(writer, parts, ({job.name: piece} for piece in pieces))
-    elif dialect is not None and job.placed is not None:
-        slabs = RowSlabs.of(job, job.casts(ROWS).slabs, dialect) if job.way == "cast" else None
-        if slabs is None:
-            _write_parts(writer, parts, [dialect.arrays(job.placed, job.tensor())])
-        else:
-            _write_parts(writer, parts, slabs.arrays(job, dialect), slabs.axes)
-    else:
-        pieces = job.pieces() if job.way == "cast" else [file_parts(job.tensor())]
-        _write_parts(writer, parts, ({f"{job.name}.{end}": a for end, a in piece.items()} for piece in pieces))
-
-
 def in_pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     """The bytes of an array, which may be mapped."""
     flat = array.reshape(-1).view(np.uint8)
     yield from (read(flat[i : i + _PIECE]) for i in range(0, flat.size, _PIECE))
 
 
-def _decoded(job: Job) -> Iterator[np.ndarray]:
-    """The values of a scaled one in the dtype of the new file, in pieces."""
-    numbers, codec = job.value.numbers(), CASTABLE[job.described[0][job.name][0]]
-    dtype, exponent = TORCH_NAMES[codec.name], _EXPONENTS[codec.name]
-
-    def decoded(slab: Slab, _: object) -> np.ndarray:
-        values = numbers.rounded(slab, dtype)
-        if (values.view(exponent.dtype) & exponent).max(initial=0) < exponent:
-            return values
-        return NUMPY.store(codec.encode(NUMPY, numbers.values(slab)), NUMPY.storage(codec))  # saturates; has one NaN
-
-    yield from in_order(decoded, list(slabs(numbers.shape, numbers.unit)))
-
-
 def _write_parts(
     writer: TensorWriter,
     parts: list[str],
     pieces_of_parts: Iterable[Mapping[str, np.ndarray]],
-    axes: Mapping[str, int | None] = MappingProxyType({}),
+    axes: Mapping[str, int | None],
+    check_running: Callable[[], None],
 ) -> None:
     """Write the tensors of a value in consecutive pieces. axes: along which they follow each other, where it is not 0."""
     with ExitStack() as stack:
@@ -264,8 +292,10 @@ def _write_parts(
         if isinstance(writer, StagedWriter):
             puts |= {part: stack.enter_context(writer.columns(part)) for part in of_columns}
         for pieces in pieces_of_parts:
+            check_running()
             for part, piece in pieces.items():
                 puts[part](piece)
+        check_running()  # some writers write what they have collected at the end
 
 
 def _reopened(path: Path, digests: dict[str, str]) -> Container:
@@ -278,15 +308,18 @@ def _reopened(path: Path, digests: dict[str, str]) -> Container:
         raise CorruptFileError(f"{shown(path)}: the stock safetensors reader rejects it ({e}); upgrade safetensors.") from e
     if names != set(digests):
         raise CorruptFileError(f"{shown(path)}: the stock safetensors reader finds tensors other than those written.")
-    parts = list(digests)
 
-    def work(first: int, end: int) -> None:
-        for part in parts[first:end]:
-            if _digest(views[part]) != digests[part]:
+    def item(part: str) -> Item[None]:
+        view = written.view(part)
+
+        def compare(_: measuring.Rooms) -> None:
+            if _digest(view) != digests[part]:
                 raise CorruptFileError(f"{shown(path)}: {part!r} reads back bytes other than those written; check the disk.")
 
-    views = {part: written.view(part) for part in parts}
-    threads.spread(work, len(parts), threads.get_num_threads())
+        return compare
+
+    for _ in results([item(part) for part in digests]):
+        continue
     return written
 
 

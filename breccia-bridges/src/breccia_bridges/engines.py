@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 from breccia import BrecciaError, OptionError
@@ -24,6 +25,10 @@ class WorkerError(BrecciaError, RuntimeError):
     """
 
 
+class StoppedError(WorkerError):
+    """The run that started a task has ended, so that the task writes nothing any more."""
+
+
 class Engine(Protocol):
     """max_memory: the bytes that a task takes at most, which the conversion has checked.
 
@@ -35,12 +40,13 @@ class Engine(Protocol):
     @property
     def at_once(self) -> int: ...
 
-    def run(self, count: int, task: Callable[[int], Task]) -> Generator[tuple[int, Step | None]]:
+    def run(self, count: int, task: Callable[[int], Task], folder: Path) -> Generator[tuple[int, Step | None]]:
         """The steps of `count` tasks, those of each in order, as `convert_file` has them, with the number of the task.
 
         In place of a step there is None when the task has ended: nothing writes or reads its file any more.
         task: gives one by its number, with what is finished of it by then; an engine asks again to repeat what it has lost,
-        and repeats steps. When the generator is closed, all tasks have ended.
+        and repeats steps. When the generator is closed, all tasks have ended, or write nothing any more.
+        folder: in which an engine may have files until then.
         """
         ...
 
@@ -59,7 +65,7 @@ class Local:
     max_memory: int
     at_once: ClassVar[int] = 1
 
-    def run(self, count: int, task: Callable[[int], Task]) -> Generator[tuple[int, Step | None]]:
+    def run(self, count: int, task: Callable[[int], Task], folder: Path) -> Generator[tuple[int, Step | None]]:
         for n in range(count):
             with closing(convert_file(task(n))) as steps:
                 for step in steps:

@@ -16,8 +16,9 @@ from typing import Any, BinaryIO, ClassVar, Self
 import numpy as np
 
 from breccia import CorruptFileError, UnsupportedError
-from breccia.internal import abbreviated, printable
+from breccia.internal import abbreviated, measuring, printable
 
+from .ahead import Item, results
 from .convert_file import FilePlan, in_pieces
 from .dialect_writer import DialectWriter, Reader
 from .gguf_file import PART, GGUFFile
@@ -28,7 +29,7 @@ from .jobs import CASTABLE, Job
 from .safetensors_file import DTYPES, Container, Shape, read, shown
 from .safetensors_writer import raw_bytes
 from .source import Source
-from .staged_writer import Digest, digest_of, opened_again
+from .staged_writer import Digest, Hashing, digest_of, opened_again
 from .staging import naming
 
 _NUMBERS = {one.name: number for number, one in TYPES.items()}
@@ -234,6 +235,7 @@ class GGUFWriter:
         self._starts: dict[str, int] = {}
         self._digests: dict[tuple[int, int], str] = {}
         self.digests: dict[str, str] = {}
+        self._hashing = Hashing()
 
     @property
     def entries(self) -> Sequence[str]:
@@ -279,6 +281,7 @@ class GGUFWriter:
         return True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hashing.close()
         if self._file is not None:
             self._file.close()
 
@@ -305,17 +308,17 @@ class GGUFWriter:
     def _digested(self, start: int) -> Generator[Callable[[np.ndarray], None]]:
         at, file = start, self._file
         assert file is not None
-        with Digest() as digest:
+        digest = Digest(self._hashing)
 
-            def put(piece: np.ndarray) -> None:
-                nonlocal at
-                raw = raw_bytes(piece)
-                digest.update(raw)
-                with naming(self.path):
-                    file.seek(at)
-                    at += file.write(raw)
+        def put(piece: np.ndarray) -> None:
+            nonlocal at
+            raw = raw_bytes(piece)
+            digest.update(raw)
+            with naming(self.path):
+                file.seek(at)
+                at += file.write(raw)
 
-            yield put
+        yield put
         with naming(self.path):
             file.flush()
         self._digests[start, at] = digest.hexdigest()
@@ -323,9 +326,13 @@ class GGUFWriter:
     def check(self) -> None:
         """Raise CorruptFileError unless the file has the bytes that were written, and all of them."""
         missing = sum(one.nbytes for one in self._tensors.values()) - sum(stop - start for start, stop in self._digests)
-        with self.path.open("rb") as file:
-            for (start, stop), wanted in self._digests.items():
-                if digest_of(file, start, stop - start) != wanted:
-                    missing = stop - start
-        if missing:
+
+        def item(start: int, stop: int) -> Item[int]:
+            def changed(_: measuring.Rooms) -> int:
+                with self.path.open("rb") as file:
+                    return 0 if digest_of(file, start, stop - start) == self._digests[start, stop] else stop - start
+
+            return changed
+
+        if missing or sum(results([item(*span) for span in self._digests])):
             raise CorruptFileError(f"{shown(self.path)} reads back bytes other than those written; check the disk.")

@@ -25,13 +25,14 @@ from breccia.internal import PRESETS, abbreviated, decided, keeps_parts, keeps_v
 from .beside import factors
 from .calibrated import Calibrated
 from .dialect_writer import DialectWriter, Placed
+from .extremes import Extremes
 from .fused import fused
 from .gguf_types import NAMED, type_bytes
 from .measure import Histogram
 from .results import TensorReport
 from .safetensors import Described, described_as, plan
 from .safetensors_file import Shape, byte_count, read
-from .slab_casts import SlabCasts, assembled, extremes
+from .slab_casts import SlabCasts
 from .source import Source, Value
 
 #: How the reason for keeping a tensor of a kind that keeps its precision starts; the kind follows.
@@ -47,9 +48,9 @@ class Together:
     values: tuple[Value, ...]
 
     @cached_property
-    def extremes(self) -> np.ndarray:
+    def extremes(self) -> Extremes:
         """Their smallest and largest elements, which are read once."""
-        return extremes([value.numbers() for value in self.values])
+        return Extremes([value.numbers() for value in self.values])
 
 
 @dataclass(frozen=True)
@@ -160,26 +161,17 @@ class Job:
         for file in {id(file): file for file in files}.values():
             file.check_unchanged()
 
-    def pieces(self) -> Iterator[dict[str, np.ndarray]]:
-        """The components of a value that is cast, in consecutive pieces."""
-        if isinstance(chosen := self.chosen, ScaledTensor):
-            return iter([components(chosen)])
-        return self.casts().cast()
-
     def casts(self, unit: int = 1, importance: np.ndarray | None = None) -> SlabCasts:
         """The casts of its slabs, of a multiple of `unit` rows. importance: of each column, for a search of scales."""
         assert self.recipe is not None
         return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes, importance, unit)
 
     def tensor(self) -> ScaledTensor:
-        """The value under its recipe, in memory."""
-        recipe = self.recipe
-        assert recipe is not None
-        if self.way == "keep":
-            chosen = self.chosen
-            st = chosen if isinstance(chosen, ScaledTensor) else self.value.loaded()
-            return st if st.recipe == recipe else requantize(st, recipe, require_exact=True)
-        return assembled(self.pieces(), recipe, self.value.shape)
+        """A value that keeps its codes, or has those that a merge has chosen, under its recipe, in memory."""
+        recipe, chosen = self.recipe, self.chosen
+        assert self.way == "keep" and recipe is not None
+        st = chosen if isinstance(chosen, ScaledTensor) else self.value.loaded()
+        return st if st.recipe == recipe else requantize(st, recipe, require_exact=True)
 
 
 def _not_castable(dtype: str, shape: Shape) -> str:

@@ -57,8 +57,11 @@ class Estimates:
 
     def needed(self, job: Job) -> int:
         """The bytes that a value takes while it is converted and verified."""
+        return self.besides(job) + (_of_slabs(job) if job.way != "copy" else 0)
+
+    def besides(self, job: Job) -> int:
+        """Those of them that do not belong to a slab."""
         value, recipe = job.value, job.recipe
-        of_slabs = _of_slabs(job)
         moved = _MOVED * job.nbytes if self.moved & job.described[0].keys() else 0
         if job.way == "copy":
             return moved
@@ -70,7 +73,7 @@ class Estimates:
                 whole += _OF_NEW_CODE * elements
             elif job.placed is not None and recipe.format.element.bits < 8:
                 whole += _OF_CODE * elements
-        return moved + whole + of_slabs
+        return moved + whole
 
     def tried(self, job: Job) -> int:
         """The bytes that a value takes while it is found out whether its recipe keeps all of it."""
@@ -82,7 +85,7 @@ class Estimates:
 
         of: what a value takes; by default `needed`.
         """
-        of = of or self._remembered()
+        of = of or remembered(self.needed, self.moved)
         largest = max(jobs, key=of, default=None)
         if largest is None or (takes := _PROGRAM + _OF_VALUE * len(jobs) + of(largest)) <= limit:
             return
@@ -94,19 +97,6 @@ class Estimates:
             max_memory=limit,
             needed=takes,
         )
-
-    def _remembered(self) -> Callable[[Job], int]:
-        """`needed`, once for values that are alike."""
-        known: dict[Any, int] = {}
-
-        def of(job: Job) -> int:
-            value, moves = job.value, bool(self.moved and self.moved & job.described[0].keys())
-            key = job.way, value.shape, value.nbytes, value.recipe, job.recipe, job.nbytes, job.placed is None, moves
-            if key not in known:
-                known[key] = self.needed(job)
-            return known[key]
-
-        return of
 
     def slab(self, jobs: Sequence[Job], limit: int) -> int:
         """The elements of a slab under which every value stays below the limit, at most `measuring.SLAB`.
@@ -185,6 +175,20 @@ def _is_view(reader: Reader, placed: Placed) -> bool:
     except BrecciaError:  # zeros are no value of the dialect
         return False
     return any(np.may_share_memory(data, array) for array in file.arrays.values())
+
+
+def remembered(of: Callable[[Job], int], moved: frozenset[str]) -> Callable[[Job], int]:
+    """What a value takes, found once for values that are alike. moved: as `Estimates` has it."""
+    known: dict[Any, int] = {}
+
+    def found(job: Job) -> int:
+        value, moves = job.value, bool(moved and moved & job.described[0].keys())
+        key = job.way, value.shape, value.nbytes, value.recipe, job.recipe, job.nbytes, job.placed is None, moves
+        if key not in known:
+            known[key] = of(job)
+        return known[key]
+
+    return found
 
 
 def slabs_of(job: Job, *more: int) -> list[Slab]:

@@ -4,6 +4,9 @@ A task is a generator whose steps reach this process one by one, so that the jou
 worker died is not repeated by Ray, which would start from the beginning: this engine starts it again with what the journal has
 by then. Should the first worker still run, cut off from the cluster, then both write the same bytes.
 
+Ray may lose the interrupt of a task, and the end of its process. So there is a file of the run in the staging folder as long as
+it goes on, and a task that does not find it stops before it writes more.
+
 Source: Ray 2.60, "Dynamic generators", "Resources", "Fault tolerance of tasks".
 """
 
@@ -17,16 +20,19 @@ import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
 
 import breccia
 from breccia import UnsupportedError, set_num_threads
 from breccia.internal import install, printable
 
 from .convert_file import Step, Task, convert_file
-from .engines import WorkerError
+from .engines import StoppedError, WorkerError
 from .safetensors_file import shown
 from .text import size
 
@@ -34,6 +40,8 @@ from .text import size
 _ATTEMPTS = 3
 #: CPUs, and so threads, of a task: files beside each other use a machine better than threads of one.
 _CPUS = 1
+#: How the name of the file of a run begins.
+_RUN = "run-"
 #: Seconds to wait for tasks that were told to stop.
 _STOPPING = 10.0
 
@@ -58,13 +66,13 @@ class RayEngine:
         """That of a file on each CPU, and one whose task has ended."""
         return (os.cpu_count() or 1) // _CPUS + 1
 
-    def run(self, count: int, task: Callable[[int], Task]) -> Generator[tuple[int, Step | None]]:
-        with self._joined():
+    def run(self, count: int, task: Callable[[int], Task], folder: Path) -> Generator[tuple[int, Step | None]]:
+        with self._joined(), _Run(folder) as run:
             self._check_resources()
             running: dict[Any, _Running] = {}
             try:
                 for n in range(count):
-                    self._start(running, _Running(n, task(n)))
+                    self._start(running, _Running(n, task(n)), run)
                 while running:
                     (ready,), _ = self._ray.wait(list(running), num_returns=1)
                     one = running[ready]
@@ -78,14 +86,15 @@ class RayEngine:
                         del running[ready]
                         one.lose(e)
                         one.task = task(one.number)
-                        self._start(running, one)
+                        self._start(running, one, run)
                     else:
                         one.advance()
                         yield one.number, step
             finally:
+                run.end()
                 self._stop(list(running))
 
-    def _start(self, running: dict[Any, _Running], one: _Running) -> None:
+    def _start(self, running: dict[Any, _Running], one: _Running, run: _Run) -> None:
         options = {
             "num_returns": "streaming",
             "_generator_backpressure_num_objects": 1,  # no value is begun before the one before it is in the journal
@@ -95,7 +104,7 @@ class RayEngine:
             "name": f"convert {one.path.name}",
         }
         function = self._ray.remote(_converted).options(**options)
-        running[function.remote(breccia.__version__, pickle.dumps(one.task))] = one
+        running[function.remote(breccia.__version__, pickle.dumps(replace(one.task, check_running=run.check)))] = one
 
     def _next(self, steps: Any) -> Step:
         """The next step of a task. Raises what the task raised, StopIteration at its end, and RayError for a lost worker."""
@@ -105,7 +114,7 @@ class RayEngine:
             raise e.cause from None
 
     def _stop(self, running: list[Any]) -> None:
-        """End tasks that are under way, so that nothing writes any more."""
+        """End tasks that are under way. One that Ray does not end stops before it writes more."""
         left = {steps.completed(): steps for steps in running}
         for force in (False, True):  # a KeyboardInterrupt in the task; then the end of the process, which Ray does not wait for
             for steps in left.values():
@@ -143,6 +152,37 @@ class RayEngine:
                 max_memory=self.max_memory,
                 largest=largest,
             )
+
+
+class _Run:
+    """A run of the engine: there is a file in the folder, of another name for each run, while it goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._file = folder, folder / f"{_RUN}{uuid4().hex}"
+
+    def __enter__(self) -> Self:
+        for path in self._folder.glob(f"{_RUN}*"):  # of a run whose process was killed, and whose tasks may go on
+            path.unlink(missing_ok=True)
+        self._file.touch()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Let no task write any more."""
+        self._file.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raise StoppedError if the run has ended."""
+        try:
+            self._file.open().close()  # on NFS, the server is asked
+        except FileNotFoundError as e:
+            raise StoppedError(
+                f"the run that wrote in {shown(self._folder)} has ended, so that this task of Ray ends and writes nothing "
+                "more. The same call goes on from what is finished.",
+                folder=str(self._folder),
+            ) from e
 
 
 class _Running:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from breccia import ScaledTensor
+from breccia.internal import measuring
+
+from .ahead import Item
 from .dialect_writer import DialectWriter, Placed
 from .jobs import Job
 from .measure import Slab
@@ -53,10 +57,16 @@ class RowSlabs:
             axes[placed.parts[end]] = differing[0] if differing else None
         return cls(axes, alone)
 
-    def arrays(self, job: Job, dialect: DialectWriter) -> Generator[dict[str, np.ndarray]]:
-        """The arrays of each slab, by the names of tensors; those that are the same for all with the first."""
+    def items(self, job: Job, casts: Sequence[Item[ScaledTensor]], dialect: DialectWriter) -> list[Item[dict[str, np.ndarray]]]:
+        """What gives the arrays of each slab, by the names of tensors; those that are the same for all with the first."""
         assert job.placed is not None
         known = {job.placed.parts[end]: array for end, array in job.placed.stored.known.items()}
-        for n, (st, alone) in enumerate(zip(job.casts(ROWS).tensors(), self.alone, strict=True)):
-            arrays = {**dialect.arrays(alone, st[0]), **known}
-            yield {name: array for name, array in arrays.items() if self.axes[name] is not None or n == 0}
+
+        def item(n: int, cast: Item[ScaledTensor]) -> Item[dict[str, np.ndarray]]:
+            def stored(rooms: measuring.Rooms) -> dict[str, np.ndarray]:
+                arrays = {**dialect.arrays(self.alone[n], cast(rooms)[0]), **known}
+                return {name: array for name, array in arrays.items() if self.axes[name] is not None or n == 0}
+
+            return stored
+
+        return [item(n, cast) for n, cast in enumerate(casts)]

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
-from typing import TypeVar
+from collections.abc import Generator, Iterable, Mapping
 
 import numpy as np
 
 from breccia import ScaledTensor, ScalingRecipe, cast, from_buffer
-from breccia.backend import TENSOR, components, part_shapes, threads
+from breccia.backend import TENSOR, components, part_shapes
 from breccia.internal import measuring
 
-from . import compiled
+from .ahead import Item, results
+from .extremes import Extremes
 from .measure import FileTensor, slabs
 from .safetensors_file import Shape
-
-_T = TypeVar("_T")
 
 
 class SlabCasts:
@@ -29,7 +24,7 @@ class SlabCasts:
     element of the tensor and on whether it has NaN or Inf. Each slab is cast below rows of these, which are then cut off: so
     every rule sees the statistics of the whole tensor, and nothing else of the algorithm is needed here.
 
-    among: the `extremes` of more than this tensor, where several share one tensor-level scale.
+    among: the extremes of more than this tensor, where several share one tensor-level scale.
     importance: of each column, as `breccia.cast` takes it; None for none.
     """
 
@@ -37,32 +32,51 @@ class SlabCasts:
         self,
         stored: FileTensor,
         recipe: ScalingRecipe,
-        among: np.ndarray | None = None,
+        among: Extremes | None = None,
         importance: np.ndarray | None = None,
         unit: int = 1,
     ) -> None:
-        self.stored, self.recipe, self.among = stored, recipe, among
+        self.stored, self.recipe = stored, recipe
         self.importance = importance
         block = recipe.layout.block()
-        self.has_tensor_scale = recipe.format.levels[0].block == TENSOR
         self.rows = 1 if block == TENSOR else block[0] or stored.shape[-2]
         self.slabs = list(slabs(stored.shape, stored.unit, self.rows, unit))
+        self._extremes: Extremes | None = None
+        if recipe.format.levels[0].block == TENSOR and (among is not None or len(self.slabs) > 1):
+            self._extremes = among or Extremes([stored])
+
+    @property
+    def before(self) -> list[Item[None]]:
+        """What is done before the first slab is cast."""
+        return self._extremes.items() if self._extremes else []
+
+    @property
+    def each(self) -> list[Item[ScaledTensor]]:
+        """What is done for each slab: its cast, with the per-tensor components of all."""
+        return [self._item(slab) for slab in self.slabs]
+
+    @property
+    def items(self) -> list[Item[ScaledTensor | None]]:
+        """All that is done, in this order."""
+        return [*self.before, *self.each]
+
+    def _item(self, slab: measuring.Slab) -> Item[ScaledTensor]:
+        return lambda rooms: self._cast(slab, rooms)
+
+    def tensors(self) -> Generator[ScaledTensor]:
+        """The cast tensor, slab by slab."""
+        yield from (st for st in results(self.items) if st is not None)
 
     def cast(self) -> Generator[dict[str, np.ndarray]]:
         """The components of the cast tensor in consecutive pieces; per-tensor components come with the first."""
-        for n, st in enumerate(self.tensors()):
-            yield {part: a for part, a in components(st).items() if a.ndim or n == 0}
+        yield from in_pieces(self.tensors())
 
-    def tensors(self) -> Generator[ScaledTensor]:
-        """The cast tensor, slab by slab; each with the per-tensor components of all."""
+    def _cast(self, slab: measuring.Slab, rooms: measuring.Rooms) -> ScaledTensor:
+        """A slab, below rows of the extremes while it is cast."""
         above = np.empty(0, np.float32)
-        if self.has_tensor_scale and (self.among is not None or len(self.slabs) > 1):
-            found = extremes([self.stored]) if self.among is None else self.among
+        if self._extremes is not None:
+            found = self._extremes.numbers
             above = np.resize(found, math.ceil(found.size / self.rows) * self.rows)
-        yield from in_order(lambda slab, rooms: self._cast(slab, above, rooms), self.slabs)
-
-    def _cast(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> ScaledTensor:
-        """A slab, below rows of the numbers of `above` while it is cast."""
         st = cast(self._numbers(slab, above, rooms), self.recipe, importance=self.importance)
         return st[:, above.size :] if above.size else st
 
@@ -85,34 +99,10 @@ class SlabCasts:
         return whole
 
 
-def in_order(work: Callable[[measuring.Slab, measuring.Rooms], _T], every: Sequence[measuring.Slab]) -> Generator[_T]:
-    """What `work` makes of each slab, in order. Each thread makes one; the caller takes those before it meanwhile."""
-    workers = min(threads.get_num_threads(), len(every))
-    if workers <= 1 or compiled.missing():  # NumPy's short loops would wait for the interpreter, not for each other
-        rooms = measuring.Rooms()
-        for slab in every:
-            yield work(slab, rooms)
-        return
-    free = deque(measuring.Rooms() for _ in range(workers))
-
-    def made(slab: measuring.Slab) -> _T:
-        rooms = free.pop()
-        try:
-            return threads.at_most(1, work, slab, rooms)
-        finally:
-            free.append(rooms)
-
-    with ThreadPoolExecutor(workers) as pool:
-        left = iter(every)
-        begun = deque(pool.submit(made, slab) for slab in islice(left, workers))
-        try:
-            while begun:
-                found = begun.popleft().result()
-                begun.extend(pool.submit(made, slab) for slab in islice(left, 1))
-                yield found
-        finally:
-            for future in begun:
-                future.cancel()
+def in_pieces(tensors: Iterable[ScaledTensor | None]) -> Generator[dict[str, np.ndarray]]:
+    """The components of a tensor's slabs; per-tensor components come with the first."""
+    for n, st in enumerate(st for st in tensors if st is not None):
+        yield {part: a for part, a in components(st).items() if a.ndim or n == 0}
 
 
 def assembled(pieces: Iterable[Mapping[str, np.ndarray]], recipe: ScalingRecipe, shape: Shape) -> ScaledTensor:
@@ -127,38 +117,3 @@ def assembled(pieces: Iterable[Mapping[str, np.ndarray]], recipe: ScalingRecipe,
     return from_buffer(
         parts["data"], parts["scale"], recipe, layout, parts.get("zero_point"), parts.get("global_scale"), shape=shape
     )
-
-
-def extremes(tensors: Sequence[FileTensor]) -> np.ndarray:
-    """The smallest and the largest finite element of all, and NaN if there are others."""
-    every = [(tensor, slab) for tensor in tensors for slab in slabs(tensor.shape, tensor.unit)]
-    found: list[tuple[np.float32, np.float32, bool]] = []
-
-    def work(first: int, end: int) -> None:
-        rooms = measuring.Rooms()
-        for tensor, slab in every[first:end]:
-            found.append(threads.at_most(1, _extremes_of, tensor, slab, rooms))
-
-    threads.spread(work, len(every), threads.get_num_threads())
-    low, high = min((each[0] for each in found), default=_NONE[0]), max((each[1] for each in found), default=_NONE[1])
-    bad = any(each[2] for each in found)
-    return np.array([*((low, high) if low <= high else ()), *([np.float32(np.nan)] if bad else [])], np.float32)
-
-
-#: The smallest and the largest of no elements.
-_NONE = np.float32(np.inf), np.float32(-np.inf)
-
-
-def _extremes_of(tensor: FileTensor, slab: measuring.Slab, rooms: measuring.Rooms) -> tuple[np.float32, np.float32, bool]:
-    return _extremes(tensor.values(slab, rooms))
-
-
-def _extremes(x: np.ndarray) -> tuple[np.float32, np.float32, bool]:
-    """The smallest and the largest finite element, and whether there are others."""
-    if x.size:
-        low, high = x.min(), x.max()
-        if np.isfinite(low) and np.isfinite(high):  # NaN would be both
-            return low, high, False
-    finite = np.isfinite(x)
-    low, high = (of(where=finite, initial=initial) for of, initial in zip((x.min, x.max), _NONE, strict=True))
-    return low, high, not finite.all()

@@ -33,6 +33,7 @@ class StagedWriter(Writer):
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> None:
         super().__init__(path, tensors, metadata, force=True)
         self.digests: dict[str, str] = {}
+        self._hashing = Hashing()
 
     def __enter__(self) -> Self:
         with naming(self.path):
@@ -41,7 +42,8 @@ class StagedWriter(Writer):
 
     @contextmanager
     def stream(self, name: str) -> Generator[Callable[[Data], None]]:
-        with Digest() as digest, super().stream(name) as put:
+        digest = Digest(self._hashing)
+        with super().stream(name) as put:
 
             def both(data: Data) -> None:
                 raw = raw_bytes(data)
@@ -92,29 +94,41 @@ class StagedWriter(Writer):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         file, self._file = self._file, None
         assert file is not None
+        self._hashing.close()
         with naming(self.path), file:
             if kind is None:
                 self._check_complete()
 
 
+class Hashing:
+    """A thread that computes digests, one for all tensors of a file."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, update: Callable[[memoryview], None], raw: memoryview) -> Future[None]:
+        self._pool = self._pool or ThreadPoolExecutor(1)
+        return self._pool.submit(update, raw)
+
+    def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+
 class Digest:
     """SHA-256 of pieces; another thread computes it while the next piece is made, so pieces are not changed afterwards."""
 
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-        self._pool: ThreadPoolExecutor | None = None
+    def __init__(self, hashing: Hashing) -> None:
+        self._digest, self._hashing = hashlib.sha256(), hashing
         self._last: Future[None] | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def update(self, raw: memoryview) -> None:
         self._wait()  # for the piece before, so that few are in memory
         if raw.nbytes < _SHORT:
             self._digest.update(raw)
             return
-        self._pool = self._pool or ThreadPoolExecutor(1)
-        self._last = self._pool.submit(self._digest.update, raw)
+        self._last = self._hashing.submit(self._digest.update, raw)
 
     def hexdigest(self) -> str:
         """Of all pieces so far."""
@@ -125,10 +139,6 @@ class Digest:
         if self._last is not None:
             self._last.result()
             self._last = None
-
-    def __exit__(self, *error: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
 
 
 def opened_again(path: Path, header: bytes, nbytes: int) -> BinaryIO:

@@ -33,6 +33,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("keeps_parts", "repeats"), "kernels.exact"),
     **dict.fromkeys(("NEW_CODES", "decided", "keeps_values"), "kernels.exactness"),
     "Record": "formats",
+    "apply_scale": "kernels.reference",
     "numpy": "kernels",
     **dict.fromkeys(
         ("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"

@@ -40,6 +40,7 @@ from .kernels.numpy.codes import IntegerCodes as IntegerCodes
 from .kernels.numpy.codes import Microkernels as Microkernels
 from .kernels.numpy.codes import ScaledCodes as ScaledCodes
 from .kernels.numpy.codes import TableCodes as TableCodes
+from .kernels.reference import apply_scale as apply_scale
 from .layouts import layout_of_tensor as layout_of_tensor
 from .layouts import placed as placed
 from .locks import cached_property as cached_property

@@ -33,7 +33,8 @@ def errors(x: Any, y: Any, ends: numpy_measuring.Ends) -> ErrorMetrics:
         x = numpy_measuring.numbers_of(x)
     kind = _STORED[x.dtype]
     x, y, low, high = (np.ascontiguousarray(a) for a in (x, y, ends.low, ends.high))
-    found = measuring.errors(x, kind, y, low, high, float(ends.below), float(ends.above))
+    columns = y.shape[-1] if ends.each > 1 else max(y.size, 1)
+    found = measuring.errors(x, kind, y, low, high, float(ends.below), float(ends.above), columns, ends.each)
     signal, noise, dot, energy, max_error, nonzero, flushed, clipped, bad, bad_after = found
     return ErrorMetrics(
         y.size, signal, noise, dot, energy, max_error, nonzero, flushed, y.size, clipped, bad, bad_after

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from operator import add
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ..dispatch import calls
 from ..dispatch.registry import registry
 from ..error_metrics import ErrorMetrics
 from ..errors import ShapeError, UnsupportedError
+from ..formats import TENSOR
 from ..layouts import Shape
 from ..operations import OPERATIONS
 from ..options import FLOAT32, ProductOptions
@@ -30,6 +31,7 @@ from ..targets import load
 from ..tensors.components import components, part_grids, with_parts, words
 from ..tensors.grids import whole_unit
 from ..tensors.tensor import ScaledTensor, scaled
+from . import reference
 from .affine import data_of_one_code, with_data
 from .threads import at_most, get_num_threads, spread
 
@@ -45,8 +47,9 @@ Slab = tuple[slice, slice]
 
 
 class Ends(NamedTuple):
-    """What bounds each element: the numbers of its block's least and largest codes, in FP32.
+    """What bounds the elements of each block: the numbers of its least and largest codes, in FP32.
 
+    each: the elements of a block along a row, of which the last has fewer; 1 where the arrays have an item for each element.
     below, above: half of the step next to each, as a fraction of the whole range. Beyond them an element saturates.
     """
 
@@ -54,9 +57,10 @@ class Ends(NamedTuple):
     high: np.ndarray
     below: np.float32
     above: np.float32
+    each: int = 1
 
     def limits(self, part: slice) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers below and above which some of the elements, in C order, saturate."""
+        """The numbers below and above which some of the elements, in C order, saturate; of blocks of one element."""
         low, high = self.low.reshape(-1)[part], self.high.reshape(-1)[part]
         with np.errstate(over="ignore", invalid="ignore"):  # beyond FP32 nothing saturates
             ends = low - (high * self.below - low * self.below), high + (high * self.above - low * self.above)
@@ -112,6 +116,18 @@ class Source:
         """Is it an array of numbers, neither FP64 nor codes and scales?"""
         return self._array is not None and self._array.dtype != np.float64
 
+    @property
+    def bits(self) -> int:
+        """Bits of an element as it is stored, without scales."""
+        if self._scaled is not None:
+            return self._scaled.recipe.format.element.bits
+        assert self._array is not None
+        return 8 * self._array.itemsize
+
+    def codes(self, slab: Slab) -> ScaledTensor | None:
+        """A slab of a scaled tensor, in memory; None of a plain one."""
+        return None if self._scaled is None else self._piece(self._scaled, slab)
+
     def values(self, slab: Slab, rooms: Rooms | None = None) -> np.ndarray:
         """The values as FP32 (FP64 unchanged), with three axes; those of a scaled tensor may lie in `rooms`."""
         return numbers_of(self.stored(slab, rooms))
@@ -131,13 +147,18 @@ class Source:
         calls.dequantize(piece, FLOAT32._replace(out=out.reshape(piece.shape)))
         return True
 
-    def bounded(self, slab: Slab, rooms: Rooms) -> tuple[np.ndarray, list[Ends]]:
-        """The values as they are stored, and what bounds them by each codec of elements: nothing those of a plain tensor."""
+    def bounded(self, slab: Slab, rooms: Rooms, by_blocks: bool = False) -> tuple[np.ndarray, list[Ends]]:
+        """The values as they are stored, and what bounds them by each codec of elements: nothing those of a plain tensor.
+
+        by_blocks: whether `Ends` may have items of blocks.
+        """
         if self._scaled is None:
             return self.stored(slab), []
         piece = self._piece(self._scaled, slab)
         fmt = piece.recipe.format
         codecs = [fmt.element] if fmt.alternative is None else [fmt.element, fmt.alternative]
+        if by_blocks and (of_blocks := _ends_of_blocks(piece)) is not None:
+            return self._decoded(piece, rooms, "decoded"), [of_blocks]
         ends = [self._ends_of(piece, codec, rooms if n == 0 else Rooms()) for n, codec in enumerate(codecs)]
         return self._decoded(piece, rooms, "decoded"), ends
 
@@ -236,23 +257,33 @@ def of_elements(count: int) -> Generator[None]:
 
 def measure(x: Source, y: Source) -> ErrorMetrics:
     """The error metrics of `y` against `x`, of the same shape."""
-    every, compiled = list(slabs(x.shape, x.unit, y.unit)), y.compiled() or (x.compiled() if y.is_plain else None)
+    every = items(x, y)
     found: dict[int, ErrorMetrics] = {}
 
     def work(first: int, end: int) -> None:
         rooms = Rooms()
         for n in range(first, end):
-            found[n] = at_most(1, _of_slab, x, y, every[n], compiled, rooms)
+            found[n] = at_most(1, every[n], rooms)
 
-    if compiled is None or len(every) == 1:  # NumPy's short loops would wait for the interpreter, not for each other
+    if _compiled(x, y) is None or len(every) == 1:  # NumPy's short loops would wait for the interpreter, not for each other
         rooms = Rooms()
-        return reduce(add, (_of_slab(x, y, slab, compiled, rooms) for slab in every))
+        return reduce(add, (item(rooms) for item in every))
     spread(work, len(every), get_num_threads())
     return reduce(add, (found[n] for n in range(len(every))))
 
 
+def items(x: Source, y: Source) -> list[Callable[[Rooms], ErrorMetrics]]:
+    """Functions that give the metrics of the slabs of `y` against `x`, whose sum in this order is that of `measure`."""
+    compiled = _compiled(x, y)
+    return [partial(_of_slab, x, y, slab, compiled) for slab in slabs(x.shape, x.unit, y.unit)]
+
+
+def _compiled(x: Source, y: Source) -> Compiled | None:
+    return y.compiled() or (x.compiled() if y.is_plain else None)
+
+
 def _of_slab(x: Source, y: Source, slab: Slab, compiled: Compiled | None, rooms: Rooms) -> ErrorMetrics:
-    a, (b, ends) = x.stored(slab, rooms), y.bounded(slab, rooms)
+    a, (b, ends) = x.stored(slab, rooms), y.bounded(slab, rooms, compiled is not None)
     if compiled is not None:
         if ends:
             return compiled(a, b, ends[0])
@@ -262,6 +293,31 @@ def _of_slab(x: Source, y: Source, slab: Slab, compiled: Compiled | None, rooms:
     a, b = a.reshape(-1), b.reshape(-1)
     chunks = (slice(start, start + _CHUNK) for start in range(0, max(a.size, 1), _CHUNK))
     return reduce(add, (_error_metrics(numbers_of(a[part]), numbers_of(b[part]), ends, part) for part in chunks))
+
+
+def _ends_of_blocks(st: ScaledTensor) -> Ends | None:
+    """What bounds the blocks of a tensor, by their scales alone; None for a format where more has a part in it."""
+    fmt, block = st.recipe.format, st.layout.block()
+    plain = fmt.offset == "none" and fmt.alternative is None and "coded_scales" not in fmt.features
+    if not plain or block == TENSOR or block[1] == 1 or st.axis != -1 or not st.layout.in_order or st.scale.ndim != st.ndim:
+        return None
+    (lowest, below), (highest, above) = _ends(fmt.element)
+    rows, tall = st.shape[-2], block[0] or st.shape[-2]
+
+    def numbers(code: int) -> np.ndarray:
+        value = np.full((1,) * st.ndim, fmt.element.value(code), np.float32)
+        number = reference.apply_scale(NUMPY, value, st.scale, fmt, fmt.scale)
+        if fmt.global_scale is not None:
+            of_tensor = np.asarray(st.global_scale)
+            of_tensor = of_tensor.reshape(*of_tensor.shape, *(1,) * (st.ndim - of_tensor.ndim))
+            number = reference.apply_scale(NUMPY, number, of_tensor, fmt, fmt.global_scale)
+        return number if tall == 1 else number.repeat(tall, -2)[..., :rows, :]
+
+    with np.errstate(all="ignore"):
+        high = numbers(highest)
+        symmetric = fmt.element.value(lowest) == -fmt.element.value(highest)
+        low = -high if symmetric else numbers(lowest)
+    return Ends(low, high, below, above, block[1] or st.shape[-1])
 
 
 def _endless(shape: Shape) -> Ends:

@@ -17,15 +17,20 @@ typedef struct {
     Py_ssize_t nonzero, flushed, clipped, bad, bad_after;
 } errors;
 
-/* n numbers of a kind, what was decoded in their place, and the least and the largest number of the block of each. An element
-   saturates beyond these by the parts `below` and `above` of their distance. */
+/* n numbers of a kind in rows of so many columns, what was decoded in their place, and the least and the largest number of each
+   block, which has `each` columns of a row. An element saturates beyond these by the parts `below` and `above` of their distance. */
 typedef struct {
     const char *x;
     int kind;
     const float *y, *low, *high;
     float below, above;
-    Py_ssize_t n;
+    Py_ssize_t n, columns, each;
 } measured;
+
+INLINE Py_ssize_t blocks_of_row(const measured *m)
+{
+    return m->columns / m->each + (m->columns % m->each != 0);
+}
 
 typedef void (*measuring_function)(const measured *, errors *);
 

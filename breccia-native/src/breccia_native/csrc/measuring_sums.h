@@ -29,17 +29,49 @@ INLINE void add_sums(const float *x, const double *wide, const float *y, Py_ssiz
         }
 }
 
+/* The numbers below and above which an element saturates; infinite where nothing does. */
+INLINE void limits_of_block(float l, float h, float below, float above, float *least, float *most)
+{
+    const float a = l - (h * below - l * below), b = h + (h * above - l * above);
+    const float low = a < b ? a : b, high = a < b ? b : a; /* a negative scale swaps the two */
+    const int some = low < high;                           /* not where one is NaN */
+    *least = some ? low : -INFINITY;
+    *most = some ? high : INFINITY;
+}
+
+/* The limits of up to STRIP numbers from number i on. */
+INLINE void limits_of(const measured *m, Py_ssize_t i, Py_ssize_t n, float *least, float *most)
+{
+    if (m->each == 1) {
+        for (Py_ssize_t j = 0; j < n; j++)
+            limits_of_block(m->low[i + j], m->high[i + j], m->below, m->above, least + j, most + j);
+        return;
+    }
+    Py_ssize_t column = i % m->columns, left = m->each - column % m->each;
+    Py_ssize_t block = i / m->columns * blocks_of_row(m) + column / m->each;
+    for (Py_ssize_t j = 0, run; j < n; j += run, block++, left = m->each) {
+        const Py_ssize_t across = m->columns - column < n - j ? m->columns - column : n - j;
+        float low, high;
+        run = left < across ? left : across;
+        limits_of_block(m->low[block], m->high[block], m->below, m->above, &low, &high);
+        if (run == 16)
+            for (Py_ssize_t k = j; k < j + 16; k++)
+                least[k] = low, most[k] = high;
+        else
+            for (Py_ssize_t k = j; k < j + run; k++)
+                least[k] = low, most[k] = high;
+        column = column + run < m->columns ? column + run : 0;
+    }
+}
+
 /* Counts of up to STRIP numbers. */
-INLINE void add_counts(const float *x, const double *wide, const float *y, const float *low, const float *high, float below,
-    float above, Py_ssize_t n, errors *found)
+INLINE void add_counts(
+    const float *x, const double *wide, const float *y, const float *least, const float *most, Py_ssize_t n, errors *found)
 {
     uint32_t nonzero = 0, flushed = 0, clipped = 0, bad = 0, bad_after = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
-        const float l = low[i], h = high[i];
-        const float a = l - (h * below - l * below), b = h + (h * above - l * above);
-        const float least = a < b ? a : b, most = a < b ? b : a; /* where one is NaN, nothing is beyond them */
-        const uint32_t outside = wide ? (wide[i] < least) | (wide[i] > most) : (x[i] < least) | (x[i] > most);
-        const uint32_t beyond = outside & (least < most), some = wide ? wide[i] != 0 : x[i] != 0;
+        const uint32_t beyond = wide ? (wide[i] < least[i]) | (wide[i] > most[i]) : (x[i] < least[i]) | (x[i] > most[i]);
+        const uint32_t some = wide ? wide[i] != 0 : x[i] != 0;
         nonzero += some;
         clipped += beyond;
         flushed += some & (y[i] == 0) & (beyond ^ 1u);
@@ -75,7 +107,9 @@ INLINE void measure_strip(const measured *m, Py_ssize_t i, Py_ssize_t n, const f
             memcpy(some, x + whole, 4 * (size_t)left);
         add_sums(some, wide ? wider : NULL, y, SUMS, s);
     }
-    add_counts(x, wide, m->y + i, m->low + i, m->high + i, m->below, m->above, n, found);
+    float least[STRIP], most[STRIP];
+    limits_of(m, i, n, least, most);
+    add_counts(x, wide, m->y + i, least, most, n, found);
 }
 
 static void measure(const measured *m, errors *found)
