@@ -137,7 +137,7 @@ def _kept(source: Format, target: Format, block: Block, kept: Translation) -> st
 
 def convertible(source: Format, target: Format) -> bool:
     """Whether both decode by products of codes and scales that are multipliers, the target's with one scale for each block"""
-    beyond = {"alternative", "factor", "precision"}
+    beyond = {"alternative", "factor", "precision", "rotation"}
     return (
         not (beyond & source.features or (beyond | {"coded_scales"}) & target.features)
         and source.scale.convention == target.scale.convention == "multiplier"
@@ -229,6 +229,8 @@ def _lost(source: Format, target: Format) -> str:
     a, b = source.element, target.element
     if source.alternative is not None or target.alternative is not None:
         return "elements change their codec from block to block"
+    if source.rotation != target.rotation:
+        return "values are sums of codes under one rotation"
     if (source.offset, target.offset) == ("bias", "none"):
         return "a bias has no place"
     if renamed(a, b) is not None or moved_by(source, target) is not None or shifts(a, b):

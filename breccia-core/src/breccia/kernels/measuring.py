@@ -137,6 +137,8 @@ class Source:
             return self.stored(slab), []
         piece = self._piece(self._scaled, slab)
         fmt = piece.recipe.format
+        if fmt.rotation is not None:  # values are sums, which no one code bounds
+            return self._decoded(piece, rooms, "decoded"), []
         codecs = [fmt.element] if fmt.alternative is None else [fmt.element, fmt.alternative]
         ends = [self._ends_of(piece, codec, rooms if n == 0 else Rooms()) for n, codec in enumerate(codecs)]
         return self._decoded(piece, rooms, "decoded"), ends
@@ -150,7 +152,7 @@ class Source:
 
     def compiled(self) -> Compiled | None:
         """The function that measures a slab of this tensor, by the kernel that decodes it; None where NumPy does."""
-        if self._scaled is None or self._scaled.recipe.format.alternative is not None:
+        if self._scaled is None or self._scaled.recipe.format.features & {"alternative", "rotation"}:
             return None
         errors = registry().table.choose(OPERATIONS["dequantize"], "numpy", self._scaled).kernel.errors
         return None if errors is None else load(errors)
