@@ -20,7 +20,7 @@ from breccia import (
     requantize,
 )
 from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, Parameter, choose, components
-from breccia.internal import PRESETS, abbreviated, decided, keeps_parts, keeps_values, kind_in_file
+from breccia.internal import PRESETS, Rotation, abbreviated, decided, keeps_parts, keeps_values, kind_in_file
 
 from .beside import factors
 from .calibrated import Calibrated
@@ -47,9 +47,14 @@ class Together:
     values: tuple[Value, ...]
 
     @cached_property
-    def extremes(self) -> np.ndarray:
-        """Their smallest and largest elements, which are read once."""
-        return extremes([value.numbers() for value in self.values])
+    def _found(self) -> dict[Rotation | None, np.ndarray]:
+        return {}
+
+    def extremes(self, rotation: Rotation | None) -> np.ndarray:
+        """Their smallest and largest elements, which are read once, as `rotation` rotates them."""
+        if rotation not in self._found:
+            self._found[rotation] = extremes([value.numbers() for value in self.values], rotation)
+        return self._found[rotation]
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,8 @@ class Job:
     def casts(self, unit: int = 1) -> SlabCasts:
         """The casts of its slabs, of a multiple of `unit` rows."""
         assert self.recipe is not None
-        return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes, None, unit)
+        among = self.among and self.among.extremes(self.recipe.format.rotation)
+        return SlabCasts(self.value.numbers(), self.recipe, among, None, unit)
 
     def tensor(self) -> ScaledTensor:
         """The value under its recipe, in memory."""

@@ -12,8 +12,8 @@ from typing import TypeVar
 import numpy as np
 
 from breccia import ScaledTensor, ScalingRecipe, cast, from_buffer
-from breccia.backend import TENSOR, components, part_shapes, threads
-from breccia.internal import measuring
+from breccia.backend import NUMPY, TENSOR, components, part_shapes, reference, threads
+from breccia.internal import Rotation, measuring, rotating
 
 from . import compiled
 from .measure import FileTensor, slabs
@@ -42,6 +42,7 @@ class SlabCasts:
         unit: int = 1,
     ) -> None:
         self.stored, self.recipe, self.among = stored, recipe, among
+        self.rotation, self.written_by = recipe.format.rotation, recipe.unrotated
         self.importance = importance
         block = recipe.layout.block()
         self.has_tensor_scale = recipe.format.levels[0].block == TENSOR
@@ -57,13 +58,16 @@ class SlabCasts:
         """The cast tensor, slab by slab; each with the per-tensor components of all."""
         above = np.empty(0, np.float32)
         if self.has_tensor_scale and (self.among is not None or len(self.slabs) > 1):
-            found = extremes([self.stored]) if self.among is None else self.among
+            found = extremes([self.stored], self.rotation) if self.among is None else self.among
             above = np.resize(found, math.ceil(found.size / self.rows) * self.rows)
         yield from in_order(lambda slab, rooms: self._cast(slab, above, rooms), self.slabs)
 
     def _cast(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> ScaledTensor:
         """A slab, below rows of the numbers of `above` while it is cast."""
-        st = cast(self._numbers(slab, above, rooms), self.recipe, importance=self.importance)
+        x = self._numbers(slab, above, rooms)
+        if self.rotation is not None:  # what is above is of the rotated tensor
+            x[:, above.size :] = rotated(x[:, above.size :], self.rotation)
+        st = rotating.renamed(cast(x, self.written_by, importance=self.importance), self.recipe)
         return st[:, above.size :] if above.size else st
 
     def _numbers(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> np.ndarray:
@@ -129,15 +133,15 @@ def assembled(pieces: Iterable[Mapping[str, np.ndarray]], recipe: ScalingRecipe,
     )
 
 
-def extremes(tensors: Sequence[FileTensor]) -> np.ndarray:
-    """The smallest and the largest finite element of all, and NaN if there are others."""
+def extremes(tensors: Sequence[FileTensor], rotation: Rotation | None = None) -> np.ndarray:
+    """The smallest and the largest finite element of all, as `rotation` rotates them, and NaN if there are others."""
     every = [(tensor, slab) for tensor in tensors for slab in slabs(tensor.shape, tensor.unit)]
     found: list[tuple[np.float32, np.float32, bool]] = []
 
     def work(first: int, end: int) -> None:
         rooms = measuring.Rooms()
         for tensor, slab in every[first:end]:
-            found.append(threads.at_most(1, _extremes_of, tensor, slab, rooms))
+            found.append(threads.at_most(1, _extremes_of, tensor, slab, rooms, rotation))
 
     threads.spread(work, len(every), threads.get_num_threads())
     low, high = min((each[0] for each in found), default=_NONE[0]), max((each[1] for each in found), default=_NONE[1])
@@ -149,8 +153,17 @@ def extremes(tensors: Sequence[FileTensor]) -> np.ndarray:
 _NONE = np.float32(np.inf), np.float32(-np.inf)
 
 
-def _extremes_of(tensor: FileTensor, slab: measuring.Slab, rooms: measuring.Rooms) -> tuple[np.float32, np.float32, bool]:
-    return _extremes(tensor.values(slab, rooms))
+def _extremes_of(
+    tensor: FileTensor, slab: measuring.Slab, rooms: measuring.Rooms, rotation: Rotation | None
+) -> tuple[np.float32, np.float32, bool]:
+    x = tensor.values(slab, rooms)
+    return _extremes(x if rotation is None else rotated(x, rotation))
+
+
+def rotated(x: np.ndarray, rotation: Rotation) -> np.ndarray:
+    """FP32 numbers, rotated along the last axis; without -0."""
+    with np.errstate(all="ignore"):
+        return reference.rotated(NUMPY, x, rotation, -1)
 
 
 def _extremes(x: np.ndarray) -> tuple[np.float32, np.float32, bool]:

@@ -27,8 +27,7 @@ from ..layouts import Shape
 from ..operations import OPERATIONS
 from ..options import FLOAT32, ProductOptions
 from ..targets import load
-from ..tensors.components import components, part_grids, with_parts, words
-from ..tensors.grids import whole_unit
+from ..tensors.components import components, part_grids, unit_of, with_parts, words
 from ..tensors.tensor import ScaledTensor, scaled
 from .affine import data_of_one_code, with_data
 from .threads import at_most, get_num_threads, spread
@@ -320,7 +319,7 @@ def stacked(shape: Shape) -> tuple[int, int, int]:
 
 def _row_unit(st: ScaledTensor) -> int | None:
     """The number of rows that share scales or bytes; None for a tensor without rows."""
-    return whole_unit(part_grids(st).values(), st.ndim - 2) if st.ndim > 1 else None
+    return unit_of(st, part_grids(st), st.ndim - 2) if st.ndim > 1 else None
 
 
 @cache
