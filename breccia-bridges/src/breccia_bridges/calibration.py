@@ -144,7 +144,13 @@ class Calibration:
         return replace(policy, default=rule(policy.default), rules=tuple((key, rule(one)) for key, one in policy.rules))
 
     def searching(self, recipe: ScalingRecipe) -> ScalingRecipe:
-        """The recipe, searching for scales where it has the choice. Raises OptionError as `searched` does."""
+        """The recipe, searching for scales where it has the choice. Raises OptionError as `searched` does, and for rotations."""
+        if recipe.format.rotation is not None:
+            raise OptionError(
+                f"calibrate (--calibrate) weighs the columns of a layer by its inputs, and the rotation of {recipe.spec} mixes "
+                f"them. Leave calibrate out, or the rotation: {recipe.unrotated.spec}.",
+                recipe=recipe.spec,
+            )
         if SEARCH in choices_of(type(recipe), "scale_rule")[0]:
             if is_searched(recipe):
                 return recipe

@@ -114,6 +114,13 @@ class DialectWriter:
         is_transposed = axis == -2
         if is_transposed:
             layout, shape = layout.mT, (*shape[:-2], shape[-1], shape[-2])
+        if recipe.format.rotation is not None:
+            raise UnsupportedError(
+                f"{printable(name)}: {self.dialect.title} does not store it: its loader would not undo the rotation of "
+                f"{recipe.spec}. Give recipe {recipe.unrotated.spec} (--recipe), or leave dialect= (--dialect) out.",
+                name=name,
+                spec=recipe.spec,
+            )
         form = ValueForm(recipe, shape, layout, is_transposed, self.activations, self.dtype)
         try:
             stored: StoredForm = targets.load(self.dialect.stored or "")(form)

@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 
 from breccia import Codec, ScaledTensor
-from breccia.backend import NUMPY, TENSOR
-from breccia.internal import apply_scale, measuring
+from breccia.backend import NUMPY, TENSOR, reference
+from breccia.internal import Rotation, apply_scale, measuring
 
 from .ahead import Item, results
 from .measure import FileTensor, Slab, slabs
@@ -22,9 +22,13 @@ _WIDE = 128
 
 
 class Extremes:
-    """The smallest and the largest finite element of all tensors, and whether there are others, found slab by slab."""
+    """The smallest and the largest finite element of all tensors, and whether there are others, found slab by slab.
 
-    def __init__(self, tensors: Sequence[FileTensor]) -> None:
+    rotation: of the tensors as it rotates them.
+    """
+
+    def __init__(self, tensors: Sequence[FileTensor], rotation: Rotation | None = None) -> None:
+        self._rotation = rotation
         self._slabs = [(tensor, several) for tensor in tensors for several in _several(tensor)]
         self._left, self._found = len(self._slabs), list[tuple[np.float32, np.float32, bool]]()
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -56,7 +60,7 @@ class Extremes:
     def _item(self, tensor: FileTensor, several: list[Slab]) -> Item[None]:
         def find(rooms: measuring.Rooms) -> None:
             try:
-                self._found.extend(_found(tensor, several, rooms))
+                self._found.extend(_found(tensor, several, rooms, self._rotation))
             finally:
                 with self._lock:
                     self._left -= 1
@@ -78,8 +82,12 @@ def _several(tensor: FileTensor) -> list[list[Slab]]:
     return listed
 
 
-def _found(tensor: FileTensor, several: list[Slab], rooms: measuring.Rooms) -> Iterable[tuple[np.float32, np.float32, bool]]:
+def _found(
+    tensor: FileTensor, several: list[Slab], rooms: measuring.Rooms, rotation: Rotation | None
+) -> Iterable[tuple[np.float32, np.float32, bool]]:
     """The smallest and the largest finite element of slabs beside each other, and whether there are others."""
+    if rotation is not None:
+        return [_of_numbers(rotated(tensor.values(slab, rooms), rotation)) for slab in several]
     matrices, rows = several[0]
     whole = matrices, slice(rows.start, several[-1][1].stop)
     st = tensor.codes(whole)
@@ -87,6 +95,12 @@ def _found(tensor: FileTensor, several: list[Slab], rooms: measuring.Rooms) -> I
     if ends is not None:
         return [(*ends, False)]
     return [_of_numbers(tensor.values(slab, rooms)) for slab in several]
+
+
+def rotated(x: np.ndarray, rotation: Rotation) -> np.ndarray:
+    """FP32 numbers, rotated along the last axis; without -0."""
+    with np.errstate(all="ignore"):
+        return reference.rotated(NUMPY, x, rotation, -1)
 
 
 def _of_numbers(x: np.ndarray) -> tuple[np.float32, np.float32, bool]:

@@ -20,7 +20,7 @@ from breccia import (
     requantize,
 )
 from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, Chosen, Parameter, choose, components
-from breccia.internal import PRESETS, abbreviated, decided, keeps_parts, keeps_values, kind_in_file
+from breccia.internal import PRESETS, Rotation, abbreviated, decided, keeps_parts, keeps_values, kind_in_file
 
 from .beside import factors
 from .calibrated import Calibrated
@@ -48,9 +48,14 @@ class Together:
     values: tuple[Value, ...]
 
     @cached_property
-    def extremes(self) -> Extremes:
-        """Their smallest and largest elements, which are read once."""
-        return Extremes([value.numbers() for value in self.values])
+    def _found(self) -> dict[Rotation | None, Extremes]:
+        return {}
+
+    def extremes(self, rotation: Rotation | None) -> Extremes:
+        """Their smallest and largest elements, which are read once, as `rotation` rotates them."""
+        if rotation not in self._found:
+            self._found[rotation] = Extremes([value.numbers() for value in self.values], rotation)
+        return self._found[rotation]
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,8 @@ class Job:
     def casts(self, unit: int = 1, importance: np.ndarray | None = None) -> SlabCasts:
         """The casts of its slabs, of a multiple of `unit` rows. importance: of each column, for a search of scales."""
         assert self.recipe is not None
-        return SlabCasts(self.value.numbers(), self.recipe, self.among and self.among.extremes, importance, unit)
+        among = self.among and self.among.extremes(self.recipe.format.rotation)
+        return SlabCasts(self.value.numbers(), self.recipe, among, importance, unit)
 
     def tensor(self) -> ScaledTensor:
         """A value that keeps its codes, or has those that a merge has chosen, under its recipe, in memory."""

@@ -9,10 +9,10 @@ import numpy as np
 
 from breccia import ScaledTensor, ScalingRecipe, cast, from_buffer
 from breccia.backend import TENSOR, components, part_shapes
-from breccia.internal import measuring
+from breccia.internal import measuring, rotating
 
 from .ahead import Item, results
-from .extremes import Extremes
+from .extremes import Extremes, rotated
 from .measure import FileTensor, slabs
 from .safetensors_file import Shape
 
@@ -37,13 +37,14 @@ class SlabCasts:
         unit: int = 1,
     ) -> None:
         self.stored, self.recipe = stored, recipe
+        self.rotation, self.written_by = recipe.format.rotation, recipe.unrotated
         self.importance = importance
         block = recipe.layout.block()
         self.rows = 1 if block == TENSOR else block[0] or stored.shape[-2]
         self.slabs = list(slabs(stored.shape, stored.unit, self.rows, unit))
         self._extremes: Extremes | None = None
         if recipe.format.levels[0].block == TENSOR and (among is not None or len(self.slabs) > 1):
-            self._extremes = among or Extremes([stored])
+            self._extremes = among or Extremes([stored], self.rotation)
 
     @property
     def before(self) -> list[Item[None]]:
@@ -77,7 +78,10 @@ class SlabCasts:
         if self._extremes is not None:
             found = self._extremes.numbers
             above = np.resize(found, math.ceil(found.size / self.rows) * self.rows)
-        st = cast(self._numbers(slab, above, rooms), self.recipe, importance=self.importance)
+        x = self._numbers(slab, above, rooms)
+        if self.rotation is not None:  # what is above is of the rotated tensor
+            x[:, above.size :] = rotated(x[:, above.size :], self.rotation)
+        st = rotating.renamed(cast(x, self.written_by, importance=self.importance), self.recipe)
         return st[:, above.size :] if above.size else st
 
     def _numbers(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> np.ndarray:

@@ -98,7 +98,7 @@ def to_te_recipe(recipe: ScalingRecipe, *, grad: ScalingRecipe | None = None) ->
             f"a TransformerEngine recipe is of one kind for all roles; got {recipe!r} and {grad!r}.", recipe=grad
         )
     kinds = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
-    if not isinstance(recipe, kinds):
+    if not isinstance(recipe, kinds) or recipe.format.rotation is not None:
         raise DialectError(f"TransformerEngine has no counterpart of {recipe!r}.", recipe=recipe)
     build = find(type(recipe).__name__, (module,))
     if any(fmt.element not in (E4M3, E5M2) and fmt.scale.codec != E4M3 for fmt in (recipe.format, grad.format)):

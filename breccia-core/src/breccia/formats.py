@@ -17,6 +17,7 @@ from .codecs import BF16, F16, F32, FLOAT_CODECS, Codec, Integer, Minifloat, Pow
 from .errors import RecipeError
 from .fp32 import f32
 from .locks import cached_property
+from .rotations import Rotation
 
 #: Version of docs/spec/numerics.md, part of every fingerprint.
 NUMERICS = 1
@@ -112,6 +113,7 @@ class Format:
     factor: multiplies the result of the scales, an FP32 number.
     precision: "fp16" or "bf16" rounds the result of each step to it; "fp32" computes in FP32, as all other fields say.
     alternative: the codec of elements in blocks whose scale has its sign bit set. Scales count by magnitude.
+    rotation: what the decoded numbers are multiplied by, along the contraction axis, to become the values.
     """
 
     element: Codec
@@ -122,6 +124,7 @@ class Format:
     factor: float = 1.0
     precision: str = "fp32"
     alternative: Codec | None = None
+    rotation: Rotation | None = None
 
     def __post_init__(self) -> None:
         for codec in (self.element, self.alternative):
@@ -270,7 +273,7 @@ class Format:
         """What a kernel has to know beyond elements, one scale for a block, a global scale, and an offset of one level.
 
         "coded_scales": records. "float_zero_point", "scales_first", "alternative": those. "factor": other than 1. "precision":
-        not FP32.
+        not FP32. "rotation": there is one.
         """
         present = {
             "coded_scales": self.scale_record is not None or self.offset_record is not None,
@@ -279,6 +282,7 @@ class Format:
             "factor": self.factor != 1.0,
             "precision": self.precision != "fp32",
             "alternative": self.alternative is not None,
+            "rotation": self.rotation is not None,
         }
         return frozenset(name for name, there in present.items() if there)
 
@@ -297,7 +301,7 @@ class Format:
 
         The hashed text is canonical JSON (sorted keys, no spaces) of the numerics version; the element's bits and the FP32
         pattern of each code; per level its codec, block and scale convention; the offset; and of `offset_levels`, `order`,
-        `factor`, `precision` and `alternative` those that are not at their default.
+        `factor`, `precision`, `alternative` and `rotation` those that are not at their default.
         """
         later = {
             "offset_levels": _described(self.offset_levels),
@@ -305,6 +309,7 @@ class Format:
             "factor": self.factor,
             "precision": self.precision,
             "alternative": None if self.alternative is None else _decoding(self.alternative),
+            "rotation": None if self.rotation is None else [self.rotation.block, self.rotation.seed],
         }
         defaults: dict[str, Any] = {"offset_levels": [], "order": ORDERS[0], "factor": 1.0, "precision": PRECISIONS[-1]}
         return sha256(

@@ -16,7 +16,7 @@ _HOMES: dict[str, str] = {
     "CASTING": "operations",
     "Table": "dispatch.table",
     "storing": "",
-    **dict.fromkeys(("affine", "measuring", "storages"), "kernels"),
+    **dict.fromkeys(("affine", "measuring", "rotating", "storages"), "kernels"),
     **dict.fromkeys(("bit_pattern", "device_of", "output_dtype"), "arrays.frameworks"),
     **dict.fromkeys(("FIELDS", "check_scaled", "fill", "logical_shape", "restored", "transposed"), "tensors.tensor"),
     "ADVICE": "tensors.advice",
@@ -34,6 +34,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("NEW_CODES", "decided", "keeps_values"), "kernels.exactness"),
     "Record": "formats",
     "apply_scale": "kernels.reference",
+    "Rotation": "rotations",
     "numpy": "kernels",
     **dict.fromkeys(
         ("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"

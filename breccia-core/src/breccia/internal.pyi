@@ -27,6 +27,7 @@ from .json_text import unique_keys as unique_keys
 from .kernels import affine as affine
 from .kernels import measuring as measuring
 from .kernels import numpy as numpy
+from .kernels import rotating as rotating
 from .kernels import storages as storages
 from .kernels.exact import keeps_parts as keeps_parts
 from .kernels.exact import repeats as repeats
@@ -56,6 +57,7 @@ from .policies import matches as matches
 from .recipe_fields import check_choices as check_choices
 from .recipe_fields import choices_of as choices_of
 from .recipe_fields import one_of as one_of
+from .rotations import Rotation as Rotation
 from .siblings import ML_DTYPES as ML_DTYPES
 from .siblings import install as install
 from .targets import once as once

@@ -12,6 +12,7 @@ from .formats import NUMERICS, Block, Format, Level, sha256
 from .layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor
 from .locks import cached_property
 from .recipe_fields import check_choices
+from .rotations import Rotation, rotation_of
 from .rules import DIVIDE, EVEN, FLOOR, FOUR_SIX, HALF_RANGE, LINEAR, MSE, RCEIL, RECIP, TE, Inverse, Rule, Search
 
 FP8: dict[str, Codec] = {"E4M3": E4M3, "E5M2": E5M2, "E4M3FNUZ": E4M3FNUZ, "E5M2FNUZ": E5M2FNUZ}
@@ -48,6 +49,16 @@ class ScalingRecipe(Declared):
     def written_as(self) -> ScalingRecipe:
         """A recipe of a simpler format, if there is one whose casts have the same bytes; otherwise this one."""
         return self
+
+    @property
+    def rotated_by(self) -> Rotation | None:
+        """The rotation that the fields `rotation` and `rotation_seed` declare; None for recipes without them."""
+        return rotation_of(getattr(self, "rotation", 0), getattr(self, "rotation_seed", 0))
+
+    @property
+    def unrotated(self) -> ScalingRecipe:
+        """The recipe without its rotation, which writes the same bytes from what was rotated; this one if it has none."""
+        return self if self.format.rotation is None else dataclasses.replace(self, rotation=0, rotation_seed=0)  # type: ignore[type-var]
 
     @cached_property
     def features(self) -> frozenset[str]:
@@ -147,6 +158,7 @@ class MXBlocks(ScalingRecipe):
 
     def __post_init__(self) -> None:
         check_choices(self)
+        _ = self.rotated_by
 
     @property
     def element(self) -> Codec:
@@ -154,7 +166,7 @@ class MXBlocks(ScalingRecipe):
 
     @cached_property
     def format(self) -> Format:
-        return Format(self.element, (Level(E8M0, (1, self.block_size)),))
+        return Format(self.element, (Level(E8M0, (1, self.block_size)),), rotation=self.rotated_by)
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
@@ -207,7 +219,8 @@ class Integers(ScalingRecipe):
     @cached_property
     def format(self) -> Format:
         level = Level(FLOAT_CODECS[self.scale_dtype], (1, self.group_size))
-        return Format(INTEGERS[self.bits, self.signed], (level,), "none" if self.symmetric else self.offset)
+        offset = "none" if self.symmetric else self.offset
+        return Format(INTEGERS[self.bits, self.signed], (level,), offset, rotation=self.rotated_by)
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:

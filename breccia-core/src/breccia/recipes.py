@@ -52,6 +52,7 @@ from .recipe_fields import choices_of as choices_of
 from .recipe_fields import each_of as each_of
 from .recipe_fields import implication_of as implication_of
 from .recipe_fields import with_implied as with_implied
+from .rotations import ROTATIONS
 from .rules import LINEAR, Rule
 
 _MXFP8: dict[str, Codec] = {"E4M3": E4M3, "E5M2": E5M2}
@@ -208,12 +209,17 @@ class MXFP6BlockScaling(MXBlocks):
 
 @dataclass(frozen=True)
 class MXFP4BlockScaling(MXBlocks):
-    """OCP MXFP4: 32 E2M1 elements along K share an E8M0 scale. `scale_rule` is that of `MXFP8BlockScaling`."""
+    """OCP MXFP4: 32 E2M1 elements along K share an E8M0 scale.
+
+    `scale_rule` is that of `MXFP8BlockScaling`, `rotation` that of `NVFP4BlockScaling`.
+    """
 
     name: ClassVar[str] = "mxfp4"
     source: ClassVar[str] = "OCP Microscaling Formats (MX) Specification v1.0, section 5"
     block_size: int = field(default=32, metadata=one_of((32,), by=" by the OCP MX spec"))
     scale_rule: str = field(default="rceil", metadata=one_of(E8M0_RULES))
+    rotation: int = field(default=0, metadata={"added": True, **one_of(ROTATIONS)})
+    rotation_seed: int = field(default=0, metadata={"added": True})
 
     @property
     def element(self) -> Codec:
@@ -248,7 +254,8 @@ class NVFP4BlockScaling(ScalingRecipe):
     data written that way. `global_sense` is the scale convention of the FP32 scale: "multiplier" (default; torchao, ModelOpt),
     "divisor" (compressed-tensors) or "amax" (TransformerEngine, MLX). `order` is that of decoding: "codes_first" (default),
     (code * block scale) * FP32 scale; or "scales_first", code * (block scale * FP32 scale), as in torchao and ModelOpt.
-    `scale_rule`: "linear" (default), "mse", "four_six"; see `breccia.rules`.
+    `scale_rule`: "linear" (default), "mse", "four_six"; see `breccia.rules`. `rotation`: the elements of blocks of 16, 32, 64
+    or 128 along K are mixed by a Hadamard matrix with signs drawn from `rotation_seed`; see `breccia.rotations`.
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -261,10 +268,13 @@ class NVFP4BlockScaling(ScalingRecipe):
     order: str = field(default="codes_first", metadata={"added": True, **one_of(ORDERS)})
     scale_rule: str = field(default="linear", metadata={"added": True, **one_of(NVFP4_RULES)})
     block_m: int = field(default=1, metadata={"added": True, **one_of((1, 16))})
+    rotation: int = field(default=0, metadata={"added": True, **one_of(ROTATIONS)})
+    rotation_seed: int = field(default=0, metadata={"added": True})
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_type("NVFP4BlockScaling", "two_level", self.two_level, bool)
+        _ = self.rotated_by
         if not self.two_level and self.order != "codes_first":
             raise RecipeError(
                 f"order={self.order!r} is that of two scales, and two_level=False has one; omit one of the two.",
@@ -285,7 +295,7 @@ class NVFP4BlockScaling(ScalingRecipe):
     def format(self) -> Format:
         block = Level(_NVFP4_SCALES[self.scale_format], (self.block_m, self.block_size))
         levels = (Level(F32, TENSOR, self.global_sense), block) if self.two_level else (block,)
-        return Format(E2M1, levels, order=self.order)
+        return Format(E2M1, levels, order=self.order, rotation=self.rotated_by)
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
@@ -303,6 +313,7 @@ class INT4Scaling(Integers):
         "float_zero_point": the same, with a float zero-point stored like the scale (HQQ);
         "bias": `x = scale * code + bias`, a float bias stored like the scale (MLX's affine mode, GGUF Q4_1).
     `scale_rule`: "linear" (default: amax / 7), "recip", "divide", "half_range" (amax / 7.5), "mse"; see `breccia.rules`.
+    `rotation` is that of `NVFP4BlockScaling`.
     """
 
     name: ClassVar[str] = "int4"
@@ -314,9 +325,12 @@ class INT4Scaling(Integers):
     symmetric: bool = field(default=True, metadata=implying(False, signed=False))
     scale_rule: str = field(default="linear", metadata=one_of(INTEGER_RULES))
     offset: str = field(default="zero_point", metadata=one_of(OFFSETS[1:]) | implying(_OFFSETS, symmetric=False))
+    rotation: int = field(default=0, metadata={"added": True, **one_of(ROTATIONS)})
+    rotation_seed: int = field(default=0, metadata={"added": True})
 
     def __post_init__(self) -> None:
         check_positive("INT4Scaling", "group_size", self.group_size)
+        _ = self.rotated_by
         super().__post_init__()
 
 

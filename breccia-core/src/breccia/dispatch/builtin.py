@@ -77,6 +77,18 @@ def breccia_kernels() -> Iterable[Kernel]:
     plan = f"{plans}:plan_of_products"
     for op in ("matmul", "grouped_matmul"):
         yield Kernel(op, "numpy", f"{numpy}.products:{op}", f"numpy.{op}", rank=rank, plan=plan)
+    for op in ("cast", "dequantize"):
+        yield Kernel(
+            op,
+            ANY_FRAMEWORK,
+            f"breccia.kernels.rotating:{op}",
+            f"rotated.{op}",
+            accepts=f"{plans}:accepts_rotated",
+            plan=f"{plans}:plan_of_rotated",
+            rank=Tier.FLATTENED,
+            traces=True,
+            kind="composite",
+        )
     for op in ("dequantize", "matmul", "grouped_matmul", "cast"):
         how = "written_as" if op == "cast" else "flattened"
         yield Kernel(

@@ -49,6 +49,12 @@ def affine(st: ScaledTensor) -> tuple[np.ndarray, np.ndarray]:
     Raises UnsupportedError for a format whose blocks choose between two codecs of elements: their codes have no one codec.
     """
     fmt = st.recipe.format
+    if fmt.rotation is not None:
+        raise UnsupportedError(
+            f"under {st.recipe.spec} a value is a sum of {fmt.rotation.block} codes, so that no code stands for a number of its "
+            "own. Pass breccia.dequantize(st), or cast without rotation.",
+            recipe=st.recipe.spec,
+        )
     if fmt.alternative is not None:
         raise UnsupportedError(
             f"the blocks of {st.recipe.spec} choose between {fmt.element.name} and {fmt.alternative.name}, so that the number "

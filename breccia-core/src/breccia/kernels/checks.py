@@ -59,6 +59,12 @@ def check_importance(importance: Any, x: Array, recipe: ScalingRecipe, axis: int
             f"importance= weighs the errors that a search for scales compares, and {recipe.spec} searches for none; {way_out}.",
             recipe=recipe,
         )
+    if recipe.format.rotation is not None:
+        raise OptionError(
+            f"importance= weighs columns, and the rotation of {recipe.spec} mixes {recipe.format.rotation.block} of them in "
+            "every code; leave importance or rotation out.",
+            recipe=recipe,
+        )
     type_name = dtype_name(importance) if hasattr(importance, "dtype") else type(importance).__name__
     if not hasattr(importance, "dtype") or type_name not in FLOATS:
         raise UnsupportedError(

@@ -28,7 +28,7 @@ def same_scales(source: ScalingRecipe, target: ScalingRecipe, block: Block | Non
     if {"coded_scales", "alternative"} & (source.format.features | target.format.features):
         return source.format == target.format
     steps = [
-        (f.offset, f.global_scale, f.scale.convention, _qmaxes(f), f.order, f.factor, f.precision)
+        (f.offset, f.global_scale, f.scale.convention, _qmaxes(f), f.order, f.factor, f.precision, f.rotation)
         for f in (source.format, target.format)
     ]
     return steps[0] == steps[1] and nests(block or source.format.scale.block, target.format.scale.block)

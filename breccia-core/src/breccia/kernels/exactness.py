@@ -6,6 +6,7 @@ docs/spec/numerics.md, section 6.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,8 +34,8 @@ class Exactness:
         none in the target, so tensors that have them change; of a tensor, `changed` of its values change.
     why: how it is done, what decides, or what is lost.
     bound: how far a value that changes moves at most, as a multiple of its new scale: half the widest gap between codes of the
-        target, which rounding in FP32 may exceed by its own error. It does not hold where a value saturates. 0.0 for the first
-        two kinds.
+        target, which rounding in FP32 may exceed by its own error. It does not hold where a value saturates. Under a rotation of
+        n elements it is sqrt(n) times that, and of the largest scale among them. 0.0 for the first two kinds.
     size, blocks: of a tensor: how many values it has, and how many blocks of the target. None for formats.
     changed, changed_blocks: how many of them change under `requantize`, and how many blocks have one that does.
     """
@@ -114,6 +115,8 @@ def _decided(old: ScalingRecipe, grouped: bool, block: Block, new: ScalingRecipe
     if (promised := _promise(old, grouped, block, new)) is not None:
         return Exactness(promised.kind, promised.why, 0.0)
     bound = half_gap(target.element)
+    if target.rotation is not None:  # the length of an error stays, and may end up in one value
+        bound *= math.sqrt(target.rotation.block)
     if lost := _lost(source, target):
         return Exactness(INEXACT, lost, bound)
     conditions = list(_conditions(source, grouped, block, new)) or ["the scales suit"]
@@ -137,7 +140,7 @@ def _kept(source: Format, target: Format, block: Block, kept: Translation) -> st
 
 def convertible(source: Format, target: Format) -> bool:
     """Whether both decode by products of codes and scales that are multipliers, the target's with one scale for each block"""
-    beyond = {"alternative", "factor", "precision"}
+    beyond = {"alternative", "factor", "precision", "rotation"}
     return (
         not (beyond & source.features or (beyond | {"coded_scales"}) & target.features)
         and source.scale.convention == target.scale.convention == "multiplier"
@@ -229,6 +232,8 @@ def _lost(source: Format, target: Format) -> str:
     a, b = source.element, target.element
     if source.alternative is not None or target.alternative is not None:
         return "elements change their codec from block to block"
+    if source.rotation != target.rotation:
+        return "values are sums of codes under one rotation"
     if (source.offset, target.offset) == ("bias", "none"):
         return "a bias has no place"
     if renamed(a, b) is not None or moved_by(source, target) is not None or shifts(a, b):

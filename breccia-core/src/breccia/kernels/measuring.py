@@ -28,8 +28,7 @@ from ..layouts import Shape
 from ..operations import OPERATIONS
 from ..options import FLOAT32, ProductOptions
 from ..targets import load
-from ..tensors.components import components, part_grids, with_parts, words
-from ..tensors.grids import whole_unit
+from ..tensors.components import components, part_grids, unit_of, with_parts, words
 from ..tensors.tensor import ScaledTensor, scaled
 from . import reference
 from .affine import data_of_one_code, with_data
@@ -156,6 +155,8 @@ class Source:
             return self.stored(slab), []
         piece = self._piece(self._scaled, slab)
         fmt = piece.recipe.format
+        if fmt.rotation is not None:  # values are sums, which no one code bounds
+            return self._decoded(piece, rooms, "decoded"), []
         codecs = [fmt.element] if fmt.alternative is None else [fmt.element, fmt.alternative]
         if by_blocks and (of_blocks := _ends_of_blocks(piece)) is not None:
             return self._decoded(piece, rooms, "decoded"), [of_blocks]
@@ -171,7 +172,7 @@ class Source:
 
     def compiled(self) -> Compiled | None:
         """The function that measures a slab of this tensor, by the kernel that decodes it; None where NumPy does."""
-        if self._scaled is None or self._scaled.recipe.format.alternative is not None:
+        if self._scaled is None or self._scaled.recipe.format.features & {"alternative", "rotation"}:
             return None
         errors = registry().table.choose(OPERATIONS["dequantize"], "numpy", self._scaled).kernel.errors
         return None if errors is None else load(errors)
@@ -374,7 +375,7 @@ def stacked(shape: Shape) -> tuple[int, int, int]:
 
 def _row_unit(st: ScaledTensor) -> int | None:
     """The number of rows that share scales or bytes; None for a tensor without rows."""
-    return whole_unit(part_grids(st).values(), st.ndim - 2) if st.ndim > 1 else None
+    return unit_of(st, part_grids(st), st.ndim - 2) if st.ndim > 1 else None
 
 
 @cache

@@ -12,7 +12,7 @@ from ..dispatch.call import Call
 from ..dispatch.facts import OPTIONS, Described
 from ..formats import TENSOR, Block, Format
 from ..layouts import PerGroupIndex, Shape
-from ..options import DEFAULT, PLAIN, CastOptions, ProductOptions, product_options
+from ..options import DEFAULT, FLOAT32, PLAIN, CastOptions, ProductOptions, product_options
 from ..recipes import FlatScaling, ScalingRecipe
 from .checks import fitted_layout
 from .exactness import keeps_values
@@ -215,6 +215,29 @@ def plan_of_written_as(call: Call) -> Iterator[Call]:
     """A cast under the other recipe."""
     assert call.recipe is not None
     yield call.makes("cast", call.a, recipe=call.recipe.written_as, options=call.values[OPTIONS])
+
+
+# -- rotations (`rotating`) --------------------------------------------------------------------------------------------
+
+
+def accepts_rotated(call: Call) -> str | None:
+    """Why there is nothing to rotate, or None."""
+    recipe = call.recipe if call.op == "cast" else call.a.recipe
+    if recipe is None or recipe.format.rotation is None:
+        return "the format has no rotation"
+    return None if recipe.unrotated is not recipe else f"{recipe.spec} does not say what it is without its rotation"
+
+
+def plan_of_rotated(call: Call) -> Iterator[Call]:
+    """The same op under the recipe without the rotation."""
+    if call.op == "cast":
+        assert call.recipe is not None
+        x = call.a.described()._replace(dtype="float32")
+        yield call.makes("cast", x, recipe=call.recipe.unrotated, options=call.values[OPTIONS])
+    else:
+        st = call.a.described()
+        assert st.recipe is not None
+        yield call.makes("dequantize", st._replace(recipe=st.recipe.unrotated), options=FLOAT32)
 
 
 def _flat(of: Described) -> Described:

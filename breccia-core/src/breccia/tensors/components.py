@@ -9,7 +9,7 @@ from ..arrays.frameworks import ops_of
 from ..errors import LayoutError
 from ..formats import TENSOR, Block
 from ..options import PLAIN
-from .grids import Grid, data_grid, scale_grid
+from .grids import Grid, data_grid, scale_grid, whole_unit
 
 if TYPE_CHECKING:
     from .tensor import ScaledTensor
@@ -83,6 +83,12 @@ def part_grids(st: ScaledTensor) -> dict[str, Grid]:
                     shape=shape,
                 )
     return grids
+
+
+def unit_of(st: ScaledTensor, grids: dict[str, Grid], axis: int) -> int:
+    """The smallest unit of a logical axis, counted from the front, that cuts keep whole: of its components and a rotation."""
+    rotation, unit = st.recipe.format.rotation, whole_unit(grids.values(), axis)
+    return unit if rotation is None or axis != len(st.shape) + st.axis else math.lcm(unit, rotation.block)
 
 
 def array_nbytes(part: Any) -> int:

@@ -9,7 +9,7 @@ from ..arrays.frameworks import ops_of
 from ..errors import LayoutError
 from ..formats import TENSOR
 from ..layouts import other_axis
-from .components import moved, named_leaves, part_grids, scale_block
+from .components import moved, named_leaves, part_grids, scale_block, unit_of
 from .grids import (
     Cut,
     Grid,
@@ -23,7 +23,6 @@ from .grids import (
     packing,
     pieces,
     reshape_leading,
-    whole_unit,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def cut(st: ScaledTensor, cuts: tuple[Cut, ...]) -> ScaledTensor:
     shape, grids = st.shape, part_grids(st)
     _check_dropped(st, cuts, grids)
     for axis, (one, length) in enumerate(zip(cuts, shape, strict=True)):
-        check_cut(one, axis, length, whole_unit(grids.values(), axis))
+        check_cut(one, axis, length, unit_of(st, grids, axis))
     ops = ops_of(st.data_source)
     parts = {name: cut_component(ops, part, grids[name], cuts, shape) for name, part in named_leaves(st).items()}
     along, length = cuts[st.axis], shape[st.axis]
@@ -104,7 +103,8 @@ def _check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Gri
         return
     left = sum(not drops(cut) for cut in cuts)
     block, codec = st.layout.block(st.axis), st.recipe.format.element
-    free = {st.axis: block == TENSOR and packing(codec) == (1, 1), other_axis(st.axis): block == TENSOR or block[0] == 1}
+    alone = block == TENSOR and packing(codec) == (1, 1) and st.recipe.format.rotation is None
+    free = {st.axis: alone, other_axis(st.axis): block == TENSOR or block[0] == 1}
     needed = [axis for axis in dropped if not free[axis]]
     # A scale of whole matrices follows leading axes, one of which becomes the rows of a matrix.
     tensor_grids = [grid for name, grid in grids.items() if name != "data" and scale_block(st, name) == TENSOR]
@@ -112,7 +112,7 @@ def _check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Gri
     if left >= st.layout.least_ndim and not needed and spans <= max(left - 2, 0):
         return
     axis = (needed or dropped)[0]
-    unit = whole_unit(grids.values(), len(cuts) + axis)
+    unit = unit_of(st, grids, len(cuts) + axis)
     cut = "i:i+1" if unit == 1 else f"i:i+{unit}"
     keep = f"st[..., {cut}, :]" if axis == -2 else f"st[..., {cut}]"
     raise LayoutError(

@@ -11,8 +11,8 @@ from ..errors import LayoutError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block
 from ..layouts import Layout, Shape
 from ..tracing import traced_by_framework
-from .components import PARTS, components, moved, named_leaves, part_grids, record_bytes, scale_block, with_parts
-from .grids import check_axis, expanded, scale_grid, spanned, whole_unit
+from .components import PARTS, components, moved, named_leaves, part_grids, record_bytes, scale_block, unit_of, with_parts
+from .grids import check_axis, expanded, scale_grid, spanned
 from .tensor import ScaledTensor
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _check_layouts(op: str, layouts: list[Layout], shape: Shape, axis: int) -> N
 
 
 def _check_ends(sts: list[ScaledTensor], axis: int) -> None:
-    unit = whole_unit(part_grids(sts[0]).values(), axis)
+    unit = unit_of(sts[0], part_grids(sts[0]), axis)
     for st in sts[:-1]:
         if st.shape[axis] % unit:
             raise LayoutError(

@@ -498,9 +498,18 @@ def scaled(x: Any) -> Any:
 
 
 def check_scaled(taker: str, x: Any, framework: str, also: str = "") -> None:
-    """Raise UnsupportedError unless `x` is a ScaledTensor of the framework. also: what else `taker` takes, for the error."""
+    """Raise UnsupportedError unless `x` is a ScaledTensor of the framework, without a rotation.
+
+    also: what else `taker` takes, for the error.
+    """
     is_scaled = isinstance(x, ScaledTensor)
     if is_scaled and x.framework == framework:
+        if x.recipe.format.rotation is not None:
+            raise UnsupportedError(
+                f"{taker}: no other library undoes the rotation of {x.recipe.spec}. Pass breccia.requantize(st, "
+                f'"{x.recipe.unrotated.spec}"), which rounds again, or cast without rotation.',
+                recipe=x.recipe,
+            )
         return
     actual, remedy = type(x).__name__, "breccia.cast makes one of an array"
     if is_scaled:

@@ -20,7 +20,7 @@ from ..codecs import F32, FLOAT_CODECS, Codec, Integer, Minifloat, PowerOfTwo
 from ..formats import Format, Level
 from ..recipes import ScalingRecipe
 from ..rules import Divide, Inverse, Rule, Search
-from . import oracle_records, oracle_search
+from . import oracle_records, oracle_rotation, oracle_search
 from .oracle_numbers import MIN_NORMAL, fl_finite, flush
 from .oracle_numbers import code_of as code_of
 from .oracle_numbers import decode as decode
@@ -93,6 +93,8 @@ def cast(
     """
     assert x.dtype == np.float32 and x.ndim >= 1, (x.dtype, x.ndim)
     fmt, rules = recipe.format, recipe.rules
+    if fmt.rotation is not None:
+        x = oracle_rotation.rotate(x, fmt.rotation)
 
     def word_of(index: tuple[int, ...]) -> int | None:
         return random_word(seed or 0, _position(index, x.shape)) if rounding == "stochastic" else None
@@ -442,7 +444,7 @@ def dequantize(written: Written, recipe: ScalingRecipe) -> np.ndarray:
             if fmt.offset == "bias":
                 v = _rounded(_sum(v, offset), fmt)
             out[i] = v
-    return out
+    return out if fmt.rotation is None else oracle_rotation.unrotate(out, fmt.rotation)
 
 
 def _numbers(stored: np.ndarray, levels: tuple[Level, ...]) -> np.ndarray:

@@ -5,15 +5,15 @@
 
 #include "casts.h"
 
-/* Blocks that are searched at a time, one a lane, and their most elements. */
-#define LANES 16
+/* Blocks that are searched at a time, one a lane (two vectors of AVX-512, whose latencies overlap), and their most elements. */
+#define LANES 32
 #define MOST 256
 
 /* Codecs of scales: powers of two, a table of 256, and floats. */
 enum { POWERS, BYTES, HALVES, BRAINS, SINGLES };
 
-/* Elements: minifloats, whose magnitudes alone matter, and integers. */
-enum { FLOATS, INTEGERS };
+/* Elements: minifloats, whose magnitudes alone matter; integers; and integers whose products with scales are exact. */
+enum { FLOATS, INTEGERS, WHOLE };
 
 /* n numbers in blocks of k, all below 2^100 and each block zero or with an amax of at least 2^-60, so that no product of scales
    overflows or is subnormal.

@@ -11,6 +11,9 @@
 #include "transpose.h"
 #endif
 
+/* Terms of which one loop makes a sum. */
+#define LEAVES 8
+
 #define EACH_LANE for (int l = 0; l < LANES; l++)
 
 #if defined(__GNUC__)
@@ -21,7 +24,7 @@
 
 /* Numbers of a group of blocks, element by element: as they are (of minifloats their magnitudes), and in units of powers of two. */
 typedef struct {
-    ALIGNED float x[MOST][LANES], y[MOST][LANES], w[MOST][LANES], terms[MOST][LANES];
+    ALIGNED float x[MOST][LANES], y[MOST][LANES], w[MOST][LANES], terms[MOST / LEAVES][LANES];
 } group;
 
 /* A number rounded to that of a code. */
@@ -41,6 +44,15 @@ typedef struct {
     float low, high, magic;
 } rounding;
 
+/* The nearest integer, and y less a product that FP32 has exactly. */
+#if defined(BY_AVX512)
+#define WHOLE_OF(a, magic) __builtin_rintf(a)
+#define LESS(y, q, unit) __builtin_fmaf(-(q), unit, y)
+#else
+#define WHOLE_OF(a, magic) (((a) + (magic)) - (magic))
+#define LESS(y, q, unit) ((y) - (q) * (unit))
+#endif
+
 /* The error of an element: x, y and w as in `group`, under a scale of this inverse and unit. */
 INLINE float term_of(const int kind, const int weighted, const rounding *by, float x, float y, float w, float inverse, float unit)
 {
@@ -50,35 +62,34 @@ INLINE float term_of(const int kind, const int weighted, const rounding *by, flo
         q = rounded_float(scaled, by->f);
     else {
         const float below = scaled < by->high ? scaled : by->high, inside = below > by->low ? below : by->low;
-        q = (inside + by->magic) - by->magic;
+        q = kind == WHOLE ? WHOLE_OF(inside, by->magic) : (inside + by->magic) - by->magic;
     }
-    const float d = y - q * unit;
+    const float d = kind == WHOLE ? LESS(y, q, unit) : y - q * unit;
     return weighted ? d * d * w : d * d;
 }
 
-/* The errors under a scale for each block: sums by a pairwise tree. */
-INLINE void errors_of(const int kind, const int weighted, const searched *s, group *restrict g, const float *restrict inverse,
-    const float *restrict unit, float *restrict error)
+/* Of elements i, i + apart, ... of each block (`LEAVES` of them): the sum of errors by a pairwise tree. */
+INLINE void leaves_of(const int kind, const int weighted, const rounding *by, const group *restrict g, Py_ssize_t i, Py_ssize_t apart,
+    const float *restrict inverse, const float *restrict unit, float *restrict sum)
+{
+#define LEAF(n) \
+    term_of(kind, weighted, by, g->x[i + n * apart][l], g->y[i + n * apart][l], weighted ? g->w[i + n * apart][l] : 0, inverse[l], unit[l])
+    EACH_LANE sum[l] = ((LEAF(0) + LEAF(4)) + (LEAF(2) + LEAF(6))) + ((LEAF(1) + LEAF(5)) + (LEAF(3) + LEAF(7)));
+#undef LEAF
+}
+
+/* The errors under a scale for each block: sums by a pairwise tree over `length` elements, those after the k-th being zeros. */
+INLINE void errors_of(const int kind, const int weighted, const searched *s, Py_ssize_t length, group *restrict g,
+    const float *restrict inverse, const float *restrict unit, float *restrict error)
 {
     const rounding by = {s->floats, s->integers.low, s->integers.high, s->integers.magic};
-    Py_ssize_t half = 1;
-    while (2 * half < s->k)
-        half *= 2;
-    for (Py_ssize_t i = 0; i < half; i++) {
-        const Py_ssize_t j = i + half;
-        float *restrict const term = g->terms[i];
-        const float *restrict const x = g->x[i], *restrict const y = g->y[i], *restrict const w = g->w[i];
-        const float *restrict const x2 = g->x[j], *restrict const y2 = g->y[j], *restrict const w2 = g->w[j];
-        if (j < s->k)
-            EACH_LANE term[l] = term_of(kind, weighted, &by, x[l], y[l], weighted ? w[l] : 0, inverse[l], unit[l]) +
-                term_of(kind, weighted, &by, x2[l], y2[l], weighted ? w2[l] : 0, inverse[l], unit[l]);
-        else
-            EACH_LANE term[l] = term_of(kind, weighted, &by, x[l], y[l], weighted ? w[l] : 0, inverse[l], unit[l]);
-    }
-    while (half > 1) {
-        half /= 2;
-        for (Py_ssize_t i = 0; i < half; i++)
-            EACH_LANE g->terms[i][l] += g->terms[i + half][l];
+    Py_ssize_t some = length / LEAVES;
+    for (Py_ssize_t i = 0; i < some; i++)
+        leaves_of(kind, weighted, &by, g, i, some, inverse, unit, g->terms[i]);
+    while (some > 1) {
+        some /= 2;
+        for (Py_ssize_t i = 0; i < some; i++)
+            EACH_LANE g->terms[i][l] += g->terms[i + some][l];
     }
     EACH_LANE error[l] = g->terms[0][l];
 }
@@ -152,12 +163,14 @@ INLINE void turn(const float *const *from, Py_ssize_t k, float (*to)[LANES])
 {
     Py_ssize_t i = 0;
 #if defined(BY_AVX512)
-    for (; i + LANES <= k; i += LANES) {
-        __m512 v[LANES];
-        _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) v[l] = _mm512_loadu_ps(from[l] + i);
-        transposed(v);
-        _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) _mm512_storeu_ps(to[i + l], v[l]);
-    }
+    enum { ACROSS = 16 };
+    for (; i + ACROSS <= k; i += ACROSS)
+        for (int first = 0; first < LANES; first += ACROSS) {
+            __m512 v[ACROSS];
+            _Pragma("GCC unroll 16") for (int l = 0; l < ACROSS; l++) v[l] = _mm512_loadu_ps(from[first + l] + i);
+            transposed(v);
+            _Pragma("GCC unroll 16") for (int l = 0; l < ACROSS; l++) _mm512_storeu_ps(to[i + l] + first, v[l]);
+        }
 #endif
     for (; i < k; i++)
         for (int l = 0; l < LANES; l++)
@@ -170,13 +183,17 @@ INLINE void search_group(const int kind, const int weighted, const searched *s, 
     const int codec = s->codec;
     ALIGNED float power[LANES], t[LANES], least[LANES], best_scale[LANES], scale[LANES], inverse[LANES], unit[LANES], error[LANES];
     ALIGNED int32_t plain[LANES], best[LANES], code[LANES];
+    ALIGNED uint32_t amax[LANES];
     EACH_LANE
     {
-        const uint32_t u = s->amax[start + (l < count ? l : 0)];
-        const uint32_t field = u >> 23;
+        amax[l] = s->amax[start + (l < count ? l : 0)];
+        plain[l] = codec < HALVES ? s->codes[start + (l < count ? l : 0)] : 0;
+    }
+    EACH_LANE
+    {
+        const uint32_t u = amax[l], field = u >> 23;
         power[l] = float_of((254 - (field < 253 ? field : 253)) << 23);
         t[l] = float_of(u) / s->qmax / s->global;
-        plain[l] = codec < HALVES ? s->codes[start + (l < count ? l : 0)] : 0;
         least[l] = INFINITY;
         best[l] = 0;
         best_scale[l] = 0;
@@ -200,23 +217,28 @@ INLINE void search_group(const int kind, const int weighted, const searched *s, 
             g->x[i][l] = x;
             g->y[i][l] = float_of(bits_of(y) & MAGNITUDE) < 0x1p-20f ? 0 : y;
         }
+    Py_ssize_t length = LEAVES;
+    while (length < s->k)
+        length *= 2;
+    for (Py_ssize_t i = s->k; i < length; i++)
+        EACH_LANE g->x[i][l] = g->y[i][l] = g->w[i][l] = 0;
     const Py_ssize_t candidates = 1 + s->some_factors + s->some_opposite + s->some_steps;
     for (Py_ssize_t n = 0; n < candidates; n++) {
         candidate_of(codec, s, n, plain, t, code, scale);
         EACH_LANE
         {
             const float e = scale[l] * s->global;
-            const int usable = e != 0; /* zero blocks too */
-            inverse[l] = usable ? 1 / (usable ? e : 1) : 0;
+            const uint32_t usable = -(uint32_t)(e != 0); /* zero blocks are not */
+            inverse[l] = float_of(bits_of(1 / e) & usable);
             unit[l] = e * power[l];
         }
-        errors_of(kind, weighted, s, g, inverse, unit, error);
+        errors_of(kind, weighted, s, length, g, inverse, unit, error);
         EACH_LANE
         {
-            const int better = error[l] < least[l];
-            least[l] = better ? error[l] : least[l];
-            best[l] = better ? code[l] : best[l];
-            best_scale[l] = better ? scale[l] : best_scale[l];
+            const uint32_t better = -(uint32_t)(error[l] < least[l]);
+            least[l] = error[l] < least[l] ? error[l] : least[l];
+            best[l] = (int32_t)(((uint32_t)code[l] & better) | ((uint32_t)best[l] & ~better));
+            best_scale[l] = float_of((bits_of(scale[l]) & better) | (bits_of(best_scale[l]) & ~better));
         }
     }
     for (int l = 0; l < count; l++)
@@ -234,13 +256,24 @@ INLINE void search_blocks(const int kind, const int weighted, const searched *s)
         search_group(kind, weighted, s, &g, start, (int)(blocks - start < LANES ? blocks - start : LANES));
 }
 
+/* Whether integers times scales are FP32 numbers: scales of 16 bits have 11 bits or fewer, and integers 8. */
+INLINE int is_whole(const searched *s)
+{
+    return s->kind == INTEGERS && s->integers.magic == 0x1.8p23f && s->codec != SINGLES && s->codec != BYTES && s->global == 1;
+}
+
 /* Compiled for each kind of elements, with weights and without. */
 static void search(const searched *s)
 {
-    if (s->kind == FLOATS && s->weights)
+    const int kind = is_whole(s) ? WHOLE : s->kind;
+    if (kind == FLOATS && s->weights)
         search_blocks(FLOATS, 1, s);
-    else if (s->kind == FLOATS)
+    else if (kind == FLOATS)
         search_blocks(FLOATS, 0, s);
+    else if (kind == WHOLE && s->weights)
+        search_blocks(WHOLE, 1, s);
+    else if (kind == WHOLE)
+        search_blocks(WHOLE, 0, s);
     else if (s->weights)
         search_blocks(INTEGERS, 1, s);
     else

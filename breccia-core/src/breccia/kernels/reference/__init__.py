@@ -17,7 +17,6 @@ from .casting import (
     cast,
     check_supplied,
     global_scale_of,
-    random_words,
     refuse_nonfinite,
     sensed,
 )
@@ -25,9 +24,11 @@ from .composed import cast_pair, cast_ste, extremes
 from .decoding import apply_scale, dequantize, multiplier, offset_of_blocks, offsets_of, result, scales_of_blocks
 from .packing import pack, unpack
 from .products import cast_matmul, grouped_matmul, matmul, product, values
+from .random_words import random_words
 from .recording import cast_and_record, record_amax
 from .records import scale_values
 from .requantizing import GENERIC, Primitives, requantize
+from .rotating import rotated, unrotated
 from .searching import SMALLEST, weights_of
 from .tiles import Tiles
 
@@ -61,10 +62,12 @@ __all__ = [
     "refuse_nonfinite",
     "requantize",
     "result",
+    "rotated",
     "scale_values",
     "scales_of_blocks",
     "sensed",
     "unpack",
+    "unrotated",
     "values",
     "weights_of",
 ]

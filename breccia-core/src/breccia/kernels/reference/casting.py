@@ -23,7 +23,9 @@ from ...tensors.tensor import ScaledTensor
 from ..checks import check_cast, check_importance, check_searchable, check_writable, fitted_layout
 from .decoding import multiplier
 from .packing import pack
+from .random_words import random_words
 from .records import coarser, repeated, value_of, write_levels
+from .rotating import rotated
 from .searching import searched, weights_of
 from .tiles import Tiles, k_last
 
@@ -51,6 +53,8 @@ def cast(
     layout = fitted_layout(recipe, tuple(x.shape), axis)
     with ops.errstate():
         y = ops.f32(x)
+        if fmt.rotation is not None:
+            y = rotated(ops, y, fmt.rotation, axis)
         if scale is not None:
             scale = check_supplied(ops, scale, x, fmt, layout, axis)
         lead = len(scale.shape) if scale is not None and (fmt.global_scale or layout.block(axis) == TENSOR) else 0
@@ -370,24 +374,6 @@ def refuse_nonfinite(ops: Ops, y: Array) -> None:
             "cast(nonfinite='raise'): x holds NaN or Inf. Clean it first, or pass nonfinite='propagate' to mark the blocks "
             "they are in."
         )
-
-
-def random_words(ops: Ops, like: Array, seed: Any) -> Array:
-    """int32 words of Threefry-2x32-20 for every element (docs/spec/numerics.md, section 5.5)."""
-    low, high = ops.words(seed)
-    schedule = (low, high, low ^ high ^ 0x1BD11BDA)
-    x, y = ops.counter(like)
-    x, y = x + schedule[0], y + schedule[1]
-    rotations = (13, 15, 26, 6, 17, 29, 16, 24)
-    for i in range(20):
-        r = rotations[i % 8]
-        x = x + y
-        y = ((y << r) | ((y >> (32 - r)) & ((1 << r) - 1))) ^ x
-        if i % 4 == 3:
-            j = i // 4 + 1
-            x = x + schedule[j % 3]
-            y = y + schedule[(j + 1) % 3] + j
-    return x
 
 
 def assigned(out: ScaledTensor | None, written: ScaledTensor) -> ScaledTensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ...arrays.frameworks import dtype_name, ops_of
 from ...arrays.ops import Array
 from ...codecs import Codec
+from ...errors import OptionError
 from ...options import DEFAULT, CastOptions, product_options
 from ...recipes import ScalingRecipe
 from ...tensors.tensor import ScaledTensor
@@ -37,6 +38,12 @@ def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) ->
 def extremes(st: ScaledTensor) -> tuple[ScaledTensor, ScaledTensor]:
     """`st` with all codes replaced by the code of the lowest value, and by that of the highest."""
     ops, fmt, axis = ops_of(st.data, "data"), st.recipe.format, st.axis
+    if fmt.rotation is not None:
+        raise OptionError(
+            f'clip="scale" has a range for each block of values, and under {st.recipe.spec} these are sums of codes. Pass '
+            "clip_min and clip_max, or clip=None.",
+            recipe=st.recipe.spec,
+        )
     st = ungrouped(ops, st.to_plain()) if fmt.alternative is not None else st.to_plain()
 
     def filled(code: int, other: int) -> ScaledTensor:

@@ -19,6 +19,7 @@ from ...tensors.tensor import ScaledTensor
 from ..checks import check_writable
 from .packing import unpack
 from .records import effective, read_levels
+from .rotating import unrotated
 from .tiles import Tiles, k_last
 
 
@@ -49,7 +50,8 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Array:
         if fmt.offset == "bias":
             # Flushing subnormal products makes the sum equal on every backend, and prevents fusing into an FMA.
             v = _rounded(ops, flushed(ops, v) + flushed(ops, offset), fmt)
-        return result(ops, tiles.join(v), name, out)
+        v = tiles.join(v)
+        return result(ops, v if fmt.rotation is None else unrotated(ops, v, fmt.rotation, axis), name, out)
 
 
 def _scaling(ops: Ops, st: ScaledTensor, fmt: Format, tiles: Tiles) -> Iterator[Callable[[Array], Array]]:
