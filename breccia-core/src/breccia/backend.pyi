@@ -66,6 +66,7 @@ from .layouts import Shape as Shape
 from .models import Chosen as Chosen
 from .models import Parameter as Parameter
 from .models import QuantizeSummary as QuantizeSummary
+from .models import TrainingSummary as TrainingSummary
 from .models import choose as choose
 from .models import matrix_of as matrix_of
 from .models import none_chosen as none_chosen

@@ -29,6 +29,7 @@ from .policies import (
 )
 from .recipes import ScalingRecipe
 from .tensors.grids import cast_nbytes
+from .training import TrainingRecipe
 
 #: The reason for parameters that take no fewer bytes under the recipe: their rows are much shorter than a block.
 GROWS = "would not shrink"
@@ -236,6 +237,27 @@ class QuantizeSummary:
         how = {name: _how(each) for name, each in self.chosen.items()}
         for each, names in by_reason(how, 5):
             yield f"{each}: {names}"
+        for reason, names in by_reason(self.left, 5):
+            yield f"left in high precision ({reason}): {names}"
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingSummary:
+    """Which layers train in low precision. Printing it shows the number, the recipe and the reasons for the others.
+
+    chosen: the names of their weights. left: reasons by name, for every other parameter of two axes or more.
+    """
+
+    recipe: TrainingRecipe
+    chosen: tuple[str, ...]
+    left: Mapping[str, str]
+
+    def lines(self) -> Iterator[str]:
+        """The lines of its repr."""
+        yield f"{len(self.chosen)} layers train under {self.recipe!r}: {abbreviated(self.chosen, 5)}"
         for reason, names in by_reason(self.left, 5):
             yield f"left in high precision ({reason}): {names}"
 

@@ -11,7 +11,9 @@ def __getattr__(name: str) -> object:
     homes = {
         **dict.fromkeys(("load_model", "save_model"), "checkpoint"),
         **dict.fromkeys(("from_torchao_model_", "to_torchao_model_"), "torchao"),
+        "convert_to_training_": "training.convert",
         "enable_compile": "operators",
+        "end_of_step": "training.state",
         "quantize_": "quantize",
     }
     if name == "nn":
@@ -25,4 +27,14 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__all__ = ["enable_compile", "from_torchao_model_", "load_model", "nn", "quantize_", "save_model", "to_torchao_model_"]
+__all__ = [
+    "convert_to_training_",
+    "enable_compile",
+    "end_of_step",
+    "from_torchao_model_",
+    "load_model",
+    "nn",
+    "quantize_",
+    "save_model",
+    "to_torchao_model_",
+]

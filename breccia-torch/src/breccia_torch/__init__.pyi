@@ -5,5 +5,17 @@ from .operators import enable_compile as enable_compile
 from .quantize import quantize_ as quantize_
 from .torchao import from_torchao_model_ as from_torchao_model_
 from .torchao import to_torchao_model_ as to_torchao_model_
+from .training.convert import convert_to_training_ as convert_to_training_
+from .training.state import end_of_step as end_of_step
 
-__all__ = ["enable_compile", "from_torchao_model_", "load_model", "nn", "quantize_", "save_model", "to_torchao_model_"]
+__all__ = [
+    "convert_to_training_",
+    "enable_compile",
+    "end_of_step",
+    "from_torchao_model_",
+    "load_model",
+    "nn",
+    "quantize_",
+    "save_model",
+    "to_torchao_model_",
+]

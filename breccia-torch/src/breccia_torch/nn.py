@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -532,3 +532,16 @@ _DTYPES = "_dtypes"
 _PLAIN = (nn.Parameter, Tensor)
 #: The names of the dtypes of inputs.
 _FLOATS = {getattr(torch, name): name for name in FLOATS}
+
+
+#: Layers in training, which have a folder of their own.
+_HOMES = {"TrainingLinear": "linear", "TrainingExperts": "experts"}
+if TYPE_CHECKING:
+    from .training.experts import TrainingExperts as TrainingExperts
+    from .training.linear import TrainingLinear as TrainingLinear
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return targets.load(f"breccia_torch.training.{_HOMES[name]}:{name}")

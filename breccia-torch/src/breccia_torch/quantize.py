@@ -165,7 +165,7 @@ def mark(model: Any, *, instead_of: str = "breccia") -> None:
 # ------------------------------------------------------------------------------------------------ selection
 
 
-def _parameters(model: nn.Module) -> Iterator[Parameter]:
+def parameters_of(model: nn.Module) -> Iterator[Parameter]:
     """The parameters of two axes or more, and weights that other libraries quantized."""
     for name, module in model.named_modules(remove_duplicate=False):
         library = library_of(module)
@@ -206,7 +206,7 @@ def _selected(
         assert filter_fn is not None
         return p.why if p.axes is None else "" if filter_fn(p.layer, p.name.rpartition(".")[0]) else "left out by filter_fn"
 
-    parameters = {p.name: p for p in _parameters(model)}
+    parameters = {p.name: p for p in parameters_of(model)}
     chosen, left = choose(
         parameters.values(),
         policy,

@@ -1,0 +1,128 @@
+"""`convert_to_training_`: the linear layers of a model as `TrainingLinear`s, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+from torch import nn
+
+from breccia import OptionError, Policy, TrainingRecipe, UnsupportedError
+from breccia.backend import Parameter, TrainingSummary, choose, none_chosen
+from breccia.internal import TENSORS
+
+from ..quantize import parameters_of, replace
+from . import measuring
+from .linear import TrainingLayer, TrainingLinear
+
+Filter = Callable[[nn.Module, str], bool]
+AUTO = "auto"
+#: FP8 GEMMs of GPUs need features in multiples of this.
+ALIGNED = 16
+
+
+def convert_to_training_(
+    model: nn.Module,
+    recipe: TrainingRecipe | str,
+    filter_fn: Filter | None = None,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    min_size: int | str = AUTO,
+) -> TrainingSummary:
+    """Let the linear layers of `model` train in low precision under `recipe`, in place.
+
+    Each `nn.Linear` becomes a `breccia_torch.nn.TrainingLinear` with the same Parameters, hooks and mode, so an optimizer that
+    has them already keeps them, and tied and frozen weights stay so. Convert before `torch.compile`, DDP and `fully_shard`. By
+    default embeddings, norms, routers and output heads keep their precision (`breccia.backend.KEPT`), as do layers whose
+    features are no multiple of 16, which FP8 GEMMs need. The summary has the reason for each.
+
+    recipe: a `TrainingRecipe`, or the name of a preset.
+    filter_fn: f(module, name) -> whether to convert; it replaces the defaults and patterns.
+    include, exclude: shell-style patterns over names of weights, "*.mlp.*.weight". `include` also converts what the defaults
+        leave, `exclude` leaves layers in high precision, as the first and last blocks under NVFP4. `exclude` beats `include`.
+    min_size: convert weights of at least this many elements. "auto" (default) converts all, except that on a GPU each shape of
+        weights is timed once against BF16, forward and backward on 4096 rows, and is left where low precision takes longer.
+
+    Returns a summary: `chosen`, `left` with reasons, `recipe`.
+
+    Raises UnsupportedError for what is no model of several layers, OptionError if nothing is converted, for `filter_fn` beside
+    patterns and for another `min_size`, UnknownNameError for a pattern that matches nothing, and what `TrainingRecipe` raises.
+
+        >>> import torch, breccia_torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+        >>> breccia_torch.convert_to_training_(model, "mxfp8")
+        1 layers train under TrainingRecipe('mxfp8'): 0.weight
+        left in high precision (10 x 128 has a side that is no multiple of 16): 2.weight
+    """
+    recipe = TrainingRecipe.of(recipe)
+    if not isinstance(model, nn.Module) or isinstance(model, nn.Linear):
+        way = ": breccia_torch.nn.TrainingLinear.from_linear(layer, recipe)" if isinstance(model, nn.Linear) else ""
+        raise UnsupportedError(f"convert_to_training_ replaces layers of a model; got a {type(model).__name__}{way}.")
+    if filter_fn is not None and (include or exclude):
+        raise OptionError("convert_to_training_ takes filter_fn or patterns (include=, exclude=), not both.")
+    if min_size != AUTO and (not isinstance(min_size, int) or isinstance(min_size, bool) or min_size < 0):
+        raise OptionError(f"min_size is {AUTO!r} or a number of elements >= 0; got {min_size!r}.", min_size=min_size)
+    listed = [_in_training(p) for p in parameters_of(model)]
+    # The recipe of a weight only says that it is chosen.
+    stand_in = next(r for t in TENSORS for r in (getattr(recipe, t), getattr(recipe, f"{t}_columns")) if r is not None)
+    chosen, left = choose(
+        listed,
+        Policy.of(stand_in, include, exclude),
+        "convert_to_training_",
+        select=None if filter_fn is None else partial(_by, filter_fn),
+        what="weight of a linear layer",
+        listed_by="`model.named_parameters()`",
+    )
+    layers: dict[str, Any] = {}
+    for p in listed:
+        if p.name in chosen:
+            why = _too_slow(p, recipe, min_size)
+            if why:
+                left[p.name] = why
+            else:
+                layers[p.name] = p.layer
+    if not layers:
+        done = sum(isinstance(layer, TrainingLayer) for layer in model.modules())
+        raise none_chosen("convert_to_training_", left, f"; {done} layers train in low precision already")
+    made: dict[int, TrainingLinear] = {}  # a layer may stand in several places
+    for full, layer in layers.items():
+        name = full.removesuffix(".weight")
+        if id(layer) not in made:
+            made[id(layer)] = TrainingLinear.from_linear(layer, recipe, seed=crc32(name.encode()), name=name)
+        replace(model, name, made[id(layer)])
+    return TrainingSummary(recipe, tuple(layers), left)
+
+
+def _in_training(p: Parameter) -> Parameter:
+    """The parameter with the reason why it cannot train in low precision, if there is one."""
+    why = p.why
+    layer = p.layer
+    if isinstance(layer, TrainingLayer):
+        why = "trains in low precision already"
+    elif p.axes is not None and not why:
+        sides = " x ".join(map(str, p.shape))
+        if type(layer) is not nn.Linear:
+            why = f"{type(layer).__name__} has no form for training"
+        elif "forward" in vars(layer):
+            why = "its layer has a forward of its own"
+        elif any(side % ALIGNED for side in p.shape):
+            why = f"{sides} has a side that is no multiple of {ALIGNED}"
+    return Parameter(p.name, p.shape, p.nbytes, p.kind, None if why else p.axes, why, layer)
+
+
+def _by(filter_fn: Filter, p: Parameter) -> str:
+    """The reason to leave a parameter under `filter_fn`; empty to convert it."""
+    if p.axes is None:
+        return p.why
+    return "" if filter_fn(p.layer, p.name.rpartition(".")[0]) else "left out by filter_fn"
+
+
+def _too_slow(p: Parameter, recipe: TrainingRecipe, min_size: int | str) -> str:
+    """Why a layer that could be converted stays in high precision; empty if it does not."""
+    if isinstance(min_size, int):
+        return f"smaller than min_size={min_size}" if p.layer.weight.numel() < min_size else ""
+    speed = measuring.speed(p.layer, recipe)
+    return "" if speed is None or speed >= 1 else f"measured {speed:.2f} x the speed of BF16 on this device"

@@ -1,0 +1,219 @@
+"""`TrainingExperts`: the weights of a mixture of experts, whose grouped GEMMs multiply low-precision operands both ways.
+
+    forward    y[e]  = x[e] @ w[e].T      grouped along M
+    backward   dx[e] = dy[e] @ w[e]       grouped along M
+               dw[e] = dy[e].T @ x[e]     grouped along K, which is M of the layer
+
+x[e] are the rows of expert e. Blocks of columns run along them, so each expert's rows begin at a whole block: rows of zeros lie
+between. One cast then serves all experts, and its shapes do not depend on how many rows each has.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from breccia import BrecciaError, ScaledTensor, ShapeError, TrainingRecipe
+from breccia.backend import calls, checks, product_options
+
+from ..ops import autocast_dtype
+from . import graphs
+from . import state as steps
+from .linear import ROWS, TrainingLayer, main_grad_of
+from .operands import Context, Operand, cast_operand, cast_weight, declared, multiply, operand_of, parts_of
+
+
+class Places(NamedTuple):
+    """Where rows lie among rows of zeros. total: the number of all rows. of_rows: (M,) the place of each; `total` for none.
+
+    offsets: (E,) int32, the end of each expert's rows there, a multiple of `step`.
+    """
+
+    total: int
+    of_rows: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, count: int, offsets: Tensor, recipe: TrainingRecipe) -> Places:
+        """The places of `count` rows, sorted by expert, of which those of expert e end at offsets[e]."""
+        step = step_of(recipe, offsets.device.type)
+        ends = offsets.long()
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        spread_ends = torch.cumsum((ends - starts + step - 1) // step * step, 0)
+        shift = torch.cat([torch.cat([spread_ends.new_zeros(1), spread_ends[:-1]]) - starts, ends.new_zeros(1)])
+        total = spread_count(count, len(offsets), recipe, offsets.device.type)
+        row = torch.arange(count, device=offsets.device)
+        expert = torch.searchsorted(ends, row, right=True)
+        return cls(total, torch.where(expert < len(ends), row + shift[expert], total), spread_ends.to(torch.int32))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(M, K) to (total, K): the rows at their places, zeros elsewhere."""
+        return x.new_zeros(self.total + 1, x.shape[1]).index_copy_(0, self.of_rows, x)[:-1]
+
+    def gathered(self, y: Tensor) -> Tensor:
+        """Inverse of `spread`; rows that belong to no expert are zero."""
+        rows = y.index_select(0, self.of_rows.clamp(max=self.total - 1)) if self.total else y.new_zeros(0, y.shape[1])
+        return torch.where((self.of_rows < self.total)[:, None], rows, 0)
+
+
+def step_of(recipe: TrainingRecipe, device: str) -> int:
+    """What each expert's rows are a multiple of: the blocks and transforms along M, and what GEMMs of the device need."""
+    sides = [max(ROWS.get(device, 1), recipe.hadamard, 1)]
+    for tensor in ("input", "gradient"):
+        column = declared(recipe, tensor)[1].recipe
+        length = None if column is None else column.format.block[1]
+        sides.append(length or 1)
+    return math.lcm(*sides)
+
+
+def spread_count(count: int, experts: int, recipe: TrainingRecipe, device: str) -> int:
+    """The number of rows with zeros between, an upper bound that is the same for all `offsets`."""
+    step = step_of(recipe, device)
+    return (count + experts * (step - 1)) // step * step
+
+
+def forward(
+    x: Tensor, weight: Tensor, offsets: Tensor, how: Context, dtype: torch.dtype, *, need_x: bool, need_w: bool, record: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """(y in `dtype`, the components of the columns of x) for x (M, K), weight (E, N, K) and offsets (E,); see `linear.forward`."""
+    places = Places.of(len(x), offsets, how.recipe)
+    x_rows, x_columns = cast_operand(how, "input", places.spread(x), columns=need_w, record=record)
+    w_rows, _ = cast_weight(how, weight, columns=need_x)
+    y = calls.grouped_matmul(x_rows, w_rows.mT, places.offsets, product_options(str(dtype).removeprefix("torch.")))
+    return places.gathered(y), [] if x_columns is None else parts_of(x_columns)
+
+
+def backward(
+    dy: Tensor, weight: Tensor, kept: list[Tensor], how: Context, dtype: torch.dtype, main: Any, need_x: bool, offsets: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dw) as `linear.backward` returns them. The ends of the experts' rows are read to the host."""
+    places = Places.of(len(dy), offsets, how.recipe)
+    dy_rows, dy_columns = cast_operand(how, "gradient", places.spread(dy), rows=need_x, columns=bool(kept), record=True)
+    if how.draws is not None:
+        steps.count_pass(how.draws, weight)
+    dx = dw = None
+    if need_x:
+        _, w_columns = cast_weight(how, weight, rows=False)
+        options = product_options(str(dtype).removeprefix("torch."))
+        dx = places.gathered(calls.grouped_matmul(dy_rows, w_columns, places.offsets, options))
+    if kept:
+        assert dy_columns is not None
+        x_columns = operand_of(kept, declared(how.recipe, "input")[1], (places.total, weight.shape[-1]))
+        wanted = weight.dtype if main is None else torch.float32
+        pairs = zip(*(by_expert(columns, places) for columns in (dy_columns, x_columns)), strict=True)
+        dw = torch.stack([multiply(g.mT, a, wanted) for g, a in pairs])
+        if main is not None:
+            main.add_(dw)
+            dw = None
+    return dx, dw
+
+
+def by_expert(columns: Operand, places: Places) -> list[Operand]:
+    """The columns of each expert: (its rows, K)."""
+    ends = places.offsets.tolist()
+    sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    rest = [places.total - sum(sizes)]
+    split = columns.split([*sizes, *rest], 0) if isinstance(columns, ScaledTensor) else torch.split(columns, [*sizes, *rest])
+    return list(split)[: len(sizes)]
+
+
+class _Experts(torch.autograd.Function):
+    """The experts in eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, how: Context, dtype: Any, record: bool) -> Tensor:
+        need_x, need_w, *_ = ctx.needs_input_grad
+        y, kept = forward(x, weight, offsets, how, dtype, need_x=need_x, need_w=need_w, record=record)
+        ctx.save_for_backward(weight, offsets, *kept)
+        ctx.how, ctx.dtype = how, x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        weight, offsets, *kept = ctx.saved_tensors
+        need_x, *_ = ctx.needs_input_grad
+        dx, dw = backward(dy, weight, kept, ctx.how, ctx.dtype, main_grad_of(weight), need_x, offsets)
+        return dx, dw, None, None, None, None
+
+
+class TrainingExperts(TrainingLayer):
+    """The weights of `num_experts` linear layers, which train in low precision under a `breccia.TrainingRecipe`.
+
+    weight: a Parameter of shape (num_experts, out_features, in_features), drawn as that of `nn.Linear`. Calls take x of shape
+    (M, in_features), rows sorted by expert, and offsets of shape (num_experts,), int32: the end of each expert's rows, as
+    `breccia.grouped_matmul` takes them. They return (M, out_features); rows that belong to no expert are zero. Experts without
+    rows get a gradient of zero. Per-tensor recipes have one scale for all experts.
+
+    The backward pass reads the offsets to the host. Raises what `TrainingLinear` raises.
+
+        >>> import torch, breccia_torch
+        >>> experts = breccia_torch.nn.TrainingExperts(4, 128, 256, recipe="fp8_block")
+        >>> offsets = torch.tensor([10, 10, 25, 32], dtype=torch.int32)  # the second expert has no rows
+        >>> experts(torch.randn(32, 128), offsets).sum().backward()
+        >>> experts.weight.grad[1].any()
+        tensor(False)
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: TrainingRecipe | str,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, device=device, dtype=dtype))
+        bound = 1 / math.sqrt(in_features) if in_features else 0.0
+        nn.init.uniform_(self.weight, -bound, bound)
+        self.begin(recipe, seed)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        try:
+            return self._product(x, offsets)
+        except BrecciaError as e:
+            raise self.failed(e) from e
+
+    def _product(self, x: Tensor, offsets: Tensor) -> Tensor:
+        if x.ndim != 2 or x.shape[1] != self.in_features:
+            raise ShapeError(f"the experts take x of shape (M, {self.in_features}); got {tuple(x.shape)}.")
+        checks.check_grouped(x, self.weight.mT, offsets)
+        dtype = autocast_dtype(x) or x.dtype
+        if torch.compiler.is_compiling():
+            main = main_grad_of(self.weight)
+            return graphs.linear(x.to(dtype), self.weight, None, self.recipe_json, self.state, main, offsets)
+        return cast(
+            "Tensor", _Experts.apply(x.to(dtype), self.weight, offsets, self.context, dtype, torch.is_grad_enabled())
+        )
+
+    @torch.no_grad()
+    def gemm_operands(self, x: Tensor, dy: Tensor, offsets: Tensor) -> dict[str, tuple[Any, Any]]:
+        """What the grouped GEMMs of a step multiply, for x (M, in_features) and dy (M, out_features).
+
+        Returns (a, b) by GEMM. "output" and "grad_input": a has the rows with zeros between, b is (E, K, N) and (E, N, K), and
+        `grouped_offsets` are the ends of the experts' rows: (offsets, None). "grad_weight": lists, an item for each expert.
+        """
+        places = Places.of(len(x), offsets, self.recipe)
+        operands = [
+            cast_operand(self.context, tensor, v)
+            for tensor, v in (("input", places.spread(x)), ("weight", self.weight), ("gradient", places.spread(dy)))
+        ]
+        (x_rows, x_columns), (w_rows, w_columns), (dy_rows, dy_columns) = cast("Any", operands)
+        return {
+            "output": (x_rows, w_rows.mT),
+            "grad_input": (dy_rows, w_columns),
+            "grad_weight": ([g.mT for g in by_expert(dy_columns, places)], by_expert(x_columns, places)),
+            "grouped_offsets": (places.offsets, None),
+        }
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} experts, in_features={self.in_features}, out_features={self.out_features}, recipe={self.recipe!r}"

@@ -1,0 +1,119 @@
+"""The operators that torch.compile sees of a layer in training: one each way, with the functions of eager mode in them.
+
+They write to `pending` and to `main` without declaring it. A declared change would have to be undone and redone around gradients,
+which fails for a layer that is called twice. Nothing else in a graph reads either: `pending` is a maximum, and `main` is read by
+the optimizer.
+"""
+
+# Parameters of operators have the types of their schemas.
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .operands import Context, declared, empty_parts, recipe_of
+from .state import StepState
+
+_STATE = "Tensor? offsets, Tensor? amaxes, Tensor? pending, Tensor? draws, Tensor? main, str recipe"
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Any, recipe: str, state: StepState | None, main: Any, offsets: Tensor | None = None
+) -> Tensor:
+    """The layer in a graph, for x (M, K). recipe: as JSON. offsets: of experts."""
+    training = torch.is_grad_enabled()
+    buffers = (None, None, None) if state is None else state.tensors()
+    needs = training and x.requires_grad, training and weight.requires_grad
+    return torch.ops.breccia.training_linear(x, weight, bias, offsets, *buffers, main, recipe, *needs, training)[0]
+
+
+def _forward(x, weight, bias, offsets, amaxes, pending, draws, main, recipe, need_x, need_w, record) -> list[Tensor]:
+    from . import experts, linear
+
+    how = Context(recipe_of(recipe), amaxes, pending, draws)
+    needs = {"need_x": need_x, "need_w": need_w, "record": record}
+    if offsets is None:
+        y, kept = linear.forward(x, weight, bias, how, x.dtype, **needs)
+    else:
+        y, kept = experts.forward(x, weight, offsets, how, x.dtype, **needs)
+    column = declared(how.recipe, "input")[1]
+    if not kept or (column.recipe is None and offsets is None):  # x itself, which an operator must not return
+        return [y]
+    data, *others = kept  # with the strides of `_forward_fake`
+    data = data.mT.contiguous().mT if column.recipe is not None else data.contiguous()
+    return [y, data, *(part.contiguous() for part in others)]
+
+
+def _forward_fake(x, weight, bias, offsets, amaxes, pending, draws, main, recipe, need_x, need_w, record) -> list[Tensor]:
+    from . import experts
+
+    column, m, k = declared(recipe_of(recipe), "input")[1], *x.shape
+    if offsets is not None:
+        m = experts.spread_count(m, len(weight), recipe_of(recipe), x.device.type)
+    kept: list[Tensor] = []
+    if need_w and column.recipe is not None:
+        kept = empty_parts(x, column, (m, k))
+    elif need_w and offsets is not None:
+        kept = [x.new_empty(m, k)]
+    return [x.new_empty(x.shape[0], weight.shape[-2]), *kept]
+
+
+def _backward(dy, weight, kept, offsets, amaxes, pending, draws, main, recipe, dtype, need_x) -> list[Tensor]:
+    from . import experts, linear
+
+    how = Context(recipe_of(recipe), amaxes, pending, draws)
+    if offsets is None:
+        results = linear.backward(dy, weight, kept, how, dtype, main, need_x)
+    else:
+        results = experts.backward(dy, weight, kept, how, dtype, main, need_x, offsets)
+    return [dy.new_empty(0) if v is None else v.contiguous() for v in results]
+
+
+def _backward_fake(dy, weight, kept, offsets, amaxes, pending, draws, main, recipe, dtype, need_x) -> list[Tensor]:
+    dx = dy.new_empty((dy.shape[0], weight.shape[-1]) if need_x else 0, dtype=dtype if need_x else None)
+    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if kept and main is None else dy.new_empty(0)
+    return [dx, dw]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weight, bias, offsets, amaxes, pending, draws, main, ctx.recipe, _, need_w, _ = inputs
+    kept = output[1:] or ([x] if need_w else [])
+    ctx.save_for_backward(weight, offsets, amaxes, pending, draws, main, *kept)
+    ctx.dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+
+
+def _gradients(ctx: Any, gradients: Any) -> tuple[Any, ...]:
+    dy = gradients[0]
+    weight, offsets, amaxes, pending, draws, main, *kept = ctx.saved_tensors
+    need_x, need_w, need_bias, *others = ctx.needs_input_grad
+    dx, dw = torch.ops.breccia.training_linear_backward(
+        dy, weight, kept if need_w else [], offsets, amaxes, pending, draws, main, ctx.recipe, ctx.dtype, need_x
+    )
+    dbias = dy.float().sum(0).to(ctx.bias_dtype) if need_bias else None
+    return dx if need_x else None, dw if need_w and main is None else None, dbias, *(None for _ in others)
+
+
+def _register() -> None:
+    forward: Any = torch.library.custom_op(
+        "breccia::training_linear",
+        _forward,
+        mutates_args=(),
+        schema=f"(Tensor x, Tensor weight, Tensor? bias, {_STATE}, bool need_x, bool need_w, bool record) -> Tensor[]",
+    )
+    forward.register_fake(_forward_fake)
+    forward.register_autograd(_gradients, setup_context=_keep)
+    backward: Any = torch.library.custom_op(
+        "breccia::training_linear_backward",
+        _backward,
+        mutates_args=(),
+        schema=f"(Tensor dy, Tensor weight, Tensor[] kept, {_STATE}, ScalarType dtype, bool need_x) -> Tensor[]",
+    )
+    backward.register_fake(_backward_fake)
+
+
+_register()

@@ -1,0 +1,247 @@
+"""`TrainingLinear`: an `nn.Linear` whose three GEMMs multiply low-precision operands, and its gradient.
+
+    forward    y  = x @ w.T           rows of x, rows of w
+    backward   dx = dy @ w            rows of dy, columns of w
+               dw = dy.T @ x          columns of dy, columns of x
+
+x and dy are cast once for both of their GEMMs, w once per optimizer step. Of x, the 8-bit columns are kept for the backward
+pass. `operands` casts, `state` has histories and counters, and the recipe says the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from breccia import BrecciaError, ShapeError, TrainingRecipe, UnsupportedError
+
+from ..ops import autocast_dtype
+from . import graphs
+from . import state as steps
+from .operands import (
+    Context,
+    Operand,
+    cast_operand,
+    cast_weight,
+    declared,
+    multiply,
+    operand_of,
+    parts_of,
+)
+from .state import StepState
+
+#: What GEMMs need the number of rows to be a multiple of, by type of device; rows of zeros are added.
+ROWS = {"cuda": 16}
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: torch.dtype, *, need_x: bool, need_w: bool, record: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """(y in `dtype`, the components of the columns of x) for x (M, K), weight (N, K) and bias (N,).
+
+    need_x, need_w: the gradients that the backward pass will compute. Without the second there are no components. record: note
+    amaxes for the scales of later steps.
+    """
+    x_rows, x_columns = cast_operand(how, "input", x, columns=need_w, record=record)
+    w_rows, _ = cast_weight(how, weight, columns=need_x)
+    y = multiply(x_rows, w_rows.mT, dtype, None if bias is None else bias.detach())
+    return y, [] if x_columns is None else parts_of(x_columns)
+
+
+def backward(
+    dy: Tensor, weight: Tensor, kept: list[Tensor], how: Context, dtype: torch.dtype, main: Tensor | None, need_x: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx in `dtype`, dw in the dtype of the weight) for dy (M, N). kept: the components that `forward` returned.
+
+    dx is None unless `need_x`. dw is None without components, and with `main`, an FP32 tensor that it is added to.
+    """
+    dy_rows, dy_columns = cast_operand(how, "gradient", dy, rows=need_x, columns=bool(kept), record=True)
+    if how.draws is not None:
+        steps.count_pass(how.draws, weight)
+    dx = dw = None
+    if need_x:
+        _, w_columns = cast_weight(how, weight, rows=False)
+        dx = multiply(dy_rows, w_columns, dtype)
+    if kept:
+        assert dy_columns is not None
+        x_columns = operand_of(kept, declared(how.recipe, "input")[1], (len(dy), weight.shape[-1]))
+        dw = multiply(dy_columns.mT, x_columns, weight.dtype if main is None else torch.float32)
+        if main is not None:
+            main.add_(dw)
+            dw = None
+    return dx, dw
+
+
+class _Linear(torch.autograd.Function):
+    """The layer in eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: Any, record: bool) -> Tensor:
+        need_x, need_w, *_ = ctx.needs_input_grad
+        y, kept = forward(x, weight, bias, how, dtype, need_x=need_x, need_w=need_w, record=record)
+        ctx.save_for_backward(weight, *kept)
+        ctx.how, ctx.dtype, ctx.bias_dtype = how, x.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        weight, *kept = ctx.saved_tensors
+        need_x, _, need_bias, *_ = ctx.needs_input_grad
+        main = main_grad_of(weight)
+        dx, dw = backward(dy, weight, kept, ctx.how, ctx.dtype, main, need_x)
+        return dx, dw, dy.float().sum(0).to(ctx.bias_dtype) if need_bias else None, None, None, None
+
+
+def main_grad_of(weight: Any) -> Tensor | None:
+    """The FP32 tensor beside a weight that gradients accumulate into, as Megatron's optimizers have it; or None."""
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    if main is None:
+        return None
+    if main.dtype != torch.float32 or main.shape != weight.shape:
+        raise UnsupportedError(
+            f"main_grad of a weight is an FP32 tensor of its shape {tuple(weight.shape)}; got {main.dtype} {tuple(main.shape)}."
+        )
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+    return main
+
+
+class TrainingLayer(nn.Module):
+    """What layers in training share: a recipe, a state, and a name for errors.
+
+    state: a `StepState` for recipes with delayed scaling or stochastic rounding; None for others, whose `state_dict` is that of
+        the plain layer.
+    """
+
+    weight: nn.Parameter
+    recipe: TrainingRecipe
+    #: What compilers are told of the recipe.
+    recipe_json: str
+    state: StepState | None
+    #: The name of the layer in its model.
+    name: str = ""
+
+    def begin(self, recipe: TrainingRecipe | str, seed: int | None = None, name: str = "") -> None:
+        """Take the recipe, and a state if it needs one. seed: of random numbers; by default torch's generator draws one."""
+        self.recipe, self.name, self.state = TrainingRecipe.of(recipe), name, None
+        self.recipe_json = self.recipe.to_json()
+        if self.recipe.delayed or self.recipe.stochastic:
+            if seed is None:
+                seed = int(torch.randint(1 << 62, ())) if self.recipe.stochastic else 0
+            self.state = StepState(self.recipe, seed, self.weight.device)
+            steps.layers.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.state is not None:
+            steps.layers.add(self)
+
+    @property
+    def context(self) -> Context:
+        return Context(self.recipe, *(() if self.state is None else self.state.tensors()))
+
+    def failed(self, e: BrecciaError) -> BrecciaError:
+        """The error with the layer's name before it."""
+        return type(e)(f"{self.name or type(self).__name__}: {e}", **e.found)
+
+
+class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """`nn.Linear` that trains in low precision under a `breccia.TrainingRecipe`.
+
+    The arguments are those of `nn.Linear`, and `recipe`, a recipe or the name of a preset. The weight and the bias are Parameters
+    in high precision, so optimizers, clipping, averages, tying and `state_dict` work as ever. Inputs are FP32, FP16 or BF16 of
+    shape (..., in_features); the output has their dtype, or autocast's. Where the weight has an FP32 `main_grad`, its gradient is
+    added to that, and `weight.grad` stays None.
+
+    Raises what `TrainingRecipe` raises; calls raise ShapeError for another number of features, and what `breccia.cast` and
+    `breccia.matmul` raise, with the name of the layer.
+
+        >>> import torch, breccia_torch
+        >>> layer = breccia_torch.nn.TrainingLinear(128, 256, recipe="fp8_block")
+        >>> layer(torch.randn(32, 128)).sum().backward()
+        >>> layer.weight.grad.shape
+        torch.Size([256, 128])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: TrainingRecipe | str,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.begin(recipe, seed)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, recipe: TrainingRecipe | str, *, seed: int | None = None, name: str = ""
+    ) -> Self:
+        """A layer with the Parameters, the mode and the hooks of `linear`."""
+        self = cls.__new__(cls)
+        self.__dict__.update(linear.__dict__)
+        self._modules = dict(linear._modules)
+        self.begin(recipe, seed, name)
+        return self
+
+    def reset_parameters(self) -> None:
+        """Draw new weights, as `nn.Linear` does, and forget histories."""
+        super().reset_parameters()
+        state: StepState | None = self.__dict__.get("_modules", {}).get("state")
+        if state is not None:
+            state.reset(int(torch.randint(1 << 62, ())) if self.recipe.stochastic else 0)
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if x.shape[-1] != self.in_features:
+            raise self.failed(ShapeError(f"the layer has {self.in_features} features; got x of shape {tuple(x.shape)}."))
+        dtype = autocast_dtype(x) or x.dtype
+        m = x.shape[:-1].numel()
+        rows = x.to(dtype).reshape(m, self.in_features)
+        missing = -m % ROWS.get(x.device.type, 1)
+        if missing:
+            rows = nn.functional.pad(rows, (0, 0, 0, missing))
+        if torch.compiler.is_compiling():
+            y = graphs.linear(rows, self.weight, self.bias, self.recipe_json, self.state, main_grad_of(self.weight))
+        else:
+            try:
+                y = _Linear.apply(rows, self.weight, self.bias, self.context, dtype, torch.is_grad_enabled())
+            except BrecciaError as e:
+                raise self.failed(e) from e
+        return cast("Tensor", y)[:m].view(*x.shape[:-1], self.out_features)
+
+    @torch.no_grad()
+    def gemm_operands(self, x: Tensor, dy: Tensor) -> dict[str, tuple[Operand, Operand]]:
+        """What the three GEMMs of a step multiply, for x (..., in_features) and dy (..., out_features).
+
+        Returns (a, b) by GEMM: "output", (M, K) by (K, N); "grad_input", (M, N) by (N, K); "grad_weight", (N, M) by (M, K).
+        `breccia.matmul(a, b)` is the GEMM. Random numbers are those of the next backward pass. Nothing is recorded.
+
+            >>> import torch, breccia_torch
+            >>> layer = breccia_torch.nn.TrainingLinear(128, 256, bias=False, recipe="fp8_block")
+            >>> x, dy = torch.randn(32, 128), torch.randn(32, 256)
+            >>> operands = layer.gemm_operands(x, dy)
+            >>> operands["grad_weight"][0].shape
+            (256, 32)
+            >>> torch.equal(breccia.matmul(*operands["output"]), layer(x))
+            True
+        """
+        dtype = autocast_dtype(x) or x.dtype
+        x, dy = x.to(dtype).reshape(-1, self.in_features), dy.reshape(-1, self.out_features)
+        operands = [cast_operand(self.context, tensor, v) for tensor, v in (("input", x), ("weight", self.weight), ("gradient", dy))]
+        (x_rows, x_columns), (w_rows, w_columns), (dy_rows, dy_columns) = cast("Any", operands)
+        return {
+            "output": (x_rows, w_rows.mT),
+            "grad_input": (dy_rows, w_columns),
+            "grad_weight": (dy_columns.mT, x_columns),
+        }
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe!r}"

@@ -1,0 +1,146 @@
+"""The operands of the three GEMMs: x, w and dy, cast as a `TrainingRecipe` declares, each once for both of its orientations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from breccia import DelayedScaling, ScaledTensor, TrainingRecipe
+from breccia.backend import DEFAULT, CastOptions, calls, checks, components, packing, part_shapes, product_options
+from breccia.internal import GemmOperand, hadamard
+
+from ..ops import TORCH
+from . import state as steps
+
+#: An operand of a GEMM: quantized, or an array for high precision.
+Operand = ScaledTensor | Tensor
+
+
+class Context(NamedTuple):
+    """What casts of a layer depend on beside their tensor: its recipe, and the buffers of its `StepState`."""
+
+    recipe: TrainingRecipe
+    amaxes: Tensor | None = None
+    pending: Tensor | None = None
+    draws: Tensor | None = None
+
+
+@lru_cache(maxsize=64)
+def recipe_of(text: str) -> TrainingRecipe:
+    """The training recipe of that JSON."""
+    return TrainingRecipe.from_json(text)
+
+
+def declared(recipe: TrainingRecipe, tensor: str) -> tuple[GemmOperand, GemmOperand]:
+    """The (rows, columns) of a tensor as the GEMMs multiply them."""
+    rows, columns = _USES[tensor]
+    return recipe.operands[rows[0]][rows[1]], recipe.operands[columns[0]][columns[1]]
+
+
+#: Where the rows and the columns of each tensor enter: a GEMM, and the operand of it.
+_USES = {
+    "input": (("output", 0), ("grad_weight", 1)),
+    "weight": (("output", 1), ("grad_input", 1)),
+    "gradient": (("grad_input", 0), ("grad_weight", 0)),
+}
+
+
+def cast_operand(
+    how: Context, tensor: str, x: Tensor, *, rows: bool = True, columns: bool = True, record: bool = False
+) -> tuple[Operand | None, Operand | None]:
+    """The rows and the columns of a tensor (..., M, K); None for what is not asked for.
+
+    Of equal recipes they come from one `cast_pair`. record: add the amax to the pending ones of delayed scaling.
+    """
+    first, second = declared(how.recipe, tensor)
+    x = x.detach()
+    options = DEFAULT
+    if "stochastic" in (first.rounding, second.rounding):
+        assert how.draws is not None
+        options = CastOptions(rounding="stochastic", seed=steps.next_seed(how.draws))
+    delayed = first.recipe if isinstance(first.recipe, DelayedScaling) else second.recipe
+    if isinstance(delayed, DelayedScaling):
+        scale = steps.delayed_scale(how.amaxes, how.pending, tensor, delayed, x, record=record)
+        options = options.replace(scale=scale)
+    if rows and columns and first.recipe is not None and first == second._replace(axis=-1):
+        return calls.cast_pair(x, first.recipe, options)
+    return (_cast(x, first, options) if rows else None), (_cast(x, second, options) if columns else None)
+
+
+def _cast(x: Tensor, operand: GemmOperand, options: CastOptions) -> Operand:
+    if operand.recipe is None:
+        return x
+    if operand.hadamard:
+        x = hadamard(TORCH, x, operand.hadamard)
+    return calls.cast(x, operand.recipe, options if operand.axis == -1 else options.replace(axis=-2))
+
+
+#: For each weight: what it was when it was cast, and its casts (rows, columns) by recipe and history.
+_weights: Any = WeakTensorKeyDictionary()
+
+
+def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: bool = True) -> tuple[Any, Any]:
+    """`cast_operand` of a weight, once until it changes: an optimizer steps, or anything writes to it in place.
+
+    Values written through `weight.data` are noticed at the end of the step. Layers that share a weight share its casts.
+    """
+    now = weight.data_ptr(), weight.dtype, weight._version, steps.generation
+    before, casts = _weights.get(weight, (None, {}))
+    if before != now:
+        _weights[weight] = now, (casts := {})
+    key = (how.recipe, None) if how.amaxes is None else (how.recipe, id(how.amaxes), how.amaxes._version)
+    kept = casts.get(key, (None, None))
+    missing = rows and kept[0] is None, columns and kept[1] is None
+    if any(missing):
+        cast = cast_operand(how, "weight", weight, rows=missing[0], columns=missing[1], record=True)
+        kept = casts[key] = tuple(old if new is None else new for old, new in zip(kept, cast, strict=True))
+    return kept
+
+
+def multiply(a: Any, b: Any, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """`a @ b + bias`, accumulated in FP32 and rounded once; of two arrays, torch's product in `dtype`."""
+    if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor):
+        return calls.matmul(a, b, product_options(str(dtype).removeprefix("torch."), bias))
+    product = torch.matmul(a.to(dtype), b.to(dtype))
+    return product if bias is None else product + bias.to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------ as lists of tensors
+
+
+def parts_of(operand: Operand) -> list[Tensor]:
+    """The components of an operand, in order; an array is the only one. The inverse of `operand_of`."""
+    return list(components(operand).values()) if isinstance(operand, ScaledTensor) else [operand]
+
+
+def operand_of(parts: Sequence[Tensor], of: GemmOperand, shape: Sequence[int]) -> Operand:
+    """The operand with these components. shape: of the tensor before the Hadamard transform."""
+    if of.recipe is None:
+        return parts[0]
+    full = transformed_shape(of, shape)
+    layout = checks.fitted_layout(of.recipe, full, of.axis)
+    named = dict(zip(of.recipe.format.parts, parts, strict=True))
+    padding = -full[of.axis] % packing(of.recipe.format.element)[0]
+    return ScaledTensor.from_parts(recipe=of.recipe, layout=layout, axis=of.axis, padding=padding, **named)
+
+
+def transformed_shape(of: GemmOperand, shape: Sequence[int]) -> tuple[int, ...]:
+    """The logical shape of an operand: rows are padded to whole groups of its Hadamard transform."""
+    *lead, m, k = shape
+    return (*lead, math.ceil(m / of.hadamard) * of.hadamard if of.hadamard else m, k)
+
+
+def empty_parts(like: Tensor, of: GemmOperand, shape: Sequence[int]) -> list[Tensor]:
+    """Tensors of the shapes, dtypes and strides of an operand's components, for compilers."""
+    assert of.recipe is not None
+    full = transformed_shape(of, shape)
+    shapes = part_shapes(of.recipe.format, checks.fitted_layout(of.recipe, full, of.axis), full, of.axis)
+    dtypes = TORCH.dtypes(of.recipe.format)
+    data, *others = [like.new_empty(s, dtype=getattr(torch, dtypes[name])) for name, s in shapes.items()]
+    return [data.new_empty(data.mT.shape).mT if of.axis == -2 else data, *others]
