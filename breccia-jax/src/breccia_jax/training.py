@@ -23,7 +23,7 @@ from breccia import AmaxHistory, DelayedScaling, ScaledTensor, TrainingRecipe
 from breccia.backend import TENSOR, calls, dtype_name
 from breccia.internal import GemmOperand, hadamard
 
-from .histories import scale_of_step
+from .delayed import scale_of_step
 from .ops import JAX
 
 Array = Any
