@@ -99,7 +99,7 @@ class DotGeneral:
         stochastic rounding; use each once. With `axis_name` the shards round by different numbers. `functools.partial` gives
         both to a layer.
         """
-        lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)  # NumPy's arrays have no gradients
+        lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
         (left, right), (left_batch, right_batch) = dimension_numbers
         left, right, left_batch, right_batch = map(tuple, (left, right, left_batch, right_batch))
         left, right = (tuple(a % x.ndim for a in axes) for x, axes in ((lhs, left), (rhs, right)))
@@ -126,7 +126,7 @@ class DotGeneral:
     ) -> Array:
         """`x @ w` for x (..., M, K) and w (..., K, N). dtype: of the result; by default the promoted one."""
         histories, seed = self.inputs(state, key)
-        x, w = _alike(x, w)
+        x, w = _alike(jnp.asarray(x), jnp.asarray(w))  # NumPy's arrays have no gradients
         dtype = dtype_name(jnp.zeros((), dtype or jnp.promote_types(x.dtype, w.dtype)))
         return product_of_rows(x, w, histories, seed, self.how(dtype, precision))
 
