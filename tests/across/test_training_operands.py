@@ -80,7 +80,8 @@ def test_after_a_step_both_scale_by_the_same_histories() -> None:
     state = breccia_jax.histories(recipe)
     _, back = jax.vjp(lambda state: dot.product(x, w.T, state=state), state)
     state = breccia_jax.advance(state, back(jnp.asarray(dy))[0])
-    x2, dy2 = x2 / 8, dy2 / 8  # smaller than in the step before, whose amaxes stay the largest
+    x2, dy2 = x2 / 11, dy2 / 11  # smaller than in the step before, whose amaxes stay the largest
+    w = layer.weight.detach().numpy()  # the step makes +0 of -0
     of_jax = digests(dot.gemm_operands(x2, w.T, dy2, state=state), turned=True)
     largest = {"input": np.abs(x).max() / 448, "weight": np.abs(w).max() / 448, "gradient": np.abs(dy).max() / 57344}
     scales = {tensor: np.float32(scale) for tensor, scale in largest.items()}

@@ -101,7 +101,9 @@ def convert_to_training(
     dot = DotGeneral(TrainingRecipe.of(recipe), axis_name=axis_name)
     listed = []
     for p, layer in parameters_of(module, (TrainingLinear,)):
-        if p.axes is not None and p.kind == "linear" and type(layer) is not eqx.nn.Linear:
+        if isinstance(layer, TrainingLinear) and p.shape == layer.weight.shape:
+            p = replace(p, axes=None, why="trains in low precision already", kind="linear")
+        elif p.axes is not None and p.kind == "linear" and type(layer) is not eqx.nn.Linear:
             p = replace(p, axes=None, why=f"{type(layer).__name__} has no form for training")
         listed.append(p)
     summary = chosen_layers(listed, dot.recipe, include, exclude)

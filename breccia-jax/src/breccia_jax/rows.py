@@ -57,7 +57,7 @@ def _batched(leaves: Sequence[Any], axes: Sequence[int | None], *, tree: Any, ho
     if keyed and w_axis is None:  # one product has one seed
         seed, others[-1] = jnp.take(seed, 0, others[-1]), None
     if w_axis is not None or any(axis is not None for axis in others):
-        return jax.vmap(lambda *leaves: _call.bind(*leaves, tree=tree, how=how), tuple(axes))(*leaves), 0
+        return jax.vmap(lambda *leaves: _product(*leaves, tree=tree, how=how), tuple(axes))(*leaves), 0
     if x_axis is None:
         return product_of_rows(x, w, histories, seed, how), None
     x = jnp.moveaxis(x, x_axis, -3)
