@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,13 +64,19 @@ def agree(found: Any, name: str) -> None:
     assert amaxes == ({tensor: float(v) for tensor, v in largest.items()} if name == "fp8_delayed" else {}), name
 
 
+def mesh_of_shards() -> Any:
+    import jax
+
+    return jax.make_mesh((SHARDS,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:SHARDS])
+
+
 def mapped(name: str, check_vma: bool) -> Any:
     import jax
     from jax.sharding import PartitionSpec as P
 
     import breccia_jax
 
-    mesh = jax.make_mesh((SHARDS,), ("data",), devices=jax.devices()[:SHARDS])
+    mesh = mesh_of_shards()
     # JAX sums gradients of what is the same in all shards only where it checks that.
     step = trained(RECIPES[name], reduce=not check_vma)
     specs = {"in_specs": (P("data"), P(), P("data"), P()), "out_specs": (P("data"), P(), P())}
@@ -106,10 +111,10 @@ def silent_scales_of_shards_are_refused() -> None:
 
     import breccia_jax
 
-    mesh = jax.make_mesh((SHARDS,), ("data",), devices=jax.devices()[:SHARDS])
+    mesh = mesh_of_shards()
     spec = {"mesh": mesh, "in_specs": (P("data"), P()), "out_specs": P("data")}
     for name in ("fp8_current", "nvfp4"):
-        product = partial(breccia_jax.DotGeneral(RECIPES[name]).product)
+        product = breccia_jax.DotGeneral(RECIPES[name]).product
         with pytest.raises(breccia.OptionError, match=r"inside shard_map over 'data', .* has one scale for a tensor, which shards"):
             jax.shard_map(product, **spec)(X, W.T)
     jax.shard_map(breccia_jax.DotGeneral(RECIPES["mxfp8"]).product, **spec)(X, W.T)
@@ -124,7 +129,7 @@ def keys_of_shards_differ() -> None:
 
     import breccia_jax
 
-    mesh = jax.make_mesh((SHARDS,), ("data",), devices=jax.devices()[:SHARDS])
+    mesh = mesh_of_shards()
     recipe = TrainingRecipe("nvfp4", hadamard=0)
     dot = breccia_jax.DotGeneral(recipe, axis_name="data")
 
@@ -143,7 +148,7 @@ def nan_in_one_shard_is_nan_in_all() -> None:
 
     import breccia_jax
 
-    mesh = jax.make_mesh((SHARDS,), ("data",), devices=jax.devices()[:SHARDS])
+    mesh = mesh_of_shards()
     x = X.copy()
     x[70, 3] = np.nan
     product = breccia_jax.DotGeneral(RECIPES["fp8_current"], axis_name="data").product

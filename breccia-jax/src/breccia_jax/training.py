@@ -83,7 +83,7 @@ def cast_operands(
         amax = _amax(x, how.axis_name)
         options["scale"] = scale_of_step(histories[tensor], amax)
     if first and second and one.recipe is not None and one == two._replace(axis=one.axis):
-        rows, columns = breccia.cast_pair(x, one.recipe, **_shared(how, one.recipe, x), **options)
+        rows, columns = breccia.cast_pair(x, one.recipe, **{**_shared(how, one.recipe, x), **options})
         return (rows, columns, amax) if one.axis == -1 else (columns, rows, amax)
     made = [_cast(how, x, of, options) if wanted else None for of, wanted in ((one, first), (two, second))]
     return made[0], made[1], amax
@@ -94,9 +94,7 @@ def _cast(how: How, x: Array, of: GemmOperand, options: dict[str, Any]) -> Opera
         return x
     if of.hadamard:
         x = hadamard(JAX, x, of.hadamard)
-    if "scale" not in options:
-        options = {**_shared(how, of.recipe, x), **options}
-    return breccia.cast(x, of.recipe, axis=of.axis, **options)
+    return breccia.cast(x, of.recipe, axis=of.axis, **{**_shared(how, of.recipe, x), **options})
 
 
 def _amax(x: Array, axis_name: tuple[str, ...]) -> Array:
@@ -110,7 +108,7 @@ def _amax(x: Array, axis_name: tuple[str, ...]) -> Array:
 
 def _shared(how: How, recipe: Any, x: Array) -> dict[str, Any]:
     """The scale of a whole tensor whose shards lie along `axis_name`, as an option of a cast; nothing without such a scale."""
-    if not how.axis_name or not of_tensor(recipe) or not x.size:
+    if not how.axis_name or not of_tensor(recipe) or isinstance(recipe, DelayedScaling) or not x.size:
         return {}
     if recipe.format.global_scale is not None:  # of the finite elements (numerics contract, section 6)
         x = jnp.where(jnp.isfinite(x), x, 0)
