@@ -12,6 +12,7 @@ def __getattr__(name: str) -> object:
         return import_module(f"{__name__}.{name}")
     homes = {
         **dict.fromkeys(("combine", "dequantize", "partition", "quantize"), "trees"),
+        **dict.fromkeys(("advance", "histories"), "delayed"),
         "assembled": "checkpoints",
         "DotGeneral": "dot_general",
         "ScaledWeight": "weights",
@@ -30,9 +31,11 @@ def __dir__() -> list[str]:
 __all__ = [
     "DotGeneral",
     "ScaledWeight",
+    "advance",
     "assembled",
     "combine",
     "dequantize",
+    "histories",
     "partition",
     "quantize",
     "register",

@@ -1,5 +1,7 @@
 from .checkpoints import assembled as assembled
 from .container import register as register
+from .delayed import advance as advance
+from .delayed import histories as histories
 from .dot_general import DotGeneral as DotGeneral
 from .meshes import shardings as shardings
 from .trees import combine as combine
@@ -11,9 +13,11 @@ from .weights import ScaledWeight as ScaledWeight
 __all__ = [
     "DotGeneral",
     "ScaledWeight",
+    "advance",
     "assembled",
     "combine",
     "dequantize",
+    "histories",
     "partition",
     "quantize",
     "register",

@@ -1,4 +1,4 @@
-"""Equinox: quantize the layers of a module, which then runs as it is.
+"""Equinox: quantize the layers of a module, which then runs as it is; train modules in low precision.
 
 Importing this imports Equinox (`pip install 'breccia-jax[equinox]'`).
 """
@@ -16,6 +16,8 @@ from breccia import ScaledTensor
 from breccia.backend import CONVOLUTION, NO_MATRIX, Parameter
 
 from . import container, loading
+from .delayed import advance
+from .equinox_training import TrainingLinear, convert_to_training, histories, with_state
 from .loading import Names
 from .rules import Report, Rules, apply, described
 from .serialised import tree_deserialise_leaves, tree_serialise_leaves
@@ -26,10 +28,15 @@ __all__ = [
     "Report",
     "ScaledLayer",
     "ScaledWeight",
+    "TrainingLinear",
+    "advance",
+    "convert_to_training",
+    "histories",
     "load_model",
     "quantize",
     "tree_deserialise_leaves",
     "tree_serialise_leaves",
+    "with_state",
 ]
 
 Module = TypeVar("Module")
@@ -125,8 +132,14 @@ def _is_weight(x: Any) -> bool:
     return isinstance(x, ScaledWeight | ScaledTensor)
 
 
-def _flatten(module: Any) -> tuple[list[_Place], Any]:
-    listed, structure = tree_util.tree_flatten_with_path(module, is_leaf=_is_place)
+def parameters_of(module: Any, others: tuple[type, ...] = ()) -> list[tuple[Parameter, Any]]:
+    """The parameters of a module, each with its layer or itself. others: further types of layers."""
+    places = _flatten(module, others)[0]
+    return [(p, place.leaf) for place in places for p in _parameters([place])]
+
+
+def _flatten(module: Any, others: tuple[type, ...] = ()) -> tuple[list[_Place], Any]:
+    listed, structure = tree_util.tree_flatten_with_path(module, is_leaf=lambda x: _is_place(x) or isinstance(x, others))
     places: list[_Place] = []
     for path, leaf in listed:
         name = _named(path)

@@ -1,4 +1,4 @@
-"""Flax: quantize the parameters of linen models, and nnx models, which then run as they are.
+"""Flax: quantize the parameters of linen models, and nnx models, which then run as they are; train models in low precision.
 
 Importing this imports Flax (`pip install 'breccia-jax[flax]'`).
 """
@@ -22,11 +22,25 @@ from breccia.backend import CONVOLUTION, NO_MATRIX, Parameter
 from . import container, flax_state, loading
 from .dot_general import DotGeneral
 from .flax_layers import with_products
+from .flax_training import AmaxHistories, TrainingModel, advance_, convert_to_training
+from .delayed import advance
 from .loading import Names
 from .rules import Report, Rules, apply, described
 from .weights import ScaledWeight
 
-__all__ = ["DotGeneral", "Report", "ScaledParam", "ScaledWeight", "load_model", "quantize"]
+__all__ = [
+    "AmaxHistories",
+    "DotGeneral",
+    "Report",
+    "ScaledParam",
+    "ScaledWeight",
+    "TrainingModel",
+    "advance",
+    "advance_",
+    "convert_to_training",
+    "load_model",
+    "quantize",
+]
 
 Model = TypeVar("Model")
 Axes = tuple[int, ...]
@@ -212,6 +226,16 @@ def _parameters(places: list[_Place]) -> Iterator[Parameter]:
             yield described(place.name, place.array, axes, why, kind)
 
 
+def places_of(variables: Any) -> Iterator[tuple[tuple[str, ...], Parameter]]:
+    """The path and the parameter of each array of linen's variables."""
+    places = _flatten(variables)[0]
+    paths = {p.name: p for p in _parameters(places)}
+    for path, _ in tree_util.tree_flatten_with_path(variables, is_leaf=_is_place)[0]:
+        keys = tuple(str(getattr(key, "key", key)) for key in path)
+        if (name := tree_util.keystr(path, simple=True, separator=".")) in paths:
+            yield keys, paths[name]
+
+
 def _contracted(owner: str, leaf: str, shape: tuple[int, ...], bias: tuple[int, ...] | None) -> tuple[Axes | None, str]:
     """The contracted axes of a linen parameter, or None and the reason."""
     ndim = len(shape)
@@ -239,8 +263,8 @@ def _contracted(owner: str, leaf: str, shape: tuple[int, ...], bias: tuple[int, 
 # ------------------------------------------------------------------------------------------------ nnx
 
 
-def _quantize_nnx(model: Any, rules: Rules, include: Iterable[str], exclude: Iterable[str]) -> tuple[Any, Report]:
-    model = nnx.clone(model)
+def parameters_of(model: Any) -> tuple[dict[str, tuple[Any, str, Any]], list[Parameter]]:
+    """(The layer, the attribute and the variable of each parameter of an nnx module, by name; the parameters)."""
     places: dict[str, tuple[Any, str, Any]] = {}
     parameters: list[Parameter] = []
     owners: dict[int, set[Axes | None]] = {}
@@ -258,6 +282,12 @@ def _quantize_nnx(model: Any, rules: Rules, include: Iterable[str], exclude: Ite
         else p
         for p in parameters
     ]
+    return places, listed
+
+
+def _quantize_nnx(model: Any, rules: Rules, include: Iterable[str], exclude: Iterable[str]) -> tuple[Any, Report]:
+    model = nnx.clone(model)
+    places, listed = parameters_of(model)
     weights, report = apply(listed, rules, include, exclude)
     shared: dict[int, ScaledParam] = {}
     for name, weight in weights.items():

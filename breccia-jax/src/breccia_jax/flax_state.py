@@ -1,4 +1,4 @@
-"""Quantized leaves in the states of `flax.serialization`."""
+"""Quantized leaves, and histories of amaxes, in the states of `flax.serialization`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import serialization
 
-from breccia import OptionError, ScaledTensor
+from breccia import AmaxHistory, OptionError, ScaledTensor
 from breccia.internal import once
 
 from . import container
@@ -21,11 +21,21 @@ def register() -> None:
 
     Done at the first JAX array if Flax is already imported then, and when `breccia_jax.flax` is imported.
     """
+    serialization.register_serialization_state(AmaxHistory, _state_of_history, _history_from_state)
     for kind, flatten, unflatten in (
         (ScaledTensor, container.flatten_with_keys, container.unflatten),
         (ScaledWeight, ScaledWeight.tree_flatten_with_keys, ScaledWeight.tree_unflatten),
     ):
         serialization.register_serialization_state(kind, _state(flatten), _from_state(flatten, unflatten))
+
+
+def _state_of_history(history: AmaxHistory) -> dict[str, Any]:
+    return {"amaxes": history.amaxes, "scale": history.scale}
+
+
+def _history_from_state(target: AmaxHistory, state: dict[str, Any]) -> AmaxHistory:
+    restored = serialization.from_state_dict(_state_of_history(target), state)
+    return AmaxHistory(target.recipe, restored["amaxes"], restored["scale"])
 
 
 def _state(flatten: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any], dict[str, Any]]:
