@@ -72,7 +72,9 @@ def expect_the_oracles(spec: str, frameworks: tuple[str, ...]) -> None:
 def test_the_generic_algorithm_writes_the_same_bytes(spec: str) -> None:
     recipe, x, place = breccia.recipe(spec), rows(), Place("numpy")
     for options in (CastOptions(), CastOptions(rounding="stochastic", seed=3)):
-        expect_tensor(place, breccia.cast(x, recipe, rounding=options.rounding, seed=options.seed), reference.cast(x, recipe, options))
+        expect_tensor(
+            place, breccia.cast(x, recipe, rounding=options.rounding, seed=options.seed), reference.cast(x, recipe, options)
+        )
     written = breccia.cast(x, recipe)
     np.testing.assert_array_equal(reference.dequantize(written), breccia.dequantize(written))
     across = breccia.cast(x.T.copy(), recipe, axis=-2)
@@ -136,7 +138,9 @@ def test_a_rotation_is_recorded_in_json_fingerprints_and_specs() -> None:
     assert "rotation" not in plain.to_json() and plain.format.rotation is None
     assert breccia.ScalingRecipe.from_json(rotated.to_json()) == rotated == breccia.recipe(rotated.spec)
     assert rotated.unrotated == plain and plain.unrotated is plain
-    formats = {r.format.fingerprint() for r in (plain, rotated, replace(rotated, rotation_seed=1), replace(rotated, rotation=32))}
+    formats = {
+        r.format.fingerprint() for r in (plain, rotated, replace(rotated, rotation_seed=1), replace(rotated, rotation=32))
+    }
     assert len(formats) == 4 and plain.format.fingerprint() == replace(rotated.format, rotation=None).fingerprint()
     # Those that recipes had before there were rotations.
     assert plain.fingerprint() == "6fd202c574ff5f3e42191a1ab6518cfd5913a1bfd6d13fc8d3dc187266f775b0"

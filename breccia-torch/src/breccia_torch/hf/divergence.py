@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from breccia import UnsupportedError, bridges
 from breccia.internal import abbreviated
@@ -81,14 +81,8 @@ def _hidden(blocks: Blocks, texts: Tensor, changes: Mapping[str, Callable[[], np
 
 def _log_probabilities(blocks: Blocks, texts: Tensor, hidden: Tensor) -> list[Tensor]:
     """Of the tokens that follow each token of each text, (length, vocabulary)."""
-    head = blocks.model.get_output_embeddings()
-    if not isinstance(head, nn.Module):
+    with blocks.outside():
+        logits = [getattr(returned, "logits", None) for returned in blocks.finish(texts, hidden)]
+    if any(each is None for each in logits):
         raise UnsupportedError(f"{type(blocks.model).__name__} has no output head, so no distribution of tokens.")
-    found: list[Tensor] = []
-    handle = head.register_forward_hook(lambda module, inputs, output: found.append(output[0].log_softmax(-1)))
-    try:
-        with blocks.outside():
-            blocks.finish(texts, hidden)
-    finally:
-        handle.remove()
-    return found
+    return [each[0].log_softmax(-1) for each in logits if each is not None]
