@@ -8,9 +8,10 @@ from bench_coded import coded
 from bench_gpu_casts import casts
 from bench_gpu_host import host
 from bench_gpu_quantize import quantize
+from bench_gpu_training import training
 from bench_matmul import main as matmul
 from bench_weight_only import main as weight_only
 from harness.commands import run
 
 if __name__ == "__main__":
-    run(casts=casts, coded=coded, host=host, quantize=quantize, matmul=matmul, weight_only=weight_only)
+    run(casts=casts, coded=coded, host=host, quantize=quantize, matmul=matmul, training=training, weight_only=weight_only)

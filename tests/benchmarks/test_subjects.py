@@ -69,6 +69,7 @@ TINY = {
     "gpu-coded": "bench_gpu.py coded --device cpu --formats q4_k --shape 64x512 --rows 1 --compared 1 --samples 1",
     "gpu-host": "bench_gpu.py host --device cpu --side 128 --samples 2 --rivals none",
     "gpu-quantize": "bench_gpu.py quantize --device cpu --tiny --runs 1 --recipes mxfp8",
+    "gpu-training": "bench_gpu.py training --device cpu --shapes 128x128x128 --samples 1 --presets fp8_tile",
     "gpu-first-call": "bench_first_call.py --device cpu --side 128 --processes 2 --calls dequantize~nvfp4",
     "gpu-weight-only": "bench_weight_only.py --device cpu --formats int4 --shapes 256x512 --rows 17 --rounds 1",
     "gpu-weight-only-groups": "bench_weight_only.py --device cpu --groups 3 --formats int4 --shapes 256x512 --rows 9",

@@ -1,0 +1,238 @@
+"""On a CUDA device: a step of a linear layer in training, forward and backward, under each `breccia.TrainingRecipe`.
+
+Rivals are BF16, torchao's float8 layers under torch.compile, and TransformerEngine's. Every arm quantizes its weight in each step.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import typer
+from harness import Benchmark, Device, Result, command, known, listed, sizes
+from harness.device import Arms, Call, Make, Timer, check_device, load, message, sampled, where
+from harness.tables import ABSENT, Table, failures, median, over, table, three
+
+import breccia
+import breccia_torch
+
+SHAPES = ("4096x8192x8192", "8192x4096x14336", "8192x4096x4096")
+PRESETS = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "fp8_tile", "mxfp8", "nvfp4")
+BF16, AO = "BF16", "torchao tensorwise, compiled"
+#: The recipes of TransformerEngine by the names of ours.
+TE = {"fp8_delayed": "DelayedScaling", "fp8_current": "Float8CurrentScaling", "fp8_block": "Float8BlockScaling"}
+#: What a preset of ours is compared with where TransformerEngine has no recipe of its name.
+NEAREST = {"fp8_tile": "fp8_block"}
+#: The goals of a preset: times as fast as BF16, and as TransformerEngine's layer of its kind.
+GOALS = {"fp8_tile": (1.50, 1.18), "fp8_current": (1.50, 1.03), "fp8_delayed": (None, 1.02), "fp8_block": (None, 1.03)}
+
+
+def of_te(preset: str) -> str:
+    return f"TransformerEngine {preset}"
+
+
+def step(layer: Any, x: Any, dy: Any, weight: Any) -> Call:
+    """Forward and backward of a layer whose weight an optimizer has just changed."""
+
+    def call() -> Any:
+        torch._C._autograd._unsafe_set_version_counter((weight,), (weight._version + 1,))
+        x.grad = weight.grad = None
+        y = layer(x)
+        y.backward(dy)
+        return y
+
+    return call
+
+
+def plain(k: int, n: int, device: str) -> Any:
+    generator = torch.Generator(device).manual_seed(0)
+    layer = torch.nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.normal_(0, k**-0.5, generator=generator)
+    return layer
+
+
+def ours(preset: str, layer: Any) -> Any:
+    return breccia_torch.nn.TrainingLinear.from_linear(layer, breccia.TrainingRecipe(preset), seed=0)
+
+
+def torchao(layer: Any) -> Any:
+    float8: Any = importlib.import_module("torchao.float8")
+    model = torch.nn.Sequential(layer)
+    float8.convert_to_float8_training(model, config=float8.Float8LinearConfig.from_recipe_name("tensorwise"))
+    return torch.compile(model), model[0].weight
+
+
+def transformer_engine(recipe: str, k: int, n: int, layer: Any) -> Any:
+    te: Any = importlib.import_module("transformer_engine.pytorch")
+    recipes: Any = importlib.import_module("transformer_engine.common.recipe")
+    of = getattr(recipes, recipe)()
+    theirs = te.Linear(k, n, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        theirs.weight.copy_(layer.weight)
+
+    def call(x: Any) -> Any:
+        with te.autocast(enabled=True, recipe=of):
+            return theirs(x)
+
+    return call, theirs.weight
+
+
+def graph_of(call: Call) -> Call:
+    """The replay of a step in a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def measured(shape: tuple[int, int, int], arms: list[str], device: str, samples: int) -> Iterator[dict[str, Any]]:
+    m, k, n = shape
+    generator = torch.Generator(device).manual_seed(1)
+    x = torch.randn(m, k, device=device, generator=generator).bfloat16().requires_grad_()
+    dy = torch.randn(m, n, device=device, generator=generator).bfloat16()
+
+    def made(arm: str) -> Call:
+        layer = plain(k, n, device)
+        if arm == BF16:
+            return step(layer, x, dy, layer.weight)
+        if arm == AO:
+            compiled, weight = torchao(layer)
+            return step(compiled, x, dy, weight)
+        if arm in map(of_te, TE):
+            theirs, weight = transformer_engine(TE[arm.rpartition(" ")[2]], k, n, layer)
+            return step(theirs, x, dy, weight)
+        layer = ours(arm, layer)
+        one = step(layer, x, dy, layer.weight)
+        if layer.state is None:
+            return one
+
+        def whole() -> None:
+            one()
+            breccia_torch.end_of_step(layer)
+
+        return whole
+
+    runs = Arms(device)
+    makers: dict[str, Make] = {arm: partial(made, arm) for arm in arms}
+    runs.add(makers)
+    peaks: dict[str, int] = {}
+    graphs: dict[str, str] = {}
+    for arm, call in runs.calls.items():
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call()
+            torch.cuda.synchronize()
+            peaks[arm] = torch.cuda.max_memory_allocated() - before
+            if not arm.startswith("TransformerEngine"):
+                try:
+                    runs.timers["graph", arm] = Timer(graph_of(call), device)
+                except Exception as e:
+                    graphs[arm] = message(e)
+    for timer in runs.timers.values():
+        timer.fit()
+    clock = load(device)
+    sampled(runs.timers.values(), samples)
+    fields = runs.times(every=False)
+    for arm in arms:
+        row = {"arm": arm, "shape": shape, "clock_mhz": clock, "peak_bytes": peaks.get(arm)}
+        row |= {measure: of[arm] for measure, of in fields.items() if arm in of}
+        yield row | ({"graph_error": graphs[arm]} if arm in graphs else {})
+
+
+def times(result: Result) -> Table:
+    rows = [row for row in result["rows"] if "time" in row]
+    by = {(tuple(row["shape"]), row["arm"]): row for row in rows}
+
+    def against(row: Any, arm: str, measure: str = "time") -> str:
+        other = by.get((tuple(row["shape"]), arm), {})
+        return over(other[measure]["median_s"], row[measure]["median_s"]) if measure in other and measure in row else ABSENT
+
+    columns: dict[str, Any] = {
+        "rows × in × out": lambda row: "×".join(map(str, row["shape"])),
+        "layer": "arm",
+        "eager, µs": lambda row: three(1e6 * row["time"]["median_s"]),
+        "× BF16": lambda row: against(row, BF16),
+        "in a CUDA graph, µs": lambda row: three(1e6 * row["graph"]["median_s"]) if "graph" in row else ABSENT,
+        "× BF16, both in graphs": lambda row: against(row, BF16, "graph"),
+        "× TransformerEngine": lambda row: against(row, of_te(NEAREST.get(row["arm"], row["arm"]))),
+        "peak, MB": lambda row: f"{row['peak_bytes'] / 1e6:,.0f}" if row["peak_bytes"] else ABSENT,
+    }
+    note = (
+        f"Forward and backward of one layer without bias, BF16 parameters; medians of {result['options']['samples']} samples in "
+        "rotation. Names of recipes are ours. Times as fast: above 1 is faster. Peak: bytes allocated in a step beside what was "
+        f"there before. Rivals: {listed(result['rivals']) or 'none'}."
+    )
+    errors = ((row["arm"], row["errors"], "×".join(map(str, row["shape"]))) for row in result["rows"] if "errors" in row)
+    return table("steps of a layer in training", columns, rows, note + failures(errors))
+
+
+def goals(result: Result) -> Table:
+    by = {(tuple(row["shape"]), row["arm"]): row for row in result["rows"] if "time" in row}
+
+    def least(preset: str, rival: str) -> float | None:
+        found = [
+            by[shape, rival]["time"]["median_s"] / row["time"]["median_s"]
+            for (shape, arm), row in by.items()
+            if arm == preset and (shape, rival) in by
+        ]
+        return min(found, default=None)
+
+    def cell(preset: str, rival: str, goal: float | None) -> str:
+        found = least(preset, rival)
+        if found is None:
+            return ABSENT
+        return f"{found:.2f}" + ("" if goal is None else f" (goal {goal:.2f}: {'yes' if found >= goal else '**no**'})")
+
+    columns: dict[str, Any] = {
+        "recipe": lambda preset: preset,
+        "× BF16, least": lambda preset: cell(preset, BF16, GOALS[preset][0]),
+        "× TransformerEngine, least": lambda preset: cell(preset, of_te(NEAREST.get(preset, preset)), GOALS[preset][1]),
+        "× torchao, least": lambda preset: cell(preset, AO, 1.0),
+    }
+    return table("goals of layers in training", columns, GOALS, "Of all shapes of the table of steps, eager calls.")
+
+
+BENCHMARK = Benchmark("gpu-training", {"gpu-training": times, "gpu-training-goals": goals}, key=("arm", "shape"))
+
+
+def versions(names: dict[str, str]) -> dict[str, str]:
+    """The versions of the libraries that are there."""
+    found: dict[str, str] = {}
+    for name, module in names.items():
+        try:
+            found[name] = str(importlib.import_module(module).__version__)
+        except Exception:  # a library may be broken in any way where it was built for another device
+            continue
+    return found
+
+
+@command
+def training(
+    shapes: Annotated[list[str] | None, typer.Option(help="ROWSxINxOUT; repeatable.")] = None,
+    presets: Annotated[list[str] | None, typer.Option(help="Presets of TrainingRecipe; repeatable. Default: all.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each step, interleaved.")] = 15,
+    device: Device = "cuda",
+) -> Iterator[Result]:
+    """Time steps of a linear layer in training against BF16, torchao and TransformerEngine."""
+    chosen, lengths = known(presets, PRESETS, "--presets"), [sizes(shape, 3) for shape in shapes or SHAPES]
+    check_device(device)
+    rivals = versions({"torchao": "torchao", "TransformerEngine": "transformer_engine"} if device == "cuda" else {})
+    arms = [BF16, *chosen, *([AO] if "torchao" in rivals else [])]
+    arms += [of_te(preset) for preset in TE] if "TransformerEngine" in rivals else []
+    options = {"device": device, "samples": samples, "shapes": lengths}
+    run, rows = where(device), list[dict[str, Any]]()
+    for shape in lengths:
+        rows += measured(shape, arms, device, samples)
+        torch._dynamo.reset()
+        yield BENCHMARK.result(rows, options, run, rivals=rivals)
