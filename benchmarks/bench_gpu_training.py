@@ -1,6 +1,6 @@
 """On a CUDA device: a step of a linear layer in training, forward and backward, under each `breccia.TrainingRecipe`.
 
-Rivals are BF16, torchao's float8 layers under torch.compile, and TransformerEngine's. Every arm quantizes its weight in each step.
+Rivals are BF16, torchao's float8 layers under torch.compile, and TransformerEngine's. Every arm casts its weight in each step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import typer
 from harness import Benchmark, Device, Result, command, known, listed, sizes
 from harness.device import Arms, Call, Make, Timer, check_device, load, message, sampled, where
-from harness.tables import ABSENT, Table, failures, median, over, table, three
+from harness.tables import ABSENT, Table, failures, over, table, three
 
 import breccia
 import breccia_torch
@@ -169,8 +169,8 @@ def times(result: Result) -> Table:
         "peak, MB": lambda row: f"{row['peak_bytes'] / 1e6:,.0f}" if row["peak_bytes"] else ABSENT,
     }
     note = (
-        f"Forward and backward of one layer without bias, BF16 parameters; medians of {result['options']['samples']} samples in "
-        "rotation. Names of recipes are ours. Times as fast: above 1 is faster. Peak: bytes allocated in a step beside what was "
+        f"Forward and backward of a layer without bias, BF16 parameters; medians of {result['options']['samples']} samples in "
+        "rotation. Names of recipes are ours. Above 1 is faster. Peak: bytes allocated in a step beside what was "
         f"there before. Rivals: {listed(result['rivals']) or 'none'}."
     )
     errors = ((row["arm"], row["errors"], "×".join(map(str, row["shape"]))) for row in result["rows"] if "errors" in row)
