@@ -4,7 +4,8 @@
 
 MODEL is a folder or GGUF file that transformers opens; TEST and TEXT are texts, or .npy files of token ids. The model is
 converted to `--bits` and to `--uniform`, by the same method and calibration; the KL divergence is that from MODEL itself, on
-the first 1,536 tokens of TEST. A second mix leaves out recipes that hold values of MODEL exactly, as those on the grid of a GGUF type.
+the first 1,536 tokens of TEST. A second mix leaves out recipes that hold values of MODEL exactly, as those
+on the grid of a GGUF type.
 """
 
 from __future__ import annotations
