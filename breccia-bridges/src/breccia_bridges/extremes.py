@@ -69,9 +69,10 @@ class Extremes:
 def _several(tensor: FileTensor) -> list[list[Slab]]:
     """Slabs beside each other that have together as many bytes as one in FP32."""
     listed: list[list[Slab]] = []
+    most = 32 // tensor.bits if _is_reduced(tensor) else 1
     for slab in slabs(tensor.shape, tensor.unit):
         last = listed[-1] if listed else []
-        if last and len(last) < 32 // tensor.bits and last[-1][0] == slab[0] and last[-1][1].stop == slab[1].start:
+        if last and len(last) < most and last[-1][0] == slab[0] and last[-1][1].stop == slab[1].start:
             last.append(slab)
         else:
             listed.append([slab])
@@ -82,11 +83,17 @@ def _found(tensor: FileTensor, several: list[Slab], rooms: measuring.Rooms) -> I
     """The smallest and the largest finite element of slabs beside each other, and whether there are others."""
     matrices, rows = several[0]
     whole = matrices, slice(rows.start, several[-1][1].stop)
-    st = tensor.codes(whole)
-    ends = _of_bits(tensor.stored(whole)) if st is None else _of_codes(st)
-    if ends is not None:
-        return [(*ends, False)]
+    if _is_reduced(tensor):
+        st = tensor.codes(whole)
+        ends = _of_bits(tensor.stored(whole)) if st is None else _of_codes(st)
+        if ends is not None:
+            return [(*ends, False)]
     return [_of_numbers(tensor.values(slab, rooms)) for slab in several]
+
+
+def _is_reduced(tensor: FileTensor) -> bool:
+    """Are its bits or codes reduced, not its numbers?"""
+    return tensor.recipe is None or _in_order(tensor.recipe.format.element)
 
 
 def _of_numbers(x: np.ndarray) -> tuple[np.float32, np.float32, bool]:
