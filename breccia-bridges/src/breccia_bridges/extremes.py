@@ -85,7 +85,7 @@ def _found(tensor: FileTensor, several: list[Slab], rooms: measuring.Rooms) -> I
     whole = matrices, slice(rows.start, several[-1][1].stop)
     if _is_reduced(tensor):
         st = tensor.codes(whole)
-        ends = _of_bits(tensor.stored(whole)) if st is None else _of_codes(st)
+        ends = of_bits(tensor.stored(whole)) if st is None else of_codes(st)
         if ends is not None:
             return [(*ends, False)]
     return [_of_numbers(tensor.values(slab, rooms)) for slab in several]
@@ -106,7 +106,7 @@ def _of_numbers(x: np.ndarray) -> tuple[np.float32, np.float32, bool]:
     return low, high, not finite.all()
 
 
-def _of_bits(stored: np.ndarray) -> tuple[np.float32, np.float32] | None:
+def of_bits(stored: np.ndarray) -> tuple[np.float32, np.float32] | None:
     """Of FP32, FP16, or BF16 as uint16, by their bits; None if some are not finite, or there are none."""
     if stored.dtype == np.float64 or not stored.size:
         return None
@@ -115,7 +115,7 @@ def _of_bits(stored: np.ndarray) -> tuple[np.float32, np.float32] | None:
     return (found[0], found[1]) if np.isfinite(found).all() else None
 
 
-def _of_codes(st: ScaledTensor) -> tuple[np.float32, np.float32] | None:
+def of_codes(st: ScaledTensor) -> tuple[np.float32, np.float32] | None:
     """Of a tensor whose blocks are wide: its smallest and largest codes of each block are decoded. None of others."""
     fmt, (m, k) = st.recipe.format, st.layout.block() if st.layout.block() != TENSOR else (None, None)
     *lead, rows, columns = st.data.shape
