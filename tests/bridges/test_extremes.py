@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import breccia
-from breccia_bridges.extremes import Extremes, _of_bits, _of_codes
+from breccia.internal import measuring
+from breccia_bridges.extremes import Extremes, of_bits, of_codes
 from breccia_bridges.measure import FileTensor
 
 SHAPES = [(256, 384), (3, 128, 256), (40, 128)]
@@ -25,7 +26,7 @@ def ends(x: np.ndarray) -> list[float]:
 @pytest.mark.parametrize("recipe", ["fp8_block,block_m=128", "fp8_row", "fp8_current", "fp8_block,fp8_format=e5m2"])
 def test_the_extremes_of_wide_blocks_follow_from_their_codes(recipe: str, shift: float, shape: tuple[int, ...]) -> None:
     st = breccia.cast(normal(shape, shift), recipe)
-    found = _of_codes(st)
+    found = of_codes(st)
     if st.shape[-2] % (st.layout.block()[0] or 1) == 0:
         assert found is not None
     assert found is None or list(map(float, found)) == ends(breccia.dequantize(st))
@@ -34,7 +35,7 @@ def test_the_extremes_of_wide_blocks_follow_from_their_codes(recipe: str, shift:
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "int8", "int4", "fp8_block,fp8_format=e4m3fnuz"])
 def test_the_codes_of_other_tensors_are_decoded(recipe: str) -> None:
     st = breccia.cast(normal((256, 384)), recipe)
-    assert _of_codes(st) is None
+    assert of_codes(st) is None
     assert Extremes.of([FileTensor(st)]).numbers.tolist() == ends(breccia.dequantize(st))
 
 
@@ -44,7 +45,7 @@ def test_the_extremes_of_plain_numbers_follow_from_their_bits(dtype: str, shift:
     import ml_dtypes
 
     x = normal((64, 96), shift).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    found = _of_bits(x.view(np.uint16) if dtype == "bfloat16" else x)
+    found = of_bits(x.view(np.uint16) if dtype == "bfloat16" else x)
     assert found is not None and list(map(float, found)) == ends(x.astype(np.float32))
 
 
@@ -53,9 +54,9 @@ def test_the_extremes_of_plain_numbers_follow_from_their_bits(dtype: str, shift:
 def test_numbers_that_are_not_finite_are_noted_beside_the_extremes_of_the_others(recipe: str, bad: float) -> None:
     x = normal((256, 384))
     x[3, 5] = bad
-    st = breccia.cast(x, recipe) if recipe else x
-    decoded = breccia.dequantize(st) if recipe else x
-    low, high, other = Extremes.of([FileTensor(st, "" if recipe else "F32")]).numbers
+    st = breccia.cast(x, recipe) if recipe else None
+    decoded = x if st is None else breccia.dequantize(st)
+    low, high, other = Extremes.of([FileTensor(x, "F32") if st is None else FileTensor(st)]).numbers
     assert [low, high] == ends(decoded[np.isfinite(decoded)]) and np.isnan(other)
 
 
@@ -65,7 +66,7 @@ def test_the_extremes_of_several_tensors_are_found_once_and_together() -> None:
     items = both.items()
     assert both.items() == []
     for item in items:
-        item(breccia.internal.measuring.Rooms())
+        item(measuring.Rooms())
     assert both.numbers.tolist() == [float(x.min()), float(y.max())]
 
 

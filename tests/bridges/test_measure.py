@@ -576,3 +576,23 @@ def test_a_name_that_cannot_be_encoded_is_printed_too(tmp_path: Path, run: Run) 
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
     done = subprocess.run([sys.executable, "-m", "breccia", "inspect", str(tmp_path / "a.safetensors")], capture_output=True)
     assert done.returncode == 0 and done.stdout.decode().splitlines()[1].endswith("\\ud800x")
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (3, 130, 200), (40, 48), (5, 7, 33), (64, 1)], ids=str)
+@pytest.mark.parametrize("recipe", ["nvfp4", "int4", "fp8_block,block_m=128", "mxfp4", "fp8_row", "int4,offset=bias"])
+def test_the_bounds_of_blocks_count_what_those_of_elements_do(
+    recipe: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from breccia.kernels import measuring
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape).astype(np.float32)
+    try:
+        st = breccia.cast(x, recipe)
+    except breccia.BrecciaError:
+        pytest.skip("the recipe has no such layout")
+    larger = measuring.Source(x * np.float32(1.3))  # beyond the numbers of some blocks
+    found = measuring.measure(larger, measuring.Source(st))
+    monkeypatch.setattr(measuring, "_ends_of_blocks", lambda st: None)
+    assert found == measuring.measure(larger, measuring.Source(st))
+    assert found.clipped

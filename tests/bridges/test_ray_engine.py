@@ -202,10 +202,10 @@ def test_an_interrupted_conversion_leaves_no_task_that_writes(
 
 def test_a_task_stops_where_another_run_has_begun(tmp_path: Path) -> None:
     """As where the process that started it was killed."""
-    killed = ray_engine._Run(tmp_path).__enter__()
+    killed = ray_engine.Run(tmp_path).__enter__()
     task = pickle.loads(pickle.dumps(killed.check))
     task()
-    with ray_engine._Run(tmp_path) as run:
+    with ray_engine.Run(tmp_path) as run:
         run.check()
         with pytest.raises(
             StoppedError,

@@ -121,5 +121,14 @@ def test_a_preferred_kernel_of_numpy_measures_by_numpy(monkeypatch: pytest.Monke
 
 def test_sizes_that_do_not_agree_are_refused() -> None:
     x, y = np.zeros(16, np.float32), np.zeros(15, np.float32)
-    with pytest.raises(ValueError, match=r"wanted as many aligned numbers of FP32 as of kind 32; got 64, 60, 60 and 60 bytes"):
-        compiled.errors(x, 32, y, y, y, 0.5, 0.5)
+    said = r"wanted as many aligned numbers of FP32 as of kind 32 in rows of {}, and two for each block of {}; got {} bytes\."
+    for numbers, bounds, columns, each, sizes in (
+        (y, y, 15, 1, "64, 60, 60 and 60"),
+        (x, y, 16, 1, "64, 64, 60 and 60"),
+        (x, y[:3], 8, 4, "64, 64, 12 and 12"),
+        (x, x, 5, 1, "64, 64, 64 and 64"),
+        (x, x, 16, 0, "64, 64, 64 and 64"),
+    ):
+        with pytest.raises(ValueError, match=said.format(columns, each, sizes)):
+            compiled.errors(x, 32, numbers, bounds, bounds, 0.5, 0.5, columns, each)
+    compiled.errors(x, 32, x, y[:4], y[:4], 0.5, 0.5, 8, 4)

@@ -31,9 +31,9 @@ def install() -> None:
     from breccia_bridges.engines import StoppedError
     from breccia_bridges.jobs import Job
     from breccia_bridges.production import Production
-    from breccia_bridges.ray_engine import _Run
+    from breccia_bridges.ray_engine import Run
 
-    real, check = Production.of, _Run.check
+    real, check = Production.of, Run.check
 
     def of(job: Job, planned: Any, alone: bool) -> Production:
         production = real(job, planned, alone)
@@ -45,14 +45,14 @@ def install() -> None:
     def assigned() -> dict[str, Any]:
         return {"threads": breccia.get_num_threads(), **ray.get_runtime_context().get_assigned_resources()}
 
-    def checked(run: _Run) -> None:
+    def checked(self: Run) -> None:
         try:
-            check(run)
+            check(self)
         except StoppedError:
             (Path(os.environ[FOLDER]) / "stopped").write_text(str(os.getpid()))
             raise
 
-    Production.of, _Run.check = of, checked
+    Production.of, Run.check = of, checked
 
 
 def _made(

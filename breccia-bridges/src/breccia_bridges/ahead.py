@@ -56,8 +56,7 @@ def ahead(works: Iterable[_W]) -> Generator[Iterator[tuple[_W, Iterator[Any]]]]:
     """
     workers = threads.get_num_threads()
     if workers <= 1 or compiled.missing():  # NumPy's short loops would wait for the interpreter, not for each other
-        rooms = measuring.Rooms()
-        yield ((work, map(_call(rooms), work.items)) for work in works)
+        yield _one_by_one(iter(works))
         return
     with ThreadPoolExecutor(workers) as pool:
         under_way = _UnderWay(works, pool, workers)
@@ -65,6 +64,13 @@ def ahead(works: Iterable[_W]) -> Generator[Iterator[tuple[_W, Iterator[Any]]]]:
             yield under_way.results()
         finally:
             under_way.cancel()
+
+
+def _one_by_one(works: Iterator[_W]) -> Generator[tuple[_W, Iterator[Any]]]:
+    rooms = measuring.Rooms()
+    while (work := next(works, None)) is not None:
+        yield work, map(_call(rooms), work.items)
+        del work  # it may hold a whole value, and the next one is made by `next`
 
 
 def _call(rooms: measuring.Rooms) -> Callable[[Item[Any]], Any]:
@@ -95,6 +101,7 @@ class _UnderWay(Generic[_W]):
             first = self._begun[0]
             yield first.work, self._results_of(first)
             self._begun.popleft()
+            del first
 
     def cancel(self) -> None:
         for begun in self._begun:

@@ -200,18 +200,18 @@ def _written(task: Task) -> Generator[Step]:
     """Write the values; those whose bytes are there stay."""
     planned = task.planned
 
-    task.check_running()
+    def production_of(job: Job, writer: TensorWriter) -> Production:
+        digests = task.written.get(job.name, {})
+        if digests.keys() == job.described[0].keys() and writer.keep(digests):
+            return Production.kept(job)
+        with measuring.of_elements(task.slab):
+            return Production.of(job, planned, job.name in task.whole)
 
     def works(writer: TensorWriter) -> Iterator[Production]:
         for job in planned.jobs.values():
-            digests = task.written.get(job.name, {})
-            if digests.keys() == job.described[0].keys() and writer.keep(digests):
-                yield Production.kept(job)
-            else:
-                with measuring.of_elements(task.slab):
-                    production = Production.of(job, planned, job.name in task.whole)
-                yield production
+            yield production_of(job, writer)
 
+    task.check_running()
     with planned.writer as writer, ahead(works(writer)) as productions:
         for production, found in productions:
             job, digests = production.job, None
@@ -219,6 +219,7 @@ def _written(task: Task) -> Generator[Step]:
                 _write_parts(writer, list(job.described[0]), production.made(found), production.axes, task.check_running)
                 job.check_unchanged()
                 digests = {part: writer.digests[part] for part in job.described[0]}
+            del production, found  # they may hold the value
             yield Step(job.name, job.value.nbytes, digests)
 
 
@@ -228,21 +229,18 @@ def _verified(task: Task, verified: Mapping[str, tuple[ErrorMetrics | None, Hist
     written = None if task.verify is Verify.none else planned.reopened()
     configs = read_configs(written) if written and task.verify is Verify.full else {}
 
-    def works() -> Iterator[Measurement]:
-        for name, job in planned.jobs.items():
-            is_measured = task.verify is Verify.full and job.way != "copy" and not job.is_changed and name not in verified
-            if not written or not is_measured:
-                yield Measurement(job)
-                continue
-            read_back = planned.reader(job.placed, written).numbers() if planned.reader and job.placed else None
-            pair = job.value.numbers(), read_back or _numbers_of(written, name, configs.get(name))
-            with measuring.of_elements(task.slab):
-                items = measuring.items(*pair)
-            yield Measurement(job, pair, items, name in task.whole)
+    def measurement_of(name: str, job: Job) -> Measurement:
+        is_measured = task.verify is Verify.full and job.way != "copy" and not job.is_changed and name not in verified
+        if not written or not is_measured:
+            return Measurement(job)
+        read_back = planned.reader(job.placed, written).numbers() if planned.reader and job.placed else None
+        pair = job.value.numbers(), read_back or _numbers_of(written, name, configs.get(name))
+        with measuring.of_elements(task.slab):
+            return Measurement(job, pair, measuring.items(*pair), name in task.whole)
 
-    with ahead(works()) as measurements:
+    with ahead(measurement_of(*named) for named in planned.jobs.items()) as measurements:
         for one, found in measurements:
-            job, counts = one.job, None
+            job, counts, is_measured = one.job, None, one.pair is not None
             if one.pair:
                 fidelity = reduce(add, found)
                 if task.histograms and not job.reason:
@@ -252,7 +250,8 @@ def _verified(task: Task, verified: Mapping[str, tuple[ErrorMetrics | None, Hist
                 job.check_unchanged()
             else:
                 report = job.report(*verified.get(job.name, (None, None)))
-            yield Step(job.name, job.value.nbytes, report=report, is_measured=one.pair is not None)
+            del one, found  # they may hold the value
+            yield Step(job.name, job.value.nbytes, report=report, is_measured=is_measured)
 
 
 @dataclass(frozen=True)

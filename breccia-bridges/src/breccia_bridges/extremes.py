@@ -73,9 +73,10 @@ class Extremes:
 def _several(tensor: FileTensor) -> list[list[Slab]]:
     """Slabs beside each other that have together as many bytes as one in FP32."""
     listed: list[list[Slab]] = []
+    most = 32 // tensor.bits if _is_reduced(tensor) else 1
     for slab in slabs(tensor.shape, tensor.unit):
         last = listed[-1] if listed else []
-        if last and len(last) < 32 // tensor.bits and last[-1][0] == slab[0] and last[-1][1].stop == slab[1].start:
+        if last and len(last) < most and last[-1][0] == slab[0] and last[-1][1].stop == slab[1].start:
             last.append(slab)
         else:
             listed.append([slab])
@@ -90,10 +91,11 @@ def _found(
         return [_of_numbers(rotated(tensor.values(slab, rooms), rotation)) for slab in several]
     matrices, rows = several[0]
     whole = matrices, slice(rows.start, several[-1][1].stop)
-    st = tensor.codes(whole)
-    ends = _of_bits(tensor.stored(whole)) if st is None else _of_codes(st)
-    if ends is not None:
-        return [(*ends, False)]
+    if _is_reduced(tensor):
+        st = tensor.codes(whole)
+        ends = of_bits(tensor.stored(whole)) if st is None else of_codes(st)
+        if ends is not None:
+            return [(*ends, False)]
     return [_of_numbers(tensor.values(slab, rooms)) for slab in several]
 
 
@@ -101,6 +103,11 @@ def rotated(x: np.ndarray, rotation: Rotation) -> np.ndarray:
     """FP32 numbers, rotated along the last axis; without -0."""
     with np.errstate(all="ignore"):
         return reference.rotated(NUMPY, x, rotation, -1)
+
+
+def _is_reduced(tensor: FileTensor) -> bool:
+    """Are its bits or codes reduced, not its numbers?"""
+    return tensor.recipe is None or _in_order(tensor.recipe.format.element)
 
 
 def _of_numbers(x: np.ndarray) -> tuple[np.float32, np.float32, bool]:
@@ -113,7 +120,7 @@ def _of_numbers(x: np.ndarray) -> tuple[np.float32, np.float32, bool]:
     return low, high, not finite.all()
 
 
-def _of_bits(stored: np.ndarray) -> tuple[np.float32, np.float32] | None:
+def of_bits(stored: np.ndarray) -> tuple[np.float32, np.float32] | None:
     """Of FP32, FP16, or BF16 as uint16, by their bits; None if some are not finite, or there are none."""
     if stored.dtype == np.float64 or not stored.size:
         return None
@@ -122,7 +129,7 @@ def _of_bits(stored: np.ndarray) -> tuple[np.float32, np.float32] | None:
     return (found[0], found[1]) if np.isfinite(found).all() else None
 
 
-def _of_codes(st: ScaledTensor) -> tuple[np.float32, np.float32] | None:
+def of_codes(st: ScaledTensor) -> tuple[np.float32, np.float32] | None:
     """Of a tensor whose blocks are wide: its smallest and largest codes of each block are decoded. None of others."""
     fmt, (m, k) = st.recipe.format, st.layout.block() if st.layout.block() != TENSOR else (None, None)
     *lead, rows, columns = st.data.shape

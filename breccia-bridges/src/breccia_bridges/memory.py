@@ -205,8 +205,7 @@ def _of_slabs(job: Job) -> int:
         return _OF_SLAB
     matrices, rows = every[0]
     largest = (matrices.stop - matrices.start) * (rows.stop - rows.start) * shape[-1]
-    further = min(threads.get_num_threads(), len(every)) - 1
-    return (_OF_SLAB + _OF_THREAD * further) * largest
+    return (_OF_SLAB + _OF_THREAD * (threads.get_num_threads() - 1)) * largest  # others may have slabs of the next values
 
 
 def _rows(recipe: ScalingRecipe, rows: int) -> int:

@@ -67,7 +67,7 @@ class RayEngine:
         return (os.cpu_count() or 1) // _CPUS + 1
 
     def run(self, count: int, task: Callable[[int], Task], folder: Path) -> Generator[tuple[int, Step | None]]:
-        with self._joined(), _Run(folder) as run:
+        with self._joined(), Run(folder) as run:
             self._check_resources()
             running: dict[Any, _Running] = {}
             try:
@@ -94,7 +94,7 @@ class RayEngine:
                 run.end()
                 self._stop(list(running))
 
-    def _start(self, running: dict[Any, _Running], one: _Running, run: _Run) -> None:
+    def _start(self, running: dict[Any, _Running], one: _Running, run: Run) -> None:
         options = {
             "num_returns": "streaming",
             "_generator_backpressure_num_objects": 1,  # no value is begun before the one before it is in the journal
@@ -154,7 +154,7 @@ class RayEngine:
             )
 
 
-class _Run:
+class Run:
     """A run of the engine: there is a file in the folder, of another name for each run, while it goes on."""
 
     def __init__(self, folder: Path) -> None:

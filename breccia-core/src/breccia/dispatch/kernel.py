@@ -62,7 +62,7 @@ class Kernel:
     prepare: object reference to `f(a, b, bias) -> call | None`, for products: a call that repeats the product of arrays like
         these at other addresses, so that another framework on the same memory need not look it up again.
     errors: object reference to `f(x, y, ends) -> ErrorMetrics`, for `dequantize` of NumPy: those of the numbers `y` that it
-        decoded against `x`, under the ends of blocks, as breccia.kernels.measuring has them.
+        decoded against `x`, under the ends of blocks, as breccia.kernels.measuring has them: `Ends`.
 
     Kernels are compared by: a preference by name, an exact recipe before its family before any, score, rank. A kernel without a
     score comes after those with one.

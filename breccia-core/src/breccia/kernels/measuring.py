@@ -27,6 +27,7 @@ from ..formats import TENSOR
 from ..layouts import Shape
 from ..operations import OPERATIONS
 from ..options import FLOAT32, ProductOptions
+from ..recipe_bases import ScalingRecipe
 from ..targets import load
 from ..tensors.components import components, part_grids, unit_of, with_parts, words
 from ..tensors.tensor import ScaledTensor, scaled
@@ -122,6 +123,11 @@ class Source:
             return self._scaled.recipe.format.element.bits
         assert self._array is not None
         return 8 * self._array.itemsize
+
+    @property
+    def recipe(self) -> ScalingRecipe | None:
+        """That of a scaled tensor."""
+        return None if self._scaled is None else self._scaled.recipe
 
     def codes(self, slab: Slab) -> ScaledTensor | None:
         """A slab of a scaled tensor, in memory; None of a plain one."""
