@@ -19,8 +19,9 @@ import breccia
 import breccia_torch
 from breccia.kernels import bounds
 
-SPECS = ("fp8_block,block_m=128", "int4", "nvfp4", "mxfp8", "nf4")
-SPECS = tuple(os.environ["SPECS"].split(";")) if "SPECS" in os.environ else SPECS
+DEFAULT = "fp8_block,block_m=128;int4;nvfp4;mxfp8;nf4"
+#: Recipes, separated by semicolons in the environment.
+SPECS = tuple(os.environ.get("SPECS", DEFAULT).split(";"))
 ROUNDED = "triton.matmul_bf16_rounded"
 FLUSH = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
 
@@ -226,7 +227,8 @@ def groups() -> dict[str, float]:
     weights = torch.randn(count, n, k, device="cuda", dtype=torch.bfloat16)
     gradient = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
     ends = torch.tensor([500, 500, 1100, 2048, 2049, 3000, 3500, 4000], dtype=torch.int32, device="cuda")
-    calls: dict[str, Callable[[], Any]] = {"BF16": lambda: torch._grouped_mm(gradient, weights, offs=ends)}
+    product: Any = torch._grouped_mm  # pyright: ignore
+    calls: dict[str, Callable[[], Any]] = {"BF16": lambda: product(gradient, weights, offs=ends)}
     for spec in ("fp8_block,block_m=128", "int4,symmetric=false,signed=false", "mxfp8"):
         experts = breccia.stack([breccia.cast(one, spec) for one in weights])
         found = breccia.grouped_matmul(gradient, experts, ends, "bfloat16")

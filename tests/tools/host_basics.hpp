@@ -18,5 +18,7 @@ struct Index { int x, y; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float __uint_as_float(uint32_t i) { float f; memcpy(&f, &i, 4); return f; }
+static inline uint32_t __float_as_uint(float f) { uint32_t i; memcpy(&i, &f, 4); return i; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a > b ? a : b; }

@@ -30,6 +30,7 @@ _REPLACED = {
     "u32 fma2": "return host_fma2(a, b, c);",
     "float of_f16": "return host_of_f16(h);",
     "u16 to_bf16": "return host_to_bf16(f);",
+    "u32 to_bf16x2": "return (u32)host_to_bf16(a) << 16 | host_to_bf16(b);",
     "u16 to_f16": "return host_to_f16(f);",
     "uint4 load_16": "return host_load<uint4>(a);",
     "float2 load_floats": "return host_load<float2>(a);",

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from breccia import ScaledTensor
-from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name
+from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name, targets
 from breccia.internal import reentrant
 from breccia_torch.ops import autocast_dtype
 
@@ -60,11 +60,8 @@ def matmul_rounded(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
 def _multiplied(calls: Remembered, a: Any, b: Any, options: ProductOptions, rounds: bool) -> Any:
     checks.check_matmul(a, b, options.bias)
     if isinstance(b, ScaledTensor) and b.storage == STORED:
-        from . import across_matmul
-
-        return multiplied(
-            calls, partial(across_matmul.Call, rounds=rounds), Operand(a, False, False), Operand(b, True), options
-        )
+        call = targets.load("breccia_triton.across_matmul:Call")
+        return multiplied(calls, partial(call, rounds=rounds), Operand(a, False, False), Operand(b, True), options)
     return multiplied(calls, partial(Call, rounds=rounds), Operand(a, False), Operand(b, True), options)
 
 

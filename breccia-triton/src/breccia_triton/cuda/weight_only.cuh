@@ -88,6 +88,8 @@ __device__ __forceinline__ float of_e4m3(u32 b) {
     return b & 128 ? -f : f;
 }
 __device__ __forceinline__ u16 to_bf16(float f) { u16 h; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+// Two numbers, `a` in the upper half.
+__device__ __forceinline__ u32 to_bf16x2(float a, float b) { u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(a), "f"(b)); return d; }
 __device__ __forceinline__ u16 to_f16(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
 template <int KIND> __device__ __forceinline__ float number(const void* p, u64 i) {   // KIND as of OUT
     return KIND == 2 ? ((const float*)p)[i] : KIND == 1 ? of_f16(((const u16*)p)[i]) : of_bf16(((const u16*)p)[i]);

@@ -14,15 +14,28 @@
 constexpr int PITCH = COLUMNS + 8;                       // numbers of a decoded row: 8 rows start in different banks
 constexpr int WARPS = 4;                                 // a slice each: 64 rows of w
 constexpr int SUBNORMAL = 4;                             // flag of the storage; see fragments.py
-constexpr float LEAST = COPIES == 2 ? 0x1p-102f : 0x1p-126f;    // smaller values are flagged: 24 bits of 2^-102 end at 2^-125
+// Bits of magnitudes: smaller ones but 0 are flagged (24 bits of 2^-102 end at 2^-125), and from BEYOND on bf16 has Inf.
+constexpr u32 LEAST = (COPIES == 2 ? 127 - 102 : 1) << 23, BEYOND = 0x7f7f8000u, INFINITE = 0x7f800000u;
 
-// The numbers of one value. Returns whether it is flagged.
-__device__ __forceinline__ bool split(float v, u16& high, u16& low) {
-    high = to_bf16(v);
-    const float rounded = of_bf16(high);
-    const bool infinite = !(fabsf(rounded) <= 0x1.fep127f);            // or NaN
-    low = COPIES == 2 ? to_bf16(infinite ? 0.f : v - rounded) : 0;
-    return (v != 0.f && fabsf(v) < LEAST) || (infinite && fabsf(v) <= 0x1.fffffep127f);
+__device__ __forceinline__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
+__device__ __forceinline__ bool unusual(float v) { const u32 u = magnitude(v); return u != 0 && u - LEAST >= BEYOND - LEAST; }
+
+__device__ __forceinline__ bool is_flagged(u32 u) { return (u != 0 && u < LEAST) || (u >= BEYOND && u < INFINITE); }
+
+// Two values of a row, and of columns `column` and the next one. flags: those of the columns. Products are rounded before (not
+// fused with the difference here): the second number is what the first one leaves of the value that the contract defines.
+__device__ __forceinline__ void put(float v0, float v1, u16* high_row, u16* low_row, int* flags, int* any, int column, int K, bool exists) {
+    u32 high = to_bf16x2(v1, v0), low = 0;
+    if (COPIES == 2) low = to_bf16x2(v1 - __uint_as_float(high & 0xffff0000u), v0 - __uint_as_float(high << 16));
+    if (unusual(v0) || unusual(v1)) {
+        const u32 u0 = magnitude(v0), u1 = magnitude(v1);
+        if (u0 >= BEYOND) low &= 0xffff0000u;                          // Inf - Inf
+        if (u1 >= BEYOND) low &= 0x0000ffffu;
+        if (exists && is_flagged(u0) && column < K) flags[column] = *any = 1;
+        if (exists && is_flagged(u1) && column + 1 < K) flags[column + 1] = *any = 1;
+    }
+    *(u32*)high_row = high;
+    if (COPIES == 2) *(u32*)low_row = low;
 }
 
 // Blocks along x take 64 rows of w; along y, PER_BLOCK chunks.
@@ -40,31 +53,34 @@ weight_only_across(const __grid_constant__ Weight w, u16* __restrict__ y, int* _
         const u8* here = w.chunks + ((u64)blockIdx.x * chunks + chunk) * CHUNK;
         for (int i = lane; i < SLICE / 16; i += 32) ((uint4*)slices[warp])[i] = ((const uint4*)(here + warp * SLICE))[i];
         __syncwarp();
-        Codes codes;
-        Rows multipliers = {};
-        float s0 = 1.f, s1 = 1.f;
-        load_codes(slice, lane, codes);
+        int* const of_columns = flags + 1 + first + chunk * COLUMNS;
+        const int columns = K - chunk * COLUMNS;
+        u16* const high_rows = rows[0][warp];
+        u16* const low_rows = rows[COPIES - 1][warp];
+        if (slow) {
+#pragma unroll 1
+            for (int i = lane; i < 16 * (COLUMNS / 2); i += 32) {
+                const int row = i / (COLUMNS / 2), column = i % (COLUMNS / 2) * 2, at = row * PITCH + column;
+                const float v0 = element(here, warp * 16 + row, column), v1 = element(here, warp * 16 + row, column + 1);
+                put(__fmul_rn(v0, factor), __fmul_rn(v1, factor), high_rows + at, low_rows + at, of_columns, flags, column, columns, row0 + row < N);
+            }
+        } else {
+            Codes codes;
+            Rows multipliers = {};
+            float s0 = power, s1 = power;
+            load_codes(slice, lane, codes);
 #pragma unroll
-        for (int j = 0; j < UNITS; j++) {
-            u32 a[4];
-            decode_tile(codes, slice, g, j, largest, multipliers, a);
-            if (!AT_DECODE && j * 16 % GROUP == 0) load_scales(slice, g, j * 16 / GROUP, s0, s1);
+            for (int j = 0; j < UNITS; j++) {
+                u32 a[4];
+                decode_tile(codes, slice, g, j, largest, multipliers, a);
+                if (!AT_DECODE && j * 16 % GROUP == 0) load_scales(slice, g, j * 16 / GROUP, s0, s1);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int row = g + 8 * (i & 1), column = j * 16 + 2 * t + 8 * (i >> 1);
-                u16 high[2], low[2];
-                bool flagged[2];
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    float v = of_bf16(n == 0 ? a[i] & 0xffff : a[i] >> 16) * (AT_DECODE ? power : i & 1 ? s1 : s0);
-                    if (slow) v = element(here, warp * 16 + row, column + n);
-                    flagged[n] = split(v * factor, high[n], low[n]);
+                for (int i = 0; i < 4; i++) {
+                    const int row = g + 8 * (i & 1), column = j * 16 + 2 * t + 8 * (i >> 1), at = row * PITCH + column;
+                    const float s = i & 1 ? s1 : s0;
+                    const float v0 = __fmul_rn(of_bf16(a[i] & 0xffff), s), v1 = __fmul_rn(__uint_as_float(a[i] & 0xffff0000u), s);
+                    put(__fmul_rn(v0, factor), __fmul_rn(v1, factor), high_rows + at, low_rows + at, of_columns, flags, column, columns, row0 + row < N);
                 }
-                if (flagged[0] | flagged[1])
-                    for (int n = 0; n < 2; n++)
-                        if (flagged[n] && row0 + row < N && chunk * COLUMNS + column + n < K) flags[0] = flags[1 + first + chunk * COLUMNS + column + n] = 1;
-                *(u32*)&rows[0][warp][row * PITCH + column] = high[0] | (u32)high[1] << 16;
-                if (COPIES == 2) *(u32*)&rows[COPIES - 1][warp][row * PITCH + column] = low[0] | (u32)low[1] << 16;
             }
         }
         __syncwarp();
