@@ -64,7 +64,9 @@ def test_every_run_of_a_result_says_where_when_and_how_and_every_row_belongs_to_
     assert {row.get("run", 0) for row in result["rows"]} == set(range(len(runs)))
 
 
-@pytest.mark.parametrize("page", ["measured/cpu-numpy.md", "measured/accuracy.md", "measured/parity.md", "measured/gpu-casts.md"])
+@pytest.mark.parametrize(
+    "page", ["measured/cpu-numpy.md", "measured/accuracy.md", "measured/parity.md", "measured/gpu-casts.md"]
+)
 def test_a_manual_edit_of_a_table_is_found(page: str, documents: Path) -> None:
     text = (documents / page).read_text(encoding="utf-8")
     place = next(block.start(3) + block[3].index("|", 2) for block in BLOCK.finditer(text) if "| nvfp4 |" in block[3])
