@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -89,7 +89,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def served(site: Path) -> Iterator[str]:
+def served(site: Path) -> Generator[str]:
     """The address of a server of the site, on this machine alone."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -120,9 +120,14 @@ def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative(bro
         context = browser.new_context(reduced_motion="reduce")
         page = context.new_page()
         page.set_default_timeout(120_000)
-        page.on("console", lambda said: faults.append(f"{page.url}: {said.text}") if said.type == "error" else None)
-        page.on("pageerror", lambda error: faults.append(f"{page.url}: {error}"))
-        page.on("requestfailed", lambda request: faults.append(f"{page.url}: {request.url} failed"))
+
+        def fault(event: Any) -> None:
+            """An error on the console or in a program, or a request that failed."""
+            if getattr(event, "type", "error") == "error":
+                faults.append(f"{page.url}: {getattr(event, 'text', None) or getattr(event, 'url', None) or event}")
+
+        for kind in ("console", "pageerror", "requestfailed"):
+            page.on(kind, fault)
         for path in (path for path in pages if path not in moved):
             url = address + path.parent.relative_to(site).as_posix().removeprefix(".")
             page.goto(url.rstrip("/") + "/", wait_until="load")
