@@ -69,13 +69,18 @@ def faults(context: Any, site: Path, pages: list[Path]) -> list[str]:
     return [line.replace(f"{site}/", "") for line in said]
 
 
+def is_moved(page: Path) -> bool:
+    """Does a page only lead to another?"""
+    return 'http-equiv="refresh"' in page.read_text(encoding="utf-8")
+
+
 def is_source(page: Path, site: Path) -> bool:
     return page.is_relative_to(site / "source")
 
 
 @pytest.mark.long
 def test_everything_on_every_page_can_be_reached_on_a_phone_and_on_a_desktop(browser: Any, site: Path) -> None:
-    pages = [page for page in sorted(site.rglob("*.html")) if not is_source(page, site)]
+    pages = [page for page in sorted(site.rglob("*.html")) if not is_source(page, site) and not is_moved(page)]
     names = {page.relative_to(site).as_posix() for page in pages}
     assert {"index.html", "cli/index.html", "support/index.html", "kernels/index.html", "404.html"} <= names
     assert faults(browser.new_context(reduced_motion="reduce"), site, pages) == []
@@ -111,8 +116,7 @@ _FOUND = """() => ({
 @pytest.mark.long
 def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative(browser: Any, site: Path) -> None:
     """Anchors on pages of source are those of lines, which the site's build checks."""
-    pages = [page for page in sorted(site.rglob("index.html")) if not is_source(page, site)]
-    moved = {page for page in pages if 'http-equiv="refresh"' in page.read_text(encoding="utf-8")}
+    pages = [page for page in sorted(site.rglob("index.html")) if not is_source(page, site) and not is_moved(page)]
     faults: list[str] = []
     anchors: dict[str, set[str]] = {}
     links: dict[str, str] = {}
@@ -128,7 +132,7 @@ def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative(bro
 
         for kind in ("console", "pageerror", "requestfailed"):
             page.on(kind, fault)
-        for path in (path for path in pages if path not in moved):
+        for path in pages:
             url = address + path.parent.relative_to(site).as_posix().removeprefix(".")
             page.goto(url.rstrip("/") + "/", wait_until="load")
             found = page.evaluate(_FOUND)
