@@ -190,8 +190,9 @@ def check_requirement(requirement: str) -> None:
 # -- blocks pasted one after another -----------------------------------------------------------------------------------
 
 
-#: Pages that readers paste from, into a folder of their own, and the commands there that need the clone instead.
-PASTED, IN_THE_CLONE = (ROOT / "README.md", DOCS / "index.md"), ("make", "pip")
+#: Pages that readers paste from, into a folder of their own, and the commands there that need the clone instead. Those of
+#: docs/index.md are for the reader's own model.
+PASTED, IN_THE_CLONE = (ROOT / "README.md",), ("make", "pip")
 
 
 def pasted(page: Path) -> Iterator[Fence]:
@@ -236,7 +237,7 @@ def test_the_blocks_of_a_first_page_run_in_an_empty_folder_and_destroy_nothing_i
     monkeypatch.chdir(tmp_path / "empty")
     assert list(paste(page, run)) == []
     written = sorted(path.name for path in Path().iterdir())
-    assert bool(written) == (page.name == "README.md")
+    assert written
     model = {"mine": np.ones((64, 64), np.float32)}
     for number, (name, folder) in enumerate((name, folder) for name in written for folder in (False, True)):
         place = tmp_path / str(number)

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -69,13 +69,18 @@ def faults(context: Any, site: Path, pages: list[Path]) -> list[str]:
     return [line.replace(f"{site}/", "") for line in said]
 
 
+def is_moved(page: Path) -> bool:
+    """Does a page only lead to another?"""
+    return 'http-equiv="refresh"' in page.read_text(encoding="utf-8")
+
+
 def is_source(page: Path, site: Path) -> bool:
     return page.is_relative_to(site / "source")
 
 
 @pytest.mark.long
 def test_everything_on_every_page_can_be_reached_on_a_phone_and_on_a_desktop(browser: Any, site: Path) -> None:
-    pages = [page for page in sorted(site.rglob("*.html")) if not is_source(page, site)]
+    pages = [page for page in sorted(site.rglob("*.html")) if not is_source(page, site) and not is_moved(page)]
     names = {page.relative_to(site).as_posix() for page in pages}
     assert {"index.html", "cli/index.html", "support/index.html", "kernels/index.html", "404.html"} <= names
     assert faults(browser.new_context(reduced_motion="reduce"), site, pages) == []
@@ -89,7 +94,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def served(site: Path) -> Iterator[str]:
+def served(site: Path) -> Generator[str]:
     """The address of a server of the site, on this machine alone."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -111,8 +116,7 @@ _FOUND = """() => ({
 @pytest.mark.long
 def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative(browser: Any, site: Path) -> None:
     """Anchors on pages of source are those of lines, which the site's build checks."""
-    pages = [page for page in sorted(site.rglob("index.html")) if not is_source(page, site)]
-    moved = {page for page in pages if 'http-equiv="refresh"' in page.read_text(encoding="utf-8")}
+    pages = [page for page in sorted(site.rglob("index.html")) if not is_source(page, site) and not is_moved(page)]
     faults: list[str] = []
     anchors: dict[str, set[str]] = {}
     links: dict[str, str] = {}
@@ -120,10 +124,15 @@ def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative(bro
         context = browser.new_context(reduced_motion="reduce")
         page = context.new_page()
         page.set_default_timeout(120_000)
-        page.on("console", lambda said: faults.append(f"{page.url}: {said.text}") if said.type == "error" else None)
-        page.on("pageerror", lambda error: faults.append(f"{page.url}: {error}"))
-        page.on("requestfailed", lambda request: faults.append(f"{page.url}: {request.url} failed"))
-        for path in (path for path in pages if path not in moved):
+
+        def fault(event: Any) -> None:
+            """An error on the console or in a program, or a request that failed."""
+            if getattr(event, "type", "error") == "error":
+                faults.append(f"{page.url}: {getattr(event, 'text', None) or getattr(event, 'url', None) or event}")
+
+        for kind in ("console", "pageerror", "requestfailed"):
+            page.on(kind, fault)
+        for path in pages:
             url = address + path.parent.relative_to(site).as_posix().removeprefix(".")
             page.goto(url.rstrip("/") + "/", wait_until="load")
             found = page.evaluate(_FOUND)

@@ -209,6 +209,35 @@ def test_the_model_of_the_sessions_is_the_same_every_time(module) -> None:
     assert list(first) == list(second) and all((first[name] == second[name]).all() for name in first)
 
 
+# -- pages that moved ------------------------------------------------------------------------------------------------
+
+
+def test_an_old_address_leads_to_the_page_that_replaced_it_and_keeps_the_anchor(tmp_path: Path, module) -> None:
+    moved = module("moved")
+    for page in moved.MOVED.values():
+        folder = tmp_path / page.removesuffix("index.md").removesuffix(".md")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "index.html").write_text("new", encoding="utf-8")
+    moved.on_post_build(config={"site_dir": str(tmp_path)})
+    page = (tmp_path / "benchmarks" / "index.html").read_text(encoding="utf-8")
+    assert 'content="0; url=../measured/"' in page and 'location.replace("../measured/" + location.hash)' in page
+    assert (tmp_path / "measured" / "index.html").read_text(encoding="utf-8") == "new"
+
+
+def test_an_old_address_of_a_page_that_is_not_there_is_an_error_that_says_where_to_name_it(tmp_path: Path, module) -> None:
+    with pytest.raises(FileNotFoundError, match=r"moved\.py: benchmarks moved to .*; name the page there"):
+        module("moved").on_post_build(config={"site_dir": str(tmp_path)})
+
+
+def test_relative_links_of_a_block_lead_to_the_same_places_from_a_page_further_down(tmp_path: Path, module) -> None:
+    blocks = module("harness.blocks")
+    path = page(tmp_path, "one")
+    links = "[a](../x.py#L1) [b](spec/a.md) [c](https://x.org) [d](#here)"
+    moved = "[a](../../x.py#L1) [b](../spec/a.md) [c](https://x.org) [d](#here)"
+    assert links in blocks.filled(path, {"one": links}) and moved in blocks.filled(path, {"one": links}, depth=1)
+    assert "[b](spec/a.md)" in blocks.filled(path, {"one": f"```text\n{links}\n```\n"}, depth=1), "code is left alone"
+
+
 # -- links and source ------------------------------------------------------------------------------------------------
 
 
