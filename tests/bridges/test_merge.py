@@ -33,12 +33,13 @@ from breccia_bridges.staging import staging_folder
 
 LAYER = "model.layers.0."
 Q, DOWN = f"{LAYER}self_attn.q_proj", f"{LAYER}mlp.down_proj"
+HIDDEN, WIDE = 256, 512
 SHAPES = {
-    "model.embed_tokens.weight": (64, 128),
-    **{f"{LAYER}self_attn.{name}_proj.weight": (128, 128) for name in "qkvo"},
-    f"{DOWN}.weight": (128, 256),
-    f"{LAYER}input_layernorm.weight": (128,),
-    "model.norm.weight": (128,),
+    "model.embed_tokens.weight": (64, HIDDEN),
+    **{f"{LAYER}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"},
+    f"{DOWN}.weight": (HIDDEN, WIDE),
+    f"{LAYER}input_layernorm.weight": (HIDDEN,),
+    "model.norm.weight": (HIDDEN,),
 }
 #: What `saved` says: lora_alpha over r.
 SCALE = 2.0
@@ -59,7 +60,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
     """The adapter of two layers."""
-    return saved(tmp_path / "adapter", {Q: factors(128, 128), DOWN: factors(128, 256, seed=1)})
+    return saved(tmp_path / "adapter", {Q: factors(HIDDEN, HIDDEN), DOWN: factors(HIDDEN, WIDE, seed=1)})
 
 
 def change(adapter: Path, layer: str, scale: float = SCALE) -> np.ndarray:
@@ -177,7 +178,7 @@ def test_the_share_that_the_message_gives_is_accepted(model: Path, adapter: Path
 
 
 def test_an_adapter_of_zeros_changes_no_byte(model: Path, tmp_path: Path) -> None:
-    a, b = factors(128, 128)
+    a, b = factors(HIDDEN, HIDDEN)
     adapter = saved(tmp_path / "adapter", {Q: (a, 0 * b)})
     convert(model, tmp_path / "before", "mxfp4")
     report = merge(tmp_path / "before", adapter, tmp_path / "after")
@@ -208,7 +209,7 @@ def test_blocks_run_along_either_axis(axis: int) -> None:
 
 def test_weights_that_are_not_quantized_get_the_change_too(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "before", "int8", exclude=["*q_proj*"])
-    adapter = saved(tmp_path / "adapter", {Q: factors(128, 128, size=0.02)})
+    adapter = saved(tmp_path / "adapter", {Q: factors(HIDDEN, HIDDEN, size=0.02)})
     report = merge(tmp_path / "before", adapter, tmp_path / "after")
     before, after = (load_safetensors(tmp_path / folder)[f"{Q}.weight"] for folder in ("before", "after"))
     wanted = (before.astype(np.float32) + change(adapter, Q).astype(np.float32)).astype(ml_dtypes.bfloat16)
@@ -219,7 +220,7 @@ def test_weights_that_are_not_quantized_get_the_change_too(model: Path, tmp_path
 def test_gguf_files_stay_gguf_files(model: Path, adapter: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": WIDE,
         "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
         "dtype": "bfloat16",
     }  # fmt: skip
@@ -340,7 +341,7 @@ def test_adapters_of_other_models_are_refused_before_anything_is_written(model: 
     with pytest.raises(UnknownNameError, match=r"qq_proj.weight, which .* does not have; did you mean .*q_proj.weight'\?"):
         merge(tmp_path / "before", other, tmp_path / "after")
     norm = saved(tmp_path / "norm", {f"{LAYER}input_layernorm": factors(128, 128)})
-    with pytest.raises(ShapeError, match=r"has shape \(128,\), and the change of .* has \(128, 128\)"):
+    with pytest.raises(ShapeError, match=r"has shape \(256,\), and the change of .* has \(128, 128\)"):
         merge(tmp_path / "before", norm, tmp_path / "after")
     assert not (tmp_path / "after").exists() and not staging_folder(tmp_path / "after").exists()
 
@@ -399,7 +400,7 @@ def test_a_merge_that_is_interrupted_goes_on_with_the_same_bytes(
     monkeypatch.setattr(merge_plan, "merged", lambda st, change: made.append(tuple(st.shape)) or merged(st, change))
     with pytest.warns(UserWarning, match="1 parts are chosen"):
         report = merge(tmp_path / "before", adapter, tmp_path / "after")
-    assert sorted(made) == [(128, 128), (128, 256)] and len(report.tensors) == 2
+    assert sorted(made) == [(HIDDEN, HIDDEN), (HIDDEN, WIDE)] and len(report.tensors) == 2
     for path in (tmp_path / "expected").iterdir():
         assert (tmp_path / "after" / path.name).read_bytes() == path.read_bytes()
 
