@@ -147,6 +147,9 @@ def _drawn(points: list[list[Any]]) -> Any:
                 label = f"{of}, {'with' if sees else 'without'} a text"
                 axes.scatter(*zip(*chosen, strict=True), c=colour, marker=marker, s=28, label=label)
     axes.set(xlabel="bits per parameter", ylabel="KL per token", yscale="log")
+    ticks = [tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if tick < 2 * max(y for *_, y in points)]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.grid(alpha=0.3, color=GREY)
     axes.legend(frameon=False, labelcolor=GREY)
     return figure

@@ -358,10 +358,29 @@ def test_what_cannot_be_merged_is_said(model: Path, adapter: Path, tmp_path: Pat
         merge(tmp_path / "before", adapter, tmp_path / "after", min_share=math.nan)
     with pytest.raises(OptionError, match=r"takes about .* of memory for .*down_proj.weight, and the limit is 1.05 MB"):
         merge(tmp_path / "before", adapter, tmp_path / "after", max_memory="1MiB")
+    with pytest.raises(OptionError, match="verify takes 'full', 'bytes', 'none'; got 'all'"):
+        merge(tmp_path / "before", adapter, tmp_path / "after", verify="all")
     with pytest.raises(FileExistsError, match="exists; choose another name"):
         merge(tmp_path / "before", adapter, model)
+    numbers = {"x.weight": np.ones((8, 128), np.int32), "y.weight": breccia.cast(np.ones((8, 128), np.float32), "int8")}
+    save_safetensors(numbers, tmp_path / "numbers.safetensors")
+    with pytest.raises(UnsupportedError, match="x.weight of .* is I32, not floating; nothing is added"):
+        merge(tmp_path / "numbers.safetensors", saved(tmp_path / "x", {"x": factors(8, 128)}), tmp_path / "out.safetensors")
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(CorruptFileError, match="adapter_config.json is not readable"):
+        merge(tmp_path / "before", adapter, tmp_path / "after")
+
+
+def test_a_dialect_that_is_only_read_is_refused(
+    model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(model, tmp_path / "before", "int4", dialect="compressed_tensors")
+
+    def refuse(name: str, activations: None) -> None:
+        raise UnsupportedError(f"{name} is only read.")
+
+    monkeypatch.setattr(merge_plan.DialectWriter, "of", refuse)
+    with pytest.raises(UnsupportedError, match="is only read. Convert .*before first, to one of these or to"):
         merge(tmp_path / "before", adapter, tmp_path / "after")
 
 

@@ -20,12 +20,13 @@ from .adapters import WEIGHTS, Adapter
 from .calibrated import Calibrated
 from .calibration import Calibration
 from .conversion import KEEP_CODES
+from .convert import verification
 from .destination import location
 from .journal import Journal
 from .merge_plan import Merging
 from .merging import Survival
 from .remote_path import is_remote, path_of
-from .results import Advance, Report, Verify, no_progress
+from .results import Advance, Report, no_progress
 from .staging import Staging
 from .text import byte_count_of
 
@@ -136,7 +137,7 @@ def merge(
         >>> round(report.share, 2)
         1.0
     """
-    least, verified = _checked_share(min_share), Verify(verify)
+    least, verified = _checked_share(min_share), verification(verify, histograms=False)
     src, dst, memory = path_of(source), path_of(destination), byte_count_of(max_memory, "max_memory")
     if is_remote(src) or is_remote(dst):
         raise UnsupportedError(f"merge reads and writes files of this machine; {src if is_remote(src) else dst} is a URL.")

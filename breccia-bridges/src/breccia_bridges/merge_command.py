@@ -25,9 +25,7 @@ def merge(
     source: Annotated[
         PathOrURL, typer.Argument(metavar="MODEL", help="A quantized checkpoint: a file or folder.", parser=path_of)
     ],
-    adapter: Annotated[
-        PathOrURL, typer.Argument(metavar="ADAPTER", help="The folder of PEFT's LoRA adapter.", parser=path_of)
-    ],
+    adapter: Annotated[PathOrURL, typer.Argument(metavar="ADAPTER", help="The folder of PEFT's LoRA adapter.", parser=path_of)],
     destination: Annotated[PathOrURL, typer.Argument(metavar="OUT", help="Where to write, like MODEL.", parser=path_of)],
     min_share: Annotated[
         float, typer.Option(metavar="SHARE", help="Write nothing if less of the change survives; 0 allows any loss.")
