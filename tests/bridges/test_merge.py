@@ -27,6 +27,7 @@ from breccia import (
 )
 from breccia.backend import components, registry
 from breccia.bridges import convert, load_checkpoint, load_safetensors, merge, save_safetensors
+from breccia_bridges import merge as merge_module
 from breccia_bridges import merge_plan, merging
 from breccia_bridges.adapters import LowRank
 from breccia_bridges.staging import staging_folder
@@ -453,6 +454,38 @@ def test_divergence_is_that_of_the_model_with_the_whole_change(tmp_path: Path) -
     assert report.divergence == pytest.approx(found, rel=1e-3)  # FP32 models, whose rows run one by one here
     assert report.divergence_share == pytest.approx(1 - found[1] / found[0], abs=0.01) and found[1] < found[0]
     assert torch.is_grad_enabled()
+
+
+def test_divergence_without_torch_is_refused_before_anything_is_written(
+    model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(model, tmp_path / "before", "int8")
+    monkeypatch.setattr(merge_module, "bridges", object())
+    with pytest.raises(ImportError, match=r"calibrate= \(--calibrate\) runs the model in torch: "):
+        merge(tmp_path / "before", adapter, tmp_path / "after", calibrate=np.arange(8))
+    assert not (tmp_path / "after").exists()
+
+
+def test_a_merge_with_another_config_does_not_go_on(
+    model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(model, tmp_path / "before", "int8")
+    merged, made = merge_plan.merged, list[int]()
+
+    def once(st: ScaledTensor, change: LowRank) -> Any:
+        made.append(1)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return merged(st, change)
+
+    monkeypatch.setattr(merge_plan, "merged", once)
+    with pytest.raises(KeyboardInterrupt):
+        merge(tmp_path / "before", adapter, tmp_path / "after")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "lora_alpha": 5}))
+    with pytest.raises(OptionError, match="it was another one .adapter: .* there, .* now"):
+        merge(tmp_path / "before", adapter, tmp_path / "after")
+    assert merge(tmp_path / "before", adapter, tmp_path / "after", restart=True).share > 0.9
 
 
 def test_the_command_says_what_survives(model: Path, adapter: Path, tmp_path: Path, run: Run) -> None:
