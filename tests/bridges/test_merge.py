@@ -485,7 +485,8 @@ def test_a_merge_with_another_config_does_not_go_on(
     (adapter / "adapter_config.json").write_text(json.dumps({**settings, "lora_alpha": 5}))
     with pytest.raises(OptionError, match="it was another one .adapter: .* there, .* now"):
         merge(tmp_path / "before", adapter, tmp_path / "after")
-    assert merge(tmp_path / "before", adapter, tmp_path / "after", restart=True).share > 0.9
+    with pytest.warns(UserWarning, match="which an interrupted run left behind"):
+        assert merge(tmp_path / "before", adapter, tmp_path / "after", restart=True).share > 0.9
 
 
 def test_the_command_says_what_survives(model: Path, adapter: Path, tmp_path: Path, run: Run) -> None:
