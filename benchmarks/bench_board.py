@@ -1,4 +1,4 @@
-"""The board of equal bytes: KL divergence per token against bits per parameter, of our methods and of other libraries' own code.
+"""The board of equal bytes: KL divergence per token against bits per parameter, of our methods and other libraries' own code.
 
     python benchmarks/bench_board.py MODEL.gguf TEST.txt CALIBRATION.txt [--arms NAME ...] --out benchmarks/results
 
@@ -113,12 +113,15 @@ def board(result: Result) -> Table:
     best = min(within, key=lambda row: row["kl"], default=None)
     first = f"Best from {RANGE[0]} to {RANGE[1]} bits: {best['library']}, {best['method']}. " if best else ""
     absent = "; ".join(f"{name}: {why}" for name, why in {**ABSENT, **result["absent"]}.items())
+    ran = {f"{row['library']} {row['method']}" for row in result["rows"]} | result["absent"].keys()
+    left = ", ".join(name for name in ARMS if name not in ran)
     note = (
         f"{first}KL divergence from {options['model']}'s decoded weights (perplexity {options['perplexity']:.2f}), mean of "
         f"{options['tested']} tokens; methods that see a text: {options['observed']} tokens of another one. Bits of the linear "
         f"layers, scales included. These weights lie on a grid of Q4_1, 4 bits with a least value for each 32: formats that "
-        f"have this grid lose almost nothing, and say nothing of other models. Q4_K has Q5_0 where rows are no multiple of 256, "
+        f"have this grid lose almost nothing, and say nothing of others. Q4_K has Q5_0 where rows are no multiple of 256 "
         f"as in llama-quantize. Not on the board: {absent}."
+        f"{f' Not run: {left}.' if left else ''}"
     )
     return table("board", columns, sorted(result["rows"], key=lambda row: row["kl"]), note)
 
@@ -144,6 +147,9 @@ def _drawn(points: list[list[Any]]) -> Any:
                 label = f"{of}, {'with' if sees else 'without'} a text"
                 axes.scatter(*zip(*chosen, strict=True), c=colour, marker=marker, s=28, label=label)
     axes.set(xlabel="bits per parameter", ylabel="KL per token", yscale="log")
+    ticks = [tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if tick < 2 * max(y for *_, y in points)]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.grid(alpha=0.3, color=GREY)
     axes.legend(frameon=False, labelcolor=GREY)
     return figure

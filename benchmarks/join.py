@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import bench_decoder  # noqa: F401  # declares its benchmarks
+import bench_board  # noqa: F401  # declares its benchmark
+import bench_decoder  # noqa: F401
 import bench_first_call  # noqa: F401
 import bench_gpu_casts  # noqa: F401
 import bench_matmul

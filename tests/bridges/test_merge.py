@@ -27,18 +27,20 @@ from breccia import (
 )
 from breccia.backend import components, registry
 from breccia.bridges import convert, load_checkpoint, load_safetensors, merge, save_safetensors
+from breccia_bridges import merge as merge_module
 from breccia_bridges import merge_plan, merging
 from breccia_bridges.adapters import LowRank
 from breccia_bridges.staging import staging_folder
 
 LAYER = "model.layers.0."
 Q, DOWN = f"{LAYER}self_attn.q_proj", f"{LAYER}mlp.down_proj"
+HIDDEN, WIDE = 256, 512
 SHAPES = {
-    "model.embed_tokens.weight": (64, 128),
-    **{f"{LAYER}self_attn.{name}_proj.weight": (128, 128) for name in "qkvo"},
-    f"{DOWN}.weight": (128, 256),
-    f"{LAYER}input_layernorm.weight": (128,),
-    "model.norm.weight": (128,),
+    "model.embed_tokens.weight": (64, HIDDEN),
+    **{f"{LAYER}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"},
+    f"{DOWN}.weight": (HIDDEN, WIDE),
+    f"{LAYER}input_layernorm.weight": (HIDDEN,),
+    "model.norm.weight": (HIDDEN,),
 }
 #: What `saved` says: lora_alpha over r.
 SCALE = 2.0
@@ -59,7 +61,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
     """The adapter of two layers."""
-    return saved(tmp_path / "adapter", {Q: factors(128, 128), DOWN: factors(128, 256, seed=1)})
+    return saved(tmp_path / "adapter", {Q: factors(HIDDEN, HIDDEN), DOWN: factors(HIDDEN, WIDE, seed=1)})
 
 
 def change(adapter: Path, layer: str, scale: float = SCALE) -> np.ndarray:
@@ -177,7 +179,7 @@ def test_the_share_that_the_message_gives_is_accepted(model: Path, adapter: Path
 
 
 def test_an_adapter_of_zeros_changes_no_byte(model: Path, tmp_path: Path) -> None:
-    a, b = factors(128, 128)
+    a, b = factors(HIDDEN, HIDDEN)
     adapter = saved(tmp_path / "adapter", {Q: (a, 0 * b)})
     convert(model, tmp_path / "before", "mxfp4")
     report = merge(tmp_path / "before", adapter, tmp_path / "after")
@@ -208,7 +210,7 @@ def test_blocks_run_along_either_axis(axis: int) -> None:
 
 def test_weights_that_are_not_quantized_get_the_change_too(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "before", "int8", exclude=["*q_proj*"])
-    adapter = saved(tmp_path / "adapter", {Q: factors(128, 128, size=0.02)})
+    adapter = saved(tmp_path / "adapter", {Q: factors(HIDDEN, HIDDEN, size=0.02)})
     report = merge(tmp_path / "before", adapter, tmp_path / "after")
     before, after = (load_safetensors(tmp_path / folder)[f"{Q}.weight"] for folder in ("before", "after"))
     wanted = (before.astype(np.float32) + change(adapter, Q).astype(np.float32)).astype(ml_dtypes.bfloat16)
@@ -219,7 +221,7 @@ def test_weights_that_are_not_quantized_get_the_change_too(model: Path, tmp_path
 def test_gguf_files_stay_gguf_files(model: Path, adapter: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": WIDE,
         "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
         "dtype": "bfloat16",
     }  # fmt: skip
@@ -340,7 +342,7 @@ def test_adapters_of_other_models_are_refused_before_anything_is_written(model: 
     with pytest.raises(UnknownNameError, match=r"qq_proj.weight, which .* does not have; did you mean .*q_proj.weight'\?"):
         merge(tmp_path / "before", other, tmp_path / "after")
     norm = saved(tmp_path / "norm", {f"{LAYER}input_layernorm": factors(128, 128)})
-    with pytest.raises(ShapeError, match=r"has shape \(128,\), and the change of .* has \(128, 128\)"):
+    with pytest.raises(ShapeError, match=r"has shape \(256,\), and the change of .* has \(128, 128\)"):
         merge(tmp_path / "before", norm, tmp_path / "after")
     assert not (tmp_path / "after").exists() and not staging_folder(tmp_path / "after").exists()
 
@@ -357,10 +359,29 @@ def test_what_cannot_be_merged_is_said(model: Path, adapter: Path, tmp_path: Pat
         merge(tmp_path / "before", adapter, tmp_path / "after", min_share=math.nan)
     with pytest.raises(OptionError, match=r"takes about .* of memory for .*down_proj.weight, and the limit is 1.05 MB"):
         merge(tmp_path / "before", adapter, tmp_path / "after", max_memory="1MiB")
+    with pytest.raises(OptionError, match="verify takes 'full', 'bytes', 'none'; got 'all'"):
+        merge(tmp_path / "before", adapter, tmp_path / "after", verify="all")
     with pytest.raises(FileExistsError, match="exists; choose another name"):
         merge(tmp_path / "before", adapter, model)
+    numbers = {"x.weight": np.ones((8, 128), np.int32), "y.weight": breccia.cast(np.ones((8, 128), np.float32), "int8")}
+    save_safetensors(numbers, tmp_path / "numbers.safetensors")
+    with pytest.raises(UnsupportedError, match="x.weight of .* is I32, not floating; nothing is added"):
+        merge(tmp_path / "numbers.safetensors", saved(tmp_path / "x", {"x": factors(8, 128)}), tmp_path / "out.safetensors")
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(CorruptFileError, match="adapter_config.json is not readable"):
+        merge(tmp_path / "before", adapter, tmp_path / "after")
+
+
+def test_a_dialect_that_is_only_read_is_refused(
+    model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(model, tmp_path / "before", "int4", dialect="compressed_tensors")
+
+    def refuse(name: str, activations: None) -> None:
+        raise UnsupportedError(f"{name} is only read.")
+
+    monkeypatch.setattr(merge_plan.DialectWriter, "of", refuse)
+    with pytest.raises(UnsupportedError, match="is only read. Convert .*before first, to one of these or to"):
         merge(tmp_path / "before", adapter, tmp_path / "after")
 
 
@@ -399,7 +420,7 @@ def test_a_merge_that_is_interrupted_goes_on_with_the_same_bytes(
     monkeypatch.setattr(merge_plan, "merged", lambda st, change: made.append(tuple(st.shape)) or merged(st, change))
     with pytest.warns(UserWarning, match="1 parts are chosen"):
         report = merge(tmp_path / "before", adapter, tmp_path / "after")
-    assert sorted(made) == [(128, 128), (128, 256)] and len(report.tensors) == 2
+    assert sorted(made) == [(HIDDEN, HIDDEN), (HIDDEN, WIDE)] and len(report.tensors) == 2
     for path in (tmp_path / "expected").iterdir():
         assert (tmp_path / "after" / path.name).read_bytes() == path.read_bytes()
 
@@ -433,6 +454,39 @@ def test_divergence_is_that_of_the_model_with_the_whole_change(tmp_path: Path) -
     assert report.divergence == pytest.approx(found, rel=1e-3)  # FP32 models, whose rows run one by one here
     assert report.divergence_share == pytest.approx(1 - found[1] / found[0], abs=0.01) and found[1] < found[0]
     assert torch.is_grad_enabled()
+
+
+def test_divergence_without_torch_is_refused_before_anything_is_written(
+    model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(model, tmp_path / "before", "int8")
+    monkeypatch.setattr(merge_module, "bridges", object())
+    with pytest.raises(ImportError, match=r"calibrate= \(--calibrate\) runs the model in torch: "):
+        merge(tmp_path / "before", adapter, tmp_path / "after", calibrate=np.arange(8))
+    assert not (tmp_path / "after").exists()
+
+
+def test_a_merge_with_another_config_does_not_go_on(
+    model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(model, tmp_path / "before", "int8")
+    merged, made = merge_plan.merged, list[int]()
+
+    def once(st: ScaledTensor, change: LowRank) -> Any:
+        made.append(1)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return merged(st, change)
+
+    monkeypatch.setattr(merge_plan, "merged", once)
+    with pytest.raises(KeyboardInterrupt):
+        merge(tmp_path / "before", adapter, tmp_path / "after")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "lora_alpha": 5}))
+    with pytest.raises(OptionError, match="it was another one .adapter: .* there, .* now"):
+        merge(tmp_path / "before", adapter, tmp_path / "after")
+    with pytest.warns(UserWarning, match="which an interrupted run left behind"):
+        assert merge(tmp_path / "before", adapter, tmp_path / "after", restart=True).share > 0.9
 
 
 def test_the_command_says_what_survives(model: Path, adapter: Path, tmp_path: Path, run: Run) -> None:

@@ -145,7 +145,7 @@ def convert(
         >>> breccia.bridges.load_safetensors(destination)
         {'mlp.weight': breccia.ScaledTensor('mxfp8', shape=(64, 32), numpy cpu, 8.25 bits per value)}
     """
-    verified = _verified(verify, histograms)
+    verified = verification(verify, histograms)
     memory = byte_count_of(max_memory, "max_memory")
     calibration = Calibration.of(calibrate, method, device)
     if calibration is not None:
@@ -206,7 +206,7 @@ def convert(
     return report
 
 
-def _verified(verify: str, histograms: bool) -> Verify:
+def verification(verify: str, histograms: bool) -> Verify:
     """What to verify. Raises OptionError for another word, and for histograms of values that are not decoded."""
     if verify not in (known := [one.value for one in Verify]):
         raise OptionError(f"verify takes {', '.join(map(repr, known))}; got {verify!r}{suggestion(str(verify), known)}")

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 
 from breccia import InexactError, OptionError, UnsupportedError, bridges
-from breccia.backend import registry
 from breccia.internal import install
 
-from .adapters import WEIGHTS, Adapter
+from .adapters import CONFIG, WEIGHTS, Adapter
 from .calibrated import Calibrated
 from .calibration import Calibration
 from .conversion import KEEP_CODES
+from .convert import verification
 from .destination import location
 from .journal import Journal
 from .merge_plan import Merging
 from .merging import Survival
 from .remote_path import is_remote, path_of
-from .results import Advance, Report, Verify, no_progress
+from .results import Advance, Report, no_progress
 from .staging import Staging
 from .text import byte_count_of
 
@@ -136,18 +136,20 @@ def merge(
         >>> round(report.share, 2)
         1.0
     """
-    least, verified = _checked_share(min_share), Verify(verify)
+    least, verified = _checked_share(min_share), verification(verify, histograms=False)
     src, dst, memory = path_of(source), path_of(destination), byte_count_of(max_memory, "max_memory")
     if is_remote(src) or is_remote(dst):
         raise UnsupportedError(f"merge reads and writes files of this machine; {src if is_remote(src) else dst} is a URL.")
     text, changes = Calibration.of(calibrate, None, None), Adapter.open(path_of(adapter))
+    if text is not None:
+        _check_torch()
     staging = Staging(location(dst), keeps_journal=True, target=location(dst))
     if staging.moved:
         with staging:  # puts it back
             pass
     work = Merging(src, staging, force, source_dialect, changes, memory)
     work.plan(Report(str(src), str(dst), is_conversion=True, verify=verified), None, "", None)
-    digest = hashlib.sha256((changes.path / WEIGHTS).read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(b"".join((changes.path / name).read_bytes() for name in (CONFIG, WEIGHTS))).hexdigest()[:16]
     journal = Journal(staging, work.key({"recipe": KEEP_CODES, "adapter": digest, "verify": verified.value}))
     report = MergeReport(str(src), str(changes.path), str(dst))
     ids = None if text is None else text.ids(src)
@@ -182,12 +184,16 @@ def _judge(report: MergeReport, made: Mapping[str, Mapping[str, Any]], least: fl
         )
 
 
-def _measure(report: MergeReport, ids: np.ndarray, work: Merging, source_dialect: str | None, made: Path) -> None:
-    """Put the KL divergence on a text into the report. made: the merged checkpoint, not yet at its destination."""
-    if "divergence" not in registry().bridges:
+def _check_torch() -> None:
+    """Raise ImportError without breccia-torch, torch or transformers."""
+    if not hasattr(bridges, "divergence"):
         raise ImportError(
             f"calibrate= (--calibrate) runs the model in torch: {install('breccia-torch[hf]')}", name="breccia_torch"
         )
+
+
+def _measure(report: MergeReport, ids: np.ndarray, work: Merging, source_dialect: str | None, made: Path) -> None:
+    """Put the KL divergence on a text into the report. made: the merged checkpoint, not yet at its destination."""
     changes = {name: change.matrix for name, change in work.changes.items()}
     report.divergence = bridges.divergence(work.src, made, ids, changes, source_dialect=source_dialect)
 

@@ -157,7 +157,7 @@ def _dialects(src: Path, values: Mapping[str, Value]) -> dict[str, DialectWriter
         return {name: DialectWriter.of(name, None) for name in names}
     except UnsupportedError as e:
         raise UnsupportedError(
-            f"{e} Convert {src} first, to a dialect of these or to breccia's own files: `breccia convert --recipe none`.",
+            f"{e} Convert {src} first, to one of these or to breccia's own files: `breccia convert --recipe none`.",
             **e.found,
         ) from e
 
