@@ -34,7 +34,7 @@ def rows(columns: int = 69) -> np.ndarray:
     smooth = rng.standard_normal(columns)
     wide = smooth * 2.0 ** rng.integers(-40, 40, columns)
     x = np.stack([smooth, wide, smooth * 2.0**-124, np.full(columns, 3e38), np.zeros(columns), smooth, smooth]).astype("f4")
-    x[5, 3], x[6, [20, 40]] = np.nan, [np.inf, -np.inf]
+    x[5, 3], x[6, [0, columns // 2]] = np.nan, [np.inf, -np.inf]
     return x
 
 
@@ -58,7 +58,9 @@ def test_a_rotated_cast_writes_the_oracles_bytes_on_every_framework(spec: str) -
 
 
 def expect_the_oracles(spec: str, frameworks: tuple[str, ...]) -> None:
-    recipe, x = breccia.recipe(spec), rows()
+    recipe = breccia.recipe(spec)
+    assert recipe.format.rotation is not None
+    x = rows(recipe.format.rotation.block + 5)
     want = oracle.cast(x, recipe)
     decoded = oracle.dequantize(want, recipe)
     for framework in frameworks:
@@ -94,7 +96,7 @@ def test_drawn_arrays_are_rotated_as_the_oracle_rotates_them(data: Any) -> None:
         expect_numbers("decoded", place, breccia.dequantize(written), oracle.dequantize(want, recipe))
 
 
-@pytest.mark.parametrize("block", [2, 16, 32, 64, 128])
+@pytest.mark.parametrize("block", [2, 16, 32])
 def test_a_rotation_is_the_hadamard_matrix_with_signs(block: int) -> None:
     """In FP64. Each of the log2(block) sums and the product rounds by 2^-24 of a number of at most sum |x|, and so does the
     factor where it is no power of two.
