@@ -59,7 +59,9 @@ def test_a_file_keeps_the_rotation(tmp_path: Path) -> None:
 
 def test_other_dialects_refuse_a_rotated_tensor_by_name(source: Path, tmp_path: Path) -> None:
     for dialect in ("compressed_tensors", "modelopt", "torchao"):
-        with pytest.raises(UnsupportedError, match=rf"{NAME}: .*would not undo the rotation of nvfp4,rotation=16. Give recipe nvfp4"):
+        with pytest.raises(
+            UnsupportedError, match=rf"{NAME}: .*would not undo the rotation of nvfp4,rotation=16. Give recipe nvfp4"
+        ):
             convert(source, tmp_path / "out.safetensors", "nvfp4,rotation=16", dialect=dialect)
 
 

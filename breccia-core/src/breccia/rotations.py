@@ -28,9 +28,7 @@ class Rotation:
         if type(self.block) is not int or self.block < 2 or self.block & (self.block - 1):
             raise RecipeError(f"a rotation's block is a power of two from 2 on; got {self.block!r}.", block=self.block)
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 64:
-            raise RecipeError(
-                f"a rotation's seed is an integer of 0 to 2^64 - 1; got {self.seed!r}.", rotation_seed=self.seed
-            )
+            raise RecipeError(f"a rotation's seed is an integer of 0 to 2^64 - 1; got {self.seed!r}.", rotation_seed=self.seed)
 
     @property
     def factor(self) -> float:

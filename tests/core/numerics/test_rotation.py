@@ -17,6 +17,7 @@ from breccia.backend import NUMPY, CastOptions, reference
 from breccia.internal import Rotation, affine
 from breccia.testing import oracle, oracle_rotation, strategies
 from breccia.testing.compare import expect_numbers, expect_tensor, expect_written
+from breccia.testing.laws import recipes as laws
 from breccia.testing.places import Place
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
@@ -74,12 +75,20 @@ def expect_the_oracles(spec: str, frameworks: tuple[str, ...]) -> None:
 def test_the_generic_algorithm_writes_the_same_bytes(spec: str) -> None:
     recipe, x, place = breccia.recipe(spec), rows(), Place("numpy")
     for options in (CastOptions(), CastOptions(rounding="stochastic", seed=3)):
-        expect_tensor(place, breccia.cast(x, recipe, rounding=options.rounding, seed=options.seed), reference.cast(x, recipe, options))
+        expect_tensor(
+            place, breccia.cast(x, recipe, rounding=options.rounding, seed=options.seed), reference.cast(x, recipe, options)
+        )
     written = breccia.cast(x, recipe)
     np.testing.assert_array_equal(reference.dequantize(written), breccia.dequantize(written))
     across = breccia.cast(x.T.copy(), recipe, axis=-2)
     expect_tensor(place, across.mT, written)
     np.testing.assert_array_equal(breccia.dequantize(across).T, breccia.dequantize(written))
+
+
+def test_the_kits_laws_of_recipes_hold_under_a_rotation() -> None:
+    recipe = breccia.recipe("nvfp4,rotation=16,rotation_seed=9")
+    laws.every_code_under_every_scale_decodes_as_the_oracle_says(recipe, Place("numpy"))
+    laws.it_round_trips_through_safetensors(recipe)
 
 
 @pytest.mark.long
@@ -138,7 +147,9 @@ def test_a_rotation_is_recorded_in_json_fingerprints_and_specs() -> None:
     assert "rotation" not in plain.to_json() and plain.format.rotation is None
     assert breccia.ScalingRecipe.from_json(rotated.to_json()) == rotated == breccia.recipe(rotated.spec)
     assert rotated.unrotated == plain and plain.unrotated is plain
-    formats = {r.format.fingerprint() for r in (plain, rotated, replace(rotated, rotation_seed=1), replace(rotated, rotation=32))}
+    formats = {
+        r.format.fingerprint() for r in (plain, rotated, replace(rotated, rotation_seed=1), replace(rotated, rotation=32))
+    }
     assert len(formats) == 4 and plain.format.fingerprint() == replace(rotated.format, rotation=None).fingerprint()
     # Those that recipes had before there were rotations.
     assert plain.fingerprint() == "6fd202c574ff5f3e42191a1ab6518cfd5913a1bfd6d13fc8d3dc187266f775b0"
