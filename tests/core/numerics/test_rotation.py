@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipes import declared
 
 import breccia
-from breccia import LayoutError, OptionError, RecipeError, UnsupportedError
+from breccia import LayoutError, Level, OptionError, RecipeError, UnsupportedError
 from breccia.backend import NUMPY, CastOptions, reference
+from breccia.codecs import E2M1, E8M0
 from breccia.internal import Rotation, affine
 from breccia.testing import oracle, oracle_rotation, strategies
 from breccia.testing.compare import expect_numbers, expect_tensor, expect_written
@@ -215,3 +217,7 @@ def test_what_a_rotation_excludes_is_refused_by_name() -> None:
         reference.extremes(breccia.cast(x, breccia.recipe(spec)))
     with pytest.raises(UnsupportedError, match=r"a value is a sum of 16 codes.*cast without rotation"):
         affine.affine(breccia.cast(x, breccia.recipe(spec)))
+    other = declared(E2M1, Level(E8M0, (1, 32)), name="other")
+    object.__setattr__(other.format, "rotation", Rotation(16))
+    with pytest.raises(RecipeError, match="give it fields rotation and rotation_seed, or override unrotated"):
+        _ = other.unrotated
