@@ -12,8 +12,8 @@ from typing import TypeVar
 import numpy as np
 
 from breccia import ScaledTensor, ScalingRecipe, cast, from_buffer
-from breccia.backend import NUMPY, TENSOR, components, part_shapes, reference, threads
-from breccia.internal import Rotation, measuring, rotating
+from breccia.backend import NUMPY, TENSOR, Rotation, components, part_shapes, reference, threads
+from breccia.internal import measuring, rotating
 
 from . import compiled
 from .measure import FileTensor, slabs

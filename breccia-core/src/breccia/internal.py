@@ -33,7 +33,6 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("keeps_parts", "repeats"), "kernels.exact"),
     **dict.fromkeys(("NEW_CODES", "decided", "keeps_values"), "kernels.exactness"),
     "Record": "formats",
-    "Rotation": "rotations",
     "numpy": "kernels",
     **dict.fromkeys(
         ("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"

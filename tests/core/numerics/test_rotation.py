@@ -14,9 +14,9 @@ from recipes import declared
 
 import breccia
 from breccia import LayoutError, Level, OptionError, RecipeError, UnsupportedError
-from breccia.backend import NUMPY, CastOptions, reference
+from breccia.backend import NUMPY, CastOptions, Rotation, reference
 from breccia.codecs import E2M1, E8M0
-from breccia.internal import Rotation, affine
+from breccia.internal import affine
 from breccia.testing import oracle, oracle_rotation, strategies
 from breccia.testing.compare import expect_numbers, expect_tensor, expect_written
 from breccia.testing.laws import recipes as laws
