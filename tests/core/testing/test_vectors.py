@@ -462,7 +462,7 @@ def test_the_command_writes_the_golden_vectors(
     monkeypatch.setattr(vectors, "inputs", lambda version: iter(published[:2]))
     monkeypatch.setattr(sys, "argv", ["breccia.testing", "vectors", str(tmp_path)])
     program.main()
-    assert capsys.readouterr().out == f"{tmp_path / '5'}\n"
+    assert capsys.readouterr().out == f"{tmp_path / '6'}\n"
     assert [parts_of(v) for v in vectors.read(tmp_path / str(vectors.VERSION))] == [parts_of(v) for v in published[:2]]
     (tmp_path / str(vectors.VERSION) / vectors.TEXT).write_text("mine")
     with pytest.raises(SystemExit, match=r"error: .*index.txt differs from what"):
