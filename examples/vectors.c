@@ -1,6 +1,6 @@
 /* Checks golden vectors (docs/spec/vectors.md) bit for bit: decodes all cases, and casts those of E8M0 scales by "rceil" and "mse".
  *
- *     cc -std=c99 -O2 -o vectors examples/vectors.c -lm && ./vectors docs/spec/vectors/5
+ *     cc -std=c99 -O2 -o vectors examples/vectors.c -lm && ./vectors docs/spec/vectors/6
  *
  * Written from the pages of docs/spec alone, for little-endian machines. Arithmetic is in double, wide enough for products and
  * sums of two FP32 numbers: the conversion to float is the one rounding. */
@@ -86,10 +86,40 @@ static int searched(const codec *q, const double *x, const double *w, int n, dou
     }
     return best;
 }
+/* numerics.md, section 5.5: the first word of Threefry-2x32-20. */
+static uint32_t threefry(uint64_t key, uint64_t counter) {
+    static const int turns[8] = {13, 15, 26, 6, 17, 29, 16, 24};
+    uint32_t k[3] = {(uint32_t)key, (uint32_t)(key >> 32)}, a = (uint32_t)counter, b = (uint32_t)(counter >> 32);
+    k[2] = k[0] ^ k[1] ^ 0x1BD11BDA;
+    a += k[0], b += k[1];
+    for (int i = 0; i < 20; i++) {
+        a += b, b = (b << turns[i % 8] | b >> (32 - turns[i % 8])) ^ a;
+        if (i % 4 == 3) a += k[(i / 4 + 1) % 3], b += k[(i / 4 + 2) % 3] + i / 4 + 1;
+    }
+    return a;
+}
+static float cleared(double v) { /* flush, after one rounding; never -0 */
+    float f = (float)v;
+    return fabs(f) < 0x1p-126 ? 0 : f;
+}
+static void rotated_back(float *y, long columns, long n, uint64_t seed) { /* numerics.md, section 5.7: whole blocks of a row */
+    float factor = (float)(1 / sqrt((double)n));
+    for (float *end = y + columns / n * n; y < end; y += n) {
+        for (long i = 0; i < n; i++) y[i] = cleared(y[i]);
+        for (long h = 1; h < n; h *= 2)
+            for (long i = 0; i < n; i++)
+                if (i / h % 2 == 0) {
+                    double a = y[i], b = y[i + h];
+                    y[i] = cleared(a + b), y[i + h] = cleared(a - b);
+                }
+        for (long i = 0; i < n; i++) y[i] = cleared((threefry(seed, i) >> 31 ? -1 : 1) * (double)y[i] * factor);
+    }
+}
 
 int main(int argc, char **argv) {
     char path[4096], e[16], s[16], offset[20], rule[16], dtype[16], rounding[16], c0[16], order[16], convention[16], other[16] = "-1";
-    long set, k0 = -1, coded_bias = 0, weights = -1;
+    long set, k0 = -1, coded_bias = 0, weights = -1, rotation = 0;
+    unsigned long long seed = 0;
     long size, cases, m, k, lead, rows, columns, in, given, data, scale, zero, global, out, casts = 0, wrong = 0;
     snprintf(path, sizeof path, "%s/vectors.bin", argc > 1 ? argv[1] : ".");
     FILE *file = fopen(path, "rb");
@@ -110,6 +140,7 @@ int main(int argc, char **argv) {
         if (set > 2) read += fscanf(file, "%15s %ld %ld %15s %15s", c0, &k0, &coded_bias, order, convention) - 5;
         if (set > 3) read += fscanf(file, "%15s", other) - 1;
         if (set > 4) read += fscanf(file, "%ld", &weights) - 1;
+        if (set > 5) read += fscanf(file, "%ld %llu", &rotation, &seed) - 2;
         if (read != 19)
             return fprintf(stderr, "case %ld cannot be read\n", n), 2;
         const codec *q = named(e), *sc = named(s), *x = named(dtype[5] == '3' ? "F32" : dtype[0] == 'f' ? "F16" : "BF16");
@@ -118,11 +149,12 @@ int main(int argc, char **argv) {
         double qmax = 6 * 448, g = global < 0 ? 1 : value(f32, item(global, 0, 32)); /* NVFP4 alone has another convention */
         if (set > 2 && global >= 0 && *convention != 'm') g = *convention == 'a' ? (float)(g / qmax) : (float)(1 / g);
         int first = set > 2 && *order == 's', search = !strcmp(rule, "mse");
-        int cast = *sc->kind == 'p' && (search || !strcmp(rule, "rceil")) && *rounding == 'n' && given < 0;
+        int cast = *sc->kind == 'p' && (search || !strcmp(rule, "rceil")) && *rounding == 'n' && given < 0 && !rotation;
+        float *row = malloc(4 * (size_t)columns + 4); /* what a row decodes to */
         for (long t = 0; t < lead * rows * columns; t++) {
             long l = t / columns / rows, i = t / columns % rows, j = t % columns, b = j * q->bits / 8, left = j * q->bits % 8;
             long block = m ? at(l, i / m, k ? j / k : 0, (rows + m - 1) / m, k ? (columns + k - 1) / k : 1) : 0;
-            uint32_t word = held[data + at(l, i, b, rows, width)], want = item(out, at(l, i, j, rows, columns), 32), bits;
+            uint32_t word = held[data + at(l, i, b, rows, width)], want, bits;
             if (left + q->bits > 8) word |= held[data + at(l, i, b + 1, rows, width)] << 8;
             uint32_t code = word >> left & ((1u << q->bits) - 1), stored = coarse ? 0 : item(scale, block, sc->bits);
             double z = *offset == 'z' ? item(zero, block, 8) : *offset == 'f' ? value(sc, item(zero, block, sc->bits)) : 0;
@@ -137,8 +169,13 @@ int main(int argc, char **argv) {
                                        : value(sc, item(zero, block, sc->bits));
                 v = (float)(flush(v) + flush(b0) + 0.0); /* +0 where both are -0 */
             }
-            memcpy(&bits, &v, 4);
-            bad += !(bits == want || (isnan(v) && (want & 0x7FFFFFFF) > 0x7F800000));
+            row[j] = v;
+            if (rotation && j == columns - 1) rotated_back(row, columns, rotation, seed);
+            for (long o = 0; j == columns - 1 && o < columns; o++) {
+                memcpy(&bits, row + o, 4);
+                want = item(out, at(l, i, o, rows, columns), 32);
+                bad += !(bits == want || (isnan(row[o]) && (want & 0x7FFFFFFF) > 0x7F800000));
+            }
             if (!cast) continue;
             double amax = 0, largest = 0, y = 0, every[32], heavy[32]; /* the block that element j lies in */
             int length = 0;
@@ -157,6 +194,7 @@ int main(int argc, char **argv) {
             bad += byte != stored || code != (isfinite(amax) ? nearest(q, ldexp(y, -power)) : 0);
         }
         if (bad) printf("case %ld: %s with %s, %ld differences\n", n, e, s, bad);
+        free(row);
         casts += cast;
         wrong += bad;
     }

@@ -81,7 +81,7 @@ ORDER = [
     {"errors", "locks"},
     {"siblings", "targets", "declared", "error_metrics", "json_text", "yaml_text"},
     {"codec_checks", "fp32", "recipe_fields", "tracing"},
-    {"codec_base", "codecs", "rules", "options"},
+    {"codec_base", "codecs", "rotations", "rules", "options"},
     {"formats", "forms"},
     {"layouts", "recipe_bases", "recipes"},
     {"specs", "operations", "policies", "dialects", "training"},
@@ -100,10 +100,11 @@ ORACLE = {
     "testing.oracle",
     "testing.oracle_numbers",
     "testing.oracle_records",
+    "testing.oracle_rotation",
     "testing.oracle_scales",
     "testing.oracle_search",
 }
-ORACLE_READS = ORACLE | {"", "errors", "codecs", "rules", "formats", "layouts", "recipes"}
+ORACLE_READS = ORACLE | {"", "errors", "codecs", "rotations", "rules", "formats", "layouts", "recipes"}
 
 
 @dataclass(frozen=True)

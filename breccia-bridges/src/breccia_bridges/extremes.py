@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 
 from breccia import Codec, ScaledTensor
-from breccia.backend import NUMPY, TENSOR, reference
-from breccia.internal import Rotation, apply_scale, measuring
+from breccia.backend import NUMPY, TENSOR, Rotation, reference
+from breccia.internal import apply_scale, measuring
 
 from .ahead import Item, results
 from .measure import FileTensor, Slab, slabs

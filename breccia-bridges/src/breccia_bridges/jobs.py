@@ -19,8 +19,8 @@ from breccia import (
     UnsupportedError,
     requantize,
 )
-from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, Chosen, Parameter, choose, components
-from breccia.internal import PRESETS, Rotation, abbreviated, decided, keeps_parts, keeps_values, kind_in_file
+from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, Chosen, Parameter, Rotation, choose, components
+from breccia.internal import PRESETS, abbreviated, decided, keeps_parts, keeps_values, kind_in_file
 
 from .beside import factors
 from .calibrated import Calibrated

@@ -38,6 +38,7 @@ _HOMES: dict[str, str] = {
     "Shape": "layouts",
     "Plain": "tensors.storage",
     # Formats and recipes.
+    "Rotation": "rotations",
     **dict.fromkeys(
         (
             "BF16",

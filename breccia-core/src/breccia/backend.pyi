@@ -85,6 +85,7 @@ from .policies import CONVOLUTION as CONVOLUTION
 from .policies import KEPT as KEPT
 from .policies import NO_MATRIX as NO_MATRIX
 from .recipe_bases import check_recipe as check_recipe
+from .rotations import Rotation as Rotation
 from .specs import as_recipe as as_recipe
 from .tensors.checks import contraction_axis as contraction_axis
 from .tensors.components import PARTS as PARTS

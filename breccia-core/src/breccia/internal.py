@@ -34,7 +34,6 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("NEW_CODES", "decided", "keeps_values"), "kernels.exactness"),
     "Record": "formats",
     "apply_scale": "kernels.reference",
-    "Rotation": "rotations",
     "numpy": "kernels",
     **dict.fromkeys(
         ("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"

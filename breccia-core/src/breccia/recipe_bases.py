@@ -57,8 +57,17 @@ class ScalingRecipe(Declared):
 
     @property
     def unrotated(self) -> ScalingRecipe:
-        """The recipe without its rotation, which writes the same bytes from what was rotated; this one if it has none."""
-        return self if self.format.rotation is None else dataclasses.replace(self, rotation=0, rotation_seed=0)  # type: ignore[type-var]
+        """The recipe without its rotation, which writes the same bytes from what was rotated; this one if it has none.
+
+        Raises RecipeError for one that rotates, and neither has the fields `rotation` and `rotation_seed` nor overrides this.
+        """
+        if self.format.rotation is None:
+            return self
+        if self.rotated_by is None:
+            raise RecipeError(
+                f"recipe {self.name!r} has a rotation: give it fields rotation and rotation_seed, or override unrotated."
+            )
+        return dataclasses.replace(self, rotation=0, rotation_seed=0)  # type: ignore[type-var]
 
     @cached_property
     def features(self) -> frozenset[str]:

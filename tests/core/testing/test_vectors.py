@@ -43,6 +43,7 @@ PUBLISHED = {
     3: "5ad42777bdf1a1f2654a911c8e8d7f4349da945a1d06601107e57f0380fbdf7a",
     4: "a9a47b76828ce7dea267f47654b4dfca3620180d44d7c51d14d4e7739ea35773",
     5: "609c9118f5e82fc686e2ded2b02679398ea38494c09629ab5974ab1eb6ba6bb6",
+    6: "db9fd36fc895c7d8f4d21436838f9333b0bc1b19285993f49571ef8fcf5587f0",
 }
 of_each_set = pytest.mark.parametrize("version", PUBLISHED)
 
@@ -161,6 +162,8 @@ def test_the_text_index_matches_the_json_index(version: int) -> None:
             said.append(r["format"].get("alternative", -1))
         if version > 4:
             said.append(case.get("importance", [-1])[0])
+        if version > 5:
+            said += r["format"].get("rotation", [0, 0])
         assert [next(words) for _ in said] == [str(fact) for fact in said]
     assert next(words, None) is None
 
@@ -459,7 +462,7 @@ def test_the_command_writes_the_golden_vectors(
     monkeypatch.setattr(vectors, "inputs", lambda version: iter(published[:2]))
     monkeypatch.setattr(sys, "argv", ["breccia.testing", "vectors", str(tmp_path)])
     program.main()
-    assert capsys.readouterr().out == f"{tmp_path / '5'}\n"
+    assert capsys.readouterr().out == f"{tmp_path / '6'}\n"
     assert [parts_of(v) for v in vectors.read(tmp_path / str(vectors.VERSION))] == [parts_of(v) for v in published[:2]]
     (tmp_path / str(vectors.VERSION) / vectors.TEXT).write_text("mine")
     with pytest.raises(SystemExit, match=r"error: .*index.txt differs from what"):

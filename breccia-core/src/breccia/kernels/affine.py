@@ -51,8 +51,8 @@ def affine(st: ScaledTensor) -> tuple[np.ndarray, np.ndarray]:
     fmt = st.recipe.format
     if fmt.rotation is not None:
         raise UnsupportedError(
-            f"under {st.recipe.spec} a value is a sum of {fmt.rotation.block} codes, so that no code stands for a number of its "
-            "own. Pass breccia.dequantize(st), or cast without rotation.",
+            f"under {st.recipe.spec} a value is a sum of {fmt.rotation.block} codes, so that no code stands for a number of "
+            "its own. Pass breccia.dequantize(st), or cast without rotation.",
             recipe=st.recipe.spec,
         )
     if fmt.alternative is not None:

@@ -34,8 +34,8 @@ class Exactness:
         none in the target, so tensors that have them change; of a tensor, `changed` of its values change.
     why: how it is done, what decides, or what is lost.
     bound: how far a value that changes moves at most, as a multiple of its new scale: half the widest gap between codes of the
-        target, which rounding in FP32 may exceed by its own error. It does not hold where a value saturates. Under a rotation of
-        n elements it is sqrt(n) times that, and of the largest scale among them. 0.0 for the first two kinds.
+        target, which rounding in FP32 may exceed by its own error. It does not hold where a value saturates. Under a rotation
+        of n elements it is sqrt(n) times that, and of the largest scale among them. 0.0 for the first two kinds.
     size, blocks: of a tensor: how many values it has, and how many blocks of the target. None for formats.
     changed, changed_blocks: how many of them change under `requantize`, and how many blocks have one that does.
     """

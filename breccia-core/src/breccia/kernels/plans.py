@@ -223,9 +223,7 @@ def plan_of_written_as(call: Call) -> Iterator[Call]:
 def accepts_rotated(call: Call) -> str | None:
     """Why there is nothing to rotate, or None."""
     recipe = call.recipe if call.op == "cast" else call.a.recipe
-    if recipe is None or recipe.format.rotation is None:
-        return "the format has no rotation"
-    return None if recipe.unrotated is not recipe else f"{recipe.spec} does not say what it is without its rotation"
+    return "the format has no rotation" if recipe is None or recipe.format.rotation is None else None
 
 
 def plan_of_rotated(call: Call) -> Iterator[Call]:

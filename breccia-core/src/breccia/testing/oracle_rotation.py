@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -21,8 +22,8 @@ def unrotate(z: np.ndarray, rotation: Rotation) -> np.ndarray:
     return _each_block(z, rotation, lambda block, signs: [s * v for s, v in zip(signs, _butterfly(block), strict=True)])
 
 
-def _each_block(x: np.ndarray, rotation: Rotation, function: object) -> np.ndarray:
-    assert callable(function)
+def _each_block(x: np.ndarray, rotation: Rotation, function: Callable[[list[float], list[float]], list[float]]) -> np.ndarray:
+    """`function` of each whole block and the signs, in its place."""
     signs = [-1.0 if random_word(rotation.seed, i) >= 1 << 31 else 1.0 for i in range(rotation.block)]
     out = x.copy()
     for row in out.reshape(-1, x.shape[-1]) if out.size else ():

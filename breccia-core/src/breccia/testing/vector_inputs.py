@@ -46,8 +46,17 @@ _E8M0_RULES = ("rceil", "floor", "even")
 
 def recipes(version: int | None = None) -> list[ScalingRecipe]:
     """The recipes of a set, or of all: all codecs, scale rules and dtypes, offsets of the built-in ones, and more."""
-    sets = (_first, _second, _third, _fourth, _fifth)
+    sets = (_first, _second, _third, _fourth, _fifth, _sixth)
     return [recipe for made in (sets if version is None else sets[version - 1 : version]) for recipe in made()]
+
+
+def _sixth() -> list[ScalingRecipe]:
+    """Rotations of whole blocks of scales, of parts of them, and of several; with a search, a zero-point and a bias."""
+    recipes: list[ScalingRecipe] = [NVFP4BlockScaling(rotation=16), MXFP4BlockScaling(rotation=16, rotation_seed=1)]
+    recipes += [NVFP4BlockScaling(scale_rule="mse", rotation=32, rotation_seed=SEED)]
+    recipes += [MXFP4BlockScaling(rotation=32), INT4Scaling(20, rotation=32, rotation_seed=(1 << 64) - 1)]
+    zero_point = INT4Scaling(16, False, "fp32", False, rotation=16, rotation_seed=2)
+    return [*recipes, zero_point, INT4Scaling(16, False, "bf16", False, offset="bias", rotation=16)]
 
 
 def _fifth() -> list[ScalingRecipe]:

@@ -27,7 +27,7 @@ from . import oracle, two_codecs
 from .vector_inputs import EDGES, QUIET_NAN, columns, importance, random_words, recipes, supplied_scales
 
 #: Number of the newest set, and name of its folder. A set has what those before it lack: more recipes or edges are a new set.
-VERSION = 5
+VERSION = 6
 MADE_BY = "breccia.testing.oracle, which follows docs/spec/numerics.md in exact rationals and by enumeration"
 COMPARISON = "all bits equal, signs of zeros too; decoded: any NaN equals any NaN (0x7FC00000 stands for it)"
 BYTES, INDEX, TEXT = "vectors.bin", "index.json", "index.txt"
@@ -90,7 +90,7 @@ def inputs(version: int | None = None) -> Iterator[Vector]:
             if "supplied" in options:
                 fields["supplied"] = supplied_scales(recipe, x.shape, options["supplied"])
             yield Vector(recipe, edge, x, **fields)
-        if recipe.searches:
+        if recipe.searches and recipe.format.rotation is None:
             for edge in ("ordinary", "axis=-2"):
                 draw, options = EDGES[edge]
                 x = draw(recipe)
@@ -260,6 +260,7 @@ def _recipe(recipe: ScalingRecipe) -> dict[str, Any]:
     facts |= {"offset_levels": offset_levels} if offset_levels else {}
     facts |= {"order": fmt.order} if fmt.order != ORDERS[0] else {}
     facts |= {"alternative": fmt.alternative.name} if fmt.alternative is not None else {}
+    facts |= {"rotation": [fmt.rotation.block, fmt.rotation.seed]} if fmt.rotation is not None else {}
     return said | {"format": facts | {"fingerprint": fmt.fingerprint()}}
 
 
@@ -309,6 +310,8 @@ def _text(codecs: list[dict[str, Any]], named: list[ScalingRecipe], cases: list[
             said.append("-1" if fmt.alternative is None else fmt.alternative.name)
         if version > 4:
             said.append(case.get(IMPORTANCE, [-1])[0])
+        if version > 5:
+            said += [0, 0] if fmt.rotation is None else [fmt.rotation.block, fmt.rotation.seed]
         lines.append(" ".join(map(str, said)))
     return "\n".join(lines) + "\n"
 
