@@ -283,7 +283,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         breccia.OptionError,
         "with_state: the state has the layers of a module that convert_to_training made: none; got layers.7",
     ),
-    "a module that was not converted": (lambda: be.with_state(MLP()), breccia.OptionError, "with_state: the state has the layers"),
+    "a module that was not converted": (
+        lambda: be.with_state(MLP()),
+        breccia.OptionError,
+        "with_state: the state has the layers",
+    ),
     "wrong features": (
         lambda: bf.convert_to_training(Mlp(nnx.Rngs(0)), "mxfp8")[0](jnp.ones((4, 30))),
         breccia.OptionError,

@@ -115,7 +115,9 @@ def silent_scales_of_shards_are_refused() -> None:
     spec = {"mesh": mesh, "in_specs": (P("data"), P()), "out_specs": P("data")}
     for name in ("fp8_current", "nvfp4"):
         product = breccia_jax.DotGeneral(RECIPES[name]).product
-        with pytest.raises(breccia.OptionError, match=r"inside shard_map over 'data', .* has one scale for a tensor, which shards"):
+        with pytest.raises(
+            breccia.OptionError, match=r"inside shard_map over 'data', .* has one scale for a tensor, which shards"
+        ):
             jax.shard_map(product, **spec)(X, W.T)
     jax.shard_map(breccia_jax.DotGeneral(RECIPES["mxfp8"]).product, **spec)(X, W.T)
     local = jax.shard_map(breccia_jax.DotGeneral(RECIPES["fp8_current"], axis_name=()).product, **spec)(X, W.T)

@@ -76,7 +76,9 @@ _HOMES: dict[str, str] = {
     "registry": "dispatch.registry",
     "as_recipe": "specs",
     **dict.fromkeys(("CONVOLUTION", "KEPT", "NO_MATRIX"), "policies"),
-    **dict.fromkeys(("Chosen", "Parameter", "QuantizeSummary", "TrainingSummary", "choose", "matrix_of", "none_chosen"), "models"),
+    **dict.fromkeys(
+        ("Chosen", "Parameter", "QuantizeSummary", "TrainingSummary", "choose", "matrix_of", "none_chosen"), "models"
+    ),
     **dict.fromkeys(("Json", "print_json", "print_table"), "cli.printing"),
 }
 

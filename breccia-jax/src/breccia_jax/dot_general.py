@@ -65,7 +65,9 @@ class DotGeneral:
             object.__setattr__(self, "axis_name", tuple(self.axis_name))
         if isinstance(self.lhs, TrainingRecipe):
             if self.rhs is not None or self.gradients is not None:
-                raise OptionError("DotGeneral: a TrainingRecipe has the recipes of all operands; leave out rhs= and gradients=.")
+                raise OptionError(
+                    "DotGeneral: a TrainingRecipe has the recipes of all operands; leave out rhs= and gradients=."
+                )
             return
         lhs = as_recipe(self.lhs)
         rhs = lhs if self.rhs is None else "none" if self.rhs == "none" else as_recipe(self.rhs)

@@ -89,7 +89,9 @@ def convert_to_training(
             "module and its inputs."
         )
     if not inputs and not options:
-        raise OptionError(f"{CALLER}: a linen module needs the inputs of its __call__, to list its layers: (module, recipe, x).")
+        raise OptionError(
+            f"{CALLER}: a linen module needs the inputs of its __call__, to list its layers: (module, recipe, x)."
+        )
     return _convert_linen(model, dot, inputs, options or {}, include, exclude)
 
 

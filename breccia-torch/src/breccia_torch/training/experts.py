@@ -191,9 +191,7 @@ class TrainingExperts(TrainingLayer):
         if torch.compiler.is_compiling():
             main = main_grad_of(self.weight)
             return graphs.linear(x.to(dtype), self.weight, None, self.recipe_json, self.state, main, offsets)
-        return cast(
-            "Tensor", _Experts.apply(x.to(dtype), self.weight, offsets, self.context, dtype, torch.is_grad_enabled())
-        )
+        return cast("Tensor", _Experts.apply(x.to(dtype), self.weight, offsets, self.context, dtype, torch.is_grad_enabled()))
 
     @torch.no_grad()
     def gemm_operands(self, x: Tensor, dy: Tensor, offsets: Tensor) -> dict[str, tuple[Any, Any]]:

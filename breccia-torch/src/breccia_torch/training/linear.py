@@ -38,7 +38,15 @@ ROWS = {"cuda": 16}
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: torch.dtype, *, need_x: bool, need_w: bool, record: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    how: Context,
+    dtype: torch.dtype,
+    *,
+    need_x: bool,
+    need_w: bool,
+    record: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """(y in `dtype`, the components of the columns of x) for x (M, K), weight (N, K) and bias (N,).
 
@@ -182,9 +190,7 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
         self.begin(recipe, seed)
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, recipe: TrainingRecipe | str, *, seed: int | None = None, name: str = ""
-    ) -> Self:
+    def from_linear(cls, linear: nn.Linear, recipe: TrainingRecipe | str, *, seed: int | None = None, name: str = "") -> Self:
         """A layer with the Parameters, the mode and the hooks of `linear`."""
         self = cls.__new__(cls)
         self.__dict__.update(linear.__dict__)
@@ -235,7 +241,9 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
         """
         dtype = autocast_dtype(x) or x.dtype
         x, dy = x.to(dtype).reshape(-1, self.in_features), dy.reshape(-1, self.out_features)
-        operands = [cast_operand(self.context, tensor, v) for tensor, v in (("input", x), ("weight", self.weight), ("gradient", dy))]
+        operands = [
+            cast_operand(self.context, tensor, v) for tensor, v in (("input", x), ("weight", self.weight), ("gradient", dy))
+        ]
         (x_rows, x_columns), (w_rows, w_columns), (dy_rows, dy_columns) = cast("Any", operands)
         return {
             "output": (x_rows, w_rows.mT),
