@@ -244,8 +244,8 @@ def _check_shards(recipe: TrainingRecipe) -> None:
         specs = ", ".join(sorted(r.spec for r in cast if r is not None))
         raise OptionError(
             f"DotGeneral: inside shard_map over {', '.join(map(repr, axes))}, {specs} has one scale for a tensor, which shards do "
-            "not know. Pass DotGeneral(..., axis_name=) the axes that tensors are sharded along, to share it, or axis_name=() "
-            "for a scale of each shard.",
+            "not know. Pass axis_name=, the axes that tensors are sharded along, to share it, or axis_name=() for a scale of each "
+            "shard.",
             axes=axes,
         )
 
@@ -266,5 +266,5 @@ def _varying(x: Array) -> frozenset[str]:
 def _vary(x: Array, axes: tuple[str, ...]) -> Array:
     if not axes:
         return x
-    cast: Any = getattr(lax, "pcast", None)
-    return lax.pvary(x, axes) if cast is None else cast(x, axes, to="varying")  # JAX before 0.8
+    jax_lax: Any = lax
+    return jax_lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else jax_lax.pvary(x, axes)  # JAX before 0.8
