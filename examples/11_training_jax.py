@@ -8,6 +8,8 @@ python examples/11_training_jax.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -44,7 +46,7 @@ def trained(recipe: str | None) -> float:
     @jax.jit
     def step(params: dict, state: dict, memory: optax.OptState, x: jax.Array, classes: jax.Array, key: jax.Array) -> tuple:
         def loss(params: dict, state: dict) -> jax.Array:
-            logits = network.apply({**params, **state}, x, rngs={"rounding": key})
+            logits: Any = network.apply({**params, **state}, x, rngs={"rounding": key})
             return optax.softmax_cross_entropy_with_integer_labels(logits, classes).mean()
 
         value, (gradients, recorded) = jax.value_and_grad(loss, argnums=(0, 1))(params, state)
