@@ -17,10 +17,10 @@ pytestmark = pytest.mark.long  # JAX compiles every cast
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 import jax.numpy as jnp  # noqa: E402
-from breccia_torch.nn import TrainingLinear  # noqa: E402
-from breccia_torch.training.state import next_seed  # noqa: E402
 
 import breccia_jax  # noqa: E402
+from breccia_torch.nn import TrainingLinear  # noqa: E402
+from breccia_torch.training.state import next_seed  # noqa: E402
 
 #: Partial blocks along each axis: 32, 16 and 128 divide none of them all.
 M, K, N = 80, 144, 208

@@ -19,7 +19,7 @@ from jax import lax  # noqa: E402
 
 import breccia_jax  # noqa: E402
 
-STEPS, BATCH, WIDTH, HIDDEN, CLASSES, LAYERS = 200, 256, 64, 128, 16, 3
+STEPS, BATCH, WIDTH, HIDDEN, CLASSES, LAYERS = 200, 256, 64, 128, 16, 5
 #: Bounds of the difference in percent of BF16's loss.
 BOUNDS = {name: 1.5 if name == "nvfp4" else 1.0 for name in PRESETS}
 
@@ -40,7 +40,7 @@ def task(seed: int) -> tuple[Any, Any, list[Any]]:
 
 
 def final_loss(preset: str | None, seed: int) -> float:
-    """The mean loss of the last 50 steps; None: BF16."""
+    """The mean loss of the last 50 steps; None: BF16. The first and the last layer are BF16, as embeddings and heads are."""
     x, classes, first = task(seed)
     recipe = None if preset is None else TrainingRecipe(preset)
     dot = None if recipe is None else breccia_jax.DotGeneral(recipe)
@@ -51,11 +51,12 @@ def final_loss(preset: str | None, seed: int) -> float:
         x = x.astype(jnp.bfloat16)
         for n, (w, histories, own) in enumerate(zip(weights, state, jax.random.split(key, LAYERS), strict=True)):
             w = w.astype(jnp.bfloat16)
-            if dot is None:
-                x = jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+            inner = 0 < n < LAYERS - 1
+            if dot is None or not inner:
+                y = jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
             else:
-                x = dot.product(x, w, state=histories, key=own if recipe.stochastic else None)
-            x = x if n == LAYERS - 1 else jax.nn.relu(x)
+                y = dot.product(x, w, state=histories, key=own if recipe.stochastic else None)
+            x = x + jax.nn.relu(y) if inner else y
         return optax.softmax_cross_entropy_with_integer_labels(x.astype(jnp.float32), classes).mean()
 
     def step(carried: Any, batch: Any) -> Any:
@@ -68,7 +69,7 @@ def final_loss(preset: str | None, seed: int) -> float:
     keys = jax.random.split(jax.random.key(seed), STEPS)
     run = jax.jit(lambda carried: lax.scan(step, carried, (x, classes, keys)))
     _, losses = run((weights, state, optimizer.init(weights)))
-    assert losses[-50:].mean() < losses[:10].mean() / 1.5  # it has learned
+    assert losses[-50:].mean() < losses[:10].mean() / 1.2  # it has learned
     return float(losses[-50:].mean())
 
 

@@ -27,9 +27,10 @@ EXPECTED = {
     ),
     "09_torchao": (("breccia_torch", "breccia_bridges", "torchao"), "the same bytes after a return: True"),
     "10_foreign_checkpoint": (("breccia_bridges",), "decoded as GPTQ does: True"),
+    "11_training_jax": (("breccia_jax", "flax"), "every recipe is within 5 % of BF16: True"),
 }
 #: Longer than about 2 seconds, most of it imports: torch.optim, JAX's compiler, transformers.
-SLOW = ("02_training", "04_te_migration", "05_torch_model", "06_jax", "08_hugging_face", "09_torchao")
+SLOW = ("02_training", "04_te_migration", "05_torch_model", "06_jax", "08_hugging_face", "09_torchao", "11_training_jax")
 #: A framework whose breccia package is installed may itself be missing.
 FRAMEWORKS = {"breccia_torch": "torch", "breccia_jax": "jax", "breccia_mlx": "mlx", "breccia_bridges": "safetensors"}
 #: Nothing is downloaded, and others want the cores: one thread is enough for models as small as these.

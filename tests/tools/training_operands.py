@@ -26,7 +26,7 @@ def operands(
         a = tensors[of.tensor]
         if of.recipe is None:
             return a
-        options = {"rounding": "stochastic", "seed": seed} if of.rounding == "stochastic" else {}
+        options: dict[str, Any] = {"rounding": "stochastic", "seed": seed} if of.rounding == "stochastic" else {}
         if scales and of.tensor in scales:
             options["scale"] = scales[of.tensor]
         return breccia.cast(hadamard(ops_of(a), a, of.hadamard) if of.hadamard else a, of.recipe, axis=of.axis, **options)

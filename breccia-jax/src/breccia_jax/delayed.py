@@ -61,7 +61,8 @@ def advance(state: Any, recorded: Any, *, taken: Any = None) -> Any:
     Raises OptionError if `recorded` is not of the structure of `state`.
 
         >>> import jax, breccia_jax
-        >>> dot, x, w = breccia_jax.DotGeneral(breccia.TrainingRecipe("fp8_delayed")), jax.numpy.ones((4, 32)), jax.numpy.ones((32, 8))
+        >>> dot = breccia_jax.DotGeneral(breccia.TrainingRecipe("fp8_delayed"))
+        >>> x, w = jax.numpy.ones((4, 32)), jax.numpy.ones((32, 8))
         >>> state = breccia_jax.histories("fp8_delayed")
         >>> recorded = jax.grad(lambda state: dot(x, w, (((1,), (0,)), ((), ())), state=state).sum())(state)
         >>> print(breccia_jax.advance(state, recorded)["input"].amaxes[-2:])

@@ -45,8 +45,8 @@ class DotGeneral:
     operands, or `preferred_element_type`. Gradients pass straight through the casts. Under `jax.vmap` over the first operand
     alone the examples are rows of one product.
 
-    Raises OptionError for contracted axes of the two that differ, for a recipe with a scale of a whole tensor inside `shard_map`
-    without `axis_name`, and for a state or key that the recipe needs; what `breccia.cast` raises; and what `TrainingRecipe` raises.
+    Raises OptionError for contracted axes of the two that differ, for a recipe with a scale of a whole tensor inside
+    `shard_map` without `axis_name`, and for a missing state or key; and what `breccia.cast` and `TrainingRecipe` raise.
 
         >>> import jax, breccia_jax
         >>> dot = breccia_jax.DotGeneral(breccia.TrainingRecipe("nvfp4"))
@@ -96,10 +96,10 @@ class DotGeneral:
     ) -> Array:
         """The product of `lhs` and `rhs` for the dimension numbers of `jax.lax.dot_general`.
 
-        precision: of products of two operands in high precision. state: the histories of delayed scaling, as
-        `breccia_jax.histories` makes them; `breccia_jax.advance` says how they go on. key: of `jax.random.key` or `PRNGKey`, for
-        stochastic rounding; use each once. With `axis_name` the shards round by different numbers. `functools.partial` gives
-        both to a layer.
+        precision: of products of two operands in high precision.
+        state: the histories of delayed scaling, as `breccia_jax.histories` makes them; `breccia_jax.advance` moves them on.
+        key: of `jax.random.key` or `PRNGKey`, for stochastic rounding; use each once. With `axis_name` the shards round by
+            different numbers. `functools.partial` gives state and key to a layer.
         """
         lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
         (left, right), (left_batch, right_batch) = dimension_numbers
@@ -145,8 +145,9 @@ class DotGeneral:
     ) -> Array:
         """`jax.lax.ragged_dot`: rows, sorted by expert, times the matrix of their expert; its gradient has GEMMs by expert too.
 
-        lhs: (M, K). rhs: (E, K, N). group_sizes: (E,) integers, the number of rows of each expert, which may be zero; rows beyond
-        their sum are of no expert, and zero in the result and the gradient. precision: ignored. The rest is as for a call.
+        lhs: (M, K). rhs: (E, K, N). group_sizes: (E,) integers, the number of rows of each expert, which may be zero; rows
+        beyond their sum are of no expert, and zero in the result and the gradient. precision: ignored. The rest is as for a
+        call.
 
         Each expert is cast as if it were alone, except that scales of whole tensors, and of whole columns (fp8_row), span all.
 
@@ -240,10 +241,11 @@ def _check_shards(recipe: TrainingRecipe) -> None:
     axes = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
     cast = {operand.recipe for pair in recipe.operands.values() for operand in pair if of_tensor(operand.recipe)}
     if axes and cast:
+        specs = ", ".join(sorted(r.spec for r in cast if r is not None))
         raise OptionError(
-            f"DotGeneral: inside shard_map over {', '.join(map(repr, axes))}, {', '.join(sorted(r.spec for r in cast))} has one "
-            "scale for a tensor, which shards do not know. Pass DotGeneral(..., axis_name=) the axes that tensors are sharded "
-            "along, to share it, or axis_name=() for a scale of each shard.",
+            f"DotGeneral: inside shard_map over {', '.join(map(repr, axes))}, {specs} has one scale for a tensor, which shards do "
+            "not know. Pass axis_name=, the axes that tensors are sharded along, to share it, or axis_name=() for a scale of "
+            "each shard.",
             axes=axes,
         )
 
@@ -264,5 +266,5 @@ def _varying(x: Array) -> frozenset[str]:
 def _vary(x: Array, axes: tuple[str, ...]) -> Array:
     if not axes:
         return x
-    cast: Any = getattr(lax, "pcast", None)
-    return lax.pvary(x, axes) if cast is None else cast(x, axes, to="varying")  # JAX before 0.8
+    jax_lax: Any = lax
+    return jax_lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else jax_lax.pvary(x, axes)  # JAX before 0.8

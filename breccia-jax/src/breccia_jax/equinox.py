@@ -139,7 +139,10 @@ def parameters_of(module: Any, others: tuple[type, ...] = ()) -> list[tuple[Para
 
 
 def _flatten(module: Any, others: tuple[type, ...] = ()) -> tuple[list[_Place], Any]:
-    listed, structure = tree_util.tree_flatten_with_path(module, is_leaf=lambda x: _is_place(x) or isinstance(x, others))
+    def is_leaf(x: Any) -> bool:
+        return _is_place(x) or isinstance(x, others)
+
+    listed, structure = tree_util.tree_flatten_with_path(module, is_leaf=is_leaf)
     places: list[_Place] = []
     for path, leaf in listed:
         name = _named(path)

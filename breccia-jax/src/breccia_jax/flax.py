@@ -20,10 +20,10 @@ from breccia import ScaledTensor
 from breccia.backend import CONVOLUTION, NO_MATRIX, Parameter
 
 from . import container, flax_state, loading
+from .delayed import advance
 from .dot_general import DotGeneral
 from .flax_layers import with_products
 from .flax_training import AmaxHistories, TrainingModel, advance_, convert_to_training
-from .delayed import advance
 from .loading import Names
 from .rules import Report, Rules, apply, described
 from .weights import ScaledWeight
@@ -291,7 +291,7 @@ def _quantize_nnx(model: Any, rules: Rules, include: Iterable[str], exclude: Ite
     weights, report = apply(listed, rules, include, exclude)
     shared: dict[int, ScaledParam] = {}
     for name, weight in weights.items():
-        module, leaf, variable = places[name]
+        variable = places[name][2]
         new = shared.setdefault(id(variable), ScaledParam(weight))
         for owner, attribute, other in places.values():
             if other is variable:

@@ -1,8 +1,9 @@
 """Flax: models whose linear layers train in low precision under a `breccia.TrainingRecipe`.
 
-A layer keeps Flax's code and its parameters; its product is a `DotGeneral`. nnx modules hold the histories of delayed scaling in
-`AmaxHistories` variables, and draw keys from a stream. Linen modules are functions of their variables: `TrainingModel` gives
-their layers the product while they run, with histories from the collection "amax_history" and keys from the rng "rounding".
+A layer keeps Flax's code and its parameters; its product is a `DotGeneral`. nnx modules hold the histories of delayed scaling
+in `AmaxHistories` variables, and draw keys from a stream. Linen modules are functions of their variables: `TrainingModel`
+gives their layers the product while they run, with histories from the collection "amax_history" and keys from the rng
+"rounding".
 """
 
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -23,9 +24,9 @@ from breccia import OptionError, TrainingRecipe, UnsupportedError
 from breccia.backend import Parameter, TrainingSummary
 
 from . import container
+from .delayed import advance, histories
 from .dot_general import DotGeneral
 from .flax_layers import plain
-from .delayed import advance, histories
 from .training_rules import CALLER, chosen_layers, of_layer
 
 Axes = tuple[int, ...]
@@ -48,21 +49,21 @@ def convert_to_training(
 
     `Dense`, `DenseGeneral`, `Linear` and `LinearGeneral` layers are converted, so attention too. Parameters stay in high
     precision, so optimizers, averages, checkpoints, tying and freezing work as ever. By default embeddings, norms, routers, an
-    output head named `lm_head` and the other kinds of `breccia.backend.KEPT` keep their precision, as do layers with a side that
-    is no multiple of 16, which FP8 GEMMs of GPUs need.
+    output head named `lm_head` and the other kinds of `breccia.backend.KEPT` keep their precision, as do layers with a side
+    that is no multiple of 16, which FP8 GEMMs of GPUs need.
 
     model: an nnx module, which is not changed: the converted one is a copy. Or a linen module; the converted one is a
         `TrainingModel`, which has its `init` and `apply`.
     recipe: a `breccia.TrainingRecipe`, or the name of a preset.
     inputs, options: of a linen module, what its `__call__` takes, as for `init`: arrays, or their shapes. Nothing is computed.
-    include, exclude: shell-style patterns of names of weights, "*.up.kernel", as of `quantize`. `include` also converts what the
-        defaults leave, `exclude` leaves layers in high precision. `exclude` beats `include`.
+    include, exclude: shell-style patterns of names of weights, "*.up.kernel", as of `quantize`. `include` also converts what
+        the defaults leave, `exclude` leaves layers in high precision. `exclude` beats `include`.
     axis_name: for `shard_map` and `pmap`: see `DotGeneral`.
     rngs: of an nnx module, for recipes with stochastic rounding: its stream "rounding", or its default one, is forked.
 
     With delayed scaling, an nnx module has its state in variables of type `AmaxHistories`; a `TrainingModel` makes it by
-    `histories()`. Differentiate the loss with respect to the parameters and the state, and call `breccia_jax.flax.advance` beside
-    the optimizer's update.
+    `histories()`. Differentiate the loss with respect to the parameters and the state, and call `advance_`, of linen `advance`,
+    beside the optimizer's update.
 
     Raises UnsupportedError for other models, OptionError if nothing is converted, and for missing inputs and rngs,
     UnknownNameError for a pattern that matches nothing, and what `TrainingRecipe` raises. Errors in training name the layer.
@@ -85,8 +86,8 @@ def convert_to_training(
         return _convert_nnx(model, dot, include, exclude, rngs)
     if not isinstance(model, linen.Module):
         raise UnsupportedError(
-            f"{CALLER} converts an nnx or a linen module; got a {type(model).__name__}. For variables of a linen model, give the "
-            "module and its inputs."
+            f"{CALLER} converts an nnx or a linen module; got a {type(model).__name__}. For variables of a linen model, give "
+            "the module and its inputs."
         )
     if not inputs and not options:
         raise OptionError(
@@ -200,8 +201,8 @@ class TrainingModel:
     `nn.scan` or `nn.vmap` stack it.
 
     Where the recipe has delayed scaling, `apply` reads the collection "amax_history", which `histories` makes; list it in
-    `nn.scan(variable_axes={"params": 0, "amax_history": 0})`. Stochastic rounding needs `apply(..., rngs={"rounding": key})`, and
-    `split_rngs={"rounding": True}` there.
+    `nn.scan(variable_axes={"params": 0, "amax_history": 0})`. Stochastic rounding needs `apply(..., rngs={"rounding": key})`,
+    and `split_rngs={"rounding": True}` there.
     """
 
     module: linen.Module
@@ -231,8 +232,8 @@ class TrainingModel:
         state = {tensor: layer.get_variable(COLLECTION, tensor) for tensor in recipe.delayed}
         if None in state.values():
             raise OptionError(
-                f"{name}: apply needs the collection {COLLECTION!r} of model.histories(): apply({{**params, **state}}, ...), and "
-                f'nn.scan and nn.vmap need it in variable_axes, as {{"params": 0, "{COLLECTION}": 0}}.',
+                f"{name}: apply needs the collection {COLLECTION!r} of model.histories(): apply({{**params, **state}}, ...), "
+                f'and nn.scan and nn.vmap need it in variable_axes, as {{"params": 0, "{COLLECTION}": 0}}.',
                 layer=name,
             )
         if recipe.stochastic and not layer.has_rng(ROUNDING):
@@ -276,7 +277,7 @@ def _convert_linen(
         path = tuple(place[1:-1])  # without the collection and the leaf
         layer, axes, rank = found.get(path, (None, (), 0))
         stacked = len(p.shape) - rank
-        if p.kind == "embedding" or p.axes is None and "kernel" != place[-1]:
+        if p.kind == "embedding" or (p.axes is None and place[-1] != "kernel"):
             parameters.append(p)
             continue
         if type(layer) not in (linen.Dense, linen.DenseGeneral) or place[-1] != "kernel" or stacked < 0:

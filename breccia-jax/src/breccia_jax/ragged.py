@@ -67,7 +67,7 @@ def _backward(how: How, saved: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
     dx_dtype, dw_dtype = map(dtype_name, like)
     rows, columns, amaxes["gradient"] = _both(how, "gradient", _own(dy, sizes), groups, histories, seed)
     dx = breccia.grouped_matmul(rows, w_rows.mT, groups.ends, dx_dtype)
-    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    exact: dict[str, Any] = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     dw = lax.ragged_dot_general(_values(x_columns), _values(columns), groups.aligned, _OVER_ROWS, **exact)
     return dx, dw.astype(dw_dtype), None, recorded(histories, amaxes), None
 

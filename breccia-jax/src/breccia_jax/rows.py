@@ -9,7 +9,7 @@ those of products of single examples.
 """
 
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
-# pyright: reportMissingTypeStubs=false
+# pyright: reportMissingTypeStubs=false, reportUnknownLambdaType=false
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -53,9 +54,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tree: Any, how: How
 def _batched(leaves: Sequence[Any], axes: Sequence[int | None], *, tree: Any, how: How) -> tuple[Array, int | None]:
     x, w, histories, seed = jax.tree.unflatten(tree, leaves)
     x_axis, w_axis, *others = axes
-    keyed = len(others) > 0 and seed is not None and others[-1] is not None
-    if keyed and w_axis is None:  # one product has one seed
-        seed, others[-1] = jnp.take(seed, 0, others[-1]), None
+    seed_axis = None if seed is None else others[-1]
+    if seed is not None and seed_axis is not None and w_axis is None:  # one product has one seed
+        seed, others[-1] = lax.index_in_dim(seed, 0, seed_axis, keepdims=False), None
     if w_axis is not None or any(axis is not None for axis in others):
         return jax.vmap(lambda *leaves: _product(*leaves, tree=tree, how=how), tuple(axes))(*leaves), 0
     if x_axis is None:

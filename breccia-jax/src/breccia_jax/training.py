@@ -4,8 +4,8 @@
     backward   dx = dy @ w.T       contracts N
                dw = x.T @ dy       contracts M
 
-for x (..., M, K), w (..., K, N) and dy (..., M, N). A kernel of JAX is the transpose of torch's weight (N, K), for which recipes
-speak: the axis -1 of a weight there is -2 here. Codes are the same.
+for x (..., M, K), w (..., K, N) and dy (..., M, N). A kernel of JAX is the transpose of torch's weight (N, K), of which recipes
+tell: the axis -1 of a weight there is -2 here. Codes are the same.
 """
 
 from __future__ import annotations

@@ -23,8 +23,19 @@ from breccia.backend import calls, checks, product_options
 from ..ops import autocast_dtype
 from . import graphs
 from . import state as steps
-from .linear import ROWS, TrainingLayer
-from .operands import Context, Operand, cast_operand, cast_weight, declared, multiply, operand_of, parts_of
+from .layer import TrainingLayer
+from .operands import (
+    Context,
+    Operand,
+    cast_operand,
+    cast_weight,
+    declared,
+    multiply,
+    operand_of,
+    parts_of,
+    spread_count,
+    step_of,
+)
 
 
 class Places(NamedTuple):
@@ -58,22 +69,6 @@ class Places(NamedTuple):
         """Inverse of `spread`; rows that belong to no expert are zero."""
         rows = y.index_select(0, self.of_rows.clamp(max=self.total - 1)) if self.total else y.new_zeros(0, y.shape[1])
         return torch.where((self.of_rows < self.total)[:, None], rows, 0)
-
-
-def step_of(recipe: TrainingRecipe, device: str) -> int:
-    """What each expert's rows are a multiple of: the blocks and transforms along M, and what GEMMs of the device need."""
-    sides = [max(ROWS.get(device, 1), recipe.hadamard, 1)]
-    for tensor in ("input", "gradient"):
-        column = declared(recipe, tensor)[1].recipe
-        length = None if column is None else column.format.block[1]
-        sides.append(length or 1)
-    return math.lcm(*sides)
-
-
-def spread_count(count: int, experts: int, recipe: TrainingRecipe, device: str) -> int:
-    """The number of rows with zeros between, an upper bound that is the same for all `offsets`."""
-    step = step_of(recipe, device)
-    return (count + experts * (step - 1)) // step * step
 
 
 def forward(
@@ -122,6 +117,9 @@ def by_expert(columns: Operand, places: Places) -> list[Operand]:
     return list(split)[: len(sizes)]
 
 
+graphs.WAYS["experts"] = forward, backward
+
+
 class _Experts(torch.autograd.Function):
     """The experts in eager mode."""
 
@@ -138,7 +136,8 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _, offsets, *kept = ctx.saved_tensors
         need_x, *_ = ctx.needs_input_grad
-        dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, graphs.main_grad_of(ctx.weight), need_x, offsets)
+        main = graphs.main_grad_of(ctx.weight) if kept else None
+        dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, main, need_x, offsets)
         return dx, dw, None, None, None, None
 
 
@@ -190,6 +189,7 @@ class TrainingExperts(TrainingLayer):
         dtype = autocast_dtype(x) or x.dtype
         if torch.compiler.is_compiling():
             return graphs.linear(x.to(dtype), self.weight, None, self.recipe_json, self.state, offsets)
+        self.check_plain(x)
         return cast("Tensor", _Experts.apply(x.to(dtype), self.weight, offsets, self.context, dtype, torch.is_grad_enabled()))
 
     @torch.no_grad()
