@@ -138,7 +138,8 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _, offsets, *kept = ctx.saved_tensors
         need_x, *_ = ctx.needs_input_grad
-        dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, graphs.main_grad_of(ctx.weight), need_x, offsets)
+        main = graphs.main_grad_of(ctx.weight) if kept else None
+        dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, main, need_x, offsets)
         return dx, dw, None, None, None, None
 
 
@@ -190,6 +191,7 @@ class TrainingExperts(TrainingLayer):
         dtype = autocast_dtype(x) or x.dtype
         if torch.compiler.is_compiling():
             return graphs.linear(x.to(dtype), self.weight, None, self.recipe_json, self.state, offsets)
+        self.check_plain(x)
         return cast("Tensor", _Experts.apply(x.to(dtype), self.weight, offsets, self.context, dtype, torch.is_grad_enabled()))
 
     @torch.no_grad()

@@ -16,21 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from breccia import BrecciaError, ShapeError, TrainingRecipe
+from breccia import BrecciaError, ShapeError, TrainingRecipe, UnsupportedError
 
-from ..ops import autocast_dtype
+from ..ops import autocast_dtype, opaque
 from . import graphs
 from . import state as steps
-from .operands import (
-    Context,
-    Operand,
-    cast_operand,
-    cast_weight,
-    declared,
-    multiply,
-    operand_of,
-    parts_of,
-)
+from .operands import Context, Operand, cast_operand, cast_weight, declared, multiply, operand_of, parts_of
 from .state import StepState
 
 #: What GEMMs need the number of rows to be a multiple of, by type of device; rows of zeros are added.
@@ -38,15 +29,7 @@ ROWS = {"cuda": 16}
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    how: Context,
-    dtype: torch.dtype,
-    *,
-    need_x: bool,
-    need_w: bool,
-    record: bool,
+    x: Tensor, weight: Tensor, bias: Any, how: Context, dtype: torch.dtype, *, need_x: bool, need_w: bool, record: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """(y in `dtype`, the components of the columns of x) for x (M, K), weight (N, K) and bias (N,).
 
@@ -101,7 +84,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _, *kept = ctx.saved_tensors
         need_x, _, need_bias, *_ = ctx.needs_input_grad
-        dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, graphs.main_grad_of(ctx.weight), need_x)
+        main = graphs.main_grad_of(ctx.weight) if kept else None
+        dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, main, need_x)
         return dx, dw, gradients[0].float().sum(0).to(ctx.bias.dtype) if need_bias else None, None, None, None
 
 
@@ -138,6 +122,15 @@ class TrainingLayer(nn.Module):
     @property
     def context(self) -> Context:
         return Context(self.recipe, *(() if self.state is None else self.state.tensors()))
+
+    def check_plain(self, x: Tensor) -> None:
+        """Raise UnsupportedError for tensors without memory of their own, such as DTensors."""
+        kind = opaque(x, self.weight)
+        if kind is not None:
+            raise UnsupportedError(
+                f"a layer in training multiplies plain tensors, and its input or weight is {kind}. Data parallelism "
+                "(DistributedDataParallel, fully_shard) gives it plain ones; tensor parallelism is not supported."
+            )
 
     def failed(self, e: BrecciaError) -> BrecciaError:
         """The error with the layer's name before it."""
@@ -205,6 +198,7 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
             y = graphs.linear(rows, self.weight, self.bias, self.recipe_json, self.state)
         else:
             try:
+                self.check_plain(x)
                 y: Any = _Linear.apply(rows, self.weight, self.bias, self.context, dtype, torch.is_grad_enabled())
             except BrecciaError as e:
                 raise self.failed(e) from e
