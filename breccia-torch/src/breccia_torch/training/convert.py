@@ -15,7 +15,8 @@ from breccia.internal import TENSORS
 
 from ..quantize import parameters_of, replace
 from . import measuring
-from .linear import TrainingLayer, TrainingLinear
+from .layer import TrainingLayer
+from .linear import TrainingLinear
 
 Filter = Callable[[nn.Module, str], bool]
 AUTO = "auto"

@@ -23,8 +23,19 @@ from breccia.backend import calls, checks, product_options
 from ..ops import autocast_dtype
 from . import graphs
 from . import state as steps
-from .linear import ROWS, TrainingLayer
-from .operands import Context, Operand, cast_operand, cast_weight, declared, multiply, operand_of, parts_of
+from .layer import TrainingLayer
+from .operands import (
+    Context,
+    Operand,
+    cast_operand,
+    cast_weight,
+    declared,
+    multiply,
+    operand_of,
+    parts_of,
+    spread_count,
+    step_of,
+)
 
 
 class Places(NamedTuple):
@@ -58,22 +69,6 @@ class Places(NamedTuple):
         """Inverse of `spread`; rows that belong to no expert are zero."""
         rows = y.index_select(0, self.of_rows.clamp(max=self.total - 1)) if self.total else y.new_zeros(0, y.shape[1])
         return torch.where((self.of_rows < self.total)[:, None], rows, 0)
-
-
-def step_of(recipe: TrainingRecipe, device: str) -> int:
-    """What each expert's rows are a multiple of: the blocks and transforms along M, and what GEMMs of the device need."""
-    sides = [max(ROWS.get(device, 1), recipe.hadamard, 1)]
-    for tensor in ("input", "gradient"):
-        column = declared(recipe, tensor)[1].recipe
-        length = None if column is None else column.format.block[1]
-        sides.append(length or 1)
-    return math.lcm(*sides)
-
-
-def spread_count(count: int, experts: int, recipe: TrainingRecipe, device: str) -> int:
-    """The number of rows with zeros between, an upper bound that is the same for all `offsets`."""
-    step = step_of(recipe, device)
-    return (count + experts * (step - 1)) // step * step
 
 
 def forward(
@@ -120,6 +115,9 @@ def by_expert(columns: Operand, places: Places) -> list[Operand]:
     rest = [places.total - sum(sizes)]
     split = columns.split([*sizes, *rest], 0) if isinstance(columns, ScaledTensor) else torch.split(columns, [*sizes, *rest])
     return list(split)[: len(sizes)]
+
+
+graphs.WAYS["experts"] = forward, backward
 
 
 class _Experts(torch.autograd.Function):

@@ -10,6 +10,7 @@ before its backward pass. Nothing else in a graph reads either: `pending` is a m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from breccia import UnsupportedError
 
-from .operands import Context, declared, empty_parts, recipe_of
+from .operands import Context, declared, empty_parts, recipe_of, spread_count
 from .state import StepState
 
+#: The (forward, backward) functions of layers by name; the modules of these enter them.
+WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _STATE = "Tensor? offsets, Tensor? amaxes, Tensor? pending, Tensor? draws, Tensor? main, str recipe"
 
 
@@ -37,14 +40,12 @@ def linear(x: Tensor, weight: Tensor, bias: Any, recipe: str, state: StepState |
 
 
 def _forward(x, weight, bias, offsets, amaxes, pending, draws, main, recipe, need_x, need_w, record) -> list[Tensor]:
-    from . import experts, linear
-
     how = Context(recipe_of(recipe), amaxes, pending, draws)
     needs = {"need_x": need_x, "need_w": need_w, "record": record}
     if offsets is None:
-        y, kept = linear.forward(x, weight, bias, how, x.dtype, **needs)
+        y, kept = WAYS["linear"][0](x, weight, bias, how, x.dtype, **needs)
     else:
-        y, kept = experts.forward(x, weight, offsets, how, x.dtype, **needs)
+        y, kept = WAYS["experts"][0](x, weight, offsets, how, x.dtype, **needs)
     column = declared(how.recipe, "input")[1]
     if not kept or (column.recipe is None and offsets is None):  # x itself, which an operator must not return
         return [y]
@@ -54,11 +55,9 @@ def _forward(x, weight, bias, offsets, amaxes, pending, draws, main, recipe, nee
 
 
 def _forward_fake(x, weight, bias, offsets, amaxes, pending, draws, main, recipe, need_x, need_w, record) -> list[Tensor]:
-    from . import experts
-
     column, m, k = declared(recipe_of(recipe), "input")[1], *x.shape
     if offsets is not None:
-        m = experts.spread_count(m, len(weight), recipe_of(recipe), x.device.type)
+        m = spread_count(m, len(weight), recipe_of(recipe), x.device.type)
     kept: list[Tensor] = []
     if need_w and column.recipe is not None:
         kept = empty_parts(x, column, (m, k))
@@ -68,13 +67,11 @@ def _forward_fake(x, weight, bias, offsets, amaxes, pending, draws, main, recipe
 
 
 def _backward(dy, weight, kept, offsets, amaxes, pending, draws, main, recipe, dtype, need_x) -> list[Tensor]:
-    from . import experts, linear
-
     how = Context(recipe_of(recipe), amaxes, pending, draws)
     if offsets is None:
-        results = linear.backward(dy, weight, kept, how, dtype, main, need_x)
+        results = WAYS["linear"][1](dy, weight, kept, how, dtype, main, need_x)
     else:
-        results = experts.backward(dy, weight, kept, how, dtype, main, need_x, offsets)
+        results = WAYS["experts"][1](dy, weight, kept, how, dtype, main, need_x, offsets)
     return [dy.new_empty(0) if v is None else v.contiguous() for v in results]
 
 

@@ -16,16 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from breccia import BrecciaError, ShapeError, TrainingRecipe, UnsupportedError
+from breccia import BrecciaError, ShapeError, TrainingRecipe
 
-from ..ops import autocast_dtype, opaque
+from ..ops import autocast_dtype
 from . import graphs
 from . import state as steps
-from .operands import Context, Operand, cast_operand, cast_weight, declared, multiply, operand_of, parts_of
+from .layer import TrainingLayer
+from .operands import ROWS, Context, Operand, cast_operand, cast_weight, declared, multiply, operand_of, parts_of
 from .state import StepState
-
-#: What GEMMs need the number of rows to be a multiple of, by type of device; rows of zeros are added.
-ROWS = {"cuda": 16}
 
 
 def forward(
@@ -66,6 +64,9 @@ def backward(
     return dx, dw
 
 
+graphs.WAYS["linear"] = forward, backward
+
+
 class _Linear(torch.autograd.Function):
     """The layer in eager mode."""
 
@@ -87,54 +88,6 @@ class _Linear(torch.autograd.Function):
         main = graphs.main_grad_of(ctx.weight) if kept else None
         dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, main, need_x)
         return dx, dw, gradients[0].float().sum(0).to(ctx.bias.dtype) if need_bias else None, None, None, None
-
-
-class TrainingLayer(nn.Module):
-    """What layers in training share: a recipe, a state, and a name for errors.
-
-    state: a `StepState` for recipes with delayed scaling or stochastic rounding; None for others, whose `state_dict` is that of
-        the plain layer.
-    """
-
-    weight: nn.Parameter
-    recipe: TrainingRecipe
-    #: What compilers are told of the recipe.
-    recipe_json: str
-    state: StepState | None
-    #: The name of the layer in its model.
-    name: str = ""
-
-    def begin(self, recipe: TrainingRecipe | str, seed: int | None = None, name: str = "") -> None:
-        """Take the recipe, and a state if it needs one. seed: of random numbers; by default torch's generator draws one."""
-        self.recipe, self.name, self.state = TrainingRecipe.of(recipe), name, None
-        self.recipe_json = self.recipe.to_json()
-        if self.recipe.delayed or self.recipe.stochastic:
-            if seed is None:
-                seed = int(torch.randint(1 << 62, ())) if self.recipe.stochastic else 0
-            self.state = StepState(self.recipe, seed, self.weight.device)
-            steps.layers.add(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self.state is not None:
-            steps.layers.add(self)
-
-    @property
-    def context(self) -> Context:
-        return Context(self.recipe, *(() if self.state is None else self.state.tensors()))
-
-    def check_plain(self, x: Tensor) -> None:
-        """Raise UnsupportedError for tensors without memory of their own, such as DTensors."""
-        kind = opaque(x, self.weight)
-        if kind is not None:
-            raise UnsupportedError(
-                f"a layer in training multiplies plain tensors, and its input or weight is {kind}. Data parallelism "
-                "(DistributedDataParallel, fully_shard) gives it plain ones; tensor parallelism is not supported."
-            )
-
-    def failed(self, e: BrecciaError) -> BrecciaError:
-        """The error with the layer's name before it."""
-        return type(e)(f"{self.name or type(self).__name__}: {e}", **e.found)
 
 
 class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompatibleVariableOverride]

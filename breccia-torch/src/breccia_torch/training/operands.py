@@ -111,6 +111,28 @@ def multiply(a: Any, b: Any, dtype: torch.dtype, bias: Tensor | None = None) -> 
     return torch.mm(a, b) if bias is None else torch.addmm(bias.to(dtype), a, b)
 
 
+# ------------------------------------------------------------------------------------------------ numbers of rows
+
+#: What GEMMs need the number of rows to be a multiple of, by type of device; rows of zeros are added.
+ROWS = {"cuda": 16}
+
+
+def step_of(recipe: TrainingRecipe, device: str) -> int:
+    """What each expert's rows are a multiple of: the blocks and transforms along M, and what GEMMs of the device need."""
+    sides = [max(ROWS.get(device, 1), recipe.hadamard, 1)]
+    for tensor in ("input", "gradient"):
+        column = declared(recipe, tensor)[1].recipe
+        length = None if column is None else column.format.block[1]
+        sides.append(length or 1)
+    return math.lcm(*sides)
+
+
+def spread_count(count: int, experts: int, recipe: TrainingRecipe, device: str) -> int:
+    """The number of rows with zeros between, an upper bound that is the same for all `offsets`."""
+    step = step_of(recipe, device)
+    return (count + experts * (step - 1)) // step * step
+
+
 # ------------------------------------------------------------------------------------------------ as lists of tensors
 
 

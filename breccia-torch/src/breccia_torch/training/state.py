@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from breccia import DelayedScaling, TrainingRecipe, UnsupportedError
+from breccia import DelayedScaling, TrainingRecipe
 from breccia.backend import calls
 from breccia.internal import TENSORS
 
@@ -149,56 +149,23 @@ def count_pass(draws: Tensor, weight: Tensor) -> None:
 
 # ------------------------------------------------------------------------------------------------ the end of a step
 
+
+def end_generation() -> None:
+    """Let what is kept for a step be made anew."""
+    global generation
+    generation += 1
+
+
 #: The layers that have a state.
 layers: WeakSet[nn.Module] = WeakSet()
 
 
-def end_of_step(model: nn.Module, group: Any = None) -> None:
-    """End a step of training for the layers of `model`: for loops without an optimizer of torch.optim, and for several ranks.
-
-    Call it after the backward passes of a step. Amax histories get the step's amaxes, random numbers change, and weights are
-    cast anew. Optimizers of torch.optim do this at their step, for the layers whose weights they have.
-    With `torch.distributed`, all ranks of `group` (default: all) call it, and one all-reduce gives each the largest amaxes of
-    all: call it before `optimizer.step()`, which then finds nothing left to do.
-
-    Raises UnsupportedError if the model has no layer in training.
-
-        >>> import torch, breccia_torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-        >>> _ = breccia_torch.convert_to_training_(model, "fp8_delayed")
-        >>> model(torch.randn(32, 64)).sum().backward()
-        >>> breccia_torch.end_of_step(model)
-        >>> model[0].state.draws[1]
-        tensor(1)
-    """
-    global generation
-    from .linear import TrainingLayer
-
-    found = [layer for layer in model.modules() if isinstance(layer, TrainingLayer)]
-    if not found:
-        raise UnsupportedError(
-            f"end_of_step: {type(model).__name__} has no layer in training; breccia_torch.convert_to_training_(model, recipe) "
-            "makes them."
-        )
-    generation += 1
-    states = [layer.state for layer in found if isinstance(layer.state, StepState)]
-    pending = [state.pending for state in states if state.pending is not None]
-    if pending and torch.distributed.is_available() and torch.distributed.is_initialized():
-        largest = torch.stack(pending)
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
-        for mine, of_all in zip(pending, largest, strict=True):
-            mine.copy_(of_all)
-    for state in states:
-        state.advance()
-
-
 def _stepped(optimizer: Any, *_: Any) -> None:
     """End the step of the layers whose weight the optimizer has, or whose weight is frozen, if they had a backward pass."""
-    global generation
     skipped = getattr(optimizer, "found_inf", None)  # a GradScaler's, of fused optimizers, which skip steps themselves
     if skipped is not None and bool(skipped):
         return
-    generation += 1
+    end_generation()
     if not layers:
         return
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
