@@ -138,6 +138,7 @@ bench: $(BENCH)/ready
 	$(BENCH)/bin/python benchmarks/bench_accuracy.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_encoder.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_training.py --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/bench_training_layers.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/draw.py
 
 format: $(VENV)/ready

@@ -168,6 +168,14 @@ class TrainingRecipe:
             raise RecipeError("hadamard changes the amax of columns, and delayed scaling has one history for rows and columns.")
 
     @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+
+    def __hash__(self) -> int:
+        """Computed once: layers look up their casts by it."""
+        return self._hash
+
+    @cached_property
     def operands(self) -> Mapping[str, tuple[GemmOperand, GemmOperand]]:
         """What each GEMM multiplies: `GemmOperand`s by the names of `GEMMS`, in the order of the products above."""
         return MappingProxyType({gemm: (self._operand(gemm, 0), self._operand(gemm, 1)) for gemm in GEMMS})

@@ -13,7 +13,7 @@ def __getattr__(name: str) -> object:
         **dict.fromkeys(("from_torchao_model_", "to_torchao_model_"), "torchao"),
         "convert_to_training_": "training.convert",
         "enable_compile": "operators",
-        "end_of_step": "training.state",
+        "end_of_step": "training.layer",
         "quantize_": "quantize",
     }
     if name == "nn":

@@ -6,7 +6,7 @@ from .quantize import quantize_ as quantize_
 from .torchao import from_torchao_model_ as from_torchao_model_
 from .torchao import to_torchao_model_ as to_torchao_model_
 from .training.convert import convert_to_training_ as convert_to_training_
-from .training.state import end_of_step as end_of_step
+from .training.layer import end_of_step as end_of_step
 
 __all__ = [
     "convert_to_training_",

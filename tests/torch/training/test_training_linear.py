@@ -262,6 +262,33 @@ def test_errors_name_the_layer() -> None:
         layer(torch.randn(2, IN, dtype=torch.float64))
 
 
+def test_a_weight_that_changes_before_the_backward_pass_is_an_error_as_of_nn_linear() -> None:
+    layer, x, dy = made("fp8_block")
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
+
+
+def test_casts_of_inference_mode_serve_training() -> None:
+    for preset in PRESETS:
+        layer, x, dy = made(preset)
+        with torch.inference_mode():
+            layer(x.detach())
+        expected = layer.gemm_operands(x, dy)
+        assert wrong(step(layer, x, dy), expected, layer.bias) == []
+
+
+def test_tensors_of_tensor_parallelism_are_refused_by_name() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    layer = TrainingLinear.from_linear(nn.Linear(IN, OUT), "fp8_block", name="blocks.3.mlp.up")
+    x = torch.randn(4, IN)
+    with pytest.raises(UnsupportedError, match=r"blocks.3.mlp.up: .* plain tensors, and its input or weight is a TwoTensor"):
+        layer(TwoTensor(x, x))
+
+
 # ------------------------------------------------------------------------------------------------------ casts, counted
 
 
