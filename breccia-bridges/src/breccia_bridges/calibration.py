@@ -144,7 +144,7 @@ class Calibration:
         return replace(policy, default=rule(policy.default), rules=tuple((key, rule(one)) for key, one in policy.rules))
 
     def searching(self, recipe: ScalingRecipe) -> ScalingRecipe:
-        """The recipe, searching for scales where it has the choice. Raises OptionError as `searched` does, and for rotations."""
+        """The recipe, searching for scales where it has the choice. Raises OptionError as `searched`, and for rotations."""
         if recipe.format.rotation is not None:
             raise OptionError(
                 f"calibrate (--calibrate) weighs the columns of a layer by its inputs, and the rotation of {recipe.spec} mixes "
