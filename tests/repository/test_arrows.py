@@ -49,7 +49,10 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT | {"re2", "ray", "fsspec", "platformdirs"}),
 }
 #: Modules of breccia_jax that are for another library, and import it at the top.
-OF_LIBRARIES = {"flax": "flax", "flax_layers": "flax", "flax_state": "flax", "equinox": "equinox", "serialised": "equinox"}
+OF_LIBRARIES = {
+    **dict.fromkeys(("flax", "flax_layers", "flax_state", "flax_training"), "flax"),
+    **dict.fromkeys(("equinox", "equinox_training", "serialised"), "equinox"),
+}
 #: Modules of breccia_bridges that import torch at the top: they are loaded for torch tensors only.
 OF_TORCH = {
     "torchao", "torchao_codes", "torchao_reading", "torchao_writing",

@@ -243,9 +243,9 @@ def _check_shards(recipe: TrainingRecipe) -> None:
     if axes and cast:
         specs = ", ".join(sorted(r.spec for r in cast if r is not None))
         raise OptionError(
-            f"DotGeneral: inside shard_map over {', '.join(map(repr, axes))}, {specs} has one scale for a tensor, which shards "
-            "do not know. Pass axis_name=, the axes that tensors are sharded along, to share it, or axis_name=() for a scale of "
-            "each shard.",
+            f"DotGeneral: inside shard_map over {', '.join(map(repr, axes))}, {specs} has one scale for a tensor, which "
+            "shards do not know. Pass axis_name=, the axes that tensors are sharded along, to share it, or axis_name=() for a "
+            "scale of each shard.",
             axes=axes,
         )
 
