@@ -55,6 +55,7 @@ TINY = {
     "aspects": "bench_aspects.py --bits 12 --step 6 --runs 1 --recipes nvfp4 --limit 1000",
     "forms": "bench_forms.py --size 128 --runs 1 --seconds 0 --recipes nvfp4",
     "training": "bench_training.py --framework torch --seeds 2 --steps 2 --recipes nvfp4 --jobs 1",
+    "training-layers": "bench_training_layers.py --seeds 1 --steps 20 --recipes fp8_block",
     "parity": "bench_parity.py --values 20000 --recipes mxfp8 --ways eager",
     "parity-jax": "bench_parity.py --framework jax --values 20000 --recipes mxfp4 --ways jit --turns 20",
     "parity-mlx": "bench_parity.py --framework mlx --values 20000 --recipes mxfp8 --ways eager,generic",
@@ -77,7 +78,7 @@ TINY = {
     "gpu-casts-sass": "bench_sass.py casts --recipes mxfp8",
 }
 SLOW = (
-    *("jax-cpu", "cast-jax", "gpu-weight-only-groups", "decoder-cpu", "training", "matmul-cpu"),
+    *("jax-cpu", "cast-jax", "gpu-weight-only-groups", "decoder-cpu", "training", "training-layers", "matmul-cpu"),
     *("gpu-first-call", "generation", "gpu-casts-sass"),
 )
 BENCHMARKS = draw.subjects()
