@@ -3,7 +3,7 @@
 A file named as a tensor has what happens in the middle of its cast: "kill once", "kill", "meet" (waits until two processes are
 there), "wait" (until there is a file `go`, also when it is interrupted), "fail system" or "fail breccia". The file `casts` has
 the tensors that were cast, each with the process, `slabs` with the rows of their largest slab, and `killed` those that killed
-theirs; `assigned` has what a process may use, and `stopped` the process that found its run ended.
+theirs; `assigned` has what a process may use, and there is a file `stopped PID` of each process that found its run ended.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def install() -> None:
         try:
             check(self)
         except StoppedError:
-            (Path(os.environ[FOLDER]) / "stopped").write_text(str(os.getpid()))
+            (Path(os.environ[FOLDER]) / f"stopped {os.getpid()}").touch()
             raise
 
     Production.of, Run.check = of, checked
