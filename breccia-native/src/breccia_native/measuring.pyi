@@ -3,6 +3,6 @@
 from typing import Any
 
 def errors(
-    x: Any, kind: int, y: Any, low: Any, high: Any, below: float, above: float, /
+    x: Any, kind: int, y: Any, low: Any, high: Any, below: float, above: float, columns: int, each: int, /
 ) -> tuple[float, float, float, float, float, int, int, int, int, int]: ...
 def use(name: str = ..., /) -> list[str]: ...
