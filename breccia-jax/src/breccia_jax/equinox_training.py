@@ -21,6 +21,7 @@ from breccia.backend import TrainingSummary
 from . import container
 from .delayed import histories as empty_histories
 from .dot_general import DotGeneral
+from .equinox_trees import parameters_of
 from .training_rules import chosen_layers, of_layer
 
 Array = Any
@@ -95,8 +96,6 @@ def convert_to_training(
         >>> jax.vmap(model)(np.ones((4, 64), np.float32)).shape
         (4, 8)
     """
-    from .equinox import parameters_of
-
     container.register()
     dot = DotGeneral(TrainingRecipe.of(recipe), axis_name=axis_name)
     listed = []

@@ -27,6 +27,7 @@ from . import container
 from .delayed import advance, histories
 from .dot_general import DotGeneral
 from .flax_layers import plain
+from .flax_trees import parameters_of, places_of
 from .training_rules import CALLER, chosen_layers, of_layer
 
 Axes = tuple[int, ...]
@@ -146,8 +147,6 @@ _TRAINED: dict[type, type] = {nnx.Linear: TrainingLinear, nnx.LinearGeneral: Tra
 def _convert_nnx(
     model: Any, dot: DotGeneral, include: Iterable[str], exclude: Iterable[str], rngs: Any
 ) -> tuple[Any, TrainingSummary]:
-    from .flax import parameters_of
-
     recipe = dot.recipe
     if recipe.stochastic and rngs is None:
         raise OptionError(
@@ -258,8 +257,6 @@ def _convert_linen(
     include: Iterable[str],
     exclude: Iterable[str],
 ) -> tuple[TrainingModel, TrainingSummary]:
-    from .flax import places_of
-
     found: dict[tuple[str, ...], tuple[Any, Axes, int]] = {}
 
     def noted(function: Callable[..., Any], args: Any, options: Any, context: Any) -> Any:
