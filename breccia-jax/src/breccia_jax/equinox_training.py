@@ -120,6 +120,12 @@ def histories(module: Any) -> dict[str, dict[str, AmaxHistory]]:
     """The empty histories of the layers of a converted module, by name; {} without delayed scaling.
 
     `breccia_jax.advance` makes those of the next step, from the gradient of the loss with respect to them.
+
+        >>> import equinox as eqx, jax
+        >>> from breccia_jax import equinox as be
+        >>> model, _ = be.convert_to_training(eqx.nn.MLP(32, 32, 32, 1, key=jax.random.key(0)), "fp8_delayed")
+        >>> list(be.histories(model))
+        ['layers.0', 'layers.1']
     """
     made = {layer.name: empty_histories(layer.dot_general.recipe, layer.weight.shape[:-2]) for layer in _layers(module)}
     return {name: of for name, of in made.items() if of}

@@ -112,6 +112,15 @@ def advance_(model: nnx.Module, recorded: Any, *, taken: Any = None) -> None:
     """`breccia_jax.advance` for an nnx module, in place.
 
     recorded: gradients with respect to its `AmaxHistories`; those of parameters may be among them. taken: as of `advance`.
+
+        >>> from flax import nnx
+        >>> from breccia_jax import flax as bf
+        >>> model, _ = bf.convert_to_training(nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0))), "fp8_delayed")
+        >>> both = nnx.DiffState(0, nnx.Any(nnx.Param, bf.AmaxHistories))
+        >>> gradients = nnx.grad(lambda model: model(np.ones((4, 32), np.float32)).sum(), argnums=both)(model)
+        >>> bf.advance_(model, gradients)
+        >>> print(model.layers[0].amax_histories.get_raw_value()["input"].amaxes[-2:])
+        [0. 1.]
     """
     state = nnx.state(model, AmaxHistories)
     nnx.update(model, advance(state, nnx.state(recorded, AmaxHistories), taken=taken))
