@@ -50,8 +50,8 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
 }
 #: Modules of breccia_jax that are for another library, and import it at the top.
 OF_LIBRARIES = {
-    **dict.fromkeys(("flax", "flax_layers", "flax_state", "flax_training"), "flax"),
-    **dict.fromkeys(("equinox", "equinox_training", "serialised"), "equinox"),
+    **dict.fromkeys(("flax", "flax_layers", "flax_state", "flax_training", "flax_trees"), "flax"),
+    **dict.fromkeys(("equinox", "equinox_training", "equinox_trees", "serialised"), "equinox"),
 }
 #: Modules of breccia_bridges that import torch at the top: they are loaded for torch tensors only.
 OF_TORCH = {

@@ -21,6 +21,7 @@ from breccia.backend import TrainingSummary
 from . import container
 from .delayed import histories as empty_histories
 from .dot_general import DotGeneral
+from .equinox_trees import parameters_of
 from .training_rules import chosen_layers, of_layer
 
 Array = Any
@@ -95,8 +96,6 @@ def convert_to_training(
         >>> jax.vmap(model)(np.ones((4, 64), np.float32)).shape
         (4, 8)
     """
-    from .equinox import parameters_of
-
     container.register()
     dot = DotGeneral(TrainingRecipe.of(recipe), axis_name=axis_name)
     listed = []
@@ -121,6 +120,12 @@ def histories(module: Any) -> dict[str, dict[str, AmaxHistory]]:
     """The empty histories of the layers of a converted module, by name; {} without delayed scaling.
 
     `breccia_jax.advance` makes those of the next step, from the gradient of the loss with respect to them.
+
+        >>> import equinox as eqx, jax
+        >>> from breccia_jax import equinox as be
+        >>> model, _ = be.convert_to_training(eqx.nn.MLP(32, 32, 32, 1, key=jax.random.key(0)), "fp8_delayed")
+        >>> list(be.histories(model))
+        ['layers.0', 'layers.1']
     """
     made = {layer.name: empty_histories(layer.dot_general.recipe, layer.weight.shape[:-2]) for layer in _layers(module)}
     return {name: of for name, of in made.items() if of}

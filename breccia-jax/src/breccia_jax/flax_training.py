@@ -27,6 +27,7 @@ from . import container
 from .delayed import advance, histories
 from .dot_general import DotGeneral
 from .flax_layers import plain
+from .flax_trees import parameters_of, places_of
 from .training_rules import CALLER, chosen_layers, of_layer
 
 Axes = tuple[int, ...]
@@ -111,6 +112,15 @@ def advance_(model: nnx.Module, recorded: Any, *, taken: Any = None) -> None:
     """`breccia_jax.advance` for an nnx module, in place.
 
     recorded: gradients with respect to its `AmaxHistories`; those of parameters may be among them. taken: as of `advance`.
+
+        >>> from flax import nnx
+        >>> from breccia_jax import flax as bf
+        >>> model, _ = bf.convert_to_training(nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0))), "fp8_delayed")
+        >>> both = nnx.DiffState(0, nnx.Any(nnx.Param, bf.AmaxHistories))
+        >>> gradients = nnx.grad(lambda model: model(np.ones((4, 32), np.float32)).sum(), argnums=both)(model)
+        >>> bf.advance_(model, gradients)
+        >>> print(model.layers[0].amax_histories.get_raw_value()["input"].amaxes[-2:])
+        [0. 1.]
     """
     state = nnx.state(model, AmaxHistories)
     nnx.update(model, advance(state, nnx.state(recorded, AmaxHistories), taken=taken))
@@ -146,8 +156,6 @@ _TRAINED: dict[type, type] = {nnx.Linear: TrainingLinear, nnx.LinearGeneral: Tra
 def _convert_nnx(
     model: Any, dot: DotGeneral, include: Iterable[str], exclude: Iterable[str], rngs: Any
 ) -> tuple[Any, TrainingSummary]:
-    from .flax import parameters_of
-
     recipe = dot.recipe
     if recipe.stochastic and rngs is None:
         raise OptionError(
@@ -258,8 +266,6 @@ def _convert_linen(
     include: Iterable[str],
     exclude: Iterable[str],
 ) -> tuple[TrainingModel, TrainingSummary]:
-    from .flax import places_of
-
     found: dict[tuple[str, ...], tuple[Any, Axes, int]] = {}
 
     def noted(function: Callable[..., Any], args: Any, options: Any, context: Any) -> Any:
