@@ -3,7 +3,8 @@
 Its linear layers multiply low-precision numbers in all three GEMMs of a step; weights, embeddings, norms and the optimizer
 stay in high precision. On a CPU low precision is emulated, so losses can be compared and times cannot.
 
-python examples/02_training.py                        # a minute on a CPU; 200 steps take --steps 200
+python examples/02_training.py
+python examples/02_training.py --steps 200
 python examples/02_training.py --recipes fp8_block nvfp4 --plot losses.png
 python examples/02_training.py --layers 12 --width 768 --heads 12 --context 512 --batch 32 --steps 1000   # on a GPU
 

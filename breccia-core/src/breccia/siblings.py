@@ -56,7 +56,7 @@ TRITON = Sibling(
 BRIDGES = Sibling(
     "breccia-bridges",
     "other libraries' tensors, checkpoints, and the commands for them",
-    commands=("compare", "convert", "diff", "inspect"),
+    commands=("compare", "convert", "diff", "inspect", "merge", "why"),
 )
 SIBLINGS = (
     Sibling("breccia-torch", "PyTorch tensors, layers and operators", arrays=("torch",)),

@@ -91,7 +91,6 @@ def convert_to_training(
         >>> model, summary = convert_to_training(eqx.nn.MLP(64, 8, 64, 1, key=jax.random.key(0)), "mxfp8")
         >>> summary
         1 layers train under TrainingRecipe('mxfp8'): layers.0.weight
-        left in high precision (bias): layers.0.bias, layers.1.bias
         left in high precision (64 x 8 has a side that is no multiple of 16): layers.1.weight
         >>> jax.vmap(model)(np.ones((4, 64), np.float32)).shape
         (4, 8)

@@ -51,7 +51,7 @@ def check(dialect: str, spec: str, source: Path, out: Path, monkeypatch: pytest.
     convert(source, whole, spec, dialect=dialect, verify="bytes")
     with monkeypatch.context() as patch:
         patch.setattr(measuring, "SLAB", 1 << 16)
-        patch.setattr("breccia_bridges.convert_file.RowSlabs.of", of)
+        patch.setattr("breccia_bridges.production.RowSlabs.of", of)
         convert(source, slabs, spec, dialect=dialect, verify="bytes")
     assert len(found) >= len(SHAPES) and None not in found, "all are written by slabs"
     assert contents(slabs) == contents(whole)

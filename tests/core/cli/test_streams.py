@@ -32,6 +32,11 @@ LINES = {
         "compare model.safetensors small.safetensors --json",
         "compare model.safetensors small.safetensors --fail-under 90",
     ),
+    "why": ("why model.safetensors small.safetensors", "why model.safetensors small.safetensors --top 1 --remedies 0 --json"),
+    "merge": (
+        "merge small.safetensors adapter merged.safetensors",
+        "merge small.safetensors adapter merged.safetensors --json",
+    ),
     "diff": (
         "diff model.safetensors small.safetensors",
         "diff model.safetensors model.safetensors",

@@ -70,7 +70,7 @@ K_LEVELS = (Level(F16, (1, 8)), Level(INT4, (1, 4)))
 #: Fields added later, at the end: files and digests of tensors contain them only where they differ from their default.
 ROTATION = {"rotation": 0, "rotation_seed": 0}
 ADDED: dict[str, dict[str, Any]] = {
-    "nvfp4": {"global_sense": "multiplier", "order": "codes_first", "scale_rule": "linear"} | ROTATION,
+    "nvfp4": {"global_sense": "multiplier", "order": "codes_first", "scale_rule": "linear", "block_m": 1} | ROTATION,
     "mxfp4": ROTATION,
     "int4": ROTATION,
     "nf4": {"scale_rule": "linear"},

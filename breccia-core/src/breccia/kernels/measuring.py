@@ -306,7 +306,14 @@ def _ends_of_blocks(st: ScaledTensor) -> Ends | None:
     """What bounds the blocks of a tensor, by their scales alone; None for a format where more has a part in it."""
     fmt, block = st.recipe.format, st.layout.block()
     plain = fmt.offset == "none" and fmt.alternative is None and "coded_scales" not in fmt.features
-    if not plain or block == TENSOR or block[1] == 1 or st.axis != -1 or not st.layout.in_order or st.scale.ndim != st.ndim:
+    if (
+        not plain
+        or block == TENSOR
+        or block[1] == 1
+        or st.axis != -1
+        or not st.layout.in_order
+        or not 2 <= st.ndim == st.scale.ndim
+    ):
         return None
     (lowest, below), (highest, above) = _ends(fmt.element)
     rows, tall = st.shape[-2], block[0] or st.shape[-2]
