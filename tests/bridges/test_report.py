@@ -244,7 +244,8 @@ def test_the_recipes_are_listed_with_the_fields_that_differ_from_their_defaults(
     runs = [first | {"recipe_fields": [plain, changed]}, second | {"recipe_fields": [plain]}]
     lines = Parsed(without_library(written(tmp_path, runs))).lines
     others = (
-        "fp4_format = E2M1, block_size = 16, scale_format = E4M3, two_level = true, order = codes_first, scale_rule = linear"
+        "fp4_format = E2M1, block_size = 16, scale_format = E4M3, two_level = true, order = codes_first, scale_rule = linear, "
+        "block_m = 1, rotation = 0, rotation_seed = 0"
     )
     assert "Recipes Recipe Run Not at default At default nvfp4NVFP4BlockScaling nvfp4, mxfp8 –" in lines
     assert f"nvfp4,global_sense=amaxNVFP4BlockScaling nvfp4 global_sense = amax (default multiplier) {others} Left out" in lines
