@@ -16,7 +16,7 @@ pytest.importorskip("breccia_triton")
 import bench_matmul
 import draw
 import fp8_products
-from harness.blocks import BLOCK
+from harness.blocks import BLOCK, pages_in
 from harness.commands import BENCHMARKS
 from harness.results import HERE, ROOT, read, told
 
@@ -46,8 +46,8 @@ def test_documents_match_the_results() -> None:
 
 def test_every_table_and_plot_is_shown_and_every_result_is_drawn() -> None:
     blocks, plots = draw.drawn(HERE / "results")
-    pages = [page.read_text("utf-8") for page in draw.pages(ROOT / "docs")]
-    assert {name for page in pages for _, name, _, _ in BLOCK.findall(page)} == set(blocks)
+    texts = [page.read_text("utf-8") for page in pages_in(ROOT / "docs", drawn=True)]
+    assert {name for page in texts for _, name, _, _ in BLOCK.findall(page)} == set(blocks)
     assert {read(path)["benchmark"] for path in RESULTS} == set(BENCHMARKS) and draw.NOTHING not in blocks.values()
     assert all(plot.shown_in(ROOT / "docs" / "img") for plot in plots) and len(plots) == 6
 
