@@ -5,6 +5,7 @@ the host's clock replaces CUDA events.
 """
 
 from bench_coded import coded
+from bench_gpu_backward import backward
 from bench_gpu_casts import casts
 from bench_gpu_host import host
 from bench_gpu_quantize import quantize
@@ -14,4 +15,13 @@ from bench_weight_only import main as weight_only
 from harness.commands import run
 
 if __name__ == "__main__":
-    run(casts=casts, coded=coded, host=host, quantize=quantize, matmul=matmul, training=training, weight_only=weight_only)
+    run(
+        backward=backward,
+        casts=casts,
+        coded=coded,
+        host=host,
+        quantize=quantize,
+        matmul=matmul,
+        training=training,
+        weight_only=weight_only,
+    )

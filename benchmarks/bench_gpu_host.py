@@ -12,7 +12,7 @@ import torch
 import typer
 from bench_gpu_casts import OPS, REQUANTIZED, RivalsOption, loaded, rival_call, versus, work
 from harness import Benchmark, Device, Result, Table, command, failures, known, listed, spread, table
-from harness.device import Arms, Call, Make, Timer, check_device, host_time, sampled, where
+from harness.device import Arms, Call, HostTimer, Make, check_device, sampled, where
 from plain import TILES
 from rivals import OURS, TORCH_COMPILED, TRANSFORMER_ENGINE, Rival
 
@@ -55,13 +55,6 @@ def times(result: Result) -> Table:
 
 
 BENCHMARK = Benchmark("gpu-host", {"gpu-host": times})
-
-
-class HostTimer(Timer):
-    """Samples of the time until a call returns."""
-
-    def sample(self) -> None:
-        self.seconds.append(host_time(self.call, self.device, FEW_LAUNCHES))
 
 
 def calls(side: int, device: str, rivals: dict[str, Rival]) -> Iterator[tuple[str, str, Make]]:
@@ -110,7 +103,7 @@ def host(
     there, absent = loaded([n for n in wanted if n in HOST_RIVALS and (rivals_ or not rivals.absence(n))], device)
     rows: dict[str, Arms] = {}
     for name, whose, make in calls(side, device, there):
-        rows.setdefault(name, Arms(device)).add({whose: make}, HostTimer)
+        rows.setdefault(name, Arms(device)).add({whose: make}, partial(HostTimer, calls=FEW_LAUNCHES))
     with torch.no_grad():
         sampled([timer for arms in rows.values() for timer in arms.timers.values()], samples)
     options = {"device": device, "side": side, "samples": samples, "calls": FEW_LAUNCHES}

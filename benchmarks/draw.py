@@ -15,12 +15,10 @@ from typing import Annotated
 
 import typer
 from harness import BENCHMARKS, HERE, ROOT, Benchmark, Result, Table, load, told
-from harness.blocks import filled
+from harness.blocks import filled, pages_in
 from harness.blocks import table as markdown
 from harness.plots import Plot, write
 
-#: Folders of docs/ whose pages are drawn from results.
-FOLDERS = ("measured", "kernels")
 NOTHING = "*No result yet: run the benchmark.*\n"
 
 
@@ -33,11 +31,6 @@ def block(results: list[tuple[str, Result]], make: Callable[[Result], Table]) ->
             parts.append(f"**{run['device']}**\n" if "device" in run else f"**{run['cpu']}, {run['cores']} core(s)**\n")
         parts += [*([markdown(table.headings, table.rows, numbers=True)] if table.rows else []), f"{table.note}\n"]
     return "\n".join(parts) or NOTHING
-
-
-def pages(docs: Path) -> list[Path]:
-    """The pages that are drawn from results."""
-    return sorted(path for folder in FOLDERS for path in (docs / folder).glob("*.md"))
 
 
 def subjects() -> dict[str, Benchmark]:
@@ -69,7 +62,7 @@ def main(
 ) -> None:
     """Draw the tables and plots of the documents from the results."""
     blocks, plots = drawn(results)
-    texts = {page: filled(page, blocks, depth=1) for page in pages(docs)}
+    texts = {page: filled(page, blocks, len(page.relative_to(docs).parts) - 1) for page in pages_in(docs, drawn=True)}
     if check:
         stale = [page.relative_to(docs).as_posix() for page, text in texts.items() if page.read_text(encoding="utf-8") != text]
         stale += [f"img/{plot.file}" for plot in plots if not plot.shown_in(docs / "img")]

@@ -1,6 +1,7 @@
 """Blocks: the parts of the documents that benchmarks/draw.py and docs/scripts/generate.py write.
 
-A page asks for one by `<!-- table: NAME -->` and `<!-- end -->`; what stands between is replaced.
+A page asks for one by `<!-- table: NAME -->` and `<!-- end -->`; what stands between is replaced. Either all
+blocks of a page are drawn from results, or none.
 """
 
 from __future__ import annotations
@@ -10,11 +11,18 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+#: The folders and pages of docs/ whose blocks are drawn from results, by benchmarks/draw.py.
+DRAWN = ("measured", "kernels", "training.md")
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 #: The target of a relative link.
 _RELATIVE = re.compile(r"(?<=\]\()(?![a-z]+:|[#/])")
+
+
+def pages_in(docs: Path, drawn: bool) -> list[Path]:
+    """The pages that are drawn from results, or all others."""
+    return [page for page in sorted(docs.rglob("*.md")) if (page.relative_to(docs).parts[0] in DRAWN) == drawn]
 
 
 def filled(page: Path, blocks: Mapping[str, str], depth: int = 0) -> str:

@@ -94,6 +94,16 @@ class Timer:
             self.seconds.append(elapsed(self.call, self.calls, self.device) / self.each)
 
 
+@dataclass
+class HostTimer(Timer):
+    """Samples of the time until a call returns; each starts with an empty queue."""
+
+    calls: int = HOST_CALLS
+
+    def sample(self) -> None:
+        self.seconds.append(host_time(self.call, self.device, self.calls))
+
+
 def elapsed(call: Call, calls: int, device: str) -> float:
     """Seconds per call: between CUDA events, or of the host's clock on a CPU."""
     if device == "cpu":
@@ -243,14 +253,15 @@ class Reference:
     def error_over_bound(self, found: Any) -> float:
         """The largest error of `found`, as a multiple of the bound of docs/spec/numerics.md, section 9.
 
-        found: the whole product in BF16. Its sums are within `allowed` of the exact ones, and rounding changes each by at most
-        UNIT times its magnitude. Raises ValueError for a wrong product.
+        found: the whole product in BF16 or FP32. Its sums are within `allowed` of the exact ones, and rounding to BF16 changes
+        each by at most UNIT times its magnitude. Raises ValueError for a wrong product.
         """
         error = found[self.rows].double() - self.exact
         relative = (error.norm() / self.exact.norm()).item()
         if not relative < WRONG:
             raise ValueError(f"the relative error is {relative:.3g}")
-        return (error.abs() / (self.allowed * (1 + UNIT) + UNIT * self.exact.abs())).max().item()
+        unit = 0.0 if found.dtype == torch.float32 else UNIT
+        return (error.abs() / (self.allowed * (1 + unit) + unit * self.exact.abs())).max().item()
 
 
 def reference(x: Any, weights: Any, ends: Any, bound: Callable[[Any, int], Any]) -> Reference:

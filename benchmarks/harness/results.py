@@ -105,7 +105,8 @@ def told(run: Mapping[str, Any]) -> str:
     commit = f"commit {run['commit'][:10]}{' with changes' if run['modified'] else ''}" if run["commit"] else "no commit known"
     steering = "".join(f", {k}={v}" for k, v in run["environment"].items())
     device = f"{run['device']}; " if "device" in run else ""
-    machine = f"{device}{run['cpu']}, {run['cores']} core(s), load {run['load_1m']}, {run['os']}, Python {run['python']}"
+    load = "" if run["load_1m"] is None else f", load {run['load_1m']}"
+    machine = f"{device}{run['cpu']}, {run['cores']} core(s){load}, {run['os']}, Python {run['python']}"
     return f"{machine}, {versions}, {commit}, {run['date_utc']} UTC{steering}: `{run['command']}`"
 
 

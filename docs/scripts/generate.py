@@ -31,20 +31,16 @@ import looks  # noqa: E402
 import specimens  # noqa: E402
 import terminal  # noqa: E402
 import tutorial  # noqa: E402
-from harness.blocks import BLOCK, filled  # noqa: E402
+from harness.blocks import BLOCK, filled, pages_in  # noqa: E402
 
 #: Blocks by name, but for sessions.
 DECLARED = listings.BLOCKS | boards.BLOCKS | cards.BLOCKS | looks.BLOCKS | specimens.BLOCKS | tutorial.BLOCKS
-#: Folders of benchmarks/draw.py.
-DRAWN = ("measured", "kernels")
 _SHOWN = 12
 
 
 def pages(docs: Path) -> dict[Path, str]:
     """The pages that ask for blocks of ours, as they should be."""
-    found = [
-        p for p in sorted(docs.rglob("*.md")) if p.parent.name not in DRAWN and "<!-- table:" in p.read_text(encoding="utf-8")
-    ]
+    found = [page for page in pages_in(docs, drawn=False) if "<!-- table:" in page.read_text(encoding="utf-8")]
     declared = {f"session-{s.name}": s for s in terminal.sessions()}
     asked = {name for page in found for _, name, _, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}
     blocks = dict.fromkeys([*DECLARED, *declared], "")

@@ -68,6 +68,7 @@ def test_errors_of_products_are_multiples_of_the_bound_and_wrong_products_are_re
     found = device.reference(lambda rows: x[rows].double(), weights.__getitem__, torch.tensor(ends), bound)
     assert found.exact.shape == (device.CHECKED, 96) and torch.allclose(found.exact, exact[found.rows], rtol=1e-12)
     assert 0 < found.error_over_bound(exact.bfloat16()) <= 1  # rounded once, to BF16
+    assert 0 < found.error_over_bound(exact.float()) <= 1 < found.error_over_bound(exact.bfloat16().float())
     moved, row = exact.clone(), int(found.rows[3])
     moved[row, 5] += 3 * (found.allowed[3, 5] + device.UNIT * exact[row, 5].abs())
     # 3 times the bound without the rounding of `allowed`, which makes the bound at most 1 + 2^-8 times as large.

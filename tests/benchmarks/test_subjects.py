@@ -66,6 +66,7 @@ TINY = {
     "decoder-cpu": "bench_decoder.py --device cpu --tiny --rounds 1 --steps 3 --batch 2 --recipes int4",
     "generation": "bench_generation.py GGUF --arms breccia --prompt 4 --steps 3 --rounds 1",
     "gpu-decoder": "bench_decoder.py --device cpu --how graph --tiny --rounds 1 --steps 2 --batch 1 --recipes int4",
+    "gpu-backward": "bench_gpu.py backward --device cpu --shape 128x512x512 --samples 1 --weights int4",
     "gpu-casts": "bench_gpu.py casts --device cpu --shapes 128x256 --samples 2 --rivals eager-torch --recipes nvfp4",
     "gpu-coded": "bench_gpu.py coded --device cpu --formats q4_k --shape 64x512 --rows 1 --compared 1 --samples 1",
     "gpu-host": "bench_gpu.py host --device cpu --side 128 --samples 2 --rivals none",
