@@ -5,7 +5,11 @@ Every sum is flushed, which also stands between products and sums, so that no co
 
 from __future__ import annotations
 
-from ...arrays.ops import Array, Ops
+from functools import lru_cache
+
+import numpy as np
+
+from ...arrays.ops import NUMPY, Array, Ops
 from ...rotations import Rotation
 from ...rules import flushed
 from .random_words import random_words
@@ -30,7 +34,8 @@ def _blockwise(ops: Ops, x: Array, rotation: Rotation, axis: int, signs_first: b
         return x
     places = (slice(None),) * len(after)
     y = ops.reshape(x[(..., slice(None, whole), *places)] if whole != length else x, (*before, whole // n, n, *after))
-    negative = ops.reshape(_words(ops, x, rotation) < 0, (n, *(1 for _ in after)))
+    place = ops.counter(ops.broadcast(ops.constant(0.0, x), (n,)))[0]
+    negative = ops.reshape(ops.take(_negative(rotation), place) != 0, (n, *(1 for _ in after)))
 
     def signed(a: Array) -> Array:
         return flushed(ops, ops.where(negative, -a, a))
@@ -47,6 +52,9 @@ def _blockwise(ops: Ops, x: Array, rotation: Rotation, axis: int, signs_first: b
     return y if whole == length else ops.concat([y, x[(..., slice(whole, None), *places)]], axis=axis)
 
 
-def _words(ops: Ops, like: Array, rotation: Rotation) -> Array:
-    """A random word for each element of a block."""
-    return random_words(ops, ops.broadcast(ops.constant(1.0, like), (rotation.block,)), rotation.seed)
+@lru_cache(maxsize=64)
+def _negative(rotation: Rotation) -> tuple[int, ...]:
+    """For each element of a block, 1 where its sign is negative. Computed once: on a GPU each of its steps is a launch."""
+    with NUMPY.errstate():
+        words = random_words(NUMPY, np.zeros(rotation.block, np.float32), rotation.seed)
+    return tuple(int(word < 0) for word in words)
