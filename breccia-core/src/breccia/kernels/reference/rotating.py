@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from ...arrays.ops import NUMPY, Array, Ops
+from ...fp32 import f32_bits
 from ...rotations import Rotation
 from ...rules import flushed
 from .random_words import random_words
@@ -35,10 +36,10 @@ def _blockwise(ops: Ops, x: Array, rotation: Rotation, axis: int, signs_first: b
     places = (slice(None),) * len(after)
     y = ops.reshape(x[(..., slice(None, whole), *places)] if whole != length else x, (*before, whole // n, n, *after))
     place = ops.counter(ops.broadcast(ops.constant(0.0, x), (n,)))[0]
-    negative = ops.reshape(ops.take(_negative(rotation), place) != 0, (n, *(1 for _ in after)))
+    signs = ops.reshape(ops.bitcast_to_float(ops.take(_signs(rotation), place)), (n, *(1 for _ in after)))
 
     def signed(a: Array) -> Array:
-        return flushed(ops, ops.where(negative, -a, a))
+        return flushed(ops, a * signs)
 
     y = signed(y) if signs_first else flushed(ops, y)
     half = 1
@@ -53,8 +54,8 @@ def _blockwise(ops: Ops, x: Array, rotation: Rotation, axis: int, signs_first: b
 
 
 @lru_cache(maxsize=64)
-def _negative(rotation: Rotation) -> tuple[int, ...]:
-    """For each element of a block, 1 where its sign is negative. Computed once: on a GPU each of its steps is a launch."""
+def _signs(rotation: Rotation) -> tuple[int, ...]:
+    """The bits of FP32 1 or -1 for each element of a block. Computed once: on a GPU each of its steps is a launch."""
     with NUMPY.errstate():
         words = random_words(NUMPY, np.zeros(rotation.block, np.float32), rotation.seed)
-    return tuple(int(word < 0) for word in words)
+    return tuple(f32_bits(-1.0 if word < 0 else 1.0) for word in words)
