@@ -168,7 +168,10 @@ class TrainingRecipe:
                     tensor=tensor,
                 )
         if self.hadamard and any(isinstance(r, DelayedScaling) for r in (self.input, self.gradient)):
-            raise RecipeError("hadamard changes the amax of columns, and delayed scaling has one history for rows and columns.")
+            raise RecipeError(
+                "hadamard changes the amax of columns, and delayed scaling has one history for rows and columns. "
+                "Set hadamard=0."
+            )
 
     @cached_property
     def _hash(self) -> int:
