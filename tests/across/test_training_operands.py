@@ -27,7 +27,7 @@ M, K, N = 80, 144, 208
 RECIPES = [
     *map(TrainingRecipe, PRESETS),
     TrainingRecipe("nvfp4", high_precision=("grad_weight",)),
-    TrainingRecipe("mxfp8", hadamard=4, gradient_rounding="stochastic"),
+    TrainingRecipe("mxfp8", hadamard=32, gradient_rounding="stochastic"),
 ]
 
 

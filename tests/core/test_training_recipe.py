@@ -13,15 +13,15 @@ import pytest
 import breccia
 from breccia import RecipeError, TrainingRecipe, UnknownNameError, UnsupportedError
 from breccia.backend import ops_of
-from breccia.kernels.hadamard import SIGNS, hadamard
-from breccia.testing.oracle import threefry2x32
-from breccia.training import GEMMS, HADAMARDS, PRESETS
+from breccia.kernels.reference import rotated
+from breccia.rotations import ROTATIONS, Rotation
+from breccia.training import GEMMS, PRESETS
 
 
 def listed(recipe: TrainingRecipe) -> dict[str, list[tuple[object, ...]]]:
     """The operands of each GEMM, recipes as specs."""
     return {
-        gemm: [(o.tensor, o.recipe and o.recipe.spec, o.axis, o.rounding, o.hadamard) for o in operands]
+        gemm: [(o.tensor, o.recipe and o.recipe.spec, o.axis, o.rounding, o.rotation and o.rotation.block) for o in operands]
         for gemm, operands in recipe.operands.items()
     }
 
@@ -29,13 +29,19 @@ def listed(recipe: TrainingRecipe) -> dict[str, list[tuple[object, ...]]]:
 def test_a_preset_says_what_each_gemm_multiplies() -> None:
     # Expected by hand: from y = x w^T, dx = dy w, dw = dy^T x, and the papers cited beside the presets.
     assert listed(TrainingRecipe("fp8_tile")) == {
-        "output": [("input", "fp8_block", -1, "nearest", 0), ("weight", "fp8_block,block_m=128", -1, "nearest", 0)],
-        "grad_input": [("gradient", "fp8_block", -1, "nearest", 0), ("weight", "fp8_block,block_m=128", -2, "nearest", 0)],
-        "grad_weight": [("gradient", "fp8_block", -2, "nearest", 0), ("input", "fp8_block,block_m=128", -2, "nearest", 0)],
+        "output": [("input", "fp8_block", -1, "nearest", None), ("weight", "fp8_block,block_m=128", -1, "nearest", None)],
+        "grad_input": [
+            ("gradient", "fp8_block", -1, "nearest", None),
+            ("weight", "fp8_block,block_m=128", -2, "nearest", None),
+        ],
+        "grad_weight": [
+            ("gradient", "fp8_block", -2, "nearest", None),
+            ("input", "fp8_block,block_m=128", -2, "nearest", None),
+        ],
     }
     assert listed(TrainingRecipe("nvfp4")) == {
-        "output": [("input", "nvfp4", -1, "nearest", 0), ("weight", "nvfp4,block_m=16", -1, "nearest", 0)],
-        "grad_input": [("gradient", "nvfp4", -1, "stochastic", 0), ("weight", "nvfp4,block_m=16", -2, "nearest", 0)],
+        "output": [("input", "nvfp4", -1, "nearest", None), ("weight", "nvfp4,block_m=16", -1, "nearest", None)],
+        "grad_input": [("gradient", "nvfp4", -1, "stochastic", None), ("weight", "nvfp4,block_m=16", -2, "nearest", None)],
         "grad_weight": [("gradient", "nvfp4", -2, "stochastic", 16), ("input", "nvfp4", -2, "nearest", 16)],
     }
     assert TrainingRecipe("nvfp4").stochastic and not TrainingRecipe("fp8_tile").stochastic
@@ -65,7 +71,7 @@ def test_a_recipe_is_a_value(recipe: TrainingRecipe) -> None:
         assert same == recipe and hash(same) == hash(recipe) and repr(same) == repr(recipe)
     assert json.loads(recipe.to_json()) == recipe.to_dict()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        recipe.hadamard = 4  # pyright: ignore[reportAttributeAccessIssue]
+        recipe.hadamard = 16  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_preset_equals_its_recipes_and_differs_from_others() -> None:
@@ -77,7 +83,7 @@ def test_a_preset_equals_its_recipes_and_differs_from_others() -> None:
 
 def test_high_precision_leaves_both_operands_of_a_gemm() -> None:
     recipe = TrainingRecipe("nvfp4", high_precision=("grad_weight",))
-    assert listed(recipe)["grad_weight"] == [("gradient", None, -2, "nearest", 0), ("input", None, -2, "nearest", 0)]
+    assert listed(recipe)["grad_weight"] == [("gradient", None, -2, "nearest", None), ("input", None, -2, "nearest", None)]
     assert listed(recipe)["output"] == listed(TrainingRecipe("nvfp4"))["output"]
     assert TrainingRecipe("nvfp4", high_precision="grad_weight") == recipe  # pyright: ignore[reportArgumentType]
     assert recipe.stochastic
@@ -91,12 +97,13 @@ def test_high_precision_leaves_both_operands_of_a_gemm() -> None:
         (None, {}, RecipeError, "needs a preset"),
         (None, {"input": "mxfp9"}, UnknownNameError, "TrainingRecipe, input=: no recipe 'mxfp9'"),
         (None, {"input": "gguf,type=IQ4_NL"}, RecipeError, "casts do not write 'gguf,type=IQ4_NL': its table has no 0"),
-        ("mxfp8", {"hadamard": 3}, RecipeError, "hadamard must be one of 0, 4, 16, 64, got 3"),
+        ("mxfp8", {"hadamard": 4}, RecipeError, "hadamard must be one of 0, 16, 32, 64, 128, got 4"),
         ("mxfp8", {"gradient_rounding": "random"}, RecipeError, "gradient_rounding must be 'nearest' or 'stochastic'"),
         ("mxfp8", {"high_precision": ("dgrad",)}, RecipeError, "'dgrad' is not one. Known: grad_input"),
         ("mxfp8", {"high_precision": tuple(GEMMS)}, RecipeError, "nothing is quantized"),
         ("fp8_delayed", {"input_columns": "mxfp8"}, RecipeError, "one history for rows and columns"),
         ("fp8_delayed", {"hadamard": 16}, RecipeError, "hadamard changes the amax"),
+        ("nvfp4", {"input": "fp8_delayed"}, RecipeError, "hadamard changes the amax"),
     ],
 )
 def test_contradictions_are_named(preset: object, fields: dict[str, object], error: type[Exception], says: str) -> None:
@@ -123,32 +130,28 @@ def test_other_types_are_named() -> None:
         TrainingRecipe.of(7)  # pyright: ignore[reportArgumentType]
 
 
-# ---------------------------------------------------------------------------------------------- the Hadamard transform
+# ------------------------------------------------------------------------------------------ the rotation of grad_weight
 
 
-def sylvester(size: int) -> np.ndarray:
-    """H D as an exact matrix, from its definition: (-1)^(bits of i & j), and the signs of columns."""
-    signs = [-1.0 if SIGNS >> i & 1 else 1.0 for i in range(size)]
-    return np.array([[(-1.0) ** (i & j).bit_count() * signs[j] for j in range(size)] for i in range(size)]) / size**0.5
-
-
-def test_the_signs_are_those_of_threefry() -> None:
-    low, high = threefry2x32((0, 0), (0, 0))
-    assert high << 32 | low == SIGNS
-
-
-@pytest.mark.parametrize("size", HADAMARDS[1:])
-def test_the_transform_is_orthogonal_and_the_one_declared(size: int) -> None:
-    matrix = sylvester(size)
-    assert (matrix @ matrix.T == np.eye(size)).all()
-    # Integers up to 8 over 64 rows stay below 2^9, times a power of two: every FP32 sum is exact, so equality is due.
-    x = np.random.default_rng(0).integers(-8, 9, (2, 2 * size, 5)).astype(np.float32)
-    assert (hadamard(ops_of(x), x, size) == np.einsum("ij,bgjk->bgik", matrix, x.reshape(2, 2, size, 5)).reshape(x.shape)).all()
-
-
-def test_missing_rows_are_zeros_and_the_product_stays() -> None:
+@pytest.mark.parametrize("size", ROTATIONS[1:])
+def test_grad_weight_stays_when_its_operands_are_rotated(size: int) -> None:
+    rotation = Rotation(size, 0)
+    operands = TrainingRecipe("mxfp8", hadamard=size).operands["grad_weight"]
+    assert [(of.rotation, of.axis) for of in operands] == [(rotation, -2)] * 2
     rng = np.random.default_rng(1)
-    x, dy = (rng.integers(-8, 9, (37, n)).astype(np.float32) for n in (5, 3))
-    tx, tdy = (hadamard(ops_of(v), v, 16) for v in (x, dy))
-    assert tx.shape == (48, 5) and tdy.shape == (48, 3)
-    assert (tdy.T @ tx == dy.T @ x).all()  # exact, as above
+    rows = 2 * size + 5  # five after the last whole block
+    dy, x = (rng.integers(-8, 9, (rows, n)).astype(np.float32) for n in (3, 5))
+    rotated_dy, rotated_x = (rotated(ops_of(v), v, rotation, -2) for v in (dy, x))
+    assert (rotated_x[-5:] == x[-5:]).all() and (rotated_dy[-5:] == dy[-5:]).all() and (rotated_x[:-5] != x[:-5]).any()
+    found, expected = rotated_dy.astype(np.float64).T @ rotated_x, dy.astype(np.float64).T @ x
+    # Sums of integers below 2^24 are exact, and so is their product with 1 / sqrt(16) or 1 / sqrt(64). The other two factors
+    # are rounded, and so is the product: each operand has two relative errors of u, so each term four; FP64 adds far less.
+    u = 0 if size in (16, 64) else 2.0**-24
+    assert (np.abs(found - expected) <= 5 * u * (np.abs(rotated_dy).astype(np.float64).T @ np.abs(rotated_x))).all()
+
+
+@pytest.mark.parametrize("left", ["input_columns", "gradient_columns"])
+def test_no_operand_is_rotated_alone(left: str) -> None:
+    """An operand in high precision is multiplied as it is, so the other must be too."""
+    recipe = TrainingRecipe("nvfp4", **{left: "none"})  # pyright: ignore[reportArgumentType]
+    assert recipe.hadamard == 16 and [of.rotation for of in recipe.operands["grad_weight"]] == [None, None]

@@ -80,10 +80,10 @@ FAULTS: dict[str, tuple[str, str, Any, set[str]]] = {
         declared_with("gradient", lambda one, two: (one._replace(recipe=None), two._replace(recipe=None))),
         {"grad_input", "grad_weight"},
     ),
-    "no Hadamard transform of x": (
+    "no rotation of x": (
         "nvfp4",
         "declared",
-        declared_with("input", lambda one, two: (one, two._replace(hadamard=0))),
+        declared_with("input", lambda one, two: (one, two._replace(rotation=None))),
         {"grad_weight"},
     ),
     "gradient rounded to nearest": (
@@ -300,7 +300,7 @@ def test_experts_are_cast_as_if_each_were_alone(preset: str) -> None:
         cast = {t: breccia.cast(np.float32([[np.abs(of).max()]]), getattr(recipe, t)) for t, of in shared.items()}
         scales = {t: st.scale if st.global_scale is None else st.global_scale for t, st in cast.items()}
     for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        # The Hadamard transform of NVFP4 changes the amax of columns; other recipes check those.
+        # The rotation of NVFP4 changes the amax of columns; other recipes check those.
         plain = TrainingRecipe(preset, gradient_rounding="nearest", hadamard=0)
         expected = operands(plain, x[start:end], w[e], dy[start:end], scales=scales)
         assert agrees(y[start:end], *expected["output"]), e
@@ -312,6 +312,16 @@ def test_experts_are_cast_as_if_each_were_alone(preset: str) -> None:
             assert agrees(dw[e].T, *expected["grad_weight"]), e
     assert not dw[1].any() and not y[ends[-1] :].any() and not dx[ends[-1] :].any()
     assert {t: float(h.scale) for t, h in recorded.items()} == {t: np.abs(shared[t]).max() for t in recorded}
+
+
+@long
+def test_no_rotation_mixes_the_rows_of_two_experts() -> None:
+    dot = breccia_jax.DotGeneral(TrainingRecipe("mxfp8", hadamard=128))  # scales alone would let an expert begin at row 64
+    sizes = np.array([37, M - 37], np.int32)
+    x, dy = X.copy(), DY.copy()
+    x[37:] = dy[:37] = 0
+    dw = jax.grad(lambda w: (dot.ragged_dot(x, w, sizes) * dy).sum())(jnp.ones((2, K, N)))
+    assert not dw.any()
 
 
 @long

@@ -9,7 +9,7 @@ import numpy as np
 import breccia
 from breccia import TrainingRecipe
 from breccia.backend import ops_of
-from breccia.internal import hadamard
+from breccia.internal import rotated
 
 PRESETS = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "fp8_tile", "mxfp8", "nvfp4")
 #: 2^32 * 7 + 5: both words of a seed count.
@@ -29,7 +29,9 @@ def operands(
         options: dict[str, Any] = {"rounding": "stochastic", "seed": seed} if of.rounding == "stochastic" else {}
         if scales and of.tensor in scales:
             options["scale"] = scales[of.tensor]
-        return breccia.cast(hadamard(ops_of(a), a, of.hadamard) if of.hadamard else a, of.recipe, axis=of.axis, **options)
+        if of.rotation is not None:
+            a = rotated(ops_of(a), np.asarray(a, np.float32), of.rotation, of.axis)
+        return breccia.cast(a, of.recipe, axis=of.axis, **options)
 
     (x_rows, w_rows), (dy_rows, w_columns), (dy_columns, x_columns) = (
         tuple(map(made, recipe.operands[gemm])) for gemm in ("output", "grad_input", "grad_weight")

@@ -33,7 +33,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("keeps_parts", "repeats"), "kernels.exact"),
     **dict.fromkeys(("NEW_CODES", "decided", "keeps_values"), "kernels.exactness"),
     "Record": "formats",
-    "apply_scale": "kernels.reference",
+    **dict.fromkeys(("apply_scale", "rotated"), "kernels.reference"),
     "numpy": "kernels",
     **dict.fromkeys(
         ("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"
@@ -45,7 +45,6 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("COMPLETE", "PRESETS", "check_patterns", "kept_kind", "matches"), "policies"),
     **dict.fromkeys(("kind_in_file", "size"), "models"),
     **dict.fromkeys(("GEMMS", "GemmOperand", "TENSORS"), "training"),
-    "hadamard": "kernels.hadamard",
     **dict.fromkeys(("policy_names", "recipe_names"), "cli.completion"),
 }
 

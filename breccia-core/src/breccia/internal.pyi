@@ -34,7 +34,6 @@ from .kernels.exact import repeats as repeats
 from .kernels.exactness import NEW_CODES as NEW_CODES
 from .kernels.exactness import decided as decided
 from .kernels.exactness import keeps_values as keeps_values
-from .kernels.hadamard import hadamard as hadamard
 from .kernels.numpy.codes import Blocks as Blocks
 from .kernels.numpy.codes import FloatCodes as FloatCodes
 from .kernels.numpy.codes import IntegerCodes as IntegerCodes
@@ -42,6 +41,7 @@ from .kernels.numpy.codes import Microkernels as Microkernels
 from .kernels.numpy.codes import ScaledCodes as ScaledCodes
 from .kernels.numpy.codes import TableCodes as TableCodes
 from .kernels.reference import apply_scale as apply_scale
+from .kernels.reference import rotated as rotated
 from .layouts import layout_of_tensor as layout_of_tensor
 from .layouts import placed as placed
 from .locks import cached_property as cached_property

@@ -25,6 +25,7 @@ from .locks import cached_property
 from .options import ROUNDINGS
 from .recipe_bases import ScalingRecipe
 from .recipes import DelayedScaling
+from .rotations import ROTATIONS, Rotation
 from .specs import as_recipe
 
 #: The three GEMMs by name, in the order that a step computes them: for each operand its tensor and its contraction axis.
@@ -37,8 +38,8 @@ GEMMS: Mapping[str, tuple[tuple[str, int], tuple[str, int]]] = MappingProxyType(
 )
 #: The tensors that are quantized: x, w and dy.
 TENSORS = ("input", "weight", "gradient")
-#: The sizes of `hadamard`: powers of four, whose normalization 1 / sqrt(n) is a power of two, hence exact. 0: none.
-HADAMARDS = (0, 4, 16, 64)
+#: The seed of the signs of `hadamard`: fixed, so that every framework and every resumed run has the same.
+HADAMARD_SEED = 0
 
 _TILES = "fp8_block,block_m=128"
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -71,14 +72,14 @@ class GemmOperand(NamedTuple):
     recipe: the recipe that it is cast under; None for high precision.
     axis: its contraction axis: -1, its rows have blocks, or -2, its columns have.
     rounding: "nearest" or "stochastic".
-    hadamard: the size of the Hadamard transform along the contraction axis before the cast; 0 for none.
+    rotation: what rotates it along the contraction axis before the cast; None for nothing.
     """
 
     tensor: str
     recipe: ScalingRecipe | None
     axis: int
     rounding: str = "nearest"
-    hadamard: int = 0
+    rotation: Rotation | None = None
 
 
 @dataclass(frozen=True, repr=False, init=False)
@@ -92,8 +93,10 @@ class TrainingRecipe:
     input_columns, weight_columns, gradient_columns: the recipes of the same tensors where a GEMM contracts their second last
         axis; by default those of their rows.
     gradient_rounding: "nearest" (default) or "stochastic", of dy in both GEMMs that it enters.
-    hadamard: 4, 16 or 64: the operands of grad_weight are transformed along M, in groups of that many rows, by an orthogonal
-        Hadamard matrix, which leaves their product unchanged and spreads outliers. 0 (default): none.
+    hadamard: 16, 32, 64 or 128: before they are cast, both operands of grad_weight are rotated along M, in blocks of that many
+        rows, by the Hadamard matrix with random signs of docs/spec/numerics.md, section 5.7, with the seed 0. This spreads
+        outliers. The product stays the same: the matrix is orthogonal, and rows after the last whole block stay as they are in
+        both. 0 (default), or an operand of grad_weight in high precision: no rotation.
     high_precision: GEMMs that multiply x, w and dy as they are: any of "output", "grad_input", "grad_weight".
 
     Raises UnknownNameError for an unknown preset or recipe; RecipeError for fields that contradict each other, for a recipe
@@ -151,7 +154,7 @@ class TrainingRecipe:
 
     def _check(self) -> None:
         settle(self, "gradient_rounding", ROUNDINGS)
-        settle(self, "hadamard", HADAMARDS)
+        settle(self, "hadamard", ROTATIONS)
         recipes = {f.name: getattr(self, f.name) for f in fields(self)[:6]}
         if not any(r is not None for r in recipes.values()):
             raise RecipeError(f"a TrainingRecipe needs a preset ({', '.join(PRESETS)}) or recipes: input=, weight=, gradient=.")
@@ -164,8 +167,11 @@ class TrainingRecipe:
                     f"{tensor}={_spec(rows)!r} and {tensor}_columns={_spec(columns)!r}.",
                     tensor=tensor,
                 )
-        if isinstance(self.gradient, DelayedScaling) and self.hadamard:
-            raise RecipeError("hadamard changes the amax of columns, and delayed scaling has one history for rows and columns.")
+        if self.hadamard and any(isinstance(r, DelayedScaling) for r in (self.input, self.gradient)):
+            raise RecipeError(
+                "hadamard changes the amax of columns, and delayed scaling has one history for rows and columns. "
+                "Set hadamard=0."
+            )
 
     @cached_property
     def _hash(self) -> int:
@@ -186,7 +192,13 @@ class TrainingRecipe:
             return GemmOperand(tensor, None, axis)
         recipe = getattr(self, tensor if axis == -1 else f"{tensor}_columns")
         rounding = self.gradient_rounding if tensor == "gradient" and recipe is not None else "nearest"
-        return GemmOperand(tensor, recipe, axis, rounding, self.hadamard if gemm == "grad_weight" else 0)
+        return GemmOperand(tensor, recipe, axis, rounding, self._rotation if gemm == "grad_weight" else None)
+
+    @property
+    def _rotation(self) -> Rotation | None:
+        """Of both operands of grad_weight, or of neither: one alone would change their product."""
+        both_cast = self.gradient_columns is not None and self.input_columns is not None
+        return Rotation(self.hadamard, HADAMARD_SEED) if self.hadamard and both_cast else None
 
     @property
     def stochastic(self) -> bool:

@@ -4,7 +4,7 @@
     backward   dx = dy @ w[e].T
                dw[e] = x.T @ dy     over the rows of expert e
 
-for x (M, K), w (E, K, N), dy (M, N), rows sorted by expert. Blocks and Hadamard groups along M lie inside one expert: its rows
+for x (M, K), w (E, K, N), dy (M, N), rows sorted by expert. Blocks and rotations along M lie inside one expert: its rows
 are moved so that they begin at a multiple of their length, with rows of zeros between experts. So blocks of an expert are those
 of its rows alone. Scales of the whole tensor, and of a whole column (fp8_row), are shared by all experts.
 """
@@ -91,7 +91,7 @@ def _alignment(how: How) -> int:
     lengths = [1]
     for tensor in ("input", "gradient"):
         operand = declared(how.recipe, tensor)[1]
-        lengths.append(operand.hadamard or 1)
+        lengths.append(1 if operand.rotation is None else operand.rotation.block)
         if operand.recipe is not None:
             lengths += [level.block[1] or 1 for level in operand.recipe.format.levels]
     return math.lcm(*lengths)

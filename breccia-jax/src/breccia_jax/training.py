@@ -21,7 +21,7 @@ from jax import lax
 import breccia
 from breccia import AmaxHistory, DelayedScaling, ScaledTensor, TrainingRecipe
 from breccia.backend import TENSOR, calls, dtype_name
-from breccia.internal import GemmOperand, hadamard
+from breccia.internal import GemmOperand, rotated
 
 from .delayed import scale_of_step
 from .ops import JAX
@@ -92,8 +92,8 @@ def cast_operands(
 def _cast(how: How, x: Array, of: GemmOperand, options: dict[str, Any]) -> Operand:
     if of.recipe is None:
         return x
-    if of.hadamard:
-        x = hadamard(JAX, x, of.hadamard)
+    if of.rotation is not None:
+        x = rotated(JAX, JAX.f32(x), of.rotation, of.axis)
     return breccia.cast(x, of.recipe, axis=of.axis, **{**_shared(how, of.recipe, x), **options})
 
 

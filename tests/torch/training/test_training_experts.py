@@ -87,6 +87,19 @@ def test_an_expert_has_the_gradient_of_a_layer_of_its_own(preset: str) -> None:
             assert torch.equal(exact(operands["grad_weight"][1][e])[: end - start], exact(alone["grad_weight"][1]))
 
 
+def test_no_rotation_mixes_the_rows_of_two_experts() -> None:
+    recipe = TrainingRecipe("mxfp8", hadamard=128)  # blocks of scales, of 32, would let an expert begin at row 64
+    layer = TrainingExperts(2, IN, OUT, recipe=recipe)
+    x, dy, offsets = torch.randn(100, IN), torch.randn(100, OUT), torch.tensor([37, 100], dtype=torch.int32)
+    x[37:] = 0.0
+    dy[:37] = 0.0
+    gradients, inputs = layer.gemm_operands(x, dy, offsets)["grad_weight"]
+    assert exact(inputs[0]).any() and exact(gradients[1]).any()
+    assert not exact(inputs[1]).any() and not exact(gradients[0]).any()
+    layer(x, offsets).backward(dy)
+    assert layer.weight.grad is not None and not layer.weight.grad.any()
+
+
 def test_rows_come_back_from_their_places() -> None:
     recipe = TrainingRecipe("fp8_block")
     places = Places.of(ROWS, OFFSETS, recipe)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import breccia
 from breccia import ScaledTensor, ShapeError, TrainingRecipe, UnsupportedError
 from breccia.kernels import bounds
+from breccia.rotations import ROTATIONS
 from breccia.training import PRESETS
 from breccia_torch.nn import TrainingLinear
 from breccia_torch.training import linear as module
@@ -90,22 +91,25 @@ def test_gemm_operands_are_the_casts_that_the_recipe_declares(recipe: TrainingRe
             found = found.mT if turned else found
             if of.recipe is None:
                 assert torch.equal(found, tensors[of.tensor])
-            elif of.rounding == "nearest" and not of.hadamard:  # others: the tests of state, and the product above
+            elif of.rounding == "nearest" and of.rotation is None:  # others: the tests of state, and the product above
                 assert breccia.bytes_equal(found, breccia.cast(tensors[of.tensor], of.recipe, axis=of.axis))
             assert not isinstance(found, ScaledTensor) or (found.recipe, found.axis) == (of.recipe, of.axis)
 
 
-def test_the_hadamard_transform_leaves_grad_weight_and_spreads_an_outlier() -> None:
-    layer, x, dy = made(TrainingRecipe("nvfp4", gradient_rounding="nearest"))
-    with torch.no_grad():
-        x[0, 0, 0] = 1000.0  # alone in its block of 16 along M, whose other values all become 0 without the transform
+@pytest.mark.parametrize("size", ROTATIONS)
+def test_a_rotation_leaves_grad_weight_and_spreads_an_outlier(size: int) -> None:
+    layer, x, dy = made(TrainingRecipe("nvfp4", hadamard=size))
     a, b = layer.gemm_operands(x, dy)["grad_weight"]
-    assert a.shape == (OUT, 80) and b.shape == (80, IN)  # 72 rows in whole groups of 16
-    plain = TrainingLinear(IN, OUT, recipe=TrainingRecipe("nvfp4", gradient_rounding="nearest", hadamard=0))
-    c, d = plain.gemm_operands(x, dy)["grad_weight"]
+    assert a.shape == (OUT, ROWS) and b.shape == (ROWS, IN)  # rows after the last whole block stay as they are
     reference = dy.flatten(0, 1).double().T @ x.detach().flatten(0, 1).double()
-    error, without = ((exact(p) @ exact(q) - reference)[:, 0].norm() for p, q in ((a, b), (c, d)))
-    assert error < without
+    # E2M1 errs by at most a fifth of a normal code. Of operands of which one is rotated, the product has about the same norm
+    # and nothing in common with this one: an error of the root of two.
+    assert (exact(a) @ exact(b) - reference).norm() <= 0.5 * reference.norm()
+    with torch.no_grad():
+        x[0, 0, 0] = 1000.0
+    largest = exact(layer.gemm_operands(x, dy)["grad_weight"][1])[:, 0].abs().max()
+    # Of FP32 1000 becomes 1000 / sqrt(size), beside sums of normal numbers; E2M1 and the scale of the block round them.
+    assert largest <= 1.25 * (1000 / max(size if size <= ROWS else 1, 1) ** 0.5 + 5)
 
 
 # ---------------------------------------------------------------------------------------------------- planted faults

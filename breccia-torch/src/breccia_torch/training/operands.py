@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from breccia import DelayedScaling, ScaledTensor, TrainingRecipe
 from breccia.backend import DEFAULT, CastOptions, calls, checks, components, packing, part_shapes, product_options
-from breccia.internal import GemmOperand, hadamard
+from breccia.internal import GemmOperand, rotated
 
 from ..ops import TORCH
 from . import state as steps
@@ -76,8 +76,8 @@ def cast_operand(
 def _cast(x: Tensor, operand: GemmOperand, options: CastOptions) -> Operand:
     if operand.recipe is None:
         return x
-    if operand.hadamard:
-        x = hadamard(TORCH, x, operand.hadamard)
+    if operand.rotation is not None:
+        x = rotated(TORCH, TORCH.f32(x), operand.rotation, operand.axis)
     return calls.cast(x, operand.recipe, options if operand.axis == -1 else options.replace(axis=-2))
 
 
@@ -118,12 +118,12 @@ ROWS = {"cuda": 16}
 
 
 def step_of(recipe: TrainingRecipe, device: str) -> int:
-    """What each expert's rows are a multiple of: the blocks and transforms along M, and what GEMMs of the device need."""
-    sides = [max(ROWS.get(device, 1), recipe.hadamard, 1)]
+    """What each expert's rows are a multiple of: the blocks and rotations along M, and what GEMMs of the device need."""
+    sides = [ROWS.get(device, 1)]
     for tensor in ("input", "gradient"):
-        column = declared(recipe, tensor)[1].recipe
-        length = None if column is None else column.format.block[1]
-        sides.append(length or 1)
+        column = declared(recipe, tensor)[1]
+        length = None if column.recipe is None else column.recipe.format.block[1]
+        sides += [length or 1, 1 if column.rotation is None else column.rotation.block]
     return math.lcm(*sides)
 
 
@@ -141,28 +141,20 @@ def parts_of(operand: Operand) -> list[Tensor]:
     return list(components(operand).values()) if isinstance(operand, ScaledTensor) else [operand]
 
 
-def operand_of(parts: Sequence[Tensor], of: GemmOperand, shape: Sequence[int]) -> Operand:
-    """The operand with these components. shape: of the tensor before the Hadamard transform."""
+def operand_of(parts: Sequence[Tensor], of: GemmOperand, shape: tuple[int, ...]) -> Operand:
+    """The operand with these components. shape: of the tensor."""
     if of.recipe is None:
         return parts[0]
-    full = transformed_shape(of, shape)
-    layout = checks.fitted_layout(of.recipe, full, of.axis)
+    layout = checks.fitted_layout(of.recipe, shape, of.axis)
     named = dict(zip(of.recipe.format.parts, parts, strict=True))
-    padding = -full[of.axis] % packing(of.recipe.format.element)[0]
+    padding = -shape[of.axis] % packing(of.recipe.format.element)[0]
     return ScaledTensor.from_parts(recipe=of.recipe, layout=layout, axis=of.axis, padding=padding, **named)
 
 
-def transformed_shape(of: GemmOperand, shape: Sequence[int]) -> tuple[int, ...]:
-    """The logical shape of an operand: rows are padded to whole groups of its Hadamard transform."""
-    *lead, m, k = shape
-    return (*lead, math.ceil(m / of.hadamard) * of.hadamard if of.hadamard else m, k)
-
-
-def empty_parts(like: Tensor, of: GemmOperand, shape: Sequence[int]) -> list[Tensor]:
+def empty_parts(like: Tensor, of: GemmOperand, shape: tuple[int, ...]) -> list[Tensor]:
     """Tensors of the shapes, dtypes and strides of an operand's components, for compilers."""
     assert of.recipe is not None
-    full = transformed_shape(of, shape)
-    shapes = part_shapes(of.recipe.format, checks.fitted_layout(of.recipe, full, of.axis), full, of.axis)
+    shapes = part_shapes(of.recipe.format, checks.fitted_layout(of.recipe, shape, of.axis), shape, of.axis)
     dtypes = TORCH.dtypes(of.recipe.format)
     data, *others = [like.new_empty(s, dtype=getattr(torch, dtypes[name])) for name, s in shapes.items()]
     return [data.new_empty(data.mT.shape).mT if of.axis == -2 else data, *others]

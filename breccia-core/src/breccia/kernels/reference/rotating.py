@@ -5,7 +5,12 @@ Every sum is flushed, which also stands between products and sums, so that no co
 
 from __future__ import annotations
 
-from ...arrays.ops import Array, Ops
+from functools import lru_cache
+
+import numpy as np
+
+from ...arrays.ops import NUMPY, Array, Ops
+from ...fp32 import f32_bits
 from ...rotations import Rotation
 from ...rules import flushed
 from .random_words import random_words
@@ -30,10 +35,11 @@ def _blockwise(ops: Ops, x: Array, rotation: Rotation, axis: int, signs_first: b
         return x
     places = (slice(None),) * len(after)
     y = ops.reshape(x[(..., slice(None, whole), *places)] if whole != length else x, (*before, whole // n, n, *after))
-    negative = ops.reshape(_words(ops, x, rotation) < 0, (n, *(1 for _ in after)))
+    place = ops.counter(ops.broadcast(ops.constant(0.0, x), (n,)))[0]
+    signs = ops.reshape(ops.bitcast_to_float(ops.take(_signs(rotation), place)), (n, *(1 for _ in after)))
 
     def signed(a: Array) -> Array:
-        return flushed(ops, ops.where(negative, -a, a))
+        return flushed(ops, a * signs)
 
     y = signed(y) if signs_first else flushed(ops, y)
     half = 1
@@ -47,6 +53,9 @@ def _blockwise(ops: Ops, x: Array, rotation: Rotation, axis: int, signs_first: b
     return y if whole == length else ops.concat([y, x[(..., slice(whole, None), *places)]], axis=axis)
 
 
-def _words(ops: Ops, like: Array, rotation: Rotation) -> Array:
-    """A random word for each element of a block."""
-    return random_words(ops, ops.broadcast(ops.constant(1.0, like), (rotation.block,)), rotation.seed)
+@lru_cache(maxsize=64)
+def _signs(rotation: Rotation) -> tuple[int, ...]:
+    """The bits of FP32 1 or -1 for each element of a block. Computed once: on a GPU each of its steps is a launch."""
+    with NUMPY.errstate():
+        words = random_words(NUMPY, np.zeros(rotation.block, np.float32), rotation.seed)
+    return tuple(f32_bits(-1.0 if word < 0 else 1.0) for word in words)
