@@ -295,8 +295,6 @@ def hosts() -> dict[str, float]:
         with torch.no_grad():
             found[f"layer {spec}, one row"] = host(lambda i, layer=layer: layer(data[:1]))
             found[f"layer {spec}, new rows"] = host(lambda i, layer=layer: layer(data[: 1 + i]))
-    # Whether what ran in between has slowed the process itself.
-    found["F.linear, at the end"] = host(lambda i: torch.nn.functional.linear(data[:64], weight))
     return found
 
 
