@@ -29,6 +29,7 @@ pytest.importorskip("triton")
 
 import triton_products  # noqa: E402
 from compiling import compiled_with_log  # noqa: E402
+from fp8_stand_in import StandIn, installed  # noqa: E402
 from fp8_variants import fp8_variants  # noqa: E402
 from triton_products import ROUNDOFF, call_of, captured, on_another_stream  # noqa: E402
 
@@ -391,42 +392,9 @@ def test_warps_copy_scales_only_where_blocks_share_no_operand() -> None:
     assert not any(fp8_plans.copiers(tile, pair, True) for tile in fp8_plans.GROUPED)
 
 
-class StandIn:
-    """A driver that records tensor maps and launches, and a kernel for CPU tensors."""
-
-    def __init__(self) -> None:
-        self.maps: list[list[Any]] = []
-        self.launched: list[Any] = []
-        self.variants: list[fp8_plans.Variant] = []
-
-    def cuTensorMapEncodeTiled(self, place: Any, *rest: Any) -> int:
-        self.maps.append([list(x) if isinstance(x, ctypes.Array) else getattr(x, "value", x) for x in rest])
-        return 0
-
-    def cuLaunchKernelEx(self, config: Any, function: Any, arguments: Any, extra: Any) -> int:
-        self.launched.append((config._obj.grid_x, fp8_matmul.Args.from_address(arguments[5])))
-        return 0
-
-    def cuOccupancyMaxActiveClusters(self, found: Any, function: Any, config: Any) -> int:
-        found._obj.value = 66
-        return 0
-
-
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    library = StandIn()
-    fake = driver.Driver(library)
-
-    def loaded(variant: fp8_plans.Variant, device: Any) -> Any:
-        library.variants.append(variant)
-        return driver.Function(fake, "fp8_matmul", ctypes.c_void_p(1), variant.shared)
-
-    monkeypatch.setattr(fp8_matmul, "driver", lambda: fake)
-    monkeypatch.setattr(fp8_matmul, "loaded", loaded)
-    properties = type("Properties", (), {"multi_processor_count": 132})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    fp8_matmul.forget()
-    yield library
+    yield installed(monkeypatch)
     fp8_matmul.forget()
 
 
@@ -461,7 +429,6 @@ def test_scales_of_blocks_are_read_in_place_and_copied_only_where_rows_are_not_a
     assert scales[2:6] == [a.scale.data_ptr(), [4, 300, 1], [16, 4800], [4, 64, 1]]
     assert out[3] == [264, 300, 1]
     assert stand_in.launched[-1][1].sw == w.scale.data_ptr()
-    stand_in.maps.clear()
     short = cpu((300, 640), BLOCK)
     fp8_matmul.matmul(short, cpu((264, 640), TILES).mT)
     assert stand_in.maps[2][3:6] == [[300, 5, 1], [1200, 6000], [64, 1, 1]]
@@ -469,27 +436,32 @@ def test_scales_of_blocks_are_read_in_place_and_copied_only_where_rows_are_not_a
     assert not stand_in.variants[-1].a_plain and stand_in.variants[0].a_plain
 
 
-def test_scales_of_the_mx_formats_become_fp32_with_four_for_each_step(
-    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, w, padded = cpu((300, 272), MX), cpu((264, 272), MX), list[Any]()
-    monkeypatch.setattr(fp8_matmul, "_aligned", lambda x: padded.append(x) or x)
+def test_scales_of_the_mx_formats_become_fp32_with_four_for_each_step(stand_in: StandIn) -> None:
+    a, w = cpu((300, 272), MX), cpu((264, 272), MX)
     fp8_matmul.matmul(a, w.mT, product_options("bfloat16"))
     assert stand_in.variants[-1].pieces == 4 and stand_in.variants[-1].scales == fp8_plans.BLOCKS
     assert stand_in.maps[2][3:6] == [[12, 300, 1], [48, 48 * 300], [4, 64, 1]]
-    for scales, st in zip(padded, (a, w), strict=True):
-        assert scales.dtype == torch.float32 and scales.shape == (st.shape[0], 12)
-        assert torch.equal(scales[:, :9], st.scale.float()) and not scales[:, 9:].any()
+    for name, st in (("scales of a", a), ("scales of b", w)):
+        scales = np.frombuffer(stand_in.read[name], np.float32).reshape(st.shape[0], 12)
+        assert np.array_equal(scales[:, :9], st.scale.float().numpy()) and not scales[:, 9:].any()
 
 
 @pytest.mark.usefixtures("no_copiers")
-def test_a_repeated_call_prepares_nothing(stand_in: StandIn) -> None:
+@pytest.mark.parametrize("opaque", [False, True])
+def test_a_repeated_call_prepares_nothing(opaque: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a call with tensors at other addresses, unless the driver's tensor maps do not show how they hold one."""
+    stand_in = installed(monkeypatch, opaque)
     a, w, out = cpu((300, 512), BLOCK), cpu((264, 512), TILES), torch.empty(300, 264, dtype=torch.bfloat16)
     for _ in range(3):
         fp8_matmul.matmul(a, w.mT, product_options("bfloat16", out=out))
-    assert len(stand_in.maps) == 4 and len(stand_in.variants) == 1 and len(stand_in.launched) == 3
-    fp8_matmul.matmul(a, w.mT, product_options("bfloat16", out=torch.empty(300, 264, dtype=torch.bfloat16)))
-    assert len(stand_in.maps) == 8 and len(stand_in.variants) == 1
+    assert len(stand_in.variants) == 1 and len(stand_in.launched) == 3
+    assert stand_in.described == (12 if opaque else 4)
+    prepared = list(fp8_matmul._calls.values())
+    x, y, to = cpu((300, 512), BLOCK), cpu((264, 512), TILES), torch.empty(300, 264, dtype=torch.bfloat16)
+    fp8_matmul.matmul(x, y.mT, product_options("bfloat16", out=to))
+    assert stand_in.described == (16 if opaque else 4) and len(stand_in.variants) == 1
+    assert list(fp8_matmul._calls.values()) == prepared
+    assert [each[2] for each in stand_in.maps] == [t.data_ptr() for t in (x.data, y.data, x.scale, to)]
 
 
 def test_odd_columns_leave_without_the_copy_engine(stand_in: StandIn) -> None:

@@ -120,17 +120,7 @@ def _used(winners: OrderedDict[Any, Any], key: Hashable) -> None:
 
 
 def _reading(readers: list[tuple[Callable[[Any], Hashable], int]]) -> Callable[[Any], Hashable]:
-    """One function for all of them. Small counts are unrolled: a loop costs as much as the reads."""
-    match readers:
-        case [(f, i)]:
-            return lambda values: f(values[i])
-        case [(f, i), (g, j)]:
-            return lambda values: (f(values[i]), g(values[j]))
-        case [(f, i), (g, j), (h, k)]:
-            return lambda values: (f(values[i]), g(values[j]), h(values[k]))
-        case [(f, i), (g, j), (h, k), (e, m)]:
-            return lambda values: (f(values[i]), g(values[j]), h(values[k]), e(values[m]))
-        case [(f, i), (g, j), (h, k), (e, m), (d, n)]:
-            return lambda values: (f(values[i]), g(values[j]), h(values[k]), e(values[m]), d(values[n]))
-        case _:
-            return lambda values: tuple([read(values[slot]) for read, slot in readers])
+    """One function for all of them. Their calls are written out: a loop costs as much as the reads."""
+    named = {f"_{n}": read for n, (read, _) in enumerate(readers)}
+    reads = ", ".join([f"_{n}(values[{slot}])" for n, (_, slot) in enumerate(readers)])
+    return eval(f"lambda values: ({reads})", named)

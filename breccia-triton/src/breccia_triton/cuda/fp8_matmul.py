@@ -59,9 +59,9 @@ def _multiply(a: Any, b: Any, options: ProductOptions, offsets: Any, promote: bo
     out_dtype, bias, out = options
     x, y, scale_x, scale_y = a.data, b.data, a.scale, b.scale
     device = x.device
-    aligned = (x.data_ptr() | y.data_ptr()) % ALIGNED, scale_x.data_ptr() % ALIGNED, scale_y.data_ptr() % ALIGNED
     key = (
-        aligned, x.shape, y.shape, x.stride(), y.stride(), scale_x.shape, scale_y.shape, scale_x.stride(), scale_y.stride(),
+        x.data_ptr() % ALIGNED, y.data_ptr() % ALIGNED, scale_x.data_ptr() % ALIGNED, scale_y.data_ptr() % ALIGNED,
+        x.shape, y.shape, x.stride(), y.stride(), scale_x.shape, scale_y.shape, scale_x.stride(), scale_y.stride(),
         scale_x.dtype, scale_y.dtype, a.axis, b.axis, a.recipe.interned_key, b.recipe.interned_key, a.layout.interned_key,
         b.layout.interned_key, device, y.device, scale_x.device, scale_y.device, out_dtype, promote,
         None if bias is None else (bias.dtype, bias.shape, bias.device),
