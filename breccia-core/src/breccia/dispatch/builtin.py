@@ -78,30 +78,25 @@ def breccia_kernels() -> Iterable[Kernel]:
     for op in ("matmul", "grouped_matmul"):
         yield Kernel(op, "numpy", f"{numpy}.products:{op}", f"numpy.{op}", rank=rank, plan=plan)
     for op in ("cast", "dequantize"):
-        yield Kernel(
-            op,
-            ANY_FRAMEWORK,
-            f"breccia.kernels.rotating:{op}",
-            f"rotated.{op}",
-            accepts=f"{plans}:accepts_rotated",
-            plan=f"{plans}:plan_of_rotated",
-            rank=Tier.FLATTENED,
-            traces=True,
-            kind="composite",
-        )
+        yield _in_another_format(op, "rotating", "rotated", "rotated")
     for op in ("dequantize", "matmul", "grouped_matmul", "cast"):
-        how = "written_as" if op == "cast" else "flattened"
-        yield Kernel(
-            op,
-            ANY_FRAMEWORK,
-            f"breccia.kernels.flattening:{op}",
-            f"flattened.{op}",
-            accepts=f"{plans}:accepts_{how}",
-            plan=f"{plans}:plan_of_{how}",
-            rank=Tier.FLATTENED,
-            traces=True,
-            kind="composite",
-        )
+        yield _in_another_format(op, "flattening", "flattened", "written_as" if op == "cast" else "flattened")
+
+
+def _in_another_format(op: str, module: str, name: str, how: str) -> Kernel:
+    """An op of a format that kernels do not know, by the kernel for one that they know. how: ends the names of its plan."""
+    plans = "breccia.kernels.plans"
+    return Kernel(
+        op,
+        ANY_FRAMEWORK,
+        f"breccia.kernels.{module}:{op}",
+        f"{name}.{op}",
+        accepts=f"{plans}:accepts_{how}",
+        plan=f"{plans}:plan_of_{how}",
+        rank=Tier.FLATTENED,
+        traces=True,
+        kind="composite",
+    )
 
 
 @hookimpl
