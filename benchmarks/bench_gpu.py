@@ -7,6 +7,7 @@ the host's clock replaces CUDA events.
 from bench_coded import coded
 from bench_gpu_backward import backward
 from bench_gpu_casts import casts
+from bench_gpu_gpt import gpt
 from bench_gpu_host import host
 from bench_gpu_quantize import quantize
 from bench_gpu_training import training
@@ -19,6 +20,7 @@ if __name__ == "__main__":
         backward=backward,
         casts=casts,
         coded=coded,
+        gpt=gpt,
         host=host,
         quantize=quantize,
         matmul=matmul,

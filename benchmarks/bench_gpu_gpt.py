@@ -1,0 +1,415 @@
+"""On a CUDA device: GPTs that train under each `breccia.TrainingRecipe`, against BF16: held-out losses, and times of a step.
+
+Runs of one seed have the same first weights and batches. Model, text and recipes are those of examples/02_training.py. A run is
+named MODEL/RECIPE/SEED, and the times of all steps of a model, which are interleaved, MODEL/times. `--only` chooses by patterns,
+`--resume` keeps what an earlier result has, so several calls can share the work; `join.py` joins results of several processes.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from bench_gpu_training import graph_of
+from bench_training_layers import example
+from harness import Benchmark, Device, Result, Seconds, command, joined, known, read, refuse
+from harness.device import Arms, Call, Make, Timer, check_device, message, sampled, where
+from harness.plots import BLUE, GREY, ORANGE, Plot
+from harness.tables import ABSENT, Table, over, table, three
+from torch import Tensor, nn
+from torch.nn import functional
+
+import breccia_torch
+from breccia import TrainingRecipe
+
+BF16 = "BF16"
+PRESETS = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "fp8_tile", "mxfp8", "nvfp4")
+#: Heads and the largest learning rate by LAYERSxWIDTH.
+MODELS = {"12x768": (12, 6e-4), "24x1024": (16, 4e-4), "2x64": (2, 2e-3)}
+#: How far a recipe's held-out loss may be from BF16's, unless the difference is within ERRORS standard errors.
+GAPS, GAP, ERRORS = {"nvfp4": 0.01}, 0.0025, 2
+#: How many times as fast as BF16 a step is to be.
+GOAL = 1.2
+#: Held-out losses on the way: how many, and on how many batches. The last one is on more: all held-out text at 16 x 512.
+POINTS, BATCHES, LAST_BATCHES = 25, 8, 64
+#: The share of steps in which the learning rate rises, and the share of it that is left at the end.
+RISE, LEFT = 0.1, 0.1
+#: Steps of one sample of time, and steps before the first.
+SAMPLE, WARM_UP = 8, 3
+
+
+class Size(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+    rate: float
+    context: int
+    batch: int
+
+    @classmethod
+    def of(cls, model: str, context: int, batch: int) -> Size:
+        layers, width = map(int, model.split("x"))
+        return cls(layers, width, *MODELS[model], context, batch)
+
+
+class Training:
+    """A model in training. `step` reads `tokens` (batch, context + 1) and `rate`, and writes nothing to the host."""
+
+    def __init__(self, gpt: Any, size: Size, characters: int, recipe: str, seed: int, device: str, compiled: bool) -> None:
+        torch.manual_seed(seed)
+        self.model = gpt.GPT(characters, size.layers, size.width, size.heads, size.context).to(device)
+        self.converted = 0
+        if recipe != BF16:
+            self.converted = len(breccia_torch.convert_to_training_(self.model, recipe, min_size=0).chosen)
+        if compiled:
+            for block in self.model.blocks:
+                block.compile(fullgraph=True)  # one compilation serves all blocks
+        gpu = device == "cuda"
+        self.rate = torch.tensor(size.rate, device=device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True, capturable=gpu
+        )
+        self.tokens = torch.zeros(size.batch, size.context + 1, dtype=torch.long, device=device)
+        self.device = device
+
+    def loss(self) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16):
+            logits = self.model(self.tokens[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1).float(), self.tokens[:, 1:].flatten())
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def held_out(self, windows: Tensor, batches: int) -> float:
+        """The mean loss on the first whole batches of windows (count, context + 1)."""
+        self.model.eval()
+        losses: list[Tensor] = []
+        batch = len(self.tokens)
+        for n in range(min(batches, len(windows) // batch)):
+            self.tokens.copy_(windows[n * batch :][:batch])
+            losses.append(self.loss())
+        self.model.train()
+        return torch.stack(losses).mean().item()
+
+
+def rate_at(step: int, steps: int) -> float:
+    """The learning rate as a share of the largest: it rises in a straight line, and falls as a cosine."""
+    rise = max(1, int(RISE * steps))
+    if step < rise:
+        return (step + 1) / rise
+    return LEFT + (1 - LEFT) * 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise)))
+
+
+def windows_of(text: Tensor, context: int) -> Tensor:
+    """Windows of context + 1 characters, of which each begins with the last character of the one before."""
+    return text.unfold(0, context + 1, context)
+
+
+def trained(make: Callable[..., Training], data: Tensor, recipe: str, seed: int, steps: int) -> dict[str, Any]:
+    """Train on the last nine tenths of the text, and measure the loss on the first."""
+    run = make(recipe=recipe, seed=seed)
+    batch, window = run.tokens.shape
+    held_out = len(data) // 10
+    source, windows = data[held_out:], windows_of(data[:held_out], window - 1)
+    starts = torch.randint(len(source) - window, (steps, batch), generator=torch.Generator().manual_seed(seed))
+    starts = starts.to(run.device)
+    along = torch.arange(window, device=run.device)
+    largest = run.rate.item()
+    losses: list[Tensor] = []
+    curve: list[tuple[int, float]] = []
+    begun = time.perf_counter()
+    for n in range(steps):
+        run.tokens.copy_(source[starts[n, :, None] + along])
+        run.rate.fill_(largest * rate_at(n, steps))
+        losses.append(run.step())
+        if (n + 1) % max(1, steps // POINTS) == 0 or n + 1 == steps:
+            curve.append((n + 1, run.held_out(windows, BATCHES)))
+    training = torch.stack(losses).tolist()
+    tenths = [statistics.mean(training[i : i + 10]) for i in range(0, steps, 10)]
+    return {
+        "held_out": run.held_out(windows, LAST_BATCHES),
+        "curve": curve,
+        "training": tenths,
+        "converted": run.converted,
+        "wall_s": time.perf_counter() - begun,
+    }
+
+
+def timed(make: Callable[..., Training], data: Tensor, recipes: list[str], samples: int, device: str) -> list[dict[str, Any]]:
+    """The seconds of a step under each recipe, compiled and in a CUDA graph, all interleaved."""
+    arms, graphs = Arms(device), dict[str, str]()
+
+    def made(recipe: str) -> Call:
+        run = make(recipe=recipe, seed=0)
+        run.tokens.copy_(data[: run.tokens.numel()].view_as(run.tokens))
+        for _ in range(WARM_UP):
+            run.step()
+        return run.step
+
+    def timer(call: Call, device: str) -> Timer:
+        return Timer(call, device, calls=SAMPLE)
+
+    makers: dict[str, Make] = {recipe: partial(made, recipe) for recipe in recipes}
+    arms.add(makers, timer)
+    if device == "cuda":
+        for recipe, call in arms.calls.items():
+            if recipe != BF16 and TrainingRecipe(recipe).stochastic:
+                graphs[recipe] = "its random numbers would be the same in every replay"
+                continue
+            try:
+                arms.timers["graph", recipe] = timer(graph_of(call), device)
+            except Exception as e:  # of any kind: the other recipes are measured all the same
+                graphs[recipe] = message(e)
+    sampled(arms.timers.values(), samples)
+    found = arms.times(every=False)
+    rows: list[dict[str, Any]] = []
+    for recipe in recipes:
+        row: dict[str, Any] = {"recipe": recipe} | {measure: of[recipe] for measure, of in found.items() if recipe in of}
+        rows.append(row | ({"graph_error": graphs[recipe]} if recipe in graphs else {}))
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def losses_of(result: Result, model: str, recipe: str) -> dict[int, dict[str, Any]]:
+    """The rows of runs by seed."""
+    rows = (row for row in result["rows"] if row["kind"] == "losses" and (row["model"], row["recipe"]) == (model, recipe))
+    return {row["seed"]: row for row in rows}
+
+
+def step_of(result: Result, model: str, recipe: str, measure: str) -> float | None:
+    """The seconds of a step."""
+    for row in result["rows"]:
+        if row["kind"] == "times" and (row["model"], row["recipe"]) == (model, recipe) and measure in row:
+            return row[measure]["median_s"]
+    return None
+
+
+def gaps(result: Result, model: str, recipe: str) -> list[float]:
+    """How much higher than BF16's the held-out loss of each seed is, as a share of it."""
+    exact, rows = losses_of(result, model, BF16), losses_of(result, model, recipe)
+    return [rows[seed]["held_out"] / exact[seed]["held_out"] - 1 for seed in sorted(rows) if seed in exact]
+
+
+def error(values: list[float]) -> float:
+    """The standard error of their mean."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
+
+
+def reached(curve: list[tuple[int, float]], loss: float) -> float | None:
+    """The step at which a curve falls to a loss, between its points in straight lines; None if it does not."""
+    before: tuple[int, float] | None = None
+    for step, now in curve:
+        if now <= loss:
+            return step if before is None else before[0] + (step - before[0]) * (before[1] - loss) / (before[1] - now)
+        before = step, now
+    return None
+
+
+def steps_to_bf16(result: Result, model: str, recipe: str) -> list[float | None]:
+    """By seed, the steps to the last point of BF16's curve."""
+    exact, rows = losses_of(result, model, BF16), losses_of(result, model, recipe)
+    return [reached(rows[seed]["curve"], exact[seed]["curve"][-1][1]) for seed in sorted(rows) if seed in exact]
+
+
+def kinds(result: Result, kind: str) -> list[tuple[str, str]]:
+    """(model, recipe) of all rows of a kind."""
+    return list(dict.fromkeys((row["model"], row["recipe"]) for row in result["rows"] if row["kind"] == kind))
+
+
+def held_to(recipe: str) -> float:
+    return GAPS.get(recipe, GAP)
+
+
+def within(apart: list[float], recipe: str) -> bool:
+    mean = abs(statistics.mean(apart))
+    return mean <= held_to(recipe) or mean <= ERRORS * error(apart)
+
+
+def losses(result: Result) -> Table:
+    def gap(of: tuple[str, str]) -> str:
+        apart = [100 * each for each in gaps(result, *of)]
+        if of[1] == BF16 or not apart:
+            return ABSENT
+        return f"{statistics.mean(apart):+.3f} ± {three(error(apart))} ({', '.join(f'{each:+.3f}' for each in apart)})"
+
+    def verdict(of: tuple[str, str]) -> str:
+        apart = gaps(result, *of)
+        if of[1] == BF16 or not apart:
+            return ABSENT
+        return f"{100 * held_to(of[1]):g}: {'yes' if within(apart, of[1]) else '**no**'}"
+
+    def until(of: tuple[str, str], measure: str | None) -> str:
+        steps, each = steps_to_bf16(result, *of), 1.0 if measure is None else step_of(result, *of, measure)
+        found = [n for n in steps if n is not None]
+        if not found or each is None:
+            return ABSENT
+        missed = f", {len(steps) - len(found)} of {len(steps)} never" if len(found) < len(steps) else ""
+        return f"{three(each * statistics.mean(found))}{missed}"
+
+    columns: dict[str, Any] = {
+        "layers × width": lambda of: of[0].replace("x", "×"),
+        "recipe": lambda of: of[1],
+        "seeds": lambda of: len(losses_of(result, *of)),
+        "held-out loss": lambda of: f"{statistics.mean(row['held_out'] for row in losses_of(result, *of).values()):.4f}",
+        "minus BF16, % ± standard error (by seed)": gap,
+        "held to, %": verdict,
+        "steps to BF16's last loss": lambda of: until(of, None),
+        "seconds, compiled": lambda of: until(of, "time"),
+        "seconds, in a CUDA graph": lambda of: until(of, "graph"),
+    }
+    options = result["options"]
+    note = (
+        f"{options['text']}, as characters; {options['steps']:,} steps of {options['batch']} × {options['context']} characters. "
+        "Runs of a seed have the same first weights and batches; all linear layers of the blocks are converted. Held-out: of the "
+        "first tenth of the text. A difference is held to the limit, or to {ERRORS} standard errors of the mean of the pairs. "
+        f"Seconds are steps times the seconds of a step of the next table; losses on the way are those of {BATCHES} batches."
+    )
+    return table("losses of GPTs in training", columns, kinds(result, "losses"), note)
+
+
+def times(result: Result) -> Table:
+    def seconds(of: tuple[str, str], measure: str) -> str:
+        found = step_of(result, *of, measure)
+        return ABSENT if found is None else three(1e3 * found)
+
+    def against(of: tuple[str, str], measure: str) -> str:
+        mine, exact = step_of(result, *of, measure), step_of(result, of[0], BF16, measure)
+        return ABSENT if mine is None or exact is None else over(exact, mine)
+
+    columns: dict[str, Any] = {
+        "layers × width": lambda of: of[0].replace("x", "×"),
+        "recipe": lambda of: of[1],
+        "compiled, ms": lambda of: seconds(of, "time"),
+        "× BF16": lambda of: against(of, "time"),
+        "in a CUDA graph, ms": lambda of: seconds(of, "graph"),
+        "× BF16, both in graphs": lambda of: against(of, "graph"),
+    }
+    options, errors = result["options"], dict[str, None]()
+    for row in result["rows"]:
+        if row["kind"] == "times" and (why := row.get("errors") or row.get("graph_error")):
+            errors[f"{row['recipe']}: {why}"] = None
+    note = (
+        f"Forward, backward, clipping and AdamW on {options['batch']} × {options['context']} characters; parameters in FP32, the "
+        f"rest under BF16 autocast; medians, interleaved. Blocks are compiled. Above 1 is faster (goal {GOAL:g})."
+    )
+    return table("steps of GPTs in training", columns, kinds(result, "times"), " ".join([note, *errors]))
+
+
+def curves(tag: str, result: Result, _: Any) -> Plot:
+    """Held-out losses, means of the seeds, against steps and against seconds, of the first model that has both."""
+    models = dict.fromkeys(model for model, _ in kinds(result, "losses"))
+    model = next(iter(models))
+    lines: dict[str, Any] = {}
+    for _, recipe in (of for of in kinds(result, "losses") if of[0] == model):
+        found = [row["curve"] for row in losses_of(result, model, recipe).values()]
+        steps = [step for step, _ in found[0]]
+        means = [statistics.mean(points) for points in zip(*([loss for _, loss in curve] for curve in found), strict=True)]
+        each = step_of(result, model, recipe, "graph") or step_of(result, model, recipe, "time")
+        lines[recipe] = {"steps": steps, "losses": means, "seconds": each}
+    return Plot(f"gpt-{tag}.svg", "Held-out loss of a GPT in training", lines, drawn)
+
+
+def drawn(lines: dict[str, Any]) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    colours = dict(zip(lines, (GREY, BLUE, ORANGE, "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#8B4513"), strict=False))
+    for recipe, line in lines.items():
+        left.plot(line["steps"], line["losses"], label=recipe, linewidth=1.2, color=colours[recipe])
+        if line["seconds"] is not None:
+            seconds = [line["seconds"] * step for step in line["steps"]]
+            right.plot(seconds, line["losses"], linewidth=1.2, color=colours[recipe])
+    left.set(xlabel="step", ylabel="held-out loss")
+    right.set(xlabel="seconds of training")
+    left.legend(frameon=False, labelcolor=GREY)
+    for axes in (left, right):
+        axes.grid(alpha=0.3, color=GREY)
+    return figure
+
+
+BENCHMARK = Benchmark(
+    "gpu-gpt",
+    {"gpu-gpt": losses, "gpu-gpt-times": times},
+    key=("kind", "model", "recipe", "seed"),
+    plots={"gpu-gpt-plot": curves},
+)
+
+
+@command
+def gpt(
+    models: Annotated[list[str] | None, typer.Option(help="LAYERSxWIDTH; repeatable. Default: 12x768 and 24x1024.")] = None,
+    recipes: Annotated[list[str] | None, typer.Option(help="Presets of TrainingRecipe; repeatable. Default: all.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Runs by patterns, '12x768/*/0', '*/times'; repeatable.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe: seeds 0, 1, ...")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each run.")] = 1000,
+    batch: Annotated[int, typer.Option(min=1, help="Windows of text of a step.")] = 16,
+    context: Annotated[int, typer.Option(min=2, help="Characters of a window.")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help=f"Samples of times, each of {SAMPLE} steps.")] = 7,
+    seconds: Seconds = 1e9,
+    resume: Annotated[Path | None, typer.Option(help="An earlier result: its rows are kept, and not run again.")] = None,
+    compiled: Annotated[bool, typer.Option(help="Compile the blocks of the model.")] = True,
+    device: Device = "cuda",
+) -> Iterator[Result]:
+    """Train GPTs under each recipe and in BF16: held-out losses in pairs of a seed, and times of a step."""
+    until = time.monotonic() + seconds
+    check_device(device)
+    chosen = [BF16, *known(recipes, PRESETS, "--recipes")]
+    torch._dynamo.config.recompile_limit = 64  # one graph for each recipe
+    example_ = example()
+    source, letters = example_.text()
+    data, characters = example_.encoded(letters)
+    data = data.to(device)
+    options = {"text": source, "steps": steps, "batch": batch, "context": context, "compiled": compiled, "device": device}
+    earlier = read(resume) if resume is not None and resume.exists() else None
+    there = {name_of(row) for row in earlier["rows"]} if earlier else set[str]()
+    run, rows, left = where(device), list[dict[str, Any]](), 0
+
+    def made() -> Result:
+        result = BENCHMARK.result(rows, options, run, left=left)
+        return result if earlier is None else joined([earlier, result], BENCHMARK.key)
+
+    for model in known(models or list(MODELS)[:2], MODELS, "--models"):
+        size = Size.of(model, context, batch)
+        make = partial(Training, example_, size, characters, device=device, compiled=compiled)
+        names = [f"{model}/times", *(f"{model}/{recipe}/{seed}" for recipe in chosen for seed in range(seeds))]
+        for name in names:
+            if name in there or not any(fnmatchcase(name, pattern) for pattern in only or ["*"]):
+                continue
+            if time.monotonic() > until:
+                left += 1
+                continue
+            _, recipe, seed = [*name.split("/"), "0"][:3]
+            begun = time.monotonic()
+            if recipe == "times":
+                rows += [{"kind": "times", "model": model} | row for row in timed(make, data, chosen, samples, device)]
+            else:
+                row = trained(make, data, recipe, int(seed), steps)
+                rows.append({"kind": "losses", "model": model, "recipe": recipe, "seed": int(seed)} | row)
+            print(name, f"{time.monotonic() - begun:.0f} s", rows[-1].get("held_out", ""), file=sys.stderr, flush=True)
+            yield made()
+    if not rows:
+        refuse("nothing to run: --only matches no run, or --resume has them all.")
+    yield made()
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """The name of the run that a row comes from."""
+    return f"{row['model']}/times" if row["kind"] == "times" else f"{row['model']}/{row['recipe']}/{row['seed']}"
