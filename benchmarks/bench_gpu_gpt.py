@@ -1,8 +1,8 @@
 """On a CUDA device: GPTs that train under each `breccia.TrainingRecipe`, against BF16: held-out losses, and times of a step.
 
 Runs of one seed have the same first weights and batches. Model, text and recipes are those of examples/02_training.py. A run is
-named MODEL/RECIPE/SEED, and the times of all steps of a model, which are interleaved, MODEL/times. `--only` chooses by patterns,
-`--resume` keeps what an earlier result has, so several calls can share the work; `join.py` joins results of several processes.
+named MODEL/RECIPE/SEED, and the times of all recipes of a model, which are interleaved, MODEL/times. `--only` chooses by
+patterns, `--resume` keeps what an earlier result has, so several calls can share the work; `join.py` joins their results.
 """
 
 from __future__ import annotations
@@ -276,10 +276,11 @@ def losses(result: Result) -> Table:
     }
     options = result["options"]
     note = (
-        f"{options['text']}, as characters; {options['steps']:,} steps of {options['batch']} × {options['context']} characters. "
-        "Runs of a seed have the same first weights and batches; all linear layers of the blocks are converted. Held-out: of the "
-        "first tenth of the text. A difference is held to the limit, or to {ERRORS} standard errors of the mean of the pairs. "
-        f"Seconds are steps times the seconds of a step of the next table; losses on the way are those of {BATCHES} batches."
+        f"{options['text']}, as characters; {options['steps']:,} steps of {options['batch']} × {options['context']} "
+        "characters. Runs of a seed have the same first weights and batches; all linear layers of the blocks are converted. "
+        "Held-out losses are of the first tenth of the text. A difference is held to the limit, or to "
+        f"{ERRORS} standard errors of the mean of the pairs. Seconds are steps times the time of a step in the next table; "
+        f"losses on the way are those of {BATCHES} batches."
     )
     return table("losses of GPTs in training", columns, kinds(result, "losses"), note)
 
@@ -306,8 +307,8 @@ def times(result: Result) -> Table:
         if row["kind"] == "times" and (why := row.get("errors") or row.get("graph_error")):
             errors[f"{row['recipe']}: {why}"] = None
     note = (
-        f"Forward, backward, clipping and AdamW on {options['batch']} × {options['context']} characters; parameters in FP32, the "
-        f"rest under BF16 autocast; medians, interleaved. Blocks are compiled. Above 1 is faster (goal {GOAL:g})."
+        f"Forward, backward, clipping and AdamW on {options['batch']} × {options['context']} characters; parameters in FP32, "
+        f"the rest under BF16 autocast; medians, interleaved. Blocks are compiled. Above 1 is faster (goal {GOAL:g})."
     )
     return table("steps of GPTs in training", columns, kinds(result, "times"), " ".join([note, *errors]))
 
@@ -315,7 +316,7 @@ def times(result: Result) -> Table:
 def curves(tag: str, result: Result, _: Any) -> Plot:
     """Held-out losses, means of the seeds, against steps and against seconds, of the first model that has both."""
     models = dict.fromkeys(model for model, _ in kinds(result, "losses"))
-    model = next(iter(models))
+    model = next(iter(models), None)
     lines: dict[str, Any] = {}
     for _, recipe in (of for of in kinds(result, "losses") if of[0] == model):
         found = [row["curve"] for row in losses_of(result, model, recipe).values()]

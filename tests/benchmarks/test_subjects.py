@@ -69,6 +69,7 @@ TINY = {
     "gpu-backward": "bench_gpu.py backward --device cpu --shape 128x512x512 --samples 1 --weights int4",
     "gpu-casts": "bench_gpu.py casts --device cpu --shapes 128x256 --samples 2 --rivals eager-torch --recipes nvfp4",
     "gpu-coded": "bench_gpu.py coded --device cpu --formats q4_k --shape 64x512 --rows 1 --compared 1 --samples 1",
+    "gpu-gpt": "bench_gpu.py gpt --device cpu --models 2x64 --recipes fp8_tile --steps 4 --seeds 2 --batch 2 --context 32",
     "gpu-host": "bench_gpu.py host --device cpu --side 128 --samples 2 --rivals none",
     "gpu-quantize": "bench_gpu.py quantize --device cpu --tiny --runs 1 --recipes mxfp8",
     "gpu-training": "bench_gpu.py training --device cpu --shapes 128x128x128 --samples 1 --presets fp8_tile",
@@ -80,7 +81,7 @@ TINY = {
 }
 SLOW = (
     *("jax-cpu", "cast-jax", "gpu-weight-only-groups", "decoder-cpu", "training", "training-layers", "matmul-cpu"),
-    *("gpu-first-call", "generation", "gpu-casts-sass"),
+    *("gpu-first-call", "gpu-gpt", "generation", "gpu-casts-sass"),
 )
 BENCHMARKS = draw.subjects()
 PUBLISHED = {result["benchmark"]: result for result in map(read, (HERE / "results").glob("*.json"))}
