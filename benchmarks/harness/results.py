@@ -64,9 +64,10 @@ def tag_of(run: Mapping[str, Any]) -> str:
 def provenance(libraries: Iterable[str] = (), **more: Any) -> dict[str, Any]:
     """What a reader must know to rerun the figures, or to doubt them. libraries: packages whose versions matter too."""
     options = sys.argv[1:]
-    if "--out" in options:  # a folder of the one who ran it says nothing about the figures
-        at = options.index("--out")
-        del options[at : at + 2]
+    for name in ("--out", "--resume"):  # paths of the one who ran it say nothing about the figures
+        if name in options:
+            at = options.index(name)
+            del options[at : at + 2]
     return {
         "date_utc": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
         "cpu": cpu_model(),
