@@ -1,7 +1,7 @@
 // A GPU for fp8_matmul.cu on the host: tests/tools/host_kernels.py compiles the source as C++ with this in place of its section of PTX.
 //
-// What runs beside threads on a GPU is as late as it may be: copies in land at some time before their barrier is waited for, products
-// and copies out happen when somebody waits for them. So memory that is released or read too early makes a wrong result, and a wait
+// What runs beside threads on a GPU is as late as it may be: copies in land at some time before their barrier is waited for, signals
+// to other blocks at any time, products and copies out when somebody waits for them. So memory that is released or read too early makes a wrong result, and a wait
 // for nothing is found as a deadlock.
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T __shfl_sync(u32, T v, int) { return v; }  // the source exchanges numbers that all lanes have
@@ -16,7 +16,16 @@ static void settle(Barrier& b) {
 static void barrier_init(u32 b, u32 n) { at(b, 8); fiber->block->barriers[b] = {(int)n, (int)n, 0, 0}; }
 static void barriers_visible() {}
 static void barrier_arrive(u32 b) { auto& found = barrier_in(*fiber->block, b); found.pending--; settle(found); }
-static void barrier_arrive_in(u32 b, u32 block) { auto& found = barrier_in(*blocks[block], b); found.pending--; settle(found); }
+static void barrier_arrive_in(u32 b, u32 block) {
+    Block& there = *blocks[block];
+    if (&there == fiber->block) return barrier_arrive(b);
+    (are_late ? late : landing).push_back([&there, b] {
+        CHECK(there.running > 0);  // a block that has ended has no barriers
+        auto& found = barrier_in(there, b);
+        found.pending--;
+        settle(found);
+    });
+}
 static void barrier_arrive_expecting(u32 b, u32 bytes) {
     auto& found = barrier_in(*fiber->block, b);
     found.bytes += bytes; found.pending--;

@@ -23,7 +23,7 @@ struct Barrier { int count, pending; long long bytes; u64 phase; };
 struct Block {
     std::vector<u8> room;
     u8* memory;
-    int rank;
+    int rank, running;  // threads that have not ended
     Index index;
     std::map<u32, Barrier> barriers;
     std::map<int, Meeting> named;
@@ -45,7 +45,9 @@ struct Fiber {
 };
 static std::vector<std::unique_ptr<Fiber>> fibers;
 static std::vector<std::unique_ptr<Block>> blocks;
-static std::vector<std::function<void()>> landing;  // copies in that have not landed
+static std::vector<std::function<void()>> landing;  // copies in and signals to other blocks, which have not landed
+static std::vector<std::function<void()>> late;     // signals that land when nothing else can go on; of every other cluster
+static bool are_late;
 static Meeting cluster;
 static ucontext_t scheduler;
 static Fiber* fiber;
@@ -79,6 +81,7 @@ static void fiber_main() {
         CHECK(fiber->products.empty() && fiber->started.empty() && fiber->copies.empty() && fiber->copying.empty());
     } catch (const char* rule) { broken = rule; }
     fiber->done = true;
+    fiber->block->running--;
     progress++;
     swapcontext(&fiber->context, &scheduler);
 }
@@ -89,13 +92,14 @@ static u8* at(u32 address, u32 bytes) {  // the block of the cluster in the uppe
 }
 // Run the blocks of one cluster. False: a deadlock, or a rule is broken.
 static bool ran(Index first, int count, int threads, u32 shared) {
-    fibers.clear(); blocks.clear(); landing.clear();
+    fibers.clear(); blocks.clear(); landing.clear(); late.clear();
+    are_late = first.x / count % 2 == 0;
     cluster = Meeting{count * threads};
     for (int i = 0; i < count; i++) {
         auto block = std::make_unique<Block>();
         block->room.assign(shared + 2048, 0xff);  // NaN in every format
         block->memory = (u8*)(((uintptr_t)block->room.data() + 1023) / 1024 * 1024);
-        block->rank = i; block->index = {first.x + i, first.y};
+        block->rank = i; block->running = threads; block->index = {first.x + i, first.y};
         block->all.count = threads;
         block->warps.resize(threads / 32);
         for (auto& warp : block->warps) warp.count = 32;
@@ -130,9 +134,13 @@ static bool ran(Index first, int count, int threads, u32 shared) {
         std::vector<Fiber*> left;
         for (Fiber* one : waiting) if (!one->done) left.push_back(one);
         waiting.swap(left);
-        if (broken != nullptr || (!waiting.empty() && progress == before && quiet)) return false;
+        if (broken != nullptr) return false;
+        if (!waiting.empty() && progress == before && quiet) {
+            if (late.empty()) return false;
+            landing.swap(late);
+        }
     }
-    CHECK(landing.empty());
+    CHECK(landing.empty() && late.empty());
     return true;
 }
 static bool run_cluster(Index first, int count, int threads, u32 shared) {

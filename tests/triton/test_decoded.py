@@ -207,6 +207,7 @@ MISTAKES = {
     "the second half's scales": ("sa_ring + stage * SA_BYTES + (group * 64 * H + low)", "sa_ring + stage * SA_BYTES + (low)"),
     "sums that begin with the product before": ("!PROMOTE || !first || i != 0", "!PROMOTE || !first || i != 0 || k > 0"),
     "the wrong turn": ("group_arrive(1 + (group + 1) % NWG, 256)", "group_arrive(1 + group, 256)"),
+    "a block that ends before others have released its stages": ("CM * CN > 1 && s < STAGES", "false && s < STAGES"),
     "bytes that nobody copies": ("STAGE_BYTES + (A_COPIER", "STAGE_BYTES + 16 + (A_COPIER"),
 }
 

@@ -119,6 +119,24 @@ def test_every_tile_multiplies_every_shape(tile: Any, pair: str, copiers: bool, 
 
 
 @on_cuda
+@pytest.mark.parametrize("tile", [tile for tile in fp8_plans.TABLE if tile.cluster > 1], ids=lambda t: t.name)
+@pytest.mark.parametrize("pair", ["tiles", "blocks"])
+def test_blocks_of_a_cluster_may_end_in_any_order(tile: Any, pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal to a block that has ended is a launch failure, once in thousands of products."""
+    monkeypatch.setattr(fp8_matmul, "tile_of", lambda m, n, k, matrices, processors: tile)
+    fp8_matmul.forget()
+    try:
+        a, w = operand((3072, 1024), PAIRS[pair][0], 1), operand((1024, 1024), PAIRS[pair][1], 2)
+        first = fp8_matmul.matmul(a, w.mT)
+        for _ in range(3000):
+            found = fp8_matmul.matmul(a, w.mT)
+        torch.cuda.synchronize()
+        assert torch.equal(found, first)
+    finally:
+        fp8_matmul.forget()
+
+
+@on_cuda
 @pytest.mark.parametrize("pair", ["tensor", "row", "tiles"])
 @pytest.mark.parametrize("dtype", ROUNDOFF)
 def test_a_bias_of_any_dtype_is_added_before_rounding(pair: str, dtype: str) -> None:

@@ -302,6 +302,11 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                     if (++stage == STAGES) { stage = 0; phase ^= 1; }
                 }
             }
+            // Other blocks release stages here until the end. They come from far, and a block that has ended cannot take them.
+            for (int s = 0; CM * CN > 1 && s < STAGES; s++) {
+                barrier_wait(empty + 8 * stage, phase);
+                if (++stage == STAGES) { stage = 0; phase ^= 1; }
+            }
         } else if ((A_COPIER && warp == 1) || (W_COPIER && warp == 2)) {
             const bool of_a = A_COPIER && (!W_COPIER || warp == 1);
             const int rows = of_a ? BM : BN, limit = of_a ? args.M : args.N, pitch = of_a ? args.sa_row : args.sw_row;
@@ -589,5 +594,4 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         }
         if (STAGED && (threadIdx.x & 127) == 0) copies_out_done();
     }
-    if (CLUSTER > 1) { __syncwarp(); cluster_meet(); }  // nobody leaves while others may still signal its barriers
 }
