@@ -146,7 +146,7 @@ except breccia.DialectError as e:
 
 
 @pytest.mark.together
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:])])
 def test_a_format_of_one_file_keeps_every_law_on_four_frameworks(name: str, tmp_path: Path) -> None:
     source = THIRD_PARTY / f"{name}-breccia"
     path = [installed(tmp_path / "installed", source)]
