@@ -58,7 +58,7 @@ def test_a_sharded_model_of_another_library_is_loaded(kind: str, library: str, t
         assert np.array_equal(jax_models.decoded(model, name), decoded(checkpoint[name])), name
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", [READ[0], *(pytest.param(name, marks=pytest.mark.long) for name in READ[1:])])
 def test_every_dialect_is_loaded_with_its_codes_and_scales(name: str, tmp_path: Path) -> None:
     """Experts of three axes too: a parameter of the same shape takes them."""
     folder, _ = unpacked(name, tmp_path)
