@@ -527,9 +527,9 @@ LAWS = [
     (products.stored_operands_stay_within_the_error_bound, WEIGHT, ("mxfp8", "mxfp4", "nvfp4")),
     (products.products_stay_within_the_error_bound, FP8, ("mxfp8", "fp8_current", "fp8_row", "fp8_block")),
 ]
-#: `make test` runs the first format of each law.
+#: `make test-all` runs the first format of each law, and test_products_of_every_format_stay_within_the_bound every format.
 EACH = [
-    pytest.param(law, name, spec, id=f"{law.__name__}-{spec}", marks=[pytest.mark.long] if spec != specs[0] else [])
+    pytest.param(law, name, spec, id=f"{law.__name__}-{spec}", marks=[pytest.mark.slow] if spec != specs[0] else [])
     for law, name, specs in LAWS
     for spec in specs
 ]
