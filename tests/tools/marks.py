@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,11 @@ def jax_is_long(values: Iterable[Any]) -> list[Any]:
     long = {"jax", "flax", "training-jax"}
     names = ((value, value.framework if isinstance(value, Place) else Path(value).stem) for value in values)
     return [pytest.param(value, marks=pytest.mark.long) if name in long else value for value, name in names]
+
+
+def long_but(kept: Container[Any], values: Iterable[Any]) -> list[Any]:
+    """The values as parameters, with all but those `kept` marked `long`."""
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
 def on_cuda(test: Any) -> Any:

@@ -172,6 +172,7 @@ LONGER = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", LONGER)
 def test_values_of_more_bits_than_bf16_keep_the_bound_as_two_numbers(spec: str) -> None:
     k = bf16_plans.SHORTEST_OF_TWO
@@ -196,6 +197,7 @@ def test_one_rounded_number_violates_the_bound() -> None:
     check(bf16_matmul.matmul_rounded(x[:, :64], exact.mT), x[:, :64], exact.mT)  # values that BF16 holds are not rounded
 
 
+@pytest.mark.long
 def test_inf_nan_and_values_whose_second_number_would_be_subnormal_are_multiplied_in_fp32() -> None:
     k = bf16_plans.SHORTEST_OF_TWO
     w = breccia.cast(numbers((20, k), 3), "fp8_block")

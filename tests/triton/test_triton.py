@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from marks import long_but
 from triton_casts import DEVICE, ON_GPU, SPECS, numbers, same, same_values
 
 pytest.importorskip("torch")
@@ -381,7 +382,7 @@ def test_values_are_written_into_out() -> None:
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", long_but(FEW_SPECS, SPECS))
 def test_every_round_trip_is_that_of_cast_and_dequantize(spec: str, axis: int) -> None:
     check_op("cast_ste", numbers((40, 72), seed=25), spec, axis=axis)
 
@@ -419,7 +420,7 @@ def test_the_kernel_of_clipped_round_trips_runs_forward_and_their_gradient_stops
     assert torch.equal(x.grad != 0, (x.detach() >= -1) & (x.detach() <= 1))
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", long_but(FEW_SPECS, SPECS))
 def test_both_orientations_are_written_from_one_read(spec: str) -> None:
     fmt = breccia.recipe(spec).format
     m, k = fmt.scale.block

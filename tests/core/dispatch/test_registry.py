@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fresh import printed, ran
+from marks import long_but
 
 import breccia
 from breccia import PluginError, PluginWarning, siblings, targets
@@ -343,7 +344,7 @@ for (base, body), complaint in UNSOUND_RECIPES.items():
     BROKEN[f"recipe: {complaint}"] = (acme(body, base) + returns("recipes", "Acme"), f"recipe 'acme': {complaint}")
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.long) if f in ALIKE else f for f in BROKEN])
+@pytest.mark.parametrize("fault", long_but(BROKEN.keys() - ALIKE, BROKEN))
 def test_a_broken_plug_in_is_set_aside_with_one_warning_and_the_others_work(install: Install, fault: str) -> None:
     source, reason = BROKEN[fault]
     before = names()
