@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterator
-from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -65,27 +63,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Mark the cases that `make test` or `make test-all` leaves out, and make none that `-m` excludes."""
     mark_cases(metafunc, _excluded(metafunc.config))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """Let the second of several processes begin at the end: each reads the bytecode of tests that the other has compiled."""
-    report: Any = yield
-    if isinstance(collector, pytest.Directory) and _begins_at_the_end(collector.config):
-        report.result.reverse()
-    return report
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files in the order of the other processes."""
-    if _begins_at_the_end(config):
-        files = [list(of) for _, of in groupby(items, lambda item: item.path)]
-        items[:] = chain.from_iterable(reversed(files))
-
-
-def _begins_at_the_end(config: pytest.Config) -> bool:
-    return getattr(config, "workerinput", {}).get("workerid") == "gw1" and len(config.args) == 1
 
 
 def _excluded(config: pytest.Config) -> set[str]:
