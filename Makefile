@@ -15,6 +15,9 @@ SIBLINGS := -e "./breccia-bridges[report,remote]" -e "./breccia-torch[hf]" -e ./
 INSTALL := -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
 # Tests start many processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
+# Each process begins with a half of the tests, and takes tests of the other when it is done: a file is mostly run by one process,
+# which makes fixtures and compiles functions once.
+SIDE_BY_SIDE := -n 2 --dist worksteal
 # The compiled kernels, kept between builds where ccache is installed.
 NATIVE := breccia-native/pyproject.toml breccia-native/setup.py $(wildcard breccia-native/src/breccia_native/csrc/*.[ch])
 CC_OF_PYTHON = $(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("CC"))'
@@ -32,11 +35,11 @@ demo: $(DEMO)/ready
 
 # A selection of the cases of every test that is not long; at most 4 minutes on 2 cores. pyproject.toml says what the marks mean.
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -m "not (leftover or exhaustive or long or slow or gpu)" -n 2
+	$(VENV)/bin/python -m pytest -m "not (leftover or exhaustive or long or slow or gpu)" $(SIDE_BY_SIDE)
 
 # More cases of every test, and long tests.
 test-rest: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -m "(leftover or long) and not (exhaustive or slow or gpu or alone)" -n 2
+	$(VENV)/bin/python -m pytest -m "(leftover or long) and not (exhaustive or slow or gpu or alone)" $(SIDE_BY_SIDE)
 	$(VENV)/bin/python -m pytest -m "alone and not (exhaustive or slow or gpu)" tests/bridges
 
 # Everything but what takes minutes, needs a GPU, or is a case that combines no new values; each case once.

@@ -56,18 +56,19 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not collect `*_slow.py`, thousands of cases, where `-m` excludes slow tests."""
-    return True if collection_path.name.endswith("_slow.py") and _excludes(config, "slow") else None
+    return True if collection_path.name.endswith("_slow.py") and "slow" in _excluded(config) else None
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases that `make test` or `make test-all` leaves out, before `-m` selects."""
-    mark_cases(items, fewest=_excludes(config, "leftover") and _excludes(config, "exhaustive"))
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Mark the cases that `make test` or `make test-all` leaves out, and make none that `-m` excludes."""
+    mark_cases(metafunc, _excluded(metafunc.config))
 
 
-def _excludes(config: pytest.Config, mark: str) -> bool:
-    """Whether `-m` has the form that excludes a mark."""
-    return bool(re.search(rf"not (\([^)]*)?\b{mark}\b", config.option.markexpr))
+def _excluded(config: pytest.Config) -> set[str]:
+    """The marks that `-m` excludes, in its forms `not a`, `not (a or b)` and `... and not (a or b)`."""
+    found = re.fullmatch(r"(?:.* and )?not (?:(\w+)|\(([\w ]+)\))", config.option.markexpr)
+    return set() if found is None else set((found[1] or found[2]).split(" or "))
 
 
 def pytest_collection_finish() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import long_but
 from one_file_plugins import installed
 
 import breccia
@@ -109,7 +110,7 @@ def test_jax_compiles_and_differentiates_it(swiglu: Any, recipe: str) -> None:
     assert abs(float(tangent - expected)) <= X.size * 4 * 32 * 2.0**-24
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", long_but(RECIPES[:1], RECIPES))
 def test_mlx_compiles_and_differentiates_it(swiglu: Any, recipe: str) -> None:
     mx = pytest.importorskip("mlx.core")
     nn = pytest.importorskip("mlx.nn")

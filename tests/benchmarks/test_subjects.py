@@ -80,8 +80,8 @@ TINY = {
     "gpu-casts-sass": "bench_sass.py casts --recipes mxfp8",
 }
 SLOW = (
-    *("jax-cpu", "cast-jax", "gpu-weight-only-groups", "decoder-cpu", "training", "training-layers", "matmul-cpu"),
-    *("gpu-first-call", "gpu-gpt", "generation", "gpu-casts-sass"),
+    *("jax-cpu", "cast-jax", "convert-large", "gpu-weight-only-groups", "decoder-cpu", "training", "training-layers"),
+    *("matmul-cpu", "gpu-first-call", "gpu-gpt", "generation", "gpu-casts-sass"),
 )
 BENCHMARKS = draw.subjects()
 PUBLISHED = {result["benchmark"]: result for result in map(read, (HERE / "results").glob("*.json"))}
@@ -161,7 +161,7 @@ def test_rivals_write_the_same_scales_and_values(name: str) -> None:
         assert share > 0.999, recipe
 
 
-@pytest.mark.parametrize("made", [plain.InTorch, pytest.param(plain.InJax, marks=pytest.mark.long)])
+@pytest.mark.parametrize("made", [plain.InTorch, pytest.param(plain.InJax, marks=pytest.mark.slow)])
 def test_plain_casts_along_both_axes_are_near_the_codes_of_breccia(made: Any) -> None:
     pytest.importorskip("jax")
     library, x = made(), np.random.default_rng(1).standard_normal((256, 256)).astype(np.float32)

@@ -591,7 +591,14 @@ run(sys.argv[1:])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="other systems end a process without a signal handler")
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        pytest.param("SIGTERM", 143, marks=pytest.mark.long),
+        pytest.param("SIGHUP", 129, marks=pytest.mark.long),
+        ("SIGINT", 130),
+    ],
+)
 def test_a_signal_leaves_no_files_and_prints_one_line(name: str, code: int, tmp_path: Path) -> None:
     source, out = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
@@ -1167,6 +1174,7 @@ convert(sys.argv[1], sys.argv[3], "nvfp4")
 """
 
 
+@pytest.mark.long
 def test_without_compiled_kernels_it_converts_to_the_same_bytes_and_says_once_that_it_is_slower(
     source: Path, tmp_path: Path
 ) -> None:

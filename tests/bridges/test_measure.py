@@ -520,6 +520,7 @@ def test_names_are_printed_literally_and_never_interpreted(tmp_path: Path, run: 
             assert any(line.endswith(f"  {name}") for line in text.split("\n")), name
 
 
+@pytest.mark.long
 def test_output_that_cannot_be_encoded_is_escaped_without_an_error(tmp_path: Path) -> None:
     save_file({"caf\u00e9": np.ones((2, 32), np.float32)}, tmp_path / "a.safetensors")
     words = ["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "-r", "mxfp8"]

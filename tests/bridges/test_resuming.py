@@ -86,6 +86,7 @@ def source(tmp_path: Path) -> Path:
     return checkpoint(tmp_path / "m")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="the test kills processes")
 def test_twenty_kills_at_random_points_give_the_bytes_of_an_uninterrupted_run() -> None:
     command = [sys.executable, str(ROOT / "tests" / "tools" / "killed.py"), "resumed"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import long_but
 from paths import ROOT
 from program import Run
 
@@ -199,7 +200,7 @@ def test_a_source_that_changes_during_a_conversion_is_an_error_and_nothing_is_wr
     assert len(calls) >= 2 and entries(tmp_path) == [".breccia-staging.out", "m"]
 
 
-@pytest.mark.parametrize("call", ["compare", "inspect", "jax"])
+@pytest.mark.parametrize("call", long_but(["compare"], ["compare", "inspect", "jax"]))
 def test_files_that_shrink_while_they_are_read_raise_and_end_no_process(call: str, tmp_path: Path) -> None:
     """In its own process: reading a page that a mapped file has lost ends it."""
     code = f"""

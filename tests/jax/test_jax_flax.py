@@ -26,7 +26,13 @@ import breccia_jax  # noqa: E402
 from breccia_jax import equinox as be  # noqa: E402
 from breccia_jax import flax as bf  # noqa: E402
 
-RECIPES = ("mxfp8", "fp8_block", "nvfp4", "int4", "fp8_current", "nf4")
+#: A scale for a block, for the tensor, and both; `make slow` takes other codes, for which JAX compiles all anew.
+RECIPES = (
+    "mxfp8",
+    "fp8_current",
+    "nvfp4",
+    *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("fp8_block", "int4", "nf4")),
+)
 IDS = jnp.arange(32).reshape(2, 16)
 
 

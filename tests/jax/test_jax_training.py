@@ -16,7 +16,11 @@ pytestmark = [pytest.mark.long, pytest.mark.covering(1, 1)]  # JAX compiles ever
 
 optax = pytest.importorskip("optax")
 
-RECIPES = ("mxfp8", "fp8_block", "nvfp4", "int4", "int4,symmetric=false,signed=false", "nf4")
+#: Leaves of two, three and four arrays; `make slow` takes other codes in as many arrays, for which JAX compiles all anew.
+RECIPES = (
+    *("mxfp8", "nvfp4", "int4,symmetric=false,signed=false"),
+    *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("fp8_block", "int4", "nf4")),
+)
 X = jax.random.normal(jax.random.key(1), (4, 64))
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {

@@ -93,7 +93,7 @@ def decode(data: Any, scale: Any, recipe: breccia.ScalingRecipe, layout: breccia
     return breccia.dequantize(breccia.ScaledTensor.from_parts(data, scale, recipe, layout, axis=axis))
 
 
-@pytest.mark.parametrize("way", ["compiled", "compiled map"])
+@pytest.mark.parametrize("way", ["compiled", pytest.param("compiled map", marks=pytest.mark.long)])
 def test_compiled_casts_match_numpy(way: str) -> None:
     assert_numpys_bytes(breccia.NVFP4BlockScaling(), way, {})
 

@@ -65,6 +65,7 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
 def file_of(module: str) -> Path:
     part = module.replace(".", "/")
     return next(path for end in (".py", "/__init__.py") for path in ROOT.glob(f"breccia-*/src/{part}{end}"))
@@ -75,6 +76,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imports(module: str) -> dict[str, tuple[str, str]]:
     """Names that a module, or the stub beside it, imports from breccia's modules: its own name -> (module, name there)."""
     path = file_of(module)

@@ -30,16 +30,17 @@ EXPECTED = {
     "11_training_jax": (("breccia_jax", "flax"), "FP8 is within 5 % of BF16, NVFP4 within 15 %: True"),
 }
 #: Longer than about 2 seconds, most of it imports: torch.optim, JAX's compiler, transformers.
-SLOW = ("02_training", "04_te_migration", "05_torch_model", "06_jax", "08_hugging_face", "09_torchao", "11_training_jax")
+LONG = ("04_te_migration", "05_torch_model", "06_jax", "08_hugging_face", "09_torchao")
+#: They train several networks, and `make test-all` runs docs/training.md and docs/training-jax.md, which make the same calls.
+SLOW = ("02_training", "11_training_jax")
+MARKS = dict.fromkeys(LONG, pytest.mark.long) | dict.fromkeys(SLOW, pytest.mark.slow)
 #: A framework whose breccia package is installed may itself be missing.
 FRAMEWORKS = {"breccia_torch": "torch", "breccia_jax": "jax", "breccia_mlx": "mlx", "breccia_bridges": "safetensors"}
 #: Nothing is downloaded, and others want the cores: one thread is enough for models as small as these.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, id=p.stem, marks=[pytest.mark.long] if p.stem in SLOW else []) for p in EXAMPLES]
-)
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=MARKS.get(p.stem, ())) for p in EXAMPLES])
 def test_an_example_runs_and_prints_what_it_promises(path: Path, tmp_path: Path) -> None:
     needs, line = EXPECTED[path.stem]
     wanted = {*needs, *(FRAMEWORKS[need] for need in needs if need in FRAMEWORKS)}

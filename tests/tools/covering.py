@@ -7,7 +7,7 @@ In the cases of `make test` every pair of parameter values occurs, in those of `
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -20,29 +20,30 @@ from breccia.testing.laws import Law
 _LEFT_OUT = {"slow", "gpu"}
 
 
-def mark_cases(items: Sequence[pytest.Item], fewest: bool = False) -> None:
-    """Mark cases `leftover` that `make test` leaves to `make test-all`, and `exhaustive` those that this leaves to `make slow`.
+def mark_cases(metafunc: pytest.Metafunc, excluded: Collection[str] = ()) -> None:
+    """Mark the cases of a test `leftover` that `make test` leaves to `make test-all`, and `exhaustive` those for `make slow`.
 
-    A recipe counts as its name and its fields, a law as the parts of its id. fewest: only the cases of `make test` are run; all
-    others are marked `leftover`, which takes a fraction of the time.
+    A recipe counts as its name and its fields, a law as the parts of its id. excluded: marks whose cases are not created, of
+    which there are more than of others; an id stays the same whatever is excluded.
     """
-    tests: dict[Callable[..., Any], list[pytest.Function]] = {}
-    for item in items:
-        if (
-            isinstance(item, pytest.Function)
-            and hasattr(item, "callspec")
-            and not _LEFT_OUT & {m.name for m in item.iter_markers()}
-        ):
-            tests.setdefault(item.function, []).append(item)
-    for cases in tests.values():
-        mark = cases[0].get_closest_marker("covering")
-        fewer, more = mark.args if mark else (2, 3)
-        values = [_values(case) for case in cases]
-        few = covering([_together(each, fewer) for each in values])
-        many = set(range(len(cases))) if fewest else few | covering([_together(each, more) for each in values], few)
-        for n, case in enumerate(cases):
-            if n not in few:
-                case.add_marker("leftover" if n in many else "exhaustive")
+    calls = metafunc._calls  # before pytest makes an item of each, which takes most of the time of a collection
+    always = {mark.name for mark in metafunc.definition.iter_markers()}
+    if calls and not always & _LEFT_OUT:
+        _mark(calls, metafunc.definition.get_closest_marker("covering"), {"leftover", "exhaustive"} <= {*excluded})
+    # A test keeps one case, for `-m` to deselect: without a case pytest would make an item that lacks its arguments.
+    calls[:] = [call for call in calls if not (always | {mark.name for mark in call.marks}) & {*excluded}] or calls[:1]
+
+
+def _mark(calls: Sequence[Any], mark: pytest.Mark | None, fewest: bool) -> None:
+    """Mark the cases of one test. fewest: only those of `make test` are run, and all others are `leftover`."""
+    fewer, more = mark.args if mark else (2, 3)
+    chosen = [call for call in calls if not _LEFT_OUT & {mark.name for mark in call.marks}]
+    values = [_values(call.params) for call in chosen]
+    few = covering([_together(each, fewer) for each in values])
+    many = {*range(len(chosen))} if fewest else few | covering([_together(each, more) for each in values], few)
+    for n, call in enumerate(chosen):
+        if n not in few:
+            call.marks.append((pytest.mark.leftover if n in many else pytest.mark.exhaustive).mark)
 
 
 def covering(cases: Sequence[Iterable[Hashable]], taken: Iterable[int] = ()) -> set[int]:
@@ -72,10 +73,10 @@ def _together(values: list[Hashable], strength: int) -> Iterator[Hashable]:
         yield from combinations(values, n)
 
 
-def _values(case: pytest.Function) -> list[Hashable]:
+def _values(params: Mapping[str, Any]) -> list[Hashable]:
     """The parameter values of a case; recipes and laws are split into their components."""
     found: list[Hashable] = []
-    for name, value in sorted(case.callspec.params.items()):
+    for name, value in sorted(params.items()):
         match value:
             case ScalingRecipe() as recipe:
                 found += [(name, recipe.name), *((name, field, value) for field, value in sorted(recipe.changed.items()))]

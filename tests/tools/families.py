@@ -46,7 +46,10 @@ ENCODERS = ("bert", "roberta", "deberta-v2", "electra", "albert", "mobilebert", 
 PAIRS = ("t5", "bart", "whisper")
 AUDIO = ("wav2vec2", "wavlm", "hubert")
 IMAGES = ("vit", "beit", "dinov2", "convnext")
-FAMILIES = (*DECODERS, *EXPERTS, *RECURRENT, *ENCODERS, *PAIRS, *AUDIO, *IMAGES)
+_KINDS = (DECODERS, EXPERTS, RECURRENT, ENCODERS, PAIRS, AUDIO, IMAGES)
+FAMILIES = tuple(family for kind in _KINDS for family in kind)
+#: One of each kind.
+FIRST = {kind[0] for kind in _KINDS}
 
 
 def made(family: str) -> Any:

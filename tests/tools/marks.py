@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,16 @@ from breccia.testing.places import Place
 def jax_is_long(values: Iterable[Any]) -> list[Any]:
     """The values as parameters, with those for JAX marked `long`: JAX compiles every op.
 
-    A value is the name of a framework, or the path of a page named after one.
+    A value is the name of a framework, its `Place`, or the path of a page named after one.
     """
-    return [pytest.param(value, marks=pytest.mark.long) if Path(value).stem in ("jax", "flax") else value for value in values]
+    long = {"jax", "flax", "training-jax"}
+    names = ((value, value.framework if isinstance(value, Place) else Path(value).stem) for value in values)
+    return [pytest.param(value, marks=pytest.mark.long) if name in long else value for value, name in names]
+
+
+def long_but(kept: Container[Any], values: Iterable[Any]) -> list[Any]:
+    """The values as parameters, with all but those `kept` marked `long`."""
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
 def on_cuda(test: Any) -> Any:

@@ -128,6 +128,6 @@ class Launcher(launch.Launcher):
 """
 
 
-def compiled(script: str, target: str, folder: Path) -> str:
+def compiled(script: str, target: str, folder: Path, *more: str) -> str:
     """What `script` prints, which compiles for a target that is not here. folder: for what Triton keeps."""
-    return printed(script, target, TRITON_CACHE_DIR=str(folder), XDG_CACHE_HOME=str(folder), TRITON_INTERPRET=None)
+    return printed(script, target, *more, TRITON_CACHE_DIR=str(folder), XDG_CACHE_HOME=str(folder), TRITON_INTERPRET=None)

@@ -60,6 +60,7 @@ def test_a_graph_takes_a_weight_under_the_recipe_and_layout_of_a_cast_before(spe
     assert all(map(torch.equal, found, expected)) and same_layout and same_recipe
 
 
+@pytest.mark.long
 def test_one_graph_has_the_values_and_gradients_of_several_ops_under_several_recipes() -> None:
     """Each op that has a gradient has its own array, so that no gradients are added in an order of the compiler."""
 

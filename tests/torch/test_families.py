@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("breccia_bridges")
 
 import torch
-from families import FAMILIES, inputs, made
+from families import FAMILIES, FIRST, inputs, made
+from marks import long_but
 from torch.nn import functional
 from transformers import AutoModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -33,7 +34,7 @@ def saved_names(model: Any) -> dict[str, set[str]]:
     return {name: set(revert_weight_conversion(model, {name: p.detach()})) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", long_but(FIRST, FAMILIES))
 def test_quantize_and_convert_take_the_same_weights_and_the_model_runs(family: str, tmp_path: Path) -> None:
     model, given = made(family), inputs(family)
     with torch.no_grad():

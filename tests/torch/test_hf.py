@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 import hf_models
 import torch
 import transformers
+from marks import long_but
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -111,7 +112,7 @@ def decoded(folder: Path, into: Path) -> Path:
 
 @pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", long_but(["llama", "qwen3_moe"], MODELS))
 def test_a_converted_folder_loads_quantized_and_computes_with_the_decoded_weights(name: str, spec: str, tmp_path: Path) -> None:
     model(name).save_pretrained(tmp_path / "dense")
     convert(tmp_path / "dense", tmp_path / "scaled", breccia.recipe(spec))
@@ -136,7 +137,7 @@ def test_a_converted_folder_loads_quantized_and_computes_with_the_decoded_weight
 
 @pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", long_but(["llama", "qwen3_moe"], MODELS))
 def test_a_model_quantized_on_loading_is_saved_and_loaded_again(name: str, spec: str, tmp_path: Path) -> None:
     model(name).save_pretrained(tmp_path / "dense")
     config = BrecciaConfig(spec)
@@ -321,6 +322,7 @@ def test_a_trained_encoder_keeps_its_embeddings(spec: str, tmp_path: Path) -> No
     assert torch.equal(again(IDS).last_hidden_state, found(IDS).last_hidden_state)
 
 
+@pytest.mark.long
 def test_load_model_reads_a_converted_folder_of_one_tensor_per_expert(tmp_path: Path) -> None:
     model("qwen3_moe").save_pretrained(tmp_path / "dense")
     convert(tmp_path / "dense", tmp_path / "scaled", breccia.NVFP4BlockScaling())

@@ -172,6 +172,7 @@ LONGER = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", LONGER)
 def test_values_of_more_bits_than_bf16_keep_the_bound_as_two_numbers(spec: str) -> None:
     k = bf16_plans.SHORTEST_OF_TWO
@@ -196,6 +197,7 @@ def test_one_rounded_number_violates_the_bound() -> None:
     check(bf16_matmul.matmul_rounded(x[:, :64], exact.mT), x[:, :64], exact.mT)  # values that BF16 holds are not rounded
 
 
+@pytest.mark.long
 def test_inf_nan_and_values_whose_second_number_would_be_subnormal_are_multiplied_in_fp32() -> None:
     k = bf16_plans.SHORTEST_OF_TWO
     w = breccia.cast(numbers((20, k), 3), "fp8_block")
@@ -223,7 +225,8 @@ def test_a_flagged_tile_of_a_weight_with_zero_points_is_decoded_with_them() -> N
 # ------------------------------------------------------------------------------------------------ groups of rows
 
 
-@pytest.mark.parametrize("spec", ["int4,symmetric=false,signed=false", pytest.param("mxfp8", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("spec", ["int4,symmetric=false,signed=false", "mxfp8"])
 def test_groups_of_rows_meet_their_own_matrices_and_other_rows_are_zeros(spec: str) -> None:
     k = bf16_plans.SHORTEST_OF_TWO
     experts = breccia.stack([breccia.cast(numbers((k, 72), n), spec) for n in range(3)])  # blocks go across K
@@ -660,7 +663,8 @@ from triton.backends.compiler import GPUTarget
 from breccia_triton import bf16_matmul, launch, multiplying
 from breccia_triton.facts import Hardware
 
-capability = int(sys.argv[1])
+capability, *specs = sys.argv[1:]
+capability = int(capability)
 made = []
 
 class Launcher(launch.Launcher):
@@ -670,7 +674,7 @@ class Launcher(launch.Launcher):
 
 bf16_matmul.Launcher, bf16_matmul.hardware = Launcher, lambda device: Hardware(True, capability >= 89)
 bias, x = torch.ones(128, dtype=torch.bfloat16), torch.randn(96, 256)
-for spec in ("mxfp8", "mxfp8,fp8_format=E5M2", "mxfp6", "mxfp4", "mxint8", "nvfp4"):
+for spec in specs:
     w = multiplying.Operand(breccia.cast(torch.randn(128, 256), spec).mT, True)
     for a in (breccia.cast(x, spec), breccia.cast(x.mT.contiguous(), spec, axis=-2).mT, x.bfloat16()):
         bf16_matmul.Call(multiplying.Operand(a, False), w, None, "bfloat16")
@@ -679,8 +683,20 @@ print(len(made), "kernels compiled:", *sorted(set(made)))
 """
 
 
+#: Formats, and how many kernels multiply them. `make test-all` compiles those of one format.
+COUNTS = [
+    pytest.param(("nvfp4",), 22, id="nvfp4"),
+    pytest.param(
+        ("mxfp8", "mxfp8,fp8_format=E5M2", "mxfp6", "mxfp4", "mxint8", "nvfp4"), 117, id="each", marks=pytest.mark.slow
+    ),
+]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("capability", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 100))])
-def test_kernels_compile_for_gpus_that_are_not_here(capability: int, tmp_path: Path) -> None:
-    found = compiled(COMPILED, str(capability), tmp_path)
-    assert found == "117 kernels compiled: exact_kernel finishing_kernel mending_kernel\n"
+@pytest.mark.parametrize(("specs", "count"), COUNTS)
+def test_kernels_compile_for_gpus_that_are_not_here(
+    capability: int, specs: tuple[str, ...], count: int, tmp_path: Path
+) -> None:
+    found = compiled(COMPILED, str(capability), tmp_path, *specs)
+    assert found == f"{count} kernels compiled: exact_kernel finishing_kernel mending_kernel\n"

@@ -6,6 +6,7 @@ The interpreter has no BF16: there numbers are rounded to BF16, and multiplied i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from covering import covering
 from marks import on_cuda
 
 pytest.importorskip("torch")
@@ -48,7 +50,7 @@ from breccia.options import product_options
 from breccia.testing.laws import products
 from breccia.testing.places import Place
 from breccia_triton import fused, fused_kernels, fused_matmul, fused_plans, multiplying, plugin, tuning
-from breccia_triton.choices import Choice
+from breccia_triton.choices import Choice, Key
 from breccia_triton.cuda import compiler, fp8_plans
 
 WEIGHT, FP8 = "triton.weight_only", "triton.fp8_matmul"
@@ -492,13 +494,22 @@ def test_steps_lie_within_a_block_and_in_two_or_more_parts_of_k(m: int, spec: st
     assert 2 * made.plan.deep <= 192 <= made.plan.deep * made.plan.steps * made.plan.split
 
 
+#: `make test-all` multiplies under candidates in which every two numbers occur, `make slow` under all.
+TUNED = [
+    pytest.param("int4,group_size=64", False),
+    *(pytest.param(spec, True, marks=pytest.mark.slow) for spec in ("int4,group_size=64", "nvfp4", "nf4")),
+]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("spec", ["int4,group_size=64", *(pytest.param(s, marks=pytest.mark.slow) for s in ("nvfp4", "nf4"))])
-def test_every_candidate_of_the_tuning_gives_products_within_the_bound(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("spec", "every"), TUNED)
+def test_candidates_of_the_tuning_give_products_within_the_bound(
+    spec: str, every: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, w = activations((35, 512), "bfloat16", 1), weight((72, 512), spec, 2)
-    grid = tuning.GRIDS["fused"]
-    for candidate in itertools.product(*grid.values()):
-        choice = Choice(**dict(zip(grid, candidate, strict=True)))
+    candidates = list(tuning.candidates(Key("fused", "")))
+    pairs = covering([itertools.combinations(dataclasses.asdict(choice).items(), 2) for choice in candidates])
+    for choice in candidates if every else [candidates[n] for n in sorted(pairs)]:
         monkeypatch.setattr(tuning, "choices_of", lambda name, choice=choice: lambda key: choice)
         check(multiplied(x, w), x, w)
 
@@ -516,9 +527,9 @@ LAWS = [
     (products.stored_operands_stay_within_the_error_bound, WEIGHT, ("mxfp8", "mxfp4", "nvfp4")),
     (products.products_stay_within_the_error_bound, FP8, ("mxfp8", "fp8_current", "fp8_row", "fp8_block")),
 ]
-#: `make test` runs the first format of each law.
+#: `make test-all` runs the first format of each law, and test_products_of_every_format_stay_within_the_bound every format.
 EACH = [
-    pytest.param(law, name, spec, id=f"{law.__name__}-{spec}", marks=[pytest.mark.long] if spec != specs[0] else [])
+    pytest.param(law, name, spec, id=f"{law.__name__}-{spec}", marks=[pytest.mark.slow] if spec != specs[0] else [])
     for law, name, specs in LAWS
     for spec in specs
 ]

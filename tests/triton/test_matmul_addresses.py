@@ -154,6 +154,7 @@ def spoiled(read: dict[str, bytes]) -> list[Any]:
     return [torch.full((len(held),), 255, dtype=torch.uint8) for held in read.values() for _ in range(4)]
 
 
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_repeated_product_reads_what_a_new_one_reads(name: str, stand_in: StandIn, forms: Callable[[Case], None]) -> None:
     case = CASES[name]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from marks import long_but
 from triton_casts import DEVICE, ON_GPU, SPECS, numbers, same, same_values
 
 pytest.importorskip("torch")
@@ -35,7 +36,7 @@ from breccia_triton import decode, launch, numerics, operands, plans, plugin, pr
 from breccia_triton.facts import Hardware
 
 pytestmark = [
-    pytest.mark.covering(1, 2),  # the interpreter takes seconds for some cases; a GPU runs all
+    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; a GPU runs all
     *([pytest.mark.gpu] if ON_GPU else []),  # where there is one, every test runs on it
     # Triton's interpreter computes with NumPy, which warns of Inf - Inf and of NaN; GPUs do not.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -381,7 +382,7 @@ def test_values_are_written_into_out() -> None:
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", long_but(FEW_SPECS, SPECS))
 def test_every_round_trip_is_that_of_cast_and_dequantize(spec: str, axis: int) -> None:
     check_op("cast_ste", numbers((40, 72), seed=25), spec, axis=axis)
 
@@ -395,7 +396,7 @@ def test_round_trips_take_every_option(spec: str) -> None:
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("spec", [s if s in FEW_SPECS else pytest.param(s, marks=pytest.mark.long) for s in SPECS])
+@pytest.mark.parametrize("spec", FEW_SPECS)
 def test_round_trips_of_the_same_facts_share_one_call(spec: str, axis: int) -> None:
     x, recipe = numbers((40, 72), seed=37, dtype=torch.bfloat16), breccia.recipe(spec)
     triton_cast._calls.clear()
@@ -419,7 +420,7 @@ def test_the_kernel_of_clipped_round_trips_runs_forward_and_their_gradient_stops
     assert torch.equal(x.grad != 0, (x.detach() >= -1) & (x.detach() <= 1))
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", long_but(FEW_SPECS, SPECS))
 def test_both_orientations_are_written_from_one_read(spec: str) -> None:
     fmt = breccia.recipe(spec).format
     m, k = fmt.scale.block

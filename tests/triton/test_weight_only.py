@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from compiling import compiled_with_log
 from host_kernels import built, decoding_text
+from marks import long_but
 from weights import FORMATS, Drawn, in_torch, tensor
 
 import breccia
@@ -392,7 +393,13 @@ def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], lis
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["int4-128", "uint4-zero-16", "nvfp4", "nvfp4-divisor", "nvfp4-amax", "mxint8", "e4m3-square"])
+@pytest.mark.parametrize(
+    "name",
+    long_but(
+        ["uint4-zero-16", "nvfp4"],
+        ["int4-128", "uint4-zero-16", "nvfp4", "nvfp4-divisor", "nvfp4-amax", "mxint8", "e4m3-square"],
+    ),
+)
 def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeypatch: Any, folder: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")

@@ -265,10 +265,10 @@ def test_a_config_of_20000_modules_takes_as_long_for_each_as_one_of_2000(method:
 
     gc.disable()  # a collection takes as long as the objects of all tests before this one require
     try:
-        few, many = (min(seconds(count) for _ in range(3)) for count in (2000, 20000))
+        few = min(seconds(2000) for _ in range(3))
+        assert any(seconds(20000) < 30 * max(few, 0.01) for _ in range(3))
     finally:
         gc.enable()
-    assert many < 30 * max(few, 0.01)
 
 
 def test_the_settings_of_a_config_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

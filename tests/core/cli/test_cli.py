@@ -78,16 +78,41 @@ def acme(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def program(*words: str, path: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run `breccia` in a new process that also finds the distributions in `path`."""
+def program(
+    *words: str, path: Path | None = None, start: tuple[str, ...] = ("-m", "breccia"), **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `breccia` in a new process that also finds the distributions in `path`. start: what the interpreter runs."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("BRECCIA_", "PYTHON"))}
     environ = clean | {"COLUMNS": "200", "TERMINAL_WIDTH": "200"} | ({"PYTHONPATH": str(path)} if path else {}) | environ
-    return subprocess.run([sys.executable, "-m", "breccia", *words], env=environ, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *start, *words], env=environ, capture_output=True, text=True)
 
 
 def invoke(*words: str, path: Path | None = None, **environ: str) -> tuple[int, str, str]:
     done = program(*words, path=path, **environ)
     return done.returncode, done.stdout, done.stderr
+
+
+_LINES = """
+import contextlib, io, json, sys
+from breccia.cli.main import run
+found = []
+for words in json.loads(sys.argv[1]):
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run(words)
+        except SystemExit as e:
+            code = e.code or 0
+    found.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(found))
+"""
+
+
+def invoke_each(*lines: list[str], path: Path | None = None, **environ: str) -> list[tuple[int, str, str]]:
+    """What `invoke` returns of each command line; one new process runs all of them."""
+    done = program(json.dumps(lines), path=path, start=("-c", _LINES), **environ)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return [tuple(each) for each in json.loads(done.stdout)]
 
 
 # -- commands that cannot be loaded ---------------------------------------------------------------------------------------
@@ -111,27 +136,25 @@ def test_help_lists_commands_that_cannot_be_loaded_too(acme: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("command", "reason"),
-    [
-        ("absent", "cannot be loaded: ModuleNotFoundError: No module named 'module_of_nobody'."),
-        ("gone", "cannot be loaded: target 'acme_commands:gone': acme_commands has no 'gone'; correct the declaration."),
-        ("crash", "cannot be loaded: RuntimeError: no driver."),
-        ("leave", "cannot be loaded: SystemExit: bye."),
-        ("number", "is not a function that Typer supports: "),
-        ("unreadable", "is not a function that Typer supports: NameError: name 'Nowhere' is not defined"),
-    ],
-)
 @pytest.mark.parametrize("words", [[], ["--help"], ["--json", "x"]], ids=["plain", "help", "json"])
-def test_a_command_that_cannot_be_loaded_reports_the_reason(acme: Path, command: str, reason: str, words: list[str]) -> None:
-    code, out, err = invoke(command, *words, path=acme)
-    assert (code, out) == (1, "")
-    message = f"command {command!r} of plug-in 'acme' (acme-breccia 0.1) {reason}"
-    if "--json" in words:
-        error = json.loads(err)["error"]
-        assert error["type"] == "PluginError" and error["message"].startswith(message)
-    else:
-        assert err.startswith(f"error: {message}") and err.count("\n") == 1
+def test_a_command_that_cannot_be_loaded_reports_the_reason(acme: Path, words: list[str]) -> None:
+    reasons = {
+        "absent": "cannot be loaded: ModuleNotFoundError: No module named 'module_of_nobody'.",
+        "gone": "cannot be loaded: target 'acme_commands:gone': acme_commands has no 'gone'; correct the declaration.",
+        "crash": "cannot be loaded: RuntimeError: no driver.",
+        "leave": "cannot be loaded: SystemExit: bye.",
+        "number": "is not a function that Typer supports: ",
+        "unreadable": "is not a function that Typer supports: NameError: name 'Nowhere' is not defined",
+    }
+    found = invoke_each(*([command, *words] for command in reasons), path=acme)
+    for (command, reason), (code, out, err) in zip(reasons.items(), found, strict=True):
+        assert (code, out) == (1, "")
+        message = f"command {command!r} of plug-in 'acme' (acme-breccia 0.1) {reason}"
+        if "--json" in words:
+            error = json.loads(err)["error"]
+            assert error["type"] == "PluginError" and error["message"].startswith(message)
+        else:
+            assert err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
 @pytest.mark.together
@@ -175,13 +198,14 @@ SCREEN = {"convert": 35, "merge": 27, "": 26}
 
 
 @pytest.mark.together
-@pytest.mark.parametrize("command", ["", *OWN_COMMANDS])
-def test_help_fits_on_a_screen(command: str) -> None:
-    code, out, err = invoke(*command.split(), "--help", COLUMNS="80", TERMINAL_WIDTH="80")
-    lines = out.splitlines()
-    assert (code, err) == (0, "")
-    assert len(lines) <= SCREEN.get(command, 24) and max(map(len, lines)) <= 80
-    assert "..." not in out.partition("Commands:")[2], "no line of help is truncated"
+def test_help_fits_on_a_screen() -> None:
+    commands = ["", *OWN_COMMANDS]
+    found = invoke_each(*([*command.split(), "--help"] for command in commands), COLUMNS="80", TERMINAL_WIDTH="80")
+    for command, (code, out, err) in zip(commands, found, strict=True):
+        lines = out.splitlines()
+        assert (code, err) == (0, ""), command
+        assert len(lines) <= SCREEN.get(command, 24) and max(map(len, lines)) <= 80, command
+        assert "..." not in out.partition("Commands:")[2], "no line of help is truncated"
 
 
 @pytest.mark.together

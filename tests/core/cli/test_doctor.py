@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from marks import jax_is_long
 from paths import ROOT
 from program import Run
 
@@ -333,7 +334,7 @@ def test_bench_prints_a_line_for_each_op(run: Run) -> None:
     assert (listed["on"], listed["size"], listed["runs"], len(listed["timings"])) == ("numpy", 64, 2, 3)
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "mlx"])
+@pytest.mark.parametrize("framework", jax_is_long(["numpy", "torch", "jax", "mlx"]))
 def test_bench_matmul_times_the_framework_s_dense_products_in_turns(framework: str) -> None:
     recipes = [("int4", breccia.INT4Scaling()), ("mine", breccia.NVFP4BlockScaling())]
     found = bench.measure_products(recipes, framework, size=64, rows=(1, 3), runs=2)

@@ -54,6 +54,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_skeleton_passes_its_conformance_test(mine: Path) -> None:
     """On NumPy, without the laws of the oracle, which are slow; the slow test below has them all."""
     left_out = "not torch and not jax and not mlx and not oracle and not bit_pattern"

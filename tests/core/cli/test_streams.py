@@ -69,6 +69,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.together
 def test_no_output_of_any_command_has_trailing_blanks(model: Path, run: Run) -> None:
     assert set(LINES) == set(registry().commands)
@@ -190,6 +191,7 @@ def test_a_closed_standard_output_is_an_error_of_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 @posix
 def test_a_standard_error_that_cannot_be_written_changes_no_exit_code() -> None:
     for there in ("2>&-", *(["2>/dev/full"] if os.path.exists("/dev/full") else [])):
@@ -197,6 +199,7 @@ def test_a_standard_error_that_cannot_be_written_changes_no_exit_code() -> None:
         assert done.stdout.splitlines()[0] == "1" and done.stdout.splitlines()[-1] == "0", there
 
 
+@pytest.mark.long
 @posix
 @pytest.mark.together
 def test_no_file_of_a_command_becomes_a_closed_standard_output(model: Path) -> None:

@@ -670,6 +670,7 @@ def doubled_trace(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     return found + found
 
 
+@pytest.mark.long
 def test_calls_that_mlx_compiles_or_maps_are_not_compared(plant: Any) -> None:
     place = here("mlx")
     import mlx.core as mx
@@ -683,6 +684,7 @@ def test_calls_that_mlx_compiles_or_maps_are_not_compared(plant: Any) -> None:
     assert np.array_equal(np.array(scale), np.array(reference.cast(x + x, MXFP8).scale))
 
 
+@pytest.mark.long
 def test_calls_on_fake_and_meta_tensors_are_not_compared(plant: Any) -> None:
     torch = pytest.importorskip("torch")
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -93,6 +93,7 @@ def test_supplied_block_scales_are_used_as_the_oracle_uses_them(recipe: breccia.
 
 
 @pytest.mark.long
+@pytest.mark.covering(1, 1)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     x=hnp.arrays(
@@ -107,6 +108,7 @@ def test_any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe: breccia.ScalingR
 
 
 @pytest.mark.long
+@pytest.mark.covering(1, 1)
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.format.scale.block[0] == 1], ids=recipe_id)
 def test_every_code_under_every_scale_decodes_as_the_oracle_decodes_it(recipe: breccia.ScalingRecipe) -> None:
     scaled = every_decodable(recipe)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 import pytest
+from marks import jax_is_long
 from recipes import declared, recipe_id
 
 import breccia
@@ -223,7 +224,7 @@ def test_a_last_super_block_may_be_partial() -> None:
         assert (breccia.dequantize(part) == breccia.dequantize(full)[:, :300]).all()
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", jax_is_long(FRAMEWORKS))
 def test_structural_ops_keep_whole_super_blocks(framework: str) -> None:
     place = Place(framework)
     x = wide((4, 768), seed=3, exponents=1)
@@ -304,7 +305,7 @@ FLATTENED = [r for r in WRITTEN if flat_recipe(r) is not None]
 
 
 @pytest.mark.covering(1, 2)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", jax_is_long(FRAMEWORKS))
 @pytest.mark.parametrize("recipe", FLATTENED, ids=recipe_id)
 def test_a_flattened_tensor_has_the_same_values(recipe: breccia.ScalingRecipe, framework: str) -> None:
     place = Place(framework)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -69,7 +70,12 @@ def tensors(draw: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor:
 
 def defaults() -> tuple[ScalingRecipe, ...]:
     """The default instance of each recipe class of every active plug-in whose fields all have defaults."""
-    return tuple(kind() for kind in registry().recipes.values() if not kind.needed_fields())
+    return tuple(made for kind in registry().recipes.values() if (made := _default(kind)) is not None)
+
+
+@cache
+def _default(kind: type[ScalingRecipe]) -> ScalingRecipe | None:
+    return None if kind.needed_fields() else kind()
 
 
 _fill = st.just(0)
