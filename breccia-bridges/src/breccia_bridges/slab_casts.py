@@ -91,9 +91,9 @@ class SlabCasts:
         whole = rooms.array("numbers", (matrices, above.size + rows, columns))
         whole[:, : above.size] = above[:, None]
         below = whole[:, above.size :]
-        if below.flags.c_contiguous and self.stored.decode_into(slab, below):
+        if below.flags.c_contiguous and self.stored.decode_into(slab, below, rooms):
             return whole
-        x = self.stored.stored(slab)
+        x = self.stored.stored(slab, rooms)
         if x.dtype != np.uint16 and not above.size:
             return measuring.numbers_of(x)
         if x.dtype == np.uint16:
