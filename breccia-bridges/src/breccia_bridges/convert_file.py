@@ -35,8 +35,8 @@ from .safetensors_file import Container, read, shown
 from .safetensors_writer import HeaderError, raw_bytes
 from .staged_writer import StagedWriter
 
-#: Bytes that are read at a time of tensors that are copied, and of those that are compared, which stay in the L2 cache.
-_PIECE, _COMPARED = 1 << 22, 1 << 19
+#: Bytes that are read at a time of tensors that are copied or compared.
+_PIECE = 1 << 22
 
 
 class TensorWriter(Protocol):
@@ -325,6 +325,6 @@ def _reopened(path: Path, digests: dict[str, str]) -> Container:
 def _digest(view: np.ndarray, rooms: measuring.Rooms) -> str:
     """SHA-256 of the bytes of a view of a file."""
     digest, flat = hashlib.sha256(), view.reshape(-1).view(np.uint8)
-    for i in range(0, flat.size, _COMPARED):
-        digest.update(raw_bytes(read(flat[i : i + _COMPARED], partial(rooms.array, "read"))))
+    for i in range(0, flat.size, _PIECE):
+        digest.update(raw_bytes(read(flat[i : i + _PIECE], partial(rooms.array, "read"))))
     return digest.hexdigest()

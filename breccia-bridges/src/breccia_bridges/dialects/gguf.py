@@ -32,7 +32,7 @@ from .gguf_codes import Codes, HalfBytes, Nibbles, Plane, Planes, Sixes, Trits
 from .scales import check_scale
 
 #: Bytes of blocks that are rearranged at a time: their codes, one a byte, stay in a core's cache.
-_PIECE = 1 << 15
+_PIECE = 1 << 17
 
 
 @dataclass(frozen=True)

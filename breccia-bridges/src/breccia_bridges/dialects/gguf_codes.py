@@ -7,6 +7,7 @@ and `put` have codes one a byte.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -220,6 +221,7 @@ def _spread(data: np.ndarray, bits: int) -> np.ndarray:
     return np.ascontiguousarray(words).view(np.uint8).reshape(len(data), -1)
 
 
+@cache
 def _mask(width: int, lane: int, at: int = 0) -> np.uint64:
     """`width` ones from bit `at` on, in each lane of a word of 64 bits."""
     return np.uint64(sum((1 << width) - 1 << at << start for start in range(0, 64, lane)))
