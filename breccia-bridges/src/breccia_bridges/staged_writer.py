@@ -37,8 +37,8 @@ class StagedWriter(Writer):
         super().__init__(path, tensors, metadata, force=True)
         self.digests: dict[str, str] = {}
         self._hashing, self._syncing = Thread(), Thread()
-        self._unsynced, self._sync = 0, Future[None]()
-        self._sync.set_result(None)
+        self._unsynced = 0
+        self._sync: Future[None] | None = None
 
     def __enter__(self) -> Self:
         with naming(self.path):
@@ -104,17 +104,21 @@ class StagedWriter(Writer):
         self._syncing.close()
         with naming(self.path), file:
             if kind is None:
-                self._sync.result()
+                self._check_synced()
                 self._check_complete()
 
     def _note(self, nbytes: int) -> None:
         """So many bytes are written. Raises what the disk said of those before."""
         self._unsynced += nbytes
-        if self._unsynced >= _SYNCED and self._sync.done():
+        if self._unsynced >= _SYNCED and (self._sync is None or self._sync.done()):
             with naming(self.path):
-                self._sync.result()
+                self._check_synced()
             assert self._file is not None
             self._unsynced, self._sync = 0, self._syncing.submit(os.fsync, self._file.fileno())
+
+    def _check_synced(self) -> None:
+        if self._sync is not None:
+            self._sync.result()
 
 
 class Thread:
