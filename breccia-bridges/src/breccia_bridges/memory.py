@@ -118,8 +118,7 @@ class Estimates:
     def _is_placed_whole(self, job: Job) -> bool:
         if job.placed is None or self.dialect is None:
             return job.placed is not None
-        every = slabs_of(job, ROWS)
-        return len(every) < 2 or RowSlabs.of(job, every, self.dialect) is None
+        return RowSlabs.of(job, slabs_of(job, ROWS), self.dialect) is None
 
     def _is_read_by_slabs(self, job: Job) -> bool:
         """Is what the dialect wrote read by slabs? By some rows of zeros, which it reads."""
