@@ -123,10 +123,10 @@ class GGUFPlan(FilePlan):
         file, one = self._originals[job.name]
         return in_pieces(file.stored(one))
 
-    def reopened(self) -> Container:
+    def reopened(self) -> tuple[Container, dict[str, Item[None]]]:
         assert isinstance(self.writer, GGUFWriter)
         self.writer.check()
-        return GGUFFile(self.writer.path)
+        return GGUFFile(self.writer.path), {}
 
     # -- where everything is ------------------------------------------------------------------------------------
 
