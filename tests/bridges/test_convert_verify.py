@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ from safetensors.numpy import save_file
 
 from breccia import CorruptFileError, OptionError
 from breccia.bridges import convert
-from breccia_bridges import convert_file
+from breccia_bridges import convert_file, staged_writer
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def test_the_same_bytes_are_written_and_nothing_is_measured(verify: str, source:
 def test_bytes_that_read_back_otherwise_are_refused(
     verify: str, refused: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert_file, "_digest", lambda view: "other")
+    monkeypatch.setattr(convert_file, "_digest", lambda view, rooms: "other")
     out = tmp_path / "out.safetensors"
     if not refused:
         assert convert(source, out, "int4", verify=verify).quantized and out.exists()
@@ -51,6 +54,26 @@ def test_bytes_that_read_back_otherwise_are_refused(
     with pytest.raises(CorruptFileError, match="reads back bytes other than those written; check the disk"):
         convert(source, out, "int4", verify=verify)
     assert not out.exists()
+
+
+def test_what_the_disk_says_while_a_file_is_written_through_is_raised(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system says it once, to the first that asks: nothing would say it at the end."""
+    real, said = os.fsync, list[int]()
+
+    def fsync(descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread() and not said:
+            said.append(descriptor)
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    monkeypatch.setattr(staged_writer, "_SYNCED", 1 << 10)
+    monkeypatch.setattr(os, "fsync", fsync)
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(OSError, match="Input/output error") as e:
+        convert(source, out, "int4", verify="none")
+    assert said and Path(e.value.filename).name == out.name and not out.exists()
 
 
 def test_another_word_and_histograms_of_what_is_not_decoded_are_refused(source: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -9,6 +10,7 @@ import breccia
 from breccia.internal import measuring
 from breccia_bridges.extremes import Extremes, of_bits, of_codes
 from breccia_bridges.measure import FileTensor
+from breccia_bridges.slab_casts import SlabCasts
 
 SHAPES = [(256, 384), (3, 128, 256), (40, 128)]
 
@@ -42,8 +44,6 @@ def test_the_codes_of_other_tensors_are_decoded(recipe: str) -> None:
 @pytest.mark.parametrize("shift", [0.0, 50.0, -50.0])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_extremes_of_plain_numbers_follow_from_their_bits(dtype: str, shift: float) -> None:
-    import ml_dtypes
-
     x = normal((64, 96), shift).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     found = of_bits(x.view(np.uint16) if dtype == "bfloat16" else x)
     assert found is not None and list(map(float, found)) == ends(x.astype(np.float32))
@@ -68,6 +68,17 @@ def test_the_extremes_of_several_tensors_are_found_once_and_together() -> None:
     for item in items:
         item(measuring.Rooms())
     assert both.numbers.tolist() == [float(x.min()), float(y.max())]
+
+
+@pytest.mark.parametrize("largest", [3.0, 1 + 2.0**-20, np.nan])
+def test_a_tensor_of_bf16_shares_its_range_with_numbers_that_bf16_has_and_lacks(largest: float) -> None:
+    """It is cast as BF16, or as FP32 where an extreme is between two numbers of BF16."""
+    x = (normal((64, 96)) / 8).astype(ml_dtypes.bfloat16)
+    other = np.full((1, 96), largest, np.float32)
+    among = Extremes.of([FileTensor(x.view(np.uint16), "BF16"), FileTensor(other, "F32")])
+    (found,) = SlabCasts(FileTensor(x.view(np.uint16), "BF16"), breccia.recipe("nvfp4"), among).tensors()
+    whole = breccia.cast(np.concatenate([other, x.astype(np.float32)]), "nvfp4")
+    assert breccia.bytes_equal(found[0], whole[1:])
 
 
 def test_no_element_has_extremes() -> None:

@@ -83,11 +83,17 @@ def listed(file: Path) -> list[tuple[str, int]]:
     return [(name, int(process)) for name, process in pairs]
 
 
-def is_running(process: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    except FileNotFoundError:
-        return False
+def has_ended(process: int) -> bool:
+    """Within a minute: Ray hears of a killed process while the system still ends it, which a busy machine does late."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            if "State:\tZ" in Path(f"/proc/{process}/status").read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
 
 
 @pytest.mark.parametrize("verify", ["full", "none"])
@@ -122,7 +128,7 @@ def test_a_worker_that_is_killed_is_replaced_and_finished_tensors_stay(source: P
     ):
         report = convert(source, tmp_path / "out", "nvfp4", engine="ray", advance=lambda name, size: done.append(name))
     ((killed, process),) = listed(faults / "killed")
-    assert killed == name and not is_running(process)
+    assert killed == name and has_ended(process)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole") and report.tensors == whole.tensors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out", "whole"]
     casts = listed(faults / "casts")

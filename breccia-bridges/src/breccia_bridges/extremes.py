@@ -17,6 +17,8 @@ from .measure import FileTensor, Slab, slabs
 
 #: The smallest and the largest of no elements.
 _NONE = np.float32(np.inf), np.float32(-np.inf)
+#: Bytes of codes or bits that are reduced at once: enough that threads seldom wait for the GIL, and not long for each other.
+_BYTES = 1 << 22
 #: Columns of a block from which reducing its codes takes less than decoding them.
 _WIDE = 128
 
@@ -71,12 +73,13 @@ class Extremes:
 
 
 def _several(tensor: FileTensor) -> list[list[Slab]]:
-    """Slabs beside each other that have together as many bytes as one in FP32."""
+    """Slabs beside each other that have together at most `_BYTES`, where their codes or bits are reduced; else single ones."""
     listed: list[list[Slab]] = []
-    most = 32 // tensor.bits if _is_reduced(tensor) else 1
+    most = 8 * _BYTES // (tensor.bits * measuring.stacked(tensor.shape)[2] or 1) if _is_reduced(tensor) else 0  # rows
     for slab in slabs(tensor.shape, tensor.unit):
         last = listed[-1] if listed else []
-        if last and len(last) < most and last[-1][0] == slab[0] and last[-1][1].stop == slab[1].start:
+        follows = bool(last) and last[-1][0] == slab[0] and last[-1][1].stop == slab[1].start
+        if follows and (slab[0].stop - slab[0].start) * (slab[1].stop - last[0][1].start) <= most:
             last.append(slab)
         else:
             listed.append([slab])
@@ -92,8 +95,8 @@ def _found(
     matrices, rows = several[0]
     whole = matrices, slice(rows.start, several[-1][1].stop)
     if _is_reduced(tensor):
-        st = tensor.codes(whole)
-        ends = of_bits(tensor.stored(whole)) if st is None else of_codes(st)
+        st = tensor.codes(whole, rooms)
+        ends = of_bits(tensor.stored(whole, rooms)) if st is None else of_codes(st)
         if ends is not None:
             return [(*ends, False)]
     return [_of_numbers(tensor.values(slab, rooms)) for slab in several]

@@ -29,7 +29,7 @@ from .jobs import CASTABLE, Job
 from .safetensors_file import DTYPES, Container, Shape, read, shown
 from .safetensors_writer import raw_bytes
 from .source import Source
-from .staged_writer import Digest, Hashing, digest_of, opened_again
+from .staged_writer import Digest, Thread, digest_of, opened_again
 from .staging import naming
 
 _NUMBERS = {one.name: number for number, one in TYPES.items()}
@@ -123,10 +123,10 @@ class GGUFPlan(FilePlan):
         file, one = self._originals[job.name]
         return in_pieces(file.stored(one))
 
-    def reopened(self) -> Container:
+    def reopened(self) -> tuple[Container, dict[str, Item[None]]]:
         assert isinstance(self.writer, GGUFWriter)
         self.writer.check()
-        return GGUFFile(self.writer.path)
+        return GGUFFile(self.writer.path), {}
 
     # -- where everything is ------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class GGUFWriter:
         self._starts: dict[str, int] = {}
         self._digests: dict[tuple[int, int], str] = {}
         self.digests: dict[str, str] = {}
-        self._hashing = Hashing()
+        self._hashing = Thread()
 
     @property
     def entries(self) -> Sequence[str]:

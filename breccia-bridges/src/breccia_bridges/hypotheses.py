@@ -70,8 +70,8 @@ class _Recoded(FileTensor):
         super().__init__(st)
         self._change = change
 
-    def _piece(self, st: ScaledTensor, slab: Slab) -> ScaledTensor:
-        piece = super()._piece(st, slab)
+    def _piece(self, st: ScaledTensor, slab: Slab, rooms: measuring.Rooms | None = None) -> ScaledTensor:
+        piece = super()._piece(st, slab, rooms)
         codec = piece.recipe.format.element
         codes = unpack(NUMPY, piece.data, codec, piece.shape[-1])
         return with_parts(piece, components(piece) | {"data": pack(NUMPY, self._change(codes), codec)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,8 +51,8 @@ class FileTensor(measuring.Source):
         self.dtype = x.recipe.name if isinstance(x, ScaledTensor) else dtype
         super().__init__(x, self.dtype == "BF16")
 
-    def _read(self, part: np.ndarray) -> np.ndarray:
-        return read(part)
+    def _read(self, part: np.ndarray, rooms: measuring.Rooms | None, name: str) -> np.ndarray:
+        return read(part) if rooms is None else read(part, partial(rooms.array, name))
 
 
 class Numbers(Protocol):

@@ -38,8 +38,9 @@ _OF_CODE = 4
 #: Bytes per element while codes get another format, which is done on whole tensors, and while it is found out whether a recipe
 #: keeps all values: FP32 and FP64 copies, and masks of them.
 _OF_NEW_CODE, _OF_EXACT = 20, 80
-#: The least elements of a slab: with fewer, calls take longer than what they do.
-_LEAST = 1 << 16
+#: The most elements of a slab, in those of other work, and the least: with fewer, calls take longer than what they do.
+#: Of long ones, less is done under the GIL, for which threads wait.
+_LONGER, _LEAST = 4, 1 << 16
 _MIB = 1 << 20
 
 
@@ -99,11 +100,11 @@ class Estimates:
         )
 
     def slab(self, jobs: Sequence[Job], limit: int) -> int:
-        """The elements of a slab under which every value stays below the limit, at most `measuring.SLAB`.
+        """The elements of a slab under which every value stays below the limit.
 
         Raises as `check` does where none does.
         """
-        elements = measuring.SLAB
+        elements = _LONGER * measuring.SLAB
         while True:
             try:
                 with measuring.of_elements(elements):
@@ -117,8 +118,7 @@ class Estimates:
     def _is_placed_whole(self, job: Job) -> bool:
         if job.placed is None or self.dialect is None:
             return job.placed is not None
-        every = slabs_of(job, ROWS)
-        return len(every) < 2 or RowSlabs.of(job, every, self.dialect) is None
+        return RowSlabs.of(job, slabs_of(job, ROWS), self.dialect) is None
 
     def _is_read_by_slabs(self, job: Job) -> bool:
         """Is what the dialect wrote read by slabs? By some rows of zeros, which it reads."""

@@ -32,12 +32,12 @@ class RowSlabs:
 
     @classmethod
     def of(cls, job: Job, slabs: Sequence[Slab], dialect: DialectWriter) -> RowSlabs | None:
-        """None for a value that is not cast, is one slab, or whose dialect does not store rows apart: it is taken whole.
+        """None for a value that is not cast, or whose dialect does not store rows apart: it is taken whole.
 
         So is one whose codes calibration has chosen, which takes more memory than that.
         """
         placed = job.placed
-        if placed is None or job.way != "cast" or not dialect.dialect.by_rows or len(job.value.shape) != 2 or len(slabs) < 2:
+        if placed is None or job.way != "cast" or not dialect.dialect.by_rows or len(job.value.shape) != 2:
             return None
         if job.chosen is not None:
             return None

@@ -14,7 +14,7 @@ import stat
 import struct
 import sys
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -345,10 +345,10 @@ def _map(path: Path, expected: tuple[int, ...]) -> mmap.mmap:
     return mapped
 
 
-def read(view: np.ndarray) -> np.ndarray:
+def read(view: np.ndarray, empty: Callable[[Shape, np.dtype[Any]], np.ndarray] = np.empty) -> np.ndarray:
     """A part of what `Container.view` returned, aligned and in memory; other arrays are returned as they are.
 
-    It asks the system for the bytes, and does not touch mapped pages.
+    It asks the system for the bytes, and does not touch mapped pages. empty: what makes the array that they are read into.
     Raises CorruptFileError where the file was replaced or modified since it was opened.
     """
     origin = _origin_of(view)
@@ -356,8 +356,8 @@ def read(view: np.ndarray) -> np.ndarray:
         return view
     axes = sorted(range(view.ndim), key=lambda axis: -view.strides[axis])
     if not view.flags.c_contiguous and axes != list(range(view.ndim)):  # a transpose: read as it is stored
-        return read(view.transpose(axes)).transpose(np.argsort(axes))
-    out = np.empty(view.shape, view.dtype)
+        return read(view.transpose(axes), empty).transpose(np.argsort(axes))
+    out = empty(view.shape, view.dtype)
     if isinstance(origin.path, RemotePath):
         read_ranges(origin.path, _runs(out, view, origin.address))
     elif out.size:

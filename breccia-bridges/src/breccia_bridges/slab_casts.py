@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Mapping
 
+import ml_dtypes
 import numpy as np
 
 from breccia import ScaledTensor, ScalingRecipe, cast, from_buffer
@@ -80,27 +81,36 @@ class SlabCasts:
             above = np.resize(found, math.ceil(found.size / self.rows) * self.rows)
         x = self._numbers(slab, above, rooms)
         if self.rotation is not None:  # what is above is of the rotated tensor
-            x[:, above.size :] = rotated(x[:, above.size :], self.rotation)
+            turned = rotated(x[:, above.size :], self.rotation)
+            x = _below(turned, above, rooms)
         st = rotating.renamed(cast(x, self.written_by, importance=self.importance), self.recipe)
         return st[:, above.size :] if above.size else st
 
     def _numbers(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> np.ndarray:
-        """The numbers of a slab below rows of those of `above`."""
+        """The numbers of a slab below rows of those of `above`, in BF16 where all have it."""
+        if self.stored.recipe is None:
+            x = self.stored.stored(slab, rooms)
+            if x.dtype == np.uint16 and self.rotation is None and not (above.view(np.uint32) & 0xFFFF).any():
+                high = (above.view(np.uint32) >> 16).astype(np.uint16)
+                return _below(x, high, rooms).view(ml_dtypes.bfloat16)
+            return _below(measuring.numbers_of(x), above, rooms)
         matrices, rows = (part.stop - part.start for part in slab)
-        columns = self.stored.shape[-1]
-        whole = rooms.array("numbers", (matrices, above.size + rows, columns))
+        whole = rooms.array("numbers", (matrices, above.size + rows, self.stored.shape[-1]))
         whole[:, : above.size] = above[:, None]
         below = whole[:, above.size :]
-        if below.flags.c_contiguous and self.stored.decode_into(slab, below):
-            return whole
-        x = self.stored.stored(slab)
-        if x.dtype != np.uint16 and not above.size:
-            return measuring.numbers_of(x)
-        if x.dtype == np.uint16:
-            np.left_shift(x, 16, out=below.view(np.uint32), dtype=np.uint32)
-        else:
-            below[...] = measuring.numbers_of(x)
+        if not below.flags.c_contiguous or not self.stored.decode_into(slab, below, rooms):
+            below[...] = self.stored.values(slab, rooms)
         return whole
+
+
+def _below(x: np.ndarray, above: np.ndarray, rooms: measuring.Rooms) -> np.ndarray:
+    """The rows of `x` below rows of the numbers of `above`, if there are any."""
+    if not above.size:
+        return x
+    matrices, rows, columns = x.shape
+    whole = rooms.array("numbers", (matrices, above.size + rows, columns), x.dtype)
+    whole[:, : above.size], whole[:, above.size :] = above[:, None], x
+    return whole
 
 
 def in_pieces(tensors: Iterable[ScaledTensor | None]) -> Generator[dict[str, np.ndarray]]:

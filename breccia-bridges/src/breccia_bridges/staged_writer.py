@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, TypeVar
 
 import numpy as np
 
@@ -17,10 +17,13 @@ from .safetensors_file import Shape
 from .safetensors_writer import Data, Writer, raw_bytes
 from .staging import naming
 
+_T = TypeVar("_T")
 #: Bytes that are read at a time.
 _PIECE = 1 << 22
 #: Bytes whose digest is computed in less time than a thread takes to start.
 _SHORT = 1 << 18
+#: Bytes after which a file is written through to the disk, while more are made: else all of it would be waited for at the end.
+_SYNCED = 1 << 26
 
 
 class StagedWriter(Writer):
@@ -33,7 +36,9 @@ class StagedWriter(Writer):
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> None:
         super().__init__(path, tensors, metadata, force=True)
         self.digests: dict[str, str] = {}
-        self._hashing = Hashing()
+        self._hashing, self._syncing = Thread(), Thread()
+        self._unsynced = 0
+        self._sync: Future[None] | None = None
 
     def __enter__(self) -> Self:
         with naming(self.path):
@@ -49,6 +54,7 @@ class StagedWriter(Writer):
                 raw = raw_bytes(data)
                 digest.update(raw)
                 put(raw)
+                self._note(raw.nbytes)
 
             yield both
         assert self._file is not None
@@ -95,20 +101,35 @@ class StagedWriter(Writer):
         file, self._file = self._file, None
         assert file is not None
         self._hashing.close()
+        self._syncing.close()
         with naming(self.path), file:
             if kind is None:
+                self._check_synced()
                 self._check_complete()
 
+    def _note(self, nbytes: int) -> None:
+        """So many bytes are written. Raises what the disk said of those before."""
+        self._unsynced += nbytes
+        if self._unsynced >= _SYNCED and (self._sync is None or self._sync.done()):
+            with naming(self.path):
+                self._check_synced()
+            assert self._file is not None
+            self._unsynced, self._sync = 0, self._syncing.submit(os.fsync, self._file.fileno())
 
-class Hashing:
-    """A thread that computes digests, one for all tensors of a file."""
+    def _check_synced(self) -> None:
+        if self._sync is not None:
+            self._sync.result()
+
+
+class Thread:
+    """A thread beside that which writes a file, one for all its tensors; it starts with the first call."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
-    def submit(self, update: Callable[[memoryview], None], raw: memoryview) -> Future[None]:
+    def submit(self, call: Callable[[_T], None], argument: _T) -> Future[None]:
         self._pool = self._pool or ThreadPoolExecutor(1)
-        return self._pool.submit(update, raw)
+        return self._pool.submit(call, argument)
 
     def close(self) -> None:
         pool, self._pool = self._pool, None
@@ -119,7 +140,7 @@ class Hashing:
 class Digest:
     """SHA-256 of pieces; another thread computes it while the next piece is made, so pieces are not changed afterwards."""
 
-    def __init__(self, hashing: Hashing) -> None:
+    def __init__(self, hashing: Thread) -> None:
         self._digest, self._hashing = hashlib.sha256(), hashing
         self._last: Future[None] | None = None
 

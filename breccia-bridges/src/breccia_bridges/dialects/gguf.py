@@ -28,11 +28,11 @@ from breccia import Format, ScaledTensor, ScalingRecipe, UnsupportedError, from_
 from breccia.backend import NUMPY, Entry, StoredForm, StoredValue, ValueForm, components
 
 from ..gguf_types import NAMED
-from .gguf_codes import Codes, HalfBytes, Nibbles, Plane, Planes, Sixes, Trits
+from .gguf_codes import Codes, HalfBytes, Nibbles, Plane, Planes, Sixes, Trits, items
 from .scales import check_scale
 
 #: Bytes of blocks that are rearranged at a time: their codes, one a byte, stay in a core's cache.
-_PIECE = 1 << 15
+_PIECE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def _read_scales(value: StoredValue, out: np.ndarray, blocks: np.ndarray, part: 
     floats = blocks[:, part.field]
     bad = int(np.count_nonzero(_is_bad(floats, part.dtype)))
     value.need(bad == 0, f"{bad} of its scales are NaN or Inf. Quantize the model that it was made from again.", count=bad)
-    out[:, : part.floats] = floats
+    items(out, slice(part.floats))[:] = items(blocks, part.field)
     if part.dtype == "UE4M3":  # where ggml decodes the code of NaN as 0
         out[out == 0x7F] = 0
     if part.is_negated:
@@ -274,7 +274,7 @@ def _write_scales(blocks: np.ndarray, scales: np.ndarray, part: Scales) -> None:
         raise UnsupportedError(
             f"{bad} of its scales are NaN or Inf, or negative where GGUF has no sign. Quantize the model again.", count=bad
         )
-    blocks[:, part.field] = floats
+    items(blocks, part.field)[:] = items(scales, slice(part.floats))
     if part.is_negated:
         blocks[:, part.field.start + 1] ^= np.uint8(0x80)
     if part.codes is not None:

@@ -7,12 +7,21 @@ and `put` have codes one a byte.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 #: Unsigned integers by their bytes.
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def items(rows: np.ndarray, field: slice) -> np.ndarray:
+    """A view of a range of the bytes of each row, as one item, which is copied at once."""
+    width = rows.shape[1]
+    start, stop, _ = field.indices(width)
+    item = {"names": ["field"], "formats": [f"V{stop - start}"], "offsets": [start], "itemsize": width}
+    return rows.view(np.dtype(item))["field"][:, 0]
 
 
 class Codes(ABC):
@@ -72,31 +81,34 @@ class Planes(Codes):
 
 
 class Nibbles(Planes):
-    """Codes of one plane of 4 bits in runs of 8 bytes or more: pairs of neighbours, 8 bytes at a time."""
+    """Codes of one plane of 4 bits in runs of 8 bytes or more: two bytes, of four codes, at a time.
+
+    A run's byte has a code of its first half and one of its second; packed, it would have two neighbours.
+    """
 
     def __init__(self, start: int, stop: int, run: int, flip: int = 0) -> None:
         super().__init__(Plane(slice(start, stop), 4, run), flip=flip)
-        self._field, self._run, self._flips = slice(start, stop), run, np.uint8(flip | flip << 4)
+        self._field, self._flips, self._words = slice(start, stop), np.uint16(flip * 0x1111), min(run // 2, 8)
+        self._in_half = run // 2 // self._words
+
+    def _halves(self, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Views of the packed codes of the first and the second half of each run, as words."""
+        halves = data.view(_WORDS[self._words]).reshape(len(data), -1, 2, self._in_half)
+        return halves[:, :, 0], halves[:, :, 1]
 
     def read(self, out: np.ndarray, blocks: np.ndarray) -> None:
-        runs = np.ascontiguousarray(blocks[:, self._field]).view(np.uint64)
-        halves = out.reshape(len(blocks), -1, 2, self._run // 2)
-        for half, shift in enumerate((0, 4)):
-            codes = (runs >> np.uint64(shift)) & _mask(4, 8)
-            pairs = (codes | codes >> np.uint64(4)) & _mask(8, 16)
-            halves[:, :, half] = pairs.view(np.uint16).reshape(len(blocks), -1, self._run // 2)
-        if self._flips:
-            out ^= self._flips
+        pairs = np.ascontiguousarray(items(blocks, self._field)).view(np.uint16) ^ self._flips
+        first, second = self._halves(out)
+        for half, codes in ((first, pairs), (second, pairs >> np.uint16(4))):
+            packed = ((codes & np.uint16(0x0F)) | (codes >> np.uint16(4) & np.uint16(0xF0))).astype(np.uint8)
+            half[:] = packed.view(half.dtype).reshape(half.shape)
 
     def write(self, blocks: np.ndarray, data: np.ndarray) -> None:
-        halves = data.reshape(len(blocks), -1, 2, self._run // 2)
-        runs = np.zeros((len(blocks), halves.shape[1] * self._run // 8), np.uint64)
-        for half, shift in enumerate((0, 4)):
-            pairs = halves[:, :, half].astype(np.uint16).reshape(len(blocks), -1).view(np.uint64)
-            runs |= ((pairs | pairs << np.uint64(4)) & _mask(4, 8)) << np.uint64(shift)
-        blocks[:, self._field] = runs.view(np.uint8)
-        if self._flips:
-            blocks[:, self._field] ^= self._flips
+        first, second = self._halves(data)
+        mask, four = _mask(4, 8).astype(first.dtype), first.dtype.type(4)
+        even, odd = first & mask | (second & mask) << four, first >> four & mask | second & ~mask
+        pairs = even.view(np.uint8).astype(np.uint16) | odd.view(np.uint8).astype(np.uint16) << np.uint16(8)
+        items(blocks, self._field)[:] = items((pairs ^ self._flips).view(np.uint8).reshape(len(data), -1), slice(None))
 
 
 class HalfBytes(Codes):
@@ -220,6 +232,7 @@ def _spread(data: np.ndarray, bits: int) -> np.ndarray:
     return np.ascontiguousarray(words).view(np.uint8).reshape(len(data), -1)
 
 
+@cache
 def _mask(width: int, lane: int, at: int = 0) -> np.uint64:
     """`width` ones from bit `at` on, in each lane of a word of 64 bits."""
     return np.uint64(sum((1 << width) - 1 << at << start for start in range(0, 64, lane)))

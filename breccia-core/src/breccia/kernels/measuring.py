@@ -42,6 +42,9 @@ _of_thread = threading.local()
 #: Elements that NumPy measures at a time: FP64 copies of them stay in cache.
 _CHUNK = 1 << 13
 
+#: All bytes.
+_BYTES = np.arange(256, dtype=np.uint8)
+
 #: A range of a tensor's matrices, and a range of their rows.
 Slab = tuple[slice, slice]
 
@@ -68,17 +71,17 @@ class Ends(NamedTuple):
 
 
 class Rooms:
-    """FP32 arrays by name that are written again for each slab: pages of new ones take longer than what fills them."""
+    """Arrays by name that are written again for each slab: pages of new ones take longer than what fills them."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, np.ndarray] = {}
         self._codes: dict[str, tuple[Any, np.ndarray]] = {}
 
-    def array(self, name: str, shape: Shape) -> np.ndarray:
-        size, array = math.prod(shape), self._arrays.get(name)
+    def array(self, name: str, shape: Shape, dtype: Any = np.float32) -> np.ndarray:
+        size, array = math.prod(shape) * np.dtype(dtype).itemsize, self._arrays.get(name)
         if array is None or array.size < size:
-            array = self._arrays[name] = np.empty(size, np.float32)
-        return array[:size].reshape(shape)
+            array = self._arrays[name] = np.empty(size, np.uint8)
+        return array[:size].view(dtype).reshape(shape)
 
     def codes(self, name: str, st: ScaledTensor, code: int) -> np.ndarray:
         """The data of a tensor like `st` in which every code is `code`; that of the slab before, if it is the same."""
@@ -129,26 +132,26 @@ class Source:
         """That of a scaled tensor."""
         return None if self._scaled is None else self._scaled.recipe
 
-    def codes(self, slab: Slab) -> ScaledTensor | None:
-        """A slab of a scaled tensor, in memory; None of a plain one."""
-        return None if self._scaled is None else self._piece(self._scaled, slab)
+    def codes(self, slab: Slab, rooms: Rooms | None = None) -> ScaledTensor | None:
+        """A slab of a scaled tensor, in memory, which may be `rooms`; None of a plain one."""
+        return None if self._scaled is None else self._piece(self._scaled, slab, rooms)
 
     def values(self, slab: Slab, rooms: Rooms | None = None) -> np.ndarray:
-        """The values as FP32 (FP64 unchanged), with three axes; those of a scaled tensor may lie in `rooms`."""
+        """The values as FP32 (FP64 unchanged), with three axes; they may lie in `rooms`."""
         return numbers_of(self.stored(slab, rooms))
 
     def stored(self, slab: Slab, rooms: Rooms | None = None) -> np.ndarray:
-        """The values as they are stored, BF16 as uint16; FP32 of a scaled tensor, which may lie in `rooms`."""
+        """The values as they are stored, BF16 as uint16; FP32 of a scaled tensor. They may lie in `rooms`."""
         if self._scaled is None:
             assert self._array is not None
-            return self._plain(self._array[slab])
-        return self._decoded(self._piece(self._scaled, slab), rooms, "stored")
+            return self._plain(self._array[slab], rooms)
+        return self._decoded(self._piece(self._scaled, slab, rooms), rooms, "stored")
 
-    def decode_into(self, slab: Slab, out: np.ndarray) -> bool:
+    def decode_into(self, slab: Slab, out: np.ndarray, rooms: Rooms | None = None) -> bool:
         """Write the values of a scaled tensor as FP32 to `out`, of three axes; False for a plain one."""
         if self._scaled is None:
             return False
-        piece = self._piece(self._scaled, slab)
+        piece = self._piece(self._scaled, slab, rooms)
         calls.dequantize(piece, FLOAT32._replace(out=out.reshape(piece.shape)))
         return True
 
@@ -159,7 +162,7 @@ class Source:
         """
         if self._scaled is None:
             return self.stored(slab), []
-        piece = self._piece(self._scaled, slab)
+        piece = self._piece(self._scaled, slab, rooms)
         fmt = piece.recipe.format
         if fmt.rotation is not None:  # values are sums, which no one code bounds
             return self._decoded(piece, rooms, "decoded"), []
@@ -192,20 +195,20 @@ class Source:
         low = self._decoded(with_data(piece, rooms.codes("low", piece, lowest)), rooms, "low")
         return Ends(low, high, below, above)
 
-    def _plain(self, part: np.ndarray) -> np.ndarray:
+    def _plain(self, part: np.ndarray, rooms: Rooms | None = None) -> np.ndarray:
         """A part of a plain tensor; as uint16 if it is BF16."""
-        piece = self._read(part)
+        piece = self._read(part, rooms, "read")
         return piece.view(np.uint16) if self._bf16 else piece
 
-    def _read(self, part: np.ndarray) -> np.ndarray:
-        """A part of an array, in memory; for sources whose arrays are not."""
+    def _read(self, part: np.ndarray, rooms: Rooms | None, name: str) -> np.ndarray:
+        """A part of an array, in memory; for sources whose arrays are not. It may lie in `rooms`, under `name`."""
         return part
 
-    def _piece(self, st: ScaledTensor, slab: Slab) -> ScaledTensor:
+    def _piece(self, st: ScaledTensor, slab: Slab, rooms: Rooms | None = None) -> ScaledTensor:
         matrices, rows = slab
         if (matrices.stop - matrices.start, rows.stop - rows.start) != stacked(self.shape)[:2]:
             st = st[slab] if st.ndim == 3 else st[rows]
-        parts = {name: self._read(part) for name, part in components(st).items()}
+        parts = {name: self._read(part, rooms, name) for name, part in components(st).items()}
         return ScaledTensor.from_parts(recipe=st.recipe, layout=st.layout, axis=st.axis, padding=st.padding, **parts)
 
     def _decoded(self, st: ScaledTensor, rooms: Rooms | None = None, name: str = "") -> np.ndarray:
@@ -317,14 +320,18 @@ def _ends_of_blocks(st: ScaledTensor) -> Ends | None:
         return None
     (lowest, below), (highest, above) = _ends(fmt.element)
     rows, tall = st.shape[-2], block[0] or st.shape[-2]
+    of_tensor = None if fmt.global_scale is None else np.asarray(st.global_scale)
+    in_bytes = fmt.scale.codec.bits == 8 and st.scale.itemsize == 1 and (of_tensor is None or of_tensor.size == 1)
 
     def numbers(code: int) -> np.ndarray:
         value = np.full((1,) * st.ndim, fmt.element.value(code), np.float32)
-        number = reference.apply_scale(NUMPY, value, st.scale, fmt, fmt.scale)
-        if fmt.global_scale is not None:
-            of_tensor = np.asarray(st.global_scale)
-            of_tensor = of_tensor.reshape(*of_tensor.shape, *(1,) * (st.ndim - of_tensor.ndim))
-            number = reference.apply_scale(NUMPY, number, of_tensor, fmt, fmt.global_scale)
+        scale = _BYTES.view(st.scale.dtype).reshape(*(1,) * (st.ndim - 1), -1) if in_bytes else st.scale
+        number = reference.apply_scale(NUMPY, value, scale, fmt, fmt.scale)
+        if of_tensor is not None:
+            each = of_tensor.reshape(*of_tensor.shape, *(1,) * (st.ndim - of_tensor.ndim))
+            number = reference.apply_scale(NUMPY, number, each, fmt, fmt.global_scale)
+        if in_bytes:  # the numbers of all scales that there are, which are fewer than blocks
+            number = number.reshape(-1).take(st.scale.view(np.uint8), mode="clip")
         return number if tall == 1 else number.repeat(tall, -2)[..., :rows, :]
 
     with np.errstate(all="ignore"):

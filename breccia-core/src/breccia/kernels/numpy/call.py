@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 #: Elements of a chunk for the generic algorithm, which needs some 100 bytes per element.
 GENERIC = 1 << 15
 #: Elements of a chunk of numbers that are read where they lie.
-_LONG = 1 << 19
+_LONG = 1 << 20
 #: The most blocks whose amax is kept between two passes: 8 MB.
 _MOST_BLOCKS = 1 << 21
 Parts = tuple[Any, Any, Any, Any]
@@ -198,7 +198,8 @@ class Cast:
             for piece in self.pieces:
                 piece.limit = min(piece.limit, GENERIC)
         if self.plan.narrow and self.y.flags.c_contiguous:  # without buffers, longer chunks take less of Python
-            longer = min(max(self.y.size // (4 * thread_count()), chunk_size()), _LONG)
+            shares = 4 * thread_count() if thread_count() > 1 else 1
+            longer = min(max(self.y.size // shares, chunk_size()), _LONG)
             for piece in self.pieces:
                 piece.limit = min(longer, piece.limit) if step == self._hand_over else longer
         tensor_jobs = all_jobs(list(map(turned, self.pieces)), 1, 1) if refuse or self.per_tensor or self.two_level else []
