@@ -10,10 +10,11 @@ from .checking import check
 from .comparing import NotSupported, ResultError
 from .reducing import Smallest
 from .reports import Difference, Failure, Report, Skipped
+from .results import compare
 from .sets import EDGES, SPEC, Case, Codec, Format, Level, cases, formats, sets
 
 __version__ = "0.2.0"
 __all__ = [
     "EDGES", "SPEC", "Case", "Codec", "Difference", "Failure", "Format", "Level", "NotSupported", "Report", "ResultError",
-    "Skipped", "Smallest", "cases", "check", "formats", "sets",
+    "Skipped", "Smallest", "cases", "check", "compare", "formats", "sets",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .reducing import Smallest
-from .sets import Case
+from .sets import PARTS, Case
 
 #: Differences of one format that the text lists; the JSON has all of them.
 LISTED = 3
@@ -189,3 +189,19 @@ def _place(case: Case, index: int) -> str:
         index, place = divmod(index, length)
         places.insert(0, place)
     return f"[{', '.join(map(str, places))}]"
+
+
+def described(case: Case) -> str:
+    """A case in words, numbers and bytes."""
+    fmt = case.format
+    given = [f"{case.dtype} {case.shape}, contraction axis {case.axis}", f"rounding {case.rounding}"]
+    given += [] if case.seed is None else [f"seed {case.seed}"]
+    format_ = f"{fmt.element.name} with {' under '.join(map(str, fmt.levels[::-1]))}; rules {', '.join(fmt.rules)}"
+    lines = [f"{case.name}: {case.tests}", f"  {format_}", f"  {', '.join(given)}"]
+    values = [f"{float_of(int(_pattern(case, i), 16), case.dtype)!r}" for i in range(math.prod(case.shape))]
+    lines.append(f"  input: {' '.join(values)}")
+    for part in PARTS:
+        if (raw := getattr(case, part)) is not None:
+            shape, bits = case.stored(part)
+            lines.append(f"  {part}, {bits} bits, {shape}: {raw.hex(' ', bits // 8)}")
+    return "\n".join(lines)

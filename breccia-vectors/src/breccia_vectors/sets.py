@@ -66,6 +66,11 @@ class Level:
     block: tuple[int | None, int | None]
     convention: str = "multiplier"
 
+    def __str__(self) -> str:
+        sides = ["all" if side is None else str(side) for side in self.block]
+        convention = "" if self.convention == "multiplier" else f" ({self.convention})"
+        return f"{self.codec.name}{convention} per {'x'.join(sides) if self.block != (None, None) else 'tensor'}"
+
 
 @dataclass(frozen=True)
 class Format:
