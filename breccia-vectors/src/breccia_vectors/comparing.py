@@ -52,9 +52,8 @@ def bytes_of(case: Case, part: str, buffer: Buffer) -> bytes:
     try:
         return memoryview(buffer).tobytes()
     except (TypeError, ValueError, BufferError) as e:
-        raise ResultError(
-            f"{case.name}: {part} is {type(buffer).__name__}, without buffer protocol: return its bytes ({e})."
-        ) from e
+        kind = type(buffer).__name__
+        raise ResultError(f"{case.name}: {part} is a {kind} without the buffer protocol ({e}): return its bytes.") from e
 
 
 def integers(raw: bytes, bits: int) -> Sequence[int]:
