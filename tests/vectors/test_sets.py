@@ -7,6 +7,7 @@ import json
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,13 @@ def test_a_case_says_its_shape_codes_and_numbers() -> None:
             assert codes[k][m] == case.data[(k // 2) * 3 + m] >> 4 * (k % 2) & 15
     with pytest.raises(KeyError, match="axis=-2 has no zero_point"):
         case.array("zero_point")
+
+
+def test_a_clone_without_links_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spec").write_text("../../../docs/spec")  # what git writes in place of a link
+    monkeypatch.setattr("breccia_vectors.sets.SPEC", tmp_path / "spec")
+    with pytest.raises(FileNotFoundError, match="vectors is no folder: the repository was cloned without symbolic links"):
+        breccia_vectors.sets()
 
 
 def test_another_input_keeps_everything_else() -> None:

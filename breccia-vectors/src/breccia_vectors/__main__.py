@@ -14,8 +14,8 @@ from .results import case_of, compare
 PATHS = {"data": SPEC / "vectors", "spec": SPEC, "c": Path(__file__).resolve().parent / "vectors.c"}
 
 
-def main() -> int:
-    """Run the command line. Returns 1 if results differ, 2 for what cannot be read."""
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m breccia_vectors", description="Golden vectors of block-scaled formats.")
     parser.add_argument("--version", action="version", version=f"breccia-vectors {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -29,7 +29,12 @@ def main() -> int:
     compared.add_argument("file", type=Path, help='a text file, see "Results" in spec/vectors.md')
     compared.add_argument("--flushes-subnormals", action="store_true", help="let signed zeros stand for FP32 subnormals")
     compared.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Run the command line. Returns 1 if results differ, 2 for what cannot be read."""
+    given = parser().parse_args()
     try:
         match given.command:
             case "formats":

@@ -245,7 +245,12 @@ def unpacked(case: Case, data: bytes | memoryview) -> bytearray:
 
 
 def sets() -> list[int]:
-    """The numbers of the sets."""
+    """The numbers of the sets. Raises FileNotFoundError in a clone of the repository without symbolic links."""
+    if not (SPEC / "vectors").is_dir():
+        raise FileNotFoundError(
+            f"{SPEC / 'vectors'} is no folder: the repository was cloned without symbolic links, which lead there. Install the "
+            "wheel of breccia-vectors, or clone again after `git config --global core.symlinks true`."
+        )
     return sorted(int(path.name) for path in (SPEC / "vectors").iterdir() if path.name.isdigit())
 
 
