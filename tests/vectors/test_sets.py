@@ -14,7 +14,7 @@ import pytest
 import breccia
 import breccia_vectors
 from breccia_vectors import EDGES, SPEC
-from breccia_vectors.sets import PARTS
+from breccia_vectors.sets import PARTS, sets
 
 
 def test_the_version_is_that_of_all_distributions() -> None:
@@ -33,7 +33,7 @@ def test_nothing_but_the_standard_library_is_imported() -> None:
 
 def test_the_package_holds_the_pages_and_every_set_unchanged() -> None:
     assert {"vectors.md", "formats.md", "numerics.md", "cross-walk.md"} <= {path.name for path in SPEC.iterdir()}
-    for number in breccia_vectors.sets():
+    for number in sets():
         folder = SPEC / "vectors" / str(number)
         for name, facts in json.loads((folder / "index.json").read_text())["files"].items():
             assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == facts["sha256"], (number, name)
@@ -72,7 +72,7 @@ def test_a_clone_without_links_is_an_error_that_says_so(tmp_path: Path, monkeypa
     (tmp_path / "spec").write_text("../../../docs/spec")  # what git writes in place of a link
     monkeypatch.setattr("breccia_vectors.sets.SPEC", tmp_path / "spec")
     with pytest.raises(FileNotFoundError, match="vectors is no folder: the repository was cloned without symbolic links"):
-        breccia_vectors.sets()
+        sets()
 
 
 def test_another_input_keeps_everything_else() -> None:

@@ -11,10 +11,10 @@ from .comparing import NotSupported, ResultError
 from .reducing import Smallest
 from .reports import Difference, Failure, Report, Skipped
 from .results import compare
-from .sets import EDGES, SPEC, Case, Codec, Format, Level, cases, formats, sets
+from .sets import EDGES, SPEC, Case, Codec, Format, Level, cases, formats
 
 __version__ = "0.2.0"
 __all__ = [
     "EDGES", "SPEC", "Case", "Codec", "Difference", "Failure", "Format", "Level", "NotSupported", "Report", "ResultError",
-    "Skipped", "Smallest", "cases", "check", "compare", "formats", "sets",
+    "Skipped", "Smallest", "cases", "check", "compare", "formats",
 ]  # fmt: skip
