@@ -10,7 +10,7 @@ ENGINES := .venv-engines
 DIST := .venv-dist
 LIGHTHOUSE := .lighthouse
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-SIBLINGS := -e "./breccia-bridges[report,remote]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton
+SIBLINGS := -e "./breccia-bridges[report,remote]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton -e ./breccia-vectors
 # Python compiles modules to bytecode when they are first imported, which most modules of large packages never are.
 INSTALL := -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
 # Tests start many processes, and each would compile every module anew.
@@ -58,7 +58,7 @@ dist: $(DIST)/ready
 
 # What `make dist` built: built again, it is the same; it installs without a compiler, in a time that is printed, on each of
 # PYTHONS; it meets breccia 0.1.3.
-INSTALLED := core everything
+INSTALLED := core vectors everything
 PYTHONS = $(DIST)/bin/python
 test-dist: $(DIST)/ready
 	$(DIST)/bin/python release/dist.py dist --again

@@ -50,8 +50,13 @@ def run(*command: object, **options: object) -> str:
 
 
 def exported(target: Path) -> None:
-    """Copy what git tracks of the distributions: no build leaves anything in the tree, and nothing untracked gets in."""
-    for name in run("git", "ls-files", "-z", *folders(), cwd=ROOT).split("\0")[:-1]:
+    """Copy what git tracks of the distributions, and of folders that their links lead to.
+
+    So no build leaves anything in the tree, and nothing untracked gets in.
+    """
+    tracked = run("git", "ls-files", "-z", *folders(), cwd=ROOT).split("\0")[:-1]
+    links = {(ROOT / name).resolve().relative_to(ROOT).as_posix() for name in tracked if (ROOT / name).is_symlink()}
+    for name in {*tracked, *run("git", "ls-files", "-z", *links, cwd=ROOT).split("\0")[:-1]}:
         source, copy = ROOT / name, target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, copy, follow_symlinks=False)

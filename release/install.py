@@ -1,6 +1,6 @@
 """Install built wheels into clean environments, check what was installed, and measure how long it took.
 
-    python release/install.py dist                               # core and everything, on this Python
+    python release/install.py dist                               # core, vectors and everything, on this Python
     python release/install.py dist --python python3.12           # on another; repeat it for several
     python release/install.py dist --what 'breccia[jax,native]'  # another requirement; repeat it for several
     python release/install.py dist --sbom dist/sbom.cdx.json  # write what the last one brought, with its licenses
@@ -23,7 +23,7 @@ from pathlib import Path
 from environments import ROOT, Environment, Failed, checked
 
 #: Name -> requirement, and the seconds that its installation may take with a warm cache.
-NAMED = {"core": ("breccia-core", 5.0), "everything": ("breccia[all]", 60.0)}
+NAMED = {"core": ("breccia-core", 5.0), "vectors": ("breccia-vectors", 5.0), "everything": ("breccia[all]", 60.0)}
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,12 @@ def measured(requirement: str, python: str, wheels: Path, folder: Path) -> Insta
     started, used = time.monotonic(), cpu_of_children()
     environment.install(requirement)
     seconds, cpu = time.monotonic() - started, cpu_of_children() - used
-    has_native = "native" in requirement or "all" in requirement
-    said = environment.run(
-        "-W",
-        "error::ImportWarning",
-        str(ROOT / "release" / "smoke.py"),
-        str(ROOT / "docs" / "spec" / "vectors" / "1"),
-        *(["--native"] if has_native else []),
-    )
+    script, *words = (str(ROOT / "release" / "smoke.py"), str(ROOT / "docs" / "spec" / "vectors" / "1"))
+    if requirement == "breccia-vectors":
+        script, words = str(ROOT / "release" / "smoke_vectors.py"), []
+    elif "native" in requirement or "all" in requirement:
+        words.append("--native")
+    said = environment.run("-W", "error::ImportWarning", script, *words)
     environment.pip("check")
     return Installed(seconds, cpu, said.strip(), environment)
 

@@ -19,6 +19,8 @@ import breccia
 
 CORE = "breccia"
 
+#: The distribution without plug-in, which imports nothing but the standard library.
+VECTORS = "breccia-vectors"
 #: Distribution -> (its import package, the other breccia packages it may import).
 PACKAGES = {
     "breccia-core": (CORE, set[str]()),
@@ -28,6 +30,7 @@ PACKAGES = {
     "breccia-native": ("breccia_native", {CORE}),
     "breccia-triton": ("breccia_triton", {CORE, "breccia_torch"}),
     "breccia-bridges": ("breccia_bridges", {CORE}),
+    VECTORS: ("breccia_vectors", set[str]()),
 }
 
 #: Package -> (third-party packages it may import at the top of a module, those it may import only inside functions).
@@ -42,6 +45,7 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_jax": ({"jax", "numpy", "ml_dtypes"}, set()),
     "breccia_mlx": ({"mlx", "numpy"}, {"ml_dtypes"}),
     "breccia_native": ({"numpy"}, set()),
+    "breccia_vectors": (set(), set()),
     "breccia_triton": (
         {"triton", "torch", "jax", "numpy", "platformdirs"},
         {"jax_triton", "humming", "deep_gemm", "transformer_engine"},
@@ -242,7 +246,7 @@ def test_a_module_imports_only_allowed_packages() -> None:
 
 
 def test_a_manifest_imports_only_breccia_the_standard_library_and_its_declarations() -> None:
-    manifests = [(d, "dispatch.builtin" if d == "breccia-core" else "plugin") for d in PACKAGES]
+    manifests = [(d, "dispatch.builtin" if d == "breccia-core" else "plugin") for d in PACKAGES if d != VECTORS]
     manifests += [(d, name) for d, names in DECLARATIONS.items() for name in names]
     declared = {f"{PACKAGES[d][0]}.{name}" for d, names in DECLARATIONS.items() for name in names}
 
@@ -252,7 +256,7 @@ def test_a_manifest_imports_only_breccia_the_standard_library_and_its_declaratio
     assert not offences(manifests, is_allowed)
 
 
-@pytest.mark.parametrize("distribution", sorted(PACKAGES.keys() - {"breccia-core"}))
+@pytest.mark.parametrize("distribution", sorted(PACKAGES.keys() - {"breccia-core", VECTORS}))
 def test_the_package_of_a_manifest_runs_nothing_on_import(distribution: str) -> None:
     """Importing the manifest runs `__init__.py` first, in every process: it may only define functions, which import lazily."""
     body = ast.parse(modules(distribution)[""].read_text(encoding="utf-8")).body
@@ -348,7 +352,8 @@ def test_breccia_dependencies_are_the_imported_distributions_pinned_to_this_mino
     itself = f"{distribution}["  # an extra that combines other extras of the distribution
     ours = [d for d in wanted if d.startswith("breccia-") and not d.startswith(itself)]
     pin = "~=" + ".".join(breccia.__version__.split(".")[:2]) + ".0"
-    assert ours and all(d.endswith(pin) and d.removesuffix(pin).partition("[")[0] in PACKAGES for d in ours), ours
+    assert all(d.endswith(pin) and d.removesuffix(pin).partition("[")[0] in PACKAGES for d in ours), ours
+    assert bool(ours) == (distribution != VECTORS)
     by_package = {p: d for d, (p, _) in PACKAGES.items()}
     direct = siblings(distribution)
     reached = direct.union(*(siblings(other) for other in direct))

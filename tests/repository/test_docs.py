@@ -171,6 +171,8 @@ def test_commands_exist(page: Path, fence: Fence, sessions: set[str]) -> None:
             case ["pip", "install", what]:
                 for requirement in (word for word in shlex.split(what) if not word.startswith("-")):
                     check_requirement(requirement)
+            case ["python", "-m", words] if words.startswith("breccia_vectors "):
+                importlib.import_module("breccia_vectors.__main__").parser().parse_args(shlex.split(words)[1:])
             case ["python", script, *_] if script.endswith(".py"):
                 assert (ROOT / script).is_file(), command
             case _:

@@ -70,6 +70,15 @@ def test_the_distribution_breccia_holds_the_files_of_core() -> None:
     assert link.is_symlink() and link.resolve() == ROOT / "breccia-core" / "src"
 
 
+def test_what_links_of_a_distribution_lead_to_is_built_with_it(dist: ModuleType, tmp_path: Path) -> None:
+    link = ROOT / "breccia-vectors" / "src" / "breccia_vectors" / "spec"
+    assert link.is_symlink() and link.resolve() == ROOT / "docs" / "spec"
+    dist.exported(tmp_path)
+    copied = tmp_path / link.relative_to(ROOT)
+    assert copied.is_symlink() and {path.name for path in copied.iterdir()} == {path.name for path in link.iterdir()}
+    assert not (tmp_path / "docs" / "index.md").exists()
+
+
 # -- the recipe for conda, and the workflows -------------------------------------------------------------------------
 
 

@@ -245,7 +245,7 @@ def test_every_target_file_and_distribution_in_a_page_exists() -> None:
             wrong.append(f"{page}: {code}")
         if re.fullmatch(r"(docs|tests|benchmarks|examples|breccia-\w+)/[\w./-]+", code) and not (ROOT / code).exists():
             wrong.append(f"{page}: {code}")
-        for name, extras in re.findall(r"(?<![\w/.-])(breccia-(?!vectors)[a-z]+)(?:\[([\w,-]+)\])?(?![\w-])", code):
+        for name, extras in re.findall(r"(?<![\w/.-])(breccia-(?!results)[a-z]+)(?:\[([\w,-]+)\])?(?![\w-])", code):
             path = ROOT / name / "pyproject.toml"
             declared = tomllib.loads(path.read_text(encoding="utf-8"))["project"] if path.is_file() else {}
             if not set(filter(None, extras.split(","))) <= set(declared.get("optional-dependencies", ())) or not declared:

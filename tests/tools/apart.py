@@ -32,6 +32,7 @@ from xml.etree import ElementTree
 SCRIPT = Path(__file__).resolve()
 ROOT = SCRIPT.parents[2]
 CORE = "breccia-core"
+VECTORS = "breccia-vectors"  # no plug-in, and without breccia
 TOOLS = ("pytest", "hypothesis")
 
 #: Files that test a distribution beside those of the folder named after it. They skip what is not installed.
@@ -58,6 +59,7 @@ ALSO_INSTALLED = {
     "breccia-mlx": ("breccia-bridges", "breccia-native"),
     "breccia-native": ("breccia-bridges",),
     "breccia-triton": ("breccia-jax", "breccia-bridges"),
+    VECTORS: (CORE,),  # for conftest.py
 }
 #: Packages whose module has another name.
 IMPORTED = {"pyyaml": "yaml"}
@@ -174,7 +176,7 @@ def check_wheel(distribution: str, wheel: Path) -> None:
         "it lacks py.typed": f"{folder.name}/py.typed" not in held,
         "it lacks the license": not any(name.startswith(info) and name.endswith("LICENSE") for name in held),
         "its description is not its README": readme.splitlines()[0] not in metadata.get_payload(),
-        "it declares no plug-in": distribution != CORE and "[breccia]" not in entry_points,
+        "it declares no plug-in": distribution not in (CORE, VECTORS) and "[breccia]" not in entry_points,
     }
     if found := [fault for fault, there in faults.items() if there]:
         raise Fault(f"{wheel.name}: {'; '.join(found)}.")
@@ -292,17 +294,10 @@ def tested(environment: Environment, distribution: str, work: Path, files: list[
 
 def probe(distribution: str, family: list[str], lacks: list[str]) -> str:
     """Import every module of the wheel, without optional packages installed. Raises Fault."""
-    import breccia
-
-    plugins = {p.distribution: p for p in breccia.plugins()}
-    if set(plugins) != set(family):
-        raise Fault(f"plug-ins of {sorted(plugins)} are found; installed are {sorted(family)}.")
-    if wrong := [f"{p.title} is {p.status}: {p.reason}" for p in plugins.values() if p.status != "active"]:
-        raise Fault("; ".join(wrong))
-    if heavy := [name for name in HEAVY if name in sys.modules]:
-        raise Fault(f"manifests load {', '.join(heavy)}.")
+    if distribution != VECTORS:
+        probe_plugins(family)
     optional = {IMPORTED.get(name.lower(), name.replace("-", "_").lower()) for name in lacks} | {"markupsafe"}
-    name = plugins[distribution].module.partition(".")[0]
+    name = "breccia" if distribution == CORE else distribution.replace("-", "_")
     found = importlib.import_module(name)
     if "site-packages" not in (found.__file__ or ""):
         raise Fault(f"{name} is imported from {found.__file__}, which is no installation.")
@@ -319,6 +314,19 @@ def probe(distribution: str, family: list[str], lacks: list[str]) -> str:
                 raise Fault(f"{module.name} imports {e.name}, which {distribution} declares nowhere.") from e
             missing.add(root)
     return f"{imported} modules imported" + (f", others need {', '.join(sorted(missing))}" if missing else "")
+
+
+def probe_plugins(family: list[str]) -> None:
+    """Raise Fault unless the plug-ins of these distributions are found and light."""
+    import breccia
+
+    plugins = {p.distribution: p for p in breccia.plugins()}
+    if set(plugins) != set(family):
+        raise Fault(f"plug-ins of {sorted(plugins)} are found; installed are {sorted(family)}.")
+    if wrong := [f"{p.title} is {p.status}: {p.reason}" for p in plugins.values() if p.status != "active"]:
+        raise Fault("; ".join(wrong))
+    if heavy := [name for name in HEAVY if name in sys.modules]:
+        raise Fault(f"manifests load {', '.join(heavy)}.")
 
 
 def present() -> set[str]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -357,79 +356,26 @@ def test_a_wrong_bit_in_any_array_is_detected(published: list[Vector]) -> None:
         assert differences(other, "numpy", ops, None, None) == [name]
 
 
-# -- the C program ---------------------------------------------------------------------------------------------------
+# -- the package -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def checker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """examples/vectors.c, compiled with the command in its first lines."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler (cc) on the path")
-    if sys.byteorder != "little":
-        pytest.skip("the program is for little-endian machines")
-    source = ROOT / "examples" / "vectors.c"
-    command = next(line for line in source.read_text().splitlines() if " cc " in line).partition("&&")[0].split()[1:]
-    assert command[0] == "cc" and command[-2] == "examples/vectors.c"
-    built = tmp_path_factory.mktemp("c") / "vectors"
-    command[command.index("-o") + 1] = str(built)
-    done = subprocess.run([compiler, "-Wall", "-Wextra", "-Werror", *command[1:]], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return built
-
-
-def checked(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program, folder], capture_output=True, text=True)
-
-
-@pytest.mark.parametrize(("version", "least"), [(1, 80), (2, 0), (3, 0), (4, 0), (5, 60)])
-def test_the_c_program_finds_no_difference(checker: Path, version: int, least: int) -> None:
-    every = vectors.read(SETS / str(version))
-    cast = sum(
-        v.recipe.format.scale.codec.name == "E8M0" and v.recipe.rules[-1].name in ("rceil", "mse") and v.rounding == "nearest"
-        and v.supplied is None for v in every
-    )  # fmt: skip
-    done = checked(checker, SETS / str(version))
-    assert (done.returncode, done.stdout) == (0, f"{len(every)} cases, {cast} cast, 0 differences\n") and cast >= least
-
-
-@pytest.mark.parametrize(
-    ("recipe", "part"),
-    [
-        (breccia.MXFP8BlockScaling(), "data"),
-        (breccia.MXFP8BlockScaling(), "scale"),
-        (breccia.MXFP6BlockScaling("E3M2"), "input"),
-        (breccia.NVFP4BlockScaling(), "global_scale"),
-        (breccia.INT4Scaling(16, signed=False, symmetric=False), "zero_point"),
-        (breccia.INT8Scaling(16, signed=False, symmetric=False, scale_dtype="bf16", offset="bias"), "zero_point"),
-        (breccia.NF4Scaling(16), "decoded"),
-        (breccia.GGUFScaling("Q3_K"), "scale"),
-        (breccia.GGUFScaling("Q4_K"), "zero_point"),
-        (breccia.NVFP4BlockScaling(order="scales_first"), "decoded"),
-        (TwoCodecs(), "global_scale"),
-        (TwoCodecs("tiles"), "data"),
-        (breccia.MXFP4BlockScaling(scale_rule="mse"), "scale"),
-    ],
-    ids=lambda v: getattr(v, "name", v),
-)
-def test_the_c_program_detects_a_planted_wrong_byte(
-    checker: Path, tmp_path: Path, recipe: breccia.ScalingRecipe, part: str
-) -> None:
-    indices = {SETS / str(version): json.loads((SETS / str(version) / vectors.INDEX).read_text()) for version in PUBLISHED}
-    source, index = next((f, i) for f, i in indices.items() if recipe.fingerprint() in [r["fingerprint"] for r in i["recipes"]])
-    place = [r["fingerprint"] for r in index["recipes"]].index(recipe.fingerprint())
-    number, case = next((n, c) for n, c in enumerate(index["cases"]) if c["recipe"] == place and c["edge"] == "ordinary")
-    folder = shutil.copytree(source, tmp_path / "set")
-    raw = bytearray((folder / vectors.BYTES).read_bytes())
-    raw[case[part][0] + (case[part][1] // 2 | 2)] ^= 0x40  # the upper half of a number
-    (folder / vectors.BYTES).write_bytes(raw)
-    done = checked(checker, folder)
-    assert done.returncode == 1 and f"case {number}: " in done.stdout and ", 0 differences" not in done.stdout
-
-
-def test_the_c_program_says_which_file_it_cannot_read(checker: Path, tmp_path: Path) -> None:
-    done = checked(checker, tmp_path)
-    assert done.returncode == 2 and "vectors.bin: No such file" in done.stderr
+def test_the_package_reads_the_same_cases(published: list[Vector]) -> None:
+    """breccia_vectors works out shapes, bits and unpacked codes from the index, without recipes."""
+    package = pytest.importorskip("breccia_vectors", reason="breccia-vectors reads the same files")
+    for case, v in zip(package.cases(), published, strict=True):
+        facts = (case.edge, case.dtype, case.shape, case.axis, case.rounding, case.seed, case.format.fingerprint)
+        assert facts == (v.edge, v.dtype, v.shape, v.axis, v.rounding, v.seed, v.recipe.fingerprint()), case.name
+        for name in (*PARTS, vectors.IMPORTANCE):
+            found, wanted = getattr(case, name), getattr(v, name)
+            assert found == (None if wanted is None else wanted.tobytes()), (case.name, name)
+            if wanted is not None:
+                assert case.stored(name) == (wanted.shape, 8 * wanted.itemsize), (case.name, name)
+                array = np.asarray(case.array(name))
+                assert array.shape == wanted.shape and array.tobytes() == wanted.tobytes()
+        codes = np.frombuffer(case.codes, np.uint8).reshape(case.k_last if v.axis == -1 else case.shape)
+        k_last = codes if v.axis == -1 else codes.swapaxes(-1, -2)
+        data = np.asarray(v.data) if v.axis == -1 else np.asarray(v.data).swapaxes(-1, -2)
+        assert vectors.packed(k_last, v.recipe.format.element).tobytes() == data.tobytes(), case.name
 
 
 # -- reading and writing ---------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-/* Checks golden vectors (docs/spec/vectors.md) bit for bit: decodes all cases, and casts those of E8M0 scales by "rceil" and "mse".
+/* Checks golden vectors (spec/vectors.md) bit for bit: decodes all cases, and casts those of E8M0 scales by "rceil" and "mse".
  *
- *     cc -std=c99 -O2 -o vectors examples/vectors.c -lm && ./vectors docs/spec/vectors/6
+ *     cc -std=c99 -O2 -o vectors vectors.c -lm && ./vectors spec/vectors/6
  *
- * Written from the pages of docs/spec alone, for little-endian machines. Arithmetic is in double, wide enough for products and
- * sums of two FP32 numbers: the conversion to float is the one rounding. */
+ * A second argument names a file for its results, which `python -m breccia_vectors compare` reads: how a program in any language
+ * is checked. Written from the pages of spec/ alone, for little-endian machines. Arithmetic is in double, wide enough for
+ * products and sums of two FP32 numbers: the conversion to float is the one rounding. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -37,6 +38,11 @@ static uint32_t item(long part, long i, int bits) { /* item i of a part, of 1, 2
 }
 static long at(long l, long i, long j, long rows, long columns) { /* the stored place of element j of row i, K last */
     return l * rows * columns + (axis == -1 ? i * columns + j : j * rows + i);
+}
+static void write_part(FILE *file, long set, long n, const char *part, const void *bytes, long size) { /* vectors.md, "Results" */
+    fprintf(file, "%ld:%ld %s ", set, n, part);
+    for (long i = 0; i < size; i++) fprintf(file, "%02x", ((const unsigned char *)bytes)[i]);
+    fputc('\n', file);
 }
 static double flush(double v) { return fabs(v) < 0x1p-126 ? 0 * v : v; }
 static long packed(long codes, int bits) { /* bytes of so many codes, in whole groups */
@@ -133,6 +139,8 @@ int main(int argc, char **argv) {
         if (fscanf(file, "%15s %15s %d %ld %ld", c->name, c->kind, &c->bits, &c->first, &c->bias) != 5 ||
             fscanf(file, "%ld %ld", &c->nan, &c->inf) != 2)
             return fprintf(stderr, "a codec cannot be read\n"), 2;
+    FILE *results = argc > 2 ? fopen(argv[2], "w") : NULL;
+    if (argc > 2 && (!results || fprintf(results, "breccia-results 1 vectors.c\n") < 0)) return perror(argv[2]), 2;
     for (long n = 0; n < cases; n++) {
         int read = fscanf(file, "%*d %*s %*s %15s %15s %19s %15s %ld %ld %ld", e, s, offset, rule, &m, &k, &axis);
         read += fscanf(file, "%ld %ld %ld %15s %15s %*s", &lead, &rows, &columns, dtype, rounding);
@@ -150,8 +158,11 @@ int main(int argc, char **argv) {
         if (set > 2 && global >= 0 && *convention != 'm') g = *convention == 'a' ? (float)(g / qmax) : (float)(1 / g);
         int first = set > 2 && *order == 's', search = !strcmp(rule, "mse");
         int cast = *sc->kind == 'p' && (search || !strcmp(rule, "rceil")) && *rounding == 'n' && given < 0 && !rotation;
+        long every_element = lead * rows * columns, blocks = m && k ? lead * ((rows + m - 1) / m) * ((columns + k - 1) / k) : 1;
         float *row = malloc(4 * (size_t)columns + 4); /* what a row decodes to */
-        for (long t = 0; t < lead * rows * columns; t++) {
+        uint32_t *decoded = malloc(4 * (size_t)every_element);
+        unsigned char *codes = malloc((size_t)every_element), *scales = malloc((size_t)blocks);
+        for (long t = 0; t < every_element; t++) {
             long l = t / columns / rows, i = t / columns % rows, j = t % columns, b = j * q->bits / 8, left = j * q->bits % 8;
             long block = m ? at(l, i / m, k ? j / k : 0, (rows + m - 1) / m, k ? (columns + k - 1) / k : 1) : 0;
             uint32_t word = held[data + at(l, i, b, rows, width)], want, bits;
@@ -174,6 +185,7 @@ int main(int argc, char **argv) {
             for (long o = 0; j == columns - 1 && o < columns; o++) {
                 memcpy(&bits, row + o, 4);
                 want = item(out, at(l, i, o, rows, columns), 32);
+                decoded[at(l, i, o, rows, columns)] = bits;
                 bad += !(bits == want || (isnan(row[o]) && (want & 0x7FFFFFFF) > 0x7F800000));
             }
             if (!cast) continue;
@@ -191,13 +203,19 @@ int main(int argc, char **argv) {
             while (power < 127 && amax > ldexp(largest, power)) power++;
             if (search && isfinite(amax) && amax > 0) power = searched(q, every, weights < 0 ? NULL : heavy, length, amax, power);
             uint32_t byte = isfinite(amax) ? (uint32_t)(power + 127) : 255;
-            bad += byte != stored || code != (isfinite(amax) ? nearest(q, ldexp(y, -power)) : 0);
+            uint32_t written = isfinite(amax) ? nearest(q, ldexp(y, -power)) : 0;
+            codes[at(l, i, j, rows, columns)] = (unsigned char)written, scales[block] = (unsigned char)byte;
+            bad += byte != stored || code != written;
         }
+        if (results && cast) write_part(results, set, n, "codes", codes, every_element);
+        if (results && cast) write_part(results, set, n, "scale", scales, blocks);
+        if (results) write_part(results, set, n, "dequantized", decoded, 4 * every_element);
         if (bad) printf("case %ld: %s with %s, %ld differences\n", n, e, s, bad);
-        free(row);
+        free(row), free(decoded), free(codes), free(scales);
         casts += cast;
         wrong += bad;
     }
+    if (results && fclose(results)) return perror(argv[2]), 2;
     printf("%ld cases, %ld cast, %ld differences\n", cases, casts, wrong);
     return wrong != 0;
 }
