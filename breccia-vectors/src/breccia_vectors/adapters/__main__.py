@@ -1,0 +1,29 @@
+"""`python -m breccia_vectors.adapters [LIBRARY...]` runs libraries on the vectors and prints their reports."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import LIBRARIES, NotInstalled, run
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m breccia_vectors.adapters", description=(__doc__ or "").partition(" runs")[0])
+    known = [library.module for library in LIBRARIES]
+    parser.add_argument("library", nargs="*", choices=[*known, []], help=f"{', '.join(known)}; by default what is installed")
+    parser.add_argument("--format", action="append", default=[], help="a format by its name, as `mxfp4,scale_rule=floor`")
+    parser.add_argument("--reduce", action="store_true", help="look for the smallest input that shows each difference")
+    said = parser.parse_args()
+    chosen = [each for each in LIBRARIES if each.module in (said.library or [each.module]) and (said.library or each.version)]
+    try:
+        for library in chosen:
+            for _, report in run(library, said.format, reduce=said.reduce):
+                print(report)
+    except NotInstalled as e:
+        sys.exit(f"error: {e}")
+
+
+if __name__ == "__main__":
+    main()
