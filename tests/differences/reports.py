@@ -2,7 +2,8 @@
 
 A report has
     title, slug     slug: the anchor on the page
-    kind            `bug`: contradicts a specification or the library's own words; `choice`: no specification decides it
+    kind            `bug`: contradicts a specification, or the library's own words; `fault`: no specification decides it, and
+                    numbers are lost; `choice`: no specification decides it
     input, rest     the smallest input: (bits, number), and the rest in words
     code, prints    a program that uses the library alone, and what it prints
     breccia         what breccia does, in the names of `names()`, and `breccia_prints`
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-KINDS = {"bug": "contradicts its specification", "choice": "a choice"}
+KINDS = {"bug": "contradicts a specification", "fault": "not specified, and loses numbers", "choice": "a choice"}
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,14 @@ def names() -> dict[str, Any]:
         return np.float32([[*numbers] + [0.0] * (32 - len(numbers))])
 
     codecs = {codec.name: codec for codec in (E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E8M0, INT4)}
-    return {"breccia": breccia, "np": np, "NUMPY": NUMPY, "block": block} | codecs | {
-        "cast": breccia.cast,
-        "dequantize": breccia.dequantize,
-    }
+    return (
+        {"breccia": breccia, "np": np, "NUMPY": NUMPY, "block": block}
+        | codecs
+        | {
+            "cast": breccia.cast,
+            "dequantize": breccia.dequantize,
+        }
+    )
 
 
 def ours(report: Report) -> str:

@@ -10,7 +10,9 @@ from . import LIBRARIES, NotInstalled, run
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m breccia_vectors.adapters", description=(__doc__ or "").partition(" runs")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m breccia_vectors.adapters", description=(__doc__ or "").partition(" runs")[0]
+    )
     known = [library.module for library in LIBRARIES]
     parser.add_argument("library", nargs="*", choices=[*known, []], help=f"{', '.join(known)}; by default what is installed")
     parser.add_argument("--format", action="append", default=[], help="a format by its name, as `mxfp4,scale_rule=floor`")

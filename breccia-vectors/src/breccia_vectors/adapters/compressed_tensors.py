@@ -12,7 +12,7 @@ import numpy as np
 
 from ..sets import Case
 from . import Adapter
-from .shapes import back, matrix, padded, plain, tensor
+from .shapes import back, matrix, nibbles, padded, plain, tensor
 
 
 def _arguments(scheme: str, case: Case) -> Any:
@@ -24,20 +24,24 @@ def _arguments(scheme: str, case: Case) -> Any:
     return args.model_copy(update=changed)
 
 
-def _codes(q: np.ndarray, case: Case) -> np.ndarray:
-    """Codes of numbers that an element codec has: NaN is the codec's NaN, or what cannot be stored."""
+def _codes(q: Any, case: Case) -> np.ndarray:
+    """The codes of rounded numbers, by the packers with which the library compresses."""
     import torch
+    from compressed_tensors.compressors.mxfp6.helpers import pack_fp6_to_uint8
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
 
     if case.format.element.bits == 8:
-        return torch.from_numpy(q).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    of = np.array(case.format.element.values, np.float32)
-    order = np.argsort(of[: len(of) // 2])
-    magnitude = order[np.searchsorted(of[order], np.abs(q), sorter=None)]
-    return (magnitude | np.signbit(q) * (len(of) // 2)).astype(np.uint8)
+        return q.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    if case.format.element.bits == 4:
+        return nibbles(pack_fp4_to_uint8(q).numpy())
+    triples = pack_fp6_to_uint8(q).numpy().reshape(len(q), -1, 3).astype(np.uint32)
+    words = triples[..., 0] | triples[..., 1] << 8 | triples[..., 2] << 16
+    return np.stack([words >> shift & 63 for shift in (0, 6, 12, 18)], axis=-1).astype(np.uint8)
 
 
 def _cast(scheme: str, case: Case) -> dict[str, np.ndarray]:
     import torch
+    from compressed_tensors.compressors.mx_utils import compress_mx_scale
     from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
@@ -52,11 +56,16 @@ def _cast(scheme: str, case: Case) -> dict[str, np.ndarray]:
         scale, offset = scale.reshape(1), offset.reshape(1)
     q = quantize(x, scale, offset, args, global_scale=of_tensor)
     decoded = dequantize(q, scale, offset, args, dtype=torch.float32, global_scale=of_tensor)
-    stored = {"E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn, "F32": torch.float32}[fmt.block_levels[0].codec.name]
-    raw = scale.to(stored).view(torch.uint8 if stored.itemsize == 1 else stored).numpy()
-    parts = {"codes": back(case, _codes(q.float().numpy(), case)), "scale": back(case, raw, "scale")}
+    match fmt.block_levels[0].codec.name:
+        case "E8M0":
+            raw = compress_mx_scale(scale, torch.uint8).numpy()
+        case "E4M3":
+            raw = scale.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        case _:
+            raw = scale.float().numpy()
+    parts = {"codes": back(case, _codes(q.float(), case)), "scale": back(case, raw, "scale")}
     parts |= {} if of_tensor is None else {"global_scale": of_tensor.numpy()}
-    return parts | {"decoded": back(case, decoded.numpy())}
+    return parts | {"decoded": back(case, decoded.float().numpy())}
 
 
 def _decoded(scheme: str, case: Case) -> np.ndarray:
