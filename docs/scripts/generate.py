@@ -4,10 +4,9 @@
     python docs/scripts/generate.py --check   # exits with 1 where a page shows anything else
 
 A page asks for a block by `<!-- table: NAME -->` and `<!-- end -->`. listings.py has the tables, boards.py matrices and the
-tables of the log, cards.py the tables of single recipes and engines, differences.py libraries on the
-golden vectors, looks.py the data of pages with a program, specimens.py
-the tables of single formats, tutorial.py files, terminal.py the sessions (`session-NAME`). benchmarks/draw.py draws the blocks
-of benchmarks.
+tables of the log, cards.py the tables of single recipes and engines, differences.py libraries on the golden vectors, looks.py
+the data of pages with a program, specimens.py the tables of single formats, tutorial.py files, terminal.py the sessions
+(`session-NAME`). benchmarks/draw.py draws the blocks of benchmarks.
 """
 
 from __future__ import annotations

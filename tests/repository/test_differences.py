@@ -11,10 +11,11 @@ import pytest
 from paths import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "differences"))
-import reports  # noqa: E402
+import reports
 
 pytest.importorskip("breccia_vectors")
-from breccia_vectors.adapters import LIBRARIES, NotInstalled, run  # noqa: E402
+from breccia_vectors.adapters import LIBRARIES, NotInstalled, run
+from breccia_vectors.adapters import __main__ as program
 
 sys.path.remove(str(ROOT / "tests" / "differences"))
 
@@ -94,6 +95,19 @@ def test_a_library_agrees_with_the_vectors_where_it_was_measured_to(module: str)
         counts = reports_of[row["quantizer"]].counts()
         assert counts.get(("quantize", row["format"]), {}).get("agree", 0) == row["equal"]
         assert counts.get(("dequantize", row["format"]), {}).get("agree", 0) == row["decoded"]
+
+
+def test_the_command_prints_a_report_and_refuses_an_unknown_library(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ml_dtypes")
+    monkeypatch.setattr(sys, "argv", ["adapters", "ml_dtypes", "--format", "mxfp6"])
+    program.main()
+    assert f"ml_dtypes {LIBRARY['ml_dtypes'].version}, astype: " in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["adapters", "acme"])
+    with pytest.raises(SystemExit):
+        program.main()
+    assert "no adapter is called acme; there are torchao," in capsys.readouterr().err
 
 
 def test_a_library_that_is_not_installed_is_refused_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..checking import check
 from ..reports import Report
 from ..sets import Case, cases
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
 
 
 @dataclass(frozen=True)
@@ -32,8 +29,8 @@ class Adapter:
 
     name: str
     formats: tuple[str, ...]
-    quantize: Callable[[Case], Mapping[str, Buffer]] | None = None
-    dequantize: Callable[[Case], Buffer] | None = None
+    quantize: Callable[[Case], Mapping[str, Any]] | None = None
+    dequantize: Callable[[Case], Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def _cast(mode: str, case: Case) -> dict[str, np.ndarray]:
 def _decoded(mode: str, case: Case) -> np.ndarray:
     import mlx.core as mx
 
-    block, options = case.format.block[1], {"mode": mode}
+    block, options = case.format.block[1] or 32, {"mode": mode}
     if case.format.has_global_scale:
         options["global_scale"] = mx.array(np.array(case.array("global_scale")))
     codes, scale = padded(matrix(case, "codes"), 32), matrix(case, "scale")

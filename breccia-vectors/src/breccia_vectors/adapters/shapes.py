@@ -68,9 +68,11 @@ def back(case: Case, x: np.ndarray, part: str = "codes") -> np.ndarray:
     shape, _ = case.stored(part)
     if not shape:
         return x.reshape(())
-    last = shape if case.axis == -1 or len(shape) < 2 else (*shape[:-2], shape[-1], shape[-2])
-    x = np.asarray(x).reshape(math.prod(last[:-1]), -1)[:, : last[-1]].reshape(last)
-    return np.ascontiguousarray(x if last == shape and case.axis == -1 else x.swapaxes(-1, -2))
+    swapped = case.axis == -2 and len(shape) >= 2
+    *lead, rows, columns = [1, *shape]
+    rows, columns = (columns, rows) if swapped else (rows, columns)
+    x = np.asarray(x).reshape(math.prod(lead) * rows, -1)[:, :columns].reshape(*lead, rows, columns)
+    return np.ascontiguousarray(x.swapaxes(-1, -2) if swapped else x).reshape(shape)
 
 
 def nibbles(packed: np.ndarray) -> np.ndarray:
