@@ -38,6 +38,12 @@ def anchor(title: str) -> str:
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
 
 
+def linked(module: str) -> str:
+    """The name of a library, with a link to its reports if there are any."""
+    name = libraries()[module]["name"]
+    return f"[{name}]({PAGES}/{module}.md)" if any(report.module == module for report in reports.reports()) else name
+
+
 def results() -> str:
     """A row for each library, quantizer and format: how many cases agree."""
     rows: list[list[str]] = []
@@ -46,7 +52,7 @@ def results() -> str:
             ran = row["cases"]
             parts = [f"{row[part]}" if ran else NONE for part in ("equal", "scales", "codes", "numbers")]
             decoding = f"{row['decoded']} of {row['decodings']}" if row["decodings"] else NONE
-            head = f"[{library['name']}]({PAGES}/{module}.md)" if row is library["rows"][0] else ""
+            head = linked(module) if row is library["rows"][0] else ""
             rows.append([head, row["quantizer"], f"`{row['format']}`", str(ran) if ran else NONE, *parts, decoding])
     return table(["library", "quantizer", "format", "cases", "equal", "scales", "codes", "numbers", "decoding"], rows)
 
@@ -60,9 +66,8 @@ def totals() -> str:
             sum(row[part] for row in library["rows"]) for part in ("cases", "equal", "numbers", "decoded", "decodings")
         )
         kinds = [str(sum(report.kind == kind for report in every)) for kind in reports.KINDS]
-        name = f"[{library['name']}]({PAGES}/{module}.md)" if every else library["name"]
         ran = [f"{equal} of {cases}", f"{numbers} of {cases}", f"{decoded} of {decodings}" if decodings else NONE]
-        rows.append([name, library["version"], *ran, *kinds])
+        rows.append([linked(module), library["version"], *ran, *kinds])
     headings = ["library", "version", "casts equal", "numbers equal", "decoding equal"]
     return table([*headings, *(f"reports: {said}" for said in reports.KINDS.values())], rows)
 

@@ -32,6 +32,8 @@ FAST = {
     "torch": "mxfp8",
     "ml_dtypes": "mxfp6",
 }
+#: Of these, those that take seconds to import.
+SLOW = ("torchao", "compressed_tensors")
 
 
 def installed(module: str) -> None:
@@ -83,10 +85,8 @@ def test_reports_have_a_place_and_programs_are_short() -> None:
         assert len(report.code.splitlines()) <= 8 and "breccia" not in report.code, report
 
 
-@pytest.mark.parametrize("module", [module for module in LIBRARY if module not in ("qwix", "jax")])
+@pytest.mark.parametrize("module", [pytest.param(m, marks=pytest.mark.long) if m in SLOW else m for m in FAST])
 def test_a_library_agrees_with_the_vectors_where_it_was_measured_to(module: str) -> None:
-    if module not in FAST:
-        pytest.skip("not a fast one, or not in this environment; `make vectors` runs it")
     installed(module)
     reports_of = dict((adapter.name, report) for adapter, report in run(LIBRARY[module], [FAST[module]]))
     rows = [row for row in MEASURED[module]["rows"] if row["format"] == FAST[module]]

@@ -15,9 +15,12 @@ from breccia.testing.places import Place
 def jax_is_long(values: Iterable[Any]) -> list[Any]:
     """The values as parameters, with those for JAX marked `long`: JAX compiles every op.
 
-    A value is the name of a framework, or the path of a page named after one.
+    A value is the name of a framework, or the path of a page named after one, or after a library of JAX.
     """
-    return [pytest.param(value, marks=pytest.mark.long) if Path(value).stem in ("jax", "flax") else value for value in values]
+    return [
+        pytest.param(value, marks=pytest.mark.long) if Path(value).stem in ("jax", "flax", "qwix") else value
+        for value in values
+    ]
 
 
 def on_cuda(test: Any) -> Any:
