@@ -1,5 +1,5 @@
 # make demo, make test, make test-all, make test-apart, make dist, make slow, make fuzz, make check, make docs, make bench: each from a
-# bare clone with Python >= 3.11 and nothing else; make dialects, make engines and make site-check, with npm too.
+# bare clone with Python >= 3.11 and nothing else; make dialects, make engines, make vectors and make site-check, with npm too.
 PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
@@ -26,7 +26,7 @@ INSTALL_NATIVE = CC="$${CC:-$$(command -v ccache) $$($(CC_OF_PYTHON))}" $(1)/bin
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-rest test-all test-apart dist test-dist slow fuzz mutants dialects engines check check-types check-pages docs site-check bench format clean
+.PHONY: demo test test-rest test-all test-apart dist test-dist slow fuzz mutants dialects engines vectors check check-types check-pages docs site-check bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
@@ -99,6 +99,12 @@ engines: $(DIALECTS)/ready $(ENGINES)/ready
 	BRECCIA_LLAMA=$(DIALECTS)/unpacked/package/bins/linux-x64 $(DIALECTS)/bin/python tests/engines/check.py $(ENGINES)/work --out $(ENGINES)/engines.json \
 		--python vllm=$(ENGINES)/vllm/bin/python --python mlx_lm=$(ENGINES)/mlx-lm/bin/python \
 		--python transformers=$(DIALECTS)/bin/python --python llama_cpp=$(DIALECTS)/bin/python
+
+# Other libraries on the golden vectors, and the programs of the reports about them. Two environments: not all libraries fit into
+# one. Pages: `make docs`.
+vectors: $(VENV)/ready $(DIALECTS)/ready
+	PYTHONPATH=breccia-vectors/src $(VENV)/bin/python tests/differences/run.py docs
+	PYTHONPATH=breccia-vectors/src $(DIALECTS)/bin/python tests/differences/run.py docs --library modelopt --library quanto
 
 # Lint, format, types, and documents that show what is so; types beside the others.
 check: $(VENV)/ready

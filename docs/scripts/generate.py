@@ -4,9 +4,9 @@
     python docs/scripts/generate.py --check   # exits with 1 where a page shows anything else
 
 A page asks for a block by `<!-- table: NAME -->` and `<!-- end -->`. listings.py has the tables, boards.py matrices and the
-tables of the log, cards.py the tables of single recipes and engines, looks.py the data of pages with a program, specimens.py
-the tables of single formats, tutorial.py files, terminal.py the sessions (`session-NAME`). benchmarks/draw.py draws the blocks
-of benchmarks.
+tables of the log, cards.py the tables of single recipes and engines, differences.py libraries on the golden vectors, looks.py
+the data of pages with a program, specimens.py the tables of single formats, tutorial.py files, terminal.py the sessions
+(`session-NAME`). benchmarks/draw.py draws the blocks of benchmarks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import boards  # noqa: E402
 import cards  # noqa: E402
+import differences  # noqa: E402
 import listings  # noqa: E402
 import looks  # noqa: E402
 import specimens  # noqa: E402
@@ -34,7 +35,9 @@ import tutorial  # noqa: E402
 from harness.blocks import BLOCK, filled, pages_in  # noqa: E402
 
 #: Blocks by name, but for sessions.
-DECLARED = listings.BLOCKS | boards.BLOCKS | cards.BLOCKS | looks.BLOCKS | specimens.BLOCKS | tutorial.BLOCKS
+DECLARED = (
+    listings.BLOCKS | boards.BLOCKS | cards.BLOCKS | differences.BLOCKS | looks.BLOCKS | specimens.BLOCKS | tutorial.BLOCKS
+)
 _SHOWN = 12
 
 

@@ -15,6 +15,7 @@ from breccia.testing.places import Place
 def jax_is_long(values: Iterable[Any]) -> list[Any]:
     """The values as parameters, with those for JAX marked `long`: JAX compiles every op.
 
+<<<<<<< HEAD
     A value is the name of a framework, its `Place`, or the path of a page named after one.
     """
     long = {"jax", "flax", "training-jax"}
@@ -25,6 +26,14 @@ def jax_is_long(values: Iterable[Any]) -> list[Any]:
 def long_but(kept: Container[Any], values: Iterable[Any]) -> list[Any]:
     """The values as parameters, with all but those `kept` marked `long`."""
     return [value if value in kept else pytest.param(value, marks=pytest.mark.long) for value in values]
+=======
+    A value is the name of a framework, or the path of a page named after one, or after a library of JAX.
+    """
+    return [
+        pytest.param(value, marks=pytest.mark.long) if Path(value).stem in ("jax", "flax", "qwix") else value
+        for value in values
+    ]
+>>>>>>> h51bx
 
 
 def on_cuda(test: Any) -> Any:
