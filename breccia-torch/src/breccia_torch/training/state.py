@@ -30,9 +30,9 @@ _quietly: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: igno
 class _foreach:
     """Operations on lists of tensors in one kernel, as optimizers use them."""
 
-    add_: Any = torch._foreach_add_  # pyright: ignore[reportPrivateUsage]
-    copy_: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
-    zero_: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateUsage]
+    add_: Any = torch._foreach_add_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    copy_: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    zero_: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 #: How many steps of optimizers have ended in this process. What is kept for a step is valid for one number.
