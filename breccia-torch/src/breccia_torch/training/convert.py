@@ -20,11 +20,14 @@ from . import measuring
 from .experts import ParameterExperts
 from .layer import TrainingLayer
 from .linear import TrainingLinear
+from .state import StepState
 
 Filter = Callable[[nn.Module, str], bool]
 AUTO = "auto"
 #: FP8 GEMMs of GPUs need features in multiples of this.
 ALIGNED = 16
+#: Where DistributedDataParallel finds the names of buffers that it does not broadcast.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def convert_to_training_(
@@ -105,7 +108,16 @@ def convert_to_training_(
         if id(layer) not in made:
             made[id(layer)] = TrainingLinear.from_linear(layer, recipe, seed=seed, name=name)
         replace(model, name, made[id(layer)])
+    _keep_from_broadcasts(model)
     return TrainingSummary(recipe, tuple(layers), left)
+
+
+def _keep_from_broadcasts(model: nn.Module) -> None:
+    """Let DistributedDataParallel leave every rank its own states, in place of those of rank 0 before each forward pass."""
+    states = (name for name, module in model.named_modules() if isinstance(module, StepState))
+    names = [f"{name}.{buffer}" for name in states for buffer, _ in model.get_submodule(name).named_buffers()]
+    before: list[str] = getattr(model, _IGNORED, [])
+    setattr(model, _IGNORED, [*before, *(name for name in names if name not in before)])
 
 
 def _in_training(p: Parameter) -> Parameter:
