@@ -37,8 +37,6 @@ class _foreach:
 
 #: How many steps of optimizers have ended in this process. What is kept for a step is valid for one number.
 generation = 0
-
-
 #: The tensors with delayed scaling, and their recipes.
 Delayed = tuple[tuple[str, DelayedScaling], ...]
 
@@ -141,9 +139,10 @@ _histories: Any = WeakTensorKeyDictionary()
 def _scales(amaxes: Tensor, delayed: Delayed) -> Tensor:
     """The bits of the scales (..., 3) of histories (..., 3, length); 0 for tensors that are not delayed."""
     scales = torch.zeros_like(amaxes[..., 0])
-    for tensor, recipe in delayed:
-        n = TENSORS.index(tensor)
-        scales[..., n] = scales_of_amaxes(amaxes[..., n, -recipe.amax_history_len :].amax(-1), recipe)
+    for recipe in dict.fromkeys(recipe for _, recipe in delayed):
+        of = [TENSORS.index(tensor) for tensor, own in delayed if own == recipe]
+        tensors = slice(of[0], of[-1] + 1, of[1] - of[0] if len(of) > 1 else 1)  # reaches any of three
+        scales[..., tensors] = scales_of_amaxes(amaxes[..., tensors, -recipe.amax_history_len :].amax(-1), recipe)
     return scales
 
 
