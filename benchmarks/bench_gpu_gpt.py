@@ -316,7 +316,7 @@ def times(result: Result) -> Table:
 def curves(tag: str, result: Result, _: Any) -> Plot:
     """Held-out losses, means of the seeds, against steps and against seconds, of the first model that has both."""
     models = dict.fromkeys(model for model, _ in kinds(result, "losses"))
-    model = next(iter(models), None)
+    model = next(iter(models), "")
     lines: dict[str, Any] = {}
     for _, recipe in (of for of in kinds(result, "losses") if of[0] == model):
         found = [row["curve"] for row in losses_of(result, model, recipe).values()]

@@ -21,6 +21,7 @@ pytest.importorskip("breccia_triton")
 import bench_cast
 import bench_encoder
 import bench_gpu_casts
+import bench_gpu_gpt
 import bench_matmul
 import bench_ncu
 import bench_parity
@@ -145,6 +146,28 @@ def test_each_benchmark_runs_and_its_tables_show_the_result(benchmark: str, tmp_
 def test_benchmarks_that_run_nowhere_but_on_a_gpu_are_few() -> None:
     alone = {"gpu-decoder-generate", "gpu-casts-profile", "weight-only-sass"}
     assert set(BENCHMARKS) == set(PUBLISHED) == set(TINY) | alone
+
+
+def test_runs_of_a_gpt_are_compared_in_pairs_of_a_seed() -> None:
+    def run(recipe: str, seed: int, held_out: float, *losses: float) -> dict[str, Any]:
+        curve = [[10 * (n + 1), loss] for n, loss in enumerate(losses)]
+        return {"kind": "losses", "model": "m", "recipe": recipe, "seed": seed, "held_out": held_out, "curve": curve}
+
+    rows = [run("BF16", 0, 2.0, 3, 2), run("BF16", 1, 4.0, 5, 4), run("nvfp4", 1, 4.2, 6, 3), run("nvfp4", 0, 2.02, 3, 2.5)]
+    rows.append({"kind": "times", "model": "m", "recipe": "nvfp4", "time": {"median_s": 0.5}})
+    result: Any = {"rows": rows}
+    assert bench_gpu_gpt.gaps(result, "m", "nvfp4") == pytest.approx([0.01, 0.05])
+    # A line from 6 at step 10 to 3 at step 20 is at 4 after two thirds of the way; seed 0 never falls to 2.
+    assert bench_gpu_gpt.steps_to_bf16(result, "m", "nvfp4") == [None, pytest.approx(10 + 20 / 3)]
+    assert bench_gpu_gpt.steps_to_bf16(result, "m", "BF16") == [20, 20]
+    assert (
+        bench_gpu_gpt.step_of(result, "m", "nvfp4", "time") == 0.5
+        and bench_gpu_gpt.step_of(result, "m", "BF16", "time") is None
+    )
+    # 3 % in the mean, and a standard error of 2 %: within two of them, but not within one.
+    assert bench_gpu_gpt.error([0.01, 0.05]) == pytest.approx(0.02) and bench_gpu_gpt.within([0.01, 0.05], "nvfp4")
+    assert not bench_gpu_gpt.within([0.05, 0.05], "nvfp4") and bench_gpu_gpt.within([-0.002, -0.002], "fp8_tile")
+    assert not bench_gpu_gpt.within([0.0026, 0.0026], "fp8_tile")
 
 
 @pytest.mark.parametrize("name", ["ml_dtypes", "eager-torch", "torchao"])

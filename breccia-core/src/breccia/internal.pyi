@@ -42,6 +42,7 @@ from .kernels.numpy.codes import ScaledCodes as ScaledCodes
 from .kernels.numpy.codes import TableCodes as TableCodes
 from .kernels.reference import apply_scale as apply_scale
 from .kernels.reference import rotated as rotated
+from .kernels.reference import scales_of_amaxes as scales_of_amaxes
 from .layouts import layout_of_tensor as layout_of_tensor
 from .layouts import placed as placed
 from .locks import cached_property as cached_property

@@ -9,6 +9,8 @@ from torch import Tensor
 
 #: (rows sorted by expert, the end of each expert's rows, the expert of each row) -> the experts' output of each row.
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: What follows the name of a parameter of experts in the name of the module that multiplies it in training.
+TRAINING = "_training"
 
 
 def routed(tokens: Tensor, expert_of: Tensor, weights: Tensor, count: int, experts: Experts) -> Tensor:

@@ -314,9 +314,19 @@ def replace_experts(module: nn.Module, name: str, weight: ScaledExperts) -> None
     """Replace a 3-D parameter, and compute with grouped matmuls where transformers lets the implementation be chosen."""
     delattr(module, name)
     setattr(module, name, weight)
+    multiply_grouped(module)
+
+
+def can_multiply_grouped(module: nn.Module) -> bool:
+    """Whether transformers lets the implementation of a module of experts be chosen."""
     config = getattr(module, "config", None)
-    if "transformers" in sys.modules and hasattr(config, "_experts_implementation") and hasattr(module, "_apply_gate"):
-        config._experts_implementation = targets.load(_EXPERTS)  # pyright: ignore[reportOptionalMemberAccess]
+    return "transformers" in sys.modules and hasattr(config, "_experts_implementation") and hasattr(module, "_apply_gate")
+
+
+def multiply_grouped(module: nn.Module) -> None:
+    """Let a module of experts compute with grouped matmuls, if its implementation can be chosen."""
+    if can_multiply_grouped(module):
+        module.config._experts_implementation = targets.load(_EXPERTS)  # type: ignore[union-attr]  # pyright: ignore
 
 
 def _kind(value: Any) -> str:

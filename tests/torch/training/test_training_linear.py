@@ -354,6 +354,21 @@ def test_optimizers_change_the_weight_that_is_multiplied(kind: Any, foreach: boo
     assert torch.equal(after, expected) and not torch.equal(after, before)
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:OptimState8bit does not implement _stable_hash_for_caching:UserWarning")
+def test_an_optimizer_with_8_bit_moments_changes_the_weight_that_is_multiplied() -> None:
+    low = pytest.importorskip("torchao.optim")
+    layer, x, dy = made("fp8_delayed")
+    optimizer = low.AdamW8bit(layer.parameters(), lr=0.5)  # it writes to the weight in a compiled function
+    before = step(layer, x, dy)["output"]
+    optimizer.step()
+    assert type(optimizer.state[layer.weight]["exp_avg"]) is not Tensor
+    assert layer.state is not None and layer.state.draws[1] == 1
+    expected = breccia.matmul(*layer.gemm_operands(x, dy)["output"], bias=layer.bias.detach())
+    after = layer(x).detach().flatten(0, 1)
+    assert torch.equal(after, expected) and not torch.equal(after, before)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_casts_no_weight_twice_and_gives_the_same_bits(reentrant: bool, casts: list[str]) -> None:
     from torch.utils.checkpoint import checkpoint

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import breccia
 import breccia_torch
@@ -100,6 +101,76 @@ def test_later_scales_are_those_of_amax_history() -> None:
         for name, history in histories.items():
             assert found[name].scale.item() == history.scale.item()
     assert layer.state.amaxes[0].view(torch.float32).tolist() == histories["x"].amaxes.tolist()
+
+
+def test_a_tensor_without_an_amax_takes_its_own_until_it_has_one() -> None:
+    """Also at steps at whose end nothing is read to the host."""
+    layer = TrainingLinear(32, 64, recipe="fp8_delayed")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    dy = torch.randn(48, 64)
+    for n in range(6):
+        layer(batch(1)).backward(torch.zeros(48, 64))
+        optimizer.step()
+        scales = [operand.scale.item() for operand in layer.gemm_operands(batch(n), dy)["grad_input"]]
+        expected = [(of.abs().max() / torch.tensor(largest)).item() for of, largest in ((dy, 57344.0), (layer.weight, 448.0))]
+        assert scales == expected
+    layer(batch(1)).backward(3 * dy)
+    optimizer.step()
+    assert layer.gemm_operands(batch(1), dy)["grad_input"][0].scale.item() == ((3 * dy).abs().max() / 57344.0).item()
+
+
+def test_histories_on_several_lengths_and_recipes_move_together() -> None:
+    """Against layers that step alone."""
+    short, long = (
+        TrainingRecipe(input=r, weight=r, gradient="fp8_row") for r in (DelayedScaling(amax_history_len=2), "fp8_delayed")
+    )
+    layers = [TrainingLinear(32, 32, recipe=recipe, seed=0) for recipe in (short, long, short)]
+    alone = copy.deepcopy(layers)
+    optimizer = torch.optim.SGD([layer.weight for layer in layers], lr=0.0)
+    for n in (3, 1, 0):
+        for layer in (*layers, *alone):
+            layer(batch(n)).sum().backward()
+        optimizer.step()
+        for layer in alone:
+            torch.optim.SGD(layer.parameters(), lr=0.0).step()
+        assert all(equal(a, b) and torch.equal(a.state.scales, b.state.scales) for a, b in zip(layers, alone, strict=True))
+    assert [(layer.state.amaxes[0] != 0).sum().item() for layer in layers] == [2, 3, 2]
+
+
+class Count(TorchDispatchMode):
+    """How many operations are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(recipe: str, layers: int) -> tuple[int, int]:
+    """(of forward and backward, of the optimizer's step) in the third step of a chain of layers."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers)))
+    breccia_torch.convert_to_training_(model, recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+    passes, step = Count(), Count()
+    for n in range(3):
+        passes, step = Count(), Count()
+        with passes:
+            model(batch(n)).sum().backward()
+        with step:
+            optimizer.step()
+    return passes.count, step.count
+
+
+def test_delayed_scaling_adds_few_operations() -> None:
+    (few, few_steps), (many, many_steps) = (operations("fp8_delayed", layers) for layers in (2, 6))
+    current = operations("fp8_current", 6)[0] - operations("fp8_current", 2)[0]
+    # Of each of x, w and dy: a norm, whether it is finite, a product with that, a maximum. Of dy: a product of what is pending.
+    assert many - few == current + 4 * (3 * 4 + 1)
+    # Every layer selects its counter of steps; the rest is the same for any number of layers.
+    assert many_steps - few_steps == 4 and few_steps < 90
 
 
 def test_evaluation_records_nothing() -> None:

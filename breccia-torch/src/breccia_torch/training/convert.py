@@ -1,9 +1,10 @@
-"""`convert_to_training_`: the linear layers of a model as `TrainingLinear`s, in place."""
+"""`convert_to_training_`: the linear layers and experts of a model as layers in training, in place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -13,15 +14,20 @@ from breccia import OptionError, Policy, TrainingRecipe, UnsupportedError
 from breccia.backend import Parameter, TrainingSummary, choose, none_chosen
 from breccia.internal import TENSORS
 
-from ..quantize import parameters_of, replace
+from ..experts import TRAINING
+from ..quantize import can_multiply_grouped, experts_axis, multiply_grouped, parameters_of, replace
 from . import measuring
+from .experts import ParameterExperts
 from .layer import TrainingLayer
 from .linear import TrainingLinear
+from .state import StepState
 
 Filter = Callable[[nn.Module, str], bool]
 AUTO = "auto"
 #: FP8 GEMMs of GPUs need features in multiples of this.
 ALIGNED = 16
+#: Where DistributedDataParallel finds the names of buffers that it does not broadcast.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def convert_to_training_(
@@ -33,12 +39,13 @@ def convert_to_training_(
     exclude: Sequence[str] = (),
     min_size: int | str = AUTO,
 ) -> TrainingSummary:
-    """Let the linear layers of `model` train in low precision under `recipe`, in place.
+    """Let the linear layers of `model`, and experts of transformers, train in low precision under `recipe`, in place.
 
     Each `nn.Linear` becomes a `breccia_torch.nn.TrainingLinear` with the same Parameters, hooks and mode, so an optimizer that
-    has them already keeps them, and tied and frozen weights stay so. Convert before `torch.compile`, DDP and `fully_shard`. By
-    default embeddings, norms, routers and output heads keep their precision (`breccia.backend.KEPT`), as do layers whose
-    features are no multiple of 16, which FP8 GEMMs need. The summary has the reason for each.
+    has them already keeps them, and tied and frozen weights stay so. The 3-D Parameters of transformers' modules of experts
+    keep their names; a module beside each multiplies it as `TrainingExperts` does. Convert before `torch.compile`, DDP and
+    `fully_shard`. By default embeddings, norms, routers and output heads keep their precision (`breccia.backend.KEPT`), as do
+    layers whose features are no multiple of 16, which FP8 GEMMs need. The summary has the reason for each.
 
     recipe: a `TrainingRecipe`, or the name of a preset.
     filter_fn: f(module, name) -> whether to convert; it replaces the defaults and patterns.
@@ -46,6 +53,7 @@ def convert_to_training_(
         leave, `exclude` leaves layers in high precision, as the first and last blocks under NVFP4. `exclude` beats `include`.
     min_size: convert weights of at least this many elements. "auto" (default) converts all, except that on a GPU each shape of
         weights is timed once against BF16, forward and backward on 4096 rows, and is left where low precision takes longer.
+        Experts are not timed.
 
     Returns a summary: `chosen`, `left` with reasons, `recipe`.
 
@@ -91,25 +99,43 @@ def convert_to_training_(
     made: dict[int, TrainingLinear] = {}  # a layer may stand in several places
     for full, layer in layers.items():
         name = full.removesuffix(".weight")
+        seed = crc32(name.encode())
+        if not isinstance(layer, nn.Linear):
+            leaf = full.rpartition(".")[2]
+            setattr(layer, f"{leaf}{TRAINING}", ParameterExperts.of(layer, leaf, recipe, seed=seed, name=name))
+            multiply_grouped(layer)
+            continue
         if id(layer) not in made:
-            made[id(layer)] = TrainingLinear.from_linear(layer, recipe, seed=crc32(name.encode()), name=name)
+            made[id(layer)] = TrainingLinear.from_linear(layer, recipe, seed=seed, name=name)
         replace(model, name, made[id(layer)])
+    _keep_from_broadcasts(model)
     return TrainingSummary(recipe, tuple(layers), left)
+
+
+def _keep_from_broadcasts(model: nn.Module) -> None:
+    """Let DistributedDataParallel leave every rank its own states, in place of those of rank 0 before each forward pass."""
+    states = (name for name, module in model.named_modules() if isinstance(module, StepState))
+    names = [f"{name}.{buffer}" for name in states for buffer, _ in model.get_submodule(name).named_buffers()]
+    before: list[str] = getattr(model, _IGNORED, [])
+    setattr(model, _IGNORED, [*before, *(name for name in names if name not in before)])
 
 
 def _in_training(p: Parameter) -> Parameter:
     """The parameter with the reason why it cannot train in low precision, if there is one."""
     why = p.why
     layer = p.layer
-    if isinstance(layer, TrainingLayer):
+    experts = p.kind == "experts" and can_multiply_grouped(layer)
+    if isinstance(layer, TrainingLayer) or hasattr(layer, f"{p.name.rpartition('.')[2]}{TRAINING}"):
         why = "trains in low precision already"
     elif p.axes is not None and not why:
         sides = " x ".join(map(str, p.shape))
-        if type(layer) is not nn.Linear:
+        if type(layer) is not nn.Linear and not experts:
             why = f"{type(layer).__name__} has no form for training"
+        elif experts and experts_axis(layer) != -1:
+            why = f"{type(layer).__name__} stores its experts transposed"
         elif "forward" in vars(layer):
             why = "its layer has a forward of its own"
-        elif any(side % ALIGNED for side in p.shape):
+        elif any(side % ALIGNED for side in p.shape[-2:]):
             why = f"{sides} has a side that is no multiple of {ALIGNED}"
     return Parameter(p.name, p.shape, p.nbytes, p.kind, None if why else p.axes, why, layer)
 
@@ -124,6 +150,8 @@ def _by(filter_fn: Filter, p: Parameter) -> str:
 def _too_slow(p: Parameter, recipe: TrainingRecipe, min_size: int | str) -> str:
     """Why a layer that could be converted stays in high precision; empty if it does not."""
     if isinstance(min_size, int):
-        return f"smaller than min_size={min_size}" if p.layer.weight.numel() < min_size else ""
+        return f"smaller than min_size={min_size}" if prod(p.shape) < min_size else ""
+    if p.kind == "experts":
+        return ""
     speed = measuring.speed(p.layer, recipe)
     return "" if speed is None or speed >= 1 else f"measured {speed:.2f} x the speed of BF16 on this device"

@@ -11,7 +11,7 @@ between. One cast then serves all experts, and its shapes do not depend on how m
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -215,3 +215,27 @@ class TrainingExperts(TrainingLayer):
     def extra_repr(self) -> str:
         sides = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{self.num_experts} experts, {sides}, recipe={self.recipe!r}"
+
+
+class ParameterExperts(TrainingExperts):
+    """`TrainingExperts` of a 3-D Parameter that another module has, and keeps under its name; its own is a state at most.
+
+    Wrappers may put another tensor in the Parameter's place, as FSDP does, so it is looked up in each call.
+    """
+
+    owner: tuple[nn.Module, str]
+
+    @classmethod
+    def of(cls, module: nn.Module, leaf: str, recipe: TrainingRecipe | str, *, seed: int | None = None, name: str = "") -> Self:
+        """For the Parameter `leaf` (num_experts, out_features, in_features) of `module`."""
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self.owner = module, leaf  # in a tuple, so that it is no submodule
+        self.num_experts, self.out_features, self.in_features = self.weight.shape
+        self.begin(recipe, seed, name)
+        return self
+
+    @property
+    def weight(self) -> nn.Parameter:  # pyright: ignore[reportIncompatibleVariableOverride]
+        module, leaf = self.owner
+        return cast("nn.Parameter", getattr(module, leaf))

@@ -95,5 +95,4 @@ def end_of_step(model: nn.Module, group: Any = None) -> None:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
         for mine, of_all in zip(pending, largest, strict=True):
             mine.copy_(of_all)
-    for state in states:
-        state.advance()
+    steps.advance(states)

@@ -27,6 +27,7 @@ class Context(NamedTuple):
 
     recipe: TrainingRecipe
     amaxes: Tensor | None = None
+    scales: Tensor | None = None
     pending: Tensor | None = None
     draws: Tensor | None = None
 
@@ -66,7 +67,7 @@ def cast_operand(
         options = CastOptions(rounding="stochastic", seed=steps.next_seed(how.draws))
     delayed = first.recipe if isinstance(first.recipe, DelayedScaling) else second.recipe
     if isinstance(delayed, DelayedScaling):
-        scale = steps.delayed_scale(how.amaxes, how.pending, tensor, delayed, x, record=record)
+        scale = steps.delayed_scale(how, tensor, delayed, x, record=record)
         options = options.replace(scale=scale)
     if rows and columns and first.recipe is not None and first == second._replace(axis=-1):
         return calls.cast_pair(x, first.recipe, options)

@@ -1,16 +1,17 @@
 """What a layer in training carries from step to step: amax histories, and counters that random numbers derive from.
 
 Both are integer buffers of a `StepState`, so `.to(bfloat16)`, `state_dict`, checkpoints and copies keep every bit. They advance
-when an optimizer that has the layer's weight has made a step, or in `end_of_step`. Between steps only `pending` changes, which
-is in no state: a step that is skipped leaves the state as it was.
+when an optimizer that has the layer's weight has made a step, or in `end_of_step`, by a number of operations that does not
+depend on how many layers there are. Between steps only `pending` changes, which is in no state: a step that is skipped leaves
+the state as it was.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -20,14 +21,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from breccia import DelayedScaling, TrainingRecipe
 from breccia.backend import calls
-from breccia.internal import TENSORS
+from breccia.internal import TENSORS, scales_of_amaxes
 
 #: Writes in this context are no changes to autograd: nothing that it differentiates reads the tensor.
 _quietly: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-#: FP32 infinity as an integer: larger words of absolute values are NaN.
-_INFINITY = 0x7F800000
+
+
+class _foreach:
+    """Operations on lists of tensors in one kernel, as optimizers use them."""
+
+    add_: Any = torch._foreach_add_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    copy_: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    zero_: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
 #: How many steps of optimizers have ended in this process. What is kept for a step is valid for one number.
 generation = 0
+#: The tensors with delayed scaling, and their recipes.
+Delayed = tuple[tuple[str, DelayedScaling], ...]
 
 
 class StepState(nn.Module):
@@ -35,25 +46,31 @@ class StepState(nn.Module):
 
     amaxes: (3, length) int32, the bits of FP32 amaxes of input, weight and gradient, oldest first; 0 where there is none yet.
         None without delayed scaling. One entry is the largest amax of a step.
+    scales: (3,) int32, the bits of the FP32 scales that follow from `amaxes`; 0 where the tensor's own amax gives one. They
+        are not saved.
     pending: (3,) int32, the amaxes of the present step. It is not saved.
     draws: (2,) int64: the layer's seed, and the number of steps that have ended.
     """
 
     amaxes: Tensor | None
+    scales: Tensor | None
     pending: Tensor | None
     draws: Tensor
+    delayed: Delayed
 
     def __init__(self, recipe: TrainingRecipe, seed: int = 0, device: Any = None) -> None:
         super().__init__()
-        lengths = [of.amax_history_len for of in recipe.delayed.values()]
+        self.delayed = tuple(recipe.delayed.items())
+        lengths = [of.amax_history_len for _, of in self.delayed]
         amaxes = torch.zeros(3, max(lengths), dtype=torch.int32, device=device) if lengths else None
         self.register_buffer("amaxes", amaxes)
-        self.register_buffer("pending", amaxes[:, 0].clone() if amaxes is not None else None, persistent=False)
+        for name in ("scales", "pending"):
+            self.register_buffer(name, amaxes[:, 0].clone() if amaxes is not None else None, persistent=False)
         self.register_buffer("draws", torch.tensor([seed, 0], device=device))
 
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """What the layer's operators take: amaxes, pending, draws."""
-        return self.amaxes, self.pending, self.draws
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
+        """What the layer's operators take: amaxes, scales, pending, draws."""
+        return self.amaxes, self.scales, self.pending, self.draws
 
     def reset(self, seed: int = 0) -> None:
         """Start again: no history, no step."""
@@ -62,41 +79,116 @@ class StepState(nn.Module):
                 buffer.zero_()
         self.draws.copy_(torch.tensor([seed, 0]))
 
-    @torch.no_grad()
-    def advance(self) -> None:
-        """End a step: each pending amax becomes the newest entry of its history. Histories without a pending one stay."""
-        if self.amaxes is not None and self.pending is not None:
-            shifted = torch.cat([self.amaxes[:, 1:], self.pending[:, None]], 1)
-            self.amaxes.copy_(torch.where(self.pending[:, None] > 0, shifted, self.amaxes))
-            self.pending.zero_()
-        counter = counter_of(self.draws)
-        self.draws[1].add_(1)
-        _counters[self.draws] = _Counter(self.draws, (counter.seed, counter.step + 1))
+
+@torch.no_grad()
+def advance(states: Iterable[StepState]) -> None:
+    """End a step: each pending amax becomes the newest entry of its history. Histories without a pending one stay."""
+    alike: dict[Any, list[StepState]] = {}
+    for state in states:
+        alike.setdefault((state.draws.device, state.delayed), []).append(state)
+    for (_, delayed), group in alike.items():
+        if delayed:
+            _roll(group, delayed)
+        counters = [counter_of(state.draws) for state in group]
+        _foreach.add_([state.draws[1] for state in group], 1)
+        for state, counter in zip(group, counters, strict=True):
+            _counters[state.draws] = _Counter(state.draws, (counter.seed, counter.step + 1))
+
+
+def _roll(group: Sequence[Any], delayed: Delayed) -> None:
+    """End the step of histories of equal length on one device, and compute their scales."""
+    pending = torch.stack([state.pending for state in group])
+    amaxes = torch.stack([state.amaxes for state in group])
+    shifted = torch.cat([amaxes[..., 1:], pending[..., None]], -1)
+    amaxes = torch.where((pending > 0)[..., None], shifted, amaxes)
+    scales = _scales(amaxes, delayed)
+    _foreach.copy_([state.amaxes for state in group], amaxes.unbind())
+    _foreach.copy_([state.scales for state in group], scales.unbind())
+    _foreach.zero_([state.pending for state in group])
+    known: list[_History | None] = [_histories.get(state.amaxes) for state in group]
+    complete = [history is not None and history.complete for history in known]
+    # Few steps look at scales on the host: those whose number is a power of two, until every history has an entry.
+    if not all(complete) and counter_of(group[0].draws).step.bit_count() < 2 and not _capturing(scales):
+        complete = _complete(scales, delayed).tolist()
+    for state, history, whole in zip(group, known, complete, strict=True):
+        if history is not None:
+            _histories[state.amaxes] = history._replace(version=state.amaxes._version, complete=whole)
 
 
 # ------------------------------------------------------------------------------------------------ delayed scaling
 
 
-def delayed_scale(
-    amaxes: Tensor | None, pending: Tensor | None, tensor: str, recipe: DelayedScaling, x: Tensor, *, record: bool
-) -> Tensor:
+class _History(NamedTuple):
+    """What is known of a buffer `amaxes`, and FP32 views of the buffers beside it.
+
+    version: of `amaxes` when `scales` were computed. complete: whether each delayed tensor has a scale.
+    """
+
+    version: int
+    complete: bool
+    pending: Tensor
+    scale_of: Sequence[Tensor]
+    amaxes: Tensor
+    amax_of: Sequence[Tensor]
+
+
+#: By buffer. Something other than `advance` may write it, as `load_state_dict` does.
+_histories: Any = WeakTensorKeyDictionary()
+
+
+def _scales(amaxes: Tensor, delayed: Delayed) -> Tensor:
+    """The bits of the scales (..., 3) of histories (..., 3, length); 0 for tensors that are not delayed."""
+    scales = torch.zeros_like(amaxes[..., 0])
+    for recipe in dict.fromkeys(recipe for _, recipe in delayed):
+        of = [TENSORS.index(tensor) for tensor, own in delayed if own == recipe]
+        tensors = slice(of[0], of[-1] + 1, of[1] - of[0] if len(of) > 1 else 1)  # reaches any of three
+        scales[..., tensors] = scales_of_amaxes(amaxes[..., tensors, -recipe.amax_history_len :].amax(-1), recipe)
+    return scales
+
+
+def _complete(scales: Tensor, delayed: Delayed) -> Tensor:
+    return (scales[..., [TENSORS.index(tensor) for tensor, _ in delayed]] > 0).all(-1)
+
+
+def _capturing(of: Tensor) -> bool:
+    """Whether operations on the tensor are recorded in a CUDA graph, which nothing may be read in."""
+    return of.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _history_of(how: Any) -> _History:
+    """What is known of a layer's history. Its scales are computed anew if something else has written to it."""
+    found: _History | None = _histories.get(how.amaxes)
+    if found is None or found.version != how.amaxes._version or found.pending is not how.pending:
+        delayed = tuple(how.recipe.delayed.items())
+        with torch.inference_mode(False), torch.no_grad(), _quietly(how.scales):  # training may follow, with the same views
+            how.scales.copy_(_scales(how.amaxes, delayed))
+            scales, amaxes = how.scales.view(torch.float32), how.pending.view(torch.float32)
+            complete = not _capturing(scales) and bool(_complete(how.scales, delayed))
+            views = scales.unbind(), amaxes, amaxes.unbind()
+        found = _History(how.amaxes._version, complete, how.pending, *views)
+        _histories[how.amaxes] = found
+    return found
+
+
+def delayed_scale(how: Any, tensor: str, recipe: DelayedScaling, x: Tensor, *, record: bool) -> Tensor:
     """The scale of `x` from the steps before, by the rule of `AmaxHistory`; from its own amax while its history is empty.
 
-    record: add the amax of `x` to the pending ones. A gradient with NaN or Inf removes them instead: its step will be skipped.
-    Nothing is read to the host.
+    how: a `Context`. record: add the amax of `x` to the pending ones. A gradient with NaN or Inf removes them instead: its step
+    will be skipped.
     """
-    assert amaxes is not None and pending is not None
-    n = TENSORS.index(tensor)
-    newest, own = calls.record_amax(x, recipe, (), 1.0)
-    longest = amaxes[n, -recipe.amax_history_len :].max().view(torch.float32).reshape(1)
-    _, scale = calls.record_amax(longest, recipe, (), own)  # `own` where the largest is 0
-    if record:
-        amax = newest.view(torch.int32)
-        finite = amax < _INFINITY
-        with _quietly(pending):
+    n, history = TENSORS.index(tensor), _history_of(how)
+    scale = history.scale_of[n]
+    if not history.complete:
+        _, own = calls.record_amax(x, recipe, (), 1.0)
+        scale = torch.where(scale > 0, scale, own)
+    if record and x.numel():
+        amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+        finite = amax < torch.inf
+        with _quietly(how.pending):
             if tensor == "gradient":
-                pending.mul_(finite)
-            pending[n : n + 1].copy_(torch.maximum(pending[n : n + 1], torch.where(finite, amax, 0)))
+                history.amaxes.mul_(finite)
+            # NaN and infinity times 0 are NaN, which `fmax` ignores.
+            torch.fmax(history.amax_of[n], amax * finite, out=history.amax_of[n])
     return scale
 
 
@@ -169,11 +261,13 @@ def _stepped(optimizer: Any, *_: Any) -> None:
     if not layers:
         return
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped: list[Any] = []
     for layer in list(layers):
         weight: Any = layer.weight
         state: Any = layer.state
         if (id(weight) in own or not weight.requires_grad) and counter_of(state.draws).passes:
-            state.advance()
+            stepped.append(state)
+    advance(stepped)
 
 
 register_optimizer_step_post_hook(_stepped)

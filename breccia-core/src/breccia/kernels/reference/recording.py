@@ -24,14 +24,28 @@ def record_amax(x: Array, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tu
     newest = ops.reshape(ops.bitcast_to_float(ops.amax(ops.bitcast_to_int(y) & MAGNITUDE, every)), (1,))
     previous = amaxes[max(len(amaxes) + 1 - recipe.amax_history_len, 0) :]
     history = ops.concat([previous, newest]) if len(previous) else newest
-    largest = ops.amax(ops.bitcast_to_int(history), (0,))
-    level, fmt = recipe.format.scale, recipe.format
-    usable = (largest < F32_INF) & (largest >= NORMAL)
-    statistic = ops.bitcast_to_float(ops.where(usable, largest, 0))
-    codes = recipe.rules[0].scale(ops, statistic, level.codec, fmt.element, fmt.qmax(level), None)
+    usable, codes = _scales(ops, ops.amax(ops.bitcast_to_int(history), (0,)), recipe)
     before = scale if hasattr(scale, "shape") else ops.constant(float(scale), x)
     after = ops.where(usable, ops.bitcast_to_float(codes), ops.reshape(before, (1,)))
     return history, ops.reshape(after, ())
+
+
+def scales_of_amaxes(amaxes: Array, recipe: DelayedScaling) -> Array:
+    """The scales that `record_amax` computes for amaxes, which are the largest of their histories; of any shape.
+
+    Both are the bits of FP32 numbers, as int32. The scale is 0 where `record_amax` keeps the one before.
+    """
+    ops = ops_of(amaxes)
+    usable, codes = _scales(ops, amaxes, recipe)
+    return ops.where(usable, codes, 0)
+
+
+def _scales(ops: Any, largest: Array, recipe: DelayedScaling) -> tuple[Array, Array]:
+    """(whether an amax gives a scale, the bits of the scale) for the bits of amaxes."""
+    level, fmt = recipe.format.scale, recipe.format
+    usable = (largest < F32_INF) & (largest >= NORMAL)
+    statistic = ops.bitcast_to_float(ops.where(usable, largest, 0))
+    return usable, recipe.rules[0].scale(ops, statistic, level.codec, fmt.element, fmt.qmax(level), None)
 
 
 def cast_and_record(
