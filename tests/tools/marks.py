@@ -15,10 +15,10 @@ from breccia.testing.places import Place
 def jax_is_long(values: Iterable[Any]) -> list[Any]:
     """The values as parameters, with those for JAX marked `long`: JAX compiles every op.
 
-<<<<<<< HEAD
-    A value is the name of a framework, its `Place`, or the path of a page named after one.
+    A value is the name of a framework, its `Place`, or the path of a page named after one or after a
+    library of JAX.
     """
-    long = {"jax", "flax", "training-jax"}
+    long = {"jax", "flax", "training-jax", "qwix"}
     names = ((value, value.framework if isinstance(value, Place) else Path(value).stem) for value in values)
     return [pytest.param(value, marks=pytest.mark.long) if name in long else value for value, name in names]
 
@@ -26,14 +26,6 @@ def jax_is_long(values: Iterable[Any]) -> list[Any]:
 def long_but(kept: Container[Any], values: Iterable[Any]) -> list[Any]:
     """The values as parameters, with all but those `kept` marked `long`."""
     return [value if value in kept else pytest.param(value, marks=pytest.mark.long) for value in values]
-=======
-    A value is the name of a framework, or the path of a page named after one, or after a library of JAX.
-    """
-    return [
-        pytest.param(value, marks=pytest.mark.long) if Path(value).stem in ("jax", "flax", "qwix") else value
-        for value in values
-    ]
->>>>>>> h51bx
 
 
 def on_cuda(test: Any) -> Any:
