@@ -154,7 +154,7 @@ def test_the_command_prints_the_ranking_and_says_that_weights_alone_were_read(mo
 
 
 def test_the_report_shows_the_ranking_above_what_compare_shows(model: Path, quantized: Path, tmp_path: Path, run: Run) -> None:
-    pytest.importorskip("plotly", reason="plotly comes with breccia-bridges[report]")
+    pytest.importorskip("jinja2", reason="jinja2 comes with breccia-bridges[report]")
     path = planted(quantized, NAMES[4], "zero", 3)
     code, out, err = run("why", model, path, "--report", tmp_path / "why.html")
     assert code == 0 and out.endswith(f"report: {tmp_path / 'why.html'}\n"), err
