@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -242,7 +243,7 @@ def _decibel(record: Mapping[str, Any]) -> str:
 
 
 def _breakable(name: str) -> Any:
-    """A tensor's name as markup that lets a line end after a dot."""
+    """The name of a tensor or a run as markup that lets a line end after a dot or a plus sign."""
     from markupsafe import Markup, escape
 
-    return Markup(".<wbr>").join(escape(part) for part in name.split("."))
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[.+])(?=.)", name))

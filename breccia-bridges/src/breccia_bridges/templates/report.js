@@ -107,7 +107,7 @@
   }
 
   const mark = (outline, x, y, radius, style) =>
-    svg("path", { d: outline, class: `mark ${style}`, transform: `translate(${x} ${y}) scale(${radius})` });
+    svg("path", { d: outline, class: `mark ${style}`, transform: `translate(${x.toFixed(1)} ${y.toFixed(1)}) scale(${radius})` });
 
   // At most `most` steps of 1, 2 or 5 times a power of ten.
   function ticks([low, high], most) {
