@@ -102,7 +102,7 @@ def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
         reasons=list(dict.fromkeys(reason for run in shown for reason in run["kept"])),
         recipes=_recipes(shown),
         warnings=_warnings(shown),
-        verdict=_verdict(shown),
+        verdict=[*(run["why"]["verdict"] for run in shown if "why" in run), *_verdict(shown)],
         first=_widest(shown),
         quantized=[{t["name"]: t for t in run["tensors"] if t["quantized"]} for run in shown],
         drawn=_packed(json.dumps(_drawn(shown), allow_nan=False, separators=(",", ":"))),
