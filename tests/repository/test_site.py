@@ -220,9 +220,10 @@ def test_the_gallery_writes_reports_of_real_runs_and_pictures_of_them(tmp_path: 
     terminal, gallery = module("terminal"), module("gallery")
     model, images = tmp_path / "model", tmp_path / "img"
     weights = terminal.model()
-    terminal.quantized_model(model, {"model_type": "tiny"}, {name: ("F16", array) for name, array in weights.items()})
+    terminal.quantized_model(model, {}, {name: ("F16", array) for name, array in weights.items()})
+    (model / "config.json").write_text('{"model_type": "tiny"}')  # nothing in it is quantized
     found = gallery.reports(model, tmp_path / "reports", None)
-    said = {"compare": "Most accurate: ", "mixed": "worst tensor", "why": "What each layer costs"}
+    said = {"compare": "Most accurate: ", "mixed": "Worst tensor of ", "why": "What each layer costs"}
     for name, path in zip(said, found, strict=True):
         page = path.read_text(encoding="utf-8")
         assert path.stem == name and said[name] in page and str(tmp_path) not in page
