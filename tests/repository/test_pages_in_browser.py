@@ -82,7 +82,14 @@ def is_source(page: Path, site: Path) -> bool:
 def test_everything_on_every_page_can_be_reached_on_a_phone_and_on_a_desktop(browser: Any, site: Path) -> None:
     pages = [page for page in sorted(site.rglob("*.html")) if not is_source(page, site) and not is_moved(page)]
     names = {page.relative_to(site).as_posix() for page in pages}
-    assert {"index.html", "cli/index.html", "support/index.html", "kernels/index.html", "404.html"} <= names
+    assert {
+        "index.html",
+        "cli/index.html",
+        "support/index.html",
+        "kernels/index.html",
+        "reports/compare.html",
+        "404.html",
+    } <= names
     assert faults(browser.new_context(reduced_motion="reduce"), site, pages) == []
 
 
@@ -116,7 +123,7 @@ _FOUND = """() => ({
 @pytest.mark.long
 def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative(browser: Any, site: Path) -> None:
     """Anchors on pages of source are those of lines, which the site's build checks."""
-    pages = [page for page in sorted(site.rglob("index.html")) if not is_source(page, site) and not is_moved(page)]
+    pages = [page for page in sorted(site.rglob("*.html")) if not is_source(page, site) and not is_moved(page)]
     faults: list[str] = []
     anchors: dict[str, set[str]] = {}
     links: dict[str, str] = {}
@@ -135,8 +142,7 @@ def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative(bro
         for kind in ("console", "pageerror", "requestfailed"):
             page.on(kind, fault)
         for path in pages:
-            url = address + path.parent.relative_to(site).as_posix().removeprefix(".")
-            page.goto(url.rstrip("/") + "/", wait_until="load")
+            page.goto(address + path.relative_to(site).as_posix().removesuffix("index.html"), wait_until="load")
             found = page.evaluate(_FOUND)
             anchors[page.url.removeprefix(address)] = set(found["anchors"])
             links |= {link: page.url for link in found["links"] if link.startswith(address)}

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import ClassVar
 
 import pytest
+from browser import chromium
 from paths import ROOT
 
 from breccia import MXFP8BlockScaling, targets
@@ -207,6 +208,38 @@ def test_the_model_of_the_sessions_is_the_same_every_time(module) -> None:
     terminal = module("terminal")
     first, second = terminal.model(), terminal.model()
     assert list(first) == list(second) and all((first[name] == second[name]).all() for name in first)
+
+
+# -- the gallery of reports --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_the_gallery_writes_reports_of_real_runs_and_pictures_of_them(tmp_path: Path, module) -> None:
+    pytest.importorskip("playwright.sync_api", reason="playwright takes the pictures")
+    pytest.importorskip("jinja2", reason="jinja2 comes with breccia-bridges[report]")
+    terminal, gallery = module("terminal"), module("gallery")
+    model, images = tmp_path / "model", tmp_path / "img"
+    weights = terminal.model()
+    terminal.quantized_model(model, {}, {name: ("F16", array) for name, array in weights.items()})
+    (model / "config.json").write_text('{"model_type": "tiny"}')  # nothing in it is quantized
+    found = gallery.reports(model, tmp_path / "reports", None)
+    said = {"compare": "Most accurate: ", "mixed": "Worst tensor of ", "why": "What each layer costs"}
+    for name, path in zip(said, found, strict=True):
+        page = path.read_text(encoding="utf-8")
+        assert path.stem == name and said[name] in page and str(tmp_path) not in page
+    assert all(f">{recipe}</span>" in found[0].read_text(encoding="utf-8") for recipe in gallery.RECIPES)
+    images.mkdir()
+    with chromium() as browser:
+        gallery.pictures(browser, found[:1], images)
+    shown = ["report-compare-dark.png", "report-compare-light.png", "report-phone.png"]
+    assert sorted(path.name for path in images.iterdir()) == shown
+
+
+def test_the_reports_that_the_gallery_shows_are_there_and_small() -> None:
+    page = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\((reports/\w+\.html)\)", page))
+    assert linked == {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs" / "reports").iterdir()}
+    assert len(linked) == 3 and all((ROOT / "docs" / name).stat().st_size < 200_000 for name in linked)
 
 
 # -- pages that moved ------------------------------------------------------------------------------------------------

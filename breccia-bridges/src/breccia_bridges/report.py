@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,7 +22,6 @@ from breccia.internal import install, printable, spelled
 from .staging import Staging, write_text
 from .text import percent, size
 
-_NEEDS = ("plotly", "jinja2")
 #: The fields of a run that the page's script reads; the template shows the rest.
 _DRAWN = ("label", "bytes_out", "sqnr_db", "lossless", "worst", "tensors")
 
@@ -42,11 +42,9 @@ def check_report(path: str | os.PathLike[str]) -> None:
     if target.is_file() and not _replaceable(target):
         raise FileExistsError(f"{target} exists and is no report of breccia; choose another name, or remove it.")
     try:
-        for module in (*_NEEDS, "plotly.offline"):
-            import_module(module)
+        import_module("jinja2")
     except Exception as e:
-        missing = [module for module in _NEEDS if find_spec(module) is None]
-        wrong = f"needs {' and '.join(missing)}" if missing else f"cannot use plotly and jinja2 ({type(e).__name__}: {e})"
+        wrong = f"cannot use jinja2 ({type(e).__name__}: {e})" if find_spec("jinja2") else "needs jinja2"
         raise ImportError(f"--report {wrong}: {install('breccia-bridges[report]')}") from e
     try:
         with Staging(target):
@@ -82,7 +80,6 @@ def write_report(
 
 def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
-    from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
     env = Environment(
         loader=PackageLoader("breccia_bridges"),
@@ -105,13 +102,31 @@ def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
         reasons=list(dict.fromkeys(reason for run in shown for reason in run["kept"])),
         recipes=_recipes(shown),
         warnings=_warnings(shown),
-        verdict=_verdict(shown),
+        verdict=[*(run["why"]["verdict"] for run in shown if "why" in run), *_verdict(shown)],
         first=_widest(shown),
         quantized=[{t["name"]: t for t in run["tensors"] if t["quantized"]} for run in shown],
-        drawn=packed(json.dumps([{key: run[key] for key in _DRAWN} for run in shown], allow_nan=False, separators=(",", ":"))),
-        plotly=packed(str(get_plotlyjs())),
-        plotly_version=str(get_plotlyjs_version()),
+        drawn=_packed(json.dumps(_drawn(shown), allow_nan=False, separators=(",", ":"))),
     )
+
+
+def _drawn(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the page's script draws: runs, and each list of counts of histograms once; histograms hold indices of lists."""
+    counts: dict[tuple[int, ...], int] = {}
+
+    def tensor(found: dict[str, Any]) -> dict[str, Any]:
+        said = {key: _short(value) for key, value in found.items()}
+        if found["histogram"]:
+            shared = {side: counts.setdefault(tuple(found["histogram"][side]), len(counts)) for side in ("before", "after")}
+            said["histogram"] = found["histogram"] | shared
+        return said
+
+    drawn = [{key: run[key] for key in _DRAWN} | {"tensors": [tensor(t) for t in run["tensors"]]} for run in runs]
+    return {"runs": drawn, "counts": list(counts)}
+
+
+def _short(value: Any) -> Any:
+    """A float to nine significant digits, more than the page shows."""
+    return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
 def _verdict(runs: list[dict[str, Any]]) -> list[str]:
@@ -163,8 +178,8 @@ def _widest(runs: list[dict[str, Any]]) -> int:
     return max(range(len(runs)), key=lambda place: spread(runs[place]))
 
 
-def packed(text: str) -> str:
-    """`text` compressed, as base64: a third of its size or less, and no character of it means anything in HTML.
+def _packed(text: str) -> str:
+    """`text` compressed, as base64: no character of it means anything in HTML.
 
     The page's script unpacks it with the browser's DecompressionStream, which reads zlib's format as "deflate".
     """
@@ -228,7 +243,7 @@ def _decibel(record: Mapping[str, Any]) -> str:
 
 
 def _breakable(name: str) -> Any:
-    """A tensor's name as markup that lets a line end after a dot."""
+    """The name of a tensor or a run as markup that lets a line end after a dot or a plus sign."""
     from markupsafe import Markup, escape
 
-    return Markup(".<wbr>").join(escape(part) for part in name.split("."))
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[.+])(?=.)", name))

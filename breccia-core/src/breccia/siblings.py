@@ -90,7 +90,7 @@ EXTRAS = (
     ML_DTYPES,
     YAML,
     TESTING,
-    Extra("breccia-bridges[report]", ("plotly", "jinja2"), "--report of convert and compare"),
+    Extra("breccia-bridges[report]", ("jinja2",), "--report of convert and compare"),
     Extra(
         "breccia-bridges[remote]", ("aiohttp", "fsspec", "platformdirs"), "checkpoints at URLs: s3://, gs://, hf://, https://"
     ),

@@ -1,35 +1,44 @@
-// Draws the report out of the JSON in this page, with plotly.js, both compressed in it. What came from a file reaches the page through textContent, and Plotly
-// through literal(): a tensor's name may look like markup.
+// Draws the report out of the JSON in this page, as SVG. What came from a file reaches the page through textContent alone: a
+// tensor's name may look like markup.
 "use strict";
 (async () => {
   const $ = (id) => document.getElementById(id);
 
-  // The text in an element: base64 of zlib's format, which browsers call "deflate".
+  // The JSON in an element, compressed: base64 of zlib's format, which browsers call "deflate".
   async function unpacked(id) {
     const bytes = Uint8Array.from(atob($(id).textContent), (c) => c.charCodeAt(0));
-    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
   }
 
   if (typeof DecompressionStream === "undefined" || !Array.prototype.toSorted) {
     $("old").hidden = false;
     return;
   }
-  const library = document.createElement("script");
-  library.textContent = await unpacked("plotly");
-  document.head.append(library); // runs it
-  const runs = JSON.parse(await unpacked("data"));
+  const { runs, counts } = await unpacked("data");
   const first = Number(document.querySelector("#runs input:checked")?.value ?? 0); // the widest spread of accuracy
   const state = { run: runs[first], tensor: null, all: false, sort: { column: "sqnr", descending: false } };
 
   const SHOWN = 20; // dots, until all are asked for
   const SPAN = 2; // dB that the axis shows at least: smaller differences do not matter
-  const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star"];
+  const NEAR = 24; // pixels from the pointer to the mark that it shows
+  // Outlines of marks, of about equal areas, around the origin.
+  const SYMBOLS = [
+    "M-1 0a1 1 0 1 0 2 0a1 1 0 1 0-2 0z",
+    "M-.9-.9H.9V.9H-.9z",
+    "M0-1.3L1.3 0 0 1.3-1.3 0z",
+    "M0-1.3L1.2.8H-1.2z",
+    "M-.4-1.2H.4V-.4H1.2V.4H.4V1.2H-.4V.4H-1.2V-.4H-.4z",
+    "M-1.1-.6L-.6-1.1 0-.5.6-1.1 1.1-.6.5 0 1.1.6.6 1.1 0 .5-.6 1.1-1.1.6-.5 0z",
+    "M0 1.3L-1.2-.8H1.2z",
+  ];
   const COLOURS = 6;
   const NONE = "–";
+  const NO_TENSOR = "There is no tensor to draw.";
 
   // ---------------------------------------------------------------------------------------------- numbers and names
 
   const grouped = new Intl.NumberFormat("en");
+  const compact = new Intl.NumberFormat("en", { notation: "compact" });
   const short = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
   const fixed = (value, digits) => (value === null ? NONE : value.toFixed(digits).replace("-", "−"));
   const scientific = (value) => (value === null ? NONE : String(Number(value.toPrecision(3))));
@@ -55,11 +64,6 @@
   const decibel = (r) => (r.lossless ? "∞" : r.sqnr_db === null ? "not finite" : fixed(r.sqnr_db, 2));
   const hasPlace = (r) => Number.isFinite(accuracy(r)); // can be drawn on an axis
   const withUnit = (r) => decibel(r) + (hasPlace(r) ? "\u00a0dB" : "");
-
-  const literal = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-
-  // Split into lines short enough for a label on a phone.
-  const folded = (text) => (text.match(/.{1,36}/gsu) ?? []).map(literal).join("<br>");
 
   const pen = document.createElement("canvas").getContext("2d");
   function widthOf(text, weight = "normal") {
@@ -92,46 +96,79 @@
 
   // ---------------------------------------------------------------------------------------------- plots
 
-  function theme() {
-    const css = getComputedStyle(document.documentElement);
-    const colour = (name) => css.getPropertyValue(`--${name}`).trim();
-    const palette = Object.fromEntries(["ground", "ink", "muted", "line"].map((name) => [name, colour(name)]));
-    return { ...palette, run: (run) => colour(`run-${runs.indexOf(run) % COLOURS}`) };
+  const colour = (run) => `run-${runs.indexOf(run) % COLOURS}`; // a class
+  const symbol = (run) => SYMBOLS[runs.indexOf(run) % SYMBOLS.length];
+
+  function svg(name, attributes, text) {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    if (text) node.textContent = text;
+    return node;
   }
 
-  function draw(node, traces, { xaxis, yaxis, ...own }) {
-    const { ground, ink, muted, line } = theme();
-    const printing = document.documentElement.classList.contains("printing");
-    const family = getComputedStyle(document.body).fontFamily;
-    const axis = (its) => ({
-      gridcolor: line,
-      zeroline: false,
-      automargin: true,
-      fixedrange: true,
-      ...its,
-      tickfont: { color: muted },
-      title: { font: { color: muted, size: 14 }, standoff: 12, ...its.title },
-    });
-    const layout = {
-      font: { family, size: 14, color: ink },
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      hoverlabel: { bgcolor: ground, bordercolor: muted, font: { family, size: 14, color: ink }, align: "left" },
-      legend: { orientation: "h", x: 0, xanchor: "left", y: 1, yanchor: "bottom" },
-      margin: { l: 48, r: 16, t: 16, b: 48 },
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink },
-      dragmode: false, // so that a swipe on a plot scrolls the page
-      ...(printing && { width: 680, autosize: false }),
-      ...own,
-      xaxis: axis(xaxis),
-      yaxis: axis(yaxis),
+  const mark = (outline, x, y, radius, style) =>
+    svg("path", { d: outline, class: `mark ${style}`, transform: `translate(${x.toFixed(1)} ${y.toFixed(1)}) scale(${radius})` });
+
+  // At most `most` steps of 1, 2 or 5 times a power of ten.
+  function ticks([low, high], most) {
+    const rough = (high - low) / Math.max(most, 2);
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
+    const digits = Math.max(0, -Math.floor(Math.log10(step)));
+    const text = (value) => (digits > 4 ? scientific(value) : fixed(value, digits));
+    const start = Math.ceil(low / step);
+    return Array.from({ length: Math.floor(high / step) - start + 1 }, (_, i) => (start + i) * step).map((at) => [at, text(at)]);
+  }
+
+  // An SVG with axes, in `node`. Axes: a range, a title, and ticks as pairs of a place and a text. Returns it with the box of the
+  // plot, and the pixels of a place on each axis.
+  function axes(node, height, xaxis, yaxis, { left, right = 16, top = 36, bottom = 52, above = false } = {}) {
+    const width = Math.max(node.clientWidth, 240);
+    left ??= Math.max(...yaxis.ticks.map(([, text]) => widthOf(text))) + 12;
+    const box = { left, top, right: width - right, bottom: height - bottom };
+    const x = (at) => box.left + ((at - xaxis.range[0]) / (xaxis.range[1] - xaxis.range[0])) * (box.right - box.left);
+    const y = (at) => box.bottom - ((at - yaxis.range[0]) / (yaxis.range[1] - yaxis.range[0])) * (box.bottom - box.top);
+    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
+    for (const [at, text] of xaxis.ticks) {
+      root.append(svg("line", { class: "grid", x1: x(at), x2: x(at), y1: box.top, y2: box.bottom }));
+      root.append(svg("text", { class: "tick", x: x(at), y: above ? box.top - 8 : box.bottom + 20, "text-anchor": "middle" }, text));
+    }
+    for (const [at, text] of yaxis.ticks) {
+      root.append(svg("line", { class: "grid", x1: box.left, x2: box.right, y1: y(at), y2: y(at) }));
+      root.append(svg("text", { class: "tick", x: box.left - 8, y: y(at) + 5, "text-anchor": "end" }, text));
+    }
+    root.append(svg("text", { class: "tick", x: box.right, y: above ? 16 : height - 8, "text-anchor": "end" }, xaxis.title));
+    root.append(svg("text", { class: "tick", x: 0, y: 16 }, yaxis.title));
+    node.replaceChildren(root);
+    return { root, box, x, y, width };
+  }
+
+  // Shows the lines of the spot nearest to the pointer beside it: of those at most NEAR pixels away, in the directions that count.
+  function pointed(node, { root, width }, spots, [across, down] = [1, 1]) {
+    const tip = document.createElement("div");
+    tip.className = "tip";
+    tip.hidden = true;
+    node.append(tip);
+    let found = null;
+    node.onpointermove = node.onpointerdown = (event) => {
+      const frame = root.getBoundingClientRect();
+      const scale = width / frame.width;
+      const far = ({ x, y }) =>
+        Math.hypot(across * (x - scale * (event.clientX - frame.left)), down * (y - scale * (event.clientY - frame.top)));
+      found = spots.reduce((best, spot) => (far(spot) < far(best) ? spot : best), spots[0]);
+      if (far(found) > NEAR) found = null;
+      tip.hidden = !found;
+      node.classList.toggle("pick", Boolean(found?.pick));
+      if (!found) return;
+      tip.replaceChildren(...found.lines.map((line) => Object.assign(document.createElement("div"), { textContent: line })));
+      const [x, y] = [found.x / scale, found.y / scale];
+      tip.style.left = `${Math.max(0, Math.min(x + 12, frame.width - tip.offsetWidth))}px`;
+      tip.style.top = `${y > tip.offsetHeight + 12 ? y - tip.offsetHeight - 12 : y + 16}px`;
     };
-    Plotly.react(node, traces, layout, {
-      responsive: true,
-      displaylogo: false,
-      displayModeBar: matchMedia("(hover: hover)").matches ? "hover" : false,
-      modeBarButtons: [["toImage"]],
-    });
+    node.onpointerleave = (event) => {
+      if (event.pointerType === "mouse") tip.hidden = true; // a finger has left as soon as it points
+    };
+    node.onclick = () => found?.pick?.();
   }
 
   function note(id, text) {
@@ -153,22 +190,18 @@
     return parts.length ? `Not drawn: ${parts.join(", ")} (${what}).` : "";
   }
 
-  // Positions for the labels of points, which are given from top to bottom. Each label takes the first position around its
-  // point that is inside the plot and overlaps nothing.
-  function placed(points, width, height) {
-    const taken = points.map(({ x, y }) => [x - 7, y - 7, x + 7, y + 7]);
+  // Places for the labels of spots, which are given from top to bottom. Each label takes the first place around its spot that is
+  // inside the plot and overlaps nothing.
+  function placed(spots, { left, right }) {
+    const taken = spots.map(({ x, y }) => [x - 7, y - 7, x + 7, y + 7]);
     const free = (box) =>
-      box[0] >= 0 && box[2] <= width && taken.every((t) => box[0] >= t[2] || box[2] <= t[0] || box[1] >= t[3] || box[3] <= t[1]);
-    return points.map(({ x, y, text }) => {
+      box[0] >= left && box[2] <= right && taken.every((t) => box[0] >= t[2] || box[2] <= t[0] || box[1] >= t[3] || box[3] <= t[1]);
+    return spots.map(({ x, y, text }) => {
       const w = widthOf(text);
-      const across = { right: [x + 8, x + 8 + w], left: [x - 8 - w, x - 8], center: [x - w / 2, x + w / 2] };
-      const down = { top: [y - 24, y - 8], middle: [y - 8, y + 8], bottom: [y + 8, y + 24] };
-      const places = Object.entries(across).flatMap(([h, [left, right]]) =>
-        Object.entries(down).map(([v, [top, bottom]]) => [`${v} ${h}`, [left, top, right, bottom]]),
-      );
-      const [place, box] = places.find(([, b]) => free(b)) ?? places[0];
+      const boxes = [x + 10, x - 10 - w, x - w / 2].flatMap((x0) => [y - 24, y - 8, y + 8].map((y0) => [x0, y0, x0 + w, y0 + 16]));
+      const box = boxes.find(free) ?? boxes[0];
       taken.push(box);
-      return place;
+      return { x: Math.max(0, box[0]), y: box[1] + 13 };
     });
   }
 
@@ -179,79 +212,54 @@
     note("checkpoints-note", undrawn(runs.filter((run) => quantized(run).length), "runs"));
     node.hidden = !points.length;
     if (!points.length) return;
-    const { run: colour } = theme();
     const xs = padded(points.map((run) => run.bytes_out / 1e6), 0.15);
     const ys = padded(points.map((run) => run.sqnr_db), 0.15);
-    const [width, height] = [node.clientWidth - 80, 336];
-    const texts = points.map((run) => shortened(run.label, 220));
-    const places = placed(
-      points.map((run, i) => ({
-        x: ((run.bytes_out / 1e6 - xs[0]) / (xs[1] - xs[0])) * width,
-        y: ((ys[1] - run.sqnr_db) / (ys[1] - ys[0])) * height,
-        text: texts[i],
-      })),
-      width,
-      height,
+    const plot = axes(
+      node,
+      400,
+      { title: "Size after, MB", range: xs, ticks: ticks(xs, node.clientWidth / 80) },
+      { title: "SQNR, dB", range: ys, ticks: ticks(ys, 6) },
     );
-    const traces = points.map((run, i) => ({
-      type: "scatter",
-      mode: "markers+text",
-      x: [run.bytes_out / 1e6],
-      y: [run.sqnr_db],
-      text: [literal(texts[i])],
-      textposition: places[i],
-      marker: { color: colour(run), symbol: SYMBOLS[runs.indexOf(run) % SYMBOLS.length], size: 11 },
-      hovertext: [`<b>${folded(run.label)}</b><br>${size(run.bytes_out)}, ${withUnit(run)}`],
-      hoverinfo: "text",
+    const spots = points.map((run) => ({
+      run,
+      x: plot.x(run.bytes_out / 1e6),
+      y: plot.y(run.sqnr_db),
+      text: shortened(run.label, 220),
+      lines: [run.label, `${size(run.bytes_out)}, ${withUnit(run)}`],
     }));
-    draw(node, traces, {
-      height: 400,
-      showlegend: false,
-      xaxis: { title: { text: "Size after, MB" }, range: xs, nticks: 8 },
-      yaxis: { title: { text: "SQNR, dB" }, range: ys, nticks: 6 },
-    });
+    for (const { run, x, y } of spots) plot.root.append(mark(symbol(run), x, y, 6, colour(run)));
+    placed(spots, plot.box).forEach((place, i) => plot.root.append(svg("text", { class: "label", ...place }, spots[i].text)));
+    pointed(node, plot, spots);
   }
 
   // 1, 2 and 5 times powers of ten, or only the powers if those are many.
   function sizeTicks([low, high]) {
     const decades = Array.from({ length: Math.ceil(high) - Math.floor(low) + 1 }, (_, i) => Math.floor(low) + i);
-    const ticks = decades.flatMap((d) => (high - low > 2 ? [1] : [1, 2, 5]).map((m) => m * 10 ** d));
-    const tickvals = ticks.filter((v) => Math.log10(v) >= low && Math.log10(v) <= high);
-    return { tickvals, ticktext: tickvals.map((v) => size(v, 0)) };
+    const sizes = decades.flatMap((d) => (high - low > 2 ? [1] : [1, 2, 5]).map((m) => m * 10 ** d));
+    return sizes.map((v) => [Math.log10(v), size(v, 0)]).filter(([at]) => at >= low && at <= high);
   }
 
   function drawTensors() {
     const node = $("tensors");
-    const drawn = runs.map((run) => quantized(run).filter(hasPlace));
-    const all = drawn.flat();
-    note(
-      "tensors-note",
-      runs.some((run) => quantized(run).length) ? undrawn(runs.flatMap(quantized), "tensors") : "There is no tensor to draw.",
-    );
-    node.hidden = !all.length;
+    const all = runs.flatMap((run) => quantized(run).filter(hasPlace).map((t) => ({ run, t })));
+    note("tensors-note", runs.some((run) => quantized(run).length) ? undrawn(runs.flatMap(quantized), "tensors") : NO_TENSOR);
+    node.hidden = $("legend").hidden = !all.length;
     if (!all.length) return;
-    const { run: colour } = theme();
-    const range = padded(all.map((t) => Math.log10(t.bytes_out)), 0.06);
-    const traces = runs.map((run, i) => ({
-      type: "scatter",
-      mode: "markers",
-      name: literal(shortened(run.label, 220)),
-      x: drawn[i].map((t) => t.bytes_out),
-      y: drawn[i].map((t) => t.sqnr_db),
-      marker: { color: colour(run), symbol: SYMBOLS[i % SYMBOLS.length], size: 8, opacity: 0.7 },
-      hovertext: drawn[i].map(
-        (t) =>
-          `<b>${folded(t.name)}</b><br>${shape(t)}, ${size(t.bytes_out)}<br>` +
-          `${fixed(bits(t), 3)} bits per parameter, ${withUnit(t)}`,
-      ),
-      hoverinfo: "text",
+    const xs = padded(all.map(({ t }) => Math.log10(t.bytes_out)), 0.06);
+    const ys = padded(all.map(({ t }) => t.sqnr_db), 0.06);
+    const plot = axes(
+      node,
+      400,
+      { title: "Size after", range: xs, ticks: sizeTicks(xs) },
+      { title: "SQNR, dB", range: ys, ticks: ticks(ys, 7) },
+    );
+    const spots = all.map(({ run, t }) => ({
+      x: plot.x(Math.log10(t.bytes_out)),
+      y: plot.y(t.sqnr_db),
+      lines: [t.name, `${run.label}, ${shape(t)}, ${size(t.bytes_out)}`, `${fixed(bits(t), 3)} bits per parameter, ${withUnit(t)}`],
     }));
-    draw(node, traces, {
-      height: 400,
-      showlegend: runs.length > 1,
-      xaxis: { type: "log", title: { text: "Size after" }, range, ...sizeTicks(range) },
-      yaxis: { title: { text: "SQNR, dB" }, range: padded(all.map((t) => t.sqnr_db), 0.06), nticks: 7 },
-    });
+    plot.root.append(...spots.map(({ x, y }, i) => mark(symbol(all[i].run), x, y, 4, colour(all[i].run))));
+    pointed(node, plot, spots);
   }
 
   // Dots and not bars: differences of a few dB show only on an axis that need not start at zero.
@@ -261,73 +269,43 @@
     const shown = state.all ? tensors : tensors.slice(0, SHOWN);
     $("all").hidden = tensors.length <= SHOWN;
     $("all").textContent = state.all ? `Show the ${SHOWN} worst` : `Show all ${grouped.format(tensors.length)}`;
-    note("dots-note", tensors.length ? "" : "There is no tensor to draw.");
+    note("dots-note", tensors.length ? "" : NO_TENSOR);
     node.hidden = !tensors.length;
     if (!tensors.length) return;
-    const { ink, line, run: colour } = theme();
     const finite = shown.filter(hasPlace).map(accuracy);
     const middle = finite.length ? (Math.min(...finite) + Math.max(...finite)) / 2 : 0;
     const [least, most] = padded([...finite, middle - SPAN / 2, middle + SPAN / 2], 0.1);
     const range = [least, most + (most - least) * 0.25]; // with room for the figures
     const narrow = node.clientWidth < 480; // names go above the dots
     const pitch = narrow ? 44 : 24;
-    const room = node.clientWidth * (narrow ? 0.9 : 0.5);
-    const lines = Math.max(shown.length, 6); // a hover label needs room, too
-    const texts = shown.map((t) => initialed(t.name, room));
-    const guides = {
-      type: "scatter",
-      mode: "lines",
-      x: shown.flatMap(() => [...range, null]),
-      y: shown.flatMap((_, i) => [i, i, null]),
-      line: { color: line, width: 1 },
-      hoverinfo: "skip",
-    };
-    // Not ticks of the axis: Plotly takes minutes for two thousand of those.
-    const names = {
-      type: "scatter",
-      mode: "text",
-      x: shown.map(() => range[0]),
-      y: shown.map((_, i) => (narrow ? i - 0.36 : i)),
-      text: shown.map((t, i) => (t === state.tensor ? `<b>${literal(texts[i])}</b>` : literal(texts[i])) + (narrow ? "" : "\u2002")),
-      textposition: narrow ? "middle right" : "middle left",
-      textfont: { color: ink },
-      cliponaxis: false,
-      hoverinfo: "skip",
-    };
-    const dots = {
-      type: "scatter",
-      mode: "markers+text",
-      x: shown.map((t) => (hasPlace(t) ? accuracy(t) : t.lossless ? most : least)), // at the edges: their figures say so
-      y: shown.map((_, i) => i),
-      marker: {
-        color: colour(state.run),
-        size: 11,
-        symbol: shown.map((t) => (hasPlace(t) ? "circle" : "circle-open")),
-        line: { color: shown.map((t) => (t === state.tensor ? ink : colour(state.run))), width: 2 },
-      },
-      text: shown.map((t) => `\u2002${decibel(t)}`),
-      textposition: "middle right",
-      textfont: { color: ink },
-      cliponaxis: false,
-      hovertext: shown.map((t) => `<b>${folded(t.name)}</b><br>${shape(t)}, ${withUnit(t)}`),
-      hoverinfo: "text",
-      customdata: shown.map((t) => position.get(t)),
-    };
-    draw(node, [guides, names, dots], {
-      height: pitch * lines + 64,
-      margin: { l: narrow ? 8 : Math.max(...texts.map((text) => widthOf(text, "bold"))) + 12, r: 8, t: 56, b: 8 }, // one name is bold
-      hovermode: "y",
-      showlegend: false,
-      xaxis: {
-        title: { text: `SQNR, dB${range[0] > 0 ? " (not from 0)" : ""}` },
-        side: "top",
-        range,
-        nticks: 5,
-      },
-      yaxis: { range: [lines - 0.5, -0.75], visible: false },
+    const texts = shown.map((t) => initialed(t.name, node.clientWidth * (narrow ? 0.9 : 0.5)));
+    const lines = Math.max(shown.length, 3); // what the pointer shows needs room, too
+    const left = narrow ? 8 : Math.max(...texts.map((text) => widthOf(text, "bold"))) + 12; // one name is bold
+    const plot = axes(
+      node,
+      pitch * lines + 64,
+      { title: `SQNR, dB${range[0] > 0 ? " (not from 0)" : ""}`, range, ticks: ticks(range, 5) },
+      { title: "", range: [lines - 0.5, -0.75], ticks: [] },
+      { left, right: 8, top: 56, bottom: 8, above: true },
+    );
+    const spots = shown.map((t, i) => ({
+      t,
+      x: plot.x(hasPlace(t) ? accuracy(t) : t.lossless ? most : least), // at the edges: their figures say so
+      y: plot.y(i),
+      lines: [t.name, `${shape(t)}, ${withUnit(t)}`],
+      pick: t.histogram && (() => chooseTensor(position.get(t))),
+    }));
+    spots.forEach(({ t, x, y }, i) => {
+      const [bold, open] = [t === state.tensor ? " chosen" : "", hasPlace(t) ? "" : " open"];
+      const name = narrow ? { x: plot.box.left, y: y - 12 } : { x: plot.box.left - 8, y: y + 5, "text-anchor": "end" };
+      plot.root.append(
+        svg("line", { class: "grid", x1: plot.box.left, x2: plot.box.right, y1: y, y2: y }),
+        svg("text", { class: `name${bold}`, ...name }, texts[i]),
+        mark(SYMBOLS[0], x, y, 6, colour(state.run) + bold + open),
+        svg("text", { class: "figure", x: x + 12, y: y + 5 }, decibel(t)),
+      );
     });
-    node.removeAllListeners("plotly_click");
-    node.on("plotly_click", ({ points }) => chooseTensor(points[0].customdata));
+    pointed(node, plot, spots, [0, 1]);
   }
 
   function drawHistogram() {
@@ -342,50 +320,35 @@
     const outside = t?.histogram.outside;
     note("histogram-note", outside ? `${grouped.format(outside)} ${outside === 1 ? "element lies" : "elements lie"} outside this range.` : "");
     if (!t) return;
-    const { low, high, before, after } = t.histogram;
+    const { low, high } = t.histogram;
+    const [before, after] = [counts[t.histogram.before], counts[t.histogram.after]];
     const step = (high - low) / before.length;
-    const x = before.map((_, i) => low + (i + 0.5) * step);
     const most = Math.max(1, ...before, ...after);
-    // A logarithmic axis has no place for an empty bin, so it is drawn below the edge.
-    const height = (count) => (log ? Math.max(count, 0.1) : count);
-    const { ink, run: colour } = theme();
-    const filled = {
-      type: "bar",
-      name: "after",
-      x,
-      y: after.map(height),
-      width: step,
-      marker: { color: colour(state.run), opacity: 0.65, line: { width: 0 } },
-      hovertext: x.map(
-        (value, i) =>
-          `${scientific(value - step / 2)} to ${scientific(value + step / 2)}<br>` +
-          `before ${grouped.format(before[i])}, after ${grouped.format(after[i])}`,
-      ),
-      hoverinfo: "text",
-    };
-    const outline = {
-      type: "scatter",
-      mode: "lines",
-      name: "before",
-      x: [low, ...x, high],
-      y: [before[0], ...before, before.at(-1)].map(height),
-      line: { color: ink, width: 1.5, shape: "hvh" },
-      hoverinfo: "skip",
-    };
-    draw(node, [outline, filled], {
-      height: 380,
-      bargap: 0,
-      hovermode: "x",
-      showlegend: true,
-      xaxis: { title: { text: "Value" }, range: [low - step, high + step], nticks: 7, showgrid: false },
-      yaxis: {
-        title: { text: "Elements" },
-        type: log ? "log" : "linear",
-        range: log ? [Math.log10(0.7), Math.log10(most * 1.5)] : [0, most * 1.05],
-        tickformat: "~s",
-        ...(log ? { dtick: 1 } : { nticks: 6 }),
-      },
-    });
+    // A logarithmic axis has no place for an empty bin, so it is drawn at the edge.
+    const height = (count) => (log ? Math.log10(Math.max(count, 0.7)) : count);
+    const [xs, ys] = [[low - step, high + step], log ? [height(0), height(most * 1.5)] : [0, most * 1.05]];
+    const powers = Array.from({ length: Math.floor(ys[1]) + 1 }, (_, power) => power);
+    const yticks = log ? powers : ticks(ys, 6).map(([at]) => at);
+    const plot = axes(
+      node,
+      380,
+      { title: "Value", range: xs, ticks: ticks(xs, node.clientWidth / 90) },
+      { title: "Elements", range: ys, ticks: yticks.map((at) => [at, compact.format(log ? 10 ** at : at)]) },
+    );
+    const edge = (i) => plot.x(low + i * step);
+    const outline = (list) => list.map((count, i) => `H${edge(i)}V${plot.y(height(count))}H${edge(i + 1)}`).join("");
+    const around = (list) => `M${edge(0)} ${plot.box.bottom}${outline(list)}V${plot.box.bottom}`;
+    plot.root.append(svg("path", { class: `after ${colour(state.run)}`, d: around(after) }));
+    plot.root.append(svg("path", { class: "before", d: around(before) }));
+    const spots = before.map((count, i) => ({
+      x: edge(i + 0.5),
+      y: plot.y(height(Math.max(count, after[i]))),
+      lines: [
+        `${scientific(low + i * step)} to ${scientific(low + (i + 1) * step)}`,
+        `before ${grouped.format(count)}, after ${grouped.format(after[i])}`,
+      ],
+    }));
+    pointed(node, plot, spots, [1, 0]);
   }
 
   // ---------------------------------------------------------------------------------------------- table
@@ -524,6 +487,12 @@
   }
 
   $("sizes").hidden = $("drawn").hidden = false;
+  for (const run of runs.length > 1 ? runs : []) {
+    const [entry, picture] = [document.createElement("li"), svg("svg", { viewBox: "-1.5 -1.5 3 3", "aria-hidden": "true" })];
+    picture.append(mark(symbol(run), 0, 0, 1, colour(run)));
+    entry.append(picture, run.label);
+    $("legend").append(entry);
+  }
   buildHead();
   chooseRun(state.run);
   drawCheckpoints();
@@ -538,16 +507,10 @@
     state.all = !state.all;
     drawDots();
   });
-  for (const query of ["(prefers-color-scheme: dark)", "(max-width: 44rem)", "(max-width: 64rem)"]) {
-    matchMedia(query).addEventListener("change", redraw);
-  }
-  // When printed: the light theme, as wide as the sheet.
-  addEventListener("beforeprint", () => {
-    document.documentElement.classList.add("printing");
-    redraw();
-  });
-  addEventListener("afterprint", () => {
-    document.documentElement.classList.remove("printing");
+  let width = innerWidth; // on phones the height changes with every swipe
+  addEventListener("resize", () => {
+    if (innerWidth === width) return;
+    width = innerWidth;
     redraw();
   });
 })();
