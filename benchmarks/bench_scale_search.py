@@ -48,6 +48,14 @@ def searches(result: Result) -> Table:
 BENCHMARK = Benchmark("scale-search", {"rotations": searches}, ("recipe", "rotation", "rule", "importance"))
 
 
+def quantized(judge: Model, recipe: breccia.ScalingRecipe, importance: bool) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Each layer, its decoded weight and the spec of its format."""
+    for name, weight in judge.weights.items():
+        of_layer = fitting(recipe, weight.shape[1])
+        weighed = judge.importance[name] if importance else None
+        yield name, breccia.dequantize(breccia.cast(weight, of_layer, importance=weighed)), of_layer.spec
+
+
 @program
 def main(
     model: Path,
@@ -81,11 +89,3 @@ def main(
             rows.append(row)
             print(f"{recipe.spec:45s} {'importance' * importance:10s} KL {row['kl']:.4f}, {row['sqnr']:.2f} dB", flush=True)
             yield BENCHMARK.result(rows, options, where)
-
-
-def quantized(judge: Model, recipe: breccia.ScalingRecipe, importance: bool) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Each layer, its decoded weight and the spec of its format."""
-    for name, weight in judge.weights.items():
-        of_layer = fitting(recipe, weight.shape[1])
-        weighed = judge.importance[name] if importance else None
-        yield name, breccia.dequantize(breccia.cast(weight, of_layer, importance=weighed)), of_layer.spec

@@ -56,6 +56,23 @@ def mixes(result: Result) -> Table:
 BENCHMARK = Benchmark("target-bits", {"target-bits": mixes}, ("method", "way"))
 
 
+def _ids(model: Path, text: Path, count: int) -> np.ndarray:
+    """The first tokens of a text."""
+    calibration = Calibration.of(text, None, None)
+    assert calibration is not None
+    return calibration.ids(model).reshape(-1)[:count]
+
+
+def decoding(values: Any, name: str) -> Any:
+    """Makes the FP32 numbers of a value."""
+
+    def made() -> np.ndarray:
+        value = values[name]
+        return np.asarray(breccia.dequantize(value) if isinstance(value, breccia.ScaledTensor) else value, np.float32)
+
+    return made
+
+
 @program
 def main(
     model: Path,
@@ -93,20 +110,3 @@ def main(
         rows.append({**row, "seconds": round(seconds, 1), "recipes": dict(counts)})
         print(f"{way:20s} {report.bits_per_parameter:.3f} bits, KL {cost:.4f}, {seconds:.0f} s", flush=True)
         yield BENCHMARK.result(rows, options, where)
-
-
-def _ids(model: Path, text: Path, count: int) -> np.ndarray:
-    """The first tokens of a text."""
-    calibration = Calibration.of(text, None, None)
-    assert calibration is not None
-    return calibration.ids(model).reshape(-1)[:count]
-
-
-def decoding(values: Any, name: str) -> Any:
-    """Makes the FP32 numbers of a value."""
-
-    def made() -> np.ndarray:
-        value = values[name]
-        return np.asarray(breccia.dequantize(value) if isinstance(value, breccia.ScaledTensor) else value, np.float32)
-
-    return made
