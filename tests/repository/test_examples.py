@@ -28,9 +28,22 @@ EXPECTED = {
     "09_torchao": (("breccia_torch", "breccia_bridges", "torchao"), "the same bytes after a return: True"),
     "10_foreign_checkpoint": (("breccia_bridges",), "decoded as GPTQ does: True"),
     "11_training_jax": (("breccia_jax", "flax"), "FP8 is within 5 % of BF16, NVFP4 within 15 %: True"),
+    "12_which_layers": (
+        ("breccia_torch", "breccia_bridges", "transformers"),
+        "the worst layer is the one with outliers: True",
+    ),
 }
 #: Longer than about 2 seconds, most of it imports: torch.optim, JAX's compiler, transformers.
-SLOW = ("02_training", "04_te_migration", "05_torch_model", "06_jax", "08_hugging_face", "09_torchao", "11_training_jax")
+SLOW = (
+    "02_training",
+    "04_te_migration",
+    "05_torch_model",
+    "06_jax",
+    "08_hugging_face",
+    "09_torchao",
+    "11_training_jax",
+    "12_which_layers",
+)
 #: A framework whose breccia package is installed may itself be missing.
 FRAMEWORKS = {"breccia_torch": "torch", "breccia_jax": "jax", "breccia_mlx": "mlx", "breccia_bridges": "safetensors"}
 #: Nothing is downloaded, and others want the cores: one thread is enough for models as small as these.
