@@ -31,8 +31,8 @@ from breccia_bridges.calibration import Calibration
 BOUND = 0.002
 #: Recipes that inputs of the layers are cast under as well.
 ACTIVATIONS = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
-#: Recipes that are calibrated as well, and the tokens of the text that calibration sees.
-CALIBRATED, OBSERVED = ("mxfp4", "nvfp4", "int4", "nf4"), 4096
+#: Recipes that are calibrated as well, by which methods, and the tokens of the text that calibration sees.
+CALIBRATED, METHODS, OBSERVED = ("mxfp4", "nvfp4", "int4", "nf4"), ("importance", "gptq"), 4096
 NEEDED = ("torch", "breccia_torch", "transformers")
 
 SENTENCES = (HERE / "sentences.txt").read_text(encoding="utf-8").splitlines()
@@ -51,8 +51,7 @@ def embeddings(result: Result) -> Table:
     }
     options = result["options"]
     parts = {"weights": "weights", "plain": "plain rounding", "activations": "weights and inputs"}
-    if options.get("method"):
-        parts["calibrated"] = f"weights, {options['method']}"
+    parts |= {method: f"weights, {method}" for method in options.get("methods", ())}
     for part, name in parts.items():
         columns |= {f"{name}, mean": cosine(part, statistics.mean), f"{name}, worst": cosine(part, min)}
     sentences, bound = options["sentences"], options["bound"]
@@ -62,8 +61,9 @@ def embeddings(result: Result) -> Table:
         f"errors reach {error:.4f}. Plain rounding: the same weights, rounded by a few lines of FP64 that share no code with "
         f"breccia; the benchmark fails where a mean lies more than {bound:g} below its mean. MB: 10⁶ bytes, scales included."
     )
-    if options.get("method"):
-        note += f" {options['method']}: `breccia convert --calibrate` on {options['observed']} tokens of another text."
+    if options.get("methods"):
+        listed = " and ".join(options["methods"])
+        note += f" {listed}: `breccia convert --calibrate` on {options['observed']} tokens of another text."
     return table("embeddings", columns, [{"recipe": "FP32", **result["fp32"], "cosine": {}}, *result["rows"]], note)
 
 
@@ -189,7 +189,7 @@ def sizes(model: Any) -> dict[str, int]:
     return {"linear_bytes": sum(w.nbytes for w in linear), "model_bytes": sum(p.nbytes for p in [*linear, *others])}
 
 
-def measured(encoder: Encoder, recipe: Any, ids: np.ndarray | None, method: str) -> dict[str, Any]:
+def measured(encoder: Encoder, recipe: Any, ids: np.ndarray | None, methods: list[str]) -> dict[str, Any]:
     exact = encoder.embeddings(encoder.model)
     quantized = encoder.quantized(recipe)
     models = {"weights": quantized}
@@ -198,15 +198,15 @@ def measured(encoder: Encoder, recipe: Any, ids: np.ndarray | None, method: str)
     if recipe.name in ACTIVATIONS:
         models["activations"] = encoder.quantized(recipe, activation=recipe)
     if recipe.name in CALIBRATED and ids is not None:
-        models["calibrated"] = encoder.calibrated(recipe, ids, method)
+        models |= {method: encoder.calibrated(recipe, ids, method) for method in methods}
     cosine = {part: (encoder.embeddings(model) * exact).sum(1).tolist() for part, model in models.items()}
     return {"recipe": recipe.spec, **sizes(quantized), "cosine": cosine}
 
 
 def faults(rows: list[dict[str, Any]]) -> list[str]:
     found: list[str] = []
-    for row in rows:
-        ours, plain = (statistics.mean(row["cosine"].get(part) or [0.0]) for part in ("weights", "plain"))
+    for row in (row for row in rows if "plain" in row["cosine"]):
+        ours, plain = (statistics.mean(row["cosine"][part]) for part in ("weights", "plain"))
         if ours < plain - BOUND:
             found.append(f"{row['recipe']} has a mean cosine of {ours:.4f}, plain rounding {plain:.4f}")
     return found
@@ -216,7 +216,7 @@ def faults(rows: list[dict[str, Any]]) -> list[str]:
 def main(
     recipes: Recipes = None,
     calibrate: Annotated[Path | None, typer.Option(help="Text, or .npy file of token ids, to calibrate on.")] = None,
-    method: Annotated[str, typer.Option(help="Of --calibrate.")] = "gptq",
+    methods: Annotated[list[str] | None, typer.Option(help=f"Of --calibrate. Default: {', '.join(METHODS)}.")] = None,
 ) -> Result | None:
     """Sentence embeddings of a trained encoder under every recipe."""
     every = recipes_named(recipes)
@@ -227,12 +227,12 @@ def main(
         return None
     where = provenance(["torch", "transformers"])
     encoder = Encoder(path.parent)
-    calibration = Calibration.of(calibrate, method if calibrate else None, None)
+    calibration, of_text = Calibration.of(calibrate, None, None), methods or [*METHODS]
     ids = None if calibration is None else calibration.ids(path.parent).reshape(-1)[:OBSERVED]
-    rows = [measured(encoder, recipe, ids, method) for recipe in progress(every, "recipes")]
+    rows = [measured(encoder, recipe, ids, of_text) for recipe in progress(every, "recipes")]
     found = faults(rows)
     refused = f"{'; '.join(found)}. At most {BOUND:g} below is allowed; nothing written." if found else ""
     options: dict[str, Any] = {"sentences": len(SENTENCES), "bound": BOUND}
     if ids is not None:
-        options |= {"method": method, "observed": ids.size}
+        options |= {"methods": of_text, "observed": ids.size}
     return BENCHMARK.result(rows, options, where, fp32=sizes(encoder.model), refused=refused)
