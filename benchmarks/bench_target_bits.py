@@ -46,9 +46,12 @@ def mixes(result: Result) -> Table:
         "tensors": lambda row: ", ".join(f"{count} `{spec}`" for spec, count in row["recipes"].items()),
     }
     options = result["options"]
+    observed = max(row["observed"] for row in result["rows"])
     note = (
-        f"KL divergence per token, in nats, from {options['model']}'s decoded weights, mean of {options['tested']} tokens; "
-        f"calibration: {options['observed']} tokens of another text. Bits of the tensors that are quantized, scales included."
+        f"KL divergence per token, in nats, from {options['model']}'s decoded weights, mean of {options['tested']} tokens"
+        f"{f'; calibration: {observed} tokens of another text' if observed else ''}. Bits of the tensors that are quantized, "
+        f"scales included. Without calibration recipes are chosen by squared error. Weights of a Q4_1 file lie on the grid "
+        f"of INT4 with a bias for each 32, so the mix that may use it holds some layers exactly."
     )
     return table("target-bits", columns, result["rows"], note)
 
@@ -95,7 +98,8 @@ def main(
         "mix, no zero-points": {"recipe": [spec for spec in LADDER if "offset=bias" not in spec], "target_bits": bits},
     }
     how: dict[str, Any] = {"calibrate": observed, "method": method, "max_memory": max_memory, "verify": "none"}
-    options = {"model": model.stem, "tested": ids.size, "observed": 0 if observed is None else observed.size, "bits": bits}
+    options = {"model": model.stem, "tested": ids.size, "bits": bits}
+    count = 0 if observed is None else observed.size
     rows: list[dict[str, Any]] = []
     for way in chosen:
         with tempfile.TemporaryDirectory() as folder:
@@ -107,6 +111,6 @@ def main(
             cost = breccia.bridges.divergences(model, ids, {"all": changed}).costs["all"]
         counts = report.mix.counts if report.mix else {uniform: len(report.quantized)}
         row = {"method": report.calibration or PLAIN, "way": way, "bits": report.bits_per_parameter, "kl": cost}
-        rows.append({**row, "seconds": round(seconds, 1), "recipes": dict(counts)})
+        rows.append({**row, "observed": count, "seconds": round(seconds, 1), "recipes": dict(counts)})
         print(f"{way:20s} {report.bits_per_parameter:.3f} bits, KL {cost:.4f}, {seconds:.0f} s", flush=True)
         yield BENCHMARK.result(rows, options, where)
