@@ -15,7 +15,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,6 @@ import board_rivals as rivals
 import numpy as np
 import torch
 import typer
-from bench_scale_search import fitting, mean_squares
 from harness import Benchmark, Result, Table, program, provenance, table
 from harness.commands import known
 from harness.plots import BLUE, GREY, ORANGE, Plot
@@ -34,6 +33,8 @@ from breccia.backend import cast_nbytes
 
 #: Tokens of a sequence, and sequences of the test and of the calibration.
 LENGTH, TESTED, OBSERVED = 512, 3, 8
+#: The group where another does not divide the columns of a layer.
+GROUP = 32
 OURS = "breccia"
 #: Bits per parameter among which the best of the board is named.
 RANGE = (4.0, 4.6)
@@ -64,6 +65,8 @@ def _ours() -> Iterator[Arm]:
         yield Arm(OURS, f"{spec} importance", f"{spec},scale_rule=mse", True)
         yield Arm(OURS, f"{spec} gptq", spec, True)
     yield Arm(OURS, "nvfp4 four_six", "nvfp4,scale_rule=four_six")
+    coarse = "int4,group_size=32,scale_dtype=bf16"
+    yield Arm(OURS, f"{coarse} mse", f"{coarse},scale_rule=mse")
     affine = "int4,group_size=64,signed=false,symmetric=false"
     yield Arm(OURS, f"{affine}", affine)
     yield Arm(OURS, f"{affine} gptq", affine, True)
@@ -159,9 +162,12 @@ BENCHMARK = Benchmark("board", {"board": board}, ("library", "method"), {"board-
 
 
 class Model:
-    """A model, its linear layers without the head, tokens, and what its decoded weights say of them."""
+    """A model, its linear layers without the head, tokens, and what its decoded weights say of them.
 
-    def __init__(self, file: Path, test: Path, calibration: Path, length: int, tested: int, observed: int) -> None:
+    calibration: a text whose activations say how much each column weighs; without it `importance` is empty.
+    """
+
+    def __init__(self, file: Path, test: Path, calibration: Path | None, length: int, tested: int, observed: int) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, utils
 
         utils.logging.disable_progress_bar()
@@ -178,14 +184,15 @@ class Model:
                 raise SystemExit(f"{text} has {len(ids)} tokens; {count * length} are needed. Pass a longer text.")
             return ids[: count * length].reshape(count, length)
 
-        self.ids, self.calibration = sequences(test, tested), sequences(calibration, observed)
+        self.ids = sequences(test, tested)
+        self.calibration = sequences(calibration, observed) if calibration else self.ids[:0]
         self.layers: dict[str, Any] = {
             name: m
             for name, m in self.network.named_modules()
             if isinstance(m, torch.nn.Linear) and m is not self.network.lm_head
         }
         self.weights = {name: layer.weight.detach().clone() for name, layer in self.layers.items()}
-        squares = mean_squares(self.network, self.layers, self.calibration)
+        squares = mean_squares(self.network, self.layers, self.calibration) if calibration else {}
         self.importance = {name: (square / square.mean()).float() for name, square in squares.items()}
         self.base = list(self._log_probabilities())
         self.perplexity = self._perplexity(self.base)
@@ -250,6 +257,32 @@ class Model:
             values = breccia.bridges.load_checkpoint(out, framework="torch")
             for name in self.weights:
                 yield name, breccia.dequantize(values[f"{name}.weight"]), recipes[name]
+
+
+def fitting(recipe: Any, columns: int) -> breccia.ScalingRecipe:
+    """The recipe with groups of `GROUP` where its own do not divide the columns."""
+    size = getattr(recipe, "group_size", None)
+    return recipe if not size or columns % size == 0 else replace(recipe, group_size=GROUP)
+
+
+def mean_squares(network: Any, layers: Mapping[str, Any], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of each input of each layer."""
+    sums: dict[str, torch.Tensor] = {}
+
+    def observe(name: str) -> Callable[[Any, Any], None]:
+        def hook(module: Any, inputs: Any) -> None:
+            x = inputs[0].reshape(-1, inputs[0].shape[-1]).double()
+            sums[name] = sums.get(name, 0.0) + x.square().sum(0)
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(observe(name)) for name, layer in layers.items()]
+    with torch.no_grad():
+        for sequence in ids:
+            network.model(sequence[None])
+    for hook in hooks:
+        hook.remove()
+    return {name: (total / ids.numel()).float() for name, total in sums.items()}
 
 
 def versions(names: list[str]) -> dict[str, str]:

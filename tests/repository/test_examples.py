@@ -28,9 +28,13 @@ EXPECTED = {
     "09_torchao": (("breccia_torch", "breccia_bridges", "torchao"), "the same bytes after a return: True"),
     "10_foreign_checkpoint": (("breccia_bridges",), "decoded as GPTQ does: True"),
     "11_training_jax": (("breccia_jax", "flax"), "FP8 is within 5 % of BF16, NVFP4 within 15 %: True"),
+    "12_which_layers": (
+        ("breccia_torch", "breccia_bridges", "transformers"),
+        "the worst layer is the one with outliers: True",
+    ),
 }
 #: Longer than about 2 seconds, most of it imports: torch.optim, JAX's compiler, transformers.
-LONG = ("04_te_migration", "05_torch_model", "06_jax", "08_hugging_face", "09_torchao")
+LONG = ("04_te_migration", "05_torch_model", "06_jax", "08_hugging_face", "09_torchao", "12_which_layers")
 #: They train several networks, and `make test-all` runs docs/training.md and docs/training-jax.md, which make the same calls.
 SLOW = ("02_training", "11_training_jax")
 MARKS = dict.fromkeys(LONG, pytest.mark.long) | dict.fromkeys(SLOW, pytest.mark.slow)
