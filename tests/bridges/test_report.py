@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import functools
 import importlib.resources
 import json
 import math
@@ -22,7 +21,6 @@ from browser import WIDTHS, chromium, unreachable
 
 from breccia import NVFP4BlockScaling, ScalingRecipe, UnsupportedError, __version__
 from breccia.siblings import install
-from breccia_bridges import report
 from breccia_bridges.report import check_report, recipe_fields, write_report
 
 pytest.importorskip("jinja2", reason="jinja2 comes with breccia-bridges[report]")
@@ -57,14 +55,6 @@ def tensor(name: str, sqnr: float | None = 20.0, **changed: Any) -> dict[str, An
 def kept(name: str, reason: str = "fewer than two axes") -> dict[str, Any]:
     figures = dict.fromkeys(("sqnr_db", "cosine", "max_error", "clip_rate", "underflow_rate", "histogram"))
     return tensor(name, stored_as="F32", quantized=False, reason=reason, bytes_out=8192) | figures
-
-
-@pytest.fixture(scope="module", autouse=True)
-def packed_once() -> Iterator[None]:
-    """The plots' library is compressed once, and not for every page."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "packed", functools.cache(packed))
-        yield
 
 
 def run(label: str, tensors: list[dict[str, Any]], **changed: Any) -> dict[str, Any]:

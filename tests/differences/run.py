@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from reports import reports, reproduced
+
 from breccia_vectors import Case, cases, check
 from breccia_vectors.adapters import LIBRARIES, Adapter, Library
-from reports import reports, reproduced
 
 RESULT = "vectors.json"
 #: Parts of a result that count as its scales.
