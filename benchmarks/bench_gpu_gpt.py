@@ -238,7 +238,7 @@ def held_to(recipe: str) -> float:
 
 
 def within(apart: list[float], recipe: str) -> bool:
-    mean = abs(statistics.mean(apart))
+    mean = statistics.mean(apart)
     return mean <= held_to(recipe) or mean <= ERRORS * error(apart)
 
 
@@ -278,7 +278,7 @@ def losses(result: Result) -> Table:
     note = (
         f"{options['text']}, as characters; {options['steps']:,} steps of {options['batch']} × {options['context']} "
         "characters. Runs of a seed have the same first weights and batches; all linear layers of the blocks are converted. "
-        "Held-out losses are of the first tenth of the text. A difference is held to the limit, or to "
+        "Held-out losses are of the first tenth of the text. A loss above BF16's is held to the limit, or to "
         f"{ERRORS} standard errors of the mean of the pairs. Seconds are steps times the time of a step in the next table; "
         f"losses on the way are those of {BATCHES} batches."
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ def items(rows: np.ndarray, field: slice) -> np.ndarray:
     """A view of a range of the bytes of each row, as one item, which is copied at once."""
     width = rows.shape[1]
     start, stop, _ = field.indices(width)
-    item = {"names": ["field"], "formats": [f"V{stop - start}"], "offsets": [start], "itemsize": width}
+    item: Any = {"names": ["field"], "formats": [f"V{stop - start}"], "offsets": [start], "itemsize": width}
     return rows.view(np.dtype(item))["field"][:, 0]
 
 

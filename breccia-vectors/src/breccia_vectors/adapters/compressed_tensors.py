@@ -19,7 +19,7 @@ def _arguments(scheme: str, case: Case) -> Any:
     """The scheme's arguments for weights, with blocks of the length that the case has."""
     from compressed_tensors.quantization import preset_name_to_scheme
 
-    args = preset_name_to_scheme(scheme, ["Linear"]).weights
+    args: Any = preset_name_to_scheme(scheme, ["Linear"]).weights
     changed = {"block_structure": list(case.format.block)} if args.strategy == "block" else {}
     return args.model_copy(update=changed)
 

@@ -30,7 +30,7 @@ def _cast(mode: str, case: Case) -> dict[str, np.ndarray]:
     w, options = _input(case), {"mode": mode}
     if case.format.has_global_scale:
         options["global_scale"] = mx.abs(w).max().astype(mx.float32)
-    words, scale = mx.quantize(w, **options)
+    words, scale, *_ = mx.quantize(w, **options)
     decoded = mx.dequantize(words, scale, **options, dtype=mx.float32)
     data = np.array(words).view(np.uint8)
     codes = nibbles(data) if case.format.element.bits == 4 else data
