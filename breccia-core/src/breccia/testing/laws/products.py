@@ -127,7 +127,7 @@ def stored_operands_stay_within_the_error_bound(kernel: Kernel, recipe: ScalingR
             result = run_alone(kernel, getattr(api, kernel.op), *operands)
             if result is not None:
                 tried = True
-                fp8 = bounds.in_tensor_cores(first, second, device_of(result))
+                fp8 = bounds.in_tensor_cores(written or first, second, device_of(result))
                 expected = _expected(p, b.numbers, None, grouped)
                 _expect_within(f"{kernel.op} of {name} storage", place, result, "float32", *expected, False, fp8)
     return tried
