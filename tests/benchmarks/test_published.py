@@ -49,7 +49,7 @@ def test_every_table_and_plot_is_shown_and_every_result_is_drawn() -> None:
     texts = [page.read_text("utf-8") for page in pages_in(ROOT / "docs", drawn=True)]
     assert {name for page in texts for _, name, _, _ in BLOCK.findall(page)} == set(blocks)
     assert {read(path)["benchmark"] for path in RESULTS} == set(BENCHMARKS) and draw.NOTHING not in blocks.values()
-    assert all(plot.shown_in(ROOT / "docs" / "img") for plot in plots) and len(plots) == 6
+    assert all(plot.shown_in(ROOT / "docs" / "img") for plot in plots) and len(plots) == 7
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

@@ -1287,7 +1287,7 @@ def drawn(page: Path) -> list[dict[str, Any]]:
     """The runs that the script of a report draws."""
     found = re.search(r'id="data">([^<]+)<', page.read_text("utf-8"))
     assert found is not None
-    return json.loads(zlib.decompress(base64.b64decode(found[1])))
+    return json.loads(zlib.decompress(base64.b64decode(found[1])))["runs"]
 
 
 def test_convert_and_compare_write_reports(source: Path, tmp_path: Path, run: Run) -> None:

@@ -28,7 +28,11 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-KINDS = {"bug": "contradicts a specification", "fault": "not specified, and loses numbers", "choice": "a choice"}
+KINDS = {
+    "bug": "contradicts a specification or its own documentation",
+    "fault": "not specified, and loses numbers",
+    "choice": "a choice",
+}
 
 
 @dataclass(frozen=True)

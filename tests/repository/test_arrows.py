@@ -19,7 +19,7 @@ import breccia
 
 CORE = "breccia"
 
-#: The distribution without plug-in, which imports nothing but the standard library.
+#: The distribution without plug-in; all but its adapters import the standard library alone.
 VECTORS = "breccia-vectors"
 #: Distribution -> (its import package, the other breccia packages it may import).
 PACKAGES = {
@@ -52,6 +52,10 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     ),
     "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT | {"re2", "ray", "fsspec", "platformdirs"}),
 }
+#: Libraries that the adapters of breccia_vectors run.
+ADAPTED = {
+    "torch", "torchao", "compressed_tensors", "modelopt", "mlx", "gguf", "qwix", "jax", "ml_dtypes", "bitsandbytes", "optimum",
+}  # fmt: skip
 #: Modules of breccia_jax that are for another library, and import it at the top.
 OF_LIBRARIES = {
     **dict.fromkeys(("flax", "flax_layers", "flax_state", "flax_training", "flax_trees"), "flax"),
@@ -184,6 +188,8 @@ def allowed(distribution: str, name: str) -> tuple[set[str], set[str]]:
             top = top | {OF_LIBRARIES[name]}
         if distribution == "breccia-bridges" and name in OF_TORCH:
             top = top | {"torch"}
+        if distribution == VECTORS and name.startswith("adapters."):
+            top, lazy = {"numpy"}, ADAPTED
     return {package, *ours, *top}, {package, *ours, *top, *lazy}
 
 

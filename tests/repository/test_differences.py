@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import sys
 
@@ -14,6 +15,7 @@ sys.path.insert(0, str(ROOT / "tests" / "differences"))
 import reports
 
 pytest.importorskip("breccia_vectors")
+from breccia_vectors import adapters
 from breccia_vectors.adapters import LIBRARIES, NotInstalled, run
 from breccia_vectors.adapters import __main__ as program
 
@@ -63,7 +65,9 @@ def test_the_smallest_input_is_the_same_number_in_bits_and_in_decimals(report: r
         if len(bits) == len("0x00000000"):
             value = struct.unpack(">f", bytes.fromhex(bits[2:]))[0]
             wanted = struct.unpack(">f", struct.pack(">f", float(number)))[0]
-            assert (value, math.copysign(1, value)) == (wanted, math.copysign(1, wanted)) or math.isnan(value + wanted)
+            assert (value, math.copysign(1, value)) == (wanted, math.copysign(1, wanted)) or (
+                math.isnan(value) and math.isnan(wanted)
+            )
         else:
             assert " code" in number or " codes" in number, number
         assert bits[2:].upper() == bits[2:]
@@ -114,3 +118,15 @@ def test_a_library_that_is_not_installed_is_refused_with_how_to_install_it(monke
     absent = type(LIBRARIES[0])("Acme", "acme-quantizer-that-is-not-there", "torchao")
     with pytest.raises(NotInstalled, match="Acme is not installed: pip install acme-quantizer-that-is-not-there"):
         next(run(absent))
+
+
+def test_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
+    installed = next(library for library in LIBRARIES if library.version)
+    wanted = "NumPy is not installed, which adapters need: pip install 'breccia-vectors[adapters]'"
+    with pytest.raises(NotInstalled, match=re.escape(wanted)):
+        next(run(installed))
+    monkeypatch.setattr(sys, "argv", ["adapters"])
+    monkeypatch.setattr(adapters.Library, "version", None)
+    with pytest.raises(SystemExit, match=re.escape("is installed; install one, and 'breccia-vectors[adapters]'")):
+        program.main()

@@ -14,8 +14,7 @@ import breccia
 import breccia_vectors
 from breccia.testing import vectors
 from breccia_vectors import Case, NotSupported, ResultError, check, reducing
-from breccia_vectors.checking import _again
-from breccia_vectors.comparing import RESULTS
+from breccia_vectors.comparing import RESULTS, items_of
 
 
 def cast(case: Case, **fields: Any) -> dict[str, Any]:
@@ -153,7 +152,10 @@ def test_golden_bytes_hold_for_the_elements_that_a_reduction_keeps(format: brecc
     """breccia's cast of every reduced input has the bytes of the whole one, so that no reduction blames a right library."""
 
     def run(case: Case) -> Any:
-        return _again(cast, case)
+        try:
+            return items_of(case, cast(case))
+        except NotSupported:
+            return None
 
     for case in breccia_vectors.cases(format.name):
         if case.format == format and not case.decode_only and format.recipe != "two_codecs":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Mapping
 
-import ml_dtypes
 import numpy as np
 
 from breccia import ScaledTensor, ScalingRecipe, cast, from_buffer
@@ -91,6 +90,8 @@ class SlabCasts:
         if self.stored.recipe is None:
             x = self.stored.stored(slab, rooms)
             if x.dtype == np.uint16 and self.rotation is None and not (above.view(np.uint32) & 0xFFFF).any():
+                import ml_dtypes
+
                 high = (above.view(np.uint32) >> 16).astype(np.uint16)
                 return _below(x, high, rooms).view(ml_dtypes.bfloat16)
             return _below(measuring.numbers_of(x), above, rooms)

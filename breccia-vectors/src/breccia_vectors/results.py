@@ -19,9 +19,12 @@ def compare(path: Path, flushes_subnormals: bool = False) -> Report:
 
     Raises ResultError that names the line, for a file that has another layout.
     """
-    with path.open(encoding="utf-8") as file:
-        heading = file.readline().rstrip("\n")
-        if not heading.startswith(HEADING):
+    with path.open(encoding="utf-8-sig") as file:
+        try:
+            heading = file.readline().rstrip("\n")
+        except UnicodeDecodeError:
+            raise ResultError(f"{path}: the file is not text in UTF-8; write the results as UTF-8.") from None
+        if heading.split()[:2] != HEADING.split():
             raise ResultError(f"{path}:1: the file opens with {heading[:40]!r}; results open with {HEADING!r} and a name.")
         report = Report(heading[len(HEADING) :].strip() or path.name)
         parts: dict[tuple[str, Case], dict[str, bytes]] = {}

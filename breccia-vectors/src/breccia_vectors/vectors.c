@@ -155,6 +155,7 @@ int main(int argc, char **argv) {
         const codec *f32 = named("F32"), *coarse = k0 > 0 ? named(c0) : NULL, *alternative = *other == '-' ? NULL : named(other);
         long bad = 0, width = packed(columns, q->bits);
         double qmax = 6 * 448, g = global < 0 ? 1 : value(f32, item(global, 0, 32)); /* NVFP4 alone has another convention */
+        double tensor = g;
         if (set > 2 && global >= 0 && *convention != 'm') g = *convention == 'a' ? (float)(g / qmax) : (float)(1 / g);
         int first = set > 2 && *order == 's', search = !strcmp(rule, "mse");
         int cast = *sc->kind == 'p' && (search || !strcmp(rule, "rceil")) && *rounding == 'n' && given < 0 && !rotation;
@@ -174,7 +175,7 @@ int main(int argc, char **argv) {
             if (negative) stored &= (1u << (sc->bits - 1)) - 1;
             double by = coarse ? recorded(scale, coarse, sc, k0, k, l, i, j, rows, columns) : value(sc, stored);
             float v = (float)((float)(value(el, code) - z) * (first ? (float)(by * g) : by));
-            if (global >= 0 && !first) v = (float)(v * g);
+            if (global >= 0 && !first) v = (float)(set > 2 && *convention == 'd' ? v / tensor : v * g);
             if (*offset == 'b') {
                 double b0 = coded_bias ? recorded(zero, coarse, sc, k0, k, l, i, j, rows, columns)
                                        : value(sc, item(zero, block, sc->bits));

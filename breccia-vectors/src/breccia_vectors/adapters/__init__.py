@@ -1,8 +1,8 @@
 """Adapters by which other libraries' own quantizers run the vectors, a module for each library.
 
-An adapter moves numbers into the library's order and back, and rounds none. A format of the vectors belongs to an adapter
-if it has the library's element codec, blocks, scale convention and, where one exists, its scale rule. Importing a module of
-this package imports NumPy; its functions import the library, so that a module is the way to install what it runs:
+An adapter moves numbers into the library's order and back, and rounds none; those of bare dtypes apply the scale. A format of
+the vectors belongs to an adapter if it has the library's element codec, blocks, scale convention and, where one exists, its
+scale rule. The modules need NumPy, from `breccia-vectors[adapters]`; their functions import the library. To run some:
 
     python -m breccia_vectors.adapters torchao mlx
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from ..checking import check
@@ -35,7 +36,10 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Library:
-    """name: as it is written. distribution: as pip installs it. module: of this package."""
+    """name: as it is written. distribution: as pip installs it. module: of this package.
+
+    flushes_subnormals: signed zeros may stand for FP32 subnormals, as on XLA.
+    """
 
     name: str
     distribution: str
@@ -82,6 +86,8 @@ def run(library: Library, only: Iterable[str] = (), *, reduce: bool = False) -> 
     """
     if library.version is None:
         raise NotInstalled(f"{library.name} is not installed: pip install {library.distribution}")
+    if find_spec("numpy") is None:
+        raise NotInstalled("NumPy is not installed, which adapters need: pip install 'breccia-vectors[adapters]'")
     for adapter in library.adapters():
         wanted = set(adapter.formats) & set(only) if only else set(adapter.formats)
         chosen = [case for case in cases() if case.format.name in wanted]

@@ -21,6 +21,8 @@ def main() -> None:
     if unknown := [name for name in said.library if name not in known]:
         parser.error(f"no adapter is called {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = [known[name] for name in said.library] or [library for library in LIBRARIES if library.version]
+    if not chosen:
+        sys.exit(f"error: none of {', '.join(known)} is installed; install one, and 'breccia-vectors[adapters]'")
     try:
         for library in chosen:
             for _, report in run(library, said.format, reduce=said.reduce):
