@@ -407,7 +407,11 @@ def gpt(
             print(name, f"{time.monotonic() - begun:.0f} s", rows[-1].get("held_out", ""), file=sys.stderr, flush=True)
             yield made()
     if not rows:
-        refuse("nothing to run: --only matches no run, or --resume has them all.")
+        refuse(
+            "no run fits into --seconds; give more."
+            if left
+            else "nothing to run: --only matches no run, or --resume has them all."
+        )
     yield made()
 
 

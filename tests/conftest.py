@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):
 
 import pytest
 from caches import keep_compiled_functions
-from covering import mark_cases
+from covering import excluded_by, mark_cases
 from program import Run
 from recipes import RECIPES, recipe_id
 
@@ -56,19 +55,13 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not collect `*_slow.py`, thousands of cases, where `-m` excludes slow tests."""
-    return True if collection_path.name.endswith("_slow.py") and "slow" in _excluded(config) else None
+    return True if collection_path.name.endswith("_slow.py") and "slow" in excluded_by(config.option.markexpr) else None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Mark the cases that `make test` or `make test-all` leaves out, and make none that `-m` excludes."""
-    mark_cases(metafunc, _excluded(metafunc.config))
-
-
-def _excluded(config: pytest.Config) -> set[str]:
-    """The marks that `-m` excludes, in its forms `not a`, `not (a or b)` and `... and not (a or b)`."""
-    found = re.fullmatch(r"(?:.* and )?not (?:(\w+)|\(([\w ]+)\))", config.option.markexpr)
-    return set() if found is None else set((found[1] or found[2]).split(" or "))
+    mark_cases(metafunc, excluded_by(metafunc.config.option.markexpr))
 
 
 def pytest_collection_finish() -> None:

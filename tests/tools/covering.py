@@ -7,6 +7,7 @@ In the cases of `make test` every pair of parameter values occurs, in those of `
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -18,6 +19,12 @@ from breccia.testing.laws import Law
 
 #: Cases with these marks are excluded from `make test-all` already.
 _LEFT_OUT = {"slow", "gpu"}
+
+
+def excluded_by(expression: str) -> set[str]:
+    """The marks that an expression of `-m` excludes, in the forms `not a`, `not (a or b)` and `... and not (a or b)`."""
+    found = re.fullmatch(r"(?:(?:not )?(?:\w+|\([\w ]+\)) and )*not (?:(\w+)|\(([\w ]+)\))", expression)
+    return set() if found is None else set((found[1] or found[2]).split(" or "))
 
 
 def mark_cases(metafunc: pytest.Metafunc, excluded: Collection[str] = ()) -> None:

@@ -21,7 +21,7 @@ from breccia_triton import decode, operands
 from breccia_triton.cuda import fp8_matmul, scaled_mm
 
 pytestmark = [
-    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; a GPU runs all
+    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; `make slow` and a GPU run all
     *([pytest.mark.gpu] if ON_GPU else []),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),

@@ -55,7 +55,7 @@ from breccia_triton.cuda import compiler, fp8_plans
 
 WEIGHT, FP8 = "triton.weight_only", "triton.fp8_matmul"
 pytestmark = [
-    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; a GPU runs all
+    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; `make slow` and a GPU run all
     *([pytest.mark.gpu] if ON_GPU else []),  # where there is one, every test runs on it
     # Triton's interpreter computes with NumPy, which warns of Inf - Inf and of NaN; GPUs do not.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),

@@ -34,7 +34,7 @@ from breccia_triton.package_key import remembered
 from breccia_triton.tuning import configure
 
 pytestmark = [
-    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; a GPU runs all
+    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; `make slow` and a GPU run all
     *([pytest.mark.gpu] if ON_GPU else []),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),

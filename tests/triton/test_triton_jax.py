@@ -45,7 +45,7 @@ if ON_GPU and find_spec("jax_triton") is None:
 if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("JAX uses no GPU here, and Triton does not interpret kernels", allow_module_level=True)
 pytestmark = [
-    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; a GPU runs all
+    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; `make slow` and a GPU run all
     *([pytest.mark.gpu] if ON_GPU else []),  # where there is one, every test runs on it
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),

@@ -36,7 +36,7 @@ from breccia_triton import cast as triton_cast
 from breccia_triton import decode, fused_matmul, fused_plans, plans, specs
 
 pytestmark = [
-    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; a GPU runs all
+    pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; `make slow` and a GPU run all
     *([pytest.mark.gpu] if ON_GPU else []),  # where there is one, every test runs on it
     # Triton's interpreter computes with NumPy, which warns of Inf - Inf and of NaN; GPUs do not.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),

@@ -38,8 +38,8 @@ _OF_CODE = 4
 #: Bytes per element while codes get another format, which is done on whole tensors, and while it is found out whether a recipe
 #: keeps all values: FP32 and FP64 copies, and masks of them.
 _OF_NEW_CODE, _OF_EXACT = 20, 80
-#: The most elements of a slab, in those of other work, and the least: with fewer, calls take longer than what they do.
-#: Of long ones, less is done under the GIL, for which threads wait.
+#: How many times as long as elsewhere slabs may be, so that less is done under the GIL, for which threads wait; and the least
+#: elements of one: with fewer, calls take longer than what they do.
 _LONGER, _LEAST = 4, 1 << 16
 _MIB = 1 << 20
 
@@ -111,7 +111,7 @@ class Estimates:
                     self.check(jobs, limit)
                 return elements
             except OptionError:
-                if elements == _LEAST:
+                if elements <= _LEAST:
                     raise
                 elements //= 2
 

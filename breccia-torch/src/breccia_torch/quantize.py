@@ -25,6 +25,7 @@ from breccia.backend import (
 )
 
 from . import placing
+from .experts import TRAINING
 from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
 from .storing import AUTO, arrange, arrange_experts
 
@@ -98,6 +99,12 @@ def quantize_(
         check_replaceable(name, module)
         _check_castable(f"{name}.weight", module.weight, chosen.recipe, scaled_class(module).contraction)
     for name, (module, parameter, chosen) in experts.items():
+        if hasattr(module, f"{parameter}{TRAINING}"):
+            raise UnsupportedError(
+                f"quantize_: {name} trains in low precision; load its state_dict into a model that is not converted, and "
+                "quantize that.",
+                name=name,
+            )
         _check_castable(name, getattr(module, parameter)[0], chosen.recipe, experts_axis(module))
     quantized = {f"{name}.weight": chosen for name, (_, chosen) in layers.items()}
     quantized |= {name: chosen for name, (*_, chosen) in experts.items()}
@@ -194,6 +201,8 @@ def _why_not(module: nn.Module, leaf: str, library: str | None, has_form: bool) 
         return f"{type(module).__name__} is a subclass of nn.Linear"
     if leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module)) and (others := _of_its_own(module)):
         return f"its layer has {', '.join(others)} beside weight and bias"
+    if hasattr(module, f"{leaf}{TRAINING}"):
+        return f"{leaf} of {type(module).__name__} trains in low precision"
     return "" if has_form else f"{leaf} of {type(module).__name__} is no weight of a linear layer"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ import breccia
 import breccia_torch
 from breccia import ScaledTensor
 from breccia.kernels import bounds
+from breccia_torch.quantize import parameters_of
 from breccia_torch.training.experts import ParameterExperts
 
 transformers = pytest.importorskip("transformers")
@@ -116,3 +118,14 @@ def test_transposed_experts_and_those_converted_before_are_left_with_the_reason(
         breccia_torch.convert_to_training_(model, "fp8_block", exclude=["*self_attn*"])
     assert "MixtralExperts stores its experts transposed" in str(e.value)
     assert "trains in low precision already" in str(e.value)
+
+
+def test_experts_in_training_are_not_quantized() -> None:
+    model = made("mixtral")
+    breccia_torch.convert_to_training_(model, "fp8_delayed", exclude=["*self_attn*"])
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    (found,) = [p for p in parameters_of(model) if p.name == name]
+    assert found.why == "gate_up_proj of MixtralExperts trains in low precision"
+    wanted = f"quantize_: {name} trains in low precision; load its state_dict into a model that is not converted"
+    with pytest.raises(breccia.UnsupportedError, match=re.escape(wanted)):
+        breccia_torch.quantize_(model, "int8", filter_fn=lambda module, name: "experts" in name)

@@ -119,6 +119,19 @@ def test_a_tensor_without_an_amax_takes_its_own_until_it_has_one() -> None:
     assert layer.gemm_operands(batch(1), dy)["grad_input"][0].scale.item() == ((3 * dy).abs().max() / 57344.0).item()
 
 
+def test_amaxes_that_give_no_scale_stay_out_of_the_history() -> None:
+    """A history of one step, and a gradient of FP32 subnormals: the scale of the step before stays."""
+    recipe = breccia.TrainingRecipe("fp8_delayed", gradient="fp8_delayed,fp8_format=E5M2,amax_history_len=1")
+    layer = TrainingLinear(32, 64, recipe=recipe)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    dy = torch.randn(48, 64)
+    for gradient in (dy, torch.full((48, 64), 1e-40), dy):
+        layer(batch(1)).backward(gradient)
+        optimizer.step()
+        scale = layer.gemm_operands(batch(1), dy)["grad_input"][0].scale.item()
+        assert scale == (dy.abs().max() / 57344.0).item()
+
+
 def test_histories_on_several_lengths_and_recipes_move_together() -> None:
     """Against layers that step alone."""
     short, long = (

@@ -62,8 +62,10 @@ def test_two_ranks_train_as_one_that_accumulates(wrapper: str, recipe: str, tmp_
     Delayed scaling: a step's amax is the largest of the passes of one process, and of the ranks after `end_of_step`."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    ranks, (gradients, state) = run(wrapper, recipe, tmp_path), alone(recipe)
-    torch.set_num_threads(before)
+    try:
+        ranks, (gradients, state) = run(wrapper, recipe, tmp_path), alone(recipe)
+    finally:
+        torch.set_num_threads(before)
     for rank in ranks:
         assert len(rank["gradients"]) == len(gradients)
         for found, expected in zip(rank["gradients"], gradients, strict=True):

@@ -176,9 +176,13 @@
     $(id).hidden = !text;
   }
 
+  // Not Math.min(...values): a model may have more tensors than a call may have arguments.
+  function ends(values) {
+    return values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
+  }
+
   function padded(values, part) {
-    const low = Math.min(...values);
-    const high = Math.max(...values);
+    const [low, high] = ends(values);
     const pad = (high - low || Math.abs(high) || 1) * part;
     return [low - pad, high + pad];
   }
@@ -258,7 +262,7 @@
       y: plot.y(t.sqnr_db),
       lines: [t.name, `${run.label}, ${shape(t)}, ${size(t.bytes_out)}`, `${fixed(bits(t), 3)} bits per parameter, ${withUnit(t)}`],
     }));
-    plot.root.append(...spots.map(({ x, y }, i) => mark(symbol(all[i].run), x, y, 4, colour(all[i].run))));
+    spots.forEach(({ x, y }, i) => plot.root.append(mark(symbol(all[i].run), x, y, 4, colour(all[i].run))));
     pointed(node, plot, spots);
   }
 
@@ -273,14 +277,14 @@
     node.hidden = !tensors.length;
     if (!tensors.length) return;
     const finite = shown.filter(hasPlace).map(accuracy);
-    const middle = finite.length ? (Math.min(...finite) + Math.max(...finite)) / 2 : 0;
+    const middle = finite.length ? ends(finite)[0] / 2 + ends(finite)[1] / 2 : 0;
     const [least, most] = padded([...finite, middle - SPAN / 2, middle + SPAN / 2], 0.1);
     const range = [least, most + (most - least) * 0.25]; // with room for the figures
     const narrow = node.clientWidth < 480; // names go above the dots
     const pitch = narrow ? 44 : 24;
     const texts = shown.map((t) => initialed(t.name, node.clientWidth * (narrow ? 0.9 : 0.5)));
     const lines = Math.max(shown.length, 3); // what the pointer shows needs room, too
-    const left = narrow ? 8 : Math.max(...texts.map((text) => widthOf(text, "bold"))) + 12; // one name is bold
+    const left = narrow ? 8 : ends(texts.map((text) => widthOf(text, "bold")))[1] + 12; // one name is bold
     const plot = axes(
       node,
       pitch * lines + 64,

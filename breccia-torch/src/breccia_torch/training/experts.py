@@ -233,6 +233,7 @@ class ParameterExperts(TrainingExperts):
         self.owner = module, leaf  # in a tuple, so that it is no submodule
         self.num_experts, self.out_features, self.in_features = self.weight.shape
         self.begin(recipe, seed, name)
+        self.train(module.training)
         return self
 
     @property

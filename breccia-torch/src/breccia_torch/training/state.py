@@ -1,7 +1,7 @@
 """What a layer in training carries from step to step: amax histories, and counters that random numbers derive from.
 
 Both are integer buffers of a `StepState`, so `.to(bfloat16)`, `state_dict`, checkpoints and copies keep every bit. They advance
-when an optimizer that has the layer's weight has made a step, or in `end_of_step`, by a number of operations that does not
+when an optimizer that has the layer's weight has made a step, or in `end_of_step`, by kernels whose number does not
 depend on how many layers there are. Between steps only `pending` changes, which is in no state: a step that is skipped leaves
 the state as it was.
 """
@@ -35,6 +35,8 @@ class _foreach:
     zero_: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
+#: The bits of 2^-126: smaller amaxes, FP32 subnormals, give no scale.
+_NORMAL = 1 << 23
 #: How many steps of optimizers have ended in this process. What is kept for a step is valid for one number.
 generation = 0
 #: The tensors with delayed scaling, and their recipes.
@@ -73,7 +75,10 @@ class StepState(nn.Module):
         return self.amaxes, self.scales, self.pending, self.draws
 
     def reset(self, seed: int = 0) -> None:
-        """Start again: no history, no step."""
+        """Start again: no history, no step.
+
+        CUDA graphs that were captured before keep the old scales until a step ends.
+        """
         for buffer in (self.amaxes, self.pending):
             if buffer is not None:
                 buffer.zero_()
@@ -82,7 +87,7 @@ class StepState(nn.Module):
 
 @torch.no_grad()
 def advance(states: Iterable[StepState]) -> None:
-    """End a step: each pending amax becomes the newest entry of its history. Histories without a pending one stay."""
+    """End a step: each pending amax becomes the newest entry of its history. Histories without one that gives a scale stay."""
     alike: dict[Any, list[StepState]] = {}
     for state in states:
         alike.setdefault((state.draws.device, state.delayed), []).append(state)
@@ -100,7 +105,7 @@ def _roll(group: Sequence[Any], delayed: Delayed) -> None:
     pending = torch.stack([state.pending for state in group])
     amaxes = torch.stack([state.amaxes for state in group])
     shifted = torch.cat([amaxes[..., 1:], pending[..., None]], -1)
-    amaxes = torch.where((pending > 0)[..., None], shifted, amaxes)
+    amaxes = torch.where((pending >= _NORMAL)[..., None], shifted, amaxes)
     scales = _scales(amaxes, delayed)
     _foreach.copy_([state.amaxes for state in group], amaxes.unbind())
     _foreach.copy_([state.scales for state in group], scales.unbind())
