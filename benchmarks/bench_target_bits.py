@@ -63,7 +63,10 @@ def _ids(model: Path, text: Path, count: int) -> np.ndarray:
     """The first tokens of a text."""
     calibration = Calibration.of(text, None, None)
     assert calibration is not None
-    return calibration.ids(model).reshape(-1)[:count]
+    ids = calibration.ids(model).reshape(-1)[:count]
+    if len(ids) < count:
+        raise SystemExit(f"{text} has {len(ids)} tokens; {count} are needed. Pass a longer text.")
+    return ids
 
 
 def decoding(values: Any, name: str) -> Any:

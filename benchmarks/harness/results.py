@@ -68,6 +68,7 @@ def provenance(libraries: Iterable[str] = (), **more: Any) -> dict[str, Any]:
         if name in options:
             at = options.index(name)
             del options[at : at + 2]
+        options = [option for option in options if not option.startswith(f"{name}=")]
     return {
         "date_utc": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
         "cpu": cpu_model(),
