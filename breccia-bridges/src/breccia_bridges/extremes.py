@@ -73,7 +73,7 @@ class Extremes:
 
 
 def _several(tensor: FileTensor) -> list[list[Slab]]:
-    """Slabs beside each other that have together at most `_BYTES`, where their codes or bits are reduced; else single ones."""
+    """Slabs beside each other, as many as have at most `_BYTES`, where codes or bits are reduced; else single ones."""
     listed: list[list[Slab]] = []
     most = 8 * _BYTES // (tensor.bits * measuring.stacked(tensor.shape)[2] or 1) if _is_reduced(tensor) else 0  # rows
     for slab in slabs(tensor.shape, tensor.unit):
