@@ -109,7 +109,7 @@ def page(module: str) -> str:
             f"## {report.title}",
             f"{library['name']} {library['version']}; {reports.KINDS[report.kind]}. Smallest input: {numbers(report)}.",
             f"<!-- needs: {MODULES.get(module, module)} -->\n```python\n{shown(report.code, report.prints)}\n```",
-            f"With breccia:\n\n```python\n{report.breccia.strip()}\n```\n\nprints {printed}.",
+            f"With breccia:\n\n```text\n{report.breccia.strip()}\n```\n\nprints {printed}.",
             report.says,
             f"**Effect.** {report.effect}",
             f"**Suggestion.** {report.suggestion}",

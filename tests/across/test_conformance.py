@@ -12,7 +12,7 @@ values_and_pairs = pytest.mark.covering(1, 2)
 KINDS = WIDTHS[::5]
 test_core = values_and_pairs(laws("core", "numpy", recipes=KINDS))
 #: The generic algorithm on other arrays, whose bytes tests/across/test_parity.py compares with NumPy's for every recipe.
-test_core_on_others = pytest.mark.covering(1, 1)(laws("core", "torch", "mlx", recipes=KINDS))
+test_core_on_others = pytest.mark.long(pytest.mark.covering(1, 1)(laws("core", "torch", "mlx", recipes=KINDS)))
 test_torch = values_and_pairs(laws("torch", "torch"))
 test_mlx = values_and_pairs(laws("mlx", "mlx"))
 test_native = values_and_pairs(laws("native"))

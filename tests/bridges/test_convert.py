@@ -922,7 +922,7 @@ def awkward() -> dict[str, np.ndarray]:
     return out
 
 
-@pytest.mark.parametrize("slab", [1, 130, 1000])
+@pytest.mark.parametrize("slab", [130, *(pytest.param(slab, marks=pytest.mark.long) for slab in (1, 1000))])
 def test_the_slab_size_changes_no_byte(
     slab: int, recipe: breccia.ScalingRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

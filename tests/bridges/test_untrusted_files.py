@@ -522,6 +522,7 @@ SPECS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.covering(1, 3)
 @pytest.mark.parametrize("recipe", [*SPECS, *RECIPES, "fp8_delayed,margin=1", "fp8_block,block_m=4,block_k=8"], ids=str)
 @pytest.mark.parametrize("shape", [(40, 24), (3, 20, 16)])

@@ -212,6 +212,7 @@ def shortened(article: str) -> str:
     return "".join([head, *sorted(lines, key=len)[-LONGEST:], end, foot])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "html"),
     [

@@ -154,6 +154,7 @@ def prepared() -> fused.Product:
 # ------------------------------------------------------------------------------------------------ weights
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("first", [False, True], ids=["k_last", "k_first"])
 @pytest.mark.parametrize("spec", SPECS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable, Mapping
+from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -89,11 +91,9 @@ class SlabCasts:
         """The numbers of a slab below rows of those of `above`, in BF16 where all have it."""
         if self.stored.recipe is None:
             x = self.stored.stored(slab, rooms)
-            if x.dtype == np.uint16 and self.rotation is None and not (above.view(np.uint32) & 0xFFFF).any():
-                import ml_dtypes
-
+            if x.dtype == np.uint16 and self.rotation is None and not (above.view(np.uint32) & 0xFFFF).any() and _bfloat16():
                 high = (above.view(np.uint32) >> 16).astype(np.uint16)
-                return _below(x, high, rooms).view(ml_dtypes.bfloat16)
+                return _below(x, high, rooms).view(_bfloat16())
             return _below(measuring.numbers_of(x), above, rooms)
         matrices, rows = (part.stop - part.start for part in slab)
         whole = rooms.array("numbers", (matrices, above.size + rows, self.stored.shape[-1]))
@@ -132,3 +132,13 @@ def assembled(pieces: Iterable[Mapping[str, np.ndarray]], recipe: ScalingRecipe,
     return from_buffer(
         parts["data"], parts["scale"], recipe, layout, parts.get("zero_point"), parts.get("global_scale"), shape=shape
     )
+
+
+@cache
+def _bfloat16() -> Any:
+    """NumPy's dtype of BF16, which ml_dtypes has; None without it."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        return None
+    return ml_dtypes.bfloat16

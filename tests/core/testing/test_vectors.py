@@ -101,6 +101,7 @@ def assert_has_the_oracles_results(v: Vector) -> None:
     assert parts_of(again) == parts_of(v), name_of(v)
 
 
+@pytest.mark.long
 def test_a_sample_matches_the_oracle(published: list[Vector]) -> None:
     """Every eleventh vector, which includes each recipe and each edge, and all of recipes that are only decoded."""
     sample = [v for n, v in enumerate(published) if n % 11 == 0 or v.recipe.decode_only]
