@@ -64,6 +64,7 @@ def test_torch_writes_the_bytes_of_numpy_and_compiles_it_whole(swiglu: Any, reci
         assert torch.equal(found, eager)
 
 
+@pytest.mark.long
 def test_torch_differentiates_it_eagerly_and_compiled(swiglu: Any) -> None:
     torch = pytest.importorskip("torch")
     inputs = [torch.from_numpy(a).requires_grad_() for a in (X, GATE)]

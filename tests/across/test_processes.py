@@ -43,6 +43,7 @@ def test_calls_work_after_an_interrupt_at_any_moment(framework: str) -> None:
     assert _disturbed("interrupts", framework, ALL) >= 1500
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("framework", [*TORCH_LATER, *LATER])
 def test_calls_in_the_middle_of_calls_return_the_same_bytes(framework: str) -> None:
     """Such as those of signal handlers and finalizers. One fault: both wrote into the buffers of their thread."""
@@ -81,6 +82,7 @@ def test_a_forked_child_refuses_arrays_of_frameworks_whose_threads_it_lacks(fram
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefer", ["numpy.cast", None])
 @pytest.mark.parametrize("beside", [True, False])
 def test_calls_at_the_end_of_the_interpreter_work(beside: bool, prefer: str | None) -> None:

@@ -497,6 +497,7 @@ def test_contradictions_are_errors_that_name_tensor_value_and_version(theirs: Ca
         from_transformer_engine(theirs())
 
 
+@pytest.mark.long
 @every
 def test_an_attribute_that_is_missing_or_changed_is_a_typed_error_that_names_class_and_version(
     kind: str, monkeypatch: pytest.MonkeyPatch

@@ -445,6 +445,7 @@ REQUANTIZED = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize(("old", "new"), REQUANTIZED)
 def test_requantize_decodes_and_casts_in_one_kernel(old: str, new: str, axis: int) -> None:

@@ -273,6 +273,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("decoding")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("act", ["bfloat16", "float16"])

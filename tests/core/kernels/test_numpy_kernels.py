@@ -358,6 +358,7 @@ def test_a_cast_needs_at_most_16_mib_beyond_its_result(cast: Cast, kind: str) ->
         assert peak <= st.nbytes + 16 * MIB, recipe_id(recipe)
 
 
+@pytest.mark.long
 def test_a_cast_under_any_recipe_needs_at_most_16_mib_beyond_its_result(cast: Cast, recipe: ScalingRecipe) -> None:
     """Also for recipes whose chunks the generic algorithm casts; in one piece it would need a dozen times its input."""
     x = np.random.default_rng(0).standard_normal((1024, 2048), np.float32)

@@ -78,6 +78,7 @@ def test_a_pair_uses_one_scale_for_both_as_the_oracle_does() -> None:
 ONE_LEVEL = [r for r in RECIPES if r.format.global_scale is None and r.format.scale.block[0] is not None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ONE_LEVEL, ids=recipe_id)
 def test_supplied_block_scales_are_used_as_the_oracle_uses_them(recipe: breccia.ScalingRecipe) -> None:
     """Stored scales of another tensor, including every kind of invalid scale."""

@@ -115,6 +115,7 @@ def test_stochastic_casts_and_any_bit_pattern_are_those_of_the_oracle(recipe: br
     laws.any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe)
 
 
+@pytest.mark.long
 @pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("kind", [*KINDS, *DECODED])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
