@@ -105,7 +105,7 @@ engines: $(DIALECTS)/ready $(ENGINES)/ready
 # Other libraries on the golden vectors, and the programs of the reports about them. Two environments: not all libraries fit into
 # one. Pages: `make docs`.
 vectors: $(VENV)/ready $(DIALECTS)/ready
-	PYTHONPATH=breccia-vectors/src $(VENV)/bin/python tests/differences/run.py docs
+	$(VENV)/bin/python tests/differences/run.py docs
 	PYTHONPATH=breccia-vectors/src $(DIALECTS)/bin/python tests/differences/run.py docs --library modelopt --library quanto
 
 # Lint, format, types, and documents that show what is so; types beside the others.

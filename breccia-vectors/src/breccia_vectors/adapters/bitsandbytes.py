@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from ..comparing import NotSupported
 from ..sets import Case
 from . import Adapter
 from .shapes import back, bytes_of, matrix, narrowed, nibbles, plain, tensor, widened
@@ -20,18 +17,12 @@ def _swapped(data: np.ndarray) -> np.ndarray:
     return data >> 4 | (data & 15) << 4
 
 
-def _whole(case: Case, x: Any) -> Any:
-    if x.shape[1] % 16:
-        raise NotSupported("a partial last block")
-    return widened(x, 16, 64)
-
-
 def _cast(case: Case) -> dict[str, np.ndarray]:
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     plain(case)
-    x = torch.from_numpy(_whole(case, tensor(case).float().numpy()))
+    x = torch.from_numpy(widened(case, tensor(case).float().numpy(), 64))
     data, state = quantize_4bit(x, blocksize=64, quant_type="nf4")
     codes = nibbles(_swapped(data.numpy().reshape(-1))).reshape(x.shape)
     codes, decoded = (narrowed(a, 16, 64) for a in (codes, dequantize_4bit(data, state).float().numpy()))
@@ -46,7 +37,7 @@ def _decoded(case: Case) -> np.ndarray:
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    codes = _whole(case, matrix(case, "codes"))
+    codes = widened(case, matrix(case, "codes"), 64)
     _, state = quantize_4bit(torch.ones(codes.shape), blocksize=64, quant_type="nf4")
     state.absmax = torch.from_numpy(matrix(case, "scale").reshape(-1).copy())
     data = torch.from_numpy(_swapped(bytes_of(codes)).reshape(-1, 1))

@@ -22,19 +22,18 @@ Decode = Callable[[str, np.ndarray], np.ndarray]
 DTYPES = {
     "E4M3": "float8_e4m3fn",
     "E5M2": "float8_e5m2",
-    "E4M3FNUZ": "float8_e4m3fnuz",
-    "E5M2FNUZ": "float8_e5m2fnuz",
     "E2M1": "float4_e2m1fn",
     "E2M3": "float6_e2m3fn",
     "E3M2": "float6_e3m2fn",
 }
-_MX = ("mxfp8", "mxfp8,fp8_format=E5M2", "mxfp6", "mxfp6,fp6_format=E3M2", "mxfp4")
+#: The formats of OCP MX with floating elements.
+MX = ("mxfp8", "mxfp8,fp8_format=E5M2", "mxfp6", "mxfp6,fp6_format=E3M2", "mxfp4")
 
 
 def formats(*elements: str) -> tuple[str, ...]:
     """The formats with these elements, in which a scale of the vectors is a power of two, so that x / scale is exact."""
-    of = dict(zip(_MX, ("E4M3", "E5M2", "E2M3", "E3M2", "E2M1"), strict=True))
-    return tuple(name for name in _MX if of[name] in elements)
+    of = dict(zip(MX, ("E4M3", "E5M2", "E2M3", "E3M2", "E2M1"), strict=True))
+    return tuple(name for name in MX if of[name] in elements)
 
 
 def adapter(name: str, encode: Encode, decode: Decode, *elements: str) -> Adapter:

@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 
-from ..comparing import NotSupported
 from ..sets import Case
 from . import Adapter
 from .shapes import back, matrix, narrowed, padded, plain, values, widened
@@ -19,12 +18,7 @@ _HEADS = {"MXFP4": ("u1",), "Q8_0": ("<f2",), "Q4_1": ("<f2", "<f2"), "IQ4_NL": 
 
 
 def _whole(case: Case, x: np.ndarray) -> np.ndarray:
-    block = case.format.block[1]
-    if block == 32:
-        return padded(x, 32)
-    if x.shape[1] % block:
-        raise NotSupported("a partial last block")
-    return widened(x, block, 32)
+    return padded(x, 32) if case.format.block[1] == 32 else widened(case, x, 32)
 
 
 def _cast(kind: str, case: Case) -> dict[str, np.ndarray]:

@@ -52,8 +52,14 @@ def padded(x: np.ndarray, whole: int) -> np.ndarray:
     return np.pad(x, ((0, 0), (0, -x.shape[-1] % whole)))
 
 
-def widened(x: np.ndarray, block: int, to: int) -> np.ndarray:
-    """Blocks of `to` columns, of which the first `block` are those of `x`, and the others repeat each block's first."""
+def widened(case: Case, x: np.ndarray, to: int) -> np.ndarray:
+    """Blocks of `to` columns, of which the first are a block of `x`, and the others repeat its first.
+
+    Raises NotSupported for a partial last block.
+    """
+    block = case.format.block[1] or x.shape[1]
+    if x.shape[1] % block:
+        raise NotSupported("a partial last block")
     of = x.reshape(len(x), -1, block)
     return np.concatenate([of, np.repeat(of[..., :1], to - block, axis=-1)], axis=-1).reshape(len(x), -1)
 

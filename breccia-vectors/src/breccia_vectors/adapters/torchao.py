@@ -13,6 +13,7 @@ import numpy as np
 from ..comparing import NotSupported
 from ..sets import Case
 from . import Adapter
+from .dtypes import MX
 from .shapes import back, bytes_of, matrix, nibbles, padded, plain, tensor
 
 
@@ -121,7 +122,6 @@ def _intx(case: Case) -> dict[str, np.ndarray]:
     return parts | {"decoded": back(case, t.dequantize().float().numpy())}
 
 
-_MX = ("mxfp8", "mxfp8,fp8_format=E5M2", "mxfp6", "mxfp6,fp6_format=E3M2", "mxfp4")
 _NVFP4 = ("nvfp4,order=scales_first", "nvfp4,two_level=False")
 _FLOAT8 = tuple(
     f"{of}{block},scale_rule=divide"
@@ -136,7 +136,7 @@ _ZERO_POINTS = (
 
 ADAPTERS = (
     *(
-        Adapter(f"MXTensor, {mode.upper()}", tuple(f + rule for f in _MX), partial(_mx, mode), _mx_decoded)
+        Adapter(f"MXTensor, {mode.upper()}", tuple(f + rule for f in MX), partial(_mx, mode), _mx_decoded)
         for mode, rule in (("rceil", ""), ("floor", ",scale_rule=floor"), ("even", ",scale_rule=even"))
     ),
     Adapter("NVFP4Tensor", _NVFP4, _nvfp4, _nvfp4_decoded),
