@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,11 @@ from torch import Tensor
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: What follows the name of a parameter of experts in the name of the module that multiplies it in training.
 TRAINING = "_training"
+
+
+def training_layer(module: Any, leaf: str) -> Any:
+    """The layer that multiplies a parameter of a module of experts in training; None if it does not train in low precision."""
+    return getattr(module, f"{leaf}{TRAINING}", None)
 
 
 def routed(tokens: Tensor, expert_of: Tensor, weights: Tensor, count: int, experts: Experts) -> Tensor:

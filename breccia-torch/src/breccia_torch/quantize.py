@@ -25,7 +25,7 @@ from breccia.backend import (
 )
 
 from . import placing
-from .experts import TRAINING
+from .experts import training_layer
 from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
 from .storing import AUTO, arrange, arrange_experts
 
@@ -99,7 +99,7 @@ def quantize_(
         check_replaceable(name, module)
         _check_castable(f"{name}.weight", module.weight, chosen.recipe, scaled_class(module).contraction)
     for name, (module, parameter, chosen) in experts.items():
-        if hasattr(module, f"{parameter}{TRAINING}"):
+        if training_layer(module, parameter) is not None:
             raise UnsupportedError(
                 f"quantize_: {name} trains in low precision; load its state_dict into a model that is not converted, and "
                 "quantize that.",
@@ -201,7 +201,7 @@ def _why_not(module: nn.Module, leaf: str, library: str | None, has_form: bool) 
         return f"{type(module).__name__} is a subclass of nn.Linear"
     if leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module)) and (others := _of_its_own(module)):
         return f"its layer has {', '.join(others)} beside weight and bias"
-    if hasattr(module, f"{leaf}{TRAINING}"):
+    if training_layer(module, leaf) is not None:
         return f"{leaf} of {type(module).__name__} trains in low precision"
     return "" if has_form else f"{leaf} of {type(module).__name__} is no weight of a linear layer"
 

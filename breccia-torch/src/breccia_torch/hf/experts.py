@@ -9,7 +9,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import breccia
 
-from ..experts import TRAINING, routed
+from ..experts import routed, training_layer
 from ..nn import ScaledExperts
 from ..storing import IMPLEMENTATION
 
@@ -34,7 +34,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
             weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None)
             if observe is not None:
                 observe(name, x, offsets)
-            if (layer := getattr(self, f"{name}{TRAINING}", None)) is not None:
+            if (layer := training_layer(self, name)) is not None:
                 y = layer(x, offsets)
             elif isinstance(weight, ScaledExperts):
                 y = weight.grouped_matmul(x, offsets, self.is_transposed)

@@ -14,7 +14,7 @@ from breccia import OptionError, Policy, TrainingRecipe, UnsupportedError
 from breccia.backend import Parameter, TrainingSummary, choose, none_chosen
 from breccia.internal import TENSORS
 
-from ..experts import TRAINING
+from ..experts import TRAINING, training_layer
 from ..quantize import can_multiply_grouped, experts_axis, multiply_grouped, parameters_of, replace
 from . import measuring
 from .experts import ParameterExperts
@@ -125,7 +125,7 @@ def _in_training(p: Parameter) -> Parameter:
     why = p.why
     layer = p.layer
     experts = p.kind == "experts" and can_multiply_grouped(layer)
-    if isinstance(layer, TrainingLayer) or hasattr(layer, f"{p.name.rpartition('.')[2]}{TRAINING}"):
+    if isinstance(layer, TrainingLayer) or training_layer(layer, p.name.rpartition(".")[2]) is not None:
         why = "trains in low precision already"
     elif p.axes is not None and not why:
         sides = " x ".join(map(str, p.shape))
