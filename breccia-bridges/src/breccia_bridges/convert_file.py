@@ -277,10 +277,10 @@ def _numbers_of(written: Container, name: str, config: Config | None) -> FileTen
     return FileTensor(written.view(name).reshape(written.entries[name].shape), written.entries[name].dtype)
 
 
-def in_pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The bytes of an array, which may be mapped."""
+def in_pieces(array: np.ndarray, empty: Callable[..., np.ndarray] = np.empty) -> Iterator[np.ndarray]:
+    """The bytes of an array, which may be mapped. empty: as `read` takes it."""
     flat = array.reshape(-1).view(np.uint8)
-    yield from (read(flat[i : i + _PIECE]) for i in range(0, flat.size, _PIECE))
+    yield from (read(flat[i : i + _PIECE], empty) for i in range(0, flat.size, _PIECE))
 
 
 def _write_parts(
@@ -328,7 +328,7 @@ def _reopened(path: Path, digests: dict[str, str]) -> tuple[Container, dict[str,
 
 def _digest(view: np.ndarray, rooms: measuring.Rooms) -> str:
     """SHA-256 of the bytes of a view of a file."""
-    digest, flat = hashlib.sha256(), view.reshape(-1).view(np.uint8)
-    for i in range(0, flat.size, _PIECE):
-        digest.update(raw_bytes(read(flat[i : i + _PIECE], partial(rooms.array, "read"))))
+    digest = hashlib.sha256()
+    for piece in in_pieces(view, partial(rooms.array, "read")):
+        digest.update(raw_bytes(piece))
     return digest.hexdigest()
