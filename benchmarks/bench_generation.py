@@ -143,7 +143,7 @@ def main(
     rows = [row for file in files for row in measured(file, chosen, options, rounds)]
     if larger is not None:
         with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / f"random-llama-{larger}.gguf"
-            sources.larger(made, files[0], *map(int, larger.split("x")))
-            rows += measured(made, chosen, options, rounds)
+            model = Path(folder) / f"random-llama-{larger}.gguf"
+            sources.larger(model, files[0], *map(int, larger.split("x")))
+            rows += measured(model, chosen, options, rounds)
     return BENCHMARK.result(rows, options, where)

@@ -380,7 +380,7 @@ def gpt(
     data = data.to(device)
     options = {"text": source, "steps": steps, "batch": batch, "context": context, "compiled": compiled, "device": device}
     earlier = read(resume) if resume is not None and resume.exists() else None
-    there = {name_of(row) for row in earlier["rows"]} if earlier else set[str]()
+    kept = {name_of(row) for row in earlier["rows"]} if earlier else set[str]()
     run, rows, left = where(device), list[dict[str, Any]](), 0
 
     def made() -> Result:
@@ -392,7 +392,7 @@ def gpt(
         make = partial(Training, example_, size, characters, device=device, compiled=compiled)
         names = [f"{model}/times", *(f"{model}/{recipe}/{seed}" for recipe in chosen for seed in range(seeds))]
         for name in names:
-            if name in there or not any(fnmatchcase(name, pattern) for pattern in only or ["*"]):
+            if name in kept or not any(fnmatchcase(name, pattern) for pattern in only or ["*"]):
                 continue
             if time.monotonic() > until:
                 left += 1

@@ -79,7 +79,7 @@ def is_source(page: Path, site: Path) -> bool:
 
 
 def pages_of(site: Path, every: bool) -> list[Path]:
-    """The pages but for those of source and those that lead to another; or the home page and the largest of each folder."""
+    """All pages except those of source and redirects; or the home page and the largest page of each folder."""
     pages = [page for page in sorted(site.rglob("*.html")) if not is_source(page, site) and not is_moved(page)]
     if every:
         return pages

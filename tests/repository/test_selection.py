@@ -28,13 +28,9 @@ def test_a_mark_is_excluded_only_where_no_case_with_it_is_selected(expression: s
     assert excluded_by(expression) == excluded
 
 
-class Call(SimpleNamespace):
-    """A case, as pytest holds it."""
-
-
 def test_a_test_keeps_the_cases_that_may_be_selected_and_one_at_least() -> None:
     def left(excluded: set[str]) -> list[str]:
-        calls = [Call(name=name, marks=[pytest.mark.long.mark] * (name == "b")) for name in "abc"]
+        calls = [SimpleNamespace(name=name, marks=[pytest.mark.long.mark] * (name == "b")) for name in "abc"]
         definition = SimpleNamespace(iter_markers=lambda: iter([pytest.mark.slow.mark]), get_closest_marker=lambda name: None)
         metafunc: Any = SimpleNamespace(_calls=calls, definition=definition)
         mark_cases(metafunc, excluded)
