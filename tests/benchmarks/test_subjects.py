@@ -54,7 +54,7 @@ TINY = {
     "encoder": "bench_encoder.py --recipes nvfp4 --calibrate IDS --methods importance",
     "board": "bench_board.py GGUF IDS IDS --length 8 --tested 1 --observed 2 --arms breccia~nvfp4 --arms breccia~nvfp4~gptq",
     "scale-search": "bench_scale_search.py GGUF IDS --length 8 --tested 1 --recipes nvfp4,rotation=16 --rules mse",
-    "target-bits": "bench_target_bits.py GGUF IDS --calibrate IDS --method importance --ways mix",
+    "target-bits": "bench_target_bits.py GGUF LONG --calibrate LONG --method importance --ways mix",
     "aspects": "bench_aspects.py --bits 12 --step 6 --runs 1 --recipes nvfp4 --limit 1000",
     "forms": "bench_forms.py --size 128 --runs 1 --seconds 0 --recipes nvfp4",
     "training": "bench_training.py --framework torch --seeds 2 --steps 2 --recipes nvfp4 --jobs 1",
@@ -135,7 +135,9 @@ def test_each_benchmark_runs_and_its_tables_show_the_result(benchmark: str, tmp_
     if (needed := NEEDS.get(benchmark)) and find_spec(needed) is None:
         pytest.skip(f"needs {needed}")
     np.save(tmp_path / "ids.npy", np.arange(16) % 8)
-    words = TINY[benchmark].replace("GGUF", str(llama(tmp_path))).replace("IDS", str(tmp_path / "ids.npy"))
+    np.save(tmp_path / "long.npy", np.arange(4096) % 8)
+    words = TINY[benchmark].replace("GGUF", str(llama(tmp_path)))
+    words = words.replace("IDS", str(tmp_path / "ids.npy")).replace("LONG", str(tmp_path / "long.npy"))
     status, said = (run if benchmark in APART else run_here)(words, "--out", str(tmp_path))
     assert status == 0, said
     (path,) = tmp_path.glob("*.json")

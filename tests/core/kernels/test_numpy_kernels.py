@@ -147,6 +147,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def new_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool without threads of earlier tests, each of which would make buffers of its own."""
+    monkeypatch.setattr(threads, "_offers", SimpleQueue())
+    monkeypatch.setattr(threads, "_workers", 0)
+
+
+@pytest.fixture
 def keep_threads() -> Iterator[None]:
     before = breccia.get_num_threads()
     yield
@@ -339,6 +346,7 @@ def test_a_hundred_million_numbers_of_all_kinds_match_the_generic_algorithm(cast
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("new_pool")
 @pytest.mark.parametrize("kind", ["float32", "transposed", "float16"])
 def test_a_cast_needs_at_most_16_mib_beyond_its_result(cast: Cast, kind: str) -> None:
     x = np.random.default_rng(0).standard_normal((4096, 4096), np.float32)
@@ -359,6 +367,7 @@ def test_a_cast_needs_at_most_16_mib_beyond_its_result(cast: Cast, kind: str) ->
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("new_pool")
 def test_a_cast_under_any_recipe_needs_at_most_16_mib_beyond_its_result(cast: Cast, recipe: ScalingRecipe) -> None:
     """Also for recipes whose chunks the generic algorithm casts; in one piece it would need a dozen times its input."""
     x = np.random.default_rng(0).standard_normal((1024, 2048), np.float32)
@@ -572,11 +581,9 @@ def test_the_default_is_one_thread_per_cpu_available_to_the_process(monkeypatch:
     assert breccia.get_num_threads() == expected
 
 
-@pytest.mark.usefixtures("keep_threads")
-def test_chunks_cover_the_range_and_run_in_a_persistent_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("keep_threads", "new_pool")
+def test_chunks_cover_the_range_and_run_in_a_persistent_pool() -> None:
     """Each range waits for the others, so that three threads take one each: the caller's and the pool's."""
-    monkeypatch.setattr(threads, "_offers", SimpleQueue())  # a pool without threads of earlier tests
-    monkeypatch.setattr(threads, "_workers", 0)
     breccia.set_num_threads(3)
     pools: list[set[int]] = []
     for _ in range(2):
