@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +24,17 @@ if reason := availability.missing_products(Device("cpu")):
     pytest.skip(reason, allow_module_level=True)
 
 SUM = sum(range(100_000))
+#: Makes a program's torch lend its threads: one for each processor of a machine, and so many that some are always too few.
+LENT = "import torch, breccia_torch.cpu\ntorch.set_num_threads(3)\nfrom breccia_native import pool\n"
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> Iterator[None]:
+    """Threads of the pool work, also where torch was imported by another test and lends its own."""
+    pool.borrow(0, 0)
+    yield
+    if cpu := sys.modules.get("breccia_torch.cpu"):
+        cpu.lend_threads()
 
 
 @pytest.mark.parametrize("number", [-1, 0, 1, 2, 3, 8, 1000])
@@ -108,6 +123,92 @@ def test_one_thread_is_enough_for_a_limit_of_one() -> None:
         "breccia.matmul(np.ones((8, 1024), np.float32), st.mT)\n"
         "print(one - before, len(os.listdir('/proc/self/task')) - before)"
     ) == "0 2\n"  # fmt: skip
+
+
+def test_torch_lends_its_threads_where_they_are_enough() -> None:
+    """Where torch may use fewer, and after addresses of 0, the pool starts its own. Each part of the work is done once."""
+    pytest.importorskip("torch")
+    assert printed(
+        f"{LENT}sums = [pool.add(100_000, 3)[0] for _ in range(100)]\n"
+        "print({*sums} == {sum(range(100_000))}, pool.size())\n"
+        "print(pool.add(100_000, 4)[0] == sums[0], pool.size())\n"
+        "torch.set_num_threads(1)\n"
+        "pool.borrow(0, 0)\n"
+        "print(pool.add(100_000, 5)[0] == sums[0], pool.size())"
+    ) == "True 0\nTrue 3\nTrue 4\n"  # fmt: skip
+
+
+def test_callers_at_once_and_callers_in_a_loop_of_torch_get_their_own_results() -> None:
+    """One caller has the threads; the others work alone."""
+    pytest.importorskip("torch")
+    assert printed(
+        f"{LENT}import threading\n"
+        "found = []\n"
+        "def call(number):\n"
+        "    found.extend(pool.add(1000 * number + i, 3)[0] == sum(range(1000 * number + i)) for i in range(100))\n"
+        "callers = [threading.Thread(target=call, args=(number,)) for number in range(6)]\n"
+        "for caller in callers: caller.start()\n"
+        "for _ in range(100): torch.ones(200_000).add_(1)\n"
+        "for caller in callers: caller.join()\n"
+        "print(len(found), all(found))"
+    ) == "600 True\n"  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_does_not_use_threads_of_torch() -> None:
+    """Those of OpenMP do not exist in the child, and a loop there would wait for them."""
+    pytest.importorskip("torch")
+    assert printed(
+        f"{LENT}import os\n"
+        "pool.add(100_000, 3)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    found = pool.add(100_000, 3)[0]\n"
+        "    os._exit(0 if (found, pool.size()) == (sum(range(100_000)), 2) else 1)\n"
+        "print(os.waitpid(child, 0)[1], pool.size())"
+    ) == "0 0\n"  # fmt: skip
+
+
+def test_threads_of_torch_are_not_used_when_the_interpreter_has_ended() -> None:
+    pytest.importorskip("torch")
+    assert printed(
+        f"{LENT}import atexit, threading\n"
+        "def forever():\n"
+        "    while True: pool.add(100_000, 3)\n"
+        "threading.Thread(target=forever, daemon=True).start()\n"
+        "atexit.register(lambda: print(pool.add(10, 3)[0]))\n"
+        "pool.add(10, 3)"
+    ) == "45\n"  # fmt: skip
+
+
+def test_a_failing_loop_leaves_the_work_to_the_pool() -> None:
+    """The types of the functions are those that pool.c names."""
+    loop_type = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * 3, ctypes.c_void_p, ctypes.c_void_p)
+    threads_type = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(ctypes.c_uint32))
+    calls: list[tuple[int, int, int]] = []
+
+    @loop_type
+    def fails(first: int, end: int, grain: int, part: int, context: int) -> int:
+        calls.append((first, end, grain))
+        return 1
+
+    @threads_type
+    def eight(number: Any) -> int:
+        number[0] = 8
+        return 0
+
+    @threads_type
+    def unknown(number: Any) -> int:
+        return 1
+
+    loop, number, failing = (ctypes.cast(f, ctypes.c_void_p).value for f in (fails, eight, unknown))
+    assert loop and number and failing
+    pool.borrow(loop, number)
+    assert pool.add(100_000, 3)[0] == SUM and calls == [(0, 3, 1)]
+    pool.borrow(loop, failing)
+    assert pool.add(100_000, 3)[0] == SUM and len(calls) == 1
+    with pytest.raises(TypeError, match="borrow"):
+        pool.borrow(loop)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

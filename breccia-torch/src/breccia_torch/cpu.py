@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -148,6 +150,21 @@ def _addresses(a: Array, b: ScaledTensor, bias: Array | None) -> tuple[int, int,
         0 if offset is None else offset.data_ptr(),
         0 if bias is None else bias.data_ptr(),
     )
+
+
+def lend_threads() -> None:
+    """Let compiled kernels work on torch's threads, where torch and breccia-native have what that needs.
+
+    After each operation of torch, its threads look for work for milliseconds, and would take the processors from others.
+    """
+    library = ctypes.CDLL(torch._C.__file__)  # finds functions of the libraries that it needs too
+    with suppress(AttributeError, ImportError):  # torch below 2.10; no breccia-native, or one without POSIX threads
+        functions = library.torch_parallel_for, library.torch_get_num_threads
+        at = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
+        targets.load("breccia_native.pool:borrow")(*at)
+
+
+lend_threads()
 
 
 def _threads() -> int:

@@ -19,8 +19,6 @@
 
 /* How often a thread looks whether others have packed their parts, before it lets other threads run. */
 #define PATIENCE 4000
-/* A thread claims one of so many portions of its share of what is left (see `claimed`). */
-#define PORTIONS 4
 
 /* -------------------------------------------------------------------------------------------------- instruction sets */
 
@@ -215,14 +213,14 @@ static int pack_part(const product *p, Py_ssize_t i)
 
 /* Claim rows of the weight, whose end is in `end`. Returns the first one, or n where none is left.
 
-   Claims are long at first, since the codes that follow a thread's rows are being fetched, and short at the end, when all
-   threads should end together. A thread that comes late finds fewer rows. */
+   A claim is a thread's share of what is left: long at first, since the codes that follow a thread's rows are being fetched, and
+   short at the end, when all threads should end together. A thread that comes late finds fewer rows. */
 static Py_ssize_t claimed(product *p, Py_ssize_t *end)
 {
     const Py_ssize_t n = p->w->n;
     Py_ssize_t first = __atomic_load_n(&p->next_row, __ATOMIC_RELAXED);
     do {
-        const Py_ssize_t rows = (n - first) / (PORTIONS * p->threads) / CLAIM * CLAIM;
+        const Py_ssize_t rows = (n - first) / p->threads / CLAIM * CLAIM;
         *end = first + (rows > CLAIM ? rows : CLAIM);
         *end = *end < n ? *end : n;
     } while (first < n && !__atomic_compare_exchange_n(&p->next_row, &first, *end, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));

@@ -3,7 +3,10 @@
    A caller that finds the pool free offers seats to its threads, then works itself; when it has run out of work it takes back
    the seats that nobody has taken, so it never waits for a thread that has not begun. A caller that finds the pool in use works
    alone. Threads without work look for seats for YIELD_NS and then sleep: the calls of a model's layers do not pay for
-   waking them, which takes longer than a product of one row. */
+   waking them, which takes longer than a product of one row.
+
+   A library whose own threads look for work between its operations, as OpenMP's do under torch, would take the processors from
+   these threads. It can lend its threads instead (`borrow`): then a task is a parallel loop of that library. */
 
 #if !defined(__GNUC__) || defined(_WIN32)
 #error "pool.c needs POSIX threads and the atomic operations of GCC or Clang"
@@ -46,6 +49,17 @@ static struct {
     pool_task task; /* written before seats are offered, and read after one has been taken */
     void *context;
 } state;
+
+/* A parallel loop: part(i, j, context) for ranges that cover first to end, `grain` or more each, side by side. Returns 0, or an
+   error. torch_parallel_for of torch's stable C interface is one. */
+typedef int32_t (*loop_function)(int64_t first, int64_t end, int64_t grain, void (*part)(int64_t, int64_t, void *), void *context);
+/* Writes how many threads such a loop uses. Returns 0, or an error. */
+typedef int32_t (*threads_function)(uint32_t *threads);
+
+static struct {
+    loop_function loop; /* NULL: no library lends its threads; written after `threads` */
+    threads_function threads;
+} lender;
 
 static int64_t now(void)
 {
@@ -153,12 +167,30 @@ static void await(int taken)
     }
 }
 
-static void run(pool_task task, void *context, int threads)
+typedef struct {
+    pool_task task;
+    void *context;
+} shared_task;
+
+static void part(int64_t first, int64_t end, void *shared)
 {
-    if (threads < 2 || SWAP(&state.busy, 1)) {
-        task(context);
-        return;
-    }
+    (void)first, (void)end; /* a task takes its own parts */
+    ((shared_task *)shared)->task(((shared_task *)shared)->context);
+}
+
+/* Do the task on threads of the lender. Returns 0 where it has not been done: nobody lends as many threads, or their loop failed. */
+static int by_lender(pool_task task, void *context, int threads)
+{
+    const loop_function loop = LOAD(&lender.loop);
+    uint32_t there = 0;
+    if (!loop || lender.threads(&there) || there < (uint32_t)threads)
+        return 0;
+    shared_task shared = {task, context};
+    return loop(0, threads, 1, part, &shared) == 0;
+}
+
+static void by_pool(pool_task task, void *context, int threads)
+{
     const int others = enlisted(threads - 1);
     state.task = task;
     state.context = context;
@@ -175,6 +207,16 @@ static void run(pool_task task, void *context, int threads)
     }
     task(context);
     await(others - SWAP(&state.seats, 0));
+}
+
+static void run(pool_task task, void *context, int threads)
+{
+    if (threads < 2 || SWAP(&state.busy, 1)) {
+        task(context);
+        return;
+    }
+    if (!by_lender(task, context, threads))
+        by_pool(task, context, threads);
     STORE(&state.busy, 0);
 }
 
@@ -183,6 +225,7 @@ static void run(pool_task task, void *context, int threads)
 /* Before the interpreter ends: end all threads. Calls from then on work alone. */
 static void stop(void)
 {
+    STORE(&lender.loop, NULL);
     pthread_mutex_lock(&lock);
     STORE(&state.stopped, 1);
     const int count = state.count;
@@ -203,9 +246,10 @@ static void after_fork_in_parent(void)
     pthread_mutex_unlock(&lock);
 }
 
-/* The child has none of the threads; it starts its own. */
+/* The child has none of the threads, those of a lender included; it starts its own. */
 static void after_fork_in_child(void)
 {
+    lender.loop = NULL;
     const int stopped = state.stopped;
     memset(&state, 0, sizeof state);
     state.stopped = stopped;
@@ -223,6 +267,24 @@ PyDoc_STRVAR(size_doc, "size(): the threads that the pool has started.");
 static PyObject *size(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
     return PyLong_FromLong(LOAD(&state.count));
+}
+
+PyDoc_STRVAR(borrow_doc,
+    "borrow(loop, threads): from now on work on the threads of another library, by the addresses of two functions in C: a\n"
+    "parallel loop, and one that says how many threads it uses (pool.c has their types). Where they are too few, in forked\n"
+    "children and with addresses of 0, threads of the pool work.");
+
+static PyObject *borrow(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    Py_ssize_t loop, threads;
+    if (!PyArg_ParseTuple(args, "nn:borrow", &loop, &threads))
+        return NULL;
+    STORE(&lender.loop, NULL);
+    if (loop && threads) {
+        lender.threads = (threads_function)threads;
+        STORE(&lender.loop, (loop_function)loop);
+    }
+    Py_RETURN_NONE;
 }
 
 typedef struct {
@@ -259,6 +321,7 @@ static PyObject *add(PyObject *Py_UNUSED(self), PyObject *args)
 
 static PyMethodDef methods[] = {
     {"add", add, METH_VARARGS, add_doc},
+    {"borrow", borrow, METH_VARARGS, borrow_doc},
     {"size", size, METH_NOARGS, size_doc},
     {NULL, NULL, 0, NULL},
 };
