@@ -21,7 +21,7 @@ import sources
 import typer
 from bench_matmul_cpu import PAUSE
 from generators import BOTH, COMPILED, FP32, LLAMA, OURS, PREFERRED, ROUNDED
-from harness import HERE, Benchmark, Result, Worker, cores, known, program, provenance, summary
+from harness import HERE, Benchmark, Result, Worker, cores, known, program, provenance, refuse, summary
 from harness.tables import ABSENT, GOAL, Table, judged, median, over, table, three, trio
 
 TEXT = " ".join((HERE / "sentences.txt").read_text(encoding="utf-8").splitlines())
@@ -120,6 +120,14 @@ def measured(file: Path, arms: list[str], options: dict[str, Any], rounds: int) 
         yield {**row, "same": same.index(False) if False in same else len(same)}
 
 
+def width_and_layers(text: str) -> tuple[int, int]:
+    """Those of "2048x16". Exits on others: heads are 64 wide, and four share keys and values."""
+    words = text.split("x")
+    if len(words) != 2 or not all(word.isdecimal() and int(word) for word in words) or int(words[0]) % 256:
+        refuse(f"--larger takes WIDTHxLAYERS, the width a multiple of 256; got {text!r}.")
+    return int(words[0]), int(words[1])
+
+
 @program
 def main(
     files: Annotated[list[Path], typer.Argument(help="GGUF files.", exists=True, dir_okay=False)],
@@ -132,6 +140,7 @@ def main(
 ) -> Result:
     """Time the generation of tokens from GGUF files."""
     chosen = known(list(dict.fromkeys([FP32, *arms.split(",")])), generators.ARMS, "--arms")
+    more = None if larger is None else width_and_layers(larger)
     where = provenance(["torch", "transformers", "gguf"], torch_threads=threads)
     where["versions"]["llama.cpp"] = generators.llama_version()
     where["command"] = where["command"].replace(f"{files[0].parent}/", "")  # folders say nothing about the figures
@@ -141,9 +150,9 @@ def main(
         options["left_out"][LLAMA] = f"{generators.FOLDER} is not set"
     os.environ |= {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}  # of the processes below
     rows = [row for file in files for row in measured(file, chosen, options, rounds)]
-    if larger is not None:
+    if more is not None:
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / f"random-llama-{larger}.gguf"
-            sources.larger(model, files[0], *map(int, larger.split("x")))
+            sources.larger(model, files[0], *more)
             rows += measured(model, chosen, options, rounds)
     return BENCHMARK.result(rows, options, where)

@@ -20,6 +20,7 @@ pytest.importorskip("breccia_triton")
 
 import bench_cast
 import bench_encoder
+import bench_generation
 import bench_gpu_casts
 import bench_gpu_gpt
 import bench_matmul
@@ -232,6 +233,15 @@ def test_a_product_beyond_the_bound_is_not_timed_unless_it_is_a_rivals_or_a_fast
     assert found["errors"] == {"breccia": "ValueError: the error is 2 times the bound of the contract"}
     assert set(found["time"]) == {"torch", "breccia, column-major scales"} and found["over_bound"]["torch"] == 2
     assert set(bench_matmul.timed(made, "row fast", float, 1, "cpu", burst=False)["time"]) == set(errors)
+
+
+@pytest.mark.parametrize("given", ["2048", "2048x", "0x2", "x", "100x2", "2048x16x1"])
+def test_a_larger_model_of_another_form_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench_generation.width_and_layers(given)
+    said = f"--larger takes WIDTHxLAYERS, the width a multiple of 256; got '{given}'."
+    assert said in f"{ended.value}{capsys.readouterr()}"
+    assert bench_generation.width_and_layers("2048x16") == (2048, 16)
 
 
 def test_casts_that_differ_by_a_bit_or_of_another_library_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
