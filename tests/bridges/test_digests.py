@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from breccia.bridges import convert, save_safetensors
-from breccia_bridges import digests, jobs, staged_writer
+from breccia_bridges import digests, jobs, safetensors_writer, staged_writer
 from breccia_bridges.digests import Hash
 from breccia_bridges.staging import staging_folder
 
@@ -26,18 +26,18 @@ class Stop(Exception):
 
 
 @contextmanager
-def library(is_installed: bool) -> Iterator[None]:
+def library(is_installed: bool) -> Generator[None]:
     """With or without xxhash."""
     if is_installed:
         pytest.importorskip("xxhash")
     with pytest.MonkeyPatch.context() as patch:
         if not is_installed:
             patch.setitem(sys.modules, "xxhash", None)
-        digests._xxh3.cache_clear()
+        digests.xxh3.cache_clear()
         try:
             yield
         finally:
-            digests._xxh3.cache_clear()
+            digests.xxh3.cache_clear()
 
 
 def test_without_the_library_digests_are_sha256() -> None:
@@ -122,6 +122,6 @@ def test_what_was_read_ahead_is_read_again_after_it_is_written(tmp_path: Path) -
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
     with staged_writer.opened_again(path, bytes(8), 100) as file:
-        staged_writer.write_at(file, memoryview(b"x" * 20), 10)
+        safetensors_writer.write_at(file, memoryview(b"x" * 20), 10)
         assert staged_writer.has_digest(file, 10, 20, Hash.best().of([b"x" * 20]))
         assert not staged_writer.has_digest(file, 11, 20, Hash.best().of([b"x" * 20]))

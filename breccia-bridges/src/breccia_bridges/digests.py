@@ -24,14 +24,14 @@ class Hash:
     @classmethod
     def best(cls) -> Hash:
         """The quickest that is installed."""
-        return cls(_xxh3(), _XXH3) if _xxh3() else cls(hashlib.sha256)
+        return cls(xxh3(), _XXH3) if xxh3() else cls(hashlib.sha256)
 
     @classmethod
     def like(cls, digest: str) -> Hash | None:
         """One of the same function as a digest; None where its library is not installed."""
         if not digest.startswith(_XXH3):
             return cls(hashlib.sha256)
-        return cls.best() if _xxh3() else None
+        return cls.best() if xxh3() else None
 
     def update(self, raw: Any) -> None:
         self._hash.update(raw)
@@ -49,7 +49,7 @@ class Hash:
 
 
 @cache
-def _xxh3() -> Any:
+def xxh3() -> Any:
     """XXH3 of 128 bits; None without the library."""
     try:
         from xxhash import xxh3_128
