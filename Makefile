@@ -176,7 +176,7 @@ $(VENV)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	$(call INSTALL_NATIVE,$(VENV)) & compiling=$$!; \
 	$(VENV)/bin/python $(INSTALL) -e "./breccia-core[cli,testing,ml-dtypes,yaml]" $(SIBLINGS) pytest-xdist ruff pyright \
 		mkdocs-material "mkdocstrings[python]" matplotlib playwright flatbuffers \
-		torchao compressed-tensors gguf ray accelerate optax equinox flax orbax-checkpoint && wait $$compiling
+		torchao compressed-tensors gguf ray xxhash accelerate optax equinox flax orbax-checkpoint && wait $$compiling
 	@# Of TransformerEngine there are the reference quantizers alone, in Python; `import transformer_engine` says that the
 	@# library is missing. qwix and bitsandbytes need nothing else here.
 	$(VENV)/bin/python $(INSTALL) --no-deps transformer-engine qwix bitsandbytes
@@ -239,7 +239,7 @@ $(BENCH)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python $(INSTALL) -e "./breccia-core[cli,ml-dtypes]" -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx \
-		-e ./breccia-bridges matplotlib transformers torchao
+		-e "./breccia-bridges[xxhash]" matplotlib transformers torchao
 	$(call INSTALL_NATIVE,$(BENCH))
 	@# Weights only, as in the demo.
 	@echo "fetching trained weights, 84 MB"

@@ -11,7 +11,7 @@ import pytest
 
 import breccia
 from breccia_bridges import compiled
-from breccia_bridges.ahead import Items, ahead, results
+from breccia_bridges.ahead import WAITING, Items, ahead, results
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -40,7 +40,7 @@ def test_results_come_in_order_whatever_takes_longest(threads: int) -> None:
     assert found == [(work, [10 * n + i for i in range(len(work.items))]) for n, work in enumerate(works)]
 
 
-def test_one_more_item_than_threads_is_under_way_and_those_of_the_next_value_are(threads: int) -> None:
+def test_a_few_more_items_than_threads_are_under_way_and_those_of_the_next_value_are(threads: int) -> None:
     done: list[int] = []
     with ahead(Items([item(n, done)]) for n in range(50)) as given:
         for n, (_, numbers) in enumerate(given):
@@ -48,7 +48,7 @@ def test_one_more_item_than_threads_is_under_way_and_those_of_the_next_value_are
             if threads > 1 and n == 0:
                 until(lambda: len(done) > 2)
             time.sleep(0.001)
-            assert len(done) <= n + 1 + (threads + 1 if threads > 1 else 0)
+            assert len(done) <= n + 1 + (threads + WAITING if threads > 1 else 0)
             assert not list(numbers)
     assert sorted(done) == list(range(50))
 

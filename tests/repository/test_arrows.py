@@ -50,7 +50,10 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
         {"triton", "torch", "jax", "numpy", "platformdirs"},
         {"jax_triton", "humming", "deep_gemm", "transformer_engine"},
     ),
-    "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT | {"re2", "ray", "fsspec", "platformdirs"}),
+    "breccia_bridges": (
+        {"numpy", "safetensors", *TERMINAL},
+        NEIGHBOURS | REPORT | {"re2", "ray", "fsspec", "platformdirs", "xxhash"},
+    ),
 }
 #: Libraries that the adapters of breccia_vectors run.
 ADAPTED = {

@@ -18,6 +18,9 @@ _T = TypeVar("_T")
 #: What is done for one slab, with arrays that a thread has for it.
 Item = Callable[[measuring.Rooms], _T]
 _W = TypeVar("_W", bound="Work")
+#: Items beside one for each thread that are under way: done, they wait to be taken, so that threads go on while the caller
+#: waits for the disk.
+WAITING = 3
 
 
 class Work(Protocol):
@@ -91,7 +94,7 @@ class _UnderWay(Generic[_W]):
     """The works whose items are under way, the one whose results are taken first."""
 
     def __init__(self, works: Iterable[_W], pool: ThreadPoolExecutor, workers: int) -> None:
-        self._works, self._pool, self._most = iter(works), pool, workers + 1  # one that is done waits to be taken
+        self._works, self._pool, self._most = iter(works), pool, workers + WAITING
         self._rooms = deque(measuring.Rooms() for _ in range(workers))
         self._begun: deque[_Begun[_W]] = deque()
         self._next: _W | None = None

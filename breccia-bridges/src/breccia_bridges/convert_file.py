@@ -6,7 +6,6 @@ A `Task` has all that decides about a file, and `convert_file` does it: in this 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from copy import copy
@@ -26,6 +25,7 @@ from breccia.internal import measuring
 from .ahead import Item, ahead, results
 from .configs import RESERVED, Config, read_configs
 from .dialect_writer import DialectWriter, Reader
+from .digests import Hash
 from .jobs import Job
 from .measure import FileTensor, Histogram, histogram
 from .production import Production
@@ -173,7 +173,7 @@ class Task:
 class Step:
     """A value that is written or, where there is a report, verified. nbytes: its size in the source.
 
-    digests: SHA-256 of the bytes of its tensors, where they are new. is_measured: whether the metrics of the report are new.
+    digests: of the bytes of its tensors, where they are new. is_measured: whether the metrics of the report are new.
     """
 
     name: str
@@ -318,7 +318,7 @@ def _reopened(path: Path, digests: dict[str, str]) -> tuple[Container, dict[str,
         view = written.view(part)
 
         def compare(rooms: measuring.Rooms) -> None:
-            if _digest(view, rooms) != digests[part]:
+            if _digest(view, rooms, digests[part]) != digests[part]:
                 raise CorruptFileError(f"{shown(path)}: {part!r} reads back bytes other than those written; check the disk.")
 
         return compare
@@ -326,9 +326,8 @@ def _reopened(path: Path, digests: dict[str, str]) -> tuple[Container, dict[str,
     return written, {part: item(part) for part in digests}
 
 
-def _digest(view: np.ndarray, rooms: measuring.Rooms) -> str:
-    """SHA-256 of the bytes of a view of a file."""
-    digest = hashlib.sha256()
-    for piece in in_pieces(view, partial(rooms.array, "read")):
-        digest.update(raw_bytes(piece))
-    return digest.hexdigest()
+def _digest(view: np.ndarray, rooms: measuring.Rooms, like: str) -> str:
+    """The digest of a view of a file, by the function of another one; that of a run before is not kept without it."""
+    found = Hash.like(like)
+    assert found is not None
+    return found.of(map(raw_bytes, in_pieces(view, partial(rooms.array, "read"))))

@@ -27,9 +27,9 @@ from .gguf_names import Change, Namer, Place, whole
 from .gguf_types import NAMED, TYPES, type_bytes
 from .jobs import CASTABLE, Job
 from .safetensors_file import DTYPES, Container, Shape, read, shown
-from .safetensors_writer import raw_bytes
+from .safetensors_writer import raw_bytes, write_at
 from .source import Source
-from .staged_writer import Digest, Thread, digest_of, opened_again
+from .staged_writer import Digest, Thread, has_digest, opened_again
 from .staging import naming
 
 _NUMBERS = {one.name: number for number, one in TYPES.items()}
@@ -274,7 +274,7 @@ class GGUFWriter:
             slot = self._slots[name]
             start = self._starts[slot.tensor] + slot.start
             spans[name] = start, start + slot.part.nbytes
-        if any(digest_of(self._file, start, stop - start) != digests[name] for name, (start, stop) in spans.items()):
+        if any(not has_digest(self._file, start, stop - start, digests[name]) for name, (start, stop) in spans.items()):
             return False
         self.digests |= digests
         self._digests |= {span: digests[name] for name, span in spans.items()}
@@ -315,13 +315,13 @@ class GGUFWriter:
             raw = raw_bytes(piece)
             digest.update(raw)
             with naming(self.path):
-                file.seek(at)
-                at += file.write(raw)
+                write_at(file, raw, at)
+                at += raw.nbytes
 
         yield put
         with naming(self.path):
             file.flush()
-        self._digests[start, at] = digest.hexdigest()
+        self._digests[start, at] = digest.text
 
     def check(self) -> None:
         """Raise CorruptFileError unless the file has the bytes that were written, and all of them."""
@@ -330,7 +330,7 @@ class GGUFWriter:
         def item(start: int, stop: int) -> Item[int]:
             def changed(_: measuring.Rooms) -> int:
                 with self.path.open("rb") as file:
-                    return 0 if digest_of(file, start, stop - start) == self._digests[start, stop] else stop - start
+                    return 0 if has_digest(file, start, stop - start, self._digests[start, stop]) else stop - start
 
             return changed
 

@@ -28,7 +28,7 @@ _SYNC = 1.0
 
 
 class Journal:
-    """The values that are written, with SHA-256 of their tensors' bytes, and those that are verified, with their metrics.
+    """The values that are written, with digests of their tensors' bytes, and those that are verified, with their metrics.
 
         with staging, Journal(staging, key) as journal:
             journal.write("w", {"w.data": "..."})
@@ -95,7 +95,7 @@ class Journal:
                 remove(self.staging.journal)
 
     def write(self, name: str, digests: Mapping[str, str]) -> None:
-        """Note that a value is written. digests: SHA-256 of the bytes of each of its tensors in the file."""
+        """Note that a value is written. digests: of the bytes of each of its tensors in the file."""
         self._note({"written": name, "digests": dict(digests)})
 
     def verify(self, report: TensorReport) -> None:

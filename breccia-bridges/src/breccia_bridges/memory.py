@@ -14,6 +14,7 @@ from breccia import BrecciaError, OptionError, ScalingRecipe
 from breccia.backend import TENSOR, threads
 from breccia.internal import measuring, printable
 
+from .ahead import WAITING
 from .dialect_writer import DialectWriter, Placed, Reader
 from .jobs import Job
 from .measure import Slab, slabs
@@ -28,6 +29,8 @@ _PROGRAM, _OF_VALUE = 128 << 20, 8 << 10
 _OF_SLAB = 64
 #: The same of a slab that each further thread has: FP32 copies of it and of its decoded values, and what it is read from.
 _OF_THREAD = 12
+#: The same of a slab whose result waits to be written: its numbers in FP32, at most.
+_OF_WAITING = 4
 #: Copies of a value's tensors that are there at once where it is taken whole: the pieces of the cast, what they are joined to,
 #: and what the dialect makes of that; or what is read, and what is made of it.
 _COPIES = 3
@@ -38,9 +41,9 @@ _OF_CODE = 4
 #: Bytes per element while codes get another format, which is done on whole tensors, and while it is found out whether a recipe
 #: keeps all values: FP32 and FP64 copies, and masks of them.
 _OF_NEW_CODE, _OF_EXACT = 20, 80
-#: How many times as long as elsewhere slabs may be, so that less is done under the GIL, for which threads wait; and the least
-#: elements of one: with fewer, calls take longer than what they do.
-_LONGER, _LEAST = 4, 1 << 16
+#: How many times as long as elsewhere slabs may be, so that less is done under the GIL, for which threads wait, and yet numbers
+#: stay in the processor's cache; and the least elements of one: with fewer, calls take longer than what they do.
+_LONGER, _LEAST = 2, 1 << 16
 _MIB = 1 << 20
 
 
@@ -205,7 +208,8 @@ def _of_slabs(job: Job) -> int:
         return _OF_SLAB
     matrices, rows = every[0]
     largest = (matrices.stop - matrices.start) * (rows.stop - rows.start) * shape[-1]
-    return (_OF_SLAB + _OF_THREAD * (threads.get_num_threads() - 1)) * largest  # others may have slabs of the next values
+    of_others = _OF_THREAD * (threads.get_num_threads() - 1) + _OF_WAITING * WAITING  # they may have slabs of the next values
+    return (_OF_SLAB + of_others) * largest
 
 
 def _rows(recipe: ScalingRecipe, rows: int) -> int:

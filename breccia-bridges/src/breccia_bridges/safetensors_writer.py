@@ -73,6 +73,7 @@ class Writer:
             self._file = open(self._staging.new, "xb")  # closed by __exit__; the mode follows the umask
             with naming(self.path):
                 self._file.write(self._header)
+                self._file.flush()
         except BaseException as e:
             self.__exit__(type(e), e, e.__traceback__)
             raise
@@ -113,8 +114,7 @@ class Writer:
             if done + raw.nbytes > entry.nbytes:
                 raise self._miscounted(name, done + raw.nbytes)
             with naming(self.path):
-                self._file.seek(len(self._header) + entry.start + done)
-                self._file.write(raw)
+                write_at(self._file, raw, len(self._header) + entry.start + done)
             done += raw.nbytes
 
         self._streamed.add(name)
@@ -211,6 +211,17 @@ def check_text(what: str, value: Any) -> None:
         value.encode()
     except UnicodeEncodeError as e:
         raise UnsupportedError(f"{what} must be valid Unicode text; {short(value)} has a lone surrogate.", found=value) from e
+
+
+def write_at(file: BinaryIO, raw: memoryview, at: int) -> None:
+    """Write bytes at a place: past the file's own buffer, which has to be empty, where the system can."""
+    if hasattr(os, "pwrite"):
+        while raw:
+            count = os.pwrite(file.fileno(), raw, at)
+            raw, at = raw[count:], at + count
+    else:
+        file.seek(at)
+        file.write(raw)
 
 
 def raw_bytes(data: Any) -> memoryview:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import BinaryIO, Self, TypeVar
 
 import numpy as np
 
+from .digests import Hash
 from .safetensors_file import Shape
-from .safetensors_writer import Data, Writer, raw_bytes
+from .safetensors_writer import Data, Writer, raw_bytes, write_at
 from .staging import naming
 
 _T = TypeVar("_T")
@@ -30,7 +30,7 @@ class StagedWriter(Writer):
     """A `Writer` that writes at its path, which nobody else reads until the staging folder around it is put in its place.
 
     A file that has the same header stays, and `keep` finds its finished tensors; another one is replaced.
-    digests: SHA-256 of the bytes of each tensor in the file that was written or kept.
+    digests: of the bytes of each tensor in the file that was written or kept; see `digests`.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> None:
@@ -60,7 +60,7 @@ class StagedWriter(Writer):
         assert self._file is not None
         with naming(self.path):
             self._file.flush()  # a process that is killed loses what it has not given to the system
-        self.digests[name] = digest.hexdigest()
+        self.digests[name] = digest.text
 
     @contextmanager
     def columns(self, name: str) -> Generator[Callable[[np.ndarray], None]]:
@@ -82,7 +82,7 @@ class StagedWriter(Writer):
         if at != width:
             raise self._miscounted(name, at * entry.shape[0])
         with naming(self.path):
-            self.digests[name] = digest_of(file, start, entry.nbytes)
+            self.digests[name] = Hash.best().of(pieces_of(file, start, entry.nbytes))
         self._written.add(name)
 
     def keep(self, digests: Mapping[str, str]) -> bool:
@@ -91,7 +91,7 @@ class StagedWriter(Writer):
         for name, wanted in digests.items():
             entry = self.entries[name]
             with naming(self.path):
-                if digest_of(self._file, len(self._header) + entry.start, entry.nbytes) != wanted:
+                if not has_digest(self._file, len(self._header) + entry.start, entry.nbytes, wanted):
                     return False
         self.digests |= digests
         self._written |= digests.keys()
@@ -138,23 +138,24 @@ class Thread:
 
 
 class Digest:
-    """SHA-256 of pieces; another thread computes it while the next piece is made, so pieces are not changed afterwards."""
+    """Of pieces; another thread may compute it while the next piece is made, so pieces are not changed afterwards."""
 
     def __init__(self, hashing: Thread) -> None:
-        self._digest, self._hashing = hashlib.sha256(), hashing
+        self._hash, self._hashing = Hash.best(), hashing
         self._last: Future[None] | None = None
 
     def update(self, raw: memoryview) -> None:
         self._wait()  # for the piece before, so that few are in memory
-        if raw.nbytes < _SHORT:
-            self._digest.update(raw)
+        if self._hash.is_quick or raw.nbytes < _SHORT:
+            self._hash.update(raw)
             return
-        self._last = self._hashing.submit(self._digest.update, raw)
+        self._last = self._hashing.submit(self._hash.update, raw)
 
-    def hexdigest(self) -> str:
+    @property
+    def text(self) -> str:
         """Of all pieces so far."""
         self._wait()
-        return self._digest.hexdigest()
+        return self._hash.text
 
     def _wait(self) -> None:
         if self._last is not None:
@@ -174,29 +175,23 @@ def opened_again(path: Path, header: bytes, nbytes: int) -> BinaryIO:
     try:
         file.truncate(nbytes)
         file.write(header)
+        file.flush()
     except BaseException:
         file.close()
         raise
     return file
 
 
-def write_at(file: BinaryIO, raw: memoryview, at: int) -> None:
-    """Write bytes at a place, past the file's own buffer where the system can."""
-    if hasattr(os, "pwrite"):
-        file.flush()
-        while raw:
-            count = os.pwrite(file.fileno(), raw, at)
-            raw, at = raw[count:], at + count
-    else:
-        file.seek(at)
-        file.write(raw)
-
-
-def digest_of(file: BinaryIO, start: int, nbytes: int) -> str:
-    """SHA-256 of a range of a file's bytes."""
-    digest = hashlib.sha256()
+def pieces_of(file: BinaryIO, start: int, nbytes: int) -> Iterator[bytes]:
+    """A range of a file's bytes, up to its end."""
+    file.flush()  # and forget what was read ahead, over which may be written by now
     file.seek(start)
     while nbytes and (piece := file.read(min(_PIECE, nbytes))):
-        digest.update(piece)
+        yield piece
         nbytes -= len(piece)
-    return digest.hexdigest()
+
+
+def has_digest(file: BinaryIO, start: int, nbytes: int, digest: str) -> bool:
+    """Has a range of a file's bytes this digest? Not where the library of its function is not installed."""
+    found = Hash.like(digest)
+    return found is not None and found.of(pieces_of(file, start, nbytes)) == digest

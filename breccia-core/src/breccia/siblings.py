@@ -96,6 +96,7 @@ EXTRAS = (
     ),
     Extra("breccia-bridges[gguf]", ("gguf",), "types IQ1 to IQ3 of GGUF files"),
     Extra("breccia-bridges[ray]", ("ray",), "convert --engine ray: files on many machines"),
+    Extra("breccia-bridges[xxhash]", ("xxhash",), "digests of what convert writes in less time"),
 )
 
 
