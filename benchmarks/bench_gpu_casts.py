@@ -62,6 +62,8 @@ GOALS = {
 REQUANTIZED = {TILES: "fp8_block", "mxfp8": "nvfp4", "fp8_block": "mxfp8"}
 #: Recipes that are also cast from FP16 and FP32: one for each kind of scale.
 OTHER_DTYPES = ("fp8_block", "fp8_current", "mxfp8", "nvfp4")
+#: Recipes that search for scales, one for each kind of them.
+SEARCHED = ("nvfp4,scale_rule=mse", "nvfp4,scale_rule=four_six", "mxfp4,scale_rule=mse", "int4,scale_rule=mse")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ OPS = {
     "AmaxHistory.update": Op("record_amax", recipes=("fp8_delayed",)),
     "cast-fp16": Op("cast", dtype="float16", recipes=OTHER_DTYPES),
     "cast-fp32": Op("cast", dtype="float32", recipes=OTHER_DTYPES),
+    "cast-search": Op("cast", recipes=SEARCHED),
 }
 
 
@@ -100,7 +103,7 @@ def cases(recipes: list[str], ops: list[str], shapes: list[tuple[int, int]]) -> 
         found = [
             (spec, op, shape)
             for spec, op in itertools.product(recipes, ops)
-            if (spec in OPS[op].recipes or (spec not in RECIPES and len(OPS[op].recipes) >= len(RECIPES) - 1))
+            if (spec in OPS[op].recipes or (spec not in (*RECIPES, *SEARCHED) and len(OPS[op].recipes) >= len(RECIPES) - 1))
             and (is_large(shape) or OPS[op].dtype == "bfloat16")
         ]
         yield from sorted(found, key=lambda row: row[:2] not in GOALS)
@@ -402,7 +405,7 @@ RivalsOption = Annotated[list[str] | None, typer.Option("--rivals", help="Those 
 
 @command
 def casts(
-    recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name or spec; repeatable. Default: RECIPES.")] = None,
+    recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name or spec; repeatable. Default: all.")] = None,
     ops: Annotated[list[str] | None, typer.Option(help=f"{', '.join(OPS)}; repeat for several. Default: all.")] = None,
     shapes: Annotated[list[str] | None, typer.Option(help="ROWSxCOLUMNS. Small ones are timed in graphs too.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each call, interleaved.")] = 15,
@@ -413,7 +416,8 @@ def casts(
     """Time casts and their inverse against a device copy and rivals."""
     chosen, lengths = known(ops, OPS, "--ops"), [sizes(shape) for shape in shapes or SHAPES]
     check_device(device)
-    specs = [recipe.spec for recipe in recipes_named(recipes or RECIPES)]  # rivals know recipes by their canonical spec
+    named = recipes_named(recipes or (*RECIPES, *SEARCHED))
+    specs = [recipe.spec for recipe in named]  # rivals know recipes by their canonical spec
     names = rivals.chosen(rivals_ or [], "cuda")
     there, absent = loaded(names, device)
     options = {"device": device, "clock": "CUDA events" if device == "cuda" else "the host's clock"}

@@ -206,6 +206,21 @@ def test_stochastic_rounding_draws_the_same_numbers(spec: str, launches: list[st
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("spec", ["nvfp4,scale_rule=mse", "int4,group_size=32,scale_rule=mse"])
+def test_scales_are_searched_for(spec: str, axis: int, launches: list[str]) -> None:
+    x = numbers((36, 72), seed=3)
+    check(x, spec, launches, axis=axis)
+    weights = np.random.default_rng(4).random(x.shape[axis]).astype(np.float32)
+    recipe, given = breccia.recipe(spec), CastOptions(axis=axis, importance=weights)
+    launches.clear()
+    found = compiled(
+        lambda x, w: jax_calls.cast(x, recipe, CastOptions(axis=axis, importance=w)), jnp.asarray(x), jnp.asarray(weights)
+    )
+    assert launches[-1] == "cast_kernel"
+    same(found, reference.cast(x, recipe, given))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("spec", ["fp8_block", "mxfp4", "nvfp4", "fp8_current"])
 def test_supplied_scales_are_used_and_faults_marked(spec: str, axis: int, launches: list[str]) -> None:
     x, recipe = numbers((40, 96), seed=8), breccia.recipe(spec)

@@ -41,6 +41,8 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
     """`cast` as `breccia.cast` documents it; see `casting` for the kernels."""
     if (result := _plainly("cast", x, recipe, options)) is not None:
         return result
+    if options.importance is not None:
+        checks.check_importance(options.importance, x, recipe, options.axis)
     x, options = _readable(x, recipe), _in_order(options)
     if _transposed(x) and options.storage == PLAIN:
         result = cast(x.mT, recipe, _other_axis(options, x.ndim))
@@ -95,12 +97,12 @@ def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, histo
     return call.plainly(address, scale.data_ptr()) if history is None else call.recording(address, *history)
 
 
-def _kind(options: CastOptions) -> tuple[bool, str, str]:
+def _kind(options: CastOptions) -> tuple[bool, str, str, bool]:
     """What calls are prepared for, of their options."""
-    return options.scale is not None, options.rounding, options.storage
+    return options.scale is not None, options.rounding, options.storage, options.importance is not None
 
 
-_OWN, _SUPPLIED = (False, "nearest", PLAIN), (True, "nearest", PLAIN)
+_OWN, _SUPPLIED = (False, "nearest", PLAIN, False), (True, "nearest", PLAIN, False)
 
 
 def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
@@ -175,7 +177,7 @@ class _History:
 
 
 def _fits(part: Any, device: torch.device) -> bool:
-    """Whether kernels on a device can read a part of a history as it is."""
+    """Whether kernels on a device can read a part of a history, or an importance, as it is."""
     return isinstance(part, torch.Tensor) and part.dtype is torch.float32 and part.device == device and part.is_contiguous()
 
 
@@ -206,10 +208,15 @@ def _transposed(x: Any) -> bool:
 
 
 def _in_order(options: CastOptions) -> CastOptions:
-    """The options with a scale in C order, as kernels read it: those of tiles down the columns are not so."""
-    scale = options.scale
-    unordered = isinstance(scale, torch.Tensor) and not scale.is_contiguous()
-    return options.replace(scale=scale.contiguous()) if unordered else options
+    """The options as kernels read them: a scale in C order, which those of tiles down the columns are not in, and an importance
+    in FP32."""
+    scale, importance = options.scale, options.importance
+    if isinstance(scale, torch.Tensor) and not scale.is_contiguous():
+        options = options.replace(scale=scale.contiguous())
+    if importance is not None:
+        need_dense(importance)
+        options = options.replace(importance=importance.resolve_neg().to(torch.float32).contiguous())
+    return options
 
 
 def _other_axis(options: CastOptions, ndim: int) -> CastOptions:
@@ -243,7 +250,7 @@ def _call_for(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> A
         _calls.keep(key, call)
     if isinstance(call, str) or (options.scale is not None and not call.takes(options.scale)):
         return None
-    return call
+    return call if options.importance is None or _fits(options.importance, device) else None
 
 
 #: Prepared calls; for calls that the kernels do not support, the reason.
@@ -282,7 +289,8 @@ def prepared(
     op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions, hardware: Hardware, choose: Choose | None = None
 ) -> Prepared:  # fmt: skip
     """A call prepared for hardware under choices. Raises Unsupported."""
-    chosen = Options(options.scale is not None, options.rounding == "stochastic", options.storage)
+    weighted = options.importance is not None
+    chosen = Options(options.scale is not None, options.rounding == "stochastic", options.storage, weighted)
     scaled = isinstance(x, ScaledTensor)
     facts = codes_of(x, scaled_source(x, recipe, chosen.supplied), False, hardware) if scaled else array_of(x)
     return Prepared(op, recipe, facts, axis, chosen, TORCH.dtypes(recipe.format), hardware, choose, turns=not scaled)
@@ -525,6 +533,8 @@ class Call:
             others.append(workspace(device, stream)[0])
         if options.scale is not None:
             others.append(options.scale)
+        if self.prepared.weighted:
+            others.append(options.importance)
         counts: tuple[int, ...] = ()
         if history is not None:
             others += [workspace(device, stream)[0], history.amaxes, *history.recorded]

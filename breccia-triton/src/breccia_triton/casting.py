@@ -39,6 +39,7 @@ from .numerics import (
     te_multiplier,
     value,
 )
+from .searching import searched, weights_of
 from .tiles import (
     block_count,
     blocks,
@@ -234,14 +235,14 @@ def dequantize_kernel(
 
 @triton.jit
 def cast_kernel(
-    x, x_scale, x_zero_point, x_global_scale, data, scale, zero_point, global_scale, amax, supplied, seed_low, seed_high,
-    rows, columns, groups, x_groups, stride_matrix, stride_row, stride_column,
+    x, x_scale, x_zero_point, x_global_scale, data, scale, zero_point, global_scale, amax, supplied, importance, seed_low,
+    seed_high, rows, columns, groups, x_groups, stride_matrix, stride_row, stride_column,
     S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Codes, scales, zero-points and the global scale; or, where V.values, the values they decode to, into `data`.
 
-    amax: of the tensor, of rows or of columns. supplied: scales to use. groups: how many groups of packed codes the
-    contraction axis has.
+    amax: of the tensor, of rows or of columns. supplied: scales to use. importance: weights for a search for scales, as bits.
+    groups: how many groups of packed codes the contraction axis has.
     """
     matrix, i, j, row, row_exists, column, column_exists = tile_of_program(rows, columns, G)
     u, words = read_tile(
@@ -252,8 +253,8 @@ def cast_kernel(
         amax = tl.load(amax)
     global_code, multiplier = global_scale_of(global_scale, amax, supplied, (matrix == 0) & (i == 0) & (j == 0), S, V)
     write(
-        u, words, data, scale, zero_point, amax, supplied, global_code, multiplier, seed_low, seed_high, matrix, i, j, row,
-        row_exists, column, column_exists, rows, columns, groups, S, G, V,
+        u, words, data, scale, zero_point, amax, supplied, importance, global_code, multiplier, seed_low, seed_high, matrix, i,
+        j, row, row_exists, column, column_exists, rows, columns, groups, S, G, V,
     )  # fmt: skip
 
 
@@ -295,8 +296,8 @@ def waiting_cast_kernel(
             x_groups, stride_matrix, stride_row, stride_column, G, V, F,
         )  # fmt: skip
         write(
-            u, words, data, scale, zero_point, amax, None, global_code, multiplier, seed_low, seed_high, matrix, i, j, row,
-            row_exists, column, column_exists, rows, columns, groups, S, G, V,
+            u, words, data, scale, zero_point, amax, None, None, global_code, multiplier, seed_low, seed_high, matrix, i, j,
+            row, row_exists, column, column_exists, rows, columns, groups, S, G, V,
         )  # fmt: skip
         tile += programs
 
@@ -366,7 +367,7 @@ def cast_record_kernel(
         )  # fmt: skip
         maxima = tl.maximum(maxima, u & MAGNITUDE)
         write(
-            u, u, data, scale, None, None, supplied, 0, 1.0, seed_low, seed_high, matrix, i, j, row, row_exists, column,
+            u, u, data, scale, None, None, supplied, None, 0, 1.0, seed_low, seed_high, matrix, i, j, row, row_exists, column,
             column_exists, rows, columns, groups, S, G, V,
         )  # fmt: skip
     top, last = gathered(maxima, work, programs)
@@ -390,8 +391,8 @@ def pair_kernel(
         amax, other_amax = tl.load(amax), tl.load(other_amax)
     global_code, multiplier = global_scale_of(global_scale, amax, supplied, (matrix == 0) & (i == 0) & (j == 0), S, V)
     code, codes, owner = write(
-        u, words, data, scale, zero_point, amax, supplied, global_code, multiplier, seed_low, seed_high, matrix, i, j, row,
-        row_exists, column, column_exists, rows, columns, groups, S, G, V,
+        u, words, data, scale, zero_point, amax, supplied, None, global_code, multiplier, seed_low, seed_high, matrix, i, j,
+        row, row_exists, column, column_exists, rows, columns, groups, S, G, V,
     )  # fmt: skip
     if S.global_scale is not None:
         if (matrix == 0) & (i == 0) & (j == 0):
@@ -408,7 +409,7 @@ def pair_kernel(
         )
     else:
         write(
-            u, words, other_data, other_scale, other_zero_point, other_amax, supplied, global_code, multiplier, seed_low,
+            u, words, other_data, other_scale, other_zero_point, other_amax, supplied, None, global_code, multiplier, seed_low,
             seed_high, matrix, i, j, row, row_exists, column, column_exists, rows, columns, other_groups, S, H, W,
         )  # fmt: skip
 
@@ -428,8 +429,8 @@ def scale_places(matrix, i, j, rows, columns, S: tl.constexpr, G: tl.constexpr, 
 
 @triton.jit
 def write(
-    u, words, data, scale, zero_point, amax, supplied, global_code, multiplier, seed_low, seed_high, matrix, i, j, row,
-    row_exists, column, column_exists, rows, columns, groups, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
+    u, words, data, scale, zero_point, amax, supplied, importance, global_code, multiplier, seed_low, seed_high, matrix, i, j,
+    row, row_exists, column, column_exists, rows, columns, groups, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Cast the FP32 bits `u` of a tile, with blocks along axis G.axis. words: as `read_tile` returns them.
 
@@ -483,7 +484,14 @@ def write(
         plain = scale_place(of, row_block[:, None], column_block[None, :], block_rows, block_columns, "plain", G.axis, 1)
         codes = accept_scale(word_at(supplied, plain, block_exists, CODEC.bits), SCALE)
     else:
-        codes = scale_codes(statistic, multiplier, SCALE, TWO_LEVEL, V.ptx and V.source != "supplied", V.ptx)
+        GLOBAL_FITS: tl.constexpr = V.ptx and V.source != "supplied"
+        codes = scale_codes(statistic, multiplier, SCALE, TWO_LEVEL, GLOBAL_FITS, V.ptx)
+        if SCALE.window is not None:
+            weights = None
+            if V.weighted:
+                weights = weights_of(importance, row, row_exists, column, column_exists, G)
+            found = searched(u, codes, statistic, multiplier, weights, S, G, V, GLOBAL_FITS)
+            codes = tl.where(statistic == 0, codes, found)
     if not OWN:
         codes = tl.where(faulty, SCALE.nan, codes)
     if V.source == "supplied" and TWO_LEVEL:  # under NaN for a global scale that is refused, no scale is computed

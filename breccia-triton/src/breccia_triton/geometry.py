@@ -184,6 +184,7 @@ class Variant:
     storage: of the scales. values: what the codes decode to is written in place of codes and scales.
     turned: blocks go down the columns, and codes are written column by column, so that those of a block are adjacent; so are
         scales of tiles.
+    weighted: a search for scales weighs errors.
     """
 
     source: str
@@ -202,6 +203,7 @@ class Variant:
     values: bool = False
     pairs: bool = False
     turned: bool = False
+    weighted: bool = False
 
 
 @dataclass(frozen=True)

@@ -124,13 +124,17 @@ def _cast(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, history:
     arrays = components(x) if scaled else {"x": x}
     if options.scale is not None:
         arrays["supplied"] = options.scale
+    if options.importance is not None:
+        checks.check_importance(options.importance, x, recipe, options.axis)
+        arrays["importance"] = ops.f32(options.importance)
     if options.rounding == "stochastic":
         words = ops.words(options.seed)
         arrays |= {name: jnp.asarray(word, jnp.int32) for name, word in zip(_SEED, words, strict=True)}
     arrays |= history or {}
     if options.out is not None or (op in RECORDING) != (history is not None) or not all(map(is_array, arrays.values())):
         return None
-    chosen = Options(options.scale is not None, options.rounding == "stochastic", options.storage)
+    weighted = options.importance is not None
+    chosen = Options(options.scale is not None, options.rounding == "stochastic", options.storage, weighted)
     call = Cast(op, ops, recipe, options.axis, chosen, shapes_of(arrays), Metadata.of(x) if scaled else None)
     return call.assembled(run(call, list(arrays.values()))) if call.supported else None
 
@@ -288,7 +292,8 @@ class Cast(OnGPU):
         x = by_name["x"] if self.metadata is None else assembled(self.metadata, by_name)
         stochastic = self.options.stochastic
         seed = jnp.stack([by_name[name] for name in _SEED]) if stochastic else None
-        options = CastOptions(self.axis, by_name.get("supplied"), "stochastic" if stochastic else "nearest", seed)
+        rounding = "stochastic" if stochastic else "nearest"
+        options = CastOptions(self.axis, by_name.get("supplied"), rounding, seed, importance=by_name.get("importance"))
         if self.op in RECORDING:
             more = (options,) if self.op == "cast_and_record" else ()
             amaxes, before = by_name.get("amaxes", ()), by_name["before"]
@@ -308,7 +313,8 @@ class Cast(OnGPU):
         prepared, by_name = needed(_prepared(self, hardware)), self._named(arrays)
         x = {name: by_name[name] for name in _COMPONENTS.values() if name in by_name}
         x = x if self.metadata is None else as_integers(x)
-        others = as_integers({name: by_name[name] for name in ("supplied", "before", "amaxes", *_SEED) if name in by_name})
+        given = ("supplied", "importance", "before", "amaxes", *_SEED)
+        others = as_integers({name: by_name[name] for name in given if name in by_name})
         history: dict[str, Any] = {}
         old: tuple[int, ...] = ()
         if self.op in RECORDING:

@@ -461,30 +461,39 @@ def scale_codes(statistic, multiplier, S: tl.constexpr, TWO_LEVEL: tl.constexpr,
     elif S.rule == "te":
         codes = encode_scale(reciprocal(te_multiplier(statistic, S), PTX), S)
     else:
-        if S.reciprocal:
-            t = statistic * S.divisor
-        else:
-            t = quotient(statistic, S.divisor, S.inverse, PTX)
-        # Without another factor, codecs take what is below 2^-126 as zero, or as their least number.
-        LIFTS: tl.constexpr = PTX and TWO_LEVEL and GLOBAL_FITS
-        if not PTX or (TWO_LEVEL and not LIFTS) or S.factor > 1.0:
-            t = flushed(t)
-        if S.qmax < 1:
-            t = saturated(t)
-        if TWO_LEVEL:
-            if GLOBAL_FITS:
-                # Both times a power of two, where the remainder would have bits below FP32's last one.
-                lift = tl.where(multiplier < 2.0**-40, 2.0**64, 1.0)
-                t = _product(t, lift) if LIFTS else t * lift
-                t = _refined(t, multiplier * lift, reciprocal(multiplier * lift, PTX))
-            else:
-                t = saturated(tl.div_rn(t, tl.zeros_like(t) + multiplier))
-        if S.factor != 1.0:
-            t = saturated(t * S.factor)
+        t = unrounded_scales(statistic, multiplier, S, TWO_LEVEL, GLOBAL_FITS, PTX)
         codes = encode_scale(tl.minimum(tl.maximum(t, S.least), S.most), S)
     if S.rule == "linear" and S.codec.kind == "float" and S.least == 0 and S.zero == 0:
         return codes
     return tl.where(statistic == 0, S.zero, codes)
+
+
+@triton.jit
+def unrounded_scales(
+    statistic, multiplier, S: tl.constexpr, TWO_LEVEL: tl.constexpr, GLOBAL_FITS: tl.constexpr, PTX: tl.constexpr
+):
+    """What the linear rules round to scales; arguments as of `scale_codes`. With PTX, some number below 2^-126 for such."""
+    if S.reciprocal:
+        t = statistic * S.divisor
+    else:
+        t = quotient(statistic, S.divisor, S.inverse, PTX)
+    # Without another factor, codecs take what is below 2^-126 as zero, or as their least number.
+    LIFTS: tl.constexpr = PTX and TWO_LEVEL and GLOBAL_FITS
+    if not PTX or (TWO_LEVEL and not LIFTS) or S.factor > 1.0:
+        t = flushed(t)
+    if S.qmax < 1:
+        t = saturated(t)
+    if TWO_LEVEL:
+        if GLOBAL_FITS:
+            # Both times a power of two, where the remainder would have bits below FP32's last one.
+            lift = tl.where(multiplier < 2.0**-40, 2.0**64, 1.0)
+            t = _product(t, lift) if LIFTS else t * lift
+            t = _refined(t, multiplier * lift, reciprocal(multiplier * lift, PTX))
+        else:
+            t = saturated(tl.div_rn(t, tl.zeros_like(t) + multiplier))
+    if S.factor != 1.0:
+        t = saturated(t * S.factor)
+    return t
 
 
 @triton.jit
@@ -544,7 +553,7 @@ def read_scale(codes, S: tl.constexpr):
 
 @triton.jit
 def accept_scale(stored, S: tl.constexpr):
-    """int32 codes of supplied scales; NaN for those that are no positive scales."""
+    """int32 codes of supplied scales; NaN for those that are no positive scales, or no scales of either sign with S.signs."""
     if S.codec.kind == "power":
         return stored
     else:
@@ -552,7 +561,8 @@ def accept_scale(stored, S: tl.constexpr):
         if S.codec.kind == "float":
             return tl.where(v > 0, stored, S.nan)
         else:
-            good = (v >= S.least) & (v <= S.most)
+            magnitude = tl.abs(v) if S.signs else v
+            good = (magnitude >= S.least) & (magnitude <= S.most)
             return tl.where(good, encode_scale(tl.where(good, v, 1.0), S), S.nan)
 
 
@@ -577,7 +587,8 @@ def divisor_of(codes, multiplier, S: tl.constexpr, TWO_LEVEL: tl.constexpr, PTX:
         if FINITE and PTX and S.codec.kind == "float" and not TWO_LEVEL and S.rule != "divide":
             usable = codes != 0
         else:
-            usable = (by >= LEAST_NORMAL) & (by <= MOST)
+            magnitude = tl.abs(by) if S.signs else by
+            usable = (magnitude >= LEAST_NORMAL) & (magnitude <= MOST)
             by = tl.where(usable, by, 1.0)
         if S.rule != "divide":
             by = reciprocal(by, PTX)

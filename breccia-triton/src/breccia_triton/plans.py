@@ -146,4 +146,6 @@ def _with_constants(recipe: ScalingRecipe, block: Block, tiling: Any, tiles: Any
         return tiling
     if spec.offset != "none" and any(source != "tile" for _, source in tiles):
         return f"blocks with a {spec.offset.replace('_', '-')} have to fit a tile"
+    if spec.scale.window is not None and any(source != "tile" for _, source in tiles):
+        return "blocks whose scale is searched for have to fit a tile"
     return spec, tiling

@@ -9,15 +9,16 @@ from breccia import DelayedScaling, Kernel, hookimpl
 
 api = 1
 
-#: Each op with the module of its function for torch, what it accepts, and whether it reads or writes storages of scales.
+#: Each op with the module of its function for torch, what it accepts, whether it reads or writes storages of scales, and
+#: whether it searches for scales.
 _KERNELS = (
-    ("cast", "cast", "cast", False, True),
-    ("cast_pair", "cast", "pair", False, True),
-    ("cast_ste", "cast", "cast", False, False),
-    ("record_amax", "cast", "cast", False, False),
-    ("cast_and_record", "cast", "cast", False, False),
-    ("dequantize", "decode", "dequantize", True, False),
-    ("requantize", "cast", "requantize", True, True),
+    ("cast", "cast", "cast", False, True, True),
+    ("cast_pair", "cast", "pair", False, True, False),
+    ("cast_ste", "cast", "cast", False, False, True),
+    ("record_amax", "cast", "cast", False, False, False),
+    ("cast_and_record", "cast", "cast", False, False, False),
+    ("dequantize", "decode", "dequantize", True, False, False),
+    ("requantize", "cast", "requantize", True, True, True),
 )
 
 
@@ -148,7 +149,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             knows=knows,
         )
     for framework in ("torch", "jax"):
-        for op, module, accepts, reads, writes in _KERNELS:
+        for op, module, accepts, reads, writes, searches in _KERNELS:
             torch = framework == "torch"
             yield Kernel(
                 op,
@@ -161,7 +162,7 @@ def breccia_kernels() -> Iterable[Kernel]:
                 accepts=f"breccia_triton.plans:accepts_{accepts}",
                 reads=STORAGES if reads else (),
                 writes=STORAGES if writes else (),
-                knows=READ if reads else (),
+                knows=(READ if reads else ()) + (("scale_search",) if searches else ()),
             )
     for op, target, name, score in (
         ("matmul", "weight_only_matmul", "cuda.weight_only", "breccia_triton.weight_times:score"),

@@ -98,11 +98,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a cast that kernels are compiled for. supplied: whether there is a scale."""
+    """The options of a cast that kernels are compiled for. supplied: whether there is a scale. weighted: an importance."""
 
     supplied: bool = False
     stochastic: bool = False
     storage: str = PLAIN
+    weighted: bool = False
 
 
 class Prepared:
@@ -128,6 +129,9 @@ class Prepared:
         self.spec = needed(spec_of(recipe))
         block = checks.fitted_layout(recipe, shape, axis).block(axis)
         self.tensor, self.two_level = block == TENSOR, self.spec.global_scale is not None
+        #: Whether scales are searched for, and whether an importance weighs their errors.
+        self.searches = self.spec.scale.window is not None and (self.two_level or not options.supplied)
+        self.weighted = self.searches and options.weighted
         if options.storage != PLAIN and (len(shape) < 2 or not writes(self.spec, block, options.storage)):
             raise Unsupported(f"it does not write these scales in storage {options.storage!r}")
         self.input = x if isinstance(x, Codes) else x.flat(self._matrix(x, block))
@@ -202,6 +206,8 @@ class Prepared:
         arguments |= amaxes
         if self.options.supplied:
             arguments["supplied"] = Argument(POINTERS[itemsize(self.scale_dtype)])
+        if self.weighted:
+            arguments["importance"] = Argument("*i32")
         if self.length:
             arguments |= _HISTORY
         if self.options.stochastic:
@@ -209,7 +215,7 @@ class Prepared:
         self.narrow = not self.waits and self._narrow(source, arguments, constants)
         if self.narrow:
             return
-        if self.op == "cast_pair" and self.spec.element.bits < 8:
+        if self.op == "cast_pair" and (self.spec.element.bits < 8 or self.searches):
             raise TwoCasts("two casts are faster")
         integers = {"rows": rows, "columns": columns}
         integers |= {f"{prefix}groups": w.groups for w, prefix in zip(self.written, ("", "other_"), strict=False)}
@@ -231,7 +237,7 @@ class Prepared:
 
     def _may_wait(self, x: Array | Codes) -> bool:
         """Whether one kernel both finds the amax of the tensor and casts: for a small tensor, a second launch takes longer."""
-        small = math.prod(x.shape) <= SMALL
+        small = math.prod(x.shape) <= SMALL and not self.searches  # which takes longer than a launch
         return small and self.hardware.resident > 0 and self.op in _WAITING and list(self.passes) == ["tensor"]
 
     def _tiles(self, block: Block) -> list[tuple[Tile, str, int]]:
@@ -242,6 +248,8 @@ class Prepared:
             kind = "tile whole" if block[0] != 1 or block[1] is None else "tile down" if self.axis == -2 else "tile along"
             turned = self.turns and self.axis == -2
             choice = self._choice("tile turned" if turned else kind, block)
+            if self.searches and not choice.each:
+                choice = replace(choice, each=16)  # a search has more numbers in registers for each
             if self.length and turned and not choice.elements:
                 choice = replace(choice, elements=8192)  # a program that goes on to other tiles has fewer registers for each
             _, tile, source = needed(tiled(self.recipe, block, self.axis, rows, columns, choice, turned))
@@ -256,7 +264,8 @@ class Prepared:
 
     def _choice(self, kernel: str, block: Block) -> Choice:
         source, codecs = self.input, codecs_of(self.recipe.format)
-        facts = (self.op, codecs, block_text(block), f"axis {self.axis}", source.kind)
+        rule = (self.recipe.rules[-1].name,) if self.searches else ()
+        facts = (self.op, codecs, block_text(block), f"axis {self.axis}", source.kind, *rule)
         return self.choose(key_of(kernel, math.prod(source.flat_shape), *facts))
 
     @property
@@ -283,6 +292,7 @@ class Prepared:
             values=self.op == "cast_ste",
             turned=written.turned,
             pairs=source == "tile" and self._in_pairs(tile),
+            weighted=self.weighted,
         )
 
     def _in_pairs(self, tile: Tile) -> bool:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from breccia import Codec, Format, Integer, Level, Lookup, Minifloat, PowerOfTwo, ScalingRecipe, rules
+from breccia import Codec, Format, Integer, Level, Lookup, Minifloat, PowerOfTwo, RecipeError, ScalingRecipe, rules
 from breccia.backend import F32, F32_INF, INT8, TENSOR, FloatForm, IntegerForm, TableForm, f32, form_of
 from breccia.internal import Record, f32_bits
 
@@ -108,13 +108,28 @@ class Powers:
 
 
 @dataclass(frozen=True)
+class Window:
+    """The scales that a search tries after the plain one (`breccia.rules.Window`), in this order.
+
+    multiples: of the unrounded plain scale; negative ones have the sign bit set. steps: distances from its code, within codes
+    from lowest to highest. signs: whether scales may be negative.
+    """
+
+    multiples: tuple[float, ...]
+    steps: tuple[int, ...]
+    lowest: int
+    highest: int
+    signs: bool
+
+
+@dataclass(frozen=True)
 class Scale:
     """One level: its codec and its rule.
 
     rule: "linear", "divide", "te" or "exponent". divisor: the statistic is divided by it (inverse: its reciprocal); or, with
     `reciprocal`, multiplied by it. factor: 2^margin. carry, cap: integers of the exponent rules. extreme: a scale may be 2^127,
     whose reciprocal is subnormal. fits: no element exceeds the largest code by as much as half a step. least, most, zero, nan:
-    of the codec.
+    of the codec. window: of a rule that searches, None for others.
     """
 
     codec: Floats | Wide | Powers
@@ -134,6 +149,12 @@ class Scale:
     convention: str
     fits: bool
     extreme: bool
+    window: Window | None = None
+
+    @property
+    def signs(self) -> bool:
+        """Whether scales may be negative."""
+        return self.window is not None and self.window.signs
 
 
 @dataclass(frozen=True)
@@ -185,7 +206,9 @@ class Spec:
 
     @property
     def lanes(self) -> bool:
-        """Whether its codes have formulas that keep to a thread."""
+        """Whether its codes have formulas that keep to a thread, and its scales are not searched for."""
+        if self.scale.window is not None:
+            return False
         element = self.element
         unsigned = isinstance(element, Integers) and not element.signed and element.bits == 4
         if self.offset != "none" and not unsigned:
@@ -226,6 +249,8 @@ def spec_of(recipe: ScalingRecipe, decoding: bool = False) -> Spec | str:
         if global_scale is not None and fmt.scale.block == TENSOR:
             raise Unsupported("a tensor scale under another one has no kernel here")
         scale = _scale(fmt, fmt.scale, rules_of[-1], False) if fmt.scale_record is None else _FLAT
+        if fmt.offset != "none" and scale.window is not None:
+            raise Unsupported("it searches for scales of formats without an offset only")
         if fmt.offset != "none" and fmt.offset_record is None:
             if fmt.scale_record is not None:
                 raise Unsupported("it reads offsets of coded scales from records only")
@@ -336,7 +361,8 @@ def _scale(fmt: Format, level: Level, rule: rules.Rule | None, outermost: bool) 
         raise Unsupported(f"rule {rule.name!r} writes no powers of two")
     if rule is not None and formula["rule"] == "exponent" and not (type(codec) is PowerOfTwo or codec.bits == 32):
         raise Unsupported(f"rule {rule.name!r} writes powers of two only")
-    top = ((F32_INF - 1 + formula["carry"]) >> 23) - formula["cap"]
+    window = formula["window"] = _window(rule, codec, fmt.element)
+    top = ((F32_INF - 1 + formula["carry"]) >> 23) - formula["cap"] + max((0, *(window.steps if window else ())))
     largest = codec.need_nan() - 1 - kernel_codec.bias if isinstance(kernel_codec, Powers) else 126
     formula["extreme"] = isinstance(kernel_codec, Powers) and top >= largest
     exact = isinstance(rule, rules.Linear) and codec.bits == 32 and rule.margin >= 0 and qmax >= 4
@@ -375,8 +401,24 @@ def _formula(fmt: Format, rule: rules.Rule, qmax: float, outermost: bool) -> dic
             return {"rule": "divide", "factor": 2.0**rule.margin}
         case rules.Linear() if type(rule) is rules.Linear:
             return {"factor": 2.0**rule.margin}
+        case rules.Search() if type(rule) is rules.Search and not outermost:
+            return _formula(fmt, rule.plain(fmt.scale.codec), qmax, outermost)
         case _:
             raise Unsupported(f"it does not have the scale rule {rule.name!r} here")
+
+
+def _window(rule: rules.Rule | None, codec: Codec, element: Codec) -> Window | None:
+    """The window of a rule that searches."""
+    if not isinstance(rule, rules.Search):
+        return None
+    try:
+        window = rule.window(codec)
+    except RecipeError as e:
+        raise Unsupported(f"rule {rule.name!r} has no window of {codec.name} scales") from e
+    signs = rules.takes_signs(codec, element)
+    multiples = (*window.factors, *(-factor for factor in window.opposite if signs))
+    lowest, highest = (0, codec.need_nan() - 1) if isinstance(codec, PowerOfTwo) else (1, getattr(codec, "highest", 0))
+    return Window(multiples, window.steps, lowest, highest, signs)
 
 
 def _number(bits: int) -> float:

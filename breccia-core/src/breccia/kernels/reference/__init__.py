@@ -29,11 +29,12 @@ from .recording import cast_and_record, record_amax, scales_of_amaxes
 from .records import scale_values
 from .requantizing import GENERIC, Primitives, requantize
 from .rotating import rotated, unrotated
-from .searching import SMALLEST, weights_of
+from .searching import LIGHTEST, SMALLEST, weights_of
 from .tiles import Tiles
 
 __all__ = [
     "GENERIC",
+    "LIGHTEST",
     "SMALLEST",
     "Primitives",
     "Tiles",
