@@ -42,9 +42,10 @@ RANGE = (4.0, 4.6)
 
 @dataclass(frozen=True)
 class Arm:
-    """library, method: whose code, and which. importance: whether it sees the mean squares of inputs. spec: of ours.
+    """library, method: whose code, and which. importance: whether it sees a calibration text. spec: breccia's recipe.
 
-    rival: makes the function of another library.
+    rival: makes the function of another library. in_turn: whether this function takes the inputs of a layer, through the blocks
+    that are quantized before it, instead of the mean squares of the model's inputs.
     """
 
     library: str
@@ -52,6 +53,7 @@ class Arm:
     spec: str = ""
     importance: bool = False
     rival: Callable[[], rivals.Quantize] | None = None
+    in_turn: bool = False
 
     @property
     def name(self) -> str:
@@ -89,14 +91,21 @@ def _theirs() -> Iterator[Arm]:
         method = f"int4 g{group}" if kind == "int" else kind
         made = lambda kind=kind, group=group: rivals.auto_round(kind, group)  # noqa: E731
         yield Arm("AutoRound", f"{method} search", importance=True, rival=made)
+    for kind in ("int4", "nvfp4"):
+        method = "int4 g32" if kind == "int4" else kind
+        for observer in ("memoryless_mse", "imatrix_mse"):
+            made = lambda kind=kind, observer=observer: rivals.llm_compressor(kind, observer)  # noqa: E731
+            yield Arm("llm-compressor", f"{observer} {method}", importance=observer == "imatrix_mse", rival=made)
+        for observer in ("memoryless_minmax", "imatrix_mse"):
+            made = lambda kind=kind, observer=observer: rivals.llm_compressor_gptq(kind, observer)  # noqa: E731
+            yield Arm("llm-compressor", f"gptq {observer} {method}", importance=True, rival=made, in_turn=True)
+    yield Arm("GPTQModel", "int4 g32", importance=True, rival=lambda: rivals.gptq_model(32), in_turn=True)
 
 
 ARMS = {arm.name: arm for arm in (*_ours(), *_theirs())}
 #: What is not on the board, and why.
 ABSENT = {
     "AutoRound's tuning": "200 steps for each block; its search for scales without tuning is on the board",
-    "GPTQModel": "its package has no wheel for CPUs; breccia's gptq is the same algorithm",
-    "compressed-tensors' MSE observer": "it is part of llmcompressor",
 }
 
 
@@ -238,6 +247,9 @@ class Model:
             yield from self._calibrated(arm)
             return
         function = arm.rival() if arm.rival else None
+        if function is not None and arm.in_turn:
+            yield from self._in_turn(function)
+            return
         for name, weight in self.weights.items():
             importance = self.importance[name] if arm.importance else None
             if function is not None:
@@ -245,6 +257,34 @@ class Model:
                 continue
             recipe = fitting(breccia.recipe(arm.spec), weight.shape[1])
             yield name, breccia.dequantize(breccia.cast(weight, recipe, importance=importance)), recipe.spec
+
+    def _in_turn(self, function: rivals.Quantize) -> Iterator[tuple[str, torch.Tensor, str]]:
+        """Each layer of one block after the other, by its inputs through the blocks that are quantized before it.
+
+        `measured` sets each weight before it asks for the next.
+        """
+        for name, layer in self.layers.items():
+            layer.weight.copy_(self.weights[name])
+        blocks = self.network.model.layers
+        entering: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        hook = blocks[0].register_forward_pre_hook(lambda _, x, more: entering.append((x[0], more)), with_kwargs=True)
+        for ids in self.calibration:
+            self.network.model(ids[None], use_cache=False)
+        hook.remove()
+        for i, block in enumerate(blocks):
+            layers = {name: layer for name, layer in self.layers.items() if name.startswith(f"model.layers.{i}.")}
+            inputs: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+            hooks = [
+                layer.register_forward_pre_hook(lambda _, x, kept=inputs[name]: kept.append(x[0]))
+                for name, layer in layers.items()
+            ]
+            for x, more in entering:
+                block(x, **more)
+            for hook in hooks:
+                hook.remove()
+            for name in layers:
+                yield name, *function(self.weights[name], torch.cat(inputs[name]))
+            entering = [(block(x, **more), more) for x, more in entering]
 
     def _calibrated(self, arm: Arm) -> Iterator[tuple[str, torch.Tensor, str]]:
         """Each layer by `breccia convert --calibrate`, as its users call it."""
@@ -287,7 +327,14 @@ def mean_squares(network: Any, layers: Mapping[str, Any], ids: torch.Tensor) -> 
 
 def versions(names: list[str]) -> dict[str, str]:
     """The versions of the other libraries of these arms."""
-    packages = {"torchao": "torchao", "MLX": "mlx", "compressed-tensors": "compressed-tensors", "AutoRound": "auto-round"}
+    packages = {
+        "torchao": "torchao",
+        "MLX": "mlx",
+        "compressed-tensors": "compressed-tensors",
+        "AutoRound": "auto-round",
+        "llm-compressor": "llmcompressor",
+        "GPTQModel": "gptqmodel",
+    }
     found: dict[str, str] = {}
     for library in dict.fromkeys(ARMS[name].library for name in names):
         if library == "llama.cpp":

@@ -1,7 +1,8 @@
 """Weights by the own code of other libraries, for bench_board.py: each decodes what it has quantized, and names its format.
 
 A function takes a weight, FP32 (rows, columns), and the importance of its columns, and returns the decoded weight and the spec
-of the recipe that has the format's codes and scales, from which sizes are counted.
+of the recipe that has the format's codes and scales, from which sizes are counted. GPTQ of other libraries takes inputs of a
+layer, (sequences, tokens, columns), instead of the importance.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-#: (decoded, spec of the format) of a weight and the importance of its columns, which may be None.
+#: (decoded, spec of the format) of a weight and the importance of its columns, which may be None, or the inputs of its layer.
 Quantize = Callable[[torch.Tensor, Any], tuple[torch.Tensor, str]]
 #: Where llama.cpp's libraries are, as bench_generation.py has it.
 LLAMA = "BRECCIA_LLAMA"
@@ -78,7 +79,7 @@ def mlx(group: int, mode: str = "affine") -> Quantize:
 
 
 def compressed_tensors(group: int) -> Quantize:
-    """The least and largest value of each group: `calculate_qparams`, `fake_quantize`. Its MSE observer is llmcompressor's."""
+    """The least and largest value of each group: `calculate_qparams`, `fake_quantize`."""
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -113,6 +114,82 @@ def auto_round(kind: str, group: int) -> Quantize:
 
 def _group(weight: torch.Tensor, group: int) -> int:
     return group if weight.shape[1] % group == 0 else 32
+
+
+def llm_compressor(kind: str, observer: str) -> Quantize:
+    """Scales by an observer of llm-compressor, a search for the least error. kind: int4 in groups of 32, or nvfp4."""
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
+    def quantize(weight: torch.Tensor, importance: Any) -> tuple[torch.Tensor, str]:
+        args, found = _observed(kind, observer, weight, importance)
+        return fake_quantize(weight, found["scale"], found["zero_point"], args, global_scale=found["global_scale"]), COMPRESSED[
+            kind
+        ]
+
+    return quantize
+
+
+def llm_compressor_gptq(kind: str, observer: str) -> Quantize:
+    """llm-compressor's GPTQ with the defaults of its GPTQModifier, under scales by an observer."""
+    from compressed_tensors.quantization import ActivationOrdering
+    from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+    from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
+
+    def quantize(weight: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, str]:
+        layer = _linear(weight)
+        moment, count = accumulate_hessian(inputs, layer, make_empty_hessian(layer), torch.zeros(()))
+        args, found = _observed(kind, observer, weight, inputs.reshape(-1, inputs.shape[-1]).square().mean(0))
+        args.actorder = ActivationOrdering.STATIC
+        scale, zero, coarse = (None if part is None else part[None] for part in found.values())
+        coarse = None if coarse is None else coarse.reshape(-1)
+        decoded, _, _ = quantize_weight(weight.clone()[None], moment[None] / count, scale, zero, coarse, args)
+        return decoded[0], COMPRESSED[kind]
+
+    return quantize
+
+
+#: The recipes of what llm-compressor writes.
+COMPRESSED = {"int4": "int4,group_size=32", "nvfp4": "nvfp4"}
+
+
+def _observed(kind: str, observer: str, weight: torch.Tensor, importance: Any) -> tuple[Any, dict[str, Any]]:
+    """The arguments of the format, and scale, zero-point and tensor-level scale of a weight; scales of INT4 in FP16."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+    from llmcompressor.observers import Observer
+
+    if kind == "int4":
+        args: Any = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+    else:
+        args = preset_name_to_scheme("NVFP4A16", ["Linear"]).weights
+    observing: Any = Observer.load_from_registry(observer, base_name="weight", args=args)
+    if observer == "imatrix_mse":  # what its hook on the layer sums
+        observing._imatrix_sum, observing._imatrix_count = importance, torch.tensor(1)
+    found = observing(weight).get_qparams()
+    scale = found["scale"].half().float() if kind == "int4" else found["scale"]
+    return args, {"scale": scale, "zero_point": found["zero_point"], "global_scale": found["global_scale"]}
+
+
+def gptq_model(group: int) -> Quantize:
+    """GPTQModel's GPTQ with the defaults of its QuantizeConfig but the group; scales in FP16, as it stores them."""
+    from gptqmodel.quantization import GPTQ, QuantizeConfig
+
+    def quantize(weight: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, str]:
+        worker = GPTQ(_linear(weight), QuantizeConfig(bits=4, group_size=group))
+        worker.quantizer.configure(perchannel=True)
+        for x in inputs:
+            worker.add_batch(x[None], None)
+        decoded, scale, _, groups = worker.quantize()[:4]
+        scale = scale[:, groups.long()]
+        return (decoded / scale).round() * scale.half().float(), f"int4,group_size={group}"
+
+    return quantize
+
+
+def _linear(weight: torch.Tensor) -> torch.nn.Linear:
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight.data = weight.clone()
+    return layer
 
 
 def ggml(kind: str) -> Quantize:

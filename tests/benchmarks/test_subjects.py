@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("breccia_triton")
 
+import bench_board
 import bench_cast
 import bench_encoder
 import bench_generation
@@ -297,6 +298,38 @@ def test_models_less_accurate_than_their_judge_are_refused() -> None:
     assert bench_training.faults(rows) == ["mxfp8 on torch is right in 0.9050, FP32 in 0.8900"]
     (fault,) = bench_training.faults([trained("FP32", False, 0.96, 0.99)])
     assert fault.startswith("FP32 on torch is right in 0.9750, which must lie in (0.8, 0.95)")
+
+
+@pytest.mark.long
+def test_an_arm_in_turn_sees_the_inputs_of_a_layer_through_the_blocks_quantized_before_it(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    np.save(tmp_path / "ids.npy", np.arange(16) % 8)
+    judge = bench_board.Model(llama(tmp_path), tmp_path / "ids.npy", tmp_path / "ids.npy", 8, 1, 2)
+    plain = bench_board.mean_squares(judge.network, judge.layers, judge.calibration)
+    seen: list[torch.Tensor] = []
+
+    def arm(factor: float) -> bench_board.Arm:
+        def quantize(weight: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, str]:
+            seen.append(inputs.double().square().mean((0, 1)).float())
+            return factor * weight, "int4,group_size=32"
+
+        return bench_board.Arm("other", "method", rival=lambda: quantize, in_turn=True)
+
+    # A first arm that zeroes all weights: blocks add nothing, so that each normalises what the embedding says.
+    judge.measured(judge.quantized(arm(0.0)))
+    embedded = judge.network.model.embed_tokens(judge.calibration)
+    normal = judge.network.model.layers[-1].input_layernorm(embedded).detach()
+    last = next(
+        i for i, name in enumerate(judge.layers) if name.startswith(f"model.layers.{len(judge.network.model.layers) - 1}.")
+    )
+    torch.testing.assert_close(seen[last], normal.square().mean((0, 1)))
+
+    # One that returns them: the inputs of the model, also after an arm that left others in it.
+    seen.clear()
+    assert judge.measured(judge.quantized(arm(1.0)))["kl"] == 0
+    assert len(seen) == len(judge.layers)
+    for found, expected in zip(seen, plain.values(), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_plain_rounding_follows_the_formats() -> None:
