@@ -271,6 +271,59 @@ def test_relative_links_of_a_block_lead_to_the_same_places_from_a_page_further_d
     assert "[b](spec/a.md)" in blocks.filled(path, {"one": f"```text\n{links}\n```\n"}, depth=1), "code is left alone"
 
 
+# -- images ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("", ' width="576" height="288"'),
+        (' width="640"', ' width="640" height="320"'),
+        (' height="100"', ' height="100" width="200"'),
+        (' width="1" height="2"', ' width="1" height="2"'),
+        (' width="50%"', ' width="50%"'),
+        (' data-width="7"', ' data-width="7" width="576" height="288"'),
+    ],
+)
+def test_an_image_gets_what_it_lacks_of_width_and_height_in_the_proportions_of_its_file(
+    given: str, written: str, tmp_path: Path, module
+) -> None:
+    path = tmp_path / "a.svg"
+    path.write_text(
+        '<?xml version="1.0"?>\n<svg xmlns:x="y" width="432pt" height="216pt" viewBox="0 0 1 1"></svg>', encoding="utf-8"
+    )
+    images = module("images")
+    assert images.sized(given, *images.size_of(path)) == written
+
+
+@pytest.mark.parametrize(
+    "content", ["<svg viewBox='0 0 1 1'/>", '<svg width="100%" height="2"/>', '<svg width="2em" height="2"/>']
+)
+def test_an_image_that_does_not_say_its_size_in_lengths_has_none(content: str, tmp_path: Path, module) -> None:
+    (tmp_path / "a.svg").write_text(content, encoding="utf-8")
+    (tmp_path / "a.png").write_bytes(b"no picture")
+    assert [module("images").size_of(tmp_path / name) for name in ("a.svg", "a.png")] == [None, None]
+
+
+def test_images_of_a_built_site_have_the_size_of_their_files(tmp_path: Path) -> None:
+    """Of a page in a folder, with an image of each kind, and one of another site."""
+    pytest.importorskip("mkdocs")
+    (tmp_path / "docs" / "sub").mkdir(parents=True)
+    for name in ("standing.svg", "report-phone.png"):
+        (tmp_path / "docs" / name).write_bytes((ROOT / "docs" / "img" / name).read_bytes())
+    links = '![a](../standing.svg#only-light){ width="640" } ![b](../report-phone.png) ![c](https://x.org/c.svg)\n'
+    (tmp_path / "docs" / "sub" / "page.md").write_text(links, encoding="utf-8")
+    settings = "site_name: x\ntheme: mkdocs\nplugins: []\nnot_in_nav: '*'\nmarkdown_extensions: [attr_list]\n"
+    (tmp_path / "mkdocs.yml").write_text(f"{settings}hooks: [{SCRIPTS / 'images.py'}]\n", encoding="utf-8")
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", str(tmp_path / "mkdocs.yml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    html = (tmp_path / "site" / "sub" / "page" / "index.html").read_text(encoding="utf-8")
+    images = re.findall(r"<img[^>]*>", html)
+    shape = {name: tuple(re.findall(rf'{name}="(\d+)"', image) for image in images) for name in ("width", "height")}
+    assert shape == {"width": (["640"], ["716"], []), "height": (["958"], ["1122"], [])}, images
+
+
 # -- links and source ------------------------------------------------------------------------------------------------
 
 
