@@ -210,6 +210,12 @@ def test_the_model_of_the_sessions_is_the_same_every_time(module) -> None:
     assert list(first) == list(second) and all((first[name] == second[name]).all() for name in first)
 
 
+def test_what_a_field_takes_is_told_in_words_and_not_as_an_error_message(module) -> None:
+    cells = [line.split("|")[5].strip() for line in module("listings").recipe_fields().splitlines()[2:]]
+    assert [cell for cell in cells if "got" in cell or "1000000" in cell] == []
+    assert {"an integer of 0 to 2^64 - 1", "a power of two from 2 on", "only 16", "> 0, or None"} <= set(cells)
+
+
 # -- the gallery of reports --------------------------------------------------------------------------------------------
 
 
