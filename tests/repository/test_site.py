@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -328,6 +328,28 @@ def test_images_of_a_built_site_have_the_size_of_their_files(tmp_path: Path) -> 
     images = re.findall(r"<img[^>]*>", html)
     shape = {name: tuple(re.findall(rf'{name}="(\d+)"', image) for image in images) for name in ("width", "height")}
     assert shape == {"width": (["640"], ["716"], []), "height": (["958"], ["1122"], [])}, images
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cell", "kept"),
+    [
+        ("10.6 ± 0.3 µs; 3.16× / 1.93× / -", "10.6_±_0.3_µs; 3.16×_/ 1.93×_/ -"),
+        ("98.8 / 100.0 / 101", "98.8_/_100.0_/_101"),
+        ("M = 64, ≤ 14 µs, 0.628 %", "M_=_64, ≤_14_µs, 0.628_%"),
+        ("16.60 to 17.08 seconds, FLOOR = x", "16.60 to 17.08 seconds, FLOOR = x"),
+        ('<code>M = 4</code> <a title="1 / 2">1 / 2</a>', '<code>M = 4</code> <a title="1 / 2">1_/_2</a>'),
+    ],
+)
+def test_a_number_of_a_table_stays_in_one_line_with_its_spread_and_unit(cell: str, kept: str, module) -> None:
+    """Code and attributes are unchanged, and so is text outside of tables. A "_" stands for a space that does not break."""
+    hooks = module("hooks")
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
+    html = "<table><thead><tr><th>{0}</th></tr></thead><tr><td class='a / b'>{0}</td></tr></table><p>1 / 2</p>"
+    found = hooks.on_page_content(html.format(cell), page=page, config=None, files=None)
+    assert found.replace("\N{NO-BREAK SPACE}", "_") == html.format(kept)
 
 
 # -- links and source ------------------------------------------------------------------------------------------------
