@@ -32,6 +32,15 @@ SOURCE = "source"
 #: Code, which is skipped, or the target of a link.
 _LINK = re.compile(r"^ *(?P<fence>`{3,}|~{3,}).*?^ *(?P=fence)|`[^`\n]*`|(?<=\]\()(?P<link>[^)\s]+)", re.DOTALL | re.MULTILINE)
 _ELSEWHERE = re.compile(r"[a-z]+:|#|/")
+_CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
+#: Code and tags; the text between them is split off.
+_NO_TEXT = re.compile(r"(<code\b.*?</code>|<[^>]*>)", re.DOTALL)
+#: Spaces that do not break: before the slash of a list and in a range, "98 / 100 / 101"; beside ± and comparisons; in "M = 64";
+#: before units.
+_TOGETHER = re.compile(
+    r" (?=[±/] )|(?<=\d /) (?=\d)|(?<=±) |(?<=[≤≥]) |(?<=\b[A-Z]) (?==)|(?<=\b[A-Z] =) "
+    r"|(?<=\d) (?=(?:%|[µm]?s|[kMG]i?B|dB)(?!\w))"
+)
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -54,9 +63,12 @@ def on_page_markdown(markdown: str, *, page: Page, config: Any, files: Files) ->
 
 
 def on_page_content(html: str, *, page: Page, config: Any, files: Files) -> str:
-    """Call the line anchors of source pages as code hosts do, and tell MkDocs, which checks links to them."""
+    """Call the line anchors of source pages as code hosts do, and tell MkDocs, which checks links to them.
+
+    In tables of all other pages, a number stays in one line with its spread and its unit.
+    """
     if not is_source(page.file.src_uri):
-        return html
+        return _CELL.sub(lambda cell: kept_together(cell[0]), html)
     html = re.sub(r"__codelineno-0-(\d+)", r"L\1", html)
     page.present_anchor_ids = (page.present_anchor_ids or set()) | set(re.findall(r'id="(L\d+)"', html))
     return html
@@ -104,6 +116,13 @@ def rewritten(markdown: str, uri: str) -> str:
         return posixpath.relpath(site_uri(path), posixpath.dirname(uri) or ".") + mark + fragment
 
     return _LINK.sub(replaced, markdown)
+
+
+def kept_together(cell: str) -> str:
+    """A cell of a table with spaces that do not break inside of numbers: "10.6 ± 0.3 µs; 1.2× /", and "M = 64"."""
+    parts = _NO_TEXT.split(cell)
+    parts[::2] = (_TOGETHER.sub("\N{NO-BREAK SPACE}", text) for text in parts[::2])
+    return "".join(parts)
 
 
 # ---------------------------------------------------------------------------------------------------- pages of source

@@ -332,7 +332,7 @@ def allowed(kind: type[ScalingRecipe], field: dataclasses.Field[Any]) -> str:
     try:
         kind(**{field.name: "?" if isinstance(default, str) else -(10**6)})
     except RecipeError as e:
-        said = re.search(rf"\b{field.name} (?:must be |must lie in |is )(.+), got ", str(e))
+        said = re.search(rf"(?:\b{field.name}|a rotation's \w+) (?:must be |must lie in |is )(.+)[,;] got ", str(e))
         whole = ", or None" if default is None or "None" in str(field.type) else ""
         return said[1].replace("fixed at ", "only ") + whole if said else str(e)
     return str(field.type)

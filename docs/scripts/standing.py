@@ -125,7 +125,7 @@ def standing_series() -> Any:
 
 
 def draw_standing(series: Any) -> Any:
-    """A line for each work, a dot for each recipe and shape, and the median; the axis is logarithmic."""
+    """A line for each work, a dot for each recipe and shape, the median, and a stroke at 1×; the axis is logarithmic."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
@@ -139,13 +139,13 @@ def draw_standing(series: Any) -> Any:
             y -= 1
             middle, faster = statistics.median(found["faster"]), found["faster"]
             tone = BLUE if middle >= 1 else ORANGE
+            axes.plot([1, 1], [y - 0.32, y + 0.18], color=GREY, linewidth=1)  # not through the line of text above
             axes.scatter(faster, [y] * len(faster), s=16, color=GREY, alpha=0.45, linewidths=0)
             axes.scatter([middle], [y], s=64, color=tone, marker="D", zorder=3)
             rivals = ", ".join(found["rivals"][:3])
             axes.annotate(f"{work}: {middle:.3g}×", (0.0, y + 0.24), xycoords=("axes fraction", "data"), fontsize=9.5)
             axes.annotate(rivals, (1.0, y + 0.24), xycoords=("axes fraction", "data"), fontsize=7.5, ha="right", style="italic")
         y -= 1
-    axes.axvline(1, color=GREY, linewidth=1)
     axes.set_xscale("log")
     axes.set_ylim(y + 0.4, 0.8)
     axes.set_yticks([])

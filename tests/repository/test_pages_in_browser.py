@@ -1,6 +1,7 @@
 """The documentation site in a browser, on a phone and on a desktop.
 
-No page scrolls sideways, and no table or code is cut; no link is dead, no program of a page fails, images have alternatives.
+No page scrolls sideways, and no table or code is cut; no link is dead, no program of a page fails, images have alternatives and
+sizes.
 """
 
 from __future__ import annotations
@@ -127,16 +128,19 @@ def served(site: Path) -> Generator[str]:
     server.server_close()
 
 
-#: The links of a page as absolute addresses, its anchors, and its images without an alternative.
+#: The links of a page as absolute addresses, its anchors, its images without an alternative, and those without a size.
 _FOUND = """() => ({
     links: [...document.querySelectorAll("a[href]")].map((a) => a.href),
     anchors: [...document.querySelectorAll("[id], a[name]")].map((e) => e.id || e.name),
     silent: [...document.querySelectorAll("img:not([alt]), img[alt='']")].map((i) => i.src),
+    unsized: [...document.querySelectorAll("img:not([width]), img:not([height])")].map((i) => i.src),
 })"""
 
 
 @pages_opened
-def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative(browser: Any, site: Path, every: bool) -> None:
+def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative_or_a_size(
+    browser: Any, site: Path, every: bool
+) -> None:
     """Anchors on pages of source are those of lines, which the site's build checks."""
     pages = pages_of(site, every)
     faults: list[str] = []
@@ -162,6 +166,7 @@ def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative(bro
             anchors[page.url.removeprefix(address)] = set(found["anchors"])
             links |= {link: page.url for link in found["links"] if link.startswith(address)}
             faults += [f"{page.url}: no alternative of {image}" for image in found["silent"]]
+            faults += [f"{page.url}: text moves when {image} arrives; it has no width and height" for image in found["unsized"]]
         context.close()
         for link, origin in links.items():
             target, anchor = urldefrag(unquote(link.removeprefix(address)))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -210,6 +210,12 @@ def test_the_model_of_the_sessions_is_the_same_every_time(module) -> None:
     assert list(first) == list(second) and all((first[name] == second[name]).all() for name in first)
 
 
+def test_what_a_field_takes_is_told_in_words_and_not_as_an_error_message(module) -> None:
+    cells = [line.split("|")[5].strip() for line in module("listings").recipe_fields().splitlines()[2:]]
+    assert [cell for cell in cells if "got" in cell or "1000000" in cell] == []
+    assert {"an integer of 0 to 2^64 - 1", "a power of two from 2 on", "only 16", "> 0, or None"} <= set(cells)
+
+
 # -- the gallery of reports --------------------------------------------------------------------------------------------
 
 
@@ -269,6 +275,81 @@ def test_relative_links_of_a_block_lead_to_the_same_places_from_a_page_further_d
     moved = "[a](../../x.py#L1) [b](../spec/a.md) [c](https://x.org) [d](#here)"
     assert links in blocks.filled(path, {"one": links}) and moved in blocks.filled(path, {"one": links}, depth=1)
     assert "[b](spec/a.md)" in blocks.filled(path, {"one": f"```text\n{links}\n```\n"}, depth=1), "code is left alone"
+
+
+# -- images ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("", ' width="576" height="288"'),
+        (' width="640"', ' width="640" height="320"'),
+        (' height="100"', ' height="100" width="200"'),
+        (' width="1" height="2"', ' width="1" height="2"'),
+        (' width="50%"', ' width="50%"'),
+        (' data-width="7"', ' data-width="7" width="576" height="288"'),
+    ],
+)
+def test_an_image_gets_what_it_lacks_of_width_and_height_in_the_proportions_of_its_file(
+    given: str, written: str, tmp_path: Path, module
+) -> None:
+    path = tmp_path / "a.svg"
+    path.write_text(
+        '<?xml version="1.0"?>\n<svg xmlns:x="y" width="432pt" height="216pt" viewBox="0 0 1 1"></svg>', encoding="utf-8"
+    )
+    images = module("images")
+    assert images.sized(given, *images.size_of(path)) == written
+
+
+@pytest.mark.parametrize(
+    "content", ["<svg viewBox='0 0 1 1'/>", '<svg width="100%" height="2"/>', '<svg width="2em" height="2"/>']
+)
+def test_an_image_that_does_not_say_its_size_in_lengths_has_none(content: str, tmp_path: Path, module) -> None:
+    (tmp_path / "a.svg").write_text(content, encoding="utf-8")
+    (tmp_path / "a.png").write_bytes(b"no picture")
+    assert [module("images").size_of(tmp_path / name) for name in ("a.svg", "a.png")] == [None, None]
+
+
+def test_images_of_a_built_site_have_the_size_of_their_files(tmp_path: Path) -> None:
+    """Of a page in a folder, with an image of each kind, and one of another site."""
+    pytest.importorskip("mkdocs")
+    (tmp_path / "docs" / "sub").mkdir(parents=True)
+    for name in ("standing.svg", "report-phone.png"):
+        (tmp_path / "docs" / name).write_bytes((ROOT / "docs" / "img" / name).read_bytes())
+    links = '![a](../standing.svg#only-light){ width="640" } ![b](../report-phone.png) ![c](https://x.org/c.svg)\n'
+    (tmp_path / "docs" / "sub" / "page.md").write_text(links, encoding="utf-8")
+    settings = "site_name: x\ntheme: mkdocs\nplugins: []\nnot_in_nav: '*'\nmarkdown_extensions: [attr_list]\n"
+    (tmp_path / "mkdocs.yml").write_text(f"{settings}hooks: [{SCRIPTS / 'images.py'}]\n", encoding="utf-8")
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", str(tmp_path / "mkdocs.yml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    html = (tmp_path / "site" / "sub" / "page" / "index.html").read_text(encoding="utf-8")
+    images = re.findall(r"<img[^>]*>", html)
+    shape = {name: tuple(re.findall(rf'{name}="(\d+)"', image) for image in images) for name in ("width", "height")}
+    assert shape == {"width": (["640"], ["716"], []), "height": (["958"], ["1122"], [])}, images
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cell", "kept"),
+    [
+        ("10.6 ± 0.3 µs; 3.16× / 1.93× / -", "10.6_±_0.3_µs; 3.16×_/ 1.93×_/ -"),
+        ("98.8 / 100.0 / 101", "98.8_/_100.0_/_101"),
+        ("M = 64, ≤ 14 µs, 0.628 %", "M_=_64, ≤_14_µs, 0.628_%"),
+        ("16.60 to 17.08 seconds, FLOOR = x", "16.60 to 17.08 seconds, FLOOR = x"),
+        ('<code>M = 4</code> <a title="1 / 2">1 / 2</a>', '<code>M = 4</code> <a title="1 / 2">1_/_2</a>'),
+    ],
+)
+def test_a_number_of_a_table_stays_in_one_line_with_its_spread_and_unit(cell: str, kept: str, module) -> None:
+    """Code and attributes are unchanged, and so is text outside of tables. A "_" stands for a space that does not break."""
+    hooks = module("hooks")
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
+    html = "<table><thead><tr><th>{0}</th></tr></thead><tr><td class='a / b'>{0}</td></tr></table><p>1 / 2</p>"
+    found = hooks.on_page_content(html.format(cell), page=page, config=None, files=None)
+    assert found.replace("\N{NO-BREAK SPACE}", "_") == html.format(kept)
 
 
 # -- links and source ------------------------------------------------------------------------------------------------

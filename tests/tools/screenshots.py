@@ -59,7 +59,13 @@ def main(
                 page.goto(f"http://127.0.0.1:{server.server_port}/{path}", wait_until="networkidle")
                 tall = min(TALL, page.evaluate("document.documentElement.scrollHeight"))
                 file = f"{name}-{device}.png"
-                page.screenshot(path=out / file, full_page=True, clip={"x": 0, "y": 0, "width": width, "height": tall})
+                # The window grows for the picture, and the theme's tabs would be taken while they fade in again.
+                page.screenshot(
+                    path=out / file,
+                    full_page=True,
+                    animations="disabled",
+                    clip={"x": 0, "y": 0, "width": width, "height": tall},
+                )
                 page.close()
                 sheet += f'<a href="{file}"><img src="{file}" alt="{escape(name)}, {width} px wide"></a>\n'
             sheet += "</div>\n"

@@ -205,6 +205,7 @@ def test_what_a_rotation_excludes_is_refused_by_name() -> None:
         ("nvfp4,rotation=24", "rotation must be one of 0, 16, 32, 64, 128, got 24"),
         ("nvfp4,rotation_seed=3", "rotation_seed=3 draws the signs of a rotation, and rotation is 0; set rotation, or omit"),
         ("int4,rotation=16,rotation_seed=-1", "a rotation's seed is an integer of 0 to 2\\^64 - 1; got -1"),
+        ("int4,rotation_seed=-1", "a rotation's seed is an integer of 0 to 2\\^64 - 1; got -1"),
     ):
         with pytest.raises(RecipeError, match=message):
             breccia.recipe(bad)
