@@ -247,7 +247,7 @@ def works(
         words = ("-r", recipe, "--dialect", "mlx", "--include", "model.embed*", "--include", "lm_head*")
         found = Work("BF16 → MLX, 4 bits", size, path, out, words)
         yield found.rival(
-            "mlx_lm", [str(mlx_lm), "-m", "mlx_lm", "convert", "--hf-path", str(path), "--mlx-path", str(out), "-q"]
+            "mlx_lm", [str(mlx_lm.absolute()), "-m", "mlx_lm", "convert", "--hf-path", str(path), "--mlx-path", str(out), "-q"]
         )
     else:
         left["mlx_lm"] = "--mlx-lm is not given"
