@@ -157,7 +157,8 @@ def lend_threads() -> None:
 
     After each operation of torch, its threads look for work for milliseconds, and would take the processors from others.
     """
-    library = ctypes.CDLL(torch._C.__file__)  # finds functions of the libraries that it needs too
+    # A library finds the functions of those that it needs.
+    library = ctypes.CDLL(torch._C.__file__)  # pyright: ignore[reportPrivateUsage]
     with suppress(AttributeError, ImportError):  # torch below 2.10; no breccia-native, or one without POSIX threads
         functions = library.torch_parallel_for, library.torch_get_num_threads
         at = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
