@@ -167,8 +167,5 @@ def main(
         times = {version: summary([s for s, _ in pairs]) for version, pairs in versions.items()}
         steps = {version: round(statistics.median(n for _, n in pairs), 2) for version, pairs in versions.items()}
         rows.append({"call": name, "time": times, "steps": steps})
-    where = provenance()
-    if before is not None:  # a folder of the one who ran it says nothing about the figures
-        where["command"] = where["command"].replace(str(before), "CHECKOUT")
     commit = output("git", "-C", str(before.resolve()), "rev-parse", "HEAD") if before else None
-    return BENCHMARK.result(rows, {"before": commit}, where)
+    return BENCHMARK.result(rows, {"before": commit}, provenance())

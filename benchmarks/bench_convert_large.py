@@ -289,6 +289,4 @@ def main(
                 work.turn(of_work)
         rows = [work.row(of_work, 2 * runs + 1) for work, of_work in zip(every, taken, strict=True)]
     where_run = provenance(["compressed-tensors", "gguf"])
-    for path in filter(None, (mlx_lm, folder)):  # they say nothing about the figures
-        where_run["command"] = where_run["command"].replace(str(path), path.name)
     return BENCHMARK.result(rows, options, where_run, memory=memory)

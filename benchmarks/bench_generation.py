@@ -143,7 +143,6 @@ def main(
     more = None if larger is None else width_and_layers(larger)
     where = provenance(["torch", "transformers", "gguf"], torch_threads=threads)
     where["versions"]["llama.cpp"] = generators.llama_version()
-    where["command"] = where["command"].replace(f"{files[0].parent}/", "")  # folders say nothing about the figures
     options: dict[str, Any] = {"prompt": prompt, "steps": steps, "threads": threads, "left_out": {}}
     if LLAMA in chosen and generators.FOLDER not in os.environ:
         chosen.remove(LLAMA)

@@ -69,6 +69,7 @@ def provenance(libraries: Iterable[str] = (), **more: Any) -> dict[str, Any]:
             at = options.index(name)
             del options[at : at + 2]
         options = [option for option in options if not option.startswith(f"{name}=")]
+    options = [Path(option).name if Path(option).is_absolute() else option for option in options]
     return {
         "date_utc": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
         "cpu": cpu_model(),

@@ -87,11 +87,12 @@ def test_results_tell_processors_without_avx512_apart(flags: str | None, suffix:
 
 def test_provenance_names_no_folder_of_the_one_who_ran_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "sys.argv", ["/home/me/bench_cast.py", "--size", "128", "--out", "/home/me/results", "--resume=/home/me/r.json"]
+        "sys.argv",
+        ["/home/me/bench_cast.py", "/home/me/a.gguf", "--size", "128", "--out", "/home/me/results", "--resume=/home/me/r.json"],
     )
     monkeypatch.setenv("BRECCIA_GGML", "/home/me/ggml")
     found = results.provenance(["torch"], device="GPU, CUDA 13")
-    assert found["command"] == "python benchmarks/bench_cast.py --size 128" and "/home/me" not in json.dumps(found)
+    assert found["command"] == "python benchmarks/bench_cast.py a.gguf --size 128" and "/home/me" not in json.dumps(found)
     assert results.tag_of(found) == "gpu" and results.tag_of({**found, "device": ""}).endswith(f"-{found['cores']}c")
 
 
