@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import here
 from recipes import declared
 
 import breccia
@@ -32,7 +33,7 @@ NUMPY = Place("numpy")
 @pytest.mark.parametrize("recipe", BOTH, ids=lambda recipe: recipe.name)
 def test_casts_and_values_are_those_of_the_oracle(recipe: breccia.ScalingRecipe, framework: str) -> None:
     """The plug-in if4 is tested with torch, whose operators know declared recipes only, and JAX, which compiles for seconds."""
-    place = Place(framework)
+    place = here(framework)
     laws.a_cast_writes_the_oracles_bytes(recipe, place)
     laws.every_code_under_every_scale_decodes_as_the_oracle_says(recipe, place)
     laws.casts_write_the_bytes_of_numpy(recipe, place)

@@ -65,6 +65,11 @@ def importances() -> list[np.ndarray | None]:
     return [None, numbers.astype(np.float32), np.zeros(21, np.float32)]
 
 
+def places(*frameworks: str) -> list[Place]:
+    """Those of the frameworks whose plug-in is installed: NumPy always is."""
+    return [place for place in map(Place, frameworks) if not place.absence]
+
+
 def check(
     place: Place, recipe: breccia.ScalingRecipe, x: np.ndarray, importance: np.ndarray | None, want: oracle.Written
 ) -> None:
@@ -78,8 +83,8 @@ def test_blocks_of_all_kinds_are_cast_as_the_oracle_casts_them(spec: str) -> Non
     recipe, x = breccia.recipe(spec), rows()
     for importance in importances()[:2]:
         want = oracle.cast(x, recipe, importance=None if importance is None else importance.tolist())
-        for framework in FRAMEWORKS if spec == "mxfp4,scale_rule=mse" else ("numpy", "torch", "mlx"):  # JAX compiles
-            check(Place(framework), recipe, x, importance, want)
+        for place in places(*(FRAMEWORKS if spec == "mxfp4,scale_rule=mse" else ("numpy", "torch", "mlx"))):  # JAX compiles
+            check(place, recipe, x, importance, want)
 
 
 @pytest.mark.long
@@ -88,8 +93,8 @@ def test_blocks_of_all_kinds_are_cast_as_the_oracle_casts_them_under_more_recipe
     recipe, x = breccia.recipe(spec), rows()
     for importance in importances():
         want = oracle.cast(x, recipe, importance=None if importance is None else importance.tolist())
-        for framework in FRAMEWORKS:
-            check(Place(framework), recipe, x, importance, want)
+        for place in places(*FRAMEWORKS):
+            check(place, recipe, x, importance, want)
 
 
 @pytest.mark.long
@@ -101,8 +106,8 @@ def test_drawn_blocks_and_importances_are_cast_as_the_oracle_casts_them(data: An
     weights = data.draw(strategies.arrays((x.shape[1],), finite=True)) if data.draw(st.booleans()) else None
     importance = None if weights is None else np.abs(weights)
     want = oracle.cast(x, recipe, importance=None if importance is None else importance.tolist())
-    for framework in ("numpy", "torch", "mlx"):
-        check(Place(framework), recipe, x, importance, want)
+    for place in places("numpy", "torch", "mlx"):
+        check(place, recipe, x, importance, want)
 
 
 def test_blocks_along_the_other_axis_and_of_several_rows_have_the_same_scales() -> None:
@@ -173,8 +178,7 @@ def test_stochastic_rounding_writes_other_codes_under_the_same_scales() -> None:
     for spec in SPECS:
         recipe = breccia.recipe(spec)
         want = oracle.cast(x, recipe, rounding="stochastic", seed=7)
-        for framework in ("numpy", "torch"):
-            place = Place(framework)
+        for place in places("numpy", "torch"):
             expect_written(place, breccia.cast(place.array(x), recipe, rounding="stochastic", seed=7), want)
         nearest = breccia.cast(x, recipe)
         assert np.array_equal(nearest.scale, breccia.cast(x, recipe, rounding="stochastic", seed=7).scale, equal_nan=True)
@@ -197,6 +201,20 @@ def test_candidates_and_plain_scales_follow_the_laws_of_the_kit() -> None:
     for rule in (MSE, FOUR_SIX):
         laws.it_accepts_some_codec(rule)
         laws.candidates_match_the_oracle(rule, NUMPY)
+
+
+def test_candidates_are_those_of_the_specification() -> None:
+    """docs/spec/numerics.md, rules `mse` and `four_six`, around a plain scale of 1."""
+
+    def candidates(rule: Any, codec: Codec, element: Codec, largest: float) -> np.ndarray:
+        return rule.candidates(NUMPY.ops, np.float32([largest]), codec, element, largest, None)[:, 0]
+
+    steps = [16, 20, 22, 24, 25, 26, 27, 28, 29, 30, 31]  # of 1/32
+    floats = candidates(MSE, F32, INT4, 7.0).astype(np.int32).view(np.float32) * 32
+    assert floats.tolist() == [32, *steps, *(-n for n in steps[:-1])]
+    assert (candidates(MSE, E4M3, E2M1, 6.0) - 0x38).tolist() == [0, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6]
+    assert candidates(MSE, E8M0, E2M1, 6.0).tolist() == [127, 126, 128]
+    assert candidates(FOUR_SIX, E4M3, E2M1, 6.0).tolist() == [0x38, 0x3C]
 
 
 def test_recipes_that_search_have_formats_of_their_own_name_only() -> None:
