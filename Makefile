@@ -18,7 +18,7 @@ INSTALL := -m pip install -q --disable-pip-version-check --no-compile -c constra
 # of all, and the pip that comes with Python 3.11 twice as long to resolve versions as this one.
 BUILD := pip hatchling editables setuptools
 # What `make test` does not need: `make check`, the documents, and tests marked `long` do.
-MORE := ruff pyright mkdocs-material "mkdocstrings[python]" matplotlib playwright ray
+MORE := ruff pyright mkdocs-material "mkdocstrings[python]" matplotlib playwright
 # Tests start many processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 # Each process begins with a half of the tests, and takes tests of the other when it is done: a file is mostly run by one process,
@@ -183,7 +183,7 @@ $(VENV)/ready: constraints.txt $(wildcard breccia-*/pyproject.toml) $(NATIVE)
 	@# need nothing else here.
 	$(call INSTALL_NATIVE,$(VENV)) --no-build-isolation & compiling=$$!; \
 	$(VENV)/bin/python $(INSTALL) --no-build-isolation -e "./breccia-core[cli,testing,ml-dtypes,yaml]" $(SIBLINGS) pytest-xdist \
-		flatbuffers torchao compressed-tensors gguf xxhash accelerate optax equinox flax orbax-checkpoint && \
+		flatbuffers torchao compressed-tensors gguf ray xxhash accelerate optax equinox flax orbax-checkpoint && \
 	$(VENV)/bin/python $(INSTALL) --no-deps transformer-engine qwix bitsandbytes && wait $$compiling
 	touch $@
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from mkdocs.structure.files import Files
-from mkdocs.structure.pages import Page
+# Sizes of images are tested without MkDocs.
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 _IMAGE = re.compile(r"<img\b(?P<attributes>[^>]*?)(?P<end>\s*/?>)")
 _ATTRIBUTE = r'(?<![\w-]){}="([^"]*)"'

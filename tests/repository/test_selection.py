@@ -13,7 +13,7 @@ from covering import excluded_by, mark_cases
 from paths import ROOT
 
 #: What the packages of MORE in the Makefile are imported as; the first two of mkdocstrings and mkdocs-material.
-MORE = ("griffe", "material", "mkdocs", "matplotlib", "playwright", "ray")
+MORE = ("griffe", "material", "mkdocs", "matplotlib", "playwright")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def _needing(path: Path) -> set[str]:
 
 def test_what_make_test_does_not_install_is_needed_by_long_tests_alone(tmp_path: Path) -> None:
     assert {name for path in ROOT.glob("tests/**/test_*.py") for name in _needing(path)} == set()
-    need = "pytest.importorskip" + '("ray")'
+    need = "pytest.importorskip" + '("mkdocs")'
     (tmp_path / "test_a.py").write_text(f"def test_a():\n    {need}\n@pytest.mark.long\ndef test_b():\n    {need}\n")
     (tmp_path / "test_b.py").write_text(f"{need}\ndef test_c(): pass\n")
     (tmp_path / "test_c.py").write_text(f"pytestmark = pytest.mark.long\n{need}\ndef test_d(): pass\n")
