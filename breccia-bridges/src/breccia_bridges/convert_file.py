@@ -318,16 +318,9 @@ def _reopened(path: Path, digests: dict[str, str]) -> tuple[Container, dict[str,
         view = written.view(part)
 
         def compare(rooms: measuring.Rooms) -> None:
-            if _digest(view, rooms, digests[part]) != digests[part]:
+            if not Hash.agrees(digests[part], map(raw_bytes, in_pieces(view, partial(rooms.array, "read")))):
                 raise CorruptFileError(f"{shown(path)}: {part!r} reads back bytes other than those written; check the disk.")
 
         return compare
 
     return written, {part: item(part) for part in digests}
-
-
-def _digest(view: np.ndarray, rooms: measuring.Rooms, like: str) -> str:
-    """The digest of a view of a file, by the function of another one; that of a run before is not kept without it."""
-    found = Hash.like(like)
-    assert found is not None
-    return found.of(map(raw_bytes, in_pieces(view, partial(rooms.array, "read"))))

@@ -33,6 +33,12 @@ class Hash:
             return cls(hashlib.sha256)
         return cls.best() if xxh3() else None
 
+    @classmethod
+    def agrees(cls, digest: str, pieces: Iterable[Any]) -> bool:
+        """Is a digest that of these pieces? Not where the library of its function is not installed."""
+        function = cls.like(digest)
+        return function is not None and function.of(pieces) == digest
+
     def update(self, raw: Any) -> None:
         self._hash.update(raw)
 

@@ -193,5 +193,4 @@ def pieces_of(file: BinaryIO, start: int, nbytes: int) -> Iterator[bytes]:
 
 def has_digest(file: BinaryIO, start: int, nbytes: int, digest: str) -> bool:
     """Has a range of a file's bytes this digest? Not where the library of its function is not installed."""
-    found = Hash.like(digest)
-    return found is not None and found.of(pieces_of(file, start, nbytes)) == digest
+    return Hash.agrees(digest, pieces_of(file, start, nbytes))
