@@ -24,8 +24,9 @@ if reason := availability.missing_products(Device("cpu")):
     pytest.skip(reason, allow_module_level=True)
 
 SUM = sum(range(100_000))
-#: Makes a program's torch lend its threads: one for each processor of a machine, and so many that some are always too few.
-LENT = "import torch, breccia_torch.cpu\ntorch.set_num_threads(3)\nfrom breccia_native import pool\n"
+#: Begin programs: in which the pool has threads of its own, and in which torch lends it three.
+OWN = "from breccia_native import pool\n"
+LENT = f"import torch, breccia_torch.cpu\ntorch.set_num_threads(3)\n{OWN}"
 
 
 @pytest.fixture(autouse=True)
@@ -97,11 +98,13 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
     ) == "done\n"  # fmt: skip
 
 
-def test_no_thread_is_left_when_the_interpreter_ends() -> None:
+@pytest.mark.parametrize("begin", [OWN, LENT], ids=["own", "lent"])
+def test_no_thread_is_left_when_the_interpreter_ends(begin: str) -> None:
     """A function of `atexit` may still use the pool, and a daemon thread may be using it."""
+    if begin == LENT:
+        pytest.importorskip("torch")
     assert printed(
-        "import atexit, threading\n"
-        "from breccia_native import pool\n"
+        f"{begin}import atexit, threading\n"
         "def forever():\n"
         "    while True: pool.add(100_000, 3)\n"
         "threading.Thread(target=forever, daemon=True).start()\n"
@@ -167,18 +170,6 @@ def test_a_forked_child_does_not_use_threads_of_torch() -> None:
         "    os._exit(0 if (found, pool.size()) == (sum(range(100_000)), 2) else 1)\n"
         "print(os.waitpid(child, 0)[1], pool.size())"
     ) == "0 0\n"  # fmt: skip
-
-
-def test_threads_of_torch_are_not_used_when_the_interpreter_has_ended() -> None:
-    pytest.importorskip("torch")
-    assert printed(
-        f"{LENT}import atexit, threading\n"
-        "def forever():\n"
-        "    while True: pool.add(100_000, 3)\n"
-        "threading.Thread(target=forever, daemon=True).start()\n"
-        "atexit.register(lambda: print(pool.add(10, 3)[0]))\n"
-        "pool.add(10, 3)"
-    ) == "45\n"  # fmt: skip
 
 
 def test_a_failing_loop_leaves_the_work_to_the_pool() -> None:
