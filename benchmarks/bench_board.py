@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,16 +90,15 @@ def _theirs() -> Iterator[Arm]:
         yield Arm("compressed-tensors", f"minmax int4 g{group}", rival=lambda group=group: rivals.compressed_tensors(group))
     for kind, group in (("int", 32), ("int", 128), ("nvfp4", 16), ("mxfp4", 32)):
         method = f"int4 g{group}" if kind == "int" else kind
-        made = lambda kind=kind, group=group: rivals.auto_round(kind, group)  # noqa: E731
-        yield Arm("AutoRound", f"{method} search", importance=True, rival=made)
+        yield Arm("AutoRound", f"{method} search", importance=True, rival=partial(rivals.auto_round, kind, group))
     for kind in ("int4", "nvfp4"):
         method = "int4 g32" if kind == "int4" else kind
         for observer in ("memoryless_mse", "imatrix_mse"):
-            made = lambda kind=kind, observer=observer: rivals.llm_compressor(kind, observer)  # noqa: E731
-            yield Arm("llm-compressor", f"{observer} {method}", importance=observer == "imatrix_mse", rival=made)
+            rival = partial(rivals.llm_compressor, kind, observer)
+            yield Arm("llm-compressor", f"{observer} {method}", importance=observer == "imatrix_mse", rival=rival)
         for observer in ("memoryless_minmax", "imatrix_mse"):
-            made = lambda kind=kind, observer=observer: rivals.llm_compressor_gptq(kind, observer)  # noqa: E731
-            yield Arm("llm-compressor", f"gptq {observer} {method}", importance=True, rival=made, in_turn=True)
+            rival = partial(rivals.llm_compressor_gptq, kind, observer)
+            yield Arm("llm-compressor", f"gptq {observer} {method}", importance=True, rival=rival, in_turn=True)
     yield Arm("GPTQModel", "int4 g32", importance=True, rival=lambda: rivals.gptq_model(32), in_turn=True)
 
 

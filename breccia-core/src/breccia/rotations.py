@@ -44,9 +44,9 @@ def rotation_of(block: int, seed: int) -> Rotation | None:
     """The rotation that two fields of a recipe declare. Raises RecipeError for no seed, and for a seed without a rotation."""
     if block == 0 and seed == 0:
         return None
-    found = Rotation(block or 2, seed)  # refuses what is no seed, without a rotation too
+    rotation = Rotation(block or 2, seed)  # refuses what is no seed, without a rotation too
     if block:
-        return found
+        return rotation
     raise RecipeError(
         f"rotation_seed={seed} draws the signs of a rotation, and rotation is 0; set rotation, or omit the seed.",
         rotation_seed=seed,
