@@ -32,6 +32,8 @@ import breccia_torch
 from breccia import TrainingRecipe
 
 BF16 = "BF16"
+#: The same model without autocast: how far a run ends from BF16's where rounding alone differs, and is smaller.
+FP32 = "FP32"
 PRESETS = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "fp8_tile", "mxfp8", "nvfp4")
 #: Heads and the largest learning rate by LAYERSxWIDTH.
 MODELS = {"12x768": (12, 6e-4), "24x1024": (16, 4e-4), "2x64": (2, 2e-3)}
@@ -68,7 +70,8 @@ class Training:
         torch.manual_seed(seed)
         self.model = gpt.GPT(characters, size.layers, size.width, size.heads, size.context).to(device)
         self.converted = 0
-        if recipe != BF16:
+        self.autocast = recipe != FP32
+        if recipe not in (BF16, FP32):
             self.converted = len(breccia_torch.convert_to_training_(self.model, recipe, min_size=0).chosen)
         if compiled:
             for block in self.model.blocks:
@@ -82,7 +85,7 @@ class Training:
         self.device = device
 
     def loss(self) -> Tensor:
-        with torch.autocast(self.device, torch.bfloat16):
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
             logits = self.model(self.tokens[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1).float(), self.tokens[:, 1:].flatten())
 
@@ -168,7 +171,7 @@ def timed(make: Callable[..., Training], data: Tensor, recipes: list[str], sampl
     arms.add(makers, timer)
     if device == "cuda":
         for recipe, call in arms.calls.items():
-            if recipe != BF16 and TrainingRecipe(recipe).stochastic:
+            if recipe in PRESETS and TrainingRecipe(recipe).stochastic:
                 graphs[recipe] = "its random numbers would be the same in every replay"
                 continue
             try:
@@ -251,7 +254,7 @@ def losses(result: Result) -> Table:
 
     def verdict(of: tuple[str, str]) -> str:
         apart = gaps(result, *of)
-        if of[1] == BF16 or not apart:
+        if of[1] not in PRESETS or not apart:
             return ABSENT
         return f"{100 * held_to(of[1]):g}: {'yes' if within(apart, of[1]) else '**no**'}"
 
@@ -279,8 +282,8 @@ def losses(result: Result) -> Table:
         f"{options['text']}, as characters; {options['steps']:,} steps of {options['batch']} × {options['context']} "
         "characters. Runs of a seed have the same first weights and batches; all linear layers of the blocks are converted. "
         "Held-out losses are of the first tenth of the text. A loss above BF16's is held to the limit, or to "
-        f"{ERRORS} standard errors of the mean of the pairs. Seconds are steps times the time of a step in the next table; "
-        f"losses on the way are those of {BATCHES} batches."
+        f"{ERRORS} standard errors of the mean of the pairs. FP32: without autocast. Seconds are steps times the time of a "
+        f"step in the next table; losses on the way are those of {BATCHES} batches."
     )
     return table("losses of GPTs in training", columns, kinds(result, "losses"), note)
 
@@ -332,7 +335,8 @@ def drawn(lines: dict[str, Any]) -> Any:
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    colours = dict(zip(lines, (GREY, BLUE, ORANGE, "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#8B4513"), strict=False))
+    others = ("#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#8B4513", "#7B3F9E")
+    colours = dict(zip(lines, (GREY, BLUE, ORANGE, *others), strict=False))
     for recipe, line in lines.items():
         left.plot(line["steps"], line["losses"], label=recipe, linewidth=1.2, color=colours[recipe])
         if line["seconds"] is not None:
@@ -373,6 +377,7 @@ def gpt(
     until = time.monotonic() + seconds
     check_device(device)
     chosen = [BF16, *known(recipes, PRESETS, "--recipes")]
+    controls = [FP32] if recipes is None else []
     torch._dynamo.config.recompile_limit = 64  # one graph for each recipe
     example_ = example()
     source, letters = example_.text()
@@ -390,7 +395,7 @@ def gpt(
     for model in known(models or list(MODELS)[:2], MODELS, "--models"):
         size = Size.of(model, context, batch)
         make = partial(Training, example_, size, characters, device=device, compiled=compiled)
-        names = [f"{model}/times", *(f"{model}/{recipe}/{seed}" for recipe in chosen for seed in range(seeds))]
+        names = [f"{model}/times", *(f"{model}/{recipe}/{seed}" for recipe in [*chosen, *controls] for seed in range(seeds))]
         for name in names:
             if name in kept or not any(fnmatchcase(name, pattern) for pattern in only or ["*"]):
                 continue
