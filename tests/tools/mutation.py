@@ -23,7 +23,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -229,8 +229,12 @@ def main(words: Sequence[str] | None = None) -> int:
     ):
         sessions = {file: begun(file, config["operators"], given.out) for file in given.only}
         sample = None if given.sample is None else drawn(sessions.values(), given.sample)
-        runs = (run(file, session, config["modules"][file], pool, given.again, sample) for file, session in sessions.items())
-        survivors = [mutant for one in runs for mutant in one]
+
+        def survivors_of(file: str) -> list[Mutant]:
+            return run(file, sessions[file], config["modules"][file], pool, given.again, sample)
+
+        with ThreadPoolExecutor(len(sessions)) as waiting:  # so that the last mutants of a module leave no process idle
+            survivors = [mutant for one in waiting.map(survivors_of, sessions) for mutant in one]
     faults = judged(survivors, entries, given.only)
     if sample is not None:  # a justified mutant may be outside the sample
         faults = [fault for fault in faults if fault.startswith("survived")]
