@@ -17,6 +17,7 @@ from breccia.training import PRESETS
 from breccia_torch.nn import TrainingLinear
 from breccia_torch.training import linear as module
 from breccia_torch.training import operands
+from breccia_torch.training import state as steps
 
 #: No side is a multiple of 128, and 72 rows are no multiple of 16.
 ROWS, IN, OUT = 72, 144, 80
@@ -367,6 +368,68 @@ def test_an_optimizer_with_8_bit_moments_changes_the_weight_that_is_multiplied()
     expected = breccia.matmul(*layer.gemm_operands(x, dy)["output"], bias=layer.bias.detach())
     after = layer(x).detach().flatten(0, 1)
     assert torch.equal(after, expected) and not torch.equal(after, before)
+
+
+def test_a_cuda_graph_keeps_no_cast_and_what_it_changes_is_cast_anew(monkeypatch: pytest.MonkeyPatch, casts: list[str]) -> None:
+    """A device is not needed to capture nothing: replays change a weight and leave its version, as `weight.data` does."""
+    capturing = [False]
+    monkeypatch.setattr(steps, "_capturing", lambda of: capturing[0])
+    layer, x, dy = made("fp8_block")
+    other, _, _ = made("fp8_block")
+    optimizer = torch.optim.SGD(other.parameters())
+    step(layer, x, dy)
+    step(other, x, dy)
+    capturing[0] = True
+    layer(x).backward(dy)  # cast in the graph though the version is as it was, rows and columns
+    optimizer.step()
+    capturing[0] = False
+    assert casts.count("weight") == 4
+    for each in (layer, other):
+        each.weight.data.mul_(2.0)
+        expected = breccia.matmul(*each.gemm_operands(x, dy)["output"], bias=each.bias.detach())
+        assert torch.equal(each(x).detach().flatten(0, 1), expected)
+
+
+def test_random_numbers_of_a_cuda_graph_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_capturing", lambda of: True)
+    layer, x, dy = made("nvfp4")
+    with pytest.warns(UserWarning, match=r"captures stochastic rounding: every replay will draw the same .*='nearest'"):
+        layer(x).backward(dy)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_tile", "mxfp8"])
+def test_replays_train_as_eager_steps_and_evaluation_sees_their_weights(recipe: str) -> None:
+    def begun() -> tuple[TrainingLinear, Tensor, Tensor, Any]:
+        torch.manual_seed(0)
+        layer = TrainingLinear(256, 512, recipe=recipe, seed=1, device="cuda")
+        x, dy = torch.randn(64, 256, device="cuda"), torch.randn(64, 512, device="cuda")
+        return layer, x, dy, torch.optim.AdamW(layer.parameters(), lr=0.1, capturable=True)
+
+    def stepped(layer: TrainingLinear, x: Tensor, dy: Tensor, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        layer(x).backward(dy)
+        optimizer.step()
+
+    captured, eager = begun(), begun()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            stepped(*captured)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stepped(*captured)
+    for _ in range(4):
+        graph.replay()
+    for _ in range(7):
+        stepped(*eager)
+    with torch.no_grad():
+        found, expected = (layer(x) for layer, x, *_ in (captured, eager))
+    assert torch.equal(captured[0].weight, eager[0].weight) and torch.equal(found, expected)
+    if captured[0].state is not None:
+        assert torch.equal(captured[0].state.amaxes, eager[0].state.amaxes)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -89,8 +89,11 @@ _weights: Any = WeakTensorKeyDictionary()
 def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: bool = True) -> tuple[Any, Any]:
     """`cast_operand` of a weight, once until it changes: an optimizer steps, or anything writes to it in place.
 
-    Values written through `weight.data` are noticed at the end of the step. Layers that share a weight share its casts.
+    Values written through `weight.data` are noticed at the end of the step. Layers that share a weight share its casts. Of a
+    weight that is in a CUDA graph nothing is kept, and its columns are cast where they are asked for alone.
     """
+    if steps.in_graphs(weight):
+        return cast_operand(how, "weight", weight, rows=rows, columns=columns and not rows, record=True)
     now = weight.data_ptr(), weight.dtype, weight._version, steps.generation
     before, casts = _weights.get(weight, (None, {}))
     if before != now:

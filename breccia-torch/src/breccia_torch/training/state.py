@@ -223,6 +223,12 @@ def counter_of(draws: Tensor) -> _Counter:
 
 def next_seed(draws: Tensor) -> int:
     """The seed of the next backward pass: different for each layer, step, pass of a step, and rank."""
+    if _capturing(draws):
+        warnings.warn(
+            "a CUDA graph captures stochastic rounding: every replay will draw the same random numbers. Train without a graph, "
+            "or with gradient_rounding='nearest'.",
+            stacklevel=2,
+        )
     counter = counter_of(draws)
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0
@@ -244,6 +250,24 @@ def count_pass(draws: Tensor, weight: Tensor) -> None:
     counter.weight_version = weight._version
 
 
+# ------------------------------------------------------------------------------------------------ CUDA graphs
+
+#: The weights that a CUDA graph casts or changes.
+_captured: Any = WeakTensorKeyDictionary()
+
+
+def in_graphs(weight: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, or one that was captured casts or changes the weight.
+
+    No cast of such a weight may be kept: a cast in a graph has no values before the graph is replayed, and a replay that
+    changes the weight leaves its version as it was.
+    """
+    if _capturing(weight):
+        _captured[weight] = True
+        return True
+    return bool(_captured) and weight in _captured
+
+
 # ------------------------------------------------------------------------------------------------ the end of a step
 
 
@@ -263,6 +287,10 @@ def _stepped(optimizer: Any, *_: Any) -> None:
     if skipped is not None and bool(skipped):
         return
     end_generation()
+    for weight in (p for group in optimizer.param_groups for p in group["params"]):
+        if not _capturing(weight):
+            break
+        _captured[weight] = True
     if not layers:
         return
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
