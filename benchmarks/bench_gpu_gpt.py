@@ -32,8 +32,8 @@ import breccia_torch
 from breccia import TrainingRecipe
 
 BF16 = "BF16"
-#: The same model without autocast: how far a run ends from BF16's where rounding alone differs, and is smaller.
-FP32 = "FP32"
+#: The same model without autocast, its products in TF32: how far a run ends from BF16's where rounding alone differs.
+TF32 = "TF32"
 PRESETS = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "fp8_tile", "mxfp8", "nvfp4")
 #: Heads and the largest learning rate by LAYERSxWIDTH.
 MODELS = {"12x768": (12, 6e-4), "24x1024": (16, 4e-4), "2x64": (2, 2e-3)}
@@ -70,8 +70,9 @@ class Training:
         torch.manual_seed(seed)
         self.model = gpt.GPT(characters, size.layers, size.width, size.heads, size.context).to(device)
         self.converted = 0
-        self.autocast = recipe != FP32
-        if recipe not in (BF16, FP32):
+        self.autocast = recipe != TF32
+        torch.set_float32_matmul_precision("high" if recipe == TF32 else "highest")
+        if recipe not in (BF16, TF32):
             self.converted = len(breccia_torch.convert_to_training_(self.model, recipe, min_size=0).chosen)
         if compiled:
             for block in self.model.blocks:
@@ -96,6 +97,21 @@ class Training:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return loss.detach()
+
+    def captured(self) -> Callable[[], Tensor]:
+        """`step` in a CUDA graph. Capturing makes steps with `tokens`, which change histories alone."""
+        loss = torch.zeros((), device=self.device)
+        self.rate.zero_()
+        replay = graph_of(lambda: loss.copy_(self.step()))
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+        def step() -> Tensor:
+            replay()
+            return loss.clone()
+
+        return step
 
     @torch.no_grad()
     def held_out(self, windows: Tensor, batches: int) -> float:
@@ -123,8 +139,8 @@ def windows_of(text: Tensor, context: int) -> Tensor:
     return text.unfold(0, context + 1, context)
 
 
-def trained(make: Callable[..., Training], data: Tensor, recipe: str, seed: int, steps: int) -> dict[str, Any]:
-    """Train on the last nine tenths of the text, and measure the loss on the first."""
+def trained(make: Callable[..., Training], data: Tensor, recipe: str, seed: int, steps: int, graph: bool) -> dict[str, Any]:
+    """Train on the last nine tenths of the text, and measure the loss on the first. graph: replay a CUDA graph of a step."""
     run = make(recipe=recipe, seed=seed)
     batch, window = run.tokens.shape
     held_out = len(data) // 10
@@ -136,10 +152,12 @@ def trained(make: Callable[..., Training], data: Tensor, recipe: str, seed: int,
     losses: list[Tensor] = []
     curve: list[tuple[int, float]] = []
     begun = time.perf_counter()
+    run.tokens.copy_(source[starts[0, :, None] + along])
+    step = run.captured() if graph else run.step
     for n in range(steps):
         run.tokens.copy_(source[starts[n, :, None] + along])
         run.rate.fill_(largest * rate_at(n, steps))
-        losses.append(run.step())
+        losses.append(step())
         if (n + 1) % max(1, steps // POINTS) == 0 or n + 1 == steps:
             curve.append((n + 1, run.held_out(windows, BATCHES)))
     training = torch.stack(losses).tolist()
@@ -149,6 +167,7 @@ def trained(make: Callable[..., Training], data: Tensor, recipe: str, seed: int,
         "curve": curve,
         "training": tenths,
         "converted": run.converted,
+        "graph": graph,
         "wall_s": time.perf_counter() - begun,
     }
 
@@ -282,7 +301,7 @@ def losses(result: Result) -> Table:
         f"{options['text']}, as characters; {options['steps']:,} steps of {options['batch']} × {options['context']} "
         "characters. Runs of a seed have the same first weights and batches; all linear layers of the blocks are converted. "
         "Held-out losses are of the first tenth of the text. A loss above BF16's is held to the limit, or to "
-        f"{ERRORS} standard errors of the mean of the pairs. FP32: without autocast. Seconds are steps times the time of a "
+        f"{ERRORS} standard errors of the mean of the pairs. TF32: without autocast. Seconds are steps times the time of a "
         f"step in the next table; losses on the way are those of {BATCHES} batches."
     )
     return table("losses of GPTs in training", columns, kinds(result, "losses"), note)
@@ -377,7 +396,7 @@ def gpt(
     until = time.monotonic() + seconds
     check_device(device)
     chosen = [BF16, *known(recipes, PRESETS, "--recipes")]
-    controls = [FP32] if recipes is None else []
+    controls = [TF32] if recipes is None else []
     torch._dynamo.config.recompile_limit = 64  # one graph for each recipe
     example_ = example()
     source, letters = example_.text()
@@ -407,7 +426,8 @@ def gpt(
             if recipe == "times":
                 rows += [{"kind": "times", "model": model} | row for row in timed(make, data, chosen, samples, device)]
             else:
-                row = trained(make, data, recipe, int(seed), steps)
+                graph = device == "cuda" and not (recipe in PRESETS and TrainingRecipe(recipe).stochastic)
+                row = trained(make, data, recipe, int(seed), steps, graph)
                 rows.append({"kind": "losses", "model": model, "recipe": recipe, "seed": int(seed)} | row)
             print(name, f"{time.monotonic() - begun:.0f} s", rows[-1].get("held_out", ""), file=sys.stderr, flush=True)
             yield made()
