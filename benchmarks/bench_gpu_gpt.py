@@ -32,13 +32,17 @@ import breccia_torch
 from breccia import TrainingRecipe
 
 BF16 = "BF16"
-#: The same model without autocast, its products in TF32: how far a run ends from BF16's where rounding alone differs.
-TF32 = "TF32"
 PRESETS = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "fp8_tile", "mxfp8", "nvfp4")
+#: NVFP4 with the first and last block of the model in BF16, as arXiv:2509.25149 keeps its first and last blocks.
+ENDS = "nvfp4-ends"
+#: Controls: the model without autocast, its products in TF32, and BF16 a second time. Some sums have no order on a GPU, so
+#: equal runs differ.
+TF32, AGAIN = "TF32", "BF16-again"
+RECIPES = (*PRESETS, ENDS)
 #: Heads and the largest learning rate by LAYERSxWIDTH.
 MODELS = {"12x768": (12, 6e-4), "24x1024": (16, 4e-4), "2x64": (2, 2e-3)}
 #: How far a recipe's held-out loss may be from BF16's, unless the difference is within ERRORS standard errors.
-GAPS, GAP, ERRORS = {"nvfp4": 0.01}, 0.0025, 2
+GAPS, GAP, ERRORS = {"nvfp4": 0.01, ENDS: 0.01}, 0.0025, 2
 #: How many times as fast as BF16 a step is to be.
 GOAL = 1.2
 #: Held-out losses on the way: how many, and on how many batches. The last one is on more: all held-out text at 16 x 512.
@@ -72,8 +76,10 @@ class Training:
         self.converted = 0
         self.autocast = recipe != TF32
         torch.set_float32_matmul_precision("high" if recipe == TF32 else "highest")
-        if recipe not in (BF16, TF32):
-            self.converted = len(breccia_torch.convert_to_training_(self.model, recipe, min_size=0).chosen)
+        if recipe in RECIPES:
+            ends = [f"blocks.{n}.*" for n in (0, size.layers - 1)] if recipe == ENDS else []
+            preset = "nvfp4" if recipe == ENDS else recipe
+            self.converted = len(breccia_torch.convert_to_training_(self.model, preset, exclude=ends, min_size=0).chosen)
         if compiled:
             for block in self.model.blocks:
                 block.compile(fullgraph=True)  # one compilation serves all blocks
@@ -251,8 +257,10 @@ def steps_to_bf16(result: Result, model: str, recipe: str) -> list[float | None]
 
 
 def kinds(result: Result, kind: str) -> list[tuple[str, str]]:
-    """(model, recipe) of all rows of a kind."""
-    return list(dict.fromkeys((row["model"], row["recipe"]) for row in result["rows"] if row["kind"] == kind))
+    """(model, recipe) of all rows of a kind, by model, controls last."""
+    every = {(row["model"], row["recipe"]) for row in result["rows"] if row["kind"] == kind}
+    order = [BF16, *RECIPES, AGAIN, TF32]
+    return sorted(every, key=lambda of: (of[0], order.index(of[1]) if of[1] in order else len(order)))
 
 
 def held_to(recipe: str) -> float:
@@ -273,7 +281,7 @@ def losses(result: Result) -> Table:
 
     def verdict(of: tuple[str, str]) -> str:
         apart = gaps(result, *of)
-        if of[1] not in PRESETS or not apart:
+        if of[1] not in RECIPES or not apart:
             return ABSENT
         return f"{100 * held_to(of[1]):g}: {'yes' if within(apart, of[1]) else '**no**'}"
 
@@ -301,8 +309,9 @@ def losses(result: Result) -> Table:
         f"{options['text']}, as characters; {options['steps']:,} steps of {options['batch']} × {options['context']} "
         "characters. Runs of a seed have the same first weights and batches; all linear layers of the blocks are converted. "
         "Held-out losses are of the first tenth of the text. A loss above BF16's is held to the limit, or to "
-        f"{ERRORS} standard errors of the mean of the pairs. TF32: without autocast. Seconds are steps times the time of a "
-        f"step in the next table; losses on the way are those of {BATCHES} batches."
+        f"{ERRORS} standard errors of the mean of the pairs. {ENDS}: the first and last block in BF16. {AGAIN}: BF16 a second time; "
+        f"some sums have no order on a GPU. {TF32}: without autocast. Seconds are steps times the time of a step in the next table; "
+        f"losses on the way are those of {BATCHES} batches."
     )
     return table("losses of GPTs in training", columns, kinds(result, "losses"), note)
 
@@ -340,7 +349,7 @@ def curves(tag: str, result: Result, _: Any) -> Plot:
     models = dict.fromkeys(model for model, _ in kinds(result, "losses"))
     model = next(iter(models), "")
     lines: dict[str, Any] = {}
-    for _, recipe in (of for of in kinds(result, "losses") if of[0] == model):
+    for _, recipe in (of for of in kinds(result, "losses") if of[0] == model and of[1] not in (AGAIN, TF32)):
         found = [row["curve"] for row in losses_of(result, model, recipe).values()]
         steps = [step for step, _ in found[0]]
         means = [statistics.mean(points) for points in zip(*([loss for _, loss in curve] for curve in found), strict=True)]
@@ -396,7 +405,7 @@ def gpt(
     until = time.monotonic() + seconds
     check_device(device)
     chosen = [BF16, *known(recipes, PRESETS, "--recipes")]
-    controls = [TF32] if recipes is None else []
+    controls = [ENDS, AGAIN, TF32] if recipes is None else []
     torch._dynamo.config.recompile_limit = 64  # one graph for each recipe
     example_ = example()
     source, letters = example_.text()
@@ -426,7 +435,7 @@ def gpt(
             if recipe == "times":
                 rows += [{"kind": "times", "model": model} | row for row in timed(make, data, chosen, samples, device)]
             else:
-                graph = device == "cuda" and not (recipe in PRESETS and TrainingRecipe(recipe).stochastic)
+                graph = device == "cuda" and not recipe.startswith("nvfp4")  # whose random numbers a replay would repeat
                 row = trained(make, data, recipe, int(seed), steps, graph)
                 rows.append({"kind": "losses", "model": model, "recipe": recipe, "seed": int(seed)} | row)
             print(name, f"{time.monotonic() - begun:.0f} s", rows[-1].get("held_out", ""), file=sys.stderr, flush=True)
