@@ -309,9 +309,9 @@ def losses(result: Result) -> Table:
         f"{options['text']}, as characters; {options['steps']:,} steps of {options['batch']} × {options['context']} "
         "characters. Runs of a seed have the same first weights and batches; all linear layers of the blocks are converted. "
         "Held-out losses are of the first tenth of the text. A loss above BF16's is held to the limit, or to "
-        f"{ERRORS} standard errors of the mean of the pairs. {ENDS}: the first and last block in BF16. {AGAIN}: BF16 a second time; "
-        f"some sums have no order on a GPU. {TF32}: without autocast. Seconds are steps times the time of a step in the next table; "
-        f"losses on the way are those of {BATCHES} batches."
+        f"{ERRORS} standard errors of the mean of the pairs. {ENDS}: the first and last block in BF16. {AGAIN}: BF16 a second "
+        f"time; some sums have no order on a GPU. {TF32}: without autocast. Seconds are steps times the time of a step in the "
+        f"next table; losses on the way are those of {BATCHES} batches."
     )
     return table("losses of GPTs in training", columns, kinds(result, "losses"), note)
 
