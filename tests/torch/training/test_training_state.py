@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from two_layers import Model, made
 
 import breccia
 import breccia_torch
@@ -29,22 +30,6 @@ def seeded() -> Any:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.inner(x).relu())
-
-
-def made(recipe: Any) -> Any:
-    torch.manual_seed(1)
-    model = Model()
-    breccia_torch.convert_to_training_(model, recipe)
-    return model
 
 
 def batch(n: int) -> Tensor:
