@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -260,10 +261,25 @@ def test_another_main_grad_is_refused() -> None:
 
 def test_errors_name_the_layer() -> None:
     layer = TrainingLinear.from_linear(nn.Linear(IN, OUT), "fp8_block", name="blocks.3.mlp.up")
-    with pytest.raises(ShapeError, match=r"blocks.3.mlp.up: the layer has 144 features; got x of shape \(2, 3\)"):
-        layer(torch.randn(2, 3))
-    with pytest.raises(UnsupportedError, match="blocks.3.mlp.up: "):
-        layer(torch.randn(2, IN, dtype=torch.float64))
+    for shape in ((2, 3), ()):
+        with pytest.raises(ShapeError, match=re.escape(f"blocks.3.mlp.up: the layer has 144 features; got x of shape {shape}")):
+            layer(torch.randn(shape))
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_other_dtypes_are_refused_by_the_name_of_the_layer(recipe: str) -> None:
+    layer = TrainingLinear.from_linear(nn.Linear(IN, OUT), recipe, name="blocks.3.mlp.up")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    for _ in range(2):  # of fp8_delayed, without and with a history
+        with pytest.raises(UnsupportedError, match=r"blocks.3.mlp.up: cast takes .*; got float64. Convert it first, .*x.float"):
+            layer(torch.randn(2, IN, dtype=torch.float64))
+        with pytest.raises(UnsupportedError, match="blocks.3.mlp.up: cast takes .*; got int64. Only floating-point numbers"):
+            layer(torch.ones(2, IN, dtype=torch.int64))
+        layer(torch.randn(2, IN)).sum().backward()
+        optimizer.step()
+    layer.double()
+    with pytest.raises(UnsupportedError, match=r"blocks.3.mlp.up: cast takes .*; got float64"):
+        layer(torch.randn(2, IN))
 
 
 def test_a_weight_that_changes_before_the_backward_pass_is_an_error_as_of_nn_linear() -> None:

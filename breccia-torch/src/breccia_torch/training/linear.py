@@ -139,7 +139,7 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
             state.reset(int(torch.randint(1 << 62, ())) if self.recipe.stochastic else 0)
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if x.shape[-1] != self.in_features:
+        if not x.ndim or x.shape[-1] != self.in_features:
             raise self.failed(ShapeError(f"the layer has {self.in_features} features; got x of shape {tuple(x.shape)}."))
         dtype = autocast_dtype(x) or x.dtype
         m = x.shape[:-1].numel()

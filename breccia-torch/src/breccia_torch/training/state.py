@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from breccia import DelayedScaling, TrainingRecipe
-from breccia.backend import calls
+from breccia.backend import calls, checks
 from breccia.internal import TENSORS, scales_of_amaxes
 
 #: Writes in this context are no changes to autograd: nothing that it differentiates reads the tensor.
@@ -35,6 +35,8 @@ class _foreach:
     zero_: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
+#: What casts take.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: The bits of 2^-126: smaller amaxes, FP32 subnormals, give no scale.
 _NORMAL = 1 << 23
 #: How many steps of optimizers have ended in this process. What is kept for a step is valid for one number.
@@ -181,6 +183,8 @@ def delayed_scale(how: Any, tensor: str, recipe: DelayedScaling, x: Tensor, *, r
     how: a `Context`. record: add the amax of `x` to the pending ones. A gradient with NaN or Inf removes them instead: its step
     will be skipped.
     """
+    if x.dtype not in FLOATS:
+        checks.check_cast(x, recipe)  # raises: torch's operations would, and would not say what to do
     n, history = TENSORS.index(tensor), _history_of(how)
     scale = history.scale_of[n]
     if not history.complete:
