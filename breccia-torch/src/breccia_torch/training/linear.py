@@ -155,7 +155,8 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
                 y: Any = _Linear.apply(rows, self.weight, self.bias, self.context, dtype, torch.is_grad_enabled())
             except BrecciaError as e:
                 raise self.failed(e) from e
-        return (y[:m] if missing else y).view(*x.shape[:-1], self.out_features)
+        # No view to autograd: fully_shard warns of views, as writes to them in place would drop its hooks.
+        return torch.ops.aten._unsafe_view(y[:m] if missing else y, (*x.shape[:-1], self.out_features))
 
     @torch.no_grad()
     def gemm_operands(self, x: Tensor, dy: Tensor) -> dict[str, tuple[Operand, Operand]]:
