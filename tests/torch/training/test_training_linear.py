@@ -385,6 +385,43 @@ def test_an_optimizer_with_8_bit_moments_changes_the_weight_that_is_multiplied()
     assert torch.equal(after, expected) and not torch.equal(after, before)
 
 
+@pytest.mark.parametrize("preset", ["fp8_block", "fp8_delayed"])
+def test_casts_of_weights_that_are_freed_after_each_pass_are_freed_too(preset: str) -> None:
+    """As fully_shard frees them: casts that stayed would take the memory that it saves."""
+    layers = [TrainingLinear(IN, IN, recipe=preset) for _ in range(3)]
+    whole = [layer.weight.detach().clone() for layer in layers]
+    twins = copy.deepcopy(layers)
+
+    def gather(n: int) -> None:
+        layers[n].weight.untyped_storage().resize_(whole[n].nbytes)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(layers[n].weight):
+            layers[n].weight.copy_(whole[n])
+
+    def free(n: int) -> None:
+        layers[n].weight.untyped_storage().resize_(0)
+
+    def kept() -> list[bool]:
+        return [layer.weight in operands._weights for layer in layers]
+
+    x = torch.randn(ROWS, IN)
+    y = x.clone().requires_grad_()
+    for n, layer in enumerate(layers):
+        y = layer(y)
+        free(n)
+    assert kept() == [False, False, True]
+    for n, layer in enumerate(layers):
+        gather(n)
+        layer.weight.register_post_accumulate_grad_hook(lambda _, n=n: free(n))
+    y.sum().backward()
+    z = x.clone().requires_grad_()
+    for twin in twins:
+        z = twin(z)
+    z.sum().backward()
+    for layer, twin in zip(layers, twins, strict=True):
+        assert torch.equal(layer.weight.grad, twin.weight.grad)
+        assert all(map(torch.equal, layer.buffers(), twin.buffers()))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_casts_no_weight_twice_and_gives_the_same_bits(reentrant: bool, casts: list[str]) -> None:
     from torch.utils.checkpoint import checkpoint

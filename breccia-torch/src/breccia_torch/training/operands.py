@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from breccia import DelayedScaling, ScaledTensor, TrainingRecipe
 from breccia.backend import DEFAULT, CastOptions, calls, checks, components, packing, part_shapes, product_options
@@ -84,12 +85,15 @@ def _cast(x: Tensor, operand: GemmOperand, options: CastOptions) -> Operand:
 
 #: For each weight: what it was when it was cast, and its casts (rows, columns) by recipe and history.
 _weights: Any = WeakTensorKeyDictionary()
+#: The weights that were cast last.
+_last: deque[Any] = deque(maxlen=256)
 
 
 def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: bool = True) -> tuple[Any, Any]:
     """`cast_operand` of a weight, once until it changes: an optimizer steps, or anything writes to it in place.
 
-    Values written through `weight.data` are noticed at the end of the step. Layers that share a weight share its casts.
+    Values written through `weight.data` are noticed at the end of the step. Layers that share a weight share its casts. Casts
+    of a weight without memory, as fully_shard leaves it after a pass, are let go when the next weight is cast.
     """
     now = weight.data_ptr(), weight.dtype, weight._version, steps.generation
     before, casts = _weights.get(weight, (None, {}))
@@ -99,6 +103,11 @@ def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: boo
     kept = casts.get(key, (None, None))
     missing = rows and kept[0] is None, columns and kept[1] is None
     if any(missing):
+        while _last and ((last := _last[-1]()) is None or not last.data_ptr()):
+            _last.pop()
+            if last is not None:
+                _weights.pop(last, None)
+        _last.append(TensorWeakRef(weight))
         cast = cast_operand(how, "weight", weight, rows=missing[0], columns=missing[1], record=True)
         kept = casts[key] = (cast[0] if missing[0] else kept[0], cast[1] if missing[1] else kept[1])
     return kept
