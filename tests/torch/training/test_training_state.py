@@ -287,6 +287,29 @@ def test_the_state_survives_changes_of_precision_copies_and_pickling(recipe: str
         assert other.inner.state.draws[1] == 4
 
 
+@pytest.mark.parametrize("recipe", STATEFUL)
+def test_a_state_on_meta_begins_where_it_gets_memory(recipe: str) -> None:
+    """`to_empty` gives other layers memory with whatever it held before; the state of a layer begins as a new one."""
+    with torch.device("meta"):
+        model = Model()
+    breccia_torch.convert_to_training_(model, recipe)
+    assert model(torch.ones(4, 32, device="meta")).shape == (4, 32)
+    fresh = made(recipe)
+    assigned = copy.deepcopy(model)
+    model.to_empty(device="cpu")
+    for name, value in fresh.state_dict().items():
+        if ".state." in name:
+            assert torch.equal(model.state_dict()[name], value)
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+            p.copy_(q)
+    losses = [train(each, torch.optim.SGD(each.parameters(), lr=1e-3), 0, 3) for each in (model, fresh)]
+    assert losses[0] == losses[1] and equal(model, fresh)
+    assigned.load_state_dict(copy.deepcopy(fresh.state_dict()), assign=True)
+    losses = [train(each, torch.optim.SGD(each.parameters(), lr=1e-3), 3, 2) for each in (assigned, fresh)]
+    assert losses[0] == losses[1] and equal(assigned, fresh)
+
+
 def test_distributed_checkpoints_have_the_state(tmp_path: Any) -> None:
     from torch.distributed import checkpoint
 

@@ -54,6 +54,8 @@ class StepState(nn.Module):
         are not saved.
     pending: (3,) int32, the amaxes of the present step. It is not saved.
     draws: (2,) int64: the layer's seed, and the number of steps that have ended.
+
+    Buffers on the device meta begin as new ones where they get memory.
     """
 
     amaxes: Tensor | None
@@ -61,10 +63,11 @@ class StepState(nn.Module):
     pending: Tensor | None
     draws: Tensor
     delayed: Delayed
+    seed: int
 
     def __init__(self, recipe: TrainingRecipe, seed: int = 0, device: Any = None) -> None:
         super().__init__()
-        self.delayed = tuple(recipe.delayed.items())
+        self.delayed, self.seed = tuple(recipe.delayed.items()), seed
         lengths = [of.amax_history_len for _, of in self.delayed]
         amaxes = torch.zeros(3, max(lengths), dtype=torch.int32, device=device) if lengths else None
         self.register_buffer("amaxes", amaxes)
@@ -81,10 +84,24 @@ class StepState(nn.Module):
 
         CUDA graphs that were captured before keep the old scales until a step ends.
         """
+        self.seed = seed
         for buffer in (self.amaxes, self.pending):
             if buffer is not None:
                 buffer.zero_()
         self.draws.copy_(torch.tensor([seed, 0]))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        meta = self.draws.is_meta
+        super()._apply(fn, recurse)
+        if meta and not self.draws.is_meta:  # `to_empty` gives memory with whatever it held before
+            self.reset(self.seed)
+        return self
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        if self.amaxes is not None and self.pending is not None and self.pending.is_meta != self.amaxes.is_meta:
+            # `assign=True` put tensors in the place of those on the device meta. Scales are computed from them.
+            self.scales, self.pending = (torch.zeros_like(self.amaxes[:, 0]) for _ in range(2))
 
 
 @torch.no_grad()
@@ -115,7 +132,7 @@ def _roll(group: Sequence[Any], delayed: Delayed) -> None:
     known: list[_History | None] = [_histories.get(state.amaxes) for state in group]
     complete = [history is not None and history.complete for history in known]
     # Few steps look at scales on the host: those whose number is a power of two, until every history has an entry.
-    if not all(complete) and counter_of(group[0].draws).step.bit_count() < 2 and not _capturing(scales):
+    if not all(complete) and counter_of(group[0].draws).step.bit_count() < 2 and not _unreadable(scales):
         complete = _complete(scales, delayed).tolist()
     for state, history, whole in zip(group, known, complete, strict=True):
         if history is not None:
@@ -157,9 +174,9 @@ def _complete(scales: Tensor, delayed: Delayed) -> Tensor:
     return (scales[..., [TENSORS.index(tensor) for tensor, _ in delayed]] > 0).all(-1)
 
 
-def _capturing(of: Tensor) -> bool:
-    """Whether operations on the tensor are recorded in a CUDA graph, which nothing may be read in."""
-    return of.is_cuda and torch.cuda.is_current_stream_capturing()
+def _unreadable(x: Tensor) -> bool:
+    """Whether the host cannot read it: while a CUDA graph is recorded, and on the device meta."""
+    return x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _history_of(how: Any) -> _History:
@@ -170,7 +187,7 @@ def _history_of(how: Any) -> _History:
         with torch.inference_mode(False), torch.no_grad(), _quietly(how.scales):  # training may follow, with the same views
             how.scales.copy_(_scales(how.amaxes, delayed))
             scales, amaxes = how.scales.view(torch.float32), how.pending.view(torch.float32)
-            complete = not _capturing(scales) and bool(_complete(how.scales, delayed))
+            complete = not _unreadable(scales) and bool(_complete(how.scales, delayed))
             views = scales.unbind(), amaxes, amaxes.unbind()
         found = _History(how.amaxes._version, complete, how.pending, *views)
         _histories[how.amaxes] = found
