@@ -328,24 +328,72 @@ def test_distributed_checkpoints_have_the_state(tmp_path: Any) -> None:
 # --------------------------------------------------------------------------------------------------- when it moves
 
 
-@pytest.mark.parametrize("recipe", STATEFUL)
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_skipped_step_moves_nothing(recipe: str, backward: bool) -> None:
+def poisoned(where: str) -> Any:
+    """A pass whose loss is NaN: by its input, by the loss of a batch of large numbers, or the same without a backward pass."""
+
+    def run(model: Any) -> None:
+        x = batch(2) * 100
+        if where == "input":
+            x[0, 0] = torch.nan
+        loss = model(x).mean() * torch.nan
+        assert loss.isnan()
+        if where != "no backward pass":
+            loss.backward()
+        model.zero_grad()
+
+    return run
+
+
+def overflowed(model: Any) -> None:
+    """A pass in which the gradient of the last layer overflows, and others stay finite."""
+    layer_of: list[Any] = [model.outer.register_full_backward_hook(lambda *_: (torch.full((48, 64), 3.0),))]
+    y = model(batch(2) * 100)
+    y.backward(torch.full_like(y, torch.inf))
+    layer_of[0].remove()
+    model.zero_grad()
+
+
+def trained_and_twin(recipe: str) -> tuple[Any, Any]:
     model = made(recipe)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    train(model, optimizer, 0, 2)
-    twin = copy.deepcopy(model)
-    poisoned = batch(2)
-    poisoned[0, 0] = torch.nan
-    loss = model(poisoned).mean()
-    assert loss.isnan()
-    if backward:
-        loss.backward()
-    optimizer.zero_grad()
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-3), 0, 2)
+    return model, copy.deepcopy(model)
+
+
+def as_if_nothing_had_been(model: Any, twin: Any) -> bool:
+    losses = [train(each, torch.optim.SGD(each.parameters(), lr=1e-3), 3, 2) for each in (model, twin)]
+    return losses[0] == losses[1] and equal(model, twin)
+
+
+@pytest.mark.parametrize("recipe", STATEFUL)
+@pytest.mark.parametrize("where", ["input", "loss", "no backward pass"])
+def test_a_skipped_step_moves_nothing(recipe: str, where: str) -> None:
+    model, twin = trained_and_twin(recipe)
+    poisoned(where)(model)
     assert equal(model, twin)
-    if recipe == "fp8_delayed" or not backward:  # a pass that was drawn for is not drawn for again before a step ends
-        assert train(model, optimizer, 3, 2) == train(twin, torch.optim.SGD(twin.parameters(), lr=1e-3), 3, 2)
-        assert equal(model, twin)
+    if recipe == "fp8_delayed" or where == "no backward pass":  # random numbers are drawn once, also for a skipped step
+        assert as_if_nothing_had_been(model, twin)
+
+
+@pytest.mark.parametrize("recipe", STATEFUL)
+@pytest.mark.parametrize("skipped", [poisoned("loss"), overflowed], ids=["NaN", "overflow in one layer"])
+def test_end_of_step_forgets_a_step_that_is_not_taken(recipe: str, skipped: Any) -> None:
+    model, twin = trained_and_twin(recipe)
+    skipped(model)
+    breccia_torch.end_of_step(model, taken=False)
+    assert equal(model, twin) and as_if_nothing_had_been(model, twin)
+
+
+def test_overflow_in_one_layer_leaves_the_amaxes_of_others() -> None:
+    """What the test above makes forgotten."""
+    model, twin = trained_and_twin("fp8_delayed")
+    overflowed(model)
+    assert equal(model, twin) and not as_if_nothing_had_been(model, twin)
+
+
+def test_a_forward_pass_alone_records_nothing_of_its_input() -> None:
+    model, twin = trained_and_twin("fp8_delayed")
+    model(batch(9) * 1000)  # with gradients enabled, as in a test of the model that forgot to disable them
+    assert as_if_nothing_had_been(model, twin)
 
 
 def test_a_fused_step_that_a_scaler_skips_moves_nothing() -> None:

@@ -83,6 +83,24 @@ def _cast(x: Tensor, operand: GemmOperand, options: CastOptions) -> Operand:
     return calls.cast(x, operand.recipe, options if operand.axis == -1 else options.replace(axis=-2))
 
 
+def kept_of(recipe: TrainingRecipe, x: Tensor, columns: Operand | None, record: bool) -> list[Tensor]:
+    """What a forward pass keeps of x: the components of its columns, and its amax where later scales of x come from it."""
+    amax = [steps.amax_of(x)] if record and isinstance(recipe.input, DelayedScaling) else []
+    return [*([] if columns is None else parts_of(columns)), *amax]
+
+
+def columns_of(recipe: TrainingRecipe, kept: list[Tensor]) -> list[Tensor]:
+    """The components of columns in what a forward pass kept before a backward pass."""
+    return kept[:-1] if isinstance(recipe.input, DelayedScaling) else kept
+
+
+def note_input(how: Context, kept: list[Tensor]) -> list[Tensor]:
+    """`columns_of`, after the amax beside them is noted."""
+    if isinstance(how.recipe.input, DelayedScaling):
+        steps.note(how, "input", kept[-1])
+    return columns_of(how.recipe, kept)
+
+
 #: For each weight: what it was when it was cast, and its casts (rows, columns) by recipe and history.
 _weights: Any = WeakTensorKeyDictionary()
 #: The weights that were cast last.

@@ -2,7 +2,7 @@
 
 Both are integer buffers of a `StepState`, so `.to(bfloat16)`, `state_dict`, checkpoints and copies keep every bit. They advance
 when an optimizer that has the layer's weight has made a step, or in `end_of_step`, by kernels whose number does not
-depend on how many layers there are. Between steps only `pending` changes, which is in no state: a step that is skipped leaves
+depend on how many layers there are. Between steps only `pending` changes, and it is in no state: a step that is skipped leaves
 the state as it was.
 """
 
@@ -119,6 +119,15 @@ def advance(states: Iterable[StepState]) -> None:
             _counters[state.draws] = _Counter(state.draws, (counter.seed, counter.step + 1))
 
 
+@torch.no_grad()
+def forget(states: Iterable[StepState]) -> None:
+    """Begin a step again: what its passes recorded is gone."""
+    for state in states:
+        if state.pending is not None:
+            state.pending.zero_()
+        counter_of(state.draws).begin()
+
+
 def _roll(group: Sequence[Any], delayed: Delayed) -> None:
     """End the step of histories of equal length on one device, and compute their scales."""
     pending = torch.stack([state.pending for state in group])
@@ -145,15 +154,16 @@ def _roll(group: Sequence[Any], delayed: Delayed) -> None:
 class _History(NamedTuple):
     """What is known of a buffer `amaxes`, and FP32 views of the buffers beside it.
 
-    version: of `amaxes` when `scales` were computed. complete: whether each delayed tensor has a scale.
+    version: of `amaxes` when `scales` were computed. complete: whether each delayed tensor has a scale. of_batch: the pending
+    amaxes of input and gradient, which a batch decides.
     """
 
     version: int
     complete: bool
     pending: Tensor
     scale_of: Sequence[Tensor]
-    amaxes: Tensor
     amax_of: Sequence[Tensor]
+    of_batch: Tensor
 
 
 #: By buffer. Something other than `advance` may write it, as `load_state_dict` does.
@@ -188,7 +198,7 @@ def _history_of(how: Any) -> _History:
             how.scales.copy_(_scales(how.amaxes, delayed))
             scales, amaxes = how.scales.view(torch.float32), how.pending.view(torch.float32)
             complete = not _unreadable(scales) and bool(_complete(how.scales, delayed))
-            views = scales.unbind(), amaxes, amaxes.unbind()
+            views = scales.unbind(), amaxes.unbind(), amaxes[:: TENSORS.index("gradient")]
         found = _History(how.amaxes._version, complete, how.pending, *views)
         _histories[how.amaxes] = found
     return found
@@ -197,25 +207,38 @@ def _history_of(how: Any) -> _History:
 def delayed_scale(how: Any, tensor: str, recipe: DelayedScaling, x: Tensor, *, record: bool) -> Tensor:
     """The scale of `x` from the steps before, by the rule of `AmaxHistory`; from its own amax while its history is empty.
 
-    how: a `Context`. record: add the amax of `x` to the pending ones. A gradient with NaN or Inf removes them instead: its step
-    will be skipped.
+    how: a `Context`. record: `note` the amax of `x`.
     """
     if x.dtype not in FLOATS:
         checks.check_cast(x, recipe)  # raises: torch's operations would, and would not say what to do
-    n, history = TENSORS.index(tensor), _history_of(how)
-    scale = history.scale_of[n]
+    history = _history_of(how)
+    scale = history.scale_of[TENSORS.index(tensor)]
     if not history.complete:
         _, own = calls.record_amax(x, recipe, (), 1.0)
         scale = torch.where(scale > 0, scale, own)
-    if record and x.numel():
-        amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
-        finite = amax < torch.inf
-        with _quietly(how.pending):
-            if tensor == "gradient":
-                history.amaxes.mul_(finite)
-            # NaN and infinity times 0 are NaN, which `fmax` ignores.
-            torch.fmax(history.amax_of[n], amax * finite, out=history.amax_of[n])
+    if record:
+        note(how, tensor, amax_of(x))
     return scale
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor, FP32 of shape (): NaN if there is one, and 0 of no numbers."""
+    return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def note(how: Any, tensor: str, amax: Tensor) -> None:
+    """Add an amax to the pending ones.
+
+    That of an input is noted in the backward pass, so that forward passes without one, as where the loss is NaN, leave nothing
+    behind. A gradient with NaN or Inf removes what is of its batch: its step will be skipped.
+    """
+    history, finite = _history_of(how), amax < torch.inf
+    pending = history.amax_of[TENSORS.index(tensor)]
+    with _quietly(how.pending):
+        if tensor == "gradient":
+            history.of_batch.mul_(finite)
+        # NaN and infinity times 0 are NaN, which `fmax` ignores.
+        torch.fmax(pending, amax * finite, out=pending)
 
 
 # ------------------------------------------------------------------------------------------------ random numbers
@@ -227,6 +250,9 @@ class _Counter:
     def __init__(self, draws: Tensor, numbers: Iterable[int]) -> None:
         self.version = draws._version
         self.seed, self.step = numbers
+        self.begin()
+
+    def begin(self) -> None:
         self.passes = 0
         self.weight_version: int | None = None
 
