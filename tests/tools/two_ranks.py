@@ -12,27 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from two_layers import WIDTH, Model, made
 
 import breccia_torch
 
-WIDTH, HIDDEN, ROWS, STEPS = 32, 64, 96, 3
+ROWS, STEPS = 96, 3
 WRAPPERS = ("ddp", "fsdp")
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.inner(x).relu())
-
-
-def made(recipe: str) -> Model:
-    torch.manual_seed(0)
-    model = Model()
-    breccia_torch.convert_to_training_(model, recipe)
-    return model
 
 
 def half(step: int, rank: int) -> Tensor:

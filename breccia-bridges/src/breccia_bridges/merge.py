@@ -186,7 +186,7 @@ def _judge(report: MergeReport, made: Mapping[str, Mapping[str, Any]], least: fl
 
 def _check_torch() -> None:
     """Raise ImportError without breccia-torch, torch or transformers."""
-    if not hasattr(bridges, "divergence"):
+    if not hasattr(bridges, "merge_divergence"):
         raise ImportError(
             f"calibrate= (--calibrate) runs the model in torch: {install('breccia-torch[hf]')}", name="breccia_torch"
         )
@@ -195,7 +195,7 @@ def _check_torch() -> None:
 def _measure(report: MergeReport, ids: np.ndarray, work: Merging, source_dialect: str | None, made: Path) -> None:
     """Put the KL divergence on a text into the report. made: the merged checkpoint, not yet at its destination."""
     changes = {name: change.matrix for name, change in work.changes.items()}
-    report.divergence = bridges.divergence(work.src, made, ids, changes, source_dialect=source_dialect)
+    report.divergence = bridges.merge_divergence(work.src, made, ids, changes, source_dialect=source_dialect)
 
 
 def _checked_share(share: Any) -> float:

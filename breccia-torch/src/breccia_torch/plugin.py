@@ -51,7 +51,7 @@ def breccia_bridges() -> Iterable[Bridge]:
         Bridge(name, f"breccia_torch.hf.{target}", needs, "'breccia-torch[hf]'")
         for name, target in (
             ("calibrate", "calibrating:calibrate"),
-            ("divergence", "divergence:divergence"),
+            ("merge_divergence", "merge_divergence:merge_divergence"),
             ("divergences", "divergences:divergences"),
         )
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -261,10 +262,25 @@ def test_another_main_grad_is_refused() -> None:
 
 def test_errors_name_the_layer() -> None:
     layer = TrainingLinear.from_linear(nn.Linear(IN, OUT), "fp8_block", name="blocks.3.mlp.up")
-    with pytest.raises(ShapeError, match=r"blocks.3.mlp.up: the layer has 144 features; got x of shape \(2, 3\)"):
-        layer(torch.randn(2, 3))
-    with pytest.raises(UnsupportedError, match="blocks.3.mlp.up: "):
-        layer(torch.randn(2, IN, dtype=torch.float64))
+    for shape in ((2, 3), ()):
+        with pytest.raises(ShapeError, match=re.escape(f"blocks.3.mlp.up: the layer has 144 features; got x of shape {shape}")):
+            layer(torch.randn(shape))
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_other_dtypes_are_refused_by_the_name_of_the_layer(recipe: str) -> None:
+    layer = TrainingLinear.from_linear(nn.Linear(IN, OUT), recipe, name="blocks.3.mlp.up")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    for _ in range(2):  # of fp8_delayed, without and with a history
+        with pytest.raises(UnsupportedError, match=r"blocks.3.mlp.up: cast takes .*; got float64. Convert it first, .*x.float"):
+            layer(torch.randn(2, IN, dtype=torch.float64))
+        with pytest.raises(UnsupportedError, match="blocks.3.mlp.up: cast takes .*; got int64. Only floating-point numbers"):
+            layer(torch.ones(2, IN, dtype=torch.int64))
+        layer(torch.randn(2, IN)).sum().backward()
+        optimizer.step()
+    layer.double()
+    with pytest.raises(UnsupportedError, match=r"blocks.3.mlp.up: cast takes .*; got float64"):
+        layer(torch.randn(2, IN))
 
 
 def test_a_weight_that_changes_before_the_backward_pass_is_an_error_as_of_nn_linear() -> None:
@@ -430,6 +446,43 @@ def test_replays_train_as_eager_steps_and_evaluation_sees_their_weights(recipe: 
     assert torch.equal(captured[0].weight, eager[0].weight) and torch.equal(found, expected)
     if captured[0].state is not None:
         assert torch.equal(captured[0].state.amaxes, eager[0].state.amaxes)
+
+
+@pytest.mark.parametrize("preset", ["fp8_block", "fp8_delayed"])
+def test_casts_of_weights_that_are_freed_after_each_pass_are_freed_too(preset: str) -> None:
+    """As fully_shard frees them: casts that stayed would take the memory that it saves."""
+    layers = [TrainingLinear(IN, IN, recipe=preset) for _ in range(3)]
+    whole = [layer.weight.detach().clone() for layer in layers]
+    twins = copy.deepcopy(layers)
+
+    def gather(n: int) -> None:
+        layers[n].weight.untyped_storage().resize_(whole[n].nbytes)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(layers[n].weight):
+            layers[n].weight.copy_(whole[n])
+
+    def free(n: int) -> None:
+        layers[n].weight.untyped_storage().resize_(0)
+
+    def kept() -> list[bool]:
+        return [layer.weight in operands._weights for layer in layers]
+
+    x = torch.randn(ROWS, IN)
+    y = x.clone().requires_grad_()
+    for n, layer in enumerate(layers):
+        y = layer(y)
+        free(n)
+    assert kept() == [False, False, True]
+    for n, layer in enumerate(layers):
+        gather(n)
+        layer.weight.register_post_accumulate_grad_hook(lambda _, n=n: free(n))
+    y.sum().backward()
+    z = x.clone().requires_grad_()
+    for twin in twins:
+        z = twin(z)
+    z.sum().backward()
+    for layer, twin in zip(layers, twins, strict=True):
+        assert torch.equal(layer.weight.grad, twin.weight.grad)
+        assert all(map(torch.equal, layer.buffers(), twin.buffers()))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from two_layers import Model, made
 
 import breccia
 import breccia_torch
@@ -29,22 +30,6 @@ def seeded() -> Any:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.inner(x).relu())
-
-
-def made(recipe: Any) -> Any:
-    torch.manual_seed(1)
-    model = Model()
-    breccia_torch.convert_to_training_(model, recipe)
-    return model
 
 
 def batch(n: int) -> Tensor:
@@ -302,6 +287,29 @@ def test_the_state_survives_changes_of_precision_copies_and_pickling(recipe: str
         assert other.inner.state.draws[1] == 4
 
 
+@pytest.mark.parametrize("recipe", STATEFUL)
+def test_a_state_on_meta_begins_where_it_gets_memory(recipe: str) -> None:
+    """`to_empty` gives other layers memory with whatever it held before; the state of a layer begins as a new one."""
+    with torch.device("meta"):
+        model = Model()
+    breccia_torch.convert_to_training_(model, recipe)
+    assert model(torch.ones(4, 32, device="meta")).shape == (4, 32)
+    fresh = made(recipe)
+    assigned = copy.deepcopy(model)
+    model.to_empty(device="cpu")
+    for name, value in fresh.state_dict().items():
+        if ".state." in name:
+            assert torch.equal(model.state_dict()[name], value)
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+            p.copy_(q)
+    losses = [train(each, torch.optim.SGD(each.parameters(), lr=1e-3), 0, 3) for each in (model, fresh)]
+    assert losses[0] == losses[1] and equal(model, fresh)
+    assigned.load_state_dict(copy.deepcopy(fresh.state_dict()), assign=True)
+    losses = [train(each, torch.optim.SGD(each.parameters(), lr=1e-3), 3, 2) for each in (assigned, fresh)]
+    assert losses[0] == losses[1] and equal(assigned, fresh)
+
+
 def test_distributed_checkpoints_have_the_state(tmp_path: Any) -> None:
     from torch.distributed import checkpoint
 
@@ -320,24 +328,72 @@ def test_distributed_checkpoints_have_the_state(tmp_path: Any) -> None:
 # --------------------------------------------------------------------------------------------------- when it moves
 
 
-@pytest.mark.parametrize("recipe", STATEFUL)
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_skipped_step_moves_nothing(recipe: str, backward: bool) -> None:
+def poisoned(where: str) -> Any:
+    """A pass whose loss is NaN: by its input, by the loss of a batch of large numbers, or the same without a backward pass."""
+
+    def run(model: Any) -> None:
+        x = batch(2) * 100
+        if where == "input":
+            x[0, 0] = torch.nan
+        loss = model(x).mean() * torch.nan
+        assert loss.isnan()
+        if where != "no backward pass":
+            loss.backward()
+        model.zero_grad()
+
+    return run
+
+
+def overflowed(model: Any) -> None:
+    """A pass in which the gradient of the last layer overflows, and others stay finite."""
+    layer_of: list[Any] = [model.outer.register_full_backward_hook(lambda *_: (torch.full((48, 64), 3.0),))]
+    y = model(batch(2) * 100)
+    y.backward(torch.full_like(y, torch.inf))
+    layer_of[0].remove()
+    model.zero_grad()
+
+
+def trained_and_twin(recipe: str) -> tuple[Any, Any]:
     model = made(recipe)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    train(model, optimizer, 0, 2)
-    twin = copy.deepcopy(model)
-    poisoned = batch(2)
-    poisoned[0, 0] = torch.nan
-    loss = model(poisoned).mean()
-    assert loss.isnan()
-    if backward:
-        loss.backward()
-    optimizer.zero_grad()
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-3), 0, 2)
+    return model, copy.deepcopy(model)
+
+
+def as_if_nothing_had_been(model: Any, twin: Any) -> bool:
+    losses = [train(each, torch.optim.SGD(each.parameters(), lr=1e-3), 3, 2) for each in (model, twin)]
+    return losses[0] == losses[1] and equal(model, twin)
+
+
+@pytest.mark.parametrize("recipe", STATEFUL)
+@pytest.mark.parametrize("where", ["input", "loss", "no backward pass"])
+def test_a_skipped_step_moves_nothing(recipe: str, where: str) -> None:
+    model, twin = trained_and_twin(recipe)
+    poisoned(where)(model)
     assert equal(model, twin)
-    if recipe == "fp8_delayed" or not backward:  # a pass that was drawn for is not drawn for again before a step ends
-        assert train(model, optimizer, 3, 2) == train(twin, torch.optim.SGD(twin.parameters(), lr=1e-3), 3, 2)
-        assert equal(model, twin)
+    if recipe == "fp8_delayed" or where == "no backward pass":  # random numbers are drawn once, also for a skipped step
+        assert as_if_nothing_had_been(model, twin)
+
+
+@pytest.mark.parametrize("recipe", STATEFUL)
+@pytest.mark.parametrize("skipped", [poisoned("loss"), overflowed], ids=["NaN", "overflow in one layer"])
+def test_end_of_step_forgets_a_step_that_is_not_taken(recipe: str, skipped: Any) -> None:
+    model, twin = trained_and_twin(recipe)
+    skipped(model)
+    breccia_torch.end_of_step(model, taken=False)
+    assert equal(model, twin) and as_if_nothing_had_been(model, twin)
+
+
+def test_overflow_in_one_layer_leaves_the_amaxes_of_others() -> None:
+    """What the test above makes forgotten."""
+    model, twin = trained_and_twin("fp8_delayed")
+    overflowed(model)
+    assert equal(model, twin) and not as_if_nothing_had_been(model, twin)
+
+
+def test_a_forward_pass_alone_records_nothing_of_its_input() -> None:
+    model, twin = trained_and_twin("fp8_delayed")
+    model(batch(9) * 1000)  # with gradients enabled, as in a test of the model that forgot to disable them
+    assert as_if_nothing_had_been(model, twin)
 
 
 def test_a_fused_step_that_a_scaler_skips_moves_nothing() -> None:

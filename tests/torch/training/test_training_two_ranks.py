@@ -14,6 +14,7 @@ if not torch.distributed.is_available():
     pytest.skip("torch without distributed", allow_module_level=True)
 
 import two_ranks
+from two_layers import made
 
 pytestmark = pytest.mark.long
 #: One without a state, and one whose histories are to be shared.
@@ -40,7 +41,7 @@ def run(wrapper: str, recipe: str, folder: Path) -> list[dict[str, Any]]:
 
 def alone(recipe: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The gradients of each step and the last state of one process that adds both halves' gradients and halves the sum."""
-    model = two_ranks.made(recipe)
+    model = made(recipe)
     optimizer, gradients = two_ranks.optimizer_of(model), list[dict[str, Any]]()
     for step in range(two_ranks.STEPS):
         optimizer.zero_grad()

@@ -29,10 +29,12 @@ from .operands import (
     Operand,
     cast_operand,
     cast_weight,
+    columns_of,
     declared,
+    kept_of,
     multiply,
+    note_input,
     operand_of,
-    parts_of,
     spread_count,
     step_of,
 )
@@ -74,13 +76,13 @@ class Places(NamedTuple):
 def forward(
     x: Tensor, weight: Tensor, offsets: Tensor, how: Context, dtype: torch.dtype, *, need_x: bool, need_w: bool, record: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """As `linear.forward`: (y, the components of the columns of x) for x (M, K), weight (E, N, K) and offsets (E,)."""
+    """As `linear.forward`: (y, what `backward` needs of x) for x (M, K), weight (E, N, K) and offsets (E,)."""
     checks.check_grouped(x, weight.mT, offsets)
     places = Places.of(len(x), offsets, how.recipe)
-    x_rows, x_columns = cast_operand(how, "input", places.spread(x), columns=need_w, record=record)
+    x_rows, x_columns = cast_operand(how, "input", places.spread(x), columns=need_w)
     w_rows, _ = cast_weight(how, weight, columns=need_x)
     y = calls.grouped_matmul(x_rows, w_rows.mT, places.offsets, product_options(str(dtype).removeprefix("torch.")))
-    return places.gathered(y), [] if x_columns is None else parts_of(x_columns)
+    return places.gathered(y), kept_of(how.recipe, x, x_columns, record)
 
 
 def backward(
@@ -88,6 +90,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx, dw) as `linear.backward` returns them. The ends of the experts' rows are read to the host."""
     places = Places.of(len(dy), offsets, how.recipe)
+    kept = note_input(how, kept)
     dy_rows, dy_columns = cast_operand(how, "gradient", places.spread(dy), rows=need_x, columns=bool(kept), record=True)
     if how.draws is not None:
         steps.count_pass(how.draws, weight)
@@ -136,7 +139,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _, offsets, *kept = ctx.saved_tensors
         need_x, *_ = ctx.needs_input_grad
-        main = graphs.main_grad_of(ctx.weight) if kept else None
+        main = graphs.main_grad_of(ctx.weight) if columns_of(ctx.how.recipe, kept) else None
         dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, main, need_x, offsets)
         return dx, dw, None, None, None, None
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from breccia import UnsupportedError
+from breccia import DelayedScaling, UnsupportedError
 
-from .operands import Context, declared, empty_parts, recipe_of, spread_count
+from .operands import Context, columns_of, declared, empty_parts, recipe_of, spread_count
 from .state import StepState
 
 #: The (forward, backward) functions of layers by name; the modules of these enter them.
@@ -47,10 +47,12 @@ def _forward(x, weight, bias, offsets, amaxes, scales, pending, draws, main, rec
     else:
         y, kept = WAYS["experts"][0](x, weight, offsets, how, x.dtype, **needs)
     column = declared(how.recipe, "input")[1]
-    if not kept or (column.recipe is None and offsets is None):  # x itself, which an operator must not return
+    if need_w and column.recipe is None and offsets is None:  # x itself, which an operator must not return
+        return [y, *kept[1:]]
+    if not kept:
         return [y]
     data, *others = kept  # with the strides of `_forward_fake`
-    data = data.mT.contiguous().mT if column.recipe is not None else data.contiguous()
+    data = data.mT.contiguous().mT if need_w and column.recipe is not None else data.contiguous()
     return [y, data, *(part.contiguous() for part in others)]
 
 
@@ -65,6 +67,8 @@ def _forward_fake(
         kept = empty_parts(x, column, (m, k))
     elif need_w and offsets is not None:
         kept = [x.new_empty(m, k)]
+    if record and isinstance(recipe_of(recipe).input, DelayedScaling):
+        kept.append(x.new_empty((), dtype=torch.float32))
     return [x.new_empty(x.shape[0], weight.shape[-2]), *kept]
 
 
@@ -79,13 +83,15 @@ def _backward(dy, weight, kept, offsets, amaxes, scales, pending, draws, main, r
 
 def _backward_fake(dy, weight, kept, offsets, amaxes, scales, pending, draws, main, recipe, dtype, need_x) -> list[Tensor]:
     dx = dy.new_empty((dy.shape[0], weight.shape[-1]) if need_x else 0, dtype=dtype if need_x else None)
-    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if kept and main is None else dy.new_empty(0)
+    need_w = columns_of(recipe_of(recipe), kept) and main is None
+    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_w else dy.new_empty(0)
     return [dx, dw]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weight, bias, offsets, amaxes, scales, pending, draws, main, ctx.recipe, _, need_w, _ = inputs
-    kept = output[1:] or ([x] if need_w else [])
+    plain = need_w and offsets is None and declared(recipe_of(ctx.recipe), "input")[1].recipe is None
+    kept = [x, *output[1:]] if plain else output[1:]
     ctx.save_for_backward(weight, offsets, amaxes, scales, pending, draws, main, *kept)
     ctx.dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
 
@@ -95,7 +101,7 @@ def _gradients(ctx: Any, gradients: Any) -> tuple[Any, ...]:
     weight, offsets, amaxes, scales, pending, draws, main, *kept = ctx.saved_tensors
     need_x, need_w, need_bias, *others = ctx.needs_input_grad
     dx, dw = torch.ops.breccia.training_linear_backward(
-        dy, weight, kept if need_w else [], offsets, amaxes, scales, pending, draws, main, ctx.recipe, ctx.dtype, need_x
+        dy, weight, kept, offsets, amaxes, scales, pending, draws, main, ctx.recipe, ctx.dtype, need_x
     )
     dbias = dy.float().sum(0).to(ctx.bias_dtype) if need_bias else None
     return dx if need_x else None, dw if need_w and main is None else None, dbias, *(None for _ in others)

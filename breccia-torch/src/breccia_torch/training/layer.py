@@ -63,13 +63,16 @@ class TrainingLayer(nn.Module):
         return type(e)(f"{self.name or type(self).__name__}: {e}", **e.found)
 
 
-def end_of_step(model: nn.Module, group: Any = None) -> None:
+def end_of_step(model: nn.Module, group: Any = None, *, taken: bool = True) -> None:
     """End a step of training for the layers of `model`: for loops without an optimizer of torch.optim, and for several ranks.
 
     Call it after the backward passes of a step. Amax histories get the step's amaxes, random numbers change, and weights are
     cast anew. Optimizers of torch.optim do this at their step, for the layers whose weights they have.
     With `torch.distributed`, all ranks of `group` (default: all) call it, and one all-reduce gives each the largest amaxes of
     all: call it before `optimizer.step()`, which then finds nothing left to do.
+
+    taken: False for a step that is skipped, since gradients overflowed, say: what its passes recorded is forgotten, and
+        training goes on as if they had not been.
 
     Raises UnsupportedError if the model has no layer in training.
 
@@ -89,6 +92,9 @@ def end_of_step(model: nn.Module, group: Any = None) -> None:
         )
     steps.end_generation()
     states = [layer.state for layer in found if isinstance(layer.state, StepState)]
+    if not taken:
+        steps.forget(states)
+        return
     pending = [state.pending for state in states if state.pending is not None]
     if pending and torch.distributed.is_available() and torch.distributed.is_initialized():
         largest = torch.stack(pending)

@@ -22,31 +22,44 @@ from ..ops import autocast_dtype
 from . import graphs
 from . import state as steps
 from .layer import TrainingLayer
-from .operands import ROWS, Context, Operand, cast_operand, cast_weight, declared, multiply, operand_of, parts_of
+from .operands import (
+    ROWS,
+    Context,
+    Operand,
+    cast_operand,
+    cast_weight,
+    columns_of,
+    declared,
+    kept_of,
+    multiply,
+    note_input,
+    operand_of,
+)
 from .state import StepState
 
 
 def forward(
     x: Tensor, weight: Tensor, bias: Any, how: Context, dtype: torch.dtype, *, need_x: bool, need_w: bool, record: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """(y in `dtype`, the components of the columns of x) for x (M, K), weight (N, K) and bias (N,).
+    """(y in `dtype`, what `backward` needs of x) for x (M, K), weight (N, K) and bias (N,).
 
-    need_x, need_w: the gradients that the backward pass will compute. Without the second there are no components. record: note
-    amaxes for the scales of later steps.
+    need_x, need_w: the gradients that the backward pass will compute. The second needs the components of the columns of x.
+    record: a backward pass may follow, which notes amaxes for the scales of later steps.
     """
-    x_rows, x_columns = cast_operand(how, "input", x, columns=need_w, record=record)
+    x_rows, x_columns = cast_operand(how, "input", x, columns=need_w)
     w_rows, _ = cast_weight(how, weight, columns=need_x)
     y = multiply(x_rows, w_rows.mT, dtype, None if bias is None else bias.detach())
-    return y, [] if x_columns is None else parts_of(x_columns)
+    return y, kept_of(how.recipe, x, x_columns, record)
 
 
 def backward(
     dy: Tensor, weight: Tensor, kept: list[Tensor], how: Context, dtype: torch.dtype, main: Tensor | None, need_x: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx in `dtype`, dw in the dtype of the weight) for dy (M, N). kept: the components that `forward` returned.
+    """(dx in `dtype`, dw in the dtype of the weight) for dy (M, N). kept: what `forward` returned.
 
-    dx is None unless `need_x`. dw is None without components, and with `main`, an FP32 tensor that it is added to.
+    dx is None unless `need_x`. dw is None without columns, and with `main`, an FP32 tensor that it is added to.
     """
+    kept = note_input(how, kept)
     dy_rows, dy_columns = cast_operand(how, "gradient", dy, rows=need_x, columns=bool(kept), record=True)
     if how.draws is not None:
         steps.count_pass(how.draws, weight)
@@ -85,7 +98,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _, *kept = ctx.saved_tensors
         need_x, _, need_bias, *_ = ctx.needs_input_grad
-        main = graphs.main_grad_of(ctx.weight) if kept else None
+        main = graphs.main_grad_of(ctx.weight) if columns_of(ctx.how.recipe, kept) else None
         dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, main, need_x)
         return dx, dw, gradients[0].float().sum(0).to(ctx.bias.dtype) if need_bias else None, None, None, None
 
@@ -139,7 +152,7 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
             state.reset(int(torch.randint(1 << 62, ())) if self.recipe.stochastic else 0)
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if x.shape[-1] != self.in_features:
+        if not x.ndim or x.shape[-1] != self.in_features:
             raise self.failed(ShapeError(f"the layer has {self.in_features} features; got x of shape {tuple(x.shape)}."))
         dtype = autocast_dtype(x) or x.dtype
         m = x.shape[:-1].numel()
@@ -155,7 +168,8 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
                 y: Any = _Linear.apply(rows, self.weight, self.bias, self.context, dtype, torch.is_grad_enabled())
             except BrecciaError as e:
                 raise self.failed(e) from e
-        return (y[:m] if missing else y).view(*x.shape[:-1], self.out_features)
+        # No view to autograd: fully_shard warns of views, as writes to them in place would drop its hooks.
+        return torch.ops.aten._unsafe_view(y[:m] if missing else y, (*x.shape[:-1], self.out_features))
 
     @torch.no_grad()
     def gemm_operands(self, x: Tensor, dy: Tensor) -> dict[str, tuple[Operand, Operand]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from breccia import DelayedScaling, ScaledTensor, TrainingRecipe
 from breccia.backend import DEFAULT, CastOptions, calls, checks, components, packing, part_shapes, product_options
@@ -82,15 +83,36 @@ def _cast(x: Tensor, operand: GemmOperand, options: CastOptions) -> Operand:
     return calls.cast(x, operand.recipe, options if operand.axis == -1 else options.replace(axis=-2))
 
 
+def kept_of(recipe: TrainingRecipe, x: Tensor, columns: Operand | None, record: bool) -> list[Tensor]:
+    """What a forward pass keeps of x: the components of its columns, and its amax where later scales of x come from it."""
+    amax = [steps.amax_of(x)] if record and isinstance(recipe.input, DelayedScaling) else []
+    return [*([] if columns is None else parts_of(columns)), *amax]
+
+
+def columns_of(recipe: TrainingRecipe, kept: list[Tensor]) -> list[Tensor]:
+    """The components of columns in what a forward pass kept before a backward pass."""
+    return kept[:-1] if isinstance(recipe.input, DelayedScaling) else kept
+
+
+def note_input(how: Context, kept: list[Tensor]) -> list[Tensor]:
+    """`columns_of`, after the amax beside them is noted."""
+    if isinstance(how.recipe.input, DelayedScaling):
+        steps.note(how, "input", kept[-1])
+    return columns_of(how.recipe, kept)
+
+
 #: For each weight: what it was when it was cast, and its casts (rows, columns) by recipe and history.
 _weights: Any = WeakTensorKeyDictionary()
+#: The weights that were cast last.
+_last: deque[Any] = deque(maxlen=256)
 
 
 def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: bool = True) -> tuple[Any, Any]:
     """`cast_operand` of a weight, once until it changes: an optimizer steps, or anything writes to it in place.
 
-    Values written through `weight.data` are noticed at the end of the step. Layers that share a weight share its casts. Of a
-    weight that is in a CUDA graph nothing is kept, and its columns are cast where they are asked for alone.
+    Values written through `weight.data` are noticed at the end of the step. Layers that share a weight share its casts. Casts
+    of a weight without memory, as fully_shard leaves it after a pass, are let go when the next weight is cast. Of a weight that
+    is in a CUDA graph nothing is kept, and its columns are cast where they are asked for alone.
     """
     if steps.in_graphs(weight):
         return cast_operand(how, "weight", weight, rows=rows, columns=columns and not rows, record=True)
@@ -102,6 +124,11 @@ def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: boo
     kept = casts.get(key, (None, None))
     missing = rows and kept[0] is None, columns and kept[1] is None
     if any(missing):
+        while _last and ((last := _last[-1]()) is None or not last.data_ptr()):
+            _last.pop()
+            if last is not None:
+                _weights.pop(last, None)
+        _last.append(TensorWeakRef(weight))
         cast = cast_operand(how, "weight", weight, rows=missing[0], columns=missing[1], record=True)
         kept = casts[key] = (cast[0] if missing[0] else kept[0], cast[1] if missing[1] else kept[1])
     return kept

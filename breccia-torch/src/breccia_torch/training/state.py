@@ -2,7 +2,7 @@
 
 Both are integer buffers of a `StepState`, so `.to(bfloat16)`, `state_dict`, checkpoints and copies keep every bit. They advance
 when an optimizer that has the layer's weight has made a step, or in `end_of_step`, by kernels whose number does not
-depend on how many layers there are. Between steps only `pending` changes, which is in no state: a step that is skipped leaves
+depend on how many layers there are. Between steps only `pending` changes, and it is in no state: a step that is skipped leaves
 the state as it was.
 """
 
@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from breccia import DelayedScaling, TrainingRecipe
-from breccia.backend import calls
+from breccia.backend import calls, checks
 from breccia.internal import TENSORS, scales_of_amaxes
 
 #: Writes in this context are no changes to autograd: nothing that it differentiates reads the tensor.
@@ -35,6 +35,8 @@ class _foreach:
     zero_: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
+#: What casts take.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: The bits of 2^-126: smaller amaxes, FP32 subnormals, give no scale.
 _NORMAL = 1 << 23
 #: How many steps of optimizers have ended in this process. What is kept for a step is valid for one number.
@@ -52,6 +54,8 @@ class StepState(nn.Module):
         are not saved.
     pending: (3,) int32, the amaxes of the present step. It is not saved.
     draws: (2,) int64: the layer's seed, and the number of steps that have ended.
+
+    Buffers on the device meta begin as new ones where they get memory.
     """
 
     amaxes: Tensor | None
@@ -59,10 +63,11 @@ class StepState(nn.Module):
     pending: Tensor | None
     draws: Tensor
     delayed: Delayed
+    seed: int
 
     def __init__(self, recipe: TrainingRecipe, seed: int = 0, device: Any = None) -> None:
         super().__init__()
-        self.delayed = tuple(recipe.delayed.items())
+        self.delayed, self.seed = tuple(recipe.delayed.items()), seed
         lengths = [of.amax_history_len for _, of in self.delayed]
         amaxes = torch.zeros(3, max(lengths), dtype=torch.int32, device=device) if lengths else None
         self.register_buffer("amaxes", amaxes)
@@ -79,10 +84,24 @@ class StepState(nn.Module):
 
         CUDA graphs that were captured before keep the old scales until a step ends.
         """
+        self.seed = seed
         for buffer in (self.amaxes, self.pending):
             if buffer is not None:
                 buffer.zero_()
         self.draws.copy_(torch.tensor([seed, 0]))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        meta = self.draws.is_meta
+        super()._apply(fn, recurse)
+        if meta and not self.draws.is_meta:  # `to_empty` gives memory with whatever it held before
+            self.reset(self.seed)
+        return self
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        if self.amaxes is not None and self.pending is not None and self.pending.is_meta != self.amaxes.is_meta:
+            # `assign=True` put tensors in the place of those on the device meta. Scales are computed from them.
+            self.scales, self.pending = (torch.zeros_like(self.amaxes[:, 0]) for _ in range(2))
 
 
 @torch.no_grad()
@@ -100,6 +119,15 @@ def advance(states: Iterable[StepState]) -> None:
             _counters[state.draws] = _Counter(state.draws, (counter.seed, counter.step + 1))
 
 
+@torch.no_grad()
+def forget(states: Iterable[StepState]) -> None:
+    """Begin a step again: what its passes recorded is gone."""
+    for state in states:
+        if state.pending is not None:
+            state.pending.zero_()
+        counter_of(state.draws).begin()
+
+
 def _roll(group: Sequence[Any], delayed: Delayed) -> None:
     """End the step of histories of equal length on one device, and compute their scales."""
     pending = torch.stack([state.pending for state in group])
@@ -113,7 +141,7 @@ def _roll(group: Sequence[Any], delayed: Delayed) -> None:
     known: list[_History | None] = [_histories.get(state.amaxes) for state in group]
     complete = [history is not None and history.complete for history in known]
     # Few steps look at scales on the host: those whose number is a power of two, until every history has an entry.
-    if not all(complete) and counter_of(group[0].draws).step.bit_count() < 2 and not _capturing(scales):
+    if not all(complete) and counter_of(group[0].draws).step.bit_count() < 2 and not _unreadable(scales):
         complete = _complete(scales, delayed).tolist()
     for state, history, whole in zip(group, known, complete, strict=True):
         if history is not None:
@@ -126,15 +154,16 @@ def _roll(group: Sequence[Any], delayed: Delayed) -> None:
 class _History(NamedTuple):
     """What is known of a buffer `amaxes`, and FP32 views of the buffers beside it.
 
-    version: of `amaxes` when `scales` were computed. complete: whether each delayed tensor has a scale.
+    version: of `amaxes` when `scales` were computed. complete: whether each delayed tensor has a scale. of_batch: the pending
+    amaxes of input and gradient, which a batch decides.
     """
 
     version: int
     complete: bool
     pending: Tensor
     scale_of: Sequence[Tensor]
-    amaxes: Tensor
     amax_of: Sequence[Tensor]
+    of_batch: Tensor
 
 
 #: By buffer. Something other than `advance` may write it, as `load_state_dict` does.
@@ -155,9 +184,14 @@ def _complete(scales: Tensor, delayed: Delayed) -> Tensor:
     return (scales[..., [TENSORS.index(tensor) for tensor, _ in delayed]] > 0).all(-1)
 
 
-def _capturing(of: Tensor) -> bool:
-    """Whether operations on the tensor are recorded in a CUDA graph, which nothing may be read in."""
-    return of.is_cuda and torch.cuda.is_current_stream_capturing()
+def _unreadable(x: Tensor) -> bool:
+    """Whether the host cannot read it: while a CUDA graph is recorded, and on the device meta."""
+    return x.is_meta or _capturing(x)
+
+
+def _capturing(x: Tensor) -> bool:
+    """Whether operations on the tensor are recorded in a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _history_of(how: Any) -> _History:
@@ -168,8 +202,8 @@ def _history_of(how: Any) -> _History:
         with torch.inference_mode(False), torch.no_grad(), _quietly(how.scales):  # training may follow, with the same views
             how.scales.copy_(_scales(how.amaxes, delayed))
             scales, amaxes = how.scales.view(torch.float32), how.pending.view(torch.float32)
-            complete = not _capturing(scales) and bool(_complete(how.scales, delayed))
-            views = scales.unbind(), amaxes, amaxes.unbind()
+            complete = not _unreadable(scales) and bool(_complete(how.scales, delayed))
+            views = scales.unbind(), amaxes.unbind(), amaxes[:: TENSORS.index("gradient")]
         found = _History(how.amaxes._version, complete, how.pending, *views)
         _histories[how.amaxes] = found
     return found
@@ -178,23 +212,38 @@ def _history_of(how: Any) -> _History:
 def delayed_scale(how: Any, tensor: str, recipe: DelayedScaling, x: Tensor, *, record: bool) -> Tensor:
     """The scale of `x` from the steps before, by the rule of `AmaxHistory`; from its own amax while its history is empty.
 
-    how: a `Context`. record: add the amax of `x` to the pending ones. A gradient with NaN or Inf removes them instead: its step
-    will be skipped.
+    how: a `Context`. record: `note` the amax of `x`.
     """
-    n, history = TENSORS.index(tensor), _history_of(how)
-    scale = history.scale_of[n]
+    if x.dtype not in FLOATS:
+        checks.check_cast(x, recipe)  # raises: torch's operations would, and would not say what to do
+    history = _history_of(how)
+    scale = history.scale_of[TENSORS.index(tensor)]
     if not history.complete:
         _, own = calls.record_amax(x, recipe, (), 1.0)
         scale = torch.where(scale > 0, scale, own)
-    if record and x.numel():
-        amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
-        finite = amax < torch.inf
-        with _quietly(how.pending):
-            if tensor == "gradient":
-                history.amaxes.mul_(finite)
-            # NaN and infinity times 0 are NaN, which `fmax` ignores.
-            torch.fmax(history.amax_of[n], amax * finite, out=history.amax_of[n])
+    if record:
+        note(how, tensor, amax_of(x))
     return scale
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor, FP32 of shape (): NaN if there is one, and 0 of no numbers."""
+    return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def note(how: Any, tensor: str, amax: Tensor) -> None:
+    """Add an amax to the pending ones.
+
+    That of an input is noted in the backward pass, so that forward passes without one, as where the loss is NaN, leave nothing
+    behind. A gradient with NaN or Inf removes what is of its batch: its step will be skipped.
+    """
+    history, finite = _history_of(how), amax < torch.inf
+    pending = history.amax_of[TENSORS.index(tensor)]
+    with _quietly(how.pending):
+        if tensor == "gradient":
+            history.of_batch.mul_(finite)
+        # NaN and infinity times 0 are NaN, which `fmax` ignores.
+        torch.fmax(pending, amax * finite, out=pending)
 
 
 # ------------------------------------------------------------------------------------------------ random numbers
@@ -206,6 +255,9 @@ class _Counter:
     def __init__(self, draws: Tensor, numbers: Iterable[int]) -> None:
         self.version = draws._version
         self.seed, self.step = numbers
+        self.begin()
+
+    def begin(self) -> None:
         self.passes = 0
         self.weight_version: int | None = None
 

@@ -18,7 +18,7 @@ from .texts import as_texts
 
 
 @torch.no_grad()
-def divergence(
+def merge_divergence(
     source: Path,
     merged: Path,
     ids: np.ndarray,
@@ -38,7 +38,7 @@ def divergence(
     outside = [name for name in changes if not any(_is_in(before, name, block) for block in before.names)]
     if outside:
         raise UnsupportedError(
-            f"divergence is measured of changes inside the blocks of a model; {abbreviated(outside)} lie outside of them. "
+            f"KL divergence is measured of changes inside the blocks of a model; {abbreviated(outside)} lie outside of them. "
             "Leave calibrate= (--calibrate) out.",
             names=outside,
         )
