@@ -123,6 +123,7 @@ import sys
 import mutation
 from pathlib import Path
 mutation.ROOT, mutation.MUTANTS, mutation.COPIED = Path.cwd(), Path("tests/tools/mutants").resolve(), ("breccia-core", "tests")
+mutation.CORE = ["tests/test_sums.py"]
 sys.exit(mutation.main(["--out", "out", *sys.argv[1:]]))
 """
 SUMS = "def total(n):\n    found = 0\n    while n > 0:\n        found = found + n\n        n = n - 1\n    return found\n"

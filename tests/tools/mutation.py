@@ -17,14 +17,14 @@ import hashlib
 import os
 import re
 import resource
+import shlex
 import shutil
 import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from functools import cache
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,9 @@ PACKAGE = Path("breccia-core/src/breccia")
 MUTANTS = ROOT / "tests" / "tools" / "mutants"
 #: What each working copy contains.
 COPIED = ("breccia-core", "tests", "docs/spec", "examples", "pyproject.toml")
+#: The tests of core that judge what survives those listed for a module, and the cases of both: those of `make test`.
+CORE = [f"tests/core/{folder}" for folder in ("kernels", "numerics", "tensors", "testing")]
+MARKS = "not (leftover or exhaustive or long or slow or gpu or together)"
 #: Memory limit of one test run, in bytes: a mutant that needs more fails.
 MEMORY = 8 << 30
 
@@ -130,17 +133,31 @@ def path_of(name: str) -> Path:
     return found.relative_to(ROOT)
 
 
-@cache
-def timed(command: str) -> float:
-    """Seconds that the tests take without a mutation. Raises RuntimeError if they fail."""
+def without_mutation(files: Sequence[str]) -> tuple[str, float]:
+    """The command that runs the tests, and the seconds it takes. Those that fail without a mutation, as some that need other
+    distributions do, are left out. Raises RuntimeError if all do."""
     from cosmic_ray.testing import run_tests
+
+    command = f"{sys.executable} -m pytest -q -p no:cacheprovider -rfE -m '{MARKS}' {' '.join(files)}"
+    begin = time.monotonic()
+    _, output = run_tests(command, 3600)
+    taken = time.monotonic() - begin
+    if not re.search(r"^\d+ passed|, \d+ passed", output, re.MULTILINE):
+        raise RuntimeError(f"no test passes without a mutation: {command}\n{output[-2000:]}")
+    failed = [name for name in re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)]
+    return " ".join([command, "-x", *(f"--deselect={shlex.quote(name)}" for name in failed)]), taken
+
+
+def tested(mutations: Any, stages: Sequence[tuple[str, float]]) -> Any:
+    """The result of a mutant: of the first stage of tests that kills it, or of the last."""
+    from cosmic_ray.mutating import mutate_and_test
     from cosmic_ray.work_item import TestOutcome
 
-    begin = time.monotonic()
-    outcome, output = run_tests(command, 3600)
-    if outcome is not TestOutcome.SURVIVED:
-        raise RuntimeError(f"the tests fail without a mutation: {command}\n{output[-2000:]}")
-    return time.monotonic() - begin
+    for command, seconds in stages:
+        result = mutate_and_test(mutations, command, 15 + 3 * seconds)
+        if result.test_outcome != TestOutcome.SURVIVED:
+            break
+    return result
 
 
 def begun(file: str, operators: Sequence[str], out: Path) -> Path:
@@ -180,30 +197,34 @@ def drawn(sessions: Iterable[Path], count: int) -> set[str]:
     return set(sorted(hashes, key=hashes.__getitem__)[:count])
 
 
-def run(file: str, session: Path, files: Sequence[str], pool: Executor, again: bool, sample: set[str] | None) -> list[Mutant]:
-    """The survivors of one module under the tests in `files`, of all its mutants or of those in `sample`."""
-    from cosmic_ray.mutating import mutate_and_test
+def run(
+    file: str, session: Path, files: Sequence[str], pool: Executor, every: Future[Any], again: bool, sample: set[str] | None
+) -> list[Mutant]:
+    """The survivors of one module, of all its mutants or of those in `sample`.
+
+    files: the tests that judge them first. every: the stage of the tests that judge what survives those.
+    """
     from cosmic_ray.work_db import use_db
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome
 
     tree = ast.parse((ROOT / PACKAGE / file).read_bytes())
-    command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider -m 'not (exhaustive or slow or gpu or together)' "
-    command += " ".join(str(path_of(name)) for name in files)
     with use_db(str(session)) as db:
         items = {item.job_id: item for item in db.work_items if sample is None or item.job_id in sample}
         redo = {job for job, result in db.results if again and result.test_outcome == TestOutcome.SURVIVED}
         todo = [items[job] for job in (*(item.job_id for item in db.pending_work_items), *redo) if job in items]
-        limit = 15 + 3 * pool.submit(timed, command).result() if todo else 0
-        running = {pool.submit(mutate_and_test, item.mutations, command, limit): item.job_id for item in todo}
+        stages = (
+            [pool.submit(without_mutation, [str(path_of(name)) for name in files]).result(), every.result()] if todo else []
+        )
+        running = {pool.submit(tested, item.mutations, stages): item.job_id for item in todo}
         for done in as_completed(running):
             db.set_result(running[done], done.result())
-        tested = [
+        results = [
             (items[job].mutations[0], result)
             for job, result in db.results
             if job in items and result.worker_outcome != WorkerOutcome.SKIPPED
         ]
-    left = [(mutation, result) for mutation, result in tested if result.test_outcome != TestOutcome.KILLED]
-    print(f"{file}: {len(tested)} mutants, {len(tested) - len(left)} killed, {len(left)} survived", flush=True)
+    left = [(mutation, result) for mutation, result in results if result.test_outcome != TestOutcome.KILLED]
+    print(f"{file}: {len(results)} mutants, {len(results) - len(left)} killed, {len(left)} survived", flush=True)
     return [
         Mutant(file, function_at(tree, mutation.start_pos[0]), changed(result.diff or "", "-"), changed(result.diff or "", "+"))
         for mutation, result in left
@@ -231,8 +252,9 @@ def main(words: Sequence[str] | None = None) -> int:
         sample = None if given.sample is None else drawn(sessions.values(), given.sample)
 
         def survivors_of(file: str) -> list[Mutant]:
-            return run(file, sessions[file], config["modules"][file], pool, given.again, sample)
+            return run(file, sessions[file], config["modules"][file], pool, every, given.again, sample)
 
+        every = pool.submit(without_mutation, CORE)
         with ThreadPoolExecutor(len(sessions)) as waiting:  # so that the last mutants of a module leave no process idle
             survivors = [mutant for one in waiting.map(survivors_of, sessions) for mutant in one]
     faults = judged(survivors, entries, given.only)
