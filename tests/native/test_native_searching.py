@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recipes import declared
 
 import breccia
-from breccia.backend import CastOptions, reference
+from breccia import Level
+from breccia.backend import E4M3, CastOptions, reference
 from breccia.internal import numpy as kernels
+from breccia.rules import MSE
 from breccia.testing.compare import expect_tensor
 from breccia.testing.places import Place
 
@@ -70,6 +73,15 @@ def test_chunks_of_long_rows_take_the_columns_of_an_importance_in_turn(spec: str
         expect_tensor(NUMPY, cast(x, recipe, options), expected)
     nearest = CastOptions(importance=importance)
     expect_tensor(NUMPY, kernels.cast(x[:4], recipe, nearest), reference.cast(x[:4], recipe, nearest))
+
+
+def test_products_that_count_as_zero_are_left_to_the_generic_algorithm() -> None:
+    """Steps lead from code 9 of E4M3 to code 1, a tenth of amax / 448, under which E4M3's smallest code is below 2^-20."""
+    recipe, rng = declared(E4M3, Level(E4M3, (1, 16)), rule=MSE), np.random.default_rng(5)
+    x = (rng.uniform(0.3, 3, (500, 16)) * 2.0**-18).astype(np.float32)
+    x[:, 0] = rng.uniform(8.5, 9.5, 500) * 2.0**-9 * 448
+    options = CastOptions(importance=np.array([0, *(1,) * 15], np.float32))
+    expect_tensor(NUMPY, cast(x, recipe, options), reference.cast(x, recipe, options))
 
 
 def test_supplied_scales_are_taken_as_they_are() -> None:
