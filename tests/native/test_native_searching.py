@@ -63,6 +63,20 @@ def test_every_instruction_set_writes_the_bytes_of_the_generic_algorithm(spec: s
                 expect_tensor(NUMPY, cast(x, recipe, options), reference.cast(x, recipe, options))
 
 
+@pytest.mark.covering(1, 3)
+@pytest.mark.parametrize("spec", SPECS)
+def test_of_equal_errors_the_first_scale_is_taken(spec: str, instructions: None) -> None:
+    """Numbers that are codes under several scales; blocks of one magnitude, of one number, of zeros; weights of zero."""
+    recipe, rng = breccia.recipe(spec), np.random.default_rng(6)
+    x = rng.choice(np.array([0, 0.5, -1, 1.5, -2, 3, 4, -6, -8], np.float32), (64, 96))
+    x[:8], x[8:16, 5::12] = -3, 0
+    x[16:24] = np.where(np.arange(96) % 16 == 3, 2.0**-30, 0)
+    x[24:32, 16:48] = 0
+    for importance in (None, np.resize(np.array([1, 0, 0, 2, 0], np.float32), 96), np.zeros(96, np.float32)):
+        options = CastOptions(importance=importance)
+        expect_tensor(NUMPY, cast(x, recipe, options), reference.cast(x, recipe, options))
+
+
 @pytest.mark.parametrize("spec", ["nvfp4,scale_rule=mse", "int4,group_size=32,scale_rule=mse"])
 def test_chunks_of_long_rows_take_the_columns_of_an_importance_in_turn(spec: str) -> None:
     recipe, rng = breccia.recipe(spec), np.random.default_rng(2)
