@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recipes import declared
 
 import breccia
-from breccia.backend import CastOptions, reference
+from breccia import Level
+from breccia.backend import E4M3, CastOptions, reference
 from breccia.internal import numpy as kernels
+from breccia.rules import MSE
 from breccia.testing.compare import expect_tensor
 from breccia.testing.places import Place
 
@@ -60,6 +63,20 @@ def test_every_instruction_set_writes_the_bytes_of_the_generic_algorithm(spec: s
                 expect_tensor(NUMPY, cast(x, recipe, options), reference.cast(x, recipe, options))
 
 
+@pytest.mark.covering(1, 3)
+@pytest.mark.parametrize("spec", SPECS)
+def test_of_equal_errors_the_first_scale_is_taken(spec: str, instructions: None) -> None:
+    """Numbers that are codes under several scales; blocks of one magnitude, of one number, of zeros; weights of zero."""
+    recipe, rng = breccia.recipe(spec), np.random.default_rng(6)
+    x = rng.choice(np.array([0, 0.5, -1, 1.5, -2, 3, 4, -6, -8], np.float32), (64, 96))
+    x[:8], x[8:16, 5::12] = -3, 0
+    x[16:24] = np.where(np.arange(96) % 16 == 3, 2.0**-30, 0)
+    x[24:32, 16:48] = 0
+    for importance in (None, np.resize(np.array([1, 0, 0, 2, 0], np.float32), 96), np.zeros(96, np.float32)):
+        options = CastOptions(importance=importance)
+        expect_tensor(NUMPY, cast(x, recipe, options), reference.cast(x, recipe, options))
+
+
 @pytest.mark.parametrize("spec", ["nvfp4,scale_rule=mse", "int4,group_size=32,scale_rule=mse"])
 def test_chunks_of_long_rows_take_the_columns_of_an_importance_in_turn(spec: str) -> None:
     recipe, rng = breccia.recipe(spec), np.random.default_rng(2)
@@ -70,6 +87,15 @@ def test_chunks_of_long_rows_take_the_columns_of_an_importance_in_turn(spec: str
         expect_tensor(NUMPY, cast(x, recipe, options), expected)
     nearest = CastOptions(importance=importance)
     expect_tensor(NUMPY, kernels.cast(x[:4], recipe, nearest), reference.cast(x[:4], recipe, nearest))
+
+
+def test_products_that_count_as_zero_are_left_to_the_generic_algorithm() -> None:
+    """Steps lead from code 9 of E4M3 to code 1, a tenth of amax / 448, under which E4M3's smallest code is below 2^-20."""
+    recipe, rng = declared(E4M3, Level(E4M3, (1, 16)), rule=MSE), np.random.default_rng(5)
+    x = (rng.uniform(0.3, 3, (500, 16)) * 2.0**-18).astype(np.float32)
+    x[:, 0] = rng.uniform(8.5, 9.5, 500) * 2.0**-9 * 448
+    options = CastOptions(importance=np.array([0, *(1,) * 15], np.float32))
+    expect_tensor(NUMPY, cast(x, recipe, options), reference.cast(x, recipe, options))
 
 
 def test_supplied_scales_are_taken_as_they_are() -> None:

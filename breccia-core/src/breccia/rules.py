@@ -294,7 +294,7 @@ _FACTORS = tuple(n / 32 for n in (16, 20, 22, *range(24, 32)))
 MSE = Search(
     "mse",
     floats=Window(factors=_FACTORS, opposite=_FACTORS[:-1]),
-    bytes=Window(steps=(-4, -3, -2, -1, 1, 2, 3, 4, 5, 6)),
+    bytes=Window(steps=(*range(-8, 0), *range(1, 7))),  # eight codes below: half the scale, which importances ask for
     powers=Window(steps=(-1, 1)),
 )
 #: The largest element of a block becomes 6 or 4, the largest codes of E2M1 (arXiv:2512.02010).

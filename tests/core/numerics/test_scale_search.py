@@ -153,6 +153,19 @@ def test_importance_decides_which_elements_are_kept() -> None:
     assert np.abs(breccia.dequantize(small)[0, 1:] - x[0, 1:]).max() < np.abs(breccia.dequantize(large)[0, 1:] - x[0, 1:]).max()
 
 
+def test_an_importance_may_halve_a_scale_of_8_bits() -> None:
+    """The largest element saturates at half of its number, where the others alone count: they are codes times 0.5."""
+    x = np.array([[6, *(np.arange(15) % 8 * 0.25)]], np.float32)
+    x[x == 1.25], x[x == 1.75] = 3, 2  # codes have no 2.5 and 3.5
+    importance = np.array([0, *(1,) * 15], np.float32)
+    recipe = breccia.recipe("nvfp4,two_level=false,scale_rule=mse")
+    for place in places(*FRAMEWORKS):
+        st = breccia.cast(place.array(x), recipe, importance=place.array(importance))
+        expect_written(place, st, oracle.cast(x, recipe, importance=importance.tolist()))
+    st = breccia.cast(x, recipe, importance=importance)
+    assert breccia.dequantize(st)[0].tolist() == [3, *x[0, 1:].tolist()] and st.scale[0, 0] == 0x30
+
+
 def test_equal_importances_choose_as_none_do() -> None:
     x = np.random.default_rng(4).standard_normal((8, 64)).astype(np.float32)
     for number in (1.0, 0.3, 1e-30, 3e38):
@@ -212,7 +225,7 @@ def test_candidates_are_those_of_the_specification() -> None:
     steps = [16, 20, 22, 24, 25, 26, 27, 28, 29, 30, 31]  # of 1/32
     floats = candidates(MSE, F32, INT4, 7.0).astype(np.int32).view(np.float32) * 32
     assert floats.tolist() == [32, *steps, *(-n for n in steps[:-1])]
-    assert (candidates(MSE, E4M3, E2M1, 6.0) - 0x38).tolist() == [0, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6]
+    assert (candidates(MSE, E4M3, E2M1, 6.0) - 0x38).tolist() == [0, -8, -7, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6]
     assert candidates(MSE, E8M0, E2M1, 6.0).tolist() == [127, 126, 128]
     assert candidates(FOUR_SIX, E4M3, E2M1, 6.0).tolist() == [0x38, 0x3C]
 

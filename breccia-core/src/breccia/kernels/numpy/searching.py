@@ -59,9 +59,11 @@ class Searching:
         number = _number_of(codec)
         if number < 0 or (number == _BYTES and (codec.scale_min or scale_writer(codec) is None)):
             return None
-        # Then no product of a code and a scale counts as zero, as those below `SMALLEST` do.
+        # Then no product of a code and a scale counts as zero, as those below `SMALLEST` do. The smallest scale of 8 bits is
+        # 1 / 9.5 of the unrounded one, where steps lead from code 9 to code 1; other scales are at least 1 / 3 of it.
         least = codes.step if isinstance(codes, FloatCodes) else codes.unit
-        return cls(recipe, codes, microkernel) if least / fmt.element.max / 8 >= reference.SMALLEST / 4 else None
+        part = 10 if number == _BYTES else 4
+        return cls(recipe, codes, microkernel) if least / fmt.element.max / part >= reference.SMALLEST else None
 
     def scales(
         self,
