@@ -62,6 +62,8 @@ def speeds(result: Result) -> Table:
         "tokens as FP32's": lambda row: f"{row['same']} of {options['steps'] + 1}",
     }
     left_out = "".join(f" {arm} did not run: {why}." for arm, why in options["left_out"].items())
+    for file, arms in options.get("left_out_of", {}).items():
+        left_out += "".join(f" {arm} did not run for {file}: {why}." for arm, why in arms.items())
     note = (
         f"Tokens per second of a prompt of {options['prompt']} tokens and of the {options['steps']} after the first, greedily: "
         f"min / median / max; times as fast as llama.cpp. {options['threads']} thread(s); samples of the programs interleaved, "
@@ -109,7 +111,8 @@ def measured(file: Path, arms: list[str], options: dict[str, Any], rounds: int) 
             if turn:
                 for part, seconds in zip(taken[arm], (found.prompt_s, found.step_s, layers), strict=True):
                     taken[arm][part] += [seconds] if seconds is not None else []
-    options["left_out"] |= {arm: worker.failed for arm, worker in workers.items() if worker.failed}
+    if failed := {arm: worker.failed for arm, worker in workers.items() if worker.failed}:
+        options["left_out_of"][file.stem] = failed
     for arm, worker in workers.items():
         worker.close()
         if worker.failed:
@@ -143,7 +146,7 @@ def main(
     more = None if larger is None else width_and_layers(larger)
     where = provenance(["torch", "transformers", "gguf"], torch_threads=threads)
     where["versions"]["llama.cpp"] = generators.llama_version()
-    options: dict[str, Any] = {"prompt": prompt, "steps": steps, "threads": threads, "left_out": {}}
+    options: dict[str, Any] = {"prompt": prompt, "steps": steps, "threads": threads, "left_out": {}, "left_out_of": {}}
     if LLAMA in chosen and generators.FOLDER not in os.environ:
         chosen.remove(LLAMA)
         options["left_out"][LLAMA] = f"{generators.FOLDER} is not set"

@@ -64,6 +64,7 @@ PRODUCTS = (
     "products_portable",
     "bf16_amx",
     "multiply",
+    "layers",
 )
 
 setup(
@@ -71,7 +72,8 @@ setup(
     ext_modules=[
         # First, since one of its sources takes longer than any other.
         extension("decoding", *EXACT, sources=("decoding_avx512", "decoding_avx2", "decoding_portable")),
-        extension("products", *SUMS, sources=PRODUCTS),
+        # An exception of torch passes through layers.c.
+        extension("products", *SUMS, "-fexceptions", sources=PRODUCTS),
         extension("microkernels", *EXACT, sources=("casts_avx512", "casts_avx2", "casts_portable")),
         extension("measuring", *EXACT, sources=("measuring_avx512", "measuring_avx2", "measuring_portable")),
         extension("searching", *EXACT, sources=("searching_avx512", "searching_avx2", "searching_portable")),

@@ -414,3 +414,10 @@ def test_tuning_writes_the_file_of_the_device(tmp_path: Path) -> None:
     assert "2 calls tuned, 0 left for lack of time; written to cpu.json." in said
     assert read(tmp_path / "cpu.json")["provenance"]["versions"]["torch"]
     assert str(tmp_path) not in (tmp_path / "cpu.json").read_text()
+
+
+def test_generation_says_for_which_file_a_program_did_not_run() -> None:
+    result: Any = PUBLISHED["generation"]
+    options = result["options"] | {"left_out": {"llama.cpp": "no folder"}, "left_out_of": {"gemma": {"BF16": "no memory"}}}
+    note = bench_generation.speeds({**result, "options": options}).note
+    assert note.endswith(" llama.cpp did not run: no folder. BF16 did not run for gemma: no memory.")

@@ -448,6 +448,15 @@ def test_a_prepared_product_of_torch_ends_with_its_table(monkeypatch: pytest.Mon
     assert [prepared is None for _, prepared in cpu._products.values()] == [False]
 
 
+def test_the_operator_of_layers_keeps_what_it_asked_for_alone_and_takes_all_its_functions() -> None:
+    given = products.prepare(*arguments())
+    assert products.keep(given, object(), 1.0, False, 6) is None  # no operator has asked
+    with pytest.raises(ValueError, match="PyCapsule_GetPointer"):
+        products.keep("a product", object(), 1.0, False, 6)
+    with pytest.raises(ValueError, match="operate takes 18 addresses of functions; got 1."):
+        products.operate((1,), {}, list, list)
+
+
 def test_addresses_that_are_missing_or_misaligned_are_refused() -> None:
     x, data, scale, bias = (np.zeros(n, t) for n, t in ((128, "f4"), (256, "u1"), (16, "u1"), (8, "f4")))
     product, given = np.full(16, 7, np.float32), products.prepare(*arguments(bias=bias))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -129,6 +130,7 @@ def test_products_and_unaligned_inputs_repeat_products(monkeypatch: pytest.Monke
 
 def test_what_is_kept_goes_with_the_weight() -> None:
     cpu._kept.clear()
+    cpu._layers.clear()
     layer = layer_of("int4")
     weight, x = layer.weight, torch.randn(1, 256)
     parts = weight.data, weight.scale, weight.zero_point, weight.global_scale, None
@@ -137,7 +139,115 @@ def test_what_is_kept_goes_with_the_weight() -> None:
     assert torch.ops.breccia.linear(x, *parts, facts_of(weight, "bfloat16")).dtype == torch.bfloat16
     del layer, weight, parts
     gc.collect()
-    assert not cpu._kept
+    assert not cpu._kept and not cpu._layers
+
+
+# ------------------------------------------------------------------------------------------------ the compiled operator
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The operands for which the compiled operator asks Python. Skips where the operator is Python's."""
+    if not hasattr(torch.ops.breccia, "linear_by_choice"):
+        pytest.skip("the operator in C needs torch 2.10 and breccia-native's products")
+    found, choose = list[Any](), operators._multiply_on_cpu
+    monkeypatch.setattr(operators, "_multiply_on_cpu", lambda *operands: found.append(operands[0]) or choose(*operands))
+    return found
+
+
+def operands_of(layer: ScaledLinear, dtype: str = "float32") -> tuple[Any, ...]:
+    w: Any = layer.weight
+    return w.data, w.scale, w.zero_point, w.global_scale, layer.bias, facts_of(w, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_repeated_products_ask_nothing_of_python(recipe: str, dtype: str, asked: list[Any]) -> None:
+    layer = layer_of(recipe)
+    arguments, kind = operands_of(layer, dtype), getattr(torch, dtype)
+    with torch.no_grad():
+        for shape in ((1, 256), (1, 1, 256), (2, 3, 256)):
+            asked.clear()
+            for _ in range(4):
+                x = torch.randn(shape, dtype=kind)
+                expected = breccia.matmul(x, layer.weight.tensor.mT, dtype, bias=layer.bias)
+                found = torch.ops.breccia.linear(x, *arguments)
+                assert found.dtype == kind and found.is_contiguous() and torch.equal(found, expected)
+            assert len(asked) == 1
+
+
+def test_python_is_asked_when_anything_has_changed(asked: list[Any]) -> None:
+    layer, x = layer_of("nvfp4"), torch.randn(1, 256)
+    weight: Any = layer.weight
+
+    def check(asks: bool, x: torch.Tensor = x) -> None:
+        for again in (False, False, True):
+            asked.clear()
+            found = torch.ops.breccia.linear(x, *operands_of(layer))
+            assert torch.equal(found, breccia.matmul(x, weight.tensor.mT, bias=layer.bias))
+            assert not again or bool(asked) is asks
+
+    with torch.no_grad():
+        check(False)
+        weight.data.copy_(weight.data.flip(0))  # other numbers in the same memory
+        asked.clear()
+        check(False)
+        weight.global_scale.mul_(2)  # the number is part of the call
+        torch.ops.breccia.linear(x, *operands_of(layer))
+        assert len(asked) == 1
+        weight.scale = weight.scale.clone()
+        check(False)
+        layer.bias = torch.nn.Parameter(torch.randn(48), requires_grad=False)
+        check(False)
+        registries.reload()
+        asked.clear()
+        torch.ops.breccia.linear(x, *operands_of(layer))
+        assert len(asked) == 1
+        check(True, torch.randn(1, 512)[:, ::2])  # not in one piece
+        check(True, torch.full((1, 256), 1e35))  # beyond the limits of the kernel
+        check(False, torch._neg_view(torch.randn(1, 256)))  # torch resolves it first
+
+
+def test_the_number_of_threads_changes_neither_bits_nor_what_is_kept(asked: list[Any]) -> None:
+    layer = ScaledLinear.from_linear(torch.nn.Linear(4096, 1024, False), "int4").eval().requires_grad_(False)
+    x, arguments, before = torch.randn(1, 4096), operands_of(layer), breccia.get_num_threads()
+    expected = torch.ops.breccia.linear(x, *arguments)
+    try:
+        for number in (1, 3, before):
+            breccia.set_num_threads(number)
+            assert torch.equal(torch.ops.breccia.linear(x, *arguments), expected)
+    finally:
+        breccia.set_num_threads(before)
+    assert len(asked) == 1
+
+
+def test_errors_of_the_choice_are_told(asked: list[Any]) -> None:
+    *arguments, facts = operands_of(layer_of("int4"))
+    with pytest.raises(RuntimeError, match=r"ValueError: cannot reshape"):
+        torch.ops.breccia.linear(torch.randn(2, 100), *arguments, facts)
+    with pytest.raises(RuntimeError, match=r"ValueError: non-hexadecimal number"):
+        torch.ops.breccia.linear(torch.randn(2, 256), *arguments, "facts")
+    assert len(asked) == 2
+
+
+def test_threads_of_python_multiply_and_forget_side_by_side(asked: list[Any]) -> None:
+    layers = [layer_of("q4_1") for _ in range(4)]
+    x = torch.randn(1, 256)
+    expected = breccia.matmul(x, layers[0].weight.tensor.mT, bias=layers[0].bias)
+
+    def work(n: int) -> bool:
+        with torch.no_grad():
+            found = [torch.ops.breccia.linear(x, *operands_of(layers[(n + i) % 4])) for i in range(200)]
+            cpu._layers.clear()
+        return all(torch.equal(each, expected) for each in found)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(16)))
+
+
+def test_without_its_functions_the_operator_is_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_FUNCTIONS", ("torch_of_another_version",))
+    assert cpu.operate() is False
 
 
 def test_the_operator_keeps_the_rules_of_torch() -> None:

@@ -241,6 +241,14 @@ class Prepared(NamedTuple):
         count = threads if self.threads else 1
         return product if products.repeat(self.call, x, data, scale, offset, bias, factor, count, product) else None
 
+    def keep(self, table: Any, global_scale: float | None, dtype: int) -> Any:
+        """What lets the operator of layers in torch's graphs repeat this product as long as the registry has that table.
+
+        None if the operator has not asked for it on this thread. dtype: torch's number of that of the operator's result.
+        """
+        factor = self.factor if global_scale is None else fp32(factor_of(self.format, global_scale))
+        return products.keep(self.call, table, factor, self.threads, dtype)
+
 
 def prepared_int8(x: Array, b: ScaledTensor, bias: Array | None) -> Prepared | None:
     """`prepared` for `matmul_int8`."""

@@ -240,18 +240,13 @@ def _again(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> Cal
     The function takes an input, the addresses of the other operands, the global scale and the bias, and returns None for an
     input or a bias of another kind. It keeps no tensor.
     """
-    known = registry()
-    chosen = known.table.choose(known.operation("matmul"), "torch", a, b, None, product_options(out_dtype, bias))
-    is_ours = chosen.function in _NAMES and not (chosen.checked or chosen.traced)
-    if not is_ours or type(a) is not torch.Tensor or not (bias is None or bias.dtype is torch.float32):
+    found = _multiplier(a, b, bias, out_dtype)
+    if found is None:
         return None
-    at = _addresses(a, b, bias)
-    multiply = _call(a, b, bias, at, _NAMES[chosen.function])
-    if multiply is None or at[0] % _ALIGNED:
-        return None
-    table, strided, facts, of_bias = known.table, torch.strided, _facts(a), None if bias is None else _facts(bias)
+    table, multiply = found
+    strided, facts, of_bias = torch.strided, _facts(a), None if bias is None else _facts(bias)
     shape, stride, dtype, device, _ = facts
-    added_at = at[-1]
+    added_at = 0 if bias is None else bias.data_ptr()
 
     def again(x: Array, rest: tuple[int, ...], global_scale: Array | None, added: Array | None) -> Array | None:
         if (
@@ -273,6 +268,18 @@ def _again(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> Cal
         return product if product is None or out_dtype == "float32" else reference.result(TORCH, product, out_dtype, None)
 
     return again
+
+
+def _multiplier(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> tuple[Any, Any] | None:
+    """The table of kernels, and the call that was prepared by the kernel that it chooses for these operands; or None."""
+    known = registry()
+    chosen = known.table.choose(known.operation("matmul"), "torch", a, b, None, product_options(out_dtype, bias))
+    is_ours = chosen.function in _NAMES and not (chosen.checked or chosen.traced)
+    if not is_ours or type(a) is not torch.Tensor or not (bias is None or bias.dtype is torch.float32):
+        return None
+    at = _addresses(a, b, bias)
+    multiply = _call(a, b, bias, at, _NAMES[chosen.function])
+    return None if multiply is None or at[0] % _ALIGNED else (known.table, multiply)
 
 
 def linear(
@@ -308,18 +315,79 @@ def linear(
         ):
             product = again(x if x.data_ptr() % _ALIGNED == 0 else x.clone(), at, global_scale, bias)
             if product is not None:
+                if at[0] not in _layers and x.data_ptr() % _ALIGNED == 0:  # another tensor in the same memory has ended
+                    st, dtype = weight(data, scale, zero_point, global_scale, facts)
+                    _keep_in_c(x, st.mT, bias, dtype)
                 return product
     st, dtype = weight(data, scale, zero_point, global_scale, facts)
     st = st.mT
     if (again := _again(x, st, bias, dtype)) is not None:
         others = [_nothing if part is None else weakref.ref(part) for part in (scale, zero_point, global_scale, bias)]
-        codes = weakref.ref(data, lambda _: _kept.pop(key, None))
-        _kept[key] = facts, codes, *others, _addresses(x, st, bias)[1:], again
+        at = _addresses(x, st, bias)[1:]
+        codes = weakref.ref(data, lambda _: _forget(key, at[0]))
+        if kept is not None:
+            _layers.pop(kept[6][0], None)
+        _kept[key] = facts, codes, *others, at, again
+        _keep_in_c(x, st, bias, dtype)
     return calls.matmul(x, st, product_options(dtype, bias))
 
 
 def _nothing() -> None:
     """What refers to no tensor."""
+
+
+def _keep_in_c(x: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> None:
+    """Let the compiled operator repeat this product, if it has asked for it."""
+    layer, found = None, _multiplier(x, b, bias, out_dtype)
+    if found is not None and (keep := getattr(found[1], "keep", None)) is not None:
+        layer = keep(found[0], None if b.global_scale is None else b.global_scale.item(), _NUMBERS[out_dtype])
+    _layers[b.data.data_ptr()] = layer
+
+
+def _forget(key: int, codes: int) -> None:
+    """Forget what repeats the products of codes that no longer exist, by their identity and their address."""
+    _kept.pop(key, None)
+    _layers.pop(codes, None)
+
+
+def operate() -> bool:
+    """Let the operator of layers repeat products in C, where torch and breccia-native have what that needs.
+
+    Python then only chooses a kernel, by the operator `linear_by_choice`, for operands of which nothing is kept.
+    """
+    library = ctypes.CDLL(torch._C.__file__)  # pyright: ignore[reportPrivateUsage]
+    try:  # torch below 2.10; no breccia-native
+        at = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _FUNCTIONS]
+        return targets.load("breccia_native.products:operate")(tuple(at), _layers, registry, threads.get_num_threads)
+    except (AttributeError, ImportError):
+        return False
+
+
+#: The functions of torch's stable interface in C that the operator calls, and the end of memory of C++.
+_FUNCTIONS = (
+    "aoti_torch_library_init_impl",
+    "torch_library_impl",
+    "torch_call_dispatcher",
+    "torch_get_const_data_ptr",
+    "aoti_torch_get_dim",
+    "aoti_torch_get_sizes",
+    "aoti_torch_get_strides",
+    "aoti_torch_get_dtype",
+    "aoti_torch_get_device_type",
+    "aoti_torch_empty_strided",
+    "aoti_torch_copy_",
+    "aoti_torch_delete_tensor_object",
+    "torch_string_length",
+    "torch_string_c_str",
+    "torch_delete_string",
+    "torch_get_num_threads",
+    "aoti_torch_check",
+    "_ZdlPv",
+)
+#: The numbers of dtypes in that interface.
+_NUMBERS = {"float16": 5, "float32": 6, "bfloat16": 15}
+#: What repeats products in C, by the address of the codes; None where only Python can.
+_layers: dict[int, Any] = {}
 
 
 #: The kernels for NumPy that these functions call, None for the one that its table chooses.

@@ -36,6 +36,7 @@ from breccia.backend import (
 from breccia.internal import layout_of_tensor
 
 from .cpu import linear as _multiply_on_cpu
+from .cpu import operate
 from .frontend import grouped_gradients, product_gradients
 from .ops import TORCH
 
@@ -397,9 +398,8 @@ for _op in OPERATIONS.values():
 # cpp_wrapper torch 2.13 writes texts into C++ as they are, quotes included.)
 
 _LIBRARY = torch.library.Library("breccia", "FRAGMENT")
-_LIBRARY.define(
-    "linear(Tensor x, Tensor data, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor? bias, str facts) -> Tensor"
-)
+_LINEAR = "(Tensor x, Tensor data, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor? bias, str facts) -> Tensor"
+_LIBRARY.define(f"linear{_LINEAR}")
 
 
 def _weight(data: Tensor, scale: Tensor, zero_point: Any, global_scale: Any, facts: str) -> tuple[ScaledTensor, str]:
@@ -429,11 +429,28 @@ def _linear(
     return calls.matmul(x, weight.mT, product_options(dtype, bias)).contiguous()
 
 
-@torch.library.impl(_LIBRARY, "linear", "CPU")
 def _linear_on_cpu(
     x: Tensor, data: Tensor, scale: Tensor, zero_point: Any, global_scale: Any, bias: Tensor | None, facts: str
 ) -> Tensor:
     return _multiply_on_cpu(x, data, scale, zero_point, global_scale, bias, facts, _weight)
+
+
+# A compiled operator repeats products on CPUs, and asks this one for others. Where it cannot be, this one is both.
+if operate():
+    _LIBRARY.define(f"linear_by_choice{_LINEAR}")
+    _refuse = targets.load("breccia_native.products:refuse")
+
+    def _chosen(*operands: Any) -> Tensor:
+        """Errors pass torch's interface in C as RuntimeError, without their text."""
+        try:
+            return _linear_on_cpu(*operands)
+        except BaseException as e:
+            _refuse(f"{type(e).__name__}: {e}")
+            raise
+
+    _LIBRARY.impl("linear_by_choice", _chosen, "CPU")
+else:
+    _LIBRARY.impl("linear", _linear_on_cpu, "CPU")
 
 
 def _fake_linear(x: Tensor, data: Tensor, *rest: Any) -> Tensor:

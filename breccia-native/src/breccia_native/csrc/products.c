@@ -6,7 +6,7 @@
 
 #include <limits.h>
 
-#include "multiply.h"
+#include "layers.h"
 
 static int refused(const char *wanted, Py_ssize_t expected, Py_ssize_t found)
 {
@@ -68,15 +68,6 @@ static int is_coding(numbers *a, Py_ssize_t blocks)
         "breccia.matmul.", MOST_CODES, a->kind, c->each, c->bits);
     return 0;
 }
-
-/* The arguments of `multiply`: its buffers, and what they say of the product. */
-typedef struct {
-    Py_buffer x, data, table, scale, scale_table, offset, y, bias;
-    weight w; /* its factor without the lift of a version */
-    grouping g;
-    int x_kind, mode, threads;
-    Py_ssize_t m;
-} call;
 
 static void released(call *c)
 {
@@ -141,14 +132,7 @@ static int is_call(PyObject *args, const char *format, call *c)
     return done;
 }
 
-/* Where the numbers of a product are. Those of the weight may be NULL where its kinds have none. */
-typedef struct {
-    const void *x, *data, *scale, *offset, *bias;
-    void *y;
-} addresses;
-
-/* Multiply the m rows that lie at these addresses. Returns 0 where there is no memory. */
-static int multiply_at(const call *c, const addresses *at, Py_ssize_t m, float factor, int threads, int *fine)
+int multiply_at(const call *c, const addresses *at, Py_ssize_t m, float factor, int threads, int *fine)
 {
     weight w = c->w;
     w.codes.items = at->data, w.scale.items = at->scale, w.offset.items = at->offset;
@@ -190,8 +174,6 @@ static PyObject *multiply(PyObject *Py_UNUSED(self), PyObject *args)
     released(&c);
     return found;
 }
-
-#define PREPARED "breccia_native.products.prepared"
 
 static void forgotten(PyObject *capsule)
 {
@@ -421,6 +403,9 @@ static PyMethodDef methods[] = {
     {"prepare", prepare, METH_VARARGS, prepare_doc},
     {"repeat", (PyCFunction)(void (*)(void))repeat, METH_FASTCALL, repeat_doc},
     {"each", each, METH_VARARGS, each_doc},
+    {"operate", operate, METH_VARARGS, operate_doc},
+    {"keep", keep, METH_VARARGS, keep_doc},
+    {"refuse", refuse, METH_O, refuse_doc},
     {"kinds", kinds, METH_NOARGS, kinds_doc},
     {"use", use, METH_VARARGS, use_doc},
     {NULL, NULL, 0, NULL},
