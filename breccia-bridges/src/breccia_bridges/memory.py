@@ -43,7 +43,7 @@ _OF_CODE = 4
 _OF_NEW_CODE, _OF_EXACT = 20, 80
 #: How many times as long as elsewhere slabs may be, so that less is done under the GIL, for which threads wait, and yet numbers
 #: stay in the processor's cache; and the least elements of one: with fewer, calls take longer than what they do.
-_LONGER, _LEAST = 2, 1 << 16
+_LONGER, _LEAST = 4, 1 << 16
 _MIB = 1 << 20
 
 
