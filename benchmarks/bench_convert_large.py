@@ -38,6 +38,8 @@ ARMS = {
 BRIEF = ("full", "none")
 COPY, CAST, CAST_ONE = "cp", "cast in memory", "cast in memory, one core"
 RIVALS = ("compressed-tensors", "llama.cpp", "mlx_lm")
+#: Recipes of BF16, without another converter.
+BF16 = ("nvfp4", "int4", "fp8_block")
 #: MB/s of FP8 that is quantized again, fully verified, and the share of the cast in memory without verification.
 SPEED, SHARE = 250, 0.7
 #: Points of a line of the plot.
@@ -233,6 +235,10 @@ def works(
     else:
         left["compressed-tensors"] = "it is not installed"
     yield decoded
+    bf16 = where / "bf16"
+    bf16_size = sources.llama(bf16, gigabytes, width)
+    for recipe in BF16:
+        yield Work(f"BF16 → {recipe}", bf16_size, bf16, where / "out", ("-r", recipe), recipe)
     if FOLDER in os.environ and find_spec("gguf"):
         path, out = where / "llama.gguf", where / "out.gguf"
         size = sources.gguf(path, gigabytes, width)
@@ -241,13 +247,11 @@ def works(
     else:
         left["llama.cpp"] = f"{FOLDER} is not set, or gguf is not installed"
     if mlx_lm is not None:
-        path, out = where / "llama", where / "out"
-        size = sources.llama(path, gigabytes, width)
-        recipe = "int4,group_size=64,offset=bias,scale_dtype=bf16"
+        out, recipe = where / "out", "int4,group_size=64,offset=bias,scale_dtype=bf16"
         words = ("-r", recipe, "--dialect", "mlx", "--include", "model.embed*", "--include", "lm_head*")
-        found = Work("BF16 → MLX, 4 bits", size, path, out, words)
+        found = Work("BF16 → MLX, 4 bits", bf16_size, bf16, out, words)
         yield found.rival(
-            "mlx_lm", [str(mlx_lm.absolute()), "-m", "mlx_lm", "convert", "--hf-path", str(path), "--mlx-path", str(out), "-q"]
+            "mlx_lm", [str(mlx_lm.absolute()), "-m", "mlx_lm", "convert", "--hf-path", str(bf16), "--mlx-path", str(out), "-q"]
         )
     else:
         left["mlx_lm"] = "--mlx-lm is not given"

@@ -50,6 +50,8 @@ def in_memory(source: str, recipe: str, rounds: str, threads: str) -> None:
     """Print the seconds of a cast of a checkpoint's largest tensor, decoded first where it is quantized, and its bytes."""
     import time
 
+    import ml_dtypes
+
     import breccia
     from breccia_bridges.source import Source
 
@@ -57,6 +59,8 @@ def in_memory(source: str, recipe: str, rounds: str, threads: str) -> None:
     values = Source.open(Path(source)).values
     value = max(values.values(), key=lambda value: value.nbytes if "embed" not in value.name else 0)
     x: Any = value.loaded() if value.is_scaled else value.plain().reshape(value.shape).copy()
+    if value.stored_as == "BF16":
+        x = x.view(ml_dtypes.bfloat16)
     best = float("inf")
     for _ in range(int(rounds)):
         start = time.perf_counter()

@@ -17,7 +17,7 @@ from breccia.backend import Metadata, components
 from breccia.codecs import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, MXINT8, NF4, UINT4, UINT8, Codec, Integer, Lookup
 from breccia.errors import LayoutError, ShapeError, UnsupportedError
 from breccia.kernels.numpy import columns
-from breccia.kernels.numpy.codes import Blocks, code_writer
+from breccia.kernels.numpy.codes import Blocks, FloatCodes, code_writer
 from breccia.testing import oracle
 from breccia_native import availability
 
@@ -321,6 +321,63 @@ def test_global_scales_are_written_in_every_convention(sense: str, shape: tuple[
         assert breccia.bytes_equal(found, breccia.cast(x, recipe, prefer="reference.cast"))
 
 
+@pytest.mark.parametrize("element", [E2M1, E4M3], ids=["E2M1", "E4M3"])
+@pytest.mark.parametrize("k", [1, 3, 16, 512, 8192, 10000])
+def test_one_pass_writes_what_three_write(k: int, element: Codec, instructions: str) -> None:
+    writer, by = code_writer(E4M3), code_writer(element)
+    assert isinstance(writer, FloatCodes) and isinstance(by, FloatCodes)
+    fields = [(one.floor, one.lift, one.largest, one.shift, one.sign) for one in (writer, by)]
+    x = np.random.default_rng(k).standard_normal(12 * max(1, 8192 // k) * k, np.float32)
+    inverses = 1 / np.arange(1, 257, dtype=np.float32)
+    count, amax = x.size // k, np.empty(x.size // k, np.uint32)
+    inverse, scales, codes = np.empty(count, np.float32), np.empty((2, count), np.uint8), np.empty(x.size, np.uint8)
+    microkernels.amax(x, k, amax)
+    microkernels.scales(amax.view(np.float32), 6.0, 0.5, *fields[0], inverses, scales[0], inverse)
+    microkernels.floats(x, inverse, k, False, codes, *fields[1])
+    packed = k % 2 == 0 and element.bits == 4
+    found = np.empty(x.size // 2 if packed else x.size, np.uint8)
+    largest = microkernels.blocks(x, k, 32, 6.0, 0.5, fields[0], inverses, fields[1], scales[1], found)
+    assert largest == amax.max() and scales[0].tobytes() == scales[1].tobytes()
+    assert found.tobytes() == (codes[::2] | codes[1::2] << 4 if packed else codes).tobytes()
+
+
+#: Recipes whose blocks are cast in one pass: under scales of E4M3, with a global one and without.
+IN_ONE_PASS = [
+    breccia.NVFP4BlockScaling(),
+    breccia.NVFP4BlockScaling(global_sense="divisor"),
+    breccia.NVFP4BlockScaling(two_level=False),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("made", IN_ONE_PASS, ids=lambda recipe: recipe.spec)
+def test_blocks_that_are_cast_in_one_pass_have_the_bytes_of_the_generic_algorithm(
+    made: breccia.ScalingRecipe, dtype: Any, instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ordinary numbers, and of those for which more is needed: NaN, Inf, magnitudes above 2^100, partial blocks."""
+    calls: list[int] = []
+    real = microkernels.blocks
+
+    def blocks(*arguments: Any) -> int:
+        calls.append(real(*arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(microkernels, "blocks", blocks)
+    ordinary = np.random.default_rng(0).standard_normal((300, 512), np.float32)
+    ordinary[7], ordinary[8] = 0, 2.0**-130
+    others = numbers((300, 512), 1)
+    spoiled = ordinary.copy()
+    spoiled[3, 5], spoiled[200, 511], spoiled[9, 9] = np.nan, np.inf, 2.0**101
+    with np.errstate(all="ignore"):
+        arrays = [x.astype(dtype) for x in (ordinary, others, spoiled, ordinary[:, :500], ordinary[::2])]
+    for x in arrays:
+        for scale in (0.01, 2.0**-70) if made.format.global_scale else (None,):
+            options: dict[str, Any] = {} if scale is None else {"scale": np.float32(scale)}
+            found = breccia.cast(x, made, prefer="native.cast", **options)
+            assert breccia.bytes_equal(found, breccia.cast(x, made, prefer="reference.cast", **options))
+    assert calls and max(calls) > np.float32(2.0**100).view(np.uint32) > min(calls)
+
+
 @pytest.mark.parametrize("framework", ["torch", "mlx.core"])
 def test_stochastic_casts_run_compiled_on_every_framework_of_the_cpu(framework: str) -> None:
     other, recipe = pytest.importorskip(framework), breccia.MXFP8BlockScaling()
@@ -461,6 +518,15 @@ def test_mismatched_buffers_are_refused_before_writing() -> None:
         microkernels.tables(x, one, 32, False, codes, x[:16], x[:15], codes[:16].copy(), 0)
     with pytest.raises(ValueError, match="wanted FP32 inverses of 256 codes; got 1020 bytes"):
         microkernels.scales(one, 1.0, 1.0, 0, 0, 0, 20, 7, np.ones(255, np.float32), codes[:2], np.ones(2, np.float32))
+    form = (0, 0, 0, 20, 7)
+    for source, k, room, out in ((x, 30, 2, 32), (x, 32, 3, 32), (x, 32, 2, 31), (x, 0, 2, 32)):
+        with pytest.raises(
+            ValueError, match=rf"in blocks of k = {k}, .*; got 256 bytes, room for {room} and {out}, and 1024 bytes of inverses"
+        ):
+            inverses, scales = np.ones(256, np.float32), codes[:room].copy()
+            microkernels.blocks(source, k, 32, 6.0, 1.0, form, inverses, form, scales, codes[:out].copy())
+    with pytest.raises(ValueError, match="and 1020 bytes of inverses. Call breccia.cast."):
+        microkernels.blocks(x, 32, 32, 6.0, 1.0, form, np.ones(255, np.float32), form, codes[:2].copy(), codes[:32].copy())
     with pytest.raises(ValueError, match="wanted room for 8 codes"):
         microkernels.sixes(codes[:7].copy(), np.zeros(6, np.uint8))
     with pytest.raises(ValueError, match="wanted eights of codes of .* and room for them; got 64 codes of 3 bits"):

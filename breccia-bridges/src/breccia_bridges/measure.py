@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from breccia import ErrorMetrics, ScaledTensor
-from breccia.internal import measuring
+from breccia import ErrorMetrics, ScaledTensor, ScalingRecipe
+from breccia.backend import NUMPY, components, part_shapes
+from breccia.internal import measuring, with_parts
 
 from .configs import FLOATS
 from .safetensors_file import Shape, read
@@ -53,6 +55,31 @@ class FileTensor(measuring.Source):
 
     def _read(self, part: np.ndarray, rooms: measuring.Rooms | None, name: str) -> np.ndarray:
         return read(part) if rooms is None else read(part, partial(rooms.array, name))
+
+
+class RowsOfFile(FileTensor):
+    """A scaled tensor whose rows are read by a function, slab by slab.
+
+    rows: reads some, counted through all matrices, as a matrix. They have blocks of one row.
+    """
+
+    def __init__(self, recipe: ScalingRecipe, shape: Shape, rows: Callable[[slice], ScaledTensor]) -> None:
+        layout, dtypes = recipe.layout.fitted(shape), NUMPY.dtypes(recipe.format)
+        shapes = part_shapes(recipe.format, layout, shape, -1)
+        # Of shapes alone: nothing reads their items.
+        parts: dict[str, Any] = {name: np.broadcast_to(np.zeros((), dtype), shapes[name]) for name, dtype in dtypes.items()}
+        super().__init__(ScaledTensor.from_parts(recipe=recipe, layout=layout, **parts))
+        self._read_rows = rows
+
+    def _piece(self, st: ScaledTensor, slab: Slab, rooms: measuring.Rooms | None = None) -> ScaledTensor:
+        matrices, rows = slab
+        each = measuring.stacked(self.shape)[1]  # a slab of several matrices has all their rows
+        found = self._read_rows(slice(matrices.start * each + rows.start, (matrices.stop - 1) * each + rows.stop))
+        if len(self.shape) == 2:
+            return found
+        leads = matrices.stop - matrices.start, rows.stop - rows.start
+        parts = {name: part.reshape(*leads, -1) if part.ndim else part for name, part in components(found).items()}
+        return with_parts(found, parts, layout=found.layout.fitted((*leads, self.shape[-1])))
 
 
 class Numbers(Protocol):

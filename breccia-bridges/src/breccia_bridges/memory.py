@@ -43,7 +43,7 @@ _OF_CODE = 4
 _OF_NEW_CODE, _OF_EXACT = 20, 80
 #: How many times as long as elsewhere slabs may be, so that less is done under the GIL, for which threads wait, and yet numbers
 #: stay in the processor's cache; and the least elements of one: with fewer, calls take longer than what they do.
-_LONGER, _LEAST = 2, 1 << 16
+_LONGER, _LEAST = 4, 1 << 16
 _MIB = 1 << 20
 
 
@@ -56,7 +56,7 @@ class Estimates:
 
     def __init__(self, dialect: DialectWriter | None = None, reader: Reader | None = None, moved: Iterable[str] = ()) -> None:
         self.dialect, self.reader, self.moved = dialect, reader, frozenset(moved)
-        self._mapped: dict[tuple[str, ScalingRecipe], bool] = {}
+        self._mapped: dict[tuple[str, ScalingRecipe, bool], bool] = {}
         self._read_by_slabs: dict[ScalingRecipe, bool] = {}
 
     def needed(self, job: Job) -> int:
@@ -136,10 +136,10 @@ class Estimates:
         """Are the codes of a value read by slabs? By the smallest value of the same dialect and recipe, which is read."""
         if value.stored is None:
             return True
-        kind = value.stored.dialect.name, value.stored.form.recipe
+        kind = value.stored.dialect.name, value.stored.form.recipe, value.stored.form.is_transposed
         if kind not in self._mapped:
             try:
-                self._mapped[kind] = is_mapped(value.tensor().data)
+                self._mapped[kind] = value.stored.rows() is not None or is_mapped(value.tensor().data)
             except BrecciaError:  # raised with all that is wrong where the value is converted
                 self._mapped[kind] = False
         return self._mapped[kind]
@@ -186,7 +186,7 @@ def remembered(of: Callable[[Job], int], moved: frozenset[str]) -> Callable[[Job
 
     def found(job: Job) -> int:
         value, moves = job.value, bool(moved and moved & job.described[0].keys())
-        key = job.way, value.shape, value.nbytes, value.recipe, job.recipe, job.nbytes, job.placed is None, moves
+        key = job.way, value.shape, value.nbytes, value.recipe, job.recipe, job.nbytes, job.placed is None, value.axis, moves
         if key not in known:
             known[key] = of(job)
         return known[key]

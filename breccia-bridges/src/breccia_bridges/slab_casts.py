@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable, Mapping
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,19 @@ from .extremes import Extremes, rotated
 from .measure import FileTensor, slabs
 from .safetensors_file import Shape
 
+#: No rows above a slab.
+_NOTHING = np.empty(0, np.float32)
+#: Between this and its inverse, a global scale that is supplied gives the bytes of one that is computed.
+_SMALL = 2.0**-60
+
 
 class SlabCasts:
     """A tensor to quantize, by slabs of complete blocks in C order.
 
     A block's bytes depend on that block alone and, where the recipe has a tensor-level scale, on the smallest and the largest
-    element of the tensor and on whether it has NaN or Inf. Each slab is cast below rows of these, which are then cut off: so
-    every rule sees the statistics of the whole tensor, and nothing else of the algorithm is needed here.
+    element of the tensor and on whether it has NaN or Inf. Rows of these are cast first. Where that gives a global scale, slabs
+    are cast under it. Elsewhere each slab is cast below these rows, which are then cut off: so every rule sees the statistics
+    of the whole tensor, and nothing else of the algorithm is needed here.
 
     among: the extremes of more than this tensor, where several share one tensor-level scale.
     importance: of each column, as `breccia.cast` takes it; None for none.
@@ -74,17 +80,27 @@ class SlabCasts:
         """The components of the cast tensor in consecutive pieces; per-tensor components come with the first."""
         yield from in_pieces(self.tensors())
 
+    @cached_property
+    def _of_all(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """What slabs know of the whole tensor: the numbers of rows to be above each, or none, and the global scale."""
+        if self._extremes is None:
+            return _NOTHING, None
+        found = self._extremes.numbers
+        above = np.resize(found, math.ceil(found.size / self.rows) * self.rows)
+        if self.recipe.format.global_scale is None or self.recipe.searches or not above.size:
+            return above, None
+        rows = np.repeat(above[:, None], self.stored.shape[-1], 1)
+        scale = cast(rows, self.written_by).global_scale
+        # Others might not be accepted as they were computed.
+        return (_NOTHING, scale) if scale is not None and _SMALL <= scale <= 1 / _SMALL else (above, None)
+
     def _cast(self, slab: measuring.Slab, rooms: measuring.Rooms) -> ScaledTensor:
-        """A slab, below rows of the extremes while it is cast."""
-        above = np.empty(0, np.float32)
-        if self._extremes is not None:
-            found = self._extremes.numbers
-            above = np.resize(found, math.ceil(found.size / self.rows) * self.rows)
+        above, scale = self._of_all
         x = self._numbers(slab, above, rooms)
         if self.rotation is not None:  # what is above is of the rotated tensor
             turned = rotated(x[:, above.size :], self.rotation)
             x = _below(turned, above, rooms)
-        st = rotating.renamed(cast(x, self.written_by, importance=self.importance), self.recipe)
+        st = rotating.renamed(cast(x, self.written_by, scale=scale, importance=self.importance), self.recipe)
         return st[:, above.size :] if above.size else st
 
     def _numbers(self, slab: measuring.Slab, above: np.ndarray, rooms: measuring.Rooms) -> np.ndarray:

@@ -15,7 +15,7 @@ from breccia.internal import abbreviated, with_parts
 from .announcements import dtype_of
 from .checkpoint import all_opened, checkpoint_files
 from .configs import FILE_PARTS, Config, Undeclared
-from .measure import FLOATING, FileTensor
+from .measure import FLOATING, FileTensor, RowsOfFile
 from .recognition import recognized
 from .safetensors import joined, named_tensors, view_tensor
 from .safetensors_file import Container, Shape, read, shown
@@ -125,6 +125,8 @@ class Value:
 
     def numbers(self) -> FileTensor:
         """Its values as floats, by slabs."""
+        if self.stored is not None and (rows := self.stored.rows()) is not None:
+            return RowsOfFile(self.stored.form.recipe, self.shape, rows)
         if self.is_scaled:
             return FileTensor(self.tensor())
         entry = self.container.entries[self.name]

@@ -116,6 +116,14 @@ class Stored:
             raise self._faulty("read", st)
         return st.mT if form.is_transposed else st
 
+    def rows(self) -> Callable[[slice], ScaledTensor] | None:
+        """What reads some rows of the value, counted through all its matrices, as a matrix; None where it is read whole."""
+        if self.dialect.rows is None or self.form.is_transposed:
+            return None
+        value, form = self.value, self.form
+        read = self._asked(lambda: targets.load(self.dialect.rows or "")(value, form))
+        return None if read is None else lambda rows: self._asked(lambda: read(rows))
+
     def _asked(self, function: Callable[[], Any]) -> Any:
         """What a function of the dialect returns; its errors name the value."""
         try:

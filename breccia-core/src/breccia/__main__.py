@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 
 from .siblings import install, unrelated
 
+#: Objects made, less those freed, before Python looks for cycles: modules make many times its default, and free none.
+_OBJECTS = 1 << 16
+
 
 def main() -> None:
     """Run the command line, or exit with the command that installs its dependencies."""
+    gc.set_threshold(_OBJECTS)
     try:
         try:
             for module in ("rich", "typer"):

@@ -20,7 +20,7 @@ from .recipes import ScalingRecipe
 #: Dtypes of a file by the suffix of a tensor's name; () allows any.
 Parts = Mapping[str, tuple[str, ...]]
 #: The fields of a `Dialect` that refer to functions.
-FUNCTIONS = ("form", "read", "stored", "write", "config", "header", "file", "settings")
+FUNCTIONS = ("form", "read", "rows", "stored", "write", "config", "header", "file", "settings")
 #: The settings of a config for the values of a module; None for a module that the config leaves as it is.
 SettingsOf = Callable[[str], Mapping[str, Any] | None]
 
@@ -205,6 +205,10 @@ class Dialect:
         It is called once for a config, so that long lists are read once.
     by_rows: whether what `write` makes of some rows of a matrix is a part of what it makes of all: its rows, or its columns.
         Then a matrix is written slab by slab, in little memory.
+    rows: object reference of f(value: StoredValue, form: ValueForm) -> f(rows: slice) -> ScaledTensor, which reads some rows of
+        a value alone, counted through all its matrices, as a matrix; or None for a value whose rows cannot be. For a dialect
+        whose codes `read` arranges anew: then a large value is read slab by slab, in little memory. Not asked for values that
+        are transposed; blocks have one row.
     embeddings: whether the library also reads embeddings that are quantized; most have quantized linear layers only.
     remedy: for a dialect without `read`, which is recognized only: what the user can do.
     activations: ends of tensors that say how a layer quantizes its inputs, outputs or cache, such as "input_scale". They are no
@@ -230,6 +234,7 @@ class Dialect:
     recipes: tuple[str, ...] = ()
     settings: str | None = None
     by_rows: bool = False
+    rows: str | None = None
     embeddings: bool = False
     remedy: str = ""
     activations: tuple[str, ...] = ()
@@ -279,6 +284,8 @@ class Dialect:
                 targets.check(target, f"{what}: {name}")
         if (self.form is None) != (self.read is None) or (self.read is not None and not self.groups):
             raise PluginError(f"{what}: form and read are given together, with the groups that they read.")
+        if self.rows is not None and self.read is None:
+            raise PluginError(f"{what}: rows is for a dialect with read.")
         if (self.stored is None) != (self.write is None) or (self.write is not None and not (self.read and self.recipes)):
             raise PluginError(f"{what}: stored and write are given together, with read and the recipes that they store.")
         if self.file is not None and self.write is None:

@@ -125,6 +125,13 @@ def _scales(codes: FloatCodes, amax: Any, divisor: float, inverses: Any, out: An
     microkernels.scales(amax, divisor, global_scale, *_floats(codes), inverses, out, inverse)
 
 
+def _blocks(
+    codes: FloatCodes, writer: FloatCodes, source: Any, k: int, divisor: float, inverses: Any, stored: Any, out: Any, by: float
+) -> int:
+    kind = _kind(source)
+    return microkernels.blocks(source, k, kind, divisor, by, _floats(writer), inverses, _floats(codes), stored, out)
+
+
 def _search(codes: FloatCodes | IntegerCodes, source: Any, k: int, amax: Any, found: Any, *more: Any) -> None:
     codec, qmax, global_scale, window, (writer, *scales), weights, first, across = more
     form = _NO_FORM if writer is None else _floats(writer)
@@ -223,6 +230,7 @@ _MICROKERNELS = Microkernels(
     sixes=microkernels.sixes,
     eights=microkernels.eights,
     scales=_scales,
+    blocks=_blocks,
     shifted=_shifted,
     decode=_decode,
     down=microkernels.down,

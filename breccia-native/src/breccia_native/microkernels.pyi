@@ -99,6 +99,19 @@ def scales(
     inverse: Any,
     /,
 ) -> None: ...
+def blocks(
+    source: Any,
+    k: int,
+    kind: int,
+    divisor: float,
+    global_scale: float,
+    scale: tuple[int, int, int, int, int],
+    inverses: Any,
+    element: tuple[int, int, int, int, int],
+    scales: Any,
+    codes: Any,
+    /,
+) -> int: ...
 def pairs(codes: Any, data: Any, /) -> None: ...
 def sixes(codes: Any, data: Any, /) -> None: ...
 def eights(codes: Any, bits: int, data: Any, /) -> None: ...

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from reprlib import repr as short
 from typing import Any
 
@@ -31,9 +32,10 @@ from breccia.internal import FLOAT_CODECS, parsed_json
 
 from ..recipes import BNB_INT8_SCALE, BnbFP4Scaling, BnbINT8Scaling
 from ..safetensors_file import byte_count
+from ..safetensors_file import read as loaded
 from ..text import spelled
 from . import writing
-from .scales import assembled, check_scale
+from .scales import RowReader, assembled, check_scale
 
 #: Recipes by bitsandbytes' quant_type.
 RECIPES: Mapping[str, type[NF4Scaling] | type[BnbFP4Scaling]] = {"nf4": NF4Scaling, "fp4": BnbFP4Scaling}
@@ -115,20 +117,50 @@ def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
             return assembled(form, value.view("weight"), value["SCB"])
         constant = np.asarray(BNB_INT8_SCALE, np.float32)
         return assembled(form, value.view("weight"), value["SCB"].astype(np.float16), global_scale=constant)
+    reader = rows(value, form)
+    assert reader is not None
+    st = reader(slice(0, math.prod(form.shape[:-1])))
+    return assembled(form, st.data.reshape(*form.shape[:-1], -1), st.scale)
+
+
+def rows(value: StoredValue, form: ValueForm) -> RowReader | None:
+    """What reads rows of 4 bits. Codes of LLM.int8() stay as they are."""
+    if "SCB" in value.entries:
+        return None
     table, numbers = table_of(form.recipe), value[".quant_map"].tolist()
     value.need(
         numbers == table,
         f"'.quant_map' has other numbers than bitsandbytes' table of this type: {short(numbers)}, for {short(table)}. {_AGAIN}",
     )
-    absmax = value[".absmax"]
-    if absmax.dtype == np.uint8:
-        state, coarse, numbers = _state(value), value[".nested_absmax"], value[".nested_quant_map"]
-        for end, part in zip(_NESTED, (coarse, numbers), strict=True):
-            check_scale(value, end, part)
-        absmax = decoded_absmax(absmax, numbers, coarse, state["nested_blocksize"], np.float32(state["nested_offset"]))
-    check_scale(value, ".absmax", absmax)
-    codes = swapped(np.ascontiguousarray(value[""]).reshape(-1).view(np.uint8))
-    return assembled(form, codes.reshape(*form.shape[:-1], form.shape[-1] // 2), absmax)
+    codes, length = value.view("").reshape(-1).view(np.uint8), form.shape[-1]
+    block, absmax = form.recipe.format.scale.block[1] or 1, _absmax(value)
+
+    def some(rows: slice) -> ScaledTensor:
+        first, end = rows.start * length, rows.stop * length
+        data = swapped(loaded(codes[first // 2 : end // 2])).reshape(-1, length // 2)
+        scale = absmax(first // block, end // block)
+        check_scale(value, ".absmax", scale, first // block)
+        return assembled(replace(form, shape=(len(data), length)), data, scale)
+
+    return some
+
+
+def _absmax(value: StoredValue) -> Callable[[int, int], np.ndarray]:
+    """What reads the FP32 absmax of a range of blocks."""
+    stored = value.view(".absmax")
+    if stored.dtype != np.uint8:
+        return lambda first, end: loaded(stored[first:end])
+    state, coarse, numbers = _state(value), value[".nested_absmax"], value[".nested_quant_map"]
+    for name, part in zip(_NESTED, (coarse, numbers), strict=True):
+        check_scale(value, name, part)
+    inner, offset = state["nested_blocksize"], np.float32(state["nested_offset"])
+
+    def nested(first: int, end: int) -> np.ndarray:
+        block = first // inner
+        codes = loaded(stored[block * inner : end])
+        return decoded_absmax(codes, numbers, coarse[block : -(-end // inner)], inner, offset)[first - block * inner :]
+
+    return nested
 
 
 def _int8_form(value: StoredValue) -> ValueForm:

@@ -171,6 +171,7 @@ def declared() -> Iterable[Dialect]:
             _method("bitsandbytes"),
             *_bnb_groups(),
             by_rows=False,
+            rows="breccia_bridges.dialects.bitsandbytes:rows",
             recipes=_BNB_RECIPES,
         ),
         _dialect(
@@ -384,6 +385,7 @@ def declared() -> Iterable[Dialect]:
             TensorGroup({"W_q": ("U8", "I32")}, dict.fromkeys(_HQQ, ())),
             TensorGroup({"W_q": ()}, dict.fromkeys(_HQQ, ()), needs_config=True),  # bytes of codes as floats
             by_rows=False,
+            rows="breccia_bridges.dialects.hqq:rows",
             recipes=_FLOAT_ZERO,
         ),
         _refused("nvfp4", "NVFP4 of transformers", methods=("nvfp4",)),
@@ -400,6 +402,7 @@ def declared() -> Iterable[Dialect]:
             settings=True,
             activations=_ACTIVATIONS,
             by_rows=False,
+            rows="breccia_bridges.dialects.quanto:rows",
             recipes=(
                 *(f"int8,scale_dtype={dtype}" for dtype in ("bf16", "fp16", "fp32")),
                 *("fp8_row", "fp8_row,fp8_format=E5M2", "fp8_current"),

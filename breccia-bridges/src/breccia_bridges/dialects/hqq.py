@@ -35,12 +35,13 @@ from breccia.internal import FLOAT_NAMES
 from ..announcements import TORCH_NAMES
 from ..recipes import RoundedIntScaling
 from ..safetensors_file import byte_count
+from ..safetensors_file import read as loaded
 from ..text import either, spelled
 from ..wrapping import integer_recipe, integers_of
 from . import writing
 from .holding import NO_INPUTS, check_format, check_matrix, check_multiples, most_common
-from .scales import FLOATS, SCALE_DTYPES, assembled, check_scale, widened
-from .words import code_bytes, packed
+from .scales import FLOATS, SCALE_DTYPES, RowReader, assembled, check_scale, widened
+from .words import code_bytes, codes_in_parts, packed
 
 #: The width of a code in an item, by the number of bits; 1.58 bits are the codes 0 to 2.
 _WIDTHS = {1: 1, 1.58: 2, 2: 2, 3: 3, 4: 4, 5: 8, 6: 8, 8: 8}
@@ -121,23 +122,45 @@ def _across(n: int, size: int) -> Layout | None:
 
 def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
     """Codes, scales and zero-points as stored; codes are packed again."""
+    if (by_rows := rows(value, form)) is not None:
+        return by_rows(slice(0, form.shape[0]))
     packing = _packing(value)
-    items = np.ascontiguousarray(value["W_q"]).view(packing.dtype)
-    mask = packing.dtype.type((1 << packing.width) - 1)
-    codes = np.concatenate([(items >> packing.dtype.type(shift) & mask).astype(np.uint8) for shift in packing.shifts])
-    codes = codes[: packing.rows].reshape(packing.shape)
-    highest = int(codes.max(initial=0))
-    value.need(highest >> packing.bits == 0, f"'W_q' has codes up to {highest}, beyond {packing.bits} bits. {_AGAIN}")
+    codes = _codes(value, packing, slice(0, packing.rows)).reshape(packing.shape)
     scale, zero = value["scale"], value["zero"]
     for end in ("scale", "zero"):
         check_scale(value, end, widened(value, end))
-    if packing.axis:
-        return assembled(form, packed(codes, packing.bits), scale, zero)
     # Group g has the column g % K, and the rows that leave the remainder g // K.
     by_column = (-1, packing.shape[1])
     return assembled(
         form, packed(codes.T, packing.bits), *(np.ascontiguousarray(a.reshape(by_column).T) for a in (scale, zero))
     )
+
+
+def rows(value: StoredValue, form: ValueForm) -> RowReader | None:
+    """What reads rows whose groups lie along the last axis. Along the first one, each group has rows far apart."""
+    packing = _packing(value)
+    if not packing.axis:
+        return None
+    each = packing.shape[1] // packing.group_size
+
+    def some(rows: slice) -> ScaledTensor:
+        groups = slice(rows.start * each, rows.stop * each)
+        scale, zero = (loaded(value.view(end)[groups]) for end in ("scale", "zero"))
+        for end, part in (("scale", scale), ("zero", zero)):
+            check_scale(value, end, widened(value, end, part), groups.start)
+        codes = _codes(value, packing, groups).reshape(-1, packing.shape[1])
+        return assembled(replace(form, shape=codes.shape), packed(codes, packing.bits), scale, zero)
+
+    return some
+
+
+def _codes(value: StoredValue, packing: _Packing, rows: slice) -> np.ndarray:
+    """The codes of some rows of the reshaped weight, one a byte."""
+    items = value.view("W_q").view(packing.dtype)
+    codes = codes_in_parts(items, packing.width, packing.shifts, rows)
+    highest = int(codes.max(initial=0))
+    value.need(highest >> packing.bits == 0, f"'W_q' has codes up to {highest}, beyond {packing.bits} bits. {_AGAIN}")
+    return codes
 
 
 def _recipe(value: StoredValue, bits: int, size: int, length: int) -> ScalingRecipe:

@@ -18,6 +18,7 @@ Source: optimum-quanto 0.2.7, and the quantization configs of transformers 5.24.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from reprlib import repr as short
 from typing import Any
 
@@ -34,13 +35,14 @@ from breccia import (
 from breccia.backend import TENSOR, Entry, SettingsOf, StoredForm, StoredValue, ValueForm
 
 from ..recipes import RoundedIntScaling
+from ..safetensors_file import read as loaded
 from ..text import spelled
 from ..wrapping import integer_recipe
 from . import writing
 from .fp8 import FORMATS
 from .holding import NO_INPUTS, check_format, check_matrix
-from .scales import FLOATS, SCALE_DTYPES, assembled, check_scale, widened
-from .words import code_bytes, packed
+from .scales import FLOATS, SCALE_DTYPES, RowReader, assembled, check_scale, widened
+from .words import code_bytes, codes_in_parts, packed
 
 #: quanto's names of 8-bit types, without the leading q, by the dtype of the file.
 _TYPES = {
@@ -141,8 +143,8 @@ def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
 
     Packed codes are packed again, and biases are the shifts with the other sign.
     """
-    if "._data._data" in value.entries:
-        return _packed(value, form)
+    if (packed_rows := rows(value, form)) is not None:
+        return packed_rows(slice(0, form.shape[0]))
     wide = widened(value, "._scale")
     check_scale(value, "._scale", wide)
     scale = value["._scale"] if isinstance(form.recipe, INT8Scaling) else wide
@@ -151,13 +153,22 @@ def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
     return assembled(form, value.view("._data"), scale)
 
 
-def _packed(value: StoredValue, form: ValueForm) -> ScaledTensor:
-    for end in ("._scale", "._shift"):
-        check_scale(value, end, widened(value, end))
-    items, bits = value["._data._data"], form.recipe.format.element.bits
-    codes = np.concatenate([items >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)])
-    codes = codes[: value.entries["._scale"].shape[0]].reshape(form.shape)
-    return assembled(form, packed(codes, bits), value["._scale"], _negated(value["._shift"]))
+def rows(value: StoredValue, form: ValueForm) -> RowReader | None:
+    """What reads rows of packed codes. Those of 8 bits stay as they are."""
+    if "._data._data" not in value.entries:
+        return None
+    items, bits = value.view("._data._data"), form.recipe.format.element.bits
+    length, shifts = form.shape[1], range(0, 8, bits)
+
+    def some(rows: slice) -> ScaledTensor:
+        groups = slice(rows.start * length // items.shape[1], rows.stop * length // items.shape[1])
+        scale, shift = (loaded(value.view(end)[groups]) for end in ("._scale", "._shift"))
+        for end, part in (("._scale", scale), ("._shift", shift)):
+            check_scale(value, end, widened(value, end, part), groups.start)
+        codes = codes_in_parts(items, bits, shifts, groups).reshape(-1, length)
+        return assembled(replace(form, shape=codes.shape), packed(codes, bits), scale, _negated(shift))
+
+    return some
 
 
 def _negated(array: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,24 +18,27 @@ SCALE_DTYPES = {codec.name: name for name, codec in FLOAT_CODECS.items()}
 #: Dtypes of scales that are powers of two: the exponent with bias 127.
 POWERS = ("F8_E8M0", "U8")
 
+#: What `Dialect.rows` gives.
+RowReader = Callable[[slice], ScaledTensor]
+
 _BY_DTYPE: dict[str, Codec] = {"F8_E8M0": E8M0, "U8": E8M0, "F8_E4M3": E4M3, "BF16": BF16}
 
 
-def widened(value: StoredValue, end: str) -> np.ndarray:
-    """Scales as FP32, exactly: of F32, BF16, F16, F8_E4M3, and of powers of two."""
-    array, dtype = value[end], value.entries[end].dtype
+def widened(value: StoredValue, end: str, some: np.ndarray | None = None) -> np.ndarray:
+    """Scales as FP32, exactly: of F32, BF16, F16, F8_E4M3, and of powers of two. some: some of the part, in place of all."""
+    array, dtype = value[end] if some is None else some, value.entries[end].dtype
     if dtype in ("F32", "F16"):
         return np.asarray(array, np.float32)
     return np.asarray(_BY_DTYPE[dtype].read(NUMPY, array), np.float32)
 
 
-def check_scale(value: StoredValue, end: str, scale: np.ndarray) -> None:
-    """Raise DialectError for scales that are NaN or Inf. scale: as FP32."""
+def check_scale(value: StoredValue, end: str, scale: np.ndarray, first: int = 0) -> None:
+    """Raise DialectError for scales that are NaN or Inf. scale: as FP32, from the position `first` on."""
     bad = np.flatnonzero(~np.isfinite(scale.reshape(-1)))
     if bad.size:
         at = int(bad[0])
         shown = scale.reshape(-1)[at]
-        value.need(False, f"{end!r} has {bad.size} scales that are not finite; the first is {shown} at position {at}.")
+        value.need(False, f"{end!r} has {bad.size} scales that are not finite; the first is {shown} at position {first + at}.")
 
 
 def assembled(

@@ -13,6 +13,7 @@ import numpy as np
 from breccia import ScalingRecipe
 from breccia.backend import INTEGERS, NUMPY, Shape, StoredValue, ValueForm, pack, unpack
 
+from ..safetensors_file import read as loaded
 from ..text import either
 from ..wrapping import integers_of
 from .holding import check_format
@@ -75,6 +76,21 @@ def code_bytes(data: np.ndarray, bits: int, length: int) -> np.ndarray:
     if bits == 4:
         return split(np.asarray(data))[..., :length]
     return unpack(NUMPY, data, INTEGERS[bits, False], length).astype(np.uint8)
+
+
+def codes_in_parts(items: np.ndarray, width: int, shifts: Sequence[int], rows: slice) -> np.ndarray:
+    """Some rows of codes, one a byte: each item has a code of as many rows as `shifts` says, which are equally far apart.
+
+    items: (n, columns), which may be mapped, of which those of other rows are not read. The first n rows are under the first of
+    `shifts`.
+    """
+    mask, row, pieces = items.dtype.type((1 << width) - 1), rows.start, list[np.ndarray]()
+    while row < rows.stop:
+        part, at = divmod(row, len(items))
+        some = loaded(items[at : min(at + rows.stop - row, len(items))])
+        pieces.append((some >> items.dtype.type(shifts[part]) & mask).astype(np.uint8))
+        row += len(some)
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def words_of(codes: np.ndarray, bits: int) -> np.ndarray:

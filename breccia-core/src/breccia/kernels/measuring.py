@@ -25,8 +25,9 @@ from ..error_metrics import ErrorMetrics
 from ..errors import ShapeError, UnsupportedError
 from ..formats import TENSOR
 from ..layouts import Shape
+from ..locks import cached_property
 from ..operations import OPERATIONS
-from ..options import FLOAT32, ProductOptions
+from ..options import FLOAT32, PLAIN, ProductOptions
 from ..recipe_bases import ScalingRecipe
 from ..targets import load
 from ..tensors.components import components, part_grids, unit_of, with_parts, words
@@ -206,10 +207,31 @@ class Source:
 
     def _piece(self, st: ScaledTensor, slab: Slab, rooms: Rooms | None = None) -> ScaledTensor:
         matrices, rows = slab
+        layout, parts = st.layout, components(st)
         if (matrices.stop - matrices.start, rows.stop - rows.start) != stacked(self.shape)[:2]:
-            st = st[slab] if st.ndim == 3 else st[rows]
-        parts = {name: self._read(part, rooms, name) for name, part in components(st).items()}
-        return ScaledTensor.from_parts(recipe=st.recipe, layout=st.layout, axis=st.axis, padding=st.padding, **parts)
+            if self._rows is not None:
+                layout = layout.fitted((rows.stop - rows.start, self.shape[-1]))
+                parts = {
+                    name: part if along is None else part[rows.start // along : -(-rows.stop // along)]
+                    for (name, part), along in zip(parts.items(), self._rows, strict=True)
+                }
+            else:
+                cut = st[slab] if st.ndim == 3 else st[rows]
+                layout, parts = cut.layout, components(cut)
+        read = {name: self._read(part, rooms, name) for name, part in parts.items()}
+        return ScaledTensor.from_parts(recipe=st.recipe, layout=layout, axis=st.axis, padding=st.padding, **read)
+
+    @cached_property
+    def _rows(self) -> list[int | None] | None:
+        """The rows of each item of a component, None of one without rows; None of what is no matrix with blocks along rows.
+
+        Slabs have whole units of rows, so that nothing else has to be checked when one is cut.
+        """
+        st = self._scaled
+        if st is None or st.ndim != 2 or st.axis != -1 or st.held is not None or st.layout.storage != PLAIN:
+            return None
+        grids = part_grids(st)
+        return [next((along.codes for along in grids[name][:1] if along.axis == 0), None) for name in components(st)]
 
     def _decoded(self, st: ScaledTensor, rooms: Rooms | None = None, name: str = "") -> np.ndarray:
         options = FLOAT32 if rooms is None else FLOAT32._replace(out=rooms.array(name, st.shape))

@@ -353,6 +353,60 @@ static PyObject *scales(PyObject *Py_UNUSED(self), PyObject *args)
     return result(done);
 }
 
+/* Blocks whose numbers stay in the L1 cache from their amax to their codes, and how many numbers they have at most, if they are several. */
+#define BLOCKS 512
+#define NUMBERS 8192
+
+PyDoc_STRVAR(blocks_doc,
+    "blocks(source, k, kind, divisor, global_scale, scale, inverses, element, scales, codes): the FP32 bits of the largest magnitude.\n"
+    "The scales of blocks of k numbers as `scales` has them of their amax, and the codes of their numbers as `floats` has them, in\n"
+    "one pass. scale, element: the fields of numpy.FloatCodes of the two. Above a largest magnitude of 2^100 they are no result.");
+
+static PyObject *blocks(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    writing w = {.all.kind = FP32};
+    Py_buffer inverses, found;
+    minifloat of_scale, f;
+    float divisor, global_scale;
+    uint32_t largest = 0;
+    if (!PyArg_ParseTuple(args, "y*niff(IIIii)y*(IIIii)w*w*:blocks", &w.x, &w.all.k, &w.all.kind, &divisor, &global_scale,
+            &of_scale.floor, &of_scale.lift, &of_scale.largest, &of_scale.shift, &of_scale.sign, &inverses, &f.floor, &f.lift,
+            &f.largest, &f.shift, &f.sign, &found, &w.codes))
+        return NULL;
+    const Py_ssize_t size = size_of(w.all.kind), n = w.x.len / size, k = w.all.k;
+    w.all.widen = here->widen;
+    w.all.packed = n % 2 == 0 && k % 2 == 0 && w.codes.len == n / 2;
+    const int done = k > 0 && w.x.len % size == 0 && n % k == 0 && (uintptr_t)w.x.buf % size == 0 && found.len == n / k &&
+                     (w.all.packed || w.codes.len == n) && inverses.len == 1024 && (uintptr_t)inverses.buf % 4 == 0;
+    if (done) {
+        const Py_ssize_t count = n / k, most = k > NUMBERS / BLOCKS ? k > NUMBERS ? 1 : NUMBERS / k : BLOCKS;
+        Py_BEGIN_ALLOW_THREADS
+        uint32_t amaxes[BLOCKS];
+        float inverse[BLOCKS];
+        w.all.inverse = inverse;
+        for (Py_ssize_t first = 0; first < count; first += most) {
+            const Py_ssize_t of_strip = count - first < most ? count - first : most;
+            w.all.x = (const char *)w.x.buf + first * k * size;
+            w.all.n = of_strip * k;
+            here->amax(w.all.x, of_strip, k, w.all.kind, amaxes);
+            for (Py_ssize_t i = 0; i < of_strip; i++)
+                largest = amaxes[i] > largest ? amaxes[i] : largest;
+            here->scales((const float *)amaxes, of_strip, divisor, global_scale, of_scale, inverses.buf, (uint8_t *)found.buf + first, inverse);
+            here->floats(&w.all, f, (uint8_t *)w.codes.buf + (w.all.packed ? first * k / 2 : first * k));
+        }
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_Format(PyExc_ValueError,
+            "wanted aligned numbers in blocks of k = %zd, room for a scale of each and for their codes, and FP32 inverses of 256 "
+            "codes; got %zd bytes, room for %zd and %zd, and %zd bytes of inverses. Call breccia.cast.",
+            k, w.x.len, found.len, w.codes.len, inverses.len);
+    PyBuffer_Release(&w.x);
+    PyBuffer_Release(&inverses);
+    PyBuffer_Release(&found);
+    PyBuffer_Release(&w.codes);
+    return done ? PyLong_FromUnsignedLong(largest) : NULL;
+}
+
 PyDoc_STRVAR(sixes_doc, "sixes(codes, data): four codes of 6 bits, one a byte, to each three bytes of data; the first in the low bits.");
 
 static PyObject *sixes(PyObject *Py_UNUSED(self), PyObject *args)
@@ -486,6 +540,7 @@ static PyMethodDef methods[] = {
     {"words", words, METH_VARARGS, words_doc},
     {"tables", tables, METH_VARARGS, tables_doc},
     {"scales", scales, METH_VARARGS, scales_doc},
+    {"blocks", blocks, METH_VARARGS, blocks_doc},
     {"sixes", sixes, METH_VARARGS, sixes_doc},
     {"down", down, METH_VARARGS, down_doc},
     {"eights", eights, METH_VARARGS, eights_doc},

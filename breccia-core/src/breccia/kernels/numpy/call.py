@@ -22,7 +22,7 @@ from ...tensors.grids import packed_length
 from ...tensors.tensor import ScaledTensor
 from .. import reference
 from ..plans import scattered
-from .codes import NEAREST, pack_codes
+from .codes import NEAREST, FloatCodes, pack_codes
 from .pieces import (
     FEW,
     Piece,
@@ -197,9 +197,12 @@ class Cast:
         if step == self._hand_over:
             for piece in self.pieces:
                 piece.limit = min(piece.limit, GENERIC)
+        if step == self._write and self._in_one_pass:
+            step = self._write_at_once
         if self.plan.narrow and self.y.flags.c_contiguous:  # without buffers, longer chunks take less of Python
             shares = 4 * thread_count() if thread_count() > 1 else 1
-            longer = min(max(self.y.size // shares, chunk_size()), _LONG)
+            most = self.y.size if step == self._write_at_once else _LONG  # which keeps numbers in cache itself
+            longer = min(max(self.y.size // shares, chunk_size()), most)
             for piece in self.pieces:
                 piece.limit = min(longer, piece.limit) if step == self._hand_over else longer
         tensor_jobs = all_jobs(list(map(turned, self.pieces)), 1, 1) if refuse or self.per_tensor or self.two_level else []
@@ -302,6 +305,33 @@ class Cast:
                 GlobalScale(*pair)
                 for pair in zip(multipliers, [self.plan.scales] * target.size, target.reshape(-1), strict=True)
             ]
+
+    @property
+    def _in_one_pass(self) -> bool:
+        """Whether a microkernel may take chunks from their numbers to their codes, reading them once."""
+        plan, scales = self.plan, self.plan.scales
+        known = plan.microkernels.blocks is not None and scales is not None and scales.in_bytes and self.m == 1
+        by = not self.two_level or self.supplied_global is not None  # else the amax of blocks is there when they are written
+        codes = isinstance(plan.codes, FloatCodes) and not plan.codes.codec.fnuz and plan.bits in (4, 8)
+        plain = self.seed is None and self.supplied is None and not plan.searches and not plan.divides
+        return known and by and codes and plain
+
+    def _write_at_once(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
+        """One chunk of whole blocks of one row, in one pass; by `_write`, where its memory or its numbers need more."""
+        plan, scales, k = self.plan, self.plan.scales, self.k
+        assert scales is not None and piece.scale is not None and plan.microkernels.blocks is not None
+        values = piece.values[r0:r1, c0:c1]
+        target, codes = piece.scale[r0:r1, c0 // k : -(-c1 // k)], piece.data[r0:r1, byte_range(plan.fmt.element, c0, c1)]
+        global_scale = self.global_scales[piece.lead] if self.global_scales else None
+        inverses = scales.inverses if global_scale is None else global_scale.inverses
+        whole = values.size % k == 0 and target.size == values.size // k and values.size * plan.bits == 8 * codes.size
+        if whole and inverses is not None and target.flags.c_contiguous and codes.flags.c_contiguous:
+            source = self._load(work, values, *values.shape)
+            by = 1.0 if global_scale is None else float(global_scale.value)
+            arrays = inverses, target.view(U1).reshape(-1), codes.reshape(-1)
+            if plan.microkernels.blocks(plan.codes, scales.writer, source, k, scales.qmax, *arrays, by) <= scales.high:
+                return
+        self._write(work, i, piece, r0, r1, c0, c1, number)
 
     def _write(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
         """One chunk of whole blocks."""

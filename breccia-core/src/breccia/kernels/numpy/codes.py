@@ -211,6 +211,8 @@ class Microkernels:
     words(seed, first, out): the random words of elements from number `first` on (numerics contract, section 5.5), as uint32.
     scales(codes, amax, divisor, inverses, stored, inverse, global_scale): codes of FP32 amax / divisor / global_scale, one a
     byte, and the FP32 numbers that the table `inverses` has for these codes.
+    blocks(codes, writer, source, k, divisor, inverses, stored, out, global_scale): `amax`, `scales` and `scaled` in one pass,
+    codes of 4 bits two a byte; returns the bits of the largest magnitude. Above 2^100 nothing that it wrote is to be used.
     sixes(codes, data): four 6-bit codes, one a byte, into each three bytes, the first in the low bits; contiguous.
     eights(codes, bits, data): eight codes of 1, 2, 3, 5 or 7 bits, one a byte, into as many bytes; contiguous.
     down(codes, bits, data): rows of codes of 1 to 7 bits, one a byte, whose columns are packed into `data`; contiguous.
@@ -247,6 +249,7 @@ class Microkernels:
     eights: Callable[[Array, int, Array], None] | None = None
     down: Callable[[Array, int, Array], None] | None = None
     scales: Callable[[FloatCodes, Array, float, Array, Array, Array, float], None] | None = None
+    blocks: Callable[..., int] | None = None
     decode: Callable[[Codec, Array, Blocks, str, Array, bool], None] | None = None
     search: Callable[..., None] | None = None
     columns: bool = False

@@ -49,11 +49,11 @@ class Scales:
         low, high, codec, rule = _SMALL, LARGE, self.codec, self.rule
         if type(rule) is Linear and rule.margin == 0 and type(codec) is Minifloat:
             if codec.scale_min == 0.0 and (writer := scale_writer(codec)) is not None:
-                low, self._form, self._writer = 0.0, self._linear8, writer
+                low, self._form, self.writer = 0.0, self._linear8, writer
                 self._compiled = microkernels.scales
                 self.values = np.array(codec.table, U4).view(F4)
                 self.divisors = np.where(self.values > 0, self.values, F4(np.inf))
-                self._inverses = codec.divide(NUMPY, np.ones(256, F4), np.arange(256, dtype=U1))[0]
+                self.inverses = codec.divide(NUMPY, np.ones(256, F4), np.arange(256, dtype=U1))[0]
             elif level == 0 and codec.bits in (16, 32):
                 low, high = max(low, codec.scale_min * self.qmax), min(high, codec.scale_max * self.qmax)
                 self._form = self._linear
@@ -63,7 +63,12 @@ class Scales:
             self._form = self._exponent
         if not 1 / MODEST <= self.qmax <= MODEST:
             self._form = None
-        self._low, self._high = f32_bits(low), f32_bits(high)
+        self._low, self.high = f32_bits(low), f32_bits(high)
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether `fast_path` writes scales of one byte by `writer`."""
+        return self._form == self._linear8
 
     def _power_of_two(self) -> bool:
         c, name = self.codec, self.rule.name
@@ -89,7 +94,7 @@ class Scales:
             least, most = int(np.minimum.reduce(amax)), int(np.maximum.reduce(amax.view(I4)))
             if zeros := least == 0:
                 least = int(np.minimum.reduce(amax - U4(1))) + 1  # of the nonzero ones: 0 - 1 wraps to the largest
-        return self._form(amax, zeros, global_scale) if least >= self._low and most <= self._high else None
+        return self._form(amax, zeros, global_scale) if least >= self._low and most <= self.high else None
 
     def _linear(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
         t = np.divide(amax.view(F4), self._divisor)
@@ -120,19 +125,19 @@ class Scales:
         """The inverse of scales of 8 bits that `fast_path` may write."""
         if self.values is None:
             return self._reciprocals.take(stored)
-        return (self._inverses if global_scale is None else global_scale.inverses).take(stored)
+        return (self.inverses if global_scale is None else global_scale.inverses).take(stored)
 
     def _linear8(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
-        inverses = self._inverses if global_scale is None else global_scale.inverses
+        inverses = self.inverses if global_scale is None else global_scale.inverses
         if self._compiled is not None:
             stored, inverse = np.empty(amax.size, U1), np.empty(amax.size, F4)
             by = 1.0 if global_scale is None else float(global_scale.value)
-            self._compiled(self._writer, amax, self.qmax, inverses, stored, inverse, by)
+            self._compiled(self.writer, amax, self.qmax, inverses, stored, inverse, by)
             return stored, inverse
         t = np.divide(amax.view(F4), self._divisor)
         if global_scale is not None:
             np.divide(t, global_scale.value, out=t)
-        stored = self._writer.few(t) if t.size <= _FEW else self._writer.small(t)
+        stored = self.writer.few(t) if t.size <= _FEW else self.writer.small(t)
         return stored, inverses.take(stored)
 
     def _exponent(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
