@@ -363,9 +363,6 @@ def tile_name(kind: str, m: int, n: int, k: int) -> str:
 _SCORED = {
     fp8.OURS: "cuda",
     fp8.TORCH: "torch",
-    fp8.HUMMING: "humming",
-    fp8.DEEP_GEMM: "deep_gemm",
-    TRANSFORMER_ENGINE: "transformer_engine",
 }
 
 
@@ -380,9 +377,7 @@ def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
         taken = {arm: timed["median_s"] for arm, timed in row.get("time", {}).items()}
         taken[fp8.TORCH] = taken.get(fp8.TORCH_PLAIN, taken.get(fp8.TORCH, 0.0))
         for arm, kernel in _SCORED.items():
-            # breccia's table calls TransformerEngine for one scale per tensor only.
-            unread = arm == TRANSFORMER_ENGINE and kind != "tensor"
-            if kind in fp8.PAIRS and taken.get(arm) and not unread:
+            if kind in fp8.PAIRS and taken.get(arm):
                 key = choices.measured_key(fp8_plans.head_of(kernel, fp8.PAIRS[kind]), m, n, k)
                 found[key] = taken[arm] / fp8_plans.bound(m, n, k)
         if fp8.DECODING in taken:

@@ -780,3 +780,15 @@ def test_the_program_is_compiled_for_the_architecture_of_the_device(monkeypatch:
         assert program.function(source, "one", {"A": 1}, 64, torch.device("cuda", 0)) is loaded
     assert loaded.context == 0
     assert len(asked) == 2 and asked[0][1:] == ("sm_90a", {"A": 1}, "nvrtc") and asked[1] == (b"cubin", "one", 64)
+
+
+@on_cuda
+def test_bench_matmul_shows_cublas_beside_breccia_s_kernels() -> None:
+    from breccia.cli import bench
+
+    recipes = [(spec, breccia.recipe(spec)) for spec in ("fp8_block", "int4")]
+    found = bench.measure_products(recipes, "torch:cuda", size=1024, rows=(16,), runs=2)
+    by_arm = {p.arm: p.kernel for p in found}
+    assert {"dense bfloat16", "fp8_block x fp8_block", "int4"} <= by_arm.keys()
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert {"cuda.fp8_matmul", "torch.scaled_mm", "cuda.weight_only"} <= set(by_arm.values())

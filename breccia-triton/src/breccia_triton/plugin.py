@@ -45,23 +45,6 @@ _PRODUCTS = (
     ),
 )
 
-#: Products of other libraries: module and function in `others`, name, what it accepts and needs, its score, and whether it is
-#: for activations that are no ScaledTensor. They run where they are named: docs/kernels/other-libraries.md says why.
-_OTHERS = (
-    ("humming_products:humming_fp8_matmul", "humming.fp8_matmul", "humming_fp8", "others.plans:score_of_humming", False),
-    ("deep_gemm_products:deep_gemm_matmul", "deep_gemm.fp8_matmul", "deep_gemm", "others.plans:score_of_deep_gemm", False),
-    (
-        "transformer_engine_products:transformer_engine_matmul",
-        "transformer_engine.fp8_matmul",
-        "transformer_engine",
-        "others.plans:score_of_transformer_engine",
-        False,
-    ),
-    ("humming_products:humming_weight_only", "humming.weight_only", "humming", "weight_times:score_of_humming", True),
-    ("torch_int4:int4pack_matmul", "torch.int4", "int4", "weight_times:score_of_torch", True),
-)
-
-
 #: Products that decode in registers, in Triton: framework, target, name, what accepts, features of formats that it reads.
 _FUSED: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("torch", "fused_matmul:fused_matmul", "triton.weight_only", "accepts_weight_only", READ),
@@ -179,17 +162,4 @@ def breccia_kernels() -> Iterable[Kernel]:
             accepts="breccia_triton.weight_plans:accepts",
             score=score,
             reads=("mma_16x128",),
-        )
-    for target, name, checks, score, plain in _OTHERS:
-        yield Kernel(
-            "matmul",
-            "torch",
-            f"breccia_triton.others.{target}",
-            name,
-            recipe=NoneType if plain else None,
-            device="cuda",
-            available=f"breccia_triton.others.plans:{checks}_available",
-            accepts=f"breccia_triton.others.plans:accepts_{checks}",
-            score=f"breccia_triton.{score}",
-            opt_in=True,
         )

@@ -1,4 +1,4 @@
-"""How long products of activations and a quantized weight take, by kernel. Imports neither torch nor Triton."""
+"""How long products of activations and a quantized weight take. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .cuda.fp8_plans import device_name
 
 #: A device's BF16 operations and bytes per second, and the seconds of a launch: a lower bound of a product's time.
 _OPERATIONS, _BANDWIDTH, _LAUNCH = 0.99e15, 4.0e12, 2e-6
-#: Times over that bound without a measurement, by whose kernel it is: breccia's is taken to be faster where it runs.
-_UNMEASURED = {"cuda": 1.3, "humming": 1.8, "torch": 2.5}
+#: Times over that bound without a measurement.
+_UNMEASURED = 1.3
 #: Numbers of rows up to which times are measured together; more rows are the last kind.
 ROWS = (4, 16, 64, 128)
 
@@ -27,10 +27,10 @@ def slowdowns(device: str) -> Mapping[str, float]:
     return measured("weight_times", device, "slowdowns", times_over_bound)
 
 
-def key_of(kernel: str, fmt: Format, block: Block, m: int) -> str:
-    """The key of a measured time. kernel: whose, of `_UNMEASURED`. block: of scales along K. m: rows of activations."""
+def key_of(fmt: Format, block: Block, m: int) -> str:
+    """The key of a measured time. block: of scales along K. m: rows of activations."""
     rows = next((f"{n}" for n in ROWS if m <= n), "more")
-    return f"{kernel} {codecs_of(fmt)} {block_text(block)} {rows}"
+    return f"cuda {codecs_of(fmt)} {block_text(block)} {rows}"
 
 
 def bound(m: int, n: int, k: int, bits: float) -> float:
@@ -45,27 +45,13 @@ def bits_of(fmt: Format, block: Block) -> float:
     return fmt.element.bits + fmt.scale.codec.bits / shared
 
 
-def _seconds(call: Call, kernel: str) -> float:
+def score(call: Call) -> float:
+    """The estimated time."""
     assert call.b is not None
     a, b, recipe, layout = call.a.shape, call.b, call.b.recipe, call.b.layout
     assert recipe is not None
     if len(a) < 2 or len(b.shape) < 2 or layout is None:  # `explain` of recipes alone
-        return _UNMEASURED[kernel] * _LAUNCH
+        return _UNMEASURED * _LAUNCH
     fmt, block, m = recipe.format, layout.plain.block(-2), math.prod(a[:-1])
-    over = slowdowns(device_name(call.device)).get(key_of(kernel, fmt, block, m), _UNMEASURED[kernel])
+    over = slowdowns(device_name(call.device)).get(key_of(fmt, block, m), _UNMEASURED)
     return over * bound(m, b.shape[-1], b.shape[-2], bits_of(fmt, block))
-
-
-def score(call: Call) -> float:
-    """The estimated time on breccia's kernels."""
-    return _seconds(call, "cuda")
-
-
-def score_of_humming(call: Call) -> float:
-    """The estimated time on humming's kernels."""
-    return _seconds(call, "humming")
-
-
-def score_of_torch(call: Call) -> float:
-    """The estimated time on torch's kernel for INT4."""
-    return _seconds(call, "torch")

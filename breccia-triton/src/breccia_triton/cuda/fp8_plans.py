@@ -353,7 +353,7 @@ class Variant:
 #: A device's FP8 operations and bytes per second, and the seconds of a launch: a lower bound of a product's time.
 _OPERATIONS, _BANDWIDTH, _LAUNCH = 1.5e15, 4.0e12, 3e-6
 #: Times over that bound without a measurement, by whose kernel it is: breccia's is taken to be faster where it runs.
-_UNMEASURED = {"cuda": 1.2, "torch": 1.3, "transformer_engine": 1.3, "deep_gemm": 1.3, "humming": 1.8}
+_UNMEASURED = {"cuda": 1.2, "torch": 1.3}
 #: Times over the bound for blocks of 32 along K, which four promotions in a step bound: of few rows, and of more.
 _UNMEASURED_MX = 3.0, 5.0
 #: Up to so many rows one number of these holds, above the other.
@@ -375,7 +375,7 @@ def bound(m: int, n: int, k: int, matrices: int = 1) -> float:
 
 
 def head_of(kernel: str, pair: tuple[str, str]) -> str:
-    """What keys of a kernel's measured times begin with. kernel: "cuda" (this package's), or another of `_UNMEASURED`."""
+    """What keys of a kernel's measured times begin with. kernel: "cuda" (this package's) or "torch"."""
     return " ".join((kernel, *pair))
 
 
