@@ -91,15 +91,15 @@ class Case:
         if not rows:
 
             def decoding(made: Any) -> Call:
-                call = decode.Call(st, self.dtype, made)
-                return lambda: call(st, None)
+                call = decode.executable(st, self.dtype, made)
+                return lambda: call(st, None, None, None)
 
             return Tunable(partial(decode.prepared, st, self.dtype, hardware), lambda made: [made], decoding)
         a = torch.ones((rows, self.shape[1]), dtype=dtype, device=device)
         pair = Operand(a, False), Operand(st.mT, True)
 
         def product(made: Any) -> Call:
-            call = fused_matmul.Call(*pair, self.dtype, made)
+            call = fused_matmul.executable(*pair, self.dtype, made)
             return lambda: call(*pair, None, None)
 
         prepare = partial(fused_matmul.prepared, *pair, None, self.dtype, hardware)

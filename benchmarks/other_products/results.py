@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from breccia.backend import ProductOptions, checks
-from breccia_triton.cuda.fp8_matmul import check_out
+from breccia_triton.executable import check_out
 from breccia_triton.launch import on
 from breccia_triton.operands import need_one_device, parts_of
 

@@ -677,8 +677,8 @@ bias, x = torch.ones(128, dtype=torch.bfloat16), torch.randn(96, 256)
 for spec in specs:
     w = multiplying.Operand(breccia.cast(torch.randn(128, 256), spec).mT, True)
     for a in (breccia.cast(x, spec), breccia.cast(x.mT.contiguous(), spec, axis=-2).mT, x.bfloat16()):
-        bf16_matmul.Call(multiplying.Operand(a, False), w, None, "bfloat16")
-        bf16_matmul.Call(multiplying.Operand(a, False), w, bias, "float16")
+        bf16_matmul.executable(multiplying.Operand(a, False), w, None, "bfloat16")
+        bf16_matmul.executable(multiplying.Operand(a, False), w, bias, "float16")
 print(len(made), "kernels compiled:", *sorted(set(made)))
 """
 

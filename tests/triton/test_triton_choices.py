@@ -26,7 +26,7 @@ from triton_casts import DEVICE, ON_GPU, numbers, same, same_values
 import breccia
 from breccia.backend import CastOptions, reference
 from breccia.options import product_options
-from breccia_triton import cast, choices, decode, launch, operands, tuning
+from breccia_triton import cast, choices, decode, executable, launch, operands, tuning
 from breccia_triton.choices import DEFAULT, Choice, Choices, Key, Tuned, choices_of, user_file, write
 from breccia_triton.facts import Hardware
 from breccia_triton.geometry import amax_tile, lanes_of, plain_tile, strips_of, tile_of
@@ -249,7 +249,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ran: list[Any] = []
 
     def run(self: Any, *given: Any) -> object:
-        launch = self.prepared.launch if isinstance(self, cast.Call) else self.launcher.launch
+        launch = self.prepared.launch if isinstance(self, cast.Call) else self.plan
         ran.append(launch)
         return ran
 
@@ -260,7 +260,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(cast.Call, "__call__", run)
     monkeypatch.setattr(cast.Call, "plainly", run)  # repeated calls on a GPU
-    monkeypatch.setattr(decode.Call, "__call__", run)
+    monkeypatch.setattr(executable.Executable, "__call__", run)
     monkeypatch.setattr(tuning, "elapsed", elapsed)
     monkeypatch.setattr(tuning, "timeable", lambda device: True)
     for module in (cast, decode):
@@ -423,7 +423,7 @@ def test_values_are_the_same_under_every_choice(spec: str) -> None:
     results = under_every_choice(
         lambda choose: decode.prepared(st, "float32", hardware_here(), choose),
         tuning.one,
-        lambda made: decode.Call(st, "float32", made)(st, None),
+        lambda made: decode.executable(st, "float32", made)(st, None, None, None),
     )
     assert len(results) > 2
     for found in results:

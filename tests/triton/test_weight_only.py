@@ -332,20 +332,19 @@ class _HostKernel:
     def __init__(self, library: Any, wide: bool, batch: int = 0) -> None:
         self.library, self.wide, self.batch, self.streams = library, wide, batch, list[tuple[int, bool]]()
 
-    def prepare(self, grid: Any, threads: int, values: Any, stream: int, cluster: int, dependent: bool) -> Any:
-        class Launch:
-            config = SimpleNamespace(stream=None)
+    def prepare(self, grid: Any, threads: int, values: Any, slots: Any, cluster: int, dependent: bool) -> Any:
+        from breccia_triton.cuda.driver import writing
 
-            def __call__(launch) -> None:
-                self.streams.append((launch.config.stream, dependent))
-                weight, *others = values
-                if self.batch:
-                    pointers = ctypes.byref(weight), ctypes.byref(others.pop(0))
-                    self.library.multiplied_groups(self.batch, grid[1], *pointers, *others[self.wide :])
-                else:
-                    self.library.multiplied(ctypes.byref(weight), *others[self.wide :])
+        def launched(stream: int) -> None:
+            self.streams.append((stream, dependent))
+            weight, *others = values
+            if self.batch:
+                pointers = ctypes.byref(weight), ctypes.byref(others.pop(0))
+                self.library.multiplied_groups(self.batch, grid[1], *pointers, *others[self.wide :])
+            else:
+                self.library.multiplied(ctypes.byref(weight), *others[self.wide :])
 
-        return Launch()
+        return SimpleNamespace(run=writing(slots, ["launched(stream)"], launched=launched))
 
 
 def test_zero_points_of_other_dtypes_are_multiplied_on_the_plain_weight() -> None:
@@ -365,28 +364,27 @@ def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], lis
     """(The kernels that calls prepare from here on, what they describe to the copy engine.)"""
     import torch
 
-    from breccia_triton import weight_only, weight_products
+    from breccia_triton import executable, weight_only
     from breccia_triton.cuda.driver import TensorMap
 
     made: list[_HostKernel] = []
     described: list[Any] = []
 
-    def function(
-        operand: Any, config: Any, act: str, out: str, bias: str | None, call: Any, grouped: bool = False
-    ) -> Any:  # fmt: skip
-        macros = {**operand.macros, "ACT": plans.DTYPES[act], "OUT": plans.DTYPES[out], "GROUPED": int(grouped)}
-        macros["BIAS"] = plans.NO_BIAS if bias is None else plans.DTYPES[bias]
+    def function(problem: Any, config: Any, grouped: bool = False) -> Any:
+        numbers = {"ACT": plans.DTYPES[problem.act], "OUT": plans.DTYPES[problem.out], "GROUPED": int(grouped)}
+        macros = {**problem.operand.macros, **numbers}
+        macros["BIAS"] = plans.NO_BIAS if problem.bias is None else plans.DTYPES[problem.bias]
         library = _built(folder, tuple(sorted(macros.items())))
         made.append(_HostKernel(library, config.wide, config.batch if grouped else 0))
         return made[-1]
 
-    def tensor_map(*facts: Any) -> Any:
+    def encoder(*facts: Any) -> Any:
         described.append(facts)
-        return TensorMap()
+        return lambda address: TensorMap()
 
     monkeypatch.setattr(weight_only, "function", function)
-    monkeypatch.setattr(weight_only, "stream_of", lambda index: 7)
-    monkeypatch.setattr(weight_products, "driver", lambda: SimpleNamespace(tensor_map=tensor_map))
+    monkeypatch.setattr(executable, "stream_of", lambda index: 7)
+    monkeypatch.setattr(weight_only, "driver", lambda: SimpleNamespace(encoder=encoder, address_word=None))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
     monkeypatch.setattr(weight_only, "name_of", lambda properties: "")
     weight_only._calls.clear()
@@ -435,11 +433,11 @@ def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeyp
         sliced = torch.randn(m, 2 * k).bfloat16()[:, ::2]
         assert ((weight_only.weight_only_matmul(sliced, w) - sliced.double() @ values.mT).abs() <= 0.01 * size.max()).all()
     if name == "int4-128":
-        assert {(facts[1], facts[2], facts[4]) for facts in described} == {
+        assert {(facts[0], facts[1], facts[3]) for facts in described} == {
             ("bfloat16", (20, k), (32, 64)),
             ("bfloat16", (40, k), (64, 64)),
         }
-        assert all(facts[3][0] % 8 == 0 for facts in described)
+        assert all(facts[2][0] % 8 == 0 for facts in described)
     if w.global_scale is not None:  # also where a call of these shapes is prepared
         elsewhere = w.global_scale.to("meta")
         stray = ScaledTensor.from_parts(w.data, w.scale, w.recipe, w.layout, None, elsewhere, w.axis, w.padding)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from breccia.backend import TENSOR, Block
 
-from . import weight_plans
 from .cuda.fp8_plans import OUTER, ROWS, TABLE, Tile, Variant, cycles
 from .weight_plans import COLUMNS, Operand
 
@@ -62,12 +61,6 @@ def variant_of(form: Form, tile: Tile, out: str, bias: str | None, staged: bool)
         tile, form.scales, CODECS, out, bias or "none", a_plain=False, staged=staged, promote=form.scales != OUTER,
         pieces=form.pieces, span=form.span,
     )  # fmt: skip
-
-
-def slices(n: int, rows: int | None) -> list[tuple[int, int]]:
-    """(First row, rows) of the parts of a weight that are decoded one after the other. rows: of a part, in whole blocks."""
-    each = n if rows is None else max(1, rows // weight_plans.ROWS) * weight_plans.ROWS
-    return [(first, min(each, n - first)) for first in range(0, n, each)]
 
 
 assert COLUMNS == 2 * WIDTH

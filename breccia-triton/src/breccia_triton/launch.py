@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime import cache
 
 from .facts import INTERPRETED
+from .generated import defined
 from .package_key import remembered
 from .prepare import Launch
 
@@ -95,14 +96,13 @@ class Launcher:
         return self._written_out(launcher, (handle, *hooks))
 
     def _written_out(self, run: Any, fixed: Sequence[Any]) -> Callable[..., None]:
-        """A function of the stream and the values alone.
-
-        It is compiled: a call with as many arguments, put together from tuples, takes three times as long.
-        """
-        there = {f"_{n}": value for n, value in enumerate(fixed)}
-        passed = [name if name in self.varying else repr(self.fixed.get(name)) for name in self.names]
-        call = ", ".join([*map(repr, self.launch.programs), "_stream", *there, *passed])
-        return eval(f"lambda {', '.join(['_stream', *self.varying])}: _run({call})", {**there, "_run": run})
+        """A function of the stream and the values alone. Its text has no numbers: they differ by lengths alone."""
+        held = {f"_{n}": value for n, value in enumerate((*self.launch.programs, *fixed))}
+        held |= {f"_{name}": number for name, number in self.fixed.items()}
+        passed = [name if name in self.varying else f"_{name}" if name in self.fixed else "None" for name in self.names]
+        first, rest = [f"_{n}" for n in range(3)], [f"_{n}" for n in range(3, 3 + len(fixed))]
+        text = f"def run({', '.join(['_stream', *self.varying])}):\n    _run({', '.join([*first, '_stream', *rest, *passed])})"
+        return defined(text, {**held, "_run": run})
 
 
 class Remembered(dict[Any, Any]):

@@ -267,6 +267,10 @@ class DecodedCodes:
         return k % 8 == 0 and (of.decodes_scales or not (of.global_scale or of.factor != 1.0))
 
 
+#: How a product by a weight runs.
+Choice = Config | Decoded | DecodedCodes
+
+
 def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
     """Configurations for a call, the one that is expected to be fastest first. At least one of them fits."""
     wide_codes, blocks = of.codes >= 3, -(-n // ROWS)
@@ -314,13 +318,13 @@ def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
 
 def config_of(
     of: Operand, codecs: str, m: int, n: int, k: int, device: str = "", act: str = "bfloat16", direct: bool = False
-) -> Config | Decoded | DecodedCodes:
+) -> Choice:
     """The configuration for a call on a device: one measured for so many rows or somewhat more, or else the rule's.
 
     act: the dtype of activations. direct: they and the result are BF16, without a bias, so that cuBLAS can write the result.
     """
 
-    def runs(config: Config | Decoded | DecodedCodes) -> bool:
+    def runs(config: Choice) -> bool:
         allowed = direct if isinstance(config, Decoded) else act == "bfloat16" or isinstance(config, Config)
         return allowed and config.fits(of, m, k)
 
@@ -354,12 +358,12 @@ def grouped_config_of(of: Operand, m: int, groups: int, n: int, k: int) -> Confi
     return next(config for config in candidates if config.fits(of, config.batch, k))
 
 
-def measured_on(device: str) -> Mapping[str, Config | Decoded | DecodedCodes]:
+def measured_on(device: str) -> Mapping[str, Choice]:
     """The shipped configurations of a device, by their keys."""
     return measured("weight_only", device, "configs", config_from)
 
 
-def config_from(entry: Any) -> Config | Decoded | DecodedCodes:
+def config_from(entry: Any) -> Choice:
     """The configuration of an entry in a file. Raises ValueError or TypeError."""
     return next((config for config in _DECODED if entry == _DECODED[config]), None) or Config(**entry)
 
@@ -368,7 +372,7 @@ def config_from(entry: Any) -> Config | Decoded | DecodedCodes:
 _DECODED: dict[Decoded | DecodedCodes, dict[str, Any]] = {Decoded(): {"decoded": True}, DecodedCodes(): {"decoded": "codes"}}
 
 
-def entry_of(config: Config | Decoded | DecodedCodes) -> dict[str, Any]:
+def entry_of(config: Choice) -> dict[str, Any]:
     """A configuration in a file."""
     return asdict(config) if isinstance(config, Config) else dict(_DECODED[config])
 

@@ -16,9 +16,9 @@ import torch
 from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import E2M1, FLOAT32, ProductOptions, checks
 
+from ..executable import check_out
 from ..launch import on
 from ..operands import need_one_device, parts_of
-from .fp8_matmul import check_out
 
 #: The order of scales that cuBLAS reads.
 STORAGE = "swizzle_128x4"
