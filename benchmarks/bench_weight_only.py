@@ -424,7 +424,7 @@ def main(
         if device == "cuda":
             torch.cuda.empty_cache()
     if table is not None and found:
-        from breccia_triton import choices
+        from breccia_triton import measurements
 
-        choices.write_measured(table, torch.cuda.get_device_name(), "slowdowns", slowdowns(found), run)
+        measurements.merge(table, torch.cuda.get_device_name(), slowdowns(found), run)
     yield benchmark.result(found, {}, run, notes=notes, **({"configs": configs} if configs else {}))

@@ -216,7 +216,7 @@ def main(
     chosen = known(ops, OPS, "--ops"), known(dtypes or ["bf16"], DTYPES, "--dtypes")
     every = list(cases(list(recipes or RECIPES), *chosen, [sizes(shape) for shape in shapes or SHAPES]))
 
-    from breccia_triton import choices
+    from breccia_triton import choices, measurements
     from breccia_triton.operands import hardware
 
     found = hardware(torch.device(device))
@@ -253,7 +253,7 @@ def main(
     if executor is not None:
         executor.shutdown(wait=False, cancel_futures=True)
     name, facts = found.name or "cpu", where(device)
-    path = out / choices.file_name(name)
+    path = out / measurements.shipped("triton", name).name
     kept = {part: facts[part] for part in ("date_utc", "device", "versions", "commit", "command") if part in facts}
     choices.write(path, name, {key: found.best for key, (found, _) in rows.items()}, kept, defaults=False)
     show(gains(rows), f"{len(rows)} calls tuned, {left} left for lack of time; written to {path.name}.")

@@ -20,7 +20,7 @@ from harness.blocks import BLOCK, pages_in
 from harness.commands import BENCHMARKS
 from harness.results import HERE, ROOT, read, told
 
-from breccia_triton import choices
+from breccia_triton import measurements
 
 RESULTS = sorted((HERE / "results").glob("*.json"))
 
@@ -112,7 +112,7 @@ def test_the_shipped_times_are_those_of_the_published_result(tmp_path: Path) -> 
     path, source = tmp_path / "table.json", HERE / "results" / "matmul-gpu-nvidia-h200.json"
     path.write_text("of another run", encoding="utf-8")
     bench_matmul.main(source=source, table=path)
-    shipped = choices.SHIPPED / "matmul_nvidia_h200.json"
+    shipped = measurements.SHIPPED / "matmul_nvidia_h200.json"
     assert json.loads(path.read_text("utf-8")) == json.loads(shipped.read_text("utf-8")), (
         f"run `python benchmarks/bench_matmul.py --from {source.relative_to(ROOT)} --table` with its path"
     )

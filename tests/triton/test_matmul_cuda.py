@@ -33,7 +33,7 @@ from fp8_stand_in import StandIn, installed  # noqa: E402
 from fp8_variants import fp8_variants  # noqa: E402
 from triton_products import ROUNDOFF, call_of, captured, on_another_stream  # noqa: E402
 
-from breccia_triton import choices  # noqa: E402
+from breccia_triton import measurements  # noqa: E402
 from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, program, scaled_mm, scaled_mm_plans  # noqa: E402
 
 TENSOR, ROW = breccia.Float8CurrentScaling(), breccia.Float8RowScaling()
@@ -682,9 +682,9 @@ def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:
 
 
 def test_the_table_of_a_device_is_read_by_its_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "SHIPPED", tmp_path)
-    choices.measured.cache_clear()
-    text = '{"schema": 1, "device": "NVIDIA H200", "slowdowns": {"cuda row row 128x512x4096": 1.25}}'
+    monkeypatch.setattr(measurements, "SHIPPED", tmp_path)
+    measurements.measured.cache_clear()
+    text = '{"schema": 2, "device": "NVIDIA H200", "entries": {"cuda row row 128x512x4096": 1.25}}'
     (tmp_path / "matmul_nvidia_h200.json").write_text(text)
     (tmp_path / "matmul_nvidia_h100.json").write_text(text)
     try:
@@ -693,8 +693,8 @@ def test_the_table_of_a_device_is_read_by_its_name(tmp_path: Any, monkeypatch: p
             assert fp8_plans.slowdowns("NVIDIA H100") == {}
         assert fp8_plans.slowdowns("") == {}
     finally:
-        choices.measured.cache_clear()
-    assert choices.measured_key(fp8_plans.head_of("cuda", ("row", "row")), 128, 512, 4096) == "cuda row row 128x512x4096"
+        measurements.measured.cache_clear()
+    assert measurements.measured_key(fp8_plans.head_of("cuda", ("row", "row")), 128, 512, 4096) == "cuda row row 128x512x4096"
 
 
 def test_the_facade_has_the_products_by_function_name() -> None:

@@ -17,7 +17,7 @@ from breccia.options import FLOAT32
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from breccia_triton import choices, weight_plans, weight_times  # noqa: E402
+from breccia_triton import measurements, weight_plans, weight_times  # noqa: E402
 from breccia_triton.cuda import fp8_plans  # noqa: E402
 
 
@@ -28,12 +28,12 @@ def cast(spec: str, *shape: int) -> Any:
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder in place of the shipped files, on "Some GPU"."""
-    monkeypatch.setattr(choices, "SHIPPED", tmp_path)
+    monkeypatch.setattr(measurements, "SHIPPED", tmp_path)
     monkeypatch.setattr(fp8_plans, "device_name", lambda device: "Some GPU")
     monkeypatch.setattr(weight_times, "device_name", lambda device: "Some GPU")
-    choices.measured.cache_clear()
+    measurements.measured.cache_clear()
     yield tmp_path
-    choices.measured.cache_clear()
+    measurements.measured.cache_clear()
 
 
 def test_estimated_times_come_from_the_table_of_the_device(tables: Path) -> None:
@@ -49,8 +49,8 @@ def test_estimated_times_come_from_the_table_of_the_device(tables: Path) -> None
     assert weight_times.score(product) == pytest.approx(1.3 * bound)  # not measured
     times = {"matmul": {"torch 1x128 128x128 4x128x512": 1.5}, "weight_times": {"cuda INT4/F16 1x128 16": 1.25}}
     for kind, entries in times.items():
-        choices.write_measured(tables / f"{kind}_some_gpu.json", "Some GPU", "slowdowns", entries, {"date": "today"})
-    choices.measured.cache_clear()
+        measurements.merge(tables / f"{kind}_some_gpu.json", "Some GPU", entries, {"date": "today"})
+    measurements.measured.cache_clear()
     assert fp8_plans.score_of_torch(call) == pytest.approx(1.5 * fp8_plans.bound(4, 128, 256))
     assert weight_times.score(product) == pytest.approx(1.25 * bound)
 
@@ -58,28 +58,28 @@ def test_estimated_times_come_from_the_table_of_the_device(tables: Path) -> None
 def test_measurements_of_several_runs_are_merged_and_faulty_files_replaced(tables: Path) -> None:
     path = tables / "times_some_gpu.json"
     for entries in ({"one": 1.0, "two": 2.0}, {"two": 3.0}):
-        choices.write_measured(path, "Some GPU", "slowdowns", entries, {})
-    assert choices.measured("times", "Some GPU", "slowdowns", choices.times_over_bound) == {"one": 1.0, "two": 3.0}
+        measurements.merge(path, "Some GPU", entries, {})
+    assert measurements.measured("times", "Some GPU", measurements.times_over_bound) == {"one": 1.0, "two": 3.0}
     path.write_text("{")
-    choices.write_measured(path, "Some GPU", "slowdowns", {"three": 4.0}, {})
-    choices.measured.cache_clear()
-    assert choices.measured("times", "Some GPU", "slowdowns", choices.times_over_bound) == {"three": 4.0}
+    measurements.merge(path, "Some GPU", {"three": 4.0}, {})
+    measurements.measured.cache_clear()
+    assert measurements.measured("times", "Some GPU", measurements.times_over_bound) == {"three": 4.0}
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("{", "Expecting"),
-        ('{"schema": 0}', "its schema is 0; this version of breccia-triton reads 1"),
-        ('{"schema": 1, "device": "Other"}', "it is for 'Other', not for 'Some GPU'"),
-        ('{"schema": 1, "device": "Some GPU"}', "it has no slowdowns"),
-        ('{"schema": 1, "device": "Some GPU", "slowdowns": {"cuda row row": "x"}}', "'x' is not a positive number"),
-        ('{"schema": 1, "device": "Some GPU", "slowdowns": {"cuda row row": -1}}', "-1 is not a positive number"),
+        ('{"schema": 0}', "its schema is 0; this version of breccia-triton reads 2"),
+        ('{"schema": 2, "device": "Other"}', "it is for 'Other', not for 'Some GPU'"),
+        ('{"schema": 2, "device": "Some GPU"}', "it has no entries"),
+        ('{"schema": 2, "device": "Some GPU", "entries": {"cuda row row": "x"}}', "'x' is not a positive number"),
+        ('{"schema": 2, "device": "Some GPU", "entries": {"cuda row row": -1}}', "-1 is not a positive number"),
     ],
 )
 def test_a_faulty_file_is_left_out_with_its_name_and_fault(tables: Path, text: str, reason: str) -> None:
     (tables / "matmul_some_gpu.json").write_text(text)
-    with pytest.warns(UserWarning, match="breccia leaves out .*matmul_some_gpu.json: .*") as caught:
+    with pytest.warns(UserWarning, match="breccia ignores .*matmul_some_gpu.json: .*") as caught:
         assert fp8_plans.slowdowns("Some GPU") == {}
     assert reason in str(caught[0].message)
 
@@ -90,7 +90,7 @@ def test_tables_without_a_file_or_a_device_are_empty(tables: Path) -> None:
 
 
 def test_shipped_times_have_keys_of_kernels_that_there_are() -> None:
-    for path in choices.SHIPPED.glob("*.json"):
+    for path in (each for kind in ("matmul", "weight_times") for each in measurements.SHIPPED.glob(f"{kind}_*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
-        for key in found.get("slowdowns", ()):
+        for key in found["entries"]:
             assert key.partition(" ")[0] in ("cuda", "torch", "bf16"), (path, key)

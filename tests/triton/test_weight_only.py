@@ -26,7 +26,7 @@ from breccia.internal import fragments
 from breccia.options import product_options
 from breccia.tensors.equality import bytes_equal
 from breccia.tensors.tensor import ScaledTensor
-from breccia_triton import choices
+from breccia_triton import choices, measurements
 from breccia_triton import weight_plans as plans
 from breccia_triton.cuda import compiler
 
@@ -659,13 +659,13 @@ def test_explain_says_why_a_plain_weight_is_decoded_first() -> None:
 
 
 def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(choices, "SHIPPED", tmp_path)
-    choices.measured.cache_clear()
-    path = tmp_path / f"weight_only_{choices.file_name('Some GPU')}"
+    monkeypatch.setattr(measurements, "SHIPPED", tmp_path)
+    measurements.measured.cache_clear()
+    path = tmp_path / f"weight_only_{measurements.file_name('Some GPU')}"
     config = plans.Config(8, 4, 8, 3, split=2)
     operand = plans.Operand(0, 0, 128, False)
     key = plans.key_of("INT4/F16", 128, 3, 8192, 8192)
-    choices.write_measured(path, "Some GPU", "configs", {key: plans.entry_of(config)}, {})
+    measurements.merge(path, "Some GPU", {key: plans.entry_of(config)}, {})
     for m in (2, 3, 4):
         assert plans.config_of(operand, "INT4/F16", m, 8192, 8192, "Some GPU") == config
     assert plans.config_of(operand, "INT4/F16", 1, 8192, 8192, "Some GPU") != config
@@ -676,8 +676,8 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     entries = {plans.key_of("E2M1/E8M0", 32, m, 8192, 8192): c for m, c in ((4096, fused), (512, decoded))}
     written = {key: plans.entry_of(c) for key, c in entries.items()}
     path.unlink()
-    choices.write_measured(path, "Some GPU", "configs", written, {})
-    choices.measured.cache_clear()
+    measurements.merge(path, "Some GPU", written, {})
+    measurements.measured.cache_clear()
 
     def found(m: int, direct: bool = True, k: int = 8192) -> Any:
         return plans.config_of(many, "E2M1/E8M0", m, 8192, k, "Some GPU", direct=direct)
@@ -688,13 +688,13 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     assert found(2048) == fused and found(plans.MANY, k=4096) == decoded
     assert found(2048, direct=False, k=4096) == plans.DecodedCodes() and isinstance(found(2048, k=4095), plans.Config)
     assert plans.config_of(operand, "INT4/F16", 4096, 8192, 8192, "", direct=True) == plans.DecodedCodes()
-    head = '"schema": 1, "device": "Some GPU"'
-    for text in ("{", '{"schema": 0}', f'{{{head}, "configs": {{"x": {{"batch": 7}}}}}}', f'{{{head}, "configs": {{"x": 1}}}}'):
+    head = '"schema": 2, "device": "Some GPU"'
+    for text in ("{", '{"schema": 0}', f'{{{head}, "entries": {{"x": {{"batch": 7}}}}}}', f'{{{head}, "entries": {{"x": 1}}}}'):
         path.write_text(text)
-        choices.measured.cache_clear()
-        with pytest.warns(UserWarning, match="leaves out"):
+        measurements.measured.cache_clear()
+        with pytest.warns(UserWarning, match="breccia ignores"):
             assert plans.measured_on("Some GPU") == {}
-    choices.measured.cache_clear()
+    measurements.measured.cache_clear()
 
 
 def test_every_shipped_configuration_fits_its_shape() -> None:
@@ -704,13 +704,13 @@ def test_every_shipped_configuration_fits_its_shape() -> None:
         operand = plans.operand_of(recipe.format, recipe.layout.block(-1))
         assert isinstance(operand, plans.Operand)
         operands[f"{choices.codecs_of(recipe.format)} {operand.group}"] = operand
-    files = list(choices.SHIPPED.glob("weight_only_*.json"))
+    files = list(measurements.SHIPPED.glob("weight_only_*.json"))
     assert files
     for path in files:
         found = json.loads(path.read_text(encoding="utf-8"))
-        assert path.name == f"weight_only_{choices.file_name(found['device'])}"
+        assert path.name == f"weight_only_{measurements.file_name(found['device'])}"
         measured = plans.measured_on(found["device"])
-        assert measured.keys() == found["configs"].keys()
+        assert measured.keys() == found["entries"].keys()
         for key, config in measured.items():
             codecs, group, m, n, k = key.split(" ")
             operand = operands[f"{codecs} {group}"]

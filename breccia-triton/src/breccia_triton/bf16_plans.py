@@ -15,8 +15,9 @@ from breccia import Codec, Device, Format, Integer, Minifloat, PowerOfTwo
 from breccia.backend import F32, Call, Operand
 
 from . import plans, weight_plans
-from .choices import codecs_of, nearest
+from .choices import codecs_of
 from .cuda.fp8_plans import batches, device_name, slowdowns
+from .measurements import nearest
 
 #: Significant bits of BF16.
 BITS = 8

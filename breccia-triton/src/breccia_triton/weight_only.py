@@ -19,11 +19,12 @@ from breccia.internal import storages
 
 from . import decoded_matmul
 from . import weight_plans as plans
-from .choices import codecs_of, name_of
+from .choices import codecs_of
 from .cuda import compiler, program
 from .cuda.driver import MovableMap, driver
 from .executable import Executable
 from .launch import Remembered
+from .measurements import name_of
 from .operands import need_one_device, parts_of
 from .weight_plans import Config
 from .weight_products import Launches, Problem, Weight, addresses_of, sizes, stored

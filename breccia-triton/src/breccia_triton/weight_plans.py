@@ -14,8 +14,8 @@ from breccia import Codec, Device, Format, Integer, Minifloat
 from breccia.backend import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, TENSOR, Block, Call
 from breccia.internal import fragments
 
-from .choices import measured
 from .cuda import compiler
+from .measurements import measured
 
 #: The storage of weights that the kernels read.
 STORAGE = "mma_16x128"
@@ -360,7 +360,7 @@ def grouped_config_of(of: Operand, m: int, groups: int, n: int, k: int) -> Confi
 
 def measured_on(device: str) -> Mapping[str, Choice]:
     """The shipped configurations of a device, by their keys."""
-    return measured("weight_only", device, "configs", config_from)
+    return measured("weight_only", device, config_from)
 
 
 def config_from(entry: Any) -> Choice:

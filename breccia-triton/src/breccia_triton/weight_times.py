@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from breccia import Format
 from breccia.backend import Block, Call
 
-from .choices import block_text, codecs_of, measured, times_over_bound
+from .choices import block_text, codecs_of
 from .cuda.fp8_plans import device_name
+from .measurements import measured, times_over_bound
 
 #: A device's BF16 operations and bytes per second, and the seconds of a launch: a lower bound of a product's time.
 _OPERATIONS, _BANDWIDTH, _LAUNCH = 0.99e15, 4.0e12, 2e-6
@@ -24,7 +25,7 @@ def slowdowns(device: str) -> Mapping[str, float]:
 
     From `configurations/weight_times_<device>.json`, which `benchmarks/bench_weight_only.py --table` writes.
     """
-    return measured("weight_times", device, "slowdowns", times_over_bound)
+    return measured("weight_times", device, times_over_bound)
 
 
 def key_of(fmt: Format, block: Block, m: int) -> str:

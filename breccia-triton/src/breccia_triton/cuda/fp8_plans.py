@@ -16,7 +16,7 @@ from typing import Any
 from breccia import Codec, Device, Layout, ScalingRecipe
 from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Operand, Shape
 
-from ..choices import measured, name_of, nearest, times_over_bound
+from ..measurements import measured, name_of, nearest, times_over_bound
 from . import compiler
 
 #: Compute capability of the instructions: warpgroup products are Hopper's alone.
@@ -361,11 +361,11 @@ _FEW = 128
 
 
 def slowdowns(device: str) -> Mapping[str, float]:
-    """Measured times over `bound`, by the keys of `choices.measured_key`; empty if not measured. head: that of `head_of`.
+    """Measured times over `bound`, by the keys of `measurements.measured_key`; empty if not measured. head: that of `head_of`.
 
     From `configurations/matmul_<device>.json`, which `benchmarks/bench_matmul.py --table` writes.
     """
-    return measured("matmul", device, "slowdowns", times_over_bound)
+    return measured("matmul", device, times_over_bound)
 
 
 def bound(m: int, n: int, k: int, matrices: int = 1) -> float:
