@@ -16,7 +16,7 @@ from functools import lru_cache
 from breccia import Codec, Format, Integer, Lookup, Minifloat, PowerOfTwo
 from breccia.backend import F32, TENSOR, Block, Call
 
-from . import plans
+from . import plans, roofline
 from .bf16_plans import BEYOND, LARGEST, LEAST, NORMAL, significant
 from .cuda import fp8_plans
 from .facts import LARGE, block_of
@@ -244,10 +244,9 @@ def _refused(call: Call, fp32: bool) -> str | None:
 
 # ------------------------------------------------------------------------------------------------ time
 
-#: Operations per second, bytes per second and seconds of a launch: estimates for an H200, less than what the kernels in CUDA
-#: C++ reach there, so that those come first.
-_OPERATIONS = {"bfloat16": 0.4e15, "float16": 0.4e15, "float8": 0.6e15, "float32": 0.04e15}
-_BANDWIDTH, _LAUNCH = 2.0e12, 4e-6
+#: How many times longer the kernel takes than the roofline says, FP8 operations besides, and seconds of its start: more than
+#: those of kernels in CUDA C++, so that they come first.
+_OVER, _FP8, _START = 2.0, 1.25, 4e-6
 #: How many times longer pairs of FP8 take in blocks shorter than `PROMOTED`.
 _SHORT_BLOCKS = 2.5
 
@@ -260,7 +259,9 @@ _INTEGERS = 1.4
 def _work(call: Call) -> float:
     """How many times longer the products of these codes take than those of FP8 codes."""
     b = call.b
-    if call.a.recipe is not None or b is None or b.recipe is None or b.layout is None:
+    if call.a.recipe is not None:
+        return _FP8
+    if b is None or b.recipe is None or b.layout is None:
         return 1.0
     fmt = b.recipe.format
     way = way_of(fmt, group_of(block_of(fmt, b.layout, b.axis)), str(call.a.dtype))
@@ -273,12 +274,12 @@ def score(call: Call) -> float:
     a, b = call.a, call.b
     assert b is not None
     if len(a.shape) < 2 or len(b.shape) < 2:  # `explain` of recipes alone
-        return 2 * _LAUNCH
+        return 2 * _START
     rows, n, k = math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
     moved = 4.0 * rows * n
     for operand, elements in ((a, rows * k), (b, math.prod(b.shape))):
         moved += elements * (2.0 if operand.recipe is None else operand.recipe.format.element.bits / 8)
     dtype = "float8" if a.recipe is not None else str(a.dtype)
-    time = max(2.0 * rows * n * k * _work(call) / _OPERATIONS[dtype], moved / _BANDWIDTH) + _LAUNCH
+    time = _OVER * roofline.seconds(2.0 * rows * n * k * _work(call), dtype, moved, 0) + _START
     groups = [group_of(x.layout.plain.block(x.axis)) for x in (a, b) if x.recipe is not None and x.layout is not None]
     return time * (_SHORT_BLOCKS if len(groups) == 2 and any(0 < group < PROMOTED for group in groups) else 1.0)

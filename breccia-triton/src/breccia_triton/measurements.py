@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from breccia import Device
 from breccia.internal import reentrant
 
 T = TypeVar("T")
@@ -69,6 +71,14 @@ def name_of(properties: Any) -> str:
         nearest_name = min(distances, key=distances.__getitem__)
         _families[name] = name if name in MEASURED or math.isinf(distances[nearest_name]) else nearest_name
     return name
+
+
+def device_name(device: Device) -> str:
+    """The name of a CUDA device; "" where torch sees none."""
+    torch = sys.modules.get("torch")
+    if torch is None or device.kind != "cuda" or not torch.cuda.is_available():
+        return ""
+    return name_of(torch.cuda.get_device_properties(device.index or 0))
 
 
 def measured_as(device: str) -> str:

@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from breccia import Format
 from breccia.backend import Block, Call
 
+from . import roofline
 from .choices import block_text, codecs_of
-from .cuda.fp8_plans import device_name
-from .measurements import measured, times_over_bound
+from .measurements import device_name, measured, times_over_bound
 
-#: A device's BF16 operations and bytes per second, and the seconds of a launch: a lower bound of a product's time.
-_OPERATIONS, _BANDWIDTH, _LAUNCH = 0.99e15, 4.0e12, 2e-6
-#: Times over that bound without a measurement.
+#: Times over `bound` without a measurement.
 _UNMEASURED = 1.3
 #: Numbers of rows up to which times are measured together; more rows are the last kind.
 ROWS = (4, 16, 64, 128)
@@ -36,7 +34,7 @@ def key_of(fmt: Format, block: Block, m: int) -> str:
 
 def bound(m: int, n: int, k: int, bits: float) -> float:
     """The seconds that a product takes at least: for its operations, or for its bytes. bits: of an element of the weight."""
-    return max(2.0 * m * n * k / _OPERATIONS, (n * k * bits / 8 + 2 * m * (n + k)) / _BANDWIDTH) + _LAUNCH
+    return roofline.seconds(2.0 * m * n * k, "bfloat16", n * k * bits / 8 + 2 * m * (n + k))
 
 
 def bits_of(fmt: Format, block: Block) -> float:
@@ -52,7 +50,7 @@ def score(call: Call) -> float:
     a, b, recipe, layout = call.a.shape, call.b, call.b.recipe, call.b.layout
     assert recipe is not None
     if len(a) < 2 or len(b.shape) < 2 or layout is None:  # `explain` of recipes alone
-        return _UNMEASURED * _LAUNCH
+        return _UNMEASURED * roofline.LAUNCH
     fmt, block, m = recipe.format, layout.plain.block(-2), math.prod(a[:-1])
     over = slowdowns(device_name(call.device)).get(key_of(fmt, block, m), _UNMEASURED)
     return over * bound(m, b.shape[-1], b.shape[-2], bits_of(fmt, block))

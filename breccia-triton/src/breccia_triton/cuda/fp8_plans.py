@@ -16,7 +16,8 @@ from typing import Any
 from breccia import Codec, Device, Layout, ScalingRecipe
 from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Operand, Shape
 
-from ..measurements import measured, name_of, nearest, times_over_bound
+from .. import roofline
+from ..measurements import device_name, measured, nearest, times_over_bound
 from . import compiler
 
 #: Compute capability of the instructions: warpgroup products are Hopper's alone.
@@ -350,9 +351,7 @@ class Variant:
 
 # ------------------------------------------------------------------------------------------------ time
 
-#: A device's FP8 operations and bytes per second, and the seconds of a launch: a lower bound of a product's time.
-_OPERATIONS, _BANDWIDTH, _LAUNCH = 1.5e15, 4.0e12, 3e-6
-#: Times over that bound without a measurement, by whose kernel it is: breccia's is taken to be faster where it runs.
+#: Times over `bound` without a measurement, by whose kernel it is: breccia's is taken to be faster where it runs.
 _UNMEASURED = {"cuda": 1.2, "torch": 1.3}
 #: Times over the bound for blocks of 32 along K, which four promotions in a step bound: of few rows, and of more.
 _UNMEASURED_MX = 3.0, 5.0
@@ -370,8 +369,7 @@ def slowdowns(device: str) -> Mapping[str, float]:
 
 def bound(m: int, n: int, k: int, matrices: int = 1) -> float:
     """The seconds that a product takes at least: for its operations, or for its bytes with a result of two bytes."""
-    operations = 2.0 * m * n * k / _OPERATIONS
-    return max(operations, (m * k + matrices * n * k + 2 * m * n) / _BANDWIDTH) + _LAUNCH
+    return roofline.seconds(2.0 * m * n * k, "float8", m * k + matrices * n * k + 2 * m * n)
 
 
 def head_of(kernel: str, pair: tuple[str, str]) -> str:
@@ -384,21 +382,13 @@ def seconds(call: Call, kernel: str) -> float:
     assert call.b is not None
     a, b = call.a.shape, call.b.shape
     if len(a) < 2 or len(b) < 2:  # `explain` of recipes alone
-        return _UNMEASURED[kernel] * _LAUNCH
+        return _UNMEASURED[kernel] * roofline.LAUNCH
     (*lead, k), n, pair = a, b[-1], _pair(call)
     m = math.prod(lead)
     over = nearest(slowdowns(device_name(call.device)), head_of(kernel, pair), m, n, k)
     if over is None:
         over = _UNMEASURED_MX[m > _FEW] if pair == ("1x32", "1x32") else _UNMEASURED[kernel]
     return over * bound(m, n, k, math.prod(b[:-2]))
-
-
-def device_name(device: Device) -> str:
-    """The name of a CUDA device; "" where torch sees none."""
-    torch = sys.modules.get("torch")
-    if torch is None or device.kind != "cuda" or not torch.cuda.is_available():
-        return ""
-    return name_of(torch.cuda.get_device_properties(device.index or 0))
 
 
 def score(call: Call) -> float:
