@@ -27,7 +27,7 @@ from triton.runtime import cache
 from .facts import INTERPRETED
 from .generated import defined
 from .package_key import remembered
-from .prepare import Launch
+from .prepare import WARP, Launch
 
 #: Versions of Triton whose launcher has the arguments that `Launcher` passes.
 _KNOWN = "3.6."
@@ -63,7 +63,8 @@ class Launcher:
             self.compiled = _compiled.get(self.key)
             if self.compiled is None:
                 source = ASTSource(launch.function, signature, values, divisible)
-                self.compiled = _compiled.keep(self.key, triton.compile(source, target=target, options=launch.options))
+                options = launch.options(_wave() if target is None else target.warp_size)
+                self.compiled = _compiled.keep(self.key, triton.compile(source, target=target, options=options))
 
     def __call__(self, stream: int, values: Iterable[Any]) -> None:
         """Launch on the current device. values: tensors' addresses and integers, in the order of `arguments`, but those of
@@ -103,6 +104,11 @@ class Launcher:
         first, rest = [f"_{n}" for n in range(3)], [f"_{n}" for n in range(3, 3 + len(fixed))]
         text = f"def run({', '.join(['_stream', *self.varying])}):\n    _run({', '.join([*first, '_stream', *rest, *passed])})"
         return defined(text, {**held, "_run": run})
+
+
+def _wave() -> int:
+    """Threads of a warp of the current device."""
+    return WARP if torch.version.hip is None else torch.cuda.get_device_properties().warp_size
 
 
 class Remembered(dict[Any, Any]):
