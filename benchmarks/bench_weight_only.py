@@ -369,16 +369,16 @@ def compile_before(pairs: list[tuple[str, int, int]], rows: list[int], rivals: l
 
 
 def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Median times relative to the roofline's bound, by the keys of `breccia_triton.weight_times.slowdowns`."""
-    from breccia_triton import weight_times
+    """Median times relative to the roofline's bound, by the keys of `breccia_triton.weight_plans.slowdowns`."""
+    from breccia_triton import weight_plans
 
     found: dict[str, list[float]] = {}
     for row in rows:
         recipe = breccia.recipe(FORMATS[row["format"]])
         fmt, block = recipe.format, recipe.layout.block(-1)
-        bound = weight_times.bound(row["m"], row["n"], row["k"], weight_times.bits_of(fmt, block))
+        bound = weight_plans.bound(row["m"], row["n"], row["k"], weight_plans.bits_of(fmt, block))
         if taken := median(row, OURS):
-            found.setdefault(weight_times.key_of(fmt, block, row["m"]), []).append(taken / bound)
+            found.setdefault(weight_plans.time_key_of(fmt, block, row["m"]), []).append(taken / bound)
     return {key: round(statistics.median(values), 4) for key, values in sorted(found.items())}
 
 

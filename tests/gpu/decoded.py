@@ -124,10 +124,10 @@ def compile_all(products: Iterable[tuple[Any, Any]]) -> None:
 
 def variant_of(problem: Any, executable: Any) -> Any:
     """The variant of a product that allocates its result."""
-    from breccia_triton import decoded_plans
+    from breccia_triton import weight_plans
 
     staged = executable.dtype.itemsize == 2 and problem.n % 8 == 0
-    return decoded_plans.variant_of(*executable.plan, problem.out, problem.bias, staged)
+    return weight_plans.variant_of(*executable.plan, problem.out, problem.bias, staged)
 
 
 # -- how long they take -----------------------------------------------------------------------------------------------

@@ -21,10 +21,9 @@ from breccia.backend import reference
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from breccia_triton import decoded_plans as plans  # noqa: E402
 from breccia_triton import weight_plans  # noqa: E402
 from breccia_triton.cuda import compiler, fp8_plans  # noqa: E402
-from breccia_triton.decoded_plans import Form  # noqa: E402
+from breccia_triton.weight_plans import Form  # noqa: E402
 
 STORAGE = "mma_16x128"
 CUDA = Path(compiler.__file__).parent
@@ -45,7 +44,7 @@ def operand_of(name: str) -> weight_plans.Operand:
 
 
 def form_of(name: str) -> Form:
-    return plans.form_of(operand_of(name), FORMATS[name].scale.block)
+    return weight_plans.form_of(operand_of(name), FORMATS[name].scale.block)
 
 
 def test_scales_of_rows_and_tensors_and_those_in_the_codes_multiply_whole_sums() -> None:
@@ -108,12 +107,12 @@ def test_tiles_have_a_step_for_each_part_of_k_and_stages_for_two_steps(k: int) -
         form = form_of(name)
         for n in (64, 200, 4096, 28672):
             for m in (1, 64, 512, 4096):
-                tile = plans.tile_of(form, n, m, k, 132)
+                tile = weight_plans.decoding_tile_of(form, n, m, k, 132)
                 assert tile.split <= -(-k // form.step)
                 for out, staged in (("bfloat16", True), ("float32", False)):
-                    variant = plans.variant_of(form, tile, out, "float32", staged)
+                    variant = weight_plans.variant_of(form, tile, out, "float32", staged)
                     assert variant.stages >= 2 * form.span and variant.shared <= fp8_plans.SHARED
-    assert plans.tile_of(form_of("int4-128"), 8192, 4096, 8192, 132).name == "256x128"
+    assert weight_plans.decoding_tile_of(form_of("int4-128"), 8192, 4096, 8192, 132).name == "256x128"
 
 
 @pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")

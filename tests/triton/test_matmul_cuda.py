@@ -34,7 +34,7 @@ from fp8_variants import fp8_variants  # noqa: E402
 from triton_products import ROUNDOFF, call_of, captured, on_another_stream  # noqa: E402
 
 from breccia_triton import measurements  # noqa: E402
-from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, program, scaled_mm, scaled_mm_plans  # noqa: E402
+from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, program, scaled_mm, torch_plans  # noqa: E402
 
 TENSOR, ROW = breccia.Float8CurrentScaling(), breccia.Float8RowScaling()
 BLOCK, TILES = breccia.Float8BlockScaling(), breccia.Float8BlockScaling(block_m=128)
@@ -597,7 +597,7 @@ def test_other_formats_and_fast_sums_of_blocks_have_reasons() -> None:
     mx = breccia.cast(torch.zeros(64, 512), "mxfp8")
     assert accepts(fp8_plans.accepts_matmul, mx, mx.mT) is None
     assert "it has no form for scales 1x32 times row" in str(accepts(fp8_plans.accepts_matmul, mx, w.mT))
-    assert "blocks of 32 along K in torch.block_scaled_mm" in str(accepts(scaled_mm_plans.accepts, mx, mx.mT))
+    assert "blocks of 32 along K in torch.block_scaled_mm" in str(accepts(torch_plans.accepts, mx, mx.mT))
     nv = breccia.cast(torch.zeros(64, 512), "nvfp4")
     assert "it multiplies two FP8 tensors, and a is nvfp4" in str(accepts(fp8_plans.accepts_matmul, nv, w.mT))
     a, b = cpu((64, 512), BLOCK), cpu((64, 512), TILES)
@@ -608,7 +608,7 @@ def test_other_formats_and_fast_sums_of_blocks_have_reasons() -> None:
 
 def test_the_products_of_torch_say_what_they_do_not_take() -> None:
     row, tensor, blocks = cpu((64, 512), ROW), cpu((64, 512), TENSOR), cpu((64, 512), BLOCK)
-    accept = scaled_mm_plans.accepts
+    accept = torch_plans.accepts
     assert accepts(accept, tensor, tensor.mT) is None
     assert accepts(accept, row, row.mT, out_dtype="bfloat16") is None
     assert "multiplies E4M3 to bfloat16 only" in str(accepts(accept, row, row.mT))
@@ -625,7 +625,7 @@ def test_the_products_of_torch_say_what_they_do_not_take() -> None:
     for dtype in ("bfloat16", "float16"):
         assert accepts(accept, tensor, tensor.mT, out_dtype=dtype, bias=torch.zeros(64, dtype=getattr(torch, dtype))) is None
     assert "fast accumulation for scales of tensors and rows" in str(
-        accepts(scaled_mm_plans.accepts_fast, blocks, blocks.mT, out_dtype="bfloat16")
+        accepts(torch_plans.accepts_fast, blocks, blocks.mT, out_dtype="bfloat16")
     )
     e5 = operand((64, 512), TENSOR, 1, "E5M2", "cpu")
     assert "E5M2 by E5M2" in str(accepts(accept, e5, e5.mT))
@@ -676,7 +676,7 @@ def test_the_fastest_by_the_table_of_the_device_runs_and_ours_without_one(monkey
 def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:
     a, b = Described(ROW), Described(ROW, axis=-2)
     call = Call(OPERATIONS["matmul"], "torch", (a, b, None, FLOAT32, None))
-    assert fp8_plans.accepts_matmul(call) is None and scaled_mm_plans.accepts(call) is not None  # FP32 out
+    assert fp8_plans.accepts_matmul(call) is None and torch_plans.accepts(call) is not None  # FP32 out
     assert fp8_plans.accepts_grouped(call) is None
     assert fp8_plans.score(call) < fp8_plans.score_of_torch(call)
 
@@ -736,11 +736,11 @@ def test_devices_without_the_instructions_have_a_reason(monkeypatch: pytest.Monk
     monkeypatch.setattr(compiler, "missing", lambda: None)
     assert fp8_plans.available(Device("cuda", 0, (9, 0))) is None
     assert "compute capability 9.0; cuda:0 has 8.9" in str(fp8_plans.available(Device("cuda", 0, (8, 9))))
-    assert scaled_mm_plans.available(Device("cuda", 0, (8, 9))) is None
-    assert "need compute capability 8.9" in str(scaled_mm_plans.available(Device("cuda", 0, (8, 0))))
+    assert torch_plans.available(Device("cuda", 0, (8, 9))) is None
+    assert "need compute capability 8.9" in str(torch_plans.available(Device("cuda", 0, (8, 0))))
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in str(fp8_plans.available(Device("cuda", 0, (9, 0))))
-    assert "built without CUDA" in str(scaled_mm_plans.available(Device("cuda", 0, (9, 0))))
+    assert "built without CUDA" in str(torch_plans.available(Device("cuda", 0, (9, 0))))
 
 
 @pytest.fixture

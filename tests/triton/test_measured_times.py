@@ -17,7 +17,7 @@ from breccia.options import FLOAT32
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from breccia_triton import measurements, weight_plans, weight_times  # noqa: E402
+from breccia_triton import measurements, weight_plans  # noqa: E402
 from breccia_triton.cuda import fp8_plans  # noqa: E402
 
 
@@ -30,7 +30,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder in place of the shipped files, on "Some GPU"."""
     monkeypatch.setattr(measurements, "SHIPPED", tmp_path)
     monkeypatch.setattr(fp8_plans, "device_name", lambda device: "Some GPU")
-    monkeypatch.setattr(weight_times, "device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(weight_plans, "device_name", lambda device: "Some GPU")
     measurements.measured.cache_clear()
     yield tmp_path
     measurements.measured.cache_clear()
@@ -43,16 +43,16 @@ def test_estimated_times_come_from_the_table_of_the_device(tables: Path) -> None
     st, x = cast("int4", 128, 256), torch.zeros(16, 256, dtype=torch.bfloat16)
     product = Call(OPERATIONS["matmul"], "torch", (x, st.mT, None, FLOAT32, None))
     fmt, block = st.recipe.format, st.layout.block(-1)
-    assert weight_times.key_of(fmt, block, 16) == "cuda INT4/F16 1x128 16"
-    assert weight_times.key_of(fmt, block, 4096) == "cuda INT4/F16 1x128 more"
-    bound = weight_times.bound(16, 128, 256, 4 + 16 / 128)
-    assert weight_times.score(product) == pytest.approx(1.3 * bound)  # not measured
+    assert weight_plans.time_key_of(fmt, block, 16) == "cuda INT4/F16 1x128 16"
+    assert weight_plans.time_key_of(fmt, block, 4096) == "cuda INT4/F16 1x128 more"
+    bound = weight_plans.bound(16, 128, 256, 4 + 16 / 128)
+    assert weight_plans.score(product) == pytest.approx(1.3 * bound)  # not measured
     times = {"matmul": {"torch 1x128 128x128 4x128x512": 1.5}, "weight_times": {"cuda INT4/F16 1x128 16": 1.25}}
     for kind, entries in times.items():
         measurements.merge(tables / f"{kind}_some_gpu.json", "Some GPU", entries, {"date": "today"})
     measurements.measured.cache_clear()
     assert fp8_plans.score_of_torch(call) == pytest.approx(1.5 * fp8_plans.bound(4, 128, 256))
-    assert weight_times.score(product) == pytest.approx(1.25 * bound)
+    assert weight_plans.score(product) == pytest.approx(1.25 * bound)
 
 
 def test_measurements_of_several_runs_are_merged_and_faulty_files_replaced(tables: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_faulty_file_is_left_out_with_its_name_and_fault(tables: Path, text: s
 
 
 def test_tables_without_a_file_or_a_device_are_empty(tables: Path) -> None:
-    assert fp8_plans.slowdowns("Some GPU") == weight_times.slowdowns("Some GPU") == weight_plans.measured_on("Some GPU") == {}
+    assert fp8_plans.slowdowns("Some GPU") == weight_plans.slowdowns("Some GPU") == weight_plans.measured_on("Some GPU") == {}
     assert fp8_plans.slowdowns("") == {}
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from . import decoded_plans as plans
 from . import weight_plans
 from .bf16_matmul import multiply
 from .cuda import fp8_matmul, program
@@ -54,9 +53,9 @@ def decoded(problem: Problem) -> Executable:
 def decoded_codes(problem: Problem, tile: Tile | None = None) -> Executable:
     """A pass that decodes the weight's codes, their product, and a launch over rows with flags. tile: for the one chosen."""
     m, n, k, device = problem.m, problem.n, problem.k, problem.device
-    form = plans.form_of(problem.operand, problem.block)
+    form = weight_plans.form_of(problem.operand, problem.block)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    chosen = tile or plans.tile_of(form, n, m, k, processors)
+    chosen = tile or weight_plans.decoding_tile_of(form, n, m, k, processors)
     levels, pitch = form.levels(k), divided_up(n, 4) * 4  # rows of scales begin at multiples of 16 bytes
     decode, mend = _passes(problem, pitch, levels)
     none, share = TensorMap(), chosen.share
@@ -69,8 +68,8 @@ def decoded_codes(problem: Problem, tile: Tile | None = None) -> Executable:
             return MovableMap(driver(), dtype, (1, *shape), strides, (1, *box), swizzle)
 
         staged = problem.out != "float32" and ldy % 8 == 0 and aligned
-        variant = plans.variant_of(form, chosen, problem.out, problem.bias, staged)
-        kernel, width = fp8_matmul.loaded(variant, device), plans.WIDTH
+        variant = weight_plans.variant_of(form, chosen, problem.out, problem.bias, staged)
+        kernel, width = fp8_matmul.loaded(variant, device), weight_plans.WIDTH
         values = described("bfloat16", (n, k), (n * k, k), (chosen.rows // share[1], width), 128)
         x = described("bfloat16", (m, k), (m * ldx, ldx), (chosen.columns // share[0], width), 128)
         scales: list[Any] = []

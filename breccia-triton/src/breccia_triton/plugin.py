@@ -34,12 +34,12 @@ _PRODUCTS = (
     ("matmul", "fp8_matmul:matmul", "cuda.fp8_matmul", "fp8_plans:accepts_matmul", "fp8_plans:score", False),
     ("matmul", "fp8_matmul:matmul_fast", "cuda.fp8_matmul_fast", "fp8_plans:accepts_fast", "fp8_plans:score", True),
     ("grouped_matmul", "fp8_matmul:grouped_matmul", "cuda.fp8_grouped_matmul", "fp8_plans:accepts_grouped", None, False),
-    ("matmul", "scaled_mm:scaled_mm", "torch.scaled_mm", "scaled_mm_plans:accepts", "fp8_plans:score_of_torch", False),
+    ("matmul", "scaled_mm:scaled_mm", "torch.scaled_mm", "torch_plans:accepts", "fp8_plans:score_of_torch", False),
     (
         "matmul",
         "scaled_mm:scaled_mm_fast",
         "torch.scaled_mm_fast",
-        "scaled_mm_plans:accepts_fast",
+        "torch_plans:accepts_fast",
         "fp8_plans:score_of_torch",
         True,
     ),
@@ -64,7 +64,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             f"{home}.{target}",
             name,
             device="cuda",
-            available=f"{home}.{'fp8_plans' if ours else 'scaled_mm_plans'}:available",
+            available=f"{home}.{'fp8_plans' if ours else 'torch_plans'}:available",
             accepts=f"{home}.{accepts}",
             score=score and f"{home}.{score}",
             reads=("column_major",) if ours else (),
@@ -77,8 +77,8 @@ def breccia_kernels() -> Iterable[Kernel]:
         f"{home}.block_scaled_mm:block_scaled_mm",
         "torch.block_scaled_mm",
         device="cuda",
-        available=f"{home}.block_scaled_plans:available",
-        accepts=f"{home}.block_scaled_plans:accepts",
+        available=f"{home}.torch_plans:block_scaled_available",
+        accepts=f"{home}.torch_plans:accepts_block_scaled",
         reads=("swizzle_128x4",),
         opt_in=True,
         knows=("scales_first",),  # either order of two scales rounds once for each operand, and a sum bounds both
@@ -148,7 +148,7 @@ def breccia_kernels() -> Iterable[Kernel]:
                 knows=(READ if reads else ()) + (("scale_search",) if searches else ()),
             )
     for op, target, name, score in (
-        ("matmul", "weight_only_matmul", "cuda.weight_only", "breccia_triton.weight_times:score"),
+        ("matmul", "weight_only_matmul", "cuda.weight_only", "breccia_triton.weight_plans:score"),
         ("grouped_matmul", "weight_only_grouped", "cuda.weight_only_grouped", None),
     ):
         yield Kernel(

@@ -35,7 +35,7 @@ _BLOCKS: dict[Block, str] = {
     (STEP, STEP): "128x128",
     (1, PIECE): "1x32",
 }
-#: Macro SCALES. ROWS belongs to BF16 operands, of which only the first has scales: `decoded_plans`.
+#: Macro SCALES. ROWS belongs to BF16 operands, of which only the first has scales: `weight_plans.Form`.
 OUTER, TILES, BLOCKS, ROWS = range(4)
 #: Pairs of scales of a and b.
 SCALES = {
