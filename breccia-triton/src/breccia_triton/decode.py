@@ -15,7 +15,7 @@ from breccia_torch.ops import TORCH
 from . import tuning
 from .choices import Choose
 from .executable import Executable, remembered
-from .facts import Hardware
+from .facts import INTERPRETED, Hardware
 from .launch import Launcher, Remembered
 from .operands import addresses, codes_of, components_of, facts_of, hardware, writable
 from .plans import readable
@@ -34,7 +34,10 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
         return dequantize(st.mT, options).mT
     if not data.is_contiguous():
         st = with_parts(st, components(st) | {"data": data.contiguous()})
-    call = remembered(_calls, (out_dtype, *facts_of(st)), lambda: _new_call(st, out_dtype))
+    key = (out_dtype, *facts_of(st))
+    call = _calls.get(key)
+    if call is None:
+        call = remembered(_calls, key, lambda: _new_call(st, out_dtype))
     if isinstance(call, str):
         return reference.dequantize(st, options)
     if out is not None and not writable(out, call.shape, call.dtype, call.device):
@@ -74,6 +77,6 @@ def executable(st: ScaledTensor, out_dtype: str, launch: Launch) -> Executable:
     kernel = Launcher(launch)
 
     def enqueue(stream: int, st: ScaledTensor, other: None, added: None, to: Any) -> None:
-        kernel.run(stream, *addresses(components_of(st)), *addresses([to], 1))
+        kernel.run(stream, *addresses(components_of(st)), to if INTERPRETED else to.data_ptr())
 
     return Executable(st.data.device, tuple(st.shape), out_dtype, enqueue, launch)

@@ -74,11 +74,11 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 def remembered(executables: Remembered, key: Any, make: Callable[[], Executable]) -> Executable | str:
     """The executable for calls with the facts of a key; or the reason, where `make` raises Unsupported."""
-    found = executables.get(key)
-    if found is None:
+    known = executables.get(key)
+    if known is None:
         try:
-            found = make()
+            known = make()
         except Unsupported as e:
-            found = str(e)
-        executables.keep(key, found)
-    return found
+            known = str(e)
+        executables.keep(key, known)
+    return known
