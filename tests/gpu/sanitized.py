@@ -127,7 +127,7 @@ def casts(run: Runner, spec: str) -> None:
 
 @contextmanager
 def forced(tile: Any, copiers: bool) -> Iterator[None]:
-    """Make FP8 products use a tile. copiers: warps copy plain scales of blocks, instead of the copy engine."""
+    """Make FP8 products use a tile. copiers: warps copy plain scales of blocks, instead of TMA."""
     from breccia_triton.cuda import fp8_matmul, fp8_plans
 
     module: Any = fp8_matmul

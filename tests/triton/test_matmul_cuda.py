@@ -435,7 +435,7 @@ def test_leading_axes_of_a_become_rows_where_b_has_one_matrix(stand_in: StandIn)
 
 @pytest.fixture
 def no_copiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy engine copies all scales."""
+    """TMA copies all scales."""
     monkeypatch.setattr(fp8_plans, "copiers", lambda *of: False)
 
 

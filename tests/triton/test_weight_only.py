@@ -361,7 +361,7 @@ def test_zero_points_of_other_dtypes_are_multiplied_on_the_plain_weight() -> Non
 
 
 def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], list[Any]]:
-    """(The kernels that calls prepare from here on, what they describe to the copy engine.)"""
+    """(The kernels that calls prepare from here on, what they describe to TMA.)"""
     import torch
 
     from breccia_triton import executable, weight_only

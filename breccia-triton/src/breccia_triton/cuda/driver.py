@@ -1,4 +1,4 @@
-"""The CUDA driver through ctypes: load a cubin, describe tensors to the copy engine (TMA), launch.
+"""The CUDA driver through ctypes: load a cubin, describe tensors to TMA, launch.
 
 A launch is prepared once for its arguments, and costs one foreign call after that. Everything runs in the current context of
 the thread, which is the one that torch made.
@@ -16,7 +16,7 @@ from breccia.internal import once, reentrant
 
 from ..generated import defined
 
-#: CUtensorMapDataType, by bytes and kind: FP8 codes are bytes to the copy engine.
+#: CUtensorMapDataType, by bytes and kind: FP8 codes are bytes to TMA.
 DTYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 _ITEMSIZE = {"uint8": 1, "float16": 2, "float32": 4, "bfloat16": 2}
 #: CUtensorMapSwizzle, by bytes of a row of the box.
@@ -48,7 +48,7 @@ class _Config(ctypes.Structure):
 
 
 class TensorMap(ctypes.Structure):
-    """A tensor as the copy engine knows it: an argument of a kernel (`const __grid_constant__`)."""
+    """A tensor as TMA knows it: an argument of a kernel (`const __grid_constant__`)."""
 
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 

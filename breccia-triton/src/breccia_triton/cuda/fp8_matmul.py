@@ -86,8 +86,8 @@ def executable(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None, p
     with on(device):
         copiers = _copiers(a, b, device, grouped)
         copies: tuple[list[Any], list[Any]] = [], []
-        x = _Side(a, False, copies[0], copiers, groups=grouped)
-        w = _Side(b, True, copies[1], copiers)
+        x = Fp8Operand(a, False, copies[0], copiers, groups=grouped)
+        w = Fp8Operand(b, True, copies[1], copiers)
         if not grouped and w.matrices == 1 and x.matrices > 1 and x.merged():
             x.merge()
         run = _launch(x, w, _DTYPES[out_dtype], None if bias is None else bias.dtype, grouped, promote).run
@@ -96,12 +96,12 @@ def executable(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None, p
     def enqueue(stream: int, a: Any, b: Any, added: Any, to: Any) -> None:
         kept: list[Any] = []  # until the kernel has been enqueued: memory is reused in the order of the stream
         if left:
-            x = _Side(a, False, kept, copiers, groups=grouped)
+            x = Fp8Operand(a, False, kept, copiers, groups=grouped)
             codes_a, scale_a = x.data, x.scale
         else:
             codes_a, scale_a = a.data.data_ptr(), a.scale.data_ptr()
         if right:
-            w = _Side(b, True, kept, copiers)
+            w = Fp8Operand(b, True, kept, copiers)
             codes_b, scale_b = w.data, w.scale
         else:
             codes_b, scale_b = b.data.data_ptr(), b.scale.data_ptr()
@@ -113,7 +113,7 @@ def executable(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None, p
     return Executable(device, (*lead, a.shape[-2], b.shape[-1]), out_dtype, enqueue)
 
 
-def _launch(a: _Side, w: _Side, dtype: torch.dtype, bias: Any, grouped: bool, promote: bool) -> Launch:
+def _launch(a: Fp8Operand, w: Fp8Operand, dtype: torch.dtype, bias: Any, grouped: bool, promote: bool) -> Launch:
     """The kernel and its arguments. Slots: codes of a and b, their scales, the result, and the bias or the offsets if any."""
     matrices = w.matrices if grouped else max(a.matrices, w.matrices)
     m, n, k = a.rows, w.rows, a.k
@@ -160,13 +160,13 @@ def _copiers(a: ScaledTensor, b: ScaledTensor, device: torch.device, grouped: bo
     return fp8_plans.copiers(tile, (first, second), grouped)
 
 
-class _Side:
+class Fp8Operand:
     """One operand as the kernel reads it: codes (matrices, rows, K), K adjacent, and scales. Copied where they are not so.
 
     data, scale: addresses. scale_row, scale_matrix: from one row's scale to the next one's, and from one matrix's. pitch: of
     column-major scales, from one block of K to the next; 0 for plain ones.
 
-    copiers: warps read plain scales, not the copy engine. groups: tiles begin at any row. The copy engine reads column-major
+    copiers: warps read plain scales, not TMA. groups: tiles begin at any row. TMA reads column-major
     scales only from every fourth row on (it raises an illegal instruction elsewhere: measured on an H200), so plain ones are
     made of them.
     """
@@ -262,7 +262,7 @@ class _Side:
 
 
 def _aligned(x: Any) -> Any:
-    """A tensor in C order whose address the copy engine takes."""
+    """A tensor in C order whose address TMA takes."""
     return x if x.is_contiguous() and x.data_ptr() % ALIGNED == 0 else _copied(x)
 
 

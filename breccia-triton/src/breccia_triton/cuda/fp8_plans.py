@@ -22,7 +22,7 @@ from . import compiler
 
 #: Compute capability of the instructions: warpgroup products are Hopper's alone.
 HOPPER = (9, 0)
-#: Elements along K of a step, and the bytes to which the copy engine wants rows aligned.
+#: Elements along K of a step, and the bytes to which TMA wants rows aligned.
 STEP, ALIGNED = 128, 16
 #: Elements along K of one instruction, and of the blocks of the MX formats.
 PIECE = 32
@@ -102,7 +102,7 @@ def accepts_grouped(call: Call) -> str | None:
 
 def _refused_length(k: int) -> str | None:
     if k % ALIGNED:
-        return f"K = {k} is not a multiple of {ALIGNED}, so rows do not begin where the copy engine (TMA) reads"
+        return f"K = {k} is not a multiple of {ALIGNED}, so rows do not begin where TMA reads"
     return None
 
 
@@ -268,7 +268,7 @@ def grouped_tile_of(m: int, groups: int, k: int) -> Tile:
 
 
 def copiers(tile: Tile, pair: tuple[str, str], grouped: bool) -> bool:
-    """Whether warps copy plain 1 x 128 scales, one number for each row and step, and not the copy engine.
+    """Whether warps copy plain 1 x 128 scales, one number for each row and step, and not TMA.
 
     Its boxes have 16 bytes a row, which take as long as the codes of the row. Measured on an H200: with warps a product is up
     to 1.9 times faster where the tile has few rows or columns, and slower elsewhere. Not measured for groups and blocks of 32.
