@@ -363,15 +363,12 @@ def tile_name(kind: str, m: int, n: int, k: int) -> str:
 _SCORED = {
     fp8.OURS: "cuda",
     fp8.TORCH: "torch",
-    fp8.HUMMING: "humming",
-    fp8.DEEP_GEMM: "deep_gemm",
-    TRANSFORMER_ENGINE: "transformer_engine",
 }
 
 
 def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Median times relative to estimates, by the keys of `breccia_triton.cuda.fp8_plans.slowdowns`."""
-    from breccia_triton import bf16_plans, choices
+    from breccia_triton import bf16_plans, measurements
     from breccia_triton.cuda import fp8_plans
 
     found: dict[str, float] = {}
@@ -380,14 +377,12 @@ def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
         taken = {arm: timed["median_s"] for arm, timed in row.get("time", {}).items()}
         taken[fp8.TORCH] = taken.get(fp8.TORCH_PLAIN, taken.get(fp8.TORCH, 0.0))
         for arm, kernel in _SCORED.items():
-            # breccia's table calls TransformerEngine for one scale per tensor only.
-            unread = arm == TRANSFORMER_ENGINE and kind != "tensor"
-            if kind in fp8.PAIRS and taken.get(arm) and not unread:
-                key = choices.measured_key(fp8_plans.head_of(kernel, fp8.PAIRS[kind]), m, n, k)
+            if kind in fp8.PAIRS and taken.get(arm):
+                key = measurements.measured_key(fp8_plans.head_of(kernel, fp8.PAIRS[kind]), m, n, k)
                 found[key] = taken[arm] / fp8_plans.bound(m, n, k)
         if fp8.DECODING in taken:
             formats = [breccia.recipe(spec).format for spec in fp8.KINDS[kind]]
-            key = choices.measured_key(bf16_plans.head_of(formats), m, n, k)
+            key = measurements.measured_key(bf16_plans.head_of(formats), m, n, k)
             found[key] = taken[fp8.DECODING] / bf16_plans.estimate(m, n, k, 1, formats, False)
     return {key: round(value, 4) for key, value in sorted(found.items())}
 
@@ -396,12 +391,12 @@ def write_table(
     table: Path, result: Mapping[str, Any], times: Callable[[list[dict[str, Any]]], dict[str, float]], anew: bool = False
 ) -> None:
     """Write measured times, which `score` reads. times: made of rows. anew: replace the file instead of adding to it."""
-    from breccia_triton import choices
+    from breccia_triton import measurements
 
     if anew:
         table.unlink(missing_ok=True)
     run = result["runs"][-1]
-    choices.write_measured(table, run["device"].partition(",")[0], "slowdowns", times(result["rows"]), run)
+    measurements.merge(table, run["device"].partition(",")[0], times(result["rows"]), run)
 
 
 @program

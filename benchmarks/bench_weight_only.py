@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import other_products
 import torch
 import typer
 from harness import Benchmark, Device, Result, Seconds, known, program, progress, sizes
@@ -43,10 +44,8 @@ FORMATS = {
 OURS, BF16, TORCH, HUMMING, TRITON = "breccia", "bf16", "torch-int4", "humming", "triton"
 #: torch's grouped product of BF16 rows; and one torch product for each group, for which the host has to know the sizes.
 BF16_GROUPED, BF16_EACH = "bf16-grouped", "bf16-each"
-#: Arms that are kernels of breccia's table: other libraries', and breccia's for other devices.
-IN_TABLE = {TORCH: "torch.int4", HUMMING: "humming.weight_only", TRITON: "triton.weight_only"}
-#: Arms whose times `score` reads, with the kernels' names in its keys.
-MEASURED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming"}
+#: Rivals: products of `other_products`, and breccia's kernel for other devices.
+KERNELS = {TORCH: "torch.int4", HUMMING: "humming.weight_only", TRITON: "triton.weight_only"}
 #: Arms that are left out above this many rows, where they take milliseconds.
 MOST = {TORCH: 128}
 #: Default shapes of weights, and rows of activations.
@@ -277,12 +276,25 @@ def add_candidates(row: Products, weight: Weight, operand: Any) -> dict[str, Any
 
 def add_rival(row: Products, rival: str, operands: list[Any]) -> None:
     """Add a rival, or a note about the reason why it does not multiply this weight."""
-    kernel, out = IN_TABLE[rival], None if rival == TORCH else row.y  # torch allocates its results
-    named = breccia.explain("matmul", row.x, operands[0], out_dtype=torch.bfloat16, prefer=kernel)
-    if named.winner is None:
-        why = next((v.reason for v in named.verdicts if v.kernel.name == kernel), "")
-        return row.arms.note("errors", rival, why or "")
-    row.add(rival, lambda w: breccia.matmul(row.x, w, torch.bfloat16, out=out, prefer=kernel), operands)
+    kernel, out = KERNELS[rival], None if rival == TORCH else row.y  # torch allocates its results
+    if (why := refused(kernel, row.x, operands[0])) is not None:
+        return row.arms.note("errors", rival, why)
+    row.add(rival, lambda w: product(kernel, row.x, w, out), operands)
+
+
+def refused(kernel: str, x: Any, w: Any) -> str | None:
+    """Why a rival does not multiply these operands, or None."""
+    if kernel in other_products.PRODUCTS:
+        return other_products.refused(kernel, x, w)
+    named = breccia.explain("matmul", x, w, out_dtype=torch.bfloat16, prefer=kernel)
+    return None if named.winner is not None else next((v.reason for v in named.verdicts if v.kernel.name == kernel), "")
+
+
+def product(kernel: str | None, x: Any, w: Any, out: Any = None) -> Any:
+    """The product by a rival, by a kernel of breccia's table, or by the one that the table chooses."""
+    if kernel in other_products.PRODUCTS:
+        return other_products.matmul(kernel, x, w, out=out)
+    return breccia.matmul(x, w, torch.bfloat16, out=out, prefer=kernel)
 
 
 def sizes_of(m: int, groups: int) -> list[int]:
@@ -340,12 +352,12 @@ def compile_before(pairs: list[tuple[str, int, int]], rows: list[int], rivals: l
     def multiply(task: tuple[str, Any, int, str | None]) -> None:
         what, w, m, kernel = task
         try:
-            breccia.matmul(torch.zeros(m, w.shape[0], device="cuda", dtype=torch.bfloat16), w, torch.bfloat16, prefer=kernel)
+            product(kernel, torch.zeros(m, w.shape[0], device="cuda", dtype=torch.bfloat16), w)
         except Exception as e:  # of any library; an arm that fails here is tried and noted again when it is timed
             failed[f"{kernel or OURS} {what} M={m}"] = f"{type(e).__name__}: {e}"[:200]
 
     weights = [weight(pair) for pair in pairs]
-    kernels = [IN_TABLE[rival] for rival in rivals if rival != TORCH]
+    kernels = [KERNELS[rival] for rival in rivals if rival != TORCH]
     theirs = [(what, plain, m, kernel) for m in rows for what, plain, _ in weights for kernel in kernels]
     first, rest = theirs[: len(weights) * len(kernels)], theirs[len(weights) * len(kernels) :]  # the first rearrange the weight
     ours = [(what, stored, m, None) for what, _, stored in weights for m in rows]
@@ -357,17 +369,16 @@ def compile_before(pairs: list[tuple[str, int, int]], rows: list[int], rivals: l
 
 
 def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Median times relative to the roofline's bound, by the keys of `breccia_triton.weight_times.slowdowns`."""
-    from breccia_triton import weight_times
+    """Median times relative to the roofline's bound, by the keys of `breccia_triton.weight_plans.slowdowns`."""
+    from breccia_triton import weight_plans
 
     found: dict[str, list[float]] = {}
     for row in rows:
         recipe = breccia.recipe(FORMATS[row["format"]])
         fmt, block = recipe.format, recipe.layout.block(-1)
-        bound = weight_times.bound(row["m"], row["n"], row["k"], weight_times.bits_of(fmt, block))
-        for arm, kernel in MEASURED.items():
-            if taken := median(row, arm):
-                found.setdefault(weight_times.key_of(kernel, fmt, block, row["m"]), []).append(taken / bound)
+        bound = weight_plans.bound(row["m"], row["n"], row["k"], weight_plans.bits_of(fmt, block))
+        if taken := median(row, OURS):
+            found.setdefault(weight_plans.time_key_of(fmt, block, row["m"]), []).append(taken / bound)
     return {key: round(statistics.median(values), 4) for key, values in sorted(found.items())}
 
 
@@ -376,7 +387,7 @@ def main(
     formats: Annotated[list[str] | None, typer.Option(help=f"Weights: {', '.join(FORMATS)}; repeatable. Default: all.")] = None,
     shapes: Annotated[list[str] | None, typer.Option(help="Shapes of weights, NxK; repeatable. Default: 8192x8192.")] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Rows of activations, M; repeatable. Default: 1 to 4096.")] = None,
-    rivals: Annotated[list[str] | None, typer.Option(help=f"{', '.join(IN_TABLE)}; repeatable. Default: torch-int4.")] = None,
+    rivals: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KERNELS)}; repeatable. Default: torch-int4.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each kernel.")] = 11,
     seconds: Seconds = 600.0,
     tune: Annotated[bool, typer.Option("--tune", help="Time every configuration; the result has the fastest.")] = False,
@@ -385,7 +396,7 @@ def main(
     device: Device = "cuda",
 ) -> Iterator[Result]:
     """Time products of BF16 activations and quantized weights."""
-    chosen, others = known(formats, FORMATS, "--formats"), known(rivals or [TORCH], IN_TABLE, "--rivals")
+    chosen, others = known(formats, FORMATS, "--formats"), known(rivals or [TORCH], KERNELS, "--rivals")
     check_device(device)
 
     benchmark, until = GROUPED if groups else PLAIN, time.perf_counter() + seconds
@@ -413,7 +424,7 @@ def main(
         if device == "cuda":
             torch.cuda.empty_cache()
     if table is not None and found:
-        from breccia_triton import choices
+        from breccia_triton import measurements
 
-        choices.write_measured(table, torch.cuda.get_device_name(), "slowdowns", slowdowns(found), run)
+        measurements.merge(table, torch.cuda.get_device_name(), slowdowns(found), run)
     yield benchmark.result(found, {}, run, notes=notes, **({"configs": configs} if configs else {}))

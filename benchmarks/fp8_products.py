@@ -1,6 +1,6 @@
 """Products of two FP8 tensors on a CUDA device: kinds of scales, the plan of shapes, operands, and the arms of bench_matmul.py.
 
-Every arm is a function that prepares a call: breccia's kernels, those of its table that call other libraries, and BF16.
+Every arm is a function that prepares a call: breccia's kernels, those of other libraries, and BF16.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
+import other_products
 import torch
 from harness import version_of
 from harness.device import Call, Make, Reference, beyond_cache, reference, rotating
@@ -69,8 +70,8 @@ RIVALS = {
     HUMMING: ("humming", "humming-kernels"),
     DEEP_GEMM: ("deep_gemm", "deep_gemm"),
 }
-#: Rivals that are kernels of breccia's table: the name of the kernel, and the kinds that it multiplies.
-IN_TABLE = {HUMMING: ("humming.fp8_matmul", ("tiles", "row")), DEEP_GEMM: ("deep_gemm.fp8_matmul", ("tiles",))}
+#: Rivals in `other_products`: the name of the product, and the kinds that it multiplies.
+PRODUCTS = {HUMMING: ("humming.fp8_matmul", ("tiles", "row")), DEEP_GEMM: ("deep_gemm.fp8_matmul", ("tiles",))}
 #: The number of groups in grouped products. Groups differ in their number of rows.
 EXPERTS = 8
 
@@ -131,17 +132,21 @@ def makers(kind: str, a: Any, ws: list[Any], libraries: Iterable[str]) -> dict[s
     fast = kind.endswith("fast")
     shape = (a.shape[0], ws[0].shape[-2])
     out = torch.empty(shape, device=a.data.device, dtype=torch.bfloat16)
-    humming, _ = IN_TABLE[HUMMING]
 
     def by(kernel: str, left: Any = a) -> Make:
         def make() -> Call:
             explained = breccia.explain("matmul", left, ws[0].mT, out_dtype="bfloat16", prefer=kernel)
             if explained.winner is None:  # report this kernel's reason alone, not the reasons of all kernels
                 raise breccia.UnsupportedError(next(v.reason for v in explained.verdicts if v.kernel.name == kernel) or "")
-            if kernel == humming:
-                for w in ws:  # the first call rearranges the weight, which a CUDA graph cannot capture
-                    breccia.matmul(left, w.mT, "bfloat16", out=out, prefer=kernel)
             return rotating(lambda w: breccia.matmul(left, w, "bfloat16", out=out, prefer=kernel), [w.mT for w in ws])
+
+        return make
+
+    def theirs(product: str) -> Make:
+        def make() -> Call:
+            for w in ws:  # the first call of humming rearranges the weight, which a CUDA graph cannot capture
+                other_products.matmul(product, a, w.mT, out=out)
+            return rotating(lambda w: other_products.matmul(product, a, w, out=out), [w.mT for w in ws])
 
         return make
 
@@ -167,7 +172,7 @@ def makers(kind: str, a: Any, ws: list[Any], libraries: Iterable[str]) -> dict[s
         found[TORCH] = by("torch.scaled_mm" + ("_fast" if fast else ""))
     if TRANSFORMER_ENGINE in libraries and kind in ("tensor", "tensor fast", "tiles", "blocks"):
         found[TRANSFORMER_ENGINE] = lambda: transformer_engine(kind, a, ws, out)
-    found |= {rival: by(name) for rival, (name, kinds) in IN_TABLE.items() if rival in libraries and kind in kinds}
+    found |= {rival: theirs(name) for rival, (name, kinds) in PRODUCTS.items() if rival in libraries and kind in kinds}
     return found | ({BF16: bf16} if kind in ("tiles", "mx") else {})
 
 

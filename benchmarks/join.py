@@ -28,15 +28,15 @@ SLOWDOWNS = {"gpu-weight-only": bench_weight_only.slowdowns, "matmul-gpu": bench
 
 def merge_configs(result: dict[str, Any], folder: Path) -> None:
     """Merge the configurations of a result into the file of its device."""
-    from breccia_triton import choices, weight_plans
+    from breccia_triton import measurements, weight_plans
 
     run = result["runs"][-1]
     device = run["device"].partition(",")[0]
-    target = folder / f"weight_only_{choices.file_name(device)}"
+    target = folder / measurements.shipped("weight_only", device).name
     entries = result.get("configs", {})
     for entry in entries.values():
         weight_plans.config_from(entry)  # raises for one without a kernel
-    choices.write_measured(target, device, "configs", entries, run)
+    measurements.merge(target, device, entries, run)
     print(f"{target}: {len(entries)} configurations merged")
 
 

@@ -91,15 +91,15 @@ class Case:
         if not rows:
 
             def decoding(made: Any) -> Call:
-                call = decode.Call(st, self.dtype, made)
-                return lambda: call(st, None)
+                call = decode.executable(st, self.dtype, made)
+                return lambda: call(st, None, None, None)
 
             return Tunable(partial(decode.prepared, st, self.dtype, hardware), lambda made: [made], decoding)
         a = torch.ones((rows, self.shape[1]), dtype=dtype, device=device)
         pair = Operand(a, False), Operand(st.mT, True)
 
         def product(made: Any) -> Call:
-            call = fused_matmul.Call(*pair, self.dtype, made)
+            call = fused_matmul.executable(*pair, self.dtype, made)
             return lambda: call(*pair, None, None)
 
         prepare = partial(fused_matmul.prepared, *pair, None, self.dtype, hardware)
@@ -216,7 +216,7 @@ def main(
     chosen = known(ops, OPS, "--ops"), known(dtypes or ["bf16"], DTYPES, "--dtypes")
     every = list(cases(list(recipes or RECIPES), *chosen, [sizes(shape) for shape in shapes or SHAPES]))
 
-    from breccia_triton import choices
+    from breccia_triton import choices, measurements
     from breccia_triton.operands import hardware
 
     found = hardware(torch.device(device))
@@ -253,7 +253,7 @@ def main(
     if executor is not None:
         executor.shutdown(wait=False, cancel_futures=True)
     name, facts = found.name or "cpu", where(device)
-    path = out / choices.file_name(name)
+    path = out / measurements.shipped("triton", name).name
     kept = {part: facts[part] for part in ("date_utc", "device", "versions", "commit", "command") if part in facts}
     choices.write(path, name, {key: found.best for key, (found, _) in rows.items()}, kept, defaults=False)
     show(gains(rows), f"{len(rows)} calls tuned, {left} left for lack of time; written to {path.name}.")

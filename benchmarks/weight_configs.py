@@ -9,8 +9,6 @@ import torch
 
 from breccia_triton import weight_only, weight_plans
 from breccia_triton.cuda import compiler
-from breccia_triton.decoded_matmul import DecodedCall, DecodedCodesCall
-from breccia_triton.weight_only import Call
 from breccia_triton.weight_plans import Config, Decoded, DecodedCodes
 
 
@@ -29,11 +27,7 @@ def label_of(config: Any) -> str:
 
 def call_of(config: Any, x: Any, w: Any) -> Any:
     """The prepared product of BF16 activations and a weight, with a BF16 result."""
-    if isinstance(config, Decoded):
-        return DecodedCall(x, w, "bfloat16")
-    if isinstance(config, DecodedCodes):
-        return DecodedCodesCall(x, w, None, "bfloat16")
-    return Call(x, w, None, "bfloat16", config)
+    return weight_only.executable(x, w, None, "bfloat16", config)
 
 
 def _tried(m: int) -> list[Any]:

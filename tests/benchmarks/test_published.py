@@ -14,13 +14,14 @@ pytest.importorskip("torch")
 pytest.importorskip("breccia_triton")
 
 import bench_matmul
+import bench_weight_only
 import draw
 import fp8_products
 from harness.blocks import BLOCK, pages_in
 from harness.commands import BENCHMARKS
 from harness.results import HERE, ROOT, read, told
 
-from breccia_triton import choices
+from breccia_triton import measurements
 
 RESULTS = sorted((HERE / "results").glob("*.json"))
 
@@ -112,10 +113,16 @@ def test_the_shipped_times_are_those_of_the_published_result(tmp_path: Path) -> 
     path, source = tmp_path / "table.json", HERE / "results" / "matmul-gpu-nvidia-h200.json"
     path.write_text("of another run", encoding="utf-8")
     bench_matmul.main(source=source, table=path)
-    shipped = choices.SHIPPED / "matmul_nvidia_h200.json"
+    shipped = measurements.SHIPPED / "matmul_nvidia_h200.json"
     assert json.loads(path.read_text("utf-8")) == json.loads(shipped.read_text("utf-8")), (
         f"run `python benchmarks/bench_matmul.py --from {source.relative_to(ROOT)} --table` with its path"
     )
+
+
+def test_the_shipped_times_of_weights_are_those_of_the_published_result() -> None:
+    rows = json.loads((HERE / "results" / "gpu-weight-only-nvidia-h200.json").read_text("utf-8"))["rows"]
+    shipped = measurements.shipped("weight_times", "NVIDIA H200")
+    assert measurements.read(shipped, "NVIDIA H200", float) == bench_weight_only.slowdowns(rows)
 
 
 def test_every_product_of_a_goal_is_in_the_plan() -> None:

@@ -31,9 +31,8 @@ FORMS = ("int8-row", "int4-128", "int4-64", "uint4", "int4-16")
 WEIGHTS = ((8192, 8192), (28672, 8192), (8192, 28672))
 ROWS = (256, 512, 1024, 2048, 4096)
 RECIPES = ("int4,group_size=128", "int4,group_size=32", "fp8_block,block_m=128", "nvfp4")
-#: Tiles that are timed, and bytes of BF16 numbers of a slice: all of them, or parts that the L2 cache holds.
+#: Tiles that are timed.
 TILES = ("256x128", "128x192", "192x128", "128x128")
-SLICES = (None, 32 << 20)
 SIDES = 8  # programs at a time while results are checked
 DEFAULT, ALL = "chosen", "formats"
 
@@ -77,7 +76,8 @@ def one_tile(name: str) -> None:
     from weights import FORMATS, in_torch, tensor
 
     from breccia.backend import reference
-    from breccia_triton.decoded_matmul import DecodedCodesCall
+    from breccia_triton.decoded_matmul import decoded_codes
+    from breccia_triton.weight_products import Problem
 
     tile = tile_named(name)
     torch.manual_seed(0)
@@ -90,16 +90,15 @@ def one_tile(name: str) -> None:
             x = (torch.randn(m, k, device="cuda") * torch.exp2(torch.randint(-3, 3, (m, k), device="cuda"))).bfloat16()
             bias = torch.randn(n, device="cuda") * 10
             for dtype, added in (("bfloat16", None), ("float32", bias)):
-                calls = tuple(DecodedCodesCall(x, w, added, dtype, tile, rows) for rows in (None, 64))
-                waiting.append((f"{format_} {m}x{n}x{k} {dtype}", calls, x, w, added, values))
-    compile_all(calls[0] for _, calls, *_ in waiting)
-    for what, calls, x, w, added, values in waiting:
+                problem = Problem.of(x, w, added, dtype)
+                waiting.append((f"{format_} {m}x{n}x{k} {dtype}", problem, x, w, added, values))
+    compile_all((problem, decoded_codes(problem, tile)) for _, problem, *_ in waiting)
+    for what, problem, x, w, added, values in waiting:
         try:
-            found, parts = (call(x, w, added, None) for call in calls)
+            found = decoded_codes(problem, tile)(x, w, added, None)
             torch.cuda.synchronize()
             error = error_of(found, x, values, torch.zeros(len(values), device="cuda") if added is None else added)
-            same = "" if parts.equal(found) else ", and slices differ"
-            print(f"{'ok ' if error <= 1 and not same else 'BAD'} {name}: {what}: {error:.3g}{same}", flush=True)
+            print(f"{'ok ' if error <= 1 else 'BAD'} {name}: {what}: {error:.3g}", flush=True)
         except Exception as e:
             print(f"BAD {name}: {what}: {type(e).__name__}: {str(e)[:300]}".replace("\n", " "), flush=True)
             if "CUDA" in str(e):
@@ -107,8 +106,8 @@ def one_tile(name: str) -> None:
     print("done", flush=True)
 
 
-def compile_all(calls: Iterable[Any]) -> None:
-    """Compile the products of calls side by side, into the cache on disk."""
+def compile_all(products: Iterable[tuple[Any, Any]]) -> None:
+    """Compile the kernels of (problem, executable) side by side, into the cache on disk."""
     import torch
 
     from breccia_triton.cuda import compiler, fp8_matmul
@@ -120,15 +119,15 @@ def compile_all(calls: Iterable[Any]) -> None:
         compiler.cubin(source, "sm_90a", variant.macros, nvrtc)
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, {variant_of(call) for call in calls}))
+        list(pool.map(one, {variant_of(*each) for each in products}))
 
 
-def variant_of(call: Any) -> Any:
+def variant_of(problem: Any, executable: Any) -> Any:
     """The variant of a product that allocates its result."""
-    from breccia_triton import decoded_plans
+    from breccia_triton import weight_plans
 
-    staged = call.dtype.itemsize == 2 and call.n % 8 == 0
-    return decoded_plans.variant_of(call.form, call.tile, call.out_dtype, call.bias_dtype, staged)
+    staged = executable.dtype.itemsize == 2 and problem.n % 8 == 0
+    return weight_plans.variant_of(*executable.plan, problem.out, problem.bias, staged)
 
 
 # -- how long they take -----------------------------------------------------------------------------------------------
@@ -141,7 +140,8 @@ def times_of(spec: str, n: int, k: int) -> None:
     from bench_weight_only import Products, weight_of
 
     import breccia
-    from breccia_triton.decoded_matmul import DecodedCodesCall
+    from breccia_triton.decoded_matmul import decoded_codes
+    from breccia_triton.weight_products import Problem
 
     weight = weight_of(spec, n, k, "cuda", rivals=False)
     weights = [st.mT for st in weight.copies]
@@ -149,14 +149,10 @@ def times_of(spec: str, n: int, k: int) -> None:
     for m in ROWS:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         products: dict[str, Any] = {}
+        problem = Problem.of(x, weights[0], None, "bfloat16")
         for tile in tiles:
-            for room in SLICES:
-                rows = None if room is None else room // (2 * k)
-                if rows is not None and (rows >= n or m < 2048):  # few rows of x: a slice has too few tiles
-                    continue
-                label = f"{tile.name}{'' if rows is None else f' / {rows}'}"
-                products[label] = DecodedCodesCall(x, weights[0], None, "bfloat16", tile, rows)
-        compile_all(products.values())
+            products[tile.name] = decoded_codes(problem, tile)
+        compile_all((problem, call) for call in products.values())
         row = Products(x, weight.values, [m])
         row.add("bf16", lambda w, row=row: torch.mm(row.x, w.t(), out=row.y), weight.bf16)
         row.add("now", lambda w, row=row: breccia.matmul(row.x, w, torch.bfloat16, out=row.y), weights)

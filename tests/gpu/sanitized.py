@@ -127,7 +127,7 @@ def casts(run: Runner, spec: str) -> None:
 
 @contextmanager
 def forced(tile: Any, copiers: bool) -> Iterator[None]:
-    """Make FP8 products use a tile. copiers: warps copy plain scales of blocks, instead of the copy engine."""
+    """Make FP8 products use a tile. copiers: warps copy plain scales of blocks, instead of TMA."""
     from breccia_triton.cuda import fp8_matmul, fp8_plans
 
     module: Any = fp8_matmul
@@ -209,10 +209,11 @@ def weights_decoded(run: Runner, codes: bool) -> None:
         if not codes:
             w.scale.view(torch.uint8)[3] = 0
         if run.on_gpu:
-            from breccia_triton.decoded_matmul import DecodedCall, DecodedCodesCall
+            from breccia_triton import weight_only, weight_plans
 
             stored = w.to_storage("mma_16x128").mT
-            call = DecodedCodesCall(x, stored, None, "bfloat16") if codes else DecodedCall(x, stored, "bfloat16")
+            config = weight_plans.DecodedCodes() if codes else weight_plans.Decoded()
+            call = weight_only.executable(x, stored, None, "bfloat16", config)
             run.check(call(x, stored, None, None), x, w.mT)
         else:
             run.product(x, w.mT, "")

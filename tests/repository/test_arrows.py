@@ -46,10 +46,7 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_mlx": ({"mlx", "numpy"}, {"ml_dtypes"}),
     "breccia_native": ({"numpy"}, set()),
     "breccia_vectors": (set(), set()),
-    "breccia_triton": (
-        {"triton", "torch", "jax", "numpy", "platformdirs"},
-        {"jax_triton", "humming", "deep_gemm", "transformer_engine"},
-    ),
+    "breccia_triton": ({"triton", "torch", "jax", "numpy", "platformdirs"}, {"jax_triton"}),
     "breccia_bridges": (
         {"numpy", "safetensors", *TERMINAL},
         NEIGHBOURS | REPORT | {"re2", "ray", "fsspec", "platformdirs", "xxhash"},

@@ -368,7 +368,7 @@ def test_the_table_of_hardware_says_what_results_and_kernels_say(monkeypatch: py
     """The column "tested there" has the machines of the committed results; the kernels named run on the rows named."""
     triton = pytest.importorskip("breccia_triton.plans", reason="the rows of GPUs are of breccia-triton")
     from breccia_triton import weight_plans
-    from breccia_triton.cuda import block_scaled_plans, fp8_plans
+    from breccia_triton.cuda import fp8_plans, torch_plans
 
     section = (DOCS / "support.md").read_text(encoding="utf-8").partition("\n## Hardware\n")[2].partition("\n## ")[0]
     cells = (line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| "))
@@ -390,7 +390,7 @@ def test_the_table_of_hardware_says_what_results_and_kernels_say(monkeypatch: py
         assert not refused(triton.available, *capability)
         assert refused(fp8_plans.available, *capability) and refused(weight_plans.available, *capability)
     assert not any(refused(module.available, 9, 0) for module in (triton, fp8_plans, weight_plans))
-    assert refused(block_scaled_plans.available, 9, 0) and not refused(block_scaled_plans.available, 10, 0)
+    assert refused(torch_plans.block_scaled_available, 9, 0) and not refused(torch_plans.block_scaled_available, 10, 0)
     for row, kernel in ((blackwell, "torch.block_scaled_mm"), (apple, "mlx.quantized_matmul")):
         library = kernel.replace("mlx.", "mx.")
         assert library in rows[row][0] and next(k for k in registry().table.kernels if k.name == kernel).opt_in

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from breccia_triton.cuda import compiler
-from breccia_triton.cuda.driver import TensorMap
+from breccia_triton.cuda.driver import MovableMap, TensorMap, writing
 
 CUDA = Path(compiler.__file__).parent
 HERE = Path(__file__).parent
@@ -142,17 +142,16 @@ class Decoding:
     def __init__(self, entry: str, macros: dict[str, int], folder: Path) -> None:
         self.run = getattr(_decoding(tuple(sorted(macros.items())), folder), entry.removeprefix("weight_only_"))
 
-    def prepare(self, grid: Any, threads: int, values: Any, *rest: Any) -> Any:
+    def prepare(self, grid: Any, threads: int, values: Any, slots: Any, *rest: Any) -> Any:
         weight, *others = values
-        return _Launch(lambda: self.run(*grid[:2], ctypes.byref(weight), *others))
+        return _launch(slots, lambda: self.run(*grid[:2], ctypes.byref(weight), *others))
 
 
-class _Launch:
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self.run, self.config = run, SimpleNamespace(stream=None)
+def _launch(slots: Any, run: Callable[[], Any]) -> Any:
+    def checked() -> None:
+        assert not run(), "a deadlock, or a broken rule of the instructions"
 
-    def __call__(self) -> None:
-        assert not self.run(), "a deadlock, or a broken rule of the instructions"
+    return SimpleNamespace(run=writing(slots, ["checked()"], checked=checked))
 
 
 # -- the product ---------------------------------------------------------------------------------------------------------
@@ -199,22 +198,34 @@ class Product:
     def clusters(self, threads: int, cluster: int) -> int:
         return 2
 
-    def prepare(self, grid: Any, threads: int, values: Any, *rest: Any) -> Any:
+    def prepare(self, grid: Any, threads: int, values: Any, slots: Any, *rest: Any) -> Any:
         *maps, args = values
         assert threads == self.variant.tile.threads and len(maps) == 5
         room = (ctypes.c_uint8 * (64 + 5 * 128))()
         start = -ctypes.addressof(room) % 64
-        for i, each in enumerate(maps):
-            ctypes.memmove(ctypes.addressof(room) + start + 128 * i, ctypes.addressof(each), 128)
         place = ctypes.c_void_p(ctypes.addressof(room) + start)
-        return _Launch(lambda: self.run(place, ctypes.byref(args), grid[0], self.variant.shared, self.seed) + 0 * len(room))
+
+        def run() -> Any:
+            for i, each in enumerate(maps):
+                made = each.map if isinstance(each, MovableMap) else each
+                ctypes.memmove(ctypes.addressof(room) + start + 128 * i, ctypes.addressof(made), 128)
+            return self.run(place, ctypes.byref(args), grid[0], self.variant.shared, self.seed)
+
+        return _launch(slots, run)
 
 
-def tensor_map(
-    address: int, dtype: str, shape: Any, strides: Any, box: Any, swizzle: int = 0, promotion: int = 128
-) -> TensorMap:  # fmt: skip
-    """What `Driver.tensor_map` makes, as the stand-in reads it (`HostMap`)."""
-    item = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4}[dtype]
-    bytes_ = (stride * item for stride in reversed(strides))
-    made = struct.pack("<Q2Q3I3III", address, *bytes_, *reversed(shape), *reversed(box), item, swizzle)
-    return TensorMap.from_buffer_copy(made.ljust(128, b"\0"))
+class Driver:
+    """Tensor maps as the stand-ins read them (`HostMap`)."""
+
+    address_word = None
+
+    @staticmethod
+    def encoder(dtype: str, shape: Any, strides: Any, box: Any, swizzle: int = 0, promotion: int = 128) -> Any:
+        item = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4}[dtype]
+
+        def encoded(address: int) -> TensorMap:
+            bytes_ = (stride * item for stride in reversed(strides))
+            made = struct.pack("<Q2Q3I3III", address, *bytes_, *reversed(shape), *reversed(box), item, swizzle)
+            return TensorMap.from_buffer_copy(made.ljust(128, b"\0"))
+
+        return encoded

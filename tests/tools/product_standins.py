@@ -1,8 +1,7 @@
 """Stand-ins for products of other libraries on CPU tensors: arguments of their functions, checks of shapes and dtypes, values.
 
 humming-kernels 0.1.19 (`humming.layer`, `humming.forward`, `humming.tune`), torch's INT4 as CUDA has it, DeepGEMM
-(`deep_gemm.fp8_gemm_nt`), TransformerEngine 2.20 (`general_gemm` of `Float8TensorStorage`), `torch.nn.functional.scaled_mm` of
-torch 2.10 to 2.13.
+(`deep_gemm.fp8_gemm_nt`), `torch.nn.functional.scaled_mm` of torch 2.10 to 2.13.
 They compute in FP64, from the documentation of each library, and share no code with breccia.
 """
 
@@ -15,7 +14,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from te_standins import DType
 
 #: E2M1's values by code.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -166,30 +164,6 @@ def weight_int4pack_mm(x: Any, packed: Any, group: int, numbers: Any) -> Any:
     return (x.double() @ w.double().t()).bfloat16()
 
 
-class Float8TensorStorage:
-    """TransformerEngine's matrix of FP8 codes, as bytes, with the scale that multiplies them."""
-
-    def __init__(self, *, data: Any, fp8_scale_inv: Any, fp8_dtype: Any) -> None:
-        assert data.dtype == torch.uint8 and data.is_contiguous() and data.dim() == 2
-        assert (fp8_scale_inv.dtype, tuple(fp8_scale_inv.shape)) == (torch.float32, (1,))
-        codes = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}[fp8_dtype.name]
-        self.values, self.shape = data.view(codes).double() * fp8_scale_inv.double(), data.shape
-
-
-def general_gemm(
-    A: Any, B: Any, out_dtype: Any = None, quantization_params: Any = None, gelu: bool = False, gelu_in: Any = None,
-    alpha: float = 1.0, beta: Any = None, accumulate: bool = False, layout: str = "TN", out: Any = None, bias: Any = None,
-    use_split_accumulator: bool = False, grad: bool = False,
-) -> tuple[Any, None, None, None]:  # fmt: skip
-    """TransformerEngine's product: B (M, K) times the transpose of A (N, K)."""
-    assert layout == "TN" and use_split_accumulator and not (gelu or accumulate or grad) and bias is None
-    (n, k), (m, depth) = A.shape, B.shape
-    assert k == depth and k % 16 == 0 and n % 16 == 0
-    y = (B.values @ A.values.t()).to(out_dtype)
-    assert out is None or (out.shape == (m, n) and out.dtype == out_dtype and out.is_contiguous())
-    return (y if out is None else out.copy_(y)), None, None, None
-
-
 def unswizzled(scale: Any, rows: int, columns: int) -> Any:
     """Scales (rows, columns) of cuBLAS's 1D block scaling layout: tiles of 128 x 4, each of 512 bytes in the order below."""
     assert scale.dim() == 1 and scale.is_contiguous()
@@ -247,12 +221,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     tune = ModuleType("humming.tune")
     tune.__dict__["get_heuristics_config"] = get_heuristics_config
     deep_gemm.__dict__["fp8_gemm_nt"] = fp8_gemm_nt
-    engine, gemms = ModuleType("transformer_engine.pytorch"), ModuleType("transformer_engine.pytorch.cpp_extensions")
-    engine.__dict__.update(DType=DType, Float8TensorStorage=Float8TensorStorage)
-    gemms.__dict__["general_gemm"] = general_gemm
     patch.setattr(torch.nn.functional, "scaled_mm", scaled_mm, raising=False)
-    engine.__dict__["cpp_extensions"] = gemms
-    for module in (ModuleType("humming"), layer, forward, tune, deep_gemm, ModuleType("transformer_engine"), engine, gemms):
+    for module in (ModuleType("humming"), layer, forward, tune, deep_gemm):
         patch.setitem(sys.modules, module.__name__, module)
     HummingLayer.made.clear()
     aten = SimpleNamespace(

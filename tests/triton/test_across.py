@@ -86,7 +86,7 @@ def decoded(plain: Any, copies: int, rows: int) -> tuple[Any, Any]:
         weight.tensor_scale = w.global_scale.data_ptr()
     arrays = (ctypes.c_void_p(x.data_ptr()) for x in (values, flags))
     numbers = map(ctypes.c_int, (rows, n, k, 1))
-    kernel.prepare((-(-n // 64), -(-k // 128), 1), 128, [weight, *arrays, *numbers])()
+    kernel.prepare((-(-n // 64), -(-k // 128), 1), 128, [weight, *arrays, *numbers], []).run(0)
     assert flags[0] == flags[1:].any() and not flags[1 : 1 + rows].any()
     return values, flags[1 + rows :].bool()
 

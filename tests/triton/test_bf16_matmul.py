@@ -40,7 +40,7 @@ from breccia.dispatch.registry import registry
 from breccia.options import product_options
 from breccia.testing.laws import products
 from breccia.testing.places import Place
-from breccia_triton import bf16_matmul, bf16_plans, grouped_bf16, multiplying, plans, plugin
+from breccia_triton import bf16_matmul, bf16_plans, grouped_bf16, launch, multiplying, plans, plugin
 from breccia_triton.cuda import compiler, fp8_plans
 
 NAME = "triton.matmul_bf16"
@@ -257,7 +257,7 @@ def flags_of(x: Any, second: bool = False) -> Any:
     given = multiplying.Operand(x, second)
     side = bf16_matmul.Decoding(given, bf16_matmul.hardware(x.data.device), 0, False)
     flags = torch.zeros(1 + side.matrices * side.lines, dtype=torch.int32, device=DEVICE)
-    found = side(given, flags, bf16_matmul.current_stream(flags.device))
+    found = side(given, flags, launch.current_stream(flags.device))
     return flags, found
 
 
@@ -677,8 +677,8 @@ bias, x = torch.ones(128, dtype=torch.bfloat16), torch.randn(96, 256)
 for spec in specs:
     w = multiplying.Operand(breccia.cast(torch.randn(128, 256), spec).mT, True)
     for a in (breccia.cast(x, spec), breccia.cast(x.mT.contiguous(), spec, axis=-2).mT, x.bfloat16()):
-        bf16_matmul.Call(multiplying.Operand(a, False), w, None, "bfloat16")
-        bf16_matmul.Call(multiplying.Operand(a, False), w, bias, "float16")
+        bf16_matmul.executable(multiplying.Operand(a, False), w, None, "bfloat16")
+        bf16_matmul.executable(multiplying.Operand(a, False), w, bias, "float16")
 print(len(made), "kernels compiled:", *sorted(set(made)))
 """
 

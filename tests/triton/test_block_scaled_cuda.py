@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 import product_standins  # noqa: E402
 
-from breccia_triton.cuda import block_scaled_mm, block_scaled_plans  # noqa: E402
+from breccia_triton.cuda import block_scaled_mm, torch_plans  # noqa: E402
 
 NAME = "torch.block_scaled_mm"
 #: Recipes of a and b.
@@ -117,7 +117,7 @@ def test_leading_axes_bias_and_out_follow_the_op() -> None:
 
 
 def accepts(a: Any, b: Any, **options: Any) -> str | None:
-    return block_scaled_plans.accepts(
+    return torch_plans.accepts_block_scaled(
         Call(OPERATIONS["matmul"], "torch", (a, b, None, ProductOptions(**options), registry().frameworks["torch"]))
     )
 
@@ -149,7 +149,7 @@ def test_what_torch_does_not_multiply_has_a_reason() -> None:
 
 def test_other_devices_and_versions_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    available = block_scaled_plans.available
+    available = torch_plans.block_scaled_available
     assert available(Device("cuda", 0, (10, 0))) is None and available(Device("cuda", 0, (12, 0))) is None
     assert "need compute capability 10.0; cuda:0 has 9.0" in str(available(Device("cuda", 0, (9, 0))))
     monkeypatch.delattr(torch.nn.functional, "scaled_mm")

@@ -162,7 +162,7 @@ def test_kernels_read_the_scales_of_columns_as_they_lie(spec: str) -> None:
 def test_products_of_columns_copy_no_operand(spec: str) -> None:
     columns, copies = triton_cast.cast(numbers((256, 132), seed=48), breccia.recipe(spec), DOWN), list[Any]()
     for transposed, st in ((True, columns), (False, columns.mT)):
-        side = fp8_matmul._Side(st, transposed, copies, False)
+        side = fp8_matmul.Fp8Operand(st, transposed, copies, False)
         assert copies == []
         assert (side.data, side.scale) == (columns.data.data_ptr(), columns.scale.data_ptr())
         assert side.pitch == (132 if spec == "fp8_block" else 0)
@@ -184,7 +184,7 @@ def test_an_operand_in_another_order_is_copied_once(monkeypatch: pytest.MonkeyPa
     given = breccia.from_buffer(st.data.mT.contiguous().mT, st.scale, st.recipe, st.layout)
     monkeypatch.setattr(torch.Tensor, "clone", lambda x, **options: made.append(x) or copied(x, **options))
     copies = list[Any]()
-    side = fp8_matmul._Side(given, False, copies, False)
+    side = fp8_matmul.Fp8Operand(given, False, copies, False)
     assert len(made) == 1
     assert side.data == copies[0].data_ptr()
     assert torch.equal(copies[0].view(torch.uint8), st.data.view(torch.uint8))

@@ -14,6 +14,7 @@ import pytest
 from compiling import compiled_with_log
 from fresh import printed
 
+from breccia import KernelError
 from breccia_triton.cuda import compiler, driver
 
 SOURCE = compiler.Source(
@@ -206,14 +207,49 @@ def test_a_launch_passes_the_grid_the_stream_the_cluster_and_the_addresses_of_it
     function = driver.Driver(fake).load(b"cubin", "scale", 1024)
     assert fake.attributes == [(8, 1024)]
     values = [ctypes.c_void_p(256), ctypes.c_int(7)]
-    launch = function.prepare((4, 2, 1), 128, values, stream=99, cluster=2, dependent=True)
-    launch()
-    launch()
+    launch = function.prepare((4, 2, 1), 128, values, cluster=2, dependent=True)
+    launch.run(99)
+    launch.run(99)
     arguments = [ctypes.addressof(value) for value in values]
     expected = ((4, 2, 1), 128, 1024, 99, [(4, [2, 1, 1]), (6, [1, 0, 0])], arguments)
     assert fake.launched == [expected, expected]
-    function.prepare((1, 1, 1), 32, [ctypes.c_int(7)])()
+    function.prepare((1, 1, 1), 32, [ctypes.c_int(7)]).run(0)
     assert fake.launched[-1][3:5] == (None, [])
+
+
+def test_a_launch_writes_each_number_of_a_call_where_the_kernel_reads_it() -> None:
+    class Pair(ctypes.Structure):
+        _fields_ = (("first", ctypes.c_void_p), ("second", ctypes.c_int))
+
+    fake = FakeDriver()
+    function = driver.Driver(fake).load(b"cubin", "scale", 0)
+    pair, number, tensor_map = Pair(), ctypes.c_void_p(), driver.MovableMap(function.driver, "uint8", (4, 64), (64,), (4, 32))
+    slots = [(pair, "first"), [number, tensor_map], (pair, "second")]
+    launch = function.prepare((1, 1, 1), 32, [pair, number, tensor_map], slots)
+    assert launch.values == (pair, number, tensor_map.map)
+    for numbers in ((256, 512, 7), (1024, 4096, -1)):
+        launch.run(3, *numbers)
+        assert (pair.first, number.value, pair.second) == numbers
+        assert numbers[1] in [made[2] for made in fake.maps]
+
+
+def test_a_launch_in_the_middle_of_itself_is_refused() -> None:
+    fake = FakeDriver()
+    enqueue = fake.cuLaunchKernelEx
+    fake_launches: list[int] = []
+
+    def interrupted(*given: Any) -> int:
+        fake_launches.append(1)
+        if len(fake_launches) == 1:
+            with pytest.raises(KernelError, match="a signal handler or a finalizer called for a product while the same"):
+                again.run(0)
+        return enqueue(*given)
+
+    fake.cuLaunchKernelEx = interrupted  # type: ignore[method-assign]
+    again = driver.Driver(fake).load(b"cubin", "scale", 0).prepare((1, 1, 1), 32, [])
+    again.run(0)
+    again.run(0)
+    assert len(fake.launched) == 2
 
 
 def test_a_tensor_map_lists_axes_from_the_last_one_and_strides_in_bytes() -> None:
@@ -263,7 +299,7 @@ def test_a_failed_call_names_what_was_asked_and_the_drivers_error() -> None:
     launch = driver.Driver(fake).load(b"cubin", "scale", 0).prepare((1, 1, 1), 32, [])
     fake.status = 1
     with pytest.raises(driver.DriverError, match="launching kernel 'scale' failed with CUDA_ERROR_INVALID_VALUE"):
-        launch()
+        launch.run(0)
     with pytest.raises(driver.DriverError, match=r"describing a uint8 tensor of shape \(4, 4\).* failed with error 77"):
         driver.Driver(FakeDriver(77)).tensor_map(16, "uint8", (4, 4), (16,), (4, 4))
 
@@ -273,7 +309,7 @@ def test_a_thread_without_a_context_gets_that_of_the_kernel() -> None:
     launch = driver.Driver(fake).load(b"cubin", "scale", 0).prepare((1, 1, 1), 32, [])
     fake.status = 201
     with pytest.raises(driver.DriverError, match="failed with error 201"):
-        launch()
+        launch.run(0)
     launch.function.context = ctypes.c_void_p(5)
 
     def enter(context: Any) -> int:
@@ -282,7 +318,7 @@ def test_a_thread_without_a_context_gets_that_of_the_kernel() -> None:
         return 0
 
     fake.cuCtxSetCurrent = enter  # type: ignore[attr-defined]
-    launch()
+    launch.run(0)
     assert entered == [5]
 
 

@@ -148,7 +148,7 @@ def multiplied(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out
 def prepared() -> fused.Product:
     """The product of the last call."""
     (call,) = fused_matmul._calls.values()
-    return call.product
+    return call.plan
 
 
 # ------------------------------------------------------------------------------------------------ weights

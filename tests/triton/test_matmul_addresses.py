@@ -145,7 +145,7 @@ def launched(stand_in: StandIn, case: Case, seed: int) -> tuple[dict[str, bytes]
 
 @pytest.fixture
 def forms(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], None]:
-    """Let warps or the copy engine copy the scales, as a case says."""
+    """Let warps or TMA copy the scales, as a case says."""
     return lambda case: monkeypatch.setattr(fp8_plans, "copiers", lambda *of: case.copiers)
 
 
@@ -215,7 +215,7 @@ def test_an_address_of_an_earlier_call_is_noticed(
 
 
 def test_operands_that_differ_in_alignment_alone_are_prepared_apart(stand_in: StandIn) -> None:
-    """The copy engine takes addresses that 16 divides: the operand elsewhere is copied, whichever it is."""
+    """TMA takes addresses that 16 divides: the operand elsewhere is copied, whichever it is."""
     a, w = operand((300, 512), ROW, 0), operand((264, 512), ROW, 1)
     for left, right in ((at_8_bytes(a), w), (a, at_8_bytes(w)), (at_8_bytes(a), at_8_bytes(w)), (a, w)):
         fp8_matmul.matmul(left, right.mT)

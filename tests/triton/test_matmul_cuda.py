@@ -33,8 +33,8 @@ from fp8_stand_in import StandIn, installed  # noqa: E402
 from fp8_variants import fp8_variants  # noqa: E402
 from triton_products import ROUNDOFF, call_of, captured, on_another_stream  # noqa: E402
 
-from breccia_triton import choices  # noqa: E402
-from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, named, program, scaled_mm, scaled_mm_plans  # noqa: E402
+from breccia_triton import measurements  # noqa: E402
+from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, program, scaled_mm, torch_plans  # noqa: E402
 
 TENSOR, ROW = breccia.Float8CurrentScaling(), breccia.Float8RowScaling()
 BLOCK, TILES = breccia.Float8BlockScaling(), breccia.Float8BlockScaling(block_m=128)
@@ -44,6 +44,8 @@ PAIRS = {
     "tensor": (TENSOR, TENSOR), "row": (ROW, ROW), "tensor-row": (TENSOR, ROW), "row-tensor": (ROW, TENSOR),
     "tiles": (BLOCK, TILES), "blocks": (BLOCK, BLOCK), "mx": (MX, MX),
 }  # fmt: skip
+#: Kernels of two FP8 tensors that keep the contract of products: the first one that takes a product runs it.
+KERNELS = "cuda.fp8_matmul", "torch.scaled_mm", "triton.fp8_matmul", "triton.matmul_bf16"
 OURS, FAST, GROUPED = "cuda.fp8_matmul", "cuda.fp8_matmul_fast", "cuda.fp8_grouped_matmul"
 #: M, N, K: one tile, whole tiles, partial ones in every direction, N without alignment, K of a part of a step, one row.
 SHAPES = (
@@ -433,7 +435,7 @@ def test_leading_axes_of_a_become_rows_where_b_has_one_matrix(stand_in: StandIn)
 
 @pytest.fixture
 def no_copiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy engine copies all scales."""
+    """TMA copies all scales."""
     monkeypatch.setattr(fp8_plans, "copiers", lambda *of: False)
 
 
@@ -595,7 +597,7 @@ def test_other_formats_and_fast_sums_of_blocks_have_reasons() -> None:
     mx = breccia.cast(torch.zeros(64, 512), "mxfp8")
     assert accepts(fp8_plans.accepts_matmul, mx, mx.mT) is None
     assert "it has no form for scales 1x32 times row" in str(accepts(fp8_plans.accepts_matmul, mx, w.mT))
-    assert "blocks of 32 along K in torch.block_scaled_mm" in str(accepts(scaled_mm_plans.accepts, mx, mx.mT))
+    assert "blocks of 32 along K in torch.block_scaled_mm" in str(accepts(torch_plans.accepts, mx, mx.mT))
     nv = breccia.cast(torch.zeros(64, 512), "nvfp4")
     assert "it multiplies two FP8 tensors, and a is nvfp4" in str(accepts(fp8_plans.accepts_matmul, nv, w.mT))
     a, b = cpu((64, 512), BLOCK), cpu((64, 512), TILES)
@@ -606,7 +608,7 @@ def test_other_formats_and_fast_sums_of_blocks_have_reasons() -> None:
 
 def test_the_products_of_torch_say_what_they_do_not_take() -> None:
     row, tensor, blocks = cpu((64, 512), ROW), cpu((64, 512), TENSOR), cpu((64, 512), BLOCK)
-    accept = scaled_mm_plans.accepts
+    accept = torch_plans.accepts
     assert accepts(accept, tensor, tensor.mT) is None
     assert accepts(accept, row, row.mT, out_dtype="bfloat16") is None
     assert "multiplies E4M3 to bfloat16 only" in str(accepts(accept, row, row.mT))
@@ -623,7 +625,7 @@ def test_the_products_of_torch_say_what_they_do_not_take() -> None:
     for dtype in ("bfloat16", "float16"):
         assert accepts(accept, tensor, tensor.mT, out_dtype=dtype, bias=torch.zeros(64, dtype=getattr(torch, dtype))) is None
     assert "fast accumulation for scales of tensors and rows" in str(
-        accepts(scaled_mm_plans.accepts_fast, blocks, blocks.mT, out_dtype="bfloat16")
+        accepts(torch_plans.accepts_fast, blocks, blocks.mT, out_dtype="bfloat16")
     )
     e5 = operand((64, 512), TENSOR, 1, "E5M2", "cpu")
     assert "E5M2 by E5M2" in str(accepts(accept, e5, e5.mT))
@@ -674,15 +676,15 @@ def test_the_fastest_by_the_table_of_the_device_runs_and_ours_without_one(monkey
 def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:
     a, b = Described(ROW), Described(ROW, axis=-2)
     call = Call(OPERATIONS["matmul"], "torch", (a, b, None, FLOAT32, None))
-    assert fp8_plans.accepts_matmul(call) is None and scaled_mm_plans.accepts(call) is not None  # FP32 out
+    assert fp8_plans.accepts_matmul(call) is None and torch_plans.accepts(call) is not None  # FP32 out
     assert fp8_plans.accepts_grouped(call) is None
     assert fp8_plans.score(call) < fp8_plans.score_of_torch(call)
 
 
 def test_the_table_of_a_device_is_read_by_its_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "SHIPPED", tmp_path)
-    choices.measured.cache_clear()
-    text = '{"schema": 1, "device": "NVIDIA H200", "slowdowns": {"cuda row row 128x512x4096": 1.25}}'
+    monkeypatch.setattr(measurements, "SHIPPED", tmp_path)
+    measurements.measured.cache_clear()
+    text = '{"schema": 2, "device": "NVIDIA H200", "entries": {"cuda row row 128x512x4096": 1.25}}'
     (tmp_path / "matmul_nvidia_h200.json").write_text(text)
     (tmp_path / "matmul_nvidia_h100.json").write_text(text)
     try:
@@ -691,19 +693,13 @@ def test_the_table_of_a_device_is_read_by_its_name(tmp_path: Any, monkeypatch: p
             assert fp8_plans.slowdowns("NVIDIA H100") == {}
         assert fp8_plans.slowdowns("") == {}
     finally:
-        choices.measured.cache_clear()
-    assert choices.measured_key(fp8_plans.head_of("cuda", ("row", "row")), 128, 512, 4096) == "cuda row row 128x512x4096"
+        measurements.measured.cache_clear()
+    assert measurements.measured_key(fp8_plans.head_of("cuda", ("row", "row")), 128, 512, 4096) == "cuda row row 128x512x4096"
 
 
-def test_the_facade_has_the_products_under_their_thin_names() -> None:
+def test_the_facade_has_the_products_by_function_name() -> None:
     from breccia.kernels import triton
 
-    a, w = cpu((64, 512), BLOCK), cpu((64, 512), TILES)
-    for name in ("scaled_matmul_triton", "block_scaled_matmul_triton"):
-        with pytest.raises(breccia.NoKernelError, match="runs on cuda, the data is on cpu"):
-            getattr(triton, name)(a, w.mT)
-        with pytest.raises(breccia.NoKernelError, match=r"triton.fp8_matmul.*triton.matmul_bf16"):
-            getattr(triton, name)(a, w.mT)
     assert triton.grouped_matmul is fp8_matmul.grouped_matmul
     assert triton.matmul is fp8_matmul.matmul
 
@@ -722,7 +718,7 @@ def test_the_facade_has_the_products_under_their_thin_names() -> None:
     ],
     ids=str,
 )
-def test_thin_names_run_another_kernel_where_the_first_does_not_take_a_product(
+def test_another_kernel_runs_where_the_first_does_not_take_a_product(
     capability: tuple[int, int], recipe: Any, k: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -730,7 +726,7 @@ def test_thin_names_run_another_kernel_where_the_first_does_not_take_a_product(
     device = Device("cuda", 0, capability)
     a, b = (Described(recipe, "float8_e4m3fn", (256, k)[::step], recipe.layout.oriented(axis), axis, device)
             for step, axis in ((1, -1), (-1, -2)))  # fmt: skip
-    found = registry.registry().table.explain(Call(OPERATIONS["matmul"], "torch", (a, b, None, FLOAT32, None)), named.KERNELS)
+    found = registry.registry().table.explain(Call(OPERATIONS["matmul"], "torch", (a, b, None, FLOAT32, None)), KERNELS)
     runs = [verdict.kernel.name for verdict in found.verdicts if verdict.reason is None]
     assert runs == [name], str(found)
 
@@ -740,11 +736,11 @@ def test_devices_without_the_instructions_have_a_reason(monkeypatch: pytest.Monk
     monkeypatch.setattr(compiler, "missing", lambda: None)
     assert fp8_plans.available(Device("cuda", 0, (9, 0))) is None
     assert "compute capability 9.0; cuda:0 has 8.9" in str(fp8_plans.available(Device("cuda", 0, (8, 9))))
-    assert scaled_mm_plans.available(Device("cuda", 0, (8, 9))) is None
-    assert "need compute capability 8.9" in str(scaled_mm_plans.available(Device("cuda", 0, (8, 0))))
+    assert torch_plans.available(Device("cuda", 0, (8, 9))) is None
+    assert "need compute capability 8.9" in str(torch_plans.available(Device("cuda", 0, (8, 0))))
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in str(fp8_plans.available(Device("cuda", 0, (9, 0))))
-    assert "built without CUDA" in str(scaled_mm_plans.available(Device("cuda", 0, (9, 0))))
+    assert "built without CUDA" in str(torch_plans.available(Device("cuda", 0, (9, 0))))
 
 
 @pytest.fixture
@@ -780,3 +776,15 @@ def test_the_program_is_compiled_for_the_architecture_of_the_device(monkeypatch:
         assert program.function(source, "one", {"A": 1}, 64, torch.device("cuda", 0)) is loaded
     assert loaded.context == 0
     assert len(asked) == 2 and asked[0][1:] == ("sm_90a", {"A": 1}, "nvrtc") and asked[1] == (b"cubin", "one", 64)
+
+
+@on_cuda
+def test_bench_matmul_shows_cublas_beside_breccia_s_kernels() -> None:
+    from breccia.cli import bench
+
+    recipes = [(spec, breccia.recipe(spec)) for spec in ("fp8_block", "int4")]
+    found = bench.measure_products(recipes, "torch:cuda", size=1024, rows=(16,), runs=2)
+    by_arm = {p.arm: p.kernel for p in found}
+    assert {"dense bfloat16", "fp8_block x fp8_block", "int4"} <= by_arm.keys()
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert {"cuda.fp8_matmul", "torch.scaled_mm", "cuda.weight_only"} <= set(by_arm.values())

@@ -935,10 +935,10 @@ name = sys.argv[1]
 target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[2:]), 32)
 hardware = Hardware() if name.startswith("gfx") else Hardware(True, int(name[2:]) >= 89)
 operands.hardware = lambda device: hardware
-made = []
+made, kernels = [], []
 
 def compiled(launched):
-    launch.Launcher(launched, target)
+    kernels.append((launch.Launcher(launched, target).compiled, launched.warps))
     made.append(launched.function.__name__)
 
 def prepared(op, recipe, given, axis=-1, options=prepare.Options(), turns=False):
@@ -973,6 +973,8 @@ for spec in ("fp8_block", "mxfp4", "mxfp6"):
     prepared("cast", breccia.recipe(spec), x, -2, turns=True)
 for spec in ("fp8_block,block_m=128", "mxfp4"):
     prepared("cast_pair", breccia.recipe(spec), x, turns=True)
+assert {kernel.metadata.warp_size for kernel, _ in kernels} == {target.warp_size}
+assert all(kernel.metadata.num_warps == max(1, 32 * warps // target.warp_size) for kernel, warps in kernels)
 print(len(made), "kernels compiled")
 """
 

@@ -26,7 +26,7 @@ from triton_casts import DEVICE, ON_GPU, numbers, same, same_values
 import breccia
 from breccia.backend import CastOptions, reference
 from breccia.options import product_options
-from breccia_triton import cast, choices, decode, launch, operands, tuning
+from breccia_triton import cast, choices, decode, executable, launch, measurements, operands, tuning
 from breccia_triton.choices import DEFAULT, Choice, Choices, Key, Tuned, choices_of, user_file, write
 from breccia_triton.facts import Hardware
 from breccia_triton.geometry import amax_tile, lanes_of, plain_tile, strips_of, tile_of
@@ -48,7 +48,7 @@ KEY = Key("tile along", "cast E4M3/F32 1x128 axis -1 float32 small")
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Folders of this test for the user's files and the shipped ones; nothing tuned, prepared or configured remains."""
     monkeypatch.setattr(choices.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
-    monkeypatch.setattr(choices, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(measurements, "SHIPPED", tmp_path / "shipped")
     choices_of.cache_clear()
     yield
     choices_of.cache_clear()
@@ -58,7 +58,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def shipped() -> Path:
-    return choices.SHIPPED / choices.file_name(NAME)
+    return measurements.shipped("triton", NAME)
 
 
 def tuned(**numbers: int) -> Tuned:
@@ -70,7 +70,7 @@ def tuned(**numbers: int) -> Tuned:
 
 def test_the_user_s_choices_come_before_the_shipped_ones_and_these_before_the_default() -> None:
     other = Key("decode", "E4M3/F32 1x128 axis -1 bfloat16")
-    assert choices.file_name(NAME) == "acme_fast_9000_pcie.json"
+    assert measurements.file_name(NAME) == "acme_fast_9000_pcie.json"
     assert Choices(NAME)(KEY) == DEFAULT
     write(shipped(), NAME, {KEY: tuned(elements=2048), other: tuned(each=16)})
     assert (Choices(NAME)(KEY), Choices(NAME)(other)) == (Choice(elements=2048), Choice(each=16))
@@ -92,12 +92,12 @@ def test_the_user_s_choices_come_before_the_shipped_ones_and_these_before_the_de
 def test_a_device_takes_what_was_measured_on_the_nearest_one_of_its_family(
     name: str, capability: tuple[int, int], processors: int, kilohertz: int | None, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choices, "_families", {})
+    monkeypatch.setattr(measurements, "_families", {})
     clock = {} if kilohertz is None else {"memory_clock_rate": kilohertz}
     facts = SimpleNamespace(name=name, major=capability[0], minor=capability[1], multi_processor_count=processors, **clock)
-    assert choices.name_of(facts) == name
-    assert choices.measured_as(name) == taken
-    write(shipped().with_name(choices.file_name("NVIDIA H200")), "NVIDIA H200", {KEY: tuned(elements=2048)})
+    assert measurements.name_of(facts) == name
+    assert measurements.measured_as(name) == taken
+    write(measurements.shipped("triton", "NVIDIA H200"), "NVIDIA H200", {KEY: tuned(elements=2048)})
     assert choices.Choices(name)(KEY) == (Choice(elements=2048) if taken == "NVIDIA H200" else choices.DEFAULT)
 
 
@@ -109,18 +109,18 @@ def test_a_default_that_the_user_tuned_comes_before_a_shipped_choice() -> None:
 
 WRONG = {
     "{": "Expecting property name",
-    "[]": "its schema is None; this version of breccia-triton reads 1",
-    '{"schema": 2, "device": "%s", "choices": {}}': "its schema is 2; this version of breccia-triton reads 1",
-    '{"schema": 1, "device": "Acme Slow 1", "choices": {}}': "it is for 'Acme Slow 1', not for 'Acme Fast 9000 (PCIe)'",
-    '{"schema": 1, "device": "%s", "choices": []}': "it has no choices",
-    '{"schema": 1, "device": "%s", "choices": {"a": 1}}': "'a' has no choice",
-    '{"schema": 1, "device": "%s", "choices": {"a": {"choice": {"elements": 3000}}}}': (
+    "[]": "its schema is None; this version of breccia-triton reads 2",
+    '{"schema": 1, "device": "%s", "choices": {}}': "its schema is 1; this version of breccia-triton reads 2",
+    '{"schema": 2, "device": "Acme Slow 1", "entries": {}}': "it is for 'Acme Slow 1', not for 'Acme Fast 9000 (PCIe)'",
+    '{"schema": 2, "device": "%s", "entries": []}': "it has no entries",
+    '{"schema": 2, "device": "%s", "entries": {"a": 1}}': "of 'a' there is no choice",
+    '{"schema": 2, "device": "%s", "entries": {"a": {"choice": {"elements": 3000}}}}': (
         "of 'a' elements is 3000, which is not a power of two from 32 to 16384"
     ),
-    '{"schema": 1, "device": "%s", "choices": {"a": {"choice": {"warps": 64}}}}': "warps is 64, which is not a power of two",
-    '{"schema": 1, "device": "%s", "choices": {"a": {"choice": {"each": "8"}}}}': "each is '8', which is not a power of two",
-    '{"schema": 1, "device": "%s", "choices": {"a": {"choice": {"steps": true}}}}': "steps is True, which is not a power",
-    '{"schema": 1, "device": "%s", "choices": {"a": {"choice": {"tall": 8}}}}': (
+    '{"schema": 2, "device": "%s", "entries": {"a": {"choice": {"warps": 64}}}}': "warps is 64, which is not a power of two",
+    '{"schema": 2, "device": "%s", "entries": {"a": {"choice": {"each": "8"}}}}': "each is '8', which is not a power of two",
+    '{"schema": 2, "device": "%s", "entries": {"a": {"choice": {"steps": true}}}}': "steps is True, which is not a power",
+    '{"schema": 2, "device": "%s", "entries": {"a": {"choice": {"tall": 8}}}}': (
         "of 'a' 'tall' is unknown; there are elements, wide, each, vector, warps, steps, programs"
     ),
 }
@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning_that_names_it(te
         assert choices_of(NAME)(KEY) == choices_of(NAME)(KEY) == Choice(elements=2048)
     (warning,) = caught
     message = str(warning.message)
-    assert message.startswith(f"breccia ignores the configurations of Triton kernels in {path}: ") and WRONG[text] in message
+    assert message.startswith(f"breccia ignores {path}: ") and WRONG[text] in message
     assert message.endswith("Delete the file, or tune anew with breccia_triton.configure(autotune=True).")
     choices_of(NAME).keep({KEY: tuned(wide=64)})
     assert Choices(NAME).user == {str(KEY): Choice(wide=64)}
@@ -149,10 +149,10 @@ def test_writing_keeps_other_entries_and_leaves_no_other_file() -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     found = json.loads(path.read_text(encoding="utf-8"))
     assert found == {
-        "schema": 1,
+        "schema": 2,
         "device": NAME,
         "provenance": {"date_utc": "today"},
-        "choices": {
+        "entries": {
             str(other): {"choice": {"programs": 512}, "us": 100.0, "default_us": 200.0},
             str(KEY): {"choice": {"elements": 2048}, "us": 100.0, "default_us": 200.0},
         },
@@ -184,9 +184,9 @@ def test_a_reader_never_sees_a_file_that_is_half_written(tmp_path: Path) -> None
     seen = 0
     while any(writer.poll() is None for writer in writers):
         if path.exists():
-            seen = max(seen, len(choices.read(path, "Acme")))
+            seen = max(seen, len(measurements.read(path, "Acme", Choice.entry)))
     assert [writer.returncode for writer in writers] == [0, 0]
-    found = choices.read(path, "Acme")
+    found = measurements.read(path, "Acme", Choice.entry)
     assert seen and {"amax 0 39", "amax 1 39"} & found.keys()
     assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
 
@@ -200,12 +200,10 @@ def test_what_another_process_dropped_is_written_again() -> None:
 
 
 def test_every_file_of_the_distribution_can_be_used() -> None:
-    for path in choices.SHIPPED.glob("*.json"):
-        if path.name.startswith(("weight_only_", "matmul_")):
-            continue  # of the CUDA C++ kernels, with tests of their own
+    for path in measurements.SHIPPED.glob("triton_*.json"):  # the others have tests of their own
         device = json.loads(path.read_text(encoding="utf-8"))["device"]
-        assert path.name == choices.file_name(device)
-        for text, entry in choices.read(path, device).items():
+        assert path == measurements.shipped("triton", device)
+        for text, entry in measurements.read(path, device, dict).items():
             assert Choice.of(entry["choice"]) != DEFAULT and entry["us"] < entry["default_us"], text
             assert text.startswith(tuple(tuning.GRIDS)), text
 
@@ -249,7 +247,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ran: list[Any] = []
 
     def run(self: Any, *given: Any) -> object:
-        launch = self.prepared.launch if isinstance(self, cast.Call) else self.launcher.launch
+        launch = self.prepared.launch if isinstance(self, cast.Call) else self.plan
         ran.append(launch)
         return ran
 
@@ -260,7 +258,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(cast.Call, "__call__", run)
     monkeypatch.setattr(cast.Call, "plainly", run)  # repeated calls on a GPU
-    monkeypatch.setattr(decode.Call, "__call__", run)
+    monkeypatch.setattr(executable.Executable, "__call__", run)
     monkeypatch.setattr(tuning, "elapsed", elapsed)
     monkeypatch.setattr(tuning, "timeable", lambda device: True)
     for module in (cast, decode):
@@ -291,7 +289,7 @@ def test_the_first_call_on_request_keeps_the_fastest_choice(timed: list[Any]) ->
         cast.cast(x, recipe)
     assert tried > 30 and len(timed) == tried + 1
     assert timed[-1].constants["G"].rows * timed[-1].constants["G"].columns == 8192
-    entry = choices.read(user_file(NAME), NAME)["tile along cast E4M3/F32 1x128 axis -1 float32 small"]
+    entry = measurements.read(user_file(NAME), NAME, dict)["tile along cast E4M3/F32 1x128 axis -1 float32 small"]
     assert entry["choice"]["elements"] == 8192 and 1.9 < entry["default_us"] / entry["us"] * 4 / 3 < 2.1
     # Another shape of the same kind, and another process, take it from the file.
     choices_of.cache_clear()
@@ -309,7 +307,7 @@ def test_kernels_for_narrow_codes_and_decoding_are_tuned(timed: list[Any]) -> No
         assert (timed[-1].constants["L"].steps, timed[-1].constants["L"].lanes) == (2, 64)
         decode.dequantize(reference.cast(x, recipe))
         assert timed[-1].constants["G"].rows * timed[-1].constants["G"].columns == 8192
-    found = {text: entry["choice"] for text, entry in choices.read(user_file(NAME), NAME).items()}
+    found = {text: entry["choice"] for text, entry in measurements.read(user_file(NAME), NAME, dict).items()}
     assert found["lanes cast E2M1/E8M0 1x32 axis -1 float32 small"] == {"each": 64, "warps": 2, "steps": 2}
     assert found["decode E2M1/E8M0 1x32 axis -1 float32 small"]["elements"] == 8192
 
@@ -326,7 +324,7 @@ def test_a_default_that_is_about_as_fast_stays_and_is_not_tuned_again(
         cast._calls.clear()
         cast.cast(x, recipe)
     assert len(timed) == tried + 1
-    (entry,) = choices.read(user_file(NAME), NAME).values()
+    (entry,) = measurements.read(user_file(NAME), NAME, dict).values()
     assert entry["choice"] == {}
 
 
@@ -423,7 +421,7 @@ def test_values_are_the_same_under_every_choice(spec: str) -> None:
     results = under_every_choice(
         lambda choose: decode.prepared(st, "float32", hardware_here(), choose),
         tuning.one,
-        lambda made: decode.Call(st, "float32", made)(st, None),
+        lambda made: decode.executable(st, "float32", made)(st, None, None, None),
     )
     assert len(results) > 2
     for found in results:
@@ -509,7 +507,7 @@ def test_a_call_is_tuned_on_a_gpu_and_the_next_process_takes_it() -> None:
     with configure(autotune=True):
         same(breccia.cast(x, recipe, axis=-2), expected)
     name = torch.cuda.get_device_name()
-    (text,) = choices.read(user_file(name), name)
+    (text,) = measurements.read(user_file(name), name, dict)
     assert text == "tile turned cast E4M3/F32 1x128 axis -2 bfloat16"
     choices_of.cache_clear()
     cast._calls.clear()

@@ -26,7 +26,7 @@ from breccia.internal import fragments
 from breccia.options import product_options
 from breccia.tensors.equality import bytes_equal
 from breccia.tensors.tensor import ScaledTensor
-from breccia_triton import choices
+from breccia_triton import choices, measurements
 from breccia_triton import weight_plans as plans
 from breccia_triton.cuda import compiler
 
@@ -332,20 +332,19 @@ class _HostKernel:
     def __init__(self, library: Any, wide: bool, batch: int = 0) -> None:
         self.library, self.wide, self.batch, self.streams = library, wide, batch, list[tuple[int, bool]]()
 
-    def prepare(self, grid: Any, threads: int, values: Any, stream: int, cluster: int, dependent: bool) -> Any:
-        class Launch:
-            config = SimpleNamespace(stream=None)
+    def prepare(self, grid: Any, threads: int, values: Any, slots: Any, cluster: int, dependent: bool) -> Any:
+        from breccia_triton.cuda.driver import writing
 
-            def __call__(launch) -> None:
-                self.streams.append((launch.config.stream, dependent))
-                weight, *others = values
-                if self.batch:
-                    pointers = ctypes.byref(weight), ctypes.byref(others.pop(0))
-                    self.library.multiplied_groups(self.batch, grid[1], *pointers, *others[self.wide :])
-                else:
-                    self.library.multiplied(ctypes.byref(weight), *others[self.wide :])
+        def launched(stream: int) -> None:
+            self.streams.append((stream, dependent))
+            weight, *others = values
+            if self.batch:
+                pointers = ctypes.byref(weight), ctypes.byref(others.pop(0))
+                self.library.multiplied_groups(self.batch, grid[1], *pointers, *others[self.wide :])
+            else:
+                self.library.multiplied(ctypes.byref(weight), *others[self.wide :])
 
-        return Launch()
+        return SimpleNamespace(run=writing(slots, ["launched(stream)"], launched=launched))
 
 
 def test_zero_points_of_other_dtypes_are_multiplied_on_the_plain_weight() -> None:
@@ -362,31 +361,30 @@ def test_zero_points_of_other_dtypes_are_multiplied_on_the_plain_weight() -> Non
 
 
 def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], list[Any]]:
-    """(The kernels that calls prepare from here on, what they describe to the copy engine.)"""
+    """(The kernels that calls prepare from here on, what they describe to TMA.)"""
     import torch
 
-    from breccia_triton import weight_only, weight_products
+    from breccia_triton import executable, weight_only
     from breccia_triton.cuda.driver import TensorMap
 
     made: list[_HostKernel] = []
     described: list[Any] = []
 
-    def function(
-        operand: Any, config: Any, act: str, out: str, bias: str | None, call: Any, grouped: bool = False
-    ) -> Any:  # fmt: skip
-        macros = {**operand.macros, "ACT": plans.DTYPES[act], "OUT": plans.DTYPES[out], "GROUPED": int(grouped)}
-        macros["BIAS"] = plans.NO_BIAS if bias is None else plans.DTYPES[bias]
+    def function(problem: Any, config: Any, grouped: bool = False) -> Any:
+        numbers = {"ACT": plans.DTYPES[problem.act], "OUT": plans.DTYPES[problem.out], "GROUPED": int(grouped)}
+        macros = {**problem.operand.macros, **numbers}
+        macros["BIAS"] = plans.NO_BIAS if problem.bias is None else plans.DTYPES[problem.bias]
         library = _built(folder, tuple(sorted(macros.items())))
         made.append(_HostKernel(library, config.wide, config.batch if grouped else 0))
         return made[-1]
 
-    def tensor_map(*facts: Any) -> Any:
+    def encoder(*facts: Any) -> Any:
         described.append(facts)
-        return TensorMap()
+        return lambda address: TensorMap()
 
     monkeypatch.setattr(weight_only, "function", function)
-    monkeypatch.setattr(weight_only, "stream_of", lambda index: 7)
-    monkeypatch.setattr(weight_products, "driver", lambda: SimpleNamespace(tensor_map=tensor_map))
+    monkeypatch.setattr(executable, "stream_of", lambda index: 7)
+    monkeypatch.setattr(weight_only, "driver", lambda: SimpleNamespace(encoder=encoder, address_word=None))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
     monkeypatch.setattr(weight_only, "name_of", lambda properties: "")
     weight_only._calls.clear()
@@ -435,11 +433,11 @@ def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeyp
         sliced = torch.randn(m, 2 * k).bfloat16()[:, ::2]
         assert ((weight_only.weight_only_matmul(sliced, w) - sliced.double() @ values.mT).abs() <= 0.01 * size.max()).all()
     if name == "int4-128":
-        assert {(facts[1], facts[2], facts[4]) for facts in described} == {
+        assert {(facts[0], facts[1], facts[3]) for facts in described} == {
             ("bfloat16", (20, k), (32, 64)),
             ("bfloat16", (40, k), (64, 64)),
         }
-        assert all(facts[3][0] % 8 == 0 for facts in described)
+        assert all(facts[2][0] % 8 == 0 for facts in described)
     if w.global_scale is not None:  # also where a call of these shapes is prepared
         elsewhere = w.global_scale.to("meta")
         stray = ScaledTensor.from_parts(w.data, w.scale, w.recipe, w.layout, None, elsewhere, w.axis, w.padding)
@@ -661,13 +659,13 @@ def test_explain_says_why_a_plain_weight_is_decoded_first() -> None:
 
 
 def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(choices, "SHIPPED", tmp_path)
-    choices.measured.cache_clear()
-    path = tmp_path / f"weight_only_{choices.file_name('Some GPU')}"
+    monkeypatch.setattr(measurements, "SHIPPED", tmp_path)
+    measurements.measured.cache_clear()
+    path = tmp_path / f"weight_only_{measurements.file_name('Some GPU')}"
     config = plans.Config(8, 4, 8, 3, split=2)
     operand = plans.Operand(0, 0, 128, False)
     key = plans.key_of("INT4/F16", 128, 3, 8192, 8192)
-    choices.write_measured(path, "Some GPU", "configs", {key: plans.entry_of(config)}, {})
+    measurements.merge(path, "Some GPU", {key: plans.entry_of(config)}, {})
     for m in (2, 3, 4):
         assert plans.config_of(operand, "INT4/F16", m, 8192, 8192, "Some GPU") == config
     assert plans.config_of(operand, "INT4/F16", 1, 8192, 8192, "Some GPU") != config
@@ -678,8 +676,8 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     entries = {plans.key_of("E2M1/E8M0", 32, m, 8192, 8192): c for m, c in ((4096, fused), (512, decoded))}
     written = {key: plans.entry_of(c) for key, c in entries.items()}
     path.unlink()
-    choices.write_measured(path, "Some GPU", "configs", written, {})
-    choices.measured.cache_clear()
+    measurements.merge(path, "Some GPU", written, {})
+    measurements.measured.cache_clear()
 
     def found(m: int, direct: bool = True, k: int = 8192) -> Any:
         return plans.config_of(many, "E2M1/E8M0", m, 8192, k, "Some GPU", direct=direct)
@@ -690,13 +688,13 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     assert found(2048) == fused and found(plans.MANY, k=4096) == decoded
     assert found(2048, direct=False, k=4096) == plans.DecodedCodes() and isinstance(found(2048, k=4095), plans.Config)
     assert plans.config_of(operand, "INT4/F16", 4096, 8192, 8192, "", direct=True) == plans.DecodedCodes()
-    head = '"schema": 1, "device": "Some GPU"'
-    for text in ("{", '{"schema": 0}', f'{{{head}, "configs": {{"x": {{"batch": 7}}}}}}', f'{{{head}, "configs": {{"x": 1}}}}'):
+    head = '"schema": 2, "device": "Some GPU"'
+    for text in ("{", '{"schema": 0}', f'{{{head}, "entries": {{"x": {{"batch": 7}}}}}}', f'{{{head}, "entries": {{"x": 1}}}}'):
         path.write_text(text)
-        choices.measured.cache_clear()
-        with pytest.warns(UserWarning, match="leaves out"):
+        measurements.measured.cache_clear()
+        with pytest.warns(UserWarning, match="breccia ignores"):
             assert plans.measured_on("Some GPU") == {}
-    choices.measured.cache_clear()
+    measurements.measured.cache_clear()
 
 
 def test_every_shipped_configuration_fits_its_shape() -> None:
@@ -706,13 +704,13 @@ def test_every_shipped_configuration_fits_its_shape() -> None:
         operand = plans.operand_of(recipe.format, recipe.layout.block(-1))
         assert isinstance(operand, plans.Operand)
         operands[f"{choices.codecs_of(recipe.format)} {operand.group}"] = operand
-    files = list(choices.SHIPPED.glob("weight_only_*.json"))
+    files = list(measurements.SHIPPED.glob("weight_only_*.json"))
     assert files
     for path in files:
         found = json.loads(path.read_text(encoding="utf-8"))
-        assert path.name == f"weight_only_{choices.file_name(found['device'])}"
+        assert path.name == f"weight_only_{measurements.file_name(found['device'])}"
         measured = plans.measured_on(found["device"])
-        assert measured.keys() == found["configs"].keys()
+        assert measured.keys() == found["entries"].keys()
         for key, config in measured.items():
             codecs, group, m, n, k = key.split(" ")
             operand = operands[f"{codecs} {group}"]

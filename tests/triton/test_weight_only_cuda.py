@@ -41,7 +41,7 @@ def test_products_of_every_format_are_within_the_bound(name: str, act: str) -> N
 def test_every_configuration_gives_products_within_the_bound(name: str) -> None:
     import torch
 
-    from breccia_triton.weight_only import Call
+    from breccia_triton.weight_only import executable
 
     fmt, (n, k) = FORMATS[name], (320, 2048)
     operand = plans.operand_of(fmt, fmt.scale.block)
@@ -53,7 +53,7 @@ def test_every_configuration_gives_products_within_the_bound(name: str) -> None:
         configs = {c for size in sizes for c in plans.configs(operand, m, *size) if c.fits(operand, m, k)}
         configs |= {plans.Config(8, 2, 8, 2, per_sm=2)} if m <= 8 else set()
         for config in configs:
-            found = Call(x, w, bias, "float32", config)(x, w, bias, None)
+            found = executable(x, w, bias, "float32", config)(x, w, bias, None)
             check(found, x, values, bias)
 
 
@@ -68,7 +68,7 @@ WIDE = [
 @on_cuda
 @pytest.mark.parametrize("name", ["int4-128", "int4-16", "mxfp4", "nvfp4", "e4m3-block", "mxfp8"])
 def test_blocks_of_many_rows_give_products_within_the_bound(name: str) -> None:
-    from breccia_triton.weight_only import Call
+    from breccia_triton.weight_only import executable
 
     fmt = FORMATS[name]
     operand = plans.operand_of(fmt, fmt.scale.block)
@@ -79,7 +79,7 @@ def test_blocks_of_many_rows_give_products_within_the_bound(name: str) -> None:
             x = activations(m, k, "bfloat16")
             for config in WIDE:
                 if config.fits(operand, m, k):
-                    call = Call(x, w, None, "float32", config)
+                    call = executable(x, w, None, "float32", config)
                     found = call(x, w, None, None)
                     check(found, x, values)
                     assert found.equal(call(x, w, None, None)), f"two calls differ: {config}"
@@ -89,14 +89,14 @@ def test_blocks_of_many_rows_give_products_within_the_bound(name: str) -> None:
 def test_a_flagged_row_takes_the_slow_path_alone_in_blocks_of_many_rows() -> None:
     import torch
 
-    from breccia_triton.weight_only import Call
+    from breccia_triton.weight_only import executable
 
     st = tensor("mxfp4", 320, 512, seed=4)
     st.scale[70, 3] = 255  # NaN, in the second of five row blocks
     values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
     w, x = in_torch(st, "cuda").to_storage(STORAGE).mT, activations(200, 512, "bfloat16")
     for config in WIDE:
-        found = Call(x, w, None, "float32", config)(x, w, None, None)
+        found = executable(x, w, None, "float32", config)(x, w, None, None)
         assert found[:, 70].isnan().all()
         keep = [i for i in range(320) if i != 70]
         check(found[:, keep], x, values[keep])
@@ -134,7 +134,7 @@ def test_results_have_any_dtype_bias_and_memory(out_dtype: str) -> None:
 def test_long_sums_of_numbers_of_many_sizes_are_within_the_bound() -> None:
     import torch
 
-    from breccia_triton.weight_only import Call
+    from breccia_triton.weight_only import executable
 
     for name in ("int4-128", "nvfp4", "e4m3-block"):
         w, values = weight(name, 64, 8192)
@@ -143,7 +143,7 @@ def test_long_sums_of_numbers_of_many_sizes_are_within_the_bound() -> None:
             x[:, 0] = 2.0**10  # one large, many small
             x[:, 4096] = -(2.0**10)
             check(breccia.matmul(x.bfloat16(), w), x.bfloat16(), values)
-            alone = Call(x.bfloat16(), w, None, "float32", plans.Config(64, 1, 1, 4, wide=True))  # one chain of additions
+            alone = executable(x.bfloat16(), w, None, "float32", plans.Config(64, 1, 1, 4, wide=True))  # one chain of additions
             check(alone(x.bfloat16(), w, None, None), x.bfloat16(), values)
 
 
@@ -277,7 +277,7 @@ def test_layers_of_a_model_use_the_kernel_and_files_stay_plain(tmp_path: Any) ->
 def test_products_of_weights_that_are_decoded_to_memory_are_within_the_bound(name: str) -> None:
     import torch
 
-    from breccia_triton.decoded_matmul import DecodedCall
+    from breccia_triton.weight_only import executable
 
     for n, k in ((128, 512), (70, 648), (1024, 2048)):
         st = tensor(name, n, k)
@@ -287,10 +287,10 @@ def test_products_of_weights_that_are_decoded_to_memory_are_within_the_bound(nam
         w = in_torch(st, "cuda").to_storage(STORAGE).mT
         for m in (1, 70, 300):
             x = activations(m, k, "bfloat16")
-            found = DecodedCall(x, w, "bfloat16")(x, w, None, None)
+            found = executable(x, w, None, "bfloat16", plans.Decoded())(x, w, None, None)
             check(found, x, values)
             wide = torch.full((m, n + 30), 7.0, dtype=torch.bfloat16, device="cuda")
-            DecodedCall(x, w, "bfloat16")(x, w, None, wide[:, :n])
+            executable(x, w, None, "bfloat16", plans.Decoded())(x, w, None, wide[:, :n])
             check(wide[:, :n], x, values)
             assert (wide[:, n:] == 7).all()
 
@@ -300,7 +300,7 @@ def test_products_of_weights_that_are_decoded_to_memory_are_within_the_bound(nam
 def test_rows_that_bfloat16_does_not_hold_are_mended(name: str) -> None:
     import torch
 
-    from breccia_triton.decoded_matmul import DecodedCall
+    from breccia_triton.weight_only import executable
 
     st = tensor(name, 320, 256, seed=3)
     rng = np.random.default_rng(0)
@@ -311,11 +311,11 @@ def test_rows_that_bfloat16_does_not_hold_are_mended(name: str) -> None:
         st.data[260, 7] = 0x7F  # NaN
     values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
     w, x = in_torch(st, "cuda").to_storage(STORAGE).mT, activations(150, 256, "bfloat16")
-    found = DecodedCall(x, w, "bfloat16")(x, w, None, None)
+    found = executable(x, w, None, "bfloat16", plans.Decoded())(x, w, None, None)
     check(found, x, values)
     assert found[:, 130].isnan().all() and not found[:, :130].isnan().any()
     large = (x.float() * 2.0**100).bfloat16()
-    found = DecodedCall(large, w, "bfloat16")(large, w, None, None)
+    found = executable(large, w, None, "bfloat16", plans.Decoded())(large, w, None, None)
     check(found[:, 64:128], large, values[64:128])
     assert found[:, 64:128].any()
 
@@ -325,13 +325,12 @@ def test_many_rows_take_the_weight_decoded_to_memory_in_graphs_too() -> None:
     import torch
 
     from breccia_triton import weight_only
-    from breccia_triton.decoded_matmul import DecodedCall
 
     w, values = weight("mxfp4", 512, 640)
     x = activations(plans.MANY, 640, "bfloat16")
     weight_only._calls.clear()
     check(breccia.matmul(x, w, torch.bfloat16), x, values)
-    assert [type(call) for call in weight_only._calls.values()] == [DecodedCall]
+    assert [call.plan for call in weight_only._calls.values()] == [plans.Decoded()]
     bias = torch.randn(512, device="cuda")
     check(breccia.matmul(x, w, torch.bfloat16, bias=bias), x, values, bias)
     check(breccia.matmul(x, w), x, values)
@@ -414,7 +413,7 @@ def test_groups_multiply_their_own_weights_within_the_bound(name: str, act: str)
 def test_every_configuration_multiplies_groups_within_the_bound(name: str) -> None:
     import torch
 
-    from breccia_triton.weight_only import GroupedCall
+    from breccia_triton.weight_only import grouped
 
     fmt, (n, k) = FORMATS[name], (320, 1024)
     operand = plans.operand_of(fmt, fmt.scale.block)
@@ -427,7 +426,7 @@ def test_every_configuration_multiplies_groups_within_the_bound(name: str) -> No
     for config in (*small, *WIDE):
         if config.fits(operand, config.batch, k):
             out = torch.full((len(x), n), 7.0, device="cuda")
-            assert GroupedCall(x, w, "float32", config)(x, w, ends, out) is out
+            assert grouped(x, w, "float32", config)(x, w, ends, out) is out
             check_groups(out, x, values, sizes)
 
 

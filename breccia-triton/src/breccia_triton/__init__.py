@@ -6,19 +6,15 @@ from __future__ import annotations
 
 def __getattr__(name: str) -> object:
     """Load public names on first use. `__init__.pyi` declares them for type checkers; a test compares the two."""
-    from importlib import import_module
-
-    homes = {
-        "configure": "tuning",
-        **dict.fromkeys(("block_scaled_matmul_triton", "scaled_matmul_triton"), "cuda.named"),
-    }
-    if name not in homes:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{homes[name]}"), name)
+    from .tuning import configure
+
+    return configure
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__all__ = ["block_scaled_matmul_triton", "configure", "scaled_matmul_triton"]
+__all__ = ["configure"]

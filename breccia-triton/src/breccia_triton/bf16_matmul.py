@@ -33,12 +33,12 @@ from breccia_torch.ops import autocast_dtype
 from .bf16_kernels import Side, exact_kernel, finishing_kernel, mending_kernel
 from .bf16_plans import STORED, numbers_of, range_of
 from .choices import Choose, choices_of
-from .cuda.fp8_matmul import check_out
+from .executable import Executable
 from .facts import LARGE, NUMBERS, Argument, Codes, Hardware, grid_of
 from .geometry import Source, Tile, divided_up, plain_tile
-from .launch import Launcher, Remembered, current_stream, empty
+from .launch import Launcher, Remembered, empty
 from .multiplying import Operand, multiplied, need_one_device_for
-from .operands import addresses, codes_of, hardware, leading, writable
+from .operands import addresses, codes_of, hardware, leading
 from .plans import readable
 from .prepare import Launch, decoding, needed
 from .specs import Unsupported
@@ -60,76 +60,63 @@ def matmul_rounded(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
 def _multiplied(calls: Remembered, a: Any, b: Any, options: ProductOptions, rounds: bool) -> Any:
     checks.check_matmul(a, b, options.bias)
     if isinstance(b, ScaledTensor) and b.storage == STORED:
-        call = targets.load("breccia_triton.across_matmul:Call")
+        call = targets.load("breccia_triton.across_matmul:executable")
         return multiplied(calls, partial(call, rounds=rounds), Operand(a, False, False), Operand(b, True), options)
-    return multiplied(calls, partial(Call, rounds=rounds), Operand(a, False), Operand(b, True), options)
+    return multiplied(calls, partial(executable, rounds=rounds), Operand(a, False), Operand(b, True), options)
 
 
 #: Prepared calls; for calls that the kernels do not support, the reason.
 _calls, _rounded_calls = Remembered(), Remembered()
 
 
-class Call:
-    """What products of equal shapes, dtypes, recipes and orders of memory have in common: their kernels, compiled.
+def executable(a: Operand, b: Operand, bias: Any, out_dtype: str, rounds: bool = False) -> Executable:
+    """The product of operands with these facts. rounds: values that BF16 does not hold are rounded. Raises Unsupported."""
+    left, right = tuple(a.original.shape), tuple(b.original.shape)
+    device, dtype = a.data.device, getattr(torch, out_dtype)
+    shape = (*leading(left, right), left[-2], right[-1])
+    if 0 in shape or not left[-1]:
+        raise Unsupported("an empty tensor")
+    need_one_device_for(a, b, bias)
+    device_hardware = hardware(device)
+    copies = 1 if rounds else max(numbers_of(side.x.recipe.format) for side in (a, b) if side.scaled)
+    first = Decoding(a, device_hardware, 0, math.prod(right[:-2]) == 1, copies)
+    second = Decoding(b, device_hardware, first.matrices * first.lines, False, copies)
+    if 1 < first.matrices != second.matrices > 1:
+        raise Unsupported("leading axes broadcast in both directions")
+    global_scale = any(side.global_scale is not None for side in (first, second))
+    direct = bias is None and not global_scale and out_dtype != "float16"  # cuBLAS writes the result itself
+    result = _Result(max(first.matrices, second.matrices), first.lines, second.lines, out_dtype, device_hardware.ptx)
+    added = {} if bias is None else {"bias": Argument(NUMBERS[dtype_name(bias)])}
+    finish = None if direct else Launcher(result.finishing(first, second, added))
+    mend = None if rounds else Launcher(result.mending(first, second, added))
+    count = 1 + second.first + second.matrices * second.lines
 
-    direct: cuBLAS writes the result itself. rounds: values that BF16 does not hold are rounded. Raises Unsupported.
-    """
-
-    def __init__(self, a: Operand, b: Operand, bias: Any, out_dtype: str, rounds: bool = False) -> None:
-        left, right = tuple(a.original.shape), tuple(b.original.shape)
-        self.device, self.dtype = a.data.device, getattr(torch, out_dtype)
-        self.shape = (*leading(left, right), left[-2], right[-1])
-        if 0 in self.shape or not left[-1]:
-            raise Unsupported("an empty tensor")
-        need_one_device_for(a, b, bias)
-        device_hardware = hardware(self.device)
-        copies = 1 if rounds else max(numbers_of(side.x.recipe.format) for side in (a, b) if side.scaled)
-        self.a = Decoding(a, device_hardware, 0, math.prod(right[:-2]) == 1, copies)
-        self.b = Decoding(b, device_hardware, self.a.matrices * self.a.lines, False, copies)
-        if 1 < self.a.matrices != self.b.matrices > 1:
-            raise Unsupported("leading axes broadcast in both directions")
-        global_scale = any(side.global_scale is not None for side in (self.a, self.b))
-        self.direct = bias is None and not global_scale and out_dtype != "float16"
-        result = _Result(max(self.a.matrices, self.b.matrices), self.a.lines, self.b.lines, out_dtype, device_hardware.ptx)
-        added = {} if bias is None else {"bias": Argument(NUMBERS[dtype_name(bias)])}
-        self.finish = None if self.direct else Launcher(result.finishing(self.a, self.b, added))
-        self.mend = None if rounds else Launcher(result.mending(self.a, self.b, added))
-        self.flags = 1 + self.b.first + self.b.matrices * self.b.lines
-
-    def __call__(self, a: Operand, b: Operand, bias: Any, out: Any) -> Any:
-        """The product, on the current device."""
-        shape, dtype, device = self.shape, self.dtype, self.device
-        if out is not None:
-            check_out(out, shape, dtype)
-        stream = current_stream(device)
-        to = out if writable(out, shape, dtype, device) else empty(shape, dtype, device)
+    def enqueue(stream: int, a: Operand, b: Operand, bias: Any, to: Any) -> None:
         # The sums of an FP32 result become the result in place.
-        sums = to if self.direct or dtype == torch.float32 else empty(shape, torch.float32, device)
-        flags = (
-            empty((self.flags,), torch.int32, device)
-            if self.mend is None
-            else torch.zeros(self.flags, dtype=torch.int32, device=device)
-        )
-        self._multiply(self.a(a, flags, stream), self.b(b, flags, stream), sums)
+        sums = to if direct or dtype == torch.float32 else empty(shape, torch.float32, device)
+        flags = empty((count,), torch.int32, device) if mend is None else torch.zeros(count, dtype=torch.int32, device=device)
+        _multiply(first(a, flags, stream), second(b, flags, stream), sums)
         added = [] if bias is None else [bias.contiguous()]
         marks, ends = addresses([flags]), addresses([*added, to], 2)
-        if self.finish is not None:
+        if finish is not None:
             scales = addresses([x for x in (a.global_scale, b.global_scale) if x is not None])
-            self.finish(stream, (*addresses([sums], 1), *scales, *ends, *marks))
-        if self.mend is not None:
-            self.mend(stream, (*a.components, *b.components, *marks, *ends))
-        return to if out is None or to is out else out.copy_(to)
+            finish.run(stream, *addresses([sums], 1), *scales, *ends, *marks)
+        if mend is not None:
+            mend.run(stream, *a.components, *b.components, *marks, *ends)
 
-    def _multiply(self, x: Any, y: Any, to: Any) -> None:
-        """cuBLAS's products of matrices of BF16 numbers."""
-        if x.ndim == y.ndim == 2:
-            return multiply(x, y, to)
-        m, n, k = self.shape[-2], self.shape[-1], x.shape[-1]
-        if math.prod(y.shape[:-2]) == 1:
-            multiply(x.reshape(-1, k), y.reshape(k, n), to.view(-1, n))
-        else:
-            lead = self.shape[:-2]
-            multiply(x.expand(*lead, m, k).reshape(-1, m, k), y.expand(*lead, k, n).reshape(-1, k, n), to.view(-1, m, n))
+    return Executable(device, shape, out_dtype, enqueue)
+
+
+def _multiply(x: Any, y: Any, to: Any) -> None:
+    """cuBLAS's products of matrices of BF16 numbers."""
+    if x.ndim == y.ndim == 2:
+        return multiply(x, y, to)
+    *lead, m, n = to.shape
+    k = x.shape[-1]
+    if math.prod(y.shape[:-2]) == 1:
+        multiply(x.reshape(-1, k), y.reshape(k, n), to.view(-1, n))
+    else:
+        multiply(x.expand(*lead, m, k).reshape(-1, m, k), y.expand(*lead, k, n).reshape(-1, k, n), to.view(-1, m, n))
 
 
 class Decoding:
@@ -203,7 +190,7 @@ class Decoding:
             *lead, rows, columns = self.shape
             shape = (*lead, rows, self.copies * columns) if self.k_last else (*lead, self.copies * rows, columns)
             numbers = empty(shape, torch.bfloat16, operand.data.device)
-            self.exact(stream, (*operand.components, *addresses([numbers], 1), *addresses([flags])))
+            self.exact.run(stream, *operand.components, *addresses([numbers], 1), *addresses([flags]))
         return numbers.mT if operand.swapped else numbers
 
     def arguments(self, name: str) -> dict[str, Argument]:

@@ -14,9 +14,10 @@ from functools import lru_cache
 from breccia import Codec, Device, Format, Integer, Minifloat, PowerOfTwo
 from breccia.backend import F32, Call, Operand
 
-from . import plans, weight_plans
-from .choices import codecs_of, nearest
-from .cuda.fp8_plans import batches, device_name, slowdowns
+from . import plans, roofline, weight_plans
+from .choices import codecs_of
+from .cuda.fp8_plans import batches, slowdowns
+from .measurements import device_name, nearest
 
 #: Significant bits of BF16.
 BITS = 8
@@ -218,8 +219,8 @@ def _inexact(call: Call) -> dict[str, str]:
 
 # ------------------------------------------------------------------------------------------------ time
 
-#: BF16 operations and bytes per second of an H200, the seconds of a launch, and those that cuBLAS takes over these bounds.
-_OPERATIONS, _BANDWIDTH, _LAUNCH, _OVER = 0.8e15, 4.0e12, 3e-6, 1.05
+#: How many times longer cuBLAS takes than the roofline says, and the launches of passes and product.
+_OVER, _LAUNCHES = 1.05, 4
 
 
 def estimate(rows: int, columns: int, depth: int, matrices: int, formats: Sequence[Format | None], finishes: bool) -> float:
@@ -236,8 +237,8 @@ def estimate(rows: int, columns: int, depth: int, matrices: int, formats: Sequen
     depth, sizes = depth * numbers, (sizes[0] * numbers, sizes[1] * numbers)
     if finishes or any(fmt is not None and fmt.global_scale is not None for fmt in formats):
         moved += 6.0 * rows * columns
-    product = max(2.0 * rows * columns * depth / _OPERATIONS, 2.0 * (sum(sizes) + rows * columns) / _BANDWIDTH)
-    return _OVER * product + moved / _BANDWIDTH + 4 * _LAUNCH
+    product = roofline.seconds(2.0 * rows * columns * depth, "bfloat16", 2.0 * (sum(sizes) + rows * columns), 0)
+    return _OVER * product + roofline.seconds(0.0, "bfloat16", moved, _LAUNCHES)
 
 
 def head_of(formats: Sequence[Format | None]) -> str:
@@ -250,7 +251,7 @@ def score(call: Call) -> float:
     a, b = call.a, call.b
     assert b is not None
     if len(a.shape) < 2 or len(b.shape) < 2:  # `explain` of recipes alone
-        return 4 * _LAUNCH
+        return _LAUNCHES * roofline.LAUNCH
     m, n, k = math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
     formats = [None if operand.recipe is None else operand.recipe.format for operand in (a, b)]
     finishes = call.option("bias") is not None or call.option("out_dtype", "float32") == "float16"

@@ -279,7 +279,7 @@ def _new_call(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOp
         try:
             return Call(x, prepare())
         except TwoCasts:
-            return Pair(x, *(_new_call("cast", x, recipe, axis, options.replace(axis=axis)) for axis in (-1, -2)))
+            return Pair(*(_new_call("cast", x, recipe, axis, options.replace(axis=axis)) for axis in (-1, -2)))
     if op not in _TUNED:
         return Call(x, prepare())
     return Call(x, tuning.tuned(prepare, lambda one: one.launches, compiled, device, device_hardware.name))
@@ -302,7 +302,7 @@ class Pair:
     plain, plainly, takes: as of `Call`.
     """
 
-    def __init__(self, x: Any, first: Call, second: Call) -> None:
+    def __init__(self, first: Call, second: Call) -> None:
         self.calls, self.index, self.device = (first, second), first.index, first.device
         self.shared = list(first.passes) == list(second.passes) == ["tensor"]
         self.plain = first.plain and second.plain
@@ -351,10 +351,6 @@ class Repeated:
         self.repeated = (*lead, tall * down, wide * along)
         strides = torch.empty(st.scale.shape, device="meta").stride()
         self.view = (*lead, tall, down, wide, along), (*strides[:-1], 0, 1, 0)
-
-    def takes(self, scale: Any) -> bool:
-        """Never: these calls repeat the scales of their input."""
-        return False
 
     def __call__(self, st: ScaledTensor, options: CastOptions) -> ScaledTensor:
         rows, columns = self.shape[-2:]

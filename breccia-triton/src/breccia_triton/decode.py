@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from breccia import ScaledTensor
 from breccia.backend import FLOAT32, ProductOptions, components, product_options, reference
 from breccia.internal import with_parts
@@ -16,8 +14,9 @@ from breccia_torch.ops import TORCH
 
 from . import tuning
 from .choices import Choose
-from .facts import Hardware
-from .launch import Launcher, Remembered, allocator, elsewhere, index_of, stream_of
+from .executable import Executable, remembered
+from .facts import INTERPRETED, Hardware
+from .launch import Launcher, Remembered
 from .operands import addresses, codes_of, components_of, facts_of, hardware, writable
 from .plans import readable
 from .prepare import Launch, decoding, needed
@@ -38,26 +37,19 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
     key = (out_dtype, *facts_of(st))
     call = _calls.get(key)
     if call is None:
-        try:
-            call = _new_call(st, out_dtype)
-        except Unsupported as e:
-            call = str(e)
-        _calls.keep(key, call)
+        call = remembered(_calls, key, lambda: _new_call(st, out_dtype))
     if isinstance(call, str):
         return reference.dequantize(st, options)
     if out is not None and not writable(out, call.shape, call.dtype, call.device):
         return reference.result(TORCH, dequantize(st, product_options(out_dtype)), "float32", out)
-    if elsewhere(call.index):
-        with torch.cuda.device(call.index):
-            return call(st, out)
-    return call(st, out)
+    return call(st, None, None, out)
 
 
 #: Prepared calls; for calls that the kernel does not support, the reason.
 _calls = Remembered()
 
 
-def _new_call(st: ScaledTensor, out_dtype: str) -> Call:
+def _new_call(st: ScaledTensor, out_dtype: str) -> Executable:
     """The call for these arguments, tuned on request. Raises Unsupported."""
     device = st.data.device
     device_hardware = hardware(device)
@@ -66,10 +58,10 @@ def _new_call(st: ScaledTensor, out_dtype: str) -> Call:
         return prepared(st, out_dtype, device_hardware, choose)
 
     def compiled(launch: Launch) -> Any:
-        call = Call(st, out_dtype, launch)
-        return lambda: call(st, None)
+        call = executable(st, out_dtype, launch)
+        return lambda: call(st, None, None, None)
 
-    return Call(st, out_dtype, tuning.tuned(prepare, tuning.one, compiled, device, device_hardware.name))
+    return executable(st, out_dtype, tuning.tuned(prepare, tuning.one, compiled, device, device_hardware.name))
 
 
 def prepared(st: ScaledTensor, out_dtype: str, hardware: Hardware, choose: Choose) -> Launch:
@@ -80,17 +72,11 @@ def prepared(st: ScaledTensor, out_dtype: str, hardware: Hardware, choose: Choos
     return decoding(codes_of(st, spec, True, hardware), out_dtype, choose)
 
 
-class Call:
-    """What calls for tensors of one shape, recipe, layout, device and result have in common: their kernel, compiled."""
+def executable(st: ScaledTensor, out_dtype: str, launch: Launch) -> Executable:
+    """The kernel, compiled."""
+    kernel = Launcher(launch)
 
-    def __init__(self, st: ScaledTensor, out_dtype: str, launch: Launch) -> None:
-        self.shape, self.dtype, self.device = tuple(st.shape), getattr(torch, out_dtype), st.data.device
-        self.index = index_of(self.device)
-        self.allocated = allocator(self.shape, self.dtype, self.device)
-        self.launches = [launch]
-        self.launcher = Launcher(launch)
+    def enqueue(stream: int, st: ScaledTensor, other: None, added: None, to: Any) -> None:
+        kernel.run(stream, *addresses(components_of(st)), to if INTERPRETED else to.data_ptr())
 
-    def __call__(self, st: ScaledTensor, out: Any) -> Any:
-        result = self.allocated() if out is None else out
-        self.launcher.run(stream_of(self.index), *addresses(components_of(st)), *addresses([result], 1))
-        return result
+    return Executable(st.data.device, tuple(st.shape), out_dtype, enqueue, launch)

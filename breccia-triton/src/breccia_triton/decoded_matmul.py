@@ -1,7 +1,7 @@
 """Products of many rows of BF16 activations by a weight in storage "mma_16x128" that is decoded to BF16 in memory first.
 
-- `DecodedCall`: where BF16 holds the values exactly, cuBLAS multiplies by them.
-- `DecodedCodesCall`: BF16 holds codes exactly (less their zero-point: 8 bits). `fp8_matmul.cu` multiplies them in tensor cores.
+- `decoded`: where BF16 holds the values exactly, cuBLAS multiplies by them.
+- `decoded_codes`: BF16 holds codes exactly (less their zero-point: 8 bits). `fp8_matmul.cu` multiplies them in tensor cores.
   It adds the partial sum of a group along K, times the group's scale, to FP32 sums; one scale of a row multiplies the sum.
 
 So no factor is rounded, and the result once. A last launch computes rows with flags in FP32; its blocks end at once where no
@@ -14,162 +14,110 @@ row has a flag.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from breccia import ScaledTensor
-from breccia.backend import dtype_name
-
-from . import decoded_plans as plans
 from . import weight_plans
 from .bf16_matmul import multiply
 from .cuda import fp8_matmul, program
-from .cuda.driver import Launch, TensorMap, driver
+from .cuda.driver import MovableMap, TensorMap, driver
 from .cuda.fp8_plans import ROWS, Tile
-from .launch import empty, stream_of
-from .weight_products import Product, Weight, stored
+from .executable import Executable
+from .geometry import divided_up
+from .launch import empty
+from .weight_products import Launches, Problem, Weight, addresses_of, sizes, stored
 
 #: Chunks of a block that decodes, one after the other; blocks along the rows of x that mend.
 CHUNKS, TURNS = 4, 8
-#: Addresses whose launches are kept, of a call.
-_PLACES = 64
 
 
-class DecodedCall(Product):
-    """A pass that decodes a weight to BF16, cuBLAS's product with BF16 activations, and a launch over rows with flags."""
+def decoded(problem: Problem) -> Executable:
+    """A pass that decodes the weight to BF16, cuBLAS's product with BF16 activations, and a launch over rows with flags."""
+    n, k, device = problem.n, problem.k, problem.device
+    decode, mend = _passes(problem, 0, 0)
 
-    def __init__(self, a: Any, b: ScaledTensor, out_dtype: str) -> None:
-        super().__init__(a, b, out_dtype)
-        source, macros = program.source_of("weight_only_decode.cu"), weight_plans.macros_of_decoding(self.operand)
-        decode, mend = (program.function(source, f"weight_only_{name}", macros, 0, self.device) for name in ("decode", "mend"))
-        self.values = ctypes.c_void_p()
-        _, n, k, *_ = self.sizes
-        rows, chunks = -(-self.n // weight_plans.ROWS), -(-self.k // weight_plans.COLUMNS)
-        none, scales = ctypes.c_int(0), ctypes.c_void_p()  # they are part of the values
-        values = [self.weight, self.values, scales, n, k, none, none, ctypes.c_int(CHUNKS)]
-        self.decode = decode.prepare((rows, -(-chunks // CHUNKS), 1), 128, values)
-        operands = [self.weight, self.x, self.bias, self.y, *self.sizes]
-        self.mend = mend.prepare((rows, min(TURNS, -(-self.m // 64)), 1), 256, operands)
-
-    def __call__(self, a: Any, b: ScaledTensor, bias: Any, out: Any) -> Any:
-        """The product, on the current device. bias: None."""
-        x, y = self._activations(a), self._result(out)
-        values = empty((self.n, self.k), torch.bfloat16, self.device)
+    def enqueue(stream: int, a: Any, b: Any, added: Any, to: Any) -> None:
+        x, ldx = problem.activations(a)
+        y, values = to.view(problem.m, n) if to.ndim != 2 else to, empty((n, k), torch.bfloat16, device)
         data, rows, _ = stored(b)
-        with self.turn:
-            self.need_free()
-            self.busy = True
-            try:
-                self.weight.chunks, self.weight.rows = data.data_ptr(), rows.data_ptr()
-                self.values.value, self.x.value, self.y.value = values.data_ptr(), x.data_ptr(), y.data_ptr()
-                self.ldx.value, self.ldy.value = x.stride(0), y.stride(0)
-                self.decode.config.stream = self.mend.config.stream = stream_of(self.index)
-                self.decode()
-                multiply(x, values.mT, y)
-                self.mend()
-            finally:
-                self.busy = False
-        return self._returned(y, out)
+        weight = addresses_of(data, rows, b.global_scale)
+        decode(stream, *weight, values.data_ptr(), None)
+        multiply(x if x.ndim == 2 else x.view(problem.m, k), values.mT, y)
+        mend[ldx, problem.pitch(to)](stream, *weight, x.data_ptr(), to.data_ptr())
+
+    return problem.executable(enqueue, weight_plans.Decoded())
 
 
-class DecodedCodesCall(Product):
-    """A pass over each slice of the weight that decodes its codes, its product, and a launch over rows with flags."""
+def decoded_codes(problem: Problem, tile: Tile | None = None) -> Executable:
+    """A pass that decodes the weight's codes, their product, and a launch over rows with flags. tile: for the one chosen."""
+    m, n, k, device = problem.m, problem.n, problem.k, problem.device
+    form = weight_plans.form_of(problem.operand, problem.block)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    chosen = tile or weight_plans.decoding_tile_of(form, n, m, k, processors)
+    levels, pitch = form.levels(k), divided_up(n, 4) * 4  # rows of scales begin at multiples of 16 bytes
+    decode, mend = _passes(problem, pitch, levels)
+    none, share = TensorMap(), chosen.share
 
-    def __init__(
-        self, a: Any, b: ScaledTensor, bias: Any, out_dtype: str, tile: Tile | None = None, rows: int | None = None
-    ) -> None:
-        """tile: instead of the one that is chosen. rows: of the weight at a time; None for all."""
-        super().__init__(a, b, out_dtype)
-        self.form = plans.form_of(self.operand, b.layout.plain.block(-2))
-        self.slices = plans.slices(self.n, rows)
-        self.bias_dtype = None if bias is None else dtype_name(bias)
-        self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        most = self.slices[0][1]
-        self.tile = tile or plans.tile_of(self.form, most, self.m, self.k, self.processors)
-        self.levels, self.pitch = self.form.levels(self.k), -(-most // 4) * 4  # rows of scales begin at multiples of 16 bytes
-        source = program.source_of("weight_only_decode.cu")
-        macros = weight_plans.macros_of_decoding(self.operand, out_dtype, self.bias_dtype)
-        self.decode, self.mend = (
-            program.function(source, f"weight_only_{name}", macros, 0, self.device) for name in ("decode", "mend")
-        )
-        self.launches = dict[tuple[Any, ...], list[Launch]]()
+    @Launches
+    def product(ldx: int, ldy: int, aligned: bool) -> Any:
+        """The launch of the product, by distances of rows and whether 16 divides the address of the result."""
 
-    def __call__(self, a: Any, b: ScaledTensor, bias: Any, out: Any) -> Any:
-        """The product, on the current device."""
-        x, y = self._activations(a), self._result(out)
+        def described(dtype: str, shape: Any, strides: Any, box: Any, swizzle: int = 0) -> MovableMap:
+            return MovableMap(driver(), dtype, (1, *shape), strides, (1, *box), swizzle)
+
+        staged = problem.out != "float32" and ldy % 8 == 0 and aligned
+        variant = weight_plans.variant_of(form, chosen, problem.out, problem.bias, staged)
+        kernel, width = fp8_matmul.loaded(variant, device), weight_plans.WIDTH
+        values = described("bfloat16", (n, k), (n * k, k), (chosen.rows // share[1], width), 128)
+        x = described("bfloat16", (m, k), (m * ldx, ldx), (chosen.columns // share[0], width), 128)
+        scales: list[Any] = []
+        if form.scales == ROWS:
+            scales = [described("float32", (levels, n), (levels * pitch, pitch), (form.pieces, chosen.rows))]
+        y = [described(problem.out, (m, n), (m * ldy, ldy), (chosen.columns // chosen.parts, 64), 128)] if staged else []
+        args = fp8_matmul.Args(None, None, None, None, None, 0, 0, ldy, 0, n, m, k, 1, 1, 0, 0, 0)
+        tiles = divided_up(n, chosen.rows * share[0]) * divided_up(m, chosen.columns * share[1])
+        grid = fp8_matmul.grid_of(kernel, chosen, tiles, processors), 1, 1
+        slots = [values, x, [(args, "sa"), *scales], [(args, "out"), *y], *([] if problem.bias is None else [(args, "bias")])]
+        arguments = [values, x, *(scales or [none]), none, *(y or [none]), args]
+        return kernel.prepare(grid, chosen.threads, arguments, slots, chosen.cluster, chosen.dependent).run
+
+    def enqueue(stream: int, a: Any, b: Any, added: Any, to: Any) -> None:
+        x, ldx = problem.activations(a)
+        ldy, y = problem.pitch(to), to.data_ptr()
+        values, scales = empty((n, k), torch.bfloat16, device), empty((levels, pitch), torch.float32, device)
         data, rows, _ = stored(b)
-        bias = None if bias is None else bias.contiguous()
-        values = empty((self.slices[0][1], self.k), torch.bfloat16, self.device)
-        scales = empty((self.levels, self.pitch), torch.float32, self.device)
-        arrays = data, rows, b.global_scale, x, bias, y, values, scales
-        place: tuple[Any, ...] = x.stride(0), y.stride(0), *(None if part is None else part.data_ptr() for part in arrays)
-        with self.turn:
-            self.need_free()
-            self.busy = True
-            try:
-                launches = self.launches.get(place)
-                if launches is None:
-                    if len(self.launches) >= _PLACES:
-                        self.launches.clear()
-                    launches = self.launches[place] = self._prepared(*place)
-                stream = stream_of(self.index)
-                for launch in launches:
-                    launch.config.stream = stream
-                    launch()
-            finally:
-                self.busy = False
-        return self._returned(y, out)
+        weight = addresses_of(data, rows, b.global_scale)
+        bias: Any = None if added is None else added.contiguous()
+        last = () if bias is None else (bias.data_ptr(),)
+        decode(stream, *weight, values.data_ptr(), scales.data_ptr())
+        product[ldx, ldy, y % 16 == 0](stream, values.data_ptr(), x.data_ptr(), scales.data_ptr(), y, *last)
+        mend[ldx, ldy](stream, *weight, x.data_ptr(), y, *last)
 
-    def _prepared(
-        self, ldx: int, ldy: int, data: int, flags: int, tensor_scale: int | None, x: int, bias: int | None, y: int,
-        values: int, scales: int,
-    ) -> list[Launch]:  # fmt: skip
-        """The launches for arrays at these addresses; rows of x and y are so many numbers apart."""
-        size = -(-self.k // weight_plans.COLUMNS) * 4 * self.operand.slice_bytes  # of 64 rows
-        of_bias = 0 if self.bias_dtype is None else getattr(torch, self.bias_dtype).itemsize
+    return problem.executable(enqueue, (form, chosen))
 
-        def weight(row: int) -> Weight:
-            block = row // weight_plans.ROWS
-            operand = self.operand
-            return Weight(data + block * size, flags + 2 * block, tensor_scale, operand.factor, int(operand.divides))
 
-        launches: list[Launch] = []
-        for row, rows in self.slices:
-            added = None if bias is None else bias + row * of_bias
-            launches.append(self._decoding(rows, weight(row), values, scales))
-            launches.append(self._product(rows, values, scales, x, ldx, y + row * self.dtype.itemsize, ldy, added))
-        sizes = map(ctypes.c_int, (self.m, self.n, self.k, ldx, ldy))
-        arguments = [weight(0), *map(ctypes.c_void_p, (x, bias, y)), *sizes]
-        blocks = -(-self.n // weight_plans.ROWS)
-        launches.append(self.mend.prepare((blocks, min(TURNS, -(-self.m // 64)), 1), 256, arguments))
-        return launches
+def _passes(problem: Problem, pitch: int, levels: int) -> tuple[Callable[..., None], Launches]:
+    """(The pass that decodes; the launch over rows with flags, by the distances of rows of activations and results.)
 
-    def _decoding(self, rows: int, weight: Weight, values: int, scales: int) -> Launch:
-        """The pass over so many rows of the weight."""
-        blocks, chunks = -(-rows // weight_plans.ROWS), -(-self.k // weight_plans.COLUMNS)
-        numbers = map(ctypes.c_int, (rows, self.k, self.pitch, self.levels, CHUNKS))
-        arguments = [weight, ctypes.c_void_p(values), ctypes.c_void_p(scales), *numbers]
-        return self.decode.prepare((blocks, -(-chunks // CHUNKS), 1), 128, arguments)
+    pitch, levels: of the scales that the pass writes; 0 where it multiplies by them.
+    """
+    m, n, k, operand = problem.m, problem.n, problem.k, problem.operand
+    source = program.source_of("weight_only_decode.cu")
+    macros = weight_plans.macros_of_decoding(operand, problem.out, problem.bias)
+    decode, mend = (program.function(source, f"weight_only_{name}", macros, 0, problem.device) for name in ("decode", "mend"))
+    blocks, chunks = divided_up(n, weight_plans.ROWS), divided_up(k, weight_plans.COLUMNS)
+    weight, values, scales = Weight.of(operand), ctypes.c_void_p(), ctypes.c_void_p()
+    arguments = [weight, values, scales, *sizes(n, k, pitch, levels, CHUNKS)]
+    slots = [*weight.slots(operand), values, scales]
+    first = decode.prepare((blocks, divided_up(chunks, CHUNKS), 1), 128, arguments, slots)
 
-    def _product(self, rows: int, values: int, scales: int, x: int, ldx: int, y: int, ldy: int, bias: int | None) -> Launch:
-        """The product by so many rows of the weight."""
-        m, k, tile, none, make = self.m, self.k, self.tile, TensorMap(), driver().tensor_map
-        staged = self.dtype.itemsize == 2 and ldy % 8 == 0 and y % 16 == 0
-        variant = plans.variant_of(self.form, tile, self.out_dtype, self.bias_dtype, staged)
-        function = fp8_matmul.loaded(variant, self.device)
-        box = 1, tile.rows // tile.share[1], plans.WIDTH
-        of_values, of_scales = make(values, "bfloat16", (1, rows, k), (rows * k, k), box, 128), none
-        if self.form.scales == ROWS:
-            shape, box = (1, self.levels, rows), (1, self.form.pieces, tile.rows)
-            of_scales = make(scales, "float32", shape, (self.levels * self.pitch, self.pitch), box)
-        box = 1, tile.columns // tile.share[0], plans.WIDTH
-        of_x = make(x, "bfloat16", (1, m, k), (m * ldx, ldx), box, 128)
-        box = 1, tile.columns // tile.parts, 64
-        of_y = make(y, self.out_dtype, (1, m, rows), (m * ldy, ldy), box, 128) if staged else none
-        args = fp8_matmul.Args(scales, None, bias, y, None, 0, 0, ldy, 0, rows, m, k, 1, 1, 0, 0, 0)
-        tiles = -(-rows // (tile.rows * tile.share[0])) * -(-m // (tile.columns * tile.share[1]))
-        grid = fp8_matmul.grid_of(function, tile, tiles, self.processors), 1, 1
-        return function.prepare(
-            grid, tile.threads, (of_values, of_x, of_scales, none, of_y, args), 0, tile.cluster, tile.dependent
-        )
+    @Launches
+    def last(ldx: int, ldy: int) -> Any:
+        weight, x, bias, y = Weight.of(operand), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        slots = [*weight.slots(operand), x, y, *([] if problem.bias is None else [bias])]
+        arguments = [weight, x, bias, y, *sizes(m, n, k, ldx, ldy)]
+        return mend.prepare((blocks, min(TURNS, divided_up(m, 64)), 1), 256, arguments, slots).run
+
+    return first.run, last

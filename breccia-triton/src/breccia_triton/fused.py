@@ -11,7 +11,7 @@ from breccia.backend import Block, Shape
 from .choices import Choice, Choose, block_text, choices_of, key_of
 from .facts import GRID, INTERPRETED, LARGE, NUMBERS, Argument, Codes, Hardware
 from .fused_kernels import Plan, Side, fused_kernel, sum_kernel
-from .fused_plans import PROMOTED, SHORTEST, STEP, Way, deepest, group_of, way_of, way_of_fp8
+from .fused_plans import PROMOTED, SHORTEST, STEP, MultiplyStrategy, deepest, group_of, way_of, way_of_fp8
 from .geometry import Source, Tile, divided_up, power_of_two
 from .prepare import Launch, needed
 from .specs import Unsupported
@@ -117,7 +117,7 @@ class Product:
             self.sum = Launch(sum_kernel, programs, arguments, constants, _WARPS, (count, columns))
 
     @staticmethod
-    def _way(a: OperandFacts, b: OperandFacts, hardware: Hardware) -> Way:
+    def _way(a: OperandFacts, b: OperandFacts, hardware: Hardware) -> MultiplyStrategy:
         assert b.format is not None
         if a.format is None:
             return needed(way_of(b.format, b.group, a.dtype))

@@ -14,12 +14,12 @@ from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name
 
 from . import tuning
 from .choices import Choose
-from .cuda.fp8_matmul import check_out
+from .executable import Executable
 from .facts import Hardware
 from .fused import OperandFacts, Product, scaled
-from .launch import Launcher, Remembered, current_stream, empty
+from .launch import Launcher, Remembered, empty
 from .multiplying import Operand, multiplied, need_one_device_for
-from .operands import addresses, codes_of, hardware, leading, writable
+from .operands import addresses, codes_of, hardware, leading
 from .plans import readable
 from .prepare import Launch, needed
 from .specs import Unsupported
@@ -46,8 +46,8 @@ def described(operand: Operand, merged: bool, hardware: Hardware) -> OperandFact
     return OperandFacts(matrices, rows, depth, True, dtype_name(x), aligned=x.data_ptr() % 16 == 0)
 
 
-def _new_call(a: Operand, b: Operand, bias: Any, out_dtype: str) -> Call:
-    """The call for these arguments, tuned on request. Raises Unsupported."""
+def _new_call(a: Operand, b: Operand, bias: Any, out_dtype: str) -> Executable:
+    """The product of operands with these facts, tuned on request. Raises Unsupported."""
     device = a.data.device
     need_one_device_for(a, b, bias)
     if 0 in (*a.original.shape, *b.original.shape):
@@ -58,10 +58,10 @@ def _new_call(a: Operand, b: Operand, bias: Any, out_dtype: str) -> Call:
         return prepared(a, b, bias, out_dtype, device_hardware, choose)
 
     def compiled(product: Product) -> Any:
-        call = Call(a, b, out_dtype, product)
+        call = executable(a, b, out_dtype, product)
         return lambda: call(a, b, bias, None)
 
-    return Call(a, b, out_dtype, tuning.tuned(prepare, launches, compiled, device, device_hardware.name))
+    return executable(a, b, out_dtype, tuning.tuned(prepare, launches, compiled, device, device_hardware.name))
 
 
 def prepared(a: Operand, b: Operand, bias: Any, out_dtype: str, hardware: Hardware, choose: Choose) -> Product:
@@ -75,32 +75,17 @@ def launches(product: Product) -> list[Launch]:
     return [product.launch] if product.sum is None else [product.launch, product.sum]
 
 
-class Call:
-    """What products of equal shapes, dtypes, recipes and orders of memory have in common: their kernels, compiled."""
+def executable(a: Operand, b: Operand, out_dtype: str, product: Product) -> Executable:
+    """The kernels of a product, compiled."""
+    left, right, device = tuple(a.original.shape), tuple(b.original.shape), a.data.device
+    multiply, add_up = Launcher(product.launch), None if product.sum is None else Launcher(product.sum)
 
-    def __init__(self, a: Operand, b: Operand, out_dtype: str, product: Product) -> None:
-        left, right = tuple(a.original.shape), tuple(b.original.shape)
-        self.device, self.dtype = a.data.device, getattr(torch, out_dtype)
-        self.shape = (*leading(left, right), left[-2], right[-1])
-        self.product = product
-        self.launcher = Launcher(product.launch)
-        self.sum = None if product.sum is None else Launcher(product.sum)
+    def enqueue(stream: int, a: Operand, b: Operand, bias: Any, to: Any) -> None:
+        added, operands = [] if bias is None else [bias.contiguous()], (*a.components, *b.components)
+        if add_up is None:
+            return multiply.run(stream, *operands, *addresses([*added, to], 1 + len(added)))
+        parts = empty(product.parts, torch.float32, device)
+        multiply.run(stream, *operands, *addresses([parts], 1))
+        add_up.run(stream, *addresses([parts, *added, to], 2 + len(added)))
 
-    def __call__(self, a: Operand, b: Operand, bias: Any, out: Any) -> Any:
-        """The product, on the current device."""
-        shape, dtype, device = self.shape, self.dtype, self.device
-        if out is not None:
-            check_out(out, shape, dtype)
-        stream = current_stream(device)
-        to = out if writable(out, shape, dtype, device) else empty(shape, dtype, device)
-        added = [] if bias is None else [bias.contiguous()]
-        operands = *a.components, *b.components
-        if self.sum is None:
-            numbers = addresses([*added, to], 1 + len(added))
-            self.launcher(stream, (*operands, *numbers))
-        else:
-            parts = empty(self.product.parts, torch.float32, device)
-            self.launcher(stream, (*operands, *addresses([parts], 1)))
-            numbers = addresses([parts, *added, to], 2 + len(added))
-            self.sum(stream, numbers)
-        return to if out is None or to is out else out.copy_(to)
+    return Executable(device, (*leading(left, right), left[-2], right[-1]), out_dtype, enqueue, product)

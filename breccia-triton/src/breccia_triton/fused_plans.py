@@ -3,7 +3,9 @@
 One kernel in plain Triton, for every device that Triton compiles for. A program computes a tile of the result in steps along K:
 it loads numbers of `a` and codes of `b`, decodes the codes by the formulas of the casts to a dtype that holds them exactly,
 multiplies in tensor cores beginning at zero, and adds the product, times the scales of the step, to its sums in FP32. What
-a scale multiplies, and in which dtype, is data (`Way`), from the bits and exponents of the codecs. Imports no framework.
+a scale multiplies, and in which dtype, is data (`MultiplyStrategy`), from the bits and exponents of the codecs.
+
+Imports no framework.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from functools import lru_cache
 from breccia import Codec, Format, Integer, Lookup, Minifloat, PowerOfTwo
 from breccia.backend import F32, TENSOR, Block, Call
 
-from . import plans
+from . import plans, roofline
 from .bf16_plans import BEYOND, LARGEST, LEAST, NORMAL, significant
 from .cuda import fp8_plans
 from .facts import LARGE, block_of
@@ -40,7 +42,7 @@ _SHIFTED = -24, 60
 
 
 @dataclass(frozen=True)
-class Way:
+class MultiplyStrategy:
     """How the codes of an operand are multiplied, besides arrays of one dtype; see `fused_kernels.Side` and `Plan`.
 
     low, high: of scales, as numbers. global_low, global_high: of the global scale.
@@ -60,13 +62,13 @@ class Way:
 
 
 @lru_cache(maxsize=256)
-def way_of(fmt: Format, group: int, dtype: str) -> Way | str:
+def way_of(fmt: Format, group: int, dtype: str) -> MultiplyStrategy | str:
     """How arrays of a dtype are multiplied by codes of a format with blocks of `group` columns along K (0: all of K).
 
     Returns the reason instead where there is no way.
     """
     if dtype == "float32":
-        return Way("float32")
+        return MultiplyStrategy("float32")
     level, global_scale = fmt.scale, fmt.global_scale
     if level.convention != "multiplier":
         return f"its scales are stored as {level.convention}, and the kernel multiplies"
@@ -82,16 +84,16 @@ def way_of(fmt: Format, group: int, dtype: str) -> Way | str:
         global_high = math.ldexp(1.0, max(min(BEYOND - 1 - above - most_scale, LARGEST), NORMAL))
     exact = _exact(fmt, dtype)
     if not exact and dtype == "float16":
-        return Way("float32")  # FP16 has too few exponents for a sum of three numbers
+        return MultiplyStrategy("float32")  # FP16 has too few exponents for a sum of three numbers
     if fmt.offset in ("bias", "float_zero_point"):
         low, high = (math.ldexp(1.0, n) for n in (_VALUED if fmt.offset == "bias" else _SHIFTED))
-        return Way(dtype, 3, valued=True, low=low, high=high)
+        return MultiplyStrategy(dtype, 3, valued=True, low=low, high=high)
     if group and group < PROMOTED and _folds(fmt, dtype):
-        return Way(dtype, folded=True, global_low=global_low, global_high=global_high)
+        return MultiplyStrategy(dtype, folded=True, global_low=global_low, global_high=global_high)
     # A scale below this one may make FP32 round a value that is subnormal.
     representable = isinstance(codec, PowerOfTwo) and least + least_scale >= LEAST
     low = 0.0 if representable or least + least_scale >= NORMAL else math.ldexp(1.0, NORMAL - least)
-    return Way(dtype, 1 if exact else 3, low=low, global_low=global_low, global_high=global_high)
+    return MultiplyStrategy(dtype, 1 if exact else 3, low=low, global_low=global_low, global_high=global_high)
 
 
 def _scale_codec(fmt: Format) -> Codec:
@@ -150,7 +152,7 @@ def _folds(fmt: Format, dtype: str) -> bool:
     return _exponents(fmt)[0] + _range(codecs[1])[0] >= DTYPES[dtype][1]
 
 
-def way_of_fp8(a: Format, b: Format, native: bool) -> Way | str:
+def way_of_fp8(a: Format, b: Format, native: bool) -> MultiplyStrategy | str:
     """How codes of FP8 are multiplied by each other. native: the device has tensor cores for them."""
     for fmt in (a, b):
         if fmt.element.name not in CONVERTED or not isinstance(fmt.element, Minifloat):
@@ -160,7 +162,7 @@ def way_of_fp8(a: Format, b: Format, native: bool) -> Way | str:
         if fmt.scale_record is not None:
             return "coded scales of FP8 have no kernel here"
     most = max(_exponents(a)[1], _exponents(b)[1])
-    return Way("float8" if native else "bfloat16", high=2.0 ** (BEYOND - 1 - most))
+    return MultiplyStrategy("float8" if native else "bfloat16", high=2.0 ** (BEYOND - 1 - most))
 
 
 def group_of(block: Block) -> int:
@@ -244,10 +246,9 @@ def _refused(call: Call, fp32: bool) -> str | None:
 
 # ------------------------------------------------------------------------------------------------ time
 
-#: Operations per second, bytes per second and seconds of a launch: estimates for an H200, less than what the kernels in CUDA
-#: C++ reach there, so that those come first.
-_OPERATIONS = {"bfloat16": 0.4e15, "float16": 0.4e15, "float8": 0.6e15, "float32": 0.04e15}
-_BANDWIDTH, _LAUNCH = 2.0e12, 4e-6
+#: How many times longer the kernel takes than the roofline says, FP8 operations besides, and seconds of its start: more than
+#: those of kernels in CUDA C++, so that they come first.
+_OVER, _FP8, _START = 2.0, 1.25, 4e-6
 #: How many times longer pairs of FP8 take in blocks shorter than `PROMOTED`.
 _SHORT_BLOCKS = 2.5
 
@@ -260,11 +261,13 @@ _INTEGERS = 1.4
 def _work(call: Call) -> float:
     """How many times longer the products of these codes take than those of FP8 codes."""
     b = call.b
-    if call.a.recipe is not None or b is None or b.recipe is None or b.layout is None:
+    if call.a.recipe is not None:
+        return _FP8
+    if b is None or b.recipe is None or b.layout is None:
         return 1.0
     fmt = b.recipe.format
     way = way_of(fmt, group_of(block_of(fmt, b.layout, b.axis)), str(call.a.dtype))
-    parts = way.parts if isinstance(way, Way) else 1
+    parts = way.parts if isinstance(way, MultiplyStrategy) else 1
     return parts * (_INTEGERS if isinstance(fmt.element, Integer) else 1.0)
 
 
@@ -273,12 +276,12 @@ def score(call: Call) -> float:
     a, b = call.a, call.b
     assert b is not None
     if len(a.shape) < 2 or len(b.shape) < 2:  # `explain` of recipes alone
-        return 2 * _LAUNCH
+        return 2 * _START
     rows, n, k = math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
     moved = 4.0 * rows * n
     for operand, elements in ((a, rows * k), (b, math.prod(b.shape))):
         moved += elements * (2.0 if operand.recipe is None else operand.recipe.format.element.bits / 8)
     dtype = "float8" if a.recipe is not None else str(a.dtype)
-    time = max(2.0 * rows * n * k * _work(call) / _OPERATIONS[dtype], moved / _BANDWIDTH) + _LAUNCH
+    time = _OVER * roofline.seconds(2.0 * rows * n * k * _work(call), dtype, moved, 0) + _START
     groups = [group_of(x.layout.plain.block(x.axis)) for x in (a, b) if x.recipe is not None and x.layout is not None]
     return time * (_SHORT_BLOCKS if len(groups) == 2 and any(0 < group < PROMOTED for group in groups) else 1.0)

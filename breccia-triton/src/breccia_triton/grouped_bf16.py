@@ -17,69 +17,56 @@ from breccia.backend import FLOAT32, ProductOptions, checks, composites
 from .bf16_kernels import grouped_mending_kernel
 from .bf16_matmul import DEPTH, PROGRAMS, TILE, WARPS, Decoding, integers_of
 from .bf16_plans import numbers_of
+from .executable import Executable, remembered
 from .facts import NUMBERS, Argument
 from .geometry import divided_up
-from .launch import Launcher, Remembered, current_stream, on
+from .launch import Launcher, Remembered
 from .multiplying import Operand, need_one_device_for
 from .operands import addresses, hardware
 from .prepare import Launch
-from .specs import Unsupported
 
 
 def grouped_matmul_bf16(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT32) -> Any:
     """`grouped_matmul` as `breccia.grouped_matmul` documents it."""
     checks.check_grouped(a, b, offsets)
     x, y = Operand(a, False, swaps=False), Operand(b, True)
-    key = x.facts, y.facts, offsets.device
-    call = _calls.get(key)
-    if call is None:
-        try:
-            call = Call(x, y, offsets)
-        except Unsupported as e:
-            call = str(e)
-        _calls.keep(key, call)
+    call = remembered(_calls, (x.facts, y.facts, offsets.device), lambda: executable(x, y, offsets))
     if isinstance(call, str):
         return composites.grouped_matmul(a, b, offsets, options)
-    with on(call.device):
-        found = call(x, y, offsets)
-    return found if options.out is None else options.out.copy_(found)
+    return call(x, y, offsets, options.out)
 
 
 #: Prepared calls; for calls that the kernels do not support, the reason.
 _calls = Remembered()
 
 
-class Call:
-    """What products of equal shapes, dtypes and recipe have in common: their kernels, compiled. Raises Unsupported."""
+def executable(a: Operand, b: Operand, offsets: Any) -> Executable:
+    """The product of operands with these facts, in BF16. Raises Unsupported."""
+    device = a.data.device
+    need_one_device_for(a, b, offsets)
+    device_hardware = hardware(device)
+    copies = numbers_of(b.x.recipe.format)
+    first = Decoding(a, device_hardware, 0, True, copies)
+    second = Decoding(b, device_hardware, first.lines, False, copies)
+    rows, columns, matrices = first.lines, second.lines, second.matrices
+    arguments = first.arguments("a") | second.arguments("b")
+    arguments |= {name: Argument("*i32") for name in ("flags", "ends")} | {"out": Argument(NUMBERS["bfloat16"])}
+    integers = {"rows": rows, "columns": columns, "depth": first.depth, "count": matrices}
+    if second.codes is not None and second.codes.groups:
+        integers["b_groups"] = second.codes.groups[0]
+    constants = {"A": first.side, "B": second.side, "TILE": TILE, "DEPTH": DEPTH, "PTX": device_hardware.ptx}
+    programs = (min(divided_up(rows, TILE) * divided_up(columns, TILE), PROGRAMS), 1, 1)
+    arguments |= integers_of(integers)
+    mend = Launcher(Launch(grouped_mending_kernel, programs, arguments, constants, WARPS, tuple(integers.values())))
 
-    def __init__(self, a: Operand, b: Operand, offsets: Any) -> None:
-        self.device = a.data.device
-        need_one_device_for(a, b, offsets)
-        device_hardware = hardware(self.device)
-        copies = numbers_of(b.x.recipe.format)
-        self.a = Decoding(a, device_hardware, 0, True, copies)
-        self.b = Decoding(b, device_hardware, self.a.lines, False, copies)
-        rows, columns, count = self.a.lines, self.b.lines, self.b.matrices
-        self.flags = 1 + rows + count * columns
-        arguments = self.a.arguments("a") | self.b.arguments("b")
-        arguments |= {name: Argument("*i32") for name in ("flags", "ends")} | {"out": Argument(NUMBERS["bfloat16"])}
-        integers = {"rows": rows, "columns": columns, "depth": self.a.depth, "count": count}
-        if self.b.codes is not None and self.b.codes.groups:
-            integers["b_groups"] = self.b.codes.groups[0]
-        constants = {"A": self.a.side, "B": self.b.side, "TILE": TILE, "DEPTH": DEPTH, "PTX": device_hardware.ptx}
-        programs = (min(divided_up(rows, TILE) * divided_up(columns, TILE), PROGRAMS), 1, 1)
-        arguments |= integers_of(integers)
-        launch = Launch(grouped_mending_kernel, programs, arguments, constants, WARPS, tuple(integers.values()))
-        self.mend = Launcher(launch)
-
-    def __call__(self, a: Operand, b: Operand, offsets: Any) -> Any:
-        """The product in BF16, on the current device."""
-        stream = current_stream(self.device)
-        flags = torch.zeros(self.flags, dtype=torch.int32, device=self.device)
+    def enqueue(stream: int, a: Operand, b: Operand, offsets: Any, to: None) -> Any:
+        flags = torch.zeros(1 + rows + matrices * columns, dtype=torch.int32, device=device)
         ends = offsets.to(torch.int32).contiguous()
-        to = multiply(self.a(a, flags, stream), self.b(b, flags, stream), ends)
-        self.mend(stream, (*a.components, *b.components, *addresses([flags, ends]), *addresses([to], 1)))
-        return to
+        result = multiply(first(a, flags, stream), second(b, flags, stream), ends)
+        mend.run(stream, *a.components, *b.components, *addresses([flags, ends]), *addresses([result], 1))
+        return result
+
+    return Executable(device, (rows, columns), "bfloat16", enqueue, allocates=True)
 
 
 def multiply(x: Any, y: Any, ends: Any) -> Any:

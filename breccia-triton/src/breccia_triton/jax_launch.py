@@ -100,7 +100,7 @@ def launched(
         grid=launch.programs,
         compute_capability=10 * major + minor,
         zeroed_outputs=tuple(i for i, name in enumerate(outputs) if name in zeroed),
-        **launch.options,
+        **launch.options(),
         **constants,
         **absent,
     )

@@ -25,8 +25,9 @@ from triton.compiler import ASTSource
 from triton.runtime import cache
 
 from .facts import INTERPRETED
+from .generated import defined
 from .package_key import remembered
-from .prepare import Launch
+from .prepare import WARP, Launch
 
 #: Versions of Triton whose launcher has the arguments that `Launcher` passes.
 _KNOWN = "3.6."
@@ -62,7 +63,8 @@ class Launcher:
             self.compiled = _compiled.get(self.key)
             if self.compiled is None:
                 source = ASTSource(launch.function, signature, values, divisible)
-                self.compiled = _compiled.keep(self.key, triton.compile(source, target=target, options=launch.options))
+                options = launch.options(_wave() if target is None else target.warp_size)
+                self.compiled = _compiled.keep(self.key, triton.compile(source, target=target, options=options))
 
     def __call__(self, stream: int, values: Iterable[Any]) -> None:
         """Launch on the current device. values: tensors' addresses and integers, in the order of `arguments`, but those of
@@ -95,14 +97,18 @@ class Launcher:
         return self._written_out(launcher, (handle, *hooks))
 
     def _written_out(self, run: Any, fixed: Sequence[Any]) -> Callable[..., None]:
-        """A function of the stream and the values alone.
+        """A function of the stream and the values alone. Its text has no numbers: they differ by lengths alone."""
+        held = {f"_{n}": value for n, value in enumerate((*self.launch.programs, *fixed))}
+        held |= {f"_{name}": number for name, number in self.fixed.items()}
+        passed = [name if name in self.varying else f"_{name}" if name in self.fixed else "None" for name in self.names]
+        first, rest = [f"_{n}" for n in range(3)], [f"_{n}" for n in range(3, 3 + len(fixed))]
+        text = f"def run({', '.join(['_stream', *self.varying])}):\n    _run({', '.join([*first, '_stream', *rest, *passed])})"
+        return defined(text, {**held, "_run": run})
 
-        It is compiled: a call with as many arguments, put together from tuples, takes three times as long.
-        """
-        there = {f"_{n}": value for n, value in enumerate(fixed)}
-        passed = [name if name in self.varying else repr(self.fixed.get(name)) for name in self.names]
-        call = ", ".join([*map(repr, self.launch.programs), "_stream", *there, *passed])
-        return eval(f"lambda {', '.join(['_stream', *self.varying])}: _run({call})", {**there, "_run": run})
+
+def _wave() -> int:
+    """Threads of a warp of the current device."""
+    return WARP if torch.version.hip is None else torch.cuda.get_device_properties().warp_size
 
 
 class Remembered(dict[Any, Any]):

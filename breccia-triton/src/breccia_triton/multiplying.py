@@ -12,9 +12,9 @@ from breccia import ScaledTensor
 from breccia.backend import ProductOptions, composites
 from breccia_torch.ops import need_dense
 
-from .launch import Remembered, on
+from .executable import Executable, remembered
+from .launch import Remembered
 from .operands import addresses, components_of, facts_of, need_one_device, parts_of
-from .specs import Unsupported
 
 
 class Operand:
@@ -63,22 +63,15 @@ def need_one_device_for(a: Operand, b: Operand, bias: Any) -> None:
     need_one_device(a.data.device, [("bias", bias), *parts_of("a", a.x), *parts_of("b", b.x)])
 
 
-#: Makes a call for (a, b, bias, name of the result's dtype), which takes (a, b, bias, out). Raises Unsupported.
-Make = Callable[[Operand, Operand, Any, str], Callable[[Operand, Operand, Any, Any], Any]]
+#: Returns the executable for (a, b, bias, name of the result's dtype). Raises Unsupported.
+Make = Callable[[Operand, Operand, Any, str], Executable]
 
 
 def multiplied(calls: Remembered, make: Make, a: Operand, b: Operand, options: ProductOptions) -> Any:
-    """The product by a call that `calls` remembers, or by decoding where `make` refuses; then `calls` remembers the reason."""
+    """The product by an executable that `calls` remembers, or by decoding where `make` refuses."""
     out_dtype, bias, out = options
     key = (a.facts, b.facts, out_dtype, None if bias is None else (bias.dtype, bias.device))
-    call = calls.get(key)
-    if call is None:
-        try:
-            call = make(a, b, bias, out_dtype)
-        except Unsupported as e:
-            call = str(e)
-        calls.keep(key, call)
+    call = remembered(calls, key, lambda: make(a, b, bias, out_dtype))
     if isinstance(call, str):
         return composites.matmul(a.original, b.original, options)
-    with on(call.device):
-        return call(a, b, bias, out)
+    return call(a, b, bias, out)

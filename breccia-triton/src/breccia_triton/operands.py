@@ -16,9 +16,9 @@ from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import PLAIN, dtype_name
 from breccia_torch.ops import TORCH
 
-from .choices import name_of
 from .facts import INTERPRETED, LARGE, Array, Codes, Hardware, Numbers, Operand, Written
 from .launch import allocator
+from .measurements import name_of
 from .specs import Spec, Unsupported
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

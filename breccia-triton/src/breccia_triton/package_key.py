@@ -20,7 +20,7 @@ from pathlib import Path
 
 import platformdirs
 
-from .choices import replace_file
+from .measurements import replace_file
 
 
 def remembered(compute: Callable[[], str], package: Path, version: str) -> Callable[[], str]:

@@ -34,33 +34,16 @@ _PRODUCTS = (
     ("matmul", "fp8_matmul:matmul", "cuda.fp8_matmul", "fp8_plans:accepts_matmul", "fp8_plans:score", False),
     ("matmul", "fp8_matmul:matmul_fast", "cuda.fp8_matmul_fast", "fp8_plans:accepts_fast", "fp8_plans:score", True),
     ("grouped_matmul", "fp8_matmul:grouped_matmul", "cuda.fp8_grouped_matmul", "fp8_plans:accepts_grouped", None, False),
-    ("matmul", "scaled_mm:scaled_mm", "torch.scaled_mm", "scaled_mm_plans:accepts", "fp8_plans:score_of_torch", False),
+    ("matmul", "scaled_mm:scaled_mm", "torch.scaled_mm", "torch_plans:accepts", "fp8_plans:score_of_torch", False),
     (
         "matmul",
         "scaled_mm:scaled_mm_fast",
         "torch.scaled_mm_fast",
-        "scaled_mm_plans:accepts_fast",
+        "torch_plans:accepts_fast",
         "fp8_plans:score_of_torch",
         True,
     ),
 )
-
-#: Products of other libraries: module and function in `others`, name, what it accepts and needs, its score, and whether it is
-#: for activations that are no ScaledTensor. They run where they are named: docs/kernels/other-libraries.md says why.
-_OTHERS = (
-    ("humming_products:humming_fp8_matmul", "humming.fp8_matmul", "humming_fp8", "others.plans:score_of_humming", False),
-    ("deep_gemm_products:deep_gemm_matmul", "deep_gemm.fp8_matmul", "deep_gemm", "others.plans:score_of_deep_gemm", False),
-    (
-        "transformer_engine_products:transformer_engine_matmul",
-        "transformer_engine.fp8_matmul",
-        "transformer_engine",
-        "others.plans:score_of_transformer_engine",
-        False,
-    ),
-    ("humming_products:humming_weight_only", "humming.weight_only", "humming", "weight_times:score_of_humming", True),
-    ("torch_int4:int4pack_matmul", "torch.int4", "int4", "weight_times:score_of_torch", True),
-)
-
 
 #: Products that decode in registers, in Triton: framework, target, name, what accepts, features of formats that it reads.
 _FUSED: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
@@ -81,7 +64,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             f"{home}.{target}",
             name,
             device="cuda",
-            available=f"{home}.{'fp8_plans' if ours else 'scaled_mm_plans'}:available",
+            available=f"{home}.{'fp8_plans' if ours else 'torch_plans'}:available",
             accepts=f"{home}.{accepts}",
             score=score and f"{home}.{score}",
             reads=("column_major",) if ours else (),
@@ -94,8 +77,8 @@ def breccia_kernels() -> Iterable[Kernel]:
         f"{home}.block_scaled_mm:block_scaled_mm",
         "torch.block_scaled_mm",
         device="cuda",
-        available=f"{home}.block_scaled_plans:available",
-        accepts=f"{home}.block_scaled_plans:accepts",
+        available=f"{home}.torch_plans:block_scaled_available",
+        accepts=f"{home}.torch_plans:accepts_block_scaled",
         reads=("swizzle_128x4",),
         opt_in=True,
         knows=("scales_first",),  # either order of two scales rounds once for each operand, and a sum bounds both
@@ -165,7 +148,7 @@ def breccia_kernels() -> Iterable[Kernel]:
                 knows=(READ if reads else ()) + (("scale_search",) if searches else ()),
             )
     for op, target, name, score in (
-        ("matmul", "weight_only_matmul", "cuda.weight_only", "breccia_triton.weight_times:score"),
+        ("matmul", "weight_only_matmul", "cuda.weight_only", "breccia_triton.weight_plans:score"),
         ("grouped_matmul", "weight_only_grouped", "cuda.weight_only_grouped", None),
     ):
         yield Kernel(
@@ -179,17 +162,4 @@ def breccia_kernels() -> Iterable[Kernel]:
             accepts="breccia_triton.weight_plans:accepts",
             score=score,
             reads=("mma_16x128",),
-        )
-    for target, name, checks, score, plain in _OTHERS:
-        yield Kernel(
-            "matmul",
-            "torch",
-            f"breccia_triton.others.{target}",
-            name,
-            recipe=NoneType if plain else None,
-            device="cuda",
-            available=f"breccia_triton.others.plans:{checks}_available",
-            accepts=f"breccia_triton.others.plans:accepts_{checks}",
-            score=f"breccia_triton.{score}",
-            opt_in=True,
         )

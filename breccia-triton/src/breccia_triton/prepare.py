@@ -46,6 +46,8 @@ from .specs import CONVERTED, Spec, TwoCasts, Unsupported, spec_of
 
 _T = TypeVar("_T")
 
+#: Threads of a warp: of an NVIDIA GPU. AMD's waves have 64 on CDNA.
+WARP = 32
 #: Of Triton, for every kernel. Products and sums stay apart: the contract rounds both.
 OPTIONS = {"enable_fp_fusion": False}
 #: Programs of the pass for the amax of a tensor: enough to fill a GPU, few enough for one atomic operation each.
@@ -82,12 +84,11 @@ class Launch:
     stages: int = 0
     together: bool = False
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Triton's options."""
+    def options(self, wave: int = WARP) -> dict[str, Any]:
+        """Triton's options. wave: threads of a warp of the device; `warps` counts those of `WARP` threads."""
         stages = {"num_stages": self.stages} if self.stages else {}
         together = {"launch_cooperative_grid": True} if self.together else {}
-        return {"num_warps": self.warps, **stages, **together, **OPTIONS}
+        return {"num_warps": max(1, self.warps * WARP // wave), **stages, **together, **OPTIONS}
 
     @property
     def fixed(self) -> dict[str, int]:

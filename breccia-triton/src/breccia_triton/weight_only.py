@@ -14,17 +14,20 @@ from typing import Any
 import torch
 
 from breccia import ScaledTensor
-from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name
+from breccia.backend import FLOAT32, ProductOptions, checks
 from breccia.internal import storages
 
+from . import decoded_matmul
 from . import weight_plans as plans
-from .choices import codecs_of, name_of
+from .choices import codecs_of
 from .cuda import compiler, program
-from .decoded_matmul import DecodedCall, DecodedCodesCall
-from .launch import Remembered, elsewhere, on, stream_of
+from .cuda.driver import MovableMap, driver
+from .executable import Executable
+from .launch import Remembered
+from .measurements import name_of
 from .operands import need_one_device, parts_of
-from .weight_plans import Config, Operand
-from .weight_products import Product, operand_in, stored
+from .weight_plans import Config
+from .weight_products import Launches, Problem, Weight, addresses_of, sizes, stored
 
 
 def weight_only_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
@@ -42,13 +45,8 @@ def weight_only_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any
         need_one_device(a.device, [*parts_of("b", b), ("bias", bias)])
         # Zero-points of other libraries may have any dtype, which no fact of a call says.
         taken = points is None or points.dtype == torch.uint8
-        call = _calls.keep(key, prepared(a, b, bias, out_dtype) if taken else storages.matmul)
-    if not isinstance(call, Call | DecodedCall | DecodedCodesCall):
-        return call(a, b, options)
-    if elsewhere(call.index):
-        with torch.cuda.device(call.index):
-            return call(a, b, bias, out)
-    return call(a, b, bias, out)
+        call = _calls.keep(key, executable(a, b, bias, out_dtype) if taken else storages.matmul)
+    return call(a, b, bias, out) if isinstance(call, Executable) else call(a, b, options)
 
 
 def weight_only_grouped(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT32) -> Any:
@@ -68,24 +66,21 @@ def weight_only_grouped(a: Any, b: Any, offsets: Any, options: ProductOptions = 
         checks.check_grouped(a, b, offsets)
         need_one_device(a.device, [*parts_of("b", b), ("offsets", offsets)])
         taken = points is None or points.dtype == torch.uint8
-        call = _calls.keep(key, GroupedCall(a, b, out_dtype) if taken else storages.grouped_matmul)
-    if not isinstance(call, GroupedCall):
-        return call(a, b, offsets, options)
-    with on(call.device):
-        return call(a, b, offsets, out)
+        call = _calls.keep(key, grouped(a, b, out_dtype) if taken else storages.grouped_matmul)
+    return call(a, b, offsets, out) if isinstance(call, Executable) else call(a, b, offsets, options)
 
 
-def prepared(a: Any, b: ScaledTensor, bias: Any, out_dtype: str) -> Call | DecodedCall | DecodedCodesCall:
-    """The call that measured configurations or the rule choose."""
-    operand, (k, n), m, act = operand_in(b), b.shape, a.shape[:-1].numel(), dtype_name(a)
-    direct = bias is None and act == out_dtype == "bfloat16"
-    name = name_of(torch.cuda.get_device_properties(b.data.device))
-    config = plans.config_of(operand, codecs_of(b.recipe.format), m, n, k, name, act, direct)
+def executable(a: Any, b: ScaledTensor, bias: Any, out_dtype: str, config: plans.Choice | None = None) -> Executable:
+    """The product under a configuration: by default the one that measurements or the rule choose."""
+    problem = Problem.of(a, b, bias, out_dtype)
+    if config is None:
+        direct = bias is None and problem.act == out_dtype == "bfloat16"
+        name = name_of(torch.cuda.get_device_properties(problem.device))
+        sides = problem.m, problem.n, problem.k
+        config = plans.config_of(problem.operand, codecs_of(b.recipe.format), *sides, name, problem.act, direct)
     if isinstance(config, plans.Decoded):
-        return DecodedCall(a, b, out_dtype)
-    if isinstance(config, plans.DecodedCodes):
-        return DecodedCodesCall(a, b, bias, out_dtype)
-    return Call(a, b, bias, out_dtype, config)
+        return decoded_matmul.decoded(problem)
+    return decoded_matmul.decoded_codes(problem) if isinstance(config, plans.DecodedCodes) else _fused(problem, config)
 
 
 #: Prepared calls, by the facts that they depend on.
@@ -104,94 +99,81 @@ class _Groups(ctypes.Structure):
     )
 
 
-class Call(Product):
-    """A kernel of `matmul` and its arguments."""
+def _fused(problem: Problem, config: Config) -> Executable:
+    """The product by one kernel, which decodes in registers."""
+    operand, kernel = problem.operand, function(problem, config)
+    shape = config.grid(problem.m, problem.n), config.threads
 
-    def __init__(self, a: Any, b: ScaledTensor, bias: Any, out_dtype: str, config: Config) -> None:
-        super().__init__(a, b, out_dtype)
-        self.config = config
-        kind = None if bias is None else dtype_name(bias)
-        self.function = function(self.operand, self.config, self.act, out_dtype, kind, self)
-        values = [self.weight, *([self.map] if self.config.wide else []), self.x, self.bias, self.y, *self.sizes]
-        grid, threads, cluster = self.config.grid(self.m, self.n), self.config.threads, self.config.split
-        self.launches = [self.function.prepare(grid, threads, values, 0, cluster, early) for early in (False, True)]
+    @Launches
+    def launches(ldx: int, ldy: int) -> list[Any]:
+        """The launch that reads the weight after the kernel ahead of it has ended, and the one that reads it before."""
+        runs: list[Any] = []
+        for early in (False, True):
+            weight, arguments, slots = _arguments(problem, config, ldx, ldy)
+            runs.append(kernel.prepare(*shape, [weight, *arguments], [*weight.slots(operand), *slots], config.split, early).run)
+        return runs
 
-    def __call__(self, a: Any, b: ScaledTensor, bias: Any, out: Any) -> Any:
-        """The product, on the current device."""
-        address, m, n, k = a.data_ptr(), self.m, self.n, self.k
-        if k % 8 or address % 16 or not a.is_contiguous():
-            a = self._activations(a)
-            address, pitch = a.data_ptr(), a.stride(0) if m > 1 else a.shape[1]
+    n, k = problem.n, problem.k
+
+    def enqueue(stream: int, a: Any, b: Any, added: Any, to: Any) -> None:
+        x = a.data_ptr()
+        if k % 8 or x % 16 or not a.is_contiguous():
+            a, ldx = problem.activations(a)
+            x = a.data_ptr()
         else:
-            pitch = k
-        if out is None:
-            y, pitches = self.allocated(), (pitch, n)
-        else:
-            y = self._result(out)
-            pitches = pitch, y.stride(0) if m > 1 else n
-        tensor_scale = b.global_scale
+            ldx = k
         data, rows, settled = stored(b)
-        if bias is not None:
-            bias = bias.contiguous()
-        launch = self.launches[settled]
-        with self.turn:
-            self.need_free()
-            self.busy = True
-            try:
-                weight = self.weight
-                weight.chunks, weight.rows = data.data_ptr(), rows.data_ptr()
-                if tensor_scale is not None:
-                    weight.tensor_scale = tensor_scale.data_ptr()
-                if bias is not None:
-                    self.bias.value = bias.data_ptr()
-                self.x.value, self.y.value = address, y.data_ptr()
-                if pitches != self.pitches:
-                    self.pitches = self.ldx.value, self.ldy.value = pitches
-                if self.config.wide:
-                    self._describe(address, pitch)
-                launch.config.stream = stream_of(self.index)
-                launch()
-            finally:
-                self.busy = False
-        return y if out is None else self._returned(y, out)
+        run = launches[ldx, n if to.is_contiguous() else to.stride(0)][settled]
+        scale = b.global_scale
+        if added is None and scale is None:  # most calls, written out: they are bound by the host
+            return run(stream, data.data_ptr(), rows.data_ptr(), x, to.data_ptr())
+        added = None if added is None else added.contiguous()
+        last = () if added is None else (added.data_ptr(),)
+        run(stream, *addresses_of(data, rows, scale), x, to.data_ptr(), *last)
+
+    return problem.executable(enqueue, config)
 
 
-class GroupedCall(Product):
-    """A kernel of `grouped_matmul` and its arguments. It reads weights after the kernel ahead, which may write the offsets."""
+def _arguments(problem: Problem, config: Config, ldx: int, ldy: int) -> tuple[Weight, list[Any], list[Any]]:
+    """(The weight, the other arguments, their slots: activations, result, and the bias if there is one.)"""
+    x, bias, y, m, k = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(), problem.m, problem.k
+    maps: list[Any] = []
+    if config.wide:
+        maps = [MovableMap(driver(), problem.act, (m, k), (ldx,), (config.batch, 64), 128, 128)]
+    arguments = [*maps, x, bias, y, *sizes(m, problem.n, k, ldx, ldy)]
+    return Weight.of(problem.operand), arguments, [[x, *maps], y, *([] if problem.bias is None else [bias])]
 
-    def __init__(self, a: Any, b: ScaledTensor, out_dtype: str, config: Config | None = None) -> None:
-        """config: instead of the one that is chosen."""
-        super().__init__(a, b, out_dtype)
-        groups = b.shape[0]
-        self.config = config or plans.grouped_config_of(self.operand, self.m, groups, self.n, self.k)
-        self.function = function(self.operand, self.config, self.act, out_dtype, None, self, grouped=True)
-        self.groups = _Groups(count=groups)
-        map_ = [self.map] if self.config.wide else []
-        values = [self.weight, self.groups, *map_, self.x, self.bias, self.y, *self.sizes]
-        grid, cluster = self.config.grid_of_groups(self.m, groups, self.n), self.config.split
-        self.launch = self.function.prepare(grid, self.config.threads, values, 0, cluster, True)
 
-    def __call__(self, a: Any, b: ScaledTensor, offsets: Any, out: Any) -> Any:
-        """The product, on the current device."""
-        x, y = self._activations(a), self._result(out)
-        ends = offsets.to(torch.int32).contiguous()
-        data, rows, tensor_scale = _matrices(b.data, 3), _matrices(b.scale, 2), b.global_scale
-        with self.turn:
-            self.need_free()
-            self.busy = True
-            try:
-                weight, groups = self.weight, self.groups
-                weight.chunks, weight.rows = data.data_ptr(), rows.data_ptr()
-                groups.ends, groups.chunks, groups.rows = ends.data_ptr(), data.stride(0), rows.stride(0)
-                if tensor_scale is not None:
-                    weight.tensor_scale = tensor_scale.data_ptr()
-                    groups.tensor_scale = tensor_scale.stride(0) if tensor_scale.ndim else 0
-                self._set(x, y)
-                self.launch.config.stream = stream_of(self.index)
-                self.launch()
-            finally:
-                self.busy = False
-        return self._returned(y, out)
+def grouped(a: Any, b: ScaledTensor, out_dtype: str, config: Config | None = None) -> Executable:
+    """The product of groups of rows under a configuration: by default the one that the rule chooses.
+
+    It reads weights after the kernel ahead, which may write the offsets.
+    """
+    problem, count = Problem.of(a, b, None, out_dtype), b.shape[0]
+    operand, m, n = problem.operand, problem.m, problem.n
+    chosen = config or plans.grouped_config_of(operand, m, count, n, problem.k)
+    kernel, shape = function(problem, chosen, grouped=True), (chosen.grid_of_groups(m, count, n), chosen.threads)
+
+    @Launches
+    def launches(ldx: int, ldy: int) -> Any:
+        weight, arguments, slots = _arguments(problem, chosen, ldx, ldy)
+        groups = _Groups(count=count)
+        slots += [(groups, "ends"), (groups, "chunks"), (groups, "rows")]
+        slots += [(groups, "tensor_scale")] if operand.global_scale else []
+        values = [weight, groups, *arguments]
+        return kernel.prepare(*shape, values, [*weight.slots(operand), *slots], chosen.split, True).run
+
+    def enqueue(stream: int, a: Any, b: Any, offsets: Any, to: Any) -> None:
+        x, ldx = problem.activations(a)
+        ends, scale = offsets.to(torch.int32).contiguous(), b.global_scale
+        data, rows = _matrices(b.data, 3), _matrices(b.scale, 2)
+        apart = [data.stride(0), rows.stride(0)]
+        if scale is not None:
+            apart.append(scale.stride(0) if scale.ndim else 0)
+        weight = addresses_of(data, rows, scale)
+        launches[ldx, problem.pitch(to)](stream, *weight, x.data_ptr(), to.data_ptr(), ends.data_ptr(), *apart)
+
+    return problem.executable(enqueue, chosen)
 
 
 def _matrices(x: Any, axes: int) -> Any:
@@ -205,14 +187,12 @@ def _matrices(x: Any, axes: int) -> Any:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def function(
-    operand: Operand, config: Config, act: str, out: str, bias: str | None, call: Any, grouped: bool = False
-) -> Any:  # fmt: skip
-    """The compiled kernel. call: has the device and m."""
-    macros = plans.macros_of(operand, config, act, out, bias, grouped)
+def function(problem: Problem, config: Config, grouped: bool = False) -> Any:
+    """The compiled kernel."""
+    macros = plans.macros_of(problem.operand, config, problem.act, problem.out, problem.bias, grouped)
     # A part of the rows of a group may have as many as a batch.
-    shared = config.shared(operand, config.batch if grouped else call.m)
-    return program.function(source_of(config), f"weight_only_{config.kind}", macros, shared, call.device)
+    shared = config.shared(problem.operand, config.batch if grouped else problem.m)
+    return program.function(source_of(config), f"weight_only_{config.kind}", macros, shared, problem.device)
 
 
 def source_of(config: Config) -> compiler.Source:

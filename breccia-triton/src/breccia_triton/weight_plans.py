@@ -1,10 +1,11 @@
-"""Weight-only matmul: which calls the kernels take, and what is compiled for one. Imports neither torch nor Triton.
+"""Weight-only matmul: which calls the kernels take, what is compiled for one, how long it takes. Imports no framework.
 
 `cuda/weight_only.cuh` has the idea, docs/kernels/weights.md the proofs that the kernels keep the contract of products.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -14,8 +15,10 @@ from breccia import Codec, Device, Format, Integer, Minifloat
 from breccia.backend import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, TENSOR, Block, Call
 from breccia.internal import fragments
 
-from .choices import measured
-from .cuda import compiler
+from . import roofline
+from .choices import block_text, codecs_of
+from .cuda import compiler, fp8_plans
+from .measurements import device_name, measured, times_over_bound
 
 #: The storage of weights that the kernels read.
 STORAGE = "mma_16x128"
@@ -267,6 +270,10 @@ class DecodedCodes:
         return k % 8 == 0 and (of.decodes_scales or not (of.global_scale or of.factor != 1.0))
 
 
+#: How a product by a weight runs.
+Choice = Config | Decoded | DecodedCodes
+
+
 def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
     """Configurations for a call, the one that is expected to be fastest first. At least one of them fits."""
     wide_codes, blocks = of.codes >= 3, -(-n // ROWS)
@@ -314,13 +321,13 @@ def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
 
 def config_of(
     of: Operand, codecs: str, m: int, n: int, k: int, device: str = "", act: str = "bfloat16", direct: bool = False
-) -> Config | Decoded | DecodedCodes:
+) -> Choice:
     """The configuration for a call on a device: one measured for so many rows or somewhat more, or else the rule's.
 
     act: the dtype of activations. direct: they and the result are BF16, without a bias, so that cuBLAS can write the result.
     """
 
-    def runs(config: Config | Decoded | DecodedCodes) -> bool:
+    def runs(config: Choice) -> bool:
         allowed = direct if isinstance(config, Decoded) else act == "bfloat16" or isinstance(config, Config)
         return allowed and config.fits(of, m, k)
 
@@ -354,12 +361,12 @@ def grouped_config_of(of: Operand, m: int, groups: int, n: int, k: int) -> Confi
     return next(config for config in candidates if config.fits(of, config.batch, k))
 
 
-def measured_on(device: str) -> Mapping[str, Config | Decoded | DecodedCodes]:
+def measured_on(device: str) -> Mapping[str, Choice]:
     """The shipped configurations of a device, by their keys."""
-    return measured("weight_only", device, "configs", config_from)
+    return measured("weight_only", device, config_from)
 
 
-def config_from(entry: Any) -> Config | Decoded | DecodedCodes:
+def config_from(entry: Any) -> Choice:
     """The configuration of an entry in a file. Raises ValueError or TypeError."""
     return next((config for config in _DECODED if entry == _DECODED[config]), None) or Config(**entry)
 
@@ -368,7 +375,7 @@ def config_from(entry: Any) -> Config | Decoded | DecodedCodes:
 _DECODED: dict[Decoded | DecodedCodes, dict[str, Any]] = {Decoded(): {"decoded": True}, DecodedCodes(): {"decoded": "codes"}}
 
 
-def entry_of(config: Config | Decoded | DecodedCodes) -> dict[str, Any]:
+def entry_of(config: Choice) -> dict[str, Any]:
     """A configuration in a file."""
     return asdict(config) if isinstance(config, Config) else dict(_DECODED[config])
 
@@ -397,3 +404,108 @@ def wgmma_header(batch: int) -> str:
         : {operands} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
 }}
 """
+
+
+# -- codes that are decoded to memory -----------------------------------------------------------------------------------
+
+#: The codecs of `fp8_matmul.cu` for BF16 operands, and elements along K of a stage.
+CODECS = "bf16", "bf16"
+WIDTH = 64
+
+
+@dataclass(frozen=True)
+class Form:
+    """How sums take scales: macros SCALES, SPAN and PIECES of `fp8_matmul.cu`.
+
+    group: columns of a scale; 0 for one scale of a row.
+    """
+
+    scales: int
+    span: int = 1
+    pieces: int = 1
+    group: int = 0
+
+    @property
+    def step(self) -> int:
+        """Elements along K of a step of the product."""
+        return WIDTH * self.span
+
+    def levels(self, k: int) -> int:
+        """Scales of a row of k columns."""
+        return -(-k // self.group) if self.group else 1
+
+
+#: Forms with scales along K, by the columns of a group.
+_FORMS = {
+    group: Form(fp8_plans.ROWS, span, pieces, group)
+    for group, span, pieces in ((128, 2, 1), (64, 1, 1), (32, 1, 2), (16, 1, 4))
+}
+
+
+def form_of(of: Operand, block: Block) -> Form:
+    """The form of a weight whose blocks run along K, which `DecodedCodes` fits."""
+    return Form(fp8_plans.OUTER) if of.decodes_scales or block == TENSOR or block[1] is None else _FORMS[of.group]
+
+
+def decoding_tile_of(form: Form, rows: int, m: int, k: int, processors: int) -> fp8_plans.Tile:
+    """The tile for so many rows of a weight and m rows of activations, which are columns of the tile."""
+    steps = -(-k // form.step)
+    fitting = (tile for tile in fp8_plans.TABLE if tile.split <= steps)
+    return min(fitting, key=lambda tile: fp8_plans.cycles(tile, rows, m, steps * form.span, 1, processors))
+
+
+def variant_of(form: Form, tile: fp8_plans.Tile, out: str, bias: str | None, staged: bool) -> fp8_plans.Variant:
+    """The kernel. Only sums that take scales along K leave the tensor core: of BF16 products it keeps FP32."""
+    return fp8_plans.Variant(
+        tile, form.scales, CODECS, out, bias or "none", a_plain=False, staged=staged, promote=form.scales != fp8_plans.OUTER,
+        pieces=form.pieces, span=form.span,
+    )  # fmt: skip
+
+
+assert COLUMNS == 2 * WIDTH
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+#: Times over `bound` without a measurement.
+_UNMEASURED = 1.3
+#: Numbers of rows up to which times are measured together; more rows are the last kind.
+TIMED_ROWS = (4, 16, 64, 128)
+
+
+def slowdowns(device: str) -> Mapping[str, float]:
+    """Measured times over `bound`, by the keys of `time_key_of`; empty if not measured.
+
+    From `configurations/weight_times_<device>.json`, which `benchmarks/bench_weight_only.py --table` writes.
+    """
+    return measured("weight_times", device, times_over_bound)
+
+
+def time_key_of(fmt: Format, block: Block, m: int) -> str:
+    """The key of a measured time. block: of scales along K. m: rows of activations."""
+    rows = next((f"{n}" for n in TIMED_ROWS if m <= n), "more")
+    return f"cuda {codecs_of(fmt)} {block_text(block)} {rows}"
+
+
+def bound(m: int, n: int, k: int, bits: float) -> float:
+    """The seconds that a product takes at least: for its operations, or for its bytes. bits: of an element of the weight."""
+    return roofline.seconds(2.0 * m * n * k, "bfloat16", n * k * bits / 8 + 2 * m * (n + k))
+
+
+def bits_of(fmt: Format, block: Block) -> float:
+    """Bits of an element with its share of the finest scale."""
+    height, width = block
+    shared = (height or 1) * width if width else math.inf
+    return fmt.element.bits + fmt.scale.codec.bits / shared
+
+
+def score(call: Call) -> float:
+    """The estimated time."""
+    assert call.b is not None
+    a, b, recipe, layout = call.a.shape, call.b, call.b.recipe, call.b.layout
+    assert recipe is not None
+    if len(a) < 2 or len(b.shape) < 2 or layout is None:  # `explain` of recipes alone
+        return _UNMEASURED * roofline.LAUNCH
+    fmt, block, m = recipe.format, layout.plain.block(-2), math.prod(a[:-1])
+    over = slowdowns(device_name(call.device)).get(time_key_of(fmt, block, m), _UNMEASURED)
+    return over * bound(m, b.shape[-1], b.shape[-2], bits_of(fmt, block))

@@ -1,4 +1,4 @@
-"""What products of activations and a weight in storage "mma_16x128" have in common: operands, results and their arguments."""
+"""What products of activations and a weight in storage "mma_16x128" have in common: their facts, operands and arguments."""
 
 # pyright: basic, reportMissingImports=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from breccia import KernelError, ScaledTensor
-from breccia.backend import dtype_name, reference
-from breccia.internal import reentrant
-from breccia_torch.ops import TORCH
+from breccia import ScaledTensor
+from breccia.backend import Block, dtype_name
 
-from . import weight_plans as plans
-from .cuda.driver import TensorMap, driver
-from .launch import allocator, empty, index_of
-from .weight_plans import Config, Operand
+from . import weight_plans
+from .executable import Enqueue, Executable
+from .weight_plans import Operand
 
 
 class Weight(ctypes.Structure):
@@ -32,99 +31,87 @@ class Weight(ctypes.Structure):
         ("divides", ctypes.c_int),
     )
 
+    @classmethod
+    def of(cls, operand: Operand) -> Weight:
+        """One without addresses."""
+        return cls(None, None, None, operand.factor, int(operand.divides))
 
-class Product:
-    """What products of equal shapes, dtypes and recipe have in common."""
+    def slots(self, operand: Operand) -> list[Any]:
+        """Its addresses that calls set, in the order of `stored`: chunks, flags and the tensor's scale if there is one."""
+        return [(self, "chunks"), (self, "rows"), *([(self, "tensor_scale")] if operand.global_scale else [])]
 
-    config: Config
 
-    def __init__(self, a: Any, b: ScaledTensor, out_dtype: str) -> None:
-        self.k, self.n = b.shape[-2:]
-        self.operand = operand_in(b)
-        self.device, self.lead = b.data.device, tuple(a.shape[:-1])
-        self.m = a.shape[:-1].numel()
-        self.act, self.out_dtype = dtype_name(a), out_dtype
-        self.dtype = getattr(torch, out_dtype)
-        self.index = index_of(self.device)
-        self.allocated = allocator((*self.lead, self.n), self.dtype, self.device)
-        self.weight = Weight(None, None, None, self.operand.factor, int(self.operand.divides))
-        self.x, self.bias, self.y = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        self.ldx, self.ldy = ctypes.c_int(), ctypes.c_int(self.n)
-        self.sizes = [*map(ctypes.c_int, (self.m, self.n, self.k)), self.ldx, self.ldy]
-        self.map, self.maps = TensorMap(), dict[tuple[int, ...], TensorMap]()
-        # The arguments of a launch are set in place: one thread at a time, and no call in the middle of another one.
-        self.turn, self.busy = reentrant(), False
-        self.pitches = 0, self.n
+@dataclass(frozen=True)
+class Problem:
+    """A product of activations (..., K) by a weight's transpose (K, N), of which there may be one for each group of rows.
 
-    def need_free(self) -> None:
-        """Raise KernelError if this thread is in the middle of a call."""
-        if self.busy:
-            raise KernelError(
-                "a signal handler or a finalizer called for a product while the same one was being launched in this thread; "
-                "call it after the handler has returned."
-            )
+    act, out, bias: dtypes by name; bias is None where there is none. block: of the weight's scales, along K.
+    """
 
-    def _activations(self, a: Any) -> Any:
-        """`a` as a matrix whose rows are adjacent numbers at multiples of 16 bytes."""
+    operand: Operand
+    block: Block
+    lead: tuple[int, ...]
+    m: int
+    n: int
+    k: int
+    act: str
+    out: str
+    bias: str | None
+    device: torch.device
+
+    @staticmethod
+    def of(a: Any, b: ScaledTensor, bias: Any, out_dtype: str) -> Problem:
+        k, n = b.shape[-2:]
+        added = None if bias is None else dtype_name(bias)
+        block, lead = b.layout.plain.block(-2), tuple(a.shape[:-1])
+        return Problem(
+            operand_in(b), block, lead, a.shape[:-1].numel(), n, k, dtype_name(a), out_dtype, added, b.data.device
+        )  # fmt: skip
+
+    def executable(self, enqueue: Enqueue, plan: Any) -> Executable:
+        """The product by `enqueue`, whose kernels write rows that lie apart."""
+        return Executable(self.device, (*self.lead, self.n), self.out, enqueue, plan, rows=True)
+
+    def activations(self, a: Any) -> tuple[Any, int]:
+        """(`a` with adjacent numbers in its rows, which begin at multiples of 16 bytes; numbers from one row to the next)."""
+        if not self.k % 8 and a.is_contiguous() and a.data_ptr() % 16 == 0:
+            return a, self.k
         x = a if a.ndim == 2 else a.reshape(self.m, self.k)
         if self.k % 8:
-            return torch.nn.functional.pad(x, (0, -self.k % 8))
-        rows = self.m == 1 or (x.stride(0) % 8 == 0 and x.stride(0) >= self.k)
-        if x.stride(1) != 1 or not rows or x.data_ptr() % 16:
-            x = x.clone(memory_format=torch.contiguous_format)
-        return x
+            x = torch.nn.functional.pad(x, (0, -self.k % 8))
+        else:
+            rows = self.m == 1 or (x.stride(0) % 8 == 0 and x.stride(0) >= self.k)
+            if x.stride(1) != 1 or not rows or x.data_ptr() % 16:
+                x = x.clone(memory_format=torch.contiguous_format)
+        return x, x.stride(0) if self.m > 1 else x.shape[1]
 
-    def _writable(self, out: Any) -> bool:
-        """Whether the kernel can write into `out`"""
-        return (
-            tuple(out.shape) == (self.m, self.n)
-            and out.dtype == self.dtype
-            and out.device == self.device
-            and out.stride(1) == 1
-            and (self.m == 1 or out.stride(0) >= self.n)
-        )
+    def pitch(self, y: Any) -> int:
+        """Numbers from one row of a result to the next."""
+        return self.n if y.is_contiguous() else y.stride(0)
 
-    def _result(self, out: Any) -> Any:
-        """What the kernel writes into: `out` where it can."""
-        return out if out is not None and self._writable(out) else empty((self.m, self.n), self.dtype, self.device)
 
-    def _returned(self, y: Any, out: Any) -> Any:
-        """The result of the call, from what the kernel has written."""
-        if y is out:
-            return out
-        if len(self.lead) != 1:
-            y = y.view(*self.lead, self.n)
-        return y if out is None else reference.result(TORCH, y, self.out_dtype, out)
+def sizes(*numbers: int) -> list[Any]:
+    """Integers as arguments of a kernel."""
+    return [*map(ctypes.c_int, numbers)]
 
-    def _set(self, x: Any, y: Any) -> None:
-        """The arguments of a launch that describe activations and result."""
-        self.x.value, self.y.value = x.data_ptr(), y.data_ptr()
-        pitch = x.stride(0) if self.m > 1 else x.shape[1]
-        self.ldx.value, self.ldy.value = pitch, y.stride(0) if self.m > 1 else self.n
-        if self.config.wide:
-            self._describe(x.data_ptr(), pitch)
 
-    def _describe(self, *place: int) -> None:
-        """Describe the activations at an address, with rows so many elements apart, to the copy engine."""
-        tensor_map = self.maps.get(place)
-        if tensor_map is None:
-            if len(self.maps) >= _PLACES:
-                self.maps.clear()
-            box = self.config.batch, 64
-            tensor_map = driver().tensor_map(place[0], self.act, (self.m, self.k), place[1:], box, 128, 128)
-            self.maps[place] = tensor_map
-        ctypes.memmove(self.map.words, tensor_map.words, ctypes.sizeof(TensorMap))
+class Launches(dict[Any, Any]):
+    """What `prepare` returns, by its arguments: `launches[ldx, ldy]`. They are few, distances of rows."""
+
+    def __init__(self, prepare: Callable[..., Any]) -> None:
+        super().__init__()
+        self._prepare = prepare
+
+    def __missing__(self, facts: tuple[Any, ...]) -> Any:
+        prepared = self[facts] = self._prepare(*facts)
+        return prepared
 
 
 def operand_in(b: ScaledTensor) -> Operand:
     """The format of a weight's transpose, as the kernels know it."""
-    operand = plans.operand_of(b.recipe.format, b.layout.plain.block(-2))
+    operand = weight_plans.operand_of(b.recipe.format, b.layout.plain.block(-2))
     assert not isinstance(operand, str), operand  # `accepts` has asked
     return operand
-
-
-#: Addresses of activations that are remembered for each call.
-_PLACES = 256
 
 
 def stored(b: ScaledTensor) -> tuple[Any, Any, bool]:
@@ -134,6 +121,13 @@ def stored(b: ScaledTensor) -> tuple[Any, Any, bool]:
     if data.data_ptr() % 16 or not data.is_contiguous():
         data, settled = data.clone(memory_format=torch.contiguous_format), False
     return data, rows, settled
+
+
+def addresses_of(data: Any, rows: Any, global_scale: Any) -> tuple[int, ...]:
+    """The numbers for `Weight.slots`."""
+    if global_scale is None:
+        return data.data_ptr(), rows.data_ptr()
+    return data.data_ptr(), rows.data_ptr(), global_scale.data_ptr()
 
 
 def _settled(data: Any) -> bool:

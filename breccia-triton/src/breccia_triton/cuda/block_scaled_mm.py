@@ -16,9 +16,9 @@ import torch
 from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import E2M1, FLOAT32, ProductOptions, checks
 
+from ..executable import check_out
 from ..launch import on
 from ..operands import need_one_device, parts_of
-from .fp8_matmul import check_out
 
 #: The order of scales that cuBLAS reads.
 STORAGE = "swizzle_128x4"
@@ -38,7 +38,7 @@ def block_scaled_mm(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
         check_out(out, shape, dtype)
     functional: Any = torch.nn.functional  # new names, which older stubs lack
     with on(device):
-        left, right = _Side("a", a), _Side("b", b.mT)
+        left, right = _ScaledOperand("a", a), _ScaledOperand("b", b.mT)
         result = functional.scaled_mm(
             left.codes,
             right.codes.t(),
@@ -54,7 +54,7 @@ def block_scaled_mm(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     return result if out is None else out.copy_(result)
 
 
-class _Side:
+class _ScaledOperand:
     """An operand (..., rows, K) as torch takes it: codes (rows, K), scales in cuBLAS's order, and what they are.
 
     Codes of 4 bits are pairs of torch's dtype (rows, K / 2).

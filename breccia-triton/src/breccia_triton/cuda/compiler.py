@@ -23,7 +23,7 @@ import platformdirs
 from breccia import BrecciaError
 from breccia.internal import once
 
-from ..choices import replace_file
+from ..measurements import replace_file
 
 #: Options of every compilation.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")

@@ -1,4 +1,4 @@
-"""The CUDA driver through ctypes: load a cubin, describe tensors to the copy engine (TMA), launch.
+"""The CUDA driver through ctypes: load a cubin, describe tensors to TMA, launch.
 
 A launch is prepared once for its arguments, and costs one foreign call after that. Everything runs in the current context of
 the thread, which is the one that torch made.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-from breccia import BrecciaError
-from breccia.internal import once
+from breccia import BrecciaError, KernelError
+from breccia.internal import once, reentrant
 
-#: CUtensorMapDataType, by bytes and kind: FP8 codes are bytes to the copy engine.
+from ..generated import defined
+
+#: CUtensorMapDataType, by bytes and kind: FP8 codes are bytes to TMA.
 DTYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 _ITEMSIZE = {"uint8": 1, "float16": 2, "float32": 4, "bfloat16": 2}
 #: CUtensorMapSwizzle, by bytes of a row of the box.
@@ -46,7 +48,7 @@ class _Config(ctypes.Structure):
 
 
 class TensorMap(ctypes.Structure):
-    """A tensor as the copy engine knows it: an argument of a kernel (`const __grid_constant__`)."""
+    """A tensor as TMA knows it: an argument of a kernel (`const __grid_constant__`)."""
 
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
@@ -192,29 +194,71 @@ class Function:
         grid: Sequence[int],
         threads: int,
         values: Sequence[Any],
-        stream: int = 0,
+        slots: Sequence[Slot] = (),
         cluster: int = 1,
         dependent: bool = False,
     ) -> Launch:
         """A launch of this kernel, which can be repeated.
 
         grid: blocks along x, y, z. threads: of a block. values: the arguments, as ctypes objects (c_void_p for an address,
-        c_int, c_float, TensorMap). stream: its handle. cluster: neighbouring blocks along x that share memory. dependent: it
-        may start before the kernel ahead of it has ended, and waits for that itself (griddepcontrol).
+        c_int, c_float, a structure) or tensor maps. slots: those of them that each call sets. cluster: neighbouring blocks
+        along x that share memory. dependent: it may start before the kernel ahead of it has ended, and waits for that itself
+        (griddepcontrol).
         """
-        return Launch(self, grid, threads, values, stream, cluster, dependent)
+        return Launch(self, grid, threads, values, slots, cluster, dependent)
 
     def clusters(self, threads: int, cluster: int) -> int:
         """How many clusters of blocks the device runs at a time."""
         count = ctypes.c_int()
-        config = _config(self, (cluster, 1, 1), threads, 0, cluster, False)
+        config = _config(self, (cluster, 1, 1), threads, cluster, False)
         status = self.driver.library.cuOccupancyMaxActiveClusters(ctypes.byref(count), self.handle, ctypes.byref(config))
         self.driver.check(status, f"counting clusters of {cluster} blocks of kernel {self.entry!r}")
         return count.value
 
 
+#: What takes a number of each call: a ctypes number, a (structure, name of its field), a tensor map whose address it is, or a
+#: list of them that take the same number.
+Slot = Any
+
+
+def writing(slots: Sequence[Slot], body: Sequence[str], **names: Any) -> Callable[..., None]:
+    """A function of a stream and a number for each slot: it writes the numbers into the slots, then runs the lines of `body`.
+
+    One thread runs it at a time. Raises KernelError where it is called in the middle of itself.
+    """
+    lines: list[str] = []
+    for n, slot in enumerate(slots):
+        for i, each in enumerate(slot if isinstance(slot, list) else [slot]):
+            owner, field = each if isinstance(each, tuple) else (each, "value")
+            moved = isinstance(each, MovableMap)
+            names[f"_{n}_{i}"] = owner.move if moved else owner
+            lines.append(f"_{n}_{i}(x{n})" if moved else f"_{n}_{i}.{field} = x{n}")
+    inside = "".join(f"\n            {line}" for line in (*lines, *body))
+    numbers = "".join(f", x{n}" for n in range(len(slots)))
+    text = f"""def run(stream{numbers}):
+    global busy
+    with turn:
+        if busy:
+            raise KernelError(BUSY)
+        busy = True
+        try:{inside}
+        finally:
+            busy = False
+"""
+    return defined(text, {**names, "turn": reentrant(), "busy": False, "KernelError": KernelError, "BUSY": _BUSY})
+
+
+_BUSY = (
+    "a signal handler or a finalizer called for a product while the same one was being launched in this thread; "
+    "call it after the handler has returned."
+)
+
+
 class Launch:
-    """A kernel with its arguments: `launch()` enqueues it. Nothing in it changes, so threads may share it."""
+    """A kernel with its arguments. `run(stream, *numbers)` enqueues it with a number in each slot; the others stay the same.
+
+    Raises DriverError and KernelError.
+    """
 
     def __init__(
         self,
@@ -222,36 +266,38 @@ class Launch:
         grid: Sequence[int],
         threads: int,
         values: Sequence[Any],
-        stream: int,
+        slots: Sequence[Slot],
         cluster: int,
         dependent: bool,
     ) -> None:
-        self.function, self.values = function, tuple(values)  # the driver reads the values at each launch
-        self.config = _config(function, grid, threads, stream, cluster, dependent)
-        self._config = ctypes.byref(self.config)
-        self._arguments = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in self.values])
-        self._launch, self._handle = function.driver.launch, function.handle
+        self.function = function
+        self.values = tuple(value.map if isinstance(value, MovableMap) else value for value in values)
+        self.config = _config(function, grid, threads, cluster, dependent)
+        # The driver reads the values at each launch.
+        arguments = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in self.values])
+        launch, config, handle = function.driver.launch, ctypes.byref(self.config), function.handle
+        self._again = partial(launch, config, handle, arguments, None)
+        body = "config.stream = stream or None", "if status := launch(reference, handle, arguments, None):", "    fail(status)"
+        names = {"config": self.config, "reference": config, "handle": handle, "arguments": arguments}
+        self.run = writing(slots, body, launch=launch, fail=self._failed, **names)
 
-    def __call__(self) -> None:
-        """Enqueue the kernel. Raises DriverError."""
-        status = self._launch(self._config, self._handle, self._arguments, None)
+    def _failed(self, status: int) -> None:
+        """Launch again in the kernel's context where the thread had none. Raises DriverError."""
         if status == _NO_CONTEXT and self.function.context is not None:
             self.function.driver.library.cuCtxSetCurrent(self.function.context)
-            status = self._launch(self._config, self._handle, self._arguments, None)
+            status = self._again()
         if status:
             self.function.driver.check(status, f"launching kernel {self.function.entry!r}")
 
 
-def _config(
-    function: Function, grid: Sequence[int], threads: int, stream: int, cluster: int, dependent: bool
-) -> _Config:  # fmt: skip
+def _config(function: Function, grid: Sequence[int], threads: int, cluster: int, dependent: bool) -> _Config:
     attributes, count = (_Attribute * 2)(), 0
     if cluster > 1:
         attributes[0].id, count = _CLUSTER, 1
         attributes[0].value[0], attributes[0].value[1], attributes[0].value[2] = cluster, 1, 1
     if dependent:
         attributes[count].id, attributes[count].value[0], count = _DEPENDENT, 1, count + 1
-    return _Config(*grid, threads, 1, 1, function.shared, stream or None, attributes, count)
+    return _Config(*grid, threads, 1, 1, function.shared, None, attributes, count)
 
 
 @once

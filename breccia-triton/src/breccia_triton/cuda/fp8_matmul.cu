@@ -2,13 +2,13 @@
 // Also products of BF16 numbers where A alone has scales (ELEMENT 2): A holds the codes of a quantized weight, W activations, and
 // the output is written transposed, out[N,M]. So a scale along K belongs to a row of sums, of which a thread has two.
 //
-// The idea. A persistent grid of thread blocks walks over tiles of the output. In each block one warp (the producer) lets the
-// copy engine (TMA) fill a ring of STAGES parts of 128 bytes along K; the other NWG warpgroups (consumers) multiply, each H x 64
+// The idea. A persistent grid of thread blocks walks over tiles of the output. In each block one warp (the producer) lets
+// TMA fill a ring of STAGES parts of 128 bytes along K; the other NWG warpgroups (consumers) multiply, each H x 64
 // rows by BN columns. An FP8 tensor core keeps about 13 fraction bits of its sums, so every step's product is added to FP32
 // accumulators by ordinary instructions ("promotion"), times the scales of the step where blocks have scales. Two consumers
 // take turns: one promotes while the tensor cores work for the other. Blocks of a cluster share operands (a copy goes to all
 // of them; CM blocks along M share W, CN along N share A) or split K (SK blocks; partial sums meet in one block's shared
-// memory). Where K is no multiple of a stage, or M and N of no tile, the copy engine reads zeros, and writes nothing outside.
+// memory). Where K is no multiple of a stage, or M and N of no tile, TMA reads zeros, and writes nothing outside.
 //
 // Macros, besides those above:
 //   TURNS            consumers take turns
@@ -23,10 +23,10 @@
 //   PIECES           parts of a stage that are promoted each. With BLOCKS 4 means 1 x 32 of both, where every instruction's
 //                    product is promoted; with ROWS 1, 2 and 4 mean 1 x 64, 1 x 32 and 1 x 16 of A
 //   A_PLAIN, W_PLAIN scales of blocks are [rows][K / 128] in memory, not [K / 128][rows]; those of 1 x 32 are [rows][K / 32]
-//   COPIERS          warps of the producer copy plain scales, one number for each row and step; or else the copy engine does,
+//   COPIERS          warps of the producer copy plain scales, one number for each row and step; or else TMA does,
 //                    in boxes of 16 bytes for each row, as many as it takes for the codes of the row
 //   OUT, BIAS        F32, F16 or BF16; for BIAS also NONE
-//   STAGED, PAIRS    the output leaves through shared memory and the copy engine; or else two columns at once
+//   STAGED, PAIRS    the output leaves through shared memory and TMA; or else two columns at once
 //   GROUPED          rows of A are in groups, each with its own matrix of W
 #include "ptx.cuh"
 #include "wgmma.cuh"  // multiply(float* d, u64 a, u64 w, int add): d[64,BN] (+)= A[64,32] W[BN,32]^T, by one warpgroup
@@ -53,7 +53,7 @@ static_assert(STAGES >= 2 * SPAN && (SPAN == 1 || PIECES == 1), "a step awaits t
 static_assert(STAGES % SPAN == 0, "stages of a step are side by side in the ring");
 constexpr int A_BYTES = BM * 128, W_BYTES = BN * 128, STAGE_BYTES = A_BYTES + W_BYTES;
 constexpr int rounded_up(int n) { return (n + 127) / 128 * 128; }
-// Bytes of a row's scales in a stage: of four pieces, of four steps (the copy engine's least box), or of this step.
+// Bytes of a row's scales in a stage: of four pieces, of four steps (TMA's least box), or of this step.
 constexpr int A_ROW = SCALES == ROWS ? 4 * PIECES : PIECES == 4 || (A_PLAIN && !COPIERS) ? 16 : 4;
 constexpr int W_ROW = PIECES == 4 || (W_PLAIN && !COPIERS) ? 16 : 4;
 constexpr int SA_BYTES = SCALES == OUTER ? 0 : BM * A_ROW, SW_BYTES = SCALES == BLOCKS ? BN * W_ROW : 0;  // in a stage
@@ -71,7 +71,7 @@ constexpr int W_SCALES = SCALES != TILES ? 1 : SEGMENTS ? BN / UNIT : (128 - UNI
 
 struct __align__(64) TensorMap { u8 bytes[128]; };
 struct Args {
-    const float *sa, *sw;           // scales that the copy engine does not copy
+    const float *sa, *sw;           // scales that TMA does not copy
     const void* bias;
     void* out;
     const int* offsets;             // ends of the groups
@@ -99,7 +99,7 @@ __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap* map, int x,
                  "[%1, {%2, %3, %4}], [%5], %6;"
                  ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks) : "memory");
 }
-// By threads, without the copy engine: 4 or 16 bytes, zeros unless `there`.
+// By threads, without TMA: 4 or 16 bytes, zeros unless `there`.
 __device__ __forceinline__ void copy_4(u32 to, const void* from, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
 }
@@ -538,7 +538,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 #pragma unroll
             for (int hp = 0; hp < H * PARTS; hp++) {
                 const int h = hp / PARTS, from = hp % PARTS * PART;  // columns [from, from + PART) of 64 rows
-                // The copy engine would also write rows of the next group.
+                // TMA would also write rows of the next group.
                 const bool staged = STAGED && (!GROUPED || row + h * 64 + 64 <= tile.end);
                 if (staged) {
                     const u32 buffer = staging + (group * BUFFERS + hp % BUFFERS) * OUT_BYTES;

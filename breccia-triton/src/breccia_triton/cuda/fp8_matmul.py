@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from breccia import KernelError, ScaledTensor, ShapeError
-from breccia.backend import FLOAT32, PLAIN, ProductOptions, checks, dtype_name
-from breccia.internal import reentrant
+from breccia import ScaledTensor
+from breccia.backend import FLOAT32, PLAIN, ProductOptions, checks
 from breccia_torch.ops import need_dense
 
-from ..launch import Remembered, allocator, elsewhere, index_of, on, stream_of
-from ..operands import leading, need_one_device, parts_of, writable
+from ..executable import Executable
+from ..launch import Remembered, on
+from ..operands import leading, need_one_device, parts_of
 from . import fp8_plans, program, wgmma
-from .driver import MovableMap, TensorMap, driver
+from .driver import Launch, MovableMap, TensorMap, driver
 from .fp8_plans import ALIGNED, BLOCKS, OUTER, SCALES, STEP, Tile, Variant, grouped_tile_of, kind_of, tile_of
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -69,127 +69,84 @@ def _multiply(a: Any, b: Any, options: ProductOptions, offsets: Any, promote: bo
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
-        call = _calls.keep(key, _Call(a, b, bias, out_dtype, offsets, promote))
-    if elsewhere(call.index):
-        with torch.cuda.device(call.index):
-            return call(a, b, bias, offsets, out)
-    return call(a, b, bias, offsets, out)
+        call = _calls.keep(key, executable(a, b, bias, out_dtype, offsets, promote))
+    return call(a, b, bias if offsets is None else offsets, out)
 
 
-class _Call:
-    """A product of operands with these facts: its kernel, with arguments that each call completes.
+def executable(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None, promote: bool = True) -> Executable:
+    """The product of operands with these facts: its kernel, with arguments that each call completes."""
+    grouped = offsets is not None
+    if grouped:
+        checks.check_grouped(a, b, offsets)
+    else:
+        checks.check_matmul(a, b, bias)
+    device = a.data.device
+    need_one_device(device, [*parts_of("a", a), *parts_of("b", b), ("bias", bias), ("offsets", offsets)])
+    lead = () if grouped else leading(a.shape, b.shape)
+    with on(device):
+        copiers = _copiers(a, b, device, grouped)
+        copies: tuple[list[Any], list[Any]] = [], []
+        x = Fp8Operand(a, False, copies[0], copiers, groups=grouped)
+        w = Fp8Operand(b, True, copies[1], copiers)
+        if not grouped and w.matrices == 1 and x.matrices > 1 and x.merged():
+            x.merge()
+        run = _launch(x, w, _DTYPES[out_dtype], None if bias is None else bias.dtype, grouped, promote).run
+    left, right = map(bool, copies)
 
-    moves: the address of a tensor map can be replaced; otherwise maps are made anew.
-    """
-
-    def __init__(self, a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any, promote: bool) -> None:
-        if offsets is None:
-            checks.check_matmul(a, b, bias)
-        else:
-            checks.check_grouped(a, b, offsets)
-        self.device, self.dtype = a.data.device, _DTYPES[out_dtype]
-        need_one_device(self.device, [*parts_of("a", a), *parts_of("b", b), ("bias", bias), ("offsets", offsets)])
-        grouped = offsets is not None
-        lead = () if grouped else leading(a.shape, b.shape)
-        self.shape = (*lead, a.shape[-2], b.shape[-1])
-        self.index, self.allocated = index_of(self.device), allocator(self.shape, self.dtype, self.device)
-        self.grouped = grouped
-        with on(self.device):
-            self.copiers = _copiers(a, b, self.device, grouped)
-            copies: tuple[list[Any], list[Any]] = [], []
-            x = _Side(a, False, copies[0], self.copiers, groups=grouped)
-            w = _Side(b, True, copies[1], self.copiers)
-            self.copied = bool(copies[0]), bool(copies[1])
-            if not grouped and w.matrices == 1 and x.matrices > 1 and x.merged():
-                x.merge()
-            self._prepare(x, w, None if bias is None else bias.dtype, promote)
-        # The arguments of a launch are set in place: one thread at a time, and no call in the middle of another one.
-        self.turn, self.busy = reentrant(), False
-
-    def _prepare(self, a: _Side, w: _Side, bias: Any, promote: bool) -> None:
-        """The kernel and its arguments."""
-        grouped = self.grouped
-        matrices = w.matrices if grouped else max(a.matrices, w.matrices)
-        m, n, k = a.rows, w.rows, a.k
-        facts = (
-            fp8_plans.rounded_rows(m), n, k, matrices, (a.kind, w.kind), (a.codec, w.codec), not a.pitch, not w.pitch,
-            self.dtype, bias, promote, grouped, self.device, self.copiers,
-        )  # fmt: skip
-        plan = _plans.get(facts)
-        if plan is None:
-            plan = _plans.keep(facts, _Plan.of(*facts))
-        variant = plan.variant
-        tile = variant.tile
-        self.args = args = Args(
-            None, None, None, None, None, a.scale_matrix, w.scale_matrix, n, m * n, m, n, k, matrices, a.scale_row,
-            w.scale_row, int(a.matrices > 1), int(w.matrices > 1),
-        )  # fmt: skip
-        maps = self.maps = [
-            a.data_map(tile.rows // tile.share[1]),
-            w.data_map(tile.columns // tile.share[0]),
-            a.scale_map(tile.rows) if variant.scales != OUTER and (a.pitch or not variant.copiers) else None,
-            w.scale_map(tile.columns) if variant.scales == BLOCKS and (w.pitch or not variant.copiers) else None,
-            _output_map(self.dtype, 1 if grouped else matrices, m, n, tile) if variant.staged else None,
-        ]
-        none = TensorMap()
-        values = (*(none if each is None else each.map for each in maps), args)
-        self.launch = plan.function.prepare((plan.grid, 1, 1), tile.threads, values, 0, tile.cluster, tile.dependent)
-
-    def __call__(self, a: Any, b: Any, bias: Any, offsets: Any, out: Any) -> Any:
-        """The product, in `out` if given, on the current device."""
-        if out is None:
-            to = self.allocated()
-        else:
-            check_out(out, self.shape, self.dtype)
-            to = out if writable(out, self.shape, self.dtype, self.device) else self.allocated()
-        copies: list[Any] = []  # until the kernel has been enqueued: memory is reused in the order of the stream
-        left, right = self.copied
+    def enqueue(stream: int, a: Any, b: Any, added: Any, to: Any) -> None:
+        kept: list[Any] = []  # until the kernel has been enqueued: memory is reused in the order of the stream
         if left:
-            x = _Side(a, False, copies, self.copiers, groups=self.grouped)
+            x = Fp8Operand(a, False, kept, copiers, groups=grouped)
             codes_a, scale_a = x.data, x.scale
         else:
             codes_a, scale_a = a.data.data_ptr(), a.scale.data_ptr()
         if right:
-            w = _Side(b, True, copies, self.copiers)
+            w = Fp8Operand(b, True, kept, copiers)
             codes_b, scale_b = w.data, w.scale
         else:
             codes_b, scale_b = b.data.data_ptr(), b.scale.data_ptr()
-        address = to.data_ptr()
-        with self.turn:
-            if self.busy:
-                raise KernelError(BUSY)
-            self.busy = True
-            try:
-                args, launch = self.args, self.launch
-                args.sa, args.sw, args.out = scale_a, scale_b, address
-                if bias is not None:
-                    bias = bias.contiguous()
-                    args.bias = bias.data_ptr()
-                if offsets is not None:
-                    offsets = offsets.to(torch.int32).contiguous()
-                    args.offsets = offsets.data_ptr()
-                for each, place in zip(self.maps, (codes_a, codes_b, scale_a, scale_b, address), strict=True):
-                    if each is not None:
-                        each.move(place)
-                launch.config.stream = stream_of(self.index) or None
-                launch()
-            finally:
-                self.busy = False
-        return to if out is None or to is out else out.copy_(to)
+        if added is None:
+            return run(stream, codes_a, codes_b, scale_a, scale_b, to.data_ptr())
+        added = (added.to(torch.int32) if grouped else added).contiguous()
+        run(stream, codes_a, codes_b, scale_a, scale_b, to.data_ptr(), added.data_ptr())
+
+    return Executable(device, (*lead, a.shape[-2], b.shape[-1]), out_dtype, enqueue)
 
 
-#: What is raised where the arguments of a launch are in use by the same thread.
-BUSY = (
-    "a signal handler or a finalizer called for a product while the same one was being launched in this thread; "
-    "call it after the handler has returned."
-)
-
-
-def check_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ShapeError unless `out` can hold the result."""
-    if tuple(out.shape) != shape or out.dtype != dtype:
-        actual = f"{tuple(out.shape)} and {dtype_name(out)}"
-        raise ShapeError(f"out= must have shape {shape} and dtype {_NAMES[dtype]}; got {actual}.")
+def _launch(a: Fp8Operand, w: Fp8Operand, dtype: torch.dtype, bias: Any, grouped: bool, promote: bool) -> Launch:
+    """The kernel and its arguments. Slots: codes of a and b, their scales, the result, and the bias or the offsets if any."""
+    matrices = w.matrices if grouped else max(a.matrices, w.matrices)
+    m, n, k = a.rows, w.rows, a.k
+    facts = (
+        fp8_plans.rounded_rows(m), n, k, matrices, (a.kind, w.kind), (a.codec, w.codec), not a.pitch, not w.pitch,
+        dtype, bias, promote, grouped, a.device, a.copiers,
+    )  # fmt: skip
+    plan = _plans.get(facts)
+    if plan is None:
+        plan = _plans.keep(facts, Plan.of(*facts))
+    variant = plan.variant
+    tile = variant.tile
+    args = Args(
+        None, None, None, None, None, a.scale_matrix, w.scale_matrix, n, m * n, m, n, k, matrices, a.scale_row,
+        w.scale_row, int(a.matrices > 1), int(w.matrices > 1),
+    )  # fmt: skip
+    maps = [
+        a.data_map(tile.rows // tile.share[1]),
+        w.data_map(tile.columns // tile.share[0]),
+        a.scale_map(tile.rows) if variant.scales != OUTER and (a.pitch or not variant.copiers) else None,
+        w.scale_map(tile.columns) if variant.scales == BLOCKS and (w.pitch or not variant.copiers) else None,
+        _output_map(dtype, 1 if grouped else matrices, m, n, tile) if variant.staged else None,
+    ]
+    fields = None, None, "sa", "sw", "out"
+    slots: list[Any] = [
+        [*([] if each is None else [each]), *([] if field is None else [(args, field)])]
+        for each, field in zip(maps, fields, strict=True)
+    ]
+    if grouped or bias is not None:
+        slots.append((args, "offsets" if grouped else "bias"))
+    none = TensorMap()
+    values = (*(none if each is None else each for each in maps), args)
+    return plan.function.prepare((plan.grid, 1, 1), tile.threads, values, slots, tile.cluster, tile.dependent)
 
 
 def _copiers(a: ScaledTensor, b: ScaledTensor, device: torch.device, grouped: bool) -> bool:
@@ -203,13 +160,13 @@ def _copiers(a: ScaledTensor, b: ScaledTensor, device: torch.device, grouped: bo
     return fp8_plans.copiers(tile, (first, second), grouped)
 
 
-class _Side:
+class Fp8Operand:
     """One operand as the kernel reads it: codes (matrices, rows, K), K adjacent, and scales. Copied where they are not so.
 
     data, scale: addresses. scale_row, scale_matrix: from one row's scale to the next one's, and from one matrix's. pitch: of
     column-major scales, from one block of K to the next; 0 for plain ones.
 
-    copiers: warps read plain scales, not the copy engine. groups: tiles begin at any row. The copy engine reads column-major
+    copiers: warps read plain scales, not TMA. groups: tiles begin at any row. TMA reads column-major
     scales only from every fourth row on (it raises an illegal instruction elsewhere: measured on an H200), so plain ones are
     made of them.
     """
@@ -221,7 +178,7 @@ class _Side:
         self.rows, self.k, self.matrices = *data.shape[-2:], math.prod(data.shape[:-2])
         self.kind, self.codec = kind_of(st.recipe, st.layout, st.axis)
         self.pitch = self.scale_row = self.scale_matrix = 0
-        self.copiers = copiers
+        self.copiers, self.device = copiers, st.data.device
         self.scales = -(-self.k // STEP)  # of a row, with those that fill it up
         scale = self._tensor(st, data) if self.kind == "tensor" else self._blocks(st, transposed, groups)
         if self.matrices == 1:
@@ -305,7 +262,7 @@ class _Side:
 
 
 def _aligned(x: Any) -> Any:
-    """A tensor in C order whose address the copy engine takes."""
+    """A tensor in C order whose address TMA takes."""
     return x if x.is_contiguous() and x.data_ptr() % ALIGNED == 0 else _copied(x)
 
 
@@ -339,7 +296,7 @@ def _output_map(dtype: torch.dtype, matrices: int, m: int, n: int, tile: Tile) -
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """A loaded kernel and its grid."""
 
     variant: Variant
@@ -350,7 +307,7 @@ class _Plan:
     def of(
         m: int, n: int, k: int, matrices: int, kinds: tuple[str, str], codecs: tuple[str, str], a_plain: bool, w_plain: bool,
         dtype: torch.dtype, bias: Any, promote: bool, grouped: bool, device: torch.device, copiers: bool,
-    ) -> _Plan:  # fmt: skip
+    ) -> Plan:  # fmt: skip
         """The kernel for a product of these lengths, M as of `rounded_rows`. The output is contiguous, aligned to 16 bytes."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         tile = grouped_tile_of(m, matrices, k) if grouped else tile_of(m, n, k, matrices, processors)
@@ -362,7 +319,7 @@ class _Plan:
         )  # fmt: skip
         function = loaded(variant, device)
         down, along = -(-m // (tile.rows * tile.share[0])), -(-n // (tile.columns * tile.share[1]))
-        return _Plan(variant, function, grid_of(function, tile, None if grouped else matrices * down * along, processors))
+        return Plan(variant, function, grid_of(function, tile, None if grouped else matrices * down * along, processors))
 
 
 def grid_of(function: Any, tile: Tile, tiles: int | None, processors: int) -> int:

@@ -16,12 +16,13 @@ from typing import Any
 from breccia import Codec, Device, Layout, ScalingRecipe
 from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Operand, Shape
 
-from ..choices import measured, name_of, nearest, times_over_bound
+from .. import roofline
+from ..measurements import device_name, measured, nearest, times_over_bound
 from . import compiler
 
 #: Compute capability of the instructions: warpgroup products are Hopper's alone.
 HOPPER = (9, 0)
-#: Elements along K of a step, and the bytes to which the copy engine wants rows aligned.
+#: Elements along K of a step, and the bytes to which TMA wants rows aligned.
 STEP, ALIGNED = 128, 16
 #: Elements along K of one instruction, and of the blocks of the MX formats.
 PIECE = 32
@@ -34,7 +35,7 @@ _BLOCKS: dict[Block, str] = {
     (STEP, STEP): "128x128",
     (1, PIECE): "1x32",
 }
-#: Macro SCALES. ROWS belongs to BF16 operands, of which only the first has scales: `decoded_plans`.
+#: Macro SCALES. ROWS belongs to BF16 operands, of which only the first has scales: `weight_plans.Form`.
 OUTER, TILES, BLOCKS, ROWS = range(4)
 #: Pairs of scales of a and b.
 SCALES = {
@@ -101,7 +102,7 @@ def accepts_grouped(call: Call) -> str | None:
 
 def _refused_length(k: int) -> str | None:
     if k % ALIGNED:
-        return f"K = {k} is not a multiple of {ALIGNED}, so rows do not begin where the copy engine (TMA) reads"
+        return f"K = {k} is not a multiple of {ALIGNED}, so rows do not begin where TMA reads"
     return None
 
 
@@ -267,7 +268,7 @@ def grouped_tile_of(m: int, groups: int, k: int) -> Tile:
 
 
 def copiers(tile: Tile, pair: tuple[str, str], grouped: bool) -> bool:
-    """Whether warps copy plain 1 x 128 scales, one number for each row and step, and not the copy engine.
+    """Whether warps copy plain 1 x 128 scales, one number for each row and step, and not TMA.
 
     Its boxes have 16 bytes a row, which take as long as the codes of the row. Measured on an H200: with warps a product is up
     to 1.9 times faster where the tile has few rows or columns, and slower elsewhere. Not measured for groups and blocks of 32.
@@ -350,10 +351,8 @@ class Variant:
 
 # ------------------------------------------------------------------------------------------------ time
 
-#: A device's FP8 operations and bytes per second, and the seconds of a launch: a lower bound of a product's time.
-_OPERATIONS, _BANDWIDTH, _LAUNCH = 1.5e15, 4.0e12, 3e-6
-#: Times over that bound without a measurement, by whose kernel it is: breccia's is taken to be faster where it runs.
-_UNMEASURED = {"cuda": 1.2, "torch": 1.3, "transformer_engine": 1.3, "deep_gemm": 1.3, "humming": 1.8}
+#: Times over `bound` without a measurement, by whose kernel it is: breccia's is taken to be faster where it runs.
+_UNMEASURED = {"cuda": 1.2, "torch": 1.3}
 #: Times over the bound for blocks of 32 along K, which four promotions in a step bound: of few rows, and of more.
 _UNMEASURED_MX = 3.0, 5.0
 #: Up to so many rows one number of these holds, above the other.
@@ -361,21 +360,20 @@ _FEW = 128
 
 
 def slowdowns(device: str) -> Mapping[str, float]:
-    """Measured times over `bound`, by the keys of `choices.measured_key`; empty if not measured. head: that of `head_of`.
+    """Measured times over `bound`, by the keys of `measurements.measured_key`; empty if not measured. head: that of `head_of`.
 
     From `configurations/matmul_<device>.json`, which `benchmarks/bench_matmul.py --table` writes.
     """
-    return measured("matmul", device, "slowdowns", times_over_bound)
+    return measured("matmul", device, times_over_bound)
 
 
 def bound(m: int, n: int, k: int, matrices: int = 1) -> float:
     """The seconds that a product takes at least: for its operations, or for its bytes with a result of two bytes."""
-    operations = 2.0 * m * n * k / _OPERATIONS
-    return max(operations, (m * k + matrices * n * k + 2 * m * n) / _BANDWIDTH) + _LAUNCH
+    return roofline.seconds(2.0 * m * n * k, "float8", m * k + matrices * n * k + 2 * m * n)
 
 
 def head_of(kernel: str, pair: tuple[str, str]) -> str:
-    """What keys of a kernel's measured times begin with. kernel: "cuda" (this package's), or another of `_UNMEASURED`."""
+    """What keys of a kernel's measured times begin with. kernel: "cuda" (this package's) or "torch"."""
     return " ".join((kernel, *pair))
 
 
@@ -384,21 +382,13 @@ def seconds(call: Call, kernel: str) -> float:
     assert call.b is not None
     a, b = call.a.shape, call.b.shape
     if len(a) < 2 or len(b) < 2:  # `explain` of recipes alone
-        return _UNMEASURED[kernel] * _LAUNCH
+        return _UNMEASURED[kernel] * roofline.LAUNCH
     (*lead, k), n, pair = a, b[-1], _pair(call)
     m = math.prod(lead)
     over = nearest(slowdowns(device_name(call.device)), head_of(kernel, pair), m, n, k)
     if over is None:
         over = _UNMEASURED_MX[m > _FEW] if pair == ("1x32", "1x32") else _UNMEASURED[kernel]
     return over * bound(m, n, k, math.prod(b[:-2]))
-
-
-def device_name(device: Device) -> str:
-    """The name of a CUDA device; "" where torch sees none."""
-    torch = sys.modules.get("torch")
-    if torch is None or device.kind != "cuda" or not torch.cuda.is_available():
-        return ""
-    return name_of(torch.cuda.get_device_properties(device.index or 0))
 
 
 def score(call: Call) -> float:

@@ -10,7 +10,7 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ void barrier_init(u32 b, u32 n) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(b), "r"(n));
 }
-// Also to the cluster's other blocks, and to the copy engine.
+// Also to the cluster's other blocks, and to TMA.
 __device__ __forceinline__ void barriers_visible() {
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -11,9 +11,9 @@ import torch
 
 from breccia.backend import FLOAT32, ProductOptions, checks, composites
 
+from ..executable import check_out
 from ..launch import on
 from ..operands import leading
-from .fp8_matmul import check_out
 from .fp8_plans import kind_of
 
 #: cuBLAS (13.0) takes rows with 1x128 blocks in multiples of this.

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from breccia.backend import ProductOptions, checks
-
-from ..cuda.fp8_matmul import check_out
-from ..launch import on
-from ..operands import need_one_device, parts_of
+from breccia_triton.executable import check_out
+from breccia_triton.launch import on
+from breccia_triton.operands import need_one_device, parts_of
 
 #: Computes a product of matrices; gets the memory of the result, or None to allocate it.
 Multiply = Callable[[int, Any], Any]

@@ -1,42 +1,21 @@
-"""Which calls the products of other libraries take, and what these libraries call a format. Imports none of them, nor torch.
-
-They run where they are named: docs/kernels/other-libraries.md says what of the contract each of them does not keep.
-"""
+"""Which calls the products of other libraries take, and what these libraries call a format. Imports none of them, nor torch."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from breccia import Device, Format
-from breccia.backend import BF16, E2M1, E4M3, E8M0, F16, F32, INT4, TENSOR, UINT4, Block, Call, targets
-
-from ..cuda import fp8_plans
-from ..cuda.fp8_plans import HOPPER, codec_of, kinds
-from ..cuda.scaled_mm_plans import NO_E5M2, refused_shape
+from breccia import Format
+from breccia.backend import BF16, E2M1, E4M3, E8M0, F16, F32, INT4, TENSOR, UINT4, Block, Call
+from breccia_triton.cuda.fp8_plans import codec_of, kinds
 
 #: humming's products have tiles of so many columns and multiply steps of K of this length; its blocks are these tall.
 _COLUMNS, _STEP, _TALL = 64, 128, 128
-#: The least compute capability with FP8 tensor cores, and with BF16 ones.
-_FP8, _BF16 = (8, 9), (8, 0)
 #: Group sizes of torch's INT4, and how many columns and elements along K it packs together.
 _GROUPS, _PACKED_COLUMNS, _PACKED = (32, 64, 128, 256), 8, 32
 #: DeepGEMM stores rows of BF16 in units of 16 bytes.
 _STORED = 8
-
-
-def _available(device: Device, module: str, remedy: str, least: tuple[int, int]) -> str | None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.version.cuda is None:
-        return "this torch is built without CUDA"
-    if not targets.installed(module):
-        return f"{module} is not installed; {remedy}"
-    if device.capability and tuple(device.capability) < least:
-        needed, actual = (".".join(map(str, capability)) for capability in (least, device.capability))
-        return f"it needs compute capability {needed}; {device} has {actual}"
-    return None
 
 
 def _refused_operands(call: Call) -> str | None:
@@ -48,16 +27,6 @@ def _refused_operands(call: Call) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------ humming-kernels
-
-
-def humming_available(device: Device) -> str | None:
-    """Why humming's weight-only products cannot run on a device, or None."""
-    return _available(device, "humming", "pip install humming-kernels", _BF16)
-
-
-def humming_fp8_available(device: Device) -> str | None:
-    """Why humming's FP8 products cannot run on a device, or None."""
-    return _available(device, "humming", "pip install humming-kernels", _FP8)
 
 
 #: humming's configurations of a weight and of activations, by kinds of scales. Without a group size each row has a scale.
@@ -170,11 +139,6 @@ def _refused_activations(call: Call, dtypes: tuple[str, ...], who: str) -> str |
 # ------------------------------------------------------------------------------------------------ torch
 
 
-def int4_available(device: Device) -> str | None:
-    """Why torch's INT4 product cannot run on a device, or None."""
-    return _available(device, "torch", "pip install torch", _BF16)
-
-
 def accepts_int4(call: Call) -> str | None:
     """Why torch's INT4 product does not multiply activations by a weight, or None."""
     if why := _refused_activations(call, ("bfloat16",), "torch"):
@@ -199,15 +163,6 @@ def accepts_int4(call: Call) -> str | None:
 # ------------------------------------------------------------------------------------------------ DeepGEMM
 
 
-def deep_gemm_available(device: Device) -> str | None:
-    """Why DeepGEMM cannot run on a device, or None."""
-    if why := _available(device, "deep_gemm", "see github.com/deepseek-ai/DeepGEMM", HOPPER):
-        return why
-    if device.capability and tuple(device.capability) != HOPPER:
-        return "on newer devices than Hopper it rounds scales to powers of two"
-    return None
-
-
 def accepts_deep_gemm(call: Call) -> str | None:
     """Why DeepGEMM does not multiply two FP8 tensors, or None."""
     if why := _refused_pair(call, (("1x128", "128x128"),), "DeepGEMM") or _refused_operands(call):
@@ -219,42 +174,3 @@ def accepts_deep_gemm(call: Call) -> str | None:
     if k % _STEP or n % _STORED:
         return f"DeepGEMM is called for K in multiples of {_STEP} and N of {_STORED}; got K = {k}, N = {n}"
     return None
-
-
-# ------------------------------------------------------------------------------------------------ TransformerEngine
-
-
-def transformer_engine_available(device: Device) -> str | None:
-    """Why TransformerEngine's product cannot run on a device, or None."""
-    return _available(device, "transformer_engine", "pip install transformer-engine[pytorch]", _FP8)
-
-
-def accepts_transformer_engine(call: Call) -> str | None:
-    """Why TransformerEngine does not multiply two FP8 tensors, or None."""
-    assert call.b is not None
-    scales = kinds(call.a, call.b)
-    if isinstance(scales, str):
-        return scales
-    if scales != ("tensor", "tensor"):
-        return f"TransformerEngine is called for one scale of each tensor, not for scales {scales[0]} times {scales[1]}"
-    if (codec_of(call.a), codec_of(call.b)) == ("e5m2", "e5m2"):
-        return NO_E5M2
-    return _refused_operands(call) or refused_shape(call.a.shape, call.b.shape)
-
-
-# ------------------------------------------------------------------------------------------------ time
-
-
-def score_of_humming(call: Call) -> float:
-    """The estimated time of an FP8 product on humming's kernels."""
-    return fp8_plans.seconds(call, "humming")
-
-
-def score_of_deep_gemm(call: Call) -> float:
-    """The estimated time of an FP8 product on DeepGEMM's kernels."""
-    return fp8_plans.seconds(call, "deep_gemm")
-
-
-def score_of_transformer_engine(call: Call) -> float:
-    """The estimated time of an FP8 product through TransformerEngine."""
-    return fp8_plans.seconds(call, "transformer_engine")

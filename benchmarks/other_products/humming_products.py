@@ -20,8 +20,8 @@ import torch
 
 from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import FLOAT32, INT4, ProductOptions
+from breccia_triton.cuda.fp8_plans import kind_of
 
-from ..cuda.fp8_plans import kind_of
 from .plans import HUMMING_PAIRS, humming_weight
 from .rearranged import rearranged
 from .results import blocks, product
@@ -48,7 +48,7 @@ class Layer(NamedTuple):
     weight_scale_2: Any
 
 
-def humming_fp8_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
+def fp8_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` of two FP8 tensors, with scales of 1 x 128 by 128 x 128, or of rows. It may add parts of K in BF16."""
     pair = kind_of(a.recipe, a.layout, a.axis)[0], kind_of(b.recipe, b.layout, b.axis)[0]
     weight, activations = HUMMING_PAIRS[pair]
@@ -61,7 +61,7 @@ def humming_fp8_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any
     return product(a, b, options, multiply)
 
 
-def humming_weight_only(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
+def weight_only(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` of BF16 or FP16 activations and a quantized weight, decoded to their dtype. It may add parts of K in it."""
     out_dtype = options.out_dtype
     config = humming_weight(b.recipe.format, b.layout.plain.block(-2))
