@@ -39,6 +39,11 @@ ENDS = "nvfp4-ends"
 #: equal runs differ.
 TF32, AGAIN = "TF32", "BF16-again"
 RECIPES = (*PRESETS, ENDS)
+ABOUT = {
+    ENDS: "the first and last block in BF16",
+    AGAIN: "BF16 a second time; some sums have no order on a GPU",
+    TF32: "without autocast",
+}
 #: Heads and the largest learning rate by LAYERSxWIDTH.
 MODELS = {"12x768": (12, 6e-4), "24x1024": (16, 4e-4), "2x64": (2, 2e-3)}
 #: How far a recipe's held-out loss may be from BF16's, unless the difference is within ERRORS standard errors.
@@ -309,11 +314,13 @@ def losses(result: Result) -> Table:
         f"{options['text']}, as characters; {options['steps']:,} steps of {options['batch']} × {options['context']} "
         "characters. Runs of a seed have the same first weights and batches; all linear layers of the blocks are converted. "
         "Held-out losses are of the first tenth of the text. A loss above BF16's is held to the limit, or to "
-        f"{ERRORS} standard errors of the mean of the pairs. {ENDS}: the first and last block in BF16. {AGAIN}: BF16 a second "
-        f"time; some sums have no order on a GPU. {TF32}: without autocast. Seconds are steps times the time of a step in the "
-        f"next table; losses on the way are those of {BATCHES} batches."
+        f"{ERRORS} standard errors of the mean of the pairs. Seconds are steps times the time of a step in the next table; "
+        f"losses on the way are those of {BATCHES} batches."
     )
-    return table("losses of GPTs in training", columns, kinds(result, "losses"), note)
+    shown = kinds(result, "losses")
+    there = {recipe for _, recipe in shown}
+    note = " ".join([note, *(f"{recipe}: {what}." for recipe, what in ABOUT.items() if recipe in there)])
+    return table("losses of GPTs in training", columns, shown, note)
 
 
 def times(result: Result) -> Table:
