@@ -157,9 +157,13 @@ def placed(path: Path, header: Header, keys: Mapping[str, Any]) -> dict[str, Pla
     return Namer(path, keys).placed(header)
 
 
-def is_known(keys: Mapping[str, Any]) -> bool:
-    """Are the names that transformers has for the tensors of such a model known?"""
-    return keys.get("general.architecture") in ARCHITECTURES
+def why_unmapped(keys: Mapping[str, Any]) -> str:
+    """Why the tensors of a model keep the names of its file; "" where they have those of transformers."""
+    named = keys.get("general.architecture")
+    if isinstance(named, str) and named in ARCHITECTURES:
+        return ""
+    of = f"of architecture {short(named)}" if named else "of a file that names no architecture"
+    return f"breccia does not map the tensors {of} to transformers' names, so that they keep GGUF's"
 
 
 class Namer:
