@@ -118,8 +118,8 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, kind: str, part:
     blocks[1, scales.field] = one
     tensor = Tensor("w", (_BY_NAME[kind].length, 2), NUMBERS[kind], blocks.tobytes())
     path = written(tmp_path, [tensor])
-    wrong = 4 if scales.dtype == "UE4M3" else 1
-    with pytest.raises(breccia.DialectError, match=rf"m\.gguf: w \(GGUF\): {wrong} of its scales are NaN or Inf"):
+    wrong = "4 of its scales are" if scales.dtype == "UE4M3" else "1 of its scales is"
+    with pytest.raises(breccia.DialectError, match=rf"m\.gguf: w \(GGUF\): {wrong} NaN or Inf"):
         load_checkpoint(path)["w"]
     with pytest.raises(breccia.DialectError):
         convert(path, tmp_path / "out", "none")
