@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +52,8 @@ class Written:
     groups: Groups | None = None
 
 
-class Groups(NamedTuple):
+@dataclass(frozen=True)
+class Groups:
     """Groups of elements along K in any order. index: the group of each element. count: of groups, also of empty ones."""
 
     index: Sequence[int]
