@@ -199,6 +199,7 @@ def test_a_model_has_its_own_values_and_those_of_transformers_loader(tmp_path: P
         assert_same(found, loaded(file, kind).state_dict())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_converted_model_is_a_folder_that_transformers_loads(tmp_path: Path, kind: str) -> None:
     source, out, original = tmp_path / "source", tmp_path / "out", made(kind)
@@ -215,6 +216,7 @@ def test_a_converted_model_is_a_folder_that_transformers_loads(tmp_path: Path, k
     assert_same(model.dequantize().state_dict(), wanted.dequantize().state_dict())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_file_that_is_quantized_again_keeps_names_and_the_rest(tmp_path: Path, kind: str) -> None:
     file = written(tmp_path, kind, made(kind))
