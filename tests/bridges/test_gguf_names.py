@@ -43,17 +43,23 @@ def test_names_are_those_of_the_map_of_gguf(architecture: str) -> None:
     number = next(number for number, name in library.MODEL_ARCH_NAMES.items() if name == architecture)
     names, known = library.get_tensor_name_map(number, 2), ARCHITECTURES[architecture]
     # Converters join the experts under a name without numbers.
-    wanted = known.layer | {ours: theirs.replace("{}.", "") for ours, theirs in known.experts.items()}
-    found = {ours: names.get_name(f"model.layers.1.{theirs}") for ours, theirs in wanted.items()}
-    assert {ours: name for ours, name in found.items() if name not in (None, f"blk.1.{ours}")} == {}
+    wanted = [*known.names().items(), *known.names(has_second=True).items()]
+    wanted += [(ours, theirs.replace("experts.{}.", "experts.")) for ours, theirs in known.of_experts().items()]
+    wanted += [(ours.removesuffix(".weight"), theirs) for ours, theirs in known.whole.items()]
+    found = {ours.format(1): _mapped(names, theirs.format(1)) for ours, theirs in wanted}
+    other = {ours: name for ours, name in found.items() if name not in (None, ours)}
+    assert other == {}
     assert sum(name is not None for name in found.values()) > 6
-    for ours, theirs in {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}.items():
-        assert names.get_name(theirs) in ((None, ours) if architecture == "olmo" else (ours,))
+
+
+def _mapped(names: Any, name: str) -> str | None:
+    """GGUF's name by the map, which knows models that are converted without their head by names without a prefix."""
+    return names.get_name(name) or names.get_name(name.removeprefix("transformer."))
 
 
 def test_tensors_of_other_architectures_keep_their_names(tmp_path: Path) -> None:
     tensors = [plain(name, floats(4, 4)) for name in ("blk.0.attn_q.weight", "token_embd.weight", "x")]
-    assert list(opened(tmp_path, "mamba", tensors).entries) == ["blk.0.attn_q.weight", "token_embd.weight", "x"]
+    assert list(opened(tmp_path, "rwkv7", tensors).entries) == ["blk.0.attn_q.weight", "token_embd.weight", "x"]
     assert list(opened(tmp_path, "", tensors).entries) == ["blk.0.attn_q.weight", "token_embd.weight", "x"]
 
 
@@ -85,6 +91,51 @@ def test_rows_of_q_and_k_are_those_of_transformers(tmp_path: Path, architecture:
     np.testing.assert_array_equal(found[f"{attention}k_proj.weight"], k)
     np.testing.assert_array_equal(found[f"{attention}q_proj.bias"], bias)
     np.testing.assert_array_equal(found[f"{attention}v_proj.weight"], v)
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "falcon"])
+def test_rows_of_heads_that_attend_together_are_beside_each_other(tmp_path: Path, architecture: str) -> None:
+    """llama.cpp has all heads of q, then those of k, then those of v."""
+    heads, q, k, v = floats(2, 4, 4, 8), slice(0, 2), 2, 3  # two groups, each of two heads of q, one of k and one of v
+    parts = [heads[:, part].reshape(-1, 8) for part in (q, k, v)]
+    tensors = [plain("blk.0.attn_qkv.weight", np.concatenate(parts)), plain("blk.0.attn_qkv.bias", np.concatenate(parts)[:, 0])]
+    opened(tmp_path, architecture, tensors, attention__head_count=4, attention__head_count_kv=2)
+    found = load_checkpoint(tmp_path)
+    name = "transformer.h.0.self_attention.query_key_value."
+    np.testing.assert_array_equal(found[f"{name}weight"], heads.reshape(32, 8))
+    np.testing.assert_array_equal(found[f"{name}bias"], heads.reshape(32, 8)[:, 0])
+
+
+@pytest.mark.parametrize(("heads", "kv"), [(4, 3), (5, 5), (4, 0)])
+def test_heads_that_do_not_make_up_the_rows_are_refused(tmp_path: Path, heads: int, kv: int) -> None:
+    said = (
+        rf"'blk\.0\.attn_qkv\.weight' has shape \[32, 8\], and by the keys of the file {heads} heads of q and {kv} of k and v"
+    )
+    with pytest.raises(breccia.CorruptFileError, match=said):
+        numbers = {"attention__head_count": heads, "attention__head_count_kv": kv}
+        opened(tmp_path, "falcon", [plain("blk.0.attn_qkv.weight", floats(32, 8))], **numbers)
+
+
+def test_the_logarithms_of_state_spaces_are_those_of_transformers(tmp_path: Path) -> None:
+    stored = -np.abs(floats(8, 4))
+    conv = floats(8, 4)
+    opened(
+        tmp_path, "mamba", [plain("blk.2.ssm_a", stored), plain("blk.2.ssm_conv1d.weight", conv), plain("blk.2.ssm_d", conv[0])]
+    )
+    found, mixer = load_checkpoint(tmp_path), "backbone.layers.2.mixer."
+    np.testing.assert_array_equal(found[f"{mixer}A_log"], np.log(-stored))
+    np.testing.assert_array_equal(found[f"{mixer}conv1d.weight"], conv[:, None])
+    np.testing.assert_array_equal(found[f"{mixer}D"], conv[0])
+    with pytest.raises(breccia.CorruptFileError, match=r"'blk\.2\.ssm_a' is F16; llama\.cpp stores A of state spaces as F32"):
+        opened(tmp_path, "mamba", [Tensor("blk.2.ssm_a", (8,), NUMBERS["F16"], bytes(16))])
+
+
+def test_experts_of_an_architecture_without_declared_ones_leave_it_unmapped(tmp_path: Path) -> None:
+    """transformers would otherwise leave the experts alone at random."""
+    file = opened(tmp_path, "gemma4", [plain("blk.0.attn_q.weight", floats(8, 8))], expert_count=2)
+    assert list(file.entries) == ["blk.0.attn_q.weight"]
+    assert file.unmapped.startswith("breccia does not map the tensors of architecture 'gemma4' with experts")
+    assert opened(tmp_path, "gemma4", [plain("blk.0.attn_q.weight", floats(8, 8))], expert_count=0).unmapped == ""
 
 
 def test_heads_may_differ_between_layers(tmp_path: Path) -> None:

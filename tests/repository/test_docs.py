@@ -316,3 +316,15 @@ def test_no_page_calls_a_bridge_missing_that_a_plug_in_declares() -> None:
             named = [name for name, pattern in libraries.items() if pattern.search(said)]
             wrong += [f"{name_of(page)}: {said.strip()}" for _ in named[:1] if "checkpoint" not in said]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_of_gguf_files_is_that_of_the_record() -> None:
+    record = json.loads((DOCS / "gguf.json").read_text(encoding="utf-8"))
+    rows = [
+        (one["file"], ", ".join(t for t in one["types"] if t != "F32"), one["values"], len(one["differ"]), one["bytes_held"])
+        for one in record["files"]
+    ]
+    text = (DOCS / "dialects.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| (.*\.gguf) \| (.*) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    assert [tuple(row) for row in listed] == [tuple(map(str, row)) for row in rows]
+    assert all(one["bytes_held"] == one["bytes_in_file"] for one in record["files"])

@@ -140,6 +140,19 @@ def _count(tensor: Tensor) -> int:
     return rows * columns
 
 
+def test_tensors_without_names_of_transformers_are_refused(tmp_path: Path) -> None:
+    file = llama(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, gguf_file=file.name)
+    file.write_bytes(gguf(keys("rwkv7"), tensors()))
+    said = (
+        r"does not map the tensors of architecture 'rwkv7' to transformers' names, so that they keep GGUF's, and no weight of "
+        r"LlamaForCausalLM would be read\. Load the original model with BrecciaConfig\(recipe\)"
+    )
+    # The config that the caller gives stands for one of an architecture that transformers reads and breccia does not map.
+    with pytest.raises(breccia.UnsupportedError, match=said):
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=config, gguf_file=file.name, quantization_config=BrecciaConfig())
+
+
 def test_rotary_frequencies_that_the_config_lacks_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     count = HIDDEN // HEADS // 2
     factors = Tensor("rope_freqs.weight", (count,), NUMBERS["F32"], b"\0\0\x80?" * count)

@@ -46,7 +46,7 @@ def is_cast(case: Case) -> bool:
     return plain and case.format.levels[-1].codec.name == "E8M0" and case.format.rules[-1] in ("rceil", "mse")
 
 
-@pytest.mark.parametrize(("number", "casts"), [(1, 84), (2, 0), (3, 0), (4, 0), (5, 64), (6, 0)])
+@pytest.mark.parametrize(("number", "casts"), [(1, 84), (2, 0), (3, 0), (4, 0), (5, 64), (6, 0), (7, 0)])
 def test_the_program_finds_no_difference_and_its_results_are_those_of_the_vectors(
     checker: Path, tmp_path: Path, number: int, casts: int
 ) -> None:
@@ -75,14 +75,21 @@ def test_the_program_finds_no_difference_and_its_results_are_those_of_the_vector
         (4, "two_codecs,type=tiles", "data"),
         (5, "mxfp4,scale_rule=mse", "scale"),
         (6, "mxfp4,rotation=32", "decoded"),
+        (7, "steps", "decoded"),
+        (7, "steps,type=two_levels_factor", "global_scale"),
+        (7, "steps,type=bf16_zero", "zero_point"),
+        (7, "int4,group_size=12", "group_index"),
     ],
 )
 def test_the_program_detects_a_planted_wrong_byte(checker: Path, tmp_path: Path, number: int, name: str, part: str) -> None:
-    case = next(c for c in breccia_vectors.cases(name, edge="ordinary", set=number) if c.format.name == name)
+    edges = ("ordinary", "group_index")
+    case = next(c for c in breccia_vectors.cases(name, set=number) if c.format.name == name and c.edge in edges)
     folder = shutil.copytree(SETS / str(number), tmp_path / "set")
     start, size = json.loads((folder / "index.json").read_text())["cases"][case.number][part]
     raw = bytearray((folder / "vectors.bin").read_bytes())
-    raw[start + (size // 2 | 2)] ^= 0x40  # the upper half of a number
+    raw[start + (size // 2 | 2) - 2 * (part == "group_index")] ^= 0x40 >> 6 * (
+        part == "group_index"
+    )  # the upper half of a number
     (folder / "vectors.bin").write_bytes(raw)
     done = checked(checker, folder)
     assert done.returncode == 1 and f"case {case.number}: " in done.stdout and ", 0 differences" not in done.stdout
@@ -91,5 +98,5 @@ def test_the_program_detects_a_planted_wrong_byte(checker: Path, tmp_path: Path,
 def test_the_program_says_which_file_it_cannot_read_or_write(checker: Path, tmp_path: Path) -> None:
     done = checked(checker, tmp_path)
     assert done.returncode == 2 and "vectors.bin: No such file" in done.stderr
-    done = checked(checker, SETS / "6", tmp_path / "missing" / "results.txt")
+    done = checked(checker, SETS / "7", tmp_path / "missing" / "results.txt")
     assert done.returncode == 2 and "results.txt: No such file" in done.stderr

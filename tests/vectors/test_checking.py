@@ -28,6 +28,9 @@ def cast(case: Case, **fields: Any) -> dict[str, Any]:
             raise NotSupported("supplied scales of 16 bits")
     if case.importance is not None:
         options["importance"] = np.asarray(case.array("importance"))
+    if case.group_index is not None:
+        index = breccia.PerGroupIndex(tuple(np.asarray(case.array("group_index")).tolist()), case.groups)
+        options = {"axis": case.axis, "group_index": index}
     st = breccia.cast(x.reshape(case.shape), recipe, **options)
     parts = {name: getattr(st, name) for name in ("data", "scale", "zero_point", "global_scale")}
     decoded = breccia.dequantize(st)

@@ -12,6 +12,7 @@ from breccia.internal import abbreviated, parsed_json, unique_keys
 
 from .gguf_file import GGUFFile, check_parts, gguf_files, parts_of
 from .gguf_header import is_gguf
+from .gguf_raw_parts import refuse_raw_parts
 from .remote_path import is_remote, lexists, path_of
 from .safetensors_file import Container
 
@@ -33,6 +34,7 @@ def checkpoint_files(path: Path) -> list[Path]:
     if not path.exists():
         raise FileNotFoundError(f"no checkpoint {path}; give a .safetensors or .gguf file, or a folder of them.")
     if path.is_file():
+        refuse_raw_parts([path])
         if path.suffix not in (".safetensors", *PICKLED) and not has_gguf(path):
             raise UnsupportedError(
                 f"{path} is neither a .safetensors nor a .gguf file; convert it to safetensors first.", path=str(path)
@@ -46,6 +48,8 @@ def checkpoint_files(path: Path) -> list[Path]:
     listed = _safetensors(path) if index is None else sorted(set(weight_map(index).values()))
     if not listed and (parts := gguf_files(path)):
         return parts
+    if not listed:
+        refuse_raw_parts(sorted(file for file in path.iterdir() if not file.name.startswith(".")))
     names = listed or _pickled(path)
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
@@ -85,8 +89,11 @@ def index_of(path: Path) -> Path | None:
 
 
 def of_one(file: Path) -> list[Path]:
-    """The files that one file stands for: itself, and the other parts of a GGUF model."""
-    return parts_of(file) if file.suffix == GGUF else [file]
+    """The files that one file stands for: itself, and the other parts of a GGUF model. Raises as `refuse_raw_parts` does."""
+    if file.suffix == GGUF:
+        return parts_of(file)
+    refuse_raw_parts([file])
+    return [file]
 
 
 def all_opened(files: Iterable[Path]) -> list[Container]:

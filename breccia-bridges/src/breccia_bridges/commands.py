@@ -22,7 +22,7 @@ import breccia
 from breccia.backend import Json, print_json, print_table, registry
 from breccia.internal import COMPLETE, NEW_CODES, abbreviated, policy_names, printable
 
-from .announcements import CONFIG
+from .announcements import CONFIG, read_object
 from .checkpoint import source_bytes
 from .compare import compare as compare_checkpoints
 from .convert import convert as convert_checkpoint
@@ -391,10 +391,11 @@ def _print_conversion(result: Report, recipe: str, seconds: float, dry_run: bool
     else:
         name, how = _VERIFIED[result.verify]
         rows[name] = f"{result.destination}{how}; {seconds:.1f} s"
-    if (Path(result.destination) / CONFIG).exists() and result.quantized and not dry_run:
+    config = None if dry_run or not result.quantized else read_object(Path(result.destination) / CONFIG)
+    if config is not None:
         theirs = registry().dialects.get(result.dialect)
         rows["load"] = (
-            f"breccia.bridges.load_checkpoint(folder), or by {theirs.title}"
+            "breccia.bridges.load_checkpoint(folder)" + (f", or by {theirs.title}" if "model_type" in config else "")
             if theirs
             else "breccia.bridges.load_safetensors(folder); or import breccia_torch.hf (pip install 'breccia-torch[hf]'), then "
             "transformers' from_pretrained(folder)"

@@ -1,6 +1,7 @@
 """The config and the tokenizer of a model in GGUF, as the files that transformers has beside weights.
 
-transformers makes both from the keys of a GGUF file, for the architectures that it reads.
+transformers makes both from the keys of a GGUF file, for the architectures that it reads. Beside tensors that keep GGUF's names
+there is no config.json: transformers would find none of them, and leave the weights of the model at random.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ def make(file: GGUFFile, names: Collection[str], folder: Path) -> list[str]:
     file: the first one of the model. names: of all values of the model.
     """
     said: list[str] = []
+    if file.unmapped:
+        (folder / CONFIG).unlink(missing_ok=True)
+        return [
+            f"{file.path.name} is not a model that transformers can load from here: {file.unmapped}. No config of "
+            "the model was written, with which transformers would fill all weights with random numbers."
+        ]
     if is_remote(file.path):
         return [
             f"config.json and the tokenizer were not made: transformers reads them from a file on a disk, and {file.path} is a "

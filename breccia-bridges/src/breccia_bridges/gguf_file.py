@@ -17,7 +17,7 @@ from breccia import CorruptFileError, UnsupportedError
 from breccia.internal import abbreviated
 
 from .gguf_header import Header, read_header
-from .gguf_names import FROM_CONFIG, Placed, is_known, placed
+from .gguf_names import FROM_CONFIG, Placed, placed, why_unmapped
 from .gguf_types import DECODED
 from .remote_path import path_of
 from .safetensors_file import DTYPES, FETCH, Container, Entry, identity, need_little_endian, read, regular, shown
@@ -48,7 +48,8 @@ class GGUFFile(Container):
         keys = self._model_header().keys
         self.placed = placed(self.path, self.header, keys)
         self.entries = {name: _entry(one) for name, one in self.placed.items()}
-        self.left_out = [name for name in self.header.tensors if name in FROM_CONFIG] if is_known(keys) else []
+        self.unmapped = why_unmapped(keys)
+        self.left_out = [] if self.unmapped else [name for name in self.header.tensors if name in FROM_CONFIG]
         self.decoded = {name: one.info.type.name for name, one in self.placed.items() if one.info.type.name in DECODED}
 
     def view(self, name: str) -> np.ndarray:

@@ -1,7 +1,9 @@
 """The tensors of GGUF files under the names, and with the rows and shapes, that transformers has.
 
 llama.cpp renames tensors, and changes some: `ARCHITECTURES` says how, for those architectures whose models in transformers
-consist of the same tensors. Tensors of others, and what transformers lacks, keep the names of the file. The same declarations
+consist of the same tensors. Tensors of others, and what transformers lacks, keep the names of the file. Others that
+transformers reads are gpt2, whose matrices are transposed there, gpt-oss and the experts of gemma4, whose projections it
+fuses in other ways, and qwen35, whose columns it reorders. The same declarations
 say where a tensor of transformers is in a GGUF file that is written.
 
 Names agree with the map of the library `gguf`, as a test shows. That map cannot take its place: it has up to twelve names of
@@ -15,7 +17,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, NamedTuple
@@ -32,13 +33,13 @@ Change = Callable[[np.ndarray], np.ndarray]
 
 #: More experts than a model has: a small file could ask for any number of entries.
 _MAX_EXPERTS = 4096
-_ENDS = "(weight|bias|scale|input_scale)"
-_BLOCK = re.compile(rf"blk\.(\d{{1,6}})\.(.+)\.{_ENDS}")
-_LAYER = re.compile(rf"model\.layers\.(\d{{1,6}})\.(.+)\.{_ENDS}")
-_EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
+_ENDS = ("weight", "bias", "scale", "input_scale")
+_STEM = re.compile(rf"(.+)\.({'|'.join(_ENDS)})")
+_BLOCK = re.compile(r"(?<![^.])(blk\.)(\d{1,6})(?=\.)")
+_LAYER = re.compile(r"(\.)(\d{1,6})(?=\.)")
+_EXPERT = re.compile(r"(\.experts\.)(\d{1,6})(?=\.)")
 
 _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_FROM_MODEL = {theirs: ours for ours, theirs in _MODEL.items()}
 #: Matrices that programs need as F32, as they do vectors.
 _ROUTERS = ("ffn_gate_inp", "ffn_gate_inp_shexp")
 #: Tensors that transformers computes from the config.
@@ -50,12 +51,39 @@ _BEFORE = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm
 _AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _AROUND = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **_AFTER}
 _OF_HEADS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_PER_LAYER = {"inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"}
 _LLAMA = _ATTENTION | _MLP | _BEFORE
 _ROUTER = {"ffn_gate_inp": "mlp.gate"}
 _EXPERTS = {f"ffn_{x}_exps": f"mlp.experts.{{}}.{x}_proj" for x in ("gate", "up", "down")}
 _SHARED = {
     **{f"ffn_{x}_shexp": f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_GPT_2 = {"output_norm": "transformer.ln_f", "output": "lm_head"}
+_BLOOM = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attention.query_key_value",
+    "attn_output": "self_attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+_T5_MLP = {f"ffn_{x}": f"DenseReluDense.{w}" for x, w in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo"))}
+_T5_NORM, _T5_MLP_NORM = {"attn_norm": "layer_norm"}, {"ffn_norm": "layer_norm"}
+_T5_ATTENTION = {f"attn_{x}": f"SelfAttention.{x}" for x in "qkvo"} | {"attn_rel_b": "SelfAttention.relative_attention_bias"}
+_T5_ACROSS = {f"cross_attn_{x}": f"EncDecAttention.{x}" for x in "qkvo"} | {"cross_attn_norm": "layer_norm"}
+_T5 = {
+    "token_embd": "shared",
+    "output": "lm_head",
+    **{f"{x}.output_norm": f"{y}.final_layer_norm" for x, y in (("enc", "encoder"), ("dec", "decoder"))},
+    **{
+        f"{x}.blk.{{}}.{ours}": f"{y}.block.{{}}.layer.{n}.{theirs}"
+        for x, y, layers in (
+            ("enc", "encoder", (_T5_ATTENTION | _T5_NORM, _T5_MLP | _T5_MLP_NORM)),
+            ("dec", "decoder", (_T5_ATTENTION | _T5_NORM, _T5_ACROSS, _T5_MLP | _T5_MLP_NORM)),
+        )
+        for n, layer in enumerate(layers)
+        for ours, theirs in layer.items()
+    },
 }
 _MIXTRAL = {f"ffn_{x}_exps": f"block_sparse_moe.experts.{{}}.{w}" for x, w in (("gate", "w1"), ("down", "w2"), ("up", "w3"))}
 
@@ -68,25 +96,89 @@ class Architecture:
         expert; each becomes a value of its own, as in checkpoints.
     permutes: whether rows of q and k are in pairs that are rotated together, (i, i + half) in transformers.
     shifts: whether 1 was added to the weights of norms.
+    outside: the same of tensors outside of layers, and of layers whose names differ by more; {} is the number of the layer.
+    layers: the name of the list of layers.
+    whole: names with their ends, where these differ too.
+    with_second: names in layers of a model that has an `attn_norm_2`, where they are others than those in `layer`.
     """
 
     layer: Mapping[str, str]
     experts: Mapping[str, str] = field(default_factory=dict[str, str])
     permutes: bool = False
     shifts: bool = False
+    outside: Mapping[str, str] = field(default_factory=lambda: _MODEL)
+    layers: str = "model.layers"
+    whole: Mapping[str, str] = field(default_factory=dict[str, str])
+    with_second: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def names(self, has_second: bool = False) -> dict[str, str]:
+        """The names in transformers by those in GGUF, without ends, and with {} for the number of a layer."""
+        layer = {**self.layer, **(self.with_second if has_second else {})}
+        return {**self.outside, **{f"blk.{{}}.{ours}": f"{self.layers}.{{}}.{theirs}" for ours, theirs in layer.items()}}
+
+    def of_experts(self) -> dict[str, str]:
+        """The same of stacks of experts, with a second {} for the number of the expert."""
+        return {f"blk.{{}}.{ours}": f"{self.layers}.{{}}.{theirs}" for ours, theirs in self.experts.items()}
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture(_LLAMA, permutes=True),
+    "bloom": Architecture(
+        _BLOOM | {"ffn_norm": "post_attention_layernorm"},
+        outside=_GPT_2
+        | {"token_embd": "transformer.word_embeddings", "token_embd_norm": "transformer.word_embeddings_layernorm"},
+        layers="transformer.h",
+    ),
     "cohere2": Architecture(_LLAMA),
     "command-r": Architecture(_LLAMA | _OF_HEADS),
+    "deci": Architecture(_LLAMA, permutes=True),
     "ernie4_5": Architecture(_LLAMA),
     "exaone4": Architecture(_ATTENTION | _MLP | _AFTER | _OF_HEADS),
+    "falcon": Architecture(
+        _BLOOM | {"attn_norm_2": "ln_attn"},
+        outside=_GPT_2 | {"token_embd": "transformer.word_embeddings"},
+        layers="transformer.h",
+        with_second={"attn_norm": "ln_mlp"},
+    ),
     "gemma": Architecture(_LLAMA, shifts=True),
     "gemma2": Architecture(_ATTENTION | _MLP | _AROUND, shifts=True),
     "gemma3": Architecture(_ATTENTION | _MLP | _AROUND | _OF_HEADS, shifts=True),
+    "gemma4": Architecture(
+        _ATTENTION | _MLP | _AROUND | _OF_HEADS | _PER_LAYER,
+        outside=_MODEL
+        | {
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        whole={"blk.{}.layer_output_scale.weight": "model.layers.{}.layer_scalar"},
+    ),
     "granite": Architecture(_LLAMA, permutes=True),
+    "lfm2": Architecture(
+        _ATTENTION
+        | {"attn_output": "self_attn.out_proj", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}
+        | {f"ffn_{x}": f"feed_forward.{w}" for x, w in (("gate", "w1"), ("down", "w2"), ("up", "w3"))}
+        | {f"attn_{x}_norm": f"self_attn.{x}_layernorm" for x in "qk"}
+        | {f"shortconv.{x}": f"conv.{x}" for x in ("conv", "in_proj", "out_proj")},
+        outside={
+            "token_embd": "model.embed_tokens",
+            "token_embd_norm": "model.embedding_norm",  # llama.cpp's name for this norm, of the output
+            "output": "lm_head",
+        },
+    ),
     "llama": Architecture(_LLAMA | {"ffn_gate_inp": "block_sparse_moe.gate"}, _MIXTRAL, permutes=True),
+    "mamba": Architecture(
+        {"attn_norm": "norm", "ssm_conv1d": "mixer.conv1d", "ssm_dt": "mixer.dt_proj"}
+        | {f"ssm_{x}": f"mixer.{x}_proj" for x in ("in", "x", "out")},
+        outside={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+        layers="backbone.layers",
+        whole={"blk.{}.ssm_a": "backbone.layers.{}.mixer.A_log", "blk.{}.ssm_d": "backbone.layers.{}.mixer.D"},
+    ),
+    "minimax-m2": Architecture(
+        _LLAMA | _OF_HEADS | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        _MIXTRAL,
+        whole={"blk.{}.exp_probs_b.bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias"},
+    ),
     "nemotron": Architecture(_LLAMA, shifts=True),
     "olmo": Architecture(_LLAMA, permutes=True),
     "olmo2": Architecture(_ATTENTION | _MLP | _AFTER | _OF_HEADS),
@@ -102,7 +194,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture(_LLAMA, permutes=True),
     "stablelm": Architecture(_LLAMA),
     "starcoder2": Architecture(_LLAMA | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "t5": Architecture({}, outside=_T5),
+    "t5encoder": Architecture({}, outside=_T5),
 }
+#: Of these, q, k and v are one matrix: in transformers each head of k, and of v, follows the heads of q that attend to it.
+_GROUPED = ("bloom", "falcon")
+#: Weights of convolutions of single channels, which have an axis of length 1 in transformers.
+_CHANNELS = ("shortconv.conv", "ssm_conv1d")
 
 
 @dataclass(frozen=True)
@@ -157,9 +255,21 @@ def placed(path: Path, header: Header, keys: Mapping[str, Any]) -> dict[str, Pla
     return Namer(path, keys).placed(header)
 
 
-def is_known(keys: Mapping[str, Any]) -> bool:
-    """Are the names that transformers has for the tensors of such a model known?"""
-    return keys.get("general.architecture") in ARCHITECTURES
+def why_unmapped(keys: Mapping[str, Any]) -> str:
+    """Why the tensors of a model keep the names of its file; "" where they have those of transformers."""
+    named, known = keys.get("general.architecture"), _known(keys)
+    if known is not None:
+        return ""
+    of = f"of architecture {short(named)}" if named else "of a file that names no architecture"
+    experts = " with experts" if isinstance(named, str) and named in ARCHITECTURES else ""
+    return f"breccia does not map the tensors {of}{experts} to transformers' names, so that they keep GGUF's"
+
+
+def _known(keys: Mapping[str, Any]) -> Architecture | None:
+    """The architecture of a model; None where it, or where its experts, have no declaration."""
+    name = keys.get("general.architecture")
+    known = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    return None if known is None or (keys.get(f"{name}.expert_count") and not known.experts) else known
 
 
 class Namer:
@@ -169,9 +279,13 @@ class Namer:
         self._path, self._keys = path, keys
         name = keys.get("general.architecture")
         self._name = name if isinstance(name, str) else ""
-        self._known = ARCHITECTURES.get(self._name)
+        self._known = _known(keys)
+        self._names = self._known.names() if self._known else {}
+        self._experts_of = self._known.of_experts() if self._known else {}
 
     def placed(self, header: Header) -> dict[str, Placed]:
+        if self._known is not None and self._known.with_second and any(".attn_norm_2." in name for name in header.tensors):
+            self._names = self._known.names(has_second=True)
         found: dict[str, Placed] = {}
         for info in header.tensors.values():
             if self._known is not None and info.name in FROM_CONFIG:
@@ -189,74 +303,91 @@ class Namer:
         """
         if self._known is None:
             return None
-        stem, _, end = name.rpartition(".")
-        if stem in _FROM_MODEL:
-            return self._place(_FROM_MODEL[stem], end, shape, 0, f"{_FROM_MODEL[stem]}.{end}")
-        layer = _LAYER.fullmatch(name)
-        if layer is None:
+        form, number = _numbered(_LAYER, name)
+        form, expert = _numbered(_EXPERT, form)
+        whole = _reversed(self._known.whole).get(form)
+        if whole is not None:
+            return self._place(whole.format(number), shape)
+        matched = _STEM.fullmatch(form)
+        if matched is None:
             return None
-        number, module, end = layer.groups()
-        expert = _EXPERT.search(f".{module}")
-        if expert is None:
-            part = {theirs: ours for ours, theirs in self._known.layer.items()}.get(module)
-            return None if part is None else self._place(part, end, shape, int(number), f"blk.{number}.{part}.{end}")
-        joined = _EXPERT.sub(".experts.{}.", f".{module}")[1:]
-        part = {theirs: ours for ours, theirs in self._known.experts.items()}.get(joined)
-        return None if part is None else Place(f"blk.{number}.{part}.{end}", shape, int(expert[1]))
+        stem, end = matched.groups()
+        names = _reversed(self._known.names() | self._known.names(has_second=True)) | _reversed(self._names)
+        part = (names if expert is None else _reversed(self._experts_of)).get(stem)
+        if part is None:
+            return None
+        found = f"{part.format(number)}.{end}"
+        return self._place(found, shape) if expert is None else Place(found, shape, expert)
 
-    def _place(self, part: str, end: str, shape: Shape, layer: int, name: str) -> Place:
+    def _place(self, name: str, shape: Shape) -> Place:
         """The place of a tensor, with what llama.cpp does to it."""
-        assert self._known is not None
-        place = Place(name, shape, needs_f32=len(shape) < 2 or part in _ROUTERS)
-        if self._known.permutes and part in ("attn_q", "attn_k") and end in ("weight", "bias"):
-            heads = self._heads(layer, part)
-            if heads < 1 or not shape or shape[0] % (2 * heads):
+        part, layer, end = _parted(name)
+        place = Place(name, shape, needs_f32=len(shape) < 2 or part in (*_ROUTERS, *_CHANNELS, "ssm_a"))
+        order = self._order(part, layer, end, shape)
+        if order is not None:
+            if order.count < 1 or not shape or shape[0] % order.count:
                 raise UnsupportedError(
-                    f"{shown(self._path)}: {part} of layer {layer} has shape {list(shape)}, and the model {heads} heads, of "
-                    "pairs of rows. Correct the config.",
+                    f"{shown(self._path)}: {part} of layer {layer} has shape {list(shape)}, and the model {order}. Correct the "
+                    "config.",
                     shape=shape,
                 )
-            return place._replace(change=partial(_permuted, heads))
-        if self._known.shifts and "norm" in part and end == "weight":
+            return place._replace(change=order.into_gguf)
+        if self._shifts(part, end):
             return place._replace(change=_shifted)
+        if part == "ssm_a":
+            return place._replace(change=_exponentiated)
+        if part in _CHANNELS and end == "weight" and len(shape) > 1 and shape[1] == 1:
+            return place._replace(shape=(shape[0], *shape[2:]))
         return place._replace(shape=shape[1:]) if part == "ffn_gate_inp_shexp" and shape[:1] == (1,) else place
 
     def _named(self, info: TensorInfo) -> Iterator[tuple[str, Placed]]:
         """The values of a tensor, each with its name in transformers."""
         one = whole(info)
-        stem, _, end = info.name.rpartition(".")
-        block = _BLOCK.fullmatch(info.name)
-        if self._known is None or (block is None and stem not in _MODEL):
-            yield info.name, one
-        elif block is None:
-            yield f"{_MODEL[stem]}.{end}", self._changed(one, stem, end, 0)
+        form, number = _numbered(_BLOCK, info.name)
+        stem, _, end = form.rpartition(".")
+        exact = self._known.whole.get(form) if self._known else None
+        if exact is not None:
+            yield exact.format(number), self._changed(one)
+        elif stem in self._experts_of and end in _ENDS and len(info.shape) == (3 if end == "weight" else 1):
+            yield from self._experts(one, f"{self._experts_of[stem].format(number, '{}')}.{end}")
+        elif stem in self._names and (number is None or end in _ENDS):
+            yield f"{self._names[stem].format(number)}.{end}", self._changed(one)
         else:
-            layer, part, end = block.groups()
-            if part in self._known.experts and len(info.shape) == (3 if end == "weight" else 1):
-                yield from self._experts(one, f"model.layers.{layer}.{self._known.experts[part]}.{end}")
-            elif part in self._known.layer:
-                yield f"model.layers.{layer}.{self._known.layer[part]}.{end}", self._changed(one, part, end, int(layer))
-            else:
-                yield info.name, one
+            yield info.name, one
 
-    def _changed(self, one: Placed, part: str, end: str, layer: int) -> Placed:
+    def _changed(self, one: Placed) -> Placed:
         """The tensor, with what llama.cpp did to it taken back."""
-        assert self._known is not None
         info = one.info
-        if self._known.permutes and part in ("attn_q", "attn_k") and end in ("weight", "bias"):
-            heads = self._heads(layer, part)
-            if heads < 1 or not info.shape or info.shape[0] % (2 * heads):
-                raise self._wrong(
-                    info, f"has shape {list(info.shape)}, and by the keys of the file {heads} heads, of pairs of rows"
-                )
-            return replace(one, change=partial(_unpermuted, heads))
-        if self._known.shifts and "norm" in part and end == "weight":
+        part, layer, end = _parted(info.name)
+        order = self._order(part, layer, end, info.shape)
+        if order is not None:
+            if order.count < 1 or not info.shape or info.shape[0] % order.count:
+                raise self._wrong(info, f"has shape {list(info.shape)}, and by the keys of the file {order}")
+            return replace(one, change=order.from_gguf)
+        if self._shifts(part, end) or part == "ssm_a":
             if info.type.name != "F32":
-                raise self._wrong(info, f"is {info.type.name}; llama.cpp stores the weights of norms as F32")
-            return replace(one, change=_unshifted)
+                stored = "A of state spaces" if part == "ssm_a" else "the weights of norms"
+                raise self._wrong(info, f"is {info.type.name}; llama.cpp stores {stored} as F32")
+            return replace(one, change=_logarithm if part == "ssm_a" else _unshifted)
+        if part in _CHANNELS and end == "weight" and len(info.shape) == 2:
+            return replace(one, shape=(info.shape[0], 1, *info.shape[1:]), change=_with_channel)
         if part == "ffn_gate_inp_shexp" and len(info.shape) == 1:
             return replace(one, shape=(1, *info.shape), change=_as_row)
         return one
+
+    def _shifts(self, part: str, end: str) -> bool:
+        """Has GGUF the weights of a norm plus 1?"""
+        return self._known is not None and self._known.shifts and "norm" in part and end == "weight"
+
+    def _order(self, part: str, layer: int, end: str, shape: Shape) -> Pairs | Groups | None:
+        """The order of rows that GGUF and transformers have differently."""
+        if self._known is None or end not in ("weight", "bias"):
+            return None
+        if self._known.permutes and part in ("attn_q", "attn_k"):
+            return Pairs(self._heads(layer, part))
+        if self._name in _GROUPED and part == "attn_qkv":
+            return Groups(self._heads(layer, "attn_q"), self._heads(layer, "attn_k"))
+        return None
 
     def _experts(self, stack: Placed, name: str) -> Iterator[tuple[str, Placed]]:
         """The tensors of single experts."""
@@ -282,16 +413,77 @@ class Namer:
         )
 
 
-def _unpermuted(heads: int, array: np.ndarray) -> np.ndarray:
-    """The first rows of all pairs of a head, then the second ones."""
-    pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+def _numbered(pattern: re.Pattern[str], name: str) -> tuple[str, int | None]:
+    """A name with {} for its first number that a pattern finds, and that number."""
+    found = pattern.search(name)
+    return (name, None) if found is None else (f"{name[: found.start(2)]}{{}}{name[found.end(2) :]}", int(found[2]))
 
 
-def _permuted(heads: int, array: np.ndarray) -> np.ndarray:
-    """The rows of pairs beside each other: the inverse of `_unpermuted`."""
-    sides = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
-    return np.ascontiguousarray(sides.swapaxes(1, 2)).reshape(array.shape)
+def _parted(name: str) -> tuple[str, int, str]:
+    """A name in GGUF as that of a tensor in a layer, the number of the layer, and the end."""
+    form, number = _numbered(_BLOCK, name)
+    matched = _STEM.fullmatch(form)
+    stem, end = matched.groups() if matched else (form, "")
+    return stem.partition("blk.{}.")[2] or stem, number or 0, end
+
+
+def _reversed(names: Mapping[str, str]) -> dict[str, str]:
+    return {theirs: ours for ours, theirs in names.items()}
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows of heads of q or k: GGUF has those beside each other that are rotated together, transformers i and i + half."""
+
+    heads: int
+
+    @property
+    def count(self) -> int:
+        """What divides the number of rows."""
+        return 2 * self.heads
+
+    def from_gguf(self, array: np.ndarray) -> np.ndarray:
+        """The first rows of all pairs of a head, then the second ones."""
+        pairs = array.reshape(self.heads, array.shape[0] // self.heads // 2, 2, *array.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+
+    def into_gguf(self, array: np.ndarray) -> np.ndarray:
+        """The rows of pairs beside each other: the inverse of `from_gguf`."""
+        sides = array.reshape(self.heads, 2, array.shape[0] // self.heads // 2, *array.shape[1:])
+        return np.ascontiguousarray(sides.swapaxes(1, 2)).reshape(array.shape)
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads, of pairs of rows"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Heads of q, k and v in one matrix: GGUF has all of q, then of k, then of v, transformers a head of k and v behind those
+    of q that attend to it."""
+
+    heads: int
+    kv_heads: int
+
+    @property
+    def count(self) -> int:
+        """What divides the number of rows; 0 where not as many heads of q attend to each of k."""
+        return self.heads + 2 * self.kv_heads if self.kv_heads and self.heads % self.kv_heads == 0 else 0
+
+    @property
+    def _order(self) -> np.ndarray:
+        """The heads of GGUF in the order of transformers."""
+        q = np.arange(self.heads).reshape(self.kv_heads, -1)
+        k = self.heads + np.arange(self.kv_heads).reshape(-1, 1)
+        return np.concatenate([q, k, k + self.kv_heads], axis=1).reshape(-1)
+
+    def from_gguf(self, array: np.ndarray) -> np.ndarray:
+        return array.reshape(self.count, -1, *array.shape[1:])[self._order].reshape(array.shape)
+
+    def into_gguf(self, array: np.ndarray) -> np.ndarray:
+        return array.reshape(self.count, -1, *array.shape[1:])[np.argsort(self._order)].reshape(array.shape)
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads of q and {self.kv_heads} of k and v"
 
 
 def _shifted(array: np.ndarray) -> np.ndarray:
@@ -306,3 +498,17 @@ def _unshifted(array: np.ndarray) -> np.ndarray:
 
 def _as_row(array: np.ndarray) -> np.ndarray:
     return array.reshape(1, *array.shape)
+
+
+def _with_channel(array: np.ndarray) -> np.ndarray:
+    return array.reshape(array.shape[0], 1, *array.shape[1:])
+
+
+def _exponentiated(array: np.ndarray) -> np.ndarray:
+    """What llama.cpp has for the logarithms of state spaces."""
+    return -np.exp(array)
+
+
+def _logarithm(array: np.ndarray) -> np.ndarray:
+    """The logarithms that are the parameter."""
+    return np.log(-array)

@@ -99,6 +99,11 @@ class Checkpoint(Mapping[str, Any]):
         """The tensors of its files that are no values, as a model computes them from its config: rotary frequencies of GGUF."""
         return [name for file in self._source.files for name in file.left_out]
 
+    @property
+    def unmapped(self) -> str:
+        """Why the names of its values are not those of transformers, as of some architectures in GGUF; "" where they may be."""
+        return self._source.files[0].unmapped
+
     def check_inputs(self, parameters: Container[str]) -> None:
         """Raise UnsupportedError if a weight was quantized for inputs that its layer multiplies, which the model does not.
 

@@ -116,6 +116,7 @@ class Container:
     entries: an `Entry` per tensor name, in the order the header lists them.
     decoded: the tensors whose arrays are decoded values, each with what it is in the file.
     left_out: tensors of the file that are no entries, as models compute them from their configs.
+    unmapped: why the names of entries are not those of transformers; "" where they may be.
 
     Raises CorruptFileError where the file violates the format in any way, OSError (FileNotFoundError, ...) where it cannot
     be opened, UnsupportedError on a big-endian host.
@@ -126,6 +127,7 @@ class Container:
     entries: dict[str, Entry]
     decoded: Mapping[str, str] = MappingProxyType({})
     left_out: Sequence[str] = ()
+    unmapped: str = ""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         need_little_endian()

@@ -16,13 +16,14 @@ from .tracing import traced_by_framework
 _REMEMBERED = 256
 #: Names for specs: integers by width, and GGUF's types.
 SHORTHANDS = {
-    **{f"int{bits}": f"int,bits={bits}" for bits in (2, 3, 5, 6, 7)},
+    **{f"int{bits}": f"int,bits={bits}" for bits in (1, 2, 3, 5, 6, 7)},
     "q4_0": "int4,group_size=32",
     "q4_1": "int4,group_size=32,offset=bias",
     "q5_0": "int,bits=5,group_size=32",
     "q5_1": "int,bits=5,group_size=32,offset=bias",
     "q8_0": "int8,group_size=32,scale_dtype=fp16",
     **{f"q{bits}_k": f"gguf,type=Q{bits}_K" for bits in (2, 3, 4, 5, 6)},
+    **{name.lower(): f"gguf,type={name}" for name in ("IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0")},
 }
 
 
@@ -51,7 +52,8 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
     spec: a name ("nvfp4") or class name, in any case, or with fields as the command line spells them:
         "fp8_block,block_m=128,power_of_two_scale=true". Fields that others require need not be given: "int4,symmetric=false"
         has unsigned codes, and "int4,offset=bias" is asymmetric. Shorthands stand for a name with fields: "int3" for
-        "int,bits=3", and "q4_0", "q4_1", "q5_0", "q5_1", "q8_0" and "q2_k" to "q6_k" for the formats of GGUF's types.
+        "int,bits=3", and "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k" to "q6_k", "iq4_nl", "iq4_xs", "tq1_0" and "tq2_0"
+        for the formats of GGUF's types, of which the last four are only decoded.
     Raises UnknownNameError with a suggestion, or RecipeError for a field.
 
         >>> breccia.recipe("mxfp8")

@@ -4,7 +4,7 @@ No cast is computed here. The contract says which elements determine a block's s
 largest and the smallest, and under a scale of the tensor the largest of the tensor. With all other elements set to zero, the
 scale and the code of every element that stays are those of the golden vector, so that its bytes still are what has to be
 written. Rules that search, and formats of coded scales, depend on all elements of a block, which then stay; rotations depend
-on more, and are not reduced.
+on more, and groups by an index are no blocks: these are not reduced.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def smallest(case: Case, wrong: Mapping[str, Sequence[int]], run: Run, flushes: 
 
     wrong: part -> the items that differ for the whole input. flushes: as in `same`.
     """
-    if case.format.rotation is not None or case.decode_only:
+    if case.format.rotation is not None or case.decode_only or case.groups:
         return None
     search = _Search(case, run, flushes)
     found = [small for target in search.targets(wrong) if (small := search.reduced(target)) is not None]

@@ -19,7 +19,7 @@ SPEC = Path(__file__).resolve().parent / "spec"
 #: Results of a cast, as they are stored, in the order in which they are compared.
 STORED = ("global_scale", "scale", "zero_point", "data")
 #: All arrays of a case.
-PARTS = ("input", "supplied", "importance", *STORED, "decoded")
+PARTS = ("input", "supplied", "importance", "group_index", *STORED, "decoded")
 #: What the cases of an edge test.
 EDGES: Mapping[str, str] = {
     "ordinary": "numbers of medium exponents",
@@ -40,6 +40,7 @@ EDGES: Mapping[str, str] = {
     "float16": "FP16 input, its subnormals included",
     "bfloat16": "BF16 input, its subnormals included",
     "importance": "a search for scales under weights of columns, zeros among them",
+    "group_index": "groups that an index gives, one of them empty",
     "stored": "decoding alone: any codes under any scales",
 }
 _INPUT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
@@ -79,6 +80,7 @@ class Format:
     recipe, fields: its name, and the fields that are not at their default. rules: the scale rule of each level.
     levels: from coarse to fine; the first spans the tensor if its block is (None, None) and there are others.
     offset: `none`, `zero_point`, `float_zero_point` or `bias`. rotation: (block, seed) of a Hadamard rotation, or None.
+    factor: what values are multiplied by last. precision: `fp32`, or `fp16` or `bf16` to which each step is rounded.
     """
 
     recipe: str
@@ -91,6 +93,8 @@ class Format:
     order: str
     alternative: Codec | None
     rotation: tuple[int, int] | None
+    factor: float
+    precision: str
     fingerprint: str
 
     @property
@@ -125,6 +129,7 @@ class Case:
     dtype, shape: of the input, which `input` holds as bit patterns in C order. axis: the contraction axis, -1 or -2.
     rounding, seed: `nearest`, or `stochastic` with a seed.
     supplied: codes of the scale that the cast is given, or None. importance: FP32 weights of columns, or None.
+    group_index, groups: the group of each element along K, 32 bits each, and how many there are; None and 0 for blocks.
     data, scale, zero_point, global_scale: as stored; decoded: FP32, in the shape of the input.
     """
 
@@ -140,6 +145,8 @@ class Case:
     input: bytes = field(repr=False)
     supplied: bytes | None = field(repr=False)
     importance: bytes | None = field(repr=False)
+    group_index: bytes | None = field(repr=False)
+    groups: int
     data: bytes = field(repr=False)
     scale: bytes = field(repr=False)
     zero_point: bytes | None = field(repr=False)
@@ -174,14 +181,15 @@ class Case:
     def array(self, part: str) -> memoryview:
         """A part as a read-only memoryview of its shape: `numpy.asarray(case.array("input"))` has shape and dtype.
 
-        Items of 32 bits are floats (format `f`), other floats are bit patterns (`H`), codes are `B`. `codes` is a part, too.
+        Items of 32 bits are floats (format `f`), or integers of a group index (`I`); other floats are bit patterns (`H`), and
+        codes are `B`. `codes` is a part, too.
         Raises KeyError for a part that the case does not have.
         """
         raw = getattr(self, part) if part in (*PARTS, "codes") else None
         if raw is None:
             raise KeyError(f"{self.name} has no {part}")
         shape, bits = self.stored(part)
-        kind: Any = {8: "B", 16: "H", 32: "f"}[bits]
+        kind: Any = "I" if part == "group_index" else {8: "B", 16: "H", 32: "f"}[bits]
         return memoryview(raw).cast(kind, shape)
 
     def stored(self, part: str) -> tuple[tuple[int, ...], int]:
@@ -191,7 +199,7 @@ class Case:
             return self.shape, {"input": _INPUT_BITS[self.dtype], "decoded": 32, "codes": 8}[part]
         if part == "global_scale":
             return (), 32
-        if part == "importance":
+        if part in ("importance", "group_index"):
             return (self.k_last[-1],), 32
         *lead, rows, columns = self.k_last
         if part == "data":
@@ -203,7 +211,7 @@ class Case:
             m, k = levels[0].block
             if (m, k) == (None, None):
                 return (), levels[0].codec.bits
-            width = -(-columns // k) if k else 1
+            width = self.groups or (-(-columns // k) if k else 1)
             bits = levels[0].codec.bits
             if part == "zero_point" and fmt.offset == "zero_point":
                 bits = 8
@@ -291,7 +299,8 @@ def _read(number: int, folder: Path) -> Iterator[Case]:
     for place, said in enumerate(index["cases"]):
         options = {name: said[name] for name in ("edge", "dtype", "axis", "rounding", "seed")}
         parts: dict[str, Any] = {name: part(said.get(name)) for name in PARTS}
-        yield Case(number, place, known[said["recipe"]], shape=tuple(said["shape"]), **options, **parts)
+        options |= {"shape": tuple(said["shape"]), "groups": said.get("groups", 0)}
+        yield Case(number, place, known[said["recipe"]], **options, **parts)
 
 
 def _format(said: dict[str, Any], codecs: dict[str, Codec]) -> Format:
@@ -314,5 +323,7 @@ def _format(said: dict[str, Any], codecs: dict[str, Codec]) -> Format:
         order=facts.get("order", "codes_first"),
         alternative=codecs[facts["alternative"]] if "alternative" in facts else None,
         rotation=(facts["rotation"][0], facts["rotation"][1]) if "rotation" in facts else None,
+        factor=struct.unpack("<f", struct.pack("<I", facts.get("factor", 0x3F800000)))[0],
+        precision=facts.get("precision", "fp32"),
         fingerprint=said["fingerprint"],
     )

@@ -1,6 +1,6 @@
 /* Checks golden vectors (spec/vectors.md) bit for bit: decodes all cases, and casts those of E8M0 scales by "rceil" and "mse".
  *
- *     cc -std=c99 -O2 -o vectors vectors.c -lm && ./vectors spec/vectors/6
+ *     cc -std=c99 -O2 -o vectors vectors.c -lm && ./vectors spec/vectors/7
  *
  * A second argument names a file for its results, which `python -m breccia_vectors compare` reads: how a program in any language
  * is checked. Written from the pages of spec/ alone, for little-endian machines. Arithmetic is in double, wide enough for
@@ -58,6 +58,15 @@ static double recorded(long part, const codec *coarse, const codec *fine, long k
     code = held[part + at(l, i, in, rows, width)];
     if (bit % 8 + fine->bits > 8) code |= (uint32_t)held[part + at(l, i, in + 1, rows, width)] << 8;
     return (float)(value(coarse, word) * value(fine, code >> bit % 8 & ((1u << fine->bits) - 1)));
+}
+static float stepped(double v, char precision) { /* numerics.md, section 4: the result of a step in FP32, then FP16 or BF16 */
+    float f = (float)v;
+    int e, digits = precision == 'b' ? 8 : 11, least = precision == 'b' ? -133 : -24;
+    if (!precision || !isfinite(f) || f == 0) return f;
+    frexp(f, &e);
+    e = e - digits < least ? least : e - digits;
+    f = (float)ldexp(rint(ldexp(f, -e)), e); /* rint: ties to even */
+    return precision == 'f' && fabs(f) > 65504 ? copysignf(INFINITY, f) : f;
 }
 static uint32_t nearest(const codec *c, double y) { /* numerics.md, section 2: ties to the even code, saturating, -0 kept */
     int magnitudes = *c->kind == 'f';
@@ -124,7 +133,8 @@ static void rotated_back(float *y, long columns, long n, uint64_t seed) { /* num
 
 int main(int argc, char **argv) {
     char path[4096], e[16], s[16], offset[20], rule[16], dtype[16], rounding[16], c0[16], order[16], convention[16], other[16] = "-1";
-    long set, k0 = -1, coded_bias = 0, weights = -1, rotation = 0;
+    char steps[16] = "fp32";
+    long set, k0 = -1, coded_bias = 0, weights = -1, rotation = 0, factor_bits = 0x3F800000, index = -1, groups = 0;
     unsigned long long seed = 0;
     long size, cases, m, k, lead, rows, columns, in, given, data, scale, zero, global, out, casts = 0, wrong = 0;
     snprintf(path, sizeof path, "%s/vectors.bin", argc > 1 ? argv[1] : ".");
@@ -149,13 +159,15 @@ int main(int argc, char **argv) {
         if (set > 3) read += fscanf(file, "%15s", other) - 1;
         if (set > 4) read += fscanf(file, "%ld", &weights) - 1;
         if (set > 5) read += fscanf(file, "%ld %llu", &rotation, &seed) - 2;
+        if (set > 6) read += fscanf(file, "%ld %15s %ld %ld", &factor_bits, steps, &index, &groups) - 4;
         if (read != 19)
             return fprintf(stderr, "case %ld cannot be read\n", n), 2;
         const codec *q = named(e), *sc = named(s), *x = named(dtype[5] == '3' ? "F32" : dtype[0] == 'f' ? "F16" : "BF16");
         const codec *f32 = named("F32"), *coarse = k0 > 0 ? named(c0) : NULL, *alternative = *other == '-' ? NULL : named(other);
         long bad = 0, width = packed(columns, q->bits);
         double qmax = 6 * 448, g = global < 0 ? 1 : value(f32, item(global, 0, 32)); /* NVFP4 alone has another convention */
-        double tensor = g;
+        double tensor = g, factor = value(f32, (uint32_t)factor_bits);
+        char precision = steps[2] == '3' ? 0 : *steps; /* "fp32", "fp16" or "bf16" */
         if (set > 2 && global >= 0 && *convention != 'm') g = *convention == 'a' ? (float)(g / qmax) : (float)(1 / g);
         int first = set > 2 && *order == 's', search = !strcmp(rule, "mse");
         int cast = *sc->kind == 'p' && (search || !strcmp(rule, "rceil")) && *rounding == 'n' && given < 0 && !rotation;
@@ -165,7 +177,7 @@ int main(int argc, char **argv) {
         unsigned char *codes = malloc((size_t)every_element), *scales = malloc((size_t)blocks);
         for (long t = 0; t < every_element; t++) {
             long l = t / columns / rows, i = t / columns % rows, j = t % columns, b = j * q->bits / 8, left = j * q->bits % 8;
-            long block = m ? at(l, i / m, k ? j / k : 0, (rows + m - 1) / m, k ? (columns + k - 1) / k : 1) : 0;
+            long block = groups ? at(l, i, item(index, j, 32), rows, groups) : m ? at(l, i / m, k ? j / k : 0, (rows + m - 1) / m, k ? (columns + k - 1) / k : 1) : 0;
             uint32_t word = held[data + at(l, i, b, rows, width)], want, bits;
             if (left + q->bits > 8) word |= held[data + at(l, i, b + 1, rows, width)] << 8;
             uint32_t code = word >> left & ((1u << q->bits) - 1), stored = coarse ? 0 : item(scale, block, sc->bits);
@@ -174,12 +186,13 @@ int main(int argc, char **argv) {
             const codec *el = negative ? alternative : q;
             if (negative) stored &= (1u << (sc->bits - 1)) - 1;
             double by = coarse ? recorded(scale, coarse, sc, k0, k, l, i, j, rows, columns) : value(sc, stored);
-            float v = (float)((float)(value(el, code) - z) * (first ? (float)(by * g) : by));
-            if (global >= 0 && !first) v = (float)(set > 2 && *convention == 'd' ? v / tensor : v * g);
+            float v = stepped(stepped(value(el, code) - z, precision) * (first ? (float)(by * g) : by), precision);
+            if (global >= 0 && !first) v = stepped(set > 2 && *convention == 'd' ? v / tensor : v * g, precision);
+            if (factor != 1) v = stepped(v * factor, precision);
             if (*offset == 'b') {
                 double b0 = coded_bias ? recorded(zero, coarse, sc, k0, k, l, i, j, rows, columns)
                                        : value(sc, item(zero, block, sc->bits));
-                v = (float)(flush(v) + flush(b0) + 0.0); /* +0 where both are -0 */
+                v = stepped(flush(v) + flush(b0) + 0.0, precision); /* +0 where both are -0 */
             }
             row[j] = v;
             if (rotation && j == columns - 1) rotated_back(row, columns, rotation, seed);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from dialect_values import digest
 from gguf_bytes import NUMBERS, Tensor, gguf
-from gguf_models import llama, split_llama
+from gguf_models import keys, llama, split_llama, tensors
 from golden_dialects import GOLDEN
 
 import breccia
@@ -119,8 +118,8 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, kind: str, part:
     blocks[1, scales.field] = one
     tensor = Tensor("w", (_BY_NAME[kind].length, 2), NUMBERS[kind], blocks.tobytes())
     path = written(tmp_path, [tensor])
-    wrong = 4 if scales.dtype == "UE4M3" else 1
-    with pytest.raises(breccia.DialectError, match=rf"m\.gguf: w \(GGUF\): {wrong} of its scales are NaN or Inf"):
+    wrong = "4 of its scales are" if scales.dtype == "UE4M3" else "1 of its scales is"
+    with pytest.raises(breccia.DialectError, match=rf"m\.gguf: w \(GGUF\): {wrong} NaN or Inf"):
         load_checkpoint(path)["w"]
     with pytest.raises(breccia.DialectError):
         convert(path, tmp_path / "out", "none")
@@ -225,10 +224,40 @@ def test_a_file_becomes_a_file_of_weights_or_a_folder(tmp_path: Path, monkeypatc
 
 def test_what_transformers_does_not_read_is_said(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    shutil.copy(FOLDER / "types.gguf", tmp_path)
-    config, _ = convert(tmp_path / "types.gguf", tmp_path / "out", "bf16").warnings[:2]
+    (tmp_path / "olmo.gguf").write_bytes(gguf(keys("olmo"), tensors()))  # which transformers does not read
+    config, _ = convert(tmp_path / "olmo.gguf", tmp_path / "out", "bf16").warnings[:2]
     assert config.startswith("config.json was not made: transformers says ") and config.isprintable()
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("recipe", ["none", "mxfp8"])
+@pytest.mark.parametrize("has_config", [False, True])
+def test_beside_tensors_without_names_of_transformers_there_is_no_config(
+    tmp_path: Path, run: Any, recipe: str, has_config: bool
+) -> None:
+    """transformers would find none of its tensors, and leave all weights at random."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "m.gguf").write_bytes(gguf(keys("rwkv7"), tensors()))
+    if has_config:
+        (source / "config.json").write_text('{"model_type": "rwkv7"}')
+    status, said, warned = run("convert", source, tmp_path / "out", "--recipe", recipe)
+    assert status == 0 and "load_safetensors" not in said
+    assert (
+        "m.gguf is not a model that transformers can load from here: breccia does not map the tensors of architecture 'rwkv7' "
+        "to transformers' names, so that they keep GGUF's. No config of the model was written, with which transformers would "
+        "fill all weights with random numbers."
+    ) in " ".join((said + warned).split())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert load_checkpoint(tmp_path / "out").header("blk.0.attn_q.weight").shape == (64, 64)
+
+
+def test_a_library_whose_folder_describes_no_model_is_not_said_to_load_it(tmp_path: Path, run: Any) -> None:
+    (tmp_path / "m.gguf").write_bytes(gguf([], [Tensor("blk.0.ffn_up.weight", (64, 96), NUMBERS["F32"], bytes(4 * 64 * 96))]))
+    options = ("--dialect", "compressed_tensors", "--recipe", "int8,group_size=32")
+    status, said, warned = run("convert", tmp_path / "m.gguf", tmp_path / "out", *options)
+    assert status == 0 and "breccia.bridges.load_checkpoint(folder)" in said and "or by" not in said
+    assert "the tensors of a file that names no architecture" in " ".join((said + warned).split())
 
 
 def test_what_is_beside_a_model_is_copied_and_not_made(tmp_path: Path) -> None:

@@ -148,10 +148,10 @@ def test_places_are_those_that_are_read(tmp_path: Path, architecture: str) -> No
     known = ARCHITECTURES[architecture]
     given = {"general.architecture": architecture} | {f"{architecture}.attention.head_count": 2}
     namer = Namer(tmp_path, given)
-    names = {f"blk.3.{ours}.weight": f"model.layers.3.{theirs}.weight" for ours, theirs in known.layer.items()}
-    names |= {f"blk.3.{ours}.weight": f"model.layers.3.{theirs.format(0)}.weight" for ours, theirs in known.experts.items()}
-    for ours, theirs in names.items():
-        place = namer.place(theirs, (4, 8))
+    both = known.names() | known.names(has_second=True) | known.of_experts()
+    names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in both.items()} | known.whole
+    for ours, theirs in ((ours.format(3), theirs.format(3, 0)) for ours, theirs in names.items()):
+        place = namer.place(theirs, (12, 8))
         assert place is not None and place.name == ours
         assert place.expert == (0 if "exps" in ours else None)
     assert namer.place("model.layers.3.other.weight", (4, 8)) is None

@@ -162,7 +162,7 @@ def test_other_layouts_and_columns_are_refused() -> None:
 def test_what_readers_refuse_is_not_written() -> None:
     nan = np.array([[np.nan, 1]], np.float16)
     for spec, parts, said in (
-        ("int4,group_size=32", {"scale": nan}, "1 of its scales are NaN or Inf"),
+        ("int4,group_size=32", {"scale": nan}, "1 of its scales is NaN or Inf"),
         (
             "nvfp4,two_level=false",
             {"scale": np.array([[0x38, 0x7F, 0xB8, 0]], np.uint8)},

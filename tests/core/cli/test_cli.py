@@ -362,7 +362,7 @@ def test_recipes_lists_every_recipe_with_its_size_and_formats(run: Run) -> None:
     assert "nvfp4 4.500 E2M1 1x16 E4M3 + F32 NVFP4BlockScaling – breccia-core" in " ".join(out.split())
     assert "fp8_row 8.008 E4M3 row F32 Float8RowScaling row breccia-core" in " ".join(out.split())
     assert max(map(len, lines)) <= 100
-    assert "shorthand for int2 int,bits=2" in " ".join(out.split()) and "q4_1 int4,group_size=32,offset=bias" in " ".join(
+    assert "shorthand for int1 int,bits=1" in " ".join(out.split()) and "q4_1 int4,group_size=32,offset=bias" in " ".join(
         out.split()
     )
 

@@ -23,6 +23,7 @@ from breccia import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowScaling,
+    GGUFScaling,
     InStorage,
     INT4Scaling,
     INT8Scaling,
@@ -242,6 +243,7 @@ def test_recipes_parse_from_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("short", "recipe"),
     [
+        ("int1", INTScaling(1, signed=False)),
         ("int3", INTScaling(3)),
         ("INT5,group_size=null,symmetric=false", INTScaling(5, None, False, symmetric=False)),
         ("q4_0", INT4Scaling(32)),
@@ -249,6 +251,10 @@ def test_recipes_parse_from_the_command_line() -> None:
         ("Q5_0", INTScaling(5, 32)),
         ("q5_1,scale_dtype=bf16", INTScaling(5, 32, False, "bf16", False, offset="bias")),
         ("q8_0", INT8Scaling(32, scale_dtype="fp16")),
+        ("q3_k", GGUFScaling("Q3_K")),
+        ("IQ4_XS", GGUFScaling("IQ4_XS")),
+        ("iq4_nl", GGUFScaling("IQ4_NL")),
+        ("tq1_0", GGUFScaling("TQ1_0")),
     ],
 )
 def test_a_shorthand_is_a_name_with_fields(short: str, recipe: breccia.ScalingRecipe) -> None:

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from breccia.formats import OFFSETS, ORDERS
 from breccia.recipes import RECIPES, choices_of
 from breccia.rules import RULES
 from breccia.testing import __main__ as program
-from breccia.testing import two_codecs, vectors
+from breccia.testing import steps, two_codecs, vector_inputs, vectors
 from breccia.testing.laws import trying
 from breccia.testing.two_codecs import TwoCodecs
 from breccia.testing.vectors import PARTS, Vector
@@ -43,17 +44,24 @@ PUBLISHED = {
     4: "a9a47b76828ce7dea267f47654b4dfca3620180d44d7c51d14d4e7739ea35773",
     5: "6db8dfddd2d2ce2d3ae38a89340086f8b0131158ed84dc0e25a3ca20c824649e",
     6: "db9fd36fc895c7d8f4d21436838f9333b0bc1b19285993f49571ef8fcf5587f0",
+    7: "6cbfaec675f4f153d05e002c85d6212d0ad8b096542d488700bdf75a617408dc",
 }
 of_each_set = pytest.mark.parametrize("version", PUBLISHED)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def two_codecs_registered() -> Iterator[None]:
-    """torch's operators find a recipe by its name, so that of set 4 is registered here."""
-    plugin = Plugin("two_codecs", "breccia-core", breccia.__version__, two_codecs.__name__)
+def recipes_of_the_kit_registered() -> Iterator[None]:
+    """torch's operators find a recipe by its name, so those of sets 4 and 7 are registered here."""
+    modules = {"two_codecs": two_codecs, "steps": steps}
+    plugins = [(Plugin(name, "breccia-core", breccia.__version__, of.__name__), of) for name, of in modules.items()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frameworks, "current", Registry([*_installed(), (plugin, lambda: two_codecs)], {**os.environ}))
+        made = [(plugin, partial(_itself, module)) for plugin, module in plugins]
+        patch.setattr(frameworks, "current", Registry([*_installed(), *made], {**os.environ}))
         yield
+
+
+def _itself(module: Any) -> Any:
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +95,7 @@ def test_every_set_is_known_here() -> None:
 
 
 def test_inputs_and_options_match_the_generator(published: list[Vector]) -> None:
-    inputs = ("input", "supplied", "importance")
+    inputs = ("input", "supplied", "importance", "group_index")
     for found, wanted in zip(published, vectors.inputs(), strict=True):
         options = ("recipe", "edge", "dtype", "axis", "rounding", "seed", "shape")
         assert [getattr(found, name) for name in options] == [getattr(wanted, name) for name in options]
@@ -103,10 +111,10 @@ def assert_has_the_oracles_results(v: Vector) -> None:
 
 @pytest.mark.long
 def test_a_sample_matches_the_oracle(published: list[Vector]) -> None:
-    """Every eleventh vector, which includes each recipe and each edge, and all of recipes that are only decoded."""
-    sample = [v for n, v in enumerate(published) if n % 11 == 0 or v.recipe.decode_only]
+    """Every eleventh vector, which includes each recipe and each edge, and all that are only decoded or have an index."""
+    sample = [v for n, v in enumerate(published) if n % 11 == 0 or v.recipe.decode_only or v.group_index is not None]
     assert {v.recipe for v in sample} == {v.recipe for v in published}
-    assert {v.edge for v in sample} == {*vectors.EDGES, vectors.STORED, vectors.IMPORTANCE}
+    assert {v.edge for v in sample} == {*vectors.EDGES, vectors.STORED, vectors.IMPORTANCE, vectors.GROUP_INDEX}
     for v in sample:
         assert_has_the_oracles_results(v)
 
@@ -164,6 +172,9 @@ def test_the_text_index_matches_the_json_index(version: int) -> None:
             said.append(case.get("importance", [-1])[0])
         if version > 5:
             said += r["format"].get("rotation", [0, 0])
+        if version > 6:
+            said += [r["format"].get("factor", 0x3F800000), r["format"].get("precision", "fp32")]
+            said += [case.get("group_index", [-1])[0], case.get("groups", 0)]
         assert [next(words) for _ in said] == [str(fact) for fact in said]
     assert next(words, None) is None
 
@@ -209,6 +220,32 @@ def test_every_codec_and_offset_is_covered(published: list[Vector]) -> None:
     assert {f.scale.codec.name for f in formats if f.scale_record is not None} == {"UINT4", "UINT6", "INT6", "INT8"}
     assert {f.offset for f in formats} == set(OFFSETS) and any(f.global_scale for f in formats)
     assert {f.order for f in formats} == set(ORDERS) and any(f.offset_record for f in formats)
+
+
+def test_factors_precisions_and_groups_are_covered(published: list[Vector]) -> None:
+    """Those of bitsandbytes, quanto and HQQ, with each offset, and with an index that has an empty group."""
+    formats = {v.recipe.format for v in published}
+    assert {(f.offset, f.precision) for f in formats if f.precision != "fp32"} == {
+        ("none", "bf16"), ("bias", "bf16"), ("bias", "fp16"), ("float_zero_point", "bf16"), ("float_zero_point", "fp16"),
+    }  # fmt: skip
+    factors = {(f.offset, bool(f.global_scale), bool(f.scale_record)) for f in formats if f.factor != 1}
+    assert factors == {("none", False, False), ("none", True, False), ("bias", False, False), ("none", False, True)}
+    indexed = [v for v in published if v.group_index is not None]
+    assert {v.recipe.format.offset for v in indexed} == set(OFFSETS)
+    assert {v.axis for v in indexed} == {-1, -2}
+    assert all(set(v.group_index.tolist()) == {0, 1, 3} for v in indexed if v.group_index is not None)
+
+
+def test_formats_of_other_libraries_are_those_of_their_recipes(published: list[Vector]) -> None:
+    recipes = pytest.importorskip("breccia_bridges.recipes")
+    found = {v.recipe.format for v in published}
+    for wanted in (
+        recipes.BnbINT8Scaling("fp32"),
+        recipes.RoundedIntScaling(4, 16),
+        recipes.RoundedIntScaling(4, 16, "bf16", "float_zero_point"),
+        recipes.RoundedIntScaling(3, 16, "fp16", "float_zero_point"),
+    ):
+        assert wanted.format in found, wanted
 
 
 def test_ordinary_blocks_of_both_codecs_are_covered(published: list[Vector]) -> None:
@@ -293,6 +330,9 @@ def differences(v: Vector, framework: str, ops: Any, cast: tuple[str, ...] | Non
         )
     else:
         importance = None if v.importance is None else array(ops, v.importance, "float32")
+        if v.group_index is not None:
+            index = breccia.PerGroupIndex(tuple(v.group_index.tolist()), vector_inputs.GROUPS)
+            options = {"axis": v.axis, "group_index": index}
         st = breccia.cast(x, v.recipe, scale=supplied, importance=importance, prefer=cast, **options)
     assert st.framework == framework and st.shape == v.shape
     wrong: list[str] = []
@@ -323,7 +363,11 @@ def assert_backend_agrees(name: str, chosen: list[Vector]) -> None:
     framework, cast, dequantize, *_ = BACKENDS[name]
     ops = need(framework, cast)
     known = [v for v in chosen if knows(cast[:1] if cast else (), v) and knows((dequantize,) if dequantize else (), v)]
-    wrong = {name_of(v): found for v in known if (found := differences(v, framework, ops, cast, dequantize))}
+    wrong: dict[str, list[str]] = {}
+    for v in known:  # not all kernels take an index: whichever do serve it
+        kernels = (cast, dequantize) if v.group_index is None else (None, None)
+        if found := differences(v, framework, ops, *kernels):
+            wrong[name_of(v)] = found
     assert not wrong
 
 
@@ -366,7 +410,7 @@ def test_the_package_reads_the_same_cases(published: list[Vector]) -> None:
     for case, v in zip(package.cases(), published, strict=True):
         facts = (case.edge, case.dtype, case.shape, case.axis, case.rounding, case.seed, case.format.fingerprint)
         assert facts == (v.edge, v.dtype, v.shape, v.axis, v.rounding, v.seed, v.recipe.fingerprint()), case.name
-        for name in (*PARTS, vectors.IMPORTANCE):
+        for name in (*PARTS, vectors.IMPORTANCE, vectors.GROUP_INDEX):
             found, wanted = getattr(case, name), getattr(v, name)
             assert found == (None if wanted is None else wanted.tobytes()), (case.name, name)
             if wanted is not None:
@@ -409,7 +453,7 @@ def test_the_command_writes_the_golden_vectors(
     monkeypatch.setattr(vectors, "inputs", lambda version: iter(published[:2]))
     monkeypatch.setattr(sys, "argv", ["breccia.testing", "vectors", str(tmp_path)])
     program.main()
-    assert capsys.readouterr().out == f"{tmp_path / '6'}\n"
+    assert capsys.readouterr().out == f"{tmp_path / '7'}\n"
     assert [parts_of(v) for v in vectors.read(tmp_path / str(vectors.VERSION))] == [parts_of(v) for v in published[:2]]
     (tmp_path / str(vectors.VERSION) / vectors.TEXT).write_text("mine")
     with pytest.raises(SystemExit, match=r"error: .*index.txt differs from what"):

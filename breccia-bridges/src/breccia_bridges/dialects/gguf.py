@@ -256,7 +256,7 @@ def _read_scales(value: StoredValue, out: np.ndarray, blocks: np.ndarray, part: 
     """Write what is beside the codes of blocks. Raises DialectError for floats that are no numbers."""
     floats = blocks[:, part.field]
     bad = int(np.count_nonzero(_is_bad(floats, part.dtype)))
-    value.need(bad == 0, f"{bad} of its scales are NaN or Inf. Quantize the model that it was made from again.", count=bad)
+    value.need(bad == 0, f"{_of_scales(bad)} NaN or Inf. Quantize the model that it was made from again.", count=bad)
     items(out, slice(part.floats))[:] = items(blocks, part.field)
     if part.dtype == "UE4M3":  # where ggml decodes the code of NaN as 0
         out[out == 0x7F] = 0
@@ -272,13 +272,17 @@ def _write_scales(blocks: np.ndarray, scales: np.ndarray, part: Scales) -> None:
     bad = int(np.count_nonzero(_is_bad(floats, part.dtype) | (floats == 0x7F if part.dtype == "UE4M3" else False)))
     if bad:
         raise UnsupportedError(
-            f"{bad} of its scales are NaN or Inf, or negative where GGUF has no sign. Quantize the model again.", count=bad
+            f"{_of_scales(bad)} NaN or Inf, or negative where GGUF has no sign. Quantize the model again.", count=bad
         )
     items(blocks, part.field)[:] = items(scales, slice(part.floats))
     if part.is_negated:
         blocks[:, part.field.start + 1] ^= np.uint8(0x80)
     if part.codes is not None:
         part.codes.write(blocks, scales[:, part.floats :])
+
+
+def _of_scales(count: int) -> str:
+    return f"{count} of its scales {'is' if count == 1 else 'are'}"
 
 
 def _is_bad(floats: np.ndarray, dtype: str) -> np.ndarray:

@@ -40,6 +40,7 @@ from .oracle_search import candidates as candidates
 class Written:
     """The result of a cast, one code per item: `codes` in the logical shape, `scale` in the layout's shape.
 
+    groups: those that the scales are of, where they are no blocks.
     zero_point: as stored. With a float bias or zero-point, their codes in the scale's codec.
     Scales and biases of several levels are the bytes of their records.
     """
@@ -48,10 +49,26 @@ class Written:
     scale: np.ndarray
     global_scale: int | None = None
     zero_point: np.ndarray | None = None
+    groups: Groups | None = None
 
 
-def blocks(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> Iterator[tuple[tuple[int, ...], list[Any]]]:
-    """(index of the block in the scale array, indices of its elements) for blocks (m, k) over the last two axes."""
+@dataclass(frozen=True)
+class Groups:
+    """Groups of elements along K in any order. index: the group of each element. count: of groups, also of empty ones."""
+
+    index: Sequence[int]
+    count: int
+
+
+def blocks(
+    shape: tuple[int, ...], block: tuple[int | None, int | None], groups: Groups | None = None
+) -> Iterator[tuple[tuple[int, ...], list[Any]]]:
+    """(index of the block in the scale array, indices of its elements) for blocks (m, k) over the last two axes, or groups."""
+    if groups is not None:
+        for lead in np.ndindex(*shape[:-1]):
+            for group in range(groups.count):
+                yield (*lead, group), [(*lead, k) for k, of in enumerate(groups.index) if of == group]
+        return
     if block == (None, None):
         yield (), list(np.ndindex(*shape))
         return
@@ -85,10 +102,11 @@ def cast(
     rounding: str = "nearest",
     seed: int | None = None,
     importance: Sequence[float] | None = None,
+    groups: Groups | None = None,
 ) -> Written:
     """`breccia.cast` of an FP32 array along its last axis, element by element.
 
-    importance: FP32 numbers.
+    importance: FP32 numbers. groups: in the place of blocks.
     `scale` supplies the first level's scale: an FP32 number if that level is per tensor, otherwise the codes of all scales.
     """
     assert x.dtype == np.float32 and x.ndim >= 1, (x.dtype, x.ndim)
@@ -123,9 +141,10 @@ def cast(
     if fmt.scale_record is not None:
         return _cast_in_levels(raw, value, x.shape, recipe, global_bits, global_scale, word_of)
     codes = np.zeros(x.shape, np.uint32)
-    scales = np.zeros(scale_shape(x.shape, level.block), np.uint32)
+    held = scale_shape(x.shape, level.block) if groups is None else (*x.shape[:-1], groups.count)
+    scales = np.zeros(held, np.uint32)
     offsets = np.zeros(scales.shape, np.uint32) if fmt.offset != "none" else None
-    for where, members in blocks(x.shape, level.block):
+    for where, members in blocks(x.shape, level.block, groups):
         finite = all(i in value for i in members)
         keeps_nan = supplied is not None and nan_code(fmt.element) is not None
         if not finite and not keeps_nan:
@@ -187,7 +206,7 @@ def cast(
                 for i in members:
                     codes[i] = other[i]
                 scales[where] |= 1 << (level.codec.bits - 1)
-    return Written(codes, scales, global_bits, offsets)
+    return Written(codes, scales, global_bits, offsets, groups)
 
 
 def _values(
@@ -422,7 +441,7 @@ def dequantize(written: Written, recipe: ScalingRecipe) -> np.ndarray:
         levels = fmt.offset_levels or (fmt.scale,)
         offsets = written.zero_point if integers else _numbers(written.zero_point, levels)
     global_scale = None if written.global_scale is None else decode(F32, written.global_scale)
-    for where, members in blocks(written.codes.shape, fmt.scale.block):
+    for where, members in blocks(written.codes.shape, fmt.scale.block, written.groups):
         element, scale = fmt.element, float(scales[where])
         if fmt.alternative is not None and int(written.scale[where]) >> (fmt.scale.codec.bits - 1):
             element, scale = fmt.alternative, abs(scale)

@@ -33,6 +33,7 @@ from ..recipes import (
     ScalingRecipe,
 )
 from . import oracle
+from .steps import StepsScaling
 from .two_codecs import TwoCodecs
 
 #: More than 32 bits, but below 2^53, so that every JSON reader keeps it exactly.
@@ -46,8 +47,22 @@ _E8M0_RULES = ("rceil", "floor", "even")
 
 def recipes(version: int | None = None) -> list[ScalingRecipe]:
     """The recipes of a set, or of all: all codecs, scale rules and dtypes, offsets of the built-in ones, and more."""
-    sets = (_first, _second, _third, _fourth, _fifth, _sixth)
+    sets = (_first, _second, _third, _fourth, _fifth, _sixth, _seventh)
     return [recipe for made in (sets if version is None else sets[version - 1 : version]) for recipe in made()]
+
+
+def indexed_recipes(version: int) -> list[ScalingRecipe]:
+    """The recipes of a set whose groups are given by an index."""
+    if version != 7:
+        return []
+    recipes: list[ScalingRecipe] = [INT4Scaling(12), INT4Scaling(12, False, "fp32", False), NF4Scaling(12, "bf16")]
+    recipes += [INTScaling(3, 12, False, "bf16", False, offset="bias")]
+    return [*recipes, INT8Scaling(12, False, "fp16", False, offset="float_zero_point")]
+
+
+def _seventh() -> list[ScalingRecipe]:
+    """Factors, and steps that are rounded to 16 bits. Recipes with an index are beside these."""
+    return [StepsScaling(kind) for kind in choices_of(StepsScaling, "type")[0]]
 
 
 def _sixth() -> list[ScalingRecipe]:
@@ -154,6 +169,18 @@ def importance(length: int) -> np.ndarray:
     numbers = _drawn(15, (length,), -45, 5) & np.uint32(0x7FFFFFFF)
     numbers[::5] = 0
     return numbers
+
+
+def group_index(length: int, size: int) -> np.ndarray:
+    """The group of each element, in no order: of four groups one has `size` elements, the most that it may, and one none."""
+    groups = np.zeros(length, np.uint32)
+    for rank, place in enumerate(sorted(range(length), key=random_words(16, length).__getitem__)):
+        groups[place] = 0 if rank < size else (1, 3)[rank % 2]
+    return groups
+
+
+#: How many groups an index has.
+GROUPS = 4
 
 
 def columns(recipe: ScalingRecipe) -> int:

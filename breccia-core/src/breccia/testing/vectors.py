@@ -24,10 +24,22 @@ from ..formats import NUMERICS, ORDERS, Level
 from ..recipes import ScalingRecipe
 from ..tensors.grids import in_records
 from . import oracle, two_codecs
-from .vector_inputs import EDGES, QUIET_NAN, columns, importance, random_words, recipes, supplied_scales
+from .steps import StepsScaling
+from .vector_inputs import (
+    EDGES,
+    GROUPS,
+    QUIET_NAN,
+    columns,
+    group_index,
+    importance,
+    indexed_recipes,
+    random_words,
+    recipes,
+    supplied_scales,
+)
 
 #: Number of the newest set, and name of its folder. A set has what those before it lack: more recipes or edges are a new set.
-VERSION = 6
+VERSION = 7
 MADE_BY = "breccia.testing.oracle, which follows docs/spec/numerics.md in exact rationals and by enumeration"
 COMPARISON = "all bits equal, signs of zeros too; decoded: any NaN equals any NaN (0x7FC00000 stands for it)"
 BYTES, INDEX, TEXT = "vectors.bin", "index.json", "index.txt"
@@ -35,6 +47,8 @@ BYTES, INDEX, TEXT = "vectors.bin", "index.json", "index.txt"
 PARTS = ("input", "supplied", "data", "scale", "zero_point", "global_scale", "decoded")
 #: Of a search for scales: the edge, and the array that a cast takes besides its input.
 IMPORTANCE = "importance"
+#: The edge of groups that are given by an index, and that index.
+GROUP_INDEX = "group_index"
 INPUTS = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -45,6 +59,7 @@ class Vector:
     input: bit patterns in the logical shape, uint32 (float32) or uint16.
     supplied: codes of the scale supplied to the cast, in the stored shape, or None.
     importance: FP32 bit patterns of the weights of a search for scales, of shape (K,), or None.
+    group_index: the group of each element along K, of `vector_inputs.GROUPS`, or None.
     decoded: FP32 bit patterns in the logical shape. data: packed, as stored.
     scale, zero_point: codes as stored, as wide as their codec; global_scale: FP32 bits.
     """
@@ -63,6 +78,7 @@ class Vector:
     global_scale: np.ndarray | None = None
     decoded: np.ndarray | None = None
     importance: np.ndarray | None = None
+    group_index: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,23 +94,35 @@ STORED = "stored"
 
 def inputs(version: int | None = None) -> Iterator[Vector]:
     """Every vector of a set, or of all, without results."""
-    for recipe in recipes(version):
-        if recipe.decode_only:
-            yield Vector(recipe, STORED, np.zeros((4, columns(recipe)), np.uint32))
-            continue
-        for edge, (draw, options) in EDGES.items():
-            if "supplied" in options and recipe.format.scale_record is not None and recipe.format.global_scale is None:
-                continue  # coded scales are not supplied
-            x = draw(recipe)
-            fields = dict(options)
-            if "supplied" in options:
-                fields["supplied"] = supplied_scales(recipe, x.shape, options["supplied"])
-            yield Vector(recipe, edge, x, **fields)
-        if recipe.searches and recipe.format.rotation is None:
-            for edge in ("ordinary", "axis=-2"):
+    for number in range(1, VERSION + 1) if version is None else (version,):
+        for recipe in recipes(number):
+            yield from _of_recipe(recipe)
+        for recipe in indexed_recipes(number):
+            for edge in ("ordinary", "wide", "zeros", "nan", "ragged", "axis=-2", "bfloat16"):
                 draw, options = EDGES[edge]
                 x = draw(recipe)
-                yield Vector(recipe, IMPORTANCE, x, importance=importance(x.shape[options.get("axis", -1)]), **options)
+                index = group_index(x.shape[options.get("axis", -1)], recipe.format.scale.block[1] or 0)
+                yield Vector(recipe, GROUP_INDEX, x, group_index=index, **options)
+
+
+def _of_recipe(recipe: ScalingRecipe) -> Iterator[Vector]:
+    """The vectors of a recipe, in blocks."""
+    if recipe.decode_only:
+        yield Vector(recipe, STORED, np.zeros((4, columns(recipe)), np.uint32))
+        return
+    for edge, (draw, options) in EDGES.items():
+        if "supplied" in options and recipe.format.scale_record is not None and recipe.format.global_scale is None:
+            continue  # coded scales are not supplied
+        x = draw(recipe)
+        fields = dict(options)
+        if "supplied" in options:
+            fields["supplied"] = supplied_scales(recipe, x.shape, options["supplied"])
+        yield Vector(recipe, edge, x, **fields)
+    if recipe.searches and recipe.format.rotation is None:
+        for edge in ("ordinary", "axis=-2"):
+            draw, options = EDGES[edge]
+            x = draw(recipe)
+            yield Vector(recipe, IMPORTANCE, x, importance=importance(x.shape[options.get("axis", -1)]), **options)
 
 
 # ------------------------------------------------------------------------------------------------ results
@@ -138,7 +166,9 @@ def with_results(v: Vector) -> Vector:
         written = _random(v.recipe, x.shape)
     else:
         weights = None if v.importance is None else v.importance.view(np.float32).tolist()
-        written = oracle.cast(x, v.recipe, scale=scale, rounding=v.rounding, seed=v.seed, importance=weights)
+        groups = None if v.group_index is None else oracle.Groups(v.group_index.tolist(), GROUPS)
+        options: dict[str, Any] = {"rounding": v.rounding, "seed": v.seed, "importance": weights, "groups": groups}
+        written = oracle.cast(x, v.recipe, scale=scale, **options)
     decoded = oracle.dequantize(written, v.recipe)
     patterns = np.where(np.isnan(decoded), np.uint32(QUIET_NAN), decoded.view(np.uint32))
     offset = fmt.parts.get("zero_point") or (fmt.element if written.zero_point is not None else None)
@@ -205,7 +235,10 @@ def files(vectors: Iterable[Vector] | None = None, version: int = VERSION) -> di
         case: dict[str, Any] = {"edge": v.edge, "recipe": named.setdefault(v.recipe, len(named))}
         case |= {"dtype": v.dtype, "shape": list(v.shape), "axis": v.axis, "rounding": v.rounding, "seed": v.seed}
         supplied = place(_stored(v.supplied, v.recipe.format.levels[0].codec.bits) if v.supplied is not None else None)
-        parts = {name: supplied if name == "supplied" else place(getattr(v, name)) for name in (*PARTS, IMPORTANCE)}
+        parts = {
+            name: supplied if name == "supplied" else place(getattr(v, name)) for name in (*PARTS, IMPORTANCE, GROUP_INDEX)
+        }
+        case |= {} if v.group_index is None else {"groups": GROUPS}
         cases.append(case | {name: part for name, part in parts.items() if part is not None})
     index: dict[str, Any] = {"vectors": version, "numerics": NUMERICS, "made_by": MADE_BY, "comparison": COMPARISON}
     text = _text(codecs, list(named), cases, version).encode()
@@ -259,6 +292,8 @@ def _recipe(recipe: ScalingRecipe) -> dict[str, Any]:
     facts: dict[str, Any] = {"element": fmt.element.name, "levels": levels, "offset": fmt.offset}
     facts |= {"offset_levels": offset_levels} if offset_levels else {}
     facts |= {"order": fmt.order} if fmt.order != ORDERS[0] else {}
+    facts |= {"factor": oracle.f32_bits(fmt.factor)} if fmt.factor != 1.0 else {}
+    facts |= {"precision": fmt.precision} if fmt.precision != "fp32" else {}
     facts |= {"alternative": fmt.alternative.name} if fmt.alternative is not None else {}
     facts |= {"rotation": [fmt.rotation.block, fmt.rotation.seed]} if fmt.rotation is not None else {}
     return said | {"format": facts | {"fingerprint": fmt.fingerprint()}}
@@ -312,6 +347,8 @@ def _text(codecs: list[dict[str, Any]], named: list[ScalingRecipe], cases: list[
             said.append(case.get(IMPORTANCE, [-1])[0])
         if version > 5:
             said += [0, 0] if fmt.rotation is None else [fmt.rotation.block, fmt.rotation.seed]
+        if version > 6:
+            said += [oracle.f32_bits(fmt.factor), fmt.precision, case.get(GROUP_INDEX, [-1])[0], case.get("groups", 0)]
         lines.append(" ".join(map(str, said)))
     return "\n".join(lines) + "\n"
 
@@ -343,9 +380,10 @@ def read(folder: Path) -> list[Vector]:
 
 
 def recipe_of(named: dict[str, Any]) -> ScalingRecipe:
-    """A recipe by its name and fields in an index: of a plug-in, or of `breccia.testing.two_codecs`."""
-    if named["name"] == two_codecs.TwoCodecs.name:
-        return two_codecs.TwoCodecs.with_fields(named["fields"])
+    """A recipe by its name and fields in an index: of a plug-in, or of the kit."""
+    for kind in (two_codecs.TwoCodecs, StepsScaling):
+        if named["name"] == kind.name:
+            return kind.with_fields(named["fields"])
     return ScalingRecipe.from_json(json.dumps(named))
 
 
@@ -355,14 +393,17 @@ def _vector(case: dict[str, Any], recipe: ScalingRecipe, buffer: bytes) -> Vecto
     count, size = unit(fmt.element)
     blocks = oracle.scale_shape(k_last, fmt.block)
     shapes = {"input": shape, "decoded": shape, "global_scale": (), "supplied": oracle.scale_shape(k_last, fmt.levels[0].block)}
+    if "groups" in case:
+        blocks = (*k_last[:-1], case["groups"])
     shapes |= {part: in_records(fmt, part, blocks, -1) if blocks else () for part in ("scale", "zero_point")}
     shapes["data"] = (*k_last[:-1], -(-k_last[-1] // count) * size)
     bits = {"input": 8 * INPUTS[case["dtype"]], "decoded": 32, "global_scale": 32, "scale": fmt.scale_codec.bits, "data": 8}
     offset = fmt.offset_codec
     bits |= {"zero_point": 8 if offset is None else offset.bits, "supplied": fmt.levels[0].codec.bits}
     parts: dict[str, np.ndarray] = {}
-    shapes[IMPORTANCE], bits[IMPORTANCE] = (shape[axis],), 32
-    for name in (*PARTS, IMPORTANCE):
+    for name in (IMPORTANCE, GROUP_INDEX):
+        shapes[name], bits[name] = (shape[axis],), 32
+    for name in (*PARTS, IMPORTANCE, GROUP_INDEX):
         if name in case:
             stored = shapes[name]
             if axis == -2 and name not in ("input", "decoded") and len(stored) >= 2:

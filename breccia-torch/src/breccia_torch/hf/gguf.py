@@ -47,8 +47,14 @@ def dtype_of(checkpoint: Any) -> torch.dtype:
 def check_config(model: Any, checkpoint: Any) -> None:
     """Check that the config that transformers has made is that of the file, in what it does not read.
 
-    Raises UnsupportedError where it ties weights that differ; warns where it has no scaling of rotary frequencies.
+    Raises UnsupportedError where the tensors have no names of transformers, and where it ties weights that differ; warns where
+    it has no scaling of rotary frequencies.
     """
+    if checkpoint.unmapped:
+        raise UnsupportedError(
+            f"{checkpoint.unmapped}, and no weight of {type(model).__name__} would be read. Load the original model with "
+            "BrecciaConfig(recipe), or this file without a quantization_config."
+        )
     if model.config.tie_word_embeddings and "lm_head.weight" in checkpoint:
         raise UnsupportedError(
             "the config has tie_word_embeddings, but the files have an lm_head.weight of their own, which transformers does "

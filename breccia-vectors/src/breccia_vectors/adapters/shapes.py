@@ -15,11 +15,13 @@ from ..sets import Case
 
 
 def plain(case: Case) -> None:
-    """Raise NotSupported for a cast that rounds stochastically, or is given its scale."""
+    """Raise NotSupported for a cast that rounds stochastically, is given its scale, or has groups by an index."""
     if case.rounding != "nearest":
         raise NotSupported("stochastic rounding")
     if case.supplied is not None:
         raise NotSupported("supplied scales")
+    if case.groups:
+        raise NotSupported("groups by an index")
 
 
 def matrix(case: Case, part: str) -> np.ndarray:

@@ -1,0 +1,231 @@
+"""Small models of the architectures that transformers reads from GGUF: their own values, and those of transformers' own loader.
+
+Each file is written as llama.cpp's conversion writes it: tensors under the names of the map of the library `gguf`, with what
+`converted` does to them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+
+import gguf as library
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.integrations import GGUF_CONFIG_MAPPING
+
+from breccia.bridges import convert
+from breccia_torch.hf import BrecciaConfig
+
+pytestmark = [
+    pytest.mark.together,
+    pytest.mark.usefixtures("no_progress_bars"),
+    pytest.mark.filterwarnings("ignore"),  # of transformers and what it imports
+]
+VOCABULARY = 64
+Q8_0 = library.GGMLQuantizationType.Q8_0
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu"}
+#: By model types of transformers, what is not the default of their configs.
+MODELS: dict[str, dict[str, Any]] = {
+    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},
+    "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 1},
+    "falcon 40b": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+    },
+    "gemma4_text": SIZES
+    | {
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+    },
+    "lfm2": SIZES | {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"]},
+    "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 4},
+    "minimax_m2": SIZES | {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "t5": T5,
+    "umt5": T5,
+}
+ARCHITECTURES = {"falcon 40b": "falcon", "gemma4_text": "gemma4", "minimax_m2": "minimax-m2", "umt5": "t5"}
+#: What transformers' own loader gets wrong: rows of Falcon 40B, and the scalars of layers of Gemma 4, which it does not find.
+NOT_THEIRS = ("falcon 40b", "gemma4_text")
+
+
+def made(kind: str) -> Any:
+    """A random model."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind.split()[0], **{"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1}, **MODELS[kind]
+    )
+    config.eos_token_id, config.dtype = 2, "float32"
+    model = (AutoModelForSeq2SeqLM if "t5" in kind else AutoModelForCausalLM).from_config(config)
+    for tensor in (*model.parameters(), *(b for name, b in model.named_buffers() if name.endswith(("bias", "scalar")))):
+        torch.nn.init.normal_(tensor, std=0.1)
+    return model.eval()
+
+
+def converted(kind: str, config: Any, name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """A tensor as llama.cpp's conversion changes it."""
+    if kind == "falcon 40b" and "query_key_value" in name:
+        groups = array.reshape(2, 4, -1, *array.shape[1:])  # each of two heads of q, one of k and one of v
+        yield name, np.concatenate([part.reshape(-1, *array.shape[1:]) for part in (groups[:, :2], groups[:, 2], groups[:, 3])])
+    elif kind == "bloom" and "query_key_value" in name:
+        parts = array.reshape(config.n_head, 3, -1, *array.shape[1:])
+        yield name, np.concatenate([parts[:, n].reshape(-1, *array.shape[1:]) for n in range(3)])
+    elif name.endswith(("conv.conv.weight", "conv1d.weight")):
+        yield name, array[:, 0]
+    elif name.endswith("A_log"):
+        yield name, -np.exp(array)
+    elif name.endswith("experts.gate_up_proj"):
+        stem, half = name.removesuffix("gate_up_proj"), array.shape[1] // 2
+        yield f"{stem}gate_proj.weight", array[:, :half]
+        yield f"{stem}up_proj.weight", array[:, half:]
+    elif name.endswith("experts.down_proj"):
+        yield f"{name}.weight", array
+    elif name.endswith("e_score_correction_bias"):
+        yield name.replace("e_score_correction_bias", "e_score_correction.bias"), array
+    elif name.endswith("layer_scalar"):
+        yield f"{name}.weight", array
+    else:
+        yield name, array
+
+
+def is_quantized(array: np.ndarray) -> bool:
+    """Is it a matrix that llama.cpp quantizes? It leaves routers, of 3 experts here."""
+    return array.ndim > 1 and array.shape[-1] % 32 == 0 and (array.ndim > 2 or len(array) > 3)
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    """The state of a model, with the values that its file has."""
+    found = {name: value.float().numpy() for name, value in model.state_dict().items()}
+    return {
+        name: torch.from_numpy(library.dequantize(library.quantize(array, Q8_0), Q8_0) if is_quantized(array) else array)
+        for name, array in found.items()
+    }
+
+
+def written(folder: Path, kind: str, model: Any) -> Path:
+    """The model in GGUF: matrices as Q8_0 where their rows have whole blocks."""
+    architecture, path = ARCHITECTURES.get(kind, kind), folder / "m.gguf"
+    number = next(number for number, name in library.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = library.get_tensor_name_map(number, 2)
+    out = library.GGUFWriter(path, architecture)
+    out.add_name(kind)  # by which transformers tells umt5 from t5
+    add_keys(out, kind, architecture, model.config)
+    for name, value in model.state_dict().items():
+        if name in model.all_tied_weights_keys:
+            continue
+        for changed, array in converted(kind, model.config, name, value.float().numpy()):
+            stem, end = re.fullmatch(r"(.*?)((?:\.weight|\.bias)?)", changed).groups()
+            found = names.get_name(stem.removeprefix("transformer.")) or names.get_name(stem)
+            assert found is not None, changed
+            data = np.ascontiguousarray(array)
+            if is_quantized(array):
+                out.add_tensor(f"{found}{end}", library.quantize(data, Q8_0), raw_dtype=Q8_0)
+            else:
+                out.add_tensor(f"{found}{end}", data)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path
+
+
+def add_keys(out: Any, kind: str, architecture: str, config: Any) -> None:
+    """What transformers makes the config of, and a vocabulary."""
+    for key, name in GGUF_CONFIG_MAPPING[{"gemma4_text": "gemma4"}.get(kind, kind.split()[0])].items():
+        value = getattr(config, name, None) if name else None
+        if kind == "lfm2" and name in ("rms_norm_eps", "rope_theta"):
+            value = config.norm_eps if name == "rms_norm_eps" else config.rope_parameters["rope_theta"]
+        if kind == "lfm2" and key == "attention.head_count_kv":
+            out.add_array(f"{architecture}.{key}", [0, config.num_key_value_heads])
+        elif "falcon" in kind and key == "attention.head_count_kv":
+            out.add_uint32(f"{architecture}.{key}", config.num_kv_heads)
+        elif key == "expert_gating_func":
+            out.add_uint32(f"{architecture}.{key}", 2)
+        elif type(value) is int:
+            out.add_uint32(f"{architecture}.{key}", value)
+        elif type(value) is float:
+            out.add_float32(f"{architecture}.{key}", value)
+    out.add_tokenizer_model("gpt2")
+    out.add_token_list([f"t{n}" for n in range(VOCABULARY)])
+
+
+def loaded(file: Path, kind: str, **options: Any) -> Any:
+    """The model of a file, by transformers."""
+    found = AutoModelForSeq2SeqLM if "t5" in kind else AutoModelForCausalLM
+    return found.from_pretrained(file.parent, gguf_file=file.name, **options)
+
+
+def assert_same(found: Any, wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_has_its_own_values_and_those_of_transformers_loader(tmp_path: Path, kind: str) -> None:
+    original = made(kind)
+    file = written(tmp_path, kind, original)
+    # transformers makes no config of these from the file.
+    given = {"config": original.config} if kind in NOT_THEIRS else {}
+    model, report = loaded(file, kind, quantization_config=BrecciaConfig(), output_loading_info=True, **given)
+    assert not any(report.values()), report
+    found = model.dequantize().state_dict()
+    own = values(original)
+    if kind == "mamba":  # the file has exponentials of this parameter
+        own |= {name: torch.from_numpy(np.log(np.exp(value.numpy()))) for name, value in own.items() if "A_log" in name}
+    assert_same(found, own)
+    if kind not in NOT_THEIRS:
+        assert_same(found, loaded(file, kind).state_dict())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_converted_model_is_a_folder_that_transformers_loads(tmp_path: Path, kind: str) -> None:
+    source, out, original = tmp_path / "source", tmp_path / "out", made(kind)
+    source.mkdir()
+    file = written(source, kind, original)
+    if kind in NOT_THEIRS:
+        original.config.save_pretrained(source)
+    convert(source, out, "none")
+    auto = AutoModelForSeq2SeqLM if "t5" in kind else AutoModelForCausalLM
+    model, report = auto.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    given = {"config": original.config} if kind in NOT_THEIRS else {}
+    wanted = loaded(file, kind, quantization_config=BrecciaConfig(), **given)
+    assert_same(model.dequantize().state_dict(), wanted.dequantize().state_dict())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_file_that_is_quantized_again_keeps_names_and_the_rest(tmp_path: Path, kind: str) -> None:
+    file = written(tmp_path, kind, made(kind))
+    convert(file, tmp_path / "new.gguf", "int4,group_size=32", dialect="gguf")
+    old, new = (library.GGUFReader(path) for path in (file, tmp_path / "new.gguf"))
+    assert [one.name for one in old.tensors] == [one.name for one in new.tensors]
+    plain = [(one, other) for one, other in zip(old.tensors, new.tensors, strict=True) if other.tensor_type.name == "F32"]
+    assert plain and all(np.array_equal(one.data, other.data) for one, other in plain)
+    quantized = [(one, other) for one, other in zip(old.tensors, new.tensors, strict=True) if other.tensor_type.name == "Q4_0"]
+    for one, other in quantized:
+        wanted, found = (library.dequantize(t.data, t.tensor_type) for t in (one, other))
+        assert wanted.shape == found.shape and np.corrcoef(wanted.reshape(-1), found.reshape(-1))[0, 1] > 0.98
