@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from calibration_models import IDS, outputs, saved, share
+from calibration_models import IDS, model, outputs, saved, share
 from program import Run
 
 import breccia
@@ -147,6 +147,26 @@ def test_a_head_outside_the_blocks_is_calibrated_too(source: Path, tmp_path: Pat
     report = convert(source, tmp_path / "out", INT4, include=["lm_head*"], calibrate=IDS)
     head = next(t for t in report.tensors if t.name == "lm_head.weight")
     assert head.calibration and head.calibration["tokens"] == IDS.size
+
+
+def test_an_embedding_that_is_the_head_too_is_calibrated_by_the_inputs_of_the_head(tmp_path: Path) -> None:
+    source, name = saved("tied", tmp_path / "model"), "model.embed_tokens.weight"
+    options: dict[str, Any] = {"include": ["*embed*"], "exclude": ["*layers*"]}
+    convert(source, tmp_path / "plain", INT4, **options)
+    report = convert(source, tmp_path / "out", INT4, **options, calibrate=IDS)
+    table = next(t for t in report.tensors if t.name == name)
+    assert table.calibration and table.calibration["tokens"] == IDS.size and table.calibration["damping"] == 0.01
+    assert not report.warnings and report.calibrated == [table]
+    # The head's own error, under the hidden states of the model in high precision.
+    made = model("tied")
+    with torch.no_grad():
+        hidden = made.model(torch.as_tensor(IDS)).last_hidden_state
+    weight = load_checkpoint(source)[name]
+    errors = [
+        float((hidden @ torch.from_numpy(breccia.dequantize(load_checkpoint(tmp_path / folder)[name]) - weight).T).norm())
+        for folder in ("plain", "out")
+    ]
+    assert errors[1] < 0.8 * errors[0]
 
 
 @pytest.mark.long

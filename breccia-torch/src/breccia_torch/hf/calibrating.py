@@ -132,9 +132,9 @@ class _Run:
         spot = self.blocks.spots.get(name)
         if spot is None:
             return [], "the model has no place for it"
-        module = self.model.get_submodule(spot.owner)
-        if isinstance(module, nn.Linear) and spot.leaf == "weight":
-            keys, contracts_last = [Key(spot.owner, spot.leaf)], not spot.turned
+        module, linear = self.model.get_submodule(spot.owner), self._linear(spot)
+        if linear is not None:
+            keys, contracts_last = [Key(linear, "weight")], not spot.turned
         elif spot.leaf in expert_parameters(module):
             contracts_last = (experts_axis(module) == -1) != spot.turned
             experts = range(self.shapes[name][0]) if spot.expert is None else [spot.expert]
@@ -144,6 +144,13 @@ class _Run:
         else:
             return [], f"{type(module).__name__} is not a linear layer whose inputs can be observed"
         return (keys, "") if contracts_last else ([], "its blocks do not run along the inputs of its layer")
+
+    def _linear(self, spot: Spot) -> str | None:
+        """The linear layer whose weight a value is: its own, or one that is tied to it, as a head is to the embedding."""
+        for owner, _, leaf in (target.rpartition(".") for target in self.blocks.tied(spot.target)):
+            if leaf == "weight" and isinstance(self.model.get_submodule(owner), nn.Linear):
+                return owner
+        return None
 
     def _is_in(self, name: str, block: str) -> bool:
         spot = self.blocks.spots.get(name)
