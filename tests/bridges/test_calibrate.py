@@ -61,7 +61,9 @@ def test_gptq_halves_the_error_of_outputs_at_the_same_bytes(source: Path, tmp_pa
     assert len(report.calibrated) == len(report.quantized) == 14 and report.calibration == "gptq"
     record = next(t for t in report.tensors if t.name.endswith("up_proj.weight")).calibration
     assert record and record["tokens"] == IDS.size and record["damping"] == 0.01 and record["output_sqnr"] > 15
-    assert not report.warnings
+    # The first block reads embeddings, so its inputs span no more dimensions than the text has different tokens.
+    assert [w for w in report.warnings if "layers.1" in w or "mlp" in w or "o_proj" in w] == []
+    assert len(report.warnings) == 1 and f"inputs span {len(np.unique(IDS))} of 64 dimensions" in report.warnings[0]
 
 
 @pytest.mark.long
@@ -132,6 +134,22 @@ def test_experts_without_tokens_are_cast_and_those_with_few_are_damped(tmp_path:
     assert "4 tokens for 64 inputs: damped more" in said
     plain, chosen = (load_checkpoint(tmp_path / name) for name in ("plain", "gptq"))
     assert all(breccia.bytes_equal(plain[name], chosen[name]) for name in unreached)
+
+
+def test_a_text_that_says_one_thing_over_and_over_is_reported_for_each_layer(source: Path, tmp_path: Path) -> None:
+    """One repeated token: all rows of a layer's inputs are equal, so their second moment has rank 1."""
+    report = convert(source, tmp_path / "out", INT4, calibrate=np.full((4, 32), 7))
+    (up,) = (t for t in report.tensors if t.name == "model.layers.0.mlp.up_proj.weight")
+    said = "inputs span 1 of 64 dimensions: their second moment is singular, and inverted by damping alone"
+    assert up.calibration and up.calibration["note"] == said
+    assert any(w.startswith("calibration: ") and w.endswith(f": {said}.") for w in report.warnings)
+
+
+def test_damping_that_grows_is_reported_for_each_layer(source: Path, tmp_path: Path) -> None:
+    report = convert(source, tmp_path / "out", INT4, calibrate=np.full((4, 32), 7), method="gptq,damping=1e-19")
+    notes = [t.calibration["note"] for t in report.calibrated if t.calibration]
+    grown = [note for note in notes if "; damping grew to 1e-1" in note and "could not be inverted under less" in note]
+    assert grown and all(float(t.calibration["damping"]) > 1e-19 for t in report.calibrated if t.calibration["note"] in grown)
 
 
 @pytest.mark.long
