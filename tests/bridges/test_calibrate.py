@@ -361,6 +361,20 @@ def test_what_cannot_be_done_is_refused(options: dict[str, Any], said: str, sour
     assert not staging_folder(tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("words", ["convert {0} {1} --recipe int4", "why {0} {0}", "merge {0} {1} {1}"])
+def test_a_file_to_calibrate_on_that_cannot_be_read_is_refused(words: str, source: Path, tmp_path: Path, run: Run) -> None:
+    paths = {kind: tmp_path / kind for kind in ("missing.npy", "missing.txt", "empty.npy", "latin.txt")}
+    paths["empty.npy"].touch()
+    paths["latin.txt"].write_bytes("café".encode("latin-1"))
+    takes, absent = " takes the path of a text in UTF-8, or of an .npy file of token ids; ", " cannot be read (No such file or "
+    said = dict.fromkeys(paths, f"{takes}{{}}{absent}directory). Give a file that exists.")
+    said["empty.npy"] = ": {} is not an array of token ids (No data left in file). Write one by numpy.save."
+    said["latin.txt"] = ": {} is no text in UTF-8 (unexpected end of data at byte 3). Convert it, or give token ids (.npy)."
+    for kind, path in paths.items():
+        code, _, err = run(*words.format(source, tmp_path / "other").split(), "--calibrate", str(path))
+        assert code == 1 and f"calibrate (--calibrate){said[kind].format(path)}" in err
+
+
 @pytest.mark.long
 def test_a_model_that_takes_more_than_token_ids_is_refused(tmp_path: Path) -> None:
     import transformers
