@@ -32,6 +32,7 @@ EXPECTED = {
         ("breccia_torch", "breccia_bridges", "transformers"),
         "the worst layer is the one with outliers: True",
     ),
+    "13_same_bytes": (("breccia_bridges",), "the adapter survives in the same format: True"),
 }
 #: Longer than about 2 seconds, most of it imports: torch.optim, JAX's compiler, transformers.
 LONG = ("04_te_migration", "05_torch_model", "06_jax", "08_hugging_face", "09_torchao", "12_which_layers")
