@@ -490,9 +490,15 @@ def test_a_change_that_survives_but_is_drowned_by_rounding_is_refused_on_a_text(
     words = ("merge", str(source), str(adapter), str(tmp_path / "told"), "--calibrate", str(tmp_path / "ids.npy"))
     code, _, err = run(*words)
     assert code == 1 and "of the change's effect on the text survives" in err
+    code, out, _ = run(*words[:3], str(tmp_path / "unmeasured"))
+    assert code == 0 and "rounding changes the weights by more than the adapter does, and may cost more than it gains" in out
     code, out, _ = run(*words, "--min-share", "0")
     before, after = report.divergence
-    assert code == 0 and f"{after:.3g} per token from the model with the whole change; {before:.3g} without it (-" in out
+    assert (
+        code == 0
+        and "more than the adapter does" not in out
+        and f"{after:.3g} per token from the model with the whole change; {before:.3g} without it (-" in out
+    )
     for path in (tmp_path / "by_norm").iterdir():
         assert (tmp_path / "told" / path.name).read_bytes() == path.read_bytes()
 

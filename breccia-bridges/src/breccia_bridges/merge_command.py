@@ -90,6 +90,11 @@ def _print(report: MergeReport, top: int | None, seconds: float) -> None:
         if report.divergence_share is None:
             survives = f"below {NOISE:g}, which rounding in FP32 alone costs: no share"
         lines["KL"] = f"{after:.3g} per token from the model with the whole change; {before:.3g} without it ({survives})"
+    elif report.error > 1:
+        lines["caution"] = (
+            "rounding changes the weights by more than the adapter does, and may cost more than it gains: "
+            "measure that by --calibrate FILE"
+        )
     lines["written"] = f"{report.destination}; {seconds:.1f} s"
     for name, value in lines.items():
         table.add_row(name, Text(printable(value)))
