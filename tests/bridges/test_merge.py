@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from adapters import factors, saved
 from program import Run
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import breccia
@@ -458,6 +459,75 @@ def test_divergence_is_that_of_the_model_with_the_whole_change(tmp_path: Path) -
     assert report.divergence == pytest.approx(found, rel=1e-3)  # FP32 models, whose rows run one by one here
     assert report.divergence_share == pytest.approx(1 - found[1] / found[0], abs=0.01) and found[1] < found[0]
     assert torch.is_grad_enabled()
+
+
+def small_model(tmp_path: Path, size: float) -> tuple[Path, Path, np.ndarray]:
+    """A quantized model of transformers, an adapter whose change has about this size, and token ids."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import calibration_models as models
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    layers = {f"model.layers.{n}.mlp.up_proj": factors(96, 64, seed=n, size=size) for n in range(2)}
+    convert(models.saved("llama", tmp_path / "model"), tmp_path / "before", "int4,group_size=32")
+    return tmp_path / "before", saved(tmp_path / "adapter", layers), models.IDS[:2]
+
+
+def test_a_change_that_survives_but_is_drowned_by_rounding_is_refused_on_a_text(tmp_path: Path, run: Run) -> None:
+    """The change keeps its direction, and rounding adds errors of more than its norm: the outputs come no nearer."""
+    source, adapter, ids = small_model(tmp_path, 0.0004)
+    assert merge(source, adapter, tmp_path / "by_norm").share > 0.9
+    with pytest.raises(InexactError, match="of the change's effect on the text survives") as refused:
+        merge(source, adapter, tmp_path / "after", calibrate=ids)
+    message = str(refused.value)
+    assert refused.value.found["share"] < 0 and refused.value.found["min_share"] == 0.9
+    assert "nats per token, and" in message and "of the change itself survives, with an error of 1." in message
+    assert "90.0% are asked for. Nothing was written" in message and message.endswith("min_share=0.0 (--min-share).")
+    assert not (tmp_path / "after").exists() and not staging_folder(tmp_path / "after").exists()
+    report = merge(source, adapter, tmp_path / "after", calibrate=ids, min_share=0)
+    assert report.divergence is not None and report.divergence_share == refused.value.found["share"]
+    np.save(tmp_path / "ids.npy", ids)
+    words = ("merge", str(source), str(adapter), str(tmp_path / "told"), "--calibrate", str(tmp_path / "ids.npy"))
+    code, _, err = run(*words)
+    assert code == 1 and "of the change's effect on the text survives" in err
+    code, out, _ = run(*words[:3], str(tmp_path / "unmeasured"))
+    assert code == 0 and "rounding changes the weights by more than the adapter does, and may cost more than it gains" in out
+    code, out, _ = run(*words, "--min-share", "0")
+    before, after = report.divergence
+    assert (
+        code == 0
+        and "more than the adapter does" not in out
+        and f"{after:.3g} per token from the model with the whole change; {before:.3g} without it (-" in out
+    )
+    for path in (tmp_path / "by_norm").iterdir():
+        assert (tmp_path / "told" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_change_whose_effect_survives_passes_on_a_text(tmp_path: Path) -> None:
+    source, adapter, ids = small_model(tmp_path, 0.01)
+    report = merge(source, adapter, tmp_path / "after", calibrate=ids)
+    assert report.divergence_share is not None and 0.9 < report.divergence_share < 1
+
+
+def test_a_change_below_the_rounding_of_fp32_has_no_share_of_divergence(tmp_path: Path, run: Run) -> None:
+    source, adapter, ids = small_model(tmp_path, 1e-7)
+    report = merge(source, adapter, tmp_path / "after", calibrate=ids, min_share=0)
+    assert report.divergence is not None and 0 < report.divergence[0] < 1e-9 and report.divergence_share is None
+    np.save(tmp_path / "ids.npy", ids)
+    words = ("--calibrate", str(tmp_path / "ids.npy"), "--min-share", "0")
+    code, out, _ = run("merge", str(source), str(adapter), str(tmp_path / "told"), *words)
+    assert code == 0 and "(below 1e-09, which rounding in FP32 alone costs: no share)" in out
+
+
+def test_outputs_with_nan_are_refused_on_a_text(tmp_path: Path) -> None:
+    source, adapter, ids = small_model(tmp_path, 0.01)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = np.nan
+    with safe_open(source / "model.safetensors", "np") as file:
+        save_file(tensors, source / "model.safetensors", file.metadata())
+    with pytest.raises(NonFiniteError, match=r"the outputs of .*before, or of it with the change, have NaN or Inf on the text"):
+        merge(source, adapter, tmp_path / "after", calibrate=ids)
+    assert not (tmp_path / "after").exists()
 
 
 def test_divergence_without_torch_is_refused_before_anything_is_written(

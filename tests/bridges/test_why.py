@@ -83,6 +83,19 @@ def test_nan_that_the_model_has_not_comes_first(model: Path, quantized: Path) ->
     json.dumps(result.to_dict(), allow_nan=False)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_that_the_original_has_itself_is_said(value: float, model: Path, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(model)
+    values = {each: np.array(checkpoint[each]) for each in checkpoint}
+    values[NAMES[6]][3, 40] = value
+    save_safetensors(values, model, force=True)
+    convert(model, tmp_path / "q.safetensors", INT4)
+    worst, *others = why(model, tmp_path / "q.safetensors").layers
+    assert worst.name == NAMES[6]
+    assert worst.findings[:2] == ["the original has NaN or Inf, 1 element", "31 elements became NaN or Inf"]
+    assert len(others) == 19 and not any(layer.findings for layer in others)
+
+
 def test_without_a_text_layers_are_in_the_order_of_the_energy_that_they_lose(model: Path, tmp_path: Path) -> None:
     policy = {NAMES[0]: "int,bits=2,group_size=32", NAMES[9]: "int,bits=3,group_size=32", "default": "mxfp8"}
     convert(model, tmp_path / "mixed.safetensors", policy)

@@ -122,6 +122,19 @@ def test_every_framework_on_a_cpu_searches_by_the_compiled_kernel() -> None:
         assert "reference" not in str(found).splitlines()[1], found
 
 
+@pytest.mark.parametrize("spec", ["nf4", "int4,group_size=260", "nvfp4,block_m=16"])
+def test_what_the_compiled_kernel_does_not_search_is_said(spec: str) -> None:
+    """Tables of codes, blocks of more than 256 numbers, and tiles of several rows: the generic algorithm searches."""
+    found = breccia.explain("cast", f"{spec},scale_rule=mse")
+    assert found.winner and found.winner.name == "numpy.cast"
+    assert "skipped: its search does not take this format, so the generic algorithm searches, in chunks" in str(found)
+    on_torch = breccia.explain("cast", f"{spec},scale_rule=mse", on="torch:cpu")
+    assert "calls cast of" in str(on_torch) and ": numpy.cast " in str(on_torch)
+    for taken in (spec, "int4,group_size=256,scale_rule=mse"):
+        winner = breccia.explain("cast", taken).winner
+        assert winner and winner.name == "native.cast"
+
+
 def test_sizes_that_do_not_agree_are_refused() -> None:
     x, one = np.zeros(64, np.float32), np.zeros(1, np.float32)
     nothing, window = np.zeros(0, np.float32), (one, one, np.zeros(1, np.int32))

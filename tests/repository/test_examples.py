@@ -33,6 +33,7 @@ EXPECTED = {
         "the worst layer is the one with outliers: True",
     ),
     "13_gguf": (("breccia_bridges", "gguf"), "the file has the codes of a cast: True"),
+    "14_same_bytes": (("breccia_bridges",), "the adapter survives in the same format: True"),
 }
 #: Longer than about 2 seconds, most of it imports: torch.optim, JAX's compiler, transformers.
 LONG = ("04_te_migration", "05_torch_model", "06_jax", "08_hugging_face", "09_torchao", "12_which_layers")

@@ -14,7 +14,7 @@ import torch
 from calibration_models import IDS, model, saved
 
 import breccia
-from breccia import OptionError, bridges
+from breccia import NonFiniteError, OptionError, bridges
 from breccia.backend import components
 
 INT4 = "int4,group_size=32"
@@ -127,6 +127,32 @@ def test_why_measures_each_layer_alone_and_all_but_it(tmp_path: Path) -> None:
     kept = next(one for one in worst.remedies if one.recipe == "keep")
     assert kept.left == worst.without and worst.cheapest and worst.cheapest.nbytes == 0
     assert worst.cheapest.left < result.total - (result.total - kept.left) / 2
+
+
+#: A value, the size that its elements get, and the message: NaN weights, and finite ones whose outputs overflow.
+BROKEN = {
+    "embedding": ("model.embed_tokens.weight", np.nan, "in the weights of model.embed_tokens,"),
+    "linear": ("model.layers.1.mlp.down_proj.weight", np.nan, "in the weights of model.layers.1.mlp.down_proj,"),
+    "overflow": ("model.layers.0.mlp.up_proj.weight", 3e38, "on the text, first in the outputs of model.layers.0.mlp.up_proj,"),
+    "norm": ("model.norm.weight", np.inf, "in the weights of model.norm,"),
+    "head": ("lm_head.weight", np.nan, "in the weights of lm_head,"),
+}
+
+
+@pytest.mark.parametrize("place", BROKEN)
+def test_an_original_with_nan_is_refused_and_its_first_layer_named(place: str, tmp_path: Path) -> None:
+    source = saved("llama", tmp_path / "model")
+    bridges.convert(source, tmp_path / "q", INT4)
+    name, size, said = BROKEN[place]
+    checkpoint = bridges.load_checkpoint(source)
+    values = {each: np.array(checkpoint[each]) for each in checkpoint}
+    values[name] = np.copysign(np.float32(size), values[name])
+    bridges.save_safetensors(values, source / "model.safetensors", force=True)
+    with pytest.raises(
+        NonFiniteError, match=rf"model, the original, has NaN or Inf {said} so nothing can be measured"
+    ) as refused:
+        bridges.why(source, tmp_path / "q", calibrate=IDS[:2])
+    assert refused.value.found["name"] == name.removesuffix(".weight")
 
 
 @pytest.mark.long

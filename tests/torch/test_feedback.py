@@ -11,7 +11,7 @@ import torch
 import breccia
 from breccia import NonFiniteError
 from breccia.internal import affine
-from breccia_torch.calibration.feedback import corrected, damped, output_error
+from breccia_torch.calibration.feedback import corrected, damped, output_error, rank
 from breccia_torch.calibration.moments import Moments, Products
 
 RECIPES = [
@@ -71,12 +71,12 @@ def optimal(weight: np.ndarray, st: Any, second: np.ndarray, order: np.ndarray) 
 def test_codes_are_those_of_the_optimal_update_column_by_column(spec: str, by_importance: bool) -> None:
     weight, x = drawn(seed=7)
     moments, st = moments_of(x), breccia.cast(weight, spec)
-    new, (damping,) = corrected(torch.from_numpy(weight), st, [moments], 0.01, by_importance)
+    new, (made,) = corrected(torch.from_numpy(weight), st, [moments], 0.01, by_importance)
     square = moments.second.numpy() / moments.count
     order = np.argsort(-square.diagonal(), kind="stable") if by_importance else np.arange(COLUMNS)
     second = square + 0.01 * square.diagonal().mean() * np.eye(COLUMNS)
     expected, margin = optimal(weight, st, second, order)
-    assert damping == 0.01
+    assert made == (0.01, 0, COLUMNS)
     # Numbers of at most 16 steps lose at most 64 updates * 16 * 2^-24 of a step to FP32, and none lies so close to the middle
     # of two codes.
     codec = st.recipe.format.element
@@ -99,8 +99,8 @@ def test_outputs_have_less_error_than_those_of_a_cast(spec: str) -> None:
 def test_inputs_without_correlation_leave_the_codes_of_a_cast() -> None:
     weight, _ = drawn()
     st = breccia.cast(weight, "int4,group_size=32")
-    new, (damping,) = corrected(torch.from_numpy(weight), st, [moments_of(np.eye(COLUMNS, dtype=np.float32))], 0.01, True)
-    assert damping is None and breccia.bytes_equal(new, st)  # feedback has nothing to lower
+    new, (made,) = corrected(torch.from_numpy(weight), st, [moments_of(np.eye(COLUMNS, dtype=np.float32))], 0.01, True)
+    assert made == (None, 0, COLUMNS) and breccia.bytes_equal(new, st)  # feedback has nothing to lower
 
 
 def test_fewer_tokens_than_columns_are_damped_more() -> None:
@@ -112,14 +112,34 @@ def test_fewer_tokens_than_columns_are_damped_more() -> None:
 def test_damping_grows_until_a_singular_moment_can_be_inverted() -> None:
     _, x = drawn()
     found = damped(moments_of(np.repeat(x[:, :1], COLUMNS, 1)), 1e-18, torch.arange(COLUMNS))  # all columns are one
-    assert found is not None and found.damping > 1e-18 and bool(torch.isfinite(found.inverse).all())
+    assert (
+        found is not None
+        and found.grown
+        and found.damping == pytest.approx(1e-18 * 10**found.grown)
+        and bool(torch.isfinite(found.inverse).all())
+    )
+
+
+@pytest.mark.parametrize("spanned", [1, 5, COLUMNS - 3])
+def test_rank_is_that_of_the_inputs_whatever_the_sizes_of_their_columns(spanned: int) -> None:
+    rng = np.random.default_rng(spanned)
+    first = rng.standard_normal((400, spanned)).astype(np.float32)
+    dependent = first[:, rng.integers(0, spanned, COLUMNS - spanned - 1)]  # copies, so that rounding leaves the rank alone
+    x = np.concatenate([first, dependent, np.zeros((400, 1), np.float32)], 1)[:, rng.permutation(COLUMNS)]
+    x *= 2.0 ** rng.integers(-12, 12, COLUMNS).astype(np.float32)
+    assert rank(moments_of(x).second) == spanned
+
+
+def test_correlated_inputs_have_full_rank() -> None:
+    assert rank(moments_of(drawn()[1]).second) == COLUMNS
+    assert rank(torch.zeros(4, 4, dtype=torch.float64)) == 0
 
 
 def test_inputs_that_are_all_zero_leave_the_codes_of_a_cast() -> None:
     weight, _ = drawn()
     st = breccia.cast(weight, "nvfp4")
-    new, damping = corrected(torch.from_numpy(weight), st, [moments_of(np.zeros((8, COLUMNS), np.float32))], 0.01, True)
-    assert damping == [None] and breccia.bytes_equal(new, st)
+    new, made = corrected(torch.from_numpy(weight), st, [moments_of(np.zeros((8, COLUMNS), np.float32))], 0.01, True)
+    assert made == [(None, 0, 0)] and breccia.bytes_equal(new, st)
 
 
 def test_blocks_of_zeros_stay_zeros() -> None:

@@ -107,8 +107,8 @@ class Calibration:
     def of(cls, given: Any, method: str | None, device: str | None) -> Calibration | None:
         """What users give: the path of a text or of an .npy file of token ids, or an array of them; None for nothing.
 
-        Raises OptionError for another method, for arrays that are no token ids, and for a method or device without a text;
-        OSError for a file that cannot be read.
+        Raises OptionError for another method, for arrays that are no token ids, for a method or device without a text, and for
+        a file that cannot be read.
         """
         if given is None:
             for name, value in {"method": method, "device": device}.items():
@@ -120,8 +120,7 @@ class Calibration:
             return None
         text: Any = given
         if isinstance(given, str | os.PathLike):
-            path = Path(given)
-            text = _loaded(path) if path.suffix == ".npy" else path.read_text(encoding="utf-8")
+            text = _read(Path(given))
         return cls(
             text if isinstance(text, str) else _checked(np.asarray(text)), method_of(method or GPTQ.name), device or "cpu"
         )
@@ -221,11 +220,26 @@ def is_searched(recipe: ScalingRecipe) -> bool:
     return getattr(recipe, "scale_rule", None) == SEARCH
 
 
-def _loaded(path: Path) -> np.ndarray:
+def _read(path: Path) -> str | np.ndarray:
+    """The text or the array of a file. Raises OptionError for one that cannot be read."""
     try:
-        return np.load(path, allow_pickle=False)
-    except ValueError as e:
-        raise OptionError(f"calibrate (--calibrate): {path} is not an array of token ids ({e}).", path=str(path)) from e
+        return np.load(path, allow_pickle=False) if path.suffix == ".npy" else path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise OptionError(
+            f"calibrate (--calibrate) takes the path of a text in UTF-8, or of an .npy file of token ids; {path} cannot be "
+            f"read ({e.strerror or e}). Give a file that exists.",
+            path=str(path),
+        ) from e
+    except UnicodeDecodeError as e:
+        raise OptionError(
+            f"calibrate (--calibrate): {path} is no text in UTF-8 ({e.reason} at byte {e.start}). Convert it, or give token "
+            "ids (.npy).",
+            path=str(path),
+        ) from e
+    except (ValueError, EOFError) as e:
+        raise OptionError(
+            f"calibrate (--calibrate): {path} is not an array of token ids ({e}). Write one by numpy.save.", path=str(path)
+        ) from e
 
 
 def _checked(ids: np.ndarray) -> np.ndarray:

@@ -70,6 +70,8 @@ class Layer:
     def findings(self) -> list[str]:
         """What is wrong with it, the worst first."""
         found: list[str] = []
+        if self.fidelity.bad:
+            found.append(f"the original has NaN or Inf, {self.fidelity.bad} element{'s' * (self.fidelity.bad != 1)}")
         if self.fidelity.bad_after > self.fidelity.bad:
             found.append(f"{self.fidelity.bad_after - self.fidelity.bad} elements became NaN or Inf")
         if self.faults and self.faults.broken:

@@ -31,6 +31,8 @@ from .text import byte_count_of
 
 #: The share of a change that has to survive, unless another is given.
 MIN_SHARE = 0.9
+#: KL divergence per token, in nats, below which FP32 models differ by the order of their sums alone.
+NOISE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class MergeReport:
         d (q - w) over that of d². 1 for a perfect merge, 0 where every code stayed.
     error: the norm of q - w - d over that of d: what is changed otherwise, by rounding.
     divergence: KL divergence per token on a text, of the checkpoint without the change, and with it merged, from the model with
-        the change added to its decoded weights; None without a text. divergence_share: 1 - the second over the first.
+        the change added to its decoded weights; None without a text.
+    divergence_share: 1 - the second over the first. None without a text, and where the first is below 1e-9 nats: the change
+        moves the outputs by no more than rounding does.
     """
 
     source: str
@@ -72,10 +76,10 @@ class MergeReport:
 
     @property
     def divergence_share(self) -> float | None:
-        if self.divergence is None:
+        if self.divergence is None or self.divergence[0] < NOISE:
             return None
         before, after = self.divergence
-        return 1 - after / before if before > 0 else 1.0
+        return 1 - after / before
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for `json.dumps`."""
@@ -113,8 +117,8 @@ def merge(
     destination: like `source`. Tensors that no layer changes, and the other files, keep every byte. So do the codes and scales
         of blocks whose change is zero. Other blocks keep their scale while their values fit under it, and get the one of a cast
         where they do not. The scale of a whole tensor beside scales of blocks stays: engines share it between layers.
-    min_share: the least share of the change that has to survive, of all tensors together; see `MergeReport`. Below it nothing
-        is written. A number of 0 or less allows any loss.
+    min_share: the least share of the change that has to survive, of all tensors together, and of its KL divergence on the text;
+        see `MergeReport`. Below it nothing is written. A number of 0 or less allows any loss.
     calibrate: a text, as `convert` takes it, on which the loss is also measured as KL divergence per token. It runs the model
         three times, block by block, in transformers, and changes no byte.
     force, advance, source_dialect, restart, max_memory, verify: as of `convert`.
@@ -155,7 +159,7 @@ def merge(
     ids = None if text is None else text.ids(src)
     work.choose(Calibrated(staging.calibrated, journal, is_stored=True), lambda made: _judge(report, made, least))
     if ids is not None:
-        work.before_commit = lambda made: _measure(report, ids, work, source_dialect, made)
+        work.before_commit = lambda made: _measure(report, ids, work, source_dialect, made, least)
     if restart:
         with Staging(staging.destination):  # removes what is there
             pass
@@ -172,16 +176,21 @@ def _judge(report: MergeReport, made: Mapping[str, Mapping[str, Any]], least: fl
         report.tensors.append(MergedTensor(name, share=of.share, error=of.error, **counts))
         total += of
     report.share, report.error = total.share, total.error
-    if not total.share >= least:
+    if least > 0 and not total.share >= least:
         worst = min(report.tensors, key=lambda t: t.share)
-        raise InexactError(
-            f"merge: {total.share:.1%} of the change survives in {report.source}, least in {worst.name} ({worst.share:.1%}), "
-            f"and {least:.1%} are asked for. Nothing was written. Merge the adapter into the model in high precision and "
-            "convert that, convert to a finer recipe first, or accept the loss: "
-            f"min_share={math.floor(100 * total.share) / 100} (--min-share).",
-            share=total.share,
-            min_share=least,
-        )
+        what = f"{total.share:.1%} of the change survives in {report.source}, least in {worst.name} ({worst.share:.1%})"
+        raise _lost(what, total.share, least)
+
+
+def _lost(what: str, share: float, least: float) -> InexactError:
+    """The error that less than `least` survives. what: the share that does."""
+    return InexactError(
+        f"merge: {what}, and {least:.1%} are asked for. Nothing was written. Merge the adapter into the model in high "
+        "precision and convert that, convert to a finer recipe first, or accept the loss: "
+        f"min_share={max(0, math.floor(100 * share)) / 100} (--min-share).",
+        share=share,
+        min_share=least,
+    )
 
 
 def _check_torch() -> None:
@@ -192,10 +201,23 @@ def _check_torch() -> None:
         )
 
 
-def _measure(report: MergeReport, ids: np.ndarray, work: Merging, source_dialect: str | None, made: Path) -> None:
-    """Put the KL divergence on a text into the report. made: the merged checkpoint, not yet at its destination."""
+def _measure(report: MergeReport, ids: np.ndarray, work: Merging, source_dialect: str | None, made: Path, least: float) -> None:
+    """Put the KL divergence on a text into the report. made: the merged checkpoint, not yet at its destination.
+
+    Raises InexactError where less than `least` of it survives.
+    """
     changes = {name: change.matrix for name, change in work.changes.items()}
-    report.divergence = bridges.merge_divergence(work.src, made, ids, changes, source_dialect=source_dialect)
+    before, after = report.divergence = bridges.merge_divergence(work.src, made, ids, changes, source_dialect=source_dialect)
+    share = report.divergence_share
+    if least > 0 and share is not None and share < least:
+        worst = max(report.tensors, key=lambda t: t.error)
+        what = (
+            f"{share:.1%} of the change's effect on the text survives in {report.source}: KL divergence from the model with "
+            f"the whole change is {after:.3g} nats per token, and {before:.3g} without the change. {report.share:.1%} of the "
+            f"change itself survives, with an error of {report.error:.2f} of its norm, most of all in "
+            f"{worst.name} ({worst.error:.2f})"
+        )
+        raise _lost(what, share, least)
 
 
 def _checked_share(share: Any) -> float:

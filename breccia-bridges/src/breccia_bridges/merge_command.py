@@ -14,7 +14,7 @@ from breccia.backend import Json, print_json, print_table
 from breccia.internal import printable
 
 from .commands import From, PathOrURL, Top, interruptible, print_hidden, progress
-from .merge import MIN_SHARE, MergeReport
+from .merge import MIN_SHARE, NOISE, MergeReport
 from .merge import merge as merge_adapter
 from .remote_path import path_of
 from .results import Verify
@@ -32,7 +32,7 @@ def merge(
     ] = MIN_SHARE,
     calibrate: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="A text, or ids.npy: also measure the loss as KL divergence.", show_default=False),
+        typer.Option(metavar="FILE", help="A text, or ids.npy: --min-share also of KL divergence.", show_default=False),
     ] = None,
     top: Top = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file, or a checkpoint folder.")] = False,
@@ -84,11 +84,16 @@ def _print(report: MergeReport, top: int | None, seconds: float) -> None:
         "merged": f"{len(report.tensors)} tensors changed; all others, and blocks without a change, keep every byte",
         "survives": f"{percent(report.share)} of the change; {report.error:.2f} of its norm is rounded otherwise",
     }
-    if report.divergence is not None and report.divergence_share is not None:
+    if report.divergence is not None:
         before, after = report.divergence
-        lines["KL"] = (
-            f"{after:.4f} per token from the model with the whole change; {before:.4f} without it "
-            f"({percent(report.divergence_share)} survives)"
+        survives = f"{percent(report.divergence_share)} survives"
+        if report.divergence_share is None:
+            survives = f"below {NOISE:g}, which rounding in FP32 alone costs: no share"
+        lines["KL"] = f"{after:.3g} per token from the model with the whole change; {before:.3g} without it ({survives})"
+    elif report.error > 1:
+        lines["caution"] = (
+            "rounding changes the weights by more than the adapter does, and may cost more than it gains: "
+            "measure that by --calibrate FILE"
         )
     lines["written"] = f"{report.destination}; {seconds:.1f} s"
     for name, value in lines.items():

@@ -62,7 +62,7 @@ def why(
 
     Layers with broken blocks come first, whatever they cost: a block of which nothing is left is a fault of a file or a
     program, and not rounding. Raises what `compare` raises, OptionError for a device without a text and for a negative number
-    of remedies, and what `convert` raises under `calibrate`.
+    of remedies, and what `convert` raises under `calibrate`: NonFiniteError for a model that itself has NaN or Inf on the text.
 
         >>> x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
         >>> breccia.bridges.save_safetensors({"a.weight": x, "b.weight": x}, tmp / "before.safetensors")

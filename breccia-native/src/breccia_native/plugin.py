@@ -19,7 +19,7 @@ SEARCHES = ("scale_search",)
 def breccia_kernels() -> Iterable[Kernel]:
     # These also run for arrays of torch and MLX on the CPU: breccia_torch.cpu and breccia_mlx.cpu call the NumPy kernels.
     kernels, available = "breccia_native.kernels", "breccia_native.availability:missing"
-    for op, accepted in (("cast", "numpy.plan:accepts_compiled_cast"), ("dequantize", "plans:accepts_dequantize")):
+    for op, accepted in (("cast", "numpy.plan:accepts_native_cast"), ("dequantize", "plans:accepts_dequantize")):
         accepts = f"breccia.kernels.{accepted}"
         yield Kernel(
             op,

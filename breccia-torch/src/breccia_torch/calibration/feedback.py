@@ -18,14 +18,32 @@ from .moments import Moments
 _STEP = 128
 #: How often damping grows tenfold where the second moment cannot be inverted.
 _TRIES = 6
+#: A column that the ones before it give to this share of its mean square says nothing new; and what is added meanwhile, so that
+#: FP64 can factorize a singular matrix.
+_DEPENDENT, _JITTER = 1e-9, 1e-11
 
 
 class Damped(NamedTuple):
-    """A second moment that can be inverted: the mean of x xᵀ plus `damping` times its mean diagonal on the diagonal."""
+    """A second moment that can be inverted: the mean of x xᵀ plus `damping` times its mean diagonal on the diagonal.
+
+    grown: how often damping grew tenfold, since the factorization failed.
+    """
 
     second: Tensor
     inverse: Tensor
     damping: float
+    grown: int
+
+
+class Correction(NamedTuple):
+    """How a matrix got its codes. damping: None where it keeps those of the cast. grown: see `Damped`.
+
+    rank: of the second moment, or None without one.
+    """
+
+    damping: float | None = None
+    grown: int = 0
+    rank: int | None = None
 
 
 def damped(moments: Moments, damping: float, order: Tensor) -> Damped | None:
@@ -40,16 +58,27 @@ def damped(moments: Moments, damping: float, order: Tensor) -> Damped | None:
         return None
     columns = len(mean)
     damping *= max(1.0, columns / max(1, moments.count))
-    for _ in range(_TRIES):
+    for grown in range(_TRIES):
         second = mean.clone()
         second.diagonal().add_(damping * unit)
         lower, failed = torch.linalg.cholesky_ex(second)
         if not int(failed):
             inverse, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not int(failed) and bool(torch.isfinite(inverse).all()):
-                return Damped(second, inverse, damping)
+                return Damped(second, inverse, damping, grown)
         damping *= 10
     return None
+
+
+def rank(second: Tensor) -> int:
+    """The dimensions that inputs span: the columns of their second moment that others do not give."""
+    norms = second.diagonal().sqrt()
+    scales = torch.where(norms > 0, 1 / norms, 0)
+    correlation = second * scales * scales[:, None]
+    correlation.diagonal().add_(_JITTER)
+    factor, failed = torch.linalg.cholesky_ex(correlation)
+    sound = int(failed) - 1 if int(failed) else len(factor)
+    return int((factor.diagonal()[:sound].square() > _DEPENDENT).sum())
 
 
 def feedback(weight: Tensor, zero: Tensor, step: Tensor, inverse: Tensor, codec: Codec) -> Tensor:
@@ -90,8 +119,8 @@ def output_error(difference: Tensor, second: Tensor) -> float:
 
 def corrected(
     weight: Tensor, scaled: ScaledTensor, moments: Sequence[Moments], damping: float, by_importance: bool
-) -> tuple[ScaledTensor, list[float | None]]:
-    """A cast with its codes chosen again, under its scales, and the damping of each matrix.
+) -> tuple[ScaledTensor, list[Correction]]:
+    """A cast with its codes chosen again, under its scales, and how each matrix got its codes.
 
     weight: FP32, (rows, columns), or (matrices, rows, columns) with the moments of each. by_importance: columns of large inputs
     first, rather than in their order. A matrix keeps the codes of the cast where it has no moments, where these cannot be
@@ -101,11 +130,12 @@ def corrected(
     zero, step = parts
     stack = weight if weight.ndim == 3 else weight[None]
     codes = torch.from_numpy(affine.codes_of(scaled).astype(np.int32)).reshape(stack.shape)
-    used: list[float | None] = []
+    used: list[Correction] = []
     for n, (matrix, of) in enumerate(zip(stack, moments, strict=True)):
-        used.append(None)
+        used.append(Correction())
         if of.count == 0:
             continue
+        used[-1] = Correction(rank=rank(of.second))
         columns = torch.arange(matrix.shape[1], device=weight.device)
         order = torch.argsort(of.second.diagonal(), descending=True, stable=True) if by_importance else columns
         moment = damped(of, damping, order)
@@ -116,7 +146,7 @@ def corrected(
         before, after = (_decoded(c, z, s, scaled.recipe.format.element) for c in (codes[n].to(order.device)[:, order], found))
         if output_error(matrix - after, moment.second) < output_error(matrix - before, moment.second):
             codes[n][:, order.cpu()] = found.cpu()
-            used[-1] = moment.damping
+            used[-1] = used[-1]._replace(damping=moment.damping, grown=moment.grown)
     return affine.with_codes(scaled, codes.reshape(weight.shape).numpy()), used
 
 

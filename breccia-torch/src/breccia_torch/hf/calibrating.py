@@ -18,7 +18,7 @@ import breccia
 from breccia import OptionError, ScaledTensor, ScalingRecipe, bridges
 from breccia.internal import size
 
-from ..calibration.feedback import corrected, output_error
+from ..calibration.feedback import Correction, corrected, output_error
 from ..calibration.folding import TOLERANCE, Folded, candidates, change, folds
 from ..calibration.moments import Moments, Products, watching
 from ..quantize import expert_parameters, experts_axis
@@ -132,9 +132,9 @@ class _Run:
         spot = self.blocks.spots.get(name)
         if spot is None:
             return [], "the model has no place for it"
-        module = self.model.get_submodule(spot.owner)
-        if isinstance(module, nn.Linear) and spot.leaf == "weight":
-            keys, contracts_last = [Key(spot.owner, spot.leaf)], not spot.turned
+        module, linear = self.model.get_submodule(spot.owner), self._linear(spot)
+        if linear is not None:
+            keys, contracts_last = [Key(linear, "weight")], not spot.turned
         elif spot.leaf in expert_parameters(module):
             contracts_last = (experts_axis(module) == -1) != spot.turned
             experts = range(self.shapes[name][0]) if spot.expert is None else [spot.expert]
@@ -144,6 +144,13 @@ class _Run:
         else:
             return [], f"{type(module).__name__} is not a linear layer whose inputs can be observed"
         return (keys, "") if contracts_last else ([], "its blocks do not run along the inputs of its layer")
+
+    def _linear(self, spot: Spot) -> str | None:
+        """The linear layer whose weight a value is: its own, or one that is tied to it, as a head is to the embedding."""
+        for owner, _, leaf in (target.rpartition(".") for target in self.blocks.tied(spot.target)):
+            if leaf == "weight" and isinstance(self.model.get_submodule(owner), nn.Linear):
+                return owner
+        return None
 
     def _is_in(self, name: str, block: str) -> bool:
         spot = self.blocks.spots.get(name)
@@ -346,19 +353,19 @@ class _Run:
         among = [self._part(other).cpu().contiguous().numpy() for other in target.together]
         importance = _importance(moments) if count else None
         scaled = target.cast(x, among, importance)
-        damping: list[float | None] = []
+        corrections: list[Correction] = []
         note = self.reasons.get(name) or ("" if count else _UNREACHED)
         if count and self.method.name == "gptq":
             method: Any = self.method
             if scaled.recipe.format.alternative is None:
-                scaled, damping = corrected(
+                scaled, corrections = corrected(
                     weight.contiguous(), scaled, [*moments], method.damping, method.order == "importance"
                 )
-                note = _note(moments, damping)
+                note = _note(moments, corrections)
             else:
                 note = "its blocks choose between two codecs: codes are those of a cast"
         stage.tensors[name] = scaled
-        used = [one for one in damping if one is not None]
+        used = [one.damping for one in corrections if one.damping is not None]
         stage.records[name] = self._record(
             count, self._sqnr(weight, scaled, moments) if count else None, max(used, default=None), note
         )
@@ -389,14 +396,25 @@ def _importance(moments: list[Moments]) -> np.ndarray | None:
     return (square / mean).float().cpu().numpy() if float(mean) > 0 else None
 
 
-def _note(moments: list[Moments], damping: list[float | None]) -> str:
+def _note(moments: list[Moments], corrections: list[Correction]) -> str:
     """What is to be said of the moments of a value."""
     columns, counts = len(moments[0].second), [of.count for of in moments]
-    kept = sum(one is None for one in damping)
+    kept = sum(one.damping is None for one in corrections)
     said: list[str] = []
     if min(counts) < columns:
         few = str(counts[0]) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
         said.append(f"{few} tokens for {columns} inputs: damped more")
+    spanned = [
+        one.rank for one, n in zip(corrections, counts, strict=True) if one.rank is not None and one.rank < min(columns, n)
+    ]
+    if spanned:
+        of = "" if len(counts) == 1 else f" of {len(spanned)} experts"
+        few = str(spanned[0]) if min(spanned) == max(spanned) else f"{min(spanned)} to {max(spanned)}"
+        said.append(
+            f"inputs{of} span {few} of {columns} dimensions: their second moment is singular, and inverted by damping alone"
+        )
+    if grown := [one.damping for one in corrections if one.damping is not None and one.grown]:
+        said.append(f"damping grew to {max(grown):g}, since the second moment could not be inverted under less")
     if kept:
         said.append("codes are those of a cast" if len(counts) == 1 else f"codes of {kept} experts are those of a cast")
     return "; ".join(said)

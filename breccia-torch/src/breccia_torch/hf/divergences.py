@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from breccia import OptionError, bridges
+from breccia import NonFiniteError, OptionError, bridges
 from breccia.internal import size
 
 from ..calibration.moments import watching
@@ -74,8 +74,8 @@ def divergences(
     advance: called after each block.
 
     A block is in memory at a time, with the hidden states that differ: variants whose values are the same so far share one.
-    Values that the model has no place for change nothing. Raises what `calibrate` raises of the model and the ids, and
-    OptionError for a limit that one text exceeds.
+    Values that the model has no place for change nothing. Raises what `calibrate` raises of the model and the ids, OptionError
+    for a limit that one text exceeds, and NonFiniteError for a model that itself has NaN or Inf on the text, naming the layer.
     """
     return _Pass(source, ids, variants, device, source_dialect, most, limit, observe).run(advance)
 
@@ -134,6 +134,8 @@ class _Pass:
             with self._outside(choice):
                 own = self.measured if choice else self.texts
                 states[choice], arguments = self.blocks.embed(own)
+                if not choice:
+                    self._check(states[choice], self.blocks.model, "", lambda row: self.blocks.embed(self.texts[row : row + 1]))
         choices = dict(outer)
         for n in range(len(self.blocks.blocks)):
             inner = {name: self._within(choice, n) for name, choice in self.variants.items()}
@@ -149,6 +151,7 @@ class _Pass:
         own = states[frozenset()]
         with self._observing(block, name):
             after: dict[Choice, Tensor] = {frozenset(): self._ran(n, own, given)}
+        self._check(after[frozenset()], block, name, lambda row: self.blocks.run(n, own[row], given))
         by_inner: dict[Choice, list[Choice]] = {}
         for before, inner in wanted:
             if before or inner:
@@ -165,6 +168,41 @@ class _Pass:
 
     def _ran(self, n: int, hidden: Tensor, given: Arguments) -> Tensor:
         return torch.stack([self.blocks.run(n, x, given) for x in hidden])
+
+    def _check(self, found: Tensor, root: nn.Module, prefix: str, rerun: Callable[[int], Any]) -> None:
+        """Raise NonFiniteError where what the model itself gives has NaN or Inf, naming the first layer that has.
+
+        found: of each text. rerun: f(text) runs the modules below `root`, whose name is `prefix`, again.
+        """
+        finite = torch.isfinite(found).flatten(1).all(1)
+        if bool(finite.all()):
+            return
+        layers: list[tuple[str, nn.Module]] = []
+
+        def watch(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                outputs = output if isinstance(output, tuple) else (output,)
+                floats = (each for each in outputs if isinstance(each, Tensor) and each.dtype.is_floating_point)
+                if not layers and not all(bool(torch.isfinite(each).all()) for each in floats):
+                    layers.append((name, module))
+
+            return hook
+
+        handles = [module.register_forward_hook(watch(name)) for name, module in root.named_modules(prefix=prefix) if name]
+        try:
+            rerun(int((~finite).nonzero()[0]))
+        finally:
+            for handle in handles:
+                handle.remove()
+        name, module = layers[0] if layers else (prefix, root)
+        weights = [p for p in module.parameters(recurse=False) if p.device.type != "meta"]
+        broken = not all(bool(torch.isfinite(p).all()) for p in weights)
+        where = "in the weights" if broken else "on the text, first in the outputs"
+        raise NonFiniteError(
+            f"{self.blocks.source}, the original, has NaN or Inf {where} of {name or 'the model'}, so nothing can be measured "
+            "against it. Repair it, or use weights alone: leave calibrate (--calibrate) out.",
+            name=name,
+        )
 
     def _replaced(self, choice: Choice) -> ExitStack:
         """Put versions into the block that is in memory, and its own values back at the end."""
@@ -220,6 +258,12 @@ class _Pass:
                             if n >= rows:
                                 continue
                             measure, reference = _outputs(output)
+                            self._check(
+                                reference[None],
+                                self.blocks.model,
+                                "",
+                                lambda _, n=n: list(self.blocks.finish(self.texts[n : n + 1], states[frozenset()][n : n + 1])),
+                            )
                             if len(outer) > 1:
                                 kept.append(reference)
                             for key in own:

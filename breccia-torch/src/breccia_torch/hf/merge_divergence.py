@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from breccia import UnsupportedError, bridges
+from breccia import NonFiniteError, UnsupportedError, bridges
 from breccia.internal import abbreviated
 
 from .blocks import Blocks
 from .texts import as_texts
+
+#: Tokens whose distributions are compared at a time, in FP64.
+_AT_A_TIME = 64
 
 
 @torch.no_grad()
@@ -31,8 +36,8 @@ def merge_divergence(
     source, merged: the folders of a model of transformers, or GGUF files. ids: token ids, as `breccia.bridges.calibrate` takes
     them. changes: by names of values, what is added to the decoded value of the source, FP32 of its shape.
 
-    Three models run in FP32, each with the weights of one block in memory. Raises what `calibrate` raises, and UnsupportedError
-    for a change outside the model's blocks.
+    Three models run in FP32, each with the weights of one block in memory. Raises what `calibrate` raises, UnsupportedError
+    for a change outside the model's blocks, and NonFiniteError for outputs with NaN or Inf.
     """
     before, after = _opened(source, source_dialect), _opened(merged, source_dialect)
     outside = [name for name in changes if not any(_is_in(before, name, block) for block in before.names)]
@@ -44,14 +49,34 @@ def merge_divergence(
         )
     texts = as_texts(before.model, ids)
     models: list[tuple[Blocks, Mapping[str, Any]]] = [(before, changes), (before, {}), (after, {})]
-    wanted, *others = (_log_probabilities(blocks, texts, _hidden(blocks, texts, of)) for blocks, of in models)
-    without, found = (sum(map(_divergence, wanted, other)) / texts.numel() for other in others)
+    hidden = [_hidden(blocks, texts, of) for blocks, of in models]
+    sums = [0.0, 0.0]
+    with ExitStack() as stack:
+        for blocks in (before, after):
+            stack.enter_context(blocks.outside())
+        outputs = (_log_probabilities(blocks, texts, states) for (blocks, _), states in zip(models, hidden, strict=True))
+        for wanted, *others in zip(*outputs, strict=True):
+            sums = [total + _divergence(wanted, other) for total, other in zip(sums, others, strict=True)]
+    without, found = (total / texts.numel() for total in sums)
+    if not math.isfinite(without + found):
+        raise NonFiniteError(
+            f"calibrate (--calibrate): the outputs of {source}, or of it with the change, have NaN or Inf on the text. Find "
+            "the layer whose weights are broken (`breccia inspect`), or leave calibrate out.",
+            name=str(source),
+        )
     return without, found
 
 
 def _divergence(p: Tensor, q: Tensor) -> float:
-    """The sum over tokens of the KL divergence of q from p, of log-probabilities (tokens, vocabulary)."""
-    return float((p.exp() * (p - q)).sum(dtype=torch.float64))
+    """The sum over tokens of the KL divergence of q from p, of log-probabilities (tokens, vocabulary).
+
+    By terms that are never negative, p (q/p - 1 - log q/p): those of p log p/q cancel, and leave rounding errors.
+    """
+    total = 0.0
+    for one, other in zip(p.split(_AT_A_TIME), q.split(_AT_A_TIME), strict=True):
+        ratio = other.double() - one
+        total += float((one.double().exp() * (ratio.expm1() - ratio)).sum())
+    return total
 
 
 def _opened(path: Path, dialect: str | None) -> Blocks:
@@ -79,10 +104,10 @@ def _hidden(blocks: Blocks, texts: Tensor, changes: Mapping[str, Callable[[], np
     return hidden
 
 
-def _log_probabilities(blocks: Blocks, texts: Tensor, hidden: Tensor) -> list[Tensor]:
-    """Of the tokens that follow each token of each text, (length, vocabulary)."""
-    with blocks.outside():
-        logits = [getattr(returned, "logits", None) for returned in blocks.finish(texts, hidden)]
-    if any(each is None for each in logits):
-        raise UnsupportedError(f"{type(blocks.model).__name__} has no output head, so no distribution of tokens.")
-    return [each[0].log_softmax(-1) for each in logits if each is not None]
+def _log_probabilities(blocks: Blocks, texts: Tensor, hidden: Tensor) -> Iterator[Tensor]:
+    """Of the tokens that follow each token of each text, (length, vocabulary). The blocks are inside `outside()`."""
+    for returned in blocks.finish(texts, hidden):
+        logits = getattr(returned, "logits", None)
+        if logits is None:
+            raise UnsupportedError(f"{type(blocks.model).__name__} has no output head, so no distribution of tokens.")
+        yield logits[0].log_softmax(-1)

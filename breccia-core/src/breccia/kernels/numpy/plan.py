@@ -201,6 +201,20 @@ def accepts_cast(call: Call) -> str | None:
     return accepts_compiled_cast(call)
 
 
+def accepts_native_cast(call: Call) -> str | None:
+    """`accepts_compiled_cast`, except for recipes whose scales microkernels do not search for: they would add nothing."""
+    reason, recipe = accepts_compiled_cast(call), call.a.recipe
+    if reason is not None or recipe is None or not isinstance(recipe.rules[-1], Search):
+        return reason
+    if Searching.of(recipe, code_writer(recipe.format.element), _search) is not None:
+        return None
+    return "its search does not take this format, so the generic algorithm searches, in chunks"
+
+
+def _search(*arguments: Any) -> None:
+    """Stands for a microkernel that searches."""
+
+
 def accepts_compiled_cast(call: Call) -> str | None:
     """`accepts_cast` with microkernels, which also round stochastically."""
     assert call.a.recipe is not None
