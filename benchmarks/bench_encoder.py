@@ -92,7 +92,9 @@ def embeddings_of_others(result: Result) -> Table:
     }
     if not theirs:
         return table("embeddings-rivals", columns, [], "No other library has been measured.")
-    absent = "".join(f" {name} did not run: {why}." for name, why in result["absent"].items())
+    reasons = dict.fromkeys(result["absent"].values())
+    names = {why: ", ".join(name for name, of in result["absent"].items() if of == why) for why in reasons}
+    absent = "".join(f" Not run: {names[why]} ({why})." for why in reasons)
     note = (
         f"Cosine with FP32's embedding, mean and worst of {result['options']['sentences']} sentences, under weights that each "
         f"library has quantized by its own code. MB: 10⁶ bytes, scales included.{absent}"
