@@ -463,9 +463,9 @@ def test_invalid_options_are_refused_with_a_message(words: str, message: str) ->
 def test_tuning_writes_the_file_of_the_device(tmp_path: Path) -> None:
     words = "tune.py --device cpu --shapes 16x128 --recipes fp8_block --ops cast --ops dequantize"
     _, said = run_here(words, "--out", str(tmp_path))
-    assert "2 calls tuned, 0 left for lack of time; written to cpu.json." in said
-    assert read(tmp_path / "cpu.json")["provenance"]["versions"]["torch"]
-    assert str(tmp_path) not in (tmp_path / "cpu.json").read_text()
+    assert "2 calls tuned, 0 left for lack of time; written to triton_cpu.json." in said
+    assert read(tmp_path / "triton_cpu.json")["provenance"]["versions"]["torch"]
+    assert str(tmp_path) not in (tmp_path / "triton_cpu.json").read_text()
 
 
 def test_generation_says_for_which_file_a_program_did_not_run() -> None:
