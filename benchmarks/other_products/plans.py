@@ -44,7 +44,7 @@ def accepts_humming_fp8(call: Call) -> str | None:
     if why := _refused_pair(call, HUMMING_PAIRS.keys(), "humming") or _refused_operands(call):
         return why
     assert call.b is not None
-    return _refused_lengths(call, _TALL if kinds(call.a, call.b)[1] == "128x128" else _COLUMNS)
+    return _refused_lengths(call, _TALL if kinds(call.a, call.b)[1] == "128x128" else _COLUMNS, "humming")
 
 
 def _refused_pair(call: Call, pairs: Any, who: str) -> str | None:
@@ -60,13 +60,13 @@ def _refused_pair(call: Call, pairs: Any, who: str) -> str | None:
     return None if dtype == "bfloat16" else f"{who} writes bfloat16; this product is to be {dtype}"
 
 
-def _refused_lengths(call: Call, columns: int) -> str | None:
+def _refused_lengths(call: Call, columns: int, who: str) -> str | None:
     assert call.b is not None
     if len(call.b.shape) < 2:  # `explain` of recipes alone
         return None
     k, n = call.b.shape[-2:]
     if k % _STEP or n % columns:
-        return f"humming is called for K in multiples of {_STEP} and N of {columns}; got K = {k}, N = {n}"
+        return f"{who} is called for K in multiples of {_STEP} and N of {columns}; got K = {k}, N = {n}"
     return None
 
 
@@ -118,7 +118,11 @@ def accepts_humming(call: Call) -> str | None:
     if call.b.layout is None:
         return None
     config = humming_weight(fmt, call.b.layout.plain.block(-2))
-    return config if isinstance(config, str) else _refused_lengths(call, _TALL if "group_size_n" in config else _COLUMNS)
+    return (
+        config
+        if isinstance(config, str)
+        else _refused_lengths(call, _TALL if "group_size_n" in config else _COLUMNS, "humming")
+    )
 
 
 def _refused_activations(call: Call, dtypes: tuple[str, ...], who: str) -> str | None:
@@ -167,10 +171,4 @@ def accepts_deep_gemm(call: Call) -> str | None:
     """Why DeepGEMM does not multiply two FP8 tensors, or None."""
     if why := _refused_pair(call, (("1x128", "128x128"),), "DeepGEMM") or _refused_operands(call):
         return why
-    assert call.b is not None
-    if len(call.b.shape) < 2:  # `explain` of recipes alone
-        return None
-    k, n = call.b.shape[-2:]
-    if k % _STEP or n % _STORED:
-        return f"DeepGEMM is called for K in multiples of {_STEP} and N of {_STORED}; got K = {k}, N = {n}"
-    return None
+    return _refused_lengths(call, _STORED, "DeepGEMM")

@@ -223,10 +223,10 @@ def repeated(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> R
     The function returns None for other operands: those in which anything differs that the choice of a kernel, or its call, may
     depend on. Operands need no gradient.
     """
-    again, at = _again(a, b, bias, out_dtype), _addresses(a, b, bias)[1:]
-    if again is None:
+    multiplier = _multiplier(a, b, bias, out_dtype)
+    if multiplier is None:
         return None
-    global_scale = b.global_scale
+    again, at, global_scale = _again(multiplier, a, bias, out_dtype), _addresses(a, b, bias)[1:], b.global_scale
 
     def repeat(x: Array, weight: ScaledTensor, added: Array | None) -> Array | None:
         return None if weight is not b or added is not bias else again(x, at, global_scale, added)
@@ -234,16 +234,13 @@ def repeated(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> R
     return repeat
 
 
-def _again(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> Callable[..., Array | None] | None:
-    """What multiplies inputs like `a` by a weight like `b` again; None where `matmul` prepares no call for them.
+def _again(multiplier: tuple[Any, Any], a: Array, bias: Array | None, out_dtype: str) -> Callable[..., Array | None]:
+    """What multiplies inputs like `a` again by what `_multiplier` returned for it.
 
     The function takes an input, the addresses of the other operands, the global scale and the bias, and returns None for an
     input or a bias of another kind. It keeps no tensor.
     """
-    found = _multiplier(a, b, bias, out_dtype)
-    if found is None:
-        return None
-    table, multiply = found
+    table, multiply = multiplier
     strided, facts, of_bias = torch.strided, _facts(a), None if bias is None else _facts(bias)
     shape, stride, dtype, device, _ = facts
     added_at = 0 if bias is None else bias.data_ptr()
@@ -317,18 +314,18 @@ def linear(
             if product is not None:
                 if at[0] not in _layers and x.data_ptr() % _ALIGNED == 0:  # another tensor in the same memory has ended
                     st, dtype = weight(data, scale, zero_point, global_scale, facts)
-                    _keep_in_c(x, st.mT, bias, dtype)
+                    _keep_in_c(_multiplier(x, st.mT, bias, dtype), st, dtype)
                 return product
     st, dtype = weight(data, scale, zero_point, global_scale, facts)
     st = st.mT
-    if (again := _again(x, st, bias, dtype)) is not None:
+    if (multiplier := _multiplier(x, st, bias, dtype)) is not None:
         others = [_nothing if part is None else weakref.ref(part) for part in (scale, zero_point, global_scale, bias)]
         at = _addresses(x, st, bias)[1:]
         codes = weakref.ref(data, lambda _: _forget(key, at[0]))
         if kept is not None:
             _layers.pop(kept[6][0], None)
-        _kept[key] = facts, codes, *others, at, again
-        _keep_in_c(x, st, bias, dtype)
+        _kept[key] = facts, codes, *others, at, _again(multiplier, x, bias, dtype)
+        _keep_in_c(multiplier, st, dtype)
     return calls.matmul(x, st, product_options(dtype, bias))
 
 
@@ -336,11 +333,11 @@ def _nothing() -> None:
     """What refers to no tensor."""
 
 
-def _keep_in_c(x: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> None:
-    """Let the compiled operator repeat this product, if it has asked for it."""
-    layer, found = None, _multiplier(x, b, bias, out_dtype)
-    if found is not None and (keep := getattr(found[1], "keep", None)) is not None:
-        layer = keep(found[0], None if b.global_scale is None else b.global_scale.item(), _NUMBERS[out_dtype])
+def _keep_in_c(multiplier: tuple[Any, Any] | None, b: ScaledTensor, out_dtype: str) -> None:
+    """Let the compiled operator repeat a product by a weight, if it has asked for it. multiplier: from `_multiplier`."""
+    layer = None
+    if multiplier is not None and (keep := getattr(multiplier[1], "keep", None)) is not None:
+        layer = keep(multiplier[0], None if b.global_scale is None else b.global_scale.item(), _NUMBERS[out_dtype])
     _layers[b.data.data_ptr()] = layer
 
 

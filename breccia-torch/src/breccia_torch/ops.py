@@ -38,14 +38,17 @@ def opaque(*tensors: Array) -> str | None:
     return None
 
 
+def is_captured(x: Array) -> bool:
+    """Whether operations on the tensor are recorded in a CUDA graph, which the host cannot read in."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def groups_of(offsets: Array) -> list[tuple[int, int]] | None:
     """(First row, row after the last one) of each group, by the rows where they end; empty ones may be (n, n) or less.
 
     None where the ends cannot be read: in transforms and graphs. Elsewhere the host waits for the device.
     """
-    if opaque(offsets) is not None or offsets.is_meta or torch.compiler.is_compiling():
-        return None
-    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+    if opaque(offsets) is not None or offsets.is_meta or torch.compiler.is_compiling() or is_captured(offsets):
         return None
     groups: list[tuple[int, int]] = []
     start = 0

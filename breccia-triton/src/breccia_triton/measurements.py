@@ -181,7 +181,7 @@ _writing = reentrant()
 
 
 def times_over_bound(entry: Any) -> float:
-    """A measured time over its lower bound, of a file. Raises ValueError for what is none."""
+    """A measured time over its lower bound, of a file. Raises ValueError for anything else."""
     if not isinstance(entry, float | int) or not 0 < entry < float("inf"):
         raise ValueError(f"{entry!r} is not a positive number")
     return float(entry)

@@ -389,7 +389,7 @@ def test_an_optimizer_with_8_bit_moments_changes_the_weight_that_is_multiplied()
 def test_a_cuda_graph_keeps_no_cast_and_what_it_changes_is_cast_anew(monkeypatch: pytest.MonkeyPatch, casts: list[str]) -> None:
     """A device is not needed to capture nothing: replays change a weight and leave its version, as `weight.data` does."""
     capturing = [False]
-    monkeypatch.setattr(steps, "_capturing", lambda of: capturing[0])
+    monkeypatch.setattr(steps, "is_captured", lambda of: capturing[0])
     layer, x, dy = made("fp8_block")
     other, _, _ = made("fp8_block")
     optimizer = torch.optim.SGD(other.parameters())
@@ -407,7 +407,7 @@ def test_a_cuda_graph_keeps_no_cast_and_what_it_changes_is_cast_anew(monkeypatch
 
 
 def test_random_numbers_of_a_cuda_graph_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_capturing", lambda of: True)
+    monkeypatch.setattr(steps, "is_captured", lambda of: True)
     layer, x, dy = made("nvfp4")
     with pytest.warns(UserWarning, match=r"captures stochastic rounding: every replay will draw the same .*='nearest'"):
         layer(x).backward(dy)

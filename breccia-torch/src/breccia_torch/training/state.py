@@ -23,6 +23,8 @@ from breccia import DelayedScaling, TrainingRecipe
 from breccia.backend import calls, checks
 from breccia.internal import TENSORS, scales_of_amaxes
 
+from ..ops import is_captured
+
 #: Writes in this context are no changes to autograd: nothing that it differentiates reads the tensor.
 _quietly: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
@@ -186,12 +188,7 @@ def _complete(scales: Tensor, delayed: Delayed) -> Tensor:
 
 def _unreadable(x: Tensor) -> bool:
     """Whether the host cannot read it: while a CUDA graph is recorded, and on the device meta."""
-    return x.is_meta or _capturing(x)
-
-
-def _capturing(x: Tensor) -> bool:
-    """Whether operations on the tensor are recorded in a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_meta or is_captured(x)
 
 
 def _history_of(how: Any) -> _History:
@@ -275,7 +272,7 @@ def counter_of(draws: Tensor) -> _Counter:
 
 def next_seed(draws: Tensor) -> int:
     """The seed of the next backward pass: different for each layer, step, pass of a step, and rank."""
-    if _capturing(draws):
+    if is_captured(draws):
         warnings.warn(
             "a CUDA graph captures stochastic rounding: every replay will draw the same random numbers. Train without a graph, "
             "or with gradient_rounding='nearest'.",
@@ -314,7 +311,7 @@ def in_graphs(weight: Tensor) -> bool:
     No cast of such a weight may be kept: a cast in a graph has no values before the graph is replayed, and a replay that
     changes the weight leaves its version as it was.
     """
-    if _capturing(weight):
+    if is_captured(weight):
         _captured[weight] = True
         return True
     return bool(_captured) and weight in _captured
@@ -340,7 +337,7 @@ def _stepped(optimizer: Any, *_: Any) -> None:
         return
     end_generation()
     for weight in (p for group in optimizer.param_groups for p in group["params"]):
-        if not _capturing(weight):
+        if not is_captured(weight):
             break
         _captured[weight] = True
     if not layers:
