@@ -195,7 +195,7 @@ $(VENV)/more: $(VENV)/ready
 $(MUTANTS)/ready: constraints.txt breccia-core/pyproject.toml
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(MUTANTS)
-	$(MUTANTS)/bin/python $(INSTALL) -e "./breccia-core[testing,ml-dtypes]" cosmic-ray
+	$(MUTANTS)/bin/python $(INSTALL) -e "./breccia-core[cli,testing,ml-dtypes]" cosmic-ray pytest-cov
 	touch $@
 
 # Versions of its own: those of the golden files.

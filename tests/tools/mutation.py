@@ -33,7 +33,7 @@ PACKAGE = Path("breccia-core/src/breccia")
 MUTANTS = ROOT / "tests" / "tools" / "mutants"
 #: What each working copy contains.
 COPIED = ("breccia-core", "tests", "docs/spec", "examples", "pyproject.toml")
-#: The tests of core that judge what survives those listed for a module, and the cases of both: those of `make test`.
+#: The tests of core, of which those that run a changed line judge it, and the cases that count: those of `make test`.
 CORE = [f"tests/core/{folder}" for folder in ("kernels", "numerics", "tensors", "testing")]
 MARKS = "not (leftover or exhaustive or long or slow or gpu or together)"
 #: Memory limit of one test run, in bytes: a mutant that needs more fails.
@@ -133,28 +133,67 @@ def path_of(name: str) -> Path:
     return found.relative_to(ROOT)
 
 
-def without_mutation(files: Sequence[str]) -> tuple[str, float]:
-    """The command that runs the tests, and the seconds it takes. Those that fail without a mutation, as some that need other
-    distributions do, are left out. Raises RuntimeError if all do."""
+class Stage(NamedTuple):
+    """Tests that judge a mutant: the words of pytest, and the seconds that they take without a mutation."""
+
+    words: list[str]
+    seconds: float
+
+
+def without_mutation(files: Sequence[str], options: Sequence[str] = ()) -> tuple[Stage, list[str]]:
+    """The stage of these test files, and their tests that fail without a mutation, as some that need other distributions do.
+
+    Those are left out of the stage. options: further words of pytest for this run. Raises RuntimeError if no test passes."""
     from cosmic_ray.testing import run_tests
 
-    command = f"{sys.executable} -m pytest -q -p no:cacheprovider -rfE -m '{MARKS}' {' '.join(files)}"
+    words = ["-m", MARKS, *files]
     begin = time.monotonic()
-    _, output = run_tests(command, 3600)
+    _, output = run_tests(command([*options, *words]), 3600)
     taken = time.monotonic() - begin
     if not re.search(r"^\d+ passed|, \d+ passed", output, re.MULTILINE):
-        raise RuntimeError(f"no test passes without a mutation: {command}\n{output[-2000:]}")
+        raise RuntimeError(f"no test passes without a mutation: {shlex.join(words)}\n{output[-2000:]}")
     failed = [name for name in re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)]
-    return " ".join([command, "-x", *(f"--deselect={shlex.quote(name)}" for name in failed)]), taken
+    return Stage([*words, *(f"--deselect={name}" for name in failed)], taken), failed
 
 
-def tested(mutations: Any, stages: Sequence[tuple[str, float]]) -> Any:
+def command(words: Sequence[str]) -> str:
+    return shlex.join([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", *words])
+
+
+class Lines(NamedTuple):
+    """Which tests of core run which lines: a data file of coverage.py, the copy that it is about, and tests to leave out."""
+
+    data: str
+    folder: str
+    seconds: float
+    failed: list[str]
+
+    def of(self, file: str) -> dict[int, set[str]]:
+        """The tests that run each line of a module; a line that runs at import has none."""
+        from coverage import CoverageData
+
+        data = CoverageData(self.data)
+        data.read()
+        contexts = data.contexts_by_lineno(str(Path(self.folder, PACKAGE, file)))
+        return {line: {name.rpartition("|")[0] for name in names} - {"", *self.failed} for line, names in contexts.items()}
+
+
+def lines_of_tests() -> Lines:
+    """Run the tests of core once and note the lines that each runs."""
+    folder = os.getcwd()
+    options = ["-p", "pytest_cov", f"--cov={Path(folder, PACKAGE)}", "--cov-context=test", "--cov-report="]
+    stage, failed = without_mutation(CORE, options)
+    return Lines(str(Path(folder, ".coverage")), folder, stage.seconds, failed)
+
+
+def tested(mutations: Any, stages: Sequence[Stage]) -> Any:
     """The result of a mutant: of the first stage of tests that kills it, or of the last."""
     from cosmic_ray.mutating import mutate_and_test
     from cosmic_ray.work_item import TestOutcome
 
-    for command, seconds in stages:
-        result = mutate_and_test(mutations, command, 15 + 3 * seconds)
+    for words, seconds in stages:
+        Path("words").write_text("\n".join(words), encoding="utf-8")
+        result = mutate_and_test(mutations, command(["-x", "@words"]), 30 + 5 * seconds)
         if result.test_outcome != TestOutcome.SURVIVED:
             break
     return result
@@ -198,11 +237,12 @@ def drawn(sessions: Iterable[Path], count: int) -> set[str]:
 
 
 def run(
-    file: str, session: Path, files: Sequence[str], pool: Executor, every: Future[Any], again: bool, sample: set[str] | None
+    file: str, session: Path, files: Sequence[str], pool: Executor, every: Future[Lines], again: bool, sample: set[str] | None
 ) -> list[Mutant]:
     """The survivors of one module, of all its mutants or of those in `sample`.
 
-    files: the tests that judge them first. every: the stage of the tests that judge what survives those.
+    The tests that run a changed line judge it first. files: the tests that judge what survives those, since a result that is
+    kept between tests is computed in one of them only.
     """
     from cosmic_ray.work_db import use_db
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome
@@ -212,10 +252,17 @@ def run(
         items = {item.job_id: item for item in db.work_items if sample is None or item.job_id in sample}
         redo = {job for job, result in db.results if again and result.test_outcome == TestOutcome.SURVIVED}
         todo = [items[job] for job in (*(item.job_id for item in db.pending_work_items), *redo) if job in items]
-        stages = (
-            [pool.submit(without_mutation, [str(path_of(name)) for name in files]).result(), every.result()] if todo else []
-        )
-        running = {pool.submit(tested, item.mutations, stages): item.job_id for item in todo}
+        running: dict[Future[Any], str] = {}
+        if todo:
+            listed, _ = pool.submit(without_mutation, [str(path_of(name)) for name in files]).result()
+            lines = every.result()
+            tests = lines.of(file)
+            for item in todo:
+                (mutation,) = item.mutations
+                rows = range(mutation.start_pos[0], mutation.end_pos[0] + 1)
+                names = sorted(set[str]().union(*(tests.get(row, ()) for row in rows)))
+                stages = [Stage(names, lines.seconds), listed] if names else [listed]
+                running[pool.submit(tested, item.mutations, stages)] = item.job_id
         for done in as_completed(running):
             db.set_result(running[done], done.result())
         results = [
@@ -254,7 +301,7 @@ def main(words: Sequence[str] | None = None) -> int:
         def survivors_of(file: str) -> list[Mutant]:
             return run(file, sessions[file], config["modules"][file], pool, every, given.again, sample)
 
-        every = pool.submit(without_mutation, CORE)
+        every = pool.submit(lines_of_tests)
         with ThreadPoolExecutor(len(sessions)) as waiting:  # so that the last mutants of a module leave no process idle
             survivors = [mutant for one in waiting.map(survivors_of, sessions) for mutant in one]
     faults = judged(survivors, entries, given.only)
