@@ -27,7 +27,6 @@ from plain import FORMATS
 
 import breccia
 from breccia.backend import cast_nbytes
-from breccia_bridges.calibration import Calibration
 
 #: How far the mean cosine may lie below that of plain rounding.
 BOUND = 0.002
@@ -36,8 +35,8 @@ ACTIVATIONS = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
 #: Recipes that are calibrated as well, by which methods, and the tokens of the text that calibration sees.
 CALIBRATED, METHODS, OBSERVED = ("mxfp4", "nvfp4", "int4", "nf4"), ("importance", "gptq"), 4096
 NEEDED = ("torch", "breccia_torch", "transformers")
-#: The longest text that the model takes.
-LONGEST = 512
+#: The tokens of a piece of that text: about those of a sentence.
+PIECE = 32
 
 SENTENCES = (HERE / "sentences.txt").read_text(encoding="utf-8").splitlines()
 
@@ -67,7 +66,10 @@ def embeddings(result: Result) -> Table:
     )
     if options.get("methods"):
         listed = " and ".join(options["methods"])
-        note += f" {listed}: `breccia convert --calibrate` on {options['observed']} tokens of another text."
+        note += (
+            f" {listed}: `breccia convert --calibrate` on {options['observed']} tokens of another text, in pieces of "
+            f"{options['piece']}, about as long as the sentences, each between [CLS] and [SEP]."
+        )
     return table("embeddings", columns, [{"recipe": "FP32", **result["fp32"], "cosine": {}}, *rows], note)
 
 
@@ -164,8 +166,13 @@ class Encoder:
         transformers.utils.logging.disable_progress_bar()
         self.folder = folder
         self.model: Any = transformers.AutoModel.from_pretrained(folder).eval()
-        tokens = transformers.AutoTokenizer.from_pretrained(folder)
-        self.tokens: Any = tokens(SENTENCES, padding=True, return_tensors="pt")
+        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        self.tokens: Any = self.tokenizer(SENTENCES, padding=True, return_tensors="pt")
+
+    def pieces(self, text: str) -> np.ndarray:
+        """A text as token ids of pieces as long as a sentence, (pieces, length), between the tokens around every text."""
+        cut = self.tokenizer(text, truncation=True, max_length=PIECE, return_overflowing_tokens=True)["input_ids"]
+        return np.array([piece for piece in cut if len(piece) == PIECE][: OBSERVED // PIECE], np.int64)
 
     def embeddings(self, model: Any) -> np.ndarray:
         """One normalised vector a sentence: the mean of its tokens' last states."""
@@ -224,8 +231,7 @@ def rival_rows(
     layers = {name: m for name, m in encoder.model.named_modules() if isinstance(m, torch.nn.Linear)}
     squares: dict[str, Any] = {}
     if ids is not None:
-        texts = torch.as_tensor(ids[: max(1, ids.size // LONGEST) * LONGEST]).reshape(-1, min(LONGEST, ids.size))
-        squares = bench_board.mean_squares(encoder.model, layers, texts)
+        squares = bench_board.mean_squares(encoder.model, layers, torch.as_tensor(ids))
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
     for name, arm in progress(arms.items(), "rivals"):
@@ -315,7 +321,7 @@ def faults(rows: list[dict[str, Any]]) -> list[str]:
 @program
 def main(
     recipes: Recipes = None,
-    calibrate: Annotated[Path | None, typer.Option(help="Text, or .npy file of token ids, to calibrate on.")] = None,
+    calibrate: Annotated[Path | None, typer.Option(help="Text to calibrate on.")] = None,
     methods: Annotated[list[str] | None, typer.Option(help=f"Of --calibrate. Default: {', '.join(METHODS)}.")] = None,
     rivals: Annotated[
         list[str] | None, typer.Option(help="Arms of bench_board.py; repeat for several, or none. Default: those at hand.")
@@ -331,14 +337,14 @@ def main(
     arms = {} if rivals == ["none"] else {name: rival_arms()[name] for name in known(rivals, rival_arms(), "--rivals")}
     where = provenance(["torch", "transformers"])
     encoder = Encoder(path.parent)
-    calibration, of_text = Calibration.of(calibrate, None, None), methods or [*METHODS]
-    ids = None if calibration is None else calibration.ids(path.parent).reshape(-1)[:OBSERVED]
+    of_text = methods or [*METHODS]
+    ids = None if calibrate is None else encoder.pieces(calibrate.read_text(encoding="utf-8"))
     rows = [measured(encoder, recipe, ids, of_text) for recipe in progress(every, "recipes")]
     found = faults(rows)
     refused = f"{'; '.join(found)}. At most {BOUND:g} below is allowed; nothing written." if found else ""
     options: dict[str, Any] = {"sentences": len(SENTENCES), "bound": BOUND}
     if ids is not None:
-        options |= {"methods": of_text, "observed": ids.size}
+        options |= {"methods": of_text, "observed": ids.size, "piece": PIECE}
     theirs, absent, versions = rival_rows(encoder, arms, ids)
     more = {"fp32": sizes(encoder.model), "refused": refused, "rivals": versions, "absent": absent}
     return BENCHMARK.result([*rows, *theirs], options, where, **more)

@@ -90,7 +90,7 @@ def _of_cpus() -> Any:
     from transformers import CompileConfig
 
     options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe, "size_asserts": False}
-    config: Any = CompileConfig(fullgraph=True, dynamic=False, mode=None, options=options)  # pyright: ignore
+    config: Any = CompileConfig(fullgraph=True, mode=None, options=options)  # pyright: ignore
     config._compile_all_devices = True
     return config
 

@@ -53,7 +53,7 @@ TINY = {
     "convert": "bench_convert.py --matrices 1 --side 128 --runs 1",
     "convert-large": "bench_convert_large.py --gigabytes 0.01 --runs 1 --shrink 56",
     "accuracy": "bench_accuracy.py --size 64 --seeds 2 --recipes mxfp8 --no-weights --jobs 1",
-    "encoder": "bench_encoder.py --recipes nvfp4 --calibrate IDS --methods importance --rivals torchao~NVFP4",
+    "encoder": "bench_encoder.py --recipes nvfp4 --calibrate TEXT --methods importance --rivals torchao~NVFP4",
     "board": "bench_board.py GGUF IDS IDS --length 8 --tested 1 --observed 2 --arms breccia~nvfp4 --arms breccia~nvfp4~gptq",
     "scale-search": "bench_scale_search.py GGUF IDS --length 8 --tested 1 --recipes nvfp4,rotation=16 --rules mse",
     "target-bits": "bench_target_bits.py GGUF LONG --calibrate LONG --method importance --ways mix",
@@ -140,6 +140,7 @@ def test_each_benchmark_runs_and_its_tables_show_the_result(benchmark: str, tmp_
     np.save(tmp_path / "long.npy", np.arange(4096) % 8)
     words = TINY[benchmark].replace("GGUF", str(llama(tmp_path)))
     words = words.replace("IDS", str(tmp_path / "ids.npy")).replace("LONG", str(tmp_path / "long.npy"))
+    words = words.replace("TEXT", str(HERE / "sentences.txt"))
     status, said = (run if benchmark in APART else run_here)(words, "--out", str(tmp_path))
     assert status == 0, said
     (path,) = tmp_path.glob("*.json")

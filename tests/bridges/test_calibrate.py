@@ -19,6 +19,7 @@ from program import Run
 import breccia
 from breccia import NonFiniteError, OptionError, UnsupportedError
 from breccia.bridges import convert, load_checkpoint, save_safetensors
+from breccia_bridges.calibration import Calibration
 from breccia_bridges.staging import staging_folder
 
 pytestmark = pytest.mark.usefixtures("no_progress_bars", "one_thread")
@@ -391,6 +392,31 @@ def test_a_text_for_a_model_without_a_tokenizer_is_refused(source: Path, tmp_pat
     (tmp_path / "text.txt").write_text("some words")
     with pytest.raises(UnsupportedError, match=r"has no tokenizer that transformers reads.*Give the ids in an .npy file"):
         convert(source, tmp_path / "out", INT4, calibrate=tmp_path / "text.txt")
+
+
+#: What tokenizers put around a text, as templates, and how many tokens that is before and behind.
+AROUND = {"$A": (0, 0), "[BOS] $A": (1, 0), "[BOS] $A [END]": (1, 1)}
+
+
+@pytest.mark.parametrize("template", AROUND)
+def test_pieces_of_a_text_lie_between_the_tokens_that_the_tokenizer_puts_around_a_text(template: str, source: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[BOS]", "[END]", "a", "b", "c"]
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = [(word, n) for n, word in enumerate(words[:2])]
+    made.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=8).save_pretrained(source)
+    (source / "text.txt").write_text("a b c " * 10)
+    calibration = Calibration.of(source / "text.txt", None, None)
+    assert calibration
+    before, after = AROUND[template]
+    inner = 8 - before - after
+    text = [2, 3, 4] * 10
+    pieces = [[*[0] * before, *text[at : at + inner], *[1] * after] for at in range(0, 30 - inner + 1, inner)]
+    assert calibration.ids(source).tolist() == (pieces if before else text)
 
 
 def test_the_command_reads_ids_and_reports_each_layer(source: Path, tmp_path: Path, run: Run) -> None:

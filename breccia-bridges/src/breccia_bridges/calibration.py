@@ -252,21 +252,45 @@ def _checked(ids: np.ndarray) -> np.ndarray:
     return ids.astype(np.int64)
 
 
+#: Tokens of the pieces that a text is cut into, at most, with those that a tokenizer puts around each.
+_PIECE = 512
+
+
 def _tokenized(source: Path, text: str) -> np.ndarray:
-    """The ids of a text under the tokenizer of a model. Raises UnsupportedError without one, OptionError for no tokens."""
-    from transformers import AutoTokenizer
+    """The ids of a text under the tokenizer of a model: (tokens,), or (texts, length) of pieces of it, each between the tokens
+    that the tokenizer puts around a text, as [CLS] and [SEP], where it puts some.
+
+    Raises UnsupportedError without a tokenizer, OptionError for no tokens.
+    """
+    from transformers import AutoConfig, AutoTokenizer
 
     folder = source if source.is_dir() else source.parent
     files = [source] if source.suffix == ".gguf" else sorted(folder.glob("*.gguf")) if source.is_dir() else []
+    given = {"gguf_file": files[0].name} if files else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": files[0].name} if files else {}))
+        tokenizer = AutoTokenizer.from_pretrained(folder, **given)
     except (OSError, ValueError) as e:
         raise UnsupportedError(
             f"calibrate (--calibrate): {folder} has no tokenizer that transformers reads, so a text cannot become token ids "
             f"({type(e).__name__}). Give the ids in an .npy file.",
             path=str(folder),
         ) from e
-    ids = np.asarray(tokenizer(text, verbose=False)["input_ids"], np.int64)
+    ids = np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
     if not ids.size:
         raise OptionError("calibrate (--calibrate): the text has no tokens.")
-    return ids
+    before, after = _around(tokenizer)
+    if not before and not after:
+        return ids
+    config = AutoConfig.from_pretrained(folder, **given).get_text_config()
+    most = min(_PIECE, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or _PIECE)
+    inner = min(max(1, most - len(before) - len(after)), ids.size)
+    pieces = ids[: ids.size // inner * inner].reshape(-1, inner)
+    sides = (np.broadcast_to(np.array(side, np.int64), (len(pieces), len(side))) for side in (before, after))
+    return np.concatenate([next(sides), pieces, next(sides)], axis=1)
+
+
+def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and behind a text."""
+    inner, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    at = next((n for n in range(len(whole) - len(inner) + 1) if whole[n : n + len(inner)] == inner), 0)
+    return whole[:at], whole[at + len(inner) :]

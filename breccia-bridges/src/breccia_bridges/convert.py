@@ -117,10 +117,11 @@ def convert(
         one that `ray.init` finds or starts. Raises WorkerError, a RuntimeError, where three workers in a row are lost at one
         tensor, or one does not see the files.
     calibrate: choose codes and scales by the inputs that the layers of a model of transformers have on a text: its path, or
-        that of an .npy file of token ids, or an array of them, (tokens,) or (texts, length). The model runs block by block,
-        in FP32, and each block sees the quantized ones before it. A run that was interrupted goes on after its last finished
-        block. Recipes that can search for scales do, by "mse", unless they name another rule. `TensorReport.calibration` has
-        what was done for each value.
+        that of an .npy file of token ids, or an array of them, (tokens,) or (texts, length). A text is cut into pieces of at
+        most 512 tokens, each with what the tokenizer puts around a text. The model runs block by block, in FP32, and each
+        block sees the quantized ones before it. A run that was interrupted goes on after its last finished block. Recipes
+        that can search for scales do, by "mse", unless they name another rule. `TensorReport.calibration` has what was done
+        for each value.
     method: of calibration. "gptq", by default: error feedback; its fields are damping=0.01 and order=importance or given.
         "importance": only the search for scales, each column weighed by the mean square of its input. "awq": scales of
         columns, folded into the norm or the linear layer before, then as "importance"; its field is grid=20, the powers that
