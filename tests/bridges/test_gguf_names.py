@@ -329,6 +329,11 @@ def test_rows_of_gate_and_up_of_gpt_oss_alternate(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["model.layers.2.self_attn.sinks"], sinks)
 
 
+def test_halves_without_experts_are_an_empty_value(tmp_path: Path) -> None:
+    opened(tmp_path, "gpt-oss", [plain(f"{name}.weight", floats(0, 4, 32)) for name in (GATE, UP)])
+    assert load_checkpoint(tmp_path)[f"{EXPERTS}gate_up_proj"].shape == (0, 32, 8)
+
+
 def test_experts_of_gpt_oss_are_those_of_its_checkpoint_of_transformers(tmp_path: Path) -> None:
     """ggml has element j and j + 16 of a block of MXFP4 in one byte, behind the scale; transformers 2j and 2j + 1."""
     codes, scales = _RNG.integers(0, 16, (3, 8, 2, 32), np.uint8), _RNG.integers(100, 140, (3, 8, 2, 1), np.uint8)

@@ -22,10 +22,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.integrations import GGUF_CONFIG_MAPPING
 
+import breccia
+import breccia_torch
 from breccia import UnsupportedError
 from breccia.bridges import convert
 from breccia_torch.hf import BrecciaConfig
-from breccia_torch.nn import ScaledExperts, ScaledLinear
+from breccia_torch.nn import ScaledExperts, ScaledLinear, ScaledWeight
 
 pytestmark = [
     pytest.mark.together,
@@ -315,3 +317,17 @@ def test_a_file_that_is_quantized_again_keeps_names_and_the_rest(tmp_path: Path,
     for one, other in quantized:
         wanted, found = (library.dequantize(t.data, t.tensor_type) for t in (one, other))
         assert wanted.shape == found.shape and np.corrcoef(wanted.reshape(-1), found.reshape(-1))[0, 1] > 0.98
+
+
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("gpt_oss", marks=pytest.mark.long)])
+def test_load_model_reads_transposed_and_joined_matrices(tmp_path: Path, kind: str) -> None:
+    original = made(kind)
+    file, model = written(tmp_path, kind, original), AutoModelForCausalLM.from_config(original.config)
+    assert breccia_torch.load_model(model, file) == ([], [])
+    held = {name: module for name, module in model.named_modules() if isinstance(module, ScaledWeight)}
+    own = values(kind, original)
+    found = {name: module.decoded() if isinstance(module, ScaledExperts) else module.tensor for name, module in held.items()}
+    for name, value in found.items():
+        dense = breccia.dequantize(value) if isinstance(value, breccia.ScaledTensor) else value
+        assert torch.equal(dense, own[name]), name
+    assert len(held) == {"gpt2": 9, "gpt_oss": 13}[kind]

@@ -289,7 +289,7 @@ def whole(info: TensorInfo) -> Placed:
 
 def alternated(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """The rows, along the second axis, of two stacks of one shape: one of the first, one of the second."""
-    return np.stack([first, second], axis=2).reshape(first.shape[0], -1, *first.shape[2:])
+    return np.stack([first, second], axis=2).reshape(first.shape[0], 2 * first.shape[1], *first.shape[2:])
 
 
 class Place(NamedTuple):
