@@ -292,6 +292,10 @@ def alternated(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.stack([first, second], axis=2).reshape(first.shape[0], 2 * first.shape[1], *first.shape[2:])
 
 
+def nowhere(name: str) -> TensorInfo | None:
+    """The `Elsewhere` of a model in one file."""
+
+
 class Place(NamedTuple):
     """Where a tensor of transformers is in GGUF.
 
@@ -307,7 +311,7 @@ class Place(NamedTuple):
 
 
 def placed(
-    path: Path, header: Header, keys: Mapping[str, Any], elsewhere: Elsewhere = lambda name: None, *, joins: bool = True
+    path: Path, header: Header, keys: Mapping[str, Any], elsewhere: Elsewhere = nowhere, *, joins: bool = True
 ) -> dict[str, Placed]:
     """The tensors of a file by their names in transformers.
 
@@ -345,7 +349,7 @@ class Namer:
     """
 
     def __init__(
-        self, path: Path, keys: Mapping[str, Any], elsewhere: Elsewhere = lambda name: None, *, joins: bool = True
+        self, path: Path, keys: Mapping[str, Any], elsewhere: Elsewhere = nowhere, *, joins: bool = True
     ) -> None:
         self._path, self._keys, self._elsewhere, self._joins = path, keys, elsewhere, joins
         name = keys.get("general.architecture")
