@@ -348,9 +348,7 @@ class Namer:
     path: where the keys are from. elsewhere, joins: as `placed` has them.
     """
 
-    def __init__(
-        self, path: Path, keys: Mapping[str, Any], elsewhere: Elsewhere = nowhere, *, joins: bool = True
-    ) -> None:
+    def __init__(self, path: Path, keys: Mapping[str, Any], elsewhere: Elsewhere = nowhere, *, joins: bool = True) -> None:
         self._path, self._keys, self._elsewhere, self._joins = path, keys, elsewhere, joins
         name = keys.get("general.architecture")
         self._name = name if isinstance(name, str) else ""
