@@ -14,6 +14,8 @@ import breccia
 from breccia.bridges import load_checkpoint
 from breccia_bridges.gguf_file import GGUFFile
 from breccia_bridges.gguf_names import ARCHITECTURES
+from breccia_bridges.gguf_types import NAMED
+from breccia_bridges.safetensors_file import Container
 
 _RNG = np.random.default_rng(0)
 
@@ -132,10 +134,10 @@ def test_the_logarithms_of_state_spaces_are_those_of_transformers(tmp_path: Path
 
 def test_experts_of_an_architecture_without_declared_ones_leave_it_unmapped(tmp_path: Path) -> None:
     """transformers would otherwise leave the experts alone at random."""
-    file = opened(tmp_path, "gemma4", [plain("blk.0.attn_q.weight", floats(8, 8))], expert_count=2)
+    file = opened(tmp_path, "gemma3", [plain("blk.0.attn_q.weight", floats(8, 8))], expert_count=2)
     assert list(file.entries) == ["blk.0.attn_q.weight"]
-    assert file.unmapped.startswith("breccia does not map the tensors of architecture 'gemma4' with experts")
-    assert opened(tmp_path, "gemma4", [plain("blk.0.attn_q.weight", floats(8, 8))], expert_count=0).unmapped == ""
+    assert file.unmapped.startswith("breccia does not map the tensors of architecture 'gemma3' with experts")
+    assert opened(tmp_path, "gemma3", [plain("blk.0.attn_q.weight", floats(8, 8))], expert_count=0).unmapped == ""
 
 
 def test_heads_may_differ_between_layers(tmp_path: Path) -> None:
@@ -238,3 +240,220 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     said = re.escape("tensor 'lm_head.weight' and 'output.weight' are both 'lm_head.weight' in transformers")
     with pytest.raises(breccia.CorruptFileError, match=said):
         opened(tmp_path, "qwen2", [plain("output.weight", floats(4)), plain("lm_head.weight", floats(4))])
+
+
+def coded(name: str, kind: str, blocks: np.ndarray) -> Tensor:
+    """Blocks of a type, (..., bytes), as a tensor."""
+    one = NAMED[kind]
+    return Tensor(name, (blocks.shape[-1] // one.size * one.length, *blocks.shape[-2::-1]), NUMBERS[kind], blocks.tobytes())
+
+
+def blocks_of_q8_0(*shape: int) -> np.ndarray:
+    """Random codes under scales of a half, of a tensor of that shape."""
+    blocks = _RNG.integers(0, 256, (*shape[:-1], shape[-1] // 32, 34), np.uint8)
+    blocks[..., :2] = np.float16(0.5).reshape(1).view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def codes_of_q8_0(blocks: np.ndarray) -> np.ndarray:
+    return blocks.reshape(*blocks.shape[:-1], -1, 34)[..., 2:].reshape(*blocks.shape[:-1], -1).view(np.int8)
+
+
+def test_matrices_of_gpt2_are_transposed(tmp_path: Path) -> None:
+    """Those of blocks have blocks along the axis before the last."""
+    blocks, dense, bias, table = blocks_of_q8_0(24, 64), floats(64, 96), floats(24), floats(40, 64)
+    dense_half = dense.astype(np.float16)
+    tensors = [
+        coded("blk.1.attn_qkv.weight", "Q8_0", blocks),
+        plain("blk.1.attn_qkv.bias", bias),
+        plain("blk.1.ffn_down.weight", dense),
+        Tensor("blk.1.ffn_up.weight", (96, 64), NUMBERS["F16"], dense_half.tobytes()),
+        plain("position_embd.weight", table),
+    ]
+    opened(tmp_path, "gpt2", tensors)
+    found = load_checkpoint(tmp_path)
+    layer = "transformer.h.1."
+    st = found[f"{layer}attn.c_attn.weight"]
+    assert st.shape == (64, 24) == found.header(f"{layer}attn.c_attn.weight").shape and st.axis == -2
+    np.testing.assert_array_equal(st.data, codes_of_q8_0(blocks).T)
+    np.testing.assert_array_equal(breccia.dequantize(st), codes_of_q8_0(blocks).T * np.float32(0.5))
+    np.testing.assert_array_equal(found[f"{layer}mlp.c_proj.weight"], dense.T)
+    np.testing.assert_array_equal(found[f"{layer}mlp.c_fc.weight"], dense_half.T)
+    np.testing.assert_array_equal(found[f"{layer}attn.c_attn.bias"], bias)
+    np.testing.assert_array_equal(found["transformer.wpe.weight"], table)
+    assert found.header(f"{layer}mlp.c_proj.weight").shape == (96, 64)
+
+
+def test_a_transposed_tensor_of_a_type_without_codes_is_decoded(tmp_path: Path) -> None:
+    library = pytest.importorskip("gguf")
+    blocks = _RNG.integers(0, 256, (4, 74), np.uint8)
+    blocks[:, :2] = np.float16(0.25).reshape(1).view(np.uint8)
+    opened(tmp_path, "gpt2", [coded("blk.0.ffn_up.weight", "IQ2_XS", blocks)])
+    found = load_checkpoint(tmp_path)["transformer.h.0.mlp.c_fc.weight"]
+    assert found.shape == (256, 4)
+    np.testing.assert_array_equal(found, library.dequantize(blocks, library.GGMLQuantizationType.IQ2_XS).T)
+
+
+GATE, UP = "blk.2.ffn_gate_exps", "blk.2.ffn_up_exps"
+EXPERTS = "model.layers.2.mlp.experts."
+
+
+def test_rows_of_gate_and_up_of_gpt_oss_alternate(tmp_path: Path) -> None:
+    gate, up, down = blocks_of_q8_0(3, 4, 64), blocks_of_q8_0(3, 4, 64), floats(3, 64, 4)
+    biases, sinks = floats(2, 3, 4), floats(8)
+    tensors = [
+        coded(f"{UP}.weight", "Q8_0", up),
+        coded(f"{GATE}.weight", "Q8_0", gate),
+        plain(f"{GATE}.bias", biases[0]),
+        plain(f"{UP}.bias", biases[1]),
+        plain("blk.2.ffn_down_exps.weight", down),
+        plain("blk.2.ffn_down_exps.bias", biases[0]),
+        plain("blk.2.attn_sinks.weight", sinks),
+    ]
+    file = opened(tmp_path, "gpt-oss", tensors, expert_count=3)
+    assert file.unmapped == ""
+    assert file.entries[f"{EXPERTS}gate_up_proj"].nbytes == 2 * gate.nbytes
+    found = load_checkpoint(tmp_path)
+    assert sorted(found) == [
+        *(f"{EXPERTS}{name}" for name in ("down_proj", "down_proj_bias", "gate_up_proj", "gate_up_proj_bias")),
+        "model.layers.2.self_attn.sinks",
+    ]
+    st = found[f"{EXPERTS}gate_up_proj"]
+    assert st.shape == (3, 64, 8) and st.axis == -2
+    np.testing.assert_array_equal(st.data[:, :, ::2], codes_of_q8_0(gate).swapaxes(1, 2))
+    np.testing.assert_array_equal(st.data[:, :, 1::2], codes_of_q8_0(up).swapaxes(1, 2))
+    np.testing.assert_array_equal(found[f"{EXPERTS}gate_up_proj_bias"][:, ::2], biases[0])
+    np.testing.assert_array_equal(found[f"{EXPERTS}gate_up_proj_bias"][:, 1::2], biases[1])
+    np.testing.assert_array_equal(found[f"{EXPERTS}down_proj"], down.swapaxes(1, 2))
+    np.testing.assert_array_equal(found[f"{EXPERTS}down_proj_bias"], biases[0])
+    np.testing.assert_array_equal(found["model.layers.2.self_attn.sinks"], sinks)
+
+
+def test_halves_without_experts_are_an_empty_value(tmp_path: Path) -> None:
+    opened(tmp_path, "gpt-oss", [plain(f"{name}.weight", floats(0, 4, 32)) for name in (GATE, UP)])
+    assert load_checkpoint(tmp_path)[f"{EXPERTS}gate_up_proj"].shape == (0, 32, 8)
+
+
+def test_experts_of_gpt_oss_are_those_of_its_checkpoint_of_transformers(tmp_path: Path) -> None:
+    """ggml has element j and j + 16 of a block of MXFP4 in one byte, behind the scale; transformers 2j and 2j + 1."""
+    codes, scales = _RNG.integers(0, 16, (3, 8, 2, 32), np.uint8), _RNG.integers(100, 140, (3, 8, 2, 1), np.uint8)
+    blocks = np.concatenate([scales, codes[..., :16] | codes[..., 16:] << 4], axis=-1).reshape(3, 8, -1)
+    tensors = [coded(f"{name}.weight", "MXFP4", blocks[:, half::2]) for half, name in enumerate((GATE, UP))]
+    opened(tmp_path, "gpt-oss", tensors, expert_count=3)
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    theirs = {f"{EXPERTS}gate_up_proj_blocks": codes[..., ::2] | codes[..., 1::2] << 4}
+    theirs |= {f"{EXPERTS}gate_up_proj_scales": scales[..., 0]}
+    breccia.bridges.save_safetensors(theirs, folder / "model.safetensors")
+    name = f"{EXPERTS}gate_up_proj"
+    found, wanted = load_checkpoint(tmp_path / "m.gguf")[name], load_checkpoint(folder)[name]
+    assert found.recipe == wanted.recipe and found.shape == wanted.shape == (3, 64, 8)
+    assert breccia.bytes_equal(found, wanted)
+
+
+@pytest.mark.parametrize("first", [GATE, UP])
+def test_halves_in_two_parts_of_a_model_are_one_value(tmp_path: Path, first: str) -> None:
+    halves = {GATE: floats(2, 4, 32), UP: floats(2, 4, 32)}
+    second = UP if first == GATE else GATE
+    for number, name in enumerate((first, second)):
+        keys = [key("general.architecture", STRING, "gpt-oss")] if number == 0 else []
+        keys += [key("split.count", U32, 2), key("split.no", U32, number), key("split.tensors.count", U32, 2)]
+        part = gguf(keys, [plain(f"{name}.weight", halves[name])])
+        (tmp_path / f"m-{number + 1:05}-of-00002.gguf").write_bytes(part)
+    found = load_checkpoint(tmp_path)
+    assert list(found) == [f"{EXPERTS}gate_up_proj"]
+    stack = found[f"{EXPERTS}gate_up_proj"].swapaxes(1, 2)
+    np.testing.assert_array_equal(stack[:, ::2], halves[GATE])
+    np.testing.assert_array_equal(stack[:, 1::2], halves[UP])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        (
+            {GATE: (2, 4, 32)},
+            rf"'{GATE}\.weight' is a half of '.*gate_up_proj' .*, of which the other, '{UP}\.weight', is missing",
+        ),
+        (
+            {UP: (2, 4, 32)},
+            rf"'{UP}\.weight' is a half of '.*gate_up_proj' .*, of which the other, '{GATE}\.weight', is missing",
+        ),
+        (
+            {GATE: (2, 4, 32), UP: (2, 3, 32)},
+            rf"'{GATE}\.weight' has shape \[2, 4, 32\], and '{UP}\.weight' \[2, 3, 32\]; in transformers they are the halves",
+        ),
+        ({GATE: (4, 32), UP: (4, 32)}, rf"'{GATE}\.weight' has shape \[4, 32\], .* with an axis for the experts"),
+    ],
+)
+def test_halves_that_do_not_fit_together_are_refused(tmp_path: Path, shapes: dict[str, tuple[int, ...]], said: str) -> None:
+    tensors = [plain(f"{name}.weight", floats(*shape)) for name, shape in shapes.items()]
+    with pytest.raises(breccia.CorruptFileError, match=rf"m\.gguf: tensor {said}.* Download the file again\.") as caught:
+        opened(tmp_path, "gpt-oss", tensors, expert_count=2)
+    assert caught.value.found["name"] == f"{next(iter(shapes))}.weight"
+
+
+def test_halves_of_two_types_are_refused(tmp_path: Path) -> None:
+    tensors = [plain(f"{GATE}.weight", floats(2, 4, 32)), coded(f"{UP}.weight", "Q8_0", blocks_of_q8_0(2, 4, 32))]
+    said = rf"m\.gguf: tensor '{GATE}\.weight' is F32, and '{UP}\.weight' Q8_0; transformers has both in '.*gate_up_proj'"
+    with pytest.raises(breccia.UnsupportedError, match=said):
+        opened(tmp_path, "gpt-oss", tensors, expert_count=2)
+
+
+def test_experts_of_gemma4_are_one_value(tmp_path: Path) -> None:
+    fused, down, scales = blocks_of_q8_0(2, 8, 32), floats(2, 32, 4), floats(2)
+    tensors = [
+        coded("blk.0.ffn_gate_up_exps.weight", "Q8_0", fused),
+        plain("blk.0.ffn_down_exps.weight", down),
+        plain("blk.0.ffn_down_exps.scale", scales),
+        plain("blk.0.ffn_gate_inp.weight", down[:, :, 0]),
+        plain("blk.0.ffn_gate_inp.scale", down[0, :, 0]),
+    ]
+    opened(tmp_path, "gemma4", tensors, expert_count=2)
+    found, layer = load_checkpoint(tmp_path), "model.layers.0."
+    np.testing.assert_array_equal(found[f"{layer}experts.gate_up_proj"].data, codes_of_q8_0(fused))
+    np.testing.assert_array_equal(found[f"{layer}experts.down_proj"], down)
+    np.testing.assert_array_equal(found[f"{layer}router.per_expert_scale"], scales)
+    np.testing.assert_array_equal(found[f"{layer}router.proj.weight"], down[:, :, 0])
+    np.testing.assert_array_equal(found[f"{layer}router.scale"], down[0, :, 0])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stem", "new"),
+    [
+        ("gemma4", "blk.0.ffn_gate_up_exps", "model.layers.0.experts.gate_up_proj"),
+        ("gpt-oss", "blk.0.ffn_down_exps", "model.layers.0.mlp.experts.down_proj"),
+    ],
+)
+def test_scales_of_experts_that_are_one_value_are_refused(tmp_path: Path, architecture: str, stem: str, new: str) -> None:
+    stack = coded(f"{stem}.weight", "NVFP4", _RNG.integers(0, 112, (2, 4, 36), np.uint8))
+    said = rf"m\.gguf: tensor '{stem}\.scale' has a scale for each expert, for which '{new}', their one value in transformers"
+    with pytest.raises(breccia.UnsupportedError, match=said):
+        opened(tmp_path, architecture, [stack, plain(f"{stem}.scale", floats(2))], expert_count=2)
+
+
+@pytest.mark.parametrize("architecture", ["gpt-oss", "gpt2"])
+def test_a_file_that_is_written_from_another_has_its_tensors_as_they_are(tmp_path: Path, architecture: str) -> None:
+    pytest.importorskip("gguf")  # writes the keys
+    blocks = blocks_of_q8_0(3, 4, 64)
+    if architecture == "gpt2":
+        tensors = [coded("blk.2.attn_qkv.weight", "Q8_0", blocks[0]), plain("blk.2.ffn_up.weight", floats(4, 64))]
+    else:
+        tensors = [coded(f"{name}.weight", "Q8_0", blocks) for name in (UP, GATE)]
+    opened(tmp_path, architecture, tensors)
+    breccia.bridges.convert(tmp_path / "m.gguf", tmp_path / "same.gguf", "none", dialect="gguf")
+    breccia.bridges.convert(tmp_path / "m.gguf", tmp_path / "new.gguf", "int4,group_size=32", dialect="gguf")
+    old, same, new = (GGUFFile(tmp_path / f"{name}.gguf").as_stored() for name in ("m", "same", "new"))
+    assert list(old.entries) == list(same.entries) == list(new.entries) == [one.name for one in tensors]
+    for name in old.entries:
+        assert np.array_equal(old.read(name), same.read(name))
+        assert (new.entries[name].dtype, new.entries[name].shape) == ("Q4_0", old.entries[name].shape)
+
+
+def test_a_converted_folder_says_nothing_about_tensors_of_the_file(tmp_path: Path) -> None:
+    """What is transposed is by then: the value has the axis of its blocks."""
+    opened(tmp_path, "gpt2", [coded("blk.1.attn_qkv.weight", "Q8_0", blocks_of_q8_0(24, 64))])
+    breccia.bridges.convert(tmp_path / "m.gguf", tmp_path / "m.safetensors", "none")
+    name = "transformer.h.1.attn.c_attn.weight"
+    before, after = load_checkpoint(tmp_path / "m.gguf"), load_checkpoint(tmp_path / "m.safetensors")
+    assert after.header(name).axis == -2 and breccia.bytes_equal(before[name], after[name])
+    assert "transposed" not in Container(tmp_path / "m.safetensors").metadata.values()

@@ -32,7 +32,14 @@ _FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
 
 #: Those with tensors that llama.cpp changes by more than rows, in test_gguf_architectures.py.
-OTHERS = ("bloom", "falcon", "gemma4", "lfm2", "mamba", "minimax-m2", "t5", "t5encoder")
+OTHERS = ("bloom", "falcon", "gemma4", "gpt-oss", "gpt2", "lfm2", "mamba", "minimax-m2", "t5", "t5encoder")
+
+
+def test_what_transformers_reads_has_names() -> None:
+    """It spells some architectures with other characters, and has names of its own for two: Mistral's is llama, UMT5's t5."""
+    known = {name.replace("-", "").replace("_", "") for name in ARCHITECTURES} | {"mistral", "umt5"}
+    read = {*transformers.integrations.GGUF_CONFIG_MAPPING} - {"general", "tokenizer"}
+    assert {name for name in read if name.replace("_", "") not in known} == set()
 
 
 @pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES} - {*OTHERS}))

@@ -73,7 +73,7 @@ class Conversion:
         staging.check()
         self.companions = Companions(src, files) if src.is_dir() and own is None else None
         self.index = index_of(src) if src.is_dir() else None
-        self.source = _checked(src, files, self.index, source_dialect)
+        self.source = _checked(src, files, self.index, source_dialect, as_stored=own is not None)
         self.is_quantized = any(value.is_scaled for value in self.source.values.values())
         self.writer = writer and replace(writer, dtype=self.source.dtype)
         self.estimates = Estimates(self.writer)
@@ -340,9 +340,12 @@ def _placed(jobs: Mapping[str, Job]) -> dict[str, Placed]:
     return {name: job.placed for name, job in jobs.items() if job.placed}
 
 
-def _checked(src: Path, files: list[Path], index: Path | None, source_dialect: str | None) -> Source:
-    """The opened checkpoint. Raises where the index and the files contradict each other."""
-    containers = all_opened(files)
+def _checked(src: Path, files: list[Path], index: Path | None, source_dialect: str | None, as_stored: bool) -> Source:
+    """The opened checkpoint. Raises where the index and the files contradict each other.
+
+    as_stored: whether tensors of GGUF files stay as they are there, neither transposed nor joined.
+    """
+    containers = [one.as_stored() if as_stored and isinstance(one, GGUFFile) else one for one in all_opened(files)]
     files_of: dict[str, list[str]] = {}
     for container in containers:
         for name in container.names:

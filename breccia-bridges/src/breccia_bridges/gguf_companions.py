@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from breccia import UnsupportedError
 from breccia.internal import abbreviated, printable
 
 from .announcements import CONFIG, TORCH_NAMES
@@ -55,6 +56,8 @@ def make(file: GGUFFile, names: Collection[str], folder: Path) -> list[str]:
 def _attempt(what: str, write: Any) -> list[str]:
     try:
         write()
+    except UnsupportedError as e:
+        return [f"{what} was not made: {e}"]
     except ImportError as e:
         return [f"{what} was not made, for which transformers is needed ({printable(str(e))[:200]}): {_INSTALL}."]
     except Exception as e:  # transformers raises anything for a file that it does not read
@@ -68,6 +71,11 @@ def _write_config(file: GGUFFile, names: Collection[str], folder: Path) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config: Any = AutoConfig.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
+    if any(".experts." in name for name in names) and getattr(config, "enable_moe_block", True) is False:
+        raise UnsupportedError(
+            f"the model has experts, and the config that transformers makes of {file.path.name} has none. Take that of the "
+            "original model."
+        )
     # Of a model that was split, transformers sees the first file alone.
     config.tie_word_embeddings = "lm_head.weight" not in names
     # Without it, transformers would take that of the first scales.

@@ -10,15 +10,16 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from breccia import CorruptFileError, UnsupportedError
 from breccia.internal import abbreviated
 
-from .gguf_header import Header, read_header
-from .gguf_names import FROM_CONFIG, Placed, placed, why_unmapped
-from .gguf_types import DECODED
+from .gguf_header import Header, TensorInfo, read_header
+from .gguf_names import FROM_CONFIG, Placed, alternated, placed, whole, why_unmapped
+from .gguf_types import DECODED, TRANSPOSED
 from .remote_path import path_of
 from .safetensors_file import DTYPES, FETCH, Container, Entry, identity, need_little_endian, read, regular, shown
 
@@ -29,7 +30,8 @@ PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 class GGUFFile(Container):
     """A GGUF file, opened and checked. One part of a split model has the tensors of that part.
 
-    header: what the file says. placed: where each of `entries` is.
+    header: what the file says. placed: where each of `entries` is. metadata: which values are transposed. joins: as `placed`
+        takes it.
 
     Raises what `read_header` raises; CorruptFileError where the part of a split model is another one than its name says, or its
     first part is missing; OSError where the file cannot be opened.
@@ -37,35 +39,47 @@ class GGUFFile(Container):
 
     header: Header
     placed: Mapping[str, Placed]
+    joins: ClassVar[bool] = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         need_little_endian()
-        self.path, self.metadata = path_of(path), {}
+        self.path = path_of(path)
         with regular(self.path) as (file, status):
             self._identity = identity(status)
             self.header = read_header(self.path, file, status.st_size)
         self._data_start, self._map = 0, None
         keys = self._model_header().keys
-        self.placed = placed(self.path, self.header, keys)
+        #: The parts that have the second ones of two tensors, by the names of these.
+        self._others: dict[str, GGUFFile] = {}
+        self.placed = placed(self.path, self.header, keys, self._elsewhere, joins=self.joins)
+        self.metadata = {name: TRANSPOSED for name, one in self.placed.items() if one.is_transposed and one.is_coded}
         self.entries = {name: _entry(one) for name, one in self.placed.items()}
         self.unmapped = why_unmapped(keys)
+        self.has_model_shapes = not self.unmapped
         self.left_out = [] if self.unmapped else [name for name in self.header.tensors if name in FROM_CONFIG]
         self.decoded = {name: one.info.type.name for name, one in self.placed.items() if one.info.type.name in DECODED}
 
     def view(self, name: str) -> np.ndarray:
         """The tensor, mapped; in memory where its rows have another order, or its values are computed.
 
+        One of blocks that is transposed in transformers has the rows of the file.
+
         Raises UnsupportedError for a type that is decoded, without the library that has its tables.
         """
         self.entry(name)
         one = self.placed[name]
         kind, array = one.info.type, self.stored(one)
+        if one.second is not None:
+            other = self._others.get(one.second.name, self)
+            array = alternated(read(array), read(other.stored(whole(one.second))))
         if one.change is not None:
             array = one.change(read(array))
         if kind.name in DECODED:
             from .gguf_codebooks import decoded
 
             array = decoded(self.path, name, kind.name, read(array))
+        if one.is_transposed and not one.is_coded:
+            array = np.ascontiguousarray(read(array).swapaxes(-1, -2))
         return array
 
     def stored(self, one: Placed) -> np.ndarray:
@@ -73,6 +87,18 @@ class GGUFFile(Container):
         kind = one.info.type
         dtype = DTYPES[kind.dtype][1] if kind.dtype else "uint8"
         return np.ndarray(one.stored_bytes, dtype, buffer=self._mapped(), offset=one.start)
+
+    def as_stored(self) -> GGUFTensors:
+        """The file with its tensors as they are, neither transposed nor joined."""
+        return GGUFTensors(self.path)
+
+    def _elsewhere(self, name: str) -> TensorInfo | None:
+        """A tensor of another part of the model."""
+        for path in parts_of(self.path):
+            if path != self.path and name in (other := GGUFTensors(path)).header.tensors:
+                self._others[name] = other
+                return other.header.tensors[name]
+        return None
 
     def _model_header(self) -> Header:
         """The header that describes the model: that of the first part, of which `self.header` is one."""
@@ -90,6 +116,12 @@ class GGUFFile(Container):
         first = parts_of(self.path)[0]
         with regular(first) as (file, status):
             return read_header(first, file, status.st_size)
+
+
+class GGUFTensors(GGUFFile):
+    """A GGUF file with its tensors as they are: those that transformers has transposed, or joins, keep their names."""
+
+    joins: ClassVar[bool] = False
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -147,4 +179,7 @@ def check_parts(files: list[GGUFFile]) -> None:
 def _entry(one: Placed) -> Entry:
     kind = one.info.type
     dtype = kind.dtype or ("F32" if kind.name in DECODED else kind.name)
-    return Entry(dtype, one.shape, one.start, one.stop)
+    shape = one.shape
+    if one.is_transposed and one.is_coded:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    return Entry(dtype, shape, one.start, one.start + one.nbytes)

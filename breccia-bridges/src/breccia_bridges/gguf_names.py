@@ -1,10 +1,9 @@
 """The tensors of GGUF files under the names, and with the rows and shapes, that transformers has.
 
 llama.cpp renames tensors, and changes some: `ARCHITECTURES` says how, for those architectures whose models in transformers
-consist of the same tensors. Tensors of others, and what transformers lacks, keep the names of the file. Others that
-transformers reads are gpt2, whose matrices are transposed there, gpt-oss and the experts of gemma4, whose projections it
-fuses in other ways, and qwen35, whose columns it reorders. The same declarations
-say where a tensor of transformers is in a GGUF file that is written.
+consist of the same tensors, or of these tensors transposed or joined. Tensors of others, and what transformers lacks, keep
+the names of the file. The same declarations say where a tensor of transformers is in a GGUF file that is written; a file that
+is written from another one has its tensors as they are, neither transposed nor joined.
 
 Names agree with the map of the library `gguf`, as a test shows. That map cannot take its place: it has up to twelve names of
 other programs for one of GGUF, and does not say which architecture has which.
@@ -26,10 +25,13 @@ import numpy as np
 from breccia import CorruptFileError, UnsupportedError
 
 from .gguf_header import Header, TensorInfo
+from .gguf_types import DECODED
 from .safetensors_file import Shape, shown
 
 #: What becomes of the array of a tensor.
 Change = Callable[[np.ndarray], np.ndarray]
+#: A tensor of another part of a model that was split, by its name; None where no part has it.
+Elsewhere = Callable[[str], TensorInfo | None]
 
 #: More experts than a model has: a small file could ask for any number of entries.
 _MAX_EXPERTS = 4096
@@ -98,7 +100,10 @@ class Architecture:
     shifts: whether 1 was added to the weights of norms.
     outside: the same of tensors outside of layers, and of layers whose names differ by more; {} is the number of the layer.
     layers: the name of the list of layers.
-    whole: names with their ends, where these differ too.
+    whole: names with their ends, where these differ too, as of stacks of experts that are one value in transformers.
+    transposed: the matrices of layers, or stacks of them, that are transposed in transformers.
+    pairs: the second tensor by the first one of two stacks whose rows alternate in one value of transformers, which `whole`
+        gives both as their name.
     with_second: names in layers of a model that has an `attn_norm_2`, where they are others than those in `layer`.
     """
 
@@ -109,6 +114,8 @@ class Architecture:
     outside: Mapping[str, str] = field(default_factory=lambda: _MODEL)
     layers: str = "model.layers"
     whole: Mapping[str, str] = field(default_factory=dict[str, str])
+    transposed: tuple[str, ...] = ()
+    pairs: Mapping[str, str] = field(default_factory=dict[str, str])
     with_second: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def names(self, has_second: bool = False) -> dict[str, str]:
@@ -119,6 +126,11 @@ class Architecture:
     def of_experts(self) -> dict[str, str]:
         """The same of stacks of experts, with a second {} for the number of the expert."""
         return {f"blk.{{}}.{ours}": f"{self.layers}.{{}}.{theirs}" for ours, theirs in self.experts.items()}
+
+    @property
+    def has_experts(self) -> bool:
+        """Are there names for stacks of experts?"""
+        return bool(self.experts) or any("_exps." in ours for ours in self.whole)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -144,14 +156,46 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture(_ATTENTION | _MLP | _AROUND, shifts=True),
     "gemma3": Architecture(_ATTENTION | _MLP | _AROUND | _OF_HEADS, shifts=True),
     "gemma4": Architecture(
-        _ATTENTION | _MLP | _AROUND | _OF_HEADS | _PER_LAYER,
+        _ATTENTION
+        | _MLP
+        | _AROUND
+        | _OF_HEADS
+        | _PER_LAYER
+        | {"ffn_gate_inp": "router.proj", "pre_ffw_norm_2": "pre_feedforward_layernorm_2"}
+        | {f"post_ffw_norm_{n}": f"post_feedforward_layernorm_{n}" for n in (1, 2)},
         outside=_MODEL
         | {
             "per_layer_token_embd": "model.embed_tokens_per_layer",
             "per_layer_model_proj": "model.per_layer_model_projection",
             "per_layer_proj_norm": "model.per_layer_projection_norm",
         },
-        whole={"blk.{}.layer_output_scale.weight": "model.layers.{}.layer_scalar"},
+        whole={
+            "blk.{}.layer_output_scale.weight": "model.layers.{}.layer_scalar",
+            "blk.{}.ffn_gate_inp.scale": "model.layers.{}.router.scale",
+            "blk.{}.ffn_gate_up_exps.weight": "model.layers.{}.experts.gate_up_proj",
+            "blk.{}.ffn_down_exps.weight": "model.layers.{}.experts.down_proj",
+            # Of NVFP4 it is the product with the scale of each expert, and the weights are without one.
+            "blk.{}.ffn_down_exps.scale": "model.layers.{}.router.per_expert_scale",
+        },
+    ),
+    "gpt-oss": Architecture(
+        _ATTENTION
+        | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        whole={"blk.{}.attn_sinks.weight": "model.layers.{}.self_attn.sinks"}
+        | {
+            f"blk.{{}}.ffn_{ours}_exps.{end}": f"model.layers.{{}}.mlp.experts.{theirs}{suffix}"
+            for ours, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
+            for end, suffix in (("weight", ""), ("bias", "_bias"))
+        },
+        transposed=("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+        pairs={"ffn_gate_exps": "ffn_up_exps"},
+    ),
+    "gpt2": Architecture(
+        {"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj"}
+        | {"ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        outside=_GPT_2 | {"token_embd": "transformer.wte", "position_embd": "transformer.wpe"},
+        layers="transformer.h",
+        transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
     ),
     "granite": Architecture(_LLAMA, permutes=True),
     "lfm2": Architecture(
@@ -205,10 +249,11 @@ _CHANNELS = ("shortconv.conv", "ssm_conv1d")
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor, or that of one expert.
+    """A tensor, or that of one expert, or two whose rows alternate.
 
     shape: the logical one in transformers. stored: the one in the file, in elements. start, stop: its bytes in the file.
-    change: what is done to its array.
+    change: what is done to its array. second: the tensor, of the same type and shape, whose rows follow those of `info` one by
+        one. is_transposed: whether the value in transformers is the transpose, in its last two axes.
     """
 
     info: TensorInfo
@@ -217,6 +262,18 @@ class Placed:
     start: int
     stop: int
     change: Change | None = None
+    second: TensorInfo | None = None
+    is_transposed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file, of both tensors if there are two."""
+        return (self.stop - self.start) * (1 if self.second is None else 2)
+
+    @property
+    def is_coded(self) -> bool:
+        """Are its blocks read as they are, along the last axis of the file's shape?"""
+        return not self.info.type.dtype and self.info.type.name not in DECODED
 
     @property
     def stored_bytes(self) -> Shape:
@@ -228,6 +285,15 @@ class Placed:
 def whole(info: TensorInfo) -> Placed:
     """A tensor as it is in the file."""
     return Placed(info, info.shape, info.shape, info.start, info.stop)
+
+
+def alternated(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """The rows, along the second axis, of two stacks of one shape: one of the first, one of the second."""
+    return np.stack([first, second], axis=2).reshape(first.shape[0], 2 * first.shape[1], *first.shape[2:])
+
+
+def nowhere(name: str) -> TensorInfo | None:
+    """The `Elsewhere` of a model in one file."""
 
 
 class Place(NamedTuple):
@@ -244,15 +310,19 @@ class Place(NamedTuple):
     needs_f32: bool = False
 
 
-def placed(path: Path, header: Header, keys: Mapping[str, Any]) -> dict[str, Placed]:
+def placed(
+    path: Path, header: Header, keys: Mapping[str, Any], elsewhere: Elsewhere = nowhere, *, joins: bool = True
+) -> dict[str, Placed]:
     """The tensors of a file by their names in transformers.
 
-    keys: those of the file that describes the model, which may be another part of it.
+    keys: those of the file that describes the model, which may be another part of it. elsewhere: a tensor of the other parts.
+    joins: whether tensors are transposed, or rows of two joined, where transformers has them so; else these keep their names.
 
-    Raises CorruptFileError, naming file and tensor, where a tensor is not what the keys say of the model, or two tensors get
-    one name.
+    Raises CorruptFileError, naming file and tensor, where a tensor is not what the keys say of the model, two tensors get one
+    name, or a half of two is missing or of another shape; UnsupportedError where the halves are of two types, or experts that
+    are one value have a scale each.
     """
-    return Namer(path, keys).placed(header)
+    return Namer(path, keys, elsewhere, joins=joins).placed(header)
 
 
 def why_unmapped(keys: Mapping[str, Any]) -> str:
@@ -269,14 +339,17 @@ def _known(keys: Mapping[str, Any]) -> Architecture | None:
     """The architecture of a model; None where it, or where its experts, have no declaration."""
     name = keys.get("general.architecture")
     known = ARCHITECTURES.get(name) if isinstance(name, str) else None
-    return None if known is None or (keys.get(f"{name}.expert_count") and not known.experts) else known
+    return None if known is None or (keys.get(f"{name}.expert_count") and not known.has_experts) else known
 
 
 class Namer:
-    """Names the tensors of a file whose keys say what the model is. path: where the keys are from."""
+    """Names the tensors of a file whose keys say what the model is.
 
-    def __init__(self, path: Path, keys: Mapping[str, Any]) -> None:
-        self._path, self._keys = path, keys
+    path: where the keys are from. elsewhere, joins: as `placed` has them.
+    """
+
+    def __init__(self, path: Path, keys: Mapping[str, Any], elsewhere: Elsewhere = nowhere, *, joins: bool = True) -> None:
+        self._path, self._keys, self._elsewhere, self._joins = path, keys, elsewhere, joins
         name = keys.get("general.architecture")
         self._name = name if isinstance(name, str) else ""
         self._known = _known(keys)
@@ -290,14 +363,16 @@ class Namer:
         for info in header.tensors.values():
             if self._known is not None and info.name in FROM_CONFIG:
                 continue
-            for new, one in self._named(info):
+            for new, one in self._named(info, header):
                 if new in found:
                     raise self._wrong(info, f"and {short(found[new].info.name)} are both {short(new)} in transformers")
                 found[new] = one
         return found
 
     def place(self, name: str, shape: Shape) -> Place | None:
-        """Where a tensor is in GGUF; None for a name that the architecture does not have. shape: in transformers.
+        """Where a tensor is in GGUF; None for a name that the architecture lacks, or whose value is transposed or in two there.
+
+        shape: in transformers.
 
         Raises UnsupportedError for rows of q or k that are not of pairs in as many heads as the keys say.
         """
@@ -307,7 +382,7 @@ class Namer:
         form, expert = _numbered(_EXPERT, form)
         whole = _reversed(self._known.whole).get(form)
         if whole is not None:
-            return self._place(whole.format(number), shape)
+            return self._place(whole.format(number), shape) if self._is_alone(whole) else None
         matched = _STEM.fullmatch(form)
         if matched is None:
             return None
@@ -317,6 +392,8 @@ class Namer:
         if part is None:
             return None
         found = f"{part.format(number)}.{end}"
+        if not self._is_alone(found):
+            return None
         return self._place(found, shape) if expert is None else Place(found, shape, expert)
 
     def _place(self, name: str, shape: Shape) -> Place:
@@ -340,18 +417,34 @@ class Namer:
             return place._replace(shape=(shape[0], *shape[2:]))
         return place._replace(shape=shape[1:]) if part == "ffn_gate_inp_shexp" and shape[:1] == (1,) else place
 
-    def _named(self, info: TensorInfo) -> Iterator[tuple[str, Placed]]:
+    def _is_alone(self, name: str) -> bool:
+        """Is a tensor of that name neither transposed nor one of two in transformers?"""
+        known, (part, _, end) = self._known, _parted(name)
+        joined = (*known.pairs, *known.pairs.values()) if known is not None else ()
+        return known is None or not (part in joined or (end == "weight" and part in known.transposed))
+
+    def _named(self, info: TensorInfo, header: Header) -> Iterator[tuple[str, Placed]]:
         """The values of a tensor, each with its name in transformers."""
         one = whole(info)
         form, number = _numbered(_BLOCK, info.name)
         stem, _, end = form.rpartition(".")
         exact = self._known.whole.get(form) if self._known else None
-        if exact is not None:
-            yield exact.format(number), self._changed(one)
+        if not self._joins and not self._is_alone(info.name):
+            yield info.name, one
+        elif exact is not None:
+            if (changed := self._with_second(self._changed(one), exact.format(number), header)) is not None:
+                yield exact.format(number), self._transposed(changed)
+        elif self._joins and self._known and end == "scale" and f"{stem}.weight" in self._known.whole:
+            raise UnsupportedError(
+                f"{shown(self._path)}: tensor {info.name!r} has a scale for each expert, for which "
+                f"{self._known.whole[f'{stem}.weight'].format(number)!r}, their one value in transformers, has no place. "
+                "Quantize the model to a type without such scales, or run it with llama.cpp.",
+                name=info.name,
+            )
         elif stem in self._experts_of and end in _ENDS and len(info.shape) == (3 if end == "weight" else 1):
             yield from self._experts(one, f"{self._experts_of[stem].format(number, '{}')}.{end}")
         elif stem in self._names and (number is None or end in _ENDS):
-            yield f"{self._names[stem].format(number)}.{end}", self._changed(one)
+            yield f"{self._names[stem].format(number)}.{end}", self._transposed(self._changed(one))
         else:
             yield info.name, one
 
@@ -374,6 +467,42 @@ class Namer:
         if part == "ffn_gate_inp_shexp" and len(info.shape) == 1:
             return replace(one, shape=(1, *info.shape), change=_as_row)
         return one
+
+    def _transposed(self, one: Placed) -> Placed:
+        """The tensor as it is in transformers, where that has the transpose."""
+        part, _, end = _parted(one.info.name)
+        if self._known is None or part not in self._known.transposed or end != "weight" or len(one.shape) < 2:
+            return one
+        return replace(one, shape=(*one.shape[:-2], one.shape[-1], one.shape[-2]), is_transposed=True)
+
+    def _with_second(self, one: Placed, new: str, header: Header) -> Placed | None:
+        """The tensor with the one whose rows alternate with its own; None for that one, which has no value of its own."""
+        info, (part, _, end) = one.info, _parted(one.info.name)
+        pairs = self._known.pairs if self._known is not None else {}
+        is_second = part in pairs.values()
+        if part not in pairs and not is_second:
+            return one
+        other = _reversed(pairs)[part] if is_second else pairs[part]
+        name = info.name.replace(f".{part}.", f".{other}.")
+        found = header.tensors.get(name) or self._elsewhere(name)
+        if found is None:
+            raise self._wrong(info, f"is a half of {new!r} in transformers, of which the other, {name!r}, is missing")
+        if is_second:
+            return None
+        if found.shape != info.shape or len(info.shape) != (3 if end == "weight" else 2):
+            raise self._wrong(
+                info,
+                f"has shape {list(info.shape)}, and {name!r} {list(found.shape)}; in transformers they are the halves of "
+                f"{new!r}, of one shape, with an axis for the experts",
+            )
+        if found.type != info.type:
+            raise UnsupportedError(
+                f"{shown(self._path)}: tensor {info.name!r} is {info.type.name}, and {name!r} {found.type.name}; transformers "
+                f"has both in {new!r}, which has one type. Quantize the model again, with one type for both.",
+                name=info.name,
+                types=(info.type.name, found.type.name),
+            )
+        return replace(one, shape=(info.shape[0], 2 * info.shape[1], *info.shape[2:]), second=found)
 
     def _shifts(self, part: str, end: str) -> bool:
         """Has GGUF the weights of a norm plus 1?"""

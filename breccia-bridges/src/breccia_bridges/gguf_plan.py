@@ -1,7 +1,8 @@
 """The GGUF file that `convert` writes: which tensors it has, where their bytes are, and the bytes read back.
 
 Everything is known before a byte is written: the keys, the name, type and place of each tensor. Bytes are those that
-`dialects.gguf` writes; rows of q and k are put into llama.cpp's order here, whole, so that no code and no scale changes.
+`dialects.gguf` writes; rows of q and k are put into llama.cpp's order here, whole, so that no code and no scale changes. Of
+another GGUF file, the tensors that transformers has transposed or joined stay as they are, under their names in the file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from breccia.internal import abbreviated, measuring, printable
 from .ahead import Item, results
 from .convert_file import FilePlan, in_pieces
 from .dialect_writer import DialectWriter, Reader
-from .gguf_file import PART, GGUFFile
+from .gguf_file import PART, GGUFFile, GGUFTensors
 from .gguf_keys import SCALED, copied_keys, file_type, made_keys
 from .gguf_names import Change, Namer, Place, whole
 from .gguf_types import NAMED, TYPES, type_bytes
@@ -126,7 +127,7 @@ class GGUFPlan(FilePlan):
     def reopened(self) -> tuple[Container, dict[str, Item[None]]]:
         assert isinstance(self.writer, GGUFWriter)
         self.writer.check()
-        return GGUFFile(self.writer.path), {}
+        return GGUFTensors(self.writer.path), {}
 
     # -- where everything is ------------------------------------------------------------------------------------
 

@@ -63,6 +63,9 @@ NAMED = {one.name: one for one in TYPES.values()}
 #: Types whose elements are entries of tables of vectors: they are decoded when they are read, since no codes of elements exist.
 DECODED = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 
+#: What the metadata of a GGUF file say of a value that is the transpose of its tensor of blocks, by its name.
+TRANSPOSED = "transposed"
+
 
 def type_bytes(name: str, shape: tuple[int, ...]) -> int:
     """The bytes of a tensor. shape: of its elements; blocks divide the last axis."""

@@ -44,11 +44,6 @@ class Header(NamedTuple):
     dialect: str | None
     parts: tuple[str, ...]
 
-    @property
-    def is_foreign(self) -> bool:
-        """Did another library quantize the value?"""
-        return self.dialect not in (OWN, None)
-
 
 class Checkpoint(Mapping[str, Any]):
     """The values of a checkpoint under the model's names: ScaledTensors and arrays, each read when it is asked for.
@@ -88,6 +83,16 @@ class Checkpoint(Mapping[str, Any]):
         if not value.is_scaled:
             return Header(value.shape, value.stored_as, None, -1, None, None, parts)
         return Header(value.shape, None, value.recipe, value.axis, value.layout, _dialect(value), parts)
+
+    def is_as_linear(self, name: str) -> bool:
+        """Did another library quantize the value, which has weights of all layers as those of linear ones?
+
+        Their shape is (out_features, in_features), whatever that of the model's parameter is. Raises KeyError as `header` does.
+        """
+        if name not in self._names:
+            raise KeyError(name)
+        value = self._source.values[name]
+        return value.stored is not None and not value.container.has_model_shapes
 
     @property
     def activations(self) -> list[str]:

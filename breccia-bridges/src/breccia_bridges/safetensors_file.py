@@ -117,6 +117,7 @@ class Container:
     decoded: the tensors whose arrays are decoded values, each with what it is in the file.
     left_out: tensors of the file that are no entries, as models compute them from their configs.
     unmapped: why the names of entries are not those of transformers; "" where they may be.
+    has_model_shapes: whether values have the shapes of transformers' parameters, also where its layer is no linear one.
 
     Raises CorruptFileError where the file violates the format in any way, OSError (FileNotFoundError, ...) where it cannot
     be opened, UnsupportedError on a big-endian host.
@@ -128,6 +129,7 @@ class Container:
     decoded: Mapping[str, str] = MappingProxyType({})
     left_out: Sequence[str] = ()
     unmapped: str = ""
+    has_model_shapes: bool = False
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         need_little_endian()

@@ -59,7 +59,7 @@ def kind_in_file(name: str, shape: Shape) -> str:
     """The kind of a stored tensor of two axes or more, which has no layer: by its shape, and whether it is of experts."""
     if len(shape) == 2:
         return "linear"
-    return "experts" if len(shape) == 3 and ("expert" in name or "moe" in name) else NO_MATRIX
+    return "experts" if len(shape) == 3 and any(part in name for part in ("expert", "moe", "_exps")) else NO_MATRIX
 
 
 class Chosen(NamedTuple):

@@ -25,6 +25,11 @@ SHORTHANDS = {
     **{f"q{bits}_k": f"gguf,type=Q{bits}_K" for bits in (2, 3, 4, 5, 6)},
     **{name.lower(): f"gguf,type={name}" for name in ("IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0")},
 }
+#: GGUF's types whose codes are entries of tables of vectors, which no recipe holds, with a shorthand of about as many bits.
+DECODED_TYPES = {
+    **dict.fromkeys(("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s"), "q2_k"),
+    **dict.fromkeys(("iq3_xxs", "iq3_s"), "q3_k"),
+}
 
 
 @traced_by_framework
@@ -74,6 +79,14 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
     if spelled is None and name.lower() in SHORTHANDS:
         spelled, shorthand = _parsed(SHORTHANDS[name.lower()])
         fields = shorthand | fields
+    asked = str((fields | own).get("type", "") if spelled == "gguf" else name).lower()
+    if spelled in (None, "gguf") and asked in DECODED_TYPES:
+        raise UnknownNameError(
+            f"{asked.upper()} is a type of GGUF files whose tensors breccia decodes: its codes are entries of tables of "
+            f"vectors, and no recipe holds them. A recipe of about as many bits is {DECODED_TYPES[asked]!r}.",
+            name=asked,
+            known=[DECODED_TYPES[asked]],
+        )
     if spelled is None and (element_recipes := [n for n, c in known.items() if name.lower() in _element_names(c)]):
         raise UnknownNameError(
             f"{name!r} is an element format, not a recipe; its recipes differ in their scales: {', '.join(element_recipes)}.",

@@ -39,8 +39,8 @@ class Values(Mapping[str, Any]):
     ) -> None:
         self._checkpoint, self._stacks = checkpoint, stacks
         self._headers: dict[str, Any] = {name: checkpoint.header(name) for name in checkpoint}
-        foreign = {name for name in flipped if name in checkpoint and self._headers[name].is_foreign}
-        self._turned = foreign | set(turned)
+        linear = {name for name in flipped if name in checkpoint and checkpoint.is_as_linear(name)}
+        self._turned = linear | set(turned)
         single = {one for columns in stacks.values() for column in columns for one in column}
         self._names = dict.fromkeys([*(name for name in checkpoint if name not in single), *stacks])
 

@@ -163,6 +163,7 @@ def test_the_shape_of_a_stored_tensor_tells_matrices_and_experts() -> None:
     assert (
         kind_in_file("mlp.experts.up", (2, 4, 4))
         == kind_in_file("block_sparse_moe.input_linear.weight", (2, 4, 4))
+        == kind_in_file("blk.0.ffn_up_exps.weight", (2, 4, 4))
         == "experts"
     )
     assert kind_in_file("time_mix", (1, 1, 4)) == kind_in_file("conv.weight", (4, 4, 3, 3)) == "no matrix"

@@ -264,6 +264,16 @@ def test_a_shorthand_is_a_name_with_fields(short: str, recipe: breccia.ScalingRe
         breccia.ScalingRecipe.from_json('{"name": "q5_0", "fields": {}}')
 
 
+@pytest.mark.parametrize("spec", ["iq2_xs", "IQ2_XS", "gguf,type=IQ2_XS"])
+def test_a_type_of_gguf_that_is_only_decoded_is_named_as_one(spec: str) -> None:
+    said = "IQ2_XS is a type of GGUF files whose tensors breccia decodes: .* A recipe of about as many bits is 'q2_k'"
+    with pytest.raises(breccia.UnknownNameError, match=said) as caught:
+        breccia.recipe(spec)
+    assert breccia.recipe(caught.value.found["known"][0]) == GGUFScaling("Q2_K")
+    with pytest.raises(breccia.RecipeError, match="type must be one of .*, got 'Q9'"):
+        breccia.recipe("gguf,type=Q9")
+
+
 @pytest.mark.parametrize("kind", [INT4Scaling, INT8Scaling])
 @pytest.mark.parametrize(
     "fields", [{}, {"signed": False}, *({"signed": False, "symmetric": False, "offset": of} for of in ("zero_point", "bias"))]

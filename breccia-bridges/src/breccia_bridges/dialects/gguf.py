@@ -27,7 +27,7 @@ import numpy as np
 from breccia import Format, ScaledTensor, ScalingRecipe, UnsupportedError, from_buffer, recipe
 from breccia.backend import NUMPY, Entry, StoredForm, StoredValue, ValueForm, components
 
-from ..gguf_types import NAMED
+from ..gguf_types import NAMED, TRANSPOSED
 from .gguf_codes import Codes, HalfBytes, Nibbles, Plane, Planes, Sixes, Trits, items
 from .scales import check_scale
 
@@ -82,12 +82,13 @@ def form(value: StoredValue) -> ValueForm:
             f"it is {entry.dtype}; breccia reads {', '.join(KINDS)}. Quantize the model that it was made from to one of these.",
             type=entry.dtype,
         )
+    is_transposed = value.metadata.get(value.name) == TRANSPOSED
     if "scale" not in value:
-        return ValueForm(recipe(kind.spec), entry.shape)
+        return ValueForm(recipe(kind.spec), entry.shape, is_transposed=is_transposed)
     if entry.dtype != "NVFP4":
         raise UnsupportedError(f"its values are multiplied by a scale of the tensor, for which {entry.dtype} has no place.")
     value.need_shape("scale", (), (1,))
-    return ValueForm(recipe(_WITH_SCALE), entry.shape)
+    return ValueForm(recipe(_WITH_SCALE), entry.shape, is_transposed=is_transposed)
 
 
 def read(value: StoredValue, form: ValueForm) -> ScaledTensor:

@@ -47,13 +47,20 @@ def dtype_of(checkpoint: Any) -> torch.dtype:
 def check_config(model: Any, checkpoint: Any) -> None:
     """Check that the config that transformers has made is that of the file, in what it does not read.
 
-    Raises UnsupportedError where the tensors have no names of transformers, and where it ties weights that differ; warns where
-    it has no scaling of rotary frequencies.
+    Raises UnsupportedError where the tensors have no names of transformers, where it ties weights that differ, and where it has
+    no experts, and the file does; warns where it has no scaling of rotary frequencies.
     """
     if checkpoint.unmapped:
         raise UnsupportedError(
             f"{checkpoint.unmapped}, and no weight of {type(model).__name__} would be read. Load the original model with "
             "BrecciaConfig(recipe), or this file without a quantization_config."
+        )
+    experts = [name for name in checkpoint if ".experts." in name]
+    if experts and not any(".experts." in name for name in model.state_dict()):
+        raise UnsupportedError(
+            f"the file has experts ({abbreviated(experts)}), and the config that transformers makes of it has none. Pass "
+            "config= with that of the original model.",
+            names=experts,
         )
     if model.config.tie_word_embeddings and "lm_head.weight" in checkpoint:
         raise UnsupportedError(

@@ -53,7 +53,7 @@ def spots_of(model: Any, checkpoint: Any) -> dict[str, Spot]:
     for place in places:
         if place.pattern is None or place.transposes or not place.operations:
             shape = checkpoint.header(place.name).shape
-            flipped = is_conv1d(_owner(model, place.target)) and checkpoint.header(place.name).is_foreign
+            flipped = is_conv1d(_owner(model, place.target)) and checkpoint.is_as_linear(place.name)
             spots[place.name] = Spot(place.name, *_split(place.target), turned=place.turns(shape) != flipped)
         else:
             stacks.setdefault(place.target, {}).setdefault(place.pattern, []).append(place)
