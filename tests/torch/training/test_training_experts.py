@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from training_operands import FROM_CODES
 
 import breccia
 from breccia import LayoutError, ScaledTensor, ShapeError, TrainingRecipe, UnsupportedError
@@ -20,7 +21,7 @@ IN, OUT = 144, 80
 #: Experts without rows at the start, in the middle and at the end; the last rows belong to none.
 OFFSETS = torch.tensor([0, 10, 10, 150, 190, 190], dtype=torch.int32)
 ROWS = 200
-RECIPES = [*map(TrainingRecipe, PRESETS), TrainingRecipe("nvfp4", high_precision=("grad_weight",))]
+RECIPES = [*map(TrainingRecipe, PRESETS), TrainingRecipe("nvfp4", high_precision=("grad_weight",)), *FROM_CODES]
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,6 @@ from .operands import (
     cast_operand,
     cast_weight,
     columns_of,
-    declared,
     kept_of,
     multiply,
     note_input,
@@ -101,7 +100,7 @@ def backward(
         dx = places.gathered(calls.grouped_matmul(dy_rows, w_columns, places.offsets, options))
     if kept:
         assert dy_columns is not None
-        x_columns = operand_of(kept, declared(how.recipe, "input")[1], (places.total, weight.shape[-1]))
+        x_columns = operand_of(kept, how.recipe.uses("input")[1], (places.total, weight.shape[-1]))
         wanted = weight.dtype if main is None else torch.float32
         pairs = zip(*(by_expert(columns, places) for columns in (dy_columns, x_columns)), strict=True)
         dw = torch.stack([multiply(g.mT, a, wanted) for g, a in pairs])
