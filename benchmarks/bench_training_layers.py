@@ -70,7 +70,7 @@ def main(
     gpt = example()
     where = provenance(["torch"])
     torch.set_num_threads(1)
-    size = gpt.Size(steps=steps)
+    size = gpt.Size(steps=steps, context=64, batch=8, rate=2e-3)
     source, letters = gpt.text()
     data, characters = gpt.encoded(letters)
     rows: list[dict[str, Any]] = []

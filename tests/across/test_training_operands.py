@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_operands import PRESETS, operands
+from training_operands import FROM_CODES, PRESETS, operands
 
 import breccia
 from breccia import TrainingRecipe
@@ -28,6 +28,7 @@ RECIPES = [
     *map(TrainingRecipe, PRESETS),
     TrainingRecipe("nvfp4", high_precision=("grad_weight",)),
     TrainingRecipe("mxfp8", hadamard=32, gradient_rounding="stochastic"),
+    *FROM_CODES,
 ]
 
 

@@ -55,6 +55,7 @@ def test_a_preset_says_what_each_gemm_multiplies() -> None:
         TrainingRecipe("nvfp4", hadamard=0, high_precision=("grad_weight",)),
         TrainingRecipe("fp8_tile", input_columns="none"),
         TrainingRecipe(input="mxfp8", weight="mxfp4", gradient=None, gradient_rounding="stochastic"),
+        TrainingRecipe("mxfp8", columns_from_codes=("input", "gradient")),
     ],
     ids=repr,
 )
@@ -89,6 +90,14 @@ def test_high_precision_leaves_both_operands_of_a_gemm() -> None:
     assert recipe.stochastic
 
 
+def test_columns_are_cast_from_codes_where_the_recipe_says_so() -> None:
+    recipe = TrainingRecipe("mxfp8", columns_from_codes=("gradient", "input"))
+    assert recipe.columns_from_codes == ("input", "gradient")
+    columns = {o.tensor: o.from_codes for pair in recipe.operands.values() for o in pair if o.axis == -2}
+    assert columns == {"input": True, "weight": False, "gradient": True}
+    assert not any(recipe.uses(tensor)[0].from_codes for tensor in columns)
+
+
 @pytest.mark.parametrize(
     ("preset", "fields", "error", "says"),
     [
@@ -104,6 +113,31 @@ def test_high_precision_leaves_both_operands_of_a_gemm() -> None:
         ("fp8_delayed", {"input_columns": "mxfp8"}, RecipeError, "one history for rows and columns"),
         ("fp8_delayed", {"hadamard": 16}, RecipeError, "hadamard changes the amax"),
         ("nvfp4", {"input": "fp8_delayed"}, RecipeError, "hadamard changes the amax"),
+        ("mxfp8", {"columns_from_codes": ("x",)}, RecipeError, "columns_from_codes lists tensors, and 'x' is not one"),
+        (
+            "fp8_tile",
+            {"columns_from_codes": "input"},
+            RecipeError,
+            "'fp8_block' has no float codes under scales that are powers",
+        ),
+        ("fp8_delayed", {"columns_from_codes": "weight"}, RecipeError, "choose a recipe such as 'mxfp8' or 'fp8_block,power_"),
+        ("nvfp4", {"columns_from_codes": "weight"}, RecipeError, "'nvfp4,block_m=16' has no float codes"),
+        ("mxfp8", {"input": "mxint8", "columns_from_codes": "input"}, RecipeError, "'mxint8' has no float codes"),
+        ("mxfp8", {"hadamard": 16, "columns_from_codes": "gradient"}, RecipeError, "hadamard rotates its columns"),
+        ("mxfp8", {"high_precision": "output", "columns_from_codes": "input"}, RecipeError, "its rows are in high precision"),
+        ("mxfp8", {"weight_columns": "none", "columns_from_codes": "weight"}, RecipeError, "its columns are in high precision"),
+        (
+            "mxfp8",
+            {"input_columns": "mxfp8,fp8_format=E5M2", "columns_from_codes": "input"},
+            RecipeError,
+            "'input', and its rows are E4M3 and its columns E5M2",
+        ),
+        (
+            "mxfp8",
+            {"input_columns": "mxfp8,scale_rule=floor", "columns_from_codes": "input"},
+            RecipeError,
+            "the scales of 'mxfp8,scale_rule=floor' may be too small for its largest values",
+        ),
     ],
 )
 def test_contradictions_are_named(preset: object, fields: dict[str, object], error: type[Exception], says: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_operands import PRESETS, agrees, operands, values
+from training_operands import FROM_CODES, PRESETS, agrees, operands, values
 
 import breccia
 from breccia import TrainingRecipe
@@ -27,7 +27,7 @@ M, K, N = 80, 144, 208
 DOT = (((1,), (0,)), ((), ()))
 X, W, DY = (wide(shape, seed=n, exponents=3) for n, shape in enumerate([(M, K), (N, K), (M, N)]))  # W as torch has it
 KEY = jnp.array([5, 7], jnp.uint32)  # training_operands.SEED
-RECIPES = [*map(TrainingRecipe, PRESETS), TrainingRecipe("nvfp4", high_precision=("grad_weight",))]
+RECIPES = [*map(TrainingRecipe, PRESETS), TrainingRecipe("nvfp4", high_precision=("grad_weight",)), *FROM_CODES]
 
 
 def options(recipe: TrainingRecipe, key: Any = KEY) -> dict[str, Any]:

@@ -12,6 +12,18 @@ from breccia.backend import ops_of
 from breccia.internal import rotated
 
 PRESETS = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "fp8_tile", "mxfp8", "nvfp4")
+_POWERS = "fp8_block,power_of_two_scale=true"
+#: Recipes whose columns are cast from the codes of the rows.
+FROM_CODES = (
+    TrainingRecipe("mxfp8", gradient_rounding="stochastic", columns_from_codes=("input", "weight", "gradient")),
+    TrainingRecipe(
+        input=_POWERS,
+        input_columns=f"{_POWERS},block_m=128",
+        weight=f"{_POWERS},block_m=128",
+        gradient=f"{_POWERS},fp8_format=E5M2",
+        columns_from_codes=("input", "gradient"),
+    ),
+)
 #: 2^32 * 7 + 5: both words of a seed count.
 SEED = (7 << 32) + 5
 
@@ -23,7 +35,7 @@ def operands(
     tensors = {"input": x, "weight": w, "gradient": dy}
 
     def made(of: Any) -> Any:
-        a = tensors[of.tensor]
+        a = breccia.dequantize(made(recipe.uses(of.tensor)[0])) if of.from_codes else tensors[of.tensor]
         if of.recipe is None:
             return a
         options: dict[str, Any] = {"rounding": "stochastic", "seed": seed} if of.rounding == "stochastic" else {}

@@ -13,7 +13,7 @@ from .layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor
 from .locks import cached_property
 from .recipe_fields import check_choices
 from .rotations import Rotation, rotation_of
-from .rules import DIVIDE, EVEN, FLOOR, FOUR_SIX, HALF_RANGE, LINEAR, MSE, RCEIL, RECIP, TE, Inverse, Rule, Search
+from .rules import DIVIDE, EVEN, FLOOR, FOUR_SIX, HALF_RANGE, LINEAR, MSE, RCEIL, RECIP, TE, Exponent, Inverse, Rule, Search
 
 FP8: dict[str, Codec] = {"E4M3": E4M3, "E5M2": E5M2, "E4M3FNUZ": E4M3FNUZ, "E5M2FNUZ": E5M2FNUZ}
 FP8_RULES: dict[str, Any] = {rule.name: rule for rule in (LINEAR, RECIP, DIVIDE, TE)}
@@ -121,6 +121,12 @@ def check_recipe(recipe: object) -> None:
         class_name = recipe.__name__ if isinstance(recipe, type) else type(recipe).__name__
         hint = f"; did you mean {class_name}()?" if isinstance(recipe, type) else "."
         raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {class_name}{hint}")
+
+
+def powers_of_two(recipe: ScalingRecipe) -> bool:
+    """Whether the recipe writes only powers of two as scales of blocks"""
+    rule = recipe.rules[-1]
+    return isinstance(rule, Exponent) or (isinstance(rule, Inverse) and rule.power_of_two)
 
 
 def _fp8_rule(scale_rule: str, power_of_two_scale: bool) -> Rule:

@@ -7,25 +7,28 @@ The layer computes `y = x @ w.T` with x (M, K), w (N, K) and y, dy (M, N). Its G
     grad_weight  dw = dy.T @ x     contracts M: columns of dy by columns of x
 
 so each of x, w and dy is quantized twice: its rows with blocks along the last axis, its columns with blocks along the one
-before. Frameworks read `TrainingRecipe.operands` and cast what it says, so that equal operands get equal codes.
+before, either from the tensor or from the codes of its rows. Frameworks read `TrainingRecipe.operands` and cast what it says,
+so that equal operands get equal codes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
+from .codecs import Minifloat
 from .declared import settle
 from .errors import BrecciaError, RecipeError, UnknownNameError, UnsupportedError, suggestion
 from .json_text import parsed_json
 from .locks import cached_property
 from .options import ROUNDINGS
-from .recipe_bases import ScalingRecipe
+from .recipe_bases import ScalingRecipe, powers_of_two
 from .recipes import DelayedScaling
 from .rotations import ROTATIONS, Rotation
+from .rules import EVEN, FLOOR
 from .specs import as_recipe
 
 #: The three GEMMs by name, in the order that a step computes them: for each operand its tensor and its contraction axis.
@@ -38,6 +41,14 @@ GEMMS: Mapping[str, tuple[tuple[str, int], tuple[str, int]]] = MappingProxyType(
 )
 #: The tensors that are quantized: x, w and dy.
 TENSORS = ("input", "weight", "gradient")
+#: Where the rows and the columns of each tensor enter: a GEMM, and the operand of it.
+USES: Mapping[str, tuple[tuple[str, int], tuple[str, int]]] = MappingProxyType(
+    {
+        "input": (("output", 0), ("grad_weight", 1)),
+        "weight": (("output", 1), ("grad_input", 1)),
+        "gradient": (("grad_input", 0), ("grad_weight", 0)),
+    }
+)
 #: The seed of the signs of `hadamard`: fixed, so that every framework and every resumed run has the same.
 HADAMARD_SEED = 0
 
@@ -73,6 +84,7 @@ class GemmOperand(NamedTuple):
     axis: its contraction axis: -1, its rows have blocks, or -2, its columns have.
     rounding: "nearest" or "stochastic".
     rotation: what rotates it along the contraction axis before the cast; None for nothing.
+    from_codes: whether it is a cast of the decoded rows; otherwise of the tensor.
     """
 
     tensor: str
@@ -80,6 +92,7 @@ class GemmOperand(NamedTuple):
     axis: int
     rounding: str = "nearest"
     rotation: Rotation | None = None
+    from_codes: bool = False
 
 
 @dataclass(frozen=True, repr=False, init=False)
@@ -98,9 +111,14 @@ class TrainingRecipe:
         outliers. The product stays the same: the matrix is orthogonal, and rows after the last whole block stay as they are in
         both. 0 (default), or an operand of grad_weight in high precision: no rotation.
     high_precision: GEMMs that multiply x, w and dy as they are: any of "output", "grad_input", "grad_weight".
+    columns_from_codes: tensors whose columns are a cast of their decoded rows: any of "input", "weight", "gradient". This is
+        the scaling-aware transpose of FP8-Flow-MoE (arXiv:2511.02302). Between scales that are powers of two, codes of one
+        float codec move by their exponents: values that are normal numbers under the new scale stay, and smaller ones are
+        rounded to its subnormal numbers.
 
     Raises UnknownNameError for an unknown preset or recipe; RecipeError for fields that contradict each other, for a recipe
-    that casts cannot write, and for delayed scaling with different recipes for rows and columns, which have one history.
+    that casts cannot write, for delayed scaling with different recipes for rows and columns, which have one history, and for
+    `columns_from_codes` of other scales or codecs.
 
         >>> recipe = breccia.TrainingRecipe("fp8_tile")
         >>> recipe.operands["grad_weight"][1].recipe.spec, recipe.operands["grad_weight"][1].axis  # x, along M
@@ -120,6 +138,7 @@ class TrainingRecipe:
     gradient_rounding: str
     hadamard: int
     high_precision: tuple[str, ...]
+    columns_from_codes: tuple[str, ...]
 
     def __init__(
         self,
@@ -135,13 +154,14 @@ class TrainingRecipe:
         gradient_rounding: str | None = None,
         hadamard: int | None = None,
         high_precision: tuple[str, ...] | None = None,
+        columns_from_codes: tuple[str, ...] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "preset") and value is not None}
         base = {} if preset is None else dict(_preset(preset))
         for tensor in TENSORS:
             if tensor in given:  # a recipe for the rows replaces the preset's for the columns too
                 base.pop(f"{tensor}_columns", None)
-        settings: dict[str, Any] = {"gradient_rounding": "nearest", "hadamard": 0, "high_precision": (), **base, **given}
+        settings: dict[str, Any] = {**_OPTIONS, **base, **given}
         for tensor in TENSORS:
             rows = _recipe(tensor, settings.get(tensor))
             columns = _recipe(f"{tensor}_columns", settings.get(f"{tensor}_columns", rows))
@@ -149,7 +169,8 @@ class TrainingRecipe:
             object.__setattr__(self, f"{tensor}_columns", columns)
         for name in ("gradient_rounding", "hadamard"):
             object.__setattr__(self, name, settings[name])
-        object.__setattr__(self, "high_precision", _gemms(settings["high_precision"]))
+        for name, of, known in (("high_precision", "GEMMs", tuple(GEMMS)), ("columns_from_codes", "tensors", TENSORS)):
+            object.__setattr__(self, name, _listed(name, settings[name], of, known))
         self._check()
 
     def _check(self) -> None:
@@ -172,6 +193,15 @@ class TrainingRecipe:
                 "hadamard changes the amax of columns, and delayed scaling has one history for rows and columns. "
                 "Set hadamard=0."
             )
+        if len(self.high_precision) == len(GEMMS):
+            raise RecipeError("high_precision lists all three GEMMs, so nothing is quantized; leave the layer as it is.")
+        for tensor in self.columns_from_codes:
+            if why := _not_transposed(*self.uses(tensor)):
+                raise RecipeError(
+                    f"columns_from_codes lists {tensor!r}, and {why}. Leave it out, or choose a recipe such as 'mxfp8' or "
+                    f"'fp8_block,power_of_two_scale=true' for {tensor}= and {tensor}_columns=.",
+                    tensor=tensor,
+                )
 
     @cached_property
     def _hash(self) -> int:
@@ -192,7 +222,13 @@ class TrainingRecipe:
             return GemmOperand(tensor, None, axis)
         recipe = getattr(self, tensor if axis == -1 else f"{tensor}_columns")
         rounding = self.gradient_rounding if tensor == "gradient" and recipe is not None else "nearest"
-        return GemmOperand(tensor, recipe, axis, rounding, self._rotation if gemm == "grad_weight" else None)
+        rotation = self._rotation if gemm == "grad_weight" else None
+        return GemmOperand(tensor, recipe, axis, rounding, rotation, axis == -2 and tensor in self.columns_from_codes)
+
+    def uses(self, tensor: str) -> tuple[GemmOperand, GemmOperand]:
+        """The rows and the columns of "input", "weight" or "gradient", as the GEMMs multiply them."""
+        rows, columns = USES[tensor]
+        return self.operands[rows[0]][rows[1]], self.operands[columns[0]][columns[1]]
 
     @property
     def _rotation(self) -> Rotation | None:
@@ -220,10 +256,9 @@ class TrainingRecipe:
             listed[tensor] = None if rows is None else rows.to_dict()
             if columns != rows:
                 listed[f"{tensor}_columns"] = None if columns is None else columns.to_dict()
-        others = {"gradient_rounding": "nearest", "hadamard": 0, "high_precision": ()}
-        listed |= {name: value for name, default in others.items() if (value := getattr(self, name)) != default}
-        if self.high_precision:
-            listed["high_precision"] = list(self.high_precision)
+        for name, default in _OPTIONS.items():
+            if (value := getattr(self, name)) != default:
+                listed[name] = [*value] if isinstance(default, tuple) else value
         return listed
 
     def to_json(self) -> str:
@@ -284,7 +319,10 @@ class TrainingRecipe:
         return f"TrainingRecipe({', '.join(f'{key}={value!r}' for key, value in listed)})"
 
 
-_OPTIONS = ("gradient_rounding", "hadamard", "high_precision")
+#: The fields that are no recipes, and their defaults.
+_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {"gradient_rounding": "nearest", "hadamard": 0, "high_precision": (), "columns_from_codes": ()}
+)
 #: Says that columns are left in high precision where rows are not, which None as an argument cannot.
 _ABSENT = "none"
 
@@ -314,17 +352,31 @@ def _recipe(field: str, given: Any) -> ScalingRecipe | None:
     return recipe
 
 
-def _gemms(given: Any) -> tuple[str, ...]:
+def _listed(field: str, given: Any, of: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The names of `known` that are given, in their order."""
     listed = (given,) if isinstance(given, str) else tuple(given)
     for name in listed:
-        if name not in GEMMS:
+        if name not in known:
             raise RecipeError(
-                f"high_precision lists GEMMs, and {name!r:.80} is not one{suggestion(str(name), list(GEMMS))}",
-                high_precision=given,
+                f"{field} lists {of}, and {name!r:.80} is not one{suggestion(str(name), list(known))}", **{field: given}
             )
-    if set(listed) == set(GEMMS):
-        raise RecipeError("high_precision lists all three GEMMs, so nothing is quantized; leave the layer as it is.")
-    return tuple(name for name in GEMMS if name in listed)
+    return tuple(name for name in known if name in listed)
+
+
+def _not_transposed(rows: GemmOperand, columns: GemmOperand) -> str:
+    """Why the columns cannot be cast from the codes of the rows without rounding normal numbers again; empty if they can."""
+    if rows.recipe is None or columns.recipe is None:
+        return f"its {'rows' if rows.recipe is None else 'columns'} are in high precision"
+    if columns.rotation is not None:
+        return "hadamard rotates its columns, which the codes of its rows are not; set hadamard=0"
+    for of in (rows.recipe, columns.recipe):
+        if not isinstance(of.format.element, Minifloat) or len(of.format.levels) > 1 or not powers_of_two(of):
+            return f"{of.spec!r} has no float codes under scales that are powers of two"
+    if rows.recipe.format.element != columns.recipe.format.element:
+        return f"its rows are {rows.recipe.format.element.name} and its columns {columns.recipe.format.element.name}"
+    if columns.recipe.rules[-1].name in (FLOOR.name, EVEN.name):
+        return f"the scales of {columns.recipe.spec!r} may be too small for its largest values"
+    return ""
 
 
 def _spec(recipe: ScalingRecipe | None) -> str:

@@ -47,20 +47,11 @@ class How(NamedTuple):
     rounded: bool = False
 
 
-#: Where each tensor enters: a GEMM, and which operand of it; first with blocks along the last axis of torch's orientation.
-_USES = {
-    "input": (("output", 0), ("grad_weight", 1)),
-    "weight": (("output", 1), ("grad_input", 1)),
-    "gradient": (("grad_input", 0), ("grad_weight", 0)),
-}
-
-
 def declared(recipe: TrainingRecipe, tensor: str) -> tuple[GemmOperand, GemmOperand]:
     """The two operands that a tensor becomes, in the order of `GEMMS`, with axes of JAX's orientation."""
-    operands = [recipe.operands[gemm][n] for gemm, n in _USES[tensor]]
+    first, second = recipe.uses(tensor)
     if tensor == "weight":
-        operands = [operand._replace(axis=-3 - operand.axis) for operand in operands]
-    first, second = operands
+        return first._replace(axis=-2), second._replace(axis=-1)
     return first, second
 
 
@@ -85,8 +76,9 @@ def cast_operands(
     if first and second and one.recipe is not None and one == two._replace(axis=one.axis):
         rows, columns = breccia.cast_pair(x, one.recipe, **{**_shared(how, one.recipe, x), **options})
         return (rows, columns, amax) if one.axis == -1 else (columns, rows, amax)
-    made = [_cast(how, x, of, options) if wanted else None for of, wanted in ((one, first), (two, second))]
-    return made[0], made[1], amax
+    cast: Any = _cast(how, x, one, options) if first or two.from_codes else None
+    source = breccia.dequantize(cast) if two.from_codes and second else x
+    return (cast if first else None), (_cast(how, source, two, options) if second else None), amax
 
 
 def _cast(how: How, x: Array, of: GemmOperand, options: dict[str, Any]) -> Operand:

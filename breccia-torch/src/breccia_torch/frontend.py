@@ -34,7 +34,7 @@ from breccia.backend import (
     targets,
 )
 
-from .ops import TORCH, autocast_dtype, groups_of, need_dense, transforming, wrapped
+from .ops import TORCH, autocast_dtype, need_dense, transforming, wrapped
 
 Array = Any
 #: Calls of an op: f((*arguments, options), prefer).
@@ -393,17 +393,7 @@ def grouped_gradients(
         left = product(gradient, b.mT, offsets, dtype) if dtype in FLOATS else product(gradient, b.mT, offsets).to(a.dtype)
     if needed[1] and not isinstance(b, ScaledTensor):
         rows = values(a) if values is not None else _OPS.dequantize(a, FLOAT32) if isinstance(a, ScaledTensor) else a.float()
-        upstream = gradient.float()
-        if (groups := groups_of(offsets)) is not None:
-            each = [TORCH.matmul(rows[start:end].mT, upstream[start:end]) for start, end in groups]
-        else:
-            row = torch.arange(a.shape[0], device=gradient.device)
-            ends = offsets.long()
-            starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-            inside = (row >= starts[:, None]) & (row < ends[:, None])
-            # Inf and NaN stay within their group: elsewhere both factors are zero
-            each = [torch.where(m[:, None], rows, 0.0).mT @ torch.where(m[:, None], upstream, 0.0) for m in inside]
-        right = torch.stack(each).to(b.dtype) if each else torch.zeros_like(b)
+        right = TORCH.k_grouped_matmul(rows.mT, gradient.float(), offsets).to(b.dtype)
     return left, right
 
 

@@ -191,6 +191,16 @@ class _TorchOps(Ops):
                 product[start:end] = self.matmul(a[start:end], matrix)
         return product
 
+    def k_grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
+        groups = groups_of(offsets)
+        if groups is None:
+            return super().k_grouped_matmul(a, b, offsets)
+        products = a.new_zeros((len(groups), a.shape[0], b.shape[-1]))
+        for product, (start, end) in zip(products, groups, strict=True):
+            if end > start:
+                product.copy_(self.matmul(a[:, start:end], b[start:end]))
+        return products
+
     def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
         return a.permute(axes)
 

@@ -22,6 +22,7 @@ from breccia.dispatch.registry import Plugin, registry
 from breccia.formats import Format, Level
 from breccia.recipes import RECIPES, choices_of
 from breccia.siblings import install
+from breccia.training import PRESETS
 
 MANIFEST = """
 from breccia import Command, hookimpl
@@ -441,6 +442,7 @@ def test_recipes_as_json_has_all_that_the_text_has(run: Run) -> None:
         "offset": "none",
         "features": [],
         "rules": ["te"],
+        "training": None,
     }
     assert fields[2] == {
         "name": "scale_rule",
@@ -463,6 +465,50 @@ def test_recipes_of_an_unknown_name_or_field_says_what_there_is(run: Run) -> Non
     )
     code, out, err = run("recipes", "nvfp4,block=16")
     assert (code, out) == (1, "") and "recipe 'nvfp4' has no field 'block'" in err and "block_size" in err
+
+
+def test_recipes_lists_the_presets_for_training(run: Run) -> None:
+    _, out, _ = run("recipes")
+    said = " ".join(out.partition("for training")[2].split())
+    assert (
+        "fp8_tile input fp8_block input_columns fp8_block,block_m=128 weight fp8_block,block_m=128 gradient fp8_block mx"
+        in said
+    )
+    assert (
+        "weight nvfp4,block_m=16 gradient nvfp4 gradient_rounding stochastic hadamard 16 breccia.TrainingRecipe(NAME)" in said
+    )
+    training = {one["name"]: one["training"] for one in json.loads(run("recipes", "--json")[1])}
+    assert {name for name, of in training.items() if of} == set(PRESETS)
+    assert all(breccia.TrainingRecipe.from_dict(training[name]) == breccia.TrainingRecipe(name) for name in PRESETS)
+
+
+def test_recipes_of_a_preset_shows_what_its_gemms_multiply(run: Run) -> None:
+    code, out, _ = run("recipes", "fp8_tile")
+    assert code == 0 and out.startswith("fp8_tile: preset of breccia.TrainingRecipe\n")
+    assert " ".join(out.partition("GEMM  ")[2].split()) == (
+        "multiplies as output rows of x fp8_block rows of w fp8_block,block_m=128 "
+        "grad_input rows of dy fp8_block columns of w fp8_block,block_m=128 "
+        "grad_weight columns of dy fp8_block columns of x fp8_block,block_m=128"
+    )
+    _, out, _ = run("recipes", "NVFP4")  # also a recipe for casts
+    said = " ".join(out.split())
+    assert said.startswith("nvfp4: NVFP4BlockScaling of breccia-core") and "nvfp4: preset of breccia.TrainingRecipe" in said
+    assert "grad_weight columns of dy nvfp4, rounded stochastically, rotated in blocks of 16" in said
+    assert "TrainingRecipe" not in run("recipes", "nvfp4,block_m=16")[1]
+    (found,) = json.loads(run("recipes", "fp8_tile", "--json")[1])
+    assert found == {
+        "name": "fp8_tile",
+        "class": "TrainingRecipe",
+        "fields": [],
+        "training": breccia.TrainingRecipe("fp8_tile").to_dict(),
+    }
+
+
+def test_recipes_of_a_wrong_name_hints_at_presets_too(run: Run) -> None:
+    code, out, err = run("recipes", "fp8_tlie")
+    assert (code, out) == (1, "") and "error: no recipe 'fp8_tlie'; did you mean 'fp8_tile'? Known: " in err
+    assert "fp8_row, fp8_tile, gguf" in err
+    assert "'e4m3' is an element format, not a recipe" in run("recipes", "e4m3")[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -502,7 +548,7 @@ def test_recipes_lists_one_whose_fields_have_no_default(run: Run, monkeypatch: p
     said = " ".join(out.split())
     assert code == 0 and "asking – – – – Asking – acme-breccia" in said
     assert "asking block_size (needed) int hint null str or null" in said
-    found = json.loads(run("recipes", "--json")[1])[-1]
+    found = next(one for one in json.loads(run("recipes", "--json")[1]) if one["name"] == "asking")
     assert found["bits_per_value"] is None and found["scale"] is None and found["fields"][0]["needed"]
     assert found["summary"] == "A recipe whose block has no default."
     code, _, err = run("recipes", "asking")

@@ -397,6 +397,24 @@ FAULTS: dict[Callable[[Place], None], dict[str, tuple[Ops, str]]] = {
             r"groups that end at \[2, 2, 5\]: \d+ of 35 differ",
         ),
     },
+    framework_laws.k_grouped_matmul_multiplies_the_rows_of_each_group: {
+        "the last group has the other rows too": (
+            primitives(k_grouped_matmul=lambda _, a, b, ends: NUMPY.k_grouped_matmul(a, b, np.append(ends[:-1], a.shape[1]))),
+            r"groups that end at \[2, 2, 5\]: 15 of 45 differ",
+        ),
+        "each group has the rows before it": (
+            primitives(k_grouped_matmul=lambda _, a, b, ends: np.stack([a[:, :end] @ b[:end] for end in ends])),
+            r"groups that end at \[2, 2, 5\]: \d+ of 45 differ",
+        ),
+        "NaN are multiplied by zero": (
+            primitives(
+                k_grouped_matmul=lambda _, a, b, ends: np.stack(
+                    [(a * ((np.arange(7) < e) & (np.arange(7) >= s))) @ b for s, e in zip([0, *ends[:-1]], ends, strict=True)]
+                )
+            ),
+            r"groups that end at \[2, 2, 5\]: \d+ of 45 differ",
+        ),
+    },
     framework_laws.portable_arrays_round_trip: {
         "the highest bit is lost": (primitives(portable=lambda _, a: a & 0x7F), r"uint8: 128 of 256 differ"),
         "views lose the highest bit": (primitives(view=lambda _, a, dtype: a & 0x7F), r"uint8: 128 of 256 differ"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training_operands import FROM_CODES
 
 import breccia_torch
 from breccia import TrainingRecipe
@@ -19,6 +20,7 @@ RECIPES = [
     *map(TrainingRecipe, PRESETS),
     TrainingRecipe("mxfp8", high_precision=("output", "grad_input")),
     TrainingRecipe("nvfp4", high_precision=("grad_weight",)),
+    *FROM_CODES,
 ]
 OFFSETS = torch.tensor([10, 10, 50], dtype=torch.int32)
 

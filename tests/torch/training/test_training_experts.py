@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from training_operands import FROM_CODES
 
 import breccia
 from breccia import LayoutError, ScaledTensor, ShapeError, TrainingRecipe, UnsupportedError
-from breccia.kernels import bounds
+from breccia.kernels import bounds, composites
 from breccia.training import PRESETS
 from breccia_torch.nn import TrainingExperts
 from breccia_torch.training.experts import Places, step_of
@@ -20,7 +21,7 @@ IN, OUT = 144, 80
 #: Experts without rows at the start, in the middle and at the end; the last rows belong to none.
 OFFSETS = torch.tensor([0, 10, 10, 150, 190, 190], dtype=torch.int32)
 ROWS = 200
-RECIPES = [*map(TrainingRecipe, PRESETS), TrainingRecipe("nvfp4", high_precision=("grad_weight",))]
+RECIPES = [*map(TrainingRecipe, PRESETS), TrainingRecipe("nvfp4", high_precision=("grad_weight",)), *FROM_CODES]
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +110,19 @@ def test_rows_come_back_from_their_places() -> None:
     assert torch.equal(places.gathered(spread)[:190], x[:190]) and not places.gathered(spread)[190:].any()
     assert spread.count_nonzero() == x[:190].count_nonzero()
     assert places.offsets.tolist() == [0, 128, 128, 384, 512, 512]
+
+
+def test_grad_weight_decodes_its_operands_once_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = TrainingExperts(len(OFFSETS), IN, OUT, recipe="mxfp8")
+    layer(torch.randn(ROWS, IN), OFFSETS).backward(torch.randn(ROWS, OUT))  # x has no gradient
+    y = layer(torch.randn(ROWS, IN), OFFSETS)
+    decoded: list[tuple[int, ...]] = []
+    original = composites.SELECTED.dequantize
+    counted = composites.SELECTED._replace(dequantize=lambda st: decoded.append(tuple(st.shape)) or original(st))
+    monkeypatch.setattr(composites, "SELECTED", counted)
+    y.backward(torch.randn(ROWS, OUT))
+    total = Places.of(ROWS, OFFSETS, layer.recipe).total
+    assert decoded == [(OUT, total), (total, IN)]
 
 
 def test_no_rows_at_all() -> None:

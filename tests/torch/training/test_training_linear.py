@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training_operands import FROM_CODES
 
 import breccia
 from breccia import ScaledTensor, ShapeError, TrainingRecipe, UnsupportedError
@@ -27,6 +28,7 @@ RECIPES = [
     TrainingRecipe("nvfp4", high_precision=("grad_weight",)),
     TrainingRecipe("mxfp8", high_precision=("output", "grad_input")),
     TrainingRecipe(input="mxfp8", weight="mxfp4", gradient=None),
+    *FROM_CODES,
 ]
 
 
@@ -93,9 +95,48 @@ def test_gemm_operands_are_the_casts_that_the_recipe_declares(recipe: TrainingRe
             found = found.mT if turned else found
             if of.recipe is None:
                 assert torch.equal(found, tensors[of.tensor])
-            elif of.rounding == "nearest" and of.rotation is None:  # others: the tests of state, and the product above
+            elif of.rounding == "nearest" and of.rotation is None and not of.from_codes:  # others: in tests of their own
                 assert breccia.bytes_equal(found, breccia.cast(tensors[of.tensor], of.recipe, axis=of.axis))
             assert not isinstance(found, ScaledTensor) or (found.recipe, found.axis) == (of.recipe, of.axis)
+
+
+def columns_by_hand(rows: ScaledTensor, of: Any) -> tuple[Tensor, Tensor]:
+    """(The values of columns cast from rows (M, K), where they are normal), computed in FP64 without rounding."""
+    element, v = of.recipe.format.element, exact(rows)
+    m, k = of.recipe.format.block[::-1]  # blocks run along M
+    padded = nn.functional.pad(v, (0, -v.shape[1] % k, 0, -v.shape[0] % m)).unfold(0, m, m).unfold(1, k, k)
+    amax = padded.abs().amax((-2, -1), keepdim=True)
+    scale = torch.where(amax > 0, torch.exp2(torch.ceil(torch.log2(amax / element.max))), 1.0).expand(padded.shape)
+    scale = scale.permute(0, 2, 1, 3).reshape(-1, padded.shape[1] * k)[: v.shape[0], : v.shape[1]]
+    least = 2.0 ** (1 - element.bias)
+    step = scale * least * 2.0**-element.mantissa_bits
+    normal = v.abs() >= least * scale
+    return torch.where(normal, v, torch.round(v / step) * step), normal
+
+
+@pytest.mark.parametrize("recipe", FROM_CODES, ids=repr)
+def test_columns_from_codes_round_only_what_becomes_subnormal(recipe: TrainingRecipe) -> None:
+    layer, x, dy = made(recipe)
+    with torch.no_grad():  # rows of many magnitudes in one block of columns, and a row of zeros
+        for of in (x, dy):
+            of *= torch.exp2(torch.randint(-18, 4, of.shape[:-1])[..., None])
+            of[0, 3] = 0.0
+    operands = layer.gemm_operands(x, dy)
+    tensors = {"input": x.detach().flatten(0, 1), "weight": layer.weight.detach(), "gradient": dy.flatten(0, 1)}
+    pairs = {
+        "input": (operands["output"][0], operands["grad_weight"][1]),
+        "weight": (operands["output"][1].mT, operands["grad_input"][1]),
+        "gradient": (operands["grad_input"][0], operands["grad_weight"][0].mT),
+    }
+    for tensor in recipe.columns_from_codes:
+        rows, columns = pairs[tensor]
+        expected, normal = columns_by_hand(rows, recipe.uses(tensor)[1])
+        assert torch.equal(exact(columns)[normal], exact(rows)[normal])
+        if recipe.uses(tensor)[1].rounding == "nearest":
+            assert torch.equal(exact(columns), expected)
+        if tensor == "input":  # where the order of the two roundings shows
+            assert not normal.all() and not torch.equal(exact(columns), exact(rows))
+            assert not breccia.bytes_equal(columns, breccia.cast(tensors[tensor], recipe.input_columns, axis=-2))
 
 
 @pytest.mark.parametrize("size", ROTATIONS)

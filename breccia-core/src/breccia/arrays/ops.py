@@ -222,6 +222,23 @@ class Ops(Protocol):
             total, start = product if total is None else self.where(inside, product, total), end
         return self.broadcast(self.constant(0.0, a), (a.shape[0], b.shape[-1])) if total is None else total
 
+    def k_grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
+        """FP32 columns of `a` (N, M) times rows of `b` (M, K), in groups of M that end at `offsets` (E,): (E, N, K).
+
+        Inf and NaN stay in their group.
+        """
+        ends, (n, m), k = self.to_int32(offsets), a.shape, b.shape[-1]
+        place = self.counter(b[:, :1])[0]
+        row, column = self.reshape(place, (m, 1)), self.reshape(place, (1, m))
+        products: list[Array] = []
+        start: Any = 0
+        for e in range(offsets.shape[0]):
+            left = self.where((column >= start) & (column < ends[e]), a, 0.0)
+            right = self.where((row >= start) & (row < ends[e]), b, 0.0)
+            products.append(self.reshape(self.matmul(left, right), (1, n, k)))
+            start = ends[e]
+        return self.concat(products, 0) if products else self.broadcast(self.constant(0.0, a), (0, n, k))
+
     def portable(self, a: Array) -> Array:
         """`a` in a form that pickle supports: itself, or a zero-copy uint8 view where pickle does not know the dtype."""
         return a
@@ -347,6 +364,15 @@ class _NumpyOps(Ops):
         for matrix, end in zip(b, offsets.tolist(), strict=True):
             if end > start:
                 np.matmul(a[start:end], matrix, out=products[start:end])
+            start = max(start, end)
+        return products
+
+    def k_grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
+        products = np.zeros((len(offsets), a.shape[0], b.shape[-1]), np.float32)
+        start = 0
+        for product, end in zip(products, offsets.tolist(), strict=True):
+            if end > start:
+                np.matmul(a[:, start:end], b[start:end], out=product)
             start = max(start, end)
         return products
 

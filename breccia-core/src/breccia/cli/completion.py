@@ -8,6 +8,7 @@ from ..dispatch.explaining import PLAIN_OPERAND
 from ..dispatch.registry import registry
 from ..policies import COMPLETE
 from ..specs import SHORTHANDS
+from ..training import PRESETS
 
 
 def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -20,6 +21,7 @@ def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]
 
 
 recipe_names = _completing(lambda: [*registry().recipes, *SHORTHANDS])
+listed_names = _completing(lambda: dict.fromkeys([*registry().recipes, *SHORTHANDS, *PRESETS]))
 benched_names = _completing(lambda: ["matmul", *registry().recipes])
 policy_names = _completing(lambda: [*registry().recipes, *SHORTHANDS, *COMPLETE])
 framework_names = _completing(lambda: registry().frameworks)

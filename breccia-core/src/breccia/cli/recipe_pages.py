@@ -1,18 +1,20 @@
-"""`breccia recipes`: the table of recipes, and the page of one."""
+"""`breccia recipes`: the tables of recipes and of presets for training, and the page of one."""
 
 from __future__ import annotations
 
 from textwrap import wrap
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..declared import spelled
 from ..dispatch.registry import registry
-from ..errors import printable
+from ..errors import UnknownNameError, printable, suggestion
 from ..formats import Level
+from ..recipe_bases import ScalingRecipe
 from ..specs import SHORTHANDS, recipe
-from .completion import recipe_names
+from ..training import PRESETS, TENSORS, GemmOperand, TrainingRecipe
+from .completion import listed_names
 from .printing import Json, print_json, print_table
 from .recipes import SIDE, Listed, covered, listed
 
@@ -22,27 +24,55 @@ def recipes(
         list[str] | None,
         typer.Argument(
             metavar="RECIPE",
-            help="Explain these: a name, or NAME,field=value.",
+            help="Explain these: a name, NAME,field=value, or a preset for training.",
             show_default="all",
-            autocompletion=recipe_names,
+            autocompletion=listed_names,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the recipes: bits per value, formats, fields and the values they take. With names, explain these."""
+    """List the recipes: bits per value, formats, fields and their values; and the presets for training. Or explain some."""
     declarations = registry()
-    chosen = [recipe(name) for name in names or ()]
-    every = [listed(declarations, type(r), r) for r in chosen] or [
-        listed(declarations, kind) for kind in declarations.recipes.values()
-    ]
-    if as_json:
-        print_json([one.to_dict() for one in every])
-    elif chosen:
-        for place, one in enumerate(every):
-            typer.echo("\n" * (place > 0), nl=False)
-            _explain_recipe(one)
+    if names:
+        pages = [
+            (name.lower(), found and listed(declarations, type(found), found)) for name in names for found in (_named(name),)
+        ]
     else:
-        _list_recipes(every)
+        pages = [(name, listed(declarations, kind)) for name, kind in declarations.recipes.items()]
+        pages += [(name, None) for name in PRESETS if name not in declarations.recipes]
+    if as_json:
+        print_json([_entry(name, one) for name, one in pages])
+    elif names:
+        for place, (name, one) in enumerate(pages):
+            typer.echo("\n" * (place > 0), nl=False)
+            if one is not None:
+                _explain_recipe(one)
+            if name in PRESETS:
+                typer.echo("\n" * (one is not None), nl=False)
+                _explain_preset(name)
+    else:
+        _list_recipes([one for _, one in pages if one is not None])
+        _list_presets()
+
+
+def _named(name: str) -> ScalingRecipe | None:
+    """The recipe of that name; None for a preset for training without one."""
+    try:
+        return recipe(name)
+    except UnknownNameError as e:
+        if name.lower() in PRESETS:
+            return None
+        known = list(registry().recipes)
+        if e.found.get("known") != known:
+            raise
+        known += [preset for preset in PRESETS if preset not in known]
+        raise UnknownNameError(f"no recipe {name!r}{suggestion(name, known)}", name=name, known=known) from None
+
+
+def _entry(name: str, one: Listed | None) -> dict[str, Any]:
+    """The facts of a recipe, and of the preset of that name."""
+    facts: dict[str, Any] = {"name": name, "class": TrainingRecipe.__name__, "fields": []} if one is None else one.to_dict()
+    return {**facts, "training": TrainingRecipe(name).to_dict() if name in PRESETS else None}
 
 
 #: Columns of the list of recipes.
@@ -63,6 +93,41 @@ def _list_recipes(every: list[Listed]) -> None:
     print_table(headings, wrapped)
     typer.echo("Set fields after the name: fp8_block,block_m=128. `breccia recipes NAME` explains one recipe.\n")
     print_table(("shorthand", "for"), list(SHORTHANDS.items()))
+
+
+def _list_presets() -> None:
+    rows: list[tuple[str, str, str]] = []
+    for name in PRESETS:
+        training = TrainingRecipe(name)
+        given = training.to_dict()
+        fields = [
+            (field, of.spec if isinstance(of := getattr(training, field), ScalingRecipe) else spelled(of)) for field in given
+        ]
+        rows += [(name if n == 0 else "", *field) for n, field in enumerate(fields)]
+    typer.echo()
+    print_table(("for training", "field", "value"), rows)
+    typer.echo("breccia.TrainingRecipe(NAME) takes these. `breccia recipes NAME` shows what its GEMMs multiply.")
+
+
+#: How formulas name the tensors of a layer: x (M, K), w (N, K), dy (M, N).
+_TENSORS: dict[str, str] = dict(zip(TENSORS, ("x", "w", "dy"), strict=True))
+
+
+def _explain_preset(name: str) -> None:
+    typer.secho(f"{name}: preset of breccia.TrainingRecipe", bold=True)
+    typer.echo("What the GEMMs of a linear layer y = x @ w.T multiply in training: x (M, K), w (N, K), dy (M, N).\n")
+    operands = [(gemm, operand) for gemm, pair in TrainingRecipe(name).operands.items() for operand in pair]
+    rows = [
+        (gemm if n % 2 == 0 else "", f"{'rows' if of.axis == -1 else 'columns'} of {_TENSORS[of.tensor]}", _cast(of))
+        for n, (gemm, of) in enumerate(operands)
+    ]
+    print_table(("GEMM", "multiplies", "as"), rows)
+
+
+def _cast(operand: GemmOperand) -> str:
+    assert operand.recipe is not None, "presets leave no operand in high precision"
+    rounded = ", rounded stochastically" * (operand.rounding == "stochastic")
+    return operand.recipe.spec + rounded + (f", rotated in blocks of {operand.rotation.block}" if operand.rotation else "")
 
 
 def _figures(one: Listed) -> tuple[str, str, str, str]:

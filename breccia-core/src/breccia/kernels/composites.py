@@ -37,6 +37,11 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLO
     return reference.grouped_matmul(a, b, offsets, options, SELECTED)
 
 
+def k_grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32) -> Array:
+    """`reference.k_grouped_matmul` on the kernel of `dequantize`."""
+    return reference.k_grouped_matmul(a, b, offsets, options, SELECTED)
+
+
 def cast_pair(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
     """Two casts."""
     return reference.cast_pair(x, recipe, options, SELECTED)

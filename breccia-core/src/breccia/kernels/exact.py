@@ -13,8 +13,8 @@ from ..codecs import F32, Codec, Minifloat
 from ..formats import TENSOR, Block, Format
 from ..fp32 import MAGNITUDE, NORMAL
 from ..layouts import Layout, PerGroupIndex
+from ..recipe_bases import powers_of_two
 from ..recipes import ScalingRecipe
-from ..rules import Exponent, Inverse
 
 
 def same_scales(source: ScalingRecipe, target: ScalingRecipe, block: Block | None = None) -> bool:
@@ -37,12 +37,6 @@ def same_scales(source: ScalingRecipe, target: ScalingRecipe, block: Block | Non
 def _qmaxes(fmt: Format) -> list[float]:
     """The qmax of each level that needs it for decoding."""
     return [fmt.qmax(level) for level in fmt.levels if level.convention == "amax"]
-
-
-def powers_of_two(recipe: ScalingRecipe) -> bool:
-    """Whether the recipe writes only powers of two as scales of blocks"""
-    rule = recipe.rules[-1]
-    return isinstance(rule, Exponent) or (isinstance(rule, Inverse) and rule.power_of_two)
 
 
 def nests(outer: Block, inner: Block) -> bool:

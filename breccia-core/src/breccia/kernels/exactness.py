@@ -16,8 +16,9 @@ from ..codecs import F16, F32, Codec, Integer, Minifloat, PowerOfTwo
 from ..formats import TENSOR, Block, Format, Level
 from ..fp32 import f32
 from ..layouts import Layout
+from ..recipe_bases import powers_of_two
 from ..recipes import ScalingRecipe
-from .exact import Translation, covered, hold_scales, nests, powers_of_two, renamed, translation
+from .exact import Translation, covered, hold_scales, nests, renamed, translation
 from .numbers import extent, fitting, half_gap, has, moves, numbers_of, shifts, specials_of
 
 #: Kinds of exactness, from the best down. The first two are promised for every tensor.

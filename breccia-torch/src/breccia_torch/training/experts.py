@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from breccia import BrecciaError, ScaledTensor, ShapeError, TrainingRecipe
-from breccia.backend import calls, checks, product_options
+from breccia.backend import calls, checks, composites, product_options
 
 from ..ops import autocast_dtype
 from . import graphs
@@ -30,7 +30,6 @@ from .operands import (
     cast_operand,
     cast_weight,
     columns_of,
-    declared,
     kept_of,
     multiply,
     note_input,
@@ -101,14 +100,22 @@ def backward(
         dx = places.gathered(calls.grouped_matmul(dy_rows, w_columns, places.offsets, options))
     if kept:
         assert dy_columns is not None
-        x_columns = operand_of(kept, declared(how.recipe, "input")[1], (places.total, weight.shape[-1]))
+        x_columns = operand_of(kept, how.recipe.uses("input")[1], (places.total, weight.shape[-1]))
         wanted = weight.dtype if main is None else torch.float32
-        pairs = zip(*(by_expert(columns, places) for columns in (dy_columns, x_columns)), strict=True)
-        dw = torch.stack([multiply(g.mT, a, wanted) for g, a in pairs])
+        dw = _weight_gradient(dy_columns, x_columns, places, wanted)
         if main is not None:
             main.add_(dw)
             dw = None
     return dx, dw
+
+
+def _weight_gradient(dy_columns: Operand, x_columns: Operand, places: Places, dtype: torch.dtype) -> Tensor:
+    """dw (E, N, K) in `dtype`; zeros for experts without rows."""
+    if x_columns.device.type == "cpu":  # where products decode their operands: once for all experts
+        options = product_options(str(dtype).removeprefix("torch."))
+        return composites.k_grouped_matmul(dy_columns.mT, x_columns, places.offsets, options)
+    pairs = zip(*(by_expert(columns, places) for columns in (dy_columns, x_columns)), strict=True)
+    return torch.stack([multiply(g.mT, a, dtype) for g, a in pairs])
 
 
 def by_expert(columns: Operand, places: Places) -> list[Operand]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from breccia import DelayedScaling, UnsupportedError
 
-from .operands import Context, columns_of, declared, empty_parts, recipe_of, spread_count
+from .operands import Context, columns_of, empty_parts, recipe_of, spread_count
 from .state import StepState
 
 #: The (forward, backward) functions of layers by name; the modules of these enter them.
@@ -46,7 +46,7 @@ def _forward(x, weight, bias, offsets, amaxes, scales, pending, draws, main, rec
         y, kept = WAYS["linear"][0](x, weight, bias, how, x.dtype, **needs)
     else:
         y, kept = WAYS["experts"][0](x, weight, offsets, how, x.dtype, **needs)
-    column = declared(how.recipe, "input")[1]
+    column = how.recipe.uses("input")[1]
     if need_w and column.recipe is None and offsets is None:  # x itself, which an operator must not return
         return [y, *kept[1:]]
     if not kept:
@@ -59,7 +59,7 @@ def _forward(x, weight, bias, offsets, amaxes, scales, pending, draws, main, rec
 def _forward_fake(
     x, weight, bias, offsets, amaxes, scales, pending, draws, main, recipe, need_x, need_w, record
 ) -> list[Tensor]:
-    column, m, k = declared(recipe_of(recipe), "input")[1], *x.shape
+    column, m, k = recipe_of(recipe).uses("input")[1], *x.shape
     if offsets is not None:
         m = spread_count(m, len(weight), recipe_of(recipe), x.device.type)
     kept: list[Tensor] = []
@@ -90,7 +90,7 @@ def _backward_fake(dy, weight, kept, offsets, amaxes, scales, pending, draws, ma
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weight, bias, offsets, amaxes, scales, pending, draws, main, ctx.recipe, _, need_w, _ = inputs
-    plain = need_w and offsets is None and declared(recipe_of(ctx.recipe), "input")[1].recipe is None
+    plain = need_w and offsets is None and recipe_of(ctx.recipe).uses("input")[1].recipe is None
     kept = [x, *output[1:]] if plain else output[1:]
     ctx.save_for_backward(weight, offsets, amaxes, scales, pending, draws, main, *kept)
     ctx.dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype

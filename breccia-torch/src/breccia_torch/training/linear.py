@@ -29,7 +29,6 @@ from .operands import (
     cast_operand,
     cast_weight,
     columns_of,
-    declared,
     kept_of,
     multiply,
     note_input,
@@ -69,7 +68,7 @@ def backward(
         dx = multiply(dy_rows, w_columns, dtype)
     if kept:
         assert dy_columns is not None
-        x_columns = operand_of(kept, declared(how.recipe, "input")[1], (len(dy), weight.shape[-1]))
+        x_columns = operand_of(kept, how.recipe.uses("input")[1], (len(dy), weight.shape[-1]))
         dw = multiply(dy_columns.mT, x_columns, weight.dtype if main is None else torch.float32)
         if main is not None:
             main.add_(dw)

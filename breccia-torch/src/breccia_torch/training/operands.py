@@ -39,20 +39,6 @@ def recipe_of(text: str) -> TrainingRecipe:
     return TrainingRecipe.from_json(text)
 
 
-def declared(recipe: TrainingRecipe, tensor: str) -> tuple[GemmOperand, GemmOperand]:
-    """The (rows, columns) of a tensor as the GEMMs multiply them."""
-    rows, columns = _USES[tensor]
-    return recipe.operands[rows[0]][rows[1]], recipe.operands[columns[0]][columns[1]]
-
-
-#: Where the rows and the columns of each tensor enter: a GEMM, and the operand of it.
-_USES = {
-    "input": (("output", 0), ("grad_weight", 1)),
-    "weight": (("output", 1), ("grad_input", 1)),
-    "gradient": (("grad_input", 0), ("grad_weight", 0)),
-}
-
-
 def cast_operand(
     how: Context, tensor: str, x: Tensor, *, rows: bool = True, columns: bool = True, record: bool = False
 ) -> tuple[Operand | None, Operand | None]:
@@ -60,7 +46,7 @@ def cast_operand(
 
     Of equal recipes they come from one `cast_pair`. record: add the amax to the pending ones of delayed scaling.
     """
-    first, second = declared(how.recipe, tensor)
+    first, second = how.recipe.uses(tensor)
     x = x.detach()
     options = DEFAULT
     if "stochastic" in (first.rounding, second.rounding):
@@ -72,7 +58,9 @@ def cast_operand(
         options = options.replace(scale=scale)
     if rows and columns and first.recipe is not None and first == second._replace(axis=-1):
         return calls.cast_pair(x, first.recipe, options)
-    return (_cast(x, first, options) if rows else None), (_cast(x, second, options) if columns else None)
+    cast = _cast(x, first, options) if rows or second.from_codes else None
+    source = calls.dequantize(cast) if second.from_codes and columns else x
+    return (cast if rows else None), (_cast(source, second, options) if columns else None)
 
 
 def _cast(x: Tensor, operand: GemmOperand, options: CastOptions) -> Operand:
@@ -152,7 +140,7 @@ def step_of(recipe: TrainingRecipe, device: str) -> int:
     """What each expert's rows are a multiple of: the blocks and rotations along M, and what GEMMs of the device need."""
     sides = [ROWS.get(device, 1)]
     for tensor in ("input", "gradient"):
-        column = declared(recipe, tensor)[1]
+        column = recipe.uses(tensor)[1]
         length = None if column.recipe is None else column.recipe.format.block[1]
         sides += [length or 1, 1 if column.rotation is None else column.rotation.block]
     return math.lcm(*sides)

@@ -23,7 +23,7 @@ from .casting import (
 from .composed import cast_pair, cast_ste, extremes
 from .decoding import apply_scale, dequantize, multiplier, offset_of_blocks, offsets_of, result, scales_of_blocks
 from .packing import pack, unpack
-from .products import cast_matmul, grouped_matmul, matmul, product, values
+from .products import cast_matmul, grouped_matmul, k_grouped_matmul, matmul, product, values
 from .random_words import random_words
 from .recording import cast_and_record, record_amax, scales_of_amaxes
 from .records import scale_values
@@ -52,6 +52,7 @@ __all__ = [
     "extremes",
     "global_scale_of",
     "grouped_matmul",
+    "k_grouped_matmul",
     "matmul",
     "multiplier",
     "offset_of_blocks",

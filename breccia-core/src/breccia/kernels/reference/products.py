@@ -45,6 +45,17 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLO
         return result(ops, product, options.out_dtype, options.out)
 
 
+def k_grouped_matmul(a: Any, b: Any, offsets: Array, options: ProductOptions = FLOAT32, by: Primitives = GENERIC) -> Array:
+    """(E, N, K): for each group the product of its columns of `a` (N, M) and its rows of `b` (M, K), zeros for an empty one.
+
+    offsets: (E,), where the groups end along M, as those of `grouped_matmul`. It is the gradient of that product's matrices.
+    """
+    ops = ops_of(_array(a), "a")
+    with ops.errstate():
+        product = ops.k_grouped_matmul(values(ops, a, by), values(ops, b, by), offsets)
+        return result(ops, product, options.out_dtype, options.out)
+
+
 def values(ops: Ops, x: Any, by: Primitives = GENERIC) -> Array:
     """An operand in FP32."""
     return by.dequantize(x) if isinstance(x, ScaledTensor) else ops.f32(x)

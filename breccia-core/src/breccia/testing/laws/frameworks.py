@@ -436,6 +436,20 @@ def grouped_matmul_multiplies_each_group_by_its_matrix(place: Place) -> None:
         expect_numbers(f"groups that end at {ends}", place, products, expected)
 
 
+def k_grouped_matmul_multiplies_the_rows_of_each_group(place: Place) -> None:
+    """With integers, whose FP32 sums are exact in any order; empty groups, rows of no group, and NaN, which stay in a group."""
+    ops, rng = place.ops, np.random.default_rng(8)
+    a, b = rng.integers(-8, 9, (3, 7)).astype(np.float32), rng.integers(-8, 9, (7, 5)).astype(np.float32)
+    a[1, 0] = a[0, 6] = b[6, 2] = np.nan
+    for ends in ([2, 2, 5], [0, 0, 6], [7], [0], []):
+        expected, start = np.zeros((len(ends), 3, 5), np.float32), 0
+        for product, end in zip(expected, ends, strict=True):
+            product[:] = a[:, start:end] @ b[start:end]
+            start = end
+        products = ops.k_grouped_matmul(place.array(a), place.array(b), place.array(np.array(ends, np.int32)))
+        expect_numbers(f"groups that end at {ends}", place, products, expected)
+
+
 def portable_arrays_round_trip(place: Place) -> None:
     ops, words = place.ops, np.arange(256, dtype=np.uint8)
     for dtype in ("uint8", *(str(c.dtype) for c in (E4M3, E5M2, E8M0) if ops.storage(c) == c.dtype)):
@@ -474,5 +488,6 @@ PRIMITIVES: tuple[Callable[[Place], None], ...] = (
     conversion_from_and_to_numpy_changes_no_bit,
     transpose_permutes_axes,
     grouped_matmul_multiplies_each_group_by_its_matrix,
+    k_grouped_matmul_multiplies_the_rows_of_each_group,
     portable_arrays_round_trip,
 )
