@@ -68,7 +68,7 @@ def speeds(result: Result) -> Table:
     left_out = "".join(f" {arm} did not run: {why}." for arm, why in result["options"]["left_out"].items())
     note = (
         f"MB of the source by second of the clock, medians of {result['options']['runs']} run(s). full: fully verified; bytes: "
-        "the bytes are read back; none: nothing is. one core: fully verified, on one. cast in memory: the best of several in each turn, of "
+        "the bytes are read back; none: nothing is. one core: fully verified, on one. cast in memory: the best of several, of "
         f"one large matrix, decoded first where it has codes; all cores.{left_out}"
     )
     return table("convert at any size", columns, result["rows"], note)
