@@ -38,7 +38,7 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     finally:
-        # The interpreter ends with collections that go through all objects, which takes a quarter of the time of a short command.
+        # The interpreter ends with collections that go through all objects: a quarter of the time of a short command.
         gc.freeze()
 
 
