@@ -15,7 +15,7 @@ from breccia.bridges import convert, save_safetensors
 from breccia.internal import measuring
 from breccia_bridges.jobs import Job
 from breccia_bridges.measure import FileTensor, RowsOfFile
-from breccia_bridges.memory import Estimates
+from breccia_bridges.memory import Estimates, remembered
 from breccia_bridges.source import Source, Value
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -164,3 +164,13 @@ def test_a_scale_among_columns_is_named_by_its_position_in_the_whole(tmp_path: P
     with pytest.raises(breccia.DialectError) as refused:
         rows(slice(400, 402))
     assert str(refused.value).endswith("'scales' has 1 scales that are not finite; the first is inf at position 841.")
+
+
+def test_groups_out_of_order_are_taken_whole_and_counted_beside_those_in_order(tmp_path: Path) -> None:
+    folder, _ = unpacked("gptq_v1_int4_asym_desc_act", tmp_path)
+    values = [value for value in Source.open(folder).values.values() if value.stored]
+    recipe, estimates = breccia.NVFP4BlockScaling(), Estimates()
+    needed = remembered(estimates.besides, frozenset())
+    found = {isinstance(value.layout, breccia.PerGroupIndex): needed(Job.casting(value, recipe)) for value in values}
+    whole = {3 * value.nbytes for value in values if isinstance(value.layout, breccia.PerGroupIndex)}
+    assert found.keys() == {False, True} and found[False] == 0 and found[True] in whole
