@@ -87,7 +87,7 @@ def test_slabs_are_smaller_under_a_small_limit_and_the_bytes_are_the_same(tmp_pa
 
 
 def test_what_is_taken_whole_is_counted(tmp_path: Path) -> None:
-    """Values that are tried for exactness, words of AutoRound that are decoded to verify them, GGUF's rows that change places."""
+    """Values tried for exactness, words of AutoRound that are decoded to verify them, rows of GGUF that change places."""
     source, out = model(tmp_path / "m", 2048, 2048), tmp_path / "out"
     convert(source, tmp_path / "q", "mxfp4")
     limit, words = "150MB", {"recipe": "int4,signed=false,symmetric=false,scale_dtype=fp16", "dialect": "auto_round"}
