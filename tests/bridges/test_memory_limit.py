@@ -87,10 +87,10 @@ def test_slabs_are_smaller_under_a_small_limit_and_the_bytes_are_the_same(tmp_pa
 
 
 def test_what_is_taken_whole_is_counted(tmp_path: Path) -> None:
-    """Values that are tried for exactness, words of AWQ that are decoded to verify them, rows of GGUF that change places."""
+    """Values tried for exactness, words of AutoRound that are decoded to verify them, rows of GGUF that change places."""
     source, out = model(tmp_path / "m", 2048, 2048), tmp_path / "out"
     convert(source, tmp_path / "q", "mxfp4")
-    limit, awq = "150MB", "int4,signed=false,symmetric=false"
+    limit, words = "150MB", {"recipe": "int4,signed=false,symmetric=false,scale_dtype=fp16", "dialect": "auto_round"}
     with pytest.raises(
         breccia.OptionError, match=rf"takes about 4\d\d\.\d\d MB of memory while it converts {NAME}, and the limit"
     ):
@@ -98,9 +98,10 @@ def test_what_is_taken_whole_is_counted(tmp_path: Path) -> None:
     with pytest.raises(
         breccia.OptionError, match=rf"takes about 1\d\d\.\d\d MB of memory while it converts {NAME}, and the limit"
     ):
-        convert(source, out, awq, dialect="awq", max_memory=limit)
+        convert(source, out, **words, max_memory=limit)
     for verify in ("bytes", "none"):
-        convert(source, out, awq, dialect="awq", max_memory=limit, verify=verify, force=True)
+        convert(source, out, **words, max_memory=limit, verify=verify, force=True)
+    convert(source, out, "int4,signed=false,symmetric=false", dialect="awq", max_memory=limit, force=True)
     job = Job.casting(Source.open(source).values[NAME], breccia.MXFP8BlockScaling())
     moved = Estimates(moved=list(job.described[0]))
     assert moved.needed(job) == Estimates().needed(job) + 3 * job.nbytes

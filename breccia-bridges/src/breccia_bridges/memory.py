@@ -21,6 +21,7 @@ from .measure import Slab, slabs
 from .row_slabs import ROWS, RowSlabs
 from .safetensors_file import DTYPES, Entry, is_mapped
 from .source import Value
+from .stored import Stored
 from .text import size
 
 #: What the program takes before it converts anything, with the libraries that it imports, and for each value of a checkpoint.
@@ -129,20 +130,27 @@ class Estimates:
             return True
         if job.recipe not in self._read_by_slabs:
             alone = self.dialect.of_rows(job.placed, ROWS)
-            self._read_by_slabs[job.recipe] = alone is not None and _is_view(self.reader, alone)
+            self._read_by_slabs[job.recipe] = alone is not None and _is_apart(self.reader, alone)
         return self._read_by_slabs[job.recipe]
 
     def _is_mapped(self, value: Value) -> bool:
         """Are the codes of a value read by slabs? By the smallest value of the same dialect and recipe, which is read."""
-        if value.stored is None:
+        if value.stored is None or self._has_rows(value.stored):
             return True
         kind = value.stored.dialect.name, value.stored.form.recipe, value.stored.form.is_transposed
         if kind not in self._mapped:
             try:
-                self._mapped[kind] = value.stored.rows() is not None or is_mapped(value.tensor().data)
+                self._mapped[kind] = is_mapped(value.tensor().data)
             except BrecciaError:  # raised with all that is wrong where the value is converted
                 self._mapped[kind] = False
         return self._mapped[kind]
+
+    def _has_rows(self, stored: Stored) -> bool:
+        """Does its dialect read some rows of this value? That may depend on its order of groups, and on its shape."""
+        try:
+            return stored.rows() is not None
+        except BrecciaError:
+            return False
 
     def learn(self, values: Mapping[str, Value]) -> None:
         """Read the smallest value of each dialect and recipe, by which others are judged."""
@@ -170,11 +178,14 @@ class _Zeros:
         return self.arrays[name].copy()
 
 
-def _is_view(reader: Reader, placed: Placed) -> bool:
-    """Are the codes that are read of a value a view of the file?"""
+def _is_apart(reader: Reader, placed: Placed) -> bool:
+    """Can some rows be read of a value? Where its dialect reads them, or its codes are a view of the file."""
     file: Any = _Zeros(placed)
     try:
-        data = reader(placed, file).tensor().data
+        value = reader(placed, file)
+        if value.stored is not None and value.stored.rows() is not None:
+            return True
+        data = value.tensor().data
     except BrecciaError:  # zeros are no value of the dialect
         return False
     return any(np.may_share_memory(data, array) for array in file.arrays.values())
@@ -186,7 +197,9 @@ def remembered(of: Callable[[Job], int], moved: frozenset[str]) -> Callable[[Job
 
     def found(job: Job) -> int:
         value, moves = job.value, bool(moved and moved & job.described[0].keys())
-        key = job.way, value.shape, value.nbytes, value.recipe, job.recipe, job.nbytes, job.placed is None, value.axis, moves
+        in_order = value.stored is None or value.stored.form.layout is None
+        what = job.way, value.shape, value.nbytes, value.recipe, job.recipe, job.nbytes, job.placed is None, value.axis
+        key = *what, moves, in_order
         if key not in known:
             known[key] = of(job)
         return known[key]

@@ -384,6 +384,12 @@ def is_mapped(view: np.ndarray) -> bool:
     return _origin_of(view) is not None
 
 
+def is_far(view: np.ndarray) -> bool:
+    """Is an array a part of a file on another machine, of which many short pieces take long to read?"""
+    origin = _origin_of(view)
+    return origin is not None and isinstance(origin.path, RemotePath)
+
+
 def _origin_of(view: np.ndarray) -> _Origin | None:
     base: Any = view
     while isinstance(base, np.ndarray):

@@ -94,8 +94,17 @@ class SlabCasts:
         # Others might not be accepted as they were computed.
         return (_NOTHING, scale) if scale is not None and _SMALL <= scale <= 1 / _SMALL else (above, None)
 
+    @cached_property
+    def _is_one_pass(self) -> bool:
+        """Do codes become other codes without numbers between, once the global scale is known?"""
+        plain = self.rotation is None and self.importance is None and self.recipe == self.written_by
+        return plain and self.stored.takes_one_pass(self.recipe)
+
     def _cast(self, slab: measuring.Slab, rooms: measuring.Rooms) -> ScaledTensor:
         above, scale = self._of_all
+        if scale is not None and self._is_one_pass:
+            st = self.stored.requantized(slab, self.recipe, scale, rooms)
+            return st.reshape(measuring.stacked(st.shape))
         x = self._numbers(slab, above, rooms)
         if self.rotation is not None:  # what is above is of the rotated tensor
             turned = rotated(x[:, above.size :], self.rotation)

@@ -120,6 +120,8 @@ class Stored:
         """What reads some rows of the value, counted through all its matrices, as a matrix; None where it is read whole."""
         if self.dialect.rows is None or self.form.is_transposed:
             return None
+        if self.form.recipe.format.element.bits * self.form.shape[-1] % 8:  # a tensor of padded rows says more than its shape
+            return None
         value, form = self.value, self.form
         read = self._asked(lambda: targets.load(self.dialect.rows or "")(value, form))
         return None if read is None else lambda rows: self._asked(lambda: read(rows))

@@ -27,6 +27,11 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
     return kernels.dequantize(st, options, _MICROKERNELS)
 
 
+def requantize(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
+    """`breccia.kernels.numpy.requantizing.requantize`, which takes one pass with these microkernels."""
+    return kernels.requantize(st, recipe, options, _MICROKERNELS)
+
+
 def errors(x: Any, y: Any, ends: numpy_measuring.Ends) -> ErrorMetrics:
     """The metrics of decoded numbers as `breccia.kernels.measuring` has them, in one pass; sums are added in another order."""
     if x.dtype not in _STORED:
@@ -128,7 +133,7 @@ def _scales(codes: FloatCodes, amax: Any, divisor: float, inverses: Any, out: An
 def _blocks(
     codes: FloatCodes, writer: FloatCodes, source: Any, k: int, divisor: float, inverses: Any, stored: Any, out: Any, by: float
 ) -> int:
-    kind = _kind(source)
+    kind = 32 if type(source) is not np.ndarray else _kind(source)
     return microkernels.blocks(source, k, kind, divisor, by, _floats(writer), inverses, _floats(codes), stored, out)
 
 
@@ -149,9 +154,19 @@ def _store(values: Any, dtype: str, out: Any) -> None:
 
 
 def _decode(codec: Codec, data: Any, blocks: Blocks, dtype: str, out: Any, stream: bool) -> None:
+    count = threads.get_num_threads() if out.size >= _FOR_THREADS else 1
+    decoding.decode(*_codes(codec, data, blocks, _KINDS[dtype], stream, count, out))
+
+
+def _matrix(codec: Codec, data: Any, blocks: Blocks, columns: int) -> Any:
+    return decoding.matrix(*_codes(codec, data, blocks, columns))
+
+
+def _codes(codec: Codec, data: Any, b: Blocks, *more: Any) -> tuple[Any, ...]:
+    """The arguments by which decoding.c is told of a matrix of codes, and more."""
     table, fields = _element(codec)
-    b, none = blocks, _NONE
-    decoding.decode(
+    none = _NONE
+    return (
         data,
         codec.bits,
         table,
@@ -167,10 +182,7 @@ def _decode(codec: Codec, data: Any, blocks: Blocks, dtype: str, out: Any, strea
         _coded(b.added_record),
         b.global_scale,
         b.divides,
-        _KINDS[dtype],
-        stream,
-        threads.get_num_threads() if out.size >= _FOR_THREADS else 1,
-        out,
+        *more,
     )
 
 
@@ -233,6 +245,7 @@ _MICROKERNELS = Microkernels(
     blocks=_blocks,
     shifted=_shifted,
     decode=_decode,
+    matrix=_matrix,
     down=microkernels.down,
     search=_search,
     columns=True,

@@ -32,6 +32,16 @@ def breccia_kernels() -> Iterable[Kernel]:
             errors=f"{kernels}:errors" if op == "dequantize" else None,
             rank=Tier.NATIVE,
         )
+    yield Kernel(
+        "requantize",
+        "numpy",
+        f"{kernels}:requantize",
+        "native.requantize",
+        available=available,
+        accepts="breccia.kernels.numpy.requantizing:accepts_requantize",
+        knows=KNOWS,
+        rank=Tier.NATIVE,
+    )
     on_cpu = (("torch", "breccia_torch.cpu"), ("mlx", "breccia_mlx.cpu"))
     for framework, module in on_cpu:  # without microkernels, the NumPy kernels do not round stochastically
         yield Kernel(

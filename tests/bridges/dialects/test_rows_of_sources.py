@@ -15,7 +15,7 @@ from breccia.bridges import convert, save_safetensors
 from breccia.internal import measuring
 from breccia_bridges.jobs import Job
 from breccia_bridges.measure import FileTensor, RowsOfFile
-from breccia_bridges.memory import Estimates
+from breccia_bridges.memory import Estimates, remembered
 from breccia_bridges.source import Source, Value
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -26,13 +26,17 @@ RECIPES = [
     ("hqq", "int4,symmetric=false,group_size=64,offset=float_zero_point"),
     ("hqq", "int8,symmetric=false,scale_dtype=bf16,offset=float_zero_point"),
     *(("hqq", f"int,bits={bits},symmetric=false,group_size=64,offset=float_zero_point") for bits in (1, 2, 3, 5)),
+    *(("compressed_tensors", spec) for spec in ("int4", "int4,signed=false,symmetric=false", "int,bits=3")),
+    *(("gptq", spec) for spec in ("int4", "int4,symmetric=false", "int8,symmetric=false,scale_dtype=bf16")),
+    ("gptq_v2", "int4,symmetric=false,group_size=32,scale_dtype=bf16"),
+    ("awq", "int4,symmetric=false"),
     ("quanto", "int_rounded,bits=4,scale_dtype=bf16"),
     ("quanto", "int,bits=2,symmetric=false,offset=bias,scale_dtype=fp32"),
 ]
 GOLDEN = [
     name
     for name, expected in EXPECTED.items()
-    if name.startswith(("bnb", "hqq", "quanto")) and not expected.startswith(REFUSED)
+    if name.startswith(("bnb", "hqq", "quanto", "ct_pack", "gptq", "awq")) and not expected.startswith(REFUSED)
 ]
 
 
@@ -68,7 +72,8 @@ def test_rows_of_golden_checkpoints_have_the_components_of_the_whole_value(name:
     folder, _ = unpacked(name, tmp_path)
     for each in read(folder).values():
         rows, whole = each.rows(), each.tensor()
-        assert (rows is None) == (name in ("bnb_int8", "hqq_4bit_axis0") or name.startswith(("quanto_qfloat", "quanto_qint8")))
+        as_they_are = name == "bnb_int8" or name.startswith(("quanto_qfloat", "quanto_qint8"))
+        assert (rows is None) == (as_they_are or name == "hqq_4bit_axis0" or isinstance(whole.layout, breccia.PerGroupIndex))
         if rows is not None:
             assert whole.ndim == 2
             for start in range(0, whole.shape[0], 3):
@@ -76,7 +81,7 @@ def test_rows_of_golden_checkpoints_have_the_components_of_the_whole_value(name:
                 assert breccia.bytes_equal(rows(part), whole[part])
 
 
-@pytest.mark.parametrize(("dialect", "spec"), RECIPES[:1] + RECIPES[2:3] + RECIPES[-2:-1])
+@pytest.mark.parametrize(("dialect", "spec"), RECIPES[:1] + RECIPES[2:3] + RECIPES[-11:-1])
 def test_a_conversion_by_slabs_writes_the_bytes_of_one_slab(
     dialect: str, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +110,7 @@ def test_experts_are_read_by_slabs_of_several_matrices_and_of_rows_of_one(tmp_pa
         assert codes is not None and all(part.ndim == 3 for part in components(codes).values())
 
 
-@pytest.mark.parametrize(("dialect", "spec"), [RECIPES[0], RECIPES[2], RECIPES[-2]])
+@pytest.mark.parametrize(("dialect", "spec"), [RECIPES[0], RECIPES[2], RECIPES[7], *RECIPES[-4:-1]])
 def test_memory_does_not_grow_with_a_value_that_is_read_by_rows(dialect: str, spec: str, tmp_path: Path) -> None:
     small, large = (value_of(stored(tmp_path, dialect, spec, rows)) for rows in (4096, 16384))
     recipe, needed = breccia.NVFP4BlockScaling(), Estimates().needed
@@ -143,3 +148,29 @@ def test_a_dialect_without_read_has_no_rows() -> None:
     alone = replace(known, form=None, read=None, stored=None, write=None, remedy="Ask.")
     with pytest.raises(breccia.PluginError, match="^dialect 'hqq': rows is for a dialect with read.$"):
         alone.check()
+
+
+def test_a_scale_among_columns_is_named_by_its_position_in_the_whole(tmp_path: Path) -> None:
+    source = stored(tmp_path, "awq", "int4,symmetric=false", 440)
+    value = value_of(source)
+    part = NAME.replace(".weight", ".scales")
+    path, entry = value.container.path, value.container.entries[part]
+    raw = bytearray(path.read_bytes())
+    at = 8 + int.from_bytes(raw[:8], "little") + entry.start + entry.nbytes // entry.shape[0] + 2 * 401  # of the second group
+    raw[at : at + 2] = b"\x80\x7f" if entry.dtype == "BF16" else b"\x00\x7c"
+    path.write_bytes(raw)
+    rows = value_of(source).stored.rows()  # pyright: ignore[reportOptionalMemberAccess]
+    assert rows is not None and rows(slice(0, 401)).shape == (401, 512)
+    with pytest.raises(breccia.DialectError) as refused:
+        rows(slice(400, 402))
+    assert str(refused.value).endswith("'scales' has 1 scales that are not finite; the first is inf at position 841.")
+
+
+def test_groups_out_of_order_are_taken_whole_and_counted_beside_those_in_order(tmp_path: Path) -> None:
+    folder, _ = unpacked("gptq_v1_int4_asym_desc_act", tmp_path)
+    values = [value for value in Source.open(folder).values.values() if value.stored]
+    recipe, estimates = breccia.NVFP4BlockScaling(), Estimates()
+    needed = remembered(estimates.besides, frozenset())
+    found = {isinstance(value.layout, breccia.PerGroupIndex): needed(Job.casting(value, recipe)) for value in values}
+    whole = {3 * value.nbytes for value in values if isinstance(value.layout, breccia.PerGroupIndex)}
+    assert found.keys() == {False, True} and found[False] == 0 and found[True] in whole

@@ -12,6 +12,7 @@ Source: AutoAWQ 0.2.9 (WQLinear_GEMM), transformers 5.24 (AwqConfig).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,14 @@ import numpy as np
 from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import Entry, StoredForm, StoredValue, ValueForm
 
+from ..safetensors_file import is_far
+from ..safetensors_file import read as loaded
 from . import writing
 from .holding import NO_INPUTS, check_matrix, check_multiples, model_dtype
-from .scales import assembled, check_scale, widened
+from .scales import RowReader, assembled, check_columns, check_scale, widened
 from .words import (
     bits_of,
+    blocks_of,
     check_bits,
     code_bytes,
     group_size_of,
@@ -76,15 +80,36 @@ def form_of(value: StoredValue, widths: tuple[int, ...]) -> ValueForm:
 def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
     """Codes, scales and zero-points."""
     check_scale(value, "scales", widened(value, "scales"))
-    data = packed(_columns(value, "qweight"), form.recipe.format.element.bits)
-    return assembled(form, data, np.ascontiguousarray(value["scales"].T), np.ascontiguousarray(_columns(value, "qzeros")))
+    bits = form.recipe.format.element.bits
+    return _made(form, _columns(value["qweight"], bits), value["scales"], _columns(value["qzeros"], bits))
 
 
-def _columns(value: StoredValue, end: str) -> np.ndarray:
+def rows(value: StoredValue, form: ValueForm) -> RowReader | None:
+    """What reads rows, which are columns of each tensor."""
+    words, scales, zeros = (value.view(end) for end in ("qweight", "scales", "qzeros"))
+    if is_far(words):
+        return None
+    bits = form.recipe.format.element.bits
+
+    def some(rows: slice) -> ScaledTensor:
+        scale, count, blocks = loaded(scales[:, rows]), rows.stop - rows.start, blocks_of(rows, bits)
+        check_columns(value, "scales", scale)
+        codes, zero = (_columns(loaded(part[:, blocks]), bits)[rows.start % 32 :][:count] for part in (words, zeros))
+        return _made(replace(form, shape=codes.shape), codes, scale, zero)
+
+    return some
+
+
+def _made(form: ValueForm, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> ScaledTensor:
+    """The tensor of codes and zero-points with N first, one a byte, and scales with K first."""
+    data = packed(codes, form.recipe.format.element.bits)
+    return assembled(form, data, np.ascontiguousarray(scales.T), np.ascontiguousarray(zeros))
+
+
+def _columns(words: np.ndarray, bits: int) -> np.ndarray:
     """Codes of a part, one a byte, with N first: (N, K) or (N, groups)."""
-    rows = value.entries["scales"].shape[1]
-    codes = unpacked(value[end], bits_of(value.entries[end].shape, rows))
-    return codes.reshape(len(codes), -1, 8)[..., _PLACES].reshape(len(codes), rows).T
+    codes = unpacked(words, bits)
+    return codes.reshape(len(codes), -1, 8)[..., _PLACES].reshape(len(codes), -1).T
 
 
 def stored(form: ValueForm) -> StoredForm:

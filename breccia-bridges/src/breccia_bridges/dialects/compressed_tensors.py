@@ -37,11 +37,13 @@ from breccia import (
 )
 from breccia.backend import NUMPY, SettingsOf, Shape, StoredValue, ValueForm, unpack
 
+from ..safetensors_file import read as loaded
 from ..text import spelled
 from . import fp8, integers, packed_floats
 from .patterns import expressions
-from .scales import POWERS
+from .scales import POWERS, RowReader, assembled, check_scale, widened
 from .schemes import Scheme, agree, one_form
+from .words import blocks_of
 
 #: What users can do with what breccia does not read.
 _DECOMPRESS = (
@@ -365,18 +367,52 @@ def read(value: StoredValue, form: ValueForm) -> ScaledTensor:
     return packed_floats.read(value, form, "weight_packed", "weight_scale", global_scale)
 
 
+def rows(value: StoredValue, form: ValueForm) -> RowReader | None:
+    """What reads rows of a matrix of words. Other codes are components as they are stored, or lie in I8."""
+    if "weight_packed" not in value.entries or value.entries["weight_packed"].dtype != "I32":
+        return None
+    words, scales, bits = value.view("weight_packed"), value.view("weight_scale"), form.recipe.format.element.bits
+    zeros = value.view("weight_zero_point") if form.recipe.format.offset != "none" else None
+    is_matrix = words.ndim == scales.ndim == 2 and len(scales) == len(words) and (zeros is None or zeros.ndim == 2)
+    if not is_matrix or form.layout is not None:  # an index of groups belongs to all rows
+        return None
+
+    def some(rows: slice) -> ScaledTensor:
+        scale, count = loaded(scales[rows]), rows.stop - rows.start
+        check_scale(value, "weight_scale", widened(value, "weight_scale", scale), rows.start * scales.shape[1])
+        codes, zero = _codes_of_words(value, form, loaded(words[rows])), None
+        if zeros is not None:
+            blocks = loaded(zeros[blocks_of(rows, bits)])
+            each = min(32 * len(blocks) // bits, form.shape[0] - rows.start // 32 * 32)
+            zero = _zero_points(value, form, blocks, each)[rows.start % 32 :][:count]
+        return assembled(replace(form, shape=(count, form.shape[1])), codes, scale, zero)
+
+    return some
+
+
+def _codes_of_words(value: StoredValue, form: ValueForm, words: np.ndarray) -> np.ndarray:
+    """Rows of codes, as the recipe packs them."""
+    bits, columns = form.recipe.format.element.bits, form.shape[-1]
+    codes = integers.row_bytes(value, "weight_packed", words, columns, bits)
+    return integers.cut(integers.offset(codes, bits), columns, bits) if form.recipe.format.offset == "none" else codes
+
+
+def _zero_points(value: StoredValue, form: ValueForm, words: np.ndarray, rows: int) -> np.ndarray:
+    """Zero-points of so many rows, one a byte, of words along these."""
+    element = form.recipe.format.element
+    turned = np.ascontiguousarray(np.swapaxes(words, -1, -2))
+    stored = integers.row_bytes(value, "weight_zero_point", turned, rows, element.bits)
+    return np.swapaxes(unpack(NUMPY, stored, element, rows).astype(np.uint8), -1, -2)
+
+
 def _read_words(value: StoredValue, form: ValueForm) -> ScaledTensor:
-    bits, (rows, columns) = form.recipe.format.element.bits, form.shape[-2:]
-    codes = integers.row_bytes(value, "weight_packed", value["weight_packed"], columns, bits)
+    bits, codes = form.recipe.format.element.bits, _codes_of_words(value, form, value["weight_packed"])
     if form.recipe.format.offset == "none":
-        codes = integers.cut(integers.offset(codes, bits), columns, bits)
         return integers.read(value, form, codes, "weight_scale")
     if value.entries["weight_zero_point"].dtype == "I8":
         zero = (_signed(value, "weight_zero_point", bits).astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
     else:
-        words = np.ascontiguousarray(np.swapaxes(value["weight_zero_point"], -1, -2))
-        packed = integers.row_bytes(value, "weight_zero_point", words, rows, bits)
-        zero = np.swapaxes(unpack(NUMPY, packed, form.recipe.format.element, rows).astype(np.uint8), -1, -2)
+        zero = _zero_points(value, form, value["weight_zero_point"], form.shape[-2])
     return integers.read(value, form, codes, "weight_scale", zero)
 
 

@@ -213,6 +213,7 @@ def declared() -> Iterable[Dialect]:
                 *_method("awq", version=(None,), format=(None, "gemm"), checkpoint_format=(None, "gemm")),
             ),
             TensorGroup(_QWEIGHT),
+            rows="breccia_bridges.dialects.awq:rows",
             recipes=tuple(spec for spec in _UNSIGNED if spec.startswith("int4")),
         ),
         _dialect(
@@ -235,6 +236,7 @@ def declared() -> Iterable[Dialect]:
             TensorGroup({".compressed": (), ".bitmask": ()}, {".shape": (), ".row_offsets": (), "_scale": ()}, value=""),
             TensorGroup({"weight_packed": (), "scale_packed": (), "meta": ()}),
             settings=True,
+            rows="breccia_bridges.dialects.compressed_tensors:rows",
             activations=_ACTIVATIONS,
             **_writers("compressed_tensors_writer"),
             recipes=(
@@ -296,6 +298,7 @@ def declared() -> Iterable[Dialect]:
                 f"{gptq}:write_{version}",
                 f"{gptq}:config_{version}",
                 by_rows=True,
+                rows=f"{gptq}:rows_{version}",
                 recipes=(*_SIGNED, *_UNSIGNED),
                 settings=f"{gptq}:settings",
             )

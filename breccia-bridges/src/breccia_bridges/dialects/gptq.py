@@ -27,13 +27,16 @@ import numpy as np
 from breccia import DialectError, Layout, PerGroupIndex, ScaledTensor, UnsupportedError
 from breccia.backend import Entry, SettingsOf, StoredForm, StoredValue, ValueForm
 
+from ..safetensors_file import is_far
+from ..safetensors_file import read as loaded
 from . import writing
 from .holding import NO_INPUTS, check_matrix, check_multiples, model_dtype, most_common
 from .integers import offset
 from .patterns import Expressions
-from .scales import assembled, check_scale, widened
+from .scales import RowReader, assembled, check_columns, check_scale, widened
 from .words import (
     bits_of,
+    blocks_of,
     check_bits,
     group_size_of,
     held,
@@ -164,17 +167,29 @@ def _grouped(value: StoredValue, bits: int, rows: int, length: int, groups: int)
 
 def read_v1(value: StoredValue, form: ValueForm) -> ScaledTensor:
     """Codes and scales, and zero-points plus one."""
-    words, bits = value["qzeros"], _bits(value)
+    return tensor(value, form, _plus_one(value["qzeros"], _bits(value)))
+
+
+def rows_v1(value: StoredValue, form: ValueForm) -> RowReader | None:
+    """The same of some rows."""
+    return _rows(value, form, _plus_one)
+
+
+def _plus_one(words: np.ndarray, bits: int) -> np.ndarray:
+    """Zero-points that are stored minus one."""
     if 32 % bits:
-        zeros = (unpacked(words, bits) + np.uint8(1)) & np.uint8((1 << bits) - 1)
-    else:
-        zeros = unpacked(words.view(np.uint32) + _ones(bits), bits)
-    return tensor(value, form, zeros)
+        return (unpacked(words, bits) + np.uint8(1)) & np.uint8((1 << bits) - 1)
+    return unpacked(words.view(np.uint32) + _ones(bits), bits)
 
 
 def read_v2(value: StoredValue, form: ValueForm) -> ScaledTensor:
     """Codes, scales and zero-points."""
     return tensor(value, form, unpacked(value["qzeros"], _bits(value)))
+
+
+def rows_v2(value: StoredValue, form: ValueForm) -> RowReader | None:
+    """The same of some rows."""
+    return _rows(value, form, unpacked)
 
 
 def read_minus_one(value: StoredValue, form: ValueForm) -> ScaledTensor:
@@ -203,8 +218,29 @@ def _bits(value: StoredValue) -> int:
 def tensor(value: StoredValue, form: ValueForm, zeros: np.ndarray) -> ScaledTensor:
     """The tensor with these zero-points, (groups, N). Signed codes are the unsigned ones less half of the range."""
     check_scale(value, "scales", widened(value, "scales"))
-    data = np.ascontiguousarray(value["qweight"].T).view(np.uint8)  # a stream of bits along K, as packed codes are
-    scale, fmt = np.ascontiguousarray(value["scales"].T), form.recipe.format
+    return _made(form, value["qweight"], value["scales"], zeros)
+
+
+def _rows(value: StoredValue, form: ValueForm, zeros_of: Callable[[np.ndarray, int], np.ndarray]) -> RowReader | None:
+    """What reads rows, which are columns of each tensor. zeros_of: the zero-points of words."""
+    words, scales, zeros = (value.view(end) for end in ("qweight", "scales", "qzeros"))
+    if form.layout is not None or is_far(words):  # groups out of order belong to all rows
+        return None
+    bits = _bits(value)
+
+    def some(rows: slice) -> ScaledTensor:
+        scale, count = loaded(scales[:, rows]), rows.stop - rows.start
+        check_columns(value, "scales", scale)
+        zero = zeros_of(loaded(zeros[:, blocks_of(rows, bits)]), bits)[:, rows.start % 32 :][:, :count]
+        return _made(replace(form, shape=(count, form.shape[1])), loaded(words[:, rows]), scale, zero)
+
+    return some
+
+
+def _made(form: ValueForm, words: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> ScaledTensor:
+    """The tensor of codes, scales and zero-points with K first."""
+    data = np.ascontiguousarray(words.T).view(np.uint8)  # a stream of bits along K, as packed codes are
+    scale, fmt = np.ascontiguousarray(scales.T), form.recipe.format
     if fmt.offset == "none":
         return assembled(form, offset(data, fmt.element.bits), scale)
     return assembled(form, data, scale, np.ascontiguousarray(zeros.T))

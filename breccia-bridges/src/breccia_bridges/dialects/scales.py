@@ -41,6 +41,12 @@ def check_scale(value: StoredValue, end: str, scale: np.ndarray, first: int = 0)
         value.need(False, f"{end!r} has {bad.size} scales that are not finite; the first is {shown} at position {first + at}.")
 
 
+def check_columns(value: StoredValue, end: str, some: np.ndarray) -> None:
+    """As `check_scale` of the whole part, where some of its columns are such scales."""
+    if not np.isfinite(widened(value, end, some)).all():
+        check_scale(value, end, widened(value, end))
+
+
 def assembled(
     form: ValueForm,
     codes: np.ndarray,

@@ -93,6 +93,11 @@ def codes_in_parts(items: np.ndarray, width: int, shifts: Sequence[int], rows: s
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
+def blocks_of(rows: slice, bits: int) -> slice:
+    """The words of all blocks of 32 codes that have any of these. They begin with the code `rows.start // 32 * 32`."""
+    return slice(rows.start // 32 * bits, -(-rows.stop // 32) * bits)
+
+
 def words_of(codes: np.ndarray, bits: int) -> np.ndarray:
     """The inverse of `unpacked`: codes (..., n), one a byte, as 32-bit words (..., n * bits / 32)."""
     return packed(np.ascontiguousarray(codes), bits).view(np.int32)

@@ -27,7 +27,7 @@ from ..formats import TENSOR
 from ..layouts import Shape
 from ..locks import cached_property
 from ..operations import OPERATIONS
-from ..options import FLOAT32, PLAIN, ProductOptions
+from ..options import FLOAT32, PLAIN, CastOptions, ProductOptions
 from ..recipe_bases import ScalingRecipe
 from ..targets import load
 from ..tensors.components import components, part_grids, unit_of, with_parts, words
@@ -155,6 +155,18 @@ class Source:
         piece = self._piece(self._scaled, slab, rooms)
         calls.dequantize(piece, FLOAT32._replace(out=out.reshape(piece.shape)))
         return True
+
+    def takes_one_pass(self, recipe: ScalingRecipe) -> bool:
+        """Does a kernel convert codes of a scaled tensor to a recipe under a supplied global scale in one pass?"""
+        if self._scaled is None:
+            return False
+        operation, options = OPERATIONS["requantize"], CastOptions(scale=1.0)
+        return registry().table.choose(operation, "numpy", self._scaled, None, recipe, options).kernel.kind == "kernel"
+
+    def requantized(self, slab: Slab, recipe: ScalingRecipe, scale: Any, rooms: Rooms) -> ScaledTensor:
+        """A slab of a scaled tensor under another recipe and a supplied global scale, as `breccia.requantize` writes it."""
+        assert self._scaled is not None
+        return calls.requantize(self._piece(self._scaled, slab, rooms), recipe, CastOptions(scale=scale))
 
     def bounded(self, slab: Slab, rooms: Rooms, by_blocks: bool = False) -> tuple[np.ndarray, list[Ends]]:
         """The values as they are stored, and what bounds them by each codec of elements: nothing those of a plain tensor.

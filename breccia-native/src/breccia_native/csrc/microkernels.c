@@ -4,6 +4,7 @@
    Every function takes contiguous buffers, checks their sizes, and releases the GIL. */
 
 #include "casts.h"
+#include "coded_matrix.h"
 #include "versions.h"
 
 #define here ((const cast_functions *)chosen)
@@ -357,54 +358,105 @@ static PyObject *scales(PyObject *Py_UNUSED(self), PyObject *args)
 #define BLOCKS 512
 #define NUMBERS 8192
 
-PyDoc_STRVAR(blocks_doc,
-    "blocks(source, k, kind, divisor, global_scale, scale, inverses, element, scales, codes): the FP32 bits of the largest magnitude.\n"
-    "The scales of blocks of k numbers as `scales` has them of their amax, and the codes of their numbers as `floats` has them, in\n"
-    "one pass. scale, element: the fields of numpy.FloatCodes of the two. Above a largest magnitude of 2^100 they are no result.");
-
-static PyObject *blocks(PyObject *Py_UNUSED(self), PyObject *args)
-{
-    writing w = {.all.kind = FP32};
+/* What takes blocks from their numbers to their codes. */
+typedef struct {
+    writing w;
     Py_buffer inverses, found;
     minifloat of_scale, f;
     float divisor, global_scale;
-    uint32_t largest = 0;
-    if (!PyArg_ParseTuple(args, "y*niff(IIIii)y*(IIIii)w*w*:blocks", &w.x, &w.all.k, &w.all.kind, &divisor, &global_scale,
-            &of_scale.floor, &of_scale.lift, &of_scale.largest, &of_scale.shift, &of_scale.sign, &inverses, &f.floor, &f.lift,
-            &f.largest, &f.shift, &f.sign, &found, &w.codes))
-        return NULL;
-    const Py_ssize_t size = size_of(w.all.kind), n = w.x.len / size, k = w.all.k;
-    w.all.widen = here->widen;
-    w.all.packed = n % 2 == 0 && k % 2 == 0 && w.codes.len == n / 2;
-    const int done = k > 0 && w.x.len % size == 0 && n % k == 0 && (uintptr_t)w.x.buf % size == 0 && found.len == n / k &&
-                     (w.all.packed || w.codes.len == n) && inverses.len == 1024 && (uintptr_t)inverses.buf % 4 == 0;
-    if (done) {
-        const Py_ssize_t count = n / k, most = k > NUMBERS / BLOCKS ? k > NUMBERS ? 1 : NUMBERS / k : BLOCKS;
-        Py_BEGIN_ALLOW_THREADS
-        uint32_t amaxes[BLOCKS];
-        float inverse[BLOCKS];
-        w.all.inverse = inverse;
-        for (Py_ssize_t first = 0; first < count; first += most) {
-            const Py_ssize_t of_strip = count - first < most ? count - first : most;
-            w.all.x = (const char *)w.x.buf + first * k * size;
-            w.all.n = of_strip * k;
-            here->amax(w.all.x, of_strip, k, w.all.kind, amaxes);
-            for (Py_ssize_t i = 0; i < of_strip; i++)
-                largest = amaxes[i] > largest ? amaxes[i] : largest;
-            here->scales((const float *)amaxes, of_strip, divisor, global_scale, of_scale, inverses.buf, (uint8_t *)found.buf + first, inverse);
-            here->floats(&w.all, f, (uint8_t *)w.codes.buf + (w.all.packed ? first * k / 2 : first * k));
+    uint32_t largest;
+} passing;
+
+/* The scales and codes of n numbers at x, in whole blocks, of which there are `first` before. */
+static void pass(passing *p, const void *x, Py_ssize_t n, Py_ssize_t first)
+{
+    uint32_t amaxes[BLOCKS];
+    float inverse[BLOCKS];
+    numbers all = p->w.all;
+    const Py_ssize_t k = all.k, count = n / k;
+    all.x = x, all.n = n, all.inverse = inverse;
+    here->amax(all.x, count, k, all.kind, amaxes);
+    for (Py_ssize_t i = 0; i < count; i++)
+        p->largest = amaxes[i] > p->largest ? amaxes[i] : p->largest;
+    here->scales((const float *)amaxes, count, p->divisor, p->global_scale, p->of_scale, p->inverses.buf,
+        (uint8_t *)p->found.buf + first, inverse);
+    here->floats(&all, p->f, (uint8_t *)p->w.codes.buf + (all.packed ? first * k / 2 : first * k));
+}
+
+static void pass_numbers(passing *p, Py_ssize_t n)
+{
+    const Py_ssize_t k = p->w.all.k, size = size_of(p->w.all.kind);
+    const Py_ssize_t most = k > NUMBERS / BLOCKS ? k > NUMBERS ? 1 : NUMBERS / k : BLOCKS;
+    for (Py_ssize_t at = 0; at < n; at += most * k)
+        pass(p, (const char *)p->w.x.buf + at * size, n - at < most * k ? n - at : most * k, at / k);
+}
+
+/* Numbers of a matrix of codes that are decoded at once: FP32 of which half of an L1 cache has room. */
+#define SOME 4096
+
+/* Likewise of a matrix of codes, rows of which are whole blocks. */
+static void pass_codes(passing *p, const coded_matrix *m)
+{
+    float room[SOME];
+    const Py_ssize_t k = p->w.all.k, across = m->columns < SOME ? m->columns : SOME, down = SOME / across;
+    for (Py_ssize_t r = 0; r < m->rows; r += down)
+        for (Py_ssize_t c = 0; c < m->columns; c += across) {
+            const Py_ssize_t row_end = r + down < m->rows ? r + down : m->rows;
+            const Py_ssize_t end = c + across < m->columns ? c + across : m->columns;
+            m->numbers(m, r, row_end, c, end, room);
+            pass(p, room, (row_end - r) * (end - c), (r * m->columns + c) / k);
         }
-        Py_END_ALLOW_THREADS
-    } else
-        PyErr_Format(PyExc_ValueError,
-            "wanted aligned numbers in blocks of k = %zd, room for a scale of each and for their codes, and FP32 inverses of 256 "
-            "codes; got %zd bytes, room for %zd and %zd, and %zd bytes of inverses. Call breccia.cast.",
-            k, w.x.len, found.len, w.codes.len, inverses.len);
-    PyBuffer_Release(&w.x);
-    PyBuffer_Release(&inverses);
-    PyBuffer_Release(&found);
-    PyBuffer_Release(&w.codes);
-    return done ? PyLong_FromUnsignedLong(largest) : NULL;
+}
+
+PyDoc_STRVAR(blocks_doc,
+    "blocks(source, k, kind, divisor, global_scale, scale, inverses, element, scales, codes): the FP32 bits of the largest magnitude.\n"
+    "The scales of blocks of k numbers as `scales` has them of their amax, and the codes of their numbers as `floats` has them, in\n"
+    "one pass. scale, element: the fields of numpy.FloatCodes of the two. Above a largest magnitude of 2^100 they are no result.\n"
+    "source: numbers, or a `decoding.matrix` whose rows are whole blocks: its FP32 numbers are decoded on the way (kind 32), and k is\n"
+    "a power of two from 16 to 256.");
+
+static PyObject *blocks(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    passing p = {.w.all.kind = FP32};
+    writing *const w = &p.w;
+    PyObject *source;
+    if (!PyArg_ParseTuple(args, "Oniff(IIIii)y*(IIIii)w*w*:blocks", &source, &w->all.k, &w->all.kind, &p.divisor, &p.global_scale,
+            &p.of_scale.floor, &p.of_scale.lift, &p.of_scale.largest, &p.of_scale.shift, &p.of_scale.sign, &p.inverses, &p.f.floor,
+            &p.f.lift, &p.f.largest, &p.f.shift, &p.f.sign, &p.found, &w->codes))
+        return NULL;
+    const coded_matrix *const m =
+        PyCapsule_IsValid(source, CODED_MATRIX) ? PyCapsule_GetPointer(source, CODED_MATRIX) : NULL;
+    const Py_ssize_t size = size_of(w->all.kind), k = w->all.k;
+    int done = m || PyObject_GetBuffer(source, &w->x, PyBUF_SIMPLE) == 0, fits = 0;
+    if (done) {
+        const Py_ssize_t n = m ? m->rows * m->columns : w->x.len / size;
+        w->all.widen = here->widen;
+        w->all.packed = n % 2 == 0 && k % 2 == 0 && w->codes.len == n / 2;
+        fits = k > 0 && n % k == 0 && p.found.len == n / k && (w->all.packed || w->codes.len == n) && p.inverses.len == 1024 &&
+               (uintptr_t)p.inverses.buf % 4 == 0;
+        if (m)
+            fits = fits && k >= SOME / BLOCKS && k >= 16 && k <= DECODED && (k & (k - 1)) == 0 && m->columns % k == 0 && w->all.kind == FP32;
+        else
+            fits = fits && w->x.len % size == 0 && (uintptr_t)w->x.buf % size == 0;
+        if (fits && n) {
+            Py_BEGIN_ALLOW_THREADS
+            if (m)
+                pass_codes(&p, m);
+            else
+                pass_numbers(&p, n);
+            Py_END_ALLOW_THREADS
+        } else if (!fits)
+            PyErr_Format(PyExc_ValueError,
+                "wanted aligned numbers in blocks of k = %zd, room for a scale of each and for their codes, and FP32 inverses of 256 "
+                "codes; got %zd bytes, room for %zd and %zd, and %zd bytes of inverses. Call breccia.cast.",
+                k, m ? 4 * n : w->x.len, p.found.len, w->codes.len, p.inverses.len);
+    }
+    if (!m && done)
+        PyBuffer_Release(&w->x);
+    PyBuffer_Release(&p.inverses);
+    PyBuffer_Release(&p.found);
+    PyBuffer_Release(&w->codes);
+    return fits ? PyLong_FromUnsignedLong(p.largest) : NULL;
 }
 
 PyDoc_STRVAR(sixes_doc, "sixes(codes, data): four codes of 6 bits, one a byte, to each three bytes of data; the first in the low bits.");

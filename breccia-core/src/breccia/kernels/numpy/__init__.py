@@ -12,5 +12,6 @@ from __future__ import annotations
 from .casting import cast
 from .decoding import dequantize
 from .products import group_bounds, grouped_matmul, matmul
+from .requantizing import requantize
 
-__all__ = ["cast", "dequantize", "group_bounds", "grouped_matmul", "matmul"]
+__all__ = ["cast", "dequantize", "group_bounds", "grouped_matmul", "matmul", "requantize"]

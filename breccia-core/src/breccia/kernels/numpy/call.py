@@ -306,6 +306,35 @@ class Cast:
                 for pair in zip(multipliers, [self.plan.scales] * target.size, target.reshape(-1), strict=True)
             ]
 
+    def run_coded(self, parts: Parts, matrices: list[Any]) -> bool:
+        """Write all components from matrices of codes, under a supplied global scale. None is to be used if it returns False.
+
+        A microkernel decodes and casts each matrix in one pass; of `x`, only the shape is read.
+        """
+        data, scale, _, global_scale = parts
+        plan, scales, k = self.plan, self.plan.scales, self.k
+        assert scales is not None and plan.microkernels.blocks is not None and global_scale is not None
+        self._write_global(global_scale, [], [])
+        of_tensor = self.global_scales[0]
+        if len(self.global_scales) > 1 or of_tensor.inverses is None:
+            return False
+        stored, codes = (part.view(U1).reshape(len(matrices), -1) for part in (scale, data))
+        for n, matrix in enumerate(matrices):
+            arrays = of_tensor.inverses, stored[n], codes[n]
+            largest = plan.microkernels.blocks(
+                plan.codes, scales.writer, matrix, k, scales.qmax, *arrays, float(of_tensor.value)
+            )
+            if largest > scales.high:
+                return False
+        return True
+
+    @property
+    def takes_codes(self) -> bool:
+        """Whether `run_coded` may be tried."""
+        k, columns = self.k, self.shape[-1]
+        fits = 16 <= k <= 256 and k & (k - 1) == 0 and columns % k == 0 and len(self.shape) > 1
+        return fits and self.possible and self.plan.microkernels.matrix is not None and self.two_level and self._in_one_pass
+
     @property
     def _in_one_pass(self) -> bool:
         """Whether a microkernel may take chunks from their numbers to their codes, reading them once."""

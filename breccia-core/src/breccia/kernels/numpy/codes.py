@@ -230,6 +230,8 @@ class Microkernels:
     store(values, dtype, out): FP32 numbers rounded to "float16" or "bfloat16", as uint16; contiguous.
     decode(codec, data, blocks, dtype, out, stream): a matrix of codes, in rows of bytes, under `Blocks`, into `out`, a
     matrix in any order of "float32", or of 16-bit numbers as uint16. stream: it is not read soon.
+    matrix(codec, data, blocks, columns): a matrix of codes under `Blocks`, which `blocks` takes in place of FP32 numbers and
+    decodes part after part, for k a power of two from 16 to 256 that divides columns.
     search(codes, source, k, amax, found, ...): scales with the least error, of FP32 numbers in blocks of `k`; see `Searching`.
     columns: whether `amax`, `extremes`, `scaled`, `divided` and `shifted` take `across`, and there is `down`.
     shares: whether `decode` itself uses as many threads as it may, so that one call takes a whole matrix.
@@ -251,6 +253,7 @@ class Microkernels:
     scales: Callable[[FloatCodes, Array, float, Array, Array, Array, float], None] | None = None
     blocks: Callable[..., int] | None = None
     decode: Callable[[Codec, Array, Blocks, str, Array, bool], None] | None = None
+    matrix: Callable[[Codec, Array, Blocks, int], Any] | None = None
     search: Callable[..., None] | None = None
     columns: bool = False
     shares: bool = False

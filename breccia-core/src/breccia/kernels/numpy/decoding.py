@@ -224,6 +224,22 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32, microkernels
     return result if out is None else reference.result(NUMPY, result, name, out)
 
 
+def matrices(st: ScaledTensor, microkernels: Microkernels) -> list[Any] | None:
+    """The codes of each matrix of `st`, K last, for a microkernel that decodes part after part; None where there is none."""
+    tables = remembered(_values, st.recipe.interned_key, _Values, st.recipe.format)
+    if (
+        not tables.compiled
+        or not st.layout.in_order
+        or st.axis != -1
+        or st.padding
+        or (st.global_scale is not None and st.ndim < 2)
+    ):
+        return None
+    if st.layout.block() == TENSOR and st.global_scale is not None:
+        return None
+    return _Dequantize(st, np.broadcast_to(F4(0), st.shape), microkernels).matrices()
+
+
 def _overlaps(out: Array, st: ScaledTensor) -> bool:
     return any(
         np.may_share_memory(out, part) for part in (st.data, st.scale, st.zero_point, st.global_scale) if part is not None
@@ -280,6 +296,24 @@ class _Dequantize:
             self.result, self.block = self.result.reshape(*lead, 1, rows * columns), (1, m * columns)
 
     def run(self) -> None:
+        self._run_pieces(*self._pieces())
+        if self.result is not self.wanted:
+            rows, columns = self.wanted.shape[-2:]
+            self.wanted[...] = self.result[..., :rows, :columns]
+
+    def matrices(self) -> list[Any] | None:
+        """The codes of each matrix, for a microkernel that decodes part after part; None where a block is too large."""
+        matrix = self.microkernels.matrix
+        if not self.compiled or matrix is None or self.result is not self.wanted or (self.large and not self.per_tensor):
+            return None
+        element, found = self.tables.element, list[Any]()
+        for piece in self._pieces()[0]:
+            rows, columns = piece.shape
+            found.append(matrix(element, *self._codes(piece, 0, rows, 0, columns, piece.lead), columns))
+        return found
+
+    def _pieces(self) -> tuple[list[Piece], bool]:
+        """As `cut_pieces`."""
         st, shape = self.st, self.result.shape
         data, scale = np.asarray(st.data), aligned_array(st.scale)
         zero_point: Any = None if st.zero_point is None else aligned_array(st.zero_point)
@@ -301,7 +335,7 @@ class _Dequantize:
         if not self.per_tensor:
             grid = *shape[:-2], -(-shape[-2] // self.m), -(-shape[-1] // self.k)
             of_blocks = scale.reshape(grid), None if zero_point is None else zero_point.reshape(grid), None
-        rows, columns = self.wanted.shape[-2:]
+        rows = self.wanted.shape[-2]
         data = data.view(U1).reshape(*self.wanted.shape[:-1], -1)
         if rows < shape[-2]:
             padded = np.zeros((*shape[:-1], data.shape[-1]), U1)
@@ -309,10 +343,7 @@ class _Dequantize:
             data = padded
         elif scattered(shape, self.block, (), data.flags.c_contiguous, FEW):
             data = np.ascontiguousarray(data)
-        pieces, flat = cut_pieces(self.result, self.block, self.unit, lead, data, *of_blocks)
-        self._run_pieces(pieces, flat)
-        if self.result is not self.wanted:
-            self.wanted[...] = self.result[..., :rows, :columns]
+        return cut_pieces(self.result, self.block, self.unit, lead, data, *of_blocks)
 
     def _run_pieces(self, pieces: list[Piece], flat: bool) -> None:
         tables = self.tables
@@ -334,8 +365,19 @@ class _Dequantize:
 
     def _compiled(self, _: Buffers, __: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
         """A chunk of whole blocks, or within one block."""
-        fmt, tables, decode = self.fmt, self.tables, self.microkernels.decode
+        fmt, decode = self.fmt, self.microkernels.decode
         assert decode is not None
+        data, blocks = self._codes(piece, r0, r1, c0, c1, number)
+        target, columns = piece.values[r0:r1, c0:c1], self.result.shape[-1]
+        if (
+            blocks.scale_record is not None and self.k >= columns
+        ):  # each row has a record, which a flat piece would join to others
+            data, target = data.reshape(-1, packed_length(fmt.element, columns)), target.reshape(-1, columns)
+        decode(self.tables.element, data, blocks, self.dtype, target if target.dtype == F4 else target.view(U2), self.stream)
+
+    def _codes(self, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> tuple[Array, Blocks]:
+        """The codes of a chunk of whole blocks, or within one block, and what is done to their numbers."""
+        fmt, tables = self.fmt, self.tables
         if self.large:
             m, k = r1 - r0, c1 - c0
             scale, offset = (None if a is None else a[number : number + 1] for a in (self.scale, self.zero_point))
@@ -372,13 +414,8 @@ class _Dequantize:
             coded,
             fmt.offset_record,
         )
-        target = piece.values[r0:r1, c0:c1]
         data = piece.data[r0:r1, byte_range(self.fmt.element, c0, c1)]
-        columns = self.result.shape[-1]
-        if coded is not None and self.k >= columns:  # each row has a record, which a flat piece would join to others
-            data, target = data.reshape(-1, packed_length(fmt.element, columns)), target.reshape(-1, columns)
-        data = data if data.strides[1] == 1 else np.ascontiguousarray(data)
-        decode(tables.element, data, blocks, self.dtype, target if target.dtype == F4 else target.view(U2), self.stream)
+        return data if data.strides[1] == 1 else np.ascontiguousarray(data), blocks
 
     def _decoded(self, work: Buffers, table: Array, piece: Piece, r0: int, r1: int, c0: int, c1: int) -> tuple[Array, Array]:
         """(values of a chunk, rows by columns; their destination, possibly the same memory)."""

@@ -20,6 +20,7 @@ from ...errors import InexactError, NonFiniteError
 from ...kernels import reference
 from ...options import CastOptions
 from ...recipes import DelayedScaling, MXFP4BlockScaling, NVFP4BlockScaling, ScalingRecipe
+from ...tensors.tensor import ScaledTensor
 from .. import strategies
 from ..compare import expect, expect_numbers, expect_tensor, expect_words
 from ..places import Place, places_of
@@ -190,13 +191,22 @@ def requantize_writes_the_bytes_of_the_generic_algorithm(kernel: Kernel, recipe:
 
 
 def options_of_requantize_are_honoured(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
-    """`axis=-2`, stochastic rounding, `require_exact`, which raises if a value would be rounded, and `out=`."""
+    """`axis=-2`, `scale=`, stochastic rounding, `require_exact`, which raises if a value would be rounded, and `out=`."""
     source = _source(kernel, recipe)
     rows, columns = (reference.cast(arrays()[1], source, CastOptions(axis=axis)) for axis in (-1, -2))
+    other = reference.cast(arrays()[1] * np.float32(3), recipe)
+    scale, supplied = ((st.scale if st.global_scale is None else st.global_scale) for st in (other, moved(other, place)))
+    scaled = ({"scale": supplied}, {"scale": scale})
+    cases: tuple[tuple[ScaledTensor, dict[str, Any], dict[str, Any]], ...] = (
+        (columns, {}, {}),
+        (rows, _STOCHASTIC, _STOCHASTIC),
+        (columns, _STOCHASTIC, _STOCHASTIC),
+        *([(rows, *scaled)] if _supplies(recipe) else []),
+    )
     ran = False
-    for st, options in ((columns, {}), (rows, _STOCHASTIC), (columns, _STOCHASTIC)):
+    for st, given, options in cases:
         operand = moved(st, place)
-        result = run_alone(kernel, api.requantize, operand, recipe, **options)
+        result = run_alone(kernel, api.requantize, operand, recipe, **given)
         if result is not None:
             ran = True
             expect_tensor(place, result, reference.requantize(st, recipe, CastOptions(**options)))
