@@ -524,10 +524,11 @@ class Cast:
         places = slice(r0 // self.m, -(-r1 // self.m)), slice(c0 // self.k, -(-c1 // self.k))
         if piece.supplied is not None:
             scale = piece.supplied[places]
-        if self.k >= self.y.shape[-1]:  # a block is whole rows, which would be longer in a flat piece
-            alone = (1,) if self.m == 1 else ()  # single rows of several matrices are blocks of their own
-            shape = -1, *alone, self.y.shape[-1]
-            scale = None if scale is None else scale.reshape(-1, *alone, 1)
+        whole, alone = self.k >= self.y.shape[-1], self.m in (1, self.y.shape[-2])
+        if whole or (alone and self.m > 1):  # blocks are whole rows, which would be longer in a flat piece, or whole columns
+            height = (self.m,) if alone else ()  # those of several matrices are blocks of their own
+            shape = -1, *height, self.y.shape[-1] if whole else c1 - c0
+            scale = None if scale is None else scale.reshape(-1, *(1,) * alone, 1 if whole else scale.shape[-1])
         written = self._generic(piece, r0, r1, c0, c1, shape, scale)
         for part, target in (
             (written.data.view(U1), piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]),
