@@ -132,12 +132,20 @@ def _blocks(
     return microkernels.blocks(source, k, kind, divisor, by, _floats(writer), inverses, _floats(codes), stored, out)
 
 
-def _search(codes: FloatCodes | IntegerCodes, source: Any, k: int, amax: Any, found: Any, *more: Any) -> None:
+def _search(
+    codes: FloatCodes | IntegerCodes | TableCodes, source: Any, m: int, k: int, amax: Any, found: Any, *more: Any
+) -> None:
     codec, qmax, global_scale, window, (writer, *scales), weights, first, across = more
     form = _NO_FORM if writer is None else _floats(writer)
-    element = _floats(codes) if isinstance(codes, FloatCodes) else _integers(codes)
+    match codes:
+        case FloatCodes():
+            element = _floats(codes)
+        case IntegerCodes():
+            element = _integers(codes)
+        case _:
+            element = (codes.thresholds, codes.values)
     scales = (*scales, form)
-    searching.search(source, k, amax, found, codec, qmax, global_scale, window, scales, element, weights, first, across)
+    searching.search(source, m, k, amax, found, codec, qmax, global_scale, window, scales, element, weights, first, across)
 
 
 def _load(values: Any, dtype: str, columns: int, out: Any) -> None:

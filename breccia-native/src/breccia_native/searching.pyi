@@ -4,6 +4,7 @@ from typing import Any
 
 def search(
     source: Any,
+    m: int,
     k: int,
     amax: Any,
     found: Any,

@@ -1,0 +1,298 @@
+/* Estimates of the errors of blocks, one block a lane, in 16 bits: they tell which scales cannot be the best, most often all but one.
+
+   An element x becomes an integer a near x * f, f being such that the largest element of the block has 15 bits. Under a scale e,
+   t = round(a * M / 2^15) is near x / e in units of 2^-p code steps, M being the integer nearest to 2^(p + 15) / (f * e). Its distance
+   from the number v of the nearest code is an integer d, and S, the sum of d^2, is exact but for a few FP32 additions.
+
+   How near is it? a is within 0.51 of x * f, M within 0.52 of its fraction (by `_mm512_rcp14_ps` and a step of Newton's method), and t
+   within 0.5 of a * M / 2^15; |x * f| and |M| are at most 2^15. So t is within 0.5 + 0.52 + 0.51 = 1.53 of 2^p x / e. A distance from the
+   nearest of some numbers never changes by more than what it is the distance of. What the error itself rounds (1 / e, x times
+   that, which may lead to the other one of two codes about as near, v, y - v, and y below 2^-20 that counts as 0) moves a distance by
+   less than 0.07 of these units, as |t| is at most 2^15. So the distances in the error are within NEAR = 1.6 of those here. The
+   numbers of tables, and where the next one begins, are integers here, which adds 0.5, and twice 0.5 on the wrong side of a beginning.
+
+   With weights, d becomes round(d * s / 2^15), s being the integer nearest to 2^15 sqrt(w / 2). With |d| below 2^14.5 that is within
+   0.5 + 0.71 * (0.5 + 1) < 1.6 of d * sqrt(w / 2), and weights multiply NEAR by at most sqrt(w / 2) < 1.
+
+   By the triangle inequality the root of the error of n elements, in units of e / 2^p (times sqrt(2) with weights), is within
+   NEAR * sqrt(n) of the root of S; with weights within NEAR * sqrt(sum of s^2) / 2^15 + 1.6 sqrt(n). SLACK is for the FP32 operations of
+   both: `_mm512_rsqrt14_ps` is within 2^-14, all others together within 2^-16. */
+
+#ifndef BRECCIA_SEARCHING_ESTIMATES_H
+#define BRECCIA_SEARCHING_ESTIMATES_H
+
+#include "searching_candidates.h"
+#include "transpose.h"
+
+#define SLACK 0x1p-13f
+
+/* Elements of a block that are estimated at a time. */
+#define SEGMENT 256
+
+/* How t finds v: by rounding to an integer; by the cell of a quarter that it is in, of which the last one is beyond all codes; by its
+   cell of a 16th of a table's largest number, in which at most one code begins. */
+enum { UNKNOWN, ROUNDED, CELLS, HALVED_CELLS };
+
+typedef struct {
+    int how;
+    float lift, step; /* 2^p, and what is 1 in t */
+    float limit, near; /* of |M|; NEAR */
+    float alike;       /* up to this |M| no element is beyond the codes of a scale, nor of its opposite */
+    __m512i low, high, half, mask;
+    __m512i starts, below, above; /* of cells */
+} estimator;
+
+/* Elements of LANES blocks, two to a lane, and roots of weights. */
+typedef struct {
+    ALIGNED int16_t a[SEGMENT / 2][2 * LANES], root[SEGMENT / 2][2 * LANES];
+} segment;
+
+INLINE __m512i all_of(float number)
+{
+    return _mm512_set1_epi16((int16_t)number);
+}
+
+/* How to estimate, or UNKNOWN: of integers; of minifloats whose codes change at multiples of 1/4 only, such as E2M1; of tables. Four
+   sums of two squares must be below 2^32, and |d| below 2^14.5: |t| is at most 2^15 and beyond the last codes at least 0.3 * 2^15. */
+static estimator estimator_of(int kind, const searched *s)
+{
+    estimator by = {.how = UNKNOWN, .limit = 0x7fffp0f, .near = 1.6f, .step = 1};
+    int16_t starts[32], below[32], above[32];
+    if (kind == FLOATS) {
+        const float largest = float_of(s->floats.largest);
+        by.lift = s->weights ? 0x1p11f : 0x1p12f;
+        if (largest > 7.75f || largest < 5)
+            return by;
+        for (int i = 0; i < 32; i++) {
+            const float number = rounded_float((float)i / 4 + 0x1p-10f, s->floats);
+            if (number != rounded_float((float)(i + 1) / 4 - 0x1p-10f, s->floats))
+                return by;
+            below[i] = (int16_t)(number * by.lift);
+        }
+        by.how = CELLS;
+        by.high = all_of(31);
+        by.below = _mm512_loadu_si512(below);
+    } else if (kind == TABLES) {
+        const float *values = s->values.values, *next = s->values.starts;
+        const float largest = values[15] > -values[0] ? values[15] : -values[0], unit = 0x1p14f / largest;
+        if (values[15] < 0.6f * largest || -values[0] < 0.6f * largest)
+            return by;
+        for (int i = -16, at = 0; i < 16; i++) {
+            const float end = largest * (float)(i + 1) / 16;
+            const int begins = at < 15 && next[at + 1] <= end;
+            if (begins && at < 14 && next[at + 2] <= end)
+                return by;
+            starts[i & 31] = begins ? (int16_t)__builtin_rintf(next[at + 1] * unit) : INT16_MAX;
+            below[i & 31] = (int16_t)__builtin_rintf(values[at] * unit);
+            at += begins;
+            above[i & 31] = (int16_t)__builtin_rintf(values[at] * unit);
+        }
+        by.how = HALVED_CELLS, by.lift = 0x1p14f, by.step = largest, by.near += 1.5f;
+        by.low = all_of(-0x1p14f), by.high = all_of(0x1p14f - 1);
+        by.starts = _mm512_loadu_si512(starts), by.below = _mm512_loadu_si512(below), by.above = _mm512_loadu_si512(above);
+    } else {
+        by.step = s->integers.magic / 0x1.8p23f;
+        const float high = s->integers.high / by.step, low = s->integers.low / by.step;
+        if (low == 0) /* |d| is |t| where that is negative */
+            by.limit = 0x3fffp0f;
+        by.lift = 1;
+        while (2 * by.lift * high <= by.limit * (20.0f / 32))
+            by.lift *= 2;
+        by.how = ROUNDED;
+        by.alike = low < 0 ? (high + 0.49f) * by.lift : 0;
+        by.low = all_of(low * by.lift), by.high = all_of(high * by.lift);
+        by.half = all_of(by.lift / 2), by.mask = all_of(-by.lift);
+    }
+    return by;
+}
+
+/* d of pairs of elements. */
+INLINE __m512i distance_of(const int how, const int weighted, const estimator *by, __m512i a, __m512i multiplier)
+{
+    const __m512i t = _mm512_mulhrs_epi16(a, multiplier);
+    if (how == CELLS) {
+        const __m512i cell = weighted ? _mm512_min_epi16(_mm512_srli_epi16(t, 9), by->high) : _mm512_srli_epi16(t, 10);
+        return _mm512_sub_epi16(t, _mm512_permutexvar_epi16(cell, by->below));
+    }
+    if (how == ROUNDED) {
+        const __m512i whole = _mm512_and_si512(_mm512_adds_epi16(t, by->half), by->mask);
+        return _mm512_sub_epi16(t, _mm512_min_epi16(_mm512_max_epi16(whole, by->low), by->high));
+    }
+    const __m512i inside = _mm512_min_epi16(_mm512_max_epi16(t, by->low), by->high), cell = _mm512_srai_epi16(inside, 10);
+    const __mmask32 reached = _mm512_cmpge_epi16_mask(inside, _mm512_permutexvar_epi16(cell, by->starts));
+    const __m512i below = _mm512_permutexvar_epi16(cell, by->below);
+    return _mm512_sub_epi16(t, _mm512_mask_permutexvar_epi16(below, reached, cell, by->above));
+}
+
+/* S of the first pairs of elements, a multiple of 4. */
+INLINE __m512 sum_of_squares(
+    const int how, const int weighted, const estimator *by, const segment *part, Py_ssize_t pairs, __m512i multiplier)
+{
+    __m512 sum = _mm512_setzero_ps();
+    for (Py_ssize_t i = 0; i < pairs; i += 4) {
+        __m512i squares = _mm512_setzero_si512();
+        _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
+            __m512i d = distance_of(how, weighted, by, _mm512_load_si512(part->a[i + j]), multiplier);
+            if (weighted)
+                d = _mm512_mulhrs_epi16(d, _mm512_load_si512(part->root[i + j]));
+            squares = _mm512_add_epi32(squares, _mm512_madd_epi16(d, d));
+        }
+        sum = _mm512_add_ps(sum, _mm512_cvtepu32_ps(squares));
+    }
+    return sum;
+}
+
+/* 32 numbers of each lane, or 16 or fewer with zeros after them, as 16 or 8 rows of pairs of all lanes. */
+INLINE void store_pairs(__m512i *v, Py_ssize_t n, int16_t (*to)[2 * LANES])
+{
+    __m512 turned[LANES];
+    _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) turned[l] = _mm512_castsi512_ps(v[l]);
+    transposed(turned);
+    _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) _mm512_store_ps(to[j], turned[j]);
+    if (n > 16)
+        _Pragma("GCC unroll 8") for (int j = 8; j < 16; j++) _mm512_store_ps(to[j], turned[j]);
+}
+
+/* n elements of each lane times its factor, at most SEGMENT, of minifloats their magnitudes. They are filled up with zeros to a multiple
+   of 4 pairs, whose number is returned. */
+OUTLINE Py_ssize_t load_segment(int kind, const float *const *from, Py_ssize_t n, const float *factor, segment *to)
+{
+    const __m512 kept = _mm512_castsi512_ps(_mm512_set1_epi32(kind == FLOATS ? 0x7fffffff : -1));
+    for (Py_ssize_t i = 0; i < n; i += 32) {
+        const uint32_t real = n - i < 32 ? (1u << (n - i)) - 1 : ~0u;
+        __m512i v[LANES];
+        if (n - i <= 16)
+            _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) {
+                const __m512 x = _mm512_and_ps(_mm512_maskz_loadu_ps((__mmask16)real, from[l] + i), kept);
+                const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(factor[l])));
+                v[l] = _mm512_castsi256_si512(_mm512_cvtsepi32_epi16(a));
+            }
+        else
+            _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) {
+                const __m512 by = _mm512_set1_ps(factor[l]);
+                const __m512 x = _mm512_and_ps(_mm512_loadu_ps(from[l] + i), kept);
+                const __m512 y = _mm512_and_ps(_mm512_maskz_loadu_ps((__mmask16)(real >> 16), from[l] + i + 16), kept);
+                v[l] = _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(x, by)), _mm512_cvtps_epi32(_mm512_mul_ps(y, by)));
+            }
+        store_pairs(v, n - i, to->a + i / 2);
+    }
+    return (n + 15) / 16 * 8;
+}
+
+/* The roots of weights, in the order of `load_segment`. */
+OUTLINE void load_roots(const int16_t *const *from, Py_ssize_t n, segment *to)
+{
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    for (Py_ssize_t i = 0; i < n; i += 32) {
+        const uint32_t real = n - i < 32 ? (1u << (n - i)) - 1 : ~0u;
+        __m512i v[LANES];
+        for (int l = 0; l < LANES; l++) {
+            v[l] = _mm512_maskz_loadu_epi16(real, from[l] + i);
+            if (n - i > 16)
+                v[l] = _mm512_permutexvar_epi64(order, v[l]);
+        }
+        store_pairs(v, n - i, to->root + i / 2);
+    }
+}
+
+/* What `load_roots` reads, for all weights. */
+static void write_roots(const searched *s, int16_t *to)
+{
+    for (Py_ssize_t i = 0; i < s->total * s->k; i++) {
+        const float root = __builtin_sqrtf(s->weights[i] * 0.5f) * 0x1p15f + 0.5f;
+        to[i] = (int16_t)(int32_t)(root < 0x7fffp0f ? root : 0x7fffp0f);
+    }
+}
+
+/* Find the candidates that may be the best, with bounds of their errors. from: the blocks, whose rows are `down` apart. roots: of their
+   weights. */
+INLINE void estimate_by(const int how, const int weighted, int kind, const estimator *by, const searched *s, const window *w,
+    float reach, const float *const *from, Py_ssize_t down, const int16_t *const *roots, const uint32_t *amax, const group *g,
+    candidates *all)
+{
+    segment part;
+    ALIGNED float factor[LANES], fraction[LANES];
+    __m512 sums[CANDIDATES], weight = _mm512_setzero_ps();
+    EACH_LANE
+    {
+        factor[l] = 0x7fffp0f / float_of(amax[l] ? amax[l] : NORMAL);
+        fraction[l] = by->lift * 0x1p15f / (factor[l] * by->step);
+    }
+    const int whole = s->m == 1 && s->k <= SEGMENT;
+    const __m512 power = _mm512_mul_ps(_mm512_load_ps(g->power), _mm512_set1_ps(by->step / by->lift * (weighted ? 0x1.6a09e6p0f : 1)));
+    const float root_of_n = __builtin_sqrtf((float)(s->m * s->k));
+    __m512 near = _mm512_set1_ps(by->near * root_of_n), most = _mm512_set1_ps(INFINITY);
+    all->turns = 0;
+    for (Py_ssize_t r = 0; r < s->m; r++)
+        for (Py_ssize_t i = 0; i < s->k; i += SEGMENT) {
+            const Py_ssize_t n = s->k - i < SEGMENT ? s->k - i : SEGMENT;
+            const int first = r == 0 && i == 0, last = r == s->m - 1 && i + n == s->k;
+            const float *x[LANES];
+            for (int l = 0; l < LANES; l++)
+                x[l] = from[l] + r * down + i;
+            const Py_ssize_t pairs = load_segment(kind, x, n, factor, &part);
+            if (weighted) {
+                const int16_t *of_lanes[LANES];
+                for (int l = 0; l < LANES; l++)
+                    of_lanes[l] = roots[l] + i;
+                load_roots(of_lanes, n, &part);
+                for (Py_ssize_t j = 0; j < pairs; j++) {
+                    const __m512i root = _mm512_load_si512(part.root[j]);
+                    weight = _mm512_add_ps(weight, _mm512_cvtepu32_ps(_mm512_madd_epi16(root, root)));
+                }
+                const __m512 of_d = _mm512_mul_ps(_mm512_sqrt_ps(weight), _mm512_set1_ps(by->near * 0x1p-15f));
+                near = _mm512_fmadd_ps(_mm512_set1_ps(1.6f), _mm512_set1_ps(root_of_n), of_d);
+            }
+            /* Small scales come last: if one element's error rules one out in all lanes, it does so with those that are smaller. */
+            for (Py_ssize_t c = 0, before = w->some; before > 0; c = --before) {
+                if (first) {
+                    candidate_of(s, c, g, all->written[c], all->scale[c]);
+                    bounds_of(weighted, reach, g, all->scale[c], all->bound[c]);
+                }
+                const __m512 bound = _mm512_load_ps(all->bound[c]), e = _mm512_load_ps(all->scale[c]);
+                if (whole && !_mm512_cmp_ps_mask(bound, most, _CMP_LE_OQ)) {
+                    before = w->first[c];
+                    continue;
+                }
+                const __m512 near_inverse = _mm512_rcp14_ps(e), twice = _mm512_add_ps(near_inverse, near_inverse);
+                const __m512 inverse = _mm512_fnmadd_ps(_mm512_mul_ps(e, near_inverse), near_inverse, twice);
+                const __m512 multiplier = _mm512_mul_ps(_mm512_load_ps(fraction), inverse), size = _mm512_abs_ps(multiplier);
+                /* What is as good as its twin, an earlier one, is not the first of the best. */
+                const __mmask16 alike = w->twin[c] ? _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->alike), _CMP_LE_OQ) : 0;
+                if (alike == 0xffff)
+                    continue;
+                const __m512i m = _mm512_cvtps_epi32(multiplier);
+                const __m512i both = _mm512_mask_mov_epi16(m, 0xaaaaaaaa, _mm512_slli_epi32(m, 16));
+                const __m512 sum = sum_of_squares(how, weighted, by, &part, pairs, both);
+                sums[c] = first ? sum : _mm512_add_ps(sums[c], sum);
+                if (!last)
+                    continue;
+                const __mmask16 known = _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->limit), _CMP_LE_OQ);
+                const __m512 unit = _mm512_abs_ps(_mm512_mul_ps(e, power));
+                const __m512 root = _mm512_mul_ps(sums[c], _mm512_rsqrt14_ps(_mm512_max_ps(sums[c], _mm512_set1_ps(1))));
+                const __m512 above = _mm512_mul_ps(unit, _mm512_fmadd_ps(root, _mm512_set1_ps(1 + SLACK), near));
+                const __m512 below = _mm512_mul_ps(unit, _mm512_fmsub_ps(root, _mm512_set1_ps(1 - SLACK), near));
+                const __m512 raised = _mm512_mask_max_ps(bound, known, bound, below);
+                _mm512_store_ps(all->bound[c], _mm512_mask_mov_ps(raised, alike, _mm512_set1_ps(INFINITY)));
+                most = _mm512_mask_min_ps(most, known, most, above);
+                all->turn[all->turns++] = c;
+            }
+        }
+    _mm512_store_ps(all->most, most);
+}
+
+#define ESTIMATES(name, how)                                                                                               \
+    static void name(int kind, const estimator *by, const searched *s, const window *w, float reach, const float *const *from, \
+        Py_ssize_t down, const int16_t *const *roots, const uint32_t *amax, const group *g, candidates *all)               \
+    {                                                                                                                      \
+        if (s->weights)                                                                                                    \
+            estimate_by(how, 1, kind, by, s, w, reach, from, down, roots, amax, g, all);                                   \
+        else                                                                                                               \
+            estimate_by(how, 0, kind, by, s, w, reach, from, down, roots, amax, g, all);                                   \
+    }
+
+ESTIMATES(estimate_by_rounding, ROUNDED)
+ESTIMATES(estimate_by_cells, CELLS)
+ESTIMATES(estimate_by_halved_cells, HALVED_CELLS)
+
+#endif
