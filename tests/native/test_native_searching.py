@@ -197,10 +197,11 @@ def test_sizes_that_do_not_agree_are_refused() -> None:
     x, one, nothing = np.zeros(64, np.float32), np.zeros(1, np.float32), np.zeros(0, np.float32)
     scales: Any = (0.0, 1.0, 1, 126, (0, 0, 0, 0, 0))
     for m, k, amax, found, steps in ((1, 0, 4, 4, 1), (0, 16, 4, 4, 1), (1, 16, 3, 4, 1), (1, 16, 4, 5, 1), (1, 16, 4, 4, 40)):
-        arrays = x, m, k, np.zeros(amax, np.uint32), np.zeros(found, np.uint8)
+        scale = np.zeros(found, np.uint8), np.zeros(256, np.float32), np.zeros(4, np.float32)
+        arrays = x, 32, m, k, np.zeros(amax, np.uint32), *scale
         window = one, one, np.zeros(steps, np.int32)
         with pytest.raises(
-            ValueError, match=r"wanted FP32 numbers in blocks of m rows of k.* fewer than 32 steps.*Call breccia\.cast\."
+            ValueError, match=r"wanted numbers in blocks of m rows of k.* fewer than 32 steps.*Call breccia\.cast\."
         ):
             searching.search(*arrays, 1, 6.0, 1.0, window, scales, (0,) * 5, nothing, 0, 1)
     with pytest.raises(ValueError, match="this processor has the instruction sets"):

@@ -133,9 +133,9 @@ def _blocks(
 
 
 def _search(
-    codes: FloatCodes | IntegerCodes | TableCodes, source: Any, m: int, k: int, amax: Any, found: Any, *more: Any
+    codes: FloatCodes | IntegerCodes | TableCodes, source: Any, m: int, k: int, amax: Any, found: Any, inverses: Any, *more: Any
 ) -> None:
-    codec, qmax, global_scale, window, (writer, *scales), weights, first, across = more
+    inverse, codec, qmax, global_scale, window, (writer, *scales), weights, first, across = more
     form = _NO_FORM if writer is None else _floats(writer)
     match codes:
         case FloatCodes():
@@ -144,8 +144,8 @@ def _search(
             element = _integers(codes)
         case _:
             element = (codes.thresholds, codes.values)
-    scales = (*scales, form)
-    searching.search(source, m, k, amax, found, codec, qmax, global_scale, window, scales, element, weights, first, across)
+    arrays = source, _kind(source), m, k, amax, found, inverses, inverse
+    searching.search(*arrays, codec, qmax, global_scale, window, (*scales, form), element, weights, first, across)
 
 
 def _load(values: Any, dtype: str, columns: int, out: Any) -> None:

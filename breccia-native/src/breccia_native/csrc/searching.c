@@ -11,9 +11,10 @@ static int is_aligned(const Py_buffer *b, Py_ssize_t bytes)
 }
 
 PyDoc_STRVAR(search_doc,
-    "search(source, m, k, amax, found, codec, qmax, global_scale, window, scales, element, weights, first, across): the scale of each block of m rows\n"
-    "of k FP32 numbers with the least error, as numerics.md, section 5.6, computes it. amax: its bits, uint32; zero, or from 2^-60 to 2^100.\n"
-    "found: of scales of 8 bits the plain codes, which are replaced; of others room for FP32 numbers. codec: 0 powers of two, 1 floats of 8\n"
+    "search(source, dtype, m, k, amax, found, inverses, inverse, codec, qmax, global_scale, window, scales, element, weights, first, across): the scale of each block of m rows\n"
+    "of k numbers with the least error, as numerics.md, section 5.6, computes it. dtype: 32 FP32, 16 BF16, -16 FP16. amax: its bits, uint32; zero, or from 2^-60 to 2^100.\n"
+    "found: of scales of 8 bits the plain codes, which are replaced; of others room for FP32 numbers. inverses: of scales of\n"
+    "8 bits, the FP32 number of each code that is written to `inverse`. codec: 0 powers of two, 1 floats of 8\n"
     "bits, 2 FP16, 3 BF16, 4 FP32. window: (factors, opposite) as FP32 and steps as int32. scales: (least, most, the\n"
     "lowest and highest code that steps lead to, and the fields of numpy.FloatCodes). element: the fields of numpy.FloatCodes\n"
     "of numpy.IntegerCodes, or (thresholds, values) of numpy.TableCodes. weights: FP32, k for each block of a row of the tensor; empty for none. The blocks\n"
@@ -21,15 +22,15 @@ PyDoc_STRVAR(search_doc,
 
 static PyObject *search_of(PyObject *Py_UNUSED(self), PyObject *args)
 {
-    Py_buffer x, amax, found, factors, opposite, steps, weights;
+    Py_buffer x, amax, found, inverses, inverse, factors, opposite, steps, weights;
     Py_buffer starts = {0}, values = {0};
     searched s = {0};
     PyObject *element;
-    if (!PyArg_ParseTuple(args, "y*nny*w*iff(y*y*y*)(ffii(IIIii))O!y*nn:search", &x, &s.m, &s.k, &amax, &found, &s.codec, &s.qmax, &s.global,
+    if (!PyArg_ParseTuple(args, "y*inny*w*y*w*iff(y*y*y*)(ffii(IIIii))O!y*nn:search", &x, &s.dtype, &s.m, &s.k, &amax, &found, &inverses, &inverse, &s.codec, &s.qmax, &s.global,
             &factors, &opposite, &steps, &s.least, &s.most, &s.lowest, &s.highest, &s.form.floor, &s.form.lift,
             &s.form.largest, &s.form.shift, &s.form.sign, &PyTuple_Type, &element, &weights, &s.first, &s.across))
         return NULL;
-    Py_buffer *const every[] = {&x, &amax, &found, &factors, &opposite, &steps, &weights, &starts, &values};
+    Py_buffer *const every[] = {&x, &amax, &found, &inverses, &inverse, &factors, &opposite, &steps, &weights, &starts, &values};
     minifloat *const f = &s.floats;
     integer *const i = &s.integers;
     int done;
@@ -48,20 +49,22 @@ static PyObject *search_of(PyObject *Py_UNUSED(self), PyObject *args)
     }
     if (done) {
         const Py_ssize_t size = s.m > 0 && s.k > 0 && s.k <= PY_SSIZE_T_MAX / 4 / s.m ? s.m * s.k : 0;
-        s.n = x.len / 4;
+        const Py_ssize_t bytes = s.dtype == FP32 ? 4 : 2;
+        s.n = x.len / bytes;
         const Py_ssize_t blocks = size ? s.n / size : 0, row = 4 * s.k;
         s.some_factors = factors.len / 4, s.some_opposite = opposite.len / 4, s.some_steps = steps.len / 4;
         s.total = weights.len && row > 0 ? weights.len / row : 0;
-        done = size && s.codec >= POWERS && s.codec <= SINGLES && is_aligned(&x, 4 * blocks * size) &&
+        done = size && s.codec >= POWERS && s.codec <= SINGLES && x.len == blocks * size * bytes && (uintptr_t)x.buf % (size_t)bytes == 0 &&
             is_aligned(&amax, 4 * blocks) && is_aligned(&weights, s.total * row) && s.across > 0 &&
             (s.m == 1 || blocks % s.across == 0) && s.first >= 0 &&
-            (s.codec < HALVES ? found.len == blocks : is_aligned(&found, 4 * blocks)) &&
+            (s.codec < HALVES ? found.len == blocks && is_aligned(&inverses, 1024) && is_aligned(&inverse, 4 * blocks)
+                              : is_aligned(&found, 4 * blocks)) &&
             is_aligned(&factors, 4 * s.some_factors) && is_aligned(&opposite, 4 * s.some_opposite) &&
             is_aligned(&steps, 4 * s.some_steps) && s.some_factors + s.some_opposite + s.some_steps < CANDIDATES &&
             s.lowest >= 0 && s.highest < 256 && (s.kind != TABLES || (is_aligned(&starts, 64) && is_aligned(&values, 64)));
         if (!done)
             PyErr_Format(PyExc_ValueError,
-                "wanted FP32 numbers in blocks of m rows of k, with one amax and one scale a block, and fewer than %d steps and factors; got "
+                "wanted numbers in blocks of m rows of k, with one amax and one scale a block, and fewer than %d steps and factors; got "
                 "m = %zd, k = %zd and %zd, %zd and %zd bytes. Call breccia.cast.",
                 CANDIDATES, s.m, s.k, x.len, amax.len, found.len);
     }
@@ -75,7 +78,7 @@ static PyObject *search_of(PyObject *Py_UNUSED(self), PyObject *args)
         s.x = x.buf, s.amax = amax.buf, s.factors = factors.buf, s.opposite = opposite.buf, s.steps = steps.buf;
         s.values = (table){starts.buf, values.buf, NULL, 0};
         s.weights = s.total ? weights.buf : NULL;
-        s.codes = found.buf, s.scales = found.buf;
+        s.codes = found.buf, s.scales = found.buf, s.inverses = inverses.buf, s.inverse = inverse.buf;
         Py_BEGIN_ALLOW_THREADS
         here(&s);
         Py_END_ALLOW_THREADS

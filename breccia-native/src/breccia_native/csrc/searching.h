@@ -15,14 +15,16 @@ enum { POWERS, BYTES, HALVES, BRAINS, SINGLES };
 /* Elements: minifloats, whose magnitudes alone matter; integers; integers whose products with scales are exact; and tables of 16. */
 enum { FLOATS, INTEGERS, WHOLE, TABLES };
 
-/* n numbers in blocks of m rows of k, all below 2^100 and each block zero or with an amax of at least 2^-60, so that no product of
+/* n numbers of a dtype in blocks of m rows of k, all below 2^100 and each block zero or with an amax of at least 2^-60, so that no product of
    scales overflows or is subnormal. Blocks are in rows of `across`, the first is number `first` of a row of the tensor.
 
    codes: of the plain scales of POWERS and BYTES; replaced by those that are found. scales: the numbers that scales stand for, without
-   the global one, which is `global` (1 if there is none); those of floats are written. weights: for each of `total` blocks of a row of
+   the global one, which is `global` (1 if there is none); those of floats are written. inverses: of all codes, of which each block's is
+   written to `inverse`. weights: for each of `total` blocks of a row of
    the tensor, k of them; NULL for none. room: `room_of` numbers. */
 typedef struct {
-    const float *x;
+    const char *x;
+    int dtype;
     Py_ssize_t n, m, k;
     const uint32_t *amax;
     int codec, kind;
@@ -38,7 +40,8 @@ typedef struct {
     const float *weights;
     Py_ssize_t first, across, total;
     uint8_t *codes;
-    float *scales, *room;
+    const float *inverses;
+    float *scales, *inverse, *room;
 } searched;
 
 /* The least power of two that is at least n, and 16. */

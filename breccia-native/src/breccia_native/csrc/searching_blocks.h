@@ -25,61 +25,69 @@ typedef struct {
 #endif
 } search_state;
 
+/* The place of the lowest bit that is set. */
+INLINE int lowest_bit(uint32_t a)
+{
+#if defined(__GNUC__)
+    return __builtin_ctz(a);
+#else
+    int at = 0;
+    while (!(a >> at & 1))
+        at++;
+    return at;
+#endif
+}
+
 /* The weights of a block are those of this number of a row. */
 INLINE Py_ssize_t place_of(const searched *s, Py_ssize_t block)
 {
     return s->total ? (s->first + block % s->across) % s->total : 0;
 }
 
-/* What is written of the candidate of block `block`, lane l, with the least error; of equal ones, of the first. x: its first element, in rows
-   that are `down` apart. */
-static int32_t best_of(
-    const search_state *state, const candidates *all, const group *g, int l, Py_ssize_t block, const float *x, Py_ssize_t down)
+/* The number of the candidate of block `block`, lane l, with the least error; of equal ones, the first. may: a bit for each that may be it.
+   x: its first element, in rows that are `down` bytes apart. */
+static int best_of(const search_state *state, const candidates *all, const group *g, int l, uint32_t may, Py_ssize_t block,
+    const char *x, Py_ssize_t down)
 {
     const searched *s = state->s;
     float least = INFINITY;
-    int32_t best = all->written[0][l];
-    load_elements(state->kind, &state->room, x, down, g->power[l]);
+    int best = 0;
+    load_elements(state->kind, s, &state->room, x, down, g->power[l]);
     if (s->weights)
         memcpy(state->room.w, s->weights + place_of(s, block) * s->k, (size_t)s->k * sizeof(float));
-    for (Py_ssize_t i = 0; i < all->turns; i++) {
-        const Py_ssize_t n = all->turn[i ? all->turns - i : 0];
+    for (; may; may &= may - 1) {
+        const int n = lowest_bit(may);
         const float bound = all->bound[n][l], e = all->scale[n][l];
-        if (bound > all->most[l] || bound * bound >= least)
+        if (bound * bound >= least)
             continue;
         const float error = state->error(s, &state->room, e != 0 ? 1 / e : 0, e * g->power[l]);
         if (error < least)
-            least = error, best = all->written[n][l];
+            least = error, best = n;
     }
     return best;
 }
 
-/* In lanes where candidate `n` may be the best: let it be, and count it. */
-OUTLINE void consider(const candidates *restrict all, Py_ssize_t n, int32_t *restrict best, int32_t *restrict left)
+/* Set the bit of candidate `n` in lanes where it may be the best. */
+OUTLINE void consider(const candidates *restrict all, Py_ssize_t n, uint32_t *restrict may)
 {
-    EACH_LANE
-    {
-        const int32_t may = -(int32_t)(all->bound[n][l] <= all->most[l]);
-        best[l] = (all->written[n][l] & may) | (best[l] & ~may);
-        left[l] -= may;
-    }
+    const uint32_t bit = 1u << n;
+    EACH_LANE may[l] |= all->bound[n][l] <= all->most[l] ? bit : 0;
 }
 
 /* `count` blocks from number `start` on. */
 static void search_group(const search_state *state, Py_ssize_t start, int count)
 {
     const searched *s = state->s;
-    const Py_ssize_t down = s->m > 1 ? s->across * s->k : s->k;
+    const Py_ssize_t along = s->k * (s->dtype == FP32 ? 4 : 2), down = s->m > 1 ? s->across * along : along;
     group g;
     candidates all;
-    ALIGNED uint32_t amax[LANES];
-    ALIGNED int32_t best[LANES], left[LANES];
-    const float *x[LANES];
+    ALIGNED uint32_t amax[LANES], may[LANES];
+    const char *x[LANES];
     for (int l = 0; l < LANES; l++) {
         const Py_ssize_t block = start + (l < count ? l : 0);
         amax[l] = s->amax[block];
         g.plain[l] = s->codec < HALVES ? s->codes[block] : 0;
-        x[l] = s->x + (s->m > 1 ? block / s->across * s->m * down + block % s->across * s->k : block * s->k);
+        x[l] = s->x + (s->m > 1 ? block / s->across * s->m * down + block % s->across * along : block * along);
     }
     EACH_LANE
     {
@@ -95,9 +103,7 @@ static void search_group(const search_state *state, Py_ssize_t start, int count)
         if (s->weights)
             for (int l = 0; l < LANES; l++)
                 roots[l] = state->roots + place_of(s, start + (l < count ? l : 0)) * s->k;
-        (state->by.how == ROUNDED     ? estimate_by_rounding
-                : state->by.how == CELLS ? estimate_by_cells
-                                         : estimate_by_halved_cells)(
+        estimates[state->by.how](
             state->kind, &state->by, s, &state->window, state->reach, x, down, roots, amax, &g, &all);
     } else
 #endif
@@ -109,20 +115,21 @@ static void search_group(const search_state *state, Py_ssize_t start, int count)
             all.turn[all.turns++] = c;
         }
     }
-    /* The first of those that may be the best, and how many there are. */
-    EACH_LANE best[l] = left[l] = 0;
+    EACH_LANE may[l] = 0;
     for (Py_ssize_t i = 0; i < all.turns; i++)
-        consider(&all, all.turn[i + 1 < all.turns ? i + 1 : 0], best, left);
-    for (int l = 0; l < count; l++)
-        if (amax[l] == 0)
-            best[l] = all.written[0][l];
-        else if (left[l] > 1)
-            best[l] = best_of(state, &all, &g, l, start + l, x[l], down);
-    for (int l = 0; l < count; l++)
-        if (s->codec < HALVES)
-            s->codes[start + l] = (uint8_t)best[l];
-        else
-            s->scales[start + l] = float_of((uint32_t)best[l]);
+        consider(&all, all.turn[i], may);
+    for (int l = 0; l < count; l++) {
+        int best = 0;
+        if (amax[l] && may[l] & (may[l] - 1))
+            best = best_of(state, &all, &g, l, may[l], start + l, x[l], down);
+        else if (amax[l])
+            best = lowest_bit(may[l]);
+        if (s->codec < HALVES) {
+            s->codes[start + l] = (uint8_t)all.written[best][l];
+            s->inverse[start + l] = s->inverses[s->codes[start + l]];
+        } else
+            s->scales[start + l] = float_of((uint32_t)all.written[best][l]);
+    }
 }
 
 /* Whether integers times scales are FP32 numbers: scales of 16 bits have 11 bits or fewer, and integers 8. */
@@ -133,16 +140,10 @@ INLINE int is_whole(const searched *s)
 
 static void search(const searched *s)
 {
-    static const error_function errors[][2] = {
-        [FLOATS] = {floats_error, weighted_floats_error},
-        [INTEGERS] = {integers_error, weighted_integers_error},
-        [WHOLE] = {whole_error, weighted_whole_error},
-        [TABLES] = {tables_error, weighted_tables_error},
-    };
     const Py_ssize_t blocks = s->n / (s->m * s->k), length = filled_up(s->k);
     const int kind = is_whole(s) ? WHOLE : s->kind;
     float *const y = s->room + s->m * length, *const q = y + s->m * length, *const of_rows = q + 3 * length;
-    search_state state = {s, kind, 0, window_of(s), {s->room, y, q, q + length, q + 2 * length, of_rows, s->m, s->k, length}, errors[kind][s->weights != NULL]
+    search_state state = {s, kind, 0, window_of(s), {s->room, y, q, q + length, q + 2 * length, of_rows, s->m, s->k, length}, errors[kind][s->weights != NULL][s->m == 1 && length <= 32]
 #if defined(BY_AVX512)
         , estimator_of(kind, s), (const int16_t *)(of_rows + filled_up(s->m))
 #endif

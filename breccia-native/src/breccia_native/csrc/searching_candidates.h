@@ -26,7 +26,7 @@ typedef struct {
 typedef struct {
     ALIGNED int32_t written[CANDIDATES][LANES];
     ALIGNED float scale[CANDIDATES][LANES], bound[CANDIDATES][LANES], most[LANES];
-    Py_ssize_t turn[CANDIDATES], turns; /* those that may be the best: the plain one, then others from the last to the first */
+    Py_ssize_t turn[CANDIDATES], turns; /* those that may be the best */
 } candidates;
 
 /* Of a search: how many candidates there are, for each the first one of those before it whose scales are smaller in turn, and

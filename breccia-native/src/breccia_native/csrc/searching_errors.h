@@ -69,11 +69,19 @@ INLINE float sum_of(float *a, Py_ssize_t n)
     for (n /= 2; n >= 16; n /= 2)
         for (Py_ssize_t i = 0; i < n; i++)
             a[i] += a[i + n];
+#if defined(BY_AVX512)
+    const __m512 all = _mm512_loadu_ps(a);
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     for (int i = 0; i < 8; i++)
         a[i] += a[i + 8];
     for (int i = 0; i < 4; i++)
         a[i] += a[i + 4];
     return (a[0] + a[2]) + (a[1] + a[3]);
+#endif
 }
 
 /* A block for which errors are computed: its elements, of minifloats their magnitudes, as they are and in units of powers of two, and
@@ -83,83 +91,106 @@ typedef struct {
     Py_ssize_t m, k, length;
 } elements;
 
-/* Elements from `from` on, in rows `down` apart. */
-OUTLINE void load_elements(int kind, const elements *to, const float *from, Py_ssize_t down, float power)
+/* Elements from `from` on, in rows `down` bytes apart. */
+OUTLINE void load_elements(int kind, const searched *s, const elements *to, const char *from, Py_ssize_t down, float power)
 {
     const uint32_t kept = kind == FLOATS ? MAGNITUDE : ~0u;
     for (Py_ssize_t r = 0; r < to->m; r++) {
         float *const restrict x = to->x + r * to->length, *const restrict y = to->y + r * to->length;
+        row_of(from + r * down, to->k, s->dtype, (uint32_t *)x);
         for (Py_ssize_t i = 0; i < to->k; i++) {
-            const uint32_t u = bits_of(from[r * down + i]), a = u & MAGNITUDE;
-            x[i] = float_of(a < NORMAL ? 0 : u & kept);
+            const uint32_t u = bits_of(x[i]);
+            x[i] = float_of((u & MAGNITUDE) < NORMAL ? 0 : u & kept);
             const float scaled = x[i] * power;
             y[i] = float_of(bits_of(scaled) & MAGNITUDE) < 0x1p-20f ? 0 : scaled;
         }
     }
 }
 
+/* A term of the error. */
+INLINE float term_of(const int kind, const int weighted, const searched *s, float x, float y, float w, float q, float inverse, float unit)
+{
+    const float number = kind == TABLES ? q : rounded(kind, s, x * inverse);
+    const float d = kind == WHOLE ? LESS(y, number, unit) : y - number * unit;
+    return weighted ? d * d * w : d * d;
+}
+
+#define TERM(i) term_of(kind, weighted, s, x[i], y[i], weighted ? w[i] : 0, kind == TABLES ? q[i] : 0, inverse, unit)
+
+/* The error of a block of one row of at most 32 elements. */
+INLINE float short_error_of(const int kind, const int weighted, const searched *s, const elements *of, float inverse, float unit)
+{
+    const float *const restrict x = of->x, *const restrict y = of->y, *const restrict w = of->w, *const restrict q = of->q;
+    float sums[16];
+    if (kind == TABLES)
+        look_up(&s->values, x, inverse, of->length, of->q);
+    /* GCC makes no vectors of a loop that it unrolls first. */
+    if (of->length == 16)
+        _Pragma("GCC unroll 1") for (int i = 0; i < 16; i++) sums[i] = TERM(i);
+    else
+        _Pragma("GCC unroll 1") for (int i = 0; i < 16; i++) sums[i] = TERM(i) + TERM(i + 16);
+    return sum_of(sums, 16);
+}
+
 INLINE float error_of(const int kind, const int weighted, const searched *s, const elements *of, float inverse, float unit)
 {
     const Py_ssize_t half = of->length / 2, both = of->k - half;
-    float *const restrict sums = of->sums, *const restrict numbers = of->q;
+    float *const restrict sums = of->sums;
     for (Py_ssize_t r = 0; r < of->m; r++) {
         const float *const restrict x = of->x + r * of->length, *const restrict y = of->y + r * of->length;
-        const float *const restrict w = of->w;
+        const float *const restrict w = of->w, *const restrict q = of->q;
         if (kind == TABLES)
-            look_up(&s->values, x, inverse, of->length, numbers);
-#define TERM(to, i)                                                          \
-    {                                                                        \
-        const float q = kind == TABLES ? numbers[i] : rounded(kind, s, x[i] * inverse); \
-        const float d = kind == WHOLE ? LESS(y[i], q, unit) : y[i] - q * unit; \
-        to = weighted ? d * d * w[i] : d * d;                                \
-    }
-        if (of->length <= 32) {
-            for (Py_ssize_t i = 0; i < 16; i++)
-                TERM(sums[i], i)
-            if (of->length == 32)
-                for (Py_ssize_t i = 0; i < 16; i++) {
-                    float more;
-                    TERM(more, i + 16)
-                    sums[i] += more;
-                }
-            of->of_rows[r] = sum_of(sums, 16);
-            continue;
+            look_up(&s->values, x, inverse, of->length, of->q);
+        if (of->length == 16)
+            for (Py_ssize_t i = 0; i < of->length; i++)
+                sums[i] = TERM(i);
+        else {
+            for (Py_ssize_t i = 0; i < both; i++)
+                sums[i] = TERM(i) + TERM(i + half);
+            for (Py_ssize_t i = both; i < half; i++)
+                sums[i] = TERM(i);
         }
-        for (Py_ssize_t i = 0; i < both; i++) {
-            float low, high;
-            TERM(low, i)
-            TERM(high, i + half)
-            sums[i] = low + high;
-        }
-        for (Py_ssize_t i = both; i < half; i++)
-            TERM(sums[i], i)
-        of->of_rows[r] = sum_of(sums, half);
-#undef TERM
+        of->of_rows[r] = sum_of(sums, of->length == 16 ? 16 : half);
     }
-    if (of->m == 1)
-        return of->of_rows[0];
     const Py_ssize_t rows = filled_up(of->m);
     for (Py_ssize_t r = of->m; r < rows; r++)
         of->of_rows[r] = 0;
-    return sum_of(of->of_rows, rows);
+    return of->m == 1 ? of->of_rows[0] : sum_of(of->of_rows, rows);
 }
 
-/* The error of a block under a scale of this inverse and unit, for each kind of elements, with weights and without. */
+#undef TERM
+
+/* The error of a block under a scale of this inverse and unit: for each kind of elements, with weights and without, for blocks of one
+   row of at most 32 elements, and others. */
 typedef float (*error_function)(const searched *, const elements *, float, float);
 
-#define ERRORS(name, kind)                                                                       \
-    static float name(const searched *s, const elements *of, float inverse, float unit)          \
-    {                                                                                            \
-        return error_of(kind, 0, s, of, inverse, unit);                                          \
-    }                                                                                            \
-    static float weighted_##name(const searched *s, const elements *of, float inverse, float unit) \
-    {                                                                                            \
-        return error_of(kind, 1, s, of, inverse, unit);                                          \
+#define ERRORS(name, kind, weighted)                                                              \
+    static float name(const searched *s, const elements *of, float inverse, float unit)           \
+    {                                                                                             \
+        return error_of(kind, weighted, s, of, inverse, unit);                                    \
+    }                                                                                             \
+    static float short_##name(const searched *s, const elements *of, float inverse, float unit)   \
+    {                                                                                             \
+        return short_error_of(kind, weighted, s, of, inverse, unit);                              \
     }
 
-ERRORS(floats_error, FLOATS)
-ERRORS(integers_error, INTEGERS)
-ERRORS(whole_error, WHOLE)
-ERRORS(tables_error, TABLES)
+ERRORS(floats_error, FLOATS, 0)
+ERRORS(integers_error, INTEGERS, 0)
+ERRORS(whole_error, WHOLE, 0)
+ERRORS(tables_error, TABLES, 0)
+ERRORS(weighted_floats_error, FLOATS, 1)
+ERRORS(weighted_integers_error, INTEGERS, 1)
+ERRORS(weighted_whole_error, WHOLE, 1)
+ERRORS(weighted_tables_error, TABLES, 1)
+
+#define ERRORS_OF(name) {{name, short_##name}, {weighted_##name, short_weighted_##name}}
+
+/* By kind, weights and shortness. */
+static const error_function errors[][2][2] = {
+    [FLOATS] = ERRORS_OF(floats_error),
+    [INTEGERS] = ERRORS_OF(integers_error),
+    [WHOLE] = ERRORS_OF(whole_error),
+    [TABLES] = ERRORS_OF(tables_error),
+};
 
 #endif

@@ -29,17 +29,17 @@
 /* Elements of a block that are estimated at a time. */
 #define SEGMENT 256
 
-/* How t finds v: by rounding to an integer; by the cell of a quarter that it is in, of which the last one is beyond all codes; by its
-   cell of a 16th of a table's largest number, in which at most one code begins. */
-enum { UNKNOWN, ROUNDED, CELLS, HALVED_CELLS };
+/* How t finds v: by rounding to an integer; by the integer, of at most 5 bits, that it is next to; by the cell of a quarter that it is in,
+   of which the last one is beyond all codes; by its cell of a 16th of a table's largest number, in which at most one code begins. */
+enum { UNKNOWN, ROUNDED, WHOLE_CELLS, CELLS, HALVED_CELLS };
 
 typedef struct {
     int how;
     float lift, step; /* 2^p, and what is 1 in t */
     float limit, near; /* of |M|; NEAR */
     float alike;       /* up to this |M| no element is beyond the codes of a scale, nor of its opposite */
-    __m512i low, high, half, mask;
-    __m512i starts, below, above; /* of cells */
+    __m512i low, high, half, mask, places; /* places: p */
+    __m512i starts, below, above;          /* of cells; of WHOLE_CELLS `above` is for the opposite scale */
 } estimator;
 
 /* Elements of LANES blocks, two to a lane, and roots of weights. */
@@ -98,7 +98,14 @@ static estimator estimator_of(int kind, const searched *s)
         by.lift = 1;
         while (2 * by.lift * high <= by.limit * (20.0f / 32))
             by.lift *= 2;
-        by.how = ROUNDED;
+        by.how = low < 0 && high < 8 ? WHOLE_CELLS : ROUNDED;
+        for (int i = -16; i < 16; i++) {
+            const float cell = (float)i, inside = cell < low ? low : cell > high ? high : cell;
+            below[i & 31] = (int16_t)(inside * by.lift);
+            above[i & 31] = (int16_t)((cell < -high ? -high : cell > -low ? -low : cell) * by.lift);
+        }
+        by.below = _mm512_loadu_si512(below), by.above = _mm512_loadu_si512(above);
+        by.places = _mm512_set1_epi16((int16_t)__builtin_ctz((unsigned)by.lift));
         by.alike = low < 0 ? (high + 0.49f) * by.lift : 0;
         by.low = all_of(low * by.lift), by.high = all_of(high * by.lift);
         by.half = all_of(by.lift / 2), by.mask = all_of(-by.lift);
@@ -112,6 +119,10 @@ INLINE __m512i distance_of(const int how, const int weighted, const estimator *b
     const __m512i t = _mm512_mulhrs_epi16(a, multiplier);
     if (how == CELLS) {
         const __m512i cell = weighted ? _mm512_min_epi16(_mm512_srli_epi16(t, 9), by->high) : _mm512_srli_epi16(t, 10);
+        return _mm512_sub_epi16(t, _mm512_permutexvar_epi16(cell, by->below));
+    }
+    if (how == WHOLE_CELLS) {
+        const __m512i cell = _mm512_srav_epi16(_mm512_adds_epi16(t, by->half), by->places);
         return _mm512_sub_epi16(t, _mm512_permutexvar_epi16(cell, by->below));
     }
     if (how == ROUNDED) {
@@ -142,6 +153,32 @@ INLINE __m512 sum_of_squares(
     return sum;
 }
 
+/* The same of integers in cells; and in `opposite` S under the opposite scale, where t and codes have the other sign. */
+INLINE __m512 sums_of_twins(
+    const int weighted, const estimator *by, const segment *part, Py_ssize_t pairs, __m512i multiplier, __m512 *opposite)
+{
+    __m512 sum = _mm512_setzero_ps(), other = sum;
+    for (Py_ssize_t i = 0; i < pairs; i += 4) {
+        __m512i squares = _mm512_setzero_si512(), others = squares;
+        _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
+            const __m512i t = _mm512_mulhrs_epi16(_mm512_load_si512(part->a[i + j]), multiplier);
+            const __m512i cell = _mm512_srav_epi16(_mm512_adds_epi16(t, by->half), by->places);
+            __m512i d = _mm512_sub_epi16(t, _mm512_permutexvar_epi16(cell, by->below));
+            __m512i e = _mm512_sub_epi16(t, _mm512_permutexvar_epi16(cell, by->above));
+            if (weighted) {
+                const __m512i root = _mm512_load_si512(part->root[i + j]);
+                d = _mm512_mulhrs_epi16(d, root), e = _mm512_mulhrs_epi16(e, root);
+            }
+            squares = _mm512_add_epi32(squares, _mm512_madd_epi16(d, d));
+            others = _mm512_add_epi32(others, _mm512_madd_epi16(e, e));
+        }
+        sum = _mm512_add_ps(sum, _mm512_cvtepu32_ps(squares));
+        other = _mm512_add_ps(other, _mm512_cvtepu32_ps(others));
+    }
+    *opposite = other;
+    return sum;
+}
+
 /* 32 numbers of each lane, or 16 or fewer with zeros after them, as 16 or 8 rows of pairs of all lanes. */
 INLINE void store_pairs(__m512i *v, Py_ssize_t n, int16_t (*to)[2 * LANES])
 {
@@ -153,31 +190,51 @@ INLINE void store_pairs(__m512i *v, Py_ssize_t n, int16_t (*to)[2 * LANES])
         _Pragma("GCC unroll 8") for (int j = 8; j < 16; j++) _mm512_store_ps(to[j], turned[j]);
 }
 
+/* 16 numbers of a dtype, of those that `real` says. */
+INLINE __m512 sixteen(int dtype, const char *x, __mmask16 real)
+{
+    if (dtype == FP32)
+        return _mm512_maskz_loadu_ps(real, x);
+    const __m256i halves = _mm256_maskz_loadu_epi16(real, x);
+    return dtype == FP16 ? _mm512_cvtph_ps(halves) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
 /* n elements of each lane times its factor, at most SEGMENT, of minifloats their magnitudes. They are filled up with zeros to a multiple
    of 4 pairs, whose number is returned. */
-OUTLINE Py_ssize_t load_segment(int kind, const float *const *from, Py_ssize_t n, const float *factor, segment *to)
+INLINE Py_ssize_t load_segment(const int dtype, int kind, const char *const *from, Py_ssize_t n, const float *factor, segment *to)
 {
+    const Py_ssize_t bytes = dtype == FP32 ? 4 : 2;
     const __m512 kept = _mm512_castsi512_ps(_mm512_set1_epi32(kind == FLOATS ? 0x7fffffff : -1));
     for (Py_ssize_t i = 0; i < n; i += 32) {
         const uint32_t real = n - i < 32 ? (1u << (n - i)) - 1 : ~0u;
         __m512i v[LANES];
         if (n - i <= 16)
             _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) {
-                const __m512 x = _mm512_and_ps(_mm512_maskz_loadu_ps((__mmask16)real, from[l] + i), kept);
+                const __m512 x = _mm512_and_ps(sixteen(dtype, from[l] + i * bytes, (__mmask16)real), kept);
                 const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(factor[l])));
                 v[l] = _mm512_castsi256_si512(_mm512_cvtsepi32_epi16(a));
             }
         else
             _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) {
                 const __m512 by = _mm512_set1_ps(factor[l]);
-                const __m512 x = _mm512_and_ps(_mm512_loadu_ps(from[l] + i), kept);
-                const __m512 y = _mm512_and_ps(_mm512_maskz_loadu_ps((__mmask16)(real >> 16), from[l] + i + 16), kept);
+                const __m512 x = _mm512_and_ps(sixteen(dtype, from[l] + i * bytes, 0xffff), kept);
+                const __m512 y = _mm512_and_ps(sixteen(dtype, from[l] + (i + 16) * bytes, (__mmask16)(real >> 16)), kept);
                 v[l] = _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(x, by)), _mm512_cvtps_epi32(_mm512_mul_ps(y, by)));
             }
         store_pairs(v, n - i, to->a + i / 2);
     }
     return (n + 15) / 16 * 8;
 }
+
+#define LOADS(name, dtype)                                                                                             \
+    OUTLINE Py_ssize_t name(int kind, const char *const *from, Py_ssize_t n, const float *factor, segment *to)         \
+    {                                                                                                                  \
+        return load_segment(dtype, kind, from, n, factor, to);                                                         \
+    }
+
+LOADS(load_singles, FP32)
+LOADS(load_halves, FP16)
+LOADS(load_brains, BF16)
 
 /* The roots of weights, in the order of `load_segment`. */
 OUTLINE void load_roots(const int16_t *const *from, Py_ssize_t n, segment *to)
@@ -204,10 +261,10 @@ static void write_roots(const searched *s, int16_t *to)
     }
 }
 
-/* Find the candidates that may be the best, with bounds of their errors. from: the blocks, whose rows are `down` apart. roots: of their
+/* Find the candidates that may be the best, with bounds of their errors. from: the blocks, whose rows are `down` bytes apart. roots: of their
    weights. */
 INLINE void estimate_by(const int how, const int weighted, int kind, const estimator *by, const searched *s, const window *w,
-    float reach, const float *const *from, Py_ssize_t down, const int16_t *const *roots, const uint32_t *amax, const group *g,
+    float reach, const char *const *from, Py_ssize_t down, const int16_t *const *roots, const uint32_t *amax, const group *g,
     candidates *all)
 {
     segment part;
@@ -218,6 +275,8 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
         factor[l] = 0x7fffp0f / float_of(amax[l] ? amax[l] : NORMAL);
         fraction[l] = by->lift * 0x1p15f / (factor[l] * by->step);
     }
+    Py_ssize_t (*const load)(int, const char *const *, Py_ssize_t, const float *, segment *) =
+        s->dtype == FP32 ? load_singles : s->dtype == FP16 ? load_halves : load_brains;
     const int whole = s->m == 1 && s->k <= SEGMENT;
     const __m512 power = _mm512_mul_ps(_mm512_load_ps(g->power), _mm512_set1_ps(by->step / by->lift * (weighted ? 0x1.6a09e6p0f : 1)));
     const float root_of_n = __builtin_sqrtf((float)(s->m * s->k));
@@ -227,10 +286,10 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
         for (Py_ssize_t i = 0; i < s->k; i += SEGMENT) {
             const Py_ssize_t n = s->k - i < SEGMENT ? s->k - i : SEGMENT;
             const int first = r == 0 && i == 0, last = r == s->m - 1 && i + n == s->k;
-            const float *x[LANES];
+            const char *x[LANES];
             for (int l = 0; l < LANES; l++)
-                x[l] = from[l] + r * down + i;
-            const Py_ssize_t pairs = load_segment(kind, x, n, factor, &part);
+                x[l] = from[l] + r * down + i * (s->dtype == FP32 ? 4 : 2);
+            const Py_ssize_t pairs = load(kind, x, n, factor, &part);
             if (weighted) {
                 const int16_t *of_lanes[LANES];
                 for (int l = 0; l < LANES; l++)
@@ -243,6 +302,7 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
                 const __m512 of_d = _mm512_mul_ps(_mm512_sqrt_ps(weight), _mm512_set1_ps(by->near * 0x1p-15f));
                 near = _mm512_fmadd_ps(_mm512_set1_ps(1.6f), _mm512_set1_ps(root_of_n), of_d);
             }
+            uint8_t has_sum[CANDIDATES] = {0}; /* from its twin */
             /* Small scales come last: if one element's error rules one out in all lanes, it does so with those that are smaller. */
             for (Py_ssize_t c = 0, before = w->some; before > 0; c = --before) {
                 if (first) {
@@ -263,8 +323,16 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
                     continue;
                 const __m512i m = _mm512_cvtps_epi32(multiplier);
                 const __m512i both = _mm512_mask_mov_epi16(m, 0xaaaaaaaa, _mm512_slli_epi32(m, 16));
-                const __m512 sum = sum_of_squares(how, weighted, by, &part, pairs, both);
-                sums[c] = first ? sum : _mm512_add_ps(sums[c], sum);
+                const Py_ssize_t twin = w->twin[c];
+                if (how == WHOLE_CELLS && twin) {
+                    __m512 of_twin, sum = sums_of_twins(weighted, by, &part, pairs, both, &of_twin);
+                    sums[c] = first ? sum : _mm512_add_ps(sums[c], sum);
+                    sums[twin] = first ? of_twin : _mm512_add_ps(sums[twin], of_twin);
+                    has_sum[twin] = 1;
+                } else if (!has_sum[c]) {
+                    const __m512 sum = sum_of_squares(how, weighted, by, &part, pairs, both);
+                    sums[c] = first ? sum : _mm512_add_ps(sums[c], sum);
+                }
                 if (!last)
                     continue;
                 const __mmask16 known = _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->limit), _CMP_LE_OQ);
@@ -282,7 +350,7 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
 }
 
 #define ESTIMATES(name, how)                                                                                               \
-    static void name(int kind, const estimator *by, const searched *s, const window *w, float reach, const float *const *from, \
+    static void name(int kind, const estimator *by, const searched *s, const window *w, float reach, const char *const *from, \
         Py_ssize_t down, const int16_t *const *roots, const uint32_t *amax, const group *g, candidates *all)               \
     {                                                                                                                      \
         if (s->weights)                                                                                                    \
@@ -292,7 +360,18 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
     }
 
 ESTIMATES(estimate_by_rounding, ROUNDED)
+ESTIMATES(estimate_by_whole_cells, WHOLE_CELLS)
 ESTIMATES(estimate_by_cells, CELLS)
 ESTIMATES(estimate_by_halved_cells, HALVED_CELLS)
+
+typedef void (*estimate_function)(int, const estimator *, const searched *, const window *, float, const char *const *, Py_ssize_t,
+    const int16_t *const *, const uint32_t *, const group *, candidates *);
+
+static const estimate_function estimates[] = {
+    [ROUNDED] = estimate_by_rounding,
+    [WHOLE_CELLS] = estimate_by_whole_cells,
+    [CELLS] = estimate_by_cells,
+    [HALVED_CELLS] = estimate_by_halved_cells,
+};
 
 #endif

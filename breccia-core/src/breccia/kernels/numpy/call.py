@@ -348,8 +348,6 @@ class Cast:
         block_scales = scales.fast_path(amax, global_scale) if piece.supplied is None else None
         if self.plan.search is not None and piece.supplied is None:
             if block_scales is not None and self.supplied_global is None:
-                if source.dtype != F4:
-                    source = self._load(work, piece.values[r0:r1, c0:c1], rows, columns, True)
                 where = c0 // k, columns // k
                 block_scales = self.plan.search.scales(
                     scales, source, m, k, amax, block_scales, global_scale, self.weights, *where

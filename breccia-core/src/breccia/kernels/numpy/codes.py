@@ -230,7 +230,7 @@ class Microkernels:
     store(values, dtype, out): FP32 numbers rounded to "float16" or "bfloat16", as uint16; contiguous.
     decode(codec, data, blocks, dtype, out, stream): a matrix of codes, in rows of bytes, under `Blocks`, into `out`, a
     matrix in any order of "float32", or of 16-bit numbers as uint16. stream: it is not read soon.
-    search(codes, source, k, amax, found, ...): scales with the least error, of FP32 numbers in blocks of `k`; see `Searching`.
+    search(codes, source, m, k, amax, found, ...): scales with the least error, of numbers in blocks of m x k; see `Searching`.
     columns: whether `amax`, `extremes`, `scaled`, `divided` and `shifted` take `across`, and there is `down`.
     shares: whether `decode` itself uses as many threads as it may, so that one call takes a whole matrix.
     """

@@ -87,22 +87,25 @@ class Searching:
         first: int,
         across: int,
     ) -> tuple[Array, Array] | None:
-        """(stored, inverse) as `Scales.fast_path`, for FP32 `source`; None where numbers need care. plain: of `fast_path`.
+        """(stored, inverse) as `Scales.fast_path`; None where numbers need care.
 
-        The chunk has rows of `across` blocks of m x k, each from block `first` on. weights: `k` for each block of a row of the
+        plain: of `fast_path`; its arrays may be written. The chunk has rows of `across` blocks of m x k, each from block `first` on. weights: `k` for each block of a row of the
         tensor.
         """
         if amax.max() > _MOST or int((amax - U4(1)).min()) + 1 < _LEAST:  # of zero: 2^32
             return None
         if self._reach and global_scale is None and amax.view(F4).max() > self._reach:
             return None
-        found = plain[0].copy() if self._codec <= _BYTES else np.empty(amax.size, F4)
         by = 1.0 if global_scale is None else float(global_scale.value)
         weights = _NOTHING if weights is None else weights
-        arrays = source, m, k, amax, found, self._codec, self._qmax, by, self._window, self._scales
-        self._microkernel(self._codes, *arrays, weights, first, across)
         if self._codec <= _BYTES:
-            return found, scales.inverses_of(found, global_scale)
+            found, inverses, inverse = plain[0], scales.inverse_table(global_scale), plain[1]
+        else:
+            found, inverses, inverse = np.empty(amax.size, F4), _NOTHING, _NOTHING
+        arrays = source, m, k, amax, found, inverses, inverse
+        self._microkernel(self._codes, *arrays, self._codec, self._qmax, by, self._window, self._scales, weights, first, across)
+        if self._codec <= _BYTES:
+            return plain
         np.copyto(found, UNIT, where=amax == 0)
         stored, numbers = scales.rounded(found)
         return stored, np.divide(UNIT, numbers)
