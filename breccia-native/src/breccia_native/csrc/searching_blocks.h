@@ -44,10 +44,10 @@ INLINE Py_ssize_t place_of(const searched *s, Py_ssize_t block)
     return s->total ? (s->first + block % s->across) % s->total : 0;
 }
 
-/* The number of the candidate of block `block`, lane l, with the least error; of equal ones, the first. may: a bit for each that may be it.
-   x: its first element, in rows that are `down` bytes apart. */
-static int best_of(const search_state *state, const candidates *all, const group *g, int l, uint32_t may, Py_ssize_t block,
-    const char *x, Py_ssize_t down)
+/* The number of the candidate of block `block`, lane l, with the least error; of equal ones, the first. x: its first element, in rows
+   that are `down` bytes apart. */
+static int best_of(
+    const search_state *state, const candidates *all, const group *g, int l, Py_ssize_t block, const char *x, Py_ssize_t down)
 {
     const searched *s = state->s;
     float least = INFINITY;
@@ -55,7 +55,7 @@ static int best_of(const search_state *state, const candidates *all, const group
     load_elements(state->kind, s, &state->room, x, down, g->power[l]);
     if (s->weights)
         memcpy(state->room.w, s->weights + place_of(s, block) * s->k, (size_t)s->k * sizeof(float));
-    for (; may; may &= may - 1) {
+    for (uint32_t may = all->may[l]; may; may &= may - 1) {
         const int n = lowest_bit(may);
         const float bound = all->bound[n][l], e = all->scale[n][l];
         if (bound * bound >= least)
@@ -67,13 +67,6 @@ static int best_of(const search_state *state, const candidates *all, const group
     return best;
 }
 
-/* Set the bit of candidate `n` in lanes where it may be the best. */
-OUTLINE void consider(const candidates *restrict all, Py_ssize_t n, uint32_t *restrict may)
-{
-    const uint32_t bit = 1u << n;
-    EACH_LANE may[l] |= all->bound[n][l] <= all->most[l] ? bit : 0;
-}
-
 /* `count` blocks from number `start` on. */
 static void search_group(const search_state *state, Py_ssize_t start, int count)
 {
@@ -81,12 +74,18 @@ static void search_group(const search_state *state, Py_ssize_t start, int count)
     const Py_ssize_t along = s->k * (s->dtype == FP32 ? 4 : 2), down = s->m > 1 ? s->across * along : along;
     group g;
     candidates all;
-    ALIGNED uint32_t amax[LANES], may[LANES];
+    ALIGNED uint32_t amax[LANES];
     const char *x[LANES];
+    if (count == LANES)
+        memcpy(amax, s->amax + start, sizeof amax);
+    else
+        for (int l = 0; l < LANES; l++)
+            amax[l] = s->amax[start + (l < count ? l : 0)];
+    if (s->codec < HALVES)
+        for (int l = 0; l < LANES; l++)
+            g.plain[l] = s->codes[start + (l < count ? l : 0)];
     for (int l = 0; l < LANES; l++) {
         const Py_ssize_t block = start + (l < count ? l : 0);
-        amax[l] = s->amax[block];
-        g.plain[l] = s->codec < HALVES ? s->codes[block] : 0;
         x[l] = s->x + (s->m > 1 ? block / s->across * s->m * down + block % s->across * along : block * along);
     }
     EACH_LANE
@@ -94,9 +93,9 @@ static void search_group(const search_state *state, Py_ssize_t start, int count)
         const uint32_t u = amax[l], field = u >> 23;
         g.power[l] = float_of((254 - (field < 253 ? field : 253)) << 23);
         g.y[l] = float_of(u) * g.power[l];
-        g.t[l] = float_of(u) / s->qmax / s->global;
-        all.most[l] = INFINITY;
     }
+    if (s->codec >= HALVES || s->some_factors || s->some_opposite)
+        EACH_LANE g.t[l] = float_of(amax[l]) / s->qmax / s->global;
 #if defined(BY_AVX512)
     if (state->by.how != UNKNOWN) {
         const int16_t *roots[LANES];
@@ -108,22 +107,18 @@ static void search_group(const search_state *state, Py_ssize_t start, int count)
     } else
 #endif
     {
-        all.turns = 0;
-        for (Py_ssize_t c = 0, before = state->window.some; before > 0; c = --before) {
+        for (Py_ssize_t c = 0; c < state->window.some; c++) {
             candidate_of(s, c, &g, all.written[c], all.scale[c]);
             bounds_of(s->weights != NULL, state->reach, &g, all.scale[c], all.bound[c]);
-            all.turn[all.turns++] = c;
         }
+        EACH_LANE all.may[l] = ~0u >> (CANDIDATES - state->window.some);
     }
-    EACH_LANE may[l] = 0;
-    for (Py_ssize_t i = 0; i < all.turns; i++)
-        consider(&all, all.turn[i], may);
     for (int l = 0; l < count; l++) {
         int best = 0;
-        if (amax[l] && may[l] & (may[l] - 1))
-            best = best_of(state, &all, &g, l, may[l], start + l, x[l], down);
+        if (amax[l] && all.may[l] & (all.may[l] - 1))
+            best = best_of(state, &all, &g, l, start + l, x[l], down);
         else if (amax[l])
-            best = lowest_bit(may[l]);
+            best = lowest_bit(all.may[l]);
         if (s->codec < HALVES) {
             s->codes[start + l] = (uint8_t)all.written[best][l];
             s->inverse[start + l] = s->inverses[s->codes[start + l]];

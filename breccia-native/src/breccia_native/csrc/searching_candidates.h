@@ -21,12 +21,12 @@ typedef struct {
     ALIGNED int32_t plain[LANES];
 } group;
 
-/* The candidates of a group: what is written of them, their scales, and numbers that the roots of their errors are not less than; and one
-   that the root of the least error is not more than. */
+/* The candidates of a group: what is written of them, their scales, numbers that the roots of their errors are not less than, and in
+   `may` a bit for each that may be the best. */
 typedef struct {
     ALIGNED int32_t written[CANDIDATES][LANES];
-    ALIGNED float scale[CANDIDATES][LANES], bound[CANDIDATES][LANES], most[LANES];
-    Py_ssize_t turn[CANDIDATES], turns; /* those that may be the best */
+    ALIGNED float scale[CANDIDATES][LANES], bound[CANDIDATES][LANES];
+    ALIGNED uint32_t may[LANES];
 } candidates;
 
 /* Of a search: how many candidates there are, for each the first one of those before it whose scales are smaller in turn, and

@@ -4,7 +4,7 @@
    t = round(a * M / 2^15) is near x / e in units of 2^-p code steps, M being the integer nearest to 2^(p + 15) / (f * e). Its distance
    from the number v of the nearest code is an integer d, and S, the sum of d^2, is exact but for a few FP32 additions.
 
-   How near is it? a is within 0.51 of x * f, M within 0.52 of its fraction (by `_mm512_rcp14_ps` and a step of Newton's method), and t
+   How near is it? a is within 0.51 of x * f, M within 0.52 of its fraction (f and 1 / e are within 2^-22), and t
    within 0.5 of a * M / 2^15; |x * f| and |M| are at most 2^15. So t is within 0.5 + 0.52 + 0.51 = 1.53 of 2^p x / e. A distance from the
    nearest of some numbers never changes by more than what it is the distance of. What the error itself rounds (1 / e, x times
    that, which may lead to the other one of two codes about as near, v, y - v, and y below 2^-20 that counts as 0) moves a distance by
@@ -39,6 +39,7 @@ typedef struct {
     float limit, near; /* of |M|; NEAR */
     float alike;       /* up to this |M| no element is beyond the codes of a scale, nor of its opposite */
     __m512i low, high, half, mask, places; /* places: p */
+    __m512i opposite_low, opposite_high;   /* of codes under the opposite scale */
     __m512i starts, below, above;          /* of cells; of WHOLE_CELLS `above` is for the opposite scale */
 } estimator;
 
@@ -108,6 +109,7 @@ static estimator estimator_of(int kind, const searched *s)
         by.places = _mm512_set1_epi16((int16_t)__builtin_ctz((unsigned)by.lift));
         by.alike = low < 0 ? (high + 0.49f) * by.lift : 0;
         by.low = all_of(low * by.lift), by.high = all_of(high * by.lift);
+        by.opposite_low = all_of(-high * by.lift), by.opposite_high = all_of(low < 0 ? -low * by.lift : 0);
         by.half = all_of(by.lift / 2), by.mask = all_of(-by.lift);
     }
     return by;
@@ -153,18 +155,23 @@ INLINE __m512 sum_of_squares(
     return sum;
 }
 
-/* The same of integers in cells; and in `opposite` S under the opposite scale, where t and codes have the other sign. */
+/* The same of integers; and in `opposite` S under the opposite scale, where t and codes have the other sign. */
 INLINE __m512 sums_of_twins(
-    const int weighted, const estimator *by, const segment *part, Py_ssize_t pairs, __m512i multiplier, __m512 *opposite)
+    const int how, const int weighted, const estimator *by, const segment *part, Py_ssize_t pairs, __m512i multiplier, __m512 *opposite)
 {
     __m512 sum = _mm512_setzero_ps(), other = sum;
     for (Py_ssize_t i = 0; i < pairs; i += 4) {
         __m512i squares = _mm512_setzero_si512(), others = squares;
         _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
             const __m512i t = _mm512_mulhrs_epi16(_mm512_load_si512(part->a[i + j]), multiplier);
-            const __m512i cell = _mm512_srav_epi16(_mm512_adds_epi16(t, by->half), by->places);
-            __m512i d = _mm512_sub_epi16(t, _mm512_permutexvar_epi16(cell, by->below));
-            __m512i e = _mm512_sub_epi16(t, _mm512_permutexvar_epi16(cell, by->above));
+            const __m512i above = _mm512_adds_epi16(t, by->half), cell = _mm512_srav_epi16(above, by->places);
+            const __m512i whole = _mm512_and_si512(above, by->mask);
+            __m512i v = _mm512_permutexvar_epi16(cell, by->below), u = _mm512_permutexvar_epi16(cell, by->above);
+            if (how == ROUNDED) {
+                v = _mm512_min_epi16(_mm512_max_epi16(whole, by->low), by->high);
+                u = _mm512_min_epi16(_mm512_max_epi16(whole, by->opposite_low), by->opposite_high);
+            }
+            __m512i d = _mm512_sub_epi16(t, v), e = _mm512_sub_epi16(t, u);
             if (weighted) {
                 const __m512i root = _mm512_load_si512(part->root[i + j]);
                 d = _mm512_mulhrs_epi16(d, root), e = _mm512_mulhrs_epi16(e, root);
@@ -261,6 +268,13 @@ static void write_roots(const searched *s, int16_t *to)
     }
 }
 
+/* 1 / a within 2^-22 of it; NaN of 0. */
+INLINE __m512 inverse_of(__m512 a)
+{
+    const __m512 near = _mm512_rcp14_ps(a), twice = _mm512_add_ps(near, near);
+    return _mm512_fnmadd_ps(_mm512_mul_ps(a, near), near, twice);
+}
+
 /* Find the candidates that may be the best, with bounds of their errors. from: the blocks, whose rows are `down` bytes apart. roots: of their
    weights. */
 INLINE void estimate_by(const int how, const int weighted, int kind, const estimator *by, const searched *s, const window *w,
@@ -268,20 +282,17 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
     candidates *all)
 {
     segment part;
-    ALIGNED float factor[LANES], fraction[LANES];
+    ALIGNED float factor[LANES];
     __m512 sums[CANDIDATES], weight = _mm512_setzero_ps();
-    EACH_LANE
-    {
-        factor[l] = 0x7fffp0f / float_of(amax[l] ? amax[l] : NORMAL);
-        fraction[l] = by->lift * 0x1p15f / (factor[l] * by->step);
-    }
+    const __m512 largest = _mm512_max_ps(_mm512_load_ps(amax), _mm512_set1_ps(0x1p-60f)); /* of zeros too the factor is finite */
+    _mm512_store_ps(factor, _mm512_mul_ps(_mm512_set1_ps(0x7fffp0f), inverse_of(largest)));
+    const __m512 fraction = _mm512_mul_ps(largest, _mm512_set1_ps(by->lift * (0x1p15f / 0x7fffp0f) / by->step));
     Py_ssize_t (*const load)(int, const char *const *, Py_ssize_t, const float *, segment *) =
         s->dtype == FP32 ? load_singles : s->dtype == FP16 ? load_halves : load_brains;
-    const int whole = s->m == 1 && s->k <= SEGMENT;
     const __m512 power = _mm512_mul_ps(_mm512_load_ps(g->power), _mm512_set1_ps(by->step / by->lift * (weighted ? 0x1.6a09e6p0f : 1)));
     const float root_of_n = __builtin_sqrtf((float)(s->m * s->k));
     __m512 near = _mm512_set1_ps(by->near * root_of_n), most = _mm512_set1_ps(INFINITY);
-    all->turns = 0;
+    uint32_t turns = 0;
     for (Py_ssize_t r = 0; r < s->m; r++)
         for (Py_ssize_t i = 0; i < s->k; i += SEGMENT) {
             const Py_ssize_t n = s->k - i < SEGMENT ? s->k - i : SEGMENT;
@@ -310,13 +321,16 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
                     bounds_of(weighted, reach, g, all->scale[c], all->bound[c]);
                 }
                 const __m512 bound = _mm512_load_ps(all->bound[c]), e = _mm512_load_ps(all->scale[c]);
-                if (whole && !_mm512_cmp_ps_mask(bound, most, _CMP_LE_OQ)) {
+                if (!_mm512_cmp_ps_mask(bound, most, _CMP_LE_OQ)) {
                     before = w->first[c];
                     continue;
                 }
-                const __m512 near_inverse = _mm512_rcp14_ps(e), twice = _mm512_add_ps(near_inverse, near_inverse);
-                const __m512 inverse = _mm512_fnmadd_ps(_mm512_mul_ps(e, near_inverse), near_inverse, twice);
-                const __m512 multiplier = _mm512_mul_ps(_mm512_load_ps(fraction), inverse), size = _mm512_abs_ps(multiplier);
+                const __m512 multiplier = _mm512_mul_ps(fraction, inverse_of(e)), size = _mm512_abs_ps(multiplier);
+                const __m512 unit = _mm512_abs_ps(_mm512_mul_ps(e, power));
+                if (first && c == 0 && (how == WHOLE_CELLS || how == ROUNDED)) { /* no integer is farther than half a step */
+                    const __mmask16 inside = _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->alike), _CMP_LE_OQ);
+                    most = _mm512_mask_mul_ps(most, inside, unit, _mm512_set1_ps(0.505f * by->lift * root_of_n));
+                }
                 /* What is as good as its twin, an earlier one, is not the first of the best. */
                 const __mmask16 alike = w->twin[c] ? _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->alike), _CMP_LE_OQ) : 0;
                 if (alike == 0xffff)
@@ -324,8 +338,8 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
                 const __m512i m = _mm512_cvtps_epi32(multiplier);
                 const __m512i both = _mm512_mask_mov_epi16(m, 0xaaaaaaaa, _mm512_slli_epi32(m, 16));
                 const Py_ssize_t twin = w->twin[c];
-                if (how == WHOLE_CELLS && twin) {
-                    __m512 of_twin, sum = sums_of_twins(weighted, by, &part, pairs, both, &of_twin);
+                if ((how == WHOLE_CELLS || how == ROUNDED) && twin) {
+                    __m512 of_twin, sum = sums_of_twins(how, weighted, by, &part, pairs, both, &of_twin);
                     sums[c] = first ? sum : _mm512_add_ps(sums[c], sum);
                     sums[twin] = first ? of_twin : _mm512_add_ps(sums[twin], of_twin);
                     has_sum[twin] = 1;
@@ -336,17 +350,21 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
                 if (!last)
                     continue;
                 const __mmask16 known = _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->limit), _CMP_LE_OQ);
-                const __m512 unit = _mm512_abs_ps(_mm512_mul_ps(e, power));
                 const __m512 root = _mm512_mul_ps(sums[c], _mm512_rsqrt14_ps(_mm512_max_ps(sums[c], _mm512_set1_ps(1))));
                 const __m512 above = _mm512_mul_ps(unit, _mm512_fmadd_ps(root, _mm512_set1_ps(1 + SLACK), near));
                 const __m512 below = _mm512_mul_ps(unit, _mm512_fmsub_ps(root, _mm512_set1_ps(1 - SLACK), near));
                 const __m512 raised = _mm512_mask_max_ps(bound, known, bound, below);
                 _mm512_store_ps(all->bound[c], _mm512_mask_mov_ps(raised, alike, _mm512_set1_ps(INFINITY)));
                 most = _mm512_mask_min_ps(most, known, most, above);
-                all->turn[all->turns++] = c;
+                turns |= 1u << c;
             }
         }
-    _mm512_store_ps(all->most, most);
+    __m512i may = _mm512_setzero_si512();
+    for (; turns; turns &= turns - 1) {
+        const __mmask16 here = _mm512_cmp_ps_mask(_mm512_load_ps(all->bound[__builtin_ctz(turns)]), most, _CMP_LE_OQ);
+        may = _mm512_mask_or_epi32(may, here, may, _mm512_set1_epi32((int)(turns & -turns)));
+    }
+    _mm512_store_si512(all->may, may);
 }
 
 #define ESTIMATES(name, how)                                                                                               \

@@ -89,8 +89,8 @@ class Searching:
     ) -> tuple[Array, Array] | None:
         """(stored, inverse) as `Scales.fast_path`; None where numbers need care.
 
-        plain: of `fast_path`; its arrays may be written. The chunk has rows of `across` blocks of m x k, each from block `first`
-        on. weights: `k` for each block of a row of the tensor.
+        plain: of `fast_path`; its arrays may be written. The chunk has rows of `across` blocks of m x k, each from block
+        `first` on. weights: `k` for each block of a row of the tensor.
         """
         if amax.max() > _MOST or int((amax - U4(1)).min()) + 1 < _LEAST:  # of zero: 2^32
             return None
