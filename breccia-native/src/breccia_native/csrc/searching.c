@@ -11,14 +11,14 @@ static int is_aligned(const Py_buffer *b, Py_ssize_t bytes)
 }
 
 PyDoc_STRVAR(search_doc,
-    "search(source, dtype, m, k, amax, found, inverses, inverse, codec, qmax, global_scale, window, scales, element, weights, first, across): the scale of each block of m rows\n"
-    "of k numbers with the least error, as numerics.md, section 5.6, computes it. dtype: 32 FP32, 16 BF16, -16 FP16. amax: its bits, uint32; zero, or from 2^-60 to 2^100.\n"
-    "found: of scales of 8 bits the plain codes, which are replaced; of others room for FP32 numbers. inverses: of scales of\n"
-    "8 bits, the FP32 number of each code that is written to `inverse`. codec: 0 powers of two, 1 floats of 8\n"
-    "bits, 2 FP16, 3 BF16, 4 FP32. window: (factors, opposite) as FP32 and steps as int32. scales: (least, most, the\n"
-    "lowest and highest code that steps lead to, and the fields of numpy.FloatCodes). element: the fields of numpy.FloatCodes\n"
-    "of numpy.IntegerCodes, or (thresholds, values) of numpy.TableCodes. weights: FP32, k for each block of a row of the tensor; empty for none. The blocks\n"
-    "are in rows of `across`, of which each begins at block `first` of such a row.");
+    "search(source, dtype, m, k, amax, found, inverses, inverse, codec, qmax, global_scale, window, scales, element, weights, first,\n"
+    "across): the scale of each block of m rows of k numbers with the least error, as numerics.md, section 5.6, computes it. dtype:\n"
+    "32 FP32, 16 BF16, -16 FP16. amax: its bits, uint32; zero, or from 2^-60 to 2^100. found: of scales of 8 bits the plain codes,\n"
+    "which are replaced; of others room for FP32 numbers. inverses: of scales of 8 bits, the FP32 number of each code that is written\n"
+    "to `inverse`. codec: 0 powers of two, 1 floats of 8 bits, 2 FP16, 3 BF16, 4 FP32. window: (factors, opposite) as FP32 and steps as\n"
+    "int32. scales: (least, most, the lowest and highest code that steps lead to, and the fields of numpy.FloatCodes). element: the\n"
+    "fields of numpy.FloatCodes or of numpy.IntegerCodes, or (thresholds, values) of numpy.TableCodes. weights: FP32, k for each block\n"
+    "of a row of the tensor; empty for none. The blocks are in rows of `across`, of which each begins at block `first` of such a row.");
 
 static PyObject *search_of(PyObject *Py_UNUSED(self), PyObject *args)
 {
@@ -26,8 +26,8 @@ static PyObject *search_of(PyObject *Py_UNUSED(self), PyObject *args)
     Py_buffer starts = {0}, values = {0};
     searched s = {0};
     PyObject *element;
-    if (!PyArg_ParseTuple(args, "y*inny*w*y*w*iff(y*y*y*)(ffii(IIIii))O!y*nn:search", &x, &s.dtype, &s.m, &s.k, &amax, &found, &inverses, &inverse, &s.codec, &s.qmax, &s.global,
-            &factors, &opposite, &steps, &s.least, &s.most, &s.lowest, &s.highest, &s.form.floor, &s.form.lift,
+    if (!PyArg_ParseTuple(args, "y*inny*w*y*w*iff(y*y*y*)(ffii(IIIii))O!y*nn:search", &x, &s.dtype, &s.m, &s.k, &amax, &found,
+            &inverses, &inverse, &s.codec, &s.qmax, &s.global, &factors, &opposite, &steps, &s.least, &s.most, &s.lowest, &s.highest, &s.form.floor, &s.form.lift,
             &s.form.largest, &s.form.shift, &s.form.sign, &PyTuple_Type, &element, &weights, &s.first, &s.across))
         return NULL;
     Py_buffer *const every[] = {&x, &amax, &found, &inverses, &inverse, &factors, &opposite, &steps, &weights, &starts, &values};

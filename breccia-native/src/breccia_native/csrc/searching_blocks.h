@@ -9,6 +9,8 @@
 
 #if defined(BY_AVX512)
 #include "searching_estimates.h"
+#else
+#include "searching_lanes.h"
 #endif
 
 /* What all groups of a call have in common. */
@@ -102,8 +104,15 @@ static void search_group(const search_state *state, Py_ssize_t start, int count)
         if (s->weights)
             for (int l = 0; l < LANES; l++)
                 roots[l] = state->roots + place_of(s, start + (l < count ? l : 0)) * s->k;
-        estimates[state->by.how](
-            state->kind, &state->by, s, &state->window, state->reach, x, down, roots, amax, &g, &all);
+        estimates[state->by.how](state->kind, &state->by, s, &state->window, state->reach, x, down, roots, amax, &g, &all);
+    } else
+#else
+    if (s->m == 1 && s->k <= MOST && state->kind != TABLES) {
+        const char *weights[LANES];
+        if (s->weights)
+            for (int l = 0; l < LANES; l++)
+                weights[l] = (const char *)(s->weights + place_of(s, start + (l < count ? l : 0)) * s->k);
+        compares[state->kind](s, &state->window, state->reach, x, weights, &g, &all);
     } else
 #endif
     {
@@ -138,11 +147,13 @@ static void search(const searched *s)
     const Py_ssize_t blocks = s->n / (s->m * s->k), length = filled_up(s->k);
     const int kind = is_whole(s) ? WHOLE : s->kind;
     float *const y = s->room + s->m * length, *const q = y + s->m * length, *const of_rows = q + 3 * length;
-    search_state state = {s, kind, 0, window_of(s), {s->room, y, q, q + length, q + 2 * length, of_rows, s->m, s->k, length}, errors[kind][s->weights != NULL][s->m == 1 && length <= 32]
+    search_state state = {.s = s, .kind = kind, .window = window_of(s),
+        .error = errors[kind][s->weights != NULL][s->m == 1 && length <= 32],
+        .room = {s->room, y, q, q + length, q + 2 * length, of_rows, s->m, s->k, length}};
 #if defined(BY_AVX512)
-        , estimator_of(kind, s), (const int16_t *)(of_rows + filled_up(s->m))
+    state.by = estimator_of(kind, s);
+    state.roots = (const int16_t *)(of_rows + filled_up(s->m));
 #endif
-    };
     const float low = kind == TABLES ? s->values.values[0] : kind == FLOATS ? 0 : s->integers.low;
     const float high = kind == TABLES ? s->values.values[15] : kind == FLOATS ? float_of(s->floats.largest) : s->integers.high;
     state.reach = -low > high ? -low : high;
