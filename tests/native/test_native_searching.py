@@ -33,7 +33,8 @@ SPECS = (
     "mxfp8,fp8_format=E5M2,scale_rule=mse", "mxint8,scale_rule=mse", "int4,group_size=12,scale_rule=mse",
     "int4,scale_dtype=bf16,scale_rule=mse", "int8,scale_rule=mse",
     "int4,group_size=8,signed=false,scale_dtype=fp32,scale_rule=mse",
-    "int,bits=2,group_size=1,scale_rule=mse", "int,bits=1,group_size=24,signed=false,scale_rule=mse",
+    "int,bits=2,group_size=1,scale_rule=mse", "int,bits=2,group_size=32,scale_rule=mse",
+    "int,bits=3,group_size=20,scale_rule=mse", "int,bits=1,group_size=24,signed=false,scale_rule=mse",
     "int,bits=6,group_size=null,scale_dtype=bf16,scale_rule=mse", "int4,group_size=600,scale_rule=mse",
     "nvfp4,block_m=16,scale_rule=mse", "nf4,block_size=16,scale_rule=mse", "nf4,scale_dtype=bf16,scale_rule=mse",
 )  # fmt: skip
@@ -166,6 +167,22 @@ def test_errors_that_hardly_differ_are_told_apart(instructions: None) -> None:
             low, high = np.where(same, middle, low), np.where(same, high, middle)
         x = np.concatenate([low, high])
         expect_tensor(NUMPY, cast(x, recipe), reference.cast(x, recipe))
+
+
+@pytest.mark.parametrize("recipe", EVERY)
+def test_all_instruction_sets_find_the_same_scales_of_thousands_of_blocks(recipe: ScalingRecipe) -> None:
+    """So many that some errors differ by less than what estimates tell apart."""
+    rng = np.random.default_rng(8)
+    x, importance = rng.standard_normal((128, 512)).astype(np.float32), (rng.random(512) ** 4).astype(np.float32)
+    for numbers in (x, x**3, x.astype(np.float16)):
+        for options in (CastOptions(), CastOptions(importance=importance)):
+            found = []
+            for instructions in searching.use():
+                searching.use(instructions)
+                found.append(cast(numbers, recipe, options))
+            searching.use(searching.use()[0])
+            for other in found[1:]:
+                expect_tensor(NUMPY, other, found[0])
 
 
 @pytest.mark.long

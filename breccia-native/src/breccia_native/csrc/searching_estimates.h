@@ -54,7 +54,8 @@ INLINE __m512i all_of(float number)
 }
 
 /* How to estimate, or UNKNOWN: of integers; of minifloats whose codes change at multiples of 1/4 only, such as E2M1; of tables. Four
-   sums of two squares must be below 2^32, and |d| below 2^14.5: |t| is at most 2^15 and beyond the last codes at least 0.3 * 2^15. */
+   sums of two squares must be below 2^32, and |d| below 2^14.5, 0.7 * 2^15: |t| is at most 2^15, and M is limited where the last codes are
+   below 0.3 * 2^15. */
 static estimator estimator_of(int kind, const searched *s)
 {
     estimator by = {.how = UNKNOWN, .limit = 0x7fffp0f, .near = 1.6f, .step = 1};
@@ -97,8 +98,10 @@ static estimator estimator_of(int kind, const searched *s)
         if (low == 0) /* |d| is |t| where that is negative */
             by.limit = 0x3fffp0f;
         by.lift = 1;
-        while (2 * by.lift * high <= by.limit * (20.0f / 32))
-            by.lift *= 2;
+        while (2 * by.lift * high <= by.limit * (20.0f / 32) && 2 * by.lift * (0.5f - low) <= 0x7fffp0f)
+            by.lift *= 2; /* so t next to the lowest code of the opposite scale, -low, is not beyond 2^15 */
+        const float most = high * by.lift + 0.7f * 0x1p15f;
+        by.limit = by.limit < most ? by.limit : most;
         by.how = low < 0 && high < 8 ? WHOLE_CELLS : ROUNDED;
         for (int i = -16; i < 16; i++) {
             const float cell = (float)i, inside = cell < low ? low : cell > high ? high : cell;
