@@ -82,6 +82,10 @@ def measured(spec: str, dtype: str, threads: int, x: Any, importance: Any, runs:
     }
 
 
+def name_of(row: Row) -> str:
+    return f"{row['recipe']} in {row['dtype']} on {row['threads']}"
+
+
 @program
 def main(
     size: Annotated[int, typer.Option(min=128, help="Rows and columns of the matrix.")] = 4096,
@@ -112,7 +116,3 @@ def main(
     if slow:
         more["failed"] = f"A search takes more than {limit:g} times the plain cast: {'; '.join(slow)}."
     return BENCHMARK.result(rows, {"size": size, "runs": runs, "limit": limit}, **more)
-
-
-def name_of(row: Row) -> str:
-    return f"{row['recipe']} in {row['dtype']} on {row['threads']}"
