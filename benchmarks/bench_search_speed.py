@@ -112,7 +112,9 @@ def main(
         breccia.set_num_threads(before)
     unsteady = [name_of(row) for row in rows if not agree(*row["passes"], drift)]
     slow = [f"{name_of(row)}: {row['over_plain']:.1f}" for row in rows if row["over_plain"] > limit]
-    more = {"refused": f"Two passes differ by more than {drift - 1:.0%}: {'; '.join(unsteady)}."} if unsteady else {}
+    more: dict[str, Any] = (
+        {"refused": f"Two passes differ by more than {drift - 1:.0%}: {'; '.join(unsteady)}."} if unsteady else {}
+    )
     if slow:
         more["failed"] = f"A search takes more than {limit:g} times the plain cast: {'; '.join(slow)}."
     return BENCHMARK.result(rows, {"size": size, "runs": runs, "limit": limit}, **more)

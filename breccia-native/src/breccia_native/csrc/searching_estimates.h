@@ -211,7 +211,8 @@ INLINE __m512 sixteen(int dtype, const char *x, __mmask16 real)
 
 /* n elements of each lane times its factor, at most SEGMENT, of minifloats their magnitudes. They are filled up with zeros to a multiple
    of 4 pairs, whose number is returned. */
-INLINE Py_ssize_t load_segment(const int dtype, int kind, const char *const *from, Py_ssize_t n, const float *factor, segment *to)
+INLINE Py_ssize_t load_segment(const int dtype, int kind, const char *const *from, Py_ssize_t n, const float *factor,
+    int16_t (*to)[2 * LANES])
 {
     const Py_ssize_t bytes = dtype == FP32 ? 4 : 2;
     const __m512 kept = _mm512_castsi512_ps(_mm512_set1_epi32(kind == FLOATS ? 0x7fffffff : -1));
@@ -231,15 +232,16 @@ INLINE Py_ssize_t load_segment(const int dtype, int kind, const char *const *fro
                 const __m512 y = _mm512_and_ps(sixteen(dtype, from[l] + (i + 16) * bytes, (__mmask16)(real >> 16)), kept);
                 v[l] = _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(x, by)), _mm512_cvtps_epi32(_mm512_mul_ps(y, by)));
             }
-        store_pairs(v, n - i, to->a + i / 2);
+        store_pairs(v, n - i, to + i / 2);
     }
     return (n + 15) / 16 * 8;
 }
 
-#define LOADS(name, dtype)                                                                                             \
-    OUTLINE Py_ssize_t name(int kind, const char *const *from, Py_ssize_t n, const float *factor, segment *to)         \
-    {                                                                                                                  \
-        return load_segment(dtype, kind, from, n, factor, to);                                                         \
+#define LOADS(name, dtype)                                                                                          \
+    OUTLINE Py_ssize_t name(                                                                                        \
+        int kind, const char *const *from, Py_ssize_t n, const float *factor, int16_t (*to)[2 * LANES])             \
+    {                                                                                                               \
+        return load_segment(dtype, kind, from, n, factor, to);                                                      \
     }
 
 LOADS(load_singles, FP32)
@@ -247,7 +249,7 @@ LOADS(load_halves, FP16)
 LOADS(load_brains, BF16)
 
 /* The roots of weights, in the order of `load_segment`. */
-OUTLINE void load_roots(const int16_t *const *from, Py_ssize_t n, segment *to)
+OUTLINE void load_roots(const int16_t *const *from, Py_ssize_t n, int16_t (*to)[2 * LANES])
 {
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     for (Py_ssize_t i = 0; i < n; i += 32) {
@@ -258,7 +260,7 @@ OUTLINE void load_roots(const int16_t *const *from, Py_ssize_t n, segment *to)
             if (n - i > 16)
                 v[l] = _mm512_permutexvar_epi64(order, v[l]);
         }
-        store_pairs(v, n - i, to->root + i / 2);
+        store_pairs(v, n - i, to + i / 2);
     }
 }
 
@@ -290,25 +292,32 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
     const __m512 largest = _mm512_max_ps(_mm512_load_ps(amax), _mm512_set1_ps(0x1p-60f)); /* of zeros too the factor is finite */
     _mm512_store_ps(factor, _mm512_mul_ps(_mm512_set1_ps(0x7fffp0f), inverse_of(largest)));
     const __m512 fraction = _mm512_mul_ps(largest, _mm512_set1_ps(by->lift * (0x1p15f / 0x7fffp0f) / by->step));
-    Py_ssize_t (*const load)(int, const char *const *, Py_ssize_t, const float *, segment *) =
+    Py_ssize_t (*const load)(int, const char *const *, Py_ssize_t, const float *, int16_t (*)[2 * LANES]) =
         s->dtype == FP32 ? load_singles : s->dtype == FP16 ? load_halves : load_brains;
     const __m512 power = _mm512_mul_ps(_mm512_load_ps(g->power), _mm512_set1_ps(by->step / by->lift * (weighted ? 0x1.6a09e6p0f : 1)));
     const float root_of_n = __builtin_sqrtf((float)(s->m * s->k));
     __m512 near = _mm512_set1_ps(by->near * root_of_n), most = _mm512_set1_ps(INFINITY);
     uint32_t turns = 0;
-    for (Py_ssize_t r = 0; r < s->m; r++)
+    const Py_ssize_t bytes = s->dtype == FP32 ? 4 : 2, together = s->k <= SEGMENT ? SEGMENT / ((s->k + 15) / 16 * 16) : 1;
+    for (Py_ssize_t r = 0, rows; r < s->m; r += rows) {
+        rows = together < s->m - r ? together : s->m - r; /* as many as a segment has room for */
         for (Py_ssize_t i = 0; i < s->k; i += SEGMENT) {
             const Py_ssize_t n = s->k - i < SEGMENT ? s->k - i : SEGMENT;
-            const int first = r == 0 && i == 0, last = r == s->m - 1 && i + n == s->k;
-            const char *x[LANES];
-            for (int l = 0; l < LANES; l++)
-                x[l] = from[l] + r * down + i * (s->dtype == FP32 ? 4 : 2);
-            const Py_ssize_t pairs = load(kind, x, n, factor, &part);
-            if (weighted) {
+            const int first = r == 0 && i == 0, last = r + rows == s->m && i + n == s->k;
+            Py_ssize_t pairs = 0;
+            for (Py_ssize_t j = 0; j < rows; j++) {
+                const char *x[LANES];
                 const int16_t *of_lanes[LANES];
                 for (int l = 0; l < LANES; l++)
-                    of_lanes[l] = roots[l] + i;
-                load_roots(of_lanes, n, &part);
+                    x[l] = from[l] + (r + j) * down + i * bytes;
+                if (weighted) {
+                    for (int l = 0; l < LANES; l++)
+                        of_lanes[l] = roots[l] + i;
+                    load_roots(of_lanes, n, part.root + pairs);
+                }
+                pairs += load(kind, x, n, factor, part.a + pairs);
+            }
+            if (weighted) {
                 for (Py_ssize_t j = 0; j < pairs; j++) {
                     const __m512i root = _mm512_load_si512(part.root[j]);
                     weight = _mm512_add_ps(weight, _mm512_cvtepu32_ps(_mm512_madd_epi16(root, root)));
@@ -362,6 +371,7 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
                 turns |= 1u << c;
             }
         }
+    }
     __m512i may = _mm512_setzero_si512();
     for (; turns; turns &= turns - 1) {
         const __mmask16 here = _mm512_cmp_ps_mask(_mm512_load_ps(all->bound[__builtin_ctz(turns)]), most, _CMP_LE_OQ);
