@@ -110,7 +110,7 @@ def main(
             rows.append(measured(spec, dtype, n, matrix.astype(kinds[dtype]), importance, runs))
     finally:
         breccia.set_num_threads(before)
-    unsteady = [name_of(row) for row in rows if not agree(*row["passes"], drift)]
+    unsteady = [name_of(row) for row in rows if not agree(row["passes"][0], row["passes"][1], drift)]
     slow = [f"{name_of(row)}: {row['over_plain']:.1f}" for row in rows if row["over_plain"] > limit]
     more: dict[str, Any] = (
         {"refused": f"Two passes differ by more than {drift - 1:.0%}: {'; '.join(unsteady)}."} if unsteady else {}
