@@ -117,10 +117,12 @@ INLINE float term_of(const int kind, const int weighted, const searched *s, floa
 
 #define TERM(i) term_of(kind, weighted, s, x[i], y[i], weighted ? w[i] : 0, kind == TABLES ? q[i] : 0, inverse, unit)
 
-/* The error of a block of one row of at most 32 elements. */
-INLINE float short_error_of(const int kind, const int weighted, const searched *s, const elements *of, float inverse, float unit)
+/* The error of row r of at most 32 elements. */
+INLINE float short_row_of(
+    const int kind, const int weighted, const searched *s, const elements *of, Py_ssize_t r, float inverse, float unit)
 {
-    const float *const restrict x = of->x, *const restrict y = of->y, *const restrict w = of->w, *const restrict q = of->q;
+    const float *const restrict x = of->x + r * of->length, *const restrict y = of->y + r * of->length;
+    const float *const restrict w = of->w, *const restrict q = of->q;
     float sums[16];
     if (kind == TABLES)
         look_up(&s->values, x, inverse, of->length, of->q);
@@ -132,25 +134,30 @@ INLINE float short_error_of(const int kind, const int weighted, const searched *
     return sum_of(sums, 16);
 }
 
+/* The error of a block of one row of at most 32 elements. */
+INLINE float short_error_of(const int kind, const int weighted, const searched *s, const elements *of, float inverse, float unit)
+{
+    return short_row_of(kind, weighted, s, of, 0, inverse, unit);
+}
+
 INLINE float error_of(const int kind, const int weighted, const searched *s, const elements *of, float inverse, float unit)
 {
     const Py_ssize_t half = of->length / 2, both = of->k - half;
     float *const restrict sums = of->sums;
     for (Py_ssize_t r = 0; r < of->m; r++) {
+        if (of->length <= 32) {
+            of->of_rows[r] = short_row_of(kind, weighted, s, of, r, inverse, unit);
+            continue;
+        }
         const float *const restrict x = of->x + r * of->length, *const restrict y = of->y + r * of->length;
         const float *const restrict w = of->w, *const restrict q = of->q;
         if (kind == TABLES)
             look_up(&s->values, x, inverse, of->length, of->q);
-        if (of->length == 16)
-            for (Py_ssize_t i = 0; i < of->length; i++)
-                sums[i] = TERM(i);
-        else {
-            for (Py_ssize_t i = 0; i < both; i++)
-                sums[i] = TERM(i) + TERM(i + half);
-            for (Py_ssize_t i = both; i < half; i++)
-                sums[i] = TERM(i);
-        }
-        of->of_rows[r] = sum_of(sums, of->length == 16 ? 16 : half);
+        for (Py_ssize_t i = 0; i < both; i++)
+            sums[i] = TERM(i) + TERM(i + half);
+        for (Py_ssize_t i = both; i < half; i++)
+            sums[i] = TERM(i);
+        of->of_rows[r] = sum_of(sums, half);
     }
     const Py_ssize_t rows = filled_up(of->m);
     for (Py_ssize_t r = of->m; r < rows; r++)
