@@ -137,12 +137,20 @@ def _blocks(
     return microkernels.blocks(source, k, kind, divisor, by, _floats(writer), inverses, _floats(codes), stored, out)
 
 
-def _search(codes: FloatCodes | IntegerCodes, source: Any, k: int, amax: Any, found: Any, *more: Any) -> None:
-    codec, qmax, global_scale, window, (writer, *scales), weights, first, across = more
+def _search(
+    codes: FloatCodes | IntegerCodes | TableCodes, source: Any, m: int, k: int, amax: Any, found: Any, inverses: Any, *more: Any
+) -> None:
+    inverse, codec, qmax, global_scale, window, (writer, *scales), weights, first, across = more
     form = _NO_FORM if writer is None else _floats(writer)
-    element = _floats(codes) if isinstance(codes, FloatCodes) else _integers(codes)
-    scales = (*scales, form)
-    searching.search(source, k, amax, found, codec, qmax, global_scale, window, scales, element, weights, first, across)
+    match codes:
+        case FloatCodes():
+            element = _floats(codes)
+        case IntegerCodes():
+            element = _integers(codes)
+        case _:
+            element = (codes.thresholds, codes.values)
+    arrays = source, _kind(source), m, k, amax, found, inverses, inverse
+    searching.search(*arrays, codec, qmax, global_scale, window, (*scales, form), element, weights, first, across)
 
 
 def _load(values: Any, dtype: str, columns: int, out: Any) -> None:

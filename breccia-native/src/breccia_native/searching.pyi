@@ -4,9 +4,13 @@ from typing import Any
 
 def search(
     source: Any,
+    dtype: int,
+    m: int,
     k: int,
     amax: Any,
     found: Any,
+    inverses: Any,
+    inverse: Any,
     codec: int,
     qmax: float,
     global_scale: float,

@@ -52,10 +52,11 @@ def test_blocks_of_any_shape_match_the_generic_algorithm(m: int, k: int, axis: i
         np.testing.assert_array_equal(values.view(np.uint32), wanted.view(np.uint32))
 
 
-@pytest.mark.parametrize("shape", [(3, 1, 5), (3, 1, 16), (4, 3, 5), (5, 1)])
-def test_tiles_of_a_codec_without_a_fast_form_do_not_join_single_rows_of_several_matrices(shape: Shape) -> None:
+@pytest.mark.parametrize("m", [2, 8])
+@pytest.mark.parametrize("shape", [(3, 1, 5), (3, 1, 16), (4, 3, 5), (4, 3, 20), (5, 1)])
+def test_tiles_of_a_codec_without_a_fast_form_do_not_join_rows_of_several_matrices(shape: Shape, m: int) -> None:
     powers = Minifloat("no mantissa", 4, None, "this test", 3, 0, 3, 16.0)
-    recipe = declared(powers, Level(F32, (2, 8)))
+    recipe = declared(powers, Level(F32, (m, 8)))
     x = wide(shape, seed=3, exponents=4)
     given: Any
     for given in (None, np.full(reference.cast(x, recipe).scale.shape, 0.25, np.float32)):

@@ -5,25 +5,27 @@
 
 #include "casts.h"
 
-/* Blocks that are searched at a time, one a lane (two vectors of AVX-512, whose latencies overlap), and their most elements. */
-#define LANES 32
-#define MOST 256
+/* Blocks whose scales are computed at a time, one a lane, and the most candidates of a block. */
+#define LANES 16
+#define CANDIDATES 32
 
 /* Codecs of scales: powers of two, a table of 256, and floats. */
 enum { POWERS, BYTES, HALVES, BRAINS, SINGLES };
 
-/* Elements: minifloats, whose magnitudes alone matter; integers; and integers whose products with scales are exact. */
-enum { FLOATS, INTEGERS, WHOLE };
+/* Elements: minifloats, whose magnitudes alone matter; integers; integers whose products with scales are exact; and tables of 16. */
+enum { FLOATS, INTEGERS, WHOLE, TABLES };
 
-/* n numbers in blocks of k, all below 2^100 and each block zero or with an amax of at least 2^-60, so that no product of scales
-   overflows or is subnormal.
+/* n numbers of a dtype in blocks of m rows of k, all below 2^100 and each block zero or with an amax of at least 2^-60, so that no product of
+   scales overflows or is subnormal. Blocks are in rows of `across`, the first is number `first` of a row of the tensor.
 
    codes: of the plain scales of POWERS and BYTES; replaced by those that are found. scales: the numbers that scales stand for, without
-   the global one, which is `global` (1 if there is none); those of floats are written. unrounded: of floats, and of BYTES where there are factors.
-   weights: for each of `total` blocks of a row, k of them; NULL for none. Blocks are in rows of `across`, the first is number `first`. */
+   the global one, which is `global` (1 if there is none); those of floats are written. inverses: of all codes, of which each block's is
+   written to `inverse`. weights: for each of `total` blocks of a row of
+   the tensor, k of them; NULL for none. room: `room_of` numbers. */
 typedef struct {
-    const float *x;
-    Py_ssize_t n, k;
+    const char *x;
+    int dtype;
+    Py_ssize_t n, m, k;
     const uint32_t *amax;
     int codec, kind;
     float qmax, global, least, most;
@@ -31,14 +33,32 @@ typedef struct {
     minifloat form;      /* of BYTES */
     minifloat floats;
     integer integers;
+    table values; /* without codes */
     const float *factors, *opposite;
     const int32_t *steps;
     Py_ssize_t some_factors, some_opposite, some_steps;
     const float *weights;
     Py_ssize_t first, across, total;
     uint8_t *codes;
-    float *scales;
+    const float *inverses;
+    float *scales, *inverse, *room;
 } searched;
+
+/* The least power of two that is at least n, and 16. */
+INLINE Py_ssize_t filled_up(Py_ssize_t n)
+{
+    Py_ssize_t length = 16;
+    while (length < n)
+        length *= 2;
+    return length;
+}
+
+/* Numbers that a search needs room for: a block's elements twice; the codes' numbers, weights, and sums of a row; sums of rows; and
+   the roots of `weights` weights in 16 bits. */
+INLINE Py_ssize_t room_of(Py_ssize_t m, Py_ssize_t k, Py_ssize_t weights)
+{
+    return (2 * m + 3) * filled_up(k) + filled_up(m) + (weights + 1) / 2;
+}
 
 typedef void (*searching_function)(const searched *);
 

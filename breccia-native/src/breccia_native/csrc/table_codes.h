@@ -4,6 +4,7 @@
 #define BRECCIA_TABLE_CODES_H
 
 #include "codes.h"
+#include "positions.h"
 
 /* How many of 15 ascending numbers, of which values[0] is none, are at most y: for each of n. If `low`, also the number that y has
    reached, and the next one; the last is its own. */
@@ -42,16 +43,6 @@ INLINE void codes_one_by_one(const int32_t *positions, Py_ssize_t n, const uint8
 }
 
 #if defined(BY_AVX512)
-INLINE __m512i position_by_halving(__m512 number, __m512 all)
-{
-    __m512i at = _mm512_setzero_si512();
-    for (int step = 8; step; step /= 2) {
-        const __m512i next = _mm512_or_si512(at, _mm512_set1_epi32(step));
-        at = _mm512_mask_mov_epi32(at, _mm512_cmp_ps_mask(number, _mm512_permutexvar_ps(next, all), _CMP_GE_OQ), next);
-    }
-    return at;
-}
-
 /* Buffers of STRIP numbers, here and below: whole vectors are written. */
 INLINE void codes_by_permuting(const int32_t *positions, Py_ssize_t n, const uint8_t *order, uint8_t *codes)
 {

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 #: Elements of a chunk for the generic algorithm, which needs some 100 bytes per element.
 GENERIC = 1 << 15
-#: Elements of a chunk of numbers that are read where they lie.
-_LONG = 1 << 20
+#: Elements of a chunk of numbers that are read where they lie; of one in which scales are searched for, to stay in cache.
+_LONG, _SEARCHED = 1 << 20, 1 << 18
 #: The most blocks whose amax is kept between two passes: 8 MB.
 _MOST_BLOCKS = 1 << 21
 Parts = tuple[Any, Any, Any, Any]
@@ -201,7 +201,8 @@ class Cast:
             step = self._write_at_once
         if self.plan.narrow and self.y.flags.c_contiguous:  # without buffers, longer chunks take less of Python
             shares = 4 * thread_count() if thread_count() > 1 else 1
-            most = self.y.size if step == self._write_at_once else _LONG  # which keeps numbers in cache itself
+            long = _SEARCHED if self.plan.searches else _LONG
+            most = self.y.size if step == self._write_at_once else long  # which keeps numbers in cache itself
             longer = min(max(self.y.size // shares, chunk_size()), most)
             for piece in self.pieces:
                 piece.limit = min(longer, piece.limit) if step == self._hand_over else longer
@@ -376,11 +377,9 @@ class Cast:
         block_scales = scales.fast_path(amax, global_scale) if piece.supplied is None else None
         if self.plan.search is not None and piece.supplied is None:
             if block_scales is not None and self.supplied_global is None:
-                if source.dtype != F4:
-                    source = self._load(work, piece.values[r0:r1, c0:c1], rows, columns, True)
                 where = c0 // k, columns // k
                 block_scales = self.plan.search.scales(
-                    scales, source, k, amax, block_scales, global_scale, self.weights, *where
+                    scales, source, m, k, amax, block_scales, global_scale, self.weights, *where
                 )
             if block_scales is None or self.supplied_global is not None:
                 return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
@@ -553,10 +552,11 @@ class Cast:
         places = slice(r0 // self.m, -(-r1 // self.m)), slice(c0 // self.k, -(-c1 // self.k))
         if piece.supplied is not None:
             scale = piece.supplied[places]
-        if self.k >= self.y.shape[-1]:  # a block is whole rows, which would be longer in a flat piece
-            alone = (1,) if self.m == 1 else ()  # single rows of several matrices are blocks of their own
-            shape = -1, *alone, self.y.shape[-1]
-            scale = None if scale is None else scale.reshape(-1, *alone, 1)
+        whole, alone = self.k >= self.y.shape[-1], self.m in (1, self.y.shape[-2])
+        if whole or (alone and self.m > 1):  # blocks are whole rows, which would be longer in a flat piece, or whole columns
+            height = (self.m,) if alone else ()  # those of several matrices are blocks of their own
+            shape = -1, *height, self.y.shape[-1] if whole else c1 - c0
+            scale = None if scale is None else scale.reshape(-1, *(1,) * alone, 1 if whole else scale.shape[-1])
         written = self._generic(piece, r0, r1, c0, c1, shape, scale)
         for part, target in (
             (written.data.view(U1), piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]),

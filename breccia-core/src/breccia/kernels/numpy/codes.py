@@ -232,7 +232,7 @@ class Microkernels:
     matrix in any order of "float32", or of 16-bit numbers as uint16. stream: it is not read soon.
     matrix(codec, data, blocks, columns): a matrix of codes under `Blocks`, which `blocks` takes in place of FP32 numbers and
     decodes part after part, for k a power of two from 16 to 256 that divides columns.
-    search(codes, source, k, amax, found, ...): scales with the least error, of FP32 numbers in blocks of `k`; see `Searching`.
+    search(codes, source, m, k, amax, found, ...): scales with the least error, of numbers in blocks of m x k; see `Searching`.
     columns: whether `amax`, `extremes`, `scaled`, `divided` and `shifted` take `across`, and there is `down`.
     shares: whether `decode` itself uses as many threads as it may, so that one call takes a whole matrix.
     """

@@ -121,11 +121,11 @@ class Scales:
         stored = NUMPY.store(self.codec.encode(NUMPY, low), self.storage)
         return stored, self.codec.read(NUMPY, stored)
 
-    def inverses_of(self, stored: Array, global_scale: GlobalScale | None) -> Array:
-        """The inverse of scales of 8 bits that `fast_path` may write."""
+    def inverse_table(self, global_scale: GlobalScale | None) -> Array:
+        """The inverse of each code of 8 bits that `fast_path` may write, FP32."""
         if self.values is None:
-            return self._reciprocals.take(stored)
-        return (self.inverses if global_scale is None else global_scale.inverses).take(stored)
+            return self._reciprocals
+        return self.inverses if global_scale is None else global_scale.inverses
 
     def _linear8(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
         inverses = self.inverses if global_scale is None else global_scale.inverses

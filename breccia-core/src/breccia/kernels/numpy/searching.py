@@ -11,15 +11,16 @@ import numpy as np
 
 from ...arrays.ops import NUMPY, Array
 from ...codecs import BF16, F16, F32, Codec, Minifloat, PowerOfTwo
+from ...formats import TENSOR
 from ...recipes import ScalingRecipe
 from ...rules import Search, takes_signs
 from .. import reference
-from .codes import FloatCodes, IntegerCodes, scale_writer
+from .codes import FloatCodes, IntegerCodes, TableCodes, scale_writer
 from .scales import GlobalScale, Scales
 from .workspace import F4, I4, U4, UNIT
 
-#: The longest block, and bits of the smallest and the largest amax that need no care (2^-60 and 2^100).
-_LONGEST, _LEAST, _MOST = 256, 0x21800000, 0x71800000
+#: Bits of the smallest and the largest amax that need no care (2^-60 and 2^100).
+_LEAST, _MOST = 0x21800000, 0x71800000
 #: Codecs of float scales, and their numbers and those of others for microkernels.
 _FLOATS: dict[Codec, int] = {F16: 2, BF16: 3, F32: 4}
 _POWERS, _BYTES = 0, 1
@@ -27,9 +28,11 @@ _NOTHING = np.empty(0, F4)
 
 
 class Searching:
-    """The search for the scales of a recipe, by a microkernel, for blocks of one row."""
+    """The search for the scales of a recipe, by a microkernel."""
 
-    def __init__(self, recipe: ScalingRecipe, codes: FloatCodes | IntegerCodes, microkernel: Callable[..., None]) -> None:
+    def __init__(
+        self, recipe: ScalingRecipe, codes: FloatCodes | IntegerCodes | TableCodes, microkernel: Callable[..., None]
+    ) -> None:
         fmt, rule = recipe.format, recipe.rules[-1]
         codec = fmt.scale.codec
         assert isinstance(rule, Search)
@@ -49,19 +52,25 @@ class Searching:
     @classmethod
     def of(cls, recipe: ScalingRecipe, codes: Any, microkernel: Callable[..., None] | None) -> Searching | None:
         """None where microkernels do not search for the scales of this recipe."""
-        fmt, (rows, length) = recipe.format, recipe.format.scale.block
+        fmt = recipe.format
         codec = fmt.scale.codec
         plain = fmt.offset == "none" and not fmt.features - {"scales_first"}
-        if microkernel is None or not plain or rows != 1 or length is None or length > _LONGEST:
+        if microkernel is None or not plain or fmt.scale.block == TENSOR or codes is None:
             return None
-        if not isinstance(codes, FloatCodes | IntegerCodes) or (isinstance(codes, FloatCodes) and codes.codec.fnuz):
+        if isinstance(codes, FloatCodes) and codes.codec.fnuz:
             return None
         number = _number_of(codec)
         if number < 0 or (number == _BYTES and (codec.scale_min or scale_writer(codec) is None)):
             return None
         # Then no product of a code and a scale counts as zero, as those below `SMALLEST` do. The smallest scale of 8 bits is
         # 1 / 9.5 of the unrounded one, where steps lead from code 9 to code 1; other scales are at least 1 / 3 of it.
-        least = codes.step if isinstance(codes, FloatCodes) else codes.unit
+        match codes:
+            case FloatCodes():
+                least = codes.step
+            case IntegerCodes():
+                least = codes.unit
+            case _:
+                least = min(abs(value) for value in codes.codec.values if value)
         part = 10 if number == _BYTES else 4
         return cls(recipe, codes, microkernel) if least / fmt.element.max / part >= reference.SMALLEST else None
 
@@ -69,6 +78,7 @@ class Searching:
         self,
         scales: Scales,
         source: Array,
+        m: int,
         k: int,
         amax: Array,
         plain: tuple[Array, Array],
@@ -77,21 +87,25 @@ class Searching:
         first: int,
         across: int,
     ) -> tuple[Array, Array] | None:
-        """(stored, inverse) as `Scales.fast_path`, for FP32 `source`; None where numbers need care. plain: of `fast_path`.
+        """(stored, inverse) as `Scales.fast_path`; None where numbers need care.
 
-        weights: `k` for each block of a row of the tensor. The chunk has rows of `across` blocks, each from block `first` on.
+        plain: of `fast_path`; its arrays may be written. The chunk has rows of `across` blocks of m x k, each from block
+        `first` on. weights: `k` for each block of a row of the tensor.
         """
-        if k > _LONGEST or amax.max() > _MOST or int((amax - U4(1)).min()) + 1 < _LEAST:  # of zero: 2^32
+        if amax.max() > _MOST or int((amax - U4(1)).min()) + 1 < _LEAST:  # of zero: 2^32
             return None
         if self._reach and global_scale is None and amax.view(F4).max() > self._reach:
             return None
-        found = plain[0].copy() if self._codec <= _BYTES else np.empty(amax.size, F4)
         by = 1.0 if global_scale is None else float(global_scale.value)
         weights = _NOTHING if weights is None else weights
-        arrays = source, k, amax, found, self._codec, self._qmax, by, self._window, self._scales
-        self._microkernel(self._codes, *arrays, weights, first, across)
         if self._codec <= _BYTES:
-            return found, scales.inverses_of(found, global_scale)
+            found, inverses, inverse = plain[0], scales.inverse_table(global_scale), plain[1]
+        else:
+            found, inverses, inverse = np.empty(amax.size, F4), _NOTHING, _NOTHING
+        arrays = source, m, k, amax, found, inverses, inverse
+        self._microkernel(self._codes, *arrays, self._codec, self._qmax, by, self._window, self._scales, weights, first, across)
+        if self._codec <= _BYTES:
+            return plain
         np.copyto(found, UNIT, where=amax == 0)
         stored, numbers = scales.rounded(found)
         return stored, np.divide(UNIT, numbers)

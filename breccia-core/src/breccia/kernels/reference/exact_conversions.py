@@ -14,11 +14,12 @@ from ...arrays.ops import Array, Ops
 from ...codecs import Codec, Integer, PowerOfTwo
 from ...formats import Block, Format
 from ...fp32 import F32_INF, MAGNITUDE, MANTISSA, NORMAL
+from ...recipe_bases import powers_of_two
 from ...recipes import ScalingRecipe
 from ...tensors.grids import packing
 from ...tensors.tensor import ScaledTensor
 from ..checks import fitted_layout
-from ..exact import covered, hold_scales, nests, powers_of_two, renamed
+from ..exact import covered, hold_scales, nests, renamed
 from ..exactness import convertible, middle, moved_by, promise
 from ..numbers import Extent, extent, moves
 from .decoding import multiplier, offset_of_blocks, scale_of_blocks, scales_of_blocks, ungrouped
