@@ -236,7 +236,7 @@ def writing(slots: Sequence[Slot], body: Sequence[str], **names: Any) -> Callabl
     inside = "".join(f"\n            {line}" for line in (*lines, *body))
     numbers = "".join(f", x{n}" for n in range(len(slots)))
     text = f"""def run(stream{numbers}):
-    global busy
+    nonlocal busy
     with turn:
         if busy:
             raise KernelError(BUSY)
