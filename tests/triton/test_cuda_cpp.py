@@ -327,9 +327,18 @@ def test_a_thread_without_a_context_gets_that_of_the_kernel() -> None:
         entered.append(context.value)
         return 0
 
-    fake.cuCtxSetCurrent = enter  # type: ignore[attr-defined]
+    def count(found: Any, *given: Any) -> int:
+        found._obj.value = 33
+        return fake.status
+
+    fake.cuCtxSetCurrent, fake.cuOccupancyMaxActiveClusters = enter, count  # type: ignore[attr-defined]
     launch.run(0)
     assert entered == [5]
+    fake.status = 201
+    assert launch.function.clusters(128, 2) == 33 and entered == [5, 5]
+    fake.status = 1
+    with pytest.raises(driver.DriverError, match="counting clusters of 2 blocks of kernel 'scale' failed with CUDA_ERROR"):
+        launch.function.clusters(128, 2)
 
 
 def test_importing_the_compiler_and_the_driver_loads_no_framework() -> None:
