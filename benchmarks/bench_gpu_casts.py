@@ -133,8 +133,9 @@ class Work:
             return []
         launch.Remembered.forget()  # then the next call is the only one that is remembered
         self.call()
-        made = [*cast._calls.values(), *decode._calls.values()]
-        return [each.function.__name__ for call in made for each in getattr(call, "launches", ())]
+        launches = [each for call in cast._calls.values() for each in getattr(call, "launches", ())]
+        launches += [call.plan for call in decode._calls.values() if not isinstance(call, str)]
+        return [each.function.__name__ for each in launches]
 
 
 def work(op: str, spec: str, xs: list[Any]) -> Work:

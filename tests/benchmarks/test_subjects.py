@@ -217,6 +217,21 @@ def test_rows_count_the_bytes_that_an_op_has_to_move() -> None:
     assert mx.nbytes == 2 * (n + n // 32) + n // 2 + n // 16 + 4 and mx.to == "nvfp4"
 
 
+def test_rows_name_the_triton_functions_of_casts_and_of_decoding() -> None:
+    from triton_casts import DEVICE
+
+    from breccia_triton import cast, decode
+
+    x, recipe = torch.ones(64, 128, device=DEVICE), breccia.recipe("fp8_block")
+    st = breccia.cast(x, recipe)
+
+    def functions(call: Any) -> list[str]:
+        return bench_gpu_casts.Work(call, 0, "").functions()
+
+    assert functions(lambda: cast.cast(x, recipe)) == ["cast_kernel"]
+    assert functions(lambda: decode.dequantize(st)) == ["dequantize_kernel"]
+
+
 def test_kernels_that_nsight_compute_counts_are_read() -> None:
     def line(*cells: object) -> str:
         return ",".join(f'"{cell}"' for cell in cells)

@@ -16,6 +16,7 @@ from fresh import printed
 
 from breccia import KernelError
 from breccia_triton.cuda import compiler, driver
+from breccia_triton.generated import defined
 
 SOURCE = compiler.Source(
     "scale.cu",
@@ -233,6 +234,15 @@ def test_a_launch_writes_each_number_of_a_call_where_the_kernel_reads_it() -> No
         assert numbers[1] in [made[2] for made in fake.maps]
 
 
+def test_functions_of_one_text_share_their_code_and_look_nothing_up_by_name() -> None:
+    text = "def run(stream, more):\n    nonlocal total\n    total = total + more\n    return launched(stream, total)\n"
+    first, second = (defined(text, {"total": n, "launched": lambda *given: given}) for n in (0, 10))
+    assert [first(1, 2), second(3, 4), first(5, 6)] == [(1, 2), (3, 14), (5, 8)]
+    assert first.__code__ is second.__code__ and first.__code__.co_names == ()
+    launch = driver.Driver(FakeDriver()).load(b"cubin", "scale", 0).prepare((1, 1, 1), 32, [ctypes.c_int(7)])
+    assert launch.run.__code__.co_names == ("stream",), "the field of the configuration is the only name"
+
+
 def test_a_launch_in_the_middle_of_itself_is_refused() -> None:
     fake = FakeDriver()
     enqueue = fake.cuLaunchKernelEx
@@ -317,9 +327,18 @@ def test_a_thread_without_a_context_gets_that_of_the_kernel() -> None:
         entered.append(context.value)
         return 0
 
-    fake.cuCtxSetCurrent = enter  # type: ignore[attr-defined]
+    def count(found: Any, *given: Any) -> int:
+        found._obj.value = 33
+        return fake.status
+
+    fake.cuCtxSetCurrent, fake.cuOccupancyMaxActiveClusters = enter, count  # type: ignore[attr-defined]
     launch.run(0)
     assert entered == [5]
+    fake.status = 201
+    assert launch.function.clusters(128, 2) == 33 and entered == [5, 5]
+    fake.status = 1
+    with pytest.raises(driver.DriverError, match="counting clusters of 2 blocks of kernel 'scale' failed with CUDA_ERROR"):
+        launch.function.clusters(128, 2)
 
 
 def test_importing_the_compiler_and_the_driver_loads_no_framework() -> None:

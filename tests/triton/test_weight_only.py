@@ -438,7 +438,14 @@ def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeyp
             ("bfloat16", (40, k), (64, 64)),
         }
         assert all(facts[2][0] % 8 == 0 for facts in described)
-    if w.global_scale is not None:  # also where a call of these shapes is prepared
+    # Also where a call of these shapes is prepared:
+    x, bias = torch.randn(5, k).bfloat16(), torch.randn(n)
+    weight_only.weight_only_matmul(x, w, product_options("float32", bias=bias))
+    with pytest.raises(breccia.UnsupportedError, match="a is on meta, and b's codes on cpu"):
+        weight_only.weight_only_matmul(x.to("meta"), w)
+    with pytest.raises(breccia.UnsupportedError, match="a is on cpu, and bias on meta"):
+        weight_only.weight_only_matmul(x, w, product_options("float32", bias=bias.to("meta")))
+    if w.global_scale is not None:
         elsewhere = w.global_scale.to("meta")
         stray = ScaledTensor.from_parts(w.data, w.scale, w.recipe, w.layout, None, elsewhere, w.axis, w.padding)
         with pytest.raises(breccia.UnsupportedError, match="a is on cpu, and b's global scale on meta"):
@@ -559,6 +566,9 @@ def test_a_grouped_call_passes_its_arguments_as_the_kernel_reads_them(name: str,
             None if fused.global_scale is None else fused.global_scale[:, 1], -1, fused.padding,
         )  # fmt: skip
         check(weight_only.weight_only_grouped(x, part.mT, offsets), values[order])
+        for given, what in (((x.to("meta"), offsets), "b's codes on cpu"), ((x, offsets.to("meta")), "offsets on meta")):
+            with pytest.raises(breccia.UnsupportedError, match=f"matmul: a is on .*, and {what}"):
+                weight_only.weight_only_grouped(given[0], stored.mT, given[1])
     assert {kernel.wide for kernel in made} == {False, True}
     weight_only._calls.clear()
 

@@ -35,8 +35,8 @@ def weight_only_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any
     out_dtype, bias, out = options
     data, points, global_scale = b.data, b.zero_point, b.global_scale
     key = (
-        a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, data.device,
-        None if bias is None else (bias.shape, bias.dtype), None if points is None else points.dtype,
+        a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, a.device, data.device,
+        None if bias is None else (bias.shape, bias.dtype, bias.device), None if points is None else points.dtype,
         None if global_scale is None else global_scale.device,
     )  # fmt: skip
     call = _calls.get(key)
@@ -57,8 +57,8 @@ def weight_only_grouped(a: Any, b: Any, offsets: Any, options: ProductOptions = 
     out_dtype, _, out = options
     data, points, global_scale = b.data, b.zero_point, b.global_scale
     key = (
-        "grouped", a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, data.device,
-        offsets.shape, offsets.dtype, None if points is None else points.dtype,
+        "grouped", a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, a.device, data.device,
+        offsets.shape, offsets.dtype, offsets.device, None if points is None else points.dtype,
         None if global_scale is None else global_scale.device,
     )  # fmt: skip
     call = _calls.get(key)

@@ -182,7 +182,7 @@ class Driver:
 
 
 class Function:
-    """A kernel that is loaded on a device. context: the device's; set, launches also work in threads that had none yet."""
+    """A kernel that is loaded on a device. context: the device's; set, calls also work in threads that had none yet."""
 
     context: ctypes.c_void_p | None = None
 
@@ -207,12 +207,19 @@ class Function:
         """
         return Launch(self, grid, threads, values, slots, cluster, dependent)
 
+    def in_context(self, status: int, again: Callable[[], int]) -> int:
+        """The status of a call of the driver, or of the next one in the kernel's context where the thread had none."""
+        if status != _NO_CONTEXT or self.context is None:
+            return status
+        self.driver.library.cuCtxSetCurrent(self.context)
+        return again()
+
     def clusters(self, threads: int, cluster: int) -> int:
         """How many clusters of blocks the device runs at a time."""
         count = ctypes.c_int()
         config = _config(self, (cluster, 1, 1), threads, cluster, False)
-        status = self.driver.library.cuOccupancyMaxActiveClusters(ctypes.byref(count), self.handle, ctypes.byref(config))
-        self.driver.check(status, f"counting clusters of {cluster} blocks of kernel {self.entry!r}")
+        ask = partial(self.driver.library.cuOccupancyMaxActiveClusters, ctypes.byref(count), self.handle, ctypes.byref(config))
+        self.driver.check(self.in_context(ask(), ask), f"counting clusters of {cluster} blocks of kernel {self.entry!r}")
         return count.value
 
 
@@ -236,7 +243,7 @@ def writing(slots: Sequence[Slot], body: Sequence[str], **names: Any) -> Callabl
     inside = "".join(f"\n            {line}" for line in (*lines, *body))
     numbers = "".join(f", x{n}" for n in range(len(slots)))
     text = f"""def run(stream{numbers}):
-    global busy
+    nonlocal busy
     with turn:
         if busy:
             raise KernelError(BUSY)
@@ -283,11 +290,7 @@ class Launch:
 
     def _failed(self, status: int) -> None:
         """Launch again in the kernel's context where the thread had none. Raises DriverError."""
-        if status == _NO_CONTEXT and self.function.context is not None:
-            self.function.driver.library.cuCtxSetCurrent(self.function.context)
-            status = self._again()
-        if status:
-            self.function.driver.check(status, f"launching kernel {self.function.entry!r}")
+        self.function.driver.check(self.function.in_context(status, self._again), f"launching kernel {self.function.entry!r}")
 
 
 def _config(function: Function, grid: Sequence[int], threads: int, cluster: int, dependent: bool) -> _Config:
