@@ -1,9 +1,9 @@
 """Time of casts that search for scales on the CPU, compared with the plain cast of the same recipe.
 
 Arms: the plain cast, the one that searches, and with `importance=`, into `out=`, of a matrix in FP32, BF16 and FP16, on one
-thread and on two. The arms of a case are interleaved in one process, in two passes; a ratio is median over median. The result
-is refused if the ratios of the two passes differ by more than 15 % in any case, and the command fails if a search takes more
-than `--limit` times the plain cast.
+thread and on two. The arms of a case are interleaved in one process, in two passes; a ratio is median over median, and a range
+where the ratios of the two passes differ by more than 15 %. The command fails if a search takes more than `--limit` times the
+plain cast.
 """
 
 from __future__ import annotations
@@ -34,17 +34,26 @@ LIMIT = 5.0
 
 def ratios(result: Result) -> Table:
     options = result["options"]
+    within = sum(row["over_plain"] <= options["limit"] for row in result["rows"])
     return pivoted(
         "casts that search for scales on the CPU",
         {"recipe": lambda row: f"`{row['recipe']}`"},
         lambda row: (row["threads"], DTYPES.index(row["dtype"])),
         lambda column: f"{DTYPES[column[1]]}, {column[0]} thread{'s' * (column[0] > 1)}",
-        lambda row: f"{row['over_plain']:.1f}, {row['importance_over_plain']:.1f}",
+        lambda row: f"{over_plain(row)}, {row['importance_over_plain']:.1f}",
         result["rows"],
         "How many times as long as the plain cast one with a search takes, without and with `importance=`: medians over "
-        f"{2 * options['runs']} interleaved calls, of a matrix of {options['size']} × {options['size']}. Without it, all are "
-        f"{extent([row['over_plain'] for row in result['rows']], '{:.1f}'.format)}; the goal is {options['limit']:g} or less.",
+        f"{2 * options['runs']} interleaved calls, of a matrix of {options['size']} × {options['size']}; ranges where two "
+        f"passes differ by more than {DRIFT - 1:.0%}. Without it, {within} of {len(result['rows'])} medians are "
+        f"{options['limit']:g} or less, which is the goal; all are "
+        f"{extent([row['over_plain'] for row in result['rows']], '{:.1f}'.format)}.",
     )
+
+
+def over_plain(row: Row) -> str:
+    """The ratio of a search to the plain cast, or those of both passes."""
+    first, second = row["passes"]
+    return f"{row['over_plain']:.1f}" if agree(first, second, DRIFT) else extent(row["passes"], "{:.1f}".format)
 
 
 BENCHMARK = Benchmark("search-speed", {"search-speed": ratios}, ("recipe", "dtype", "threads"))
@@ -94,7 +103,6 @@ def main(
     dtypes: Annotated[list[str] | None, typer.Option(help="Of the matrix. Default: all.")] = None,
     threads: Annotated[list[int] | None, typer.Option(help="Numbers of threads. Default: 1 and 2.")] = None,
     limit: Annotated[float, typer.Option(help="The most times the plain cast that a search may take.")] = LIMIT,
-    drift: Annotated[float, typer.Option(help="The largest accepted ratio between two passes.")] = DRIFT,
 ) -> Result:
     """Time casts with and without a search for scales."""
     import ml_dtypes
@@ -110,11 +118,6 @@ def main(
             rows.append(measured(spec, dtype, n, matrix.astype(kinds[dtype]), importance, runs))
     finally:
         breccia.set_num_threads(before)
-    unsteady = [name_of(row) for row in rows if not agree(row["passes"][0], row["passes"][1], drift)]
     slow = [f"{name_of(row)}: {row['over_plain']:.1f}" for row in rows if row["over_plain"] > limit]
-    more: dict[str, Any] = (
-        {"refused": f"Two passes differ by more than {drift - 1:.0%}: {'; '.join(unsteady)}."} if unsteady else {}
-    )
-    if slow:
-        more["failed"] = f"A search takes more than {limit:g} times the plain cast: {'; '.join(slow)}."
+    more = {"failed": f"A search takes more than {limit:g} times the plain cast: {'; '.join(slow)}."} if slow else {}
     return BENCHMARK.result(rows, {"size": size, "runs": runs, "limit": limit}, **more)

@@ -158,6 +158,11 @@ def load(folder: Path, known: Iterable[str]) -> dict[str, list[tuple[str, Result
 _EXTENT = ("shapes", "samples")
 
 
+def _told(option: Any) -> Any:
+    """A float to six digits: processors order the sums of FP32 numbers in ways of their own, 2^-24 of a number each."""
+    return float(f"{option:.6g}") if isinstance(option, float) else option
+
+
 def joined(results: list[Result], key: Iterable[str]) -> Result:
     """One result of all rows, where a later result's row replaces the same row of an earlier one. No row mixes two runs.
 
@@ -169,7 +174,7 @@ def joined(results: list[Result], key: Iterable[str]) -> Result:
             ("benchmark", lambda r: r["benchmark"]),
             ("schema", lambda r: r["schema"]),
             ("device", lambda r: r["runs"][-1].get("device")),
-            ("options", lambda r: {k: v for k, v in r.get("options", {}).items() if k not in _EXTENT}),
+            ("options", lambda r: {k: _told(v) for k, v in r.get("options", {}).items() if k not in _EXTENT}),
         ):
             if of(result) != of(first):
                 sys.exit(f"join: the files must agree in their {what}: found {of(result)!r} beside {of(first)!r}.")

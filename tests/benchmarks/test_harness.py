@@ -159,6 +159,15 @@ def test_rows_of_later_results_replace_those_of_earlier_ones_and_name_their_run(
     assert again["options"]["samples"] == 3, "every row has at least so many"
 
 
+def test_results_whose_floats_differ_by_rounding_belong_together() -> None:
+    first, second = run_of("monday", [("row", 1)]), run_of("tuesday", [("row", 2)])
+    first["options"]["perplexity"], second["options"]["perplexity"] = 28.378760876712338, 28.378753993414712
+    assert [row["value"] for row in results.joined([first, second], ("kind",))["rows"]] == [2]
+    second["options"]["perplexity"] = 28.3776
+    with pytest.raises(SystemExit, match="must agree in their options"):
+        results.joined([first, second], ("kind",))
+
+
 @pytest.mark.parametrize(
     "change", [{"runs": [{"device": "another"}]}, {"benchmark": "gpu-casts"}, {"options": {"state": "burst"}}]
 )

@@ -59,7 +59,7 @@ TINY = {
     "target-bits": "bench_target_bits.py GGUF LONG --calibrate LONG --method importance --ways mix",
     "aspects": "bench_aspects.py --bits 12 --step 6 --runs 1 --recipes nvfp4 --limit 1000",
     "forms": "bench_forms.py --size 128 --runs 1 --seconds 0 --recipes nvfp4",
-    "search-speed": "bench_search_speed.py --size 128 --runs 1 --limit 1000 --drift 1000 --recipes nf4,scale_rule=mse",
+    "search-speed": "bench_search_speed.py --size 128 --runs 1 --limit 1000 --recipes nf4,scale_rule=mse",
     "training": "bench_training.py --framework torch --seeds 2 --steps 2 --recipes nvfp4 --jobs 1",
     "training-layers": "bench_training_layers.py --seeds 1 --steps 20 --recipes fp8_block",
     "parity": "bench_parity.py --values 20000 --recipes mxfp8 --ways eager",
