@@ -166,8 +166,7 @@ def main() -> None:
         if len(results) == 2:
             print(result["summary"])
         apart = result["held_out"] / results[BF16]["held_out"] - 1
-        quarters = torch.tensor(result["losses"]).tensor_split(4)
-        curve = " ".join(f"{part.mean():.3f}" for part in quarters if len(part))
+        curve = " ".join(f"{part.mean():.3f}" for part in torch.tensor(result["losses"]).tensor_split(4) if len(part))
         held_out = f"held-out {result['held_out']:.4f} ({apart:+.2%})"
         print(f"{recipe:<12} loss by quarter {curve}, {held_out}, {1e3 * result['seconds']:.0f} ms a step")
     worst = max(abs(r["held_out"] / results[BF16]["held_out"] - 1) for r in results.values())

@@ -359,7 +359,7 @@ def test_rivals_stand_beside_our_recipes_of_4_bits_the_best_first() -> None:
     ours = [row("nvfp4", 0.98), row("fp8_block", 0.999)]
     ours[0]["cosine"] |= {"gptq": [0.99, 0.99], "plain": [0.97, 0.97]}
     theirs = row("nvfp4", 0.985, library="torchao", method="NVFP4", importance=False)
-    options = {"sentences": 2, "bound": 0.002, "methods": ["gptq"], "observed": 8}
+    options = {"sentences": 2, "bound": 0.002, "methods": ["gptq"], "observed": 8, "piece": 4}
     fp32 = {"linear_bytes": 4e6, "model_bytes": 5e6}
     result: Any = {"rows": [*ours, theirs], "options": options, "absent": {"MLX nvfp4": "ImportError: no mlx"}, "fp32": fp32}
     made = bench_encoder.embeddings_of_others(result)

@@ -103,11 +103,7 @@ def _in_another_format(op: str, module: str, name: str, how: str) -> Kernel:
 def breccia_cli() -> Iterable[Command]:
     return [
         Command("explain", "breccia.cli.commands:explain", "Show which kernel runs for a call, and why."),
-        Command(
-            "recipes",
-            "breccia.cli.recipe_pages:recipes",
-            "List recipes: size, formats, fields and their values; and presets for training.",
-        ),
+        Command("recipes", "breccia.cli.recipe_pages:recipes", "List recipes and their fields, and presets for training."),
         Command("rosetta", "breccia.cli.rosetta:rosetta", "Show which conversions keep every value."),
         Command("plugins", "breccia.cli.commands:plugins", "List plug-ins: what they declare, and why one is set aside."),
         Command("plugin", "breccia.cli.commands:plugin", "Write a new plug-in: `breccia plugin new NAME`."),
