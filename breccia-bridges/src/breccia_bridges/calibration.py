@@ -266,9 +266,9 @@ def _tokenized(source: Path, text: str) -> np.ndarray:
 
     folder = source if source.is_dir() else source.parent
     files = [source] if source.suffix == ".gguf" else sorted(folder.glob("*.gguf")) if source.is_dir() else []
-    given = {"gguf_file": files[0].name} if files else {}
+    of_gguf = {"gguf_file": files[0].name} if files else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **given)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **of_gguf)
     except (OSError, ValueError) as e:
         raise UnsupportedError(
             f"calibrate (--calibrate): {folder} has no tokenizer that transformers reads, so a text cannot become token ids "
@@ -281,12 +281,12 @@ def _tokenized(source: Path, text: str) -> np.ndarray:
     before, after = _around(tokenizer)
     if not before and not after:
         return ids
-    config = AutoConfig.from_pretrained(folder, **given).get_text_config()
+    config = AutoConfig.from_pretrained(folder, **of_gguf).get_text_config()
     most = min(_PIECE, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or _PIECE)
     inner = min(max(1, most - len(before) - len(after)), ids.size)
     pieces = ids[: ids.size // inner * inner].reshape(-1, inner)
-    sides = (np.broadcast_to(np.array(side, np.int64), (len(pieces), len(side))) for side in (before, after))
-    return np.concatenate([next(sides), pieces, next(sides)], axis=1)
+    ahead, behind = (np.tile(np.array(side, np.int64), (len(pieces), 1)) for side in (before, after))
+    return np.concatenate([ahead, pieces, behind], axis=1)
 
 
 def _around(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -171,7 +171,7 @@ def _matrix(codec: Codec, data: Any, blocks: Blocks, columns: int) -> Any:
 
 
 def _codes(codec: Codec, data: Any, b: Blocks, *more: Any) -> tuple[Any, ...]:
-    """The arguments by which decoding.c is told of a matrix of codes, and more."""
+    """The arguments of the functions of decoding.c for a matrix of codes, and then `more`."""
     table, fields = _element(codec)
     none = _NONE
     return (

@@ -225,7 +225,7 @@ def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32, microkernels
 
 
 def matrices(st: ScaledTensor, microkernels: Microkernels) -> list[Any] | None:
-    """The codes of each matrix of `st`, K last, for a microkernel that decodes part after part; None where there is none."""
+    """Each matrix of `st`, as `Microkernels.matrix` makes it, K last; None where it cannot make one."""
     tables = remembered(_values, st.recipe.interned_key, _Values, st.recipe.format)
     if (
         not tables.compiled
