@@ -65,9 +65,9 @@ def multiply(a: Any, b: Any, dtype: str, kernel: str, plain: Any, bias: torch.Te
 def moved_maps_are_those_that_the_driver_encodes() -> None:
     from breccia_triton.cuda.driver import MovableMap, driver
 
+    at = torch.empty(1 << 22, device=DEVICE, dtype=torch.uint8).data_ptr()
     found = driver()
     assert found.address_word is not None, "every call encodes its maps anew"
-    at = torch.empty(1 << 22, device=DEVICE, dtype=torch.uint8).data_ptr()
     every: Iterable[tuple[Any, ...]] = (
         *((dtype, (64, 512), (512,), (64, 64), 128, 128) for dtype in ("bfloat16", "float16")),
         ("bfloat16", (1, 256, 512), (131072, 512), (1, 64, 64), 128),

@@ -341,6 +341,29 @@ def test_a_thread_without_a_context_gets_that_of_the_kernel() -> None:
         launch.function.clusters(128, 2)
 
 
+def test_a_thread_without_a_context_describes_tensors_in_one_and_has_none_after_that() -> None:
+    fake, contexts = FakeDriver(), list[int | None]()
+    used = driver.Driver(fake)
+    fake.status = 201
+    with pytest.raises(driver.DriverError, match="describing a uint8 tensor .* failed with error 201"):
+        used.tensor_map(4096, "uint8", (4, 64), (64,), (4, 32))
+
+    def push(context: Any) -> int:
+        fake.status = 0
+        contexts.append(context.value)
+        return 0
+
+    def pop(context: Any) -> int:
+        fake.status = 201
+        contexts.append(None)
+        return 0
+
+    fake.cuCtxPushCurrent_v2, fake.cuCtxPopCurrent_v2 = push, pop  # type: ignore[attr-defined]
+    used.entered = ctypes.c_void_p(5)
+    assert bytes(used.tensor_map(4096, "uint8", (4, 64), (64,), (4, 32))) == bytes(range(128))
+    assert contexts == [5, None]
+
+
 def test_importing_the_compiler_and_the_driver_loads_no_framework() -> None:
     modules = "breccia_triton.cuda.compiler, breccia_triton.cuda.driver"
     code = f"import sys, {modules}; print({{'torch', 'triton', 'jax'}} & set(sys.modules))"

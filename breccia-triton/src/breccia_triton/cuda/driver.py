@@ -83,6 +83,8 @@ class Driver:
     def __init__(self, library: Any) -> None:
         self.library = library
         self.launch: Any = library.cuLaunchKernelEx
+        #: The context of the last device on which a kernel was loaded.
+        self.entered: ctypes.c_void_p | None = None
 
     def check(self, status: int, what: str) -> None:
         """Raise DriverError for a status other than 0. what: what was asked."""
@@ -98,7 +100,21 @@ class Driver:
         self.check(self.library.cuDeviceGet(ctypes.byref(device), index), f"finding device {index}")
         self.check(self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"using device {index}")
         self.check(self.library.cuCtxSetCurrent(context), f"using device {index}")
+        self.entered = context
         return context
+
+    def in_some_context(self, status: int, again: Callable[[], int]) -> int:
+        """The status of a call that any device answers alike, or of the next one where the thread had no context.
+
+        The thread has none after it either: which device it works on is up to torch.
+        """
+        if status != _NO_CONTEXT or self.entered is None:
+            return status
+        self.library.cuCtxPushCurrent_v2(self.entered)
+        try:
+            return again()
+        finally:
+            self.library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     @cached_property
     def address_word(self) -> tuple[int, int] | None:
@@ -172,8 +188,8 @@ class Driver:
         rest = dims, pitches, boxes, ones, 0, _SWIZZLES[swizzle], _PROMOTIONS[promotion], 0
 
         def encoded(address: int) -> TensorMap:
-            status = self.library.cuTensorMapEncodeTiled(start, DTYPES[dtype], rank, ctypes.c_void_p(address), *rest)
-            if status:
+            call = partial(self.library.cuTensorMapEncodeTiled, start, DTYPES[dtype], rank, ctypes.c_void_p(address), *rest)
+            if status := self.in_some_context(call(), call):
                 what = f"a {dtype} tensor of shape {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)}"
                 self.check(status, f"describing {what}")
             return TensorMap.from_buffer_copy(made)
