@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import slow_but
 from paths import ROOT
 from recipes import RECIPES, recipe_id
 
@@ -144,7 +145,7 @@ def test_jax(way: str, kind: breccia.ScalingRecipe, parity: ModuleType) -> None:
 
 
 @pytest.mark.long  # MLX calls a C++ compiler; `make test` compares compiled casts in tests/mlx
-@pytest.mark.parametrize("kind", KINDS, ids=recipe_id)
+@pytest.mark.parametrize("kind", slow_but(KINDS[1::4], KINDS), ids=recipe_id)
 def test_compiled_by_mlx(kind: breccia.ScalingRecipe, parity: ModuleType) -> None:
     assert_parity(parity, "mlx", kind, ways_of(parity, "mlx", "compile"), few(parity, kind, FEW), FEW)
 

@@ -9,6 +9,7 @@ import struct
 import sys
 
 import pytest
+from marks import slow_but
 from paths import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "differences"))
@@ -53,7 +54,7 @@ def test_breccia_gives_what_a_report_says(report: reports.Report) -> None:
 
 
 @pytest.mark.long
-@every
+@pytest.mark.parametrize("report", slow_but({report.module: report for report in REPORTS}.values(), REPORTS), ids=str)
 def test_the_program_of_a_report_prints_what_it_says(report: reports.Report) -> None:
     installed(report.module)
     assert reports.reproduced(report) == report.prints

@@ -1,7 +1,7 @@
 """Selections of cases: which cases of a parametrized test `make test` runs, and which of them `make test-all`.
 
-In the cases of `make test` every pair of parameter values occurs, in those of `make test-all` every three; with
-`@pytest.mark.covering(n, m)` every n values and every m. `make slow` runs all other cases.
+In the cases of `make test` every pair of parameter values occurs, in those of `make test-all` every three, of a test that is
+marked long every value; with `@pytest.mark.covering(n, m)` every n values and every m. `make slow` runs all other cases.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from breccia.testing.laws import Law
 
 #: Cases with these marks are excluded from `make test-all` already.
 _LEFT_OUT = {"slow", "gpu"}
+#: How many values occur together in the cases of `make test` and of `make test-all`, of a test that is not long and of one.
+_TOGETHER, _TOGETHER_LONG = (2, 3), (1, 1)
 
 
 def excluded_by(expression: str) -> set[str]:
@@ -36,14 +38,16 @@ def mark_cases(metafunc: pytest.Metafunc, excluded: Collection[str] = ()) -> Non
     calls = metafunc._calls  # before pytest makes an item of each, which takes most of the time of a collection
     always = {mark.name for mark in metafunc.definition.iter_markers()}
     if calls and not always & _LEFT_OUT:
-        _mark(calls, metafunc.definition.get_closest_marker("covering"), {"leftover", "exhaustive"} <= {*excluded})
+        mark = metafunc.definition.get_closest_marker("covering")
+        together = mark.args if mark else _TOGETHER_LONG if "long" in always else _TOGETHER
+        _mark(calls, together, {"leftover", "exhaustive"} <= {*excluded})
     # A test keeps one case, for `-m` to deselect: without a case pytest would make an item that lacks its arguments.
     calls[:] = [call for call in calls if not (always | {mark.name for mark in call.marks}) & {*excluded}] or calls[:1]
 
 
-def _mark(calls: Sequence[Any], mark: pytest.Mark | None, fewest: bool) -> None:
+def _mark(calls: Sequence[Any], together: tuple[int, int], fewest: bool) -> None:
     """Mark the cases of one test. fewest: only those of `make test` are run, and all others are `leftover`."""
-    fewer, more = mark.args if mark else (2, 3)
+    fewer, more = together
     chosen = [call for call in calls if not _LEFT_OUT & {mark.name for mark in call.marks}]
     values = [_values(call.params) for call in chosen]
     few = covering([_together(each, fewer) for each in values])

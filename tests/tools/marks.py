@@ -1,4 +1,4 @@
-"""Marks that depend on the machine, and cases that `make test` leaves to `make test-all`."""
+"""Marks that depend on the machine, and cases that `make test` leaves to `make test-all`, or both to `make slow`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def jax_is_long(values: Iterable[Any]) -> list[Any]:
 def long_but(kept: Container[Any], values: Iterable[Any]) -> list[Any]:
     """The values as parameters, with all but those `kept` marked `long`."""
     return [value if value in kept else pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
+def slow_but(kept: Container[Any], values: Iterable[Any]) -> list[Any]:
+    """The values as parameters, with all but those `kept` marked `slow`: each takes seconds, and a few show what breaks."""
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def on_cuda(test: Any) -> Any:

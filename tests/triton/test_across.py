@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from host_kernels import Decoding
-from marks import on_cuda
+from marks import on_cuda, slow_but
 from weights import FORMATS, in_torch, replaced, tensor
 
 from breccia.backend import reference
@@ -91,7 +91,7 @@ def decoded(plain: Any, copies: int, rows: int) -> tuple[Any, Any]:
     return values, flags[1 + rows :].bool()
 
 
-@pytest.mark.parametrize("name", [n if n == "int4-128" else pytest.param(n, marks=pytest.mark.long) for n in FORMATS])
+@pytest.mark.parametrize("name", slow_but({"int4-128"}, FORMATS))
 @pytest.mark.usefixtures("on_the_host")
 def test_values_become_two_numbers_of_which_the_second_is_what_the_first_one_leaves(name: str) -> None:
     plain = tensor(name, 24, 136, seed=2)  # rows and columns end within a chunk

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from marks import long_but
+from marks import long_but, slow_but
 from triton_casts import DEVICE, ON_GPU, SPECS, numbers, same, same_values
 
 pytest.importorskip("torch")
@@ -210,7 +210,7 @@ def test_six_bit_codes_are_packed_in_blocks_of_any_whole_groups(block_size: int,
 
 
 @pytest.mark.parametrize(
-    "shape", [(1,), (7,), (5000,), (1, 1), pytest.param((1, 5000), marks=pytest.mark.long), (3, 1), (129, 2)]
+    "shape", [(1,), (7,), (5000,), (1, 1), pytest.param((1, 5000), marks=pytest.mark.slow), (3, 1), (129, 2)]
 )
 def test_shapes_of_few_elements_are_taken(shape: tuple[int, ...]) -> None:
     x = torch.linspace(-3, 5, int(np.prod(shape))).reshape(shape).to(DEVICE)
@@ -980,8 +980,6 @@ print(len(made), "kernels compiled")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "target", ["sm90", "gfx942", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm80", "sm89", "sm100", "gfx950"))]
-)
+@pytest.mark.parametrize("target", slow_but({"sm90"}, ("sm80", "sm89", "sm90", "sm100", "gfx942", "gfx950")))
 def test_kernels_compile_for_gpus_that_are_not_here(target: str, tmp_path: Path) -> None:
     assert f"{40 if target.startswith('sm') else 38} kernels compiled" in compiled(COMPILED, target, tmp_path)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+from marks import slow_but
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -54,7 +55,9 @@ def laws() -> Iterator[list[Law]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current", "nvfp4", "mxfp6", "int4", "nf4"])
+@pytest.mark.parametrize(
+    "recipe", slow_but({"fp8_block", "nvfp4"}, ("fp8_block", "fp8_current", "nvfp4", "mxfp6", "int4", "nf4"))
+)
 def test_the_kernels_of_casts_keep_the_laws_in_the_interpreter(recipe: str, laws: list[Law]) -> None:
     outcomes: Counter[str] = Counter()
     for law in laws:

@@ -21,10 +21,12 @@ from breccia.codecs import (
     E5M2FNUZ,
     F16,
     F32,
+    INTEGERS,
     NF4,
     UE4M3,
     UE5M3,
     Codec,
+    Integer,
     Lookup,
     Minifloat,
 )
@@ -169,3 +171,8 @@ def test_the_lowest_used_random_bit_decides_in_a_table() -> None:
 def test_a_nine_bit_table_is_refused() -> None:
     with pytest.raises(RecipeError, match="codec 'wide': a table has 1 to 8 bits; got bits=9. Declare a narrower codec"):
         Lookup("wide", 9, None, "this test", tuple(map(float, range(512))))
+
+
+@pytest.mark.parametrize("codec", INTEGERS.values(), ids=str)
+def test_the_leading_bit_of_the_largest_integer_is_that_of_its_mantissa(codec: Integer) -> None:
+    assert 1 << codec.mantissa_bits <= codec.high < 2 << codec.mantissa_bits

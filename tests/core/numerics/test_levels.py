@@ -93,6 +93,11 @@ WRITTEN = [
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
 
 
+@pytest.mark.parametrize("recipe", WRITTEN, ids=recipe_id)
+def test_casts_in_numpy_are_those_of_the_oracle(recipe: breccia.ScalingRecipe) -> None:
+    laws.a_cast_writes_the_oracles_bytes(recipe, NUMPY)
+
+
 @pytest.mark.long
 @pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -12,18 +12,18 @@ from recipes import declared
 
 from breccia import DelayedScaling, INT4Scaling, NVFP4BlockScaling
 from breccia.arrays.ops import NUMPY
-from breccia.codecs import E4M3, E8M0, F32, NF4, Codec, Integer, Minifloat
+from breccia.codecs import BF16, E2M1, E4M3, E8M0, F16, F32, INT4, NF4, UINT4, Codec, Integer, Minifloat
 from breccia.formats import TENSOR, Format, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
 from breccia.options import CastOptions
-from breccia.rules import DIVIDE, LINEAR, RCEIL, Inverse, Rule, flushed, normal
+from breccia.rules import DIVIDE, LINEAR, RCEIL, Inverse, Rule, flushed, normal, takes_signs
 from breccia.testing import oracle
 from breccia.testing.compare import expect_written
 from breccia.testing.places import Place
 
 
-@pytest.mark.parametrize("margin", [-3, 0, 3])
+@pytest.mark.parametrize("margin", [-3, 0, 3, 9])
 @pytest.mark.parametrize("exponent", [-125, -120, -119, -118, -110, 100, 126])
 def test_te_clamps_its_multiplier_before_the_margin_and_after_it(margin: int, exponent: int) -> None:
     """448 / amax reaches 2^126 at amax 448 * 2^-126, which is 1.75 * 2^-118."""
@@ -147,3 +147,28 @@ def test_a_ratio_beyond_fp32_saturates_before_the_global_scale_divides_it(cast: 
     st = cast(x, recipe)
     # FLT_MAX / g with g = 3.3e38 / (0.0546875 * 448) is 25.27; the nearest E4M3 numbers are 24 and 26.
     assert st.scale.tolist() == [[0x5D]] and oracle.cast(x, recipe).scale.tolist() == [[0x5D]]
+
+
+@pytest.mark.parametrize("cast", [reference.cast, kernels.cast], ids=["generic", "NumPy"])
+@pytest.mark.parametrize("sense", ["amax", "divisor"])
+def test_a_global_scale_is_stored_in_the_sense_that_the_recipe_names(sense: str, cast: Any) -> None:
+    """Section 5.2: the amax itself, at least qmax * 2^-126, or qmax / amax, at most 2^126."""
+    recipe = NVFP4BlockScaling(global_sense=sense)
+    for factor in (1.0, 2.0**-120, 2.0**100):
+        x = np.linspace(-2, 3, 64, dtype=np.float32).reshape(2, 32) * np.float32(factor)
+        expect_written(Place("numpy"), cast(x, recipe), oracle.cast(x, recipe))
+
+
+@pytest.mark.parametrize("cast", [reference.cast, kernels.cast], ids=["generic", "NumPy"])
+def test_the_zero_point_of_a_block_with_inf_or_nan_is_0(cast: Any) -> None:
+    recipe = INT4Scaling(symmetric=False, signed=False, group_size=8)
+    x = np.linspace(1, 3, 32, dtype=np.float32).reshape(1, 32)
+    x[0, 3], x[0, 12] = np.inf, np.nan
+    st = cast(x, recipe)
+    expect_written(Place("numpy"), st, oracle.cast(x, recipe))
+    assert st.zero_point[0, :2].tolist() == [0, 0]
+
+
+def test_negative_scales_need_a_float_of_more_than_8_bits_over_signed_integers() -> None:
+    assert takes_signs(F16, INT4) and takes_signs(BF16, INT4)
+    assert not takes_signs(E4M3, INT4) and not takes_signs(F16, UINT4) and not takes_signs(F16, E2M1)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import breccia
-from breccia import Float8CurrentScaling, MXFP8BlockScaling, ScalingRecipe
+from breccia import Float8CurrentScaling, MXFP8BlockScaling, ScalingRecipe, UnsupportedError
 from breccia.kernels import reference
 from breccia.options import CastOptions
-from breccia.tensors.grids import cast_nbytes, part_shapes
+from breccia.tensors.grids import Gathered, cast_nbytes, part_shapes
 from breccia.testing.examples import wide
 
 
@@ -49,3 +49,8 @@ def test_an_axis_of_length_zero_splits_into_one_empty_piece() -> None:
         pieces = st.split(32, axis)
         assert [piece.shape for piece in pieces] == [shape]
         assert breccia.bytes_equal(breccia.concat(pieces, axis), st)
+
+
+def test_positions_that_only_a_run_knows_are_not_listed() -> None:
+    with pytest.raises(UnsupportedError, match="this layout has one entry for each position, so positions must be numbers; a"):
+        list(Gathered(np.array([0, 1], np.int32), False))

@@ -14,6 +14,7 @@ import breccia
 from breccia import (
     InStorage,
     Layout,
+    LayoutError,
     MXFP8BlockScaling,
     NoKernelError,
     NVFP4BlockScaling,
@@ -105,6 +106,16 @@ def test_the_layout_below_a_storage_is_checked_too() -> None:
     st = breccia.cast(X, MXFP8).to_storage("transposed")
     with pytest.raises(UnsupportedError, match=r"^no plug-in declares layout Spiral,"):
         ScaledTensor(st.data, st.scale, MXFP8, InStorage(Spiral(1, 32), "transposed"))
+
+
+def test_scales_in_a_storage_have_the_shape_that_it_gives_them() -> None:
+    with pytest.raises(LayoutError, match="scales in storage 'transposed' have the shape it gives them; see st.to_plain"):
+        InStorage(PerBlockMN(1, 32), "transposed").scale_shapes((4, 32))
+
+
+def test_groups_by_index_follow_each_other() -> None:
+    first, second = PerGroupIndex((1, 0), 2), PerGroupIndex((0, 0, 1), 2)
+    assert first.followed_by(second) == PerGroupIndex((1, 0, 0, 0, 1), 2)
 
 
 # -- storages by name ------------------------------------------------------------------------------------------------

@@ -412,7 +412,7 @@ def test_optimizers_change_the_weight_that_is_multiplied(kind: Any, foreach: boo
     assert torch.equal(after, expected) and not torch.equal(after, before)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:OptimState8bit does not implement _stable_hash_for_caching:UserWarning")
 def test_an_optimizer_with_8_bit_moments_changes_the_weight_that_is_multiplied() -> None:
     low = pytest.importorskip("torchao.optim")
