@@ -112,9 +112,14 @@ def test_of_several_codes_for_one_number_the_lowest_is_cast_and_all_are_decoded(
     assert torch.equal(decode.dequantize(st), reference.dequantize(st))
 
 
+#: Recipes of codes of less than a byte: all, and one of each kind.
+NARROW = [s for s in SPECS if s.startswith(("mxfp6", "mxfp4", "nvfp4", "nf4", "int4"))]
+OF_EACH_KIND = ("mxfp6", "mxfp4", "nvfp4", "nf4", "int4,symmetric=false,signed=false,group_size=32")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.startswith(("mxfp6", "mxfp4", "nvfp4", "nf4", "int4"))])
+@pytest.mark.parametrize("spec", slow_but(OF_EACH_KIND, NARROW))
 def test_whole_blocks_of_narrow_codes_are_cast_bit_for_bit(spec: str, axis: int) -> None:
     recipe = breccia.recipe(spec)
     for shape, dtype in (((32, 256), torch.float32), ((2, 128, 80), torch.bfloat16)):
@@ -128,7 +133,7 @@ def test_whole_blocks_of_narrow_codes_are_cast_bit_for_bit(spec: str, axis: int)
 @pytest.mark.skipif(ON_GPU, reason="the GPU runs the instructions themselves")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.startswith(("mxfp6", "mxfp4", "nvfp4", "nf4", "int4"))])
+@pytest.mark.parametrize("spec", slow_but(OF_EACH_KIND, NARROW))
 def test_branches_for_nvidia_gpus_write_the_same_bits(
     spec: str, axis: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
