@@ -118,9 +118,8 @@ def goals(result: Result) -> Table:
         found: dict[str, float | None] = {}
         for work, row in rows.items():
             if CAST in row["time"]:
-                bounds = [each for arm in arms if (each := rate(row, arm))]
-                none = rate(row, "none")
-                found[work] = none / min(bounds) if none and len(bounds) == len(arms) else None
+                none, *bounds = (rate(row, arm) for arm in ("none", *arms))
+                found[work] = none / min(bounds) if none and all(bounds) else None
         return found
 
     limit = result["options"]["max_memory"]
@@ -235,19 +234,12 @@ def remove(path: Path) -> None:
 
 
 def works(
-    where: Path,
-    small: tuple[Path, int],
-    medium: tuple[Path, int],
-    gigabytes: float,
-    width: int,
-    mlx_lm: Path | None,
-    left: dict[str, str],
+    where: Path, small: tuple[Path, int], gigabytes: float, width: int, mlx_lm: Path | None, left: dict[str, str]
 ) -> Iterator[Work]:
-    """All conversions. small, medium: sources in FP8 and their bytes. left: gets the converters that cannot run, and why."""
+    """All conversions. small: a source in FP8 and its bytes. left: gets the converters that cannot run, and why."""
     other = [sys.executable, str(HERE / "other_converters.py")]
-    fp8, size = medium
-    yield Work("FP8 → nvfp4", size, fp8, where / "out", ("-r", "nvfp4"), "nvfp4")
     fp8, size = small
+    yield Work("FP8 → nvfp4", size, fp8, where / "out", ("-r", "nvfp4"), "nvfp4")
     decoded = Work("FP8 → bf16", size, fp8, where / "out", ("-r", "bf16"))
     if find_spec("compressed_tensors"):
         decoded.rival("compressed-tensors", [*other, "compressed-tensors", str(fp8), str(where / "out")])
@@ -278,7 +270,7 @@ def works(
 
 @program
 def main(
-    gigabytes: Annotated[float, typer.Option(help="Size of the large source; others have a third and a tenth of it.")] = 20,
+    gigabytes: Annotated[float, typer.Option(help="Size of the large source; others have a fifth and a tenth of it.")] = 20,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each arm with the small source.")] = 2,
     max_memory: Annotated[str, typer.Option(help="As of breccia convert, for the large source and its tenth.")] = "1GiB",
     mlx_lm: Annotated[Path | None, typer.Option(help="A Python that has mlx-lm.", exists=True)] = None,
@@ -301,11 +293,8 @@ def main(
             memory.append({"bytes": found[of][1], "seconds": run.seconds, "cpu": run.cpu, "peak": run.peak, "moments": moments})
             remove(where / "out")
         remove(found[gigabytes][0])
-        medium = where / "deepseek-medium"
-        medium_size = sources.deepseek(medium, gigabytes / 3, shrink)
         width = max(128, 2048 // shrink // 128 * 128)
-        sizes = found[gigabytes / 10], (medium, medium_size)
-        every = list(works(where, *sizes, gigabytes / 5, width, mlx_lm, options["left_out"]))
+        every = list(works(where, found[gigabytes / 10], gigabytes / 5, width, mlx_lm, options["left_out"]))
         taken: list[dict[str, list[sources.Spent]]] = [{} for _ in every]
         for _ in progress(range(runs), "runs"):
             for work, of_work in zip(every, taken, strict=True):
