@@ -388,7 +388,7 @@ class ScaledLinear(_WithMetadata):
                     checks.check_matmul(rows, weight, bias)
                 prefer: Any = None if self.prefer_backward is None else frontend.Preferred(None, self.prefer_backward)
                 y = frontend.multiply((rows, weight, product_options(out_dtype, bias)), prefer)
-                if x is rows:
+                if x is rows and x.is_cpu:
                     self._keep_for(x, weight, bias, out_dtype)
             return y if ndim > 1 else y[0]
         y = breccia.cast_matmul(rows.flatten(0, -2), self.activation, weight, out_dtype, bias=bias)
@@ -417,12 +417,12 @@ class ScaledLinear(_WithMetadata):
         return repeat(x, self._matrix, bias)
 
     def _keep_for(self, x: Tensor, weight: ScaledTensor, bias: Any, out_dtype: str) -> None:
-        """Keep what repeats this product, after two calls in succession with inputs of one shape; else nothing."""
+        """Keep what repeats this product on the CPU, after two calls in succession with inputs of one shape; else nothing."""
         module: Any = self._modules["weight"]
         kept = module.__dict__
         shape, kept[_LAST], kept[_REPEAT] = kept.get(_LAST), x.shape, None
         tracked = bias is not None and bias.requires_grad and torch.is_grad_enabled()
-        if x.device.type == "cpu" and x.shape == shape and module.keeps_transpose and not tracked and frontend.is_constant(x):
+        if x.shape == shape and module.keeps_transpose and not tracked and frontend.is_constant(x):
             kept[_REPEAT] = targets.load("breccia_torch.cpu:repeated")(x, weight, bias, out_dtype)
 
     def extra_repr(self) -> str:
