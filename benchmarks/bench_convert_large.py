@@ -234,12 +234,19 @@ def remove(path: Path) -> None:
 
 
 def works(
-    where: Path, small: tuple[Path, int], gigabytes: float, width: int, mlx_lm: Path | None, left: dict[str, str]
+    where: Path,
+    medium: tuple[Path, int],
+    small: tuple[Path, int],
+    gigabytes: float,
+    width: int,
+    mlx_lm: Path | None,
+    left: dict[str, str],
 ) -> Iterator[Work]:
-    """All conversions. small: a source in FP8 and its bytes. left: gets the converters that cannot run, and why."""
+    """All conversions. medium, small: sources in FP8 and their bytes. left: gets the converters that cannot run, and why."""
     other = [sys.executable, str(HERE / "other_converters.py")]
-    fp8, size = small
+    fp8, size = medium
     yield Work("FP8 → nvfp4", size, fp8, where / "out", ("-r", "nvfp4"), "nvfp4")
+    fp8, size = small
     decoded = Work("FP8 → bf16", size, fp8, where / "out", ("-r", "bf16"))
     if find_spec("compressed_tensors"):
         decoded.rival("compressed-tensors", [*other, "compressed-tensors", str(fp8), str(where / "out")])
@@ -270,7 +277,7 @@ def works(
 
 @program
 def main(
-    gigabytes: Annotated[float, typer.Option(help="Size of the large source; others have a fifth and a tenth of it.")] = 20,
+    gigabytes: Annotated[float, typer.Option(help="Size of the large source; others have a quarter to a tenth of it.")] = 20,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each arm with the small source.")] = 2,
     max_memory: Annotated[str, typer.Option(help="As of breccia convert, for the large source and its tenth.")] = "1GiB",
     mlx_lm: Annotated[Path | None, typer.Option(help="A Python that has mlx-lm.", exists=True)] = None,
@@ -293,8 +300,9 @@ def main(
             memory.append({"bytes": found[of][1], "seconds": run.seconds, "cpu": run.cpu, "peak": run.peak, "moments": moments})
             remove(where / "out")
         remove(found[gigabytes][0])
-        width = max(128, 2048 // shrink // 128 * 128)
-        every = list(works(where, found[gigabytes / 10], gigabytes / 5, width, mlx_lm, options["left_out"]))
+        width, path = max(128, 2048 // shrink // 128 * 128), where / "deepseek-medium"
+        medium = path, sources.deepseek(path, gigabytes / 4, shrink)
+        every = list(works(where, medium, found[gigabytes / 10], gigabytes / 5, width, mlx_lm, options["left_out"]))
         taken: list[dict[str, list[sources.Spent]]] = [{} for _ in every]
         for _ in progress(range(runs), "runs"):
             for work, of_work in zip(every, taken, strict=True):
