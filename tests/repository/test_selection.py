@@ -53,13 +53,16 @@ def _needing(path: Path) -> set[str]:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     needs = re.compile(rf"""importorskip\(['"]({"|".join(MORE)})\b""")
+    if not needs.search(text):
+        return set()
     module = [ast.unparse(node) for node in tree.body if not isinstance(node, ast.FunctionDef)]
     if any("pytestmark" in line and "mark.long" in line for line in module):
         return set()
     tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     wide = any(needs.search(line) for line in module)
     short = [test for test in tests if not any("mark.long" in ast.unparse(mark) for mark in test.decorator_list)]
-    return {test.name for test in short if wide or needs.search(ast.get_source_segment(text, test) or "")}
+    lines = text.splitlines()
+    return {test.name for test in short if wide or needs.search("\n".join(lines[test.lineno - 1 : test.end_lineno]))}
 
 
 def test_what_make_test_does_not_install_is_needed_by_long_tests_alone(tmp_path: Path) -> None:

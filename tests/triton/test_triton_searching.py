@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import long_but
 from triton_casts import DEVICE, ON_GPU, numbers, same, same_values
 
 pytest.importorskip("torch")
@@ -69,7 +70,7 @@ def check(x: Any, spec: Any, generic: bool = False, **options: Any) -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", long_but(FEW, SPECS))
 def test_every_search_writes_the_bytes_of_the_generic_algorithm(spec: str, axis: int, weighted: bool) -> None:
     x = numbers((40, 72), seed=1)
     check(x, spec, axis=axis, importance=importance(x.shape[axis]) if weighted else None)
@@ -106,7 +107,7 @@ def test_partial_blocks_and_leading_axes_are_searched(spec: str, shape: tuple[in
         check(x, spec, axis=axis, importance=importance(shape[axis]))
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", long_but(FEW, SPECS))
 def test_of_equal_errors_the_first_scale_is_taken(spec: str) -> None:
     """Blocks of one magnitude, of codes that several scales represent, and with one element that is not zero."""
     x = torch.zeros((8, 48), device=DEVICE)
