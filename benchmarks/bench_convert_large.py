@@ -278,7 +278,7 @@ def works(
 @program
 def main(
     gigabytes: Annotated[float, typer.Option(help="Size of the large source; others have a quarter to a tenth of it.")] = 20,
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each arm with the small source.")] = 2,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each arm with the smaller sources.")] = 2,
     max_memory: Annotated[str, typer.Option(help="As of breccia convert, for the large source and its tenth.")] = "1GiB",
     mlx_lm: Annotated[Path | None, typer.Option(help="A Python that has mlx-lm.", exists=True)] = None,
     folder: Annotated[Path | None, typer.Option(help="Where the files are written; a temporary folder by default.")] = None,

@@ -1,6 +1,6 @@
 """Whether calibration on a GPU chooses codes as good as on a CPU, and what it takes there.
 
-    python tests/gpu/calibrating.py MODEL TEXT TEST [--recipe nvfp4] [--device cuda]
+    python tests/gpu/calibrating.py MODEL TEXT TEST [--recipe nvfp4] [--methods gptq importance] [--device cuda]
 
 MODEL: a folder of transformers or a GGUF file. The KL divergence of both conversions is measured on TEST, on the device. They
 may differ by 2 %: sums in another order change some codes. Needs transformers, which machines with GPUs may lack.
@@ -20,7 +20,6 @@ import numpy as np
 
 import breccia
 from breccia_bridges.calibration import Calibration
-from breccia_torch.hf.divergences import divergences
 
 #: Tokens that calibration sees, and on which the divergence is measured.
 OBSERVED, TESTED = 8192, 4096
@@ -50,7 +49,7 @@ def measured(model: Path, ids: np.ndarray, tested: np.ndarray, recipe: str, meth
         changed = {
             t.name: lambda name=t.name: np.asarray(breccia.dequantize(values[name]), np.float32) for t in report.quantized
         }
-        return divergences(model, tested, {"all": changed}, device=on).costs["all"], seconds
+        return breccia.bridges.divergences(model, tested, {"all": changed}, device=on).costs["all"], seconds
 
 
 def main() -> int:
@@ -60,16 +59,16 @@ def main() -> int:
     parser.add_argument("--recipe", default="nvfp4")
     parser.add_argument("--methods", nargs="*", default=["gptq", "importance"])
     parser.add_argument("--device", default="cuda")
-    given = parser.parse_args()
-    ids, tested = ids_of(given.model, given.text, OBSERVED), ids_of(given.model, given.test, TESTED)
+    options = parser.parse_args()
+    ids, tested = ids_of(options.model, options.text, OBSERVED), ids_of(options.model, options.test, TESTED)
     apart = False
-    for method in given.methods:
+    for method in options.methods:
         costs: dict[str, float] = {}
-        for device in (given.device, "cpu"):
-            costs[device], seconds = measured(given.model, ids, tested, given.recipe, method, device, given.device)
-            print(f"{given.recipe} {method} on {device}: KL {costs[device]:.4f}, {seconds:.1f} s", flush=True)
-        difference = costs[given.device] / costs["cpu"] - 1
-        print(f"{given.recipe} {method}: {100 * difference:+.2f} %", flush=True)
+        for device in (options.device, "cpu"):
+            costs[device], seconds = measured(options.model, ids, tested, options.recipe, method, device, options.device)
+            print(f"{options.recipe} {method} on {device}: KL {costs[device]:.4f}, {seconds:.1f} s", flush=True)
+        difference = costs[options.device] / costs["cpu"] - 1
+        print(f"{options.recipe} {method}: {100 * difference:+.2f} %", flush=True)
         apart |= abs(difference) > MOST
     return int(apart)
 

@@ -51,10 +51,10 @@ def test_a_test_keeps_the_cases_that_may_be_selected_and_one_at_least() -> None:
 def _needing(path: Path) -> set[str]:
     """The tests of a file that need one of MORE, and are not marked `long`."""
     text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
     needs = re.compile(rf"""importorskip\(['"]({"|".join(MORE)})\b""")
     if not needs.search(text):
         return set()
+    tree = ast.parse(text)
     module = [ast.unparse(node) for node in tree.body if not isinstance(node, ast.FunctionDef)]
     if any("pytestmark" in line and "mark.long" in line for line in module):
         return set()
