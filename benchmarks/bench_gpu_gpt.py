@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import breccia_torch
-from breccia import TrainingRecipe
 
 BF16 = "BF16"
 PRESETS = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "fp8_tile", "mxfp8", "nvfp4")
@@ -201,9 +200,6 @@ def timed(make: Callable[..., Training], data: Tensor, recipes: list[str], sampl
     arms.add(makers, timer)
     if device == "cuda":
         for recipe, call in arms.calls.items():
-            if recipe in PRESETS and TrainingRecipe(recipe).stochastic:
-                graphs[recipe] = "its random numbers would be the same in every replay"
-                continue
             try:
                 arms.timers["graph", recipe] = timer(graph_of(call), device)
             except Exception as e:  # of any kind: the other recipes are measured all the same
@@ -442,8 +438,7 @@ def gpt(
             if recipe == "times":
                 rows += [{"kind": "times", "model": model} | row for row in timed(make, data, chosen, samples, device)]
             else:
-                graph = device == "cuda" and not recipe.startswith("nvfp4")  # whose random numbers a replay would repeat
-                row = trained(make, data, recipe, int(seed), steps, graph)
+                row = trained(make, data, recipe, int(seed), steps, graph=device == "cuda")
                 rows.append({"kind": "losses", "model": model, "recipe": recipe, "seed": int(seed)} | row)
             print(name, f"{time.monotonic() - begun:.0f} s", rows[-1].get("held_out", ""), file=sys.stderr, flush=True)
             yield made()

@@ -63,8 +63,8 @@ def _digest(operand: Any) -> str:
 def test_torch_and_jax_multiply_the_same_codes(recipe: TrainingRecipe) -> None:
     x, w, dy = inputs()
     layer, dot = layer_of(recipe, w), breccia_jax.DotGeneral(recipe)
-    seed = next_seed(layer.state.draws) if recipe.stochastic else 0
-    key = jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32) if recipe.stochastic else None
+    low, high = (next_seed(layer.context) if recipe.stochastic else torch.zeros(2, dtype=torch.int32)).numpy().view(np.uint32)
+    key, seed = jnp.array([low, high], jnp.uint32) if recipe.stochastic else None, int(high) << 32 | int(low)
     found = dot.gemm_operands(x, w.T, dy, state=breccia_jax.histories(recipe), key=key)
     of_jax = digests(found, turned=True)
     of_torch = digests(layer.gemm_operands(torch.as_tensor(x), torch.as_tensor(dy)))

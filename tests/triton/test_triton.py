@@ -228,7 +228,18 @@ def test_shapes_of_few_elements_are_taken(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("spec", ["fp8_block", "mxfp8", "mxfp6", "nvfp4", "int4,group_size=32", "nf4", "fp8_current", "int8"])
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_stochastic_rounding_draws_the_same_numbers(spec: str, axis: int) -> None:
-    check(numbers((2, 33, 64), seed=7), spec, axis=axis, rounding="stochastic", seed=2**40 + 5)
+    x = numbers((2, 33, 64), seed=7)
+    check(x, spec, axis=axis, rounding="stochastic", seed=2**40 + 5)
+    expected = reference.cast(x, breccia.recipe(spec), CastOptions(axis, rounding="stochastic", seed=2**40 + 5))
+    for dtype in (torch.int32, torch.int64):  # in the memory of the device
+        options = CastOptions(axis, rounding="stochastic", seed=torch.tensor([5, 2**8], dtype=dtype))
+        same(triton_cast.cast(x, breccia.recipe(spec), options), expected)
+
+
+def test_requantize_reads_a_seed_in_the_memory_of_the_device() -> None:
+    st, recipe = breccia.cast(numbers((40, 64), seed=8), "mxfp8"), breccia.recipe("nvfp4")
+    expected = triton_cast.requantize(st, recipe, CastOptions(rounding="stochastic", seed=2**40 + 5))
+    same(triton_cast.requantize(st, recipe, CastOptions(rounding="stochastic", seed=torch.tensor([5, 2**8]))), expected)
 
 
 @pytest.mark.parametrize("spec", ["fp8_block", "fp8_block,fp8_format=E5M2", "mxfp8", "mxfp4", "nvfp4", "int4,group_size=32"])

@@ -56,8 +56,8 @@ def cast(
     scale: use this scale instead of computing one from `x`; for two-level recipes, the global scale. A number for
         per-tensor scales, or an array as the level is stored (codes, for E8M0 and E4M3), of the layout's shape.
     rounding: "nearest" (ties to even) or "stochastic", which needs `seed` (0 .. 2^64 - 1) and gives the same bytes everywhere.
-        On JAX and MLX a seed may be traced: an integer, or an array of shape (2,) with its low and high 32 bits. On JAX it may
-        be a key of `jax.random.key`, whose words it then has.
+        A seed may be an array of shape (2,) with its low and high 32 bits, which a CUDA kernel reads on the device. On JAX and
+        MLX it may be traced, and on JAX a key of `jax.random.key`, whose words it then has.
     nonfinite: "propagate" makes a block with NaN or Inf decode to NaN; "raise" raises NonFiniteError.
     storage: name of a registered storage, the memory order of codes and scales; see `ScaledTensor.to_storage`.
     group_index: for each element of the contraction axis its group, integers from 0, as a sequence, an array or a

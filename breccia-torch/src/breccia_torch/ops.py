@@ -218,6 +218,12 @@ class _TorchOps(Ops):
     def address(self, a: Array) -> int | None:
         return a.data_ptr() if opaque(a) is None else None
 
+    def words(self, seed: Any) -> tuple[Any, Any]:
+        if not isinstance(seed, torch.Tensor) or not is_captured(seed):
+            return super().words(seed)
+        words = seed.to(torch.int32)  # the host cannot read them
+        return words[0], words[1]
+
     def to_int32(self, x: Any) -> Any:
         return x.to(torch.int32) if isinstance(x, torch.Tensor) else int(x)
 

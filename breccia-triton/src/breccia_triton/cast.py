@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -43,7 +44,7 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
         return result
     if options.importance is not None:
         checks.check_importance(options.importance, x, recipe, options.axis)
-    x, options = _readable(x, recipe), _in_order(options)
+    x, options = _readable(x, recipe), _in_order(options, x.device)
     if _transposed(x) and options.storage == PLAIN:
         result = cast(x.mT, recipe, _other_axis(options, x.ndim))
         return result.mT if options.out is None else options.out
@@ -57,7 +58,7 @@ def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> A
     """`cast_ste` as `breccia.cast_ste` documents it, without codes in memory."""
     if (result := _plainly("cast_ste", x, recipe, options)) is not None:
         return result
-    x, options = _readable(x, recipe), _in_order(options)
+    x, options = _readable(x, recipe), _in_order(options, x.device)
     if _transposed(x):
         return cast_ste(x.mT, recipe, _other_axis(options, x.ndim)).mT
     prepared = _call_for("cast_ste", x, recipe, options)
@@ -97,19 +98,20 @@ def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, histo
     return call.plainly(address, scale.data_ptr()) if history is None else call.recording(address, *history)
 
 
-def _kind(options: CastOptions) -> tuple[bool, str, str, bool]:
+def _kind(options: CastOptions) -> tuple[bool, str, str, bool, bool]:
     """What calls are prepared for, of their options."""
-    return options.scale is not None, options.rounding, options.storage, options.importance is not None
+    seeded = isinstance(options.seed, torch.Tensor)
+    return options.scale is not None, options.rounding, options.storage, options.importance is not None, seeded
 
 
-_OWN, _SUPPLIED = (False, "nearest", PLAIN, False), (True, "nearest", PLAIN, False)
+_OWN, _SUPPLIED = (False, "nearest", PLAIN, False, False), (True, "nearest", PLAIN, False, False)
 
 
 def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
     """`cast_pair` as `breccia.cast_pair` documents it: from one read, or two casts where they are faster."""
     if options is DEFAULT and (pair := _plainly("cast_pair", x, recipe, options)) is not None:
         return pair
-    x, options = _readable(x, recipe), _in_order(options)
+    x, options = _readable(x, recipe), _in_order(options, x.device)
     if _transposed(x) and options.storage == PLAIN:
         turned = options if options.scale is None else _other_axis(options, x.ndim).replace(axis=-1)
         rows, columns = cast_pair(x.mT, recipe, turned)
@@ -189,6 +191,7 @@ def requantize(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = D
         turned = options if options.out is None else options.replace(out=options.out.mT)
         result = requantize(st.mT, recipe, turned)
         return result.mT if options.out is None else options.out
+    options = _in_order(options, data.device)
     prepared = None if options.require_exact else _call_for("requantize", st, recipe, options)
     if prepared is None:
         return composites.requantize(st, recipe, options)
@@ -207,10 +210,19 @@ def _transposed(x: Any) -> bool:
     return x.ndim > 1 and not x.is_contiguous() and x.stride(-2) == 1 and x.stride(-1) != 1
 
 
-def _in_order(options: CastOptions) -> CastOptions:
-    """The options as kernels read them: a scale in C order, which those of tiles down the columns are not in, and an importance
-    in FP32."""
-    scale, importance = options.scale, options.importance
+def _in_order(options: CastOptions, device: torch.device) -> CastOptions:
+    """The options as kernels on a device read them.
+
+    A scale is in C order, which those of tiles down the columns are not in, and an importance in FP32. A seed is int32 words in
+    the memory of the device, or an integer.
+    """
+    scale, importance, seed = options.scale, options.importance, options.seed
+    if isinstance(seed, torch.Tensor):
+        if seed.device == device:
+            options = options.replace(seed=seed.to(torch.int32).contiguous())
+        else:
+            low, high = (word & 0xFFFFFFFF for word in TORCH.words(seed))
+            options = options.replace(seed=high << 32 | low)
     if isinstance(scale, torch.Tensor) and not scale.is_contiguous():
         options = options.replace(scale=scale.contiguous())
     if importance is not None:
@@ -289,8 +301,8 @@ def prepared(
     op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions, hardware: Hardware, choose: Choose | None = None
 ) -> Prepared:  # fmt: skip
     """A call prepared for hardware under choices. Raises Unsupported."""
-    weighted = options.importance is not None
-    chosen = Options(options.scale is not None, options.rounding == "stochastic", options.storage, weighted)
+    supplied, rounding, storage, weighted, seeded = _kind(options)
+    chosen = Options(supplied, rounding == "stochastic", storage, weighted, seeded)
     scaled = isinstance(x, ScaledTensor)
     facts = codes_of(x, scaled_source(x, recipe, chosen.supplied), False, hardware) if scaled else array_of(x)
     return Prepared(op, recipe, facts, axis, chosen, TORCH.dtypes(recipe.format), hardware, choose, turns=not scaled)
@@ -378,7 +390,7 @@ class Call:
         op, scaled, chosen = prepared.op, isinstance(x, ScaledTensor), prepared.options
         self.op, self.device = op, x.data.device
         self.index = index_of(self.device)
-        self.prepared, self.stochastic = prepared, chosen.stochastic
+        self.prepared = prepared
         self.launches = prepared.launches
         self.numbers = 0 if scaled else 1
         self.flat_shape = None if scaled or x.is_contiguous() else prepared.input.flat_shape
@@ -490,6 +502,12 @@ class Call:
             launcher.run(stream, *addresses(tensors, 1), history.first, history.old_count, *strides)
         return history.recorded
 
+    def _seed(self, seed: Any) -> Sequence[int]:
+        """What kernels take of a seed: its words, or their addresses."""
+        if not self.prepared.options.stochastic:
+            return ()
+        return addresses([seed, seed[1:]]) if self.prepared.options.seeded else TORCH.words(seed)
+
     def _read(self, x: Any) -> tuple[list[Any], tuple[int, ...]]:
         """(the tensors that kernels read, strides)."""
         if not self.numbers:
@@ -540,7 +558,7 @@ class Call:
             *addresses(inputs, self.numbers),
             *addresses(tensors, int(self.op == "cast_ste")),
             *addresses(others),
-            *(TORCH.words(options.seed) if self.stochastic else ()),
+            *self._seed(options.seed),
             *counts,
             *strides,
         )

@@ -99,12 +99,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a cast that kernels are compiled for. supplied: whether there is a scale. weighted: an importance."""
+    """The options of a cast that kernels are compiled for.
+
+    supplied: whether there is a scale. weighted: an importance. seeded: whether the seed is in the memory of the device.
+    """
 
     supplied: bool = False
     stochastic: bool = False
     storage: str = PLAIN
     weighted: bool = False
+    seeded: bool = False
 
 
 class Prepared:
@@ -212,7 +216,8 @@ class Prepared:
         if self.length:
             arguments |= _HISTORY
         if self.options.stochastic:
-            arguments |= {"seed_low": Argument("i32"), "seed_high": Argument("i32")}
+            word = Argument("*i32" if self.options.seeded else "i32")
+            arguments |= {"seed_low": word, "seed_high": word}
         self.narrow = not self.waits and self._narrow(source, arguments, constants)
         if self.narrow:
             return

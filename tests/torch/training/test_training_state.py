@@ -206,6 +206,26 @@ def test_draws_differ_between_layers_steps_and_passes_and_are_those_of_gemm_oper
     assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
 
 
+def test_seeds_are_the_outputs_of_splitmix64() -> None:
+    """The first outputs from the seed 1234567 as Rosetta Code's task "Pseudo-random numbers/Splitmix64" lists them."""
+    layer = TrainingLinear(16, 16, recipe="nvfp4", seed=1234567)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    for output in (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821):
+        low, high = steps.next_seed(layer.context).tolist()
+        assert (high & 0xFFFFFFFF) << 32 | low & 0xFFFFFFFF == output
+        layer(torch.randn(16, 16)).sum().backward()
+        assert steps.next_seed(layer.context).tolist() == [low, high + 1]  # of a second pass in the step
+        optimizer.step()
+
+
+def test_ranks_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, seen = TrainingLinear(16, 16, recipe="nvfp4", seed=1), list[list[int]]()
+    for rank in (0, 1, 2, 0):
+        monkeypatch.setattr(steps, "_rank", lambda rank=rank: rank)
+        seen.append(steps.next_seed(layer.context).tolist())
+    assert seen[0] == seen[3] and len({tuple(words) for words in seen}) == 3
+
+
 def test_stochastic_gradients_have_the_right_mean() -> None:
     layer, x, dy = TrainingLinear(32, 64, recipe="nvfp4"), batch(1), torch.randn(48, 64)
     rounds, total = 200, torch.zeros(48, 64)

@@ -23,7 +23,9 @@ from .state import StepState
 
 #: The (forward, backward) functions of layers by name; the modules of these enter them.
 WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-_STATE = "Tensor? offsets, Tensor? amaxes, Tensor? scales, Tensor? pending, Tensor? draws, Tensor? main, str recipe"
+_STATE = (
+    "Tensor? offsets, Tensor? amaxes, Tensor? scales, Tensor? pending, Tensor? draws, Tensor? words, Tensor? main, str recipe"
+)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Any, recipe: str, state: StepState | None, offsets: Tensor | None = None) -> Tensor:
@@ -34,13 +36,15 @@ def linear(x: Tensor, weight: Tensor, bias: Any, recipe: str, state: StepState |
     """
     training = torch.is_grad_enabled()
     main = main_grad_of(weight) if x.requires_grad else None
-    buffers = (None, None, None, None) if state is None else state.tensors()
+    buffers = (None,) * 5 if state is None else state.tensors()
     needs = training and x.requires_grad, training and weight.requires_grad
     return torch.ops.breccia.training_linear(x, weight, bias, offsets, *buffers, main, recipe, *needs, training)[0]
 
 
-def _forward(x, weight, bias, offsets, amaxes, scales, pending, draws, main, recipe, need_x, need_w, record) -> list[Tensor]:
-    how = Context(recipe_of(recipe), amaxes, scales, pending, draws)
+def _forward(
+    x, weight, bias, offsets, amaxes, scales, pending, draws, words, main, recipe, need_x, need_w, record
+) -> list[Tensor]:
+    how = Context(recipe_of(recipe), amaxes, scales, pending, draws, words)
     needs = {"need_x": need_x, "need_w": need_w, "record": record}
     if offsets is None:
         y, kept = WAYS["linear"][0](x, weight, bias, how, x.dtype, **needs)
@@ -57,7 +61,7 @@ def _forward(x, weight, bias, offsets, amaxes, scales, pending, draws, main, rec
 
 
 def _forward_fake(
-    x, weight, bias, offsets, amaxes, scales, pending, draws, main, recipe, need_x, need_w, record
+    x, weight, bias, offsets, amaxes, scales, pending, draws, words, main, recipe, need_x, need_w, record
 ) -> list[Tensor]:
     column, m, k = recipe_of(recipe).uses("input")[1], *x.shape
     if offsets is not None:
@@ -72,8 +76,8 @@ def _forward_fake(
     return [x.new_empty(x.shape[0], weight.shape[-2]), *kept]
 
 
-def _backward(dy, weight, kept, offsets, amaxes, scales, pending, draws, main, recipe, dtype, need_x) -> list[Tensor]:
-    how = Context(recipe_of(recipe), amaxes, scales, pending, draws)
+def _backward(dy, weight, kept, offsets, amaxes, scales, pending, draws, words, main, recipe, dtype, need_x) -> list[Tensor]:
+    how = Context(recipe_of(recipe), amaxes, scales, pending, draws, words)
     if offsets is None:
         results = WAYS["linear"][1](dy, weight, kept, how, dtype, main, need_x)
     else:
@@ -81,7 +85,9 @@ def _backward(dy, weight, kept, offsets, amaxes, scales, pending, draws, main, r
     return [dy.new_empty(0) if v is None else v.contiguous() for v in results]
 
 
-def _backward_fake(dy, weight, kept, offsets, amaxes, scales, pending, draws, main, recipe, dtype, need_x) -> list[Tensor]:
+def _backward_fake(
+    dy, weight, kept, offsets, amaxes, scales, pending, draws, words, main, recipe, dtype, need_x
+) -> list[Tensor]:
     dx = dy.new_empty((dy.shape[0], weight.shape[-1]) if need_x else 0, dtype=dtype if need_x else None)
     need_w = columns_of(recipe_of(recipe), kept) and main is None
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_w else dy.new_empty(0)
@@ -89,19 +95,19 @@ def _backward_fake(dy, weight, kept, offsets, amaxes, scales, pending, draws, ma
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weight, bias, offsets, amaxes, scales, pending, draws, main, ctx.recipe, _, need_w, _ = inputs
+    x, weight, bias, offsets, amaxes, scales, pending, draws, words, main, ctx.recipe, _, need_w, _ = inputs
     plain = need_w and offsets is None and recipe_of(ctx.recipe).uses("input")[1].recipe is None
     kept = [x, *output[1:]] if plain else output[1:]
-    ctx.save_for_backward(weight, offsets, amaxes, scales, pending, draws, main, *kept)
+    ctx.save_for_backward(weight, offsets, amaxes, scales, pending, draws, words, main, *kept)
     ctx.dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
 
 
 def _gradients(ctx: Any, gradients: Any) -> tuple[Any, ...]:
     dy = gradients[0]
-    weight, offsets, amaxes, scales, pending, draws, main, *kept = ctx.saved_tensors
+    weight, offsets, amaxes, scales, pending, draws, words, main, *kept = ctx.saved_tensors
     need_x, need_w, need_bias, *others = ctx.needs_input_grad
     dx, dw = torch.ops.breccia.training_linear_backward(
-        dy, weight, kept, offsets, amaxes, scales, pending, draws, main, ctx.recipe, ctx.dtype, need_x
+        dy, weight, kept, offsets, amaxes, scales, pending, draws, words, main, ctx.recipe, ctx.dtype, need_x
     )
     dbias = dy.float().sum(0).to(ctx.bias_dtype) if need_bias else None
     return dx if need_x else None, dw if need_w and main is None else None, dbias, *(None for _ in others)

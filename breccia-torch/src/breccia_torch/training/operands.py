@@ -31,6 +31,7 @@ class Context(NamedTuple):
     scales: Tensor | None = None
     pending: Tensor | None = None
     draws: Tensor | None = None
+    words: Tensor | None = None
 
 
 @lru_cache(maxsize=64)
@@ -51,7 +52,7 @@ def cast_operand(
     options = DEFAULT
     if "stochastic" in (first.rounding, second.rounding):
         assert how.draws is not None
-        options = CastOptions(rounding="stochastic", seed=steps.next_seed(how.draws))
+        options = CastOptions(rounding="stochastic", seed=steps.next_seed(how))
     delayed = first.recipe if isinstance(first.recipe, DelayedScaling) else second.recipe
     if isinstance(delayed, DelayedScaling):
         scale = steps.delayed_scale(how, tensor, delayed, x, record=record)

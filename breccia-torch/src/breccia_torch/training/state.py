@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -56,6 +55,8 @@ class StepState(nn.Module):
         are not saved.
     pending: (3,) int32, the amaxes of the present step. It is not saved.
     draws: (2,) int64: the layer's seed, and the number of steps that have ended.
+    words: (2,) int32, the seed of the first cast of gradients of this step, as two words. It follows from `draws`, and is not
+        saved. None without stochastic rounding.
 
     Buffers on the device meta begin as new ones where they get memory.
     """
@@ -64,6 +65,7 @@ class StepState(nn.Module):
     scales: Tensor | None
     pending: Tensor | None
     draws: Tensor
+    words: Tensor | None
     delayed: Delayed
     seed: int
 
@@ -76,10 +78,12 @@ class StepState(nn.Module):
         for name in ("scales", "pending"):
             self.register_buffer(name, amaxes[:, 0].clone() if amaxes is not None else None, persistent=False)
         self.register_buffer("draws", torch.tensor([seed, 0], device=device))
+        words = torch.zeros(2, dtype=torch.int32, device=device) if recipe.stochastic else None
+        self.register_buffer("words", words, persistent=False)
 
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
-        """What the layer's operators take: amaxes, scales, pending, draws."""
-        return self.amaxes, self.scales, self.pending, self.draws
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+        """What the layer's operators take: amaxes, scales, pending, draws, words."""
+        return self.amaxes, self.scales, self.pending, self.draws, self.words
 
     def reset(self, seed: int = 0) -> None:
         """Start again: no history, no step.
@@ -104,6 +108,8 @@ class StepState(nn.Module):
         if self.amaxes is not None and self.pending is not None and self.pending.is_meta != self.amaxes.is_meta:
             # `assign=True` put tensors in the place of those on the device meta. Scales are computed from them.
             self.scales, self.pending = (torch.zeros_like(self.amaxes[:, 0]) for _ in range(2))
+        if self.words is not None and self.words.is_meta != self.draws.is_meta:
+            self.words = torch.zeros(2, dtype=torch.int32, device=self.draws.device)
 
 
 @torch.no_grad()
@@ -111,14 +117,18 @@ def advance(states: Iterable[StepState]) -> None:
     """End a step: each pending amax becomes the newest entry of its history. Histories without one that gives a scale stay."""
     alike: dict[Any, list[StepState]] = {}
     for state in states:
-        alike.setdefault((state.draws.device, state.delayed), []).append(state)
-    for (_, delayed), group in alike.items():
+        alike.setdefault((state.draws.device, state.delayed, state.words is None), []).append(state)
+    for (_, delayed, nearest), group in alike.items():
         if delayed:
             _roll(group, delayed)
         counters = [counter_of(state.draws) for state in group]
         _foreach.add_([state.draws[1] for state in group], 1)
+        rank = None if nearest else _rank()
+        if rank is not None:
+            words = _words(torch.stack([state.draws for state in group]), rank)
+            _foreach.copy_([state.words for state in group], words.unbind())
         for state, counter in zip(group, counters, strict=True):
-            _counters[state.draws] = _Counter(state.draws, (counter.seed, counter.step + 1))
+            _counters[state.draws] = _Counter(state.draws, counter.step + 1, state.words, rank)
 
 
 @torch.no_grad()
@@ -247,11 +257,14 @@ def note(how: Any, tensor: str, amax: Tensor) -> None:
 
 
 class _Counter:
-    """The numbers of a buffer `draws`, read once, and what happened since the last step: how often gradients were cast."""
+    """What is known of a buffer `draws`, and how often gradients were cast since the last step.
 
-    def __init__(self, draws: Tensor, numbers: Iterable[int]) -> None:
+    step: the number of steps. words, rank: the buffer that has the words of `draws`, and for which rank.
+    """
+
+    def __init__(self, draws: Tensor, step: int, words: Tensor | None = None, rank: int | None = None) -> None:
         self.version = draws._version
-        self.seed, self.step = numbers
+        self.step, self.words, self.rank = step, words, rank
         self.begin()
 
     def begin(self) -> None:
@@ -266,23 +279,48 @@ def counter_of(draws: Tensor) -> _Counter:
     """The counter of a buffer. It is read again where something other than `advance` wrote it, as `load_state_dict` does."""
     counter: _Counter | None = _counters.get(draws)
     if counter is None or counter.version != draws._version:
-        counter = _counters[draws] = _Counter(draws, draws.tolist())
+        counter = _counters[draws] = _Counter(draws, int(draws[1]))
     return counter
 
 
-def next_seed(draws: Tensor) -> int:
-    """The seed of the next backward pass: different for each layer, step, pass of a step, and rank."""
-    if is_captured(draws):
-        warnings.warn(
-            "a CUDA graph captures stochastic rounding: every replay will draw the same random numbers. Train without a graph, "
-            "or with gradient_rounding='nearest'.",
-            stacklevel=2,
-        )
-    counter = counter_of(draws)
+def _rank() -> int:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if distributed else 0
-    text = f"{counter.seed} {counter.step} {counter.passes} {rank}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    return torch.distributed.get_rank() if distributed else 0
+
+
+def _words(draws: Tensor, rank: int) -> Tensor:
+    """Seeds (..., 2), int32 words, of the steps that `draws` (..., 2) and a rank name.
+
+    They are the outputs of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), one for each step, computed on the device: a CUDA
+    graph of a step draws other numbers in each replay. A rank begins elsewhere.
+    """
+    z = draws[..., 0] + (draws[..., 1] + 1) * _int64(0x9E3779B97F4A7C15) + _int64(rank * 0xD1342543DE82EF95)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * _int64(factor)
+    return z[..., None].view(torch.int32)
+
+
+def _int64(number: int) -> int:
+    """The number modulo 2^64 as int64 has it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+@torch.no_grad()
+def next_seed(how: Any) -> Tensor:
+    """The seed of the next backward pass, as two words: different for each layer, step, pass of a step, and rank.
+
+    how: a `Context`.
+    """
+    counter, rank = counter_of(how.draws), _rank()
+    if counter.words is not how.words or counter.rank != rank:
+        with _quietly(how.words):
+            how.words.copy_(_words(how.draws, rank))
+        counter.words, counter.rank = how.words, rank
+    if not counter.passes:
+        return how.words
+    words = how.words.clone()
+    words[1] += counter.passes
+    return words
 
 
 def count_pass(draws: Tensor, weight: Tensor) -> None:
