@@ -128,7 +128,8 @@ class Work:
     def functions(self) -> list[str]:
         """Names of the Triton functions that the call launches, in order; empty if breccia-triton does not run it."""
         try:
-            from breccia_triton import cast, decode, launch
+            from breccia_triton.casts import cast, decode
+            from breccia_triton.launch import launcher as launch
         except ImportError:
             return []
         launch.Remembered.forget()  # then the next call is the only one that is remembered

@@ -348,7 +348,7 @@ def timed(
 
 def tile_name(kind: str, m: int, n: int, k: int) -> str:
     """The tile that breccia's FP8 kernel takes; "-" for kinds that it does not multiply."""
-    from breccia_triton.cuda import fp8_plans
+    from breccia_triton.gemm.fp8 import plans as fp8_plans
 
     if kind in fp8.DECODED:
         return "-"
@@ -367,9 +367,10 @@ _SCORED = {
 
 
 def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Median times relative to estimates, by the keys of `breccia_triton.cuda.fp8_plans.slowdowns`."""
-    from breccia_triton import bf16_plans, measurements
-    from breccia_triton.cuda import fp8_plans
+    """Median times relative to estimates, by the keys of `breccia_triton.gemm.fp8.plans.slowdowns`."""
+    from breccia_triton.gemm.bf16 import plans as bf16_plans
+    from breccia_triton.gemm.fp8 import plans as fp8_plans
+    from breccia_triton.tuning import measurements
 
     found: dict[str, float] = {}
     for row in rows:
@@ -391,7 +392,7 @@ def write_table(
     table: Path, result: Mapping[str, Any], times: Callable[[list[dict[str, Any]]], dict[str, float]], anew: bool = False
 ) -> None:
     """Write measured times, which `score` reads. times: made of rows. anew: replace the file instead of adding to it."""
-    from breccia_triton import measurements
+    from breccia_triton.tuning import measurements
 
     if anew:
         table.unlink(missing_ok=True)

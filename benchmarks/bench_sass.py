@@ -113,9 +113,9 @@ def compiled(op: str, spec: str, axis: int) -> Iterator[tuple[Any, Any, int]]:
     from triton.backends.compiler import GPUTarget
 
     from breccia_torch.ops import TORCH
+    from breccia_triton.casts.prepare import Options, Prepared
     from breccia_triton.facts import Array, Hardware
-    from breccia_triton.launch import Launcher
-    from breccia_triton.prepare import Options, Prepared
+    from breccia_triton.launch.launcher import Launcher
 
     recipe = breccia.recipe(spec)
     given, hardware = Array.dense(SHAPE, "bfloat16"), Hardware(True, CAPABILITY >= 89)
@@ -144,9 +144,10 @@ def counted_cast(op: str, spec: str, axis: int) -> Iterator[dict[str, Any]]:
 
 
 def counted_weight(name: str) -> dict[str, Any]:
-    from breccia_triton import weight_only, weight_plans
-    from breccia_triton.choices import codecs_of
-    from breccia_triton.cuda import compiler
+    from breccia_triton.gemm.weight_only import matmul as weight_only
+    from breccia_triton.gemm.weight_only import plans as weight_plans
+    from breccia_triton.launch import compiler
+    from breccia_triton.tuning.choices import codecs_of
 
     recipe = breccia.recipe(FORMATS[name])
     operand: Any = weight_plans.operand_of(recipe.format, recipe.layout.block(-1))

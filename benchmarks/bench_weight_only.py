@@ -231,7 +231,8 @@ class Products:
 
 def measured(weight: Weight, m: int, rivals: list[str], rounds: int, tune: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """(a row of the result, the tuned configuration by its key)."""
-    from breccia_triton import choices, weight_plans
+    from breccia_triton.gemm.weight_only import plans as weight_plans
+    from breccia_triton.tuning import choices
 
     (n, k), fmt = weight.plain.shape, weight.plain.recipe.format
     operand, codecs = weight_plans.operand_of(fmt, weight.plain.layout.block(-1)), choices.codecs_of(fmt)
@@ -369,8 +370,8 @@ def compile_before(pairs: list[tuple[str, int, int]], rows: list[int], rivals: l
 
 
 def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Median times relative to the roofline's bound, by the keys of `breccia_triton.weight_plans.slowdowns`."""
-    from breccia_triton import weight_plans
+    """Median times relative to the roofline's bound, by the keys of `breccia_triton.gemm.weight_only.plans.slowdowns`."""
+    from breccia_triton.gemm.weight_only import plans as weight_plans
 
     found: dict[str, list[float]] = {}
     for row in rows:
@@ -424,7 +425,7 @@ def main(
         if device == "cuda":
             torch.cuda.empty_cache()
     if table is not None and found:
-        from breccia_triton import measurements
+        from breccia_triton.tuning import measurements
 
         measurements.merge(table, torch.cuda.get_device_name(), slowdowns(found), run)
     yield benchmark.result(found, {}, run, notes=notes, **({"configs": configs} if configs else {}))

@@ -188,7 +188,7 @@ def torch_blocks(kind: str, a: Any, ws: list[Any]) -> Call:
     """cuBLAS's blockwise product, called with scales in its own order, so that no copy of them is timed."""
     from torch.nn.functional import ScalingType, scaled_mm
 
-    from breccia_triton.cuda.scaled_mm import rows_adjacent
+    from breccia_triton.gemm.scaled_mm.scaled_mm import rows_adjacent
 
     scale = rows_adjacent(a.to_plain().scale)
     across = ScalingType.BlockWise128x128 if kind == "tiles" else ScalingType.BlockWise1x128

@@ -29,7 +29,8 @@ SLOWDOWNS = {"gpu-weight-only": bench_weight_only.slowdowns, "matmul-gpu": bench
 
 def merge_configs(result: dict[str, Any], folder: Path) -> None:
     """Merge the configurations of a result into the file of its device."""
-    from breccia_triton import measurements, weight_plans
+    from breccia_triton.gemm.weight_only import plans as weight_plans
+    from breccia_triton.tuning import measurements
 
     run = result["runs"][-1]
     device = run["device"].partition(",")[0]

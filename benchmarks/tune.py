@@ -1,6 +1,6 @@
 """The fastest configurations of the Triton kernels on this machine's GPU, for breccia-triton to ship.
 
-Every candidate of `breccia_triton.tuning` is compiled in processes beside this one, and timed here in rotation with the
+Every candidate of `breccia_triton.tuning.timing` is compiled in processes beside this one, and timed here in rotation with the
 default. What is faster goes into the file of the device, where entries of other calls remain. A candidate that writes other
 bytes than the default is an error. `--device cpu` tries the script in Triton's interpreter.
 """
@@ -69,8 +69,9 @@ class Case:
         """The call on standard normal numbers or their cast; on device "meta", it cannot be made."""
         from breccia import ScaledTensor
         from breccia.backend import CastOptions
-        from breccia_triton import cast, decode, fused_matmul
-        from breccia_triton.multiplying import Operand
+        from breccia_triton.casts import cast, decode
+        from breccia_triton.gemm.fused import matmul as fused_matmul
+        from breccia_triton.gemm.operands import Operand
 
         recipe, rows, dtype = breccia.recipe(self.spec), PRODUCTS.get(self.op, 0), getattr(torch, self.dtype)
         name, options = self.op.removesuffix("-axis-2"), CastOptions(axis=-2 if self.op.endswith("-axis-2") else -1)
@@ -115,15 +116,15 @@ def cases(recipes: list[str], ops: list[str], dtypes: list[str], shapes: list[tu
 
 
 def choosing(key: Any, choice: Any) -> Any:
-    from breccia_triton.choices import DEFAULT
+    from breccia_triton.tuning.choices import DEFAULT
 
     return lambda other: choice if other == key else DEFAULT
 
 
 def keys_of(case: Case, hardware: Any) -> list[Any]:
     """The keys of the choices that a call asks for; none where no kernel runs."""
-    from breccia_triton.choices import DEFAULT
     from breccia_triton.specs import Unsupported
+    from breccia_triton.tuning.choices import DEFAULT
 
     keys: list[Any] = []
     try:
@@ -135,7 +136,8 @@ def keys_of(case: Case, hardware: Any) -> list[Any]:
 
 def candidates(call: Tunable, key: Any, most: int | None) -> dict[Any, Any]:
     """What was prepared under each candidate for the key."""
-    from breccia_triton import choices, tuning
+    from breccia_triton.tuning import choices
+    from breccia_triton.tuning import timing as tuning
 
     different = tuning.distinct(key, call.prepare, call.launches, lambda other: choices.DEFAULT)
     return dict(itertools.islice(different.items(), most))
@@ -143,7 +145,7 @@ def candidates(call: Tunable, key: Any, most: int | None) -> dict[Any, Any]:
 
 def compile_one(case: Case, key: Any, choice: Any, hardware: Any, target: Any) -> None:
     """Compile the kernels of a candidate into Triton's cache on disk, without a GPU."""
-    from breccia_triton.launch import Launcher
+    from breccia_triton.launch.launcher import Launcher
 
     call = case.tunable("meta", hardware)
     for launch in call.launches(call.prepare(choosing(key, choice))):
@@ -165,8 +167,8 @@ class OtherBytes(Exception):
 
 
 def timed(case: Case, call: Tunable, different: dict[Any, Any], dry: bool) -> Any:
-    from breccia_triton import tuning
-    from breccia_triton.choices import DEFAULT
+    from breccia_triton.tuning import timing as tuning
+    from breccia_triton.tuning.choices import DEFAULT
 
     expected = bytes_of(call.compiled(different[DEFAULT])())
 
@@ -216,8 +218,8 @@ def main(
     chosen = known(ops, OPS, "--ops"), known(dtypes or ["bf16"], DTYPES, "--dtypes")
     every = list(cases(list(recipes or RECIPES), *chosen, [sizes(shape) for shape in shapes or SHAPES]))
 
-    from breccia_triton import choices, measurements
     from breccia_triton.operands import hardware
+    from breccia_triton.tuning import choices, measurements
 
     found = hardware(torch.device(device))
     work: dict[Any, Case] = {}  # by key: several calls may ask for the same choice

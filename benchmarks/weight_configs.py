@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from breccia_triton import weight_only, weight_plans
-from breccia_triton.cuda import compiler
-from breccia_triton.weight_plans import Config, Decoded, DecodedCodes
+from breccia_triton.gemm.weight_only import matmul as weight_only
+from breccia_triton.gemm.weight_only import plans as weight_plans
+from breccia_triton.gemm.weight_only.plans import Config, Decoded, DecodedCodes
+from breccia_triton.launch import compiler
 
 
 def candidates(operand: Any, m: int, k: int) -> list[Any]:

@@ -20,7 +20,7 @@ import torch
 
 from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import FLOAT32, INT4, ProductOptions
-from breccia_triton.cuda.fp8_plans import kind_of
+from breccia_triton.gemm.fp8.plans import kind_of
 
 from .plans import HUMMING_PAIRS, humming_weight
 from .rearranged import rearranged

@@ -8,7 +8,7 @@ from typing import Any
 
 from breccia import Format
 from breccia.backend import BF16, E2M1, E4M3, E8M0, F16, F32, INT4, TENSOR, UINT4, Block, Call
-from breccia_triton.cuda.fp8_plans import codec_of, kinds
+from breccia_triton.gemm.fp8.plans import codec_of, kinds
 
 #: humming's products have tiles of so many columns and multiply steps of K of this length; its blocks are these tall.
 _COLUMNS, _STEP, _TALL = 64, 128, 128

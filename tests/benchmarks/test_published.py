@@ -21,7 +21,7 @@ from harness.blocks import BLOCK, pages_in
 from harness.commands import BENCHMARKS
 from harness.results import HERE, ROOT, read, told
 
-from breccia_triton import measurements
+from breccia_triton.tuning import measurements
 
 RESULTS = sorted((HERE / "results").glob("*.json"))
 

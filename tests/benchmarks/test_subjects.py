@@ -220,7 +220,7 @@ def test_rows_count_the_bytes_that_an_op_has_to_move() -> None:
 def test_rows_name_the_triton_functions_of_casts_and_of_decoding() -> None:
     from triton_casts import DEVICE
 
-    from breccia_triton import cast, decode
+    from breccia_triton.casts import cast, decode
 
     x, recipe = torch.ones(64, 128, device=DEVICE), breccia.recipe("fp8_block")
     st = breccia.cast(x, recipe)

@@ -1,5 +1,6 @@
-"""Run products of codes that are decoded to memory (breccia_triton/decoded_matmul.py) on a GPU: first whether they are right,
-then how long they take.
+"""Run products of codes that are decoded to memory (breccia_triton/gemm/weight_only/decoded.py) on a GPU.
+
+First whether they are right, then how long they take.
 
     python tests/gpu/decoded.py [--seconds 340] [--skip-fp8] [--only 256x128]
 
@@ -39,7 +40,7 @@ DEFAULT, ALL = "chosen", "formats"
 
 def tile_named(name: str) -> Any:
     """The tile, or None for `ALL`."""
-    from breccia_triton.cuda import fp8_plans
+    from breccia_triton.gemm.fp8 import plans as fp8_plans
 
     return next((tile for tile in fp8_plans.TABLE if tile.name == name), None)
 
@@ -48,7 +49,7 @@ def tile_named(name: str) -> Any:
 
 
 def names() -> list[str]:
-    from breccia_triton.cuda import fp8_plans
+    from breccia_triton.gemm.fp8 import plans as fp8_plans
 
     return [ALL, *(tile.name for tile in fp8_plans.TABLE)]
 
@@ -76,8 +77,8 @@ def one_tile(name: str) -> None:
     from weights import FORMATS, in_torch, tensor
 
     from breccia.backend import reference
-    from breccia_triton.decoded_matmul import decoded_codes
-    from breccia_triton.weight_products import Problem
+    from breccia_triton.gemm.weight_only.decoded import decoded_codes
+    from breccia_triton.gemm.weight_only.problem import Problem
 
     tile = tile_named(name)
     torch.manual_seed(0)
@@ -110,7 +111,8 @@ def compile_all(products: Iterable[tuple[Any, Any]]) -> None:
     """Compile the kernels of (problem, executable) side by side, into the cache on disk."""
     import torch
 
-    from breccia_triton.cuda import compiler, fp8_matmul
+    from breccia_triton.gemm.fp8 import matmul as fp8_matmul
+    from breccia_triton.launch import compiler
 
     nvrtc = compiler.nvrtc(int((torch.version.cuda or "13").partition(".")[0]))
 
@@ -124,7 +126,7 @@ def compile_all(products: Iterable[tuple[Any, Any]]) -> None:
 
 def variant_of(problem: Any, executable: Any) -> Any:
     """The variant of a product that allocates its result."""
-    from breccia_triton import weight_plans
+    from breccia_triton.gemm.weight_only import plans as weight_plans
 
     staged = executable.dtype.itemsize == 2 and problem.n % 8 == 0
     return weight_plans.variant_of(*executable.plan, problem.out, problem.bias, staged)
@@ -140,8 +142,8 @@ def times_of(spec: str, n: int, k: int) -> None:
     from bench_weight_only import Products, weight_of
 
     import breccia
-    from breccia_triton.decoded_matmul import decoded_codes
-    from breccia_triton.weight_products import Problem
+    from breccia_triton.gemm.weight_only.decoded import decoded_codes
+    from breccia_triton.gemm.weight_only.problem import Problem
 
     weight = weight_of(spec, n, k, "cuda", rivals=False)
     weights = [st.mT for st in weight.copies]

@@ -31,7 +31,7 @@ SIDES = 6  # programs at a time
 
 
 def names() -> list[str]:
-    from breccia_triton.cuda import fp8_plans
+    from breccia_triton.gemm.fp8 import plans as fp8_plans
 
     return [*(tile.name for tile in fp8_plans.TABLE), "256x128 short", "fast", "grouped", "torch"]
 
@@ -56,7 +56,8 @@ def one_tile(name: str) -> None:
 
     import breccia
     from breccia.backend import product_options
-    from breccia_triton.cuda import fp8_matmul, fp8_plans
+    from breccia_triton.gemm.fp8 import matmul as fp8_matmul
+    from breccia_triton.gemm.fp8 import plans as fp8_plans
 
     block, row, tensor = (breccia.recipe(spec) for spec in ("fp8_block", "fp8_row", "fp8_current"))
     pairs = {"tensor": (tensor, tensor), "row": (row, row), "tiles": (block, breccia.recipe("fp8_block,block_m=128"))}

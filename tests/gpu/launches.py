@@ -63,7 +63,7 @@ def multiply(a: Any, b: Any, dtype: str, kernel: str, plain: Any, bias: torch.Te
 
 @check
 def moved_maps_are_those_that_the_driver_encodes() -> None:
-    from breccia_triton.cuda.driver import MovableMap, driver
+    from breccia_triton.launch.driver import MovableMap, driver
 
     at = torch.empty(1 << 22, device=DEVICE, dtype=torch.uint8).data_ptr()
     found = driver()
@@ -94,7 +94,8 @@ def stored_weights_by_every_kernel_of_many_rows() -> None:
 
 def stored_weights(m: int, n: int = 1024, k: int = 1024) -> None:
     """At other addresses in each call, and into outputs whose rows lie apart."""
-    from breccia_triton import weight_only, weight_plans
+    from breccia_triton.gemm.weight_only import matmul as weight_only
+    from breccia_triton.gemm.weight_only import plans as weight_plans
 
     for spec in ("int4,group_size=128", "mxfp4", "nvfp4", "mxfp8"):
         plain = weight(spec, n, k)
@@ -208,7 +209,7 @@ def graphs_and_streams_give_the_bits_of_plain_calls() -> None:
 
 @check
 def a_product_may_be_the_first_call_of_a_thread() -> None:
-    from breccia_triton.cuda import fp8_matmul
+    from breccia_triton.gemm.fp8 import matmul as fp8_matmul
 
     a, w, x = quantized("fp8_row", 384, 1024), weight("fp8_row", 2048, 1024), rows(96, 1024)
     stored = weight("int4,group_size=128", 2048, 1024).to_storage(STORED).mT

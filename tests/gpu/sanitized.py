@@ -128,7 +128,8 @@ def casts(run: Runner, spec: str) -> None:
 @contextmanager
 def forced(tile: Any, copiers: bool) -> Iterator[None]:
     """Make FP8 products use a tile. copiers: warps copy plain scales of blocks, instead of TMA."""
-    from breccia_triton.cuda import fp8_matmul, fp8_plans
+    from breccia_triton.gemm.fp8 import matmul as fp8_matmul
+    from breccia_triton.gemm.fp8 import plans as fp8_plans
 
     module: Any = fp8_matmul
     kept = module.tile_of, module.grouped_tile_of, fp8_plans.copiers
@@ -145,7 +146,7 @@ def forced(tile: Any, copiers: bool) -> Iterator[None]:
 def _tiles(run: Runner, grouped: bool) -> list[Any]:
     if not run.on_gpu:
         return []
-    from breccia_triton.cuda import fp8_plans
+    from breccia_triton.gemm.fp8 import plans as fp8_plans
 
     return list(fp8_plans.GROUPED) if grouped else [*fp8_plans.TABLE, fp8_plans.short(fp8_plans.TABLE[0], 5)]
 
@@ -209,7 +210,8 @@ def weights_decoded(run: Runner, codes: bool) -> None:
         if not codes:
             w.scale.view(torch.uint8)[3] = 0
         if run.on_gpu:
-            from breccia_triton import weight_only, weight_plans
+            from breccia_triton.gemm.weight_only import matmul as weight_only
+            from breccia_triton.gemm.weight_only import plans as weight_plans
 
             stored = w.to_storage("mma_16x128").mT
             config = weight_plans.DecodedCodes() if codes else weight_plans.Decoded()

@@ -128,9 +128,9 @@ def test_a_first_product_does_not_import_sympy() -> None:
     modules = loaded(
         "import os\nos.environ['TRITON_INTERPRET'] = '1'\n"
         "import torch, breccia\nfrom breccia.backend import product_options\n"
-        "from breccia_triton.fused_matmul import fused_matmul\n"
+        "from breccia_triton.gemm.fused.matmul import fused_matmul\n"
         "x, w = torch.randn(2, 16, 64).bfloat16(), breccia.cast(torch.randn(32, 64), 'int4,group_size=32')\n"
         "assert fused_matmul(x, w.mT, product_options('bfloat16')).shape == (2, 16, 32)\n"
         "assert breccia.matmul(x, w.mT).shape == (2, 16, 32)"
     )
-    assert "breccia_triton.fused_matmul" in modules and "sympy" not in modules
+    assert "breccia_triton.gemm.fused.matmul" in modules and "sympy" not in modules

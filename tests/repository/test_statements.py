@@ -366,9 +366,10 @@ def test_the_comparisons_of_the_faq_name_what_there_is() -> None:
 
 def test_the_table_of_hardware_says_what_results_and_kernels_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """The column "tested there" has the machines of the committed results; the kernels named run on the rows named."""
-    triton = pytest.importorskip("breccia_triton.plans", reason="the rows of GPUs are of breccia-triton")
-    from breccia_triton import weight_plans
-    from breccia_triton.cuda import fp8_plans, torch_plans
+    triton = pytest.importorskip("breccia_triton.casts.plans", reason="the rows of GPUs are of breccia-triton")
+    from breccia_triton.gemm.fp8 import plans as fp8_plans
+    from breccia_triton.gemm.scaled_mm import plans as torch_plans
+    from breccia_triton.gemm.weight_only import plans as weight_plans
 
     section = (DOCS / "support.md").read_text(encoding="utf-8").partition("\n## Hardware\n")[2].partition("\n## ")[0]
     cells = (line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| "))

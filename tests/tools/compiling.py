@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from breccia_triton.cuda import compiler
+from breccia_triton.launch import compiler
 
 
 def compiled_with_log(

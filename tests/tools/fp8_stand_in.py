@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from breccia_triton.cuda import driver, fp8_matmul, fp8_plans
-from breccia_triton.cuda.driver import TensorMap
-from breccia_triton.cuda.fp8_matmul import Args
+from breccia_triton.gemm.fp8 import matmul as fp8_matmul
+from breccia_triton.gemm.fp8 import plans as fp8_plans
+from breccia_triton.gemm.fp8.matmul import Args
+from breccia_triton.launch import driver
+from breccia_triton.launch.driver import TensorMap
 
 #: The tensor maps of a launch, in the order of the kernel's arguments, and its addresses (`Args`).
 MAPS = ("codes of a", "codes of b", "scales of a", "scales of b", "output")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import fields
 
-from breccia_triton.cuda import fp8_plans
-from breccia_triton.cuda.fp8_plans import BLOCKS, GROUPED, OUTER, TABLE, TILES, Variant
+from breccia_triton.gemm.fp8 import plans as fp8_plans
+from breccia_triton.gemm.fp8.plans import BLOCKS, GROUPED, OUTER, TABLE, TILES, Variant
 
 #: Tiles of products, the tile that only grouped products use, and the tile for short K.
 ALL_TILES = [*TABLE, *GROUPED[1:2], fp8_plans.short(TABLE[0], 8)]

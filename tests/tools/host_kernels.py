@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from breccia_triton.cuda import compiler
-from breccia_triton.cuda.driver import MovableMap, TensorMap, writing
+from breccia_triton.gemm.fp8 import plans as fp8_plans
+from breccia_triton.gemm.weight_only import plans as weight_plans
+from breccia_triton.launch.driver import MovableMap, TensorMap, writing
 
-CUDA = Path(compiler.__file__).parent
 HERE = Path(__file__).parent
 
 #: One-line functions of the header, and what replaces their bodies on the host.
@@ -61,7 +61,8 @@ def built(text: str, macros: Iterable[tuple[str, int | str]], folder: Path, name
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     source.write_text(text)
     first = [f"-I{_header()}"] if "host_fibers.hpp" in text else []
-    options = ["-shared", *first, f"-I{CUDA}", f"-I{HERE}", *(f"-D{key}={value}" for key, value in macros)]
+    folders = weight_plans.SOURCES, weight_plans.SOURCES.parent, HERE  # of headers
+    options = ["-shared", *first, *(f"-I{folder}" for folder in folders), *(f"-D{key}={value}" for key, value in macros)]
     command = ["g++", *_OPTIONS, *options, str(source), "-o", str(library)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if "_Float16" in found.stderr:
@@ -72,7 +73,7 @@ def built(text: str, macros: Iterable[tuple[str, int | str]], folder: Path, name
 
 def decoding_text() -> str:
     """weight_only.cuh, after what it needs on the host."""
-    text = (CUDA / "weight_only.cuh").read_text(encoding="utf-8")
+    text = (weight_plans.SOURCES / "weight_only.cuh").read_text(encoding="utf-8")
     for start, body in _REPLACED.items():
         text, count = re.subn(rf"(__forceinline__ {start}\([^)]*\) \{{).*\}}", rf"\1 {body} }}", text)
         assert count == 1, start
@@ -131,7 +132,7 @@ extern "C" int across_mend(int blocks, int turns, const Weight* w, const u16* x,
 @functools.cache
 def _decoding(macros: tuple[tuple[str, int], ...], folder: Path) -> Any:
     name, entries = ("across", _ACROSS) if "COPIES" in dict(macros) else ("decode", _DECODING)
-    source = re.sub(r"#include .*", "", (CUDA / f"weight_only_{name}.cu").read_text(encoding="utf-8"))
+    source = re.sub(r"#include .*", "", (weight_plans.SOURCES / f"weight_only_{name}.cu").read_text(encoding="utf-8"))
     text = '#include "host_fibers.hpp"\n' + decoding_text() + source + entries
     return built(text, macros, folder, f"{name}-" + "-".join(f"{value}" for _, value in macros))
 
@@ -168,7 +169,7 @@ extern "C" int run(const TensorMap* maps, const Args* args, int count, u32 share
 
 def product_text(changes: Iterable[tuple[str, str]] = ()) -> str:
     """fp8_matmul.cu for the host. changes: (text of the source, what replaces it), for planted mistakes."""
-    text = (CUDA / "fp8_matmul.cu").read_text(encoding="utf-8")
+    text = fp8_plans.SOURCE.read_text(encoding="utf-8")
     for old, new in changes:
         assert text.count(old) == 1, old
         text = text.replace(old, new)

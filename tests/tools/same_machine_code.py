@@ -72,7 +72,8 @@ def digests() -> dict[str, str]:
     """A digest of each variant's machine code, by its title, from the breccia_triton that this process imports."""
     from fp8_variants import fp8_variants, title
 
-    from breccia_triton.cuda import compiler, fp8_matmul
+    from breccia_triton.gemm.fp8 import matmul as fp8_matmul
+    from breccia_triton.launch import compiler
 
     nvrtc = compiler.nvrtc()
 

@@ -111,7 +111,7 @@ def on_another_stream(run: Callable[[], Any]) -> Any:
 COMPILING = """
 import sys, torch, breccia
 from triton.backends.compiler import GPUTarget
-from breccia_triton import launch
+from breccia_triton.launch import launcher as launch
 from breccia_triton.facts import Hardware
 
 name = sys.argv[1]

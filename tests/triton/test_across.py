@@ -23,9 +23,12 @@ pytest.importorskip("triton")
 from triton_casts import ON_GPU  # noqa: E402
 from triton_products import call_of  # noqa: E402
 
-from breccia_triton import across_matmul, bf16_matmul, bf16_plans, weight_plans  # noqa: E402
-from breccia_triton.cuda import compiler, program  # noqa: E402
-from breccia_triton.weight_products import Weight  # noqa: E402
+from breccia_triton.gemm.bf16 import matmul as bf16_matmul  # noqa: E402
+from breccia_triton.gemm.bf16 import plans as bf16_plans  # noqa: E402
+from breccia_triton.gemm.weight_only import dgrad  # noqa: E402
+from breccia_triton.gemm.weight_only import plans as weight_plans  # noqa: E402
+from breccia_triton.gemm.weight_only.problem import Weight  # noqa: E402
+from breccia_triton.launch import compiler, program  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 STORAGE = "mma_16x128"
@@ -43,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_the_host(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Run the source on the host, and the product of BF16 numbers in FP32."""
     monkeypatch.setattr(program, "function", lambda source, entry, macros, *rest: Decoding(entry, macros, folder))
-    for module in (across_matmul, bf16_matmul):
+    for module in (dgrad, bf16_matmul):
         monkeypatch.setattr(module, "multiply", lambda x, y, to: to.copy_(torch.matmul(x.float(), y.float())))
     for calls in (bf16_matmul._calls, bf16_matmul._rounded_calls):
         calls.clear()
@@ -160,7 +163,7 @@ def test_the_source_compiles_without_spilling(name: str) -> None:
 
     of = weight_plans.operand_of(FORMATS[name], FORMATS[name].scale.block)
     assert isinstance(of, weight_plans.Operand)
-    source = compiler.Source.read(Path(compiler.__file__).parent / "weight_only_across.cu")
+    source = compiler.Source.read(weight_plans.SOURCES / "weight_only_across.cu")
     for copies in (1, 2):
         _, log = compiled_with_log(source, {**weight_plans.macros_of_decoding(of), "COPIES": copies})
         assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"} and "warning" not in log

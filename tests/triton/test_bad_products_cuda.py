@@ -18,7 +18,9 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from breccia_triton.cuda import compiler, fp8_matmul, fp8_plans  # noqa: E402
+from breccia_triton.gemm.fp8 import matmul as fp8_matmul  # noqa: E402
+from breccia_triton.gemm.fp8 import plans as fp8_plans  # noqa: E402
+from breccia_triton.launch import compiler  # noqa: E402
 
 #: Recipes of a and b whose scales change within K.
 BLOCKS = {"tiles": ("fp8_block", "fp8_block,block_m=128"), "blocks": ("fp8_block", "fp8_block"), "mx": ("mxfp8", "mxfp8")}

@@ -40,8 +40,15 @@ from breccia.dispatch.registry import registry
 from breccia.options import product_options
 from breccia.testing.laws import products
 from breccia.testing.places import Place
-from breccia_triton import bf16_matmul, bf16_plans, grouped_bf16, launch, multiplying, plans, plugin
-from breccia_triton.cuda import compiler, fp8_plans
+from breccia_triton import plugin
+from breccia_triton.casts import plans
+from breccia_triton.gemm import operands as multiplying
+from breccia_triton.gemm.bf16 import grouped as grouped_bf16
+from breccia_triton.gemm.bf16 import matmul as bf16_matmul
+from breccia_triton.gemm.bf16 import plans as bf16_plans
+from breccia_triton.gemm.fp8 import plans as fp8_plans
+from breccia_triton.launch import compiler
+from breccia_triton.launch import launcher as launch
 
 NAME = "triton.matmul_bf16"
 pytestmark = [
@@ -660,7 +667,9 @@ def test_the_kernel_runs_where_it_is_estimated_to_be_fastest() -> None:
 COMPILED = """
 import sys, torch, breccia
 from triton.backends.compiler import GPUTarget
-from breccia_triton import bf16_matmul, launch, multiplying
+from breccia_triton.gemm.bf16 import matmul as bf16_matmul
+from breccia_triton.launch import launcher as launch
+from breccia_triton.gemm import operands as multiplying
 from breccia_triton.facts import Hardware
 
 capability, *specs = sys.argv[1:]

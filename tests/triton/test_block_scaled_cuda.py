@@ -21,7 +21,8 @@ pytest.importorskip("triton")
 
 import product_standins  # noqa: E402
 
-from breccia_triton.cuda import block_scaled_mm, torch_plans  # noqa: E402
+from breccia_triton.gemm.scaled_mm import block_scaled_mm  # noqa: E402
+from breccia_triton.gemm.scaled_mm import plans as torch_plans  # noqa: E402
 
 NAME = "torch.block_scaled_mm"
 #: Recipes of a and b.

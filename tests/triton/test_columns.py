@@ -16,9 +16,11 @@ import torch
 import breccia
 from breccia import backend
 from breccia.backend import CastOptions, reference
-from breccia_triton import cast as triton_cast
-from breccia_triton import decode, operands
-from breccia_triton.cuda import fp8_matmul, scaled_mm
+from breccia_triton import operands
+from breccia_triton.casts import cast as triton_cast
+from breccia_triton.casts import decode
+from breccia_triton.gemm.fp8 import matmul as fp8_matmul
+from breccia_triton.gemm.scaled_mm import scaled_mm
 
 pytestmark = [
     pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; `make slow` and a GPU run all

@@ -15,8 +15,8 @@ from compiling import compiled_with_log
 from fresh import printed
 
 from breccia import KernelError
-from breccia_triton.cuda import compiler, driver
-from breccia_triton.generated import defined
+from breccia_triton.launch import compiler, driver
+from breccia_triton.launch.generated import defined
 
 SOURCE = compiler.Source(
     "scale.cu",
@@ -365,6 +365,6 @@ def test_a_thread_without_a_context_describes_tensors_in_one_and_has_none_after_
 
 
 def test_importing_the_compiler_and_the_driver_loads_no_framework() -> None:
-    modules = "breccia_triton.cuda.compiler, breccia_triton.cuda.driver"
+    modules = "breccia_triton.launch.compiler, breccia_triton.launch.driver"
     code = f"import sys, {modules}; print({{'torch', 'triton', 'jax'}} & set(sys.modules))"
     assert printed(code) == "set()\n"

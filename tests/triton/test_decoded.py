@@ -21,12 +21,12 @@ from breccia.backend import reference
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from breccia_triton import weight_plans  # noqa: E402
-from breccia_triton.cuda import compiler, fp8_plans  # noqa: E402
-from breccia_triton.weight_plans import Form  # noqa: E402
+from breccia_triton.gemm.fp8 import plans as fp8_plans  # noqa: E402
+from breccia_triton.gemm.weight_only import plans as weight_plans  # noqa: E402
+from breccia_triton.gemm.weight_only.plans import Form  # noqa: E402
+from breccia_triton.launch import compiler  # noqa: E402
 
 STORAGE = "mma_16x128"
-CUDA = Path(compiler.__file__).parent
 
 
 def some(cases: Iterable[Any], first: Callable[[Any], bool] = lambda case: False) -> list[Any]:
@@ -118,7 +118,7 @@ def test_tiles_have_a_step_for_each_part_of_k_and_stages_for_two_steps(k: int) -
 @pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
 @pytest.mark.parametrize("name", some(FORMATS, lambda name: name in ("int4-128", "uint4-zero-16", "nvfp4")))
 def test_the_pass_that_decodes_codes_and_scales_compiles_without_spilling(name: str) -> None:
-    source = compiler.Source.read(CUDA / "weight_only_decode.cu")
+    source = compiler.Source.read(weight_plans.SOURCES / "weight_only_decode.cu")
     macros = weight_plans.macros_of_decoding(operand_of(name), "float32", "float16")
     _, log = compiled_with_log(source, macros)
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
@@ -138,8 +138,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def on_the_host(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Any]:
     """Let products of CPU tensors run the sources on the host. Returns a list of planted mistakes in that of the product."""
-    from breccia_triton import decoded_matmul
-    from breccia_triton.cuda import fp8_matmul, program
+    from breccia_triton.gemm.fp8 import matmul as fp8_matmul
+    from breccia_triton.gemm.weight_only import decoded as decoded_matmul
+    from breccia_triton.launch import program
 
     changes: list[Any] = []
     seeds = itertools.count()
@@ -155,8 +156,8 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Any]:
 
 def multiplied(name: str, n: int, k: int, m: int, dtype: str, biased: bool, tile: Any) -> Any:
     """(The product on the host, the largest error over the bound of the contract.)"""
-    from breccia_triton.decoded_matmul import decoded_codes
-    from breccia_triton.weight_products import Problem
+    from breccia_triton.gemm.weight_only.decoded import decoded_codes
+    from breccia_triton.gemm.weight_only.problem import Problem
 
     plain = tensor(name, n, k, seed=2)
     w = in_torch(plain).to_storage(STORAGE).mT

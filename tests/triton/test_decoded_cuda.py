@@ -12,8 +12,8 @@ from weights import FORMATS, in_torch, tensor
 
 import breccia
 from breccia.backend import reference
-from breccia_triton import weight_plans
-from breccia_triton.cuda import fp8_plans
+from breccia_triton.gemm.fp8 import plans as fp8_plans
+from breccia_triton.gemm.weight_only import plans as weight_plans
 
 STORAGE = "mma_16x128"
 #: (N, K): whole tiles; rows and columns that end within them; K of a part of a step; many steps.
@@ -26,7 +26,7 @@ FORMS = ("int8-row", "int4-128", "int4-64", "uint4", "int4-16")
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every product of BF16 activations decode codes to memory."""
-    from breccia_triton import weight_only
+    from breccia_triton.gemm.weight_only import matmul as weight_only
 
     weight_only._calls.clear()
     monkeypatch.setattr(weight_plans, "config_of", lambda *args, **options: weight_plans.DecodedCodes())
@@ -49,8 +49,8 @@ def test_products_of_every_format_are_within_the_bound(name: str, always: None) 
 @pytest.mark.parametrize("tile", fp8_plans.TABLE, ids=lambda tile: tile.name)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_tile_multiplies_every_form(name: str, tile: Any) -> None:
-    from breccia_triton.decoded_matmul import decoded_codes
-    from breccia_triton.weight_products import Problem
+    from breccia_triton.gemm.weight_only.decoded import decoded_codes
+    from breccia_triton.gemm.weight_only.problem import Problem
 
     for n, k in ((328, 648), (512, 2048), (70, 256)):
         w, values = weight(name, n, k)

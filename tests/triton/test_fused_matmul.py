@@ -49,9 +49,16 @@ from breccia.kernels import bounds
 from breccia.options import product_options
 from breccia.testing.laws import products
 from breccia.testing.places import Place
-from breccia_triton import fused, fused_kernels, fused_matmul, fused_plans, multiplying, plugin, tuning
-from breccia_triton.choices import Choice, Key
-from breccia_triton.cuda import compiler, fp8_plans
+from breccia_triton import plugin
+from breccia_triton.gemm import operands as multiplying
+from breccia_triton.gemm.fp8 import plans as fp8_plans
+from breccia_triton.gemm.fused import kernels as fused_kernels
+from breccia_triton.gemm.fused import matmul as fused_matmul
+from breccia_triton.gemm.fused import plans as fused_plans
+from breccia_triton.gemm.fused import prepare as fused
+from breccia_triton.launch import compiler
+from breccia_triton.tuning import timing as tuning
+from breccia_triton.tuning.choices import Choice, Key
 
 WEIGHT, FP8 = "triton.weight_only", "triton.fp8_matmul"
 pytestmark = [
@@ -109,7 +116,7 @@ def in_fp32(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts sums in FP32 in place of those in tensor cores, in the interpreter."""
     count: list[int] = []
     if not ON_GPU:
-        from breccia_triton import fused_kernels
+        from breccia_triton.gemm.fused import kernels as fused_kernels
 
         run = fused_kernels._in_fp32
 
@@ -330,7 +337,7 @@ def test_sums_of_steps_in_fp16_violate_the_bound(tmp_path: Path, monkeypatch: py
     assert text.count(line) == 1
     path = tmp_path / "in_fp16.py"
     path.write_text(text.replace(line, f"{line.rstrip()}.to(tl.float16).to(tl.float32)\n"), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("breccia_triton.in_fp16", path)
+    spec = importlib.util.spec_from_file_location("breccia_triton.gemm.fused.in_fp16", path)
     assert spec is not None and spec.loader is not None
     planted = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, planted)
@@ -614,7 +621,8 @@ def test_products_run_on_the_current_stream() -> None:
 COMPILED = (
     COMPILING
     + """
-from breccia_triton import fused_matmul, multiplying
+from breccia_triton.gemm.fused import matmul as fused_matmul
+from breccia_triton.gemm import operands as multiplying
 
 fused_matmul.Launcher, fused_matmul.hardware = Launcher, lambda device: found
 

@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 
 from fp8_stand_in import ADDRESSES, MAPS, StandIn, installed  # noqa: E402
 
-from breccia_triton.cuda import fp8_matmul, fp8_plans  # noqa: E402
+from breccia_triton.gemm.fp8 import matmul as fp8_matmul  # noqa: E402
+from breccia_triton.gemm.fp8 import plans as fp8_plans  # noqa: E402
 
 ROW, TENSOR, MX = breccia.Float8RowScaling(), breccia.Float8CurrentScaling(), breccia.MXFP8BlockScaling()
 BLOCK, TILES = breccia.Float8BlockScaling(), breccia.Float8BlockScaling(block_m=128)

@@ -33,8 +33,12 @@ from fp8_stand_in import StandIn, installed  # noqa: E402
 from fp8_variants import fp8_variants  # noqa: E402
 from triton_products import ROUNDOFF, call_of, captured, on_another_stream  # noqa: E402
 
-from breccia_triton import measurements  # noqa: E402
-from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, program, scaled_mm, torch_plans  # noqa: E402
+from breccia_triton.gemm.fp8 import matmul as fp8_matmul  # noqa: E402
+from breccia_triton.gemm.fp8 import plans as fp8_plans  # noqa: E402
+from breccia_triton.gemm.scaled_mm import plans as torch_plans  # noqa: E402
+from breccia_triton.gemm.scaled_mm import scaled_mm  # noqa: E402
+from breccia_triton.launch import compiler, driver, program  # noqa: E402
+from breccia_triton.tuning import measurements  # noqa: E402
 
 TENSOR, ROW = breccia.Float8CurrentScaling(), breccia.Float8RowScaling()
 BLOCK, TILES = breccia.Float8BlockScaling(), breccia.Float8BlockScaling(block_m=128)

@@ -17,8 +17,9 @@ from breccia.options import FLOAT32
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from breccia_triton import measurements, weight_plans  # noqa: E402
-from breccia_triton.cuda import fp8_plans  # noqa: E402
+from breccia_triton.gemm.fp8 import plans as fp8_plans  # noqa: E402
+from breccia_triton.gemm.weight_only import plans as weight_plans  # noqa: E402
+from breccia_triton.tuning import measurements  # noqa: E402
 
 
 def cast(spec: str, *shape: int) -> Any:

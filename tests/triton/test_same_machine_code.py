@@ -14,7 +14,9 @@ from compiling import compiled_with_log
 from fp8_variants import fp8_variants, title
 from same_machine_code import ARCHITECTURE, compared, machine_code, registers, sections
 
-from breccia_triton.cuda import compiler, fp8_matmul, fp8_plans
+from breccia_triton.gemm.fp8 import matmul as fp8_matmul
+from breccia_triton.gemm.fp8 import plans as fp8_plans
+from breccia_triton.launch import compiler
 
 
 def test_variants_that_are_not_the_same_have_titles_of_their_own() -> None:

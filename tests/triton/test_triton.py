@@ -31,9 +31,11 @@ from breccia.backend import E2M3, E8M0, F32, NUMPY, CastOptions, Metadata, compo
 from breccia.kernels.reference.packing import pack
 from breccia.options import product_options
 from breccia.rules import LINEAR, RCEIL
-from breccia_triton import cast as triton_cast
-from breccia_triton import decode, launch, numerics, operands, plans, plugin, prepare
+from breccia_triton import numerics, operands, plugin
+from breccia_triton.casts import cast as triton_cast
+from breccia_triton.casts import decode, plans, prepare
 from breccia_triton.facts import Hardware
+from breccia_triton.launch import launcher as launch
 
 pytestmark = [
     pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; `make slow` and a GPU run all
@@ -943,7 +945,9 @@ import sys, torch, breccia
 from breccia.backend import reference
 from breccia_torch.ops import TORCH
 from triton.backends.compiler import GPUTarget
-from breccia_triton import decode, launch, operands, prepare
+from breccia_triton.casts import decode, prepare
+from breccia_triton.launch import launcher as launch
+from breccia_triton import operands
 from breccia_triton.facts import Array, Hardware
 from breccia_triton.specs import Unsupported
 

@@ -26,12 +26,17 @@ from triton_casts import DEVICE, ON_GPU, numbers, same, same_values
 import breccia
 from breccia.backend import CastOptions, reference
 from breccia.options import product_options
-from breccia_triton import cast, choices, decode, executable, launch, measurements, operands, tuning
-from breccia_triton.choices import DEFAULT, Choice, Choices, Key, Tuned, choices_of, user_file, write
+from breccia_triton import operands
+from breccia_triton.casts import cast, decode
 from breccia_triton.facts import Hardware
 from breccia_triton.geometry import amax_tile, lanes_of, plain_tile, strips_of, tile_of
-from breccia_triton.package_key import remembered
-from breccia_triton.tuning import configure
+from breccia_triton.launch import executable
+from breccia_triton.launch import launcher as launch
+from breccia_triton.launch.package_key import remembered
+from breccia_triton.tuning import choices, measurements
+from breccia_triton.tuning import timing as tuning
+from breccia_triton.tuning.choices import DEFAULT, Choice, Choices, Key, Tuned, choices_of, user_file, write
+from breccia_triton.tuning.timing import configure
 
 pytestmark = [
     pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; `make slow` and a GPU run all
@@ -172,7 +177,7 @@ def test_what_cannot_be_written_is_said_and_used_in_this_process(tmp_path: Path)
 WRITER = """
 import sys
 from pathlib import Path
-from breccia_triton.choices import Choice, Key, Tuned, write
+from breccia_triton.tuning.choices import Choice, Key, Tuned, write
 for n in range(40):
     write(Path(sys.argv[1]), "Acme", {Key("amax", f"{sys.argv[2]} {n}"): Tuned(Choice(warps=4), 1.0, 2.0)})
 """
@@ -483,7 +488,7 @@ def test_a_key_is_computed_once_for_all_processes_until_a_file_changes(tmp_path:
 KEYS = """
 from triton.runtime import cache
 original = cache.triton_key
-from breccia_triton import launch
+from breccia_triton.launch import launcher as launch
 assert cache.triton_key is not original and cache.triton_key() == original() and len(original()) > 64
 """
 

@@ -35,9 +35,13 @@ from breccia.kernels import bounds  # noqa: E402
 from breccia.operations import OPERATIONS  # noqa: E402
 from breccia.options import product_options  # noqa: E402
 from breccia_jax import primitive  # noqa: E402
-from breccia_triton import jax_calls, jax_launch, jax_products, plans, plugin  # noqa: E402
+from breccia_triton import plugin  # noqa: E402
+from breccia_triton.casts import plans  # noqa: E402
+from breccia_triton.casts.prepare import Launch  # noqa: E402
 from breccia_triton.facts import Hardware  # noqa: E402
-from breccia_triton.prepare import Launch  # noqa: E402
+from breccia_triton.jax import calls as jax_calls  # noqa: E402
+from breccia_triton.jax import launch as jax_launch  # noqa: E402
+from breccia_triton.jax import matmul as jax_products  # noqa: E402
 
 ON_GPU = jax.default_backend() == "gpu"
 if ON_GPU and find_spec("jax_triton") is None:
@@ -530,7 +534,7 @@ os.environ["TRITON_CACHE_DIR"] = "here"
 import jax, jax.numpy as jnp, breccia
 from breccia.backend import CastOptions, product_options, reference
 from breccia_jax import primitive  # noqa: E402
-from breccia_triton import jax_calls, jax_launch, jax_products
+from breccia_triton.jax import calls as jax_calls, launch as jax_launch, matmul as jax_products
 assert "torch" not in sys.modules and "jax_triton" not in sys.modules
 jax_launch.capability = lambda: divmod(int(sys.argv[1]), 10)
 count = 0
@@ -577,7 +581,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(capability: str, count: int)
 
 
 def test_kernels_for_jax_do_not_import_torch() -> None:
-    script = "import sys, breccia_triton.jax_calls; print('triton' in sys.modules, 'torch' in sys.modules)"
+    script = "import sys, breccia_triton.jax.calls; print('triton' in sys.modules, 'torch' in sys.modules)"
     assert printed(script, TRITON_INTERPRET=None) == "True False\n"
 
 
@@ -585,11 +589,12 @@ ORDER = """
 import re, triton, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from breccia_triton.casting import dequantize_kernel
-from breccia_triton.jax_launch import _ordered
+from breccia_triton.casts.kernels import dequantize_kernel
+from breccia_triton.jax.launch import _ordered
 import breccia
 from breccia.backend import reference
-from breccia_triton import operands, plans, prepare
+from breccia_triton import operands
+from breccia_triton.casts import plans, prepare
 from breccia_triton.specs import spec_of
 
 recipe = breccia.recipe("fp8_block")

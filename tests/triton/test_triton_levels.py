@@ -32,8 +32,11 @@ from breccia.backend import BF16, E2M1, E4M3, F16, F32, INT4, INT8, TENSOR, UINT
 from breccia.codecs import IQ4, Lookup
 from breccia.formats import Format, Level
 from breccia.options import product_options
-from breccia_triton import cast as triton_cast
-from breccia_triton import decode, fused_matmul, fused_plans, plans, specs
+from breccia_triton import specs
+from breccia_triton.casts import cast as triton_cast
+from breccia_triton.casts import decode, plans
+from breccia_triton.gemm.fused import matmul as fused_matmul
+from breccia_triton.gemm.fused import plans as fused_plans
 
 pytestmark = [
     pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; `make slow` and a GPU run all
@@ -319,7 +322,7 @@ def test_products_refuse_what_has_no_step_or_no_kernel() -> None:
 
 
 def test_jax_arrays_are_decoded_by_the_same_kernels() -> None:
-    jax_calls = pytest.importorskip("breccia_triton.jax_calls")
+    jax_calls = pytest.importorskip("breccia_triton.jax.calls")
     from breccia.backend import Metadata, ops_of
 
     jnp = pytest.importorskip("jax.numpy")
@@ -336,8 +339,11 @@ COMPILED = (
     COMPILING
     + """
 from breccia.backend import CastOptions, reference
-from breccia_triton import decode, fused_matmul, multiplying, operands
-from breccia_triton.choices import DEFAULT
+from breccia_triton.casts import decode
+from breccia_triton.gemm.fused import matmul as fused_matmul
+from breccia_triton.gemm import operands as multiplying
+from breccia_triton import operands
+from breccia_triton.tuning.choices import DEFAULT
 
 operands.hardware = fused_matmul.hardware = lambda device: found
 decode.Launcher = fused_matmul.Launcher = Launcher

@@ -25,8 +25,9 @@ from breccia.backend import F16, F32, INT4, UINT4, Call, CastOptions, reference
 from breccia.dispatch.registry import registry
 from breccia.operations import OPERATIONS
 from breccia.rules import FOUR_SIX, MSE
-from breccia_triton import cast as triton_cast
-from breccia_triton import operands, plans, specs
+from breccia_triton import operands, specs
+from breccia_triton.casts import cast as triton_cast
+from breccia_triton.casts import plans
 from breccia_triton.facts import Hardware
 
 pytestmark = [
@@ -199,7 +200,8 @@ COMPILED = """
 import re, sys, breccia
 from breccia_torch.ops import TORCH
 from triton.backends.compiler import GPUTarget
-from breccia_triton import launch, prepare
+from breccia_triton.launch import launcher as launch
+from breccia_triton.casts import prepare
 from breccia_triton.facts import Array, Hardware
 
 for spec in ("mxfp4,scale_rule=mse", "nvfp4,scale_rule=mse", "int4,scale_rule=mse", "nf4,scale_rule=mse"):

@@ -26,12 +26,11 @@ from breccia.internal import fragments
 from breccia.options import product_options
 from breccia.tensors.equality import bytes_equal
 from breccia.tensors.tensor import ScaledTensor
-from breccia_triton import choices, measurements
-from breccia_triton import weight_plans as plans
-from breccia_triton.cuda import compiler
+from breccia_triton.gemm.weight_only import plans
+from breccia_triton.launch import compiler
+from breccia_triton.tuning import choices, measurements
 
 STORAGE = "mma_16x128"
-CUDA = Path(compiler.__file__).parent
 # -- the storage -----------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +332,7 @@ class _HostKernel:
         self.library, self.wide, self.batch, self.streams = library, wide, batch, list[tuple[int, bool]]()
 
     def prepare(self, grid: Any, threads: int, values: Any, slots: Any, cluster: int, dependent: bool) -> Any:
-        from breccia_triton.cuda.driver import writing
+        from breccia_triton.launch.driver import writing
 
         def launched(stream: int) -> None:
             self.streams.append((stream, dependent))
@@ -350,7 +349,7 @@ class _HostKernel:
 def test_zero_points_of_other_dtypes_are_multiplied_on_the_plain_weight() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from breccia_triton import weight_only
+    from breccia_triton.gemm.weight_only import matmul as weight_only
 
     st = breccia.cast(torch.randn(64, 128), breccia.INT4Scaling(64, signed=False, symmetric=False))
     other = ScaledTensor(st.data, st.scale, st.recipe, st.layout, st.zero_point.to(torch.int32), None)
@@ -364,8 +363,9 @@ def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], lis
     """(The kernels that calls prepare from here on, what they describe to TMA.)"""
     import torch
 
-    from breccia_triton import executable, weight_only
-    from breccia_triton.cuda.driver import TensorMap
+    from breccia_triton.gemm.weight_only import matmul as weight_only
+    from breccia_triton.launch import executable
+    from breccia_triton.launch.driver import TensorMap
 
     made: list[_HostKernel] = []
     described: list[Any] = []
@@ -402,7 +402,7 @@ def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], lis
 def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeypatch: Any, folder: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from breccia_triton import weight_only
+    from breccia_triton.gemm.weight_only import matmul as weight_only
 
     made, described = _on_the_host(monkeypatch, folder)
     n, k = 70, 132
@@ -460,7 +460,7 @@ def test_a_compiled_layer_starts_early_once_its_weight_was_multiplied(backend: s
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
     from breccia_torch import nn, operators
-    from breccia_triton import weight_only
+    from breccia_triton.gemm.weight_only import matmul as weight_only
 
     made, _ = _on_the_host(monkeypatch, folder)
     monkeypatch.setattr(operators, "calls", SimpleNamespace(matmul=weight_only.weight_only_matmul))
@@ -528,7 +528,7 @@ def test_ends_that_are_out_of_range_or_order_stay_within_the_rows(folder: Path) 
 def test_a_grouped_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeypatch: Any, folder: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from breccia_triton import weight_only
+    from breccia_triton.gemm.weight_only import matmul as weight_only
 
     made, _ = _on_the_host(monkeypatch, folder)
     n, k = 70, 136
@@ -730,7 +730,7 @@ def test_every_shipped_configuration_fits_its_shape() -> None:
 
 def test_the_wheel_has_the_cuda_sources() -> None:
     names = {f"weight_only{name}" for name in (".cuh", "_small.cu", "_wide.cu", "_decode.cu")}
-    assert names <= {path.name for path in CUDA.iterdir()}
+    assert names <= {path.name for path in plans.SOURCES.iterdir()}
 
 
 @pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
@@ -770,7 +770,7 @@ def test_kernels_of_groups_and_of_many_rows_compile_without_spilling(name: str, 
 def test_the_pass_that_decodes_to_memory_compiles_without_spilling(name: str) -> None:
     operand = plans.operand_of(FORMATS[name], FORMATS[name].scale.block)
     assert isinstance(operand, plans.Operand)
-    source = compiler.Source.read(CUDA / "weight_only_decode.cu")
+    source = compiler.Source.read(plans.SOURCES / "weight_only_decode.cu")
     _, log = compiled_with_log(source, plans.macros_of_decoding(operand))
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
     assert "warning" not in log
@@ -778,7 +778,7 @@ def test_the_pass_that_decodes_to_memory_compiles_without_spilling(name: str) ->
 
 def _compiled(operand: Any, config: Any, grouped: bool) -> None:
     headers = {"wgmma.cuh": plans.wgmma_header(config.batch)} if config.wide else {}
-    source = compiler.Source.read(CUDA / f"weight_only_{config.kind}.cu", headers)
+    source = compiler.Source.read(plans.SOURCES / f"weight_only_{config.kind}.cu", headers)
     macros = plans.macros_of(operand, config, "bfloat16", "bfloat16", None, grouped)
     _, log = compiled_with_log(source, macros)
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}

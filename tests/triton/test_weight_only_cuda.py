@@ -13,7 +13,7 @@ from weights import FORMATS, in_torch, tensor
 
 import breccia
 from breccia.backend import reference
-from breccia_triton import weight_plans as plans
+from breccia_triton.gemm.weight_only import plans
 
 #: (N, K): whole chunks; rows and columns that end within a chunk; columns that are no multiple of 8; many chunks.
 SHAPES = ((128, 512), (70, 200), (33, 130), (192, 3072))
@@ -41,7 +41,7 @@ def test_products_of_every_format_are_within_the_bound(name: str, act: str) -> N
 def test_every_configuration_gives_products_within_the_bound(name: str) -> None:
     import torch
 
-    from breccia_triton.weight_only import executable
+    from breccia_triton.gemm.weight_only.matmul import executable
 
     fmt, (n, k) = FORMATS[name], (320, 2048)
     operand = plans.operand_of(fmt, fmt.scale.block)
@@ -68,7 +68,7 @@ WIDE = [
 @on_cuda
 @pytest.mark.parametrize("name", ["int4-128", "int4-16", "mxfp4", "nvfp4", "e4m3-block", "mxfp8"])
 def test_blocks_of_many_rows_give_products_within_the_bound(name: str) -> None:
-    from breccia_triton.weight_only import executable
+    from breccia_triton.gemm.weight_only.matmul import executable
 
     fmt = FORMATS[name]
     operand = plans.operand_of(fmt, fmt.scale.block)
@@ -89,7 +89,7 @@ def test_blocks_of_many_rows_give_products_within_the_bound(name: str) -> None:
 def test_a_flagged_row_takes_the_slow_path_alone_in_blocks_of_many_rows() -> None:
     import torch
 
-    from breccia_triton.weight_only import executable
+    from breccia_triton.gemm.weight_only.matmul import executable
 
     st = tensor("mxfp4", 320, 512, seed=4)
     st.scale[70, 3] = 255  # NaN, in the second of five row blocks
@@ -134,7 +134,7 @@ def test_results_have_any_dtype_bias_and_memory(out_dtype: str) -> None:
 def test_long_sums_of_numbers_of_many_sizes_are_within_the_bound() -> None:
     import torch
 
-    from breccia_triton.weight_only import executable
+    from breccia_triton.gemm.weight_only.matmul import executable
 
     for name in ("int4-128", "nvfp4", "e4m3-block"):
         w, values = weight(name, 64, 8192)
@@ -277,7 +277,7 @@ def test_layers_of_a_model_use_the_kernel_and_files_stay_plain(tmp_path: Any) ->
 def test_products_of_weights_that_are_decoded_to_memory_are_within_the_bound(name: str) -> None:
     import torch
 
-    from breccia_triton.weight_only import executable
+    from breccia_triton.gemm.weight_only.matmul import executable
 
     for n, k in ((128, 512), (70, 648), (1024, 2048)):
         st = tensor(name, n, k)
@@ -300,7 +300,7 @@ def test_products_of_weights_that_are_decoded_to_memory_are_within_the_bound(nam
 def test_rows_that_bfloat16_does_not_hold_are_mended(name: str) -> None:
     import torch
 
-    from breccia_triton.weight_only import executable
+    from breccia_triton.gemm.weight_only.matmul import executable
 
     st = tensor(name, 320, 256, seed=3)
     rng = np.random.default_rng(0)
@@ -324,7 +324,7 @@ def test_rows_that_bfloat16_does_not_hold_are_mended(name: str) -> None:
 def test_many_rows_take_the_weight_decoded_to_memory_in_graphs_too() -> None:
     import torch
 
-    from breccia_triton import weight_only
+    from breccia_triton.gemm.weight_only import matmul as weight_only
 
     w, values = weight("mxfp4", 512, 640)
     x = activations(plans.MANY, 640, "bfloat16")
@@ -413,7 +413,7 @@ def test_groups_multiply_their_own_weights_within_the_bound(name: str, act: str)
 def test_every_configuration_multiplies_groups_within_the_bound(name: str) -> None:
     import torch
 
-    from breccia_triton.weight_only import grouped
+    from breccia_triton.gemm.weight_only.matmul import grouped
 
     fmt, (n, k) = FORMATS[name], (320, 1024)
     operand = plans.operand_of(fmt, fmt.scale.block)

@@ -8,7 +8,7 @@ def __getattr__(name: str) -> object:
     """Load public names on first use. `__init__.pyi` declares them for type checkers; a test compares the two."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    from .tuning import configure
+    from .tuning.timing import configure
 
     return configure
 

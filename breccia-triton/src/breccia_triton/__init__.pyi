@@ -1,3 +1,3 @@
-from .tuning import configure as configure
+from .tuning.timing import configure as configure
 
 __all__ = ["configure"]

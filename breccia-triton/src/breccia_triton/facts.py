@@ -14,9 +14,9 @@ from typing import Any
 from breccia import Format, InStorage, Layout, ScaledTensor, ScalingRecipe
 from breccia.backend import PLAIN, TENSOR, Block, Shape, checks, packing, part_shapes
 
-from .choices import codecs_of
 from .geometry import Source, Tile, divided_up, in_memory
 from .specs import CONVERTED, Spec, Unsupported
+from .tuning.choices import codecs_of
 
 #: Whether Triton interprets kernels, on arrays of any device: slowly, for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"

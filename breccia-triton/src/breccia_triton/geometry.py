@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from breccia.backend import PLAIN, TENSOR, Block
 
-from .choices import DEFAULT, LIMITS, Choice
 from .specs import Spec
+from .tuning.choices import DEFAULT, LIMITS, Choice
 
 #: The most elements of a tile, which its program holds in registers.
 LARGEST_TILE = LIMITS["elements"][1]

@@ -17,9 +17,9 @@ from breccia.backend import PLAIN, dtype_name
 from breccia_torch.ops import TORCH
 
 from .facts import INTERPRETED, LARGE, Array, Codes, Hardware, Numbers, Operand, Written
-from .launch import allocator
-from .measurements import name_of
+from .launch.launcher import allocator
 from .specs import Spec, Unsupported
+from .tuning.measurements import name_of
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: Warps that a multiprocessor of an NVIDIA GPU runs at the same time, however many registers they have.

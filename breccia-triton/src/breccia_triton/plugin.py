@@ -9,8 +9,8 @@ from breccia import DelayedScaling, Kernel, hookimpl
 
 api = 1
 
-#: Each op with the module of its function for torch, what it accepts, whether it reads or writes storages of scales, and
-#: whether it searches for scales.
+#: Each op with the module in `casts` of its function for torch, what it accepts, whether it reads or writes storages of
+#: scales, and whether it searches for scales.
 _KERNELS = (
     ("cast", "cast", "cast", False, True, True),
     ("cast_pair", "cast", "pair", False, True, False),
@@ -28,34 +28,41 @@ STORAGES = ("swizzle_128x4", "column_major", "transposed", "padded_1x4", "padded
 #: Features of formats that they read. None of them writes these.
 READ = ("coded_scales", "float_zero_point", "scales_first")
 
-#: Products: op, module and function in `cuda`, name, what it accepts, which score, whether it runs only where it is named, as
-#: it keeps less than the contract.
+#: Products of FP8 tensors: op, module and function in `gemm`, name, what it accepts, which score, whether it runs only where it
+#: is named, as it keeps less than the contract.
 _PRODUCTS = (
-    ("matmul", "fp8_matmul:matmul", "cuda.fp8_matmul", "fp8_plans:accepts_matmul", "fp8_plans:score", False),
-    ("matmul", "fp8_matmul:matmul_fast", "cuda.fp8_matmul_fast", "fp8_plans:accepts_fast", "fp8_plans:score", True),
-    ("grouped_matmul", "fp8_matmul:grouped_matmul", "cuda.fp8_grouped_matmul", "fp8_plans:accepts_grouped", None, False),
-    ("matmul", "scaled_mm:scaled_mm", "torch.scaled_mm", "torch_plans:accepts", "fp8_plans:score_of_torch", False),
+    ("matmul", "fp8.matmul:matmul", "cuda.fp8_matmul", "fp8.plans:accepts_matmul", "fp8.plans:score", False),
+    ("matmul", "fp8.matmul:matmul_fast", "cuda.fp8_matmul_fast", "fp8.plans:accepts_fast", "fp8.plans:score", True),
+    ("grouped_matmul", "fp8.matmul:grouped_matmul", "cuda.fp8_grouped_matmul", "fp8.plans:accepts_grouped", None, False),
     (
         "matmul",
-        "scaled_mm:scaled_mm_fast",
+        "scaled_mm.scaled_mm:scaled_mm",
+        "torch.scaled_mm",
+        "scaled_mm.plans:accepts",
+        "fp8.plans:score_of_torch",
+        False,
+    ),
+    (
+        "matmul",
+        "scaled_mm.scaled_mm:scaled_mm_fast",
         "torch.scaled_mm_fast",
-        "torch_plans:accepts_fast",
-        "fp8_plans:score_of_torch",
+        "scaled_mm.plans:accepts_fast",
+        "fp8.plans:score_of_torch",
         True,
     ),
 )
 
 #: Products that decode in registers, in Triton: framework, target, name, what accepts, features of formats that it reads.
 _FUSED: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
-    ("torch", "fused_matmul:fused_matmul", "triton.weight_only", "accepts_weight_only", READ),
-    ("torch", "fused_matmul:fused_matmul", "triton.fp8_matmul", "accepts_fp8", ()),
-    ("jax", "jax_products:fused_matmul", "triton.jax.matmul", "accepts_product", READ),
+    ("torch", "gemm.fused.matmul:fused_matmul", "triton.weight_only", "accepts_weight_only", READ),
+    ("torch", "gemm.fused.matmul:fused_matmul", "triton.fp8_matmul", "accepts_fp8", ()),
+    ("jax", "jax.matmul:fused_matmul", "triton.jax.matmul", "accepts_product", READ),
 )
 
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
-    home = "breccia_triton.cuda"
+    home = "breccia_triton.gemm"
     for op, target, name, accepts, score, opt_in in _PRODUCTS:
         ours = name.startswith("cuda.")
         yield Kernel(
@@ -64,7 +71,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             f"{home}.{target}",
             name,
             device="cuda",
-            available=f"{home}.{'fp8_plans' if ours else 'torch_plans'}:available",
+            available=f"{home}.{'fp8' if ours else 'scaled_mm'}.plans:available",
             accepts=f"{home}.{accepts}",
             score=score and f"{home}.{score}",
             reads=("column_major",) if ours else (),
@@ -74,11 +81,11 @@ def breccia_kernels() -> Iterable[Kernel]:
     yield Kernel(
         "matmul",
         "torch",
-        f"{home}.block_scaled_mm:block_scaled_mm",
+        f"{home}.scaled_mm.block_scaled_mm:block_scaled_mm",
         "torch.block_scaled_mm",
         device="cuda",
-        available=f"{home}.torch_plans:block_scaled_available",
-        accepts=f"{home}.torch_plans:accepts_block_scaled",
+        available=f"{home}.scaled_mm.plans:block_scaled_available",
+        accepts=f"{home}.scaled_mm.plans:accepts_block_scaled",
         reads=("swizzle_128x4",),
         opt_in=True,
         knows=("scales_first",),  # either order of two scales rounds once for each operand, and a sum bounds both
@@ -86,34 +93,34 @@ def breccia_kernels() -> Iterable[Kernel]:
     yield Kernel(
         "matmul",
         "torch",
-        "breccia_triton.bf16_matmul:matmul_bf16",
+        "breccia_triton.gemm.bf16.matmul:matmul_bf16",
         "triton.matmul_bf16",
         device="cuda",
-        available="breccia_triton.bf16_plans:available",
-        accepts="breccia_triton.bf16_plans:accepts",
-        score="breccia_triton.bf16_plans:score",
+        available="breccia_triton.gemm.bf16.plans:available",
+        accepts="breccia_triton.gemm.bf16.plans:accepts",
+        score="breccia_triton.gemm.bf16.plans:score",
         reads=(*STORAGES, "mma_16x128"),
         knows=READ,
     )
     yield Kernel(
         "grouped_matmul",
         "torch",
-        "breccia_triton.grouped_bf16:grouped_matmul_bf16",
+        "breccia_triton.gemm.bf16.grouped:grouped_matmul_bf16",
         "triton.grouped_matmul_bf16",
         device="cuda",
-        available="breccia_triton.bf16_plans:available",
-        accepts="breccia_triton.bf16_plans:accepts_grouped",
+        available="breccia_triton.gemm.bf16.plans:available",
+        accepts="breccia_triton.gemm.bf16.plans:accepts_grouped",
         reads=STORAGES,
         knows=READ,
     )
     yield Kernel(
         "matmul",
         "torch",
-        "breccia_triton.bf16_matmul:matmul_rounded",
+        "breccia_triton.gemm.bf16.matmul:matmul_rounded",
         "triton.matmul_bf16_rounded",
         device="cuda",
-        available="breccia_triton.bf16_plans:available",
-        accepts="breccia_triton.bf16_plans:accepts_rounded",
+        available="breccia_triton.gemm.bf16.plans:available",
+        accepts="breccia_triton.gemm.bf16.plans:accepts_rounded",
         reads=(*STORAGES, "mma_16x128"),
         opt_in=True,
         knows=READ,
@@ -125,9 +132,9 @@ def breccia_kernels() -> Iterable[Kernel]:
             f"breccia_triton.{target}",
             name,
             device="cuda",
-            available=f"breccia_triton.plans:{'available' if framework == 'torch' else 'available_to_jax'}",
-            accepts=f"breccia_triton.fused_plans:{accepts}",
-            score="breccia_triton.fused_plans:score",
+            available=f"breccia_triton.casts.plans:{'available' if framework == 'torch' else 'available_to_jax'}",
+            accepts=f"breccia_triton.gemm.fused.plans:{accepts}",
+            score="breccia_triton.gemm.fused.plans:score",
             reads=STORAGES,
             knows=knows,
         )
@@ -137,29 +144,29 @@ def breccia_kernels() -> Iterable[Kernel]:
             yield Kernel(
                 op,
                 framework,
-                f"breccia_triton.{module if torch else 'jax_calls'}:{op}",
+                f"breccia_triton.{f'casts.{module}' if torch else 'jax.calls'}:{op}",
                 f"triton.{op}" if torch else f"triton.jax.{op}",
                 recipe=DelayedScaling if "record" in op else None,
                 device="cuda",
-                available=f"breccia_triton.plans:{'available' if torch else 'available_to_jax'}",
-                accepts=f"breccia_triton.plans:accepts_{accepts}",
+                available=f"breccia_triton.casts.plans:{'available' if torch else 'available_to_jax'}",
+                accepts=f"breccia_triton.casts.plans:accepts_{accepts}",
                 reads=STORAGES if reads else (),
                 writes=STORAGES if writes else (),
                 knows=(READ if reads else ()) + (("scale_search",) if searches else ()),
             )
     for op, target, name, score in (
-        ("matmul", "weight_only_matmul", "cuda.weight_only", "breccia_triton.weight_plans:score"),
+        ("matmul", "weight_only_matmul", "cuda.weight_only", "breccia_triton.gemm.weight_only.plans:score"),
         ("grouped_matmul", "weight_only_grouped", "cuda.weight_only_grouped", None),
     ):
         yield Kernel(
             op,
             "torch",
-            f"breccia_triton.weight_only:{target}",
+            f"breccia_triton.gemm.weight_only.matmul:{target}",
             name,
             recipe=NoneType,
             device="cuda",
-            available="breccia_triton.weight_plans:available",
-            accepts="breccia_triton.weight_plans:accepts",
+            available="breccia_triton.gemm.weight_only.plans:available",
+            accepts="breccia_triton.gemm.weight_only.plans:accepts",
             score=score,
             reads=("mma_16x128",),
         )

@@ -1,0 +1,162 @@
+"""The search for the scales of blocks in Triton, bit for bit as in docs/spec/numerics.md, section 5.6.
+
+A tile is read once; its program tries the scales of the window one after another, so that the numbers stay in registers.
+Arguments in capitals are constants, as in `casting`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from breccia.backend import reference
+
+from ..numerics import (
+    EXPONENT,
+    INF,
+    NORMAL,
+    ROUNDER,
+    bits_of,
+    clean,
+    decode,
+    divisor_of,
+    encode,
+    encode_scale,
+    flushed,
+    number,
+    places,
+    read_scale,
+    saturated,
+    unrounded_scales,
+)
+from ..tiles import largest_of_blocks, repeated
+
+SMALLEST = tl.constexpr(reference.SMALLEST)
+LIGHTEST = tl.constexpr(reference.LIGHTEST)
+
+
+@triton.jit
+def searched(
+    u, plain, statistic, multiplier, weights, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, GLOBAL_FITS: tl.constexpr
+):
+    """int32 codes of the scales with the least error, for the FP32 bits `u` of a tile of finite blocks.
+
+    plain: codes of the plain scales. statistic, multiplier, GLOBAL_FITS: as of `scale_codes`. weights: of `weights_of`.
+    """
+    ELEMENT: tl.constexpr = S.element
+    SCALE: tl.constexpr = S.scale
+    TWO_LEVEL: tl.constexpr = S.global_scale is not None
+    COUNT: tl.constexpr = 1 + len(S.scale.window.multiples) + len(S.scale.window.steps)
+    power = power_below(bits_of(statistic))
+    x = clean(u)
+    if ELEMENT.kind == "float":  # codes and scales have a sign of their own: magnitudes have the same errors
+        x = tl.abs(x)
+    y = without_small(x * repeated(power, G.down, G.tall, G.along, G.wide), SMALLEST)
+    t = plain
+    if len(SCALE.window.multiples) > 0:
+        t = flushed(unrounded_scales(statistic, multiplier, SCALE, TWO_LEVEL, GLOBAL_FITS, V.ptx))
+    best = plain
+    least = tl.full(plain.shape, float("inf"), tl.float32)
+    for n in range(COUNT):
+        codes = candidate(n, plain, t, SCALE)
+        by, usable = divisor_of(codes, multiplier, SCALE, TWO_LEVEL, V.ptx)
+        unit = read_scale(codes, SCALE)
+        if TWO_LEVEL:
+            unit = unit * multiplier
+        unit = tl.where(usable, saturated(unit * power), 0.0)
+        by, unit = repeated(by, G.down, G.tall, G.along, G.wide), repeated(unit, G.down, G.tall, G.along, G.wide)
+        d = y - without_small(nearest(x * by, ELEMENT, V.ptx) * unit, SMALLEST)
+        term = d * d
+        if V.weighted:
+            term = term * weights
+        error = total(term, G)
+        better = error < least
+        best = tl.where(better, codes, best)
+        least = tl.where(better, error, least)
+    return best
+
+
+@triton.jit
+def candidate(n, plain, t, S: tl.constexpr):
+    """int32 codes of the n-th scales to try, 0 the plain ones. t: FP32 numbers that these were rounded from."""
+    WINDOW: tl.constexpr = S.window
+    MULTIPLES: tl.constexpr = len(S.window.multiples)
+    codes = plain
+    if MULTIPLES > 0:
+        factor = 1.0
+        for i in tl.static_range(MULTIPLES):
+            factor = tl.where(n == i + 1, WINDOW.multiples[i], factor)
+        scale = flushed(saturated(t * tl.abs(factor)))
+        found = encode_scale(tl.minimum(tl.maximum(scale, S.least), S.most), S)
+        if S.signs:
+            found = tl.where(factor < 0, found | -(1 << (S.codec.bits - 1)), found)
+        codes = tl.where((n > 0) & (n <= MULTIPLES), found, codes)
+    if len(WINDOW.steps) > 0:
+        step = 0
+        for i in tl.static_range(len(WINDOW.steps)):
+            step = tl.where(n == MULTIPLES + i + 1, WINDOW.steps[i], step)
+        moved = tl.minimum(tl.maximum(plain + step, WINDOW.lowest), WINDOW.highest)
+        codes = tl.where(n > MULTIPLES, moved, codes)
+    return codes
+
+
+@triton.jit
+def nearest(y, C: tl.constexpr, PTX: tl.constexpr):
+    """The numbers of the codes of FP32 `y`, saturating; of minifloats `y` is not negative."""
+    if C.kind == "float":
+        a = tl.minimum(bits_of(y), C.largest)
+        spacing = number(tl.maximum(a & EXPONENT, C.floor) + ((23 - C.mantissa) << 23))  # of codes, in its last bit
+        return (number(a) + spacing) - spacing
+    elif C.kind == "integer":
+        y = tl.minimum(tl.maximum(y, C.low), C.high)
+        return (y + ROUNDER * C.unit) - ROUNDER * C.unit
+    elif len(C.cells) > 0:
+        return decode(places(y, C, PTX), C, False)
+    else:
+        return decode(encode(y, 0, 0, C, False, False, False, False), C, False)
+
+
+@triton.jit
+def total(terms, G: tl.constexpr):
+    """Sums of each block of a tile by pairwise trees: along the contraction axis, then along the other one."""
+    ROWS: tl.constexpr = G.down * G.tall
+    if G.axis == 1:
+        sums = tree(tree(terms, ROWS * G.along, G.wide, 1), G.down, G.tall, G.along)
+    else:
+        sums = tree(tree(terms, G.down, G.tall, G.along * G.wide), G.down * G.along, G.wide, 1)
+    return tl.reshape(sums, (G.down, G.along))
+
+
+@triton.jit
+def tree(terms, OUTER: tl.constexpr, N: tl.constexpr, INNER: tl.constexpr):
+    """Sums along the second axis of (OUTER, N, INNER), N a power of two: the first half and the second are added, and so on."""
+    if N == 1:
+        return terms
+    else:
+        return tree(tl.sum(tl.reshape(terms, (OUTER, 2, N // 2 * INNER)), 1), OUTER, N // 2, INNER)
+
+
+@triton.jit
+def weights_of(importance, row, row_exists, column, column_exists, G: tl.constexpr):
+    """The weights of a tile's elements: numbers of `importance`, whose bits these are, at their places along K.
+
+    In units of a power of two near the largest of each block. What is not a positive number counts as zero.
+    """
+    # Each element loads its own: weights are then in the registers of the elements.
+    at = column[None, :] + (row * 0)[:, None] if G.axis == 1 else row[:, None] + (column * 0)[None, :]
+    bits = tl.load(importance + at, mask=row_exists[:, None] & column_exists[None, :], other=0)
+    bits = tl.where((bits >= NORMAL) & (bits < INF), bits, 0)
+    top = largest_of_blocks(bits, G.down, G.tall, G.along, G.wide, False, False)
+    return without_small(number(bits) * repeated(power_below(top), G.down, G.tall, G.along, G.wide), LIGHTEST)
+
+
+@triton.jit
+def power_below(bits):
+    """2^-n where 2^n is the largest power of two, up to 2^126, that is at most the FP32 number with these bits."""
+    return number((254 - tl.minimum(bits >> 23, 253)) << 23)
+
+
+@triton.jit
+def without_small(a, SMALL: tl.constexpr):
+    """`a` with magnitudes below `SMALL` as zeros."""
+    return tl.where(tl.abs(a) < SMALL, 0.0, a)

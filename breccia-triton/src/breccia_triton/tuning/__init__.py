@@ -1,0 +1,1 @@
+"""What was measured on devices, and what follows from it: choices of kernels, and estimates of times."""
