@@ -949,6 +949,7 @@ from breccia_triton.casts import decode, prepare
 from breccia_triton.launch import launcher as launch
 from breccia_triton import operands
 from breccia_triton.facts import Array, Hardware
+from breccia_triton import specs
 from breccia_triton.specs import Unsupported
 
 name = sys.argv[1]
@@ -978,7 +979,7 @@ for spec in ("fp8_block", "mxfp6", "nvfp4", "int4,symmetric=false,signed=false",
     except Unsupported as e:
         assert str(e) == "two casts are faster"
     st = reference.cast(torch.ones((256, 512), dtype=torch.bfloat16), recipe)
-    spec = prepare.needed(prepare.readable(recipe, st.layout))
+    spec = specs.needed(prepare.readable(recipe, st.layout))
     compiled(prepare.decoding(operands.codes_of(st, spec, True), "bfloat16"))
     prepared("requantize", breccia.recipe("mxfp8,fp8_format=E5M2"), operands.codes_of(st, spec, False))
 if hardware.ptx:

@@ -37,11 +37,11 @@ from breccia.options import product_options  # noqa: E402
 from breccia_jax import primitive  # noqa: E402
 from breccia_triton import plugin  # noqa: E402
 from breccia_triton.casts import plans  # noqa: E402
-from breccia_triton.casts.prepare import Launch  # noqa: E402
 from breccia_triton.facts import Hardware  # noqa: E402
 from breccia_triton.jax import calls as jax_calls  # noqa: E402
 from breccia_triton.jax import launch as jax_launch  # noqa: E402
 from breccia_triton.jax import matmul as jax_products  # noqa: E402
+from breccia_triton.launch.triton_launch import Launch  # noqa: E402
 
 ON_GPU = jax.default_backend() == "gpu"
 if ON_GPU and find_spec("jax_triton") is None:

@@ -1,7 +1,7 @@
 """The arithmetic of casts in Triton: codes, scales and packing, bit for bit as in docs/spec/numerics.md.
 
 Arguments in capitals are constants of `specs`. Kernels are compiled without contraction of products and sums
-(`prepare.OPTIONS`): additions here round to codes.
+(`launch.triton_launch.OPTIONS`): additions here round to codes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ LARGEST = tl.constexpr(0x7F7FFFFF)
 LEAST_NORMAL = tl.constexpr(2.0**-126)
 MOST = tl.constexpr(2.0**126)
 ROUNDER = tl.constexpr(backend.ROUNDER)
-BIG = tl.constexpr(2.0**100)
 WHOLE = tl.constexpr(backend.WHOLE)
 
 

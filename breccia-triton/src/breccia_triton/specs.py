@@ -7,13 +7,15 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from breccia import Codec, Format, Integer, Level, Lookup, Minifloat, PowerOfTwo, RecipeError, ScalingRecipe, rules
 from breccia.backend import F32, F32_INF, INT8, TENSOR, FloatForm, IntegerForm, TableForm, f32, form_of
 from breccia.internal import Record, f32_bits
 
 from .plugin import READ
+
+_T = TypeVar("_T")
 
 #: Element codecs with a conversion instruction on NVIDIA GPUs from compute capability 8.9 on.
 CONVERTED = ("E4M3", "E5M2")
@@ -232,6 +234,13 @@ class Unsupported(Exception):
 
 class TwoCasts(Unsupported):
     """`cast_pair` where two casts are faster than one kernel."""
+
+
+def needed(value: _T | str) -> _T:
+    """The value. Raises Unsupported where it is a reason instead."""
+    if isinstance(value, str):
+        raise Unsupported(value)
+    return value
 
 
 @lru_cache(maxsize=256)

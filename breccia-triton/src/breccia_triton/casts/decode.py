@@ -15,12 +15,13 @@ from breccia_torch.ops import TORCH
 from ..facts import INTERPRETED, Hardware
 from ..launch.executable import Executable, remembered
 from ..launch.launcher import Launcher, Remembered
+from ..launch.triton_launch import Launch
 from ..operands import addresses, codes_of, components_of, facts_of, hardware, writable
-from ..specs import Unsupported
+from ..specs import Unsupported, needed
 from ..tuning import timing as tuning
 from ..tuning.choices import Choose
 from .plans import readable
-from .prepare import Launch, decoding, needed
+from .prepare import decoding
 
 
 def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from breccia import DelayedScaling, ScaledTensor, ScalingRecipe
 from breccia.backend import PLAIN, TENSOR, Block, checks
@@ -30,7 +30,8 @@ from ..facts import (
     matrices_of,
 )  # fmt: skip
 from ..geometry import Tile, Variant, amax_tile, divided_up, lanes_of, panels_of, plain_tile, power_of_two, strips_of
-from ..specs import CONVERTED, Spec, TwoCasts, Unsupported, spec_of
+from ..launch.triton_launch import Launch
+from ..specs import CONVERTED, Spec, TwoCasts, Unsupported, needed, spec_of
 from ..tuning.choices import Choice, Choose, block_text, choices_of, codecs_of, key_of
 from .kernels import (
     amax_kernel,
@@ -44,12 +45,6 @@ from .kernels import (
 from .plans import paired, readable, tiled, writes
 from .subbyte_kernels import lanes_kernel, panels_kernel, strips_kernel
 
-_T = TypeVar("_T")
-
-#: Threads of a warp: of an NVIDIA GPU. AMD's waves have 64 on CDNA.
-WARP = 32
-#: Of Triton, for every kernel. Products and sums stay apart: the contract rounds both.
-OPTIONS = {"enable_fp_fusion": False}
 #: Programs of the pass for the amax of a tensor: enough to fill a GPU, few enough for one atomic operation each.
 _PROGRAMS = 1024
 #: Warps of that pass.
@@ -64,37 +59,6 @@ _TURNING = ("cast", "cast_pair", "cast_and_record")
 RECORDING = ("record_amax", "cast_and_record")
 #: What kernels read and write of a history, besides the scale.
 _HISTORY = {name: Argument("*i32") for name in ("work", "amaxes", "recorded", "after")}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel, what it is compiled for, its programs, and the integers that it is passed at every call.
-
-    arguments: of the run-time parameters by name, in the order of the values: arrays, seeds, integers, those of a history,
-    strides. Parameters that are absent are None in the kernel. constants: by name. stages: of loops, 0 for Triton's default.
-    together: all programs have to run at the same time.
-    """
-
-    function: Any
-    programs: tuple[int, int, int]
-    arguments: dict[str, Argument]
-    constants: dict[str, Any]
-    warps: int
-    integers: tuple[int, ...]
-    stages: int = 0
-    together: bool = False
-
-    def options(self, wave: int = WARP) -> dict[str, Any]:
-        """Triton's options. wave: threads of a warp of the device; `warps` counts those of `WARP` threads."""
-        stages = {"num_stages": self.stages} if self.stages else {}
-        together = {"launch_cooperative_grid": True} if self.together else {}
-        return {"num_warps": max(1, self.warps * WARP // wave), **stages, **together, **OPTIONS}
-
-    @property
-    def fixed(self) -> dict[str, int]:
-        """The integers by name: they follow the arrays and the seeds."""
-        others = (n for n, a in self.arguments.items() if not a.type.startswith("*") and n not in ("seed_low", "seed_high"))
-        return dict(zip(others, self.integers, strict=False))
 
 
 @dataclass(frozen=True)
@@ -464,10 +428,3 @@ def scaled_source(st: ScaledTensor, recipe: ScalingRecipe, supplied: bool) -> Sp
     if not supplied and keeps_values(st.recipe, st.layout.plain, st.axis, recipe):
         raise Unsupported("codes are translated, and nothing is cast")
     return needed(readable(st.recipe, st.layout))
-
-
-def needed(value: _T | str) -> _T:
-    """The value. Raises Unsupported where it is a reason instead."""
-    if isinstance(value, str):
-        raise Unsupported(value)
-    return value

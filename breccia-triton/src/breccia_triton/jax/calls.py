@@ -39,9 +39,10 @@ from breccia.backend import (
 from breccia.internal import storages
 
 from ..casts.plans import TOO_LARGE, readable
-from ..casts.prepare import RECORDING, Launch, Options, Pass, Prepared, decoding, needed, scaled_source
+from ..casts.prepare import RECORDING, Options, Pass, Prepared, decoding, scaled_source
 from ..facts import LARGE, Array, Codes, Hardware, Operand, itemsize
-from ..specs import Spec, Unsupported
+from ..launch.triton_launch import Launch
+from ..specs import Spec, Unsupported, needed
 from .launch import OnGPU, launched, run
 
 #: The dtypes of codes and scales in kernels, by bytes.

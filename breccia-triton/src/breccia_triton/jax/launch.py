@@ -19,8 +19,8 @@ from breccia.backend import targets
 from breccia.internal import once
 
 from ..casts.plans import LEAST
-from ..casts.prepare import Launch
 from ..facts import Hardware
+from ..launch.triton_launch import Launch
 
 Array = Any
 

@@ -20,10 +20,9 @@ from breccia import ScaledTensor
 from breccia.backend import FLOAT32, Metadata, Ops, ProductOptions, checks, composites, ops_of, product_options, reference
 
 from ..casts.plans import readable
-from ..casts.prepare import needed
 from ..facts import Hardware
 from ..gemm.fused.prepare import OperandFacts, Product, scaled
-from ..specs import Unsupported
+from ..specs import Unsupported, needed
 from .calls import UNKNOWN, Shapes, as_integers, assembled, codes_of, components, is_array, placeholder, shapes_of
 from .launch import OnGPU, launched, run
 

@@ -24,10 +24,10 @@ import triton
 from triton.compiler import ASTSource
 from triton.runtime import cache
 
-from ..casts.prepare import WARP, Launch
 from ..facts import INTERPRETED
 from .generated import defined
 from .package_key import remembered
+from .triton_launch import WARP, Launch
 
 #: Versions of Triton whose launcher has the arguments that `Launcher` passes.
 _KNOWN = "3.6."

@@ -16,9 +16,9 @@ import torch
 
 from breccia.internal import reentrant
 
-from ..casts.prepare import Launch
 from ..facts import INTERPRETED
 from ..launch.launcher import Remembered, on
+from ..launch.triton_launch import Launch
 from .choices import DEFAULT, Choice, Choose, Key, Tuned, choices_of
 
 _T = TypeVar("_T")

@@ -14,11 +14,11 @@ import torch
 
 from breccia.backend import FLOAT32, ProductOptions, checks, composites
 
-from ...casts.prepare import Launch
 from ...facts import NUMBERS, Argument
 from ...geometry import divided_up
 from ...launch.executable import Executable, remembered
 from ...launch.launcher import Launcher, Remembered
+from ...launch.triton_launch import Launch
 from ...operands import addresses, hardware
 from ..operands import Operand, need_one_device_for
 from .kernels import grouped_mending_kernel

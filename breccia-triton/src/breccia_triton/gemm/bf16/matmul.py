@@ -31,13 +31,14 @@ from breccia.internal import reentrant
 from breccia_torch.ops import autocast_dtype
 
 from ...casts.plans import readable
-from ...casts.prepare import Launch, decoding, needed
+from ...casts.prepare import decoding
 from ...facts import LARGE, NUMBERS, Argument, Codes, Hardware, grid_of
 from ...geometry import Source, Tile, divided_up, plain_tile
 from ...launch.executable import Executable
 from ...launch.launcher import Launcher, Remembered, empty
+from ...launch.triton_launch import Launch
 from ...operands import addresses, codes_of, hardware, leading
-from ...specs import Unsupported
+from ...specs import Unsupported, needed
 from ...tuning.choices import Choose, choices_of
 from ..operands import Operand, multiplied, need_one_device_for
 from .kernels import Side, exact_kernel, finishing_kernel, mending_kernel

@@ -13,12 +13,12 @@ import torch
 from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name
 
 from ...casts.plans import readable
-from ...casts.prepare import Launch, needed
 from ...facts import Hardware
 from ...launch.executable import Executable
 from ...launch.launcher import Launcher, Remembered, empty
+from ...launch.triton_launch import Launch
 from ...operands import addresses, codes_of, hardware, leading
-from ...specs import Unsupported
+from ...specs import Unsupported, needed
 from ...tuning import timing as tuning
 from ...tuning.choices import Choose
 from ..operands import Operand, multiplied, need_one_device_for

@@ -8,10 +8,10 @@ from typing import Any
 from breccia import Format
 from breccia.backend import Block, Shape
 
-from ...casts.prepare import Launch, needed
 from ...facts import GRID, INTERPRETED, LARGE, NUMBERS, Argument, Codes, Hardware
 from ...geometry import Source, Tile, divided_up, power_of_two
-from ...specs import Unsupported
+from ...launch.triton_launch import Launch
+from ...specs import Unsupported, needed
 from ...tuning.choices import Choice, Choose, block_text, choices_of, key_of
 from .kernels import Plan, Side, fused_kernel, sum_kernel
 from .plans import PROMOTED, SHORTEST, STEP, MultiplyStrategy, deepest, group_of, way_of, way_of_fp8
