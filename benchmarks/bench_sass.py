@@ -150,7 +150,7 @@ def counted_weight(name: str) -> dict[str, Any]:
     from breccia_triton.tuning.choices import codecs_of
 
     recipe = breccia.recipe(FORMATS[name])
-    operand: Any = weight_plans.operand_of(recipe.format, recipe.layout.block(-1))
+    operand: Any = weight_plans.weight_format_of(recipe.format, recipe.layout.block(-1))
     found = weight_plans.config_of(operand, codecs_of(recipe.format), ROWS, SIDE, SIDE, DEVICE, direct=True)
     assert isinstance(found, weight_plans.Config) and not found.wide, found
     macros = weight_plans.macros_of(operand, found, "bfloat16", "bfloat16", None)

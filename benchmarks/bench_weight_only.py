@@ -235,7 +235,7 @@ def measured(weight: Weight, m: int, rivals: list[str], rounds: int, tune: bool)
     from breccia_triton.tuning import choices
 
     (n, k), fmt = weight.plain.shape, weight.plain.recipe.format
-    operand, codecs = weight_plans.operand_of(fmt, weight.plain.layout.block(-1)), choices.codecs_of(fmt)
+    operand, codecs = weight_plans.weight_format_of(fmt, weight.plain.layout.block(-1)), choices.codecs_of(fmt)
     x = torch.randn(m, k, device=weight.bf16[0].device, dtype=torch.bfloat16)
     row = Products(x, weight.values, [m])
     row.add(OURS, lambda w: breccia.matmul(x, w, torch.bfloat16, out=row.y), [st.mT for st in weight.copies])

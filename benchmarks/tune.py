@@ -70,8 +70,8 @@ class Case:
         from breccia import ScaledTensor
         from breccia.backend import CastOptions
         from breccia_triton.casts import cast, decode
+        from breccia_triton.gemm.contiguous import ContiguousOperand
         from breccia_triton.gemm.fused import matmul as fused_matmul
-        from breccia_triton.gemm.operands import Operand
 
         recipe, rows, dtype = breccia.recipe(self.spec), PRODUCTS.get(self.op, 0), getattr(torch, self.dtype)
         name, options = self.op.removesuffix("-axis-2"), CastOptions(axis=-2 if self.op.endswith("-axis-2") else -1)
@@ -97,7 +97,7 @@ class Case:
 
             return Tunable(partial(decode.prepared, st, self.dtype, hardware), lambda made: [made], decoding)
         a = torch.ones((rows, self.shape[1]), dtype=dtype, device=device)
-        pair = Operand(a, False), Operand(st.mT, True)
+        pair = ContiguousOperand(a, False), ContiguousOperand(st.mT, True)
 
         def product(made: Any) -> Call:
             call = fused_matmul.executable(*pair, self.dtype, made)

@@ -80,8 +80,8 @@ def decoded(plain: Any, copies: int, rows: int) -> tuple[Any, Any]:
     """(The numbers that the source writes for a weight, (copies, N, K); which columns it flags), on the host."""
     w = in_torch(plain).to_storage(STORAGE)
     n, k = w.shape
-    of = weight_plans.operand_of(w.recipe.format, w.layout.plain.block(-1))
-    assert isinstance(of, weight_plans.Operand)
+    of = weight_plans.weight_format_of(w.recipe.format, w.layout.plain.block(-1))
+    assert isinstance(of, weight_plans.WeightFormat)
     kernel = program.function(None, "weight_only_across", {**weight_plans.macros_of_decoding(of), "COPIES": copies})
     values, flags = torch.zeros(copies, n, k).bfloat16(), torch.zeros(1 + rows + k, dtype=torch.int32)
     weight = Weight(w.data.data_ptr(), w.scale.data_ptr(), None, of.factor, int(of.divides))
@@ -161,8 +161,8 @@ def test_the_source_compiles_without_spilling(name: str) -> None:
 
     from compiling import compiled_with_log
 
-    of = weight_plans.operand_of(FORMATS[name], FORMATS[name].scale.block)
-    assert isinstance(of, weight_plans.Operand)
+    of = weight_plans.weight_format_of(FORMATS[name], FORMATS[name].scale.block)
+    assert isinstance(of, weight_plans.WeightFormat)
     source = compiler.Source.read(weight_plans.SOURCES / "weight_only_across.cu")
     for copies in (1, 2):
         _, log = compiled_with_log(source, {**weight_plans.macros_of_decoding(of), "COPIES": copies})

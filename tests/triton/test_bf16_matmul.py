@@ -42,7 +42,7 @@ from breccia.testing.laws import products
 from breccia.testing.places import Place
 from breccia_triton import plugin
 from breccia_triton.casts import plans
-from breccia_triton.gemm import operands as multiplying
+from breccia_triton.gemm import contiguous
 from breccia_triton.gemm.bf16 import grouped as grouped_bf16
 from breccia_triton.gemm.bf16 import matmul as bf16_matmul
 from breccia_triton.gemm.bf16 import plans as bf16_plans
@@ -261,7 +261,7 @@ def with_scale(st: Any, at: tuple[int, ...], byte: int) -> Any:
 
 def flags_of(x: Any, second: bool = False) -> Any:
     """(The flags that the decoding pass writes: whether there is one, and for each line; its BF16 numbers)."""
-    given = multiplying.Operand(x, second)
+    given = contiguous.ContiguousOperand(x, second)
     side = bf16_matmul.Decoding(given, bf16_matmul.hardware(x.data.device), 0, False)
     flags = torch.zeros(1 + side.matrices * side.lines, dtype=torch.int32, device=DEVICE)
     found = side(given, flags, launch.current_stream(flags.device))
@@ -669,7 +669,7 @@ import sys, torch, breccia
 from triton.backends.compiler import GPUTarget
 from breccia_triton.gemm.bf16 import matmul as bf16_matmul
 from breccia_triton.launch import launcher as launch
-from breccia_triton.gemm import operands as multiplying
+from breccia_triton.gemm import contiguous
 from breccia_triton.facts import Hardware
 
 capability, *specs = sys.argv[1:]
@@ -684,10 +684,10 @@ class Launcher(launch.Launcher):
 bf16_matmul.Launcher, bf16_matmul.hardware = Launcher, lambda device: Hardware(True, capability >= 89)
 bias, x = torch.ones(128, dtype=torch.bfloat16), torch.randn(96, 256)
 for spec in specs:
-    w = multiplying.Operand(breccia.cast(torch.randn(128, 256), spec).mT, True)
+    w = contiguous.ContiguousOperand(breccia.cast(torch.randn(128, 256), spec).mT, True)
     for a in (breccia.cast(x, spec), breccia.cast(x.mT.contiguous(), spec, axis=-2).mT, x.bfloat16()):
-        bf16_matmul.executable(multiplying.Operand(a, False), w, None, "bfloat16")
-        bf16_matmul.executable(multiplying.Operand(a, False), w, bias, "float16")
+        bf16_matmul.executable(contiguous.ContiguousOperand(a, False), w, None, "bfloat16")
+        bf16_matmul.executable(contiguous.ContiguousOperand(a, False), w, bias, "float16")
 print(len(made), "kernels compiled:", *sorted(set(made)))
 """
 

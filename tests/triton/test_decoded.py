@@ -37,9 +37,9 @@ def some(cases: Iterable[Any], first: Callable[[Any], bool] = lambda case: False
     ]
 
 
-def operand_of(name: str) -> weight_plans.Operand:
-    found = weight_plans.operand_of(FORMATS[name], FORMATS[name].scale.block)
-    assert isinstance(found, weight_plans.Operand)
+def operand_of(name: str) -> weight_plans.WeightFormat:
+    found = weight_plans.weight_format_of(FORMATS[name], FORMATS[name].scale.block)
+    assert isinstance(found, weight_plans.WeightFormat)
     return found
 
 
@@ -75,8 +75,8 @@ def test_global_scales_beside_scales_of_sums_and_rows_of_odd_lengths_do_not_fit(
     codes = weight_plans.DecodedCodes()
     assert codes.fits(operand_of("int4-128"), 600, 256) and not codes.fits(operand_of("int4-64"), 600, 132)
     assert codes.fits(operand_of("nvfp4"), 600, 256)
-    found = weight_plans.operand_of(Format(E2M1, (Level(F32, TENSOR), Level(F16, (1, 32)))), (1, 32))
-    assert isinstance(found, weight_plans.Operand) and not codes.fits(found, 600, 256)
+    found = weight_plans.weight_format_of(Format(E2M1, (Level(F32, TENSOR), Level(F16, (1, 32)))), (1, 32))
+    assert isinstance(found, weight_plans.WeightFormat) and not codes.fits(found, 600, 256)
 
 
 def test_many_rows_of_bf16_activations_are_multiplied_by_codes_decoded_to_memory() -> None:

@@ -50,7 +50,7 @@ from breccia.options import product_options
 from breccia.testing.laws import products
 from breccia.testing.places import Place
 from breccia_triton import plugin
-from breccia_triton.gemm import operands as multiplying
+from breccia_triton.gemm import contiguous
 from breccia_triton.gemm.fp8 import plans as fp8_plans
 from breccia_triton.gemm.fused import kernels as fused_kernels
 from breccia_triton.gemm.fused import matmul as fused_matmul
@@ -494,8 +494,8 @@ def test_operands_on_several_devices_are_refused() -> None:
 )
 def test_steps_lie_within_a_block_and_in_two_or_more_parts_of_k(m: int, spec: str, choice: dict[str, int]) -> None:
     x, w = torch.zeros(m, 192).bfloat16(), breccia.cast(torch.ones(40, 192), spec).mT
-    sides = fused_matmul.described(multiplying.Operand(x, False), True, fused_matmul.hardware(x.device)), None
-    b = fused_matmul.described(multiplying.Operand(w, True), False, fused_matmul.hardware(x.device))
+    sides = fused_matmul.described(contiguous.ContiguousOperand(x, False), True, fused_matmul.hardware(x.device)), None
+    b = fused_matmul.described(contiguous.ContiguousOperand(w, True), False, fused_matmul.hardware(x.device))
     made = fused.Product(sides[0], b, None, "float32", fused_matmul.hardware(x.device), lambda key: Choice(**choice))
     group = fused_plans.group_of(w.layout.plain.block(-2))
     assert made.way.folded or group % made.plan.deep == 0
@@ -622,12 +622,12 @@ COMPILED = (
     COMPILING
     + """
 from breccia_triton.gemm.fused import matmul as fused_matmul
-from breccia_triton.gemm import operands as multiplying
+from breccia_triton.gemm import contiguous
 
 fused_matmul.Launcher, fused_matmul.hardware = Launcher, lambda device: found
 
 def compiled(a, b, bias=None, dtype="bfloat16"):
-    fused_matmul._new_call(multiplying.Operand(a, False), multiplying.Operand(b, True), bias, dtype)
+    fused_matmul._new_call(contiguous.ContiguousOperand(a, False), contiguous.ContiguousOperand(b, True), bias, dtype)
 
 bias, x = torch.ones(512, dtype=torch.bfloat16), torch.randn(128, 1024)
 for spec in ("int4", "int4,symmetric=false,signed=false,group_size=32", "int4,symmetric=false,signed=false,offset=bias",

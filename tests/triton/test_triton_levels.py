@@ -341,7 +341,7 @@ COMPILED = (
 from breccia.backend import CastOptions, reference
 from breccia_triton.casts import decode
 from breccia_triton.gemm.fused import matmul as fused_matmul
-from breccia_triton.gemm import operands as multiplying
+from breccia_triton.gemm import contiguous
 from breccia_triton import operands
 from breccia_triton.tuning.choices import DEFAULT
 
@@ -354,7 +354,7 @@ def compiled(spec, axis, m):
     Launcher(decode.prepared(st, "bfloat16", found, lambda key: DEFAULT))
     b = st.mT if axis == -1 else st
     x = torch.randn(m, 512).bfloat16()
-    fused_matmul._new_call(multiplying.Operand(x, False), multiplying.Operand(b, True), None, "bfloat16")
+    fused_matmul._new_call(contiguous.ContiguousOperand(x, False), contiguous.ContiguousOperand(b, True), None, "bfloat16")
 
 for bits in (1, 3, 5, 7):
     compiled(f"int,bits={bits},group_size=32", -1, 1)

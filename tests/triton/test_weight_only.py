@@ -168,8 +168,8 @@ def test_rows_that_the_fast_decoding_does_not_take_are_flagged() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp8-e5m2", "nvfp4-one"])
 def test_bfloat16_holds_what_is_decoded_to_memory(name: str) -> None:
-    operand = plans.operand_of(FORMATS[name], FORMATS[name].scale.block)
-    assert isinstance(operand, plans.Operand) and operand.exact
+    operand = plans.weight_format_of(FORMATS[name], FORMATS[name].scale.block)
+    assert isinstance(operand, plans.WeightFormat) and operand.exact
     st = tensor(name, 64, 256, seed=1)
     if name != "nvfp4-one":
         st.scale[:] = np.random.default_rng(3).integers(17, 158, st.scale.shape)
@@ -179,8 +179,8 @@ def test_bfloat16_holds_what_is_decoded_to_memory(name: str) -> None:
     exponents = bits >> 23 & 0xFF
     assert ((exponents > 0) | (bits << 1 == 0)).all()
     for other in ("int4-128", "nvfp4", "e4m3-block", "e2m1-f32", "mxint8"):
-        operand = plans.operand_of(FORMATS[other], FORMATS[other].scale.block)
-        assert isinstance(operand, plans.Operand) and not operand.exact
+        operand = plans.weight_format_of(FORMATS[other], FORMATS[other].scale.block)
+        assert isinstance(operand, plans.WeightFormat) and not operand.exact
 
 
 def test_the_storage_refuses_what_it_has_no_order_for() -> None:
@@ -286,8 +286,8 @@ def test_the_cuda_source_decodes_every_element_exactly(name: str, act: str, wild
         st.scale[0, 0], st.data[0, : 32 * FORMATS[name].element.bits // 8] = 0, 0
         if not wild:
             st.scale[192:256] = np.random.default_rng(2).integers(61, 151, (64, 8))
-    operand = plans.operand_of(fmt, fmt.scale.block)
-    assert isinstance(operand, plans.Operand)
+    operand = plans.weight_format_of(fmt, fmt.scale.block)
+    assert isinstance(operand, plans.WeightFormat)
     macros = {**operand.macros, "ACT": plans.DTYPES[act], "OUT": 2, "BIAS": 3}
     decoded = _built(folder, tuple(sorted(macros.items()))).decoded
     values = reference.dequantize(_without_global(st)).astype(np.float64) / operand.factor
@@ -372,7 +372,7 @@ def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], lis
 
     def function(problem: Any, config: Any, grouped: bool = False) -> Any:
         numbers = {"ACT": plans.DTYPES[problem.act], "OUT": plans.DTYPES[problem.out], "GROUPED": int(grouped)}
-        macros = {**problem.operand.macros, **numbers}
+        macros = {**problem.format.macros, **numbers}
         macros["BIAS"] = plans.NO_BIAS if problem.bias is None else plans.DTYPES[problem.bias]
         library = _built(folder, tuple(sorted(macros.items())))
         made.append(_HostKernel(library, config.wide, config.batch if grouped else 0))
@@ -488,8 +488,8 @@ _SIZES = ((5, 0, 40, 3), (0, 1, 17, 0), (9,), (0, 0), (3, 0, 1, 0, 2) * 8, (1,) 
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", _SIZES, ids=lambda sizes: f"{len(sizes)} of {sum(sizes)}")
 def test_parts_of_groups_cover_every_row_once(sizes: tuple[int, ...], folder: Path) -> None:
-    operand = plans.operand_of(FORMATS["int4-128"], (1, 128))
-    assert isinstance(operand, plans.Operand)
+    operand = plans.weight_format_of(FORMATS["int4-128"], (1, 128))
+    assert isinstance(operand, plans.WeightFormat)
     library = _built(folder, tuple(sorted({**operand.macros, "ACT": 0, "OUT": 2, "BIAS": 3, "GROUPED": 1}.items())))
     ends, count = np.cumsum(sizes).astype(np.int32), len(sizes)
     groups = np.repeat(np.arange(count + 1), (*sizes, 4))
@@ -511,8 +511,8 @@ def test_parts_of_groups_cover_every_row_once(sizes: tuple[int, ...], folder: Pa
 def test_ends_that_are_out_of_range_or_order_stay_within_the_rows(folder: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
-    operand = plans.operand_of(FORMATS["int4-128"], (1, 128))
-    assert isinstance(operand, plans.Operand)
+    operand = plans.weight_format_of(FORMATS["int4-128"], (1, 128))
+    assert isinstance(operand, plans.WeightFormat)
     library = _built(folder, tuple(sorted({**operand.macros, "ACT": 0, "OUT": 2, "BIAS": 3, "GROUPED": 1}.items())))
     ends = np.array([-5, 7, 3, 900], np.int32)
     found = np.empty((8, 3), np.int32)
@@ -578,8 +578,8 @@ def test_a_grouped_call_passes_its_arguments_as_the_kernel_reads_them(name: str,
 
 def test_every_call_has_a_configuration_that_fits() -> None:
     for fmt in FORMATS.values():
-        operand = plans.operand_of(fmt, fmt.scale.block)
-        assert isinstance(operand, plans.Operand)
+        operand = plans.weight_format_of(fmt, fmt.scale.block)
+        assert isinstance(operand, plans.WeightFormat)
         for m in (1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 5000):
             for n in (1, 64, 4096, 8192, 28672):
                 for k in (128, 200, 4096, 28672):
@@ -596,8 +596,8 @@ def test_every_call_has_a_configuration_that_fits() -> None:
 
 def test_groups_of_rows_have_a_configuration_that_fits() -> None:
     for fmt in FORMATS.values():
-        operand = plans.operand_of(fmt, fmt.scale.block)
-        assert isinstance(operand, plans.Operand)
+        operand = plans.weight_format_of(fmt, fmt.scale.block)
+        assert isinstance(operand, plans.WeightFormat)
         for m in (1, 8, 9, 40, 128, 129, 5000):
             for groups in (1, 8, 128):
                 for n, k in ((64, 128), (4096, 14336)):
@@ -605,8 +605,8 @@ def test_groups_of_rows_have_a_configuration_that_fits() -> None:
                     assert config.fits(operand, config.batch, k)
                     _, parts, _ = config.grid_of_groups(m, groups, n)
                     assert parts <= m and parts >= min(m, -(-m // config.batch) + groups - 1)
-    assert not plans.grouped_config_of(plans.Operand(0, 0, 128, False), 32, 8, 4096, 4096).wide
-    assert plans.grouped_config_of(plans.Operand(0, 0, 128, False), 4096, 8, 4096, 4096).batch == 128
+    assert not plans.grouped_config_of(plans.WeightFormat(0, 0, 128, False), 32, 8, 4096, 4096).wide
+    assert plans.grouped_config_of(plans.WeightFormat(0, 0, 128, False), 4096, 8, 4096, 4096).batch == 128
 
 
 @pytest.mark.parametrize(
@@ -659,7 +659,7 @@ def test_explain_says_why_experts_are_decoded_first() -> None:
     ],
 )
 def test_formats_that_the_kernels_do_not_take_have_a_reason(fmt: Format, reason: str) -> None:
-    found = plans.operand_of(fmt, fmt.scale.block)
+    found = plans.weight_format_of(fmt, fmt.scale.block)
     assert isinstance(found, str) and reason in found
 
 
@@ -673,15 +673,15 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     measurements.measured.cache_clear()
     path = tmp_path / f"weight_only_{measurements.file_name('Some GPU')}"
     config = plans.Config(8, 4, 8, 3, split=2)
-    operand = plans.Operand(0, 0, 128, False)
+    operand = plans.WeightFormat(0, 0, 128, False)
     key = plans.key_of("INT4/F16", 128, 3, 8192, 8192)
     measurements.merge(path, "Some GPU", {key: plans.entry_of(config)}, {})
     for m in (2, 3, 4):
         assert plans.config_of(operand, "INT4/F16", m, 8192, 8192, "Some GPU") == config
     assert plans.config_of(operand, "INT4/F16", 1, 8192, 8192, "Some GPU") != config
     assert plans.config_of(operand, "INT4/F16", 5, 8192, 8192, "Some GPU") != config
-    many = plans.operand_of(FORMATS["mxfp4"], (1, 32))
-    assert isinstance(many, plans.Operand)
+    many = plans.weight_format_of(FORMATS["mxfp4"], (1, 32))
+    assert isinstance(many, plans.WeightFormat)
     fused, decoded = plans.Config(256, 2, 1, 3, wide=True), plans.Decoded()
     entries = {plans.key_of("E2M1/E8M0", 32, m, 8192, 8192): c for m, c in ((4096, fused), (512, decoded))}
     written = {key: plans.entry_of(c) for key, c in entries.items()}
@@ -709,10 +709,10 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
 
 def test_every_shipped_configuration_fits_its_shape() -> None:
     specs = ("int4", "int4,group_size=32", "int4,symmetric=false,signed=false", "mxfp4", "nvfp4", "fp8_block", "mxfp8", "int8")
-    operands: dict[str, plans.Operand] = {}
+    operands: dict[str, plans.WeightFormat] = {}
     for recipe in map(breccia.recipe, specs):
-        operand = plans.operand_of(recipe.format, recipe.layout.block(-1))
-        assert isinstance(operand, plans.Operand)
+        operand = plans.weight_format_of(recipe.format, recipe.layout.block(-1))
+        assert isinstance(operand, plans.WeightFormat)
         operands[f"{choices.codecs_of(recipe.format)} {operand.group}"] = operand
     files = list(measurements.SHIPPED.glob("weight_only_*.json"))
     assert files
@@ -738,8 +738,8 @@ def test_the_wheel_has_the_cuda_sources() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_compiles_without_spilling(name: str, wide: bool) -> None:
     fmt = FORMATS[name]
-    operand = plans.operand_of(fmt, fmt.scale.block)
-    assert isinstance(operand, plans.Operand)
+    operand = plans.weight_format_of(fmt, fmt.scale.block)
+    assert isinstance(operand, plans.WeightFormat)
     config = next(c for c in plans.configs(operand, 32 if wide else 8, 8192, 8192) if c.fits(operand, 8, 8192))
     _compiled(operand, config, grouped=False)
 
@@ -759,8 +759,8 @@ def test_every_format_compiles_without_spilling(name: str, wide: bool) -> None:
 )
 def test_kernels_of_groups_and_of_many_rows_compile_without_spilling(name: str, config: plans.Config) -> None:
     fmt = FORMATS[name]
-    operand = plans.operand_of(fmt, fmt.scale.block)
-    assert isinstance(operand, plans.Operand) and config.fits(operand, config.batch, 8192)
+    operand = plans.weight_format_of(fmt, fmt.scale.block)
+    assert isinstance(operand, plans.WeightFormat) and config.fits(operand, config.batch, 8192)
     _compiled(operand, config, grouped=False)
     _compiled(operand, config, grouped=True)
 
@@ -768,8 +768,8 @@ def test_kernels_of_groups_and_of_many_rows_compile_without_spilling(name: str, 
 @pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp8-e5m2", "nvfp4-one"])
 def test_the_pass_that_decodes_to_memory_compiles_without_spilling(name: str) -> None:
-    operand = plans.operand_of(FORMATS[name], FORMATS[name].scale.block)
-    assert isinstance(operand, plans.Operand)
+    operand = plans.weight_format_of(FORMATS[name], FORMATS[name].scale.block)
+    assert isinstance(operand, plans.WeightFormat)
     source = compiler.Source.read(plans.SOURCES / "weight_only_decode.cu")
     _, log = compiled_with_log(source, plans.macros_of_decoding(operand))
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}

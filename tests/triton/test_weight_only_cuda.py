@@ -44,8 +44,8 @@ def test_every_configuration_gives_products_within_the_bound(name: str) -> None:
     from breccia_triton.gemm.weight_only.matmul import executable
 
     fmt, (n, k) = FORMATS[name], (320, 2048)
-    operand = plans.operand_of(fmt, fmt.scale.block)
-    assert isinstance(operand, plans.Operand)
+    operand = plans.weight_format_of(fmt, fmt.scale.block)
+    assert isinstance(operand, plans.WeightFormat)
     w, values = weight(name, n, k)
     for m in (5, 13, 29, 61, 128, 140):
         x, bias = activations(m, k, "bfloat16"), torch.randn(n, device="cuda")
@@ -71,8 +71,8 @@ def test_blocks_of_many_rows_give_products_within_the_bound(name: str) -> None:
     from breccia_triton.gemm.weight_only.matmul import executable
 
     fmt = FORMATS[name]
-    operand = plans.operand_of(fmt, fmt.scale.block)
-    assert isinstance(operand, plans.Operand)
+    operand = plans.weight_format_of(fmt, fmt.scale.block)
+    assert isinstance(operand, plans.WeightFormat)
     for n, k in ((320, 1024), (70, 648), (1024, 2048)):
         w, values = weight(name, n, k)
         for m in (20, 130, 300):
@@ -416,8 +416,8 @@ def test_every_configuration_multiplies_groups_within_the_bound(name: str) -> No
     from breccia_triton.gemm.weight_only.matmul import grouped
 
     fmt, (n, k) = FORMATS[name], (320, 1024)
-    operand = plans.operand_of(fmt, fmt.scale.block)
-    assert isinstance(operand, plans.Operand)
+    operand = plans.weight_format_of(fmt, fmt.scale.block)
+    assert isinstance(operand, plans.WeightFormat)
     small = [plans.Config(8, 4, 8, 3, per_sm=2), plans.Config(16, 4, 8, 2), plans.Config(16, 2, 8, 2, split=2)]
     small += [plans.Config(8, 4, 4, 2, split=2)]
     sizes = (5, 0, 140, 33)

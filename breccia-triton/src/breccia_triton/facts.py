@@ -52,8 +52,8 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Operand:
-    """An array in memory. aligned: 16 divides its address."""
+class Component:
+    """A component of a ScaledTensor: an array in memory. aligned: 16 divides its address."""
 
     shape: Shape
     dtype: str
@@ -136,8 +136,8 @@ class Codes:
     strided, subnormals = False, True
 
     def __init__(
-        self, st: ScaledTensor, spec: Spec, parts: Mapping[str, Operand | None], dtypes: Mapping[str, str], hardware: Hardware,
-        merged: bool, turned: bool = False,
+        self, st: ScaledTensor, spec: Spec, parts: Mapping[str, Component | None], dtypes: Mapping[str, str],
+        hardware: Hardware, merged: bool, turned: bool = False,
     ) -> None:  # fmt: skip
         self.spec, self.axis, self.shape = spec, st.axis, tuple(st.shape)
         fmt, layout, shape = st.recipe.format, st.layout.plain, self.shape

@@ -16,7 +16,7 @@ from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import PLAIN, dtype_name
 from breccia_torch.ops import TORCH
 
-from .facts import INTERPRETED, LARGE, Array, Codes, Hardware, Numbers, Operand, Written
+from .facts import INTERPRETED, LARGE, Array, Codes, Component, Hardware, Numbers, Written
 from .launch.launcher import allocator
 from .specs import Spec, Unsupported
 from .tuning.measurements import name_of
@@ -109,11 +109,11 @@ def facts_of(st: ScaledTensor) -> tuple[Any, ...]:
 
 def codes_of(st: ScaledTensor, spec: Spec, merged: bool, other: Hardware | None = None) -> Codes:
     """The facts of a ScaledTensor. merged: as of `Codes`. other: hardware other than its device. Raises Unsupported."""
-    parts: dict[str, Operand | None] = {}
+    parts: dict[str, Component | None] = {}
     for name in st.recipe.format.parts:
         part = getattr(st, name)
         here = isinstance(part, torch.Tensor) and part.device == st.data.device
-        parts[name] = Operand(tuple(part.shape), dtype_name(part), part.data_ptr() % 16 == 0) if here else None
+        parts[name] = Component(tuple(part.shape), dtype_name(part), part.data_ptr() % 16 == 0) if here else None
     if not st.data.is_contiguous():
         raise Unsupported("its data is not contiguous")
     chosen = other or hardware(st.data.device)

@@ -40,7 +40,7 @@ from breccia.internal import storages
 
 from ..casts.plans import TOO_LARGE, readable
 from ..casts.prepare import RECORDING, Options, Pass, Prepared, decoding, scaled_source
-from ..facts import LARGE, Array, Codes, Hardware, Operand, itemsize
+from ..facts import LARGE, Array, Codes, Component, Hardware, itemsize
 from ..launch.triton_launch import Launch
 from ..specs import Spec, Unsupported, needed
 from .launch import OnGPU, launched, run
@@ -175,7 +175,7 @@ def placeholder(metadata: Metadata, shapes: Shapes) -> ScaledTensor:
 
 def codes_of(ops: Ops, shapes: Shapes, st: ScaledTensor, spec: Spec, hardware: Hardware, merged: bool) -> Codes:
     """The facts of a tensor of `placeholder`. merged: as of `Codes`. Raises Unsupported."""
-    operands = {name: Operand(shape, dtype) for name, shape, dtype in shapes}
+    operands = {name: Component(shape, dtype) for name, shape, dtype in shapes}
     parts = {name: operands[_COMPONENTS[name]] for name in st.recipe.format.parts}
     need_small(tuple(st.shape))
     return Codes(st, spec, parts, ops.dtypes(st.recipe.format), hardware, merged)

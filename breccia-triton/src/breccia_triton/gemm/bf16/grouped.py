@@ -20,7 +20,7 @@ from ...launch.executable import Executable, remembered
 from ...launch.launcher import Launcher, Remembered
 from ...launch.triton_launch import Launch
 from ...operands import addresses, hardware
-from ..operands import Operand, need_one_device_for
+from ..contiguous import ContiguousOperand, need_one_device_for
 from .kernels import grouped_mending_kernel
 from .matmul import DEPTH, PROGRAMS, TILE, WARPS, Decoding, integers_of
 from .plans import numbers_of
@@ -29,7 +29,7 @@ from .plans import numbers_of
 def grouped_matmul_bf16(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT32) -> Any:
     """`grouped_matmul` as `breccia.grouped_matmul` documents it."""
     checks.check_grouped(a, b, offsets)
-    x, y = Operand(a, False, swaps=False), Operand(b, True)
+    x, y = ContiguousOperand(a, False, swaps=False), ContiguousOperand(b, True)
     call = remembered(_calls, (x.facts, y.facts, offsets.device), lambda: executable(x, y, offsets))
     if isinstance(call, str):
         return composites.grouped_matmul(a, b, offsets, options)
@@ -40,7 +40,7 @@ def grouped_matmul_bf16(a: Any, b: Any, offsets: Any, options: ProductOptions = 
 _calls = Remembered()
 
 
-def executable(a: Operand, b: Operand, offsets: Any) -> Executable:
+def executable(a: ContiguousOperand, b: ContiguousOperand, offsets: Any) -> Executable:
     """The product of operands with these facts, in BF16. Raises Unsupported."""
     device = a.data.device
     need_one_device_for(a, b, offsets)
@@ -59,7 +59,7 @@ def executable(a: Operand, b: Operand, offsets: Any) -> Executable:
     arguments |= integers_of(integers)
     mend = Launcher(Launch(grouped_mending_kernel, programs, arguments, constants, WARPS, tuple(integers.values())))
 
-    def enqueue(stream: int, a: Operand, b: Operand, offsets: Any, to: None) -> Any:
+    def enqueue(stream: int, a: ContiguousOperand, b: ContiguousOperand, offsets: Any, to: None) -> Any:
         flags = torch.zeros(1 + rows + matrices * columns, dtype=torch.int32, device=device)
         ends = offsets.to(torch.int32).contiguous()
         result = multiply(first(a, flags, stream), second(b, flags, stream), ends)

@@ -40,7 +40,7 @@ from ...launch.triton_launch import Launch
 from ...operands import addresses, codes_of, hardware, leading
 from ...specs import Unsupported, needed
 from ...tuning.choices import Choose, choices_of
-from ..operands import Operand, multiplied, need_one_device_for
+from ..contiguous import ContiguousOperand, multiplied, need_one_device_for
 from .kernels import Side, exact_kernel, finishing_kernel, mending_kernel
 from .plans import STORED, numbers_of, range_of
 
@@ -62,15 +62,19 @@ def _multiplied(calls: Remembered, a: Any, b: Any, options: ProductOptions, roun
     checks.check_matmul(a, b, options.bias)
     if isinstance(b, ScaledTensor) and b.storage == STORED:
         call = targets.load("breccia_triton.gemm.weight_only.dgrad:executable")
-        return multiplied(calls, partial(call, rounds=rounds), Operand(a, False, False), Operand(b, True), options)
-    return multiplied(calls, partial(executable, rounds=rounds), Operand(a, False), Operand(b, True), options)
+        return multiplied(
+            calls, partial(call, rounds=rounds), ContiguousOperand(a, False, False), ContiguousOperand(b, True), options
+        )
+    return multiplied(
+        calls, partial(executable, rounds=rounds), ContiguousOperand(a, False), ContiguousOperand(b, True), options
+    )
 
 
 #: Prepared calls; for calls that the kernels do not support, the reason.
 _calls, _rounded_calls = Remembered(), Remembered()
 
 
-def executable(a: Operand, b: Operand, bias: Any, out_dtype: str, rounds: bool = False) -> Executable:
+def executable(a: ContiguousOperand, b: ContiguousOperand, bias: Any, out_dtype: str, rounds: bool = False) -> Executable:
     """The product of operands with these facts. rounds: values that BF16 does not hold are rounded. Raises Unsupported."""
     left, right = tuple(a.original.shape), tuple(b.original.shape)
     device, dtype = a.data.device, getattr(torch, out_dtype)
@@ -92,7 +96,7 @@ def executable(a: Operand, b: Operand, bias: Any, out_dtype: str, rounds: bool =
     mend = None if rounds else Launcher(result.mending(first, second, added))
     count = 1 + second.first + second.matrices * second.lines
 
-    def enqueue(stream: int, a: Operand, b: Operand, bias: Any, to: Any) -> None:
+    def enqueue(stream: int, a: ContiguousOperand, b: ContiguousOperand, bias: Any, to: Any) -> None:
         # The sums of an FP32 result become the result in place.
         sums = to if direct or dtype == torch.float32 else empty(shape, torch.float32, device)
         flags = empty((count,), torch.int32, device) if mend is None else torch.zeros(count, dtype=torch.int32, device=device)
@@ -128,7 +132,7 @@ class Decoding:
     copies: as of `Side`. exact: the pass that writes BF16 numbers; None for an array that is multiplied as it is.
     """
 
-    def __init__(self, operand: Operand, hardware: Hardware, first: int, merged: bool, copies: int = 1) -> None:
+    def __init__(self, operand: ContiguousOperand, hardware: Hardware, first: int, merged: bool, copies: int = 1) -> None:
         self.k_last, self.first, self.codes, self.global_scale = operand.k_last, first, None, None
         self.limits, self.copies, self.residual = (0.0, 0.0), copies, False
         merged = merged and self.k_last
@@ -184,7 +188,7 @@ class Decoding:
         integers = (rows, columns, self.first, *groups)
         return replace(launch, function=exact_kernel, arguments=arguments, constants=constants, integers=integers)
 
-    def __call__(self, operand: Operand, flags: Any, stream: int) -> Any:
+    def __call__(self, operand: ContiguousOperand, flags: Any, stream: int) -> Any:
         """The BF16 numbers of an operand, in the axes of the product."""
         numbers = operand.x
         if self.exact is not None:

@@ -199,7 +199,7 @@ def _refused_stored(call: Call) -> str | None:
     if b.shape[-1] % 8:
         return f"rows of {b.shape[-1]} numbers do not begin at multiples of 16 bytes"
     assert b.recipe is not None and b.layout is not None
-    operand = weight_plans.operand_of(b.recipe.format, b.layout.plain.block(-1))
+    operand = weight_plans.weight_format_of(b.recipe.format, b.layout.plain.block(-1))
     return f"b: {operand}" if isinstance(operand, str) else weight_plans.available(call.device)
 
 
@@ -211,8 +211,8 @@ def _inexact(call: Call) -> dict[str, str]:
             continue
         why = range_of(operand.recipe.format)
         if operand.storage == STORED and operand.layout is not None:
-            stored = weight_plans.operand_of(operand.recipe.format, operand.layout.plain.block(-1))
-            if isinstance(stored, weight_plans.Operand) and not stored.exact and not isinstance(why, str):
+            stored = weight_plans.weight_format_of(operand.recipe.format, operand.layout.plain.block(-1))
+            if isinstance(stored, weight_plans.WeightFormat) and not stored.exact and not isinstance(why, str):
                 why = "values under a global scale may need more than the 8 significant bits of BF16"
         if isinstance(why, str):
             found[name] = why

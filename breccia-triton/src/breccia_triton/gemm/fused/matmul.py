@@ -21,21 +21,21 @@ from ...operands import addresses, codes_of, hardware, leading
 from ...specs import Unsupported, needed
 from ...tuning import timing as tuning
 from ...tuning.choices import Choose
-from ..operands import Operand, multiplied, need_one_device_for
+from ..contiguous import ContiguousOperand, multiplied, need_one_device_for
 from .prepare import OperandFacts, Product, scaled
 
 
 def fused_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it. a: an array, or a tensor of FP8; b: a ScaledTensor."""
     checks.check_matmul(a, b, options.bias)
-    return multiplied(_calls, _new_call, Operand(a, False, swaps=False), Operand(b, True), options)
+    return multiplied(_calls, _new_call, ContiguousOperand(a, False, swaps=False), ContiguousOperand(b, True), options)
 
 
 #: Prepared calls; for calls that the kernels do not support, the reason.
 _calls = Remembered()
 
 
-def described(operand: Operand, merged: bool, hardware: Hardware) -> OperandFacts:
+def described(operand: ContiguousOperand, merged: bool, hardware: Hardware) -> OperandFacts:
     """The facts of an operand. merged: leading axes are rows, where they can be. Raises Unsupported."""
     x = operand.x
     if operand.scaled:
@@ -46,7 +46,7 @@ def described(operand: Operand, merged: bool, hardware: Hardware) -> OperandFact
     return OperandFacts(matrices, rows, depth, True, dtype_name(x), aligned=x.data_ptr() % 16 == 0)
 
 
-def _new_call(a: Operand, b: Operand, bias: Any, out_dtype: str) -> Executable:
+def _new_call(a: ContiguousOperand, b: ContiguousOperand, bias: Any, out_dtype: str) -> Executable:
     """The product of operands with these facts, tuned on request. Raises Unsupported."""
     device = a.data.device
     need_one_device_for(a, b, bias)
@@ -64,7 +64,9 @@ def _new_call(a: Operand, b: Operand, bias: Any, out_dtype: str) -> Executable:
     return executable(a, b, out_dtype, tuning.tuned(prepare, launches, compiled, device, device_hardware.name))
 
 
-def prepared(a: Operand, b: Operand, bias: Any, out_dtype: str, hardware: Hardware, choose: Choose) -> Product:
+def prepared(
+    a: ContiguousOperand, b: ContiguousOperand, bias: Any, out_dtype: str, hardware: Hardware, choose: Choose
+) -> Product:
     """A call prepared for hardware under choices. Raises Unsupported."""
     sides = described(a, math.prod(b.original.shape[:-2]) == 1, hardware), described(b, False, hardware)
     return Product(*sides, None if bias is None else dtype_name(bias), out_dtype, hardware, choose)
@@ -75,12 +77,12 @@ def launches(product: Product) -> list[Launch]:
     return [product.launch] if product.sum is None else [product.launch, product.sum]
 
 
-def executable(a: Operand, b: Operand, out_dtype: str, product: Product) -> Executable:
+def executable(a: ContiguousOperand, b: ContiguousOperand, out_dtype: str, product: Product) -> Executable:
     """The kernels of a product, compiled."""
     left, right, device = tuple(a.original.shape), tuple(b.original.shape), a.data.device
     multiply, add_up = Launcher(product.launch), None if product.sum is None else Launcher(product.sum)
 
-    def enqueue(stream: int, a: Operand, b: Operand, bias: Any, to: Any) -> None:
+    def enqueue(stream: int, a: ContiguousOperand, b: ContiguousOperand, bias: Any, to: Any) -> None:
         added, operands = [] if bias is None else [bias.contiguous()], (*a.components, *b.components)
         if add_up is None:
             return multiply.run(stream, *operands, *addresses([*added, to], 1 + len(added)))

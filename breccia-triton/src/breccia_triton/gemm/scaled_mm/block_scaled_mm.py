@@ -38,7 +38,7 @@ def block_scaled_mm(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
         check_out(out, shape, dtype)
     functional: Any = torch.nn.functional  # new names, which older stubs lack
     with on(device):
-        left, right = _ScaledOperand("a", a), _ScaledOperand("b", b.mT)
+        left, right = _ScaledMMOperand("a", a), _ScaledMMOperand("b", b.mT)
         result = functional.scaled_mm(
             left.codes,
             right.codes.t(),
@@ -54,7 +54,7 @@ def block_scaled_mm(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     return result if out is None else out.copy_(result)
 
 
-class _ScaledOperand:
+class _ScaledMMOperand:
     """An operand (..., rows, K) as torch takes it: codes (rows, K), scales in cuBLAS's order, and what they are.
 
     Codes of 4 bits are pairs of torch's dtype (rows, K / 2).

@@ -54,7 +54,7 @@ def decoded(problem: Problem) -> Executable:
 def decoded_codes(problem: Problem, tile: Tile | None = None) -> Executable:
     """A pass that decodes the weight's codes, their product, and a launch over rows with flags. tile: for the one chosen."""
     m, n, k, device = problem.m, problem.n, problem.k, problem.device
-    form = weight_plans.form_of(problem.operand, problem.block)
+    form = weight_plans.form_of(problem.format, problem.block)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     chosen = tile or weight_plans.decoding_tile_of(form, n, m, k, processors)
     levels, pitch = form.levels(k), divided_up(n, 4) * 4  # rows of scales begin at multiples of 16 bytes
@@ -104,20 +104,20 @@ def _passes(problem: Problem, pitch: int, levels: int) -> tuple[Callable[..., No
 
     pitch, levels: of the scales that the pass writes; 0 where it multiplies by them.
     """
-    m, n, k, operand = problem.m, problem.n, problem.k, problem.operand
+    m, n, k, weight_format = problem.m, problem.n, problem.k, problem.format
     source = program.source_of(weight_plans.SOURCES / "weight_only_decode.cu")
-    macros = weight_plans.macros_of_decoding(operand, problem.out, problem.bias)
+    macros = weight_plans.macros_of_decoding(weight_format, problem.out, problem.bias)
     decode, mend = (program.function(source, f"weight_only_{name}", macros, 0, problem.device) for name in ("decode", "mend"))
     blocks, chunks = divided_up(n, weight_plans.ROWS), divided_up(k, weight_plans.COLUMNS)
-    weight, values, scales = Weight.of(operand), ctypes.c_void_p(), ctypes.c_void_p()
+    weight, values, scales = Weight.of(weight_format), ctypes.c_void_p(), ctypes.c_void_p()
     arguments = [weight, values, scales, *sizes(n, k, pitch, levels, CHUNKS)]
-    slots = [*weight.slots(operand), values, scales]
+    slots = [*weight.slots(weight_format), values, scales]
     first = decode.prepare((blocks, divided_up(chunks, CHUNKS), 1), 128, arguments, slots)
 
     @Launches
     def last(ldx: int, ldy: int) -> Any:
-        weight, x, bias, y = Weight.of(operand), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        slots = [*weight.slots(operand), x, y, *([] if problem.bias is None else [bias])]
+        weight, x, bias, y = Weight.of(weight_format), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        slots = [*weight.slots(weight_format), x, y, *([] if problem.bias is None else [bias])]
         arguments = [weight, x, bias, y, *sizes(m, n, k, ldx, ldy)]
         return mend.prepare((blocks, min(TURNS, divided_up(m, 64)), 1), 256, arguments, slots).run
 

@@ -21,7 +21,7 @@ from ...launch.launcher import empty
 from ...operands import hardware
 from ...specs import Unsupported
 from ..bf16.matmul import Decoding, multiply
-from ..operands import Operand, need_one_device_for
+from ..contiguous import ContiguousOperand, need_one_device_for
 from . import plans as weight_plans
 from .problem import Weight, addresses_of, sizes, stored
 
@@ -29,25 +29,25 @@ from .problem import Weight, addresses_of, sizes, stored
 CHUNKS, MENDERS = 2, 512
 
 
-def executable(a: Operand, b: Operand, bias: Any, out_dtype: str, rounds: bool = False) -> Executable:
+def executable(a: ContiguousOperand, b: ContiguousOperand, bias: Any, out_dtype: str, rounds: bool = False) -> Executable:
     """The product of operands with these facts. rounds: values that BF16 does not hold are rounded. Raises Unsupported."""
     st = b.original
     n, k = st.shape
     device = a.data.device
     need_one_device_for(a, b, bias)
-    operand = weight_plans.operand_of(st.recipe.format, st.layout.plain.block(-1))
-    if isinstance(operand, str):
-        raise Unsupported(operand)
-    copies = 1 if rounds or operand.exact else 2
+    weight_format = weight_plans.weight_format_of(st.recipe.format, st.layout.plain.block(-1))
+    if isinstance(weight_format, str):
+        raise Unsupported(weight_format)
+    copies = 1 if rounds or weight_format.exact else 2
     array = Decoding(a, hardware(device), 0, True, copies)
     m = array.lines
     source = program.source_of(weight_plans.SOURCES / "weight_only_across.cu")
-    macros = {**weight_plans.macros_of_decoding(operand, out_dtype), "COPIES": copies}
+    macros = {**weight_plans.macros_of_decoding(weight_format, out_dtype), "COPIES": copies}
     decode, mend = (program.function(source, f"weight_only_across{end}", macros, 0, device) for end in ("", "_mend"))
 
     def launch(kernel: Any, grid: Any, threads: int, addresses: int, *integers: int) -> Any:
-        weight, pointers = Weight.of(operand), [ctypes.c_void_p() for _ in range(addresses)]
-        slots = [*weight.slots(operand), *pointers]
+        weight, pointers = Weight.of(weight_format), [ctypes.c_void_p() for _ in range(addresses)]
+        slots = [*weight.slots(weight_format), *pointers]
         return kernel.prepare(grid, threads, [weight, *pointers, *sizes(*integers)], slots).run
 
     blocks = divided_up(n, weight_plans.ROWS), divided_up(k, weight_plans.COLUMNS * CHUNKS), 1
@@ -55,7 +55,7 @@ def executable(a: Operand, b: Operand, bias: Any, out_dtype: str, rounds: bool =
     tiles = divided_up(m, 64) * divided_up(k, 64)
     last = launch(mend, (min(tiles, MENDERS), 1, 1), 256, 3, m, n, k, n, k)
 
-    def enqueue(stream: int, a: Operand, b: Operand, added: Any, to: Any) -> None:
+    def enqueue(stream: int, a: ContiguousOperand, b: ContiguousOperand, added: Any, to: Any) -> None:
         values = empty((copies * n, k), torch.bfloat16, device)
         flags = torch.zeros(1 + m + k, dtype=torch.int32, device=device)
         numbers, st = array(a, flags, stream), b.original

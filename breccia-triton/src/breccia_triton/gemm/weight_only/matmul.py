@@ -76,7 +76,7 @@ def executable(a: Any, b: ScaledTensor, bias: Any, out_dtype: str, config: plans
         direct = bias is None and problem.act == out_dtype == "bfloat16"
         name = name_of(torch.cuda.get_device_properties(problem.device))
         sides = problem.m, problem.n, problem.k
-        config = plans.config_of(problem.operand, codecs_of(b.recipe.format), *sides, name, problem.act, direct)
+        config = plans.config_of(problem.format, codecs_of(b.recipe.format), *sides, name, problem.act, direct)
     if isinstance(config, plans.Decoded):
         return decoded.decoded(problem)
     return decoded.decoded_codes(problem) if isinstance(config, plans.DecodedCodes) else _fused(problem, config)
@@ -100,7 +100,7 @@ class _Groups(ctypes.Structure):
 
 def _fused(problem: Problem, config: Config) -> Executable:
     """The product by one kernel, which decodes in registers."""
-    operand, kernel = problem.operand, function(problem, config)
+    weight_format, kernel = problem.format, function(problem, config)
     shape = config.grid(problem.m, problem.n), config.threads
 
     @Launches
@@ -109,7 +109,9 @@ def _fused(problem: Problem, config: Config) -> Executable:
         runs: list[Any] = []
         for early in (False, True):
             weight, arguments, slots = _arguments(problem, config, ldx, ldy)
-            runs.append(kernel.prepare(*shape, [weight, *arguments], [*weight.slots(operand), *slots], config.split, early).run)
+            runs.append(
+                kernel.prepare(*shape, [weight, *arguments], [*weight.slots(weight_format), *slots], config.split, early).run
+            )
         return runs
 
     n, k = problem.n, problem.k
@@ -140,7 +142,7 @@ def _arguments(problem: Problem, config: Config, ldx: int, ldy: int) -> tuple[We
     if config.wide:
         maps = [MovableMap(driver(), problem.act, (m, k), (ldx,), (config.batch, 64), 128, 128)]
     arguments = [*maps, x, bias, y, *sizes(m, problem.n, k, ldx, ldy)]
-    return Weight.of(problem.operand), arguments, [[x, *maps], y, *([] if problem.bias is None else [bias])]
+    return Weight.of(problem.format), arguments, [[x, *maps], y, *([] if problem.bias is None else [bias])]
 
 
 def grouped(a: Any, b: ScaledTensor, out_dtype: str, config: Config | None = None) -> Executable:
@@ -149,8 +151,8 @@ def grouped(a: Any, b: ScaledTensor, out_dtype: str, config: Config | None = Non
     It reads weights after the kernel ahead, which may write the offsets.
     """
     problem, count = Problem.of(a, b, None, out_dtype), b.shape[0]
-    operand, m, n = problem.operand, problem.m, problem.n
-    chosen = config or plans.grouped_config_of(operand, m, count, n, problem.k)
+    weight_format, m, n = problem.format, problem.m, problem.n
+    chosen = config or plans.grouped_config_of(weight_format, m, count, n, problem.k)
     kernel, shape = function(problem, chosen, grouped=True), (chosen.grid_of_groups(m, count, n), chosen.threads)
 
     @Launches
@@ -158,9 +160,9 @@ def grouped(a: Any, b: ScaledTensor, out_dtype: str, config: Config | None = Non
         weight, arguments, slots = _arguments(problem, chosen, ldx, ldy)
         groups = _Groups(count=count)
         slots += [(groups, "ends"), (groups, "chunks"), (groups, "rows")]
-        slots += [(groups, "tensor_scale")] if operand.global_scale else []
+        slots += [(groups, "tensor_scale")] if weight_format.global_scale else []
         values = [weight, groups, *arguments]
-        return kernel.prepare(*shape, values, [*weight.slots(operand), *slots], chosen.split, True).run
+        return kernel.prepare(*shape, values, [*weight.slots(weight_format), *slots], chosen.split, True).run
 
     def enqueue(stream: int, a: Any, b: Any, offsets: Any, to: Any) -> None:
         x, ldx = problem.activations(a)
@@ -188,9 +190,9 @@ def _matrices(x: Any, axes: int) -> Any:
 
 def function(problem: Problem, config: Config, grouped: bool = False) -> Any:
     """The compiled kernel."""
-    macros = plans.macros_of(problem.operand, config, problem.act, problem.out, problem.bias, grouped)
+    macros = plans.macros_of(problem.format, config, problem.act, problem.out, problem.bias, grouped)
     # A part of the rows of a group may have as many as a batch.
-    shared = config.shared(problem.operand, config.batch if grouped else problem.m)
+    shared = config.shared(problem.format, config.batch if grouped else problem.m)
     return program.function(source_of(config), f"weight_only_{config.kind}", macros, shared, problem.device)
 
 

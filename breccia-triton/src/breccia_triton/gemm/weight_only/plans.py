@@ -53,7 +53,7 @@ SHORTEST = 128
 
 
 @dataclass(frozen=True)
-class Operand:
+class WeightFormat:
     """A weight as the kernels know it: macros FMT, FRACTION, SCALE, GROUP and ZERO. factor: a constant that multiplies results.
 
     fraction: fraction bits of integer codes. divides: the tensor's scale is a divisor. global_scale: there is one.
@@ -100,7 +100,7 @@ _SCALES = {F16.name: 0, F32.name: 1, BF16.name: 2, E8M0.name: 3, E4M3.name: 4}
 
 
 @lru_cache(maxsize=256)
-def operand_of(fmt: Format, block: Block) -> Operand | str:
+def weight_format_of(fmt: Format, block: Block) -> WeightFormat | str:
     """A format, with its blocks along K, as the kernels know it; or why they do not take it."""
     level, global_scale = fmt.scale, fmt.global_scale
     codes = _codes_of(fmt.element)
@@ -128,7 +128,7 @@ def operand_of(fmt: Format, block: Block) -> Operand | str:
             factor /= fmt.qmax(global_scale)
         divides = global_scale.convention == "divisor"
     scale, zero = _SCALES[level.codec.name], fmt.offset == "zero_point"
-    return Operand(codes, scale, width, zero, fraction, factor, global_scale is not None, divides)
+    return WeightFormat(codes, scale, width, zero, fraction, factor, global_scale is not None, divides)
 
 
 def _codes_of(codec: Codec) -> int | None:
@@ -167,8 +167,8 @@ def accepts(call: Call) -> str | None:
         return "the generic algorithm runs for an empty tensor"
     if (k := b.shape[-2]) < SHORTEST:
         return f"{k} columns are too few for the bound of products in the tensor cores; it takes {SHORTEST} and more"
-    operand = operand_of(b.recipe.format, b.layout.plain.block(-2))
-    return operand if isinstance(operand, str) else None
+    weight_format = weight_format_of(b.recipe.format, b.layout.plain.block(-2))
+    return weight_format if isinstance(weight_format, str) else None
 
 
 # -- how it is compiled ----------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Config:
         groups = self.high * self.deep
         return 128 * groups + (128 if self.batch >= 128 and groups == 2 else 32)
 
-    def shared(self, of: Operand, m: int) -> int:
+    def shared(self, of: WeightFormat, m: int) -> int:
         """Bytes of shared memory of a block."""
         sums = self.deep * (self.batch if self.wide else m) * (self.rows + 4) * 4
         weights = self.rows // 16 * of.slice_bytes
@@ -247,7 +247,7 @@ class Config:
             own = {"BATCH": self.batch // 8, "TILES": self.high, "WARPS": self.deep}
         return {**own, "STAGES": self.stages, "SPLIT": self.split, "PER_SM": self.per_sm}
 
-    def fits(self, of: Operand, m: int, k: int) -> bool:
+    def fits(self, of: WeightFormat, m: int, k: int) -> bool:
         """Whether the kernel runs a call of these sizes."""
         bytes_ = self.shared(of, m)
         inside = bytes_ <= SHARED and self.per_sm * (bytes_ + 1024) <= SHARED_OF_SM
@@ -260,7 +260,7 @@ class Config:
 class Decoded:
     """In place of a configuration: the weight is decoded to BF16 in memory, and cuBLAS multiplies. For BF16 in and out."""
 
-    def fits(self, of: Operand, m: int, k: int) -> bool:
+    def fits(self, of: WeightFormat, m: int, k: int) -> bool:
         """Whether BF16 holds the values, and rows of the decoded weight begin at multiples of 16 bytes."""
         return of.exact and k % 8 == 0
 
@@ -269,7 +269,7 @@ class Decoded:
 class DecodedCodes:
     """In place of a configuration: codes are decoded to BF16 in memory, and sums take the scales. For BF16 activations."""
 
-    def fits(self, of: Operand, m: int, k: int) -> bool:
+    def fits(self, of: WeightFormat, m: int, k: int) -> bool:
         """Whether sums have a place for all scales, and rows of decoded codes begin at multiples of 16 bytes."""
         return k % 8 == 0 and (of.decodes_scales or not (of.global_scale or of.factor != 1.0))
 
@@ -278,7 +278,7 @@ class DecodedCodes:
 Choice = Config | Decoded | DecodedCodes
 
 
-def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
+def configs(of: WeightFormat, m: int, n: int, k: int) -> Iterable[Config]:
     """Configurations for a call, the one that is expected to be fastest first. At least one of them fits."""
     wide_codes, blocks = of.codes >= 3, -(-n // ROWS)
     few, many = blocks <= PROCESSORS // 2, blocks > 1.25 * PROCESSORS
@@ -324,7 +324,7 @@ def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
 
 
 def config_of(
-    of: Operand, codecs: str, m: int, n: int, k: int, device: str = "", act: str = "bfloat16", direct: bool = False
+    of: WeightFormat, codecs: str, m: int, n: int, k: int, device: str = "", act: str = "bfloat16", direct: bool = False
 ) -> Choice:
     """The configuration for a call on a device: one measured for so many rows or somewhat more, or else the rule's.
 
@@ -355,7 +355,7 @@ def key_of(codecs: str, group: int, m: int, n: int, k: int) -> str:
     return f"{codecs} {group} {min(MOST, 1 << (m - 1).bit_length())} {n} {k}"
 
 
-def grouped_config_of(of: Operand, m: int, groups: int, n: int, k: int) -> Config:
+def grouped_config_of(of: WeightFormat, m: int, groups: int, n: int, k: int) -> Config:
     """The configuration for m rows in groups, whose sizes only the device knows: the largest is taken for twice the mean.
 
     Smaller tiles than a group's rows read its weight several times; larger ones multiply by rows that are not there.
@@ -384,13 +384,13 @@ def entry_of(config: Choice) -> dict[str, Any]:
     return asdict(config) if isinstance(config, Config) else dict(_DECODED[config])
 
 
-def macros_of(of: Operand, config: Config, act: str, out: str, bias: str | None, grouped: bool = False) -> dict[str, int]:
+def macros_of(of: WeightFormat, config: Config, act: str, out: str, bias: str | None, grouped: bool = False) -> dict[str, int]:
     """The macros of a kernel. act, out, bias: dtypes by name."""
     numbers = {"ACT": DTYPES[act], "OUT": DTYPES[out], "BIAS": NO_BIAS if bias is None else DTYPES[bias]}
     return {**of.macros, **config.macros(), **numbers, "GROUPED": int(grouped)}
 
 
-def macros_of_decoding(of: Operand, out: str = "bfloat16", bias: str | None = None) -> dict[str, int]:
+def macros_of_decoding(of: WeightFormat, out: str = "bfloat16", bias: str | None = None) -> dict[str, int]:
     """The macros of weight_only_decode.cu. out, bias: dtypes by name."""
     numbers = {"ACT": DTYPES["bfloat16"], "OUT": DTYPES[out], "BIAS": NO_BIAS if bias is None else DTYPES[bias]}
     return {**of.macros, **numbers}
@@ -446,7 +446,7 @@ _FORMS = {
 }
 
 
-def form_of(of: Operand, block: Block) -> Form:
+def form_of(of: WeightFormat, block: Block) -> Form:
     """The form of a weight whose blocks run along K, which `DecodedCodes` fits."""
     return Form(fp8_plans.OUTER) if of.decodes_scales or block == TENSOR or block[1] is None else _FORMS[of.group]
 

@@ -17,7 +17,7 @@ from breccia.backend import Block, dtype_name
 
 from ...launch.executable import Enqueue, Executable
 from . import plans as weight_plans
-from .plans import Operand
+from .plans import WeightFormat
 
 
 class Weight(ctypes.Structure):
@@ -32,13 +32,13 @@ class Weight(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, operand: Operand) -> Weight:
+    def of(cls, weight_format: WeightFormat) -> Weight:
         """One without addresses."""
-        return cls(None, None, None, operand.factor, int(operand.divides))
+        return cls(None, None, None, weight_format.factor, int(weight_format.divides))
 
-    def slots(self, operand: Operand) -> list[Any]:
+    def slots(self, weight_format: WeightFormat) -> list[Any]:
         """Its addresses that calls set, in the order of `stored`: chunks, flags and the tensor's scale if there is one."""
-        return [(self, "chunks"), (self, "rows"), *([(self, "tensor_scale")] if operand.global_scale else [])]
+        return [(self, "chunks"), (self, "rows"), *([(self, "tensor_scale")] if weight_format.global_scale else [])]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Problem:
     act, out, bias: dtypes by name; bias is None where there is none. block: of the weight's scales, along K.
     """
 
-    operand: Operand
+    format: WeightFormat
     block: Block
     lead: tuple[int, ...]
     m: int
@@ -65,7 +65,7 @@ class Problem:
         added = None if bias is None else dtype_name(bias)
         block, lead = b.layout.plain.block(-2), tuple(a.shape[:-1])
         return Problem(
-            operand_in(b), block, lead, a.shape[:-1].numel(), n, k, dtype_name(a), out_dtype, added, b.data.device
+            weight_format_in(b), block, lead, a.shape[:-1].numel(), n, k, dtype_name(a), out_dtype, added, b.data.device
         )  # fmt: skip
 
     def executable(self, enqueue: Enqueue, plan: Any) -> Executable:
@@ -107,11 +107,11 @@ class Launches(dict[Any, Any]):
         return prepared
 
 
-def operand_in(b: ScaledTensor) -> Operand:
+def weight_format_in(b: ScaledTensor) -> WeightFormat:
     """The format of a weight's transpose, as the kernels know it."""
-    operand = weight_plans.operand_of(b.recipe.format, b.layout.plain.block(-2))
-    assert not isinstance(operand, str), operand  # `accepts` has asked
-    return operand
+    weight_format = weight_plans.weight_format_of(b.recipe.format, b.layout.plain.block(-2))
+    assert not isinstance(weight_format, str), weight_format  # `accepts` has asked
+    return weight_format
 
 
 def stored(b: ScaledTensor) -> tuple[Any, Any, bool]:

@@ -17,7 +17,7 @@ from ..launch.launcher import Remembered
 from ..operands import addresses, components_of, facts_of, need_one_device, parts_of
 
 
-class Operand:
+class ContiguousOperand:
     """An operand whose numbers or codes are in C order in memory: K last, or, where `k_last` is false, first.
 
     original: the operand of the call. swaps: may it be transposed? x: it, or with `swapped` its transpose, in C order; a copy
@@ -58,16 +58,16 @@ def _contiguous(st: ScaledTensor) -> ScaledTensor:
     )
 
 
-def need_one_device_for(a: Operand, b: Operand, bias: Any) -> None:
+def need_one_device_for(a: ContiguousOperand, b: ContiguousOperand, bias: Any) -> None:
     """Raise UnsupportedError unless all arrays of a product are on one device."""
     need_one_device(a.data.device, [("bias", bias), *parts_of("a", a.x), *parts_of("b", b.x)])
 
 
 #: Returns the executable for (a, b, bias, name of the result's dtype). Raises Unsupported.
-Make = Callable[[Operand, Operand, Any, str], Executable]
+Make = Callable[[ContiguousOperand, ContiguousOperand, Any, str], Executable]
 
 
-def multiplied(calls: Remembered, make: Make, a: Operand, b: Operand, options: ProductOptions) -> Any:
+def multiplied(calls: Remembered, make: Make, a: ContiguousOperand, b: ContiguousOperand, options: ProductOptions) -> Any:
     """The product by an executable that `calls` remembers, or by decoding where `make` refuses."""
     out_dtype, bias, out = options
     key = (a.facts, b.facts, out_dtype, None if bias is None else (bias.dtype, bias.device))
