@@ -8,7 +8,7 @@ from breccia_triton.launch import compiler
 
 
 def compiled_with_log(
-    source: compiler.Source, macros: Mapping[str, int | str], architecture: str = "sm_90a"
+    source: compiler.CudaSource, macros: Mapping[str, int | str], architecture: str = "sm_90a"
 ) -> tuple[bytes, str]:
     """(The cubin, what NVRTC and ptxas printed.)
 

@@ -36,7 +36,7 @@ class StandIn:
         self.described = 0
         self.maps: list[list[Any]] = []
         self.launched: list[tuple[int, Any]] = []
-        self.variants: list[fp8_plans.Variant] = []
+        self.variants: list[fp8_plans.GemmVariant] = []
         self.places: dict[str, int] = {}
         self.read: dict[str, bytes] = {}
         self._facts: list[list[Any]] = []
@@ -85,7 +85,7 @@ class StandIn:
         return each[2], each[3][-1] * each[4][-1]
 
     @staticmethod
-    def _addresses(args: Any, variant: fp8_plans.Variant) -> dict[str, tuple[int, int]]:
+    def _addresses(args: Any, variant: fp8_plans.GemmVariant) -> dict[str, tuple[int, int]]:
         """Those of the arguments, each with the bytes up to the last number that its strides reach."""
         last = args.matrices - 1
         widths = {"float32": 4, "float16": 2, "bfloat16": 2, "none": 0}
@@ -124,7 +124,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, opaque: bool = False) -> StandIn:
     assert (fake.address_word is None) is opaque
     library.described = 0  # without those that show how a map holds its address
 
-    def loaded(variant: fp8_plans.Variant, device: Any) -> Any:
+    def loaded(variant: fp8_plans.GemmVariant, device: Any) -> Any:
         library.variants.append(variant)
         return driver.Function(fake, "fp8_matmul", ctypes.c_void_p(len(library.variants)), variant.shared)
 

@@ -163,7 +163,7 @@ def test_the_source_compiles_without_spilling(name: str) -> None:
 
     of = weight_plans.weight_format_of(FORMATS[name], FORMATS[name].scale.block)
     assert isinstance(of, weight_plans.WeightFormat)
-    source = compiler.Source.read(weight_plans.SOURCES / "weight_only_across.cu")
+    source = compiler.CudaSource.read(weight_plans.SOURCES / "weight_only_across.cu")
     for copies in (1, 2):
         _, log = compiled_with_log(source, {**weight_plans.macros_of_decoding(of), "COPIES": copies})
         assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"} and "warning" not in log

@@ -56,10 +56,10 @@ def test_products_of_blocks_without_promotion_violate_the_bound(pair: str, k: in
     """
     a, w = operand(BLOCKS[pair][0], k, 448.0, 2.0), operand(BLOCKS[pair][1], k, 448.0, 4.0)
     assert over_bound(breccia.matmul(a, w.mT, prefer="cuda.fp8_matmul"), a, w) <= 1
-    variants: list[fp8_plans.Variant] = []
+    variants: list[fp8_plans.GemmVariant] = []
     loaded = fp8_matmul.loaded
 
-    def recorded(variant: fp8_plans.Variant, device: Any) -> Any:
+    def recorded(variant: fp8_plans.GemmVariant, device: Any) -> Any:
         variants.append(variant)
         return loaded(variant, device)
 
@@ -82,7 +82,7 @@ def _kinds(a: Any, b: Any) -> tuple[str, str]:
 def test_the_source_compiles_without_promotion_for_blocks(scales: int, pieces: int) -> None:
     if reason := compiler.missing():
         pytest.skip(reason)
-    variant = fp8_plans.Variant(fp8_plans.TABLE[4], scales, promote=False, out="float32", staged=False, pieces=pieces)
+    variant = fp8_plans.GemmVariant(fp8_plans.TABLE[4], scales, promote=False, out="float32", staged=False, pieces=pieces)
     source = fp8_matmul.source_of(variant.tile.columns, variant.codecs)
     made, _ = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", variant.macros))
     assert made[:4] == b"\x7fELF"

@@ -18,7 +18,7 @@ from breccia import KernelError
 from breccia_triton.launch import compiler, driver
 from breccia_triton.launch.generated import defined
 
-SOURCE = compiler.Source(
+SOURCE = compiler.CudaSource(
     "scale.cu",
     '#include "factor.cuh"\nextern "C" __global__ void scale(float* x) { x[threadIdx.x] *= FACTOR; }\n',
     {"factor.cuh": "#define FACTOR (2.0f + OFFSET)\n"},
@@ -94,8 +94,8 @@ def test_a_cubin_is_compiled_once_and_then_read_from_disk(folder: Path) -> None:
 def test_everything_that_a_cubin_depends_on_changes_its_key(folder: Path) -> None:
     fake = FakeNvrtc()
     nvrtc = compiler.Compiler(fake)
-    other = compiler.Source(SOURCE.name, SOURCE.text + "\n", SOURCE.headers)
-    header = compiler.Source(SOURCE.name, SOURCE.text, {"factor.cuh": "#define FACTOR 3\n"})
+    other = compiler.CudaSource(SOURCE.name, SOURCE.text + "\n", SOURCE.headers)
+    header = compiler.CudaSource(SOURCE.name, SOURCE.text, {"factor.cuh": "#define FACTOR 3\n"})
     for source, architecture, macros in (
         (SOURCE, "sm_90a", {"OFFSET": 1}),
         (SOURCE, "sm_90a", {"OFFSET": 2}),

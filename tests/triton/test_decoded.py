@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from breccia_triton.gemm.fp8 import plans as fp8_plans  # noqa: E402
 from breccia_triton.gemm.weight_only import plans as weight_plans  # noqa: E402
-from breccia_triton.gemm.weight_only.plans import Form  # noqa: E402
+from breccia_triton.gemm.weight_only.plans import ScaleApplication  # noqa: E402
 from breccia_triton.launch import compiler  # noqa: E402
 
 STORAGE = "mma_16x128"
@@ -43,8 +43,8 @@ def operand_of(name: str) -> weight_plans.WeightFormat:
     return found
 
 
-def form_of(name: str) -> Form:
-    return weight_plans.form_of(operand_of(name), FORMATS[name].scale.block)
+def form_of(name: str) -> ScaleApplication:
+    return weight_plans.scale_application_of(operand_of(name), FORMATS[name].scale.block)
 
 
 def test_scales_of_rows_and_tensors_and_those_in_the_codes_multiply_whole_sums() -> None:
@@ -118,7 +118,7 @@ def test_tiles_have_a_step_for_each_part_of_k_and_stages_for_two_steps(k: int) -
 @pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
 @pytest.mark.parametrize("name", some(FORMATS, lambda name: name in ("int4-128", "uint4-zero-16", "nvfp4")))
 def test_the_pass_that_decodes_codes_and_scales_compiles_without_spilling(name: str) -> None:
-    source = compiler.Source.read(weight_plans.SOURCES / "weight_only_decode.cu")
+    source = compiler.CudaSource.read(weight_plans.SOURCES / "weight_only_decode.cu")
     macros = weight_plans.macros_of_decoding(operand_of(name), "float32", "float16")
     _, log = compiled_with_log(source, macros)
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}

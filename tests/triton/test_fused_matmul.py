@@ -188,7 +188,7 @@ def test_results_have_any_dtype_and_bias_also_in_parts_of_k(
     added = None if bias is None else torch.linspace(-50, 50, 40, device=DEVICE).to(getattr(torch, bias))
     found = multiplied(x, w, added, out_dtype)
     check(found, x, w, added)
-    assert prepared().plan.split == split
+    assert prepared().tiling.split == split
     assert torch.equal(found, multiplied(x, w, added, out_dtype))  # the order of sums is fixed
 
 
@@ -382,7 +382,7 @@ def test_pairs_of_fp8_stay_within_the_bound(pair: str, out_dtype: str) -> None:
         a, w = breccia.cast(numbers((m, k), 1), first), breccia.cast(numbers((n, k), 2), second).mT
         bias = torch.linspace(-5, 5, n, device=DEVICE)
         check(multiplied(a, w, bias, out_dtype), a, w, bias)
-    assert prepared().plan.deep <= 128  # the bound of FP8 tensor cores
+    assert prepared().tiling.deep <= 128  # the bound of FP8 tensor cores
 
 
 def test_pairs_of_fp8_in_any_order_of_memory_and_batch() -> None:
@@ -498,8 +498,8 @@ def test_steps_lie_within_a_block_and_in_two_or_more_parts_of_k(m: int, spec: st
     b = fused_matmul.described(contiguous.ContiguousOperand(w, True), False, fused_matmul.hardware(x.device))
     made = fused.Product(sides[0], b, None, "float32", fused_matmul.hardware(x.device), lambda key: Choice(**choice))
     group = fused_plans.group_of(w.layout.plain.block(-2))
-    assert made.way.folded or group % made.plan.deep == 0
-    assert 2 * made.plan.deep <= 192 <= made.plan.deep * made.plan.steps * made.plan.split
+    assert made.way.folded or group % made.tiling.deep == 0
+    assert 2 * made.tiling.deep <= 192 <= made.tiling.deep * made.tiling.steps * made.tiling.split
 
 
 #: `make test-all` multiplies under candidates in which every two numbers occur, `make slow` under all.

@@ -353,10 +353,10 @@ def test_products_of_torch_are_kernels_of_the_same_table(name: str) -> None:
 # ------------------------------------------------------------------------------------------------ without one
 
 
-def all_variants() -> list[fp8_plans.Variant]:
+def all_variants() -> list[fp8_plans.GemmVariant]:
     """Those of FP8, and the same source for BF16 operands."""
     first, found = fp8_plans.TABLE[0], fp8_variants()
-    bf16 = functools.partial(fp8_plans.Variant, codecs=("bf16", "bf16"), a_plain=False)
+    bf16 = functools.partial(fp8_plans.GemmVariant, codecs=("bf16", "bf16"), a_plain=False)
     forms = ((fp8_plans.OUTER, 1, 1), *((fp8_plans.ROWS, span, pieces) for span, pieces in ((2, 1), (1, 1), (1, 2), (1, 4))))
     found += [
         bf16(t, s, promote=s != fp8_plans.OUTER, span=span, pieces=pieces) for t in fp8_plans.TABLE for s, span, pieces in forms
@@ -775,7 +775,7 @@ def test_the_program_is_compiled_for_the_architecture_of_the_device(monkeypatch:
     loaded = driver.Function(driver.Driver(StandIn()), "one", ctypes.c_void_p(1), 64)
     loads = type("Loads", (), {"load": lambda self, *given: asked.append(given) or loaded, "enter": lambda self, index: index})
     monkeypatch.setattr(program, "driver", loads)
-    source = compiler.Source("one.cu", "text of this test")
+    source = compiler.CudaSource("one.cu", "text of this test")
     for _ in range(2):
         assert program.function(source, "one", {"A": 1}, 64, torch.device("cuda", 0)) is loaded
     assert loaded.context == 0

@@ -23,8 +23,8 @@ def test_variants_that_are_not_the_same_have_titles_of_their_own() -> None:
     found = {title(variant): variant for variant in fp8_variants()}
     assert len(found) == len(set(fp8_variants()))
     first = fp8_plans.TABLE[0]
-    assert title(fp8_plans.Variant(first)) == first.name
-    assert title(fp8_plans.Variant(first, fp8_plans.BLOCKS, pieces=4)) == f"{first.name}, scales=2, pieces=4"
+    assert title(fp8_plans.GemmVariant(first)) == first.name
+    assert title(fp8_plans.GemmVariant(first, fp8_plans.BLOCKS, pieces=4)) == f"{first.name}, scales=2, pieces=4"
 
 
 def test_differences_and_variants_of_one_revision_are_reported() -> None:
@@ -37,10 +37,10 @@ def test_differences_and_variants_of_one_revision_are_reported() -> None:
 def test_comments_leave_machine_code_as_it_is_and_instructions_do_not() -> None:
     if reason := compiler.missing():
         pytest.skip(reason)
-    variant = fp8_plans.Variant(fp8_plans.TABLE[7], out="float32", staged=False)
+    variant = fp8_plans.GemmVariant(fp8_plans.TABLE[7], out="float32", staged=False)
     source = fp8_matmul.source_of(variant.tile.columns, variant.codecs)
 
-    def code(text: str, variant: fp8_plans.Variant = variant) -> str:
+    def code(text: str, variant: fp8_plans.GemmVariant = variant) -> str:
         options = compiler.options_of(ARCHITECTURE, variant.macros)
         return machine_code(compiler.nvrtc().compile(replace(source, text=text), options)[0])
 

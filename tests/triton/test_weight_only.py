@@ -770,7 +770,7 @@ def test_kernels_of_groups_and_of_many_rows_compile_without_spilling(name: str, 
 def test_the_pass_that_decodes_to_memory_compiles_without_spilling(name: str) -> None:
     operand = plans.weight_format_of(FORMATS[name], FORMATS[name].scale.block)
     assert isinstance(operand, plans.WeightFormat)
-    source = compiler.Source.read(plans.SOURCES / "weight_only_decode.cu")
+    source = compiler.CudaSource.read(plans.SOURCES / "weight_only_decode.cu")
     _, log = compiled_with_log(source, plans.macros_of_decoding(operand))
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
     assert "warning" not in log
@@ -778,7 +778,7 @@ def test_the_pass_that_decodes_to_memory_compiles_without_spilling(name: str) ->
 
 def _compiled(operand: Any, config: Any, grouped: bool) -> None:
     headers = {"wgmma.cuh": plans.wgmma_header(config.batch)} if config.wide else {}
-    source = compiler.Source.read(plans.SOURCES / f"weight_only_{config.kind}.cu", headers)
+    source = compiler.CudaSource.read(plans.SOURCES / f"weight_only_{config.kind}.cu", headers)
     macros = plans.macros_of(operand, config, "bfloat16", "bfloat16", None, grouped)
     _, log = compiled_with_log(source, macros)
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}

@@ -39,7 +39,7 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Source:
+class CudaSource:
     """A CUDA C++ source: its text, and the texts of files that it includes by `#include "name"`, by name."""
 
     name: str
@@ -47,7 +47,7 @@ class Source:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @staticmethod
-    def read(path: Path, headers: Mapping[str, str] | None = None) -> Source:
+    def read(path: Path, headers: Mapping[str, str] | None = None) -> CudaSource:
         """The source in a file, with the files that it includes, beside it or a folder above. headers: other texts, by name."""
         texts = dict(headers or {})
         text = path.read_text(encoding="utf-8")
@@ -58,7 +58,7 @@ class Source:
                 if name not in texts and found is not None:
                     texts[name] = found.read_text(encoding="utf-8")
                     waiting.append(texts[name])
-        return Source(path.name, text, texts)
+        return CudaSource(path.name, text, texts)
 
 
 class Compiler:
@@ -70,7 +70,7 @@ class Compiler:
         self._check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
         self.version = major.value, minor.value
 
-    def compile(self, source: Source, options: Iterable[str]) -> tuple[bytes, str]:
+    def compile(self, source: CudaSource, options: Iterable[str]) -> tuple[bytes, str]:
         """(The cubin, what the compiler and ptxas printed.) Raises CompileError with the log.
 
         options: of NVRTC; one has to be `--gpu-architecture=sm_XX`, since PTX would still need a driver that knows it.
@@ -165,7 +165,7 @@ def options_of(architecture: str, macros: Mapping[str, int | str]) -> list[str]:
     return [f"--gpu-architecture={architecture}", *OPTIONS, *[f"-D{name}={value}" for name, value in sorted(macros.items())]]
 
 
-def cubin(source: Source, architecture: str, macros: Mapping[str, int | str], compiler: Compiler | None = None) -> bytes:
+def cubin(source: CudaSource, architecture: str, macros: Mapping[str, int | str], compiler: Compiler | None = None) -> bytes:
     """The compiled source, from the cache on disk where it is known. Raises CompileError.
 
     A cache that cannot be written costs time only.
@@ -188,6 +188,6 @@ def cache_folder() -> Path:
     return platformdirs.user_cache_path("breccia") / "cuda"
 
 
-def _key(source: Source, options: list[str], version: tuple[int, int]) -> str:
+def _key(source: CudaSource, options: list[str], version: tuple[int, int]) -> str:
     facts = [source.name, source.text, sorted(source.headers.items()), options, version]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -38,7 +38,7 @@ class _Attribute(ctypes.Structure):
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
 
 
-class _Config(ctypes.Structure):
+class _LaunchConfig(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
         ("stream", ctypes.c_void_p),
@@ -213,7 +213,7 @@ class Function:
         slots: Sequence[Slot] = (),
         cluster: int = 1,
         dependent: bool = False,
-    ) -> Launch:
+    ) -> CudaLaunch:
         """A launch of this kernel, which can be repeated.
 
         grid: blocks along x, y, z. threads: of a block. values: the arguments, as ctypes objects (c_void_p for an address,
@@ -221,7 +221,7 @@ class Function:
         along x that share memory. dependent: it may start before the kernel ahead of it has ended, and waits for that itself
         (griddepcontrol).
         """
-        return Launch(self, grid, threads, values, slots, cluster, dependent)
+        return CudaLaunch(self, grid, threads, values, slots, cluster, dependent)
 
     def in_context(self, status: int, again: Callable[[], int]) -> int:
         """The status of a call of the driver, or of the next one in the kernel's context where the thread had none."""
@@ -277,7 +277,7 @@ _BUSY = (
 )
 
 
-class Launch:
+class CudaLaunch:
     """A kernel with its arguments. `run(stream, *numbers)` enqueues it with a number in each slot; the others stay the same.
 
     Raises DriverError and KernelError.
@@ -309,14 +309,14 @@ class Launch:
         self.function.driver.check(self.function.in_context(status, self._again), f"launching kernel {self.function.entry!r}")
 
 
-def _config(function: Function, grid: Sequence[int], threads: int, cluster: int, dependent: bool) -> _Config:
+def _config(function: Function, grid: Sequence[int], threads: int, cluster: int, dependent: bool) -> _LaunchConfig:
     attributes, count = (_Attribute * 2)(), 0
     if cluster > 1:
         attributes[0].id, count = _CLUSTER, 1
         attributes[0].value[0], attributes[0].value[1], attributes[0].value[2] = cluster, 1, 1
     if dependent:
         attributes[count].id, attributes[count].value[0], count = _DEPENDENT, 1, count + 1
-    return _Config(*grid, threads, 1, 1, function.shared, None, attributes, count)
+    return _LaunchConfig(*grid, threads, 1, 1, function.shared, None, attributes, count)
 
 
 @once

@@ -18,13 +18,13 @@ from .driver import Function, driver
 
 
 @lru_cache
-def source_of(path: Path, headers: tuple[tuple[str, str], ...] = ()) -> compiler.Source:
+def source_of(path: Path, headers: tuple[tuple[str, str], ...] = ()) -> compiler.CudaSource:
     """The source in a file. headers: (name, text) of what it includes besides files."""
-    return compiler.Source.read(path, dict(headers))
+    return compiler.CudaSource.read(path, dict(headers))
 
 
 def function(
-    source: compiler.Source, entry: str, macros: Mapping[str, int | str], shared: int, device: torch.device
+    source: compiler.CudaSource, entry: str, macros: Mapping[str, int | str], shared: int, device: torch.device
 ) -> Function:
     """A kernel on a device, compiled for its architecture; once in a process. entry: its name (`extern "C"`).
 
@@ -41,7 +41,7 @@ def _function(key: tuple, entry: str, macros: tuple, shared: int, index: int) ->
     # Only the architecture-specific instructions (wgmma and what came after) need the "a".
     architecture = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
     nvrtc = compiler.nvrtc(int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None)
-    cubin = compiler.cubin(compiler.Source(name, text, dict(headers)), architecture, dict(macros), nvrtc)
+    cubin = compiler.cubin(compiler.CudaSource(name, text, dict(headers)), architecture, dict(macros), nvrtc)
     with torch.cuda.device(index):
         context = driver().enter(index)
         loaded = driver().load(cubin, entry, shared)

@@ -54,7 +54,7 @@ def executable(a: ContiguousOperand, b: ContiguousOperand, offsets: Any) -> Exec
     integers = {"rows": rows, "columns": columns, "depth": first.depth, "count": matrices}
     if second.codes is not None and second.codes.groups:
         integers["b_groups"] = second.codes.groups[0]
-    constants = {"A": first.side, "B": second.side, "TILE": TILE, "DEPTH": DEPTH, "PTX": device_hardware.ptx}
+    constants = {"A": first.constants, "B": second.constants, "TILE": TILE, "DEPTH": DEPTH, "PTX": device_hardware.ptx}
     programs = (min(divided_up(rows, TILE) * divided_up(columns, TILE), PROGRAMS), 1, 1)
     arguments |= integers_of(integers)
     mend = Launcher(Launch(grouped_mending_kernel, programs, arguments, constants, WARPS, tuple(integers.values())))

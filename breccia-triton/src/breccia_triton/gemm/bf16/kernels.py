@@ -21,8 +21,8 @@ NORMAL_LAST_BIT = tl.constexpr((127 - 102) << 23)
 
 
 @dataclass(frozen=True)
-class Side:
-    """An operand of a product.
+class DecodedOperand:
+    """An operand that is decoded to BF16 in memory, as a constant of the kernels around the product.
 
     source: how its codes are read, None for an array of BF16 numbers. global_scale: which `source` leaves out where values are
     to be exact. least, most: multipliers of that scale that need no FP32. k_last: whether K is last in memory.

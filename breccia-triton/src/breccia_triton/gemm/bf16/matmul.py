@@ -41,7 +41,7 @@ from ...operands import addresses, codes_of, hardware, leading
 from ...specs import Unsupported, needed
 from ...tuning.choices import Choose, choices_of
 from ..contiguous import ContiguousOperand, multiplied, need_one_device_for
-from .kernels import Side, exact_kernel, finishing_kernel, mending_kernel
+from .kernels import DecodedOperand, exact_kernel, finishing_kernel, mending_kernel
 from .plans import STORED, numbers_of, range_of
 
 #: The sides of a tile that is mended, its steps along K, its warps, and the most programs: a few for each processor.
@@ -125,11 +125,11 @@ def _multiply(x: Any, y: Any, to: Any) -> None:
 
 
 class Decoding:
-    """How an operand becomes BF16 numbers, and how tiles of it are read; see `Side`.
+    """How an operand becomes BF16 numbers, and how tiles of it are read; see `DecodedOperand`.
 
     matrices, lines: leading axes, and rows of a or columns of b, which count the leading axes if `merged`, where they can be.
     depth: K. first: of its flags. global_scale: the constants of its global scale where values leave it out, or None.
-    copies: as of `Side`. exact: the pass that writes BF16 numbers; None for an array that is multiplied as it is.
+    copies: as of `DecodedOperand`. exact: the pass that writes BF16 numbers; None for an array that is multiplied as it is.
     """
 
     def __init__(self, operand: ContiguousOperand, hardware: Hardware, first: int, merged: bool, copies: int = 1) -> None:
@@ -167,7 +167,7 @@ class Decoding:
         arguments = {"x": Argument(NUMBERS["bfloat16"], aligned), "out": Argument(NUMBERS["bfloat16"], True)}
         arguments |= {"flags": Argument("*i32", True)} | integers_of({"rows": rows, "columns": columns})
         arguments |= {"first": Argument("i32")}
-        constants = {"G": tile, "D": self._side(None)}
+        constants = {"G": tile, "D": self._constants(None)}
         return Launch(exact_kernel, programs, arguments, constants, tile.warps, (rows, columns, self.first))
 
     def _exact(self, codes: Codes, choose: Choose) -> Launch:
@@ -183,7 +183,7 @@ class Decoding:
         source = launch.constants["F"]
         if self.global_scale is not None:
             source = replace(source, spec=replace(source.spec, global_scale=None))
-        constants = {"G": launch.constants["G"], "D": self._side(source)}
+        constants = {"G": launch.constants["G"], "D": self._constants(source)}
         rows, columns, *groups = launch.integers
         integers = (rows, columns, self.first, *groups)
         return replace(launch, function=exact_kernel, arguments=arguments, constants=constants, integers=integers)
@@ -205,17 +205,17 @@ class Decoding:
         return {name + argument[1:]: kind for argument, kind in self.codes.arguments.items()}
 
     @property
-    def side(self) -> Side:
+    def constants(self) -> DecodedOperand:
         """How `mending_kernel` reads tiles."""
         source = None
         if self.codes is not None:
             tall, wide = (TILE, DEPTH) if self.k_last else (DEPTH, TILE)
             source = self.codes.source(Tile(1 if self.codes.axis == -1 else 0, 1, tall, tall, 1, wide, wide))
-        return Side(source, self.global_scale, *self.limits, self.k_last)
+        return DecodedOperand(source, self.global_scale, *self.limits, self.k_last)
 
-    def _side(self, source: Source | None) -> Side:
+    def _constants(self, source: Source | None) -> DecodedOperand:
         """How `exact_kernel` reads and writes it."""
-        return Side(source, self.global_scale, *self.limits, self.k_last, self.copies, self.residual)
+        return DecodedOperand(source, self.global_scale, *self.limits, self.k_last, self.copies, self.residual)
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class _Result:
         }
         arguments |= added | {"out": Argument(NUMBERS[self.dtype], True), "flags": Argument("*i32", True)}
         integers = {"rows": self.rows, "columns": self.columns, "a_rows": b.first}
-        constants = {"A": a.side, "B": b.side, "G": tile, "PTX": self.ptx}
+        constants = {"A": a.constants, "B": b.constants, "G": tile, "PTX": self.ptx}
         return Launch(
             finishing_kernel, programs, arguments | integers_of(integers), constants, tile.warps, tuple(integers.values())
         )
@@ -253,7 +253,7 @@ class _Result:
             if side.codes is not None and side.codes.groups:
                 integers[f"{name}_groups"] = side.codes.groups[0]
         integers |= {"a_rows": b.first, "a_many": int(a.matrices > 1), "b_many": int(b.matrices > 1)}
-        constants = {"A": a.side, "B": b.side, "TILE": TILE, "DEPTH": DEPTH, "PTX": self.ptx}
+        constants = {"A": a.constants, "B": b.constants, "TILE": TILE, "DEPTH": DEPTH, "PTX": self.ptx}
         tiles = self.matrices * divided_up(self.rows, TILE) * divided_up(self.columns, TILE)
         programs = (min(tiles, PROGRAMS), 1, 1)
         return Launch(mending_kernel, programs, arguments | integers_of(integers), constants, WARPS, tuple(integers.values()))

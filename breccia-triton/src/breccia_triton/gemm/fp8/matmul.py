@@ -22,13 +22,13 @@ from breccia.backend import FLOAT32, PLAIN, ProductOptions, checks
 from breccia_torch.ops import need_dense
 
 from ...launch import program
-from ...launch.driver import Launch, MovableMap, TensorMap, driver
+from ...launch.driver import CudaLaunch, MovableMap, TensorMap, driver
 from ...launch.executable import Executable
 from ...launch.launcher import Remembered, on
 from ...operands import leading, need_one_device, parts_of
 from .. import wgmma
 from . import plans as fp8_plans
-from .plans import ALIGNED, BLOCKS, OUTER, SCALES, STEP, Tile, Variant, grouped_tile_of, kind_of, tile_of
+from .plans import ALIGNED, BLOCKS, OUTER, SCALES, STEP, GemmTile, GemmVariant, grouped_tile_of, kind_of, tile_of
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -115,7 +115,7 @@ def executable(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None, p
     return Executable(device, (*lead, a.shape[-2], b.shape[-1]), out_dtype, enqueue)
 
 
-def _launch(a: Fp8Operand, w: Fp8Operand, dtype: torch.dtype, bias: Any, grouped: bool, promote: bool) -> Launch:
+def _launch(a: Fp8Operand, w: Fp8Operand, dtype: torch.dtype, bias: Any, grouped: bool, promote: bool) -> CudaLaunch:
     """The kernel and its arguments. Slots: codes of a and b, their scales, the result, and the bias or the offsets if any."""
     matrices = w.matrices if grouped else max(a.matrices, w.matrices)
     m, n, k = a.rows, w.rows, a.k
@@ -125,7 +125,7 @@ def _launch(a: Fp8Operand, w: Fp8Operand, dtype: torch.dtype, bias: Any, grouped
     )  # fmt: skip
     plan = _plans.get(facts)
     if plan is None:
-        plan = _plans.keep(facts, Plan.of(*facts))
+        plan = _plans.keep(facts, LoadedKernel.of(*facts))
     variant = plan.variant
     tile = variant.tile
     args = Args(
@@ -292,16 +292,16 @@ class Args(ctypes.Structure):
     )
 
 
-def _output_map(dtype: torch.dtype, matrices: int, m: int, n: int, tile: Tile) -> MovableMap:
+def _output_map(dtype: torch.dtype, matrices: int, m: int, n: int, tile: GemmTile) -> MovableMap:
     box = next(width for width in (64, 32, 16) if tile.columns % width == 0)
     return MovableMap(driver(), _NAMES[dtype], (matrices, m, n), (m * n, n), (1, 64, box), 2 * box)
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadedKernel:
     """A loaded kernel and its grid."""
 
-    variant: Variant
+    variant: GemmVariant
     function: Any
     grid: int
 
@@ -309,22 +309,24 @@ class Plan:
     def of(
         m: int, n: int, k: int, matrices: int, kinds: tuple[str, str], codecs: tuple[str, str], a_plain: bool, w_plain: bool,
         dtype: torch.dtype, bias: Any, promote: bool, grouped: bool, device: torch.device, copiers: bool,
-    ) -> Plan:  # fmt: skip
+    ) -> LoadedKernel:  # fmt: skip
         """The kernel for a product of these lengths, M as of `rounded_rows`. The output is contiguous, aligned to 16 bytes."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         tile = grouped_tile_of(m, matrices, k) if grouped else tile_of(m, n, k, matrices, processors)
         staged = dtype.itemsize == 2 and n % 8 == 0
         added = "none" if bias is None else _NAMES[bias]
-        variant = Variant(
+        variant = GemmVariant(
             tile, SCALES[kinds], codecs, _NAMES[dtype], added, a_plain, w_plain, staged, n % 2 == 0, promote, grouped,
             4 if kinds[0] == "1x32" else 1, copiers,
         )  # fmt: skip
         function = loaded(variant, device)
         down, along = -(-m // (tile.rows * tile.share[0])), -(-n // (tile.columns * tile.share[1]))
-        return Plan(variant, function, grid_of(function, tile, None if grouped else matrices * down * along, processors))
+        return LoadedKernel(
+            variant, function, grid_of(function, tile, None if grouped else matrices * down * along, processors)
+        )
 
 
-def grid_of(function: Any, tile: Tile, tiles: int | None, processors: int) -> int:
+def grid_of(function: Any, tile: GemmTile, tiles: int | None, processors: int) -> int:
     """Blocks of a launch. tiles: of clusters; None where only the device knows how many there are."""
     # As many clusters as run at a time walk over all tiles. With split-K each has one: its ring holds the partial sums.
     clusters = function.clusters(tile.threads, tile.cluster) if tile.cluster > 1 else processors
@@ -339,6 +341,6 @@ def source_of(columns: int, codecs: tuple[str, str]) -> Any:
     return program.source_of(fp8_plans.SOURCE, (("wgmma.cuh", wgmma.header(columns, *codecs)),))
 
 
-def loaded(variant: Variant, device: torch.device) -> Any:
+def loaded(variant: GemmVariant, device: torch.device) -> Any:
     """The kernel of a variant on a device."""
     return program.function(source_of(variant.tile.columns, variant.codecs), _ENTRY, variant.macros, variant.shared, device)

@@ -38,7 +38,7 @@ _BLOCKS: dict[Block, str] = {
     (STEP, STEP): "128x128",
     (1, PIECE): "1x32",
 }
-#: Macro SCALES. ROWS belongs to BF16 operands, of which only the first has scales: `weight_plans.Form`.
+#: Macro SCALES. ROWS belongs to BF16 operands, of which only the first has scales: `gemm.weight_only.plans.ScaleApplication`.
 OUTER, TILES, BLOCKS, ROWS = range(4)
 #: Pairs of scales of a and b.
 SCALES = {
@@ -177,7 +177,7 @@ def batches(a: Shape, b: Shape) -> bool:
 
 
 @dataclass(frozen=True)
-class Tile:
+class GemmTile:
     """A way to cut the output, as macros of the source.
 
     columns: of a tile. groups: consumers, each of `halves` times 64 rows. stages: of the ring, at most. share: blocks of a
@@ -215,18 +215,18 @@ class Tile:
 
 #: Tiles, those of large products first. `efficiency` orders them; it is no measurement of the finished kernel.
 TABLE = (
-    Tile("256x128", 128, halves=2, share=(1, 2), turns=True, parts=2, efficiency=0.85),
-    Tile("192x128", 128, groups=3, share=(1, 2), efficiency=0.84),
-    Tile("128x192", 192, share=(2, 1), turns=True, efficiency=0.84),
-    Tile("128x176", 176, share=(2, 1), efficiency=0.82),
-    Tile("128x128", 128, stages=6, efficiency=0.70),
-    Tile("128x64", 64, stages=7, dependent=True, efficiency=0.5),
-    Tile("128x112 split", 112, stages=6, split=2, dependent=True, efficiency=0.68),
-    Tile("64x64", 64, groups=1, stages=10, dependent=True, efficiency=0.3),
-    Tile("64x112 split", 112, groups=1, stages=8, split=2, dependent=True, efficiency=0.4),
+    GemmTile("256x128", 128, halves=2, share=(1, 2), turns=True, parts=2, efficiency=0.85),
+    GemmTile("192x128", 128, groups=3, share=(1, 2), efficiency=0.84),
+    GemmTile("128x192", 192, share=(2, 1), turns=True, efficiency=0.84),
+    GemmTile("128x176", 176, share=(2, 1), efficiency=0.82),
+    GemmTile("128x128", 128, stages=6, efficiency=0.70),
+    GemmTile("128x64", 64, stages=7, dependent=True, efficiency=0.5),
+    GemmTile("128x112 split", 112, stages=6, split=2, dependent=True, efficiency=0.68),
+    GemmTile("64x64", 64, groups=1, stages=10, dependent=True, efficiency=0.3),
+    GemmTile("64x112 split", 112, groups=1, stages=8, split=2, dependent=True, efficiency=0.4),
 )
 #: Of groups: rows of a tile that fit the average group, whose own number only the device knows.
-GROUPED = (TABLE[0], Tile("128x128 shared", 128, share=(1, 2), stages=4, turns=True, efficiency=0.7), TABLE[7])
+GROUPED = (TABLE[0], GemmTile("128x128 shared", 128, share=(1, 2), stages=4, turns=True, efficiency=0.7), TABLE[7])
 #: Cycles of a tile besides its steps: prologue and epilogue, and the reduction of split-K.
 _FIXED, _REDUCTION = 1500.0, 3500.0
 #: FP8 multiply-adds of an SM in a cycle.
@@ -237,7 +237,7 @@ _ROWS = 64
 _SHORT = 16
 
 
-def tile_of(m: int, n: int, k: int, matrices: int, processors: int) -> Tile:
+def tile_of(m: int, n: int, k: int, matrices: int, processors: int) -> GemmTile:
     """The tile for a product: fewest cycles in whole waves of clusters."""
     return _tile_of(rounded_rows(m), n, k, matrices, processors)
 
@@ -248,13 +248,13 @@ def rounded_rows(m: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _tile_of(m: int, n: int, k: int, matrices: int, processors: int) -> Tile:
+def _tile_of(m: int, n: int, k: int, matrices: int, processors: int) -> GemmTile:
     steps = -(-k // STEP)
     best = min((tile for tile in TABLE if tile.split <= steps), key=lambda t: cycles(t, m, n, steps, matrices, processors))
     return short(best, steps)
 
 
-def cycles(tile: Tile, m: int, n: int, steps: int, matrices: int, processors: int) -> float:
+def cycles(tile: GemmTile, m: int, n: int, steps: int, matrices: int, processors: int) -> float:
     """The estimated cycles of a product by a tile. steps: of 128 bytes along K."""
     down, along = -(-m // (tile.rows * tile.share[0])), -(-n // (tile.columns * tile.share[1]))
     waves = -(-matrices * down * along // max(1, processors // tile.cluster))
@@ -263,14 +263,14 @@ def cycles(tile: Tile, m: int, n: int, steps: int, matrices: int, processors: in
     return waves * (-(-steps // tile.split) * each + _FIXED + reduction)
 
 
-def grouped_tile_of(m: int, groups: int, k: int) -> Tile:
+def grouped_tile_of(m: int, groups: int, k: int) -> GemmTile:
     """The tile for groups that have m rows together."""
     average = m / max(1, groups)
     best = GROUPED[0] if average > 160 else GROUPED[1] if average > 64 else GROUPED[2]
     return short(best, -(-k // STEP))
 
 
-def copiers(tile: Tile, pair: tuple[str, str], grouped: bool) -> bool:
+def copiers(tile: GemmTile, pair: tuple[str, str], grouped: bool) -> bool:
     """Whether warps copy plain 1 x 128 scales, one number for each row and step, and not TMA.
 
     Its boxes have 16 bytes a row, which take as long as the codes of the row. Measured on an H200: with warps a product is up
@@ -279,20 +279,20 @@ def copiers(tile: Tile, pair: tuple[str, str], grouped: bool) -> bool:
     return "1x128" in pair and not grouped and (tile.groups == 1 or tile.columns == 64)
 
 
-def short(tile: Tile, steps: int) -> Tile:
+def short(tile: GemmTile, steps: int) -> GemmTile:
     """The tile with fewer stages and a second output buffer, where K is short."""
     if tile.name != "256x128" or steps > _SHORT:
         return tile
-    return Tile(
+    return GemmTile(
         "256x128 short", 128, halves=2, stages=3, share=(1, 2), turns=True, parts=2, buffers=2, efficiency=tile.efficiency
     )
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Everything that the source is compiled for."""
+class GemmVariant:
+    """Everything that `fp8_matmul.cu` is compiled for."""
 
-    tile: Tile
+    tile: GemmTile
     scales: int = OUTER
     codecs: tuple[str, str] = ("e4m3", "e4m3")
     out: str = "bfloat16"

@@ -1,6 +1,7 @@
 """The Triton kernels of products whose operands are decoded in registers; `plans` has the idea and what they take.
 
-Arguments in capitals are constants: P, a `Plan`; A and B, a `Side` each. A "line" is a row of a, or a column of b.
+Arguments in capitals are constants: P, a `GemmTiling`; A and B, a `MainloopOperand` each. A "line" is a row of a, or a column
+of b.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from ...tiles import block_count, codes_at, decoded, recorded, scale_place, word
 
 
 @dataclass(frozen=True)
-class Side:
-    """An operand of a product.
+class MainloopOperand:
+    """An operand that the mainloop decodes, as a constant of the kernel.
 
     source: how its codes are read in steps along K, None for an array; plain: likewise in the steps of sums in FP32.
     k_last: whether K is last in memory. folded: scales are multiplied into the codes. valued: likewise, with a bias, in FP32.
@@ -38,7 +39,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GemmTiling:
     """How a product is cut.
 
     rows, lines: rows of a, and columns of b, of a tile. deep: columns of K of a step; plain: of a step in FP32. depth: K.

@@ -13,7 +13,7 @@ from ...geometry import Source, Tile, divided_up, power_of_two
 from ...launch.triton_launch import Launch
 from ...specs import Unsupported, needed
 from ...tuning.choices import Choice, Choose, block_text, choices_of, key_of
-from .kernels import Plan, Side, fused_kernel, sum_kernel
+from .kernels import GemmTiling, MainloopOperand, fused_kernel, sum_kernel
 from .plans import PROMOTED, SHORTEST, STEP, MultiplyStrategy, deepest, group_of, way_of, way_of_fp8
 
 #: Columns of K of a step in FP32: few, as each thread multiplies them one after the other.
@@ -73,7 +73,7 @@ def scaled(codes: Codes, fmt: Format) -> OperandFacts:
 class Product:
     """A product `a @ b + bias` for operands, dtypes and hardware: its kernels. Raises Unsupported.
 
-    way: what is multiplied. plan: how it is cut. launch: the product. sum: that of the parts of K, None where there is one.
+    way: what is multiplied. tiling: how it is cut. launch: the product. sum: that of the parts of K, None where there is one.
     parts: the shape of what the product writes then.
     """
 
@@ -94,25 +94,25 @@ class Product:
             raise Unsupported(f"K = {a.depth} has too few terms for sums in tensor cores")
         self.matrices, rows, columns = max(a.matrices, b.matrices), a.lines, b.lines
         choice = (choose or choices_of(hardware.name))(self._key(a, b))
-        self.plan = plan = self._plan(a, b, hardware.ptx, choice)
-        tiles = divided_up(rows, plan.rows) * divided_up(columns, plan.lines) * self.matrices
-        warps = choice.warps or (8 if plan.rows * plan.lines >= 16384 else 4)
+        self.tiling = tiling = self._tiling(a, b, hardware.ptx, choice)
+        tiles = divided_up(rows, tiling.rows) * divided_up(columns, tiling.lines) * self.matrices
+        warps = choice.warps or (8 if tiling.rows * tiling.lines >= 16384 else 4)
         added = {} if bias is None else {"bias": Argument(NUMBERS[bias])}
         integers = {"rows": Argument("i32"), "columns": Argument("i32", columns % 16 == 0)}
-        one = plan.split == 1
+        one = tiling.split == 1
         out = {"out": Argument(NUMBERS[out_dtype if one else "float32"], True)}
         arguments = a.arguments("a") | b.arguments("b") | (added if one else {}) | out | integers
-        constants = {"P": plan, "A": self._side(a, False), "B": self._side(b, True)}
-        stages = choice.stages or (4 if plan.rows < 64 else 3)
-        self.launch = Launch(fused_kernel, (tiles * plan.split, 1, 1), arguments, constants, warps, (rows, columns), stages)
+        constants = {"P": tiling, "A": self._operand(a, False), "B": self._operand(b, True)}
+        stages = choice.stages or (4 if tiling.rows < 64 else 3)
+        self.launch = Launch(fused_kernel, (tiles * tiling.split, 1, 1), arguments, constants, warps, (rows, columns), stages)
         self.sum: Launch | None = None
         self.parts: Shape = ()
         if not one:
             count = rows * columns
-            self.parts = (self.matrices, plan.split, rows, columns)
+            self.parts = (self.matrices, tiling.split, rows, columns)
             arguments = {"parts": Argument("*fp32", True)} | added | {"out": Argument(NUMBERS[out_dtype], True)}
             arguments |= {"count": Argument("i32", count % 16 == 0), "columns": Argument("i32", columns % 16 == 0)}
-            constants = {"SPLIT": plan.split, "BLOCK": _BLOCK, "PTX": hardware.ptx}
+            constants = {"SPLIT": tiling.split, "BLOCK": _BLOCK, "PTX": hardware.ptx}
             programs = (divided_up(count, _BLOCK), self.matrices, 1)
             self.sum = Launch(sum_kernel, programs, arguments, constants, _WARPS, (count, columns))
 
@@ -132,7 +132,7 @@ class Product:
         facts = (a.dtype if a.codes is None else a.codes.kind, b.codes.kind, block_text(b.block), f"rows {rows}")
         return key_of("fused", b.matrices * b.lines * b.depth, *facts)
 
-    def _plan(self, a: OperandFacts, b: OperandFacts, ptx: bool, choice: Choice) -> Plan:
+    def _tiling(self, a: OperandFacts, b: OperandFacts, ptx: bool, choice: Choice) -> GemmTiling:
         rows = min(max(16, power_of_two(a.lines)), 128)
         lines = choice.lines or (64 if rows <= 64 else 128)
         if self.way.parts > 1:
@@ -153,18 +153,20 @@ class Product:
             split = 1
         while split > 1 and steps < _STEPS * split:
             split //= 2
-        return Plan(
+        return GemmTiling(
             rows, lines, deep, min(deep, _PLAIN) if self.way.dot != "float32" else deep, a.depth, divided_up(steps, split),
             split, self.way.dot, self.way.parts, INTERPRETED, int(a.matrices > 1), int(b.matrices > 1), ptx,
         )  # fmt: skip
 
-    def _side(self, operand: OperandFacts, second: bool) -> Side:
+    def _operand(self, operand: OperandFacts, second: bool) -> MainloopOperand:
         """The constants of an operand."""
-        plan, way = self.plan, self.way
-        lines = plan.lines if second else plan.rows
-        source, plain = operand.source(lines, plan.deep), operand.source(lines, plan.plain)
+        tiling, way = self.tiling, self.way
+        lines = tiling.lines if second else tiling.rows
+        source, plain = operand.source(lines, tiling.deep), operand.source(lines, tiling.plain)
         global_scale = None if source is None else source.spec.global_scale
         if source is not None:
             source = replace(source, spec=replace(source.spec, global_scale=None, scales_first=False))
         marks = (way.folded, way.valued) if second else (False, False)
-        return Side(source, plain, operand.k_last, *marks, way.low, way.high, global_scale, way.global_low, way.global_high)
+        return MainloopOperand(
+            source, plain, operand.k_last, *marks, way.low, way.high, global_scale, way.global_low, way.global_high
+        )

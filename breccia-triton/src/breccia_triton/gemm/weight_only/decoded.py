@@ -26,7 +26,7 @@ from ...launch.executable import Executable
 from ...launch.launcher import empty
 from ..bf16.matmul import multiply
 from ..fp8 import matmul as fp8_matmul
-from ..fp8.plans import ROWS, Tile
+from ..fp8.plans import ROWS, GemmTile
 from . import plans as weight_plans
 from .problem import Launches, Problem, Weight, addresses_of, sizes, stored
 
@@ -51,10 +51,10 @@ def decoded(problem: Problem) -> Executable:
     return problem.executable(enqueue, weight_plans.Decoded())
 
 
-def decoded_codes(problem: Problem, tile: Tile | None = None) -> Executable:
+def decoded_codes(problem: Problem, tile: GemmTile | None = None) -> Executable:
     """A pass that decodes the weight's codes, their product, and a launch over rows with flags. tile: for the one chosen."""
     m, n, k, device = problem.m, problem.n, problem.k, problem.device
-    form = weight_plans.form_of(problem.format, problem.block)
+    form = weight_plans.scale_application_of(problem.format, problem.block)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     chosen = tile or weight_plans.decoding_tile_of(form, n, m, k, processors)
     levels, pitch = form.levels(k), divided_up(n, 4) * 4  # rows of scales begin at multiples of 16 bytes

@@ -69,7 +69,7 @@ def weight_only_grouped(a: Any, b: Any, offsets: Any, options: ProductOptions = 
     return call(a, b, offsets, out) if isinstance(call, Executable) else call(a, b, offsets, options)
 
 
-def executable(a: Any, b: ScaledTensor, bias: Any, out_dtype: str, config: plans.Choice | None = None) -> Executable:
+def executable(a: Any, b: ScaledTensor, bias: Any, out_dtype: str, config: plans.Algorithm | None = None) -> Executable:
     """The product under a configuration: by default the one that measurements or the rule choose."""
     problem = Problem.of(a, b, bias, out_dtype)
     if config is None:
@@ -196,7 +196,7 @@ def function(problem: Problem, config: Config, grouped: bool = False) -> Any:
     return program.function(source_of(config), f"weight_only_{config.kind}", macros, shared, problem.device)
 
 
-def source_of(config: Config) -> compiler.Source:
+def source_of(config: Config) -> compiler.CudaSource:
     """The source of a configuration's kernel."""
     headers = (("wgmma.cuh", plans.wgmma_header(config.batch)),) if config.wide else ()
     return program.source_of(plans.SOURCES / f"weight_only_{config.kind}.cu", headers)

@@ -275,7 +275,7 @@ class DecodedCodes:
 
 
 #: How a product by a weight runs.
-Choice = Config | Decoded | DecodedCodes
+Algorithm = Config | Decoded | DecodedCodes
 
 
 def configs(of: WeightFormat, m: int, n: int, k: int) -> Iterable[Config]:
@@ -325,13 +325,13 @@ def configs(of: WeightFormat, m: int, n: int, k: int) -> Iterable[Config]:
 
 def config_of(
     of: WeightFormat, codecs: str, m: int, n: int, k: int, device: str = "", act: str = "bfloat16", direct: bool = False
-) -> Choice:
+) -> Algorithm:
     """The configuration for a call on a device: one measured for so many rows or somewhat more, or else the rule's.
 
     act: the dtype of activations. direct: they and the result are BF16, without a bias, so that cuBLAS can write the result.
     """
 
-    def runs(config: Choice) -> bool:
+    def runs(config: Algorithm) -> bool:
         allowed = direct if isinstance(config, Decoded) else act == "bfloat16" or isinstance(config, Config)
         return allowed and config.fits(of, m, k)
 
@@ -365,12 +365,12 @@ def grouped_config_of(of: WeightFormat, m: int, groups: int, n: int, k: int) -> 
     return next(config for config in candidates if config.fits(of, config.batch, k))
 
 
-def measured_on(device: str) -> Mapping[str, Choice]:
+def measured_on(device: str) -> Mapping[str, Algorithm]:
     """The shipped configurations of a device, by their keys."""
     return measured("weight_only", device, config_from)
 
 
-def config_from(entry: Any) -> Choice:
+def config_from(entry: Any) -> Algorithm:
     """The configuration of an entry in a file. Raises ValueError or TypeError."""
     return next((config for config in _DECODED if entry == _DECODED[config]), None) or Config(**entry)
 
@@ -379,7 +379,7 @@ def config_from(entry: Any) -> Choice:
 _DECODED: dict[Decoded | DecodedCodes, dict[str, Any]] = {Decoded(): {"decoded": True}, DecodedCodes(): {"decoded": "codes"}}
 
 
-def entry_of(config: Choice) -> dict[str, Any]:
+def entry_of(config: Algorithm) -> dict[str, Any]:
     """A configuration in a file."""
     return asdict(config) if isinstance(config, Config) else dict(_DECODED[config])
 
@@ -418,7 +418,7 @@ WIDTH = 64
 
 
 @dataclass(frozen=True)
-class Form:
+class ScaleApplication:
     """How sums take scales: macros SCALES, SPAN and PIECES of `fp8_matmul.cu`.
 
     group: columns of a scale; 0 for one scale of a row.
@@ -439,28 +439,31 @@ class Form:
         return -(-k // self.group) if self.group else 1
 
 
-#: Forms with scales along K, by the columns of a group.
-_FORMS = {
-    group: Form(fp8_plans.ROWS, span, pieces, group)
+#: Those with scales along K, by the columns of a group.
+_SCALES_ALONG_K = {
+    group: ScaleApplication(fp8_plans.ROWS, span, pieces, group)
     for group, span, pieces in ((128, 2, 1), (64, 1, 1), (32, 1, 2), (16, 1, 4))
 }
 
 
-def form_of(of: WeightFormat, block: Block) -> Form:
-    """The form of a weight whose blocks run along K, which `DecodedCodes` fits."""
-    return Form(fp8_plans.OUTER) if of.decodes_scales or block == TENSOR or block[1] is None else _FORMS[of.group]
+def scale_application_of(of: WeightFormat, block: Block) -> ScaleApplication:
+    """How sums take the scales of a weight whose blocks run along K, which `DecodedCodes` fits."""
+    outer = of.decodes_scales or block == TENSOR or block[1] is None
+    return ScaleApplication(fp8_plans.OUTER) if outer else _SCALES_ALONG_K[of.group]
 
 
-def decoding_tile_of(form: Form, rows: int, m: int, k: int, processors: int) -> fp8_plans.Tile:
+def decoding_tile_of(form: ScaleApplication, rows: int, m: int, k: int, processors: int) -> fp8_plans.GemmTile:
     """The tile for so many rows of a weight and m rows of activations, which are columns of the tile."""
     steps = -(-k // form.step)
     fitting = (tile for tile in fp8_plans.TABLE if tile.split <= steps)
     return min(fitting, key=lambda tile: fp8_plans.cycles(tile, rows, m, steps * form.span, 1, processors))
 
 
-def variant_of(form: Form, tile: fp8_plans.Tile, out: str, bias: str | None, staged: bool) -> fp8_plans.Variant:
+def variant_of(
+    form: ScaleApplication, tile: fp8_plans.GemmTile, out: str, bias: str | None, staged: bool
+) -> fp8_plans.GemmVariant:
     """The kernel. Only sums that take scales along K leave the tensor core: of BF16 products it keeps FP32."""
-    return fp8_plans.Variant(
+    return fp8_plans.GemmVariant(
         tile, form.scales, CODECS, out, bias or "none", a_plain=False, staged=staged, promote=form.scales != fp8_plans.OUTER,
         pieces=form.pieces, span=form.span,
     )  # fmt: skip
