@@ -7,7 +7,7 @@ First whether they are right, then how long they take.
 Every tile runs in a process of its own, so that a kernel that hangs or faults stops only its lines; so does each weight that is
 timed. FP8 products share the source, and run too (tests/gpu/fp8_matmul.py). The table of times comes last: microseconds of
 cuBLAS in BF16, of the kernel that is chosen by default, and of the fastest tile, with its speed relative to both.
-tests/triton/test_decoded_cuda.py tests the same products.
+tests/triton/gemm/weight_only/test_decoded_cuda.py tests the same products.
 """
 
 from __future__ import annotations

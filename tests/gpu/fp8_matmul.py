@@ -2,7 +2,8 @@
 
     python tests/gpu/fp8_matmul.py [SECONDS for each tile]
 
-tests/triton/test_matmul_cuda.py tests the products through the public interface; this is for new kernels and new devices.
+tests/triton/gemm/fp8/test_matmul_cuda.py tests the products through the public interface; this is for new kernels and
+new devices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// The decoding of weight_only.cuh on the host: tests/triton/test_weight_only.py includes the header after this file, with the lines of a few
+// The decoding of weight_only.cuh on the host: test_weight_only.py includes the header after this file, with the lines of a few
 // PTX functions replaced by those below, and compiles it as C++.
 #include "host_basics.hpp"
 #if GROUPED
