@@ -2,8 +2,8 @@
 
     python tests/tools/same_machine_code.py REV [OTHER]
 
-OTHER defaults to the working tree. Each revision is compiled from its own sources by its own breccia_triton, in a separate
-process. Where the machine code is the same, measurements of one revision hold for the other.
+OTHER defaults to the working tree. Each revision is compiled from its own sources by its own breccia_triton and its own copy of
+this program, in a separate process. Where the machine code is the same, measurements of one revision hold for the other.
 
 Exit code: 0 where all variants that both have are identical, otherwise 1.
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = ("breccia-core", "breccia-torch", "breccia-triton")
+TOOLS = "tests/tools"
 ARCHITECTURE = "sm_90a"
 
 
@@ -90,14 +91,14 @@ def of_revision(revision: str | None) -> dict[str, str]:
     """`digests` of a revision, or of the working tree for None."""
     with tempfile.TemporaryDirectory() as folder:
         if revision is not None:
-            archive = ["git", "archive", revision, *(f"{name}/src" for name in DISTRIBUTIONS)]
+            archive = ["git", "archive", revision, TOOLS, *(f"{name}/src" for name in DISTRIBUTIONS)]
             packed = subprocess.run(archive, cwd=ROOT, stdout=subprocess.PIPE, check=True)
             subprocess.run(["tar", "-x", "-C", folder], input=packed.stdout, check=True)
         root = ROOT if revision is None else Path(folder)
         path = os.pathsep.join(str(root / name / "src") for name in DISTRIBUTIONS)
         # Installed plug-ins are of another revision, and breccia may warn about them.
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, __file__, "--digests"]
+        command = [sys.executable, str(root / TOOLS / Path(__file__).name), "--digests"]
         return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
 
 
