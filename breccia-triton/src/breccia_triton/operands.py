@@ -142,7 +142,7 @@ def components_of(st: ScaledTensor) -> list[Any]:
     return components
 
 
-class Components:
+class ResultBuffers:
     """The components of a result in memory. device: where they are allocated."""
 
     def __init__(self, written: Written, device: torch.device) -> None:

@@ -209,7 +209,7 @@ def loaded(x, matrix, row, column, exists, rows, columns, stride_matrix, stride_
 
 
 @triton.jit
-def words_of(x, matrix, i, j, row, row_exists, rows, columns, G: tl.constexpr):
+def words_of(x, matrix, j, row, row_exists, rows, columns, G: tl.constexpr):
     """A tile of words of two adjacent BF16 numbers, zeros where there are none. columns: an even number."""
     if G.block_columns == 1:  # columns of a tile follow each other
         pair, pair_exists = positions(j, columns // 2, 1, 0, G.along // 2, G.vector // 2)

@@ -31,9 +31,9 @@ from ..launch.launcher import (
     stream_of,
     workspace,
 )
-from ..operands import FLOATS, Components, addresses, array_of, codes_of, components_of, facts_of, hardware
+from ..operands import FLOATS, ResultBuffers, addresses, array_of, codes_of, components_of, facts_of, hardware
 from ..specs import TwoCasts, Unsupported
-from ..tuning import timing as tuning
+from ..tuning import timing
 from ..tuning.choices import Choose
 from .prepare import Options, Pass, Prepared, scaled_source
 
@@ -294,7 +294,7 @@ def _new_call(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOp
             return Pair(*(_new_call("cast", x, recipe, axis, options.replace(axis=axis)) for axis in (-1, -2)))
     if op not in _TUNED:
         return Call(x, prepare())
-    return Call(x, tuning.tuned(prepare, lambda one: one.launches, compiled, device, device_hardware.name))
+    return Call(x, timing.tuned(prepare, lambda one: one.launches, compiled, device, device_hardware.name))
 
 
 def prepared(
@@ -396,7 +396,7 @@ class Call:
         self.flat_shape = None if scaled or x.is_contiguous() else prepared.input.flat_shape
         self.strided = prepared.input.strided
         self.passes = {name: (each, Launcher(each.launch)) for name, each in prepared.passes.items()}
-        self.written = [Components(written, self.device) for written in prepared.written]
+        self.written = [ResultBuffers(written, self.device) for written in prepared.written]
         if prepared.launch is not None:
             self.launcher = Launcher(prepared.launch)
             self.scale_shape, self.scale_dtype = tuple(prepared.scale_shape), getattr(torch, prepared.scale_dtype)

@@ -18,7 +18,7 @@ from ..launch.launcher import Launcher, Remembered
 from ..launch.triton_launch import Launch
 from ..operands import addresses, codes_of, components_of, facts_of, hardware, writable
 from ..specs import Unsupported, needed
-from ..tuning import timing as tuning
+from ..tuning import timing
 from ..tuning.choices import Choose
 from .plans import readable
 from .prepare import decoding
@@ -62,7 +62,7 @@ def _new_call(st: ScaledTensor, out_dtype: str) -> Executable:
         call = executable(st, out_dtype, launch)
         return lambda: call(st, None, None, None)
 
-    return executable(st, out_dtype, tuning.tuned(prepare, tuning.one, compiled, device, device_hardware.name))
+    return executable(st, out_dtype, timing.tuned(prepare, timing.one, compiled, device, device_hardware.name))
 
 
 def prepared(st: ScaledTensor, out_dtype: str, hardware: Hardware, choose: Choose) -> Launch:

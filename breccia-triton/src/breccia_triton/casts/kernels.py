@@ -328,7 +328,7 @@ def read_tile(
         if G.quads:
             words = rows_by_four(x, matrix, i, j, column, column_exists, rows, columns, G, V)
         else:
-            words = words_of(x, matrix, i, j, row, row_exists, rows, columns, G)
+            words = words_of(x, matrix, j, row, row_exists, rows, columns, G)
         return tl.reshape(of_pairs(words), (ROWS, COLUMNS)), words
     elif G.quads:
         u = bits_of(rows_by_four(x, matrix, i, j, column, column_exists, rows, columns, G, V).to(tl.float32))

@@ -1,4 +1,4 @@
-"""The text of `wgmma.cuh`: the tensor cores' instruction for operands in shared memory, which has no C++ form."""
+"""The texts of `wgmma.cuh`: the tensor cores' instruction of a warpgroup, which has no C++ form."""
 
 from __future__ import annotations
 
@@ -19,5 +19,19 @@ def header(columns: int, a: str, w: str) -> str:
         "wgmma.mma_async.sync.aligned.m64n{columns}k{k}.f32.{a}.{w} {{{registers}}}, "
         "%{count}, %{count + 1}, p, 1, 1{order};\\n}}"
         : {operands} : "l"(a), "l"(w), "r"(add));
+}}
+"""
+
+
+def header_for_registers(batch: int) -> str:
+    """`wgmma(d, a, x, add)`: D[64, batch] (+)= A[64, 16] (registers) B[16, batch] (shared memory), by one warpgroup."""
+    count = batch // 2
+    registers = ",".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    a = ",".join(f"%{count + i}" for i in range(4))
+    return f"""__device__ __forceinline__ void wgmma(float* d, const u32* a, u64 x, int add) {{
+    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{batch}k16.f32." INPUTS " {{{registers}}}, {{{a}}}, %{count + 4}, p, 1, 1, 0;\\n}}"
+        : {operands} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
 }}
 """

@@ -26,6 +26,7 @@ from breccia.internal import fragments
 from breccia.options import product_options
 from breccia.tensors.equality import bytes_equal
 from breccia.tensors.tensor import ScaledTensor
+from breccia_triton.gemm import wgmma
 from breccia_triton.gemm.weight_only import plans
 from breccia_triton.launch import compiler
 from breccia_triton.tuning import choices, measurements
@@ -777,7 +778,7 @@ def test_the_pass_that_decodes_to_memory_compiles_without_spilling(name: str) ->
 
 
 def _compiled(operand: Any, config: Any, grouped: bool) -> None:
-    headers = {"wgmma.cuh": plans.wgmma_header(config.batch)} if config.wide else {}
+    headers = {"wgmma.cuh": wgmma.header_for_registers(config.batch)} if config.wide else {}
     source = compiler.CudaSource.read(plans.SOURCES / f"weight_only_{config.kind}.cu", headers)
     macros = plans.macros_of(operand, config, "bfloat16", "bfloat16", None, grouped)
     _, log = compiled_with_log(source, macros)

@@ -19,7 +19,7 @@ from ...launch.launcher import Launcher, Remembered, empty
 from ...launch.triton_launch import Launch
 from ...operands import addresses, codes_of, hardware, leading
 from ...specs import Unsupported, needed
-from ...tuning import timing as tuning
+from ...tuning import timing
 from ...tuning.choices import Choose
 from ..contiguous import ContiguousOperand, multiplied, need_one_device_for
 from .prepare import OperandFacts, Product, scaled
@@ -61,7 +61,7 @@ def _new_call(a: ContiguousOperand, b: ContiguousOperand, bias: Any, out_dtype: 
         call = executable(a, b, out_dtype, product)
         return lambda: call(a, b, bias, None)
 
-    return executable(a, b, out_dtype, tuning.tuned(prepare, launches, compiled, device, device_hardware.name))
+    return executable(a, b, out_dtype, timing.tuned(prepare, launches, compiled, device, device_hardware.name))
 
 
 def prepared(

@@ -24,6 +24,7 @@ from ...launch.launcher import Remembered
 from ...operands import need_one_device, parts_of
 from ...tuning.choices import codecs_of
 from ...tuning.measurements import name_of
+from .. import wgmma
 from . import decoded, plans
 from .plans import Config
 from .problem import Launches, Problem, Weight, addresses_of, sizes, stored
@@ -198,5 +199,5 @@ def function(problem: Problem, config: Config, grouped: bool = False) -> Any:
 
 def source_of(config: Config) -> compiler.CudaSource:
     """The source of a configuration's kernel."""
-    headers = (("wgmma.cuh", plans.wgmma_header(config.batch)),) if config.wide else ()
+    headers = (("wgmma.cuh", wgmma.header_for_registers(config.batch)),) if config.wide else ()
     return program.source_of(plans.SOURCES / f"weight_only_{config.kind}.cu", headers)

@@ -32,10 +32,8 @@ ROWS, COLUMNS = fragments.ROWS, fragments.COLUMNS
 DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 #: The macro for no bias.
 NO_BIAS = 3
-#: The compute capability whose instructions the kernels use.
-CAPABILITY = (9, 0)
-#: Shared memory of a block, and of a multiprocessor, of such a device; the reserved kilobyte of each block is taken off.
-SHARED, SHARED_OF_SM = 232448, 233472
+#: Shared memory of a block, and of a multiprocessor; the reserved kilobyte of each block is taken off.
+SHARED, SHARED_OF_SM = fp8_plans.SHARED, 233472
 #: Blocks that run at a time on the devices that were measured.
 PROCESSORS = 132
 #: The largest M of the kernel that is bound by the bytes of the weight.
@@ -142,7 +140,7 @@ def _codes_of(codec: Codec) -> int | None:
 
 def available(device: Device) -> str | None:
     """Why the kernels cannot run on a device, or None."""
-    if device.capability and tuple(device.capability) != CAPABILITY:
+    if device.capability and tuple(device.capability) != fp8_plans.HOPPER:
         capability = ".".join(map(str, device.capability))
         return f"its instructions are those of compute capability 9.0 (Hopper); {device} has {capability}"
     return compiler.missing()
@@ -394,20 +392,6 @@ def macros_of_decoding(of: WeightFormat, out: str = "bfloat16", bias: str | None
     """The macros of weight_only_decode.cu. out, bias: dtypes by name."""
     numbers = {"ACT": DTYPES["bfloat16"], "OUT": DTYPES[out], "BIAS": NO_BIAS if bias is None else DTYPES[bias]}
     return {**of.macros, **numbers}
-
-
-def wgmma_header(batch: int) -> str:
-    """The text of `wgmma.cuh`: D[64, batch] (+)= A[64, 16] (registers) B[16, batch] (shared memory), by one warpgroup."""
-    count = batch // 2
-    registers = ",".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    a = ",".join(f"%{count + i}" for i in range(4))
-    return f"""__device__ __forceinline__ void wgmma(float* d, const u32* a, u64 x, int add) {{
-    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{batch}k16.f32." INPUTS " {{{registers}}}, {{{a}}}, %{count + 4}, p, 1, 1, 0;\\n}}"
-        : {operands} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
-}}
-"""
 
 
 # -- codes that are decoded to memory -----------------------------------------------------------------------------------
