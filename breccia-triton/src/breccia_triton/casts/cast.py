@@ -39,7 +39,7 @@ from .prepare import Options, Pass, Prepared, scaled_source
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
-    """`cast` as `breccia.cast` documents it; see `casting` for the kernels."""
+    """`cast` as `breccia.cast` documents it; see `kernels`."""
     if (result := _plainly("cast", x, recipe, options)) is not None:
         return result
     if options.importance is not None:

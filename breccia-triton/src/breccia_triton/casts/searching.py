@@ -1,7 +1,7 @@
 """The search for the scales of blocks in Triton, bit for bit as in docs/spec/numerics.md, section 5.6.
 
 A tile is read once; its program tries the scales of the window one after another, so that the numbers stay in registers.
-Arguments in capitals are constants, as in `casting`.
+Arguments in capitals are constants, as in `kernels`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Triton kernels of `cast` for codes of 4 and 6 bits in whole blocks of a contiguous tensor.
 
 Such casts are bound by instructions. Here each thread holds consecutive elements, its lane, or rows of a few columns, so that
-amax, rounding and packing stay in its registers, and codes leave as words. Constants as in `casting`; L is a `geometry.Lanes`
+amax, rounding and packing stay in its registers, and codes leave as words. Constants as in `kernels`; L is a `geometry.Lanes`
 or `geometry.Strips`.
 """
 

@@ -96,7 +96,7 @@ DEFAULT = Choice()
 
 @dataclass(frozen=True)
 class Key:
-    """What the best choice depends on, besides the device. kernel: what the candidates depend on, of `tuning.GRIDS`."""
+    """What the best choice depends on, besides the device. kernel: what the candidates depend on, of `timing.GRIDS`."""
 
     kernel: str
     call: str

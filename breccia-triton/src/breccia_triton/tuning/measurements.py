@@ -4,7 +4,7 @@ All files have one form, {"schema", "device", "provenance", "entries": {key: ent
 distribution are `configurations/<kind>_<device>.json`, of four kinds:
 
 - "triton": choices of the Triton kernels (`choices.Choice`); a user's own file has this kind too;
-- "weight_only": configurations of the products by weights (`weight_plans.Config`);
+- "weight_only": configurations of the products by weights (`gemm.weight_only.plans.Config`);
 - "matmul" and "weight_times": times over a lower bound, by which kernels are chosen.
 """
 

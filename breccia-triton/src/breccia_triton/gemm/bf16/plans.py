@@ -244,7 +244,7 @@ def estimate(rows: int, columns: int, depth: int, matrices: int, formats: Sequen
 
 
 def head_of(formats: Sequence[Format | None]) -> str:
-    """What keys of measured times begin with, which stand beside those of `fp8_plans.slowdowns`: times over `estimate`."""
+    """What keys of measured times begin with, which stand beside those of `gemm.fp8.plans.slowdowns`: times over `estimate`."""
     return " ".join(("bf16", *("BF16" if fmt is None else codecs_of(fmt) for fmt in formats)))
 
 

@@ -44,7 +44,7 @@ _SHIFTED = -24, 60
 
 @dataclass(frozen=True)
 class MultiplyStrategy:
-    """How the codes of an operand are multiplied, besides arrays of one dtype; see `fused_kernels.Side` and `Plan`.
+    """How the codes of an operand are multiplied, besides arrays of one dtype; see `MainloopOperand` and `GemmTiling`.
 
     low, high: of scales, as numbers. global_low, global_high: of the global scale.
     """
