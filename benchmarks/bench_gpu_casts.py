@@ -129,10 +129,10 @@ class Work:
         """Names of the Triton functions that the call launches, in order; empty if breccia-triton does not run it."""
         try:
             from breccia_triton.casts import cast, decode
-            from breccia_triton.launch import launcher as launch
+            from breccia_triton.launch.cache import Remembered
         except ImportError:
             return []
-        launch.Remembered.forget()  # then the next call is the only one that is remembered
+        Remembered.forget()  # then the next call is the only one that is remembered
         self.call()
         launches = [each for call in cast._calls.values() for each in getattr(call, "launches", ())]
         launches += [call.plan for call in decode._calls.values() if not isinstance(call, str)]

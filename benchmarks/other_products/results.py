@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from breccia.backend import ProductOptions, checks
+from breccia_triton.launch.device import on
 from breccia_triton.launch.executable import check_out
-from breccia_triton.launch.launcher import on
 from breccia_triton.operands import need_one_device, parts_of
 
 #: Computes a product of matrices; gets the memory of the result, or None to allocate it.

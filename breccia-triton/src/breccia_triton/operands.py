@@ -17,7 +17,7 @@ from breccia.backend import PLAIN, dtype_name
 from breccia_torch.ops import TORCH
 
 from .facts import INTERPRETED, LARGE, Array, Codes, Component, Hardware, Numbers, Written
-from .launch.launcher import allocator
+from .launch.device import allocator
 from .specs import Spec, Unsupported
 from .tuning.measurements import name_of
 

@@ -35,7 +35,9 @@ from breccia_triton import numerics, operands, plugin
 from breccia_triton.casts import cast as triton_cast
 from breccia_triton.casts import decode, plans, prepare
 from breccia_triton.facts import Hardware
+from breccia_triton.launch import device as launch_device
 from breccia_triton.launch import launcher as launch
+from breccia_triton.launch.cache import Remembered
 
 pytestmark = [
     pytest.mark.covering(1, 1),  # the interpreter takes seconds for some cases; `make slow` and a GPU run all
@@ -643,12 +645,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(triton_cast, "stream_of", lambda index: 7)
     monkeypatch.setattr(triton_cast, "current_stream", lambda device: 7)
     monkeypatch.setattr(triton_cast, "Launcher", Launches)
-    kept = launch._workspace(torch.device("cpu"))
+    kept = launch_device._workspace(torch.device("cpu"))
     monkeypatch.setattr(triton_cast, "workspace", lambda device, stream: kept)
     monkeypatch.setattr(Launches, "made", [])
-    launch.Remembered.forget()
+    Remembered.forget()
     yield Launches.made
-    launch.Remembered.forget()
+    Remembered.forget()
 
 
 @pytest.fixture(params=[prepare.SMALL, 0])
@@ -778,7 +780,7 @@ def test_calls_that_differ_from_a_repeated_cast_do_not_take_its_short_way(stand_
     assert len(short) == 1
     with pytest.raises(breccia.UnsupportedError, match="x is a sparse tensor"):
         triton_cast.cast(x.to_sparse(), recipe)
-    launch.Remembered.forget()
+    Remembered.forget()
     triton_cast.cast(x, recipe)
     assert len(short) == 1, "settings changed: the call is prepared anew"
     triton_cast.cast(x, recipe)
@@ -788,16 +790,16 @@ def test_calls_that_differ_from_a_repeated_cast_do_not_take_its_short_way(stand_
 def test_what_a_kernel_leaves_to_the_next_one_belongs_to_a_thread_and_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else another thread's launch between the two would change it."""
     capturing, zeros, synchronized = [False], torch.zeros, list[Any]()
-    monkeypatch.setattr(launch, "_workspaces", launch._Workspaces())
-    monkeypatch.setattr(launch, "_unused", launch._Unused())
-    monkeypatch.setattr(launch._Unused, "COUNT", 2)
+    monkeypatch.setattr(launch_device, "_workspaces", launch_device._Workspaces())
+    monkeypatch.setattr(launch_device, "_unused", launch_device._Unused())
+    monkeypatch.setattr(launch_device._Unused, "COUNT", 2)
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(shape, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     device = torch.device("cuda", 0)
 
     def number(stream: int, device: torch.device = device) -> Any:
-        work, amax = launch.workspace(device, stream)
+        work, amax = launch_device.workspace(device, stream)
         assert work.tolist() == [0, 0] and work.data_ptr() % 16 == amax.data_ptr() % 16 == 0
         assert amax.data_ptr() >= work.data_ptr() + work.nbytes
         return amax

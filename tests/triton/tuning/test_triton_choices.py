@@ -30,7 +30,7 @@ from breccia_triton import operands
 from breccia_triton.casts import cast, decode
 from breccia_triton.facts import Hardware
 from breccia_triton.geometry import amax_tile, lanes_of, plain_tile, strips_of, tile_of
-from breccia_triton.launch import executable
+from breccia_triton.launch import cache, executable
 from breccia_triton.launch import launcher as launch
 from breccia_triton.launch.package_key import remembered
 from breccia_triton.tuning import choices, measurements
@@ -523,12 +523,12 @@ def test_a_call_is_tuned_on_a_gpu_and_the_next_process_takes_it() -> None:
 
 
 def test_a_full_cache_lets_its_oldest_entry_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_REMEMBERED", 3)
-    kept = launch.Remembered()
+    monkeypatch.setattr(cache, "_REMEMBERED", 3)
+    kept = cache.Remembered()
     for n in range(5):
         assert kept.keep(n, str(n)) == str(n)
     assert kept == {2: "2", 3: "3", 4: "4"}
-    launch.Remembered._all.remove(kept)
+    cache.Remembered._all.remove(kept)
 
 
 @on_cuda

@@ -19,18 +19,9 @@ from breccia_torch.ops import TORCH, need_dense
 
 from ..facts import INTERPRETED, Hardware
 from ..geometry import divided_up
-from ..launch.launcher import (
-    Launcher,
-    Remembered,
-    allocator,
-    current_stream,
-    elsewhere,
-    empty,
-    index_of,
-    on,
-    stream_of,
-    workspace,
-)
+from ..launch.cache import Remembered
+from ..launch.device import allocator, current_stream, elsewhere, empty, index_of, on, stream_of, workspace
+from ..launch.launcher import Launcher
 from ..operands import FLOATS, ResultBuffers, addresses, array_of, codes_of, components_of, facts_of, hardware
 from ..specs import TwoCasts, Unsupported
 from ..tuning import timing

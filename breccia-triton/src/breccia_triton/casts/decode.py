@@ -13,8 +13,9 @@ from breccia.internal import with_parts
 from breccia_torch.ops import TORCH
 
 from ..facts import INTERPRETED, Hardware
+from ..launch.cache import Remembered
 from ..launch.executable import Executable, remembered
-from ..launch.launcher import Launcher, Remembered
+from ..launch.launcher import Launcher
 from ..launch.triton_launch import Launch
 from ..operands import addresses, codes_of, components_of, facts_of, hardware, writable
 from ..specs import Unsupported, needed

@@ -12,8 +12,8 @@ from breccia import ScaledTensor
 from breccia.backend import ProductOptions, composites
 from breccia_torch.ops import need_dense
 
+from ..launch.cache import Remembered
 from ..launch.executable import Executable, remembered
-from ..launch.launcher import Remembered
 from ..operands import addresses, components_of, facts_of, need_one_device, parts_of
 
 

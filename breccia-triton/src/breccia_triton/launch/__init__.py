@@ -1,5 +1,7 @@
-"""How kernels are compiled and launched, whatever they compute: Triton's in `launcher`, and those in CUDA C++.
+"""How kernels are compiled and launched, whatever they compute: Triton's, and those in CUDA C++.
 
-`compiler` makes a cubin of a CUDA C++ source by the NVRTC that torch ships, `driver` loads and launches it through the CUDA
-driver, and `program` joins both. `compiler` and `driver` import no framework. An `executable` is an op that is ready to run.
+A Triton kernel is described by `triton_launch`, compiled and launched by `launcher`. Of a CUDA C++ source, `compiler` makes a
+cubin by the NVRTC that torch ships, `driver` loads and launches it through the CUDA driver, and `program` joins both. `device`
+has memory and streams of torch, `cache` what is kept between calls. An `executable` is an op that is ready to run. `compiler`,
+`driver`, `triton_launch` and `cache` import no framework.
 """

@@ -16,7 +16,8 @@ from breccia.backend import dtype_name
 
 from ..operands import writable
 from ..specs import Unsupported
-from .launcher import Remembered, allocator, elsewhere, index_of, stream_of
+from .cache import Remembered
+from .device import allocator, elsewhere, index_of, stream_of
 
 #: f(stream, a, b, added, to): enqueues what writes the result for a and b into `to`, on the current device. added: the bias, or
 #: the offsets of groups, or None. Returns None, or the result where torch allocates it: `to` is None then.

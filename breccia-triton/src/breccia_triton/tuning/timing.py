@@ -17,7 +17,8 @@ import torch
 from breccia.internal import reentrant
 
 from ..facts import INTERPRETED
-from ..launch.launcher import Remembered, on
+from ..launch.cache import Remembered
+from ..launch.device import on
 from ..launch.triton_launch import Launch
 from .choices import DEFAULT, Choice, Choose, Key, Tuned, choices_of
 

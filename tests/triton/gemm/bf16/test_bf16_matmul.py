@@ -48,7 +48,7 @@ from breccia_triton.gemm.bf16 import matmul as bf16_matmul
 from breccia_triton.gemm.bf16 import plans as bf16_plans
 from breccia_triton.gemm.fp8 import plans as fp8_plans
 from breccia_triton.launch import compiler
-from breccia_triton.launch import launcher as launch
+from breccia_triton.launch import device as launch_device
 
 NAME = "triton.matmul_bf16"
 pytestmark = [
@@ -264,7 +264,7 @@ def flags_of(x: Any, second: bool = False) -> Any:
     given = contiguous.ContiguousOperand(x, second)
     side = bf16_matmul.Decoding(given, bf16_matmul.hardware(x.data.device), 0, False)
     flags = torch.zeros(1 + side.matrices * side.lines, dtype=torch.int32, device=DEVICE)
-    found = side(given, flags, launch.current_stream(flags.device))
+    found = side(given, flags, launch_device.current_stream(flags.device))
     return flags, found
 
 

@@ -16,8 +16,9 @@ from breccia.backend import FLOAT32, ProductOptions, checks, composites
 
 from ...facts import NUMBERS, Argument
 from ...geometry import divided_up
+from ...launch.cache import Remembered
 from ...launch.executable import Executable, remembered
-from ...launch.launcher import Launcher, Remembered
+from ...launch.launcher import Launcher
 from ...launch.triton_launch import Launch
 from ...operands import addresses, hardware
 from ..contiguous import ContiguousOperand, need_one_device_for

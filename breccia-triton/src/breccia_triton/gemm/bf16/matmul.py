@@ -34,8 +34,10 @@ from ...casts.plans import readable
 from ...casts.prepare import decoding
 from ...facts import LARGE, NUMBERS, Argument, Codes, Hardware, grid_of
 from ...geometry import Source, Tile, divided_up, plain_tile
+from ...launch.cache import Remembered
+from ...launch.device import empty
 from ...launch.executable import Executable
-from ...launch.launcher import Launcher, Remembered, empty
+from ...launch.launcher import Launcher
 from ...launch.triton_launch import Launch
 from ...operands import addresses, codes_of, hardware, leading
 from ...specs import Unsupported, needed

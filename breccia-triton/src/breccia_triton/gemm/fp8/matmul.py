@@ -22,9 +22,10 @@ from breccia.backend import FLOAT32, PLAIN, ProductOptions, checks
 from breccia_torch.ops import need_dense
 
 from ...launch import program
+from ...launch.cache import Remembered
+from ...launch.device import on
 from ...launch.driver import CudaLaunch, MovableMap, TensorMap, driver
 from ...launch.executable import Executable
-from ...launch.launcher import Remembered, on
 from ...operands import leading, need_one_device, parts_of
 from .. import wgmma
 from . import plans as fp8_plans

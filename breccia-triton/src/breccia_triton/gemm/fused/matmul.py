@@ -14,8 +14,10 @@ from breccia.backend import FLOAT32, ProductOptions, checks, dtype_name
 
 from ...casts.plans import readable
 from ...facts import Hardware
+from ...launch.cache import Remembered
+from ...launch.device import empty
 from ...launch.executable import Executable
-from ...launch.launcher import Launcher, Remembered, empty
+from ...launch.launcher import Launcher
 from ...launch.triton_launch import Launch
 from ...operands import addresses, codes_of, hardware, leading
 from ...specs import Unsupported, needed

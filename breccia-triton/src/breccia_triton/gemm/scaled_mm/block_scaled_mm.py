@@ -16,8 +16,8 @@ import torch
 from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import E2M1, FLOAT32, ProductOptions, checks
 
+from ...launch.device import on
 from ...launch.executable import check_out
-from ...launch.launcher import on
 from ...operands import need_one_device, parts_of
 
 #: The order of scales that cuBLAS reads.

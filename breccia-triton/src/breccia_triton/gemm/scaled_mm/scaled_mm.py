@@ -11,8 +11,8 @@ import torch
 
 from breccia.backend import FLOAT32, ProductOptions, checks, composites
 
+from ...launch.device import on
 from ...launch.executable import check_out
-from ...launch.launcher import on
 from ...operands import leading
 from ..fp8.plans import kind_of
 

@@ -21,9 +21,9 @@ import torch
 
 from ...geometry import divided_up
 from ...launch import program
+from ...launch.device import empty
 from ...launch.driver import MovableMap, TensorMap, driver
 from ...launch.executable import Executable
-from ...launch.launcher import empty
 from ..bf16.matmul import multiply
 from ..fp8 import matmul as fp8_matmul
 from ..fp8.plans import ROWS, GemmTile

@@ -16,8 +16,8 @@ import torch
 
 from ...geometry import divided_up
 from ...launch import program
+from ...launch.device import empty
 from ...launch.executable import Executable
-from ...launch.launcher import empty
 from ...operands import hardware
 from ...specs import Unsupported
 from ..bf16.matmul import Decoding, multiply

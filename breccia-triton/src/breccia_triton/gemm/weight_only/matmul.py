@@ -18,9 +18,9 @@ from breccia.backend import FLOAT32, ProductOptions, checks
 from breccia.internal import storages
 
 from ...launch import compiler, program
+from ...launch.cache import Remembered
 from ...launch.driver import MovableMap, driver
 from ...launch.executable import Executable
-from ...launch.launcher import Remembered
 from ...operands import need_one_device, parts_of
 from ...tuning.choices import codecs_of
 from ...tuning.measurements import name_of
