@@ -138,6 +138,18 @@ def breccia_kernels() -> Iterable[Kernel]:
             reads=STORAGES,
             knows=knows,
         )
+    for op in ("cast", "dequantize"):
+        yield Kernel(
+            op,
+            "torch",
+            f"breccia_triton.casts.rotating:{op}",
+            f"triton.rotated.{op}",
+            device="cuda",
+            available="breccia_triton.casts.plans:available",
+            accepts="breccia.kernels.plans:accepts_rotated",
+            plan="breccia.kernels.plans:plan_of_rotated",
+            kind="composite",
+        )
     for framework in ("torch", "jax"):
         for op, module, accepts, reads, writes, searches in _KERNELS:
             torch = framework == "torch"

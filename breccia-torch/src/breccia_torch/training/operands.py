@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from breccia import DelayedScaling, ScaledTensor, TrainingRecipe
-from breccia.backend import DEFAULT, CastOptions, calls, checks, components, packing, part_shapes, product_options
-from breccia.internal import GemmOperand, rotated
+from breccia import DelayedScaling, ScaledTensor, ScalingRecipe, TrainingRecipe
+from breccia.backend import DEFAULT, CastOptions, Rotation, calls, checks, components, packing, part_shapes, product_options
+from breccia.internal import GemmOperand, rotated, rotating
 
 from ..ops import TORCH
 from . import state as steps
@@ -67,9 +68,22 @@ def cast_operand(
 def _cast(x: Tensor, operand: GemmOperand, options: CastOptions) -> Operand:
     if operand.recipe is None:
         return x
-    if operand.rotation is not None:
-        x = rotated(TORCH, TORCH.f32(x), operand.rotation, operand.axis)
-    return calls.cast(x, operand.recipe, options if operand.axis == -1 else options.replace(axis=-2))
+    options = options if operand.axis == -1 else options.replace(axis=-2)
+    if operand.rotation is None:
+        return calls.cast(x, operand.recipe, options)
+    recipe = _rotating(operand.recipe, operand.rotation)
+    if recipe is not None:
+        return rotating.renamed(calls.cast(x, recipe, options), operand.recipe)
+    return calls.cast(rotated(TORCH, TORCH.f32(x), operand.rotation, operand.axis), operand.recipe, options)
+
+
+@lru_cache(maxsize=64)
+def _rotating(recipe: ScalingRecipe, rotation: Rotation) -> ScalingRecipe | None:
+    """The recipe with the rotation, whose cast may have a kernel; None where its class has none."""
+    known: Any = recipe
+    if "rotation" not in {field.name for field in fields(known)}:
+        return None
+    return replace(known, rotation=rotation.block, rotation_seed=rotation.seed)
 
 
 def kept_of(recipe: TrainingRecipe, x: Tensor, columns: Operand | None, record: bool) -> list[Tensor]:

@@ -1,0 +1,125 @@
+"""Casts to rotated formats, and their decoding, on CUDA tensors of torch.
+
+One kernel rotates in one pass over memory. The kernels of the format without a rotation do the rest (breccia.kernels.rotating).
+"""
+
+# pyright: basic, reportMissingImports=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from breccia import ScaledTensor, ScalingRecipe
+from breccia.backend import DEFAULT, FLOAT32, CastOptions, ProductOptions, Rotation
+from breccia.internal import rotating, signs_of
+
+from ..facts import INTERPRETED, Argument
+from ..launch.cache import Remembered
+from ..launch.device import empty, index_of, on, stream_of
+from ..launch.launcher import Launcher
+from ..launch.triton_launch import Launch
+from ..numerics import flushed
+from ..operands import FLOATS
+
+#: Numbers and warps of a program.
+TILE, WARPS = 4096, 4
+#: Columns of a program, where blocks run down the columns.
+COLUMNS = 64
+_POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+
+
+@triton.jit
+def rotate_kernel(
+    x, z, signs, blocks, columns, P: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr, W: tl.constexpr, FACTOR: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """z (blocks, N, columns), FP32: the blocks of x rotated, or rotated back (docs/spec/numerics.md, section 5.7).
+
+    signs: N numbers, 1 and -1. Programs: ceil(blocks / P), ceil(columns / W).
+    """
+    block = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)[:, None, None]
+    place = tl.arange(0, N)[None, :, None]
+    column = tl.program_id(1) * W + tl.arange(0, W)[None, None, :]
+    at = (block * N + place) * columns + column
+    exists = (block < blocks) & (column < columns)
+    sign = tl.load(signs + place)
+    y = tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
+    y = flushed(y if BACK else y * sign)
+    for step in tl.static_range(LOG):
+        H: tl.constexpr = 1 << step
+        low, high = tl.split(tl.permute(tl.reshape(y, (P, N // (2 * H), 2, H, W)), (0, 1, 3, 4, 2)))
+        sums = flushed(tl.join(low + high, low - high))
+        y = tl.reshape(tl.permute(sums, (0, 1, 4, 2, 3)), (P, N, W))
+    y = y * FACTOR
+    tl.store(z + at, flushed(y * sign if BACK else y), mask=exists)
+
+
+def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
+    """`cast` as `breccia.cast` documents it, of what the kernel rotates."""
+    return rotating.cast(x, recipe, options, rotated)
+
+
+def dequantize(st: ScaledTensor, options: ProductOptions = FLOAT32) -> Any:
+    """`dequantize` as `breccia.dequantize` documents it; the kernel rotates back."""
+    return rotating.dequantize(st, options, unrotated)
+
+
+def rotated(x: Any, rotation: Rotation, axis: int) -> Any:
+    """FP32 `x` with every whole block along `axis` rotated."""
+    return _blockwise(x, rotation, axis, back=False)
+
+
+def unrotated(x: Any, rotation: Rotation, axis: int) -> Any:
+    """The inverse."""
+    return _blockwise(x, rotation, axis, back=True)
+
+
+def _blockwise(x: Any, rotation: Rotation, axis: int, back: bool) -> Any:
+    length, n, axis = x.shape[axis], rotation.block, axis % x.ndim - x.ndim
+    if length % n or not x.numel() or x.dtype not in FLOATS or n > TILE:
+        return (rotating.unrotated if back else rotating.rotated)(x, rotation, axis)
+    if axis == -2 and x.stride(-2) == 1 and x.stride(-1) != 1:  # a transposed view: so is the result
+        return _blockwise(x.mT, rotation, -1, back).mT
+    x = x.resolve_neg().contiguous()
+    columns = math.prod(x.shape[axis + 1 :]) if axis < -1 else 1
+    blocks = x.numel() // columns // n
+    device = x.device
+    with on(device):
+        z = empty(tuple(x.shape), torch.float32, device)
+        arrays = x, z, _signs(rotation, device)
+        run = _launcher(x.dtype, rotation, blocks, columns, back, device).run
+        run(stream_of(index_of(device)), *(arrays if INTERPRETED else [array.data_ptr() for array in arrays]))
+    return z
+
+
+def _launcher(dtype: torch.dtype, rotation: Rotation, blocks: int, columns: int, back: bool, device: torch.device) -> Launcher:
+    key = dtype, rotation.block, blocks, columns, back, device
+    found = _launchers.get(key)
+    if found is None:
+        n = rotation.block
+        wide = min(COLUMNS, 1 << (columns - 1).bit_length())
+        each = max(1, TILE // (n * wide))
+        constants = {"P": each, "N": n, "LOG": n.bit_length() - 1, "W": wide, "FACTOR": rotation.factor, "BACK": back}
+        arguments = {
+            "x": Argument(_POINTERS[dtype], True), "z": Argument("*fp32", True), "signs": Argument("*fp32", True),
+            "blocks": Argument("i32"), "columns": Argument("i32", columns % 16 == 0),
+        }  # fmt: skip
+        programs = -(-blocks // each), -(-columns // wide), 1
+        found = _launchers.keep(key, Launcher(Launch(rotate_kernel, programs, arguments, constants, WARPS, (blocks, columns))))
+    return found
+
+
+def _signs(rotation: Rotation, device: torch.device) -> torch.Tensor:
+    found = _signs_of.get((rotation, device))
+    if found is None:
+        found = _signs_of.keep((rotation, device), torch.tensor(signs_of(rotation), device=device))
+    return found
+
+
+_launchers, _signs_of = Remembered(), Remembered()
