@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ pytest.importorskip("triton")
 pytest.importorskip("breccia_triton")
 
 import torch
+from triton_products import compiled
 
 import breccia
 from breccia.backend import CastOptions, Rotation, product_options, reference
@@ -89,6 +91,31 @@ def test_casts_and_decoding_are_those_of_the_generic_algorithm(spec: str, axis: 
     for dtype in ("float32", "bfloat16"):
         same_values(rotating.dequantize(found, product_options(dtype)), reference.dequantize(expected, product_options(dtype)))
     assert len(launches) == 3
+
+
+COMPILED = """
+import sys
+import torch
+from triton.backends.compiler import GPUTarget
+from breccia.backend import Rotation
+from breccia_triton.casts import rotating
+
+name, launcher = sys.argv[1], rotating.Launcher
+target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[2:]), 32)
+rotating.Launcher = lambda launch: launcher(launch, target)
+for block in (16, 128):
+    for columns in (1, 256):
+        for back in (False, True):
+            made = rotating._launcher(torch.bfloat16, Rotation(block), 64, columns, back, torch.device("cpu"))
+            print(block, columns, made.compiled.metadata.shared)
+"""
+
+
+@pytest.mark.skipif(ON_GPU, reason="compiles for GPUs that are absent")
+@pytest.mark.parametrize("target", ["sm90", "sm80", "gfx942"])
+def test_the_kernel_compiles_and_rows_of_16_stay_in_registers(target: str, tmp_path: Path) -> None:
+    lines = compiled(COMPILED, target, tmp_path).splitlines()
+    assert len(lines) == 8 and lines[0] == lines[1] == "16 1 0"
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -35,6 +35,14 @@ _POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*f
 
 
 @triton.jit
+def _sums(y, P: tl.constexpr, N: tl.constexpr, W: tl.constexpr, H: tl.constexpr):
+    """The sums and differences of elements that are H apart in y (P, N, W)."""
+    low, high = tl.split(tl.permute(tl.reshape(y, (P, N // (2 * H), 2, H, W)), (0, 1, 3, 4, 2)))
+    sums = flushed(tl.join(low + high, low - high))
+    return tl.reshape(tl.permute(sums, (0, 1, 4, 2, 3)), (P, N, W))
+
+
+@triton.jit
 def rotate_kernel(
     x, z, signs, blocks, columns, P: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr, W: tl.constexpr, FACTOR: tl.constexpr,
     BACK: tl.constexpr,
@@ -52,10 +60,7 @@ def rotate_kernel(
     y = tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
     y = flushed(y if BACK else y * sign)
     for step in tl.static_range(LOG):
-        H: tl.constexpr = 1 << step
-        low, high = tl.split(tl.permute(tl.reshape(y, (P, N // (2 * H), 2, H, W)), (0, 1, 3, 4, 2)))
-        sums = flushed(tl.join(low + high, low - high))
-        y = tl.reshape(tl.permute(sums, (0, 1, 4, 2, 3)), (P, N, W))
+        y = _sums(y, P, N, W, 1 << step)
     y = y * FACTOR
     tl.store(z + at, flushed(y * sign if BACK else y), mask=exists)
 
