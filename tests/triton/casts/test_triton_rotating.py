@@ -121,9 +121,9 @@ def test_the_kernel_compiles_and_rows_of_16_stay_in_registers(target: str, tmp_p
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_casts_on_a_gpu_run_the_kernel() -> None:
     x = torch.randn(256, 256, device="cuda")
-    assert breccia.explain("cast", x, "nvfp4,rotation=16").running == "triton.rotated.cast"
+    assert breccia.explain("cast", x, "nvfp4,rotation=16").running == "triton.rotated.cast (triton.cast)"
     st = breccia.cast(x, "nvfp4,rotation=16")
-    assert breccia.explain("dequantize", st).running == "triton.rotated.dequantize"
+    assert breccia.explain("dequantize", st).running == "triton.rotated.dequantize (triton.dequantize)"
     host = breccia.cast(x.cpu(), "nvfp4,rotation=16")
     assert st.digest() == host.digest()
     assert np.array_equal(st.dequantize().cpu().numpy(), host.dequantize().numpy())
