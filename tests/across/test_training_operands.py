@@ -28,6 +28,7 @@ RECIPES = [
     *map(TrainingRecipe, PRESETS),
     TrainingRecipe("nvfp4", high_precision=("grad_weight",)),
     TrainingRecipe("mxfp8", hadamard=32, gradient_rounding="stochastic"),
+    TrainingRecipe(input="nvfp4,rotation=16,rotation_seed=3", weight="nvfp4", gradient="nvfp4", hadamard=16),
     *FROM_CODES,
 ]
 

@@ -33,6 +33,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("keeps_parts", "repeats"), "kernels.exact"),
     **dict.fromkeys(("NEW_CODES", "decided", "keeps_values"), "kernels.exactness"),
     "Record": "formats",
+    "ROTATIONS": "rotations",
     "signs_of": "kernels.reference.rotating",
     **dict.fromkeys(("apply_scale", "rotated", "scales_of_amaxes"), "kernels.reference"),
     "numpy": "kernels",

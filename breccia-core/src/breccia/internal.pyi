@@ -59,6 +59,7 @@ from .policies import matches as matches
 from .recipe_fields import check_choices as check_choices
 from .recipe_fields import choices_of as choices_of
 from .recipe_fields import one_of as one_of
+from .rotations import ROTATIONS as ROTATIONS
 from .siblings import ML_DTYPES as ML_DTYPES
 from .siblings import install as install
 from .targets import once as once

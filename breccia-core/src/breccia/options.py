@@ -91,6 +91,8 @@ def _unread(seed: Any) -> bool:
     shape = getattr(seed, "shape", None)
     if shape not in ((), (2,)) or "int" not in str(seed.dtype):
         return False
+    if shape:
+        return True
     try:
         index(seed)
     except TypeError:

@@ -212,6 +212,8 @@ def _flat_options(options: tuple[str, ...], like: Tensor, axis: int, keywords: d
             number = isinstance(value, (int, float))
             flat.append(torch.full((), float(value), dtype=torch.float32, device=like.device) if number else value)
         elif name == "seed":
+            if isinstance(value, torch.Tensor):
+                raise UnsupportedError("inside torch.compile seed= is a number; got a tensor. Cast outside, or pass a number.")
             flat.append(value - 2 * SIGN if value is not None and value >= SIGN else value)
         elif name == "rounding":
             flat.append("nearest" if value is None else value)

@@ -219,9 +219,9 @@ class _TorchOps(Ops):
         return a.data_ptr() if opaque(a) is None else None
 
     def words(self, seed: Any) -> tuple[Any, Any]:
-        if not isinstance(seed, torch.Tensor) or not is_captured(seed):
+        if not isinstance(seed, torch.Tensor) or not seed.is_cuda:
             return super().words(seed)
-        words = seed.to(torch.int32)  # the host cannot read them
+        words = seed.to(torch.int32)  # the host would wait for them
         return words[0], words[1]
 
     def to_int32(self, x: Any) -> Any:

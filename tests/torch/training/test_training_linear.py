@@ -447,6 +447,25 @@ def test_a_cuda_graph_keeps_no_cast_and_what_it_changes_is_cast_anew(monkeypatch
         assert torch.equal(each(x).detach().flatten(0, 1), expected)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_steps_end_also_where_a_cuda_graph_replays_the_passes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays run no Python, so that nobody counts their passes."""
+    capturing = [False]
+    monkeypatch.setattr(steps, "is_captured", lambda of: capturing[0])
+    layer, x, dy = made(recipe)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    layer(x).backward(dy)
+    optimizer.step()
+    capturing[0] = True
+    layer(x).backward(dy)
+    capturing[0] = False
+    words = None if layer.state.words is None else layer.state.words.tolist()
+    for steps_ended in (2, 3, 4):
+        optimizer.step()
+        assert layer.state.draws[1] == steps_ended
+    assert words is None or layer.state.words.tolist() != words
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_tile", "mxfp8", "nvfp4"])

@@ -218,6 +218,21 @@ def test_seeds_are_the_outputs_of_splitmix64() -> None:
         optimizer.step()
 
 
+def test_words_follow_from_a_loaded_state_and_begin_again_with_a_step() -> None:
+    """At once, not at the next pass: a CUDA graph that is replayed reads them."""
+    layer, other = (TrainingLinear(16, 16, recipe="nvfp4", seed=seed) for seed in (1, 2))
+    first = layer.state.words.tolist()
+    assert first == steps.next_seed(layer.context).tolist() != other.state.words.tolist()
+    layer(torch.randn(16, 16)).sum().backward()
+    assert layer.state.words.tolist() == [first[0], first[1] + 1]
+    breccia_torch.end_of_step(layer, taken=False)
+    assert layer.state.words.tolist() == first
+    other.load_state_dict(layer.state_dict())
+    assert other.state.words.tolist() == first
+    layer.state.reset(2)
+    assert layer.state.words.tolist() == TrainingLinear(16, 16, recipe="nvfp4", seed=2).state.words.tolist()
+
+
 def test_ranks_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, seen = TrainingLinear(16, 16, recipe="nvfp4", seed=1), list[list[int]]()
     for rank in (0, 1, 2, 0):
@@ -231,7 +246,7 @@ def test_stochastic_gradients_have_the_right_mean() -> None:
     rounds, total = 200, torch.zeros(48, 64)
     for _ in range(rounds):
         total += layer.gemm_operands(x, dy)["grad_input"][0].dequantize()
-        steps.count_pass(layer.state.draws, layer.weight)
+        steps.count_pass(layer.context, layer.weight)
     # Codes are at most 2 scales apart, and a scale is amax / 6: the standard deviation of a draw is at most half of that, amax
     # / 6, and that of the mean amax / 6 / sqrt(rounds). Six of these, for 3072 values. The scale in E4M3 may be 2^-4 too small
     # for the largest values, which saturate.

@@ -240,6 +240,33 @@ def test_stochastic_rounding_draws_the_same_numbers(spec: str, axis: int) -> Non
         same(triton_cast.cast(x, breccia.recipe(spec), options), expected)
 
 
+@pytest.mark.parametrize("seed", [2**63 + 2**31 + 7, 2**32 - 1])
+def test_every_cast_reads_a_seed_of_two_words(seed: int) -> None:
+    x, recipe = numbers((40, 64), seed=8), breccia.recipe("mxfp8")
+    words = torch.tensor([seed & 0xFFFFFFFF, seed >> 32])
+    of_int, of_words = (CastOptions(rounding="stochastic", seed=each) for each in (seed, words))
+    for dtype in (torch.int64, torch.int32, torch.uint32):
+        options = of_words.replace(seed=words.to(dtype) if dtype != torch.uint32 else words.to(torch.int32).view(torch.uint32))
+        for one, other in zip(triton_cast.cast_pair(x, recipe, options), triton_cast.cast_pair(x, recipe, of_int), strict=True):
+            same(one, other)
+        same_values(triton_cast.cast_ste(x, recipe, options), triton_cast.cast_ste(x, recipe, of_int))
+    history = torch.tensor([1.0]), torch.tensor(0.5)
+    delayed = breccia.DelayedScaling(amax_history_len=3)
+    results = [triton_cast.cast_and_record(x.nan_to_num(), delayed, *history, each) for each in (of_int, of_words)]
+    same(results[0][0], results[1][0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_a_seed_on_the_host_is_read_there() -> None:
+    x = torch.randn(64, 256, device="cuda")
+    for cast in (
+        lambda seed: breccia.cast(x, "mxfp8", rounding="stochastic", seed=seed),
+        lambda seed: breccia.AmaxHistory("fp8_delayed").cast(x, rounding="stochastic", seed=seed)[0],
+    ):
+        assert cast(torch.tensor([7, 0])).digest() == cast(7).digest() == cast(torch.tensor([7, 0], device="cuda")).digest()
+
+
 def test_requantize_reads_a_seed_in_the_memory_of_the_device() -> None:
     st, recipe = breccia.cast(numbers((40, 64), seed=8), "mxfp8"), breccia.recipe("nvfp4")
     expected = triton_cast.requantize(st, recipe, CastOptions(rounding="stochastic", seed=2**40 + 5))
@@ -685,7 +712,7 @@ CALLS = [
     ("cast_ste", backend.DEFAULT, ("fp8_block", "fp8_current", "nvfp4", "int4")),
     ("cast_pair", backend.DEFAULT, ("fp8_block", "fp8_current", "nvfp4", "mxfp4")),
     *((op, backend.COLUMNS, ("fp8_block", "fp8_row", "int8", "nvfp4", "fp8_current")) for op in ("cast", "cast_ste")),
-    *((op, SUPPLIED, ("fp8_delayed",)) for op in ("cast", "cast_ste")),
+    *((op, SUPPLIED, ("fp8_delayed",)) for op in ("cast", "cast_ste", "cast_pair")),
     ("cast_and_record", backend.DEFAULT, ("fp8_delayed,amax_history_len=3",)),
 ]
 

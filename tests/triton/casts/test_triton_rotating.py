@@ -73,10 +73,32 @@ def test_views_are_rotated_and_a_transposed_one_gives_one(launches: list[Any]) -
 
 
 def test_partial_blocks_empty_tensors_and_other_dtypes_take_the_generic_algorithm(launches: list[Any]) -> None:
-    for x in (extreme((64, 100), torch.float32), extreme((16, 784), torch.float64)):
-        for ours, expected in WAYS:
-            same_values(ours(x, Rotation(16), -1), expected(x, Rotation(16), -1))
+    x = extreme((64, 100), torch.float32)
+    for ours, expected in WAYS:
+        found = ours(x, Rotation(16), -1)
+        same_values(found[:, :96], expected(x[:, :96], Rotation(16), -1))
+        same_values(found[:, 96:], x[:, 96:])  # the last block is partial
     assert rotating.rotated(torch.empty(0, 16, device=DEVICE), Rotation(16), -1).shape == (0, 16)
+    assert rotating.rotated(x[:, :64].double(), Rotation(16), -1).dtype == torch.float32
+    assert not launches
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_an_unaligned_view_is_rotated(axis: int, launches: list[Any]) -> None:
+    memory = extreme((1, 64 * 128 + 1), torch.bfloat16).view(-1)
+    x = memory[1:].view(64, 128)
+    for ours, expected in WAYS:
+        same_values(ours(x, Rotation(16), axis), expected(x.clone(), Rotation(16), axis))
+    assert [aligned for _, aligned, *_ in launches] == [False, False]
+
+
+def test_more_columns_than_the_grid_has_places_for_take_the_generic_algorithm(
+    launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotating, "GRID", 2)
+    x = extreme((32, 192), torch.float32)
+    for ours, expected in WAYS:
+        same_values(ours(x, Rotation(16), -2), expected(x, Rotation(16), -2))
     assert not launches
 
 
@@ -88,9 +110,12 @@ def test_casts_and_decoding_are_those_of_the_generic_algorithm(spec: str, axis: 
     expected = reference.cast(x, recipe, options)
     found = rotating.cast(x, recipe, options)
     same(found, expected)
+    assert rotating.cast(x * 2, recipe, options.replace(out=found)) is found
+    same(found, reference.cast(x * 2, recipe, options))
+    expected = found
     for dtype in ("float32", "bfloat16"):
         same_values(rotating.dequantize(found, product_options(dtype)), reference.dequantize(expected, product_options(dtype)))
-    assert len(launches) == 3
+    assert len(launches) == 4
 
 
 COMPILED = """
@@ -106,7 +131,7 @@ rotating.Launcher = lambda launch: launcher(launch, target)
 for block in (16, 128):
     for columns in (1, 256):
         for back in (False, True):
-            made = rotating._launcher(torch.bfloat16, Rotation(block), 64, columns, back, torch.device("cpu"))
+            made = rotating._launcher(torch.bfloat16, True, Rotation(block), 64, columns, back, torch.device("cpu"))
             print(block, columns, made.compiled.metadata.shared)
 """
 

@@ -38,7 +38,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, rotate
     ops, rotation = ops_of(x), recipe.format.rotation
     assert rotation is not None
     y = rotate(x, rotation, contraction_axis(options.axis, len(x.shape)))
-    st = renamed(calls.cast(y, recipe.unrotated, options.replace(out=None)), recipe)
+    st = renamed(calls.cast(y, recipe.unrotated, options if options.out is None else options.replace(out=None)), recipe)
     return st if options.out is None else reference.assign(ops, options.out, st)
 
 

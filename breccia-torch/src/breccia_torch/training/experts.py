@@ -92,7 +92,7 @@ def backward(
     kept = note_input(how, kept)
     dy_rows, dy_columns = cast_operand(how, "gradient", places.spread(dy), rows=need_x, columns=bool(kept), record=True)
     if how.draws is not None:
-        steps.count_pass(how.draws, weight)
+        steps.count_pass(how, weight)
     dx = dw = None
     if need_x:
         _, w_columns = cast_weight(how, weight, rows=False)

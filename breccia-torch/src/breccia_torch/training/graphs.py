@@ -1,7 +1,8 @@
 """The operators that torch.compile sees of a layer in training: one each way, with the functions of eager mode in them.
 
-They write to `pending` and to `main` without declaring it: with declared changes, autograd refuses a layer that is called twice
-before its backward pass. Nothing else in a graph reads either: `pending` is a maximum, and `main` is the optimizer's.
+They write to `pending`, `words` and `main` without declaring it: with declared changes, autograd refuses a layer that is called
+twice before its backward pass. Nothing else in a graph reads them: `pending` is a maximum, `words` are the layer's own, and
+`main` is the optimizer's.
 """
 
 # Parameters of operators have the types of their schemas.

@@ -79,9 +79,9 @@ def _cast(x: Tensor, operand: GemmOperand, options: CastOptions) -> Operand:
 
 @lru_cache(maxsize=64)
 def _rotating(recipe: ScalingRecipe, rotation: Rotation) -> ScalingRecipe | None:
-    """The recipe with the rotation, whose cast may have a kernel; None where its class has none."""
+    """The recipe with the rotation, whose cast may have a kernel; None where its class has none, or it has one of its own."""
     known: Any = recipe
-    if "rotation" not in {field.name for field in fields(known)}:
+    if recipe.format.rotation is not None or not {"rotation", "rotation_seed"} <= {field.name for field in fields(known)}:
         return None
     return replace(known, rotation=rotation.block, rotation_seed=rotation.seed)
 

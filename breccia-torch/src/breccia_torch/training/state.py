@@ -2,8 +2,8 @@
 
 Both are integer buffers of a `StepState`, so `.to(bfloat16)`, `state_dict`, checkpoints and copies keep every bit. They advance
 when an optimizer that has the layer's weight has made a step, or in `end_of_step`, by kernels whose number does not
-depend on how many layers there are. Between steps only `pending` changes, and it is in no state: a step that is skipped leaves
-the state as it was.
+depend on how many layers there are. Between steps only `pending` and `words` change, which no `state_dict` has: a step that is
+skipped leaves the state as it was.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class StepState(nn.Module):
         are not saved.
     pending: (3,) int32, the amaxes of the present step. It is not saved.
     draws: (2,) int64: the layer's seed, and the number of steps that have ended.
-    words: (2,) int32, the seed of the first cast of gradients of this step, as two words. It follows from `draws`, and is not
-        saved. None without stochastic rounding.
+    words: (2,) int32, the seed of the next cast of gradients, as two words. It follows from `draws` and the number of backward
+        passes of this step, and is not saved. None without stochastic rounding.
 
     Buffers on the device meta begin as new ones where they get memory.
     """
@@ -78,8 +78,7 @@ class StepState(nn.Module):
         for name in ("scales", "pending"):
             self.register_buffer(name, amaxes[:, 0].clone() if amaxes is not None else None, persistent=False)
         self.register_buffer("draws", torch.tensor([seed, 0], device=device))
-        words = torch.zeros(2, dtype=torch.int32, device=device) if recipe.stochastic else None
-        self.register_buffer("words", words, persistent=False)
+        self.register_buffer("words", _words(self.draws, _rank()) if recipe.stochastic else None, persistent=False)
 
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """What the layer's operators take: amaxes, scales, pending, draws, words."""
@@ -95,6 +94,7 @@ class StepState(nn.Module):
             if buffer is not None:
                 buffer.zero_()
         self.draws.copy_(torch.tensor([seed, 0]))
+        _begin_words(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         meta = self.draws.is_meta
@@ -108,8 +108,9 @@ class StepState(nn.Module):
         if self.amaxes is not None and self.pending is not None and self.pending.is_meta != self.amaxes.is_meta:
             # `assign=True` put tensors in the place of those on the device meta. Scales are computed from them.
             self.scales, self.pending = (torch.zeros_like(self.amaxes[:, 0]) for _ in range(2))
-        if self.words is not None and self.words.is_meta != self.draws.is_meta:
+        if self.words is not None and self.words.device != self.draws.device:
             self.words = torch.zeros(2, dtype=torch.int32, device=self.draws.device)
+        _begin_words(self)
 
 
 @torch.no_grad()
@@ -138,6 +139,7 @@ def forget(states: Iterable[StepState]) -> None:
         if state.pending is not None:
             state.pending.zero_()
         counter_of(state.draws).begin()
+        _begin_words(state)
 
 
 def _roll(group: Sequence[Any], delayed: Delayed) -> None:
@@ -306,26 +308,37 @@ def _int64(number: int) -> int:
 
 
 @torch.no_grad()
+def _begin_words(how: Any) -> None:
+    """Compute `words` for the first pass of the step that `draws` names. how: a `StepState` or a `Context`."""
+    if how.words is None or how.draws.is_meta:
+        return
+    counter, rank = counter_of(how.draws), _rank()
+    with _quietly(how.words):
+        how.words.copy_(_words(how.draws, rank))
+    counter.words, counter.rank = how.words, rank
+
+
 def next_seed(how: Any) -> Tensor:
     """The seed of the next backward pass, as two words: different for each layer, step, pass of a step, and rank.
 
-    how: a `Context`.
+    how: a `Context`. The tensor is a buffer, which `count_pass` changes.
     """
-    counter, rank = counter_of(how.draws), _rank()
-    if counter.words is not how.words or counter.rank != rank:
+    counter = counter_of(how.draws)
+    if counter.words is not how.words or counter.rank != _rank():
+        _begin_words(how)
+    return how.words
+
+
+@torch.no_grad()
+def count_pass(how: Any, weight: Tensor) -> None:
+    """Note a backward pass: the next one draws other numbers.
+
+    Warns where the weight has changed since the pass before, and no step has ended between them. how: a `Context`.
+    """
+    if how.words is not None:  # on the device: a CUDA graph of a pass may be replayed several times in a step
         with _quietly(how.words):
-            how.words.copy_(_words(how.draws, rank))
-        counter.words, counter.rank = how.words, rank
-    if not counter.passes:
-        return how.words
-    words = how.words.clone()
-    words[1] += counter.passes
-    return words
-
-
-def count_pass(draws: Tensor, weight: Tensor) -> None:
-    """Note a backward pass. Warns where the weight has changed since the one before, and no step has ended between them."""
-    counter = counter_of(draws)
+            how.words[1].add_(1)
+    counter = counter_of(how.draws)
     if counter.passes and counter.weight_version != weight._version:
         warnings.warn(
             "a layer's weight has changed between two backward passes, and no step has ended: its amax histories and random "
@@ -385,7 +398,8 @@ def _stepped(optimizer: Any, *_: Any) -> None:
     for layer in list(layers):
         weight: Any = layer.weight
         state: Any = layer.state
-        if (id(weight) in own or not weight.requires_grad) and counter_of(state.draws).passes:
+        passed = counter_of(state.draws).passes or (bool(_captured) and weight in _captured)  # nobody counts those of replays
+        if (id(weight) in own or not weight.requires_grad) and passed:
             stepped.append(state)
     advance(stepped)
 

@@ -100,7 +100,7 @@ _OWN, _SUPPLIED = (False, "nearest", PLAIN, False, False), (True, "nearest", PLA
 
 def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
     """`cast_pair` as `breccia.cast_pair` documents it: from one read, or two casts where they are faster."""
-    if options is DEFAULT and (pair := _plainly("cast_pair", x, recipe, options)) is not None:
+    if (pair := _plainly("cast_pair", x, recipe, options)) is not None:
         return pair
     x, options = _readable(x, recipe), _in_order(options, x.device)
     if _transposed(x) and options.storage == PLAIN:
@@ -132,7 +132,7 @@ def cast_and_record(
         results = _plainly("cast_and_record", x, recipe, options, (amaxes, scale))
         if results is not None:
             return results
-    x = _readable(x, recipe)
+    x, options = _readable(x, recipe), _in_order(options, x.device)
     if _transposed(x) and options.storage == PLAIN:
         result, *recorded = cast_and_record(x.mT, recipe, amaxes, scale, _other_axis(options, x.ndim))
         return result.mT if options.out is None else options.out, *recorded
@@ -210,10 +210,12 @@ def _in_order(options: CastOptions, device: torch.device) -> CastOptions:
     scale, importance, seed = options.scale, options.importance, options.seed
     if isinstance(seed, torch.Tensor):
         if seed.device == device:
-            options = options.replace(seed=seed.to(torch.int32).contiguous())
+            words: Any = seed.to(torch.int32).contiguous()
         else:
-            low, high = (word & 0xFFFFFFFF for word in TORCH.words(seed))
-            options = options.replace(seed=high << 32 | low)
+            low, high = (word & 0xFFFFFFFF for word in seed.tolist())
+            words = high << 32 | low
+        if words is not seed:
+            options = options.replace(seed=words)
     if isinstance(scale, torch.Tensor) and not scale.is_contiguous():
         options = options.replace(scale=scale.contiguous())
     if importance is not None:
@@ -319,11 +321,11 @@ class Pair:
         shared = first.amaxes(x) if self.shared else None
         return first(x, options.replace(axis=-1), shared), second(x, options.replace(axis=-2), shared)
 
-    def plainly(self, address: int) -> tuple[ScaledTensor, ScaledTensor]:
-        """The results under default options, on the current device."""
+    def plainly(self, address: int, *supplied: int) -> tuple[ScaledTensor, ScaledTensor]:
+        """The results under no option but a scale, on the current device. supplied: its address, if there is one."""
         first, second = self.calls
         if not self.shared:
-            return first.plainly(address), second.plainly(address)
+            return first.plainly(address, *supplied), second.plainly(address, *supplied)
         stream = stream_of(self.index)
         work, amax = workspace(self.device, stream)
         number = amax.data_ptr()

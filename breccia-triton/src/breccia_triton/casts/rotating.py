@@ -8,7 +8,6 @@ One kernel rotates in one pass over memory. The kernels of the format without a 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ import triton.language as tl
 
 from breccia import ScaledTensor, ScalingRecipe
 from breccia.backend import DEFAULT, FLOAT32, CastOptions, ProductOptions, Rotation
-from breccia.internal import rotating, signs_of
+from breccia.internal import ROTATIONS, rotating, signs_of
 
-from ..facts import INTERPRETED, Argument
+from ..facts import GRID, INTERPRETED, NUMBERS, Argument
 from ..launch.cache import Remembered
 from ..launch.device import empty, index_of, on, stream_of
 from ..launch.launcher import Launcher
@@ -31,7 +30,8 @@ from ..operands import FLOATS
 TILE, WARPS = 4096, 4
 #: Columns of a program, where blocks run down the columns.
 COLUMNS = 64
-_POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+#: The largest block that the kernel rotates.
+LARGEST = max(ROTATIONS)
 
 
 @triton.jit
@@ -87,44 +87,60 @@ def unrotated(x: Any, rotation: Rotation, axis: int) -> Any:
 
 def _blockwise(x: Any, rotation: Rotation, axis: int, back: bool) -> Any:
     length, n, axis = x.shape[axis], rotation.block, axis % x.ndim - x.ndim
-    if length % n or not x.numel() or x.dtype not in FLOATS or n > TILE:
+    columns = x.shape[-1] if axis == -2 else 1
+    many = n > LARGEST or columns > COLUMNS * GRID
+    if length % n or not x.numel() or x.dtype not in FLOATS or many:
         return (rotating.unrotated if back else rotating.rotated)(x, rotation, axis)
     if axis == -2 and x.stride(-2) == 1 and x.stride(-1) != 1:  # a transposed view: so is the result
         return _blockwise(x.mT, rotation, -1, back).mT
     x = x.resolve_neg().contiguous()
-    columns = math.prod(x.shape[axis + 1 :]) if axis < -1 else 1
-    blocks = x.numel() // columns // n
-    device = x.device
+    blocks, device = x.numel() // columns // n, x.device
     with on(device):
         z = empty(tuple(x.shape), torch.float32, device)
         arrays = x, z, _signs(rotation, device)
-        run = _launcher(x.dtype, rotation, blocks, columns, back, device).run
+        run = _launcher(x.dtype, x.data_ptr() % 16 == 0, rotation, blocks, columns, back, device).run
         run(stream_of(index_of(device)), *(arrays if INTERPRETED else [array.data_ptr() for array in arrays]))
     return z
 
 
-def _launcher(dtype: torch.dtype, rotation: Rotation, blocks: int, columns: int, back: bool, device: torch.device) -> Launcher:
-    key = dtype, rotation.block, blocks, columns, back, device
+def _launcher(
+    dtype: torch.dtype, aligned: bool, rotation: Rotation, blocks: int, columns: int, back: bool, device: torch.device
+) -> Launcher:
+    key = dtype, aligned, rotation.block, blocks, columns, back, device
     found = _launchers.get(key)
     if found is None:
         n = rotation.block
         wide = min(COLUMNS, 1 << (columns - 1).bit_length())
         each = max(1, TILE // (n * wide))
-        constants = {"P": each, "N": n, "LOG": n.bit_length() - 1, "W": wide, "FACTOR": rotation.factor, "BACK": back}
+        constants: dict[str, Any] = {
+            "P": each,
+            "N": n,
+            "LOG": n.bit_length() - 1,
+            "W": wide,
+            "FACTOR": rotation.factor,
+            "BACK": back,
+        }
         arguments = {
-            "x": Argument(_POINTERS[dtype], True), "z": Argument("*fp32", True), "signs": Argument("*fp32", True),
-            "blocks": Argument("i32"), "columns": Argument("i32", columns % 16 == 0),
+            "x": Argument(NUMBERS[str(dtype).removeprefix("torch.")], aligned), "z": Argument("*fp32", True),
+            "signs": Argument("*fp32", True), "blocks": Argument("i32"),
         }  # fmt: skip
+        integers: tuple[int, ...] = (blocks,)
+        if columns == 1:
+            constants["columns"] = 1  # so that rows are read by vectors
+        else:
+            arguments["columns"], integers = Argument("i32", columns % 16 == 0), (blocks, columns)
         programs = -(-blocks // each), -(-columns // wide), 1
-        found = _launchers.keep(key, Launcher(Launch(rotate_kernel, programs, arguments, constants, WARPS, (blocks, columns))))
+        found = _launchers.keep(key, Launcher(Launch(rotate_kernel, programs, arguments, constants, WARPS, integers)))
     return found
 
 
 def _signs(rotation: Rotation, device: torch.device) -> torch.Tensor:
     found = _signs_of.get((rotation, device))
     if found is None:
-        found = _signs_of.keep((rotation, device), torch.tensor(signs_of(rotation), device=device))
+        found = _signs_of[rotation, device] = torch.tensor(signs_of(rotation), device=device)
     return found
 
 
-_launchers, _signs_of = Remembered(), Remembered()
+_launchers = Remembered()
+#: Never forgotten: a CUDA graph reads them where they are.
+_signs_of: dict[Any, torch.Tensor] = {}
