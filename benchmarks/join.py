@@ -15,6 +15,7 @@ import bench_board  # noqa: F401  # declares its benchmark
 import bench_decoder  # noqa: F401
 import bench_encoder  # noqa: F401
 import bench_first_call  # noqa: F401
+import bench_generation  # noqa: F401
 import bench_gpu_casts  # noqa: F401
 import bench_gpu_gpt  # noqa: F401
 import bench_matmul

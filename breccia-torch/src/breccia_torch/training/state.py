@@ -381,6 +381,11 @@ def end_generation() -> None:
 layers: WeakSet[nn.Module] = WeakSet()
 
 
+def _had_passes(state: StepState, weight: Tensor) -> bool:
+    """Whether a step has begun. Nobody counts the passes that a CUDA graph replays."""
+    return counter_of(state.draws).passes > 0 or (bool(_captured) and weight in _captured)
+
+
 def _stepped(optimizer: Any, *_: Any) -> None:
     """End the step of the layers whose weight the optimizer has, or whose weight is frozen, if they had a backward pass."""
     skipped = getattr(optimizer, "found_inf", None)  # a GradScaler's, of fused optimizers, which skip steps themselves
@@ -398,8 +403,7 @@ def _stepped(optimizer: Any, *_: Any) -> None:
     for layer in list(layers):
         weight: Any = layer.weight
         state: Any = layer.state
-        passed = counter_of(state.draws).passes or (bool(_captured) and weight in _captured)  # nobody counts those of replays
-        if (id(weight) in own or not weight.requires_grad) and passed:
+        if (id(weight) in own or not weight.requires_grad) and _had_passes(state, weight):
             stepped.append(state)
     advance(stepped)
 

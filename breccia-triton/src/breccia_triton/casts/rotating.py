@@ -51,18 +51,23 @@ def rotate_kernel(
 
     signs: N numbers, 1 and -1. Programs: ceil(blocks / P), ceil(columns / W).
     """
-    block = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)[:, None, None]
+    first = tl.program_id(0).to(tl.int64) * P
     place = tl.arange(0, N)[None, :, None]
-    column = tl.program_id(1) * W + tl.arange(0, W)[None, None, :]
-    at = (block * N + place) * columns + column
-    exists = (block < blocks) & (column < columns)
+    if W == 1:  # numbers that follow each other in memory: a vector is read as such
+        at = first * N + tl.arange(0, P * N)
+        exists = at < blocks.to(tl.int64) * N
+    else:
+        block = first + tl.arange(0, P)[:, None, None]
+        column = tl.program_id(1) * W + tl.arange(0, W)[None, None, :]
+        at = (block * N + place) * columns + column
+        exists = (block < blocks) & (column < columns)
     sign = tl.load(signs + place)
-    y = tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
+    y = tl.reshape(tl.load(x + at, mask=exists, other=0.0).to(tl.float32), (P, N, W))
     y = flushed(y if BACK else y * sign)
     for step in tl.static_range(LOG):
         y = _sums(y, P, N, W, 1 << step)
     y = y * FACTOR
-    tl.store(z + at, flushed(y * sign if BACK else y), mask=exists)
+    tl.store(z + at, tl.reshape(flushed(y * sign if BACK else y), at.shape), mask=exists)
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
@@ -112,25 +117,13 @@ def _launcher(
         n = rotation.block
         wide = min(COLUMNS, 1 << (columns - 1).bit_length())
         each = max(1, TILE // (n * wide))
-        constants: dict[str, Any] = {
-            "P": each,
-            "N": n,
-            "LOG": n.bit_length() - 1,
-            "W": wide,
-            "FACTOR": rotation.factor,
-            "BACK": back,
-        }
+        constants = {"P": each, "N": n, "LOG": n.bit_length() - 1, "W": wide, "FACTOR": rotation.factor, "BACK": back}
         arguments = {
             "x": Argument(NUMBERS[str(dtype).removeprefix("torch.")], aligned), "z": Argument("*fp32", True),
-            "signs": Argument("*fp32", True), "blocks": Argument("i32"),
+            "signs": Argument("*fp32", True), "blocks": Argument("i32"), "columns": Argument("i32", columns % 16 == 0),
         }  # fmt: skip
-        integers: tuple[int, ...] = (blocks,)
-        if columns == 1:
-            constants["columns"] = 1  # so that rows are read by vectors
-        else:
-            arguments["columns"], integers = Argument("i32", columns % 16 == 0), (blocks, columns)
         programs = -(-blocks // each), -(-columns // wide), 1
-        found = _launchers.keep(key, Launcher(Launch(rotate_kernel, programs, arguments, constants, WARPS, integers)))
+        found = _launchers.keep(key, Launcher(Launch(rotate_kernel, programs, arguments, constants, WARPS, (blocks, columns))))
     return found
 
 
