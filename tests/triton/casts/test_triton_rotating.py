@@ -137,6 +137,7 @@ for block in (16, 128):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(ON_GPU, reason="compiles for GPUs that are absent")
 @pytest.mark.parametrize("target", ["sm90", "sm80", "gfx942"])
 def test_the_kernel_compiles_and_reads_and_writes_16_bytes_at_a_time(target: str, tmp_path: Path) -> None:
