@@ -784,6 +784,13 @@ def test_unsupported_calls_inside_a_graph_raise() -> None:
         compiled(lambda x: breccia.cast(x, MXFP8, prefer="reference.cast"))(rows(4, 64))
     with pytest.raises(Exception, match="cast takes float32, float16, bfloat16; got float64"):
         compiled(lambda x: breccia.cast(x, MXFP8))(rows(4, 64).double())
+    words = torch.tensor([7, 0], dtype=torch.int32)
+    with pytest.raises(Exception, match=r"inside torch.compile seed= is a number; got a tensor. Cast outside, or pass"):
+        compiled(lambda x: breccia.cast(x, MXFP8, rounding="stochastic", seed=words))(rows(4, 64))
+    assert breccia.bytes_equal(
+        breccia.cast(rows(4, 64), MXFP8, rounding="stochastic", seed=words),
+        breccia.cast(rows(4, 64), MXFP8, rounding="stochastic", seed=7),
+    )
 
 
 @pytest.mark.slow

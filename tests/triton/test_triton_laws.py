@@ -38,7 +38,8 @@ OPS = ("cast", "cast_pair", "cast_ste", "dequantize", "requantize", "record_amax
 def laws() -> Iterator[list[Law]]:
     """The laws for the Triton kernels of casts, declared for tensors on the CPU."""
     found = [kernel for kernel in plugin.breccia_kernels() if kernel.framework == "torch" and kernel.name.startswith("triton.")]
-    kernels = [dataclasses.replace(kernel, device=None, available=None) for kernel in found if kernel.op in OPS]
+    own = [kernel for kernel in found if kernel.op in OPS and kernel.kind == "kernel"]  # not those around other kernels
+    kernels = [dataclasses.replace(kernel, device=None, available=None) for kernel in own]
     manifest = ModuleType("interpreted_manifest")
     vars(manifest).update({"api": 1, "breccia_kernels": breccia.hookimpl(lambda: kernels)})
     version = breccia.__version__
