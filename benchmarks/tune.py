@@ -136,10 +136,9 @@ def keys_of(case: Case, hardware: Any) -> list[Any]:
 
 def candidates(call: Tunable, key: Any, most: int | None) -> dict[Any, Any]:
     """What was prepared under each candidate for the key."""
-    from breccia_triton.tuning import choices
-    from breccia_triton.tuning import timing as tuning
+    from breccia_triton.tuning import choices, timing
 
-    different = tuning.distinct(key, call.prepare, call.launches, lambda other: choices.DEFAULT)
+    different = timing.distinct(key, call.prepare, call.launches, lambda other: choices.DEFAULT)
     return dict(itertools.islice(different.items(), most))
 
 
@@ -167,7 +166,7 @@ class OtherBytes(Exception):
 
 
 def timed(case: Case, call: Tunable, different: dict[Any, Any], dry: bool) -> Any:
-    from breccia_triton.tuning import timing as tuning
+    from breccia_triton.tuning import timing
     from breccia_triton.tuning.choices import DEFAULT
 
     expected = bytes_of(call.compiled(different[DEFAULT])())
@@ -182,8 +181,8 @@ def timed(case: Case, call: Tunable, different: dict[Any, Any], dry: bool) -> An
 
     makers = {choice: partial(maker, made) for choice, made in different.items()}
     if dry:
-        return tuning.fastest(makers, lambda call, calls: timeit.timeit(call, number=calls) / calls, 1, 1)
-    return tuning.fastest(makers, tuning.elapsed)
+        return timing.fastest(makers, lambda call, calls: timeit.timeit(call, number=calls) / calls, 1, 1)
+    return timing.fastest(makers, timing.elapsed)
 
 
 def gains(rows: dict[Any, tuple[Any, int]]) -> Table:

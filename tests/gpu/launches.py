@@ -99,10 +99,8 @@ def stored_weights(m: int, n: int = 1024, k: int = 1024) -> None:
 
     for spec in ("int4,group_size=128", "mxfp4", "nvfp4", "mxfp8"):
         plain = weight(spec, n, k)
-        stored, of = (
-            plain.to_storage(STORED).mT,
-            weight_plans.weight_format_of(plain.recipe.format, plain.layout.plain.block(-1)),
-        )
+        stored = plain.to_storage(STORED).mT
+        of = weight_plans.weight_format_of(plain.recipe.format, plain.layout.plain.block(-1))
         wide = weight_plans.Config(64, 2, 1, 4, wide=True), weight_plans.Decoded(), weight_plans.DecodedCodes()
         small = [config for config in weight_plans.configs(of, m, n, k) if config.fits(of, m, k)][:1]
         for config in (*small, *(config for config in wide if config.fits(of, m, k))):

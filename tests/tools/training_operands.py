@@ -8,8 +8,7 @@ import numpy as np
 
 import breccia
 from breccia import TrainingRecipe
-from breccia.backend import ops_of
-from breccia.internal import rotated
+from breccia.backend import ops_of, reference
 
 PRESETS = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "fp8_tile", "mxfp8", "nvfp4")
 _POWERS = "fp8_block,power_of_two_scale=true"
@@ -42,7 +41,7 @@ def operands(
         if scales and of.tensor in scales:
             options["scale"] = scales[of.tensor]
         if of.rotation is not None:
-            a = rotated(ops_of(a), np.asarray(a, np.float32), of.rotation, of.axis)
+            a = reference.rotated(ops_of(a), np.asarray(a, np.float32), of.rotation, of.axis)
         return breccia.cast(a, of.recipe, axis=of.axis, **options)
 
     (x_rows, w_rows), (dy_rows, w_columns), (dy_columns, x_columns) = (

@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 
 from breccia import Codec, ScaledTensor
-from breccia.backend import NUMPY, TENSOR, Rotation, reference
-from breccia.internal import apply_scale, measuring
+from breccia.backend import NUMPY, TENSOR, Rotation
+from breccia.internal import apply_scale, measuring, rotating
 
 from .ahead import Item, results
 from .measure import FileTensor, Slab, slabs
@@ -91,7 +91,7 @@ def _found(
 ) -> Iterable[tuple[np.float32, np.float32, bool]]:
     """The smallest and the largest finite element of slabs beside each other, and whether there are others."""
     if rotation is not None:
-        return [_of_numbers(rotated(tensor.values(slab, rooms), rotation)) for slab in several]
+        return [_of_numbers(rotating.rotated(tensor.values(slab, rooms), rotation, -1)) for slab in several]
     matrices, rows = several[0]
     whole = matrices, slice(rows.start, several[-1][1].stop)
     if _is_reduced(tensor):
@@ -100,12 +100,6 @@ def _found(
         if ends is not None:
             return [(*ends, False)]
     return [_of_numbers(tensor.values(slab, rooms)) for slab in several]
-
-
-def rotated(x: np.ndarray, rotation: Rotation) -> np.ndarray:
-    """FP32 numbers, rotated along the last axis; without -0."""
-    with np.errstate(all="ignore"):
-        return reference.rotated(NUMPY, x, rotation, -1)
 
 
 def _is_reduced(tensor: FileTensor) -> bool:

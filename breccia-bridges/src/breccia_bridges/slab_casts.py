@@ -14,7 +14,7 @@ from breccia.backend import TENSOR, components, part_shapes
 from breccia.internal import measuring, rotating
 
 from .ahead import Item, results
-from .extremes import Extremes, rotated
+from .extremes import Extremes
 from .measure import FileTensor, slabs
 from .safetensors_file import Shape
 
@@ -107,7 +107,7 @@ class SlabCasts:
             return st.reshape(measuring.stacked(st.shape))
         x = self._numbers(slab, above, rooms)
         if self.rotation is not None:  # what is above is of the rotated tensor
-            turned = rotated(x[:, above.size :], self.rotation)
+            turned = rotating.rotated(x[:, above.size :], self.rotation, -1)
             x = _below(turned, above, rooms)
         st = rotating.renamed(cast(x, self.written_by, scale=scale, importance=self.importance), self.recipe)
         return st[:, above.size :] if above.size else st

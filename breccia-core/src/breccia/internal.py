@@ -35,7 +35,7 @@ _HOMES: dict[str, str] = {
     "Record": "formats",
     "ROTATIONS": "rotations",
     "signs_of": "kernels.reference.rotating",
-    **dict.fromkeys(("apply_scale", "rotated", "scales_of_amaxes"), "kernels.reference"),
+    **dict.fromkeys(("apply_scale", "scales_of_amaxes"), "kernels.reference"),
     "numpy": "kernels",
     **dict.fromkeys(
         ("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"

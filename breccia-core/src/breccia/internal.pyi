@@ -41,7 +41,6 @@ from .kernels.numpy.codes import Microkernels as Microkernels
 from .kernels.numpy.codes import ScaledCodes as ScaledCodes
 from .kernels.numpy.codes import TableCodes as TableCodes
 from .kernels.reference import apply_scale as apply_scale
-from .kernels.reference import rotated as rotated
 from .kernels.reference import scales_of_amaxes as scales_of_amaxes
 from .kernels.reference.rotating import signs_of as signs_of
 from .layouts import layout_of_tensor as layout_of_tensor

@@ -21,10 +21,9 @@ from jax import lax
 import breccia
 from breccia import AmaxHistory, DelayedScaling, ScaledTensor, TrainingRecipe
 from breccia.backend import TENSOR, calls, dtype_name
-from breccia.internal import GemmOperand, rotated
+from breccia.internal import GemmOperand, rotating
 
 from .delayed import scale_of_step
-from .ops import JAX
 
 Array = Any
 #: An operand of a GEMM: quantized, or an array for high precision.
@@ -85,7 +84,7 @@ def _cast(how: How, x: Array, of: GemmOperand, options: dict[str, Any]) -> Opera
     if of.recipe is None:
         return x
     if of.rotation is not None:
-        x = rotated(JAX, JAX.f32(x), of.rotation, of.axis)
+        x = rotating.rotated(x, of.rotation, of.axis)
     return breccia.cast(x, of.recipe, axis=of.axis, **{**_shared(how, of.recipe, x), **options})
 
 

@@ -68,6 +68,11 @@ def addresses(tensors: list[Any], numbers: int = 0) -> list[Any]:
     return [a.data_ptr() for a in tensors]
 
 
+def columns_adjacent(x: Any) -> bool:
+    """Whether it is a view whose columns are contiguous: kernels work on its transpose, and the result is one too."""
+    return x.ndim > 1 and not x.is_contiguous() and x.stride(-2) == 1 and x.stride(-1) != 1
+
+
 def writable(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a kernel can write into `out` as it writes into a new tensor"""
     return (

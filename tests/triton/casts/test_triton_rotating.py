@@ -131,7 +131,7 @@ rotating.Launcher = lambda launch: launcher(launch, target)
 for block in (16, 128):
     for columns in (1, 256):
         for back in (False, True):
-            made = rotating._launcher(torch.bfloat16, True, Rotation(block), 64, columns, back, torch.device("cpu"))
+            made = rotating._launcher("bfloat16", True, Rotation(block), 64, columns, back, torch.device("cpu"))
             instructions = re.findall(r"(?:ld|st).global\\S*", made.compiled.asm.get("ptx", ""))
             print(block, columns, {"ld.global.v4.b32", "st.global.v4.b32"} <= set(instructions))
 """

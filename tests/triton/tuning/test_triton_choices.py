@@ -33,8 +33,7 @@ from breccia_triton.geometry import amax_tile, lanes_of, plain_tile, strips_of, 
 from breccia_triton.launch import cache, executable
 from breccia_triton.launch import launcher as launch
 from breccia_triton.launch.package_key import remembered
-from breccia_triton.tuning import choices, measurements
-from breccia_triton.tuning import timing as tuning
+from breccia_triton.tuning import choices, measurements, timing
 from breccia_triton.tuning.choices import DEFAULT, Choice, Choices, Key, Tuned, choices_of, user_file, write
 from breccia_triton.tuning.timing import configure
 
@@ -59,7 +58,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     choices_of.cache_clear()
     cast._calls.clear()
     decode._calls.clear()
-    assert not tuning._settings.autotune
+    assert not timing._settings.autotune
 
 
 def shipped() -> Path:
@@ -210,22 +209,22 @@ def test_every_file_of_the_distribution_can_be_used() -> None:
         assert path == measurements.shipped("triton", device)
         for text, entry in measurements.read(path, device, dict).items():
             assert Choice.of(entry["choice"]) != DEFAULT and entry["us"] < entry["default_us"], text
-            assert text.startswith(tuple(tuning.GRIDS)), text
+            assert text.startswith(tuple(timing.GRIDS)), text
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
 def test_autotune_is_off_unless_it_is_set_or_within_its_block() -> None:
-    assert not tuning._settings.autotune
+    assert not timing._settings.autotune
     with configure(autotune=True):
-        assert tuning._settings.autotune
+        assert timing._settings.autotune
         with configure(autotune=False):
-            assert not tuning._settings.autotune
-        assert tuning._settings.autotune
-    assert not tuning._settings.autotune
+            assert not timing._settings.autotune
+        assert timing._settings.autotune
+    assert not timing._settings.autotune
     breccia.kernels.triton.configure(autotune=True)
-    assert tuning._settings.autotune
+    assert timing._settings.autotune
     configure(autotune=False)
     with pytest.raises(TypeError, match=r"^configure\(autotune=\) takes True or False; got 'yes'$"):
         configure(autotune="yes")  # type: ignore[arg-type]
@@ -233,14 +232,14 @@ def test_autotune_is_off_unless_it_is_set_or_within_its_block() -> None:
 
 def test_calls_are_timed_on_cuda_only_and_never_while_captured_or_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, capturing, compiling = torch.device("cuda"), [False], [False]
-    monkeypatch.setattr(tuning, "INTERPRETED", False)
+    monkeypatch.setattr(timing, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling[0])
-    assert tuning.timeable(cuda) and not tuning.timeable(torch.device("cpu"))
+    assert timing.timeable(cuda) and not timing.timeable(torch.device("cpu"))
     capturing[0] = True
-    assert not tuning.timeable(cuda)
+    assert not timing.timeable(cuda)
     capturing[0], compiling[0] = False, True
-    assert not tuning.timeable(cuda)
+    assert not timing.timeable(cuda)
 
 
 # -- tuning ----------------------------------------------------------------------------------------------------------
@@ -264,8 +263,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(cast.Call, "__call__", run)
     monkeypatch.setattr(cast.Call, "plainly", run)  # repeated calls on a GPU
     monkeypatch.setattr(executable.Executable, "__call__", run)
-    monkeypatch.setattr(tuning, "elapsed", elapsed)
-    monkeypatch.setattr(tuning, "timeable", lambda device: True)
+    monkeypatch.setattr(timing, "elapsed", elapsed)
+    monkeypatch.setattr(timing, "timeable", lambda device: True)
     for module in (cast, decode):
         monkeypatch.setattr(module, "hardware", lambda device: Hardware(name=NAME))
     return ran
@@ -347,11 +346,11 @@ def test_candidates_that_fail_are_left_out_and_an_error_of_the_default_is_raised
         call()
         return took[ran[-1]]
 
-    found = tuning.fastest({c: lambda c=c: maker(c) for c in (slow, fast, broken)}, sample)
+    found = timing.fastest({c: lambda c=c: maker(c) for c in (slow, fast, broken)}, sample)
     assert found.best == Tuned(fast, 2.0, 3.0)
     assert found.failed == {broken: "RuntimeError: out of registers"}
     with pytest.raises(RuntimeError, match="out of registers"):
-        tuning.fastest({DEFAULT: lambda: maker(broken)}, sample)
+        timing.fastest({DEFAULT: lambda: maker(broken)}, sample)
 
 
 # -- results ---------------------------------------------------------------------------------------------------------
@@ -370,7 +369,7 @@ def under_every_choice(
     prepare(asked)
     found: list[Any] = []
     for key in keys:
-        different = tuning.distinct(key, prepare, launches, lambda other: DEFAULT)
+        different = timing.distinct(key, prepare, launches, lambda other: DEFAULT)
         found += [run(made) for choice, made in different.items() if choice != DEFAULT or not found]
     return found
 
@@ -425,7 +424,7 @@ def test_values_are_the_same_under_every_choice(spec: str) -> None:
     expected = reference.dequantize(st, product_options("float32"))
     results = under_every_choice(
         lambda choose: decode.prepared(st, "float32", hardware_here(), choose),
-        tuning.one,
+        timing.one,
         lambda made: decode.executable(st, "float32", made)(st, None, None, None),
     )
     assert len(results) > 2

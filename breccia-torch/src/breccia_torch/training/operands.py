@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from breccia import DelayedScaling, ScaledTensor, ScalingRecipe, TrainingRecipe
 from breccia.backend import DEFAULT, CastOptions, Rotation, calls, checks, components, packing, part_shapes, product_options
-from breccia.internal import GemmOperand, rotated, rotating
+from breccia.internal import GemmOperand, rotating
 
 from ..ops import TORCH
 from . import state as steps
@@ -74,7 +74,7 @@ def _cast(x: Tensor, operand: GemmOperand, options: CastOptions) -> Operand:
     recipe = _rotating(operand.recipe, operand.rotation)
     if recipe is not None:
         return rotating.renamed(calls.cast(x, recipe, options), operand.recipe)
-    return calls.cast(rotated(TORCH, TORCH.f32(x), operand.rotation, operand.axis), operand.recipe, options)
+    return calls.cast(rotating.rotated(x, operand.rotation, operand.axis), operand.recipe, options)
 
 
 @lru_cache(maxsize=64)

@@ -365,6 +365,10 @@ def in_graphs(weight: Tensor) -> bool:
     if is_captured(weight):
         _captured[weight] = True
         return True
+    return _was_captured(weight)
+
+
+def _was_captured(weight: Tensor) -> bool:
     return bool(_captured) and weight in _captured
 
 
@@ -383,7 +387,7 @@ layers: WeakSet[nn.Module] = WeakSet()
 
 def _had_passes(state: StepState, weight: Tensor) -> bool:
     """Whether a step has begun. Nobody counts the passes that a CUDA graph replays."""
-    return counter_of(state.draws).passes > 0 or (bool(_captured) and weight in _captured)
+    return counter_of(state.draws).passes > 0 or _was_captured(weight)
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:

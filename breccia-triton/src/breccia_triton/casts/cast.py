@@ -22,7 +22,7 @@ from ..geometry import divided_up
 from ..launch.cache import Remembered
 from ..launch.device import allocator, current_stream, elsewhere, empty, index_of, on, stream_of, workspace
 from ..launch.launcher import Launcher
-from ..operands import FLOATS, ResultBuffers, addresses, array_of, codes_of, components_of, facts_of, hardware
+from ..operands import FLOATS, ResultBuffers, addresses, array_of, codes_of, columns_adjacent, components_of, facts_of, hardware
 from ..specs import TwoCasts, Unsupported
 from ..tuning import timing
 from ..tuning.choices import Choose
@@ -36,7 +36,7 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
     if options.importance is not None:
         checks.check_importance(options.importance, x, recipe, options.axis)
     x, options = _readable(x, recipe), _in_order(options, x.device)
-    if _transposed(x) and options.storage == PLAIN:
+    if columns_adjacent(x) and options.storage == PLAIN:
         result = cast(x.mT, recipe, _other_axis(options, x.ndim))
         return result.mT if options.out is None else options.out
     prepared = _call_for("cast", x, recipe, options)
@@ -50,7 +50,7 @@ def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> A
     if (result := _plainly("cast_ste", x, recipe, options)) is not None:
         return result
     x, options = _readable(x, recipe), _in_order(options, x.device)
-    if _transposed(x):
+    if columns_adjacent(x):
         return cast_ste(x.mT, recipe, _other_axis(options, x.ndim)).mT
     prepared = _call_for("cast_ste", x, recipe, options)
     if prepared is None:
@@ -103,7 +103,7 @@ def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> 
     if (pair := _plainly("cast_pair", x, recipe, options)) is not None:
         return pair
     x, options = _readable(x, recipe), _in_order(options, x.device)
-    if _transposed(x) and options.storage == PLAIN:
+    if columns_adjacent(x) and options.storage == PLAIN:
         turned = options if options.scale is None else _other_axis(options, x.ndim).replace(axis=-1)
         rows, columns = cast_pair(x.mT, recipe, turned)
         return columns.mT, rows.mT
@@ -116,7 +116,7 @@ def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> 
 def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Any, Any]:
     """`record_amax` as `breccia.AmaxHistory.update` documents it, in one launch."""
     x = _readable(x, recipe)
-    x = x.mT if _transposed(x) else x
+    x = x.mT if columns_adjacent(x) else x
     prepared = _call_for("record_amax", x, recipe, DEFAULT)
     history = None if prepared is None else _History.of(recipe, amaxes, scale, x.device)
     if prepared is None or history is None:
@@ -133,7 +133,7 @@ def cast_and_record(
         if results is not None:
             return results
     x, options = _readable(x, recipe), _in_order(options, x.device)
-    if _transposed(x) and options.storage == PLAIN:
+    if columns_adjacent(x) and options.storage == PLAIN:
         result, *recorded = cast_and_record(x.mT, recipe, amaxes, scale, _other_axis(options, x.ndim))
         return result.mT if options.out is None else options.out, *recorded
     history = _History.of(recipe, amaxes, scale, x.device)
@@ -194,11 +194,6 @@ def _readable(x: Any, recipe: ScalingRecipe) -> Any:
     if x.dtype not in FLOATS:
         checks.check_cast(x, recipe)
     return x.resolve_neg() if x.is_neg() else x  # an imaginary part may have torch's negative bit, which its memory lacks
-
-
-def _transposed(x: Any) -> bool:
-    """Whether it is a view whose columns are contiguous: it is cast as its transpose, and so is the result."""
-    return x.ndim > 1 and not x.is_contiguous() and x.stride(-2) == 1 and x.stride(-1) != 1
 
 
 def _in_order(options: CastOptions, device: torch.device) -> CastOptions:

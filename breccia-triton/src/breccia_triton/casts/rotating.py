@@ -8,6 +8,7 @@ One kernel rotates in one pass over memory. The kernels of the format without a 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,16 +16,17 @@ import triton
 import triton.language as tl
 
 from breccia import ScaledTensor, ScalingRecipe
-from breccia.backend import DEFAULT, FLOAT32, CastOptions, ProductOptions, Rotation
+from breccia.backend import DEFAULT, FLOAT32, CastOptions, ProductOptions, Rotation, dtype_name
 from breccia.internal import ROTATIONS, rotating, signs_of
 
-from ..facts import GRID, INTERPRETED, NUMBERS, Argument
+from ..facts import GRID, NUMBERS, Argument
+from ..geometry import divided_up, power_of_two
 from ..launch.cache import Remembered
 from ..launch.device import empty, index_of, on, stream_of
 from ..launch.launcher import Launcher
 from ..launch.triton_launch import Launch
 from ..numerics import flushed
-from ..operands import FLOATS
+from ..operands import FLOATS, addresses, columns_adjacent
 
 #: Numbers and warps of a program.
 TILE, WARPS = 4096, 4
@@ -96,44 +98,40 @@ def _blockwise(x: Any, rotation: Rotation, axis: int, back: bool) -> Any:
     many = n > LARGEST or columns > COLUMNS * GRID
     if length % n or not x.numel() or x.dtype not in FLOATS or many:
         return (rotating.unrotated if back else rotating.rotated)(x, rotation, axis)
-    if axis == -2 and x.stride(-2) == 1 and x.stride(-1) != 1:  # a transposed view: so is the result
+    if axis == -2 and columns_adjacent(x):
         return _blockwise(x.mT, rotation, -1, back).mT
     x = x.resolve_neg().contiguous()
     blocks, device = x.numel() // columns // n, x.device
     with on(device):
         z = empty(tuple(x.shape), torch.float32, device)
-        arrays = x, z, _signs(rotation, device)
-        run = _launcher(x.dtype, x.data_ptr() % 16 == 0, rotation, blocks, columns, back, device).run
-        run(stream_of(index_of(device)), *(arrays if INTERPRETED else [array.data_ptr() for array in arrays]))
+        launcher = _launcher(dtype_name(x), x.data_ptr() % 16 == 0, rotation, blocks, columns, back, device)
+        launcher.run(stream_of(index_of(device)), *addresses([x, z, _signs(rotation, device)], numbers=3))
     return z
 
 
 def _launcher(
-    dtype: torch.dtype, aligned: bool, rotation: Rotation, blocks: int, columns: int, back: bool, device: torch.device
+    dtype: str, aligned: bool, rotation: Rotation, blocks: int, columns: int, back: bool, device: torch.device
 ) -> Launcher:
     key = dtype, aligned, rotation.block, blocks, columns, back, device
-    found = _launchers.get(key)
-    if found is None:
+    launcher = _launchers.get(key)
+    if launcher is None:
         n = rotation.block
-        wide = min(COLUMNS, 1 << (columns - 1).bit_length())
+        wide = min(COLUMNS, power_of_two(columns))
         each = max(1, TILE // (n * wide))
         constants = {"P": each, "N": n, "LOG": n.bit_length() - 1, "W": wide, "FACTOR": rotation.factor, "BACK": back}
         arguments = {
-            "x": Argument(NUMBERS[str(dtype).removeprefix("torch.")], aligned), "z": Argument("*fp32", True),
+            "x": Argument(NUMBERS[dtype], aligned), "z": Argument("*fp32", True),
             "signs": Argument("*fp32", True), "blocks": Argument("i32"), "columns": Argument("i32", columns % 16 == 0),
         }  # fmt: skip
-        programs = -(-blocks // each), -(-columns // wide), 1
-        found = _launchers.keep(key, Launcher(Launch(rotate_kernel, programs, arguments, constants, WARPS, (blocks, columns))))
-    return found
-
-
-def _signs(rotation: Rotation, device: torch.device) -> torch.Tensor:
-    found = _signs_of.get((rotation, device))
-    if found is None:
-        found = _signs_of[rotation, device] = torch.tensor(signs_of(rotation), device=device)
-    return found
+        programs = divided_up(blocks, each), divided_up(columns, wide), 1
+        launch = Launch(rotate_kernel, programs, arguments, constants, WARPS, (blocks, columns))
+        launcher = _launchers.keep(key, Launcher(launch))
+    return launcher
 
 
 _launchers = Remembered()
-#: Never forgotten: a CUDA graph reads them where they are.
-_signs_of: dict[Any, torch.Tensor] = {}
+
+
+@cache  # never forgotten: a CUDA graph reads them where they are
+def _signs(rotation: Rotation, device: torch.device) -> torch.Tensor:
+    return torch.tensor(signs_of(rotation), device=device)

@@ -57,7 +57,7 @@ from breccia_triton.gemm.fused import matmul as fused_matmul
 from breccia_triton.gemm.fused import plans as fused_plans
 from breccia_triton.gemm.fused import prepare as fused
 from breccia_triton.launch import compiler
-from breccia_triton.tuning import timing as tuning
+from breccia_triton.tuning import timing
 from breccia_triton.tuning.choices import Choice, Key
 
 WEIGHT, FP8 = "triton.weight_only", "triton.fp8_matmul"
@@ -183,7 +183,7 @@ def test_products_of_every_format_stay_within_the_bound(spec: str, first: bool, 
 def test_results_have_any_dtype_and_bias_also_in_parts_of_k(
     spec: str, split: int, out_dtype: str, bias: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "choices_of", lambda name: lambda key: Choice(split=split, deep=32))
+    monkeypatch.setattr(timing, "choices_of", lambda name: lambda key: Choice(split=split, deep=32))
     x, w = activations((5, 530), "bfloat16", 1), weight((40, 530), spec, 2)
     added = None if bias is None else torch.linspace(-50, 50, 40, device=DEVICE).to(getattr(torch, bias))
     found = multiplied(x, w, added, out_dtype)
@@ -515,10 +515,10 @@ def test_candidates_of_the_tuning_give_products_within_the_bound(
     spec: str, every: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w = activations((35, 512), "bfloat16", 1), weight((72, 512), spec, 2)
-    candidates = list(tuning.candidates(Key("fused", "")))
+    candidates = list(timing.candidates(Key("fused", "")))
     pairs = covering([itertools.combinations(dataclasses.asdict(choice).items(), 2) for choice in candidates])
     for choice in candidates if every else [candidates[n] for n in sorted(pairs)]:
-        monkeypatch.setattr(tuning, "choices_of", lambda name, choice=choice: lambda key: choice)
+        monkeypatch.setattr(timing, "choices_of", lambda name, choice=choice: lambda key: choice)
         check(multiplied(x, w), x, w)
 
 

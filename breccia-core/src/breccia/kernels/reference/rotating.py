@@ -36,9 +36,7 @@ def _blockwise(ops: Ops, x: Array, rotation: Rotation, axis: int, signs_first: b
     places = (slice(None),) * len(after)
     y = ops.reshape(x[(..., slice(None, whole), *places)] if whole != length else x, (*before, whole // n, n, *after))
     place = ops.counter(ops.broadcast(ops.constant(0.0, x), (n,)))[0]
-    signs = ops.reshape(
-        ops.bitcast_to_float(ops.take(tuple(map(f32_bits, signs_of(rotation))), place)), (n, *(1 for _ in after))
-    )
+    signs = ops.reshape(ops.bitcast_to_float(ops.take(_sign_bits(rotation), place)), (n, *(1 for _ in after)))
 
     def signed(a: Array) -> Array:
         return flushed(ops, a * signs)
@@ -56,8 +54,13 @@ def _blockwise(ops: Ops, x: Array, rotation: Rotation, axis: int, signs_first: b
 
 
 @lru_cache(maxsize=64)
+def _sign_bits(rotation: Rotation) -> tuple[int, ...]:
+    """The bits of `signs_of` in FP32. Computed once: on a GPU each of its steps is a launch."""
+    return tuple(map(f32_bits, signs_of(rotation)))
+
+
 def signs_of(rotation: Rotation) -> tuple[float, ...]:
-    """1 or -1 for each element of a block. Computed once: on a GPU each of its steps is a launch."""
+    """1 or -1 for each element of a block."""
     with NUMPY.errstate():
         words = random_words(NUMPY, np.zeros(rotation.block, np.float32), rotation.seed)
     return tuple(-1.0 if word < 0 else 1.0 for word in words)
