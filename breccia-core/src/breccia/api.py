@@ -157,6 +157,23 @@ def cast_and_record(
     return run("cast_and_record", framework_of_steps(x, amaxes, scale), (x, recipe, amaxes, scale, options), prefer)
 
 
+def cast_pair_and_record(
+    x: Any,
+    recipe: DelayedScaling,
+    amaxes: Any,
+    scale: Any,
+    *,
+    rounding: str = "nearest",
+    seed: Any = None,
+    nonfinite: str = "propagate",
+    storage: str = PLAIN,
+    prefer: Prefer = None,
+) -> tuple[ScaledTensor, ScaledTensor, Any, Any]:
+    """The op of `AmaxHistory.cast_pair`: `cast_pair` with the supplied `scale`, and what `record_amax` returns."""
+    options = cast_options(x, -1, None, rounding, seed, nonfinite, storage, None)
+    return run("cast_pair_and_record", framework_of_steps(x, amaxes, scale), (x, recipe, amaxes, scale, options), prefer)
+
+
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None, prefer: Prefer = None) -> Any:
     """Decode `st` to high precision, on the framework and device of its data.
 

@@ -31,7 +31,7 @@ _HOMES: dict[str, str] = {
     # Tensors, their components and metadata.
     "scaled": "tensors.tensor",
     **dict.fromkeys(("PARTS", "components", "words"), "tensors.components"),
-    **dict.fromkeys(("cast_and_record", "record_amax"), "tensors.history"),
+    **dict.fromkeys(("cast_and_record", "cast_pair_and_record", "record_amax"), "tensors.history"),
     "contraction_axis": "tensors.checks",
     "Metadata": "tensors.metadata",
     **dict.fromkeys(("cast_nbytes", "packing", "part_shapes"), "tensors.grids"),

@@ -287,6 +287,17 @@ _DECLARED = (
         plan="plan_of_cast_and_record",
         passes_storages=True,
     ),
+    _operation(
+        "cast_pair_and_record",
+        _RECORDED,
+        (Result(tensor=True, axis=-1), Result(tensor=True, axis=-2), *_HISTORY),
+        "recording",
+        options=("rounding", "seed", "nonfinite", "storage"),
+        recipe=DelayedScaling,
+        validate=f"{_CHECKS}:check_recorded",
+        plan="plan_of_cast_pair_and_record",
+        passes_storages=True,
+    ),
 )
 #: The ops of core by name. docs/spec/numerics.md specifies them.
 OPERATIONS = {op.name: op for op in _DECLARED}

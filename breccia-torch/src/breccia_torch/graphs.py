@@ -306,6 +306,7 @@ _traced = {name: function_of(op) for name, op in OPERATIONS.items()}
 cast, dequantize, requantize = _traced["cast"], _traced["dequantize"], _traced["requantize"]
 matmul, cast_matmul, grouped_matmul = _traced["matmul"], _traced["cast_matmul"], _traced["grouped_matmul"]
 cast_ste, record_amax, cast_and_record = _traced["cast_ste"], _traced["record_amax"], _traced["cast_and_record"]
+cast_pair_and_record = _traced["cast_pair_and_record"]
 
 
 def cast_pair(x: Array, recipe: Any, **options: Any) -> TensorPair:

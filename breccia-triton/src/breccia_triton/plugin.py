@@ -17,6 +17,7 @@ _KERNELS = (
     ("cast_ste", "cast", "cast", False, False, True),
     ("record_amax", "cast", "cast", False, False, False),
     ("cast_and_record", "cast", "cast", False, False, False),
+    ("cast_pair_and_record", "cast", "cast", False, False, False),
     ("dequantize", "decode", "dequantize", True, False, False),
     ("requantize", "cast", "requantize", True, True, True),
 )

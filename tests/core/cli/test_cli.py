@@ -232,7 +232,10 @@ def test_without_a_command_the_program_shows_its_help() -> None:
         ("breccia convert a b --recipe nv", ["nvfp4", "nvfp4-mlp"]),
         ("breccia convert a b --dry", ["--dry-run"]),
         ("breccia compare a b --fail", ["--fail-under"]),
-        ("breccia explain ca", ["cast", "cast_and_record", "cast_matmul", "cast_pair", "cast_ste", "cast_ste_clipped"]),
+        (
+            "breccia explain ca",
+            ["cast", "cast_and_record", "cast_matmul", "cast_pair", "cast_pair_and_record", "cast_ste", "cast_ste_clipped"],
+        ),
         ("breccia explain cast mxfp", ["mxfp4", "mxfp6", "mxfp8"]),
         ("breccia explain cast nvfp4 --on t", ["torch"]),
         ("breccia explain cast nvfp4 --prefer numpy.c", ["numpy.cast"]),

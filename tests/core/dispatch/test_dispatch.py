@@ -526,6 +526,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "cast_ste_clipped": ((X, MXFP8), ("mxfp8",)),
     "record_amax": ((X, DELAYED), ("fp8_delayed",)),
     "cast_and_record": ((X, DELAYED), (DELAYED,)),
+    "cast_pair_and_record": ((X, DELAYED), (DELAYED,)),
     "dequantize": ((ST,), ("mxfp8",)),
     "requantize": ((ST, NVFP4), ("mxfp8", "nvfp4")),
     "matmul": ((ST, ST.mT), ("mxfp8", MXFP8)),
@@ -1029,6 +1030,7 @@ RUNS: dict[str, Callable[[], Any]] = {
     "cast_ste": lambda: breccia.cast_ste(X, MXFP8),
     "record_amax": lambda: api.record_amax(X, DELAYED, (), 1.0),
     "cast_and_record": lambda: api.cast_and_record(X, DELAYED, (), 1.0),
+    "cast_pair_and_record": lambda: api.cast_pair_and_record(X, DELAYED, (), 1.0),
 }
 OTHER_SHAPE, PAIR = scaled(MXFP8, (32, 96)), breccia.cast_pair(X, MXFP8)
 #: (op, what the kernel returns, why that is refused).

@@ -125,6 +125,7 @@ FACTS: dict[str, tuple[bool, int | None, int | None, set[str], bool, bool, str, 
     "cast_ste": (True, 1, None, set(), False, False, "", DEFAULT),
     "record_amax": (True, 1, None, set(), False, False, "", None),
     "cast_and_record": (True, 1, None, set(), True, False, "", DEFAULT),
+    "cast_pair_and_record": (True, 1, None, set(), True, False, "", DEFAULT),
 }
 
 
@@ -157,7 +158,7 @@ def test_public_functions_take_the_options_of_the_op(op: str) -> None:
     """Besides `prefer`. Those of histories are methods."""
     function = getattr(breccia, op, None)
     if function is None:
-        assert op in ("record_amax", "cast_and_record")
+        assert op in ("record_amax", "cast_and_record", "cast_pair_and_record")
         return
     by_core = {"prefer", "group_index"}  # no kernel receives them
     taken = set(inspect.signature(function).parameters) - {*by_core, *(name for name, _ in OPERATIONS[op].arguments)}

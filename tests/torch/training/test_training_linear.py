@@ -162,10 +162,11 @@ def fault_wrong_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns of x have the blocks of its rows."""
 
     def planted(how: Any, tensor: str, x: Tensor, **options: Any) -> Any:
-        rows, columns = operands.cast_operand(how, tensor, x, **options)
-        if tensor == "input" and columns is not None:
+        found = operands.cast_operand(how, tensor, x, **options)
+        if tensor == "input" and found.columns is not None:
             columns = breccia.cast(breccia.dequantize(breccia.cast(x, how.recipe.input)), how.recipe.input_columns, axis=-2)
-        return rows, columns
+            found = found._replace(columns=columns)
+        return found
 
     monkeypatch.setattr(module, "cast_operand", planted)
 
@@ -174,7 +175,7 @@ def fault_plain_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient is not quantized."""
 
     def planted(how: Any, tensor: str, x: Tensor, **options: Any) -> Any:
-        return (x, x) if tensor == "gradient" else operands.cast_operand(how, tensor, x, **options)
+        return operands.CastOperand(x, x) if tensor == "gradient" else operands.cast_operand(how, tensor, x, **options)
 
     monkeypatch.setattr(module, "cast_operand", planted)
 

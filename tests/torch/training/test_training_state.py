@@ -165,10 +165,31 @@ def operations(recipe: str, layers: int) -> tuple[int, int]:
 def test_delayed_scaling_adds_few_operations() -> None:
     (few, few_steps), (many, many_steps) = (operations("fp8_delayed", layers) for layers in (2, 6))
     current = operations("fp8_current", 6)[0] - operations("fp8_current", 2)[0]
-    # Of each of x, w and dy: a norm, whether it is finite, a product with that, a maximum. Of dy: a product of what is pending.
-    assert many - few == current + 4 * (3 * 4 + 1)
+    # Of each of x, w and dy: a view and a norm. Of w a maximum. Of x and dy together: their amaxes in one tensor, a maximum,
+    # whether that of dy is finite, and a product with that.
+    assert many - few == current + 4 * (3 * 2 + 1 + 4)
     # Every layer selects its counter of steps; the rest is the same for any number of layers.
     assert many_steps - few_steps == 4 and few_steps < 90
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_amaxes_of_a_gpu_are_those_of_a_cpu() -> None:
+    """Kernels that cast and record in one read give the same histories, also of gradients that are not finite."""
+    torch.manual_seed(0)
+    here = TrainingLinear(64, 96, recipe="fp8_delayed", seed=0)
+    there = copy.deepcopy(here).cuda()
+    for n in range(4):
+        for factor in (1.0, torch.inf, 0.5)[: 1 + n]:
+            x, dy = batch(n)[:, :32].repeat(1, 2) * (n + 1), torch.randn(len(batch(n)), 96) * factor
+            for layer in (here, there):
+                layer(x.to(layer.weight.device)).backward(dy.to(layer.weight.device))
+        of_gpu, of_cpu = (pending * steps.usable(pending) for pending in (there.state.pending.cpu(), here.state.pending))
+        assert torch.equal(of_gpu, of_cpu)
+        for layer in (here, there):
+            breccia_torch.end_of_step(layer)
+        assert torch.equal(there.state.amaxes.cpu(), here.state.amaxes) and here.state.amaxes.any()
+        assert torch.equal(there.state.scales.cpu(), here.state.scales)
 
 
 def test_evaluation_records_nothing() -> None:

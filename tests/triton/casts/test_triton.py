@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -250,7 +251,7 @@ def test_every_cast_reads_a_seed_of_two_words() -> None:
         for one, other in zip(triton_cast.cast_pair(x, recipe, options), triton_cast.cast_pair(x, recipe, of_int), strict=True):
             same(one, other)
         same_values(triton_cast.cast_ste(x, recipe, options), triton_cast.cast_ste(x, recipe, of_int))
-    history = torch.tensor([1.0]), torch.tensor(0.5)
+    history = torch.ones(1, device=DEVICE), torch.full((), 0.5, device=DEVICE)
     delayed = breccia.DelayedScaling(amax_history_len=3)
     results = [triton_cast.cast_and_record(x.nan_to_num(), delayed, *history, each) for each in (of_int, of_words)]
     same(results[0][0], results[1][0])
@@ -573,13 +574,38 @@ def test_a_history_is_recorded_in_one_launch_with_or_without_a_cast(spec: str, d
         )
         st, *recorded = triton_cast.cast_and_record(x, recipe, *both, given)
         same(st, reference.cast(x, recipe, given.replace(scale=expected[1])))
+        options = given.replace(axis=-1)
+        *pair, amaxes, scale = triton_cast.cast_pair_and_record(x, recipe, *both, options)
+        for found, axis in zip(pair, (-1, -2), strict=True):
+            same(found, reference.cast(x, recipe, options.replace(axis=axis, scale=expected[1])))
+        assert all(map(torch.equal, (amaxes.nan_to_num(), scale), (recorded[0].nan_to_num(), recorded[1])))
         both, one = (recorded[0], recorded[1]), triton_cast.record_amax(x, recipe, *one)
         expected = reference.record_amax(x, recipe, *expected)
         for found in (both, one):
             same_values(found[0], expected[0])
             same_values(found[1], expected[1])
     made = {key[0]: isinstance(call, str) for key, call in triton_cast._calls.items() if "record" in key[0]}
-    assert made == dict.fromkeys(("record_amax", "cast_and_record"), False)
+    assert made == dict.fromkeys(("record_amax", "cast_and_record", "cast_pair_and_record"), False)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 192), (5, 33, 96)], ids=str)
+@pytest.mark.parametrize("op", ["cast_and_record", "cast_pair_and_record"])
+def test_a_program_of_several_tiles_stops_at_the_last(op: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in memory after the tensor is neither cast nor recorded."""
+    monkeypatch.setattr(prepare, "_PROGRAMS", 1)
+    triton_cast._calls.clear()
+    count, recipe = math.prod(shape), breccia.recipe("fp8_delayed")
+    memory = torch.full((count + 4 * shape[1] * shape[2],), 1e4, device=DEVICE)
+    x = memory[:count].view(shape).copy_(torch.randn(shape))
+    scale = torch.full((), 0.25, device=DEVICE)
+    for axis in (-1, -2)[: 1 if "pair" in op else 2]:
+        options = CastOptions(axis=axis)
+        *tensors, amaxes, _ = getattr(triton_cast, op)(x, recipe, (), scale, options)
+        assert amaxes.tolist() == [x.abs().max().item()]
+        for found, along in zip(tensors, (axis, -2), strict=False):
+            same(found, reference.cast(x, recipe, CastOptions(axis=along, scale=scale)))
+    assert any(launch.constants["V"].steps > 1 for call in triton_cast._calls.values() for launch in call.launches)
+    triton_cast._calls.clear()
 
 
 def test_the_reason_names_what_is_not_supported() -> None:
@@ -621,7 +647,9 @@ def every_op(x: Any, spec: Any, history: Any) -> list[Any]:
     return [*found, breccia.dequantize(st, out_dtype="bf16"), breccia.cast_ste(x, recipe), history.amaxes, history.scale]
 
 
-@pytest.mark.parametrize("function", ["cast", "cast_pair", "record_amax", "cast_and_record", "cast_ste"])
+@pytest.mark.parametrize(
+    "function", ["cast", "cast_pair", "record_amax", "cast_and_record", "cast_pair_and_record", "cast_ste"]
+)
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
 def test_a_launch_passes_each_argument_at_its_place(function: str, layout: str) -> None:
     """The function that is compiled for a launch calls the launcher of Triton as its kernel's parameters say."""
@@ -630,7 +658,7 @@ def test_a_launch_passes_each_argument_at_its_place(function: str, layout: str) 
     recipe, x = breccia.recipe(spec), torch.zeros((64, 512), device=DEVICE)[:, :256]
     x = x.contiguous() if layout == "contiguous" else x
     options = CastOptions(
-        scale=torch.ones((), device=DEVICE) if function == "cast_and_record" else None,
+        scale=torch.ones((), device=DEVICE) if function.endswith("and_record") else None,
         **({} if "record" in function else {"rounding": "stochastic", "seed": 1}),
     )
     made = triton_cast.prepared(function, x, recipe, -1, options, operands.hardware(x.device))
@@ -713,7 +741,7 @@ CALLS = [
     ("cast_pair", backend.DEFAULT, ("fp8_block", "fp8_current", "nvfp4", "mxfp4")),
     *((op, backend.COLUMNS, ("fp8_block", "fp8_row", "int8", "nvfp4", "fp8_current")) for op in ("cast", "cast_ste")),
     *((op, SUPPLIED, ("fp8_delayed",)) for op in ("cast", "cast_ste", "cast_pair")),
-    ("cast_and_record", backend.DEFAULT, ("fp8_delayed,amax_history_len=3",)),
+    *((op, backend.DEFAULT, ("fp8_delayed,amax_history_len=3",)) for op in ("cast_and_record", "cast_pair_and_record")),
 ]
 
 
@@ -726,7 +754,7 @@ def test_a_repeated_call_launches_what_the_first_one_launched(
     zeros, made = list[Any](), torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **given: zeros.append(made(*shape, **given)) or zeros[-1])
     x, recipe = torch.randn(1024 if options is backend.COLUMNS else 64, 256), breccia.recipe(spec)
-    history = {"amaxes": torch.tensor([1.0, 2.0, 3.0]), "scale": torch.tensor(0.5)} if op == "cast_and_record" else {}
+    history = {"amaxes": torch.tensor([1.0, 2.0, 3.0]), "scale": torch.tensor(0.5)} if op.endswith("and_record") else {}
     work, amax = triton_cast.workspace(x.device, 7)
     known = {"x": x, "work": work, "amax": amax, **history} | ({} if options.scale is None else {"supplied": options.scale})
 

@@ -375,6 +375,11 @@ def test_a_history_is_recorded_in_one_launch_with_or_without_a_cast(spec: str, d
         one = compiled(lambda x, a, s: jax_calls.record_amax(x, recipe, a, s), y, *one)
         assert launches == ["cast_record_kernel", "record_kernel"]
         same(st, reference.cast(x, recipe, options.replace(scale=np.float32(expected[1]))))
+        *pair, amaxes, scale = compiled(lambda x, a, s: jax_calls.cast_pair_and_record(x, recipe, a, s), y, *both)
+        for found, axis in zip(pair, (-1, -2), strict=True):
+            same(found, reference.cast(x, recipe, CastOptions(axis=axis, scale=np.float32(expected[1]))))
+        same_values(amaxes, recorded[0])
+        same_values(scale, recorded[1])
         both = (recorded[0], recorded[1])
         expected = reference.record_amax(x, recipe, *expected)
         for found in (both, one):

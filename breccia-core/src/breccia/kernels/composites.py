@@ -54,6 +54,13 @@ def cast_and_record(
     return calls.cast(x, recipe, options.replace(scale=scale)), *calls.record_amax(x, recipe, amaxes, scale)
 
 
+def cast_pair_and_record(
+    x: Array, recipe: ScalingRecipe, amaxes: Any, scale: Any, options: CastOptions = DEFAULT
+) -> tuple[ScaledTensor, ScaledTensor, Array, Array]:
+    """The kernels of `cast_pair` and `record_amax`, one after the other."""
+    return *calls.cast_pair(x, recipe, options.replace(scale=scale)), *calls.record_amax(x, recipe, amaxes, scale)
+
+
 def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, options: ProductOptions = FLOAT32) -> Array:
     """The kernel of `matmul` applied to the result of the kernel of `cast`."""
     return calls.matmul(calls.cast(x, recipe), b, options)

@@ -120,6 +120,12 @@ def plan_of_cast_and_record(call: Call) -> Iterator[Call]:
     yield call.makes("record_amax", call.a, recipe=call.recipe)
 
 
+def plan_of_cast_pair_and_record(call: Call) -> Iterator[Call]:
+    """Two casts under a supplied scale, and the amax."""
+    yield call.makes("cast_pair", call.a, recipe=call.recipe, options=call.cast_options().replace(scale=1.0))
+    yield call.makes("record_amax", call.a, recipe=call.recipe)
+
+
 def plan_of_cast_matmul(call: Call) -> Iterator[Call]:
     """A cast, and a product of two scaled operands."""
     yield call.makes("cast", call.a, recipe=call.recipe)

@@ -10,6 +10,7 @@ from ..errors import UnsupportedError
 from ..recipes import DelayedScaling
 from ..specs import as_recipe
 from ..tracing import traced_by_framework
+from .pair import TensorPair
 
 if TYPE_CHECKING:
     from .tensor import ScaledTensor
@@ -24,8 +25,8 @@ class AmaxHistory:
     `amaxes`, oldest first, is an array of `x`'s framework of shape (n,), `scale` one of shape (). Nothing is read to the host.
     Zeros before the first values keep the shape of `amaxes` fixed, as compiled functions need it. A pytree of JAX.
 
-    `update` and `cast` raise UnsupportedError for arrays of another dtype than FP32, or of another framework or device than
-    `x`, and ShapeError for other shapes.
+    `update`, `cast` and `cast_pair` raise UnsupportedError for arrays of another dtype than FP32, or of another framework or
+    device than `x`, and ShapeError for other shapes.
 
         >>> history = breccia.AmaxHistory(breccia.DelayedScaling(amax_history_len=16))
         >>> for amax in (56.0, 224.0, 7.0):
@@ -57,6 +58,14 @@ class AmaxHistory:
         st, amaxes, scale = cast_and_record(x, self.recipe, self.amaxes, self.scale, **options)
         return st, AmaxHistory(self.recipe, amaxes, scale)
 
+    def cast_pair(self, x: Any, **options: Any) -> tuple[TensorPair, AmaxHistory]:
+        """(`breccia.cast_pair(x, self.recipe, scale=self.scale, **options)`, `self.update(x)`).
+
+        A kernel may read `x` once for all. options: those of `breccia.cast_pair` except for `scale`.
+        """
+        rows, columns, amaxes, scale = cast_pair_and_record(x, self.recipe, self.amaxes, self.scale, **options)
+        return TensorPair(rows, columns), AmaxHistory(self.recipe, amaxes, scale)
+
 
 @traced_by_framework
 def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Any, Any]:
@@ -68,3 +77,11 @@ def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tupl
 def cast_and_record(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, **options: Any) -> tuple[ScaledTensor, Any, Any]:
     """The op of that name; module-level, so that torch.compile can substitute it."""
     return targets.load("breccia.api:cast_and_record")(x, recipe, amaxes, scale, **options)
+
+
+@traced_by_framework
+def cast_pair_and_record(
+    x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, **options: Any
+) -> tuple[ScaledTensor, ScaledTensor, Any, Any]:
+    """The op of that name; module-level, so that torch.compile can substitute it."""
+    return targets.load("breccia.api:cast_pair_and_record")(x, recipe, amaxes, scale, **options)

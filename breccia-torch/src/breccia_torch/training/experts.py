@@ -32,7 +32,6 @@ from .operands import (
     columns_of,
     kept_of,
     multiply,
-    note_input,
     operand_of,
     spread_count,
     step_of,
@@ -78,10 +77,10 @@ def forward(
     """As `linear.forward`: (y, what `backward` needs of x) for x (M, K), weight (E, N, K) and offsets (E,)."""
     checks.check_grouped(x, weight.mT, offsets)
     places = Places.of(len(x), offsets, how.recipe)
-    x_rows, x_columns = cast_operand(how, "input", places.spread(x), columns=need_w)
+    of_x = cast_operand(how, "input", places.spread(x), columns=need_w, record=record)
     w_rows, _ = cast_weight(how, weight, columns=need_x)
-    y = calls.grouped_matmul(x_rows, w_rows.mT, places.offsets, product_options(str(dtype).removeprefix("torch.")))
-    return places.gathered(y), kept_of(how.recipe, x, x_columns, record)
+    y = calls.grouped_matmul(of_x.rows, w_rows.mT, places.offsets, product_options(str(dtype).removeprefix("torch.")))
+    return places.gathered(y), kept_of(of_x)
 
 
 def backward(
@@ -89,20 +88,21 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx, dw) as `linear.backward` returns them. The ends of the experts' rows are read to the host."""
     places = Places.of(len(dy), offsets, how.recipe)
-    kept = note_input(how, kept)
-    dy_rows, dy_columns = cast_operand(how, "gradient", places.spread(dy), rows=need_x, columns=bool(kept), record=True)
+    kept, of_input = columns_of(how.recipe, kept)
+    of_dy = cast_operand(how, "gradient", places.spread(dy), rows=need_x, columns=bool(kept), record=True)
+    steps.note_batch(how, of_input, of_dy.amax)
     if how.draws is not None:
         steps.count_pass(how, weight)
     dx = dw = None
     if need_x:
         _, w_columns = cast_weight(how, weight, rows=False)
         options = product_options(str(dtype).removeprefix("torch."))
-        dx = places.gathered(calls.grouped_matmul(dy_rows, w_columns, places.offsets, options))
+        dx = places.gathered(calls.grouped_matmul(of_dy.rows, w_columns, places.offsets, options))
     if kept:
-        assert dy_columns is not None
+        assert of_dy.columns is not None
         x_columns = operand_of(kept, how.recipe.uses("input")[1], (places.total, weight.shape[-1]))
         wanted = weight.dtype if main is None else torch.float32
-        dw = _weight_gradient(dy_columns, x_columns, places, wanted)
+        dw = _weight_gradient(of_dy.columns, x_columns, places, wanted)
         if main is not None:
             main.add_(dw)
             dw = None
@@ -146,7 +146,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _, offsets, *kept = ctx.saved_tensors
         need_x, *_ = ctx.needs_input_grad
-        main = graphs.main_grad_of(ctx.weight) if columns_of(ctx.how.recipe, kept) else None
+        main = graphs.main_grad_of(ctx.weight) if columns_of(ctx.how.recipe, kept)[0] else None
         dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, main, need_x, offsets)
         return dx, dw, None, None, None, None
 
@@ -210,15 +210,14 @@ class TrainingExperts(TrainingLayer):
         `grouped_offsets` are the ends of the experts' rows: (offsets, None). "grad_weight": lists, an item for each expert.
         """
         places = Places.of(len(x), offsets, self.recipe)
-        operands = [
+        of_x, of_w, of_dy = (
             cast_operand(self.context, tensor, v)
             for tensor, v in (("input", places.spread(x)), ("weight", self.weight), ("gradient", places.spread(dy)))
-        ]
-        (x_rows, x_columns), (w_rows, w_columns), (dy_rows, dy_columns) = cast("Any", operands)
+        )
         return {
-            "output": (x_rows, w_rows.mT),
-            "grad_input": (dy_rows, w_columns),
-            "grad_weight": ([g.mT for g in by_expert(dy_columns, places)], by_expert(x_columns, places)),
+            "output": (of_x.rows, of_w.rows.mT),
+            "grad_input": (of_dy.rows, of_w.columns),
+            "grad_weight": ([g.mT for g in by_expert(of_dy.columns, places)], by_expert(of_x.columns, places)),
             "grouped_offsets": (places.offsets, None),
         }
 

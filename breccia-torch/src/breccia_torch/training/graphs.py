@@ -73,7 +73,7 @@ def _forward_fake(
     elif need_w and offsets is not None:
         kept = [x.new_empty(m, k)]
     if record and isinstance(recipe_of(recipe).input, DelayedScaling):
-        kept.append(x.new_empty((), dtype=torch.float32))
+        kept.append(x.new_empty(1, dtype=torch.float32))
     return [x.new_empty(x.shape[0], weight.shape[-2]), *kept]
 
 
@@ -90,7 +90,7 @@ def _backward_fake(
     dy, weight, kept, offsets, amaxes, scales, pending, draws, words, main, recipe, dtype, need_x
 ) -> list[Tensor]:
     dx = dy.new_empty((dy.shape[0], weight.shape[-1]) if need_x else 0, dtype=dtype if need_x else None)
-    need_w = columns_of(recipe_of(recipe), kept) and main is None
+    need_w = columns_of(recipe_of(recipe), kept)[0] and main is None
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_w else dy.new_empty(0)
     return [dx, dw]
 

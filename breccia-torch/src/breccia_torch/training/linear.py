@@ -10,7 +10,7 @@ pass. `operands` casts, `state` has histories and counters, and the recipe says 
 
 from __future__ import annotations
 
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from .operands import (
     columns_of,
     kept_of,
     multiply,
-    note_input,
     operand_of,
 )
 from .state import StepState
@@ -45,10 +44,10 @@ def forward(
     need_x, need_w: the gradients that the backward pass will compute. The second needs the components of the columns of x.
     record: a backward pass may follow, which notes amaxes for the scales of later steps.
     """
-    x_rows, x_columns = cast_operand(how, "input", x, columns=need_w)
+    of_x = cast_operand(how, "input", x, columns=need_w, record=record)
     w_rows, _ = cast_weight(how, weight, columns=need_x)
-    y = multiply(x_rows, w_rows.mT, dtype, None if bias is None else bias.detach())
-    return y, kept_of(how.recipe, x, x_columns, record)
+    y = multiply(of_x.rows, w_rows.mT, dtype, None if bias is None else bias.detach())
+    return y, kept_of(of_x)
 
 
 def backward(
@@ -58,8 +57,9 @@ def backward(
 
     dx is None unless `need_x`. dw is None without columns, and with `main`, an FP32 tensor that it is added to.
     """
-    kept = note_input(how, kept)
-    dy_rows, dy_columns = cast_operand(how, "gradient", dy, rows=need_x, columns=bool(kept), record=True)
+    kept, of_input = columns_of(how.recipe, kept)
+    dy_rows, dy_columns, of_gradient = cast_operand(how, "gradient", dy, rows=need_x, columns=bool(kept), record=True)
+    steps.note_batch(how, of_input, of_gradient)
     if how.draws is not None:
         steps.count_pass(how, weight)
     dx = dw = None
@@ -97,7 +97,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _, *kept = ctx.saved_tensors
         need_x, _, need_bias, *_ = ctx.needs_input_grad
-        main = graphs.main_grad_of(ctx.weight) if columns_of(ctx.how.recipe, kept) else None
+        main = graphs.main_grad_of(ctx.weight) if columns_of(ctx.how.recipe, kept)[0] else None
         dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, main, need_x)
         return dx, dw, gradients[0].float().sum(0).to(ctx.bias.dtype) if need_bias else None, None, None, None
 
@@ -188,14 +188,13 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
         """
         dtype = autocast_dtype(x) or x.dtype
         x, dy = x.to(dtype).reshape(-1, self.in_features), dy.reshape(-1, self.out_features)
-        operands = [
+        of_x, of_w, of_dy = (
             cast_operand(self.context, tensor, v) for tensor, v in (("input", x), ("weight", self.weight), ("gradient", dy))
-        ]
-        (x_rows, x_columns), (w_rows, w_columns), (dy_rows, dy_columns) = cast("Any", operands)
+        )
         return {
-            "output": (x_rows, w_rows.mT),
-            "grad_input": (dy_rows, w_columns),
-            "grad_weight": (dy_columns.mT, x_columns),
+            "output": (of_x.rows, of_w.rows.mT),
+            "grad_input": (of_dy.rows, of_w.columns),
+            "grad_weight": (of_dy.columns.mT, of_x.columns),
         }
 
     def extra_repr(self) -> str:

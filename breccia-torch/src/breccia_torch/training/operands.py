@@ -41,12 +41,20 @@ def recipe_of(text: str) -> TrainingRecipe:
     return TrainingRecipe.from_json(text)
 
 
+class CastOperand(NamedTuple):
+    """The rows and the columns of a tensor, None for what was not asked for; and its amax (1,) for delayed scaling, or None."""
+
+    rows: Any
+    columns: Any
+    amax: Tensor | None = None
+
+
 def cast_operand(
     how: Context, tensor: str, x: Tensor, *, rows: bool = True, columns: bool = True, record: bool = False
-) -> tuple[Operand | None, Operand | None]:
-    """The rows and the columns of a tensor (..., M, K); None for what is not asked for.
+) -> CastOperand:
+    """The operands of a tensor (..., M, K). Rows and columns of equal recipes come from one `cast_pair`.
 
-    Of equal recipes they come from one `cast_pair`. record: add the amax to the pending ones of delayed scaling.
+    record: find the amax too, if the scaling is delayed.
     """
     first, second = how.recipe.uses(tensor)
     x = x.detach()
@@ -54,15 +62,20 @@ def cast_operand(
     if "stochastic" in (first.rounding, second.rounding):
         assert how.draws is not None
         options = CastOptions(rounding="stochastic", seed=steps.next_seed(how))
-    delayed = first.recipe if isinstance(first.recipe, DelayedScaling) else second.recipe
+    paired = rows and columns and first.recipe is not None and first == second._replace(axis=-1)
+    delayed, amax = first.recipe if isinstance(first.recipe, DelayedScaling) else second.recipe, None
     if isinstance(delayed, DelayedScaling):
-        scale = steps.delayed_scale(how, tensor, delayed, x, record=record)
+        scale = steps.delayed_scale(how, tensor, delayed, x)
+        if paired and record and x.is_cuda:  # one read
+            return CastOperand(*calls.cast_pair_and_record(x, delayed, (), scale, options)[:3])
+        amax = steps.amax_of(x) if record else None
         options = options.replace(scale=scale)
-    if rows and columns and first.recipe is not None and first == second._replace(axis=-1):
-        return calls.cast_pair(x, first.recipe, options)
+    if paired:
+        of_rows, of_columns = calls.cast_pair(x, first.recipe, options)
+        return CastOperand(of_rows, of_columns, amax)
     cast = _cast(x, first, options) if rows or second.from_codes else None
     source = calls.dequantize(cast) if second.from_codes and columns else x
-    return (cast if rows else None), (_cast(source, second, options) if columns else None)
+    return CastOperand(cast if rows else None, _cast(source, second, options) if columns else None, amax)
 
 
 def _cast(x: Tensor, operand: GemmOperand, options: CastOptions) -> Operand:
@@ -86,22 +99,14 @@ def _rotating(recipe: ScalingRecipe, rotation: Rotation) -> ScalingRecipe | None
     return replace(known, rotation=rotation.block, rotation_seed=rotation.seed)
 
 
-def kept_of(recipe: TrainingRecipe, x: Tensor, columns: Operand | None, record: bool) -> list[Tensor]:
+def kept_of(x: CastOperand) -> list[Tensor]:
     """What a forward pass keeps of x: the components of its columns, and its amax where later scales of x come from it."""
-    amax = [steps.amax_of(x)] if record and isinstance(recipe.input, DelayedScaling) else []
-    return [*([] if columns is None else parts_of(columns)), *amax]
+    return [*([] if x.columns is None else parts_of(x.columns)), *([] if x.amax is None else [x.amax])]
 
 
-def columns_of(recipe: TrainingRecipe, kept: list[Tensor]) -> list[Tensor]:
-    """The components of columns in what a forward pass kept before a backward pass."""
-    return kept[:-1] if isinstance(recipe.input, DelayedScaling) else kept
-
-
-def note_input(how: Context, kept: list[Tensor]) -> list[Tensor]:
-    """`columns_of`, after the amax beside them is noted."""
-    if isinstance(how.recipe.input, DelayedScaling):
-        steps.note(how, "input", kept[-1])
-    return columns_of(how.recipe, kept)
+def columns_of(recipe: TrainingRecipe, kept: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+    """(the components of columns, the amax) in what a forward pass kept before a backward pass."""
+    return (kept[:-1], kept[-1]) if isinstance(recipe.input, DelayedScaling) else (kept, None)
 
 
 #: For each weight: what it was when it was cast, and its casts (rows, columns) by recipe and history.
@@ -111,14 +116,14 @@ _last: deque[Any] = deque(maxlen=256)
 
 
 def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: bool = True) -> tuple[Any, Any]:
-    """`cast_operand` of a weight, once until it changes: an optimizer steps, or anything writes to it in place.
+    """(rows, columns) of a weight, cast once until it changes: an optimizer steps, or anything writes to it in place.
 
     Values written through `weight.data` are noticed at the end of the step. Layers that share a weight share its casts. Casts
     of a weight without memory, as fully_shard leaves it after a pass, are let go when the next weight is cast. Of a weight that
     is in a CUDA graph nothing is kept, and its columns are cast where they are asked for alone.
     """
     if steps.in_graphs(weight):
-        return cast_operand(how, "weight", weight, rows=rows, columns=columns and not rows, record=True)
+        return _noted(how, cast_operand(how, "weight", weight, rows=rows, columns=columns and not rows, record=True))
     now = weight.data_ptr(), weight.dtype, weight._version, steps.generation
     before, casts = _weights.get(weight, (None, {}))
     if before != now:
@@ -132,9 +137,15 @@ def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: boo
             if last is not None:
                 _weights.pop(last, None)
         _last.append(TensorWeakRef(weight))
-        cast = cast_operand(how, "weight", weight, rows=missing[0], columns=missing[1], record=True)
+        cast = _noted(how, cast_operand(how, "weight", weight, rows=missing[0], columns=missing[1], record=True))
         kept = casts[key] = (cast[0] if missing[0] else kept[0], cast[1] if missing[1] else kept[1])
     return kept
+
+
+def _noted(how: Context, weight: CastOperand) -> tuple[Any, Any]:
+    """The rows and the columns, after the amax is noted."""
+    steps.note_weight(how, weight.amax)
+    return weight.rows, weight.columns
 
 
 def multiply(a: Any, b: Any, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

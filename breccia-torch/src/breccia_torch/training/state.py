@@ -40,6 +40,8 @@ class _foreach:
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: The bits of 2^-126: smaller amaxes, FP32 subnormals, give no scale.
 _NORMAL = 1 << 23
+#: The bits of infinity; those of NaN are larger.
+_INF = 0xFF << 23
 #: How many steps of optimizers have ended in this process. What is kept for a step is valid for one number.
 generation = 0
 #: The tensors with delayed scaling, and their recipes.
@@ -142,12 +144,17 @@ def forget(states: Iterable[StepState]) -> None:
         _begin_words(state)
 
 
+def usable(pending: Tensor) -> Tensor:
+    """Whether amaxes, as bits, become entries of histories: those that give a scale."""
+    return (pending >= _NORMAL) & (pending < _INF)
+
+
 def _roll(group: Sequence[Any], delayed: Delayed) -> None:
     """End the step of histories of equal length on one device, and compute their scales."""
     pending = torch.stack([state.pending for state in group])
     amaxes = torch.stack([state.amaxes for state in group])
     shifted = torch.cat([amaxes[..., 1:], pending[..., None]], -1)
-    amaxes = torch.where((pending >= _NORMAL)[..., None], shifted, amaxes)
+    amaxes = torch.where(usable(pending)[..., None], shifted, amaxes)
     scales = _scales(amaxes, delayed)
     _foreach.copy_([state.amaxes for state in group], amaxes.unbind())
     _foreach.copy_([state.scales for state in group], scales.unbind())
@@ -168,8 +175,8 @@ def _roll(group: Sequence[Any], delayed: Delayed) -> None:
 class _History(NamedTuple):
     """What is known of a buffer `amaxes`, and FP32 views of the buffers beside it.
 
-    version: of `amaxes` when `scales` were computed. complete: whether each delayed tensor has a scale. of_batch: the pending
-    amaxes of input and gradient, which a batch decides.
+    version: of `amaxes` when `scales` were computed. complete: whether each delayed tensor has a scale. scale_of, amax_of: the
+    scales and the pending amaxes, of shapes () and (1,). of_batch: the pending amaxes of input and gradient.
     """
 
     version: int
@@ -212,16 +219,16 @@ def _history_of(how: Any) -> _History:
             how.scales.copy_(_scales(how.amaxes, delayed))
             scales, amaxes = how.scales.view(torch.float32), how.pending.view(torch.float32)
             complete = not _unreadable(scales) and bool(_complete(how.scales, delayed))
-            views = scales.unbind(), amaxes.unbind(), amaxes[:: TENSORS.index("gradient")]
+            views = scales.unbind(), amaxes.split(1), amaxes[:: TENSORS.index("gradient")]
         found = _History(how.amaxes._version, complete, how.pending, *views)
         _histories[how.amaxes] = found
     return found
 
 
-def delayed_scale(how: Any, tensor: str, recipe: DelayedScaling, x: Tensor, *, record: bool) -> Tensor:
+def delayed_scale(how: Any, tensor: str, recipe: DelayedScaling, x: Tensor) -> Tensor:
     """The scale of `x` from the steps before, by the rule of `AmaxHistory`; from its own amax while its history is empty.
 
-    how: a `Context`. record: `note` the amax of `x`.
+    how: a `Context`.
     """
     if x.dtype not in FLOATS:
         checks.check_cast(x, recipe)  # raises: torch's operations would, and would not say what to do
@@ -230,29 +237,41 @@ def delayed_scale(how: Any, tensor: str, recipe: DelayedScaling, x: Tensor, *, r
     if not history.complete:
         _, own = calls.record_amax(x, recipe, (), 1.0)
         scale = torch.where(scale > 0, scale, own)
-    if record:
-        note(how, tensor, amax_of(x))
     return scale
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, FP32 of shape (): NaN if there is one, and 0 of no numbers."""
-    return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
+    """The largest magnitude of a tensor, FP32 of shape (1,): NaN if there is one, and 0 of no numbers."""
+    if not x.numel():
+        return x.new_zeros(1, dtype=torch.float32)
+    return torch.linalg.vector_norm(x.reshape(-1), torch.inf, dim=0, keepdim=True, dtype=torch.float32)
 
 
-def note(how: Any, tensor: str, amax: Tensor) -> None:
-    """Add an amax to the pending ones.
+def note_weight(how: Any, amax: Tensor | None) -> None:
+    """Add the amax (1,) of a weight to the pending ones; None, where its scaling is not delayed."""
+    if amax is not None:
+        pending = _history_of(how).amax_of[TENSORS.index("weight")]
+        with _quietly(how.pending):
+            torch.fmax(pending, amax, out=pending)
 
-    That of an input is noted in the backward pass, so that forward passes without one, as where the loss is NaN, leave nothing
-    behind. A gradient with NaN or Inf removes what is of its batch: its step will be skipped.
+
+def note_batch(how: Any, of_input: Tensor | None, of_gradient: Tensor | None) -> None:
+    """Add the amaxes (1,) of a batch to the pending ones; None is of a tensor whose scaling is not delayed.
+
+    Both are noted in the backward pass, so that forward passes without one, as where the loss is NaN, leave nothing behind. A
+    gradient with NaN or Inf removes what is of its batch, since its step will be skipped: infinity times 0 is NaN, which `fmax`
+    ignores, and which is no entry of a history.
     """
-    history, finite = _history_of(how), amax < torch.inf
-    pending = history.amax_of[TENSORS.index(tensor)]
+    amaxes = [amax for amax in (of_input, of_gradient) if amax is not None]
+    if not amaxes:
+        return
+    history = _history_of(how)
+    both = len(amaxes) == 2
+    pending = history.of_batch if both else history.amax_of[TENSORS.index("input" if of_gradient is None else "gradient")]
     with _quietly(how.pending):
-        if tensor == "gradient":
-            history.of_batch.mul_(finite)
-        # NaN and infinity times 0 are NaN, which `fmax` ignores.
-        torch.fmax(pending, amax * finite, out=pending)
+        torch.fmax(pending, torch.cat(amaxes) if both else amaxes[0], out=pending)
+        if of_gradient is not None:
+            history.of_batch.mul_(of_gradient < torch.inf)
 
 
 # ------------------------------------------------------------------------------------------------ random numbers

@@ -26,7 +26,7 @@ from ..operands import FLOATS, ResultBuffers, addresses, array_of, codes_of, col
 from ..specs import TwoCasts, Unsupported
 from ..tuning import timing
 from ..tuning.choices import Choose
-from .prepare import Options, Pass, Prepared, scaled_source
+from .prepare import PAIRS, Options, Pass, Prepared, scaled_source
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
@@ -142,6 +142,24 @@ def cast_and_record(
     if prepared is None or history is None:
         return cast(x, recipe, options), *record_amax(x, recipe, amaxes, scale)
     return prepared(x, options, history=history), *history.recorded
+
+
+def cast_pair_and_record(
+    x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, options: CastOptions = DEFAULT
+) -> tuple[ScaledTensor, ScaledTensor, Any, Any]:
+    """`cast_pair_and_record` as `breccia.AmaxHistory.cast_pair` documents it: the input is read once."""
+    if options is DEFAULT and (results := _plainly("cast_pair_and_record", x, recipe, options, (amaxes, scale))) is not None:
+        return results
+    x, options = _readable(x, recipe), _in_order(options, x.device)
+    if columns_adjacent(x) and options.storage == PLAIN:
+        rows, columns, *recorded = cast_pair_and_record(x.mT, recipe, amaxes, scale, options)
+        return columns.mT, rows.mT, *recorded
+    history = _History.of(recipe, amaxes, scale, x.device)
+    options = options.replace(scale=scale if history is None else history.scale)
+    prepared = None if history is None else _call_for("cast_pair_and_record", x, recipe, options)
+    if prepared is None or history is None:
+        return *cast_pair(x, recipe, options), *record_amax(x, recipe, amaxes, scale)
+    return *prepared(x, options, history=history), *history.recorded
 
 
 class _History:
@@ -390,7 +408,7 @@ class Call:
             self.scale_shape, self.scale_dtype = tuple(prepared.scale_shape), getattr(torch, prepared.scale_dtype)
         #: Whether `plainly` does what a call does, if options are at their default.
         self.plain = (
-            op in ("cast", "cast_ste", "cast_pair", "cast_and_record")
+            op in ("cast", "cast_ste", "cast_pair", "cast_and_record", "cast_pair_and_record")
             and chosen in (Options(), Options(supplied=True))
             and self.index is not None
             and not INTERPRETED
@@ -409,7 +427,7 @@ class Call:
             values = op == "cast_ste"
             own = [allocate for written in self.written for allocate in written.allocators]
             self.allocators = [allocator(tuple(x.shape), x.dtype, self.device)] if values else own
-            self.finished = itemgetter(0) if values else self._both if op == "cast_pair" else self.written[0].tensor
+            self.finished = itemgetter(0) if values else self._both if op in PAIRS else self.written[0].tensor
 
     def takes(self, scale: Any) -> bool:
         """Whether a supplied scale can be read as it is."""
@@ -451,18 +469,18 @@ class Call:
         self.amax.run(stream, address, number, work.data_ptr())
         return self.launched(stream, address, *[number] * len(self.prepared.amax_of))
 
-    def recording(self, address: int, amaxes: Any, scale: Any) -> tuple[ScaledTensor, Any, Any] | None:
-        """`plainly` for `cast_and_record`: under the scale of a history, which records the amax. None where the kernel cannot
-        read `amaxes`."""
-        if not _fits(amaxes, self.device):
+    def recording(self, address: int, amaxes: Any, scale: Any) -> tuple[Any, ...] | None:
+        """`plainly` under the scale of a history, which records the amax. None where the kernel cannot read `amaxes`."""
+        tensor = amaxes if isinstance(amaxes, torch.Tensor) else None
+        if not (_fits(tensor, self.device) if tensor is not None else not len(amaxes)):
             return None
         stream = stream_of(self.index)
         work, _ = workspace(self.device, stream)
         recipe: Any = self.prepared.recipe
-        history = _History(amaxes, scale, recipe.amax_history_len, self.device)
-        parts = scale, work, amaxes, *history.recorded
+        history = _History(tensor, scale, recipe.amax_history_len, self.device)
+        parts = scale, work, history.amaxes, *history.recorded
         result = self.launched(stream, address, *[part.data_ptr() for part in parts], history.first, history.old_count)
-        return result, *history.recorded
+        return *(result if self.op in PAIRS else (result,)), *history.recorded
 
     def launched(self, stream: int, address: int, *operands: int) -> Any:
         """The result of the last kernel of the short ways. operands: what the kernel takes after the result."""
@@ -553,7 +571,7 @@ class Call:
         if self.op == "cast_ste":
             return result
         st = written[0].tensor(parts[0])
-        if self.op == "cast_pair":
+        if self.op in PAIRS:
             return st, written[1].tensor(parts[1])
         if out is None:
             return st

@@ -358,17 +358,16 @@ def cast_record_kernel(
     for step in range(V.steps):
         tile = pid + step * programs
         matrix, i, j = tile // along // down, (tile // along) % down, tile % along
-        row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
-        column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
-        row_exists = row_exists & (matrix < matrices)
+        there = tl.where(matrix < matrices, rows, 0)  # no rows past the last matrix
+        row, row_exists, column, column_exists = tile_at(i, j, there, columns, G)
         u, _ = read_tile(
-            x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, rows, columns, None,
+            x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, there, columns, None,
             stride_matrix, stride_row, stride_column, G, V, None,
         )  # fmt: skip
         maxima = tl.maximum(maxima, u & MAGNITUDE)
         write(
             u, u, data, scale, None, None, supplied, None, 0, 1.0, seed_low, seed_high, matrix, i, j, row, row_exists, column,
-            column_exists, rows, columns, groups, S, G, V,
+            column_exists, there, columns, groups, S, G, V,
         )  # fmt: skip
     top, last = gathered(maxima, work, programs)
     if last:
@@ -387,6 +386,54 @@ def pair_kernel(
         x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, rows, columns, None,
         stride_matrix, stride_row, stride_column, G, V, None,
     )  # fmt: skip
+    write_pair(
+        u, words, data, scale, zero_point, global_scale, other_data, other_scale, other_zero_point, other_global_scale, amax,
+        other_amax, supplied, seed_low, seed_high, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
+        other_groups, S, G, V, H, W,
+    )  # fmt: skip
+
+
+@triton.jit
+def pair_record_kernel(
+    x, data, scale, other_data, other_scale, supplied, work, amaxes, recorded, after, seed_low, seed_high, rows, columns,
+    groups, other_groups, matrices, first, old_count, stride_matrix, stride_row, stride_column,
+    S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, H: tl.constexpr, W: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """`pair_kernel` under one supplied scale for the tensor, and `record_kernel`: each program casts V.steps tiles."""
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    if G.large:
+        pid, programs = pid.to(tl.int64), programs.to(tl.int64)
+    down = tiles(rows, G.down, G.block_rows, G.tall)
+    along = tiles(columns, G.along, G.block_columns, G.wide)
+    FOUR: tl.constexpr = 4 if G.quads else 1  # the adjacent rows that a thread has
+    maxima = tl.zeros((G.down * G.tall // FOUR, G.along * G.wide), tl.int32)
+    for step in range(V.steps):
+        tile = pid + step * programs
+        matrix, i, j = tile // along // down, (tile // along) % down, tile % along
+        there = tl.where(matrix < matrices, rows, 0)  # no rows past the last matrix
+        row, row_exists, column, column_exists = tile_at(i, j, there, columns, G)
+        u, words = read_tile(
+            x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, there, columns, None,
+            stride_matrix, stride_row, stride_column, G, V, None,
+        )  # fmt: skip
+        of_rows = tl.reshape(u & MAGNITUDE, (G.down * G.tall // FOUR, FOUR, G.along * G.wide))
+        maxima = tl.maximum(maxima, tl.max(of_rows, 1))
+        write_pair(
+            u, words, data, scale, None, None, other_data, other_scale, None, None, None, None, supplied, seed_low, seed_high,
+            matrix, i, j, row, row_exists, column, column_exists, there, columns, groups, other_groups, S, G, V, H, W,
+        )  # fmt: skip
+    top, last = gathered(maxima, work, programs)
+    if last:
+        record(top, amaxes, recorded, supplied, after, first, old_count, S, V, LENGTH)
+
+
+@triton.jit
+def write_pair(
+    u, words, data, scale, zero_point, global_scale, other_data, other_scale, other_zero_point, other_global_scale, amax,
+    other_amax, supplied, seed_low, seed_high, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
+    other_groups, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Write both casts of a tile (see `read_tile`)."""
     if V.tensor_amax:
         amax, other_amax = tl.load(amax), tl.load(other_amax)
     global_code, multiplier = global_scale_of(global_scale, amax, supplied, (matrix == 0) & (i == 0) & (j == 0), S, V)

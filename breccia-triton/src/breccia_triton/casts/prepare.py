@@ -39,6 +39,7 @@ from .kernels import (
     cast_record_kernel,
     dequantize_kernel,
     pair_kernel,
+    pair_record_kernel,
     record_kernel,
     waiting_cast_kernel,
 )
@@ -54,9 +55,13 @@ _WARPS = 8
 _WAITING = ("cast", "cast_ste", "requantize")
 SMALL = 1 << 20
 #: Ops that may write codes column by column.
-_TURNING = ("cast", "cast_pair", "cast_and_record")
+_TURNING = ("cast", "cast_pair", "cast_and_record", "cast_pair_and_record")
 #: Ops that record an amax.
-RECORDING = ("record_amax", "cast_and_record")
+RECORDING = ("record_amax", "cast_and_record", "cast_pair_and_record")
+#: Ops that cast in both orientations.
+PAIRS = ("cast_pair", "cast_pair_and_record")
+#: The kernels of ops; of others it is `cast_kernel`.
+_KERNELS = {"cast_pair": pair_kernel, "cast_and_record": cast_record_kernel, "cast_pair_and_record": pair_record_kernel}
 #: What kernels read and write of a history, besides the scale.
 _HISTORY = {name: Argument("*i32") for name in ("work", "amaxes", "recorded", "after")}
 
@@ -121,10 +126,10 @@ class Prepared:
         """(matrices, rows, columns) of an array of numbers."""
         # Random words, and codes that are turned, follow the order of elements with K last.
         ordered = self.axis == -1 or not (self.options.stochastic or self.turns)
-        one_row = block == TENSOR and self.op != "cast_pair" and ordered and self.spec.element.bits == 8
+        one_row = block == TENSOR and self.op not in PAIRS and ordered and self.spec.element.bits == 8
         if one_row and x.contiguous and (count := math.prod(x.shape)) < LARGE:
             return 1, 1, count
-        apart = self.op == "cast_pair" or self.options.storage != PLAIN
+        apart = self.op in PAIRS or self.options.storage != PLAIN
         return matrices_of(x.shape, block, -2 if apart else self.axis)
 
     def _cast(self, x: Array | Codes, block: Block, dtypes: Mapping[str, str]) -> None:
@@ -154,7 +159,7 @@ class Prepared:
             self.written.append(written)
             variant = self._variant(tile, of, written, steps)
             tile = replace(tile, large=self.input.large, folded=folded, backward=bool(self.passes))
-            quads = (turned or self.op == "cast_pair") and self._in_quads(tile)
+            quads = (turned or self.op in PAIRS) and self._in_quads(tile)
             if quads or variant.pairs:  # codes are stored by the threads that load the numbers
                 tile = replace(tile, quads=quads, vector=(quads and tile.vector) or 8)
             constants[names[0]], constants[names[1]] = tile, variant
@@ -185,13 +190,13 @@ class Prepared:
         self.narrow = not self.waits and self._narrow(source, arguments, constants)
         if self.narrow:
             return
-        if self.op == "cast_pair" and (self.spec.element.bits < 8 or self.searches):
+        if self.op in PAIRS and (self.spec.element.bits < 8 or self.searches):
             raise TwoCasts("two casts are faster")
         integers = {"rows": rows, "columns": columns}
         integers |= {f"{prefix}groups": w.groups for w, prefix in zip(self.written, ("", "other_"), strict=False)}
         arguments |= {name: Argument("i32", (name != "rows" or self.turns) and n % 16 == 0) for name, n in integers.items()}
         values = (*integers.values(), *self.input.groups)
-        function = {"cast_pair": pair_kernel, "cast_and_record": cast_record_kernel}.get(self.op, cast_kernel)
+        function = _KERNELS.get(self.op, cast_kernel)
         if function is cast_kernel:
             constants["F"] = self.input.source(constants["G"])
         if self.waits:
@@ -213,7 +218,7 @@ class Prepared:
     def _tiles(self, block: Block) -> list[tuple[Tile, str, int]]:
         """(tile, where the amax comes from, contraction axis) of each result."""
         _, rows, columns = self.input.flat_shape
-        if self.op != "cast_pair":
+        if self.op not in PAIRS:
             # Blocks along rows, down columns, and those that are a tile by themselves or more.
             kind = "tile whole" if block[0] != 1 or block[1] is None else "tile down" if self.axis == -2 else "tile along"
             turned = self.turns and self.axis == -2
@@ -227,6 +232,8 @@ class Prepared:
         choice = self._choice("pair", block)
         if self.spec.element.kind == "integer" and not choice.each:
             choice = replace(choice, each=32)  # codes that no instruction makes take more registers
+        if self.length and not choice.elements:
+            choice = replace(choice, elements=4096, each=64, vector=16)  # the amax takes registers too (H200: 8 to 11 % faster)
         _, pair = needed(paired(self.recipe, block, rows, columns, self.turns, choice))
         if any(source in ("rows", "columns") for _, source in pair):
             raise TwoCasts("two casts are faster")
@@ -271,7 +278,7 @@ class Prepared:
         That is faster for blocks of one column (H200: 2 to 8 %), and slower for blocks of one row.
         """
         read = self.input
-        if tile.block_columns != 1 and (self.op != "cast_pair" or tile.block_rows != 1):
+        if tile.block_columns != 1 and (self.op not in PAIRS or tile.block_rows != 1):
             return False
         if not isinstance(read, Numbers) or read.strided or read.arguments["x"] != Argument("*bf16", True):
             return False
@@ -285,7 +292,7 @@ class Prepared:
         That is slower where the amax of tiles of one orientation is found (H200: 7 %), and faster under supplied scales (11 %).
         """
         read = self.input
-        if tile.block_columns > 1 and self.op != "cast_pair" and not self.options.supplied:
+        if tile.block_columns > 1 and self.op not in PAIRS and not self.options.supplied:
             return False
         fits = tile.block_rows in (0, tile.tall) and tile.rows % 4 == 0
         return self.turns and fits and self.spec.element.bits == 8 and not read.strided and read.flat_shape[1] % 4 == 0

@@ -98,6 +98,19 @@ def cast_and_record(
     return results
 
 
+def cast_pair_and_record(
+    x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, options: CastOptions = DEFAULT
+) -> tuple[ScaledTensor, ScaledTensor, Any, Any]:
+    """`cast_pair_and_record` as `breccia.AmaxHistory.cast_pair` documents it: the input is read once."""
+    history = _history(amaxes, scale)
+    results = (
+        None if history is None else _cast("cast_pair_and_record", x, recipe, options.replace(scale=history["before"]), history)
+    )
+    if results is None:
+        return *cast_pair(x, recipe, options.replace(scale=scale)), *record_amax(x, recipe, amaxes, scale)
+    return results
+
+
 def requantize(st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`requantize` as `breccia.requantize` documents it, for values that are cast: decoded in registers."""
     results = None if options.require_exact else _cast("requantize", st, recipe, options.replace(axis=st.axis))
@@ -296,7 +309,7 @@ class Cast(OnGPU):
         rounding = "stochastic" if stochastic else "nearest"
         options = CastOptions(self.axis, by_name.get("supplied"), rounding, seed, importance=by_name.get("importance"))
         if self.op in RECORDING:
-            more = (options,) if self.op == "cast_and_record" else ()
+            more = () if self.op == "record_amax" else (options,)
             amaxes, before = by_name.get("amaxes", ()), by_name["before"]
             results: Any = getattr(reference, self.op)(x, self.recipe, amaxes, before, *more)
         else:

@@ -25,7 +25,7 @@ from .decoding import apply_scale, dequantize, multiplier, offset_of_blocks, off
 from .packing import pack, unpack
 from .products import cast_matmul, grouped_matmul, k_grouped_matmul, matmul, product, values
 from .random_words import random_words
-from .recording import cast_and_record, record_amax, scales_of_amaxes
+from .recording import cast_and_record, cast_pair_and_record, record_amax, scales_of_amaxes
 from .records import scale_values
 from .requantizing import GENERIC, Primitives, requantize
 from .rotating import rotated, unrotated
@@ -46,6 +46,7 @@ __all__ = [
     "cast_and_record",
     "cast_matmul",
     "cast_pair",
+    "cast_pair_and_record",
     "cast_ste",
     "check_supplied",
     "dequantize",

@@ -11,6 +11,7 @@ from ...options import DEFAULT, CastOptions
 from ...recipes import DelayedScaling
 from ...tensors.tensor import ScaledTensor
 from .casting import cast
+from .composed import cast_pair
 
 
 def record_amax(x: Array, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Array, Array]:
@@ -53,3 +54,10 @@ def cast_and_record(
 ) -> tuple[ScaledTensor, Array, Array]:
     """`cast` under the supplied `scale`, and what `record_amax` returns."""
     return cast(x, recipe, options.replace(scale=scale)), *record_amax(x, recipe, amaxes, scale)
+
+
+def cast_pair_and_record(
+    x: Array, recipe: DelayedScaling, amaxes: Any, scale: Any, options: CastOptions = DEFAULT
+) -> tuple[ScaledTensor, ScaledTensor, Array, Array]:
+    """`cast_pair` under the supplied `scale`, and what `record_amax` returns."""
+    return *cast_pair(x, recipe, options.replace(scale=scale)), *record_amax(x, recipe, amaxes, scale)
