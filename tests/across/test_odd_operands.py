@@ -81,6 +81,7 @@ def ops(v: Any) -> dict[str, Callable[[], Any]]:
         "requantize": lambda: breccia.requantize(v, RECIPE),
         "update": lambda: breccia.AmaxHistory(DELAYED).update(v),
         "AmaxHistory.cast": lambda: breccia.AmaxHistory(DELAYED).cast(v),
+        "AmaxHistory.cast_pair": lambda: breccia.AmaxHistory(DELAYED).cast_pair(v),
         "explain": lambda: breccia.explain("cast", v, RECIPE) if hasattr(v, "dtype") else breccia.cast(v, RECIPE),
     }
 
@@ -125,7 +126,7 @@ def test_a_history_of_anything_but_fp32_is_refused(kind: str, x: Any) -> None:
     if x is T:
         amaxes, scale = (torch.from_numpy(part) if isinstance(part, np.ndarray) else part for part in (amaxes, scale))
     history = breccia.AmaxHistory(DELAYED, amaxes, scale)
-    for call in (history.update, history.cast):
+    for call in (history.update, history.cast, history.cast_pair):
         with pytest.raises(breccia.BrecciaError, match=f"AmaxHistory: {message}"):
             call(x)
 
@@ -138,7 +139,7 @@ def test_a_history_of_another_framework_or_device_is_refused_by_name() -> None:
         (T.to("meta"), T, "x is on meta and amaxes on cpu; move both to one device"),
     ):
         history = breccia.AmaxHistory(DELAYED).update(other)
-        for call in (history.update, history.cast):
+        for call in (history.update, history.cast, history.cast_pair):
             with pytest.raises(breccia.UnsupportedError, match=message):
                 call(x)
 

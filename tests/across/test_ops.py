@@ -1131,10 +1131,13 @@ def test_a_history_casts_and_records_at_once(place: Place) -> None:
     both = apart = breccia.AmaxHistory("fp8_delayed,amax_history_len=3,margin=1")  # type: ignore[arg-type]
     for step in range(5):
         given = place.array(x * np.float32(2.0**step))
-        expected = breccia.cast(given, apart.recipe, scale=apart.scale, axis=-2)
+        before, expected = apart.scale, breccia.cast(given, apart.recipe, scale=apart.scale, axis=-2)
         apart = apart.update(given)
+        pair, after = both.cast_pair(given)
         st, both = both.cast(given, axis=-2)
-        assert breccia.bytes_equal(st, expected)
+        assert breccia.bytes_equal(st, expected) and breccia.bytes_equal(pair.columnwise, expected)
+        assert breccia.bytes_equal(pair.rowwise, breccia.cast(given, apart.recipe, scale=before))
+        assert host(after.amaxes).tolist() == host(both.amaxes).tolist() and float(host(after.scale)) == float(host(both.scale))
         assert host(both.amaxes).tolist() == host(apart.amaxes).tolist() and float(host(both.scale)) == float(host(apart.scale))
     assert "composite.cast_and_record" in str(breccia.explain("cast_and_record", "fp8_delayed", on=place.framework))
     assert "No kernel runs for this call" in str(breccia.explain("record_amax", "mxfp8", on=place.framework))
@@ -1148,7 +1151,8 @@ def test_torch_compiles_a_history_without_breaking_the_graph() -> None:
         st, kept = breccia.AmaxHistory(DelayedScaling(amax_history_len=2)).cast(x)
         again, kept = kept.cast(x * 2, rounding="stochastic", seed=3)
         kept = kept.update(x * 4)
-        return st.data.float(), again.data.float(), kept.amaxes, kept.scale
+        pair, kept = kept.cast_pair(x)
+        return st.data.float(), again.data.float(), *(each.data.float() for each in pair), kept.amaxes, kept.scale
 
     x = torch.randn(33, 48, generator=torch.Generator().manual_seed(0))
     for found, expected in zip(torch.compile(steps, fullgraph=True)(x), steps(x), strict=True):
@@ -1158,6 +1162,9 @@ def test_torch_compiles_a_history_without_breaking_the_graph() -> None:
         torch.library.opcheck(torch.ops.breccia.record_amax, (x, text, amaxes, scale, 1.0))
         torch.library.opcheck(
             torch.ops.breccia.cast_and_record, (x, text, amaxes, scale, 1.0, -1, "nearest", None, "propagate")
+        )
+        torch.library.opcheck(
+            torch.ops.breccia.cast_pair_and_record, (x, text, amaxes, scale, 1.0, "nearest", None, "propagate")
         )
 
 
