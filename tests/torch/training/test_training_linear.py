@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 from training_operands import FROM_CODES
 
 import breccia
@@ -520,7 +522,7 @@ def test_casts_of_weights_that_are_freed_after_each_pass_are_freed_too(preset: s
         layers[n].weight.untyped_storage().resize_(0)
 
     def kept() -> list[bool]:
-        return [layer.weight in operands._weights for layer in layers]
+        return [id(layer.weight) in operands._weights for layer in layers]
 
     x = torch.randn(ROWS, IN)
     y = x.clone().requires_grad_()
@@ -556,3 +558,21 @@ def test_checkpointing_casts_no_weight_twice_and_gives_the_same_bits(reentrant: 
         assert layer.weight.grad is not None and torch.equal(layer.weight.grad, plain["grad_weight"])
         for mine, other in zip(layer.buffers(), twin.buffers(), strict=True):
             assert torch.equal(mine, other)
+
+
+def test_casts_of_earlier_steps_and_of_weights_that_are_gone_take_no_memory() -> None:
+    layer = TrainingLinear(IN, IN, recipe="fp8_block")
+    codes: list[Any] = []
+    for _ in range(3):
+        layer(torch.randn(ROWS, IN)).sum().backward()
+        rows, _ = operands._weights[id(layer.weight)].casts[layer.recipe, None]
+        codes.append(TensorWeakRef(rows.data))
+        del rows
+        with torch.no_grad():
+            layer.weight.mul_(0.5)
+    layer(torch.randn(ROWS, IN)).sum().backward()
+    assert [each() is None for each in codes] == [True] * 3
+    number = id(layer.weight)
+    del layer
+    gc.collect()
+    assert number not in operands._weights

@@ -155,7 +155,8 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
             raise self.failed(ShapeError(f"the layer has {self.in_features} features; got x of shape {tuple(x.shape)}."))
         dtype = autocast_dtype(x) or x.dtype
         m = x.shape[:-1].numel()
-        rows = x.to(dtype).reshape(m, self.in_features)
+        rows = x if x.dtype == dtype else x.to(dtype)
+        rows = rows if x.ndim == 2 else rows.reshape(m, self.in_features)
         missing = -m % ROWS.get(x.device.type, 1)
         if missing:
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
@@ -167,6 +168,8 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
                 y: Any = _Linear.apply(rows, self.weight, self.bias, self.context, dtype, torch.is_grad_enabled())
             except BrecciaError as e:
                 raise self.failed(e) from e
+        if x.ndim == 2 and not missing:
+            return y
         # No view to autograd: fully_shard warns of views, as writes to them in place would drop its hooks.
         return torch.ops.aten._unsafe_view(y[:m] if missing else y, (*x.shape[:-1], self.out_features))
 

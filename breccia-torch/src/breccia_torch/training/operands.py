@@ -6,12 +6,12 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdRef
 
 from breccia import DelayedScaling, ScaledTensor, ScalingRecipe, TrainingRecipe
 from breccia.backend import DEFAULT, CastOptions, Rotation, calls, checks, components, packing, part_shapes, product_options
@@ -56,13 +56,13 @@ def cast_operand(
 
     record: find the amax too, if the scaling is delayed.
     """
-    first, second = how.recipe.uses(tensor)
+    first, second, alike = _uses(how.recipe, tensor)
     x = x.detach()
     options = DEFAULT
     if "stochastic" in (first.rounding, second.rounding):
         assert how.draws is not None
         options = CastOptions(rounding="stochastic", seed=steps.next_seed(how))
-    paired = rows and columns and first.recipe is not None and first == second._replace(axis=-1)
+    paired = rows and columns and alike
     delayed, amax = first.recipe if isinstance(first.recipe, DelayedScaling) else second.recipe, None
     if isinstance(delayed, DelayedScaling):
         scale = steps.delayed_scale(how, tensor, delayed, x)
@@ -76,6 +76,13 @@ def cast_operand(
     cast = _cast(x, first, options) if rows or second.from_codes else None
     source = calls.dequantize(cast) if second.from_codes and columns else x
     return CastOperand(cast if rows else None, _cast(source, second, options) if columns else None, amax)
+
+
+@lru_cache(maxsize=256)
+def _uses(recipe: TrainingRecipe, tensor: str) -> tuple[GemmOperand, GemmOperand, bool]:
+    """The rows and the columns of a tensor, and whether both are quantized in the same way."""
+    first, second = recipe.uses(tensor)
+    return first, second, first.recipe is not None and first == second._replace(axis=-1)
 
 
 def _cast(x: Tensor, operand: GemmOperand, options: CastOptions) -> Operand:
@@ -109,10 +116,24 @@ def columns_of(recipe: TrainingRecipe, kept: list[Tensor]) -> tuple[list[Tensor]
     return (kept[:-1], kept[-1]) if isinstance(recipe.input, DelayedScaling) else (kept, None)
 
 
-#: For each weight: what it was when it was cast, and its casts (rows, columns) by recipe and history.
-_weights: Any = WeakTensorKeyDictionary()
+class _Kept:
+    """What is kept of a weight: what it was when it was cast, and its casts (rows, columns) by recipe and history."""
+
+    __slots__ = ("casts", "now", "weight")
+
+    def __init__(self, weight: Tensor, now: tuple[Any, ...]) -> None:
+        self.weight, self.now = WeakIdRef(weight, partial(_forget, id(weight))), now
+        self.casts: dict[Any, tuple[Any, Any]] = {}
+
+
+#: By the ids of weights. A dictionary of weak keys takes several times as long to look up, in each pass of each layer.
+_weights: dict[int, _Kept] = {}
 #: The weights that were cast last.
 _last: deque[Any] = deque(maxlen=256)
+
+
+def _forget(number: int, _: Any = None) -> None:
+    _weights.pop(number, None)
 
 
 def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: bool = True) -> tuple[Any, Any]:
@@ -125,20 +146,19 @@ def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: boo
     if steps.in_graphs(weight):
         return _noted(how, cast_operand(how, "weight", weight, rows=rows, columns=columns and not rows, record=True))
     now = weight.data_ptr(), weight.dtype, weight._version, steps.generation
-    before, casts = _weights.get(weight, (None, {}))
-    if before != now:
-        _weights[weight] = now, (casts := {})
+    of_weight = _weights.get(id(weight))
+    if of_weight is None or of_weight.now != now or of_weight.weight() is not weight:
+        of_weight = _weights[id(weight)] = _Kept(weight, now)
     key = (how.recipe, None) if how.amaxes is None else (how.recipe, id(how.amaxes), how.amaxes._version)
-    kept = casts.get(key, (None, None))
+    kept = of_weight.casts.get(key, (None, None))
     missing = rows and kept[0] is None, columns and kept[1] is None
     if any(missing):
         while _last and ((last := _last[-1]()) is None or not last.data_ptr()):
             _last.pop()
-            if last is not None:
-                _weights.pop(last, None)
-        _last.append(TensorWeakRef(weight))
+            _forget(id(last))
+        _last.append(of_weight.weight)
         cast = _noted(how, cast_operand(how, "weight", weight, rows=missing[0], columns=missing[1], record=True))
-        kept = casts[key] = (cast[0] if missing[0] else kept[0], cast[1] if missing[1] else kept[1])
+        kept = of_weight.casts[key] = (cast[0] if missing[0] else kept[0], cast[1] if missing[1] else kept[1])
     return kept
 
 
