@@ -5,12 +5,10 @@
 #ifndef BRECCIA_SEARCHING_BLOCKS_H
 #define BRECCIA_SEARCHING_BLOCKS_H
 
-#include "searching_candidates.h"
+#include "searching_lanes.h"
 
 #if defined(BY_AVX512)
 #include "searching_estimates.h"
-#else
-#include "searching_lanes.h"
 #endif
 
 /* What all groups of a call have in common. */
@@ -106,16 +104,14 @@ static void search_group(const search_state *state, Py_ssize_t start, int count)
                 roots[l] = state->roots + place_of(s, start + (l < count ? l : 0)) * s->k;
         estimates[state->by.how](state->kind, &state->by, s, &state->window, state->reach, x, down, roots, amax, &g, &all);
     } else
-#else
+#endif
     if (s->m == 1 && s->k <= MOST && state->kind != TABLES) {
         const char *weights[LANES];
         if (s->weights)
             for (int l = 0; l < LANES; l++)
                 weights[l] = (const char *)(s->weights + place_of(s, start + (l < count ? l : 0)) * s->k);
         compares[state->kind](s, &state->window, state->reach, x, weights, &g, &all);
-    } else
-#endif
-    {
+    } else {
         for (Py_ssize_t c = 0; c < state->window.some; c++) {
             candidate_of(s, c, &g, all.written[c], all.scale[c]);
             bounds_of(s->weights != NULL, state->reach, &g, all.scale[c], all.bound[c]);

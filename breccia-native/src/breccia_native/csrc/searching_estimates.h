@@ -21,8 +21,7 @@
 #ifndef BRECCIA_SEARCHING_ESTIMATES_H
 #define BRECCIA_SEARCHING_ESTIMATES_H
 
-#include "searching_candidates.h"
-#include "transpose.h"
+#include "searching_lanes.h"
 
 #define SLACK 0x1p-13f
 
@@ -198,15 +197,6 @@ INLINE void store_pairs(__m512i *v, Py_ssize_t n, int16_t (*to)[2 * LANES])
     _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) _mm512_store_ps(to[j], turned[j]);
     if (n > 16)
         _Pragma("GCC unroll 8") for (int j = 8; j < 16; j++) _mm512_store_ps(to[j], turned[j]);
-}
-
-/* 16 numbers of a dtype, of those that `real` says. */
-INLINE __m512 sixteen(int dtype, const char *x, __mmask16 real)
-{
-    if (dtype == FP32)
-        return _mm512_maskz_loadu_ps(real, x);
-    const __m256i halves = _mm256_maskz_loadu_epi16(real, x);
-    return dtype == FP16 ? _mm512_cvtph_ps(halves) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
 /* n elements of each lane times its factor, at most SEGMENT, of minifloats their magnitudes. They are filled up with zeros to a multiple

@@ -7,7 +7,7 @@
 
 #include "searching_candidates.h"
 
-#if defined(BY_AVX2)
+#if defined(BY_AVX512) || defined(BY_AVX2)
 #include "transpose.h"
 #endif
 
@@ -20,6 +20,29 @@ typedef struct {
     ALIGNED float x[MOST][LANES], y[MOST][LANES], w[MOST][LANES], sums[MOST / LEAVES][LANES];
 } turned_blocks;
 
+#if defined(BY_AVX512)
+/* 16 numbers of a dtype, of those that `real` says. */
+INLINE __m512 sixteen(int dtype, const char *x, __mmask16 real)
+{
+    if (dtype == FP32)
+        return _mm512_maskz_loadu_ps(real, x);
+    const __m256i halves = _mm256_maskz_loadu_epi16(real, x);
+    return dtype == FP16 ? _mm512_cvtph_ps(halves) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+/* k numbers of each lane, lane by lane, as k vectors of all lanes, and zeros up to a multiple of 16. */
+INLINE void turn(const char *const *from, int dtype, Py_ssize_t k, float (*to)[LANES])
+{
+    const Py_ssize_t bytes = dtype == FP32 ? 4 : 2;
+    for (Py_ssize_t i = 0; i < k; i += 16) {
+        const __mmask16 real = (__mmask16)(k - i < 16 ? (1u << (k - i)) - 1 : 0xffff);
+        __m512 v[LANES];
+        _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) v[l] = sixteen(dtype, from[l] + i * bytes, real);
+        transposed(v);
+        _Pragma("GCC unroll 16") for (int j = 0; j < LANES; j++) _mm512_store_ps(to[i + j], v[j]);
+    }
+}
+#else
 /* k numbers of each lane, lane by lane, as k vectors of all lanes. */
 INLINE void turn(const char *const *from, int dtype, Py_ssize_t k, float (*to)[LANES])
 {
@@ -46,6 +69,7 @@ INLINE void turn(const char *const *from, int dtype, Py_ssize_t k, float (*to)[L
         for (int l = 0; l < LANES; l++)
             to[i][l] = x[l][i];
 }
+#endif
 
 /* The sum, by a pairwise tree, of the terms of elements i, i + apart, ... of a block (`LEAVES` of them). */
 INLINE float leaves_of(const int kind, const int weighted, const searched *s, const turned_blocks *restrict g, Py_ssize_t i,
