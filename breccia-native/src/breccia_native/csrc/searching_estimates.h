@@ -4,12 +4,13 @@
    t = round(a * M / 2^15) is near x / e in units of 2^-p code steps, M being the integer nearest to 2^(p + 15) / (f * e). Its distance
    from the number v of the nearest code is an integer d, and S, the sum of d^2, is exact but for a few FP32 additions.
 
-   How near is it? a is within 0.51 of x * f, M within 0.52 of its fraction (f and 1 / e are within 2^-22), and t
-   within 0.5 of a * M / 2^15; |x * f| and |M| are at most 2^15. So t is within 0.5 + 0.52 + 0.51 = 1.53 of 2^p x / e. A distance from the
-   nearest of some numbers never changes by more than what it is the distance of. What the error itself rounds (1 / e, x times
-   that, which may lead to the other one of two codes about as near, v, y - v, and y below 2^-20 that counts as 0) moves a distance by
-   less than 0.07 of these units, as |t| is at most 2^15. So the distances in the error are within NEAR = 1.6 of those here. The
-   numbers of tables, and where the next one begins, are integers here, which adds 0.5, and twice 0.5 on the wrong side of a beginning.
+   How near is it? a is within 0.51 of x * f; M rounds the computed fraction by a known r, and that is within 0.02 of the exact one (f and
+   1 / e are within 2^-22); t is within 0.5 of a * M / 2^15; |x * f| and |M| are at most 2^15. So t is within
+   0.5 + 0.51 |M| / 2^15 + 0.02 + |r| of 2^p x / e. A distance from the nearest of some numbers never changes by more than what it is the
+   distance of. What the error itself rounds (1 / e, x times that, which may lead to the other one of two codes about as near, v, y - v,
+   and y below 2^-20 that counts as 0) moves a distance by less than 0.07 of these units, as |t| is at most 2^15. So the distances in
+   the error are within NEAR = 0.6 + 0.51 |M| / 2^15 + |r| < 1.62 of those here. The numbers of tables, and where the next one begins, are
+   integers here, which adds 0.5, and twice 0.5 on the wrong side of a beginning.
 
    With weights, d becomes round(d * s / 2^15), s being the integer nearest to 2^15 sqrt(w / 2). With |d| below 2^14.5 that is within
    0.5 + 0.71 * (0.5 + 1) < 1.6 of d * sqrt(w / 2), and weights multiply NEAR by at most sqrt(w / 2) < 1.
@@ -35,7 +36,7 @@ enum { UNKNOWN, ROUNDED, WHOLE_CELLS, CELLS, HALVED_CELLS };
 typedef struct {
     int how;
     float lift, step; /* 2^p, and what is 1 in t */
-    float limit, near; /* of |M|; NEAR */
+    float limit, near; /* of |M|; what of NEAR all scales have */
     float alike;       /* up to this |M| no element is beyond the codes of a scale, nor of its opposite */
     __m512i low, high, half, mask, places; /* places: p */
     __m512i opposite_low, opposite_high;   /* of codes under the opposite scale */
@@ -57,7 +58,7 @@ INLINE __m512i all_of(float number)
    below 0.3 * 2^15. */
 static estimator estimator_of(int kind, const searched *s)
 {
-    estimator by = {.how = UNKNOWN, .limit = 0x7fffp0f, .near = 1.6f, .step = 1};
+    estimator by = {.how = UNKNOWN, .limit = 0x7fffp0f, .near = 0.6f, .step = 1};
     int16_t starts[32], below[32], above[32];
     if (kind == FLOATS) {
         const float largest = float_of(s->floats.largest);
@@ -286,7 +287,7 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
         s->dtype == FP32 ? load_singles : s->dtype == FP16 ? load_halves : load_brains;
     const __m512 power = _mm512_mul_ps(_mm512_load_ps(g->power), _mm512_set1_ps(by->step / by->lift * (weighted ? 0x1.6a09e6p0f : 1)));
     const float root_of_n = __builtin_sqrtf((float)(s->m * s->k));
-    __m512 near = _mm512_set1_ps(by->near * root_of_n), most = _mm512_set1_ps(INFINITY);
+    __m512 length = _mm512_set1_ps(root_of_n), most = _mm512_set1_ps(INFINITY); /* by which NEAR is multiplied */
     uint32_t turns = 0;
     const Py_ssize_t bytes = s->dtype == FP32 ? 4 : 2, together = s->k <= SEGMENT ? SEGMENT / ((s->k + 15) / 16 * 16) : 1;
     for (Py_ssize_t r = 0, rows; r < s->m; r += rows) {
@@ -312,8 +313,7 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
                     const __m512i root = _mm512_load_si512(part.root[j]);
                     weight = _mm512_add_ps(weight, _mm512_cvtepu32_ps(_mm512_madd_epi16(root, root)));
                 }
-                const __m512 of_d = _mm512_mul_ps(_mm512_sqrt_ps(weight), _mm512_set1_ps(by->near * 0x1p-15f));
-                near = _mm512_fmadd_ps(_mm512_set1_ps(1.6f), _mm512_set1_ps(root_of_n), of_d);
+                length = _mm512_mul_ps(_mm512_sqrt_ps(weight), _mm512_set1_ps(0x1p-15f));
             }
             uint8_t has_sum[CANDIDATES] = {0}; /* from its twin */
             /* Small scales come last: if one element's error rules one out in all lanes, it does so with those that are smaller. */
@@ -353,6 +353,10 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
                     continue;
                 const __mmask16 known = _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->limit), _CMP_LE_OQ);
                 const __m512 root = _mm512_mul_ps(sums[c], _mm512_rsqrt14_ps(_mm512_max_ps(sums[c], _mm512_set1_ps(1))));
+                const __m512 rounding = _mm512_abs_ps(_mm512_sub_ps(multiplier, _mm512_cvtepi32_ps(m)));
+                const __m512 of_all = _mm512_add_ps(rounding, _mm512_set1_ps(by->near));
+                const __m512 of_t = _mm512_fmadd_ps(size, _mm512_set1_ps(0.51f * 0x1p-15f), of_all);
+                const __m512 near = _mm512_fmadd_ps(of_t, length, _mm512_set1_ps(weighted ? 1.6f * root_of_n : 0));
                 const __m512 above = _mm512_mul_ps(unit, _mm512_fmadd_ps(root, _mm512_set1_ps(1 + SLACK), near));
                 const __m512 below = _mm512_mul_ps(unit, _mm512_fmsub_ps(root, _mm512_set1_ps(1 - SLACK), near));
                 const __m512 raised = _mm512_mask_max_ps(bound, known, bound, below);
