@@ -76,7 +76,7 @@ setup(
         extension("products", *SUMS, "-fexceptions", sources=PRODUCTS),
         extension("microkernels", *EXACT, sources=("casts_avx512", "casts_avx2", "casts_portable")),
         extension("measuring", *EXACT, sources=("measuring_avx512", "measuring_avx2", "measuring_portable")),
-        extension("searching", *EXACT, sources=("searching_avx512", "searching_avx2", "searching_portable")),
+        extension("searching", *EXACT, sources=("searching_avx512", "searching_vnni", "searching_avx2", "searching_portable")),
         extension("columns", *SUMS, sources=("columns_avx512", "columns_avx2", "columns_portable")),
         extension("pool", "-O2", "-pthread", link=("-pthread",)),
         extension("xla_calls", "-O2"),

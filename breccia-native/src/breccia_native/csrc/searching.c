@@ -107,6 +107,10 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit_searching(void)
 {
+#if defined(HAS_X86)
+    if (has_avx512() && __builtin_cpu_supports("avx512vnni"))
+        add_version("avx512vnni", &searching_vnni);
+#endif
     ADD_VERSIONS(&searching_avx512, &searching_avx2, &searching_portable);
     return PyModuleDef_Init(&module);
 }

@@ -64,7 +64,7 @@ typedef void (*searching_function)(const searched *);
 
 extern const searching_function searching_portable;
 #if defined(HAS_X86)
-extern const searching_function searching_avx2, searching_avx512;
+extern const searching_function searching_avx2, searching_avx512, searching_vnni;
 #endif
 
 #endif

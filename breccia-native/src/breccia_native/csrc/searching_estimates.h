@@ -140,6 +140,16 @@ INLINE __m512i distance_of(const int how, const int weighted, const estimator *b
     return _mm512_sub_epi16(t, _mm512_mask_permutexvar_epi16(below, reached, cell, by->above));
 }
 
+/* Sums with the squares of pairs added. */
+INLINE __m512i with_squares(__m512i sums, __m512i d)
+{
+#if defined(BY_VNNI)
+    return _mm512_dpwssd_epi32(sums, d, d);
+#else
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(d, d));
+#endif
+}
+
 /* S of the first pairs of elements, a multiple of 4. */
 INLINE __m512 sum_of_squares(
     const int how, const int weighted, const estimator *by, const segment *part, Py_ssize_t pairs, __m512i multiplier)
@@ -151,7 +161,7 @@ INLINE __m512 sum_of_squares(
             __m512i d = distance_of(how, weighted, by, _mm512_load_si512(part->a[i + j]), multiplier);
             if (weighted)
                 d = _mm512_mulhrs_epi16(d, _mm512_load_si512(part->root[i + j]));
-            squares = _mm512_add_epi32(squares, _mm512_madd_epi16(d, d));
+            squares = with_squares(squares, d);
         }
         sum = _mm512_add_ps(sum, _mm512_cvtepu32_ps(squares));
     }
@@ -179,8 +189,8 @@ INLINE __m512 sums_of_twins(
                 const __m512i root = _mm512_load_si512(part->root[i + j]);
                 d = _mm512_mulhrs_epi16(d, root), e = _mm512_mulhrs_epi16(e, root);
             }
-            squares = _mm512_add_epi32(squares, _mm512_madd_epi16(d, d));
-            others = _mm512_add_epi32(others, _mm512_madd_epi16(e, e));
+            squares = with_squares(squares, d);
+            others = with_squares(others, e);
         }
         sum = _mm512_add_ps(sum, _mm512_cvtepu32_ps(squares));
         other = _mm512_add_ps(other, _mm512_cvtepu32_ps(others));

@@ -23,11 +23,16 @@ static void add_version(const char *name, const void *functions)
 }
 
 #if defined(HAS_X86)
+static int has_avx512(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2");
+}
+
 #define ADD_VERSIONS(avx512, avx2, portable)                                                                                \
     do {                                                                                                                    \
-        __builtin_cpu_init();                                                                                               \
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && \
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2"))                                                                     \
+        if (has_avx512())                                                                                                   \
             add_version("avx512", avx512);                                                                                  \
         if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && has_f16c())                                \
             add_version("avx2", avx2);                                                                                      \
