@@ -299,6 +299,10 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
     const float root_of_n = __builtin_sqrtf((float)(s->m * s->k));
     __m512 length = _mm512_set1_ps(root_of_n), most = _mm512_set1_ps(INFINITY); /* by which NEAR is multiplied */
     uint32_t turns = 0;
+    for (Py_ssize_t c = 0; c < w->some; c++)
+        candidate_of(s, c, g, all->written[c], all->scale[c]);
+    for (Py_ssize_t c = 0; c < w->some; c++)
+        bounds_of(weighted, reach, g, all->scale[c], all->bound[c]);
     const Py_ssize_t bytes = s->dtype == FP32 ? 4 : 2, together = s->k <= SEGMENT ? SEGMENT / ((s->k + 15) / 16 * 16) : 1;
     for (Py_ssize_t r = 0, rows; r < s->m; r += rows) {
         rows = together < s->m - r ? together : s->m - r; /* as many as a segment has room for */
@@ -328,10 +332,6 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
             uint8_t has_sum[CANDIDATES] = {0}; /* from its twin */
             /* Small scales come last: if one element's error rules one out in all lanes, it does so with those that are smaller. */
             for (Py_ssize_t c = 0, before = w->some; before > 0; c = --before) {
-                if (first) {
-                    candidate_of(s, c, g, all->written[c], all->scale[c]);
-                    bounds_of(weighted, reach, g, all->scale[c], all->bound[c]);
-                }
                 const __m512 bound = _mm512_load_ps(all->bound[c]), e = _mm512_load_ps(all->scale[c]);
                 if (!_mm512_cmp_ps_mask(bound, most, _CMP_LE_OQ)) {
                     before = w->first[c];
