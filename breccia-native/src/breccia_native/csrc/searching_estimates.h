@@ -287,6 +287,7 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
     float reach, const char *const *from, Py_ssize_t down, const int16_t *const *roots, const uint32_t *amax, const group *g,
     candidates *all)
 {
+    const int of_integers = how == WHOLE_CELLS || how == ROUNDED;
     segment part;
     ALIGNED float factor[LANES];
     __m512 sums[CANDIDATES], weight = _mm512_setzero_ps();
@@ -339,18 +340,18 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
                 }
                 const __m512 multiplier = _mm512_mul_ps(fraction, inverse_of(e)), size = _mm512_abs_ps(multiplier);
                 const __m512 unit = _mm512_abs_ps(_mm512_mul_ps(e, power));
-                if (first && c == 0 && (how == WHOLE_CELLS || how == ROUNDED)) { /* no integer is farther than half a step */
+                if (first && c == 0 && of_integers) { /* no integer is farther than half a step */
                     const __mmask16 inside = _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->alike), _CMP_LE_OQ);
                     most = _mm512_mask_mul_ps(most, inside, unit, _mm512_set1_ps(0.505f * by->lift * root_of_n));
                 }
                 /* What is as good as its twin, an earlier one, is not the first of the best. */
-                const __mmask16 alike = w->twin[c] ? _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->alike), _CMP_LE_OQ) : 0;
+                const Py_ssize_t twin = of_integers ? w->twin[c] : 0;
+                const __mmask16 alike = twin ? _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->alike), _CMP_LE_OQ) : 0;
                 if (alike == 0xffff)
                     continue;
                 const __m512i m = _mm512_cvtps_epi32(multiplier);
                 const __m512i both = _mm512_mask_mov_epi16(m, 0xaaaaaaaa, _mm512_slli_epi32(m, 16));
-                const Py_ssize_t twin = w->twin[c];
-                if ((how == WHOLE_CELLS || how == ROUNDED) && twin) {
+                if (twin) {
                     __m512 of_twin, sum = sums_of_twins(how, weighted, by, &part, pairs, both, &of_twin);
                     sums[c] = first ? sum : _mm512_add_ps(sums[c], sum);
                     sums[twin] = first ? of_twin : _mm512_add_ps(sums[twin], of_twin);
