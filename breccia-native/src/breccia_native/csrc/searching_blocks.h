@@ -112,10 +112,7 @@ static void search_group(const search_state *state, Py_ssize_t start, int count)
                 weights[l] = (const char *)(s->weights + place_of(s, start + (l < count ? l : 0)) * s->k);
         compares[state->kind](s, &state->window, state->reach, x, weights, &g, &all);
     } else {
-        for (Py_ssize_t c = 0; c < state->window.some; c++) {
-            candidate_of(s, c, &g, all.written[c], all.scale[c]);
-            bounds_of(s->weights != NULL, state->reach, &g, all.scale[c], all.bound[c]);
-        }
+        candidates_of(s, state->window.some, state->reach, &g, &all);
         EACH_LANE all.may[l] = ~0u >> (CANDIDATES - state->window.some);
     }
     for (int l = 0; l < count; l++) {

@@ -99,7 +99,7 @@ INLINE float value_of_code(int32_t code, minifloat f)
 }
 
 /* Candidate `n` of each block: its code, or the bits of a float, and its number. */
-OUTLINE void candidate_of(const searched *s, Py_ssize_t n, const group *restrict g, int32_t *restrict written, float *restrict scale)
+INLINE void candidate_of(const searched *s, Py_ssize_t n, const group *restrict g, int32_t *restrict written, float *restrict scale)
 {
     const Py_ssize_t multiples = s->some_factors + s->some_opposite;
     const int codec = s->codec, negative = n > s->some_factors && n <= multiples;
@@ -142,6 +142,16 @@ INLINE void bounds_of(int weighted, float reach, const group *restrict g, const 
         const float beyond = g->y[l] - float_of(bits_of(most * (scale[l] * g->power[l])) & MAGNITUDE);
         bound[l] = beyond > 0 ? beyond : 0;
     }
+}
+
+/* All candidates of each block, and their bounds. */
+OUTLINE void candidates_of(
+    const searched *s, Py_ssize_t some, float reach, const group *restrict g, candidates *restrict all)
+{
+    for (Py_ssize_t n = 0; n < some; n++)
+        candidate_of(s, n, g, all->written[n], all->scale[n]);
+    for (Py_ssize_t n = 0; n < some; n++)
+        bounds_of(s->weights != NULL, reach, g, all->scale[n], all->bound[n]);
 }
 
 #endif

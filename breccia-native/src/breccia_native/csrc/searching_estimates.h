@@ -300,10 +300,7 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
     const float root_of_n = __builtin_sqrtf((float)(s->m * s->k));
     __m512 length = _mm512_set1_ps(root_of_n), most = _mm512_set1_ps(INFINITY); /* by which NEAR is multiplied */
     uint32_t turns = 0;
-    for (Py_ssize_t c = 0; c < w->some; c++)
-        candidate_of(s, c, g, all->written[c], all->scale[c]);
-    for (Py_ssize_t c = 0; c < w->some; c++)
-        bounds_of(weighted, reach, g, all->scale[c], all->bound[c]);
+    candidates_of(s, w->some, reach, g, all);
     const Py_ssize_t bytes = s->dtype == FP32 ? 4 : 2, together = s->k <= SEGMENT ? SEGMENT / ((s->k + 15) / 16 * 16) : 1;
     for (Py_ssize_t r = 0, rows; r < s->m; r += rows) {
         rows = together < s->m - r ? together : s->m - r; /* as many as a segment has room for */
