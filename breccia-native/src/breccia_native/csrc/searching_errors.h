@@ -8,6 +8,10 @@
 #include "positions.h"
 #include "searching.h"
 
+#if defined(BY_AVX512) || defined(BY_AVX2)
+#include "transpose.h"
+#endif
+
 /* A number rounded to that of a code. */
 INLINE float rounded_float(float a, minifloat f)
 {
@@ -117,13 +121,12 @@ INLINE float term_of(const int kind, const int weighted, const searched *s, floa
 
 #define TERM(i) term_of(kind, weighted, s, x[i], y[i], weighted ? w[i] : 0, kind == TABLES ? q[i] : 0, inverse, unit)
 
-/* The error of row r of at most 32 elements. */
-INLINE float short_row_of(
-    const int kind, const int weighted, const searched *s, const elements *of, Py_ssize_t r, float inverse, float unit)
+/* Terms of the error of row r, of at most 32 elements: 16 that the pairwise tree still adds. */
+INLINE void short_terms_of(const int kind, const int weighted, const searched *s, const elements *of, Py_ssize_t r, float inverse,
+    float unit, float *restrict sums)
 {
     const float *const restrict x = of->x + r * of->length, *const restrict y = of->y + r * of->length;
     const float *const restrict w = of->w, *const restrict q = of->q;
-    float sums[16];
     if (kind == TABLES)
         look_up(&s->values, x, inverse, of->length, of->q);
     /* GCC makes no vectors of a loop that it unrolls first. */
@@ -131,24 +134,46 @@ INLINE float short_row_of(
         _Pragma("GCC unroll 1") for (int i = 0; i < 16; i++) sums[i] = TERM(i);
     else
         _Pragma("GCC unroll 1") for (int i = 0; i < 16; i++) sums[i] = TERM(i) + TERM(i + 16);
-    return sum_of(sums, 16);
+}
+
+/* The sums by a pairwise tree of each of `rows` rows of 16 terms. */
+INLINE void sums_of_rows(float (*terms)[16], int rows, float *sums)
+{
+#if defined(BY_AVX512)
+    if (rows == 16) {
+        __m512 v[16];
+        _Pragma("GCC unroll 16") for (int r = 0; r < 16; r++) v[r] = _mm512_loadu_ps(terms[r]);
+        transposed(v);
+        _Pragma("GCC unroll 4") for (int n = 8; n; n /= 2)
+            _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) v[i] = _mm512_add_ps(v[i], v[i + n]);
+        _mm512_storeu_ps(sums, v[0]);
+        return;
+    }
+#endif
+    for (int r = 0; r < rows; r++)
+        sums[r] = sum_of(terms[r], 16);
 }
 
 /* The error of a block of one row of at most 32 elements. */
 INLINE float short_error_of(const int kind, const int weighted, const searched *s, const elements *of, float inverse, float unit)
 {
-    return short_row_of(kind, weighted, s, of, 0, inverse, unit);
+    float terms[16];
+    short_terms_of(kind, weighted, s, of, 0, inverse, unit, terms);
+    return sum_of(terms, 16);
 }
 
 INLINE float error_of(const int kind, const int weighted, const searched *s, const elements *of, float inverse, float unit)
 {
     const Py_ssize_t half = of->length / 2, both = of->k - half;
     float *const restrict sums = of->sums;
-    for (Py_ssize_t r = 0; r < of->m; r++) {
-        if (of->length <= 32) {
-            of->of_rows[r] = short_row_of(kind, weighted, s, of, r, inverse, unit);
-            continue;
-        }
+    for (Py_ssize_t r = 0; of->length <= 32 && r < of->m; r += 16) {
+        const int rows = of->m - r < 16 ? (int)(of->m - r) : 16;
+        float terms[16][16];
+        for (int j = 0; j < rows; j++)
+            short_terms_of(kind, weighted, s, of, r + j, inverse, unit, terms[j]);
+        sums_of_rows(terms, rows, of->of_rows + r);
+    }
+    for (Py_ssize_t r = 0; of->length > 32 && r < of->m; r++) {
         const float *const restrict x = of->x + r * of->length, *const restrict y = of->y + r * of->length;
         const float *const restrict w = of->w, *const restrict q = of->q;
         if (kind == TABLES)

@@ -7,10 +7,6 @@
 
 #include "searching_candidates.h"
 
-#if defined(BY_AVX512) || defined(BY_AVX2)
-#include "transpose.h"
-#endif
-
 /* The most elements of a block, and terms of which one loop makes a sum. */
 #define MOST 256
 #define LEAVES 8
