@@ -95,20 +95,49 @@ typedef struct {
     Py_ssize_t m, k, length;
 } elements;
 
+#if defined(BY_AVX512)
+/* 16 numbers of a dtype, of those that `real` says. */
+INLINE __m512 sixteen(int dtype, const char *x, __mmask16 real)
+{
+    if (dtype == FP32)
+        return _mm512_maskz_loadu_ps(real, x);
+    const __m256i halves = _mm256_maskz_loadu_epi16(real, x);
+    return dtype == FP16 ? _mm512_cvtph_ps(halves) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+/* n elements, of whose bits some are kept, and the same times `power`. */
+INLINE void load_row(int dtype, uint32_t kept, const char *from, Py_ssize_t n, float power, float *x, float *y)
+{
+    const Py_ssize_t bytes = dtype == FP32 ? 4 : 2;
+    const __m512 magnitude = _mm512_castsi512_ps(_mm512_set1_epi32(MAGNITUDE)), bits = _mm512_castsi512_ps(_mm512_set1_epi32((int)kept));
+    for (Py_ssize_t i = 0; i < n; i += 16) {
+        const __m512 all = sixteen(dtype, from + i * bytes, (__mmask16)(n - i < 16 ? (1u << (n - i)) - 1 : 0xffff));
+        const __mmask16 normal = _mm512_cmp_ps_mask(_mm512_and_ps(all, magnitude), _mm512_set1_ps(0x1p-126f), _CMP_GE_OQ);
+        const __m512 number = _mm512_maskz_and_ps(normal, all, bits), scaled = _mm512_mul_ps(number, _mm512_set1_ps(power));
+        const __mmask16 counts = _mm512_cmp_ps_mask(_mm512_and_ps(scaled, magnitude), _mm512_set1_ps(0x1p-20f), _CMP_GE_OQ);
+        _mm512_storeu_ps(x + i, number);
+        _mm512_storeu_ps(y + i, _mm512_maskz_mov_ps(counts, scaled));
+    }
+}
+#else
+INLINE void load_row(int dtype, uint32_t kept, const char *from, Py_ssize_t n, float power, float *restrict x, float *restrict y)
+{
+    row_of(from, n, dtype, (uint32_t *)x);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const uint32_t u = bits_of(x[i]);
+        x[i] = float_of((u & MAGNITUDE) < NORMAL ? 0 : u & kept);
+        const float scaled = x[i] * power;
+        y[i] = float_of(bits_of(scaled) & MAGNITUDE) < 0x1p-20f ? 0 : scaled;
+    }
+}
+#endif
+
 /* Elements from `from` on, in rows `down` bytes apart. */
 OUTLINE void load_elements(int kind, const searched *s, const elements *to, const char *from, Py_ssize_t down, float power)
 {
     const uint32_t kept = kind == FLOATS ? MAGNITUDE : ~0u;
-    for (Py_ssize_t r = 0; r < to->m; r++) {
-        float *const restrict x = to->x + r * to->length, *const restrict y = to->y + r * to->length;
-        row_of(from + r * down, to->k, s->dtype, (uint32_t *)x);
-        for (Py_ssize_t i = 0; i < to->k; i++) {
-            const uint32_t u = bits_of(x[i]);
-            x[i] = float_of((u & MAGNITUDE) < NORMAL ? 0 : u & kept);
-            const float scaled = x[i] * power;
-            y[i] = float_of(bits_of(scaled) & MAGNITUDE) < 0x1p-20f ? 0 : scaled;
-        }
-    }
+    for (Py_ssize_t r = 0; r < to->m; r++)
+        load_row(s->dtype, kept, from + r * down, to->k, power, to->x + r * to->length, to->y + r * to->length);
 }
 
 /* A term of the error. */

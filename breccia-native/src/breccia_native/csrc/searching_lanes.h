@@ -17,15 +17,6 @@ typedef struct {
 } turned_blocks;
 
 #if defined(BY_AVX512)
-/* 16 numbers of a dtype, of those that `real` says. */
-INLINE __m512 sixteen(int dtype, const char *x, __mmask16 real)
-{
-    if (dtype == FP32)
-        return _mm512_maskz_loadu_ps(real, x);
-    const __m256i halves = _mm256_maskz_loadu_epi16(real, x);
-    return dtype == FP16 ? _mm512_cvtph_ps(halves) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-}
-
 /* k numbers of each lane, lane by lane, as k vectors of all lanes, and zeros up to a multiple of 16. */
 INLINE void turn(const char *const *from, int dtype, Py_ssize_t k, float (*to)[LANES])
 {
