@@ -35,9 +35,9 @@ typedef struct {
     Py_ssize_t some, first[CANDIDATES], twin[CANDIDATES];
 } window;
 
-/* Whether the plain scale is at least as good as twice itself. It is a power of two under which no element of the block is beyond the codes.
-   Of the numbers of codes under twice that scale, those within this reach are numbers of codes under it too: it has one as near to each
-   element. Products with powers of two are exact, and rounding keeps the order of distances, squares and sums. */
+/* Whether the plain scale is at least as good as twice itself. It is a power of two under which no element of the block is beyond the
+   codes. Of the numbers of codes under twice that scale, those within this reach are numbers of codes under it too: it has one as near
+   to each element. Products with powers of two are exact, and rounding keeps the order of distances, squares and sums. */
 INLINE int doubles_are_no_better(const searched *s)
 {
     if (s->codec != POWERS || s->global != 1 || s->kind == TABLES)

@@ -29,7 +29,7 @@
 /* Elements of a block that are estimated at a time. */
 #define SEGMENT 256
 
-/* How t finds v: by rounding to an integer; by the integer, of at most 5 bits, that it is next to; by the cell of a quarter that it is in,
+/* How t finds v: by rounding to an integer; by the cell of half a step that it is in, of 64; by the cell of a quarter that it is in,
    of which the last one is beyond all codes; by its cell of a 16th of a table's largest number, in which at most one code begins. */
 enum { UNKNOWN, ROUNDED, WHOLE_CELLS, CELLS, HALVED_CELLS };
 
@@ -38,9 +38,10 @@ typedef struct {
     float lift, step; /* 2^p, and what is 1 in t */
     float limit, near; /* of |M|; what of NEAR all scales have */
     float alike;       /* up to this |M| no element is beyond the codes of a scale, nor of its opposite */
-    __m512i low, high, half, mask, places; /* places: p */
+    __m512i low, high, half, mask, places; /* places: p - 1 */
     __m512i opposite_low, opposite_high;   /* of codes under the opposite scale */
-    __m512i starts, below, above;          /* of cells; of WHOLE_CELLS `above` is for the opposite scale */
+    __m512i starts, below, above;          /* of cells */
+    __m512i inside[2], opposite_inside[2]; /* of WHOLE_CELLS: of cells of half a step, those of negative t last */
 } estimator;
 
 /* Elements of LANES blocks, two to a lane, and roots of weights. */
@@ -59,7 +60,7 @@ INLINE __m512i all_of(float number)
 static estimator estimator_of(int kind, const searched *s)
 {
     estimator by = {.how = UNKNOWN, .limit = 0x7fffp0f, .near = 0.6f, .step = 1};
-    int16_t starts[32], below[32], above[32];
+    int16_t starts[32], below[64], above[64];
     if (kind == FLOATS) {
         const float largest = float_of(s->floats.largest);
         by.lift = s->weights ? 0x1p11f : 0x1p12f;
@@ -102,14 +103,15 @@ static estimator estimator_of(int kind, const searched *s)
             by.lift *= 2; /* so t next to the lowest code of the opposite scale, -low, is not beyond 2^15 */
         const float most = high * by.lift + 0.7f * 0x1p15f;
         by.limit = by.limit < most ? by.limit : most;
-        by.how = low < 0 && high < 8 ? WHOLE_CELLS : ROUNDED;
-        for (int i = -16; i < 16; i++) {
-            const float cell = (float)i, inside = cell < low ? low : cell > high ? high : cell;
-            below[i & 31] = (int16_t)(inside * by.lift);
-            above[i & 31] = (int16_t)((cell < -high ? -high : cell > -low ? -low : cell) * by.lift);
+        by.how = low < 0 && high < 8 && by.lift >= 0x1p11f ? WHOLE_CELLS : ROUNDED; /* |t| is at most 16 steps */
+        for (int i = -32; i < 32; i++) {
+            const float cell = __builtin_floorf((float)(i + 1) / 2), inside = cell < low ? low : cell > high ? high : cell;
+            below[i & 63] = (int16_t)(inside * by.lift);
+            above[i & 63] = (int16_t)((cell < -high ? -high : cell > -low ? -low : cell) * by.lift);
         }
-        by.below = _mm512_loadu_si512(below), by.above = _mm512_loadu_si512(above);
-        by.places = _mm512_set1_epi16((int16_t)__builtin_ctz((unsigned)by.lift));
+        for (int i = 0; i < 2; i++)
+            by.inside[i] = _mm512_loadu_si512(below + 32 * i), by.opposite_inside[i] = _mm512_loadu_si512(above + 32 * i);
+        by.places = _mm512_set1_epi16((int16_t)(__builtin_ctz((unsigned)by.lift) - 1));
         by.alike = low < 0 ? (high + 0.49f) * by.lift : 0;
         by.low = all_of(low * by.lift), by.high = all_of(high * by.lift);
         by.opposite_low = all_of(-high * by.lift), by.opposite_high = all_of(low < 0 ? -low * by.lift : 0);
@@ -127,8 +129,8 @@ INLINE __m512i distance_of(const int how, const int weighted, const estimator *b
         return _mm512_sub_epi16(t, _mm512_permutexvar_epi16(cell, by->below));
     }
     if (how == WHOLE_CELLS) {
-        const __m512i cell = _mm512_srav_epi16(_mm512_adds_epi16(t, by->half), by->places);
-        return _mm512_sub_epi16(t, _mm512_permutexvar_epi16(cell, by->below));
+        const __m512i cell = _mm512_srav_epi16(t, by->places);
+        return _mm512_sub_epi16(t, _mm512_permutex2var_epi16(by->inside[0], cell, by->inside[1]));
     }
     if (how == ROUNDED) {
         const __m512i whole = _mm512_and_si512(_mm512_adds_epi16(t, by->half), by->mask);
@@ -177,10 +179,13 @@ INLINE __m512 sums_of_twins(
         __m512i squares = _mm512_setzero_si512(), others = squares;
         _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
             const __m512i t = _mm512_mulhrs_epi16(_mm512_load_si512(part->a[i + j]), multiplier);
-            const __m512i above = _mm512_adds_epi16(t, by->half), cell = _mm512_srav_epi16(above, by->places);
-            const __m512i whole = _mm512_and_si512(above, by->mask);
-            __m512i v = _mm512_permutexvar_epi16(cell, by->below), u = _mm512_permutexvar_epi16(cell, by->above);
-            if (how == ROUNDED) {
+            __m512i v, u;
+            if (how == WHOLE_CELLS) {
+                const __m512i cell = _mm512_srav_epi16(t, by->places);
+                v = _mm512_permutex2var_epi16(by->inside[0], cell, by->inside[1]);
+                u = _mm512_permutex2var_epi16(by->opposite_inside[0], cell, by->opposite_inside[1]);
+            } else {
+                const __m512i whole = _mm512_and_si512(_mm512_adds_epi16(t, by->half), by->mask);
                 v = _mm512_min_epi16(_mm512_max_epi16(whole, by->low), by->high);
                 u = _mm512_min_epi16(_mm512_max_epi16(whole, by->opposite_low), by->opposite_high);
             }
