@@ -215,29 +215,64 @@ INLINE void store_pairs(__m512i *v, Py_ssize_t n, int16_t (*to)[2 * LANES])
         _Pragma("GCC unroll 8") for (int j = 8; j < 16; j++) _mm512_store_ps(to[j], turned[j]);
 }
 
+/* 16 numbers of each lane as 8 rows of pairs of all lanes. A vector has those of two lanes, 4 by 4 in turn: vector i those of i and i + 4,
+   vector 4 + i those of 8 + i and 12 + i. */
+INLINE void store_short_pairs(const __m512i *v, int16_t (*to)[2 * LANES])
+{
+    __m512 four[2][4]; /* pairs 0, 2, 4 and 6 of four lanes, and of the next four; pairs 1, 3, 5 and 7 of both */
+    _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++) {
+        const __m512 a = _mm512_castsi512_ps(v[4 * half]), b = _mm512_castsi512_ps(v[4 * half + 1]);
+        const __m512 c = _mm512_castsi512_ps(v[4 * half + 2]), d = _mm512_castsi512_ps(v[4 * half + 3]);
+        const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)), high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
+        const __m512d lower = _mm512_castps_pd(_mm512_unpacklo_ps(c, d)), higher = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+        four[half][0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, lower));
+        four[half][1] = _mm512_castpd_ps(_mm512_unpacklo_pd(high, higher));
+        four[half][2] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, lower));
+        four[half][3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high, higher));
+    }
+    _Pragma("GCC unroll 2") for (int odd = 0; odd < 2; odd++) {
+        const __m512 a = _mm512_shuffle_f32x4(four[0][2 * odd], four[0][2 * odd + 1], 0x88);
+        const __m512 b = _mm512_shuffle_f32x4(four[0][2 * odd], four[0][2 * odd + 1], 0xdd);
+        const __m512 c = _mm512_shuffle_f32x4(four[1][2 * odd], four[1][2 * odd + 1], 0x88);
+        const __m512 d = _mm512_shuffle_f32x4(four[1][2 * odd], four[1][2 * odd + 1], 0xdd);
+        _mm512_store_ps(to[odd], _mm512_shuffle_f32x4(a, c, 0x88));
+        _mm512_store_ps(to[odd + 2], _mm512_shuffle_f32x4(b, d, 0x88));
+        _mm512_store_ps(to[odd + 4], _mm512_shuffle_f32x4(a, c, 0xdd));
+        _mm512_store_ps(to[odd + 6], _mm512_shuffle_f32x4(b, d, 0xdd));
+    }
+}
+
+/* 16 elements, of those that `real` says, times a factor. */
+INLINE __m512i sixteen_times(int dtype, const char *x, __mmask16 real, float factor)
+{
+    return _mm512_cvtps_epi32(_mm512_mul_ps(sixteen(dtype, x, real), _mm512_set1_ps(factor)));
+}
+
 /* n elements of each lane times its factor, at most SEGMENT, of minifloats their magnitudes. They are filled up with zeros to a multiple
    of 4 pairs, whose number is returned. */
 INLINE Py_ssize_t load_segment(const int dtype, int kind, const char *const *from, Py_ssize_t n, const float *factor,
     int16_t (*to)[2 * LANES])
 {
     const Py_ssize_t bytes = dtype == FP32 ? 4 : 2;
-    const __m512 kept = _mm512_castsi512_ps(_mm512_set1_epi32(kind == FLOATS ? 0x7fffffff : -1));
+    const __mmask32 magnitudes = kind == FLOATS ? ~0u : 0;
     for (Py_ssize_t i = 0; i < n; i += 32) {
         const uint32_t real = n - i < 32 ? (1u << (n - i)) - 1 : ~0u;
         __m512i v[LANES];
-        if (n - i <= 16)
-            _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) {
-                const __m512 x = _mm512_and_ps(sixteen(dtype, from[l] + i * bytes, (__mmask16)real), kept);
-                const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(factor[l])));
-                v[l] = _mm512_castsi256_si512(_mm512_cvtsepi32_epi16(a));
+        if (n - i <= 16) {
+            _Pragma("GCC unroll 8") for (int l = 0; l < 8; l++) {
+                const int p = l < 4 ? l : l + 4, q = p + 4;
+                v[l] = _mm512_packs_epi32(sixteen_times(dtype, from[p] + i * bytes, (__mmask16)real, factor[p]),
+                    sixteen_times(dtype, from[q] + i * bytes, (__mmask16)real, factor[q]));
+                v[l] = _mm512_mask_abs_epi16(v[l], magnitudes, v[l]);
             }
-        else
-            _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) {
-                const __m512 by = _mm512_set1_ps(factor[l]);
-                const __m512 x = _mm512_and_ps(sixteen(dtype, from[l] + i * bytes, 0xffff), kept);
-                const __m512 y = _mm512_and_ps(sixteen(dtype, from[l] + (i + 16) * bytes, (__mmask16)(real >> 16)), kept);
-                v[l] = _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(x, by)), _mm512_cvtps_epi32(_mm512_mul_ps(y, by)));
-            }
+            store_short_pairs(v, to + i / 2);
+            continue;
+        }
+        _Pragma("GCC unroll 16") for (int l = 0; l < LANES; l++) {
+            v[l] = _mm512_packs_epi32(sixteen_times(dtype, from[l] + i * bytes, 0xffff, factor[l]),
+                sixteen_times(dtype, from[l] + (i + 16) * bytes, (__mmask16)(real >> 16), factor[l]));
+            v[l] = _mm512_mask_abs_epi16(v[l], magnitudes, v[l]);
+        }
         store_pairs(v, n - i, to + i / 2);
     }
     return (n + 15) / 16 * 8;
