@@ -366,7 +366,7 @@ def test_the_comparisons_of_the_faq_name_what_there_is() -> None:
 
 def test_the_table_of_hardware_says_what_results_and_kernels_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """The column "tested there" has the machines of the committed results; the kernels named run on the rows named."""
-    triton = pytest.importorskip("breccia_triton.casts.plans", reason="the rows of GPUs are of breccia-triton")
+    triton = pytest.importorskip("breccia_triton.availability", reason="the rows of GPUs are of breccia-triton")
     from breccia_triton.gemm.fp8 import plans as fp8_plans
     from breccia_triton.gemm.scaled_mm import plans as torch_plans
     from breccia_triton.gemm.weight_only import plans as weight_plans

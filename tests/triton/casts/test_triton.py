@@ -32,7 +32,7 @@ from breccia.backend import E2M3, E8M0, F32, NUMPY, CastOptions, Metadata, compo
 from breccia.kernels.reference.packing import pack
 from breccia.options import product_options
 from breccia.rules import LINEAR, RCEIL
-from breccia_triton import numerics, operands, plugin
+from breccia_triton import availability, numerics, operands, plugin
 from breccia_triton.casts import cast as triton_cast
 from breccia_triton.casts import decode, plans, prepare
 from breccia_triton.facts import Hardware
@@ -617,14 +617,14 @@ def test_the_reason_names_what_is_not_supported() -> None:
     assert "blocks of 1x70000 do not fit a tile of 16384 elements" in reason("fp8_block,block_k=70000")
     assert "blocks are not whole groups of packed codes" in reason("int4,group_size=31")
     assert reason("nvfp4").startswith(" -> triton.cast")
-    assert plans.available(Device("cuda", 0, (9, 0))) is None
-    assert plans.available(Device("cuda", 0, (7, 5))) == "it needs compute capability 8.0; cuda:0 has 7.5"
+    assert availability.available(Device("cuda", 0, (9, 0))) is None
+    assert availability.available(Device("cuda", 0, (7, 5))) == "it needs compute capability 8.0; cuda:0 has 7.5"
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter's environment variable is for machines without a GPU")
 def test_without_triton_the_kernel_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans.targets, "installed", lambda module: False)
-    assert plans.available(Device("cuda", 0, (9, 0))) == "triton is not installed; pip install triton"
+    monkeypatch.setattr(availability.targets, "installed", lambda module: False)
+    assert availability.available(Device("cuda", 0, (9, 0))) == "triton is not installed; pip install triton"
 
 
 # -- on a GPU only ---------------------------------------------------------------------------------------------------

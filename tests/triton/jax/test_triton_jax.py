@@ -35,7 +35,7 @@ from breccia.kernels import bounds  # noqa: E402
 from breccia.operations import OPERATIONS  # noqa: E402
 from breccia.options import product_options  # noqa: E402
 from breccia_jax import primitive  # noqa: E402
-from breccia_triton import plugin  # noqa: E402
+from breccia_triton import availability, plugin  # noqa: E402
 from breccia_triton.casts import plans  # noqa: E402
 from breccia_triton.facts import Hardware  # noqa: E402
 from breccia_triton.jax import calls as jax_calls  # noqa: E402
@@ -624,13 +624,13 @@ def test_parameters_are_compiled_in_the_order_in_which_jax_triton_passes_them() 
 
 def test_the_reason_names_what_jax_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = Device("cuda", 0, (9, 0))
-    monkeypatch.setattr(plans.targets, "installed", lambda module: module != "jax_triton")
-    assert plans.available_to_jax(h200) == f"jax-triton is not installed; {install('breccia-triton[jax]')}"
-    assert plans.available(h200) is None
-    monkeypatch.setattr(plans.targets, "installed", lambda module: False)
-    assert plans.available_to_jax(h200) == "triton is not installed; pip install triton"
-    monkeypatch.setattr(plans.targets, "installed", lambda module: True)
-    assert plans.available_to_jax(h200) is None
+    monkeypatch.setattr(availability.targets, "installed", lambda module: module != "jax_triton")
+    assert availability.available_to_jax(h200) == f"jax-triton is not installed; {install('breccia-triton[jax]')}"
+    assert availability.available(h200) is None
+    monkeypatch.setattr(availability.targets, "installed", lambda module: False)
+    assert availability.available_to_jax(h200) == "triton is not installed; pip install triton"
+    monkeypatch.setattr(availability.targets, "installed", lambda module: True)
+    assert availability.available_to_jax(h200) is None
 
 
 @pytest.mark.parametrize("op", ["cast", "pair", "dequantize", "requantize"])

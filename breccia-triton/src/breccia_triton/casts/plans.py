@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from breccia import Device, Layout, ScalingRecipe
-from breccia.backend import PLAIN, TENSOR, Block, Call, Shape, checks, packing, targets
-from breccia.internal import install, keeps_values, repeats
+from breccia import Layout, ScalingRecipe
+from breccia.backend import PLAIN, TENSOR, Block, Call, Shape, checks, packing
+from breccia.internal import keeps_values, repeats
 
 from ..facts import LARGE
 from ..geometry import Tile, pair_of, tile_of
@@ -17,24 +17,6 @@ from ..tuning.choices import DEFAULT, Choice
 
 #: Why JAX has no kernel for large arrays.
 TOO_LARGE = f"positions in {LARGE} elements or more have 64 bits, and jax-triton passes integers of 32 bits"
-#: The least compute capability whose instructions the kernels use.
-LEAST = (8, 0)
-
-
-def available(device: Device) -> str | None:
-    """Why the kernels cannot run on a device, or None."""
-    if not targets.installed("triton"):
-        return "triton is not installed; pip install triton"
-    if device.capability and tuple(device.capability) < LEAST:
-        return f"it needs compute capability {'.'.join(map(str, LEAST))}; {device} has {'.'.join(map(str, device.capability))}"
-    return None
-
-
-def available_to_jax(device: Device) -> str | None:
-    """Why the kernels cannot run on JAX arrays of a device, or None."""
-    if (why := available(device)) is None and not targets.installed("jax_triton"):
-        return f"jax-triton is not installed; {install('breccia-triton[jax]')}"
-    return why
 
 
 def _refused_size(call: Call) -> str | None:

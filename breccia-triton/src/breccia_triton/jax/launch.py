@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 from breccia.backend import targets
 from breccia.internal import once
 
-from ..casts.plans import LEAST
+from ..availability import LEAST
 from ..facts import Hardware
 from ..launch.triton_launch import Launch
 

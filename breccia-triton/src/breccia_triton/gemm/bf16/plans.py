@@ -14,6 +14,7 @@ from functools import lru_cache
 from breccia import Codec, Device, Format, Integer, Minifloat, PowerOfTwo
 from breccia.backend import F32, Call, Operand
 
+from ... import availability
 from ...casts import plans
 from ...tuning import roofline
 from ...tuning.choices import codecs_of
@@ -115,7 +116,7 @@ def available(device: Device) -> str | None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.version.cuda is None:
         return "this torch is built without CUDA"
-    return plans.available(device)
+    return availability.available(device)
 
 
 def accepts(call: Call) -> str | None:
