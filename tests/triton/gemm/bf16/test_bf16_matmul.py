@@ -40,8 +40,7 @@ from breccia.dispatch.registry import registry
 from breccia.options import product_options
 from breccia.testing.laws import products
 from breccia.testing.places import Place
-from breccia_triton import plugin
-from breccia_triton.casts import plans
+from breccia_triton import availability, plugin
 from breccia_triton.gemm import contiguous
 from breccia_triton.gemm.bf16 import grouped as grouped_bf16
 from breccia_triton.gemm.bf16 import matmul as bf16_matmul
@@ -543,7 +542,7 @@ def test_explain_names_the_kernel_and_why_it_does_not_run(monkeypatch: pytest.Mo
 
 def test_devices_without_the_instructions_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(plans.targets, "installed", lambda module: True)
+    monkeypatch.setattr(availability.targets, "installed", lambda module: True)
     assert bf16_plans.available(Device("cuda", 0, (8, 0))) is None
     assert "it needs compute capability 8.0; cuda:0 has 7.5" in str(bf16_plans.available(Device("cuda", 0, (7, 5))))
     monkeypatch.setattr(torch.version, "cuda", None)
