@@ -20,6 +20,7 @@ RECIPES = [
     *map(TrainingRecipe, PRESETS),
     TrainingRecipe("mxfp8", high_precision=("output", "grad_input")),
     TrainingRecipe("nvfp4", high_precision=("grad_weight",)),
+    TrainingRecipe("fp8_delayed", high_precision=("output", "grad_weight")),
     *FROM_CODES,
 ]
 OFFSETS = torch.tensor([10, 10, 50], dtype=torch.int32)

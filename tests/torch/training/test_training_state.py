@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import warnings
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from two_layers import Model, made
 import breccia
 import breccia_torch
 from breccia import AmaxHistory, DelayedScaling, TrainingRecipe, UnsupportedError
+from breccia.training import GEMMS
 from breccia_torch.nn import TrainingLinear
 from breccia_torch.training import state as steps
 
@@ -165,9 +167,9 @@ def operations(recipe: str, layers: int) -> tuple[int, int]:
 def test_delayed_scaling_adds_few_operations() -> None:
     (few, few_steps), (many, many_steps) = (operations("fp8_delayed", layers) for layers in (2, 6))
     current = operations("fp8_current", 6)[0] - operations("fp8_current", 2)[0]
-    # Of each of x, w and dy: a view and a norm. Of w a maximum. Of x and dy together: their amaxes in one tensor, a maximum,
-    # whether that of dy is finite, and a product with that.
-    assert many - few == current + 4 * (3 * 2 + 1 + 4)
+    # Of each of x, w and dy: a norm and a view. Of w: a number in place of NaN, a maximum. Of x and dy together: their amaxes in
+    # one tensor, the same as for w, whether that of dy is finite, and a product with that.
+    assert many - few == current + 4 * (3 * 2 + 2 + 5)
     # Every layer selects its counter of steps; the rest is the same for any number of layers.
     assert many_steps - few_steps == 4 and few_steps < 90
 
@@ -184,12 +186,34 @@ def test_amaxes_of_a_gpu_are_those_of_a_cpu() -> None:
             x, dy = batch(n)[:, :32].repeat(1, 2) * (n + 1), torch.randn(len(batch(n)), 96) * factor
             for layer in (here, there):
                 layer(x.to(layer.weight.device)).backward(dy.to(layer.weight.device))
-        of_gpu, of_cpu = (pending * steps.usable(pending) for pending in (there.state.pending.cpu(), here.state.pending))
-        assert torch.equal(of_gpu, of_cpu)
+        assert torch.equal(there.state.pending.cpu(), here.state.pending)
         for layer in (here, there):
             breccia_torch.end_of_step(layer)
         assert torch.equal(there.state.amaxes.cpu(), here.state.amaxes) and here.state.amaxes.any()
         assert torch.equal(there.state.scales.cpu(), here.state.scales)
+
+
+@pytest.mark.parametrize("high_precision", list(combinations(GEMMS, 2)), ids="+".join)
+def test_amaxes_are_recorded_where_two_gemms_stay_in_high_precision(high_precision: tuple[str, ...]) -> None:
+    layer = TrainingLinear(32, 64, bias=False, recipe=TrainingRecipe("fp8_delayed", high_precision=high_precision))
+    x, dy = batch(0).requires_grad_(), torch.randn(48, 64)
+    layer(x).backward(dy)
+    pending = layer.state.pending.view(torch.float32)
+    assert pending[0] == x.abs().max()
+    assert torch.allclose(layer.weight.grad, dy.T @ x.detach(), rtol=0.1, atol=0.1 * dy.norm())
+    layer.weight.requires_grad_(False)
+    layer(x).backward(dy)
+
+
+def test_an_infinite_input_leaves_the_amaxes_of_other_batches() -> None:
+    layer = TrainingLinear(32, 64, recipe="fp8_delayed")
+    first, dy = batch(0), torch.randn(48, 64)
+    layer(first).backward(dy)
+    for fault in (torch.inf, torch.nan):
+        other = batch(1)
+        other[0, 0] = fault
+        layer(other).backward(dy / 2)
+    assert layer.state.pending.view(torch.float32)[[0, 2]].tolist() == [first.abs().max(), dy.abs().max()]
 
 
 def test_evaluation_records_nothing() -> None:

@@ -52,8 +52,7 @@ def test_estimated_times_come_from_the_table_of_the_device(tables: Path) -> None
     for kind, entries in times.items():
         measurements.merge(tables / f"{kind}_some_gpu.json", "Some GPU", entries, {"date": "today"})
     measurements.measured.cache_clear()
-    assert fp8_plans.seconds(call, "torch") == pytest.approx(1.5 * fp8_plans.bound(4, 128, 256))
-    assert fp8_plans.score_of_torch(call) == fp8_plans._HOST_OF_TORCH
+    assert fp8_plans.score_of_torch(call) == pytest.approx(1.5 * fp8_plans.bound(4, 128, 256))
     assert weight_plans.score(product) == pytest.approx(1.25 * bound)
 
 

@@ -98,7 +98,6 @@ def end_of_step(model: nn.Module, group: Any = None, *, taken: bool = True) -> N
     pending = [state.pending for state in states if state.pending is not None]
     if pending and torch.distributed.is_available() and torch.distributed.is_initialized():
         largest = torch.stack(pending)
-        largest *= steps.usable(largest)  # an infinite amax would be the largest of all ranks
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
         for mine, of_all in zip(pending, largest, strict=True):
             mine.copy_(of_all)

@@ -42,7 +42,7 @@ def recipe_of(text: str) -> TrainingRecipe:
 
 
 class CastOperand(NamedTuple):
-    """The rows and the columns of a tensor, None for what was not asked for; and its amax (1,) for delayed scaling, or None."""
+    """The rows and the columns of a tensor, None for what was not asked for; and its amax (1,) for its history, or None."""
 
     rows: Any
     columns: Any
@@ -54,7 +54,7 @@ def cast_operand(
 ) -> CastOperand:
     """The operands of a tensor (..., M, K). Rows and columns of equal recipes come from one `cast_pair`.
 
-    record: find the amax too, if the scaling is delayed.
+    record: find the amax too, if the tensor has a history.
     """
     first, second, alike = _uses(how.recipe, tensor)
     x = x.detach()
@@ -63,13 +63,14 @@ def cast_operand(
         assert how.draws is not None
         options = CastOptions(rounding="stochastic", seed=steps.next_seed(how))
     paired = rows and columns and alike
-    delayed, amax = first.recipe if isinstance(first.recipe, DelayedScaling) else second.recipe, None
+    record = record and isinstance(getattr(how.recipe, tensor), DelayedScaling)
+    delayed = first.recipe if isinstance(first.recipe, DelayedScaling) else second.recipe
     if isinstance(delayed, DelayedScaling):
         scale = steps.delayed_scale(how, tensor, delayed, x)
         if paired and record and x.is_cuda:  # one read
             return CastOperand(*calls.cast_pair_and_record(x, delayed, (), scale, options)[:3])
-        amax = steps.amax_of(x) if record else None
         options = options.replace(scale=scale)
+    amax = steps.amax_of(x) if record else None
     if paired:
         of_rows, of_columns = calls.cast_pair(x, first.recipe, options)
         return CastOperand(of_rows, of_columns, amax)
@@ -155,7 +156,8 @@ def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: boo
     if any(missing):
         while _last and ((last := _last[-1]()) is None or not last.data_ptr()):
             _last.pop()
-            _forget(id(last))
+            if last is not None:
+                _forget(id(last))
         _last.append(of_weight.weight)
         cast = _noted(how, cast_operand(how, "weight", weight, rows=missing[0], columns=missing[1], record=True))
         kept = of_weight.casts[key] = (cast[0] if missing[0] else kept[0], cast[1] if missing[1] else kept[1])

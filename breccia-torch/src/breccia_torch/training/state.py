@@ -40,8 +40,6 @@ class _foreach:
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: The bits of 2^-126: smaller amaxes, FP32 subnormals, give no scale.
 _NORMAL = 1 << 23
-#: The bits of infinity; those of NaN are larger.
-_INF = 0xFF << 23
 #: How many steps of optimizers have ended in this process. What is kept for a step is valid for one number.
 generation = 0
 #: The tensors with delayed scaling, and their recipes.
@@ -144,17 +142,12 @@ def forget(states: Iterable[StepState]) -> None:
         _begin_words(state)
 
 
-def usable(pending: Tensor) -> Tensor:
-    """Whether amaxes, as bits, become entries of histories: those that give a scale."""
-    return (pending >= _NORMAL) & (pending < _INF)
-
-
 def _roll(group: Sequence[Any], delayed: Delayed) -> None:
     """End the step of histories of equal length on one device, and compute their scales."""
     pending = torch.stack([state.pending for state in group])
     amaxes = torch.stack([state.amaxes for state in group])
     shifted = torch.cat([amaxes[..., 1:], pending[..., None]], -1)
-    amaxes = torch.where(usable(pending)[..., None], shifted, amaxes)
+    amaxes = torch.where((pending >= _NORMAL)[..., None], shifted, amaxes)
     scales = _scales(amaxes, delayed)
     _foreach.copy_([state.amaxes for state in group], amaxes.unbind())
     _foreach.copy_([state.scales for state in group], scales.unbind())
@@ -244,23 +237,22 @@ def amax_of(x: Tensor) -> Tensor:
     """The largest magnitude of a tensor, FP32 of shape (1,): NaN if there is one, and 0 of no numbers."""
     if not x.numel():
         return x.new_zeros(1, dtype=torch.float32)
-    return torch.linalg.vector_norm(x.reshape(-1), torch.inf, dim=0, keepdim=True, dtype=torch.float32)
+    return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1)
 
 
 def note_weight(how: Any, amax: Tensor | None) -> None:
-    """Add the amax (1,) of a weight to the pending ones; None, where its scaling is not delayed."""
+    """Add the amax (1,) of a weight to the pending ones, unless it is NaN or infinite; None, where it has no history."""
     if amax is not None:
         pending = _history_of(how).amax_of[TENSORS.index("weight")]
         with _quietly(how.pending):
-            torch.fmax(pending, amax, out=pending)
+            torch.maximum(pending, amax.nan_to_num(0.0, 0.0), out=pending)
 
 
 def note_batch(how: Any, of_input: Tensor | None, of_gradient: Tensor | None) -> None:
-    """Add the amaxes (1,) of a batch to the pending ones; None is of a tensor whose scaling is not delayed.
+    """Add the amaxes (1,) of a batch to the pending ones; None is of a tensor that has no history.
 
-    Both are noted in the backward pass, so that forward passes without one, as where the loss is NaN, leave nothing behind. A
-    gradient with NaN or Inf removes what is of its batch, since its step will be skipped: infinity times 0 is NaN, which `fmax`
-    ignores, and which is no entry of a history.
+    Both are noted in the backward pass, so that forward passes without one, as where the loss is NaN, leave nothing behind. An
+    amax that is NaN or infinite is left out. That of a gradient removes what is of its batch: its step will be skipped.
     """
     amaxes = [amax for amax in (of_input, of_gradient) if amax is not None]
     if not amaxes:
@@ -269,7 +261,7 @@ def note_batch(how: Any, of_input: Tensor | None, of_gradient: Tensor | None) ->
     both = len(amaxes) == 2
     pending = history.of_batch if both else history.amax_of[TENSORS.index("input" if of_gradient is None else "gradient")]
     with _quietly(how.pending):
-        torch.fmax(pending, torch.cat(amaxes) if both else amaxes[0], out=pending)
+        torch.maximum(pending, (torch.cat(amaxes) if both else amaxes[0]).nan_to_num(0.0, 0.0), out=pending)
         if of_gradient is not None:
             history.of_batch.mul_(of_gradient < torch.inf)
 

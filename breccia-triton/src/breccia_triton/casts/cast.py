@@ -62,7 +62,7 @@ def _plainly(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, histo
     """The result of most calls under no option but an axis and a supplied scale, or None for other calls.
 
     It does less than `_call_for` does for those, as calls of small arrays are bound by the host.
-    history: of `cast_and_record`, its amaxes and its scale, which is the supplied one.
+    history: of ops that record, its amaxes and its scale, which is the supplied one.
     """
     scale, axis, kind = options.scale, options.axis, _OWN
     if history is not None:
@@ -489,7 +489,7 @@ class Call:
         return self.finished(parts)
 
     def _both(self, parts: list[Any]) -> tuple[ScaledTensor, ScaledTensor]:
-        """The results of `cast_pair`."""
+        """The results of a cast in both orientations."""
         count = len(self.written[0].parts)
         return self.written[0].tensor(parts[:count]), self.written[1].tensor(parts[count:])
 

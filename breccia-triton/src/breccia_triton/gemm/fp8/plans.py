@@ -403,5 +403,5 @@ def score(call: Call) -> float:
 
 
 def score_of_torch(call: Call) -> float:
-    """The estimated time on torch's kernels, which take the host longer than this package's."""
-    return max(seconds(call, "torch"), _HOST_OF_TORCH)
+    """The estimated time on torch's kernels, which take the host longer than this package's where that runs."""
+    return max(seconds(call, "torch"), _HOST_OF_TORCH if available(call.device) is None else 0.0)
