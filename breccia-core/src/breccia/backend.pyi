@@ -95,6 +95,7 @@ from .tensors.grids import cast_nbytes as cast_nbytes
 from .tensors.grids import packing as packing
 from .tensors.grids import part_shapes as part_shapes
 from .tensors.history import cast_and_record as cast_and_record
+from .tensors.history import cast_pair_and_record as cast_pair_and_record
 from .tensors.history import record_amax as record_amax
 from .tensors.metadata import Metadata as Metadata
 from .tensors.storage import Plain as Plain

@@ -233,7 +233,7 @@ class Unsupported(Exception):
 
 
 class TwoCasts(Unsupported):
-    """`cast_pair` where two casts are faster than one kernel."""
+    """A pair of casts where two kernels are faster than one."""
 
 
 def needed(value: _T | str) -> _T:

@@ -167,8 +167,8 @@ def operations(recipe: str, layers: int) -> tuple[int, int]:
 def test_delayed_scaling_adds_few_operations() -> None:
     (few, few_steps), (many, many_steps) = (operations("fp8_delayed", layers) for layers in (2, 6))
     current = operations("fp8_current", 6)[0] - operations("fp8_current", 2)[0]
-    # Of each of x, w and dy: a norm and a view. Of w: a number in place of NaN, a maximum. Of x and dy together: their amaxes in
-    # one tensor, the same as for w, whether that of dy is finite, and a product with that.
+    # Of each of x, w and dy: a norm and a view. Of w: a number in place of NaN, a maximum. Of x and dy together: their amaxes
+    # in one tensor, the same as for w, whether that of dy is finite, and a product with that.
     assert many - few == current + 4 * (3 * 2 + 2 + 5)
     # Every layer selects its counter of steps; the rest is the same for any number of layers.
     assert many_steps - few_steps == 4 and few_steps < 90
