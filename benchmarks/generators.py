@@ -55,10 +55,7 @@ def quantized(file: Path) -> Any:
 
 
 def in_transformers(model: Any, compiled: bool = False) -> Generator:
-    """Through `generate`. compiled: one compiled graph for every token after the first, with a cache of fixed size.
-
-    Layers of one length have the same row, as joined layers have in the model.
-    """
+    """Through `generate`. compiled: one compiled graph for every token after the first, with a cache of fixed size."""
     import torch
     from bench_decoder import Clock, layers_of
 
@@ -67,8 +64,7 @@ def in_transformers(model: Any, compiled: bool = False) -> Generator:
         model.generation_config.cache_implementation = "static"
         model.generation_config.compile_config = _of_cpus()
     model.generation_config.eos_token_id = None  # all generate as many tokens
-    linear = layers_of(model)
-    rows = {k: torch.randn(1, 1, k, dtype=model.dtype) for k in {layer.in_features for layer in linear}}
+    rows = [(layer, torch.randn(1, 1, layer.in_features, dtype=model.dtype)) for layer in layers_of(model)]
     stored = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
 
     def generate(prompt: list[int], steps: int) -> Generated:
@@ -82,8 +78,8 @@ def in_transformers(model: Any, compiled: bool = False) -> Generator:
 
     def layers() -> None:
         with torch.no_grad():
-            for layer in linear:
-                layer(rows[layer.in_features])
+            for layer, row in rows:
+                layer(row)
 
     return Generator(generate, layers, sum(stored.values()))
 

@@ -34,9 +34,6 @@ from . import frontend
 from .ops import TORCH, WORDS, autocast_dtype, transforming
 from .reading import ReadAsTensor
 
-if TYPE_CHECKING:
-    from .joining import Joined
-
 STATE = "_extra_state"
 
 
@@ -288,8 +285,6 @@ class ScaledLinear(_WithMetadata):
     #: them runs, the one that would run without it does. "triton.matmul_bf16_rounded" rounds the weight to BF16 there, as most
     #: libraries do: an error of up to 2^-8 of each value, in half the time. For layers in eager mode that cast no inputs.
     prefer_backward: Prefer = None
-    #: What computes a product together with those of other layers, and the layer's place among them.
-    joined: tuple[Joined, int] | None = None
 
     def __init__(
         self,
@@ -363,19 +358,7 @@ class ScaledLinear(_WithMetadata):
         linear.register_parameter("bias", self.bias)
         return linear.train(self.training)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what joins it to other layers: a copy has weights of its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "joined"}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.joined = None  # `fn` may move the weight
-        return super()._apply(fn, recurse)
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.joined is not None:
-            joined, at = self.joined
-            if (y := joined.product(at, x)) is not None:
-                return y
         if not torch.compiler.is_compiling() and (y := self._repeated(x)) is not None:
             return y
         shape = x.shape
@@ -390,7 +373,7 @@ class ScaledLinear(_WithMetadata):
         if dtype is not None and (mixed := autocast_dtype(x)) is not None:
             x, dtype = x.to(mixed), _FLOATS.get(mixed)
         rows: Any = x if ndim > 1 else x[None]
-        if torch.compiler.is_compiling() and dtype is not None and self.is_one_operator(x):
+        if torch.compiler.is_compiling() and dtype is not None and self._is_one_operator(x):
             y = _operator_of(rows, self.weight, dtype, self.bias)
             return y if ndim > 1 else y[0]
         weight, out_dtype = self._matrix, dtype or "float32"
@@ -411,7 +394,7 @@ class ScaledLinear(_WithMetadata):
         y = breccia.cast_matmul(rows.flatten(0, -2), self.activation, weight, out_dtype, bias=bias)
         return y if ndim == 2 else y.reshape(*shape[:-1], self.out_features)
 
-    def is_one_operator(self, x: Tensor) -> bool:
+    def _is_one_operator(self, x: Tensor) -> bool:
         """Whether a compiled graph has one operator for the layer, which autograd does not know."""
         return (
             x.device.type == "cpu"

@@ -26,7 +26,6 @@ from breccia import OptionError, Policy, ScaledTensor, ScalingRecipe, Unsupporte
 from breccia.backend import PARTS, Metadata, as_recipe, components
 
 from ..checkpoint import is_floating
-from ..joining import join
 from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
 from ..placing import components_of, dispatch_again, need_values, placement
 from ..quantize import expert_parameters, is_conv1d, is_linear, quantize_, replace, replace_experts, scaled_class, weights_of
@@ -332,9 +331,6 @@ class BrecciaHfQuantizer(HfQuantizer):
             exclude = [name for name in _weights(model) if is_within(name, unconverted)]
             summary = quantize_(model, config.policy.keeping(exclude), activation=config.activation)
             logger.info("%r", summary)
-        has_encoder = getattr(model.config, "is_encoder_decoder", False)  # then attention may take two inputs
-        if placement(model) is None and not has_encoder:
-            join(model)
         self._reader = self._checkpoint = self._ties = None
         if not any(isinstance(module, ScaledWeight) for module in model.modules()):  # all values were decoded
             self.remove_quantization_config(model)
