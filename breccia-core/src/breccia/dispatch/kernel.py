@@ -60,7 +60,9 @@ class Kernel:
     contract: the version of the op's contract that it implements.
     eager: of a framework whose frontend compiles calls: it also runs outside of compiled functions, and compiles nothing.
     prepare: object reference to `f(a, b, bias) -> call | None`, for products: a call that repeats the product of arrays like
-        these at other addresses, so that another framework on the same memory need not look it up again.
+        these at other addresses, so that another framework on the same memory need not look it up again. Of `record_amax` on
+        torch: `f(recipes, length, device) -> end | None`, what ends a training step of many histories at once, as
+        breccia_torch.training.state says.
     errors: object reference to `f(x, y, ends) -> ErrorMetrics`, for `dequantize` of NumPy: those of the numbers `y` that it
         decoded against `x`, under the ends of blocks, as breccia.kernels.measuring has them: `Ends`.
 

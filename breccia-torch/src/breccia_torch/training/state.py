@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from breccia import DelayedScaling, TrainingRecipe
-from breccia.backend import calls, checks
+from breccia.backend import calls, checks, registry, targets
 from breccia.internal import TENSORS, scales_of_amaxes
 
 from ..ops import is_captured
@@ -144,22 +144,45 @@ def forget(states: Iterable[StepState]) -> None:
 
 def _roll(group: Sequence[Any], delayed: Delayed) -> None:
     """End the step of histories of equal length on one device, and compute their scales."""
-    pending = torch.stack([state.pending for state in group])
-    amaxes = torch.stack([state.amaxes for state in group])
-    shifted = torch.cat([amaxes[..., 1:], pending[..., None]], -1)
-    amaxes = torch.where((pending >= _NORMAL)[..., None], shifted, amaxes)
-    scales = _scales(amaxes, delayed)
-    _foreach.copy_([state.amaxes for state in group], amaxes.unbind())
-    _foreach.copy_([state.scales for state in group], scales.unbind())
-    _foreach.zero_([state.pending for state in group])
+    amaxes, scales, pending = ([getattr(state, name) for state in group] for name in ("amaxes", "scales", "pending"))
+    end = _ender(delayed, amaxes[0].shape[1], amaxes[0].device)
+    if end is None or not end(amaxes, scales, pending):
+        end_histories(amaxes, scales, pending, delayed)
     known: list[_History | None] = [_histories.get(state.amaxes) for state in group]
     complete = [history is not None and history.complete for history in known]
     # Few steps look at scales on the host: those whose number is a power of two, until every history has an entry.
-    if not all(complete) and counter_of(group[0].draws).step.bit_count() < 2 and not _unreadable(scales):
-        complete = _complete(scales, delayed).tolist()
+    if not all(complete) and counter_of(group[0].draws).step.bit_count() < 2 and not _unreadable(scales[0]):
+        complete = _complete(torch.stack(scales), delayed).tolist()
     for state, history, whole in zip(group, known, complete, strict=True):
         if history is not None:
             _histories[state.amaxes] = history._replace(version=state.amaxes._version, complete=whole)
+
+
+def end_histories(amaxes: Sequence[Tensor], scales: Sequence[Tensor], pending: Sequence[Tensor], delayed: Delayed) -> None:
+    """End the step of each layer in these buffers: a pending amax of a tensor moves into its history, and its scale follows."""
+    newest, before = torch.stack(pending), torch.stack(amaxes)
+    moved = torch.cat([before[..., 1:], newest[..., None]], -1)
+    now = torch.where((newest >= _NORMAL)[..., None], moved, before)
+    _foreach.copy_(amaxes, now.unbind())
+    _foreach.copy_(scales, _scales(now, delayed).unbind())
+    _foreach.zero_(pending)
+
+
+#: What a kernel takes the place of `end_histories` with, by what it is made for: (the table of kernels, the function or None).
+_enders: dict[Any, tuple[Any, Any]] = {}
+
+
+def _ender(delayed: Delayed, length: int, device: torch.device) -> Any:
+    """f(amaxes, scales, pending) -> whether it did what `end_histories` does; None where the kernel that records amaxes has none."""
+    known, key = registry(), (delayed, length, device)
+    found = _enders.get(key)
+    if found is None or found[0] is not known.table:
+        recipes = [dict(delayed).get(tensor) for tensor in TENSORS]
+        like = torch.empty(1, dtype=torch.float32, device=device)
+        kernel = known.table.choose(known.operation("record_amax"), "torch", like, None, delayed[0][1]).kernel
+        end = None if kernel.prepare is None else targets.load(kernel.prepare)(recipes, length, device)
+        found = _enders[key] = known.table, end
+    return found[1]
 
 
 # ------------------------------------------------------------------------------------------------ delayed scaling
