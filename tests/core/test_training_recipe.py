@@ -56,6 +56,7 @@ def test_a_preset_says_what_each_gemm_multiplies() -> None:
         TrainingRecipe("fp8_tile", input_columns="none"),
         TrainingRecipe(input="mxfp8", weight="mxfp4", gradient=None, gradient_rounding="stochastic"),
         TrainingRecipe("mxfp8", columns_from_codes=("input", "gradient")),
+        TrainingRecipe("fp8_current", fast_accumulation=("output", "grad_input")),
     ],
     ids=repr,
 )
@@ -113,6 +114,15 @@ def test_columns_are_cast_from_codes_where_the_recipe_says_so() -> None:
         ("fp8_delayed", {"input_columns": "mxfp8"}, RecipeError, "one history for rows and columns"),
         ("fp8_delayed", {"hadamard": 16}, RecipeError, "hadamard changes the amax"),
         ("nvfp4", {"input": "fp8_delayed"}, RecipeError, "hadamard changes the amax"),
+        ("fp8_row", {"fast_accumulation": ("forward",)}, RecipeError, "fast_accumulation lists GEMMs, and 'forward' is not one"),
+        ("fp8_block", {"fast_accumulation": "output"}, RecipeError, "'fp8_block' of its input is not FP8 with one scale"),
+        ("fp8_row", {"weight": "int8", "fast_accumulation": "output"}, RecipeError, "'int8' of its weight is not FP8"),
+        (
+            "fp8_row",
+            {"high_precision": "output", "fast_accumulation": "output"},
+            RecipeError,
+            "fast_accumulation lists 'output', and its input is in high precision. Leave it out, or choose",
+        ),
         ("mxfp8", {"columns_from_codes": ("x",)}, RecipeError, "columns_from_codes lists tensors, and 'x' is not one"),
         (
             "fp8_tile",

@@ -115,10 +115,13 @@ class TrainingRecipe:
         the scaling-aware transpose of FP8-Flow-MoE (arXiv:2511.02302). Between scales that are powers of two, codes of one
         float codec move by their exponents: values that are normal numbers under the new scale stay, and smaller ones are
         rounded to its subnormal numbers.
+    fast_accumulation: GEMMs whose sums may stay in the tensor cores of a GPU, which keep fewer bits than FP32, as with torch's
+        `use_fast_accum=True`: any of "output", "grad_input", "grad_weight". Both operands have one scale for the tensor or for
+        each row. TransformerEngine 2.x does so for "output". Devices and frameworks without such products accumulate in FP32.
 
     Raises UnknownNameError for an unknown preset or recipe; RecipeError for fields that contradict each other, for a recipe
     that casts cannot write, for delayed scaling with different recipes for rows and columns, which have one history, and for
-    `columns_from_codes` of other scales or codecs.
+    `columns_from_codes` or `fast_accumulation` of other scales or codecs.
 
         >>> recipe = breccia.TrainingRecipe("fp8_tile")
         >>> recipe.operands["grad_weight"][1].recipe.spec, recipe.operands["grad_weight"][1].axis  # x, along M
@@ -139,6 +142,7 @@ class TrainingRecipe:
     hadamard: int
     high_precision: tuple[str, ...]
     columns_from_codes: tuple[str, ...]
+    fast_accumulation: tuple[str, ...]
 
     def __init__(
         self,
@@ -155,6 +159,7 @@ class TrainingRecipe:
         hadamard: int | None = None,
         high_precision: tuple[str, ...] | None = None,
         columns_from_codes: tuple[str, ...] | None = None,
+        fast_accumulation: tuple[str, ...] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "preset") and value is not None}
         base = {} if preset is None else dict(_preset(preset))
@@ -169,7 +174,12 @@ class TrainingRecipe:
             object.__setattr__(self, f"{tensor}_columns", columns)
         for name in ("gradient_rounding", "hadamard"):
             object.__setattr__(self, name, settings[name])
-        for name, of, known in (("high_precision", "GEMMs", tuple(GEMMS)), ("columns_from_codes", "tensors", TENSORS)):
+        gemms, tensors = ("GEMMs", tuple(GEMMS)), ("tensors", TENSORS)
+        for name, (of, known) in (
+            ("high_precision", gemms),
+            ("columns_from_codes", tensors),
+            ("fast_accumulation", gemms),
+        ):
             object.__setattr__(self, name, _listed(name, settings[name], of, known))
         self._check()
 
@@ -202,6 +212,15 @@ class TrainingRecipe:
                     f"'fp8_block,power_of_two_scale=true' for {tensor}= and {tensor}_columns=.",
                     tensor=tensor,
                 )
+
+        for gemm in self.fast_accumulation:
+            for operand in self.operands[gemm]:
+                if why := _not_fast(operand):
+                    raise RecipeError(
+                        f"fast_accumulation lists {gemm!r}, and {why}. Leave it out, or choose a recipe such as 'fp8_current' "
+                        f"or 'fp8_row' for the operands of that GEMM.",
+                        tensor=operand.tensor,
+                    )
 
     @cached_property
     def _hash(self) -> int:
@@ -321,7 +340,7 @@ class TrainingRecipe:
 
 #: The fields that are no recipes, and their defaults.
 _OPTIONS: Mapping[str, Any] = MappingProxyType(
-    {"gradient_rounding": "nearest", "hadamard": 0, "high_precision": (), "columns_from_codes": ()}
+    {"gradient_rounding": "nearest", "hadamard": 0, "high_precision": (), "columns_from_codes": (), "fast_accumulation": ()}
 )
 #: Says that columns are left in high precision where rows are not, which None as an argument cannot.
 _ABSENT = "none"
@@ -376,6 +395,16 @@ def _not_transposed(rows: GemmOperand, columns: GemmOperand) -> str:
         return f"its rows are {rows.recipe.format.element.name} and its columns {columns.recipe.format.element.name}"
     if columns.recipe.rules[-1].name in (FLOOR.name, EVEN.name):
         return f"the scales of {columns.recipe.spec!r} may be too small for its largest values"
+    return ""
+
+
+def _not_fast(operand: GemmOperand) -> str:
+    """Why the sums of a product with this operand cannot stay in tensor cores; empty if they can."""
+    if operand.recipe is None:
+        return f"its {operand.tensor} is in high precision"
+    fmt = operand.recipe.format
+    if not (isinstance(fmt.element, Minifloat) and fmt.element.bits == 8 and len(fmt.levels) == 1 and fmt.block[1] is None):
+        return f"{operand.recipe.spec!r} of its {operand.tensor} is not FP8 with one scale for the tensor or for each row"
     return ""
 
 

@@ -17,7 +17,7 @@ import breccia
 from breccia import ScaledTensor, ShapeError, TrainingRecipe, UnsupportedError
 from breccia.kernels import bounds
 from breccia.rotations import ROTATIONS
-from breccia.training import PRESETS
+from breccia.training import GEMMS, PRESETS
 from breccia_torch.nn import TrainingLinear
 from breccia_torch.training import linear as module
 from breccia_torch.training import operands
@@ -576,3 +576,51 @@ def test_casts_of_earlier_steps_and_of_weights_that_are_gone_take_no_memory() ->
     del layer
     gc.collect()
     assert number not in operands._weights
+
+
+# -------------------------------------------------------------------------------------------------- fast accumulation
+
+
+def of_fast(*gemms: str) -> TrainingRecipe:
+    return TrainingRecipe("fp8_row", fast_accumulation=gemms)
+
+
+def test_without_products_of_fast_accumulation_sums_are_fp32() -> None:
+    results: list[list[Tensor]] = []
+    for recipe in (of_fast(*GEMMS), TrainingRecipe("fp8_row")):
+        torch.manual_seed(0)
+        layer, x = TrainingLinear(32, 64, recipe=recipe), torch.randn(48, 32, requires_grad=True)
+        y = layer(x)
+        y.backward(torch.ones_like(y))
+        assert x.grad is not None and layer.weight.grad is not None
+        results.append([y, x.grad, layer.weight.grad])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_a_gemm_with_fast_accumulation_asks_for_it(gemm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    multiply = module.multiply
+
+    def noted(*arguments: Any, fast: bool) -> Tensor:
+        asked.append(fast)
+        return multiply(*arguments, fast=fast)
+
+    monkeypatch.setattr(module, "multiply", noted)
+    TrainingLinear(32, 64, recipe=of_fast(gemm))(torch.randn(48, 32, requires_grad=True)).sum().backward()
+    assert asked == [gemm == name for name in GEMMS]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("preset", ["fp8_row", "fp8_current", "fp8_delayed"])
+def test_fast_accumulation_on_a_gpu_is_that_of_the_named_products(preset: str) -> None:
+    torch.manual_seed(0)
+    recipe = TrainingRecipe(preset, fast_accumulation=("output",))
+    layer = TrainingLinear(8192, 256, bias=False, recipe=recipe, device="cuda", dtype=torch.bfloat16)
+    x = torch.rand(128, 8192, device="cuda").bfloat16()  # sums of one sign grow, and lose bits
+    torch.nn.init.uniform_(layer.weight)
+    a, b = layer.gemm_operands(x, x.new_ones(128, 256))["output"]
+    fast = breccia.matmul(a, b, out_dtype="bfloat16", prefer=operands.FAST)
+    assert torch.equal(layer(x), fast)
+    assert not torch.equal(fast, breccia.matmul(a, b, out_dtype="bfloat16"))

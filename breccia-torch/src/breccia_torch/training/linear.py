@@ -46,7 +46,8 @@ def forward(
     """
     of_x = cast_operand(how, "input", x, columns=need_w, record=record)
     w_rows, _ = cast_weight(how, weight, columns=need_x)
-    y = multiply(of_x.rows, w_rows.mT, dtype, None if bias is None else bias.detach())
+    fast = "output" in how.recipe.fast_accumulation
+    y = multiply(of_x.rows, w_rows.mT, dtype, None if bias is None else bias.detach(), fast=fast)
     return y, kept_of(of_x)
 
 
@@ -63,13 +64,15 @@ def backward(
     if how.draws is not None:
         steps.count_pass(how, weight)
     dx = dw = None
+    fast = how.recipe.fast_accumulation
     if need_x:
         _, w_columns = cast_weight(how, weight, rows=False)
-        dx = multiply(dy_rows, w_columns, dtype)
+        dx = multiply(dy_rows, w_columns, dtype, fast="grad_input" in fast)
     if kept:
         assert dy_columns is not None
         x_columns = operand_of(kept, how.recipe.uses("input")[1], (len(dy), weight.shape[-1]))
-        dw = multiply(dy_columns.mT, x_columns, weight.dtype if main is None else torch.float32)
+        dtype = weight.dtype if main is None else torch.float32
+        dw = multiply(dy_columns.mT, x_columns, dtype, fast="grad_weight" in fast)
         if main is not None:
             main.add_(dw)
             dw = None

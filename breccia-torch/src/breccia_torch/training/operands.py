@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
-from breccia import DelayedScaling, ScaledTensor, ScalingRecipe, TrainingRecipe
+from breccia import DelayedScaling, NoKernelError, ScaledTensor, ScalingRecipe, TrainingRecipe, UnknownNameError
 from breccia.backend import DEFAULT, CastOptions, Rotation, calls, checks, components, packing, part_shapes, product_options
 from breccia.internal import GemmOperand, rotating
 
@@ -170,10 +171,21 @@ def _noted(how: Context, weight: CastOperand) -> tuple[Any, Any]:
     return weight.rows, weight.columns
 
 
-def multiply(a: Any, b: Any, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """`a @ b + bias`, accumulated in FP32 and rounded once; of two arrays, torch's product in `dtype`."""
+#: The products with fast accumulation.
+FAST = ("torch.scaled_mm_fast", "cuda.fp8_matmul_fast")
+
+
+def multiply(a: Any, b: Any, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False) -> Tensor:
+    """`a @ b + bias`, accumulated in FP32 and rounded once; of two arrays, torch's product in `dtype`.
+
+    fast: sums may stay in tensor cores, if the device has such a product of quantized operands.
+    """
     if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor):
-        return calls.matmul(a, b, product_options(str(dtype).removeprefix("torch."), bias))
+        options = product_options(str(dtype).removeprefix("torch."), bias)
+        if fast and a.data.is_cuda:
+            with suppress(NoKernelError, UnknownNameError):  # without breccia-triton, nobody knows the names
+                return calls.matmul(a, b, options, prefer=FAST)
+        return calls.matmul(a, b, options)
     a, b = a.to(dtype), b.to(dtype)
     return torch.mm(a, b) if bias is None else torch.addmm(bias.to(dtype), a, b)
 
