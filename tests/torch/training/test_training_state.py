@@ -176,21 +176,36 @@ def test_delayed_scaling_adds_few_operations() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_amaxes_of_a_gpu_are_those_of_a_cpu() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_amaxes_of_a_gpu_are_those_of_a_cpu(frozen: bool) -> None:
     """Kernels that cast and record in one read give the same histories, also of gradients that are not finite."""
     torch.manual_seed(0)
     here = TrainingLinear(64, 96, recipe="fp8_delayed", seed=0)
+    here.weight.requires_grad_(not frozen)  # else only the rows of x are cast
     there = copy.deepcopy(here).cuda()
     for n in range(4):
         for factor in (1.0, torch.inf, 0.5)[: 1 + n]:
             x, dy = batch(n)[:, :32].repeat(1, 2) * (n + 1), torch.randn(len(batch(n)), 96) * factor
             for layer in (here, there):
-                layer(x.to(layer.weight.device)).backward(dy.to(layer.weight.device))
+                mine = x.detach().to(layer.weight.device).requires_grad_()
+                layer(mine).backward(dy.to(layer.weight.device))
         assert torch.equal(there.state.pending.cpu(), here.state.pending)
         for layer in (here, there):
             breccia_torch.end_of_step(layer)
         assert torch.equal(there.state.amaxes.cpu(), here.state.amaxes) and here.state.amaxes.any()
         assert torch.equal(there.state.scales.cpu(), here.state.scales)
+
+
+def test_a_weight_in_a_graph_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows and its columns are cast apart there."""
+    noted: list[Any] = []
+    note = steps.note_weight
+    monkeypatch.setattr(steps, "note_weight", lambda how, amax: noted.append(amax) or note(how, amax))
+    monkeypatch.setattr(steps, "in_graphs", lambda weight: True)
+    layer = TrainingLinear(32, 64, recipe="fp8_delayed")
+    layer(batch(1).requires_grad_()).sum().backward()
+    assert [amax is None for amax in noted] == [False, True]
+    assert layer.state.pending.view(torch.float32)[1] == layer.weight.abs().max()
 
 
 @pytest.mark.parametrize("high_precision", list(combinations(GEMMS, 2)), ids="+".join)

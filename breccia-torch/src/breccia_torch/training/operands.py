@@ -68,8 +68,12 @@ def cast_operand(
     delayed = first.recipe if isinstance(first.recipe, DelayedScaling) else second.recipe
     if isinstance(delayed, DelayedScaling):
         scale = steps.delayed_scale(how, tensor, delayed, x)
-        if paired and record and x.is_cuda:  # one read
-            return CastOperand(*calls.cast_pair_and_record(x, delayed, (), scale, options)[:3])
+        if record and x.is_cuda:  # one read
+            if paired:
+                return CastOperand(*calls.cast_pair_and_record(x, delayed, (), scale, options)[:3])
+            if rows and not columns and first.recipe is not None:
+                cast, amax, _ = calls.cast_and_record(x, delayed, (), scale, options)
+                return CastOperand(cast, None, amax)
         options = options.replace(scale=scale)
     amax = steps.amax_of(x) if record else None
     if paired:
@@ -143,10 +147,11 @@ def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: boo
 
     Values written through `weight.data` are noticed at the end of the step. Layers that share a weight share its casts. Casts
     of a weight without memory, as fully_shard leaves it after a pass, are let go when the next weight is cast. Of a weight that
-    is in a CUDA graph nothing is kept, and its columns are cast where they are asked for alone.
+    is in a CUDA graph nothing is kept, and its columns are cast where they are asked for alone, after a forward pass that has
+    recorded the amax.
     """
     if steps.in_graphs(weight):
-        return _noted(how, cast_operand(how, "weight", weight, rows=rows, columns=columns and not rows, record=True))
+        return _noted(how, cast_operand(how, "weight", weight, rows=rows, columns=columns and not rows, record=rows))
     now = weight.data_ptr(), weight.dtype, weight._version, steps.generation
     of_weight = _weights.get(id(weight))
     if of_weight is None or of_weight.now != now or of_weight.weight() is not weight:
