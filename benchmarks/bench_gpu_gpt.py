@@ -7,6 +7,7 @@ patterns, `--resume` keeps what an earlier result has, so several calls can shar
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import sys
@@ -29,24 +30,36 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import breccia_torch
+from breccia import TrainingRecipe
 
 BF16 = "BF16"
 PRESETS = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "fp8_tile", "mxfp8", "nvfp4")
-#: NVFP4 with the first and last block of the model in BF16, as arXiv:2509.25149 keeps its first and last blocks.
-ENDS = "nvfp4-ends"
+#: The scales of x and w of arXiv:2512.02010, which maps the largest value of a block to 4 or to 6.
+FOUR_SIX = TrainingRecipe("nvfp4", input="nvfp4,scale_rule=four_six", weight="nvfp4,block_m=16,scale_rule=four_six")
+#: Variants of NVFP4: the recipe, and whether the first and last block of the model stay in BF16, as arXiv:2509.25149 keeps its
+#: first and last blocks.
+VARIANTS = {
+    "nvfp4-ends": (TrainingRecipe("nvfp4"), True),
+    "nvfp4-four-six": (FOUR_SIX, False),
+    "nvfp4-four-six-ends": (FOUR_SIX, True),
+    "nvfp4-bf16-wgrad": (TrainingRecipe("nvfp4", high_precision=("grad_weight",)), False),
+}
 #: Controls: the model without autocast, its products in TF32, and BF16 a second time. Some sums have no order on a GPU, so
 #: equal runs differ.
 TF32, AGAIN = "TF32", "BF16-again"
-RECIPES = (*PRESETS, ENDS)
+RECIPES = (*PRESETS, *VARIANTS)
 ABOUT = {
-    ENDS: "the first and last block in BF16",
+    "nvfp4-ends": "the first and last block in BF16",
+    "nvfp4-four-six": "scale_rule=four_six for x and w",
+    "nvfp4-four-six-ends": "both",
+    "nvfp4-bf16-wgrad": "grad_weight in BF16",
     AGAIN: "BF16 a second time; some sums have no order on a GPU",
     TF32: "without autocast",
 }
 #: Heads and the largest learning rate by LAYERSxWIDTH.
 MODELS = {"12x768": (12, 6e-4), "24x1024": (16, 4e-4), "2x64": (2, 2e-3)}
 #: How far a recipe's held-out loss may be from BF16's, unless the difference is within ERRORS standard errors.
-GAPS, GAP, ERRORS = {"nvfp4": 0.01, ENDS: 0.01}, 0.0025, 2
+GAPS, GAP, ERRORS = dict.fromkeys(("nvfp4", *VARIANTS), 0.01), 0.0025, 2
 #: How many times as fast as BF16 a step is to be.
 GOAL = 1.2
 #: Held-out losses on the way: how many, and on how many batches. The last one is on more: all held-out text at 16 x 512.
@@ -81,9 +94,9 @@ class Training:
         self.autocast = recipe != TF32
         torch.set_float32_matmul_precision("high" if recipe == TF32 else "highest")
         if recipe in RECIPES:
-            ends = [f"blocks.{n}.*" for n in (0, size.layers - 1)] if recipe == ENDS else []
-            preset = "nvfp4" if recipe == ENDS else recipe
-            self.converted = len(breccia_torch.convert_to_training_(self.model, preset, exclude=ends, min_size=0).chosen)
+            chosen, kept = VARIANTS.get(recipe, (recipe, False))
+            ends = [f"blocks.{n}.*" for n in (0, size.layers - 1)] if kept else []
+            self.converted = len(breccia_torch.convert_to_training_(self.model, chosen, exclude=ends, min_size=0).chosen)
         if compiled:
             for block in self.model.blocks:
                 block.compile(fullgraph=True)  # one compilation serves all blocks
@@ -183,14 +196,20 @@ def trained(make: Callable[..., Training], data: Tensor, recipe: str, seed: int,
 
 
 def timed(make: Callable[..., Training], data: Tensor, recipes: list[str], samples: int, device: str) -> list[dict[str, Any]]:
-    """The seconds of a step under each recipe, compiled and in a CUDA graph, all interleaved."""
-    arms, graphs = Arms(device), dict[str, str]()
+    """The seconds of a step under each recipe, compiled and in a CUDA graph, all interleaved; and the bytes that it takes."""
+    arms, graphs, peaks = Arms(device), dict[str, str](), dict[str, int]()
 
     def made(recipe: str) -> Call:
+        gc.collect()
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
         run = make(recipe=recipe, seed=0)
         run.tokens.copy_(data[: run.tokens.numel()].view_as(run.tokens))
         for _ in range(WARM_UP):
             run.step()
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            run.step()
+            peaks[recipe] = torch.cuda.max_memory_allocated() - before
         return run.step
 
     def timer(call: Call, device: str) -> Timer:
@@ -208,7 +227,8 @@ def timed(make: Callable[..., Training], data: Tensor, recipes: list[str], sampl
     found = arms.times(every=False)
     rows: list[dict[str, Any]] = []
     for recipe in recipes:
-        row: dict[str, Any] = {"recipe": recipe} | {measure: of[recipe] for measure, of in found.items() if recipe in of}
+        row: dict[str, Any] = {"recipe": recipe, "peak_bytes": peaks.get(recipe)}
+        row |= {measure: of[recipe] for measure, of in found.items() if recipe in of}
         rows.append(row | ({"graph_error": graphs[recipe]} if recipe in graphs else {}))
     return rows
 
@@ -328,6 +348,10 @@ def times(result: Result) -> Table:
         mine, exact = step_of(result, *of, measure), step_of(result, of[0], BF16, measure)
         return ABSENT if mine is None or exact is None else over(exact, mine)
 
+    def peak(of: tuple[str, str]) -> str:
+        found = next(row for row in result["rows"] if row["kind"] == "times" and (row["model"], row["recipe"]) == of)
+        return three(found["peak_bytes"] / 1e9) if found.get("peak_bytes") else ABSENT
+
     columns: dict[str, Any] = {
         "layers × width": lambda of: of[0].replace("x", "×"),
         "recipe": lambda of: of[1],
@@ -335,6 +359,7 @@ def times(result: Result) -> Table:
         "× BF16": lambda of: against(of, "time"),
         "in a CUDA graph, ms": lambda of: seconds(of, "graph"),
         "× BF16, both in graphs": lambda of: against(of, "graph"),
+        "peak, GB": peak,
     }
     options, errors = result["options"], dict[str, None]()
     for row in result["rows"]:
@@ -342,7 +367,8 @@ def times(result: Result) -> Table:
             errors[f"{row['recipe']}: {why}"] = None
     note = (
         f"Forward, backward, clipping and AdamW on {options['batch']} × {options['context']} characters; parameters in FP32, "
-        f"the rest under BF16 autocast; medians, interleaved. Blocks are compiled. Above 1 is faster (goal {GOAL:g})."
+        f"the rest under BF16 autocast; medians, interleaved. Blocks are compiled. Above 1 is faster (goal {GOAL:g}). "
+        "Peak: all memory of the compiled model, its optimizer and a step."
     )
     return table("steps of GPTs in training", columns, kinds(result, "times"), " ".join([note, *errors]))
 
@@ -352,7 +378,7 @@ def curves(tag: str, result: Result, _: Any) -> Plot:
     models = dict.fromkeys(model for model, _ in kinds(result, "losses"))
     model = next(iter(models), "")
     lines: dict[str, Any] = {}
-    for _, recipe in (of for of in kinds(result, "losses") if of[0] == model and of[1] not in (AGAIN, TF32)):
+    for _, recipe in (of for of in kinds(result, "losses") if of[0] == model and of[1] in (BF16, *PRESETS)):
         found = [row["curve"] for row in losses_of(result, model, recipe).values()]
         steps = [step for step, _ in found[0]]
         means = [statistics.mean(points) for points in zip(*([loss for _, loss in curve] for curve in found), strict=True)]
@@ -408,7 +434,7 @@ def gpt(
     until = time.monotonic() + seconds
     check_device(device)
     chosen = [BF16, *known(recipes, PRESETS, "--recipes")]
-    controls = [ENDS, AGAIN, TF32] if recipes is None else []
+    controls = [*VARIANTS, AGAIN, TF32] if recipes is None else []
     torch._dynamo.config.recompile_limit = 64  # one graph for each recipe
     example_ = example()
     source, letters = example_.text()

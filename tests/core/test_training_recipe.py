@@ -114,7 +114,12 @@ def test_columns_are_cast_from_codes_where_the_recipe_says_so() -> None:
         ("fp8_delayed", {"input_columns": "mxfp8"}, RecipeError, "one history for rows and columns"),
         ("fp8_delayed", {"hadamard": 16}, RecipeError, "hadamard changes the amax"),
         ("nvfp4", {"input": "fp8_delayed"}, RecipeError, "hadamard changes the amax"),
-        ("fp8_row", {"fast_accumulation": ("forward",)}, RecipeError, "fast_accumulation lists GEMMs, and 'forward' is not one"),
+        (
+            "fp8_row",
+            {"fast_accumulation": ("forward",)},
+            RecipeError,
+            "fast_accumulation lists GEMMs, and 'forward' is not one",
+        ),
         ("fp8_block", {"fast_accumulation": "output"}, RecipeError, "'fp8_block' of its input is not FP8 with one scale"),
         ("fp8_row", {"weight": "int8", "fast_accumulation": "output"}, RecipeError, "'int8' of its weight is not FP8"),
         (

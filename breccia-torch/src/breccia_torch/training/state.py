@@ -158,7 +158,7 @@ def _roll(group: Sequence[Any], delayed: Delayed) -> None:
             _histories[state.amaxes] = history._replace(version=state.amaxes._version, complete=whole)
 
 
-def end_histories(amaxes: Sequence[Tensor], scales: Sequence[Tensor], pending: Sequence[Tensor], delayed: Delayed) -> None:
+def end_histories(amaxes: list[Tensor], scales: list[Tensor], pending: list[Tensor], delayed: Delayed) -> None:
     """End the step of each layer in these buffers: a pending amax of a tensor moves into its history, and its scale follows."""
     newest, before = torch.stack(pending), torch.stack(amaxes)
     moved = torch.cat([before[..., 1:], newest[..., None]], -1)
@@ -173,7 +173,7 @@ _enders: dict[Any, tuple[Any, Any]] = {}
 
 
 def _ender(delayed: Delayed, length: int, device: torch.device) -> Any:
-    """f(amaxes, scales, pending) -> whether it did what `end_histories` does; None where the kernel that records amaxes has none."""
+    """f(amaxes, scales, pending) -> whether it did what `end_histories` does; None if the kernel for amaxes has none."""
     known, key = registry(), (delayed, length, device)
     found = _enders.get(key)
     if found is None or found[0] is not known.table:
