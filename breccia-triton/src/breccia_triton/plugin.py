@@ -166,7 +166,7 @@ def breccia_kernels() -> Iterable[Kernel]:
                 reads=STORAGES if reads else (),
                 writes=STORAGES if writes else (),
                 knows=(READ if reads else ()) + (("scale_search",) if searches else ()),
-                prepare="breccia_triton.casts.steps:ender" if torch and op == "record_amax" else None,
+                prepare="breccia_triton.casts.steps:histories" if torch and op == "record_amax" else None,
             )
     for op, target, name, score in (
         ("matmul", "weight_only_matmul", "cuda.weight_only", "breccia_triton.gemm.weight_only.plans:score"),

@@ -45,9 +45,11 @@ def bits(numbers: Any) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32).view(torch.int32).to(DEVICE)
 
 
-def buffers(layers: int, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def buffers(layers: int, length: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Amaxes, scales, pending amaxes and draws of each layer."""
     for n in range(layers):
-        yield bits([[0.0] * length] * 3), bits([9.0] * 3), bits([PENDING[(n + 2 * t) % len(PENDING)] for t in range(3)])
+        newest = bits([PENDING[(n + 2 * t) % len(PENDING)] for t in range(3)])
+        yield bits([[0.0] * length] * 3), bits([9.0] * 3), newest, torch.tensor([5, n], device=DEVICE)
 
 
 @pytest.mark.parametrize("case", DELAYED)
@@ -55,14 +57,16 @@ def test_the_kernel_ends_steps_bit_for_bit(case: str) -> None:
     given, layers = DELAYED[case], 3
     delayed = tuple(given.items())
     length = max(recipe.amax_history_len for recipe in given.values())
-    end: Any = steps.ender([given.get(tensor) for tensor in ("input", "weight", "gradient")], length, torch.device(DEVICE))
+    kernels: Any = steps.histories(
+        [given.get(tensor) for tensor in ("input", "weight", "gradient")], length, torch.device(DEVICE)
+    )
     mine, other = ([list(of) for of in zip(*buffers(layers, length), strict=True)] for _ in range(2))
     scales: set[int] = set()
     for step in range(length + 3):
         before = [buffer._version for buffer in mine[0]]
-        assert end(*mine)
+        assert kernels.end(*mine)
         assert all(buffer._version > version for buffer, version in zip(mine[0], before, strict=True))
-        state.end_histories(other[0], other[1], other[2], delayed)
+        state.end_histories(*other, delayed)
         assert all(torch.equal(a, b) for lists in zip(mine, other, strict=True) for a, b in zip(*lists, strict=True)), step
         for layer, (pending, same) in enumerate(zip(mine[2], other[2], strict=True)):
             assert not pending.any()
@@ -73,12 +77,27 @@ def test_the_kernel_ends_steps_bit_for_bit(case: str) -> None:
     assert len(scales) >= 4
 
 
+@pytest.mark.parametrize("tensors", [("weight",), ("input",), ("gradient",), ("input", "gradient")], ids="+".join)
+def test_the_kernel_notes_amaxes_bit_for_bit(tensors: tuple[str, ...]) -> None:
+    device = torch.device(DEVICE)
+    recipe = TrainingRecipe("fp8_delayed")
+    kernels: Any = steps.histories([recipe.delayed[tensor] for tensor in ("input", "weight", "gradient")], 16, device)
+    mine, other = (TrainingLinear(32, 32, recipe=recipe, device=DEVICE) for _ in range(2))
+    histories = [state._history_of(layer.context)._replace(kernels=of) for layer, of in ((mine, kernels), (other, None))]
+    for numbers in ((1.5, 2.5), (0.25, 7.0), (torch.inf, 3.0), (4.0, torch.nan), (1e-40, 0.5), (9.0, torch.inf), (0.0, 2.0)):
+        amaxes = {name: torch.tensor([value], device=DEVICE) for name, value in zip(tensors, numbers, strict=False)}
+        for history in histories:
+            history.note(**amaxes)
+        assert torch.equal(histories[0].pending, histories[1].pending), numbers
+    assert histories[0].pending.any()
+
+
 def test_what_the_kernel_cannot_write_is_left_to_torch() -> None:
-    end: Any = steps.ender([E4M3, None, None], 3, torch.device(DEVICE))
-    amaxes, scales, pending = next(buffers(1, 3))
+    kernels: Any = steps.histories([E4M3, None, None], 3, torch.device(DEVICE))
+    amaxes, scales, pending, draws = next(buffers(1, 3))
     strided = amaxes.T.contiguous().T
-    assert not end([strided], [scales], [pending])
-    assert pending.any()
+    assert not kernels.end([strided], [scales], [pending], [draws])
+    assert pending.any() and draws.tolist() == [5, 0]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
@@ -110,18 +129,18 @@ def test_layers_on_a_gpu_end_their_steps_by_the_kernel(monkeypatch: pytest.Monke
         return [*model.parameters(), *(of.amaxes for of in states), *(of.scales for of in states)]
 
     ends: list[bool] = []
-    end = steps.Ender.__call__
+    end = steps.Histories.end
 
-    def noted(self: steps.Ender, *lists: Any) -> bool:
+    def noted(self: steps.Histories, *lists: Any) -> bool:
         ends.append(end(self, *lists))
         return ends[-1]
 
     def refuses(*_: Any) -> bool:
         return False
 
-    monkeypatch.setattr(steps.Ender, "__call__", noted)
+    monkeypatch.setattr(steps.Histories, "end", noted)
     mine, graphs = trained(False), trained(True)
     assert ends == [True] * 9
-    monkeypatch.setattr(steps.Ender, "__call__", refuses)
+    monkeypatch.setattr(steps.Histories, "end", refuses)
     for other in (graphs, trained(False)):
         assert all(map(torch.equal, mine, other))

@@ -61,8 +61,8 @@ class Kernel:
     eager: of a framework whose frontend compiles calls: it also runs outside of compiled functions, and compiles nothing.
     prepare: object reference to `f(a, b, bias) -> call | None`, for products: a call that repeats the product of arrays like
         these at other addresses, so that another framework on the same memory need not look it up again. Of `record_amax` on
-        torch: `f(recipes, length, device) -> end | None`, what ends a training step of many histories at once, as
-        breccia_torch.training.state says.
+        torch: `f(recipes, length, device) -> kernels | None`, those for histories of layers in training, which
+        breccia_torch.training.state describes.
     errors: object reference to `f(x, y, ends) -> ErrorMetrics`, for `dequantize` of NumPy: those of the numbers `y` that it
         decoded against `x`, under the ends of blocks, as breccia.kernels.measuring has them: `Ends`.
 

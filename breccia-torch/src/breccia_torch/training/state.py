@@ -120,10 +120,11 @@ def advance(states: Iterable[StepState]) -> None:
     for state in states:
         alike.setdefault((state.draws.device, state.delayed, state.words is None), []).append(state)
     for (_, delayed, nearest), group in alike.items():
-        if delayed:
-            _roll(group, delayed)
         counters = [counter_of(state.draws) for state in group]
-        _foreach.add_([state.draws[1] for state in group], 1)
+        if delayed:
+            _roll(group, delayed, counters[0].step)
+        else:
+            _count_step([state.draws for state in group])
         rank = None if nearest else _rank()
         if rank is not None:
             words = _words(torch.stack([state.draws for state in group]), rank)
@@ -142,23 +143,30 @@ def forget(states: Iterable[StepState]) -> None:
         _begin_words(state)
 
 
-def _roll(group: Sequence[Any], delayed: Delayed) -> None:
-    """End the step of histories of equal length on one device, and compute their scales."""
-    amaxes, scales, pending = ([getattr(state, name) for state in group] for name in ("amaxes", "scales", "pending"))
-    end = _ender(delayed, amaxes[0].shape[1], amaxes[0].device)
-    if end is None or not end(amaxes, scales, pending):
-        end_histories(amaxes, scales, pending, delayed)
-    known: list[_History | None] = [_histories.get(state.amaxes) for state in group]
+def _count_step(draws: list[Tensor]) -> None:
+    _foreach.add_([of[1] for of in draws], 1)
+
+
+def _roll(group: Sequence[Any], delayed: Delayed, step: int) -> None:
+    """End a step of histories of equal length on one device, compute their scales, and count it. step: its number."""
+    buffers = [[getattr(state, name) for state in group] for name in ("amaxes", "scales", "pending", "draws")]
+    amaxes, scales, pending, draws = buffers
+    kernels = _kernels_of(delayed, amaxes[0].shape[1], amaxes[0].device)
+    if kernels is None or not kernels.end(*buffers):
+        end_histories(amaxes, scales, pending, draws, delayed)
+    known: list[_History | None] = [_histories.get(of) for of in amaxes]
     complete = [history is not None and history.complete for history in known]
     # Few steps look at scales on the host: those whose number is a power of two, until every history has an entry.
-    if not all(complete) and counter_of(group[0].draws).step.bit_count() < 2 and not _unreadable(scales[0]):
+    if not all(complete) and step.bit_count() < 2 and not _unreadable(scales[0]):
         complete = _complete(torch.stack(scales), delayed).tolist()
-    for state, history, whole in zip(group, known, complete, strict=True):
+    for of, history, whole in zip(amaxes, known, complete, strict=True):
         if history is not None:
-            _histories[state.amaxes] = history._replace(version=state.amaxes._version, complete=whole)
+            _histories[of] = history._replace(version=of._version, complete=whole)
 
 
-def end_histories(amaxes: list[Tensor], scales: list[Tensor], pending: list[Tensor], delayed: Delayed) -> None:
+def end_histories(
+    amaxes: list[Tensor], scales: list[Tensor], pending: list[Tensor], draws: list[Tensor], delayed: Delayed
+) -> None:
     """End the step of each layer in these buffers: a pending amax of a tensor moves into its history, and its scale follows."""
     newest, before = torch.stack(pending), torch.stack(amaxes)
     moved = torch.cat([before[..., 1:], newest[..., None]], -1)
@@ -166,22 +174,26 @@ def end_histories(amaxes: list[Tensor], scales: list[Tensor], pending: list[Tens
     _foreach.copy_(amaxes, now.unbind())
     _foreach.copy_(scales, _scales(now, delayed).unbind())
     _foreach.zero_(pending)
+    _count_step(draws)
 
 
-#: What a kernel takes the place of `end_histories` with, by what it is made for: (the table of kernels, the function or None).
-_enders: dict[Any, tuple[Any, Any]] = {}
+#: The kernels that take the place of `end_histories` and `note`, by what they are for: (the table of kernels, they or None).
+_kernels: dict[Any, tuple[Any, Any]] = {}
 
 
-def _ender(delayed: Delayed, length: int, device: torch.device) -> Any:
-    """f(amaxes, scales, pending) -> whether it did what `end_histories` does; None if the kernel for amaxes has none."""
+def _kernels_of(delayed: Delayed, length: int, device: torch.device) -> Any:
+    """What the kernel that records amaxes on the device prepares for histories of that length; None if it has nothing.
+
+    `end(amaxes, scales, pending, draws)` says whether it did what `end_histories` does, and `note` is that of `_History`.
+    """
     known, key = registry(), (delayed, length, device)
-    found = _enders.get(key)
+    found = _kernels.get(key)
     if found is None or found[0] is not known.table:
         recipes = [dict(delayed).get(tensor) for tensor in TENSORS]
         like = torch.empty(1, dtype=torch.float32, device=device)
         kernel = known.table.choose(known.operation("record_amax"), "torch", like, None, delayed[0][1]).kernel
-        end = None if kernel.prepare is None else targets.load(kernel.prepare)(recipes, length, device)
-        found = _enders[key] = known.table, end
+        kernels = None if kernel.prepare is None else targets.load(kernel.prepare)(recipes, length, device)
+        found = _kernels[key] = known.table, kernels
     return found[1]
 
 
@@ -192,7 +204,8 @@ class _History(NamedTuple):
     """What is known of a buffer `amaxes`, and FP32 views of the buffers beside it.
 
     version: of `amaxes` when `scales` were computed. complete: whether each delayed tensor has a scale. scale_of, amax_of: the
-    scales and the pending amaxes, of shapes () and (1,). of_batch: the pending amaxes of input and gradient.
+    scales and the pending amaxes, of shapes () and (1,). of_batch: the pending amaxes of input and gradient. kernels: as
+    `_kernels_of` returns them.
     """
 
     version: int
@@ -201,6 +214,23 @@ class _History(NamedTuple):
     scale_of: Sequence[Tensor]
     amax_of: Sequence[Tensor]
     of_batch: Tensor
+    kernels: Any
+
+    def note(self, **amaxes: Tensor) -> None:
+        """Raise the pending amaxes to those (1,) of a pass: weight=, or input= and gradient=, one or both.
+
+        An amax that is NaN or infinite is left out. That of a gradient removes what is of its batch: its step will be skipped.
+        """
+        if self.kernels is not None:
+            self.kernels.note(self.pending, **amaxes)
+            return
+        both = "input" in amaxes and "gradient" in amaxes
+        pending = self.of_batch if both else self.amax_of[TENSORS.index(next(iter(amaxes)))]
+        newest = torch.cat([amaxes["input"], amaxes["gradient"]]) if both else next(iter(amaxes.values()))
+        with _quietly(self.pending):
+            torch.maximum(pending, newest.nan_to_num(0.0, 0.0), out=pending)
+            if "gradient" in amaxes:
+                self.of_batch.mul_(amaxes["gradient"] < torch.inf)
 
 
 #: By buffer. Something other than `advance` may write it, as `load_state_dict` does.
@@ -236,7 +266,8 @@ def _history_of(how: Any) -> _History:
             scales, amaxes = how.scales.view(torch.float32), how.pending.view(torch.float32)
             complete = not _unreadable(scales) and bool(_complete(how.scales, delayed))
             views = scales.unbind(), amaxes.split(1), amaxes[:: TENSORS.index("gradient")]
-        found = _History(how.amaxes._version, complete, how.pending, *views)
+        kernels = _kernels_of(delayed, how.amaxes.shape[1], how.amaxes.device)
+        found = _History(how.amaxes._version, complete, how.pending, *views, kernels)
         _histories[how.amaxes] = found
     return found
 
@@ -264,29 +295,19 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def note_weight(how: Any, amax: Tensor | None) -> None:
-    """Add the amax (1,) of a weight to the pending ones, unless it is NaN or infinite; None, where it has no history."""
+    """Note the amax (1,) of a weight; None, where it has no history."""
     if amax is not None:
-        pending = _history_of(how).amax_of[TENSORS.index("weight")]
-        with _quietly(how.pending):
-            torch.maximum(pending, amax.nan_to_num(0.0, 0.0), out=pending)
+        _history_of(how).note(weight=amax)
 
 
 def note_batch(how: Any, of_input: Tensor | None, of_gradient: Tensor | None) -> None:
-    """Add the amaxes (1,) of a batch to the pending ones; None is of a tensor that has no history.
+    """Note the amaxes (1,) of a batch; None is of a tensor that has no history.
 
-    Both are noted in the backward pass, so that forward passes without one, as where the loss is NaN, leave nothing behind. An
-    amax that is NaN or infinite is left out. That of a gradient removes what is of its batch: its step will be skipped.
+    Both are noted in the backward pass, so that forward passes without one, as where the loss is NaN, leave nothing behind.
     """
-    amaxes = [amax for amax in (of_input, of_gradient) if amax is not None]
-    if not amaxes:
-        return
-    history = _history_of(how)
-    both = len(amaxes) == 2
-    pending = history.of_batch if both else history.amax_of[TENSORS.index("input" if of_gradient is None else "gradient")]
-    with _quietly(how.pending):
-        torch.maximum(pending, (torch.cat(amaxes) if both else amaxes[0]).nan_to_num(0.0, 0.0), out=pending)
-        if of_gradient is not None:
-            history.of_batch.mul_(of_gradient < torch.inf)
+    amaxes = {name: amax for name, amax in (("input", of_input), ("gradient", of_gradient)) if amax is not None}
+    if amaxes:
+        _history_of(how).note(**amaxes)
 
 
 # ------------------------------------------------------------------------------------------------ random numbers

@@ -1,6 +1,6 @@
-"""The end of a training step on CUDA: the histories of all layers take their newest amaxes, and give new scales, in one launch.
+"""Histories of layers in training on CUDA: a pass notes its amaxes, and a step of all layers ends, in one launch each.
 
-`record_amax` does so for one tensor. breccia_torch.training.state has the algorithm, in operations of torch.
+breccia_torch.training.state has both in operations of torch.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -26,7 +26,7 @@ from ..launch.device import current_stream, on
 from ..launch.launcher import Launcher
 from ..launch.triton_launch import Launch
 from ..numerics import INF, NORMAL, number, scale_codes
-from ..operands import hardware
+from ..operands import addresses, hardware
 from ..specs import Spec, spec_of
 
 
@@ -45,16 +45,18 @@ def end_kernel(
 ):  # fmt: skip
     """End the step of one layer for each program.
 
-    places: the addresses of a layer's amaxes (3, LENGTH), scales (3,) and pending amaxes (3,), all FP32 bits. FIRST, SECOND,
-    THIRD: the `Row` of each tensor, None without delayed scaling.
+    places: the addresses of a layer's amaxes (3, LENGTH), scales (3,) and pending amaxes (3,), all FP32 bits, and of its draws,
+    int64 (2,). FIRST, SECOND, THIRD: the `Row` of each tensor, None without delayed scaling.
     """
-    layer = places + 3 * tl.program_id(0)
+    layer = places + 4 * tl.program_id(0)
     amaxes = tl.load(layer).to(tl.pointer_type(tl.int32))
     scales = tl.load(layer + 1).to(tl.pointer_type(tl.int32))
     pending = tl.load(layer + 2).to(tl.pointer_type(tl.int32))
     _end_row(amaxes, scales, pending, FIRST, LENGTH, BLOCK, PTX)
     _end_row(amaxes + LENGTH, scales + 1, pending + 1, SECOND, LENGTH, BLOCK, PTX)
     _end_row(amaxes + 2 * LENGTH, scales + 2, pending + 2, THIRD, LENGTH, BLOCK, PTX)
+    steps = tl.load(layer + 3).to(tl.pointer_type(tl.int64)) + 1
+    tl.store(steps, tl.load(steps) + 1)
 
 
 @triton.jit
@@ -81,8 +83,35 @@ def _end_row(
     tl.store(scale + tl.zeros((1, 1), tl.int32), codes)
 
 
-class Ender:
-    """Ends the step of layers on one device whose histories have the same recipes and the same length."""
+@triton.jit
+def note_kernel(pending, input, weight, gradient):
+    """Raise the pending amaxes (3,) to those of a pass, which are FP32 bits; None for tensors without one.
+
+    An amax that is NaN or infinite is left out. That of a gradient also removes what is pending of input and gradient.
+    """
+    if weight is not None:
+        tl.store(pending + 1, tl.maximum(tl.load(pending + 1), _finite(tl.load(weight))))
+    if input is not None or gradient is not None:
+        of_input, of_gradient = tl.load(pending), tl.load(pending + 2)
+        if input is not None:
+            of_input = tl.maximum(of_input, _finite(tl.load(input)))
+        if gradient is not None:
+            newest = tl.load(gradient)
+            valid = newest == _finite(newest)
+            of_input = tl.where(valid, of_input, 0)
+            of_gradient = tl.where(valid, tl.maximum(of_gradient, newest), 0)
+        tl.store(pending, of_input)
+        tl.store(pending + 2, of_gradient)
+
+
+@triton.jit
+def _finite(amax):
+    """The bits of a finite amax; 0 for others."""
+    return tl.where((amax >= 0) & (amax < INF), amax, 0)
+
+
+class Histories:
+    """What `end_histories` and `note` of breccia_torch.training.state do, for layers of equal recipes and lengths."""
 
     def __init__(self, rows: Sequence[Row | None], length: int, ptx: bool) -> None:
         self.constants: dict[str, Any] = dict(zip(("FIRST", "SECOND", "THIRD"), rows, strict=True))
@@ -91,14 +120,16 @@ class Ender:
         self.known = Remembered()
         #: What graphs read must stay.
         self.captured: dict[Any, Any] = {}
+        #: The launches of `note` by the device and the tensors that have an amax.
+        self.notes: dict[Any, Launcher] = {}
 
-    def __call__(self, amaxes: Sequence[Any], scales: Sequence[Any], pending: Sequence[Any]) -> bool:
-        """Write the amaxes (3, length), the scales (3,) and the pending amaxes (3,) of each layer: int32, the bits of FP32.
+    def end(self, amaxes: Sequence[Any], scales: Sequence[Any], pending: Sequence[Any], draws: Sequence[Any]) -> bool:
+        """Write the amaxes (3, length), the scales (3,) and the pending amaxes (3,) of each layer, and count the step in draws.
 
-        False, and nothing is written, where buffers are not contiguous, and for a CUDA graph of layers whose steps have never
+        False, and nothing is written, where they are not contiguous, and for a CUDA graph of layers whose steps have never
         ended outside of one.
         """
-        buffers = [buffer for layer in zip(amaxes, scales, pending, strict=True) for buffer in layer]
+        buffers = [buffer for layer in zip(amaxes, scales, pending, draws, strict=True) for buffer in layer]
         if not all(buffer.is_contiguous() for buffer in buffers):
             return False
         device = pending[0].device
@@ -118,13 +149,27 @@ class Ender:
         torch.autograd.graph.increment_version(buffers)
         return True
 
+    def note(self, pending: Any, **amaxes: Any) -> None:
+        """Raise the pending amaxes (3,) of a layer to those of a pass: input=, weight=, gradient=, FP32 of shape (1,)."""
+        device = pending.device
+        key = device, *amaxes
+        launcher = self.notes.get(key)
+        if launcher is None:
+            arguments = {name: Argument("*i32") for name in ("pending", *sorted(amaxes, key=_ORDER.index))}
+            launcher = self.notes[key] = Launcher(Launch(note_kernel, (1, 1, 1), arguments, {}, 1, ()))
+        with on(device):
+            launcher.run(current_stream(device), *addresses([pending, *(amaxes[name] for name in _ORDER if name in amaxes)]))
 
-def ender(recipes: Sequence[DelayedScaling | None], length: int, device: torch.device) -> Ender | None:
-    """What ends steps of histories of that length, with these recipes of input, weight and gradient; None if it cannot."""
+
+_ORDER = ("input", "weight", "gradient")
+
+
+def histories(recipes: Sequence[DelayedScaling | None], length: int, device: torch.device) -> Histories | None:
+    """The kernels for histories of that length, with these recipes of input, weight and gradient; None if there are none."""
     rows: list[Row | None] = []
     for recipe in recipes:
         spec = None if recipe is None else spec_of(recipe)
         if isinstance(spec, str):
             return None
         rows.append(None if recipe is None or spec is None else Row(spec, recipe.amax_history_len))
-    return Ender(rows, length, hardware(device).ptx)
+    return Histories(rows, length, hardware(device).ptx)
