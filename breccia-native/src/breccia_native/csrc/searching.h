@@ -5,9 +5,11 @@
 
 #include "casts.h"
 
-/* Blocks whose scales are computed at a time, one a lane, and the most candidates of a block. */
+/* Blocks whose scales are computed at a time, one a lane; the most candidates of a block; and the most of its elements whose
+   errors are estimated at a time, a multiple of 16: more of LANES blocks would not fit the cache. */
 #define LANES 16
 #define CANDIDATES 32
+#define SEGMENT (1 << 14)
 
 /* Codecs of scales: powers of two, a table of 256, and floats. */
 enum { POWERS, BYTES, HALVES, BRAINS, SINGLES };
@@ -53,11 +55,25 @@ INLINE Py_ssize_t filled_up(Py_ssize_t n)
     return length;
 }
 
-/* Numbers that a search needs room for: a block's elements twice; the codes' numbers, weights, and sums of a row; sums of rows; and
-   the roots of `weights` weights in 16 bits. */
+/* Numbers that the elements of a block need room for: twice themselves; the codes' numbers, weights, and sums of a row; and
+   sums of rows. */
+INLINE Py_ssize_t room_of_elements(Py_ssize_t m, Py_ssize_t k)
+{
+    return (2 * m + 3) * filled_up(k) + filled_up(m);
+}
+
+/* Numbers that need as much room as the elements of LANES blocks that are estimated at a time, in 16 bits. */
+INLINE Py_ssize_t room_of_segment(Py_ssize_t m, Py_ssize_t k)
+{
+    const Py_ssize_t length = (k + 15) / 16 * 16;
+    return LANES / 2 * (length < SEGMENT / m ? m * length : SEGMENT);
+}
+
+/* Numbers that a search needs room for: elements of a block; the roots of `weights` weights in 16 bits; and, from a multiple of
+   64 bytes on, the elements of a segment and their roots. */
 INLINE Py_ssize_t room_of(Py_ssize_t m, Py_ssize_t k, Py_ssize_t weights)
 {
-    return (2 * m + 3) * filled_up(k) + filled_up(m) + (weights + 1) / 2;
+    return room_of_elements(m, k) + (weights + 1) / 2 + 16 + (weights ? 2 : 1) * room_of_segment(m, k);
 }
 
 typedef void (*searching_function)(const searched *);

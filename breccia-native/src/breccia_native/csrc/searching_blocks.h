@@ -115,17 +115,24 @@ static void search_group(const search_state *state, Py_ssize_t start, int count)
         candidates_of(s, state->window.some, state->reach, &g, &all);
         EACH_LANE all.may[l] = ~0u >> (CANDIDATES - state->window.some);
     }
-    for (int l = 0; l < count; l++) {
-        int best = 0;
+    ALIGNED int32_t best[LANES];
+    uint32_t several = 0;
+    EACH_LANE
+    {
+        const uint32_t may = amax[l] ? all.may[l] : 1, lowest = may & -may;
+        best[l] = (int32_t)(bits_of((float)lowest) >> 23) - 127; /* the place of the lowest bit */
+        several |= may ^ lowest;
+    }
+    for (int l = 0; several && l < count; l++)
         if (amax[l] && all.may[l] & (all.may[l] - 1))
-            best = best_of(state, &all, &g, l, start + l, x[l], down);
-        else if (amax[l])
-            best = lowest_bit(all.may[l]);
+            best[l] = best_of(state, &all, &g, l, start + l, x[l], down);
+    for (int l = 0; l < count; l++) {
+        const uint32_t written = (uint32_t)all.written[best[l]][l];
         if (s->codec < HALVES) {
-            s->codes[start + l] = (uint8_t)all.written[best][l];
-            s->inverse[start + l] = s->inverses[s->codes[start + l]];
+            s->codes[start + l] = (uint8_t)written;
+            s->inverse[start + l] = s->inverses[written & 0xff];
         } else
-            s->scales[start + l] = float_of((uint32_t)all.written[best][l]);
+            s->scales[start + l] = float_of(written);
     }
 }
 
@@ -145,12 +152,13 @@ static void search(const searched *s)
         .room = {s->room, y, q, q + length, q + 2 * length, of_rows, s->m, s->k, length}};
 #if defined(BY_AVX512)
     state.by = estimator_of(kind, s);
+    state.by.part = segment_of(s);
     state.roots = (const int16_t *)(of_rows + filled_up(s->m));
 #endif
     const float low = kind == TABLES ? s->values.values[0] : kind == FLOATS ? 0 : s->integers.low;
     const float high = kind == TABLES ? s->values.values[15] : kind == FLOATS ? float_of(s->floats.largest) : s->integers.high;
     state.reach = -low > high ? -low : high;
-    memset(s->room, 0, (size_t)room_of(s->m, s->k, 0) * sizeof *s->room);
+    memset(s->room, 0, (size_t)room_of_elements(s->m, s->k) * sizeof *s->room);
 #if defined(BY_AVX512)
     if (s->weights)
         write_roots(s, (int16_t *)(of_rows + filled_up(s->m)));

@@ -26,15 +26,22 @@
 
 #define SLACK 0x1p-13f
 
-/* Elements of a block that are estimated at a time. */
-#define SEGMENT 256
+/* Pairs of elements whose sums of squares are added at a time, so that no sum of one block is made of many FP32 additions. */
+#define TOGETHER 128
 
-/* How t finds v: by rounding to an integer; by the cell of half a step that it is in, of 64; by the cell of a quarter that it is in,
-   of which the last one is beyond all codes; by its cell of a 16th of a table's largest number, in which at most one code begins. */
-enum { UNKNOWN, ROUNDED, WHOLE_CELLS, CELLS, HALVED_CELLS };
+/* How t finds v: by rounding to an integer; by the cell of half a step that it is in, of 64; by the cell of a quarter that it
+   is in, of 32; the same of 64, of which the second half is beyond all codes; by its cell of a 16th of a table's largest
+   number, in which at most one code begins. */
+enum { UNKNOWN, ROUNDED, WHOLE_CELLS, CELLS, FAR_CELLS, HALVED_CELLS };
+
+/* Elements of LANES blocks, two to a lane, and roots of weights. It has room for SEGMENT elements of each block. */
+typedef struct {
+    int16_t (*a)[2 * LANES], (*root)[2 * LANES];
+} segment;
 
 typedef struct {
     int how;
+    segment part;
     float lift, step; /* 2^p, and what is 1 in t */
     float limit, near; /* of |M|; what of NEAR all scales have */
     float alike;       /* up to this |M| no element is beyond the codes of a scale, nor of its opposite */
@@ -44,10 +51,12 @@ typedef struct {
     __m512i inside[2], opposite_inside[2]; /* of WHOLE_CELLS: of cells of half a step, those of negative t last */
 } estimator;
 
-/* Elements of LANES blocks, two to a lane, and roots of weights. */
-typedef struct {
-    ALIGNED int16_t a[SEGMENT / 2][2 * LANES], root[SEGMENT / 2][2 * LANES];
-} segment;
+INLINE segment segment_of(const searched *s)
+{
+    const uintptr_t end = (uintptr_t)(s->room + room_of_elements(s->m, s->k) + (s->total * s->k + 1) / 2);
+    char *const a = (char *)((end + 63) / 64 * 64), *const root = a + room_of_segment(s->m, s->k) * (Py_ssize_t)sizeof *s->room;
+    return (segment){(int16_t (*)[2 * LANES])a, (int16_t (*)[2 * LANES])root};
+}
 
 INLINE __m512i all_of(float number)
 {
@@ -63,7 +72,9 @@ static estimator estimator_of(int kind, const searched *s)
     int16_t starts[32], below[64], above[64];
     if (kind == FLOATS) {
         const float largest = float_of(s->floats.largest);
-        by.lift = s->weights ? 0x1p11f : 0x1p12f;
+        /* The error of the largest element alone does not rule out small scales of long blocks: t must reach farther. */
+        const int far = s->weights || s->m * s->k > 64;
+        by.lift = far ? 0x1p11f : 0x1p12f;
         if (largest > 7.75f || largest < 5)
             return by;
         for (int i = 0; i < 32; i++) {
@@ -72,7 +83,7 @@ static estimator estimator_of(int kind, const searched *s)
                 return by;
             below[i] = (int16_t)(number * by.lift);
         }
-        by.how = CELLS;
+        by.how = far ? FAR_CELLS : CELLS;
         by.high = all_of(31);
         by.below = _mm512_loadu_si512(below);
     } else if (kind == TABLES) {
@@ -121,11 +132,13 @@ static estimator estimator_of(int kind, const searched *s)
 }
 
 /* d of pairs of elements. */
-INLINE __m512i distance_of(const int how, const int weighted, const estimator *by, __m512i a, __m512i multiplier)
+INLINE __m512i distance_of(const int how, const estimator *by, __m512i a, __m512i multiplier)
 {
     const __m512i t = _mm512_mulhrs_epi16(a, multiplier);
-    if (how == CELLS) {
-        const __m512i cell = weighted ? _mm512_min_epi16(_mm512_srli_epi16(t, 9), by->high) : _mm512_srli_epi16(t, 10);
+    if (how == CELLS)
+        return _mm512_sub_epi16(t, _mm512_permutexvar_epi16(_mm512_srli_epi16(t, 10), by->below));
+    if (how == FAR_CELLS) {
+        const __m512i cell = _mm512_min_epi16(_mm512_srli_epi16(t, 9), by->high);
         return _mm512_sub_epi16(t, _mm512_permutexvar_epi16(cell, by->below));
     }
     if (how == WHOLE_CELLS) {
@@ -152,15 +165,15 @@ INLINE __m512i with_squares(__m512i sums, __m512i d)
 #endif
 }
 
-/* S of the first pairs of elements, a multiple of 4. */
-INLINE __m512 sum_of_squares(
-    const int how, const int weighted, const estimator *by, const segment *part, Py_ssize_t pairs, __m512i multiplier)
+/* S of pairs of elements from `i` to `end`, a multiple of 4. */
+INLINE __m512 sum_of_squares(const int how, const int weighted, const estimator *by, const segment *part, Py_ssize_t i,
+    Py_ssize_t end, __m512i multiplier)
 {
     __m512 sum = _mm512_setzero_ps();
-    for (Py_ssize_t i = 0; i < pairs; i += 4) {
+    for (; i < end; i += 4) {
         __m512i squares = _mm512_setzero_si512();
         _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
-            __m512i d = distance_of(how, weighted, by, _mm512_load_si512(part->a[i + j]), multiplier);
+            __m512i d = distance_of(how, by, _mm512_load_si512(part->a[i + j]), multiplier);
             if (weighted)
                 d = _mm512_mulhrs_epi16(d, _mm512_load_si512(part->root[i + j]));
             squares = with_squares(squares, d);
@@ -171,11 +184,11 @@ INLINE __m512 sum_of_squares(
 }
 
 /* The same of integers; and in `opposite` S under the opposite scale, where t and codes have the other sign. */
-INLINE __m512 sums_of_twins(
-    const int how, const int weighted, const estimator *by, const segment *part, Py_ssize_t pairs, __m512i multiplier, __m512 *opposite)
+INLINE __m512 sums_of_twins(const int how, const int weighted, const estimator *by, const segment *part, Py_ssize_t i,
+    Py_ssize_t end, __m512i multiplier, __m512 *opposite)
 {
     __m512 sum = _mm512_setzero_ps(), other = sum;
-    for (Py_ssize_t i = 0; i < pairs; i += 4) {
+    for (; i < end; i += 4) {
         __m512i squares = _mm512_setzero_si512(), others = squares;
         _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
             const __m512i t = _mm512_mulhrs_epi16(_mm512_load_si512(part->a[i + j]), multiplier);
@@ -328,7 +341,7 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
     candidates *all)
 {
     const int of_integers = how == WHOLE_CELLS || how == ROUNDED;
-    segment part;
+    const segment part = by->part;
     ALIGNED float factor[LANES];
     __m512 sums[CANDIDATES], weight = _mm512_setzero_ps();
     const __m512 largest = _mm512_max_ps(_mm512_load_ps(amax), _mm512_set1_ps(0x1p-60f)); /* of zeros too the factor is finite */
@@ -388,15 +401,20 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
                     continue;
                 const __m512i m = _mm512_cvtps_epi32(multiplier);
                 const __m512i both = _mm512_mask_mov_epi16(m, 0xaaaaaaaa, _mm512_slli_epi32(m, 16));
-                if (twin) {
-                    __m512 of_twin, sum = sums_of_twins(how, weighted, by, &part, pairs, both, &of_twin);
-                    sums[c] = first ? sum : _mm512_add_ps(sums[c], sum);
-                    sums[twin] = first ? of_twin : _mm512_add_ps(sums[twin], of_twin);
-                    has_sum[twin] = 1;
-                } else if (!has_sum[c]) {
-                    const __m512 sum = sum_of_squares(how, weighted, by, &part, pairs, both);
-                    sums[c] = first ? sum : _mm512_add_ps(sums[c], sum);
+                for (Py_ssize_t j = 0; j < pairs && !has_sum[c]; j += TOGETHER) {
+                    const Py_ssize_t end = pairs - j < TOGETHER ? pairs : j + TOGETHER;
+                    const int begins = first && j == 0;
+                    if (twin) {
+                        __m512 of_twin, sum = sums_of_twins(how, weighted, by, &part, j, end, both, &of_twin);
+                        sums[c] = begins ? sum : _mm512_add_ps(sums[c], sum);
+                        sums[twin] = begins ? of_twin : _mm512_add_ps(sums[twin], of_twin);
+                    } else {
+                        const __m512 sum = sum_of_squares(how, weighted, by, &part, j, end, both);
+                        sums[c] = begins ? sum : _mm512_add_ps(sums[c], sum);
+                    }
                 }
+                if (twin)
+                    has_sum[twin] = 1;
                 if (!last)
                     continue;
                 const __mmask16 known = _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->limit), _CMP_LE_OQ);
@@ -435,6 +453,7 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
 ESTIMATES(estimate_by_rounding, ROUNDED)
 ESTIMATES(estimate_by_whole_cells, WHOLE_CELLS)
 ESTIMATES(estimate_by_cells, CELLS)
+ESTIMATES(estimate_by_far_cells, FAR_CELLS)
 ESTIMATES(estimate_by_halved_cells, HALVED_CELLS)
 
 typedef void (*estimate_function)(int, const estimator *, const searched *, const window *, float, const char *const *, Py_ssize_t,
@@ -444,6 +463,7 @@ static const estimate_function estimates[] = {
     [ROUNDED] = estimate_by_rounding,
     [WHOLE_CELLS] = estimate_by_whole_cells,
     [CELLS] = estimate_by_cells,
+    [FAR_CELLS] = estimate_by_far_cells,
     [HALVED_CELLS] = estimate_by_halved_cells,
 };
 
