@@ -114,6 +114,25 @@ def test_chunks_of_long_rows_take_the_columns_of_an_importance_in_turn(spec: str
     expect_tensor(NUMPY, kernels.cast(x[:4], recipe, nearest), reference.cast(x[:4], recipe, nearest))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [
+        (breccia.recipe("int8,scale_rule=mse"), (3, 17000)),
+        (breccia.recipe("int,bits=3,group_size=null,scale_rule=mse"), (3, 17000)),
+        (declared(E2M1, Level(F32, (40, 500)), rule=MSE, name="e2m1 long tiles"), (40, 1000)),
+    ],
+    ids=["int8", "int3", "tiles"],
+)
+def test_blocks_too_long_for_one_estimate_have_the_bytes_of_the_generic_algorithm(
+    recipe: ScalingRecipe, shape: tuple[int, int], instructions: None
+) -> None:
+    """Blocks of 17000 and 20000 numbers, of which the largest come last."""
+    rng = np.random.default_rng(9)
+    x = (rng.standard_normal(shape) * np.linspace(0.2, 1, shape[1])).astype(np.float32)
+    for options in (CastOptions(), CastOptions(importance=rng.random(shape[1]).astype(np.float32))):
+        expect_tensor(NUMPY, cast(x, recipe, options), reference.cast(x, recipe, options))
+
+
 def test_products_that_count_as_zero_are_left_to_the_generic_algorithm() -> None:
     """Steps lead from code 9 of E4M3 to code 1, a tenth of amax / 448, under which E4M3's smallest code is below 2^-20."""
     recipe, rng = declared(E4M3, Level(E4M3, (1, 16)), rule=MSE), np.random.default_rng(5)

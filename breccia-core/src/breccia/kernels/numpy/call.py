@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 #: Elements of a chunk for the generic algorithm, which needs some 100 bytes per element.
 GENERIC = 1 << 15
-#: Elements of a chunk of numbers that are read where they lie; of one in which scales are searched for, to stay in cache.
-_LONG, _SEARCHED = 1 << 20, 1 << 18
+#: Elements of a chunk of numbers that are read where they lie.
+_LONG = 1 << 20
 #: The most blocks whose amax is kept between two passes: 8 MB.
 _MOST_BLOCKS = 1 << 21
 Parts = tuple[Any, Any, Any, Any]
@@ -201,8 +201,7 @@ class Cast:
             step = self._write_at_once
         if self.plan.narrow and self.y.flags.c_contiguous:  # without buffers, longer chunks take less of Python
             shares = 4 * thread_count() if thread_count() > 1 else 1
-            long = _SEARCHED if self.plan.searches else _LONG
-            most = self.y.size if step == self._write_at_once else long  # which keeps numbers in cache itself
+            most = self.y.size if step == self._write_at_once else _LONG  # which keeps numbers in cache itself
             longer = min(max(self.y.size // shares, chunk_size()), most)
             for piece in self.pieces:
                 piece.limit = min(longer, piece.limit) if step == self._hand_over else longer
