@@ -14,7 +14,7 @@ import numpy as np
 
 from breccia import OptionError, Policy, RecipeError, ScaledTensor, ScalingRecipe, UnsupportedError, bridges
 from breccia.backend import Declared, registry
-from breccia.internal import check_choices, check_positive, choices_of, one_of, suggestion
+from breccia.internal import TEXT_LENGTH, check_choices, check_positive, choices_of, one_of, suggestion
 
 from .calibrated import Calibrated, Stage
 from .extremes import Extremes
@@ -252,15 +252,12 @@ def _checked(ids: np.ndarray) -> np.ndarray:
     return ids.astype(np.int64)
 
 
-#: Tokens of the pieces that a text is cut into, at most, with those that a tokenizer puts around each.
-_PIECE = 512
-
-
 def _tokenized(source: Path, text: str) -> np.ndarray:
     """The ids of a text under the tokenizer of a model: (tokens,), or (texts, length) of pieces of it, each between the tokens
     that the tokenizer puts around a text, as [CLS] and [SEP], where it puts some.
 
-    Raises UnsupportedError without a tokenizer, OptionError for no tokens.
+    A piece has at most `TEXT_LENGTH` tokens, with those around it. Raises UnsupportedError without a tokenizer, OptionError for
+    no tokens.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -282,7 +279,7 @@ def _tokenized(source: Path, text: str) -> np.ndarray:
     if not before and not after:
         return ids
     config = AutoConfig.from_pretrained(folder, **of_gguf).get_text_config()
-    most = min(_PIECE, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or _PIECE)
+    most = min(TEXT_LENGTH, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or TEXT_LENGTH)
     inner = min(max(1, most - len(before) - len(after)), ids.size)
     pieces = ids[: ids.size // inner * inner].reshape(-1, inner)
     ahead, behind = (np.tile(np.array(side, np.int64), (len(pieces), 1)) for side in (before, after))

@@ -45,7 +45,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("ML_DTYPES", "install"), "siblings"),
     "once": "targets",
     **dict.fromkeys(("COMPLETE", "PRESETS", "check_patterns", "kept_kind", "matches"), "policies"),
-    **dict.fromkeys(("kind_in_file", "size"), "models"),
+    **dict.fromkeys(("TEXT_LENGTH", "kind_in_file", "size"), "models"),
     **dict.fromkeys(("GEMMS", "GemmOperand", "TENSORS"), "training"),
     **dict.fromkeys(("policy_names", "recipe_names"), "cli.completion"),
 }

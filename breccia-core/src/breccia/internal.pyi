@@ -47,6 +47,7 @@ from .layouts import layout_of_tensor as layout_of_tensor
 from .layouts import placed as placed
 from .locks import cached_property as cached_property
 from .locks import reentrant as reentrant
+from .models import TEXT_LENGTH as TEXT_LENGTH
 from .models import kind_in_file as kind_in_file
 from .models import size as size
 from .operations import CASTING as CASTING

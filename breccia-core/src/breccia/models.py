@@ -33,6 +33,8 @@ from .training import TrainingRecipe
 
 #: The reason for parameters that take no fewer bytes under the recipe: their rows are much shorter than a block.
 GROWS = "would not shrink"
+#: Tokens of the pieces that a text for calibration is cut into, at most.
+TEXT_LENGTH = 512
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 
 from breccia import OptionError
+from breccia.internal import TEXT_LENGTH
 
-#: Tokens of the pieces that a text is cut into, at most.
-LENGTH = 512
 #: What torch and transformers take when they are imported.
 PROGRAM = 512 << 20
 
 
 def as_texts(model: Any, ids: np.ndarray) -> Tensor:
-    """Token ids, (tokens,) or (texts, length), as texts of at most `LENGTH` tokens and of as many as the model takes.
+    """Token ids, (tokens,) or (texts, length), as texts of at most `TEXT_LENGTH` tokens and of as many as the model takes.
 
     Raises OptionError for texts that are longer than that, and for ids that the model does not have.
     """
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or ids.shape[-1]
     if ids.ndim == 1:
-        length = min(LENGTH, most, len(ids))
+        length = min(TEXT_LENGTH, most, len(ids))
         ids = ids[: len(ids) // length * length].reshape(-1, length)
     elif ids.shape[1] > most:
         raise OptionError(
