@@ -117,7 +117,8 @@ class TrainingRecipe:
         rounded to its subnormal numbers.
     fast_accumulation: GEMMs whose sums may stay in the tensor cores of a GPU, which keep fewer bits than FP32, as with torch's
         `use_fast_accum=True`: any of "output", "grad_input", "grad_weight". Both operands have one scale for the tensor or for
-        each row. TransformerEngine 2.x does so for "output". Devices and frameworks without such products accumulate in FP32.
+        each row. TransformerEngine 2.x does so for "output". Devices and frameworks without such products accumulate in FP32;
+        so do layers of experts for "output" and "grad_input".
 
     Raises UnknownNameError for an unknown preset or recipe; RecipeError for fields that contradict each other, for a recipe
     that casts cannot write, for delayed scaling with different recipes for rows and columns, which have one history, and for

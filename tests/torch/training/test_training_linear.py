@@ -585,16 +585,28 @@ def of_fast(*gemms: str) -> TrainingRecipe:
     return TrainingRecipe("fp8_row", fast_accumulation=gemms)
 
 
-def test_without_products_of_fast_accumulation_sums_are_fp32() -> None:
+def test_without_products_of_fast_accumulation_sums_are_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    matmul = operands.calls.matmul
+
+    def noted(*arguments: Any, prefer: Any = None) -> Tensor:
+        if isinstance(arguments[0].data, Tensor):  # the kernel for CPUs asks for one of NumPy
+            asked.append(prefer)
+        return matmul(*arguments, prefer=prefer)
+
+    monkeypatch.setattr(operands.calls, "matmul", noted)
+    monkeypatch.setattr(operands, "_refused", {})
     results: list[list[Tensor]] = []
-    for recipe in (of_fast(*GEMMS), TrainingRecipe("fp8_row")):
+    for recipe in (of_fast(*GEMMS), of_fast(*GEMMS), TrainingRecipe("fp8_row")):
         torch.manual_seed(0)
         layer, x = TrainingLinear(32, 64, recipe=recipe), torch.randn(48, 32, requires_grad=True)
         y = layer(x)
         y.backward(torch.ones_like(y))
         assert x.grad is not None and layer.weight.grad is not None
         results.append([y, x.grad, layer.weight.grad])
-    assert all(map(torch.equal, *results))
+    assert all(map(torch.equal, results[0], results[2])) and all(map(torch.equal, results[1], results[2]))
+    # The CPU has none of these products, which is found out once for each GEMM.
+    assert asked == [operands.FAST, None] * 3 + [None] * 6
 
 
 @pytest.mark.parametrize("gemm", GEMMS)

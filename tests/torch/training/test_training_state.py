@@ -231,6 +231,16 @@ def test_an_infinite_input_leaves_the_amaxes_of_other_batches() -> None:
     assert layer.state.pending.view(torch.float32)[[0, 2]].tolist() == [first.abs().max(), dy.abs().max()]
 
 
+def test_buffers_follow_a_state_of_another_device() -> None:
+    """`assign=True` moves those that are saved."""
+    layer = TrainingLinear(32, 64, recipe="fp8_delayed", device="meta")
+    other = TrainingLinear(32, 64, recipe="fp8_delayed")
+    other(batch(1)).sum().backward()
+    breccia_torch.end_of_step(other)
+    other.load_state_dict(layer.state_dict(), assign=True)
+    assert other.state.amaxes.is_meta and other.state.pending.is_meta and other.state.scales.is_meta
+
+
 def test_evaluation_records_nothing() -> None:
     layer = TrainingLinear(32, 64, recipe="fp8_delayed")
     layer.weight.requires_grad_(False)

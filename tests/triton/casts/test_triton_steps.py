@@ -1,4 +1,4 @@
-"""The Triton kernel that ends training steps: the bits of torch's operations, in Triton's interpreter or on a GPU."""
+"""The Triton kernels for histories in training: the bits of torch's operations, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from breccia import DelayedScaling, TrainingRecipe
 from breccia_torch.nn import TrainingLinear
 from breccia_torch.training import state
 from breccia_triton.casts import steps
+from breccia_triton.launch.cache import Remembered
 
 pytestmark = [
     pytest.mark.covering(1, 1),
@@ -84,12 +85,23 @@ def test_the_kernel_notes_amaxes_bit_for_bit(tensors: tuple[str, ...]) -> None:
     kernels: Any = steps.histories([recipe.delayed[tensor] for tensor in ("input", "weight", "gradient")], 16, device)
     mine, other = (TrainingLinear(32, 32, recipe=recipe, device=DEVICE) for _ in range(2))
     histories = [state._history_of(layer.context)._replace(kernels=of) for layer, of in ((mine, kernels), (other, None))]
-    for numbers in ((1.5, 2.5), (0.25, 7.0), (torch.inf, 3.0), (4.0, torch.nan), (1e-40, 0.5), (9.0, torch.inf), (0.0, 2.0)):
+    found: set[tuple[int, ...]] = set()
+    for numbers in (
+        (1.5, 2.5),
+        (9.0, 7.0),
+        (torch.inf, 30.0),
+        (torch.nan, 1.0),
+        (40.0, torch.nan),
+        (1e-40, 0.5),
+        (90.0, torch.inf),
+    ):
         amaxes = {name: torch.tensor([value], device=DEVICE) for name, value in zip(tensors, numbers, strict=False)}
         for history in histories:
+            history.pending.copy_(bits([2.0, 4.0, 8.0]))
             history.note(**amaxes)
         assert torch.equal(histories[0].pending, histories[1].pending), numbers
-    assert histories[0].pending.any()
+        found.add(tuple(histories[0].pending.tolist()))
+    assert len(found) > 2
 
 
 def test_what_the_kernel_cannot_write_is_left_to_torch() -> None:
@@ -98,6 +110,23 @@ def test_what_the_kernel_cannot_write_is_left_to_torch() -> None:
     strided = amaxes.T.contiguous().T
     assert not kernels.end([strided], [scales], [pending], [draws])
     assert pending.any() and draws.tolist() == [5, 0]
+
+
+def test_a_graph_needs_a_step_before_it_and_keeps_the_addresses_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_captured", {})
+    lists = [list(of) for of in zip(*buffers(2, 3), strict=True)]
+    kernels: Any = steps.histories([E4M3, None, None], 3, torch.device(DEVICE))
+    monkeypatch.setattr(steps, "is_captured", lambda of: True)
+    assert not kernels.end(*lists) and not steps._captured
+    assert [draws[1].item() for draws in lists[3]] == [0, 1]
+    monkeypatch.setattr(steps, "is_captured", lambda of: False)
+    assert kernels.end(*lists) and not steps._captured
+    monkeypatch.setattr(steps, "is_captured", lambda of: True)
+    assert kernels.end(*lists)
+    assert [draws[1].item() for draws in lists[3]] == [2, 3]
+    Remembered.forget()  # as when tuning begins
+    ((places, _),) = steps._captured.values()
+    assert places.tolist() == [buffer.data_ptr() for layer in zip(*lists, strict=True) for buffer in layer]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -102,20 +102,21 @@ def backward(
         assert of_dy.columns is not None
         x_columns = operand_of(kept, how.recipe.uses("input")[1], (places.total, weight.shape[-1]))
         wanted = weight.dtype if main is None else torch.float32
-        dw = _weight_gradient(of_dy.columns, x_columns, places, wanted)
+        fast = "grad_weight" in how.recipe.fast_accumulation
+        dw = _weight_gradient(of_dy.columns, x_columns, places, wanted, fast)
         if main is not None:
             main.add_(dw)
             dw = None
     return dx, dw
 
 
-def _weight_gradient(dy_columns: Operand, x_columns: Operand, places: Places, dtype: torch.dtype) -> Tensor:
-    """dw (E, N, K) in `dtype`; zeros for experts without rows."""
+def _weight_gradient(dy_columns: Operand, x_columns: Operand, places: Places, dtype: torch.dtype, fast: bool) -> Tensor:
+    """dw (E, N, K) in `dtype`; zeros for experts without rows. fast: as of `multiply`."""
     if x_columns.device.type == "cpu":  # where products decode their operands: once for all experts
         options = product_options(str(dtype).removeprefix("torch."))
         return composites.k_grouped_matmul(dy_columns.mT, x_columns, places.offsets, options)
     pairs = zip(*(by_expert(columns, places) for columns in (dy_columns, x_columns)), strict=True)
-    return torch.stack([multiply(g.mT, a, dtype) for g, a in pairs])
+    return torch.stack([multiply(g.mT, a, dtype, fast=fast) for g, a in pairs])
 
 
 def by_expert(columns: Operand, places: Places) -> list[Operand]:

@@ -15,7 +15,18 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
 from breccia import DelayedScaling, NoKernelError, ScaledTensor, ScalingRecipe, TrainingRecipe, UnknownNameError
-from breccia.backend import DEFAULT, CastOptions, Rotation, calls, checks, components, packing, part_shapes, product_options
+from breccia.backend import (
+    DEFAULT,
+    CastOptions,
+    Rotation,
+    calls,
+    checks,
+    components,
+    packing,
+    part_shapes,
+    product_options,
+    registry,
+)
 from breccia.internal import GemmOperand, rotating
 
 from ..ops import TORCH
@@ -178,6 +189,8 @@ def _noted(how: Context, weight: CastOperand) -> tuple[Any, Any]:
 
 #: The products with fast accumulation.
 FAST = ("torch.scaled_mm_fast", "cuda.fp8_matmul_fast")
+#: Operands that none of them takes. To find that out takes longer than a small product.
+_refused: dict[Any, bool] = {}
 
 
 def multiply(a: Any, b: Any, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False) -> Tensor:
@@ -187,9 +200,12 @@ def multiply(a: Any, b: Any, dtype: torch.dtype, bias: Tensor | None = None, *, 
     """
     if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor):
         options = product_options(str(dtype).removeprefix("torch."), bias)
-        if fast and a.data.is_cuda:
-            with suppress(NoKernelError, UnknownNameError):  # without breccia-triton, nobody knows the names
-                return calls.matmul(a, b, options, prefer=FAST)
+        if fast:
+            key = registry().table, a.recipe, b.recipe, a.shape, b.shape, a.data.device, dtype, bias is None
+            if key not in _refused:
+                with suppress(NoKernelError, UnknownNameError):  # without breccia-triton the names are unknown
+                    return calls.matmul(a, b, options, prefer=FAST)
+                _refused[key] = True
         return calls.matmul(a, b, options)
     a, b = a.to(dtype), b.to(dtype)
     return torch.mm(a, b) if bias is None else torch.addmm(bias.to(dtype), a, b)

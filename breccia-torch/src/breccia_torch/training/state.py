@@ -105,8 +105,8 @@ class StepState(nn.Module):
 
     def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
         super()._load_from_state_dict(*arguments, **options)
-        if self.amaxes is not None and self.pending is not None and self.pending.is_meta != self.amaxes.is_meta:
-            # `assign=True` put tensors in the place of those on the device meta. Scales are computed from them.
+        if self.amaxes is not None and self.pending is not None and self.pending.device != self.amaxes.device:
+            # `assign=True` put tensors of another device, often in the place of meta's. Scales are computed from them.
             self.scales, self.pending = (torch.zeros_like(self.amaxes[:, 0]) for _ in range(2))
         if self.words is not None and self.words.device != self.draws.device:
             self.words = torch.zeros(2, dtype=torch.int32, device=self.draws.device)
@@ -184,16 +184,17 @@ _kernels: dict[Any, tuple[Any, Any]] = {}
 def _kernels_of(delayed: Delayed, length: int, device: torch.device) -> Any:
     """What the kernel that records amaxes on the device prepares for histories of that length; None if it has nothing.
 
-    `end(amaxes, scales, pending, draws)` says whether it did what `end_histories` does, and `note` is that of `_History`.
+    Its `end(amaxes, scales, pending, draws)` returns whether it did what `end_histories` does, the versions of all four raised.
+    Its `note(pending, **amaxes)` does what `_History.note` does, and leaves the version of `pending`.
     """
     known, key = registry(), (delayed, length, device)
     found = _kernels.get(key)
     if found is None or found[0] is not known.table:
         recipes = [dict(delayed).get(tensor) for tensor in TENSORS]
         like = torch.empty(1, dtype=torch.float32, device=device)
-        kernel = known.table.choose(known.operation("record_amax"), "torch", like, None, delayed[0][1]).kernel
-        kernels = None if kernel.prepare is None else targets.load(kernel.prepare)(recipes, length, device)
-        found = _kernels[key] = known.table, kernels
+        chosen = known.table.choose(known.operation("record_amax"), "torch", like, None, delayed[0][1])
+        prepare = None if chosen.checked or chosen.traced else chosen.kernel.prepare
+        found = _kernels[key] = known.table, None if prepare is None else targets.load(prepare)(recipes, length, device)
     return found[1]
 
 
@@ -204,8 +205,8 @@ class _History(NamedTuple):
     """What is known of a buffer `amaxes`, and FP32 views of the buffers beside it.
 
     version: of `amaxes` when `scales` were computed. complete: whether each delayed tensor has a scale. scale_of, amax_of: the
-    scales and the pending amaxes, of shapes () and (1,). of_batch: the pending amaxes of input and gradient. kernels: as
-    `_kernels_of` returns them.
+    scales and the pending amaxes, of shapes () and (1,). of_batch: the pending amaxes of input and gradient. table, kernels: as
+    of `_kernels_of`.
     """
 
     version: int
@@ -214,6 +215,7 @@ class _History(NamedTuple):
     scale_of: Sequence[Tensor]
     amax_of: Sequence[Tensor]
     of_batch: Tensor
+    table: Any
     kernels: Any
 
     def note(self, **amaxes: Tensor) -> None:
@@ -259,7 +261,8 @@ def _unreadable(x: Tensor) -> bool:
 def _history_of(how: Any) -> _History:
     """What is known of a layer's history. Its scales are computed anew if something else has written to it."""
     found: _History | None = _histories.get(how.amaxes)
-    if found is None or found.version != how.amaxes._version or found.pending is not how.pending:
+    now = how.amaxes._version, how.pending, registry().table
+    if found is None or found.version != now[0] or found.pending is not now[1] or found.table is not now[2]:
         delayed = tuple(how.recipe.delayed.items())
         with torch.inference_mode(False), torch.no_grad(), _quietly(how.scales):  # training may follow, with the same views
             how.scales.copy_(_scales(how.amaxes, delayed))
@@ -267,7 +270,7 @@ def _history_of(how: Any) -> _History:
             complete = not _unreadable(scales) and bool(_complete(how.scales, delayed))
             views = scales.unbind(), amaxes.split(1), amaxes[:: TENSORS.index("gradient")]
         kernels = _kernels_of(delayed, how.amaxes.shape[1], how.amaxes.device)
-        found = _History(how.amaxes._version, complete, how.pending, *views, kernels)
+        found = _History(how.amaxes._version, complete, how.pending, *views, registry().table, kernels)
         _histories[how.amaxes] = found
     return found
 

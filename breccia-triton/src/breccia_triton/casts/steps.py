@@ -110,39 +110,44 @@ def _finite(amax):
     return tl.where((amax >= 0) & (amax < INF), amax, 0)
 
 
+#: By what an end is compiled for, the device and the addresses of all buffers: the addresses on the device, and the launcher.
+_known = Remembered()
+#: The same of ends that are captured in CUDA graphs, which read the addresses in every replay.
+_captured: dict[Any, Any] = {}
+
+
 class Histories:
-    """What `end_histories` and `note` of breccia_torch.training.state do, for layers of equal recipes and lengths."""
+    """What `end_histories` and `_History.note` of breccia_torch.training.state do, for layers of equal recipes and lengths."""
 
     def __init__(self, rows: Sequence[Row | None], length: int, ptx: bool) -> None:
         self.constants: dict[str, Any] = dict(zip(("FIRST", "SECOND", "THIRD"), rows, strict=True))
         self.constants |= {"LENGTH": length, "BLOCK": power_of_two(length), "PTX": ptx}
-        #: By the device and the addresses of all buffers: these addresses there, and the launch.
-        self.known = Remembered()
-        #: What graphs read must stay.
-        self.captured: dict[Any, Any] = {}
+        self.key = tuple(self.constants.values())
         #: The launches of `note` by the device and the tensors that have an amax.
         self.notes: dict[Any, Launcher] = {}
 
     def end(self, amaxes: Sequence[Any], scales: Sequence[Any], pending: Sequence[Any], draws: Sequence[Any]) -> bool:
         """Write the amaxes (3, length), the scales (3,) and the pending amaxes (3,) of each layer, and count the step in draws.
 
-        False, and nothing is written, where they are not contiguous, and for a CUDA graph of layers whose steps have never
-        ended outside of one.
+        False, and nothing is written, where they are not contiguous on one device, and for a CUDA graph of layers whose steps
+        have never ended outside of one.
         """
         buffers = [buffer for layer in zip(amaxes, scales, pending, draws, strict=True) for buffer in layer]
-        if not all(buffer.is_contiguous() for buffer in buffers):
-            return False
         device = pending[0].device
-        key = device, *[buffer.data_ptr() for buffer in buffers]
+        if not all(buffer.is_contiguous() and buffer.device == device for buffer in buffers):
+            return False
+        if INTERPRETED and device.type != "cpu":  # the interpreter reads memory of the host
+            return False
+        key = self.key, device, *[buffer.data_ptr() for buffer in buffers]
         captured = is_captured(pending[0])
-        known = self.known.get(key)
+        known = _captured.get(key) or _known.get(key)
         if known is None:
             if captured:  # a copy from the host would be part of the graph
                 return False
             launch = Launch(end_kernel, (len(pending), 1, 1), {"places": Argument("*i64")}, self.constants, 1, ())
-            known = self.known.keep(key, (torch.tensor(key[1:], dtype=torch.int64, device=device), Launcher(launch)))
+            known = _known.keep(key, (torch.tensor(key[2:], dtype=torch.int64, device=device), Launcher(launch)))
         if captured:
-            self.captured[key] = known
+            _captured[key] = known
         places, launcher = known
         with on(device):
             launcher.run(current_stream(device), places if INTERPRETED else places.data_ptr())
