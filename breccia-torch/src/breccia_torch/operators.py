@@ -398,8 +398,14 @@ for _op in OPERATIONS.values():
 # cpp_wrapper torch 2.13 writes texts into C++ as they are, quotes included.)
 
 _LIBRARY = torch.library.Library("breccia", "FRAGMENT")
-_LINEAR = "(Tensor x, Tensor data, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor? bias, str facts) -> Tensor"
+_OF_WEIGHT = "Tensor data{0}, Tensor scale{0}, Tensor? zero_point{0}, Tensor? global_scale{0}, Tensor? bias{0}"
+_LINEAR = f"(Tensor x, {_OF_WEIGHT.format('')}, str facts) -> Tensor"
 _LIBRARY.define(f"linear{_LINEAR}")
+#: Operators that multiply one row by several weights with the same facts, by the number of weights.
+SEVERAL = {2: "two_linears", 3: "three_linears"}
+_SEVERAL = {n: f"(Tensor x, {', '.join(_OF_WEIGHT.format(i) for i in range(n))}, str facts) -> Tensor" for n in SEVERAL}
+for _number, _name in SEVERAL.items():
+    _LIBRARY.define(f"{_name}{_SEVERAL[_number]}")
 
 
 def _weight(data: Tensor, scale: Tensor, zero_point: Any, global_scale: Any, facts: str) -> tuple[ScaledTensor, str]:
@@ -435,20 +441,39 @@ def _linear_on_cpu(
     return _multiply_on_cpu(x, data, scale, zero_point, global_scale, bias, facts, _weight)
 
 
-# A compiled operator repeats products on CPUs, and asks this one for others. Where it cannot be, this one is both.
+def _linears(x: Tensor, *rest: Any) -> Tensor:
+    """The products of a row by several weights side by side, each by the operator of one."""
+    *weights, facts = rest
+    each = range(0, len(weights), _PARTS)
+    return torch.cat([torch.ops.breccia.linear(x, *weights[at : at + _PARTS], facts) for at in each], dim=-1)
+
+
+#: The arguments of the operators that each weight has.
+_PARTS = 5
+for _name in SEVERAL.values():
+    _LIBRARY.impl(_name, _linears, "CompositeExplicitAutograd")
+
+# Compiled operators repeat products on CPUs, and ask those in Python for others. Where they cannot be, these are both.
 if operate():
-    _LIBRARY.define(f"linear_by_choice{_LINEAR}")
     _refuse = targets.load("breccia_native.products:refuse")
 
-    def _chosen(*operands: Any) -> Tensor:
+    def _chosen(choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Errors pass torch's interface in C as RuntimeError, without their text."""
-        try:
-            return _linear_on_cpu(*operands)
-        except BaseException as e:
-            _refuse(f"{type(e).__name__}: {e}")
-            raise
 
-    _LIBRARY.impl("linear_by_choice", _chosen, "CPU")
+        def chosen(*operands: Any) -> Tensor:
+            try:
+                return choose(*operands)
+            except BaseException as e:
+                _refuse(f"{type(e).__name__}: {e}")
+                raise
+
+        return chosen
+
+    _LIBRARY.define(f"linear_by_choice{_LINEAR}")
+    _LIBRARY.impl("linear_by_choice", _chosen(_linear_on_cpu), "CPU")
+    for _number, _name in SEVERAL.items():
+        _LIBRARY.define(f"{_name}_by_choice{_SEVERAL[_number]}")
+        _LIBRARY.impl(f"{_name}_by_choice", _chosen(_linears), "CPU")
 else:
     _LIBRARY.impl("linear", _linear_on_cpu, "CPU")
 
@@ -457,8 +482,16 @@ def _fake_linear(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], data.shape[0]), dtype=getattr(torch, _read_facts(rest[-1])[-1]))
 
 
+def _fake_linears(x: Tensor, *rest: Any) -> Tensor:
+    columns = sum(data.shape[0] for data in rest[:-1:_PARTS])
+    return x.new_empty((*x.shape[:-1], columns), dtype=getattr(torch, _read_facts(rest[-1])[-1]))
+
+
 torch.library.register_fake("breccia::linear", _fake_linear)
 torch.library.register_vmap("breccia::linear", _each(torch.ops.breccia.linear))
+for _name in SEVERAL.values():
+    torch.library.register_fake(f"breccia::{_name}", _fake_linears)
+    torch.library.register_vmap(f"breccia::{_name}", _each(getattr(torch.ops.breccia, _name)))
 
 # Of older graphs.
 

@@ -1,5 +1,6 @@
-/* The operator of a quantized layer in torch's graphs, for CPUs: `breccia::linear(Tensor x, Tensor data, Tensor scale, Tensor?
-   zero_point, Tensor? global_scale, Tensor? bias, str facts) -> Tensor`.
+/* The operators of quantized layers in torch's graphs, for CPUs: `breccia::linear(Tensor x, Tensor data, Tensor scale, Tensor?
+   zero_point, Tensor? global_scale, Tensor? bias, str facts) -> Tensor`; and `breccia::two_linears` and `three_linears`, which have
+   the five arguments of a weight as often, and whose result has the products of one row side by side.
 
    It repeats products. Operands of which it knows none go, as they came, to an operator in Python, which chooses a kernel and
    tells what repeats its product (`keep`). That holds as long as operands are alike, which are compared here, and as the table
@@ -48,10 +49,10 @@ static struct {
 enum { FUNCTIONS = sizeof torch / sizeof(void *) };
 /* The version of the interface that is used here. */
 #define VERSION ((2ull << 56) | (10ull << 48))
-#define OPERATOR "linear"
 #define OTHERWISE "breccia::linear_by_choice"
 enum { FLOAT32 = 6, CPU = 0 }; /* torch's numbers */
 enum { X, DATA, SCALE, ZEROS, GLOBAL_SCALE, ADDED, FACTS }; /* arguments, in order */
+enum { OF_WEIGHT = ADDED - X };                             /* arguments that each weight has */
 /* What the address of an input must be a multiple of, as torch's own memory is. */
 enum { ALIGNED = 64, MOST_AXES = 4 };
 
@@ -83,23 +84,37 @@ static int is_read(tensor t, operand *o)
     return 1;
 }
 
-/* Read the arguments of a call. Returns 0 for those that are never kept. */
-static int are_read(const uint64_t *stack, operands *o)
+/* The place of argument `i` of weight `n` of a call; NULL where an optional one is absent. */
+static uint64_t *argument_at(uint64_t *stack, int n, int i)
 {
-    memset(o, 0, sizeof *o);
-    for (int i = X; i < FACTS; i++) {
-        const uint64_t *given = i < ZEROS ? &stack[i] : (const uint64_t *)(uintptr_t)stack[i];
-        if (given && !is_read((tensor)(uintptr_t)*given, &o->tensors[i]))
-            return 0;
+    uint64_t *const given = &stack[n * OF_WEIGHT + i];
+    return i < ZEROS ? given : (uint64_t *)(uintptr_t)*given;
+}
+
+/* Read the arguments of a call, for each of `count` weights. Returns 0 for those that are never kept. */
+static int are_read(uint64_t *stack, operands *all, int count)
+{
+    memset(all, 0, sizeof *all * (size_t)count);
+    const text facts = (text)(uintptr_t)stack[1 + count * OF_WEIGHT];
+    if (!is_read((tensor)(uintptr_t)stack[X], &all->tensors[X]) || torch.string_length(facts, &all->length) ||
+        torch.string_c_str(facts, &all->facts))
+        return 0;
+    for (int n = 0; n < count; n++) {
+        operands *const o = &all[n];
+        o->tensors[X] = all->tensors[X], o->length = all->length, o->facts = all->facts;
+        for (int i = DATA; i < FACTS; i++) {
+            const uint64_t *given = argument_at(stack, n, i);
+            if (given && !is_read((tensor)(uintptr_t)*given, &o->tensors[i]))
+                return 0;
+        }
+        const operand *global = &o->tensors[GLOBAL_SCALE];
+        if (global->at) {
+            if (global->dtype != FLOAT32)
+                return 0;
+            memcpy(&o->global_scale, global->at, sizeof o->global_scale);
+        }
     }
-    const operand *global = &o->tensors[GLOBAL_SCALE];
-    if (global->at) {
-        if (global->dtype != FLOAT32)
-            return 0;
-        memcpy(&o->global_scale, global->at, sizeof o->global_scale);
-    }
-    const text facts = (text)(uintptr_t)stack[FACTS];
-    return !torch.string_length(facts, &o->length) && !torch.string_c_str(facts, &o->facts);
+    return 1;
 }
 
 /* Whether a product with `b` repeats one with `a`: all is equal but for the address of the input, and for the numbers at
@@ -225,24 +240,37 @@ static int threads_now(void)
 
 /* -------------------------------------------------------------------------------------------------- the operator */
 
-/* The product, in memory of torch; NULL where there is none, or for numbers beyond the kernel's limits. */
-static tensor multiplied(const layer *l, const operands *o, int threads)
+/* The products by `count` weights side by side, in memory of torch; NULL where there is none, or for numbers beyond the kernel's
+   limits. Those of several weights have one row. */
+static tensor multiplied(layer *const *all, const operands *o, int count, int threads)
 {
-    const operand *x = &o->tensors[X], *t = o->tensors;
-    int64_t sizes[MOST_AXES], strides[MOST_AXES], step = 1;
+    const operand *x = &o->tensors[X];
+    const call *calls[MOST_WEIGHTS];
+    addresses at[MOST_WEIGHTS];
+    float factors[MOST_WEIGHTS];
+    int64_t sizes[MOST_AXES], strides[MOST_AXES], step = 1, columns = 0;
+    for (int i = 0; i < count; i++)
+        columns += all[i]->c->w.n;
     for (int64_t i = x->axes; i--; step *= sizes[i]) {
-        sizes[i] = i == x->axes - 1 ? l->c->w.n : x->sizes[i];
+        sizes[i] = i == x->axes - 1 ? columns : x->sizes[i];
         strides[i] = step;
     }
     tensor product, rounded;
     if (torch.empty_strided(x->axes, sizes, strides, FLOAT32, CPU, 0, &product))
         return NULL;
-    addresses at = {x->at, t[DATA].at, t[SCALE].at, t[ZEROS].at, t[ADDED].at, NULL};
-    int fine = 0, done = !torch.const_data_ptr(product, (const void **)&at.y);
-    done = done && multiply_at(l->c, &at, l->c->m, l->factor, threads, &fine) && fine;
-    if (done && l->dtype == FLOAT32)
+    float *y = NULL;
+    int fine = 0, done = !torch.const_data_ptr(product, (const void **)&y);
+    for (int i = 0; done && i < count; i++) {
+        const operand *t = o[i].tensors;
+        calls[i] = all[i]->c, factors[i] = all[i]->factor;
+        at[i] = (addresses){x->at, t[DATA].at, t[SCALE].at, t[ZEROS].at, t[ADDED].at, y};
+        y += all[i]->c->w.n;
+    }
+    const int32_t dtype = all[0]->dtype;
+    done = done && multiply_each(calls, at, factors, count, threads, &fine) && fine;
+    if (done && dtype == FLOAT32)
         return product;
-    done = done && !torch.empty_strided(x->axes, sizes, strides, l->dtype, CPU, 0, &rounded);
+    done = done && !torch.empty_strided(x->axes, sizes, strides, dtype, CPU, 0, &rounded);
     if (done && torch.copy_(rounded, product, 0)) {
         torch.delete_tensor(rounded);
         done = 0;
@@ -251,38 +279,69 @@ static tensor multiplied(const layer *l, const operands *o, int threads)
     return done ? rounded : NULL;
 }
 
-/* The product by what is kept for such operands; NULL where there is none, or for numbers beyond the kernel's limits. */
-static tensor again(const operands *o)
+/* A reference to what is kept for such operands, or NULL. */
+static PyObject *kept_for(const operands *o, layer **found)
+{
+    PyObject *key = PyLong_FromVoidPtr((void *)o->tensors[DATA].at);
+    PyObject *capsule = key ? PyDict_GetItemWithError(layers, key) : NULL;
+    Py_XDECREF(key);
+    *found = capsule && PyCapsule_IsValid(capsule, LAYER) ? PyCapsule_GetPointer(capsule, LAYER) : NULL;
+    return *found && are_alike(&(*found)->known, o) ? Py_NewRef(capsule) : NULL; /* another thread may forget it meanwhile */
+}
+
+/* The products by what is kept for such operands; NULL where there is none, or for numbers beyond the kernel's limits. */
+static tensor again(const operands *o, int count)
 {
     const operand *x = &o->tensors[X];
     if (x->axes < 1 || (uintptr_t)x->at % ALIGNED || !x->at)
         return NULL;
     tensor product = NULL;
     const PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *key = PyLong_FromVoidPtr((void *)o->tensors[DATA].at);
-    PyObject *capsule = key ? PyDict_GetItemWithError(layers, key) : NULL;
-    Py_XDECREF(key);
-    layer *l = capsule && PyCapsule_IsValid(capsule, LAYER) ? PyCapsule_GetPointer(capsule, LAYER) : NULL;
-    if (l && are_alike(&l->known, o) && is_current(l->table)) {
-        const int threads = l->shares ? threads_now() : 1;
-        Py_INCREF(capsule); /* another thread may forget it meanwhile */
-        PyThreadState *mine = PyEval_SaveThread();
-        product = multiplied(l, o, threads);
-        PyEval_RestoreThread(mine);
-        Py_DECREF(capsule);
+    PyObject *capsules[MOST_WEIGHTS];
+    layer *all[MOST_WEIGHTS];
+    int held = 0, fits = 1, shares = 0;
+    for (; fits && held < count; held++) {
+        capsules[held] = kept_for(&o[held], &all[held]);
+        const layer *const l = capsules[held] ? all[held] : NULL;
+        fits = l && (count == 1 || (l->c->m == 1 && l->table == all[0]->table && l->dtype == all[0]->dtype));
+        shares |= fits && l->shares;
     }
+    if (fits && is_current(all[0]->table)) {
+        const int threads = shares ? threads_now() : 1;
+        PyThreadState *mine = PyEval_SaveThread();
+        product = multiplied(all, o, count, threads);
+        PyEval_RestoreThread(mine);
+    }
+    while (held)
+        Py_XDECREF(capsules[--held]);
     if (PyErr_Occurred()) /* then Python chooses, and says what is wrong */
         PyErr_Clear();
     PyGILState_Release(state);
     return product;
 }
 
+/* Put a result on the stack in place of the arguments, which end here. */
+static void answer(uint64_t *stack, int count, tensor product)
+{
+    torch.delete_tensor((tensor)(uintptr_t)stack[X]);
+    for (int n = 0; n < count; n++)
+        for (int i = DATA; i < FACTS; i++) {
+            uint64_t *given = argument_at(stack, n, i);
+            if (given)
+                torch.delete_tensor((tensor)(uintptr_t)*given);
+            if (given && i >= ZEROS)
+                torch.delete_optional(given);
+        }
+    torch.delete_string((text)(uintptr_t)stack[1 + count * OF_WEIGHT]);
+    stack[0] = (uint64_t)(uintptr_t)product;
+}
+
 /* Of `breccia::linear`: arguments come on the stack, and the product goes on it. */
 static void linear(uint64_t *stack, uint64_t Py_UNUSED(arguments), uint64_t Py_UNUSED(outputs))
 {
     operands found;
-    const int known = are_read(stack, &found);
-    const tensor product = known ? again(&found) : NULL;
+    const int known = are_read(stack, &found, 1);
+    const tensor product = known ? again(&found, 1) : NULL;
     if (!product) {
         char *facts = known ? malloc(found.length + 1) : NULL; /* the dispatcher deletes what is on the stack */
         if (facts)
@@ -296,19 +355,28 @@ static void linear(uint64_t *stack, uint64_t Py_UNUSED(arguments), uint64_t Py_U
         torch.check(!error, "breccia::linear", "layers.c", __LINE__, reason[0] ? reason : "the product failed");
         return;
     }
-    for (int i = X; i < FACTS; i++) {
-        uint64_t *given = i < ZEROS ? &stack[i] : (uint64_t *)(uintptr_t)stack[i];
-        if (given)
-            torch.delete_tensor((tensor)(uintptr_t)*given);
-        if (given && i >= ZEROS)
-            torch.delete_optional(given);
+    answer(stack, 1, product);
+}
+
+/* Of `breccia::two_linears` and `breccia::three_linears`, which look at what is kept for each weight. Python multiplies by one weight
+   at a time, so that it is kept. */
+static void linears(uint64_t *stack, uint64_t arguments, uint64_t Py_UNUSED(outputs))
+{
+    const int count = (int)(arguments - 2) / OF_WEIGHT;
+    operands found[MOST_WEIGHTS];
+    const tensor products = are_read(stack, found, count) ? again(found, count) : NULL;
+    if (products) {
+        answer(stack, count, products);
+        return;
     }
-    torch.delete_string((text)(uintptr_t)stack[FACTS]);
-    stack[0] = (uint64_t)(uintptr_t)product;
+    reason[0] = 0;
+    const char *const otherwise = count == 2 ? "breccia::two_linears_by_choice" : "breccia::three_linears_by_choice";
+    const int32_t error = torch.call_dispatcher(otherwise, "", stack, VERSION);
+    torch.check(!error, otherwise, "layers.c", __LINE__, reason[0] ? reason : "the product failed");
 }
 
 const char operate_doc[] =
-    "operate(functions, layers, registry, get_num_threads): register the operator of layers with torch, by the addresses of\n"
+    "operate(functions, layers, registry, get_num_threads): register the operators of layers with torch, by the addresses of\n"
     "functions in C (layers.c has their types). layers: a dict for what `keep` returns, by the address of codes. registry and\n"
     "get_num_threads: functions without arguments. Returns whether torch took it.";
 
@@ -337,6 +405,7 @@ PyObject *operate(PyObject *Py_UNUSED(self), PyObject *args)
     }
     library found = NULL; /* it stays as long as the process */
     const int failed = torch.library_init_impl("breccia", "CPU", "layers.c", 0, &found) ||
-        torch.library_impl(found, OPERATOR, linear, VERSION);
+        torch.library_impl(found, "linear", linear, VERSION) || torch.library_impl(found, "two_linears", linears, VERSION) ||
+        torch.library_impl(found, "three_linears", linears, VERSION);
     return PyBool_FromLong(!failed);
 }

@@ -28,6 +28,8 @@ typedef struct {
 
 /* Multiply the m rows that lie at these addresses. Returns 0 where there is no memory. */
 int multiply_at(const call *c, const addresses *at, Py_ssize_t m, float factor, int threads, int *fine);
+/* Likewise, by `count` weights, MOST_WEIGHTS at most. All calls take the same activations. */
+int multiply_each(const call *const *calls, const addresses *at, const float *factors, int count, int threads, int *fine);
 
 /* Functions for Python; layers.c has their documentation. */
 PyObject *operate(PyObject *self, PyObject *args);

@@ -211,13 +211,13 @@ static int pack_part(const product *p, Py_ssize_t i)
     return fine;
 }
 
-/* Claim rows of the weight, whose end is in `end`. Returns the first one, or n where none is left.
+/* Claim rows of the weights, whose end is in `end`. Returns the first one, or `rows` where none is left.
 
    A claim is a thread's share of what is left: long at first, since the codes that follow a thread's rows are being fetched, and
    short at the end, when all threads should end together. A thread that comes late finds fewer rows. */
 static Py_ssize_t claimed(product *p, Py_ssize_t *end)
 {
-    const Py_ssize_t n = p->w->n;
+    const Py_ssize_t n = p->rows;
     Py_ssize_t first = __atomic_load_n(&p->next_row, __ATOMIC_RELAXED);
     do {
         const Py_ssize_t rows = (n - first) / p->threads / CLAIM * CLAIM;
@@ -225,6 +225,25 @@ static Py_ssize_t claimed(product *p, Py_ssize_t *end)
         *end = *end < n ? *end : n;
     } while (first < n && !__atomic_compare_exchange_n(&p->next_row, &first, *end, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
     return first;
+}
+
+/* Multiply those rows of a weight that are among the claimed ones, `step` at a time. */
+static void multiply_rows(product *p, const multiplicand *by, Py_ssize_t begin, Py_ssize_t last, Py_ssize_t step, int streams,
+    const workspace *to)
+{
+    const weight *const w = &by->w;
+    const Py_ssize_t stop = last - by->start < w->n ? last - by->start : w->n;
+    Py_ssize_t first = begin > by->start ? begin - by->start : 0;
+    for (; first < stop && __atomic_load_n(&p->fine, __ATOMIC_RELAXED); first += step) {
+        const Py_ssize_t end = first + step < stop ? first + step : stop;
+        if (!differences_are_exact(w, p->g->mode, first, end) ||
+            !(p->by ? p->by->rows(streams, w, to, p->packed, p->m, first, end, by->y)
+                    : p->mode->rows(w, p->g, to, p->packed, p->m, first, end, by->y)))
+            __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
+        for (Py_ssize_t i = 0; by->bias && i < p->m; i++)
+            for (Py_ssize_t j = first; j < end; j++)
+                by->y[i * w->n + j] += by->bias[j];
+    }
 }
 
 static void multiply_some(void *context)
@@ -253,26 +272,19 @@ static void multiply_some(void *context)
     while (__atomic_load_n(&p->fine, __ATOMIC_RELAXED)) {
         Py_ssize_t last;
         const Py_ssize_t begin = claimed(p, &last);
-        if (begin >= w->n)
+        if (begin >= p->rows)
             break;
-        for (Py_ssize_t first = begin; first < last && __atomic_load_n(&p->fine, __ATOMIC_RELAXED); first += step) {
-            const Py_ssize_t end = first + step < last ? first + step : last;
-            if (!differences_are_exact(w, p->g->mode, first, end) ||
-                !(by ? by->rows(streams, w, &to, p->packed, p->m, first, end, p->y)
-                     : p->mode->rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
-                __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
-            for (Py_ssize_t i = 0; p->bias && i < p->m; i++)
-                for (Py_ssize_t j = first; j < end; j++)
-                    p->y[i * w->n + j] += p->bias[j];
-        }
+        for (int i = 0; i < p->count; i++)
+            multiply_rows(p, &p->weights[i], begin, last, step, streams, &to);
     }
     free(to.memory);
 }
 
-/* Compute a product in a mode on up to `threads` threads. Returns 0 where there is no memory. */
+/* Compute products in a mode on up to `threads` threads. Returns 0 where there is no memory. */
 static int multiply_in_mode(product *p, int threads)
 {
-    const weight *const w = p->w;
+    const multiplicand *const weights = p->weights;
+    const weight *const w = &weights->w;
     const grouping *const g = p->g;
     grouping own_g = *g;
     const mode_version *const by_few = few_for(w, p->m, &own_g);
@@ -291,19 +303,25 @@ static int multiply_in_mode(product *p, int threads)
     }
     p->packed = (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
     p->wide = plain ? p->packed + words : (float *)(uintptr_t)p->x.items;
-    weight own = *w;
-    own.short_block = p->by && p->by->short_blocks && streams_of(p->by, w, p->m) ? short_block_of(w) : 0;
-    if (own.short_block && p->m == 1 && w->widen)
-        own.narrow = 1, own.widen = NULL;
-    if (by_few)
-        own.short_block = (int)g->q, own.widen = NULL;
-    p->w = &own;
+    multiplicand own[MOST_WEIGHTS];
+    const int short_block = p->by && p->by->short_blocks && streams_of(p->by, w, p->m) ? short_block_of(w) : 0;
+    p->rows = 0;
+    for (int i = 0; i < p->count; i++) {
+        own[i] = weights[i];
+        own[i].start = (p->rows + CLAIM - 1) / CLAIM * CLAIM;
+        p->rows = own[i].start + weights[i].w.n;
+        own[i].w.short_block = by_few ? (int)g->q : short_block;
+        own[i].w.narrow |= !by_few && short_block && p->m == 1 && w->widen;
+        if (by_few || own[i].w.narrow)
+            own[i].w.widen = NULL;
+    }
+    p->weights = own, p->w = &own->w;
     p->parts = p->by ? parts_of(p->by, w, p->m) : rounded_parts(p->m, w->k, p->mode->tallest);
     p->next_part = p->packed_parts = p->next_row = 0;
     p->fine = p->memory = 1;
     p->threads = threads > 1 ? threads : 1;
     run_shared(multiply_some, p, threads);
-    p->w = w, p->g = g;
+    p->weights = weights, p->w = w, p->g = g;
     free(memory);
     return p->memory;
 }

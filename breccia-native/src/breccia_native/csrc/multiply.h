@@ -5,22 +5,35 @@
 
 #include "products.h"
 
-/* A product that several threads compute: they take parts of the activations to pack, then rows of the weight. */
+/* A weight, and its product. */
 typedef struct {
-    const weight *w;
+    weight w;
+    float *y;          /* (m, n) */
+    const float *bias; /* (n,), added to the product; or NULL */
+    Py_ssize_t start;  /* of its rows among those that threads claim: a multiple of CLAIM */
+} multiplicand;
+
+/* The most weights that are multiplied by the same activations in one call. */
+enum { MOST_WEIGHTS = 4 };
+
+/* Products of the same activations that several threads compute: they take parts of the activations to pack, then rows of the
+   weights. These differ only in their length n, their factors, and where their numbers are. */
+typedef struct {
+    const multiplicand *weights;
+    int count;
+    const weight *w; /* the first of them: what packing and memory depend on */
     const grouping *g;
     const version *by; /* NULL: activations are rounded, in groups, and `mode` multiplies */
     const mode_version *mode;
     numbers x;     /* (m, k) activations in FP32, FP16 or BF16 */
     Py_ssize_t m;
     float *wide;   /* FP32 activations: x itself, or room for them */
-    float *packed, *y;
-    const float *bias; /* (n,), added to the product; or NULL */
-    Py_ssize_t parts, next_part, packed_parts, next_row;
+    float *packed;
+    Py_ssize_t parts, next_part, packed_parts, rows, next_row;
     int fine, memory, threads;
 } product;
 
-/* Compute a product in the mode that was asked for, or one with its bound that is faster. Returns 0 where there is no memory. */
+/* Compute products in the mode that was asked for, or one with its bound that is faster. Returns 0 where there is no memory. */
 int multiply_all(product *p, int threads);
 
 /* Call task(context) on up to `threads` threads. Products inside it use one thread each. */

@@ -132,15 +132,59 @@ static int is_call(PyObject *args, const char *format, call *c)
     return done;
 }
 
-int multiply_at(const call *c, const addresses *at, Py_ssize_t m, float factor, int threads, int *fine)
+/* What is multiplied at these addresses. */
+static multiplicand multiplicand_at(const call *c, const addresses *at, float factor)
 {
-    weight w = c->w;
-    w.codes.items = at->data, w.scale.items = at->scale, w.offset.items = at->offset;
-    w.widen = w.width < kind_bits[w.codes.kind] ? here->widen : NULL;
-    w.factor = factor * lift_in(c->mode, w.codes.kind) / (c->mode == FP32_MODE ? 1 : c->g.unit);
-    product p = {.w = &w, .g = &c->g, .x = {c->x_kind, at->x, NULL}, .m = m, .y = at->y, .bias = at->bias};
+    multiplicand found = {.w = c->w, .y = at->y, .bias = at->bias};
+    weight *const w = &found.w;
+    w->codes.items = at->data, w->scale.items = at->scale, w->offset.items = at->offset;
+    w->widen = w->width < kind_bits[w->codes.kind] ? here->widen : NULL;
+    w->factor = factor * lift_in(c->mode, w->codes.kind) / (c->mode == FP32_MODE ? 1 : c->g.unit);
+    return found;
+}
+
+static int multiplied_by(const call *c, const void *x, Py_ssize_t m, const multiplicand *by, int count, int threads, int *fine)
+{
+    product p = {.weights = by, .count = count, .w = &by->w, .g = &c->g, .x = {c->x_kind, x, NULL}, .m = m};
     const int memory = multiply_all(&p, threads);
     *fine = p.fine;
+    return memory;
+}
+
+int multiply_at(const call *c, const addresses *at, Py_ssize_t m, float factor, int threads, int *fine)
+{
+    const multiplicand by = multiplicand_at(c, at, factor);
+    return multiplied_by(c, at->x, m, &by, 1, threads, fine);
+}
+
+static int are_coded_alike(const numbers *a, const numbers *b)
+{
+    return a->kind == b->kind && a->table == b->table && a->codes.bits == b->codes.bits && a->codes.flip == b->codes.flip &&
+        a->codes.each == b->codes.each;
+}
+
+/* Whether two products pack their activations alike, and differ only in the lengths, factors and numbers of their weights. */
+static int may_share(const call *a, const call *b)
+{
+    const weight *v = &a->w, *w = &b->w;
+    return a->m == b->m && a->x_kind == b->x_kind && a->mode == b->mode && v->k == w->k && v->width == w->width &&
+        v->block == w->block && v->tall == w->tall && v->divides == w->divides && v->least == w->least && v->role == w->role &&
+        are_coded_alike(&v->codes, &w->codes) && are_coded_alike(&v->scale, &w->scale) && are_coded_alike(&v->offset, &w->offset);
+}
+
+int multiply_each(const call *const *calls, const addresses *at, const float *factors, int count, int threads, int *fine)
+{
+    multiplicand by[MOST_WEIGHTS];
+    int alike = 1, memory = 1;
+    *fine = 1;
+    for (int i = 0; i < count; i++) {
+        by[i] = multiplicand_at(calls[i], &at[i], factors[i]);
+        alike &= may_share(calls[0], calls[i]);
+    }
+    if (alike)
+        return multiplied_by(calls[0], at->x, calls[0]->m, by, count, threads, fine);
+    for (int i = 0; i < count && memory && *fine; i++)
+        memory = multiplied_by(calls[i], at->x, calls[i]->m, &by[i], 1, threads, fine);
     return memory;
 }
 
