@@ -12,7 +12,8 @@ import torch
 import breccia
 from breccia import InStorage, Layout, ScalingRecipe
 
-from .operators import facts_text, layout_of
+from .operators import layout_of
+from .sharing import facts_in_graphs
 
 
 def constant(function: Any) -> Any:
@@ -82,7 +83,7 @@ def facts_of(recipe: Any, layout: Any, padding: int, dtype: str) -> str:
 
 @constant
 def _joined(*facts: Any) -> str:
-    return facts_text(*facts)
+    return facts_in_graphs(*facts)
 
 
 @constant

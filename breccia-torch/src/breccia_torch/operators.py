@@ -401,9 +401,12 @@ _LIBRARY = torch.library.Library("breccia", "FRAGMENT")
 _OF_WEIGHT = "Tensor data{0}, Tensor scale{0}, Tensor? zero_point{0}, Tensor? global_scale{0}, Tensor? bias{0}"
 _LINEAR = f"(Tensor x, {_OF_WEIGHT.format('')}, str facts) -> Tensor"
 _LIBRARY.define(f"linear{_LINEAR}")
-#: Operators that multiply one row by several weights with the same facts, by the number of weights.
+#: Operators that multiply one input by several weights with the same facts, by the number of weights.
 SEVERAL = {2: "two_linears", 3: "three_linears"}
-_SEVERAL = {n: f"(Tensor x, {', '.join(_OF_WEIGHT.format(i) for i in range(n))}, str facts) -> Tensor" for n in SEVERAL}
+_SEVERAL = {
+    n: f"(Tensor x, {', '.join(_OF_WEIGHT.format(i) for i in range(n))}, str facts) -> ({', '.join(['Tensor'] * n)})"
+    for n in SEVERAL
+}
 for _number, _name in SEVERAL.items():
     _LIBRARY.define(f"{_name}{_SEVERAL[_number]}")
 
@@ -422,7 +425,7 @@ def facts_text(*facts: Any) -> str:
 
 @lru_cache(maxsize=512)
 def _read_facts(text: str) -> tuple[str, str, int, str]:
-    recipe, layout, padding, dtype = json.loads(bytes.fromhex(text))
+    recipe, layout, padding, dtype, *_ = json.loads(bytes.fromhex(text))
     return recipe, layout, padding, dtype
 
 
@@ -441,11 +444,11 @@ def _linear_on_cpu(
     return _multiply_on_cpu(x, data, scale, zero_point, global_scale, bias, facts, _weight)
 
 
-def _linears(x: Tensor, *rest: Any) -> Tensor:
-    """The products of a row by several weights side by side, each by the operator of one."""
+def _linears(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """The products of an input by several weights, each by the operator of one."""
     *weights, facts = rest
     each = range(0, len(weights), _PARTS)
-    return torch.cat([torch.ops.breccia.linear(x, *weights[at : at + _PARTS], facts) for at in each], dim=-1)
+    return tuple([torch.ops.breccia.linear(x, *weights[at : at + _PARTS], facts) for at in each])
 
 
 #: The arguments of the operators that each weight has.
@@ -454,13 +457,14 @@ for _name in SEVERAL.values():
     _LIBRARY.impl(_name, _linears, "CompositeExplicitAutograd")
 
 # Compiled operators repeat products on CPUs, and ask those in Python for others. Where they cannot be, these are both.
-if operate():
+_IN_C = operate()
+if _IN_C:
     _refuse = targets.load("breccia_native.products:refuse")
 
-    def _chosen(choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _chosen(choose: Callable[..., Any]) -> Callable[..., Any]:
         """Errors pass torch's interface in C as RuntimeError, without their text."""
 
-        def chosen(*operands: Any) -> Tensor:
+        def chosen(*operands: Any) -> Any:
             try:
                 return choose(*operands)
             except BaseException as e:
@@ -478,20 +482,23 @@ else:
     _LIBRARY.impl("linear", _linear_on_cpu, "CPU")
 
 
+def repeats_in_c() -> bool:
+    """Whether the operators of layers repeat products without Python."""
+    return _IN_C
+
+
 def _fake_linear(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], data.shape[0]), dtype=getattr(torch, _read_facts(rest[-1])[-1]))
+    return x.new_empty((*x.shape[:-1], data.shape[0]), dtype=getattr(torch, _read_facts(rest[-1])[3]))
 
 
-def _fake_linears(x: Tensor, *rest: Any) -> Tensor:
-    columns = sum(data.shape[0] for data in rest[:-1:_PARTS])
-    return x.new_empty((*x.shape[:-1], columns), dtype=getattr(torch, _read_facts(rest[-1])[-1]))
+def _fake_linears(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple([_fake_linear(x, data, rest[-1]) for data in rest[:-1:_PARTS]])
 
 
 torch.library.register_fake("breccia::linear", _fake_linear)
 torch.library.register_vmap("breccia::linear", _each(torch.ops.breccia.linear))
 for _name in SEVERAL.values():
     torch.library.register_fake(f"breccia::{_name}", _fake_linears)
-    torch.library.register_vmap(f"breccia::{_name}", _each(getattr(torch.ops.breccia, _name)))
 
 # Of older graphs.
 

@@ -1,6 +1,6 @@
 /* The operators of quantized layers in torch's graphs, for CPUs: `breccia::linear(Tensor x, Tensor data, Tensor scale, Tensor?
    zero_point, Tensor? global_scale, Tensor? bias, str facts) -> Tensor`; and `breccia::two_linears` and `three_linears`, which have
-   the five arguments of a weight as often, and whose result has the products of one row side by side.
+   the five arguments of a weight as often, and as many results.
 
    It repeats products. Operands of which it knows none go, as they came, to an operator in Python, which chooses a kernel and
    tells what repeats its product (`keep`). That holds as long as operands are alike, which are compared here, and as the table
@@ -240,43 +240,55 @@ static int threads_now(void)
 
 /* -------------------------------------------------------------------------------------------------- the operator */
 
-/* The products by `count` weights side by side, in memory of torch; NULL where there is none, or for numbers beyond the kernel's
-   limits. Those of several weights have one row. */
-static tensor multiplied(layer *const *all, const operands *o, int count, int threads)
+/* A contiguous tensor for the product of an input by a weight with n rows; NULL where there is no memory. */
+static tensor room_for(const operand *x, int64_t n, int32_t dtype)
+{
+    int64_t sizes[MOST_AXES], strides[MOST_AXES], step = 1;
+    for (int64_t i = x->axes; i--; step *= sizes[i]) {
+        sizes[i] = i == x->axes - 1 ? n : x->sizes[i];
+        strides[i] = step;
+    }
+    tensor found;
+    return torch.empty_strided(x->axes, sizes, strides, dtype, CPU, 0, &found) ? NULL : found;
+}
+
+/* Round a product to a dtype. Returns 0 where that fails. */
+static int is_rounded(tensor *product, const operand *x, int64_t n, int32_t dtype)
+{
+    const tensor rounded = room_for(x, n, dtype);
+    if (!rounded || torch.copy_(rounded, *product, 0)) {
+        if (rounded)
+            torch.delete_tensor(rounded);
+        return 0;
+    }
+    torch.delete_tensor(*product);
+    *product = rounded;
+    return 1;
+}
+
+/* Write the products by `count` weights to memory of torch. Returns 0, and makes none, where there is no memory, and for numbers
+   beyond the kernel's limits. */
+static int multiplied(layer *const *all, const operands *o, int count, int threads, tensor *products)
 {
     const operand *x = &o->tensors[X];
     const call *calls[MOST_WEIGHTS];
     addresses at[MOST_WEIGHTS];
     float factors[MOST_WEIGHTS];
-    int64_t sizes[MOST_AXES], strides[MOST_AXES], step = 1, columns = 0;
-    for (int i = 0; i < count; i++)
-        columns += all[i]->c->w.n;
-    for (int64_t i = x->axes; i--; step *= sizes[i]) {
-        sizes[i] = i == x->axes - 1 ? columns : x->sizes[i];
-        strides[i] = step;
+    int made = 0, done = 1, fine = 0;
+    for (; done && made < count; made++) {
+        const operand *t = o[made].tensors;
+        calls[made] = all[made]->c, factors[made] = all[made]->factor;
+        at[made] = (addresses){x->at, t[DATA].at, t[SCALE].at, t[ZEROS].at, t[ADDED].at, NULL};
+        products[made] = room_for(x, calls[made]->w.n, FLOAT32);
+        done = products[made] && !torch.const_data_ptr(products[made], (const void **)&at[made].y);
     }
-    tensor product, rounded;
-    if (torch.empty_strided(x->axes, sizes, strides, FLOAT32, CPU, 0, &product))
-        return NULL;
-    float *y = NULL;
-    int fine = 0, done = !torch.const_data_ptr(product, (const void **)&y);
-    for (int i = 0; done && i < count; i++) {
-        const operand *t = o[i].tensors;
-        calls[i] = all[i]->c, factors[i] = all[i]->factor;
-        at[i] = (addresses){x->at, t[DATA].at, t[SCALE].at, t[ZEROS].at, t[ADDED].at, y};
-        y += all[i]->c->w.n;
-    }
-    const int32_t dtype = all[0]->dtype;
     done = done && multiply_each(calls, at, factors, count, threads, &fine) && fine;
-    if (done && dtype == FLOAT32)
-        return product;
-    done = done && !torch.empty_strided(x->axes, sizes, strides, dtype, CPU, 0, &rounded);
-    if (done && torch.copy_(rounded, product, 0)) {
-        torch.delete_tensor(rounded);
-        done = 0;
-    }
-    torch.delete_tensor(product);
-    return done ? rounded : NULL;
+    for (int i = 0; done && i < count; i++)
+        done = all[i]->dtype == FLOAT32 || is_rounded(&products[i], x, calls[i]->w.n, all[i]->dtype);
+    while (!done && made)
+        if (products[--made])
+            torch.delete_tensor(products[made]);
+    return done;
 }
 
 /* A reference to what is kept for such operands, or NULL. */
@@ -289,27 +301,27 @@ static PyObject *kept_for(const operands *o, layer **found)
     return *found && are_alike(&(*found)->known, o) ? Py_NewRef(capsule) : NULL; /* another thread may forget it meanwhile */
 }
 
-/* The products by what is kept for such operands; NULL where there is none, or for numbers beyond the kernel's limits. */
-static tensor again(const operands *o, int count)
+/* Make the products by what is kept for such operands. Returns 0 where there is none, or for numbers beyond the kernel's limits. */
+static int again(const operands *o, int count, tensor *products)
 {
     const operand *x = &o->tensors[X];
     if (x->axes < 1 || (uintptr_t)x->at % ALIGNED || !x->at)
-        return NULL;
-    tensor product = NULL;
+        return 0;
+    int done = 0;
     const PyGILState_STATE state = PyGILState_Ensure();
     PyObject *capsules[MOST_WEIGHTS];
-    layer *all[MOST_WEIGHTS];
+    layer *all[MOST_WEIGHTS] = {NULL};
     int held = 0, fits = 1, shares = 0;
     for (; fits && held < count; held++) {
         capsules[held] = kept_for(&o[held], &all[held]);
         const layer *const l = capsules[held] ? all[held] : NULL;
-        fits = l && (count == 1 || (l->c->m == 1 && l->table == all[0]->table && l->dtype == all[0]->dtype));
+        fits = l && l->table == all[0]->table;
         shares |= fits && l->shares;
     }
     if (fits && is_current(all[0]->table)) {
         const int threads = shares ? threads_now() : 1;
         PyThreadState *mine = PyEval_SaveThread();
-        product = multiplied(all, o, count, threads);
+        done = multiplied(all, o, count, threads, products);
         PyEval_RestoreThread(mine);
     }
     while (held)
@@ -317,11 +329,11 @@ static tensor again(const operands *o, int count)
     if (PyErr_Occurred()) /* then Python chooses, and says what is wrong */
         PyErr_Clear();
     PyGILState_Release(state);
-    return product;
+    return done;
 }
 
-/* Put a result on the stack in place of the arguments, which end here. */
-static void answer(uint64_t *stack, int count, tensor product)
+/* Put results on the stack in place of the arguments, which end here. */
+static void answer(uint64_t *stack, int count, const tensor *products)
 {
     torch.delete_tensor((tensor)(uintptr_t)stack[X]);
     for (int n = 0; n < count; n++)
@@ -333,7 +345,8 @@ static void answer(uint64_t *stack, int count, tensor product)
                 torch.delete_optional(given);
         }
     torch.delete_string((text)(uintptr_t)stack[1 + count * OF_WEIGHT]);
-    stack[0] = (uint64_t)(uintptr_t)product;
+    for (int n = 0; n < count; n++)
+        stack[n] = (uint64_t)(uintptr_t)products[n];
 }
 
 /* Of `breccia::linear`: arguments come on the stack, and the product goes on it. */
@@ -341,8 +354,8 @@ static void linear(uint64_t *stack, uint64_t Py_UNUSED(arguments), uint64_t Py_U
 {
     operands found;
     const int known = are_read(stack, &found, 1);
-    const tensor product = known ? again(&found, 1) : NULL;
-    if (!product) {
+    tensor product;
+    if (!known || !again(&found, 1, &product)) {
         char *facts = known ? malloc(found.length + 1) : NULL; /* the dispatcher deletes what is on the stack */
         if (facts)
             found.facts = memcpy(facts, found.facts, found.length);
@@ -355,7 +368,7 @@ static void linear(uint64_t *stack, uint64_t Py_UNUSED(arguments), uint64_t Py_U
         torch.check(!error, "breccia::linear", "layers.c", __LINE__, reason[0] ? reason : "the product failed");
         return;
     }
-    answer(stack, 1, product);
+    answer(stack, 1, &product);
 }
 
 /* Of `breccia::two_linears` and `breccia::three_linears`, which look at what is kept for each weight. Python multiplies by one weight
@@ -364,8 +377,8 @@ static void linears(uint64_t *stack, uint64_t arguments, uint64_t Py_UNUSED(outp
 {
     const int count = (int)(arguments - 2) / OF_WEIGHT;
     operands found[MOST_WEIGHTS];
-    const tensor products = are_read(stack, found, count) ? again(found, count) : NULL;
-    if (products) {
+    tensor products[MOST_WEIGHTS];
+    if (are_read(stack, found, count) && again(found, count, products)) {
         answer(stack, count, products);
         return;
     }
