@@ -355,6 +355,17 @@ def test_states_copies_and_files_are_those_of_layers_alone(tmp_path: Path) -> No
         assert torch.equal(fresh.q_proj(row), theirs.q_proj(row))
 
 
+def test_a_replica_with_a_weight_of_its_own_multiplies_by_itself() -> None:
+    """torch.nn.DataParallel copies what layers hold without asking them."""
+    ours, row = joined(), torch.randn(1, K)
+    replica = ours.k_proj._replicate_for_data_parallel()
+    replica._modules["weight"] = ours.v_proj.weight
+    with torch.no_grad():
+        for _ in range(2):
+            ours.q_proj(row)
+            assert torch.equal(replica(row), attention().v_proj(row))
+
+
 def test_accelerate_saves_the_model_as_layers_alone(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     from safetensors.torch import load_file
