@@ -16,7 +16,6 @@ import torch
 import transformers
 from gguf_bytes import NUMBERS, Tensor, gguf
 from gguf_models import HEADS, HIDDEN, keys, llama, split_llama, tensors
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import breccia
@@ -24,7 +23,6 @@ import breccia_torch
 from breccia.bridges import compare, convert
 from breccia_torch.hf import BrecciaConfig
 from breccia_torch.nn import ScaledLinear
-from breccia_torch.operators import repeats_in_c
 from breccia_torch.tables import ScaledTable
 
 pytestmark = [
@@ -87,28 +85,6 @@ def test_a_file_generates_the_tokens_of_the_decoded_model(tmp_path: Path, tied: 
     file = llama(tmp_path, tied=tied)
     ours, theirs = (generated(model, IDS, 32, no_repeat_ngram_size=1) for model in (loaded(file), decoded(file)))
     assert torch.equal(ours, theirs) and len(ours.unique()) == 32
-
-
-def test_projections_share_a_row_which_changes_no_token_and_no_file(tmp_path: Path) -> None:
-    file = llama(tmp_path)
-    ours, alone = (loaded(file, BrecciaConfig("q4_1")) for _ in range(2))
-    if not repeats_in_c():
-        pytest.skip("layers share a row by operators in C")
-    for layer in alone.modules():
-        if isinstance(layer, ScaledLinear):
-            layer.shared = None
-    sharing = {name for name, layer in ours.named_modules() if isinstance(layer, ScaledLinear) and layer.shared}
-    assert {name.rpartition(".")[2] for name in sharing} == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
-    assert len(sharing) == 2 * 5
-    tokens = generated(ours, IDS, 32, no_repeat_ngram_size=1)
-    assert torch.equal(tokens, generated(alone, IDS, 32, no_repeat_ngram_size=1))
-    for model, name in ((ours, "ours"), (alone, "alone")):
-        model.save_pretrained(tmp_path / name)
-    written, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "alone"))
-    assert written.keys() == wanted.keys() and all(torch.equal(written[name], wanted[name]) for name in wanted)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert again.model.layers[0].mlp.up_proj.shared is not None
-    assert torch.equal(tokens, generated(again, IDS, 32, no_repeat_ngram_size=1))
 
 
 @pytest.mark.slow

@@ -1,26 +1,17 @@
-"""One call for the products of a row by several layers: with the bits, states and copies of layers that multiply alone."""
+"""One call for the products of a row by several layers: with the bits of layers that multiply alone."""
 
 from __future__ import annotations
 
-import copy
-import gc
-import io
-import pickle
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_model, save_model
 from torch import nn
 
 import breccia
 import breccia_torch
 from breccia_torch import operators, sharing
-from breccia_torch.sharing import join
 
 K = 256
 NAMES = ("q_proj", "k_proj", "v_proj")
@@ -56,30 +47,9 @@ def attention(recipe: Any = "q4_1", dtype: torch.dtype = torch.float32, bias: bo
     return found
 
 
-def joined(recipe: str = "q4_1", dtype: torch.dtype = torch.float32) -> Attention:
-    found = attention(recipe, dtype)
-    join(found)
-    assert all(layer.shared is not None for layer in found.layers)
-    return found
-
-
 def assert_same(ours: Any, theirs: Any, x: torch.Tensor) -> None:
     for y, wanted in zip(ours(x), theirs(x), strict=True):
         assert y.dtype == wanted.dtype and y.is_contiguous() and torch.equal(y, wanted)
-
-
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The inputs that layers multiply together in eager mode."""
-    found, first = list[torch.Tensor](), sharing.Shared._first
-
-    def counted(self: sharing.Shared, x: torch.Tensor) -> torch.Tensor | None:
-        product = first(self, x)
-        found.extend([] if product is None else [x])
-        return product
-
-    monkeypatch.setattr(sharing.Shared, "_first", counted)
-    return found
 
 
 # ------------------------------------------------------------------------------------------------ the operators
@@ -132,8 +102,60 @@ def test_operators_notice_other_numbers_tensors_and_inputs() -> None:
     check(torch.randn(1 + K)[1:][None])  # not aligned
 
 
+def test_products_are_repeated_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    multiply = operators._multiply_on_cpu
+
+    def noted(*operands: Any) -> torch.Tensor:
+        asked.append(operands)
+        return multiply(*operands)
+
+    monkeypatch.setattr(operators, "_multiply_on_cpu", noted)
+    arguments = operands_of(attention().layers)
+    for count in (3, 3, 3):
+        torch.ops.breccia.three_linears(torch.randn(1, K), *arguments)
+        assert len(asked) == count  # Python chose a kernel for each weight once
+
+
+def test_a_bias_that_has_ended_is_another_than_none() -> None:
+    *parts, _, facts = operands_of([attention().q_proj])
+    x, bias = torch.randn(1, K), torch.full((100,), 1e6)
+    for _ in range(2):
+        torch.ops.breccia.linear(x, *parts, bias, facts)
+    wanted = torch.ops.breccia.linear(x, *(part.clone() if part is not None else None for part in parts), None, facts)
+    bias.fill_(torch.nan)
+    del bias
+    assert torch.equal(torch.ops.breccia.linear(x, *parts, None, facts), wanted)
+
+
+def test_writes_between_two_products_keep_them_apart() -> None:
+    """As in graphs in which Inductor keeps operations that write."""
+    w, x = attention().q_proj.weight, torch.randn(1, K)
+    graph = torch.fx.Graph()
+    row, *parts = (graph.placeholder(name) for name in ("x", "data", "scale", "zeros"))
+    facts = operators.facts_text(w.recipe.to_json(), w.layout.to_json(), w.padding, "float32")
+    products: list[torch.fx.Node] = []
+    for region in range(2):
+        arguments = (row, *parts, None, None, facts)
+        products.append(graph.call_function(torch.ops.breccia.linear.default, arguments))
+        products[-1].meta |= {"val": torch.empty(1, 100), "mutation_region_id": region}
+    graph.output(tuple(products))
+    for node, value in zip((row, *parts), (x, w.data, w.scale, w.zero_point), strict=True):
+        node.meta["val"] = value
+    assert sharing._alike(products[0]) == [products[0]]
+    products[1].meta["mutation_region_id"] = 0
+    assert sharing._alike(products[0]) == products
+
+
+def test_without_the_operators_no_pattern_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "_registered", False)
+    monkeypatch.setattr(sharing, "repeats_in_c", lambda: False)
+    sharing.register()
+    assert not sharing._registered
+
+
 def test_layers_of_different_kinds_are_multiplied_one_by_one() -> None:
-    """The operator is told the same facts, and finds other layers where they were kept."""
+    """The operator gets the same facts, and finds other layers where they were kept."""
     layers, x = [attention(recipe).q_proj for recipe in ("q4_1", "q4_1")], torch.randn(1, K)
     layers[1].weight.scale = layers[1].weight.scale.float()
     layers[1].weight.zero_point = layers[1].weight.zero_point.float()
@@ -142,7 +164,7 @@ def test_layers_of_different_kinds_are_multiplied_one_by_one() -> None:
         assert all(torch.equal(y, breccia.matmul(x, layer.weight.tensor.mT)) for y, layer in zip(products, layers, strict=True))
 
 
-def test_errors_of_the_operators_are_told() -> None:
+def test_errors_of_the_operators_are_reported() -> None:
     *arguments, facts = operands_of(attention().layers)
     with pytest.raises(RuntimeError, match=r"ValueError: cannot reshape"):
         torch.ops.breccia.three_linears(torch.randn(1, 100), *arguments, facts)
@@ -219,195 +241,5 @@ def test_compiled_graphs_of_more_rows_and_of_other_recipes_have_a_call_for_each_
 
 def test_an_exported_graph_has_the_operator_of_ops() -> None:
     with torch.no_grad():
-        graph = str(torch.export.export(joined(), (torch.randn(1, K),)).graph)
+        graph = str(torch.export.export(attention(), (torch.randn(1, K),)).graph)
     assert graph.count("torch.ops.breccia.matmul") == 3 and "linears" not in graph
-
-
-# ------------------------------------------------------------------------------------------------ eager mode
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_products_have_the_bits_of_each_layer_alone(recipe: str, dtype: torch.dtype) -> None:
-    ours, theirs = joined(recipe, dtype), attention(recipe, dtype)
-    with torch.no_grad():
-        for shape in ((K,), (1, K), (1, 1, K), (5, K)):
-            for _ in range(3):  # layers keep what repeats a product
-                assert_same(ours, theirs, torch.randn(shape, dtype=dtype))
-
-
-def test_one_row_is_multiplied_once_and_other_inputs_by_each_layer(rows: list[torch.Tensor]) -> None:
-    ours, theirs, row = joined(), attention(), torch.randn(1, K)
-    with torch.no_grad():
-        assert_same(ours, theirs, row)
-        assert len(rows) == 1
-        for shape in ((2, K), (0, K)):
-            assert_same(ours, theirs, torch.randn(shape))
-        assert len(rows) == 1
-        other = torch.randn(1, K)
-        for _ in range(2):
-            y = ours.q_proj(row), ours.k_proj(other), ours.v_proj(row)
-            assert all(map(torch.equal, y, (theirs.q_proj(row), theirs.k_proj(other), theirs.v_proj(row))))
-        assert torch.equal(ours.k_proj(other), theirs.k_proj(other))  # without the first layer
-        ours.q_proj(row)
-        row.mul_(2)
-        assert torch.equal(ours.k_proj(row), theirs.k_proj(row))
-        first, second = ours.k_proj(row), ours.k_proj(row)
-        assert first.data_ptr() != second.data_ptr()
-
-
-def test_results_have_memory_of_their_own_and_may_be_changed() -> None:
-    ours, theirs, row = joined(), attention(), torch.randn(1, K)
-    with torch.no_grad():
-        for _ in range(2):
-            y = ours(row)
-        wanted = theirs(row)
-        y[0].zero_()
-        assert torch.equal(y[1], wanted[1]) and not any(each._is_view() for each in y)
-
-
-def test_gradients_transforms_and_inference_tensors_are_left_to_each_layer(rows: list[torch.Tensor]) -> None:
-    ours, theirs = joined(), attention()
-    gradients = []
-    for model in (ours, theirs):
-        x = torch.linspace(-1, 1, K)[None].requires_grad_()
-        torch.cat(model(x), -1).sum().backward()
-        gradients.append(x.grad)
-    assert torch.equal(*gradients)
-    xs = torch.randn(3, 1, K)
-    with torch.no_grad():
-        for y, wanted in zip(torch.vmap(ours)(xs), torch.vmap(theirs)(xs), strict=True):
-            assert torch.equal(y, wanted)
-    with torch.inference_mode():  # changes of such tensors are not counted
-        x = torch.randn(1, K)
-        ours.q_proj(x)
-        assert torch.equal(ours.k_proj(x.mul_(2)), theirs.k_proj(x))
-    assert rows == []
-
-
-def test_hooks_and_other_forwards_are_left_to_each_layer(rows: list[torch.Tensor]) -> None:
-    ours, theirs, row = joined(), attention(), torch.randn(1, K)
-    with torch.no_grad():
-        hook = ours.k_proj.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
-        assert torch.equal(ours(row)[1], theirs.k_proj(row * 2)) and rows == []
-        hook.remove()
-        assert_same(ours, theirs, row)
-        assert len(rows) == 1
-        ours.v_proj.forward = lambda x: x
-        assert ours(row)[2] is row and len(rows) == 1
-
-
-def test_nothing_is_kept_for_an_input_that_has_ended() -> None:
-    model = joined()
-    shared = model.q_proj.shared[0]
-    with torch.no_grad():
-        model(row := torch.randn(1, K))
-        assert shared._pending is None
-        model.q_proj(row)
-        ended, product = weakref.ref(row), weakref.ref(shared._pending[2][1])
-        del row
-        gc.collect()
-        assert ended() is None and product() is None and shared._pending is None
-
-
-def test_layers_whose_products_are_not_taken_multiply_by_themselves(rows: list[torch.Tensor]) -> None:
-    """As in attention to another input."""
-    ours, theirs = joined(), attention()
-    with torch.no_grad():
-        for _ in range(40):
-            row, other = torch.randn(1, K), torch.randn(1, K)
-            assert torch.equal(ours.q_proj(row), theirs.q_proj(row)) and torch.equal(ours.k_proj(other), theirs.k_proj(other))
-    assert len(rows) < 12
-
-
-def test_a_replaced_layer_is_neither_multiplied_nor_kept(rows: list[torch.Tensor]) -> None:
-    ours, theirs, row = joined(), attention(), torch.randn(1, K)
-    with torch.no_grad():
-        before = weakref.ref(ours.k_proj)
-        ours.k_proj = copy.deepcopy(theirs.v_proj)
-        gc.collect()
-        assert before() is None
-        y = ours(row)
-        assert torch.equal(y[0], theirs.q_proj(row)) and torch.equal(y[1], y[2]) and rows == []
-
-
-def test_states_copies_and_files_are_those_of_layers_alone(tmp_path: Path) -> None:
-    ours, theirs, row = joined(), attention(), torch.randn(1, K)
-    file = io.BytesIO()
-    torch.save(ours, file)
-    file.seek(0)
-    with torch.no_grad():
-        for found in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), torch.load(file, weights_only=False)):
-            assert not any(layer.shared for layer in found.layers) and repr(found) == repr(theirs)
-            found.k_proj.weight.scale.zero_()
-            assert not torch.equal(found(row)[1], theirs(row)[1])
-            assert_same(ours, theirs, row)
-    states = ours.state_dict(), theirs.state_dict()
-    assert states[0].keys() == states[1].keys() and all(torch.equal(states[0][name], states[1][name]) for name in states[1])
-    save_model(ours, str(tmp_path / "model.safetensors"))
-    fresh = joined()
-    fresh.q_proj.weight.scale.zero_()
-    load_model(fresh, str(tmp_path / "model.safetensors"))
-    with torch.no_grad():
-        assert_same(fresh, theirs, row)
-        assert_same(fresh.to(torch.bfloat16), theirs.to(torch.bfloat16), row.bfloat16())
-        fresh.k_proj.to("meta")
-        assert torch.equal(fresh.q_proj(row), theirs.q_proj(row))
-
-
-def test_a_replica_with_a_weight_of_its_own_multiplies_by_itself() -> None:
-    """torch.nn.DataParallel copies what layers hold without asking them."""
-    ours, row = joined(), torch.randn(1, K)
-    replica = ours.k_proj._replicate_for_data_parallel()
-    replica._modules["weight"] = ours.v_proj.weight
-    with torch.no_grad():
-        for _ in range(2):
-            ours.q_proj(row)
-            assert torch.equal(replica(row), attention().v_proj(row))
-
-
-def test_accelerate_saves_the_model_as_layers_alone(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    from safetensors.torch import load_file
-
-    for model, name in ((joined(), "ours"), (attention(), "theirs")):
-        accelerate.Accelerator(cpu=True).save_model(model, tmp_path / name)
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_threads_with_inputs_of_their_own_get_their_products() -> None:
-    ours, theirs = joined(), attention()
-    xs = torch.randn(8, 1, K).unbind()
-    with torch.no_grad():
-        wanted = [theirs(x) for x in xs]
-
-    def work(n: int) -> bool:
-        with torch.no_grad():  # of this thread
-            return all(all(map(torch.equal, ours(xs[n]), wanted[n])) for _ in range(200))
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(8)))
-
-
-def test_layers_of_one_recipe_are_joined_beside_one_of_another() -> None:
-    ours, theirs = (attention({"k_proj.weight": "q8_0", "*": "q4_1"}) for _ in range(2))
-    join(ours)
-    assert [layer.shared is not None for layer in ours.layers] == [True, False, True]
-    with torch.no_grad():
-        assert_same(ours, theirs, torch.randn(1, K))
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda: attention(bias=True),
-        lambda: attention("mxfp8", activation="mxfp8"),
-        lambda: attention({"k_proj.weight": "q8_0", "v_proj.weight": "keep", "*": "q4_1"}),
-    ],
-    ids=["biases", "cast inputs", "one of each recipe"],
-)
-def test_other_layers_are_left_alone(made: Any) -> None:
-    found = made()
-    join(found)
-    assert not any(getattr(layer, "shared", None) for layer in found.layers)

@@ -302,9 +302,9 @@ def linear(
         if (
             data is codes()
             and scale is scales()
-            and zero_point is offsets()
-            and global_scale is globals_()
-            and bias is added()
+            and (offsets is _nothing if zero_point is None else zero_point is offsets())
+            and (globals_ is _nothing if global_scale is None else global_scale is globals_())
+            and (added is _nothing if bias is None else bias is added())  # one that has ended is another than none
             and known == facts
             and data.data_ptr() == at[0]
             and scale.data_ptr() == at[1]

@@ -34,9 +34,6 @@ from . import frontend
 from .ops import TORCH, WORDS, autocast_dtype, transforming
 from .reading import ReadAsTensor
 
-if TYPE_CHECKING:
-    from .sharing import Shared
-
 STATE = "_extra_state"
 
 
@@ -288,8 +285,6 @@ class ScaledLinear(_WithMetadata):
     #: them runs, the one that would run without it does. "triton.matmul_bf16_rounded" rounds the weight to BF16 there, as most
     #: libraries do: an error of up to 2^-8 of each value, in half the time. For layers in eager mode that cast no inputs.
     prefer_backward: Prefer = None
-    #: What multiplies a row for this layer and others, and the layer's place among them. A copy multiplies by itself.
-    shared: tuple[Shared, int] | None = None
 
     def __init__(
         self,
@@ -363,17 +358,9 @@ class ScaledLinear(_WithMetadata):
         linear.register_parameter("bias", self.bias)
         return linear.train(self.training)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "shared"}
-
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            if self.shared is not None:
-                shared, at = self.shared
-                if (y := shared.product(self, at, x)) is not None:
-                    return y
-            if (y := self._repeated(x)) is not None:
-                return y
+        if not torch.compiler.is_compiling() and (y := self._repeated(x)) is not None:
+            return y
         shape = x.shape
         ndim = len(shape)
         if ndim == 0 or shape[-1] != self.in_features:

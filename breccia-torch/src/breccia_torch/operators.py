@@ -456,7 +456,7 @@ _PARTS = 5
 for _name in SEVERAL.values():
     _LIBRARY.impl(_name, _linears, "CompositeExplicitAutograd")
 
-# Compiled operators repeat products on CPUs, and ask those in Python for others. Where they cannot be, these are both.
+# Compiled operators repeat products on CPUs, and ask functions in Python for others. Without them, the operators are these.
 _IN_C = operate()
 if _IN_C:
     _refuse = targets.load("breccia_native.products:refuse")

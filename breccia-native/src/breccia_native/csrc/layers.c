@@ -1,10 +1,10 @@
 /* The operators of quantized layers in torch's graphs, for CPUs: `breccia::linear(Tensor x, Tensor data, Tensor scale, Tensor?
-   zero_point, Tensor? global_scale, Tensor? bias, str facts) -> Tensor`; and `breccia::two_linears` and `three_linears`, which have
-   the five arguments of a weight as often, and as many results.
+   zero_point, Tensor? global_scale, Tensor? bias, str facts) -> Tensor`; and `breccia::two_linears` and `three_linears`, which take
+   the five arguments of a weight once for each weight, and return a tensor for each.
 
-   It repeats products. Operands of which it knows none go, as they came, to an operator in Python, which chooses a kernel and
+   They repeat products. Operands without a known product go, as they came, to an operator in Python, which chooses a kernel and
    tells what repeats its product (`keep`). That holds as long as operands are alike, which are compared here, and as the table
-   of kernels is the same, which is asked for under Python's lock, as is the number of threads.
+   of kernels is the same, which is asked for under the GIL, as is the number of threads.
 
    The functions are of torch's stable interface in C, from 2.10 on (torch/csrc/stable/c/shim.h), whose addresses Python hands
    over, so that building needs no torch. A value on its stack is the handle of a tensor or a text, or for an optional argument

@@ -29,7 +29,6 @@ from ..checkpoint import is_floating
 from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
 from ..placing import components_of, dispatch_again, need_values, placement
 from ..quantize import expert_parameters, is_conv1d, is_linear, quantize_, replace, replace_experts, scaled_class, weights_of
-from ..sharing import join
 from ..storing import AUTO, arrange, arrange_experts
 from ..values import Values, check_all_quantized, stacked
 from . import gguf
@@ -332,7 +331,6 @@ class BrecciaHfQuantizer(HfQuantizer):
             exclude = [name for name in _weights(model) if is_within(name, unconverted)]
             summary = quantize_(model, config.policy.keeping(exclude), activation=config.activation)
             logger.info("%r", summary)
-        join(model)
         self._reader = self._checkpoint = self._ties = None
         if not any(isinstance(module, ScaledWeight) for module in model.modules()):  # all values were decoded
             self.remove_quantization_config(model)
