@@ -242,12 +242,16 @@ def losses_of(result: Result, model: str, recipe: str) -> dict[int, dict[str, An
     return {row["seed"]: row for row in rows}
 
 
+def times_of(result: Result, model: str, recipe: str) -> dict[str, Any]:
+    """The row of its times; empty where they were not measured."""
+    rows = (row for row in result["rows"] if row["kind"] == "times" and (row["model"], row["recipe"]) == (model, recipe))
+    return next(rows, {})
+
+
 def step_of(result: Result, model: str, recipe: str, measure: str) -> float | None:
     """The seconds of a step."""
-    for row in result["rows"]:
-        if row["kind"] == "times" and (row["model"], row["recipe"]) == (model, recipe) and measure in row:
-            return row[measure]["median_s"]
-    return None
+    times = times_of(result, model, recipe)
+    return times[measure]["median_s"] if measure in times else None
 
 
 def gaps(result: Result, model: str, recipe: str) -> list[float]:
@@ -349,8 +353,8 @@ def times(result: Result) -> Table:
         return ABSENT if mine is None or exact is None else over(exact, mine)
 
     def peak(of: tuple[str, str]) -> str:
-        found = next(row for row in result["rows"] if row["kind"] == "times" and (row["model"], row["recipe"]) == of)
-        return three(found["peak_bytes"] / 1e9) if found.get("peak_bytes") else ABSENT
+        nbytes = times_of(result, *of).get("peak_bytes")
+        return three(nbytes / 1e9) if nbytes else ABSENT
 
     columns: dict[str, Any] = {
         "layers × width": lambda of: of[0].replace("x", "×"),

@@ -198,7 +198,7 @@ OURS, COMPILED, ROUNDED, BOTH = "breccia", "breccia compiled", "breccia INT8", "
 FP32, BF16, LLAMA = "FP32", "BF16", "llama.cpp"
 #: The kernel that rounds activations to INT8, as llama.cpp does, and the arms that prefer it.
 PREFERRED, PREFERRING = "torch.cpu.matmul_int8", (ROUNDED, BOTH)
-#: Of compiled models: Inductor fuses the parts of this attention. With INT8 on 2 cores a token took 10 % less time.
+#: Of compiled models: Inductor fuses the parts of this attention.
 ATTENTION = {"attn_implementation": "eager"}
 ARMS: dict[str, Callable[[Path, int], Generator]] = {
     OURS: lambda file, threads: in_transformers(quantized(file)),

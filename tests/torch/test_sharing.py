@@ -42,9 +42,9 @@ class Attention(nn.Module):
 
 def attention(recipe: Any = "q4_1", dtype: torch.dtype = torch.float32, bias: bool = False, **options: Any) -> Attention:
     torch.manual_seed(0)
-    found = Attention(bias).to(dtype).eval().requires_grad_(False)
-    breccia_torch.quantize_(found, recipe, **options)
-    return found
+    module = Attention(bias).to(dtype).eval().requires_grad_(False)
+    breccia_torch.quantize_(module, recipe, **options)
+    return module
 
 
 def assert_same(ours: Any, theirs: Any, x: torch.Tensor) -> None:

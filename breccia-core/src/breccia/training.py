@@ -175,13 +175,10 @@ class TrainingRecipe:
             object.__setattr__(self, f"{tensor}_columns", columns)
         for name in ("gradient_rounding", "hadamard"):
             object.__setattr__(self, name, settings[name])
-        gemms, tensors = ("GEMMs", tuple(GEMMS)), ("tensors", TENSORS)
-        for name, (of, known) in (
-            ("high_precision", gemms),
-            ("columns_from_codes", tensors),
-            ("fast_accumulation", gemms),
-        ):
-            object.__setattr__(self, name, _listed(name, settings[name], of, known))
+        for name in ("high_precision", "fast_accumulation"):
+            object.__setattr__(self, name, _listed(name, settings[name], "GEMMs", tuple(GEMMS)))
+        columns = _listed("columns_from_codes", settings["columns_from_codes"], "tensors", TENSORS)
+        object.__setattr__(self, "columns_from_codes", columns)
         self._check()
 
     def _check(self) -> None:
@@ -213,13 +210,12 @@ class TrainingRecipe:
                     f"'fp8_block,power_of_two_scale=true' for {tensor}= and {tensor}_columns=.",
                     tensor=tensor,
                 )
-
         for gemm in self.fast_accumulation:
             for operand in self.operands[gemm]:
                 if why := _not_fast(operand):
                     raise RecipeError(
                         f"fast_accumulation lists {gemm!r}, and {why}. Leave it out, or choose a recipe such as 'fp8_current' "
-                        f"or 'fp8_row' for the operands of that GEMM.",
+                        "or 'fp8_row' for the operands of that GEMM.",
                         tensor=operand.tensor,
                     )
 

@@ -403,12 +403,12 @@ _LINEAR = f"(Tensor x, {_OF_WEIGHT.format('')}, str facts) -> Tensor"
 _LIBRARY.define(f"linear{_LINEAR}")
 #: Operators that multiply one input by several weights with the same facts, by the number of weights.
 SEVERAL = {2: "two_linears", 3: "three_linears"}
-_SEVERAL = {
+_SCHEMAS = {
     n: f"(Tensor x, {', '.join(_OF_WEIGHT.format(i) for i in range(n))}, str facts) -> ({', '.join(['Tensor'] * n)})"
     for n in SEVERAL
 }
 for _number, _name in SEVERAL.items():
-    _LIBRARY.define(f"{_name}{_SEVERAL[_number]}")
+    _LIBRARY.define(f"{_name}{_SCHEMAS[_number]}")
 
 
 def _weight(data: Tensor, scale: Tensor, zero_point: Any, global_scale: Any, facts: str) -> tuple[ScaledTensor, str]:
@@ -447,12 +447,12 @@ def _linear_on_cpu(
 def _linears(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """The products of an input by several weights, each by the operator of one."""
     *weights, facts = rest
-    each = range(0, len(weights), _PARTS)
-    return tuple([torch.ops.breccia.linear(x, *weights[at : at + _PARTS], facts) for at in each])
+    each = range(0, len(weights), PARTS)
+    return tuple([torch.ops.breccia.linear(x, *weights[at : at + PARTS], facts) for at in each])
 
 
 #: The arguments of the operators that each weight has.
-_PARTS = 5
+PARTS = 5
 for _name in SEVERAL.values():
     _LIBRARY.impl(_name, _linears, "CompositeExplicitAutograd")
 
@@ -476,7 +476,7 @@ if _IN_C:
     _LIBRARY.define(f"linear_by_choice{_LINEAR}")
     _LIBRARY.impl("linear_by_choice", _chosen(_linear_on_cpu), "CPU")
     for _number, _name in SEVERAL.items():
-        _LIBRARY.define(f"{_name}_by_choice{_SEVERAL[_number]}")
+        _LIBRARY.define(f"{_name}_by_choice{_SCHEMAS[_number]}")
         _LIBRARY.impl(f"{_name}_by_choice", _chosen(_linears), "CPU")
 else:
     _LIBRARY.impl("linear", _linear_on_cpu, "CPU")
@@ -492,7 +492,7 @@ def _fake_linear(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
 
 
 def _fake_linears(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple([_fake_linear(x, data, rest[-1]) for data in rest[:-1:_PARTS]])
+    return tuple([_fake_linear(x, data, rest[-1]) for data in rest[:-1:PARTS]])
 
 
 torch.library.register_fake("breccia::linear", _fake_linear)

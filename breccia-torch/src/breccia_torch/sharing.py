@@ -14,10 +14,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from .operators import SEVERAL, facts_text, repeats_in_c
+from .operators import PARTS, SEVERAL, facts_text, repeats_in_c
 
-#: Arguments of `breccia::linear`, and those of them that each weight has.
-_ARGUMENTS, _OF_WEIGHT = 7, slice(1, 6)
+#: Of the arguments of `breccia::linear`, those that each weight has: the row comes before them, and facts after.
+_OF_WEIGHT = slice(1, 1 + PARTS)
 _registered = False
 
 
@@ -41,7 +41,7 @@ def register() -> None:
         from torch._inductor import pattern_matcher as matching
         from torch._inductor.fx_passes.post_grad import pass_patterns
 
-        pattern = matching.CallFunction(torch.ops.breccia.linear.default, *(matching.Arg() for _ in range(_ARGUMENTS)))
+        pattern = matching.CallFunction(torch.ops.breccia.linear.default, *(matching.Arg() for _ in range(1 + PARTS + 1)))
         register_pattern: Callable[..., Any] = matching.register_graph_pattern
         register_pattern(pattern, pass_dict=pass_patterns[-1])(_shared)
 

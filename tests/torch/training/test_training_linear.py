@@ -595,7 +595,7 @@ def test_without_products_of_fast_accumulation_sums_are_fp32(monkeypatch: pytest
         return matmul(*arguments, prefer=prefer)
 
     monkeypatch.setattr(operands.calls, "matmul", noted)
-    monkeypatch.setattr(operands, "_refused", {})
+    monkeypatch.setattr(operands, "_refused", set())
     results: list[list[Tensor]] = []
     for recipe in (of_fast(*GEMMS), of_fast(*GEMMS), TrainingRecipe("fp8_row")):
         torch.manual_seed(0)

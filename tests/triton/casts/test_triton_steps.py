@@ -55,11 +55,11 @@ def buffers(layers: int, length: int) -> Iterator[tuple[torch.Tensor, ...]]:
 
 @pytest.mark.parametrize("case", DELAYED)
 def test_the_kernel_ends_steps_bit_for_bit(case: str) -> None:
-    given, layers = DELAYED[case], 3
-    delayed = tuple(given.items())
-    length = max(recipe.amax_history_len for recipe in given.values())
+    recipes, layers = DELAYED[case], 3
+    delayed = tuple(recipes.items())
+    length = max(recipe.amax_history_len for recipe in recipes.values())
     kernels: Any = steps.histories(
-        [given.get(tensor) for tensor in ("input", "weight", "gradient")], length, torch.device(DEVICE)
+        [recipes.get(tensor) for tensor in ("input", "weight", "gradient")], length, torch.device(DEVICE)
     )
     mine, other = ([list(of) for of in zip(*buffers(layers, length), strict=True)] for _ in range(2))
     scales: set[int] = set()

@@ -189,8 +189,9 @@ def _noted(how: Context, weight: CastOperand) -> tuple[Any, Any]:
 
 #: The products with fast accumulation.
 FAST = ("torch.scaled_mm_fast", "cuda.fp8_matmul_fast")
-#: Operands that none of them takes. To find that out takes longer than a small product.
-_refused: dict[Any, bool] = {}
+#: Operands that none of them takes, of the last calls. To find that out takes longer than a small product.
+_refused: set[Any] = set()
+_REMEMBERED = 1024
 
 
 def multiply(a: Any, b: Any, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False) -> Tensor:
@@ -205,7 +206,9 @@ def multiply(a: Any, b: Any, dtype: torch.dtype, bias: Tensor | None = None, *, 
             if key not in _refused:
                 with suppress(NoKernelError, UnknownNameError):  # without breccia-triton the names are unknown
                     return calls.matmul(a, b, options, prefer=FAST)
-                _refused[key] = True
+                if len(_refused) >= _REMEMBERED:
+                    _refused.clear()
+                _refused.add(key)
         return calls.matmul(a, b, options)
     a, b = a.to(dtype), b.to(dtype)
     return torch.mm(a, b) if bias is None else torch.addmm(bias.to(dtype), a, b)

@@ -188,14 +188,14 @@ def _kernels_of(delayed: Delayed, length: int, device: torch.device) -> Any:
     Its `note(pending, **amaxes)` does what `_History.note` does, and leaves the version of `pending`.
     """
     known, key = registry(), (delayed, length, device)
-    found = _kernels.get(key)
-    if found is None or found[0] is not known.table:
+    prepared = _kernels.get(key)
+    if prepared is None or prepared[0] is not known.table:
         recipes = [dict(delayed).get(tensor) for tensor in TENSORS]
         like = torch.empty(1, dtype=torch.float32, device=device)
         chosen = known.table.choose(known.operation("record_amax"), "torch", like, None, delayed[0][1])
         prepare = None if chosen.checked or chosen.traced else chosen.kernel.prepare
-        found = _kernels[key] = known.table, None if prepare is None else targets.load(prepare)(recipes, length, device)
-    return found[1]
+        prepared = _kernels[key] = known.table, None if prepare is None else targets.load(prepare)(recipes, length, device)
+    return prepared[1]
 
 
 # ------------------------------------------------------------------------------------------------ delayed scaling
@@ -261,8 +261,8 @@ def _unreadable(x: Tensor) -> bool:
 def _history_of(how: Any) -> _History:
     """What is known of a layer's history. Its scales are computed anew if something else has written to it."""
     found: _History | None = _histories.get(how.amaxes)
-    now = how.amaxes._version, how.pending, registry().table
-    if found is None or found.version != now[0] or found.pending is not now[1] or found.table is not now[2]:
+    version, table = how.amaxes._version, registry().table
+    if found is None or found.version != version or found.pending is not how.pending or found.table is not table:
         delayed = tuple(how.recipe.delayed.items())
         with torch.inference_mode(False), torch.no_grad(), _quietly(how.scales):  # training may follow, with the same views
             how.scales.copy_(_scales(how.amaxes, delayed))
@@ -270,7 +270,7 @@ def _history_of(how: Any) -> _History:
             complete = not _unreadable(scales) and bool(_complete(how.scales, delayed))
             views = scales.unbind(), amaxes.split(1), amaxes[:: TENSORS.index("gradient")]
         kernels = _kernels_of(delayed, how.amaxes.shape[1], how.amaxes.device)
-        found = _History(how.amaxes._version, complete, how.pending, *views, registry().table, kernels)
+        found = _History(version, complete, how.pending, *views, table, kernels)
         _histories[how.amaxes] = found
     return found
 

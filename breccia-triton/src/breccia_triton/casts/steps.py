@@ -160,13 +160,10 @@ class Histories:
         key = device, *amaxes
         launcher = self.notes.get(key)
         if launcher is None:
-            arguments = {name: Argument("*i32") for name in ("pending", *sorted(amaxes, key=_ORDER.index))}
+            arguments = {name: Argument("*i32") for name in ("pending", *amaxes)}
             launcher = self.notes[key] = Launcher(Launch(note_kernel, (1, 1, 1), arguments, {}, 1, ()))
         with on(device):
-            launcher.run(current_stream(device), *addresses([pending, *(amaxes[name] for name in _ORDER if name in amaxes)]))
-
-
-_ORDER = ("input", "weight", "gradient")
+            launcher.run(current_stream(device), *addresses([pending, *amaxes.values()]))
 
 
 def histories(recipes: Sequence[DelayedScaling | None], length: int, device: torch.device) -> Histories | None:
