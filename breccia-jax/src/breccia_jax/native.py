@@ -50,8 +50,7 @@ class OnCPU:
 @lru_cache
 def _register() -> None:
     # References, not imports: breccia-native is optional, and what it lacks is a reason in `breccia.explain`.
-    targets.load("breccia_native.xla_calls:answer_with")(_answer)
-    jax.ffi.register_ffi_target(TARGET, targets.load("breccia_native.xla_calls:handler")(), platform="cpu")
+    jax.ffi.register_ffi_target(TARGET, targets.load("breccia_native.xla_calls:cpu_handler")(_answer), platform="cpu")
 
 
 def _answer(text: str, arrays: tuple[memoryview, ...], results: tuple[memoryview, ...]) -> None:

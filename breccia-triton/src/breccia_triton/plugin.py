@@ -78,6 +78,17 @@ def breccia_kernels() -> Iterable[Kernel]:
             reads=("column_major",) if ours else (),
             opt_in=opt_in,
         )
+    for op, accepts, score in (("matmul", "accepts_matmul", f"{home}.fp8.plans:score"), ("grouped_matmul", "accepts_grouped", None)):
+        yield Kernel(
+            op,
+            "jax",
+            f"breccia_triton.jax.torch_products:{op}",
+            f"torch.jax.fp8_{op}",
+            device="cuda",
+            available=f"{home}.fp8.plans:available_to_jax",
+            accepts=f"{home}.fp8.plans:{accepts}",
+            score=score,
+        )
     # What its sums keep is not measured: no device that runs it was at hand.
     yield Kernel(
         "matmul",

@@ -1,8 +1,9 @@
-/* Calls from programs that XLA compiled for the CPU: one handler, which passes the memory of arguments and results to Python.
+/* Calls from programs that XLA compiled: a handler for each platform, which passes arguments and results to Python.
 
-   A call has one attribute, a text that says what to compute. `breccia_jax.primitive` reads it, once, and runs the kernels for
-   NumPy arrays on this memory, which release the GIL while they compute. So every kernel, recipe and option that NumPy arrays
-   have can be called from XLA, and threads are those of these kernels.
+   A call has one attribute, a text that says what to compute. On CPUs Python gets the memory of the arrays: `breccia_jax.native`
+   reads the text, once, and runs the kernels for NumPy arrays, which release the GIL while they compute. So every kernel, recipe
+   and option that NumPy arrays have can be called from XLA, and threads are those of these kernels. On CUDA Python gets
+   addresses and the stream: `breccia_triton.jax.products` enqueues kernels of torch there.
 
    XLA's binary interface for such handlers is declared here as far as it is used (`xla/ffi/api/c_api.h` of XLA, whose structs
    begin with their size and only grow at their end), so that building needs no JAX. */
@@ -53,9 +54,26 @@ typedef struct {
 typedef struct {
     size_t size;
     extension *extensions;
+    void *context;
+    void *stream;
+} stream_arguments;
+
+typedef struct {
+    size_t size;
+    extension *extensions;
+    void *error;
+} destroy_arguments;
+
+typedef struct {
+    size_t size;
+    extension *extensions;
     api_version version;
     const void *internal;
     void *(*create_error)(error_arguments *);
+    void *get_message;
+    void (*destroy_error)(destroy_arguments *);
+    void *register_handler;
+    void *(*get_stream)(stream_arguments *);
 } api;
 
 typedef struct {
@@ -105,8 +123,8 @@ static const uint8_t bits[] = {
 
 /* -------------------------------------------------------------------------------------------------- the handler */
 
-/* What `answer_with` was given. */
-static PyObject *answer;
+/* What `cpu_handler` and `cuda_handler` were given. */
+static PyObject *on_cpu, *on_cuda;
 
 static void *failed(const frame *f, int code, const char *message)
 {
@@ -124,8 +142,8 @@ static Py_ssize_t bytes_of(const buffer *b)
     return each ? (Py_ssize_t)n : -1;
 }
 
-/* A tuple with a view of the memory of each. */
-static PyObject *views(const listed *all, int flags)
+/* A tuple with a view of the memory of each array; or, with no flags, with its address. */
+static PyObject *items_of(const listed *all, int flags)
 {
     PyObject *found = PyTuple_New((Py_ssize_t)all->count);
     for (Py_ssize_t i = 0; found && i < all->count; i++) {
@@ -135,11 +153,24 @@ static PyObject *views(const listed *all, int flags)
         if (n < 0)
             PyErr_Format(PyExc_TypeError, "operand %zd is no array of numbers of 8, 16, 32 or 64 bits.", i);
         else
-            each = PyMemoryView_FromMemory(b->data, n, flags);
+            each = flags ? PyMemoryView_FromMemory(b->data, n, flags) : PyLong_FromVoidPtr(b->data);
         if (!each || PyTuple_SetItem(found, i, each))
             Py_CLEAR(found);
     }
     return found;
+}
+
+/* The stream of a call, as a number; None where XLA has none, as on CPUs. */
+static PyObject *stream_of(const frame *f)
+{
+    stream_arguments given = {sizeof given, NULL, f->context, NULL};
+    void *error = f->functions->get_stream(&given);
+    if (error) {
+        destroy_arguments done = {sizeof done, NULL, error};
+        f->functions->destroy_error(&done);
+        Py_RETURN_NONE;
+    }
+    return PyLong_FromVoidPtr(given.stream);
 }
 
 /* The error in progress as one of XLA's. */
@@ -161,7 +192,8 @@ static void *raised(const frame *f)
     return e;
 }
 
-static void *handler(frame *f)
+/* What a call returns: `answer` is called with its text, arguments and results, and on CUDA with the stream. */
+static void *called(const frame *f, PyObject *answer, int cuda)
 {
     for (extension *e = f->extensions; e; e = e->next)
         if (e->kind == METADATA) {
@@ -184,13 +216,16 @@ static void *handler(frame *f)
     const text *call = f->given.items[0];
     void *error = NULL;
     PyObject *what = PyUnicode_FromStringAndSize(call->start, (Py_ssize_t)call->length);
-    PyObject *from = what ? views(&f->arguments, PyBUF_READ) : NULL, *to = from ? views(&f->results, PyBUF_WRITE) : NULL;
-    if (to && !answer)
-        PyErr_SetString(PyExc_RuntimeError, "answer_with was not called.");
-    PyObject *done = to && answer ? PyObject_CallFunctionObjArgs(answer, what, from, to, NULL) : NULL;
+    PyObject *from = what ? items_of(&f->arguments, cuda ? 0 : PyBUF_READ) : NULL;
+    PyObject *to = from ? items_of(&f->results, cuda ? 0 : PyBUF_WRITE) : NULL;
+    PyObject *stream = to && cuda ? stream_of(f) : NULL;
+    PyObject *done = NULL;
+    if (to && (stream || !cuda))
+        done = PyObject_CallFunctionObjArgs(answer, what, from, to, stream, NULL);
     if (!done)
         error = raised(f);
     Py_XDECREF(done);
+    Py_XDECREF(stream);
     Py_XDECREF(to);
     Py_XDECREF(from);
     Py_XDECREF(what);
@@ -199,31 +234,50 @@ static void *handler(frame *f)
     return error;
 }
 
-/* -------------------------------------------------------------------------------------------------- for Python */
-
-PyDoc_STRVAR(answer_doc,
-    "answer_with(function): let the handler call function(text, arguments, results), with a memoryview of each array. It\n"
-    "writes to those of the results. An exception ends the program that XLA runs.");
-
-static PyObject *answer_with(PyObject *Py_UNUSED(self), PyObject *function)
+static void *called_on_cpu(frame *f)
 {
-    PyObject *before = answer;
-    Py_INCREF(function);
-    answer = function;
-    Py_XDECREF(before);
-    Py_RETURN_NONE;
+    return called(f, on_cpu, 0);
 }
 
-PyDoc_STRVAR(handler_doc, "handler(): the capsule that `jax.ffi.register_ffi_target` takes for platform \"cpu\".");
-
-static PyObject *handler_of(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
+static void *called_on_cuda(frame *f)
 {
+    return called(f, on_cuda, 1);
+}
+
+/* -------------------------------------------------------------------------------------------------- for Python */
+
+static PyObject *handler_of(void *(*handler)(frame *), PyObject **answer, PyObject *function)
+{
+    PyObject *before = *answer;
+    Py_INCREF(function);
+    *answer = function;
+    Py_XDECREF(before);
     return PyCapsule_New((void *)(uintptr_t)handler, "xla._CUSTOM_CALL_TARGET", NULL);
 }
 
+PyDoc_STRVAR(cpu_doc,
+    "cpu_handler(function): the capsule that `jax.ffi.register_ffi_target` takes for platform \"cpu\". Its calls run\n"
+    "function(text, arguments, results), with a memoryview of each array, which writes to those of the results. An exception\n"
+    "ends the program that XLA runs. There is one function in a process, the last one given.");
+
+static PyObject *cpu_handler(PyObject *Py_UNUSED(self), PyObject *function)
+{
+    return handler_of(called_on_cpu, &on_cpu, function);
+}
+
+PyDoc_STRVAR(cuda_doc,
+    "cuda_handler(function): likewise for platform \"CUDA\". Its calls run function(text, arguments, results, stream), with\n"
+    "the address of each array, which enqueues what writes the results. stream: the number of a CUDA stream; None where XLA\n"
+    "has none, as in a call that was registered for CPUs.");
+
+static PyObject *cuda_handler(PyObject *Py_UNUSED(self), PyObject *function)
+{
+    return handler_of(called_on_cuda, &on_cuda, function);
+}
+
 static PyMethodDef methods[] = {
-    {"answer_with", answer_with, METH_O, answer_doc},
-    {"handler", handler_of, METH_NOARGS, handler_doc},
+    {"cpu_handler", cpu_handler, METH_O, cpu_doc},
+    {"cuda_handler", cuda_handler, METH_O, cuda_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -232,7 +286,7 @@ static PyModuleDef_Slot slots[] = {{0, NULL}};
 static struct PyModuleDef module = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "breccia_native.xla_calls",
-    .m_doc = "Calls of kernels from programs that XLA compiled for the CPU; see breccia_jax.primitive.",
+    .m_doc = "Calls of kernels from programs that XLA compiled; see breccia_jax.primitive.",
     .m_methods = methods,
     .m_slots = slots,
 };

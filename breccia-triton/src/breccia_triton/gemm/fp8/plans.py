@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from breccia import Codec, Device, Layout, ScalingRecipe
-from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Operand, Shape
+from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Operand, Shape, targets
+from breccia.internal import install
 
 from ...launch import compiler
 from ...tuning import roofline
@@ -64,6 +65,13 @@ def available(device: Device) -> str | None:
     if device.capability and tuple(device.capability) != HOPPER:
         return f"it has instructions of compute capability 9.0; {device} has {'.'.join(map(str, device.capability))}"
     return compiler.missing()
+
+
+def available_to_jax(device: Device) -> str | None:
+    """Why XLA cannot call the kernel, or None: it passes its memory through breccia-native to torch."""
+    if not targets.installed("breccia_native.xla_calls"):
+        return f"breccia-native, which XLA calls, is not installed or was built without a C compiler; {install('breccia-native')}"
+    return available(device)
 
 
 def accepts_matmul(call: Call) -> str | None:

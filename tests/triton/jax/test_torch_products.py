@@ -1,0 +1,165 @@
+"""Products of FP8 tensors of JAX by torch's kernels: on a GPU where JAX has one, elsewhere in the host's memory.
+
+Expected bits are those of the same op on tensors of torch with the same bytes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("breccia_triton")
+pytest.importorskip("breccia_jax")
+pytest.importorskip("breccia_native.xla_calls", reason="needs breccia-native, built with a C compiler")
+torch = pytest.importorskip("torch")
+
+import jax.numpy as jnp  # noqa: E402
+from in_frameworks import moved  # noqa: E402
+
+import breccia  # noqa: E402
+from breccia import Device, ScaledTensor  # noqa: E402
+from breccia.backend import Metadata, product_options  # noqa: E402
+from breccia_jax import primitive  # noqa: E402
+from breccia_triton.gemm.fp8 import plans  # noqa: E402
+from breccia_triton.jax import launch, torch_products  # noqa: E402
+from breccia_triton.jax.torch_products import TARGET, Enqueued  # noqa: E402
+
+ON_GPU = jax.default_backend() == "gpu"
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+#: What the kernel multiplies: a by b.
+PAIRS = {
+    "fp8_current": "fp8_current",
+    "fp8_row": "fp8_row,fp8_format=E5M2",
+    "fp8_block": "fp8_block,block_m=128",
+    "fp8_block,block_m=1": "fp8_block",
+    "mxfp8": "mxfp8",
+}
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, XLA's calls for CPUs run the products, without a stream."""
+    if not ON_GPU:
+        torch_products._register("cpu")
+        monkeypatch.setattr(torch_products, "_register", lambda platform: None)
+        monkeypatch.setattr(primitive, "runs_kernels", lambda context, platform: True)
+        monkeypatch.setattr(launch, "capability", lambda: (9, 0))
+
+
+def operands(first: str, second: str, m: int = 48, n: int = 40, k: int = 256, lead: tuple[int, ...] = ()) -> list[ScaledTensor]:
+    """a and b.mT, as NumPy's tensors."""
+    made = np.random.default_rng(0)
+    a, b = (made.standard_normal((*lead, rows, k)).astype(np.float32) for rows in (m, n))
+    return [breccia.cast(a, first), breccia.cast(b, second)]
+
+
+def in_torch(op: str, a: ScaledTensor, b: ScaledTensor, *added: Any, **options: Any) -> Any:
+    device = "cuda" if ON_GPU else "cpu"
+    first, second = (moved(st, "torch").to(device) for st in (a, b))
+    more = [torch.from_numpy(np.asarray(x)).to(device) for x in added]
+    return getattr(breccia, op)(first, second.mT, *more, **options).float().cpu().numpy()
+
+
+def compiled(function: Any, *arguments: Any) -> Any:
+    """The result of a function that calls torch's kernels, in FP32."""
+    made = jax.jit(function).lower(*arguments).compile()
+    assert TARGET in made.as_text()
+    return np.asarray(made(*arguments).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("first", PAIRS)
+def test_products_are_those_of_torch(first: str, dtype: str) -> None:
+    a, b = operands(first, PAIRS[first])
+    x, y = (moved(st, "jax") for st in (a, b))
+    found = compiled(lambda a, b: torch_products.matmul(a, b.mT, product_options(dtype)), x, y)
+    assert np.array_equal(found, in_torch("matmul", a, b, out_dtype=dtype))
+    bias = np.linspace(-3, 3, 40, dtype=np.float32)
+    found = compiled(lambda a, b, c: torch_products.matmul(a, b.mT, product_options(dtype, c)), x, y, bias)
+    given = torch.from_numpy(bias).to("cuda" if ON_GPU else "cpu")
+    assert np.array_equal(found, in_torch("matmul", a, b, out_dtype=dtype, bias=given))
+
+
+def test_batches_and_groups_are_multiplied() -> None:
+    a, b = operands("fp8_block", "fp8_block,block_m=128", lead=(3,))
+    found = compiled(lambda a, b: torch_products.matmul(a, b.mT), *(moved(st, "jax") for st in (a, b)))
+    assert found.shape == (3, 48, 40) and np.array_equal(found, in_torch("matmul", a, b))
+    ends = np.array([16, 16, 48], np.int32)
+    rows = a[0]
+    found = compiled(lambda a, b, o: torch_products.grouped_matmul(a, b.mT, o), moved(rows, "jax"), moved(b, "jax"), ends)
+    assert np.array_equal(found, in_torch("grouped_matmul", rows, b, ends))
+
+
+def test_repeated_calls_take_other_buffers() -> None:
+    pairs = [operands("fp8_current", "fp8_current", m=rows) for rows in (48, 48, 48)]
+    product = jax.jit(lambda a, b: torch_products.matmul(a, b.mT))
+    for a, b in pairs * 2:
+        scaled = breccia.cast(breccia.dequantize(a) * 2, "fp8_current")
+        for each in (a, scaled):
+            found = np.asarray(product(moved(each, "jax"), moved(b, "jax")))
+            assert np.array_equal(found, in_torch("matmul", each, b))
+
+
+def test_other_operands_go_to_the_generic_algorithm() -> None:
+    a, b = operands("fp8_current", "fp8_current")  # NumPy's
+    found, expected = torch_products.matmul(a, b.mT), breccia.matmul(a, b.mT)
+    assert np.allclose(found, expected, rtol=2**-10, atol=2**-10)  # sums of 256 numbers near 1, in FP32
+    with pytest.raises(breccia.ShapeError, match="matmul shape mismatch"):
+        torch_products.matmul(moved(a, "jax"), moved(b, "jax"))
+
+
+def test_vmap_is_the_generic_algorithm_and_gradients_are_the_frontends() -> None:
+    a, b = operands("fp8_block", "fp8_block", lead=(3,))
+    x, y = (moved(st, "jax") for st in (a, b))
+    found = jax.vmap(lambda a, b: torch_products.matmul(a, b.mT))(x, y)
+    assert np.allclose(found, in_torch("matmul", a, b), rtol=2**-10, atol=2**-10)  # sums of 256 numbers near 1, in FP32
+
+
+def test_errors_of_torch_end_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = operands("fp8_current", "fp8_current")
+
+    def failing(self: Enqueued, addresses: tuple[int, ...], stream: int | None) -> None:
+        raise breccia.KernelError("planted")
+
+    monkeypatch.setattr(Enqueued, "__call__", failing)
+    with pytest.raises(Exception, match="KernelError'>: planted"):
+        np.asarray(jax.jit(lambda a, b: torch_products.matmul(a, b.mT))(moved(a, "jax"), moved(b, "jax")))
+
+
+def test_few_lists_of_addresses_are_remembered() -> None:
+    a, b = operands("fp8_current", "fp8_current")
+    scaled = [(Metadata.of(st), [st.data.shape, st.scale.shape]) for st in (a, b)]
+    product = Enqueued("matmul", scaled, [], (48, 40), "float32")
+    out = [np.zeros((48, 40), np.float32) for _ in range(140)]
+    parts = [np.ascontiguousarray(part) for st in (a, b) for part in (st.data, st.scale)]
+    for one in out:
+        product(tuple(x.ctypes.data for x in (*parts, one)), None)
+    assert len(product._known) == 128
+    expected = breccia.matmul(moved(a, "torch"), moved(b, "torch").mT).numpy()
+    assert all(np.array_equal(one, expected) for one in out)
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans.targets, "installed", lambda module: module != "breccia_native.xla_calls")
+    assert "breccia-native, which XLA calls, is not installed" in (plans.available_to_jax(Device("cuda", (9, 0))) or "")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="JAX has no GPU here")
+def test_the_kernel_is_chosen_and_read_from_the_cache_on_disk(tmp_path: Any) -> None:
+    text = f"""
+import jax, breccia
+jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+x = jax.random.normal(jax.random.key(0), (64, 256))
+a, b = breccia.cast(x, "fp8_block"), breccia.cast(x, "fp8_block,block_m=128")
+print(breccia.explain("matmul", a, b.mT).winner.name)
+print(float(abs(jax.jit(lambda a, b: breccia.matmul(a, b.mT))(a, b)).sum()))
+"""
+    first, second = (subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout for _ in "12")
+    assert first == second and first.startswith("torch.jax.fp8_matmul\n")
