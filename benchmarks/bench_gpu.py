@@ -9,6 +9,7 @@ from bench_gpu_backward import backward
 from bench_gpu_casts import casts
 from bench_gpu_gpt import gpt
 from bench_gpu_host import host
+from bench_gpu_jax import jax
 from bench_gpu_quantize import quantize
 from bench_gpu_training import training
 from bench_matmul import main as matmul
@@ -22,6 +23,7 @@ if __name__ == "__main__":
         coded=coded,
         gpt=gpt,
         host=host,
+        jax=jax,
         quantize=quantize,
         matmul=matmul,
         training=training,

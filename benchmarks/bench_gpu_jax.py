@@ -1,0 +1,217 @@
+"""JAX on a CUDA device: compiled casts, products of FP8 tensors, and steps of a layer in training, beside XLA's own code.
+
+XLA compiles the generic algorithm of the same casts, and BF16 products. Calls are enqueued one after the other, and the last
+one is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+from harness import Benchmark, Device, Result, Row, command, progress, summary
+from harness.device import check_device, message, where
+from harness.tables import ABSENT, Table, failures, median, over, sides, table, three
+
+import breccia
+
+CASTS = ("fp8_current", "fp8_block", "mxfp8", "nvfp4", "int4")
+PAIRS = ("fp8_current", "fp8_block", "mxfp8")
+#: The recipe of a, and that of b.
+PRODUCTS = {"fp8_current": "fp8_current", "fp8_block": "fp8_block,block_m=128", "mxfp8": "mxfp8"}
+STEPS = ("fp8_current", "fp8_row", "fp8_block", "fp8_tile")
+#: The side of what is cast, rows of products and the side of their weights; rows, inputs and outputs of the layer in training.
+CAST, ROWS, SIDE, LAYER = 16384, (16, 512, 4096), 8192, (4096, 8192, 8192)
+TINY = 256
+OURS, TRITON, GENERIC, BF16 = "breccia", "in Triton", "generic algorithm", "BF16"
+#: The kernels that arms prefer.
+PREFER = {TRITON: "triton.jax.matmul", GENERIC: "reference.{op}"}
+#: Seconds of a sample, and the most calls of one.
+SAMPLE_S, MOST_CALLS = 20e-3, 200
+
+Call = Callable[[], Any]
+
+
+def casts(result: Result) -> Table:
+    rows = [row for row in result["rows"] if row["what"] in ("cast", "pair")]
+
+    def bandwidth(row: Row) -> str:
+        ours = median(row, OURS)
+        return ABSENT if ours is None else three(row["nbytes"] / ours / 1e12)
+
+    columns: dict[str, Any] = {
+        "call": lambda row: f"{row['case']}, both orientations" if row["what"] == "pair" else row["case"],
+        "breccia, µs": lambda row: micro(row, OURS),
+        "TB/s": bandwidth,
+        "generic algorithm, µs": lambda row: micro(row, GENERIC),
+        "× faster": lambda row: over(median(row, GENERIC), median(row, OURS)),
+    }
+    side = result["options"]["sides"][0]
+    note = f"Casts of {side}×{side} numbers in BF16 under `jax.jit`. {medians(result)} TB/s: bytes read once and written once."
+    return table("casts in JAX on a GPU", columns, rows, note + raised(rows))
+
+
+def products(result: Result) -> Table:
+    rows = [row for row in result["rows"] if row["what"] == "product"]
+    columns: dict[str, Any] = {
+        "operands": "case",
+        "rows": "rows",
+        **{f"{arm}, µs": (lambda row, arm=arm: micro(row, arm)) for arm in (OURS, TRITON, BF16)},
+        "× BF16": lambda row: over(median(row, BF16), median(row, OURS)),
+        "kernel": "kernel",
+    }
+    side = result["options"]["sides"][1]
+    note = f"Products of rows by a weight of {side}×{side}, to BF16, under `jax.jit`; both operands are quantized before. "
+    return table("products in JAX on a GPU", columns, rows, note + medians(result) + raised(rows))
+
+
+def steps(result: Result) -> Table:
+    rows = [row for row in result["rows"] if row["what"] == "step"]
+    columns: dict[str, Any] = {
+        "recipe": "case",
+        **{f"{arm}, µs": (lambda row, arm=arm: micro(row, arm)) for arm in (OURS, BF16)},
+        "× BF16": lambda row: over(median(row, BF16), median(row, OURS)),
+    }
+    shape = sides(result["options"]["sides"][2])
+    note = (
+        f"Forward and backward of `breccia_jax.DotGeneral` under `jax.jit`, BF16 numbers, {shape} (rows, inputs, outputs); x, "
+        f"the weight and the gradient are cast in each step. {medians(result)}"
+    )
+    return table("steps of a layer in training in JAX on a GPU", columns, rows, note + raised(rows))
+
+
+def micro(row: Row, arm: str) -> str:
+    found = median(row, arm)
+    return ABSENT if found is None else three(1e6 * found)
+
+
+def medians(result: Result) -> str:
+    return f"Medians of {result['options']['samples']} samples in rotation, jax {result['options']['jax']}."
+
+
+def raised(rows: list[Row]) -> str:
+    return failures((arm, error, row["case"]) for row in rows for arm, error in row.get("errors", {}).items())
+
+
+BENCHMARK = Benchmark(
+    "gpu-jax", {"gpu-jax-casts": casts, "gpu-jax-products": products, "gpu-jax-steps": steps}, key=("what", "case", "rows")
+)
+
+
+def elapsed(call: Call, calls: int) -> float:
+    """Seconds per call."""
+    import jax
+
+    start, last = time.perf_counter(), None
+    for _ in range(calls):
+        last = call()
+    jax.block_until_ready(last)
+    return (time.perf_counter() - start) / calls
+
+
+def timed(arms: dict[str, Callable[[], Call]], samples: int) -> Row:
+    """The times of arms, interleaved, and the errors of those that cannot be called."""
+    calls: dict[str, tuple[Call, int]] = {}
+    errors: dict[str, str] = {}
+    for arm, make in arms.items():
+        try:
+            call = make()
+            elapsed(call, 2)  # compiles
+            calls[arm] = call, min(MOST_CALLS, max(1, int(SAMPLE_S / elapsed(call, 3))))
+        except Exception as e:  # of any library; one arm that fails must not stop the rest
+            errors[arm] = message(e)
+    seconds: dict[str, list[float]] = {arm: [] for arm in calls}
+    for _ in range(samples):
+        for arm, (call, count) in calls.items():
+            seconds[arm].append(elapsed(call, count))
+    found: Row = {"time": {arm: summary(taken, every=False) for arm, taken in seconds.items()}}
+    return found | ({"errors": errors} if errors else {})
+
+
+def random(shape: tuple[int, ...], seed: int = 0) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def jitted(function: Callable[..., Any], *arrays: Any) -> Callable[[], Call]:
+    import jax
+
+    def make() -> Call:
+        compiled = jax.jit(function)
+        return lambda: compiled(*arrays)
+
+    return make
+
+
+def cast_row(what: str, spec: str, side: int, samples: int) -> Row:
+    x = random((side, side))
+    op = {"cast": "cast", "pair": "cast_pair"}[what]
+    call: Any = getattr(breccia, op)
+    arms = {
+        arm: jitted(lambda x, prefer=prefer: call(x, spec, prefer=prefer), x)
+        for arm, prefer in ((OURS, None), (GENERIC, PREFER[GENERIC].format(op=op)))
+    }
+    written = call(x, spec)
+    nbytes = x.nbytes + sum(st.nbytes for st in (written if what == "pair" else (written,)))
+    return {"what": what, "case": spec, "nbytes": nbytes, **timed(arms, samples)}
+
+
+def product_row(first: str, second: str, rows: int, side: int, samples: int) -> Row:
+    x, w = random((rows, side), 1), random((side, side), 2)
+    a, b = breccia.cast(x, first), breccia.cast(w, second)
+
+    def product(prefer: str | None) -> Callable[[], Call]:
+        return jitted(lambda a, b: breccia.matmul(a, b.mT, "bfloat16", prefer=prefer), a, b)
+
+    arms = {OURS: product(None), TRITON: product(PREFER[TRITON]), BF16: jitted(lambda x, w: x @ w.T, x, w)}
+    kernel = breccia.explain("matmul", a, b.mT).running
+    case = first if first == second else f"{first} by {second}"
+    return {"what": "product", "case": case, "rows": rows, "kernel": kernel, **timed(arms, samples)}
+
+
+def step_row(preset: str, shape: tuple[int, int, int], samples: int) -> Row:
+    import jax
+
+    import breccia_jax
+
+    m, k, n = shape
+    x, w, dy = random((m, k), 1), random((k, n), 2) * k**-0.5, random((m, n), 3)
+
+    def step(dot: Any) -> Callable[[], Call]:
+        def both(x: Any, w: Any, dy: Any) -> Any:
+            y, back = jax.vjp(lambda x, w: dot(x, w, (((1,), (0,)), ((), ()))), x, w)
+            return y, *back(dy)
+
+        return jitted(both, x, w, dy)
+
+    arms = {OURS: step(breccia_jax.DotGeneral(breccia.TrainingRecipe(preset))), BF16: step(jax.lax.dot_general)}
+    return {"what": "step", "case": preset, **timed(arms, samples)}
+
+
+@command
+def jax(
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small matrices, to try the script.")] = False,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each arm, interleaved.")] = 9,
+    device: Device = "cuda",
+) -> Iterator[Result]:
+    """Time casts, products and steps of layers in JAX, beside what XLA compiles."""
+    import jax
+
+    check_device(device)
+    if device == "cuda" and jax.default_backend() != "gpu":
+        raise typer.BadParameter("JAX sees no GPU here; --device cpu tries the script without one.")
+    cast, side, layer = (TINY, TINY, (TINY,) * 3) if tiny else (CAST, SIDE, LAYER)
+    works: list[Callable[[], Row]] = []
+    works += [lambda first=f, second=s, m=m: product_row(first, second, m, side, samples) for f, s in PRODUCTS.items() for m in ROWS]
+    works += [lambda preset=preset: step_row(preset, layer, samples) for preset in STEPS]
+    works += [lambda spec=spec: cast_row("cast", spec, cast, samples) for spec in CASTS]
+    works += [lambda spec=spec: cast_row("pair", spec, cast, samples) for spec in PAIRS]
+    options = {"device": device, "samples": samples, "sides": (cast, side, layer), "jax": jax.__version__}
+    run, rows = where(device), list[Row]()
+    for work in progress(works, "jax"):
+        rows.append(work())
+        yield BENCHMARK.result(rows, options, run)
