@@ -78,12 +78,12 @@ def breccia_kernels() -> Iterable[Kernel]:
             reads=("column_major",) if ours else (),
             opt_in=opt_in,
         )
-    for op, accepts, score in (("matmul", "accepts_matmul", f"{home}.fp8.plans:score"), ("grouped_matmul", "accepts_grouped", None)):
+    for op, accepts, score in (("matmul", "accepts_either", f"{home}.fp8.plans:score"), ("grouped_matmul", "accepts_grouped", None)):
         yield Kernel(
             op,
             "jax",
-            f"breccia_triton.jax.torch_products:{op}",
-            f"torch.jax.fp8_{op}",
+            f"breccia_triton.jax.foreign:{op}",
+            f"cuda.jax.fp8_{op}",
             device="cuda",
             available=f"{home}.fp8.plans:available_to_jax",
             accepts=f"{home}.fp8.plans:{accepts}",

@@ -3,7 +3,7 @@
    A call has one attribute, a text that says what to compute. On CPUs Python gets the memory of the arrays: `breccia_jax.native`
    reads the text, once, and runs the kernels for NumPy arrays, which release the GIL while they compute. So every kernel, recipe
    and option that NumPy arrays have can be called from XLA, and threads are those of these kernels. On CUDA Python gets
-   addresses and the stream: `breccia_triton.jax.products` enqueues kernels of torch there.
+   addresses and the stream: `breccia_triton.jax.foreign` enqueues kernels of torch there.
 
    XLA's binary interface for such handlers is declared here as far as it is used (`xla/ffi/api/c_api.h` of XLA, whose structs
    begin with their size and only grow at their end), so that building needs no JAX. */

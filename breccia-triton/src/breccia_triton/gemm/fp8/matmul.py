@@ -60,20 +60,23 @@ def grouped_matmul(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT
 
 def _multiply(a: Any, b: Any, options: ProductOptions, offsets: Any, promote: bool) -> Any:
     out_dtype, bias, out = options
+    added = bias if offsets is None else offsets
+    return prepared(a, b, bias, out_dtype, offsets, promote)(a, b, added, out)
+
+
+def prepared(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None, promote: bool = True) -> Executable:
+    """The product of operands with these facts, made where no earlier call had them."""
     x, y, scale_x, scale_y = a.data, b.data, a.scale, b.scale
-    device = x.device
     key = (
         x.data_ptr() % ALIGNED, y.data_ptr() % ALIGNED, scale_x.data_ptr() % ALIGNED, scale_y.data_ptr() % ALIGNED,
         x.shape, y.shape, x.stride(), y.stride(), scale_x.shape, scale_y.shape, scale_x.stride(), scale_y.stride(),
         scale_x.dtype, scale_y.dtype, a.axis, b.axis, a.recipe.interned_key, b.recipe.interned_key, a.layout.interned_key,
-        b.layout.interned_key, device, y.device, scale_x.device, scale_y.device, out_dtype, promote,
+        b.layout.interned_key, x.device, y.device, scale_x.device, scale_y.device, out_dtype, promote,
         None if bias is None else (bias.dtype, bias.shape, bias.device),
         None if offsets is None else (offsets.shape, offsets.device),
     )  # fmt: skip
     call = _calls.get(key)
-    if call is None:
-        call = _calls.keep(key, executable(a, b, bias, out_dtype, offsets, promote))
-    return call(a, b, bias if offsets is None else offsets, out)
+    return _calls.keep(key, executable(a, b, bias, out_dtype, offsets, promote)) if call is None else call
 
 
 def executable(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None, promote: bool = True) -> Executable:
@@ -113,7 +116,7 @@ def executable(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None, p
         added = (added.to(torch.int32) if grouped else added).contiguous()
         run(stream, codes_a, codes_b, scale_a, scale_b, to.data_ptr(), added.data_ptr())
 
-    return Executable(device, (*lead, a.shape[-2], b.shape[-1]), out_dtype, enqueue)
+    return Executable(device, (*lead, a.shape[-2], b.shape[-1]), out_dtype, enqueue, copies=left or right)
 
 
 def _launch(a: Fp8Operand, w: Fp8Operand, dtype: torch.dtype, bias: Any, grouped: bool, promote: bool) -> CudaLaunch:

@@ -78,8 +78,18 @@ def accepts_matmul(call: Call) -> str | None:
     """Why the kernel does not multiply these operands, or None."""
     assert call.b is not None
     pair = kinds(call.a, call.b)
-    if isinstance(pair, str):
-        return pair
+    return pair if isinstance(pair, str) else _refused_shapes(call)
+
+
+def accepts_either(call: Call) -> str | None:
+    """Why the kernel multiplies neither these operands nor, transposed, b.mT by a.mT, or None."""
+    assert call.b is not None
+    pair = scales_of(call.a, call.b)
+    return _refused_shapes(call) if turns(pair) and call.bias is None else accepts_matmul(call)
+
+
+def _refused_shapes(call: Call) -> str | None:
+    assert call.b is not None
     if call.a.empty or call.b.empty:
         return "the generic algorithm runs for empty operands"
     a, b = call.a.shape, call.b.shape
@@ -119,13 +129,24 @@ def _refused_length(k: int) -> str | None:
 
 def _pair(call: Call) -> tuple[str, str]:
     assert call.b is not None
-    pair = kinds(call.a, call.b)
+    pair = scales_of(call.a, call.b)
     assert not isinstance(pair, str)
-    return pair
+    return pair[::-1] if turns(pair) else pair
+
+
+def turns(pair: tuple[str, str] | str) -> bool:
+    """Whether the kernel knows kinds of scales in the other order alone."""
+    return pair not in SCALES and pair[::-1] in SCALES
 
 
 def kinds(a: Operand, b: Operand) -> tuple[str, str] | str:
     """(Kind of scales of a, of b); or why there is no kernel for them."""
+    pair = scales_of(a, b)
+    return pair if isinstance(pair, str) or pair in SCALES else f"it has no form for scales {pair[0]} times {pair[1]}"
+
+
+def scales_of(a: Operand, b: Operand) -> tuple[str, str] | str:
+    """(Kind of scales of a, of b); or why there is none."""
     scale_kinds: list[str] = []
     for name, operand, axis in (("a", a, -1), ("b", b, -2)):
         recipe, layout = operand.recipe, operand.layout
@@ -138,8 +159,7 @@ def kinds(a: Operand, b: Operand) -> tuple[str, str] | str:
         if kind != "tensor" and known and operand.axis != axis:
             return f"blocks of {name} do not run along K"
         scale_kinds.append(kind)
-    pair = scale_kinds[0], scale_kinds[1]
-    return pair if pair in SCALES else f"it has no form for scales {pair[0]} times {pair[1]}"
+    return scale_kinds[0], scale_kinds[1]
 
 
 def _kind(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[str, str]:

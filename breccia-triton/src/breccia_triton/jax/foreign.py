@@ -1,8 +1,8 @@
-"""Products of FP8 tensors of JAX on CUDA by the kernels of torch, CUDA C++ and cuBLAS: XLA passes their addresses and its stream.
+"""Products of FP8 tensors of JAX on CUDA by the kernel of `fp8_matmul.cu`: XLA passes their addresses and its stream.
 
 A compiled function holds a call with a text that says what to multiply, so that another process can run it from JAX's cache on
 disk. The handler, of breccia-native, gives the text and the addresses to `_enqueue`, which makes tensors of torch of them, in
-place, and calls the op. Which kernel runs is up to torch's table of kernels.
+place, and enqueues what torch would: its `Executable`. In the host's memory, for tests, it calls the op.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -15,15 +15,17 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from breccia import Float8BlockScaling
 from breccia.backend import (
+    E8M0,
     FLOAT32,
     Metadata,
     ProductOptions,
@@ -31,17 +33,19 @@ from breccia.backend import (
     calls,
     checks,
     composites,
+    dtype_name,
     product_options,
     reference,
     targets,
 )
 
 from ..facts import Hardware
+from ..gemm.fp8 import plans
 from .calls import Shapes, assembled, components, is_array, placeholder, shapes_of
 from .launch import OnGPU, run
 
 #: The name of the handler among XLA's.
-TARGET = "breccia_torch_products"
+TARGET = "breccia_products"
 #: How many lists of addresses a product remembers the tensors of. XLA's buffers return to the same few addresses.
 _REMEMBERED = 128
 
@@ -50,6 +54,9 @@ def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it, of two FP8 tensors."""
     out_dtype, bias, out = options
     checks.check_matmul(a, b, bias)
+    if bias is None and out is None and plans.turns(tuple(plans.kind_of(st.recipe, st.layout, st.axis)[0] for st in (a, b))):
+        product = _product("matmul", b.mT, a, {}, out_dtype)
+        return composites.matmul(a, b, options) if product is None else jnp.swapaxes(product, -1, -2)
     added = {} if bias is None else {"bias": bias}
     product = None if out is not None else _product("matmul", a, b.mT, added, out_dtype)
     return composites.matmul(a, b, options) if product is None else product
@@ -59,7 +66,8 @@ def grouped_matmul(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT
     """`grouped_matmul` as `breccia.grouped_matmul` documents it, of two FP8 tensors."""
     checks.check_grouped(a, b, offsets)
     fits = options.out is None
-    product = _product("grouped_matmul", a, b.mT, {"offsets": offsets}, options.out_dtype) if fits else None
+    ends = jnp.asarray(offsets, jnp.int32) if is_array(offsets) else offsets
+    product = _product("grouped_matmul", a, b.mT, {"offsets": ends}, options.out_dtype) if fits else None
     return composites.grouped_matmul(a, b, offsets, options) if product is None else product
 
 
@@ -108,17 +116,34 @@ class Product(OnGPU):
     def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
         _register("CUDA")
         ((shape, dtype),) = self.results
-        return [jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))(*arrays, call=self.text())]
+        given, operands, rest = list[Any](), [], list(arrays)
+        for metadata in (self.a, self.b):
+            data, scale = rest.pop(0), rest.pop(0)
+            if metadata.recipe.format.scale.codec == E8M0:
+                metadata, scale = _in_fp32(metadata), powers(scale)  # which XLA does in one kernel, and torch in several
+            given += [data, scale]
+            operands.append((metadata.to_json(), _listed([data, scale])))
+        # Another process may read it: JAX keeps what it has compiled on disk.
+        text = json.dumps([self.op, operands, _listed(rest), shape, dtype], separators=(",", ":"))
+        return [jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))(*given, *rest, call=text)]
 
-    def text(self) -> str:
-        """What `_read` takes. Arrays are listed as (shape, dtype)."""
-        operands = [(metadata.to_json(), [shape for _, shape, _ in shapes]) for metadata, shapes in self._scaled]
-        added = [(shape, dtype) for _, shape, dtype in self.added]
-        return json.dumps([self.op, operands, added, self.results[0]], separators=(",", ":"))
 
-    @property
-    def _scaled(self) -> tuple[tuple[Metadata, Shapes], tuple[Metadata, Shapes]]:
-        return (self.a, self.first), (self.b, self.second)
+def _listed(arrays: list[Any]) -> list[tuple[Shape, str]]:
+    return [(a.shape, dtype_name(a)) for a in arrays]
+
+
+@lru_cache(maxsize=256)
+def _in_fp32(metadata: Metadata) -> Metadata:
+    """That of the tensor with the values of its E8M0 scales in FP32."""
+    k = metadata.layout.block(metadata.axis)[1]
+    return metadata._replace(recipe=Float8BlockScaling(fp8_format=metadata.recipe.format.element.name, block_k=k))
+
+
+def powers(codes: Any) -> Any:
+    """The scales of E8M0 codes in FP32."""
+    e = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
+    bits = jnp.where(e == 0, 0x0040_0000, jnp.where(e == 255, 0x7FC0_0000, e << 23))  # 2^-127 is subnormal, and 255 is NaN
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @lru_cache
@@ -137,69 +162,76 @@ def _enqueue(text: str, arguments: tuple[int, ...], results: tuple[int, ...], st
 
 @lru_cache(maxsize=1024)
 def _read(text: str) -> Enqueued:
-    op, operands, added, (shape, dtype) = json.loads(text)
-    return Enqueued(op, [(Metadata.from_json(of), shapes) for of, shapes in operands], added, shape, dtype)
+    op, operands, *others = json.loads(text)
+    return Enqueued(op, [(Metadata.from_json(of), parts) for of, parts in operands], *others)
 
 
 class Enqueued:
-    """A product as it runs: tensors of torch in XLA's memory, and the op. Arguments: as `Product.text` lists them."""
+    """A product as it runs: tensors of torch in XLA's memory, and the executable.
+
+    scaled: the metadata of both operands, and (shape, dtype) of their codes and scales. added: those of the bias, or of the
+    offsets, if there are any. shape, dtype: of the result.
+    """
 
     def __init__(self, op: str, scaled: Any, added: Any, shape: Any, dtype: str) -> None:
-        from breccia_torch.ops import TORCH
-
-        self.op, self.dtype, self.shape = op, dtype, shape
-        self.call: Callable[..., Any] = getattr(calls, op)
-        #: (metadata, the dtype and the shape of each component) of both operands.
-        self.scaled = []
-        for metadata, shapes in scaled:
-            fmt = metadata.recipe.format
-            dtypes = TORCH.dtypes(fmt)
-            self.scaled.append((metadata, [(name, dtypes[name], s) for name, s in zip(fmt.parts, shapes, strict=True)]))
-        self.added = [(of, s) for s, of in added]
-        self._known: OrderedDict[Any, tuple[Any, ...]] = OrderedDict()
+        self.op, self.scaled, self.added, self.shape, self.dtype = op, scaled, added, shape, dtype
+        #: What runs with a stream, by the device and all addresses.
+        self._known: OrderedDict[Any, Callable[[Any], None]] = OrderedDict()
 
     def __call__(self, addresses: tuple[int, ...], stream: int | None) -> None:
-        device = _device(stream)
-        key = device, addresses
-        arguments = self._known.get(key)
-        if arguments is None:
-            arguments = self._known[key] = self._arguments(addresses, device)
+        index = None if stream is None else current_index()
+        key = index, addresses
+        run = self._known.get(key)
+        if run is None:
+            device = "cpu" if index is None else f"cuda:{index}"
+            make = self._in_memory if index is None else self._on_device
+            run = self._known[key] = make(*self._tensors(addresses, device))
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
-        with nullcontext() if stream is None else _current(stream, device):
-            self.call(*arguments)
+        run(stream)
 
-    def _arguments(self, addresses: tuple[int, ...], device: str) -> tuple[Any, ...]:
-        rest, tensors = list(addresses), []
+    def _tensors(self, addresses: tuple[int, ...], device: str) -> tuple[Any, Any, Any, Any]:
+        """a, b, what is added and the result."""
+        rest, scaled = list(addresses), []
         for metadata, parts in self.scaled:
-            tensors.append(metadata.assembled(**{name: tensor_at(rest.pop(0), s, of, device) for name, of, s in parts}))
-        added = [tensor_at(rest.pop(0), s, of, device) for of, s in self.added]
-        out = tensor_at(rest.pop(0), self.shape, self.dtype, device)
-        a, b = tensors
+            named = zip(metadata.recipe.format.parts, parts, strict=True)
+            scaled.append(metadata.assembled(**{name: tensor_at(rest.pop(0), *part, device) for name, part in named}))
+        added = [tensor_at(rest.pop(0), *part, device) for part in self.added]
+        a, b = scaled
+        return a, b.mT, added[0] if added else None, tensor_at(rest.pop(0), self.shape, self.dtype, device)
+
+    def _in_memory(self, a: Any, b: Any, added: Any, out: Any) -> Callable[[Any], None]:
         if self.op == "grouped_matmul":
-            return a, b.mT, *added, ProductOptions(self.dtype, out=out)
-        return a, b.mT, ProductOptions(self.dtype, *added, out=out) if added else ProductOptions(self.dtype, out=out)
+            return lambda stream: calls.grouped_matmul(a, b, added, ProductOptions(self.dtype, out=out))
+        return lambda stream: calls.matmul(a, b, ProductOptions(self.dtype, added, out))
+
+    def _on_device(self, a: Any, b: Any, added: Any, out: Any) -> Callable[[Any], None]:
+        from ..gemm.fp8.matmul import prepared
+
+        bias, offsets = (None, added) if self.op == "grouped_matmul" else (added, None)
+        executable = prepared(a, b, bias, self.dtype, offsets)
+        if not executable.copies:
+            return lambda stream: executable.enqueue(stream, a, b, added, out)
+
+        def copying(stream: int) -> None:
+            with _current(stream, a.data.device):  # torch allocates for its current stream
+                executable.enqueue(stream, a, b, added, out)
+
+        return copying
 
 
-def _device(stream: int | None) -> str:
-    """The device that XLA has made the current one."""
+def current_index() -> int:
+    """The index of the device that XLA has made the current one."""
     import torch
 
-    return "cpu" if stream is None else f"cuda:{torch.cuda.current_device()}"
+    return torch.cuda.current_device()
 
 
-@lru_cache(maxsize=64)
-def _external(stream: int, device: str) -> Any:
+def _current(stream: int, device: Any) -> Any:
+    """A context in which a stream of XLA is torch's current one."""
     import torch
 
-    return torch.cuda.ExternalStream(stream, device=device)
-
-
-def _current(stream: int, device: str) -> Any:
-    """A context in which torch enqueues on XLA's stream."""
-    import torch
-
-    return torch.cuda.stream(_external(stream, device))
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device))
 
 
 class _Memory:
