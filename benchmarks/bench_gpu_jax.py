@@ -206,7 +206,8 @@ def jax(
         raise typer.BadParameter("JAX sees no GPU here; --device cpu tries the script without one.")
     cast, side, layer = (TINY, TINY, (TINY,) * 3) if tiny else (CAST, SIDE, LAYER)
     works: list[Callable[[], Row]] = []
-    works += [lambda first=f, second=s, m=m: product_row(first, second, m, side, samples) for f, s in PRODUCTS.items() for m in ROWS]
+    products = [(*pair, m) for pair in PRODUCTS.items() for m in ROWS]
+    works += [lambda product=product: product_row(*product, side, samples) for product in products]
     works += [lambda preset=preset: step_row(preset, layer, samples) for preset in STEPS]
     works += [lambda spec=spec: cast_row("cast", spec, cast, samples) for spec in CASTS]
     works += [lambda spec=spec: cast_row("pair", spec, cast, samples) for spec in PAIRS]

@@ -78,7 +78,10 @@ def breccia_kernels() -> Iterable[Kernel]:
             reads=("column_major",) if ours else (),
             opt_in=opt_in,
         )
-    for op, accepts, score in (("matmul", "accepts_either", f"{home}.fp8.plans:score"), ("grouped_matmul", "accepts_grouped", None)):
+    for op, accepts, score in (
+        ("matmul", "accepts_either", f"{home}.fp8.plans:score"),
+        ("grouped_matmul", "accepts_grouped", None),
+    ):
         yield Kernel(
             op,
             "jax",

@@ -187,7 +187,7 @@ def _noted(how: Context, weight: CastOperand) -> tuple[Any, Any]:
     return weight.rows, weight.columns
 
 
-#: The products with fast accumulation. Both take the device as long (H200: 0.90 to 1.05), and torch's the host four times as long.
+#: The products with fast accumulation. They take a device alike, and torch's the host longer: it looks for an algorithm anew.
 FAST = ("cuda.fp8_matmul_fast", "torch.scaled_mm_fast")
 #: Operands that none of them takes, of the last calls. To find that out takes longer than a small product.
 _refused: set[Any] = set()

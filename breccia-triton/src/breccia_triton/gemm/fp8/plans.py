@@ -70,7 +70,7 @@ def available(device: Device) -> str | None:
 def available_to_jax(device: Device) -> str | None:
     """Why XLA cannot call the kernel, or None: it passes its memory through breccia-native to torch."""
     if not targets.installed("breccia_native.xla_calls"):
-        return f"breccia-native, which XLA calls, is not installed or was built without a C compiler; {install('breccia-native')}"
+        return f"breccia-native is not installed, or was built without a C compiler; {install('breccia-native')}"
     return available(device)
 
 
