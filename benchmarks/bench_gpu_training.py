@@ -215,7 +215,8 @@ def times(result: Result) -> Table:
         "rotation. Names of recipes are ours. Above 1 is faster. In one thread: under "
         "`torch.autograd.set_multithreading_enabled(False)` the backward pass runs in the thread of the forward pass, so that "
         "the host changes threads in no step; in a model of many layers it changes twice in a step. Peak: what a step takes at "
-        f"most beside x, dy and the weight; what a layer keeps from step to step counts. Rivals: {listed(result['rivals']) or 'none'}."
+        "most beside x, dy and the weight; what a layer keeps from step to step counts. "
+        f"Rivals: {listed(result['rivals']) or 'none'}."
     )
     errors = ((row["arm"], row["errors"], "×".join(map(str, row["shape"]))) for row in result["rows"] if "errors" in row)
     return table("steps of a layer in training", columns, rows, note + failures(errors))
