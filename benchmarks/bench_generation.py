@@ -61,6 +61,7 @@ def speeds(result: Result) -> Table:
         "step; its linear layers, ms": milliseconds,
         "tokens as FP32's": lambda row: f"{row['same']} of {options['steps'] + 1}",
     }
+    fused = ", and attention that Inductor fuses" if options.get("attention") == "eager" else ""
     left_out = "".join(f" {arm} did not run: {why}." for arm, why in options["left_out"].items())
     for file, arms in options.get("left_out_of", {}).items():
         left_out += "".join(f" {arm} did not run for {file}: {why}." for arm, why in arms.items())
@@ -68,7 +69,7 @@ def speeds(result: Result) -> Table:
         f"Tokens per second of a prompt of {options['prompt']} tokens and of the {options['steps']} after the first, greedily: "
         f"min / median / max; times as fast as llama.cpp. {options['threads']} thread(s); samples of the programs interleaved, "
         "each in a process of its own. MB: of all weights. Linear layers: one call of each with one row, in ms; the rest of a "
-        f"step is transformers' and torch's. Compiled: `generate` with a static cache and torch.compile. INT8: with "
+        f"step is transformers' and torch's. Compiled: `generate` with a static cache and torch.compile{fused}. INT8: with "
         f"BRECCIA_PREFER={PREFERRED}, which rounds activations to 8 bits as llama.cpp does.{left_out}"
     )
     return table("generation from a GGUF file", columns, rows, note)
@@ -147,6 +148,7 @@ def main(
     where = provenance(["torch", "transformers", "gguf"], torch_threads=threads)
     where["versions"]["llama.cpp"] = generators.llama_version()
     options: dict[str, Any] = {"prompt": prompt, "steps": steps, "threads": threads, "left_out": {}, "left_out_of": {}}
+    options["attention"] = generators.ATTENTION["attn_implementation"]
     if LLAMA in chosen and generators.FOLDER not in os.environ:
         chosen.remove(LLAMA)
         options["left_out"][LLAMA] = f"{generators.FOLDER} is not set"

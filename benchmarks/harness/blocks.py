@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 #: The folders and pages of docs/ whose blocks are drawn from results, by benchmarks/draw.py.
-DRAWN = ("measured", "kernels", "training.md", "recipes/rotations.md", "recipes/search.md")
+DRAWN = ("measured", "kernels", "training.md", "training-jax.md", "recipes/rotations.md", "recipes/search.md")
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 

@@ -77,6 +77,7 @@ TINY = {
     "gpu-coded": "bench_gpu.py coded --device cpu --formats q4_k --shape 64x512 --rows 1 --compared 1 --samples 1",
     "gpu-gpt": "bench_gpu.py gpt --device cpu --models 2x64 --recipes fp8_tile --steps 4 --seeds 2 --batch 2 --context 32",
     "gpu-host": "bench_gpu.py host --device cpu --side 128 --samples 2 --rivals none",
+    "gpu-jax": "bench_gpu.py jax --device cpu --tiny --samples 1",
     "gpu-quantize": "bench_gpu.py quantize --device cpu --tiny --runs 1 --recipes mxfp8",
     "gpu-training": "bench_gpu.py training --device cpu --shapes 128x128x128 --samples 1 --presets fp8_tile",
     "gpu-first-call": "bench_first_call.py --device cpu --side 128 --processes 2 --calls dequantize~nvfp4",
@@ -87,7 +88,7 @@ TINY = {
 }
 SLOW = (
     *("jax-cpu", "cast-jax", "convert-large", "gpu-weight-only-groups", "decoder-cpu", "training", "training-layers"),
-    *("matmul-cpu", "gpu-first-call", "gpu-gpt", "generation", "gpu-casts-sass"),
+    *("matmul-cpu", "gpu-first-call", "gpu-gpt", "gpu-jax", "generation", "gpu-casts-sass"),
 )
 BENCHMARKS = draw.subjects()
 PUBLISHED = {result["benchmark"]: result for result in map(read, (HERE / "results").glob("*.json"))}
@@ -98,6 +99,7 @@ NEEDS = {
     "target-bits": "gguf",
     "decoder-cpu": "transformers",
     "generation": "gguf",
+    "gpu-jax": "jax",
     "gpu-casts-sass": "triton",
 }
 

@@ -26,6 +26,7 @@ from breccia import Device, ScaledTensor  # noqa: E402
 from breccia.backend import Metadata, product_options  # noqa: E402
 from breccia.kernels import bounds  # noqa: E402
 from breccia_jax import primitive  # noqa: E402
+from breccia_triton import availability  # noqa: E402
 from breccia_triton.gemm.fp8 import plans  # noqa: E402
 from breccia_triton.jax import foreign, launch  # noqa: E402
 from breccia_triton.jax.foreign import TARGET, Enqueued  # noqa: E402
@@ -173,6 +174,15 @@ def test_few_lists_of_addresses_are_remembered() -> None:
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans.targets, "installed", lambda module: module != "breccia_native.xla_calls")
     assert "breccia-native is not installed" in (plans.available_to_jax(Device("cuda", (9, 0))) or "")
+
+
+def test_later_versions_of_jax_triton_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability.targets, "installed", lambda module: True)
+    for version, refused in (("0.3.1", False), ("0.4.1", True)):
+        monkeypatch.setattr(availability, "version", lambda name, version=version: version)
+        why = availability.available_to_jax(Device("cuda", (9, 0)))
+        assert (why is not None) == refused
+    assert why is not None and why.startswith("jax-triton 0.4.1 passes operands in another way; ")
 
 
 @pytest.mark.skipif(not ON_GPU, reason="JAX has no GPU here")
