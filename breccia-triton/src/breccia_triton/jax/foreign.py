@@ -14,7 +14,7 @@ import ctypes
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -54,7 +54,8 @@ def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it, of two FP8 tensors."""
     out_dtype, bias, out = options
     checks.check_matmul(a, b, bias)
-    if bias is None and out is None and plans.turns(tuple(plans.kind_of(st.recipe, st.layout, st.axis)[0] for st in (a, b))):
+    first, second = (plans.kind_of(st.recipe, st.layout, st.axis)[0] for st in (a, b))
+    if bias is None and out is None and plans.turns((first, second)):
         product = _product("matmul", b.mT, a, {}, out_dtype)
         return composites.matmul(a, b, options) if product is None else jnp.swapaxes(product, -1, -2)
     added = {} if bias is None else {"bias": bias}
@@ -135,8 +136,8 @@ def _listed(arrays: list[Any]) -> list[tuple[Shape, str]]:
 @lru_cache(maxsize=256)
 def _in_fp32(metadata: Metadata) -> Metadata:
     """That of the tensor with the values of its E8M0 scales in FP32."""
-    k = metadata.layout.block(metadata.axis)[1]
-    return metadata._replace(recipe=Float8BlockScaling(fp8_format=metadata.recipe.format.element.name, block_k=k))
+    fp8_format: Any = metadata.recipe.format.element.name
+    return metadata._replace(recipe=Float8BlockScaling(fp8_format=fp8_format, block_k=plans.PIECE))
 
 
 def powers(codes: Any) -> Any:
@@ -184,7 +185,7 @@ class Enqueued:
         run = self._known.get(key)
         if run is None:
             device = "cpu" if index is None else f"cuda:{index}"
-            make = self._in_memory if index is None else self._on_device
+            make: Any = self._in_memory if index is None else self._on_device
             run = self._known[key] = make(*self._tensors(addresses, device))
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
@@ -192,13 +193,15 @@ class Enqueued:
 
     def _tensors(self, addresses: tuple[int, ...], device: str) -> tuple[Any, Any, Any, Any]:
         """a, b, what is added and the result."""
-        rest, scaled = list(addresses), []
-        for metadata, parts in self.scaled:
-            named = zip(metadata.recipe.format.parts, parts, strict=True)
-            scaled.append(metadata.assembled(**{name: tensor_at(rest.pop(0), *part, device) for name, part in named}))
-        added = [tensor_at(rest.pop(0), *part, device) for part in self.added]
-        a, b = scaled
-        return a, b.mT, added[0] if added else None, tensor_at(rest.pop(0), self.shape, self.dtype, device)
+        each = iter(addresses)
+
+        def tensors(parts: Iterable[tuple[Shape, str]]) -> list[Any]:
+            return [tensor_at(next(each), shape, dtype, device) for shape, dtype in parts]
+
+        a, b = (metadata.assembled(*tensors(parts)) for metadata, parts in self.scaled)
+        added = tensors(self.added)
+        (out,) = tensors([(self.shape, self.dtype)])
+        return a, b.mT, added[0] if added else None, out
 
     def _in_memory(self, a: Any, b: Any, added: Any, out: Any) -> Callable[[Any], None]:
         if self.op == "grouped_matmul":

@@ -131,7 +131,7 @@ def _pair(call: Call) -> tuple[str, str]:
     assert call.b is not None
     pair = scales_of(call.a, call.b)
     assert not isinstance(pair, str)
-    return pair[::-1] if turns(pair) else pair
+    return (pair[1], pair[0]) if turns(pair) else pair
 
 
 def turns(pair: tuple[str, str] | str) -> bool:
