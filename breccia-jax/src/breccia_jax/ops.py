@@ -373,6 +373,15 @@ def device() -> str:
     return {"gpu": "cuda"}.get(kind := jax.default_backend(), kind)
 
 
+def capability(device: Any) -> tuple[int, int] | None:
+    """The compute capability of a CUDA device, or of the first one where it is the kind of device of traced arrays."""
+    if device == "cuda":
+        device = jax.local_devices()[0]
+    text = getattr(device, "compute_capability", None) if getattr(device, "platform", "") == "gpu" else None
+    major, _, minor = str(text).partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
 def devices() -> list[str]:
     """The available JAX devices, for `breccia doctor`."""
     return [f"{d.platform}:{d.id} {d.device_kind}".removesuffix(f" {d.platform}") for d in jax.devices()]

@@ -20,6 +20,7 @@ def breccia_frameworks() -> Iterable[Framework]:
             f"{ops}:JAX",
             devices=f"{ops}:devices",
             device=f"{ops}:device",
+            capability=f"{ops}:capability",
             container="breccia_jax.container:register",
             frontend="breccia_jax.frontend",
             forks=False,

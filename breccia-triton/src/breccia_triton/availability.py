@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import re
+from importlib.metadata import PackageNotFoundError, version
 
 from breccia import Device
 from breccia.backend import targets
@@ -10,7 +11,7 @@ from breccia.internal import install
 
 #: The least compute capability whose instructions the kernels use.
 LEAST = (8, 0)
-#: The first version of jax-triton that passes operands in another way.
+#: The first version of jax-triton that passes operands in another way than the kernels' launches do.
 JAX_TRITON = (0, 4)
 
 
@@ -25,8 +26,19 @@ def available(device: Device) -> str | None:
 
 def available_to_jax(device: Device) -> str | None:
     """Why the kernels cannot run on JAX arrays of a device, or None."""
-    if (why := available(device)) is None and not targets.installed("jax_triton"):
+    if (why := available(device)) is not None:
+        return why
+    if not targets.installed("jax_triton"):
         return f"jax-triton is not installed; {install('breccia-triton[jax]')}"
-    if why is None and (present := version("jax-triton")) and tuple(map(int, present.split(".")[:2])) >= JAX_TRITON:
-        return f"jax-triton {present} passes operands in another way; {install('breccia-triton[jax]')}"
-    return why
+    found = re.match(r"(\d+)\.(\d+)", present := _version("jax-triton"))
+    if found is not None and (int(found[1]), int(found[2])) >= JAX_TRITON:
+        return f"it needs jax-triton below 0.4, and {present} is installed; pip install 'jax-triton<0.4'"
+    return None
+
+
+def _version(distribution: str) -> str:
+    """The version of a distribution; "" of a module without one."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""

@@ -179,13 +179,15 @@ static void *raised(const frame *f)
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     PyErr_NormalizeException(&type, &value, &trace);
-    PyObject *shown = PyUnicode_FromFormat("%S: %S", type, value ? value : Py_None);
+    PyObject *name = type ? PyType_GetName((PyTypeObject *)type) : NULL;
+    PyObject *shown = name ? PyUnicode_FromFormat("%U: %S", name, value ? value : Py_None) : NULL;
     PyObject *bytes = shown ? PyUnicode_AsUTF8String(shown) : NULL;
     const char *message = bytes ? PyBytes_AsString(bytes) : NULL;
-    void *e = failed(f, INTERNAL, message ? message : "a kernel of breccia-native failed");
+    void *e = failed(f, INTERNAL, message ? message : "a kernel of breccia failed");
     PyErr_Clear();
     Py_XDECREF(bytes);
     Py_XDECREF(shown);
+    Py_XDECREF(name);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(trace);

@@ -187,7 +187,7 @@ def _noted(how: Context, weight: CastOperand) -> tuple[Any, Any]:
     return weight.rows, weight.columns
 
 
-#: The products with fast accumulation. They take a device alike, and torch's the host longer: it looks for an algorithm anew.
+#: The products with fast accumulation. torch's takes the host longer, because it searches for an algorithm in each call.
 FAST = ("cuda.fp8_matmul_fast", "torch.scaled_mm_fast")
 #: Operands that none of them takes, of the last calls. To find that out takes longer than a small product.
 _refused: set[Any] = set()

@@ -1,8 +1,8 @@
 """Products of FP8 tensors of JAX on CUDA by the kernel of `fp8_matmul.cu`: XLA passes their addresses and its stream.
 
 A compiled function holds a call with a text that says what to multiply, so that another process can run it from JAX's cache on
-disk. The handler, of breccia-native, gives the text and the addresses to `_enqueue`, which makes tensors of torch of them, in
-place, and enqueues what torch would: its `Executable`. In the host's memory, for tests, it calls the op.
+disk. The handler, of breccia-native, gives the text and the addresses to `_enqueue`, which makes tensors of torch at these
+addresses, and enqueues what torch would: the `Executable`. In the host's memory, for tests, it calls the op.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -13,17 +13,16 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from breccia import Float8BlockScaling
+from breccia import Float8BlockScaling, KernelError
 from breccia.backend import (
     E8M0,
     FLOAT32,
@@ -41,13 +40,12 @@ from breccia.backend import (
 
 from ..facts import Hardware
 from ..gemm.fp8 import plans
+from ..launch.cache import Remembered
 from .calls import Shapes, assembled, components, is_array, placeholder, shapes_of
-from .launch import OnGPU, run
+from .launch import OnGPU, capability, run
 
 #: The name of the handler among XLA's.
 TARGET = "breccia_products"
-#: How many lists of addresses a product remembers the tensors of. XLA's buffers return to the same few addresses.
-_REMEMBERED = 128
 
 
 def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
@@ -103,6 +101,9 @@ class Product(OnGPU):
         lead = () if self.op == "grouped_matmul" else jnp.broadcast_shapes(a[:-2], b[:-2])
         return (((*lead, a[-2], b[-2]), self.dtype),)
 
+    def lowered(self, context: Any, *arrays: Any) -> Any:
+        return super().lowered(context, *arrays) if capability() == plans.HOPPER else None
+
     def generic(self, *arrays: Any) -> list[Any]:
         n, m = len(self.first), len(self.first) + len(self.second)
         a, b = self._tensor(self.a, self.first, arrays[:n]), self._tensor(self.b, self.second, arrays[n:m])
@@ -149,78 +150,69 @@ def powers(codes: Any) -> Any:
 
 @lru_cache
 def _register(platform: str) -> None:
+    """Give XLA the handler. platform: "CUDA"; or "cpu" for tests, whose products are in the host's memory."""
     # A reference, not an import: breccia-native is optional, and what it lacks is a reason in `breccia.explain`.
-    jax.ffi.register_ffi_target(TARGET, targets.load("breccia_native.xla_calls:cuda_handler")(_enqueue), platform=platform)
+    handler = targets.load("breccia_native.xla_calls:cuda_handler")
+    jax.ffi.register_ffi_target(TARGET, handler(partial(_enqueue, platform == "cpu")), platform=platform)
 
 
 # ------------------------------------------------------------------------------------------------ when XLA runs it
 
-
-def _enqueue(text: str, arguments: tuple[int, ...], results: tuple[int, ...], stream: int | None) -> None:
-    """Enqueue the product `text` of arrays at these addresses. stream: None for memory of the host."""
-    _read(text)(arguments + results, stream)
+#: What enqueues a product, by its text, its device and all addresses: XLA's buffers return to the same few addresses.
+_known = Remembered()
 
 
-@lru_cache(maxsize=1024)
-def _read(text: str) -> Enqueued:
-    op, operands, *others = json.loads(text)
-    return Enqueued(op, [(Metadata.from_json(of), parts) for of, parts in operands], *others)
+def _enqueue(host: bool, text: str, arguments: tuple[int, ...], results: tuple[int, ...], stream: int | None) -> None:
+    """Enqueue the product `text` of arrays at these addresses. host: they are in the host's memory, and there is no stream."""
+    if host != (stream is None):
+        raise KernelError("XLA gives a product on CUDA a stream, and one in the host's memory none; it did not here.")
+    index = None if stream is None else current_index()
+    key = text, index, arguments, results
+    enqueue = _known.get(key)
+    if enqueue is None:
+        operands = _tensors(text, (*arguments, *results), "cpu" if index is None else f"cuda:{index}")
+        enqueue = _known.keep(key, _in_memory(*operands) if stream is None else _on_device(stream, *operands))
+    enqueue(stream)
 
 
-class Enqueued:
-    """A product as it runs: tensors of torch in XLA's memory, and the executable.
+_read = lru_cache(maxsize=1024)(json.loads)
 
-    scaled: the metadata of both operands, and (shape, dtype) of their codes and scales. added: those of the bias, or of the
-    offsets, if there are any. shape, dtype: of the result.
-    """
 
-    def __init__(self, op: str, scaled: Any, added: Any, shape: Any, dtype: str) -> None:
-        self.op, self.scaled, self.added, self.shape, self.dtype = op, scaled, added, shape, dtype
-        #: What runs with a stream, by the device and all addresses.
-        self._known: OrderedDict[Any, Callable[[Any], None]] = OrderedDict()
+def _tensors(text: str, addresses: tuple[int, ...], device: str) -> tuple[str, Any, Any, Any, Any]:
+    """(the op, a, b, what is added to the call, the result) of a text and the addresses of its arrays."""
+    op, scaled, added, shape, dtype = _read(text)
+    each = iter(addresses)
 
-    def __call__(self, addresses: tuple[int, ...], stream: int | None) -> None:
-        index = None if stream is None else current_index()
-        key = index, addresses
-        run = self._known.get(key)
-        if run is None:
-            device = "cpu" if index is None else f"cuda:{index}"
-            make: Any = self._in_memory if index is None else self._on_device
-            run = self._known[key] = make(*self._tensors(addresses, device))
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        run(stream)
+    def tensors(parts: Iterable[tuple[Shape, str]]) -> list[Any]:
+        return [tensor_at(next(each), shape, dtype, device) for shape, dtype in parts]
 
-    def _tensors(self, addresses: tuple[int, ...], device: str) -> tuple[Any, Any, Any, Any]:
-        """a, b, what is added and the result."""
-        each = iter(addresses)
+    a, b = (Metadata.from_json(metadata).assembled(*tensors(parts)) for metadata, parts in scaled)
+    (more,) = tensors(added) or (None,)
+    (out,) = tensors([(shape, dtype)])
+    return op, a, b.mT, more, out
 
-        def tensors(parts: Iterable[tuple[Shape, str]]) -> list[Any]:
-            return [tensor_at(next(each), shape, dtype, device) for shape, dtype in parts]
 
-        a, b = (metadata.assembled(*tensors(parts)) for metadata, parts in self.scaled)
-        added = tensors(self.added)
-        (out,) = tensors([(self.shape, self.dtype)])
-        return a, b.mT, added[0] if added else None, out
+def _in_memory(op: str, a: Any, b: Any, added: Any, out: Any) -> Callable[[Any], None]:
+    dtype = dtype_name(out)
+    if op == "grouped_matmul":
+        return lambda stream: calls.grouped_matmul(a, b, added, ProductOptions(dtype, out=out))
+    return lambda stream: calls.matmul(a, b, ProductOptions(dtype, added, out))
 
-    def _in_memory(self, a: Any, b: Any, added: Any, out: Any) -> Callable[[Any], None]:
-        if self.op == "grouped_matmul":
-            return lambda stream: calls.grouped_matmul(a, b, added, ProductOptions(self.dtype, out=out))
-        return lambda stream: calls.matmul(a, b, ProductOptions(self.dtype, added, out))
 
-    def _on_device(self, a: Any, b: Any, added: Any, out: Any) -> Callable[[Any], None]:
-        from ..gemm.fp8.matmul import prepared
+def _on_device(stream: int, op: str, a: Any, b: Any, added: Any, out: Any) -> Callable[[Any], None]:
+    from ..gemm.fp8.matmul import prepared
 
-        bias, offsets = (None, added) if self.op == "grouped_matmul" else (added, None)
-        executable = prepared(a, b, bias, self.dtype, offsets)
-        if not executable.copies:
-            return lambda stream: executable.enqueue(stream, a, b, added, out)
+    bias, offsets = (None, added) if op == "grouped_matmul" else (added, None)
+    with _current(stream, a.data.device):  # it may copy operands, to see what they become
+        executable = prepared(a, b, bias, dtype_name(out), offsets)
+    if not executable.copies:
+        return lambda stream: executable.enqueue(stream, a, b, added, out)
 
-        def copying(stream: int) -> None:
-            with _current(stream, a.data.device):  # torch allocates for its current stream
-                executable.enqueue(stream, a, b, added, out)
+    def copying(stream: int) -> None:
+        with _current(stream, a.data.device):
+            executable.enqueue(stream, a, b, added, out)
 
-        return copying
+    return copying
 
 
 def current_index() -> int:
@@ -231,7 +223,7 @@ def current_index() -> int:
 
 
 def _current(stream: int, device: Any) -> Any:
-    """A context in which a stream of XLA is torch's current one."""
+    """A context in which a stream of XLA is torch's current one: torch allocates for that."""
     import torch
 
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device))

@@ -78,7 +78,8 @@ def device_name(device: Device) -> str:
     torch = sys.modules.get("torch")
     if torch is None or device.kind != "cuda" or not torch.cuda.is_available():
         return ""
-    return name_of(torch.cuda.get_device_properties(device.index or 0))
+    index = device.index or 0  # JAX numbers the devices of all processes
+    return name_of(torch.cuda.get_device_properties(index if index < torch.cuda.device_count() else 0))
 
 
 def measured_as(device: str) -> str:

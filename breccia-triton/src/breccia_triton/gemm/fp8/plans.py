@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ def available_to_jax(device: Device) -> str | None:
     """Why XLA cannot call the kernel, or None: it passes its memory through breccia-native to torch."""
     if not targets.installed("breccia_native.xla_calls"):
         return f"breccia-native is not installed, or was built without a C compiler; {install('breccia-native')}"
+    if device.kind == "cuda":
+        import_module("torch")  # a process of JAX has not imported it, and its build and its measurements count
     return available(device)
 
 
@@ -415,10 +418,13 @@ def seconds(call: Call, kernel: str) -> float:
     """The estimated time of a product that the kernel takes. kernel: as of `head_of`."""
     assert call.b is not None
     a, b = call.a.shape, call.b.shape
-    if len(a) < 2 or len(b) < 2:  # `explain` of recipes alone
+    known = all(isinstance(length, int) for length in (*a, *b))  # else `jax.export` traces symbolic ones
+    if len(a) < 2 or len(b) < 2 or not known:  # `explain` of recipes alone
         return _UNMEASURED[kernel] * roofline.LAUNCH
     (*lead, k), n, pair = a, b[-1], _pair(call)
     m = math.prod(lead)
+    if turns(scales_of(call.a, call.b)):
+        m, n = n, m
     over = nearest(slowdowns(device_name(call.device)), head_of(kernel, pair), m, n, k)
     if over is None:
         over = _UNMEASURED_MX[m > _FEW] if pair == ("1x32", "1x32") else _UNMEASURED[kernel]
