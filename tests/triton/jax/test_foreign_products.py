@@ -1,6 +1,6 @@
 """Products of FP8 tensors of JAX by torch's kernels: on a GPU where JAX has one, elsewhere in the host's memory.
 
-Expected bits are those of the same op on tensors of torch with the same bytes.
+On a GPU expected bits are those of the same op on tensors of torch with the same bytes, whose kernel is the same.
 """
 
 from __future__ import annotations
@@ -72,6 +72,16 @@ def in_torch(op: str, a: ScaledTensor, b: ScaledTensor, *added: Any, **options: 
     return getattr(breccia, op)(first, second.mT, *more, **options).float().cpu().numpy()
 
 
+def agree(found: Any, expected: Any, dtype: str = "float32") -> None:
+    """Bits on a GPU; elsewhere sums of another order.
+
+    Each is within the bound of FP32 sums, (K + 1) 2^-24 times a sum of magnitudes, which is below 512; BF16 may round it apart.
+    """
+    apart = 0.0 if ON_GPU else 2 * 257 * 2.0**-24 * 512
+    relative = 2.0**-7 if dtype == "bfloat16" and not ON_GPU else 0.0
+    assert found.shape == expected.shape and (np.abs(found - expected) <= apart + relative * np.abs(expected)).all()
+
+
 def compiled(function: Any, *arguments: Any) -> Any:
     """The result of a function that calls torch's kernels, in FP32."""
     made = jax.jit(function).lower(*arguments).compile()
@@ -85,17 +95,17 @@ def test_products_are_those_of_torch(first: str, dtype: str) -> None:
     a, b = operands(first, PAIRS[first])
     x, y = (moved(st, "jax") for st in (a, b))
     found = compiled(lambda a, b: foreign.matmul(a, b.mT, product_options(dtype)), x, y)
-    assert np.array_equal(found, in_torch("matmul", a, b, out_dtype=dtype))
+    agree(found, in_torch("matmul", a, b, out_dtype=dtype), dtype)
     bias = np.linspace(-3, 3, 40, dtype=np.float32)
     found = compiled(lambda a, b, c: foreign.matmul(a, b.mT, product_options(dtype, c)), x, y, bias)
     given = torch.from_numpy(bias).to("cuda" if ON_GPU else "cpu")
-    assert np.array_equal(found, in_torch("matmul", a, b, out_dtype=dtype, bias=given))
+    agree(found, in_torch("matmul", a, b, out_dtype=dtype, bias=given), dtype)
 
 
 def test_weights_in_blocks_may_come_first() -> None:
     a, b = operands("fp8_block,block_m=128", "fp8_block")
     found = compiled(lambda a, b: foreign.matmul(a, b.mT), *(moved(st, "jax") for st in (a, b)))
-    assert np.array_equal(found, in_torch("matmul", b, a).T)
+    agree(found, in_torch("matmul", b, a).T)
 
 
 def test_every_scale_of_mx_formats_is_read() -> None:
@@ -108,11 +118,11 @@ def test_every_scale_of_mx_formats_is_read() -> None:
 def test_batches_and_groups_are_multiplied() -> None:
     a, b = operands("fp8_block", "fp8_block,block_m=128", lead=(3,))
     found = compiled(lambda a, b: foreign.matmul(a, b.mT), *(moved(st, "jax") for st in (a, b)))
-    assert found.shape == (3, 48, 40) and np.array_equal(found, in_torch("matmul", a, b))
+    agree(found, in_torch("matmul", a, b))
     ends = np.array([16, 16, 48], np.int32)
     rows = a[0]
     found = compiled(lambda a, b, o: foreign.grouped_matmul(a, b.mT, o), moved(rows, "jax"), moved(b, "jax"), ends)
-    assert np.array_equal(found, in_torch("grouped_matmul", rows, b, ends))
+    agree(found, in_torch("grouped_matmul", rows, b, ends))
 
 
 def test_repeated_calls_take_other_buffers() -> None:
@@ -121,7 +131,7 @@ def test_repeated_calls_take_other_buffers() -> None:
     pairs = [operands("fp8_current", "fp8_current", seed=seed) for seed in range(4)]
     held = [[moved(st, "jax") for st in pair] for pair in pairs]  # so that no two of them have an address
     for (a, b), arrays in [*zip(pairs, held, strict=True)] * 2:
-        assert np.array_equal(np.asarray(product(*arrays)), in_torch("matmul", a, b))
+        agree(np.asarray(product(*arrays)), in_torch("matmul", a, b))
     assert len(foreign._known) >= 4
 
 

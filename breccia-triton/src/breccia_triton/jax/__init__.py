@@ -1,1 +1,1 @@
-"""The ops on JAX arrays: the kernels of `casts` and of `gemm.fused`, launched through jax-triton."""
+"""The ops on JAX arrays: kernels of `casts` and `gemm.fused`, through jax-triton, and of `gemm.fp8`, in `foreign`."""

@@ -53,20 +53,19 @@ def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     out_dtype, bias, out = options
     checks.check_matmul(a, b, bias)
     first, second = (plans.kind_of(st.recipe, st.layout, st.axis)[0] for st in (a, b))
-    if bias is None and out is None and plans.turns((first, second)):
-        product = _product("matmul", b.mT, a, {}, out_dtype)
-        return composites.matmul(a, b, options) if product is None else jnp.swapaxes(product, -1, -2)
-    added = {} if bias is None else {"bias": bias}
-    product = None if out is not None else _product("matmul", a, b.mT, added, out_dtype)
-    return composites.matmul(a, b, options) if product is None else product
+    turned = bias is None and plans.turns((first, second))  # the kernel multiplies b.mT by a.mT
+    factors, added = (b.mT, a) if turned else (a, b.mT), {} if bias is None else {"bias": bias}
+    product = None if out is not None else _product("matmul", *factors, added, out_dtype)
+    if product is None:
+        return composites.matmul(a, b, options)
+    return jnp.swapaxes(product, -1, -2) if turned else product
 
 
 def grouped_matmul(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT32) -> Any:
     """`grouped_matmul` as `breccia.grouped_matmul` documents it, of two FP8 tensors."""
     checks.check_grouped(a, b, offsets)
-    fits = options.out is None
     ends = jnp.asarray(offsets, jnp.int32) if is_array(offsets) else offsets
-    product = _product("grouped_matmul", a, b.mT, {"offsets": ends}, options.out_dtype) if fits else None
+    product = None if options.out is not None else _product("grouped_matmul", a, b.mT, {"offsets": ends}, options.out_dtype)
     return composites.grouped_matmul(a, b, offsets, options) if product is None else product
 
 
