@@ -125,14 +125,12 @@ def test_batches_and_groups_are_multiplied() -> None:
     agree(found, in_torch("grouped_matmul", rows, b, ends))
 
 
-def test_repeated_calls_take_other_buffers() -> None:
-    foreign._known.clear()
+def test_repeated_calls_read_what_their_buffers_hold_then() -> None:
     product = jax.jit(lambda a, b: foreign.matmul(a, b.mT))
     pairs = [operands("fp8_current", "fp8_current", seed=seed) for seed in range(4)]
-    held = [[moved(st, "jax") for st in pair] for pair in pairs]  # so that no two of them have an address
+    held = [[moved(st, "jax") for st in pair] for pair in pairs]  # at addresses of their own; XLA may copy them to one
     for (a, b), arrays in [*zip(pairs, held, strict=True)] * 2:
         agree(np.asarray(product(*arrays)), in_torch("matmul", a, b))
-    assert len(foreign._known) >= 4
 
 
 def within_the_bound(found: Any, a: ScaledTensor, b: ScaledTensor, fp8: bool, bias: Any = 0.0) -> None:
