@@ -57,7 +57,8 @@ def with_edges(codec: Codec, stored: np.ndarray) -> np.ndarray:
 @cache
 def adversarial(recipe: ScalingRecipe, scales: int = 300) -> list[ScaledTensor]:
     """Every code under every scale code of 8 bits and edges of wider ones, every zero-point, and edges of global scales."""
-    st, fmt = every_decodable(recipe, scales if recipe.format.block[0] in (1, None) else 40), recipe.format
+    tall = recipe.format.block[0] not in (1, None)  # each scale is of many rows
+    st, fmt = every_decodable(recipe, min(40, scales // 7) if tall else scales), recipe.format
     scale, zero = st.scale, st.zero_point
     if fmt.scale_record is None:
         scale = with_edges(fmt.scale.codec, scale)
